@@ -9,11 +9,8 @@ a jitted function, which is a compile-time constant and returns two tuples:
     FORM(z) -> ((f_1(z), ..., f_K(z)), (f_1'(z), ..., f_K'(z)))
 
 What a kernel does not use is not compiled. To give a term a kernel, write one such function and add
-it to :data:`FORMS`. The sums of each tile are stored separately and added in the tiles' order:
-unlike atomic additions, that is deterministic.
-
-The references in PyTorch are :func:`itrloss.engine.tiled.sums` and
-:func:`itrloss.engine.tiled.gradients`.
+it to :data:`FORMS`. The partial sums of each tile are stored separately and added in the tiles'
+order: unlike atomic additions, that is deterministic.
 """
 
 from __future__ import annotations
@@ -275,13 +272,11 @@ def _included(rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _masked(x, y, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
-    """Return x and y without the pairs that a sum leaves out and, with ENDS, within the block."""
+def _masked(x, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
+    """Return x without the pairs that a sum leaves out and, with ENDS, within the block."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N // C.PARTS
-    # Slopes may be constants.
-    x = tl.broadcast_to(x, (BLOCK_M, BLOCK_N))
-    y = tl.broadcast_to(y, (BLOCK_M, BLOCK_N))
+    x = tl.broadcast_to(x, (BLOCK_M, BLOCK_N))  # slopes may be constants
     # Without ids, only tiles at the end of a block or on the diagonal have excluded pairs.
     special = C.OVER == "negatives" and (
         (rows.start < cols.start + BLOCK_N) & (cols.start < rows.start + BLOCK_M)
@@ -291,14 +286,11 @@ def _masked(x, y, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
         beyond_n = (cols.pid + 1) * BLOCK_N > cols.size
         special = special | beyond_m | beyond_n
     if C.IDS or C.OVER == "positives" or special:
-        included = _included(rows, cols, ENDS, C)
-        empty = float("-inf") if C.MAXIMUM else 0.0
-        x = tl.where(included, x, empty)
-        y = tl.where(included, y, empty)
-    return x, y
+        x = tl.where(_included(rows, cols, ENDS, C), x, float("-inf") if C.MAXIMUM else 0.0)
+    return x
 
 
-# -------------------------------------------------------------------------------------------- sums
+# ---------------------------------------------------------------------------- the epilogue: sums
 
 # AXIS is the tile's dimension of the candidates: 1 where ``axis`` are the rows, 0 for the columns.
 
@@ -382,12 +374,15 @@ def sums_kernel(
     size_n,
     first_col,
     values,  # Values
-    row_out,  # (WIDTH, column parts, size_m) float32: sums of each tile over its columns
-    col_out,  # (WIDTH, row parts, size_n) over its rows
+    row_out,  # (K, column parts, size_m) float32 partial sums over columns
+    col_out,  # (K, row parts, size_n) float32 partial sums over rows
     FORM: tl.constexpr,
     C: tl.constexpr,  # Config
 ):
-    """Sum ``f(z_ij)`` over the columns and over the rows of each tile, or take the MAXIMUM of z."""
+    """Store each tile's ``sum_j f_k(z_ij)`` and ``sum_i f_k(z_ij)``, or the MAXIMUM of z.
+
+    The reference is :func:`itrloss.engine.tiled.sums`.
+    """
     block = Block(row, col, size_m, size_n, first_col)
     rows, first, parts = _tile(inputs, products, block, C)
     PARTS: tl.constexpr = C.PARTS
@@ -397,20 +392,15 @@ def sums_kernel(
         s = _over_norms(parts[part], rows, cols)
         for k in tl.static_range(WIDTH):
             if C.ROWS:
-                x = _summands(s, values, rows, 1, k, FORM, C)
-            else:
-                x = _summands(s, values, cols, 0, k, FORM, C)
-            y = x
-            if C.ROWS and C.COLS and not C.SHARED:
-                y = _summands(s, values, cols, 0, k, FORM, C)
-            x, y = _masked(x, y, rows, cols, True, C)
-            if C.ROWS:
+                x = _masked(_summands(s, values, rows, 1, k, FORM, C), rows, cols, True, C)
                 _store_partial(row_out, k, x, rows, cols, 1, C)
             if C.COLS:
-                _store_partial(col_out, k, y, cols, rows, 0, C)
+                if not (C.ROWS and C.SHARED):
+                    x = _masked(_summands(s, values, cols, 0, k, FORM, C), rows, cols, True, C)
+                _store_partial(col_out, k, x, cols, rows, 0, C)
 
 
-# ------------------------------------------------------------------------------------- the gradient
+# ---------------------------------------------------------------------- the epilogue: the gradient
 
 
 @triton.jit
@@ -456,12 +446,12 @@ def _slopes(
         by_z = _within(by_z, s, values, axis, AXIS, C)
         total += by_z * scale
         if C.GRAD_SHIFT:
-            by_shift, _ = _masked(by_z, by_z, rows, cols, True, C)
+            by_shift = _masked(by_z, rows, cols, True, C)
             _store_partial(out, slot, by_shift, axis, candidates, AXIS, C)
         if C.GRAD_SCALE:
             by_scale += by_z * s
     if C.GRAD_SCALE:
-        by_scale, _ = _masked(by_scale, by_scale, rows, cols, True, C)
+        by_scale = _masked(by_scale, rows, cols, True, C)
         _store_partial(out, values.slots, by_scale, axis, candidates, AXIS, C)
     return total
 
@@ -476,8 +466,8 @@ def gradient_kernel(
     size_n,
     first_col,
     values,
-    row_out,  # (planes, parts, anchors) float32: a plane for each slot of the shift, then the scale
-    col_out,
+    row_out,  # (L + 1, column parts, size_m) float32 partial sums: L slots of the shift, the scale
+    col_out,  # (L + 1, row parts, size_n)
     grad,  # PerAnchor: of the sums, (K, A)
     panel,  # Panel for the gradient of the inner products, if any; may alias the products
     FORM: tl.constexpr,
@@ -486,7 +476,7 @@ def gradient_kernel(
     """Write ``dL/d<x_i, y_j> = sum_sides g f'(z_ij) scale / (|x_i| |y_j|)``, and sum up dL/dz.
 
     With SHARED, one evaluation serves both sides, and the gradients of scale and shift are summed
-    by row alone.
+    by row alone. The reference is :func:`itrloss.engine.tiled.gradients`.
     """
     block = Block(row, col, size_m, size_n, first_col)
     rows, first, parts = _tile(inputs, products, block, C)
@@ -500,10 +490,12 @@ def gradient_kernel(
         if C.COLS and not (C.ROWS and C.SHARED):
             x = _slopes(x, s, rows, cols, values, grad, col_out, 0, FORM, C)
         if panel.x is not None:
-            x, _ = _masked(x, x, rows, cols, False, C)
-            x = _over_norms(x, rows, cols)
+            x = _over_norms(_masked(x, rows, cols, False, C), rows, cols)
             pointers, inside = _entries(panel, rows, cols)
             tl.store(pointers, x.to(panel.x.dtype.element_ty), mask=inside)
+
+
+# ------------------------------------------------------------------------ the gradient of vectors
 
 
 @triton.jit
@@ -563,13 +555,15 @@ def project_kernel(
 
 @triton.jit
 def _exp(z):
+    """Return ``e^z``."""
     return tl.exp2(z * LOG2E)
 
 
 @triton.jit
 def _log1p(u):
-    """Return log(1 + u), accurate for a small u: the quotient makes up for the rounding of 1 + u
-    (Kahan).
+    """Return log(1 + u), accurate for a small u.
+
+    The quotient makes up for the rounding of 1 + u (Kahan).
     """
     w = 1.0 + u
     return tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))

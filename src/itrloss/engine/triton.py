@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import triton
@@ -43,9 +43,13 @@ class TileConfig(NamedTuple):
 # kernels take 114 to 190 registers; with 128, two programs of 8 warps share a multiprocessor, and
 # one multiplies while the other adds up. Other kernels, and all on other GPUs, would spill up to
 # 1.5 KB, and are not limited (python tests/gpu_compiler.py 90).
-PRODUCT_TILES = TileConfig(128, 128, 64, 4, 8, 3, 128), TileConfig(64, 64, 64, 1, 4, 3)
+PRODUCT_TILES = (
+    TileConfig(128, 128, 64, parts=4, num_warps=8, num_stages=3, registers=128),
+    TileConfig(64, 64, 64, parts=1, num_warps=4, num_stages=3),
+)
 MANY = 2**21  # scores from which there are enough large tiles
-READING_TILE = TileConfig(64, 64, 64, 1, 4, 3)  # for scores that are loaded: memory-bound
+# For scores that are loaded: memory-bound.
+READING_TILE = TileConfig(64, 64, 64, parts=1, num_warps=4, num_stages=3)
 BLOCK_ROWS = 4096  # rows of a block: products of so many have enough tiles for all multiprocessors
 BLOCK = 2**28  # scores of a block at most; sums of its tiles, until they are added up, take 40 MiB
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
@@ -279,16 +283,10 @@ def sorted_by(side: int, listed: ListedPairs, size: int) -> kernels.Listed:
 # --------------------------------------------------------------------------------- a pass' launches
 
 
-class Kernel(Protocol):
-    """A kernel, which is launched by ``kernel[grid](...)``."""
-
-    def __getitem__(self, grid: tuple[int, ...], /) -> Callable[..., object]: ...
-
-
 class Pass:
     """A question of some inputs as kernels take it, prepared once for all launches."""
 
-    def __init__(self, question: Question, inputs: Inputs, form: object):
+    def __init__(self, question: Question, inputs: Inputs, form: triton.JITFunction):
         self.question = question
         self.inputs = inputs
         self.form = form  # of the terms, see `kernels.FORMS`
@@ -367,7 +365,7 @@ class Pass:
                 yield rows, cols
 
     def products(self, places: Places) -> kernels.Panel:
-        """Return a block's (r, c) float32 inner products, or scores; none where kernels multiply."""
+        """Return a block's (r, c) float32 inner products, or scores; none if kernels multiply."""
         if self.matrix is not None:
             return part_of(self.matrix, places)
         if self.fused:
@@ -384,7 +382,7 @@ class Pass:
         """
         r, c = sizes(places)
         stride = ceil_div(c, 64) * 64
-        if self.workspace is None or self.workspace.numel() < r * stride:
+        if self.workspace is None:  # the first block is the largest
             self.workspace = torch.empty(r * stride, dtype=self.panel_dtype, device=self.device)
         return self.workspace[: r * stride].view(r, stride)[:, :c]
 
@@ -395,7 +393,7 @@ class Pass:
 
     def launch(
         self,
-        kernel: Kernel,
+        kernel: triton.JITFunction,
         config: kernels.Config,
         places: Places,
         total: AnchorSums | None,  # to which the sums that the kernel stores are added
@@ -652,8 +650,7 @@ def example(
 ) -> tuple[Question, Inputs, Tensor]:
     """Return a question, its inputs, and a gradient of its sums."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(m, d, dtype=torch.float64, device="cpu", generator=generator)
-    noise = torch.randn(m, d, dtype=torch.float64, device="cpu", generator=generator)
+    x, noise = torch.randn(2, m, d, dtype=torch.float64, device="cpu", generator=generator)
     rows = x[:n].to(device, dtype)
     cols = (x + noise).to(device, dtype)
     inputs = Inputs(
