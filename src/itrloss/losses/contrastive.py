@@ -91,7 +91,7 @@ class TripletLoss(PairLoss):
                 f"TripletLoss: {2 * _INTERVAL} calls within 1 % of {2 * self.margin:g} per pair, "
                 "which is 2 * margin: all embeddings seem to be alike. Begin with "
                 'mining="all", or lower the learning rate.',
-                stacklevel=8,  # the caller of the module: past forward and nn.Module.__call__
+                stacklevel=7,  # the caller of the module: past forward and nn.Module.__call__
             )
 
 

@@ -113,11 +113,13 @@ class InfoNCELoss(PairLoss):
 
         sim = self._similarity(images, texts, image_ids, text_ids, scores, check=check)
         if negatives is None:
-            return self._value(sim)
+            return self._with_telemetry(self.compute(sim), sim)
         assert isinstance(images, Tensor)
         if negatives.dim() == 3:
-            return self._value(sim, self._own_negatives(images, negatives))
-        return self._value(sim, self._unmatched(images, negatives))
+            unmatched = self._own_negatives(images, negatives)
+        else:
+            unmatched = self._unmatched(images, negatives)
+        return self._with_telemetry(self.compute(sim, unmatched), sim)
 
     def _check_negatives(self, images: Tensor, negatives: Tensor) -> None:
         """Raise an error unless negatives are (K, D) or, in one process, (N, K, D)."""
@@ -233,13 +235,14 @@ class DirectionalInfoNCELoss(PairLoss):
             check_pairs(images, texts, image_ids, text_ids)
             return ""
 
-        return self._value(
-            self._similarity(images, texts, image_ids, text_ids, check=check),
-            self._similarity(images, images, image_ids, image_ids),
-            self._similarity(texts, texts, text_ids, text_ids),
-        )
+        sim = self._similarity(images, texts, image_ids, text_ids, check=check)
+        among_images = self._similarity(images, images, image_ids, image_ids)
+        among_texts = self._similarity(texts, texts, text_ids, text_ids)
+        return self._with_telemetry(self.compute(sim, among_images, among_texts), sim)
 
-    def compute(self, sim: Similarity, images: Similarity, texts: Similarity) -> Any:
+    def compute(  # type: ignore[override]
+        self, sim: Similarity, images: Similarity, texts: Similarity
+    ) -> Any:
         """Return the loss of images with texts, with images, and texts with texts."""
         anchors = dict(zip(DIRECTIONS, (sim, sim.T, images, texts), strict=True))
         scale = 1 / self.temperature
@@ -378,7 +381,7 @@ class FilteredInfoNCELoss(PairLoss):
         if guide is not None:
             functional.check_other_model("guide", guide, sim)
             check_guide_ids(guide, sim)
-        return self._value(sim, guide)
+        return self._with_telemetry(self.compute(sim, guide), sim)
 
     def compute(self, sim: Similarity, guide: Similarity | None = None) -> Any:
         judge = sim.both if guide is None else guide.both
@@ -447,9 +450,11 @@ class DistillationLoss(PairLoss):
             if teacher.shape != sim.shape:
                 raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(teacher.shape)}")
             teacher = Similarity.from_scores(teacher, image_ids, text_ids)
-        return self._value(sim, teacher)
+        return self._with_telemetry(self.compute(sim, teacher), sim)
 
-    def compute(self, sim: Similarity, teacher: Similarity) -> Any:
+    def compute(  # type: ignore[override]
+        self, sim: Similarity, teacher: Similarity
+    ) -> Any:
         """Return the loss of the similarities of two models."""
         return functional.distillation_loss(
             sim, teacher, self.temperature, self.teacher_temperature, self.reduction
