@@ -621,7 +621,7 @@ def test_nothing_is_tried_while_a_graph_is_captured(example, monkeypatch):
     [
         ("add_product_", lambda *args: None, "finds something else than the tiled one"),
         ("contiguous_vectors", torch.zeros_like, "finds something else"),
-        ("AnchorSums", refused, "fails: RuntimeError: no C compiler"),
+        ("AnchorTotals", refused, "fails: RuntimeError: no C compiler"),
     ],
 )
 def test_what_does_not_work_is_left_alone(name, broken, why, example, monkeypatch):

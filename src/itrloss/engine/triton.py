@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -65,25 +65,38 @@ def has_kernel(question: Question) -> bool:
     return question.terms in kernels.FORMS and not question.teaches
 
 
+class Reduction(NamedTuple):
+    """How values of candidates become one number."""
+
+    reduce: Callable[..., Tensor]
+    join: Callable[..., Tensor]  # two such numbers to one
+    empty: float  # without any candidate
+
+
+SUM = Reduction(torch.sum, torch.add, 0.0)
+MAXIMUM = Reduction(torch.amax, torch.maximum, -math.inf)
+
+
 def sums(question: Question, inputs: Inputs) -> Tensor:
     """Return the sums of a question: (A,) of one term, (K, A) of several."""
-    found = reduced(Pass(question, inputs, kernels.FORMS[question.terms]), maximum=False)
+    run = Pass(question, inputs, kernels.FORMS[question.terms])
+    found = reduced(run, SUM)
     return found[0] if len(question.terms) == 1 else found
 
 
 def highest(question: Question, inputs: Inputs) -> Tensor:
     """Return the highest of the scores (A,) that count, times the scale; -inf without any."""
-    return reduced(Pass(question, inputs, kernels.identity), maximum=True)[0]
+    return reduced(Pass(question, inputs, kernels.identity), MAXIMUM)[0]
 
 
-def reduced(run: Pass, maximum: bool) -> Tensor:
+def reduced(run: Pass, reduction: Reduction) -> Tensor:
     """Return the sums or maxima (K, A) of all anchors."""
-    config = run.config._replace(MAXIMUM=maximum)
-    total = AnchorSums(run, config.WIDTH, run.question.sides, maximum)
+    config = run.config._replace(MAXIMUM=reduction is MAXIMUM)
+    total = AnchorTotals(run, config.WIDTH, run.question.sides, reduction)
     with torch.cuda.device_of(run.inputs.like):
         for places in run.blocks():
             run.launch(kernels.sums_kernel, config, places, total)
-    return total.sums
+    return total.values
 
 
 # ------------------------------------------------------------------------------------- the gradient
@@ -125,14 +138,14 @@ class GradientKernel:
         self.run = run
         self.grad = per_anchor(grad.view(run.config.WIDTH, -1), run.device)
         self.config = run.config._replace(GRAD_SCALE=needs.scale, GRAD_SHIFT=needs.shift)
-        self.total: AnchorSums | None = None
+        self.total: AnchorTotals | None = None
         if needs.scale or needs.shift:
             # A plane for each slot of the shift, then one for the scale. If one evaluation serves
             # both sides, they are summed by row alone.
             sides = run.question.sides
             if run.config.SHARED:
                 sides = sides[:1]
-            self.total = AnchorSums(run, run.question.slots + 1, sides)
+            self.total = AnchorTotals(run, run.question.slots + 1, sides, SUM)
 
     def write(self, places: Places, panel: kernels.Panel) -> None:
         """Write the gradient of a block's inner products to a panel, if there is one."""
@@ -141,7 +154,7 @@ class GradientKernel:
     def of_value(self, value: Value | None, planes: slice) -> Tensor:
         """Return the gradient of a scale or a shift."""
         assert self.total is not None and isinstance(value, Tensor)
-        by_anchor = self.total.sums[planes]
+        by_anchor = self.total.values[planes]
         if not has_each(value):
             by_anchor = by_anchor.sum(-1, keepdim=True)
         return by_anchor.reshape(value.shape)
@@ -231,9 +244,7 @@ class VectorGradient:
         self.out = torch.empty_like(
             sides[side].like, dtype=dtype, memory_format=torch.contiguous_format
         )
-        self.listed = (
-            kernels.Listed() if listed is None else sorted_by(side, listed, run.shape[side])
-        )
+        self.listed = sorted_by(side, listed, run.shape[side])
         self.kernel_inputs = [vectors_of(contiguous_vectors(x.like), x) for x in sides]
 
     def start(self, part: slice) -> None:
@@ -269,15 +280,18 @@ class VectorGradient:
         )
 
 
-def sorted_by(side: int, listed: ListedPairs, size: int) -> kernels.Listed:
+def sorted_by(side: int, listed: ListedPairs | None, size: int) -> kernels.Listed:
     """Return listed pairs as `project_kernel` takes them, sorted by the vectors of a side."""
+    if listed is None:
+        return kernels.Listed()
+    index = listed.rows, listed.cols
+    own = index[side]
     grad = listed.grad.contiguous()
-    own = listed.cols if side else listed.rows
     if own is None:
         return kernels.Listed(grad)
     own, order = torch.sort(own, stable=True)
     start = torch.searchsorted(own, torch.arange(size + 1, device=own.device))
-    return kernels.Listed(grad, start, order, listed.rows if side else listed.cols)
+    return kernels.Listed(grad, start, order, index[1 - side])
 
 
 # --------------------------------------------------------------------------------- a pass' launches
@@ -295,14 +309,17 @@ class Pass:
         self.matrix = None if inputs.scores is None else inputs.scores.contiguous()
         self.fused = self.matrix is None and fused(inputs)
         self.tile = tile_config(self.shape, self.fused)
-        self.first_col = self.shape[0] if 0 in question.sides else 0
+        #: The numbers of row 0 and of column 0 among the anchors.
+        self.first_anchor = (0, self.shape[0] if 0 in question.sides else 0)
         self.workspace: Tensor | None = None
-        # float16's range is too small for gradients, see `add_product_`.
+        # Gradients leave the range of float16: the panel is float32, and `add_product_` copies it.
         dtype = inputs.like.dtype
-        narrow = self.fused and dtype == torch.bfloat16 and not INTERPRETED
-        self.panel_dtype = torch.bfloat16 if narrow else torch.float32
-        copied = 2 if dtype == torch.float16 else 0  # bytes per score of the copy for the product
-        self.panel_size = PANEL // (self.panel_dtype.itemsize + copied)  # number of scores
+        self.panel_dtype = torch.float32
+        bytes_per_score = 6 if dtype == torch.float16 else 4
+        if self.fused and dtype == torch.bfloat16 and not INTERPRETED:
+            self.panel_dtype = torch.bfloat16
+            bytes_per_score = 2
+        self.panel_size = PANEL // bytes_per_score  # number of scores
         self.config = self._config()
         self.kernel_inputs = self._kernel_inputs()
         self.kernel_values = self._kernel_values()
@@ -396,7 +413,7 @@ class Pass:
         kernel: triton.JITFunction,
         config: kernels.Config,
         places: Places,
-        total: AnchorSums | None,  # to which the sums that the kernel stores are added
+        total: AnchorTotals | None,  # to which the partial results of the kernel are added
         *more: object,  # further arguments of the kernel
     ) -> None:
         """Run a program for each tile of a block."""
@@ -406,7 +423,7 @@ class Pass:
         kernel[(grid_m * grid_n,)](
             self.kernel_inputs,
             self.products(places),
-            *kernels.Block(rows.start, cols.start, *sizes(places), self.first_col),
+            *kernels.Block(rows.start, cols.start, *sizes(places), self.first_anchor[1]),
             self.kernel_values,
             partials.get(0),
             partials.get(1),
@@ -428,33 +445,32 @@ class Pass:
         return options
 
 
-class AnchorSums:
-    """The (K, A) sums of all anchors, added up in the order of the tiles: deterministic."""
+class AnchorTotals:
+    """The (K, A) sums or maxima of all anchors, joined in the order of the tiles: deterministic."""
 
-    def __init__(self, run: Pass, width: int, sides: Sequence[int], maximum: bool = False):
+    def __init__(self, run: Pass, width: int, sides: Sequence[int], reduction: Reduction):
         self.run = run
         self.sides = sides
-        self.maximum = maximum
+        self.reduction = reduction
         size = sum(run.shape[side] for side in sides)
-        self.sums = torch.empty(width, size, dtype=torch.float32, device=run.device)
+        self.values = torch.empty(width, size, dtype=torch.float32, device=run.device)
         if 0 in run.shape:  # there is no tile
-            self.sums.fill_(-math.inf if maximum else 0.0)
+            self.values.fill_(reduction.empty)
 
     def partials(self, places: Places) -> dict[int, Tensor]:
-        """Return a buffer for the sums of a block's tiles, for each side: (K, parts, anchors)."""
+        """Return buffers for the results of a block's tiles, one for each side: (K, parts, r)."""
         grid_m, grid_n = self.run.grid(places)
         parts = grid_n * self.run.tile.parts, grid_m
         size = sizes(places)
-        width = len(self.sums)
-        return {side: self.sums.new_empty(width, parts[side], size[side]) for side in self.sides}
+        width = len(self.values)
+        return {side: self.values.new_empty(width, parts[side], size[side]) for side in self.sides}
 
     def add(self, places: Places, partials: dict[int, Tensor]) -> None:
-        """Add the sums of a block's tiles; the first block of an anchor overwrites."""
-        reduce = torch.amax if self.maximum else torch.sum
-        join = torch.maximum if self.maximum else torch.add
+        """Add the results of a block's tiles; the first block of an anchor overwrites."""
+        reduce, join, _ = self.reduction
         for side, partial in partials.items():
-            first = self.run.first_col if side else 0
-            total = self.sums[:, first + places[side].start : first + places[side].stop]
+            first = self.run.first_anchor[side]
+            total = self.values[:, first + places[side].start : first + places[side].stop]
             if places[1 - side].start == 0:
                 reduce(partial, 1, out=total)
             else:
@@ -465,7 +481,8 @@ def tile_config(shape: tuple[int, int], multiplies: bool) -> TileConfig:
     """Return the tiles of kernels that multiply embeddings, or that read scores (N, M)."""
     if not multiplies:
         return READING_TILE
-    return PRODUCT_TILES[0] if math.prod(shape) >= MANY else PRODUCT_TILES[-1]
+    has_many = math.prod(shape) >= MANY
+    return PRODUCT_TILES[0] if has_many else PRODUCT_TILES[-1]
 
 
 def fused(inputs: Inputs) -> bool:
@@ -476,9 +493,15 @@ def fused(inputs: Inputs) -> bool:
 
 def vectors_of(x: Tensor | None, side: Side, ids: Tensor | None = None) -> kernels.Vectors:
     """Return a side as kernels take it, with its vectors x (N, D) if they are multiplied."""
-    stride = 0 if x is None else x.stride(0)
-    inv = None if side.inv is None else side.inv.flatten()
-    return kernels.Vectors(x, stride, inv, None if ids is None else ids.contiguous())
+    stride = 0
+    inv = side.inv
+    if x is not None:
+        stride = x.stride(0)
+    if inv is not None:
+        inv = inv.flatten()
+    if ids is not None:
+        ids = ids.contiguous()
+    return kernels.Vectors(x, stride, inv, ids)
 
 
 def per_anchor(value: Value | None, device: torch.device) -> kernels.PerAnchor:
@@ -488,9 +511,12 @@ def per_anchor(value: Value | None, device: torch.device) -> kernels.PerAnchor:
     if not isinstance(value, Tensor):
         value = torch.full((1,), value, dtype=torch.float32, device=device)
     x = torch.atleast_2d(value)
-    plane = x.stride(0) if x.shape[0] > 1 else 0
-    stride = x.stride(1) if x.shape[1] > 1 else 0
-    return kernels.PerAnchor(x, plane, stride)
+    return kernels.PerAnchor(x, step(x, 0), step(x, 1))
+
+
+def step(x: Tensor, dim: int) -> int:
+    """Return the stride along a dimension; 0 if it has one entry, which stands for all."""
+    return 0 if x.shape[dim] == 1 else x.stride(dim)
 
 
 def part_of(matrix: Tensor, places: Places) -> kernels.Panel:
@@ -535,17 +561,18 @@ def compute_capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def aligned(x: Tensor, step: int) -> Tensor:
+def aligned(x: Tensor, block_k: int) -> Tensor:
     """Return embeddings that can be loaded in whole steps, 16 bytes at a time.
 
     Zero padding changes no product.
     """
-    x = x.float() if INTERPRETED else x
-    whole_steps = x.shape[1] % step == 0
+    if INTERPRETED:
+        x = x.float()
+    whole_steps = x.shape[1] % block_k == 0
     starts_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
     if whole_steps and x.stride(1) == 1 and starts_aligned:
         return x
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % step)).contiguous()
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % block_k)).contiguous()
 
 
 def contiguous_vectors(x: Tensor) -> Tensor:
@@ -650,16 +677,14 @@ def example(
 ) -> tuple[Question, Inputs, Tensor]:
     """Return a question, its inputs, and a gradient of its sums."""
     generator = torch.Generator().manual_seed(0)
-    x, noise = torch.randn(2, m, d, dtype=torch.float64, device="cpu", generator=generator)
-    rows = x[:n].to(device, dtype)
-    cols = (x + noise).to(device, dtype)
+    x = torch.randn(n + m, d, dtype=torch.float64, device="cpu", generator=generator)
+    rows, cols = x.to(device, dtype).split((n, m))
     inputs = Inputs(
         Side(rows, inverse_norms(rows), None, None),
         Side(cols, inverse_norms(cols), None, None),
         None,
     )
-    col_ids = torch.arange(m, device=device) % 97
-    row_ids = col_ids[:n].clone()
+    row_ids, col_ids = (torch.arange(n + m, device=device) % 97).split((n, m))
     row_ids[0] = IGNORE_ID
     question = Question(
         Pairs((n, m), (row_ids, col_ids), device),
