@@ -9,7 +9,6 @@ from .coder import CODERTerms as CODERTerms
 from .coder import DiversityContrastiveLoss as DiversityContrastiveLoss
 from .coder import MemoryDiversityContrastiveLoss as MemoryDiversityContrastiveLoss
 from .coder import PrototypeClassificationLoss as PrototypeClassificationLoss
-from .contrastive import InfoNCELoss as InfoNCELoss
 from .contrastive import SigmoidLoss as SigmoidLoss
 from .contrastive import TripletLoss as TripletLoss
 from .dvse import DVSEObjective as DVSEObjective
@@ -20,6 +19,7 @@ from .dvse import VarianceAwareLoss as VarianceAwareLoss
 from .infonce import DirectionalInfoNCELoss as DirectionalInfoNCELoss
 from .infonce import DistillationLoss as DistillationLoss
 from .infonce import FilteredInfoNCELoss as FilteredInfoNCELoss
+from .infonce import InfoNCELoss as InfoNCELoss
 from .late_interaction import LateInteractionLoss as LateInteractionLoss
 from .matryoshka import Matryoshka as Matryoshka
 from .probabilistic import PCMEPlusPlusLoss as PCMEPlusPlusLoss
