@@ -189,7 +189,7 @@ class Matrix:
         if not self.keeps or not may_keep():
             return Inputs(self._side(rows, 0), self._side(cols, 1), None)
         sides = self._kept_sides()
-        if self._kept_scores is None and self.in_graph and self.embedding_targets().trained:
+        if self._kept_scores is None and self.in_graph and self.embedding_targets().any_trained():
             self._kept_scores = self.graph_scores().detach()
         if self._kept_scores is None:
             with torch.no_grad(), full_precision(rows.x):
@@ -247,7 +247,7 @@ class Matrix:
 
     def scores(self) -> Tensor:
         """Return the (N, M) scores, with their graph if they are trained; not to be modified."""
-        trained = torch.is_grad_enabled() and self.embedding_targets().trained
+        trained = torch.is_grad_enabled() and self.embedding_targets().any_trained()
         if trained or self.embeddings is None:
             return self.graph_scores()
         inputs = self.inputs()
@@ -356,7 +356,7 @@ class Matrix:
                 inputs = self.inputs()
                 with full_precision(inputs.like):
                     best = tiled.hardest(question, inputs)
-        if not torch.is_grad_enabled() or not self.embedding_targets().trained:
+        if not torch.is_grad_enabled() or not self.embedding_targets().any_trained():
             return best
         rows, cols = self._pairs_of(question.sides, best.indices.clamp_min(0))
         scores = self._pair_and_positive_scores(rows, cols)
@@ -476,9 +476,7 @@ class Matrix:
 
 def block_of_scores(inputs: Inputs, side: int, part: slice) -> Tensor:
     """Return the scores (B, C) of some of a side's vectors with all of the others."""
-    own, others = inputs.rows, inputs.cols
-    if side == 1:
-        own, others = others, own
+    own, others = inputs.sides(side)
     left = own.vectors(part)
     candidates = len(others.like)
     width = tile_shape(len(left), candidates, left.device.type)[1]

@@ -387,9 +387,7 @@ def summed_scores(inputs: Inputs, side: int) -> Tensor:
     """
     if inputs.scores is not None:
         return inputs.scores.sum(1 - side)
-    own, others = inputs.rows, inputs.cols
-    if side == 1:
-        own, others = others, own
+    own, others = inputs.sides(side)
     total = torch.stack([others.vectors(part).sum(0) for part in chunks(others.like)]).sum(0)
     sums = torch.cat([own.vectors(part) @ total for part in chunks(own.like)])
     if own.bias is not None:

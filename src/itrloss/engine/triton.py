@@ -258,8 +258,9 @@ class VectorGradient:
     def add(self, places: Places, panel: Tensor) -> None:
         """Add the product of a panel (r, c) of gradients with the partners' vectors."""
         own = places[self.side]
-        first = self.part.start
-        total = self.total[own.start - first : own.stop - first]
+        total = self.total
+        if own != self.part:
+            total = total[own.start - self.part.start : own.stop - self.part.start]
         by_own = panel.T if self.side else panel
         add_product_(total, by_own, self.partners[places[1 - self.side]])
 
@@ -278,6 +279,7 @@ class VectorGradient:
             self.out,
             BLOCK_D=triton.next_power_of_2(dim),
         )
+        del self.total  # before the next sums take memory
 
 
 def sorted_by(side: int, listed: ListedPairs | None, size: int) -> kernels.Listed:
@@ -312,6 +314,7 @@ class Pass:
         #: The numbers of row 0 and of column 0 among the anchors.
         self.first_anchor = (0, self.shape[0] if 0 in question.sides else 0)
         self.workspace: Tensor | None = None
+        self.buffers: dict[tuple[int, int], Tensor] = {}  # views of the workspace, by their shape
         # Gradients leave the range of float16: the panel is float32, and `add_product_` copies it.
         dtype = inputs.like.dtype
         self.panel_dtype = torch.float32
@@ -398,10 +401,12 @@ class Pass:
         Rows begin at multiples of 64 entries, aligned for fast products.
         """
         r, c = sizes(places)
-        stride = ceil_div(c, 64) * 64
-        if self.workspace is None:  # the first block is the largest
-            self.workspace = torch.empty(r * stride, dtype=self.panel_dtype, device=self.device)
-        return self.workspace[: r * stride].view(r, stride)[:, :c]
+        if (r, c) not in self.buffers:
+            stride = ceil_div(c, 64) * 64
+            if self.workspace is None:  # the first block is the largest
+                self.workspace = torch.empty(r * stride, dtype=self.panel_dtype, device=self.device)
+            self.buffers[r, c] = self.workspace[: r * stride].view(r, stride)[:, :c]
+        return self.buffers[r, c]
 
     def grid(self, places: Places) -> tuple[int, int]:
         """Return the numbers of tiles of a block along its rows and along its columns."""
@@ -510,13 +515,9 @@ def per_anchor(value: Value | None, device: torch.device) -> kernels.PerAnchor:
         return kernels.PerAnchor(None, 0, 0)
     if not isinstance(value, Tensor):
         value = torch.full((1,), value, dtype=torch.float32, device=device)
-    x = torch.atleast_2d(value)
-    return kernels.PerAnchor(x, step(x, 0), step(x, 1))
-
-
-def step(x: Tensor, dim: int) -> int:
-    """Return the stride along a dimension; 0 if it has one entry, which stands for all."""
-    return 0 if x.shape[dim] == 1 else x.stride(dim)
+    plane = value.stride(0) if value.dim() == 2 and len(value) > 1 else 0
+    stride = value.stride(-1) if value.shape[-1] > 1 else 0
+    return kernels.PerAnchor(value, plane, stride)
 
 
 def part_of(matrix: Tensor, places: Places) -> kernels.Panel:
