@@ -290,7 +290,7 @@ def _masked(x, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
     return x
 
 
-# ---------------------------------------------------------------------------- the epilogue: sums
+# ------------------------------------------------------------------------------ the epilogue: sums
 
 # AXIS is the tile's dimension of the candidates: 1 where ``axis`` are the rows, 0 for the columns.
 
@@ -400,7 +400,7 @@ def sums_kernel(
                 _store_partial(col_out, k, x, cols, rows, 0, C)
 
 
-# ---------------------------------------------------------------------- the epilogue: the gradient
+# -------------------------------------------------------------------------- the epilogue: gradient
 
 
 @triton.jit
@@ -429,8 +429,8 @@ def _slopes(
     rows,
     cols,
     values,
-    grad,
-    out,
+    grad,  # PerAnchor (K, A)
+    out,  # (L + 1, parts, anchors)
     AXIS: tl.constexpr,
     FORM: tl.constexpr,
     C: tl.constexpr,
@@ -495,7 +495,7 @@ def gradient_kernel(
             tl.store(pointers, x.to(panel.x.dtype.element_ty), mask=inside)
 
 
-# ------------------------------------------------------------------------ the gradient of vectors
+# ------------------------------------------------------------------------- the gradient of vectors
 
 
 @triton.jit
@@ -519,7 +519,7 @@ def _listed_gradient(pair, j, scale, listed, partners, dim, BLOCK_D: tl.constexp
 def project_kernel(
     own,  # Vectors x (N, dim)
     partners,  # Vectors y (M, dim) of the other side
-    dim,
+    dim,  # D
     total,  # Vectors (r, dim): float32 sums of vectors from ``begin`` on; may alias out
     begin,
     listed,  # Listed
@@ -534,15 +534,13 @@ def project_kernel(
     i = begin + tl.program_id(0)
     g = _vector(total, tl.program_id(0), dim, BLOCK_D)
     scale = 1.0 if own.inv is None else tl.load(own.inv + i)
-    if listed.grad is None:
-        pass
-    elif listed.start is None:
-        g += _listed_gradient(i, i, scale, listed, partners, dim, BLOCK_D)
-    else:
+    if listed.start is not None:
         for k in range(tl.load(listed.start + i), tl.load(listed.start + i + 1)):
             pair = tl.load(listed.order + k)
             j = tl.load(listed.other + pair)
             g += _listed_gradient(pair, j, scale, listed, partners, dim, BLOCK_D)
+    elif listed.grad is not None:
+        g += _listed_gradient(i, i, scale, listed, partners, dim, BLOCK_D)
     if own.inv is not None:
         u = _vector(own, i, dim, BLOCK_D) * scale
         g -= u * tl.sum(u * g, 0)
