@@ -40,9 +40,11 @@ class Term:
     def __init__(self, value: Function, slope: Callable[[Tensor], Tensor] | None = None):
         """Store a function and its derivative.
 
-        ``value(z, *parameters)`` returns a tensor like ``z``, which it may overwrite: it is called
-        with a tensor of its own. ``slope(z)`` returns the derivative, likewise. Without one,
-        autograd differentiates the function by ``z`` and by its parameters, tile by tile.
+        ``value(z, *parameters)`` returns a tensor like ``z``. It is called with a tensor of its
+        own, which it may overwrite by one operator; two in a row, as in ``z.relu_().square_()``,
+        would overwrite what autograd needs where plain PyTorch differentiates it. ``slope(z)``
+        returns the derivative and may overwrite ``z``. Without one, autograd differentiates the
+        function by ``z`` and by its parameters, tile by tile.
         """
         self.value = value
         self.slope = slope
