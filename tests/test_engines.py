@@ -33,7 +33,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import itrloss
 from itrloss import Anchors, Similarity
-from itrloss.engine import inputs, pairs
+from itrloss.engine import inputs, pairs, ranking
 from itrloss.engine.pairs import IGNORE_ID
 from itrloss.engine.terms import (
     hinge,
@@ -917,7 +917,9 @@ def test_ids_stay_as_they_were_given():
     assert sim.one_to_one and torch.equal(sim.ids[0], given) and torch.equal(sim.T.ids[1], given)
     assert Similarity(v, w).ids == (None, None)
     assert not Similarity(v, w, given, given.flip(0)).one_to_one
-    assert not Similarity(v, w, torch.tensor([1, 1, 2, 3]), torch.tensor([1, 1, 2, 3])).one_to_one
+    for repeated in ([1, 1, 2, 3], [1, 2, 1, 3]):
+        ids = torch.tensor(repeated)
+        assert not Similarity(v, w, ids, ids).one_to_one
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -933,12 +935,14 @@ def test_transposed_view_answers_for_the_columns(engine, small_tiles):
     torch.testing.assert_close(sim.T.scores(), swapped.scores())
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_detached_similarity_has_no_gradient_and_the_same_answers(engine, small_tiles):
+def test_detached_similarity_has_no_gradient_and_the_same_answers(engine, biased, small_tiles):
     ids, (v, w) = make_ids("random", 9, 14), embeddings(9, 14)
-    bias = torch.linspace(-0.1, 0.1, 9).to(v), torch.linspace(0.2, 0.0, 14).to(v)
-    given = [x.requires_grad_() for x in (v, w, *bias)]
-    sim = similarity(*given[:2], ids, engine, bias=tuple(given[2:]))
+    bias = None
+    if biased:
+        bias = tuple(torch.linspace(-0.1, 0.2, size).to(v).requires_grad_() for size in (9, 14))
+    sim = similarity(v.requires_grad_(), w.requires_grad_(), ids, engine, bias=bias)
     p = parameters(9, 14)
     for name, answer in ANSWERS.items():
         for detached in (sim.detach().both, sim.both.detach()):
@@ -1711,10 +1715,11 @@ def test_ranks_are_those_of_sorted_scores(seed, n, m, optimistic):
     generator = torch.Generator().manual_seed(seed)
     matrix = torch.randint(0, 6, (n, m), generator=generator).double()
     ids = make_ids("random", n, m, seed)
-    for engine in ("dense", "tiled"):
-        found = Similarity.from_scores(matrix, *ids, engine=engine).ranks(
-            ties="optimistic" if optimistic else "pessimistic"
-        )
+    ties = "optimistic" if optimistic else "pessimistic"
+    for engine, many in (("dense", ranking.MANY), ("tiled", ranking.MANY), ("dense", 0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranking, "MANY", many)
+            found = Similarity.from_scores(matrix, *ids, engine=engine).ranks(ties=ties)
         for i, row in enumerate(found.tolist()):
             positive = ids[0][i] == ids[1]
             own, rivals = matrix[i][positive].sort(descending=True).values, matrix[i][~positive]
