@@ -801,8 +801,8 @@ def test_scores_that_equal_a_limit_do_not_count(engine, guided, small_tiles):
         sim = similarity(v, w, ids, engine, normalize=False)
     for own, s in ((sim, scores), (sim.T, scores.T)):
         wanted = (s / 2).masked_fill((s <= -1) | (s >= 2), -math.inf).logsumexp(1)
-        for each in (torch.tensor, lambda x, size=len(s): torch.full((size,), x)):
-            limits = {"above": each(-1.0), "below": each(2.0)}
+        for size in (1, len(s)):  # one limit for all anchors, or one of each
+            limits = {"above": torch.full((size,), -1.0), "below": torch.full((size,), 2.0)}
             found = own.logsumexp(0.5, **limits, guide=own if guided else None)
             torch.testing.assert_close(found, wanted)
 
