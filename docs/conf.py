@@ -27,6 +27,7 @@ extensions = [
     "pictures",
     "interval_charts",
     "checks",
+    "listing",
 ]
 exclude_patterns = ["_build"]
 default_role = "code"

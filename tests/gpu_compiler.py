@@ -90,7 +90,7 @@ def compiled(case: tuple[int, dict]) -> list[dict]:
         return kernel
 
     driver.set_active(Absent(gpu))
-    JITFunction.run, engine._is_hopper = compile_only, lambda device: gpu == 90
+    JITFunction.run, engine.compute_capability = compile_only, lambda device: gpu // 10
     ask(**asked)
     names = " and ".join(term.__name__ for term in asked.get("asked", EXPONENTIAL))
     about = f"{names} {asked}"

@@ -27,8 +27,14 @@ class MeanStd(NamedTuple):
     std: Tensor
 
 
-# Keys are the names of registered terms; other terms of the tests are called directly.
+# The terms of `itrloss.engine.terms` again, in plain PyTorch: the name of the function there, and a
+# function of the same arguments. A term that tests define themselves needs no entry.
 TERMS: dict[str, Callable[..., Tensor]] = {
+    "exponential": torch.exp,
+    "square": lambda z: z * z,
+    "excess": F.relu,
+    "information": lambda z: z * torch.exp(z),
+    "shifted_exponential": lambda s, scale, top: torch.exp(scale * s - top),
     "identity": lambda s: s,
     "log1p_clamp": lambda s: torch.log(1 + s.clamp_min(-1 + 1e-6)),
     "log1p_relu": lambda s: torch.log(1 + s.relu()),
@@ -36,6 +42,22 @@ TERMS: dict[str, Callable[..., Tensor]] = {
     "softplus": lambda z: -F.logsigmoid(-z),
     "hinge": lambda s, threshold: (threshold - s).relu(),
 }
+
+
+def formula(term: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a term of the library in plain PyTorch, and one of the tests as it is.
+
+    Raise an error for a term of the library that is not in `TERMS`: the library would otherwise be
+    compared with itself.
+    """
+    if term.__module__.split(".")[0] != "itrloss":
+        return term
+    if term.__name__ not in TERMS:
+        raise LookupError(
+            f"tests/reference.py: TERMS has no formula of the term {term.__name__!r}; write it in "
+            "plain PyTorch"
+        )
+    return TERMS[term.__name__]
 
 
 def unit(x: Tensor) -> Tensor:
@@ -171,7 +193,7 @@ class Reference:
         above=-math.inf,
         guide=None,
     ) -> Tensor:
-        function = TERMS.get(term.__name__, term)
+        function = formula(term)
         others = None if guide is None else iter(guide.groups)
 
         def one(s, positive, a, b, *params):

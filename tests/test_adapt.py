@@ -379,7 +379,7 @@ def queues_of_each(rank: int) -> torch.Tensor:
     v, w = unit(B, D), unit(B, D).flip(0)
     queue = unit(20, D).roll(rank, 1).T
     own = itrloss.CoupledMemory(20, D, dtype=v.dtype)
-    own._store(queue.T, queue.T)
+    own.enqueue_alone(queue.T, queue.T)
     loss = itrloss.UnifiedTrainingObjective()
     return compat.adapt(loss, "user").moco_forward(v, w, w, v, queue, queue) - loss(v, w, v, w, own)
 

@@ -2,12 +2,14 @@
 processes.
 """
 
+import importlib
 import re
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from losses_registry import public_losses
 from processes import both
 
 import itrloss
@@ -81,6 +83,19 @@ def test_pages_take_nothing_from_the_network(tmp_path):
         url for style in styles for url in re.findall(r"(?:url\(|@import )[\"']?([^\"')]*)", style)
     ]
     assert loaded and not [url for url in loaded if re.match(r"(https?:)?//", url)]
+
+
+def test_every_public_loss_has_a_row_on_the_start_page(monkeypatch):
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(str(DOCS))
+    named = set()
+    for path in DOCS.glob("methods/*.rst"):
+        page = path.read_text(encoding="utf-8")
+        rows = importlib.import_module("listing").SUMMARY.findall(page)
+        assert len(rows) == page.count(".. summary::"), path.name
+        for names, _ in rows:
+            named |= set(names.split(", "))
+    assert public_losses() <= named
 
 
 def recipes(rank: int) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
 import threading
@@ -28,12 +29,12 @@ from cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Reference, matches
+from reference import TERMS, Reference, formula, matches
 from torch.autograd import gradcheck, gradgradcheck
 
 import itrloss
 from itrloss import Anchors, Similarity
-from itrloss.engine import inputs, pairs, ranking
+from itrloss.engine import inputs, pairs, ranking, terms
 from itrloss.engine.pairs import IGNORE_ID
 from itrloss.engine.terms import (
     hinge,
@@ -649,6 +650,27 @@ def test_a_nan_beside_an_anchor_without_negatives(engine):
     assert values[:2].tolist() == [-math.inf] * 2 and values[2].isnan()
     (gradient,) = torch.autograd.grad(values[[0, 1, 3]].sum(), v)
     assert (gradient[:2] == 0).all() and gradient[3].any()
+
+
+OF_THE_LIBRARY = {x.__name__: x for x in vars(terms).values() if isinstance(x, terms.Term)}
+
+
+@pytest.mark.parametrize("name", OF_THE_LIBRARY)
+def test_the_reference_has_every_term_of_the_library(name):
+    term = OF_THE_LIBRARY[name]
+    scores = torch.linspace(-1.2, 1.2, 25, dtype=torch.float64)
+    count = len(inspect.signature(term.value).parameters) - 1
+    params = torch.tensor([0.5, 1.5], dtype=torch.float64)[:count]
+    assert formula(term) is not term
+    torch.testing.assert_close(formula(term)(scores, *params), term(scores, *params))
+
+
+def test_the_reference_refuses_a_term_of_the_library_without_a_formula(monkeypatch):
+    reference = Reference.from_scores(torch.eye(3, dtype=torch.float64))
+    reference.sum(hinge, 0.1)
+    monkeypatch.delitem(TERMS, "hinge")
+    with pytest.raises(LookupError, match="TERMS has no formula of the term 'hinge'"):
+        reference.sum(hinge, 0.1)
 
 
 def test_a_term_does_not_lose_what_it_returns():

@@ -500,8 +500,11 @@ def test_a_loss_of_your_own():
         S = Similarity(v, w).scores()
         by_hand = ((S - 9 * torch.eye(6)).amax(1) - S.diagonal()).relu().mean()
         torch.testing.assert_close(Margin(engine=engine)(v, w), by_hand)
-    with pytest.raises(NotImplementedError, match="compute"):
+    with pytest.raises(NotImplementedError, match=r"PairLoss must implement compute\(sim\)"):
         itrloss.PairLoss()(v, w)
+    memory = itrloss.CoupledMemory(4, v.shape[1], dtype=v.dtype)
+    with pytest.raises(NotImplementedError, match=r"MemoryLoss must implement compute\(sims\)"):
+        itrloss.MemoryLoss()(v, w, v, w, memory)
 
 
 def value_of(loss, sim):

@@ -57,17 +57,17 @@ class BatchNorm(nn.BatchNorm1d):
     only.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not self.training or world_size() == 1:
-            return super().forward(x)
+            return super().forward(input)
         assert (
             self.running_mean is not None
             and self.running_var is not None
             and self.momentum is not None
         )
-        own = torch.stack([x.float().sum(0), x.float().square().sum(0)])
+        own = torch.stack([input.float().sum(0), input.float().square().sum(0)])
         first, second = gather(own[None]).sum(0)  # differentiable
-        count = len(x) * world_size()
+        count = len(input) * world_size()
         mean = first / count
         variance = (second / count - mean.square()).clamp_min(0.0)
         with torch.no_grad():
@@ -75,7 +75,7 @@ class BatchNorm(nn.BatchNorm1d):
             self.running_var.lerp_(variance * (count / max(1, count - 1)), self.momentum)
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
-        return (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
+        return (input - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
 
 
 class SetDropout(nn.Module):

@@ -216,9 +216,11 @@ class Views(VSE):
     def __iter__(self) -> Iterator[VSE]:
         return iter(self.models)  # type: ignore[arg-type]
 
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Concatenate what the models return into one tuple."""
-        return tuple(x for model in self for x in model(*inputs))
+        return tuple(x for model in self for x in model(regions, words, lengths, wholes))
 
     def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
         embeddings = [model.embed_images(regions, wholes) for model in self]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -46,13 +47,14 @@ class MeanStd(NamedTuple):
 
 
 class Hardest(NamedTuple):
-    """Score (A,) and index (A,) int64 of each anchor's highest-scoring negative; -inf and -1 if none."""
+    """Score (A,) and index (A,) int64 of each anchor's hardest negative; -inf and -1 if none."""
 
     values: Tensor
     indices: Tensor
 
 
-class AnchorSide(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class AnchorSide:
     """Anchors that are one side of a matrix; their candidates are the other side."""
 
     matrix: Matrix
@@ -89,7 +91,8 @@ class Block(NamedTuple):
         return Block(self.matrix, (0, 1), (*self.groups, group), (*self.firsts, first))
 
 
-class Where(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Where:
     """Which candidates count: negatives, positives or all, within limits of their scores."""
 
     over: Over = "negatives"
@@ -101,9 +104,6 @@ class Where(NamedTuple):
     def limited(self) -> bool:
         """Whether there are limits."""
         return self.below is not None or self.above is not None
-
-
-NEGATIVES = Where()
 
 
 def blocks_of(groups: Sequence[Sequence[AnchorSide]]) -> list[Block]:
@@ -203,7 +203,7 @@ class Anchors:
         twins = [(block.matrix, block.matrix.detach()) for block in self._blocks]
         groups = []
         for group in self._groups:
-            groups.append([side._replace(matrix=twin_of(side.matrix, twins)) for side in group])
+            groups.append([replace(side, matrix=twin_of(side.matrix, twins)) for side in group])
         return Anchors(*groups)
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -222,7 +222,7 @@ class Anchors:
         terms: Term | tuple[Term, ...],
         scale: Value = 1.0,
         shift: Value | None = None,
-        where: Where = NEGATIVES,
+        where: Where | None = None,  # the negatives
         params: Sequence[Tensor] = (),
         teacher: Anchors | None = None,
     ) -> Tensor:
@@ -230,12 +230,14 @@ class Anchors:
 
         Several terms have (K, A) sums. A ``teacher``'s scores are the first parameter of the term.
         """
+        if where is None:
+            where = Where()
         second = self._others(where.guide if teacher is None else teacher)
         values = self._gathered([scale, shift, where.below, where.above, *params])
         answers = []
         for block, other in zip(self._blocks, second, strict=True):
             question = self._question(block, terms, where.over, values)
-            question = question._replace(teaches=teacher is not None)
+            question = replace(question, teaches=teacher is not None)
             answers.append(block.matrix.sums(question, other))
         total = self._joined(answers, torch.add)
         return total if self.exchange is None else self.exchange.merged(total)
@@ -711,7 +713,7 @@ class Anchors:
         return all(size == self.sizes[0] for size in self.sizes)
 
     def valid(self) -> Tensor | None:
-        """Return the (A,) bool mask of anchors with a positive and a negative; None: all of them."""
+        """Return the (A,) bool mask of anchors with a positive and a negative; None: all."""
         if self._complete:
             return None
         return (self.positive_counts > 0) & (self.negative_counts > 0)

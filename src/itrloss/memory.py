@@ -100,18 +100,27 @@ class CoupledMemory(WholeState):
             process_group: the processes of a ``torch.distributed`` job that share the memory; by
                 default, all.
         """
-        alone = world_size(process_group) == 1
+        if world_size(process_group) == 1:
+            self.enqueue_alone(image_keys, text_keys, ids)
+            return
 
         def checked() -> list[Tensor]:
-            return self._checked(image_keys, text_keys, ids, empty=not alone)
+            return self._checked(image_keys, text_keys, ids, empty=True)
 
-        if alone:
-            self._store(*checked())
-            return
         dtype = str(self.images.dtype).removeprefix("torch.")
         same = f"memory ({self.size}, {self.dim}) of {dtype}"
         parts = gather_parts(checked, process_group, same)
         self._store(*[torch.cat(x) for x in parts])
+
+    @torch.no_grad()
+    def enqueue_alone(
+        self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None = None
+    ) -> None:
+        """Store a batch of pairs of this process alone; for the arguments see :meth:`enqueue`.
+
+        It is for memories that processes do not share: each may then hold other entries.
+        """
+        self._store(*self._checked(image_keys, text_keys, ids, empty=False))
 
     def _checked(
         self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None, empty: bool

@@ -26,7 +26,7 @@ _TILE = 2**21
 
 
 @torch.no_grad()
-def mine_hard_negatives(
+def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     queries: Tensor,
     corpus: Tensor | np.ndarray,
     query_ids: Tensor,

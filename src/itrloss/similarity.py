@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from .engine.matrix import Engine as Engine
 from .engine.pairs import Ids, Pairs
 from .engine.question import Value, has_each
 from .engine.vectors import Embeddings
+
+X = TypeVar("X")
 
 
 class TopK(NamedTuple):
@@ -225,13 +227,19 @@ class Similarity(Anchors):
         if self.share is not None:
             return self.share.unpadded[self._side], self.totals[1]
         n, m = self._matrix.shape
-        return (m, n) if self._side else (n, m)
+        return self._turned(n, m)
+
+    def _turned(self, of_matrix_rows: X, of_matrix_columns: X) -> tuple[X, X]:
+        """Return what belongs to the rows of this view, and to its columns."""
+        if self._side == 0:
+            return of_matrix_rows, of_matrix_columns
+        return of_matrix_columns, of_matrix_rows
 
     @property
     def totals(self) -> tuple[int, int]:
         """The numbers of rows and columns; of a shared batch, of all processes."""
         n, m = self._matrix.shape if self.share is None else self.share.processes.totals
-        return (m, n) if self._side else (n, m)
+        return self._turned(n, m)
 
     @property
     def engine(self) -> str:
@@ -244,14 +252,14 @@ class Similarity(Anchors):
         if self._matrix.embeddings is None:
             return None
         rows, cols = self._matrix.embeddings
-        return (cols.x, rows.x) if self._side else (rows.x, cols.x)
+        return self._turned(rows.x, cols.x)
 
     @property
     def vectors(self) -> tuple[Embeddings, Embeddings]:
         """The rows and the columns, with their unit vectors if these are kept."""
         assert self._matrix.embeddings is not None
         rows, cols = self._matrix.embeddings
-        return (cols, rows) if self._side else (rows, cols)
+        return self._turned(rows, cols)
 
     @property
     def pairs(self) -> Pairs:
@@ -275,7 +283,7 @@ class Similarity(Anchors):
         row_bias, col_bias = self._matrix.bias
         if row_bias is None and col_bias is None:
             return None
-        return (col_bias, row_bias) if self._side else (row_bias, col_bias)
+        return self._turned(row_bias, col_bias)
 
     @property
     def given_scores(self) -> Tensor | None:
@@ -289,7 +297,7 @@ class Similarity(Anchors):
     def ids(self) -> Ids:
         """The (N,) and (M,) int64 ids that were passed in; None where they were left out."""
         rows, cols = self._matrix.pairs.ids_as_passed
-        return (cols, rows) if self._side else (rows, cols)
+        return self._turned(rows, cols)
 
     @property
     def all_ids(self) -> tuple[Tensor, Tensor]:
@@ -299,7 +307,7 @@ class Similarity(Anchors):
         row_ids, col_ids = processes.ids
         rows = processes.existing(row_ids, 0)
         cols = processes.existing(col_ids, 1)
-        return (cols, rows) if self._side else (rows, cols)
+        return self._turned(rows, cols)
 
     @property
     def T(self) -> Similarity:
@@ -320,7 +328,7 @@ class Similarity(Anchors):
     def relabelled(self, row_ids: Tensor, col_ids: Tensor) -> Similarity:
         """Return the same similarities with other (N,) and (M,) int64 ids, without a gradient."""
         matrix = self._matrix.detach()
-        ids = (col_ids, row_ids) if self._side else (row_ids, col_ids)
+        ids = self._turned(row_ids, col_ids)
         matrix.pairs = Pairs(matrix.shape, ids, self.device)
         return self.of_anchors(AnchorSide(matrix, self._side))
 

@@ -1,7 +1,9 @@
-"""The terms that losses sum over negatives or positives, as :meth:`itrloss.Anchors.sum` does.
+"""The public names of the terms that losses sum over negatives or positives, as
+:meth:`itrloss.Anchors.sum` does.
 
-Each takes scores, and parameters with one value for each anchor or for all. See
-:func:`itrloss.pair_term` for more.
+Nothing is defined here: :class:`Term`, :func:`itrloss.pair_term`, which makes one of your own
+function, and every term are defined in ``engine/terms.py``. A term takes scores, and parameters
+with one value for each anchor or for all.
 """
 
 from .engine.terms import Term as Term

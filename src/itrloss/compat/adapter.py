@@ -101,7 +101,7 @@ def _memory(images: Tensor, texts: Tensor, ids: Tensor | None = None) -> Coupled
     if ids is not None:
         ids = as_ids("mb_ind", ids, len(images), images.device)
     memory = CoupledMemory(*images.shape).to(images.device, images.dtype)
-    memory._store(images.detach(), texts.detach(), ids)
+    memory.enqueue_alone(images, texts, ids)
     return memory
 
 

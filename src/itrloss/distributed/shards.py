@@ -8,7 +8,8 @@ asks for all columns, and its own columns' answers are merged from the answers o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -119,7 +120,8 @@ class Processes:
         return float(largest(number, self.group))
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Share:
     """What a process has of a matrix of a shared batch."""
 
     processes: Processes
@@ -130,7 +132,8 @@ class Share(NamedTuple):
     cols: Tensor | None = None  # (M_r, D) this process's own columns, if candidates are spread
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Shard:
     """A group of a shared batch's anchors."""
 
     share: Share

@@ -9,15 +9,17 @@ tests/test_costs.py -k memory``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import dense, tiled
-from .inputs import NO_INPUTS, Inputs, Side, whole_scores
+from .inputs import Inputs, Side, taken, whole_scores
 from .pair_scores import Index, ListedPairs, pair_scores
 from .question import Question, Value, is_trained
+from .saved import save, saved
 from .tiled import Gradients, Needs
 from .vectors import full_precision, plain_unit
 
@@ -38,16 +40,16 @@ class AllScores(torch.autograd.Function):
         col_bias: Tensor | None,  # (M,)
         inputs: Inputs,
     ) -> Tensor:
-        trained = [x if is_trained(x) else None for x in (rows, cols, row_bias, col_bias)]
-        ctx.save_for_backward(*inputs.flat, *trained)
+        targets = Targets(rows, cols, row_bias, col_bias)
+        save(ctx, (inputs, targets.only_trained()))
         with full_precision(inputs.like):
             return whole_scores(inputs.rows, inputs.cols)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        *tensors, rows, cols, row_bias, col_bias = ctx.saved_tensors
-        inputs = Inputs.of(tensors)
-        targets = Targets(rows, cols, row_bias, col_bias)
+        inputs: Inputs
+        targets: Targets
+        inputs, targets = saved(ctx)
         (grad,) = grads
         if torch.is_grad_enabled():  # create_graph=True
             scores = plain_scores(inputs, targets)
@@ -67,13 +69,17 @@ class Targets(NamedTuple):
     col_bias: Tensor | None = None  # (M,)
     scores: Tensor | None = None  # (N, M), where they were given
 
-    @property
-    def trained(self) -> bool:
-        """Whether one of them gets a gradient."""
+    def any_trained(self) -> bool:
+        """Return whether one of them gets a gradient."""
         return any(is_trained(x) for x in self)
 
+    def only_trained(self) -> Targets:
+        """Return those that get a gradient: they link a second derivative to their origin."""
+        return Targets(*[x if is_trained(x) else None for x in self])
 
-class Request(NamedTuple):
+
+@dataclass(frozen=True, eq=False)
+class Request:
     """A question of a matrix, or pairs whose scores are asked for, or both."""
 
     question: Question | None
@@ -81,42 +87,6 @@ class Request(NamedTuple):
     guide: Inputs | None
     pairs: tuple[Index, Index] | None
     triton: bool
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All tensors: of the inputs, the guide, the pairs and the question."""
-        guide = NO_INPUTS if self.guide is None else self.guide
-        pairs = NO_PAIRS if self.pairs is None else self.pairs
-        values = () if self.question is None else self.question.values
-        of_question = [x if isinstance(x, Tensor) else None for x in values]
-        return *self.inputs.flat, *guide.flat, *pairs, *of_question
-
-    def without_tensors(self) -> Request:
-        """Return the rest, to which :meth:`with_tensors` adds them."""
-        return Request(
-            None if self.question is None else self.question.without_tensors(),
-            NO_INPUTS,
-            None if self.guide is None else NO_INPUTS,
-            None if self.pairs is None else NO_PAIRS,
-            self.triton,
-        )
-
-    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Request:
-        """Return the request with its tensors."""
-        width = len(NO_INPUTS.flat)
-        inputs = Inputs.of(tensors[:width])
-        guide = Inputs.of(tensors[width : 2 * width])
-        i, j, *values = tensors[2 * width :]
-        return Request(
-            None if self.question is None else self.question.with_tensors(values),
-            inputs,
-            None if self.guide is None else guide,
-            None if self.pairs is None else (i, j),
-            self.triton,
-        )
-
-
-NO_PAIRS: tuple[Index, Index] = (None, None)
 
 
 def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
@@ -138,7 +108,7 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
     values: tuple[Value | None, ...] = ()
     if request.question is not None:
         values = request.question.values
-    trained = targets.trained or any(is_trained(x) for x in values)
+    trained = targets.any_trained() or any(is_trained(x) for x in values)
     if not torch.is_grad_enabled() or not trained:
         return answer(request)
     if torch.compiler.is_compiling():
@@ -146,10 +116,10 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
             "itrloss: tiles are visited outside of compiled graphs; "
             "fullgraph=True needs engine='dense'"
         )
-    return Reduction.apply(request, *targets, *values)  # type: ignore[return-value]
+    return SumsAndPairScores.apply(request, *targets, *values)  # type: ignore[return-value]
 
 
-class Reduction(torch.autograd.Function):
+class SumsAndPairScores(torch.autograd.Function):
     """The sums (A,) and the scores (P,) of listed pairs; None for what is not asked for."""
 
     @staticmethod
@@ -163,12 +133,8 @@ class Reduction(torch.autograd.Function):
         scores: Tensor | None,
         *values: Value | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        # Autograd holds the tensors, so that hooks and checkpoints see all of them. Targets that are
-        # trained link a second derivative to what they come from.
         targets = Targets(rows, cols, row_bias, col_bias, scores)
-        trained = Targets(*[x if is_trained(x) else None for x in targets])
-        ctx.save_for_backward(*request.tensors, *trained)
-        ctx.request = request.without_tensors()
+        save(ctx, (request, targets.only_trained()))
         ctx.dtypes = [torch.float32 if x is None else x.dtype for x in (rows, cols)]
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
         return answer(request)
@@ -177,9 +143,9 @@ class Reduction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if grads == (None, None):
             return (None,) * len(ctx.needs_input_grad)
-        tensors = ctx.saved_tensors
-        request = ctx.request.with_tensors(tensors[: -len(Targets._fields)])
-        targets = Targets(*tensors[-len(Targets._fields) :])
+        request: Request
+        targets: Targets
+        request, targets = saved(ctx)
         if torch.is_grad_enabled():  # create_graph=True
             return None, *second_derivatives(request, targets, *grads)
         needs = needs_of(request, ctx.needs_input_grad)._replace(dtypes=tuple(ctx.dtypes))
@@ -191,7 +157,7 @@ class Reduction(torch.autograd.Function):
 
 
 def needs_of(request: Request, needed: Sequence[bool]) -> Needs:
-    """Return what a gradient is needed of, from the places of :meth:`Reduction.forward`."""
+    """Return what a gradient is needed of, from the places of :meth:`SumsAndPairScores.forward`."""
     _, rows, cols, row_bias, col_bias, scores, *values = needed
     if request.question is None:
         return Needs(rows, cols, row_bias, col_bias, scores, False, False, ())
@@ -203,19 +169,20 @@ def first_derivatives(
     request: Request, needs: Needs, grad_sums: Tensor | None, grad_pairs: Tensor | None
 ) -> Gradients:
     """Return the gradients from the gradients of the sums (A,) and of the pairs' scores (P,)."""
-    question, inputs, guide, pairs, use_triton = request
+    question = request.question
+    inputs = request.inputs
     listed = None
-    if pairs is not None and grad_pairs is not None:
-        listed = ListedPairs(*pairs, grad_pairs)
+    if request.pairs is not None and grad_pairs is not None:
+        listed = ListedPairs(*request.pairs, grad_pairs)
     with full_precision(inputs.like):
         if question is None or grad_sums is None:
             assert listed is not None
             return tiled.pair_gradients(inputs, needs, listed)
-        if use_triton:
+        if request.triton:
             from . import triton
 
             return triton.gradients(question, inputs, grad_sums, needs, listed)
-        return tiled.gradients(question, inputs, guide, grad_sums, needs, listed)
+        return tiled.gradients(question, inputs, request.guide, grad_sums, needs, listed)
 
 
 # ------------------------------------------------------------------------------ second derivatives
@@ -225,7 +192,10 @@ def second_derivatives(
     request: Request, targets: Targets, grad_sums: Tensor | None, grad_pairs: Tensor | None
 ) -> list[Tensor | None]:
     """Return the gradients with a graph of their own, from plain PyTorch."""
-    question, inputs, guide, pairs, _ = request
+    question = request.question
+    inputs = request.inputs
+    guide = request.guide
+    pairs = request.pairs
     outputs: list[Tensor] = []
     grads: list[Tensor] = []
     values: tuple[Value | None, ...] = ()
@@ -300,15 +270,11 @@ def plain_pair_scores(inputs: Inputs, targets: Targets, i: Index, j: Index) -> T
         return pairs_of(targets.scores, i, j)
     rows = plain_side(inputs.rows, targets.rows)
     cols = plain_side(inputs.cols, targets.cols)
-    rows = rows if i is None else rows[i]
-    cols = cols if j is None else cols[j]
-    scores = (rows * cols).sum(1)
-    row_bias = inputs.rows.bias
-    if row_bias is not None:
-        scores = scores + (row_bias if i is None else row_bias[i])
-    col_bias = inputs.cols.bias
-    if col_bias is not None:
-        scores = scores + (col_bias if j is None else col_bias[j])
+    scores = (taken(rows, i) * taken(cols, j)).sum(1)
+    if inputs.rows.bias is not None:
+        scores = scores + taken(inputs.rows.bias, i)
+    if inputs.cols.bias is not None:
+        scores = scores + taken(inputs.cols.bias, j)
     return scores
 
 

@@ -6,6 +6,7 @@ Autograd differentiates them, any number of times, and a compiler fuses them.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -139,7 +140,7 @@ def highest(question: Question, scores: Tensor, other: Tensor | None = None) -> 
 
 
 def hardest(question: Question, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the highest score that counts of each anchor, and its candidate; -inf and -1 if none."""
+    """Return each anchor's highest score that counts, and its candidate; -inf and -1 if none."""
     values = []
     indices = []
     for asked in by_side(question, scores, None):
@@ -158,7 +159,7 @@ def sorted_excesses(question: Question, scores: Tensor, margin: float) -> Tensor
     found = []
     for side in question.sides:
         asked = SideQuestion(question, side, scores, None)
-        positives = SideQuestion(question._replace(over="positives"), side, scores, None)
+        positives = SideQuestion(replace(question, over="positives"), side, scores, None)
         ordered = filled(asked.scores, asked.excluded()).sort(dim=1).values
         sums = ordered.masked_fill(ordered == -math.inf, 0.0).flip(1).cumsum(1)
         thresholds = asked.scores - margin

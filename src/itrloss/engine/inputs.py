@@ -7,8 +7,9 @@ for rows u and columns v at unit length, unless they are taken as they are, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ TILE = {"cpu": (2**20, 2048)}
 ACCELERATOR_TILE = (2**24, 8192)
 
 
-class Side(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Side:
     """The vectors of the rows, or of the columns."""
 
     x: Tensor | None  # (N, D) as passed in; None where they are held at unit length
@@ -39,7 +41,7 @@ class Side(NamedTuple):
         if self.unit is not None:
             return self.unit[part]
         assert self.x is not None
-        return scaled(self.x[part], None if self.inv is None else self.inv[part])
+        return scaled(self.x[part], taken(self.inv, part))
 
     def all_vectors(self) -> Tensor:
         """Return all vectors in the compute dtype, at unit length if normalised: (N, D)."""
@@ -59,7 +61,15 @@ class Side(NamedTuple):
 NO_SIDE = Side(None, None, None, None)
 
 
-class Inputs(NamedTuple):
+def taken(x: Tensor | None, which: Tensor | slice | None) -> Any:
+    """Return some entries of a tensor; None of no tensor, and all of them without an index."""
+    if x is None or which is None:
+        return x
+    return x[which]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
     """The numbers of a score matrix (N, M): embeddings, or scores."""
 
     rows: Side
@@ -67,22 +77,17 @@ class Inputs(NamedTuple):
     scores: Tensor | None  # (N, M): given, or kept once they were computed
 
     @property
-    def flat(self) -> tuple[Tensor | None, ...]:
-        """All tensors."""
-        return *self.rows, *self.cols, self.scores
-
-    @classmethod
-    def of(cls, flat: Sequence[Tensor | None]) -> Inputs:
-        """Return the inputs from all their tensors."""
-        width = len(NO_SIDE)
-        return cls(Side(*flat[:width]), Side(*flat[width:-1]), flat[-1])
-
-    @property
     def shape(self) -> tuple[int, int]:
         """The shape (N, M) of the matrix."""
         if self.scores is not None:
             return self.scores.shape[0], self.scores.shape[1]
         return len(self.rows.like), len(self.cols.like)
+
+    def sides(self, side: int) -> tuple[Side, Side]:
+        """Return the vectors of a side, and of the other one."""
+        if side == 0:
+            return self.rows, self.cols
+        return self.cols, self.rows
 
     @property
     def like(self) -> Tensor:
@@ -93,9 +98,6 @@ class Inputs(NamedTuple):
     def dtype(self) -> torch.dtype:
         """The dtype of scores and sums."""
         return compute_dtype(self.like)
-
-
-NO_INPUTS = Inputs(NO_SIDE, NO_SIDE, None)
 
 
 class Tile:
@@ -127,7 +129,9 @@ def tiles(inputs: Inputs, guide: Inputs | None = None) -> Iterator[Tile]:
 def scores_of_tiles(inputs: Inputs) -> Iterator[tuple[Places, Tensor]]:
     """Yield the places and the (r, c) scores of tiles."""
     n, m = inputs.shape
-    rows, cols, scores = inputs
+    rows = inputs.rows
+    cols = inputs.cols
+    scores = inputs.scores
     height, width = tile_shape(n, m, inputs.like.device.type)
     if scores is not None and height == n and width == m:
         yield (slice(0, n), slice(0, m)), scores

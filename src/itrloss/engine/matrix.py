@@ -28,8 +28,8 @@ ENGINES = "dense", "tiled", "triton"
 Bias = tuple[Tensor | None, Tensor | None]  # (N,) and (M,), added to the scores
 
 # Scores up to which calls of operators and of Python take longer than passes over the matrix. There
-# "auto" takes plain PyTorch: 0.75 of the time of tiles at 128 x 512 (``python -m benchmarks --losses
-# infonce --shapes 128x128x512 --variants dense tiled``).
+# "auto" takes plain PyTorch: 0.75 of the time of tiles at 128 x 512 (``python -m benchmarks
+# --losses infonce --shapes 128x128x512 --variants dense tiled``).
 DENSE_UP_TO = 2**16
 SMALL = 2**20  # scores of a matrix that is one tile
 MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" keeps (8192 x 8192 in float32)
@@ -189,7 +189,7 @@ class Matrix:
         if not self.keeps or not may_keep():
             return Inputs(self._side(rows, 0), self._side(cols, 1), None)
         sides = self._kept_sides()
-        if self._kept_scores is None and self.in_graph and self.embedding_targets().trained:
+        if self._kept_scores is None and self.in_graph and self.embedding_targets().any_trained():
             self._kept_scores = self.graph_scores().detach()
         if self._kept_scores is None:
             with torch.no_grad(), full_precision(rows.x):
@@ -235,7 +235,7 @@ class Matrix:
         return scores
 
     def _scores_of_graph(self) -> Tensor:
-        """Return the (N, M) scores with their graph: plain PyTorch for the compiler, else one node."""
+        """Return the (N, M) scores with their graph: one node, or plain PyTorch when compiled."""
         if self.embeddings is None:
             assert self.given is not None
             return self.given.x.to(self.dtype)
@@ -247,7 +247,7 @@ class Matrix:
 
     def scores(self) -> Tensor:
         """Return the (N, M) scores, with their graph if they are trained; not to be modified."""
-        trained = torch.is_grad_enabled() and self.embedding_targets().trained
+        trained = torch.is_grad_enabled() and self.embedding_targets().any_trained()
         if trained or self.embeddings is None:
             return self.graph_scores()
         inputs = self.inputs()
@@ -356,7 +356,7 @@ class Matrix:
                 inputs = self.inputs()
                 with full_precision(inputs.like):
                     best = tiled.hardest(question, inputs)
-        if not torch.is_grad_enabled() or not self.embedding_targets().trained:
+        if not torch.is_grad_enabled() or not self.embedding_targets().any_trained():
             return best
         rows, cols = self._pairs_of(question.sides, best.indices.clamp_min(0))
         scores = self._pair_and_positive_scores(rows, cols)
@@ -415,10 +415,10 @@ class Matrix:
     def _scores_pairs_alone(self, i: Index) -> bool:
         """Return whether plain PyTorch scores some pairs by themselves, which saves two products.
 
-        In eager mode it does so unless the scores are there already: copies of the vectors of listed
-        pairs take longer than the products of backward, 1.3 times as long for the triplet loss at
-        128 x 128 x 512. Compiled, they are not made, and pairs alone take half of the time at
-        512 x 512 x 1024 (``python -m benchmarks --losses "triplet hardest" --shapes 128x128x512
+        In eager mode it does so unless the scores are there already: copies of the vectors of
+        listed pairs take longer than the products of backward, 1.3 times as long for the triplet
+        loss at 128 x 128 x 512. Compiled, they are not made, and pairs alone take half of the time
+        at 512 x 512 x 1024 (``python -m benchmarks --losses "triplet hardest" --shapes 128x128x512
         --variants dense compiled``, with and without).
         """
         if self.embeddings is None or self._summed:
@@ -476,9 +476,7 @@ class Matrix:
 
 def block_of_scores(inputs: Inputs, side: int, part: slice) -> Tensor:
     """Return the scores (B, C) of some of a side's vectors with all of the others."""
-    own, others = inputs.rows, inputs.cols
-    if side == 1:
-        own, others = others, own
+    own, others = inputs.sides(side)
     left = own.vectors(part)
     candidates = len(others.like)
     width = tile_shape(len(left), candidates, left.device.type)[1]

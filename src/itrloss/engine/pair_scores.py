@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .inputs import Inputs, Side
+from .inputs import Inputs, Side, taken
 from .pairs import add_segments_
 
 GATHERED = 2**18  # elements of gathered embeddings that are held at once
@@ -45,7 +46,8 @@ def pair_scores(inputs: Inputs, i: Index, j: Index) -> Tensor:
         if i is None or j is None:
             return inputs.scores.diagonal().clone()
         return inputs.scores[i, j]
-    rows, cols, _ = inputs
+    rows = inputs.rows
+    cols = inputs.cols
     size = len(rows.like) if i is None else len(i)
     scores = torch.empty(size, dtype=inputs.dtype, device=inputs.like.device)
     for part in gathered_parts(size, rows.like):
@@ -53,9 +55,9 @@ def pair_scores(inputs: Inputs, i: Index, j: Index) -> Tensor:
         right = gathered(cols, j, part)
         torch.sum(left * right, 1, out=scores[part])
     if rows.bias is not None:
-        scores += rows.bias if i is None else rows.bias[i]
+        scores += taken(rows.bias, i)
     if cols.bias is not None:
-        scores += cols.bias if j is None else cols.bias[j]
+        scores += taken(cols.bias, j)
     return scores
 
 
@@ -64,10 +66,8 @@ def gathered(side: Side, index: Index, part: slice) -> Tensor:
     if index is None:
         return side.vectors(part)
     which = index[part]
-    bare = side._replace(
-        x=None if side.x is None else side.x.index_select(0, which),
-        inv=None if side.inv is None else side.inv[which],
-        unit=None if side.unit is None else side.unit.index_select(0, which),
+    bare = replace(
+        side, x=taken(side.x, which), inv=taken(side.inv, which), unit=taken(side.unit, which)
     )
     return bare.all_vectors()
 
@@ -89,10 +89,12 @@ def add_pair_gradient(
 
     The sum is over the pairs of a vector, and y_p is the unit vector of its partner.
     """
-    own, other = listed.rows, listed.cols
+    own = listed.rows
+    other = listed.cols
     if side == 1:
-        own, other = other, own
-    partners = inputs.cols if side == 0 else inputs.rows
+        own = listed.cols
+        other = listed.rows
+    partners = inputs.sides(side)[1]
     if total is None and own is None and other is None:
         return partners.all_vectors() * listed.grad[:, None]
     if total is None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeGuard
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ LARGE_SCALE = 60.0  # float32 has exponents up to it to 4e-6
 Value = float | Tensor  # one number for all anchors, or a tensor (1,) or (A,)
 
 
-class Question(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Question:
     """The sums of terms over the candidates of the sides that ask.
 
         total_i = sum_j f(scale_i S_ij + shift_i, *params_i)
@@ -44,39 +45,6 @@ class Question(NamedTuple):
     def values(self) -> tuple[Value | None, ...]:
         """The numbers that may differ between anchors."""
         return self.scale, self.shift, self.below, self.above, *self.params
-
-    def without_tensors(self) -> Question:
-        """Return the question with numbers alone; the tensors among its values are missing."""
-        numbers = [None if isinstance(x, Tensor) else x for x in self.values[:4]]
-        scale, shift, below, above = numbers
-        return Question(
-            self.pairs,
-            self.sides,
-            self.terms,
-            self.over,
-            math.nan if scale is None else scale,
-            shift,
-            below,
-            above,
-            (),
-            self.teaches,
-        )
-
-    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Question:
-        """Return the question with the tensors among its values, None for its numbers."""
-        scale, shift, below, above, *params = tensors
-        return Question(
-            self.pairs,
-            self.sides,
-            self.terms,
-            self.over,
-            self.scale if scale is None else scale,
-            self.shift if shift is None else shift,
-            self.below if below is None else below,
-            self.above if above is None else above,
-            tuple(x for x in params if x is not None),
-            self.teaches,
-        )
 
     @property
     def size(self) -> int:
@@ -150,7 +118,7 @@ class View:
         return grad[self.anchors, None]
 
     def by_side(self, x: Tensor, reduced: Reduced) -> list[tuple[int, Tensor]]:
-        """Return the sums or maxima over the candidates, with the side of the matrix they are of."""
+        """Return the sums or maxima over the candidates, each with its side of the matrix."""
         raise NotImplementedError
 
     def slope(self, x: Tensor) -> Tensor:

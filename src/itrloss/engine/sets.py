@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .inputs import ACCELERATOR_TILE, TILE, even_chunks
+from .inputs import ACCELERATOR_TILE, TILE, even_chunks, taken
 from .pairs import weighted_sums
 from .products import add_matmul_, matmul
 from .vectors import (
@@ -56,11 +56,7 @@ class Sets(NamedTuple):
 
     def part(self, part: slice) -> Sets:
         """Return some of the sets."""
-        return Sets(
-            self.x[part],
-            None if self.inv is None else self.inv[part],
-            None if self.lengths is None else self.lengths[part],
-        )
+        return Sets(self.x[part], taken(self.inv, part), taken(self.lengths, part))
 
     def missing(self) -> Tensor | None:
         """Return the (N, K) bool mask of the elements that do not exist; None if all do."""
@@ -83,7 +79,9 @@ class Sets(NamedTuple):
         """
         vectors = scaled(self.x, self.inv).flatten(0, 1)
         missing = self.missing()
-        return vectors if missing is None else vectors.masked_fill(missing.view(-1, 1), 0.0)
+        if missing is None:
+            return vectors
+        return vectors.masked_fill(missing.view(-1, 1), 0.0)
 
     def differentiable(self, normalize: bool) -> Tensor:
         """Return the (N, K, D) vectors in the compute dtype, as `unit` does, differentiable."""
@@ -99,7 +97,9 @@ class Sets(NamedTuple):
             grad = project(grad, self.unit(), self.inv.flatten(0, 1))
         grad = grad.to(self.x.dtype).view_as(self.x)
         missing = self.missing()
-        return grad if missing is None else grad.masked_fill_(missing.unsqueeze(-1), 0.0)
+        if missing is not None:
+            grad.masked_fill_(missing.unsqueeze(-1), 0.0)
+        return grad
 
 
 class Form(NamedTuple):
@@ -267,8 +267,10 @@ def smooth_slopes(
     missing_rows = block.rows.missing()
     missing_cols = block.cols.missing()
     z = x * form.alpha
-    by_col = z if missing_cols is None else z.masked_fill(missing_cols, lowest(x))
-    by_col = by_col.softmax(3)
+    existing = z
+    if missing_cols is not None:
+        existing = z.masked_fill(missing_cols, lowest(x))
+    by_col = existing.softmax(3)
     if form.name == "smooth_max_sum":
         return by_col.mul_(grad[:, None, :, None])
     if missing_rows is not None:
@@ -322,7 +324,7 @@ def block_scores(block: Block, form: Form, keep: bool) -> tuple[Tensor, Tensor |
 def scores_and_winners(
     rows: Sets, cols: Sets, form: Form, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the (N, M) scores and, with ``keep``, the elements that win: (M, N, K or 1) integers."""
+    """Return the (N, M) scores and, with ``keep``, which elements win: (M, N, K or 1) integers."""
     scores = rows.x.new_empty(rows.number, cols.number, dtype=compute_dtype(rows.x))
     winners = empty_winners(rows, cols, form) if keep and form.is_hard else None
     with torch.no_grad(), full_precision(rows.x):

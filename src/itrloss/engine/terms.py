@@ -146,7 +146,7 @@ def as_term(function: Term | Function) -> Term:
     return Term(function)
 
 
-# ------------------------------------------------------------------ terms that losses sum over tiles
+# ------------------------------------------------------------ terms that losses sum over candidates
 
 
 @pair_term(slope=torch.exp_)

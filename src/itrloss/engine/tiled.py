@@ -158,7 +158,7 @@ def pair_gradients(inputs: Inputs, needs: Needs, listed: ListedPairs) -> Gradien
 
 
 def gradients_of_scores(inputs: Inputs, needs: Needs, grad: Tensor) -> Gradients:
-    """Return the gradients of what all scores are made of, from the gradient (N, M) of the scores."""
+    """Return the gradients of what scores are made of, from the gradient (N, M) of all scores."""
     n, m = grad.shape
     scores = ScoreGradients(inputs, needs)
     scores.add((slice(0, n), slice(0, m)), grad)
@@ -387,9 +387,7 @@ def summed_scores(inputs: Inputs, side: int) -> Tensor:
     """
     if inputs.scores is not None:
         return inputs.scores.sum(1 - side)
-    own, others = inputs.rows, inputs.cols
-    if side == 1:
-        own, others = others, own
+    own, others = inputs.sides(side)
     total = torch.stack([others.vectors(part).sum(0) for part in chunks(others.like)]).sum(0)
     sums = torch.cat([own.vectors(part) @ total for part in chunks(own.like)])
     if own.bias is not None:

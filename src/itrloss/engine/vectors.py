@@ -68,7 +68,7 @@ def inverse_norms(x: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, inv: Tensor | None) -> Tensor:
-    """Return vectors (..., D) in the compute dtype, times (..., 1) inverse norms if there are any."""
+    """Return vectors (..., D) in the compute dtype, times (..., 1) inverse norms unless None."""
     if inv is None:
         return x.to(compute_dtype(x))
     return x * inv  # promoted to the dtype of the norms
@@ -187,7 +187,7 @@ class Embeddings:
         return unit
 
     def kept(self) -> tuple[Tensor, Tensor | None]:
-        """Return the (N, D) unit vectors and their (N, 1) inverse norms, without a graph; cached."""
+        """Return the (N, D) unit vectors and (N, 1) inverse norms, without a graph; cached."""
         if self._kept is not None:
             return self._kept
         with torch.no_grad():

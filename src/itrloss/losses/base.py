@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..anchors import Anchors
 from ..checks import IMAGES_AND_TEXTS, CheckedModule, Choice, Names
@@ -136,24 +136,18 @@ def nothing() -> str:
     return ""
 
 
-def not_implemented(self: nn.Module, *_: Any) -> Any:
-    """Return the loss of a :class:`Similarity` with images as rows and texts as columns."""
-    raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
-
-
 class SimilarityLoss(Loss):
     """The options that all losses of similarities share, see :class:`PairLoss`."""
 
     engine: Choice[Engine] = Choice("auto", "dense", "tiled", "triton")
     check_finite = Choice(True, False)
-    compute: Callable[..., Any] = not_implemented
 
     def __init__(
         self,
         *,
         engine: Engine = "auto",
         check_finite: bool = False,
-        telemetry: Any = False,
+        telemetry: bool = False,
         **common: Any,
     ):
         super().__init__(**common)
@@ -194,15 +188,14 @@ class SimilarityLoss(Loss):
         group = self.process_group
         return Similarity.sharded(rows, cols, *ids, process_group=group, same=same, **options)
 
-    def _value(self, sim: Any, *more: Any) -> Any:
-        """Return the loss of similarities, and of what else ``compute`` takes; keep telemetry."""
-        value = self.compute(sim, *more)
+    def _with_telemetry(self, loss: Any, sim: Similarity | MemorySimilarity) -> Any:
+        """Return a loss; with the option ``telemetry``, keep the figures of its similarities."""
         if self.observed and not torch.compiler.is_compiling():
-            self.telemetry = self._figures(sim)
-        return value
-
-    def _figures(self, sim: Any) -> dict[str, Tensor]:
-        return describe(sim, self.active_margin)
+            if isinstance(sim, MemorySimilarity):
+                self.telemetry = describe_memory(sim, self.process_group)
+            else:
+                self.telemetry = describe(sim, self.active_margin)
+        return loss
 
 
 class PairLoss(SimilarityLoss):
@@ -251,15 +244,24 @@ class PairLoss(SimilarityLoss):
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with
             ``reduction="none"``.
         """
-        return self._value(self._similarity(images, texts, image_ids, text_ids, scores))
+        sim = self._similarity(images, texts, image_ids, text_ids, scores)
+        return self._with_telemetry(self.compute(sim), sim)
+
+    def compute(self, sim: Similarity) -> Any:
+        """Return the loss of similarities, with images as rows and texts as columns.
+
+        Every subclass implements it, and applies ``self.reduction``. One whose ``forward`` takes
+        further input may add parameters.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
 
     def _similarity(
         self,
-        images: Any,
-        texts: Any,
-        image_ids: Any,
-        text_ids: Any,
-        scores: Any = None,
+        images: Tensor | Similarity | None,
+        texts: Tensor | None,
+        image_ids: Tensor | None,
+        text_ids: Tensor | None,
+        scores: Tensor | None = None,
         *,
         names: Names = IMAGES_AND_TEXTS,
         check: Callable[[], str] = nothing,
@@ -268,10 +270,7 @@ class PairLoss(SimilarityLoss):
 
         ``check`` checks what else there is, and returns what has to be the same in all processes.
         """
-
         options: dict[str, Any] = {"check_finite": self.check_finite, "names": names}
-        if scores is None and not isinstance(images, Similarity):
-            return self._between(images, texts, (image_ids, text_ids), check, **options)
 
         def check_alone() -> str:
             if self.sharded:
@@ -279,18 +278,25 @@ class PairLoss(SimilarityLoss):
                 raise ValueError(f"gather: {expected}")
             return check()
 
-        self.agree(check_alone)
-        if scores is None:
+        if scores is not None:
+            self.agree(check_alone)
+            if images is not None or texts is not None:
+                raise ValueError("scores: expected either scores or images and texts, got both")
+            return Similarity.from_scores(
+                scores, image_ids, text_ids, engine=self.engine, **options
+            )
+        if isinstance(images, Similarity):
+            self.agree(check_alone)
             check_left_out(texts=texts, image_ids=image_ids, text_ids=text_ids)
             if self.check_finite:
                 images.check_finite()
             return images
-        if images is not None or texts is not None:
-            raise ValueError("scores: expected either scores or images and texts, got both")
-        return Similarity.from_scores(scores, image_ids, text_ids, engine=self.engine, **options)
+        ids = image_ids, text_ids
+        # Similarity refuses None, which is no tensor, in all processes at once.
+        return self._between(images, texts, ids, check, **options)  # type: ignore[arg-type]
 
 
-def check_left_out(**others: Any) -> None:
+def check_left_out(**others: Tensor | None) -> None:
     """Raise an error if there is other input beside a Similarity."""
     for name, x in others.items():
         if x is not None:
@@ -350,7 +356,11 @@ class MemoryLoss(SimilarityLoss):
             process_group=self.process_group,
             same=self.described(),
         )
-        return self._value(sims)
+        return self._with_telemetry(self.compute(sims), sims)
 
-    def _figures(self, sim: MemorySimilarity) -> dict[str, Tensor]:
-        return describe_memory(sim, self.process_group)
+    def compute(self, sims: MemorySimilarity) -> Any:
+        """Return the loss of the similarities with the batch, with its keys and with the memory.
+
+        Every subclass implements it, and applies ``self.reduction``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement compute(sims)")

@@ -324,7 +324,7 @@ class CODERObjective(CheckedModule):
             process_group=self.batch.process_group,
         )
 
-    def forward(
+    def forward(  # noqa: PLR0913 - what the model returns, and ids
         self,
         images: Tensor,
         texts: Tensor,

@@ -1,4 +1,6 @@
-"""Forms of InfoNCE: over more directions, without likely false negatives, and against a teacher."""
+"""InfoNCE and its forms: over more directions, without likely false negatives, and against a
+teacher.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import functional
 from ..anchors import Anchors
-from ..checks import Choice, Number, check_matrix, one_of
+from ..checks import (
+    Choice,
+    Fixed,
+    Names,
+    Number,
+    check_embeddings,
+    check_matrix,
+    check_number,
+    one_of,
+)
 from ..engine.vectors import host_may_read
 from ..similarity import Similarity
 from ..terms import identity, negative_log_likelihood
@@ -19,6 +30,136 @@ from .base import LEAST_LOG, PairLoss
 
 ACROSS: tuple[str, ...] = "image-text", "text-image"  # which have the positives
 DIRECTIONS: tuple[str, ...] = (*ACROSS, "image-image", "text-text")
+_OF_NEGATIVES = Names("images", "negatives")
+
+
+class InfoNCELoss(PairLoss):
+    r"""InfoNCE in both directions, with any number of positives per anchor.
+
+    .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} -\log
+        \frac{e^{S_{ip}/\tau}}{e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau}}
+
+    The two directions are added, where CLIP averages them; see :doc:`methods/infonce`.
+
+    Args:
+        temperature: τ, in units of cosine similarity.
+        learnable: make τ a parameter, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
+        hardness: α, at least 0; a negative counts ``exp(α S_ij)`` times, a weight without a
+            gradient (LLaVE with 9, https://arxiv.org/abs/2503.04812; EmbeddingGemma with 5,
+            https://arxiv.org/abs/2509.20354).
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+    """
+
+    shown = ("temperature", "learnable", "hardness", "reduction")
+    learnable = Fixed[bool]()
+    hardness = Number(at_least=0)
+
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        learnable: bool = False,
+        *,
+        hardness: float = 0.0,
+        **common: Any,
+    ):
+        super().__init__(**common)
+        self.learnable = learnable
+        # (1,): FSDP and the like do not shard 0-dim parameters.
+        self.log_scale = nn.Parameter(torch.zeros(1)) if learnable else None
+        self.temperature = temperature
+        self.hardness = hardness
+
+    @property
+    def temperature(self) -> float | Tensor:
+        """τ: a number, or a 0-dim tensor that follows ``log_scale`` (1,). May be set later."""
+        if self.log_scale is None:
+            return self._temperature
+        return (-self.log_scale).exp().squeeze()
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        check_number("temperature", value, positive=True)
+        if self.log_scale is None:
+            self._temperature = value
+            return
+        with torch.no_grad():
+            self.log_scale.fill_(-math.log(value))
+
+    def forward(
+        self,
+        images: Tensor | Similarity | None = None,
+        texts: Tensor | None = None,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+        *,
+        scores: Tensor | None = None,
+        negatives: Tensor | None = None,
+    ) -> Any:
+        """Return the loss as :meth:`PairLoss.forward` does, with further negatives of the images.
+
+        ``negatives``: (K, D) embeddings of texts that match no image, as in NegCLIP
+        (https://arxiv.org/abs/2210.01936), or (N, K, D), those of each image alone. They are no
+        anchors, and in a job of several processes, (K, D).
+        """
+
+        def check() -> str:
+            if negatives is None:
+                return "without negatives"
+            if not isinstance(images, Tensor):
+                expected = "expected images beside them, not scores or a Similarity"
+                raise ValueError(f"negatives: {expected}")
+            self._check_negatives(images, negatives)
+            return "with negatives"
+
+        sim = self._similarity(images, texts, image_ids, text_ids, scores, check=check)
+        if negatives is None:
+            return self._with_telemetry(self.compute(sim), sim)
+        assert isinstance(images, Tensor)
+        if negatives.dim() == 3:
+            unmatched = self._own_negatives(images, negatives)
+        else:
+            unmatched = self._unmatched(images, negatives)
+        return self._with_telemetry(self.compute(sim, unmatched), sim)
+
+    def _check_negatives(self, images: Tensor, negatives: Tensor) -> None:
+        """Raise an error unless negatives are (K, D) or, in one process, (N, K, D)."""
+        if not isinstance(negatives, Tensor) or negatives.dim() != 3:
+            check_embeddings(images, negatives, False, _OF_NEGATIVES, empty=self.sharded)
+            return
+        expected = f"(K, D) or ({len(images)}, K, {images.shape[1]})"
+        if self.sharded:
+            expected = "(K, D)"
+        n, k, dim = negatives.shape
+        if self.sharded or k == 0 or (n, dim) != images.shape:
+            raise ValueError(f"negatives: expected shape {expected}, got {tuple(negatives.shape)}")
+
+    def _unmatched(self, images: Tensor, negatives: Tensor) -> Similarity:
+        """Return the similarities of images (N, D) with texts (K, D) that match none."""
+        image_ids = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+        ids = torch.ones(len(negatives), dtype=torch.int64, device=images.device)
+        return self._similarity(images, negatives, image_ids, ids, names=_OF_NEGATIVES)
+
+    def _own_negatives(self, images: Tensor, negatives: Tensor) -> Similarity:
+        """Return the similarities of images (N, D) with texts (N, K, D) of their own."""
+        n, k, _ = negatives.shape
+        every = self._unmatched(images, negatives.flatten(0, 1))
+        own = torch.arange(n * k, device=images.device)
+        scores = every.pair_scores(own // k, own).view(n, k)
+        image_ids, _ = every.ids
+        assert image_ids is not None
+        return Similarity.from_scores(scores, image_ids, image_ids.new_ones(k), engine=self.engine)
+
+    def compute(self, sim: Similarity, unmatched: Anchors | None = None) -> Any:
+        anchors = None
+        if unmatched is not None:
+            anchors = Anchors.together(Anchors.pooled(sim, unmatched), sim.T)
+        return functional.info_nce_loss(
+            sim if anchors is None else anchors,
+            self.shared(self.temperature),
+            self.reduction,
+            hardness=self.hardness,
+            positives=None if anchors is None else sim.both,
+        )
 
 
 class DirectionalInfoNCELoss(PairLoss):
@@ -94,13 +235,14 @@ class DirectionalInfoNCELoss(PairLoss):
             check_pairs(images, texts, image_ids, text_ids)
             return ""
 
-        return self._value(
-            self._similarity(images, texts, image_ids, text_ids, check=check),
-            self._similarity(images, images, image_ids, image_ids),
-            self._similarity(texts, texts, text_ids, text_ids),
-        )
+        sim = self._similarity(images, texts, image_ids, text_ids, check=check)
+        among_images = self._similarity(images, images, image_ids, image_ids)
+        among_texts = self._similarity(texts, texts, text_ids, text_ids)
+        return self._with_telemetry(self.compute(sim, among_images, among_texts), sim)
 
-    def compute(self, sim: Similarity, images: Similarity, texts: Similarity) -> Any:
+    def compute(  # type: ignore[override]
+        self, sim: Similarity, images: Similarity, texts: Similarity
+    ) -> Any:
         """Return the loss of images with texts, with images, and texts with texts."""
         anchors = dict(zip(DIRECTIONS, (sim, sim.T, images, texts), strict=True))
         scale = 1 / self.temperature
@@ -239,7 +381,7 @@ class FilteredInfoNCELoss(PairLoss):
         if guide is not None:
             functional.check_other_model("guide", guide, sim)
             check_guide_ids(guide, sim)
-        return self._value(sim, guide)
+        return self._with_telemetry(self.compute(sim, guide), sim)
 
     def compute(self, sim: Similarity, guide: Similarity | None = None) -> Any:
         judge = sim.both if guide is None else guide.both
@@ -308,9 +450,11 @@ class DistillationLoss(PairLoss):
             if teacher.shape != sim.shape:
                 raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(teacher.shape)}")
             teacher = Similarity.from_scores(teacher, image_ids, text_ids)
-        return self._value(sim, teacher)
+        return self._with_telemetry(self.compute(sim, teacher), sim)
 
-    def compute(self, sim: Similarity, teacher: Similarity) -> Any:
+    def compute(  # type: ignore[override]
+        self, sim: Similarity, teacher: Similarity
+    ) -> Any:
         """Return the loss of the similarities of two models."""
         return functional.distillation_loss(
             sim, teacher, self.temperature, self.teacher_temperature, self.reduction

@@ -93,7 +93,7 @@ class LateInteractionLoss(SimilarityLoss):
         sim = Similarity.from_scores(
             scores, image_ids, text_ids, engine=self.engine, names=IMAGES_AND_TEXTS
         )
-        return self._value(sim)
+        return self._with_telemetry(self.compute(sim), sim)
 
     def compute(self, sim: Similarity) -> Any:
         return functional.info_nce_loss(sim, self.temperature, self.reduction)

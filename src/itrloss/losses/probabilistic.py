@@ -123,9 +123,10 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         """
         distributions = images_mean, texts_mean, images_log_variance, texts_log_variance
         sim = self.similarity(*distributions, image_ids, text_ids)
-        return self._value(
-            sim, None if self.vib_weight == 0 else self._divergence(sim, *distributions)
-        )
+        divergence = None
+        if self.vib_weight != 0:
+            divergence = self._divergence(sim, *distributions)
+        return self._with_telemetry(self.compute(sim, divergence), sim)
 
     def similarity(
         self,

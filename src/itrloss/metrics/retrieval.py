@@ -23,7 +23,7 @@ ListedPairs = tuple[Tensor, Tensor]
 AnyScores = Tensor | Similarity | tuple[Tensor | Similarity, Tensor]
 
 
-def retrieval_metrics(
+def retrieval_metrics(  # noqa: PLR0913 - options by keyword
     scores: AnyScores,
     image_ids: Tensor | None = None,
     text_ids: Tensor | None = None,
@@ -67,7 +67,7 @@ def retrieval_metrics(
     return results.metrics()
 
 
-def retrieval_results(
+def retrieval_results(  # noqa: PLR0913 - options by keyword
     scores: AnyScores,
     image_ids: Tensor | None = None,
     text_ids: Tensor | None = None,

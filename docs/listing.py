@@ -1,0 +1,90 @@
+"""A Sphinx extension: the table of the start page is made of the pages in ``methods/``, and the
+reference has an entry for each loss, so that a new one changes neither file.
+"""
+
+import re
+from pathlib import Path
+
+from checks import parsed
+from docutils.parsers.rst import Directive
+from torch import nn
+
+import itrloss
+
+DOCS = Path(__file__).resolve().parent
+# A row as pages write it: the names, an empty line, and what they are, indented.
+SUMMARY = re.compile(r"^\.\. summary:: (.+)\n\n((?: {3}.+\n)+)", re.M)
+
+
+class Summary(Directive):
+    """``.. summary:: NAMES`` on a page of ``methods/``: its content says what they are.
+
+    It is a row of the table of the start page. The page itself shows nothing.
+    """
+
+    required_arguments = 1
+    final_argument_whitespace = True
+    has_content = True
+
+    def run(self):
+        return []
+
+
+class SummaryTable(Directive):
+    """``.. summary-table:: TITLE`` has the rows of all pages' ``summary``, and its own content."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+    has_content = True
+
+    def run(self):
+        lines = [
+            f".. list-table:: {self.arguments[0]}",
+            "   :header-rows: 1",
+            "   :widths: 38 62",
+            "",
+            "   * - name",
+            "     - what it is",
+        ]
+        environment = self.state.document.settings.env
+        for path in method_pages():
+            environment.note_dependency(str(path))
+            for names, text in SUMMARY.findall(path.read_text(encoding="utf-8")):
+                lines.append(f"   * - :doc:`{names} <methods/{path.stem}>`")
+                lines.append(f"     - {' '.join(text.split())}")
+        lines += [f"   {line}" for line in self.content]
+        return parsed(self, lines)
+
+
+def method_pages():
+    """Return the pages of ``methods/`` in the order of the start page, which lists some of them."""
+    index = (DOCS / "index.rst").read_text(encoding="utf-8")
+    first = re.findall(r"^   methods/(\w+)$", index, re.M)
+    others = sorted({path.stem for path in DOCS.glob("methods/*.rst")} - set(first))
+    return [DOCS / "methods" / f"{name}.rst" for name in [*first, *others]]
+
+
+class OtherLosses(Directive):
+    """``.. other-losses::`` documents the public losses that ``api.rst`` does not name."""
+
+    def run(self):
+        page = (DOCS / "api.rst").read_text(encoding="utf-8")
+        named = re.findall(r"^\.\. autoclass:: (\w+)", page, re.M)
+        lines = []
+        for name in itrloss.losses.__all__:
+            kind = vars(itrloss.losses)[name]
+            if name in named or not issubclass(kind, nn.Module):
+                continue
+            lines += [f".. autoclass:: itrloss.{name}"]
+            if "forward" in vars(kind):
+                lines += ["   :members: forward"]
+            lines += [""]
+        return parsed(self, lines)
+
+
+def setup(app):
+    """Register the extension."""
+    app.add_directive("summary", Summary)
+    app.add_directive("summary-table", SummaryTable)
+    app.add_directive("other-losses", OtherLosses)
+    return {"parallel_read_safe": True}
