@@ -4,6 +4,7 @@ combinations.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -156,7 +157,7 @@ def guide_of(anchors: Any) -> Any:
         second[matrix] = Similarity.from_scores(scores, *matrix.pairs.ids_as_passed)._matrix
     return Anchors(
         *(
-            [side._replace(matrix=second[side.matrix]) for side in group]
+            [dataclasses.replace(side, matrix=second[side.matrix]) for side in group]
             for group in anchors._groups
         )
     )

@@ -154,25 +154,8 @@ class Similarity(Anchors):
             return cls(rows, cols, row_ids, col_ids, **options)
         bias = options.pop("bias", None)
         names = options.pop("names", checks.ROWS_AND_COLUMNS)
-
-        def checked() -> Ids:
-            check_finite = options.get("check_finite", False)
-            checks.check_embeddings(rows, cols, check_finite, names, empty=True)
-            check_biases(bias, len(rows), len(cols))
-            return checks.check_ids(row_ids, col_ids, len(rows), len(cols), rows.device, names)
-
-        if torch.compiler.is_compiling():  # nothing is compared then
-            if callable(same):
-                same()
-            ids = checked()
-            sizes = [[len(rows), len(cols)]] * world_size(process_group)
-        else:
-            with consensus(process_group) as agreed:
-                also = same() if callable(same) else same
-                ids = checked()
-                agreed.numbers = [len(rows), len(cols)]
-                agreed.text = f"{described_part(rows, cols, ids, bias)}, {options} {also}"
-            sizes = [numbers[:2] for numbers in agreed.every]
+        part = BatchPart(rows, cols, row_ids, col_ids, bias, names)
+        ids, sizes = agreed_ids_and_sizes(part, process_group, same, options)
         processes = Processes(process_group, sizes)
         ids = processes.gather_ids(*ids_among_all(ids, processes, rows, cols))
         n, m = processes.padded
@@ -349,8 +332,10 @@ class Similarity(Anchors):
         assert self._matrix.embeddings is not None
         rows, cols = self._matrix.embeddings
         row_bias, col_bias = self._matrix.bias
-        own, others = rows.x, cols.x
-        own_bias, others_bias = row_bias, col_bias
+        own = rows.x
+        others = cols.x
+        own_bias = row_bias
+        others_bias = col_bias
         if side == 1:
             assert self.share.cols is not None
             own = self.share.cols
@@ -565,12 +550,57 @@ def check_biases(bias: Any, n: int, m: int) -> Bias:
     return bias
 
 
-def described_part(rows: Tensor, cols: Tensor, ids: Ids, bias: Any) -> str:
-    """Return what has to be alike in the processes' parts of a batch, in words."""
-    trained = [x.requires_grad and torch.is_grad_enabled() for x in (rows, cols)]
-    had = [x is not None for x in ids]
-    biases = [] if bias is None else [x is not None for x in bias]
-    return f"{described(rows)}, {described(cols)}, gradients {trained}, ids {had}, biases {biases}"
+class BatchPart(NamedTuple):
+    """What a process passes in of a batch that several processes share."""
+
+    rows: Tensor  # (N_r, D)
+    cols: Tensor  # (M_r, D)
+    row_ids: Tensor | None  # (N_r,)
+    col_ids: Tensor | None  # (M_r,)
+    bias: Any
+    names: checks.Names
+
+    def checked_ids(self, check_finite: bool) -> Ids:
+        """Return the ids as int64; raise an error for wrong input."""
+        checks.check_embeddings(self.rows, self.cols, check_finite, self.names, empty=True)
+        n = len(self.rows)
+        m = len(self.cols)
+        check_biases(self.bias, n, m)
+        ids = self.row_ids, self.col_ids
+        return checks.check_ids(*ids, n, m, self.rows.device, self.names)
+
+    def described(self, ids: Ids) -> str:
+        """Return what has to be alike in the processes' parts of a batch, in words."""
+        both = self.rows, self.cols
+        trained = [x.requires_grad and torch.is_grad_enabled() for x in both]
+        had = [x is not None for x in ids]
+        biases: list[bool] = []
+        if self.bias is not None:
+            biases = [x is not None for x in self.bias]
+        dtypes = f"{described(self.rows)}, {described(self.cols)}"
+        return f"{dtypes}, gradients {trained}, ids {had}, biases {biases}"
+
+
+def agreed_ids_and_sizes(
+    part: BatchPart, group: Any, same: str | Callable[[], str], options: dict[str, Any]
+) -> tuple[Ids, list[list[int]]]:
+    """Return own checked ids and the numbers of all processes' rows and columns.
+
+    All processes raise an error if one of them fails or if they differ in what has to be alike. The
+    compiler compares nothing, and takes sizes to be equal.
+    """
+    check_finite = options.get("check_finite", False)
+    if torch.compiler.is_compiling():
+        if callable(same):
+            same()
+        ids = part.checked_ids(check_finite)
+        return ids, [[len(part.rows), len(part.cols)]] * world_size(group)
+    with consensus(group) as agreed:
+        also = same() if callable(same) else same
+        ids = part.checked_ids(check_finite)
+        agreed.numbers = [len(part.rows), len(part.cols)]
+        agreed.text = f"{part.described(ids)}, {options} {also}"
+    return ids, [numbers[:2] for numbers in agreed.every]
 
 
 def ids_among_all(

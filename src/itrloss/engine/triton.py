@@ -349,7 +349,8 @@ class Pass:
 
     def _kernel_inputs(self) -> kernels.Inputs:
         """Return the inverse norms, the ids and, if kernels multiply them, the embeddings."""
-        rows, cols, _ = self.inputs
+        rows = self.inputs.rows
+        cols = self.inputs.cols
         row_ids, col_ids = self.question.pairs.ids
         x = y = None
         dim = 0
