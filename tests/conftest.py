@@ -12,7 +12,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from itrloss.engine import inputs, products
+from itrloss.engine import inputs, pair_scores, products
 
 # Matrices are small, and the workers of pytest-xdist share the cores, so more threads would only
 # compete.
@@ -39,8 +39,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Many tiles even for small inputs, with ragged ends on both axes."""
+    """Many tiles even for small inputs, with ragged ends on both axes, and few pairs at once."""
     monkeypatch.setitem(inputs.TILE, "cpu", (20, 5))
+    monkeypatch.setattr(pair_scores, "GATHERED", 20)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import itrloss
 from itrloss import Anchors, Similarity
-from itrloss.engine import inputs, pairs, terms
+from itrloss.engine import inputs, pairs, ranking, terms
 from itrloss.engine.pairs import IGNORE_ID
 from itrloss.engine.terms import (
     hinge,
@@ -792,6 +792,43 @@ def test_a_guide_has_embeddings_and_an_engine_of_its_own(engine, second, view, s
     assert_equal(((), found), ((), wanted), **options)
 
 
+@pytest.mark.parametrize("second", ENGINES)
+@pytest.mark.parametrize("answer", ["limited", "taught"])
+def test_second_derivatives_beside_a_guide_that_holds_no_scores(answer, second):
+    ids, teacher = make_ids("random", 4, 5, seed=3), embeddings(4, 5, d=3, seed=5)
+    guide = similarity(*teacher, ids, second).both
+
+    def function(v, w, p):
+        own = similarity(v, w, ids, "kept").both
+        if answer == "limited":
+            return finite(own.logsumexp(p, below=0.4, above=-0.5, guide=guide))
+        return own.sum(weighted_by_guide, p, 1.0, guide=guide)
+
+    inputs = tuple(x.requires_grad_() for x in (*embeddings(4, 5, d=3), parameters(4, 5)))
+    first, again = (
+        torch.autograd.grad(function(*inputs).sum(), inputs, create_graph=graph)
+        for graph in (False, True)
+    )
+    torch.testing.assert_close(again, first)
+    assert gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scores_that_equal_a_limit_do_not_count(engine, guided, small_tiles):
+    v, w = torch.tensor([[-1.0], [1.0], [2.0]]), torch.arange(-4.0, 5)[:, None]
+    ids, scores = (torch.arange(3), torch.arange(9) + 9), v @ w.T
+    sim = Similarity.from_scores(scores, *ids)
+    if engine != "scores":
+        sim = similarity(v, w, ids, engine, normalize=False)
+    for own, s in ((sim, scores), (sim.T, scores.T)):
+        wanted = (s / 2).masked_fill((s <= -1) | (s >= 2), -math.inf).logsumexp(1)
+        for size in (1, len(s)):  # one limit for all anchors, or one of each
+            limits = {"above": torch.full((size,), -1.0), "below": torch.full((size,), 2.0)}
+            found = own.logsumexp(0.5, **limits, guide=own if guided else None)
+            torch.testing.assert_close(found, wanted)
+
+
 def test_what_a_guide_has_to_be():
     (v, w), ids = embeddings(5, 7), make_ids("random", 5, 7)
     sim = Similarity(v, w, *ids)
@@ -902,7 +939,9 @@ def test_ids_stay_as_they_were_given():
     assert sim.one_to_one and torch.equal(sim.ids[0], given) and torch.equal(sim.T.ids[1], given)
     assert Similarity(v, w).ids == (None, None)
     assert not Similarity(v, w, given, given.flip(0)).one_to_one
-    assert not Similarity(v, w, torch.tensor([1, 1, 2, 3]), torch.tensor([1, 1, 2, 3])).one_to_one
+    for repeated in ([1, 1, 2, 3], [1, 2, 1, 3]):
+        ids = torch.tensor(repeated)
+        assert not Similarity(v, w, ids, ids).one_to_one
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -918,10 +957,14 @@ def test_transposed_view_answers_for_the_columns(engine, small_tiles):
     torch.testing.assert_close(sim.T.scores(), swapped.scores())
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_detached_similarity_has_no_gradient_and_the_same_answers(engine, small_tiles):
+def test_detached_similarity_has_no_gradient_and_the_same_answers(engine, biased, small_tiles):
     ids, (v, w) = make_ids("random", 9, 14), embeddings(9, 14)
-    sim = similarity(v.requires_grad_(), w.requires_grad_(), ids, engine)
+    bias = None
+    if biased:
+        bias = tuple(torch.linspace(-0.1, 0.2, size).to(v).requires_grad_() for size in (9, 14))
+    sim = similarity(v.requires_grad_(), w.requires_grad_(), ids, engine, bias=bias)
     p = parameters(9, 14)
     for name, answer in ANSWERS.items():
         for detached in (sim.detach().both, sim.both.detach()):
@@ -1239,6 +1282,16 @@ def test_positives_far_off_and_first_cost_the_moments_no_digits(engine, given_as
     found, exact = (sim.both.mean_std() for sim in sims)
     torch.testing.assert_close(found.std.double(), exact.std, rtol=1e-4, atol=0)
     torch.testing.assert_close(found.mean.double(), exact.mean, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
+def test_a_large_bias_costs_the_moments_no_digits(engine):
+    generator = torch.Generator().manual_seed(0)
+    v, w = (torch.randn(40, 8, generator=generator) for _ in range(2))
+    bias = torch.full((40,), 300.0), torch.full((40,), 500.0)
+    found = similarity(v, w, (None, None), engine, bias=bias).both.mean_std().std
+    exact = Similarity(v.double(), w.double(), engine="dense").both.mean_std().std
+    torch.testing.assert_close(found.double(), exact, rtol=2e-4, atol=0)
 
 
 def test_scores_of_minus_infinity_take_a_pair_out():
@@ -1684,10 +1737,11 @@ def test_ranks_are_those_of_sorted_scores(seed, n, m, optimistic):
     generator = torch.Generator().manual_seed(seed)
     matrix = torch.randint(0, 6, (n, m), generator=generator).double()
     ids = make_ids("random", n, m, seed)
-    for engine in ("dense", "tiled"):
-        found = Similarity.from_scores(matrix, *ids, engine=engine).ranks(
-            ties="optimistic" if optimistic else "pessimistic"
-        )
+    ties = "optimistic" if optimistic else "pessimistic"
+    for engine, many in (("dense", ranking.MANY), ("tiled", ranking.MANY), ("dense", 0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranking, "MANY", many)
+            found = Similarity.from_scores(matrix, *ids, engine=engine).ranks(ties=ties)
         for i, row in enumerate(found.tolist()):
             positive = ids[0][i] == ids[1]
             own, rivals = matrix[i][positive].sort(descending=True).values, matrix[i][~positive]

@@ -4,6 +4,7 @@ side effects.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import weakref
 from collections import namedtuple
@@ -318,6 +319,31 @@ def test_encoder_that_the_loss_ignores_is_not_run_again():
     grad_cache_step(lambda images, texts: images.square().sum(), encoders, batch(), 5)
     assert (encoders[0].calls, encoders[1].calls) == (4, 2)
     assert take_gradients(encoders[1]) == [None] * 4
+
+
+class Averaged(nn.Module):
+    """Encoder that notes after which calls processes would average gradients, as those of DDP."""
+
+    def __init__(self, encoder: nn.Module):
+        super().__init__()
+        self.encoder, self.averages, self.averaged = encoder, True, []
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.averages = False
+        yield
+        self.averages = True
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            self.averaged.append(self.averages)
+        return self.encoder(x)
+
+
+def test_gradients_are_averaged_though_the_loss_ignores_an_encoders_last_input():
+    encoder, x = Averaged(tower(5)), batch()[0]
+    grad_cache_step(lambda images, others: images.square().sum(), (encoder, encoder), (x, x), 5)
+    assert encoder.averaged == [False] * (len(encoder.averaged) - 1) + [True]
 
 
 # ------------------------------------------------------------------------- random numbers, autocast

@@ -140,7 +140,7 @@ def test_a_few_elements_against_many(aggregation):
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("size", [1, 2, 31, 64, 65, 257, 1000])
+@pytest.mark.parametrize("size", [1, 2, 31, 64, 65, 257, 1000, 8000])
 @pytest.mark.parametrize("aggregation", ["max", "max_sum"])
 def test_long_sets(aggregation, size):
     """Winners are noted in the smallest type that holds their number."""

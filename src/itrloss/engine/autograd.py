@@ -202,13 +202,21 @@ def second_derivatives(
     if question is not None:
         values = question.values
         if grad_sums is not None:
-            other = None if guide is None else guide.scores
+            other = None if guide is None else scores_of_guide(guide)
             outputs.append(dense.sums(question, plain_scores(inputs, targets), other))
             grads.append(grad_sums)
     if pairs is not None and grad_pairs is not None:
         outputs.append(plain_pair_scores(inputs, targets, *pairs))
         grads.append(grad_pairs)
     return second_gradients(outputs, grads, [*targets, *values])
+
+
+def scores_of_guide(guide: Inputs) -> Tensor:
+    """Return the (N, M) scores of a guide, which may not hold them, without a gradient."""
+    if guide.scores is not None:
+        return guide.scores.detach()
+    with torch.no_grad(), full_precision(guide.like):
+        return whole_scores(guide.rows, guide.cols)
 
 
 def second_gradients(
