@@ -98,6 +98,21 @@ def test_softplus_slopes(benchmark, hand):
     torch.testing.assert_close(by_score, z.sigmoid())
 
 
+@pytest.mark.parametrize("way", ["mask", "diagonal"])
+def test_diagonal(benchmark, way):
+    x = torch.randn(256, 256, requires_grad=True)
+    mask = torch.eye(256, dtype=torch.bool)
+    ends = torch.full((256,), -torch.inf)
+
+    def once():
+        z = 2 * x
+        excluded = z.masked_fill(mask, -torch.inf) if way == "mask" else z.diagonal_scatter(ends)
+        return torch.autograd.grad(excluded.exp().sum(), x)
+
+    (slope,) = benchmark(once)
+    torch.testing.assert_close(slope, (2 * (2 * x).exp()).masked_fill(mask, 0.0))
+
+
 # --------------------------------------------------------------------------------- late interaction
 
 

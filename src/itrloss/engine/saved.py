@@ -52,7 +52,7 @@ def with_tensors(value: T, tensors: Iterator[Tensor]) -> T:
 def rebuilt(value: Any, part: Callable[[Any], Any]) -> Any:
     """Return a tuple or dataclass of ``part(x)`` for each of its values x; others as they are."""
     if dataclasses.is_dataclass(value):
-        return type(value)(*[part(getattr(value, x.name)) for x in dataclasses.fields(value)])
+        return type(value)(*[part(x) for x in vars(value).values()])
     if not isinstance(value, tuple):
         return value
     parts = [part(x) for x in value]
