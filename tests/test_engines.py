@@ -302,6 +302,8 @@ def test_matrices_without_ids_keep_what_holds_for_each_alone(engine):
     both = Anchors.together(first, other)
     values = torch.arange(7.0)
     assert both.reduce(values, "mean") == values[:4].mean() + values[4:].mean()
+    std = torch.cat([first.mean_std().std, other.mean_std().std])
+    torch.testing.assert_close(both.mean_std().std, std)
     large = Similarity.from_scores(
         first.scores() * 1000, engine=engine if engine in ("dense", "tiled") else "auto"
     )
@@ -1781,14 +1783,15 @@ def test_fewer_candidates_than_are_asked_for(tile, k, monkeypatch):
         assert (top.indices >= 0).all() and (top.indices < size).all()
 
 
+@pytest.mark.parametrize("shape", ["primes", "wide"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(
     "name", ["logsumexp per anchor", "std", "hardest", "likelihood", "hinge sum", "sum between"]
 )
 def test_a_bias_is_part_of_all_answers_and_gets_its_gradient(
-    name, normalize, small_tiles, poisoned
+    name, normalize, shape, small_tiles, poisoned
 ):
-    n, m, kind = SHAPES["primes"]
+    n, m, kind = SHAPES[shape]
     (v, w), ids, grads = embeddings(n, m), make_ids(kind, n, m), upstream(n, m)
     p, found = parameters(n, m), {}
     for engine in ("reference", *ENGINES):
@@ -1827,11 +1830,11 @@ def test_a_bias_is_checked(bias):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_best_candidates_below_a_limit(engine):
-    v, w = embeddings(5, 9)
-    ids = torch.arange(5), torch.arange(9)
+def test_best_candidates_below_a_limit(engine, small_tiles):
+    v, w = embeddings(300, 9)  # three blocks of rows
+    ids = torch.arange(300), torch.arange(9)
     sim = similarity(v, w, ids, engine)
-    limits = torch.linspace(-0.5, 0.4, 5, dtype=v.dtype)
+    limits = torch.linspace(-0.5, 0.4, 300, dtype=v.dtype)
     for below in (limits, 0.2):
         top, scores = sim.topk(4, below=below), sim.scores()
         left = scores.masked_fill(
