@@ -346,6 +346,24 @@ def test_hardest_negatives_of_pooled_matrices_are_numbered_in_their_order(engine
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_hardest_negatives_are_numbered_where_a_matrix_has_columns_and_then_pooled_rows(engine):
+    (v, w), (_, x) = embeddings(5, 7), embeddings(5, 4, seed=1)
+    ids = make_ids("disjoint", 5, 7)
+    sim = similarity(v, w, ids, engine)
+    pooled = Anchors.pooled(similarity(v, x, (ids[0], ids[1][:4]), engine), sim)
+    wanted = torch.cat([sim.T.hardest_negatives().indices, pooled.hardest_negatives().indices])
+    found = Anchors.together(sim.T, pooled).hardest_negatives().indices
+    assert torch.equal(found, wanted) and int(found.max()) > 6
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_of_equal_negatives_of_pooled_matrices_the_first_is_the_hardest(engine):
+    ids = make_ids("disjoint", 3, 4)
+    sim = similarity(torch.ones(3, 2), torch.ones(4, 2), ids, engine)
+    assert Anchors.pooled(sim, sim).hardest_negatives().indices.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_anchors_together_are_split_and_reduced(engine):
     n, m, _ = SHAPES["wide"]
     (v, w), ids = embeddings(n, m), make_ids("random", n, m)
@@ -1188,6 +1206,13 @@ def test_anchors_far_from_all_their_negatives_do_not_underflow(engine, side, sca
     for got, wanted in zip(sims[1], sims[0], strict=True):
         assert got.isfinite().all()
         torch.testing.assert_close(got, wanted.float(), rtol=3e-4, atol=3e-3)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
+def test_positives_far_off_do_not_underflow_beside_no_negatives(engine):
+    v, ids = torch.tensor([[1.0, 0.0], [2.0, 0.0]]), torch.tensor([7, 7])
+    found = similarity(v, -v, (ids, ids), engine).logsumexp(150.0, over="all")
+    torch.testing.assert_close(found, torch.full((2,), math.log(2) - 150))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

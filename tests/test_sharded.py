@@ -270,6 +270,22 @@ def test_of_equal_negatives_the_first_is_the_hardest(tmp_path):
     assert torch.equal(torch.cat([torch.cat(parts) for parts in found]), wanted)
 
 
+def all_hinges(
+    rank: int, sizes: list[int], images: torch.Tensor, texts: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    own = [x.split(sizes)[rank] for x in (images, texts, ids, ids)]
+    return itrloss.TripletLoss(0.5, "all", reduction="sum", gather=True)(*own)
+
+
+@pytest.mark.slow
+def test_positives_of_three_uneven_processes_each_have_their_hinges(tmp_path):
+    sizes, ids = [1, 3, 4], torch.arange(8) % 2
+    images, texts = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(0))
+    whole = itrloss.TripletLoss(0.5, "all", reduction="sum")(images, texts, ids, ids)
+    for found in run(all_hinges, tmp_path, sizes, images, texts, ids, world=3):
+        torch.testing.assert_close(found, whole)
+
+
 SECOND = {
     "infonce": lambda **options: itrloss.InfoNCELoss(0.2, learnable=True, **options),
     "sigmoid": lambda **options: itrloss.SigmoidLoss(5.0, -2.0, **options),
