@@ -193,6 +193,28 @@ def test_limits_positives_and_biases_over_processes(tmp_path):
             torch.testing.assert_close(torch.cat(parts) / 2, x, rtol=1e-9, atol=1e-12)
 
 
+def biased_scores(rank: int, *whole: torch.Tensor) -> list[torch.Tensor]:
+    """Scores of the rows and of the columns of a process that has 3 or 4, and 7 or 2, of them."""
+    sides = zip(whole, [(3, 4), (7, 2)] * 2, strict=True)
+    images, texts, *bias = [x.split(sizes)[rank].clone() for x, sizes in sides]
+    ids = torch.arange(len(images)) + 10 * rank, torch.arange(len(texts)) + 10 * rank
+    sim = Similarity.sharded(images, texts, *ids, bias=tuple(bias))
+    return [sim.scores(), sim.T.scores()]
+
+
+@pytest.mark.slow
+def test_scores_of_both_sides_have_the_biases_of_all_processes(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    images, texts = (torch.randn(n, 4, generator=generator) for n in (7, 9))
+    b, c = (torch.randn(n, generator=generator) for n in (7, 9))
+    parts = zip(*run(biased_scores, tmp_path, images, texts, b, c), strict=True)
+    of_rows, of_cols = (torch.cat(x) for x in parts)
+    ids = torch.arange(7), torch.arange(9)
+    whole = Similarity(images, texts, *ids, bias=(b, c)).scores()
+    torch.testing.assert_close(of_rows, whole)
+    torch.testing.assert_close(of_cols, whole.T)
+
+
 def without_samples(rank: int) -> dict[str, list[float]]:
     """The values and gradients of each loss where the batches of all processes are empty."""
     found = {}
