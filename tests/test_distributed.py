@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import pairwise
 from losses_registry import select
-from processes import WORLD, both
+from processes import WORLD, both, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,6 +84,24 @@ def numbering(rank: int) -> dict[str, list[torch.Tensor]]:
 def test_texts_of_no_image_stay_so_among_the_images_of_all(tmp_path):
     for found in both(numbering, tmp_path):
         torch.testing.assert_close(found, {name: numbered(None, name) for name in NUMBERED})
+
+
+def gradient_of_gathered(rank: int) -> torch.Tensor:
+    """A gradient of 256 from one of three processes, another for each row, and of 1 from others."""
+    x = torch.zeros(3, 1, dtype=torch.bfloat16, requires_grad=True)
+    gathered = itrloss.distributed.gather(x)
+    upstream = torch.ones_like(gathered)
+    upstream[rank::3] = 256
+    gathered.backward(upstream)
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.slow
+def test_gradients_of_half_types_are_summed_in_float32(tmp_path):
+    """In bfloat16, 256 + 1 is 256."""
+    for found in run(gradient_of_gathered, tmp_path, world=3):
+        assert found.flatten().tolist() == [258.0] * 3
 
 
 def test_a_process_alone_gathers_nothing():

@@ -302,6 +302,8 @@ def test_matrices_without_ids_keep_what_holds_for_each_alone(engine):
     both = Anchors.together(first, other)
     values = torch.arange(7.0)
     assert both.reduce(values, "mean") == values[:4].mean() + values[4:].mean()
+    std = torch.cat([first.mean_std().std, other.mean_std().std])
+    torch.testing.assert_close(both.mean_std().std, std)
     large = Similarity.from_scores(
         first.scores() * 1000, engine=engine if engine in ("dense", "tiled") else "auto"
     )
@@ -341,6 +343,24 @@ def test_hardest_negatives_of_pooled_matrices_are_numbered_in_their_order(engine
     orders = [Anchors.pooled(first, second), Anchors.pooled(second, first)]
     wanted = torch.cat([x.hardest_negatives().indices for x in orders])
     assert torch.equal(Anchors.together(*orders).hardest_negatives().indices, wanted)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hardest_negatives_are_numbered_where_a_matrix_has_columns_and_then_pooled_rows(engine):
+    (v, w), (_, x) = embeddings(5, 7), embeddings(5, 4, seed=1)
+    ids = make_ids("disjoint", 5, 7)
+    sim = similarity(v, w, ids, engine)
+    pooled = Anchors.pooled(similarity(v, x, (ids[0], ids[1][:4]), engine), sim)
+    wanted = torch.cat([sim.T.hardest_negatives().indices, pooled.hardest_negatives().indices])
+    found = Anchors.together(sim.T, pooled).hardest_negatives().indices
+    assert torch.equal(found, wanted) and int(found.max()) > 6
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_of_equal_negatives_of_pooled_matrices_the_first_is_the_hardest(engine):
+    ids = make_ids("disjoint", 3, 4)
+    sim = similarity(torch.ones(3, 2), torch.ones(4, 2), ids, engine)
+    assert Anchors.pooled(sim, sim).hardest_negatives().indices.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -1188,6 +1208,13 @@ def test_anchors_far_from_all_their_negatives_do_not_underflow(engine, side, sca
         torch.testing.assert_close(got, wanted.float(), rtol=3e-4, atol=3e-3)
 
 
+@pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
+def test_positives_far_off_do_not_underflow_beside_no_negatives(engine):
+    v, ids = torch.tensor([[1.0, 0.0], [2.0, 0.0]]), torch.tensor([7, 7])
+    found = similarity(v, -v, (ids, ids), engine).logsumexp(150.0, over="all")
+    torch.testing.assert_close(found, torch.full((2,), math.log(2) - 150))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_scale_at_which_sums_vanish_is_worked_out_with_maxima(engine):
     """With cos = -1 throughout, exp(-90 - 30) underflows float32's normal numbers."""
@@ -1781,14 +1808,15 @@ def test_fewer_candidates_than_are_asked_for(tile, k, monkeypatch):
         assert (top.indices >= 0).all() and (top.indices < size).all()
 
 
+@pytest.mark.parametrize("shape", ["primes", "wide"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(
     "name", ["logsumexp per anchor", "std", "hardest", "likelihood", "hinge sum", "sum between"]
 )
 def test_a_bias_is_part_of_all_answers_and_gets_its_gradient(
-    name, normalize, small_tiles, poisoned
+    name, normalize, shape, small_tiles, poisoned
 ):
-    n, m, kind = SHAPES["primes"]
+    n, m, kind = SHAPES[shape]
     (v, w), ids, grads = embeddings(n, m), make_ids(kind, n, m), upstream(n, m)
     p, found = parameters(n, m), {}
     for engine in ("reference", *ENGINES):
@@ -1827,11 +1855,11 @@ def test_a_bias_is_checked(bias):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_best_candidates_below_a_limit(engine):
-    v, w = embeddings(5, 9)
-    ids = torch.arange(5), torch.arange(9)
+def test_best_candidates_below_a_limit(engine, small_tiles):
+    v, w = embeddings(300, 9)  # three blocks of rows
+    ids = torch.arange(300), torch.arange(9)
     sim = similarity(v, w, ids, engine)
-    limits = torch.linspace(-0.5, 0.4, 5, dtype=v.dtype)
+    limits = torch.linspace(-0.5, 0.4, 300, dtype=v.dtype)
     for below in (limits, 0.2):
         top, scores = sim.topk(4, below=below), sim.scores()
         left = scores.masked_fill(

@@ -7,6 +7,7 @@ processes.
 from __future__ import annotations
 
 import itertools
+import math
 from functools import partial
 from typing import Any
 
@@ -111,6 +112,16 @@ def test_weighted_negatives(hardness, shape, engine, small_tiles, poisoned):
         return [info_nce(S, positive, scale, hardness), info_nce(S.T, positive.T, scale, hardness)]
 
     compare(ours, plain, (v, w, torch.tensor(14.0, dtype=v.dtype)), grads)
+
+
+def test_weighted_negatives_count_within_the_limits_of_a_guide():
+    scores, judged = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+    sim, guide = (Similarity.from_scores(x) for x in (scores, judged))
+    for judge, options in ((scores, {}), (judged, {"guide": guide.both})):
+        left = scores.masked_fill((judge >= 0.5) & ~torch.eye(6, dtype=torch.bool), -math.inf)
+        found = functional.info_nce_loss(sim, 0.5, hardness=3.0, below=0.5, **options)
+        wanted = functional.info_nce_loss(Similarity.from_scores(left), 0.5, hardness=3.0)
+        torch.testing.assert_close(found, wanted)
 
 
 def test_the_learnable_temperature_of_the_class_has_the_gradient_of_the_constant_weight():

@@ -193,6 +193,28 @@ def test_limits_positives_and_biases_over_processes(tmp_path):
             torch.testing.assert_close(torch.cat(parts) / 2, x, rtol=1e-9, atol=1e-12)
 
 
+def biased_scores(rank: int, *whole: torch.Tensor) -> list[torch.Tensor]:
+    """Scores of the rows and of the columns of a process that has 3 or 4, and 7 or 2, of them."""
+    sides = zip(whole, [(3, 4), (7, 2)] * 2, strict=True)
+    images, texts, *bias = [x.split(sizes)[rank].clone() for x, sizes in sides]
+    ids = torch.arange(len(images)) + 10 * rank, torch.arange(len(texts)) + 10 * rank
+    sim = Similarity.sharded(images, texts, *ids, bias=tuple(bias))
+    return [sim.scores(), sim.T.scores()]
+
+
+@pytest.mark.slow
+def test_scores_of_both_sides_have_the_biases_of_all_processes(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    images, texts = (torch.randn(n, 4, generator=generator) for n in (7, 9))
+    b, c = (torch.randn(n, generator=generator) for n in (7, 9))
+    parts = zip(*run(biased_scores, tmp_path, images, texts, b, c), strict=True)
+    of_rows, of_cols = (torch.cat(x) for x in parts)
+    ids = torch.arange(7), torch.arange(9)
+    whole = Similarity(images, texts, *ids, bias=(b, c)).scores()
+    torch.testing.assert_close(of_rows, whole)
+    torch.testing.assert_close(of_cols, whole.T)
+
+
 def without_samples(rank: int) -> dict[str, list[float]]:
     """The values and gradients of each loss where the batches of all processes are empty."""
     found = {}
@@ -268,6 +290,22 @@ def test_of_equal_negatives_the_first_is_the_hardest(tmp_path):
     found = zip(*run(tied, tmp_path), strict=True)
     wanted = Similarity(torch.ones(6, 4), torch.ones(6, 4)).both.hardest_negatives().indices
     assert torch.equal(torch.cat([torch.cat(parts) for parts in found]), wanted)
+
+
+def all_hinges(
+    rank: int, sizes: list[int], images: torch.Tensor, texts: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    own = [x.split(sizes)[rank] for x in (images, texts, ids, ids)]
+    return itrloss.TripletLoss(0.5, "all", reduction="sum", gather=True)(*own)
+
+
+@pytest.mark.slow
+def test_positives_of_three_uneven_processes_each_have_their_hinges(tmp_path):
+    sizes, ids = [1, 3, 4], torch.arange(8) % 2
+    images, texts = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(0))
+    whole = itrloss.TripletLoss(0.5, "all", reduction="sum")(images, texts, ids, ids)
+    for found in run(all_hinges, tmp_path, sizes, images, texts, ids, world=3):
+        torch.testing.assert_close(found, whole)
 
 
 SECOND = {

@@ -160,6 +160,15 @@ def test_collapse_is_told_once(reduction, ids):
     assert len(told) == 1 and "0.4 per pair" in told[0] and 'mining="all"' in told[0]
 
 
+def test_the_warning_names_the_line_that_calls_the_loss():
+    v = torch.ones(4, 6) + 1e-4 * torch.randn(4, 6)
+    loss = TripletLoss()
+    with pytest.warns(UserWarning, match="seem to be alike") as told:
+        for _ in range(101):
+            loss(v, v)
+    assert told[0].filename == __file__
+
+
 def test_values_are_looked_at_every_fiftieth_call(monkeypatch):
     """Each check synchronises with an accelerator."""
     looks, loss = [], TripletLoss()
