@@ -208,7 +208,7 @@ class Anchors:
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the parts of a tensor (..., A) that belong to each group."""
-        return x.split(self.sizes, -1)
+        return x.split_with_sizes(self.sizes, -1)  # x.split is a function in Python
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -236,8 +236,7 @@ class Anchors:
         values = self._gathered([scale, shift, where.below, where.above, *params])
         answers = []
         for block, other in zip(self._blocks, second, strict=True):
-            question = self._question(block, terms, where.over, values)
-            question = replace(question, teaches=teacher is not None)
+            question = self._question(block, terms, where.over, values, teacher is not None)
             answers.append(block.matrix.sums(question, other))
         total = self._joined(answers, torch.add)
         return total if self.exchange is None else self.exchange.merged(total)
@@ -263,6 +262,7 @@ class Anchors:
         terms: Term | tuple[Term, ...],
         over: Over,
         values: Sequence[Value | None],
+        teaches: bool = False,
     ) -> Question:
         """Return what a block's anchors ask, from the values of all anchors."""
         own = [self._of_block(x, block) for x in values]
@@ -278,6 +278,7 @@ class Anchors:
             below,
             above,
             tuple(x for x in params if isinstance(x, Tensor)),
+            teaches,
         )
 
     def _gathered(self, values: Sequence[Value | None]) -> list[Value | None]:
@@ -290,7 +291,7 @@ class Anchors:
         """Return the values of a block's anchors from those of all anchors (..., A)."""
         if not has_each(x) or self._has_one_block:
             return x
-        parts = x.split(self.whole_sizes, -1)
+        parts = x.split_with_sizes(self.whole_sizes, -1)
         return torch.cat([parts[g] for g in block.groups], -1)
 
     def _others(self, guide: Anchors | None) -> list[Matrix | None]:
@@ -478,7 +479,10 @@ class Anchors:
         total = self._joined(answers, torch.add)
         if self.exchange is not None:
             total = self.exchange.merged(total)
-        parts = zip(self.split(total), self._candidates(), strict=True)
+        numbers = self._candidates()
+        if all(number == numbers[0] for number in numbers):
+            return total / numbers[0]
+        parts = zip(self.split(total), numbers, strict=True)
         return torch.cat([part / number for part, number in parts])
 
     def _candidates(self) -> list[int]:

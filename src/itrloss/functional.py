@@ -124,7 +124,7 @@ def diversity_contrastive_loss(  # noqa: PLR0913 (the options of the module)
             at_most = 2 / temperature
     scale: Any = 1 / temperature
     if diversity is not None:
-        scale = 1 / (temperature * diversity)
+        scale = (temperature * diversity).reciprocal()
     negatives = anchors.logsumexp(scale, at_most=at_most)
     repulsion = F.softplus(negatives - scale * margin, threshold=LINEAR_SOFTPLUS)
     own = anchors if positives is None else positives

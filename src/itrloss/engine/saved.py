@@ -6,8 +6,7 @@ detection of tensors that were modified in place depend on it.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -39,22 +38,33 @@ def without_tensors(value: T, tensors: list[Tensor]) -> T:
     if isinstance(value, Tensor):
         tensors.append(value)
         return PLACE  # type: ignore[return-value]
-    return rebuilt(value, lambda x: without_tensors(x, tensors))
+    parts = parts_of(value)
+    if parts is None:
+        return value
+    return rebuilt(value, [without_tensors(x, tensors) for x in parts])
 
 
 def with_tensors(value: T, tensors: Iterator[Tensor]) -> T:
     """Return a value with tensors in their places."""
     if value is PLACE:
         return next(tensors)  # type: ignore[return-value]
-    return rebuilt(value, lambda x: with_tensors(x, tensors))
-
-
-def rebuilt(value: Any, part: Callable[[Any], Any]) -> Any:
-    """Return a tuple or dataclass of ``part(x)`` for each of its values x; others as they are."""
-    if dataclasses.is_dataclass(value):
-        return type(value)(*[part(x) for x in vars(value).values()])
-    if not isinstance(value, tuple):
+    parts = parts_of(value)
+    if parts is None:
         return value
-    parts = [part(x) for x in value]
-    is_named = hasattr(value, "_fields")
-    return type(value)(*parts) if is_named else tuple(parts)
+    return rebuilt(value, [with_tensors(x, tensors) for x in parts])
+
+
+def parts_of(value: Any) -> Iterable[Any] | None:
+    """Return the values in a tuple or a dataclass; None of anything else."""
+    if isinstance(value, tuple):
+        return value
+    if hasattr(value, "__dataclass_fields__"):
+        return vars(value).values()
+    return None
+
+
+def rebuilt(value: Any, parts: list[Any]) -> Any:
+    """Return a tuple or dataclass like ``value`` with other values in it."""
+    if type(value) is tuple:
+        return tuple(parts)
+    return type(value)(*parts)
