@@ -65,6 +65,8 @@ def taken(x: Tensor | None, which: Tensor | slice | None) -> Any:
     """Return some entries of a tensor; None of no tensor, and all of them without an index."""
     if x is None or which is None:
         return x
+    if isinstance(which, Tensor):
+        return x.index_select(0, which)
     return x[which]
 
 

@@ -11,7 +11,7 @@ RUN = 64  # length of the runs in `argmax`
 
 
 def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return ``x.max(dim)``.
+    """Return ``x.max(dim)`` of a matrix.
 
     On the CPU, PyTorch vectorises it only without the index, so the best run of 64 comes first: 0.5
     of the time along rows of 1024 x 1024, 0.2 along columns (``pytest benchmarks/test_micro.py
@@ -19,6 +19,8 @@ def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """
     if x.device.type != "cpu" or x.shape[dim] % RUN:
         return x.max(dim)
+    if x.stride(0) < x.stride(1):  # as it lies in memory, which takes a tenth of the time
+        return argmax(x.T, 1 - dim)
     runs = x.unflatten(dim, (-1, RUN))
     value, run = runs.amax(dim + 1).max(dim)
     best = torch.take_along_dim(runs, run.unsqueeze(dim).unsqueeze(dim), dim).squeeze(dim)
