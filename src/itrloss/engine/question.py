@@ -121,8 +121,8 @@ class View:
         """Return the sums or maxima over the candidates, each with its side of the matrix."""
         raise NotImplementedError
 
-    def slope(self, x: Tensor) -> Tensor:
-        """Return the gradient of the tile (r, c) from the gradient as seen from here."""
+    def of_matrix(self, x: Tensor) -> Tensor:
+        """Return the tile (r, c) of the matrix from values as seen from here: undo `seen`."""
         raise NotImplementedError
 
     # The rest is the same for all views.
@@ -193,7 +193,7 @@ class RowsView(View):
     def by_side(self, x: Tensor, reduced: Reduced) -> list[tuple[int, Tensor]]:
         return [(0, reduced(x, 1))]
 
-    def slope(self, x: Tensor) -> Tensor:
+    def of_matrix(self, x: Tensor) -> Tensor:
         return x
 
 
@@ -227,7 +227,7 @@ class ColumnsView(View):
     def by_side(self, x: Tensor, reduced: Reduced) -> list[tuple[int, Tensor]]:
         return [(1, reduced(x, 1))]
 
-    def slope(self, x: Tensor) -> Tensor:
+    def of_matrix(self, x: Tensor) -> Tensor:
         return x.T
 
 

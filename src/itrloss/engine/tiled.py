@@ -25,7 +25,7 @@ from .vectors import chunks, project
 
 def sums(question: Question, inputs: Inputs, guide: Inputs | None) -> Tensor:
     """Return the sums of a question: (A,) of one term, (K, A) of several."""
-    totals = [SideTotals(inputs) for _ in question.terms]
+    totals = [SideTotals(inputs, torch.sum, 0.0) for _ in question.terms]
     for tile in tiles(inputs, guide):
         for view in question.views(tile):
             for term, total in zip(question.terms, totals, strict=True):
@@ -136,17 +136,17 @@ def gradients(
     listed: ListedPairs | None = None,  # pairs whose scores have a gradient of their own
 ) -> Gradients:
     """Return the gradients of what a question was asked of, from the gradient of its sums."""
-    values = ValueGradients(question, grad, needs)
+    question_gradients = QuestionGradients(question, grad, needs)
     scores = ScoreGradients(inputs, needs)
     for tile in tiles(inputs, guide):
-        slope = values.add(tile)
-        if listed is not None and slope.shape == inputs.shape:  # they ride on the only tile
-            listed.add_to_(slope)
+        grad_scores = question_gradients.of_scores(tile)
+        if listed is not None and grad_scores.shape == inputs.shape:  # they ride on the only tile
+            listed.add_to_(grad_scores)
             listed = None
-        scores.add(tile.places, slope)
+        scores.add(tile.places, grad_scores)
     if listed is not None:
         scores.add_pairs(listed)
-    scale, shift, params = values.finish()
+    scale, shift, params = question_gradients.finish()
     return scores.finish()._replace(scale=scale, shift=shift, params=params)
 
 
@@ -165,7 +165,7 @@ def gradients_of_scores(inputs: Inputs, needs: Needs, grad: Tensor) -> Gradients
     return scores.finish()
 
 
-class ValueGradients:
+class QuestionGradients:
     """Forms the gradient of scores tile by tile, and adds up the gradients of a question's values.
 
     Those of limits are zero.
@@ -188,8 +188,8 @@ class ValueGradients:
         for param, needed in zip(question.params, needs.params, strict=True):
             self.params.append(zeros_like_value(param, grad) if needed else None)
 
-    def add(self, tile: Tile) -> Tensor:
-        """Add a tile's part to the gradients of values; return dL/dS (r, c), a new tensor."""
+    def of_scores(self, tile: Tile) -> Tensor:
+        """Return the gradient dL/dS (r, c) of a tile's scores; add up the gradients of values."""
         slopes = [self._add_view(view) for view in self.question.views(tile)]
         return functools.reduce(torch.Tensor.add_, slopes)
 
@@ -210,7 +210,7 @@ class ValueGradients:
                 self._add_value(total, view.exclude_(by_param), view)
         if not self.folds_scale:
             by_z.mul_(view.column(question.scale))
-        return view.slope(by_z)
+        return view.of_matrix(by_z)
 
     def _slopes(self, view: View, k: int) -> list[Tensor]:
         """Return the gradient of the k-th sums by z and by the parameters: tensors (r, c)."""
@@ -244,24 +244,24 @@ class ScoreGradients:
         self.row_bias = Total(n)
         self.col_bias = Total(m)
 
-    def add(self, places: tuple[slice, slice], slope: Tensor) -> None:
+    def add(self, places: tuple[slice, slice], grad: Tensor) -> None:
         """Add what the gradient of a tile's scores (r, c) contributes; it may become the result."""
         r, c = places
         inputs = self.inputs
         needs = self.needs
         if needs.scores:
-            if slope.shape == inputs.shape:
-                self.scores = slope.contiguous()
+            if grad.shape == inputs.shape:
+                self.scores = grad.contiguous()
             else:
-                self._whole_scores()[places] = slope
+                self._whole_scores()[places] = grad
         if needs.rows:
-            self.rows.add_product(r, slope, inputs.cols.vectors(c))
+            self.rows.add_product(r, grad, inputs.cols.vectors(c))
         if needs.cols:
-            self.cols.add_product(c, slope.T, inputs.rows.vectors(r))
+            self.cols.add_product(c, grad.T, inputs.rows.vectors(r))
         if needs.row_bias:
-            self.row_bias.add(r, slope.sum(1))
+            self.row_bias.add(r, grad.sum(1))
         if needs.col_bias:
-            self.col_bias.add(c, slope.sum(0))
+            self.col_bias.add(c, grad.sum(0))
 
     def add_pairs(self, listed: ListedPairs) -> None:
         """Add what the gradient of listed pairs' scores contributes."""
@@ -364,7 +364,7 @@ class Total:
 class SideTotals:
     """Sums, or maxima, of the rows and of the columns, joined from tiles."""
 
-    def __init__(self, inputs: Inputs, reduced: Reduced = torch.sum, empty: float = 0.0):
+    def __init__(self, inputs: Inputs, reduced: Reduced, empty: float):
         self.inputs = inputs
         self.reduced = reduced
         n, m = inputs.shape
