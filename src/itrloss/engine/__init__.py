@@ -7,10 +7,11 @@ pairs       which rows and columns belong together, from ids
 inputs      the inputs of a score matrix, and its tiles
 question    what is asked of a matrix, and how the anchors of a side see a tile
 tiled       the answers, added up tile by tile, and their gradient in closed form
-dense       the same answers in plain PyTorch: the specification, for compilers and second
-            derivatives
+dense       the same answers in plain PyTorch: the specification, for small matrices, compilers and
+            second derivatives
 pair_scores scores of listed pairs, whose gradient skips the matrix
-autograd    the one autograd function around all of it
+autograd    the autograd function around all of it, and the one around the scores of a small matrix
+saved       how an autograd function keeps a value with tensors in it
 matrix      a score matrix with its engine, and what is kept of it between questions
 ranking     the best candidate, and ranks
 sets        scores of sets of embeddings from the scores of their elements

@@ -95,10 +95,11 @@ class SideQuestion:
         (``pytest benchmarks/test_micro.py --benchmark-enable -k diagonal``).
         """
         if self.excludes_diagonal:
-            n, m = self.question.pairs.shape
-            by_side = x.view(len(self.sides), -1, x.shape[1])
-            diagonal = x.new_full((len(self.sides), min(n, m)), value)
-            return by_side.diagonal_scatter(diagonal, dim1=1, dim2=2).view(x.shape)
+            diagonal = x.new_full((min(self.question.pairs.shape),), value)
+            if len(self.sides) == 1:
+                return x.diagonal_scatter(diagonal)
+            by_side = x.view(2, -1, x.shape[1])
+            return by_side.diagonal_scatter(diagonal.expand(2, -1), dim1=1, dim2=2).view_as(x)
         if self._mask is None:
             return x
         return x.masked_fill(self._mask, value)

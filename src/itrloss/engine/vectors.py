@@ -64,7 +64,13 @@ def inverse_norms(x: Tensor) -> Tensor:
     # CPU, which may look, goes beyond.
     if host_may_read(x) and not math.isfinite(float(norm.detach().sum())):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
-    return torch.threshold(norm, EPS, math.inf).reciprocal().to(dtype)
+        return inverses(norm).to(dtype)
+    return inverses(norm)
+
+
+def inverses(norms: Tensor) -> Tensor:
+    """Return the inverses of norms; 0 below 1e-12."""
+    return torch.threshold(norms, EPS, math.inf).reciprocal()
 
 
 def scaled(x: Tensor, inv: Tensor | None) -> Tensor:
