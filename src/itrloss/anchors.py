@@ -73,7 +73,7 @@ class AnchorSide:
 
 
 class Block(NamedTuple):
-    """A matrix whose rows, columns or both are anchors, asked in one pass."""
+    """A matrix whose rows, columns or both are anchors, computed in one pass."""
 
     matrix: Matrix
     sides: tuple[int, ...]  # the rows first
@@ -138,7 +138,7 @@ class Anchors:
         """Store groups of anchors; each has its candidates in one or several matrices."""
         self._groups = groups
         self._blocks = blocks_of(groups)
-        #: Whether one matrix has all groups in order, so that its answers are those of all anchors.
+        #: Whether one matrix has all groups in order, so that its answers are in order, too.
         self._has_one_block = len(self._blocks) == 1
         if self._blocks[0].groups != tuple(range(len(groups))):
             self._has_one_block = False
@@ -288,7 +288,7 @@ class Anchors:
         return [self.exchange.gathered(x) if has_each(x) else x for x in values]
 
     def _of_block(self, x: Value | None, block: Block) -> Value | None:
-        """Return the values of a block's anchors from those of all anchors (..., A)."""
+        """Return a block's part of the values (..., A) of all anchors."""
         if not has_each(x) or self._has_one_block:
             return x
         parts = x.split_with_sizes(self.whole_sizes, -1)
@@ -532,7 +532,7 @@ class Anchors:
         or (A,) limits, which get no gradient. The sum is 0 for an anchor without negatives.
 
         With a ``guide``, the same anchors of another similarity, the sum is of ``term(z_ij, G_ij,
-        *params_i)`` with its scores G, which get no gradient: those of a teacher, for instance.
+        *params_i)`` with its scores G, which get no gradient: a teacher's scores, for instance.
         """
         where = self._where(over, below, above, None)
         if guide is not None and where.limited:
@@ -769,11 +769,11 @@ class Anchors:
         return x if self.exchange is None else self.exchange.processes.total(x)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Return the values of the matrices' anchors from those of own anchors, (..., A)."""
+        """Return the values of the matrices' anchors from the values (..., A) of own anchors."""
         return x if self.exchange is None else self.exchange.gathered(x)
 
     def merged(self, x: Tensor) -> Tensor:
-        """Return the sums of own anchors from those of the matrices' anchors, (..., A)."""
+        """Return the sums of own anchors from the sums (..., A) of the matrices' anchors."""
         return x if self.exchange is None else self.exchange.merged(x)
 
     def group_amax(self, x: Tensor) -> list[Tensor]:

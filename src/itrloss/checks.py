@@ -109,8 +109,8 @@ def check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 def require_finite(name: str, x: Tensor) -> None:
     """Raise a ValueError for nan or infinity. Synchronises with an accelerator."""
     x = x.detach().T if x.stride(0) < x.stride(1) else x.detach()  # contiguous, as in memory
-    # In parts, as the matrix may be memory-mapped. A nan is both extremes, found in a tenth of the
-    # time of isfinite.
+    # In parts, as the matrix may be memory-mapped. A nan is both extremes, and aminmax takes a
+    # tenth of the time of isfinite.
     ends = [end for part in x.split(max(1, _AT_ONCE // x.shape[1])) for end in part.aminmax()]
     if not bool(torch.stack(ends).isfinite().all()):
         raise ValueError(f"{name}: expected finite values, got nan or infinity")

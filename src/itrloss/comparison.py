@@ -96,14 +96,14 @@ def compare_rerankers(
     progress: Callable[[str], None] = lambda text: None,
     folds: int = 1,
 ) -> RerankerComparison:
-    """Return what methods make of scores, with hubs of the test queries and, if given, of banks.
+    """Return what methods make of scores, with hubs of the test queries and of any banks.
 
     Args:
         sim: what is re-ranked, with ids.
         methods: names in :data:`METHODS`.
         banks: queries of another set, of images and of texts, see
             :meth:`itrloss.rerank.Reranker.fit`.
-        validation: held-out pairs that Fast Re-ranking is calibrated on, beside its numbers in
+        validation: held-out pairs that Fast Re-ranking is calibrated on, with its numbers in
             ``fast``.
         fast: Fast Re-ranking as it is to be tried; its defaults if left out.
         progress: told what is done next.

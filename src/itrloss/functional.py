@@ -148,7 +148,7 @@ def memory_diversity_contrastive_loss(
 ) -> Any:
     """Return the memory-aided DCL, M-DCL; see :class:`itrloss.MemoryDiversityContrastiveLoss`.
 
-    ``options``: those of :func:`diversity_contrastive_loss`.
+    ``options``: see :func:`diversity_contrastive_loss`.
     """
     if not isinstance(sims, MemorySimilarity):
         _refuse("sims", sims, MemorySimilarity)
@@ -206,7 +206,7 @@ def unified_training_objective(
 ) -> Any:
     """Return the unified training objective, UTO; see :class:`itrloss.UnifiedTrainingObjective`.
 
-    ``options``: those of :func:`hubness_aware_loss`.
+    ``options``: see :func:`hubness_aware_loss`.
     """
     if not isinstance(sims, MemorySimilarity):
         _refuse("sims", sims, MemorySimilarity)

@@ -166,12 +166,15 @@ class CoupledMemory(WholeState):
         raise ValueError(f"{name}: expected {expected}")
 
     def get_extra_state(self) -> dict[str, Any]:
+        """Return what ``state_dict`` holds besides the buffers: whether the keys have ids."""
         return {"labelled": self._labelled}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore whether the keys have ids from ``get_extra_state``."""
         self._labelled = state["labelled"]
 
     def extra_repr(self) -> str:
+        """Return the size, the dimension, the number of valid keys and their dtype."""
         return f"size={self.size}, dim={self.dim}, valid={len(self)}, dtype={self.images.dtype}"
 
 
@@ -202,7 +205,7 @@ class MemorySimilarity(NamedTuple):
         process_group: Any = None,
         same: str = "",
     ) -> MemorySimilarity:
-        """Return the similarities of a batch; the arguments are those of :class:`MemoryLoss`.
+        """Return the similarities of a batch, from the arguments of :class:`MemoryLoss`.
 
         With ``gather``, it is a batch that several processes share; ``same``: see
         :meth:`itrloss.Similarity.sharded`.

@@ -228,8 +228,8 @@ def set_similarity(
         alpha: :math:`\alpha`, above 0.
         normalize: scale elements to unit length first; False takes inner products instead of
             cosines.
-        image_lengths, text_lengths: (N,) and (M,) integers, how many elements of each set exist; K
-            and L are those of the set then. What follows them is padding, of any value. An empty
+        image_lengths, text_lengths: (N,) and (M,) integers, how many elements of each set exist;
+            K and L are then the set's own lengths. What follows is padding, of any value. An empty
             set scores 0, without a gradient. On an accelerator they are not checked.
     """
     if texts.dim() == 2:

@@ -129,10 +129,11 @@ class Similarity(Anchors):
     ) -> Similarity:
         """Return this process's part of all processes' similarities; see :doc:`distributed`.
 
-        Its anchors are this process's rows, or its columns, and their candidates those of all
-        processes. Answers are those of one process with the whole batch. All processes have to ask
-        the same. :meth:`reduce` returns the same on all of them. Shorter batches, which may be
-        empty, are padded with anchors that do not exist. Each process holds the columns of all.
+        Its anchors are this process's rows, or its columns, and their candidates the columns, or
+        rows, of all processes. Answers equal one process's with the whole batch. All processes
+        have to ask the same. :meth:`reduce` returns the same on all of them. Shorter batches, which
+        may be empty, are padded with anchors that do not exist. Each process holds the columns of
+        all.
 
         Args:
             rows, cols: this process's embeddings, (N_r, D) and (M_r, D).
@@ -141,7 +142,7 @@ class Similarity(Anchors):
             process_group: the processes of ``torch.distributed`` that take part; by default, all.
             same: what else has to be the same on all processes, such as options, in words; or a
                 function that returns it and may check further input.
-            options: of :class:`Similarity`; a bias is that of this process's rows and columns.
+            options: of :class:`Similarity`; a bias belongs to this process's rows and columns.
 
         Raises:
             TypeError, ValueError: on all processes, if one of them fails or they differ in more

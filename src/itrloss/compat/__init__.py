@@ -1,6 +1,6 @@
 """The losses of public code bases, under their original signatures: a user changes one line.
 
-Constructor, call and result of each class are those of the original. Embeddings are not normalised,
+Each class has the constructor, call and result of the original. Embeddings are not normalised,
 because those code bases normalise in their models. If a value differs from the original's, the
 class says so. In all classes, scores and losses are float32 at least, and nothing is printed.
 """

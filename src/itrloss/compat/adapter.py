@@ -180,6 +180,7 @@ class AdaptedLoss(Switched):
 
     @max_violation.setter
     def max_violation(self, on: bool) -> None:
+        """Set ``mining`` of the losses that have it to "hardest" or "all"."""
         mining = "hardest" if on else "all"
         for part in self.loss.modules():
             if hasattr(part, "mining"):

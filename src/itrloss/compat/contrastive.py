@@ -138,7 +138,7 @@ class ClipLoss(nn.Module):
     cross-entropies.
 
     It is half of :class:`itrloss.InfoNCELoss`; ``logit_scale`` is the scale itself. With a
-    ``world_size`` above 1, that of ``torch.distributed``, it is the loss of the batches of all
+    ``world_size`` above 1, the size of the process group, it is the loss of the batches of all
     processes, of which each computes its part, whatever ``local_loss`` and ``gather_with_grad``
     are; see `Several processes`_. Only ``world_size`` has an effect.
     """

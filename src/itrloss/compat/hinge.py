@@ -54,7 +54,7 @@ def similarity(
     Args:
         x, y: rows and columns.
         names: what errors call them.
-        ids: of rows and columns; without those of the columns, N = M and row i matches column i.
+        ids: of rows and columns; without column ids, N = M and row i matches column i.
         order: scores are ``-|max(0, y - x)|`` (order embeddings) instead of inner products.
     """
     called = Names(*names, "img_ids", "img_ids")

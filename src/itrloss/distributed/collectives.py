@@ -110,11 +110,13 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        """Return the (W B, ...) concatenation of ``x`` (B, ...) by rank."""
         ctx.group = group
         return all_gather(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return this process's part (B, ...) of the sum of the gradients (W B, ...)."""
         return Merge.apply(grads[0], ctx.group), None  # type: ignore[return-value]
 
 
@@ -123,11 +125,13 @@ class Merge(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        """Return this process's part (B, ...) of the sum of ``x`` (W B, ...)."""
         ctx.group = group
         return reduce_scatter(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the (W B, ...) concatenation of the gradients (B, ...) by rank."""
         return Gather.apply(grads[0], ctx.group), None  # type: ignore[return-value]
 
 
@@ -136,11 +140,13 @@ class TotalOverProcesses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        """Return the sum of ``x`` over all processes, of the same shape."""
         ctx.group = group
         return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the sum of the gradients over all processes, of the same shape."""
         return TotalOverProcesses.apply(grads[0], ctx.group), None  # type: ignore[return-value]
 
 
@@ -149,11 +155,13 @@ class Replicated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        """Return a view of ``x``."""
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the mean of the gradients over all processes, of the shape of ``x``."""
         total = TotalOverProcesses.apply(grads[0], ctx.group)
         return total / world_size(ctx.group), None  # type: ignore[operator]
 

@@ -31,8 +31,8 @@ def consensus(group: Any = None) -> Iterator[Consensus]:
     """Run a block that checks a process's input, and raise an error in all processes or in none.
 
     They raise one if the block fails in one of them, or if their texts differ: no process waits in
-    vain for one that failed. The block itself must not communicate. With a CPU backend, such as
-    that of ``init_process_group()`` without arguments, only the hosts communicate; with NCCL alone,
+    vain for one that failed. The block itself must not communicate. With a CPU backend, as
+    ``init_process_group()`` without arguments has, only the hosts communicate; with NCCL alone,
     this synchronises.
     """
     mine = Consensus()

@@ -190,15 +190,15 @@ class Exchange:
         return torch.cat(parts, -1)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Return the values (..., A) of the matrices' anchors from those of own anchors."""
+        """Return the values of the matrices' anchors from the values (..., A) of own anchors."""
         return self._exchanged(x, self.sizes, gather)
 
     def merged(self, x: Tensor) -> Tensor:
-        """Return the sums (..., A) of own anchors from those of the matrices' anchors."""
+        """Return the sums of own anchors from the sums (..., A) of the matrices' anchors."""
         return self._exchanged(x, self.whole_sizes, merge)
 
     def merged_largest(self, x: Tensor) -> Tensor:
-        """Return the maxima (..., A) of own anchors from those of the matrices' anchors."""
+        """Return the maxima of own anchors from the maxima (..., A) of the matrices' anchors."""
         return self._exchanged(x, self.whole_sizes, merge_largest)
 
     def merged_best(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,7 +223,7 @@ class Exchange:
     def group_amax(self, x: Tensor) -> list[Tensor]:
         """Return the () largest value of ``x`` (A,) in each group, over all processes.
 
-        Equal values share the gradient, as those of ``amax`` do.
+        Equal values share the gradient, as in ``amax``.
         """
         parts = x.split(self.sizes)
         own = torch.stack([part.amax() for part in parts])
@@ -234,7 +234,7 @@ class Exchange:
         return list(sums / number)
 
     def counts(self, local: Tensor, positive: bool) -> Tensor:
-        """Return the (A,) numbers of positives or negatives from those of the matrices' anchors.
+        """Return the (A,) numbers of positives or negatives; ``local``: of the matrices' anchors.
 
         Processes need no exchange for it, as they have the ids of all.
         """
@@ -259,6 +259,6 @@ class Exchange:
         return torch.cat(parts)
 
     def existing(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the values of each group without those of padding."""
+        """Return the values of each group without its padding."""
         shards = zip(parts, self.shards, strict=True)
         return tuple(part[: shard.unpadded] for part, shard in shards)

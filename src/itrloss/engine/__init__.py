@@ -5,7 +5,7 @@ terms       the functions of scores that are summed
 vectors     lengths, precision, and the gradient that goes back to vectors
 pairs       which rows and columns belong together, from ids
 inputs      the inputs of a score matrix, and its tiles
-question    what is asked of a matrix, and how the anchors of a side see a tile
+question    what is computed from a matrix, and how the anchors of a side see a tile
 tiled       the answers, added up tile by tile, and their gradient in closed form
 dense       the same answers in plain PyTorch: the specification, for small matrices, compilers and
             second derivatives

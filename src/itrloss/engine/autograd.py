@@ -40,6 +40,7 @@ class AllScores(torch.autograd.Function):
         col_bias: Tensor | None,  # (M,)
         inputs: Inputs,
     ) -> Tensor:
+        """Return the (N, M) scores."""
         targets = Targets(rows, cols, row_bias, col_bias)
         save(ctx, (inputs, targets.only_trained()))
         with full_precision(inputs.like):
@@ -47,6 +48,7 @@ class AllScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of the vectors and biases from the gradient of the scores (N, M)."""
         inputs: Inputs
         targets: Targets
         inputs, targets = saved(ctx)
@@ -67,7 +69,7 @@ class Targets(NamedTuple):
     cols: Tensor | None = None  # (M, D)
     row_bias: Tensor | None = None  # (N,)
     col_bias: Tensor | None = None  # (M,)
-    scores: Tensor | None = None  # (N, M), where they were given
+    scores: Tensor | None = None  # (N, M), where they are precomputed
 
     def any_trained(self) -> bool:
         """Return whether one of them gets a gradient."""
@@ -80,7 +82,7 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A question of a matrix, or pairs whose scores are asked for, or both."""
+    """A question of a matrix, or pairs whose scores are requested, or both."""
 
     question: Question | None
     inputs: Inputs
@@ -120,7 +122,7 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
 
 
 class SumsAndPairScores(torch.autograd.Function):
-    """The sums (A,) and the scores (P,) of listed pairs; None for what is not asked for."""
+    """The sums (A,) and the scores (P,) of listed pairs; None for what is not requested."""
 
     @staticmethod
     def forward(
@@ -133,6 +135,7 @@ class SumsAndPairScores(torch.autograd.Function):
         scores: Tensor | None,
         *values: Value | None,
     ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the sums (A,) or (K, A) and the scores (P,), from the request alone."""
         targets = Targets(rows, cols, row_bias, col_bias, scores)
         save(ctx, (request, targets.only_trained()))
         ctx.dtypes = [torch.float32 if x is None else x.dtype for x in (rows, cols)]
@@ -141,6 +144,7 @@ class SumsAndPairScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradient of each tensor that ``forward`` took, from the gradients of both."""
         if grads == (None, None):
             return (None,) * len(ctx.needs_input_grad)
         request: Request

@@ -76,7 +76,7 @@ class Inputs:
 
     rows: Side
     cols: Side
-    scores: Tensor | None  # (N, M): given, or kept once they were computed
+    scores: Tensor | None  # (N, M): precomputed, or kept once they were computed
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -435,7 +435,7 @@ def _slopes(
     FORM: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Return ``total`` plus an axis's gradient of the scores; store that of its scale and shift."""
+    """Return ``total`` plus an axis's gradient of the scores; store its scale's and shift's."""
     axis = rows if AXIS == 1 else cols
     candidates = cols if AXIS == 1 else rows
     scale = _load(values.scale, 0, axis, AXIS, C.SHARED)

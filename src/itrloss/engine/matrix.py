@@ -320,7 +320,7 @@ class Matrix:
         """
         self.check_unchanged()
         with torch.no_grad():
-            if self.embeddings is None:  # given scores may be infinite at the positives
+            if self.embeddings is None:  # precomputed scores may be infinite at positives
                 sums = self.sums(Question(self.pairs, sides, (identity,)))
                 parts = sums.split([self.shape[side] for side in sides])
                 return torch.cat(

@@ -1,4 +1,4 @@
-"""What is asked of a score matrix, and how the anchors of a side see a tile of it."""
+"""What is computed from a score matrix, and how the anchors of a side see a tile of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Scores of sets of embeddings from the scores of their elements, a few sets at a time.
 
-The scores ``x`` of the elements of n sets with those of m others are (n, K, m, L), the scores of
-the sets (n, m):
+The scores ``x`` of the elements of n sets with the elements of m others are (n, K, m, L), the
+scores of the sets (n, m):
 
     max               max_k max_l x
     max_sum           sum_k max_l x
@@ -429,6 +429,7 @@ class SetScores(torch.autograd.Function):
         cols: Sets,
         form: Form,
     ) -> Tensor:
+        """Return the scores (N, M) of the sets."""
         scores, winners = scores_and_winners(rows, cols, form, keep=True)
         ctx.form = form
         ctx.save_for_backward(row_x, rows.inv, rows.lengths, col_x, cols.inv, cols.lengths, winners)
@@ -436,6 +437,7 @@ class SetScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of the elements (N, K, D) and (M, L, D) from the scores' (N, M)."""
         row_x, row_inv, row_lengths, col_x, col_inv, col_lengths, winners = ctx.saved_tensors
         rows = Sets(row_x, row_inv, row_lengths)
         cols = Sets(col_x, col_inv, col_lengths)

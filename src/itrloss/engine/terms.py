@@ -96,7 +96,7 @@ class Term:
             if not total.requires_grad:
                 return [torch.zeros_like(x) for x in inputs]
             found = torch.autograd.grad(total, inputs, materialize_grads=True)
-        # An expanded gradient, such as that of a sum, cannot be written to.
+        # An expanded gradient, such as a sum has, cannot be written to.
         return [x.clone() for x in found]
 
 

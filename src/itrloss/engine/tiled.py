@@ -1,4 +1,4 @@
-"""Answers tile by tile: nothing of the size of the matrix is held, unless its scores are given.
+"""Answers tile by tile: nothing of the size of the matrix is held but precomputed scores.
 
     total_i  = sum_j f(z_ij)                              z_ij = scale_i S_ij + shift_i
     dL/dS_ij = sum over the sides of g_i f'(z_ij) scale_i
@@ -135,7 +135,7 @@ def gradients(
     needs: Needs,
     listed: ListedPairs | None = None,  # pairs whose scores have a gradient of their own
 ) -> Gradients:
-    """Return the gradients of what a question was asked of, from the gradient of its sums."""
+    """Return the gradients of a question's inputs and values, from the gradient of its sums."""
     question_gradients = QuestionGradients(question, grad, needs)
     scores = ScoreGradients(inputs, needs)
     for tile in tiles(inputs, guide):
@@ -168,7 +168,7 @@ def gradients_of_scores(inputs: Inputs, needs: Needs, grad: Tensor) -> Gradients
 class QuestionGradients:
     """Forms the gradient of scores tile by tile, and adds up the gradients of a question's values.
 
-    Those of limits are zero.
+    The gradients of limits are zero.
     """
 
     def __init__(self, question: Question, grad: Tensor, needs: Needs):
@@ -286,7 +286,7 @@ class ScoreGradients:
         return self.scores
 
     def finish(self) -> Gradients:
-        """Return the gradients; those of values are missing."""
+        """Return the gradients of the inputs; the values have none yet."""
         inputs = self.inputs
         needs = self.needs
         return Gradients(

@@ -109,7 +109,7 @@ def gradients(
     needs: Needs,
     listed: ListedPairs | None,
 ) -> Gradients:
-    """Return the gradients of what a question was asked of, from the gradient of its sums."""
+    """Return the gradients of a question's inputs and values, from the gradient of its sums."""
     run = Pass(question, inputs, kernels.FORMS[question.terms])
     kernel = GradientKernel(run, grad, needs)
     scores = None

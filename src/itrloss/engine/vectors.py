@@ -12,8 +12,8 @@ from torch import Tensor
 EPS = 1e-12  # a vector of at most this length counts as zero: its scores and its gradient are 0
 CHUNK = 2**17  # elements of embeddings that a pass over them processes at once
 ACCELERATOR_CHUNK = 2**23
-# Elements up to which half-precision vectors have a gradient in float32 (64 MiB); that of larger
-# ones is rounded for each sum, for it would take twice their memory.
+# Elements up to which half-precision vectors have a gradient in float32 (64 MiB); the
+# gradient of larger ones is rounded for each sum, for it would take twice their memory.
 STAND_IN = 2**24
 
 # ---------------------------------------------------------------------------------------- precision
@@ -106,11 +106,13 @@ class Normalize(torch.autograd.Function):
         unit: Tensor,  # (..., D) at unit length
         inv: Tensor,  # (..., 1) inverse norms
     ) -> Tensor:
+        """Return ``unit`` (..., D), which was computed from ``x``."""
         ctx.save_for_backward(x, unit, inv)
         return unit
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of ``x`` (..., D), orthogonal to ``x``."""
         x, unit, inv = ctx.saved_tensors
         (grad,) = grads
         if torch.is_grad_enabled():  # create_graph=True
@@ -138,11 +140,13 @@ class RoundOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return zeros in float32 of the shape of ``x``, which take no memory."""
         ctx.dtype = x.dtype
         return torch.zeros((), dtype=torch.float32, device=x.device).expand(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Return the gradient rounded to the dtype of ``x``."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph: second derivatives of half precision need engine='dense'"

@@ -18,8 +18,8 @@ from . import inner_loss
 class RetrievalLoss(nn.Module):
     """A loss of this library as one of open_clip, in place of its ``ClipLoss`` and ``SigLipLoss``.
 
-    A learnable scale and bias of the loss (its parameters ``log_scale`` and ``bias``) are those of
-    the model: ``InfoNCELoss(learnable=True)`` is twice ``ClipLoss``, which averages the directions,
+    The model's scale and bias replace the loss's learnable ones (its parameters ``log_scale`` and
+    ``bias``): ``InfoNCELoss(learnable=True)`` is twice ``ClipLoss``, which averages the directions,
     and ``SigmoidLoss()`` is ``SigLipLoss``. With other losses, the model's scale and bias are not
     trained: their gradient is 0.
 
@@ -99,9 +99,9 @@ def patch_open_clip(loss: PairLoss | Matryoshka | None = None) -> ExitStack:
     end of a ``with``.
 
     Losses that open_clip makes from then on, in its tasks and by ``create_loss``, are
-    :class:`itrloss.compat.ClipLoss` and :class:`itrloss.compat.SigLipLoss`, or ``loss``. Those of
-    CoCa and of distillation stay its own. With the environment variable ``ITRLOSS_DISABLE=1``,
-    nothing changes. Of several patches, undo the latest first.
+    :class:`itrloss.compat.ClipLoss` and :class:`itrloss.compat.SigLipLoss`, or ``loss``. Its
+    losses of CoCa and of distillation stay as they are. With the environment variable
+    ``ITRLOSS_DISABLE=1``, nothing changes. Of several patches, undo the latest first.
 
     Args:
         loss: see :class:`RetrievalLoss`; all training losses share it.

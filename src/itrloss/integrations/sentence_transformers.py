@@ -73,7 +73,7 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
         if not self.uses_gradient_cache:
             columns = [self.model(x)["sentence_embedding"] for x in sentence_features]
             return self._loss(columns, labels)
-        # The backward pass may scale gradients, but those of the loss's own parameters are complete
+        # The backward pass may scale gradients, but the loss's own parameters have complete ones
         # after this forward pass. So they are put into the graph of its value.
         trained = []
         if torch.is_grad_enabled():

@@ -22,11 +22,12 @@ class RetrievalTrainer(Trainer):
     """A ``transformers.Trainer`` of a loss of this library on the embeddings of CLIP, SigLIP and
     similar models.
 
-    The model's outputs need ``image_embeds`` and ``text_embeds``. A learnable scale and bias of the
-    loss are those of the model: ``InfoNCELoss(learnable=True)`` is twice CLIP's own loss, which
-    averages the directions, and ``SigmoidLoss()`` is SigLIP's. With other losses, the model's scale
-    and bias are not trained. ``labels`` in a batch, (B,) integers, are ids: rows with equal ones
-    match, too. To combine it with another subclass of ``Trainer``, inherit from this one first.
+    The model's outputs need ``image_embeds`` and ``text_embeds``. The model's scale and bias
+    replace the loss's learnable ones: ``InfoNCELoss(learnable=True)`` is twice CLIP's own loss,
+    which averages the directions, and ``SigmoidLoss()`` is SigLIP's. With other losses, the model's
+    scale and bias are not trained. ``labels`` in a batch, (B,) integers, are ids: rows with equal
+    ones match, too. To combine it with another subclass of ``Trainer``, inherit from this one
+    first.
 
     Args:
         args, kwargs: of ``transformers.Trainer``.

@@ -122,6 +122,7 @@ class Loss(CheckedModule):
         return loss / samples.clamp_min(1) if self.reduction == "mean" else loss
 
     def extra_repr(self) -> str:
+        """Return the options in ``shown`` with their values, for ``repr``."""
         parts = []
         for name in self.shown:
             value = getattr(self, name)
@@ -297,7 +298,7 @@ class PairLoss(SimilarityLoss):
 
 
 def check_left_out(**others: Tensor | None) -> None:
-    """Raise an error if there is other input beside a Similarity."""
+    """Raise an error if there is other input with a Similarity."""
     for name, x in others.items():
         if x is not None:
             expected = "None beside a Similarity, which stands for all of the input"
@@ -330,7 +331,7 @@ class MemoryLoss(SimilarityLoss):
         image_ids: Tensor | None = None,
         text_ids: Tensor | None = None,
     ) -> Any:
-        """Return the loss of a batch beside the memory of former ones, as :meth:`PairLoss.forward`
+        """Return the loss of a batch with the memory of former ones, as :meth:`PairLoss.forward`
         does.
 
         Args:

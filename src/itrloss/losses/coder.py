@@ -111,6 +111,7 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
     """
 
     def compute(self, sim: Similarity) -> Any:
+        """Return DCL (CODER Eq. 4-5)."""
         return functional.diversity_contrastive_loss(sim, **self._options())
 
 
@@ -129,8 +130,8 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
     Args:
         positive_from: ``"key"``, or ``"batch"`` to take positives from the batch instead of its
             keys; then they get a gradient.
-        diversity_from: ``"both"`` for the mean of the two diversities, ``"batch"`` for that of the
-            batch alone.
+        diversity_from: ``"both"`` for the mean of the two diversities, ``"batch"`` for the
+            batch's diversity alone.
         others: see :class:`DiversityContrastiveLoss` and :class:`MemoryLoss`.
     """
 
@@ -150,6 +151,7 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
         self.diversity_from = diversity_from
 
     def compute(self, sims: MemorySimilarity) -> Any:
+        """Return M-DCL (CODER Eq. 6)."""
         return functional.memory_diversity_contrastive_loss(
             sims,
             positive_from=self.positive_from,
@@ -393,6 +395,7 @@ class CODERObjective(CheckedModule):
         return ids
 
     def extra_repr(self) -> str:
+        """Return the weights of the four terms, for ``repr``."""
         return (
             f"batch_weight={self.batch_weight}, memory_weight={self.memory_weight}, "
             f"concept_weight={self.concept_weight}, prototype_weight={self.prototype_weight}"

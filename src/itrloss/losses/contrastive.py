@@ -64,9 +64,11 @@ class TripletLoss(PairLoss):
         return {"mining": self.mining}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore which negatives count from ``get_extra_state``."""
         self.mining = state["mining"]
 
     def compute(self, sim: Similarity) -> Any:
+        """Return the triplet ranking loss of VSE++; now and then, check for a collapse."""
         loss = functional.triplet_loss(sim, self.margin, self.mining, self.reduction)
         if self.mining == "hardest" and self.training and not torch.compiler.is_compiling():
             self._calls += 1
@@ -139,6 +141,7 @@ class SigmoidLoss(PairLoss):
 
     @scale.setter
     def scale(self, value: float) -> None:
+        """Set a, above 0; if it is learnable, in place."""
         check_number("scale", value, positive=True)
         if self.log_scale is None:
             self._scale = value
@@ -147,5 +150,6 @@ class SigmoidLoss(PairLoss):
             self.log_scale.fill_(math.log(value))
 
     def compute(self, sim: Similarity) -> Any:
+        """Return the sigmoid loss, SigLIP."""
         scale = self.shared(self.scale)
         return functional.sigmoid_loss(sim, scale, self.shared(self.bias), self.reduction)

@@ -48,12 +48,12 @@ class VarianceAwareLoss(SimilarityLoss):
     Args:
         margin: α, in units of cosine similarity.
         detach_sigma: treat σ as a weight.
-        shared_sigma: True, as printed: in the texts' direction, too, a pair's σ is that of its
-            image's scores. False: there it is that of its text's scores, over all images but the
+        shared_sigma: True, as printed: in the texts' direction, too, a pair's σ is taken over its
+            image's scores. False: there it is taken over its text's scores, with all images but the
             pair's.
         reduction: see :func:`itrloss.functional.variance_aware_loss`.
         engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`. The telemetry
-            is that of each pair's best head, and forms the matrix. With several captions per image,
+            shows each pair's best head, and forms the matrix. With several captions per image,
             an accelerator synchronises or, in a CUDA graph or compiled, forms the matrices.
     """
 
@@ -279,8 +279,8 @@ class DynamicGate(CheckedModule):
             return sums / exists.sum(1, keepdim=True).clamp_min(1) @ self.weight.float().T
 
     def _follow(self, running: Tensor, values: Tensor) -> None:
-        """Move a running mean (heads,) towards that of the finite ``values`` (N, heads): nan would
-        stay for good.
+        """Move a running mean (heads,) towards the mean of the finite ``values`` (N, heads): nan
+        would stay for good.
         """
         finite = values.isfinite().all(1, keepdim=True)
         mean = torch.where(finite, values, 0.0).sum(0) / finite.sum().clamp_min(1)
@@ -288,6 +288,7 @@ class DynamicGate(CheckedModule):
         running.lerp_(mean.to(running.dtype), share.to(running.dtype))
 
     def extra_repr(self) -> str:
+        """Return the dimension, the number of heads and the momentum, for ``repr``."""
         heads, dim = self.weight.shape
         return f"dim={dim}, heads={heads}, momentum={self.momentum}"
 
@@ -360,4 +361,5 @@ class DVSEObjective(CheckedModule):
         return total, DVSETerms(variance.detach(), orthogonal.detach())
 
     def extra_repr(self) -> str:
+        """Return the balance of the two losses, for ``repr``."""
         return f"balance={self.balance}"

@@ -78,6 +78,7 @@ class InfoNCELoss(PairLoss):
 
     @temperature.setter
     def temperature(self, value: float) -> None:
+        """Set τ, above 0; if it is learnable, in place."""
         check_number("temperature", value, positive=True)
         if self.log_scale is None:
             self._temperature = value
@@ -98,7 +99,7 @@ class InfoNCELoss(PairLoss):
         """Return the loss as :meth:`PairLoss.forward` does, with further negatives of the images.
 
         ``negatives``: (K, D) embeddings of texts that match no image, as in NegCLIP
-        (https://arxiv.org/abs/2210.01936), or (N, K, D), those of each image alone. They are no
+        (https://arxiv.org/abs/2210.01936), or (N, K, D), for each image its own. They are no
         anchors, and in a job of several processes, (K, D).
         """
 
@@ -150,6 +151,7 @@ class InfoNCELoss(PairLoss):
         return Similarity.from_scores(scores, image_ids, image_ids.new_ones(k), engine=self.engine)
 
     def compute(self, sim: Similarity, unmatched: Anchors | None = None) -> Any:
+        """Return InfoNCE; ``unmatched``: further negatives of the images, which are no anchors."""
         anchors = None
         if unmatched is not None:
             anchors = Anchors.together(Anchors.pooled(sim, unmatched), sim.T)
@@ -171,8 +173,8 @@ class DirectionalInfoNCELoss(PairLoss):
         \sum_d \bigl( \log Z^d_i - S_{ii} / \tau \bigr)
 
     For ``"image-text"``, Z is :math:`\sum_j e^{S_{ij}/\tau}`, and for ``"text-image"``
-    :math:`\sum_j e^{S_{ji}/\tau}`. Those of ``"image-image"`` and ``"text-text"`` are sums over the
-    other images, or texts, and have no positive (Li et al. 2023, https://arxiv.org/abs/2308.03281).
+    :math:`\sum_j e^{S_{ji}/\tau}`. For ``"image-image"`` and ``"text-text"``, Z is the sum over the
+    other images, or texts, and has no positive (Li et al. 2023, https://arxiv.org/abs/2308.03281).
     Image i belongs to text i; ids say what else matches and is no negative. See
     :doc:`methods/infonce`.
 
@@ -208,6 +210,7 @@ class DirectionalInfoNCELoss(PairLoss):
 
     @directions.setter
     def directions(self, names: Sequence[str]) -> None:
+        """Set the directions: each once, and at least one between images and texts."""
         for name in [names] if isinstance(names, str) else names:
             one_of("directions", name, *DIRECTIONS)
         if isinstance(names, str):
@@ -306,7 +309,7 @@ def described_model(name: str, other: Any, images: Any, texts: Any) -> str:
 def check_guide_ids(guide: Similarity, sim: Similarity) -> None:
     """Raise an error unless a guide has the ids of the loss; on an accelerator, if one has any."""
     ids = zip(sim.ids, guide.ids, strict=True)
-    if sim.share is not None:  # those of all processes, so that all raise the error
+    if sim.share is not None:  # the ids of all processes, so that all raise the error
         ids = zip(sim.all_ids, guide.all_ids, strict=True)
     for own, others in ids:
         same = (own is None) == (others is None)
@@ -318,7 +321,7 @@ def check_guide_ids(guide: Similarity, sim: Similarity) -> None:
 
 
 class FilteredInfoNCELoss(PairLoss):
-    r"""InfoNCE without negatives that score too high beside the positive, as they are probably
+    r"""InfoNCE without negatives that score too high next to the positive, as they are probably
     matches without a label.
 
     .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} -\log \frac{e^{S_{ip}/\tau}}
@@ -384,6 +387,7 @@ class FilteredInfoNCELoss(PairLoss):
         return self._with_telemetry(self.compute(sim, guide), sim)
 
     def compute(self, sim: Similarity, guide: Similarity | None = None) -> Any:
+        """Return InfoNCE without the negatives that score above the positive plus a margin."""
         judge = sim.both if guide is None else guide.both
         own = judge.mean_of_positives(identity)
         margin = self.margin * own.abs() if self.relative else self.margin

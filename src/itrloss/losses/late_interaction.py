@@ -34,7 +34,7 @@ class LateInteractionLoss(SimilarityLoss):
         alpha: None, or the sharpness α of ``log(sum_b exp(α cos(a, b))) / α`` in place of the
             maximum.
         normalize: scale elements to unit length first.
-        reduction, engine, check_finite, telemetry: see :class:`PairLoss`. The engine is that of
+        reduction, engine, check_finite, telemetry: see :class:`PairLoss`. The engine computes
             InfoNCE on the (N, M) scores; the scores of elements are never held whole.
         gather: False, unless there is one process: sets are not exchanged between processes.
     """
@@ -96,4 +96,5 @@ class LateInteractionLoss(SimilarityLoss):
         return self._with_telemetry(self.compute(sim), sim)
 
     def compute(self, sim: Similarity) -> Any:
+        """Return InfoNCE on the (N, M) scores of the sets."""
         return functional.info_nce_loss(sim, self.temperature, self.reduction)

@@ -71,6 +71,7 @@ class Matryoshka(nn.Module):
         return tuple(values)
 
     def extra_repr(self) -> str:
+        """Return the dimensions and their weights, for ``repr``."""
         return f"dims={self.dims}, weights={self.weights}"
 
 

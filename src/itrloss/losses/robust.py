@@ -77,6 +77,7 @@ class RINCELoss(PairLoss):
             )
 
     def compute(self, sim: Similarity) -> Any:
+        """Return robust InfoNCE, RINCE."""
         self._check_range()
         anchors = sim.both
         scale = 1 / self.temperature
@@ -92,7 +93,7 @@ class ComplementaryContrastiveLoss(PairLoss):
     .. math:: \ell_i = - \sum_{j \in neg(i)} \log (1 - p_{ij}), \qquad
         p_{ij} = \frac{e^{S_{ij}/\tau}}{\sum_{k} e^{S_{ik}/\tau}}
 
-    It learns from negatives alone: that a text is *not* that of an image is seldom wrong, even
+    It learns from negatives alone: that a text does *not* match an image is seldom wrong, even
     where many pairs are. The sum over k has all candidates, so that a positive rises as its
     negatives fall. ``1 - p`` is taken as at least 1e-6. See :doc:`methods/robust`.
 
@@ -109,6 +110,7 @@ class ComplementaryContrastiveLoss(PairLoss):
         self.temperature = temperature
 
     def compute(self, sim: Similarity) -> Any:
+        """Return the complementary contrastive loss, RCL."""
         anchors = sim.both
         scale = 1 / self.temperature
         with torch.no_grad():

@@ -61,6 +61,7 @@ class SupConLoss(PairLoss):
         self.inside = inside
 
     def compute(self, sim: Similarity) -> Any:
+        """Return SupCon, with the mean over positives outside or inside the logarithm."""
         anchors = sim.both
         scale = 1 / self.temperature
         if self.inside:
@@ -95,6 +96,7 @@ class MILNCELoss(PairLoss):
         self.temperature = temperature
 
     def compute(self, sim: Similarity) -> Any:
+        """Return MIL-NCE."""
         return sim.both.reduce(_mil_nce(sim.both, 1 / self.temperature), self.reduction)
 
 
@@ -139,6 +141,7 @@ class MultiSimilarityLoss(PairLoss):
         self.epsilon = epsilon
 
     def compute(self, sim: Similarity) -> Any:
+        """Return the multi-similarity loss."""
         anchors = sim.both
         a = self.alpha
         b = self.beta
@@ -201,10 +204,11 @@ class CircleLoss(PairLoss):
         self.scale = scale
 
     def compute(self, sim: Similarity) -> Any:
+        """Return the circle loss."""
         anchors = sim.both
         options = self.scale, self.margin
-        # Exponents of negatives are 0 up to -m, then fall and rise again: that of the hardest is
-        # the largest, or is below that of an easy one, which is 0 at most. So with a shift of -60
+        # Exponents of negatives are 0 up to -m, then fall and rise again: the hardest has the
+        # largest exponent, or an easy one has a larger one, 0 at most. So with a shift of -60
         # at least no sum overflows. A bound on scores is for anchors without pairs. Positives have
         # the exponents of negatives with 1 - S.
         hardest = anchors.hardest_negatives().values.detach(), 1 - _lowest_positives(anchors)

@@ -47,6 +47,7 @@ class HubnessAwareLoss(PairLoss):
         self.positive = positive
 
     def compute(self, sim: Similarity) -> Any:
+        """Return HAL (USER Eq. 17)."""
         return functional.hubness_aware_loss(
             sim, self.scale, self.margin, self.reduction, positive=self.positive
         )
@@ -108,6 +109,7 @@ class UnifiedTrainingObjective(MemoryLoss):
         self.text_memory_weight = text_memory_weight
 
     def compute(self, sims: MemorySimilarity) -> Any:
+        """Return UTO (USER Eq. 18-21)."""
         return functional.unified_training_objective(
             sims,
             batch_weight=self.batch_weight,

@@ -127,7 +127,7 @@ def _averaged(
 def distinct_pairs(
     name: str, images: Tensor, texts: Tensor, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the (2, P) distinct pairs, checked and sorted, and the index of each given pair there.
+    """Return the (2, P) distinct pairs, checked and sorted, and the index of each input pair there.
 
     Both are on the CPU.
     """
@@ -155,7 +155,7 @@ def _check_range(name: str, indices: Tensor, size: int) -> None:
 def ranked_by_pairs(
     rows: Tensor, cols: Tensor, sim: Similarity, k: int, ties: str
 ) -> tuple[Tensor, TopK]:
-    """Return ``sim.ranked(k, ties=ties)`` where the given distinct pairs are the positives."""
+    """Return ``sim.ranked(k, ties=ties)`` where the listed distinct pairs are the positives."""
     n, m = sim.shape
     slot = slots(rows, n)
     positives = torch.full((n, int(slot.amax()) + 1), -1, device=sim.device)  # columns; -1: none

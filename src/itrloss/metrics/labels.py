@@ -67,7 +67,7 @@ def with_ids(
     text_ids: Tensor | None,
     by_ids: bool = True,
 ) -> Similarity:
-    """Return checked scores as a Similarity with ids, by default those of :func:`default_ids`.
+    """Return checked scores as a Similarity with ids, by default from :func:`default_ids`.
 
     ``by_ids=False``: relevance does not depend on the ids; images are then not folded, and any
     shape is accepted.

@@ -282,7 +282,7 @@ def save_trec(
         tag: the name of the run.
 
     Raises:
-        ValueError: if the relevant pairs are not those of the results.
+        ValueError: if the results have other relevant pairs.
     """
     i2t, t2i = results.i2t, results.t2i
     shape = (len(i2t.ids), len(t2i.ids))

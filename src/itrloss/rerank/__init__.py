@@ -1,8 +1,8 @@
 """Re-rankers: better rankings from existing scores.
 
-In their equations S_qc is the score of query q and candidate c, and R_rc that of a reference query
-r: one of the test queries, or of the bank after :meth:`Reranker.fit`. All other names are
-parameters of the class.
+In their equations S_qc is the score of query q and candidate c, and R_rc the score of reference
+query r and candidate c; r is one of the test queries, or of the bank after :meth:`Reranker.fit`.
+All other names are parameters of the class.
 """
 
 from .base import RerankBiases, Reranked, Reranker

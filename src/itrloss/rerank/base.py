@@ -231,8 +231,8 @@ class Reranker(ABC):
             k: number of candidates.
             gather, process_group: as in :func:`itrloss.metrics.retrieval_results`: rank the
                 candidates of all processes, numbered in the order of the process ranks, for this
-                process's queries. The results equal those of a single process up to rounding and
-                the order of equal scores. Every process holds the whole banks.
+                process's queries. A single process has the same results up to rounding and the
+                order of equal scores. Every process holds the whole banks.
 
         Returns:
             ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries,

@@ -183,7 +183,7 @@ def pickled(subject: Subject) -> None:
 
 @check()
 def threads(subject: Subject) -> None:
-    """Threads may share a loss, as nn.DataParallel and evaluation beside training do."""
+    """Threads may share a loss, as nn.DataParallel and evaluation during training do."""
     loss = subject.fresh()
     batches = [subject.batch(seed=seed) for seed in range(4)]
     expected = [subject.result(batch, loss) for batch in batches]

@@ -18,7 +18,7 @@ from .subject import Batch, Subject, normal, result_of, same, total, trained
 
 
 def _gradcheck(value: Callable[[Batch], Tensor], batch: Batch) -> None:
-    """Raise an error unless gradients are those of finite differences, entry by entry."""
+    """Raise an error unless gradients equal finite differences, entry by entry."""
 
     def compute(images: Tensor, texts: Tensor) -> Tensor:
         return value(batch.of(images, texts))
@@ -28,7 +28,7 @@ def _gradcheck(value: Callable[[Batch], Tensor], batch: Batch) -> None:
 
 @check()
 def gradcheck(subject: Subject) -> None:
-    """Gradients are those of finite differences, in float64 and entry by entry.
+    """Gradients equal finite differences, in float64 and entry by entry.
 
     Losses with weights that the gradient takes for constants fail; name them as expected failures.
     """
@@ -38,7 +38,7 @@ def gradcheck(subject: Subject) -> None:
 
 @check()
 def finite_differences(subject: Subject) -> None:
-    """On a larger batch the slope along random directions is that of differences, too.
+    """On a larger batch the slope along random directions equals finite differences, too.
 
     A hand-written gradient may be right within one block and wrong across blocks.
     """
@@ -94,7 +94,7 @@ def upstream_gradient(subject: Subject) -> None:
 
 @check("reduction")
 def uneven_upstream(subject: Subject) -> None:
-    """With reduction "none" and another weight for each value, gradients are those of finite
+    """With reduction "none" and another weight for each value, gradients equal finite
     differences.
 
     A published kernel scaled all of it by the first weight, for a year.

@@ -26,8 +26,8 @@ def _distances(a: Result, b: Result) -> list[float]:
 
 
 def _rounding(subject: Subject, dtype: torch.dtype, times: float, autocast: bool = False) -> None:
-    """Raise an AssertionError if errors exceed those of rounding the embeddings and the gradients,
-    so many times.
+    """Raise an AssertionError if an error is more than ``times`` the error of rounding the
+    embeddings and the gradients.
     """
     errors = []  # of the value and of the gradients, for each seed
     plain = []
@@ -52,8 +52,8 @@ def _rounding(subject: Subject, dtype: torch.dtype, times: float, autocast: bool
 
 @check()
 def float32_error(subject: Subject) -> None:
-    """In float32 the error is at most twelve times that of rounding the embeddings and the
-    gradients.
+    """In float32 the error is at most twelve times the error of rounding the embeddings and
+    the gradients.
 
     Scores are float32 here, and a temperature of 0.05 multiplies their rounding by 20. Cancellation
     is far worse.
@@ -63,8 +63,8 @@ def float32_error(subject: Subject) -> None:
 
 @check()
 def bfloat16_error(subject: Subject) -> None:
-    """With bfloat16 embeddings the error is at most 0.4 times that of rounding the embeddings and
-    the gradients.
+    """With bfloat16 embeddings the error is at most 0.4 times the error of rounding the embeddings
+    and the gradients.
 
     Scores stay float32: rounded to bfloat16 and divided by a temperature of 0.01, they are
     multiples of 0.5.
@@ -74,16 +74,16 @@ def bfloat16_error(subject: Subject) -> None:
 
 @check()
 def float16_error(subject: Subject) -> None:
-    """With float16 embeddings the error is at most 0.4 times that of rounding the embeddings and
-    the gradients.
+    """With float16 embeddings the error is at most 0.4 times the error of rounding the embeddings
+    and the gradients.
     """
     _rounding(subject, torch.float16, _HALF)
 
 
 @check()
 def autocast_error(subject: Subject) -> None:
-    """Under autocast to bfloat16 the error is at most 0.4 times that of rounding the embeddings and
-    the gradients.
+    """Under autocast to bfloat16 the error is at most 0.4 times the error of rounding the
+    embeddings and the gradients.
 
     Autocast runs the product of float32 embeddings in bfloat16 unless the loss opts out.
     """

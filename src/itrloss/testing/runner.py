@@ -18,8 +18,8 @@ Status = Literal["passed", "failed", "expected failure", "skipped"]
 
 
 class Outcome(NamedTuple):
-    """What a check found. ``reason``: of a failure or a skip; of an expected failure, the one that
-    was given.
+    """The result of a check. ``reason``: why it failed or was skipped; for an expected failure, the
+    reason that the caller named.
     """
 
     name: str
@@ -139,7 +139,7 @@ def loss_checks(
     """Return the checks, each a function without arguments with ``str`` as its name, for pytest.
 
     ``@pytest.mark.parametrize("check", loss_checks(loss), ids=str)`` makes a test of each; its body
-    is ``check()``. The arguments are those of :func:`check_loss`.
+    is ``check()``. It takes the arguments of :func:`check_loss`.
     """
     if not callable(loss):
         raise TypeError(f"loss: expected a module or function, got {type(loss).__name__}")

@@ -105,8 +105,8 @@ def ids_left_out(subject: Subject) -> None:
 
 @check("ids")
 def ids_matter(subject: Subject) -> None:
-    """Further pairs with equal ids are no negatives: the value differs from that of one positive
-    for each anchor.
+    """Further pairs with equal ids are no negatives: the value differs from the value with one
+    positive for each anchor.
 
     The same image twice in a batch, or two captions of one, are false negatives of each other
     otherwise.
