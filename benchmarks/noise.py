@@ -48,8 +48,10 @@ def one_less_power(scores: Tensor, negatives: Tensor, scale: Tensor, q: Tensor) 
 class FilteredInfoNCELoss(itrloss.PairLoss):
     """InfoNCE without the negatives that score far above the positive, see the page Recipes."""
 
-    def __init__(self, temperature: float, margin: float):
-        super().__init__()
+    shown = ("temperature", "margin", "reduction")
+
+    def __init__(self, temperature: float, margin: float, **common: Any):
+        super().__init__(**common)
         self.temperature = temperature
         self.margin = margin
 
@@ -66,8 +68,10 @@ class GeneralizedCrossEntropyLoss(itrloss.PairLoss):
     candidates.
     """
 
-    def __init__(self, temperature: float, q: float):
-        super().__init__()
+    shown = ("temperature", "q", "reduction")
+
+    def __init__(self, temperature: float, q: float, **common: Any):
+        super().__init__(**common)
         self.temperature = temperature
         self.q = q
 

@@ -66,10 +66,11 @@ def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
 
 def choose_automatically(numel: int, budget: int, x: Tensor) -> str:
     """Return the engine that ``"auto"`` takes."""
+    itemsize = 8 if x.dtype == torch.float64 else 4
+    may_hold = numel * itemsize <= budget
     if torch.compiler.is_compiling():  # the compiler fuses what plain PyTorch does with a matrix
-        itemsize = 8 if x.dtype == torch.float64 else 4
-        return "dense" if numel * itemsize <= budget else "tiled"
-    if numel <= DENSE_UP_TO:
+        return "dense" if may_hold else "tiled"
+    if may_hold and numel <= DENSE_UP_TO:
         return "dense"
     if x.device.type != "cuda" or x.dtype == torch.float64 or numel <= TRITON_FROM:
         return "tiled"
