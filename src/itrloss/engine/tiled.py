@@ -8,7 +8,6 @@ The gradient of a tile's scores is multiplied at once into the gradient of the e
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -190,8 +189,11 @@ class QuestionGradients:
 
     def of_scores(self, tile: Tile) -> Tensor:
         """Return the gradient dL/dS (r, c) of a tile's scores; add up the gradients of values."""
-        slopes = [self._add_view(view) for view in self.question.views(tile)]
-        return functools.reduce(torch.Tensor.add_, slopes)
+        first, *others = self.question.views(tile)
+        total = self._add_view(first)
+        for view in others:  # one at a time, so that two tiles are held at most
+            total.add_(self._add_view(view))
+        return total
 
     def _add_view(self, view: View) -> Tensor:
         question = self.question
