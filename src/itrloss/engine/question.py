@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -14,7 +13,6 @@ from .pairs import Over, Pairs
 from .terms import Term
 from .vectors import host_may_read
 
-Reduced = Callable[[Tensor, int], Tensor]  # torch.sum or torch.amax
 LARGE_SCALE = 60.0  # float32 has exponents up to it to 4e-6
 
 Value = float | Tensor  # one number for all anchors, or a tensor (1,) or (A,)
@@ -92,6 +90,8 @@ class Question:
 class View:
     """A tile as some anchors see it: the anchors are the first dimension, (r, c)."""
 
+    #: The sides of the matrix whose anchors these are, each with the dimension of its candidates.
+    candidates: tuple[tuple[int, int], ...]
     anchors: slice  # where they are among all anchors (A,)
     scores: Tensor  # (r, c)
 
@@ -116,10 +116,6 @@ class View:
     def upstream(self, grad: Tensor) -> Tensor:
         """Return the gradient (A,) of the sums for each pair: (r, 1) or (r, c)."""
         return grad[self.anchors, None]
-
-    def by_side(self, x: Tensor, reduced: Reduced) -> list[tuple[int, Tensor]]:
-        """Return the sums or maxima over the candidates, each with its side of the matrix."""
-        raise NotImplementedError
 
     def of_matrix(self, x: Tensor) -> Tensor:
         """Return the tile (r, c) of the matrix from values as seen from here: undo `seen`."""
@@ -180,6 +176,8 @@ class View:
 class RowsView(View):
     """The rows are the anchors."""
 
+    candidates = ((0, 1),)
+
     def start(self) -> None:
         self.anchors = self.tile.places[0]
         self.scores = self.tile.scores
@@ -190,9 +188,6 @@ class RowsView(View):
     def fill_(self, x: Tensor, value: float) -> None:
         self.question.pairs.exclude_(x, self.tile.places, value, self.question.over)
 
-    def by_side(self, x: Tensor, reduced: Reduced) -> list[tuple[int, Tensor]]:
-        return [(0, reduced(x, 1))]
-
     def of_matrix(self, x: Tensor) -> Tensor:
         return x
 
@@ -200,17 +195,18 @@ class RowsView(View):
 class SharedView(RowsView):
     """Both sides ask the same: one evaluation serves the rows and the columns."""
 
+    candidates = ((0, 1), (1, 0))
+
     def upstream(self, grad: Tensor) -> Tensor:
         n = self.question.pairs.shape[0]
         c = self.tile.places[1]
         return grad[self.anchors, None] + grad[n + c.start : n + c.stop]
 
-    def by_side(self, x: Tensor, reduced: Reduced) -> list[tuple[int, Tensor]]:
-        return [(0, reduced(x, 1)), (1, reduced(x, 0))]
-
 
 class ColumnsView(View):
     """The columns are the anchors."""
+
+    candidates = ((1, 1),)
 
     def start(self) -> None:
         c = self.tile.places[1]
@@ -223,9 +219,6 @@ class ColumnsView(View):
 
     def fill_(self, x: Tensor, value: float) -> None:
         self.question.pairs.exclude_(x.T, self.tile.places, value, self.question.over)
-
-    def by_side(self, x: Tensor, reduced: Reduced) -> list[tuple[int, Tensor]]:
-        return [(1, reduced(x, 1))]
 
     def of_matrix(self, x: Tensor) -> Tensor:
         return x.T

@@ -17,29 +17,33 @@ from torch import Tensor
 from .inputs import Inputs, Side, Tile, tiles
 from .pair_scores import ListedPairs, add_pair_gradient
 from .products import add_matmul_, matmul
-from .question import ColumnsView, Question, Reduced, RowsView, Value, View, has_each
+from .question import ColumnsView, Question, RowsView, Value, View, has_each
 from .ranking import argmax
 from .vectors import chunks, project
 
 
 def sums(question: Question, inputs: Inputs, guide: Inputs | None) -> Tensor:
     """Return the sums of a question: (A,) of one term, (K, A) of several."""
-    totals = [SideTotals(inputs, torch.sum, 0.0) for _ in question.terms]
+    totals = [SideTotals(inputs, 0.0) for _ in question.terms]
     for tile in tiles(inputs, guide):
         for view in question.views(tile):
             for term, total in zip(question.terms, totals, strict=True):
                 values = term.values(view.affine(), view.params())
-                total.add(view, view.exclude_(values))
+                view.exclude_(values)
+                for side, dim in view.candidates:
+                    total.join(side, tile, values.sum(dim))
     found = [total.of_sides(question.sides) for total in totals]
     return found[0] if len(found) == 1 else torch.stack(found)
 
 
 def highest(question: Question, inputs: Inputs, guide: Inputs | None) -> Tensor:
     """Return the highest of the scores (A,) that count, times the scale; -inf without any."""
-    total = SideTotals(inputs, torch.amax, -math.inf)
+    total = SideTotals(inputs, -math.inf)
     for tile in tiles(inputs, guide):
         for view in question.views(tile):
-            total.add(view, view.exclude_(view.affine(), -math.inf))
+            z = view.exclude_(view.affine(), -math.inf)
+            for side, dim in view.candidates:
+                total.join(side, tile, z.amax(dim))
     return total.of_sides(question.sides)
 
 
@@ -366,16 +370,14 @@ class Total:
 class SideTotals:
     """Sums, or maxima, of the rows and of the columns, joined from tiles."""
 
-    def __init__(self, inputs: Inputs, reduced: Reduced, empty: float):
+    def __init__(self, inputs: Inputs, empty: float):
         self.inputs = inputs
-        self.reduced = reduced
         n, m = inputs.shape
         self.totals = Total(n, empty), Total(m, empty)
 
-    def add(self, view: View, x: Tensor) -> None:
-        """Join the values (r, c) of a view's pairs."""
-        for side, values in view.by_side(x, self.reduced):
-            self.totals[side].add(view.tile.places[side], values)
+    def join(self, side: int, tile: Tile, values: Tensor) -> None:
+        """Join the values (r,) of a side's anchors in a tile with those of other tiles."""
+        self.totals[side].add(tile.places[side], values)
 
     def of_sides(self, sides: tuple[int, ...]) -> Tensor:
         """Return the values (A,) of some sides."""
