@@ -570,12 +570,20 @@ def _exp(z):
 
 @triton.jit
 def _log1p(u):
-    """Return log(1 + u), accurate for a small u.
+    """Return log(1 + u) for u in [0, 1], accurate for a small u.
 
-    The quotient makes up for the rounding of 1 + u (Kahan).
+    That is u P(u), where P has the least relative error of all polynomials of degree 8: 3.0e-8, and
+    1.8e-7 with the rounding of float32. Nine multiply-adds replace a logarithm and a division.
     """
-    w = 1.0 + u
-    return tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+    p = u * 0.005232694302256581 - 0.02950523892810469
+    p = p * u + 0.07822595211928804
+    p = p * u - 0.1366324581460909
+    p = p * u + 0.19106006769502745
+    p = p * u - 0.24842982215661985
+    p = p * u + 0.33319096807734766
+    p = p * u - 0.4999949314048222
+    p = p * u + 0.9999999698795607
+    return p * u
 
 
 @triton.jit
@@ -621,9 +629,9 @@ def excess(z):
 @triton.jit
 def softplus(z):
     """``log(1 + e^z)``."""
-    e = _exp(-tl.abs(z))
-    value = tl.maximum(z, 0.0) + _log1p(e)
-    slope = tl.where(z >= 0, 1.0, e) / (1.0 + e)
+    log = _log1p(tl.exp2(tl.abs(z) * -LOG2E))
+    value = tl.maximum(z, 0.0) + log
+    slope = _exp(tl.minimum(z, 0.0) - log)  # 1 / (1 + e^-z) without a division
     return (value,), (slope,)
 
 
