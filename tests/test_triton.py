@@ -278,7 +278,7 @@ def test_the_gradient_of_a_scale(scale, sides, held, one, multiplying, few_tiles
 
     The shift is not 0, and some pairs are listed: neither belongs to the scale's gradient.
     """
-    monkeypatch.setattr(engine, "HELD", held)
+    monkeypatch.setattr(engine, "held_bytes", lambda device: held)
     n, m = 11, 26
     given = [*embeddings(n, m), torch.full((1 if one else n + m,), scale).double()]
     given[0][4] = 0  # scores 0 with everything
