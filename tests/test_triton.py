@@ -266,6 +266,41 @@ def test_functions_over_pairs_with_ignored_ids(
         torch.testing.assert_close(got.cpu().double(), wanted, rtol=2e-4, atol=2e-5)
 
 
+# Which sides have vectors that are trained, and how many bytes of sums may be held.
+TRAINED = [((0, 1), 2**27), ((0, 1), 0), ((0,), 2**27), ((1,), 2**27), ((), 2**27)]
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.5, 40.0])
+@pytest.mark.parametrize(("sides", "held"), TRAINED)
+@pytest.mark.parametrize("one", [True, False], ids=["one scale", "one each"])
+def test_the_gradient_of_a_scale(scale, sides, held, one, multiplying, few_tiles, monkeypatch):
+    """It comes from the projected vectors where there are any, else from the scores.
+
+    The shift is not 0, and some pairs are listed: neither belongs to the scale's gradient.
+    """
+    monkeypatch.setattr(engine, "held_bytes", lambda device: held)
+    n, m = 11, 26
+    given = [*embeddings(n, m), torch.full((1 if one else n + m,), scale).double()]
+    given[0][4] = 0  # scores 0 with everything
+    ids = torch.arange(n), torch.arange(m) // 2
+    found = []
+    for kind, dtype, device in (
+        ("reference", torch.float64, "cpu"),
+        ("triton", torch.float32, DEVICE),
+    ):
+        v, w, a = (x.to(device, dtype).clone() for x in given)
+        leaves = [a, *((v, w)[side] for side in sides)]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        sim = similarity(v, w, moved(*ids) if kind == "triton" else ids, kind)
+        values = sim.both.sum(terms.softplus, scale=a, shift=-1.5)
+        values = values + sim.both.sum_of_positives(terms.softplus, scale=-2.0)
+        weight = torch.linspace(-1, 2, n + m).to(values)
+        found.append(torch.autograd.grad(values @ weight, leaves))
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got.cpu().double(), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_a_term_of_ones_own_takes_the_tiles_of_torch(few_tiles):
     @pair_term
     def cube(scores):

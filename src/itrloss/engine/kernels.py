@@ -114,7 +114,8 @@ class Config(NamedTuple):
     BASE_2: bool  # the term is an exponential of base 2, as scale and shift are in units of log 2
     SHIFT_FIRST: bool  # z = scale (S + shift), which is exact for a large scale
     MAXIMUM: bool = False  # the largest z is taken in place of a sum
-    GRAD_SCALE: bool = False  # whether the scale gets a gradient
+    TIMES_SCALE: bool = True  # whether the gradient of scores contains the scale
+    GRAD_SCALE: bool = False  # whether the scale gets a gradient, summed by anchor
     GRAD_SHIFT: bool = False
 
 
@@ -438,13 +439,15 @@ def _slopes(
     """Return ``total`` plus an axis's gradient of the scores; store its scale's and shift's."""
     axis = rows if AXIS == 1 else cols
     candidates = cols if AXIS == 1 else rows
-    scale = _load(values.scale, 0, axis, AXIS, C.SHARED)
     by_scale = tl.zeros_like(s)
     for slot in range(values.slots):
         z = _affine(s, values, slot, axis, AXIS, C)
         by_z = _by_z(z, grad, axis, cols, AXIS, FORM, C)
         by_z = _within(by_z, s, values, axis, AXIS, C)
-        total += by_z * scale
+        if C.TIMES_SCALE:
+            total += by_z * _load(values.scale, 0, axis, AXIS, C.SHARED)
+        else:
+            total += by_z
         if C.GRAD_SHIFT:
             by_shift = _masked(by_z, rows, cols, True, C)
             _store_partial(out, slot, by_shift, axis, candidates, AXIS, C)
@@ -475,8 +478,9 @@ def gradient_kernel(
 ):
     """Write ``dL/d<x_i, y_j> = sum_sides g f'(z_ij) scale / (|x_i| |y_j|)``, and sum up dL/dz.
 
-    With SHARED, one evaluation serves both sides, and the gradients of scale and shift are summed
-    by row alone. The reference is :func:`itrloss.engine.tiled.gradients`.
+    Without TIMES_SCALE, the scale is one number, by which `project_kernel` multiplies. With SHARED,
+    one evaluation serves both sides, and the gradients of scale and shift are summed by row alone.
+    The reference is :func:`itrloss.engine.tiled.gradients`.
     """
     block = Block(row, col, size_m, size_n, first_col)
     rows, first, parts = _tile(inputs, products, block, C)
@@ -522,17 +526,24 @@ def project_kernel(
     dim,  # D
     total,  # Vectors (r, dim): float32 sums of vectors from ``begin`` on; may alias out
     begin,
+    factor,  # (1,) float32 the scale of all scores; None: the sums contain it
+    by_factor,  # (N,) float32 its gradient, or None
     listed,  # Listed
     out,  # (N, dim)
     BLOCK_D: tl.constexpr,
 ):
     """Write ``out_i = g - u <u, g>`` with ``u = x_i inv_i``: a program for each vector.
 
-    g adds up ``total`` and ``grad inv_i inv_j y_j`` of the listed pairs (i, j). The reference is
-    :func:`itrloss.engine.vectors.project`.
+    g adds up ``factor total`` and ``grad inv_i inv_j y_j`` of the listed pairs (i, j). The gradient
+    of the factor is ``<x_i, total_i>``. The reference is :func:`itrloss.engine.vectors.project`.
     """
     i = begin + tl.program_id(0)
+    x = _vector(own, i, dim, BLOCK_D)
     g = _vector(total, tl.program_id(0), dim, BLOCK_D)
+    if by_factor is not None:
+        tl.store(by_factor + i, tl.sum(x * g, 0))
+    if factor is not None:
+        g *= tl.load(factor)
     scale = 1.0 if own.inv is None else tl.load(own.inv + i)
     if listed.start is not None:
         for k in range(tl.load(listed.start + i), tl.load(listed.start + i + 1)):
@@ -542,7 +553,7 @@ def project_kernel(
     elif listed.grad is not None:
         g += _listed_gradient(i, i, scale, listed, partners, dim, BLOCK_D)
     if own.inv is not None:
-        u = _vector(own, i, dim, BLOCK_D) * scale
+        u = x * scale
         g -= u * tl.sum(u * g, 0)
     d = tl.arange(0, BLOCK_D)
     tl.store(out + i.to(tl.int64) * dim + d, g.to(out.dtype.element_ty), mask=d < dim)
