@@ -37,7 +37,7 @@ class Asked:
 
     terms: tuple[Term, ...]
     each: bool  # whether every anchor has a shift of its own, as with maxima
-    trained: bool = False  # whether the scale and the shift get gradients
+    trained: bool = False  # whether the scale gets a gradient, and SigLIP's bias
 
     def __str__(self) -> str:
         name = " + ".join(term.__name__ for term in self.terms)
@@ -99,7 +99,15 @@ def write_gradient(question: Question, inputs: Inputs, trained: bool) -> None:
     run = engine.Pass(question, inputs, engine_kernels.FORMS[question.terms])
     grad = torch.full((len(question.terms), question.size), 1e-4, device=run.device)
     dtype = inputs.rows.like.dtype
-    needs = Needs(True, True, False, False, scale=trained, shift=trained, dtypes=(dtype, dtype))
+    needs = Needs(
+        rows=True,
+        cols=True,
+        row_bias=False,
+        col_bias=False,
+        scale=trained,
+        shift=trained and question.terms == (softplus,),  # that of exponentials is only for range
+        dtypes=(dtype, dtype),
+    )
     engine.visit(engine.GradientKernel(run, grad, needs), NoProducts(), [])  # type: ignore[arg-type]
 
 
