@@ -213,6 +213,9 @@ ASKED_TERMS = {
     "excess": ((terms.excess,), {"shift": True}),
     "softplus": ((terms.softplus,), {"scale": True, "shift": True}),
     "square": ((terms.square,), {"scale": True, "shift": True}),
+    "identity": ((terms.identity,), {"scale": True, "shift": True}),
+    "log1p": ((terms.log1p_clamp,), {"scale": True}),
+    "log1p relu": ((terms.log1p_relu,), {"shift": True}),
 }
 
 
