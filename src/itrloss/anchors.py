@@ -608,7 +608,9 @@ class Anchors:
         b = None if shift is None else as_value("shift", shift, *like)
         tensors = as_params("params", params, *like)
         term = as_term(term)
-        if term is identity and all(block.matrix.sums_by_class() for block in self._blocks):
+        # Values of each anchor are gathered, and processes of a batch may differ in this choice.
+        alike = not has_each(a) and not has_each(b)
+        if term is identity and alike and self._sums_by_class():
             return self._sum_of_positive_scores(a, b)
         if not self._lists_positives():
             return self._sum(term, a, b, Where("positives"), tensors)
@@ -627,8 +629,12 @@ class Anchors:
         total = segment_sum(found, index, sum(self.whole_sizes))
         return total if self.exchange is None else self.exchange.merged(total)
 
+    def _sums_by_class(self) -> bool:
+        """Return whether plain scores of positives are summed from the vectors of classes."""
+        return all(block.matrix.sums_by_class() for block in self._blocks)
+
     def _sum_of_positive_scores(self, scale: Value, shift: Value | None) -> Tensor:
-        """Return (A,) ``sum_{p in pos(i)} (scale_i S_ip + shift_i)``, from sums by class."""
+        """Return (A,) ``sum_{p in pos(i)} (scale S_ip + shift)``, from sums by class."""
         answers = [block.matrix.sums_of_positive_scores(block.sides) for block in self._blocks]
         total = self._joined(answers, torch.add)
         if self.exchange is not None:
