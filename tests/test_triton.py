@@ -731,26 +731,26 @@ def test_embeddings_as_they_lie(side, multiplying, few_tiles):
 
 @pytest.mark.parametrize("dim", [48, 80])
 @pytest.mark.parametrize("side", [0, 1])
-def test_dimensions_end_within_a_step(dim, side, few_tiles, poisoned, monkeypatch):
+def test_dimensions_end_within_a_step(dim, side, multiplying, few_tiles, poisoned, monkeypatch):
     """They are masked: what lies behind them counts for nothing."""
     tile = engine.PRODUCT_TILES[0]._replace(block_k=32)
     monkeypatch.setattr(engine, "PRODUCT_TILES", (tile,))
-    given = embeddings(7, 9, dim, dtype=torch.bfloat16)
+    given = embeddings(7, 9, dim, dtype=torch.float32)
     ids, grads = make_ids("random", 7, 9), upstream(7, 9)
     exact = [x.double() for x in given]
     wanted = evaluate(ANSWERS["logsumexp"], *exact, ids, "reference", grads)
     leaves = moved(*given)
     # Others lie behind the dimensions of one side. The other is not aligned, and copied.
-    behind = torch.full((len(leaves[side]), 96), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    behind = torch.full((len(leaves[side]), 96), torch.nan, device=DEVICE)
     leaves[side] = behind[:, :dim].copy_(leaves[side])
-    between = torch.zeros(len(leaves[1 - side]), dim + 3, dtype=torch.bfloat16, device=DEVICE)
+    between = torch.zeros(len(leaves[1 - side]), dim + 3, device=DEVICE)
     leaves[1 - side] = between[:, 3:].copy_(leaves[1 - side])
     leaves = [x.detach().requires_grad_() for x in leaves]
     values = ANSWERS["logsumexp"](Similarity(*leaves, *moved(*ids), engine="triton").both, None)
     found = torch.autograd.grad(finite(values) @ torch.cat(grads).to(values), leaves)
     torch.testing.assert_close(values.detach().cpu().double(), wanted[0][0], rtol=1e-4, atol=1e-4)
     for got, grad in zip(found, wanted[1][:2], strict=True):
-        assert (got.cpu().double() - grad).norm() <= 1e-2 * grad.norm()
+        assert (got.cpu().double() - grad).norm() <= 1e-5 * grad.norm()
 
 
 @pytest.mark.parametrize("dim", [64, 80, 400, 528, 500])
@@ -1117,6 +1117,7 @@ def test_kernels_compile_for_gpus(tmp_path):
     for kernel in found:
         assert kernel["REG"] and kernel["STACK"] <= 640 and not kernel["LOCAL"], kernel
         assert kernel["DYNAMIC"] <= 97 * 2**10, kernel
+        assert not kernel["STACK"] or not kernel["name"].startswith("project_kernel"), kernel
         # Two terms, and gradients by a learnt scale, hold more, and may take all registers.
         alone = "_kernel exponential {" in kernel["name"]
         limited = alone and "learnt" not in kernel["name"]
