@@ -28,7 +28,7 @@ from .sets import dynamic_orthogonal_loss as dynamic_orthogonal_loss
 from .sets import set_similarity as set_similarity
 from .sets import variance_aware_loss as variance_aware_loss
 from .similarity import Engine, Similarity
-from .terms import hinge, log1p_clamp, log1p_relu, pair_term, softplus
+from .terms import excess, log1p_clamp, log1p_relu, pair_term, softplus
 
 Diversity = Literal["std", "entropy", None]
 Mining = Literal["hardest", "all"]
@@ -353,7 +353,8 @@ def triplet_loss(
     one_of("mining", mining, "hardest", "all")
     if mining == "all":
         return anchors.reduced_hinge_sum(margin, reduction)
-    values = anchors.sum_of_positives(hinge, anchors.hardest_negatives().values + margin)
+    threshold = anchors.hardest_negatives().values + margin
+    values = anchors.sum_of_positives(excess, scale=-1.0, shift=threshold)
     return anchors.reduce(values, reduction)
 
 
