@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .checks import as_params, as_value, check_number, one_of
+from .checks import as_tensor, as_value, check_number, one_of
 from .distributed.shards import Exchange, Shard, Share
 from .engine.matrix import Matrix
 from .engine.pairs import Over, segment_sum, slots
@@ -437,8 +437,7 @@ class Anchors:
             top = self._top_of_positives(scale)
         else:
             top = self._highest(scale, Where("positives"))
-        (a,) = as_params("scale", (scale,), self._size, self.dtype, self.device)
-        total = self.sum_of_positives(shifted_exponential, a, top)
+        total = self.sum_of_positives(shifted_exponential, scale, top)
         return shifted_log(total, top, never_empty=False)
 
     def _top_of_positives(self, scale: Value) -> Tensor:
@@ -538,7 +537,7 @@ class Anchors:
         if guide is not None and where.limited:
             raise ValueError("guide: expected no limits beside it, as the term gets its scores")
         like = self._size, self.dtype, self.device
-        tensors = as_params("params", params, *like)
+        tensors = [as_tensor("params", p, *like) for p in params]
         a = as_value("scale", scale, *like)
         b = None if shift is None else as_value("shift", shift, *like)
         return self._sum(as_term(term), a, b, where, tensors, guide)
@@ -608,7 +607,7 @@ class Anchors:
         like = self._size, self.dtype, self.device
         a = as_value("scale", scale, *like)
         b = None if shift is None else as_value("shift", shift, *like)
-        tensors = as_params("params", params, *like)
+        tensors = [as_tensor("params", p, *like) for p in params]
         term = as_term(term)
         if not self._listable():
             return self._sum(term, a, b, Where("positives"), tensors)
