@@ -53,8 +53,8 @@ READING_TILE = TileConfig(64, 64, 64, parts=1, num_warps=4, num_stages=3)
 BLOCK_ROWS = 4096  # rows of a block: products of so many have enough tiles for all multiprocessors
 BLOCK = 2**28  # scores of a block at most; sums of its tiles, until they are added up, take 40 MiB
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
-# Bytes of float32 sums of one side's gradient that may be held; beyond, scores are visited twice.
-HELD = 2**27
+HELD_SHARE = 64  # the part of a device's memory that float32 sums of gradients may take: 1/64
+HELD_AT_LEAST = 2**27  # bytes of them on any device
 
 # The interpreter cannot multiply bfloat16, and rounds to it towards zero: it computes in float32.
 INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
@@ -125,8 +125,8 @@ def gradients(
         row_bias=None,
         col_bias=None,
         scores=scores,
-        scale=kernel.of_value(question.scale, slice(-1, None)) if needs.scale else None,
-        shift=kernel.of_value(question.shift, slice(0, -1)) if needs.shift else None,
+        scale=kernel.of_scale() if needs.scale else None,
+        shift=kernel.of_shift() if needs.shift else None,
         params=(),
     )
 
@@ -134,14 +134,25 @@ def gradients(
 class GradientKernel:
     """Writes the gradient of a block's inner products, and adds up the gradients of values."""
 
-    def __init__(self, run: Pass, grad: Tensor, needs: Needs):
+    def __init__(self, run: Pass, grad: Tensor, needs: Needs, with_total: bool = False):
         self.run = run
         self.grad = per_anchor(grad.view(run.config.WIDTH, -1), run.device)
-        self.config = run.config._replace(GRAD_SCALE=needs.scale, GRAD_SHIFT=needs.shift)
+        #: The one scale of all scores, by which vectors' gradients are multiplied at the end.
+        self.factor: Tensor | None = None
+        #: The gradient of the factor: a part (N,) of each of a side's vectors.
+        self.by_factor: Tensor | None = None
+        if (needs.rows or needs.cols) and not has_each(run.question.scale):
+            self.factor = run.kernel_values.scale.x
+        self.config = run.config._replace(
+            TIMES_SCALE=self.factor is None,
+            GRAD_SCALE=needs.scale and self.factor is None,
+            GRAD_SHIFT=needs.shift,
+            TOTAL=with_total,
+        )
         self.total: AnchorTotals | None = None
-        if needs.scale or needs.shift:
-            # A plane for each slot of the shift, then one for the scale. If one evaluation serves
-            # both sides, they are summed by row alone.
+        if self.config.GRAD_SCALE or self.config.GRAD_SHIFT or with_total:
+            # A plane for each slot of the shift, then one for the scale or for the terms. If one
+            # evaluation serves both sides, they are summed by row alone.
             sides = run.question.sides
             if run.config.SHARED:
                 sides = sides[:1]
@@ -151,13 +162,31 @@ class GradientKernel:
         """Write the gradient of a block's inner products to a panel, if there is one."""
         self.run.launch(kernels.gradient_kernel, self.config, places, self.total, self.grad, panel)
 
-    def of_value(self, value: Value | None, planes: slice) -> Tensor:
-        """Return the gradient of a scale or a shift."""
-        assert self.total is not None and isinstance(value, Tensor)
-        by_anchor = self.total.values[planes]
-        if not has_each(value):
-            by_anchor = by_anchor.sum(-1, keepdim=True)
-        return by_anchor.reshape(value.shape)
+    def of_scale(self) -> Tensor:
+        """Return the gradient of the scale.
+
+        Of one number for all it is summed where vectors are projected: the scores' gradient is
+        ``P_ij scale``, and ``sum_ij P_ij S_ij = sum_i <x_i, total_i>``. A sum by anchor in
+        `gradient_kernel` takes 176 registers in place of 128 (``python tests/gpu_compiler.py 90``).
+        """
+        scale = self.run.question.scale
+        if self.by_factor is None:
+            assert self.total is not None
+            return of_value(scale, self.total.values[-1:])
+        return of_value(scale, self.by_factor)
+
+    def of_shift(self) -> Tensor:
+        """Return the gradient of the shift."""
+        assert self.total is not None
+        return of_value(self.run.question.shift, self.total.values[:-1])
+
+
+def of_value(value: Value | None, parts: Tensor) -> Tensor:
+    """Return the gradient of a scale or a shift from its parts (..., A)."""
+    assert isinstance(value, Tensor)
+    if not has_each(value):
+        parts = parts.sum(-1, keepdim=True)
+    return parts.reshape(value.shape)
 
 
 def score_gradient(
@@ -188,7 +217,10 @@ def embedding_gradients(
     sides: list[VectorGradient] = []
     for side, needed in enumerate((needs.rows, needs.cols)):
         if needed:
-            sides.append(VectorGradient(kernel.run, side, needs.dtypes[side], listed))
+            dtype = needs.dtypes[side]
+            sides.append(VectorGradient(kernel.run.inputs, side, dtype, kernel.factor, listed))
+    if needs.scale and kernel.factor is not None:
+        sides[0].by_factor = kernel.by_factor = kernel.factor.new_empty(len(sides[0].out))
     for outer, *held in visits(sides):
         visit(kernel, outer, held)
     return {side.side: side.out for side in sides}
@@ -197,13 +229,27 @@ def embedding_gradients(
 def visits(sides: list[VectorGradient]) -> list[list[VectorGradient]]:
     """Return the gradients that each visit of the scores completes.
 
-    Sums of the smaller side are held to the end of a visit, unless they take too much memory.
+    Sums of the smaller side are held to the end of a visit, unless they take too much memory. Then
+    scores are visited twice, which is 10 in place of 8 multiples of NMD for InfoNCE of 65536 x
+    65536 x 768 (pytest tests/test_triton.py -k products).
     """
     larger_first = sorted(sides, key=lambda side: -side.out.numel())
     smaller = larger_first[-1].out
-    if smaller.dtype == torch.float32 or smaller.numel() * 4 <= HELD:
+    if smaller.dtype == torch.float32 or smaller.numel() * 4 <= held_bytes(smaller.device):
         return [larger_first]
     return [[side] for side in sides]
+
+
+def held_bytes(device: torch.device) -> int:
+    """Return how many bytes of float32 sums of gradients may be held."""
+    return max(HELD_AT_LEAST, memory_of(device) // HELD_SHARE)
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of a GPU's memory; 0 for other devices."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def visit(kernel: GradientKernel, outer: VectorGradient, held: list[VectorGradient]) -> None:
@@ -237,20 +283,34 @@ class VectorGradient:
     part: slice
     total: Tensor  # (r, D) float32 sums of the part
 
-    def __init__(self, run: Pass, side: int, dtype: torch.dtype, listed: ListedPairs | None):
-        sides = run.inputs.rows, run.inputs.cols
+    def __init__(
+        self,
+        inputs: Inputs,
+        side: int,
+        dtype: torch.dtype,  # of the gradient
+        factor: Tensor | None,  # one number by which the sums are multiplied at the end
+        listed: ListedPairs | None,
+    ):
+        sides = inputs.rows, inputs.cols
         self.side = side
+        self.factor = factor
+        self.by_factor: Tensor | None = None  # (N,), where this side has the factor's gradient
         self.partners = sides[1 - side].like  # (M, D)
         self.out = torch.empty_like(
             sides[side].like, dtype=dtype, memory_format=torch.contiguous_format
         )
-        self.listed = sorted_by(side, listed, run.shape[side])
+        self.listed = sorted_by(side, listed, inputs.shape[side])
         self.kernel_inputs = [vectors_of(contiguous_vectors(x.like), x) for x in sides]
 
-    def start(self, part: slice) -> None:
-        """Begin the sums of some of the vectors, in place if the gradient is float32."""
+    def start(self, part: slice, sums: Tensor | None = None) -> None:
+        """Begin the sums of some of the vectors, in place if the gradient is float32.
+
+        ``sums`` (r, D) that were found before are taken as they are.
+        """
         self.part = part
-        if self.out.dtype == torch.float32:
+        if sums is not None:
+            self.total = sums
+        elif self.out.dtype == torch.float32:
             self.total = self.out[part].zero_()
         else:
             self.total = torch.zeros_like(self.out[part], dtype=torch.float32)
@@ -275,6 +335,8 @@ class VectorGradient:
             dim,
             kernels.Vectors(self.total, dim, None),
             self.part.start,
+            self.factor,
+            self.by_factor,
             self.listed,
             self.out,
             BLOCK_D=triton.next_power_of_2(dim),
@@ -294,6 +356,99 @@ def sorted_by(side: int, listed: ListedPairs | None, size: int) -> kernels.Liste
     own, order = torch.sort(own, stable=True)
     start = torch.searchsorted(own, torch.arange(size + 1, device=own.device))
     return kernels.Listed(grad, start, order, index[1 - side])
+
+
+# ---------------------------------------------------------------- a total along with its gradient
+
+
+class EarlyGradients(NamedTuple):
+    """What the gradient of a total is made of, up to the gradient of the total itself."""
+
+    rows: Tensor | None  # (N, D) float32 sums of ``f'(z_ij) y_j``, weighted, over the norms
+    cols: Tensor | None  # (M, D)
+    shift: Tensor | None  # like the shift
+
+
+def may_find_early(question: Question, vectors: Sequence[Tensor]) -> bool:
+    """Return whether a total may come with its gradient by some vectors (N, D), if there are any.
+
+    The scale has to be one number, by which the gradient can be multiplied later; and float32 sums
+    have to fit into the part of the memory that they may take, until the backward pass.
+    """
+    held = 4 * sum(x.numel() for x in vectors)
+    if not vectors or has_each(question.scale):
+        return False
+    return held <= held_bytes(vectors[0].device)
+
+
+def total(
+    question: Question,
+    inputs: Inputs,
+    weights: Tensor,  # of the sums, (1,) or (A,)
+    needs: Needs,
+) -> tuple[Tensor, EarlyGradients]:
+    """Return the () weighted total of a question's sums, and what its gradient is made of.
+
+    Scores are visited once: 6 multiples of NMD in products for 8 to 10 where the gradient is found
+    in the backward pass (pytest tests/test_triton.py -k products).
+    """
+    run = Pass(question, inputs, kernels.FORMS[question.terms])
+    kernel = GradientKernel(run, weights, needs, with_total=True)
+    sides: dict[int, VectorGradient] = {}
+    for side, needed in enumerate((needs.rows, needs.cols)):
+        if needed:
+            sides[side] = VectorGradient(inputs, side, torch.float32, None, None)
+            sides[side].start(slice(0, run.shape[side]))
+    n, m = run.shape
+    with torch.cuda.device_of(inputs.like):
+        for rows in spans(n, BLOCK_ROWS):
+            for cols in spans(m, whole_tiles(run.panel_size // BLOCK_ROWS)):
+                places = rows, cols
+                panel = run.buffer(places)
+                kernel.write(places, padded(panel))
+                for gradient in sides.values():
+                    gradient.add(places, panel)
+    assert kernel.total is not None
+    sums = {side: gradient.total for side, gradient in sides.items()}
+    shift = kernel.of_shift() if needs.shift else None
+    return kernel.total.values[-1].sum(), EarlyGradients(sums.get(0), sums.get(1), shift)
+
+
+def gradients_of_total(
+    question: Question,
+    inputs: Inputs,
+    early: EarlyGradients,
+    grad: Tensor,  # () of the total
+    needs: Needs,
+    listed: ListedPairs | None,
+) -> Gradients:
+    """Return the gradients of a question's inputs and values, from the gradient of a total."""
+    factor = grad * question.scale
+    found: list[Tensor | None] = []
+    scale: Tensor | None = None
+    with torch.cuda.device_of(inputs.like):
+        for side, sums in enumerate((early.rows, early.cols)):
+            if sums is None:
+                found.append(None)
+                continue
+            gradient = VectorGradient(inputs, side, needs.dtypes[side], factor, listed)
+            gradient.start(slice(0, len(sums)), sums)
+            if needs.scale and scale is None:
+                gradient.by_factor = sums.new_empty(len(sums))
+            gradient.finish()
+            if gradient.by_factor is not None:
+                scale = of_value(question.scale, gradient.by_factor) * grad
+            found.append(gradient.out)
+    return Gradients(
+        rows=found[0],
+        cols=found[1],
+        row_bias=None,
+        col_bias=None,
+        scores=None,
+        scale=scale,
+        shift=None if early.shift is None else early.shift * grad,
+        params=(),
+    )
 
 
 # --------------------------------------------------------------------------------- a pass' launches
@@ -445,8 +600,10 @@ class Pass:
         """Return the compiler's options."""
         tile = self.tile
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        sums_values = config.GRAD_SCALE or config.GRAD_SHIFT
-        if tile.registers is not None and not sums_values and compute_capability(self.device) == 9:
+        # Gradients that are summed by anchor, from both sides of a tile, would spill with a limit.
+        sums_values = config.GRAD_SCALE or config.GRAD_SHIFT or config.TOTAL
+        many = sums_values and not config.SHARED
+        if tile.registers is not None and not many and compute_capability(self.device) == 9:
             options["maxnreg"] = tile.registers
         return options
 
