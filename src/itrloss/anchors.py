@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .checks import as_params, as_value, check_number, one_of
+from .checks import as_tensor, as_value, check_number, one_of
 from .distributed.collectives import largest
 from .distributed.shards import Exchange, Shard, Share
 from .engine.matrix import Matrix
@@ -588,7 +588,7 @@ class Anchors:
         if guide is not None and where.limited:
             raise ValueError("guide: expected no limits beside it, as the term gets its scores")
         like = self._size, self.dtype, self.device
-        tensors = as_params("params", params, *like)
+        tensors = [as_tensor("params", p, *like) for p in params]
         a = as_value("scale", scale, *like)
         b = None if shift is None else as_value("shift", shift, *like)
         return self._sum(as_term(term), a, b, where, tensors, guide)
@@ -614,7 +614,7 @@ class Anchors:
         w = as_value("weights", weights, *like)
         if isinstance(w, Tensor):
             w = w.detach()
-        tensors = as_params("params", params, *like)
+        tensors = [as_tensor("params", p, *like) for p in params]
         a = as_value("scale", scale, *like)
         b = None if shift is None else as_value("shift", shift, *like)
         return self._weighted_sum(as_term(term), w, a, b, Where(over), tensors)
@@ -706,7 +706,7 @@ class Anchors:
         like = self._size, self.dtype, self.device
         a = as_value("scale", scale, *like)
         b = None if shift is None else as_value("shift", shift, *like)
-        tensors = as_params("params", params, *like)
+        tensors = [as_tensor("params", p, *like) for p in params]
         term = as_term(term)
         # Values of each anchor are gathered, and processes of a batch may differ in this choice.
         alike = not has_each(a) and not has_each(b)
