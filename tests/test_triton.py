@@ -1054,7 +1054,8 @@ def test_kernels_compile_for_gpus(tmp_path):
         # Two terms, and gradients by a learnt scale, hold more, and may take all registers.
         alone = "_kernel exponential {" in kernel["name"]
         limited = alone and "learnt" not in kernel["name"]
-        if kernel["GPU"] == 90 and limited:
+        siglip = "_kernel softplus {" in kernel["name"] and "'total': True" in kernel["name"]
+        if kernel["GPU"] == 90 and (limited or siglip):
             assert kernel["STACK"] <= 64 and (kernel["REG"] <= 128 or kernel["WARPS"] == 4), kernel
 
 
