@@ -508,6 +508,9 @@ def test_without_training_no_gradient_is_found(early, few_tiles):
         value = siglip(v, w)
     assert not early
     torch.testing.assert_close(siglip(v.detach(), w.detach()), value)
+    sim = Similarity(v, w, engine="triton")
+    with torch.no_grad():
+        torch.testing.assert_close(sigmoid_loss(sim, 10.0, -3.0), value)
     assert not early
     scale = torch.tensor(10.0, requires_grad=True, device=DEVICE)
     siglip(v.detach(), w.detach(), scale).backward()
@@ -515,6 +518,16 @@ def test_without_training_no_gradient_is_found(early, few_tiles):
     given = Similarity.from_scores(trained(d=12)[0], engine="triton")
     sigmoid_loss(given, 10.0, -3.0).backward()  # its gradient is a matrix
     assert not early
+
+
+@pytest.mark.parametrize("name", [name for name in TOTALS if name not in EARLY])
+def test_other_totals_have_their_gradient_later(name, early, few_tiles):
+    v, w = embeddings(5, 5)
+    wanted = evaluate_total(TOTALS[name], v, w, (None, None), "reference")
+    found = of_triton(TOTALS[name], v, w, (None, None), torch.float32)
+    assert not early
+    for got, exact in zip(found, [wanted[0][0][0], *wanted[1]], strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("which", [0, 1])
