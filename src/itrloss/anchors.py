@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .checks import as_params, as_value, check_number, one_of
+from .checks import as_tensor, as_value, check_number, one_of
 from .distributed.shards import Exchange, Shard, Share
 from .engine.matrix import Matrix
 from .engine.pairs import Over, segment_sum, slots
@@ -24,7 +24,6 @@ from .engine.terms import (
     exponential,
     identity,
     information,
-    shifted_exponential,
     square,
 )
 from .engine.tiled import Best
@@ -433,12 +432,11 @@ class Anchors:
         return lowest < math.exp(-SAFE_EXPONENT)
 
     def _logsumexp_of_positives(self, scale: Value) -> Tensor:
-        if self._listable():
+        if self._lists_positives():
             top = self._top_of_positives(scale)
         else:
             top = self._highest(scale, Where("positives"))
-        (a,) = as_params("scale", (scale,), self._size, self.dtype, self.device)
-        total = self.sum_of_positives(shifted_exponential, a, top)
+        total = self.sum_of_positives(exponential, scale=scale, shift=-top)
         return shifted_log(total, top, never_empty=False)
 
     def _top_of_positives(self, scale: Value) -> Tensor:
@@ -538,7 +536,7 @@ class Anchors:
         if guide is not None and where.limited:
             raise ValueError("guide: expected no limits beside it, as the term gets its scores")
         like = self._size, self.dtype, self.device
-        tensors = as_params("params", params, *like)
+        tensors = [as_tensor("params", p, *like) for p in params]
         a = as_value("scale", scale, *like)
         b = None if shift is None else as_value("shift", shift, *like)
         return self._sum(as_term(term), a, b, where, tensors, guide)
@@ -564,7 +562,7 @@ class Anchors:
         w = as_value("weights", weights, *like)
         if isinstance(w, Tensor):
             w = w.detach()
-        tensors = as_params("params", params, *like)
+        tensors = [as_tensor("params", p, *like) for p in params]
         a = as_value("scale", scale, *like)
         b = None if shift is None else as_value("shift", shift, *like)
         return self._weighted_sum(as_term(term), w, a, b, Where(over), tensors)
@@ -656,9 +654,13 @@ class Anchors:
         like = self._size, self.dtype, self.device
         a = as_value("scale", scale, *like)
         b = None if shift is None else as_value("shift", shift, *like)
-        tensors = as_params("params", params, *like)
+        tensors = [as_tensor("params", p, *like) for p in params]
         term = as_term(term)
-        if not self._listable():
+        # Values of each anchor are gathered, and processes of a batch may differ in this choice.
+        alike = not has_each(a) and not has_each(b)
+        if term is identity and alike and self._sums_by_class():
+            return self._sum_of_positive_scores(a, b)
+        if not self._lists_positives():
             return self._sum(term, a, b, Where("positives"), tensors)
         scores, index = self._positives()
         values = [a, b, *tensors]
@@ -675,6 +677,19 @@ class Anchors:
         total = segment_sum(found, index, sum(self.whole_sizes))
         return total if self.exchange is None else self.exchange.merged(total)
 
+    def _sums_by_class(self) -> bool:
+        """Return whether plain scores of positives are summed from the vectors of classes."""
+        return all(block.matrix.sums_by_class() for block in self._blocks)
+
+    def _sum_of_positive_scores(self, scale: Value, shift: Value | None) -> Tensor:
+        """Return (A,) ``sum_{p in pos(i)} (scale S_ip + shift)``, from sums by class."""
+        answers = [block.matrix.sums_of_positive_scores(block.sides) for block in self._blocks]
+        total = self._joined(answers, torch.add)
+        if self.exchange is not None:
+            total = self.exchange.merged(total)
+        total = total * scale
+        return total if shift is None else total + shift * self.positive_counts
+
     def mean_of_positives(
         self,
         term: Term | Function,
@@ -686,9 +701,9 @@ class Anchors:
         sums = self.sum_of_positives(term, *params, scale=scale, shift=shift)
         return sums if self.one_to_one else sums / self.positive_counts.clamp_min(1)
 
-    def _listable(self) -> bool:
-        """Return whether the positive pairs can be listed."""
-        return self.one_to_one or all(block.matrix.pairs.listable for block in self._blocks)
+    def _lists_positives(self) -> bool:
+        """Return whether sums over positives are over listed pairs, not over all scores."""
+        return self.one_to_one or all(block.matrix.lists_positives() for block in self._blocks)
 
     def _positives(self) -> tuple[Tensor, Tensor | None]:
         """Return the (P,) scores of the positive pairs, and (P,) their anchors.
@@ -737,6 +752,10 @@ class Anchors:
         weights = self._weights(reduction)
         return self._weighted_sum(excess, weights, shift=self._hinge_shifts(margin))
 
+    def _listable(self) -> bool:
+        """Return whether the positive pairs can be listed, however many they are."""
+        return all(block.matrix.pairs.listable for block in self._blocks)
+
     def _hinge_shifts(self, margin: float) -> Tensor:
         """Return ``margin - S_ip`` (A,) or, for several positives of an anchor, (L, A)."""
         scores, index = self._positives()
@@ -745,17 +764,25 @@ class Anchors:
         # One for each positive of an anchor; -inf where it has fewer.
         size = sum(self.whole_sizes)
         counts = self.positive_counts
-        slot = slots(index, size)
-        most = int(counts.amax())
-        if self.exchange is not None:  # positives in the processes before come first
+        slot = slots(index)
+        if self.exchange is None:
+            most = self._most_positives()
+        else:  # positives in the processes before come first
             slot = slot + self.exchange.earlier_positives()[index]
-            most = int(self.exchange.processes.largest(most))
+            most = int(self.exchange.processes.largest(int(counts.amax())))
         table = scores.new_zeros(max(1, most), size)
         table = table.index_put((slot, index), scores)
         if self.exchange is not None:
             table = self.exchange.merged(table)
         missing = torch.arange(len(table), device=self.device)[:, None] >= counts
         return (margin - table).masked_fill(missing, -math.inf)
+
+    def _most_positives(self) -> int:
+        """Return how many positives an anchor has at most."""
+        of_groups = []
+        for group in self._groups:
+            of_groups.append(sum(x.matrix.pairs.numbers().most[x.side] for x in group))
+        return max(of_groups)
 
     def _sorted_hinge_sum(self, margin: float) -> Tensor:
         """Return :meth:`hinge_sum` where positives cannot be listed."""

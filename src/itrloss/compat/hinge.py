@@ -12,7 +12,7 @@ from .. import functional
 from ..checks import Names, check_embeddings, check_matrix, check_number, one_of
 from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
-from ..terms import hinge, identity
+from ..terms import excess, identity
 
 
 def option(opt: Any, name: str, *default: Any) -> Any:
@@ -201,9 +201,8 @@ class HREMLoss(HingeLoss):
         if not self.mask_repeat:
             return self._hinges(pairs)
         ids = required_ids("img_ids", img_ids, im.device)
+        others = similarity(im, s, ids=(ids, ids)).both
         threshold = self.margin - pairs.both.sum_of_positives(identity)  # (2B,)
         if self.max_violation:
-            hardest = similarity(im, s, ids=(ids, ids)).both.hardest_negatives().values
-            return (threshold + hardest).relu().sum()
-        # max(threshold + S, 0) is the hinge at -S, which is the score of -im.
-        return similarity(-im, s, ids=(ids, ids)).both.sum(hinge, threshold).sum()
+            return (threshold + others.hardest_negatives().values).relu().sum()
+        return others.sum(excess, shift=threshold).sum()
