@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from .question import Question, Value, is_trained
 from .saved import save, saved
 from .tiled import Gradients, Needs
 from .vectors import full_precision, plain_unit
+
+if TYPE_CHECKING:
+    from .trial import Form
 
 
 class AllScores(torch.autograd.Function):
@@ -88,7 +91,8 @@ class Request:
     inputs: Inputs
     guide: Inputs | None
     pairs: tuple[Index, Index] | None
-    triton: bool
+    form: Form | None  # of the question, if Triton has kernels for it
+    strict: bool  # whether an error of Triton is raised, as the user chose it
 
 
 def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
@@ -98,11 +102,19 @@ def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
         scores = None if request.pairs is None else pair_scores(inputs, *request.pairs)
         if request.question is None:
             return None, scores
-        if request.triton:
-            from . import triton
+        return sums_of(request, request.question), scores
 
-            return triton.sums(request.question, inputs), scores
-        return tiled.sums(request.question, inputs, request.guide), scores
+
+def sums_of(request: Request, question: Question) -> Tensor:
+    """Return the sums (A,) of a request's question, by Triton if it has kernels that work."""
+    if request.form is not None:
+        from . import trial, triton
+
+        try:
+            return triton.sums(question, request.inputs)
+        except Exception as error:
+            trial.refuse(request.form, request.strict, error)
+    return tiled.sums(question, request.inputs, request.guide)
 
 
 def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | None]:
@@ -182,10 +194,13 @@ def first_derivatives(
         if question is None or grad_sums is None:
             assert listed is not None
             return tiled.pair_gradients(inputs, needs, listed)
-        if request.triton:
-            from . import triton
+        if request.form is not None:
+            from . import trial, triton
 
-            return triton.gradients(question, inputs, grad_sums, needs, listed)
+            try:
+                return triton.gradients(question, inputs, grad_sums, needs, listed)
+            except Exception as error:
+                trial.refuse(request.form, request.strict, error)
         return tiled.gradients(question, inputs, request.guide, grad_sums, needs, listed)
 
 
