@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.gpu import record
 from itrloss.engine import devices
 from itrloss.engine.matrix import choose_engine
 
@@ -38,11 +38,9 @@ def gpu(monkeypatch):
 def test_the_table_is_that_of_the_committed_records():
     passed = set()
     for path in RESULTS.glob("gpu*.json"):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record["passed"]:
-            machine = record["machine"]
-            versions = machine["torch"], machine["triton"]
-            passed.add(devices.platform_of(machine["capability"], *versions))
+        found = record.load(path)
+        if found.correct and not found.dry:
+            passed.add(devices.platform_of(found.capability, found.torch, found.triton))
     assert passed == devices.VERIFIED
 
 
