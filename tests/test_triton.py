@@ -16,20 +16,21 @@ from pathlib import Path
 import pytest
 import torch
 from cases import SHAPES, each, embeddings, make_ids, pairwise, similarity, upstream
-from test_engines import ANSWERS, evaluate, parameters
+from test_engines import ANSWERS, TOTALS, evaluate, evaluate_total, parameters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import itrloss
 from itrloss import Similarity
 from itrloss.engine import terms, tiled, vectors
 from itrloss.engine.inputs import Inputs, Side
-from itrloss.engine.pairs import IGNORE_ID, Pairs
+from itrloss.engine.pairs import IGNORE_ID, Numbers, Pairs
 from itrloss.engine.question import Question
 from itrloss.engine.terms import pair_term
-from itrloss.functional import info_nce_loss
+from itrloss.functional import info_nce_loss, sigmoid_loss, triplet_loss
 
 pytest.importorskip("triton")
 import triton
@@ -43,6 +44,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|divide by zero|All-NaN slice) encountered:RuntimeWarning"
 )
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = [torch.bfloat16, torch.float16]
 # Matrix products on GPUs need at least 16 rows and dimensions.
 TILE = (8, 16, 4, 4) if DEVICE.type == "cpu" else (16, 64, 16, 4)
 
@@ -217,6 +219,9 @@ ASKED_TERMS = {
     "excess": ((terms.excess,), {"shift": True}),
     "softplus": ((terms.softplus,), {"scale": True, "shift": True}),
     "square": ((terms.square,), {"scale": True, "shift": True}),
+    "identity": ((terms.identity,), {"scale": True, "shift": True}),
+    "log1p": ((terms.log1p_clamp,), {"scale": True}),
+    "log1p relu": ((terms.log1p_relu,), {"shift": True}),
 }
 
 
@@ -240,6 +245,10 @@ def test_functions_over_pairs_with_ignored_ids(
     asked_terms, trained = ASKED_TERMS[key]
     scale = torch.linspace(0.3, 2, 1 if shared else anchors).double()
     shift = scale / 2 - 1
+    if key == "log1p":  # its slope is steep near -1, and 0 below
+        scale = scale / 4
+        shift = scale / 2
+        shift[:2] = -5
     if key == "excess":  # slots, the last of which is unused
         scale = 1.0
         shift = torch.stack([1 - shift, 0.5 - shift, shift - torch.inf])
@@ -263,8 +272,9 @@ def test_functions_over_pairs_with_ignored_ids(
             gradients = engine.gradients(question, inputs, g, needs, None)
         found.append([answers, *(z for z in gradients if isinstance(z, torch.Tensor))])
     assert len(found[0]) == 3 + len(trained)
+    rtol = 1e-3 if key == "log1p" else 2e-4  # the logarithm of 1 - FLOOR, which rounds
     for wanted, got in zip(*found, strict=True):
-        torch.testing.assert_close(got.cpu().double(), wanted, rtol=2e-4, atol=2e-5)
+        torch.testing.assert_close(got.cpu().double(), wanted, rtol=rtol, atol=2e-5)
 
 
 # Which sides have vectors that are trained, and how many bytes of sums may be held.
@@ -385,10 +395,207 @@ def test_what_losses_ask_has_a_form():
     assert {asked for asked, _ in ASKED_TERMS.values()} == set(kernels.FORMS)
 
 
+# ----------------------------------------------------------------- totals along with their gradient
+
+# Totals of one scale and a term that has kernels. Their gradients are found in the forward pass.
+EARLY = [name for name in TOTALS if name not in ("scales of anchors", "of a user's term")]
+
+
+@pytest.fixture
+def early(monkeypatch):
+    """Count the totals that come along with their gradient."""
+    found = []
+    total = engine.total
+
+    def counted(*args):
+        found.append(args)
+        return total(*args)
+
+    monkeypatch.setattr(engine, "total", counted)
+    return found
+
+
+def of_triton(total, v, w, ids, dtype, view=lambda s: s.both):
+    """Return a total and its gradients on Triton, in float64, with float32 parameters."""
+    p = parameters(len(v), len(w), torch.float32).to(DEVICE).requires_grad_()
+    v, w = (x.to(DEVICE, dtype).requires_grad_() for x in (v, w))
+    anchors = view(similarity(v, w, moved(*ids), "triton"))
+    value = total(anchors, p[: len(anchors)])
+    grads = torch.autograd.grad(1.5 * value, (v, w, p), allow_unused=True)
+    assert [x.dtype for x in grads[:2]] == [dtype] * 2
+    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, (v, w, p), strict=True)]
+    return [x.detach().cpu().double() for x in (value, *grads)]
+
+
+def totals_of_all_shapes():
+    """Return cases that cover all pairs of values; one of each total is not slow."""
+    cases, seen = [], set()
+    for case in pairwise(name=EARLY, shape=SHAPES, view=VIEWS, fused=[True, False]):
+        name, shape, *_ = case
+        quick = name not in seen and SHAPES[shape][0] > 1
+        seen |= {name} if quick else set()
+        cases.append(pytest.param(*case, marks=[] if quick else pytest.mark.slow))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "shape", "view", "fused"), totals_of_all_shapes())
+def test_totals_along_with_their_gradient(
+    name, shape, view, fused, early, few_tiles, poisoned, monkeypatch
+):
+    monkeypatch.setattr(engine, "fused", lambda inputs: fused)
+    n, m, kind = SHAPES[shape]
+    (v, w), ids = embeddings(n, m), make_ids(kind, n, m)
+    v[0] = 0  # scores 0 with everything, and gets a zero gradient
+    wanted = evaluate_total(TOTALS[name], v, w, ids, "reference", VIEWS[view])
+    found = of_triton(TOTALS[name], v, w, ids, torch.float32, VIEWS[view])
+    assert early
+    for got, exact in zip(found, [wanted[0][0][0], *wanted[1]], strict=True):
+        assert (got - exact).norm() <= 3e-5 * exact.norm() + 2e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    pairwise(name=EARLY, shape=["one row", "primes", "five captions"], dtype=HALF),
+)
+def test_totals_in_half_precision(name, shape, dtype, early, few_tiles, poisoned):
+    """Of dimensions that are no multiple of a step."""
+    n, m, kind = SHAPES[shape]
+    ids = make_ids(kind, n, m)
+    v, w = (x.to(dtype).double() for x in embeddings(n, m, 21))
+    wanted = evaluate_total(TOTALS[name], v, w, ids, "reference")
+    value, *grads, by_parameters = of_triton(TOTALS[name], v, w, ids, dtype)
+    assert early
+    torch.testing.assert_close(value, wanted[0][0][0], rtol=1e-4, atol=1e-4)
+    for got, exact in zip(grads, wanted[1][:2], strict=True):
+        rounding = (exact.to(dtype).double() - exact).norm()
+        assert (got - exact).norm() <= 4 * rounding + 2e-3 * exact.norm() + 1e-6
+    exact = wanted[1][2]
+    assert (by_parameters - exact).norm() <= 5e-3 * exact.norm() + 1e-4
+
+
+def test_a_total_with_ignored_ids(early, few_tiles, poisoned):
+    v, w = embeddings(9, 20)
+    ids = make_ids("random", 9, 20)
+    total = TOTALS["and positives"]
+    kept = [torch.arange(9) != 2, ~torch.isin(torch.arange(20), torch.tensor([5, 19]))]
+    existing = ids[0][kept[0]], ids[1][kept[1]]
+    wanted = evaluate_total(total, v[kept[0]], w[kept[1]], existing, "reference")
+    ids[0][2] = ids[1][5] = ids[1][19] = IGNORE_ID
+    value, by_rows, by_cols, by_parameters = of_triton(total, v, w, ids, torch.float32)
+    assert early and not by_rows[2].any() and not by_cols[[5, 19]].any()
+    torch.testing.assert_close(value, wanted[0][0][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(by_rows[kept[0]], wanted[1][0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(by_cols[kept[1]], wanted[1][1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(by_parameters.sum(), wanted[1][2].sum(), rtol=1e-4, atol=1e-5)
+
+
+def siglip(v, w, scale=None):
+    """Return SigLIP's loss by Triton."""
+    scale = 10.0 if scale is None else scale
+    return sigmoid_loss(Similarity(v, w, engine="triton"), scale, -3.0)
+
+
+def trained(n=12, m=12, d=16, dtype=torch.float32):
+    return [x.requires_grad_() for x in moved(*embeddings(n, m, d, dtype=dtype))]
+
+
+@pytest.mark.parametrize("held", [2**27, 4 * 24 * 16, 4 * 24 * 16 - 1])
+def test_sums_of_gradients_are_held_if_they_fit(held, early, few_tiles, monkeypatch):
+    monkeypatch.setattr(engine, "held_bytes", lambda device: held)
+    v, w = trained()
+    found = torch.autograd.grad(siglip(v, w), (v, w))
+    assert bool(early) == (held >= 4 * 24 * 16)
+    exact = [x.detach().cpu().double().requires_grad_() for x in (v, w)]
+    value = sigmoid_loss(Similarity(*exact, engine="dense"), 10.0, -3.0)
+    for got, wanted in zip(found, torch.autograd.grad(value, exact), strict=True):
+        torch.testing.assert_close(got.cpu().double(), wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_without_training_no_gradient_is_found(early, few_tiles):
+    v, w = trained()
+    with torch.no_grad():
+        value = siglip(v, w)
+    assert not early
+    torch.testing.assert_close(siglip(v.detach(), w.detach()), value)
+    assert not early
+    scale = torch.tensor(10.0, requires_grad=True, device=DEVICE)
+    siglip(v.detach(), w.detach(), scale).backward()
+    assert not early and scale.grad is not None
+    given = Similarity.from_scores(trained(d=12)[0], engine="triton")
+    sigmoid_loss(given, 10.0, -3.0).backward()  # its gradient is a matrix
+    assert not early
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_side_without_training_has_no_sums(which, early, few_tiles):
+    given = trained()
+    given[which].requires_grad_(False)
+    siglip(*given).backward()
+    _, _, _, needs = early[0]
+    assert (needs.rows, needs.cols) == (which == 1, which == 0)
+    assert given[which].grad is None and given[1 - which].grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_a_total_may_be_differentiated_again(dtype, early, few_tiles):
+    """Twice with a graph that is kept, in checkpoints, with hooks, and in part."""
+    v, w = trained(dtype=dtype)
+    value = siglip(v, w)
+    first = torch.autograd.grad(value, (v, w), retain_graph=True)
+    second = torch.autograd.grad(3 * value, (v, w), retain_graph=True)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(3 * a, b, rtol=1e-2, atol=1e-3)
+    assert len(early) == 1
+    with pytest.raises(RuntimeError, match=r"create_graph.*dense"):
+        torch.autograd.grad(value, v, create_graph=True)
+    again = checkpoint(siglip, v, w, use_reentrant=False)
+    with saved_tensors_hooks(torch.clone, lambda copy: copy):
+        hooked = siglip(v, w)
+    for other in (again, hooked):
+        for a, b in zip(torch.autograd.grad(other, (v, w)), first, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_parts_of_a_total_and_its_positives(early, few_tiles):
+    """The total and the positives' scores come from one node, which may get one gradient only."""
+    v, w = trained()
+    exact = [x.detach().cpu().double().requires_grad_() for x in (v, w)]
+    found = []
+    for given, engine_name in (((v, w), "triton"), (exact, "dense")):
+        sim = Similarity(*given, engine=engine_name)
+        total = sim.weighted_sum(terms.softplus, scale=4.0)
+        positives = sim.sum_of_positives(terms.square).sum()
+        alone = [torch.autograd.grad(x, given, retain_graph=True) for x in (total, positives)]
+        found.append([x for pair in alone for x in pair])
+    assert len(early) == 1
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got.cpu().double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_embeddings_that_change_before_backward_are_refused(early, few_tiles):
+    v, w = trained()
+    value = siglip(v, w)
+    with torch.no_grad():
+        w.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_a_total_of_no_pairs(early):
+    v = torch.zeros(0, 4, device=DEVICE, requires_grad=True)
+    w = torch.ones(3, 4, device=DEVICE, requires_grad=True)
+    scale = torch.ones(1, device=DEVICE, requires_grad=True)
+    inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
+    question = Question(Pairs((0, 3), (None, None), DEVICE), (0,), (terms.softplus,), scale=scale)
+    needs = tiled.Needs(True, True, False, False, scale=True)
+    with torch.no_grad():
+        value, sums = engine.total(question, inputs, torch.ones(1, device=DEVICE), needs)
+        grad = torch.ones((), device=DEVICE)
+        found = engine.gradients_of_total(question, inputs, sums, grad, needs, None)
+    assert value == 0 and found.scale == 0 and not found.cols.any() and found.rows.shape == (0, 4)
+
+
 # ----------------------------------------------------------------------------------- half precision
-
-
-HALF = [torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize(
@@ -601,6 +808,7 @@ def as_on_a_gpu(monkeypatch):
     # cuBLAS needs no memory from PyTorch's allocator
     monkeypatch.setattr(engine, "_addmm", lambda total, a, b: None)
     monkeypatch.setattr(Pairs, "listable", True)
+    monkeypatch.setattr(Pairs, "_numbers", lambda self: Numbers(max(self.shape), (1, 1)))
     monkeypatch.setattr(
         Pairs, "listed", property(lambda self: [meta(max(self.shape), dtype=torch.int64)] * 2)
     )
@@ -681,6 +889,56 @@ def test_products_of_a_large_batch(memory, wanted, work, monkeypatch):
     assert work.flops == wanted * n * n * d
 
 
+LARGE = {
+    "siglip": lambda sim: sigmoid_loss(sim, *(meta(1, dtype=torch.float32) for _ in range(2))),
+    "siglip, learnt": lambda sim: sigmoid_loss(
+        sim, *(meta(1, dtype=torch.float32, requires_grad=True) for _ in range(2)), "sum"
+    ),
+    "siglip, each": lambda sim: torch.cat(sigmoid_loss(sim, 10.0, -10.0, "none")).sum(),
+    "triplet": lambda sim: triplet_loss(sim, mining="all"),
+    "triplet, mean": lambda sim: triplet_loss(sim, mining="all", reduction="mean"),
+}
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
+@pytest.mark.parametrize("name", LARGE)
+def test_products_of_totals(name, work, monkeypatch):
+    """Multiples of NMD of a large batch: of both sides, one, with less memory, without training."""
+    n, d = 65536, 768
+
+    def products(memory, *trained):
+        monkeypatch.setattr(engine, "memory_of", lambda device: int(memory))
+        v, w = (meta(n, d, dtype=torch.bfloat16, requires_grad=x) for x in trained)
+        work.flops = 0
+        value = LARGE[name](Similarity(v, w, engine="triton"))
+        forward = work.flops
+        if any(trained):
+            value.backward()
+        return forward / (n * n * d), work.flops / (n * n * d)
+
+    if name == "siglip, each":
+        assert products(80e9, True, True) == (2, 8)
+        return
+    assert products(80e9, True, True) == (6, 6)
+    assert products(80e9, True, False) == (4, 4)
+    assert products(16e9, True, True) == (2, 8)
+    assert products(8e9, True, True) == (2, 10)
+    assert products(80e9, False, False)[0] == 2
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
+@pytest.mark.parametrize("dtype", HALF)
+def test_memory_of_a_total(dtype, as_on_a_gpu, monkeypatch):
+    """Held sums of both sides' gradients in float32, 402 MB here, and at most 256 MiB."""
+    monkeypatch.setattr(engine, "memory_of", lambda device: int(80e9))
+    n, d = 65536, 768
+    v, w = (meta(n, d, dtype=dtype, requires_grad=True) for _ in range(2))
+    with Peak(v, w) as peak:
+        LARGE["siglip, learnt"](Similarity(v, w, engine="triton")).backward()
+    gradients = 2 * n * d * v.element_size()
+    assert 0 < peak.bytes - gradients - 2 * n * d * 4 <= 256 * 2**20
+
+
 # -------------------------------------------------------------------------------- checks before use
 
 # The form of InfoNCE with ids, of which the others differ in a few places.
@@ -701,6 +959,7 @@ ASKED_FORM = trial.Form(
     slots=1,
     listed="listed",
     gradients=trial.Trained(rows=torch.float32, cols=torch.bfloat16),
+    weights="none",
 )
 FLOATS = {"dtypes": (torch.float32, torch.float32)}
 LEARNT = trial.Trained(torch.float32, None, scale=True)
@@ -724,7 +983,10 @@ FORMS = {
     "softplus": {"terms": (terms.softplus,), "shift": "one", "scale": "one", "gradients": LEARNT},
     "excess": {"terms": (terms.excess,), "slots": 2, "shift": "each", "sides": (1,)},
     "moments": {"terms": (terms.identity, terms.square), "over": "all"},
+    "a total": {"terms": (terms.softplus,), "shift": "one", "scale": "one", "weights": "one"},
+    "a weighted total": {"terms": (terms.excess,), "weights": "each", "listed": "none"},
 }
+WEIGHTS = {"none": None, "one": torch.ones(1), "each": torch.ones(2)}
 
 
 @pytest.fixture
@@ -753,7 +1015,8 @@ def test_the_very_form_is_tried(name, examples, recwarn, monkeypatch):
     def noted(run, kernel, config, *args):
         given = run.question, run.inputs, wanted.gradients
         pairs = {"none": None, "diagonal": (None, None), "listed": (torch.zeros(1),) * 2}
-        seen.append(trial.form_of(*given, pairs[wanted.listed]))
+        weights = WEIGHTS[wanted.weights]
+        seen.append(trial.form_of(*given, pairs[wanted.listed], weights))
         launch(run, kernel, config, *args)
 
     monkeypatch.setattr(engine.Pass, "launch", noted)
@@ -861,11 +1124,26 @@ def fails(at):
     return launch
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 3])  # the first launches are forward's
+@pytest.mark.parametrize("at", [0, 1, 2, 3, "the projection"])  # the first launches are forward's
 @pytest.mark.parametrize("name", ["infonce", "dcl", "hal", "sigmoid", "triplet all"])
 def test_no_error_of_triton_surfaces_in_a_step_of_auto(name, at, examples, monkeypatch):
     """Value and gradients are then the tiled engine's, whatever fails, and a warning says it."""
     monkeypatch.setattr(trial, "error_of", lambda form: "")
+    v, w = (x.to(torch.float32) for x in embeddings(20, 20))
+    wanted, warned = step_of(name, Similarity, v, w, engine="tiled")
+    assert not warned
+    break_triton(at, monkeypatch)
+    found, warned = step_of(name, chosen_by_auto, v, w)
+    assert warned
+    for got, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got.cpu(), right, rtol=2e-5, atol=1e-6)
+
+
+def break_triton(at, monkeypatch):
+    """Let launches from a number on fail, or the kernel that projects gradients."""
+    if at == "the projection":
+        monkeypatch.setattr(engine.VectorGradient, "finish", refused)
+        return
     launch = fails(at)
     real = engine.Pass.launch
 
@@ -874,18 +1152,16 @@ def test_no_error_of_triton_surfaces_in_a_step_of_auto(name, at, examples, monke
         real(run, *args)
 
     monkeypatch.setattr(engine.Pass, "launch", sometimes)
-    v, w = (x.to(torch.float32) for x in embeddings(20, 20))
-    found = []
-    for make in (chosen_by_auto, lambda v, w: Similarity(v, w, engine="tiled")):
-        x, y = (z.clone().requires_grad_() for z in moved(v, w))
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            loss = LOSSES_OF_SIMILARITIES[name](make(x, y))
-            loss.backward()
-        found.append([loss.detach(), x.grad, y.grad])
-        assert bool(about_triton(warned)) == (make is chosen_by_auto)
-    for got, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=2e-5, atol=1e-6)
+
+
+def step_of(name, similarity, v, w, **options):
+    """Return a loss and its gradients, and the warnings about Triton."""
+    x, y = (z.clone().requires_grad_() for z in (v, w))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        loss = LOSSES_OF_SIMILARITIES[name](similarity(x, y, **options))
+        loss.backward()
+    return [loss.detach(), x.grad, y.grad], about_triton(warned)
 
 
 LOSSES_OF_SIMILARITIES = {

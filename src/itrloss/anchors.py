@@ -24,7 +24,6 @@ from .engine.terms import (
     exponential,
     identity,
     information,
-    shifted_exponential,
     square,
 )
 from .engine.tiled import Best
@@ -433,12 +432,11 @@ class Anchors:
         return lowest < math.exp(-SAFE_EXPONENT)
 
     def _logsumexp_of_positives(self, scale: Value) -> Tensor:
-        if self._listable():
+        if self._lists_positives():
             top = self._top_of_positives(scale)
         else:
             top = self._highest(scale, Where("positives"))
-        (a,) = as_params("scale", (scale,), self._size, self.dtype, self.device)
-        total = self.sum_of_positives(shifted_exponential, a, top)
+        total = self.sum_of_positives(exponential, scale=scale, shift=-top)
         return shifted_log(total, top, never_empty=False)
 
     def _top_of_positives(self, scale: Value) -> Tensor:
@@ -543,6 +541,54 @@ class Anchors:
         b = None if shift is None else as_value("shift", shift, *like)
         return self._sum(as_term(term), a, b, where, tensors, guide)
 
+    def weighted_sum(
+        self,
+        term: Term | Function,
+        *params: float | Tensor,
+        weights: float | Tensor = 1.0,
+        scale: float | Tensor = 1.0,
+        shift: float | Tensor | None = None,
+        over: Over = "negatives",
+    ) -> Tensor:
+        """Return () ``sum_i w_i sum_{j in neg(i)} term(scale_i S_ij + shift_i, *params_i)``.
+
+        ``weights`` are a number or (A,), and get no gradient; for the rest see :meth:`sum`. A loss
+        that needs this one number, and not the sum of each anchor, says so by this method: on the
+        Triton engine its gradient is then found in the forward pass, which spares a visit of all
+        scores.
+        """
+        one_of("over", over, "negatives", "positives", "all")
+        like = self._size, self.dtype, self.device
+        w = as_value("weights", weights, *like)
+        if isinstance(w, Tensor):
+            w = w.detach()
+        tensors = as_params("params", params, *like)
+        a = as_value("scale", scale, *like)
+        b = None if shift is None else as_value("shift", shift, *like)
+        return self._weighted_sum(as_term(term), w, a, b, Where(over), tensors)
+
+    def _weighted_sum(
+        self,
+        term: Term,
+        weights: Value,
+        scale: Value = 1.0,
+        shift: Value | None = None,
+        where: Where | None = None,  # the negatives
+        params: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Return the () weighted total of sums, see :meth:`_sum`."""
+        if self.exchange is not None:  # sums of candidates in several processes have to be merged
+            return (self._sum(term, scale, shift, where, params) * weights).sum()
+        if where is None:
+            where = Where()
+        totals = []
+        for block in self._blocks:
+            question = self._question(block, term, where.over, [scale, shift, None, None, *params])
+            own_weights = self._of_block(weights, block)
+            assert own_weights is not None
+            totals.append(block.matrix.weighted_sum(question, own_weights))
+        return functools.reduce(torch.add, totals)
+
     def _where(self, over: Over, below: Limit, above: Limit, guide: Anchors | None) -> Where:
         """Return which candidates count, checked."""
         one_of("over", over, "negatives", "positives", "all")
@@ -610,7 +656,11 @@ class Anchors:
         b = None if shift is None else as_value("shift", shift, *like)
         tensors = as_params("params", params, *like)
         term = as_term(term)
-        if not self._listable():
+        # Values of each anchor are gathered, and processes of a batch may differ in this choice.
+        alike = not has_each(a) and not has_each(b)
+        if term is identity and alike and self._sums_by_class():
+            return self._sum_of_positive_scores(a, b)
+        if not self._lists_positives():
             return self._sum(term, a, b, Where("positives"), tensors)
         scores, index = self._positives()
         values = [a, b, *tensors]
@@ -627,6 +677,19 @@ class Anchors:
         total = segment_sum(found, index, sum(self.whole_sizes))
         return total if self.exchange is None else self.exchange.merged(total)
 
+    def _sums_by_class(self) -> bool:
+        """Return whether plain scores of positives are summed from the vectors of classes."""
+        return all(block.matrix.sums_by_class() for block in self._blocks)
+
+    def _sum_of_positive_scores(self, scale: Value, shift: Value | None) -> Tensor:
+        """Return (A,) ``sum_{p in pos(i)} (scale S_ip + shift)``, from sums by class."""
+        answers = [block.matrix.sums_of_positive_scores(block.sides) for block in self._blocks]
+        total = self._joined(answers, torch.add)
+        if self.exchange is not None:
+            total = self.exchange.merged(total)
+        total = total * scale
+        return total if shift is None else total + shift * self.positive_counts
+
     def mean_of_positives(
         self,
         term: Term | Function,
@@ -638,9 +701,9 @@ class Anchors:
         sums = self.sum_of_positives(term, *params, scale=scale, shift=shift)
         return sums if self.one_to_one else sums / self.positive_counts.clamp_min(1)
 
-    def _listable(self) -> bool:
-        """Return whether the positive pairs can be listed."""
-        return self.one_to_one or all(block.matrix.pairs.listable for block in self._blocks)
+    def _lists_positives(self) -> bool:
+        """Return whether sums over positives are over listed pairs, not over all scores."""
+        return self.one_to_one or all(block.matrix.lists_positives() for block in self._blocks)
 
     def _positives(self) -> tuple[Tensor, Tensor | None]:
         """Return the (P,) scores of the positive pairs, and (P,) their anchors.
@@ -676,23 +739,50 @@ class Anchors:
         """
         if not self._listable():
             return self._sorted_hinge_sum(margin)
+        return self._sum(excess, shift=self._hinge_shifts(margin))
+
+    def reduced_hinge_sum(self, margin: float, reduction: Reduction) -> Any:
+        """Return :meth:`hinge_sum` after :meth:`reduce`.
+
+        Where that is one number, its gradient is found as in :meth:`weighted_sum`.
+        """
+        one_of("reduction", reduction, "mean", "sum", "none")
+        if reduction == "none" or self.exchange is not None or not self._listable():
+            return self.reduce(self.hinge_sum(margin), reduction)
+        weights = self._weights(reduction)
+        return self._weighted_sum(excess, weights, shift=self._hinge_shifts(margin))
+
+    def _listable(self) -> bool:
+        """Return whether the positive pairs can be listed, however many they are."""
+        return all(block.matrix.pairs.listable for block in self._blocks)
+
+    def _hinge_shifts(self, margin: float) -> Tensor:
+        """Return ``margin - S_ip`` (A,) or, for several positives of an anchor, (L, A)."""
         scores, index = self._positives()
         if index is None:
-            return self._sum(excess, shift=margin - scores)
-        # Shifts (K, A), one for each positive of an anchor; -inf where it has fewer.
+            return margin - scores
+        # One for each positive of an anchor; -inf where it has fewer.
         size = sum(self.whole_sizes)
         counts = self.positive_counts
-        slot = slots(index, size)
-        most = int(counts.amax())
-        if self.exchange is not None:  # positives in the processes before come first
+        slot = slots(index)
+        if self.exchange is None:
+            most = self._most_positives()
+        else:  # positives in the processes before come first
             slot = slot + self.exchange.earlier_positives()[index]
-            most = int(self.exchange.processes.largest(most))
+            most = int(self.exchange.processes.largest(int(counts.amax())))
         table = scores.new_zeros(max(1, most), size)
         table = table.index_put((slot, index), scores)
         if self.exchange is not None:
             table = self.exchange.merged(table)
         missing = torch.arange(len(table), device=self.device)[:, None] >= counts
-        return self._sum(excess, shift=(margin - table).masked_fill(missing, -math.inf))
+        return (margin - table).masked_fill(missing, -math.inf)
+
+    def _most_positives(self) -> int:
+        """Return how many positives an anchor has at most."""
+        of_groups = []
+        for group in self._groups:
+            of_groups.append(sum(x.matrix.pairs.numbers().most[x.side] for x in group))
+        return max(of_groups)
 
     def _sorted_hinge_sum(self, margin: float) -> Tensor:
         """Return :meth:`hinge_sum` where positives cannot be listed."""
@@ -746,6 +836,20 @@ class Anchors:
         if self.exchange is not None:  # sums and numbers in one exchange
             sums, counts = self.total(torch.stack([sums, counts]))
         return (sums / counts.clamp_min(1)).sum()
+
+    def _weights(self, reduction: Literal["mean", "sum"]) -> Value:
+        """Return the weights, (A,) or one number, with which :meth:`reduce` adds up values."""
+        valid = self.valid()
+        if valid is None and reduction == "sum":
+            return 1.0
+        if valid is None and self.of_one_size:
+            return 1 / self.sizes[0]
+        if valid is None:
+            valid = torch.ones(self._size, dtype=torch.bool, device=self.device)
+        weights = valid.to(self.dtype)
+        if reduction == "sum":
+            return weights
+        return torch.cat([part / part.sum().clamp_min(1) for part in self.split(weights)])
 
     def per_pair(self, sums: Tensor) -> Tensor:
         """Return (A,) ``sums`` over positives, scaled for a mean over pairs.

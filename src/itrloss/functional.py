@@ -28,7 +28,7 @@ from .sets import dynamic_orthogonal_loss as dynamic_orthogonal_loss
 from .sets import set_similarity as set_similarity
 from .sets import variance_aware_loss as variance_aware_loss
 from .similarity import Engine, Similarity
-from .terms import hinge, log1p_clamp, log1p_relu, pair_term, softplus
+from .terms import excess, log1p_clamp, log1p_relu, pair_term, softplus
 
 Diversity = Literal["std", "entropy", None]
 Mining = Literal["hardest", "all"]
@@ -326,17 +326,20 @@ def sigmoid_loss(
             raise ValueError(
                 f"{name}: expected a number or a tensor of one value, got shape {tuple(x.shape)}"
             )
-    # A sum over the rows has each pair once; per-anchor values need the columns, too.
-    anchors = sim if isinstance(sim, Similarity) and reduction != "none" else sim.both
-    values = anchors.sum(softplus, scale=scale, shift=bias)
-    values = values + anchors.sum_of_positives(softplus, scale=-scale, shift=-bias)
-    if isinstance(anchors, Similarity):
-        total = anchors.total(values.sum())
+    if isinstance(sim, Similarity) and reduction != "none":
+        # A sum over the rows has each pair once.
+        total = sim.weighted_sum(softplus, scale=scale, shift=bias)
+        total = total + sim.sum_of_positives(softplus, scale=-scale, shift=-bias).sum()
+        total = sim.total(total)
         if reduction == "sum":
             return total
         # The batches of several processes may all be empty.
-        n, m = [max(1, size) for size in anchors.totals]
+        n, m = [max(1, size) for size in sim.totals]
         return total * (0.5 / n + 0.5 / m)
+    # Values of anchors need the columns, too.
+    anchors = sim.both
+    values = anchors.sum(softplus, scale=scale, shift=bias)
+    values = values + anchors.sum_of_positives(softplus, scale=-scale, shift=-bias)
     # One half of a pair's value counts for its row and the other for its column.
     existing = anchors.positive_counts + anchors.negative_counts > 0
     return anchors.reduce(0.5 * values, reduction, existing)
@@ -348,10 +351,10 @@ def triplet_loss(
     """Return the triplet ranking loss of VSE++; see :class:`itrloss.TripletLoss`."""
     anchors = _anchors(sim)
     one_of("mining", mining, "hardest", "all")
-    if mining == "hardest":
-        values = anchors.sum_of_positives(hinge, anchors.hardest_negatives().values + margin)
-    else:
-        values = anchors.hinge_sum(margin)
+    if mining == "all":
+        return anchors.reduced_hinge_sum(margin, reduction)
+    threshold = anchors.hardest_negatives().values + margin
+    values = anchors.sum_of_positives(excess, scale=-1.0, shift=threshold)
     return anchors.reduce(values, reduction)
 
 

@@ -9,8 +9,8 @@ tests/test_costs.py -k memory``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from .vectors import full_precision, plain_unit
 
 if TYPE_CHECKING:
     from .trial import Form
+    from .triton import EarlyGradients
 
 
 class AllScores(torch.autograd.Function):
@@ -91,8 +92,11 @@ class Request:
     inputs: Inputs
     guide: Inputs | None
     pairs: tuple[Index, Index] | None
-    form: Form | None  # of the question, if Triton has kernels for it
-    strict: bool  # whether an error of Triton is raised, as the user chose it
+    form: Form | None = None  # of the question, if Triton has kernels for it
+    strict: bool = False  # whether an error of Triton is raised, as the user chose it
+    #: (1,) or (A,): the sums are added with these weights to one number, by Triton. None: they are
+    #: requested one by one.
+    weights: Tensor | None = None
 
 
 def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
@@ -130,7 +134,8 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
             "itrloss: tiles are visited outside of compiled graphs; "
             "fullgraph=True needs engine='dense'"
         )
-    return SumsAndPairScores.apply(request, *targets, *values)  # type: ignore[return-value]
+    function = SumsAndPairScores if request.weights is None else TotalAndPairScores
+    return function.apply(request, *targets, *values)  # type: ignore[return-value]
 
 
 class SumsAndPairScores(torch.autograd.Function):
@@ -165,11 +170,97 @@ class SumsAndPairScores(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return None, *second_derivatives(request, targets, *grads)
         needs = needs_of(request, ctx.needs_input_grad)._replace(dtypes=tuple(ctx.dtypes))
-        found = first_derivatives(request, needs, *grads)
-        of_targets = found.rows, found.cols, found.row_bias, found.col_bias, found.scores
-        if request.question is None:
-            return None, *of_targets
-        return None, *of_targets, found.scale, found.shift, None, None, *found.params
+        return in_places(request, first_derivatives(request, needs, *grads))
+
+
+def in_places(request: Request, found: Gradients) -> tuple[Any, ...]:
+    """Return gradients in the places of :meth:`SumsAndPairScores.forward`."""
+    of_targets = found.rows, found.cols, found.row_bias, found.col_bias, found.scores
+    if request.question is None:
+        return None, *of_targets
+    return None, *of_targets, found.scale, found.shift, None, None, *found.params
+
+
+class TotalAndPairScores(torch.autograd.Function):
+    """The () total of weighted sums, whose gradient comes with it, and the (P,) scores of pairs.
+
+    The gradient of each sum is known up to one factor, the gradient of the total.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, request: Request, rows: Tensor | None, cols: Tensor | None, *rest: Value | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the total and the scores; ``rest``: see :meth:`SumsAndPairScores.forward`."""
+        dtypes = [torch.float32 if x is None else x.dtype for x in (rows, cols)]
+        needs = needs_of(request, ctx.needs_input_grad)._replace(dtypes=tuple(dtypes))
+        inputs = request.inputs
+        assert request.question is not None and request.weights is not None
+        with full_precision(inputs.like):
+            total, early = total_of(request, request.question, request.weights, needs)
+            scores = None if request.pairs is None else pair_scores(inputs, *request.pairs)
+        save(ctx, (request, needs, early))
+        ctx.set_materialize_grads(False)  # a loss may use the total alone, or the pairs alone
+        return total, scores
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradient of each tensor that ``forward`` took, from the gradients of both."""
+        if grads == (None, None):
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled():
+            raise_second_derivative()
+        request: Request
+        request, needs, early = saved(ctx)
+        grad_total, grad_pairs = grads
+        if grad_total is None:
+            return in_places(request, first_derivatives(request, needs, None, grad_pairs))
+        found = derivatives_of_total(request, needs, early, grad_total, grad_pairs)
+        return in_places(request, found)
+
+
+def total_of(
+    request: Request, question: Question, weights: Tensor, needs: Needs
+) -> tuple[Tensor, EarlyGradients | None]:
+    """Return the () weighted total of a question's sums, and what its gradient is made of.
+
+    If Triton fails, the tiled engine returns the total, and finds the gradient afterwards.
+    """
+    from . import trial, triton
+
+    assert request.form is not None
+    try:
+        return triton.total(question, request.inputs, weights, needs)
+    except Exception as error:
+        trial.refuse(request.form, request.strict, error)
+    return (tiled.sums(question, request.inputs, None) * weights).sum(), None
+
+
+def derivatives_of_total(
+    request: Request,
+    needs: Needs,
+    early: EarlyGradients | None,
+    grad_total: Tensor,  # ()
+    grad_pairs: Tensor | None,  # (P,)
+) -> Gradients:
+    """Return the gradients from the gradients of a total and of the pairs' scores."""
+    from . import trial, triton
+
+    question = request.question
+    assert question is not None and request.weights is not None and request.form is not None
+    if early is not None:
+        listed = None
+        if request.pairs is not None and grad_pairs is not None:
+            listed = ListedPairs(*request.pairs, grad_pairs)
+        inputs = request.inputs
+        try:
+            with full_precision(inputs.like):
+                return triton.gradients_of_total(question, inputs, early, grad_total, needs, listed)
+        except Exception as error:
+            trial.refuse(request.form, request.strict, error)
+    grad_sums = (request.weights * grad_total).expand(question.size)
+    by_tiles = replace(request, form=None)
+    return first_derivatives(by_tiles, needs, grad_sums, grad_pairs)
 
 
 def needs_of(request: Request, needed: Sequence[bool]) -> Needs:
@@ -252,12 +343,17 @@ def plain_scores(inputs: Inputs, targets: Targets) -> Tensor:
     if targets.scores is not None:
         return targets.scores
     if inputs.rows.unit is None:
-        raise RuntimeError(
-            "create_graph: second derivatives need engine='dense', whose answers are plain PyTorch"
-        )
+        raise_second_derivative()
     rows = plain_side(inputs.rows, targets.rows)
     cols = plain_side(inputs.cols, targets.cols)
     return plain_product(rows, cols, inputs.rows.bias, inputs.cols.bias)
+
+
+def raise_second_derivative() -> NoReturn:
+    """Raise the error of a gradient that is not to be differentiated."""
+    raise RuntimeError(
+        "create_graph: second derivatives need engine='dense', whose answers are plain PyTorch"
+    )
 
 
 def plain_product(

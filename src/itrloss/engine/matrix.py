@@ -14,11 +14,12 @@ from torch import Tensor
 from ..checks import one_of
 from . import dense, devices, tiled
 from .autograd import AllScores, Request, Targets, ask, pairs_of, plain_pair_scores, plain_product
+from .class_sums import positive_sums
 from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
 from .pairs import Pairs, segment_sum
 from .products import matmul
-from .question import Question
+from .question import Question, Value, is_trained
 from .terms import identity
 from .tiled import Best
 from .vectors import Embeddings, full_precision, host_may_read, may_keep
@@ -273,7 +274,7 @@ class Matrix:
             other = None if guide is None else guide.scores().detach().to(self.dtype)
             return dense.sums(question, self.graph_scores(), other)
         inputs = self.inputs()
-        pairs = self._positives_along()
+        pairs = self._positives_along(question)
         request = Request(
             question=question,
             inputs=inputs,
@@ -282,24 +283,95 @@ class Matrix:
             form=self._form(question, inputs, pairs) if guide is None else None,
             strict=self.strict,
         )
+        return self._asked(request)
+
+    def _asked(self, request: Request) -> Tensor:
+        """Return the sums of a request, and keep the scores of positives that come along."""
         sums, positives = ask(request, self.targets())
         if request.pairs is not None:
             self._positive_scores = positives
         assert sums is not None
         return sums
 
-    def _positives_along(self) -> tuple[Index, Index] | None:
-        """Return the positive pairs if their scores are to be computed along with a sum."""
+    def weighted_sum(self, question: Question, weights: Value) -> Tensor:
+        """Return the () total of a question's sums, times weights without a gradient."""
+        request = self._early_request(question, weights)
+        if request is None:
+            return (self.sums(question) * weights).sum()
+        self.check_unchanged()
+        self._summed = True
+        return self._asked(request)
+
+    def _early_request(self, question: Question, weights: Value) -> Request | None:
+        """Return the request of a total if its gradient is to be found in the forward pass."""
+        if not torch.is_grad_enabled() or self.embeddings is None or not self._may_use_triton():
+            return None
+        from . import triton
+
+        vectors = [x for x in self.targets()[:2] if is_trained(x)]
+        if not triton.may_find_early(question, vectors):
+            return None
+        if not isinstance(weights, Tensor):
+            weights = torch.full((1,), weights, dtype=self.dtype, device=self.device)
+        inputs = self.inputs()
+        pairs = self._positives_along(question)
+        form = self._form(question, inputs, pairs, weights)
+        if form is None:
+            return None
+        return Request(question, inputs, None, pairs, form, self.strict, weights)
+
+    def _positives_along(self, question: Question) -> tuple[Index, Index] | None:
+        """Return the positive pairs if their scores are to be computed along with a sum.
+
+        Losses that sum over all candidates seldom ask for positives one by one.
+        """
         if not torch.is_grad_enabled() or self._positive_scores is not None:
             return None
         if self.pairs.one_to_one:
             return None, None
-        if not self.pairs.listable or self.is_memory:
+        if self.is_memory or question.over != "negatives" or not self.lists_positives():
             return None
         return self.pairs.listed
 
+    def lists_positives(self) -> bool:
+        """Return whether sums over positives are over listed pairs, not over all scores.
+
+        An accelerator has to tell the host how many there are. If plain PyTorch has the scores at
+        hand, it does without.
+        """
+        if self.pairs.one_to_one:
+            return True
+        if not self.pairs.listable:
+            return False
+        if self.engine == "dense" and not self.host_may_read():
+            return False
+        return self.pairs.are_few
+
+    def sums_by_class(self) -> bool:
+        """Return whether plain scores of positives are best summed from the vectors of classes.
+
+        On an accelerator they are, as it need not wait until the pairs are listed.
+        """
+        if self.embeddings is None or self.pairs.ids[0] is None or self.engine == "dense":
+            return False
+        if torch.compiler.is_compiling():
+            return False
+        return not self._lists_positives_at_no_cost()
+
+    def sums_of_positive_scores(self, sides: tuple[int, ...]) -> Tensor:
+        """Return the sums (A,) of the scores of each anchor's positives, from sums by class."""
+        self.check_unchanged()
+        inputs = self.inputs()
+        targets = self.embedding_targets()
+        sums = [positive_sums(inputs, self.pairs, side, targets) for side in sides]
+        return torch.cat(sums)
+
     def _form(
-        self, question: Question, inputs: Inputs, pairs: tuple[Index, Index] | None
+        self,
+        question: Question,
+        inputs: Inputs,
+        pairs: tuple[Index, Index] | None,
+        weights: Tensor | None = None,
     ) -> Form | None:
         """Return the form of a question's sums if Triton has kernels for it that work."""
         if not self._may_use_triton():
@@ -310,7 +382,7 @@ class Matrix:
             return None
         rows, cols, _, _, scores = self.targets()
         gradients = trial.gradients_needed(question, rows, cols, scores)
-        form = trial.form_of(question, inputs, gradients, pairs)
+        form = trial.form_of(question, inputs, gradients, pairs, weights)
         return form if self.strict or trial.works(form) else None
 
     def _may_use_triton(self) -> bool:
@@ -365,13 +437,22 @@ class Matrix:
             with full_precision(inputs.like):
                 sums = {side: tiled.summed_scores(inputs, side) for side in sides}
                 # One positive hardly moves a mean, but several may score far from the negatives.
-                if not self.pairs.one_to_one and self.pairs.listable:
-                    scores = pair_scores(inputs, *self.pairs.listed)
+                if not self.pairs.one_to_one and not torch.compiler.is_compiling():
                     for side, total in sums.items():
-                        index = self.pairs.listed[side]
-                        negatives = total - segment_sum(scores, index, self.shape[side])
-                        sums[side] = self._rescaled(negatives, side)
+                        positives = self._positives_of_side(inputs, side)
+                        sums[side] = self._rescaled(total - positives, side)
                 return torch.cat(list(sums.values()))
+
+    def _positives_of_side(self, inputs: Inputs, side: int) -> Tensor:
+        """Return the sums (A,) of the scores of each anchor's positives, without a gradient."""
+        if self.pairs.ids[0] is not None and not self._lists_positives_at_no_cost():
+            return positive_sums(inputs, self.pairs, side, self.embedding_targets())
+        scores = pair_scores(inputs, *self.pairs.listed)
+        return segment_sum(scores, self.pairs.listed[side], self.shape[side])
+
+    def _lists_positives_at_no_cost(self) -> bool:
+        """Return whether positives are few, and the host knows them without waiting."""
+        return self.host_may_read() and self.lists_positives()
 
     def _rescaled(self, sums: Tensor, side: int) -> Tensor:
         """Return the mean of each anchor's negatives, times the number of its candidates: (A,)."""
@@ -414,8 +495,8 @@ class Matrix:
         That is one gradient of all embeddings less, 0.88 of the time (python -m benchmarks --losses
         "triplet hardest" --shapes 512x512x1024, with and without).
         """
-        alone = self.engine == "dense" or not self.pairs.listable
-        if alone or self._positive_scores is not None:
+        alone = self.engine == "dense" or self._positive_scores is not None
+        if alone or not self.lists_positives():
             return self.pair_scores(rows, cols)
         positive_rows, positive_cols = self.pairs.listed
         count = len(positive_rows)
@@ -440,7 +521,7 @@ class Matrix:
             return plain_pair_scores(self._plain_inputs(), Targets(), i, j)
         if self.engine == "dense":
             return pairs_of(self.graph_scores(), i, j)
-        request = Request(None, self.inputs(), None, (i, j), None, False)
+        request = Request(None, self.inputs(), None, (i, j))
         # Where no sum puts all scores into the graph, pairs alone save two products in backward.
         targets = self.targets() if self._summed else self.embedding_targets()
         scores = ask(request, targets)[1]

@@ -52,6 +52,7 @@ class Form(NamedTuple):
     slots: int  # 2 stands for any number of shifts above 1
     listed: Listing  # positive pairs whose scores come along
     gradients: Trained
+    weights: Kind  # of a total, whose gradient comes with it; none: the sums are asked for
 
     def __str__(self) -> str:
         """Describe the form in words."""
@@ -86,6 +87,7 @@ def form_of(
     inputs: Inputs,
     gradients: Trained,
     pairs: tuple[Index, Index] | None,  # whose scores come along
+    weights: Tensor | None = None,  # of a total of the sums
 ) -> Form:
     """Return the form of a question of some inputs."""
     rows = inputs.rows
@@ -115,6 +117,7 @@ def form_of(
         slots=min(question.slots, 2),
         listed=listed,
         gradients=gradients,
+        weights=kind_of(weights),
     )
 
 
@@ -230,10 +233,16 @@ def triton_results(form: Form, question: Question, inputs: Inputs) -> list[Tenso
     """Return the sums, or maxima, and gradients that the kernels find."""
     if not form.terms:
         return [triton.highest(question, inputs)]
+    listed = example_of_listed(form, inputs)
+    if form.weights != "none":
+        weights = example_of_weights(form, question)
+        total, early = triton.total(question, inputs, weights, needs_of(form))
+        grad = torch.ones_like(total)
+        found = triton.gradients_of_total(question, inputs, early, grad, needs_of(form), listed)
+        return [total, found.rows, found.cols, found.scores, found.scale, found.shift]
     sums = triton.sums(question, inputs)
     if form.gradients == Trained():
         return [sums]
-    listed = example_of_listed(form, inputs)
     found = triton.gradients(question, inputs, gradient_of(sums), needs_of(form), listed)
     return [sums, found.rows, found.cols, found.scores, found.scale, found.shift]
 
@@ -246,7 +255,11 @@ def tiled_results(form: Form, question: Question, inputs: Inputs) -> list[Tensor
     if form.gradients == Trained():
         return [sums]
     listed = example_of_listed(form, inputs)
-    found = tiled.gradients(question, inputs, None, gradient_of(sums), needs_of(form), listed)
+    grad = gradient_of(sums)
+    if form.weights != "none":
+        grad = example_of_weights(form, question).expand_as(sums)
+        sums = (sums * grad).sum()
+    found = tiled.gradients(question, inputs, None, grad, needs_of(form), listed)
     return [sums, found.rows, found.cols, found.scores, found.scale, found.shift]
 
 
@@ -254,6 +267,12 @@ def gradient_of(sums: Tensor) -> Tensor:
     """Return a gradient of sums whose share in the results is about that of listed pairs."""
     steps = torch.linspace(0.01, 0.02, sums.numel(), device=sums.device).view_as(sums)
     return steps / (sums.abs().mean() + 1e-6)
+
+
+def example_of_weights(form: Form, question: Question) -> Tensor:
+    """Return the weights of a total, (1,) or (A,)."""
+    weights = torch.linspace(0.01, 0.02, question.size, device=form.device) / question.size
+    return weights if form.weights == "each" else weights[:1]
 
 
 def needs_of(form: Form) -> Needs:

@@ -25,7 +25,7 @@ from ..checks import (
 )
 from ..engine.vectors import host_may_read
 from ..similarity import Similarity
-from ..terms import identity, negative_log_likelihood
+from ..terms import identity, softplus
 from .base import LEAST_LOG, PairLoss
 
 ACROSS: tuple[str, ...] = "image-text", "text-image"  # which have the positives
@@ -273,7 +273,7 @@ class DirectionalInfoNCELoss(PairLoss):
             norm = torch.stack([*norms]).clamp_min(LEAST_LOG).logsumexp(0)
         if several:
             log = math.log(several)
-            values = own.mean_of_positives(negative_log_likelihood, norm - log, scale) + log
+            values = own.mean_of_positives(softplus, scale=-scale, shift=norm - log) + log
         else:
             values = norm - scale * own.mean_of_positives(identity)
         return own.reduce(values, self.reduction)

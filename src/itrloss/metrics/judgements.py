@@ -91,7 +91,7 @@ def _ndcg(sim: Similarity, rows: Tensor, cols: Tensor, gains: Tensor, k: int) ->
     discounts = 1 / torch.arange(2, k + 2).double().log2()
     order = gains.argsort(descending=True)
     rows = rows[order]
-    place = slots(rows, n)
+    place = slots(rows)
     judged = torch.full((n, int(place.amax()) + 1), -1)  # each row's columns, best first
     judged[rows, place] = cols[order]
     gain = torch.zeros(judged.shape, dtype=torch.float64)
@@ -157,7 +157,7 @@ def ranked_by_pairs(
 ) -> tuple[Tensor, TopK]:
     """Return ``sim.ranked(k, ties=ties)`` where the listed distinct pairs are the positives."""
     n, m = sim.shape
-    slot = slots(rows, n)
+    slot = slots(rows)
     positives = torch.full((n, int(slot.amax()) + 1), -1, device=sim.device)  # columns; -1: none
     positives[rows, slot] = cols
     rank_parts: list[Tensor] = []
