@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import SHAPES, each, embeddings, make_ids, pairwise, similarity, upstream
+from processes import both
 from test_engines import ANSWERS, TOTALS, evaluate, evaluate_total, parameters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -27,6 +29,7 @@ import itrloss
 from itrloss import Similarity
 from itrloss.engine import terms, tiled, vectors
 from itrloss.engine.inputs import Inputs, Side
+from itrloss.engine.matrix import Matrix
 from itrloss.engine.pairs import IGNORE_ID, Numbers, Pairs
 from itrloss.engine.question import Question
 from itrloss.engine.terms import pair_term
@@ -117,7 +120,7 @@ def few_tiles(monkeypatch):
 @pytest.fixture
 def multiplying(monkeypatch):
     """Let kernels multiply float32 embeddings, too, so that rounding hides no errors."""
-    monkeypatch.setattr(engine, "fused", lambda inputs: True)
+    monkeypatch.setattr(engine, "fused", lambda rows, cols: True)
 
 
 def moved(*given):
@@ -195,7 +198,7 @@ def test_all_answers_of_all_shapes(name, shape, fused, view, few_tiles, poisoned
     """Kernels that multiply, also float32 embeddings so that rounding hides no errors; and ones
     that read products.
     """
-    monkeypatch.setattr(engine, "fused", lambda inputs: fused)
+    monkeypatch.setattr(engine, "fused", lambda rows, cols: fused)
     compare(name, shape, VIEWS[view])
 
 
@@ -395,6 +398,195 @@ def test_what_losses_ask_has_a_form():
     assert {asked for asked, _ in ASKED_TERMS.values()} == set(kernels.FORMS)
 
 
+# ------------------------------------------------- a log-sum-exp whose scale the host does not know
+
+
+@pytest.fixture
+def unread(monkeypatch, multiplying, few_tiles, poisoned):
+    """Let the host read no numbers, as on an accelerator, where kernels multiply."""
+    stop_reading(monkeypatch.setattr)
+
+
+def stop_reading(replace):
+    replace(itrloss.anchors, "host_may_read", lambda x: False)
+    replace(Matrix, "host_may_read", lambda matrix: False)
+
+
+OF_EXPONENTIALS = [name for name in ASKED if name.startswith("logsumexp") and "guide" not in name]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "view", "normalize"),
+    each(
+        name=[*OF_EXPONENTIALS] * 3,
+        shape=[shape for shape in SHAPES if SHAPES[shape][0] > 1],
+        view=VIEWS,
+        normalize=[True, True, False],
+    ),
+)
+def test_scales_that_the_host_does_not_read(name, shape, view, normalize, unread):
+    compare(name, shape, VIEWS[view], normalize=normalize)
+
+
+def aligned_embeddings(kind, n, m, d=6):
+    """Embeddings whose scores are usual ones, or all near -1 for one row, or for all."""
+    v, w = embeddings(n, m, d)
+    if kind == "usual":
+        return v, w
+    direction = v[0] / v[0].norm()
+    w = w.norm(dim=1, keepdim=True) * (direction + 1e-3 * w)
+    if kind == "one row far":
+        return torch.cat([v[:-1], -2 * direction[None]]), w
+    return v.norm(dim=1, keepdim=True) * (-direction + 1e-3 * v), w
+
+
+KINDS = ["usual", "one row far", "all far"]
+
+
+@pytest.mark.parametrize("scale", [0.0, 3.0, 60.0, 100.0, 150.0, 1e4, -100.0])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("learnt", "view"), [(True, "both"), (True, "rows"), (False, "columns")])
+def test_scores_at_which_sums_vanish(scale, kind, learnt, view, unread):
+    """The limits of float32 are those of the engine in plain PyTorch, which subtracts maxima."""
+    n = m = 14
+    given = [*aligned_embeddings(kind, n, m), torch.tensor([scale], dtype=torch.float64)]
+    found = []
+    for engine_name, dtype in (
+        ("reference", torch.float64),
+        ("dense", torch.float32),
+        ("triton", torch.float32),
+    ):
+        device = DEVICE if engine_name == "triton" else "cpu"
+        v, w, a = (x.to(device, dtype).requires_grad_() for x in given)
+        anchors = VIEWS[view](similarity(v, w, (None, None), engine_name))
+        values = anchors.logsumexp(a if learnt else scale)
+        weight = torch.linspace(-1, 2, len(values)).to(values)
+        leaves = (v, w, a) if learnt else (v, w)
+        gradients = torch.autograd.grad(values @ weight, leaves)
+        found.append([values.detach(), *gradients])
+    for wanted, other, got in zip(*found, strict=True):
+        error, noise = ((x.cpu().double() - wanted).norm() for x in (got, other))
+        assert error <= 4 * noise + 2e-6 * wanted.norm() + 1e-6
+
+
+@pytest.mark.parametrize("embedded", ["as they are", "in several blocks", "without negatives"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_vanishing_sums_of_other_matrices(embedded, kind, unread):
+    n, m = 8, 14
+    given = aligned_embeddings(kind, n, m)
+    ids = torch.arange(n), torch.arange(m) // 2
+    if embedded == "without negatives":
+        ids = torch.cat([torch.zeros(3), torch.arange(n - 3)]).long(), torch.zeros(m).long()
+    normalize = embedded != "as they are"
+    found = []
+    for engine_name, dtype in (("reference", torch.float64), ("triton", torch.float32)):
+        device = DEVICE if engine_name == "triton" else "cpu"
+        v, w = (x.to(device, dtype).requires_grad_() for x in given)
+        a = torch.tensor([100.0], device=device, dtype=dtype, requires_grad=True)
+        places = tuple(x.to(device) for x in ids)
+        if embedded == "in several blocks" and engine_name == "triton":
+            blocks = [
+                similarity(v, w[part], (places[0], places[1][part]), engine_name)
+                for part in (slice(0, 5), slice(5, m))
+            ]
+            anchors = itrloss.Anchors.pooled(*blocks)
+        else:
+            anchors = similarity(v, w, places, engine_name, normalize=normalize)
+        values = anchors.logsumexp(a)
+        existing = values.isfinite()
+        gradients = torch.autograd.grad(values[existing].sum(), (v, w, a))
+        found.append([existing, values.detach().masked_fill(~existing, 0), *gradients])
+    for wanted, got in zip(*found, strict=True):
+        tolerance = 2e-4 * wanted.double().norm() + 1e-6  # scores near -1 have few digits left
+        assert (got.cpu().double() - wanted.double()).norm() <= tolerance
+
+
+def record_runs(replace):
+    """Return a list to which the kernels are appended that compute anything."""
+    launch, ran = engine.Pass.launch, []
+
+    def launched(run, kernel, config, *args):
+        flag = run.kernel_values.flag
+        if flag is None or bool(flag) == config.RUNS_IF:
+            what = "maxima" if config.MAXIMUM else kernel.__name__.removesuffix("_kernel")
+            name = f"{what} of {'one' if config.SHARED else 'each'}"
+            if name not in ran:
+                ran.append(name)
+        launch(run, kernel, config, *args)
+
+    replace(engine.Pass, "launch", launched)
+    return ran
+
+
+USUALLY = ["sums of one", "gradient of one"]
+FAILED = ["sums of one", "maxima of one", "sums of each", "gradient of each"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids", "scale", "wanted"),
+    [
+        ("usual", (None, None), 100.0, USUALLY),
+        ("one row far", (None, None), 100.0, FAILED),
+        ("one row far", (None, None), 60.0, USUALLY),
+        # A sum of no candidates is 0, too.
+        ("usual", ([0] * 14, [0] * 13 + [1]), 60.0, USUALLY),
+        ("usual", ([0] * 14, [0] * 14), 100.0, ["sums of one", "maxima of one", "gradient of one"]),
+    ],
+)
+def test_needless_kernels_return_at_once(kind, ids, scale, wanted, unread, monkeypatch):
+    """Usually one shift serves all anchors, in one evaluation for both sides."""
+    ran = record_runs(monkeypatch.setattr)
+    v, w = (x.float().to(DEVICE).requires_grad_() for x in aligned_embeddings(kind, 14, 14))
+    a = torch.tensor([scale], device=DEVICE, requires_grad=True)
+    places = [x if x is None else torch.tensor(x, device=DEVICE) for x in ids]
+    Similarity(v, w, *places, engine="triton").both.logsumexp(a).sum().backward()
+    assert ran == wanted
+
+
+def test_the_bound_of_scores():
+    v, w = torch.tensor([[3.0, 4.0], [1.0, 1.0]]), torch.tensor([[-6.0, -8.0], [0.0, 0.0]])
+    for x, y, wanted in ((v, w, 50.0), (v, w[1:], 0.0)):
+        sim = Similarity(x, y, torch.arange(len(x)), torch.arange(len(y)), normalize=False)
+        assert sim._matrix.largest_score().tolist() == [wanted]
+    assert Similarity(v, w)._matrix.largest_score().tolist() == [1.0]
+    assert Similarity(v, w, bias=(None, torch.ones(2)))._matrix.largest_score() is None
+    assert Similarity.from_scores(v)._matrix.largest_score() is None
+
+
+def of_a_process(rank, kind, normalize):
+    """Return the kernels that compute anything, and the values and gradients of a process."""
+    stop_reading(setattr)
+    engine.fused = lambda rows, cols: True
+    engine.PRODUCT_TILES = (engine.TileConfig(*TILE, 4, 2),)
+    ran = record_runs(setattr)
+    parts = [x.float().chunk(2)[rank].requires_grad_() for x in aligned_embeddings(kind, 12, 12)]
+    a = torch.tensor([100.0 if normalize else 0.35], requires_grad=True)
+    sim = Similarity.sharded(*parts, engine="triton", normalize=normalize)
+    values = sim.both.logsumexp(a)
+    return ran, [values.detach(), *torch.autograd.grad(values.sum(), (*parts, a))]
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="processes share the CPU")
+@pytest.mark.parametrize(
+    ("kind", "normalize"), [("usual", True), ("usual", False), ("all far", True)]
+)
+def test_vanishing_sums_over_several_processes(kind, normalize, tmp_path):
+    found = both(of_a_process, tmp_path, kind, normalize)
+    v, w = (x.requires_grad_() for x in aligned_embeddings(kind, 12, 12))
+    a = torch.tensor([100.0 if normalize else 0.35], dtype=torch.float64, requires_grad=True)
+    wanted = similarity(v, w, (None, None), "reference", normalize=normalize).both.logsumexp(a)
+    of_rows, of_cols = wanted.detach().split(12)
+    gradients = torch.autograd.grad(wanted.sum(), (v, w, a))
+    for rank, (ran, (values, by_v, by_w, _)) in enumerate(found):
+        assert ran == (USUALLY if kind == "usual" else FAILED)
+        part = slice(6 * rank, 6 * rank + 6)
+        expected = torch.cat([of_rows[part], of_cols[part]]), gradients[0][part], gradients[1][part]
+        for got, x in zip((values, by_v, by_w), expected, strict=True):
+            assert (got.double() - x).norm() <= 2e-4 * x.norm() + 1e-6
+    total = sum(x for _, (_, _, _, x) in found)
+    torch.testing.assert_close(total.double(), gradients[2], rtol=1e-4, atol=1e-4)
+
+
 # ----------------------------------------------------------------- totals along with their gradient
 
 # Totals of one scale and a term that has kernels. Their gradients are found in the forward pass.
@@ -442,7 +634,7 @@ def totals_of_all_shapes():
 def test_totals_along_with_their_gradient(
     name, shape, view, fused, early, few_tiles, poisoned, monkeypatch
 ):
-    monkeypatch.setattr(engine, "fused", lambda inputs: fused)
+    monkeypatch.setattr(engine, "fused", lambda rows, cols: fused)
     n, m, kind = SHAPES[shape]
     (v, w), ids = embeddings(n, m), make_ids(kind, n, m)
     v[0] = 0  # scores 0 with everything, and gets a zero gradient
@@ -855,6 +1047,8 @@ class Work:
         if "FORM" not in options:
             return
         inputs, _, _, _, size_m, size_n, *_ = args
+        if options["C"].RUNS_IF is True:  # an attempt that failed, which is rare
+            return
         if inputs.rows.x is not None:
             self.flops += 2 * size_m * size_n * inputs.dim
 
@@ -880,12 +1074,33 @@ def work(as_on_a_gpu, monkeypatch):
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize(("memory", "wanted"), [(80e9, 8), (8e9, 10), (0, 10)])
-def test_products_of_a_large_batch(memory, wanted, work, monkeypatch):
+@pytest.mark.parametrize("learnable", [True, False])
+def test_products_of_a_large_batch(memory, wanted, learnable, work, monkeypatch):
     """Sums of one side's gradient are held where they take 1/64 of the memory: a visit less."""
     monkeypatch.setattr(engine, "memory_of", lambda device: int(memory))
     n, d = 65536, 768
     v, w = (meta(n, d, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    info_nce_loss(Similarity(v, w, engine="triton")).backward()
+    itrloss.InfoNCELoss(learnable=learnable, engine="triton").to("meta")(v, w).backward()
+    assert work.flops == wanted * n * n * d
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
+@pytest.mark.parametrize(
+    ("options", "dtype", "wanted"),
+    [
+        ({}, torch.bfloat16, 8),
+        ({"learnable": True}, torch.bfloat16, 8),
+        ({"temperature": 0.01}, torch.bfloat16, 8),
+        ({"temperature": 0.005}, torch.bfloat16, 10),  # sums of so large a scale may vanish
+        ({"learnable": True}, torch.float32, 10),  # cuBLAS cannot be told not to multiply
+    ],
+)
+def test_products_of_a_log_sum_exp(options, dtype, wanted, work, monkeypatch):
+    """No pass for the maxima, whether the host knows the scale or not."""
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: work.multiplied(out, a, b) or out)
+    n, d = 32768, 512
+    v, w = (meta(n, d, dtype=dtype, requires_grad=True) for _ in range(2))
+    itrloss.InfoNCELoss(**options, engine="triton").to("meta")(v, w).backward()
     assert work.flops == wanted * n * n * d
 
 
@@ -957,6 +1172,7 @@ ASKED_FORM = trial.Form(
     below="none",
     above="none",
     slots=1,
+    attempt="none",
     listed="listed",
     gradients=trial.Trained(rows=torch.float32, cols=torch.bfloat16),
     weights="none",
@@ -970,6 +1186,8 @@ FORMS = {
     "no ids": {"ids": False, "listed": "diagonal"},
     "a memory": {"normalized": (True, False), "sides": (0,), "listed": "none"},
     "learnt": {"scale": "one", "shift": "each", "gradients": LEARNT},
+    "attempted": {"scale": "one", "shift": "each", "attempt": "one", "gradients": LEARNT},
+    "maximum after an attempt": {"terms": (), "gradients": trial.Trained(), "attempt": "one"},
     "sharp": {"scale": "large number"},
     "limits": {"below": "number", "above": "each", "scale": "each"},
     "given": {
@@ -979,7 +1197,7 @@ FORMS = {
         "gradients": trial.Trained(scores=True),
     },
     "no gradient": {"gradients": trial.Trained()},
-    "maximum": {"terms": (), "gradients": trial.Trained(), "listed": "none"},
+    "maximum": {"terms": (), "gradients": trial.Trained()},
     "softplus": {"terms": (terms.softplus,), "shift": "one", "scale": "one", "gradients": LEARNT},
     "excess": {"terms": (terms.excess,), "slots": 2, "shift": "each", "sides": (1,)},
     "moments": {"terms": (terms.identity, terms.square), "over": "all"},
@@ -1007,22 +1225,26 @@ def about_triton(warned):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_very_form_is_tried(name, examples, recwarn, monkeypatch):
-    """What runs in the trial is of the form that is asked for, and agrees."""
+    """What the engine is asked for in the trial is of the form, and the answers agree."""
     wanted = ASKED_FORM._replace(**FORMS[name])
-    seen = []
-    launch = engine.Pass.launch
+    pairs = {"none": None, "diagonal": (None, None), "listed": (torch.zeros(1),) * 2}
+    about = wanted.gradients, pairs[wanted.listed], WEIGHTS[wanted.weights]
+    seen = set()
 
-    def noted(run, kernel, config, *args):
-        given = run.question, run.inputs, wanted.gradients
-        pairs = {"none": None, "diagonal": (None, None), "listed": (torch.zeros(1),) * 2}
-        weights = WEIGHTS[wanted.weights]
-        seen.append(trial.form_of(*given, pairs[wanted.listed], weights))
-        launch(run, kernel, config, *args)
+    def noted(answer, question, inputs, *rest):
+        if answer is highest:
+            form = trial.form_of_maximum(question, inputs)
+            seen.add(form._replace(gradients=wanted.gradients, listed=wanted.listed))
+        else:
+            seen.add(trial.form_of(question, inputs, *about))
+        return answer(question, inputs, *rest)
 
-    monkeypatch.setattr(engine.Pass, "launch", noted)
+    highest = engine.highest
+    for answer in (engine.sums, highest, engine.total, engine.gradients):
+        monkeypatch.setattr(engine, answer.__name__, functools.partial(noted, answer))
     assert trial.works(wanted)
     assert not about_triton(recwarn)
-    assert {x if wanted.terms else x._replace(terms=()) for x in seen} == {wanted}
+    assert seen == {wanted}
     assert list(trial._results) == [wanted]  # and nothing else is tried
 
 

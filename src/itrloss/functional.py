@@ -11,7 +11,7 @@ does not count in a mean.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .anchors import Anchors, Limit
 from .anchors import Reduction as Reduction
-from .checks import Names, as_ids, check_embeddings, one_of
+from .checks import Names, as_ids, check_embeddings, check_range, one_of
 from .engine.vectors import compute_dtype, host_may_read
 from .memory import MemorySimilarity
 from .sets import Aggregation as Aggregation
@@ -76,10 +76,8 @@ def _diversity(
     detached: bool = False,
 ) -> Tensor:
     """Return the (A,) diversity of each anchor's negatives, at most 1 in each group."""
-    if not isinstance(anchors, Anchors):
-        _refuse("sim", anchors, Similarity)
-    if kind not in ("std", "entropy"):
-        one_of("diversity", kind, "std", "entropy", None)
+    _check_similarity("sim", anchors)
+    one_of("diversity", kind, "std", "entropy", None)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
         if kind == "std":
             spread = anchors.mean_std().std
@@ -150,12 +148,9 @@ def memory_diversity_contrastive_loss(
 
     ``options``: see :func:`diversity_contrastive_loss`.
     """
-    if not isinstance(sims, MemorySimilarity):
-        _refuse("sims", sims, MemorySimilarity)
-    if positive_from not in ("key", "batch"):
-        one_of("positive_from", positive_from, "key", "batch")
-    if diversity_from not in ("both", "batch"):
-        one_of("diversity_from", diversity_from, "both", "batch")
+    _check_similarity("sims", sims, MemorySimilarity)
+    one_of("positive_from", positive_from, "key", "batch")
+    one_of("diversity_from", diversity_from, "both", "batch")
     batch = sims.batch.both
     positives = sims.keys if positive_from == "key" else batch
     diversity_of = (batch,) if diversity_from == "batch" else (batch, sims.memory)
@@ -208,8 +203,7 @@ def unified_training_objective(
 
     ``options``: see :func:`hubness_aware_loss`.
     """
-    if not isinstance(sims, MemorySimilarity):
-        _refuse("sims", sims, MemorySimilarity)
+    _check_similarity("sims", sims, MemorySimilarity)
     batch = hubness_aware_loss(sims.batch, **options)
     queues = []
     for memory, keys in zip(sims.memory.groups(), sims.keys.groups(), strict=True):
@@ -318,8 +312,7 @@ def sigmoid_loss(
 
     ``scale`` and ``bias`` are numbers or tensors of one value, which get gradients.
     """
-    if not isinstance(sim, Anchors):
-        _refuse("sim", sim, Similarity)
+    _check_similarity("sim", sim)
     one_of("reduction", reduction, "mean", "sum", "none")
     for name, x in (("scale", scale), ("bias", bias)):
         if isinstance(x, Tensor) and x.numel() != 1:
@@ -386,10 +379,7 @@ def prototype_classification_loss(
     classes = len(weight)
     ids = as_ids("prototype_ids", prototype_ids, batch, weight.device)
     if host_may_read(ids):
-        least, largest = int(ids.amin()), int(ids.amax())
-        if least < 0 or largest >= classes:
-            got = f"{least} to {largest}"
-            raise ValueError(f"prototype_ids: expected integers from 0 to {classes - 1}, got {got}")
+        check_range("prototype_ids", ids, classes - 1)
     dtype = compute_dtype(weight)  # autocast cannot concatenate float16 and bfloat16
     both = torch.cat([image_concepts.to(dtype), text_concepts.to(dtype)])
     class_ids = torch.arange(classes, device=ids.device)
@@ -403,15 +393,13 @@ def prototype_classification_loss(
 
 def _anchors(sim: Any) -> Anchors:
     """Return the rows and columns of a similarity; raise an error if it is none."""
-    if not isinstance(sim, Anchors):
-        _refuse("sim", sim, Similarity)
+    _check_similarity("sim", sim)
     return sim.both
 
 
 def check_other_model(name: str, other: Any, sim: Any) -> Any:
     """Return another model's similarities, which have to be of as many rows and columns."""
-    if not isinstance(other, Anchors):
-        _refuse(name, other, Similarity)
+    _check_similarity(name, other)
     own_shapes = sim.both.shapes
     other_shapes = other.both.shapes
     if own_shapes != other_shapes:
@@ -422,6 +410,9 @@ def check_other_model(name: str, other: Any, sim: Any) -> Any:
     return other
 
 
-def _refuse(name: str, x: object, kind: type) -> NoReturn:
-    expected = f"expected a {kind.__name__} (the classes in itrloss take tensors)"
-    raise TypeError(f"{name}: {expected}, got {type(x).__name__}")
+def _check_similarity(name: str, x: object, kind: type = Anchors) -> None:
+    """Raise a TypeError unless ``x`` is a similarity of the kind."""
+    if not isinstance(x, kind):
+        wanted = "Similarity" if kind is Anchors else kind.__name__
+        expected = f"expected a {wanted} (the classes in itrloss take tensors)"
+        raise TypeError(f"{name}: {expected}, got {type(x).__name__}")

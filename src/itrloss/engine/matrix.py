@@ -165,6 +165,18 @@ class Matrix:
         assert like is not None
         return host_may_read(like.x)
 
+    def largest_score(self) -> Tensor | None:
+        """Return a bound (1,) of the scores' sizes, which is 1 for unit vectors.
+
+        None for precomputed scores and for biases, whose sizes are not known.
+        """
+        if self.bounded:
+            return torch.ones(1, dtype=self.dtype, device=self.device)
+        if self.embeddings is None or self.bias != (None, None):
+            return None
+        rows, cols = self.embeddings
+        return rows.largest_norm() * cols.largest_norm()
+
     def check_unchanged(self) -> None:
         """Raise an error if inputs were modified in place: kept scores would not match them."""
         if torch.compiler.is_compiling():
@@ -394,6 +406,19 @@ class Matrix:
         if self.engine != "triton" or self.bias != (None, None):
             return False
         return self.strict or not torch.compiler.is_compiling()
+
+    @property
+    def skips_needless(self) -> bool:
+        """Whether exponentials and maxima that the device finds needless take no time.
+
+        Kernels return at once, but cuBLAS would multiply float32 embeddings all the same.
+        """
+        if self.engine != "triton" or self.embeddings is None or self.bias != (None, None):
+            return False
+        from . import triton
+
+        rows, cols = self.embeddings
+        return triton.fused(rows.x, cols.x)
 
     def highest(self, question: Question, guide: Matrix | None = None) -> Tensor:
         """Return the highest ``scale S`` (A,) that counts, -inf without any. No gradient."""

@@ -18,7 +18,7 @@ from . import tiled, triton
 from .inputs import NO_SIDE, Inputs, Side
 from .pair_scores import Index, ListedPairs
 from .pairs import IGNORE_ID, Over, Pairs
-from .question import LARGE_SCALE, Question, Value, has_each, is_trained
+from .question import LARGE_SCALE, Attempt, Condition, Question, Value, has_each, is_trained
 from .terms import Term, identity
 from .tiled import Needs
 from .vectors import inverse_norms
@@ -50,6 +50,7 @@ class Form(NamedTuple):
     below: Kind
     above: Kind
     slots: int  # 2 stands for any number of shifts above 1
+    attempt: Kind  # the shift of an attempt before; of maxima "one" if the device may skip them
     listed: Listing  # positive pairs whose scores come along
     gradients: Trained
     weights: Kind  # of a total, whose gradient comes with it; none: the sums are asked for
@@ -115,6 +116,7 @@ def form_of(
         below=kind_of(question.below),
         above=kind_of(question.above),
         slots=min(question.slots, 2),
+        attempt="none" if question.attempt is None else kind_of(question.attempt.shift),
         listed=listed,
         gradients=gradients,
         weights=kind_of(weights),
@@ -123,7 +125,8 @@ def form_of(
 
 def form_of_maximum(question: Question, inputs: Inputs) -> Form:
     """Return the form of the highest score that a question asks for."""
-    return form_of(question, inputs, Trained(), None)._replace(terms=())
+    form = form_of(question, inputs, Trained(), None)
+    return form._replace(terms=(), attempt="none" if question.condition is None else "one")
 
 
 def gradients_needed(
@@ -307,6 +310,14 @@ def example(form: Form) -> tuple[Question, Inputs]:
     if form.slots > 1 and isinstance(shift, Tensor):
         shift = torch.stack([shift, 2 * shift])
     assert scale is not None
+    attempt = None
+    condition = None
+    if form.attempt != "none" and form.terms:  # it failed, as its shift is another one
+        attempted = example_of_value(form.attempt, -1.0, anchors)
+        assert isinstance(attempted, Tensor)
+        attempt = Attempt(attempted, torch.zeros_like(anchors))
+    elif form.attempt != "none":
+        condition = Condition(anchors[0] > 0, True)
     question = Question(
         Pairs((n, m), example_of_ids(form, n, m), form.device),
         form.sides,
@@ -316,6 +327,8 @@ def example(form: Form) -> tuple[Question, Inputs]:
         shift,
         below=example_of_value(form.below, spread, anchors),
         above=example_of_value(form.above, -spread, anchors),
+        attempt=attempt,
+        condition=condition,
     )
     return question, example_of_inputs(form, n, m)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import as_ids, check_size, require_finite
+from ..checks import as_ids, check_range, check_size, require_finite
 from ..engine.pairs import slots
 from ..engine.ranking import ranks
 from ..similarity import Similarity, TopK
@@ -138,18 +138,10 @@ def distinct_pairs(
     cpu = torch.device("cpu")
     rows = as_ids(f"{name}.images", images, size, cpu)
     cols = as_ids(f"{name}.texts", texts, size, cpu)
-    _check_range(f"{name}.images", rows, n)
-    _check_range(f"{name}.texts", cols, m)
+    check_range(f"{name}.images", rows, n - 1)
+    check_range(f"{name}.texts", cols, m - 1)
     numbers, index = torch.unique(rows * m + cols, return_inverse=True)
     return torch.stack([numbers // m, numbers % m]), index
-
-
-def _check_range(name: str, indices: Tensor, size: int) -> None:
-    """Raise a ValueError unless all indices are at least 0 and below ``size``."""
-    low = int(indices.amin())
-    high = int(indices.amax())
-    if low < 0 or high >= size:
-        raise ValueError(f"{name}: expected indices from 0 to {size - 1}, got {low} to {high}")
 
 
 def ranked_by_pairs(
