@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import IMAGES_AND_TEXTS, check_matrix
+from ..checks import IMAGES_AND_TEXTS, IdsLike, check_matrix, from_numpy
 from ..distributed import consensus
 from ..similarity import Similarity
 
@@ -24,7 +25,7 @@ def default_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
             f"image_ids, text_ids: needed for {n_images} images and {n_texts} texts, "
             "which is not a whole number of texts per image (images are the rows)"
         )
-    images = torch.arange(n_images)
+    images = torch.arange(n_images, device="cpu")
     return images, images.repeat_interleave(n_texts // n_images)
 
 
@@ -38,6 +39,7 @@ def fold_repeated(images: Tensor) -> Tensor:
     A warning says what was folded. If all rows are equal, the model cannot tell images apart, and
     ``images`` is returned unchanged.
     """
+    images = from_numpy(images)
     check_matrix("images", images, "(N, D)")
     n = len(images)
     x = images.detach()
@@ -62,9 +64,9 @@ def fold_repeated(images: Tensor) -> Tensor:
 
 def with_ids(
     name: str,
-    scores: Tensor | Similarity,
-    image_ids: Tensor | None,
-    text_ids: Tensor | None,
+    scores: Tensor | np.ndarray | Similarity,
+    image_ids: IdsLike | None,
+    text_ids: IdsLike | None,
     by_ids: bool = True,
 ) -> Similarity:
     """Return checked scores as a Similarity with ids, by default from :func:`default_ids`.
@@ -79,17 +81,18 @@ def with_ids(
             )
         scores.check_finite()
         return folded(scores) if by_ids else scores
-    check_matrix(name, scores, "(N, M)", check_finite=True)
+    matrix = from_numpy(scores)
+    check_matrix(name, matrix, "(N, M)", check_finite=True)
     if image_ids is None and text_ids is None:
         if by_ids:
-            scores = fold_repeated(scores)
-        n, m = scores.shape
+            matrix = fold_repeated(matrix)
+        n, m = matrix.shape
         if by_ids or m % n == 0:
             image_ids, text_ids = default_ids(n, m)
         else:
-            image_ids = torch.arange(n)
-            text_ids = torch.arange(n, n + m)
-    return Similarity.from_scores(scores, image_ids, text_ids, names=IMAGES_AND_TEXTS)
+            image_ids = torch.arange(n, device="cpu")
+            text_ids = torch.arange(n, n + m, device="cpu")
+    return Similarity.from_scores(matrix, image_ids, text_ids, names=IMAGES_AND_TEXTS)
 
 
 def folded(sim: Similarity) -> Similarity:

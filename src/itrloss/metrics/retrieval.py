@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from ..checks import check_matrix, check_size, one_of
+from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of
 from ..distributed import gather as gather_rows
 from ..distributed import gather_table, world_size
 from ..similarity import Similarity
@@ -25,8 +25,8 @@ AnyScores = Tensor | Similarity | tuple[Tensor | Similarity, Tensor]
 
 def retrieval_metrics(  # noqa: PLR0913 - options by keyword
     scores: AnyScores,
-    image_ids: Tensor | None = None,
-    text_ids: Tensor | None = None,
+    image_ids: IdsLike | None = None,
+    text_ids: IdsLike | None = None,
     *,
     relevant: ListedPairs | None = None,
     reranker: Reranker | None = None,
@@ -69,8 +69,8 @@ def retrieval_metrics(  # noqa: PLR0913 - options by keyword
 
 def retrieval_results(  # noqa: PLR0913 - options by keyword
     scores: AnyScores,
-    image_ids: Tensor | None = None,
-    text_ids: Tensor | None = None,
+    image_ids: IdsLike | None = None,
+    text_ids: IdsLike | None = None,
     *,
     relevant: ListedPairs | None = None,
     reranker: Reranker | None = None,
@@ -113,8 +113,8 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.
     """
-    check_size("hubness_k", hubness_k)
-    check_size("folds", folds)
+    hubness_k = as_size("hubness_k", hubness_k)
+    folds = as_size("folds", folds)
     one_of("ties", ties, "pessimistic", "optimistic")
     pair = isinstance(scores, tuple)
     if reranker is not None and (relevant is not None or pair):
@@ -138,13 +138,14 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
 
 def _pair_with_ids(
     scores: tuple[Tensor | Similarity, Tensor],
-    image_ids: Tensor | None,
-    text_ids: Tensor | None,
+    image_ids: IdsLike | None,
+    text_ids: IdsLike | None,
     by_ids: bool,
 ) -> list[Similarity]:
     """Return the checked scores of image→text and of text→image with their ids."""
     first, second = scores
     i2t = with_ids("scores", first, image_ids, text_ids, by_ids).detach()
+    second = from_numpy(second)
     check_matrix("scores[1]", second, "(N, M)")
     if tuple(second.shape) != tuple(first.shape):
         raise ValueError(
