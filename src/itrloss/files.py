@@ -513,9 +513,9 @@ class _Pickled:
         """Return the array, or one number as such."""
         # refuses all but strings; str() of lists in lists may take for ever
         dtype = np.dtype("".join(self.kind.parts))
-        if dtype.kind == "O" and isinstance(self.data, list):
-            if _holds_strings(self.data) or all(isinstance(x, int) for x in self.data):
-                return self.data
+        listed = dtype.kind == "O" and isinstance(self.data, list)
+        if listed and (_holds_strings(self.data) or all(isinstance(x, int) for x in self.data)):
+            return self.data
         if dtype.kind not in "fiubSU":
             raise ValueError(f"expected numbers, got an array of {dtype}, which is not read")
         data: Any = self.data

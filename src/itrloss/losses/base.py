@@ -247,7 +247,8 @@ class PairLoss(SimilarityLoss):
             images: (N, D) embeddings of any length; or a ``Similarity``, images as rows, in place
                 of everything else.
             texts: (M, D) embeddings.
-            image_ids, text_ids: (N,) and (M,) integers; equal ids are positives. If both are left
+            image_ids, text_ids: (N,) and (M,) integers or strings, as tensors, NumPy arrays or
+                lists; equal ids are positives. If both are left
                 out, image i matches text i. ``text_ids`` alone refer to the images by their number.
             scores: (N, M) similarities from another model, instead of ``images`` and ``texts``.
 
@@ -350,7 +351,8 @@ class MemoryLoss(SimilarityLoss):
             image_keys, text_keys: (N, D) and (M, D) embeddings of the same by the momentum
                 encoders.
             memory: keys of former batches. While it is empty, its terms are 0.
-            image_ids, text_ids: (N,) and (M,) integers; equal ids are positives in the batch, and
+            image_ids, text_ids: (N,) and (M,) integers or strings, as tensors, NumPy arrays or
+                lists; equal ids are positives in the batch, and
                 entries of the memory with an anchor's id are no negatives of it. If both are left
                 out, image i matches text i; the memory must have been filled without ids, too.
         """

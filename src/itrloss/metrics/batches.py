@@ -75,7 +75,7 @@ class RetrievalMetrics(Metric):
     ) -> None:
         """Add (B, D) images and (C, D) texts; each image and text must be added once only.
 
-        ``image_ids``, ``text_ids``: (B,) and (C,) integers, equal where image and text match,
+        ``image_ids``, ``text_ids``: (B,) and (C,) integers or strings, equal where image and text match,
         across batches and processes. Pass them in all batches or in none. Without them, ``C = c *
         B`` means c consecutive texts per image.
         """
