@@ -766,7 +766,7 @@ def test_what_is_no_memory_similarity_is_refused():
         itrloss.functional.memory_diversity_contrastive_loss,
         itrloss.functional.unified_training_objective,
     ):
-        with pytest.raises(TypeError, match="sims: expected a MemorySimilarity .* got Similarity"):
+        with pytest.raises(TypeError, match=r"sims: expected a MemorySimilarity .* got Similarity"):
             function(sim)
 
 
