@@ -18,7 +18,7 @@ from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
 from .pairs import Pairs, segment_sum
 from .products import matmul
-from .question import Question
+from .question import Question, joined
 from .terms import identity
 from .tiled import Best
 from .vectors import Embeddings, full_precision, host_may_read, may_keep
@@ -70,7 +70,8 @@ def choose_automatically(numel: int, budget: int, x: Tensor) -> str:
     may_hold = numel * itemsize <= budget
     if torch.compiler.is_compiling():  # the compiler fuses what plain PyTorch does with a matrix
         return "dense" if may_hold else "tiled"
-    if may_hold and numel <= DENSE_UP_TO:
+    up_to = DENSE_UP_TO if x.device.type == "cpu" else TRITON_FROM
+    if may_hold and numel <= up_to:
         return "dense"
     if x.device.type != "cuda" or x.dtype == torch.float64 or numel <= TRITON_FROM:
         return "tiled"
@@ -243,8 +244,11 @@ class Matrix:
         rows, cols = self.embeddings
         if torch.compiler.is_compiling():
             return plain_product(rows.differentiable(), cols.differentiable(), *self.bias)
-        inputs = Inputs(*self._kept_sides(), None)
-        return AllScores.apply(*self.embedding_targets()[:4], inputs)  # type: ignore[return-value]
+        # Their gradient goes to the unit vectors, whose other matrices add theirs before all of it
+        # goes back to the embeddings at once: 12 launches less of M-DCL (python -m
+        # benchmarks.launches, with and without).
+        units = Targets(rows.differentiable(), cols.differentiable(), *self.bias)
+        return AllScores.apply(*units[:4], self._plain_inputs())  # type: ignore[return-value]
 
     def scores(self) -> Tensor:
         """Return the (N, M) scores, with their graph if they are trained; not to be modified."""
@@ -337,7 +341,7 @@ class Matrix:
                         index = self.pairs.listed[side]
                         negatives = total - segment_sum(scores, index, self.shape[side])
                         sums[side] = self._rescaled(negatives, side)
-                return torch.cat(list(sums.values()))
+                return joined(list(sums.values()))
 
     def _rescaled(self, sums: Tensor, side: int) -> Tensor:
         """Return the mean of each anchor's negatives, times the number of its candidates: (A,)."""

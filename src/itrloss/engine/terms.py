@@ -231,3 +231,7 @@ def shifted_exponential(scores: Tensor, scale: Tensor, top: Tensor) -> Tensor:
     """Return ``exp(a S - t)``, at most 1 where t is the largest exponent."""
     z = torch.addcmul(-top, scale, scores)
     return z.clamp_max(80.0).exp()  # pairs that do not count may overflow
+
+
+for _term in (log1p_clamp, log1p_relu):
+    _term.zero = 0.0
