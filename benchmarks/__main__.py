@@ -12,13 +12,17 @@ import torch
 
 from . import report, runner
 from .cases import KINDS, LOSSES, SUITES, Case, check_shape, parse_shape
+from .gpu import command as gpu
 from .peers import PEERS
 from .runner import VARIANTS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the results; return the exit status."""
-    args = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["gpu"]:
+        return gpu.main(words[1:])
+    args = _parser().parse_args(words)
     try:
         _run(args)
     except (ImportError, MemoryError, OSError, ValueError) as error:
@@ -53,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Forward and backward of losses, their variants interleaved in one process: "
-        "medians and ratios.",
+        "medians and ratios. `gpu` as the first word: all about one CUDA device, see gpu --help.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n\n".join(lists),
     )

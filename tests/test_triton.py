@@ -31,6 +31,9 @@ from itrloss.engine.terms import pair_term
 from itrloss.functional import info_nce_loss
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
 from itrloss.engine import kernels
 from itrloss.engine import triton as engine
 
@@ -263,6 +266,41 @@ def test_functions_over_pairs_with_ignored_ids(
         torch.testing.assert_close(got.cpu().double(), wanted, rtol=2e-4, atol=2e-5)
 
 
+# Which sides have vectors that are trained, and how many bytes of sums may be held.
+TRAINED = [((0, 1), 2**27), ((0, 1), 0), ((0,), 2**27), ((1,), 2**27), ((), 2**27)]
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.5, 40.0])
+@pytest.mark.parametrize(("sides", "held"), TRAINED)
+@pytest.mark.parametrize("one", [True, False], ids=["one scale", "one each"])
+def test_the_gradient_of_a_scale(scale, sides, held, one, multiplying, few_tiles, monkeypatch):
+    """It comes from the projected vectors where there are any, else from the scores.
+
+    The shift is not 0, and some pairs are listed: neither belongs to the scale's gradient.
+    """
+    monkeypatch.setattr(engine, "held_bytes", lambda device: held)
+    n, m = 11, 26
+    given = [*embeddings(n, m), torch.full((1 if one else n + m,), scale).double()]
+    given[0][4] = 0  # scores 0 with everything
+    ids = torch.arange(n), torch.arange(m) // 2
+    found = []
+    for kind, dtype, device in (
+        ("reference", torch.float64, "cpu"),
+        ("triton", torch.float32, DEVICE),
+    ):
+        v, w, a = (x.to(device, dtype).clone() for x in given)
+        leaves = [a, *((v, w)[side] for side in sides)]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        sim = similarity(v, w, moved(*ids) if kind == "triton" else ids, kind)
+        values = sim.both.sum(terms.softplus, scale=a, shift=-1.5)
+        values = values + sim.both.sum_of_positives(terms.softplus, scale=-2.0)
+        weight = torch.linspace(-1, 2, n + m).to(values)
+        found.append(torch.autograd.grad(values @ weight, leaves))
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got.cpu().double(), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_a_term_of_ones_own_takes_the_tiles_of_torch(few_tiles):
     @pair_term
     def cube(scores):
@@ -307,6 +345,41 @@ def test_limits_have_kernels(name, view, few_tiles, poisoned, monkeypatch):
     assert len(used) == 2
 
 
+@triton.jit
+def log1p_kernel(u, out, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, kernels._log1p(tl.load(u + i)))
+
+
+@triton.jit
+def softplus_kernel(z, value, slope, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values, slopes = kernels.softplus(tl.load(z + i))
+    tl.store(value + i, values[0])
+    tl.store(slope + i, slopes[0])
+
+
+def test_log1p_is_a_polynomial_that_is_accurate_to_float32():
+    u = torch.cat([torch.linspace(0, 1, 2**16), torch.logspace(-38, 0, 2**16)])
+    found = torch.empty_like(u, device=DEVICE)
+    log1p_kernel[(32,)](u.to(DEVICE), found, BLOCK=4096)
+    wanted = u.double().log1p()
+    assert ((found.cpu().double() - wanted).abs() <= 2.7e-7 * wanted).all()
+
+
+def test_softplus_and_its_slope_are_accurate_at_both_ends():
+    z = torch.cat([torch.linspace(-80, 80, 8190), torch.tensor([-torch.inf, torch.inf])])
+    found = torch.empty(2, len(z), device=DEVICE)
+    softplus_kernel[(1,)](z.to(DEVICE), *found, BLOCK=len(z))
+    exact = z.double()
+    wanted = torch.stack([torch.nn.functional.softplus(exact, threshold=100), exact.sigmoid()])
+    # An exponent is rounded to 2^-24 of its size, which is as much of the exponential.
+    tolerance = wanted * (5e-7 + 2e-7 * exact.abs().clamp_max(80))
+    assert torch.equal(found[0, -2:].cpu(), torch.tensor([0.0, torch.inf]))
+    close = (found.cpu().double() - wanted).abs() <= tolerance
+    assert close[:, :-2].all() and torch.equal(found[1, -2:].cpu(), torch.tensor([0.0, 1.0]))
+
+
 def test_what_losses_ask_has_a_form():
     assert {asked for asked, _ in ASKED_TERMS.values()} == set(kernels.FORMS)
 
@@ -327,7 +400,7 @@ HALF = [torch.bfloat16, torch.float16]
     ),
 )
 def test_half_precision(name, kind, dtype, held, few_tiles, poisoned, monkeypatch):
-    monkeypatch.setattr(engine, "HELD", held)
+    monkeypatch.setattr(engine, "held_bytes", lambda device: held)
     n, m = (18, 18) if kind is None else (12, 18)
     ids, (v, w), grads = make_ids(kind, n, m), embeddings(n, m, 20, dtype=dtype), upstream(n, m)
     wanted = evaluate(ANSWERS[name], v.double(), w.double(), ids, "reference", grads)
@@ -560,6 +633,51 @@ def test_memory_beside_inputs_and_gradients(n, m, d, dtype, with_ids, as_on_a_gp
         info_nce_loss(Similarity(v, w, *ids, engine="triton")).backward()
     gradients = sum(x.numel() * x.element_size() for x in (v, w))
     assert 0 < peak.bytes - gradients <= 256 * 2**20, (peak.bytes - gradients) / 2**20
+
+
+class Work:
+    """Counter of the FLOPs of the products of kernels and of cuBLAS, on the meta device."""
+
+    def __init__(self):
+        self.flops = 0
+
+    def launched(self, launch, *args, **options):
+        """Count a kernel's products, if it multiplies: inner products of vectors of a block."""
+        if "FORM" not in options:
+            return
+        inputs, _, _, _, size_m, size_n, *_ = args
+        if inputs.rows.x is not None:
+            self.flops += 2 * size_m * size_n * inputs.dim
+
+    def multiplied(self, total, a, b):
+        """Count a product of cuBLAS."""
+        self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
+@pytest.fixture
+def work(as_on_a_gpu, monkeypatch):
+    """Count the products of steps on the meta device."""
+    from triton.runtime import interpreter
+
+    counter = Work()
+
+    def launched(*args, **options):
+        counter.launched(*args, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+    monkeypatch.setattr(engine, "_addmm", counter.multiplied)
+    return counter
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
+@pytest.mark.parametrize(("memory", "wanted"), [(80e9, 8), (8e9, 10), (0, 10)])
+def test_products_of_a_large_batch(memory, wanted, work, monkeypatch):
+    """Sums of one side's gradient are held where they take 1/64 of the memory: a visit less."""
+    monkeypatch.setattr(engine, "memory_of", lambda device: int(memory))
+    n, d = 65536, 768
+    v, w = (meta(n, d, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    info_nce_loss(Similarity(v, w, engine="triton")).backward()
+    assert work.flops == wanted * n * n * d
 
 
 # -------------------------------------------------------------------------------- checks before use

@@ -53,8 +53,8 @@ READING_TILE = TileConfig(64, 64, 64, parts=1, num_warps=4, num_stages=3)
 BLOCK_ROWS = 4096  # rows of a block: products of so many have enough tiles for all multiprocessors
 BLOCK = 2**28  # scores of a block at most; sums of its tiles, until they are added up, take 40 MiB
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
-# Bytes of float32 sums of one side's gradient that may be held; beyond, scores are visited twice.
-HELD = 2**27
+HELD_SHARE = 64  # the part of a device's memory that float32 sums of gradients may take: 1/64
+HELD_AT_LEAST = 2**27  # bytes of them on any device
 
 # The interpreter cannot multiply bfloat16, and rounds to it towards zero: it computes in float32.
 INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
@@ -125,8 +125,8 @@ def gradients(
         row_bias=None,
         col_bias=None,
         scores=scores,
-        scale=kernel.of_value(question.scale, slice(-1, None)) if needs.scale else None,
-        shift=kernel.of_value(question.shift, slice(0, -1)) if needs.shift else None,
+        scale=kernel.of_scale() if needs.scale else None,
+        shift=kernel.of_shift() if needs.shift else None,
         params=(),
     )
 
@@ -137,9 +137,19 @@ class GradientKernel:
     def __init__(self, run: Pass, grad: Tensor, needs: Needs):
         self.run = run
         self.grad = per_anchor(grad.view(run.config.WIDTH, -1), run.device)
-        self.config = run.config._replace(GRAD_SCALE=needs.scale, GRAD_SHIFT=needs.shift)
+        #: The one scale of all scores, by which vectors' gradients are multiplied at the end.
+        self.factor: Tensor | None = None
+        #: The gradient of the factor: a part (N,) of each of a side's vectors.
+        self.by_factor: Tensor | None = None
+        if (needs.rows or needs.cols) and not has_each(run.question.scale):
+            self.factor = run.kernel_values.scale.x
+        self.config = run.config._replace(
+            TIMES_SCALE=self.factor is None,
+            GRAD_SCALE=needs.scale and self.factor is None,
+            GRAD_SHIFT=needs.shift,
+        )
         self.total: AnchorTotals | None = None
-        if needs.scale or needs.shift:
+        if self.config.GRAD_SCALE or self.config.GRAD_SHIFT:
             # A plane for each slot of the shift, then one for the scale. If one evaluation serves
             # both sides, they are summed by row alone.
             sides = run.question.sides
@@ -151,13 +161,31 @@ class GradientKernel:
         """Write the gradient of a block's inner products to a panel, if there is one."""
         self.run.launch(kernels.gradient_kernel, self.config, places, self.total, self.grad, panel)
 
-    def of_value(self, value: Value | None, planes: slice) -> Tensor:
-        """Return the gradient of a scale or a shift."""
-        assert self.total is not None and isinstance(value, Tensor)
-        by_anchor = self.total.values[planes]
-        if not has_each(value):
-            by_anchor = by_anchor.sum(-1, keepdim=True)
-        return by_anchor.reshape(value.shape)
+    def of_scale(self) -> Tensor:
+        """Return the gradient of the scale.
+
+        Of one number for all it is summed where vectors are projected: the scores' gradient is
+        ``P_ij scale``, and ``sum_ij P_ij S_ij = sum_i <x_i, total_i>``. A sum by anchor in
+        `gradient_kernel` takes 176 registers in place of 128 (``python tests/gpu_compiler.py 90``).
+        """
+        scale = self.run.question.scale
+        if self.by_factor is None:
+            assert self.total is not None
+            return of_value(scale, self.total.values[-1:])
+        return of_value(scale, self.by_factor)
+
+    def of_shift(self) -> Tensor:
+        """Return the gradient of the shift."""
+        assert self.total is not None
+        return of_value(self.run.question.shift, self.total.values[:-1])
+
+
+def of_value(value: Value | None, parts: Tensor) -> Tensor:
+    """Return the gradient of a scale or a shift from its parts (..., A)."""
+    assert isinstance(value, Tensor)
+    if not has_each(value):
+        parts = parts.sum(-1, keepdim=True)
+    return parts.reshape(value.shape)
 
 
 def score_gradient(
@@ -188,7 +216,9 @@ def embedding_gradients(
     sides: list[VectorGradient] = []
     for side, needed in enumerate((needs.rows, needs.cols)):
         if needed:
-            sides.append(VectorGradient(kernel.run, side, needs.dtypes[side], listed))
+            sides.append(VectorGradient(kernel, side, needs.dtypes[side], listed))
+    if needs.scale and kernel.factor is not None:
+        sides[0].by_factor = kernel.by_factor = kernel.factor.new_empty(len(sides[0].out))
     for outer, *held in visits(sides):
         visit(kernel, outer, held)
     return {side.side: side.out for side in sides}
@@ -197,13 +227,27 @@ def embedding_gradients(
 def visits(sides: list[VectorGradient]) -> list[list[VectorGradient]]:
     """Return the gradients that each visit of the scores completes.
 
-    Sums of the smaller side are held to the end of a visit, unless they take too much memory.
+    Sums of the smaller side are held to the end of a visit, unless they take too much memory. Then
+    scores are visited twice, which is 10 in place of 8 multiples of NMD for InfoNCE of 65536 x
+    65536 x 768 (pytest tests/test_triton.py -k products).
     """
     larger_first = sorted(sides, key=lambda side: -side.out.numel())
     smaller = larger_first[-1].out
-    if smaller.dtype == torch.float32 or smaller.numel() * 4 <= HELD:
+    if smaller.dtype == torch.float32 or smaller.numel() * 4 <= held_bytes(smaller.device):
         return [larger_first]
     return [[side] for side in sides]
+
+
+def held_bytes(device: torch.device) -> int:
+    """Return how many bytes of float32 sums of gradients may be held."""
+    return max(HELD_AT_LEAST, memory_of(device) // HELD_SHARE)
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of a GPU's memory; 0 for other devices."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def visit(kernel: GradientKernel, outer: VectorGradient, held: list[VectorGradient]) -> None:
@@ -237,9 +281,14 @@ class VectorGradient:
     part: slice
     total: Tensor  # (r, D) float32 sums of the part
 
-    def __init__(self, run: Pass, side: int, dtype: torch.dtype, listed: ListedPairs | None):
+    def __init__(
+        self, kernel: GradientKernel, side: int, dtype: torch.dtype, listed: ListedPairs | None
+    ):
+        run = kernel.run
         sides = run.inputs.rows, run.inputs.cols
         self.side = side
+        self.factor = kernel.factor
+        self.by_factor: Tensor | None = None  # (N,), where this side has the factor's gradient
         self.partners = sides[1 - side].like  # (M, D)
         self.out = torch.empty_like(
             sides[side].like, dtype=dtype, memory_format=torch.contiguous_format
@@ -275,6 +324,8 @@ class VectorGradient:
             dim,
             kernels.Vectors(self.total, dim, None),
             self.part.start,
+            self.factor,
+            self.by_factor,
             self.listed,
             self.out,
             BLOCK_D=triton.next_power_of_2(dim),

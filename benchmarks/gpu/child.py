@@ -1,0 +1,70 @@
+"""One step in a process of its own: ``python -m benchmarks.gpu.child STEP``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from . import plan
+from .session import Session
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a step; return 1 if one of its items failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("step", choices=plan.all_steps())
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--figures", type=Path)
+    parser.add_argument("--part")
+    parser.add_argument("--dry", action="store_true")
+    args = parser.parse_args(arguments)
+    session = Session(args.step, args.dry, args.seconds, args.figures, args.part)
+    run(session)
+    return int(session.failed)
+
+
+def run(session: Session) -> None:
+    """Run the function of a step."""
+    step = plan.all_steps()[session.step]
+    module = importlib.import_module(f"benchmarks.gpu.{step.module}")
+    tiles = toy_tiles() if session.dry else contextlib.nullcontext()
+    with tiles, session.attempt():
+        module.STEPS[step.name](session)
+
+
+@contextlib.contextmanager
+def toy_tiles() -> Iterator[None]:
+    """Return a context in which small matrices have several tiles, blocks and panels."""
+    from itrloss.engine import triton as engine
+
+    toys = {
+        "PRODUCT_TILES": (engine.TileConfig(16, 32, 16, 4, 4, 2),),
+        "READING_TILE": engine.TileConfig(16, 16, 16, 1, 4, 2),
+        "BLOCK": 2**11,
+        "BLOCK_ROWS": 32,
+        "PANEL": 2**13,
+        "whole_tiles": lambda size: max(size // 32 * 32, 32),
+        "example": partial(toy_example, engine.example),
+    }
+    with patch.multiple(engine, **toys):
+        yield
+
+
+def toy_example(
+    example: Callable[..., Any], device: torch.device, dtype: torch.dtype, *sizes: int
+) -> Any:
+    """Return the example of the engine's check, as small as the interpreter needs it."""
+    return example(device, dtype, 20, 40, 24)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""What a step of a slot works with: where it runs, how long it may, and where its figures go."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..cases import embeddings
+from .record import Row, as_json
+
+X = TypeVar("X")
+SHARE = 0.85  # of a step's time, after which it begins nothing new
+BURST = 0.02  # seconds of calls between two synchronisations: waiting for one takes 20 microseconds
+
+
+class Session:
+    """One step in its process.
+
+    Args:
+        step: its name.
+        dry: toy sizes on a CPU, in Triton's interpreter.
+        seconds: how long the step may take.
+        figures: the file to which figures are written, a JSON object a line; None: they are kept.
+        part: the name of the part of the step that this process runs; None: all of it.
+    """
+
+    def __init__(
+        self,
+        step: str,
+        dry: bool,
+        seconds: float,
+        figures: Path | None = None,
+        part: str | None = None,
+    ):
+        self.step = step
+        self.dry = dry
+        self.device = torch.device("cpu" if dry else "cuda")
+        self.deadline = time.perf_counter() + SHARE * seconds
+        self.path = figures
+        self.part = part
+        self.figures: list[Row] = []
+        self.failed = False
+
+    def pick(self, production: X, toy: X) -> X:
+        """Return the production sizes, or those of a dry run."""
+        return toy if self.dry else production
+
+    def say(self, **figure: object) -> None:
+        """Write a figure, at once: a later crash does not lose it."""
+        row: Row = {"step": self.step, **figure}
+        self.figures.append(row)
+        line = as_json(row)
+        print(line, flush=True)
+        if self.path is not None:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    @contextlib.contextmanager
+    def attempt(self, **about: object) -> Iterator[None]:
+        """Return a context in which an error becomes a figure, and the step goes on and fails."""
+        try:
+            yield
+        except Exception as error:
+            self.failed = True
+            text = f"{type(error).__name__}: {str(error)[:400]}"
+            self.say(**about, error=text, where=traceback.format_exc().splitlines()[-6:])
+        with contextlib.suppress(Exception):
+            self.free()
+
+    def is_late(self, **about: object) -> bool:
+        """Return whether there is no time for another item, and write what is not begun."""
+        if time.perf_counter() < self.deadline:
+            return False
+        self.say(**about, stopped="no time")
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Give cached memory back, so that the next item finds all of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def pair(
+        self, n: int, m: int, dim: int, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[Tensor, Tensor]:
+        """Return (N, D) images and (M, D) texts on the device, which require gradients."""
+        images, texts = embeddings(max(n, m), dim)
+        v = images[:n].to(self.device, dtype).requires_grad_()
+        w = texts[:m].to(self.device, dtype).requires_grad_()
+        return v, w
+
+    def timed(self, run: Callable[[], object], seconds: float = 0.5) -> Row:
+        """Return the median seconds of a call, and the host's until all of it is launched.
+
+        Calls follow each other as in training; the device is waited for after a burst of them.
+        """
+        run()
+        once = self._burst(run, 1)[0]
+        calls = max(1, math.ceil(BURST / max(once, 1e-6)))
+        rounds = 5 if once * calls < 1 else 3
+        rounds = max(rounds, min(50, int(seconds / (once * calls))))
+        if self.dry:
+            calls, rounds = 1, 1
+        bursts = [self._burst(run, calls) for _ in range(rounds)]
+        return {
+            "seconds": float(f"{statistics.median(x[0] for x in bursts):.4g}"),
+            "host seconds": float(f"{statistics.median(x[1] for x in bursts):.4g}"),
+            "rounds": rounds * calls,
+        }
+
+    def _burst(self, run: Callable[[], object], calls: int) -> tuple[float, float]:
+        """Return the seconds of a call, and the host's share, from several calls."""
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        launched = time.perf_counter()
+        self.synchronize()
+        return (time.perf_counter() - start) / calls, (launched - start) / calls
+
+
+def gflops(flops: float, row: Row) -> int:
+    """Return 10^9 FLOPs a second of a timed row."""
+    return round(flops / row["seconds"] / 1e9)

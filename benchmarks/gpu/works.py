@@ -1,0 +1,227 @@
+"""Steps: what the machine is, whether the engine works on it, and whether it is right."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import shutil
+import subprocess
+import time
+import warnings
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import itrloss
+
+from .losses import LOSSES
+from .session import Session, gflops
+
+HALF = torch.bfloat16
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+CLOCKS = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
+
+# A gradient is rounded to its dtype once, and in bfloat16 the scores' gradient once before. In
+# float32 a score times 100 in an exponent is off by 100 roundings.
+BOUNDS = {dtype: 2 * torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
+BOUNDS[torch.float32] = 1e-4
+
+
+# ------------------------------------------------------------------------------------- the machine
+
+
+def machine(session: Session) -> None:
+    """Write versions and the device's properties; time copies and bare products."""
+    session.say(**versions(), **device(session))
+    if shutil.which("nvidia-smi") is not None:
+        session.say(**{"nvidia-smi": asked_of_driver(CLOCKS)})
+    with session.attempt(loss="copy"):
+        copy(session)
+    for dim in session.pick((512, 768, 1024, 4096), (32,)):
+        with session.attempt(loss="bare product"):
+            product(session, dim)
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of what computes, and the date."""
+    return {
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "cuda": torch.version.cuda,
+        "driver": asked_of_driver("driver_version") or None,
+        "python": platform.python_version(),
+        "itrloss": itrloss.__version__,
+        "commit": commit() or None,
+        "date": date.today().isoformat(),
+    }
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, None if it is missing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def device(session: Session) -> dict[str, object]:
+    """Return the device's name and properties."""
+    if session.device.type != "cuda":
+        return {"device": platform.processor() or platform.machine(), "capability": None}
+    about = torch.cuda.get_device_properties(0)
+    return {
+        "device": about.name,
+        "capability": f"{about.major}.{about.minor}",
+        "multiprocessors": about.multi_processor_count,
+        "memory GB": round(about.total_memory / 1e9, 1),
+        "processors": os.cpu_count(),
+    }
+
+
+def asked_of_driver(query: str) -> str:
+    """Return what nvidia-smi says of the first GPU, "" without it."""
+    return output("nvidia-smi", "-i", "0", f"--query-gpu={query}", "--format=csv,noheader")
+
+
+def commit() -> str:
+    """Return the commit of the checkout, with "-dirty" if it was changed; "" without Git."""
+    folder = str(Path(__file__).parent)
+    return output("git", "-C", folder, "describe", "--always", "--dirty", "--exclude=*")
+
+
+def output(*command: str) -> str:
+    """Return what a program prints, "" if it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def copy(session: Session) -> None:
+    """Time a copy in the device's memory."""
+    size = session.pick(2**31, 2**10)
+    x = torch.empty(size, dtype=torch.uint8, device=session.device)
+    y = torch.empty_like(x)
+    row = session.timed(lambda: y.copy_(x))
+    session.say(loss="copy", **{"GB/s": round(2 * size / row["seconds"] / 1e9)}, **row)
+
+
+def product(session: Session, dim: int) -> None:
+    """Time a product (N, D) x (D, N) of bfloat16, which is what scores cost at least."""
+    n = session.pick(16384, 32)
+    a = torch.randn(n, dim, device=session.device, dtype=HALF)
+    b = torch.randn(n, dim, device=session.device, dtype=HALF)
+    out = torch.empty(n, n, device=session.device, dtype=HALF)
+    row = session.timed(lambda: torch.mm(a, b.T, out=out))
+    about = {"loss": "bare product", "shape": [n, n, dim], "dtype": "bfloat16", "variant": "torch"}
+    session.say(**about, gflops=gflops(2 * n * n * dim, row), **row)
+
+
+# ------------------------------------------------------------------------------------ does it work?
+
+
+def works(session: Session) -> None:
+    """Ask whether 'auto' would take Triton for each dtype; say why not, and how long it takes."""
+    from itrloss.engine.triton import works as check
+
+    for dtype in DTYPES:
+        if session.is_late(dtype=dtype):
+            return
+        with session.attempt(dtype=dtype), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            start = time.perf_counter()
+            found = check(session.device, dtype)
+            seconds = round(time.perf_counter() - start, 2)
+            reasons = [str(warning.message)[:600] for warning in seen]
+            session.say(dtype=dtype, works=found, seconds=seconds, warnings=reasons)
+            if not found:
+                raise RuntimeError("the engine does not work here")
+
+
+# ------------------------------------------------------------------------------------ is it right?
+
+# Images, texts, dimensions, and whether there are ids: large tiles, ragged ends on every axis, and
+# hardly a tile.
+SHAPES = (
+    (4096, 4096, 512, False),
+    (2053, 4099, 200, True),
+    (2048, 2048, 1024, False),
+    (1, 300, 64, True),
+    (300, 1, 64, True),
+    (129, 129, 17, False),
+)
+TOY_SHAPES = (20, 20, 16, False), (12, 36, 20, True)
+
+
+def correct(session: Session) -> None:
+    """Compare losses with float64 on the same device, at the tile sizes of production.
+
+    Memory that is not written is full of nan, and a second run has to give the same bits.
+    """
+    for loss in LOSSES if session.part is None else (session.part,):
+        for n, m, dim, has_ids in session.pick(SHAPES, TOY_SHAPES):
+            for dtype in session.pick(DTYPES, DTYPES[2:]):
+                about = {"loss": loss, "shape": [n, m, dim], "dtype": name_of(dtype)}
+                if session.is_late(**about):
+                    session.failed = True  # what was not compared is not right
+                    return
+                with session.attempt(**about):
+                    row = compared(session, loss, (n, m, dim), dtype, has_ids)
+                    session.say(**about, ids=has_ids, **row)
+                    if not row["right"]:
+                        raise ArithmeticError(f"off by {row['errors']}: more than {row['bounds']}")
+
+
+def compared(
+    session: Session, loss: str, shape: tuple[int, int, int], dtype: torch.dtype, has_ids: bool
+) -> dict[str, object]:
+    """Return relative errors of the value, both gradients and the parameters' gradients."""
+    n, m, dim = shape
+    v, w = session.pair(n, m, dim, dtype)
+    ids = ()
+    if has_ids:
+        ids = torch.arange(n, device=v.device), torch.arange(m, device=v.device) * n // m
+    exact_leaves = [x.detach().double().requires_grad_() for x in (v, w)]
+    exact = results(LOSSES[loss](engine="dense").double(), exact_leaves, ids)
+    runs: list[list[Tensor]] = []
+    for _ in range(2):
+        poison(session)
+        runs.append(results(LOSSES[loss](engine="triton"), [v, w], ids))
+    errors = [error(runs[0][0], exact[0], least=1.0)]  # a loss can be a difference near 0
+    errors += [error(a, b) for a, b in zip(runs[0][1:], exact[1:], strict=True)]
+    bounds = [BOUNDS[torch.float32], *[BOUNDS[x.dtype] for x in runs[0][1:]]]
+    same = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    within = all(a <= b for a, b in zip(errors, bounds, strict=True))  # nan is not
+    return {"errors": errors, "bounds": bounds, "same bits": same, "right": same and within}
+
+
+def results(loss: nn.Module, leaves: list[Tensor], ids: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return a loss and its gradients with respect to the leaves and to its parameters."""
+    loss = loss.to(leaves[0].device)
+    value = loss(*leaves, *ids)
+    return [value.detach(), *torch.autograd.grad(value, (*leaves, *loss.parameters()))]
+
+
+def error(found: Tensor, exact: Tensor, least: float = 1e-300) -> float:
+    """Return the distance from the exact result, relative to its length or to the least one."""
+    gap = (found.double() - exact).norm() / exact.norm().clamp_min(least)
+    return float(f"{float(gap):.2g}")
+
+
+def poison(session: Session) -> None:
+    """Fill memory that the allocator hands out next with nan."""
+    for size in session.pick((2**26, 2**20, 2**16), (2**10,)):
+        torch.full((size,), math.nan, device=session.device)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return "bfloat16" for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+STEPS = {"machine": machine, "works": works, "correct": correct}

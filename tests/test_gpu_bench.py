@@ -1,0 +1,272 @@
+"""``python -m benchmarks gpu``: every step at toy sizes, the record, and failures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.gpu import child, command, goals, plan, record, works
+from benchmarks.gpu.losses import LOSSES
+from benchmarks.gpu.record import Record
+from benchmarks.gpu.session import Session
+
+pytest.importorskip("triton")
+from test_triton import a_quick_interpreter  # noqa: F401 (a fixture)
+
+# Masked lanes of Triton's interpreter; their results are not stored.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+def session(step: str, part: str | None = None, seconds: float = 300) -> Session:
+    return Session(step, dry=True, seconds=seconds, part=part)
+
+
+# -------------------------------------------------------------------------------------- every step
+
+# One loss of the eight is enough: tests/test_triton.py has all of them.
+PARTS = {"correct": ["siglip"]}
+RUNS = [(name, part) for name in plan.all_steps() for part in PARTS.get(name, [None])]
+
+
+@pytest.mark.parametrize(("name", "part"), RUNS)
+def test_every_step_runs_at_toy_sizes(name, part):
+    run = session(name, part)
+    child.run(run)
+    assert run.figures and not run.failed, run.figures
+    assert all(row["step"] == name and "error" not in row for row in run.figures)
+    json.loads(json.dumps([record.finite(row) for row in run.figures], allow_nan=False))
+
+
+def test_steps_are_in_the_modules_that_the_plan_names():
+    for step in plan.all_steps().values():
+        module = sys.modules.get(f"benchmarks.gpu.{step.module}") or works
+        assert step.name in module.STEPS
+        assert set(step.parts) <= set(LOSSES)
+
+
+def test_steps_of_a_slot_fit_into_its_time():
+    for steps in plan.SLOTS.values():
+        assert steps[0].name == "machine"
+        assert sum(step.seconds for step in steps) <= 1.1 * plan.TOTAL
+        assert all(plan.LEAST <= step.seconds <= plan.TOTAL - plan.RESERVE for step in steps)
+
+
+def test_chosen_steps_begin_with_the_machine():
+    assert [step.name for step in plan.chosen(None, ["correct"])] == ["machine", "correct"]
+    assert plan.chosen(2, None) == plan.SLOTS[2]
+    assert plan.chosen(None, None) == plan.SLOTS[1]
+
+
+# ------------------------------------------------------------------------------------- correctness
+
+
+def test_a_wrong_engine_is_not_correct(monkeypatch):
+    from itrloss.engine import triton as engine
+
+    right = engine.sums
+    monkeypatch.setattr(engine, "sums", lambda *given: 1.001 * right(*given))
+    run = session("correct", "infonce")
+    child.run(run)
+    wrong = [row for row in run.figures if row.get("right") is False]
+    assert run.failed and len(wrong) == len(works.TOY_SHAPES)
+    assert any("ArithmeticError" in row.get("error", "") for row in run.figures)
+
+
+def test_gradients_of_parameters_are_compared(monkeypatch):
+    found = [[torch.ones(2), torch.ones(2), torch.full((1,), x)] for x in (1.0, 1.01, 1.01)]
+    monkeypatch.setattr(works, "results", lambda *given: found.pop(0))
+    row = works.compared(session("correct"), "siglip", (4, 4, 4), torch.float32, False)
+    assert not row["right"] and row["same bits"] and row["errors"][:2] == [0, 0]
+
+
+@pytest.mark.parametrize("value", [1.0 + 1e-6, float("nan")])
+def test_other_bits_and_nan_are_not_right(monkeypatch, value):
+    found = [[torch.ones(2)], [torch.ones(2)], [torch.full((2,), value)]]
+    if value != value:
+        found[1] = found[2]
+    monkeypatch.setattr(works, "results", lambda *given: found.pop(0))
+    row = works.compared(session("correct"), "siglip", (4, 4, 4), torch.float32, False)
+    assert not row["right"] and not row["same bits"]
+
+
+def test_what_was_not_compared_is_not_correct():
+    run = session("correct", "infonce", seconds=0)
+    child.run(run)
+    assert run.failed and run.figures[0]["stopped"]
+
+
+def test_an_engine_that_does_not_work_fails_the_step(monkeypatch):
+    from itrloss.engine import triton as engine
+
+    monkeypatch.setattr(engine, "works", lambda device, dtype: False)
+    run = session("works")
+    child.run(run)
+    assert run.failed and [row["works"] for row in run.figures if "works" in row] == [False] * 3
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """A slot of the machine and of one comparison, so that the command runs in seconds."""
+    monkeypatch.setattr(works, "TOY_SHAPES", works.TOY_SHAPES[1:])
+    one = plan.all_steps()["correct"]._replace(parts=("infonce",))
+    monkeypatch.setitem(plan.SLOTS, 1, (plan.SLOTS[1][0], one))
+
+
+def test_the_command_leaves_a_record(brief, tmp_path, capsys):
+    assert main(["gpu", "--dry", "--slot", "1", "--out", str(tmp_path)]) == 0
+    found = record.load(tmp_path / "gpu_dry_slot1.json")
+    assert found.correct is True and found.dry and found.capability is None
+    assert [(step["name"], step["rc"]) for step in found.steps] == [("machine", 0), ("correct", 0)]
+    assert found.torch == torch.__version__ and found.triton and found.date
+    assert {row["step"] for row in found.figures} == {"machine", "correct"}
+    assert "not measured  InfoNCE 32768 x 512" in capsys.readouterr().out
+
+
+def test_a_failing_step_is_recorded_and_fails_the_command(brief, tmp_path, monkeypatch, capsys):
+    """Python imports this module at its start, in the steps' processes."""
+    bug = "from itrloss.engine import triton as e; s = e.sums; e.sums = lambda *x: 1.001 * s(*x)"
+    (tmp_path / "sitecustomize.py").write_text(bug)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert main(["gpu", "--dry", "--out", str(tmp_path)]) == 1
+    found = record.load(tmp_path / "gpu_dry_slot1.json")
+    assert found.correct is False and found.failures() == ["correct"]
+    assert [step["rc"] for step in found.steps] == [0, 1]
+    assert "ArithmeticError" in json.dumps(found.figures) + (tmp_path / "log.txt").read_text()
+    assert "FAILED  correct" in capsys.readouterr().out
+
+
+@pytest.fixture
+def setup(tmp_path):
+    return command.Setup(tmp_path, tmp_path, True, {"PATH": "/usr/bin:/bin"})
+
+
+STEP = plan.Step("machine", "works", 60, "")
+
+
+def fake(monkeypatch, code: str) -> None:
+    """Run Python code in place of a step."""
+    monkeypatch.setattr(command, "command", lambda *given: [sys.executable, "-c", code])
+
+
+@pytest.mark.parametrize("code", [3, 1, -9])
+def test_exit_statuses_are_recorded(monkeypatch, setup, code):
+    end = f"raise SystemExit({code})" if code > 0 else "import os; os.kill(os.getpid(), 9)"
+    fake(monkeypatch, end)
+    row, figures = command.outcome(STEP, 100, setup)
+    assert row["rc"] == code and figures == []
+    assert Record(1, True, steps=[row]).failures() == ["machine"]
+
+
+def test_a_step_that_takes_too_long_is_killed_with_its_children(monkeypatch, setup):
+    mark = setup.folder / "mark"
+    grandchild = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
+    fake(
+        monkeypatch,
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])",
+    )
+    monkeypatch.setattr(plan, "DRY", 1)
+    start = time.monotonic()
+    row, _ = command.outcome(STEP._replace(seconds=1), 100, setup)
+    assert row["rc"] == command.TOOK_TOO_LONG and time.monotonic() - start < 2.5
+    time.sleep(3)
+    assert not mark.exists()
+
+
+def test_a_step_without_time_is_not_begun(monkeypatch, setup):
+    fake(monkeypatch, "raise SystemExit(1)")
+    row, _ = command.outcome(STEP, plan.LEAST - 1, setup)
+    assert row["skipped"] == "no time" and "rc" not in row
+    assert Record(1, True, steps=[row]).failures() == ["machine"]
+
+
+def test_figures_of_a_step_that_is_killed_are_kept(setup, monkeypatch):
+    path = setup.folder / "machine0.jsonl"
+    fake(monkeypatch, f"open({str(path)!r}, 'w').write('{{\"a\": 1}}\\n{{\"b\"'); 1 / 0")
+    row, figures = command.outcome(STEP, 100, setup)
+    assert row["rc"] == 1 and figures == [{"a": 1}]
+
+
+def test_a_missing_package_or_program_skips_a_step(monkeypatch, setup):
+    fake(monkeypatch, "raise SystemExit(1)")
+    row, _ = command.outcome(STEP._replace(needs="no_such_package"), 100, setup)
+    assert row == {"name": "machine", "skipped": "no_such_package is not installed"}
+    assert Record(1, True, steps=[row]).failures() == []
+    production = setup._replace(dry=False)
+    row, _ = command.outcome(STEP._replace(tool=("no-such-program",)), 100, production)
+    assert row["skipped"] == "no-such-program is not installed"
+
+
+def test_an_error_in_an_item_fails_the_step_and_the_next_item_runs():
+    run = session("machine")
+    with run.attempt(item=1):
+        raise ValueError("broken")
+    with run.attempt(item=2):
+        run.say(item=2)
+    assert run.failed and run.figures[0]["error"] == "ValueError: broken"
+    assert run.figures[1] == {"step": "machine", "item": 2}
+
+
+# -------------------------------------------------------------------------------------- the record
+
+
+def example() -> Record:
+    figures = [{"step": "machine", "x": float("nan")}]
+    return Record(2, False, "NVIDIA H100 80GB HBM3", "9.0", correct=True, figures=figures)
+
+
+def test_records_are_read_as_they_were_written(tmp_path):
+    written = example()
+    path = tmp_path / written.name
+    record.save(written, path)
+    assert path.name == "gpu_nvidia_h100_80gb_hbm3_slot2.json"
+    found = record.load(path)
+    assert found.figures == [{"step": "machine", "x": "nan"}]
+    assert dataclasses.replace(found, figures=written.figures) == written
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("correct", "yes"), ("steps", {}), ("figures", [1]), ("device", None)]
+)
+def test_other_files_are_refused(tmp_path, key, value):
+    path = tmp_path / "a.json"
+    found = dataclasses.asdict(example()) | {"figures": [], key: value}
+    if value is None:
+        del found[key]
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=key):
+        record.load(path)
+
+
+def test_committed_records_are_of_devices():
+    for path in RESULTS.glob("gpu_*.json"):
+        found = record.load(path)
+        assert not found.dry and found.capability and found.name == path.name
+
+
+# --------------------------------------------------------------------------------------- the goals
+
+
+def test_goals_are_judged_by_the_worst_figure():
+    about = {"step": "goals", "shape": [32768, 32768, 512], "variant": "triton"}
+    figures = [about | {"loss": "infonce", "seconds": 0.008}]
+    rows = goals.judged(figures)
+    assert [row["met"] for row in rows] == [True] + [None] * (len(rows) - 1)
+    figures.append(about | {"loss": "infonce learnable", "seconds": 0.0091})
+    assert goals.judged(figures)[0] == {
+        "goal": "InfoNCE 32768 x 512",
+        "most": 9.0,
+        "unit": "ms",
+        "found": 9.1,
+        "met": False,
+    }
