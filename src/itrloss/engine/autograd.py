@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import dense, tiled
+from . import dense, moments, tiled
 from .inputs import Inputs, Side, taken, whole_scores
 from .pair_scores import Index, ListedPairs, pair_scores
 from .question import Question, Value, is_trained
@@ -89,6 +89,7 @@ class Request:
     guide: Inputs | None
     pairs: tuple[Index, Index] | None
     triton: bool
+    moments: bool = False  # whether the sums are computed without the scores
 
 
 def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
@@ -98,6 +99,8 @@ def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
         scores = None if request.pairs is None else pair_scores(inputs, *request.pairs)
         if request.question is None:
             return None, scores
+        if request.moments:
+            return moments.sums(request.question, inputs), scores
         if request.triton:
             from . import triton
 
@@ -182,6 +185,8 @@ def first_derivatives(
         if question is None or grad_sums is None:
             assert listed is not None
             return tiled.pair_gradients(inputs, needs, listed)
+        if request.moments:
+            return moments.gradients(question, inputs, grad_sums, needs, listed)
         if request.triton:
             from . import triton
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checks import one_of
-from . import dense, tiled
+from . import dense, moments, tiled
 from .autograd import AllScores, Request, Targets, ask, pairs_of, plain_pair_scores, plain_product
 from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
@@ -187,9 +187,9 @@ class Matrix:
         """
         if self.embeddings is None or (torch.compiler.is_compiling() and self.engine == "dense"):
             return Inputs(NO_SIDE, NO_SIDE, self.graph_scores().detach())
-        rows, cols = self.embeddings
+        rows, _ = self.embeddings
         if not self.keeps or not may_keep():
-            return Inputs(self._side(rows, 0), self._side(cols, 1), None)
+            return self._inputs_without_scores()
         sides = self._kept_sides()
         if self._kept_scores is None and self.in_graph and self.embedding_targets().any_trained():
             self._kept_scores = self.graph_scores().detach()
@@ -197,6 +197,14 @@ class Matrix:
             with torch.no_grad(), full_precision(rows.x):
                 self._kept_scores = whole_scores(*sides)
         return Inputs(*sides, self._kept_scores)
+
+    def _inputs_without_scores(self) -> Inputs:
+        """Return the inputs of a pass over the vectors alone."""
+        assert self.embeddings is not None
+        rows, cols = self.embeddings
+        if self.keeps and may_keep():
+            return Inputs(*self._kept_sides(), None)
+        return Inputs(self._side(rows, 0), self._side(cols, 1), None)
 
     def _side(self, embeddings: Embeddings, side: int) -> Side:
         return Side(embeddings.x, embeddings.inverse_norms(), None, self.bias[side])
@@ -272,18 +280,32 @@ class Matrix:
         if self.engine == "dense":
             other = None if guide is None else guide.scores().detach().to(self.dtype)
             return dense.sums(question, self.graph_scores(), other)
+        by_moments = guide is None and self._has_gain_by_moments(question)
         request = Request(
             question=question,
-            inputs=self.inputs(),
+            inputs=self._inputs_without_scores() if by_moments else self.inputs(),
             guide=None if guide is None else guide.inputs(),
             pairs=self._positives_along(),
             triton=guide is None and self._uses_triton(question),
+            moments=by_moments,
         )
         sums, positives = ask(request, self.targets())
         if request.pairs is not None:
             self._positive_scores = positives
         assert sums is not None
         return sums
+
+    def _has_gain_by_moments(self, question: Question) -> bool:
+        """Return whether sums of scores and of squares are best computed without the scores.
+
+        They are in float64, which CPUs multiply half as fast as float32, and most GPUs far slower.
+        """
+        if self.embeddings is None or self.in_graph or self.bias != (None, None):
+            return False
+        if self.device.type != "cpu" or self.dtype == torch.float64:
+            return False
+        dim = self.embeddings[0].x.shape[1]
+        return moments.answers(question) and moments.has_gain(question, dim, self.keeps)
 
     def _positives_along(self) -> tuple[Index, Index] | None:
         """Return the positive pairs if their scores are to be computed along with a sum."""
