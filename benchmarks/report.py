@@ -14,7 +14,9 @@ from .runner import Row
 
 COLUMNS = {  # title -> (key, format)
     "ms": ("seconds", lambda x: f"{1e3 * x:.4g}"),
+    "host ms": ("host seconds", lambda x: f"{1e3 * x:.4g}"),
     "to ours": ("to ours", "{:.2f}".format),
+    "to open_clip": ("to open_clip", "{:.2f}".format),
     "to matmul_bound": ("to matmul_bound", "{:.2f}".format),
     "GFLOP/s": ("gflops", "{:d}".format),
     "peak MB": ("peak_mb", "{:.0f}".format),

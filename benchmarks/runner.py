@@ -39,6 +39,7 @@ VARIANTS = {
     "ours compiled": "ours under torch.compile",
     "ours graphed": "ours as a CUDA graph, forward and backward",
     "eager": "the loss in plain PyTorch; for half precision under autocast",
+    "eager graphed": "the loss in plain PyTorch as a CUDA graph",
     "eager compiled": "the loss in plain PyTorch under torch.compile",
     "matmul_bound": "only the matrix products of a dense loss and its gradient",
     "peers": "all other libraries that have this loss",
@@ -93,7 +94,7 @@ def measure(
             run = step(name, case, problem)
             rows[name] |= _warm_up(run, name, case)
             # the graph has already allocated its memory
-            if name not in ("matmul_bound", "ours graphed"):
+            if name != "matmul_bound" and not name.endswith(" graphed"):
                 rows[name]["peak_mb"] = _peak(run, case, problem)
             duration[name] = _timed(run, case)
             if name != "matmul_bound":
@@ -179,8 +180,12 @@ def _engine(name: str) -> str | None:
     return engine if engine in ("auto", *ENGINES) else None
 
 
-def _loss(name: str, case: Case, problem: Problem) -> Callable[..., Tensor]:
-    """Return the variant's loss as a function of the leaves."""
+def loss(name: str, case: Case, problem: Problem) -> Callable[..., Tensor]:
+    """Return the variant's loss as a function of the leaves.
+
+    Raises:
+        Unavailable: another library is not installed, or cannot do this case.
+    """
     if name.startswith("ours"):
         ours = cases.module(case, problem, _engine(name) or "auto").to(case.device)
         ours = torch.compile(ours, fullgraph=True) if name == "ours compiled" else ours
@@ -195,11 +200,11 @@ def _loss(name: str, case: Case, problem: Problem) -> Callable[..., Tensor]:
             plain = torch.compile(plain, fullgraph=True)
     half = case.dtype in (torch.bfloat16, torch.float16)
 
-    def loss(*leaves: Tensor) -> Tensor:
+    def under_autocast(*leaves: Tensor) -> Tensor:
         with torch.autocast(case.torch_device.type, case.dtype, enabled=half):
             return plain(*leaves, *arguments)
 
-    return loss
+    return under_autocast
 
 
 def step(name: str, case: Case, problem: Problem) -> Step:
@@ -210,21 +215,27 @@ def step(name: str, case: Case, problem: Problem) -> Step:
     """
     if name == "matmul_bound":
         return problem.matmul_bound
-    loss = _loss(name, case, problem)
+    function = loss(name, case, problem)
 
     def run() -> None:
         for x in problem.trained:
             x.grad = None
-        loss(*problem.leaves).backward()
+        function(*problem.leaves).backward()
 
-    return _graphed(run, case, problem) if name == "ours graphed" else run
+    if name.endswith(" graphed"):
+        return graphed(run, case.torch_device, problem.trained)
+    return run
 
 
-def _graphed(run: Step, case: Case, problem: Problem) -> Step:
-    """Return the step recorded once as a CUDA graph, and replayed without the host."""
-    if case.torch_device.type != "cuda":
+def graphed(run: Step, device: torch.device, trained: Sequence[Tensor]) -> Step:
+    """Return a step recorded once as a CUDA graph, and replayed without the host.
+
+    Raises:
+        Unavailable: on other devices.
+    """
+    if device.type != "cuda":
         raise Unavailable("runs on CUDA only")
-    with torch.cuda.device(case.torch_device):
+    with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         # compilation and choices at the first call cannot be recorded
@@ -235,11 +246,11 @@ def _graphed(run: Step, case: Case, problem: Problem) -> Step:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
-    recorded = [x.grad for x in problem.trained]
+    recorded = [x.grad for x in trained]
 
     def replay() -> None:
         graph.replay()
-        for x, grad in zip(problem.trained, recorded, strict=True):
+        for x, grad in zip(trained, recorded, strict=True):
             x.grad = grad
 
     return replay

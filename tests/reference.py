@@ -205,6 +205,18 @@ class Reference:
 
         return self._each(one, scale, shift, *params, below, above)
 
+    def weighted_sum(self, *args, weights: float | Tensor = 1.0, **options) -> Tensor:
+        return (self.sum(*args, **options) * weights).sum()
+
+    def reduced_hinge_sum(self, margin: float, reduction: str) -> Tensor:
+        total = self.groups[0][0].new_zeros(())
+        sums = self.hinge_sum(margin).split([len(s) for s, _ in self.groups])
+        for (_, positive), values in zip(self.groups, sums, strict=True):
+            valid = positive.any(1) & ~positive.all(1)
+            count = valid.sum().clamp_min(1) if reduction == "mean" else 1
+            total = total + (values * valid).sum() / count
+        return total
+
     def sum_of_positives(
         self,
         term: Callable[..., Tensor],

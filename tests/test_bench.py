@@ -118,14 +118,13 @@ def test_a_graph_is_recorded_once_and_leaves_its_gradients(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: stream)
     graph = types.SimpleNamespace(replay=lambda: calls.append("replay"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    monkeypatch.setattr(Case, "torch_device", torch.device("cuda"))
     made = problem(case)
 
     def run():
         calls.append("run")
         made.leaves[0].grad = torch.full_like(made.leaves[0], len(calls))
 
-    replay = runner._graphed(run, case, made)
+    replay = runner.graphed(run, torch.device("cuda"), made.trained)
     recorded, made.leaves[0].grad = made.leaves[0].grad, None
     replay()
     assert calls == ["run"] * 4 + ["replay"] and made.leaves[0].grad is recorded

@@ -37,12 +37,14 @@ from itrloss import Anchors, Similarity
 from itrloss.engine import inputs, pairs, ranking, terms
 from itrloss.engine.pairs import IGNORE_ID
 from itrloss.engine.terms import (
+    exponential,
     hinge,
     identity,
     log1p_clamp,
     log1p_relu,
     negative_log_likelihood,
     softplus,
+    square,
 )
 from itrloss.metrics import retrieval_metrics
 
@@ -114,6 +116,32 @@ ANSWERS = {
 }
 
 
+# Totals of anchors, with the parameters of ANSWERS.
+TOTALS = {
+    "softplus of one number each": lambda a, p: a.weighted_sum(softplus, scale=3.0, shift=-1.0),
+    "learnt": lambda a, p: a.weighted_sum(softplus, scale=p[:1], shift=-p[-1:], weights=0.5),
+    "weighted": lambda a, p: a.weighted_sum(softplus, scale=p[:1], weights=p.detach() - 3),
+    "shifts of anchors": lambda a, p: a.weighted_sum(exponential, shift=-p, weights=p.detach()),
+    "scales of anchors": lambda a, p: a.weighted_sum(softplus, scale=p, shift=4 - 2 * p),
+    "over all": lambda a, p: a.weighted_sum(square, scale=2.0, shift=p[:1], over="all"),
+    "over positives": lambda a, p: a.weighted_sum(square, shift=p, over="positives"),
+    "large scale": lambda a, p: a.weighted_sum(softplus, scale=80.0, shift=10 * p[:1] - 80),
+    "of a user's term": lambda a, p: a.weighted_sum(plane, p, -p.square(), weights=p.detach()),
+    "and positives": lambda a, p: (
+        a.weighted_sum(softplus, scale=p[:1], shift=-1.0)
+        + a.sum_of_positives(softplus, scale=-p[:1], shift=1.0).sum()
+    ),
+    "mean of hinges": lambda a, p: a.reduced_hinge_sum(0.3, "mean"),
+    "sum of hinges": lambda a, p: a.reduced_hinge_sum(0.3, "sum"),
+}
+
+
+def evaluate_total(total, v, w, ids, engine, view=lambda s: s.both, **options):
+    """Return a total and its gradients, as `evaluate` does; the upstream gradient is not 1."""
+    grads = [torch.full((1,), 1.5)] * 2
+    return evaluate(lambda a, p: total(a, p)[None], v, w, ids, engine, grads, view, **options)
+
+
 def parameters(n, m, dtype=torch.float64):
     """One parameter for each row and column."""
     return torch.cat([torch.linspace(2, 6, size, dtype=dtype) for size in (n, m)])
@@ -165,6 +193,41 @@ def test_answers_and_gradients_equal_the_reference(name, shape, small_tiles, poi
     for engine in ENGINES:
         found = evaluate(ANSWERS[name], v, w, ids, engine, grads)
         assert_equal(found, wanted, msg=lambda text, engine=engine: f"{engine}: {text}")
+
+
+VIEWS = {"rows": lambda s: s, "columns": lambda s: s.T, "both": lambda s: s.both}
+
+
+@pytest.mark.parametrize(("name", "shape", "view"), pairwise(name=TOTALS, shape=SHAPES, view=VIEWS))
+def test_totals_and_their_gradients_equal_the_reference(name, shape, view, small_tiles, poisoned):
+    v, w, ids, _ = case(shape)
+    wanted = evaluate_total(TOTALS[name], v, w, ids, "reference", VIEWS[view])
+    for engine in ENGINES:
+        found = evaluate_total(TOTALS[name], v, w, ids, engine, VIEWS[view])
+        assert_equal(found, wanted, msg=lambda text, engine=engine: f"{engine}: {text}")
+
+
+def test_totals_of_candidates_in_blocks(small_tiles):
+    n, m, _ = SHAPES["wide"]
+    (v, w), ids = embeddings(n, m), make_ids("random", n, m)
+    p = parameters(n, m)[:n]
+    for engine in ENGINES:
+        whole = similarity(v, w, ids, engine)
+        pooled = Anchors.pooled(*parts(v, w, ids, engine, (4, 5)))
+        for name in ("weighted", "shifts of anchors", "mean of hinges", "sum of hinges"):
+            torch.testing.assert_close(TOTALS[name](pooled, p), TOTALS[name](whole, p))
+
+
+def test_weights_of_a_total_get_no_gradient_and_are_checked():
+    v, w = embeddings(4, 4)
+    sim = Similarity(v.requires_grad_(), w)
+    weights = torch.rand(4, dtype=v.dtype, requires_grad=True)
+    sim.weighted_sum(softplus, weights=weights).backward()
+    assert weights.grad is None and v.grad is not None
+    with pytest.raises(ValueError, match=r"weights: expected a number or shape \(4,\), got \(3,\)"):
+        sim.weighted_sum(softplus, weights=weights[:3])
+    with pytest.raises(ValueError, match="over"):
+        sim.weighted_sum(softplus, over="some")
 
 
 @pytest.mark.parametrize(("name", "engine"), each(**TWICE))
@@ -995,9 +1058,6 @@ def test_detached_similarity_has_no_gradient_and_the_same_answers(engine, biased
             torch.testing.assert_close(
                 found, answer(sim.both, p).detach(), rtol=1e-12, atol=1e-12, msg=name
             )
-
-
-VIEWS = {"both": lambda s: s.both, "rows": lambda s: s, "columns": lambda s: s.T}
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import subprocess
 import sys
 import time
+import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import peers
 from benchmarks.__main__ import main
-from benchmarks.gpu import child, command, goals, plan, record, works
+from benchmarks.gpu import child, command, goals, plan, record, summary, works
 from benchmarks.gpu.losses import LOSSES
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.session import Session
@@ -32,7 +37,7 @@ def session(step: str, part: str | None = None, seconds: float = 300) -> Session
 # -------------------------------------------------------------------------------------- every step
 
 # One loss of the eight is enough: tests/test_triton.py has all of them.
-PARTS = {"correct": ["siglip"]}
+PARTS = {"correct": ["siglip"], "compile": list(plan.TILES)[:1]}
 RUNS = [(name, part) for name in plan.all_steps() for part in PARTS.get(name, [None])]
 
 
@@ -47,9 +52,9 @@ def test_every_step_runs_at_toy_sizes(name, part):
 
 def test_steps_are_in_the_modules_that_the_plan_names():
     for step in plan.all_steps().values():
-        module = sys.modules.get(f"benchmarks.gpu.{step.module}") or works
+        module = importlib.import_module(f"benchmarks.gpu.{step.module}")
         assert step.name in module.STEPS
-        assert set(step.parts) <= set(LOSSES)
+        assert set(step.parts) <= {*LOSSES, *plan.TILES, plan.PRODUCTION}
 
 
 def test_steps_of_a_slot_fit_into_its_time():
@@ -72,7 +77,7 @@ def test_a_wrong_engine_is_not_correct(monkeypatch):
     from itrloss.engine import triton as engine
 
     right = engine.sums
-    monkeypatch.setattr(engine, "sums", lambda *given: 1.001 * right(*given))
+    monkeypatch.setattr(engine, "sums", lambda *given: 1.01 * right(*given))
     run = session("correct", "infonce")
     child.run(run)
     wrong = [row for row in run.figures if row.get("right") is False]
@@ -103,47 +108,69 @@ def test_what_was_not_compared_is_not_correct():
     assert run.failed and run.figures[0]["stopped"]
 
 
-def test_an_engine_that_does_not_work_fails_the_step(monkeypatch):
-    from itrloss.engine import triton as engine
-
-    monkeypatch.setattr(engine, "works", lambda device, dtype: False)
+@pytest.mark.parametrize("value", [1.0, float("inf")])
+def test_a_first_step_has_to_be_finite(monkeypatch, value):
+    monkeypatch.setattr(works, "results", lambda *given: [torch.full((1,), value)])
     run = session("works")
     child.run(run)
-    assert run.failed and [row["works"] for row in run.figures if "works" in row] == [False] * 3
+    assert run.failed == (value > 1) and len(run.figures) == 3
+    assert ("seconds" in run.figures[0]) != run.failed
+
+
+def test_an_engine_that_stands_in_for_triton_is_not_right(monkeypatch):
+    def warned(*given):
+        warnings.warn("itrloss: the Triton engine fails; the tiled one stands in", stacklevel=1)
+        return [torch.ones(2)]
+
+    monkeypatch.setattr(works, "results", lambda *given: [torch.ones(2)])
+    assert works.compared(session("correct"), "hal", (4, 4, 4), torch.float32, False)["right"]
+    dense = [[torch.ones(2)]]
+    monkeypatch.setattr(works, "results", lambda *x: dense.pop() if dense else warned(*x))
+    with pytest.raises(UserWarning, match="stands in"):
+        works.compared(session("correct"), "hal", (4, 4, 4), torch.float32, False)
 
 
 # ------------------------------------------------------------------------------------- the command
 
 
-@pytest.fixture
-def brief(monkeypatch):
-    """A slot of the machine and of one comparison, so that the command runs in seconds."""
-    monkeypatch.setattr(works, "TOY_SHAPES", works.TOY_SHAPES[1:])
-    one = plan.all_steps()["correct"]._replace(parts=("infonce",))
-    monkeypatch.setitem(plan.SLOTS, 1, (plan.SLOTS[1][0], one))
-
-
-def test_the_command_leaves_a_record(brief, tmp_path, capsys):
-    assert main(["gpu", "--dry", "--slot", "1", "--out", str(tmp_path)]) == 0
-    found = record.load(tmp_path / "gpu_dry_slot1.json")
-    assert found.correct is True and found.dry and found.capability is None
-    assert [(step["name"], step["rc"]) for step in found.steps] == [("machine", 0), ("correct", 0)]
-    assert found.torch == torch.__version__ and found.triton and found.date
-    assert {row["step"] for row in found.figures} == {"machine", "correct"}
-    assert "not measured  InfoNCE 32768 x 512" in capsys.readouterr().out
-
-
-def test_a_failing_step_is_recorded_and_fails_the_command(brief, tmp_path, monkeypatch, capsys):
-    """Python imports this module at its start, in the steps' processes."""
-    bug = "from itrloss.engine import triton as e; s = e.sums; e.sums = lambda *x: 1.001 * s(*x)"
+def test_the_command_leaves_a_record_in_which_a_failing_step_is_failing(
+    tmp_path, monkeypatch, capsys
+):
+    """Python imports sitecustomize at its start, in the steps' processes."""
+    bug = "from itrloss.engine import triton as e; s = e.sums; e.sums = lambda *x: 1.01 * s(*x)"
     (tmp_path / "sitecustomize.py").write_text(bug)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    steps = plan.all_steps()
+    slot = steps["machine"], steps["correct"]._replace(parts=("infonce",)), steps["ncu"]
+    monkeypatch.setitem(plan.SLOTS, 1, slot)
     assert main(["gpu", "--dry", "--out", str(tmp_path)]) == 1
-    found = record.load(tmp_path / "gpu_dry_slot1.json")
+    path = tmp_path / "gpu_dry_slot1.json"
+    found = record.load(path)
     assert found.correct is False and found.failures() == ["correct"]
-    assert [step["rc"] for step in found.steps] == [0, 1]
-    assert "ArithmeticError" in json.dumps(found.figures) + (tmp_path / "log.txt").read_text()
-    assert "FAILED  correct" in capsys.readouterr().out
+    assert [(x["name"], x["rc"]) for x in found.steps] == [
+        ("machine", 0),
+        ("correct", 1),
+        ("ncu", 0),
+    ]
+    assert found.dry and found.capability is None and found.slot == 1
+    assert found.torch == torch.__version__ and found.triton and found.date
+    assert {row["step"] for row in found.figures} == {"machine", "correct", "ncu"}
+    assert any("ArithmeticError" in row.get("error", "") for row in found.figures)
+    printed = capsys.readouterr().out
+    assert "FAILED  correct" in printed and "not measured  InfoNCE 32768 x 512" in printed
+    assert path.with_suffix(".txt").read_text() in printed
+    assert path.with_suffix(".svg").stat().st_size > 1000
+    assert "0 of 2 cases are right" in printed
+
+
+@pytest.mark.parametrize(("code", "correct"), [("0", True), ("1", False), ("os._exit(3)", False)])
+def test_losses_are_correct_if_their_step_says_so(monkeypatch, setup, code, correct):
+    fake(monkeypatch, f"import os; raise SystemExit({code})")
+    steps = [STEP, STEP._replace(name="correct")]
+    found = command.measured(1, steps, setup, 100)
+    assert found.correct is correct
+    assert command.measured(1, steps[:1], setup, 100).correct is None
+    assert command.measured(1, steps, setup, plan.LEAST).correct is False  # there was no time
 
 
 @pytest.fixture
@@ -258,11 +285,12 @@ def test_committed_records_are_of_devices():
 
 
 def test_goals_are_judged_by_the_worst_figure():
-    about = {"step": "goals", "shape": [32768, 32768, 512], "variant": "triton"}
-    figures = [about | {"loss": "infonce", "seconds": 0.008}]
-    rows = goals.judged(figures)
+    about = {"step": "goals", "loss": "infonce", "shape": [32768, 32768, 512]}
+    figures = [about | {"variant": "triton", "seconds": 0.008}]
+    others = [about | {"variant": "matmul_bound", "seconds": 1.0}, {"step": "machine"}]
+    rows = goals.judged(figures + others)
     assert [row["met"] for row in rows] == [True] + [None] * (len(rows) - 1)
-    figures.append(about | {"loss": "infonce learnable", "seconds": 0.0091})
+    figures.append(about | {"variant": "triton", "seconds": 0.0091})
     assert goals.judged(figures)[0] == {
         "goal": "InfoNCE 32768 x 512",
         "most": 9.0,
@@ -270,3 +298,98 @@ def test_goals_are_judged_by_the_worst_figure():
         "found": 9.1,
         "met": False,
     }
+
+
+def test_goals_look_for_figures_that_steps_write():
+    """With the toy shape in place of the large one."""
+    found = []
+    for name in ("goals", "amp"):
+        run = session(name)
+        child.run(run)
+        found += run.figures
+    timed = [row for row in found if "seconds" in row]
+    for goal in goals.GOALS:
+        where = dict(goal.figures)
+        where.pop("shape", None)
+        if where.get("loss") in ("infonce", "siglip"):
+            where["loss"] = "infonce learnable"
+        matching = [row for row in timed if where.items() <= row.items()]
+        assert matching and all(goal.key in row for row in matching), goal.name
+
+
+# --------------------------------------------------------------------------------------- the text
+
+
+def test_the_text_names_what_is_wrong():
+    right = {"step": "correct", "loss": "hal", "right": True}
+    wrong = {"step": "correct", "loss": "siglip", "right": False, "errors": [0.5]}
+    late = {"step": "correct", "loss": "dcl std", "stopped": "no time"}
+    steps = [
+        {"name": "correct", "limit": 80, "rc": 1, "seconds": 3.5},
+        {"name": "ncu", "skipped": "ncu is not installed"},
+    ]
+    found = dataclasses.replace(example(), steps=steps, figures=[right, wrong, late])
+    found.goals = [{"goal": "a", "most": 1.5, "unit": "ms", "found": 2.0, "met": False}]
+    text = summary.text(found)
+    assert "correct     rc 1     3.5 s of 80\nncu         skipped: ncu is not installed" in text
+    assert "MISSED        a: 2, at most 1.5 ms" in text
+    assert "1 of 2 cases are right\nloss siglip, right False, errors [0.5]" in text
+    assert "loss dcl std, stopped no time" in text and "NVIDIA H100 80GB HBM3" in text
+
+
+def test_the_plot_has_a_bar_for_every_throughput(tmp_path):
+    row = {"shape": [4, 4, 4], "dtype": "bfloat16", "seconds": 1.0}
+    rows = [
+        row | {"step": "goals", "loss": "hal", "variant": "triton", "gflops": 1000},
+        row | {"step": "peers", "loss": "infonce", "variant": "open_clip", "gflops": 500},
+        row | {"step": "peers", "loss": "infonce", "variant": "matmul_bound", "gflops": 900},
+        {"step": "modes", "loss": "infonce"},
+    ]
+    summary.plot(dataclasses.replace(example(), figures=rows), tmp_path / "a.svg")
+    drawn = (tmp_path / "a.svg").read_text()
+    for words in ("goals 4x4x4 · hal · triton", "peers 4x4x4 · infonce · matmul_bound"):
+        assert words in drawn
+    assert [summary.colour(x) for x in rows[:3]] == ["tab:blue", "tab:gray", "black"]
+
+
+# ---------------------------------------------------------------------------------- other libraries
+
+
+def test_wheels_are_unpacked_for_the_steps(tmp_path):
+    wheels = tmp_path / "wheels to use"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "peer-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("peer/__init__.py", "NUMBER = 5")
+    args = command.parser().parse_args(["--dry", "--wheels", str(wheels)])
+    variables = command.environment(tmp_path, args)
+    code = "import peer; print(peer.NUMBER)"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout == "5\n"
+
+
+def test_open_clip_is_timed_under_autocast(monkeypatch):
+    seen = []
+
+    def loss(images, texts):
+        seen.append((torch.is_autocast_enabled("cpu"), images.dtype))
+        return (images @ texts.T).float().sum()
+
+    peer = peers.Peer(("infonce",), lambda case, problem: loss)
+    monkeypatch.setitem(peers.PEERS, "open_clip", peer)
+    run = session("amp")
+    child.run(run)
+    assert not run.failed and set(seen) == {(True, torch.float32)}
+    assert [row["variant"] for row in run.figures][:2] == ["open_clip", "ours"]
+
+
+def test_a_library_that_is_missing_is_skipped(monkeypatch):
+    def missing(case, problem):
+        raise peers.Unavailable("is not installed")
+
+    monkeypatch.setitem(peers.PEERS, "open_clip", peers.Peer(("infonce",), missing))
+    for step in ("encoders", "amp"):
+        run = session(step)
+        child.run(run)
+        skipped = [row for row in run.figures if "skipped" in row]
+        assert not run.failed and {row["variant"] for row in skipped} == {"open_clip"}

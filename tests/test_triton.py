@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from cases import SHAPES, each, embeddings, make_ids, pairwise, similarity, upstream
-from test_engines import ANSWERS, evaluate, parameters
+from test_engines import ANSWERS, TOTALS, evaluate, evaluate_total, parameters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from itrloss import Similarity
 from itrloss.engine import terms, tiled, vectors
@@ -28,7 +29,7 @@ from itrloss.engine.matrix import choose_engine
 from itrloss.engine.pairs import IGNORE_ID, Pairs
 from itrloss.engine.question import Question
 from itrloss.engine.terms import pair_term
-from itrloss.functional import info_nce_loss
+from itrloss.functional import info_nce_loss, sigmoid_loss, triplet_loss
 
 pytest.importorskip("triton")
 import triton
@@ -42,6 +43,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|divide by zero|All-NaN slice) encountered:RuntimeWarning"
 )
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = [torch.bfloat16, torch.float16]
 # Matrix products on GPUs need at least 16 rows and dimensions.
 TILE = (8, 16, 4, 4) if DEVICE.type == "cpu" else (16, 64, 16, 4)
 
@@ -384,10 +386,207 @@ def test_what_losses_ask_has_a_form():
     assert {asked for asked, _ in ASKED_TERMS.values()} == set(kernels.FORMS)
 
 
+# ----------------------------------------------------------------- totals along with their gradient
+
+# Totals of one scale and a term that has kernels. Their gradients are found in the forward pass.
+EARLY = [name for name in TOTALS if name not in ("scales of anchors", "of a user's term")]
+
+
+@pytest.fixture
+def early(monkeypatch):
+    """Count the totals that come along with their gradient."""
+    found = []
+    total = engine.total
+
+    def counted(*args):
+        found.append(args)
+        return total(*args)
+
+    monkeypatch.setattr(engine, "total", counted)
+    return found
+
+
+def of_triton(total, v, w, ids, dtype, view=lambda s: s.both):
+    """Return a total and its gradients on Triton, in float64, with float32 parameters."""
+    p = parameters(len(v), len(w), torch.float32).to(DEVICE).requires_grad_()
+    v, w = (x.to(DEVICE, dtype).requires_grad_() for x in (v, w))
+    anchors = view(similarity(v, w, moved(*ids), "triton"))
+    value = total(anchors, p[: len(anchors)])
+    grads = torch.autograd.grad(1.5 * value, (v, w, p), allow_unused=True)
+    assert [x.dtype for x in grads[:2]] == [dtype] * 2
+    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, (v, w, p), strict=True)]
+    return [x.detach().cpu().double() for x in (value, *grads)]
+
+
+def totals_of_all_shapes():
+    """Return cases that cover all pairs of values; one of each total is not slow."""
+    cases, seen = [], set()
+    for case in pairwise(name=EARLY, shape=SHAPES, view=VIEWS, fused=[True, False]):
+        name, shape, *_ = case
+        quick = name not in seen and SHAPES[shape][0] > 1
+        seen |= {name} if quick else set()
+        cases.append(pytest.param(*case, marks=[] if quick else pytest.mark.slow))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "shape", "view", "fused"), totals_of_all_shapes())
+def test_totals_along_with_their_gradient(
+    name, shape, view, fused, early, few_tiles, poisoned, monkeypatch
+):
+    monkeypatch.setattr(engine, "fused", lambda inputs: fused)
+    n, m, kind = SHAPES[shape]
+    (v, w), ids = embeddings(n, m), make_ids(kind, n, m)
+    v[0] = 0  # scores 0 with everything, and gets a zero gradient
+    wanted = evaluate_total(TOTALS[name], v, w, ids, "reference", VIEWS[view])
+    found = of_triton(TOTALS[name], v, w, ids, torch.float32, VIEWS[view])
+    assert early
+    for got, exact in zip(found, [wanted[0][0][0], *wanted[1]], strict=True):
+        assert (got - exact).norm() <= 3e-5 * exact.norm() + 2e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    pairwise(name=EARLY, shape=["one row", "primes", "five captions"], dtype=HALF),
+)
+def test_totals_in_half_precision(name, shape, dtype, early, few_tiles, poisoned):
+    """Of dimensions that are no multiple of a step."""
+    n, m, kind = SHAPES[shape]
+    ids = make_ids(kind, n, m)
+    v, w = (x.to(dtype).double() for x in embeddings(n, m, 21))
+    wanted = evaluate_total(TOTALS[name], v, w, ids, "reference")
+    value, *grads, by_parameters = of_triton(TOTALS[name], v, w, ids, dtype)
+    assert early
+    torch.testing.assert_close(value, wanted[0][0][0], rtol=1e-4, atol=1e-4)
+    for got, exact in zip(grads, wanted[1][:2], strict=True):
+        rounding = (exact.to(dtype).double() - exact).norm()
+        assert (got - exact).norm() <= 4 * rounding + 2e-3 * exact.norm() + 1e-6
+    exact = wanted[1][2]
+    assert (by_parameters - exact).norm() <= 5e-3 * exact.norm() + 1e-4
+
+
+def test_a_total_with_ignored_ids(early, few_tiles, poisoned):
+    v, w = embeddings(9, 20)
+    ids = make_ids("random", 9, 20)
+    total = TOTALS["and positives"]
+    kept = [torch.arange(9) != 2, ~torch.isin(torch.arange(20), torch.tensor([5, 19]))]
+    existing = ids[0][kept[0]], ids[1][kept[1]]
+    wanted = evaluate_total(total, v[kept[0]], w[kept[1]], existing, "reference")
+    ids[0][2] = ids[1][5] = ids[1][19] = IGNORE_ID
+    value, by_rows, by_cols, by_parameters = of_triton(total, v, w, ids, torch.float32)
+    assert early and not by_rows[2].any() and not by_cols[[5, 19]].any()
+    torch.testing.assert_close(value, wanted[0][0][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(by_rows[kept[0]], wanted[1][0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(by_cols[kept[1]], wanted[1][1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(by_parameters.sum(), wanted[1][2].sum(), rtol=1e-4, atol=1e-5)
+
+
+def siglip(v, w, scale=None):
+    """Return SigLIP's loss by Triton."""
+    scale = 10.0 if scale is None else scale
+    return sigmoid_loss(Similarity(v, w, engine="triton"), scale, -3.0)
+
+
+def trained(n=12, m=12, d=16, dtype=torch.float32):
+    return [x.requires_grad_() for x in moved(*embeddings(n, m, d, dtype=dtype))]
+
+
+@pytest.mark.parametrize("held", [2**27, 4 * 24 * 16, 4 * 24 * 16 - 1])
+def test_sums_of_gradients_are_held_if_they_fit(held, early, few_tiles, monkeypatch):
+    monkeypatch.setattr(engine, "held_bytes", lambda device: held)
+    v, w = trained()
+    found = torch.autograd.grad(siglip(v, w), (v, w))
+    assert bool(early) == (held >= 4 * 24 * 16)
+    exact = [x.detach().cpu().double().requires_grad_() for x in (v, w)]
+    value = sigmoid_loss(Similarity(*exact, engine="dense"), 10.0, -3.0)
+    for got, wanted in zip(found, torch.autograd.grad(value, exact), strict=True):
+        torch.testing.assert_close(got.cpu().double(), wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_without_training_no_gradient_is_found(early, few_tiles):
+    v, w = trained()
+    with torch.no_grad():
+        value = siglip(v, w)
+    assert not early
+    torch.testing.assert_close(siglip(v.detach(), w.detach()), value)
+    assert not early
+    scale = torch.tensor(10.0, requires_grad=True, device=DEVICE)
+    siglip(v.detach(), w.detach(), scale).backward()
+    assert not early and scale.grad is not None
+    given = Similarity.from_scores(trained(d=12)[0], engine="triton")
+    sigmoid_loss(given, 10.0, -3.0).backward()  # its gradient is a matrix
+    assert not early
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_side_without_training_has_no_sums(which, early, few_tiles):
+    given = trained()
+    given[which].requires_grad_(False)
+    siglip(*given).backward()
+    _, _, _, needs = early[0]
+    assert (needs.rows, needs.cols) == (which == 1, which == 0)
+    assert given[which].grad is None and given[1 - which].grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_a_total_may_be_differentiated_again(dtype, early, few_tiles):
+    """Twice with a graph that is kept, in checkpoints, with hooks, and in part."""
+    v, w = trained(dtype=dtype)
+    value = siglip(v, w)
+    first = torch.autograd.grad(value, (v, w), retain_graph=True)
+    second = torch.autograd.grad(3 * value, (v, w), retain_graph=True)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(3 * a, b, rtol=1e-2, atol=1e-3)
+    assert len(early) == 1
+    with pytest.raises(RuntimeError, match=r"create_graph.*dense"):
+        torch.autograd.grad(value, v, create_graph=True)
+    again = checkpoint(siglip, v, w, use_reentrant=False)
+    with saved_tensors_hooks(torch.clone, lambda copy: copy):
+        hooked = siglip(v, w)
+    for other in (again, hooked):
+        for a, b in zip(torch.autograd.grad(other, (v, w)), first, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_parts_of_a_total_and_its_positives(early, few_tiles):
+    """The total and the positives' scores come from one node, which may get one gradient only."""
+    v, w = trained()
+    exact = [x.detach().cpu().double().requires_grad_() for x in (v, w)]
+    found = []
+    for given, engine_name in (((v, w), "triton"), (exact, "dense")):
+        sim = Similarity(*given, engine=engine_name)
+        total = sim.weighted_sum(terms.softplus, scale=4.0)
+        positives = sim.sum_of_positives(terms.square).sum()
+        alone = [torch.autograd.grad(x, given, retain_graph=True) for x in (total, positives)]
+        found.append([x for pair in alone for x in pair])
+    assert len(early) == 1
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got.cpu().double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_embeddings_that_change_before_backward_are_refused(early, few_tiles):
+    v, w = trained()
+    value = siglip(v, w)
+    with torch.no_grad():
+        w.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_a_total_of_no_pairs(early):
+    v = torch.zeros(0, 4, device=DEVICE, requires_grad=True)
+    w = torch.ones(3, 4, device=DEVICE, requires_grad=True)
+    scale = torch.ones(1, device=DEVICE, requires_grad=True)
+    inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
+    question = Question(Pairs((0, 3), (None, None), DEVICE), (0,), (terms.softplus,), scale=scale)
+    needs = tiled.Needs(True, True, False, False, scale=True)
+    with torch.no_grad():
+        value, sums = engine.total(question, inputs, torch.ones(1, device=DEVICE), needs)
+        grad = torch.ones((), device=DEVICE)
+        found = engine.gradients_of_total(question, inputs, sums, grad, needs, None)
+    assert value == 0 and found.scale == 0 and not found.cols.any() and found.rows.shape == (0, 4)
+
+
 # ----------------------------------------------------------------------------------- half precision
-
-
-HALF = [torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize(
@@ -678,6 +877,56 @@ def test_products_of_a_large_batch(memory, wanted, work, monkeypatch):
     v, w = (meta(n, d, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     info_nce_loss(Similarity(v, w, engine="triton")).backward()
     assert work.flops == wanted * n * n * d
+
+
+LARGE = {
+    "siglip": lambda sim: sigmoid_loss(sim, *(meta(1, dtype=torch.float32) for _ in range(2))),
+    "siglip, learnt": lambda sim: sigmoid_loss(
+        sim, *(meta(1, dtype=torch.float32, requires_grad=True) for _ in range(2)), "sum"
+    ),
+    "siglip, each": lambda sim: torch.cat(sigmoid_loss(sim, 10.0, -10.0, "none")).sum(),
+    "triplet": lambda sim: triplet_loss(sim, mining="all"),
+    "triplet, mean": lambda sim: triplet_loss(sim, mining="all", reduction="mean"),
+}
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
+@pytest.mark.parametrize("name", LARGE)
+def test_products_of_totals(name, work, monkeypatch):
+    """Multiples of NMD of a large batch: of both sides, one, with less memory, without training."""
+    n, d = 65536, 768
+
+    def products(memory, *trained):
+        monkeypatch.setattr(engine, "memory_of", lambda device: int(memory))
+        v, w = (meta(n, d, dtype=torch.bfloat16, requires_grad=x) for x in trained)
+        work.flops = 0
+        value = LARGE[name](Similarity(v, w, engine="triton"))
+        forward = work.flops
+        if any(trained):
+            value.backward()
+        return forward / (n * n * d), work.flops / (n * n * d)
+
+    if name == "siglip, each":
+        assert products(80e9, True, True) == (2, 8)
+        return
+    assert products(80e9, True, True) == (6, 6)
+    assert products(80e9, True, False) == (4, 4)
+    assert products(16e9, True, True) == (2, 8)
+    assert products(8e9, True, True) == (2, 10)
+    assert products(80e9, False, False)[0] == 2
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
+@pytest.mark.parametrize("dtype", HALF)
+def test_memory_of_a_total(dtype, as_on_a_gpu, monkeypatch):
+    """Held sums of both sides' gradients in float32, 402 MB here, and at most 256 MiB."""
+    monkeypatch.setattr(engine, "memory_of", lambda device: int(80e9))
+    n, d = 65536, 768
+    v, w = (meta(n, d, dtype=dtype, requires_grad=True) for _ in range(2))
+    with Peak(v, w) as peak:
+        LARGE["siglip, learnt"](Similarity(v, w, engine="triton")).backward()
+    gradients = 2 * n * d * v.element_size()
+    assert 0 < peak.bytes - gradients - 2 * n * d * 4 <= 256 * 2**20
 
 
 # -------------------------------------------------------------------------------- checks before use

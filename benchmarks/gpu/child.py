@@ -6,13 +6,9 @@ import argparse
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
-
-import torch
 
 from . import plan
 from .session import Session
@@ -53,17 +49,9 @@ def toy_tiles() -> Iterator[None]:
         "BLOCK_ROWS": 32,
         "PANEL": 2**13,
         "whole_tiles": lambda size: max(size // 32 * 32, 32),
-        "example": partial(toy_example, engine.example),
     }
     with patch.multiple(engine, **toys):
         yield
-
-
-def toy_example(
-    example: Callable[..., Any], device: torch.device, dtype: torch.dtype, *sizes: int
-) -> Any:
-    """Return the example of the engine's check, as small as the interpreter needs it."""
-    return example(device, dtype, 20, 40, 24)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from . import goals, plan, record
+from . import goals, plan, record, summary
 from .plan import Step
 from .record import Record, Row
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setup = Setup(args.out, Path(folder), args.dry, environment(Path(folder), args))
         seconds = args.seconds * (plan.DRY if args.dry else 1)
         found = measured(args.slot, plan.chosen(args.slot, args.steps), setup, seconds)
-    show(found)
+    show(found, args.out / found.name)
     return 1 if found.failures() else 0
 
 
@@ -119,8 +119,7 @@ def measured(slot: int | None, steps: Sequence[Step], setup: Setup, seconds: flo
             found.correct = row.get("rc") == 0
         found.goals = goals.judged(found.figures)
         record.save(found, setup.out / found.name)
-        about = [f"{key} {value}" for key, value in row.items() if key != "name"]
-        print(f"{step.name:10}", *about, sep="  ", flush=True)
+        print(summary.step_line(row), flush=True)
     return found
 
 
@@ -194,7 +193,7 @@ def command(step: Step, part: str | None, limit: float, figures: Path, setup: Se
     if setup.dry:
         words.append("--dry")
     if step.tool and shutil.which(step.tool[0]) is not None:
-        words = [word.replace("OUT", str(setup.out)) for word in step.tool] + words
+        words = [word.format(out=setup.out) for word in step.tool] + words
     return words
 
 
@@ -223,10 +222,15 @@ def status(words: list[str], end: float, setup: Setup) -> int:
 # ------------------------------------------------------------------------------------------ results
 
 
-def show(found: Record) -> None:
-    """Print the goals, and which steps failed."""
-    for row in found.goals:
-        met = {True: "met", False: "MISSED", None: "not measured"}[row["met"]]
-        print(f"{met:12}  {row['goal']}: {row['found']}, at most {row['most']} {row['unit']}")
+def show(found: Record, path: Path) -> None:
+    """Print the record, write it as text, and draw its throughput where matplotlib is there."""
+    text = summary.text(found)
+    path.with_suffix(".txt").write_text(text, encoding="utf-8")
+    print(text)
+    try:
+        summary.plot(found, path.with_suffix(".svg"))
+    except ImportError as error:
+        print(error)
     for name in found.failures():
         print(f"FAILED  {name}")
+    print(path)

@@ -29,5 +29,5 @@ LOSSES: dict[str, Callable[..., nn.Module]] = {
         detach_diversity=False,
     ),
     "hal": HubnessAwareLoss,
-    "triplet all": partial(TripletLoss, mining="all"),
+    "triplet all": partial(TripletLoss, mining="all", reduction="mean"),  # sums leave float16
 }

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cases import embeddings
+from ..runner import graphed
 from .record import Row, as_json
 
 X = TypeVar("X")
@@ -49,6 +50,7 @@ class Session:
         self.part = part
         self.figures: list[Row] = []
         self.failed = False
+        self._pairs: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
     def pick(self, production: X, toy: X) -> X:
         """Return the production sizes, or those of a dry run."""
@@ -97,24 +99,37 @@ class Session:
     def pair(
         self, n: int, m: int, dim: int, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[Tensor, Tensor]:
-        """Return (N, D) images and (M, D) texts on the device, which require gradients."""
-        images, texts = embeddings(max(n, m), dim)
-        v = images[:n].to(self.device, dtype).requires_grad_()
-        w = texts[:m].to(self.device, dtype).requires_grad_()
-        return v, w
+        """Return (N, D) images and (M, D) texts on the device, which require gradients.
+
+        The last ones are kept: to draw 32768 x 1024 takes a second.
+        """
+        key = n, m, dim, dtype
+        if key not in self._pairs:
+            images, texts = embeddings(max(n, m), dim)
+            made = images[:n].to(self.device, dtype), texts[:m].to(self.device, dtype)
+            self._pairs = {key: made}
+        v, w = self._pairs[key]
+        return v.detach().requires_grad_(), w.detach().requires_grad_()
+
+    def graph(self, run: Callable[[], None], trained: Sequence[Tensor]) -> Callable[[], None]:
+        """Return a step as a CUDA graph; in a dry run the step itself."""
+        if self.device.type != "cuda":
+            return run
+        return graphed(run, self.device, trained)
 
     def timed(self, run: Callable[[], object], seconds: float = 0.5) -> Row:
         """Return the median seconds of a call, and the host's until all of it is launched.
 
         Calls follow each other as in training; the device is waited for after a burst of them.
         """
+        if self.dry:
+            once, host = self._burst(run, 1)
+            return {"seconds": once, "host seconds": host, "rounds": 1}
         run()
         once = self._burst(run, 1)[0]
         calls = max(1, math.ceil(BURST / max(once, 1e-6)))
-        rounds = 5 if once * calls < 1 else 3
-        rounds = max(rounds, min(50, int(seconds / (once * calls))))
-        if self.dry:
-            calls, rounds = 1, 1
+        least = 5 if once * calls < 1 else 3
+        rounds = max(least, min(50, int(seconds / (once * calls))))
         bursts = [self._burst(run, calls) for _ in range(rounds)]
         return {
             "seconds": float(f"{statistics.median(x[0] for x in bursts):.4g}"),

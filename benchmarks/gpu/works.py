@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import itrloss
+from itrloss import Similarity
 
 from .losses import LOSSES
 from .session import Session, gflops
@@ -25,10 +26,11 @@ HALF = torch.bfloat16
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 CLOCKS = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
-# A gradient is rounded to its dtype once, and in bfloat16 the scores' gradient once before. In
-# float32 a score times 100 in an exponent is off by 100 roundings.
+# Of gradients, by the dtype of the embeddings: a gradient is rounded to it once, and the scores'
+# gradient once before. In float32 a score times 100 in an exponent is off by 100 roundings.
 BOUNDS = {dtype: 2 * torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
 BOUNDS[torch.float32] = 1e-4
+LOSS_SCALE = 1024.0  # as trainers scale losses: gradients of float16 below 6e-5 lose digits
 
 
 # ------------------------------------------------------------------------------------- the machine
@@ -126,21 +128,27 @@ def product(session: Session, dim: int) -> None:
 
 
 def works(session: Session) -> None:
-    """Ask whether 'auto' would take Triton for each dtype; say why not, and how long it takes."""
-    from itrloss.engine.triton import works as check
+    """Make a first step in each dtype: it runs, its seconds are those of compiling.
 
+    The figures also say which engine "auto" would take for it, and what is warned of.
+    """
+    n, dim = session.pick((2048, 512), (20, 16))
     for dtype in DTYPES:
-        if session.is_late(dtype=dtype):
+        about = {"loss": "infonce learnable", "shape": [n, n, dim], "dtype": name_of(dtype)}
+        if session.is_late(**about):
             return
-        with session.attempt(dtype=dtype), warnings.catch_warnings(record=True) as seen:
+        with session.attempt(**about), warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
+            v, w = session.pair(n, n, dim, dtype)
             start = time.perf_counter()
-            found = check(session.device, dtype)
+            found = results(LOSSES["infonce learnable"](engine="triton"), [v, w], ())
+            session.synchronize()
             seconds = round(time.perf_counter() - start, 2)
-            reasons = [str(warning.message)[:600] for warning in seen]
-            session.say(dtype=dtype, works=found, seconds=seconds, warnings=reasons)
-            if not found:
-                raise RuntimeError("the engine does not work here")
+            if not all(bool(x.isfinite().all()) for x in found):
+                raise ArithmeticError("a value or a gradient is not finite")
+            auto = Similarity(v, w).engine
+            warned = sorted({str(x.message)[:600] for x in seen if "itrloss" in str(x.message)})
+            session.say(**about, seconds=seconds, auto=auto, warnings=warned)
 
 
 # ------------------------------------------------------------------------------------ is it right?
@@ -185,16 +193,20 @@ def compared(
     v, w = session.pair(n, m, dim, dtype)
     ids = ()
     if has_ids:
-        ids = torch.arange(n, device=v.device), torch.arange(m, device=v.device) * n // m
+        # Some texts have no image, and a single image has negatives, too.
+        text_ids = torch.arange(m, device=v.device) * (n + 1) // m
+        ids = torch.arange(n, device=v.device), text_ids
     exact_leaves = [x.detach().double().requires_grad_() for x in (v, w)]
     exact = results(LOSSES[loss](engine="dense").double(), exact_leaves, ids)
     runs: list[list[Tensor]] = []
-    for _ in range(2):
-        poison(session)
-        runs.append(results(LOSSES[loss](engine="triton"), [v, w], ids))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "itrloss")  # such as that another engine stands in
+        for _ in range(2):
+            poison(session)
+            runs.append(results(LOSSES[loss](engine="triton"), [v, w], ids))
     errors = [error(runs[0][0], exact[0], least=1.0)]  # a loss can be a difference near 0
     errors += [error(a, b) for a, b in zip(runs[0][1:], exact[1:], strict=True)]
-    bounds = [BOUNDS[torch.float32], *[BOUNDS[x.dtype] for x in runs[0][1:]]]
+    bounds = [BOUNDS[torch.float32]] + [BOUNDS[dtype]] * (len(errors) - 1)
     same = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
     within = all(a <= b for a, b in zip(errors, bounds, strict=True))  # nan is not
     return {"errors": errors, "bounds": bounds, "same bits": same, "right": same and within}
@@ -203,8 +215,9 @@ def compared(
 def results(loss: nn.Module, leaves: list[Tensor], ids: tuple[Tensor, ...]) -> list[Tensor]:
     """Return a loss and its gradients with respect to the leaves and to its parameters."""
     loss = loss.to(leaves[0].device)
-    value = loss(*leaves, *ids)
-    return [value.detach(), *torch.autograd.grad(value, (*leaves, *loss.parameters()))]
+    value = LOSS_SCALE * loss(*leaves, *ids)
+    gradients = torch.autograd.grad(value, (*leaves, *loss.parameters()))
+    return [value.detach() / LOSS_SCALE, *gradients]
 
 
 def error(found: Tensor, exact: Tensor, least: float = 1e-300) -> float:

@@ -565,6 +565,54 @@ class Anchors:
         b = None if shift is None else as_value("shift", shift, *like)
         return self._sum(as_term(term), a, b, where, tensors, guide)
 
+    def weighted_sum(
+        self,
+        term: Term | Function,
+        *params: float | Tensor,
+        weights: float | Tensor = 1.0,
+        scale: float | Tensor = 1.0,
+        shift: float | Tensor | None = None,
+        over: Over = "negatives",
+    ) -> Tensor:
+        """Return () ``sum_i w_i sum_{j in neg(i)} term(scale_i S_ij + shift_i, *params_i)``.
+
+        ``weights`` are a number or (A,), and get no gradient; for the rest see :meth:`sum`. A loss
+        that needs this one number, and not the sum of each anchor, says so by this method: on the
+        Triton engine its gradient is then found in the forward pass, which spares a visit of all
+        scores.
+        """
+        one_of("over", over, "negatives", "positives", "all")
+        like = self._size, self.dtype, self.device
+        w = as_value("weights", weights, *like)
+        if isinstance(w, Tensor):
+            w = w.detach()
+        tensors = as_params("params", params, *like)
+        a = as_value("scale", scale, *like)
+        b = None if shift is None else as_value("shift", shift, *like)
+        return self._weighted_sum(as_term(term), w, a, b, Where(over), tensors)
+
+    def _weighted_sum(
+        self,
+        term: Term,
+        weights: Value,
+        scale: Value = 1.0,
+        shift: Value | None = None,
+        where: Where | None = None,  # the negatives
+        params: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Return the () weighted total of sums, see :meth:`_sum`."""
+        if self.exchange is not None:  # sums of candidates in several processes have to be merged
+            return (self._sum(term, scale, shift, where, params) * weights).sum()
+        if where is None:
+            where = Where()
+        totals = []
+        for block in self._blocks:
+            question = self._question(block, term, where.over, [scale, shift, None, None, *params])
+            own_weights = self._of_block(weights, block)
+            assert own_weights is not None
+            totals.append(block.matrix.weighted_sum(question, own_weights))
+        return functools.reduce(torch.add, totals)
+
     def _where(self, over: Over, below: Limit, above: Limit, guide: Anchors | None) -> Where:
         """Return which candidates count, checked."""
         one_of("over", over, "negatives", "positives", "all")
@@ -698,10 +746,25 @@ class Anchors:
         """
         if not self._listable():
             return self._sorted_hinge_sum(margin)
+        return self._sum(excess, shift=self._hinge_shifts(margin))
+
+    def reduced_hinge_sum(self, margin: float, reduction: Reduction) -> Any:
+        """Return :meth:`hinge_sum` after :meth:`reduce`.
+
+        Where that is one number, its gradient is found as in :meth:`weighted_sum`.
+        """
+        one_of("reduction", reduction, "mean", "sum", "none")
+        if reduction == "none" or self.exchange is not None or not self._listable():
+            return self.reduce(self.hinge_sum(margin), reduction)
+        weights = self._weights(reduction)
+        return self._weighted_sum(excess, weights, shift=self._hinge_shifts(margin))
+
+    def _hinge_shifts(self, margin: float) -> Tensor:
+        """Return ``margin - S_ip`` (A,) or, for several positives of an anchor, (L, A)."""
         scores, index = self._positives()
         if index is None:
-            return self._sum(excess, shift=margin - scores)
-        # Shifts (K, A), one for each positive of an anchor; -inf where it has fewer.
+            return margin - scores
+        # One for each positive of an anchor; -inf where it has fewer.
         size = sum(self.whole_sizes)
         counts = self.positive_counts
         slot = slots(index, size)
@@ -714,7 +777,7 @@ class Anchors:
         if self.exchange is not None:
             table = self.exchange.merged(table)
         missing = torch.arange(len(table), device=self.device)[:, None] >= counts
-        return self._sum(excess, shift=(margin - table).masked_fill(missing, -math.inf))
+        return (margin - table).masked_fill(missing, -math.inf)
 
     def _sorted_hinge_sum(self, margin: float) -> Tensor:
         """Return :meth:`hinge_sum` where positives cannot be listed."""
@@ -774,6 +837,20 @@ class Anchors:
         if self.of_one_size:
             return x.unflatten(0, (len(self.sizes), -1)).sum(1)
         return torch.stack([part.sum() for part in self.split(x)])
+
+    def _weights(self, reduction: Literal["mean", "sum"]) -> Value:
+        """Return the weights, (A,) or one number, with which :meth:`reduce` adds up values."""
+        valid = self.valid()
+        if valid is None and reduction == "sum":
+            return 1.0
+        if valid is None and self.of_one_size:
+            return 1 / self.sizes[0]
+        if valid is None:
+            valid = torch.ones(self._size, dtype=torch.bool, device=self.device)
+        weights = valid.to(self.dtype)
+        if reduction == "sum":
+            return weights
+        return torch.cat([part / part.sum().clamp_min(1) for part in self.split(weights)])
 
     def per_pair(self, sums: Tensor) -> Tensor:
         """Return (A,) ``sums`` over positives, scaled for a mean over pairs.

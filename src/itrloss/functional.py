@@ -335,17 +335,20 @@ def sigmoid_loss(
             raise ValueError(
                 f"{name}: expected a number or a tensor of one value, got shape {tuple(x.shape)}"
             )
-    # A sum over the rows has each pair once; per-anchor values need the columns, too.
-    anchors = sim if isinstance(sim, Similarity) and reduction != "none" else sim.both
-    values = anchors.sum(softplus, scale=scale, shift=bias)
-    values = values + anchors.sum_of_positives(softplus, scale=-scale, shift=-bias)
-    if isinstance(anchors, Similarity):
-        total = anchors.total(values.sum())
+    if isinstance(sim, Similarity) and reduction != "none":
+        # A sum over the rows has each pair once.
+        total = sim.weighted_sum(softplus, scale=scale, shift=bias)
+        total = total + sim.sum_of_positives(softplus, scale=-scale, shift=-bias).sum()
+        total = sim.total(total)
         if reduction == "sum":
             return total
         # The batches of several processes may all be empty.
-        n, m = [max(1, size) for size in anchors.totals]
+        n, m = [max(1, size) for size in sim.totals]
         return total * (0.5 / n + 0.5 / m)
+    # Values of anchors need the columns, too.
+    anchors = sim.both
+    values = anchors.sum(softplus, scale=scale, shift=bias)
+    values = values + anchors.sum_of_positives(softplus, scale=-scale, shift=-bias)
     # One half of a pair's value counts for its row and the other for its column.
     existing = anchors.positive_counts + anchors.negative_counts > 0
     return anchors.reduce(0.5 * values, reduction, existing)
@@ -357,10 +360,9 @@ def triplet_loss(
     """Return the triplet ranking loss of VSE++; see :class:`itrloss.TripletLoss`."""
     anchors = _anchors(sim)
     one_of("mining", mining, "hardest", "all")
-    if mining == "hardest":
-        values = anchors.sum_of_positives(hinge, anchors.hardest_negatives().values + margin)
-    else:
-        values = anchors.hinge_sum(margin)
+    if mining == "all":
+        return anchors.reduced_hinge_sum(margin, reduction)
+    values = anchors.sum_of_positives(hinge, anchors.hardest_negatives().values + margin)
     return anchors.reduce(values, reduction)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -90,6 +90,9 @@ class Request:
     pairs: tuple[Index, Index] | None
     triton: bool
     moments: bool = False  # whether the sums are computed without the scores
+    #: (1,) or (A,): the sums are added with these weights to one number, by Triton. None: they are
+    #: requested one by one.
+    weights: Tensor | None = None
 
 
 def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
@@ -121,7 +124,8 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
             "itrloss: tiles are visited outside of compiled graphs; "
             "fullgraph=True needs engine='dense'"
         )
-    return SumsAndPairScores.apply(request, *targets, *values)  # type: ignore[return-value]
+    function = SumsAndPairScores if request.weights is None else TotalAndPairScores
+    return function.apply(request, *targets, *values)  # type: ignore[return-value]
 
 
 class SumsAndPairScores(torch.autograd.Function):
@@ -156,11 +160,64 @@ class SumsAndPairScores(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return None, *second_derivatives(request, targets, *grads)
         needs = needs_of(request, ctx.needs_input_grad)._replace(dtypes=tuple(ctx.dtypes))
-        found = first_derivatives(request, needs, *grads)
-        of_targets = found.rows, found.cols, found.row_bias, found.col_bias, found.scores
-        if request.question is None:
-            return None, *of_targets
-        return None, *of_targets, found.scale, found.shift, None, None, *found.params
+        return in_places(request, first_derivatives(request, needs, *grads))
+
+
+def in_places(request: Request, found: Gradients) -> tuple[Any, ...]:
+    """Return gradients in the places of :meth:`SumsAndPairScores.forward`."""
+    of_targets = found.rows, found.cols, found.row_bias, found.col_bias, found.scores
+    if request.question is None:
+        return None, *of_targets
+    return None, *of_targets, found.scale, found.shift, None, None, *found.params
+
+
+class TotalAndPairScores(torch.autograd.Function):
+    """The () total of weighted sums, whose gradient comes with it, and the (P,) scores of pairs.
+
+    The gradient of each sum is known up to one factor, the gradient of the total.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, request: Request, rows: Tensor | None, cols: Tensor | None, *rest: Value | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the total and the scores; ``rest``: see :meth:`SumsAndPairScores.forward`."""
+        from . import triton
+
+        dtypes = [torch.float32 if x is None else x.dtype for x in (rows, cols)]
+        needs = needs_of(request, ctx.needs_input_grad)._replace(dtypes=tuple(dtypes))
+        inputs = request.inputs
+        assert request.question is not None and request.weights is not None
+        with full_precision(inputs.like):
+            total, early = triton.total(request.question, inputs, request.weights, needs)
+            scores = None if request.pairs is None else pair_scores(inputs, *request.pairs)
+        save(ctx, (request, needs, early))
+        ctx.set_materialize_grads(False)  # a loss may use the total alone, or the pairs alone
+        return total, scores
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradient of each tensor that ``forward`` took, from the gradients of both."""
+        if grads == (None, None):
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled():
+            raise_second_derivative()
+        request: Request
+        request, needs, early = saved(ctx)
+        grad_total, grad_pairs = grads
+        if grad_total is None:
+            return in_places(request, first_derivatives(request, needs, None, grad_pairs))
+        from . import triton
+
+        listed = None
+        if request.pairs is not None and grad_pairs is not None:
+            listed = ListedPairs(*request.pairs, grad_pairs)
+        with full_precision(request.inputs.like):
+            assert request.question is not None
+            found = triton.gradients_of_total(
+                request.question, request.inputs, early, grad_total, needs, listed
+            )
+        return in_places(request, found)
 
 
 def needs_of(request: Request, needed: Sequence[bool]) -> Needs:
@@ -242,12 +299,17 @@ def plain_scores(inputs: Inputs, targets: Targets) -> Tensor:
     if targets.scores is not None:
         return targets.scores
     if inputs.rows.unit is None:
-        raise RuntimeError(
-            "create_graph: second derivatives need engine='dense', whose answers are plain PyTorch"
-        )
+        raise_second_derivative()
     rows = plain_side(inputs.rows, targets.rows)
     cols = plain_side(inputs.cols, targets.cols)
     return plain_product(rows, cols, inputs.rows.bias, inputs.cols.bias)
+
+
+def raise_second_derivative() -> NoReturn:
+    """Raise the error of a gradient that is not to be differentiated."""
+    raise RuntimeError(
+        "create_graph: second derivatives need engine='dense', whose answers are plain PyTorch"
+    )
 
 
 def plain_product(

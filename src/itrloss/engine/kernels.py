@@ -117,6 +117,7 @@ class Config(NamedTuple):
     TIMES_SCALE: bool = True  # whether the gradient of scores contains the scale
     GRAD_SCALE: bool = False  # whether the scale gets a gradient, summed by anchor
     GRAD_SHIFT: bool = False
+    TOTAL: bool = False  # whether the terms are summed up along with their gradient
 
 
 class Axis(NamedTuple):
@@ -414,13 +415,17 @@ def _upstream(grad, plane, axis, cols, AXIS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _by_z(z, grad, axis, cols, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
-    """Return the gradient of z: ``sum_k g_k f_k'(z)``."""
-    _, slopes = FORM(z)
-    by_z = slopes[0] * _upstream(grad, 0, axis, cols, AXIS, C)
+def _weighted(z, grad, axis, cols, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
+    """Return ``sum_k g_k f_k(z)`` and its derivative by z."""
+    values, slopes = FORM(z)
+    g = _upstream(grad, 0, axis, cols, AXIS, C)
+    value = values[0] * g
+    by_z = slopes[0] * g
     if C.WIDTH == 2:
-        by_z += slopes[1] * _upstream(grad, 1, axis, cols, AXIS, C)
-    return by_z
+        g = _upstream(grad, 1, axis, cols, AXIS, C)
+        value += values[1] * g
+        by_z += slopes[1] * g
+    return value, by_z
 
 
 @triton.jit
@@ -431,18 +436,22 @@ def _slopes(
     cols,
     values,
     grad,  # PerAnchor (K, A)
-    out,  # (L + 1, parts, anchors)
+    out,  # (L + 1, parts, anchors): L slots of the shift, then the scale, or the terms with TOTAL
     AXIS: tl.constexpr,
     FORM: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Return ``total`` plus an axis's gradient of the scores; store its scale's and shift's."""
+    """Return ``total`` plus an axis's gradient of the scores; store its scale's and shift's.
+
+    With TOTAL, the sums of the terms times the gradients of their sums are stored, too.
+    """
     axis = rows if AXIS == 1 else cols
     candidates = cols if AXIS == 1 else rows
     by_scale = tl.zeros_like(s)
+    summed = tl.zeros_like(s)
     for slot in range(values.slots):
         z = _affine(s, values, slot, axis, AXIS, C)
-        by_z = _by_z(z, grad, axis, cols, AXIS, FORM, C)
+        value, by_z = _weighted(z, grad, axis, cols, AXIS, FORM, C)
         by_z = _within(by_z, s, values, axis, AXIS, C)
         if C.TIMES_SCALE:
             total += by_z * _load(values.scale, 0, axis, AXIS, C.SHARED)
@@ -453,6 +462,11 @@ def _slopes(
             _store_partial(out, slot, by_shift, axis, candidates, AXIS, C)
         if C.GRAD_SCALE:
             by_scale += by_z * s
+        if C.TOTAL:
+            summed += _within(value, s, values, axis, AXIS, C)
+    if C.TOTAL:
+        summed = _masked(summed, rows, cols, True, C)
+        _store_partial(out, values.slots, summed, axis, candidates, AXIS, C)
     if C.GRAD_SCALE:
         by_scale = _masked(by_scale, rows, cols, True, C)
         _store_partial(out, values.slots, by_scale, axis, candidates, AXIS, C)
@@ -469,7 +483,7 @@ def gradient_kernel(
     size_n,
     first_col,
     values,
-    row_out,  # (L + 1, column parts, size_m) float32 partial sums: L slots of the shift, the scale
+    row_out,  # (L + 1, column parts, size_m) float32 partial sums, see `_slopes`
     col_out,  # (L + 1, row parts, size_n)
     grad,  # PerAnchor: of the sums, (K, A)
     panel,  # Panel for the gradient of the inner products, if any; may alias the products

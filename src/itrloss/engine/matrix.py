@@ -18,7 +18,7 @@ from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
 from .pairs import Pairs, segment_sum
 from .products import matmul
-from .question import Question, joined
+from .question import Question, Value, is_trained, joined
 from .terms import identity
 from .tiled import Best
 from .vectors import Embeddings, full_precision, host_may_read, may_keep
@@ -289,6 +289,10 @@ class Matrix:
             triton=guide is None and self._uses_triton(question),
             moments=by_moments,
         )
+        return self._asked(request)
+
+    def _asked(self, request: Request) -> Tensor:
+        """Return the sums of a request, and keep the scores of positives that come along."""
         sums, positives = ask(request, self.targets())
         if request.pairs is not None:
             self._positive_scores = positives
@@ -306,6 +310,35 @@ class Matrix:
             return False
         dim = self.embeddings[0].x.shape[1]
         return moments.answers(question) and moments.has_gain(question, dim, self.keeps)
+
+    def weighted_sum(self, question: Question, weights: Value) -> Tensor:
+        """Return the () total of a question's sums, times weights without a gradient."""
+        if not self._finds_gradient_early(question):
+            return (self.sums(question) * weights).sum()
+        self.check_unchanged()
+        self._summed = True
+        if not isinstance(weights, Tensor):
+            weights = torch.full((1,), weights, dtype=self.dtype, device=self.device)
+        request = Request(
+            question=question,
+            inputs=self.inputs(),
+            guide=None,
+            pairs=self._positives_along(),
+            triton=True,
+            weights=weights,
+        )
+        return self._asked(request)
+
+    def _finds_gradient_early(self, question: Question) -> bool:
+        """Return whether the gradient of a total is found in the forward pass."""
+        if not torch.is_grad_enabled() or self.embeddings is None:
+            return False
+        if not self._uses_triton(question):
+            return False
+        from . import triton
+
+        vectors = [x for x in self.targets()[:2] if is_trained(x)]
+        return triton.may_find_early(question, vectors)
 
     def _positives_along(self) -> tuple[Index, Index] | None:
         """Return the positive pairs if their scores are to be computed along with a sum."""

@@ -134,7 +134,7 @@ def gradients(
 class GradientKernel:
     """Writes the gradient of a block's inner products, and adds up the gradients of values."""
 
-    def __init__(self, run: Pass, grad: Tensor, needs: Needs):
+    def __init__(self, run: Pass, grad: Tensor, needs: Needs, with_total: bool = False):
         self.run = run
         self.grad = per_anchor(grad.view(run.config.WIDTH, -1), run.device)
         #: The one scale of all scores, by which vectors' gradients are multiplied at the end.
@@ -147,11 +147,12 @@ class GradientKernel:
             TIMES_SCALE=self.factor is None,
             GRAD_SCALE=needs.scale and self.factor is None,
             GRAD_SHIFT=needs.shift,
+            TOTAL=with_total,
         )
         self.total: AnchorTotals | None = None
-        if self.config.GRAD_SCALE or self.config.GRAD_SHIFT:
-            # A plane for each slot of the shift, then one for the scale. If one evaluation serves
-            # both sides, they are summed by row alone.
+        if self.config.GRAD_SCALE or self.config.GRAD_SHIFT or with_total:
+            # A plane for each slot of the shift, then one for the scale or for the terms. If one
+            # evaluation serves both sides, they are summed by row alone.
             sides = run.question.sides
             if run.config.SHARED:
                 sides = sides[:1]
@@ -216,7 +217,8 @@ def embedding_gradients(
     sides: list[VectorGradient] = []
     for side, needed in enumerate((needs.rows, needs.cols)):
         if needed:
-            sides.append(VectorGradient(kernel, side, needs.dtypes[side], listed))
+            dtype = needs.dtypes[side]
+            sides.append(VectorGradient(kernel.run.inputs, side, dtype, kernel.factor, listed))
     if needs.scale and kernel.factor is not None:
         sides[0].by_factor = kernel.by_factor = kernel.factor.new_empty(len(sides[0].out))
     for outer, *held in visits(sides):
@@ -282,24 +284,33 @@ class VectorGradient:
     total: Tensor  # (r, D) float32 sums of the part
 
     def __init__(
-        self, kernel: GradientKernel, side: int, dtype: torch.dtype, listed: ListedPairs | None
+        self,
+        inputs: Inputs,
+        side: int,
+        dtype: torch.dtype,  # of the gradient
+        factor: Tensor | None,  # one number by which the sums are multiplied at the end
+        listed: ListedPairs | None,
     ):
-        run = kernel.run
-        sides = run.inputs.rows, run.inputs.cols
+        sides = inputs.rows, inputs.cols
         self.side = side
-        self.factor = kernel.factor
+        self.factor = factor
         self.by_factor: Tensor | None = None  # (N,), where this side has the factor's gradient
         self.partners = sides[1 - side].like  # (M, D)
         self.out = torch.empty_like(
             sides[side].like, dtype=dtype, memory_format=torch.contiguous_format
         )
-        self.listed = sorted_by(side, listed, run.shape[side])
+        self.listed = sorted_by(side, listed, inputs.shape[side])
         self.kernel_inputs = [vectors_of(contiguous_vectors(x.like), x) for x in sides]
 
-    def start(self, part: slice) -> None:
-        """Begin the sums of some of the vectors, in place if the gradient is float32."""
+    def start(self, part: slice, sums: Tensor | None = None) -> None:
+        """Begin the sums of some of the vectors, in place if the gradient is float32.
+
+        ``sums`` (r, D) that were found before are taken as they are.
+        """
         self.part = part
-        if self.out.dtype == torch.float32:
+        if sums is not None:
+            self.total = sums
+        elif self.out.dtype == torch.float32:
             self.total = self.out[part].zero_()
         else:
             self.total = torch.zeros_like(self.out[part], dtype=torch.float32)
@@ -345,6 +356,99 @@ def sorted_by(side: int, listed: ListedPairs | None, size: int) -> kernels.Liste
     own, order = torch.sort(own, stable=True)
     start = torch.searchsorted(own, torch.arange(size + 1, device=own.device))
     return kernels.Listed(grad, start, order, index[1 - side])
+
+
+# ---------------------------------------------------------------- a total along with its gradient
+
+
+class EarlyGradients(NamedTuple):
+    """What the gradient of a total is made of, up to the gradient of the total itself."""
+
+    rows: Tensor | None  # (N, D) float32 sums of ``f'(z_ij) y_j``, weighted, over the norms
+    cols: Tensor | None  # (M, D)
+    shift: Tensor | None  # like the shift
+
+
+def may_find_early(question: Question, vectors: Sequence[Tensor]) -> bool:
+    """Return whether a total may come with its gradient by some vectors (N, D), if there are any.
+
+    The scale has to be one number, by which the gradient can be multiplied later; and float32 sums
+    have to fit into the part of the memory that they may take, until the backward pass.
+    """
+    held = 4 * sum(x.numel() for x in vectors)
+    if not vectors or has_each(question.scale):
+        return False
+    return held <= held_bytes(vectors[0].device)
+
+
+def total(
+    question: Question,
+    inputs: Inputs,
+    weights: Tensor,  # of the sums, (1,) or (A,)
+    needs: Needs,
+) -> tuple[Tensor, EarlyGradients]:
+    """Return the () weighted total of a question's sums, and what its gradient is made of.
+
+    Scores are visited once: 6 multiples of NMD in products for 8 to 10 where the gradient is found
+    in the backward pass (pytest tests/test_triton.py -k products).
+    """
+    run = Pass(question, inputs, kernels.FORMS[question.terms])
+    kernel = GradientKernel(run, weights, needs, with_total=True)
+    sides: dict[int, VectorGradient] = {}
+    for side, needed in enumerate((needs.rows, needs.cols)):
+        if needed:
+            sides[side] = VectorGradient(inputs, side, torch.float32, None, None)
+            sides[side].start(slice(0, run.shape[side]))
+    n, m = run.shape
+    with torch.cuda.device_of(inputs.like):
+        for rows in spans(n, BLOCK_ROWS):
+            for cols in spans(m, whole_tiles(run.panel_size // BLOCK_ROWS)):
+                places = rows, cols
+                panel = run.buffer(places)
+                kernel.write(places, padded(panel))
+                for gradient in sides.values():
+                    gradient.add(places, panel)
+    assert kernel.total is not None
+    sums = {side: gradient.total for side, gradient in sides.items()}
+    shift = kernel.of_shift() if needs.shift else None
+    return kernel.total.values[-1].sum(), EarlyGradients(sums.get(0), sums.get(1), shift)
+
+
+def gradients_of_total(
+    question: Question,
+    inputs: Inputs,
+    early: EarlyGradients,
+    grad: Tensor,  # () of the total
+    needs: Needs,
+    listed: ListedPairs | None,
+) -> Gradients:
+    """Return the gradients of a question's inputs and values, from the gradient of a total."""
+    factor = grad * question.scale
+    found: list[Tensor | None] = []
+    scale: Tensor | None = None
+    with torch.cuda.device_of(inputs.like):
+        for side, sums in enumerate((early.rows, early.cols)):
+            if sums is None:
+                found.append(None)
+                continue
+            gradient = VectorGradient(inputs, side, needs.dtypes[side], factor, listed)
+            gradient.start(slice(0, len(sums)), sums)
+            if needs.scale and scale is None:
+                gradient.by_factor = sums.new_empty(len(sums))
+            gradient.finish()
+            if gradient.by_factor is not None:
+                scale = of_value(question.scale, gradient.by_factor) * grad
+            found.append(gradient.out)
+    return Gradients(
+        rows=found[0],
+        cols=found[1],
+        row_bias=None,
+        col_bias=None,
+        scores=None,
+        scale=scale,
+        shift=None if early.shift is None else early.shift * grad,
+        params=(),
+    )
 
 
 # --------------------------------------------------------------------------------- a pass' launches
@@ -496,8 +600,10 @@ class Pass:
         """Return the compiler's options."""
         tile = self.tile
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        sums_values = config.GRAD_SCALE or config.GRAD_SHIFT
-        if tile.registers is not None and not sums_values and compute_capability(self.device) == 9:
+        # Gradients that are summed by anchor, from both sides of a tile, would spill with a limit.
+        sums_values = config.GRAD_SCALE or config.GRAD_SHIFT or config.TOTAL
+        many = sums_values and not config.SHARED
+        if tile.registers is not None and not many and compute_capability(self.device) == 9:
             options["maxnreg"] = tile.registers
         return options
 
