@@ -22,6 +22,10 @@ COLUMNS = {  # title -> (key, format)
     "peak MB": ("peak_mb", "{:.0f}".format),
     "gradient difference": ("gradient difference", "{:.1e}".format),
     "gradient error": ("gradient error", "{:.1e}".format),
+    "beyond gradients MB": ("beyond gradients MB", "{:.0f}".format),
+    "first s": ("first seconds", "{:.2f}".format),
+    "calls": ("calls", "{:d}".format),
+    "share": ("share", "{:.3f}".format),
     "engine": ("engine", str),
     "products": ("products", str),
 }

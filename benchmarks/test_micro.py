@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import itrloss
 from benchmarks.cases import LOSSES, Case, problem
 from benchmarks.runner import step
 from itrloss import Similarity, functional, pair_term
-from itrloss.engine import inputs, products, ranking, terms, vectors
+from itrloss.engine import inputs, pairs, products, ranking, terms, vectors
 
 SHAPES = {
     "pairs": (128, 128, 256),
@@ -49,6 +50,18 @@ def test_kept_scores(benchmark, budget):
         x.isfinite().all()
         for x in benchmark(pulled(1024, 512, engine="tiled", memory_budget=budget))
     )
+
+
+@pytest.mark.parametrize("few", [64, 10**9], ids=["not listed", "listed"])
+@pytest.mark.parametrize("loss", ["InfoNCELoss", "DiversityContrastiveLoss", "SupConLoss"])
+def test_ten_classes(benchmark, loss, few, monkeypatch):
+    """A step of 2048 pairs with 420 000 positives."""
+    monkeypatch.setattr(pairs, "FEW", few)
+    v, w = (torch.randn(2048, 512, requires_grad=True) for _ in range(2))
+    ids = torch.randint(10, (2, 2048))
+    criterion = getattr(itrloss, loss)()
+    found = benchmark(lambda: torch.autograd.grad(criterion(v, w, *ids), (v, w)))
+    assert all(x.isfinite().all() for x in found)
 
 
 @pytest.mark.parametrize("numel", [2**18, 2**20, 2**22])

@@ -9,6 +9,7 @@ import torch
 from losses_registry import IN_LOOPS, where
 
 import itrloss
+from itrloss.engine.pairs import Numbers, Pairs
 from itrloss.engine.terms import hinge, log1p_relu
 
 N, M, D, K = 16, 24, 8, 40
@@ -67,6 +68,30 @@ def test_losses_wait_for_nothing(name, engine):
         assert images.grad is not None and texts.grad is not None and images.grad.is_meta
 
 
+@pytest.fixture
+def reads(monkeypatch):
+    """The pairs whose numbers the host reads, as it may on CUDA; meta tensors have none to read."""
+    found = []
+
+    def numbers(pairs):
+        found.append(pairs)
+        return Numbers(sum(pairs.shape), (3, 3))
+
+    monkeypatch.setattr(Pairs, "listable", True)
+    monkeypatch.setattr(Pairs, "_numbers", numbers)
+    return found
+
+
+@pytest.mark.parametrize("name", OF_PAIRS)
+def test_losses_wait_once_to_list_positives(name, engine, reads):
+    images, texts = given(N, D, dtype=torch.bfloat16), given(M, D, dtype=torch.bfloat16)
+    OF_PAIRS[name].make(engine=engine).to("meta")(images, texts, *numbers(N, M)).backward()
+    assert images.grad is not None and texts.grad is not None and images.grad.is_meta
+    counts_hinges = OF_PAIRS[name].lists_positives
+    waits_for_nothing = name == "supcon" or (engine == "dense" and not counts_hinges)
+    assert len(reads) == (0 if waits_for_nothing else 1)
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 def test_answers_wait_for_nothing(name, engine):
     for m, ids in ((N, ()), (M, numbers(N, M))):
@@ -74,6 +99,13 @@ def test_answers_wait_for_nothing(name, engine):
         assert backward(
             tuple(ANSWERS[name](itrloss.Similarity(rows, cols, *ids, engine=engine))), rows, cols
         )
+
+
+@pytest.mark.parametrize("name", OF_MEMORIES)
+def test_memories_wait_once_to_list_positives(name, engine, reads):
+    test_memories_wait_for_nothing(name, engine)
+    of_matrices = 3 if "entropy" in name else 1  # the batch's positives, and each memory's
+    assert len(reads) == (0 if engine == "dense" else of_matrices)
 
 
 @pytest.mark.parametrize("name", OF_MEMORIES)

@@ -1197,6 +1197,59 @@ def test_tile_size_does_not_change_the_answer(engine, monkeypatch):
             assert_equal(other, seen[0])
 
 
+OF_POSITIVES = [
+    "positives",
+    "mean of positives",
+    "positives and likelihood",
+    "log1p",
+    "log1p relu",
+    "logsumexp of positives per anchor",
+    "softplus of one number each",
+    "std",
+    "entropy",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "kind", "biased"),
+    pairwise(
+        name=OF_POSITIVES,
+        engine=ENGINES,
+        kind=["random", "same", "ignored", "disjoint"],
+        biased=[False, True],
+    ),
+)
+def test_many_positives_are_not_listed(name, engine, kind, biased, monkeypatch):
+    """Their plain scores are summed by class, and terms of them like those of negatives."""
+    monkeypatch.setattr(pairs, "FEW", -1)
+    monkeypatch.setattr(
+        pairs.Pairs, "listed", property(lambda self: pytest.fail("pairs were listed"))
+    )
+    n, m = 7, 12
+    (v, w), grads = embeddings(n, m), upstream(n, m)
+    ids = make_ids("random" if kind == "ignored" else kind, n, m)
+    wanted_of = "reference"
+    if kind == "ignored":  # for the reference, ignored entries would be negatives of the others
+        ids[0][2] = ids[1][5] = ids[1][6] = IGNORE_ID
+        wanted_of = "dense"
+    options = {}
+    if biased and engine != "scores":
+        options["bias"] = torch.linspace(-1, 1, n).double(), torch.linspace(0.5, -1, m).double()
+    found = evaluate(ANSWERS[name], v, w, ids, engine, grads, **options)
+    assert_equal(found, evaluate(ANSWERS[name], v, w, ids, wanted_of, grads, **options))
+
+
+def test_sums_by_class_have_second_derivatives(monkeypatch):
+    monkeypatch.setattr(pairs, "FEW", -1)
+    v, w = (x.requires_grad_() for x in embeddings(4, 5, 3))
+    ids = torch.tensor([0, 1, 1, 2]), torch.tensor([1, 0, 3, 1, 2])
+
+    def sums(x, y):
+        return similarity(x, y, ids, "kept").both.sum_of_positives(identity)
+
+    assert torch.autograd.gradgradcheck(sums, (v, w))
+
+
 @pytest.mark.parametrize(
     ("engine", "kind"),
     each(engine=["tiled", "kept"], kind=["random", "captions", "same", "ignored"]),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import subprocess
 import sys
 import time
+import types
 import warnings
 import zipfile
 from pathlib import Path
@@ -17,7 +19,7 @@ import torch
 
 from benchmarks import peers
 from benchmarks.__main__ import main
-from benchmarks.gpu import child, command, goals, plan, record, summary, works
+from benchmarks.gpu import child, command, goals, modes, plan, record, speed, summary, works
 from benchmarks.gpu.losses import LOSSES
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.session import Session
@@ -36,8 +38,8 @@ def session(step: str, part: str | None = None, seconds: float = 300) -> Session
 
 # -------------------------------------------------------------------------------------- every step
 
-# One loss of the eight is enough: tests/test_triton.py has all of them.
-PARTS = {"correct": ["siglip"], "compile": list(plan.TILES)[:1]}
+# One part of many is enough: tests/test_triton.py has all kernels.
+PARTS = {"correct": ["siglip, bfloat16"], "compile": list(plan.TILES)[:1]}
 RUNS = [(name, part) for name in plan.all_steps() for part in PARTS.get(name, [None])]
 
 
@@ -54,7 +56,6 @@ def test_steps_are_in_the_modules_that_the_plan_names():
     for step in plan.all_steps().values():
         module = importlib.import_module(f"benchmarks.gpu.{step.module}")
         assert step.name in module.STEPS
-        assert set(step.parts) <= {*LOSSES, *plan.TILES, plan.PRODUCTION}
 
 
 def test_steps_of_a_slot_fit_into_its_time():
@@ -65,9 +66,19 @@ def test_steps_of_a_slot_fit_into_its_time():
 
 
 def test_chosen_steps_begin_with_the_machine():
-    assert [step.name for step in plan.chosen(None, ["correct"])] == ["machine", "correct"]
-    assert plan.chosen(2, None) == plan.SLOTS[2]
-    assert plan.chosen(None, None) == plan.SLOTS[1]
+    assert [step.name for step in plan.chosen(["correct"])] == ["machine", "correct"]
+
+
+def test_correct_has_a_part_for_each_loss_and_dtype():
+    parts = plan.all_steps()["correct"].parts
+    assert len(set(parts)) == len(LOSSES) * 3 == 24
+
+
+def test_the_help_names_all_steps(capsys):
+    with pytest.raises(SystemExit):
+        main(["gpu", "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"  {step.name} " in shown for step in plan.all_steps().values())
 
 
 # ------------------------------------------------------------------------------------- correctness
@@ -78,7 +89,7 @@ def test_a_wrong_engine_is_not_correct(monkeypatch):
 
     right = engine.sums
     monkeypatch.setattr(engine, "sums", lambda *given: 1.01 * right(*given))
-    run = session("correct", "infonce")
+    run = session("correct", "infonce, float32")
     child.run(run)
     wrong = [row for row in run.figures if row.get("right") is False]
     assert run.failed and len(wrong) == len(works.TOY_SHAPES)
@@ -86,24 +97,29 @@ def test_a_wrong_engine_is_not_correct(monkeypatch):
 
 
 def test_gradients_of_parameters_are_compared(monkeypatch):
+    leaves = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+    loss = LOSSES["siglip"](engine="dense")
+    assert len(works.results(loss, leaves, ())) == 5  # the value, and of the scale and the bias
     found = [[torch.ones(2), torch.ones(2), torch.full((1,), x)] for x in (1.0, 1.01, 1.01)]
     monkeypatch.setattr(works, "results", lambda *given: found.pop(0))
     row = works.compared(session("correct"), "siglip", (4, 4, 4), torch.float32, False)
     assert not row["right"] and row["same bits"] and row["errors"][:2] == [0, 0]
 
 
-@pytest.mark.parametrize("value", [1.0 + 1e-6, float("nan")])
-def test_other_bits_and_nan_are_not_right(monkeypatch, value):
-    found = [[torch.ones(2)], [torch.ones(2)], [torch.full((2,), value)]]
-    if value != value:
-        found[1] = found[2]
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("values", [(1, 1, 1 + 1e-6), (1, NAN, NAN), (NAN, 1, 1)])
+def test_other_bits_and_nan_are_not_right(monkeypatch, values):
+    """Of the exact result, and of two runs."""
+    found = [[torch.full((2,), float(x))] for x in values]
     monkeypatch.setattr(works, "results", lambda *given: found.pop(0))
     row = works.compared(session("correct"), "siglip", (4, 4, 4), torch.float32, False)
-    assert not row["right"] and not row["same bits"]
+    assert not row["right"] and row["same bits"] == (values[1] == values[2])
 
 
 def test_what_was_not_compared_is_not_correct():
-    run = session("correct", "infonce", seconds=0)
+    run = session("correct", "infonce, float32", seconds=0)
     child.run(run)
     assert run.failed and run.figures[0]["stopped"]
 
@@ -130,6 +146,73 @@ def test_an_engine_that_stands_in_for_triton_is_not_right(monkeypatch):
         works.compared(session("correct"), "hal", (4, 4, 4), torch.float32, False)
 
 
+def test_other_gradients_in_a_mode_fail_the_step(monkeypatch):
+    monkeypatch.setattr(modes, "distance", lambda a, b: 0.02)
+    step = speed.Step(LOSSES["infonce"](engine="dense"), session("modes").pair(4, 4, 4))
+    with pytest.raises(ArithmeticError, match="differ"):
+        modes.same_gradients(session("modes"), step, lambda step: step, {"loss": "infonce"})
+
+
+# ------------------------------------------------------------------------------- what needs a GPU
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """A session on a GPU that is not there; yields it and the names of what was called."""
+    calls = []
+    about = types.SimpleNamespace(
+        name="a GPU", major=9, minor=0, multi_processor_count=132, total_memory=80e9
+    )
+    stream = types.SimpleNamespace(wait_stream=lambda other: calls.append("wait"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda given: contextlib.nullcontext())
+    return Session("modes", dry=False, seconds=60), calls
+
+
+def test_the_device_is_described(on_cuda):
+    run, _ = on_cuda
+    assert run.device.type == "cuda"
+    described = works.device(run)
+    assert described["device"] == "a GPU" and described["capability"] == "9.0"
+    assert described["memory GB"] == 80
+
+
+def test_calls_are_timed_in_bursts_between_synchronisations(on_cuda):
+    run, calls = on_cuda
+    row = run.timed(lambda: calls.append("call"), seconds=0.05)
+    assert row["rounds"] == calls.count("call") - 2  # the first two are no figures
+    assert row["host seconds"] <= row["seconds"] < 0.001
+    assert calls[:5] == ["call", "synchronize", "call", "synchronize", "synchronize"]
+    assert calls.count("call") > 10 * calls.count("synchronize")
+
+
+def test_a_step_waits_for_the_other_stream(on_cuda):
+    run, calls = on_cuda
+    modes.on_other_stream(run, lambda: calls.append("step"))()
+    assert calls == ["wait", "step", "wait"]
+
+
+def test_kernels_are_told_from_operators(on_cuda):
+    run, _ = on_cuda
+    event = types.SimpleNamespace(
+        self_device_time_total=5.0, device_type=torch.profiler.DeviceType.CUDA
+    )
+    assert speed.own_time(event, run) == 5
+    event.device_type = torch.profiler.DeviceType.CPU
+    assert speed.own_time(event, run) == 0
+
+
+def test_memory_is_given_back_after_an_item(on_cuda):
+    run, calls = on_cuda
+    with run.attempt():
+        pass
+    assert calls == ["synchronize", "empty_cache"]
+
+
 # ------------------------------------------------------------------------------------- the command
 
 
@@ -141,7 +224,7 @@ def test_the_command_leaves_a_record_in_which_a_failing_step_is_failing(
     (tmp_path / "sitecustomize.py").write_text(bug)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     steps = plan.all_steps()
-    slot = steps["machine"], steps["correct"]._replace(parts=("infonce",)), steps["ncu"]
+    slot = steps["machine"], steps["correct"]._replace(parts=("infonce, float32",)), steps["ncu"]
     monkeypatch.setitem(plan.SLOTS, 1, slot)
     assert main(["gpu", "--dry", "--out", str(tmp_path)]) == 1
     path = tmp_path / "gpu_dry_slot1.json"
@@ -175,7 +258,7 @@ def test_losses_are_correct_if_their_step_says_so(monkeypatch, setup, code, corr
 
 @pytest.fixture
 def setup(tmp_path):
-    return command.Setup(tmp_path, tmp_path, True, {"PATH": "/usr/bin:/bin"})
+    return command.Setup(tmp_path, tmp_path / "log.txt", tmp_path, True, {"PATH": "/usr/bin:/bin"})
 
 
 STEP = plan.Step("machine", "works", 60, "")
@@ -193,6 +276,26 @@ def test_exit_statuses_are_recorded(monkeypatch, setup, code):
     row, figures = command.outcome(STEP, 100, setup)
     assert row["rc"] == code and figures == []
     assert Record(1, True, steps=[row]).failures() == ["machine"]
+
+
+def test_a_part_that_fails_fails_its_step(monkeypatch, setup):
+    codes = {"a": 0, "b": 7, "c": 0}
+    words = [sys.executable, "-c", "import sys; raise SystemExit(int(sys.argv[1]))"]
+    monkeypatch.setattr(command, "command", lambda step, part, *_: [*words, str(codes[part])])
+    row, _ = command.outcome(STEP._replace(parts=("a", "b", "c")), 100, setup)
+    assert row["rc"] == 7
+
+
+def test_a_program_runs_the_step(tmp_path, monkeypatch, setup):
+    """As compute-sanitizer does; here one that keeps its arguments and ends with an error."""
+    program = tmp_path / "a-sanitizer"
+    program.write_text('#!/bin/sh\necho "$@"\nexit 9\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    step = STEP._replace(tool=("a-sanitizer", "--log", "{out}/seen.csv"))
+    row, _ = command.outcome(step, 100, setup._replace(dry=False))
+    called = f"--log {tmp_path}/seen.csv {sys.executable} -m benchmarks.gpu.child machine"
+    assert row["rc"] == 9 and called in setup.log.read_text()
 
 
 def test_a_step_that_takes_too_long_is_killed_with_its_children(monkeypatch, setup):

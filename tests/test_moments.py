@@ -158,11 +158,11 @@ def hostile(case):
         cols = torch.nn.functional.normalize(direction + torch.nn.functional.normalize(away))
         return direction.expand(8, -1).clone(), cols, (ids, torch.arange(4000) + 8)
     if case == "positives far above":
-        cols = torch.cat([around(-direction, 3500, 1e-3), around(direction, 500, 1e-3)])
-        return rows, cols, (torch.zeros(8, dtype=torch.int64), (torch.arange(4000) < 3500).long())
+        cols = torch.cat([around(-direction, 400, 1e-3), around(direction, 60, 1e-3)])
+        return rows, cols, (torch.zeros(8, dtype=torch.int64), (torch.arange(460) < 400).long())
     assert case == "few negatives"
-    cols = torch.cat([around(direction, 3997, 0.5), around(direction, 3, 1e-3)])
-    return rows, cols, (torch.zeros(8, dtype=torch.int64), (torch.arange(4000) >= 3997).long())
+    cols = torch.cat([around(direction, 60, 0.5), around(direction, 3, 1e-3)])
+    return rows, cols, (torch.zeros(8, dtype=torch.int64), (torch.arange(63) >= 60).long())
 
 
 HOSTILE = [

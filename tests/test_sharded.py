@@ -14,6 +14,7 @@ from sharded import LOSSES, SAMPLES, batch, configuration, filled_memory, joined
 
 import itrloss
 from itrloss import Anchors, Similarity
+from itrloss.engine import pairs
 from itrloss.engine.terms import identity
 
 
@@ -69,6 +70,21 @@ def test_random_batches_have_the_loss_and_the_gradients_of_one_process(
     found = run(sharded, tmp_path, seeds, world, schedule, torch.float64, world=world)
     for seed, parts in zip(seeds, zip(*found, strict=True), strict=True):
         check(list(parts), configuration(seed, world), torch.float64, 1e-9)
+
+
+def listing_in_one(rank: int, seeds: list[int], world: int) -> list[dict[str, Any]]:
+    """Outcomes where the first process lists its positives, and the others do not."""
+    if rank > 0:
+        pairs.FEW = -1
+    return sharded(rank, seeds, world, True, torch.float64)
+
+
+@pytest.mark.slow
+def test_one_process_may_have_many_positives_and_another_few(tmp_path):
+    seeds = [*range(len(LOSSES), 2 * len(LOSSES))]
+    found = run(listing_in_one, tmp_path, seeds, 2, world=2)
+    for seed, parts in zip(seeds, zip(*found, strict=True), strict=True):
+        check(list(parts), configuration(seed, 2), torch.float64, 1e-9)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import patch
@@ -13,17 +14,20 @@ from unittest.mock import patch
 from . import plan
 from .session import Session
 
+DEFAULT = 60.0  # seconds of a step that is run by hand
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a step; return 1 if one of its items failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("step", choices=plan.all_steps())
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--until", type=float, help="when to begin nothing new, as of time.time()")
     parser.add_argument("--figures", type=Path)
     parser.add_argument("--part")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args(arguments)
-    session = Session(args.step, args.dry, args.seconds, args.figures, args.part)
+    seconds = DEFAULT if args.until is None else args.until - time.time()
+    session = Session(args.step, args.dry, seconds, args.figures, args.part)
     run(session)
     return int(session.failed)
 

@@ -29,13 +29,14 @@ TOOK_TOO_LONG = 124  # exit status, as of timeout(1)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the steps, write and print the record; return 1 if a step failed."""
     args = parser().parse_args(arguments)
-    if args.slot is None and args.steps is None:
-        args.slot = 1
+    slot = None if args.steps else args.slot
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        setup = Setup(args.out, Path(folder), args.dry, environment(Path(folder), args))
+        log = args.out / ("log_steps.txt" if slot is None else f"log_slot{slot}.txt")
+        setup = Setup(args.out, log, Path(folder), args.dry, environment(Path(folder), args))
         seconds = args.seconds * (plan.DRY if args.dry else 1)
-        found = measured(args.slot, plan.chosen(args.slot, args.steps), setup, seconds)
+        steps = plan.chosen(args.steps) if args.steps else plan.SLOTS[args.slot]
+        found = measured(slot, steps, setup, seconds)
     show(found, args.out / found.name)
     return 1 if found.failures() else 0
 
@@ -53,8 +54,8 @@ def parser() -> argparse.ArgumentParser:
         epilog="\n".join(lines),
     )
     add = made.add_argument
-    add("--slot", type=int, choices=plan.SLOTS, help="default: 1, unless there are --steps")
-    add("--steps", nargs="+", metavar="STEP", choices=plan.all_steps(), help="only these")
+    add("--slot", type=int, choices=plan.SLOTS, default=1, help="default: 1")
+    add("--steps", nargs="+", metavar="STEP", choices=plan.all_steps(), help="only these, of any")
     add("--out", type=Path, default=Path("gpu"), metavar="FOLDER", help="default: gpu")
     add("--wheels", type=Path, metavar="FOLDER", help="wheels of other libraries, to be unpacked")
     add("--seconds", type=float, default=plan.TOTAL, help=f"of the slot ({plan.TOTAL})")
@@ -65,15 +66,11 @@ def parser() -> argparse.ArgumentParser:
 class Setup(NamedTuple):
     """What all steps have in common."""
 
-    out: Path  # the folder of the record and the log
+    out: Path  # the folder of the record
+    log: Path  # the file that gets all output of the steps
     folder: Path  # for temporary files
     dry: bool
     environment: dict[str, str]
-
-    @property
-    def log(self) -> Path:
-        """The file that gets all output of the steps."""
-        return self.out / "log.txt"
 
 
 def environment(folder: Path, args: argparse.Namespace) -> dict[str, str]:
@@ -117,7 +114,7 @@ def measured(slot: int | None, steps: Sequence[Step], setup: Setup, seconds: flo
             describe(found, figures)
         if step.name == "correct":
             found.correct = row.get("rc") == 0
-        found.goals = goals.judged(found.figures)
+        found.goals = goals.judged([] if setup.dry else found.figures)  # toys reach no goal
         record.save(found, setup.out / found.name)
         print(summary.step_line(row), flush=True)
     return found
@@ -187,13 +184,15 @@ def run(step: Step, limit: float, setup: Setup) -> tuple[list[int], list[Row]]:
 def command(step: Step, part: str | None, limit: float, figures: Path, setup: Setup) -> list[str]:
     """Return the command of a step, or of a part of it."""
     words = [sys.executable, "-m", "benchmarks.gpu.child", step.name]
-    words += ["--seconds", str(limit), "--figures", str(figures)]
+    words += ["--until", str(time.time() + plan.SHARE * limit), "--figures", str(figures)]
     if part is not None:
         words += ["--part", part]
     if setup.dry:
         words.append("--dry")
-    if step.tool and shutil.which(step.tool[0]) is not None:
-        words = [word.format(out=setup.out) for word in step.tool] + words
+    program = shutil.which(step.tool[0]) if step.tool else None
+    if program is not None:
+        options = [word.format(out=setup.out) for word in step.tool[1:]]
+        words = [program, *options, *words]
     return words
 
 

@@ -131,12 +131,11 @@ class NoProducts:
 
 def compile_ahead(session: Session) -> None:
     """Compile the kernels of the next steps, one tile in each process, and run them once."""
-    tiles = session.pick([PRODUCTION, *TILES], list(TILES)[:1])
-    for tile in tiles if session.part is None else (session.part,):
-        asked_for = forms() if tile == PRODUCTION else FREQUENT_FORMS
-        with session.attempt(variant=tile), tiled_by(session, tile):
-            for asked in asked_for:
-                both_kernels(session, asked, 512, tile, n=2048)
+    assert session.part is not None
+    asked_for = forms() if session.part == PRODUCTION else FREQUENT_FORMS
+    with session.attempt(variant=session.part), tiled_by(session, session.part):
+        for asked in asked_for:
+            both_kernels(session, asked, 512, session.part, n=2048)
 
 
 def tiles(session: Session) -> None:

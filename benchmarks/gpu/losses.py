@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import nn
 
 from itrloss import (
@@ -15,6 +16,7 @@ from itrloss import (
     TripletLoss,
 )
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Called with `engine=`.
 LOSSES: dict[str, Callable[..., nn.Module]] = {
     "infonce": InfoNCELoss,

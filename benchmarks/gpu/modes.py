@@ -11,6 +11,7 @@ from torch import Tensor
 
 from itrloss import InfoNCELoss
 
+from .record import Row
 from .session import Session, gflops
 from .speed import Step, case_fields
 
@@ -70,18 +71,29 @@ def modes(session: Session) -> None:
         if session.is_late(**about):
             return
         with session.attempt(**about):
-            usual()
-            wanted = gradients(usual)
-            start = time.perf_counter()
-            run = make(usual)
-            run()
-            first = round(time.perf_counter() - start, 2)
-            session.synchronize()
-            errors = [distance(a, b) for a, b in zip(gradients(usual), wanted, strict=True)]
-            row = session.timed(run, 0.2)
-            session.say(**about, **row, errors=errors, **{"first seconds": first})
-            if not max(errors) <= 1e-2:  # bfloat16 rounds to 4e-3
-                raise ArithmeticError(f"gradients differ by {errors}")
+            same_gradients(session, usual, make, about)
+
+
+def same_gradients(
+    session: Session, usual: Step, make: Callable[[Step], Callable[[], None]], about: Row
+) -> None:
+    """Write the time of a step that is run in another way, and how far its gradients are off.
+
+    Raises:
+        ArithmeticError: if they differ by more than the roundings of bfloat16.
+    """
+    usual()
+    wanted = gradients(usual)
+    start = time.perf_counter()
+    run = make(usual)
+    run()
+    first = round(time.perf_counter() - start, 2)
+    session.synchronize()
+    errors = [distance(a, b) for a, b in zip(gradients(usual), wanted, strict=True)]
+    row = session.timed(run, 0.2)
+    session.say(**about, **row, errors=errors, **{"first seconds": first})
+    if not max(errors) <= 1e-2:  # one rounding is 4e-3
+        raise ArithmeticError(f"gradients differ by {errors}")
 
 
 def gradients(step: Step) -> list[Tensor]:

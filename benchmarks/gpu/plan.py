@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .losses import LOSSES
+from .losses import DTYPES, LOSSES
 
 # Rows, columns and dimensions of a tile, its parts, warps, stages and limit of registers: see
 # `itrloss.engine.triton.TileConfig`.
@@ -22,6 +22,7 @@ PRODUCTION = "production tiles"
 TOTAL = 570  # seconds of a slot: a machine that is lent for ten minutes is taken away at 600
 RESERVE = 8  # seconds that are left for the table and the plot
 DRY = 10  # times as long may a dry run take: Triton's interpreter is slow
+SHARE = 0.85  # of a step's time, after which it begins nothing new, so that it is not killed
 LEAST = 15  # seconds below which no step begins: imports alone take half of it
 
 
@@ -54,7 +55,7 @@ SLOTS: dict[int, tuple[Step, ...]] = {
             "works",
             85,
             "8 losses x 3 dtypes x 6 shapes against float64. If one is wrong, nothing else counts",
-            parts=tuple(LOSSES),
+            parts=tuple(f"{loss}, {dtype}" for dtype in DTYPES for loss in LOSSES),
         ),
         Step("goals", "speed", 85, "whole losses at large sizes, and as CUDA graphs"),
         Step(
@@ -88,10 +89,7 @@ def all_steps() -> dict[str, Step]:
     return {step.name: step for steps in SLOTS.values() for step in steps}
 
 
-def chosen(slot: int | None, names: list[str] | None) -> tuple[Step, ...]:
-    """Return the steps of a slot, or those with the names; the first describes the machine."""
-    if names is None:
-        return SLOTS[slot or 1]
+def chosen(names: list[str]) -> tuple[Step, ...]:
+    """Return the steps with the names, after the one that describes the machine."""
     found = all_steps()
-    described = dict.fromkeys(("machine", *names))
-    return tuple(found[name] for name in described)
+    return tuple(found[name] for name in dict.fromkeys((MACHINE.name, *names)))

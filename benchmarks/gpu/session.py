@@ -19,7 +19,6 @@ from ..runner import graphed
 from .record import Row, as_json
 
 X = TypeVar("X")
-SHARE = 0.85  # of a step's time, after which it begins nothing new
 BURST = 0.02  # seconds of calls between two synchronisations: waiting for one takes 20 microseconds
 
 
@@ -29,7 +28,7 @@ class Session:
     Args:
         step: its name.
         dry: toy sizes on a CPU, in Triton's interpreter.
-        seconds: how long the step may take.
+        seconds: after which it begins nothing new.
         figures: the file to which figures are written, a JSON object a line; None: they are kept.
         part: the name of the part of the step that this process runs; None: all of it.
     """
@@ -45,7 +44,7 @@ class Session:
         self.step = step
         self.dry = dry
         self.device = torch.device("cpu" if dry else "cuda")
-        self.deadline = time.perf_counter() + SHARE * seconds
+        self.deadline = time.perf_counter() + seconds
         self.path = figures
         self.part = part
         self.figures: list[Row] = []

@@ -99,7 +99,7 @@ def linear_towers(session: Session, n: int, dim: int) -> Towers:
 
 
 TOWERS = {"ViT-B/32": (vit_b32, 1024), "linear layers": (linear_towers, 32768)}
-VARIANTS = "ours", "eager", "open_clip"
+VARIANTS = "ours triton", "eager", "open_clip"
 
 
 def encoders(session: Session) -> None:
@@ -182,7 +182,7 @@ def autocast_losses(session: Session, n: int, dim: int) -> dict[str, tuple[Loss,
     stand in for float32. The first is open_clip's, or the same in plain PyTorch.
     """
     case = Case("infonce", (n, n, dim), HALF, session.device.type)  # others run under autocast
-    ours = InfoNCELoss()
+    ours = InfoNCELoss(engine="triton")
     try:
         reference = {"open_clip": runner.loss("open_clip", case, cases.problem(case))}
     except Unavailable as reason:
@@ -190,6 +190,7 @@ def autocast_losses(session: Session, n: int, dim: int) -> dict[str, tuple[Loss,
         reference = {"eager": eager.infonce}
     losses: dict[str, tuple[Loss, bool]] = {name: (f, False) for name, f in reference.items()}
     losses["ours"] = ours, False
+    losses["ours, engine of auto"] = InfoNCELoss(), False
     losses["ours, autocast off"] = without_autocast(ours), False
     losses["ours, autocast off, TF32"] = without_autocast(ours), True
     losses["ours, rounded before"] = (lambda x, y: ours(x.to(HALF), y.to(HALF))), False
@@ -278,9 +279,10 @@ def peers(session: Session) -> None:
     medium = (("infonce", (8192, 8192, 512)), ("sigmoid", (8192, 8192, 512)))
     toy = (("infonce", (12, 12, 16)), ("sigmoid", (12, 12, 16)))
     for loss, shape in session.pick(medium, toy):
-        compared(session, loss, shape, ("eager", "matmul_bound", "peers"), accuracy=True)
+        compared(session, loss, shape, ("ours triton", "eager", "matmul_bound", "peers"), True)
+    variants = ("ours triton", "eager", "eager compiled", "matmul_bound", "peers")
     for loss, shape in session.pick(large, ()):
-        compared(session, loss, shape, ("eager", "eager compiled", "matmul_bound", "peers"))
+        compared(session, loss, shape, variants)
 
 
 def compared(

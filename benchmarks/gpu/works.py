@@ -19,11 +19,10 @@ from torch import Tensor, nn
 import itrloss
 from itrloss import Similarity
 
-from .losses import LOSSES
+from .losses import DTYPES, LOSSES
 from .session import Session, gflops
 
 HALF = torch.bfloat16
-DTYPES = torch.bfloat16, torch.float16, torch.float32
 CLOCKS = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
 # Of gradients, by the dtype of the embeddings: a gradient is rounded to it once, and the scores'
@@ -133,8 +132,8 @@ def works(session: Session) -> None:
     The figures also say which engine "auto" would take for it, and what is warned of.
     """
     n, dim = session.pick((2048, 512), (20, 16))
-    for dtype in DTYPES:
-        about = {"loss": "infonce learnable", "shape": [n, n, dim], "dtype": name_of(dtype)}
+    for name, dtype in DTYPES.items():
+        about = {"loss": "infonce learnable", "shape": [n, n, dim], "dtype": name}
         if session.is_late(**about):
             return
         with session.attempt(**about), warnings.catch_warnings(record=True) as seen:
@@ -169,20 +168,21 @@ TOY_SHAPES = (20, 20, 16, False), (12, 36, 20, True)
 def correct(session: Session) -> None:
     """Compare losses with float64 on the same device, at the tile sizes of production.
 
-    Memory that is not written is full of nan, and a second run has to give the same bits.
+    Memory that is not written is full of nan, and a second run has to give the same bits. A part
+    is a loss and a dtype.
     """
-    for loss in LOSSES if session.part is None else (session.part,):
-        for n, m, dim, has_ids in session.pick(SHAPES, TOY_SHAPES):
-            for dtype in session.pick(DTYPES, DTYPES[2:]):
-                about = {"loss": loss, "shape": [n, m, dim], "dtype": name_of(dtype)}
-                if session.is_late(**about):
-                    session.failed = True  # what was not compared is not right
-                    return
-                with session.attempt(**about):
-                    row = compared(session, loss, (n, m, dim), dtype, has_ids)
-                    session.say(**about, ids=has_ids, **row)
-                    if not row["right"]:
-                        raise ArithmeticError(f"off by {row['errors']}: more than {row['bounds']}")
+    assert session.part is not None
+    loss, dtype = session.part.split(", ")
+    for n, m, dim, has_ids in session.pick(SHAPES, TOY_SHAPES):
+        about = {"loss": loss, "shape": [n, m, dim], "dtype": dtype}
+        if session.is_late(**about):
+            session.failed = True  # what was not compared is not right
+            return
+        with session.attempt(**about):
+            row = compared(session, loss, (n, m, dim), DTYPES[dtype], has_ids)
+            session.say(**about, ids=has_ids, **row)
+            if not row["right"]:
+                raise ArithmeticError(f"off by {row['errors']}: more than {row['bounds']}")
 
 
 def compared(
@@ -191,25 +191,33 @@ def compared(
     """Return relative errors of the value, both gradients and the parameters' gradients."""
     n, m, dim = shape
     v, w = session.pair(n, m, dim, dtype)
-    ids = ()
+    ids: tuple[Tensor, ...] = ()
     if has_ids:
         # Some texts have no image, and a single image has negatives, too.
         text_ids = torch.arange(m, device=v.device) * (n + 1) // m
         ids = torch.arange(n, device=v.device), text_ids
     exact_leaves = [x.detach().double().requires_grad_() for x in (v, w)]
     exact = results(LOSSES[loss](engine="dense").double(), exact_leaves, ids)
-    runs: list[list[Tensor]] = []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "itrloss")  # such as that another engine stands in
-        for _ in range(2):
-            poison(session)
-            runs.append(results(LOSSES[loss](engine="triton"), [v, w], ids))
-    errors = [error(runs[0][0], exact[0], least=1.0)]  # a loss can be a difference near 0
-    errors += [error(a, b) for a, b in zip(runs[0][1:], exact[1:], strict=True)]
+    first, second = (without_fallback(session, loss, [v, w], ids) for _ in range(2))
+    errors = [error(first[0], exact[0], least=1.0)]  # a loss can be a difference near 0
+    errors += [error(a, b) for a, b in zip(first[1:], exact[1:], strict=True)]
     bounds = [BOUNDS[torch.float32]] + [BOUNDS[dtype]] * (len(errors) - 1)
-    same = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     within = all(a <= b for a, b in zip(errors, bounds, strict=True))  # nan is not
     return {"errors": errors, "bounds": bounds, "same bits": same, "right": same and within}
+
+
+def without_fallback(
+    session: Session, loss: str, leaves: list[Tensor], ids: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """Return a loss and its gradients on the Triton engine; a warning of the library is an error.
+
+    It could say that another engine stands in.
+    """
+    poison(session)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "itrloss")
+        return results(LOSSES[loss](engine="triton"), leaves, ids)
 
 
 def results(loss: nn.Module, leaves: list[Tensor], ids: tuple[Tensor, ...]) -> list[Tensor]:
@@ -230,11 +238,6 @@ def poison(session: Session) -> None:
     """Fill memory that the allocator hands out next with nan."""
     for size in session.pick((2**26, 2**20, 2**16), (2**10,)):
         torch.full((size,), math.nan, device=session.device)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return "bfloat16" for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
 
 
 STEPS = {"machine": machine, "works": works, "correct": correct}

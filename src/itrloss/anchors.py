@@ -24,7 +24,6 @@ from .engine.terms import (
     exponential,
     identity,
     information,
-    shifted_exponential,
     square,
 )
 from .engine.tiled import Best
@@ -443,12 +442,11 @@ class Anchors:
         return lowest < math.exp(-SAFE_EXPONENT)
 
     def _logsumexp_of_positives(self, scale: Value) -> Tensor:
-        if self._listable():
+        if self._lists_positives():
             top = self._top_of_positives(scale)
         else:
             top = self._highest(scale, Where("positives"))
-        (a,) = as_params("scale", (scale,), self._size, self.dtype, self.device)
-        total = self.sum_of_positives(shifted_exponential, a, top)
+        total = self.sum_of_positives(exponential, scale=scale, shift=-top)
         return shifted_log(total, top, never_empty=False)
 
     def _top_of_positives(self, scale: Value) -> Tensor:
@@ -680,7 +678,11 @@ class Anchors:
         b = None if shift is None else as_value("shift", shift, *like)
         tensors = as_params("params", params, *like)
         term = as_term(term)
-        if not self._listable():
+        # Values of each anchor are gathered, and processes of a batch may differ in this choice.
+        alike = not has_each(a) and not has_each(b)
+        if term is identity and alike and self._sums_by_class():
+            return self._sum_of_positive_scores(a, b)
+        if not self._lists_positives():
             return self._sum(term, a, b, Where("positives"), tensors)
         scores, index = self._positives()
         values = [a, b, *tensors]
@@ -697,6 +699,19 @@ class Anchors:
         total = segment_sum(found, index, sum(self.whole_sizes))
         return total if self.exchange is None else self.exchange.merged(total)
 
+    def _sums_by_class(self) -> bool:
+        """Return whether plain scores of positives are summed from the vectors of classes."""
+        return all(block.matrix.sums_by_class() for block in self._blocks)
+
+    def _sum_of_positive_scores(self, scale: Value, shift: Value | None) -> Tensor:
+        """Return (A,) ``sum_{p in pos(i)} (scale S_ip + shift)``, from sums by class."""
+        answers = [block.matrix.sums_of_positive_scores(block.sides) for block in self._blocks]
+        total = self._joined(answers, torch.add)
+        if self.exchange is not None:
+            total = self.exchange.merged(total)
+        total = total * scale
+        return total if shift is None else total + shift * self.positive_counts
+
     def mean_of_positives(
         self,
         term: Term | Function,
@@ -708,9 +723,9 @@ class Anchors:
         sums = self.sum_of_positives(term, *params, scale=scale, shift=shift)
         return sums if self.one_to_one else sums / self.positive_counts.clamp_min(1)
 
-    def _listable(self) -> bool:
-        """Return whether the positive pairs can be listed."""
-        return self.one_to_one or all(block.matrix.pairs.listable for block in self._blocks)
+    def _lists_positives(self) -> bool:
+        """Return whether sums over positives are over listed pairs, not over all scores."""
+        return self.one_to_one or all(block.matrix.lists_positives() for block in self._blocks)
 
     def _positives(self) -> tuple[Tensor, Tensor | None]:
         """Return the (P,) scores of the positive pairs, and (P,) their anchors.
@@ -759,6 +774,10 @@ class Anchors:
         weights = self._weights(reduction)
         return self._weighted_sum(excess, weights, shift=self._hinge_shifts(margin))
 
+    def _listable(self) -> bool:
+        """Return whether the positive pairs can be listed, however many they are."""
+        return all(block.matrix.pairs.listable for block in self._blocks)
+
     def _hinge_shifts(self, margin: float) -> Tensor:
         """Return ``margin - S_ip`` (A,) or, for several positives of an anchor, (L, A)."""
         scores, index = self._positives()
@@ -767,17 +786,25 @@ class Anchors:
         # One for each positive of an anchor; -inf where it has fewer.
         size = sum(self.whole_sizes)
         counts = self.positive_counts
-        slot = slots(index, size)
-        most = int(counts.amax())
-        if self.exchange is not None:  # positives in the processes before come first
+        slot = slots(index)
+        if self.exchange is None:
+            most = self._most_positives()
+        else:  # positives in the processes before come first
             slot = slot + self.exchange.earlier_positives()[index]
-            most = int(self.exchange.processes.largest(most))
+            most = int(self.exchange.processes.largest(int(counts.amax())))
         table = scores.new_zeros(max(1, most), size)
         table = table.index_put((slot, index), scores)
         if self.exchange is not None:
             table = self.exchange.merged(table)
         missing = torch.arange(len(table), device=self.device)[:, None] >= counts
         return (margin - table).masked_fill(missing, -math.inf)
+
+    def _most_positives(self) -> int:
+        """Return how many positives an anchor has at most."""
+        of_groups = []
+        for group in self._groups:
+            of_groups.append(sum(x.matrix.pairs.numbers().most[x.side] for x in group))
+        return max(of_groups)
 
     def _sorted_hinge_sum(self, margin: float) -> Tensor:
         """Return :meth:`hinge_sum` where positives cannot be listed."""

@@ -134,6 +134,16 @@ def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
     return ids.to(device, torch.int64, copy=True)
 
 
+def check_range(name: str, x: Tensor, largest: int) -> None:
+    """Raise a ValueError unless all integers are from 0 to ``largest``. Synchronises with an
+    accelerator.
+    """
+    low = int(x.amin())
+    high = int(x.amax())
+    if low < 0 or high > largest:
+        raise ValueError(f"{name}: expected integers from 0 to {largest}, got {low} to {high}")
+
+
 def check_ids(
     row_ids: Any, col_ids: Any, n: int, m: int, device: torch.device, names: Names
 ) -> tuple[Tensor | None, Tensor | None]:

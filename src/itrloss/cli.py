@@ -137,10 +137,18 @@ def _add_banks(parser: argparse.ArgumentParser, images: str, texts: str) -> None
 def _add_ids(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--key", help="of the array in files with several (sims, or the only one)")
-    what = "integers, equal where image and text match; a line each in .txt"
-    add("--image-ids", type=Path, metavar="FILE", help=what)
-    what = "default: as many consecutive texts an image as there are"
-    add("--text-ids", type=Path, metavar="FILE", help=what)
+    add(
+        "--image-ids",
+        type=Path,
+        metavar="FILE",
+        help="integers, equal where image and text match; a line each in .txt",
+    )
+    add(
+        "--text-ids",
+        type=Path,
+        metavar="FILE",
+        help="default: as many consecutive texts an image as there are",
+    )
 
 
 def _add_methods(parser: argparse.ArgumentParser) -> None:
@@ -154,41 +162,54 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
         help=", ".join(METHODS),
     )
     fast = FastReranker()
-    what = "of Fast Re-ranking ({:g} {:g})"
-    for name, default, symbols in (
-        ("--i2t", fast.i2t, ("γ1", "γ2")),
-        ("--t2i", fast.t2i, ("λ1", "λ2")),
-    ):
-        about = what.format(*default)
-        add(name, type=float, nargs=2, default=default, metavar=symbols, help=about)
-    what = "retrieve within each Nth of the images; 5: MSCOCO's 5-fold 1K"
-    add("--folds", type=int, default=1, metavar="N", help=what)
+    about = "of Fast Re-ranking %(default)s"
+    add("--i2t", type=float, nargs=2, default=fast.i2t, metavar=("γ1", "γ2"), help=about)
+    add("--t2i", type=float, nargs=2, default=fast.t2i, metavar=("λ1", "λ2"), help=about)
+    add(
+        "--folds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="retrieve within each Nth of the images; 5: MSCOCO's 5-fold 1K",
+    )
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    what = "whose results go into files; default: the first of --methods, calibrated by --val"
-    add("--write", metavar="METHOD", help=what)
-    what = "its scores i2t and t2i, (n_images, n_texts)"
-    add("--out", type=Path, metavar="FILE.npz", help=what)
-    what = "its best candidates i2t (n_images, k) and t2i (n_texts, k)"
-    add("--rankings", type=Path, metavar="FILE.npz", help=what)
-    what = "how many for --rankings and --trec (10)"
-    add("--top", type=int, default=10, metavar="K", help=what)
-    what = "ranks and precisions of every query"
-    add("--queries", type=Path, metavar="FILE.csv", help=what)
-    what = "its --top best candidates, as run and qrels files"
-    add("--trec", type=Path, metavar="FOLDER", help=what)
-    what = "recalls of all methods as a table"
-    add("--latex", type=Path, metavar="FILE.tex", help=what)
-    what = "MSCOCO's 1K, 5K, CxC and ECCV Caption, before and after re-ranking"
-    add("--protocol", choices=["coco"], help=what)
-    what = "a page on hubs, who gained and who lost"
-    add("--report", type=Path, metavar="FILE.html", help=what)
-    what = "a line an image, for the report"
-    add("--image-names", type=Path, metavar="FILE.txt", help=what)
-    what = "a line a text, for the report: the captions"
-    add("--text-names", type=Path, metavar="FILE.txt", help=what)
+    add(
+        "--write",
+        metavar="METHOD",
+        help="whose results go into files; default: the first of --methods, calibrated by --val",
+    )
+    add("--out", type=Path, metavar="FILE.npz", help="its scores i2t and t2i, (n_images, n_texts)")
+    add(
+        "--rankings",
+        type=Path,
+        metavar="FILE.npz",
+        help="its best candidates i2t (n_images, k) and t2i (n_texts, k)",
+    )
+    add("--top", type=int, default=10, metavar="K", help="how many for --rankings and --trec (10)")
+    add("--queries", type=Path, metavar="FILE.csv", help="ranks and precisions of every query")
+    add(
+        "--trec",
+        type=Path,
+        metavar="FOLDER",
+        help="its --top best candidates, as run and qrels files",
+    )
+    add("--latex", type=Path, metavar="FILE.tex", help="recalls of all methods as a table")
+    add(
+        "--protocol",
+        choices=["coco"],
+        help="MSCOCO's 1K, 5K, CxC and ECCV Caption, before and after re-ranking",
+    )
+    add("--report", type=Path, metavar="FILE.html", help="a page on hubs, who gained and who lost")
+    add("--image-names", type=Path, metavar="FILE.txt", help="a line an image, for the report")
+    add(
+        "--text-names",
+        type=Path,
+        metavar="FILE.txt",
+        help="a line a text, for the report: the captions",
+    )
 
 
 # -------------------------------------------------------------------------------------- the command

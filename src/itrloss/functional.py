@@ -11,7 +11,7 @@ does not count in a mean.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .anchors import Anchors, Limit
 from .anchors import Reduction as Reduction
-from .checks import Names, as_ids, check_embeddings, one_of
+from .checks import Names, as_ids, check_embeddings, check_range, one_of
 from .engine.vectors import compute_dtype, host_may_read
 from .memory import MemorySimilarity
 from .sets import Aggregation as Aggregation
@@ -28,7 +28,7 @@ from .sets import dynamic_orthogonal_loss as dynamic_orthogonal_loss
 from .sets import set_similarity as set_similarity
 from .sets import variance_aware_loss as variance_aware_loss
 from .similarity import Engine, Similarity
-from .terms import hinge, log1p_clamp, log1p_relu, pair_term, softplus
+from .terms import excess, log1p_clamp, log1p_relu, pair_term, softplus
 
 Diversity = Literal["std", "entropy", None]
 Mining = Literal["hardest", "all"]
@@ -80,10 +80,8 @@ def _diversity(
     ``several``: the same anchors with the candidates over which diversities are averaged.
     """
     for anchors in several:
-        if not isinstance(anchors, Anchors):
-            _refuse("sim", anchors, Similarity)
-    if kind not in ("std", "entropy"):
-        one_of("diversity", kind, "std", "entropy", None)
+        _check_similarity("sim", anchors)
+    one_of("diversity", kind, "std", "entropy", None)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
         together = several[0] if len(several) == 1 else Anchors.together(*several)
         spread = _spread(together, kind, temperature)
@@ -159,12 +157,9 @@ def memory_diversity_contrastive_loss(
 
     ``options``: see :func:`diversity_contrastive_loss`.
     """
-    if not isinstance(sims, MemorySimilarity):
-        _refuse("sims", sims, MemorySimilarity)
-    if positive_from not in ("key", "batch"):
-        one_of("positive_from", positive_from, "key", "batch")
-    if diversity_from not in ("both", "batch"):
-        one_of("diversity_from", diversity_from, "both", "batch")
+    _check_similarity("sims", sims, MemorySimilarity)
+    one_of("positive_from", positive_from, "key", "batch")
+    one_of("diversity_from", diversity_from, "both", "batch")
     batch = sims.batch.both
     positives = sims.keys if positive_from == "key" else batch
     diversity_of = (batch,) if diversity_from == "batch" else (batch, sims.memory)
@@ -217,8 +212,7 @@ def unified_training_objective(
 
     ``options``: see :func:`hubness_aware_loss`.
     """
-    if not isinstance(sims, MemorySimilarity):
-        _refuse("sims", sims, MemorySimilarity)
+    _check_similarity("sims", sims, MemorySimilarity)
     batch = hubness_aware_loss(sims.batch, **options)
     queues = []
     for memory, keys in zip(sims.memory.groups(), sims.keys.groups(), strict=True):
@@ -327,8 +321,7 @@ def sigmoid_loss(
 
     ``scale`` and ``bias`` are numbers or tensors of one value, which get gradients.
     """
-    if not isinstance(sim, Anchors):
-        _refuse("sim", sim, Similarity)
+    _check_similarity("sim", sim)
     one_of("reduction", reduction, "mean", "sum", "none")
     for name, x in (("scale", scale), ("bias", bias)):
         if isinstance(x, Tensor) and x.numel() != 1:
@@ -362,7 +355,8 @@ def triplet_loss(
     one_of("mining", mining, "hardest", "all")
     if mining == "all":
         return anchors.reduced_hinge_sum(margin, reduction)
-    values = anchors.sum_of_positives(hinge, anchors.hardest_negatives().values + margin)
+    threshold = anchors.hardest_negatives().values + margin
+    values = anchors.sum_of_positives(excess, scale=-1.0, shift=threshold)
     return anchors.reduce(values, reduction)
 
 
@@ -394,10 +388,7 @@ def prototype_classification_loss(
     classes = len(weight)
     ids = as_ids("prototype_ids", prototype_ids, batch, weight.device)
     if host_may_read(ids):
-        least, largest = int(ids.amin()), int(ids.amax())
-        if least < 0 or largest >= classes:
-            got = f"{least} to {largest}"
-            raise ValueError(f"prototype_ids: expected integers from 0 to {classes - 1}, got {got}")
+        check_range("prototype_ids", ids, classes - 1)
     dtype = compute_dtype(weight)  # autocast cannot concatenate float16 and bfloat16
     both = torch.cat([image_concepts.to(dtype), text_concepts.to(dtype)])
     class_ids = torch.arange(classes, device=ids.device)
@@ -411,15 +402,13 @@ def prototype_classification_loss(
 
 def _anchors(sim: Any) -> Anchors:
     """Return the rows and columns of a similarity; raise an error if it is none."""
-    if not isinstance(sim, Anchors):
-        _refuse("sim", sim, Similarity)
+    _check_similarity("sim", sim)
     return sim.both
 
 
 def check_other_model(name: str, other: Any, sim: Any) -> Any:
     """Return another model's similarities, which have to be of as many rows and columns."""
-    if not isinstance(other, Anchors):
-        _refuse(name, other, Similarity)
+    _check_similarity(name, other)
     own_shapes = sim.both.shapes
     other_shapes = other.both.shapes
     if own_shapes != other_shapes:
@@ -430,6 +419,9 @@ def check_other_model(name: str, other: Any, sim: Any) -> Any:
     return other
 
 
-def _refuse(name: str, x: object, kind: type) -> NoReturn:
-    expected = f"expected a {kind.__name__} (the classes in itrloss take tensors)"
-    raise TypeError(f"{name}: {expected}, got {type(x).__name__}")
+def _check_similarity(name: str, x: object, kind: type = Anchors) -> None:
+    """Raise a TypeError unless ``x`` is a similarity of the kind."""
+    if not isinstance(x, kind):
+        wanted = "Similarity" if kind is Anchors else kind.__name__
+        expected = f"expected a {wanted} (the classes in itrloss take tensors)"
+        raise TypeError(f"{name}: {expected}, got {type(x).__name__}")

@@ -179,7 +179,7 @@ def _insert_(
     if not len(row):
         return
     size, k = best.values.shape
-    place = k + slots(row, size)  # (P,), the new scores follow the best
+    place = k + slots(row)  # (P,), the new scores follow the best
     shape = size, int(place.amax()) + 1
     values = score.new_full(shape, -torch.inf)
     values[:, :k] = best.values

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .anchors import Anchors, Reduction
-from .checks import as_ids, check_alike, check_matrix, check_number, one_of
+from .checks import as_ids, check_alike, check_matrix, check_number, check_range, one_of
 from .engine.sets import Sets, set_scores
 from .engine.vectors import full_precision, host_may_read, normalized
 from .similarity import Similarity
@@ -264,9 +264,5 @@ def _lengths(name: str, lengths: Tensor | None, sets: Tensor) -> Tensor | None:
         return None
     lengths = as_ids(name, lengths, len(sets), sets.device)
     if host_may_read(lengths):
-        most = sets.shape[1]
-        shortest, longest = int(lengths.amin()), int(lengths.amax())
-        if shortest < 0 or longest > most:
-            got = f"{shortest} to {longest}"
-            raise ValueError(f"{name}: expected integers from 0 to {most}, got {got}")
+        check_range(name, lengths, sets.shape[1])
     return lengths

@@ -12,7 +12,7 @@ from .. import functional
 from ..checks import Names, check_embeddings, check_matrix, check_number, one_of
 from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
-from ..terms import hinge, identity
+from ..terms import excess, identity
 
 
 def option(opt: Any, name: str, *default: Any) -> Any:
@@ -205,5 +205,4 @@ class HREMLoss(HingeLoss):
         if self.max_violation:
             hardest = similarity(im, s, ids=(ids, ids)).both.hardest_negatives().values
             return (threshold + hardest).relu().sum()
-        # max(threshold + S, 0) is the hinge at -S, which is the score of -im.
-        return similarity(-im, s, ids=(ids, ids)).both.sum(hinge, threshold).sum()
+        return similarity(im, s, ids=(ids, ids)).both.sum(excess, shift=threshold).sum()

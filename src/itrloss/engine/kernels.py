@@ -27,6 +27,7 @@ IGNORE_ID = tl.constexpr(pairs.IGNORE_ID)
 NOWHERE = tl.constexpr(-(2**31))  # index of a row or column beyond the end
 LOG2E = tl.constexpr(1.4426950408889634)
 SMALLEST_LOG = tl.constexpr(terms.SMALLEST_LOG)
+FLOOR = tl.constexpr(terms.FLOOR)
 GROUP_M = tl.constexpr(8)  # rows of tiles that run together: the embeddings they share stay in L2
 
 
@@ -649,12 +650,29 @@ def softplus(z):
     return (value,), (slope,)
 
 
+@triton.jit
+def log1p_clamp(z):
+    """``log(1 + max(z, FLOOR))``."""
+    w = 1.0 + tl.maximum(z, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    return (tl.log(w),), (tl.where(z < FLOOR, 0.0, 1.0 / w),)
+
+
+@triton.jit
+def log1p_relu(z):
+    """``log(1 + max(z, 0))``."""
+    w = 1.0 + tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return (tl.log(w),), (tl.where(z <= 0.0, 0.0, 1.0 / w),)
+
+
 # The forms of the terms of a question; others are summed tile by tile in PyTorch.
 FORMS = {
     (terms.exponential,): exponential,
     (terms.square,): square,
     (terms.excess,): excess,
     (terms.softplus,): softplus,
+    (terms.identity,): identity,
+    (terms.log1p_clamp,): log1p_clamp,
+    (terms.log1p_relu,): log1p_relu,
     (terms.identity, terms.square): identity_and_square,
     (terms.exponential, terms.information): exponential_and_information,
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..checks import one_of
 from . import dense, moments, tiled
 from .autograd import AllScores, Request, Targets, ask, pairs_of, plain_pair_scores, plain_product
+from .class_sums import positive_sums
 from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
 from .pairs import Pairs, segment_sum
@@ -285,7 +286,7 @@ class Matrix:
             question=question,
             inputs=self._inputs_without_scores() if by_moments else self.inputs(),
             guide=None if guide is None else guide.inputs(),
-            pairs=self._positives_along(),
+            pairs=self._positives_along(question),
             triton=guide is None and self._uses_triton(question),
             moments=by_moments,
         )
@@ -323,7 +324,7 @@ class Matrix:
             question=question,
             inputs=self.inputs(),
             guide=None,
-            pairs=self._positives_along(),
+            pairs=self._positives_along(question),
             triton=True,
             weights=weights,
         )
@@ -340,15 +341,51 @@ class Matrix:
         vectors = [x for x in self.targets()[:2] if is_trained(x)]
         return triton.may_find_early(question, vectors)
 
-    def _positives_along(self) -> tuple[Index, Index] | None:
-        """Return the positive pairs if their scores are to be computed along with a sum."""
+    def _positives_along(self, question: Question) -> tuple[Index, Index] | None:
+        """Return the positive pairs if their scores are to be computed along with a sum.
+
+        Losses that sum over all candidates seldom ask for positives one by one.
+        """
         if not torch.is_grad_enabled() or self._positive_scores is not None:
             return None
         if self.pairs.one_to_one:
             return None, None
-        if not self.pairs.listable or self.is_memory:
+        if self.is_memory or question.over != "negatives" or not self.lists_positives():
             return None
         return self.pairs.listed
+
+    def lists_positives(self) -> bool:
+        """Return whether sums over positives are over listed pairs, not over all scores.
+
+        An accelerator has to tell the host how many there are. If plain PyTorch has the scores at
+        hand, it does without.
+        """
+        if self.pairs.one_to_one:
+            return True
+        if not self.pairs.listable:
+            return False
+        if self.engine == "dense" and not self.host_may_read():
+            return False
+        return self.pairs.are_few
+
+    def sums_by_class(self) -> bool:
+        """Return whether plain scores of positives are best summed from the vectors of classes.
+
+        On an accelerator they are, as it need not wait until the pairs are listed.
+        """
+        if self.embeddings is None or self.pairs.ids[0] is None or self.engine == "dense":
+            return False
+        if torch.compiler.is_compiling():
+            return False
+        return not self._lists_positives_at_no_cost()
+
+    def sums_of_positive_scores(self, sides: tuple[int, ...]) -> Tensor:
+        """Return the sums (A,) of the scores of each anchor's positives, from sums by class."""
+        self.check_unchanged()
+        inputs = self.inputs()
+        targets = self.embedding_targets()
+        sums = [positive_sums(inputs, self.pairs, side, targets) for side in sides]
+        return torch.cat(sums)
 
     def _uses_triton(self, question: Question) -> bool:
         """Return whether Triton has a kernel for a question; none adds biases."""
@@ -390,13 +427,22 @@ class Matrix:
             with full_precision(inputs.like):
                 sums = {side: tiled.summed_scores(inputs, side) for side in sides}
                 # One positive hardly moves a mean, but several may score far from the negatives.
-                if not self.pairs.one_to_one and self.pairs.listable:
-                    scores = pair_scores(inputs, *self.pairs.listed)
+                if not self.pairs.one_to_one and not torch.compiler.is_compiling():
                     for side, total in sums.items():
-                        index = self.pairs.listed[side]
-                        negatives = total - segment_sum(scores, index, self.shape[side])
-                        sums[side] = self._rescaled(negatives, side)
+                        positives = self._positives_of_side(inputs, side)
+                        sums[side] = self._rescaled(total - positives, side)
                 return joined(list(sums.values()))
+
+    def _positives_of_side(self, inputs: Inputs, side: int) -> Tensor:
+        """Return the sums (A,) of the scores of each anchor's positives, without a gradient."""
+        if self.pairs.ids[0] is not None and not self._lists_positives_at_no_cost():
+            return positive_sums(inputs, self.pairs, side, self.embedding_targets())
+        scores = pair_scores(inputs, *self.pairs.listed)
+        return segment_sum(scores, self.pairs.listed[side], self.shape[side])
+
+    def _lists_positives_at_no_cost(self) -> bool:
+        """Return whether positives are few, and the host knows them without waiting."""
+        return self.host_may_read() and self.lists_positives()
 
     def _rescaled(self, sums: Tensor, side: int) -> Tensor:
         """Return the mean of each anchor's negatives, times the number of its candidates: (A,)."""
@@ -439,8 +485,8 @@ class Matrix:
         That is one gradient of all embeddings less, 0.88 of the time (python -m benchmarks --losses
         "triplet hardest" --shapes 512x512x1024, with and without).
         """
-        alone = self.engine == "dense" or not self.pairs.listable
-        if alone or self._positive_scores is not None:
+        alone = self.engine == "dense" or self._positive_scores is not None
+        if alone or not self.lists_positives():
             return self.pair_scores(rows, cols)
         positive_rows, positive_cols = self.pairs.listed
         count = len(positive_rows)

@@ -55,10 +55,11 @@ def answers(question: Question) -> bool:
     if isinstance(shift, Tensor) and (shift.requires_grad or shift.dim() > 1):
         return False
     scale = question.scale
-    if not isinstance(scale, float) or scale != 1.0 or not question.pairs.listable:
+    if not isinstance(scale, float) or scale != 1.0:
         return False
-    n, m = question.pairs.shape
-    return 2 * len(question.pairs.listed[0]) <= n * m
+    pairs = question.pairs
+    n, m = pairs.shape
+    return pairs.listable and pairs.are_few and 2 * len(pairs.listed[0]) <= n * m
 
 
 class Powers(NamedTuple):

@@ -192,22 +192,26 @@ def information(z: Tensor) -> Tensor:
     return z.exp() * z.clamp_min(SMALLEST_LOG)
 
 
-for _term in (exponential, excess, softplus, information):
-    _term.zero = -torch.inf
-for _term in (square, identity):
-    _term.zero = 0.0
-
-
 # --------------------------------------------------------------- terms that losses ask of positives
 
 
-@pair_term
+def _log1p_clamp_slope(z: Tensor) -> Tensor:
+    """Return ``1 / (1 + z)``, and 0 below the lower bound."""
+    return torch.where(z < FLOOR, 0.0, (1 + z).reciprocal())
+
+
+@pair_term(slope=_log1p_clamp_slope)
 def log1p_clamp(scores: Tensor) -> Tensor:
     """Return ``log(1 + S)`` with S kept above -1 + 1e-6."""
     return scores.clamp_min(FLOOR).log1p()
 
 
-@pair_term
+def _log1p_relu_slope(z: Tensor) -> Tensor:
+    """Return ``1 / (1 + z)``, and 0 below 0."""
+    return torch.where(z <= 0, 0.0, (1 + z).reciprocal())
+
+
+@pair_term(slope=_log1p_relu_slope)
 def log1p_relu(scores: Tensor) -> Tensor:
     """Return ``log(1 + max(S, 0))``, whose gradient is 0 for a positive that scores below 0."""
     return scores.relu().log1p()
@@ -233,5 +237,7 @@ def shifted_exponential(scores: Tensor, scale: Tensor, top: Tensor) -> Tensor:
     return z.clamp_max(80.0).exp()  # pairs that do not count may overflow
 
 
-for _term in (log1p_clamp, log1p_relu):
+for _term in (exponential, excess, softplus, information):
+    _term.zero = -torch.inf
+for _term in (square, identity, log1p_clamp, log1p_relu):
     _term.zero = 0.0

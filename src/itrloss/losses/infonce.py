@@ -25,7 +25,7 @@ from ..checks import (
 )
 from ..engine.vectors import host_may_read
 from ..similarity import Similarity
-from ..terms import identity, negative_log_likelihood
+from ..terms import identity, softplus
 from .base import LEAST_LOG, PairLoss
 
 ACROSS: tuple[str, ...] = "image-text", "text-image"  # which have the positives
@@ -152,15 +152,17 @@ class InfoNCELoss(PairLoss):
 
     def compute(self, sim: Similarity, unmatched: Anchors | None = None) -> Any:
         """Return InfoNCE; ``unmatched``: further negatives of the images, which are no anchors."""
-        anchors = None
+        anchors: Anchors = sim
+        positives = None
         if unmatched is not None:
             anchors = Anchors.together(Anchors.pooled(sim, unmatched), sim.T)
+            positives = sim.both
         return functional.info_nce_loss(
-            sim if anchors is None else anchors,
+            anchors,
             self.shared(self.temperature),
             self.reduction,
             hardness=self.hardness,
-            positives=None if anchors is None else sim.both,
+            positives=positives,
         )
 
 
@@ -248,19 +250,15 @@ class DirectionalInfoNCELoss(PairLoss):
     ) -> Any:
         """Return the loss of images with texts, with images, and texts with texts."""
         anchors = dict(zip(DIRECTIONS, (sim, sim.T, images, texts), strict=True))
-        scale = 1 / self.temperature
-        across = [name for name in self.directions if name in ACROSS]
-        pairs = Anchors.together(*(anchors[name] for name in across))  # in one pass
-        norms = dict(zip(across, pairs.split(pairs.logsumexp(scale)), strict=True))
-        for name in self.directions:
-            if name not in norms:
-                norms[name] = anchors[name].logsumexp(scale)
+        every = Anchors.together(*(anchors[name] for name in self.directions))
+        norms = every.split(every.logsumexp(1 / self.temperature))
         if self.joint:
-            return self._of_softmax(sim, list(norms.values()), len(across))
+            across = [name for name in self.directions if name in ACROSS]
+            return self._of_softmax(sim, norms, len(across))
         values = []
-        for name in self.directions:
+        for name, norm in zip(self.directions, norms, strict=True):
             own = sim if name.startswith("image") else sim.T
-            values.append(self._of_softmax(own, [norms[name]], across.count(name)))
+            values.append(self._of_softmax(own, [norm], int(name in ACROSS)))
         return sum(values) if self.reduction != "none" else tuple(x for (x,) in values)
 
     def _of_softmax(self, own: Similarity, norms: Sequence[Tensor], several: int) -> Any:
@@ -273,7 +271,7 @@ class DirectionalInfoNCELoss(PairLoss):
             norm = torch.stack([*norms]).clamp_min(LEAST_LOG).logsumexp(0)
         if several:
             log = math.log(several)
-            values = own.mean_of_positives(negative_log_likelihood, norm - log, scale) + log
+            values = own.mean_of_positives(softplus, scale=-scale, shift=norm - log) + log
         else:
             values = norm - scale * own.mean_of_positives(identity)
         return own.reduce(values, self.reduction)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checks import Number
 from ..similarity import Similarity
-from ..terms import pair_term, shifted_exponential
+from ..terms import exponential, pair_term
 from .base import PairLoss
 
 _RANGE = 70.0  # exp(70), times any number of candidates, does not overflow in float32
@@ -118,8 +118,7 @@ class ComplementaryContrastiveLoss(PairLoss):
         # 1 - p is small where p is near 1, and the log-sum-exp has only seven digits. The sum of
         # all p, which should be 1, tells by how much it is wrong: a twentieth of the error, for one
         # more pass over the scores.
-        whole = anchors.sum(shifted_exponential, scale, top) + anchors.sum_of_positives(
-            shifted_exponential, scale, top
-        )
+        whole = anchors.sum(exponential, scale=scale, shift=-top)
+        whole = whole + anchors.sum_of_positives(exponential, scale=scale, shift=-top)
         values = anchors.sum(negative_log_complement, scale, top, whole.clamp_min(0.5).log())
         return anchors.reduce(values, self.reduction)

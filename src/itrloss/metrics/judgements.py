@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import as_ids, check_size, require_finite
+from ..checks import as_ids, check_range, check_size, require_finite
 from ..engine.pairs import slots
 from ..engine.ranking import ranks
 from ..similarity import Similarity, TopK
@@ -91,7 +91,7 @@ def _ndcg(sim: Similarity, rows: Tensor, cols: Tensor, gains: Tensor, k: int) ->
     discounts = 1 / torch.arange(2, k + 2).double().log2()
     order = gains.argsort(descending=True)
     rows = rows[order]
-    place = slots(rows, n)
+    place = slots(rows)
     judged = torch.full((n, int(place.amax()) + 1), -1)  # each row's columns, best first
     judged[rows, place] = cols[order]
     gain = torch.zeros(judged.shape, dtype=torch.float64)
@@ -138,18 +138,10 @@ def distinct_pairs(
     cpu = torch.device("cpu")
     rows = as_ids(f"{name}.images", images, size, cpu)
     cols = as_ids(f"{name}.texts", texts, size, cpu)
-    _check_range(f"{name}.images", rows, n)
-    _check_range(f"{name}.texts", cols, m)
+    check_range(f"{name}.images", rows, n - 1)
+    check_range(f"{name}.texts", cols, m - 1)
     numbers, index = torch.unique(rows * m + cols, return_inverse=True)
     return torch.stack([numbers // m, numbers % m]), index
-
-
-def _check_range(name: str, indices: Tensor, size: int) -> None:
-    """Raise a ValueError unless all indices are at least 0 and below ``size``."""
-    low = int(indices.amin())
-    high = int(indices.amax())
-    if low < 0 or high >= size:
-        raise ValueError(f"{name}: expected indices from 0 to {size - 1}, got {low} to {high}")
 
 
 def ranked_by_pairs(
@@ -157,7 +149,7 @@ def ranked_by_pairs(
 ) -> tuple[Tensor, TopK]:
     """Return ``sim.ranked(k, ties=ties)`` where the listed distinct pairs are the positives."""
     n, m = sim.shape
-    slot = slots(rows, n)
+    slot = slots(rows)
     positives = torch.full((n, int(slot.amax()) + 1), -1, device=sim.device)  # columns; -1: none
     positives[rows, slot] = cols
     rank_parts: list[Tensor] = []

@@ -149,7 +149,7 @@ def ids_or_indices(sim: Similarity) -> list[Tensor]:
 def part_of(
     sim: Similarity, rows: Tensor, cols: Tensor, ids: Sequence[Tensor | None] | None = None
 ) -> Similarity:
-    """Return the similarities of some rows and columns, without a gradient.
+    """Return the similarities of some rows and columns.
 
     Args:
         sim: all similarities.
@@ -161,23 +161,18 @@ def part_of(
         row_ids, col_ids = ids_or_indices(sim)
         ids = row_ids[rows], col_ids[cols]
     if sim.embeddings is None:
-        return Similarity.from_scores(sim.detach().scores()[rows][:, cols], *ids)
-    x, y = sim.embeddings
+        return Similarity.from_scores(sim.scores()[rows][:, cols], *ids)
+    images, texts = sim.embeddings
     bias = None
     if sim.bias is not None:
-        row_bias, col_bias = sim.bias
+        image_bias, text_bias = sim.bias
         bias = (
-            None if row_bias is None else row_bias.detach()[rows],
-            None if col_bias is None else col_bias.detach()[cols],
+            None if image_bias is None else image_bias[rows],
+            None if text_bias is None else text_bias[cols],
         )
     engine: Any = sim.engine
     return Similarity(
-        x.detach()[rows],
-        y.detach()[cols],
-        *ids,
-        normalize=sim.normalizes,
-        engine=engine,
-        bias=bias,
+        images[rows], texts[cols], *ids, normalize=sim.normalizes, engine=engine, bias=bias
     )
 
 

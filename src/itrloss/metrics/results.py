@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 WAYS = ("i2t", "t2i")
 RECALLS = (1, 5, 10)
 RECALL_NAMES = [f"{way}_r{k}" for way in WAYS for k in RECALLS]
-_Named = tuple[str, Tensor]  # what the items of a side are called; (P,) indices of them in pairs
 _COLUMNS = (
     "direction",
     "query",
@@ -293,8 +292,8 @@ def save_trec(
     images, texts = pairs
     _check_positives(i2t, images)
     _check_positives(t2i, texts)
-    _save_trec(Path(folder, "i2t"), i2t, ("image", images), ("text", texts), tag)
-    _save_trec(Path(folder, "t2i"), t2i, ("text", texts), ("image", images), tag)
+    _save_trec(Path(folder, "i2t"), i2t, ("image", "text"), (images, texts), tag)
+    _save_trec(Path(folder, "t2i"), t2i, ("text", "image"), (texts, images), tag)
 
 
 def _check_positives(results: QueryResults, queries: Tensor) -> None:
@@ -305,17 +304,21 @@ def _check_positives(results: QueryResults, queries: Tensor) -> None:
 
 
 def _save_trec(
-    path: Path, results: QueryResults, queries: _Named, candidates: _Named, tag: str
+    path: Path,  # without a suffix
+    results: QueryResults,
+    names: tuple[str, str],  # of a query and of a candidate
+    pairs: tuple[Tensor, Tensor],  # the right queries (P,) and candidates (P,)
+    tag: str,
 ) -> None:
-    """Write the run and qrels files of one direction; ``path`` has no suffix yet."""
-    query, query_indices = queries
-    candidate, candidate_indices = candidates
+    """Write the run and qrels files of one direction."""
+    query, candidate = names
     k = results.top.shape[1]
     run = []
     for q, best in enumerate(results.top.tolist()):
         for place, c in enumerate(best):
             run.append(f"{query}{q} Q0 {candidate}{c} {place + 1} {k - place} {tag}\n")
-    pairs = zip(query_indices.tolist(), candidate_indices.tolist(), strict=True)
-    qrels = [f"{query}{q} 0 {candidate}{c} 1\n" for q, c in pairs]
+    qrels = []
+    for q, c in torch.stack(pairs, 1).tolist():
+        qrels.append(f"{query}{q} 0 {candidate}{c} 1\n")
     path.with_suffix(".run").write_text("".join(run), encoding="utf-8")
     path.with_suffix(".qrels").write_text("".join(qrels), encoding="utf-8")

@@ -181,7 +181,6 @@ def _ranked(
 ) -> RetrievalResults:
     """Return the results of one similarity, or of two for image→text and text→image."""
     sim = sims[0]
-    i2t = sim
     t2i = sims[-1].T
     if reranker is not None:
         ranked = reranker.ranked(sim, k, ties)
@@ -189,12 +188,17 @@ def _ranked(
         pairs = distinct_pairs("relevant", *relevant, sim.shape)[0]
         images, texts = pairs.to(sim.device)
         ranked = [
-            ranked_by_pairs(images, texts, i2t, k, ties),
+            ranked_by_pairs(images, texts, sim, k, ties),
             ranked_by_pairs(texts, images, t2i, k, ties),
         ]
     else:
-        ranked = [i2t.ranked(k, ties=ties), t2i.ranked(k, ties=ties)]
-    return _results(ids_or_indices(sim), [(ranks, top.indices) for ranks, top in ranked])
+        ranked = [sim.ranked(k, ties=ties), t2i.ranked(k, ties=ties)]
+    image_ids, text_ids = ids_or_indices(sim)
+    (image_ranks, best_texts), (text_ranks, best_images) = ranked
+    return RetrievalResults(
+        i2t=QueryResults(image_ids, image_ranks, best_texts.indices, len(text_ids)),
+        t2i=QueryResults(text_ids, text_ranks, best_images.indices, len(image_ids)),
+    )
 
 
 def _sharded_results(
@@ -205,21 +209,15 @@ def _sharded_results(
         scores = folded(scores)
     method = None if reranker is None else reranker.description()
     sim = shared(scores, f"{method} {k} {ties}", group)
-    if reranker is None:
-        ranked = [view.ranked(k, ties=ties) for view in (sim, sim.T)]
-    else:
-        ranked = reranker.ranked_by_all(sim, k, ties)
-    gathered = []
-    for ranks, top in ranked:
-        gathered.append((gather_table(ranks, group), gather_rows(top.indices, group)))
-    return _results(sim.all_ids, gathered)
-
-
-def _results(ids: Sequence[Tensor], ranked: Sequence[tuple[Tensor, Tensor]]) -> RetrievalResults:
-    """Return results from the ids of images and of texts, and ranks and best of both directions."""
-    image_ids, text_ids = ids
-    (i2t_ranks, i2t_top), (t2i_ranks, t2i_top) = ranked
+    own = _ranked([sim], None, reranker, k, ties)
+    image_ids, text_ids = sim.all_ids
     return RetrievalResults(
-        i2t=QueryResults(image_ids, i2t_ranks, i2t_top, candidates=len(text_ids)),
-        t2i=QueryResults(text_ids, t2i_ranks, t2i_top, candidates=len(image_ids)),
+        i2t=_gathered(own.i2t, image_ids, len(text_ids), group),
+        t2i=_gathered(own.t2i, text_ids, len(image_ids), group),
     )
+
+
+def _gathered(own: QueryResults, ids: Tensor, candidates: int, group: Any) -> QueryResults:
+    """Return the results of all processes' queries of one direction from this process's."""
+    ranks = gather_table(own.ranks, group)
+    return QueryResults(ids, ranks, gather_rows(own.top, group), candidates)

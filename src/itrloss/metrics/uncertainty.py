@@ -168,9 +168,8 @@ def _sums_by_id(results: RetrievalResults, first: RetrievalResults) -> Tensor:
         alike = torch.equal(queries.ids, expected.ids)
         if not alike or not torch.equal(matched, expected.positives > 0):
             raise ValueError(f"others: expected results of the same queries; those of {way} differ")
-        columns = [*queries.hits.unbind(1), queries.r_precision, queries.average_precision]
-        columns.append(torch.ones_like(matched))
-        values = torch.stack([column.double() for column in columns], 1) * matched[:, None]
+        columns = [queries.hits, queries.r_precision, queries.average_precision, matched]
+        values = torch.column_stack(columns)  # 0 for a query without positives
         sums[:, side].index_add_(0, indices[side], values.cpu())
     if not bool(sums[..., -1].any()):
         raise ValueError("results: no query has a right candidate")

@@ -71,11 +71,18 @@ def lines(
         handles = []
         for i, one in enumerate(series, style):
             kind = i % len(COLOURS)
-            thin: Any = {"color": COLOURS[kind], "linewidth": 0.8, "alpha": 0.6}
+            colour = COLOURS[kind]
             for run in one.runs:
-                axes.plot(one.x[: len(run)], run[: len(one.x)], **thin)
-            look: Any = {"linestyle": DASHES[kind], "marker": MARKERS[kind], "linewidth": 2}
-            handles += axes.plot(one.x, one.y, color=COLOURS[kind], **look)
+                length = min(len(run), len(one.x))
+                axes.plot(one.x[:length], run[:length], color=colour, linewidth=0.8, alpha=0.6)
+            handles += axes.plot(
+                one.x,
+                one.y,
+                color=colour,
+                linestyle=DASHES[kind],
+                marker=MARKERS[kind],
+                linewidth=2,
+            )
         axes.locator_params(axis="x", integer=True)
         return handles, [one.name for one in series]
 
@@ -124,9 +131,16 @@ def intervals(
         for i, values in enumerate(groups.values()):
             places = np.arange(len(names)) + apart * (i - (len(groups) - 1) / 2)
             value, low, high = np.array(values, float).T
-            errors = value - low, high - value
-            look: Any = {"fmt": MARKERS[i], "color": COLOURS[i], "capsize": 3}
-            handles.append(axes.errorbar(value, places, xerr=errors, **look))
+            handles.append(
+                axes.errorbar(
+                    value,
+                    places,
+                    xerr=(value - low, high - value),
+                    fmt=MARKERS[i],
+                    color=COLOURS[i],
+                    capsize=3,
+                )
+            )
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.4, -0.6)
         if zero:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checks import check_matrix, check_size
 from ..distributed import consensus, world_size
-from ..distributed.shards import Processes
+from ..distributed.shards import Share
 from ..metrics.labels import ids_or_indices, shared, with_ids
 from ..similarity import Similarity, TopK
 from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
@@ -137,14 +137,13 @@ class Reranker(ABC):
         if not self.takes_bank:
             name = type(self).__name__
             raise ValueError(f"images, texts: {name} has no use for a bank of queries")
-        if images is not None:
-            check_matrix("images", images, "(N, M)", check_finite=True)
-            images = images.detach()
-        if texts is not None:
-            check_matrix("texts", texts, "(N, M)", check_finite=True)
-            texts = texts.detach()
-        self._images = images
-        self._texts = texts
+        banks = []
+        for name, bank in zip(SIDES, (images, texts), strict=True):
+            if bank is not None:
+                check_matrix(name, bank, "(N, M)", check_finite=True)
+                bank = bank.detach()
+            banks.append(bank)
+        self._images, self._texts = banks
         return self
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,22 +196,10 @@ class Reranker(ABC):
         """
         sim = with_ids("scores", scores, None, None, by_ids=False).detach()
         results = []
-        matrix = None
         for direction, _, rule in self._ruled(self._directions(sim)):
-            if not isinstance(rule, Bias):
-                result = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
-                for rows, block in direction.queries.blocks():
-                    result[rows] = rule(block, rows)
-                results.append(result.T if direction.side else result)
-                continue
-            # one product for both directions, the second of which overwrites it
-            if matrix is None:
-                matrix = sim.scores()
-            bias = rule.bias.to(matrix)
-            if direction.side == 0:
-                results.append(torch.add(bias, matrix, alpha=rule.factor))
-            else:
-                results.append(torch.add(bias[:, None], matrix, alpha=rule.factor, out=matrix))
+            queries = slice(0, direction.queries.shape[0])
+            result = rule(direction.queries.scores(), queries)
+            results.append(result.T if direction.side else result)
         return self._pair(results)
 
     def topk(
@@ -246,10 +233,9 @@ class Reranker(ABC):
         check_size("k", k)
         if gather and world_size(process_group) > 1:
             sim = shared(scores, f"{self.description()} {k}", process_group)
-            ranked = self.ranked_by_all(sim, k, None)
         else:
-            ranked = self.ranked(with_ids("scores", scores, None, None, by_ids=False), k, None)
-        return self._pair(top for _, top in ranked)
+            sim = with_ids("scores", scores, None, None, by_ids=False)
+        return self._pair(top for _, top in self.ranked(sim, k, None))
 
     def _pair(self, results: Iterable[T]) -> Reranked[T]:
         pair = Reranked(results)
@@ -273,21 +259,22 @@ class Reranker(ABC):
     def ranked(self, sim: Similarity, k: int, ties: str | None) -> list[Ranked]:
         """Return the ranks (empty for ``ties=None``) and the k best candidates of all images, and
         of all texts; see :meth:`itrloss.Similarity.ranked`.
-        """
-        return [_ranks(ruled, k, ties) for ruled in self._ruled(self._directions(sim))]
 
-    def ranked_by_all(self, sim: Similarity, k: int, ties: str | None) -> Iterator[Ranked]:
-        """Yield :meth:`ranked` of this process's queries among the candidates of all processes."""
-        for view in self._directions(sim):
-            with consensus(view[0].group):
-                (ruled,) = self._ruled([view])
-                ranked = _ranks(ruled, k, ties)
-            yield ranked
+        If ``sim`` is sharded: of this process's queries, among the candidates of all processes.
+        """
+        directions = self._directions(sim)
+        if sim.share is None:
+            return [_ranks(ruled, k, ties) for ruled in self._ruled(directions)]
+        results = []
+        for direction in directions:
+            with consensus(sim.share.processes.group):
+                (ruled,) = self._ruled([direction])
+                results.append(_ranks(ruled, k, ties))
+        return results
 
     @torch.no_grad()
-    def _ruled(self, views: Iterable[tuple[Direction, Similarity]]) -> list[Ruled]:
+    def _ruled(self, views: Sequence[tuple[Direction, Similarity]]) -> list[Ruled]:
         """Return :meth:`_directions` with their rules."""
-        views = list(views)
         rules = self._rules_together([direction for direction, _ in views])
         ruled = []
         for (direction, labelled), rule in zip(views, rules, strict=True):
@@ -305,18 +292,18 @@ class Reranker(ABC):
         """Return the method, its options and its banks as a string, which must be the same in all
         processes.
         """
-        banks: list[Any] = []
+        parts = [repr(self)]
         for bank in (self._images, self._texts):
             if bank is None:
-                banks.append(None)
-                continue
-            data = bank.cpu().contiguous().view(torch.uint8).numpy().data
-            banks.append((bank.shape, bank.dtype, zlib.crc32(data)))
-        return f"{self!r} {banks}"
+                parts.append("no bank")
+            else:
+                data = bank.cpu().contiguous().view(torch.uint8).numpy().data
+                parts.append(f"{bank.dtype} {tuple(bank.shape)} {zlib.crc32(data)}")
+        return ", ".join(parts)
 
     @torch.no_grad()
-    def _directions(self, sim: Similarity) -> Iterator[tuple[Direction, Similarity]]:
-        """Yield each direction and its queries with their ids; if ``sim`` is sharded, this
+    def _directions(self, sim: Similarity) -> list[tuple[Direction, Similarity]]:
+        """Return each direction and its queries with their ids; if ``sim`` is sharded, this
         process's part of them.
 
         Raises an error unless the method can re-rank ``sim``.
@@ -326,32 +313,32 @@ class Reranker(ABC):
         for side, bank in enumerate(banks):
             if bank is not None:
                 banks[side] = fitting(bank, side, sim)
-        if sim.share is None:
-            labelled = sim, sim.T
-            plain = unlabelled(sim)
-            plains = plain, plain.T
-        else:  # own images with all texts, own texts with all images
-            labelled = sim.local(), sim.T.local()
-            plains = unlabelled(labelled[0]), unlabelled(labelled[1])
-        processes = None if sim.share is None else sim.share.processes
-        for side in (0, 1):
-            yield self._direction(side, plains, banks, processes), labelled[side]
+        images = sim.local()
+        texts = sim.T.local()
+        plain_images = unlabelled(images)
+        plain_texts = plain_images.T  # of the same matrix, so that all sums take one product
+        if sim.share is not None:
+            plain_texts = unlabelled(texts)
+        return [
+            (self._direction(0, plain_images, plain_texts, banks, sim.share), images),
+            (self._direction(1, plain_texts, plain_images, banks, sim.share), texts),
+        ]
 
     def _direction(
         self,
         side: int,
-        views: tuple[Similarity, Similarity],  # this process's images, and its texts
+        queries: Similarity,  # of this process, with all candidates
+        candidates: Similarity,  # of this process, with all queries
         banks: Sequence[Tensor | None],
-        processes: Processes | None,
+        share: Share | None,
     ) -> Direction:
         """Return image→text (0) or text→image (1)."""
-        queries = views[side]
-        candidates = views[1 - side]
         references = banks[side]
         group = None
         first = 0, 0
-        shared = processes is not None and not self.needs_all_candidates
-        if processes is not None:
+        shared = share is not None and not self.needs_all_candidates
+        if share is not None:
+            processes = share.processes
             group = processes.group
             first = processes.first(side), processes.first(1 - side) if shared else 0
             if not shared and references is None:

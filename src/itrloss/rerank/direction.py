@@ -51,8 +51,12 @@ class Bias(NamedTuple):
     bias: Tensor  # (candidates,); this process's candidates if the direction is shared
     factor: float = 1.0  # above 0
 
+    def __call__(self, scores: Tensor, rows: slice) -> Tensor:
+        """Return re-ranked scores (B, candidates), which overwrite the given ones."""
+        return scores.mul_(self.factor).add_(self.bias.to(scores))
 
-Rule = Bias | Callable[[Tensor, slice], Tensor]
+
+Rule = Callable[[Tensor, slice], Tensor]  # a bias or another function
 
 
 def unlabelled(sim: Similarity) -> Similarity:

@@ -31,18 +31,13 @@ class _LogSumExpReranker(Reranker):
         return self._rules_together([direction])[0]
 
     def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
-        scales = []
-        factors = []
-        for direction in directions:
-            scale, factor = self._options_of(direction.side)
-            scales.append(scale)
-            factors.append(factor)
+        options = [self._options_of(direction.side) for direction in directions]
         # one product where there is one matrix
         candidates = Anchors.together(*(direction.candidates for direction in directions))
-        sizes = torch.tensor(candidates.sizes)
-        each = torch.tensor(scales, dtype=candidates.dtype).repeat_interleave(sizes)
+        scales = torch.tensor([scale for scale, _ in options], dtype=candidates.dtype)
+        each = scales.repeat_interleave(torch.tensor(candidates.sizes))
         sums = candidates.split(candidates.logsumexp(each))
-        return [Bias(-x, factor) for x, factor in zip(sums, factors, strict=True)]
+        return [Bias(-x, factor) for x, (_, factor) in zip(sums, options, strict=True)]
 
 
 class FastReranker(_LogSumExpReranker):
