@@ -417,17 +417,21 @@ class Matrix:
         """
         self.check_unchanged()
         with torch.no_grad():
-            if self.embeddings is None:  # precomputed scores may be infinite at positives
+            # Precomputed scores may be infinite at positives; those of a small matrix are at hand,
+            # and a mask launches less than sums of positives do.
+            compiling = torch.compiler.is_compiling()
+            masks = self.in_graph and not self.pairs.one_to_one and not compiling
+            if self.embeddings is None or masks:
                 sums = self.sums(Question(self.pairs, sides, (identity,)))
                 parts = sums.split([self.shape[side] for side in sides])
-                return torch.cat(
+                return joined(
                     [self._rescaled(x, side) for x, side in zip(parts, sides, strict=True)]
                 )
             inputs = self.inputs()
             with full_precision(inputs.like):
                 sums = {side: tiled.summed_scores(inputs, side) for side in sides}
                 # One positive hardly moves a mean, but several may score far from the negatives.
-                if not self.pairs.one_to_one and not torch.compiler.is_compiling():
+                if not self.pairs.one_to_one and not compiling:
                     for side, total in sums.items():
                         positives = self._positives_of_side(inputs, side)
                         sums[side] = self._rescaled(total - positives, side)
