@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,7 +31,7 @@ from itrloss.engine.inputs import Inputs, Side
 from itrloss.engine.kernels import FORMS
 from itrloss.engine.pair_scores import ListedPairs
 from itrloss.engine.pairs import Pairs
-from itrloss.engine.question import Question
+from itrloss.engine.question import Attempt, Condition, Question
 from itrloss.engine.tiled import Needs
 
 EXPONENTIAL = (terms.exponential,)
@@ -80,7 +82,7 @@ def cases_of(gpus: Sequence[int]) -> list[tuple[int, dict]]:
 
 def compiled(case: tuple[int, dict]) -> list[dict]:
     """Compile the kernels of an answer; return their names, shared memory, registers and spilled
-    bytes per thread.
+    bytes per thread, and numbers of instructions.
     """
     (gpu, asked), kernels, run = case, {}, JITFunction.run
 
@@ -100,7 +102,7 @@ def compiled(case: tuple[int, dict]) -> list[dict]:
             "name": f"{name} {about}",
             "DYNAMIC": kernel.metadata.shared,
             "WARPS": kernel.metadata.num_warps,
-            **usage(kernel.asm["cubin"]),
+            **resources(kernel.asm["cubin"]),
         }
         for name, kernel in kernels.values()
     ]
@@ -116,21 +118,30 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     over="negatives",
     limits=0,
     learnt=False,
+    attempted=False,
     tile=engine.PRODUCT_TILES[0],
 ) -> None:
     """Call the engine's sums and their gradient; nothing is computed."""
     engine.PRODUCT_TILES = (tile,)  # the last tile is chosen on the CPU
     size, dim = shape
     numbers = torch.arange(size)
-    which = (numbers, numbers) if ids else (None, None)
+    which = (numbers // 2, numbers // 3) if ids else (None, None)
     x = torch.zeros(size, dim, dtype=dtype)
     side = Side(x, torch.ones(size, 1), None, None)
     values = torch.ones(1 if shared else len(sides) * size)
     shift = torch.ones(3, len(sides) * size) if asked == (terms.excess,) else values
     bounds = [values if k < limits else None for k in range(2)]
+    if attempted:
+        shift = torch.ones(len(sides) * size)
     pairs = Pairs((size, size), which, x.device)
     question = Question(pairs, sides, asked, over, values, shift, *bounds)
     inputs = Inputs(side, side, None)
+    if attempted:
+        attempt = Attempt(torch.ones(1), torch.ones(len(sides) * size))
+        engine.sums(replace(question, shift=attempt.shift), inputs)
+        condition = Condition(torch.tensor(True), True)
+        engine.highest(replace(question, shift=None, condition=condition), inputs)
+        question = replace(question, attempt=attempt)
     engine.sums(question, inputs)
     trained = asked in ((terms.excess,), (terms.softplus,))
     needs = Needs(True, True, False, False, scale=learnt or asked == (terms.softplus,))
@@ -139,21 +150,30 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     engine.gradients(question, inputs, grad, needs, ListedPairs(*which, torch.ones(size)))
 
 
-def usage(code: bytes) -> dict[str, int]:
-    """Resource usage of a thread or block: REG, STACK, SHARED, ..."""
+def resources(code: bytes) -> dict[str, int]:
+    """Return the usage of a thread or block, and the number of instructions of a thread.
+
+    REG, STACK, SHARED, ..., and AFTER: instructions after the last one of a product of tiles.
+    """
+    found = {}
+    for word in dumped(code, "-res-usage").split():
+        if word.startswith(("REG:", "STACK:", "LOCAL:", "SHARED:")):
+            name, value = word.split(":")
+            found[name] = int(value)
+    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/(.*)", dumped(code, "-sass"), re.MULTILINE)
+    of_products = [k for k, text in enumerate(instructions) if re.search(r"MMA", text)]
+    found["AFTER"] = len(instructions) - 1 - of_products[-1] if of_products else 0
+    return found
+
+
+def dumped(code: bytes, what: str) -> str:
+    """Return what NVIDIA's tool says of a compiled kernel."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
-        said = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    pairs = (
-        word.split(":")
-        for word in said.split()
-        if word.startswith(("REG:", "STACK:", "LOCAL:", "SHARED:"))
-    )
-    return {name: int(value) for name, value in pairs}
+        command = [str(tool), what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

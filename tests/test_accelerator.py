@@ -19,6 +19,7 @@ OF_MEMORIES = where(lambda entry: entry.takes == "memory")
 ANSWERS = {
     "logsumexp": lambda sim: (sim.both.logsumexp(30.0),),
     "logsumexp of a learnt scale": lambda sim: (sim.logsumexp(given(1)[0]),),
+    "logsumexp of a large scale": lambda sim: (sim.both.logsumexp(90.0),),
     "moments": lambda sim: sim.mean_std(),
     "entropy": lambda sim: (sim.both.entropy(0.1),),
     "hardest": lambda sim: sim.hardest_negatives(),
@@ -92,10 +93,11 @@ def test_losses_wait_once_to_list_positives(name, engine, reads):
     assert len(reads) == (0 if waits_for_nothing else 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ANSWERS)
-def test_answers_wait_for_nothing(name, engine):
+def test_answers_wait_for_nothing(name, dtype, engine):
     for m, ids in ((N, ()), (M, numbers(N, M))):
-        rows, cols = given(N, D), given(m, D)
+        rows, cols = given(N, D, dtype=dtype), given(m, D, dtype=dtype)
         assert backward(
             tuple(ANSWERS[name](itrloss.Similarity(rows, cols, *ids, engine=engine))), rows, cols
         )

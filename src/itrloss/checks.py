@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any, Generic, NamedTuple, TypeVar, overload
@@ -74,19 +75,6 @@ def check_embeddings(
     rows: Any, cols: Any, check_finite: bool, names: Names, empty: bool = False
 ) -> None:
     """Raise an error unless (N, D) and (M, D) embeddings match in dimension, dtype and device."""
-    if (
-        isinstance(rows, Tensor)
-        and isinstance(cols, Tensor)
-        and rows.dim() == cols.dim() == 2
-        and not check_finite
-    ):
-        alike = (
-            rows.dtype == cols.dtype
-            and rows.device == cols.device
-            and rows.shape[1] == cols.shape[1]
-        )
-        if alike and rows.is_floating_point() and rows.numel() and cols.numel():
-            return  # the fast path of nearly all calls
     check_matrix(names.rows, rows, "(N, D)", check_finite, empty=empty)
     check_matrix(names.cols, cols, "(M, D)", check_finite, empty=empty)
     if rows.shape[1] != cols.shape[1]:
@@ -168,34 +156,24 @@ def check_ids(
     return rows, as_ids(names.col_ids, col_ids, m, device)
 
 
-def as_params(
-    name: str, params: tuple[Any, ...], size: int, dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
-    """Return parameters, numbers or tensors of one value or ``size`` values, as tensors of shape
-    (1,) or (size,).
-    """
-    tensors = []
-    for p in params:
-        if not isinstance(p, Tensor):
-            check_number(name, p)
-            p = torch.full((1,), float(p), dtype=dtype, device=device)
-        elif p.numel() != 1 and p.shape != (size,):
-            raise ValueError(f"{name}: expected a number or shape ({size},), got {tuple(p.shape)}")
-        elif p.dim() != 1 or p.dtype != dtype or p.device != device:
-            p = p.reshape(-1).to(device, dtype)
-        tensors.append(p)
-    return tensors
-
-
 def as_value(
     name: str, value: Any, size: int, dtype: torch.dtype, device: torch.device
 ) -> float | Tensor:
     """Return a number as a float, or a tensor of one or ``size`` values as (1,) or (size,)."""
-    if isinstance(value, Tensor):
-        (tensor,) = as_params(name, (value,), size, dtype, device)
-        return tensor
-    check_number(name, value)
-    return float(value)
+    if not isinstance(value, Tensor):
+        check_number(name, value)
+        return float(value)
+    if value.numel() != 1 and value.shape != (size,):
+        raise ValueError(f"{name}: expected a number or shape ({size},), got {tuple(value.shape)}")
+    return value.flatten().to(device, dtype)
+
+
+def as_tensor(name: str, value: Any, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number, or a tensor of one or ``size`` values, as a tensor (1,) or (size,)."""
+    checked = as_value(name, value, size, dtype, device)
+    if isinstance(checked, Tensor):
+        return checked
+    return torch.full((1,), checked, dtype=dtype, device=device)
 
 
 def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | None:
@@ -217,8 +195,7 @@ class Option(Generic[T]):
         self.place = f"_{name}"  # of the value; the compiler of PyTorch 2.8 needs another name
 
     def check(self, value: Any) -> None:
-        """Raise an error that names the option unless it may have the value."""
-        raise NotImplementedError
+        """Raise an error that names the option unless it may have the value: here, any."""
 
     @overload
     def __get__(self, module: None, owner: type) -> Option[T]: ...
@@ -264,9 +241,9 @@ class Bounded(Option[T]):
     def __init__(
         self,
         *,
-        above: float | None = None,
-        at_least: float | None = None,
-        at_most: float | None = None,
+        above: float = -math.inf,
+        at_least: float = -math.inf,
+        at_most: float = math.inf,
     ):
         self.above = above
         self.at_least = at_least
@@ -274,20 +251,16 @@ class Bounded(Option[T]):
 
     def check(self, value: Any) -> None:
         check_number(self.name, value)
-        expected = []
-        fits = True
-        if self.above is not None:
-            expected.append(f"above {self.above:g}")
-            fits = value > self.above
-        if self.at_least is not None:
-            expected.append(f"of at least {self.at_least:g}")
-            fits = fits and value >= self.at_least
-        if self.at_most is not None:
-            expected.append(f"at most {self.at_most:g}")
-            fits = fits and value <= self.at_most
-        if not fits:
-            bounds = " and ".join(expected)
-            raise ValueError(f"{self.name}: expected a number {bounds}, got {value}")
+        if value > self.above and self.at_least <= value <= self.at_most:
+            return
+        bounds = []
+        if self.above > -math.inf:
+            bounds.append(f"above {self.above:g}")
+        if self.at_least > -math.inf:
+            bounds.append(f"of at least {self.at_least:g}")
+        if self.at_most < math.inf:
+            bounds.append(f"at most {self.at_most:g}")
+        raise ValueError(f"{self.name}: expected a number {' and '.join(bounds)}, got {value}")
 
 
 class Number(Bounded[float]):
@@ -327,11 +300,11 @@ class Learnable(Bounded[Any]):
             module.__dict__.pop(self.place, None)
             module.register_parameter(self.name, value)
             return
-        self.check(value)
         parameter = module._parameters.get(self.name)
         if parameter is None:
-            module.__dict__[self.place] = value
+            super().__set__(module, value)
             return
+        self.check(value)
         with torch.no_grad():
             parameter.fill_(value)
 
@@ -339,15 +312,12 @@ class Learnable(Bounded[Any]):
 class Fixed(Option[T]):
     """An option that parameters depend on, so that it is set once."""
 
-    def check(self, value: Any) -> None:
-        pass
-
     def __set__(self, module: nn.Module, value: T) -> None:
         if self.place in module.__dict__:
             raise AttributeError(
                 f"{self.name}: cannot be changed, as parameters depend on it; make a new module"
             )
-        module.__dict__[self.place] = value
+        super().__set__(module, value)
 
 
 class WholeState(nn.Module):

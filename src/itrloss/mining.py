@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import as_ids, as_params, check_matrix, check_size
+from .checks import as_ids, as_tensor, check_matrix, check_size
 from .engine.inputs import even_chunks
 from .engine.pairs import IGNORE_ID, slots
 from .engine.products import matmul
@@ -77,7 +77,7 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     corpus_ids = as_ids("corpus_ids", corpus_ids, total, device)
     limits = None
     if below is not None:
-        limits = as_params("below", (below,), size, dtype, device)[0].expand(size)
+        limits = as_tensor("below", below, size, dtype, device).expand(size)
     values = queries.new_full((size, k), -torch.inf, dtype=dtype)
     best = TopK(values, torch.full_like(values, -1, dtype=torch.int64))
     search = _Search(normalized(queries, normalize), ids, limits, best)

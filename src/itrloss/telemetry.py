@@ -52,9 +52,9 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
     gaps = positive / counts.clamp_min(1) - hardest
     figures = {
         "positive": _ratio(both, positive, counts),
-        "hardest_negative": _ratio(both, torch.where(rival, hardest, 0.0), rival),
-        "gap": _ratio(both, torch.where(valid, gaps, 0.0), valid),
-        "active": _ratio(both, torch.where(valid, near, 0.0), counts * valid),
+        "hardest_negative": _ratio(both, hardest, rival),
+        "gap": _ratio(both, gaps, valid),
+        "active": _ratio(both, near, counts * valid),
     }
     for name, view in (("i2t", sim), ("t2i", sim.T)):
         figures[f"hubness_{name}"] = skewness(both.total(_occurrences(view, hubness_k)))
@@ -81,8 +81,7 @@ def describe_memory(sims: MemorySimilarity, process_group: Any = None) -> dict[s
     figures["memory_entries"] = entries
     figures["memory_age"] = torch.where(entries > 0, (entries + batch) / 2 / batch, 0.0)
     hardest = sims.memory.hardest_negatives().values
-    rival = hardest != -torch.inf
-    figures["memory_hardest"] = _ratio(sims.memory, torch.where(rival, hardest, 0.0), rival)
+    figures["memory_hardest"] = _ratio(sims.memory, hardest, hardest != -torch.inf)
     return figures
 
 
@@ -96,6 +95,7 @@ def _occurrences(sim: Similarity, k: int) -> Tensor:
 
 def _ratio(anchors: Anchors, x: Tensor, counts: Tensor) -> Tensor:
     """Return the sum of values (A,) by the sum of counts (A,), or 0 for none; of a sharded batch,
-    over all processes.
+    over all processes. Values with a count of 0 are left out.
     """
-    return anchors.total(x.sum()) / anchors.total(counts.sum()).clamp_min(1)
+    counted = torch.where(counts > 0, x, 0.0)
+    return anchors.total(counted.sum()) / anchors.total(counts.sum()).clamp_min(1)

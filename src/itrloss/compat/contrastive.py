@@ -165,17 +165,15 @@ class ClipLoss(nn.Module):
         """Return the loss of (B, D) pairs, or with ``output_dict`` a dictionary that has it as
         ``contrastive_loss``.
         """
-        names = ("image_features", "text_features")
+        options: dict[str, Any] = {
+            "normalize": False,
+            "names": Names("image_features", "text_features", "", ""),
+        }
         if self.world_size == 1:
-            sim = similarity(image_features, text_features, names)
+            sim = Similarity(image_features, text_features, **options)
         else:
-            sim = Similarity.sharded(
-                image_features,
-                text_features,
-                normalize=False,
-                names=Names(*names, "", ""),
-                same=type(self).__name__,
-            )
+            same = type(self).__name__
+            sim = Similarity.sharded(image_features, text_features, same=same, **options)
         if logit_bias is None:
             logit_bias = 0.0
         loss = self._loss(sim, logit_scale, logit_bias)

@@ -201,8 +201,8 @@ class HREMLoss(HingeLoss):
         if not self.mask_repeat:
             return self._hinges(pairs)
         ids = required_ids("img_ids", img_ids, im.device)
+        others = similarity(im, s, ids=(ids, ids)).both
         threshold = self.margin - pairs.both.sum_of_positives(identity)  # (2B,)
         if self.max_violation:
-            hardest = similarity(im, s, ids=(ids, ids)).both.hardest_negatives().values
-            return (threshold + hardest).relu().sum()
-        return similarity(im, s, ids=(ids, ids)).both.sum(excess, shift=threshold).sum()
+            return (threshold + others.hardest_negatives().values).relu().sum()
+        return others.sum(excess, shift=threshold).sum()

@@ -137,7 +137,6 @@ class PVSELoss(HingeLoss):
 
     def __init__(self, opt: Any, reduction: Any = "mean"):
         super().__init__(option(opt, "margin", 1.0), option(opt, "max_violation", False))
-        self.k = option(opt, "num_embeds", 1)
         self.order = bool(option(opt, "order", False))
         self.regularizers = Regularizers(opt, "pvse", reduction)
 
@@ -147,13 +146,10 @@ class PVSELoss(HingeLoss):
         """Return the loss and its parts for (B, K, D) embeddings, or (B, D) if K = 1, and their
         residuals.
         """
+        self.regularizers.check_sizes(img, txt)
         n = len(img)
-        k = self.k
-        for name, x in (("img", img), ("txt", txt)):
-            if x.shape[:-1].numel() != n * k:
-                raise ValueError(f"{name}: expected shape ({n}, {k}, D), got {tuple(x.shape)}")
-        members = (img.reshape(n * k, -1), txt.reshape(n * k, -1))
-        sim = similarity(*members, ("img", "txt"), order=self.order)
+        k, _ = self.regularizers.sizes
+        sim = similarity(members_of(img), members_of(txt), ("img", "txt"), order=self.order)
         if k > 1:
             best = sim.scores().view(n, k, n, k).amax((1, 3))  # (N, N)
             sim = Similarity.from_scores(best)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 PATIENCE = 2.0  # seconds to find out which process is lost
+
+Collective = Callable[[Tensor, Any], Tensor]  # of a tensor and a process group
 
 
 def world_size(group: Any = None) -> int:
@@ -105,49 +108,28 @@ def merge_largest(x: Tensor, group: Any = None) -> Tensor:
 # --------------------------------------------------------------------------------- with a gradient
 
 
-class Gather(torch.autograd.Function):
-    """The concatenation by rank; its gradient is each process's part of the gradients' sum."""
+class Exchanged(torch.autograd.Function):
+    """The result of a linear collective; the gradient is that of its transpose, for the gradients.
+
+    :func:`all_gather` and :func:`reduce_scatter` are each other's transpose, :func:`all_reduce` is
+    its own.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        """Return the (W B, ...) concatenation of ``x`` (B, ...) by rank."""
+    def forward(
+        ctx: Any, x: Tensor, group: Any, collective: Collective, transpose: Collective
+    ) -> Tensor:
+        """Return ``collective(x, group)``."""
         ctx.group = group
-        return all_gather(x, group)
+        ctx.collective = collective
+        ctx.transpose = transpose
+        return collective(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return this process's part (B, ...) of the sum of the gradients (W B, ...)."""
-        return Merge.apply(grads[0], ctx.group), None  # type: ignore[return-value]
-
-
-class Merge(torch.autograd.Function):
-    """This process's part of the sum; its gradient is the concatenation of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        """Return this process's part (B, ...) of the sum of ``x`` (W B, ...)."""
-        ctx.group = group
-        return reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the (W B, ...) concatenation of the gradients (B, ...) by rank."""
-        return Gather.apply(grads[0], ctx.group), None  # type: ignore[return-value]
-
-
-class TotalOverProcesses(torch.autograd.Function):
-    """The sum over all processes; its gradient is the sum of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        """Return the sum of ``x`` over all processes, of the same shape."""
-        ctx.group = group
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the sum of the gradients over all processes, of the same shape."""
-        return TotalOverProcesses.apply(grads[0], ctx.group), None  # type: ignore[return-value]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the transpose for the gradient."""
+        gradient = Exchanged.apply(grads[0], ctx.group, ctx.transpose, ctx.collective)
+        return gradient, None, None, None  # type: ignore[return-value]
 
 
 class Replicated(torch.autograd.Function):
@@ -162,23 +144,22 @@ class Replicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Return the mean of the gradients over all processes, of the shape of ``x``."""
-        total = TotalOverProcesses.apply(grads[0], ctx.group)
-        return total / world_size(ctx.group), None  # type: ignore[operator]
+        return total(grads[0], ctx.group) / world_size(ctx.group), None
 
 
 def gather(x: Tensor, group: Any = None) -> Tensor:
     """Return the (W B, ...) concatenation by rank of ``x`` (B, ...), of one shape everywhere."""
-    return Gather.apply(x, group)  # type: ignore[return-value]
+    return Exchanged.apply(x, group, all_gather, reduce_scatter)  # type: ignore[return-value]
 
 
 def merge(x: Tensor, group: Any = None) -> Tensor:
     """Return this process's part (B, ...) of the sum of ``x`` (W B, ...) over all processes."""
-    return Merge.apply(x, group)  # type: ignore[return-value]
+    return Exchanged.apply(x, group, reduce_scatter, all_gather)  # type: ignore[return-value]
 
 
 def total(x: Tensor, group: Any = None) -> Tensor:
     """Return the sum of ``x`` over all processes."""
-    return TotalOverProcesses.apply(x, group)  # type: ignore[return-value]
+    return Exchanged.apply(x, group, all_reduce, all_reduce)  # type: ignore[return-value]
 
 
 def replicated(x: Tensor, group: Any = None) -> Tensor:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..engine.pairs import IGNORE_ID, Pairs
 from .collectives import gather, largest, merge, merge_largest, total
+from .consensus import padded
 
 
 class Processes:
@@ -38,7 +38,8 @@ class Processes:
         cols = max(2, *(m for _, m in sizes))
         self.padded = rows, cols
         self.totals = sum(n for n, _ in sizes), sum(m for _, m in sizes)
-        #: All rows and columns, padded, with the (N,) and (M,) int64 ids of all processes.
+        #: The (N,) int64 ids of all rows, and (M,) of all columns, padded; and their pairs.
+        self.ids: tuple[Tensor, Tensor]
         self.pairs: Pairs
 
     def gather_ids(self, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,20 +47,12 @@ class Processes:
         columns.
         """
         n, m = self.padded
-        padded_rows = F.pad(rows, (0, n - len(rows)), value=IGNORE_ID)
-        padded_cols = F.pad(cols, (0, m - len(cols)), value=IGNORE_ID)
-        own = torch.cat([padded_rows, padded_cols])
+        own_rows = padded(rows, n, IGNORE_ID)
+        own = torch.cat([own_rows, padded(cols, m, IGNORE_ID)])
         row_ids, col_ids = gather(own, self.group).view(-1, n + m).split([n, m], 1)
-        ids = row_ids.flatten(), col_ids.flatten()
-        self.pairs = Pairs((len(ids[0]), len(ids[1])), ids, rows.device)
-        return padded_rows, ids[1]
-
-    @property
-    def ids(self) -> tuple[Tensor, Tensor]:
-        """The (N,) int64 ids of all rows, and (M,) of all columns, padded."""
-        rows, cols = self.pairs.ids_as_passed
-        assert rows is not None and cols is not None
-        return rows, cols
+        self.ids = row_ids.flatten(), col_ids.flatten()
+        self.pairs = Pairs((n * self.world, m * self.world), self.ids, rows.device)
+        return own_rows, self.ids[1]
 
     def is_even(self, side: int) -> bool:
         """Return whether no process's rows (``side`` 0) or columns (1) are padded."""
@@ -150,16 +143,6 @@ class Shard:
         """The number of this process's anchors."""
         return self.size // self.share.processes.world if self.is_spread else self.size
 
-    @property
-    def unpadded(self) -> int:
-        """The number of this process's anchors that exist."""
-        return self.share.unpadded[self.side]
-
-    @property
-    def candidates_side(self) -> int | None:
-        """The side of the batch that the candidates are; None: they are in a memory."""
-        return None if self.share.spread is None else 1 - self.side
-
 
 class Exchange:
     """What the anchors of a shared batch exchange with the other processes.
@@ -208,13 +191,12 @@ class Exchange:
         best_indices = []
         parts = zip(values.split(self.whole_sizes), indices.split(self.whole_sizes), strict=True)
         for shard, (value, index) in zip(self.shards, parts, strict=True):
-            other = shard.candidates_side
+            other = 1 - shard.side
             if shard.is_spread:
-                assert other is not None
                 before = processes.rank * processes.padded[other]
                 index = torch.where(index < 0, index, index + before)
                 value, index = processes.merge_best(value, index)
-            if other is not None:
+            if shard.share.spread is not None:  # the candidates are not those of a memory
                 index = processes.numbers(other, index)
             best_values.append(value)
             best_indices.append(index)
@@ -261,4 +243,4 @@ class Exchange:
     def existing(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the values of each group without its padding."""
         shards = zip(parts, self.shards, strict=True)
-        return tuple(part[: shard.unpadded] for part, shard in shards)
+        return tuple(part[: shard.share.unpadded[shard.side]] for part, shard in shards)

@@ -67,6 +67,7 @@ class Values(NamedTuple):
     below: PerAnchor
     above: PerAnchor
     slots: int
+    flag: Tensor | None = None  # (1,) bool, see Config.RUNS_IF
 
 
 class Block(NamedTuple):
@@ -114,6 +115,7 @@ class Config(NamedTuple):
     WIDTH: int  # number of terms, K: 1 or 2
     BASE_2: bool  # the term is an exponential of base 2, as scale and shift are in units of log 2
     SHIFT_FIRST: bool  # z = scale (S + shift), which is exact for a large scale
+    RUNS_IF: bool | None = None  # the flag with which programs do anything; None: they always do
     MAXIMUM: bool = False  # the largest z is taken in place of a sum
     TIMES_SCALE: bool = True  # whether the gradient of scores contains the scale
     GRAD_SCALE: bool = False  # whether the scale gets a gradient, summed by anchor
@@ -214,6 +216,12 @@ def _pids(block, C: tl.constexpr):
     within = pid % (GROUP_M * grid_n)
     height = tl.minimum(grid_m - group * GROUP_M, GROUP_M)
     return group * GROUP_M + within % height, within // height
+
+
+@triton.jit
+def _is_needless(values, C: tl.constexpr):
+    """Return whether nobody reads what a program would compute."""
+    return False if C.RUNS_IF is None else tl.load(values.flag) != C.RUNS_IF
 
 
 @triton.jit
@@ -386,6 +394,8 @@ def sums_kernel(
 
     The reference is :func:`itrloss.engine.tiled.sums`.
     """
+    if _is_needless(values, C):
+        return
     block = Block(row, col, size_m, size_n, first_col)
     rows, first, parts = _tile(inputs, products, block, C)
     PARTS: tl.constexpr = C.PARTS
@@ -497,6 +507,8 @@ def gradient_kernel(
     one evaluation serves both sides, and the gradients of scale and shift are summed by row alone.
     The reference is :func:`itrloss.engine.tiled.gradients`.
     """
+    if _is_needless(values, C):
+        return
     block = Block(row, col, size_m, size_n, first_col)
     rows, first, parts = _tile(inputs, products, block, C)
     PARTS: tl.constexpr = C.PARTS

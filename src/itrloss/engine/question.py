@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeGuard
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,6 +17,20 @@ from .vectors import host_may_read
 LARGE_SCALE = 60.0  # float32 has exponents up to it to 4e-6
 
 Value = float | Tensor  # one number for all anchors, or a tensor (1,) or (A,)
+
+
+class Attempt(NamedTuple):
+    """Sums that were found before, with a shift that is only usually right."""
+
+    shift: Tensor  # (1,) or (A,)
+    sums: Tensor  # (A,)
+
+
+class Condition(NamedTuple):
+    """The value of a flag with which an answer is read, as the device alone knows."""
+
+    flag: Tensor  # () bool
+    value: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +53,8 @@ class Question:
     above: Value | None = None
     params: tuple[Tensor, ...] = ()  # of the term, (1,) or (A,)
     teaches: bool = False  # the tile's other scores are the first parameter of the term
+    attempt: Attempt | None = None  # its sums are the answer if all its shifts are this question's
+    condition: Condition | None = None  # an engine that takes note of it may answer anything else
 
     @property
     def values(self) -> tuple[Value | None, ...]:
@@ -61,6 +77,20 @@ class Question:
     def limited(self) -> bool:
         """Whether scores decide which candidates count."""
         return self.below is not None or self.above is not None
+
+    def alternatives(self) -> list[Question]:
+        """Return the question, or after an attempt two: as attempted, and with its own shift.
+
+        Their conditions say which of the two counts.
+        """
+        if self.attempt is None:
+            return [self]
+        assert isinstance(self.shift, Tensor)
+        failed = torch.ne(self.shift, self.attempt.shift).any()
+        as_attempted = replace(
+            self, shift=self.attempt.shift, attempt=None, condition=Condition(failed, False)
+        )
+        return [as_attempted, replace(self, attempt=None, condition=Condition(failed, True))]
 
     @property
     def is_shared(self) -> bool:

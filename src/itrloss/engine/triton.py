@@ -8,23 +8,20 @@ gradients. Nothing synchronises with the device.
 
 from __future__ import annotations
 
+import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from . import kernels, terms, tiled
+from . import kernels
 from .inputs import Inputs, Places, Side
 from .pair_scores import ListedPairs
-from .pairs import IGNORE_ID, Pairs
 from .question import LARGE_SCALE, Question, Value, has_each
 from .tiled import Gradients, Needs
-from .vectors import inverse_norms
 
 
 class TileConfig(NamedTuple):
@@ -79,8 +76,11 @@ MAXIMUM = Reduction(torch.amax, torch.maximum, -math.inf)
 
 def sums(question: Question, inputs: Inputs) -> Tensor:
     """Return the sums of a question: (A,) of one term, (K, A) of several."""
-    run = Pass(question, inputs, kernels.FORMS[question.terms])
-    found = reduced(run, SUM)
+    *_, own = question.alternatives()
+    found = reduced(Pass(own, inputs, kernels.FORMS[question.terms]), SUM)
+    if question.attempt is not None:
+        assert own.condition is not None
+        found = torch.where(own.condition.flag, found, question.attempt.sums)
     return found[0] if len(question.terms) == 1 else found
 
 
@@ -95,7 +95,7 @@ def reduced(run: Pass, reduction: Reduction) -> Tensor:
     total = AnchorTotals(run, config.WIDTH, run.question.sides, reduction)
     with torch.cuda.device_of(run.inputs.like):
         for places in run.blocks():
-            run.launch(kernels.sums_kernel, config, places, total)
+            run.launch(kernels.sums_kernel, config, places, run.products(places), total)
     return total.values
 
 
@@ -110,8 +110,11 @@ def gradients(
     listed: ListedPairs | None,
 ) -> Gradients:
     """Return the gradients of a question's inputs and values, from the gradient of its sums."""
-    run = Pass(question, inputs, kernels.FORMS[question.terms])
+    first, *others = question.alternatives()
+    run = Pass(first, inputs, kernels.FORMS[question.terms])
     kernel = GradientKernel(run, grad, needs)
+    for other in others:
+        kernel.fallback = GradientKernel(run.asking(other), grad, needs)
     scores = None
     of_vectors: dict[int, Tensor] = {}
     with torch.cuda.device_of(inputs.like):
@@ -136,6 +139,8 @@ class GradientKernel:
 
     def __init__(self, run: Pass, grad: Tensor, needs: Needs, with_total: bool = False):
         self.run = run
+        #: Writes in place of this one where the question's condition is not met.
+        self.fallback: GradientKernel | None = None
         self.grad = per_anchor(grad.view(run.config.WIDTH, -1), run.device)
         #: The one scale of all scores, by which vectors' gradients are multiplied at the end.
         self.factor: Tensor | None = None
@@ -160,7 +165,15 @@ class GradientKernel:
 
     def write(self, places: Places, panel: kernels.Panel) -> None:
         """Write the gradient of a block's inner products to a panel, if there is one."""
-        self.run.launch(kernels.gradient_kernel, self.config, places, self.total, self.grad, panel)
+        products = self.run.products(places)
+        self._launch(places, products, panel)
+        if self.fallback is not None:
+            self.fallback._launch(places, products, panel)
+
+    def _launch(self, places: Places, products: kernels.Panel, panel: kernels.Panel) -> None:
+        self.run.launch(
+            kernels.gradient_kernel, self.config, places, products, self.total, self.grad, panel
+        )
 
     def of_scale(self) -> Tensor:
         """Return the gradient of the scale.
@@ -169,11 +182,15 @@ class GradientKernel:
         ``P_ij scale``, and ``sum_ij P_ij S_ij = sum_i <x_i, total_i>``. A sum by anchor in
         `gradient_kernel` takes 176 registers in place of 128 (``python tests/gpu_compiler.py 90``).
         """
-        scale = self.run.question.scale
-        if self.by_factor is None:
-            assert self.total is not None
-            return of_value(scale, self.total.values[-1:])
-        return of_value(scale, self.by_factor)
+        question = self.run.question
+        if self.by_factor is not None:
+            return of_value(question.scale, self.by_factor)
+        assert self.total is not None
+        found = of_value(question.scale, self.total.values[-1:])
+        if self.fallback is None:
+            return found
+        assert question.condition is not None
+        return torch.where(question.condition.flag, self.fallback.of_scale(), found)
 
     def of_shift(self) -> Tensor:
         """Return the gradient of the shift."""
@@ -464,7 +481,7 @@ class Pass:
         self.shape = question.pairs.shape
         self.device = inputs.like.device
         self.matrix = None if inputs.scores is None else inputs.scores.contiguous()
-        self.fused = self.matrix is None and fused(inputs)
+        self.fused = self.matrix is None and fused(inputs.rows.like, inputs.cols.like)
         self.tile = tile_config(self.shape, self.fused)
         #: The numbers of row 0 and of column 0 among the anchors.
         self.first_anchor = (0, self.shape[0] if 0 in question.sides else 0)
@@ -482,10 +499,19 @@ class Pass:
         self.kernel_inputs = self._kernel_inputs()
         self.kernel_values = self._kernel_values()
 
+    def asking(self, question: Question) -> Pass:
+        """Return a pass for another question over the same pairs."""
+        twin = copy.copy(self)
+        twin.question = question
+        twin.config = twin._config()
+        twin.kernel_values = twin._kernel_values()
+        return twin
+
     def _config(self) -> kernels.Config:
         """Return the compile-time constants of the launches."""
         question = self.question
         scale = question.scale
+        condition = question.condition
         return kernels.Config(
             BLOCK_M=self.tile.block_m,
             BLOCK_N=self.tile.block_n,
@@ -500,6 +526,7 @@ class Pass:
             BASE_2=self.form is kernels.exponential,
             # a S - a b would cancel digits for a large a.
             SHIFT_FIRST=isinstance(scale, float) and abs(scale) > LARGE_SCALE,
+            RUNS_IF=None if condition is None else condition.value,
         )
 
     def _kernel_inputs(self) -> kernels.Inputs:
@@ -518,6 +545,7 @@ class Pass:
     def _kernel_values(self) -> kernels.Values:
         """Return the scale, the shift and the limits."""
         question = self.question
+        condition = question.condition
         shift = question.shift
         if self.config.SHIFT_FIRST and shift is not None:
             shift = shift / question.scale
@@ -527,6 +555,7 @@ class Pass:
             per_anchor(question.below, self.device),
             per_anchor(question.above, self.device),
             question.slots,
+            None if condition is None else condition.flag,
         )
 
     def blocks(self) -> Iterator[Places]:
@@ -574,6 +603,7 @@ class Pass:
         kernel: triton.JITFunction,
         config: kernels.Config,
         places: Places,
+        products: kernels.Panel,  # of the block
         total: AnchorTotals | None,  # to which the partial results of the kernel are added
         *more: object,  # further arguments of the kernel
     ) -> None:
@@ -583,7 +613,7 @@ class Pass:
         partials = {} if total is None else total.partials(places)
         kernel[(grid_m * grid_n,)](
             self.kernel_inputs,
-            self.products(places),
+            products,
             *kernels.Block(rows.start, cols.start, *sizes(places), self.first_anchor[1]),
             self.kernel_values,
             partials.get(0),
@@ -648,9 +678,8 @@ def tile_config(shape: tuple[int, int], multiplies: bool) -> TileConfig:
     return PRODUCT_TILES[0] if has_many else PRODUCT_TILES[-1]
 
 
-def fused(inputs: Inputs) -> bool:
-    """Return whether kernels multiply the embeddings themselves."""
-    rows, cols = inputs.rows.like, inputs.cols.like
+def fused(rows: Tensor, cols: Tensor) -> bool:
+    """Return whether kernels multiply embeddings like these themselves."""
     return rows.dtype == cols.dtype != torch.float32
 
 
@@ -773,83 +802,3 @@ def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
             total.add_(torch.mm(a, b, out_dtype=torch.float32))
     finally:
         flags.allow_fp16_accumulation = before
-
-
-# ------------------------------------------------------------------------------------ does it work?
-
-_results: dict[tuple[torch.device, torch.dtype], bool] = {}
-
-
-@torch.compiler.assume_constant_result
-def works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this engine agrees with the tiled one on an example, tried once.
-
-    If not, a warning says why. While a CUDA graph is captured nothing is tried: untested means
-    False, with a warning.
-    """
-    if (device, dtype) in _results:
-        return _results[device, dtype]
-    error = "is not tried while a CUDA graph is captured"
-    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        # A thread has no modes, hooks and tracers of the caller.
-        with ThreadPoolExecutor(1) as executor:
-            error = executor.submit(_error, device, dtype).result()
-        if "OutOfMemoryError" not in error:  # there may be enough memory the next time
-            _results[device, dtype] = not error
-    if error:
-        fallback = f"engine='auto' does without it for {dtype} on {device}"
-        warnings.warn(f"itrloss: the Triton engine {error}; {fallback}", stacklevel=3)
-    return not error
-
-
-def _error(
-    device: torch.device, dtype: torch.dtype, n: int = 2048, m: int = 2816, d: int = 80
-) -> str:
-    """Return what is wrong, or "".
-
-    The example has as many large tiles as the largest GPUs have multiprocessors.
-    """
-    if 0 < compute_capability(device) < 8:
-        return "needs a GPU of compute capability 8.0"
-    question, inputs, grad = example(device, dtype, n, m, d)
-    needs = Needs(True, True, False, False, scale=True)
-    try:
-        ours = [sums(question, inputs), *gradients(question, inputs, grad, needs, None)]
-        total = tiled.sums(question, inputs, None)
-        theirs = [total, *tiled.gradients(question, inputs, None, grad, needs)]
-    except Exception as error:  # from the compiler, the driver, or an operation that the GPU lacks
-        return f"fails: {type(error).__name__}: {error}"
-    for found, wanted in zip(ours, theirs, strict=True):
-        if isinstance(found, Tensor) and isinstance(wanted, Tensor) and not agree(found, wanted):
-            return "finds something else than the tiled one"
-    return ""
-
-
-def agree(found: Tensor, wanted: Tensor) -> bool:
-    """Return whether results agree; half precision rounds by less than a percent."""
-    wanted = wanted.float()
-    return bool((found.float() - wanted).norm() <= 0.02 * wanted.norm())
-
-
-def example(
-    device: torch.device, dtype: torch.dtype, n: int, m: int, d: int
-) -> tuple[Question, Inputs, Tensor]:
-    """Return a question, its inputs, and a gradient of its sums."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n + m, d, dtype=torch.float64, device="cpu", generator=generator)
-    rows, cols = x.to(device, dtype).split((n, m))
-    inputs = Inputs(
-        Side(rows, inverse_norms(rows), None, None),
-        Side(cols, inverse_norms(cols), None, None),
-        None,
-    )
-    row_ids, col_ids = (torch.arange(n + m, device=device) % 97).split((n, m))
-    row_ids[0] = IGNORE_ID
-    question = Question(
-        Pairs((n, m), (row_ids, col_ids), device),
-        (0, 1),
-        (terms.exponential,),
-        scale=torch.full((1,), 20.0, device=device),
-        shift=torch.full((1,), -5.0, device=device),
-    )
-    return question, inputs, torch.linspace(1e-5, 3e-5, n + m, device=device)

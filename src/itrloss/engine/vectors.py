@@ -214,6 +214,13 @@ class Embeddings:
         with torch.no_grad():
             return inverse_norms(self.x)
 
+    def largest_norm(self) -> Tensor:
+        """Return the length (1,) of the longest vector, without a gradient; 1 of unit vectors."""
+        if self.normalize:
+            return torch.ones(1, dtype=self.dtype, device=self.x.device)
+        norms = torch.linalg.vector_norm(self.x.detach(), dim=1, dtype=self.dtype)
+        return norms.amax(0, keepdim=True)
+
     def gradient_target(self) -> Tensor:
         """Return what gets the gradient of sums: the vectors, or their stand-in in float32."""
         if self.x.dtype == self.dtype or not self.x.requires_grad:

@@ -4,25 +4,25 @@ embeddings.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 
 import torch
+from torch import Tensor
 
 from .registry import check
-from .subject import Batch, Result, Subject, same
+from .subject import Batch, Result, Subject
 
 # With float32 scores losses of this library are at 0.12 to 0.38, with scores that are rounded to
 # bfloat16 at 0.43 up.
 _HALF = 0.4
 
 
-def _distances(a: Result, b: Result) -> list[float]:
+def _distances(a: Result, b: Result) -> Tensor:
     """Return relative distances: of the values, and of the gradients in the Frobenius norm."""
     value = (a.value.double() - b.value.double()).abs() / b.value.double().abs().clamp_min(1e-3)
     first, second = (torch.cat([x.double().flatten() for x in r.embeddings]) for r in (a, b))
     size = second.norm().clamp_min(torch.finfo(torch.float64).tiny)
-    return [float(value), float((first - second).norm() / size)]
+    return torch.stack([value, (first - second).norm() / size])
 
 
 def _rounding(subject: Subject, dtype: torch.dtype, times: float, autocast: bool = False) -> None:
@@ -38,14 +38,14 @@ def _rounding(subject: Subject, dtype: torch.dtype, times: float, autocast: bool
         plain.append(_distances(exact, subject.result(batch)))
         if autocast:
             rounded = rounded.to(torch.float32)
-        with torch.autocast("cpu", dtype) if autocast else contextlib.nullcontext():
+        with torch.autocast("cpu", dtype, enabled=autocast):
             got = subject.result(rounded)
         for x, like in zip(got.embeddings, rounded.embeddings, strict=True):
             assert x.dtype == like.dtype, f"expected gradients of {like.dtype}, got {x.dtype}"
         errors.append(_distances(got, exact))
-    largest = torch.tensor(errors, dtype=torch.float64).amax(0).tolist()
-    allowed = torch.tensor(plain, dtype=torch.float64).amax(0) + torch.finfo(dtype).eps
-    for name, error, rounding in zip(("value", "gradient"), largest, allowed.tolist(), strict=True):
+    largest = torch.stack(errors).amax(0)
+    allowed = torch.stack(plain).amax(0) + torch.finfo(dtype).eps
+    for name, error, rounding in zip(("value", "gradient"), largest, allowed, strict=True):
         message = f"relative error of the {name} {error:.2g}, of plain rounding {rounding:.2g}"
         assert error <= times * rounding, message
 
@@ -115,11 +115,9 @@ def zero_vectors_in_half_precision(subject: Subject) -> None:
 
 def _of_length(subject: Subject, length: float) -> None:
     """Raise an AssertionError unless embeddings of a length have the same loss in float32."""
-    what = f"embeddings of length {length:g}"
-    batch = subject.batch().to(torch.float32)
-    got = subject.finite(what, batch.of(batch.images * length, batch.texts * length))
-    scaled = got.of(got.images * length, got.texts * length)
-    same(what, scaled, subject.result(batch), rtol=1e-3, atol=1e-5)
+    leaves = subject.batch().to(torch.float32).leaves()
+    scaled = leaves.map(lambda x: x * length)
+    subject.same_after(f"embeddings of length {length:g}", leaves, scaled, rtol=1e-3, atol=1e-5)
 
 
 @check("normalizes")
@@ -170,7 +168,7 @@ def low_temperature(subject: Subject) -> None:
     """
     pairs = subject.batch(one=True).to(torch.float32)
     try:
-        loss = subject.fresh(None, temperature=0.004)
+        loss = subject.fresh(torch.float32, temperature=0.004)
         subject.value(pairs, copy.deepcopy(loss))
     except (AttributeError, ValueError):
         return  # refused when it is set or used, or a property that follows a parameter

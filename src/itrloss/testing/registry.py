@@ -20,7 +20,7 @@ class Check(NamedTuple):
     @property
     def about(self) -> str:
         """What a loss has to do, and why."""
-        return inspect.cleandoc(self.function.__doc__ or "")
+        return inspect.getdoc(self.function) or ""
 
 
 CHECKS: dict[str, Check] = {}
@@ -28,7 +28,7 @@ CHECKS: dict[str, Check] = {}
 
 def check(*needs: str) -> Callable[[CheckFunction], CheckFunction]:
     """Return a decorator that registers a check under its function's name; ``needs``: see
-    :meth:`Subject.lacks`.
+    :meth:`Subject.require`.
     """
 
     def register(function: CheckFunction) -> CheckFunction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 import warnings
 from collections import Counter
@@ -64,13 +65,13 @@ class ConformanceError(AssertionError):
         super().__init__("\n".join([report.summary, *failed]))
 
 
+@dataclass(frozen=True)
 class LossCheck:
     """One check, bound to a loss: call it. ``str`` gives the check's name."""
 
-    def __init__(self, name: str, subject: Subject, expected: str | None = None):
-        self.name = name
-        self.subject = subject
-        self.expected = expected
+    name: str
+    subject: Subject
+    expected: str | None  # why it should fail
 
     def __str__(self) -> str:
         return self.name
@@ -101,11 +102,9 @@ class LossCheck:
 
     def _tried(self, check: Check) -> tuple[Status, str]:
         """Return the outcome as such, whatever is expected, and its reason."""
-        for need in check.needs:
-            missing = self.subject.lacks(need)
-            if missing:
-                return "skipped", missing
         try:
+            for need in check.needs:
+                self.subject.require(need)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of losses about odd batches
                 check.function(self.subject)
@@ -120,10 +119,7 @@ class LossCheck:
 
 def _brief(message: str) -> str:
     """Return a message in one line of at most 200 characters."""
-    text = " ".join(message.split())
-    if len(text) > 200:
-        text = text[:199] + "…"
-    return text
+    return textwrap.shorten(message, 200, placeholder=" …")
 
 
 def loss_checks(
@@ -186,9 +182,7 @@ def check_loss(loss: Callable[..., Any], **options: Any) -> Report:
         ValueError: for a name that no check has.
     """
     checks = loss_checks(loss, **options)
-    name = type(loss).__name__
-    if not hasattr(type(loss), "forward"):
-        name = getattr(loss, "__name__", name)  # of a function
+    name = getattr(loss, "__name__", type(loss).__name__)  # modules have none of their own
     report = Report(name, tuple(check.run() for check in checks))
     if report.names("failed"):
         raise ConformanceError(report)

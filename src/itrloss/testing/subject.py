@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import SkipTest
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +40,17 @@ class Batch(NamedTuple):
         """Return the batch with other embeddings, and the same ids."""
         return self._replace(images=images, texts=texts)
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the batch with a function of its images and of its texts, and the same ids."""
+        return self.of(function(self.images), function(self.texts))
+
     def to(self, dtype: torch.dtype) -> Batch:
         """Return the batch with embeddings of another dtype."""
-        return self.of(self.images.to(dtype), self.texts.to(dtype))
+        return self.map(lambda x: x.to(dtype))
 
     def leaves(self) -> Batch:
         """Return the batch with copies of the embeddings that require gradients."""
-        images, texts = (x.detach().clone().requires_grad_() for x in self.embeddings)
-        return self.of(images, texts)
+        return self.map(lambda x: x.detach().clone().requires_grad_())
 
     def take(self, rows: Tensor | slice, cols: Tensor | slice) -> Batch:
         """Return the batch of these images and texts."""
@@ -80,10 +84,6 @@ class Result(NamedTuple):
         """All gradients."""
         return [self.images, self.texts, *self.parameters]
 
-    def of(self, images: Tensor, texts: Tensor) -> Result:
-        """Return the result with other gradients of images and texts."""
-        return self._replace(images=images, texts=texts)
-
 
 def total(value: Any) -> Tensor:
     """Return the 0-dim sum of all floating-point tensors in what a loss returned."""
@@ -104,8 +104,8 @@ class Subject:
     normalizes: bool = True
     processes: int = 1
 
-    def lacks(self, feature: str) -> str:
-        """Return why a check that needs a feature does not apply, or an empty text."""
+    def require(self, feature: str) -> None:
+        """Raise a SkipTest that says why, if a check that needs a feature does not apply."""
         both_calls = self.ids and self.call is None
         lengths = "it depends on the embeddings' lengths (normalizes=False)"
         known = {
@@ -122,12 +122,13 @@ class Subject:
         else:
             holds = hasattr(self.loss, feature)
             reason = f"it has no attribute {feature!r}"
-        return "" if holds else reason
+        if not holds:
+            raise SkipTest(reason)
 
-    def fresh(self, dtype: torch.dtype | None = torch.float64, **options: Any) -> Any:
-        """Return a copy of the loss, its parameters of a dtype unless None, with attributes set."""
+    def fresh(self, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+        """Return a copy of the loss, with parameters of a dtype, and with attributes set."""
         loss = copy.deepcopy(self.loss)
-        if dtype is not None and isinstance(loss, nn.Module):
+        if isinstance(loss, nn.Module):
             loss = loss.to(dtype)
         for name, option in options.items():
             setattr(loss, name, option)
@@ -178,13 +179,11 @@ class Subject:
         return self.batch(n, one=True).of(units, units.clone())
 
     def _fresh_for(self, batch: Batch) -> Any:
-        """Return a copy of the loss, of float64 for a float64 batch."""
-        return self.fresh(torch.float64 if batch.images.dtype == torch.float64 else None)
+        """Return a copy of the loss, of float64 for a float64 batch, else of float32."""
+        return self.fresh(torch.promote_types(batch.images.dtype, torch.float32))
 
     def output(self, batch: Batch, loss: Any = None) -> Any:
-        """Return what a loss returns for a batch; by default, a fresh copy, of float64 for a
-        float64 batch.
-        """
+        """Return what a loss returns for a batch; by default, a fresh copy."""
         if loss is None:
             loss = self._fresh_for(batch)
         inputs = batch.embeddings
@@ -198,13 +197,22 @@ class Subject:
         """Return the 0-dim value, see :meth:`output`."""
         return total(self.output(batch, loss))
 
-    def result(self, batch: Batch, loss: Any = None, weight: float = 1.0) -> Result:
-        """Return the value and the gradients of ``weight`` times the value."""
+    def result(self, batch: Batch, loss: Any = None) -> Result:
+        """Return the value and its gradients; by default, of a fresh copy of the loss."""
         if loss is None:
             loss = self._fresh_for(batch)
         leaves = batch.leaves()
-        value = self.value(leaves, loss)
-        return result_of(value, leaves, loss, weight)
+        return result_of(self.value(leaves, loss), leaves, loss)
+
+    def same_after(
+        self, what: str, leaves: Batch, changed: Batch, rtol: float = 1e-7, atol: float = 1e-9
+    ) -> None:
+        """Raise an AssertionError unless a batch that was made of another one's leaves has the same
+        value, and the same gradients with respect to these leaves.
+        """
+        loss = self._fresh_for(leaves)
+        got = result_of(self.value(changed, loss), leaves, loss)
+        same(what, got, self.result(leaves), rtol, atol)
 
     def finite(self, what: str, batch: Batch, loss: Any = None) -> Result:
         """Return the result; raise an AssertionError unless value and gradients are finite."""
@@ -245,13 +253,11 @@ def trained(loss: Any) -> list[Tensor]:
     return [p for p in loss.parameters() if p.requires_grad]
 
 
-def result_of(
-    value: Tensor, leaves: Batch, loss: Any, weight: float = 1.0, keep: bool = False
-) -> Result:
-    """Return a value, and the gradients of ``weight`` times it; with ``keep`` its graph remains."""
+def result_of(value: Tensor, leaves: Batch, loss: Any, keep: bool = False) -> Result:
+    """Return a value and its gradients; with ``keep`` its graph remains."""
     assert value.requires_grad, "the value has no gradient"
     images, texts, *parameters = torch.autograd.grad(
-        weight * value,
+        value,
         [*leaves.embeddings, *trained(loss)],
         allow_unused=True,
         materialize_grads=True,
@@ -272,7 +278,6 @@ def same(what: str, got: Any, expected: Any, rtol: float = 1e-7, atol: float = 1
     )
 
 
-def identical(message: str, got: Any, expected: Any) -> None:
-    """Raise an AssertionError with this message unless all tensors are equal bit for bit."""
-    pairs = zip(tree_leaves(got), tree_leaves(expected), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs), message
+def identical(what: str, got: Any, expected: Any) -> None:
+    """Raise an AssertionError unless two results, or tensors, are equal bit for bit."""
+    same(what, got, expected, rtol=0, atol=0)

@@ -39,12 +39,9 @@ def order_of_pairs(subject: Subject) -> None:
     Labels by position, blocks that are merged wrongly and a tail that is dropped show up here.
     """
     for size in (11, 131):
-        batch = subject.batch(size, one=True)
+        leaves = subject.batch(size, one=True).leaves()
         order = _order(size)
-        got = subject.result(batch.take(order, order))
-        expected = subject.result(batch)
-        expected = expected.of(expected.images[order], expected.texts[order])
-        same(f"{size} pairs in another order", got, expected)
+        subject.same_after(f"{size} pairs in another order", leaves, leaves.take(order, order))
 
 
 @check("ids")
@@ -53,12 +50,8 @@ def order_of_each_side(subject: Subject) -> None:
 
     A loss that takes the first positive only, or the one at the anchor's own position, changes.
     """
-    batch = subject.batch(11, 17)
-    rows = _order(11)
-    cols = _order(17, 2)
-    expected = subject.result(batch)
-    expected = expected.of(expected.images[rows], expected.texts[cols])
-    same("in another order", subject.result(batch.take(rows, cols)), expected)
+    leaves = subject.batch(11, 17).leaves()
+    subject.same_after("in another order", leaves, leaves.take(_order(11), _order(17, 2)))
 
 
 @check()
@@ -68,10 +61,8 @@ def swapped_sides(subject: Subject) -> None:
     In retrieval both directions count. Losses of one direction fail, as do those that mix up rows
     and columns in one.
     """
-    batch = subject.batch()
-    expected = subject.result(batch)
-    expected = expected.of(expected.texts, expected.images)
-    same("swapped", subject.result(batch.swapped()), expected)
+    leaves = subject.batch().leaves()
+    subject.same_after("swapped", leaves, leaves.swapped())
 
 
 @check("ids")
@@ -197,12 +188,9 @@ def every_row_counts(subject: Subject) -> None:
 @check()
 def rotation(subject: Subject) -> None:
     """A rotation of all embeddings changes nothing: inner products decide the loss."""
-    batch = subject.batch()
+    leaves = subject.batch().leaves()
     turn = torch.linalg.qr(normal((8, 8), torch.Generator().manual_seed(1))).Q
-    expected = subject.result(batch)
-    expected = expected.of(expected.images @ turn, expected.texts @ turn)
-    got = subject.result(batch.of(batch.images @ turn, batch.texts @ turn))
-    same("rotated", got, expected)
+    subject.same_after("rotated", leaves, leaves.map(lambda x: x @ turn))
 
 
 @check("normalizes")
@@ -210,14 +198,12 @@ def scaled_embeddings(subject: Subject) -> None:
     """The length of each embedding changes nothing: the loss is one of cosines. Gradients go as 1 /
     length.
     """
-    batch = subject.batch()
-    rows, cols = (
-        torch.linspace(0.1, 9, len(x), dtype=torch.float64)[:, None] for x in batch.embeddings
-    )
-    expected = subject.result(batch)
-    expected = expected.of(expected.images / rows, expected.texts / cols)
-    got = subject.result(batch.of(batch.images * rows, batch.texts * cols))
-    same("scaled", got, expected)
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.linspace(0.1, 9, len(x), dtype=torch.float64)[:, None]
+
+    leaves = subject.batch().leaves()
+    subject.same_after("scaled", leaves, leaves.map(scaled))
 
 
 def _learnt(subject: Subject, batch: Batch) -> None:
