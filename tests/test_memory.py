@@ -758,6 +758,25 @@ def test_positives_close_to_one_cost_the_memorys_moments_no_digits():
         torch.testing.assert_close(std, found[2], rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("option", ["positive_from", "diversity_from"])
+def test_the_function_names_an_option_that_it_does_not_know(option):
+    x, ids = torch.randn(3, D), torch.arange(3)
+    sims = MemorySimilarity.of(x, x, x, x, CoupledMemory(4, D), ids, ids)
+    with pytest.raises(ValueError, match=f"{option}: expected .* or 'batch', got 'queue'"):
+        itrloss.functional.memory_diversity_contrastive_loss(sims, **{option: "queue"})
+
+
+def test_what_is_no_memory_similarity_is_refused():
+    x = torch.randn(3, D)
+    sim = itrloss.Similarity(x, x)
+    for function in (
+        itrloss.functional.memory_diversity_contrastive_loss,
+        itrloss.functional.unified_training_objective,
+    ):
+        with pytest.raises(TypeError, match="sims: expected a MemorySimilarity .* got Similarity"):
+            function(sim)
+
+
 def test_a_state_that_does_not_fit_changes_nothing():
     memory, other = filled(4, torch.float32, size=5), CoupledMemory(10, D)
     with pytest.raises(RuntimeError, match=r"images: expected shape \(10, 6\), got \(5, 6\)"):

@@ -184,13 +184,15 @@ def hubness_aware_loss(
     positives, as in the memory's terms of :class:`itrloss.UnifiedTrainingObjective`.
     """
     if positives is not None:  # DCL without diversity
-        options: dict[str, Any] = {
-            "positive": positive,
-            "reduction": reduction,
-            "positives": positives,
-        }
         return diversity_contrastive_loss(
-            sim, 1 / scale, margin, None, positive_weight=1.0, **options
+            sim,
+            1 / scale,
+            margin,
+            diversity=None,
+            positive_weight=1.0,
+            positive=positive,
+            reduction=reduction,
+            positives=positives,
         )
     anchors = _anchors(sim)
     one_of("positive", positive, *ATTRACTIONS)
