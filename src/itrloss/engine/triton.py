@@ -23,7 +23,7 @@ from . import kernels, terms, tiled
 from .inputs import Inputs, Places, Side
 from .pair_scores import ListedPairs
 from .pairs import IGNORE_ID, Pairs
-from .question import LARGE_SCALE, Question, Value, has_each
+from .question import Question, Value, has_each
 from .tiled import Gradients, Needs
 from .vectors import inverse_norms
 
@@ -514,7 +514,6 @@ class Pass:
     def _config(self) -> kernels.Config:
         """Return the compile-time constants of the launches."""
         question = self.question
-        scale = question.scale
         condition = question.condition
         return kernels.Config(
             BLOCK_M=self.tile.block_m,
@@ -528,8 +527,6 @@ class Pass:
             COLS=1 in question.sides,
             WIDTH=len(question.terms),
             BASE_2=self.form is kernels.exponential,
-            # a S - a b would cancel digits for a large a.
-            SHIFT_FIRST=isinstance(scale, float) and abs(scale) > LARGE_SCALE,
             RUNS_IF=None if condition is None else condition.value,
         )
 
@@ -550,12 +547,9 @@ class Pass:
         """Return the scale, the shift and the limits."""
         question = self.question
         condition = question.condition
-        shift = question.shift
-        if self.config.SHIFT_FIRST and shift is not None:
-            shift = shift / question.scale
         return kernels.Values(
             per_anchor(question.scale, self.device),
-            per_anchor(shift, self.device),
+            per_anchor(question.shift, self.device),
             per_anchor(question.below, self.device),
             per_anchor(question.above, self.device),
             question.slots,
