@@ -35,6 +35,8 @@ from itrloss.engine.question import Attempt, Condition, Question
 from itrloss.engine.tiled import Needs
 
 EXPONENTIAL = (terms.exponential,)
+SOFTPLUS = (terms.softplus,)
+SIGLIP = {"sides": (0,), "shared": True, "ids": False, "shape": (1024, 768)}
 CLIP = {"shared": True, "learnt": True, "attempted": True}
 # The log-sum-exps of losses, as the options of :func:`ask`.
 OF_LOSSES = [
@@ -84,7 +86,12 @@ def cases_of(gpus: Sequence[int]) -> list[tuple[int, dict]]:
     excess = (terms.excess,)
     for gpu in gpus:
         cases += [(gpu, options) for options in OF_LOSSES]
-        cases.append((gpu, {"asked": excess, "dtype": torch.float32}))
+        cases += [
+            (gpu, {"asked": excess, "dtype": torch.float32}),
+            (gpu, {"asked": SOFTPLUS, "total": True, **SIGLIP}),
+        ]
+    cases.append((gpus[0], {"asked": SOFTPLUS, "total": True, **SIGLIP, "ids": True}))
+    cases.append((gpus[0], {"asked": excess, "total": True, "shared": True}))
     cases.append((gpus[0], {"dtype": torch.float32}))
     for asked in FORMS:
         if asked != EXPONENTIAL:
@@ -116,6 +123,7 @@ def compiled(case: tuple[int, dict]) -> list[dict]:
             "WARPS": kernel.metadata.num_warps,
             "SHARED": config is not None and config.SHARED,
             "IDS": config is not None and config.IDS,
+            "RARE": config is not None and config.RUNS_IF is True,
             **resources(kernel.asm["cubin"]),
         }
         for name, kernel, config in kernels.values()
@@ -132,14 +140,16 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     over="negatives",
     limits=0,
     learnt=False,
+    total=False,
     attempted=False,
     shifted=True,
     tile=engine.PRODUCT_TILES[0],
 ) -> None:
-    """Call the engine's sums and their gradient; nothing is computed."""
+    """Call the engine's sums and their gradient, or their total; nothing is computed."""
     engine.PRODUCT_TILES = (tile,)  # the last tile is chosen on the CPU
     size, dim = shape
     numbers = torch.arange(size)
+    # Ids that differ: equal ones are known to match one to one, and are left out.
     which = (numbers // 2, numbers // 3) if ids else (None, None)
     x = torch.zeros(size, dim, dtype=dtype)
     side = Side(x, torch.ones(size, 1), None, None)
@@ -163,6 +173,9 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     trained = asked in ((terms.excess,), (terms.softplus,))
     needs = Needs(True, True, False, False, scale=learnt or asked == (terms.softplus,))
     needs = needs._replace(shift=trained, dtypes=(dtype, dtype))
+    if total:
+        engine.total(question, inputs, torch.ones(1), needs)
+        return
     grad = torch.ones(len(asked), len(sides) * size)
     engine.gradients(question, inputs, grad, needs, ListedPairs(*which, torch.ones(size)))
 

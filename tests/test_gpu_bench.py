@@ -153,6 +153,23 @@ def test_other_gradients_in_a_mode_fail_the_step(monkeypatch):
         modes.same_gradients(session("modes"), step, lambda step: step, {"loss": "infonce"})
 
 
+@pytest.mark.parametrize(("step", "fails"), [("tiles", False), ("kernels", True)])
+def test_only_tiles_of_production_have_to_fit(monkeypatch, step, fails):
+    from triton.runtime.errors import OutOfResources
+
+    from itrloss.engine import triton as engine
+
+    def large(*given):
+        raise OutOfResources(147456, 101376, "shared memory")
+
+    monkeypatch.setattr(engine, "sums", large)
+    monkeypatch.setattr(engine, "visit", large)
+    run = session(step)
+    child.run(run)
+    key = "error" if fails else "skipped"
+    assert run.failed == fails and all("shared memory" in row[key] for row in run.figures)
+
+
 # ------------------------------------------------------------------------------- what needs a GPU
 
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ import itrloss
 from itrloss import Similarity
 from itrloss.engine import terms, tiled, vectors
 from itrloss.engine.inputs import Inputs, Side
-from itrloss.engine.matrix import Matrix, choose_engine
+from itrloss.engine.matrix import Matrix
 from itrloss.engine.pairs import IGNORE_ID, Numbers, Pairs
 from itrloss.engine.question import Question
 from itrloss.engine.terms import pair_term
@@ -37,7 +39,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from itrloss.engine import kernels
+from itrloss.engine import kernels, trial
 from itrloss.engine import triton as engine
 
 # Warnings come from masked lanes, whose results are not stored.
@@ -707,6 +709,9 @@ def test_without_training_no_gradient_is_found(early, few_tiles):
         value = siglip(v, w)
     assert not early
     torch.testing.assert_close(siglip(v.detach(), w.detach()), value)
+    sim = Similarity(v, w, engine="triton")
+    with torch.no_grad():
+        torch.testing.assert_close(sigmoid_loss(sim, 10.0, -3.0), value)
     assert not early
     scale = torch.tensor(10.0, requires_grad=True, device=DEVICE)
     siglip(v.detach(), w.detach(), scale).backward()
@@ -714,6 +719,16 @@ def test_without_training_no_gradient_is_found(early, few_tiles):
     given = Similarity.from_scores(trained(d=12)[0], engine="triton")
     sigmoid_loss(given, 10.0, -3.0).backward()  # its gradient is a matrix
     assert not early
+
+
+@pytest.mark.parametrize("name", [name for name in TOTALS if name not in EARLY])
+def test_other_totals_have_their_gradient_later(name, early, few_tiles):
+    v, w = embeddings(5, 5)
+    wanted = evaluate_total(TOTALS[name], v, w, (None, None), "reference")
+    found = of_triton(TOTALS[name], v, w, (None, None), torch.float32)
+    assert not early
+    for got, exact in zip(found, [wanted[0][0][0], *wanted[1]], strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -1154,56 +1169,150 @@ def test_memory_of_a_total(dtype, as_on_a_gpu, monkeypatch):
 
 # -------------------------------------------------------------------------------- checks before use
 
+# The form of InfoNCE with ids, of which the others differ in a few places.
+ASKED_FORM = trial.Form(
+    device=DEVICE,
+    dtypes=(torch.bfloat16, torch.bfloat16),
+    dim=24,
+    normalized=(True, True),
+    large=False,
+    sides=(0, 1),
+    terms=(terms.exponential,),
+    over="negatives",
+    ids=True,
+    scale="number",
+    shift="number",
+    below="none",
+    above="none",
+    slots=1,
+    attempt="none",
+    listed="listed",
+    gradients=trial.Trained(rows=torch.float32, cols=torch.bfloat16),
+    weights="none",
+)
+FLOATS = {"dtypes": (torch.float32, torch.float32)}
+LEARNT = trial.Trained(torch.float32, None, scale=True)
+FORMS = {
+    "bfloat16": {},
+    "float16": {"dtypes": (torch.float16, torch.float16)},
+    "float32": FLOATS,
+    "no ids": {"ids": False, "listed": "diagonal"},
+    "a memory": {"normalized": (True, False), "sides": (0,), "listed": "none"},
+    "learnt": {"scale": "one", "shift": "each", "gradients": LEARNT},
+    "attempted": {"scale": "one", "shift": "each", "attempt": "one", "gradients": LEARNT},
+    "maximum after an attempt": {"terms": (), "gradients": trial.Trained(), "attempt": "one"},
+    "limits": {"below": "number", "above": "each", "scale": "each"},
+    "given": {
+        **FLOATS,
+        "dim": 0,
+        "normalized": (False, False),
+        "gradients": trial.Trained(scores=True),
+    },
+    "no gradient": {"gradients": trial.Trained()},
+    "maximum": {"terms": (), "gradients": trial.Trained()},
+    "softplus": {"terms": (terms.softplus,), "shift": "one", "scale": "one", "gradients": LEARNT},
+    "excess": {"terms": (terms.excess,), "slots": 2, "shift": "each", "sides": (1,)},
+    "moments": {"terms": (terms.identity, terms.square), "over": "all"},
+    "a total": {"terms": (terms.softplus,), "shift": "one", "scale": "one", "weights": "one"},
+    "a weighted total": {"terms": (terms.excess,), "weights": "each", "listed": "none"},
+}
+WEIGHTS = {"none": None, "one": torch.ones(1), "each": torch.ones(2)}
+
 
 @pytest.fixture
-def example(monkeypatch):
-    """Small example that was not tried yet."""
-    error = engine._error
-    monkeypatch.setattr(engine, "_results", {})
-    monkeypatch.setattr(engine, "_error", lambda device, dtype: error(device, dtype, 20, 40, 24))
+def examples(monkeypatch, few_tiles):
+    """Small examples that were not tried yet."""
+    monkeypatch.setattr(trial, "_results", {})
+    monkeypatch.setattr(trial, "LARGE_EXAMPLE", (40, 56))
+    monkeypatch.setattr(trial, "SMALL_EXAMPLE", (20, 40))
 
 
 def refused(*args, **kwargs):
     raise RuntimeError("no C compiler")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-def test_that_it_works_is_found_out_on_an_example(dtype, example, recwarn):
-    assert engine.works(DEVICE, dtype) and not [
-        w for w in recwarn if "Triton engine" in str(w.message)
+def about_triton(warned):
+    return [w for w in warned if "Triton engine" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_very_form_is_tried(name, examples, recwarn, monkeypatch):
+    """What the engine is asked for in the trial is of the form, and the answers agree."""
+    wanted = ASKED_FORM._replace(**FORMS[name])
+    pairs = {"none": None, "diagonal": (None, None), "listed": (torch.zeros(1),) * 2}
+    about = wanted.gradients, pairs[wanted.listed], WEIGHTS[wanted.weights]
+    seen = set()
+
+    def noted(answer, question, inputs, *rest):
+        if answer is highest:
+            form = trial.form_of_maximum(question, inputs)
+            seen.add(form._replace(gradients=wanted.gradients, listed=wanted.listed))
+        else:
+            seen.add(trial.form_of(question, inputs, *about))
+        return answer(question, inputs, *rest)
+
+    highest = engine.highest
+    for answer in (engine.sums, highest, engine.total, engine.gradients):
+        monkeypatch.setattr(engine, answer.__name__, functools.partial(noted, answer))
+    assert trial.works(wanted)
+    assert not about_triton(recwarn)
+    assert seen == {wanted}
+    assert list(trial._results) == [wanted]  # and nothing else is tried
+
+
+def test_each_form_is_tried_once(examples, monkeypatch):
+    tried = []
+    monkeypatch.setattr(trial, "error_of", lambda form: tried.append(form) or "")
+    v, w = embeddings(20, 20, dtype=torch.bfloat16)
+    scale = torch.tensor([5.0], requires_grad=True)
+    asked = [
+        lambda sim: sim.sum(terms.excess),
+        lambda sim: sim.sum(terms.excess, scale=3.0),
+        lambda sim: sim.sum(terms.excess, scale=scale),
+        lambda sim: sim.sum(terms.square),
+        lambda sim: sim.both.sum(terms.square),
+        lambda sim: sim.sum(terms.square, below=0.5),
     ]
-    assert list(engine._results) == [(DEVICE, dtype)]  # and no other example is tried
+    for _ in range(2):
+        for question in asked:
+            question(chosen_by_auto(v, w))
+        asked[0](chosen_by_auto(v, w, *make_ids("random", 20, 20)))
+        asked[0](chosen_by_auto(v[:, :5], w[:, :5]))
+        asked[0](chosen_by_auto(v.float(), w.float()))
+        asked[0](chosen_by_auto(v.clone().requires_grad_(), w))
+    assert len(tried) == 9  # the second question differs from the first by a number alone
+    assert len(set(tried)) == 9
 
 
-def test_the_example_is_tried_out_of_sight_of_the_caller(example, recwarn):
+def test_the_example_is_tried_out_of_sight_of_the_caller(examples, recwarn):
     modes = [torch.device("meta"), torch.inference_mode(), torch.no_grad(), FakeTensorMode()]
     modes += [torch.autocast(DEVICE.type, torch.bfloat16), saved_tensors_hooks(refused, refused)]
     for mode in modes:
-        engine._results.clear()
+        trial._results.clear()
         with mode:
-            assert engine.works(DEVICE, torch.float32)
-    assert not [w for w in recwarn if "Triton engine" in str(w.message)]
+            assert trial.works(ASKED_FORM._replace(**FLOATS))
+    assert not about_triton(recwarn)
 
 
-def test_a_full_memory_is_no_answer(example, monkeypatch):
-    def full(*args):
-        raise torch.OutOfMemoryError
+def full(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
+
+def test_a_full_memory_is_no_answer(examples, monkeypatch):
     monkeypatch.setattr(engine, "sums", full)
     with pytest.warns(UserWarning, match="OutOfMemoryError"):
-        assert not engine.works(DEVICE, torch.float32)
-    assert not engine._results
+        assert not trial.works(ASKED_FORM)
+    assert not trial._results
 
 
-def test_nothing_is_tried_while_a_graph_is_captured(example, monkeypatch):
+def test_nothing_is_tried_while_a_graph_is_captured(examples, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(engine, "_error", refused)
-    where = torch.device("cuda:0"), torch.float16
+    monkeypatch.setattr(trial, "error_of", refused)
     with pytest.warns(UserWarning, match="not tried while a CUDA graph is captured"):
-        assert not engine.works(*where)
-    engine._results[where] = True
-    assert engine.works(*where)
+        assert not trial.works(ASKED_FORM)
+    trial._results[ASKED_FORM] = True
+    assert trial.works(ASKED_FORM)
 
 
 @pytest.mark.parametrize(
@@ -1211,26 +1320,149 @@ def test_nothing_is_tried_while_a_graph_is_captured(example, monkeypatch):
     [
         ("add_product_", lambda *args: None, "finds something else than the tiled one"),
         ("contiguous_vectors", torch.zeros_like, "finds something else"),
+        ("sorted_by", lambda *args: kernels.Listed(), "finds something else"),
         ("AnchorTotals", refused, "fails: RuntimeError: no C compiler"),
     ],
 )
-def test_what_does_not_work_is_left_alone(name, broken, why, example, monkeypatch):
+def test_what_does_not_work_is_left_alone(name, broken, why, examples, monkeypatch):
     monkeypatch.setattr(engine, name, broken)
-    with pytest.warns(
-        UserWarning,
-        match=f"the Triton engine {why}.*does without it for torch.bfloat16 on {DEVICE}",
-    ):
-        assert not engine.works(DEVICE, torch.bfloat16)
-    assert not engine.works(DEVICE, torch.bfloat16)  # and it is not tried again
+    told = f"the Triton engine {why}.*does without it for sums of exponential over negatives .24 "
+    with pytest.warns(UserWarning, match=told):
+        assert not trial.works(ASKED_FORM)
+    assert not trial.works(ASKED_FORM)  # and it is not tried again
 
 
-def test_the_compiler_does_not_look_into_the_example(example):
-    for works in (True, False):
-        torch._dynamo.reset()
-        engine._results[DEVICE, torch.float32] = works
-        step = lambda x: x + 1 if engine.works(x.device, x.dtype) else x - 1  # noqa: E731
-        f = torch.compile(step, fullgraph=True, backend="eager")
-        assert f(torch.zeros((), device=DEVICE)) == (1 if works else -1)
+# -------------------------------------------------------------------------------- errors in a step
+
+
+def chosen_by_auto(v, w, *ids, **options):
+    """Return a similarity whose engine is Triton, as if ``"auto"`` had chosen it."""
+    sim = Similarity(*moved(v, w, *ids), engine="triton", **options)
+    sim._matrix.strict = False
+    return sim
+
+
+class CompilationError(Exception):
+    """As Triton's, which derives from Exception alone."""
+
+
+def fails(at):
+    """Return launches that fail from the one with the number ``at`` on."""
+    launches = []
+
+    def launch(*args, **kwargs):
+        launches.append(args)
+        if len(launches) > at:
+            raise CompilationError("out of resource: shared memory")
+
+    return launch
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3, "the projection"])  # the first launches are forward's
+@pytest.mark.parametrize("name", ["infonce", "dcl", "hal", "sigmoid", "triplet all"])
+def test_no_error_of_triton_surfaces_in_a_step_of_auto(name, at, examples, monkeypatch):
+    """Value and gradients are then the tiled engine's, whatever fails, and a warning says it."""
+    monkeypatch.setattr(trial, "error_of", lambda form: "")
+    v, w = (x.to(torch.float32) for x in embeddings(20, 20))
+    wanted, warned = step_of(name, Similarity, v, w, engine="tiled")
+    assert not warned
+    break_triton(at, monkeypatch)
+    found, warned = step_of(name, chosen_by_auto, v, w)
+    assert warned
+    for got, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got.cpu(), right, rtol=2e-5, atol=1e-6)
+
+
+def break_triton(at, monkeypatch):
+    """Let launches from a number on fail, or the kernel that projects gradients."""
+    if at == "the projection":
+        monkeypatch.setattr(engine.VectorGradient, "finish", refused)
+        return
+    launch = fails(at)
+    real = engine.Pass.launch
+
+    def sometimes(run, *args):
+        launch()
+        real(run, *args)
+
+    monkeypatch.setattr(engine.Pass, "launch", sometimes)
+
+
+def step_of(name, similarity, v, w, **options):
+    """Return a loss and its gradients, and the warnings about Triton."""
+    x, y = (z.clone().requires_grad_() for z in (v, w))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        loss = LOSSES_OF_SIMILARITIES[name](similarity(x, y, **options))
+        loss.backward()
+    return [loss.detach(), x.grad, y.grad], about_triton(warned)
+
+
+LOSSES_OF_SIMILARITIES = {
+    "infonce": itrloss.InfoNCELoss(),
+    "dcl": itrloss.DiversityContrastiveLoss(),
+    "hal": itrloss.HubnessAwareLoss(),
+    "sigmoid": itrloss.SigmoidLoss(),
+    "triplet all": itrloss.TripletLoss(mining="all"),
+}
+
+
+def test_a_form_that_failed_in_a_step_is_not_tried_again(examples, monkeypatch):
+    v, w = embeddings(20, 20, dtype=torch.float32)
+    calls = []
+    monkeypatch.setattr(trial, "error_of", lambda form: "")
+    monkeypatch.setattr(engine, "sums", lambda *args: calls.append(args) or refused())
+    with pytest.warns(UserWarning, match="fails: RuntimeError: no C compiler"):
+        wanted = chosen_by_auto(v, w).sum(terms.square)
+    again = chosen_by_auto(v, w).sum(terms.square)
+    assert len(calls) == 1
+    assert torch.equal(wanted, again)
+    torch.testing.assert_close(wanted, Similarity(v, w, engine="tiled").sum(terms.square))
+
+
+def test_maxima_fall_back_too(examples, monkeypatch):
+    v, w = embeddings(20, 20, dtype=torch.float32)
+    question = Question(Pairs((20, 20), (None, None), v.device), (0, 1), (terms.identity,))
+    monkeypatch.setattr(trial, "error_of", lambda form: "")
+    monkeypatch.setattr(engine, "highest", refused)
+    with pytest.warns(UserWarning, match="does without it for maxima over negatives"):
+        found = chosen_by_auto(v, w)._matrix.highest(question)
+    assert torch.equal(found, Similarity(v, w, engine="tiled")._matrix.highest(question))
+    with pytest.raises(RuntimeError, match=r"failed for maxima.*no C compiler"):
+        Similarity(v, w, engine="triton")._matrix.highest(question)
+
+
+def test_a_full_memory_is_the_users_to_know(examples, monkeypatch):
+    """Scripts look for a batch size that fits by this error; no other engine hides it."""
+    monkeypatch.setattr(trial, "error_of", lambda form: "")
+    monkeypatch.setattr(engine, "sums", full)
+    v, w = embeddings(20, 20, dtype=torch.float32)
+    with pytest.raises(torch.OutOfMemoryError):
+        chosen_by_auto(v, w).sum(terms.square)
+
+
+@pytest.mark.parametrize("part", ["sums", "gradients"])
+def test_an_error_of_triton_by_name_names_the_form(part, examples, monkeypatch):
+    v, w = (x.requires_grad_() for x in embeddings(20, 20, dtype=torch.float32))
+    monkeypatch.setattr(engine, part, refused)
+    monkeypatch.setattr(trial, "error_of", refused)  # nothing is tried
+    about = (
+        r"engine='triton' failed for sums of square over negatives \(6 dimensions of torch.float32 "
+        "and torch.float32, small tiles.*no C compiler; engine='tiled'"
+    )
+    with pytest.raises(RuntimeError, match=about) as raised:
+        Similarity(v, w, engine="triton").sum(terms.square).sum().backward()
+    assert "no C compiler" in str(raised.value.__cause__)
+
+
+def test_the_compiler_does_not_look_into_the_example(examples, monkeypatch):
+    """A similarity may be made outside of compiled code that asks it."""
+    monkeypatch.setattr(trial, "error_of", refused)
+    v, w = embeddings(20, 20, dtype=torch.float32)
+    sim = chosen_by_auto(v, w)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda: sim.sum(terms.square), backend="eager")
+    torch.testing.assert_close(compiled(), Similarity(v, w, engine="tiled").sum(terms.square))
 
 
 def test_what_triton_cannot_do_is_refused(monkeypatch):
@@ -1243,21 +1475,6 @@ def test_what_triton_cannot_do_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install triton"):
         Similarity(v.float(), w.float(), engine="triton")
-
-
-def test_auto_takes_triton_on_cuda_where_it_works(monkeypatch):
-    class OnCuda:
-        device, dtype = torch.device("cuda:1"), torch.bfloat16
-
-    asked = []
-    for works in (True, False):
-        monkeypatch.setattr(
-            engine,
-            "works",
-            lambda device, dtype, works=works: asked.append((device, dtype)) or works,
-        )
-        assert choose_engine("auto", 2**24, 2**28, OnCuda()) == ("triton" if works else "tiled")
-    assert asked == [(OnCuda.device, OnCuda.dtype)] * 2
 
 
 # -------------------------------------------------------------------------------------- compilation
@@ -1274,11 +1491,18 @@ def test_kernels_compile_for_gpus(tmp_path):
     for kernel in found:
         assert kernel["REG"] and kernel["STACK"] <= 640 and not kernel["LOCAL"], kernel
         assert kernel["DYNAMIC"] <= 97 * 2**10, kernel
-        # Two terms, and gradients by a learnt scale, hold more, and may take all registers.
-        alone = "_kernel exponential {" in kernel["name"]
-        limited = alone and "learnt" not in kernel["name"]
-        if kernel["GPU"] == 90 and limited:
+        # Two terms, and gradients by each anchor's learnt scale, hold more, and may take all
+        # registers. What is only launched to return at once may spill.
+        of_one = "learnt" not in kernel["name"] or kernel["SHARED"]
+        alone = "_kernel exponential {" in kernel["name"] and not kernel["RARE"]
+        limited = alone and of_one
+        siglip = "_kernel softplus {" in kernel["name"] and "'total': True" in kernel["name"]
+        if kernel["GPU"] == 90 and (limited or siglip):
             assert kernel["STACK"] <= 64 and (kernel["REG"] <= 128 or kernel["WARPS"] == 4), kernel
+        lean = alone and kernel["SHARED"] and not kernel["IDS"] and kernel["WARPS"] == 8
+        if kernel["GPU"] <= 90 and lean and "'limits': 2" not in kernel["name"]:
+            most = {"sums_kernel": 1400, "gradient_kernel": 1250}
+            assert kernel["AFTER"] <= most[kernel["name"].split()[0]], kernel
 
 
 def compiled(folder):

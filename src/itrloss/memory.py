@@ -238,6 +238,8 @@ class MemorySimilarity(NamedTuple):
         else:
             sides = several_processes(batch, image_keys, text_keys, budget)
         keys = Anchors([sides.images_with_keys], [sides.texts_with_keys])
+        for anchors in (sides.images_with_keys, sides.texts_with_keys):
+            anchors.matrix.strict = engine == "triton"
         queues = memory_sides(sides, memory, engine, budget)
         return cls(batch, keys, Anchors(*[[queue] for queue in queues]))
 
@@ -343,6 +345,7 @@ def memory_sides(
     for matrix in (to_texts, to_images):
         matrix.bounded = True  # entries have unit length
         matrix.is_memory = True
+        matrix.strict = engine == "triton"
     return [
         AnchorSide(to_texts, 0, sides.images_with_keys.share),
         AnchorSide(to_images, 0, sides.texts_with_keys.share),

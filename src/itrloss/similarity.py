@@ -98,6 +98,7 @@ class Similarity(Anchors):
             memory_budget,
             check_biases(bias, n, m),
         )
+        matrix.strict = engine == "triton"
         self._start(AnchorSide(matrix, 0))
 
     def _start(self, anchors: AnchorSide) -> None:
@@ -194,6 +195,7 @@ class Similarity(Anchors):
         chosen = choose_engine(engine, n * m, 8 * n * m, scores)  # they are held anyway
         pairs = Pairs((n, m), ids, scores.device)
         matrix = Matrix.of_scores(Embeddings(scores, False), pairs, chosen)
+        matrix.strict = engine == "triton"
         return cls.of_anchors(AnchorSide(matrix, 0))
 
     def __repr__(self) -> str:

@@ -9,8 +9,8 @@ tests/test_costs.py -k memory``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ from .question import Question, Value, is_trained
 from .saved import save, saved
 from .tiled import Gradients, Needs
 from .vectors import full_precision, plain_unit
+
+if TYPE_CHECKING:
+    from .trial import Form
+    from .triton import EarlyGradients
 
 
 class AllScores(torch.autograd.Function):
@@ -88,7 +92,8 @@ class Request:
     inputs: Inputs
     guide: Inputs | None
     pairs: tuple[Index, Index] | None
-    triton: bool
+    form: Form | None = None  # of the question, if Triton has kernels for it
+    strict: bool = False  # whether an error of Triton is raised, as the user chose it
     #: (1,) or (A,): the sums are added with these weights to one number, by Triton. None: they are
     #: requested one by one.
     weights: Tensor | None = None
@@ -101,11 +106,19 @@ def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
         scores = None if request.pairs is None else pair_scores(inputs, *request.pairs)
         if request.question is None:
             return None, scores
-        if request.triton:
-            from . import triton
+        return sums_of(request, request.question), scores
 
-            return triton.sums(request.question, inputs), scores
-        return tiled.sums(request.question, inputs, request.guide), scores
+
+def sums_of(request: Request, question: Question) -> Tensor:
+    """Return the sums (A,) of a request's question, by Triton if it has kernels that work."""
+    if request.form is not None:
+        from . import trial, triton
+
+        try:
+            return triton.sums(question, request.inputs)
+        except Exception as error:
+            trial.refuse(request.form, request.strict, error)
+    return tiled.sums(question, request.inputs, request.guide)
 
 
 def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | None]:
@@ -179,14 +192,12 @@ class TotalAndPairScores(torch.autograd.Function):
         ctx: Any, request: Request, rows: Tensor | None, cols: Tensor | None, *rest: Value | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the total and the scores; ``rest``: see :meth:`SumsAndPairScores.forward`."""
-        from . import triton
-
         dtypes = [torch.float32 if x is None else x.dtype for x in (rows, cols)]
         needs = needs_of(request, ctx.needs_input_grad)._replace(dtypes=tuple(dtypes))
         inputs = request.inputs
         assert request.question is not None and request.weights is not None
         with full_precision(inputs.like):
-            total, early = triton.total(request.question, inputs, request.weights, needs)
+            total, early = total_of(request, request.question, request.weights, needs)
             scores = None if request.pairs is None else pair_scores(inputs, *request.pairs)
         save(ctx, (request, needs, early))
         ctx.set_materialize_grads(False)  # a loss may use the total alone, or the pairs alone
@@ -204,17 +215,52 @@ class TotalAndPairScores(torch.autograd.Function):
         grad_total, grad_pairs = grads
         if grad_total is None:
             return in_places(request, first_derivatives(request, needs, None, grad_pairs))
-        from . import triton
+        found = derivatives_of_total(request, needs, early, grad_total, grad_pairs)
+        return in_places(request, found)
 
+
+def total_of(
+    request: Request, question: Question, weights: Tensor, needs: Needs
+) -> tuple[Tensor, EarlyGradients | None]:
+    """Return the () weighted total of a question's sums, and what its gradient is made of.
+
+    If Triton fails, the tiled engine returns the total, and finds the gradient afterwards.
+    """
+    from . import trial, triton
+
+    assert request.form is not None
+    try:
+        return triton.total(question, request.inputs, weights, needs)
+    except Exception as error:
+        trial.refuse(request.form, request.strict, error)
+    return (tiled.sums(question, request.inputs, None) * weights).sum(), None
+
+
+def derivatives_of_total(
+    request: Request,
+    needs: Needs,
+    early: EarlyGradients | None,
+    grad_total: Tensor,  # ()
+    grad_pairs: Tensor | None,  # (P,)
+) -> Gradients:
+    """Return the gradients from the gradients of a total and of the pairs' scores."""
+    from . import trial, triton
+
+    question = request.question
+    assert question is not None and request.weights is not None and request.form is not None
+    if early is not None:
         listed = None
         if request.pairs is not None and grad_pairs is not None:
             listed = ListedPairs(*request.pairs, grad_pairs)
-        with full_precision(request.inputs.like):
-            assert request.question is not None
-            found = triton.gradients_of_total(
-                request.question, request.inputs, early, grad_total, needs, listed
-            )
-        return in_places(request, found)
+        inputs = request.inputs
+        try:
+            with full_precision(inputs.like):
+                return triton.gradients_of_total(question, inputs, early, grad_total, needs, listed)
+        except Exception as error:
+            trial.refuse(request.form, request.strict, error)
+    grad_sums = (request.weights * grad_total).expand(question.size)
+    by_tiles = replace(request, form=None)
+    return first_derivatives(by_tiles, needs, grad_sums, grad_pairs)
 
 
 def needs_of(request: Request, needed: Sequence[bool]) -> Needs:
@@ -239,10 +285,13 @@ def first_derivatives(
         if question is None or grad_sums is None:
             assert listed is not None
             return tiled.pair_gradients(inputs, needs, listed)
-        if request.triton:
-            from . import triton
+        if request.form is not None:
+            from . import trial, triton
 
-            return triton.gradients(question, inputs, grad_sums, needs, listed)
+            try:
+                return triton.gradients(question, inputs, grad_sums, needs, listed)
+            except Exception as error:
+                trial.refuse(request.form, request.strict, error)
         return tiled.gradients(question, inputs, request.guide, grad_sums, needs, listed)
 
 

@@ -73,7 +73,6 @@ def positive_sums(inputs: Inputs, pairs: Pairs, side: int, targets: Targets) -> 
         inputs=Inputs(replace(own, bias=None), Side(None, None, of_class.detach(), None), None),
         guide=None,
         pairs=(None, own_classes.number),
-        triton=False,
     )
     _, sums = ask(request, Targets(own_target, of_class))
     assert sums is not None

@@ -6,13 +6,13 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from ..checks import one_of
-from . import dense, tiled
+from . import dense, devices, tiled
 from .autograd import AllScores, Request, Targets, ask, pairs_of, plain_pair_scores, plain_product
 from .class_sums import positive_sums
 from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
@@ -23,6 +23,9 @@ from .question import Question, Value, is_trained
 from .terms import identity
 from .tiled import Best
 from .vectors import Embeddings, full_precision, host_may_read, may_keep
+
+if TYPE_CHECKING:
+    from .trial import Form
 
 Engine = Literal["auto", "dense", "tiled", "triton"]
 ENGINES = "dense", "tiled", "triton"
@@ -75,11 +78,7 @@ def choose_automatically(numel: int, budget: int, x: Tensor) -> str:
         return "dense"
     if x.device.type != "cuda" or x.dtype == torch.float64 or numel <= TRITON_FROM:
         return "tiled"
-    if importlib.util.find_spec("triton") is None:
-        return "tiled"
-    from .triton import works
-
-    return "triton" if works(x.device, x.dtype) else "tiled"
+    return "triton" if devices.is_verified(x.device) else "tiled"
 
 
 TRITON_FROM = 2**20  # scores up to which launches take longer than passes over the matrix
@@ -129,6 +128,8 @@ class Matrix:
         self.engine = engine
         self.dtype = like.dtype
         self.device = like.x.device
+        #: Whether errors of Triton are raised: the user chose it, and ``"auto"`` did not.
+        self.strict = False
         #: Whether the columns are a memory: few are positives, and nobody asks for them.
         self.is_memory = False
         self._kept_scores: Tensor | None = None  # (N, M), without a gradient
@@ -140,7 +141,9 @@ class Matrix:
         """Return the same scores without a gradient; kept scores are shared, and computed first."""
         if self.embeddings is None:
             assert self.given is not None
-            return Matrix.of_scores(self.given.detach(), self.pairs, self.engine)
+            twin = Matrix.of_scores(self.given.detach(), self.pairs, self.engine)
+            twin.strict = self.strict
+            return twin
         rows, cols = self.embeddings
         if self.keeps and may_keep():
             self.inputs()  # which forms the scores
@@ -150,6 +153,7 @@ class Matrix:
         twin.in_graph = self.in_graph
         twin.bounded = self.bounded
         twin.is_memory = self.is_memory
+        twin.strict = self.strict
         twin._kept_scores = self._kept_scores
         if self._graph_scores is not None and self.engine == "dense":
             twin._graph_scores = self._graph_scores.detach()
@@ -281,12 +285,15 @@ class Matrix:
         if self.engine == "dense":
             other = None if guide is None else guide.scores().detach().to(self.dtype)
             return dense.sums(question, self.graph_scores(), other)
+        inputs = self.inputs()
+        pairs = self._positives_along(question)
         request = Request(
             question=question,
-            inputs=self.inputs(),
+            inputs=inputs,
             guide=None if guide is None else guide.inputs(),
-            pairs=self._positives_along(question),
-            triton=guide is None and self._uses_triton(question),
+            pairs=pairs,
+            form=self._form(question, inputs, pairs) if guide is None else None,
+            strict=self.strict,
         )
         return self._asked(request)
 
@@ -300,32 +307,30 @@ class Matrix:
 
     def weighted_sum(self, question: Question, weights: Value) -> Tensor:
         """Return the () total of a question's sums, times weights without a gradient."""
-        if not self._finds_gradient_early(question):
+        request = self._early_request(question, weights)
+        if request is None:
             return (self.sums(question) * weights).sum()
         self.check_unchanged()
         self._summed = True
-        if not isinstance(weights, Tensor):
-            weights = torch.full((1,), weights, dtype=self.dtype, device=self.device)
-        request = Request(
-            question=question,
-            inputs=self.inputs(),
-            guide=None,
-            pairs=self._positives_along(question),
-            triton=True,
-            weights=weights,
-        )
         return self._asked(request)
 
-    def _finds_gradient_early(self, question: Question) -> bool:
-        """Return whether the gradient of a total is found in the forward pass."""
-        if not torch.is_grad_enabled() or self.embeddings is None:
-            return False
-        if not self._uses_triton(question):
-            return False
+    def _early_request(self, question: Question, weights: Value) -> Request | None:
+        """Return the request of a total if its gradient is to be found in the forward pass."""
+        if not torch.is_grad_enabled() or self.embeddings is None or not self._may_use_triton():
+            return None
         from . import triton
 
         vectors = [x for x in self.targets()[:2] if is_trained(x)]
-        return triton.may_find_early(question, vectors)
+        if not triton.may_find_early(question, vectors):
+            return None
+        if not isinstance(weights, Tensor):
+            weights = torch.full((1,), weights, dtype=self.dtype, device=self.device)
+        inputs = self.inputs()
+        pairs = self._positives_along(question)
+        form = self._form(question, inputs, pairs, weights)
+        if form is None:
+            return None
+        return Request(question, inputs, None, pairs, form, self.strict, weights)
 
     def _positives_along(self, question: Question) -> tuple[Index, Index] | None:
         """Return the positive pairs if their scores are to be computed along with a sum.
@@ -373,13 +378,34 @@ class Matrix:
         sums = [positive_sums(inputs, self.pairs, side, targets) for side in sides]
         return torch.cat(sums)
 
-    def _uses_triton(self, question: Question) -> bool:
-        """Return whether Triton has a kernel for a question; none adds biases."""
+    def _form(
+        self,
+        question: Question,
+        inputs: Inputs,
+        pairs: tuple[Index, Index] | None,
+        weights: Tensor | None = None,
+    ) -> Form | None:
+        """Return the form of a question's sums if Triton has kernels for it that work."""
+        if not self._may_use_triton():
+            return None
+        from . import trial, triton
+
+        if not triton.has_kernel(question):
+            return None
+        rows, cols, _, _, scores = self.targets()
+        gradients = trial.gradients_needed(question, rows, cols, scores)
+        form = trial.form_of(question, inputs, gradients, pairs, weights)
+        return form if self.strict or trial.works(form) else None
+
+    def _may_use_triton(self) -> bool:
+        """Return whether to look for a kernel; none adds biases.
+
+        A user who chose Triton gets its errors, without a trial. Where ``"auto"`` did, a trial
+        would interrupt compiled code.
+        """
         if self.engine != "triton" or self.bias != (None, None):
             return False
-        from . import triton
-
-        return triton.has_kernel(question)
+        return self.strict or not torch.compiler.is_compiling()
 
     @property
     def skips_needless(self) -> bool:
@@ -403,11 +429,21 @@ class Matrix:
                 return dense.highest(question, self.graph_scores(), other)
             inputs = self.inputs()
             with full_precision(inputs.like):
-                if self.engine == "triton" and guide is None and self.bias == (None, None):
-                    from . import triton
-
-                    return triton.highest(question, inputs)
+                if guide is None and self._may_use_triton():
+                    return self._highest_by_triton(question, inputs)
                 return tiled.highest(question, inputs, None if guide is None else guide.inputs())
+
+    def _highest_by_triton(self, question: Question, inputs: Inputs) -> Tensor:
+        """Return the highest ``scale S`` (A,), by Triton if its kernel works."""
+        from . import trial, triton
+
+        form = trial.form_of_maximum(question, inputs)
+        if self.strict or trial.works(form):
+            try:
+                return triton.highest(question, inputs)
+            except Exception as error:
+                trial.refuse(form, self.strict, error)
+        return tiled.highest(question, inputs, None)
 
     def summed_scores(self, sides: tuple[int, ...]) -> Tensor:
         """Return about the sums (A,) of the scores of all candidates. No gradient.
@@ -510,7 +546,7 @@ class Matrix:
             return plain_pair_scores(self._plain_inputs(), Targets(), i, j)
         if self.engine == "dense":
             return pairs_of(self.graph_scores(), i, j)
-        request = Request(None, self.inputs(), None, (i, j), False)
+        request = Request(None, self.inputs(), None, (i, j))
         # Where no sum puts all scores into the graph, pairs alone save two products in backward.
         targets = self.targets() if self._summed else self.embedding_targets()
         scores = ask(request, targets)[1]

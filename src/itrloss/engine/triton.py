@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from . import kernels, terms, tiled
+from . import kernels
 from .inputs import Inputs, Places, Side
 from .pair_scores import ListedPairs
-from .pairs import IGNORE_ID, Pairs
 from .question import Question, Value, has_each
 from .tiled import Gradients, Needs
-from .vectors import inverse_norms
 
 
 class TileConfig(NamedTuple):
@@ -183,8 +179,9 @@ class GradientKernel:
         """Return the gradient of the scale.
 
         Of one number for all it is summed where vectors are projected: the scores' gradient is
-        ``P_ij scale``, and ``sum_ij P_ij S_ij = sum_i <x_i, total_i>``. A sum by anchor in
-        `gradient_kernel` takes 176 registers in place of 128 (``python tests/gpu_compiler.py 90``).
+        ``P_ij scale``, and ``sum_ij P_ij S_ij = sum_i <x_i, total_i>``. `gradient_kernel` then has
+        1,118 instructions after its products on sm_90 (``python tests/gpu_compiler.py 90``); with
+        sums by anchor it had 1,654.
         """
         question = self.run.question
         if self.by_factor is not None:
@@ -800,83 +797,3 @@ def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
             total.add_(torch.mm(a, b, out_dtype=torch.float32))
     finally:
         flags.allow_fp16_accumulation = before
-
-
-# ------------------------------------------------------------------------------------ does it work?
-
-_results: dict[tuple[torch.device, torch.dtype], bool] = {}
-
-
-@torch.compiler.assume_constant_result
-def works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this engine agrees with the tiled one on an example, tried once.
-
-    If not, a warning says why. While a CUDA graph is captured nothing is tried: untested means
-    False, with a warning.
-    """
-    if (device, dtype) in _results:
-        return _results[device, dtype]
-    error = "is not tried while a CUDA graph is captured"
-    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        # A thread has no modes, hooks and tracers of the caller.
-        with ThreadPoolExecutor(1) as executor:
-            error = executor.submit(_error, device, dtype).result()
-        if "OutOfMemoryError" not in error:  # there may be enough memory the next time
-            _results[device, dtype] = not error
-    if error:
-        fallback = f"engine='auto' does without it for {dtype} on {device}"
-        warnings.warn(f"itrloss: the Triton engine {error}; {fallback}", stacklevel=3)
-    return not error
-
-
-def _error(
-    device: torch.device, dtype: torch.dtype, n: int = 2048, m: int = 2816, d: int = 80
-) -> str:
-    """Return what is wrong, or "".
-
-    The example has as many large tiles as the largest GPUs have multiprocessors.
-    """
-    if 0 < compute_capability(device) < 8:
-        return "needs a GPU of compute capability 8.0"
-    question, inputs, grad = example(device, dtype, n, m, d)
-    needs = Needs(True, True, False, False, scale=True)
-    try:
-        ours = [sums(question, inputs), *gradients(question, inputs, grad, needs, None)]
-        total = tiled.sums(question, inputs, None)
-        theirs = [total, *tiled.gradients(question, inputs, None, grad, needs)]
-    except Exception as error:  # from the compiler, the driver, or an operation that the GPU lacks
-        return f"fails: {type(error).__name__}: {error}"
-    for found, wanted in zip(ours, theirs, strict=True):
-        if isinstance(found, Tensor) and isinstance(wanted, Tensor) and not agree(found, wanted):
-            return "finds something else than the tiled one"
-    return ""
-
-
-def agree(found: Tensor, wanted: Tensor) -> bool:
-    """Return whether results agree; half precision rounds by less than a percent."""
-    wanted = wanted.float()
-    return bool((found.float() - wanted).norm() <= 0.02 * wanted.norm())
-
-
-def example(
-    device: torch.device, dtype: torch.dtype, n: int, m: int, d: int
-) -> tuple[Question, Inputs, Tensor]:
-    """Return a question, its inputs, and a gradient of its sums."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n + m, d, dtype=torch.float64, device="cpu", generator=generator)
-    rows, cols = x.to(device, dtype).split((n, m))
-    inputs = Inputs(
-        Side(rows, inverse_norms(rows), None, None),
-        Side(cols, inverse_norms(cols), None, None),
-        None,
-    )
-    row_ids, col_ids = (torch.arange(n + m, device=device) % 97).split((n, m))
-    row_ids[0] = IGNORE_ID
-    question = Question(
-        Pairs((n, m), (row_ids, col_ids), device),
-        (0, 1),
-        (terms.exponential,),
-        scale=torch.full((1,), 20.0, device=device),
-        shift=torch.full((1,), -5.0, device=device),
-    )
-    return question, inputs, torch.linspace(1e-5, 3e-5, n + m, device=device)

@@ -146,7 +146,10 @@ def head_matrices(
             scores = units @ texts.T  # (K, N, M)
         return [Matrix.of_scores(Embeddings(x, False), frame.pairs, chosen) for x in scores]
     shared = Embeddings(texts, False)
-    return [Matrix(Embeddings(x, False), shared, frame.pairs, chosen, 0) for x in units]
+    matrices = [Matrix(Embeddings(x, False), shared, frame.pairs, chosen, 0) for x in units]
+    for matrix in matrices:
+        matrix.strict = engine == "triton"
+    return matrices
 
 
 class DynamicOrthogonalLoss(Loss):
