@@ -1573,6 +1573,6 @@ def compiled(folder):
     }
     command = [sys.executable, str(tests / "gpu_compiler.py"), *map(str, CAPABILITIES)]
     # A process that crashes would be waited for without end.
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
