@@ -35,6 +35,8 @@ from itrloss.engine.question import Attempt, Condition, Question
 from itrloss.engine.tiled import Needs
 
 EXPONENTIAL = (terms.exponential,)
+SOFTPLUS = (terms.softplus,)
+SIGLIP = {"sides": (0,), "shared": True, "ids": False, "shape": (1024, 768)}
 
 
 class Absent:
@@ -72,8 +74,12 @@ def cases_of(gpus: Sequence[int]) -> list[tuple[int, dict]]:
         cases += [
             (gpu, {"sides": (0,), "learnt": True}),
             (gpu, {"asked": excess, "dtype": torch.float32}),
+            (gpu, {"asked": SOFTPLUS, "total": True, **SIGLIP}),
         ]
+    cases.append((gpus[0], {"asked": SOFTPLUS, "total": True, **SIGLIP, "ids": True}))
+    cases.append((gpus[0], {"asked": excess, "total": True, "shared": True}))
     cases.append((gpus[0], {"dtype": torch.float32}))
+    cases += [(gpus[0], {"shape": (256, dim)}) for dim in (80, 16384)]
     for asked in FORMS:
         if asked != EXPONENTIAL:
             cases.append((gpus[0], {"asked": asked}))
@@ -118,13 +124,15 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     over="negatives",
     limits=0,
     learnt=False,
+    total=False,
     attempted=False,
     tile=engine.PRODUCT_TILES[0],
 ) -> None:
-    """Call the engine's sums and their gradient; nothing is computed."""
+    """Call the engine's sums and their gradient, or their total; nothing is computed."""
     engine.PRODUCT_TILES = (tile,)  # the last tile is chosen on the CPU
     size, dim = shape
     numbers = torch.arange(size)
+    # Ids that differ: equal ones are known to match one to one, and are left out.
     which = (numbers // 2, numbers // 3) if ids else (None, None)
     x = torch.zeros(size, dim, dtype=dtype)
     side = Side(x, torch.ones(size, 1), None, None)
@@ -146,6 +154,9 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     trained = asked in ((terms.excess,), (terms.softplus,))
     needs = Needs(True, True, False, False, scale=learnt or asked == (terms.softplus,))
     needs = needs._replace(shift=trained, dtypes=(dtype, dtype))
+    if total:
+        engine.total(question, inputs, torch.ones(1), needs)
+        return
     grad = torch.ones(len(asked), len(sides) * size)
     engine.gradients(question, inputs, grad, needs, ListedPairs(*which, torch.ones(size)))
 

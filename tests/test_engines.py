@@ -207,15 +207,19 @@ def test_totals_and_their_gradients_equal_the_reference(name, shape, view, small
         assert_equal(found, wanted, msg=lambda text, engine=engine: f"{engine}: {text}")
 
 
-def test_totals_of_candidates_in_blocks(small_tiles):
+def test_totals_of_several_matrices(small_tiles):
+    """Candidates in three matrices, and groups of anchors of two."""
     n, m, _ = SHAPES["wide"]
-    (v, w), ids = embeddings(n, m), make_ids("random", n, m)
-    p = parameters(n, m)[:n]
+    (v, w), ids, p = embeddings(n, m), make_ids("random", n, m), parameters(n, m)
     for engine in ENGINES:
         whole = similarity(v, w, ids, engine)
         pooled = Anchors.pooled(*parts(v, w, ids, engine, (4, 5)))
         for name in ("weighted", "shifts of anchors", "mean of hinges", "sum of hinges"):
-            torch.testing.assert_close(TOTALS[name](pooled, p), TOTALS[name](whole, p))
+            torch.testing.assert_close(TOTALS[name](pooled, p[:n]), TOTALS[name](whole, p[:n]))
+        other = similarity(w, v, ids[::-1], engine)
+        several = TOTALS["shifts of anchors"](Anchors.together(whole, other), p)
+        alone = [TOTALS["shifts of anchors"](x, y) for x, y in ((whole, p[:n]), (other, p[n:]))]
+        torch.testing.assert_close(several, alone[0] + alone[1])
 
 
 def test_weights_of_a_total_get_no_gradient_and_are_checked():

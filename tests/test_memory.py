@@ -21,6 +21,7 @@ from torch.autograd import gradcheck
 import itrloss
 from itrloss import CoupledMemory, MomentumEncoder
 from itrloss.engine import inputs as engine_inputs
+from itrloss.engine import moments
 from itrloss.engine.terms import identity, log1p_clamp, log1p_relu, softplus
 from itrloss.memory import MemorySimilarity
 
@@ -137,19 +138,25 @@ def test_keys_and_memory_get_no_gradient(name):
 
 
 @pytest.mark.parametrize("library", ["by_blas", "by_onednn"])
-def test_no_product_for_the_gradient_of_the_memory(library, request):
+def test_no_product_for_the_gradient_of_the_memory(library, request, monkeypatch):
     from flops import Products
 
     request.getfixturevalue(library)
     inputs, keys, memory, ids = case("pairs", torch.float32)
     n, size = len(inputs[0]), memory.size
-    # Keys are only multiplied with the embeddings of their pairs.
-    for engine, memory_products, batch_products in (("dense", 2, 1), ("tiled", 4, 1)):
+    # The tiled engine forms the scores for each answer, and once more for the gradient. Keys are
+    # only multiplied with the embeddings of their pairs. Moments by D x D numbers save a product of
+    # each matrix.
+    numbers = 2 * (n + size) * D + 2 * (n + n) * D
+    for engine, by_numbers, wanted in (
+        ("dense", False, 2 * 2 * n * size + n * n),
+        ("tiled", False, 2 * 4 * n * size + n * n),
+        ("tiled", True, 2 * 3 * n * size + numbers),
+    ):
+        monkeypatch.setattr(moments, "has_gain", lambda *_, way=by_numbers: way)
         with Products() as products:
             make("mdcl", engine=engine)(*inputs, *keys, memory, *ids).backward()
-        # The diversity in the batch needs one product; the tiled engine forms the scores for each
-        # answer, and once more for the gradient.
-        assert products.flops == 2 * D * (2 * memory_products * n * size + batch_products * n * n)
+        assert products.flops == 2 * D * wanted
 
 
 def test_entries_with_the_anchors_id_are_no_negatives():
@@ -749,6 +756,25 @@ def test_positives_close_to_one_cost_the_memorys_moments_no_digits():
         )
     for std in found[:2]:
         torch.testing.assert_close(std, found[2], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("option", ["positive_from", "diversity_from"])
+def test_the_function_names_an_option_that_it_does_not_know(option):
+    x, ids = torch.randn(3, D), torch.arange(3)
+    sims = MemorySimilarity.of(x, x, x, x, CoupledMemory(4, D), ids, ids)
+    with pytest.raises(ValueError, match=f"{option}: expected .* or 'batch', got 'queue'"):
+        itrloss.functional.memory_diversity_contrastive_loss(sims, **{option: "queue"})
+
+
+def test_what_is_no_memory_similarity_is_refused():
+    x = torch.randn(3, D)
+    sim = itrloss.Similarity(x, x)
+    for function in (
+        itrloss.functional.memory_diversity_contrastive_loss,
+        itrloss.functional.unified_training_objective,
+    ):
+        with pytest.raises(TypeError, match=r"sims: expected a MemorySimilarity .* got Similarity"):
+            function(sim)
 
 
 def test_a_state_that_does_not_fit_changes_nothing():

@@ -333,9 +333,7 @@ def _check_output(name: str, path: Path) -> None:
 
 
 def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tensor | None]) -> None:
-    n = sim.shape[0]
-    if args.folds < 1:
-        raise ValueError(f"--folds: expected a divisor of the {n} images, got {args.folds}")
+    n, m = sim.shape
     if args.folds == n:
         raise ValueError(f"--folds: {n} are parts of one image, where there is nothing to re-rank")
     if args.out or args.rankings:
@@ -346,7 +344,9 @@ def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
         raise ValueError(
             "--folds: banks of scores contain all candidates, those of a part are others"
         )
-    fold_parts(sim, args.folds, whole=True)  # for its errors
+    texts = [cols for _, cols in fold_parts(sim, args.folds)]
+    if not bool((torch.cat(texts).bincount(minlength=m) == 1).all()):
+        raise ValueError("--folds: expected each text to have its images in one part")
 
 
 # -------------------------------------------------------------------------------------------- input

@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
 
     rows: Vectors
     cols: Vectors
-    dim: int  # of the vectors, a multiple of BLOCK_K
+    dim: int  # of the vectors, a multiple of 16
 
 
 class PerAnchor(NamedTuple):
@@ -107,6 +107,7 @@ class Config(NamedTuple):
     BLOCK_N: int  # columns of a tile
     BLOCK_K: int  # dimensions that are multiplied at once
     PARTS: int  # 1 or 4: parts of a tile's columns, which are worked on one after the other
+    WHOLE_STEPS: bool  # whether the dimensions are a multiple of BLOCK_K
     OVER: pairs.Over
     IDS: bool  # whether there are ids
     SHARED: bool  # values are one number each: one evaluation serves both sides
@@ -188,7 +189,14 @@ def _dot(inputs, rows, cols, C: tl.constexpr):
     b = inputs.cols.x + j * inputs.cols.stride + k[:, None]  # (BLOCK_K, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, inputs.dim, C.BLOCK_K):
-        acc = tl.dot(tl.load(a + start), tl.load(b + start), acc, input_precision="ieee")
+        if C.WHOLE_STEPS:
+            x = tl.load(a + start)
+            y = tl.load(b + start)
+        else:
+            inside = k < inputs.dim - start
+            x = tl.load(a + start, mask=inside[None, :], other=0.0)
+            y = tl.load(b + start, mask=inside[:, None], other=0.0)
+        acc = tl.dot(x, y, acc, input_precision="ieee")
     return acc
 
 
@@ -309,7 +317,7 @@ def _masked(x, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _load(value, plane, axis, AXIS: tl.constexpr, SHARED: tl.constexpr = False):
     """Return an axis's numbers (BLOCK_M, 1) or (1, BLOCK_N), or the one number of all anchors."""
-    x = value.x + plane * value.plane
+    x = value.x + tl.cast(plane, tl.int64) * value.plane
     if SHARED:
         y = tl.load(x)
     else:
@@ -349,10 +357,18 @@ def _within(x, s, values, axis, AXIS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _first_partial(plane, axis, candidates):
+    """Return the place of a tile's first result in (plane, part, anchor): beyond int32 for a hinge
+    of some thousand positives.
+    """
+    return (plane * candidates.parts + candidates.pid).to(tl.int64) * axis.size
+
+
+@triton.jit
 def _store_partial(out, plane, x, axis, candidates, AXIS: tl.constexpr, C: tl.constexpr):
     """Store a tile's sums or maxima over an axis's candidates at ``out[plane, part, anchor]``."""
     x = tl.max(x, AXIS) if C.MAXIMUM else tl.sum(x, AXIS)
-    begin = (plane * candidates.parts + candidates.pid) * axis.size
+    begin = _first_partial(plane, axis, candidates)
     tl.store(out + begin + axis.local, x, mask=axis.local < axis.size)
 
 

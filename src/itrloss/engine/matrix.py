@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from ..checks import one_of
-from . import dense, devices, tiled
+from . import dense, devices, moments, tiled
 from .autograd import AllScores, Request, Targets, ask, pairs_of, plain_pair_scores, plain_product
 from .class_sums import positive_sums
 from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
 from .pairs import Pairs, segment_sum
 from .products import full_float32, matmul, rounds_float32
-from .question import Question, Value, is_trained
+from .question import Question, Value, is_trained, joined
 from .terms import identity
 from .tiled import Best
 from .vectors import (
@@ -81,7 +81,8 @@ def choose_automatically(numel: int, budget: int, x: Tensor) -> str:
     may_hold = numel * itemsize <= budget
     if torch.compiler.is_compiling():  # the compiler fuses what plain PyTorch does with a matrix
         return "dense" if may_hold else "tiled"
-    if may_hold and numel <= DENSE_UP_TO:
+    up_to = DENSE_UP_TO if x.device.type == "cpu" else TRITON_FROM
+    if may_hold and numel <= up_to:
         return "dense"
     if x.device.type != "cuda" or x.dtype == torch.float64 or numel <= TRITON_FROM:
         return "tiled"
@@ -217,9 +218,9 @@ class Matrix:
         """
         if self.embeddings is None or (torch.compiler.is_compiling() and self.engine == "dense"):
             return Inputs(NO_SIDE, NO_SIDE, self.graph_scores().detach())
-        rows, cols = self.embeddings
+        rows, _ = self.embeddings
         if not self.keeps or not may_keep():
-            return Inputs(self._side(rows, 0), self._side(cols, 1), None)
+            return self._inputs_without_scores()
         sides = self._kept_sides()
         if self._kept_scores is None and self.in_graph and self.embedding_targets().any_trained():
             self._kept_scores = self.graph_scores().detach()
@@ -227,6 +228,14 @@ class Matrix:
             with torch.no_grad(), full_precision(rows.x):
                 self._kept_scores = whole_scores(*sides)
         return Inputs(*sides, self._kept_scores)
+
+    def _inputs_without_scores(self) -> Inputs:
+        """Return the inputs of a pass over the vectors alone."""
+        assert self.embeddings is not None
+        rows, cols = self.embeddings
+        if self.keeps and may_keep():
+            return Inputs(*self._kept_sides(), None)
+        return Inputs(self._side(rows, 0), self._side(cols, 1), None)
 
     def _side(self, embeddings: Embeddings, side: int) -> Side:
         return Side(embeddings.x, embeddings.inverse_norms(), None, self.bias[side])
@@ -274,8 +283,11 @@ class Matrix:
         rows, cols = self.embeddings
         if torch.compiler.is_compiling():
             return plain_product(rows.differentiable(), cols.differentiable(), *self.bias)
-        inputs = Inputs(*self._kept_sides(), None)
-        return AllScores.apply(*self.embedding_targets()[:4], inputs)  # type: ignore[return-value]
+        # Their gradient goes to the unit vectors, whose other matrices add theirs before all of it
+        # goes back to the embeddings at once: 12 launches less of M-DCL (python -m
+        # benchmarks.launches, with and without).
+        units = Targets(rows.differentiable(), cols.differentiable(), *self.bias)
+        return AllScores.apply(*units[:4], self._plain_inputs())  # type: ignore[return-value]
 
     def scores(self) -> Tensor:
         """Return the (N, M) scores, with their graph if they are trained; not to be modified."""
@@ -313,7 +325,8 @@ class Matrix:
         if self.engine == "dense":
             other = None if guide is None else guide.scores().detach().to(self.dtype)
             return dense.sums(question, self.graph_scores(), other)
-        inputs = self.inputs()
+        by_moments = guide is None and self._has_gain_by_moments(question)
+        inputs = self._inputs_without_scores() if by_moments else self.inputs()
         pairs = self._positives_along(question)
         request = Request(
             question=question,
@@ -322,6 +335,7 @@ class Matrix:
             pairs=pairs,
             form=self._form(question, inputs, pairs) if guide is None else None,
             strict=self.strict,
+            moments=by_moments,
         )
         return self._asked(request)
 
@@ -332,6 +346,18 @@ class Matrix:
             self._positive_scores = positives
         assert sums is not None
         return sums
+
+    def _has_gain_by_moments(self, question: Question) -> bool:
+        """Return whether sums of scores and of squares are best computed without the scores.
+
+        They are in float64, which CPUs multiply half as fast as float32, and most GPUs far slower.
+        """
+        if self.embeddings is None or self.in_graph or self.bias != (None, None):
+            return False
+        if self.device.type != "cpu" or self.dtype == torch.float64:
+            return False
+        dim = self.embeddings[0].x.shape[1]
+        return moments.answers(question) and moments.has_gain(question, dim, self.keeps)
 
     def weighted_sum(self, question: Question, weights: Value) -> Tensor:
         """Return the () total of a question's sums, times weights without a gradient."""
@@ -480,21 +506,25 @@ class Matrix:
         """
         self.check_unchanged()
         with torch.no_grad():
-            if self.embeddings is None:  # precomputed scores may be infinite at positives
+            # Precomputed scores may be infinite at positives; those of a small matrix are at hand,
+            # and a mask launches less than sums of positives do.
+            compiling = torch.compiler.is_compiling()
+            masks = self.in_graph and not self.pairs.one_to_one and not compiling
+            if self.embeddings is None or masks:
                 sums = self.sums(Question(self.pairs, sides, (identity,)))
                 parts = sums.split([self.shape[side] for side in sides])
-                return torch.cat(
+                return joined(
                     [self._rescaled(x, side) for x, side in zip(parts, sides, strict=True)]
                 )
             inputs = self.inputs()
             with full_precision(inputs.like):
                 sums = {side: tiled.summed_scores(inputs, side) for side in sides}
                 # One positive hardly moves a mean, but several may score far from the negatives.
-                if not self.pairs.one_to_one and not torch.compiler.is_compiling():
+                if not self.pairs.one_to_one and not compiling:
                     for side, total in sums.items():
                         positives = self._positives_of_side(inputs, side)
                         sums[side] = self._rescaled(total - positives, side)
-                return torch.cat(list(sums.values()))
+                return joined(list(sums.values()))
 
     def _positives_of_side(self, inputs: Inputs, side: int) -> Tensor:
         """Return the sums (A,) of the scores of each anchor's positives, without a gradient."""

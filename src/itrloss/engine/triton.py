@@ -357,8 +357,18 @@ class VectorGradient:
             self.listed,
             self.out,
             BLOCK_D=triton.next_power_of_2(dim),
+            **{"num_warps": warps_of(dim)},
         )
         del self.total  # before the next sums take memory
+
+
+def warps_of(dim: int) -> int:
+    """Return the warps of a program of `project_kernel`, whose registers hold vectors (dim,).
+
+    With 4 warps, 16384 dimensions are 128 registers a vector, and spill.
+    """
+    padded_dim = 1 << (dim - 1).bit_length()
+    return min(32, max(4, padded_dim // 512))
 
 
 def sorted_by(side: int, listed: ListedPairs | None, size: int) -> kernels.Listed:
@@ -495,8 +505,8 @@ class Pass:
             self.panel_dtype = torch.bfloat16
             bytes_per_score = 2
         self.panel_size = PANEL // bytes_per_score  # number of scores
-        self.config = self._config()
         self.kernel_inputs = self._kernel_inputs()
+        self.config = self._config()
         self.kernel_values = self._kernel_values()
 
     def asking(self, question: Question) -> Pass:
@@ -517,6 +527,7 @@ class Pass:
             BLOCK_N=self.tile.block_n,
             BLOCK_K=self.tile.block_k,
             PARTS=self.tile.parts,
+            WHOLE_STEPS=self.kernel_inputs.dim % self.tile.block_k == 0,
             OVER=question.over,
             IDS=question.pairs.ids[0] is not None,
             SHARED=not any(has_each(x) for x in question.values),
@@ -539,7 +550,7 @@ class Pass:
         if self.fused:
             x = aligned(rows.like, self.tile.block_k)
             y = aligned(cols.like, self.tile.block_k)
-            dim = x.shape[1]
+            dim = min(x.shape[1], y.shape[1])  # one may be padded, and the other masked
         return kernels.Inputs(vectors_of(x, rows, row_ids), vectors_of(y, cols, col_ids), dim)
 
     def _kernel_values(self) -> kernels.Values:
@@ -702,7 +713,11 @@ def per_anchor(value: Value | None, device: torch.device) -> kernels.PerAnchor:
         return kernels.PerAnchor(None, 0, 0)
     if not isinstance(value, Tensor):
         value = torch.full((1,), value, dtype=torch.float32, device=device)
-    plane = value.stride(0) if value.dim() == 2 and len(value) > 1 else 0
+    plane = 0
+    if value.dim() == 2 and len(value) > 1:
+        # Triton compiles anew for a stride that is no multiple of 16, as of an odd last batch.
+        value = padded_to(value, 16)
+        plane = value.stride(0)
     stride = value.stride(-1) if value.shape[-1] > 1 else 0
     return kernels.PerAnchor(value, plane, stride)
 
@@ -750,17 +765,27 @@ def compute_capability(device: torch.device) -> int:
 
 
 def aligned(x: Tensor, block_k: int) -> Tensor:
-    """Return embeddings that can be loaded in whole steps, 16 bytes at a time.
+    """Return embeddings that can be loaded 16 bytes at a time.
 
-    Zero padding changes no product.
+    Kernels mask the end of dimensions that are a multiple of 16, but not of their steps. Others are
+    copied with zeros behind them, which change no product.
     """
     if INTERPRETED:
         x = x.float()
-    whole_steps = x.shape[1] % block_k == 0
+    whole_loads = x.shape[1] % 16 == 0
     starts_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
-    if whole_steps and x.stride(1) == 1 and starts_aligned:
+    if whole_loads and x.stride(1) == 1 and starts_aligned:
         return x
     return torch.nn.functional.pad(x, (0, -x.shape[1] % block_k)).contiguous()
+
+
+def padded_to(x: Tensor, multiple: int) -> Tensor:
+    """Return a matrix (L, A) whose rows begin at multiples of so many entries."""
+    if x.stride(0) % multiple == 0:
+        return x
+    size = x.shape[1]
+    space = x.new_empty(len(x), ceil_div(size, multiple) * multiple)
+    return space[:, :size].copy_(x)
 
 
 def contiguous_vectors(x: Tensor) -> Tensor:

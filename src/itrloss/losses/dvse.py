@@ -272,11 +272,9 @@ class DynamicGate(CheckedModule):
             raise ValueError(
                 f"mask: expected shape {tuple(regions.shape[:2])}, got {tuple(mask.shape)}"
             )
-        exists = (
-            regions.new_ones(regions.shape[:2], dtype=torch.float32)
-            if mask is None
-            else mask.float()
-        )
+        if mask is None:
+            mask = torch.ones(regions.shape[:2], device=regions.device)
+        exists = mask.float()
         with full_precision(regions):  # pooling and projection commute
             sums = torch.einsum("nr,nrd->nd", exists, regions.float())
             return sums / exists.sum(1, keepdim=True).clamp_min(1) @ self.weight.float().T

@@ -146,9 +146,8 @@ class InfoNCELoss(PairLoss):
         every = self._unmatched(images, negatives.flatten(0, 1))
         own = torch.arange(n * k, device=images.device)
         scores = every.pair_scores(own // k, own).view(n, k)
-        image_ids, _ = every.ids
-        assert image_ids is not None
-        return Similarity.from_scores(scores, image_ids, image_ids.new_ones(k), engine=self.engine)
+        ids = own.new_zeros(n), own.new_ones(k)  # which match nothing
+        return Similarity.from_scores(scores, *ids, engine=self.engine)
 
     def compute(self, sim: Similarity, unmatched: Anchors | None = None) -> Any:
         """Return InfoNCE; ``unmatched``: further negatives of the images, which are no anchors."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import IMAGES_AND_TEXTS, check_embeddings, check_ids
+from ..checks import IMAGES_AND_TEXTS, as_ids, check_embeddings
 from ..rerank import Reranker
 from ..similarity import Similarity
 from .labels import default_ids
@@ -84,17 +84,15 @@ class RetrievalMetrics(Metric):
         mixed = len(self.images) > 0 and by_ids != (len(self.image_ids) > 0)
         if mixed or by_ids != (text_ids is not None):
             raise ValueError("image_ids, text_ids: expected both in all batches, or neither in any")
-        if by_ids:
-            image_ids, text_ids = check_ids(
-                image_ids, text_ids, len(images), len(texts), images.device, IMAGES_AND_TEXTS
-            )
-        else:
+        if image_ids is None:
             self._check_captions(len(images), len(texts))
-        self.images.append(images.detach())
-        self.texts.append(texts.detach())
-        if image_ids is not None and text_ids is not None:
+        else:
+            image_ids = as_ids("image_ids", image_ids, len(images), images.device)
+            text_ids = as_ids("text_ids", text_ids, len(texts), images.device)
             self.image_ids.append(image_ids)
             self.text_ids.append(text_ids)
+        self.images.append(images.detach())
+        self.texts.append(texts.detach())
 
     def _check_captions(self, n: int, m: int) -> None:
         """Raise a ValueError unless all batches without ids have as many texts an image."""
