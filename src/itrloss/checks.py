@@ -148,7 +148,11 @@ def check_ids(
             needed = f"needed for {got}; only N = M has a default pairing"
             raise ValueError(f"{names.row_ids}, {names.col_ids}: {needed}")
         return None, None
-    rows = None if row_ids is None else as_ids(names.row_ids, row_ids, n, device)
+    if row_ids is None:
+        return None, as_ids(names.col_ids, col_ids, m, device)
+    rows = as_ids(names.row_ids, row_ids, n, device)
+    if col_ids is row_ids and n == m:
+        return rows, rows  # what is computed of one serves both
     return rows, as_ids(names.col_ids, col_ids, m, device)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeGuard
 
@@ -265,6 +266,13 @@ def affine(scores: Tensor, scale: Value, shift: Value | None) -> Tensor:
         return (scores + shift / scale).mul_(scale)
     z = scores * scale
     return z if shift is None else z.add_(shift)
+
+
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return the values (A,) of all sides from the values of each; those of one are not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts), dim)
 
 
 def has_each(x: Value | None) -> TypeGuard[Tensor]:
