@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import check_number, check_size
+from ..engine.products import full_float32
+from ..engine.vectors import full_precision
 from ..similarity import Similarity
 from .base import Reranker
 from .direction import Direction, Rule
@@ -300,7 +302,8 @@ def _distances(sim: Similarity) -> Tensor:
     """Return the (n, n) squared distances of rows and columns, divided by each row's largest."""
     assert sim.embeddings is not None
     items = torch.cat([F.normalize(x.to(sim.dtype), dim=1) for x in sim.embeddings])
-    distance = (2 - 2 * items @ items.T).clamp_min_(0.0)
+    with full_precision(items), full_float32(items.device):
+        distance = (2 - 2 * items @ items.T).clamp_min_(0.0)
     distance /= distance.amax(1, keepdim=True).clamp_min(torch.finfo(sim.dtype).tiny)
     return distance.fill_diagonal_(0.0)
 
