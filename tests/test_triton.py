@@ -1448,7 +1448,6 @@ FORMS = {
     "learnt": {"scale": "one", "shift": "each", "gradients": LEARNT},
     "attempted": {"scale": "one", "shift": "each", "attempt": "one", "gradients": LEARNT},
     "maximum after an attempt": {"terms": (), "gradients": trial.Trained(), "attempt": "one"},
-    "sharp": {"scale": "large number"},
     "limits": {"below": "number", "above": "each", "scale": "each"},
     "given": {
         **FLOATS,
@@ -1746,15 +1745,21 @@ def test_kernels_compile_for_gpus(tmp_path):
         assert kernel["REG"] and kernel["STACK"] <= 640 and not kernel["LOCAL"], kernel
         assert kernel["DYNAMIC"] <= 97 * 2**10, kernel
         assert not kernel["STACK"] or not kernel["name"].startswith("project_kernel"), kernel
-        # Two terms, and gradients by a learnt scale, hold more, and may take all registers.
-        alone = "_kernel exponential {" in kernel["name"]
-        limited = alone and "learnt" not in kernel["name"]
+        # Two terms, and gradients by each anchor's learnt scale, hold more, and may take all
+        # registers. What is only launched to return at once may spill.
+        of_one = "learnt" not in kernel["name"] or kernel["SHARED"]
+        alone = "_kernel exponential {" in kernel["name"] and not kernel["RARE"]
+        limited = alone and of_one
         siglip = "_kernel softplus {" in kernel["name"] and "'total': True" in kernel["name"]
         if kernel["GPU"] == 90 and (limited or siglip):
             assert kernel["STACK"] <= 64 and (kernel["REG"] <= 128 or kernel["WARPS"] == 4), kernel
             # a logarithm and a division in place of the polynomial: 3,561
             if siglip and "sums_kernel" in kernel["name"] and "'ids': False" in kernel["name"]:
                 assert kernel["AFTER"] <= 1700, kernel
+        lean = alone and kernel["SHARED"] and not kernel["IDS"] and kernel["WARPS"] == 8
+        if kernel["GPU"] <= 90 and lean and "'limits': 2" not in kernel["name"]:
+            most = {"sums_kernel": 1400, "gradient_kernel": 1250}
+            assert kernel["AFTER"] <= most[kernel["name"].split()[0]], kernel
 
 
 def compiled(folder):
@@ -1767,6 +1772,6 @@ def compiled(folder):
     }
     command = [sys.executable, str(tests / "gpu_compiler.py"), *map(str, CAPABILITIES)]
     # A process that crashes would be waited for without end.
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

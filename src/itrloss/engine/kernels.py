@@ -115,7 +115,6 @@ class Config(NamedTuple):
     COLS: bool  # whether the columns are anchors
     WIDTH: int  # number of terms, K: 1 or 2
     BASE_2: bool  # the term is an exponential of base 2, as scale and shift are in units of log 2
-    SHIFT_FIRST: bool  # z = scale (S + shift), which is exact for a large scale
     RUNS_IF: bool | None = None  # the flag with which programs do anything; None: they always do
     MAXIMUM: bool = False  # the largest z is taken in place of a sum
     TIMES_SCALE: bool = True  # whether the gradient of scores contains the scale
@@ -336,12 +335,9 @@ def _affine(s, values, slot, axis, AXIS: tl.constexpr, C: tl.constexpr):
         z = s * scale
     else:
         shift = _load(values.shift, slot, axis, AXIS, C.SHARED)
-        if C.SHIFT_FIRST:
-            z = (s + shift) * scale
-        elif C.BASE_2:
-            z = s * scale + shift * LOG2E  # one fused multiply-add
-        else:
-            z = s * scale + shift
+        if C.BASE_2:
+            shift = shift * LOG2E
+        z = s * scale + shift  # one fused multiply-add
     return z
 
 

@@ -18,13 +18,13 @@ from . import tiled, triton
 from .inputs import NO_SIDE, Inputs, Side
 from .pair_scores import Index, ListedPairs
 from .pairs import IGNORE_ID, Over, Pairs
-from .question import LARGE_SCALE, Attempt, Condition, Question, Value, has_each, is_trained
+from .question import Attempt, Condition, Question, Value, has_each, is_trained
 from .terms import Term, identity
 from .tiled import Needs
 from .vectors import inverse_norms
 
 # What a value is: absent, a number of the host, one number of the device, or one for each anchor.
-Kind = Literal["none", "number", "large number", "one", "each"]
+Kind = Literal["none", "number", "one", "each"]
 Listing = Literal["none", "diagonal", "listed"]
 
 # Rows and columns of an example: large tiles for all multiprocessors of the largest GPUs, or small
@@ -160,7 +160,7 @@ def kind_of(value: Value | None) -> Kind:
         return "none"
     if isinstance(value, Tensor):
         return "each" if has_each(value) else "one"
-    return "large number" if abs(value) > LARGE_SCALE else "number"
+    return "number"
 
 
 # ---------------------------------------------------------------------------------------- decisions
@@ -346,8 +346,6 @@ def example_of_value(kind: Kind, number: float, anchors: Tensor) -> Value | None
         return None
     if kind == "number":
         return number
-    if kind == "large number":
-        return math.copysign(2 * LARGE_SCALE, number)
     if kind == "one":
         return anchors[:1] * number
     return torch.linspace(0.9, 1.1, len(anchors), device=anchors.device) * number
