@@ -209,6 +209,41 @@ def test_of_a_matrix_that_exists(name, few_tiles, poisoned):
     compare(name, "five captions", VIEWS["rows"], on_scores=True)
 
 
+@pytest.mark.parametrize(("view", "on_scores"), [("rows", True), ("both", False)])
+def test_many_positives_by_some_at_a_time(
+    view, on_scores, multiplying, few_tiles, poisoned, monkeypatch
+):
+    """More shifts than are summed along with a panel: 5 of a row, in slices of 2 and one of 1."""
+    monkeypatch.setattr(engine, "SLOTS", 2)
+    compare("hinge sum", "five captions", VIEWS[view], on_scores=on_scores)
+
+
+@pytest.mark.parametrize("trained", ["all", "scale", "shift"])
+def test_gradients_of_many_shifts(trained, multiplying, few_tiles, poisoned, monkeypatch):
+    """They are the same, and those of the scale and of the embeddings, however many at a time."""
+    n, m = 7, 18
+    inputs = Inputs(
+        *[Side(x, None, None, None) for x in moved(*embeddings(n, m, dtype=torch.float32))], None
+    )
+    shift = torch.linspace(-2, 2, 5 * (n + m)).view(n + m, 5).T.contiguous().to(DEVICE)
+    scale = torch.linspace(0.5, 1.5, n + m).to(DEVICE)
+    pairs = Pairs((n, m), moved(*make_ids("random", n, m)), DEVICE)
+    question = Question(pairs, (0, 1), (terms.softplus,), scale=scale, shift=shift)
+    grad = torch.linspace(-1, 1, n + m).to(DEVICE)
+    needs = tiled.Needs(
+        *[trained == "all"] * 2, False, False, scale=trained != "shift", shift=trained != "scale"
+    )
+    found = []
+    for some in (16, 5, 4, 1):
+        monkeypatch.setattr(engine, "SLOTS", some)
+        gradients = engine.gradients(question, inputs, grad, needs, None)
+        found.append([x for x in gradients if isinstance(x, torch.Tensor)])
+    assert len(found[0]) == {"all": 4}.get(trained, 1)
+    for others in found[1:]:
+        for got, wanted in zip(others, found[0], strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("normalize", [False])
 def test_of_embeddings_as_they_are(normalize, multiplying, few_tiles, poisoned):
     compare("logsumexp", "primes", normalize=normalize)
@@ -543,6 +578,19 @@ def test_needless_kernels_return_at_once(kind, ids, scale, wanted, unread, monke
     assert ran == wanted
 
 
+def test_a_bias_takes_the_tiles_of_torch(unread, monkeypatch):
+    """Neither sums nor maxima of biased scores have kernels, whatever the scale."""
+    ran = record_runs(monkeypatch.setattr)
+    v, w, bias = (x.float().to(DEVICE) for x in (*embeddings(6, 6), torch.linspace(-1, 1, 6)))
+    a = torch.tensor([100.0], device=DEVICE)
+    found = []
+    for engine_name in ("triton", "dense"):
+        sim = Similarity(v, w, bias=(None, bias), engine=engine_name)
+        found.append(sim.both.logsumexp(a))
+    torch.testing.assert_close(*found)
+    assert not ran
+
+
 def test_the_bound_of_scores():
     v, w = torch.tensor([[3.0, 4.0], [1.0, 1.0]]), torch.tensor([[-6.0, -8.0], [0.0, 0.0]])
     for x, y, wanted in ((v, w, 50.0), (v, w[1:], 0.0)):
@@ -663,6 +711,18 @@ def test_totals_in_half_precision(name, shape, dtype, early, few_tiles, poisoned
         assert (got - exact).norm() <= 4 * rounding + 2e-3 * exact.norm() + 1e-6
     exact = wanted[1][2]
     assert (by_parameters - exact).norm() <= 5e-3 * exact.norm() + 1e-4
+
+
+@pytest.mark.parametrize("name", ["mean of hinges", "sum of hinges"])
+def test_totals_of_many_positives(name, early, multiplying, few_tiles, poisoned, monkeypatch):
+    monkeypatch.setattr(engine, "SLOTS", 2)
+    n, m, kind = SHAPES["five captions"]
+    (v, w), ids = embeddings(n, m), make_ids(kind, n, m)
+    wanted = evaluate_total(TOTALS[name], v, w, ids, "reference")
+    found = of_triton(TOTALS[name], v, w, ids, torch.float32)
+    assert early
+    for got, exact in zip(found, [wanted[0][0][0], *wanted[1]], strict=True):
+        assert (got - exact).norm() <= 3e-5 * exact.norm() + 2e-6
 
 
 def test_a_total_with_ignored_ids(early, few_tiles, poisoned):
@@ -1172,6 +1232,33 @@ def test_memory_beside_inputs_and_gradients(n, m, d, dtype, with_ids, as_on_a_gp
     assert 0 < peak.bytes - gradients <= 256 * 2**20, (peak.bytes - gradients) / 2**20
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
+@pytest.mark.parametrize("slots", [5, 16, 17, 64, 819])
+@pytest.mark.parametrize("asked", ["sums", "a total"])
+def test_memory_of_many_positives(asked, slots, as_on_a_gpu):
+    """Sums of tiles take at most 256 MiB with the panel, however many positives an anchor has.
+
+    The held float32 sums of the embeddings' gradients and the gradient of the shifts are outputs.
+    """
+    n, d = 8192, 512
+    sides = [Side(meta(n, d, dtype=torch.bfloat16), None, None, None) for _ in range(2)]
+    inputs = Inputs(*sides, None)
+    shift = meta(slots, 2 * n, dtype=torch.float32)
+    pairs = Pairs((n, n), (None, None), shift.device)
+    question = Question(pairs, (0, 1), (terms.excess,), shift=shift)
+    grad = meta(2 * n, dtype=torch.float32)
+    needs = tiled.Needs(True, True, False, False, shift=True)
+    outputs = 2 * n * d * 4 + shift.nbytes
+    if slots > engine.SLOTS:
+        outputs *= 2  # until the gradients of the shifts are joined
+    with Peak(shift, grad, *[side.x for side in sides]) as peak:
+        if asked == "sums":
+            engine.gradients(question, inputs, grad, needs, None)
+        else:
+            engine.total(question, inputs, grad, needs)
+    assert shift.nbytes < peak.bytes <= outputs + 256 * 2**20, peak.bytes / 2**20
+
+
 class Work:
     """Counter of the FLOPs of the products of kernels and of cuBLAS, on the meta device.
 
@@ -1385,6 +1472,12 @@ FORMS = {
     "maximum": {"terms": (), "gradients": trial.Trained()},
     "softplus": {"terms": (terms.softplus,), "shift": "one", "scale": "one", "gradients": LEARNT},
     "excess": {"terms": (terms.excess,), "slots": 2, "shift": "each", "sides": (1,)},
+    "many shifts": {
+        "terms": (terms.excess,),
+        "slots": 17,
+        "shift": "each",
+        "gradients": trial.Trained(torch.float32, torch.float32, shift=True),
+    },
     "moments": {"terms": (terms.identity, terms.square), "over": "all"},
     "a total": {"terms": (terms.softplus,), "shift": "one", "scale": "one", "weights": "one"},
     "a weighted total": {"terms": (terms.excess,), "weights": "each", "listed": "none"},

@@ -459,7 +459,8 @@ def _slopes(
     cols,
     values,
     grad,  # PerAnchor (K, A)
-    out,  # (L + 1, parts, anchors): L slots of the shift, then the scale, or the terms with TOTAL
+    out,  # (L + 1, parts, anchors): L slots of the shift with GRAD_SHIFT, else none; then the
+    # scale, or the terms with TOTAL
     AXIS: tl.constexpr,
     FORM: tl.constexpr,
     C: tl.constexpr,
@@ -470,6 +471,7 @@ def _slopes(
     """
     axis = rows if AXIS == 1 else cols
     candidates = cols if AXIS == 1 else rows
+    last = values.slots if C.GRAD_SHIFT else 0
     by_scale = tl.zeros_like(s)
     summed = tl.zeros_like(s)
     for slot in range(values.slots):
@@ -489,10 +491,10 @@ def _slopes(
             summed += _within(value, s, values, axis, AXIS, C)
     if C.TOTAL:
         summed = _masked(summed, rows, cols, True, C)
-        _store_partial(out, values.slots, summed, axis, candidates, AXIS, C)
+        _store_partial(out, last, summed, axis, candidates, AXIS, C)
     if C.GRAD_SCALE:
         by_scale = _masked(by_scale, rows, cols, True, C)
-        _store_partial(out, values.slots, by_scale, axis, candidates, AXIS, C)
+        _store_partial(out, last, by_scale, axis, candidates, AXIS, C)
     return total
 
 

@@ -49,7 +49,7 @@ class Form(NamedTuple):
     shift: Kind
     below: Kind
     above: Kind
-    slots: int  # 2 stands for any number of shifts above 1
+    slots: int  # shifts: 1, 2 for some, or one more than are summed along with a panel
     attempt: Kind  # the shift of an attempt before; of maxima "one" if the device may skip them
     listed: Listing  # positive pairs whose scores come along
     gradients: Trained
@@ -115,12 +115,19 @@ def form_of(
         shift=kind_of(question.shift),
         below=kind_of(question.below),
         above=kind_of(question.above),
-        slots=min(question.slots, 2),
+        slots=slots_of(question),
         attempt="none" if question.attempt is None else kind_of(question.attempt.shift),
         listed=listed,
         gradients=gradients,
         weights=kind_of(weights),
     )
+
+
+def slots_of(question: Question) -> int:
+    """Return a number of shifts that need the same kernels as a question's."""
+    if question.slots > triton.SLOTS:
+        return triton.SLOTS + 1
+    return min(question.slots, 2)
 
 
 def form_of_maximum(question: Question, inputs: Inputs) -> Form:
@@ -308,7 +315,7 @@ def example(form: Form) -> tuple[Question, Inputs]:
     scale = example_of_value(form.scale, 20.0, anchors)
     shift = example_of_value(form.shift, -0.5, anchors)
     if form.slots > 1 and isinstance(shift, Tensor):
-        shift = torch.stack([shift, 2 * shift])
+        shift = torch.stack([shift * (1 + slot) for slot in range(form.slots)])
     assert scale is not None
     attempt = None
     condition = None

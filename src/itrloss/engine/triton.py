@@ -12,6 +12,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,9 @@ MANY = 2**21  # scores from which there are enough large tiles
 READING_TILE = TileConfig(64, 64, 64, parts=1, num_warps=4, num_stages=3)
 BLOCK_ROWS = 4096  # rows of a block: products of so many have enough tiles for all multiprocessors
 BLOCK = 2**28  # scores of a block at most; sums of its tiles, until they are added up, take 40 MiB
+# Shifts of an anchor whose gradients are summed along with a panel: as many planes of sums of tiles.
+# With 16 they take 89 MB for a panel of 4096 x 8192 scores.
+SLOTS = 16
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
 HELD_SHARE = 64  # the part of a device's memory that float32 sums of gradients may take: 1/64
 HELD_AT_LEAST = 2**27  # bytes of them on any device
@@ -142,6 +146,7 @@ class GradientKernel:
         self.run = run
         #: Writes in place of this one where the question's condition is not met.
         self.fallback: GradientKernel | None = None
+        self.grad_of_sums = grad
         self.grad = per_anchor(grad.view(run.config.WIDTH, -1), run.device)
         #: The one scale of all scores, by which vectors' gradients are multiplied at the end.
         self.factor: Tensor | None = None
@@ -152,17 +157,21 @@ class GradientKernel:
         self.config = run.config._replace(
             TIMES_SCALE=self.factor is None,
             GRAD_SCALE=needs.scale and self.factor is None,
-            GRAD_SHIFT=needs.shift,
+            GRAD_SHIFT=needs.shift and run.question.slots <= SLOTS,
             TOTAL=with_total,
         )
+        #: Sums of tiles: a plane for each slot of the shift that gets a gradient, then one for the
+        #: scale or for the terms.
+        self.planes = 1
+        if self.config.GRAD_SHIFT:
+            self.planes += run.question.slots
         self.total: AnchorTotals | None = None
         if self.config.GRAD_SCALE or self.config.GRAD_SHIFT or with_total:
-            # A plane for each slot of the shift, then one for the scale or for the terms. If one
-            # evaluation serves both sides, they are summed by row alone.
+            # If one evaluation serves both sides, they are summed by row alone.
             sides = run.question.sides
             if run.config.SHARED:
                 sides = sides[:1]
-            self.total = AnchorTotals(run, run.question.slots + 1, sides, SUM)
+            self.total = AnchorTotals(run, self.planes, sides, SUM)
 
     def write(self, places: Places, panel: kernels.Panel) -> None:
         """Write the gradient of a block's inner products to a panel, if there is one."""
@@ -196,8 +205,29 @@ class GradientKernel:
 
     def of_shift(self) -> Tensor:
         """Return the gradient of the shift."""
+        if self.run.question.slots > SLOTS:
+            return gradient_of_many_shifts(self.run, self.grad_of_sums)
         assert self.total is not None
         return of_value(self.run.question.shift, self.total.values[:-1])
+
+
+def gradient_of_many_shifts(run: Pass, grad: Tensor) -> Tensor:
+    """Return the gradient of shifts (L, A) by one visit of the scores for each `SLOTS` of them.
+
+    Along with the panels, L planes of sums of tiles would take 4.3 GB in place of 0.2 for the 819
+    positives of an anchor that 8192 pairs have in 10 classes (pytest tests/test_triton.py -k
+    many_positives).
+    """
+    shifts = run.question.shift
+    assert isinstance(shifts, Tensor)
+    only_shift = Needs(False, False, False, False, shift=True)
+    found: list[Tensor] = []
+    for some in shifts.split(SLOTS):
+        kernel = GradientKernel(run.asking(replace(run.question, shift=some)), grad, only_shift)
+        with torch.cuda.device_of(run.inputs.like):
+            score_gradient(kernel, only_shift, None)
+        found.append(kernel.of_shift())
+    return torch.cat(found)
 
 
 def of_value(value: Value | None, parts: Tensor) -> Tensor:
@@ -217,7 +247,7 @@ def score_gradient(
     panel = kernels.Panel()
     if needs.scores:
         out = torch.empty(run.shape, dtype=torch.float32, device=run.device)
-    for places in run.blocks():
+    for places in run.blocks(kernel.planes):
         if out is not None:
             panel = part_of(out, places)
         kernel.write(places, panel)
@@ -575,12 +605,12 @@ class Pass:
             None if condition is None else condition.flag,
         )
 
-    def blocks(self) -> Iterator[Places]:
-        """Yield the rows and columns of blocks."""
+    def blocks(self, planes: int = 1) -> Iterator[Places]:
+        """Yield the rows and columns of blocks, smaller ones for more planes of sums of tiles."""
         n, m = self.shape
-        size = BLOCK
+        size = BLOCK // planes
         if self.matrix is None and not self.fused:  # cuBLAS multiplies, panel by panel
-            size = self.panel_size
+            size = min(size, self.panel_size)
         height = min(BLOCK_ROWS, whole_tiles(n + 127))
         for rows in spans(n, height):
             for cols in spans(m, whole_tiles(size // height)):
