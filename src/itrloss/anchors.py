@@ -16,7 +16,7 @@ from .distributed.collectives import largest
 from .distributed.shards import Exchange, Shard, Share
 from .engine.matrix import Matrix
 from .engine.pairs import Over, segment_sum, slots
-from .engine.question import Attempt, Condition, Question, Value, affine, has_each
+from .engine.question import Attempt, Condition, Question, Value, affine, has_each, joined
 from .engine.terms import (
     Function,
     Term,
@@ -143,6 +143,7 @@ class Anchors:
         if self._blocks[0].groups != tuple(range(len(groups))):
             self._has_one_block = False
         self._index: Tensor | None = None  # (P,) anchors of the positive pairs
+        self._known_counts: dict[bool, Tensor] = {}  # (A,) numbers of positives (True), negatives
         firsts = [group[0] for group in groups]
         self.dtype = firsts[0].matrix.dtype
         self.device = firsts[0].matrix.device
@@ -303,7 +304,7 @@ class Anchors:
         if not has_each(x) or self._has_one_block:
             return x
         parts = x.split_with_sizes(self.whole_sizes, -1)
-        return torch.cat([parts[g] for g in block.groups], -1)
+        return joined([parts[g] for g in block.groups], -1)
 
     def _others(self, guide: Anchors | None) -> list[Matrix | None]:
         """Return, for each block, the guide's matrix with the scores of the same pairs."""
@@ -337,8 +338,10 @@ class Anchors:
             return answers[0]
         parts: list[list[Tensor]] = [[] for _ in self.whole_sizes]
         for block, answer in zip(self._blocks, answers, strict=True):
-            sizes = [self.whole_sizes[g] for g in block.groups]
-            for g, part in zip(block.groups, answer.split(sizes, -1), strict=True):
+            of_groups = [answer]
+            if len(block.groups) > 1:
+                of_groups = answer.split([self.whole_sizes[g] for g in block.groups], -1)
+            for g, part in zip(block.groups, of_groups, strict=True):
                 parts[g].append(part)
         return torch.cat([functools.reduce(join, of_group) for of_group in parts], -1)
 
@@ -355,15 +358,22 @@ class Anchors:
         return self._counts(positive=False)
 
     def _counts(self, positive: bool) -> Tensor:
+        """Return the (A,) numbers of positives, or of negatives; counted once."""
+        if positive in self._known_counts:
+            return self._known_counts[positive]
         answers = []
         for block in self._blocks:
             own = []
             for side in block.sides:
                 positives, negatives = block.matrix.pairs.counts(side)
                 own.append(positives if positive else negatives)
-            answers.append(torch.cat(own))
+            answers.append(joined(own))
         counts = self._joined(answers, torch.add)
-        return counts if self.exchange is None else self.exchange.counts(counts, positive)
+        if self.exchange is not None:
+            counts = self.exchange.counts(counts, positive)
+        if may_keep():
+            self._known_counts[positive] = counts
+        return counts
 
     # ------------------------------------------------------------------------------ log-sum-exp
 
@@ -512,28 +522,40 @@ class Anchors:
 
     def mean_std(self) -> MeanStd:
         """Return the (A,) means and population standard deviations of each anchor's negatives."""
-        centre = self._centre()
+        shift, first, std = self._moments()
+        mean = first - shift
+        if not self._complete:
+            mean = mean.masked_fill(self.negative_counts == 0, 0.0)
+        return MeanStd(mean, std)
+
+    def std(self) -> Tensor:
+        """Return the (A,) standard deviations of :meth:`mean_std`, without the means."""
+        return self._moments()[2]
+
+    def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return shifts (A,) that bring the negatives' means near 0, the shifted means, and the
+        standard deviations.
+        """
+        shift = self._shift_to_mean()
         count: Any = self.sizes[0] - 1
         if not self._complete or not self.of_one_size:
-            negatives = self.negative_counts
-            centre = centre.masked_fill(negatives == 0, 0.0)
-            count = negatives.clamp_min(1)
+            count = self.negative_counts.clamp_min(1)
         # About a number near the mean, no digits of the squares cancel.
-        first, second = self._sum((identity, square), shift=-centre) / count
-        variance = second - first.square()
-        return MeanStd(centre + first, variance.clamp_min(1e-12).sqrt())
+        first, second = self._sum((identity, square), shift=shift) / count
+        variance = torch.addcmul(second, first, first, value=-1)
+        return shift, first, variance.clamp_min(1e-12).sqrt()
 
-    def _centre(self) -> Tensor:
-        """Return a number (A,) near the mean of each anchor's negatives, without a gradient."""
+    def _shift_to_mean(self) -> Tensor:
+        """Return about minus the mean (A,) of each anchor's negatives, without a gradient."""
         answers = [block.matrix.summed_scores(block.sides) for block in self._blocks]
         total = self._joined(answers, torch.add)
         if self.exchange is not None:
             total = self.exchange.merged(total)
         numbers = self._candidates()
         if all(number == numbers[0] for number in numbers):
-            return total / numbers[0]
+            return total / -numbers[0]
         parts = zip(self.split(total), numbers, strict=True)
-        return torch.cat([part / number for part, number in parts])
+        return torch.cat([part / -number for part, number in parts])
 
     def _candidates(self) -> list[int]:
         """Return the number of candidates of each group's anchors."""
@@ -874,7 +896,7 @@ class Anchors:
         if valid is None:
             valid = self.valid()
         if valid is not None:
-            values = torch.where(valid, values, 0.0)
+            values = values.masked_fill(~valid, 0.0)
         if reduction == "none":
             return self.existing(values)
         if reduction == "sum":
@@ -883,11 +905,17 @@ class Anchors:
             return values.sum() / self.sizes[0]
         if valid is None:
             valid = torch.ones_like(values, dtype=torch.bool)
-        sums = torch.stack([x.sum() for x in self.split(values)])
-        counts = torch.stack([x.sum() for x in self.split(valid)]).to(sums.dtype)
+        sums = self._group_sums(values)
+        counts = self._group_sums(valid)
         if self.exchange is not None:  # sums and numbers in one exchange
-            sums, counts = self.total(torch.stack([sums, counts]))
+            sums, counts = self.total(torch.stack([sums, counts.to(sums.dtype)]))
         return (sums / counts.clamp_min(1)).sum()
+
+    def _group_sums(self, x: Tensor) -> Tensor:
+        """Return the (G,) sums of ``x`` (A,) over each group."""
+        if self.of_one_size:
+            return x.unflatten(0, (len(self.sizes), -1)).sum(1)
+        return torch.stack([part.sum() for part in self.split(x)])
 
     def _weights(self, reduction: Literal["mean", "sum"]) -> Value:
         """Return the weights, (A,) or one number, with which :meth:`reduce` adds up values."""
@@ -911,8 +939,8 @@ class Anchors:
         valid = self.valid()
         if self.one_to_one or valid is None:
             return sums
-        anchors = torch.stack([x.sum() for x in self.split(valid)])
-        pairs = torch.stack([x.sum() for x in self.split(self.positive_counts * valid)])
+        anchors = self._group_sums(valid)
+        pairs = self._group_sums(self.positive_counts * valid)
         anchors, pairs = self.total(torch.stack([anchors, pairs])).clamp_min(1)
         parts = []
         for x, anchor_count, pair_count in zip(self.split(sums), anchors, pairs, strict=True):
@@ -940,6 +968,14 @@ class Anchors:
         if self.exchange is not None:
             return self.exchange.group_amax(x)
         return [part.amax() for part in self.split(x)]
+
+    def over_group_amax(self, x: Tensor) -> Tensor:
+        """Return ``x`` (A,) divided by the largest value of each group; see :meth:`group_amax`."""
+        if self.exchange is None and self.of_one_size:
+            by_group = x.unflatten(0, (len(self.sizes), -1))
+            return (by_group / by_group.amax(1, keepdim=True)).flatten()
+        parts = zip(self.split(x), self.group_amax(x), strict=True)
+        return torch.cat([part / top for part, top in parts])
 
     def existing(self, values: Tensor) -> tuple[Tensor, ...]:
         """Return the parts of values (A,) of each group, without the padding of a shared batch."""
@@ -969,7 +1005,9 @@ def shifted_log(total: Tensor, shift: Value, never_empty: bool) -> Tensor:
     if never_empty:
         return total.log() + shift if shift else total.log()
     empty = total == 0
-    log = total.masked_fill(empty, 1.0).log() + shift
+    log = total.masked_fill(empty, 1.0).log()
+    if isinstance(shift, Tensor) or shift != 0.0:
+        log = log + shift
     return log.masked_fill(empty, -math.inf)
 
 

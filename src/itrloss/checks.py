@@ -254,7 +254,10 @@ def ids_of_both(
     if are_strings(row_ids) != are_strings(col_ids):
         expected = f"strings beside strings in {names.row_ids}, integers beside integers"
         raise TypeError(f"{names.col_ids}: expected {expected}")
-    return as_ids(names.row_ids, row_ids, n, device), as_ids(names.col_ids, col_ids, m, device)
+    rows = as_ids(names.row_ids, row_ids, n, device)
+    if col_ids is row_ids and n == m:
+        return rows, rows  # what is computed of one serves both
+    return rows, as_ids(names.col_ids, col_ids, m, device)
 
 
 def as_value(

@@ -53,7 +53,7 @@ def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
     row. Differentiable. For the columns pass ``sim.T``; for both ``sim.both``, where each side is
     divided by its own maximum.
     """
-    return _diversity(sim, "std", epsilon)
+    return _diversity([sim], "std", epsilon)
 
 
 def entropy_diversity(sim: Anchors, epsilon: float = 0.1, temperature: float = 1.0) -> Tensor:
@@ -65,28 +65,37 @@ def entropy_diversity(sim: Anchors, epsilon: float = 0.1, temperature: float = 1
     temperature 1, with 128 candidates, H is within about 2 % of log2 128 and every score
     practically 1. One of the order of the scores' spread is informative.
     """
-    return _diversity(sim, "entropy", epsilon, temperature)
+    return _diversity([sim], "entropy", epsilon, temperature)
 
 
 def _diversity(
-    anchors: Anchors,
+    several: Sequence[Anchors],
     kind: Diversity,
     epsilon: float,
     temperature: float = 1.0,
     detached: bool = False,
 ) -> Tensor:
-    """Return the (A,) diversity of each anchor's negatives, at most 1 in each group."""
-    _check_similarity("sim", anchors)
+    """Return the (A,) diversity of each anchor's negatives, at most 1 in each group.
+
+    ``several``: the same anchors with the candidates over which diversities are averaged.
+    """
+    for anchors in several:
+        _check_similarity("sim", anchors)
     one_of("diversity", kind, "std", "entropy", None)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
-        if kind == "std":
-            spread = anchors.mean_std().std
-        else:
-            spread = anchors.entropy(temperature).clamp_min(1e-6)
-        raw = torch.exp(-epsilon / spread) + 1
-        tops = anchors.group_amax(raw)
-        parts = zip(anchors.split(raw), tops, strict=True)
-        return torch.cat([part / top for part, top in parts])
+        together = several[0] if len(several) == 1 else Anchors.together(*several)
+        spread = _spread(together, kind, temperature)
+        diversity = together.over_group_amax(torch.exp(-epsilon / spread) + 1)
+        if len(several) == 1:
+            return diversity
+        return diversity.view(len(several), -1).mean(0)
+
+
+def _spread(anchors: Anchors, kind: Diversity, temperature: float) -> Tensor:
+    """Return the (A,) standard deviations of each anchor's negatives, or their entropies."""
+    if kind == "std":
+        return anchors.std()
+    return anchors.entropy(temperature).clamp_min(1e-6)
 
 
 def diversity_contrastive_loss(  # noqa: PLR0913 (the options of the module)
@@ -116,19 +125,19 @@ def diversity_contrastive_loss(  # noqa: PLR0913 (the options of the module)
     at_most = None
     if diversity is not None and not isinstance(diversity, Tensor):
         settings = diversity, epsilon, entropy_temperature, detach_diversity
-        several = [_diversity(x, *settings) for x in diversity_of or (anchors,)]
-        diversity = several[0] if len(several) == 1 else torch.stack(several).mean(0)
+        diversity = _diversity(diversity_of or [anchors], *settings)
         if epsilon >= 0:  # then a diversity is in [1/2, 1]
             at_most = 2 / temperature
     scale: Any = 1 / temperature
     if diversity is not None:
         scale = (temperature * diversity).reciprocal()
     negatives = anchors.logsumexp(scale, at_most=at_most)
-    repulsion = F.softplus(negatives - scale * margin, threshold=LINEAR_SOFTPLUS)
+    exponents = torch.sub(negatives, scale, alpha=margin)
+    repulsion = F.softplus(exponents, threshold=LINEAR_SOFTPLUS)
     own = anchors if positives is None else positives
     attraction = own.mean_of_positives(ATTRACTIONS[positive])
     weight = temperature if positive_weight == "paper" else float(positive_weight)
-    values = temperature * repulsion - weight * attraction
+    values = torch.sub(temperature * repulsion, attraction, alpha=weight)
     if positives is None:
         return anchors.reduce(values, reduction)
     valid = negatives != -torch.inf

@@ -228,7 +228,9 @@ class OnlineKMeans(WholeState):
         """
         batch = x.shape[0]
         # As many sums as there are points or clusters, so that nothing depends on the data and has
-        # to synchronise.
+        # to synchronise. With sums of all clusters alone, an update took 67 ms in place of 23
+        # (python -m timeit -p -s "import torch, itrloss; means = itrloss.OnlineKMeans(10000, 512)"
+        # -s "x = torch.randn(128, 512)" "means.update(x)").
         if batch >= self.clusters:
             group = ids
             which = torch.arange(self.clusters, device=x.device)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from . import dense, tiled
+from . import dense, moments, tiled
 from .inputs import Inputs, Side, taken, whole_scores
 from .pair_scores import Index, ListedPairs, pair_scores
 from .question import Question, Value, is_trained
@@ -97,6 +97,7 @@ class Request:
     #: (1,) or (A,): the sums are added with these weights to one number, by Triton. None: they are
     #: requested one by one.
     weights: Tensor | None = None
+    moments: bool = False  # whether the sums are computed without the scores
 
 
 def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
@@ -111,6 +112,8 @@ def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
 
 def sums_of(request: Request, question: Question) -> Tensor:
     """Return the sums (A,) of a request's question, by Triton if it has kernels that work."""
+    if request.moments:
+        return moments.sums(question, request.inputs)
     if request.form is not None:
         from . import trial, triton
 
@@ -285,6 +288,8 @@ def first_derivatives(
         if question is None or grad_sums is None:
             assert listed is not None
             return tiled.pair_gradients(inputs, needs, listed)
+        if request.moments:
+            return moments.gradients(question, inputs, grad_sums, needs, listed)
         if request.form is not None:
             from . import trial, triton
 

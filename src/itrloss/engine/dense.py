@@ -11,8 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .pairs import EVERYTHING
-from .question import Question, Value, affine, has_each
+from .question import Question, Value, affine, has_each, joined
 
 
 class SideQuestion:
@@ -76,7 +75,7 @@ class SideQuestion:
     def mask(self) -> Tensor | None:
         """Return the bool mask (A, C) of candidates that do not count; None if all do."""
         question = self.question
-        mask = question.pairs.excluded(question.over, EVERYTHING, EVERYTHING)
+        mask = question.pairs.all_excluded(question.over)
         if mask is not None:
             mask = self.turned(mask.expand(question.pairs.shape))
         if not question.limited:
@@ -109,7 +108,10 @@ class SideQuestion:
         scale = self.column(self.question.scale)
         found: list[Tensor] = []
         for shift in self.shifts():
-            values = self.values_of(affine(self.scores, scale, shift))
+            z = self.scores
+            if shift is not None or not isinstance(scale, float) or scale != 1.0:
+                z = affine(self.scores, scale, shift)
+            values = self.values_of(z)
             if found:
                 values = [a + b for a, b in zip(found, values, strict=True)]
             found = values
@@ -120,6 +122,8 @@ class SideQuestion:
         first, *others = self.question.terms
         if first.zero is not None and all(term.zero == first.zero for term in others):
             z = self.exclude(z, first.zero)
+            if z is self.scores:
+                z = z.clone()
             of_others = [term(z) for term in others]  # of copies, as the first may overwrite z
             return [first.value(z), *of_others]
         found = []
@@ -133,11 +137,6 @@ class SideQuestion:
 def either(mask: Tensor | None, other: Tensor) -> Tensor:
     """Return where one of two masks is true."""
     return other if mask is None else mask | other
-
-
-def joined(parts: list[Tensor]) -> Tensor:
-    """Return the concatenation of the sides' values."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def by_side(question: Question, scores: Tensor, other: Tensor | None = None) -> list[SideQuestion]:

@@ -12,17 +12,24 @@ import torch
 from torch import Tensor
 
 from ..checks import one_of
-from . import dense, devices, tiled
+from . import dense, devices, moments, tiled
 from .autograd import AllScores, Request, Targets, ask, pairs_of, plain_pair_scores, plain_product
 from .class_sums import positive_sums
 from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
 from .pairs import Pairs, segment_sum
-from .products import matmul
-from .question import Question, Value, is_trained
+from .products import full_float32, matmul, rounds_float32
+from .question import Question, Value, is_trained, joined
 from .terms import identity
 from .tiled import Best
-from .vectors import Embeddings, full_precision, host_may_read, may_keep
+from .vectors import (
+    Embeddings,
+    autocast_dtype,
+    full_precision,
+    host_may_read,
+    inverse_norms,
+    may_keep,
+)
 
 if TYPE_CHECKING:
     from .trial import Form
@@ -74,7 +81,8 @@ def choose_automatically(numel: int, budget: int, x: Tensor) -> str:
     may_hold = numel * itemsize <= budget
     if torch.compiler.is_compiling():  # the compiler fuses what plain PyTorch does with a matrix
         return "dense" if may_hold else "tiled"
-    if may_hold and numel <= DENSE_UP_TO:
+    up_to = DENSE_UP_TO if x.device.type == "cpu" else TRITON_FROM
+    if may_hold and numel <= up_to:
         return "dense"
     if x.device.type != "cuda" or x.dtype == torch.float64 or numel <= TRITON_FROM:
         return "tiled"
@@ -96,6 +104,9 @@ class Matrix:
         budget: int,  # bytes of scores that may be kept
         bias: Bias = (None, None),
     ):
+        if engine == "triton" and bias == (None, None):
+            rows = as_multiplied(rows)
+            cols = as_multiplied(cols)
         self.embeddings: tuple[Embeddings, Embeddings] | None = (rows, cols)
         self.given: Embeddings | None = None  # (N, M) precomputed scores
         self.bias = tuple(None if b is None else b.to(rows.dtype) for b in bias)
@@ -145,10 +156,14 @@ class Matrix:
             twin.strict = self.strict
             return twin
         rows, cols = self.embeddings
-        if self.keeps and may_keep():
+        if self.keeps and may_keep() and not rounds_float32(self.device):
             self.inputs()  # which forms the scores
         bias = tuple(None if b is None else b.detach() for b in self.bias)
         twin = Matrix(rows.detach(), cols.detach(), self.pairs, self.engine, 0, bias)  # type: ignore[arg-type]
+        twin.embeddings = (
+            rows.detach(),
+            cols.detach(),
+        )  # as rounded here, whatever autocast says now
         twin.keeps = self.keeps
         twin.in_graph = self.in_graph
         twin.bounded = self.bounded
@@ -203,9 +218,9 @@ class Matrix:
         """
         if self.embeddings is None or (torch.compiler.is_compiling() and self.engine == "dense"):
             return Inputs(NO_SIDE, NO_SIDE, self.graph_scores().detach())
-        rows, cols = self.embeddings
+        rows, _ = self.embeddings
         if not self.keeps or not may_keep():
-            return Inputs(self._side(rows, 0), self._side(cols, 1), None)
+            return self._inputs_without_scores()
         sides = self._kept_sides()
         if self._kept_scores is None and self.in_graph and self.embedding_targets().any_trained():
             self._kept_scores = self.graph_scores().detach()
@@ -213,6 +228,14 @@ class Matrix:
             with torch.no_grad(), full_precision(rows.x):
                 self._kept_scores = whole_scores(*sides)
         return Inputs(*sides, self._kept_scores)
+
+    def _inputs_without_scores(self) -> Inputs:
+        """Return the inputs of a pass over the vectors alone."""
+        assert self.embeddings is not None
+        rows, cols = self.embeddings
+        if self.keeps and may_keep():
+            return Inputs(*self._kept_sides(), None)
+        return Inputs(self._side(rows, 0), self._side(cols, 1), None)
 
     def _side(self, embeddings: Embeddings, side: int) -> Side:
         return Side(embeddings.x, embeddings.inverse_norms(), None, self.bias[side])
@@ -238,7 +261,7 @@ class Matrix:
             return Targets(scores=self.graph_scores())
         rows, cols = self.embeddings
         if self.engine == "dense":  # all questions meet in the scores, which rounds once, too
-            return Targets(rows.x, cols.x, *self.bias)
+            return Targets(rows.target, cols.target, *self.bias)
         return Targets(rows.gradient_target(), cols.gradient_target(), *self.bias)
 
     def graph_scores(self) -> Tensor:
@@ -260,19 +283,36 @@ class Matrix:
         rows, cols = self.embeddings
         if torch.compiler.is_compiling():
             return plain_product(rows.differentiable(), cols.differentiable(), *self.bias)
-        inputs = Inputs(*self._kept_sides(), None)
-        return AllScores.apply(*self.embedding_targets()[:4], inputs)  # type: ignore[return-value]
+        # Their gradient goes to the unit vectors, whose other matrices add theirs before all of it
+        # goes back to the embeddings at once: 12 launches less of M-DCL (python -m
+        # benchmarks.launches, with and without).
+        units = Targets(rows.differentiable(), cols.differentiable(), *self.bias)
+        return AllScores.apply(*units[:4], self._plain_inputs())  # type: ignore[return-value]
 
     def scores(self) -> Tensor:
         """Return the (N, M) scores, with their graph if they are trained; not to be modified."""
         trained = torch.is_grad_enabled() and self.embedding_targets().any_trained()
         if trained or self.embeddings is None:
             return self.graph_scores()
-        inputs = self.inputs()
+        inputs = self._exact_inputs()
         if inputs.scores is not None:
             return inputs.scores
-        with torch.no_grad(), full_precision(inputs.like):
+        with torch.no_grad(), full_precision(inputs.like), full_float32(self.device):
             return whole_scores(inputs.rows, inputs.cols)
+
+    def _exact_inputs(self) -> Inputs:
+        """Return the inputs of scores without a gradient: no setting for training rounds them."""
+        if self.embeddings is None:
+            return self.inputs()
+        is_rounded = any(vectors.x is not vectors.given for vectors in self.embeddings)
+        if not is_rounded and not rounds_float32(self.device):
+            return self.inputs()
+        sides: list[Side] = []
+        for vectors, bias in zip(self.embeddings, self.bias, strict=True):
+            with torch.no_grad():
+                inv = inverse_norms(vectors.given) if vectors.normalize else None
+            sides.append(Side(vectors.given, inv, None, bias))
+        return Inputs(sides[0], sides[1], None)
 
     # ------------------------------------------------------------------------------------ answers
 
@@ -285,7 +325,8 @@ class Matrix:
         if self.engine == "dense":
             other = None if guide is None else guide.scores().detach().to(self.dtype)
             return dense.sums(question, self.graph_scores(), other)
-        inputs = self.inputs()
+        by_moments = guide is None and self._has_gain_by_moments(question)
+        inputs = self._inputs_without_scores() if by_moments else self.inputs()
         pairs = self._positives_along(question)
         request = Request(
             question=question,
@@ -294,6 +335,7 @@ class Matrix:
             pairs=pairs,
             form=self._form(question, inputs, pairs) if guide is None else None,
             strict=self.strict,
+            moments=by_moments,
         )
         return self._asked(request)
 
@@ -304,6 +346,18 @@ class Matrix:
             self._positive_scores = positives
         assert sums is not None
         return sums
+
+    def _has_gain_by_moments(self, question: Question) -> bool:
+        """Return whether sums of scores and of squares are best computed without the scores.
+
+        They are in float64, which CPUs multiply half as fast as float32, and most GPUs far slower.
+        """
+        if self.embeddings is None or self.in_graph or self.bias != (None, None):
+            return False
+        if self.device.type != "cpu" or self.dtype == torch.float64:
+            return False
+        dim = self.embeddings[0].x.shape[1]
+        return moments.answers(question) and moments.has_gain(question, dim, self.keeps)
 
     def weighted_sum(self, question: Question, weights: Value) -> Tensor:
         """Return the () total of a question's sums, times weights without a gradient."""
@@ -452,21 +506,25 @@ class Matrix:
         """
         self.check_unchanged()
         with torch.no_grad():
-            if self.embeddings is None:  # precomputed scores may be infinite at positives
+            # Precomputed scores may be infinite at positives; those of a small matrix are at hand,
+            # and a mask launches less than sums of positives do.
+            compiling = torch.compiler.is_compiling()
+            masks = self.in_graph and not self.pairs.one_to_one and not compiling
+            if self.embeddings is None or masks:
                 sums = self.sums(Question(self.pairs, sides, (identity,)))
                 parts = sums.split([self.shape[side] for side in sides])
-                return torch.cat(
+                return joined(
                     [self._rescaled(x, side) for x, side in zip(parts, sides, strict=True)]
                 )
             inputs = self.inputs()
             with full_precision(inputs.like):
                 sums = {side: tiled.summed_scores(inputs, side) for side in sides}
                 # One positive hardly moves a mean, but several may score far from the negatives.
-                if not self.pairs.one_to_one and not torch.compiler.is_compiling():
+                if not self.pairs.one_to_one and not compiling:
                     for side, total in sums.items():
                         positives = self._positives_of_side(inputs, side)
                         sums[side] = self._rescaled(total - positives, side)
-                return torch.cat(list(sums.values()))
+                return joined(list(sums.values()))
 
     def _positives_of_side(self, inputs: Inputs, side: int) -> Tensor:
         """Return the sums (A,) of the scores of each anchor's positives, without a gradient."""
@@ -600,7 +658,7 @@ class Matrix:
         ``size``: the number of scores of a block at most.
         """
         self.check_unchanged()
-        inputs = self.inputs()
+        inputs = self._exact_inputs()
         n = self.shape[side]
         m = self.shape[1 - side]
         if size is None:  # half-precision embeddings are converted anew for each block
@@ -609,10 +667,22 @@ class Matrix:
         for part in even_chunks(n, max(1, size // m)):
             if inputs.scores is not None:
                 whole = inputs.scores.T if side else inputs.scores
-                yield part, whole[part].clone(memory_format=torch.contiguous_format)
+                block = whole[part].clone(memory_format=torch.contiguous_format)
             else:
-                with torch.no_grad(), full_precision(inputs.like):
-                    yield part, block_of_scores(inputs, side, part)
+                with torch.no_grad(), full_precision(inputs.like), full_float32(self.device):
+                    block = block_of_scores(inputs, side, part)
+            yield part, block
+
+
+def as_multiplied(vectors: Embeddings) -> Embeddings:
+    """Return vectors in the dtype in which Triton's kernels multiply them.
+
+    They multiply half precision, and leave float32 to cuBLAS. So they get float32 vectors in
+    autocast's dtype, if it is on. Other engines multiply all in float32, and would gain nothing
+    from rounding.
+    """
+    dtype = autocast_dtype(vectors.x)
+    return vectors if dtype is None else vectors.rounded(dtype)
 
 
 def block_of_scores(inputs: Inputs, side: int, part: slice) -> Tensor:

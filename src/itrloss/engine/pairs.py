@@ -15,6 +15,7 @@ from .vectors import host_may_read, may_keep
 IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist: it matches nothing
 
 EVERYTHING = slice(None)
+KEPT_MASK = 2**20  # pairs of a mask that is kept, at most
 
 # Positives of an anchor up to which pairs are listed. Each listed pair takes copies of two vectors,
 # and on a GPU those of an anchor are added one after the other. Of 2048 pairs in 10 classes,
@@ -64,7 +65,9 @@ class Pairs:
             self.ids = rows.contiguous(), cols.contiguous()
         #: (N,) and (M,) bool: rows and columns with IGNORE_ID; None where there certainly are none.
         self.ignored: tuple[Tensor | None, Tensor | None]
-        self.ignored = ignored_mask(self.ids[0]), ignored_mask(self.ids[1])
+        row_ignored = ignored_mask(self.ids[0])
+        same = self.ids[0] is self.ids[1]
+        self.ignored = row_ignored, row_ignored if same else ignored_mask(self.ids[1])
         self._cache: dict[Any, Any] = {}
 
     @property
@@ -91,6 +94,8 @@ class Pairs:
 
     def counts(self, side: int) -> tuple[Tensor, Tensor]:
         """Return the (A,) int64 numbers of positives and of negatives of each row (0) or column."""
+        if self.ids[0] is self.ids[1] and self.shape[0] == self.shape[1]:
+            side = 0
         return self._cached(("counts", side), lambda: self._counts(side))
 
     def _counts(self, side: int) -> tuple[Tensor, Tensor]:
@@ -201,6 +206,15 @@ class Pairs:
         return places
 
     # ------------------------------------------------------------------------------------ masking
+
+    def all_excluded(self, over: Over) -> Tensor | None:
+        """Return the (N, M) bool mask of the pairs that a sum leaves out, to be read only.
+
+        That of a small matrix is kept for the next question: it takes three launches.
+        """
+        if self.shape[0] * self.shape[1] > KEPT_MASK:
+            return self.excluded(over, EVERYTHING, EVERYTHING)
+        return self._cached(over, lambda: self.excluded(over, EVERYTHING, EVERYTHING))
 
     def excluded(self, over: Over, rows: slice, cols: slice) -> Tensor | None:
         """Return the (r, c) bool mask of the pairs that a sum leaves out; None: it has all."""

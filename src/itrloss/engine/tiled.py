@@ -17,7 +17,7 @@ from torch import Tensor
 from .inputs import Inputs, Side, Tile, tiles
 from .pair_scores import ListedPairs, add_pair_gradient
 from .products import add_matmul_, matmul
-from .question import ColumnsView, Question, RowsView, Value, View, has_each
+from .question import ColumnsView, Question, RowsView, Value, View, has_each, joined
 from .ranking import argmax
 from .vectors import chunks, project
 
@@ -381,7 +381,7 @@ class SideTotals:
 
     def of_sides(self, sides: tuple[int, ...]) -> Tensor:
         """Return the values (A,) of some sides."""
-        return torch.cat([self.totals[side].whole(self.inputs) for side in sides])
+        return joined([self.totals[side].whole(self.inputs) for side in sides])
 
 
 def summed_scores(inputs: Inputs, side: int) -> Tensor:

@@ -75,9 +75,9 @@ class RetrievalMetrics(Metric):
     ) -> None:
         """Add (B, D) images and (C, D) texts; each image and text must be added once only.
 
-        ``image_ids``, ``text_ids``: (B,) and (C,) integers or strings, equal where image and text match,
-        across batches and processes. Pass them in all batches or in none. Without them, ``C = c *
-        B`` means c consecutive texts per image.
+        ``image_ids``, ``text_ids``: (B,) and (C,) integers or strings, equal where image and text
+        match, across batches and processes. Pass them in all batches or in none. Without them, ``C
+        = c * B`` means c consecutive texts per image.
         """
         images = from_numpy(images)
         texts = from_numpy(texts)

@@ -86,9 +86,9 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         scores: (n_images, n_texts), higher is better; or a :class:`itrloss.Similarity` with images
             as rows, whose matrix is not formed. Or a pair of scores for image→text and text→image,
             the second one a tensor, as :meth:`itrloss.rerank.Reranker.rerank` returns them.
-        image_ids, text_ids: (n_images,) and (n_texts,) integers or strings, equal where image and text match.
-            Not with a ``Similarity``, which has its own. Without ids, ``n_texts = c * n_images``
-            means c consecutive texts per image, and consecutive copies of an image count once: see
+        image_ids, text_ids: (n_images,) and (n_texts,) integers or strings, equal where image and
+            text match. Not with a ``Similarity``, which has its own. Without ids, ``n_texts = c *
+            n_images`` means c consecutive texts per image, and consecutive copies of an image count once: see
             :func:`fold_repeated`.
         relevant: (P,) image and (P,) text indices of the positive pairs, such as
             :meth:`Judgements.at_least` returns, instead of the pairs with equal ids. Not with a

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import SkipTest
@@ -25,8 +26,6 @@ from torch.utils._pytree import tree_leaves
 from ..grad_cache import grad_cache_step
 from .registry import check
 from .subject import Batch, Result, Subject, identical, normal, result_of, same, total
-
-_FULL = torch.float64
 
 
 @check()
@@ -290,15 +289,13 @@ def cached_step(subject: Subject) -> None:
     batch = subject.batch()
     loss = subject.fresh()
     generator = torch.Generator().manual_seed(0)
-    encoders = [nn.Linear(8, 6, bias=False, dtype=_FULL) for _ in range(2)]
-    weights = [encoder.weight for encoder in encoders]
-    for weight in weights:
-        weight.data = normal((6, 8), generator)
+    weights = [normal((8, 6), generator).requires_grad_() for _ in range(2)]
+    encoders = [partial(torch.matmul, other=weight) for weight in weights]
 
     def compute(images: Tensor, texts: Tensor) -> Tensor:
         return subject.value(batch.of(images, texts), loss)
 
-    value = compute(batch.images @ weights[0].T, batch.texts @ weights[1].T)
+    value = compute(batch.images @ weights[0], batch.texts @ weights[1])
     expected = torch.autograd.grad(value, weights)
     grad_cache_step(compute, encoders, batch.embeddings, 4)
     same("chunks of 4 rows", [weight.grad for weight in weights], expected)
@@ -309,7 +306,7 @@ def _shared(subject: Subject, batch: Batch, rank: int, world: int) -> tuple[Tens
     loss = subject.fresh()
     if world > 1:
         loss.gather = True
-    weight = torch.linspace(-1, 1, 48, dtype=_FULL).view(8, 6).sin().requires_grad_()
+    weight = normal((8, 6), torch.Generator().manual_seed(0)).requires_grad_()
     size = len(batch.images)  # of both sides
     own = slice(rank * size // world, (rank + 1) * size // world)
     part = batch.take(own, own)
