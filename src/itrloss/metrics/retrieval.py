@@ -88,8 +88,8 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
             the second one a tensor, as :meth:`itrloss.rerank.Reranker.rerank` returns them.
         image_ids, text_ids: (n_images,) and (n_texts,) integers or strings, equal where image and
             text match. Not with a ``Similarity``, which has its own. Without ids, ``n_texts = c *
-            n_images`` means c consecutive texts per image, and consecutive copies of an image count once: see
-            :func:`fold_repeated`.
+            n_images`` means c consecutive texts per image, and consecutive copies of an image count
+            once: see :func:`fold_repeated`.
         relevant: (P,) image and (P,) text indices of the positive pairs, such as
             :meth:`Judgements.at_least` returns, instead of the pairs with equal ids. Not with a
             reranker or folds.
