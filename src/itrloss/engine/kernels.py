@@ -115,7 +115,6 @@ class Config(NamedTuple):
     COLS: bool  # whether the columns are anchors
     WIDTH: int  # number of terms, K: 1 or 2
     BASE_2: bool  # the term is an exponential of base 2, as scale and shift are in units of log 2
-    SHIFT_FIRST: bool  # z = scale (S + shift), which is exact for a large scale
     RUNS_IF: bool | None = None  # the flag with which programs do anything; None: they always do
     MAXIMUM: bool = False  # the largest z is taken in place of a sum
     TIMES_SCALE: bool = True  # whether the gradient of scores contains the scale
@@ -336,12 +335,9 @@ def _affine(s, values, slot, axis, AXIS: tl.constexpr, C: tl.constexpr):
         z = s * scale
     else:
         shift = _load(values.shift, slot, axis, AXIS, C.SHARED)
-        if C.SHIFT_FIRST:
-            z = (s + shift) * scale
-        elif C.BASE_2:
-            z = s * scale + shift * LOG2E  # one fused multiply-add
-        else:
-            z = s * scale + shift
+        if C.BASE_2:
+            shift = shift * LOG2E
+        z = s * scale + shift  # one fused multiply-add
     return z
 
 
@@ -463,7 +459,8 @@ def _slopes(
     cols,
     values,
     grad,  # PerAnchor (K, A)
-    out,  # (L + 1, parts, anchors): L slots of the shift, then the scale, or the terms with TOTAL
+    out,  # (L + 1, parts, anchors): L slots of the shift with GRAD_SHIFT, else none; then the
+    # scale, or the terms with TOTAL
     AXIS: tl.constexpr,
     FORM: tl.constexpr,
     C: tl.constexpr,
@@ -474,6 +471,7 @@ def _slopes(
     """
     axis = rows if AXIS == 1 else cols
     candidates = cols if AXIS == 1 else rows
+    last = values.slots if C.GRAD_SHIFT else 0
     by_scale = tl.zeros_like(s)
     summed = tl.zeros_like(s)
     for slot in range(values.slots):
@@ -493,10 +491,10 @@ def _slopes(
             summed += _within(value, s, values, axis, AXIS, C)
     if C.TOTAL:
         summed = _masked(summed, rows, cols, True, C)
-        _store_partial(out, values.slots, summed, axis, candidates, AXIS, C)
+        _store_partial(out, last, summed, axis, candidates, AXIS, C)
     if C.GRAD_SCALE:
         by_scale = _masked(by_scale, rows, cols, True, C)
-        _store_partial(out, values.slots, by_scale, axis, candidates, AXIS, C)
+        _store_partial(out, last, by_scale, axis, candidates, AXIS, C)
     return total
 
 
