@@ -578,6 +578,19 @@ def test_needless_kernels_return_at_once(kind, ids, scale, wanted, unread, monke
     assert ran == wanted
 
 
+def test_a_bias_takes_the_tiles_of_torch(unread, monkeypatch):
+    """Neither sums nor maxima of biased scores have kernels, whatever the scale."""
+    ran = record_runs(monkeypatch.setattr)
+    v, w, bias = (x.float().to(DEVICE) for x in (*embeddings(6, 6), torch.linspace(-1, 1, 6)))
+    a = torch.tensor([100.0], device=DEVICE)
+    found = []
+    for engine_name in ("triton", "dense"):
+        sim = Similarity(v, w, bias=(None, bias), engine=engine_name)
+        found.append(sim.both.logsumexp(a))
+    torch.testing.assert_close(*found)
+    assert not ran
+
+
 def test_the_bound_of_scores():
     v, w = torch.tensor([[3.0, 4.0], [1.0, 1.0]]), torch.tensor([[-6.0, -8.0], [0.0, 0.0]])
     for x, y, wanted in ((v, w, 50.0), (v, w[1:], 0.0)):
