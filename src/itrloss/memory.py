@@ -73,6 +73,7 @@ class CoupledMemory(WholeState):
             self.register_buffer("texts", torch.zeros(size, dim, dtype=dtype))
             self.register_buffer("ids", torch.full((size,), IGNORE_ID))
             self.register_buffer("enqueued", torch.tensor(0))
+        self.register_load_state_dict_post_hook(find_labels)
 
     def __len__(self) -> int:
         """Return the number of valid entries. Synchronises with an accelerator."""
@@ -167,17 +168,21 @@ class CoupledMemory(WholeState):
             expected = "ids, as the memory's entries have them"
         raise ValueError(f"{name}: expected {expected}")
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return what ``state_dict`` holds besides the buffers: whether the keys have ids."""
-        return {"labelled": self._labelled}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore whether the keys have ids from ``get_extra_state``."""
-        self._labelled = state["labelled"]
-
     def extra_repr(self) -> str:
         """Return the size, the dimension, the number of valid keys and their dtype."""
         return f"size={self.size}, dim={self.dim}, valid={len(self)}, dtype={self.images.dtype}"
+
+
+def find_labels(memory: CoupledMemory, _: Any) -> None:
+    """Find whether the entries that a memory loaded have ids. Synchronises with an accelerator.
+
+    Entries without ids are numbered from the least int64 on.
+    """
+    if memory.ids.is_meta:
+        return
+    memory._labelled = None
+    if len(memory):
+        memory._labelled = bool((memory.ids > IGNORE_ID + memory.enqueued).any())
 
 
 class MemorySimilarity(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checks import as_size, check_number
+from ..checks import ExchangeableState, as_size, check_number
 from .base import Loss, PairLoss
 
 
-class Matryoshka(nn.Module):
+class Matryoshka(ExchangeableState):
     r"""A loss summed over the first d dimensions of the embeddings, so that these are good
     embeddings of their own.
 
