@@ -214,7 +214,34 @@ class Option(Generic[T]):
         module.__dict__[self.place] = value
 
 
-class CheckedModule(nn.Module):
+class ExchangeableState(nn.Module):
+    """A module that loads the state of another one, if that has the same parameters.
+
+    Neither needs what the other holds besides parameters and buffers, its ``extra_state``.
+    """
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        problems = missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *problems)
+        for keys in (missing_keys, unexpected_keys):
+            keys[:] = [key for key in keys if not is_extra_state(key, prefix)]
+
+
+def is_extra_state(key: str, prefix: str) -> bool:
+    """Return whether a key of a state dict is the ``extra_state`` of a module or of one inside."""
+    return key.startswith(prefix) and key.split(".")[-1] == "_extra_state"
+
+
+class CheckedModule(ExchangeableState):
     """A module whose options are checked whenever they are set."""
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -43,7 +43,8 @@ class CoupledMemory(WholeState):
         size: number of entries; need not be a multiple of the batch size.
         dim: D of the embeddings.
         dtype: of the stored keys. float16 and bfloat16 halve the memory; scores are float32 all the
-            same. A GPU multiplies half-precision embeddings fast only with keys of the same dtype.
+            same. The Triton engine copies a float32 memory in each step, rounded to the dtype of a
+            batch in half precision.
 
     Attributes:
         images, texts: (size, dim) unit-length keys.
@@ -71,6 +72,7 @@ class CoupledMemory(WholeState):
             self.register_buffer("texts", torch.zeros(size, dim, dtype=dtype))
             self.register_buffer("ids", torch.full((size,), IGNORE_ID))
             self.register_buffer("enqueued", torch.tensor(0))
+        self.register_load_state_dict_post_hook(find_labels)
 
     def __len__(self) -> int:
         """Return the number of valid entries. Synchronises with an accelerator."""
@@ -165,17 +167,21 @@ class CoupledMemory(WholeState):
             expected = "ids, as the memory's entries have them"
         raise ValueError(f"{name}: expected {expected}")
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return what ``state_dict`` holds besides the buffers: whether the keys have ids."""
-        return {"labelled": self._labelled}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore whether the keys have ids from ``get_extra_state``."""
-        self._labelled = state["labelled"]
-
     def extra_repr(self) -> str:
         """Return the size, the dimension, the number of valid keys and their dtype."""
         return f"size={self.size}, dim={self.dim}, valid={len(self)}, dtype={self.images.dtype}"
+
+
+def find_labels(memory: CoupledMemory, _: Any) -> None:
+    """Find whether the entries that a memory loaded have ids. Synchronises with an accelerator.
+
+    Entries without ids are numbered from the least int64 on.
+    """
+    if memory.ids.is_meta:
+        return
+    memory._labelled = None
+    if len(memory):
+        memory._labelled = bool((memory.ids > IGNORE_ID + memory.enqueued).any())
 
 
 class MemorySimilarity(NamedTuple):
@@ -291,8 +297,8 @@ def one_process(
         image_ids = text_ids
         if text_ids is None:
             image_ids = text_ids = torch.arange(pairs.shape[0], device=batch.device)
-    to_texts = Matrix(images, Embeddings(text_keys.detach()), pairs, batch.engine, budget)
-    to_images = Matrix(Embeddings(image_keys.detach()), texts, pairs, batch.engine, budget)
+    to_texts = Matrix(images, beside(images, text_keys, batch.engine), pairs, batch.engine, budget)
+    to_images = Matrix(beside(texts, image_keys, batch.engine), texts, pairs, batch.engine, budget)
     return MemorySides(
         images, texts, image_ids, text_ids, AnchorSide(to_texts, 0), AnchorSide(to_images, 1)
     )
@@ -313,9 +319,11 @@ def several_processes(
     text_ids = processes.own(all_text_ids)
     all_image_keys = collectives.gather(padded(image_keys.detach(), n), processes.group)
     all_text_keys = collectives.gather(padded(text_keys.detach(), m), processes.group)
-    to_texts = Matrix(images, Embeddings(all_text_keys), batch.pairs, batch.engine, budget)
+    text_vectors = beside(images, all_text_keys, batch.engine)
+    image_vectors = beside(texts, all_image_keys, batch.engine)
+    to_texts = Matrix(images, text_vectors, batch.pairs, batch.engine, budget)
     text_pairs = Pairs((m, len(all_image_ids)), (text_ids, all_image_ids), batch.device)
-    to_images = Matrix(texts, Embeddings(all_image_keys), text_pairs, batch.engine, budget)
+    to_images = Matrix(texts, image_vectors, text_pairs, batch.engine, budget)
     own_images, own_texts = share.unpadded
     return MemorySides(
         images,
@@ -325,6 +333,19 @@ def several_processes(
         AnchorSide(to_texts, 0, Share(processes, None, (own_images,))),
         AnchorSide(to_images, 0, Share(processes, None, (own_texts,))),
     )
+
+
+def beside(vectors: Embeddings, keys: Tensor, engine: str, normalize: bool = True) -> Embeddings:
+    """Return keys (M, D) as an engine multiplies them with a batch's vectors.
+
+    Triton's kernels are fast if both are in the same half precision: float32 keys beside it are
+    rounded. It is a copy, until the backward pass.
+    """
+    found = Embeddings(keys.detach(), normalize)
+    dtype = vectors.x.dtype
+    if engine == "triton" and keys.dtype == torch.float32 and dtype != torch.float32:
+        return found.rounded(dtype)
+    return found
 
 
 def memory_sides(
@@ -338,8 +359,8 @@ def memory_sides(
         of_texts = Pairs((len(texts), memory.size), (text_ids, memory.ids), texts.x.device)
     numel = max(len(images), len(texts)) * memory.size
     chosen = choose_engine(engine, numel, MEMORY_BUDGET, images.x)
-    text_bank = Embeddings(memory.texts, False)
-    image_bank = Embeddings(memory.images, False)
+    text_bank = beside(images, memory.texts, chosen, normalize=False)
+    image_bank = beside(texts, memory.images, chosen, normalize=False)
     to_texts = Matrix(images, text_bank, of_images, chosen, budget)
     to_images = Matrix(texts, image_bank, of_texts, chosen, budget)
     for matrix in (to_texts, to_images):

@@ -14,7 +14,7 @@ from torch import Tensor
 from .checks import as_ids, as_tensor, check_matrix, check_size
 from .engine.inputs import even_chunks
 from .engine.pairs import IGNORE_ID, slots
-from .engine.products import matmul
+from .engine.products import full_float32, matmul
 from .engine.vectors import compute_dtype, full_precision, normalized
 from .similarity import TopK
 
@@ -131,7 +131,7 @@ def _search_block_(
         ids = F.pad(ids, (0, missing), value=IGNORE_ID)
     for rows in even_chunks(len(search.vectors), max(1, _TILE // len(vectors))):
         some = search.of(rows)
-        with full_precision(vectors):
+        with full_precision(vectors), full_float32(vectors.device):
             scores = matmul(some.vectors, vectors.T)
         _search_scores_(some, scores, ids, start)
 

@@ -238,7 +238,7 @@ class Similarity(Anchors):
         if self._matrix.embeddings is None:
             return None
         rows, cols = self._matrix.embeddings
-        return self._turned(rows.x, cols.x)
+        return self._turned(rows.given, cols.given)
 
     @property
     def vectors(self) -> tuple[Embeddings, Embeddings]:
@@ -335,14 +335,14 @@ class Similarity(Anchors):
         assert self._matrix.embeddings is not None
         rows, cols = self._matrix.embeddings
         row_bias, col_bias = self._matrix.bias
-        own = rows.x
-        others = cols.x
+        own = rows.given
+        others = cols.given
         own_bias = row_bias
         others_bias = col_bias
         if side == 1:
             assert self.share.cols is not None
             own = self.share.cols
-            others = collectives.gather(rows.x, processes.group)
+            others = collectives.gather(rows.given, processes.group)
             own_bias = None if col_bias is None else processes.own(col_bias)
             others_bias = None
             if row_bias is not None:

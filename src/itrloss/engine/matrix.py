@@ -18,11 +18,18 @@ from .class_sums import positive_sums
 from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
 from .pairs import Pairs, segment_sum
-from .products import matmul
+from .products import full_float32, matmul, rounds_float32
 from .question import Question, Value, is_trained, joined
 from .terms import identity
 from .tiled import Best
-from .vectors import Embeddings, full_precision, host_may_read, may_keep
+from .vectors import (
+    Embeddings,
+    autocast_dtype,
+    full_precision,
+    host_may_read,
+    inverse_norms,
+    may_keep,
+)
 
 if TYPE_CHECKING:
     from .trial import Form
@@ -97,6 +104,9 @@ class Matrix:
         budget: int,  # bytes of scores that may be kept
         bias: Bias = (None, None),
     ):
+        if engine == "triton" and bias == (None, None):
+            rows = as_multiplied(rows)
+            cols = as_multiplied(cols)
         self.embeddings: tuple[Embeddings, Embeddings] | None = (rows, cols)
         self.given: Embeddings | None = None  # (N, M) precomputed scores
         self.bias = tuple(None if b is None else b.to(rows.dtype) for b in bias)
@@ -146,10 +156,14 @@ class Matrix:
             twin.strict = self.strict
             return twin
         rows, cols = self.embeddings
-        if self.keeps and may_keep():
+        if self.keeps and may_keep() and not rounds_float32(self.device):
             self.inputs()  # which forms the scores
         bias = tuple(None if b is None else b.detach() for b in self.bias)
         twin = Matrix(rows.detach(), cols.detach(), self.pairs, self.engine, 0, bias)  # type: ignore[arg-type]
+        twin.embeddings = (
+            rows.detach(),
+            cols.detach(),
+        )  # as rounded here, whatever autocast says now
         twin.keeps = self.keeps
         twin.in_graph = self.in_graph
         twin.bounded = self.bounded
@@ -247,7 +261,7 @@ class Matrix:
             return Targets(scores=self.graph_scores())
         rows, cols = self.embeddings
         if self.engine == "dense":  # all questions meet in the scores, which rounds once, too
-            return Targets(rows.x, cols.x, *self.bias)
+            return Targets(rows.target, cols.target, *self.bias)
         return Targets(rows.gradient_target(), cols.gradient_target(), *self.bias)
 
     def graph_scores(self) -> Tensor:
@@ -280,11 +294,25 @@ class Matrix:
         trained = torch.is_grad_enabled() and self.embedding_targets().any_trained()
         if trained or self.embeddings is None:
             return self.graph_scores()
-        inputs = self.inputs()
+        inputs = self._exact_inputs()
         if inputs.scores is not None:
             return inputs.scores
-        with torch.no_grad(), full_precision(inputs.like):
+        with torch.no_grad(), full_precision(inputs.like), full_float32(self.device):
             return whole_scores(inputs.rows, inputs.cols)
+
+    def _exact_inputs(self) -> Inputs:
+        """Return the inputs of scores without a gradient: no setting for training rounds them."""
+        if self.embeddings is None:
+            return self.inputs()
+        is_rounded = any(vectors.x is not vectors.given for vectors in self.embeddings)
+        if not is_rounded and not rounds_float32(self.device):
+            return self.inputs()
+        sides: list[Side] = []
+        for vectors, bias in zip(self.embeddings, self.bias, strict=True):
+            with torch.no_grad():
+                inv = inverse_norms(vectors.given) if vectors.normalize else None
+            sides.append(Side(vectors.given, inv, None, bias))
+        return Inputs(sides[0], sides[1], None)
 
     # ------------------------------------------------------------------------------------ answers
 
@@ -630,7 +658,7 @@ class Matrix:
         ``size``: the number of scores of a block at most.
         """
         self.check_unchanged()
-        inputs = self.inputs()
+        inputs = self._exact_inputs()
         n = self.shape[side]
         m = self.shape[1 - side]
         if size is None:  # half-precision embeddings are converted anew for each block
@@ -639,10 +667,22 @@ class Matrix:
         for part in even_chunks(n, max(1, size // m)):
             if inputs.scores is not None:
                 whole = inputs.scores.T if side else inputs.scores
-                yield part, whole[part].clone(memory_format=torch.contiguous_format)
+                block = whole[part].clone(memory_format=torch.contiguous_format)
             else:
-                with torch.no_grad(), full_precision(inputs.like):
-                    yield part, block_of_scores(inputs, side, part)
+                with torch.no_grad(), full_precision(inputs.like), full_float32(self.device):
+                    block = block_of_scores(inputs, side, part)
+            yield part, block
+
+
+def as_multiplied(vectors: Embeddings) -> Embeddings:
+    """Return vectors in the dtype in which Triton's kernels multiply them.
+
+    They multiply half precision, and leave float32 to cuBLAS. So they get float32 vectors in
+    autocast's dtype, if it is on. Other engines multiply all in float32, and would gain nothing
+    from rounding.
+    """
+    dtype = autocast_dtype(vectors.x)
+    return vectors if dtype is None else vectors.rounded(dtype)
 
 
 def block_of_scores(inputs: Inputs, side: int, part: slice) -> Tensor:

@@ -13,7 +13,9 @@ run on the same kind of processor make the same choice.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,6 +27,42 @@ _THIN = 16  # with fewer rows or columns, a product is memory-bound
 # shapes that oneDNN gets: it caches a megabyte for each, so sizes that always differ go to the BLAS
 _SHAPES = 64
 _seen: set[tuple[int, ...]] = set()
+
+
+def rounds_float32(device: torch.device) -> bool:
+    """Return whether the process lets a CUDA device round factors of float32 products (TF32)."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    settings = torch.backends.cuda.matmul
+    if hasattr(settings, "fp32_precision"):  # PyTorch 2.9
+        return settings.fp32_precision == "tf32"
+    return bool(settings.allow_tf32)
+
+
+@contextlib.contextmanager
+def full_float32(device: torch.device) -> Iterator[None]:
+    """Return a context in which float32 products round no factors, whatever the process allows.
+
+    The setting is the whole process's, and PyTorch has no other: products of other threads take
+    longer meanwhile. If two threads are in the context at a time, one may end it for the other.
+    """
+    if not rounds_float32(device):
+        yield
+        return
+    settings = torch.backends.cuda.matmul
+    # The older setting raises an error where it is read after the newer one was written to.
+    is_new = hasattr(settings, "fp32_precision")
+    if is_new:
+        settings.fp32_precision = "ieee"
+    else:
+        settings.allow_tf32 = False
+    try:
+        yield
+    finally:
+        if is_new:
+            settings.fp32_precision = "tf32"
+        else:
+            settings.allow_tf32 = True
 
 
 def matmul(

@@ -33,6 +33,15 @@ def full_precision(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast gives to float32 vectors; None for others, or without it."""
+    kind = x.device.type
+    may_round = kind == "cpu" or torch.amp.is_autocast_available(kind)
+    if x.dtype != torch.float32 or not (may_round and torch.is_autocast_enabled(kind)):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def may_keep() -> bool:
     """Return whether tensors made now may be cached: autograd cannot save inference tensors."""
     return torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()
@@ -163,7 +172,9 @@ class Embeddings:
             x = x.detach()
         if not compiling and x.is_inference() and not torch.is_inference_mode_enabled():
             x = x.clone()  # inference tensors cannot be saved for backward
-        self.x = x
+        self.given = x  # as passed in
+        self.target = x  # what gets the gradient
+        self.x = x  # what is multiplied
         self.normalize = normalize
         self.dtype = compute_dtype(x)
         self.version = None
@@ -179,7 +190,15 @@ class Embeddings:
     @property
     def changed(self) -> bool:
         """Whether the vectors were modified in place."""
-        return self.version is not None and self.version != self.x._version
+        return self.version is not None and self.version != self.given._version
+
+    def rounded(self, dtype: torch.dtype) -> Embeddings:
+        """Return the same vectors, multiplied in another dtype; their gradient is not rounded."""
+        twin = Embeddings(self.given, self.normalize)
+        if self.normalize and dtype == torch.float16:  # lengths may leave its range
+            twin.target = twin.given * inverse_norms(twin.given.detach())
+        twin.x = twin.target.detach().to(dtype)
+        return twin
 
     def differentiable(self) -> Tensor:
         """Return the (N, D) vectors at unit length if ``normalize``, with their graph; cached."""
@@ -188,9 +207,9 @@ class Embeddings:
         keep = may_keep()
         with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
             if torch.compiler.is_compiling() or not self.normalize:
-                unit = normalized(self.x, self.normalize)
+                unit = normalized(self.target.to(self.x.dtype), self.normalize)
             else:
-                unit = Normalize.apply(self.x, *self.kept())
+                unit = Normalize.apply(self.target, *self.kept())
         assert isinstance(unit, Tensor)
         if keep:
             self._differentiable = unit
@@ -223,18 +242,21 @@ class Embeddings:
 
     def gradient_target(self) -> Tensor:
         """Return what gets the gradient of sums: the vectors, or their stand-in in float32."""
-        if self.x.dtype == self.dtype or not self.x.requires_grad:
-            return self.x
-        if self.x.numel() > STAND_IN:
-            return self.x
+        target = self.target
+        if target.dtype == self.dtype or not target.requires_grad:
+            return target
+        if target.numel() > STAND_IN:
+            return target
         if self._stand_in is None:
             with torch.enable_grad():  # even if first used under no_grad
-                self._stand_in = RoundOnce.apply(self.x)
+                self._stand_in = RoundOnce.apply(target)
         return self._stand_in  # type: ignore[return-value]
 
     def detach(self) -> Embeddings:
         """Return the same embeddings without a gradient."""
-        twin = Embeddings(self.x.detach(), self.normalize)
+        twin = Embeddings(self.given.detach(), self.normalize)
+        twin.target = self.target.detach()
+        twin.x = self.x.detach()
         twin.version = self.version
         twin._kept = self._kept
         return twin
@@ -242,5 +264,5 @@ class Embeddings:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.version = None
-        if not self.x.is_inference():  # a copied tensor has its own version counter
-            self.version = self.x._version
+        if not self.given.is_inference():  # a copied tensor has its own version counter
+            self.version = self.given._version

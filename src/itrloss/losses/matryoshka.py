@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checks import check_number, check_size
+from ..checks import ExchangeableState, check_number, check_size
 from .base import Loss, PairLoss
 
 
-class Matryoshka(nn.Module):
+class Matryoshka(ExchangeableState):
     r"""A loss summed over the first d dimensions of the embeddings, so that these are good
     embeddings of their own.
 

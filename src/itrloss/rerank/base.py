@@ -197,8 +197,9 @@ class Reranker(ABC):
         sim = with_ids("scores", scores, None, None, by_ids=False).detach()
         results = []
         for direction, _, rule in self._ruled(self._directions(sim)):
-            queries = slice(0, direction.queries.shape[0])
-            result = rule(direction.queries.scores(), queries)
+            result = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
+            for rows, block in direction.queries.blocks():
+                result[rows] = rule(block, rows)
             results.append(result.T if direction.side else result)
         return self._pair(results)
 
