@@ -57,15 +57,18 @@ class TripletLoss(PairLoss):
         """The margin, for the figure ``active`` of :func:`itrloss.describe`."""
         return self.margin
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return what ``state_dict`` holds: which negatives count, as a resumed run would else
-        begin again.
-        """
-        return {"mining": self.mining}
+    def get_extra_state(self) -> Tensor:
+        """Return what ``state_dict`` holds, (1,) uint8: 1 if ``mining`` is "hardest", 0 if "all". A
+        run that is resumed after a switch would else begin with all again.
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
+        It is a tensor, as files of safetensors and averages of state dicts have nothing else, and
+        no buffer, as the host would wait for a GPU to read it.
+        """
+        return torch.tensor([self.mining == "hardest"], dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
         """Restore which negatives count from ``get_extra_state``."""
-        self.mining = state["mining"]
+        self.mining = "hardest" if bool(state) else "all"
 
     def compute(self, sim: Similarity) -> Any:
         """Return the triplet ranking loss of VSE++; now and then, check for a collapse."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..anchors import MeanStd
-from ..checks import check_number, check_size
+from ..checks import as_size, check_number
 from ..engine.products import full_float32
 from ..similarity import Similarity
 from .base import Reranker
@@ -54,7 +54,7 @@ class QueryBankNorm(Reranker):
 
     def __init__(self, scale: float = 20.0, k: int = 1):
         check_number("scale", scale, positive=True)
-        check_size("k", k)
+        k = as_size("k", k)
         self.scale = scale
         self.k = k
 
@@ -111,7 +111,7 @@ class NearestNeighborNorm(Reranker):
 
     def __init__(self, alpha: float = 0.75, k: int = 128):
         check_number("alpha", alpha)
-        check_size("k", k)
+        k = as_size("k", k)
         self.alpha = alpha
         self.k = k
 
@@ -130,7 +130,7 @@ class CSLS(Reranker):
     """
 
     def __init__(self, k: int = 10):
-        check_size("k", k)
+        k = as_size("k", k)
         self.k = k
 
     def rule(self, direction: Direction) -> Rule:
@@ -174,7 +174,7 @@ class Sinkhorn(Reranker):
 
     def __init__(self, scale: float = 100.0, iterations: int = 10):
         check_number("scale", scale, positive=True)
-        check_size("iterations", iterations)
+        iterations = as_size("iterations", iterations)
         self.scale = scale
         self.iterations = iterations
 
