@@ -93,7 +93,7 @@ def cases_of(gpus: Sequence[int]) -> list[tuple[int, dict]]:
     cases.append((gpus[0], {"asked": SOFTPLUS, "total": True, **SIGLIP, "ids": True}))
     cases.append((gpus[0], {"asked": excess, "total": True, "shared": True}))
     cases.append((gpus[0], {"dtype": torch.float32}))
-    cases += [(gpus[0], {"shape": (256, dim)}) for dim in (80, 16384)]
+    cases += [(gpus[0], {"shape": (256, dim)}) for dim in (80, 1000, 16384)]
     for asked in FORMS:
         if asked != EXPONENTIAL:
             cases.append((gpus[0], {"asked": asked}))

@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
 
     rows: Vectors
     cols: Vectors
-    dim: int  # of the vectors, a multiple of 16
+    dim: int  # of the vectors, a multiple of 8, like their strides
 
 
 class PerAnchor(NamedTuple):
@@ -184,15 +184,19 @@ def _dot(inputs, rows, cols, C: tl.constexpr):
     k = tl.arange(0, C.BLOCK_K)
     i = (rows.start + rows.lane).to(tl.int64)[:, None]
     j = (cols.start + cols.lane).to(tl.int64)[None, :]
-    a = inputs.rows.x + i * inputs.rows.stride + k[None, :]  # (BLOCK_M, BLOCK_K)
-    b = inputs.cols.x + j * inputs.cols.stride + k[:, None]  # (BLOCK_K, BLOCK_N)
+    # They are multiples of 8. The compiler sees it, and loads 16 bytes at a time.
+    dim = inputs.dim // 8 * 8
+    i *= inputs.rows.stride // 8 * 8
+    j *= inputs.cols.stride // 8 * 8
+    a = inputs.rows.x + i + k[None, :]  # (BLOCK_M, BLOCK_K)
+    b = inputs.cols.x + j + k[:, None]  # (BLOCK_K, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, inputs.dim, C.BLOCK_K):
+    for start in range(0, dim, C.BLOCK_K):
         if C.WHOLE_STEPS:
             x = tl.load(a + start)
             y = tl.load(b + start)
         else:
-            inside = k < inputs.dim - start
+            inside = k < dim - start
             x = tl.load(a + start, mask=inside[None, :], other=0.0)
             y = tl.load(b + start, mask=inside[:, None], other=0.0)
         acc = tl.dot(x, y, acc, input_precision="ieee")

@@ -51,8 +51,8 @@ MANY = 2**21  # scores from which there are enough large tiles
 READING_TILE = TileConfig(64, 64, 64, parts=1, num_warps=4, num_stages=3)
 BLOCK_ROWS = 4096  # rows of a block: products of so many have enough tiles for all multiprocessors
 BLOCK = 2**28  # scores of a block at most; sums of its tiles, until they are added up, take 40 MiB
-# Shifts of an anchor whose gradients are summed along with a panel: as many planes of sums of tiles.
-# With 16 they take 89 MB for a panel of 4096 x 8192 scores.
+# Shifts of an anchor whose gradients are summed along with a panel. The sums of their tiles take
+# 89 MB for 16 of them and a panel of 4096 x 8192 scores.
 SLOTS = 16
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
 HELD_SHARE = 64  # the part of a device's memory that float32 sums of gradients may take: 1/64
@@ -813,13 +813,13 @@ def compute_capability(device: torch.device) -> int:
 def aligned(x: Tensor, block_k: int) -> Tensor:
     """Return embeddings that can be loaded 16 bytes at a time.
 
-    Kernels mask the end of dimensions that are a multiple of 16, but not of their steps. Others are
+    Kernels mask the end of dimensions that are a multiple of 8, but not of their steps. Others are
     copied with zeros behind them, which change no product.
     """
     if INTERPRETED:
         x = x.float()
-    whole_loads = x.shape[1] % 16 == 0
-    starts_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    whole_loads = x.shape[1] % 8 == 0
+    starts_aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     if whole_loads and x.stride(1) == 1 and starts_aligned:
         return x
     return torch.nn.functional.pad(x, (0, -x.shape[1] % block_k)).contiguous()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,8 @@ from torch import Tensor
 from ..checks import IMAGES_AND_TEXTS, check_matrix
 from ..distributed import consensus
 from ..similarity import Similarity
+from ..suspicious import warn, warn_of_embeddings
+from .suspicion import warn_of_copies, warn_of_guess, warn_of_one_side
 
 _ROWS = 256  # number of rows compared at once
 
@@ -35,29 +36,35 @@ def fold_repeated(images: Tensor) -> Tensor:
 
     Many code bases save the embedding, or the row of scores, of an image once per caption. Taken
     for different images, the copies would be wrong candidates that score as high as the right one.
-    A warning says what was folded. If all rows are equal, the model cannot tell images apart, and
-    ``images`` is returned unchanged.
+    A warning says what was folded, or that most rows have copies in another order. If all rows are
+    equal, the model cannot tell images apart, and ``images`` is returned unchanged.
     """
     check_matrix("images", images, "(N, D)")
+    c = _consecutive_copies(images)
+    if c > 1:
+        warn(
+            f"images: every {c} consecutive ones are the same, as if saved once per caption; "
+            f"taken for {len(images) // c} images. If they are not, pass image_ids and text_ids."
+        )
+        return images[::c]
+    warn_of_copies(images)
+    return images
+
+
+def _consecutive_copies(images: Tensor) -> int:
+    """Return the c for which every c consecutive rows (N, D) are equal; 1 if all or none are."""
     n = len(images)
     x = images.detach()
     rtol = max(1e-5, 2 * torch.finfo(images.dtype).eps)
     atol = 1e-6
     if n < 2 or not torch.allclose(x[0], x[1], rtol, atol):
-        return images
+        return 1
     same = []  # whether a row is equal to the one before
     for rows, previous in zip(x[1:].split(_ROWS), x[:-1].split(_ROWS), strict=True):
         same.append(torch.isclose(rows, previous, rtol, atol).all(1))
     changes = (~torch.cat(same)).nonzero().squeeze(1) + 1
     c = math.gcd(n, *changes.tolist())
-    if c in (1, n):
-        return images
-    warnings.warn(
-        f"images: every {c} consecutive ones are the same, as if saved once per caption; "
-        f"taken for {n // c} images. If they are not, pass image_ids and text_ids.",
-        stacklevel=2,
-    )
-    return images[::c]
+    return 1 if c == n else c
 
 
 def with_ids(
@@ -78,12 +85,16 @@ def with_ids(
                 "image_ids, text_ids: expected None with a Similarity, which has its own"
             )
         scores.check_finite()
+        warn_of_one_side(scores)
         return folded(scores) if by_ids else scores
     check_matrix(name, scores, "(N, M)", check_finite=True)
+    warn_of_embeddings(name, scores)
     if image_ids is None and text_ids is None:
         if by_ids:
             scores = fold_repeated(scores)
         n, m = scores.shape
+        if by_ids:
+            warn_of_guess(n, m)
         if by_ids or m % n == 0:
             image_ids, text_ids = default_ids(n, m)
         else:

@@ -14,6 +14,7 @@ from ..similarity import Similarity
 from .judgements import distinct_pairs, ranked_by_pairs
 from .labels import fold_parts, folded, ids_or_indices, part_of, shared, with_ids
 from .results import QueryResults, RetrievalResults, join_folds
+from .suspicion import warn_of_chance
 
 if TYPE_CHECKING:
     from ..rerank import Reranker
@@ -110,6 +111,10 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
             not tie, as rounding differs.
         process_group: the processes that take part; by default, all.
 
+    Warns:
+        SuspiciousInputWarning: of copies of images, of embeddings passed as scores or as both
+            sides, and of recall at chance level; see :doc:`methods/metrics`.
+
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.
     """
@@ -125,15 +130,20 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     if gather:
         if pair or relevant is not None or image_ids is not None or text_ids is not None:
             raise ValueError("relevant, image_ids, text_ids, a pair of scores: not for gather=True")
-        return _sharded_results(scores, reranker, hubness_k, ties, process_group)
+        results = _sharded_results(scores, reranker, hubness_k, ties, process_group)
+        warn_of_chance(results)
+        return results
     by_ids = relevant is None
     if pair:
         sims = _pair_with_ids(scores, image_ids, text_ids, by_ids)
     else:
         sims = [with_ids("scores", scores, image_ids, text_ids, by_ids).detach()]
     if folds == 1:
-        return _ranked(sims, relevant, reranker, hubness_k, ties)
-    return _results_in_folds(sims, folds, reranker, hubness_k, ties)
+        results = _ranked(sims, relevant, reranker, hubness_k, ties)
+    else:
+        results = _results_in_folds(sims, folds, reranker, hubness_k, ties)
+    warn_of_chance(results)
+    return results
 
 
 def _pair_with_ids(
