@@ -188,7 +188,7 @@ class RetrievalTrainer(SentenceTransformerTrainer):
         if not file.exists():
             warnings.warn(
                 f"RetrievalTrainer: {checkpoint_path} has no {_STATES}, as "
-                "SentenceTransformerTrainer saved it: parameters of the loss keep their first values.",
+                "SentenceTransformerTrainer saved it: parameters of the loss keep their values.",
                 stacklevel=2,
             )
             return
