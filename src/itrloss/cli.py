@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import files, report
-from .checks import Names, check_size, one_of, require_finite
+from .checks import Names, as_size, one_of, require_finite
 from .comparison import (
     CALIBRATED,
     METHODS,
@@ -155,7 +155,7 @@ def _add_ids(parser: argparse.ArgumentParser) -> None:
         "--image-ids",
         type=Path,
         metavar="FILE",
-        help="integers, equal where image and text match; a line each in .txt",
+        help="integers or names, equal where image and text match; a line each in .txt",
     )
     add(
         "--text-ids",
@@ -321,7 +321,7 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
     if args.write is not None:
         calibrated = [CALIBRATED] if args.val and "fast" in args.methods else []
         one_of("--write", args.write, PLAIN, *args.methods, *calibrated)
-    check_size("--top", args.top)
+    as_size("--top", args.top)
     return list(outputs.values())
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from .checks import check_size
+from .checks import as_size
 
 __all__ = ["grad_cache_step"]
 
@@ -57,7 +57,7 @@ def grad_cache_step(
     if len(encoders) != len(inputs) or not inputs:
         expected = f"one for each of {len(encoders)} encoders, at least one"
         raise ValueError(f"inputs: expected {expected}, got {len(inputs)}")
-    check_size("chunk_size", chunk_size)
+    chunk_size = as_size("chunk_size", chunk_size)
     towers = [_Tower(i, encoders[i], inputs[i], chunk_size) for i in range(len(inputs))]
     result = _loss_backward(towers, loss, loss_kwargs, scaler)
     used = [tower for tower in towers if any(g is not None for g in tower.gradients)]

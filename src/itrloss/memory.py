@@ -13,11 +13,12 @@ from . import checks
 from .anchors import Anchors, AnchorSide
 from .checks import (
     CheckedModule,
+    IdsLike,
     Number,
     WholeState,
+    as_size,
     check_embeddings,
     check_matrix,
-    check_size,
     one_of,
 )
 from .distributed import collectives
@@ -62,8 +63,8 @@ class CoupledMemory(WholeState):
 
     def __init__(self, size: int, dim: int, *, dtype: torch.dtype = torch.float32):
         super().__init__()
-        check_size("size", size)
-        check_size("dim", dim)
+        size = as_size("size", size)
+        dim = as_size("dim", dim)
         if not dtype.is_floating_point:
             raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
         self.size = size
@@ -89,7 +90,7 @@ class CoupledMemory(WholeState):
         self,
         image_keys: Tensor,
         text_keys: Tensor,
-        ids: Tensor | None = None,
+        ids: IdsLike | None = None,
         process_group: Any = None,
     ) -> None:
         """Store a batch of pairs in place of the oldest entries.
@@ -119,7 +120,7 @@ class CoupledMemory(WholeState):
 
     @torch.no_grad()
     def enqueue_alone(
-        self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None = None
+        self, image_keys: Tensor, text_keys: Tensor, ids: IdsLike | None = None
     ) -> None:
         """Store a batch of pairs of this process alone; for the arguments see :meth:`enqueue`.
 
@@ -128,7 +129,7 @@ class CoupledMemory(WholeState):
         self._store(*self._checked(image_keys, text_keys, ids, empty=False))
 
     def _checked(
-        self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None, empty: bool
+        self, image_keys: Tensor, text_keys: Tensor, ids: IdsLike | None, empty: bool
     ) -> list[Tensor]:
         """Return the keys, and ids if there are any; raise an error if they do not fit."""
         for name, x in (("image_keys", image_keys), ("text_keys", text_keys)):
@@ -205,8 +206,8 @@ class MemorySimilarity(NamedTuple):
         image_keys: Tensor,
         text_keys: Tensor,
         memory: CoupledMemory,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
         *,
         engine: Engine = "auto",
         check_finite: bool = False,
@@ -256,7 +257,7 @@ class MemorySimilarity(NamedTuple):
 def check_memory_input(
     batch: tuple[Tensor, Tensor],
     keys: tuple[Tensor, Tensor],
-    ids: tuple[Tensor | None, Tensor | None],
+    ids: tuple[IdsLike | None, IdsLike | None],
     memory: CoupledMemory,
     check_finite: bool,
     empty: bool,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..checks import check_size
+from ..checks import IdsLike, as_size
 from ..losses import Matryoshka, PairLoss
 from ..metrics import confidence_intervals, default_ids, retrieval_results
 from ..rerank import Reranker
@@ -65,7 +65,7 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
         super().__init__()
         inner_loss(loss)
         if mini_batch_size is not None:
-            check_size("mini_batch_size", mini_batch_size)
+            mini_batch_size = as_size("mini_batch_size", mini_batch_size)
         self.model = model
         self.loss = loss
         self.mini_batch_size = mini_batch_size  # type: ignore[assignment] # None: without the cache
@@ -217,8 +217,8 @@ class RetrievalEvaluator(BaseEvaluator):
         self,
         images: Sequence[Any],
         texts: Sequence[Any],
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
         *,
         reranker: Reranker | None = None,
         name: str = "",

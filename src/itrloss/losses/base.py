@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from ..anchors import Anchors
-from ..checks import IMAGES_AND_TEXTS, CheckedModule, Choice, Names
+from ..checks import (
+    IMAGES_AND_TEXTS,
+    CheckedModule,
+    Choice,
+    IdsLike,
+    Names,
+    check_embeddings,
+    check_matrix,
+)
 from ..distributed import consensus, padded, world_size
 from ..distributed.collectives import replicated, total
 from ..functional import Reduction
@@ -170,7 +178,7 @@ class SimilarityLoss(Loss):
         self,
         rows: Tensor,
         cols: Tensor,
-        ids: tuple[Tensor | None, Tensor | None],
+        ids: tuple[IdsLike | None, IdsLike | None],
         check: Callable[[], str] = nothing,
         **options: Any,
     ) -> Similarity:
@@ -181,6 +189,8 @@ class SimilarityLoss(Loss):
         options["engine"] = self.engine
         if not self.gather:
             check()
+            # A Similarity takes NumPy arrays, too, but training on them would train nothing.
+            check_embeddings(rows, cols, False, options["names"])
             return Similarity(rows, cols, *ids, **options)
 
         def same() -> str:
@@ -226,8 +236,8 @@ class PairLoss(SimilarityLoss):
         self,
         images: Tensor | Similarity | None = None,
         texts: Tensor | None = None,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
         *,
         scores: Tensor | None = None,
     ) -> Any:
@@ -237,7 +247,8 @@ class PairLoss(SimilarityLoss):
             images: (N, D) embeddings of any length; or a ``Similarity``, images as rows, in place
                 of everything else.
             texts: (M, D) embeddings.
-            image_ids, text_ids: (N,) and (M,) integers; equal ids are positives. If both are left
+            image_ids, text_ids: (N,) and (M,) integers or strings, as tensors, NumPy arrays or
+                lists; equal ids are positives. If both are left
                 out, image i matches text i. ``text_ids`` alone refer to the images by their number.
             scores: (N, M) similarities from another model, instead of ``images`` and ``texts``.
 
@@ -260,8 +271,8 @@ class PairLoss(SimilarityLoss):
         self,
         images: Tensor | Similarity | None,
         texts: Tensor | None,
-        image_ids: Tensor | None,
-        text_ids: Tensor | None,
+        image_ids: IdsLike | None,
+        text_ids: IdsLike | None,
         scores: Tensor | None = None,
         *,
         names: Names = IMAGES_AND_TEXTS,
@@ -283,6 +294,7 @@ class PairLoss(SimilarityLoss):
             self.agree(check_alone)
             if images is not None or texts is not None:
                 raise ValueError("scores: expected either scores or images and texts, got both")
+            check_matrix("scores", scores, "(N, M)")
             return Similarity.from_scores(
                 scores, image_ids, text_ids, engine=self.engine, **options
             )
@@ -297,7 +309,7 @@ class PairLoss(SimilarityLoss):
         return self._between(images, texts, ids, check, **options)  # type: ignore[arg-type]
 
 
-def check_left_out(**others: Tensor | None) -> None:
+def check_left_out(**others: Any) -> None:
     """Raise an error if there is other input with a Similarity."""
     for name, x in others.items():
         if x is not None:
@@ -328,8 +340,8 @@ class MemoryLoss(SimilarityLoss):
         image_keys: Tensor,
         text_keys: Tensor,
         memory: CoupledMemory,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
     ) -> Any:
         """Return the loss of a batch with the memory of former ones, as :meth:`PairLoss.forward`
         does.
@@ -339,7 +351,8 @@ class MemoryLoss(SimilarityLoss):
             image_keys, text_keys: (N, D) and (M, D) embeddings of the same by the momentum
                 encoders.
             memory: keys of former batches. While it is empty, its terms are 0.
-            image_ids, text_ids: (N,) and (M,) integers; equal ids are positives in the batch, and
+            image_ids, text_ids: (N,) and (M,) integers or strings, as tensors, NumPy arrays or
+                lists; equal ids are positives in the batch, and
                 entries of the memory with an anchor's id are no negatives of it. If both are left
                 out, image i matches text i; the memory must have been filled without ids, too.
         """

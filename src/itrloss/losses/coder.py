@@ -12,10 +12,11 @@ from ..checks import (
     CheckedModule,
     Choice,
     Fixed,
+    IdsLike,
     Number,
     NumberOr,
+    as_size,
     check_matrix,
-    check_size,
 )
 from ..distributed import padded
 from ..engine.vectors import compute_dtype, host_may_read, normalized
@@ -196,8 +197,8 @@ class PrototypeClassificationLoss(Loss):
         **common: Any,
     ):
         super().__init__(**common)
-        check_size("dim", dim)
-        check_size("clusters", clusters)
+        dim = as_size("dim", dim)
+        clusters = as_size("clusters", clusters)
         self.dim = dim
         self.clusters = clusters
         self.engine = engine
@@ -335,8 +336,8 @@ class CODERObjective(CheckedModule):
         memory: CoupledMemory,
         image_concepts: Tensor,
         text_concepts: Tensor,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
     ) -> tuple[Tensor, CODERTerms]:
         """Return the total, a 0-dim tensor, and its terms. Row i of each input belongs to pair i.
 

@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import IMAGES_AND_TEXTS, check_matrix
+from ..checks import IMAGES_AND_TEXTS, IdsLike, check_matrix, from_numpy
 from ..distributed import consensus
 from ..similarity import Similarity
 from ..suspicious import warn, warn_of_embeddings
@@ -25,7 +26,7 @@ def default_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
             f"image_ids, text_ids: needed for {n_images} images and {n_texts} texts, "
             "which is not a whole number of texts per image (images are the rows)"
         )
-    images = torch.arange(n_images)
+    images = torch.arange(n_images, device="cpu")
     return images, images.repeat_interleave(n_texts // n_images)
 
 
@@ -39,6 +40,7 @@ def fold_repeated(images: Tensor) -> Tensor:
     A warning says what was folded, or that most rows have copies in another order. If all rows are
     equal, the model cannot tell images apart, and ``images`` is returned unchanged.
     """
+    images = from_numpy(images)
     check_matrix("images", images, "(N, D)")
     c = _consecutive_copies(images)
     if c > 1:
@@ -69,9 +71,9 @@ def _consecutive_copies(images: Tensor) -> int:
 
 def with_ids(
     name: str,
-    scores: Tensor | Similarity,
-    image_ids: Tensor | None,
-    text_ids: Tensor | None,
+    scores: Tensor | np.ndarray | Similarity,
+    image_ids: IdsLike | None,
+    text_ids: IdsLike | None,
     by_ids: bool = True,
 ) -> Similarity:
     """Return checked scores as a Similarity with ids, by default from :func:`default_ids`.
@@ -87,20 +89,21 @@ def with_ids(
         scores.check_finite()
         warn_of_one_side(scores)
         return folded(scores) if by_ids else scores
-    check_matrix(name, scores, "(N, M)", check_finite=True)
-    warn_of_embeddings(name, scores)
+    matrix = from_numpy(scores)
+    check_matrix(name, matrix, "(N, M)", check_finite=True)
+    warn_of_embeddings(name, matrix)
     if image_ids is None and text_ids is None:
         if by_ids:
-            scores = fold_repeated(scores)
-        n, m = scores.shape
+            matrix = fold_repeated(matrix)
+        n, m = matrix.shape
         if by_ids:
             warn_of_guess(n, m)
         if by_ids or m % n == 0:
             image_ids, text_ids = default_ids(n, m)
         else:
-            image_ids = torch.arange(n)
-            text_ids = torch.arange(n, n + m)
-    return Similarity.from_scores(scores, image_ids, text_ids, names=IMAGES_AND_TEXTS)
+            image_ids = torch.arange(n, device="cpu")
+            text_ids = torch.arange(n, n + m, device="cpu")
+    return Similarity.from_scores(matrix, image_ids, text_ids, names=IMAGES_AND_TEXTS)
 
 
 def folded(sim: Similarity) -> Similarity:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_matrix, check_size
+from ..checks import as_size, check_matrix, from_numpy
 from ..distributed import consensus, world_size
 from ..distributed.shards import Share
 from ..metrics.labels import ids_or_indices, shared, with_ids
@@ -140,6 +140,7 @@ class Reranker(ABC):
         banks = []
         for name, bank in zip(SIDES, (images, texts), strict=True):
             if bank is not None:
+                bank = from_numpy(bank)
                 check_matrix(name, bank, "(N, M)", check_finite=True)
                 bank = bank.detach()
             banks.append(bank)
@@ -231,7 +232,7 @@ class Reranker(ABC):
             TypeError, ValueError: as :meth:`rerank`. With ``gather=True`` an error in one process,
                 or a difference between processes, is raised in all of them.
         """
-        check_size("k", k)
+        k = as_size("k", k)
         if gather and world_size(process_group) > 1:
             sim = shared(scores, f"{self.description()} {k}", process_group)
         else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..anchors import Anchors
-from ..checks import check_number
+from ..checks import IdsLike, check_number
 from ..metrics.labels import with_ids
 from ..similarity import Similarity
 from .base import Reranker
@@ -34,8 +34,12 @@ class _LogSumExpReranker(Reranker):
         options = [self._options_of(direction.side) for direction in directions]
         # one product where there is one matrix
         candidates = Anchors.together(*(direction.candidates for direction in directions))
-        scales = torch.tensor([scale for scale, _ in options], dtype=candidates.dtype)
-        each = scales.repeat_interleave(torch.tensor(candidates.sizes))
+        each = torch.cat(
+            [
+                torch.full((size,), scale, dtype=candidates.dtype, device="cpu")
+                for (scale, _), size in zip(options, candidates.sizes, strict=True)
+            ]
+        )
         sums = candidates.split(candidates.logsumexp(each))
         return [Bias(-x, factor) for x, (_, factor) in zip(sums, options, strict=True)]
 
@@ -72,8 +76,8 @@ class FastReranker(_LogSumExpReranker):
     def calibrate(
         self,
         validation: Tensor | Similarity,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
         *,
         scales: Sequence[float] = SCALES,
     ) -> FastReranker:

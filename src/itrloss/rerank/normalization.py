@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import check_number, check_size
+from ..checks import as_size, check_number
 from ..similarity import Similarity
 from .base import Reranker
 from .direction import Bias, Direction, Rule, against
@@ -50,7 +50,7 @@ class QueryBankNorm(Reranker):
 
     def __init__(self, scale: float = 20.0, k: int = 1):
         check_number("scale", scale, positive=True)
-        check_size("k", k)
+        k = as_size("k", k)
         self.scale = scale
         self.k = k
 
@@ -106,7 +106,7 @@ class NearestNeighborNorm(Reranker):
 
     def __init__(self, alpha: float = 0.75, k: int = 128):
         check_number("alpha", alpha)
-        check_size("k", k)
+        k = as_size("k", k)
         self.alpha = alpha
         self.k = k
 
@@ -125,7 +125,7 @@ class CSLS(Reranker):
     """
 
     def __init__(self, k: int = 10):
-        check_size("k", k)
+        k = as_size("k", k)
         self.k = k
 
     def rule(self, direction: Direction) -> Rule:
@@ -168,7 +168,7 @@ class Sinkhorn(Reranker):
 
     def __init__(self, scale: float = 100.0, iterations: int = 10):
         check_number("scale", scale, positive=True)
-        check_size("iterations", iterations)
+        iterations = as_size("iterations", iterations)
         self.scale = scale
         self.iterations = iterations
 
