@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import collections
 import json
@@ -374,3 +375,183 @@ def test_sizes_may_be_integers_of_any_type(name: str, kind):
 def test_a_size_is_an_integer(size):
     with pytest.raises(TypeError, match="k: expected an integer, got"):
         itrloss.Similarity(X, Y).topk(size)
+
+
+# ------------------------------------------------------------------------- devices, parts and masks
+
+
+ON_CPU = {
+    "default ids": lambda: metrics.retrieval_metrics(torch.rand(4, 8)),
+    "no whole number of texts": lambda: rerank.CSLS(2).topk(torch.rand(4, 7), 2),
+    "ids as a list": lambda: itrloss.InfoNCELoss()(X, Y, NUMBERS, NUMBERS),
+    "ids as strings": lambda: itrloss.InfoNCELoss()(X, Y, WORDS, WORDS),
+    "arrays": lambda: metrics.retrieval_metrics(SCORES),
+    "mining": lambda: itrloss.mine_hard_negatives(X, Y.numpy(), NUMBERS, NUMBERS, 2),
+    "fast": lambda: rerank.FastReranker().topk(itrloss.Similarity(X, Y), 2),
+    "calibrate": lambda: rerank.FastReranker().calibrate(X @ Y.T, scales=[1, 5]),
+    "folds": lambda: metrics.retrieval_metrics(torch.rand(4, 8), folds=2),
+    "hinges": lambda: itrloss.TripletLoss(mining="all")(X, Y, NUMBERS, NUMBERS),
+}
+
+
+@pytest.fixture
+def default_device():
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_default_device_does_not_matter_for_tensors_of_another(name: str, monkeypatch, request):
+    rand = torch.rand
+    monkeypatch.setattr(torch, "rand", lambda *shape: rand(*shape, device="cpu"))
+    request.getfixturevalue("default_device")
+    ON_CPU[name]()
+
+
+@pytest.mark.parametrize(
+    "name", ["a.npy", "a.csv", "a.pkl", "a.safetensors", "ids.txt", "names.txt"]
+)
+def test_a_default_device_does_not_matter_for_files(name: str, tmp_path: Path, request):
+    path = tmp_path / name
+    writers = {
+        "a.npy": lambda: np.save(path, SCORES),
+        "a.csv": lambda: np.savetxt(path, SCORES, delimiter=","),
+        "a.pkl": lambda: path.write_bytes(pickle.dumps(S.clone())),
+        "a.safetensors": lambda: _safetensors(path, {"s": S.clone()}),
+        "ids.txt": lambda: path.write_text("1\n2"),
+        "names.txt": lambda: path.write_text("a\nb"),
+    }
+    writers[name]()
+    request.getfixturevalue("default_device")
+    found = files.read_ids(path) if path.suffix == ".txt" else files.read_matrix(path)
+    assert found.device.type == "cpu"
+
+
+def _negatives(d: int):
+    z = Y.flip(0)[:3]
+    return itrloss.InfoNCELoss()(X[:, :d], Y[:, :d], negatives=z[:, :d])
+
+
+def _keys(d: int):
+    memory = itrloss.CoupledMemory(4, d)
+    memory.enqueue(Y[:3, :d], X[:3, :d])
+    return itrloss.MemoryDiversityContrastiveLoss()(
+        X[:, :d], Y[:, :d], Y.flip(0)[:, :d], X.flip(0)[:, :d], memory
+    )
+
+
+def test_matryoshka_cuts_negatives_keys_and_memories():
+    found = itrloss.Matryoshka(itrloss.InfoNCELoss(), (3, 8))(X, Y, negatives=Y.flip(0)[:3])
+    torch.testing.assert_close(found, _negatives(3) + _negatives(8))
+    memory = itrloss.CoupledMemory(4, 8)
+    memory.enqueue(Y[:3], X[:3])
+    loss = itrloss.Matryoshka(itrloss.MemoryDiversityContrastiveLoss(), (3, 8))
+    expected = _keys(3) + _keys(8)
+    torch.testing.assert_close(loss(X, Y, Y.flip(0), X.flip(0), memory), expected)
+    found = loss(X, Y, image_keys=Y.flip(0), text_keys=X.flip(0), memory=memory)
+    torch.testing.assert_close(found, expected)
+
+
+def test_matryoshka_cuts_the_first_two_arguments_of_a_loss_of_any_names():
+    class Own(torch.nn.Module):
+        def forward(self, v, w, *more):
+            return (v * w).sum() + sum(more)
+
+    found = itrloss.Matryoshka(Own(), (3, 8))(X, Y, 1.0, 2.0)
+    torch.testing.assert_close(found, (X * Y)[:, :3].sum() + (X * Y).sum() + 6)
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.suspicious.SuspiciousInputWarning")
+@pytest.mark.parametrize("size", [1, 4, 5, 6])
+@pytest.mark.parametrize("options", [{"folds": 3}, {"reranker": rerank.FastReranker()}])
+def test_a_metric_takes_batches_that_are_no_data_set(size: int, options):
+    pytest.importorskip("torchmetrics")
+    x, y = torch.randn(2, 21, 8, generator=torch.Generator().manual_seed(1))
+    metric = metrics.RetrievalMetrics(**options)
+    for some in torch.arange(21).split(size):
+        metric(x[some], y[some])
+    found = {name: float(value) for name, value in metric.compute().items()}
+    assert found == metrics.retrieval_metrics(itrloss.Similarity(x, y), **options)
+
+
+MASKS = {
+    "left": [[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]],
+    "holes": [[1, 0, 1, 0, 1], [0, 1, 0, 1, 0]],
+    "all": [[1] * 5] * 2,
+    "one empty": [[0] * 5, [1, 1, 0, 0, 1]],
+    "right": [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]],
+}
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64])
+@pytest.mark.parametrize(
+    "aggregation", ["max", "mean", "max_sum", "smooth_max_sum", "smooth_chamfer"]
+)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_leave_out_elements_as_if_they_were_not_there(name: str, aggregation, kind):
+    make = torch.Generator().manual_seed(0)
+    sets = torch.randn(2, 5, 6, dtype=torch.float64, generator=make)
+    sets.requires_grad_()
+    others = torch.randn(3, 4, 6, dtype=torch.float64, generator=make)
+    mask = torch.tensor(MASKS[name], dtype=kind)
+    found = itrloss.functional.set_similarity(others, sets, aggregation, text_mask=mask)
+    turned = itrloss.functional.set_similarity(sets, others, aggregation, image_mask=mask)
+    parts = [x[m.bool()][None] for x, m in zip(sets, mask, strict=True)]
+    for i, part in enumerate(parts):
+        if not part.shape[1]:
+            assert not found[:, i].any()
+            continue
+        alone = itrloss.functional.set_similarity(others, part, aggregation)
+        torch.testing.assert_close(found[:, i : i + 1], alone)
+        alone = itrloss.functional.set_similarity(part, others, aggregation)
+        torch.testing.assert_close(turned[i : i + 1], alone)
+    (gradient,) = torch.autograd.grad(found.sum(), sets)
+    assert not gradient[~mask.bool()].any()
+
+
+BAD_MASKS = {
+    "shape": (torch.ones(2, 4, dtype=torch.bool), {}, r"text_mask: expected shape \(2, 5\)"),
+    "fractions": (torch.ones(2, 5), {}, "text_mask: expected a bool tensor"),
+    "a list": ([[True] * 5] * 2, {}, "text_mask: expected a bool tensor .*list"),
+    "lengths": (
+        torch.ones(2, 5, dtype=torch.bool),
+        {"text_lengths": torch.tensor([1, 2])},
+        "text_mask: expected None beside text_lengths",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MASKS)
+def test_other_masks_are_refused(name: str):
+    mask, options, message = BAD_MASKS[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        itrloss.LateInteractionLoss()(
+            torch.randn(2, 5, 4), torch.randn(2, 5, 4), text_mask=mask, **options
+        )
+
+
+SIMS = (X @ Y.T).tanh()
+
+
+def test_scores_with_ids_that_mask_are_a_call_of_laps():
+    opt = argparse.Namespace(mask_repeat=1, margin=0.2)
+    criterion = itrloss.compat.HREMLoss(opt=opt)
+    sets = torch.randn(6, 3, 4), torch.randn(6, 5, 4)
+    thresholds = 0.2 - SIMS.diagonal()
+    negative = torch.tensor(NUMBERS)[:, None] != torch.tensor(NUMBERS)
+    excess = (thresholds[:, None] + SIMS).relu() + (thresholds + SIMS).relu()
+    expected = (excess * negative).sum()
+    for ids in (torch.tensor(NUMBERS), NUMBERS, np.array(NUMBERS), WORDS):
+        torch.testing.assert_close(criterion(*sets, ids, SIMS), expected)
+    own = itrloss.compat.adapt(itrloss.InfoNCELoss(), "hrem")
+    wanted = itrloss.InfoNCELoss()(scores=SIMS, image_ids=NUMBERS, text_ids=NUMBERS)
+    torch.testing.assert_close(own(*sets, NUMBERS, SIMS), wanted)
+
+
+@pytest.mark.parametrize("code_base", ["vsepp", "scan", "sgraf", "chan", "hal"])
+def test_another_call_is_answered_with_the_one_of_the_code_base(code_base: str):
+    score = (lambda im, s, lengths: SIMS) if code_base == "scan" else None
+    criterion = itrloss.compat.adapt(itrloss.InfoNCELoss(), code_base, score)
+    with pytest.raises(TypeError, match=rf"code_base '{code_base}': expected criterion\("):
+        criterion(X, Y, NUMBERS, SIMS, 1, 2, 3)

@@ -162,6 +162,20 @@ class CoupledMemory(WholeState):
         self.ids.index_copy_(0, place, torch.where(finite, ids, IGNORE_ID)[last])
         self.enqueued.add_(len(images))
 
+    def first_dimensions(self, d: int) -> CoupledMemory:
+        """Return a memory with the first d dimensions of all entries, at unit length.
+
+        It is a copy: what is enqueued into it does not get into this one.
+        """
+        part = CoupledMemory(self.size, d, dtype=self.images.dtype).to(self.images.device)
+        with torch.no_grad():
+            part.images.copy_(normalized(self.images[:, :d]))
+            part.texts.copy_(normalized(self.texts[:, :d]))
+            part.ids.copy_(self.ids)
+            part.enqueued.copy_(self.enqueued)
+        part._labelled = self._labelled
+        return part
+
     def check_labels(self, name: str, labelled: bool) -> None:
         """Raise an error unless entries have ids if, and only if, a batch has them."""
         if self._labelled in (None, labelled):

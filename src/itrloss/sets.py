@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from .anchors import Anchors, Reduction
-from .checks import as_indices, check_alike, check_matrix, check_number, check_range, one_of
+from .checks import (
+    as_indices,
+    check_alike,
+    check_matrix,
+    check_number,
+    check_range,
+    from_numpy,
+    one_of,
+)
 from .engine.sets import Sets, set_scores
 from .engine.vectors import full_precision, host_may_read, normalized
 from .similarity import Similarity
@@ -192,7 +200,7 @@ def _factors(gate: Tensor, heads: Tensor) -> Tensor:
     return gate[:, :, None] if shape == (n, k) else gate[:, None]
 
 
-def set_similarity(
+def set_similarity(  # noqa: PLR0913 - options by keyword
     images: Tensor,  # (N, K, D)
     texts: Tensor,  # (M, D) or (M, L, D)
     aggregation: Aggregation = "max",
@@ -201,6 +209,8 @@ def set_similarity(
     normalize: bool = True,
     image_lengths: Tensor | None = None,
     text_lengths: Tensor | None = None,
+    image_mask: Tensor | None = None,
+    text_mask: Tensor | None = None,
 ) -> Tensor:
     r"""Return the (N, M) similarity of sets of embeddings by the cosines of their elements.
 
@@ -231,6 +241,9 @@ def set_similarity(
         image_lengths, text_lengths: (N,) and (M,) integers, how many elements of each set exist;
             K and L are then the set's own lengths. What follows is padding, of any value. An empty
             set scores 0, without a gradient. On an accelerator they are not checked.
+        image_mask, text_mask: (N, K) and (M, L) bool tensors in place of lengths, True where an
+            element exists, such as for padding on the left, or tokens that do not count. Integers 0
+            and 1, as tokenizers return them, will do.
     """
     if texts.dim() == 2:
         texts = texts[:, None]
@@ -242,8 +255,8 @@ def set_similarity(
     check_alike("texts", texts, "images", images)
     check_number("alpha", alpha, positive=True)
     one_of("aggregation", aggregation, "max", "mean", "smooth_chamfer", "max_sum", "smooth_max_sum")
-    rows = images, _lengths("image_lengths", image_lengths, images)
-    cols = texts, _lengths("text_lengths", text_lengths, texts)
+    rows = _existing("image", images, image_lengths, image_mask)
+    cols = _existing("text", texts, text_lengths, text_mask)
     if aggregation != "mean":
         return set_scores(rows, cols, aggregation, alpha, normalize)
     with full_precision(images):  # the mean of the products is the product of the means
@@ -256,6 +269,27 @@ def _means(sets: Tensor, lengths: Tensor | None, normalize: bool) -> Tensor:
     if lengths is None:
         return elements.mean(1)
     return elements.sum(1) / lengths.clamp_min(1)[:, None]
+
+
+def _existing(
+    name: str, sets: Tensor, lengths: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return sets (N, K, D) whose existing elements come first, and the (N,) numbers of these."""
+    if mask is None:
+        return sets, _lengths(f"{name}_lengths", lengths, sets)
+    if lengths is not None:
+        raise ValueError(f"{name}_mask: expected None beside {name}_lengths")
+    shape = tuple(sets.shape[:2])
+    mask = from_numpy(mask)
+    if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name}_mask: expected a bool tensor of shape {shape}, got {got}")
+    if tuple(mask.shape) != shape:
+        raise ValueError(f"{name}_mask: expected shape {shape}, got {tuple(mask.shape)}")
+    exists = mask.to(sets.device) != 0
+    # No aggregation depends on the order of elements, and equal ones stay in theirs.
+    order = (~exists).to(torch.uint8).argsort(dim=1, stable=True)
+    return sets.gather(1, order[:, :, None].expand_as(sets)), exists.sum(1)
 
 
 def _lengths(name: str, lengths: Tensor | None, sets: Tensor) -> Tensor | None:

@@ -23,8 +23,8 @@ class _Call(NamedTuple):
 
     # images, texts and what else a score function takes; or a score matrix alone
     inputs: tuple[Any, ...]
-    image_ids: Tensor | None = None
-    text_ids: Tensor | None = None
+    image_ids: Any = None
+    text_ids: Any = None
     more: tuple[Any, ...] = ()  # HAL's bank; the residuals of sets
 
 
@@ -51,11 +51,10 @@ def _sims(sims):
     return _Call((sims,))
 
 
-def _with_ids(im, s, img_ids=None):
-    if img_ids is None:
-        return _Call((im, s))
-    ids = torch.as_tensor(img_ids, device=im.device)
-    return _Call((im, s), ids, ids)
+def _with_ids(im, s, img_ids=None, sims=None):
+    # LAPS passes sets of embeddings and the scores that its model computed of them
+    inputs = (im, s) if sims is None else (sims,)
+    return _Call(inputs, img_ids, img_ids)
 
 
 def _with_bank(im, s, mb_img=None, mb_cap=None, mb_ind=None, indices=None):
@@ -188,7 +187,7 @@ class AdaptedLoss(Switched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the code base's criterion does, from its arguments."""
-        call = _CALLS[self.code_base](*args, **kwargs)
+        call = self._call(args, kwargs)
         if isinstance(self.loss, MemoryLoss):
             if self.code_base == "hal":
                 return self._of_bank(*call.inputs, *call.more)
@@ -206,10 +205,21 @@ class AdaptedLoss(Switched):
             del parts["ranking_loss"]
         return total, parts
 
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """Return the arguments of the code base's criterion; raise an error for others."""
+        made_of = _CALLS[self.code_base]
+        signature = inspect.signature(made_of)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            expected = f"criterion({', '.join(signature.parameters)})"
+            raise TypeError(f"code_base {self.code_base!r}: expected {expected}: {error}") from None
+        return made_of(*args, **kwargs)
+
     def _of_batch(self, call: _Call) -> Tensor:
         """Return the loss of the call's embeddings or scores."""
         inputs = call.inputs
-        if self.score_function is not None:
+        if self.score_function is not None and len(inputs) > 1:
             if self.code_base == "dive":
                 inputs = [members_of(x) for x in inputs]
             scores = self.score_function(*inputs)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import Names, check_embeddings, check_matrix, check_number, one_of
+from ..checks import Names, as_id_numbers, check_embeddings, check_matrix, check_number, one_of
 from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
 from ..terms import excess, identity
@@ -31,8 +31,8 @@ def required(name: str, x: Any) -> Any:
 
 
 def required_ids(name: str, ids: Any, device: torch.device) -> Tensor:
-    """Return integers, a sequence or a tensor but not None, as a tensor on the device."""
-    return torch.as_tensor(required(name, ids), device=device)
+    """Return ids of any form, but not None, as integers on the device."""
+    return as_id_numbers(name, required(name, ids)).to(device)
 
 
 def check_square(name: str, scores: Any) -> None:
@@ -195,13 +195,25 @@ class HREMLoss(HingeLoss):
         super().__init__(margin, max_violation)
         self.mask_repeat = bool(option(opt, "mask_repeat"))
 
-    def forward(self, im: Tensor, s: Tensor, img_ids: Any = None) -> Tensor:
-        """Return the loss of (B, D) images and texts; ``img_ids``: (B,) integers."""
-        pairs = similarity(im, s)
+    def forward(
+        self, im: Tensor, s: Tensor, img_ids: Any = None, sims: Tensor | None = None
+    ) -> Tensor:
+        """Return the loss of (B, D) images and texts; ``img_ids``: (B,) integers.
+
+        ``sims``: (B, B) scores in place of the inner products, as LAPS passes them with its sets.
+        """
+        if sims is None:
+            pairs = similarity(im, s)
+        else:
+            check_square("sims", sims)
+            pairs = Similarity.from_scores(sims)
         if not self.mask_repeat:
             return self._hinges(pairs)
         ids = required_ids("img_ids", img_ids, im.device)
-        others = similarity(im, s, ids=(ids, ids)).both
+        if sims is None:
+            others = similarity(im, s, ids=(ids, ids)).both
+        else:
+            others = Similarity.from_scores(sims, ids, ids).both
         threshold = self.margin - pairs.both.sum_of_positives(identity)  # (2B,)
         if self.max_violation:
             return (threshold + others.hardest_negatives().values).relu().sum()

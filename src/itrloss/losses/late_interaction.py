@@ -65,6 +65,9 @@ class LateInteractionLoss(SimilarityLoss):
         text_lengths: Tensor | None = None,
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
+        *,
+        image_mask: Tensor | None = None,
+        text_mask: Tensor | None = None,
     ) -> Any:
         """Return the loss of sets (N, K, D) and (M, L, D); see :meth:`PairLoss.forward`.
 
@@ -74,6 +77,8 @@ class LateInteractionLoss(SimilarityLoss):
             image_lengths, text_lengths: (N,) and (M,) numbers of elements; what follows them is
                 padding, of any value. An empty set scores 0.
             image_ids, text_ids: as in :meth:`PairLoss.forward`.
+            image_mask, text_mask: (N, K) and (M, L) in place of lengths, True where an element
+                exists.
         """
         if self.sharded:
             expected = "expected False, as sets are not exchanged between processes"
@@ -90,6 +95,8 @@ class LateInteractionLoss(SimilarityLoss):
             normalize=self.normalize,
             image_lengths=image_lengths,
             text_lengths=text_lengths,
+            image_mask=image_mask,
+            text_mask=text_mask,
         )
         sim = Similarity.from_scores(
             scores, image_ids, text_ids, engine=self.engine, names=IMAGES_AND_TEXTS

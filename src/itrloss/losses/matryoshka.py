@@ -6,10 +6,15 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..checks import ExchangeableState, as_size, check_number
+from ..memory import CoupledMemory
 from .base import Loss, PairLoss
+
+# The arguments of losses, besides images and texts, that are embeddings or hold them.
+_CUT = ("negatives", "image_keys", "text_keys", "memory")
 
 
 class Matryoshka(ExchangeableState):
@@ -46,12 +51,16 @@ class Matryoshka(ExchangeableState):
         self.weights = [float(weight) for _, weight in ordered]
 
     def forward(self, images: Tensor, texts: Tensor, *args: Any, **options: Any) -> Any:
-        """Return the loss of (N, D) images and (M, D) texts; what else the loss takes is passed on
-        whole.
+        """Return the loss of (N, D) images and (M, D) texts.
+
+        Negatives, keys and the entries of a memory are cut to the same dimensions; what else the
+        loss takes is passed on whole.
 
         With the loss's ``reduction="none"``, a tuple of images' and texts' values for each number
         of dimensions.
         """
+
+        names = argument_names(self.loss)[2:] + [""] * len(args)
 
         def check() -> str:
             check_dims(self.dims, self.weights)  # which are set one after the other
@@ -62,7 +71,11 @@ class Matryoshka(ExchangeableState):
             self.loss.agree(check)
         else:
             check()
-        parts = [self.loss(images[..., :d], texts[..., :d], *args, **options) for d in self.dims]
+        parts = []
+        for d in self.dims:
+            more = [first_dimensions(name, x, d) for name, x in zip(names, args, strict=False)]
+            named = {name: first_dimensions(name, x, d) for name, x in options.items()}
+            parts.append(self.loss(images[..., :d], texts[..., :d], *more, **named))
         if not isinstance(parts[0], tuple):
             return sum(weight * part for weight, part in zip(self.weights, parts, strict=True))
         values: list[Tensor] = []
@@ -73,6 +86,25 @@ class Matryoshka(ExchangeableState):
     def extra_repr(self) -> str:
         """Return the dimensions and their weights, for ``repr``."""
         return f"dims={self.dims}, weights={self.weights}"
+
+
+@torch.compiler.assume_constant_result
+def argument_names(loss: nn.Module) -> list[str]:
+    """Return the names of what a loss takes."""
+    return list(inspect.signature(loss.forward).parameters)
+
+
+def first_dimensions(name: str, x: Any, d: int) -> Any:
+    """Return the first d dimensions of embeddings, or of the entries of a memory; an argument of
+    another name as it is.
+    """
+    if name not in _CUT:
+        return x
+    if isinstance(x, Tensor):
+        return x[..., :d]
+    if isinstance(x, CoupledMemory):
+        return x.first_dimensions(d)
+    return x
 
 
 def check_dims(dims: Sequence[int], weights: Sequence[float]) -> None:

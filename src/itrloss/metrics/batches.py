@@ -104,6 +104,17 @@ class RetrievalMetrics(Metric):
             )
         default_ids(n, m)  # raises an error unless the number is whole
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Add a batch as :meth:`update` does, and return the metrics of it alone.
+
+        With folds or a re-ranker, which belong to the whole data and which a batch may be too small
+        for, return None.
+        """
+        if self.options["folds"] == 1 and self.options["reranker"] is None:
+            return super().forward(*args, **kwargs)
+        self.update(*args, **kwargs)
+        return None
+
     def compute(self) -> dict[str, Tensor]:
         """Return the metrics by name as 0-dim float64 tensors on the CPU."""
         if len(self.images) == 0:
