@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from itrloss import Similarity, SuspiciousInputWarning
+import itrloss
+from itrloss import Similarity, SuspiciousInputWarning, compat
 from itrloss.cli import main
 from itrloss.metrics import fold_repeated, retrieval_metrics, retrieval_results
 
@@ -189,6 +190,153 @@ def test_the_filters_of_python_apply():
         warnings.simplefilter("ignore", SuspiciousInputWarning)
         retrieval_metrics(random)
     assert not caught
+
+
+# --------------------------------------------------------------------------------------- the losses
+
+LOSSES = {
+    "InfoNCE": itrloss.InfoNCELoss,
+    "learnt InfoNCE": lambda: itrloss.InfoNCELoss(learnable=True),
+    "filtered": itrloss.FilteredInfoNCELoss,
+    "DCL": lambda: itrloss.DiversityContrastiveLoss(positive_weight=1),
+    "HAL": itrloss.HubnessAwareLoss,
+    "RINCE": itrloss.RINCELoss,
+    "complementary": itrloss.ComplementaryContrastiveLoss,
+    "triplet": itrloss.TripletLoss,
+    "SigLIP": itrloss.SigmoidLoss,
+    "SupCon": itrloss.SupConLoss,
+    "MIL-NCE": itrloss.MILNCELoss,
+    "multi-similarity": itrloss.MultiSimilarityLoss,
+    "circle": itrloss.CircleLoss,
+}
+
+
+def cosines(n=32):
+    images, texts = embeddings(n=n, captions=1)
+    return torch.nn.functional.normalize(images) @ torch.nn.functional.normalize(texts).T
+
+
+def trained(loss, *args, **kwargs):
+    """Call a loss three times, as a trainer does."""
+    for _ in range(3):
+        loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("scale", [14.3, 50.0, 100.0])
+def test_logits_are_no_cosines(name, scale):
+    logits = scale * cosines()
+    adapted = compat.adapt(LOSSES[name](), "sgraf")
+    for criterion in (LOSSES[name](), adapted):
+        (message,) = said(trained, criterion, scores=logits)
+        assert "scores above 5, as of logits" in message and "Pass cosines" in message
+    (message,) = said(trained, LOSSES[name](), Similarity.from_scores(logits))
+    assert "scores above 5" in message
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_right_batches_are_trained_on_without_a_word(name):
+    scores = cosines()
+    images, texts = embeddings(captions=2)
+    ids = torch.arange(40), torch.arange(80) // 2
+    with_padding = torch.cat([torch.arange(39), torch.tensor([torch.iinfo(torch.int64).min])])
+    make = LOSSES[name]
+    assert not said(trained, make(), scores=scores)
+    assert not said(
+        trained, make(), scores=1.6 * scores, image_ids=ids[0][:32], text_ids=ids[0][:32]
+    )
+    assert not said(trained, make(), images, texts, *ids)
+    assert not said(trained, make(), texts, texts.roll(1, 1))
+    assert not said(trained, make(), images, images, with_padding, with_padding)
+    assert not said(trained, compat.adapt(make(), "vse_inf"), 30 * images, 20 * texts[::2])
+    loss = make()
+    loss(images, texts, *ids)
+    assert not said(loss, images[:1], texts[:1])  # the last batch of an epoch
+
+
+def test_options_for_logits_take_logits():
+    logits = 100 * cosines()
+    for loss in (
+        itrloss.InfoNCELoss(1.0),
+        itrloss.InfoNCELoss(1.0, learnable=True),
+        itrloss.TripletLoss(20.0),
+        itrloss.SigmoidLoss(1.0, 0.0),
+        itrloss.SupConLoss(1.0),
+    ):
+        assert not said(trained, loss, scores=logits)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_ids_that_leave_nothing_to_learn_are_noticed(name):
+    images, texts = embeddings(captions=1)
+    rows = torch.arange(40)
+    for cols in (rows + 40, rows + 1000, -1 - rows):
+        (message,) = said(trained, LOSSES[name](), images, texts, rows, cols)
+        assert "no image has a matching text" in message and "leave out both" in message
+    (message,) = said(
+        trained, LOSSES[name](), scores=cosines(), image_ids=rows[:32], text_ids=-rows[:32] - 1
+    )
+    assert "no image has a matching text" in message
+    loss = LOSSES[name]()
+    loss.reduction = "none"
+    (message,) = said(trained, loss, images, texts, text_ids=rows + 40)
+    assert "no image has a matching text" in message
+
+
+def test_batches_without_negatives_are_noticed():
+    images, texts = embeddings(captions=1)
+    same = torch.zeros(40, dtype=torch.int64)
+    cases = [
+        (images, texts, same, same),
+        (images[:1], texts[:1]),
+        (images[:1], texts[:3], same[:1], same[:3]),
+        (images[:5], texts[:1], same[:5], same[:1]),
+        (Similarity(images, texts, same, same),),
+    ]
+    for reduction in ("mean", "sum", "none"):
+        for given in cases:
+            (message,) = said(trained, itrloss.InfoNCELoss(reduction=reduction), *given)
+            assert "every image matches every text, so that the loss is 0" in message
+    assert not said(trained, itrloss.SigmoidLoss(), images, texts, same, same)
+    further = torch.randn(7, 16, generator=generator())
+    assert not said(trained, itrloss.InfoNCELoss(), images[:1], texts[:1], negatives=further)
+
+
+def test_a_memory_has_negatives_but_no_positives():
+    images, texts = embeddings(captions=1)
+    rows = torch.arange(40)
+    memory = itrloss.CoupledMemory(64, 16)
+    memory.enqueue(images, texts, rows)
+    loss = itrloss.MemoryDiversityContrastiveLoss(positive_weight=1)
+    given = images, texts, images, texts, memory
+    assert not said(trained, loss, *given, rows + 50, rows + 50)
+    loss = itrloss.MemoryDiversityContrastiveLoss(positive_weight=1)
+    (message,) = said(trained, loss, *given, rows + 50, rows + 500)
+    assert "MemoryDiversityContrastiveLoss: no image has a matching text" in message
+
+
+def test_unit_vectors_are_no_scores_of_a_loss():
+    for seed in range(5):
+        x = torch.nn.functional.normalize(torch.randn(32, 32, generator=generator(seed)))
+        (message,) = said(trained, itrloss.InfoNCELoss(), scores=x)
+        assert message.startswith("scores: each row has length 1")
+
+
+def test_nothing_is_read_on_other_devices_or_by_the_compiler(monkeypatch):
+    """A read of a tensor on the meta device is an error, as it would be a wait on a GPU."""
+    from itrloss.losses import base
+
+    seen = []
+    monkeypatch.setattr(base, "warn_of_ids", lambda *_: seen.append("ids"))
+    logits = 100 * cosines()
+    loss = itrloss.InfoNCELoss(engine="dense")
+    loss(scores=logits.to("meta"))
+    assert not seen
+    assert not said(torch.compile(loss, backend="eager", fullgraph=True), scores=logits)
+    assert not seen
+    loss(scores=logits)
+    loss(scores=logits)
+    assert seen == ["ids"]
 
 
 # -------------------------------------------------------------------------------- the command line

@@ -478,11 +478,11 @@ class Similarity(Anchors):
         indices: list[Tensor] = []
         for part, scores in self._matrix.blocks(self._side):
             if candidate_bias is not None:
-                scores.add_(candidate_bias)
+                scores = scores + candidate_bias  # in float64, if the bias is
             scores.clamp_min_(least)
             rivals = limited_scores(scores, limit, part, least)
             value, index = rivals.topk(min(k, self.shape[1]), dim=1)
-            values.append(value.masked_fill_(value == least, -torch.inf))
+            values.append(value.masked_fill_(value == least, -torch.inf).to(self.dtype))
             indices.append(index)
             if places is not None:
                 ranks.append(self._ranks_of(scores, places[part], part, ties == "optimistic"))

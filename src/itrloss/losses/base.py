@@ -24,6 +24,7 @@ from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
 from ..telemetry import describe, describe_memory
+from .suspicion import may_be_read, warn_of_ids, warn_of_units, warn_of_vectors
 
 LEAST_LOG = -1e30  # in place of the logarithm of 0, whose gradient would be nan
 
@@ -150,6 +151,7 @@ class SimilarityLoss(Loss):
 
     engine: Choice[Engine] = Choice("auto", "dense", "tiled", "triton")
     check_finite = Choice(True, False)
+    _looked = False  # whether a batch was looked at for what is suspicious
 
     def __init__(
         self,
@@ -164,6 +166,13 @@ class SimilarityLoss(Loss):
         self.check_finite = check_finite
         self.observed = telemetry
         self.telemetry: dict[str, Tensor] = {}
+
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the options are for scores of the size of cosines; a warning says if given scores
+        are larger.
+        """
+        return False
 
     @property
     def active_margin(self) -> float:
@@ -200,13 +209,29 @@ class SimilarityLoss(Loss):
         return Similarity.sharded(rows, cols, *ids, process_group=group, same=same, **options)
 
     def _with_telemetry(self, loss: Any, sim: Similarity | MemorySimilarity) -> Any:
-        """Return a loss; with the option ``telemetry``, keep the figures of its similarities."""
+        """Return a loss; with the option ``telemetry``, keep the figures of its similarities.
+
+        The first batch on the CPU is looked at for what is suspicious.
+        """
+        if not torch.compiler.is_compiling() and not self._looked:
+            self._look(loss, sim.batch if isinstance(sim, MemorySimilarity) else sim)
         if self.observed and not torch.compiler.is_compiling():
             if isinstance(sim, MemorySimilarity):
                 self.telemetry = describe_memory(sim, self.process_group)
             else:
                 self.telemetry = describe(sim, self.active_margin)
         return loss
+
+    def _look(self, loss: Any, sim: Similarity) -> None:
+        """Warn of a batch that is probably not what was meant; on accelerators, do nothing."""
+        if not may_be_read(sim):
+            return
+        self._looked = True
+        name = type(self).__name__
+        warn_of_ids(name, loss, sim)
+        warn_of_vectors(sim)
+        if sim.given_scores is not None and self.in_cosines:
+            warn_of_units(name, sim)
 
 
 class PairLoss(SimilarityLoss):
@@ -251,6 +276,12 @@ class PairLoss(SimilarityLoss):
                 lists; equal ids are positives. If both are left
                 out, image i matches text i. ``text_ids`` alone refer to the images by their number.
             scores: (N, M) similarities from another model, instead of ``images`` and ``texts``.
+                They are cosines or of that size, not logits, unless the loss's temperature or
+                margin are meant for others.
+
+        The first batch that is on the CPU and not compiled is looked at: a
+        :class:`itrloss.SuspiciousInputWarning` says if no image has a positive, if none has a
+        negative and the loss is 0, and if scores look like logits or embeddings.
 
         Returns:
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with

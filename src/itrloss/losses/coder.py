@@ -72,6 +72,11 @@ class DiversityOptions(SimilarityLoss):
         self.positive = positive
         self.entropy_temperature = entropy_temperature
 
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return self.temperature < 0.5
+
     def _options(self) -> dict[str, Any]:
         """Return the arguments of the function that computes the loss."""
         return {

@@ -72,6 +72,11 @@ class InfoNCELoss(PairLoss):
         self.hardness = hardness
 
     @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return bool(self.temperature < 0.5)
+
+    @property
     def temperature(self) -> float | Tensor:
         """τ: a number, or a 0-dim tensor that follows ``log_scale`` (1,). May be set later."""
         if self.log_scale is None:
@@ -360,6 +365,11 @@ class FilteredInfoNCELoss(PairLoss):
         self.margin = margin
         self.relative = relative
 
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return self.temperature < 0.5
+
     def forward(
         self,
         images: Tensor | Similarity | None = None,
@@ -427,6 +437,11 @@ class DistillationLoss(PairLoss):
         super().__init__(**common)
         self.temperature = temperature
         self.teacher_temperature = teacher_temperature
+
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return self.temperature < 0.5
 
     def forward(  # type: ignore[override]
         self,

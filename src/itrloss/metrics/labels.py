@@ -174,8 +174,9 @@ def part_of(
     if ids is None:
         row_ids, col_ids = ids_or_indices(sim)
         ids = row_ids[rows], col_ids[cols]
-    if sim.embeddings is None:
-        return Similarity.from_scores(sim.scores()[rows][:, cols], *ids)
+    if sim.given_scores is not None:
+        return Similarity.from_scores(sim.given_scores[rows][:, cols], *ids)
+    assert sim.embeddings is not None
     images, texts = sim.embeddings
     bias = None
     if sim.bias is not None:

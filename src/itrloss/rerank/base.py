@@ -100,7 +100,7 @@ class Reranker(ABC):
         Returns:
             A ``Bias``; or a function of (B, candidates) scores, which it may overwrite, and the
             slice of the queries that they belong to. It returns (B, candidates) scores to rank by,
-            higher is better.
+            higher is better. A bias or scores in float64 are ranked in float64.
         """
 
     def __repr__(self) -> str:
@@ -187,6 +187,9 @@ class Reranker(ABC):
 
         :meth:`topk` and ``retrieval_metrics(sim, reranker=self)`` need no matrix.
 
+        They are rounded to the dtype of the scores. :meth:`topk` and ``retrieval_metrics`` rank
+        before that.
+
         Args:
             scores: (n_images, n_texts), higher is better, or a :class:`itrloss.Similarity` with
                 images as rows.
@@ -201,6 +204,8 @@ class Reranker(ABC):
             result = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
             for rows, block in direction.queries.blocks():
                 result[rows] = rule(block, rows)
+            if isinstance(rule, Bias) and not bool(result.isfinite().all()):
+                raise ValueError(f"scores: too large for {self!r}")
             results.append(result.T if direction.side else result)
         return self._pair(results)
 
@@ -253,7 +258,10 @@ class Reranker(ABC):
         """
         sim = with_ids("scores", scores, None, None, by_ids=False)
         rules = [ruled.rule for ruled in self._ruled(self._directions(sim))]
-        biases = [rule.bias / rule.factor for rule in rules if isinstance(rule, Bias)]
+        biases = []
+        for rule in rules:
+            if isinstance(rule, Bias):
+                biases.append((rule.bias / rule.factor).to(sim.dtype))
         if len(biases) < 2:
             raise ValueError(f"biases: {type(self).__name__} is not a bias per candidate")
         return RerankBiases(*biases)
@@ -282,7 +290,7 @@ class Reranker(ABC):
         for (direction, labelled), rule in zip(views, rules, strict=True):
             if isinstance(rule, Bias):
                 rule = rule._replace(bias=direction.of_all(rule.bias))
-                if not bool(rule.bias.isfinite().all()):
+                if not bool(rule.bias.to(labelled.dtype).isfinite().all()):
                     raise ValueError(f"scores: too large for {self!r}")
             ruled.append(Ruled(direction, labelled, rule))
         return ruled
@@ -388,5 +396,5 @@ def _ranks(ruled: Ruled, k: int, ties: str | None) -> Ranked:
         tops.append(top)
     width = max(x.shape[-1] for x in ranks)
     padded = torch.cat([F.pad(x, (0, width - x.shape[-1])) for x in ranks])
-    values = torch.cat([top.values for top in tops])
+    values = torch.cat([top.values for top in tops]).to(labelled.dtype)
     return padded, TopK(values, torch.cat([top.indices for top in tops]))

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..anchors import Anchors
 from ..checks import IdsLike, check_number
+from ..engine.products import full_float32
 from ..metrics.labels import with_ids
 from ..similarity import Similarity
 from .base import Reranker
-from .direction import Bias, Direction, Rule
+from .direction import Bias, Direction, Rule, reference_sums
 
 # the grid of calibrate(), in steps of √2
 SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)
@@ -32,6 +33,11 @@ class _LogSumExpReranker(Reranker):
 
     def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
         options = [self._options_of(direction.side) for direction in directions]
+        if directions[0].candidates.embeddings is None:
+            rules: list[Rule] = []
+            for direction, (scale, factor) in zip(directions, options, strict=True):
+                rules.append(Bias(-reference_sums(direction.candidates, scale), factor))
+            return rules
         # one product where there is one matrix
         candidates = Anchors.together(*(direction.candidates for direction in directions))
         each = torch.cat(
@@ -40,7 +46,8 @@ class _LogSumExpReranker(Reranker):
                 for (scale, _), size in zip(options, candidates.sizes, strict=True)
             ]
         )
-        sums = candidates.split(candidates.logsumexp(each))
+        with full_float32(candidates.device):
+            sums = candidates.split(candidates.logsumexp(each))
         return [Bias(-x, factor) for x, (_, factor) in zip(sums, options, strict=True)]
 
 
@@ -105,7 +112,7 @@ class FastReranker(_LogSumExpReranker):
         for direction, labelled in self._directions(sim):
             qualities: dict[tuple[float, float], tuple[float, float]] = {}
             for scale in scales:
-                penalty = direction.candidates.logsumexp(scale)
+                penalty = reference_sums(direction.candidates, scale)
                 for factor in scales:
                     qualities[scale, factor] = _quality(labelled.ranks(-penalty / factor)[:, 0])
             chosen.append(max(qualities, key=qualities.__getitem__))
