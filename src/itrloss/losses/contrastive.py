@@ -53,6 +53,11 @@ class TripletLoss(PairLoss):
         self._alike = 0  # consecutive checks with embeddings alike
 
     @property
+    def in_cosines(self) -> bool:
+        """Whether the margin is one for cosines."""
+        return self.margin < 1
+
+    @property
     def active_margin(self) -> float:
         """The margin, for the figure ``active`` of :func:`itrloss.describe`."""
         return self.margin
@@ -134,6 +139,11 @@ class SigmoidLoss(PairLoss):
             self.bias = nn.Parameter(torch.zeros(1))
         self.scale = scale
         self.bias = bias
+
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the scale is one for cosines."""
+        return bool(self.scale > 2)
 
     @property
     def scale(self) -> float | Tensor:

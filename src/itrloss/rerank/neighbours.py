@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_number, check_size
+from ..checks import as_size, check_number
 from ..engine.products import full_float32
 from ..engine.vectors import full_precision
 from ..similarity import Similarity
@@ -105,8 +105,8 @@ class ReciprocalReranker(Reranker):
     """
 
     def __init__(self, i2t_k: int = 15, t2i_k: int = 20):
-        check_size("i2t_k", i2t_k)
-        check_size("t2i_k", t2i_k)
+        i2t_k = as_size("i2t_k", i2t_k)
+        t2i_k = as_size("t2i_k", t2i_k)
         self.i2t_k = i2t_k
         self.t2i_k = t2i_k
 
@@ -126,7 +126,7 @@ class MultiFactorReranker(Reranker):
     """
 
     def __init__(self, k: int = 30, share_weight: float = 0.3, place_weight: float = 1.1):
-        check_size("k", k)
+        k = as_size("k", k)
         check_number("share_weight", share_weight)
         check_number("place_weight", place_weight)
         self.k = k
@@ -178,9 +178,9 @@ class TwoStageReranker(Reranker):
         if not callable(scorer):
             expected = "a function of image and text numbers"
             raise TypeError(f"scorer: expected {expected}, got {type(scorer).__name__}")
-        check_size("k", k)
+        k = as_size("k", k)
         check_number("weight", weight)
-        check_size("batch_size", batch_size)
+        batch_size = as_size("batch_size", batch_size)
         self.scorer = scorer
         self.k = k
         self.weight = weight
@@ -248,8 +248,8 @@ class KReciprocalReranker(Reranker):
     takes_bank = False
 
     def __init__(self, k1: int = 20, k2: int = 6, weight: float = 0.3):
-        check_size("k1", k1)
-        check_size("k2", k2)
+        k1 = as_size("k1", k1)
+        k2 = as_size("k2", k2)
         check_number("weight", weight)
         if not 0 <= weight <= 1:
             raise ValueError(f"weight: expected a number in [0, 1], got {weight}")
