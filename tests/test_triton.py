@@ -1091,6 +1091,13 @@ def test_aligned_embeddings_are_not_copied(dim, monkeypatch):
         assert found.shape[1] % 64 == 0 and not found[:, dim:].any()
 
 
+def test_a_part_of_longer_vectors_is_copied():
+    """Its rows are aligned, but what lies behind them is not 0."""
+    x = torch.ones(3, 24, device=DEVICE)[:, :20]
+    found = engine.aligned(x, 64)
+    assert found.shape == (3, 64) and not found[:, 20:].any()
+
+
 def test_planes_begin_at_multiples_of_16():
     """Others would have a kernel of their own, which is compiled in the middle of a training."""
     for size in (2048, 2043, 2):
@@ -1233,22 +1240,24 @@ def test_memory_beside_inputs_and_gradients(n, m, d, dtype, with_ids, as_on_a_gp
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
-@pytest.mark.parametrize("slots", [5, 16, 17, 64, 819])
+@pytest.mark.parametrize(
+    ("slots", "m"), [(5, 8192), (16, 8192), (17, 8192), (64, 8192), (819, 8192), (40, 65536)]
+)
 @pytest.mark.parametrize("asked", ["sums", "a total"])
-def test_memory_of_many_positives(asked, slots, as_on_a_gpu):
+def test_memory_of_many_positives(asked, slots, m, as_on_a_gpu):
     """Sums of tiles take at most 256 MiB with the panel, however many positives an anchor has.
 
     The held float32 sums of the embeddings' gradients and the gradient of the shifts are outputs.
     """
     n, d = 8192, 512
-    sides = [Side(meta(n, d, dtype=torch.bfloat16), None, None, None) for _ in range(2)]
+    sides = [Side(meta(size, d, dtype=torch.bfloat16), None, None, None) for size in (n, m)]
     inputs = Inputs(*sides, None)
-    shift = meta(slots, 2 * n, dtype=torch.float32)
-    pairs = Pairs((n, n), (None, None), shift.device)
+    shift = meta(slots, n + m, dtype=torch.float32)
+    pairs = Pairs((n, m), (None, None), shift.device)
     question = Question(pairs, (0, 1), (terms.excess,), shift=shift)
-    grad = meta(2 * n, dtype=torch.float32)
+    grad = meta(n + m, dtype=torch.float32)
     needs = tiled.Needs(True, True, False, False, shift=True)
-    outputs = 2 * n * d * 4 + shift.nbytes
+    outputs = (n + m) * d * 4 + shift.nbytes
     if slots > engine.SLOTS:
         outputs *= 2  # until the gradients of the shifts are joined
     with Peak(shift, grad, *[side.x for side in sides]) as peak:
