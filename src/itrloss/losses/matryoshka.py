@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..checks import ExchangeableState, as_size, check_number
@@ -47,6 +46,7 @@ class Matryoshka(ExchangeableState):
         check_dims(dims, weights)
         ordered = sorted(zip(dims, weights, strict=True))
         self.loss = loss
+        self.argument_names = argument_names(loss)  # here, as the compiler does not ask for them
         self.dims = [d for d, _ in ordered]
         self.weights = [float(weight) for _, weight in ordered]
 
@@ -60,7 +60,7 @@ class Matryoshka(ExchangeableState):
         of dimensions.
         """
 
-        names = argument_names(self.loss)[2:] + [""] * len(args)
+        names = self.argument_names[2:] + [""] * len(args)
 
         def check() -> str:
             check_dims(self.dims, self.weights)  # which are set one after the other
@@ -88,7 +88,6 @@ class Matryoshka(ExchangeableState):
         return f"dims={self.dims}, weights={self.weights}"
 
 
-@torch.compiler.assume_constant_result
 def argument_names(loss: nn.Module) -> list[str]:
     """Return the names of what a loss takes."""
     return list(inspect.signature(loss.forward).parameters)
