@@ -37,6 +37,20 @@ from itrloss.engine.tiled import Needs
 EXPONENTIAL = (terms.exponential,)
 SOFTPLUS = (terms.softplus,)
 SIGLIP = {"sides": (0,), "shared": True, "ids": False, "shape": (1024, 768)}
+CLIP = {"shared": True, "learnt": True, "attempted": True}
+# The log-sum-exps of losses, as the options of :func:`ask`.
+OF_LOSSES = [
+    {**CLIP, "ids": False},  # CLIP and InfoNCE with a learnt temperature
+    {**CLIP, "ids": True},
+    {**CLIP, "ids": True, "over": "all", "sides": (0,)},  # distillation
+    {"shared": True, "ids": False, "shifted": False},  # InfoNCE with a temperature of 1/60 or more
+    {"shared": True, "ids": True, "shifted": False},
+    {"ids": False, "shifted": False},  # DCL
+    {"ids": True, "shifted": False},
+    {"sides": (0,), "shifted": False},  # M-DCL
+    {"attempted": True, "limits": 1},  # filtered InfoNCE and multi-similarity
+    {"sides": (0,), "learnt": True},  # DCL through its diversities
+]
 
 
 class Absent:
@@ -71,15 +85,15 @@ def cases_of(gpus: Sequence[int]) -> list[tuple[int, dict]]:
     ]
     excess = (terms.excess,)
     for gpu in gpus:
+        cases += [(gpu, options) for options in OF_LOSSES]
         cases += [
-            (gpu, {"sides": (0,), "learnt": True}),
             (gpu, {"asked": excess, "dtype": torch.float32}),
             (gpu, {"asked": SOFTPLUS, "total": True, **SIGLIP}),
         ]
     cases.append((gpus[0], {"asked": SOFTPLUS, "total": True, **SIGLIP, "ids": True}))
     cases.append((gpus[0], {"asked": excess, "total": True, "shared": True}))
     cases.append((gpus[0], {"dtype": torch.float32}))
-    cases += [(gpus[0], {"shape": (256, dim)}) for dim in (80, 16384)]
+    cases += [(gpus[0], {"shape": (256, dim)}) for dim in (80, 1000, 16384)]
     for asked in FORMS:
         if asked != EXPONENTIAL:
             cases.append((gpus[0], {"asked": asked}))
@@ -94,7 +108,7 @@ def compiled(case: tuple[int, dict]) -> list[dict]:
 
     def compile_only(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        kernels[kernel.hash] = self.__name__, kernel
+        kernels[kernel.hash] = self.__name__, kernel, options.get("C")
         return kernel
 
     driver.set_active(Absent(gpu))
@@ -108,9 +122,12 @@ def compiled(case: tuple[int, dict]) -> list[dict]:
             "name": f"{name} {about}",
             "DYNAMIC": kernel.metadata.shared,
             "WARPS": kernel.metadata.num_warps,
+            "SHARED": config is not None and config.SHARED,
+            "IDS": config is not None and config.IDS,
+            "RARE": config is not None and config.RUNS_IF is True,
             **resources(kernel.asm["cubin"]),
         }
-        for name, kernel in kernels.values()
+        for name, kernel, config in kernels.values()
     ]
 
 
@@ -126,6 +143,7 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     learnt=False,
     total=False,
     attempted=False,
+    shifted=True,
     tile=engine.PRODUCT_TILES[0],
 ) -> None:
     """Call the engine's sums and their gradient, or their total; nothing is computed."""
@@ -141,6 +159,8 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     bounds = [values if k < limits else None for k in range(2)]
     if attempted:
         shift = torch.ones(len(sides) * size)
+    if not shifted:
+        shift = None
     pairs = Pairs((size, size), which, x.device)
     question = Question(pairs, sides, asked, over, values, shift, *bounds)
     inputs = Inputs(side, side, None)
@@ -164,11 +184,11 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
 def resources(code: bytes) -> dict[str, int]:
     """Return the usage of a thread or block, and the number of instructions of a thread.
 
-    REG, STACK, SHARED, ..., and AFTER: instructions after the last one of a product of tiles.
+    REG, STACK, LOCAL and AFTER: instructions after the last one of a product of tiles.
     """
     found = {}
     for word in dumped(code, "-res-usage").split():
-        if word.startswith(("REG:", "STACK:", "LOCAL:", "SHARED:")):
+        if word.startswith(("REG:", "STACK:", "LOCAL:")):
             name, value = word.split(":")
             found[name] = int(value)
     instructions = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/(.*)", dumped(code, "-sass"), re.MULTILINE)

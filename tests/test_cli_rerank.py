@@ -513,7 +513,8 @@ BAD = {
         _header("{'descr': '<f4', 'fortran_order': False, 'shape': (-4, 4)}"),
         "not a readable",
     ),
-    "sims.csv": (b"0.1,0.2", r"expected a file named \*.npy"),
+    "sims.xls": (b"0.1,0.2", r"expected a file named \*.npy"),
+    "ragged.csv": (b"0.1,0.2\n0.3", "expected rows of one length"),
 }
 ARRAYS = {
     "nan.npy": (np.where(np.arange(N * C) == 7, np.nan, scores()), "finite"),
@@ -710,11 +711,11 @@ def test_what_is_interrupted_leaves_the_old_file(saved: Path, tmp_path: Path, mo
         (("--key", "sims"), "expected entries with names"),
         (
             ("--image-ids", "long.txt", "--text-ids", "ids.txt"),
-            "long.txt: expected one integer a line",
+            "long.txt: expected integers of 64 bits",
         ),
         (
             ("--image-ids", "bytes.txt", "--text-ids", "ids.txt"),
-            "bytes.txt: expected one integer a line",
+            "bytes.txt: expected UTF-8",
         ),
         (("--text-names", "bytes.txt"), "bytes.txt: expected UTF-8"),
         (("--out", "."), ".: expected a file to write, got a directory"),
@@ -732,7 +733,7 @@ def test_bad_options_are_named(
     monkeypatch.chdir(saved.parent)
     Path("ids.txt").write_text("1\n2\n3\n")
     Path("long.txt").write_text("1" * 30)
-    Path("bytes.txt").write_bytes(b"\xff\xfe")
+    Path("bytes.txt").write_bytes(b"\xff\xff")
     np.save("val.npy", np.random.default_rng(0).random((7, 10)))
     output = ("--out", "o.npz") if "--out" not in arguments and "--top" not in arguments else ()
     assert run("rerank", saved, "--methods", "fast", *output, *arguments) == 2

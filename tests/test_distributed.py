@@ -331,21 +331,18 @@ def wrong_questions(rank: int) -> dict[str, Callable[[], Any]]:
 
 
 def wrong_banks(rank: int) -> dict[str, Callable[[], Any]]:
-    """Evaluations with re-rankers whose banks differ, or whose scores overflow in one process."""
+    """Evaluations with re-rankers whose banks differ, or whose scorer fails in one process."""
     given = embedded()
     across = parts_of(rank, given)["matches across"]
     bank = given["bank_images"]
     moved = itrloss.rerank.ReciprocalReranker().fit(bank + rank, given["bank_texts"])
     fitted = itrloss.rerank.DualSoftmax().fit(*[bank] * rank)
-    x = given["images"][:1]
-    sharp = itrloss.rerank.DualSoftmax(2e3).fit(x, torch.cat([x, -x]))
-    turned = (1.0 - 2 * rank) * x
-    opposite = itrloss.Similarity(turned, turned)
+    half_right = itrloss.rerank.TwoStageReranker(lambda images, texts: images / rank, 1)
     return {
         "other banks": partial(metrics, across, reranker=moved),
         "one bank": partial(fitted.topk, across, 3, gather=True),
-        "one overflows, best": partial(sharp.topk, opposite, 1, gather=True),
-        "one overflows": partial(metrics, opposite, reranker=sharp),
+        "one fails, best": partial(half_right.topk, across, 1, gather=True),
+        "one fails": partial(metrics, across, reranker=half_right),
     }
 
 
@@ -435,13 +432,13 @@ REFUSED = {  # error messages of the two processes
     "blocks": ("gather: KReciprocalReranker",) * 2,
     "other banks": ("gather: expected the same in all processes, got float",) * 2,
     "one bank": ("gather: expected the same in all processes, got float",) * 2,
-    "one overflows, best": (
-        "gather: process 1 failed: ValueError: scores: too large",
-        "scores: too large for DualSoftmax",
+    "one fails, best": (
+        "scorer: expected finite scores",
+        "gather: process 0 failed: ValueError: scorer: expected finite scores",
     ),
-    "one overflows": (
-        "gather: process 1 failed: ValueError: scores: too large",
-        "scores: too large for DualSoftmax",
+    "one fails": (
+        "scorer: expected finite scores",
+        "gather: process 0 failed: ValueError: scorer: expected finite scores",
     ),
     "other": ("relevant, image_ids",) * 2,
 }

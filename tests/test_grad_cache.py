@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import random
 import weakref
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from contextlib import contextmanager
 from functools import partial
 
@@ -619,7 +619,9 @@ def test_single_encoder_or_input_is_no_list():
     [
         (lambda x: x.mean(), ValueError, r"encoders\[0\]: .*\(4, ...\), got \(\)"),
         (lambda x: x.T, ValueError, r"encoders\[0\]: .*\(4, ...\), got \(5, 4\)"),
-        (lambda x: (x, None), TypeError, r"encoders\[0\]: .* NoneType"),
+        (lambda x: (x, x.numpy()), TypeError, r"encoders\[0\]: .* ndarray"),
+        (lambda x: None, TypeError, r"encoders\[0\]: .* NoneType"),
+        (lambda x: (x, x if len(x) == 4 else None), TypeError, "from all chunks or from none"),
         (lambda x: x[:, : len(x)], ValueError, r"encoders\[0\]: .*\(4, 4\), \(4, 4\), \(2, 2\)"),
     ],
 )
@@ -715,3 +717,80 @@ def test_expanded_buffers_of_one_number_are_restored():
         itrloss.InfoNCELoss(), (encoder, encoder), (torch.randn(5, 3),) * 2, chunk_size=2
     )
     assert encoder.steps == 6
+
+
+class Tokens(UserDict):
+    """What a tokenizer returns: a mapping that is no dict."""
+
+
+class Reader(nn.Module):
+    """A text encoder as those of transformers are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, D).double()
+
+    def forward(self, input_ids, attention_mask=None, scale=1.0, output_all=False):
+        hidden = self.words(input_ids) * scale
+        if attention_mask is not None:
+            hidden = hidden * attention_mask[..., None]
+        return Tokens(pooled=hidden.mean(1), hidden=hidden if output_all else None, scale=scale)
+
+
+WORDS = torch.arange(4 * N).view(N, 4) * 7 % 20
+MASK = (torch.arange(4) < 1 + torch.arange(N)[:, None] % 4).double()
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        Tokens(input_ids=WORDS, attention_mask=MASK),
+        Tokens(input_ids=WORDS, attention_mask=None, output_all=True),
+        {"input_ids": WORDS, "scale": 2.0},
+        {"input_ids": WORDS, "attention_mask": MASK, "output_all": True},
+        (WORDS, None, 3),
+        [WORDS, MASK, 0.5, False],
+    ],
+)
+def test_mappings_none_and_flags_are_passed_on(inputs):
+    images, texts = tower(5), Reader()
+    pixels = batch()[0]
+    loss = itrloss.InfoNCELoss()
+
+    def objective(x, y):
+        return loss(x, y["pooled"])
+
+    call = texts(*inputs) if isinstance(inputs, (tuple, list)) else texts(**inputs)
+    expected = objective(images(pixels), call)
+    expected.backward()
+    gradients = [p.grad.clone() for p in [*images.parameters(), *texts.parameters()]]
+    for p in [*images.parameters(), *texts.parameters()]:
+        p.grad = None
+    found = grad_cache_step(objective, [images, texts], [pixels, inputs], 3)
+    torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close(
+        [p.grad for p in [*images.parameters(), *texts.parameters()]], gradients
+    )
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("learnable", [False, True])
+def test_without_gradients_it_is_the_loss_alone(context, learnable: bool):
+    encoders, inputs = [tower(5), tower(4)], batch()
+    loss = itrloss.InfoNCELoss(learnable=learnable)
+    expected = loss(*(encoder(x) for encoder, x in zip(encoders, inputs, strict=True)))
+    with context():
+        found = grad_cache_step(loss, encoders, inputs, 3)
+    torch.testing.assert_close(found, expected.detach())
+    assert all(p.grad is None for encoder in encoders for p in encoder.parameters())
+
+
+def test_without_gradients_buffers_are_updated_once_for_each_chunk():
+    encoder = nn.BatchNorm1d(5, momentum=0.5).double()
+    alone = nn.BatchNorm1d(5, momentum=0.5).double()
+    x = torch.randn(6, 5).double()
+    with torch.no_grad():
+        grad_cache_step(itrloss.InfoNCELoss(), [encoder, nn.Identity()], [x, x], 3)
+        alone(x[:3])
+        alone(x[3:])
+    assert torch.equal(encoder.running_mean, alone.running_mean)

@@ -552,6 +552,103 @@ def test_momentum_encoder_is_stored_and_restored():
         assert torch.equal(x.module.weight, keys.module.weight)
 
 
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def moved(keys: MomentumEncoder, encoder: nn.Module, steps: int) -> nn.Module:
+    for _ in range(steps):
+        keys.update(encoder)
+    return keys.module
+
+
+def far_encoder(keys: MomentumEncoder, dtype: torch.dtype) -> nn.Module:
+    """An encoder that is by a half longer than the average, in another dtype maybe."""
+    encoder = copy.deepcopy(keys.module).to(dtype)
+    with torch.no_grad():
+        for p in encoder.parameters():
+            p.mul_(1.5)
+    return encoder
+
+
+@pytest.mark.parametrize("own", [*HALVES, torch.float32, torch.float64])
+@pytest.mark.parametrize("new", [*HALVES, torch.float32, torch.float64])
+@pytest.mark.parametrize("way", ["made", "cast later", "from float32 state"])
+def test_a_momentum_encoder_moves_alike_in_all_precisions(own, new, way):
+    start = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(torch.float32)
+    keys = MomentumEncoder(start if way == "cast later" else copy.deepcopy(start).to(own), 0.999)
+    if way == "cast later":
+        keys = keys.to(own)
+    if way == "from float32 state":
+        keys.load_state_dict(MomentumEncoder(start, 0.999).state_dict())
+    encoder = far_encoder(keys, new)
+    before = [p.detach().double().clone() for p in keys.module.parameters()]
+    after = [p.detach().double() for p in moved(keys, encoder, 500).parameters()]
+    assert all(p.dtype == own for p in keys.module.parameters())
+    eps = max(torch.finfo(own).eps, 1e-5)
+    for a, b, p in zip(before, after, encoder.parameters(), strict=True):
+        wanted = a + (1 - 0.999**500) * (p.detach().double() - a)
+        assert ((b - wanted).abs() <= eps * wanted.abs() + 1e-7).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_averages_in_half_precision_resume_bit_for_bit(dtype, tmp_path):
+    keys = MomentumEncoder(nn.Linear(8, 8).to(dtype), 0.999)
+    encoder = far_encoder(keys, dtype)
+    moved(keys, encoder, 20)
+    torch.save(keys.state_dict(), tmp_path / "keys.pt")
+    loaded = MomentumEncoder(nn.Linear(8, 8).to(dtype), 0.999)
+    loaded.load_state_dict(torch.load(tmp_path / "keys.pt", weights_only=True))
+    others = [loaded, copy.deepcopy(keys), pickle.loads(pickle.dumps(keys))]
+    others.append(copy.deepcopy(keys).to(dtype))  # as trainers call it
+    wanted = moved(keys, encoder, 200).weight
+    assert all(torch.equal(moved(x, encoder, 200).weight, wanted) for x in others)
+    full = MomentumEncoder(nn.Linear(8, 8), 0.999)
+    full.load_state_dict(keys.state_dict())
+    assert torch.equal(full.module.weight, wanted.float()) and not list(full.averages.buffers())
+
+
+def test_an_average_in_half_precision_begins_where_others_put_it():
+    keys = MomentumEncoder(nn.Linear(8, 8).to(torch.bfloat16), 0.999)
+    encoder = far_encoder(keys, torch.bfloat16)
+    moved(keys, encoder, 10)
+    keys.module.load_state_dict(encoder.state_dict())
+    assert torch.equal(moved(keys, encoder, 10).weight, encoder.weight)
+    assert torch.equal(moved(keys.float(), encoder, 1).weight, encoder.weight.float())
+
+
+def test_averaged_buffers_in_half_precision_move():
+    encoder = nn.BatchNorm1d(4).to(torch.bfloat16)
+    keys = MomentumEncoder(encoder, 0.999, buffers="average")
+    encoder.running_mean.fill_(1.0)
+    found = moved(keys, encoder, 500).running_mean
+    torch.testing.assert_close(
+        found.double(), torch.full((4,), 1 - 0.999**500).double(), rtol=4e-3, atol=0
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_momentum_encoder_moves_when_it_is_sharded(dtype, tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        keys = MomentumEncoder(nn.Linear(8, 8).to(dtype), 0.999)
+        encoder = far_encoder(keys, dtype)
+        wanted = moved(copy.deepcopy(keys), encoder, 100).weight
+        fully_shard(keys, mesh=mesh)
+        fully_shard(encoder, mesh=mesh)
+        moved(keys, encoder, 100)
+        (found,) = [
+            x.full_tensor() for name, x in keys.state_dict().items() if name == "module.weight"
+        ]
+        assert torch.equal(found, wanted)
+    finally:
+        dist.destroy_process_group()
+
+
 # -------------------------------------------------------------------------------------- compilation
 
 

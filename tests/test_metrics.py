@@ -492,7 +492,9 @@ def test_images_that_repeat_otherwise_are_as_many_as_there_are():
         texts,
     ]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("ignore")
+        # copies in another order have a warning of their own, and all these are at chance level
+        warnings.filterwarnings("error", message="images: every")
         for x in cases:
             assert (
                 fold_repeated(x) is x and len(retrieval_results(Similarity(x, texts)).i2t.ids) == 35

@@ -11,7 +11,10 @@ from reference import Reference
 import itrloss
 from itrloss import Anchors, Similarity
 from itrloss.engine import moments
-from itrloss.engine.pairs import IGNORE_ID
+from itrloss.engine.inputs import Inputs, Side
+from itrloss.engine.pairs import IGNORE_ID, Pairs
+from itrloss.engine.question import Question
+from itrloss.engine.terms import identity, square
 from itrloss.memory import MemorySimilarity
 
 
@@ -223,6 +226,36 @@ def test_scores_that_are_at_hand_are_used():
     sim = kept(*embeddings(64, 64, 128, dtype=torch.float32))
     sim.logsumexp(1.0)
     assert multiplied(sim.both) == 0
+
+
+def question_of(n, m, ids=(None, None)):
+    pairs = Pairs((n, m), ids, torch.device("cpu"))
+    return Question(pairs, (0,), (identity, square))
+
+
+def test_a_product_of_scores_counts_unless_they_are_held():
+    assert moments.has_gain(question_of(1000, 1000), 200, False)
+    assert not moments.has_gain(question_of(1000, 1000), 200, True)
+
+
+def test_many_positives_are_not_taken_out():
+    n, m, d = 300, 500, 8
+    v, w = embeddings(n, m, d, dtype=torch.float32)
+    for ids in (
+        (torch.arange(n) % 2, torch.arange(m) % 2),  # 250 positives of an anchor, half of all
+        (torch.arange(n) * 0, (torch.arange(m) >= 100).long()),  # 100
+    ):
+        assert multiplied(Similarity(v, w, *ids, engine="tiled")) == n * m * d
+    few = torch.zeros(8, dtype=torch.int64), torch.arange(15) // 10  # ten of fifteen
+    assert not moments.answers(question_of(8, 15, few))
+
+
+def test_sums_without_negatives_are_exactly_zero():
+    v, w = embeddings(6, 9, dtype=torch.float32)
+    ids = torch.tensor([0, 1, 0, IGNORE_ID, 0, 1]), torch.zeros(9, dtype=torch.int64)
+    sides = [Side(None, None, x, None) for x in (v, w)]
+    found = moments.sums(question_of(6, 9, ids), Inputs(*sides, None))
+    assert found[:, [0, 2, 3, 4]].eq(0).all() and found[:, [1, 5]].ne(0).all()
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -30,7 +32,11 @@ from sentence_transformers.sentence_transformer.losses import (
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from itrloss.integrations.sentence_transformers import RetrievalEvaluator, RetrievalLoss
+from itrloss.integrations.sentence_transformers import (
+    RetrievalEvaluator,
+    RetrievalLoss,
+    RetrievalTrainer,
+)
 
 COLOURS = ["red", "green", "blue", "black", "white", "grey", "brown", "pink"]
 THINGS = ["dog", "cat", "car", "tree", "house", "boat", "bird", "shoe"]
@@ -365,3 +371,90 @@ def test_other_columns_are_refused(folder):
             ValueError, match=f"sentence_features: expected {expected}.*, got {columns}"
         ):
             RetrievalLoss(model, loss)([dict(column) for _ in range(columns)])
+
+
+# ----------------------------------------------------------------------------------------- resuming
+
+
+def criterion(name: str) -> Any:
+    return {
+        "infonce": lambda: itrloss.InfoNCELoss(0.1, learnable=True),
+        "sigmoid": itrloss.SigmoidLoss,
+        "matryoshka": lambda: itrloss.Matryoshka(itrloss.InfoNCELoss(0.1, learnable=True), [8, 16]),
+        "triplet": lambda: itrloss.TripletLoss(mining="all"),
+    }[name]()
+
+
+def resumable(
+    folder, out, name: str, trainer_class: Any, steps: int, checkpoint: Any, **options: Any
+) -> Any:
+    """A trainer after some steps; one that does not resume switches to the hardest negatives."""
+    args = SentenceTransformerTrainingArguments(
+        output_dir=str(out),
+        max_steps=steps,
+        per_device_train_batch_size=BATCH,
+        report_to="none",
+        save_strategy="steps",
+        save_steps=3,
+        use_cpu=True,
+        disable_tqdm=True,
+        learning_rate=0.05,
+        optim=options.pop("optim", "adamw_torch"),
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+    )
+    model = make(folder)
+    loss: Any = RetrievalLoss(model, criterion(name), **options.pop("loss", {}))
+    if options.pop("around", False):
+        loss = MatryoshkaLoss(model, loss, [8, 16])
+    dataset: Any = data(2)
+    if options.pop("several", False):
+        loss = {"a": loss, "b": RetrievalLoss(model, criterion("sigmoid"))}
+        dataset = {"a": dataset, "b": dataset}
+    if name == "triplet" and checkpoint is None:
+        loss.loss.mining = "hardest"
+    trainer = trainer_class(model, args, train_dataset=dataset, loss=loss, **options)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer
+
+
+CASES = {
+    "infonce": {},
+    "sigmoid": {},
+    "matryoshka": {},
+    "triplet": {},
+    "infonce in mini-batches": {"loss": {"mini_batch_size": 3}},
+    "infonce around": {"around": True},
+    "infonce several": {"several": True},
+    "infonce sgd": {"optim": "sgd"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_goes_on_with_the_parameters_of_the_loss(case, folder, tmp_path):
+    name = case.split()[0]
+
+    def run(out: str, steps: int, checkpoint: Any = None) -> Any:
+        options = copy.deepcopy(CASES[case])
+        return resumable(
+            folder, tmp_path / out, name, RetrievalTrainer, steps, checkpoint, **options
+        )
+
+    whole = run("whole", 5)
+    first = run("part", 3)
+    resumed = run("part", 5, str(tmp_path / "part" / "checkpoint-3"))
+    states = [[x.loss.state_dict() for x in t._losses().values()] for t in (whole, resumed, first)]
+    assert states[0] == states[1] and len(states[0]) == 1 + ("several" in case)
+    assert (states[0] != states[2]) == (name != "triplet")
+    for p, wanted in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(p, wanted)
+
+
+def test_their_trainer_does_not_save_parameters_of_the_loss_and_that_is_said(folder, tmp_path):
+    with pytest.warns(UserWarning, match="parameters of the loss, log_scale, but its checkpoints"):
+        resumable(folder, tmp_path, "infonce", SentenceTransformerTrainer, 3, None)
+    with pytest.warns(UserWarning, match="checkpoint-3 has no retrieval_losses.pt"):
+        resumable(folder, tmp_path, "infonce", RetrievalTrainer, 4, str(tmp_path / "checkpoint-3"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "RetrievalLoss")
+        resumable(folder, tmp_path, "triplet", SentenceTransformerTrainer, 1, None)

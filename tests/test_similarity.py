@@ -45,7 +45,7 @@ BAD = {
         ValueError,
         r"image_ids: expected ids below 2\*\*63",
     ),
-    "listed ids": (lambda: loss(V, W, [0, 1, 2, 3], IDS[1]), TypeError, "image_ids.*list"),
+    "fractional ids": (lambda: loss(V, W, [0.5, 1, 2, 3], IDS[1]), TypeError, "image_ids.*list"),
     "one input": (lambda: loss(V), TypeError, "texts"),
     "no input": (lambda: loss(), TypeError, "images"),
     "scores and embeddings": (lambda: loss(V, W, *IDS, scores=V @ W.T), ValueError, "scores"),

@@ -126,7 +126,7 @@ class NoProducts:
     def start(self, part: slice) -> None:
         """Do nothing."""
 
-    def add(self, places: tuple[slice, slice], panel: Tensor) -> None:
+    def add(self, places: tuple[slice, slice], panel: Tensor, unit: Tensor | None) -> None:
         """Do nothing."""
 
     def finish(self) -> None:

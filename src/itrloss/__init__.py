@@ -8,6 +8,7 @@ from .losses import *  # noqa: F403 (every loss, by `losses.__all__`)
 from .memory import CoupledMemory, MomentumEncoder
 from .mining import mine_hard_negatives
 from .similarity import Similarity
+from .suspicious import SuspiciousInputWarning
 from .telemetry import describe
 from .terms import pair_term
 
@@ -19,6 +20,7 @@ __all__ = [
     "MomentumEncoder",
     "OnlineKMeans",
     "Similarity",
+    "SuspiciousInputWarning",
     "compat",
     "describe",
     "distributed",

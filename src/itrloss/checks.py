@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 _AT_ONCE = 2**22  # elements checked at once
 _LARGEST = torch.finfo(torch.float32).max
 T = TypeVar("T")
+# What ids may be: integers of any type, or strings; see as_id_numbers.
+IdsLike: TypeAlias = Tensor | np.ndarray | Sequence[int] | Sequence[str]
 
 
 class Names(NamedTuple):
@@ -47,12 +52,18 @@ def check_number(name: str, value: object, positive: bool = False) -> None:
         raise ValueError(f"{name}: expected a number in the range of float32, got {value}")
 
 
-def check_size(name: str, value: object) -> None:
-    """Raise an error unless ``value`` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def as_size(name: str, value: Any) -> int:
+    """Return an integer of at least 1, of any type, as an int; raise an error for what is none."""
+    if not isinstance(value, int):  # such as of NumPy; sums of its short ones would overflow
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name}: expected an integer, got {value!r}") from None
+    if isinstance(value, bool):
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     if value < 1:
         raise ValueError(f"{name}: expected at least 1, got {value}")
+    return value
 
 
 def check_matrix(
@@ -104,22 +115,105 @@ def require_finite(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: expected finite values, got nan or infinity")
 
 
+def from_numpy(x: Any) -> Any:
+    """Return a NumPy array of numbers as a tensor on the CPU, of the same memory if that can be
+    written to; anything else as it is.
+    """
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiub":
+        return x
+    dtype = np.float64 if x.dtype.kind == "f" and x.dtype.itemsize > 8 else x.dtype
+    native = np.dtype(dtype).newbyteorder("=")
+    return torch.from_numpy(np.require(x, native, ["C_CONTIGUOUS", "ALIGNED", "WRITEABLE"]))
+
+
+def as_id_numbers(name: str, ids: Any, shape: str = "(N,)") -> Tensor:
+    """Return ids as a tensor of integers: a tensor or an array of any integer type, or a list of
+    integers; or strings, whose numbers are the same in every call, process and file.
+    """
+    if are_strings(ids):
+        return _numbers_of_strings(_id_array(ids))
+    return as_integers(name, ids, shape)
+
+
+def are_strings(ids: Any) -> bool:
+    """Return whether ids are strings."""
+    return not isinstance(ids, Tensor) and _id_array(ids).dtype.kind == "U"
+
+
+def _id_array(ids: Any) -> np.ndarray:
+    """Return ids that are no tensor as an array, of strings if all are strings."""
+    if isinstance(ids, (list, tuple)) and any(isinstance(x, Tensor) for x in ids):
+        ids = [x.tolist() if isinstance(x, Tensor) else x for x in ids]
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # lists of different lengths
+        return np.array(None)
+    if isinstance(ids, (list, tuple)) and not array.size:
+        return array.astype(np.int64)
+    values = array.ravel().tolist() if array.dtype.kind in "OU" else []
+    # an array that NumPy makes of strings and numbers is one of strings: judged by what there was
+    given = ids if isinstance(ids, (list, tuple)) else values
+    if array.dtype.kind == "U" and not all(isinstance(x, str) for x in given):
+        return np.array(None)
+    if array.dtype.kind == "O" and values:  # of pandas, or as np.array(..., dtype=object)
+        if all(isinstance(x, str) for x in values):
+            return array.astype(str)
+        fit = all(isinstance(x, int) and abs(x) < 2**63 for x in values)
+        if fit and not any(isinstance(x, bool) for x in values):
+            return array.astype(np.int64)
+    return array
+
+
+def _numbers_of_strings(strings: np.ndarray) -> Tensor:
+    """Return int64 numbers of strings, the first 62 bits of their hashes.
+
+    They depend on nothing but the string, so that equal ones match in later batches, in memories
+    and in other processes. Among 10^6 strings, two have one number with a probability of 10^-7.
+    """
+    numbers = []
+    for x in strings.ravel().tolist():
+        digest = hashlib.blake2b(x.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        numbers.append(int.from_bytes(digest, "little") >> 2)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(strings.shape)
+
+
+def as_integers(name: str, x: Any, shape: str = "(N,)") -> Tensor:
+    """Return a tensor, an array or a list of integers as a tensor; raise a TypeError for others."""
+    got = _type(x)
+    if not isinstance(x, Tensor):
+        array = _id_array(x)
+        x = from_numpy(array)
+        if array.dtype.kind not in "fiub":
+            got = f"{got} of {'strings' if array.dtype.kind == 'U' else array.dtype}"
+    is_other = not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex()
+    if is_other or x.dtype == torch.bool:
+        raise TypeError(f"{name}: expected an integer tensor of shape {shape}, got {got}")
+    return x
+
+
 def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
-    """Return a copy of the ids as a (size,) int64 tensor on the device."""
-    if (
-        not isinstance(ids, Tensor)
-        or ids.is_floating_point()
-        or ids.is_complex()
-        or ids.dtype == torch.bool
-    ):
-        raise TypeError(f"{name}: expected an integer tensor of shape ({size},), got {_type(ids)}")
-    if ids.shape != (size,):
-        raise ValueError(f"{name}: expected shape ({size},), got {tuple(ids.shape)}")
-    if ids.dtype == torch.uint64 and (ids.view(torch.int64) < 0).any():
+    """Return a copy of the ids as a (size,) int64 tensor on the device; see
+    :func:`as_id_numbers`. A column (size, 1) of a table will do.
+    """
+    return _copied(name, as_id_numbers(name, ids, f"({size},)"), size, device)
+
+
+def as_indices(name: str, x: Any, size: int, device: torch.device) -> Tensor:
+    """Return a copy of integers that are no ids as a (size,) int64 tensor on the device."""
+    return _copied(name, as_integers(name, x, f"({size},)"), size, device)
+
+
+def _copied(name: str, x: Tensor, size: int, device: torch.device) -> Tensor:
+    """Return a copy of integers as a (size,) int64 tensor on the device."""
+    if x.shape == (size, 1):
+        x = x[:, 0]
+    if x.shape != (size,):
+        raise ValueError(f"{name}: expected shape ({size},), got {tuple(x.shape)}")
+    if x.dtype == torch.uint64 and (x.view(torch.int64) < 0).any():
         # int64 would make them negative, and 2**63 the id of padding. The host waits for these
         # only.
-        raise ValueError(f"{name}: expected ids below 2**63, got larger ones in {_type(ids)}")
-    return ids.to(device, torch.int64, copy=True)
+        raise ValueError(f"{name}: expected ids below 2**63, got larger ones in {_type(x)}")
+    return x.to(device, torch.int64, copy=True)
 
 
 def check_range(name: str, x: Tensor, largest: int) -> None:
@@ -148,8 +242,18 @@ def check_ids(
             needed = f"needed for {got}; only N = M has a default pairing"
             raise ValueError(f"{names.row_ids}, {names.col_ids}: {needed}")
         return None, None
-    if row_ids is None:
-        return None, as_ids(names.col_ids, col_ids, m, device)
+    if row_ids is None:  # the columns' ids are numbers of rows
+        return None, as_indices(names.col_ids, col_ids, m, device)
+    return ids_of_both(row_ids, col_ids, n, m, device, names)
+
+
+def ids_of_both(
+    row_ids: Any, col_ids: Any, n: int, m: int, device: torch.device, names: Names
+) -> tuple[Tensor, Tensor]:
+    """Return the (N,) and (M,) int64 ids of both sides, both of strings or neither."""
+    if are_strings(row_ids) != are_strings(col_ids):
+        expected = f"strings beside strings in {names.row_ids}, integers beside integers"
+        raise TypeError(f"{names.col_ids}: expected {expected}")
     rows = as_ids(names.row_ids, row_ids, n, device)
     if col_ids is row_ids and n == m:
         return rows, rows  # what is computed of one serves both
@@ -180,6 +284,7 @@ def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | N
     """Return the (size,) bias of candidates, detached, on the device; None if there is none."""
     if bias is None:
         return None
+    bias = from_numpy(bias)
     if not isinstance(bias, Tensor):
         raise TypeError(f"{name}: expected a tensor of shape ({size},), got {_type(bias)}")
     if bias.shape != (size,):
@@ -214,7 +319,34 @@ class Option(Generic[T]):
         module.__dict__[self.place] = value
 
 
-class CheckedModule(nn.Module):
+class ExchangeableState(nn.Module):
+    """A module that loads the state of another one, if that has the same parameters.
+
+    Neither needs what the other holds besides parameters and buffers, its ``extra_state``.
+    """
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        problems = missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *problems)
+        for keys in (missing_keys, unexpected_keys):
+            keys[:] = [key for key in keys if not is_extra_state(key, prefix)]
+
+
+def is_extra_state(key: str, prefix: str) -> bool:
+    """Return whether a key of a state dict is the ``extra_state`` of a module or of one inside."""
+    return key.startswith(prefix) and key.split(".")[-1] == "_extra_state"
+
+
+class CheckedModule(ExchangeableState):
     """A module whose options are checked whenever they are set."""
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import files, report
-from .checks import Names, check_size, one_of, require_finite
+from .checks import Names, as_size, one_of, require_finite
 from .comparison import (
     CALIBRATED,
     METHODS,
@@ -39,9 +39,11 @@ from .metrics import (
 )
 from .metrics.labels import fold_parts
 from .metrics.protocols import check_coco
+from .metrics.suspicion import warn_of_guess
 from .report.comparison import page
 from .rerank import FastReranker
 from .similarity import Similarity
+from .suspicious import number_shared, warn
 
 # Options that are files to write. The last is a folder.
 _RESULTS = ("out", "rankings", "queries", "latex", "report", "trec")
@@ -62,6 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = _ARGUMENTS.sub(lambda name: "--" + name[0].replace("_", "-"), str(message))
         print(f"itrloss {args.command}: {text}", file=sys.stderr)
 
+    warned = set()
+
+    def say_once(message: object, *_: object, **__: object) -> None:
+        if str(message) not in warned:  # every method finds the same of the same scores
+            warned.add(str(message))
+            say(message)
+
     try:
         # outside the main thread, which alone may set handlers
         with contextlib.suppress(ValueError):
@@ -69,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
-            warnings.showwarning = lambda message, *_, **__: say(message)
+            warnings.showwarning = say_once
             _run(args)
     except (ImportError, OSError, ValueError) as error:
         say(error)
@@ -136,12 +145,17 @@ def _add_banks(parser: argparse.ArgumentParser, images: str, texts: str) -> None
 
 def _add_ids(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--key", help="of the array in files with several (sims, or the only one)")
+    add(
+        "--key",
+        action="append",
+        help="of the array in files with several (sims, or the only one); given twice, the images' "
+        "and the texts'",
+    )
     add(
         "--image-ids",
         type=Path,
         metavar="FILE",
-        help="integers, equal where image and text match; a line each in .txt",
+        help="integers or names, equal where image and text match; a line each in .txt",
     )
     add(
         "--text-ids",
@@ -219,11 +233,13 @@ def _run(args: argparse.Namespace) -> None:
     outputs = _outputs(args)
     paths = [args.scores] if args.command == "rerank" else [args.images, args.texts]
     ids = _ids(args)
+    _check_keys(args)
     sim = _similarity(args, paths, ids)
     validation = None
     if args.val is not None:
         validation = _similarity(args, args.val)
     banks = (_bank(args, sim, 0), _bank(args, sim, 1))
+    _warn_of_test_data(args, sim, validation, banks)
     if args.folds != 1:
         _check_folds(args, sim, banks)
     if args.protocol:
@@ -305,7 +321,7 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
     if args.write is not None:
         calibrated = [CALIBRATED] if args.val and "fast" in args.methods else []
         one_of("--write", args.write, PLAIN, *args.methods, *calibrated)
-    check_size("--top", args.top)
+    as_size("--top", args.top)
     return list(outputs.values())
 
 
@@ -352,8 +368,26 @@ def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
 # -------------------------------------------------------------------------------------------- input
 
 
-def _matrix(args: argparse.Namespace, path: Path) -> Tensor:
-    matrix = files.read_matrix(path, args.key)
+def _check_keys(args: argparse.Namespace) -> None:
+    """Raise a ValueError for wrong numbers of keys, or if one array is for images and texts."""
+    keys = args.key or []
+    most = 1 if args.command == "rerank" else 2
+    if len(keys) > most:
+        raise ValueError(f"--key: expected at most {most}, got {', '.join(keys)}")
+    if args.command == "rerank" or len(set(keys)) == 2:
+        return
+    for images, texts in [(args.images, args.texts), *([args.val] if args.val else [])]:
+        if images.exists() and texts.exists() and images.samefile(texts):
+            raise ValueError(
+                f"{images}: expected images and texts, got one array for both; if the file has "
+                "both, --key IMAGES --key TEXTS says which"
+            )
+
+
+def _matrix(args: argparse.Namespace, path: Path, side: int = 0) -> Tensor:
+    """Return the matrix in a file, of images (side 0) or texts (1) if their keys differ."""
+    keys = args.key or [None]
+    matrix = files.read_matrix(path, keys[min(side, len(keys) - 1)])
     require_finite(str(path), matrix)
     return matrix.T if args.transpose else matrix
 
@@ -371,7 +405,7 @@ def _similarity(
     args: argparse.Namespace, paths: list[Path], ids: tuple[Tensor, Tensor] | None = None
 ) -> Similarity:
     """Return the similarities of scores or of embeddings; errors name the files."""
-    matrices = [_matrix(args, path) for path in paths]
+    matrices = [_matrix(args, path, side) for side, path in enumerate(paths)]
     by_scores = len(paths) == 1
     if ids is None:
         if by_scores:
@@ -380,6 +414,7 @@ def _similarity(
         n = len(matrices[0])
         m = matrices[0].shape[1] if by_scores else len(matrices[1])
         try:
+            warn_of_guess(n, m)
             ids = default_ids(n, m)
         except ValueError as error:
             raise ValueError(f"{', '.join(map(str, paths))}: {error}") from None
@@ -420,7 +455,7 @@ def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None
                 f"--bank-{one}s has others"
             )
         return None
-    bank = _matrix(args, path)
+    bank = _matrix(args, path, side)
     if sim.embeddings is None and side:  # more columns of the matrix, whose rows are images
         if args.image_ids is None:
             bank = fold_repeated(bank)
@@ -434,6 +469,50 @@ def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None
     if not fits:
         raise ValueError(f"{path}: expected {expected}, got shape {tuple(bank.shape)}")
     return bank
+
+
+def _warn_of_test_data(
+    args: argparse.Namespace,
+    sim: Similarity,
+    validation: Similarity | None,
+    banks: Sequence[Tensor | None],
+) -> None:
+    """Warn if at least half of a validation set or of a test set's queries are in the other, or in
+    a bank.
+    """
+    tests = _sides(sim)
+    if validation is not None:
+        for test, other in zip(tests, _sides(validation), strict=True):
+            if _half_shared(test, other):
+                warn(
+                    f"--val: {', '.join(map(str, args.val))} has items of the test set, on which "
+                    "nothing may be calibrated; pass held-out pairs"
+                )
+                break
+    for side, bank in enumerate(banks):
+        if bank is None:
+            continue
+        by_columns = side == 1 and sim.embeddings is None
+        if _half_shared(tests[side], bank.T if by_columns else bank):
+            name = ("images", "texts")[side]
+            path = (args.bank_images, args.bank_texts)[side]
+            warn(
+                f"--bank-{name}: {path} has {name} of the test set, so that test queries see one "
+                "another; pass others, such as the training set's, or leave it out"
+            )
+
+
+def _sides(sim: Similarity) -> Sequence[Tensor]:
+    """Return what images and texts are recognised by: embeddings, or rows and columns of scores."""
+    if sim.embeddings is not None:
+        return sim.embeddings
+    scores = sim.scores()
+    return scores, scores.T
+
+
+def _half_shared(test: Tensor, others: Tensor) -> bool:
+    """Return whether half of the rows (N, D), or of the others (M, D), are the same."""
+    return 2 * number_shared(test, others) >= min(len(test), len(others))
 
 
 def _names(path: Path | None, item: str, size: int) -> list[str]:

@@ -1,25 +1,30 @@
-"""Reading score matrices, embeddings and ids from ``.npy``, ``.npz``, ``.pt`` and pickle files;
-safe writing.
+"""Reading score matrices, embeddings and ids from files as people have them; safe writing.
 
-Nothing in a file is ever executed. From pickles, such as VSE code bases save, only NumPy arrays,
+Nothing in a file is ever executed. From pickles, such as VSE code bases save, only arrays, tensors,
 numbers, strings and containers of them are read; ``.pt`` files are read with ``weights_only=True``.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import csv
 import io
+import json
 import os
 import pickle
 import secrets
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .checks import as_id_numbers, from_numpy
 
 _LONGEST_HEADER = 2**16
 _ENCODING = "latin1"  # of bytes in old pickle protocols
@@ -30,15 +35,20 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
     pages load on use.
 
     Args:
-        path: ``.npy``, ``.npz``, ``.pt``/``.pth``, ``.pkl``/``.pickle``, or ``.npy`` with a pickled
-            dictionary in it.
+        path: ``.npy``, ``.npz``, ``.pt``/``.pth``/``.pth.tar``, ``.pkl``/``.pickle``,
+            ``.safetensors``, ``.csv`` (also with a header, or as pandas writes it), ``.mat`` and
+            ``.h5``/``.hdf5`` (with ``pip install 'itrloss[files]'``), or ``.npy`` with a pickled
+            dictionary in it. Letters of the suffix may be upper-case.
         key: the entry, if the file has several. By default ``sims``, or the only one.
 
     Raises:
         ValueError: naming the file and what was expected.
         OSError: if it cannot be read.
+        ImportError: if a package is missing that reads the format.
     """
-    array = _read(Path(path), key)
+    path = Path(path)
+    content = _csv_matrix(path, key) if _suffix(path) == ".csv" else _read(path, key)
+    array = _tensor(path, content)
     if array.ndim != 2 or 0 in array.shape:
         raise ValueError(
             f"{path}: expected a matrix with rows and columns, got shape {tuple(array.shape)}"
@@ -49,34 +59,109 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
 
 
 def read_ids(path: str | Path, key: str | None = None) -> Tensor:
-    """Return (N,) int64 ids from a text file with one integer per line, or any format of
-    :func:`read_matrix`.
+    """Return (N,) int64 ids from a file of integers, or of strings such as file names.
+
+    A ``.txt`` file has one id a line, a ``.csv`` file a column (``key`` chooses among several by
+    their header), a ``.json`` file a list; or it is any format of :func:`read_matrix`. Equal
+    strings get equal numbers in all files. Whole floats are integers, a single column or row is
+    flattened.
     """
     path = Path(path)
-    if path.suffix == ".txt":
-        try:
-            numbers = [int(x) for x in path.read_text(encoding="utf-8").split()]
-            return torch.tensor(numbers, dtype=torch.int64)
-        except (OverflowError, RuntimeError, ValueError):  # RuntimeError: more than 64 bits
-            raise ValueError(f"{path}: expected one integer a line") from None
-    array = _read(path, key)
-    no_integers = array.is_floating_point() or array.is_complex() or array.dtype == torch.bool
-    if array.ndim != 1 or no_integers:
-        raise ValueError(
-            f"{path}: expected a row of integers, got {array.dtype} of shape {tuple(array.shape)}"
-        )
-    return array.long()
+    suffix = _suffix(path)
+    if suffix == ".txt":
+        return _ids_of_texts(path, _text_ids(path))
+    if suffix == ".csv":
+        return _ids_of_texts(path, _csv_column(path, key))
+    content = _read(path, key)
+    if isinstance(content, np.ndarray) and content.dtype.kind == "S":
+        with _reading(path):
+            content = np.char.decode(content, "utf-8")
+    if _holds_strings(content):
+        ids = as_id_numbers(str(path), content)
+    else:
+        ids = _whole(_tensor(path, content))
+    is_row = ids.ndim == 1 or (ids.ndim == 2 and 1 in ids.shape)
+    is_other = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    if is_other or not is_row:
+        got = f"{ids.dtype} of shape {tuple(ids.shape)}"
+        raise ValueError(f"{path}: expected a row of integers, got {got}")
+    if ids.dtype == torch.uint64 and (ids.view(torch.int64) < 0).any():
+        raise ValueError(f"{path}: expected ids below 2**63, got larger ones")
+    return ids.flatten().long()
 
 
 def read_lines(path: str | Path) -> list[str]:
     """Return the lines of a text file, split at newlines only: other Unicode line separators stay
     in them.
+
+    A file with a byte order mark, as Excel and Notepad write it, is read in the encoding that the
+    mark says, and any other as UTF-8.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected UTF-8: {error}") from None
+    text = _text(Path(path))
     return text.removesuffix("\n").split("\n") if text else []
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file, without a byte order mark."""
+    with open(path, "rb") as file:
+        start = file.read(2)
+    has_wide_mark = start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    encoding = "utf-16" if has_wide_mark else "utf-8-sig"
+    try:
+        return path.read_text(encoding=encoding)
+    except UnicodeError as error:
+        raise ValueError(f"{path}: expected UTF-8: {error}") from None
+
+
+def _text_ids(path: Path) -> list[str]:
+    """Return the ids in a text file: one a line, or integers that blanks separate."""
+    text = _text(path)
+    words = text.split()
+    if not words:
+        raise ValueError(f"{path}: the file is empty")
+    if all(_is_integer(word) for word in words):
+        return words
+    return [line.strip() for line in text.strip().split("\n")]
+
+
+def _is_integer(text: str) -> bool:
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _ids_of_texts(path: Path, ids: list[str]) -> Tensor:
+    """Return ids in a text as integers, if all are, and as numbers of strings otherwise."""
+    if not all(_is_integer(x) for x in ids):
+        return as_id_numbers(str(path), ids)
+    try:
+        return torch.tensor([int(x) for x in ids], dtype=torch.int64, device="cpu")
+    except (OverflowError, RuntimeError, ValueError):
+        raise ValueError(f"{path}: expected integers of 64 bits, or strings") from None
+
+
+def _holds_strings(content: Any) -> bool:
+    """Return whether an entry of a file is an array or a list of strings."""
+    if isinstance(content, np.ndarray):
+        return content.dtype.kind == "U"
+    return isinstance(content, list) and all(isinstance(x, str) for x in content)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Return whole floating-point numbers, as MATLAB and pandas save ids, as integers."""
+    if x.is_floating_point() and bool((x == x.long()).all()):
+        return x.long()
+    return x
 
 
 @contextlib.contextmanager
@@ -106,14 +191,23 @@ def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
         temporary.unlink(missing_ok=True)
 
 
-def _read(path: Path, key: str | None) -> Tensor:
+def _suffix(path: Path) -> str:
+    """Return the suffix that tells the format of a file, in lower case."""
+    if path.name.lower().endswith(".pth.tar"):
+        return ".pth.tar"
+    return path.suffix.lower()
+
+
+def _read(path: Path, key: str | None) -> Any:
     """Return the array named ``key`` in a file, or by default ``sims`` or the only one."""
-    if path.suffix not in _READERS:
-        raise ValueError(f"{path}: expected a file named {', '.join('*' + s for s in _READERS)}")
+    suffix = _suffix(path)
+    if suffix not in _READERS:
+        names = ", ".join("*" + s for s in [*_READERS, ".csv"])
+        raise ValueError(f"{path}: expected a file named {names}")
     if path.is_file() and path.stat().st_size == 0:
         raise ValueError(f"{path}: the file is empty")
     with _reading(path):
-        content = _READERS[path.suffix](path)
+        content = _READERS[suffix](path)
     count = None
     if isinstance(content, dict):
         key = _array_name(path, content, key)
@@ -125,18 +219,22 @@ def _read(path: Path, key: str | None) -> Tensor:
     with _reading(path):
         content = _loaded(content)
         count = _loaded(count)
-    array = _tensor(path, content)
-    if isinstance(count, (int, np.integer)) and array.ndim == 2 and count not in array.shape:
-        raise ValueError(f"{path}: says npts = {count}, but {key} has shape {tuple(array.shape)}")
-    return array
+    if isinstance(count, (int, np.integer)):
+        shape = getattr(content, "shape", ())
+        if len(shape) == 2 and count not in shape:
+            raise ValueError(f"{path}: says npts = {count}, but {key} has shape {tuple(shape)}")
+    return content
 
 
 def _array_name(path: Path, content: dict[Any, Any], key: str | None) -> Any:
     """Return the name of the array that is read: ``key`` or, if it is None, ``sims`` or the only
     one.
     """
-    kinds = np.ndarray | Tensor | _Archived | _Pickled
-    names = [name for name, value in content.items() if isinstance(value, kinds) and value.ndim]
+    kinds = np.ndarray | Tensor | _Later | _Pickled
+    names = []
+    for name, value in content.items():
+        if isinstance(value, list) or (isinstance(value, kinds) and value.ndim):
+            names.append(name)
     expected = f"an array of the name {key!r}"
     if key is None:
         expected = "one array, or one of the name sims"
@@ -152,7 +250,7 @@ def _array_name(path: Path, content: dict[Any, Any], key: str | None) -> Any:
 
 def _loaded(x: Any) -> Any:
     """Return an entry of a file; an array of which only the header was read is read now."""
-    return x.load() if isinstance(x, _Archived | _Pickled) else x
+    return x.load() if isinstance(x, _Later | _Pickled) else x
 
 
 @contextlib.contextmanager
@@ -160,13 +258,13 @@ def _reading(path: Path) -> Iterator[None]:
     """Let errors name the file."""
     try:
         yield
-    except (FileNotFoundError, IsADirectoryError, PermissionError):
+    except (FileNotFoundError, ImportError, IsADirectoryError, PermissionError):
         raise
     except MemoryError:
         raise ValueError(f"{path}: speaks of more data than there is memory; damaged?") from None
     except Exception as error:
         text = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{path}: not a readable {path.suffix} file: {text}") from None
+        raise ValueError(f"{path}: not a readable {_suffix(path)} file: {text}") from None
 
 
 def _read_npy(path: Path) -> Any:
@@ -194,27 +292,181 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
     return shape, dtype
 
 
-class _Archived(NamedTuple):
-    """An array in an archive, which is read when it is chosen: others may be larger than memory."""
+class _Later(NamedTuple):
+    """An array in a file that is read when it is chosen: others may be larger than memory."""
 
-    path: Path
-    name: str
     ndim: int
-
-    def load(self) -> Any:
-        """Return the array, or one number as such."""
-        with np.load(self.path) as arrays:  # refuses Python objects
-            return arrays[self.name][()]
+    load: Callable[[], Any]
 
 
-def _read_npz(path: Path) -> dict[str, _Archived]:
+def _read_npz(path: Path) -> dict[str, _Later]:
     arrays = {}
     with zipfile.ZipFile(path) as archive:
         for entry in archive.namelist():
             with archive.open(entry) as file:
                 name = entry.removesuffix(".npy")
-                arrays[name] = _Archived(path, name, len(_header(file)[0]))
+                arrays[name] = _Later(len(_header(file)[0]), partial(_from_npz, path, name))
     return arrays
+
+
+def _from_npz(path: Path, name: str) -> Any:
+    """Return an array of an archive, or one number as such."""
+    with np.load(path) as arrays:  # refuses Python objects
+        return arrays[name][()]
+
+
+# The types of the safetensors format; https://github.com/huggingface/safetensors describes it.
+_SAFETENSORS_TYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
+def _read_safetensors(path: Path) -> dict[str, _Later]:
+    """Return the tensors of a safetensors file: 8 bytes with the size of a header in JSON, which
+    says where each is.
+    """
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size:
+            raise ValueError("its header is longer than the file")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    arrays = {}
+    for name, entry in header.items():
+        load = partial(_from_safetensors, path, 8 + size, entry)
+        arrays[name] = _Later(len(entry["shape"]), load)
+    return arrays
+
+
+def _from_safetensors(path: Path, start: int, entry: dict[str, Any]) -> Tensor:
+    """Return the tensor that an entry of the header describes."""
+    dtype = _SAFETENSORS_TYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(f"expected numbers of 16 bits at least, got {entry['dtype']}")
+    begin, end = entry["data_offsets"]
+    with open(path, "rb") as file:
+        file.seek(start + begin)
+        data = bytearray(file.read(end - begin))
+    return torch.frombuffer(data, dtype=dtype).reshape(entry["shape"])
+
+
+def _read_mat(path: Path) -> dict[str, Any]:
+    """Return the arrays of a MATLAB file; those of version 7.3 are HDF5."""
+    if _is_hdf5(path):
+        return _read_hdf5(path, transposed=True)
+    try:
+        from scipy.io import loadmat
+    except ImportError:
+        raise ImportError(f"{path}: needs SciPy: pip install 'itrloss[files]'") from None
+    return {name: x for name, x in loadmat(path).items() if not name.startswith("__")}
+
+
+def _is_hdf5(path: Path) -> bool:
+    """Return whether an HDF5 file starts at byte 0, or at 512, behind MATLAB's own header."""
+    with open(path, "rb") as file:
+        start = file.read(520)
+    return start[:8] == _HDF5 or start[512:] == _HDF5
+
+
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+
+
+def _read_hdf5(path: Path, transposed: bool = False) -> dict[str, _Later]:
+    """Return the data sets of a file by their paths in it; MATLAB's are transposed."""
+    try:
+        import h5py  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ImportError(f"{path}: needs h5py: pip install 'itrloss[files]'") from None
+    arrays: dict[str, _Later] = {}
+
+    def add(name: str, entry: Any) -> None:
+        if isinstance(entry, h5py.Dataset):
+            load = partial(_from_hdf5, path, name, transposed)
+            arrays[name] = _Later(len(entry.shape), load)
+
+    with h5py.File(path, "r") as file:
+        file.visititems(add)
+    return arrays
+
+
+def _from_hdf5(path: Path, name: str, transposed: bool) -> Any:
+    """Return a data set of a file, or one number as such."""
+    import h5py  # pyright: ignore[reportMissingImports]
+
+    with h5py.File(path, "r") as file:
+        entry: Any = file[name]
+        if h5py.check_string_dtype(entry.dtype):
+            return list(entry.asstr()[()].flat)
+        array = entry[()]
+    return array.T if transposed else array
+
+
+def _table(path: Path) -> tuple[list[str], list[list[str]]]:
+    """Return the header of a file of separated values, which may be empty, and its rows.
+
+    As pandas writes them, the first column is a number of the row if its header is empty, and the
+    header of a matrix is 0, 1, 2 and so on.
+    """
+    text = _text(path)
+    first, _, _ = text.partition("\n")
+    separator = next((x for x in "\t;," if x in first), ",")
+    rows = [row for row in csv.reader(io.StringIO(text), delimiter=separator) if row]
+    if not rows:
+        raise ValueError(f"{path}: the file is empty")
+    head = [x.strip() for x in rows[0]]
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError(f"{path}: expected rows of one length")
+    counted = len(head) > 1 and head == [str(i) for i in range(len(head))]
+    if all(_is_number(x) for x in head) and not counted:
+        return [], rows
+    if not head[0]:
+        return head[1:], [row[1:] for row in rows[1:]]
+    return head, rows[1:]
+
+
+def _csv_matrix(path: Path, key: str | None) -> np.ndarray:
+    """Return the matrix in a file of separated values."""
+    if key is not None:
+        raise ValueError(f"{path}: expected no key: a .csv file has one matrix; got {key!r}")
+    _, rows = _table(path)
+    with _reading(path):
+        return np.array([[float(x) for x in row] for row in rows])
+
+
+def _csv_column(path: Path, key: str | None) -> list[str]:
+    """Return the column ``key`` of a file of separated values, or its only one.
+
+    A first line of a column of strings is a header if ``key`` is its name, or the rest are numbers.
+    """
+    head, rows = _table(path)
+    if key is not None:
+        if key not in head:
+            got = ", ".join(head) or "no header"
+            raise ValueError(f"{path}: expected a column of the name {key!r}; it has {got}")
+        return [row[head.index(key)].strip() for row in rows]
+    width = len(head) if head else len(rows[0])
+    if width != 1 and len(rows) == 1 and not head:
+        return [x.strip() for x in rows[0]]
+    if width != 1:
+        got = ", ".join(head) or f"{width} without names"
+        raise ValueError(f"{path}: expected one column, or its name as the key; it has {got}")
+    column = [row[0].strip() for row in rows]
+    if head and not all(_is_integer(x) for x in column):
+        return head + column
+    return column
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(_text(path))
 
 
 def _read_torch(path: Path) -> Any:
@@ -261,21 +513,39 @@ class _Pickled:
         """Return the array, or one number as such."""
         # refuses all but strings; str() of lists in lists may take for ever
         dtype = np.dtype("".join(self.kind.parts))
-        if dtype.kind not in "fiub":
+        listed = dtype.kind == "O" and isinstance(self.data, list)
+        if listed and (_holds_strings(self.data) or all(isinstance(x, int) for x in self.data)):
+            return self.data
+        if dtype.kind not in "fiubSU":
             raise ValueError(f"expected numbers, got an array of {dtype}, which is not read")
-        data = self.data
+        data: Any = self.data
         if isinstance(data, str):
             data = data.encode(_ENCODING)
         return np.frombuffer(data, dtype).copy().reshape(self.shape, order=self.order)[()]
 
 
-# The names that pickled arrays refer to, and their replacements here.
+def _stored(data: bytes) -> Any:
+    """Return the storage of a pickled tensor."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _strided(storage: Any, offset: Any, shape: Any, stride: Any, *_: object) -> Tensor:
+    """Return a pickled tensor; raise a RuntimeError if it is larger than its storage."""
+    whole = torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage)
+    return whole.as_strided(shape, stride, offset)
+
+
+# The names that pickled arrays and tensors refer to, and their replacements here.
 _REPLACED: dict[str, Any] = {
     "numpy.core.multiarray._reconstruct": lambda *_: _Pickled(),
     "numpy.core.multiarray.scalar": lambda kind, data: _Pickled(data, kind),
     "numpy.core.numeric._frombuffer": _Pickled,
     "numpy.ndarray": "ndarray",
     "numpy.dtype": _Type,
+    "collections.OrderedDict": dict,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "torch._utils._rebuild_tensor_v2": _strided,
+    "torch.storage._load_from_bytes": _stored,
     "_codecs.encode": lambda text, _: text.encode(_ENCODING),
 }
 
@@ -318,15 +588,14 @@ def _tensor(path: Path, array: Any) -> Tensor:
     """Return what a file has as a tensor, if it is an array of numbers."""
     if isinstance(array, Tensor):
         return _checked_tensor(path, array)
+    if isinstance(array, list):
+        with _reading(path):
+            array = np.array(array)
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{path}: expected an array, got {type(array).__name__}")
     if array.dtype.kind not in "fiub":
         raise ValueError(f"{path}: expected numbers, got {array.dtype}")
-    if array.dtype.kind == "f" and array.dtype.itemsize > 8:
-        array = array.astype(np.float64)
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    return torch.from_numpy(array)
+    return from_numpy(array)
 
 
 _READERS: dict[str, Callable[[Path], Any]] = {
@@ -334,6 +603,12 @@ _READERS: dict[str, Callable[[Path], Any]] = {
     ".npz": _read_npz,
     ".pt": _read_torch,
     ".pth": _read_torch,
+    ".pth.tar": _read_torch,
     ".pkl": _read_pickle,
     ".pickle": _read_pickle,
+    ".safetensors": _read_safetensors,
+    ".mat": _read_mat,
+    ".h5": _read_hdf5,
+    ".hdf5": _read_hdf5,
+    ".json": _read_json,
 }

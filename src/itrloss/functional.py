@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .anchors import Anchors, Limit
 from .anchors import Reduction as Reduction
-from .checks import Names, as_ids, check_embeddings, check_range, one_of
+from .checks import Names, as_indices, check_embeddings, check_range, one_of
 from .engine.vectors import compute_dtype, host_may_read
 from .memory import MemorySimilarity
 from .sets import Aggregation as Aggregation
@@ -388,7 +388,7 @@ def prototype_classification_loss(
     one_of("reduction", reduction, "mean", "sum", "none")
     batch = len(image_concepts)
     classes = len(weight)
-    ids = as_ids("prototype_ids", prototype_ids, batch, weight.device)
+    ids = as_indices("prototype_ids", prototype_ids, batch, weight.device)
     if host_may_read(ids):
         check_range("prototype_ids", ids, classes - 1)
     dtype = compute_dtype(weight)  # autocast cannot concatenate float16 and bfloat16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -11,11 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
-from .checks import check_size
+from .checks import as_size
 
 __all__ = ["grad_cache_step"]
+
+# What is passed on with every chunk as it is.
+_FLAGS = bool | int | float | str | None | torch.dtype | torch.device
 
 
 def grad_cache_step(
@@ -39,16 +48,21 @@ def grad_cache_step(
     Args:
         loss: takes one argument per encoder: what the encoder returned, for the whole batch.
             Returns a scalar, or a tuple or list with the scalar first.
-        encoders: callables; each returns a (B, ...) tensor or a tuple of them, whose row i belongs
-            to row i of its input.
+        encoders: callables; each returns a (B, ...) tensor or a tuple or mapping of them, whose row
+            i belongs to row i of its input. There may be None or flags besides.
         inputs: one per encoder: a (B, ...) tensor, a tuple of them (passed on as arguments) or a
-            dict of them (passed on by name). B may differ between encoders.
+            mapping of them, such as a tokenizer returns (passed on by name). What is no tensor in
+            it, such as None or a flag, is passed on with every chunk. B may differ between
+            encoders.
         chunk_size: rows that an encoder gets at once; the last chunk may have fewer.
         scaler: a ``torch.amp.GradScaler``, for the scalar. What is returned is not scaled.
         loss_kwargs: passed on to the loss; for the whole batch.
 
     Returns:
         What the loss returned, detached.
+
+    Under ``torch.no_grad`` or ``torch.inference_mode`` there are no gradients: the batch is encoded
+    once, by chunks, for the loss alone.
     """
     for name, x in (("encoders", encoders), ("inputs", inputs)):
         if not isinstance(x, (tuple, list)):
@@ -57,8 +71,15 @@ def grad_cache_step(
     if len(encoders) != len(inputs) or not inputs:
         expected = f"one for each of {len(encoders)} encoders, at least one"
         raise ValueError(f"inputs: expected {expected}, got {len(inputs)}")
-    check_size("chunk_size", chunk_size)
+    chunk_size = as_size("chunk_size", chunk_size)
     towers = [_Tower(i, encoders[i], inputs[i], chunk_size) for i in range(len(inputs))]
+    if not torch.is_grad_enabled():
+        embeddings = [tower.first_pass() for tower in towers]
+        for tower in towers:  # buffers stay as after the first pass
+            tower.before.pop_all()
+        result = loss(*embeddings, **loss_kwargs)
+        _checked_total(result)
+        return tree_map_only(Tensor, Tensor.detach, result)
     result = _loss_backward(towers, loss, loss_kwargs, scaler)
     used = [tower for tower in towers if any(g is not None for g in tower.gradients)]
     last = {id(tower.encoder): tower for tower in used}  # one encoder may serve several inputs
@@ -75,19 +96,25 @@ def _loss_backward(
     embeddings = [tower.first_pass() for tower in towers]
     # older PyTorch (2.8) would reuse weights that were cast under no_grad
     torch.clear_autocast_cache()
-    for x in tree_leaves(embeddings):
+    for x in _tensors(embeddings):
         x.requires_grad_(x.is_floating_point())
     result = loss(*embeddings, **loss_kwargs)
+    total = _checked_total(result)
+    _backward([total if scaler is None else scaler.scale(total)])
+    for tower, embedding in zip(towers, embeddings, strict=True):
+        tower.gradients = [x.grad for x in _tensors(embedding)]
+    return tree_map_only(Tensor, Tensor.detach, result)
+
+
+def _checked_total(result: Any) -> Tensor:
+    """Return the scalar of what a loss returned; raise an error if there is none."""
     total = result[0] if isinstance(result, (tuple, list)) else result
     if not isinstance(total, Tensor):
         expected = "it to return a scalar tensor, or that first"
         raise TypeError(f"loss: expected {expected}, got {type(total).__name__}")
     if total.numel() != 1:
         raise ValueError(f"loss: expected it to return a scalar, got shape {tuple(total.shape)}")
-    _backward([total if scaler is None else scaler.scale(total)])
-    for tower, embedding in zip(towers, embeddings, strict=True):
-        tower.gradients = [x.grad for x in tree_leaves(embedding)]
-    return tree_map_only(Tensor, Tensor.detach, result)
+    return total
 
 
 class _Tower:
@@ -98,8 +125,8 @@ class _Tower:
     def __init__(self, index: int, encoder: Callable[..., Any], inputs: Any, chunk_size: int):
         self.name = f"encoders[{index}]"
         self.encoder = encoder
-        self.inputs = inputs
-        size = _batch_size(f"inputs[{index}]", inputs)
+        self.inputs = _plain(inputs)
+        size = _batch_size(f"inputs[{index}]", self.inputs)
         self.chunks = [slice(at, at + chunk_size) for at in range(0, size, chunk_size)]
         self.modules = _modules(encoder)
 
@@ -134,7 +161,7 @@ class _Tower:
         """
         outputs = []
         needed = []
-        for output, gradient in zip(tree_leaves(self.encode(rows)), self.gradients, strict=True):
+        for output, gradient in zip(_tensors(self.encode(rows)), self.gradients, strict=True):
             if gradient is not None and output.requires_grad:
                 outputs.append(output)
                 needed.append(gradient[rows])
@@ -145,24 +172,33 @@ class _Tower:
 
     def encode(self, rows: slice) -> Any:
         """Return what the encoder returns for some rows of its input, checked."""
-        chunk: Any = tree_map(lambda x: x[rows].clone(), self.inputs)  # an encoder may write to it
-        size = len(tree_leaves(chunk)[0])
+        # cloned, as an encoder may write to it
+        chunk: Any = tree_map_only(Tensor, lambda x: x[rows].clone(), self.inputs)
+        size = len(_tensors(chunk)[0])
         if isinstance(chunk, dict):
             output = self.encoder(**chunk)
         elif isinstance(chunk, (tuple, list)):
             output = self.encoder(*chunk)
         else:
             output = self.encoder(chunk)
+        output = _plain(output)
+        tensors = _tensors(output)
         expected = f"{self.name}: expected it to return"
-        for x in tree_leaves(output):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{expected} a tensor or a tuple of them, got {type(x).__name__}")
+        others = [x for x in tree_leaves(output) if not isinstance(x, Tensor | _FLAGS)]
+        if others or not tensors:
+            got = type(others[0] if others else output).__name__
+            raise TypeError(f"{expected} a tensor or a tuple of them, got {got}")
+        for x in tensors:
             if x.shape[:1] != (size,):
                 raise ValueError(f"{expected} shape ({size}, ...), got {tuple(x.shape)}")
         return output
 
-    def joined(self, *parts: Tensor) -> Tensor:
-        """Return an output of all chunks, concatenated."""
+    def joined(self, *parts: Any) -> Any:
+        """Return an output of all chunks, concatenated; what is no tensor, of the last."""
+        if not any(isinstance(part, Tensor) for part in parts):
+            return parts[-1]
+        if not all(isinstance(part, Tensor) for part in parts):
+            raise TypeError(f"{self.name}: expected a tensor from all chunks or from none")
         # such as a padding to the longest text of a chunk
         if len({part.shape[1:] for part in parts}) > 1:
             shapes = [tuple(part.shape) for part in parts]
@@ -172,13 +208,31 @@ class _Tower:
         return torch.cat(parts)
 
 
+def _plain(x: Any) -> Any:
+    """Return nested containers with dictionaries in place of other mappings, such as a tokenizer's
+    ``BatchEncoding``.
+    """
+    leaves, spec = tree_flatten(x)
+    leaves = [_plain(dict(leaf)) if isinstance(leaf, Mapping) else leaf for leaf in leaves]
+    return tree_unflatten(leaves, spec)
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+
+
 def _batch_size(name: str, inputs: Any) -> int:
     """Return the number of rows of an encoder's input, checked."""
     shapes = []
+    expected = "a tensor, or a tuple or dict of tensors"
     for x in tree_leaves(inputs):
-        if not isinstance(x, Tensor):
-            expected = "a tensor, or a tuple or dict of tensors"
+        if not isinstance(x, Tensor | _FLAGS):
             raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
+    tensors = _tensors(inputs)
+    if not tensors and tree_leaves(inputs):
+        raise TypeError(f"{name}: expected {expected}, got {type(tree_leaves(inputs)[0]).__name__}")
+    for x in tensors:
         if x.grad_fn is not None:
             got = x.grad_fn.name()
             raise ValueError(f"{name}: expected tensors without a graph, got one with {got}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .anchors import Hardest
-from .checks import WholeState, check_matrix, check_number, check_size, one_of
+from .checks import WholeState, as_size, check_matrix, check_number, one_of
 from .distributed import gather_parts, world_size
 from .engine.matrix import ENGINES
 from .engine.pairs import IGNORE_ID, weighted_sums
@@ -67,8 +67,8 @@ class OnlineKMeans(WholeState):
         engine: Engine = "auto",
     ):
         super().__init__()
-        check_size("clusters", clusters)
-        check_size("dim", dim)
+        clusters = as_size("clusters", clusters)
+        dim = as_size("dim", dim)
         check_number("patience", patience, positive=True)
         if max_count is not None:
             check_number("max_count", max_count, positive=True)
@@ -138,7 +138,7 @@ class OnlineKMeans(WholeState):
         no assignment changes, for which an accelerator synchronises. In a distributed job every
         process passes all points.
         """
-        check_size("iterations", iterations)
+        iterations = as_size("iterations", iterations)
         x = self._points(x)
         before = None
         reseeded = torch.zeros_like(self.reseeded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,11 +13,12 @@ from . import checks
 from .anchors import Anchors, AnchorSide
 from .checks import (
     CheckedModule,
+    IdsLike,
     Number,
     WholeState,
+    as_size,
     check_embeddings,
     check_matrix,
-    check_size,
     one_of,
 )
 from .distributed import collectives
@@ -28,6 +30,8 @@ from .engine.vectors import Embeddings, normalized
 from .similarity import Engine, Similarity
 
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
+
+HALF = torch.float16, torch.bfloat16
 
 
 class CoupledMemory(WholeState):
@@ -59,8 +63,8 @@ class CoupledMemory(WholeState):
 
     def __init__(self, size: int, dim: int, *, dtype: torch.dtype = torch.float32):
         super().__init__()
-        check_size("size", size)
-        check_size("dim", dim)
+        size = as_size("size", size)
+        dim = as_size("dim", dim)
         if not dtype.is_floating_point:
             raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
         self.size = size
@@ -72,6 +76,7 @@ class CoupledMemory(WholeState):
             self.register_buffer("texts", torch.zeros(size, dim, dtype=dtype))
             self.register_buffer("ids", torch.full((size,), IGNORE_ID))
             self.register_buffer("enqueued", torch.tensor(0))
+        self.register_load_state_dict_post_hook(find_labels)
 
     def __len__(self) -> int:
         """Return the number of valid entries. Synchronises with an accelerator."""
@@ -85,7 +90,7 @@ class CoupledMemory(WholeState):
         self,
         image_keys: Tensor,
         text_keys: Tensor,
-        ids: Tensor | None = None,
+        ids: IdsLike | None = None,
         process_group: Any = None,
     ) -> None:
         """Store a batch of pairs in place of the oldest entries.
@@ -115,7 +120,7 @@ class CoupledMemory(WholeState):
 
     @torch.no_grad()
     def enqueue_alone(
-        self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None = None
+        self, image_keys: Tensor, text_keys: Tensor, ids: IdsLike | None = None
     ) -> None:
         """Store a batch of pairs of this process alone; for the arguments see :meth:`enqueue`.
 
@@ -124,7 +129,7 @@ class CoupledMemory(WholeState):
         self._store(*self._checked(image_keys, text_keys, ids, empty=False))
 
     def _checked(
-        self, image_keys: Tensor, text_keys: Tensor, ids: Tensor | None, empty: bool
+        self, image_keys: Tensor, text_keys: Tensor, ids: IdsLike | None, empty: bool
     ) -> list[Tensor]:
         """Return the keys, and ids if there are any; raise an error if they do not fit."""
         for name, x in (("image_keys", image_keys), ("text_keys", text_keys)):
@@ -166,17 +171,21 @@ class CoupledMemory(WholeState):
             expected = "ids, as the memory's entries have them"
         raise ValueError(f"{name}: expected {expected}")
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return what ``state_dict`` holds besides the buffers: whether the keys have ids."""
-        return {"labelled": self._labelled}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore whether the keys have ids from ``get_extra_state``."""
-        self._labelled = state["labelled"]
-
     def extra_repr(self) -> str:
         """Return the size, the dimension, the number of valid keys and their dtype."""
         return f"size={self.size}, dim={self.dim}, valid={len(self)}, dtype={self.images.dtype}"
+
+
+def find_labels(memory: CoupledMemory, _: Any) -> None:
+    """Find whether the entries that a memory loaded have ids. Synchronises with an accelerator.
+
+    Entries without ids are numbered from the least int64 on.
+    """
+    if memory.ids.is_meta:
+        return
+    memory._labelled = None
+    if len(memory):
+        memory._labelled = bool((memory.ids > IGNORE_ID + memory.enqueued).any())
 
 
 class MemorySimilarity(NamedTuple):
@@ -197,8 +206,8 @@ class MemorySimilarity(NamedTuple):
         image_keys: Tensor,
         text_keys: Tensor,
         memory: CoupledMemory,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
         *,
         engine: Engine = "auto",
         check_finite: bool = False,
@@ -248,7 +257,7 @@ class MemorySimilarity(NamedTuple):
 def check_memory_input(
     batch: tuple[Tensor, Tensor],
     keys: tuple[Tensor, Tensor],
-    ids: tuple[Tensor | None, Tensor | None],
+    ids: tuple[IdsLike | None, IdsLike | None],
     memory: CoupledMemory,
     check_finite: bool,
     empty: bool,
@@ -368,12 +377,74 @@ def memory_sides(
     ]
 
 
+class FloatAverages(nn.Module):
+    """The float32 averages of those tensors of a module that are float16 or bfloat16.
+
+    Half precision would round the small steps of an average away. A state without them loads, too.
+    """
+
+    def follow(self, tensors: dict[str, Tensor]) -> None:
+        """Hold an average of each tensor that is in half precision, and of no other."""
+        half = {place_of(name): x for name, x in tensors.items() if x.dtype in HALF}
+        for place in set(self._buffers) - set(half):
+            delattr(self, place)
+        for place, x in half.items():
+            if place not in self._buffers:
+                self.register_buffer(place, x.detach().float())
+
+    def move(self, name: str, own: Tensor, new: Tensor, weight: float) -> None:
+        """Move a half-precision tensor ``own``, and its average, towards another."""
+        place = place_of(name)
+        start = own.detach().float()
+        average = self._buffers[place]
+        if average is None or type(average) is not type(start):  # ``fully_shard`` came in between
+            self.register_buffer(place, start)
+            average = start
+        # Where somebody else has written to the tensor since, as by a load, it begins there.
+        average.copy_(torch.where(average.to(own.dtype) == own, average, start))
+        average.lerp_(new.float(), weight)
+        own.copy_(average)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FloatAverages:
+        """Move the averages between devices; they stay float32."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for place, x in before.items():
+            moved = self._buffers[place]
+            if x is not None and moved is not None and moved.dtype != x.dtype:
+                self.register_buffer(place, x.to(moved.device))
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        problems: tuple[list[str], list[str]] = ([], [])  # averages that are there or not
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, *problems, error_msgs
+        )
+
+
+def place_of(name: str) -> str:
+    """Return the name of a buffer, which has no dot, for that of a tensor inside of a module."""
+    return name.replace(".", "/")
+
+
 class MomentumEncoder(CheckedModule):
     """A key encoder: the exponential moving average of an encoder's parameters, ``θ_k ← m θ_k + (1
     - m) θ_q``.
 
     It is called without a gradient. Call :meth:`update` once a step; USER does so before it
     computes the step's keys.
+
+    Parameters in float16 or bfloat16 are rounded float32 averages, which the state dict holds, too:
+    steps of ``1 - m`` are smaller than such a parameter can make. The encoder's dtype may differ.
 
     Args:
         encoder: any module; the key encoder, the attribute ``module``, starts as a copy of it.
@@ -400,6 +471,8 @@ class MomentumEncoder(CheckedModule):
         self.momentum = momentum
         self.averages_buffers = buffers == "average"
         self.mode = training
+        self.averages = FloatAverages()
+        self.averages.follow(self._averaged(self.module))
         self.train()
 
     def train(self, mode: bool = True) -> MomentumEncoder:
@@ -409,13 +482,31 @@ class MomentumEncoder(CheckedModule):
     @torch.no_grad()
     def update(self, encoder: nn.Module) -> None:
         """Move the averaged parameters towards the encoder's."""
-        for own, new in zip(self.module.parameters(), encoder.parameters(), strict=True):
-            own.lerp_(new, 1 - self.momentum)
         for own, new in zip(self.module.buffers(), encoder.buffers(), strict=True):
-            if self.averages_buffers and (own.is_floating_point() or own.is_complex()):
-                own.copy_(own.lerp(new, 1 - self.momentum))
-            else:
+            if not self.averages_buffers or not (own.is_floating_point() or own.is_complex()):
                 own.copy_(new)
+        mine = self._averaged(self.module)
+        pairs = zip(mine.items(), self._averaged(encoder).values(), strict=True)
+        for (name, own), new in pairs:
+            if own.dtype in HALF:
+                self.averages.move(name, own, new, 1 - self.momentum)
+            else:
+                own.copy_(own.lerp(new.to(own.dtype), 1 - self.momentum))
+
+    def _averaged(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors of a module that are averaged, by name."""
+        tensors: dict[str, Tensor] = dict(module.named_parameters())
+        if self.averages_buffers:
+            for name, x in module.named_buffers():
+                if x.is_floating_point() or x.is_complex():
+                    tensors[name] = x
+        return tensors
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MomentumEncoder:
+        """Move or cast the module; what is then in half precision gets a float32 average."""
+        super()._apply(fn, recurse)
+        self.averages.follow(self._averaged(self.module))
+        return self
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:

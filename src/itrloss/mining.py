@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import as_ids, as_tensor, check_matrix, check_size
+from .checks import IdsLike, Names, as_size, as_tensor, check_matrix, from_numpy, ids_of_both
 from .engine.inputs import even_chunks
 from .engine.pairs import IGNORE_ID, slots
 from .engine.products import full_float32, matmul
 from .engine.vectors import compute_dtype, full_precision, normalized
 from .similarity import TopK
 
+_NAMES = Names("queries", "corpus", "query_ids", "corpus_ids")
 _RUN = 64  # number of neighbouring scores whose maximum is looked at first
 _CROWD = 2**13  # number of runs of a tile that are looked into at once
 _FIRST = 128  # embeddings in the first block, where every score is a candidate
@@ -27,10 +28,10 @@ _TILE = 2**21
 
 @torch.no_grad()
 def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
-    queries: Tensor,
+    queries: Tensor | np.ndarray,
     corpus: Tensor | np.ndarray,
-    query_ids: Tensor,
-    corpus_ids: Tensor,
+    query_ids: IdsLike,
+    corpus_ids: IdsLike,
     k: int = 10,
     *,
     below: float | Tensor | None = None,
@@ -49,7 +50,8 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
         queries: (Q, D) embeddings, floating point, on the device that is to compute.
         corpus: (N, D) embeddings: a tensor on any device, or an array, such as ``np.load(path,
             mmap_mode="r")``.
-        query_ids, corpus_ids: (Q,) and (N,) integers; equal ids are positives, which are left out.
+        query_ids, corpus_ids: (Q,) and (N,) integers or strings, as in :class:`Similarity`; equal
+            ids are positives, which are left out.
         k: number of negatives.
         below: number, or (Q,), that negatives have to score below; such as 0.95 times the
             positive's score, as *NV-Retriever* takes to leave out false negatives (`Moreira et al.
@@ -61,30 +63,30 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite embeddings.
     """
-    check_matrix("queries", queries, "(Q, D)", check_finite=True)
-    check_size("k", k)
-    check_size("block", block)
+    query_vectors: Tensor = from_numpy(queries)
+    check_matrix("queries", query_vectors, "(Q, D)", check_finite=True)
+    k = as_size("k", k)
+    block = as_size("block", block)
     shape = tuple(corpus.shape)
-    if len(shape) != 2 or shape[1] != queries.shape[1]:
+    if len(shape) != 2 or shape[1] != query_vectors.shape[1]:
         raise ValueError(
-            f"corpus: expected shape (N, {queries.shape[1]}) as the queries, got {shape}"
+            f"corpus: expected shape (N, {query_vectors.shape[1]}) as the queries, got {shape}"
         )
-    size = len(queries)
+    size = len(query_vectors)
     total = len(corpus)
-    device = queries.device
-    dtype = compute_dtype(queries)
-    ids = as_ids("query_ids", query_ids, size, device)
-    corpus_ids = as_ids("corpus_ids", corpus_ids, total, device)
+    device = query_vectors.device
+    dtype = compute_dtype(query_vectors)
+    ids, corpus_ids = ids_of_both(query_ids, corpus_ids, size, total, device, _NAMES)
     limits = None
     if below is not None:
         limits = as_tensor("below", below, size, dtype, device).expand(size)
-    values = queries.new_full((size, k), -torch.inf, dtype=dtype)
+    values = query_vectors.new_full((size, k), -torch.inf, dtype=dtype)
     best = TopK(values, torch.full_like(values, -1, dtype=torch.int64))
-    search = _Search(normalized(queries, normalize), ids, limits, best)
+    search = _Search(normalized(query_vectors, normalize), ids, limits, best)
     start = 0
     while start < total:
         end = min(total, start + min(block, max(_FIRST, start)))
-        vectors = _vectors(corpus[start:end], normalize, queries)
+        vectors = _vectors(corpus[start:end], normalize, query_vectors)
         _search_block_(search, vectors, corpus_ids[start:end], start)
         start = end
         if progress is not None:
@@ -112,10 +114,9 @@ class _Search:
 
 def _vectors(corpus: Tensor | np.ndarray, normalize: bool, queries: Tensor) -> Tensor:
     """Return a part of the corpus (C, D), on the queries' device and in their compute dtype."""
-    if not isinstance(corpus, Tensor):
-        corpus = torch.from_numpy(np.array(corpus))
-    check_matrix("corpus", corpus, "(N, D)", check_finite=True)
-    return normalized(corpus.to(queries.device), normalize).to(compute_dtype(queries))
+    vectors: Tensor = from_numpy(corpus)
+    check_matrix("corpus", vectors, "(N, D)", check_finite=True)
+    return normalized(vectors.to(queries.device), normalize).to(compute_dtype(queries))
 
 
 def _search_block_(

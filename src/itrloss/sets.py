@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .anchors import Anchors, Reduction
-from .checks import as_ids, check_alike, check_matrix, check_number, check_range, one_of
+from .checks import as_indices, check_alike, check_matrix, check_number, check_range, one_of
 from .engine.sets import Sets, set_scores
 from .engine.vectors import full_precision, host_may_read, normalized
 from .similarity import Similarity
@@ -262,7 +262,7 @@ def _lengths(name: str, lengths: Tensor | None, sets: Tensor) -> Tensor | None:
     """Return the (N,) int64 numbers of elements of the sets (N, K, D); None if all exist."""
     if lengths is None:
         return None
-    lengths = as_ids(name, lengths, len(sets), sets.device)
+    lengths = as_indices(name, lengths, len(sets), sets.device)
     if host_may_read(lengths):
         check_range(name, lengths, sets.shape[1])
     return lengths

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import checks
 from .anchors import Anchors, AnchorSide, Limit
 from .anchors import Reduction as Reduction
-from .checks import as_bias, check_size, one_of
+from .checks import IdsLike, as_bias, as_size, one_of
 from .distributed import collectives
 from .distributed.consensus import consensus, described, numbered, padded, world_size
 from .distributed.shards import Processes, Share
@@ -44,9 +44,11 @@ class Similarity(Anchors):
     in one pass.
 
     Args:
-        rows: (N, D) embeddings, floating point; half precision is scored in float32.
+        rows: (N, D) embeddings, floating point; half precision is scored in float32. NumPy arrays
+            will do where no gradient is needed.
         cols: (M, D) embeddings.
-        row_ids, col_ids: (N,) and (M,) integers. If both are left out, row i matches column i, and
+        row_ids, col_ids: (N,) and (M,) integers of any type, or strings, as tensors, NumPy arrays
+            or lists. If both are left out, row i matches column i, and
             N must be M. ``col_ids`` alone are row numbers. The least int64 marks a row or column
             that does not exist: it is neither positive nor negative to anything.
         normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no
@@ -70,8 +72,8 @@ class Similarity(Anchors):
         self,
         rows: Tensor,
         cols: Tensor,
-        row_ids: Tensor | None = None,
-        col_ids: Tensor | None = None,
+        row_ids: IdsLike | None = None,
+        col_ids: IdsLike | None = None,
         *,
         normalize: bool = True,
         engine: Engine = "auto",
@@ -80,12 +82,14 @@ class Similarity(Anchors):
         check_finite: bool = False,
         names: checks.Names = checks.ROWS_AND_COLUMNS,
     ):
+        rows = checks.from_numpy(rows)
+        cols = checks.from_numpy(cols)
         checks.check_embeddings(rows, cols, check_finite, names)
         n = len(rows)
         m = len(cols)
         if cols is rows:
             cols = cols.view_as(cols)  # the compiler refuses one tensor as two arguments
-        ids: Ids = row_ids, col_ids
+        ids: Ids = None, None
         if row_ids is not None or col_ids is not None or n != m:
             ids = checks.check_ids(row_ids, col_ids, n, m, rows.device, names)
         if memory_budget is None:
@@ -121,8 +125,8 @@ class Similarity(Anchors):
         cls,
         rows: Tensor,
         cols: Tensor,
-        row_ids: Tensor | None = None,
-        col_ids: Tensor | None = None,
+        row_ids: IdsLike | None = None,
+        col_ids: IdsLike | None = None,
         *,
         process_group: Any = None,
         same: str | Callable[[], str] = "",
@@ -177,8 +181,8 @@ class Similarity(Anchors):
     def from_scores(
         cls,
         scores: Tensor,
-        row_ids: Tensor | None = None,
-        col_ids: Tensor | None = None,
+        row_ids: IdsLike | None = None,
+        col_ids: IdsLike | None = None,
         *,
         engine: Engine = "auto",
         check_finite: bool = False,
@@ -189,6 +193,7 @@ class Similarity(Anchors):
         They may be in any range. Gradients go to the scores. They are not copied: if they are
         modified in place, later calls raise an error.
         """
+        scores = checks.from_numpy(scores)
         checks.check_matrix("scores", scores, "(N, M)", check_finite)
         n, m = scores.shape
         ids = checks.check_ids(row_ids, col_ids, n, m, scores.device, names)
@@ -429,7 +434,7 @@ class Similarity(Anchors):
         With ``below``, a number or (N,), of those for which that is lower; -inf and -1 where there
         are fewer.
         """
-        check_size("k", k)
+        k = as_size("k", k)
         if k > self.shape[1]:
             raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
         top = self.ranked(k, bias, ties=None, below=below)[1]
@@ -460,7 +465,7 @@ class Similarity(Anchors):
         k may exceed M.
         """
         if k != 0:
-            check_size("k", k)
+            k = as_size("k", k)
         one_of("ties", ties, "pessimistic", "optimistic", None)
         if self.share is not None:
             return self._ranked_locally(k, bias, ties, below)
@@ -473,16 +478,16 @@ class Similarity(Anchors):
         indices: list[Tensor] = []
         for part, scores in self._matrix.blocks(self._side):
             if candidate_bias is not None:
-                scores.add_(candidate_bias)
+                scores = scores + candidate_bias  # in float64, if the bias is
             scores.clamp_min_(least)
             rivals = limited_scores(scores, limit, part, least)
             value, index = rivals.topk(min(k, self.shape[1]), dim=1)
-            values.append(value.masked_fill_(value == least, -torch.inf))
+            values.append(value.masked_fill_(value == least, -torch.inf).to(self.dtype))
             indices.append(index)
             if places is not None:
                 ranks.append(self._ranks_of(scores, places[part], part, ties == "optimistic"))
         top = TopK(torch.cat(values), torch.cat(indices))
-        return torch.cat(ranks) if ranks else torch.empty(0), top
+        return torch.cat(ranks) if ranks else torch.empty(0, device=self.device), top
 
     def _ranked_locally(
         self, k: int, bias: Tensor | None, ties: str | None, below: Limit
@@ -558,8 +563,8 @@ class BatchPart(NamedTuple):
 
     rows: Tensor  # (N_r, D)
     cols: Tensor  # (M_r, D)
-    row_ids: Tensor | None  # (N_r,)
-    col_ids: Tensor | None  # (M_r,)
+    row_ids: IdsLike | None  # (N_r,)
+    col_ids: IdsLike | None  # (M_r,)
     bias: Any
     names: checks.Names
 

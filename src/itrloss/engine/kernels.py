@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
 
     rows: Vectors
     cols: Vectors
-    dim: int  # of the vectors, a multiple of 16
+    dim: int  # of the vectors, a multiple of 8, like their strides
 
 
 class PerAnchor(NamedTuple):
@@ -115,7 +115,6 @@ class Config(NamedTuple):
     COLS: bool  # whether the columns are anchors
     WIDTH: int  # number of terms, K: 1 or 2
     BASE_2: bool  # the term is an exponential of base 2, as scale and shift are in units of log 2
-    SHIFT_FIRST: bool  # z = scale (S + shift), which is exact for a large scale
     RUNS_IF: bool | None = None  # the flag with which programs do anything; None: they always do
     MAXIMUM: bool = False  # the largest z is taken in place of a sum
     TIMES_SCALE: bool = True  # whether the gradient of scores contains the scale
@@ -185,15 +184,19 @@ def _dot(inputs, rows, cols, C: tl.constexpr):
     k = tl.arange(0, C.BLOCK_K)
     i = (rows.start + rows.lane).to(tl.int64)[:, None]
     j = (cols.start + cols.lane).to(tl.int64)[None, :]
-    a = inputs.rows.x + i * inputs.rows.stride + k[None, :]  # (BLOCK_M, BLOCK_K)
-    b = inputs.cols.x + j * inputs.cols.stride + k[:, None]  # (BLOCK_K, BLOCK_N)
+    # They are multiples of 8. The compiler sees it, and loads 16 bytes at a time.
+    dim = inputs.dim // 8 * 8
+    i *= inputs.rows.stride // 8 * 8
+    j *= inputs.cols.stride // 8 * 8
+    a = inputs.rows.x + i + k[None, :]  # (BLOCK_M, BLOCK_K)
+    b = inputs.cols.x + j + k[:, None]  # (BLOCK_K, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, inputs.dim, C.BLOCK_K):
+    for start in range(0, dim, C.BLOCK_K):
         if C.WHOLE_STEPS:
             x = tl.load(a + start)
             y = tl.load(b + start)
         else:
-            inside = k < inputs.dim - start
+            inside = k < dim - start
             x = tl.load(a + start, mask=inside[None, :], other=0.0)
             y = tl.load(b + start, mask=inside[:, None], other=0.0)
         acc = tl.dot(x, y, acc, input_precision="ieee")
@@ -336,12 +339,9 @@ def _affine(s, values, slot, axis, AXIS: tl.constexpr, C: tl.constexpr):
         z = s * scale
     else:
         shift = _load(values.shift, slot, axis, AXIS, C.SHARED)
-        if C.SHIFT_FIRST:
-            z = (s + shift) * scale
-        elif C.BASE_2:
-            z = s * scale + shift * LOG2E  # one fused multiply-add
-        else:
-            z = s * scale + shift
+        if C.BASE_2:
+            shift = shift * LOG2E
+        z = s * scale + shift  # one fused multiply-add
     return z
 
 
@@ -463,7 +463,8 @@ def _slopes(
     cols,
     values,
     grad,  # PerAnchor (K, A)
-    out,  # (L + 1, parts, anchors): L slots of the shift, then the scale, or the terms with TOTAL
+    out,  # (L + 1, parts, anchors): L slots of the shift with GRAD_SHIFT, else none; then the
+    # scale, or the terms with TOTAL
     AXIS: tl.constexpr,
     FORM: tl.constexpr,
     C: tl.constexpr,
@@ -474,6 +475,7 @@ def _slopes(
     """
     axis = rows if AXIS == 1 else cols
     candidates = cols if AXIS == 1 else rows
+    last = values.slots if C.GRAD_SHIFT else 0
     by_scale = tl.zeros_like(s)
     summed = tl.zeros_like(s)
     for slot in range(values.slots):
@@ -493,10 +495,10 @@ def _slopes(
             summed += _within(value, s, values, axis, AXIS, C)
     if C.TOTAL:
         summed = _masked(summed, rows, cols, True, C)
-        _store_partial(out, values.slots, summed, axis, candidates, AXIS, C)
+        _store_partial(out, last, summed, axis, candidates, AXIS, C)
     if C.GRAD_SCALE:
         by_scale = _masked(by_scale, rows, cols, True, C)
-        _store_partial(out, values.slots, by_scale, axis, candidates, AXIS, C)
+        _store_partial(out, last, by_scale, axis, candidates, AXIS, C)
     return total
 
 

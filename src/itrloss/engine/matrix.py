@@ -656,16 +656,21 @@ class Matrix:
         ``size``: the number of scores of a block at most.
         """
         self.check_unchanged()
-        inputs = self._exact_inputs()
         n = self.shape[side]
         m = self.shape[1 - side]
+        if self.given is None:
+            inputs = self._exact_inputs()
+        else:  # half precision is converted block by block
+            inputs = Inputs(NO_SIDE, NO_SIDE, self.given.x.detach())
         if size is None:  # half-precision embeddings are converted anew for each block
             height, width = tile_shape(n, m, self.device.type)
             size = max(height * width, min(128 * m, BLOCK))
         for part in even_chunks(n, max(1, size // m)):
             if inputs.scores is not None:
                 whole = inputs.scores.T if side else inputs.scores
-                block = whole[part].clone(memory_format=torch.contiguous_format)
+                whole = whole[part]
+                layout = torch.contiguous_format
+                block = whole.to(self.dtype, copy=True, memory_format=layout)
             else:
                 with torch.no_grad(), full_precision(inputs.like), full_float32(self.device):
                     block = block_of_scores(inputs, side, part)

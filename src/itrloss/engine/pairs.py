@@ -273,7 +273,7 @@ class Pairs:
         i, j = self.listed
         n, m = self.shape
         if rows.start > 0 or rows.stop < n:
-            ends = torch.tensor([rows.start, rows.stop])
+            ends = torch.tensor([rows.start, rows.stop], device=i.device)
             start, stop = torch.searchsorted(i, ends).tolist()
             i = i[start:stop] - rows.start
             j = j[start:stop]

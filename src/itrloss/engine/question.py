@@ -14,8 +14,6 @@ from .pairs import Over, Pairs
 from .terms import Term
 from .vectors import host_may_read
 
-LARGE_SCALE = 60.0  # float32 has exponents up to it to 4e-6
-
 Value = float | Tensor  # one number for all anchors, or a tensor (1,) or (A,)
 
 
@@ -260,10 +258,7 @@ def affine(scores: Tensor, scale: Value, shift: Value | None) -> Tensor:
     if isinstance(scale, float) and scale == 1.0:
         return scores.clone() if shift is None else scores + shift
     if isinstance(scale, float) and isinstance(shift, Tensor):
-        if abs(scale) <= LARGE_SCALE:
-            return torch.add(shift, scores, alpha=scale)
-        # a S - a b would cancel digits for a large a; a (S - b) is exact for a score near b.
-        return (scores + shift / scale).mul_(scale)
+        return torch.add(shift, scores, alpha=scale)
     z = scores * scale
     return z if shift is None else z.add_(shift)
 

@@ -18,13 +18,13 @@ from . import tiled, triton
 from .inputs import NO_SIDE, Inputs, Side
 from .pair_scores import Index, ListedPairs
 from .pairs import IGNORE_ID, Over, Pairs
-from .question import LARGE_SCALE, Attempt, Condition, Question, Value, has_each, is_trained
+from .question import Attempt, Condition, Question, Value, has_each, is_trained
 from .terms import Term, identity
 from .tiled import Needs
 from .vectors import inverse_norms
 
 # What a value is: absent, a number of the host, one number of the device, or one for each anchor.
-Kind = Literal["none", "number", "large number", "one", "each"]
+Kind = Literal["none", "number", "one", "each"]
 Listing = Literal["none", "diagonal", "listed"]
 
 # Rows and columns of an example: large tiles for all multiprocessors of the largest GPUs, or small
@@ -49,7 +49,7 @@ class Form(NamedTuple):
     shift: Kind
     below: Kind
     above: Kind
-    slots: int  # 2 stands for any number of shifts above 1
+    slots: int  # shifts: 1, 2 for some, or one more than are summed along with a panel
     attempt: Kind  # the shift of an attempt before; of maxima "one" if the device may skip them
     listed: Listing  # positive pairs whose scores come along
     gradients: Trained
@@ -115,12 +115,19 @@ def form_of(
         shift=kind_of(question.shift),
         below=kind_of(question.below),
         above=kind_of(question.above),
-        slots=min(question.slots, 2),
+        slots=slots_of(question),
         attempt="none" if question.attempt is None else kind_of(question.attempt.shift),
         listed=listed,
         gradients=gradients,
         weights=kind_of(weights),
     )
+
+
+def slots_of(question: Question) -> int:
+    """Return a number of shifts that need the same kernels as a question's."""
+    if question.slots > triton.SLOTS:
+        return triton.SLOTS + 1
+    return min(question.slots, 2)
 
 
 def form_of_maximum(question: Question, inputs: Inputs) -> Form:
@@ -153,7 +160,7 @@ def kind_of(value: Value | None) -> Kind:
         return "none"
     if isinstance(value, Tensor):
         return "each" if has_each(value) else "one"
-    return "large number" if abs(value) > LARGE_SCALE else "number"
+    return "number"
 
 
 # ---------------------------------------------------------------------------------------- decisions
@@ -308,7 +315,7 @@ def example(form: Form) -> tuple[Question, Inputs]:
     scale = example_of_value(form.scale, 20.0, anchors)
     shift = example_of_value(form.shift, -0.5, anchors)
     if form.slots > 1 and isinstance(shift, Tensor):
-        shift = torch.stack([shift, 2 * shift])
+        shift = torch.stack([shift * (1 + slot) for slot in range(form.slots)])
     assert scale is not None
     attempt = None
     condition = None
@@ -339,8 +346,6 @@ def example_of_value(kind: Kind, number: float, anchors: Tensor) -> Value | None
         return None
     if kind == "number":
         return number
-    if kind == "large number":
-        return math.copysign(2 * LARGE_SCALE, number)
     if kind == "one":
         return anchors[:1] * number
     return torch.linspace(0.9, 1.1, len(anchors), device=anchors.device) * number

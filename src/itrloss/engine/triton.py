@@ -8,9 +8,11 @@ gradients. Nothing synchronises with the device.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 from . import kernels
 from .inputs import Inputs, Places, Side
 from .pair_scores import ListedPairs
-from .question import LARGE_SCALE, Question, Value, has_each
+from .question import Question, Value, has_each
 from .tiled import Gradients, Needs
 
 
@@ -49,6 +51,9 @@ MANY = 2**21  # scores from which there are enough large tiles
 READING_TILE = TileConfig(64, 64, 64, parts=1, num_warps=4, num_stages=3)
 BLOCK_ROWS = 4096  # rows of a block: products of so many have enough tiles for all multiprocessors
 BLOCK = 2**28  # scores of a block at most; sums of its tiles, until they are added up, take 40 MiB
+# Shifts of an anchor whose gradients are summed along with a panel. The sums of their tiles take
+# 89 MB for 16 of them and a panel of 4096 x 8192 scores.
+SLOTS = 16
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
 HELD_SHARE = 64  # the part of a device's memory that float32 sums of gradients may take: 1/64
 HELD_AT_LEAST = 2**27  # bytes of them on any device
@@ -141,6 +146,7 @@ class GradientKernel:
         self.run = run
         #: Writes in place of this one where the question's condition is not met.
         self.fallback: GradientKernel | None = None
+        self.grad_of_sums = grad
         self.grad = per_anchor(grad.view(run.config.WIDTH, -1), run.device)
         #: The one scale of all scores, by which vectors' gradients are multiplied at the end.
         self.factor: Tensor | None = None
@@ -151,17 +157,21 @@ class GradientKernel:
         self.config = run.config._replace(
             TIMES_SCALE=self.factor is None,
             GRAD_SCALE=needs.scale and self.factor is None,
-            GRAD_SHIFT=needs.shift,
+            GRAD_SHIFT=needs.shift and run.question.slots <= SLOTS,
             TOTAL=with_total,
         )
+        #: Sums of tiles: a plane for each slot of the shift that gets a gradient, then one for the
+        #: scale or for the terms.
+        self.planes = 1
+        if self.config.GRAD_SHIFT:
+            self.planes += run.question.slots
         self.total: AnchorTotals | None = None
         if self.config.GRAD_SCALE or self.config.GRAD_SHIFT or with_total:
-            # A plane for each slot of the shift, then one for the scale or for the terms. If one
-            # evaluation serves both sides, they are summed by row alone.
+            # If one evaluation serves both sides, they are summed by row alone.
             sides = run.question.sides
             if run.config.SHARED:
                 sides = sides[:1]
-            self.total = AnchorTotals(run, run.question.slots + 1, sides, SUM)
+            self.total = AnchorTotals(run, self.planes, sides, SUM)
 
     def write(self, places: Places, panel: kernels.Panel) -> None:
         """Write the gradient of a block's inner products to a panel, if there is one."""
@@ -179,8 +189,9 @@ class GradientKernel:
         """Return the gradient of the scale.
 
         Of one number for all it is summed where vectors are projected: the scores' gradient is
-        ``P_ij scale``, and ``sum_ij P_ij S_ij = sum_i <x_i, total_i>``. A sum by anchor in
-        `gradient_kernel` takes 176 registers in place of 128 (``python tests/gpu_compiler.py 90``).
+        ``P_ij scale``, and ``sum_ij P_ij S_ij = sum_i <x_i, total_i>``. `gradient_kernel` then has
+        1,118 instructions after its products on sm_90 (``python tests/gpu_compiler.py 90``); with
+        sums by anchor it had 1,654.
         """
         question = self.run.question
         if self.by_factor is not None:
@@ -194,8 +205,29 @@ class GradientKernel:
 
     def of_shift(self) -> Tensor:
         """Return the gradient of the shift."""
+        if self.run.question.slots > SLOTS:
+            return gradient_of_many_shifts(self.run, self.grad_of_sums)
         assert self.total is not None
         return of_value(self.run.question.shift, self.total.values[:-1])
+
+
+def gradient_of_many_shifts(run: Pass, grad: Tensor) -> Tensor:
+    """Return the gradient of shifts (L, A) by one visit of the scores for each `SLOTS` of them.
+
+    Along with the panels, L planes of sums of tiles would take 4.3 GB in place of 0.2 for the 819
+    positives of an anchor that 8192 pairs have in 10 classes (pytest tests/test_triton.py -k
+    many_positives).
+    """
+    shifts = run.question.shift
+    assert isinstance(shifts, Tensor)
+    only_shift = Needs(False, False, False, False, shift=True)
+    found: list[Tensor] = []
+    for some in shifts.split(SLOTS):
+        kernel = GradientKernel(run.asking(replace(run.question, shift=some)), grad, only_shift)
+        with torch.cuda.device_of(run.inputs.like):
+            score_gradient(kernel, only_shift, None)
+        found.append(kernel.of_shift())
+    return torch.cat(found)
 
 
 def of_value(value: Value | None, parts: Tensor) -> Tensor:
@@ -215,7 +247,7 @@ def score_gradient(
     panel = kernels.Panel()
     if needs.scores:
         out = torch.empty(run.shape, dtype=torch.float32, device=run.device)
-    for places in run.blocks():
+    for places in run.blocks(kernel.planes):
         if out is not None:
             panel = part_of(out, places)
         kernel.write(places, panel)
@@ -284,14 +316,25 @@ def visit(kernel: GradientKernel, outer: VectorGradient, held: list[VectorGradie
         outer.start(o)
         for i in spans(run.shape[inner_side], steps[inner_side]):
             places = (i, o) if outer.side else (o, i)
-            panel = run.buffer(places)
-            # It may hold the products, too: a tile is loaded before it is stored.
-            kernel.write(places, padded(panel))
-            for gradient in (outer, *held):
-                gradient.add(places, panel)
+            add_panel(kernel, places, [outer, *held])
         outer.finish()
     for gradient in held:
         gradient.finish()
+
+
+def add_panel(kernel: GradientKernel, places: Places, gradients: list[VectorGradient]) -> None:
+    """Write the gradient of a block's inner products, and add its products with vectors."""
+    run = kernel.run
+    panel = run.panels.block(places)
+    # It may hold the products, too: a tile is loaded before it is stored.
+    kernel.write(places, padded(panel))
+    unit: Tensor | None = None
+    if run.halves is not None:
+        half = run.halves.block(places)
+        unit = round_to_half(panel, half)
+        panel = half
+    for gradient in gradients:
+        gradient.add(places, panel, unit)
 
 
 class VectorGradient:
@@ -332,14 +375,14 @@ class VectorGradient:
         else:
             self.total = torch.zeros_like(self.out[part], dtype=torch.float32)
 
-    def add(self, places: Places, panel: Tensor) -> None:
-        """Add the product of a panel (r, c) of gradients with the partners' vectors."""
+    def add(self, places: Places, panel: Tensor, unit: Tensor | None) -> None:
+        """Add the product of a panel (r, c) of gradients, in a unit (), with partners' vectors."""
         own = places[self.side]
         total = self.total
         if own != self.part:
             total = total[own.start - self.part.start : own.stop - self.part.start]
         by_own = panel.T if self.side else panel
-        add_product_(total, by_own, self.partners[places[1 - self.side]])
+        add_product_(total, by_own, self.partners[places[1 - self.side]], unit)
 
     def finish(self) -> None:
         """Write the gradients of the part, from its sums and from listed pairs."""
@@ -430,11 +473,7 @@ def total(
     with torch.cuda.device_of(inputs.like):
         for rows in spans(n, BLOCK_ROWS):
             for cols in spans(m, whole_tiles(run.panel_size // BLOCK_ROWS)):
-                places = rows, cols
-                panel = run.buffer(places)
-                kernel.write(places, padded(panel))
-                for gradient in sides.values():
-                    gradient.add(places, panel)
+                add_panel(kernel, (rows, cols), list(sides.values()))
     assert kernel.total is not None
     sums = {side: gradient.total for side, gradient in sides.items()}
     shift = kernel.of_shift() if needs.shift else None
@@ -495,15 +534,18 @@ class Pass:
         self.tile = tile_config(self.shape, self.fused)
         #: The numbers of row 0 and of column 0 among the anchors.
         self.first_anchor = (0, self.shape[0] if 0 in question.sides else 0)
-        self.workspace: Tensor | None = None
-        self.buffers: dict[tuple[int, int], Tensor] = {}  # views of the workspace, by their shape
-        # Gradients leave the range of float16: the panel is float32, and `add_product_` copies it.
         dtype = inputs.like.dtype
-        self.panel_dtype = torch.float32
-        bytes_per_score = 6 if dtype == torch.float16 else 4
-        if self.fused and dtype == torch.bfloat16 and not INTERPRETED:
-            self.panel_dtype = torch.bfloat16
+        panel_dtype = torch.float32
+        bytes_per_score = 4
+        #: Float16 copies of panels, for products with float16 vectors.
+        self.halves: Workspace | None = None
+        if self.fused and dtype == torch.float16:
+            self.halves = Workspace(torch.float16, self.device)
+            bytes_per_score = 6
+        elif self.fused and dtype == torch.bfloat16 and not INTERPRETED:
+            panel_dtype = torch.bfloat16
             bytes_per_score = 2
+        self.panels = Workspace(panel_dtype, self.device)
         self.panel_size = PANEL // bytes_per_score  # number of scores
         self.kernel_inputs = self._kernel_inputs()
         self.config = self._config()
@@ -520,7 +562,6 @@ class Pass:
     def _config(self) -> kernels.Config:
         """Return the compile-time constants of the launches."""
         question = self.question
-        scale = question.scale
         condition = question.condition
         return kernels.Config(
             BLOCK_M=self.tile.block_m,
@@ -535,8 +576,6 @@ class Pass:
             COLS=1 in question.sides,
             WIDTH=len(question.terms),
             BASE_2=self.form is kernels.exponential,
-            # a S - a b would cancel digits for a large a.
-            SHIFT_FIRST=isinstance(scale, float) and abs(scale) > LARGE_SCALE,
             RUNS_IF=None if condition is None else condition.value,
         )
 
@@ -557,24 +596,21 @@ class Pass:
         """Return the scale, the shift and the limits."""
         question = self.question
         condition = question.condition
-        shift = question.shift
-        if self.config.SHIFT_FIRST and shift is not None:
-            shift = shift / question.scale
         return kernels.Values(
             per_anchor(question.scale, self.device),
-            per_anchor(shift, self.device),
+            per_anchor(question.shift, self.device),
             per_anchor(question.below, self.device),
             per_anchor(question.above, self.device),
             question.slots,
             None if condition is None else condition.flag,
         )
 
-    def blocks(self) -> Iterator[Places]:
-        """Yield the rows and columns of blocks."""
+    def blocks(self, planes: int = 1) -> Iterator[Places]:
+        """Yield the rows and columns of blocks, smaller ones for more planes of sums of tiles."""
         n, m = self.shape
-        size = BLOCK
+        size = BLOCK // planes
         if self.matrix is None and not self.fused:  # cuBLAS multiplies, panel by panel
-            size = self.panel_size
+            size = min(size, self.panel_size)
         height = min(BLOCK_ROWS, whole_tiles(n + 127))
         for rows in spans(n, height):
             for cols in spans(m, whole_tiles(size // height)):
@@ -589,20 +625,7 @@ class Pass:
         rows, cols = places
         x = self.inputs.rows.like[rows].float()
         y = self.inputs.cols.like[cols].float()
-        return padded(torch.mm(x, y.T, out=self.buffer(places)))
-
-    def buffer(self, places: Places) -> Tensor:
-        """Return the workspace for a block (r, c), the same for all blocks.
-
-        Rows begin at multiples of 64 entries, aligned for fast products.
-        """
-        r, c = sizes(places)
-        if (r, c) not in self.buffers:
-            stride = ceil_div(c, 64) * 64
-            if self.workspace is None:  # the first block is the largest
-                self.workspace = torch.empty(r * stride, dtype=self.panel_dtype, device=self.device)
-            self.buffers[r, c] = self.workspace[: r * stride].view(r, stride)[:, :c]
-        return self.buffers[r, c]
+        return padded(torch.mm(x, y.T, out=self.panels.block(places)))
 
     def grid(self, places: Places) -> tuple[int, int]:
         """Return the numbers of tiles of a block along its rows and along its columns."""
@@ -647,6 +670,29 @@ class Pass:
         if tile.registers is not None and not many and compute_capability(self.device) == 9:
             options["maxnreg"] = tile.registers
         return options
+
+
+class Workspace:
+    """Memory for blocks (r, c), the same for all. Its first block is the largest.
+
+    Rows begin at multiples of 64 entries, aligned for fast products.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dtype = dtype
+        self.device = device
+        self.space: Tensor | None = None
+        self.views: dict[tuple[int, int], Tensor] = {}  # by their shape
+
+    def block(self, places: Places) -> Tensor:
+        """Return the memory of a block (r, c)."""
+        r, c = sizes(places)
+        if (r, c) not in self.views:
+            stride = ceil_div(c, 64) * 64
+            if self.space is None:
+                self.space = torch.empty(r * stride, dtype=self.dtype, device=self.device)
+            self.views[r, c] = self.space[: r * stride].view(r, stride)[:, :c]
+        return self.views[r, c]
 
 
 class AnchorTotals:
@@ -767,13 +813,13 @@ def compute_capability(device: torch.device) -> int:
 def aligned(x: Tensor, block_k: int) -> Tensor:
     """Return embeddings that can be loaded 16 bytes at a time.
 
-    Kernels mask the end of dimensions that are a multiple of 16, but not of their steps. Others are
+    Kernels mask the end of dimensions that are a multiple of 8, but not of their steps. Others are
     copied with zeros behind them, which change no product.
     """
     if INTERPRETED:
         x = x.float()
-    whole_loads = x.shape[1] % 16 == 0
-    starts_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    whole_loads = x.shape[1] % 8 == 0
+    starts_aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     if whole_loads and x.stride(1) == 1 and starts_aligned:
         return x
     return torch.nn.functional.pad(x, (0, -x.shape[1] % block_k)).contiguous()
@@ -793,37 +839,69 @@ def contiguous_vectors(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def add_product_(total: Tensor, panel: Tensor, other: Tensor) -> None:
-    """Add ``panel @ other`` to float32 sums.
+def round_to_half(panel: Tensor, out: Tensor) -> Tensor:
+    """Write a float32 panel (r, c) in float16, in units of the result (): the largest one is 2^15.
 
-    For float16 embeddings the panel is float32, since gradients and exponentials can leave the
-    range of float16. Here a power of two scales each row into that range. bfloat16 has the range of
-    float32.
+    Gradients and exponentials can leave the range of float16, hence the unit. Entries down to 2^-29
+    of the panel's largest one keep float16's 11 bits; the error of smaller ones is at most 2^-40
+    of the largest. So a row has half precision relative to its own size, even if that is 2^-28 of
+    the largest row's. What is not finite does not count, and stays what it is.
+
+    One unit serves both products of a panel: that takes 18 bytes of memory traffic a score, where
+    a unit for each row and product took 28; bfloat16 takes 6 (pytest tests/test_triton.py -k
+    traffic).
     """
-    if panel.dtype == other.dtype or other.dtype != torch.float16:
-        return _addmm(total, panel.to(other.dtype), other)
-    largest = torch.linalg.vector_norm(panel, math.inf, 1, keepdim=True).clamp_(1e-30, 1e30)
-    scale = (14 - largest.log2().ceil_()).exp2_()
-    half = torch.empty_like(panel, dtype=torch.float16)
-    torch.mul(panel, scale, out=half)
-    part = torch.zeros_like(total)
-    _addmm(part, half, other)
-    total.add_(part.div_(scale))
+    of_rows = torch.linalg.vector_norm(panel, math.inf, 1)  # nan only in rows that have one
+    largest = of_rows.nan_to_num_(0.0, posinf=0.0).amax()
+    unit = largest.mul_(2.0**-15).clamp_min_(1e-30)
+    torch.div(panel, unit, out=out)
+    return unit
+
+
+def add_product_(
+    total: Tensor,  # (r, D) float32
+    panel: Tensor,  # (r, c)
+    other: Tensor,  # (c, D)
+    unit: Tensor | None = None,  # () of the panel's entries
+) -> None:
+    """Add ``panel @ other``, times the unit, to float32 sums."""
+    if other.dtype == torch.bfloat16:  # it has the range of float32
+        panel = panel.to(other.dtype)
+    if unit is None:
+        _addmm(total, panel, other)
+    else:
+        total.addcmul_(_mm(panel, other), unit)
 
 
 def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add ``a @ b``, accumulated in float32, to float32 sums."""
     if a.dtype == torch.float32 or not a.is_cuda:
         total.addmm_(a.float(), b.float())
-        return
-    # A model may have allowed float16 accumulation for its own products; here it would overflow.
+    elif torch.__version__ >= "2.11":
+        with float32_accumulation():
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:  # older addmm takes only a half-precision total
+        total.add_(_mm(a, b))
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` of half-precision matrices in float32."""
+    if not a.is_cuda:
+        return torch.mm(a.float(), b.float())
+    with float32_accumulation():
+        return torch.mm(a, b, out_dtype=torch.float32)
+
+
+@contextlib.contextmanager
+def float32_accumulation() -> Iterator[None]:
+    """Return a context in which float16 products are accumulated in float32.
+
+    A model may have allowed float16 for its own products; here it would overflow.
+    """
     flags = torch.backends.cuda.matmul
     before = flags.allow_fp16_accumulation
     flags.allow_fp16_accumulation = False
     try:
-        if torch.__version__ >= "2.11":
-            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-        else:  # older addmm takes only a half-precision total
-            total.add_(torch.mm(a, b, out_dtype=torch.float32))
+        yield
     finally:
         flags.allow_fp16_accumulation = before

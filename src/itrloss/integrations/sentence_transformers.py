@@ -5,14 +5,16 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..checks import check_size
+from ..checks import IdsLike, as_size
 from ..losses import Matryoshka, PairLoss
 from ..metrics import confidence_intervals, default_ids, retrieval_results
 from ..rerank import Reranker
@@ -20,7 +22,7 @@ from ..similarity import Similarity
 from . import ids_of, inner_loss
 
 try:
-    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
     from sentence_transformers.base.evaluation import BaseEvaluator
     from sentence_transformers.base.losses import CachedLossMixin
 except ImportError as error:
@@ -29,13 +31,16 @@ except ImportError as error:
     ) from error
 
 
+_STATES = "retrieval_losses.pt"  # the file of a checkpoint with the states of its losses
+
+
 class RetrievalLoss(CachedLossMixin, nn.Module):
     """A loss of this library as one of ``SentenceTransformerTrainer``.
 
     The first column of the data set holds the images (or queries, anchors), the second one the
     texts that match them. Further ones hold texts that match none, for losses that take
     ``negatives``. An integer column ``label`` holds ids: rows with equal ones match, too.
-    Parameters of the loss are trained.
+    Parameters of the loss are trained; :class:`RetrievalTrainer` also saves them.
 
     Args:
         model: the model to train.
@@ -60,16 +65,19 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
         super().__init__()
         inner_loss(loss)
         if mini_batch_size is not None:
-            check_size("mini_batch_size", mini_batch_size)
+            mini_batch_size = as_size("mini_batch_size", mini_batch_size)
         self.model = model
         self.loss = loss
         self.mini_batch_size = mini_batch_size  # type: ignore[assignment] # None: without the cache
         self.uses_gradient_cache = mini_batch_size is not None  # of CachedLossMixin
+        self.is_saved = False  # by the trainer
 
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
     ) -> Tensor:
         """Return the loss of the columns' features; ``labels``: None or (B,) integers."""
+        if torch.is_grad_enabled() and not self.is_saved:
+            self._warn_of_loss()
         if not self.uses_gradient_cache:
             columns = [self.model(x)["sentence_embedding"] for x in sentence_features]
             return self._loss(columns, labels)
@@ -87,6 +95,18 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
                 value = value + (p.grad * (p - p.detach())).sum()
             p.grad = grad
         return value
+
+    def _warn_of_loss(self) -> None:
+        """Warn once if the loss has parameters, which SentenceTransformerTrainer does not save."""
+        self.is_saved = True  # said once
+        names = [name for name, p in self.loss.named_parameters() if p.requires_grad]
+        if names:
+            warnings.warn(
+                "RetrievalLoss: SentenceTransformerTrainer trains the parameters of the loss, "
+                f"{', '.join(names)}, but its checkpoints do not hold them: a resumed run begins "
+                "with their first values. RetrievalTrainer saves them.",
+                stacklevel=4,  # the caller of the module
+            )
 
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False
@@ -132,6 +152,51 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
 """
 
 
+class RetrievalTrainer(SentenceTransformerTrainer):
+    """A ``SentenceTransformerTrainer`` whose checkpoints also hold the states of the losses.
+
+    These are the parameters of each :class:`RetrievalLoss`, such as a learnt temperature, and which
+    negatives count in a ``TripletLoss``. A run that is resumed goes on with them. Arguments are
+    those of ``SentenceTransformerTrainer``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for part in self._losses().values():
+            part.is_saved = True
+
+    def _losses(self) -> dict[str, RetrievalLoss]:
+        """Return the losses of this library by name, also inside of others."""
+        losses = self.loss if isinstance(self.loss, dict) else {"": self.loss}
+        return {
+            f"{key}.{name}": part
+            for key, loss in losses.items()
+            for name, part in loss.named_modules()
+            if isinstance(part, RetrievalLoss)
+        }
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the model and, beside it, the states of the losses."""
+        super()._save(output_dir, state_dict)
+        states = {name: part.loss.state_dict() for name, part in self._losses().items()}
+        torch.save(states, Path(output_dir or str(self.args.output_dir), _STATES))
+
+    def _load_from_checkpoint(self, checkpoint_path: str) -> None:
+        """Load the model and the states of the losses; warn if the checkpoint has none of these."""
+        super()._load_from_checkpoint(checkpoint_path)
+        file = Path(checkpoint_path, _STATES)
+        if not file.exists():
+            warnings.warn(
+                f"RetrievalTrainer: {checkpoint_path} has no {_STATES}, as "
+                "SentenceTransformerTrainer saved it: parameters of the loss keep their values.",
+                stacklevel=2,
+            )
+            return
+        states = torch.load(file, map_location="cpu", weights_only=True)
+        for name, part in self._losses().items():
+            part.loss.load_state_dict(states[name])
+
+
 class RetrievalEvaluator(BaseEvaluator):
     """An evaluator of retrieval in both directions, with confidence intervals and re-ranking.
 
@@ -152,8 +217,8 @@ class RetrievalEvaluator(BaseEvaluator):
         self,
         images: Sequence[Any],
         texts: Sequence[Any],
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
         *,
         reranker: Reranker | None = None,
         name: str = "",

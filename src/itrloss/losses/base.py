@@ -9,13 +9,22 @@ import torch
 from torch import Tensor
 
 from ..anchors import Anchors
-from ..checks import IMAGES_AND_TEXTS, CheckedModule, Choice, Names
+from ..checks import (
+    IMAGES_AND_TEXTS,
+    CheckedModule,
+    Choice,
+    IdsLike,
+    Names,
+    check_embeddings,
+    check_matrix,
+)
 from ..distributed import consensus, padded, world_size
 from ..distributed.collectives import replicated, total
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
 from ..telemetry import describe, describe_memory
+from .suspicion import may_be_read, warn_of_ids, warn_of_units, warn_of_vectors
 
 LEAST_LOG = -1e30  # in place of the logarithm of 0, whose gradient would be nan
 
@@ -142,6 +151,7 @@ class SimilarityLoss(Loss):
 
     engine: Choice[Engine] = Choice("auto", "dense", "tiled", "triton")
     check_finite = Choice(True, False)
+    _looked = False  # whether a batch was looked at for what is suspicious
 
     def __init__(
         self,
@@ -158,6 +168,13 @@ class SimilarityLoss(Loss):
         self.telemetry: dict[str, Tensor] = {}
 
     @property
+    def in_cosines(self) -> bool:
+        """Whether the options are for scores of the size of cosines; a warning says if given scores
+        are larger.
+        """
+        return False
+
+    @property
     def active_margin(self) -> float:
         """How far a positive should be ahead of its hardest negative, for the figure ``active``."""
         return 0.0
@@ -170,7 +187,7 @@ class SimilarityLoss(Loss):
         self,
         rows: Tensor,
         cols: Tensor,
-        ids: tuple[Tensor | None, Tensor | None],
+        ids: tuple[IdsLike | None, IdsLike | None],
         check: Callable[[], str] = nothing,
         **options: Any,
     ) -> Similarity:
@@ -181,6 +198,8 @@ class SimilarityLoss(Loss):
         options["engine"] = self.engine
         if not self.gather:
             check()
+            # A Similarity takes NumPy arrays, too, but training on them would train nothing.
+            check_embeddings(rows, cols, False, options["names"])
             return Similarity(rows, cols, *ids, **options)
 
         def same() -> str:
@@ -190,13 +209,29 @@ class SimilarityLoss(Loss):
         return Similarity.sharded(rows, cols, *ids, process_group=group, same=same, **options)
 
     def _with_telemetry(self, loss: Any, sim: Similarity | MemorySimilarity) -> Any:
-        """Return a loss; with the option ``telemetry``, keep the figures of its similarities."""
+        """Return a loss; with the option ``telemetry``, keep the figures of its similarities.
+
+        The first batch on the CPU is looked at for what is suspicious.
+        """
+        if not torch.compiler.is_compiling() and not self._looked:
+            self._look(loss, sim.batch if isinstance(sim, MemorySimilarity) else sim)
         if self.observed and not torch.compiler.is_compiling():
             if isinstance(sim, MemorySimilarity):
                 self.telemetry = describe_memory(sim, self.process_group)
             else:
                 self.telemetry = describe(sim, self.active_margin)
         return loss
+
+    def _look(self, loss: Any, sim: Similarity) -> None:
+        """Warn of a batch that is probably not what was meant; on accelerators, do nothing."""
+        if not may_be_read(sim):
+            return
+        self._looked = True
+        name = type(self).__name__
+        warn_of_ids(name, loss, sim)
+        warn_of_vectors(sim)
+        if sim.given_scores is not None and self.in_cosines:
+            warn_of_units(name, sim)
 
 
 class PairLoss(SimilarityLoss):
@@ -226,8 +261,8 @@ class PairLoss(SimilarityLoss):
         self,
         images: Tensor | Similarity | None = None,
         texts: Tensor | None = None,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
         *,
         scores: Tensor | None = None,
     ) -> Any:
@@ -237,9 +272,16 @@ class PairLoss(SimilarityLoss):
             images: (N, D) embeddings of any length; or a ``Similarity``, images as rows, in place
                 of everything else.
             texts: (M, D) embeddings.
-            image_ids, text_ids: (N,) and (M,) integers; equal ids are positives. If both are left
+            image_ids, text_ids: (N,) and (M,) integers or strings, as tensors, NumPy arrays or
+                lists; equal ids are positives. If both are left
                 out, image i matches text i. ``text_ids`` alone refer to the images by their number.
             scores: (N, M) similarities from another model, instead of ``images`` and ``texts``.
+                They are cosines or of that size, not logits, unless the loss's temperature or
+                margin are meant for others.
+
+        The first batch that is on the CPU and not compiled is looked at: a
+        :class:`itrloss.SuspiciousInputWarning` says if no image has a positive, if none has a
+        negative and the loss is 0, and if scores look like logits or embeddings.
 
         Returns:
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with
@@ -260,8 +302,8 @@ class PairLoss(SimilarityLoss):
         self,
         images: Tensor | Similarity | None,
         texts: Tensor | None,
-        image_ids: Tensor | None,
-        text_ids: Tensor | None,
+        image_ids: IdsLike | None,
+        text_ids: IdsLike | None,
         scores: Tensor | None = None,
         *,
         names: Names = IMAGES_AND_TEXTS,
@@ -283,6 +325,7 @@ class PairLoss(SimilarityLoss):
             self.agree(check_alone)
             if images is not None or texts is not None:
                 raise ValueError("scores: expected either scores or images and texts, got both")
+            check_matrix("scores", scores, "(N, M)")
             return Similarity.from_scores(
                 scores, image_ids, text_ids, engine=self.engine, **options
             )
@@ -297,7 +340,7 @@ class PairLoss(SimilarityLoss):
         return self._between(images, texts, ids, check, **options)  # type: ignore[arg-type]
 
 
-def check_left_out(**others: Tensor | None) -> None:
+def check_left_out(**others: Any) -> None:
     """Raise an error if there is other input with a Similarity."""
     for name, x in others.items():
         if x is not None:
@@ -328,8 +371,8 @@ class MemoryLoss(SimilarityLoss):
         image_keys: Tensor,
         text_keys: Tensor,
         memory: CoupledMemory,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
     ) -> Any:
         """Return the loss of a batch with the memory of former ones, as :meth:`PairLoss.forward`
         does.
@@ -339,7 +382,8 @@ class MemoryLoss(SimilarityLoss):
             image_keys, text_keys: (N, D) and (M, D) embeddings of the same by the momentum
                 encoders.
             memory: keys of former batches. While it is empty, its terms are 0.
-            image_ids, text_ids: (N,) and (M,) integers; equal ids are positives in the batch, and
+            image_ids, text_ids: (N,) and (M,) integers or strings, as tensors, NumPy arrays or
+                lists; equal ids are positives in the batch, and
                 entries of the memory with an anchor's id are no negatives of it. If both are left
                 out, image i matches text i; the memory must have been filled without ids, too.
         """

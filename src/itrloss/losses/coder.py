@@ -12,10 +12,11 @@ from ..checks import (
     CheckedModule,
     Choice,
     Fixed,
+    IdsLike,
     Number,
     NumberOr,
+    as_size,
     check_matrix,
-    check_size,
 )
 from ..distributed import padded
 from ..engine.vectors import compute_dtype, host_may_read, normalized
@@ -70,6 +71,11 @@ class DiversityOptions(SimilarityLoss):
         self.positive_weight = positive_weight
         self.positive = positive
         self.entropy_temperature = entropy_temperature
+
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return self.temperature < 0.5
 
     def _options(self) -> dict[str, Any]:
         """Return the arguments of the function that computes the loss."""
@@ -196,8 +202,8 @@ class PrototypeClassificationLoss(Loss):
         **common: Any,
     ):
         super().__init__(**common)
-        check_size("dim", dim)
-        check_size("clusters", clusters)
+        dim = as_size("dim", dim)
+        clusters = as_size("clusters", clusters)
         self.dim = dim
         self.clusters = clusters
         self.engine = engine
@@ -335,8 +341,8 @@ class CODERObjective(CheckedModule):
         memory: CoupledMemory,
         image_concepts: Tensor,
         text_concepts: Tensor,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
     ) -> tuple[Tensor, CODERTerms]:
         """Return the total, a 0-dim tensor, and its terms. Row i of each input belongs to pair i.
 

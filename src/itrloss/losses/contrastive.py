@@ -53,19 +53,27 @@ class TripletLoss(PairLoss):
         self._alike = 0  # consecutive checks with embeddings alike
 
     @property
+    def in_cosines(self) -> bool:
+        """Whether the margin is one for cosines."""
+        return self.margin < 1
+
+    @property
     def active_margin(self) -> float:
         """The margin, for the figure ``active`` of :func:`itrloss.describe`."""
         return self.margin
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return what ``state_dict`` holds: which negatives count, as a resumed run would else
-        begin again.
-        """
-        return {"mining": self.mining}
+    def get_extra_state(self) -> Tensor:
+        """Return what ``state_dict`` holds, (1,) uint8: 1 if ``mining`` is "hardest", 0 if "all". A
+        run that is resumed after a switch would else begin with all again.
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
+        It is a tensor, as files of safetensors and averages of state dicts have nothing else, and
+        no buffer, as the host would wait for a GPU to read it.
+        """
+        return torch.tensor([self.mining == "hardest"], dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
         """Restore which negatives count from ``get_extra_state``."""
-        self.mining = state["mining"]
+        self.mining = "hardest" if bool(state) else "all"
 
     def compute(self, sim: Similarity) -> Any:
         """Return the triplet ranking loss of VSE++; now and then, check for a collapse."""
@@ -131,6 +139,11 @@ class SigmoidLoss(PairLoss):
             self.bias = nn.Parameter(torch.zeros(1))
         self.scale = scale
         self.bias = bias
+
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the scale is one for cosines."""
+        return bool(self.scale > 2)
 
     @property
     def scale(self) -> float | Tensor:

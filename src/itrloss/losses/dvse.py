@@ -15,10 +15,11 @@ from ..checks import (
     IMAGES_AND_TEXTS,
     CheckedModule,
     Choice,
+    IdsLike,
     Number,
+    as_size,
     check_embeddings,
     check_matrix,
-    check_size,
 )
 from ..distributed import gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
@@ -78,8 +79,8 @@ class VarianceAwareLoss(SimilarityLoss):
         self,
         image_sets: Tensor,
         texts: Tensor,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
     ) -> Any:
         """Return the loss of sets of image embeddings (N, K, D) of any length; else see
         :meth:`PairLoss.forward`.
@@ -93,7 +94,7 @@ class VarianceAwareLoss(SimilarityLoss):
         return value
 
     def _heads(
-        self, images: Tensor, texts: Tensor, ids: tuple[Tensor | None, Tensor | None]
+        self, images: Tensor, texts: Tensor, ids: tuple[IdsLike | None, IdsLike | None]
     ) -> tuple[list[Similarity], Similarity]:
         """Return the similarities of each head, and one of the first head from embeddings."""
 
@@ -227,8 +228,8 @@ class DynamicGate(CheckedModule):
 
     def __init__(self, dim: int, heads: int, *, momentum: float = 0.1):
         super().__init__()
-        check_size("dim", dim)
-        check_size("heads", heads)
+        dim = as_size("dim", dim)
+        heads = as_size("heads", heads)
         self.momentum = momentum
         self.register_buffer("weight", torch.randn(heads, dim) / dim**0.5)
         self.register_buffer("centre", torch.zeros(heads))
@@ -344,8 +345,8 @@ class DVSEObjective(CheckedModule):
         texts: Tensor,
         residuals: Tensor,
         gate: Tensor | None = None,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
     ) -> tuple[Tensor, DVSETerms]:
         """Return the total, a 0-dim tensor, and its terms.
 

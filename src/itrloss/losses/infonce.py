@@ -16,8 +16,10 @@ from ..anchors import Anchors
 from ..checks import (
     Choice,
     Fixed,
+    IdsLike,
     Names,
     Number,
+    as_id_numbers,
     check_embeddings,
     check_matrix,
     check_number,
@@ -70,6 +72,11 @@ class InfoNCELoss(PairLoss):
         self.hardness = hardness
 
     @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return bool(self.temperature < 0.5)
+
+    @property
     def temperature(self) -> float | Tensor:
         """τ: a number, or a 0-dim tensor that follows ``log_scale`` (1,). May be set later."""
         if self.log_scale is None:
@@ -90,8 +97,8 @@ class InfoNCELoss(PairLoss):
         self,
         images: Tensor | Similarity | None = None,
         texts: Tensor | None = None,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
         *,
         scores: Tensor | None = None,
         negatives: Tensor | None = None,
@@ -226,8 +233,8 @@ class DirectionalInfoNCELoss(PairLoss):
         self,
         images: Tensor,
         texts: Tensor,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
     ) -> Any:
         """Return the loss of (N, D) images and as many texts.
 
@@ -282,8 +289,11 @@ def check_pairs(images: Any, texts: Any, image_ids: Any, text_ids: Any) -> None:
         raise ValueError("texts: expected a tensor, and one text for each image")
     if (image_ids is None) != (text_ids is None):
         raise ValueError("image_ids, text_ids: expected both or neither")
-    tensors = isinstance(image_ids, Tensor) and isinstance(text_ids, Tensor)
-    if tensors and host_may_read(text_ids) and not torch.equal(image_ids, text_ids):
+    if image_ids is None:
+        return
+    image_ids = as_id_numbers("image_ids", image_ids)
+    text_ids = as_id_numbers("text_ids", text_ids)
+    if host_may_read(text_ids) and not torch.equal(image_ids, text_ids):
         expected = "expected image_ids, as image i belongs to text i"
         raise ValueError(f"text_ids: {expected}, got others")
 
@@ -355,12 +365,17 @@ class FilteredInfoNCELoss(PairLoss):
         self.margin = margin
         self.relative = relative
 
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return self.temperature < 0.5
+
     def forward(
         self,
         images: Tensor | Similarity | None = None,
         texts: Tensor | None = None,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
         *,
         scores: Tensor | None = None,
         guide: Similarity | None = None,
@@ -423,13 +438,18 @@ class DistillationLoss(PairLoss):
         self.temperature = temperature
         self.teacher_temperature = teacher_temperature
 
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return self.temperature < 0.5
+
     def forward(  # type: ignore[override]
         self,
         images: Tensor,
         texts: Tensor,
         teacher: Tensor | Similarity,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
     ) -> Any:
         """Return the loss of (N, D) images and (M, D) texts.
 

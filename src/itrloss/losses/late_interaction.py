@@ -10,6 +10,7 @@ from .. import functional
 from ..checks import (
     IMAGES_AND_TEXTS,
     Choice,
+    IdsLike,
     Number,
     NumberOr,
     check_matrix,
@@ -62,8 +63,8 @@ class LateInteractionLoss(SimilarityLoss):
         texts: Tensor,
         image_lengths: Tensor | None = None,
         text_lengths: Tensor | None = None,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
     ) -> Any:
         """Return the loss of sets (N, K, D) and (M, L, D); see :meth:`PairLoss.forward`.
 

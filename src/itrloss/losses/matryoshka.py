@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checks import check_number, check_size
+from ..checks import ExchangeableState, as_size, check_number
 from .base import Loss, PairLoss
 
 
-class Matryoshka(nn.Module):
+class Matryoshka(ExchangeableState):
     r"""A loss summed over the first d dimensions of the embeddings, so that these are good
     embeddings of their own.
 
@@ -37,8 +37,8 @@ class Matryoshka(nn.Module):
         super().__init__()
         if not isinstance(loss, nn.Module):
             raise TypeError(f"loss: expected a module called as loss(images, texts), got {loss!r}")
-        if weights is None:
-            weights = [1.0] * len(dims)
+        dims = [as_size("dims", d) for d in dims]
+        weights = [1.0] * len(dims) if weights is None else list(weights)
         check_dims(dims, weights)
         ordered = sorted(zip(dims, weights, strict=True))
         self.loss = loss
@@ -80,7 +80,7 @@ def check_dims(dims: Sequence[int], weights: Sequence[float]) -> None:
     if len(weights) != len(dims):
         raise ValueError(f"weights: expected {len(dims)}, one for each of dims, got {len(weights)}")
     for d, weight in zip(dims, weights, strict=True):
-        check_size("dims", d)
+        as_size("dims", d)
         check_number("weights", weight)
     if not dims or len(set(dims)) < len(dims):
         raise ValueError(f"dims: expected numbers that differ, got {list(dims)}")

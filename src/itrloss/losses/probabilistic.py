@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..checks import (
     Choice,
     Fixed,
+    IdsLike,
     Learnable,
     Names,
     Number,
@@ -107,8 +108,8 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         texts_mean: Tensor,
         images_log_variance: Tensor,
         texts_log_variance: Tensor,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
     ) -> Any:
         """Return the loss of normal distributions with independent dimensions.
 
@@ -134,8 +135,8 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         texts_mean: Tensor,
         images_log_variance: Tensor,
         texts_log_variance: Tensor,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
     ) -> Similarity:
         """Return the :class:`Similarity` of -d, by which the model retrieves; arguments as in
         :meth:`forward`.

@@ -68,6 +68,11 @@ class RINCELoss(PairLoss):
         self.lam = lam
         self._check_range()
 
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return self.temperature < 0.5
+
     def _check_range(self) -> None:
         """Raise an error if the loss overflows; at each call, as options are set one by one."""
         if self.q / self.temperature > _RANGE:
@@ -108,6 +113,11 @@ class ComplementaryContrastiveLoss(PairLoss):
     def __init__(self, temperature: float = 0.05, **common: Any):
         super().__init__(**common)
         self.temperature = temperature
+
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return self.temperature < 0.5
 
     def compute(self, sim: Similarity) -> Any:
         """Return the complementary contrastive loss, RCL."""

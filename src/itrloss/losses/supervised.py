@@ -60,6 +60,11 @@ class SupConLoss(PairLoss):
         self.temperature = temperature
         self.inside = inside
 
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return self.temperature < 0.5
+
     def compute(self, sim: Similarity) -> Any:
         """Return SupCon, with the mean over positives outside or inside the logarithm."""
         anchors = sim.both
@@ -94,6 +99,11 @@ class MILNCELoss(PairLoss):
     def __init__(self, temperature: float = 0.07, **common: Any):
         super().__init__(**common)
         self.temperature = temperature
+
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return self.temperature < 0.5
 
     def compute(self, sim: Similarity) -> Any:
         """Return MIL-NCE."""
@@ -139,6 +149,11 @@ class MultiSimilarityLoss(PairLoss):
         self.beta = beta
         self.base = base
         self.epsilon = epsilon
+
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the base is a cosine."""
+        return self.base < 1
 
     def compute(self, sim: Similarity) -> Any:
         """Return the multi-similarity loss."""
@@ -202,6 +217,11 @@ class CircleLoss(PairLoss):
         super().__init__(**common)
         self.margin = margin
         self.scale = scale
+
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the margin is one for cosines."""
+        return self.margin < 1
 
     def compute(self, sim: Similarity) -> Any:
         """Return the circle loss."""

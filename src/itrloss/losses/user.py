@@ -46,6 +46,11 @@ class HubnessAwareLoss(PairLoss):
         self.margin = margin
         self.positive = positive
 
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the scale is one for cosines."""
+        return self.scale > 2
+
     def compute(self, sim: Similarity) -> Any:
         """Return HAL (USER Eq. 17)."""
         return functional.hubness_aware_loss(

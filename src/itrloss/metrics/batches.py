@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import IMAGES_AND_TEXTS, as_ids, check_embeddings
+from ..checks import IMAGES_AND_TEXTS, IdsLike, check_embeddings, from_numpy, ids_of_both
 from ..rerank import Reranker
 from ..similarity import Similarity
 from .labels import default_ids
@@ -70,15 +70,17 @@ class RetrievalMetrics(Metric):
         self,
         images: Tensor,
         texts: Tensor,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
     ) -> None:
         """Add (B, D) images and (C, D) texts; each image and text must be added once only.
 
-        ``image_ids``, ``text_ids``: (B,) and (C,) integers, equal where image and text match,
-        across batches and processes. Pass them in all batches or in none. Without them, ``C = c *
-        B`` means c consecutive texts per image.
+        ``image_ids``, ``text_ids``: (B,) and (C,) integers or strings, equal where image and text
+        match, across batches and processes. Pass them in all batches or in none. Without them, ``C
+        = c * B`` means c consecutive texts per image.
         """
+        images = from_numpy(images)
+        texts = from_numpy(texts)
         check_embeddings(images, texts, False, IMAGES_AND_TEXTS)
         by_ids = image_ids is not None
         mixed = len(self.images) > 0 and by_ids != (len(self.image_ids) > 0)
@@ -87,10 +89,10 @@ class RetrievalMetrics(Metric):
         if image_ids is None:
             self._check_captions(len(images), len(texts))
         else:
-            image_ids = as_ids("image_ids", image_ids, len(images), images.device)
-            text_ids = as_ids("text_ids", text_ids, len(texts), images.device)
-            self.image_ids.append(image_ids)
-            self.text_ids.append(text_ids)
+            sizes = len(images), len(texts)
+            ids = ids_of_both(image_ids, text_ids, *sizes, images.device, IMAGES_AND_TEXTS)
+            self.image_ids.append(ids[0])
+            self.text_ids.append(ids[1])
         self.images.append(images.detach())
         self.texts.append(texts.detach())
 
@@ -108,14 +110,17 @@ class RetrievalMetrics(Metric):
             raise ValueError("RetrievalMetrics: expected a call of update() before compute()")
         images = dim_zero_cat(self.images)
         texts = dim_zero_cat(self.texts)
-        ids: tuple[Tensor | None, Tensor | None] = (None, None)
+        ids: tuple[IdsLike | None, IdsLike | None] = (None, None)
         if len(self.image_ids):
             ids = dim_zero_cat(self.image_ids), dim_zero_cat(self.text_ids)
         elif len(images) != len(texts):
             ids = default_ids(len(images), len(texts))
         sim = Similarity(images, texts, *ids, normalize=self.normalize)
         metrics = retrieval_metrics(sim, **self.options)
-        return {name: torch.tensor(x, dtype=torch.float64) for name, x in metrics.items()}
+        cpu = torch.device("cpu")
+        return {
+            name: torch.tensor(x, dtype=torch.float64, device=cpu) for name, x in metrics.items()
+        }
 
     def plot(
         self, val: dict[str, Tensor] | Sequence[dict[str, Tensor]] | None = None, ax: Any = None

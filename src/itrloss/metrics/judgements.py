@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import as_ids, check_range, check_size, require_finite
+from ..checks import as_indices, as_integers, as_size, check_range, from_numpy, require_finite
 from ..engine.pairs import slots
 from ..engine.ranking import ranks
 from ..similarity import Similarity, TopK
@@ -31,8 +31,9 @@ class Judgements(NamedTuple):
         """Return the (P,) images and (P,) texts of the pairs with this grade or a higher one."""
         images, texts, grades = _averaged(self)
         # 0.7 as float32 is less than 0.7: the limit is rounded as the grades are.
-        dtype = self.grades.dtype if self.grades.is_floating_point() else torch.float64
-        relevant = grades >= torch.tensor(grade, dtype=dtype)
+        given = from_numpy(self.grades)
+        dtype = given.dtype if given.is_floating_point() else torch.float64
+        relevant = grades >= torch.tensor(grade, dtype=dtype, device=grades.device)
         if not bool(relevant.any()):
             raise ValueError(f"grade: no pair has a grade of {grade} or above")
         return images[relevant], texts[relevant]
@@ -71,7 +72,7 @@ def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 1
         raise ImportError("agreement needs SciPy: pip install 'itrloss[metrics]'") from None
     sim = with_ids("scores", scores, None, None, by_ids=False).detach()
     images, texts, grades = _averaged(judgements, sim.shape)
-    check_size("k", k)
+    k = as_size("k", k)
     gains = grades - grades.amin()
     if not bool(gains.any()):
         raise ValueError("judgements: expected at least two different grades")
@@ -88,15 +89,17 @@ def _ndcg(sim: Similarity, rows: Tensor, cols: Tensor, gains: Tensor, k: int) ->
     """Return the mean nDCG@k of the rows in percent, from the (P,) gains of the pairs."""
     best = sim.topk(min(k, sim.shape[1])).indices.cpu()  # (N, k)
     n, k = best.shape
-    discounts = 1 / torch.arange(2, k + 2).double().log2()
+    discounts = 1 / torch.arange(2, k + 2, device="cpu").double().log2()
     order = gains.argsort(descending=True)
     rows = rows[order]
     place = slots(rows)
-    judged = torch.full((n, int(place.amax()) + 1), -1)  # each row's columns, best first
+    judged = torch.full(
+        (n, int(place.amax()) + 1), -1, device="cpu"
+    )  # each row's columns, best first
     judged[rows, place] = cols[order]
-    gain = torch.zeros(judged.shape, dtype=torch.float64)
+    gain = torch.zeros(judged.shape, dtype=torch.float64, device="cpu")
     gain[rows, place] = gains[order]
-    dcg = torch.zeros(n, dtype=torch.float64)
+    dcg = torch.zeros(n, dtype=torch.float64, device="cpu")
     for discount, found in zip(discounts, best.T, strict=True):
         dcg += discount * torch.where(judged == found[:, None], gain, 0.0).sum(1)
     ideal = gain[:, :k] @ discounts[: gain.shape[1]]
@@ -108,6 +111,8 @@ def _averaged(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return checked images, texts and mean grades on the CPU, sorted, each pair once."""
     images, texts, grades = judgements
+    images = as_integers("judgements.images", images)
+    grades = from_numpy(grades)
     pairs, index = distinct_pairs("judgements", images, texts, shape)
     got = tuple(grades.shape) if isinstance(grades, Tensor) else type(grades).__name__
     if got != tuple(images.shape):
@@ -116,7 +121,7 @@ def _averaged(
     require_finite("judgements.grades", values[None])
 
     def reduced(how: str) -> Tensor:  # over the grades of a pair
-        zeros = torch.zeros(pairs.shape[1], dtype=torch.float64)
+        zeros = torch.zeros(pairs.shape[1], dtype=torch.float64, device="cpu")
         return zeros.scatter_reduce(0, index, values, how, include_self=False)
 
     # the mean of equal grades is exact
@@ -131,13 +136,14 @@ def distinct_pairs(
 
     Both are on the CPU.
     """
-    size = images.numel() if isinstance(images, Tensor) else 1
+    images = as_integers(f"{name}.images", images)
+    size = images.numel()
     if size == 0:
         raise ValueError(f"{name}.images: expected at least 1 index, got 0")
     n, m = shape
     cpu = torch.device("cpu")
-    rows = as_ids(f"{name}.images", images, size, cpu)
-    cols = as_ids(f"{name}.texts", texts, size, cpu)
+    rows = as_indices(f"{name}.images", images, size, cpu)
+    cols = as_indices(f"{name}.texts", texts, size, cpu)
     check_range(f"{name}.images", rows, n - 1)
     check_range(f"{name}.texts", cols, m - 1)
     numbers, index = torch.unique(rows * m + cols, return_inverse=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import IMAGES_AND_TEXTS, check_matrix
+from ..checks import IMAGES_AND_TEXTS, IdsLike, check_matrix, from_numpy
 from ..distributed import consensus
 from ..similarity import Similarity
+from ..suspicious import warn, warn_of_embeddings
+from .suspicion import warn_of_copies, warn_of_guess, warn_of_one_side
 
 _ROWS = 256  # number of rows compared at once
 
@@ -24,7 +26,7 @@ def default_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
             f"image_ids, text_ids: needed for {n_images} images and {n_texts} texts, "
             "which is not a whole number of texts per image (images are the rows)"
         )
-    images = torch.arange(n_images)
+    images = torch.arange(n_images, device="cpu")
     return images, images.repeat_interleave(n_texts // n_images)
 
 
@@ -35,36 +37,43 @@ def fold_repeated(images: Tensor) -> Tensor:
 
     Many code bases save the embedding, or the row of scores, of an image once per caption. Taken
     for different images, the copies would be wrong candidates that score as high as the right one.
-    A warning says what was folded. If all rows are equal, the model cannot tell images apart, and
-    ``images`` is returned unchanged.
+    A warning says what was folded, or that most rows have copies in another order. If all rows are
+    equal, the model cannot tell images apart, and ``images`` is returned unchanged.
     """
+    images = from_numpy(images)
     check_matrix("images", images, "(N, D)")
+    c = _consecutive_copies(images)
+    if c > 1:
+        warn(
+            f"images: every {c} consecutive ones are the same, as if saved once per caption; "
+            f"taken for {len(images) // c} images. If they are not, pass image_ids and text_ids."
+        )
+        return images[::c]
+    warn_of_copies(images)
+    return images
+
+
+def _consecutive_copies(images: Tensor) -> int:
+    """Return the c for which every c consecutive rows (N, D) are equal; 1 if all or none are."""
     n = len(images)
     x = images.detach()
     rtol = max(1e-5, 2 * torch.finfo(images.dtype).eps)
     atol = 1e-6
     if n < 2 or not torch.allclose(x[0], x[1], rtol, atol):
-        return images
+        return 1
     same = []  # whether a row is equal to the one before
     for rows, previous in zip(x[1:].split(_ROWS), x[:-1].split(_ROWS), strict=True):
         same.append(torch.isclose(rows, previous, rtol, atol).all(1))
     changes = (~torch.cat(same)).nonzero().squeeze(1) + 1
     c = math.gcd(n, *changes.tolist())
-    if c in (1, n):
-        return images
-    warnings.warn(
-        f"images: every {c} consecutive ones are the same, as if saved once per caption; "
-        f"taken for {n // c} images. If they are not, pass image_ids and text_ids.",
-        stacklevel=2,
-    )
-    return images[::c]
+    return 1 if c == n else c
 
 
 def with_ids(
     name: str,
-    scores: Tensor | Similarity,
-    image_ids: Tensor | None,
-    text_ids: Tensor | None,
+    scores: Tensor | np.ndarray | Similarity,
+    image_ids: IdsLike | None,
+    text_ids: IdsLike | None,
     by_ids: bool = True,
 ) -> Similarity:
     """Return checked scores as a Similarity with ids, by default from :func:`default_ids`.
@@ -78,18 +87,23 @@ def with_ids(
                 "image_ids, text_ids: expected None with a Similarity, which has its own"
             )
         scores.check_finite()
+        warn_of_one_side(scores)
         return folded(scores) if by_ids else scores
-    check_matrix(name, scores, "(N, M)", check_finite=True)
+    matrix = from_numpy(scores)
+    check_matrix(name, matrix, "(N, M)", check_finite=True)
+    warn_of_embeddings(name, matrix)
     if image_ids is None and text_ids is None:
         if by_ids:
-            scores = fold_repeated(scores)
-        n, m = scores.shape
+            matrix = fold_repeated(matrix)
+        n, m = matrix.shape
+        if by_ids:
+            warn_of_guess(n, m)
         if by_ids or m % n == 0:
             image_ids, text_ids = default_ids(n, m)
         else:
-            image_ids = torch.arange(n)
-            text_ids = torch.arange(n, n + m)
-    return Similarity.from_scores(scores, image_ids, text_ids, names=IMAGES_AND_TEXTS)
+            image_ids = torch.arange(n, device="cpu")
+            text_ids = torch.arange(n, n + m, device="cpu")
+    return Similarity.from_scores(matrix, image_ids, text_ids, names=IMAGES_AND_TEXTS)
 
 
 def folded(sim: Similarity) -> Similarity:
@@ -160,8 +174,9 @@ def part_of(
     if ids is None:
         row_ids, col_ids = ids_or_indices(sim)
         ids = row_ids[rows], col_ids[cols]
-    if sim.embeddings is None:
-        return Similarity.from_scores(sim.scores()[rows][:, cols], *ids)
+    if sim.given_scores is not None:
+        return Similarity.from_scores(sim.given_scores[rows][:, cols], *ids)
+    assert sim.embeddings is not None
     images, texts = sim.embeddings
     bias = None
     if sim.bias is not None:

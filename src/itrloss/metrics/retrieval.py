@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from ..checks import check_matrix, check_size, one_of
+from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of
 from ..distributed import gather as gather_rows
 from ..distributed import gather_table, world_size
 from ..similarity import Similarity
 from .judgements import distinct_pairs, ranked_by_pairs
 from .labels import fold_parts, folded, ids_or_indices, part_of, shared, with_ids
 from .results import QueryResults, RetrievalResults, join_folds
+from .suspicion import warn_of_chance
 
 if TYPE_CHECKING:
     from ..rerank import Reranker
@@ -25,8 +26,8 @@ AnyScores = Tensor | Similarity | tuple[Tensor | Similarity, Tensor]
 
 def retrieval_metrics(  # noqa: PLR0913 - options by keyword
     scores: AnyScores,
-    image_ids: Tensor | None = None,
-    text_ids: Tensor | None = None,
+    image_ids: IdsLike | None = None,
+    text_ids: IdsLike | None = None,
     *,
     relevant: ListedPairs | None = None,
     reranker: Reranker | None = None,
@@ -69,8 +70,8 @@ def retrieval_metrics(  # noqa: PLR0913 - options by keyword
 
 def retrieval_results(  # noqa: PLR0913 - options by keyword
     scores: AnyScores,
-    image_ids: Tensor | None = None,
-    text_ids: Tensor | None = None,
+    image_ids: IdsLike | None = None,
+    text_ids: IdsLike | None = None,
     *,
     relevant: ListedPairs | None = None,
     reranker: Reranker | None = None,
@@ -86,10 +87,10 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         scores: (n_images, n_texts), higher is better; or a :class:`itrloss.Similarity` with images
             as rows, whose matrix is not formed. Or a pair of scores for image→text and text→image,
             the second one a tensor, as :meth:`itrloss.rerank.Reranker.rerank` returns them.
-        image_ids, text_ids: (n_images,) and (n_texts,) integers, equal where image and text match.
-            Not with a ``Similarity``, which has its own. Without ids, ``n_texts = c * n_images``
-            means c consecutive texts per image, and consecutive copies of an image count once: see
-            :func:`fold_repeated`.
+        image_ids, text_ids: (n_images,) and (n_texts,) integers or strings, equal where image and
+            text match. Not with a ``Similarity``, which has its own. Without ids, ``n_texts = c *
+            n_images`` means c consecutive texts per image, and consecutive copies of an image count
+            once: see :func:`fold_repeated`.
         relevant: (P,) image and (P,) text indices of the positive pairs, such as
             :meth:`Judgements.at_least` returns, instead of the pairs with equal ids. Not with a
             reranker or folds.
@@ -110,11 +111,15 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
             not tie, as rounding differs.
         process_group: the processes that take part; by default, all.
 
+    Warns:
+        SuspiciousInputWarning: of copies of images, of embeddings passed as scores or as both
+            sides, and of recall at chance level; see :doc:`methods/metrics`.
+
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.
     """
-    check_size("hubness_k", hubness_k)
-    check_size("folds", folds)
+    hubness_k = as_size("hubness_k", hubness_k)
+    folds = as_size("folds", folds)
     one_of("ties", ties, "pessimistic", "optimistic")
     pair = isinstance(scores, tuple)
     if reranker is not None and (relevant is not None or pair):
@@ -125,26 +130,32 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     if gather:
         if pair or relevant is not None or image_ids is not None or text_ids is not None:
             raise ValueError("relevant, image_ids, text_ids, a pair of scores: not for gather=True")
-        return _sharded_results(scores, reranker, hubness_k, ties, process_group)
+        results = _sharded_results(scores, reranker, hubness_k, ties, process_group)
+        warn_of_chance(results)
+        return results
     by_ids = relevant is None
     if pair:
         sims = _pair_with_ids(scores, image_ids, text_ids, by_ids)
     else:
         sims = [with_ids("scores", scores, image_ids, text_ids, by_ids).detach()]
     if folds == 1:
-        return _ranked(sims, relevant, reranker, hubness_k, ties)
-    return _results_in_folds(sims, folds, reranker, hubness_k, ties)
+        results = _ranked(sims, relevant, reranker, hubness_k, ties)
+    else:
+        results = _results_in_folds(sims, folds, reranker, hubness_k, ties)
+    warn_of_chance(results)
+    return results
 
 
 def _pair_with_ids(
     scores: tuple[Tensor | Similarity, Tensor],
-    image_ids: Tensor | None,
-    text_ids: Tensor | None,
+    image_ids: IdsLike | None,
+    text_ids: IdsLike | None,
     by_ids: bool,
 ) -> list[Similarity]:
     """Return the checked scores of image→text and of text→image with their ids."""
     first, second = scores
     i2t = with_ids("scores", first, image_ids, text_ids, by_ids).detach()
+    second = from_numpy(second)
     check_matrix("scores[1]", second, "(N, M)")
     if tuple(second.shape) != tuple(first.shape):
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_number, check_size, one_of
+from ..checks import as_size, check_number, one_of
 from .results import RECALLS, WAYS, RetrievalResults
 
 _METRICS = (*(f"r{k}" for k in RECALLS), "r_precision", "map_at_r")
@@ -129,17 +129,17 @@ def _bootstrap(runs: Sequence[RetrievalResults], samples: int, seed: int) -> Ten
 
     A sample draws ids with replacement, the same for all runs.
     """
-    check_size("samples", samples)
+    samples = as_size("samples", samples)
     sums = [_sums_by_id(run, runs[0]) for run in runs]  # (ids, 2, 6) each
     n = len(sums[0])
     totals = [torch.stack([x.sum(0, keepdim=True) for x in sums])]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     step = max(1, _DRAWN // n)
     for start in range(0, samples, step):
         count = min(step, samples - start)
         # the same numbers, however many samples at once
-        drawn = torch.randint(n, (count, n), generator=generator)
-        drawn += n * torch.arange(count)[:, None]
+        drawn = torch.randint(n, (count, n), generator=generator, device="cpu")
+        drawn += n * torch.arange(count, device="cpu")[:, None]
         times = drawn.flatten().bincount(minlength=count * n).view(count, n).double()
         totals.append(torch.stack([torch.tensordot(times, x, 1) for x in sums]))
     total = torch.cat(totals, 1)  # (runs, 1 + samples, 2, 6)
@@ -160,7 +160,8 @@ def _sums_by_id(results: RetrievalResults, first: RetrievalResults) -> Tensor:
     image_ids = first.i2t.ids
     ids = torch.cat([image_ids, first.t2i.ids]).cpu()
     unique, inverse = ids.unique(return_inverse=True)
-    sums = torch.zeros(len(unique), len(WAYS), len(_METRICS) + 1, dtype=torch.float64)
+    shape = len(unique), len(WAYS), len(_METRICS) + 1
+    sums = torch.zeros(shape, dtype=torch.float64, device="cpu")
     indices = inverse.tensor_split([len(image_ids)])
     for side, (way, queries) in enumerate(results.ways.items()):
         expected = first.ways[way]
@@ -181,5 +182,5 @@ def _interval(samples: Tensor, level: float) -> Tensor:
     check_number("level", level, positive=True)
     if level >= 1:
         raise ValueError(f"level: expected a number below 1, got {level}")
-    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=samples.dtype)
+    ends = samples.new_tensor([(1 - level) / 2, (1 + level) / 2])
     return samples.nanquantile(ends, dim=0)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_matrix, check_size
+from ..checks import as_size, check_matrix, from_numpy
 from ..distributed import consensus, world_size
 from ..distributed.shards import Share
 from ..metrics.labels import ids_or_indices, shared, with_ids
@@ -100,7 +100,7 @@ class Reranker(ABC):
         Returns:
             A ``Bias``; or a function of (B, candidates) scores, which it may overwrite, and the
             slice of the queries that they belong to. It returns (B, candidates) scores to rank by,
-            higher is better.
+            higher is better. A bias or scores in float64 are ranked in float64.
         """
 
     def __repr__(self) -> str:
@@ -140,6 +140,7 @@ class Reranker(ABC):
         banks = []
         for name, bank in zip(SIDES, (images, texts), strict=True):
             if bank is not None:
+                bank = from_numpy(bank)
                 check_matrix(name, bank, "(N, M)", check_finite=True)
                 bank = bank.detach()
             banks.append(bank)
@@ -186,6 +187,9 @@ class Reranker(ABC):
 
         :meth:`topk` and ``retrieval_metrics(sim, reranker=self)`` need no matrix.
 
+        They are rounded to the dtype of the scores. :meth:`topk` and ``retrieval_metrics`` rank
+        before that.
+
         Args:
             scores: (n_images, n_texts), higher is better, or a :class:`itrloss.Similarity` with
                 images as rows.
@@ -197,8 +201,11 @@ class Reranker(ABC):
         sim = with_ids("scores", scores, None, None, by_ids=False).detach()
         results = []
         for direction, _, rule in self._ruled(self._directions(sim)):
-            queries = slice(0, direction.queries.shape[0])
-            result = rule(direction.queries.scores(), queries)
+            result = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
+            for rows, block in direction.queries.blocks():
+                result[rows] = rule(block, rows)
+            if isinstance(rule, Bias) and not bool(result.isfinite().all()):
+                raise ValueError(f"scores: too large for {self!r}")
             results.append(result.T if direction.side else result)
         return self._pair(results)
 
@@ -230,7 +237,7 @@ class Reranker(ABC):
             TypeError, ValueError: as :meth:`rerank`. With ``gather=True`` an error in one process,
                 or a difference between processes, is raised in all of them.
         """
-        check_size("k", k)
+        k = as_size("k", k)
         if gather and world_size(process_group) > 1:
             sim = shared(scores, f"{self.description()} {k}", process_group)
         else:
@@ -251,7 +258,10 @@ class Reranker(ABC):
         """
         sim = with_ids("scores", scores, None, None, by_ids=False)
         rules = [ruled.rule for ruled in self._ruled(self._directions(sim))]
-        biases = [rule.bias / rule.factor for rule in rules if isinstance(rule, Bias)]
+        biases = []
+        for rule in rules:
+            if isinstance(rule, Bias):
+                biases.append((rule.bias / rule.factor).to(sim.dtype))
         if len(biases) < 2:
             raise ValueError(f"biases: {type(self).__name__} is not a bias per candidate")
         return RerankBiases(*biases)
@@ -280,7 +290,7 @@ class Reranker(ABC):
         for (direction, labelled), rule in zip(views, rules, strict=True):
             if isinstance(rule, Bias):
                 rule = rule._replace(bias=direction.of_all(rule.bias))
-                if not bool(rule.bias.isfinite().all()):
+                if not bool(rule.bias.to(labelled.dtype).isfinite().all()):
                     raise ValueError(f"scores: too large for {self!r}")
             ruled.append(Ruled(direction, labelled, rule))
         return ruled
@@ -386,5 +396,5 @@ def _ranks(ruled: Ruled, k: int, ties: str | None) -> Ranked:
         tops.append(top)
     width = max(x.shape[-1] for x in ranks)
     padded = torch.cat([F.pad(x, (0, width - x.shape[-1])) for x in ranks])
-    values = torch.cat([top.values for top in tops])
+    values = torch.cat([top.values for top in tops]).to(labelled.dtype)
     return padded, TopK(values, torch.cat([top.indices for top in tops]))

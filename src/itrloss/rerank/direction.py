@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..distributed import gather
 from ..distributed.collectives import total
+from ..engine.products import full_float32, rounds_float32
+from ..engine.vectors import full_precision
 from ..similarity import Similarity
 
 SIDES = ("images", "texts")  # the queries of image→text and of text→image
@@ -52,16 +54,30 @@ class Bias(NamedTuple):
     factor: float = 1.0  # above 0
 
     def __call__(self, scores: Tensor, rows: slice) -> Tensor:
-        """Return re-ranked scores (B, candidates), which overwrite the given ones."""
-        return scores.mul_(self.factor).add_(self.bias.to(scores))
+        """Return re-ranked scores (B, candidates), in float64 if the bias is."""
+        return torch.add(self.bias, scores, alpha=self.factor)
 
 
 Rule = Callable[[Tensor, slice], Tensor]  # a bias or another function
 
 
 def unlabelled(sim: Similarity) -> Similarity:
-    """Return the same scores without a gradient and without positives."""
-    return sim.relabelled(*_no_match(sim.shape, sim.device))
+    """Return the same scores without a gradient and without positives.
+
+    Embeddings that autocast or TF32 may have rounded for a loss are taken as they were passed in.
+    """
+    ids = _no_match(sim.shape, sim.device)
+    if sim.embeddings is None:
+        return sim.relabelled(*ids)
+    is_rounded = any(vectors.x is not vectors.given for vectors in sim.vectors)
+    if not is_rounded and not rounds_float32(sim.device):
+        return sim.relabelled(*ids)
+    rows, cols = sim.embeddings
+    engine: Any = sim.engine
+    with full_precision(rows):
+        return Similarity(
+            rows, cols, *ids, normalize=sim.normalizes, engine=engine, bias=sim.bias
+        ).detach()
 
 
 def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> Similarity:
@@ -79,15 +95,42 @@ def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> S
     engine: Any = sim.engine if sim.engine in ("tiled", "triton") else "auto"
     ids = _no_match((len(rows), len(bank)), sim.device)
     bias = row_bias, None
-    return Similarity(rows, bank, *ids, normalize=sim.normalizes, engine=engine, bias=bias)
+    with full_precision(rows):  # autocast would round them
+        return Similarity(rows, bank, *ids, normalize=sim.normalizes, engine=engine, bias=bias)
+
+
+def log_sum_exp(sim: Similarity, scale: float, cols: Tensor | None = None) -> Tensor:
+    """Return (N,) float64 ``log sum_j exp(scale S_ij + cols_j)``, without holding the scores.
+
+    Logits times a scale are thousands, and float32 would lose the digits that tell them apart.
+    """
+    sums = []
+    for _, block in sim.blocks():
+        exponents = block.double().mul_(scale)
+        if cols is not None:
+            exponents.add_(cols)
+        sums.append(exponents.logsumexp(1))
+    return torch.cat(sums)
+
+
+def reference_sums(candidates: Similarity, scale: float) -> Tensor:
+    """Return the (N,) log-sum-exp of each candidate's scores with the references.
+
+    Given scores are taken to be exact, and summed in float64. Those of embeddings are themselves
+    rounded to float32.
+    """
+    if candidates.embeddings is None:
+        return log_sum_exp(candidates, scale)
+    with full_float32(candidates.device):
+        return candidates.logsumexp(scale)
 
 
 def fitting(bank: Tensor, side: int, sim: Similarity) -> Tensor:
     """Return the bank of a side as (B, D) embeddings or, if ``sim`` is of scores, (C, B) scores
     with the candidates.
 
-    In the dtype of the scores, as half precision would round a float32 bank. Raises an error if the
-    bank does not fit.
+    In the dtype of the scores, as half precision would round a float32 bank; scores in half
+    precision stay so, as they are converted by blocks. Raises an error if the bank does not fit.
     """
     axis = 1 - side
     size = sim.shape[axis]
@@ -98,8 +141,10 @@ def fitting(bank: Tensor, side: int, sim: Similarity) -> Tensor:
         expected = f"embeddings of dimension {size}"
     if bank.shape[axis] != size:
         raise ValueError(f"{SIDES[side]}: expected {expected}, got a bank of {bank.shape[axis]}")
-    bank = bank.to(sim.device, sim.dtype)
-    return bank.T if sim.embeddings is None and side == 0 else bank
+    if sim.embeddings is not None:
+        return bank.to(sim.device, sim.dtype)
+    bank = bank.to(sim.device)
+    return bank.T if side == 0 else bank
 
 
 def _no_match(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:

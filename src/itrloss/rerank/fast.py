@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ..anchors import Anchors
-from ..checks import check_number
+from ..checks import IdsLike, check_number
+from ..engine.products import full_float32
 from ..metrics.labels import with_ids
 from ..similarity import Similarity
 from .base import Reranker
-from .direction import Bias, Direction, Rule
+from .direction import Bias, Direction, Rule, reference_sums
 
 # the grid of calibrate(), in steps of √2
 SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)
@@ -32,11 +33,21 @@ class _LogSumExpReranker(Reranker):
 
     def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
         options = [self._options_of(direction.side) for direction in directions]
+        if directions[0].candidates.embeddings is None:
+            rules: list[Rule] = []
+            for direction, (scale, factor) in zip(directions, options, strict=True):
+                rules.append(Bias(-reference_sums(direction.candidates, scale), factor))
+            return rules
         # one product where there is one matrix
         candidates = Anchors.together(*(direction.candidates for direction in directions))
-        scales = torch.tensor([scale for scale, _ in options], dtype=candidates.dtype)
-        each = scales.repeat_interleave(torch.tensor(candidates.sizes))
-        sums = candidates.split(candidates.logsumexp(each))
+        each = torch.cat(
+            [
+                torch.full((size,), scale, dtype=candidates.dtype, device="cpu")
+                for (scale, _), size in zip(options, candidates.sizes, strict=True)
+            ]
+        )
+        with full_float32(candidates.device):
+            sums = candidates.split(candidates.logsumexp(each))
         return [Bias(-x, factor) for x, (_, factor) in zip(sums, options, strict=True)]
 
 
@@ -72,8 +83,8 @@ class FastReranker(_LogSumExpReranker):
     def calibrate(
         self,
         validation: Tensor | Similarity,
-        image_ids: Tensor | None = None,
-        text_ids: Tensor | None = None,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
         *,
         scales: Sequence[float] = SCALES,
     ) -> FastReranker:
@@ -101,7 +112,7 @@ class FastReranker(_LogSumExpReranker):
         for direction, labelled in self._directions(sim):
             qualities: dict[tuple[float, float], tuple[float, float]] = {}
             for scale in scales:
-                penalty = direction.candidates.logsumexp(scale)
+                penalty = reference_sums(direction.candidates, scale)
                 for factor in scales:
                     qualities[scale, factor] = _quality(labelled.ranks(-penalty / factor)[:, 0])
             chosen.append(max(qualities, key=qualities.__getitem__))

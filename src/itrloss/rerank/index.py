@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import as_bias, check_matrix, check_size
+from ..checks import as_bias, as_size, check_matrix, from_numpy
 from ..engine.vectors import normalized
 from ..similarity import TopK
 
@@ -37,16 +37,17 @@ class BiasedIndex:
         *,
         nprobe: int | None = None,
     ):
+        candidates = from_numpy(candidates)
         check_matrix("candidates", candidates, "(C, D)", True)
         bias = as_bias("bias", bias, len(candidates), torch.device("cpu"))
         if nprobe is not None:
-            check_size("nprobe", nprobe)
+            nprobe = as_size("nprobe", nprobe)
         try:
             import faiss  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError("an index needs FAISS: pip install 'itrloss[faiss]'") from error
         if bias is None:
-            bias = torch.zeros(len(candidates))
+            bias = torch.zeros(len(candidates), device="cpu")
         data = _extended(candidates, bias)
         try:
             self.index = faiss.index_factory(data.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
@@ -71,12 +72,13 @@ class BiasedIndex:
             queries: (Q, D) embeddings, which are normalised.
             k: number of candidates.
         """
+        queries = from_numpy(queries)
         check_matrix("queries", queries, "(Q, D)", True)
-        check_size("k", k)
+        k = as_size("k", k)
         dim = self.index.d - 1
         if queries.shape[1] != dim:
             raise ValueError(f"queries: expected shape (Q, {dim}), got {tuple(queries.shape)}")
-        vectors = _extended(queries, torch.ones(len(queries)))
+        vectors = _extended(queries, torch.ones(len(queries), device="cpu"))
         values, indices = map(torch.from_numpy, self.index.search(vectors, k))
         return TopK(values.masked_fill(indices < 0, -torch.inf), indices)
 

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_number, check_size
+from ..checks import as_size, check_number
 from ..engine.products import full_float32
 from ..engine.vectors import full_precision
 from ..similarity import Similarity
-from ..terms import identity
 from .base import Reranker
 from .direction import Direction, Rule
 
@@ -44,7 +43,7 @@ def _best_candidates(direction: Direction, k: int) -> _Best:
     all_ranks = _query_ranks(direction, direction.of_all(scores), direction.of_all(candidates))
     ranks = direction.summed(all_ranks)[direction.first[0] :][: len(candidates)]
     places = ranks.argsort(dim=1, stable=True).argsort(1) + 1
-    return _Best(candidates, scores, places.to(scores.dtype))
+    return _Best(candidates, scores, places)
 
 
 def _query_ranks(direction: Direction, scores: Tensor, candidates: Tensor) -> Tensor:
@@ -72,14 +71,28 @@ def _in_front(candidates: Tensor, values: Tensor) -> Rule:
     """Return the rule by which these (Q, k) candidates come first, by their values; the others keep
     their order.
     """
+    levels = _levels(values)
 
     def move_to_front(scores: Tensor, rows: slice) -> Tensor:
         peak = scores.amax(1, keepdim=True)
+        room = torch.finfo(scores.dtype).max - peak.clamp_min(0.0)
         step = peak.abs().clamp_min(1.0)
-        above = values[rows] - values[rows].amin(1, keepdim=True)
-        return scores.scatter_(1, candidates[rows], peak + step * (1 + above))
+        step = torch.minimum(step, room / (levels.shape[1] + 1))
+        return scores.scatter_(1, candidates[rows], peak + step * levels[rows].to(scores))
 
     return move_to_front
+
+
+def _levels(values: Tensor) -> Tensor:
+    """Return the place of each of the (Q, k) values in its row, 1 for the least; equal ones share
+    it.
+
+    Scores hold small integers exactly. Added to scores, the values themselves would lose digits.
+    """
+    ordered, order = values.sort(dim=1)
+    rises = ordered[:, 1:] > ordered[:, :-1]
+    levels = F.pad(rises.cumsum(1), (1, 0)) + 1
+    return torch.empty_like(levels).scatter_(1, order, levels)
 
 
 class ReciprocalReranker(Reranker):
@@ -92,8 +105,8 @@ class ReciprocalReranker(Reranker):
     """
 
     def __init__(self, i2t_k: int = 15, t2i_k: int = 20):
-        check_size("i2t_k", i2t_k)
-        check_size("t2i_k", t2i_k)
+        i2t_k = as_size("i2t_k", i2t_k)
+        t2i_k = as_size("t2i_k", t2i_k)
         self.i2t_k = i2t_k
         self.t2i_k = t2i_k
 
@@ -113,7 +126,7 @@ class MultiFactorReranker(Reranker):
     """
 
     def __init__(self, k: int = 30, share_weight: float = 0.3, place_weight: float = 1.1):
-        check_size("k", k)
+        k = as_size("k", k)
         check_number("share_weight", share_weight)
         check_number("place_weight", place_weight)
         self.k = k
@@ -122,13 +135,15 @@ class MultiFactorReranker(Reranker):
 
     def rule(self, direction: Direction) -> Rule:
         """Return the rule that sorts the best candidates by the three terms."""
-        sums = direction.of_all(direction.candidates.sum(identity))
+        # in float64: of hundreds of candidates, the last terms are far smaller than the shares
+        parts = [block.sum(1, dtype=torch.float64) for _, block in direction.candidates.blocks()]
+        sums = direction.of_all(torch.cat(parts))
         best = _best_candidates(direction, self.k)
         own_sums = sums[best.candidates]
         share = torch.where(own_sums == 0, 0.0, best.scores / own_sums)
         j = torch.arange(1, best.candidates.shape[1] + 1, dtype=sums.dtype, device=sums.device)
         by_score = (-0.05 * j).exp()
-        by_place = (-0.05 * best.places).exp()
+        by_place = (-0.05 * best.places.double()).exp()
         values = self.share_weight * share + by_score + self.place_weight * by_place
         return _in_front(best.candidates, values)
 
@@ -136,9 +151,10 @@ class MultiFactorReranker(Reranker):
 class TwoStageReranker(Reranker):
     """Two stages: the k best candidates of a query are sorted by a second, expensive scorer.
 
-    They are ranked by ``scorer + weight S_qc``, as in the evaluation of BLIP and ALBEF, where the
-    scorer is the image-text matching head (ITM) and S are the contrastive scores (ITC). The other
-    candidates follow in their order. Queries are independent.
+    They are ranked by ``scorer + weight S_qc``, computed in float64, as in the evaluation of BLIP
+    and ALBEF, where the scorer is the image-text matching head (ITM) and S are the contrastive
+    scores (ITC). The other candidates follow in their order. Queries are independent. Re-ranked
+    scores only encode the order: the scorer may return probabilities, logits or a mask of -1e9.
 
     Args:
         scorer: a function of (P,) int64 image indices and (P,) int64 text indices that returns (P,)
@@ -162,9 +178,9 @@ class TwoStageReranker(Reranker):
         if not callable(scorer):
             expected = "a function of image and text numbers"
             raise TypeError(f"scorer: expected {expected}, got {type(scorer).__name__}")
-        check_size("k", k)
+        k = as_size("k", k)
         check_number("weight", weight)
-        check_size("batch_size", batch_size)
+        batch_size = as_size("batch_size", batch_size)
         self.scorer = scorer
         self.k = k
         self.weight = weight
@@ -196,7 +212,7 @@ class TwoStageReranker(Reranker):
             scored = self._scored(queries, candidates)
         else:
             scored = self._scored(candidates, queries)
-        scored = scored.to(best.values).view_as(best.values)
+        scored = scored.to(best.values.device, torch.float64).view_as(best.values)
         return _in_front(best.indices, scored + self.weight * best.values)
 
     def _scored(self, images: Tensor, texts: Tensor) -> Tensor:
@@ -232,8 +248,8 @@ class KReciprocalReranker(Reranker):
     takes_bank = False
 
     def __init__(self, k1: int = 20, k2: int = 6, weight: float = 0.3):
-        check_size("k1", k1)
-        check_size("k2", k2)
+        k1 = as_size("k1", k1)
+        k2 = as_size("k2", k2)
         check_number("weight", weight)
         if not 0 <= weight <= 1:
             raise ValueError(f"weight: expected a number in [0, 1], got {weight}")

@@ -7,16 +7,20 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import check_number, check_size
+from ..anchors import MeanStd
+from ..checks import as_size, check_number
+from ..engine.products import full_float32
 from ..similarity import Similarity
 from .base import Reranker
-from .direction import Bias, Direction, Rule, against
+from .direction import Bias, Direction, Rule, against, log_sum_exp, reference_sums
 
 
 class DualSoftmax(Reranker):
     """Dual softmax (CAMoE; Cheng et al., 2021).
 
-    ``S_qc exp(scale S_qc) / sum_r exp(scale R_rc)``
+    ``S_qc exp(scale S_qc) / sum_r exp(scale R_rc)``, ranked by its logarithm in float64, so that
+    scores of any scale keep their order. Re-ranked scores are ``1 + log |x|`` for a positive value
+    x, minus that for a negative one, and 0 for 0, where x is divided by the smallest of the query.
     """
 
     def __init__(self, scale: float = 20.0):
@@ -24,17 +28,17 @@ class DualSoftmax(Reranker):
         self.scale = scale
 
     def rule(self, direction: Direction) -> Rule:
-        """Return the rule that multiplies scores by their share of the softmax."""
-        total = direction.of_all(direction.candidates.logsumexp(self.scale))
+        """Return the rule that multiplies scores by their share of the softmax, in logarithms."""
+        total = direction.of_all(reference_sums(direction.candidates, self.scale))
 
-        def share_weighted(scores: Tensor, rows: slice) -> Tensor:
-            result = (self.scale * scores).sub_(total).exp_().mul_(scores)
-            # with a bank, a share of the softmax may be above 1
-            if not bool(result.isfinite().all()):
-                raise ValueError(f"scores: too large for {self!r}")
-            return result
+        def in_logarithms(scores: Tensor, rows: slice) -> Tensor:
+            exact = scores.double()
+            size = exact.abs().log_().add_(exact, alpha=self.scale).sub_(total)
+            is_zero = exact == 0
+            least = size.masked_fill(is_zero, torch.inf).amin(1, keepdim=True)
+            return size.sub_(least).add_(1.0).mul_(exact.sign()).masked_fill_(is_zero, 0.0)
 
-        return share_weighted
+        return in_logarithms
 
 
 class QueryBankNorm(Reranker):
@@ -50,13 +54,13 @@ class QueryBankNorm(Reranker):
 
     def __init__(self, scale: float = 20.0, k: int = 1):
         check_number("scale", scale, positive=True)
-        check_size("k", k)
+        k = as_size("k", k)
         self.scale = scale
         self.k = k
 
     def rule(self, direction: Direction) -> Rule:
         """Return the rule that lowers the candidates of queries whose best candidate is a hub."""
-        penalty = direction.of_all(direction.candidates.logsumexp(self.scale))
+        penalty = direction.of_all(reference_sums(direction.candidates, self.scale))
         best = direction.candidates.T.topk(min(self.k, direction.candidates.shape[0]))
         # The k best of all candidates are among the k best of each process.
         values = direction.of_all(best.values.T)
@@ -65,7 +69,8 @@ class QueryBankNorm(Reranker):
 
         def penalise_hubs(scores: Tensor, rows: slice) -> Tensor:
             best_is_hub = torch.isin(scores.argmax(1), hubs)
-            return scores.mul_(self.scale).sub_(torch.where(best_is_hub[:, None], penalty, 0.0))
+            lowered = torch.where(best_is_hub[:, None], penalty, 0.0)
+            return scores.double().mul_(self.scale).sub_(lowered)
 
         return penalise_hubs
 
@@ -106,7 +111,7 @@ class NearestNeighborNorm(Reranker):
 
     def __init__(self, alpha: float = 0.75, k: int = 128):
         check_number("alpha", alpha)
-        check_size("k", k)
+        k = as_size("k", k)
         self.alpha = alpha
         self.k = k
 
@@ -125,7 +130,7 @@ class CSLS(Reranker):
     """
 
     def __init__(self, k: int = 10):
-        check_size("k", k)
+        k = as_size("k", k)
         self.k = k
 
     def rule(self, direction: Direction) -> Rule:
@@ -143,14 +148,15 @@ class MutualProximity(Reranker):
 
     def rule(self, direction: Direction) -> Rule:
         """Return the rule that ranks by the log probability."""
-        query = direction.queries.mean_std()
-        candidate = direction.candidates.mean_std()
+        query = _moments(direction.queries)
+        candidate = _moments(direction.candidates)
         mean = direction.of_all(candidate.mean)
         std = direction.of_all(candidate.std)
 
         def log_probability(scores: Tensor, rows: slice) -> Tensor:
-            candidate_term = torch.special.log_ndtr((scores - mean).div_(std))
-            query_z = scores.sub_(query.mean[rows, None]).div_(query.std[rows, None])
+            exact = scores.double()
+            candidate_term = torch.special.log_ndtr((exact - mean).div_(std))
+            query_z = exact.sub_(query.mean[rows, None]).div_(query.std[rows, None])
             return torch.special.log_ndtr(query_z).add_(candidate_term)
 
         return log_probability
@@ -161,14 +167,14 @@ class Sinkhorn(Reranker):
 
     From g = 0, ``iterations`` times ``f_r = -log |r| - log sum_c exp(scale R_rc + g_c)`` and then
     ``g_c = -log C - log sum_r exp(scale R_rc + f_r)``, each a pass over the scores. At convergence
-    all C candidates have the same share of the reference queries.
+    all C candidates have the same share of the reference queries. f and g are in float64.
     """
 
     needs_all_candidates = True
 
     def __init__(self, scale: float = 100.0, iterations: int = 10):
         check_number("scale", scale, positive=True)
-        check_size("iterations", iterations)
+        iterations = as_size("iterations", iterations)
         self.scale = scale
         self.iterations = iterations
 
@@ -176,10 +182,10 @@ class Sinkhorn(Reranker):
         """Return g, after the last iteration, as each candidate's bias."""
         candidates = direction.candidates
         c, r = candidates.shape
-        g = torch.zeros(c, dtype=candidates.dtype, device=candidates.device)
+        g = torch.zeros(c, dtype=torch.float64, device=candidates.device)
         for _ in range(self.iterations):
-            f = -math.log(r) - _logsumexp(candidates.T, self.scale, g)
-            g = -math.log(c) - _logsumexp(candidates, self.scale, f)
+            f = -math.log(r) - log_sum_exp(candidates.T, self.scale, g)
+            g = -math.log(c) - log_sum_exp(candidates, self.scale, f)
         return Bias(g, self.scale)
 
 
@@ -202,6 +208,15 @@ class DualBankSinkhorn(Sinkhorn):
         return Bias(bias[: candidates.shape[0]], factor)
 
 
-def _logsumexp(sim: Similarity, scale: float, cols: Tensor) -> Tensor:
-    """Return (N,) ``log sum_j exp(scale S_ij + cols_j)``."""
-    return torch.cat([block.mul_(scale).add_(cols).logsumexp(1) for _, block in sim.blocks()])
+def _moments(sim: Similarity) -> MeanStd:
+    """Return the (N,) means and standard deviations of scores; given ones are read by blocks."""
+    if sim.embeddings is not None:
+        with full_float32(sim.device):
+            return sim.mean_std()
+    means = []
+    stds = []
+    for _, block in sim.blocks():
+        variance, mean = torch.var_mean(block.double(), 1, correction=0)
+        means.append(mean)
+        stds.append(variance.clamp_min_(1e-12).sqrt_())
+    return MeanStd(torch.cat(means), torch.cat(stds))

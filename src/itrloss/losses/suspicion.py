@@ -1,0 +1,66 @@
+"""What is suspicious about a batch: ids that leave nothing to learn, and scores in other units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..engine.vectors import host_may_read
+from ..similarity import Similarity
+from ..suspicious import warn, warn_of_embeddings
+
+# Cosines are at most 1, and SCAN's log-sum-exp of cosines 1.6; cosines times CLIP's first scale
+# of 14.3 are more.
+_LARGEST = 5.0
+
+
+def may_be_read(sim: Similarity) -> bool:
+    """Return whether the host may read scores and ids at no cost: on the CPU, uncompiled."""
+    if sim.embeddings is None:
+        scores = sim.given_scores
+        return scores is not None and host_may_read(scores)
+    return all(host_may_read(x) for x in sim.embeddings)
+
+
+def warn_of_ids(name: str, loss: Any, sim: Similarity) -> None:
+    """Warn if no image has a positive; or if none has a negative, so that the loss is 0."""
+    n, m = sim.shape
+    if n == 0:  # a process without images
+        return
+    counts = sim.positive_counts.detach()
+    if not bool(counts.any()):
+        warn(
+            f"{name}: no image has a matching text, as image_ids and text_ids have no id in "
+            "common. Equal ids are a match; if image i matches text i, leave out both"
+        )
+    elif bool((counts == m).all()) and _is_zero(loss):
+        warn(
+            f"{name}: every image matches every text, so that the loss is 0 whatever is learnt. "
+            "Pass batches of more than one pair, with ids that differ where image and text do "
+            "not match"
+        )
+
+
+def warn_of_units(name: str, sim: Similarity) -> None:
+    """Warn of scores too large for cosines."""
+    scores = sim.given_scores
+    if scores is not None and bool(scores.detach().abs().amax() > _LARGEST):
+        warn(
+            f"{name}: scores above {_LARGEST:g}, as of logits, where the loss's options are in "
+            "units of cosine similarity. Pass cosines, before they are multiplied by a scale or "
+            "divided by a temperature"
+        )
+
+
+def warn_of_vectors(sim: Similarity) -> None:
+    """Warn of embeddings in place of scores."""
+    if sim.given_scores is not None:
+        warn_of_embeddings("scores", sim.given_scores)
+
+
+def _is_zero(loss: Any) -> bool:
+    """Return whether a loss, or the losses of all anchors, are 0 up to rounding."""
+    parts = loss if isinstance(loss, tuple) else (loss,)
+    values = [x.detach() for x in parts if isinstance(x, Tensor)]
+    return bool(values) and all(bool((x.abs() <= 1e-6).all()) for x in values)

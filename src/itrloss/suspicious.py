@@ -1,0 +1,80 @@
+"""The warning of input that can be computed with, but is probably not what was meant."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import torch
+from torch import Tensor
+
+_INSIDE = ("itrloss", "torch")  # packages whose lines a user did not write
+_ROWS = 256  # number of rows compared at once
+
+
+class SuspiciousInputWarning(UserWarning):
+    """Input that can be computed with, but is probably not what was meant.
+
+    The filters of :mod:`warnings` show it once for each line of yours that causes it, hide it, or
+    make it an error.
+    """
+
+
+def warn(message: str) -> None:
+    """Warn of input, at the line of the user's code that passed it."""
+    level = 1
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, SuspiciousInputWarning, stacklevel=level)
+
+
+def warn_of_embeddings(name: str, scores: Tensor) -> None:
+    """Warn if the rows of a score matrix (N, M) are unit vectors, as only embeddings are.
+
+    A matrix with an entry of almost 1 may be a right one, such as the unit matrix.
+    """
+    x = scores.detach()
+    if len(x) < 2 or x.shape[1] < 2:
+        return
+    error = max(1e-3, 2 * torch.finfo(x.dtype).eps)
+    lengths = torch.linalg.vector_norm(x, dim=1, dtype=torch.promote_types(x.dtype, torch.float32))
+    if bool((lengths - 1).abs().amax() <= error) and bool(x.abs().amax() < 0.99):
+        warn(
+            f"{name}: each row has length 1, as embeddings have, and is taken for scores of one "
+            "image with all texts. If they are embeddings, pass those of images and of texts: "
+            "itrloss.Similarity(images, texts)"
+        )
+
+
+def row_labels(x: Tensor) -> Tensor:
+    """Return (N,) int64 numbers of the rows (N, D), the same for rows that are equal.
+
+    They need to be equal up to rounding.
+    """
+    x = x.detach()
+    rtol = max(1e-5, 2 * torch.finfo(x.dtype).eps)
+    generator = torch.Generator("cpu").manual_seed(0)
+    direction = torch.randn(x.shape[1], generator=generator, dtype=torch.float64, device="cpu")
+    direction = direction.to(x.device)
+    keys = torch.cat([rows.double() @ direction for rows in x.split(_ROWS)])
+    lengths = torch.cat([rows.double().norm(dim=1) for rows in x.split(_ROWS)])
+    order = keys.argsort()  # copies are neighbours in this order
+    near = keys[order].diff().abs() <= 1e-6 + rtol * lengths[order[1:]]
+    candidates = near.nonzero().squeeze(1)
+    same = torch.zeros_like(near)
+    for some in candidates.split(_ROWS):
+        pairs = x[order[some]], x[order[some + 1]]
+        same[some] = torch.isclose(*pairs, rtol, 1e-6).all(1)
+    labels = torch.zeros_like(order)
+    labels[order[1:]] = (~same).cumsum(0)
+    return labels
+
+
+def number_shared(x: Tensor, others: Tensor) -> int:
+    """Return how many rows of (N, D) are rows of (M, E), too, up to rounding; 0 if D is not E."""
+    if x.shape[1] != others.shape[1]:
+        return 0
+    labels = row_labels(torch.cat([x, others.to(x.dtype)]))
+    return int(torch.isin(labels[: len(x)], labels[len(x) :]).sum())

@@ -1,0 +1,376 @@
+"""Input in the forms that people have it in: files, ids, sizes and arrays."""
+
+from __future__ import annotations
+
+import codecs
+import collections
+import json
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import itrloss
+from itrloss import files, metrics, rerank
+
+SCORES = np.random.default_rng(0).random((4, 20)).astype(np.float32)
+IDS = [7, -1, 2**40, 7]
+NAMES = ["a dog.jpg", "b.jpg", "ü.jpg", "a dog.jpg"]
+
+
+def _frame(**options) -> str:
+    import pandas
+
+    return pandas.DataFrame(SCORES).to_csv(**options)
+
+
+def _pickled(value: object) -> bytes:
+    return pickle.dumps(value)
+
+
+def _torch_file(path: Path, value: object, **options) -> None:
+    torch.save(value, path, **options)
+
+
+def _safetensors(path: Path, tensors: dict) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, {"format": "pt"})
+
+
+def _mat(path, values: dict) -> None:
+    from scipy.io import savemat
+
+    savemat(path, values)
+
+
+def _hdf5(path: Path, values: dict, mode: str = "w") -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(path, mode, userblock_size=512 if path.suffix == ".mat" else 0) as file:
+        for name, value in values.items():
+            file[name] = value
+
+
+S = torch.from_numpy(SCORES)
+MATRIX_FILES = {
+    "a.Npy": lambda path: np.save(path.open("wb"), SCORES),
+    "fortran.npy": lambda path: np.save(path, np.asfortranarray(SCORES)),
+    "swapped.npy": lambda path: np.save(path, SCORES.astype(">f4")),
+    "a.NPZ": lambda path: np.savez(path.open("wb"), sims=SCORES, other=SCORES[:1]),
+    "a.PT": lambda path: _torch_file(path, S),
+    "a.pth": lambda path: _torch_file(path, {"epoch": 3, "sims": S}),
+    "old.PTH.TAR": lambda path: _torch_file(path, S, _use_new_zipfile_serialization=False),
+    "list.pkl": lambda path: path.write_bytes(_pickled({"sims": S.clone(), "names": ["a"]})),
+    "parameter.pkl": lambda path: path.write_bytes(_pickled(torch.nn.Parameter(S.clone()))),
+    "view.pickle": lambda path: path.write_bytes(_pickled(torch.cat([S, S]).T.contiguous().T[4:])),
+    "a.SafeTensors": lambda path: _safetensors(path, {"x": S.clone()}),
+    "half.safetensors": lambda path: _safetensors(
+        path, {"sims": S.bfloat16(), "ids": torch.arange(3)}
+    ),
+    "plain.csv": lambda path: path.write_text(_frame(index=False, header=False)),
+    "numbered.csv": lambda path: path.write_text(_frame(index=False)),
+    "pandas.csv": lambda path: path.write_text(_frame()),
+    "semicolons.CSV": lambda path: path.write_text(_frame(sep=";"), encoding="utf-8-sig"),
+    "tabs.csv": lambda path: path.write_text(_frame(sep="\t"), encoding="utf-16"),
+    "a.MAT": lambda path: _mat(path.open("wb"), {"S": SCORES}),
+    "a.h5": lambda path: _hdf5(path, {"deep/scores": SCORES}),
+    "a.HDF5": lambda path: _hdf5(path, {"sims": SCORES, "other": SCORES}),
+    "new.mat": lambda path: _hdf5(path, {"sims": SCORES.T}),
+}
+
+
+@pytest.mark.parametrize("name", MATRIX_FILES)
+def test_a_matrix_is_read_from_any_of_the_formats(name: str, tmp_path: Path):
+    path = tmp_path / name
+    MATRIX_FILES[name](path)
+    found = files.read_matrix(path)
+    loose = 0.01 if name.startswith("half") else 1e-6
+    np.testing.assert_allclose(found.float().numpy(), SCORES, rtol=loose)
+
+
+ID_FILES = {
+    "blanks.txt": lambda path: path.write_text("7 -1\t1099511627776\r\n7\n"),
+    "a.TXT": lambda path: path.write_text("7\n-1\n1099511627776\n7", encoding="utf-8-sig"),
+    "wide.txt": lambda path: path.write_text("7\n-1\n1099511627776\n7\n", encoding="utf-16"),
+    "header.csv": lambda path: path.write_text("image_id\n7\n-1\n1099511627776\n7\n"),
+    "row.csv": lambda path: path.write_text("7, -1, 1099511627776, 7"),
+    "series.csv": lambda path: path.write_text(",id\n0,7\n1,-1\n2,1099511627776\n3,7\n"),
+    "list.json": lambda path: path.write_text(json.dumps(IDS)),
+    "entry.JSON": lambda path: path.write_text(json.dumps({"ids": IDS}), encoding="utf-8-sig"),
+    "row.npy": lambda path: np.save(path, np.array([IDS])),
+    "objects.npy": lambda path: np.save(path, np.array(IDS, dtype=object)),
+    "floats.npz": lambda path: np.savez(path, ids=np.array(IDS, dtype=np.float64)),
+    "list.pt": lambda path: _torch_file(path, IDS),
+    "column.pkl": lambda path: path.write_bytes(_pickled(torch.tensor(IDS)[:, None])),
+    "a.safetensors": lambda path: _safetensors(path, {"ids": torch.tensor(IDS)}),
+    "matlab.mat": lambda path: _mat(path, {"ids": np.array(IDS, dtype=np.float64)}),
+    "a.h5": lambda path: _hdf5(path, {"ids": IDS}),
+}
+
+
+@pytest.mark.parametrize("name", ID_FILES)
+def test_integer_ids_are_read_from_any_of_the_formats(name: str, tmp_path: Path):
+    ID_FILES[name](tmp_path / name)
+    found = files.read_ids(tmp_path / name)
+    assert found.dtype == torch.int64 and found.tolist() == IDS
+
+
+NAME_FILES = {
+    "lines.txt": lambda path: path.write_text("\n".join(NAMES), encoding="utf-8"),
+    "excel.csv": lambda path: path.write_text("\r\n".join(NAMES), encoding="utf-8-sig"),
+    "list.json": lambda path: path.write_text(json.dumps(NAMES)),
+    "bytes.npy": lambda path: np.save(path, np.array([x.encode() for x in NAMES])),
+    "objects.npy": lambda path: np.save(path, np.array(NAMES, dtype=object)),
+    "a.npz": lambda path: np.savez(path, names=np.array([NAMES])),
+    "list.pkl": lambda path: path.write_bytes(_pickled(NAMES)),
+    "array.pkl": lambda path: path.write_bytes(_pickled({"names": np.array(NAMES)})),
+    "list.pth.tar": lambda path: _torch_file(path, NAMES),
+    "a.h5": lambda path: _hdf5(path, {"names": NAMES}),
+}
+
+
+@pytest.mark.parametrize("name", NAME_FILES)
+def test_names_get_the_same_numbers_from_all_formats(name: str, tmp_path: Path):
+    NAME_FILES[name](tmp_path / name)
+    found = files.read_ids(tmp_path / name)
+    sim = itrloss.Similarity(torch.eye(4), torch.eye(4), NAMES, NAMES)
+    assert torch.equal(found, sim.ids[0]) and len(set(found.tolist())) == 3
+
+
+def test_a_column_of_a_table_is_chosen_by_its_header(tmp_path: Path):
+    path = tmp_path / "captions.csv"
+    path.write_text('image,caption\n3,"a dog, running"\n4,a cat\n')
+    assert files.read_ids(path, "image").tolist() == [3, 4]
+    with pytest.raises(ValueError, match=r"expected one column, .*it has image, caption"):
+        files.read_ids(path)
+    with pytest.raises(ValueError, match="a column of the name 'text'; it has image, caption"):
+        files.read_ids(path, "text")
+
+
+@pytest.mark.parametrize("module", ["scipy.io", "h5py"])
+def test_an_extra_that_is_missing_is_named(module: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    path = tmp_path / ("s.mat" if module == "scipy.io" else "s.h5")
+    path.write_bytes(b"MATLAB 5.0 MAT-file")
+    with pytest.raises(ImportError, match=r"pip install 'itrloss\[files\]'"):
+        files.read_matrix(path)
+
+
+def _large_tensor() -> bytes:
+    """Return a pickle whose tensor claims more numbers than its storage has."""
+    data = pickle.dumps(torch.zeros(2, 3), protocol=2)
+    at = data.rindex(b"K\x02K\x03\x86")
+    return data[:at] + b"M\xff\xffK\x03\x86" + data[at + 5 :]
+
+
+BAD_FILES = {
+    "large.pkl": (_large_tensor(), "not a readable .pkl"),
+    "code.pkl": (pickle.dumps(collections.Counter), "collections.Counter, which is not read"),
+    "long.safetensors": (struct.pack("<Q", 2**60), "its header is longer than the file"),
+    "eight.safetensors": (
+        struct.pack("<Q", 60)
+        + b'{"s":{"dtype":"F8_E4M3","shape":[1,1],"data_offsets":[0,1]}}  '[:60]
+        + b"0",
+        "of 16 bits at least, got F8_E4M3",
+    ),
+    "short.safetensors": (
+        struct.pack("<Q", 56) + b'{"s":{"dtype":"F32","shape":[9,9],"data_offsets":[0,4]}}0000',
+        "not a readable .safetensors",
+    ),
+    "words.csv": (b"a,b\n0.1,x\n", "could not convert string to float: 'x'"),
+    "empty.csv": (b"\xef\xbb\xbf", "the file is empty"),
+    "latin.csv": (b"0.1,\xff\n", "expected UTF-8"),
+    "text.mat": (b"not MATLAB", "not a readable .mat"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_named(name: str, tmp_path: Path):
+    content, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        files.read_matrix(tmp_path / name)
+    assert name in str(error.value)
+
+
+@pytest.mark.parametrize("start", [codecs.BOM_UTF8, b""])
+def test_lines_have_no_byte_order_mark(start: bytes, tmp_path: Path):
+    path = tmp_path / "captions.txt"
+    path.write_bytes(start + "a\u2028b\r\nü\n".encode())
+    assert files.read_lines(path) == ["a\u2028b", "ü"]
+
+
+# -------------------------------------------------------------------------------------------- ids
+
+
+def _pandas(ids):
+    import pandas
+
+    return pandas.Series(ids)
+
+
+X, Y = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+NUMBERS = [3, 3, 0, 200, 200, 1]
+WORDS = ["x", "x", "", "yy", "yy", "ß"]
+FORMS = {
+    "list": lambda x: x,
+    "tuple": tuple,
+    "array": np.array,
+    "read-only": lambda x: np.broadcast_to(np.array(x)[::-1].copy()[::-1], len(x)),
+    "column": lambda x: np.array(x)[:, None],
+    "objects": lambda x: np.array(x, dtype=object),
+    "series": _pandas,
+}
+INTEGER_FORMS = {
+    "uint8": lambda x: np.array(x, np.uint8),
+    "uint16": lambda x: torch.tensor(x, dtype=torch.uint16),
+    "big-endian": lambda x: np.array(x, ">i4"),
+    "tensors": lambda x: [torch.tensor(i) for i in x],
+    "NumPy integers": lambda x: [np.int16(i) for i in x],
+    "tensor column": lambda x: torch.tensor(x)[:, None],
+}
+
+
+@pytest.mark.parametrize("form", [*FORMS, *INTEGER_FORMS])
+def test_ids_of_any_form_are_the_same(form: str):
+    make = {**FORMS, **INTEGER_FORMS}[form]
+    ids = torch.tensor(NUMBERS)
+    expected = itrloss.InfoNCELoss()(X, Y, ids, ids)
+    assert torch.equal(itrloss.InfoNCELoss()(X, Y, make(NUMBERS), make(NUMBERS)), expected)
+    if form in FORMS:
+        assert torch.equal(itrloss.InfoNCELoss()(X, Y, make(WORDS), list(WORDS)), expected)
+
+
+def _memory_loss(ids):
+    memory = itrloss.CoupledMemory(8, 8)
+    memory.enqueue(Y[:4], X[:4], ids[:4])
+    return itrloss.MemoryDiversityContrastiveLoss()(X, Y, X, Y, memory, ids, ids)
+
+
+def _batches(ids):
+    metric = metrics.RetrievalMetrics()
+    for some in (slice(0, 2), slice(2, 6)):
+        metric.update(X[some], Y[some], ids[some], ids[some])
+    return metric.compute()["rsum"]
+
+
+TAKERS = {
+    "Similarity": lambda ids: itrloss.Similarity(X, Y, ids, ids).positive_counts,
+    "scores": lambda ids: itrloss.Similarity.from_scores(X @ Y.T, ids, ids).positive_counts,
+    "memory": _memory_loss,
+    "bidirectional": lambda ids: itrloss.DirectionalInfoNCELoss()(X, Y, ids, ids),
+    "metrics": lambda ids: metrics.retrieval_metrics(X @ Y.T, ids, ids)["rsum"],
+    "batches": _batches,
+    "mining": lambda ids: itrloss.mine_hard_negatives(X, Y, ids, ids, 2).indices,
+    "calibrate": lambda ids: torch.tensor(
+        rerank.FastReranker().calibrate(X @ Y.T, ids, ids, scales=[1, 5]).i2t
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKERS)
+def test_names_and_lists_are_ids_wherever_ids_are_taken(name: str):
+    take = TAKERS[name]
+    expected = torch.as_tensor(take(torch.tensor(NUMBERS)))
+    for ids in (NUMBERS, np.array(NUMBERS), WORDS, np.array(WORDS)):
+        assert torch.equal(torch.as_tensor(take(ids)), expected)
+
+
+BAD_IDS = {
+    "fractions": ([0.5] * 6, "image_ids: expected an integer"),
+    "bools": ([True] * 6, "image_ids: expected an integer"),
+    "None in it": ([1, 2, None, 3, 4, 5], "image_ids: expected an integer"),
+    "mixed": (["1", 2, "3", 4, 5, 6], "image_ids: expected an integer"),
+    "ragged": ([[1], [2, 3]], "image_ids: expected an integer"),
+    "one string": ("abcdef", "image_ids: expected shape"),
+    "too few": ([1, 2], r"image_ids: expected shape \(6,\), got \(2,\)"),
+    "strings beside integers": (WORDS, "text_ids: expected strings beside strings"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_IDS)
+def test_other_ids_are_refused_by_name(name: str):
+    ids, message = BAD_IDS[name]
+    others = NUMBERS if name == "strings beside integers" else ids
+    with pytest.raises((TypeError, ValueError), match=message):
+        itrloss.InfoNCELoss()(X, Y, ids, others)
+
+
+def test_strings_are_no_row_numbers():
+    with pytest.raises(TypeError, match=r"text_ids: expected an integer .* got list of strings"):
+        itrloss.InfoNCELoss()(X, Y, None, WORDS)
+
+
+# -------------------------------------------------------------------------------- arrays and sizes
+
+
+def test_arrays_are_embeddings_and_scores_where_nothing_is_trained():
+    x = X.numpy()
+    y = np.asfortranarray(Y.numpy())
+    y.flags.writeable = False
+    scores = (X @ Y.T).numpy()
+    expected = metrics.retrieval_metrics(itrloss.Similarity(X, Y))
+    assert metrics.retrieval_metrics(itrloss.Similarity(x, y)) == expected
+    assert metrics.retrieval_metrics(scores[::-1][::-1]) == metrics.retrieval_metrics(X @ Y.T)
+    pair = scores, scores.astype(">f4")
+    assert metrics.retrieval_metrics(pair) == metrics.retrieval_metrics(X @ Y.T)
+    listed = [0, 1, 2], np.array([0, 1, 2])
+    tensors = torch.arange(3), torch.arange(3)
+    results = [metrics.retrieval_metrics(scores, relevant=x) for x in (listed, tensors)]
+    assert results[0] == results[1]
+    judged = metrics.Judgements([0, 1, 2], np.array([2, 1, 0]), np.array([1, 0, 2]))
+    tensors = metrics.Judgements(
+        torch.tensor([0, 1, 2]), torch.tensor([2, 1, 0]), torch.tensor([1, 0, 2])
+    )
+    assert metrics.agreement(scores, judged) == metrics.agreement(X @ Y.T, tensors)
+    assert torch.equal(judged.at_least(1)[0], tensors.at_least(1)[0])
+    for method in (rerank.CSLS(2).fit(images=x, texts=y), rerank.CSLS(2).fit(images=X, texts=Y)):
+        found = method.topk(itrloss.Similarity(x, Y), 2)[0]
+        results.append(found)
+    assert torch.equal(results[-1].indices, results[-2].indices)
+    found = itrloss.mine_hard_negatives(x, y, NUMBERS, NUMBERS, 2)
+    wanted = itrloss.mine_hard_negatives(X, Y, torch.tensor(NUMBERS), torch.tensor(NUMBERS), 2)
+    assert torch.equal(found.indices, wanted.indices)
+
+
+@pytest.mark.parametrize("options", [{}, {"scores": SCORES}])
+def test_a_loss_is_not_trained_on_arrays(options):
+    inputs = () if options else (X.numpy(), Y.numpy())
+    with pytest.raises(TypeError, match=r"expected a floating-point tensor .* got ndarray"):
+        itrloss.InfoNCELoss()(*inputs, **options)
+
+
+INTEGERS = [np.int64, np.uint8, np.int16, torch.tensor, np.array]
+SIZED = {
+    "memory": lambda k: itrloss.CoupledMemory(k(200), k(8)).images.shape,
+    "prototypes": lambda k: itrloss.PrototypeClassificationLoss(k(8), k(4)).weight.shape,
+    "kmeans": lambda k: itrloss.OnlineKMeans(k(5), k(8)).centroids.shape,
+    "topk": lambda k: itrloss.Similarity(X, Y).topk(k(3)).indices.shape,
+    "mining": lambda k: (
+        itrloss.mine_hard_negatives(X, Y, NUMBERS, NUMBERS, k(2), block=k(3))[0].shape
+    ),
+    "kreciprocal": lambda k: (
+        rerank.KReciprocalReranker(k1=k(3), k2=k(2))
+        .topk(itrloss.Similarity(X, Y), k(2))[0][0]
+        .shape
+    ),
+    "samples": lambda k: metrics.confidence_intervals(
+        metrics.retrieval_results(X @ Y.T, hubness_k=k(2)), samples=k(200)
+    ),
+    "matryoshka": lambda k: itrloss.Matryoshka(itrloss.InfoNCELoss(), [k(2), k(8)]).dims,
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+@pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.__name__)
+def test_sizes_may_be_integers_of_any_type(name: str, kind):
+    assert SIZED[name](kind) == SIZED[name](int)
+
+
+@pytest.mark.parametrize("size", [True, np.True_, 2.0, np.float32(2), "2", np.array([2, 3]), None])
+def test_a_size_is_an_integer(size):
+    with pytest.raises(TypeError, match="k: expected an integer, got"):
+        itrloss.Similarity(X, Y).topk(size)

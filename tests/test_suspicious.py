@@ -1,0 +1,457 @@
+"""Input that is probably not what was meant: one warning says so, and right input has none."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import itrloss
+from itrloss import Similarity, SuspiciousInputWarning, compat
+from itrloss.cli import main
+from itrloss.metrics import fold_repeated, retrieval_metrics, retrieval_results
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def embeddings(n=40, captions=5, dim=16, noise=0.5, seed=0):
+    """Images (n, dim) and texts (captions * n, dim), one image's behind the other."""
+    g = generator(seed)
+    images = torch.randn(n, dim, generator=g)
+    texts = images.repeat_interleave(captions, 0)
+    return images, texts + noise * torch.randn(texts.shape, generator=g)
+
+
+def said(function, *args, **kwargs):
+    """Return the texts of the warnings of a call, all of which are of one class and point here."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function(*args, **kwargs)
+    assert all(x.category is SuspiciousInputWarning and x.filename == __file__ for x in caught)
+    return [str(x.message) for x in caught]
+
+
+def per_caption(order, **options):
+    images, texts = embeddings(**options)
+    return images.repeat_interleave(len(texts) // len(images), 0)[order], texts[order]
+
+
+ORDERS = {
+    "shuffled": torch.randperm(200, generator=generator(1)),
+    "captions one after the other": torch.arange(200).view(40, 5).T.flatten(),
+    "back and forth": torch.cat([torch.arange(0, 200, 2), torch.arange(199, 0, -2)]),
+    "groups of five that begin in the middle of one": torch.arange(200).roll(2),
+    "without ten rows": torch.randperm(200, generator=generator(2))[:190],
+    "pairs": torch.arange(200).view(40, 5)[:, :2].T.flatten(),
+}
+
+
+@pytest.mark.parametrize("form", ["similarity", "scores", "float64", "half", "rounded", "fold"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_copies_of_images_in_any_order_are_noticed(order, form):
+    images, texts = per_caption(ORDERS[order])
+    if form == "rounded":
+        images = images * (1 + 1e-6 * torch.rand(images.shape, generator=generator(3)))
+    if form == "float64":
+        images, texts = images.double(), texts.double()
+    if form == "half":
+        images, texts = images.half(), texts.half()
+    if form == "fold":
+        messages = said(fold_repeated, images)
+    elif form == "scores":
+        messages = said(retrieval_metrics, images @ texts.T)
+    else:
+        messages = said(retrieval_metrics, Similarity(images, texts))
+    (message,) = messages
+    assert message.startswith(f"images: {len(images)} rows are 40 different ones")
+    assert "image_ids and text_ids" in message
+
+
+def test_a_few_copies_are_no_reason_to_warn():
+    images, texts = embeddings(captions=1)
+    images[5] = images[7]
+    images[20] = images[30]
+    assert not said(retrieval_metrics, Similarity(images, texts))
+    # one candidate that is left out of the ranking of all makes rows no copies
+    scores = torch.nn.functional.normalize(images) @ texts.T
+    scores[:, 3] = -1e9
+    assert not said(retrieval_metrics, scores)
+
+
+@pytest.mark.parametrize("captions", [1, 2, 5, 10, 20])
+@pytest.mark.parametrize("form", ["similarity", "scores", "ids", "pair", "folds", "half"])
+def test_right_data_is_evaluated_without_a_word(form, captions):
+    images, texts = embeddings(captions=captions)
+    sim = Similarity(images, texts, torch.arange(40), torch.arange(len(texts)) // captions)
+    if form == "similarity":
+        assert not said(retrieval_metrics, sim)
+    elif form == "half":
+        ids = sim.ids
+        assert not said(retrieval_metrics, Similarity(images.bfloat16(), texts.bfloat16(), *ids))
+    elif form == "ids":
+        assert not said(retrieval_metrics, sim.scores(), *sim.ids)
+    elif form == "pair":
+        assert not said(retrieval_metrics, (sim.scores(), sim.scores() * 2))
+    elif form == "folds":
+        assert not said(retrieval_results, sim, folds=4)
+    else:
+        assert not said(retrieval_metrics, sim.scores())
+
+
+def test_weak_models_and_small_sets_are_no_chance():
+    images, texts = embeddings(captions=5, noise=4.0, n=200)
+    ids = torch.arange(200), torch.arange(1000) // 5
+    figures = retrieval_metrics(Similarity(images, texts, *ids))
+    assert figures["i2t_r1"] < 15 and not said(retrieval_metrics, Similarity(images, texts, *ids))
+    assert not said(retrieval_metrics, torch.rand(10, 10, generator=generator()))
+    assert not said(retrieval_metrics, torch.eye(30))
+
+
+def by_chance():
+    images, texts = embeddings(n=128, captions=1, dim=128, noise=1.0)
+    images = torch.nn.functional.normalize(images)
+    texts = torch.nn.functional.normalize(texts)
+    ids = torch.arange(128)
+    wrong = torch.randperm(128, generator=generator(4))
+    scores = images @ texts.T
+    return {
+        "random": (torch.rand(60, 300, generator=generator()),),
+        "shuffled texts": (Similarity(images, texts[wrong]),),
+        "wrong ids": (scores, ids, wrong),
+        "distances": (1 - scores,),
+        "all embeddings alike": (
+            Similarity(images[:1].expand(128, -1), texts[:1].expand(128, -1)),
+        ),
+        "embeddings not of length 1": (3 * torch.randn(128, 128, generator=generator(5)),),
+        "images of another model": (Similarity(images, texts.roll(7, 1)),),
+    }
+
+
+@pytest.mark.parametrize("case", by_chance())
+def test_recall_at_chance_level_is_noticed(case):
+    given = by_chance()[case]
+    (message,) = said(retrieval_metrics, *given)
+    assert message.startswith("recall is at chance level")
+    (message,) = said(retrieval_results, *given, folds=2)
+    assert message.startswith("recall is at chance level")
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_unit_vectors_are_no_scores(seed, dtype):
+    x = torch.nn.functional.normalize(torch.randn(64, 64 * (1 + seed), generator=generator(seed)))
+    messages = said(retrieval_metrics, x.to(dtype))
+    assert messages[0].startswith("scores: each row has length 1, as embeddings have")
+    assert not [m for m in messages[1:] if not m.startswith("recall is at chance")]
+
+
+def test_images_against_themselves_are_noticed():
+    images, texts = embeddings(captions=5)
+    ids = torch.arange(40), torch.arange(200) // 5
+    cases = [
+        (texts, texts),
+        (images, images.clone()),
+        (images, images, torch.arange(40), torch.arange(40)),
+        (images, images.repeat_interleave(5, 0), *ids),
+        (texts[::5], texts, *ids),
+    ]
+    for given in cases:
+        (message,) = said(retrieval_metrics, Similarity(*given))
+        assert message.startswith("images, texts: both are the same embeddings")
+
+
+def test_an_unusual_number_of_texts_an_image_is_noticed():
+    for n, m in ((2, 100), (5, 500), (30, 900), (3, 63), (10, 1280)):
+        messages = said(retrieval_metrics, torch.rand(n, m, generator=generator()))
+        assert messages[0].startswith("image_ids, text_ids: without them")
+        assert f"{m // n} consecutive texts an image" in messages[0]
+    ids = torch.arange(5), torch.arange(500) // 100
+    assert not said(retrieval_metrics, torch.rand(5, 500), *ids)
+    assert not said(retrieval_metrics, torch.rand(1, 500))
+
+
+def test_the_filters_of_python_apply():
+    random = torch.rand(50, 50, generator=generator())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SuspiciousInputWarning)
+        with pytest.raises(SuspiciousInputWarning, match="chance"):
+            retrieval_metrics(random)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(5):
+            retrieval_metrics(random)
+    assert len(caught) == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore", SuspiciousInputWarning)
+        retrieval_metrics(random)
+    assert not caught
+
+
+# --------------------------------------------------------------------------------------- the losses
+
+LOSSES = {
+    "InfoNCE": itrloss.InfoNCELoss,
+    "learnt InfoNCE": lambda: itrloss.InfoNCELoss(learnable=True),
+    "filtered": itrloss.FilteredInfoNCELoss,
+    "DCL": lambda: itrloss.DiversityContrastiveLoss(positive_weight=1),
+    "HAL": itrloss.HubnessAwareLoss,
+    "RINCE": itrloss.RINCELoss,
+    "complementary": itrloss.ComplementaryContrastiveLoss,
+    "triplet": itrloss.TripletLoss,
+    "SigLIP": itrloss.SigmoidLoss,
+    "SupCon": itrloss.SupConLoss,
+    "MIL-NCE": itrloss.MILNCELoss,
+    "multi-similarity": itrloss.MultiSimilarityLoss,
+    "circle": itrloss.CircleLoss,
+}
+
+
+def cosines(n=32):
+    images, texts = embeddings(n=n, captions=1)
+    return torch.nn.functional.normalize(images) @ torch.nn.functional.normalize(texts).T
+
+
+def trained(loss, *args, **kwargs):
+    """Call a loss three times, as a trainer does."""
+    for _ in range(3):
+        loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("scale", [14.3, 50.0, 100.0])
+def test_logits_are_no_cosines(name, scale):
+    logits = scale * cosines()
+    adapted = compat.adapt(LOSSES[name](), "sgraf")
+    for criterion in (LOSSES[name](), adapted):
+        (message,) = said(trained, criterion, scores=logits)
+        assert "scores above 5, as of logits" in message and "Pass cosines" in message
+    (message,) = said(trained, LOSSES[name](), Similarity.from_scores(logits))
+    assert "scores above 5" in message
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_right_batches_are_trained_on_without_a_word(name):
+    scores = cosines()
+    images, texts = embeddings(captions=2)
+    ids = torch.arange(40), torch.arange(80) // 2
+    with_padding = torch.cat([torch.arange(39), torch.tensor([torch.iinfo(torch.int64).min])])
+    make = LOSSES[name]
+    assert not said(trained, make(), scores=scores)
+    assert not said(
+        trained, make(), scores=1.6 * scores, image_ids=ids[0][:32], text_ids=ids[0][:32]
+    )
+    assert not said(trained, make(), images, texts, *ids)
+    assert not said(trained, make(), texts, texts.roll(1, 1))
+    assert not said(trained, make(), images, images, with_padding, with_padding)
+    assert not said(trained, compat.adapt(make(), "vse_inf"), 30 * images, 20 * texts[::2])
+    loss = make()
+    loss(images, texts, *ids)
+    assert not said(loss, images[:1], texts[:1])  # the last batch of an epoch
+
+
+def test_options_for_logits_take_logits():
+    logits = 100 * cosines()
+    for loss in (
+        itrloss.InfoNCELoss(1.0),
+        itrloss.InfoNCELoss(1.0, learnable=True),
+        itrloss.TripletLoss(20.0),
+        itrloss.SigmoidLoss(1.0, 0.0),
+        itrloss.SupConLoss(1.0),
+    ):
+        assert not said(trained, loss, scores=logits)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_ids_that_leave_nothing_to_learn_are_noticed(name):
+    images, texts = embeddings(captions=1)
+    rows = torch.arange(40)
+    for cols in (rows + 40, rows + 1000, -1 - rows):
+        (message,) = said(trained, LOSSES[name](), images, texts, rows, cols)
+        assert "no image has a matching text" in message and "leave out both" in message
+    (message,) = said(
+        trained, LOSSES[name](), scores=cosines(), image_ids=rows[:32], text_ids=-rows[:32] - 1
+    )
+    assert "no image has a matching text" in message
+    loss = LOSSES[name]()
+    loss.reduction = "none"
+    (message,) = said(trained, loss, images, texts, text_ids=rows + 40)
+    assert "no image has a matching text" in message
+
+
+def test_batches_without_negatives_are_noticed():
+    images, texts = embeddings(captions=1)
+    same = torch.zeros(40, dtype=torch.int64)
+    cases = [
+        (images, texts, same, same),
+        (images[:1], texts[:1]),
+        (images[:1], texts[:3], same[:1], same[:3]),
+        (images[:5], texts[:1], same[:5], same[:1]),
+        (Similarity(images, texts, same, same),),
+    ]
+    for reduction in ("mean", "sum", "none"):
+        for given in cases:
+            (message,) = said(trained, itrloss.InfoNCELoss(reduction=reduction), *given)
+            assert "every image matches every text, so that the loss is 0" in message
+    assert not said(trained, itrloss.SigmoidLoss(), images, texts, same, same)
+    further = torch.randn(7, 16, generator=generator())
+    assert not said(trained, itrloss.InfoNCELoss(), images[:1], texts[:1], negatives=further)
+
+
+def test_a_memory_has_negatives_but_no_positives():
+    images, texts = embeddings(captions=1)
+    rows = torch.arange(40)
+    memory = itrloss.CoupledMemory(64, 16)
+    memory.enqueue(images, texts, rows)
+    loss = itrloss.MemoryDiversityContrastiveLoss(positive_weight=1)
+    given = images, texts, images, texts, memory
+    assert not said(trained, loss, *given, rows + 50, rows + 50)
+    loss = itrloss.MemoryDiversityContrastiveLoss(positive_weight=1)
+    (message,) = said(trained, loss, *given, rows + 50, rows + 500)
+    assert "MemoryDiversityContrastiveLoss: no image has a matching text" in message
+
+
+def test_unit_vectors_are_no_scores_of_a_loss():
+    for seed in range(5):
+        x = torch.nn.functional.normalize(torch.randn(32, 32, generator=generator(seed)))
+        (message,) = said(trained, itrloss.InfoNCELoss(), scores=x)
+        assert message.startswith("scores: each row has length 1")
+
+
+def test_nothing_is_read_on_other_devices_or_by_the_compiler(monkeypatch):
+    """A read of a tensor on the meta device is an error, as it would be a wait on a GPU."""
+    from itrloss.losses import base
+
+    seen = []
+    monkeypatch.setattr(base, "warn_of_ids", lambda *_: seen.append("ids"))
+    logits = 100 * cosines()
+    loss = itrloss.InfoNCELoss(engine="dense")
+    loss(scores=logits.to("meta"))
+    assert not seen
+    assert not said(torch.compile(loss, backend="eager", fullgraph=True), scores=logits)
+    assert not seen
+    loss(scores=logits)
+    loss(scores=logits)
+    assert seen == ["ids"]
+
+
+# -------------------------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """Embeddings and scores of a test set, and of other pairs, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for name, seed in (("test", 0), ("other", 1)):
+        images, texts = embeddings(seed=seed)
+        scores = torch.nn.functional.normalize(images) @ torch.nn.functional.normalize(texts).T
+        np.save(f"{name}_images.npy", images.numpy())
+        np.save(f"{name}_texts.npy", texts.numpy())
+        np.save(f"{name}_scores.npy", scores.numpy())
+        np.savez(f"{name}.npz", v=images.numpy(), w=texts.numpy())
+    os.symlink("test_scores.npy", "link.npy")
+    os.link("test_scores.npy", "hard.npy")
+    np.savez("again.npz", sims=np.load("test_scores.npy"))
+    np.save("shuffled.npy", np.load("test_scores.npy")[::-1])
+    np.save("double.npy", np.load("test_scores.npy").astype(np.float64))
+    np.save("more.npy", np.concatenate([np.load("other_images.npy"), np.load("test_images.npy")]))
+    np.save("copied_images.npy", np.load("test_images.npy"))
+    np.save("some_texts.npy", np.load("test_texts.npy")[:50])
+    return tmp_path
+
+
+def run(capsys, *arguments):
+    code = main([*arguments, "--methods", "fast"])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+EVAL = ("eval", "test_images.npy", "test_texts.npy")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("rerank", "test_scores.npy", "--val", "test_scores.npy"),
+        ("rerank", "test_scores.npy", "--val", "link.npy"),
+        ("rerank", "test_scores.npy", "--val", "hard.npy"),
+        ("rerank", "test_scores.npy", "--val", "again.npz"),
+        ("rerank", "test_scores.npy", "--val", "shuffled.npy"),
+        ("rerank", "test_scores.npy", "--val", "double.npy"),
+        (*EVAL, "--val", "test_images.npy", "test_texts.npy"),
+        (*EVAL, "--val", "copied_images.npy", "other_texts.npy"),
+        ("rerank", "test_scores.npy", "--bank-images", "test_scores.npy"),
+        ("rerank", "test_scores.npy", "--bank-texts", "again.npz"),
+        (*EVAL, "--bank-images", "test_images.npy"),
+        (*EVAL, "--bank-images", "more.npy"),
+        (*EVAL, "--bank-texts", "some_texts.npy"),
+    ],
+)
+def test_the_test_set_as_its_own_validation_or_bank_is_noticed(arguments, saved, capsys):
+    code, out, err = run(capsys, *arguments)
+    (line,) = err.splitlines()
+    assert code == 0 and "RSUM" in out
+    if "--val" in arguments:
+        assert "--val: " in line and "pass held-out pairs" in line
+    else:
+        assert "of the test set, so that test queries see one another" in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        EVAL,
+        ("rerank", "test_scores.npy"),
+        ("rerank", "test_scores.npy", "--val", "other_scores.npy"),
+        ("rerank", "again.npz", "--key", "sims"),
+        (*EVAL, "--val", "other_images.npy", "other_texts.npy"),
+        (*EVAL, "--bank-images", "other_images.npy", "--bank-texts", "other_texts.npy"),
+        ("eval", "test.npz", "test.npz", "--key", "v", "--key", "w"),
+        ("eval", "--key", "v", "test.npz", "test.npz", "--key", "w"),
+        ("eval", "test.npz", "test.npz", "--key", "v", "--key", "w", "--bank-texts", "other.npz"),
+        (
+            *("eval", "test.npz", "test.npz", "--key", "v", "--key", "w"),
+            *("--val", "other.npz", "other.npz"),
+        ),
+    ],
+)
+def test_right_files_are_read_without_a_word(arguments, saved, capsys):
+    code, out, err = run(capsys, *arguments)
+    assert code == 0 and not err and "40 images, 200 texts (5 an image" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("eval", "test_images.npy", "test_images.npy"),
+        ("eval", "test.npz", "test.npz"),
+        ("eval", "test.npz", "test.npz", "--key", "w"),
+        ("eval", "test.npz", "test.npz", "--key", "w", "--key", "w"),
+        ("eval", "link.npy", "hard.npy"),
+        (*EVAL, "--val", "other_texts.npy", "other_texts.npy"),
+    ],
+)
+def test_one_array_for_images_and_texts_is_refused(arguments, saved, capsys):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and not out
+    assert "expected images and texts, got one array for both" in err and "--key TEXTS" in err
+
+
+def test_keys_are_one_or_two(saved, capsys):
+    for arguments in (
+        ("rerank", "again.npz", "--key", "sims", "--key", "sims"),
+        ("eval", "test.npz", "test.npz", "--key", "v", "--key", "w", "--key", "v"),
+    ):
+        code, _, err = run(capsys, *arguments)
+        assert code == 2 and "--key: expected at most" in err
+
+
+def test_copies_of_a_file_under_another_name_are_noticed_once(saved, capsys):
+    arguments = ("eval", "test_images.npy", "copied_images.npy")
+    assert main([*arguments, "--methods", "fast", "csls", "nnn"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "images, texts: both are the same embeddings" in line
