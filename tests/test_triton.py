@@ -1633,8 +1633,18 @@ def fails(at):
     return launch
 
 
+LOSSES_OF_SIMILARITIES = {
+    "infonce": itrloss.InfoNCELoss(),
+    "dcl": itrloss.DiversityContrastiveLoss(),
+    "hal": itrloss.HubnessAwareLoss(),
+    "sigmoid": itrloss.SigmoidLoss(),
+    "triplet all": itrloss.TripletLoss(mining="all"),
+    "triplet mean": itrloss.TripletLoss(mining="all", reduction="mean"),
+}
+
+
 @pytest.mark.parametrize("at", [0, 1, 2, 3, "the projection"])  # the first launches are forward's
-@pytest.mark.parametrize("name", ["infonce", "dcl", "hal", "sigmoid", "triplet all"])
+@pytest.mark.parametrize("name", LOSSES_OF_SIMILARITIES)
 def test_no_error_of_triton_surfaces_in_a_step_of_auto(name, at, examples, monkeypatch):
     """Value and gradients are then the tiled engine's, whatever fails, and a warning says it."""
     monkeypatch.setattr(trial, "error_of", lambda form: "")
@@ -1671,15 +1681,6 @@ def step_of(name, similarity, v, w, **options):
         loss = LOSSES_OF_SIMILARITIES[name](similarity(x, y, **options))
         loss.backward()
     return [loss.detach(), x.grad, y.grad], about_triton(warned)
-
-
-LOSSES_OF_SIMILARITIES = {
-    "infonce": itrloss.InfoNCELoss(),
-    "dcl": itrloss.DiversityContrastiveLoss(),
-    "hal": itrloss.HubnessAwareLoss(),
-    "sigmoid": itrloss.SigmoidLoss(),
-    "triplet all": itrloss.TripletLoss(mining="all"),
-}
 
 
 def test_a_form_that_failed_in_a_step_is_not_tried_again(examples, monkeypatch):

@@ -160,10 +160,8 @@ class Matrix:
             self.inputs()  # which forms the scores
         bias = tuple(None if b is None else b.detach() for b in self.bias)
         twin = Matrix(rows.detach(), cols.detach(), self.pairs, self.engine, 0, bias)  # type: ignore[arg-type]
-        twin.embeddings = (
-            rows.detach(),
-            cols.detach(),
-        )  # as rounded here, whatever autocast says now
+        # They are rounded as these, whatever autocast says now.
+        twin.embeddings = rows.detach(), cols.detach()
         twin.keeps = self.keeps
         twin.in_graph = self.in_graph
         twin.bounded = self.bounded
