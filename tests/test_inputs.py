@@ -300,6 +300,12 @@ def test_other_ids_are_refused_by_name(name: str):
         itrloss.InfoNCELoss()(X, Y, ids, others)
 
 
+def test_many_names_have_numbers_of_their_own():
+    names = [f"{i}.jpg" for i in range(10_000)]
+    ids = itrloss.Similarity(torch.zeros(10_000, 1), torch.zeros(10_000, 1), names, names).ids[0]
+    assert len(ids.unique()) == 10_000 and int(ids.min()) >= 0
+
+
 def test_strings_are_no_row_numbers():
     with pytest.raises(TypeError, match=r"text_ids: expected an integer .* got list of strings"):
         itrloss.InfoNCELoss()(X, Y, None, WORDS)
@@ -390,6 +396,9 @@ ON_CPU = {
     "fast": lambda: rerank.FastReranker().topk(itrloss.Similarity(X, Y), 2),
     "calibrate": lambda: rerank.FastReranker().calibrate(X @ Y.T, scales=[1, 5]),
     "folds": lambda: metrics.retrieval_metrics(torch.rand(4, 8), folds=2),
+    "at_least": lambda: metrics.Judgements([0, 1], [1, 0], np.array([1.0, 2.0])).at_least(1.5),
+    "agreement": lambda: metrics.agreement(SCORES, metrics.Judgements([0, 1], [1, 0], S[0, :2])),
+    "intervals": lambda: metrics.confidence_intervals(metrics.retrieval_results(SCORES)),
     "hinges": lambda: itrloss.TripletLoss(mining="all")(X, Y, NUMBERS, NUMBERS),
 }
 
