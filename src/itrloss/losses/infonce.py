@@ -256,15 +256,19 @@ class DirectionalInfoNCELoss(PairLoss):
     ) -> Any:
         """Return the loss of images with texts, with images, and texts with texts."""
         anchors = dict(zip(DIRECTIONS, (sim, sim.T, images, texts), strict=True))
-        every = Anchors.together(*(anchors[name] for name in self.directions))
-        norms = every.split(every.logsumexp(1 / self.temperature))
+        scale = 1 / self.temperature
+        across = [name for name in self.directions if name in ACROSS]
+        pairs = Anchors.together(*(anchors[name] for name in across))  # in one pass
+        norms = dict(zip(across, pairs.split(pairs.logsumexp(scale)), strict=True))
+        for name in self.directions:
+            if name not in norms:  # another batch, which processes share by itself
+                norms[name] = anchors[name].logsumexp(scale)
         if self.joint:
-            across = [name for name in self.directions if name in ACROSS]
-            return self._of_softmax(sim, norms, len(across))
+            return self._of_softmax(sim, list(norms.values()), len(across))
         values = []
-        for name, norm in zip(self.directions, norms, strict=True):
+        for name in self.directions:
             own = sim if name.startswith("image") else sim.T
-            values.append(self._of_softmax(own, [norm], int(name in ACROSS)))
+            values.append(self._of_softmax(own, [norms[name]], int(name in ACROSS)))
         return sum(values) if self.reduction != "none" else tuple(x for (x,) in values)
 
     def _of_softmax(self, own: Similarity, norms: Sequence[Tensor], several: int) -> Any:
