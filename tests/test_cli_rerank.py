@@ -334,9 +334,8 @@ def test_of_both_ways_that_by_the_bank_is_written(
     ]
     assert run("rerank", tmp_path / "s.npy", *options, *["--transpose"][: int(transposed)]) == 0
     assert "written (csls, hubs of the bank (i2t))" in capsys.readouterr().out
-    wanted = (
-        rerank.CSLS().fit(images=torch.from_numpy(bank).float()).rerank(torch.from_numpy(scores()))
-    )
+    method = rerank.CSLS().fit(images=torch.from_numpy(bank))
+    wanted = method.rerank(torch.from_numpy(scores()))
     with np.load(tmp_path / "o.npz") as arrays:
         np.testing.assert_allclose(arrays["i2t"], wanted.i2t, rtol=1e-5)
 
