@@ -587,9 +587,9 @@ class Pass:
         x = y = None
         dim = 0
         if self.fused:
-            x = aligned(rows.like, self.tile.block_k)
-            y = aligned(cols.like, self.tile.block_k)
-            dim = min(x.shape[1], y.shape[1])  # one may be padded, and the other masked
+            x = aligned(rows.like)
+            y = aligned(cols.like)
+            dim = x.shape[1]
         return kernels.Inputs(vectors_of(x, rows, row_ids), vectors_of(y, cols, col_ids), dim)
 
     def _kernel_values(self) -> kernels.Values:
@@ -810,11 +810,10 @@ def compute_capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def aligned(x: Tensor, block_k: int) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """Return embeddings that can be loaded 16 bytes at a time.
 
-    Kernels mask the end of dimensions that are a multiple of 8, but not of their steps. Others are
-    copied with zeros behind them, which change no product.
+    Dimensions that are no multiple of 8 are copied with zeros behind them, which change no product.
     """
     if INTERPRETED:
         x = x.float()
@@ -822,7 +821,7 @@ def aligned(x: Tensor, block_k: int) -> Tensor:
     starts_aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     if whole_loads and x.stride(1) == 1 and starts_aligned:
         return x
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % block_k)).contiguous()
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % 8)).contiguous()
 
 
 def padded_to(x: Tensor, multiple: int) -> Tensor:
