@@ -126,13 +126,13 @@ def from_numpy(x: Any) -> Any:
     return torch.from_numpy(np.require(x, native, ["C_CONTIGUOUS", "ALIGNED", "WRITEABLE"]))
 
 
-def as_id_numbers(name: str, ids: Any, shape: str = "(N,)") -> Tensor:
+def as_id_numbers(name: str, ids: Any, size: int | None = None) -> Tensor:
     """Return ids as a tensor of integers: a tensor or an array of any integer type, or a list of
     integers; or strings, whose numbers are the same in every call, process and file.
     """
     if are_strings(ids):
         return _numbers_of_strings(_id_array(ids))
-    return as_integers(name, ids, shape)
+    return as_integers(name, ids, size)
 
 
 def are_strings(ids: Any) -> bool:
@@ -177,7 +177,7 @@ def _numbers_of_strings(strings: np.ndarray) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(strings.shape)
 
 
-def as_integers(name: str, x: Any, shape: str = "(N,)") -> Tensor:
+def as_integers(name: str, x: Any, size: int | None = None) -> Tensor:
     """Return a tensor, an array or a list of integers as a tensor; raise a TypeError for others."""
     got = _type(x)
     if not isinstance(x, Tensor):
@@ -187,6 +187,8 @@ def as_integers(name: str, x: Any, shape: str = "(N,)") -> Tensor:
             got = f"{got} of {'strings' if array.dtype.kind == 'U' else array.dtype}"
     is_other = not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex()
     if is_other or x.dtype == torch.bool:
+        # Formatted for the error alone: the compiler would specialise on the size.
+        shape = "(N,)" if size is None else f"({size},)"
         raise TypeError(f"{name}: expected an integer tensor of shape {shape}, got {got}")
     return x
 
@@ -195,12 +197,12 @@ def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
     """Return a copy of the ids as a (size,) int64 tensor on the device; see
     :func:`as_id_numbers`. A column (size, 1) of a table will do.
     """
-    return _copied(name, as_id_numbers(name, ids, f"({size},)"), size, device)
+    return _copied(name, as_id_numbers(name, ids, size), size, device)
 
 
 def as_indices(name: str, x: Any, size: int, device: torch.device) -> Tensor:
     """Return a copy of integers that are no ids as a (size,) int64 tensor on the device."""
-    return _copied(name, as_integers(name, x, f"({size},)"), size, device)
+    return _copied(name, as_integers(name, x, size), size, device)
 
 
 def _copied(name: str, x: Tensor, size: int, device: torch.device) -> Tensor:
