@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -723,6 +724,29 @@ def test_totals_of_many_positives(name, early, multiplying, few_tiles, poisoned,
     assert early
     for got, exact in zip(found, [wanted[0][0][0], *wanted[1]], strict=True):
         assert (got - exact).norm() <= 3e-5 * exact.norm() + 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("dim", [17, 300])
+def test_sums_of_classes(dtype, normalize, dim, poisoned):
+    rows = torch.tensor([5, 3, 5, IGNORE_ID, 8, 3, 3, -7])
+    cols = torch.tensor([3, 5, 9, IGNORE_ID, 3, -7] + [5] * 40, device=DEVICE)
+    pairs = Pairs((len(rows), len(cols)), (rows.to(DEVICE), cols), DEVICE)
+    x = torch.randn(len(cols), dim, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    x[2] = math.nan  # of no class
+    side = Side(x, vectors.inverse_norms(x) if normalize else None, None, None)
+    sums = engine.class_sums(side, pairs.members(1))
+    number = pairs.classes(0).number
+    for i, own in enumerate(rows.tolist()):
+        if own == IGNORE_ID:
+            continue
+        found = sums[number[i]]
+        unit = x[cols == own].double()
+        if normalize:
+            unit = torch.nn.functional.normalize(unit)
+        assert torch.allclose(found.double(), unit.sum(0), rtol=1e-5, atol=1e-5)
+    assert not sums[-1].any()  # the entries without a class
 
 
 def test_a_total_with_ignored_ids(early, few_tiles, poisoned):

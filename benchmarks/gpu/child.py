@@ -29,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = DEFAULT if args.until is None else args.until - time.time()
     session = Session(args.step, args.dry, seconds, args.figures, args.part)
     run(session)
+    # PyTorch's threads drop the last references of a backward pass after it has returned; if Python
+    # ends meanwhile, the process aborts.
+    time.sleep(0.2)
     return int(session.failed)
 
 

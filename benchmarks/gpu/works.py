@@ -29,7 +29,8 @@ CLOCKS = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 # gradient once before. In float32 a score times 100 in an exponent is off by 100 roundings.
 BOUNDS = {dtype: 2 * torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
 BOUNDS[torch.float32] = 1e-4
-LOSS_SCALE = 1024.0  # as trainers scale losses: gradients of float16 below 6e-5 lose digits
+# As trainers scale losses: gradients of float16 below 6e-5 lose digits, those above 65504 are lost.
+LOSS_SCALE = 512.0
 
 
 # ------------------------------------------------------------------------------------- the machine

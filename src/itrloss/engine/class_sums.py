@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .autograd import Request, Targets, ask, plain_side, second_gradients
 from .inputs import Inputs, Side
-from .pairs import Classes, Pairs, add_segments_, segment_sum
+from .pairs import Classes, Members, Pairs, add_segments_, segment_sum
 from .saved import save, saved
 from .tiled import Total, of_vectors
 from .vectors import chunks, compute_dtype
@@ -30,9 +30,14 @@ class ClassSums(torch.autograd.Function):
         x: Tensor | None,  # (N, D) what gets the gradient of the vectors
         side: Side,
         classes: Classes,
+        members: Members | None,  # of the classes, for Triton's kernel
     ) -> Tensor:
         """Return the sums (K, D)."""
         save(ctx, (side, classes, x))
+        if members is not None:
+            from . import triton
+
+            return triton.class_sums(side, members)
         like = side.like
         sums = like.new_zeros(classes.size, like.shape[1], dtype=compute_dtype(like))
         for part in chunks(like):
@@ -50,13 +55,15 @@ class ClassSums(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             own = plain_side(side, x) * classes.known[:, None]
             sums = own.new_zeros(grad.shape).index_add(0, classes.number, own)
-            return *second_gradients([sums], [grad], [x]), None, None
+            return *second_gradients([sums], [grad], [x]), None, None, None
         total = Total(len(classes.number))
         total.value = grad[classes.number].mul_(classes.known[:, None])
-        return of_vectors(total, side), None, None
+        return of_vectors(total, side), None, None, None
 
 
-def positive_sums(inputs: Inputs, pairs: Pairs, side: int, targets: Targets) -> Tensor:
+def positive_sums(
+    inputs: Inputs, pairs: Pairs, side: int, targets: Targets, by_triton: bool
+) -> Tensor:
     """Return the sums (A,) of the scores of the positives of each vector of a side."""
     own, others = inputs.sides(side)
     own_target, target_of_others = targets.rows, targets.cols
@@ -66,7 +73,8 @@ def positive_sums(inputs: Inputs, pairs: Pairs, side: int, targets: Targets) -> 
         own_bias, bias_of_others = bias_of_others, own_bias
     own_classes = pairs.classes(side)
     classes_of_others = pairs.classes(1 - side)
-    of_class = ClassSums.apply(target_of_others, others, classes_of_others)
+    members = pairs.members(1 - side) if by_triton else None
+    of_class = ClassSums.apply(target_of_others, others, classes_of_others, members)
     assert isinstance(of_class, Tensor)
     request = Request(
         question=None,

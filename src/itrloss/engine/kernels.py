@@ -604,6 +604,35 @@ def project_kernel(
     tl.store(out + i.to(tl.int64) * dim + d, g.to(out.dtype.element_ty), mask=d < dim)
 
 
+@triton.jit
+def class_sums_kernel(
+    vectors,  # Vectors x (M, dim)
+    dim,  # D
+    members,  # pairs.Members of K classes
+    out,  # (K, dim) float32
+    BLOCK: tl.constexpr,  # members that are loaded at a time
+    BLOCK_D: tl.constexpr,
+):
+    """Write the sum of the vectors of each class: a program for BLOCK_D dimensions of a class.
+
+    The reference is :class:`itrloss.engine.class_sums.ClassSums`.
+    """
+    k = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    stop = tl.load(members.stop + k)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for begin in range(tl.load(members.start + k), stop, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        inside = place < stop
+        j = tl.load(members.order + place, mask=inside, other=0)
+        pointers = vectors.x + j[:, None] * vectors.stride + d[None, :]
+        y = tl.load(pointers, mask=inside[:, None] & (d < dim)[None, :], other=0.0).to(tl.float32)
+        if vectors.inv is not None:
+            y *= tl.load(vectors.inv + j, mask=inside, other=0.0)[:, None]
+        total += tl.sum(y, 0)
+    tl.store(out + k.to(tl.int64) * dim + d, total, mask=d < dim)
+
+
 # ------------------------------------------------------------------------------- the forms of terms
 
 

@@ -427,7 +427,8 @@ class Matrix:
         self.check_unchanged()
         inputs = self.inputs()
         targets = self.embedding_targets()
-        sums = [positive_sums(inputs, self.pairs, side, targets) for side in sides]
+        by_triton = self.engine == "triton"
+        sums = [positive_sums(inputs, self.pairs, side, targets, by_triton) for side in sides]
         return torch.cat(sums)
 
     def _form(
@@ -527,7 +528,8 @@ class Matrix:
     def _positives_of_side(self, inputs: Inputs, side: int) -> Tensor:
         """Return the sums (A,) of the scores of each anchor's positives, without a gradient."""
         if self.pairs.ids[0] is not None and not self._lists_positives_at_no_cost():
-            return positive_sums(inputs, self.pairs, side, self.embedding_targets())
+            targets = self.embedding_targets()
+            return positive_sums(inputs, self.pairs, side, targets, self.engine == "triton")
         scores = pair_scores(inputs, *self.pairs.listed)
         return segment_sum(scores, self.pairs.listed[side], self.shape[side])
 

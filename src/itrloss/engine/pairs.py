@@ -43,6 +43,14 @@ class Classes(NamedTuple):
     known: Tensor  # (A,) bool: whether the entry is in its class; others match nothing
 
 
+class Members(NamedTuple):
+    """The entries of a side in K classes: ``order[start[k]:stop[k]]``, none of most classes."""
+
+    order: Tensor  # (A,)
+    start: Tensor  # (K,)
+    stop: Tensor  # (K,)
+
+
 class Pairs:
     """The positive pairs of a matrix (N, M).
 
@@ -191,6 +199,23 @@ class Pairs:
         # Entries of no class are many in a memory: with one number, they would be added one by one.
         spread = torch.arange(len(ids), device=self.device) % (n + 1)
         return Classes(n + 1, torch.where(known, place, spread), known)
+
+    def members(self, side: int) -> Members:
+        """Return a side's entries by their class, as :meth:`classes` numbers them.
+
+        The class of an id has the number of its first row in ascending order of the ids.
+        """
+        return self._cached(("members", side), lambda: self._members(side))
+
+    def _members(self, side: int) -> Members:
+        numbered, _ = self._sorted(0)
+        ordered, order = self._sorted(side)
+        # The last class is of entries without one.
+        start = torch.searchsorted(ordered, F.pad(numbered, (0, 1)))
+        stop = torch.searchsorted(ordered, F.pad(numbered, (0, 1)), right=True)
+        is_class = numbered != IGNORE_ID
+        is_class[1:] &= numbered[1:] != numbered[:-1]
+        return Members(order, start, torch.where(F.pad(is_class, (0, 1)), stop, start))
 
     def places(self, side: int) -> Tensor:
         """Return the (A, P) positives of each row (0) or column (1), padded with -1.
