@@ -24,11 +24,15 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def has_autocast(kind: str) -> bool:
+    """Return whether a kind of device has autocast: PyTorch 2.11 cannot compile what says so."""
+    return kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+
+
 def full_precision(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which autocast does not run products in half precision."""
     kind = x.device.type
-    may_round = kind == "cpu" or torch.amp.is_autocast_available(kind)
-    if may_round and torch.is_autocast_enabled(kind):
+    if has_autocast(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return contextlib.nullcontext()
 
@@ -36,8 +40,7 @@ def full_precision(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype that autocast gives to float32 vectors; None for others, or without it."""
     kind = x.device.type
-    may_round = kind == "cpu" or torch.amp.is_autocast_available(kind)
-    if x.dtype != torch.float32 or not (may_round and torch.is_autocast_enabled(kind)):
+    if x.dtype != torch.float32 or not (has_autocast(kind) and torch.is_autocast_enabled(kind)):
         return None
     return torch.get_autocast_dtype(kind)
 
