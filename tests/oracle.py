@@ -268,9 +268,9 @@ def retrieval_metrics(S: ArrayLike, image_ids: Ids, text_ids: Ids) -> dict[str, 
     """Retrieval figures of S (n_images, n_texts), named ``i2t_*`` (image queries) and ``t2i_*``
     (text queries).
 
-    ``r1 r5 r10``, ``median_rank``, ``r_precision``, ``map_at_r``, ``skewness`` per direction, and
-    ``rsum``, the sum of the six recalls; recalls, R-Precision and mAP@R in percent. Equations: see
-    `_query_metrics`.
+    Per direction ``r1 r5 r10``, ``recall_at_1`` and ``ndcg_at_1`` and so on, ``mrr``, ``map``,
+    ``r_precision``, ``map_at_r``, in percent, ``median_rank``, ``mean_rank`` and ``skewness``; and
+    ``rsum``, the sum of the six R@K. Equations: see `_query_metrics`.
     """
     S = np.asarray(S, np.float64)
     figures = {
@@ -290,7 +290,10 @@ def _query_metrics(S: Array, query_ids: Ids, item_ids: Ids) -> dict[str, float]:
     equal positives.
 
     * rank of a query: 1-based place of its first positive; R@K: percentage of queries with rank ≤
-      K;
+      K; reciprocal rank: 1 by it;
+    * recall at K: share of the positives that are among the first K items; nDCG at K: ``Σ 1 / log2
+      (place + 1)`` over the positives among the first K, by the same of the best order;
+    * average precision: the mean over the positives of (positives up to its place) / place;
     * R-Precision: with R positives, the share of positives in the first R items (Musgrave et al.,
       ECCV 2020);
     * mAP@R: ``(1/R) Σ_{k=1..R} [item k is positive] · (positives among the first k)/k`` (the same
@@ -300,7 +303,9 @@ def _query_metrics(S: Array, query_ids: Ids, item_ids: Ids) -> dict[str, float]:
     Queries without a positive are left out; with no query left the figures are NaN.
     """
     queries, items = np.asarray(query_ids), np.asarray(item_ids)
-    ranks, precisions, averages = [], [], []
+    ranks, precisions, averages, whole_averages = [], [], [], []
+    recalls: dict[int, list[float]] = {k: [] for k in (1, 5, 10)}
+    gains: dict[int, list[float]] = {k: [] for k in (1, 5, 10)}
     for i, query in enumerate(queries):
         places = sorted((-S[i, j], bool(items[j] == query)) for j in range(len(items)))
         relevant = [positive for _, positive in places]
@@ -311,28 +316,40 @@ def _query_metrics(S: Array, query_ids: Ids, item_ids: Ids) -> dict[str, float]:
         precisions.append(sum(relevant[:total]) / total)
         hits = [sum(relevant[:k]) / k for k in range(1, total + 1) if relevant[k - 1]]
         averages.append(math.fsum(hits) / total)
+        at = [place for place, positive in enumerate(relevant, 1) if positive]
+        whole_averages.append(math.fsum(m / place for m, place in enumerate(at, 1)) / total)
+        for k in (1, 5, 10):
+            recalls[k].append(sum(relevant[:k]) / total)
+            gained = math.fsum(1 / math.log2(place + 1) for place in at if place <= k)
+            best = math.fsum(1 / math.log2(place + 1) for place in range(1, min(k, total) + 1))
+            gains[k].append(gained / best)
     figures = {f"r{k}": 100 * _mean([float(rank <= k) for rank in ranks]) for k in (1, 5, 10)}
+    figures |= {f"recall_at_{k}": 100 * _mean(x) for k, x in recalls.items()}
+    figures |= {f"ndcg_at_{k}": 100 * _mean(x) for k, x in gains.items()}
+    figures["mrr"] = 100 * _mean([1 / rank for rank in ranks])
+    figures["map"] = 100 * _mean(whole_averages)
     figures["median_rank"] = float(median(ranks)) if ranks else math.nan
+    figures["mean_rank"] = _mean([float(rank) for rank in ranks])
     figures["r_precision"] = 100 * _mean(precisions)
     figures["map_at_r"] = 100 * _mean(averages)
-    figures["skewness"] = _occurrence_skewness(
-        S[[i for i, query in enumerate(queries) if query in items]]
-    )
+    asked = [i for i, query in enumerate(queries) if query in items]
+    figures["skewness"] = _occurrence_skewness(S[asked], queries[asked][:, None] == items)
     return figures
 
 
-def _occurrence_skewness(S: Array) -> float:
+def _occurrence_skewness(S: Array, positive: Array) -> float:
     """Hubness as skewness of the k-occurrence, Radovanović et al., JMLR 2010, k = min(10, number of
     items).
 
-    ``N_k(j)`` = number of queries (rows) with item j among their k highest scores, the lower index
-    first where scores are equal; ``E[(N_k − μ)³] / σ³`` over the items, population moments, 0 when
-    σ = 0.
+    ``N_k(j)`` = number of queries (rows) with item j among their k highest scores; where scores are
+    equal, negatives come first, and then the lower index. ``E[(N_k − μ)³] / σ³`` over the items,
+    population moments, 0 when σ = 0.
     """
     items = S.shape[1]
     occurrences = [0] * items
-    for row in S:
-        for j in sorted(range(items), key=lambda j, row=row: (-row[j], j))[: min(10, items)]:
+    for row, own in zip(S, positive, strict=True):
+        order = sorted(range(items), key=lambda j, row=row, own=own: (-row[j], own[j], j))
+        for j in order[: min(10, items)]:
             occurrences[j] += 1
     mean = sum(occurrences) / items
     variance = math.fsum((n - mean) ** 2 for n in occurrences) / items

@@ -21,7 +21,16 @@ Judged = Iterable[tuple[int, int, float]]
 # its id, and the figures of FIGURES; no figures if it has no right candidate
 Query = tuple[int, list[float]]
 
-FIGURES = ("r1", "r5", "r10", "r_precision", "map_at_r")
+KS = (1, 5, 10)
+FIGURES = (
+    *(f"r{k}" for k in KS),
+    *(f"recall_at_{k}" for k in KS),
+    *(f"ndcg_at_{k}" for k in KS),
+    "mrr",
+    "map",
+    "r_precision",
+    "map_at_r",
+)
 
 
 def folds(S: ArrayLike, image_ids: ArrayLike, text_ids: ArrayLike, parts: int) -> dict[str, float]:
@@ -55,8 +64,15 @@ def query_figures(places: Sequence[int]) -> list[float]:
     """
     total = len(places)
     within = [(n, r) for n, r in enumerate(places, 1) if r <= total]
-    hits = [float(places[0] <= k) for k in (1, 5, 10)]
-    return [*hits, len(within) / total, math.fsum(n / r for n, r in within) / total]
+    hits = [float(places[0] <= k) for k in KS]
+    recalls = [sum(place <= k for place in places) / total for k in KS]
+    gains = []
+    for k in KS:
+        found = _dcg([float(place in places) for place in range(1, k + 1)])
+        gains.append(found / _dcg([float(place <= total) for place in range(1, k + 1)]))
+    whole = math.fsum(n / r for n, r in enumerate(places, 1)) / total
+    at_r = math.fsum(n / r for n, r in within) / total
+    return [*hits, *recalls, *gains, 1 / places[0], whole, len(within) / total, at_r]
 
 
 def listed(S: ArrayLike, pairs: Iterable[Pair], ties: str = "pessimistic") -> dict[str, float]:
@@ -70,6 +86,7 @@ def listed(S: ArrayLike, pairs: Iterable[Pair], ties: str = "pessimistic") -> di
         for x, name in enumerate(FIGURES):
             found[f"{way}_{name}"] = 100 * math.fsum(e[x] for e in each) / len(each)
         found[f"{way}_median_rank"] = float(median(p[0] for p in places))
+        found[f"{way}_mean_rank"] = math.fsum(p[0] for p in places) / len(places)
     found["rsum"] = rsum(found)
     return found
 

@@ -1868,12 +1868,12 @@ def test_best_candidates_whatever_the_sizes(tile, k, monkeypatch):
     sim = Similarity(v, w, *ids, engine="tiled")
     matrix = sim.scores()
     found = sim.ranked(k, cols), sim.T.ranked(k, rows)
-    for (_, top), biased in zip(found, (matrix + cols, matrix.T + rows), strict=True):
+    for (_, top, _), biased in zip(found, (matrix + cols, matrix.T + rows), strict=True):
         wanted = biased.topk(k)
         torch.testing.assert_close(top.values, wanted.values)
         torch.testing.assert_close(biased.gather(1, top.indices), wanted.values)
         assert all(len(set(row)) == k for row in top.indices.tolist())
-    (ranks, top), (col_ranks, _) = found
+    (ranks, top, _), (col_ranks, _, _) = found
     assert torch.equal(ranks, sim.ranks(cols)) and torch.equal(col_ranks, sim.T.ranks(rows))
     assert torch.equal(sim.topk(k, cols).indices, top.indices)
 
@@ -1922,7 +1922,7 @@ def test_fewer_candidates_than_are_asked_for(tile, k, monkeypatch):
     kept = [3, 100, 225], [5, 6, 309]
     rows[kept[0]], cols[kept[1]] = 0.0, 0.0
     found = sim.ranked(k, cols), sim.T.ranked(k, rows)
-    for (_, top), some, size in zip(found, reversed(kept), (310, 230), strict=True):
+    for (_, top, _), some, size in zip(found, reversed(kept), (310, 230), strict=True):
         assert top.values[:, :3].isfinite().all() and (top.values[:, 3:] == -math.inf).all()
         assert (top.indices[:, :3].sort(1).values == torch.tensor(some)).all()
         assert all(len(set(row)) == k for row in top.indices.tolist())

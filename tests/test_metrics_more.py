@@ -308,7 +308,7 @@ def test_a_relevant_pair_counts_once_however_often_it_is_listed(tmp_path):
         ]
         for way in ("i2t", "t2i"):
             assert torch.equal(getattr(found, way).ranks, getattr(wanted, way).ranks)
-    save_trec(found, tmp_path, again)
+    save_trec(found, tmp_path)
     assert (tmp_path / "i2t.qrels").read_text().count("image0 0 text5") == 1
 
 
@@ -509,14 +509,14 @@ def test_a_table_has_a_row_for_each_query(tmp_path):
             "first": side.top[:, 0],
         }
         for name, x in (
-            columns | {k: getattr(side, k) for k in ("r_precision", "average_precision")}
+            columns | {k: getattr(side, k) for k in ("r_precision", "average_precision_at_r")}
         ).items():
             assert [float(row[name]) for row in part] == x.tolist(), name
         answered = [row for row in part if int(row["positives"])]
         assert 0 < len(answered) < size and all(
             row["best_rank"] == "0" for row in part if row not in answered
         )
-        mean = sum(float(row["average_precision"]) for row in answered) / len(answered)
+        mean = sum(float(row["average_precision_at_r"]) for row in answered) / len(answered)
         assert 100 * mean == pytest.approx(results.metrics()[f"{way}_map_at_r"])
 
 
@@ -570,9 +570,9 @@ UNANSWERED = retrieval_results(PERFECT, torch.arange(4), torch.arange(20) + 9)
         (asked_with(relevant=2.1), ValueError, r"grade.*2\.1"),
         (asked_with(scores=torch.full((4, 7), math.nan)), ValueError, "scores.*finite"),
         (
-            lambda: retrieval_results(PERFECT, relevant=FEW[:2], reranker=FastReranker()),
+            lambda: retrieval_results((PERFECT, PERFECT), reranker=FastReranker()),
             ValueError,
-            "rer.*relevant",
+            "reranker.*pair of scores",
         ),
         (
             lambda: retrieval_results(PERFECT, relevant=FEW[:2], folds=2),

@@ -1,6 +1,6 @@
 """The oracle against values computed by hand on 2x2 and 2x3 matrices."""
 
-from math import exp, log, nan, sqrt
+from math import exp, log, log2, nan, sqrt
 
 import numpy as np
 import oracle
@@ -206,6 +206,7 @@ def test_fast_rerank_by_hand():
 def test_retrieval_metrics_by_hand():
     # Image 7 ranks its captions 1st and 3rd: rank 1, R-Precision 1/2, mAP@2 = (1/1 + 0)/2.
     # Image 9 ranks its caption 2nd: rank 2, R-Precision 0, mAP@1 = 0.
+    # Of both, a quarter of the captions is found first on average; average precisions 5/6 and 1/2.
     # Texts as queries: caption 0 finds image 7 first, caption 1 second, caption 2 second.
     S = [[0.9, 0.1, 0.4], [0.2, 0.6, 0.3]]
     figures = oracle.retrieval_metrics(S, ROWS, COLS)
@@ -215,7 +216,15 @@ def test_retrieval_metrics_by_hand():
         "t2i_r1": 100 / 3, "t2i_r5": 100, "t2i_r10": 100, "t2i_median_rank": 2,
         "t2i_r_precision": 100 / 3, "t2i_map_at_r": 100 / 3,
         "rsum": 50 + 100 / 3 + 400, "i2t_skewness": 0, "t2i_skewness": 0,
+        "i2t_recall_at_1": 25, "i2t_recall_at_5": 100, "i2t_recall_at_10": 100,
+        "t2i_recall_at_1": 100 / 3, "t2i_recall_at_5": 100, "t2i_recall_at_10": 100,
+        "i2t_mrr": 75, "t2i_mrr": 200 / 3, "i2t_map": 200 / 3, "t2i_map": 200 / 3,
+        "i2t_mean_rank": 1.5, "t2i_mean_rank": 5 / 3, "i2t_ndcg_at_1": 50, "t2i_ndcg_at_1": 100 / 3,
     }  # fmt: skip
+    second = 1 / log2(3)
+    for k in (5, 10):
+        expected[f"i2t_ndcg_at_{k}"] = 50 * (1.5 / (1 + second) + second)
+        expected[f"t2i_ndcg_at_{k}"] = 100 * (1 + 2 * second) / 3
     assert figures == pytest.approx(expected)
 
 
@@ -248,9 +257,9 @@ def test_skewness_by_hand():
     figures = oracle.retrieval_metrics(S, [0], range(11))
     assert figures["i2t_skewness"] == pytest.approx(-9 / sqrt(10))
     assert figures["t2i_skewness"] == 0  # eleven queries, one item
-    # Query 0 ties all twelve items and therefore omits the last two, 10 and 11; query 1 omits 5 and
-    # 11. N = 0 once, 1 twice, 2 nine times: mean 5/3, variance (25 + 2*4 + 9)/9/12, third (-125 -
-    # 2*8 + 9)/27/12.
+    # Query 0 ties all twelve items and therefore omits its own, 0, and the last other, 11; query 1
+    # omits 5 and 11. N = 0 once, 1 twice, 2 nine times: mean 5/3, variance (25 + 2*4 + 9)/9/12,
+    # third (-125 - 2*8 + 9)/27/12.
     S = np.zeros((2, 12))
     S[1, [5, 11]] = -1
     S[1, [1, 2]] = 1

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import checks
@@ -20,16 +21,11 @@ from .engine.matrix import MEMORY_BUDGET, Bias, Matrix, choose_engine
 from .engine.matrix import Engine as Engine
 from .engine.pairs import Ids, Pairs
 from .engine.question import Value, has_each
+from .engine.ranking import Ranking, Relevance
+from .engine.ranking import TopK as TopK
 from .engine.vectors import Embeddings
 
 X = TypeVar("X")
-
-
-class TopK(NamedTuple):
-    """The best candidates of an anchor, best first: (A, k) scores and indices."""
-
-    values: Tensor
-    indices: Tensor
 
 
 class Similarity(Anchors):
@@ -431,13 +427,13 @@ class Similarity(Anchors):
     def topk(self, k: int, bias: Tensor | None = None, *, below: Limit = None) -> TopK:
         """Return the (N, k) columns with the highest ``S_ij + bias_j`` for each row. No gradient.
 
-        With ``below``, a number or (N,), of those for which that is lower; -inf and -1 where there
-        are fewer.
+        Of equal scores, the lower column comes first. With ``below``, a number or (N,), of those
+        for which that is lower; -inf and -1 where there are fewer.
         """
         k = as_size("k", k)
         if k > self.shape[1]:
             raise ValueError(f"k: expected a number from 1 to {self.shape[1]}, got {k}")
-        top = self.ranked(k, bias, ties=None, below=below)[1]
+        top = self.ranked(k, bias, ties=None, below=below).top
         if below is None:
             return top
         return TopK(top.values, top.indices.masked_fill(top.values == -torch.inf, -1))
@@ -450,7 +446,7 @@ class Similarity(Anchors):
         ``"optimistic"`` behind it. The positive's score comes from the same product as its rivals',
         so rounding cannot move it. Memory grows with N times P. No gradient.
         """
-        return self.ranked(0, bias, ties=ties)[0]
+        return self.ranked(0, bias, ties=ties).ranks
 
     def ranked(
         self,
@@ -459,10 +455,13 @@ class Similarity(Anchors):
         *,
         ties: str | None = "pessimistic",
         below: Limit = None,
-    ) -> tuple[Tensor, TopK]:
-        """Return :meth:`ranks` (empty for ``ties=None``) and :meth:`topk` from one pass.
+        relevance: Relevance | None = None,
+    ) -> Ranking:
+        """Return :meth:`ranks` (empty for ``ties=None``) and the k best columns from one pass.
 
-        k may exceed M.
+        k may exceed M. Equal scores are in the order of the ranks: with ``ties="pessimistic"``
+        negatives come first, and for ``ties=None`` the lower column. ``relevance`` takes the place
+        of the ids, and says who is no candidate: -inf and -1 where there are fewer than k.
         """
         if k != 0:
             k = as_size("k", k)
@@ -472,33 +471,41 @@ class Similarity(Anchors):
         candidate_bias = self._candidate_bias(bias)
         limit = self._limit("below", below)
         least = torch.finfo(self.dtype).min
-        places = None if ties is None else self._matrix.pairs.places(self._side)
-        ranks: list[Tensor] = []
-        values: list[Tensor] = []
-        indices: list[Tensor] = []
+        optimistic = ties == "optimistic"
+        judged = relevance
+        if ties is not None and relevance is None:
+            judged = Relevance(self._matrix.pairs.places(self._side))
+        parts: list[Ranking] = []
         for part, scores in self._matrix.blocks(self._side):
             if candidate_bias is not None:
                 scores = scores + candidate_bias  # in float64, if the bias is
             scores.clamp_min_(least)
+            own = None if judged is None else judged.part(part)
+            if own is not None and own.excluded is not None:
+                # below all scores, so that nobody can tie with them
+                scores.masked_fill_(own.excluded(slice(0, len(scores))), -torch.inf)
             rivals = limited_scores(scores, limit, part, least)
-            value, index = rivals.topk(min(k, self.shape[1]), dim=1)
-            values.append(value.masked_fill_(value == least, -torch.inf).to(self.dtype))
-            indices.append(index)
-            if places is not None:
-                ranks.append(self._ranks_of(scores, places[part], part, ties == "optimistic"))
-        top = TopK(torch.cat(values), torch.cat(indices))
-        return torch.cat(ranks) if ranks else torch.empty(0, device=self.device), top
+            values, indices = ranking.best(rivals, min(k, self.shape[1]), least, own, optimistic)
+            indices = indices.masked_fill(values == -torch.inf, -1)
+            values = values.masked_fill(values == least, -torch.inf).to(self.dtype)
+            ranks = torch.empty(0, device=self.device)
+            grades = None
+            if own is not None:
+                by_ids = relevance is None
+                ranks, grades = self._ranks_of(scores, own, part, optimistic, by_ids)
+            parts.append(Ranking(ranks, TopK(values, indices), grades))
+        return joined(parts)
 
     def _ranked_locally(
         self, k: int, bias: Tensor | None, ties: str | None, below: Limit
-    ) -> tuple[Tensor, TopK]:
+    ) -> Ranking:
         """Return :meth:`ranked` of a batch that processes share."""
         local = self.local()
         n = self.shape[0]
         if isinstance(below, Tensor) and below.numel() > 1:
             below = below[: len(local)]
-        ranks, top = local.ranked(k, bias, ties=ties, below=below)
-        return ranks[:n], TopK(top.values[:n], top.indices[:n])
+        ranks, top, _ = local.ranked(k, bias, ties=ties, below=below)
+        return Ranking(ranks[:n], TopK(top.values[:n], top.indices[:n]))
 
     def _candidate_bias(self, bias: Tensor | None) -> Tensor | None:
         """Return what is added to the candidates' scores (M,): those that do not exist rank
@@ -516,22 +523,42 @@ class Similarity(Anchors):
     def _ranks_of(
         self,
         scores: Tensor,  # (B, M), overwritten
-        positives: Tensor,  # (B, P) columns, -1 for none
+        own: Relevance,  # of these rows
         part: slice,  # of the rows
         optimistic: bool,
-    ) -> Tensor:
-        """Return the (B, P) ranks of the positives of some rows."""
+        by_ids: bool,  # whether positives are those of equal ids
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the (B, P) ranks of the positives of some rows, and their grades, if they have
+        any.
+        """
+        positives = own.positives
         thresholds = scores.gather(1, positives.clamp_min(0))
         thresholds = thresholds.masked_fill_(positives < 0, torch.nan)
         whole = slice(0, scores.shape[1])
-        if self._side:
+        if not by_ids:
+            rows, places = (positives >= 0).nonzero(as_tuple=True)
+            scores[rows, positives[rows, places]] = -torch.inf
+        elif self._side:
             self._matrix.pairs.exclude_(scores.T, (whole, part), -torch.inf)
         else:
             self._matrix.pairs.exclude_(scores, (part, whole), -torch.inf)
-        return ranking.ranks(thresholds, scores, optimistic)
+        grades = None
+        if own.grades is not None:
+            grades = ranking.ranked_grades(thresholds, own.grades, optimistic)
+        return ranking.ranks(thresholds, scores, optimistic), grades
 
 
 # ------------------------------------------------------------------------------------------ helpers
+
+
+def joined(parts: Sequence[Ranking]) -> Ranking:
+    """Return the ranking of all rows from those of consecutive rows, padded to one width."""
+    width = max(part.ranks.shape[-1] for part in parts)
+    ranks = [F.pad(part.ranks, (0, width - part.ranks.shape[-1])) for part in parts]
+    grades = [F.pad(x, (0, width - x.shape[-1])) for _, _, x in parts if x is not None]
+    values = torch.cat([part.top.values for part in parts])
+    indices = torch.cat([part.top.indices for part in parts])
+    return Ranking(torch.cat(ranks), TopK(values, indices), torch.cat(grades) if grades else None)
 
 
 def limited_scores(scores: Tensor, limit: Value | None, part: slice, least: float) -> Tensor:

@@ -1,9 +1,19 @@
-"""Answers that are not sums over candidates: the best candidate, and ranks."""
+"""Answers that are not sums over candidates: the best candidates, and ranks.
+
+There is one rule for equal scores. Of candidates with the same score, wrong ones come first, then
+right ones, those of a lower grade before those of a higher one; or the other way round, if ties are
+optimistic. Where nobody is right or wrong, and among equals, the lower index comes first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from .vectors import host_may_read
 
 # Number of positives of an anchor beyond which sorting its rivals beats comparing them with each.
 MANY = 32
@@ -50,3 +60,109 @@ def ranks(
     ahead = ahead.masked_fill_(missing, last).sort(dim=1).values
     positions = torch.arange(1, count + 1, device=rivals.device)
     return (ahead + positions).masked_fill_(missing.sort(dim=1).values, 0)
+
+
+class TopK(NamedTuple):
+    """The best candidates of an anchor, best first: (A, k) scores and indices."""
+
+    values: Tensor
+    indices: Tensor
+
+
+class Ranking(NamedTuple):
+    """Where the right candidates of each anchor are, and its best candidates."""
+
+    ranks: Tensor  #: (A, P) from 1, ascending, padded with 0; empty where nobody asked for them
+    top: TopK
+    grades: Tensor | None = None  #: (A, P) of the candidates at these ranks; None: all 1
+
+
+class Relevance(NamedTuple):
+    """Who is right for each anchor, and who is no candidate of it."""
+
+    positives: Tensor  # (A, P) columns of the right candidates, -1 for none
+    grades: Tensor | None = None  # (A, P) above 0, 0 for none; None: all 1
+    # given a slice of the anchors: (B, M) bool, who is not ranked
+    excluded: Callable[[slice], Tensor] | None = None
+
+    def part(self, anchors: slice) -> Relevance:
+        """Return the same of some anchors."""
+        grades = None if self.grades is None else self.grades[anchors]
+        excluded = self.excluded
+        if excluded is None:
+            return Relevance(self.positives[anchors], grades)
+
+        def excluded_there(part: slice) -> Tensor:
+            return excluded(slice(anchors.start + part.start, anchors.start + part.stop))
+
+        return Relevance(self.positives[anchors], grades, excluded_there)
+
+    def lateness(self, anchors: Tensor, size: int, optimistic: bool) -> Tensor:
+        """Return (B, size) numbers of candidates, of some anchors (B,): of equal scores, the lower
+        number comes first.
+        """
+        positives = self.positives[anchors]
+        grades = torch.ones_like(positives, dtype=torch.float64)
+        if self.grades is not None:
+            grades = self.grades[anchors]
+        if optimistic:
+            grades = -grades
+        late = torch.zeros(len(anchors), size + 1, dtype=grades.dtype, device=grades.device)
+        late.scatter_(1, positives.masked_fill(positives < 0, size), grades)
+        return late[:, :size]
+
+
+def best(
+    scores: Tensor,  # (B, M)
+    k: int,
+    least: float,  # scores up to this are of no candidates: their order does not matter
+    relevance: Relevance | None = None,  # None: of equal scores, the lower index comes first
+    optimistic: bool = False,
+) -> TopK:
+    """Return the k highest scores of each row, and their columns, in the order of the one rule."""
+    size = scores.shape[1]
+    values, indices = scores.topk(min(k + 1, size), dim=1)
+    rows = torch.arange(len(scores), device=scores.device)
+    if host_may_read(scores):
+        equal = (values[:, 1:] == values[:, :-1]) & (values[:, 1:] > least)
+        rows = equal.any(1).nonzero()[:, 0]
+    values = values[:, :k]
+    indices = indices[:, :k]
+    if k == 0 or len(rows) == 0:
+        return TopK(values, indices)
+    tied = scores[rows]
+    columns = _near_best(tied, k, values[rows, -1:], least)
+    if relevance is not None:
+        late = relevance.lateness(rows, size, optimistic).gather(1, columns)
+        columns = columns.gather(1, late.argsort(dim=1, stable=True))
+    ordered = tied.gather(1, columns).sort(dim=1, descending=True, stable=True)
+    values[rows] = ordered.values[:, :k]
+    indices[rows] = columns.gather(1, ordered.indices[:, :k])
+    return TopK(values, indices)
+
+
+def _near_best(scores: Tensor, k: int, lowest: Tensor, least: float) -> Tensor:
+    """Return (B, C) ascending columns, among them those that may be the k best of each row.
+
+    ``lowest`` (B, 1) is the k-th highest score of each row; ``least`` is that of no candidates.
+    """
+    size = scores.shape[1]
+    width = size
+    if host_may_read(scores):
+        reached = (scores >= lowest).sum(1).masked_fill(lowest[:, 0] <= least, k)
+        width = int(reached.amax())
+    if 2 * width > size:  # to sort all is faster
+        return torch.arange(size, device=scores.device).expand(scores.shape)
+    return scores.topk(width, dim=1).indices.sort(dim=1).values
+
+
+def ranked_grades(
+    thresholds: Tensor,  # (B, P) scores of the positives, nan where there is none
+    grades: Tensor,  # (B, P)
+    optimistic: bool,
+) -> Tensor:
+    """Return the (B, P) grades in the order of :func:`ranks`."""
+    order = grades.argsort(dim=1, descending=optimistic, stable=True)
+    scores = thresholds.masked_fill(thresholds.isnan(), -torch.inf).gather(1, order)
+    order = order.gather(1, scores.argsort(dim=1, descending=True, stable=True))
+    return grades.gather(1, order)

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from .judgements import Agreement, Judgements, agreement
+from .agreements import Agreement, agreement
+from .judgements import Judgements
 from .labels import default_ids, fold_repeated
 from .protocols import coco_protocol
 from .results import QueryResults, RetrievalResults, latex_table, save_trec, skewness

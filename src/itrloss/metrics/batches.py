@@ -12,7 +12,7 @@ from ..checks import IMAGES_AND_TEXTS, IdsLike, check_embeddings, from_numpy, id
 from ..rerank import Reranker
 from ..similarity import Similarity
 from .labels import default_ids
-from .results import RECALL_NAMES
+from .results import RECALLS, Ks, as_ks, recall_names
 from .retrieval import Ties, retrieval_metrics
 
 try:
@@ -32,6 +32,7 @@ class RetrievalMetrics(Metric):
 
     Args:
         normalize: see :class:`itrloss.Similarity`.
+        ks: see :func:`itrloss.metrics.retrieval_metrics`.
         reranker, ties, hubness_k, folds: see :func:`itrloss.metrics.retrieval_results`.
         kwargs: see ``torchmetrics.Metric``.
     """
@@ -49,6 +50,7 @@ class RetrievalMetrics(Metric):
         self,
         *,
         normalize: bool = True,
+        ks: Ks = RECALLS,
         reranker: Reranker | None = None,
         ties: Ties = "pessimistic",
         hubness_k: int = 10,
@@ -58,6 +60,7 @@ class RetrievalMetrics(Metric):
         super().__init__(**kwargs)
         self.normalize = normalize
         self.options: dict[str, Any] = {
+            "ks": as_ks(ks),
             "reranker": reranker,
             "ties": ties,
             "hubness_k": hubness_k,
@@ -136,17 +139,16 @@ class RetrievalMetrics(Metric):
     def plot(
         self, val: dict[str, Tensor] | Sequence[dict[str, Tensor]] | None = None, ax: Any = None
     ) -> Any:
-        """Return the figure and axes of a plot of the six recalls.
+        """Return the figure and axes of a plot of R@K of both directions.
 
         ``val``: one result of :meth:`compute`, or a sequence of them; by default the present one.
         """
         if val is None:
             val = self.compute()
         if isinstance(val, dict):
-            return self._plot(_recalls(val), ax)
-        return self._plot([_recalls(x) for x in val], ax)
+            return self._plot(self._recalls(val), ax)
+        return self._plot([self._recalls(x) for x in val], ax)
 
-
-def _recalls(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the six recalls of all metrics."""
-    return {name: metrics[name] for name in RECALL_NAMES}
+    def _recalls(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return R@K of both directions of all metrics."""
+        return {name: metrics[name] for name in recall_names(self.options["ks"])}

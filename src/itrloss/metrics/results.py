@@ -1,29 +1,36 @@
-"""Results of each query, before they are averaged, and what is written of them."""
+"""Results of each query, before they are averaged, and what is written of them.
+
+What papers on image-text retrieval call R@K is the *hit rate*: whether any right candidate is among
+the first K. Here it is named so, ``r1``. The *recall* of information retrieval, the share of right
+candidates among the first K, is ``recall_at_1``. With one of five captions found at once, R@1 is
+100 and the recall at 1 is 20.
+"""
 
 from __future__ import annotations
 
 import csv
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..checks import as_size
 from ..engine.pairs import Pairs
-from .judgements import distinct_pairs
+from .judgements import Judgements
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 WAYS = ("i2t", "t2i")
 RECALLS = (1, 5, 10)
-RECALL_NAMES = [f"{way}_r{k}" for way in WAYS for k in RECALLS]
+Ks = Sequence[int]
 _COLUMNS = (
     "direction",
     "query",
@@ -31,9 +38,34 @@ _COLUMNS = (
     "best_rank",
     "positives",
     "r_precision",
-    "average_precision",
+    "average_precision_at_r",
     "first",
 )
+
+
+def recall_names(ks: Ks = RECALLS) -> list[str]:
+    """Return the names of R@K of both directions."""
+    return [f"{way}_r{k}" for way in WAYS for k in ks]
+
+
+RECALL_NAMES = recall_names()
+
+
+def as_ks(ks: Any) -> tuple[int, ...]:
+    """Return distinct numbers of first candidates; raise an error unless they are 1 or more."""
+    if isinstance(ks, str) or not isinstance(ks, Sequence):
+        raise TypeError(f"ks: expected numbers such as (1, 5, 10), got {ks!r}")
+    if not len(ks):
+        raise ValueError("ks: expected at least one number, got none")
+    return tuple(dict.fromkeys(as_size("ks", k) for k in ks))
+
+
+def share_names(ks: Ks) -> list[str]:
+    """Return the names of all metrics of a direction that are means over queries, in percent."""
+    names = []
+    for measure in ("r", "recall_at_", "ndcg_at_"):
+        names += [f"{measure}{k}" for k in ks]
+    return [*names, "mrr", "map", "r_precision", "map_at_r"]
 
 
 @dataclass(frozen=True)
@@ -44,14 +76,16 @@ class QueryResults:
         ids: (Q,) int64 ids of the queries; their indices if :attr:`itrloss.Similarity.ids` has
             none.
         ranks: (Q, P) int64 ranks of each query's positives, from 1, ascending, padded with 0.
-        top: (Q, k) int64 indices of each query's best candidates, best first.
+        top: (Q, k) int64 indices of each query's best candidates, best first, padded with -1.
         candidates: number of candidates.
+        grades: (Q, P) float64 grades of the positives at these ranks, 0 for none; None: all 1.
     """
 
     ids: Tensor
     ranks: Tensor
     top: Tensor
     candidates: int
+    grades: Tensor | None = None
 
     @property
     def best(self) -> Tensor:
@@ -63,11 +97,33 @@ class QueryResults:
         """The (Q,) int64 number of positives of each query."""
         return (self.ranks > 0).sum(1)
 
+    def hits(self, k: int) -> Tensor:
+        """Return the (Q,) bool R@K: whether a positive is among the first k."""
+        return (self.best > 0) & (self.best <= k)
+
+    def recall(self, k: int) -> Tensor:
+        """Return the (Q,) float64 share of positives that are among the first k."""
+        return self._within(k).sum(1).double() / self.positives.clamp_min(1)
+
+    def ndcg(self, k: int) -> Tensor:
+        """Return the (Q,) float64 normalised discounted cumulative gains of the first k.
+
+        The gain of a positive is its grade.
+        """
+        grades = self.grades
+        if grades is None:
+            grades = (self.ranks > 0).double()
+        return ndcg(self.ranks, grades, k)
+
     @property
-    def hits(self) -> Tensor:
-        """The (Q, 3) bool: whether a positive is among the first 1, 5, 10."""
-        best = self.best[:, None]
-        return (best > 0) & (best <= torch.tensor(RECALLS, device=best.device))
+    def reciprocal_rank(self) -> Tensor:
+        """The (Q,) float64 inverse rank of the best positive; 0 where there is none."""
+        return (self.best > 0) / self.best.clamp_min(1).double()
+
+    @property
+    def average_precision(self) -> Tensor:
+        """The (Q,) float64 mean of the precisions at the ranks of all positives."""
+        return self._mean_precision(self.ranks > 0)
 
     @property
     def r_precision(self) -> Tensor:
@@ -75,43 +131,106 @@ class QueryResults:
 
         R is the number of positives.
         """
-        return self._within_r().sum(1).double() / self.positives.clamp_min(1)
+        return self._within(self.positives[:, None]).sum(1).double() / self.positives.clamp_min(1)
 
     @property
-    def average_precision(self) -> Tensor:
+    def average_precision_at_r(self) -> Tensor:
         """The (Q,) float64 average precision at R; 0 if R is 0."""
-        size = self.ranks.shape[1]
-        found = torch.arange(1, size + 1, device=self.ranks.device).double()  # up to each rank
-        precision = torch.where(self._within_r(), found / self.ranks.clamp_min(1), 0.0)
-        return precision.sum(1) / self.positives.clamp_min(1)
+        return self._mean_precision(self._within(self.positives[:, None]))
 
     @property
     def occurrences(self) -> Tensor:
         """The (candidates,) int64 k-occurrences: how many queries have a candidate in their top."""
-        return torch.bincount(self.top.flatten(), minlength=self.candidates)
+        return torch.bincount(self.top[self.top >= 0], minlength=self.candidates)
 
-    def _within_r(self) -> Tensor:
-        return (self.ranks > 0) & (self.ranks <= self.positives[:, None])
+    def _within(self, k: int | Tensor) -> Tensor:
+        """Return the (Q, P) bool: whether a positive is among the first k."""
+        return (self.ranks > 0) & (self.ranks <= k)
 
-    def metrics(self) -> dict[str, float]:
+    def _mean_precision(self, counted: Tensor) -> Tensor:
+        """Return the (Q,) sums of the precisions at the counted ranks, by the positives."""
+        size = self.ranks.shape[1]
+        found = torch.arange(1, size + 1, device=self.ranks.device).double()  # up to each rank
+        precision = torch.where(counted, found / self.ranks.clamp_min(1), 0.0)
+        return precision.sum(1) / self.positives.clamp_min(1)
+
+    def per_query(self, name: str) -> Tensor:
+        """Return (Q,) float64 values from 0 to 1 of a metric; 0 for a query without positives.
+
+        ``name``: ``"r5"``, ``"recall_at_5"``, ``"ndcg_at_5"``, with any number, ``"mrr"``,
+        ``"map"``, ``"r_precision"`` or ``"map_at_r"``.
+        """
+        at_k: dict[str, Callable[[int], Tensor]] = {
+            "r": self.hits,
+            "recall_at_": self.recall,
+            "ndcg_at_": self.ndcg,
+        }
+        whole = {
+            "mrr": "reciprocal_rank",
+            "map": "average_precision",
+            "r_precision": "r_precision",
+            "map_at_r": "average_precision_at_r",
+        }
+        if name in whole:
+            return getattr(self, whole[name])
+        match = re.fullmatch(r"(r|recall_at_|ndcg_at_)([1-9]\d*)", name)
+        if match is None:
+            expected = "r5, recall_at_5, ndcg_at_5 with any number, " + ", ".join(whole)
+            raise ValueError(f"name: expected {expected}; got {name!r}")
+        return at_k[match[1]](int(match[2])).double()
+
+    def metrics(self, ks: Ks = RECALLS) -> dict[str, float]:
         """Return the metrics of this direction over queries with positives.
 
         See :func:`retrieval_metrics`.
         """
+        counted = self._answered()
+        metrics = {name: _percentage(counted, name) for name in share_names(as_ks(ks))}
+        ranks = counted.best.cpu()
+        metrics["median_rank"] = float(np.median(ranks))
+        metrics["mean_rank"] = float(ranks.double().mean())
+        metrics["skewness"] = float(skewness(counted.occurrences))
+        return metrics
+
+    def recall_sum(self) -> float:
+        """Return the sum of R@1, R@5 and R@10 in percent, over queries with positives."""
+        counted = self._answered()
+        return math.fsum(_percentage(counted, f"r{k}") for k in RECALLS)
+
+    def _answered(self) -> QueryResults:
+        """Return the results of the queries that have positives."""
         matched = self.positives > 0
         if not bool(matched.any()):
             raise ValueError("image_ids, text_ids: no query has a matching candidate")
-        counted = QueryResults(
-            self.ids[matched], self.ranks[matched], self.top[matched], self.candidates
+        grades = None if self.grades is None else self.grades[matched]
+        return replace(
+            self,
+            ids=self.ids[matched],
+            ranks=self.ranks[matched],
+            top=self.top[matched],
+            grades=grades,
         )
-        metrics = {}
-        for k, hits in zip(RECALLS, counted.hits.unbind(1), strict=True):
-            metrics[f"r{k}"] = 100 * float(hits.double().mean())
-        metrics["median_rank"] = float(np.median(counted.best.cpu()))
-        metrics["r_precision"] = 100 * float(counted.r_precision.mean())
-        metrics["map_at_r"] = 100 * float(counted.average_precision.mean())
-        metrics["skewness"] = float(skewness(counted.occurrences))
-        return metrics
+
+
+def _percentage(results: QueryResults, name: str) -> float:
+    return 100 * float(results.per_query(name).mean())
+
+
+def ndcg(ranks: Tensor, grades: Tensor, k: int) -> Tensor:
+    """Return (Q,) float64 normalised discounted cumulative gains of the first k candidates.
+
+    Args:
+        ranks: (Q, P) int64 ranks of the right candidates, 0 for none.
+        grades: (Q, P) float64 gains of these, 0 for none.
+        k: number of candidates.
+    """
+    discounts = 1 / (ranks + 1).clamp_min(2).double().log2()
+    counted = (ranks > 0) & (ranks <= k)
+    gained = torch.where(counted, grades * discounts, 0.0).sum(1)
+    ideal = grades.sort(dim=1, descending=True).values[:, :k]
+    places = torch.arange(2, ideal.shape[1] + 2, device=ideal.device).double()
+    most = (ideal / places.log2()).sum(1)
+    return torch.where(most > 0, gained / most, 0.0)
 
 
 @dataclass(frozen=True)
@@ -121,34 +240,36 @@ class RetrievalResults:
     Attributes:
         i2t, t2i: :class:`QueryResults` of image→text and of text→image.
         folds: the results of each fold, if queries had only the candidates of their fold.
+        relevant: the right pairs that were ranked, with their grades; None: those of equal ids.
     """
 
     i2t: QueryResults
     t2i: QueryResults
     folds: tuple[RetrievalResults, ...] = ()
+    relevant: Judgements | None = None
 
     @property
     def ways(self) -> dict[str, QueryResults]:
         """The results of both directions by name: ``"i2t"`` and ``"t2i"``."""
         return {"i2t": self.i2t, "t2i": self.t2i}
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, ks: Ks = RECALLS) -> dict[str, float]:
         """Return the metrics of both directions, see :func:`retrieval_metrics`."""
         if self.folds:
-            parts = [part.metrics() for part in self.folds]
+            parts = [part.metrics(ks) for part in self.folds]
             return {name: math.fsum(part[name] for part in parts) / len(parts) for name in parts[0]}
         metrics = {}
         for way, side in self.ways.items():
-            for name, value in side.metrics().items():
+            for name, value in side.metrics(ks).items():
                 metrics[f"{way}_{name}"] = value
-        metrics["rsum"] = math.fsum(metrics[name] for name in RECALL_NAMES)
+        metrics["rsum"] = math.fsum(side.recall_sum() for side in self.ways.values())
         return metrics
 
     def rows(self) -> Iterator[dict[str, object]]:
         """Yield a row for each query.
 
         It has the query's direction, index, id, best rank, number of positives and precisions, and
-        its best candidate.
+        its best candidate, -1 if it has none.
         """
         for way, side in self.ways.items():
             columns = (
@@ -156,7 +277,7 @@ class RetrievalResults:
                 side.best,
                 side.positives,
                 side.r_precision,
-                side.average_precision,
+                side.average_precision_at_r,
                 side.top[:, 0],
             )
             values = [column.tolist() for column in columns]
@@ -232,26 +353,36 @@ def skewness(counts: Tensor) -> Tensor:
 
 
 def latex_table(
-    systems: Mapping[str, RetrievalResults | Mapping[str, float]], *, digits: int = 1
+    systems: Mapping[str, RetrievalResults | Mapping[str, float]],
+    *,
+    digits: int = 1,
+    ks: Ks = RECALLS,
 ) -> str:
-    """Return a LaTeX table (booktabs) of recalls and RSUM with a row for each system.
+    """Return a LaTeX table (booktabs) of R@K and RSUM with a row for each system.
 
     The best of each column is bold.
 
     Args:
         systems: results, or dictionaries from :func:`retrieval_metrics`, by name.
         digits: number of decimals.
+        ks: the K, which dictionaries need to have.
     """
+    ks = as_ks(ks)
+    columns = [*recall_names(ks), "rsum"]
     rows = {}
     for name, x in systems.items():
-        metrics = x.metrics() if isinstance(x, RetrievalResults) else x
-        rows[name] = [f"{metrics[column]:.{digits}f}" for column in (*RECALL_NAMES, "rsum")]
+        metrics = x.metrics(ks) if isinstance(x, RetrievalResults) else x
+        rows[name] = [f"{metrics[column]:.{digits}f}" for column in columns]
     best = [max(column, key=float) for column in zip(*rows.values(), strict=True)]
+    ways = [
+        rf"\multicolumn{{{len(ks)}}}{{c}}{{{way}}}" for way in ("image to text", "text to image")
+    ]
+    heads = [f"R@{k}" for k in (*ks, *ks)]
     lines = [
-        r"\begin{tabular}{lrrrrrrr}",
+        rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
         r"\toprule",
-        r" & \multicolumn{3}{c}{image to text} & \multicolumn{3}{c}{text to image} & \\",
-        r" & R@1 & R@5 & R@10 & R@1 & R@5 & R@10 & RSUM \\",
+        rf" & {' & '.join(ways)} & \\",
+        rf" & {' & '.join(heads)} & RSUM \\",
         r"\midrule",
     ]
     for name, row in rows.items():
@@ -262,52 +393,54 @@ def latex_table(
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
-def save_trec(
-    results: RetrievalResults,
-    folder: str | Path,
-    relevant: tuple[Tensor, Tensor] | None = None,
-    tag: str = "itrloss",
-) -> None:
+def save_trec(results: RetrievalResults, folder: str | Path, tag: str = "itrloss") -> None:
     """Write run and qrels files for trec_eval and similar tools.
 
-    They are named ``i2t.run``, ``i2t.qrels``, ``t2i.run`` and ``t2i.qrels``.
-    A run lists the stored best candidates of each query, ``hubness_k`` of them; its scores only
-    encode their order. Images and texts are named by their indices: ``image0``, ``text12``.
+    They are named ``i2t.run``, ``i2t.qrels``, ``t2i.run`` and ``t2i.qrels``. Images and texts are
+    named by their indices: ``image0``, ``text12``. A run lists the stored best candidates of each
+    query, ``hubness_k`` of them; for metrics of all places, such as MRR, store all. Its scores are
+    whole numbers that fall from place to place, in the order of the ranks: any tool finds the
+    metrics of the results, whatever it does with equal scores. Qrels have the right pairs that were
+    ranked, with their grades.
 
     Args:
         results: from :func:`retrieval_results`.
         folder: an existing folder.
-        relevant: the argument of :func:`retrieval_results`, if it was used.
         tag: the name of the run.
 
     Raises:
-        ValueError: if the results have other relevant pairs.
+        ValueError: for grades that are no whole numbers, which the format has no place for; if a
+            text is a query of several folds.
     """
-    i2t, t2i = results.i2t, results.t2i
-    shape = (len(i2t.ids), len(t2i.ids))
-    if relevant is None:
-        pairs = Pairs(shape, (i2t.ids, t2i.ids), i2t.ids.device).listed
+    i2t = results.i2t
+    t2i = results.t2i
+    if results.relevant is None:
+        device = i2t.ids.device
+        images, texts = Pairs((len(i2t.ids), len(t2i.ids)), (i2t.ids, t2i.ids), device).listed
+        grades = torch.ones_like(images)
     else:
-        pairs = distinct_pairs("relevant", *relevant, shape)[0]
-    images, texts = pairs
-    _check_positives(i2t, images)
-    _check_positives(t2i, texts)
-    _save_trec(Path(folder, "i2t"), i2t, ("image", "text"), (images, texts), tag)
-    _save_trec(Path(folder, "t2i"), t2i, ("text", "image"), (texts, images), tag)
+        images, texts, grades = results.relevant
+    if not bool((grades == grades.long()).all()):
+        raise ValueError("results: expected grades that are whole numbers, got others")
+    grades = grades.long()
+    _check_positives("i2t", i2t, images)
+    _check_positives("t2i", t2i, texts)
+    _save_trec(Path(folder, "i2t"), i2t, ("image", "text"), (images, texts, grades), tag)
+    _save_trec(Path(folder, "t2i"), t2i, ("text", "image"), (texts, images, grades), tag)
 
 
-def _check_positives(results: QueryResults, queries: Tensor) -> None:
+def _check_positives(way: str, results: QueryResults, queries: Tensor) -> None:
     """Raise a ValueError unless each query has as many pairs as positives."""
     counts = torch.bincount(queries, minlength=len(results.ids))
     if not torch.equal(counts.cpu(), results.positives.cpu()):
-        raise ValueError("relevant: expected the right pairs that the results are of")
+        raise ValueError(f"results: expected each {way} query once, got one of several folds")
 
 
 def _save_trec(
     path: Path,  # without a suffix
     results: QueryResults,
     names: tuple[str, str],  # of a query and of a candidate
-    pairs: tuple[Tensor, Tensor],  # the right queries (P,) and candidates (P,)
+    judged: tuple[Tensor, Tensor, Tensor],  # the right queries (P,), candidates and grades
     tag: str,
 ) -> None:
     """Write the run and qrels files of one direction."""
@@ -316,9 +449,10 @@ def _save_trec(
     run = []
     for q, best in enumerate(results.top.tolist()):
         for place, c in enumerate(best):
-            run.append(f"{query}{q} Q0 {candidate}{c} {place + 1} {k - place} {tag}\n")
+            if c >= 0:
+                run.append(f"{query}{q} Q0 {candidate}{c} {place + 1} {k - place} {tag}\n")
     qrels = []
-    for q, c in torch.stack(pairs, 1).tolist():
-        qrels.append(f"{query}{q} 0 {candidate}{c} 1\n")
+    for q, c, grade in torch.stack(judged, 1).tolist():
+        qrels.append(f"{query}{q} 0 {candidate}{c} {grade}\n")
     path.with_suffix(".run").write_text("".join(run), encoding="utf-8")
     path.with_suffix(".qrels").write_text("".join(qrels), encoding="utf-8")

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
 from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of
 from ..distributed import gather as gather_rows
 from ..distributed import gather_table, world_size
+from ..engine.ranking import Ranking
 from ..similarity import Similarity
-from .judgements import distinct_pairs, ranked_by_pairs
+from .judgements import Judgements
 from .labels import fold_parts, folded, ids_or_indices, part_of, shared, with_ids
-from .results import QueryResults, RetrievalResults, join_folds
+from .relevance import Judged, Relevant, WhichPairs, judged
+from .results import RECALLS, Ks, QueryResults, RetrievalResults, as_ks, join_folds
 from .suspicion import warn_of_chance
 
 if TYPE_CHECKING:
     from ..rerank import Reranker
 
 Ties = Literal["pessimistic", "optimistic"]
-ListedPairs = tuple[Tensor, Tensor]
 AnyScores = Tensor | Similarity | tuple[Tensor | Similarity, Tensor]
 
 
@@ -29,7 +31,10 @@ def retrieval_metrics(  # noqa: PLR0913 - options by keyword
     image_ids: IdsLike | None = None,
     text_ids: IdsLike | None = None,
     *,
-    relevant: ListedPairs | None = None,
+    ks: Ks = RECALLS,
+    relevant: Relevant | None = None,
+    exclude: WhichPairs | None = None,
+    candidates: WhichPairs | None = None,
     reranker: Reranker | None = None,
     ties: Ties = "pessimistic",
     hubness_k: int = 10,
@@ -39,25 +44,34 @@ def retrieval_metrics(  # noqa: PLR0913 - options by keyword
 ) -> dict[str, float]:
     """Return the metrics of image→text (``i2t_``) and text→image retrieval (``t2i_``) by name.
 
-    For each direction: ``r1``, ``r5``, ``r10``, the percentage of queries with a positive among the
-    first k; ``median_rank`` of the best positive, from 1; ``r_precision``, the percentage of
+    For each direction, and each K of ``ks``: ``r1`` and so on, the field's R@K, which is the *hit
+    rate*: the percentage of queries with a positive among the first K; ``recall_at_1``, the
+    percentage of the positives that are among the first K; ``ndcg_at_1``, the normalised discounted
+    cumulative gain, whose gains are the grades. Of the whole order: ``mrr``, the mean inverse rank
+    of the best positive; ``map``, the mean average precision; ``r_precision``, the percentage of
     positives among the first R, where R is the number of positives; ``map_at_r``, the mean average
-    precision at R in percent; ``skewness`` of the k-occurrences (the number of queries whose first
-    k contain a candidate), 0 without hubs. And ``rsum``, the sum of the six recalls. Queries
-    without positives do not count. With folds, every metric is its mean over the folds.
+    precision at R; all in percent. ``median_rank`` and ``mean_rank`` of the best positive, from 1;
+    ``skewness`` of the k-occurrences (the number of queries whose first k contain a candidate), 0
+    without hubs. And ``rsum``, the sum of R@1, R@5 and R@10 of both directions, whatever ``ks``.
+    Queries without positives do not count. With folds, every metric is its mean over the folds.
 
     Args:
-        scores, image_ids, text_ids, relevant: see :func:`retrieval_results`.
+        scores, image_ids, text_ids: see :func:`retrieval_results`.
+        ks: numbers of first candidates, of at least 1.
+        relevant, exclude, candidates: see :func:`retrieval_results`.
         reranker, ties, hubness_k, folds, gather, process_group: see :func:`retrieval_results`.
 
     Raises:
         TypeError, ValueError: as :func:`retrieval_results`; also if no query has a positive.
     """
+    ks = as_ks(ks)
     results = retrieval_results(
         scores,
         image_ids,
         text_ids,
         relevant=relevant,
+        exclude=exclude,
+        candidates=candidates,
         reranker=reranker,
         ties=ties,
         hubness_k=hubness_k,
@@ -65,7 +79,7 @@ def retrieval_metrics(  # noqa: PLR0913 - options by keyword
         gather=gather,
         process_group=process_group,
     )
-    return results.metrics()
+    return results.metrics(ks)
 
 
 def retrieval_results(  # noqa: PLR0913 - options by keyword
@@ -73,7 +87,9 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     image_ids: IdsLike | None = None,
     text_ids: IdsLike | None = None,
     *,
-    relevant: ListedPairs | None = None,
+    relevant: Relevant | None = None,
+    exclude: WhichPairs | None = None,
+    candidates: WhichPairs | None = None,
     reranker: Reranker | None = None,
     ties: Ties = "pessimistic",
     hubness_k: int = 10,
@@ -91,14 +107,24 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
             text match. Not with a ``Similarity``, which has its own. Without ids, ``n_texts = c *
             n_images`` means c consecutive texts per image, and consecutive copies of an image count
             once: see :func:`fold_repeated`.
-        relevant: (P,) image and (P,) text indices of the positive pairs, such as
-            :meth:`Judgements.at_least` returns, instead of the pairs with equal ids. Not with a
-            reranker or folds.
-        reranker: re-rank the scores first, without holding the matrix.
+        relevant: the positive pairs, instead of those with equal ids: (P,) image and (P,) text
+            indices, such as :meth:`Judgements.at_least` returns; or graded, as :class:`Judgements`
+            or as a dense or sparse matrix (n_images, n_texts) of grades. Pairs with a grade above 0
+            are right, and grades are the gains of nDCG. Not with folds.
+        exclude: pairs that are not ranked, in either direction, such as an image with itself or the
+            reference of a composed query: (P,) image and (P,) text indices, a bool matrix
+            (n_images, n_texts), or a list with a list of text indices for each image. A right
+            candidate that is excluded does not exist. Not with folds.
+        candidates: the only pairs that are ranked, in the same forms, such as a first stage's best
+            for each query. Not with folds.
+        reranker: re-rank the scores first, without holding the matrix. It sees all scores, those
+            of excluded pairs, too.
         ties: whether a negative with the score of a positive ranks ahead of it (``"pessimistic"``)
-            or behind it (``"optimistic"``).
+            or behind it (``"optimistic"``). So do lower grades and higher ones. Of equals, the
+            lower index comes first. Ranks, stored candidates and the k-occurrences follow this
+            rule.
         hubness_k: k of the k-occurrences, and number of stored best candidates; at most all
-            candidates.
+            candidates. Where a query has fewer, they are padded with -1.
         folds: split the images into this many consecutive parts, each with its texts, and retrieve
             within each part, as in MSCOCO's "5-fold 1K". A transductive reranker sees only the
             queries of the part. A text that matches images in two parts is a query in both; one
@@ -122,24 +148,28 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     folds = as_size("folds", folds)
     one_of("ties", ties, "pessimistic", "optimistic")
     pair = isinstance(scores, tuple)
-    if reranker is not None and (relevant is not None or pair):
-        raise ValueError("reranker: expected None with relevant pairs or a pair of scores")
+    if reranker is not None and pair:
+        raise ValueError("reranker: expected None with a pair of scores")
     gather = gather and world_size(process_group) > 1
-    if folds > 1 and (relevant is not None or gather):
-        raise ValueError(f"folds: expected 1 with relevant pairs or gather=True, got {folds}")
+    by_ids = relevant is None
+    has_rules = not by_ids or exclude is not None or candidates is not None
+    if folds > 1 and (has_rules or gather):
+        others = "relevant, excluded or candidate pairs, or gather=True"
+        raise ValueError(f"folds: expected 1 with {others}, got {folds}")
     if gather:
-        if pair or relevant is not None or image_ids is not None or text_ids is not None:
-            raise ValueError("relevant, image_ids, text_ids, a pair of scores: not for gather=True")
+        if pair or has_rules or image_ids is not None or text_ids is not None:
+            given = "relevant, exclude, candidates, image_ids, text_ids, a pair of scores"
+            raise ValueError(f"{given}: not for gather=True")
         results = _sharded_results(scores, reranker, hubness_k, ties, process_group)
         warn_of_chance(results)
         return results
-    by_ids = relevant is None
     if pair:
         sims = _pair_with_ids(scores, image_ids, text_ids, by_ids)
     else:
         sims = [with_ids("scores", scores, image_ids, text_ids, by_ids).detach()]
     if folds == 1:
-        results = _ranked(sims, relevant, reranker, hubness_k, ties)
+        rules = judged(sims[0], relevant, exclude, candidates)
+        results = _ranked(sims, rules, reranker, hubness_k, ties)
     else:
         results = _results_in_folds(sims, folds, reranker, hubness_k, ties)
     warn_of_chance(results)
@@ -185,7 +215,7 @@ def _results_in_folds(
 
 def _ranked(
     sims: Sequence[Similarity],
-    relevant: ListedPairs | None,
+    rules: Judged | None,
     reranker: Reranker | None,
     k: int,
     ties: Ties,
@@ -193,23 +223,27 @@ def _ranked(
     """Return the results of one similarity, or of two for image→text and text→image."""
     sim = sims[0]
     t2i = sims[-1].T
+    relevance = (None, None) if rules is None else rules.both()
     if reranker is not None:
-        ranked = reranker.ranked(sim, k, ties)
-    elif relevant is not None:
-        pairs = distinct_pairs("relevant", *relevant, sim.shape)[0]
-        images, texts = pairs.to(sim.device)
-        ranked = [
-            ranked_by_pairs(images, texts, sim, k, ties),
-            ranked_by_pairs(texts, images, t2i, k, ties),
-        ]
+        of_images, of_texts = reranker.ranked(sim, k, ties, relevance)
     else:
-        ranked = [sim.ranked(k, ties=ties), t2i.ranked(k, ties=ties)]
+        of_images = sim.ranked(k, ties=ties, relevance=relevance[0])
+        of_texts = t2i.ranked(k, ties=ties, relevance=relevance[1])
     image_ids, text_ids = ids_or_indices(sim)
-    (image_ranks, best_texts), (text_ranks, best_images) = ranked
+    right = None
+    if rules is not None:
+        grades = torch.ones_like(rules.images) if rules.grades is None else rules.grades
+        right = Judgements(rules.images, rules.texts, grades)
     return RetrievalResults(
-        i2t=QueryResults(image_ids, image_ranks, best_texts.indices, len(text_ids)),
-        t2i=QueryResults(text_ids, text_ranks, best_images.indices, len(image_ids)),
+        i2t=_of_queries(image_ids, of_images, len(text_ids)),
+        t2i=_of_queries(text_ids, of_texts, len(image_ids)),
+        relevant=right,
     )
+
+
+def _of_queries(ids: Tensor, ranking: Ranking, candidates: int) -> QueryResults:
+    """Return the results of one direction."""
+    return QueryResults(ids, ranking.ranks, ranking.top.indices, candidates, ranking.grades)
 
 
 def _sharded_results(

@@ -10,20 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import as_size, check_matrix, from_numpy
 from ..distributed import consensus, world_size
 from ..distributed.shards import Share
+from ..engine.ranking import Ranking, Relevance
 from ..metrics.labels import ids_or_indices, shared, with_ids
-from ..similarity import Similarity, TopK
+from ..similarity import Similarity, TopK, joined
 from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
 
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
-# the (Q, P) ranks of the queries' positives (empty for ``ties=None``), and their best candidates
-Ranked = tuple[Tensor, TopK]
 
 
 class Reranked(tuple[T, T], Generic[T]):
@@ -242,7 +240,7 @@ class Reranker(ABC):
             sim = shared(scores, f"{self.description()} {k}", process_group)
         else:
             sim = with_ids("scores", scores, None, None, by_ids=False)
-        return self._pair(top for _, top in self.ranked(sim, k, None))
+        return self._pair(ranking.top for ranking in self.ranked(sim, k, None))
 
     def _pair(self, results: Iterable[T]) -> Reranked[T]:
         pair = Reranked(results)
@@ -266,15 +264,24 @@ class Reranker(ABC):
             raise ValueError(f"biases: {type(self).__name__} is not a bias per candidate")
         return RerankBiases(*biases)
 
-    def ranked(self, sim: Similarity, k: int, ties: str | None) -> list[Ranked]:
+    def ranked(
+        self,
+        sim: Similarity,
+        k: int,
+        ties: str | None,
+        relevance: Sequence[Relevance | None] = (None, None),
+    ) -> list[Ranking]:
         """Return the ranks (empty for ``ties=None``) and the k best candidates of all images, and
         of all texts; see :meth:`itrloss.Similarity.ranked`.
 
         If ``sim`` is sharded: of this process's queries, among the candidates of all processes.
+        ``relevance``, of the images and of the texts, is for the ranks alone: re-ranking sees all
+        scores.
         """
         directions = self._directions(sim)
         if sim.share is None:
-            return [_ranks(ruled, k, ties) for ruled in self._ruled(directions)]
+            both = zip(self._ruled(directions), relevance, strict=True)
+            return [_ranks(ruled, k, ties, judged) for ruled, judged in both]
         results = []
         for direction in directions:
             with consensus(sim.share.processes.group):
@@ -380,21 +387,18 @@ class Reranker(ABC):
 
 
 @torch.no_grad()
-def _ranks(ruled: Ruled, k: int, ties: str | None) -> Ranked:
+def _ranks(ruled: Ruled, k: int, ties: str | None, relevance: Relevance | None = None) -> Ranking:
     """Return ranks and best candidates by re-ranked score."""
     direction, labelled, rule = ruled
     if isinstance(rule, Bias):
-        ranks, top = labelled.ranked(k, rule.bias / rule.factor, ties=ties)
-        return ranks, TopK(top.values * rule.factor, top.indices)
+        bias = rule.bias / rule.factor
+        ranks, top, grades = labelled.ranked(k, bias, ties=ties, relevance=relevance)
+        return Ranking(ranks, TopK(top.values * rule.factor, top.indices), grades)
     ids, candidate_ids = ids_or_indices(labelled)
-    ranks = []
-    tops = []
+    parts = []
     for rows, block in direction.queries.blocks():
-        pair_ids = ids[rows], candidate_ids
-        own_ranks, top = Similarity.from_scores(rule(block, rows), *pair_ids).ranked(k, ties=ties)
-        ranks.append(own_ranks)
-        tops.append(top)
-    width = max(x.shape[-1] for x in ranks)
-    padded = torch.cat([F.pad(x, (0, width - x.shape[-1])) for x in ranks])
-    values = torch.cat([top.values for top in tops]).to(labelled.dtype)
-    return padded, TopK(values, torch.cat([top.indices for top in tops]))
+        scored = Similarity.from_scores(rule(block, rows), ids[rows], candidate_ids)
+        own = None if relevance is None else relevance.part(rows)
+        parts.append(scored.ranked(k, ties=ties, relevance=own))
+    ranks, top, grades = joined(parts)
+    return Ranking(ranks, TopK(top.values.to(labelled.dtype), top.indices), grades)
