@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .vectors import chunks
+
 # Number of positives of an anchor beyond which sorting its rivals beats comparing them with each.
 MANY = 32
 RUN = 64  # length of the runs in `argmax`
@@ -44,8 +46,9 @@ def ranks(
     else:
         compare = torch.gt if optimistic else torch.ge
         ahead = torch.zeros_like(thresholds, dtype=torch.int64)
-        for k in range(count):
-            ahead[:, k] = compare(rivals, thresholds[:, k, None]).sum(1)
+        for part in chunks(rivals):  # to be summed, a mask is copied to int64
+            for k in range(count):
+                ahead[part, k] = compare(rivals[part], thresholds[part, k, None]).sum(1)
     last = torch.iinfo(torch.int64).max // 2
     ahead = ahead.masked_fill_(missing, last).sort(dim=1).values
     positions = torch.arange(1, count + 1, device=rivals.device)
