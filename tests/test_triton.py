@@ -1799,7 +1799,8 @@ def test_kernels_compile_for_gpus(tmp_path):
         limited = alone and of_one
         siglip = "_kernel softplus {" in kernel["name"] and "'total': True" in kernel["name"]
         if kernel["GPU"] == 90 and (limited or siglip):
-            # SigLIP's total with its gradient spills 112 bytes for the mask of its dimensions.
+            # SigLIP's total with its gradient spills 112 bytes. An H100 runs it at 341 TFLOP/s all
+            # the same, like InfoNCE's gradient (benchmarks/results/gpu_*_first.json).
             most = 112 if siglip else 64
             assert kernel["STACK"] <= most, kernel
             assert kernel["REG"] <= 128 or kernel["WARPS"] == 4, kernel

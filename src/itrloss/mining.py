@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,15 +83,21 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     values = query_vectors.new_full((size, k), -torch.inf, dtype=dtype)
     best = TopK(values, torch.full_like(values, -1, dtype=torch.int64))
     search = _Search(normalized(query_vectors, normalize), ids, limits, best)
+    for start, end in _blocks(total, block):
+        vectors = _vectors(corpus[start:end], normalize, query_vectors)
+        _search_block_(search, vectors, corpus_ids[start:end], start)
+        if progress is not None:
+            progress(end, total)
+    return best
+
+
+def _blocks(total: int, block: int) -> Iterator[tuple[int, int]]:
+    """Yield where each block begins and ends; the first ones are smaller."""
     start = 0
     while start < total:
         end = min(total, start + min(block, max(_FIRST, start)))
-        vectors = _vectors(corpus[start:end], normalize, query_vectors)
-        _search_block_(search, vectors, corpus_ids[start:end], start)
+        yield start, end
         start = end
-        if progress is not None:
-            progress(start, total)
-    return best
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import warnings
 import torch
 from torch import Tensor
 
+from .engine.vectors import CHUNK, chunks, compute_dtype
+
 _INSIDE = ("itrloss", "torch")  # packages whose lines a user did not write
-_ROWS = 256  # number of rows compared at once
 
 
 class SuspiciousInputWarning(UserWarning):
@@ -39,8 +40,12 @@ def warn_of_embeddings(name: str, scores: Tensor) -> None:
     if len(x) < 2 or x.shape[1] < 2:
         return
     error = max(1e-3, 2 * torch.finfo(x.dtype).eps)
-    lengths = torch.linalg.vector_norm(x, dim=1, dtype=torch.promote_types(x.dtype, torch.float32))
-    if bool((lengths - 1).abs().amax() <= error) and bool(x.abs().amax() < 0.99):
+    for part in chunks(x):  # half precision is converted
+        lengths = torch.linalg.vector_norm(x[part], dim=1, dtype=compute_dtype(x))
+        if bool((lengths - 1).abs().amax() > error):
+            return
+    low, high = x.aminmax()
+    if bool(torch.maximum(-low, high) < 0.99):
         warn(
             f"{name}: each row has length 1, as embeddings have, and is taken for scores of one "
             "image with all texts. If they are embeddings, pass those of images and of texts: "
@@ -58,13 +63,18 @@ def row_labels(x: Tensor) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(0)
     direction = torch.randn(x.shape[1], generator=generator, dtype=torch.float64, device="cpu")
     direction = direction.to(x.device)
-    keys = torch.cat([rows.double() @ direction for rows in x.split(_ROWS)])
-    lengths = torch.cat([rows.double().norm(dim=1) for rows in x.split(_ROWS)])
+    keys = torch.empty(len(x), dtype=torch.float64, device=x.device)
+    lengths = torch.empty_like(keys)
+    for part in chunks(x):
+        rows = x[part].double()
+        keys[part] = rows @ direction
+        lengths[part] = rows.norm(dim=1)
     order = keys.argsort()  # copies are neighbours in this order
     near = keys[order].diff().abs() <= 1e-6 + rtol * lengths[order[1:]]
     candidates = near.nonzero().squeeze(1)
     same = torch.zeros_like(near)
-    for some in candidates.split(_ROWS):
+    step = max(1, CHUNK // max(1, x.shape[1]))
+    for some in candidates.split(step):
         pairs = x[order[some]], x[order[some + 1]]
         same[some] = torch.isclose(*pairs, rtol, 1e-6).all(1)
     labels = torch.zeros_like(order)

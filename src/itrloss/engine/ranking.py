@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .vectors import host_may_read
+from .vectors import chunks, host_may_read
 
 # Number of positives of an anchor beyond which sorting its rivals beats comparing them with each.
 MANY = 32
@@ -54,8 +54,9 @@ def ranks(
     else:
         compare = torch.gt if optimistic else torch.ge
         ahead = torch.zeros_like(thresholds, dtype=torch.int64)
-        for k in range(count):
-            ahead[:, k] = compare(rivals, thresholds[:, k, None]).sum(1)
+        for part in chunks(rivals):  # to be summed, a mask is copied to int64
+            for k in range(count):
+                ahead[part, k] = compare(rivals[part], thresholds[part, k, None]).sum(1)
     last = torch.iinfo(torch.int64).max // 2
     ahead = ahead.masked_fill_(missing, last).sort(dim=1).values
     positions = torch.arange(1, count + 1, device=rivals.device)
@@ -130,14 +131,15 @@ def best(
     indices = indices[:, :k]
     if k == 0 or len(rows) == 0:
         return TopK(values, indices)
-    tied = scores[rows]
-    columns = _near_best(tied, k, values[rows, -1:], least)
-    if relevance is not None:
-        late = relevance.lateness(rows, size, optimistic).gather(1, columns)
-        columns = columns.gather(1, late.argsort(dim=1, stable=True))
-    ordered = tied.gather(1, columns).sort(dim=1, descending=True, stable=True)
-    values[rows] = ordered.values[:, :k]
-    indices[rows] = columns.gather(1, ordered.indices[:, :k])
+    for some in rows.split(chunks(scores)[0].stop):
+        tied = scores[some]
+        columns = _near_best(tied, k, values[some, -1:], least)
+        if relevance is not None:
+            late = relevance.lateness(some, size, optimistic).gather(1, columns)
+            columns = columns.gather(1, late.argsort(dim=1, stable=True))
+        ordered = tied.gather(1, columns).sort(dim=1, descending=True, stable=True)
+        values[some] = ordered.values[:, :k]
+        indices[some] = columns.gather(1, ordered.indices[:, :k])
     return TopK(values, indices)
 
 

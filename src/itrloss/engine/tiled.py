@@ -19,7 +19,7 @@ from .pair_scores import ListedPairs, add_pair_gradient
 from .products import add_matmul_, matmul
 from .question import ColumnsView, Question, RowsView, Value, View, has_each, joined
 from .ranking import argmax
-from .vectors import chunks, project
+from .vectors import chunks, compute_dtype, project
 
 
 def sums(question: Question, inputs: Inputs, guide: Inputs | None) -> Tensor:
@@ -392,7 +392,10 @@ def summed_scores(inputs: Inputs, side: int) -> Tensor:
     if inputs.scores is not None:
         return inputs.scores.sum(1 - side)
     own, others = inputs.sides(side)
-    total = torch.stack([others.vectors(part).sum(0) for part in chunks(others.like)]).sum(0)
+    if others.inv is None:
+        total = others.like.sum(0, dtype=compute_dtype(others.like))
+    else:
+        total = torch.stack([others.vectors(part).sum(0) for part in chunks(others.like)]).sum(0)
     sums = torch.cat([own.vectors(part) @ total for part in chunks(own.like)])
     if own.bias is not None:
         sums = sums + own.bias * len(others.like)
