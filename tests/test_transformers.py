@@ -27,6 +27,7 @@ from transformers import (
     default_data_collator,
 )
 
+from itrloss.integrations import inner_loss
 from itrloss.integrations.transformers import RetrievalTrainer
 
 STEPS, BATCH, SIZE = 16, 8, 64
@@ -88,6 +89,7 @@ def train(
         "max_grad_norm": 0.0,
         "lr_scheduler_type": "constant",
     }
+    checkpoint = options.pop("checkpoint", None)
     more = {name: options.pop(name) for name in ("eval_dataset", "model_init") if name in options}
     args = TrainingArguments(output_dir=str(folder), **settings | options)
     more |= {
@@ -97,7 +99,7 @@ def train(
     }
     model = None if "model_init" in more else make(kind)
     trainer = Trainer(model, **more) if loss is None else RetrievalTrainer(model, loss=loss, **more)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=checkpoint)
     return [x["loss"] for x in trainer.state.log_history if "loss" in x], trainer
 
 
@@ -227,3 +229,38 @@ def test_other_losses_and_models_are_refused(tmp_path):
         TypeError, match=r"model: expected outputs with image_embeds and text_embeds.*, got logits"
     ):
         trainer.compute_loss(trainer.model, {"input_ids": torch.ones(2, 3, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize("name", ["infonce", "sigmoid", "triplet", "matryoshka"])
+def test_a_resumed_run_is_the_same_bit_for_bit(name: str, tmp_path):
+    """It begins with all negatives; the run that is saved has switched to the hardest ones."""
+    criteria: dict[str, Any] = {
+        "infonce": lambda: itrloss.InfoNCELoss(learnable=True),
+        "sigmoid": itrloss.SigmoidLoss,
+        "triplet": lambda: itrloss.TripletLoss(mining="all"),
+        "matryoshka": lambda: itrloss.Matryoshka(itrloss.TripletLoss(mining="all"), [8, 16]),
+    }
+    options: Any = {
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "optim": "adamw_torch",
+        "lr_scheduler_type": "cosine",
+    }
+
+    def run(folder: str, checkpoint: Any = None) -> tuple[Any, Any]:
+        loss = criteria[name]()
+        if name in ("triplet", "matryoshka") and checkpoint is None:
+            inner_loss(loss).mining = "hardest"
+        kind = "siglip" if name == "sigmoid" else "clip"
+        more = {"max_steps": 6, "checkpoint": checkpoint, **options}
+        return train(kind, tmp_path / folder, loss, **more)
+
+    wanted, whole = run("whole")
+    found, resumed = run("part", str(tmp_path / "whole" / "checkpoint-3"))
+    assert found == wanted and len(found) == 6
+    for p, expected in zip(parameters(resumed), parameters(whole), strict=True):
+        assert torch.equal(p, expected)
+    if name in ("triplet", "matryoshka"):
+        (tmp_path / "whole" / "checkpoint-3" / "retrieval_losses.pt").unlink()
+        with pytest.warns(UserWarning, match="checkpoint-3 has no retrieval_losses.pt"):
+            run("without", str(tmp_path / "whole" / "checkpoint-3"))

@@ -321,11 +321,19 @@ class Option(Generic[T]):
         module.__dict__[self.place] = value
 
 
-class ExchangeableState(nn.Module):
-    """A module that loads the state of another one, if that has the same parameters.
+class WholeState(nn.Module):
+    """A module that loads all of its state dict or, if a buffer's shape differs, nothing of it.
 
-    Neither needs what the other holds besides parameters and buffers, its ``extra_state``.
+    Some keys may be missing or unexpected: so a module loads the state of another one that has the
+    same parameters, and neither needs what the other holds besides, its ``extra_state``.
     """
+
+    def may_differ(self, name: str) -> bool:
+        """Return whether a key of the state, from this module on, may be missing or unexpected."""
+        return name.split(".")[-1] == "_extra_state"
+
+    def before_assignment(self, loaded: Mapping[str, Any]) -> None:
+        """Prepare for a state, by keys from this module on, that is loaded with ``assign=True``."""
 
     def _load_from_state_dict(
         self,
@@ -337,18 +345,34 @@ class ExchangeableState(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        loaded = {
+            key.removeprefix(prefix): x for key, x in state_dict.items() if key.startswith(prefix)
+        }
+        misfit = self._misfit(loaded)
+        if misfit:
+            error_msgs.append(f"{prefix}{misfit}")
+            return
+        if local_metadata.get("assign_to_params_buffers"):
+            self.before_assignment(loaded)
         problems = missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *problems)
         for keys in (missing_keys, unexpected_keys):
-            keys[:] = [key for key in keys if not is_extra_state(key, prefix)]
+            keys[:] = [key for key in keys if not self._excused(key, prefix)]
+
+    def _misfit(self, loaded: Mapping[str, Any]) -> str:
+        """Return what is wrong with a buffer of a state; nothing if all fit."""
+        for name, own in self._buffers.items():
+            new = loaded.get(name)
+            if own is not None and new is not None and new.shape != own.shape:
+                return f"{name}: expected shape {tuple(own.shape)}, got {tuple(new.shape)}"
+        return ""
+
+    def _excused(self, key: str, prefix: str) -> bool:
+        """Return whether a key of the whole state dict is this module's, and may differ."""
+        return key.startswith(prefix) and self.may_differ(key.removeprefix(prefix))
 
 
-def is_extra_state(key: str, prefix: str) -> bool:
-    """Return whether a key of a state dict is the ``extra_state`` of a module or of one inside."""
-    return key.startswith(prefix) and key.split(".")[-1] == "_extra_state"
-
-
-class CheckedModule(ExchangeableState):
+class CheckedModule(WholeState):
     """A module whose options are checked whenever they are set."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -439,8 +463,16 @@ class Learnable(Bounded[Any]):
             super().__set__(module, value)
             return
         self.check(value)
-        with torch.no_grad():
-            parameter.fill_(value)
+        module.__dict__[self.place] = value
+        self.reset(module)
+
+    def reset(self, module: nn.Module) -> None:
+        """Give a parameter the number that was set last."""
+        parameter = module._parameters.get(self.name)
+        value = module.__dict__.get(self.place)
+        if parameter is not None and value is not None:
+            with torch.no_grad():
+                parameter.fill_(value)
 
 
 class Fixed(Option[T]):
@@ -452,29 +484,6 @@ class Fixed(Option[T]):
                 f"{self.name}: cannot be changed, as parameters depend on it; make a new module"
             )
         super().__set__(module, value)
-
-
-class WholeState(nn.Module):
-    """A module that loads all of its state dict or, if a buffer's shape differs, nothing of it."""
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        for name, own in self._buffers.items():
-            loaded = state_dict.get(prefix + name)
-            if own is not None and loaded is not None and loaded.shape != own.shape:
-                shapes = f"expected shape {tuple(own.shape)}, got {tuple(loaded.shape)}"
-                error_msgs.append(f"{prefix}{name}: {shapes}")
-                return
-        problems = missing_keys, unexpected_keys, error_msgs
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *problems)
 
 
 def _type(x: object) -> str:

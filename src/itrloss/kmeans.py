@@ -48,14 +48,12 @@ class OnlineKMeans(WholeState):
         centroids: (clusters, dim) of unit length, zeros where a cluster is empty. They stay float32
             when the module is cast, as half precision would lose small steps.
         counts: (clusters,) int64 n.
-        reseeded: (clusters,) bool, the clusters whose centroid the last update replaced by a point,
-            for :meth:`itrloss.PrototypeClassificationLoss.reset`.
     """
 
     centroids: Tensor
     counts: Tensor
     waiting: Tensor
-    reseeded: Tensor
+    replaced: Tensor
 
     def __init__(
         self,
@@ -78,11 +76,21 @@ class OnlineKMeans(WholeState):
         self.max_count = max_count
         self.patience = patience
         self.engine: Engine = engine
-        self.register_buffer("centroids", torch.zeros(clusters, dim, dtype=torch.float32))
-        self.register_buffer("counts", torch.zeros(clusters, dtype=torch.int64))
+        self.register_buffer("centroids", torch.empty(clusters, dim, dtype=torch.float32))
+        self.register_buffer("counts", torch.empty(clusters, dtype=torch.int64))
         # points seen since a cluster's last one
-        self.register_buffer("waiting", torch.full((clusters,), _NEVER))
-        self.register_buffer("reseeded", torch.zeros(clusters, dtype=torch.bool))
+        self.register_buffer("waiting", torch.empty(clusters, dtype=torch.int64))
+        # 1 for a reseeded cluster; an integer, as averages of models fail at a bool buffer
+        self.register_buffer("replaced", torch.empty(clusters, dtype=torch.int64))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Empty all clusters, as is needed after ``to_empty``."""
+        self.centroids.zero_()
+        self.counts.zero_()
+        self.waiting.fill_(_NEVER)
+        self.replaced.zero_()
 
     def __len__(self) -> int:
         """Return the number of clusters that are not empty. Synchronises with an accelerator."""
@@ -91,6 +99,13 @@ class OnlineKMeans(WholeState):
     def __bool__(self) -> bool:
         """Return True, for the object exists, whatever its length."""
         return True
+
+    @property
+    def reseeded(self) -> Tensor:
+        """The (clusters,) bool mask of the clusters whose centroid the last update replaced by a
+        point, for :meth:`itrloss.PrototypeClassificationLoss.reset`.
+        """
+        return self.replaced.bool()
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
@@ -124,7 +139,7 @@ class OnlineKMeans(WholeState):
         )
         points = torch.cat(parts)
         if len(points) == 0:
-            self.reseeded.zero_()
+            self.replaced.zero_()
             return torch.zeros(0, dtype=torch.int64, device=points.device)
         ids = self._step(points, patience)
         return ids.split([len(part) for part in parts])[torch.distributed.get_rank(process_group)]
@@ -149,7 +164,7 @@ class OnlineKMeans(WholeState):
             if before is not None and torch.equal(ids, before):
                 break
             before = ids
-        self.reseeded.copy_(reseeded)
+        self.replaced.copy_(reseeded)
         ids = self._nearest(x, self.waiting < _NEVER).indices
         self.counts.zero_().index_add_(0, ids, torch.ones_like(ids))
         return ids
@@ -201,16 +216,17 @@ class OnlineKMeans(WholeState):
         hit = torch.zeros_like(seeded).index_fill_(0, ids, True) & seeded
         self.waiting.add_(batch).masked_fill_(hit | first_seeds, 0)
         self._reseed(cosines.masked_fill(zero, 1.0), ids, patience)
-        self.reseeded.logical_or_(first_seeds)
-        self.counts.masked_fill_(self.reseeded, 0)
-        self.waiting.masked_fill_(self.reseeded, 0)
+        reseeded = self.reseeded | first_seeds
+        self.replaced.copy_(reseeded)
+        self.counts.masked_fill_(reseeded, 0)
+        self.waiting.masked_fill_(reseeded, 0)
         self._move(x, ids)
         return ids
 
     def _reseed(self, cosines: Tensor, ids: Tensor, patience: int) -> None:
         """Give the farthest points to the clusters that waited for more than ``patience`` points.
 
-        ``cosines``, ``ids``: (B,) of the points; ``ids`` and ``reseeded`` are overwritten.
+        ``cosines``, ``ids``: (B,) of the points; ``ids`` and ``replaced`` are overwritten.
         """
         pairs = min(len(self.waiting), ids.shape[0])
         # Empty clusters first, in their order; then those that waited longest.
@@ -220,7 +236,7 @@ class OnlineKMeans(WholeState):
         point = point[:pairs]
         replaced = (waited[:pairs] > patience) & (closeness[:pairs] < _CLOSE)
         ids.index_copy_(0, point, torch.where(replaced, cluster, ids[point]))
-        self.reseeded.zero_().index_copy_(0, cluster, replaced)
+        self.replaced.zero_().index_copy_(0, cluster, replaced.long())
 
     def _move(self, x: Tensor, ids: Tensor) -> None:
         """Move the centroids of the clusters that got some of these unit vectors, by sums of a

@@ -69,14 +69,23 @@ class CoupledMemory(WholeState):
             raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
         self.size = size
         self.dim = dim
+        with torch.inference_mode(False):  # inference tensors could not be written to later
+            self.register_buffer("images", torch.empty(size, dim, dtype=dtype))
+            self.register_buffer("texts", torch.empty(size, dim, dtype=dtype))
+            self.register_buffer("ids", torch.empty(size, dtype=torch.int64))
+            self.register_buffer("enqueued", torch.tensor(0))
+        self.reset_parameters()
+        self.register_load_state_dict_post_hook(find_labels)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Empty the memory, as is needed after ``to_empty``."""
         # Whether entries have ids; None: nothing was enqueued yet.
         self._labelled: bool | None = None
-        with torch.inference_mode(False):  # inference tensors could not be written to later
-            self.register_buffer("images", torch.zeros(size, dim, dtype=dtype))
-            self.register_buffer("texts", torch.zeros(size, dim, dtype=dtype))
-            self.register_buffer("ids", torch.full((size,), IGNORE_ID))
-            self.register_buffer("enqueued", torch.tensor(0))
-        self.register_load_state_dict_post_hook(find_labels)
+        self.images.zero_()
+        self.texts.zero_()
+        self.ids.fill_(IGNORE_ID)
+        self.enqueued.zero_()
 
     def __len__(self) -> int:
         """Return the number of valid entries. Synchronises with an accelerator."""
@@ -391,7 +400,7 @@ def memory_sides(
     ]
 
 
-class FloatAverages(nn.Module):
+class FloatAverages(WholeState):
     """The float32 averages of those tensors of a module that are float16 or bfloat16.
 
     Half precision would round the small steps of an average away. A state without them loads, too.
@@ -411,9 +420,10 @@ class FloatAverages(nn.Module):
         place = place_of(name)
         start = own.detach().float()
         average = self._buffers[place]
-        if average is None or type(average) is not type(start):  # ``fully_shard`` came in between
-            self.register_buffer(place, start)
-            average = start
+        assert average is not None
+        if type(average) is not type(start):  # ``fully_shard`` came in between
+            average = sharded_like(start, average)
+            self.register_buffer(place, average)
         # Where somebody else has written to the tensor since, as by a load, it begins there.
         average.copy_(torch.where(average.to(own.dtype) == own, average, start))
         average.lerp_(new.float(), weight)
@@ -429,20 +439,24 @@ class FloatAverages(nn.Module):
                 self.register_buffer(place, x.to(moved.device))
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        problems: tuple[list[str], list[str]] = ([], [])  # averages that are there or not
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, *problems, error_msgs
-        )
+    def may_differ(self, name: str) -> bool:
+        """Return True, for any average: the tensors themselves are in the encoder's state."""
+        return True
+
+    def before_assignment(self, loaded: Mapping[str, Any]) -> None:
+        """Make room for the averages of a state, whose tensors may be in another precision."""
+        for place, x in loaded.items():
+            if place not in self._buffers:
+                self.register_buffer(place, torch.empty_like(x))
+
+
+def sharded_like(own: Tensor, x: Tensor) -> Tensor:
+    """Return a whole tensor, which all processes have, in the shards of ``own``."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(own, DTensor):
+        raise TypeError(f"encoder: expected {type(x).__name__} parameters, got {type(own)}")
+    return distribute_tensor(x, own.device_mesh, own.placements, src_data_rank=None)
 
 
 def place_of(name: str) -> str:
@@ -487,6 +501,7 @@ class MomentumEncoder(CheckedModule):
         self.mode = training
         self.averages = FloatAverages()
         self.averages.follow(self._averaged(self.module))
+        self.register_load_state_dict_post_hook(find_averages)
         self.train()
 
     def train(self, mode: bool = True) -> MomentumEncoder:
@@ -526,3 +541,8 @@ class MomentumEncoder(CheckedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the keys, without a gradient."""
         return self.module(*args, **kwargs)
+
+
+def find_averages(encoder: MomentumEncoder, _: Any) -> None:
+    """Hold averages of what is in half precision after a load, which may have changed it."""
+    encoder.averages.follow(encoder._averaged(encoder.module))

@@ -5,8 +5,11 @@ nothing but PyTorch.
 """
 
 import importlib
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..checks import as_ids
@@ -25,6 +28,27 @@ def __getattr__(name: str) -> Any:
     if name in __all__:  # imports the framework, and becomes an attribute
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_STATES = "retrieval_losses.pt"  # the file of a checkpoint with the states of its losses
+
+
+def save_states(states: dict[str, dict[str, Any]], folder: str) -> None:
+    """Save the states of losses, by the losses' names, in the folder of a checkpoint."""
+    torch.save(states, Path(folder, _STATES))
+
+
+def load_states(folder: str, trainer: object) -> dict[str, dict[str, Any]] | None:
+    """Return the states that a checkpoint has; None, with a warning, if there are none."""
+    file = Path(folder, _STATES)
+    if file.exists():
+        return torch.load(file, map_location="cpu", weights_only=True)
+    warnings.warn(
+        f"{type(trainer).__name__}: {folder} has no {_STATES}, as another trainer saved it: "
+        "the loss keeps its own state.",
+        stacklevel=3,
+    )
+    return None
 
 
 def ids_of(labels: Any, images: Tensor) -> Tensor | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ..losses import Matryoshka, PairLoss
 from ..metrics import confidence_intervals, default_ids, retrieval_results
 from ..rerank import Reranker
 from ..similarity import Similarity
-from . import ids_of, inner_loss
+from . import ids_of, inner_loss, load_states, save_states
 
 try:
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
@@ -29,9 +28,6 @@ except ImportError as error:
     raise ImportError(
         f"{__name__}: pip install 'itrloss[sentence-transformers]' ({error})"
     ) from error
-
-
-_STATES = "retrieval_losses.pt"  # the file of a checkpoint with the states of its losses
 
 
 class RetrievalLoss(CachedLossMixin, nn.Module):
@@ -157,7 +153,8 @@ class RetrievalTrainer(SentenceTransformerTrainer):
 
     These are the parameters of each :class:`RetrievalLoss`, such as a learnt temperature, and which
     negatives count in a ``TripletLoss``. A run that is resumed goes on with them. Arguments are
-    those of ``SentenceTransformerTrainer``.
+    those of ``SentenceTransformerTrainer``. To combine it with another subclass of that, inherit
+    from this one first.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -179,20 +176,14 @@ class RetrievalTrainer(SentenceTransformerTrainer):
         """Save the model and, beside it, the states of the losses."""
         super()._save(output_dir, state_dict)
         states = {name: part.loss.state_dict() for name, part in self._losses().items()}
-        torch.save(states, Path(output_dir or str(self.args.output_dir), _STATES))
+        save_states(states, output_dir or str(self.args.output_dir))
 
     def _load_from_checkpoint(self, checkpoint_path: str) -> None:
         """Load the model and the states of the losses; warn if the checkpoint has none of these."""
         super()._load_from_checkpoint(checkpoint_path)
-        file = Path(checkpoint_path, _STATES)
-        if not file.exists():
-            warnings.warn(
-                f"RetrievalTrainer: {checkpoint_path} has no {_STATES}, as "
-                "SentenceTransformerTrainer saved it: parameters of the loss keep their values.",
-                stacklevel=2,
-            )
+        states = load_states(checkpoint_path, self)
+        if states is None:
             return
-        states = torch.load(file, map_location="cpu", weights_only=True)
         for name, part in self._losses().items():
             part.loss.load_state_dict(states[name])
 

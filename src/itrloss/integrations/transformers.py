@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..losses import Matryoshka, PairLoss
-from . import ids_of, inner_loss
+from . import ids_of, inner_loss, load_states, save_states
 
 try:
     from transformers import Trainer
@@ -21,6 +21,9 @@ _SHARED = {"log_scale": "logit_scale", "bias": "logit_bias"}
 class RetrievalTrainer(Trainer):
     """A ``transformers.Trainer`` of a loss of this library on the embeddings of CLIP, SigLIP and
     similar models.
+
+    Its checkpoints also hold what the loss keeps besides parameters, such as which negatives count
+    in a ``TripletLoss``; a run that is resumed goes on with that.
 
     The model's outputs need ``image_embeds`` and ``text_embeds``. The model's scale and bias
     replace the loss's learnable ones: ``InfoNCELoss(learnable=True)`` is twice CLIP's own loss,
@@ -70,6 +73,28 @@ class RetrievalTrainer(Trainer):
                 f"loss: {type(model).__name__} does not have {', '.join(own)}, and trains its own "
                 f"parameters alone; expected one with learnable=False, got {self.loss!r}"
             )
+
+    def _own_state(self) -> dict[str, Any]:
+        """Return the loss's state without its parameters, which are the model's."""
+        parameters = dict(self.loss.named_parameters())
+        state = self.loss.state_dict()
+        return {name: x for name, x in state.items() if name not in parameters}
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the model and, beside it, the loss's own state if it has any."""
+        super()._save(output_dir, state_dict)
+        state = self._own_state()
+        if state:
+            save_states({"": state}, output_dir or str(self.args.output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the model, and the loss's own state; warn if the checkpoint has none of it."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self._own_state():
+            return
+        states = load_states(resume_from_checkpoint, self)
+        if states is not None:
+            self.loss.load_state_dict(states[""], strict=False)
 
     def compute_loss(
         self,

@@ -208,7 +208,13 @@ class PrototypeClassificationLoss(Loss):
         self.clusters = clusters
         self.engine = engine
         self.check_finite = check_finite
-        self.weight = nn.Parameter(torch.empty(clusters, dim).uniform_(-1, 1) / dim**0.5)
+        self.weight = nn.Parameter(torch.empty(clusters, dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weight anew, as is needed after ``to_empty``."""
+        self.weight.uniform_(-1, 1).div_(self.dim**0.5)
 
     def forward(self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor) -> Any:
         """Return the loss, see :func:`itrloss.functional.prototype_classification_loss`."""

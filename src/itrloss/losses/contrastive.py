@@ -156,11 +156,18 @@ class SigmoidLoss(PairLoss):
     def scale(self, value: float) -> None:
         """Set a, above 0; if it is learnable, in place."""
         check_number("scale", value, positive=True)
-        if self.log_scale is None:
-            self._scale = value
-            return
-        with torch.no_grad():
-            self.log_scale.fill_(math.log(value))
+        self._scale = value
+        self._reset_scale()
+
+    @torch.no_grad()
+    def _reset_scale(self) -> None:
+        if self.log_scale is not None:
+            self.log_scale.fill_(math.log(self._scale))
+
+    def reset_parameters(self) -> None:
+        """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
+        self._reset_scale()
+        type(self).bias.reset(self)
 
     def compute(self, sim: Similarity) -> Any:
         """Return the sigmoid loss, SigLIP."""

@@ -231,10 +231,19 @@ class DynamicGate(CheckedModule):
         dim = as_size("dim", dim)
         heads = as_size("heads", heads)
         self.momentum = momentum
-        self.register_buffer("weight", torch.randn(heads, dim) / dim**0.5)
-        self.register_buffer("centre", torch.zeros(heads))
-        self.register_buffer("on_rate", torch.zeros(heads))
+        self.register_buffer("weight", torch.empty(heads, dim))
+        self.register_buffer("centre", torch.empty(heads))
+        self.register_buffer("on_rate", torch.empty(heads))
         self.register_buffer("batches", torch.tensor(0))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw W anew, and begin the running means again, as is needed after ``to_empty``."""
+        self.weight.normal_().div_(self.weight.shape[1] ** 0.5)
+        self.centre.zero_()
+        self.on_rate.zero_()
+        self.batches.zero_()
 
     @torch.no_grad()
     def forward(

@@ -87,11 +87,14 @@ class InfoNCELoss(PairLoss):
     def temperature(self, value: float) -> None:
         """Set τ, above 0; if it is learnable, in place."""
         check_number("temperature", value, positive=True)
-        if self.log_scale is None:
-            self._temperature = value
-            return
-        with torch.no_grad():
-            self.log_scale.fill_(-math.log(value))
+        self._temperature = value
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give a learnable τ the value that was set last, as is needed after ``to_empty``."""
+        if self.log_scale is not None:
+            self.log_scale.fill_(-math.log(self._temperature))
 
     def forward(
         self,

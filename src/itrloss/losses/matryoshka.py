@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checks import ExchangeableState, as_size, check_number
+from ..checks import WholeState, as_size, check_number
 from ..memory import CoupledMemory
 from .base import Loss, PairLoss
 
@@ -16,7 +16,7 @@ from .base import Loss, PairLoss
 _CUT = ("negatives", "image_keys", "text_keys", "memory")
 
 
-class Matryoshka(ExchangeableState):
+class Matryoshka(WholeState):
     r"""A loss summed over the first d dimensions of the embeddings, so that these are good
     embeddings of their own.
 

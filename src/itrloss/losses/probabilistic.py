@@ -102,6 +102,11 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         self.vib_weight = vib_weight
         self.normalize = normalize
 
+    def reset_parameters(self) -> None:
+        """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
+        type(self).scale.reset(self)
+        type(self).shift.reset(self)
+
     def forward(
         self,
         images_mean: Tensor,
