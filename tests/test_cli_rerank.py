@@ -23,6 +23,7 @@ from itrloss.cli import main
 from itrloss.comparison import METHODS
 from itrloss.files import read_ids, read_matrix, written
 from itrloss.metrics import (
+    Judgements,
     QueryResults,
     RetrievalResults,
     compare,
@@ -875,3 +876,96 @@ def test_transposed_matrices_and_ids_of_ones_own(
     ids = ("--image-ids", tmp_path / "i.npy", "--text-ids", tmp_path / "j.npy")
     assert run("rerank", tmp_path / "s.npy", *ids, "--methods", "fast") == 0
     assert lines(capsys)["no re-ranking"][0][:68] == plain[0][:68]
+
+
+# --- any k, graded pairs, exclusions --------------------------------------------------------------
+
+
+def test_columns_tables_and_metrics_have_any_k(saved: Path, tmp_path: Path, capsys):
+    table, latex = tmp_path / "metrics.csv", tmp_path / "t.tex"
+    options = ("--methods", "csls", "--ks", 1, 3, 20, 50, "--metrics", table, "--latex", latex)
+    assert run("rerank", saved, *options) == 0
+    matrix = torch.from_numpy(scores())
+    wanted = retrieval_metrics(matrix, ks=(1, 3, 20, 50))
+    out = capsys.readouterr().out.splitlines()
+    head = next(line for line in out if "RSUM" in line)
+    line = next(line for line in out if line.startswith("no re-ranking"))
+    numbers = [f"{wanted[f'{way}_r{k}']:.1f}" for way in ("i2t", "t2i") for k in (1, 3, 20, 50)]
+    assert line.split()[2:] == [*numbers, f"{wanted['rsum']:.1f}", line.split()[-1]]
+    assert head.split()[2:7] == ["image→text", "1", "3", "20", "50"]
+    assert line.index(f"{wanted['rsum']:.1f}") + 5 == head.index("RSUM") + 4
+    with open(table, encoding="utf-8", newline="") as file:
+        rows = {row.pop("method"): row for row in csv.DictReader(file)}
+    assert {name: row.pop("hubs") for name, row in rows.items()} == {
+        "no re-ranking": "",
+        "csls": "test",
+    }
+    assert {name: float(x) for name, x in rows["no re-ranking"].items()} == wanted
+    csls = retrieval_metrics(matrix, ks=(1, 3, 20, 50), reranker=rerank.CSLS())
+    assert {name: float(x) for name, x in rows["csls"].items()} == csls
+    assert "R@3" in latex.read_text() and "R@5 &" not in latex.read_text()
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".npy"])
+def test_graded_pairs_and_exclusions_come_from_files(saved: Path, tmp_path: Path, suffix, capsys):
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randperm(N * N * C, generator=generator)[:80]
+    grades = torch.randint(0, 4, (80,), generator=generator)
+    graded = torch.stack([numbers // (N * C), numbers % (N * C), grades], 1)
+    excluded = graded[::7, :2]
+    files = []
+    for name, pairs in (("graded", graded), ("excluded", excluded)):
+        path = tmp_path / (name + suffix)
+        files.append(path)
+        if suffix == ".npy":
+            np.save(path, pairs.numpy())
+        else:
+            separator = "," if suffix == ".csv" else " "
+            np.savetxt(path, pairs.numpy(), fmt="%d", delimiter=separator)
+    table, trec = tmp_path / "metrics.csv", tmp_path
+    options = ("--relevant", files[0], "--exclude", files[1], "--methods", "fast", "--top", 60)
+    written = ("--metrics", table, "--trec", trec, "--write", "no re-ranking")
+    assert run("rerank", saved, *options, *written) == 0
+    assert f"right by {files[0]}" in capsys.readouterr().out
+    rules = {"relevant": Judgements(*graded.T), "exclude": tuple(excluded.T)}
+    with open(table, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row, method in zip(rows, (None, rerank.FastReranker()), strict=True):
+        wanted = retrieval_metrics(torch.from_numpy(scores()), reranker=method, **rules)
+        assert {name: float(row[name]) for name in wanted} == wanted
+    kept = {tuple(pair) for pair in excluded.tolist()}
+    run_lines = (trec / "i2t.run").read_text().splitlines()
+    ranked = {tuple(int(x.strip("imagetx")) for x in line.split()[:3:2]) for line in run_lines}
+    assert ranked == {(i, j) for i in range(N) for j in range(N * C)} - kept
+    assert run("rerank", saved, "--candidates", files[1], "--methods", "csls") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("--exclude", "0 1 2\n", "expected an image and a text a line, got grades, too"),
+        ("--exclude", "0\n1\n", "expected an image and a text a line, and perhaps a grade"),
+        ("--relevant", "0 1\n2\n", "not a readable .txt file"),
+        ("--relevant", "0 1.5\n", "expected indices of images and texts"),
+        ("--relevant", "a b\n", "not a readable .txt file"),
+        ("--candidates", "0 60\n", "candidates.texts: expected integers from 0 to 59, got 60"),
+        ("--relevant", "", "relevant.images: expected at least 1 index, got 0"),
+        ("--relevant", "0 1 -1\n", "relevant: expected grades of at least 0, got -1"),
+    ],
+)
+def test_files_of_pairs_are_checked(saved: Path, tmp_path: Path, name, text, said, capsys):
+    path = tmp_path / "pairs.txt"
+    path.write_text(text)
+    assert run("rerank", saved, name, path, "--methods", "csls") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_options_that_do_not_go_together_are_refused(saved: Path, tmp_path: Path, capsys):
+    path = tmp_path / "pairs.txt"
+    path.write_text("0 1\n")
+    assert run("rerank", saved, "--relevant", path, "--protocol", "coco") == 2
+    assert "--relevant: expected none with --protocol" in capsys.readouterr().err
+    assert run("rerank", saved, "--exclude", path, "--folds", 3, "--methods", "csls") == 2
+    assert "--folds: expected 1 with relevant, excluded" in capsys.readouterr().err
+    assert run("rerank", saved, "--ks", 0) == 2
+    assert "--ks: expected at least 1, got 0" in capsys.readouterr().err

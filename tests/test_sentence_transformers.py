@@ -307,6 +307,8 @@ def test_the_evaluator_reports_intervals_and_re_ranks(folder, tmp_path):
     # two consecutive texts an image
     captions = RetrievalEvaluator(images[::2], texts)(trainer.model)
     assert captions["rsum"] == pytest.approx(retrieval_results(sim.scores()[::2]).metrics()["rsum"])
+    other = RetrievalEvaluator(images[::2], texts, ks=(2,))(trainer.model)
+    assert {"i2t_r2", "t2i_recall_at_2_low"} <= set(other) and "i2t_r5" not in other
     assert evaluators[1].primary_metric == "drawn_rsum" and evaluators[1].description == "Retrieval"
 
 

@@ -701,9 +701,9 @@ class Anchors:
         if self._has_one_block:
             return answers[0]
         best: list[Best | None] = [None for _ in self.whole_sizes]
-        for block, found in zip(self._blocks, answers, strict=True):
+        for block, answer in zip(self._blocks, answers, strict=True):
             sizes = [self.whole_sizes[g] for g in block.groups]
-            parts = zip(found.values.split(sizes), found.indices.split(sizes), strict=True)
+            parts = zip(answer.values.split(sizes), answer.indices.split(sizes), strict=True)
             for g, first, (value, index) in zip(block.groups, block.firsts, parts, strict=True):
                 own = Best(value, torch.where(index < 0, index, index + first))
                 best[g] = better(best[g], own)
@@ -743,12 +743,12 @@ class Anchors:
         own_scale, own_shift, *own_params = values
         assert own_scale is not None
         z = affine(scores, own_scale, own_shift)
-        found = term.value(z, *own_params)
-        if found.shape != z.shape:  # a user's function may return a parameter
-            found = found.expand_as(z)
+        values = term.value(z, *own_params)
+        if values.shape != z.shape:  # a user's function may return a parameter
+            values = values.expand_as(z)
         if index is None:
-            return found
-        total = segment_sum(found, index, sum(self.whole_sizes))
+            return values
+        total = segment_sum(values, index, sum(self.whole_sizes))
         return total if self.exchange is None else self.exchange.merged(total)
 
     def _sums_by_class(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import io
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from .comparison import (
     table,
 )
 from .metrics import (
+    Judgements,
     coco_protocol,
     default_ids,
     fold_repeated,
@@ -37,8 +40,9 @@ from .metrics import (
     retrieval_results,
     save_trec,
 )
-from .metrics.labels import fold_parts
+from .metrics.labels import fold_parts, unrelated_ids
 from .metrics.protocols import check_coco
+from .metrics.results import RECALLS, as_ks
 from .metrics.suspicion import warn_of_guess
 from .report.comparison import page
 from .rerank import FastReranker
@@ -46,9 +50,11 @@ from .similarity import Similarity
 from .suspicious import number_shared, warn
 
 # Options that are files to write. The last is a folder.
-_RESULTS = ("out", "rankings", "queries", "latex", "report", "trec")
+_RESULTS = ("out", "rankings", "queries", "metrics", "latex", "report", "trec")
+# Options that say who is right, and who is ranked at all.
+_RULES = ("relevant", "exclude", "candidates")
 # Arguments of the library, which the command line has as options; not as parts of a path.
-_ARGUMENTS = re.compile(r"(?<![\w/.-])(image_ids|text_ids|folds(?=:))(?![./-]?\w)")
+_ARGUMENTS = re.compile(r"(?<![\w/.-])(image_ids|text_ids|(?:folds|ks)(?=:))(?![./-]?\w)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,6 +169,15 @@ def _add_ids(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="default: as many consecutive texts an image as there are",
     )
+    add(
+        "--relevant",
+        type=Path,
+        metavar="FILE",
+        help="the right pairs, in place of ids: an image and a text a line, from 0, and perhaps a "
+        "grade",
+    )
+    add("--exclude", type=Path, metavar="FILE", help="pairs that are not ranked")
+    add("--candidates", type=Path, metavar="FILE", help="the only pairs that are ranked")
 
 
 def _add_methods(parser: argparse.ArgumentParser) -> None:
@@ -191,6 +206,14 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
 def _add_results(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
+        "--ks",
+        type=int,
+        nargs="+",
+        default=RECALLS,
+        metavar="K",
+        help="of R@K, recall@K and nDCG@K (1 5 10)",
+    )
+    add(
         "--write",
         metavar="METHOD",
         help="whose results go into files; default: the first of --methods, calibrated by --val",
@@ -204,6 +227,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     )
     add("--top", type=int, default=10, metavar="K", help="how many for --rankings and --trec (10)")
     add("--queries", type=Path, metavar="FILE.csv", help="ranks and precisions of every query")
+    add("--metrics", type=Path, metavar="FILE.csv", help="all metrics of all methods")
     add(
         "--trec",
         type=Path,
@@ -234,7 +258,8 @@ def _run(args: argparse.Namespace) -> None:
     paths = [args.scores] if args.command == "rerank" else [args.images, args.texts]
     ids = _ids(args)
     _check_keys(args)
-    sim = _similarity(args, paths, ids)
+    rules = _rules(args)
+    sim = _similarity(args, paths, ids, by_ids=args.relevant is None)
     validation = None
     if args.val is not None:
         validation = _similarity(args, args.val)
@@ -251,16 +276,24 @@ def _run(args: argparse.Namespace) -> None:
     title = ", ".join(map(str, paths))
     if args.folds != 1:
         title += f", in {args.folds} parts"
-    each = "by the ids given" if ids else f"{m // n} an image, one behind the other"
-    print(f"{title}: {n} images, {m} texts ({each})", flush=True)
+    print(f"{title}: {n} images, {m} texts ({_pairing(args, sim)})", flush=True)
     fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
     comparison = compare_rerankers(
-        sim, args.methods, banks, validation, fast, _show_progress, args.folds
+        sim, args.methods, banks, validation, fast, _show_progress, args.folds, rules
     )
     _show_progress("")
-    print(table(comparison))
+    print(table(comparison, args.ks))
     if args.protocol or outputs:
         _put_out(args, comparison, outputs, title, names)
+
+
+def _pairing(args: argparse.Namespace, sim: Similarity) -> str:
+    """Return what says which texts are an image's, in words."""
+    if args.relevant:
+        return f"right by {args.relevant}"
+    if args.image_ids:
+        return "by the ids given"
+    return f"{sim.shape[1] // sim.shape[0]} an image, one behind the other"
 
 
 def _put_out(
@@ -322,6 +355,7 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
         calibrated = [CALIBRATED] if args.val and "fast" in args.methods else []
         one_of("--write", args.write, PLAIN, *args.methods, *calibrated)
     as_size("--top", args.top)
+    args.ks = as_ks(args.ks)
     return list(outputs.values())
 
 
@@ -401,12 +435,42 @@ def _ids(args: argparse.Namespace) -> tuple[Tensor, Tensor] | None:
     return files.read_ids(args.image_ids), files.read_ids(args.text_ids)
 
 
+def _rules(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of ``retrieval_results`` on who is right and who is ranked."""
+    rules: dict[str, Any] = {}
+    for name in _RULES:
+        path = getattr(args, name)
+        if path is None:
+            continue
+        if args.protocol:
+            raise ValueError(f"--{name}: expected none with --protocol, which has its own pairs")
+        pairs = files.read_pairs(path)
+        images = pairs[:, 0].long()
+        texts = pairs[:, 1].long()
+        rules[name] = (images, texts)
+        if pairs.shape[1] == 3:
+            if name != "relevant":
+                raise ValueError(f"{path}: expected an image and a text a line, got grades, too")
+            rules[name] = Judgements(images, texts, pairs[:, 2])
+    return rules
+
+
 def _similarity(
-    args: argparse.Namespace, paths: list[Path], ids: tuple[Tensor, Tensor] | None = None
+    args: argparse.Namespace,
+    paths: list[Path],
+    ids: tuple[Tensor, Tensor] | None = None,
+    by_ids: bool = True,
 ) -> Similarity:
-    """Return the similarities of scores or of embeddings; errors name the files."""
+    """Return the similarities of scores or of embeddings; errors name the files.
+
+    ``by_ids=False``: ids say nothing of relevance, and images are as many as there are.
+    """
     matrices = [_matrix(args, path, side) for side, path in enumerate(paths)]
     by_scores = len(paths) == 1
+    if ids is None and not by_ids:
+        n = len(matrices[0])
+        m = matrices[0].shape[1] if by_scores else len(matrices[1])
+        ids = unrelated_ids(n, m)
     if ids is None:
         if by_scores:
             _check_orientation(paths[0], matrices[0], args.transpose)
@@ -457,7 +521,7 @@ def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None
         return None
     bank = _matrix(args, path, side)
     if sim.embeddings is None and side:  # more columns of the matrix, whose rows are images
-        if args.image_ids is None:
+        if args.image_ids is None and args.relevant is None:
             bank = fold_repeated(bank)
         n = sim.shape[0]
         expected = f"({n}, B)"
@@ -553,7 +617,9 @@ def _write(args: argparse.Namespace, comparison: RerankerComparison, entry: Entr
     """Write the results of an entry, and the table of all."""
     sim = comparison.sim
     if args.rankings or args.trec:
-        best = retrieval_results(sim, reranker=entry.reranker, hubness_k=args.top, folds=args.folds)
+        best = retrieval_results(
+            sim, reranker=entry.reranker, hubness_k=args.top, folds=args.folds, **comparison.rules
+        )
         if args.rankings:
             _write_arrays(args.rankings, best.i2t.top, best.t2i.top)
         if args.trec:
@@ -567,10 +633,23 @@ def _write(args: argparse.Namespace, comparison: RerankerComparison, entry: Entr
     if args.queries:
         with files.written(args.queries) as file:
             entry.results.write(file)
+    _write_tables(args, comparison)
+
+
+def _write_tables(args: argparse.Namespace, comparison: RerankerComparison) -> None:
+    """Write the metrics of all methods, as CSV and in LaTeX."""
+    if args.metrics:
+        with files.written(args.metrics) as file:
+            writer = csv.writer(file, lineterminator="\n")
+            for number, entry in enumerate(comparison.entries):
+                metrics = entry.results.metrics(args.ks)
+                if number == 0:
+                    writer.writerow(["method", "hubs", *metrics])
+                writer.writerow([entry.name, entry.hubs, *metrics.values()])
     if args.latex:
         systems = {f"{x.name} {x.hubs}".strip(): x.results for x in comparison.entries}
         with files.written(args.latex) as file:
-            file.write(latex_table(systems))
+            file.write(latex_table(systems, ks=args.ks))
 
 
 def _write_arrays(path: Path, i2t: Tensor, t2i: Tensor) -> None:

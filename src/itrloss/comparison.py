@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 
 from . import rerank
 from .metrics import Comparison, RetrievalResults, compare, retrieval_results
-from .metrics.results import RECALL_NAMES
+from .metrics.results import RECALLS, WAYS, Ks
 from .rerank import FastReranker, Reranker
 from .similarity import Similarity
 
@@ -40,7 +42,6 @@ _PRECISIONS = {  # columns and their widths
     "i2t_map_at_r": 10,
     "t2i_map_at_r": 5,
 }
-_RECALLS = f"{'image→text 1 5 10':>17} {'text→image 1 5 10':>17} {'RSUM':>5}"
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class RerankerComparison:
     sim: Similarity
     entries: list[Entry]
     left_out: dict[str, str]  # method: why
+    rules: Mapping[str, Any] = field(default_factory=dict)  # who is right, and who is ranked
 
 
 def compare_rerankers(
@@ -95,6 +97,7 @@ def compare_rerankers(
     fast: FastReranker | None = None,
     progress: Callable[[str], None] = lambda text: None,
     folds: int = 1,
+    rules: Mapping[str, Any] = MappingProxyType({}),
 ) -> RerankerComparison:
     """Return what methods make of scores, with hubs of the test queries and of any banks.
 
@@ -108,6 +111,7 @@ def compare_rerankers(
         fast: Fast Re-ranking as it is to be tried; its defaults if left out.
         progress: told what is done next.
         folds: see :func:`itrloss.metrics.retrieval_results`.
+        rules: its arguments ``relevant``, ``exclude`` and ``candidates``.
     """
     left_out: dict[str, str] = {}
     tried: list[tuple[str, Banks | None]] = [(PLAIN, None)]
@@ -128,12 +132,12 @@ def compare_rerankers(
         if name != PLAIN:
             reranker = _made(name, used, fast, validation)
         start = time.perf_counter()
-        results = retrieval_results(sim, reranker=reranker, folds=folds)
+        results = retrieval_results(sim, reranker=reranker, folds=folds, **rules)
         seconds = time.perf_counter() - start
         before = entries[0].results if entries else results
         change = compare(results, before)["rsum"]
         entries.append(Entry(name, reranker, results, change, seconds))
-    return RerankerComparison(sim, entries, left_out)
+    return RerankerComparison(sim, entries, left_out, rules)
 
 
 def _obstacle(name: str, sim: Similarity, banks: Banks, folds: int) -> str:
@@ -180,15 +184,15 @@ def _made(
     return made
 
 
-def table(comparison: RerankerComparison) -> str:
-    """Return one line for each method, of at most 100 columns."""
-    lines = [f"{'':16} {'hubs in':8} {_RECALLS} {'change (95 %)':>20} {'time':>6}"]
+def table(comparison: RerankerComparison, ks: Ks = RECALLS) -> str:
+    """Return one line for each method with R@K; of at most 100 columns for three K."""
+    lines = [f"{'':16} {'hubs in':8} {_head(ks)} {'change (95 %)':>20} {'time':>6}"]
     for entry in comparison.entries:
         change = ""
         if entry.reranker is not None:
             c = entry.change
             change = f"{c.difference:+.1f} ({c.low:+.1f}, {c.high:+.1f})"
-        recalls = _recalls(entry.results.metrics())
+        recalls = _recalls(entry.results.metrics(ks), ks)
         lines.append(f"{entry.name:16} {entry.hubs:8} {recalls} {change:>20} {entry.seconds:5.1f}s")
     for name, why in comparison.left_out.items():
         lines.append(f"{name:16} left out: {why}")
@@ -200,7 +204,7 @@ def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> str:
 
     A line has at most 100 columns.
     """
-    lines = [f"{'':12} {_RECALLS} {'R-P i2t':>8} {'t2i':>5} {'mAP@R i2t':>10} {'t2i':>5}"]
+    lines = [f"{'':12} {_head()} {'R-P i2t':>8} {'t2i':>5} {'mAP@R i2t':>10} {'t2i':>5}"]
     for name, metrics in figures.items():
         line = f"{name:12} {_recalls(metrics)}"
         for column, width in _PRECISIONS.items():
@@ -212,5 +216,25 @@ def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def _recalls(metrics: Mapping[str, float]) -> str:
-    return " ".join(f"{metrics[name]:5.1f}" for name in (*RECALL_NAMES, "rsum"))
+def _title(way: str, ks: Ks) -> str:
+    return f"{way} {' '.join(map(str, ks))}"
+
+
+def _width(ks: Ks) -> int:
+    """Return the width of the columns of a direction: of their title, or of their numbers."""
+    return max(len(_title("image→text", ks)), 6 * len(ks) - 1)
+
+
+def _head(ks: Ks = RECALLS) -> str:
+    """Return the head of the columns that :func:`_recalls` fills."""
+    titles = [f"{_title(way, ks):>{_width(ks)}}" for way in ("image→text", "text→image")]
+    return " ".join([*titles, f"{'RSUM':>5}"])
+
+
+def _recalls(metrics: Mapping[str, float], ks: Ks = RECALLS) -> str:
+    """Return R@K of both directions, and the RSUM."""
+    groups = []
+    for way in WAYS:
+        numbers = " ".join(f"{metrics[f'{way}_r{k}']:5.1f}" for k in ks)
+        groups.append(f"{numbers:>{_width(ks)}}")
+    return " ".join([*groups, f"{metrics['rsum']:5.1f}"])

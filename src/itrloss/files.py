@@ -90,6 +90,34 @@ def read_ids(path: str | Path, key: str | None = None) -> Tensor:
     return ids.flatten().long()
 
 
+def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
+    """Return (P, 2) or (P, 3) float64 numbers of pairs: the indices of an image and a text, and a
+    grade.
+
+    A ``.txt`` file has a pair a line, separated by blanks; a ``.csv`` file may have a header; or it
+    is any format of :func:`read_matrix`, with an array of this shape. An empty ``.txt`` file has
+    no pairs.
+    """
+    path = Path(path)
+    suffix = _suffix(path)
+    if suffix in (".txt", ".csv"):
+        rows = [line.split() for line in _text(path).splitlines() if line.strip()]
+        if suffix == ".csv":
+            _, rows = _table(path)
+        if not rows:
+            return torch.empty(0, 2, dtype=torch.float64, device="cpu")
+        with _reading(path):
+            pairs = torch.from_numpy(np.array([[float(x) for x in row] for row in rows]))
+    else:
+        pairs = _tensor(path, _read(path, key)).double()
+    if pairs.ndim != 2 or pairs.shape[1] not in (2, 3):
+        expected = "an image and a text a line, and perhaps a grade"
+        raise ValueError(f"{path}: expected {expected}, got shape {tuple(pairs.shape)}")
+    if not bool((pairs[:, :2] == pairs[:, :2].long()).all()):
+        raise ValueError(f"{path}: expected indices of images and texts, got other numbers")
+    return pairs
+
+
 def read_lines(path: str | Path) -> list[str]:
     """Return the lines of a text file, split at newlines only: other Unicode line separators stay
     in them.

@@ -467,6 +467,8 @@ class Similarity(Anchors):
             k = as_size("k", k)
         one_of("ties", ties, "pessimistic", "optimistic", None)
         if self.share is not None:
+            if relevance is not None:
+                raise ValueError("relevance: expected None for a batch that processes share")
             return self._ranked_locally(k, bias, ties, below)
         candidate_bias = self._candidate_bias(bias)
         limit = self._limit("below", below)
@@ -485,16 +487,21 @@ class Similarity(Anchors):
                 # below all scores, so that nobody can tie with them
                 scores.masked_fill_(own.excluded(slice(0, len(scores))), -torch.inf)
             rivals = limited_scores(scores, limit, part, least)
-            values, indices = ranking.best(rivals, min(k, self.shape[1]), least, own, optimistic)
-            indices = indices.masked_fill(values == -torch.inf, -1)
-            values = values.masked_fill(values == least, -torch.inf).to(self.dtype)
+            top = self._best_of(rivals, k, own, optimistic)
             ranks = torch.empty(0, device=self.device)
             grades = None
             if own is not None:
                 by_ids = relevance is None
                 ranks, grades = self._ranks_of(scores, own, part, optimistic, by_ids)
-            parts.append(Ranking(ranks, TopK(values, indices), grades))
+            parts.append(Ranking(ranks, top, grades))
         return joined(parts)
+
+    def _best_of(self, scores: Tensor, k: int, own: Relevance | None, optimistic: bool) -> TopK:
+        """Return the best columns of some rows by their scores (B, M), as :meth:`ranked` does."""
+        least = torch.finfo(self.dtype).min
+        values, indices = ranking.best(scores, min(k, self.shape[1]), least, own, optimistic)
+        indices = indices.masked_fill(values == -torch.inf, -1)
+        return TopK(values.masked_fill(values == least, -torch.inf).to(self.dtype), indices)
 
     def _ranked_locally(
         self, k: int, bias: Tensor | None, ties: str | None, below: Limit

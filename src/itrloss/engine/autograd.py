@@ -62,8 +62,8 @@ class AllScores(torch.autograd.Function):
             return *second_gradients([scores], [grad], targets[:4]), None
         needs = Needs(*ctx.needs_input_grad[:4])
         with full_precision(inputs.like):
-            found = tiled.gradients_of_scores(inputs, needs, grad)
-        return found.rows, found.cols, found.row_bias, found.col_bias, None
+            gradients = tiled.gradients_of_scores(inputs, needs, grad)
+        return gradients.rows, gradients.cols, gradients.row_bias, gradients.col_bias, None
 
 
 class Targets(NamedTuple):
@@ -176,12 +176,18 @@ class SumsAndPairScores(torch.autograd.Function):
         return in_places(request, first_derivatives(request, needs, *grads))
 
 
-def in_places(request: Request, found: Gradients) -> tuple[Any, ...]:
+def in_places(request: Request, gradients: Gradients) -> tuple[Any, ...]:
     """Return gradients in the places of :meth:`SumsAndPairScores.forward`."""
-    of_targets = found.rows, found.cols, found.row_bias, found.col_bias, found.scores
+    of_targets = (
+        gradients.rows,
+        gradients.cols,
+        gradients.row_bias,
+        gradients.col_bias,
+        gradients.scores,
+    )
     if request.question is None:
         return None, *of_targets
-    return None, *of_targets, found.scale, found.shift, None, None, *found.params
+    return None, *of_targets, gradients.scale, gradients.shift, None, None, *gradients.params
 
 
 class TotalAndPairScores(torch.autograd.Function):
@@ -218,8 +224,8 @@ class TotalAndPairScores(torch.autograd.Function):
         grad_total, grad_pairs = grads
         if grad_total is None:
             return in_places(request, first_derivatives(request, needs, None, grad_pairs))
-        found = derivatives_of_total(request, needs, early, grad_total, grad_pairs)
-        return in_places(request, found)
+        gradients = derivatives_of_total(request, needs, early, grad_total, grad_pairs)
+        return in_places(request, gradients)
 
 
 def total_of(
@@ -339,8 +345,10 @@ def second_gradients(
 ) -> list[Tensor | None]:
     """Return the gradients, with a graph of their own, of what is trained among ``places``."""
     trained = [x for x in places if is_trained(x)]
-    found = iter(torch.autograd.grad(outputs, trained, grads, create_graph=True, allow_unused=True))
-    return [next(found) if is_trained(x) else None for x in places]
+    gradients = iter(
+        torch.autograd.grad(outputs, trained, grads, create_graph=True, allow_unused=True)
+    )
+    return [next(gradients) if is_trained(x) else None for x in places]
 
 
 def plain_scores(inputs: Inputs, targets: Targets) -> Tensor:

@@ -106,16 +106,16 @@ class SideQuestion:
     def values(self) -> list[Tensor]:
         """Return the values (A, C) of each term, added over the shifts."""
         scale = self.column(self.question.scale)
-        found: list[Tensor] = []
+        total: list[Tensor] = []
         for shift in self.shifts():
             z = self.scores
             if shift is not None or not isinstance(scale, float) or scale != 1.0:
                 z = affine(self.scores, scale, shift)
             values = self.values_of(z)
-            if found:
-                values = [a + b for a, b in zip(found, values, strict=True)]
-            found = values
-        return found
+            if total:
+                values = [a + b for a, b in zip(total, values, strict=True)]
+            total = values
+        return total
 
     def values_of(self, z: Tensor) -> list[Tensor]:
         """Return the values (A, C) of each term, 0 where candidates do not count."""
@@ -126,12 +126,12 @@ class SideQuestion:
                 z = z.clone()
             of_others = [term(z) for term in others]  # of copies, as the first may overwrite z
             return [first.value(z), *of_others]
-        found = []
+        values = []
         for term in self.question.terms:
             # Of an excluded pair a term could overflow, and 0 times inf is nan.
             own = z if term.slope is None else self.exclude(z, 0.0)
-            found.append(self.exclude(term(own, *self.params()), 0.0))
-        return found
+            values.append(self.exclude(term(own, *self.params()), 0.0))
+        return values
 
 
 def either(mask: Tensor | None, other: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def sums(question: Question, scores: Tensor, other: Tensor | None = None) -> Ten
         values = SideQuestion(question, (0,), scores, other).values()
         totals = [torch.cat([x.sum(1), x.sum(0)]) for x in values]
     else:
-        of_sides = [asked.values() for asked in by_side(question, scores, other)]
+        of_sides = [own.values() for own in by_side(question, scores, other)]
         totals = []
         for of_term in zip(*of_sides, strict=True):
             totals.append(joined([x.sum(1) for x in of_term]))
@@ -169,19 +169,19 @@ def sums(question: Question, scores: Tensor, other: Tensor | None = None) -> Ten
 
 def highest(question: Question, scores: Tensor, other: Tensor | None = None) -> Tensor:
     """Return the highest of the scores (A,) that count, times the scale; -inf without any."""
-    found = []
-    for asked in by_side(question, scores, other):
-        z = affine(asked.scores, asked.column(question.scale), None)
-        found.append(asked.exclude(z, -math.inf).amax(1))
-    return joined(found)
+    values = []
+    for own in by_side(question, scores, other):
+        z = affine(own.scores, own.column(question.scale), None)
+        values.append(own.exclude(z, -math.inf).amax(1))
+    return joined(values)
 
 
 def hardest(question: Question, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Return each anchor's highest score that counts, and its candidate; -inf and -1 if none."""
     values = []
     indices = []
-    for asked in by_side(question, scores):
-        value, index = asked.exclude(asked.scores, -math.inf).max(1)
+    for own in by_side(question, scores):
+        value, index = own.exclude(own.scores, -math.inf).max(1)
         values.append(value)
         indices.append(index.masked_fill(value == -math.inf, -1))
     return joined(values), joined(indices)
@@ -193,18 +193,18 @@ def sorted_excesses(question: Question, scores: Tensor, margin: float) -> Tensor
     Positives need not be listed: each candidate is treated as one, then masked. The negatives above
     its threshold are the last of the anchor's sorted negatives, and their sum is a cumulative one.
     """
-    found = []
+    totals = []
     for side in question.sides:
-        asked = SideQuestion(question, (side,), scores)
+        own = SideQuestion(question, (side,), scores)
         positives = SideQuestion(replace(question, over="positives"), (side,), scores)
-        ordered = asked.exclude(asked.scores, -math.inf).sort(dim=1).values
+        ordered = own.exclude(own.scores, -math.inf).sort(dim=1).values
         sums = ordered.masked_fill(ordered == -math.inf, 0.0).flip(1).cumsum(1)
-        thresholds = asked.scores - margin
+        thresholds = own.scores - margin
         below = torch.searchsorted(
             ordered.detach().contiguous(), thresholds.detach().contiguous(), right=True
         )
-        count = asked.scores.shape[1] - below
+        count = own.scores.shape[1] - below
         above = torch.nn.functional.pad(sums, (1, 0)).gather(1, count)
         hinges = above - count * thresholds
-        found.append(positives.exclude(hinges, 0.0).sum(1))
-    return torch.cat(found)
+        totals.append(positives.exclude(hinges, 0.0).sum(1))
+    return torch.cat(totals)

@@ -179,10 +179,10 @@ def gradients(
         index = question.pairs.listed[side]
         taken_out -= of_side.constant[index] + of_side.by_score[index] * positives
     own_pairs = ListedPairs(*question.pairs.listed, taken_out.to(inputs.dtype))
-    found: list[Tensor | None] = []
+    of_sides: list[Tensor | None] = []
     for side, needed in enumerate((needs.rows, needs.cols)):
         if not needed:
-            found.append(None)
+            of_sides.append(None)
             continue
         total = Total(inputs.shape[side])
         total.value = add_pair_gradient(
@@ -190,8 +190,8 @@ def gradients(
         )
         if listed is not None:
             total.value = add_pair_gradient(total.value, listed, inputs, side)
-        found.append(of_vectors(total, inputs.sides(side)[0]))
-    rows, cols = found
+        of_sides.append(of_vectors(total, inputs.sides(side)[0]))
+    rows, cols = of_sides
     return Gradients(rows, cols, None, None, None, None, None, ())
 
 

@@ -97,13 +97,13 @@ class Question:
 
     def views(self, tile: Tile) -> list[View]:
         """Return a tile as the sides see it, for each shift."""
-        found: list[View] = []
+        views: list[View] = []
         for kind in self._view_kinds():
             for slot in range(self.slots):
                 view = kind(self, tile, slot)
                 if slot == 0 or not view.is_unused():
-                    found.append(view)
-        return found
+                    views.append(view)
+        return views
 
     def _view_kinds(self) -> list[type[View]]:
         """Return how the sides see a tile: together, if they ask the same, or one by one."""

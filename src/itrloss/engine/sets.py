@@ -446,8 +446,8 @@ class SetScores(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             scores = plain_scores(rows, cols, ctx.form)
             trained = [x for x, needed in zip((row_x, col_x), needs, strict=True) if needed]
-            found = iter(torch.autograd.grad(scores, trained, grad, create_graph=True))
-            of_rows, of_cols = [next(found) if needed else None for needed in needs]
+            of_trained = iter(torch.autograd.grad(scores, trained, grad, create_graph=True))
+            of_rows, of_cols = [next(of_trained) if needed else None for needed in needs]
         else:
             of_rows, of_cols = gradients(rows, cols, winners, grad, ctx.form, needs)
         return of_rows, of_cols, None, None, None

@@ -95,9 +95,9 @@ class Term:
             total = (self(*inputs) * grad).sum()
             if not total.requires_grad:
                 return [torch.zeros_like(x) for x in inputs]
-            found = torch.autograd.grad(total, inputs, materialize_grads=True)
+            gradients = torch.autograd.grad(total, inputs, materialize_grads=True)
         # An expanded gradient, such as a sum has, cannot be written to.
-        return [x.clone() for x in found]
+        return [x.clone() for x in gradients]
 
 
 @overload

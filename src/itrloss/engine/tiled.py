@@ -32,8 +32,8 @@ def sums(question: Question, inputs: Inputs, guide: Inputs | None) -> Tensor:
                 view.exclude_(values)
                 for side, dim in view.candidates:
                     total.join(side, tile, values.sum(dim))
-    found = [total.of_sides(question.sides) for total in totals]
-    return found[0] if len(found) == 1 else torch.stack(found)
+    sums_of_terms = [total.of_sides(question.sides) for total in totals]
+    return sums_of_terms[0] if len(sums_of_terms) == 1 else torch.stack(sums_of_terms)
 
 
 def highest(question: Question, inputs: Inputs, guide: Inputs | None) -> Tensor:
@@ -56,19 +56,19 @@ class Best(NamedTuple):
 
 def hardest(question: Question, inputs: Inputs) -> Best:
     """Return the highest score that counts of each anchor, and its candidate."""
-    found: dict[int, Best] = {}
+    best_of_side: dict[int, Best] = {}
     for tile in tiles(inputs):
         for side in question.sides:
             view = ColumnsView(question, tile, 0) if side else RowsView(question, tile, 0)
             best = best_of_tile(view, tile.places[1 - side].start)
-            if len(best.values) == inputs.shape[side] and side not in found:
-                found[side] = best
+            if len(best.values) == inputs.shape[side] and side not in best_of_side:
+                best_of_side[side] = best
                 continue
-            if side not in found:
-                found[side] = no_best(inputs, side)
-            join_best_(found[side], best, tile.places[side])
-    values = torch.cat([found[side].values for side in question.sides])
-    indices = torch.cat([found[side].indices for side in question.sides])
+            if side not in best_of_side:
+                best_of_side[side] = no_best(inputs, side)
+            join_best_(best_of_side[side], best, tile.places[side])
+    values = torch.cat([best_of_side[side].values for side in question.sides])
+    indices = torch.cat([best_of_side[side].indices for side in question.sides])
     return Best(values, indices)
 
 

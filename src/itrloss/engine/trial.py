@@ -20,7 +20,7 @@ from .pair_scores import Index, ListedPairs
 from .pairs import IGNORE_ID, Over, Pairs
 from .question import Attempt, Condition, Question, Value, has_each, is_trained
 from .terms import Term, identity
-from .tiled import Needs
+from .tiled import Gradients, Needs
 from .vectors import inverse_norms
 
 # What a value is: absent, a number of the host, one number of the device, or one for each anchor.
@@ -57,9 +57,9 @@ class Form(NamedTuple):
 
     def __str__(self) -> str:
         """Describe the form in words."""
-        asked = "maxima"
+        answer = "maxima"
         if self.terms:
-            asked = "sums of " + " and ".join(term.__name__ for term in self.terms)
+            answer = "sums of " + " and ".join(term.__name__ for term in self.terms)
         what = ["given scores"]
         if self.dim:
             what = [f"{self.dim} dimensions of {self.dtypes[0]} and {self.dtypes[1]}"]
@@ -70,7 +70,7 @@ class Form(NamedTuple):
             what.append("a learnt scale")
         if self.below != "none" or self.above != "none":
             what.append("limits")
-        return f"{asked} over {self.over} ({', '.join(what)}) on {self.device}"
+        return f"{answer} over {self.over} ({', '.join(what)}) on {self.device}"
 
 
 class Trained(NamedTuple):
@@ -224,18 +224,19 @@ def error_of(form: Form) -> str:
         ours = triton_results(form, question, inputs)
     except Exception as error:  # from the compiler, the driver, or an operation that the GPU lacks
         return f"fails: {type(error).__name__}: {error}"
-    for found, wanted in zip(ours, theirs, strict=True):
-        if found is not None and wanted is not None and not agree(found, wanted):
+    for result, expected in zip(ours, theirs, strict=True):
+        if result is not None and expected is not None and not agree(result, expected):
             return "finds something else than the tiled one"
     return ""
 
 
-def agree(found: Tensor, wanted: Tensor) -> bool:
+def agree(result: Tensor, expected: Tensor) -> bool:
     """Return whether results agree; half precision rounds by less than a percent."""
-    wanted = wanted.float()
-    found = found.float()
-    difference = torch.where(found == wanted, 0.0, found - wanted)  # the highest of none is -inf
-    size = torch.where(wanted.isinf(), 0.0, wanted).norm()
+    expected = expected.float()
+    result = result.float()
+    # The highest score of none is -inf.
+    difference = torch.where(result == expected, 0.0, result - expected)
+    size = torch.where(expected.isinf(), 0.0, expected).norm()
     return bool(difference.norm() <= 0.02 * size)
 
 
@@ -248,13 +249,13 @@ def triton_results(form: Form, question: Question, inputs: Inputs) -> list[Tenso
         weights = example_of_weights(form, question)
         total, early = triton.total(question, inputs, weights, needs_of(form))
         grad = torch.ones_like(total)
-        found = triton.gradients_of_total(question, inputs, early, grad, needs_of(form), listed)
-        return [total, found.rows, found.cols, found.scores, found.scale, found.shift]
+        gradients = triton.gradients_of_total(question, inputs, early, grad, needs_of(form), listed)
+        return in_order(total, gradients)
     sums = triton.sums(question, inputs)
     if form.gradients == Trained():
         return [sums]
-    found = triton.gradients(question, inputs, gradient_of(sums), needs_of(form), listed)
-    return [sums, found.rows, found.cols, found.scores, found.scale, found.shift]
+    gradients = triton.gradients(question, inputs, gradient_of(sums), needs_of(form), listed)
+    return in_order(sums, gradients)
 
 
 def tiled_results(form: Form, question: Question, inputs: Inputs) -> list[Tensor | None]:
@@ -269,8 +270,14 @@ def tiled_results(form: Form, question: Question, inputs: Inputs) -> list[Tensor
     if form.weights != "none":
         grad = example_of_weights(form, question).expand_as(sums)
         sums = (sums * grad).sum()
-    found = tiled.gradients(question, inputs, None, grad, needs_of(form), listed)
-    return [sums, found.rows, found.cols, found.scores, found.scale, found.shift]
+    gradients = tiled.gradients(question, inputs, None, grad, needs_of(form), listed)
+    return in_order(sums, gradients)
+
+
+def in_order(sums: Tensor, gradients: Gradients) -> list[Tensor | None]:
+    """Return sums, or a total, and gradients in the order in which they are compared."""
+    of_inputs = [gradients.rows, gradients.cols, gradients.scores]
+    return [sums, *of_inputs, gradients.scale, gradients.shift]
 
 
 def gradient_of(sums: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -55,7 +55,7 @@ BLOCK = 2**28  # scores of a block at most; sums of its tiles, until they are ad
 # Shifts of an anchor whose gradients are summed along with a panel. The sums of their tiles take
 # 89 MB for 16 of them and a panel of 4096 x 8192 scores.
 SLOTS = 16
-CLASS_MEMBERS = 16  # of a class, whose vectors a program loads at a time
+CLASS_MEMBERS: Any = 16  # of a class, whose vectors a program loads at a time
 CLASS_DIMENSIONS = 256  # of their vectors that a program adds up
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
 HELD_SHARE = 64  # the part of a device's memory that float32 sums of gradients may take: 1/64
@@ -89,11 +89,11 @@ MAXIMUM = Reduction(torch.amax, torch.maximum, -math.inf)
 def sums(question: Question, inputs: Inputs) -> Tensor:
     """Return the sums of a question: (A,) of one term, (K, A) of several."""
     *_, own = question.alternatives()
-    found = reduced(Pass(own, inputs, kernels.FORMS[question.terms]), SUM)
+    total = reduced(Pass(own, inputs, kernels.FORMS[question.terms]), SUM)
     if question.attempt is not None:
         assert own.condition is not None
-        found = torch.where(own.condition.flag, found, question.attempt.sums)
-    return found[0] if len(question.terms) == 1 else found
+        total = torch.where(own.condition.flag, total, question.attempt.sums)
+    return total[0] if len(question.terms) == 1 else total
 
 
 def highest(question: Question, inputs: Inputs) -> Tensor:
@@ -204,11 +204,11 @@ class GradientKernel:
         if self.by_factor is not None:
             return of_value(question.scale, self.by_factor)
         assert self.total is not None
-        found = of_value(question.scale, self.total.values[-1:])
+        grad = of_value(question.scale, self.total.values[-1:])
         if self.fallback is None:
-            return found
+            return grad
         assert question.condition is not None
-        return torch.where(question.condition.flag, self.fallback.of_scale(), found)
+        return torch.where(question.condition.flag, self.fallback.of_scale(), grad)
 
     def of_shift(self) -> Tensor:
         """Return the gradient of the shift."""
@@ -228,13 +228,13 @@ def gradient_of_many_shifts(run: Pass, grad: Tensor) -> Tensor:
     shifts = run.question.shift
     assert isinstance(shifts, Tensor)
     only_shift = Needs(False, False, False, False, shift=True)
-    found: list[Tensor] = []
+    of_shifts: list[Tensor] = []
     for some in shifts.split(SLOTS):
         kernel = GradientKernel(run.asking(replace(run.question, shift=some)), grad, only_shift)
         with torch.cuda.device_of(run.inputs.like):
             score_gradient(kernel, only_shift, None)
-        found.append(kernel.of_shift())
-    return torch.cat(found)
+        of_shifts.append(kernel.of_shift())
+    return torch.cat(of_shifts)
 
 
 def of_value(value: Value | None, parts: Tensor) -> Tensor:
@@ -448,9 +448,10 @@ def class_sums(side: Side, members: Members) -> Tensor:
     size = len(members.start)
     dim = side.like.shape[1]
     out = torch.empty(size, dim, dtype=torch.float32, device=side.like.device)
-    block_d = min(CLASS_DIMENSIONS, triton.next_power_of_2(dim))
+    block_d: Any = min(CLASS_DIMENSIONS, triton.next_power_of_2(dim))
+    grid = size, ceil_div(dim, block_d)
     with torch.cuda.device_of(out):
-        kernels.class_sums_kernel[(size, ceil_div(dim, block_d))](
+        kernels.class_sums_kernel[grid](
             vectors, dim, members, out, BLOCK=CLASS_MEMBERS, BLOCK_D=block_d
         )
     return out
@@ -518,12 +519,12 @@ def gradients_of_total(
 ) -> Gradients:
     """Return the gradients of a question's inputs and values, from the gradient of a total."""
     factor = grad * question.scale
-    found: list[Tensor | None] = []
+    of_sides: list[Tensor | None] = []
     scale: Tensor | None = None
     with torch.cuda.device_of(inputs.like):
         for side, sums in enumerate((early.rows, early.cols)):
             if sums is None:
-                found.append(None)
+                of_sides.append(None)
                 continue
             gradient = VectorGradient(inputs, side, needs.dtypes[side], factor, listed)
             gradient.start(slice(0, len(sums)), sums)
@@ -532,10 +533,10 @@ def gradients_of_total(
             gradient.finish()
             if gradient.by_factor is not None:
                 scale = of_value(question.scale, gradient.by_factor) * grad
-            found.append(gradient.out)
+            of_sides.append(gradient.out)
     return Gradients(
-        rows=found[0],
-        cols=found[1],
+        rows=of_sides[0],
+        cols=of_sides[1],
         row_bias=None,
         col_bias=None,
         scores=None,

@@ -16,6 +16,7 @@ from .. import __version__
 from ..checks import IdsLike, as_size
 from ..losses import Matryoshka, PairLoss
 from ..metrics import confidence_intervals, default_ids, retrieval_results
+from ..metrics.results import RECALLS, as_ks
 from ..rerank import Reranker
 from ..similarity import Similarity
 from . import ids_of, inner_loss, load_states, save_states
@@ -199,6 +200,7 @@ class RetrievalEvaluator(BaseEvaluator):
         images, texts: whatever the model's ``encode`` takes; images may be queries, or other
             anchors.
         image_ids, text_ids, reranker: see :func:`itrloss.metrics.retrieval_results`.
+        ks: see :func:`itrloss.metrics.retrieval_metrics`.
         name: put in front of the metrics' names.
         encode: options of the model's ``encode``, such as ``{"batch_size": 64, "truncate_dim":
             256}``.
@@ -212,6 +214,7 @@ class RetrievalEvaluator(BaseEvaluator):
         text_ids: IdsLike | None = None,
         *,
         reranker: Reranker | None = None,
+        ks: Sequence[int] = RECALLS,
         name: str = "",
         encode: dict[str, Any] | None = None,
     ):
@@ -222,6 +225,7 @@ class RetrievalEvaluator(BaseEvaluator):
         if image_ids is None and text_ids is None:
             self.ids = default_ids(len(images), len(texts))
         self.reranker = reranker
+        self.ks = as_ks(ks)
         self.name = name
         self.encode = encode or {}
         self.primary_metric = "rsum"
@@ -233,8 +237,8 @@ class RetrievalEvaluator(BaseEvaluator):
         images = model.encode(self.images, convert_to_tensor=True, **self.encode)
         texts = model.encode(self.texts, convert_to_tensor=True, **self.encode)
         results = retrieval_results(Similarity(images, texts, *self.ids), reranker=self.reranker)
-        metrics = results.metrics()
-        for metric, (low, high) in confidence_intervals(results).items():
+        metrics = results.metrics(self.ks)
+        for metric, (low, high) in confidence_intervals(results, ks=self.ks).items():
             metrics |= {f"{metric}_low": low, f"{metric}_high": high}
         metrics = self.prefix_name_to_metrics(metrics, self.name)
         self.store_metrics_in_model_card_data(model, metrics, epoch, steps)

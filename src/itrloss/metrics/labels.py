@@ -30,6 +30,17 @@ def default_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
     return images, images.repeat_interleave(n_texts // n_images)
 
 
+def unrelated_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
+    """Return ids that do not say which pairs are right, but which queries are drawn together.
+
+    They are :func:`default_ids` of a whole number of texts per image, and otherwise all different.
+    """
+    if n_texts % n_images == 0:
+        return default_ids(n_images, n_texts)
+    images = torch.arange(n_images, device="cpu")
+    return images, torch.arange(n_images, n_images + n_texts, device="cpu")
+
+
 def fold_repeated(images: Tensor) -> Tensor:
     """Return (N, D) distinct rows of (c N, D) ``images`` whose every c consecutive rows are equal.
 
@@ -98,11 +109,7 @@ def with_ids(
         n, m = matrix.shape
         if by_ids:
             warn_of_guess(n, m)
-        if by_ids or m % n == 0:
-            image_ids, text_ids = default_ids(n, m)
-        else:
-            image_ids = torch.arange(n, device="cpu")
-            text_ids = torch.arange(n, n + m, device="cpu")
+        image_ids, text_ids = default_ids(n, m) if by_ids else unrelated_ids(n, m)
     return Similarity.from_scores(matrix, image_ids, text_ids, names=IMAGES_AND_TEXTS)
 
 

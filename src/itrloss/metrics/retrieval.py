@@ -120,9 +120,9 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         reranker: re-rank the scores first, without holding the matrix. It sees all scores, those
             of excluded pairs, too.
         ties: whether a negative with the score of a positive ranks ahead of it (``"pessimistic"``)
-            or behind it (``"optimistic"``). So do lower grades and higher ones. Of equals, the
-            lower index comes first. Ranks, stored candidates and the k-occurrences follow this
-            rule.
+            or behind it (``"optimistic"``), and likewise a lower grade and a higher one. Of
+            candidates that are equal in this, too, the lower index comes first. Ranks, stored
+            candidates and k-occurrences follow this rule.
         hubness_k: k of the k-occurrences, and number of stored best candidates; at most all
             candidates. Where a query has fewer, they are padded with -1.
         folds: split the images into this many consecutive parts, each with its texts, and retrieve
