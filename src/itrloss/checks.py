@@ -475,6 +475,14 @@ class Learnable(Bounded[Any]):
                 parameter.fill_(value)
 
 
+def reset_learnable(module: nn.Module) -> None:
+    """Give the parameters behind a module's options the numbers that were set last."""
+    for owner in type(module).__mro__:
+        for option in vars(owner).values():
+            if isinstance(option, Learnable):
+                option.reset(module)
+
+
 class Fixed(Option[T]):
     """An option that parameters depend on, so that it is set once."""
 

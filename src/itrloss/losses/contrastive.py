@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import Choice, Fixed, Learnable, Number, check_number
+from ..checks import Choice, Fixed, Learnable, Number, check_number, reset_learnable
 from ..similarity import Similarity
 from .base import PairLoss
 
@@ -167,7 +167,7 @@ class SigmoidLoss(PairLoss):
     def reset_parameters(self) -> None:
         """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
         self._reset_scale()
-        type(self).bias.reset(self)
+        reset_learnable(self)
 
     def compute(self, sim: Similarity) -> Any:
         """Return the sigmoid loss, SigLIP."""

@@ -18,6 +18,7 @@ from ..checks import (
     check_alike,
     check_embeddings,
     check_matrix,
+    reset_learnable,
 )
 from ..engine.vectors import normalized
 from ..similarity import Similarity
@@ -104,8 +105,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
 
     def reset_parameters(self) -> None:
         """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
-        type(self).scale.reset(self)
-        type(self).shift.reset(self)
+        reset_learnable(self)
 
     def forward(
         self,
