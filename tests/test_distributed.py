@@ -440,7 +440,7 @@ REFUSED = {  # error messages of the two processes
         "scorer: expected finite scores",
         "gather: process 0 failed: ValueError: scorer: expected finite scores",
     ),
-    "other": ("relevant, image_ids",) * 2,
+    "other": ("relevant, exclude, candidates, image_ids",) * 2,
 }
 
 
