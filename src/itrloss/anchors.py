@@ -536,36 +536,20 @@ class Anchors:
         """Return shifts (A,) that bring the negatives' means near 0, the shifted means, and the
         standard deviations.
         """
-        shift = self._shift_to_mean()
         count: Any = self.sizes[0] - 1
         if not self._complete or not self.of_one_size:
             count = self.negative_counts.clamp_min(1)
+        shift = self._about_summed_negatives() / -count
         # About a number near the mean, no digits of the squares cancel.
         first, second = self._sum((identity, square), shift=shift) / count
         variance = torch.addcmul(second, first, first, value=-1)
         return shift, first, variance.clamp_min(1e-12).sqrt()
 
-    def _shift_to_mean(self) -> Tensor:
-        """Return about minus the mean (A,) of each anchor's negatives, without a gradient."""
-        answers = [block.matrix.summed_scores(block.sides) for block in self._blocks]
+    def _about_summed_negatives(self) -> Tensor:
+        """Return about the sum (A,) of each anchor's negatives' scores, without a gradient."""
+        answers = [block.matrix.about_summed_negatives(block.sides) for block in self._blocks]
         total = self._joined(answers, torch.add)
-        if self.exchange is not None:
-            total = self.exchange.merged(total)
-        numbers = self._candidates()
-        if all(number == numbers[0] for number in numbers):
-            return total / -numbers[0]
-        parts = zip(self.split(total), numbers, strict=True)
-        return torch.cat([part / -number for part, number in parts])
-
-    def _candidates(self) -> list[int]:
-        """Return the number of candidates of each group's anchors."""
-        numbers = []
-        for g, group in enumerate(self._groups):
-            number = sum(side.candidates for side in group)
-            if self.exchange is not None and self.exchange.shards[g].is_spread:
-                number = number * self.exchange.processes.world
-            numbers.append(number)
-        return numbers
+        return total if self.exchange is None else self.exchange.merged(total)
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
         """Return (A,) ``-sum_j P_ij log2 P_ij`` over each anchor's negatives.

@@ -498,10 +498,10 @@ class Matrix:
                 trial.refuse(form, self.strict, error)
         return tiled.highest(question, inputs, None)
 
-    def summed_scores(self, sides: tuple[int, ...]) -> Tensor:
-        """Return about the sums (A,) of the scores of all candidates. No gradient.
+    def about_summed_negatives(self, sides: tuple[int, ...]) -> Tensor:
+        """Return about the sums (A,) of the scores of each anchor's negatives. No gradient.
 
-        Divided by the number of candidates, they are near the mean of the negatives.
+        Divided by the number of negatives, they are near their mean.
         """
         self.check_unchanged()
         with torch.no_grad():
@@ -510,20 +510,23 @@ class Matrix:
             compiling = torch.compiler.is_compiling()
             masks = self.in_graph and not self.pairs.one_to_one and not compiling
             if self.embeddings is None or masks:
-                sums = self.sums(Question(self.pairs, sides, (identity,)))
-                parts = sums.split([self.shape[side] for side in sides])
-                return joined(
-                    [self._rescaled(x, side) for x, side in zip(parts, sides, strict=True)]
-                )
+                return self.sums(Question(self.pairs, sides, (identity,)))
             inputs = self.inputs()
+            sums: list[Tensor] = []
             with full_precision(inputs.like):
-                sums = {side: tiled.summed_scores(inputs, side) for side in sides}
-                # One positive hardly moves a mean, but several may score far from the negatives.
-                if not self.pairs.one_to_one and not compiling:
-                    for side, total in sums.items():
-                        positives = self._positives_of_side(inputs, side)
-                        sums[side] = self._rescaled(total - positives, side)
-                return joined(list(sums.values()))
+                for side in sides:
+                    total = tiled.summed_scores(inputs, side)
+                    candidates = self.shape[1 - side]
+                    # One positive hardly moves a mean, but several may score far from the
+                    # negatives.
+                    if self.pairs.one_to_one:
+                        total = total * ((candidates - 1) / candidates)
+                    elif compiling:
+                        total = total * (self.pairs.counts(side)[1] / candidates)
+                    else:
+                        total = total - self._positives_of_side(inputs, side)
+                    sums.append(total)
+            return joined(sums)
 
     def _positives_of_side(self, inputs: Inputs, side: int) -> Tensor:
         """Return the sums (A,) of the scores of each anchor's positives, without a gradient."""
@@ -536,11 +539,6 @@ class Matrix:
     def _lists_positives_at_no_cost(self) -> bool:
         """Return whether positives are few, and the host knows them without waiting."""
         return self.host_may_read() and self.lists_positives()
-
-    def _rescaled(self, sums: Tensor, side: int) -> Tensor:
-        """Return the mean of each anchor's negatives, times the number of its candidates: (A,)."""
-        negatives = self.pairs.counts(side)[1].clamp_min(1)
-        return sums * (self.shape[1 - side] / negatives)
 
     def hardest(self, question: Question) -> Best:
         """Return the highest score that counts of each anchor, and its candidate: (A,).
