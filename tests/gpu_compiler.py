@@ -47,7 +47,8 @@ OF_LOSSES = [
     {"shared": True, "ids": True, "shifted": False},
     {"ids": False, "shifted": False},  # DCL
     {"ids": True, "shifted": False},
-    {"sides": (0,), "shifted": False},  # M-DCL
+    {"sides": (0,), "shifted": False, "total": True},  # M-DCL, with the anchors' gradient
+    {"sides": (0,), "shifted": False, "total": True, "ids": False},
     {"attempted": True, "limits": 1},  # filtered InfoNCE and multi-similarity
     {"sides": (0,), "learnt": True},  # DCL through its diversities
 ]
@@ -175,7 +176,7 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     needs = Needs(True, True, False, False, scale=learnt or asked == (terms.softplus,))
     needs = needs._replace(shift=trained, dtypes=(dtype, dtype))
     if total:
-        engine.total(question, inputs, torch.ones(1), needs)
+        engine.sums_and_gradients(question, inputs, torch.ones(1), needs)
         return
     grad = torch.ones(len(asked), len(sides) * size)
     engine.gradients(question, inputs, grad, needs, ListedPairs(*which, torch.ones(size)))

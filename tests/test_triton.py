@@ -637,7 +637,7 @@ def test_vanishing_sums_over_several_processes(kind, normalize, tmp_path):
     torch.testing.assert_close(total.double(), gradients[2], rtol=1e-4, atol=1e-4)
 
 
-# ----------------------------------------------------------------- totals along with their gradient
+# ------------------------------------------------------------------- sums along with their gradient
 
 # Totals of one scale and a term that has kernels. Their gradients are found in the forward pass.
 EARLY = [name for name in TOTALS if name not in ("scales of anchors", "of a user's term")]
@@ -647,13 +647,13 @@ EARLY = [name for name in TOTALS if name not in ("scales of anchors", "of a user
 def early(monkeypatch):
     """Count the totals that come along with their gradient."""
     found = []
-    total = engine.total
+    total = engine.sums_and_gradients
 
     def counted(*args):
         found.append(args)
         return total(*args)
 
-    monkeypatch.setattr(engine, "total", counted)
+    monkeypatch.setattr(engine, "sums_and_gradients", counted)
     return found
 
 
@@ -862,6 +862,92 @@ def test_parts_of_a_total_and_its_positives(early, few_tiles):
         torch.testing.assert_close(got.cpu().double(), wanted, rtol=1e-5, atol=1e-6)
 
 
+# Sums of anchors that alone are trained, as beside a memory; their scales and shifts are given.
+ONE_SIDED = {
+    "one scale": lambda anchors, q: anchors.logsumexp(5.0),
+    "scales of anchors": lambda anchors, q: anchors.logsumexp(q),
+    "shifts of anchors": lambda anchors, q: anchors.sum(terms.softplus, scale=3.0, shift=-q),
+    "over all": lambda anchors, q: anchors.sum(terms.square, scale=2.0, over="all"),
+    "limits": lambda anchors, q: anchors.logsumexp(q, below=0.8, above=-0.3),
+    "listed positives": lambda anchors, q: (
+        anchors.logsumexp(5.0) - anchors.mean_of_positives(terms.identity)
+    ),
+}
+# Others, whose gradients are found later.
+NOT_ONE_SIDED = {
+    "two terms": lambda anchors, q: anchors.std(),
+    "a learnt scale": lambda anchors, q: anchors.logsumexp(q.requires_grad_(), at_most=9.0),
+    "a learnt shift": lambda anchors, q: anchors.sum(terms.softplus, shift=q.requires_grad_()),
+    "both sides": lambda anchors, q: anchors.both.logsumexp(5.0),
+}
+
+
+def of_one_side(answer, side, given, ids, engine_name):
+    """Return sums and the gradient of the one side that is trained, found twice."""
+    given[side].requires_grad_()
+    sim = Similarity(*given, *ids, engine=engine_name)
+    anchors = sim.T if side else sim
+    q = torch.linspace(2, 6, len(anchors), dtype=sim.dtype, device=given[side].device)
+    values = answer(anchors, q)
+    grad = torch.linspace(-1, 2, len(values), dtype=values.dtype, device=values.device)
+    torch.autograd.grad(values, given[side], 2 - grad, retain_graph=True)
+    (by_own,) = torch.autograd.grad(values, given[side], grad)
+    return values.detach().cpu().double(), by_own.cpu().double()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "side", "fused"),
+    pairwise(name=ONE_SIDED, shape=SHAPES, side=[0, 1], fused=[True, False]),
+)
+def test_sums_along_with_their_gradient(
+    name, shape, side, fused, early, few_tiles, poisoned, monkeypatch
+):
+    monkeypatch.setattr(engine, "fused", lambda rows, cols: fused)
+    n, m, kind = SHAPES[shape]
+    ids = make_ids(kind, n, m)
+    v, w = embeddings(n, m)
+    v[0] = 0
+    wanted = of_one_side(ONE_SIDED[name], side, [v.clone(), w.clone()], ids, "dense")
+    given = moved(v.float(), w.float())
+    found = of_one_side(ONE_SIDED[name], side, given, moved(*ids), "triton")
+    assert len(early) == 1
+    exists = wanted[0].isfinite()
+    assert torch.equal(found[0].isfinite(), exists)
+    torch.testing.assert_close(found[0][exists], wanted[0][exists], rtol=1e-4, atol=1e-5)
+    assert (found[1] - wanted[1]).norm() <= 3e-5 * wanted[1].norm() + 2e-6
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", ["one scale", "scales of anchors"])
+def test_half_precision_sums_along_with_their_gradient(name, dtype, early, few_tiles, poisoned):
+    """Float16 has no room for exponentials of several anchors: their sums divide them first."""
+    ids = make_ids("random", 23, 41)
+    v, w = (x.to(dtype) for x in embeddings(23, 41))
+    wanted = of_one_side(ONE_SIDED[name], 0, [v.double(), w.double()], ids, "dense")
+    found = of_one_side(ONE_SIDED[name], 0, moved(v, w), moved(*ids), "triton")
+    assert len(early) == (dtype == torch.bfloat16)
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-5)
+    assert (found[1] - wanted[1]).norm() <= 2 * torch.finfo(dtype).eps * wanted[1].norm()
+
+
+@pytest.mark.parametrize("name", NOT_ONE_SIDED)
+def test_other_sums_have_their_gradient_later(name, early, few_tiles):
+    v, w = embeddings(9, 9)
+    wanted = of_one_side(NOT_ONE_SIDED[name], 0, [v.clone(), w.clone()], (None, None), "dense")
+    given = moved(v.float(), w.float())
+    found = of_one_side(NOT_ONE_SIDED[name], 0, given, (None, None), "triton")
+    assert not early
+    for got, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-3, atol=1e-4)
+
+
+def test_sums_with_a_gradient_for_candidates_have_it_later(early, few_tiles):
+    v, w = trained()
+    Similarity(v, w.detach(), engine="triton").T.logsumexp(5.0).sum().backward()
+    Similarity(v, w, engine="triton").logsumexp(5.0).sum().backward()
+    assert not early and v.grad.any() and w.grad.any()
+
+
 def test_embeddings_that_change_before_backward_are_refused(early, few_tiles):
     v, w = trained()
     value = siglip(v, w)
@@ -879,9 +965,11 @@ def test_a_total_of_no_pairs(early):
     question = Question(Pairs((0, 3), (None, None), DEVICE), (0,), (terms.softplus,), scale=scale)
     needs = tiled.Needs(True, True, False, False, scale=True)
     with torch.no_grad():
-        value, sums = engine.total(question, inputs, torch.ones(1, device=DEVICE), needs)
+        value, sums = engine.sums_and_gradients(
+            question, inputs, torch.ones(1, device=DEVICE), needs
+        )
         grad = torch.ones((), device=DEVICE)
-        found = engine.gradients_of_total(question, inputs, sums, grad, needs, None)
+        found = engine.completed_gradients(question, inputs, sums, grad, needs, None)
     assert value == 0 and found.scale == 0 and not found.cols.any() and found.rows.shape == (0, 4)
 
 
@@ -915,9 +1003,7 @@ def test_half_precision(name, kind, dtype, held, few_tiles, poisoned, monkeypatc
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("scale", [3.0, 100.0])
 def test_rows_of_a_memory_in_half_precision(dtype, scale, few_tiles, poisoned):
-    """The gradient of the rows is computed in the forward pass, from exponentials between e^-60 and
-    e^60.
-    """
+    """Exponentials are between e^-60 and e^60."""
     n, m, d = 9, 40, 16
     v, w = (torch.nn.functional.normalize(x, dim=1).to(dtype) for x in embeddings(n, m, d))
     w[3] = v[2]
@@ -1289,7 +1375,7 @@ def test_memory_of_many_positives(asked, slots, m, as_on_a_gpu):
         if asked == "sums":
             engine.gradients(question, inputs, grad, needs, None)
         else:
-            engine.total(question, inputs, grad, needs)
+            engine.sums_and_gradients(question, inputs, grad, needs)
     assert shift.nbytes < peak.bytes <= outputs + 256 * 2**20, peak.bytes / 2**20
 
 
@@ -1449,6 +1535,47 @@ def test_products_of_totals(name, work, monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
+@pytest.mark.parametrize(
+    ("memory", "at_most", "wanted"),
+    [
+        (80e9, 50.0, (4, 4)),
+        (1e9, 50.0, (2, 6)),
+        (80e9, None, (2, 6)),  # the first attempt may fail, and what it found with it
+    ],
+)
+def test_products_beside_a_memory(memory, at_most, wanted, work, monkeypatch):
+    """The gradient of anchors that alone are trained comes with their log-sum-exp."""
+    monkeypatch.setattr(engine, "memory_of", lambda device: int(memory))
+    n, m, d = 65536, 131072, 768
+    v = meta(n, d, dtype=torch.bfloat16, requires_grad=True)
+    ids = meta(n, dtype=torch.int64), meta(m, dtype=torch.int64)
+    sim = Similarity(v, meta(m, d, dtype=torch.bfloat16), *ids, engine="triton")
+    scale = meta(n, dtype=torch.float32)
+    values = sim.logsumexp(scale, at_most=at_most)
+    forward = work.flops
+    values.sum().backward()
+    assert (forward, work.flops) == tuple(x * n * m * d for x in wanted)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
+@pytest.mark.parametrize(
+    ("loss", "wanted"),
+    [
+        (itrloss.MemoryDiversityContrastiveLoss(engine="triton"), 6),  # 2 of them for its diversity
+        (itrloss.UnifiedTrainingObjective(scale=50.0, engine="triton"), 4),
+        (itrloss.UnifiedTrainingObjective(engine="triton"), 6),  # sums of its scale may vanish
+    ],
+)
+def test_products_of_losses_with_a_memory(loss, wanted, work):
+    """For each of both matrices with the memory; those with the batch and its keys are small."""
+    n, m, d = 128, 2**20, 256
+    given = [meta(n, d, dtype=torch.bfloat16, requires_grad=k < 2) for k in range(4)]
+    memory = itrloss.CoupledMemory(m, d, dtype=torch.bfloat16).to("meta")
+    loss.to("meta")(*given, memory).backward()
+    assert wanted <= work.flops / (2 * n * m * d) <= wanted + 0.01
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize("dtype", HALF)
 def test_memory_of_a_total(dtype, as_on_a_gpu, monkeypatch):
     """Held sums of both sides' gradients in float32, 402 MB here, and at most 256 MiB."""
@@ -1482,10 +1609,17 @@ ASKED_FORM = trial.Form(
     attempt="none",
     listed="listed",
     gradients=trial.Trained(rows=torch.float32, cols=torch.bfloat16),
+    early=False,
     weights="none",
 )
 FLOATS = {"dtypes": (torch.float32, torch.float32)}
 LEARNT = trial.Trained(torch.float32, None, scale=True)
+FROM_A_MEMORY = {
+    "sides": (0,),
+    "early": True,
+    "gradients": trial.Trained(torch.bfloat16, None),
+    "listed": "none",
+}
 FORMS = {
     "bfloat16": {},
     "float16": {"dtypes": (torch.float16, torch.float16)},
@@ -1513,8 +1647,21 @@ FORMS = {
         "gradients": trial.Trained(torch.float32, torch.float32, shift=True),
     },
     "moments": {"terms": (terms.identity, terms.square), "over": "all"},
-    "a total": {"terms": (terms.softplus,), "shift": "one", "scale": "one", "weights": "one"},
-    "a weighted total": {"terms": (terms.excess,), "weights": "each", "listed": "none"},
+    "a total": {
+        "terms": (terms.softplus,),
+        "shift": "one",
+        "scale": "one",
+        "early": True,
+        "weights": "one",
+    },
+    "a weighted total": {
+        "terms": (terms.excess,),
+        "early": True,
+        "weights": "each",
+        "listed": "none",
+    },
+    "early sums": {**FROM_A_MEMORY, "scale": "each"},
+    "early sums of one scale": {**FROM_A_MEMORY, "listed": "listed"},
 }
 WEIGHTS = {"none": None, "one": torch.ones(1), "each": torch.ones(2)}
 
@@ -1540,7 +1687,7 @@ def test_the_very_form_is_tried(name, examples, recwarn, monkeypatch):
     """What the engine is asked for in the trial is of the form, and the answers agree."""
     wanted = ASKED_FORM._replace(**FORMS[name])
     pairs = {"none": None, "diagonal": (None, None), "listed": (torch.zeros(1),) * 2}
-    about = wanted.gradients, pairs[wanted.listed], WEIGHTS[wanted.weights]
+    about = wanted.gradients, pairs[wanted.listed], wanted.early, WEIGHTS[wanted.weights]
     seen = set()
 
     def noted(answer, question, inputs, *rest):
@@ -1552,7 +1699,7 @@ def test_the_very_form_is_tried(name, examples, recwarn, monkeypatch):
         return answer(question, inputs, *rest)
 
     highest = engine.highest
-    for answer in (engine.sums, highest, engine.total, engine.gradients):
+    for answer in (engine.sums, highest, engine.sums_and_gradients, engine.gradients):
         monkeypatch.setattr(engine, answer.__name__, functools.partial(noted, answer))
     assert trial.works(wanted)
     assert not about_triton(recwarn)

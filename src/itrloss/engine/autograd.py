@@ -94,8 +94,8 @@ class Request:
     pairs: tuple[Index, Index] | None
     form: Form | None = None  # of the question, if Triton has kernels for it
     strict: bool = False  # whether an error of Triton is raised, as the user chose it
-    #: (1,) or (A,): the sums are added with these weights to one number, by Triton. None: they are
-    #: requested one by one.
+    early: bool = False  # whether Triton finds the gradient of vectors along with the sums
+    #: (1,) or (A,): the sums are then added with these weights to one number. None: they are not.
     weights: Tensor | None = None
     moments: bool = False  # whether the sums are computed without the scores
 
@@ -137,7 +137,7 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
             "itrloss: tiles are visited outside of compiled graphs; "
             "fullgraph=True needs engine='dense'"
         )
-    function = SumsAndPairScores if request.weights is None else TotalAndPairScores
+    function = EarlySumsAndPairScores if request.early else SumsAndPairScores
     return function.apply(request, *targets, *values)  # type: ignore[return-value]
 
 
@@ -190,27 +190,26 @@ def in_places(request: Request, gradients: Gradients) -> tuple[Any, ...]:
     return None, *of_targets, gradients.scale, gradients.shift, None, None, *gradients.params
 
 
-class TotalAndPairScores(torch.autograd.Function):
-    """The () total of weighted sums, whose gradient comes with it, and the (P,) scores of pairs.
+class EarlySumsAndPairScores(torch.autograd.Function):
+    """The sums (A,), or their weighted total (), with their gradient; and the scores (P,) of pairs.
 
-    The gradient of each sum is known up to one factor, the gradient of the total.
+    The gradient is known up to one factor for each sum, or for the total.
     """
 
     @staticmethod
     def forward(
         ctx: Any, request: Request, rows: Tensor | None, cols: Tensor | None, *rest: Value | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the total and the scores; ``rest``: see :meth:`SumsAndPairScores.forward`."""
+        """Return both; ``rest``: see :meth:`SumsAndPairScores.forward`."""
         dtypes = [torch.float32 if x is None else x.dtype for x in (rows, cols)]
         needs = needs_of(request, ctx.needs_input_grad)._replace(dtypes=tuple(dtypes))
         inputs = request.inputs
-        assert request.question is not None and request.weights is not None
         with full_precision(inputs.like):
-            total, early = total_of(request, request.question, request.weights, needs)
+            sums, early = early_sums(request, needs)
             scores = None if request.pairs is None else pair_scores(inputs, *request.pairs)
         save(ctx, (request, needs, early))
-        ctx.set_materialize_grads(False)  # a loss may use the total alone, or the pairs alone
-        return total, scores
+        ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
+        return sums, scores
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -221,42 +220,43 @@ class TotalAndPairScores(torch.autograd.Function):
             raise_second_derivative()
         request: Request
         request, needs, early = saved(ctx)
-        grad_total, grad_pairs = grads
-        if grad_total is None:
+        grad_sums, grad_pairs = grads
+        if grad_sums is None:
             return in_places(request, first_derivatives(request, needs, None, grad_pairs))
-        gradients = derivatives_of_total(request, needs, early, grad_total, grad_pairs)
+        gradients = early_derivatives(request, needs, early, grad_sums, grad_pairs)
         return in_places(request, gradients)
 
 
-def total_of(
-    request: Request, question: Question, weights: Tensor, needs: Needs
-) -> tuple[Tensor, EarlyGradients | None]:
-    """Return the () weighted total of a question's sums, and what its gradient is made of.
+def early_sums(request: Request, needs: Needs) -> tuple[Tensor, EarlyGradients | None]:
+    """Return the sums (A,), or their weighted total (), and what their gradients are made of.
 
-    If Triton fails, the tiled engine returns the total, and finds the gradient afterwards.
+    If Triton fails, the tiled engine returns them, and finds the gradients afterwards.
     """
     from . import trial, triton
 
-    assert request.form is not None
+    question = request.question
+    weights = request.weights
+    assert question is not None and request.form is not None
     try:
-        return triton.total(question, request.inputs, weights, needs)
+        return triton.sums_and_gradients(question, request.inputs, weights, needs)
     except Exception as error:
         trial.refuse(request.form, request.strict, error)
-    return (tiled.sums(question, request.inputs, None) * weights).sum(), None
+    sums = tiled.sums(question, request.inputs, None)
+    return sums if weights is None else (sums * weights).sum(), None
 
 
-def derivatives_of_total(
+def early_derivatives(
     request: Request,
     needs: Needs,
     early: EarlyGradients | None,
-    grad_total: Tensor,  # ()
+    grad: Tensor,  # (A,) of the sums, or () of their total
     grad_pairs: Tensor | None,  # (P,)
 ) -> Gradients:
-    """Return the gradients from the gradients of a total and of the pairs' scores."""
+    """Return the gradients from the gradients of :func:`early_sums` and of the pairs' scores."""
     from . import trial, triton
 
     question = request.question
-    assert question is not None and request.weights is not None and request.form is not None
+    assert question is not None and request.form is not None
     if early is not None:
         listed = None
         if request.pairs is not None and grad_pairs is not None:
@@ -264,12 +264,13 @@ def derivatives_of_total(
         inputs = request.inputs
         try:
             with full_precision(inputs.like):
-                return triton.gradients_of_total(question, inputs, early, grad_total, needs, listed)
+                return triton.completed_gradients(question, inputs, early, grad, needs, listed)
         except Exception as error:
             trial.refuse(request.form, request.strict, error)
-    grad_sums = (request.weights * grad_total).expand(question.size)
+    if request.weights is not None:
+        grad = (request.weights * grad).expand(question.size)
     by_tiles = replace(request, form=None)
-    return first_derivatives(by_tiles, needs, grad_sums, grad_pairs)
+    return first_derivatives(by_tiles, needs, grad, grad_pairs)
 
 
 def needs_of(request: Request, needed: Sequence[bool]) -> Needs:

@@ -19,7 +19,7 @@ from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
 from .pairs import Pairs, segment_sum
 from .products import full_float32, matmul, rounds_float32
-from .question import Question, Value, is_trained, joined
+from .question import Question, Value, joined
 from .terms import identity
 from .tiled import Best
 from .vectors import (
@@ -326,13 +326,19 @@ class Matrix:
         by_moments = guide is None and self._has_gain_by_moments(question)
         inputs = self._inputs_without_scores() if by_moments else self.inputs()
         pairs = self._positives_along(question)
+        early = False
+        form = None
+        if guide is None:
+            early = self._finds_early(question, is_total=False)
+            form = self._form(question, inputs, pairs, early)
         request = Request(
             question=question,
             inputs=inputs,
             guide=None if guide is None else guide.inputs(),
             pairs=pairs,
-            form=self._form(question, inputs, pairs) if guide is None else None,
+            form=form,
             strict=self.strict,
+            early=early and form is not None,
             moments=by_moments,
         )
         return self._asked(request)
@@ -368,21 +374,26 @@ class Matrix:
 
     def _early_request(self, question: Question, weights: Value) -> Request | None:
         """Return the request of a total if its gradient is to be found in the forward pass."""
-        if not torch.is_grad_enabled() or self.embeddings is None or not self._may_use_triton():
-            return None
-        from . import triton
-
-        vectors = [x for x in self.targets()[:2] if is_trained(x)]
-        if not triton.may_find_early(question, vectors):
+        if not self._finds_early(question, is_total=True):
             return None
         if not isinstance(weights, Tensor):
             weights = torch.full((1,), weights, dtype=self.dtype, device=self.device)
         inputs = self.inputs()
         pairs = self._positives_along(question)
-        form = self._form(question, inputs, pairs, weights)
+        form = self._form(question, inputs, pairs, True, weights)
         if form is None:
             return None
-        return Request(question, inputs, None, pairs, form, self.strict, weights)
+        return Request(question, inputs, None, pairs, form, self.strict, True, weights)
+
+    def _finds_early(self, question: Question, is_total: bool) -> bool:
+        """Return whether Triton finds the gradient of vectors along with sums, or their total."""
+        if not torch.is_grad_enabled() or self.embeddings is None or not self._may_use_triton():
+            return False
+        from . import triton
+
+        dtype = self.embeddings[0].x.dtype
+        rows, cols = self.targets()[:2]
+        return triton.may_find_early(question, dtype, rows, cols, is_total)
 
     def _positives_along(self, question: Question) -> tuple[Index, Index] | None:
         """Return the positive pairs if their scores are to be computed along with a sum.
@@ -436,6 +447,7 @@ class Matrix:
         question: Question,
         inputs: Inputs,
         pairs: tuple[Index, Index] | None,
+        early: bool,
         weights: Tensor | None = None,
     ) -> Form | None:
         """Return the form of a question's sums if Triton has kernels for it that work."""
@@ -447,7 +459,7 @@ class Matrix:
             return None
         rows, cols, _, _, scores = self.targets()
         gradients = trial.gradients_needed(question, rows, cols, scores)
-        form = trial.form_of(question, inputs, gradients, pairs, weights)
+        form = trial.form_of(question, inputs, gradients, pairs, early, weights)
         return form if self.strict or trial.works(form) else None
 
     def _may_use_triton(self) -> bool:
@@ -519,13 +531,13 @@ class Matrix:
                     candidates = self.shape[1 - side]
                     # One positive hardly moves a mean, but several may score far from the
                     # negatives.
-                    if self.pairs.one_to_one:
-                        total = total * ((candidates - 1) / candidates)
-                    elif compiling:
+                    if compiling and not self.pairs.one_to_one:
                         total = total * (self.pairs.counts(side)[1] / candidates)
-                    else:
+                    elif not self.pairs.one_to_one:
                         total = total - self._positives_of_side(inputs, side)
                     sums.append(total)
+            if self.pairs.one_to_one:
+                return joined(sums) * (1 - 1 / max(self.shape[0], 1))
             return joined(sums)
 
     def _positives_of_side(self, inputs: Inputs, side: int) -> Tensor:

@@ -53,7 +53,8 @@ class Form(NamedTuple):
     attempt: Kind  # the shift of an attempt before; of maxima "one" if the device may skip them
     listed: Listing  # positive pairs whose scores come along
     gradients: Trained
-    weights: Kind  # of a total, whose gradient comes with it; none: the sums are asked for
+    early: bool  # whether the gradient of vectors comes along with the sums
+    weights: Kind  # of their total, if it is asked for in their place
 
     def __str__(self) -> str:
         """Describe the form in words."""
@@ -88,7 +89,8 @@ def form_of(
     inputs: Inputs,
     gradients: Trained,
     pairs: tuple[Index, Index] | None,  # whose scores come along
-    weights: Tensor | None = None,  # of a total of the sums
+    early: bool = False,  # whether the gradient comes along with the sums
+    weights: Tensor | None = None,  # of their total
 ) -> Form:
     """Return the form of a question of some inputs."""
     rows = inputs.rows
@@ -119,6 +121,7 @@ def form_of(
         attempt="none" if question.attempt is None else kind_of(question.attempt.shift),
         listed=listed,
         gradients=gradients,
+        early=early,
         weights=kind_of(weights),
     )
 
@@ -245,16 +248,19 @@ def triton_results(form: Form, question: Question, inputs: Inputs) -> list[Tenso
     if not form.terms:
         return [triton.highest(question, inputs)]
     listed = example_of_listed(form, inputs)
-    if form.weights != "none":
-        weights = example_of_weights(form, question)
-        total, early = triton.total(question, inputs, weights, needs_of(form))
-        grad = torch.ones_like(total)
-        gradients = triton.gradients_of_total(question, inputs, early, grad, needs_of(form), listed)
-        return in_order(total, gradients)
+    needs = needs_of(form)
+    if form.early:
+        weights = None
+        if form.weights != "none":
+            weights = example_of_weights(form, question)
+        sums, early = triton.sums_and_gradients(question, inputs, weights, needs)
+        grad = gradient_of(sums) if weights is None else torch.ones_like(sums)
+        gradients = triton.completed_gradients(question, inputs, early, grad, needs, listed)
+        return in_order(sums, gradients)
     sums = triton.sums(question, inputs)
     if form.gradients == Trained():
         return [sums]
-    gradients = triton.gradients(question, inputs, gradient_of(sums), needs_of(form), listed)
+    gradients = triton.gradients(question, inputs, gradient_of(sums), needs, listed)
     return in_order(sums, gradients)
 
 

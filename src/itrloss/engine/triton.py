@@ -23,7 +23,7 @@ from . import kernels
 from .inputs import Inputs, Places, Side
 from .pair_scores import ListedPairs
 from .pairs import Members
-from .question import Question, Value, has_each
+from .question import Question, Value, has_each, is_trained
 from .tiled import Gradients, Needs
 
 
@@ -457,42 +457,70 @@ def class_sums(side: Side, members: Members) -> Tensor:
     return out
 
 
-# ---------------------------------------------------------------- a total along with its gradient
+# ------------------------------------------------------------------- sums along with their gradient
 
 
 class EarlyGradients(NamedTuple):
-    """What the gradient of a total is made of, up to the gradient of the total itself."""
+    """What the gradients of sums, or of their weighted total, are made of.
+
+    Each is known up to one factor: the gradient of the sum, or of the total.
+    """
 
     rows: Tensor | None  # (N, D) float32 sums of ``f'(z_ij) y_j``, weighted, over the norms
     cols: Tensor | None  # (M, D)
-    shift: Tensor | None  # like the shift
+    shift: Tensor | None  # like the shift, of a total
+
+    def times(self, grad: Tensor) -> EarlyGradients:
+        """Return what is made of them by the gradient (A, 1) of each sum."""
+        rows = None if self.rows is None else self.rows * grad
+        cols = None if self.cols is None else self.cols * grad
+        return EarlyGradients(rows, cols, None)
 
 
-def may_find_early(question: Question, vectors: Sequence[Tensor]) -> bool:
-    """Return whether a total may come with its gradient by some vectors (N, D), if there are any.
+def may_find_early(
+    question: Question,
+    dtype: torch.dtype,  # of the embeddings
+    rows: Tensor | None,  # (N, D) what gets a gradient of the rows, and of the columns
+    cols: Tensor | None,
+    is_total: bool,
+) -> bool:
+    """Return whether sums, or their weighted total, may come with their gradient by vectors.
 
-    The scale has to be one number, by which the gradient can be multiplied later; and float32 sums
-    have to fit into the part of the memory that they may take, until the backward pass.
+    It has to be multiplied later: that of a total by one number, and so by the scale, that of sums
+    by a number for each anchor, which no candidate's gradient could be. Its float32 sums have to
+    fit into the part of the memory that they may take, until the backward pass. Float16 has one
+    unit for a panel (`round_to_half`), in which the exponentials of some anchors would vanish
+    before they are divided by their sums.
     """
+    vectors = [x for x in (rows, cols) if is_trained(x)]
     held = 4 * sum(x.numel() for x in vectors)
-    if not vectors or has_each(question.scale):
+    if not vectors or held > held_bytes(vectors[0].device):
         return False
-    return held <= held_bytes(vectors[0].device)
+    if is_total:
+        return not has_each(question.scale)
+    if is_trained(question.scale) or is_trained(question.shift) or dtype == torch.float16:
+        return False
+    if len(question.terms) > 1 or len(question.sides) > 1 or question.attempt is not None:
+        return False
+    trained_sides = tuple(side for side, x in enumerate((rows, cols)) if is_trained(x))
+    return trained_sides == question.sides
 
 
-def total(
+def sums_and_gradients(
     question: Question,
     inputs: Inputs,
-    weights: Tensor,  # of the sums, (1,) or (A,)
+    weights: Tensor | None,  # of the sums in their total, (1,) or (A,); None: there is no total
     needs: Needs,
 ) -> tuple[Tensor, EarlyGradients]:
-    """Return the () weighted total of a question's sums, and what its gradient is made of.
+    """Return the sums (A,), or their () weighted total, and what their gradients are made of.
 
     Scores are visited once: 6 multiples of NMD in products for 8 to 10 where the gradient is found
-    in the backward pass (pytest tests/test_triton.py -k products).
+    in the backward pass, 4 for 6 where one side is trained (pytest tests/test_triton.py -k
+    products).
     """
     run = Pass(question, inputs, kernels.FORMS[question.terms])
-    kernel = GradientKernel(run, weights, needs, with_total=True)
+    own_weights = torch.ones(1, device=run.device) if weights is None else weights
+    kernel = GradientKernel(run, own_weights, needs, with_total=True)
     sides: dict[int, VectorGradient] = {}
     for side, needed in enumerate((needs.rows, needs.cols)):
         if needed:
@@ -506,19 +534,28 @@ def total(
     assert kernel.total is not None
     sums = {side: gradient.total for side, gradient in sides.items()}
     shift = kernel.of_shift() if needs.shift else None
-    return kernel.total.values[-1].sum(), EarlyGradients(sums.get(0), sums.get(1), shift)
+    found = kernel.total.values[-1]
+    if weights is not None:
+        found = found.sum()
+    return found, EarlyGradients(sums.get(0), sums.get(1), shift)
 
 
-def gradients_of_total(
+def completed_gradients(
     question: Question,
     inputs: Inputs,
     early: EarlyGradients,
-    grad: Tensor,  # () of the total
+    grad: Tensor,  # (A,) of the sums, or () of their total
     needs: Needs,
     listed: ListedPairs | None,
 ) -> Gradients:
-    """Return the gradients of a question's inputs and values, from the gradient of a total."""
-    factor = grad * question.scale
+    """Return the gradients of a question's inputs and values, from the gradient of its sums."""
+    factor: Tensor | None = None
+    if grad.dim() == 1:  # the anchors' vectors are trained, and no others
+        early = early.times(grad[:, None])
+        if not has_each(question.scale):
+            factor = per_anchor(question.scale, grad.device).x
+    else:
+        factor = grad * question.scale
     of_sides: list[Tensor | None] = []
     scale: Tensor | None = None
     with torch.cuda.device_of(inputs.like):
@@ -695,7 +732,7 @@ class Pass:
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         # Gradients that are summed by anchor, from both sides of a tile, would spill with a limit.
         sums_values = config.GRAD_SCALE or config.GRAD_SHIFT or config.TOTAL
-        many = sums_values and not config.SHARED
+        many = sums_values and not config.SHARED and config.ROWS and config.COLS
         if tile.registers is not None and not many and compute_capability(self.device) == 9:
             options["maxnreg"] = tile.registers
         return options
