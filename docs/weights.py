@@ -24,10 +24,8 @@ SCORES = torch.linspace(-0.2, 1, 241)
 FORMS = {
     "plain": itrloss.InfoNCELoss(0.1),
     "hardness=9": itrloss.InfoNCELoss(0.1, hardness=9),
-    "left out above the positive + 0.1": itrloss.FilteredInfoNCELoss(0.1),
-    "left out above 0.95 of the positive": itrloss.FilteredInfoNCELoss(
-        0.1, margin=-0.05, relative=True
-    ),
+    "left out above the positive + 0.1": itrloss.InfoNCELoss(0.1, margin=0.1),
+    "left out above 0.95 of the positive": itrloss.InfoNCELoss(0.1, margin=-0.05, relative=True),
 }
 
 

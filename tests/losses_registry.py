@@ -218,7 +218,7 @@ OF_PAIRS = {
     ),
     "circle": Entry(itrloss.CircleLoss, **CIRCLE),
     "filtered below": Entry(
-        itrloss.FilteredInfoNCELoss,
+        itrloss.InfoNCELoss,
         {"margin": -0.05, "relative": True, "temperature": 0.01},
         tables=ALL - {"conforming", "module"},
         **FILTERED,
@@ -265,7 +265,12 @@ OF_PAIRS = {
     "circle with the dip below the range of float32": Entry(
         itrloss.CircleLoss, {"margin": 0.7, "scale": 256.0}, tables=NONE, **CIRCLE
     ),
-    "filtered": Entry(itrloss.FilteredInfoNCELoss, tables=ALL - {"compiled"}, **FILTERED),
+    "filtered": Entry(
+        itrloss.InfoNCELoss,
+        {"temperature": 0.05, "margin": 0.1},
+        tables=ALL - {"compiled"},
+        **FILTERED,
+    ),
     # the robust losses are compiled in test_robust.py
     "rince": Entry(
         itrloss.RINCELoss,
@@ -289,11 +294,21 @@ OF_PAIRS = {
         **COMPLEMENTARY,
     ),
     # the forms of InfoNCE are compiled in test_infonce_forms.py
-    "directional": Entry(itrloss.DirectionalInfoNCELoss, ids=ONE_TO_ONE, tables=ALL - {"compiled"}),
-    "directional one by one": Entry(
-        itrloss.DirectionalInfoNCELoss,
-        {"joint": False},
-        ids=ONE_TO_ONE,
+    "infonce joint": Entry(
+        itrloss.InfoNCELoss,
+        {"joint": True, "image_image": True, "text_text": True},
+        lists_positives=True,
+        tables=ALL - {"compiled"},
+    ),
+    "infonce among texts": Entry(
+        itrloss.InfoNCELoss,
+        {"image_image": True, "text_text": "unfiltered", "margin": 0.1},
+        lists_positives=True,
+        tables=ALL - {"compiled", "module"},
+    ),
+    "infonce of images": Entry(
+        itrloss.InfoNCELoss,
+        {"directions": "image-text", "image_image": True, "hardness": 3.0},
         tables=ALL - {"compiled", "module"},
     ),
     # it is compiled and sharded in test_matryoshka.py
@@ -312,7 +327,7 @@ OF_MORE_THAN_PAIRS = {
         tables=ALL & {"sharded", "module"},
     ),
     "filtered by a guide": Entry(
-        itrloss.FilteredInfoNCELoss,
+        itrloss.InfoNCELoss,
         {"margin": 0.05, "relative": True},
         takes="guide",
         tables=ALL & {"sharded"},

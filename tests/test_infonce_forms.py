@@ -6,7 +6,6 @@ processes.
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import partial
 from typing import Any
@@ -22,8 +21,12 @@ from itrloss import Anchors, Similarity, functional
 from itrloss.engine.pairs import IGNORE_ID
 
 ENGINES = ("dense", "tiled")
-DIRECTIONS = ("image-text", "text-image", "image-image", "text-text")
-I2T, T2I, I2I, T2T = DIRECTIONS
+
+
+def filtered(temperature=0.05, margin=0.1, relative=False, **options: Any) -> itrloss.InfoNCELoss:
+    """InfoNCE without the negatives above a margin."""
+    return itrloss.InfoNCELoss(temperature, margin=margin, relative=relative, **options)
+
 
 # ------------------------------------------------------------------------------------ plain PyTorch
 
@@ -231,7 +234,7 @@ def test_negatives_above_the_positive_are_left_out(
     x, y = others(len(v), len(w))
     x.requires_grad_()
     guide = Similarity(x, y, *ids, engine=engine) if guided else None
-    criterion = itrloss.FilteredInfoNCELoss(0.1, margin, relative, reduction="none", engine=engine)
+    criterion = filtered(0.1, margin, relative, reduction="none", engine=engine)
 
     def plain(v, w):
         S, positive = cosines(v, w), positives_of(v, w, ids)
@@ -254,7 +257,7 @@ def test_negatives_above_the_positive_are_left_out(
 def test_a_guide_has_an_engine_and_a_dtype_of_its_own(own, other, dtype, small_tiles):
     v, w, ids, _ = given("five captions")
     x, y = (a.to(dtype) for a in others(len(v), len(w)))
-    criterion = itrloss.FilteredInfoNCELoss(margin=0.0, engine=own)
+    criterion = filtered(margin=0.0, engine=own)
     wanted = criterion(v, w, *ids, guide=Similarity(x.double(), y.double(), *ids))
     torch.testing.assert_close(
         criterion(v, w, *ids, guide=Similarity(x, y, *ids, engine=other)), wanted
@@ -269,100 +272,26 @@ def test_a_guide_has_an_engine_and_a_dtype_of_its_own(own, other, dtype, small_t
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_anchor_whose_negatives_are_all_left_out_counts_with_0_and_has_no_gradient(engine):
     v, w = (x.requires_grad_() for x in embeddings(5, 5))
-    loss = itrloss.FilteredInfoNCELoss(margin=-3.0, engine=engine)(v, w)
+    loss = filtered(margin=-3.0, engine=engine)(v, w)
     loss.backward()
     assert loss == 0 and (v.grad == 0).all() and (w.grad == 0).all()
     scores = torch.tensor([[0.5, 0.9], [0.1, 0.2]], dtype=torch.float64)
-    rows, _ = itrloss.FilteredInfoNCELoss(reduction="none", engine=engine)(scores=scores)
+    rows, _ = filtered(reduction="none", engine=engine)(scores=scores)
     assert rows[0] == 0 and rows[1] > 0
     sim = Similarity.from_scores(scores, engine=engine)
     for positives in (None, sim.both):  # also where positives are of other candidates
         mean = functional.info_nce_loss(
             sim, 0.05, below=sim.scores().diagonal().repeat(2) + 0.1, positives=positives
         )
-        torch.testing.assert_close(mean, itrloss.FilteredInfoNCELoss()(scores=scores))
+        torch.testing.assert_close(mean, filtered()(scores=scores))
 
 
 def test_scores_of_the_guide_that_are_equal_to_the_limit_are_left_out():
     scores, judged = torch.zeros(2, 2), torch.tensor([[1.0, 1.0], [0.0, 1.0]])
-    rows, _ = itrloss.FilteredInfoNCELoss(margin=0.0, reduction="none")(
+    rows, _ = filtered(margin=0.0, reduction="none")(
         scores=scores, guide=Similarity.from_scores(judged)
     )
     torch.testing.assert_close(rows, torch.tensor([0.0, 2.0]).log().clamp_min(0))
-
-
-# --------------------------------------------------------------------------------------- directions
-
-CHOSEN = [
-    c for k in range(1, 5) for c in itertools.combinations(DIRECTIONS, k) if {I2T, T2I} & {*c}
-]
-
-
-def directional(
-    v: Tensor, w: Tensor, ids: Any, directions: Any, joint: bool, scale: float = 10.0
-) -> list[Tensor]:
-    """The values of each softmax, by loops. An image's positives are the texts with its id."""
-    ids = torch.arange(len(v)) if ids is None else ids
-    scores = {I2T: cosines(v, w), T2I: cosines(w, v), I2I: cosines(v, v), T2T: cosines(w, w)}
-    found = []
-    for group in [directions] if joint else [(d,) for d in directions]:
-        values = []
-        for i in range(len(ids)):
-            own, terms = scores[T2I if not joint and group[0].startswith("text") else I2T][i], []
-            for p in (ids == ids[i]).nonzero().flatten():
-                logits = [scale * scores[d][i][ids != ids[i]] for d in group]
-                logits += [scale * own[p][None] for d in group if d in (I2T, T2I)]
-                terms.append(torch.cat(logits).logsumexp(0) - scale * own[p])
-            valid = bool((ids != ids[i]).any())
-            values.append(sum(terms) / len(terms) if valid else own.sum() * 0)
-        found.append(torch.stack(values))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("n", "directions", "joint", "engine"),
-    pairwise(n=[1, 2, 13], directions=CHOSEN, joint=[True, False], engine=ENGINES),
-)
-def test_directions(n, directions, joint, engine, small_tiles, poisoned):
-    v, w = embeddings(n, n)
-    for ids in (None, torch.arange(n) // 3, torch.zeros(n, dtype=torch.int64)):
-        criterion = itrloss.DirectionalInfoNCELoss(
-            0.1, directions, joint, reduction="none", engine=engine
-        )
-        plain = partial(directional, ids=ids, directions=directions, joint=joint)
-        grads = [torch.linspace(-1, 2, n, dtype=v.dtype)] * len(directions)
-        compare(lambda x, y, ids=ids, f=criterion: f(x, y, ids, ids), plain, (v, w), grads)
-        counted = n if ids is None else int((ids[:, None] != ids).any(1).sum())
-        criterion.reduction = "mean"
-        wanted: Any = sum(x.sum() for x in plain(v, w)) / max(1, counted if n > 1 else 1)
-        torch.testing.assert_close(criterion(v, w, ids, ids), wanted)
-        criterion.reduction = "sum"
-        torch.testing.assert_close(criterion(v, w, ids, ids), sum(x.sum() for x in plain(v, w)))
-
-
-def test_two_directions_one_by_one_are_infonce():
-    v, w = embeddings(7, 7)
-    ids = torch.arange(7) // 2
-    for given_ids in ((), (ids, ids)):
-        loss = itrloss.DirectionalInfoNCELoss(directions=[I2T, T2I], joint=False)
-        torch.testing.assert_close(loss(v, w, *given_ids), itrloss.InfoNCELoss()(v, w, *given_ids))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("joint", [True, False])
-def test_directions_of_zero_vectors_and_half_precision(joint, engine):
-    v = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), torch.eye(8)[:3]]).to(torch.bfloat16)
-    for ids in (
-        None,
-        torch.arange(8) // 2,
-        torch.full((8,), IGNORE_ID),
-        torch.tensor([IGNORE_ID] * 3 + [0, 1, 2, 3, 4]),
-    ):
-        a, b = v.clone().requires_grad_(), v.flip(0).clone().requires_grad_()
-        loss = itrloss.DirectionalInfoNCELoss(joint=joint, engine=engine)(a, b, ids, ids)
-        loss.backward()
-        assert loss.dtype == torch.float32 and loss.isfinite()
-        assert a.grad.isfinite().all() and b.grad.isfinite().all() and (a.grad[:2] == 0).all()
 
 
 # ------------------------------------------------------------------------------------- distillation
@@ -478,15 +407,15 @@ def forward(module: Any, *args: Any, **options: Any) -> Any:
     return lambda: module()(v, w, *args, **options)
 
 
-FILTERED, DISTILLED, NEGATIVES, DIRECTED = (
-    partial(forward, x)
-    for x in (
-        itrloss.FilteredInfoNCELoss,
-        itrloss.DistillationLoss,
-        itrloss.InfoNCELoss,
-        itrloss.DirectionalInfoNCELoss,
-    )
+FILTERED, DISTILLED, NEGATIVES = (
+    partial(forward, x) for x in (filtered, itrloss.DistillationLoss, itrloss.InfoNCELoss)
 )
+
+
+def INFONCE(**options: Any) -> Any:
+    return forward(partial(itrloss.InfoNCELoss, **options))
+
+
 X = embeddings(3, 4, dtype=torch.float32)
 Y = embeddings(4, 4, dtype=torch.float32)
 
@@ -497,7 +426,7 @@ Y = embeddings(4, 4, dtype=torch.float32)
         (
             lambda: itrloss.InfoNCELoss(hardness=-1),
             ValueError,
-            "hardness: expected a number of at least 0, got -1",
+            "hardness: expected at least 0, got -1",
         ),
         (
             lambda: itrloss.InfoNCELoss(hardness="9"),
@@ -533,16 +462,16 @@ Y = embeddings(4, 4, dtype=torch.float32)
         (
             NEGATIVES(negatives=torch.randn(4, 0, 6)),
             ValueError,
-            r"negatives: expected shape \(K, D\) or \(4, K, 6\)",
+            r"negatives: expected shape \(N, K, D\), each at least 1",
         ),
         (
             lambda: itrloss.InfoNCELoss()(Similarity(*Y), negatives=Y[0]),
             ValueError,
-            "negatives: expected images",
+            "negatives: expected images beside them",
         ),
-        (lambda: itrloss.FilteredInfoNCELoss(margin="0"), TypeError, "margin: expected a number"),  # type: ignore
+        (lambda: filtered(margin="0"), ValueError, "margin: expected None or a number"),  # type: ignore
         (
-            lambda: itrloss.FilteredInfoNCELoss(0.0),
+            lambda: filtered(0.0),
             ValueError,
             "temperature: expected a number above 0",
         ),
@@ -585,49 +514,74 @@ Y = embeddings(4, 4, dtype=torch.float32)
             "teacher: expected a Similarity",
         ),  # type: ignore
         (
-            lambda: itrloss.DirectionalInfoNCELoss(directions=I2T),
-            TypeError,
-            "directions: expected several names",
+            lambda: itrloss.InfoNCELoss(directions="all"),
+            ValueError,
+            "directions: expected 'both', 'image-text' or 'text-image', got 'all'",
         ),
         (
-            lambda: itrloss.DirectionalInfoNCELoss(directions="all"),
+            lambda: itrloss.SigmoidLoss(directions="image-text"),
             ValueError,
-            "directions: expected 'image-text', ",
+            "directions: expected 'both'",
+        ),
+        (lambda: itrloss.InfoNCELoss(joint="yes"), ValueError, "joint: expected True or False"),  # type: ignore
+        (
+            lambda: itrloss.InfoNCELoss(hardness=(1.0, 2.0, 3.0)),  # type: ignore
+            ValueError,
+            "hardness: expected a number or a pair of numbers",
+        ),
+        (INFONCE(joint=True, directions="image-text"), ValueError, "joint: expected False, or dir"),
+        (
+            INFONCE(in_batch=False),
+            ValueError,
+            "in_batch: expected True, or directions='image-text'",
         ),
         (
-            lambda: itrloss.DirectionalInfoNCELoss(directions=[I2I]),
+            INFONCE(in_batch=False, directions="image-text"),
             ValueError,
-            "directions: expected each once, and one",
+            "in_batch: expected True, or negatives",
         ),
         (
-            lambda: itrloss.DirectionalInfoNCELoss(directions=[I2T] * 2),
+            INFONCE(in_batch=False, directions="image-text", image_image=True),
             ValueError,
-            "directions: expected each once",
+            "in_batch: expected True beside image_image",
+        ),
+        (INFONCE(relative=True), ValueError, "relative: expected a margin"),
+        (INFONCE(text_text="unfiltered"), ValueError, "text_text: expected a margin beside"),
+        (FILTERED(negative_ids=torch.arange(4)), ValueError, "negative_ids: expected None without"),
+        (
+            FILTERED(negatives=torch.randn(3, 6), negative_ids=torch.arange(4)),
+            ValueError,
+            r"negative_ids: expected shape \(3,\), got \(4,\)",
         ),
         (
-            lambda: itrloss.DirectionalInfoNCELoss(directions=[]),
+            FILTERED(negatives=torch.randn(4, 2, 6), negative_ids=torch.arange(4)),
             ValueError,
-            "directions: expected each once, and one",
+            r"negative_ids: expected shape \(4, 2\), got \(4,\)",
         ),
         (
-            lambda: itrloss.DirectionalInfoNCELoss(joint="yes"),
+            FILTERED(negatives=torch.randn(3, 6), guide=Similarity(*Y)),
             ValueError,
-            "joint: expected True or False",
-        ),  # type: ignore
-        (
-            lambda: itrloss.DirectionalInfoNCELoss()(*X),
-            ValueError,
-            "texts: expected a tensor, and one text for each image",
+            "guide: expected embeddings beside negatives",
         ),
         (
-            DIRECTED(None, torch.arange(4)),
+            FILTERED(negatives=torch.randn(3, 6), guide=Y),
             ValueError,
-            "image_ids, text_ids: expected both or neither",
+            r"guide: expected embeddings \(images, texts, negatives\), got 2 tensors",
         ),
         (
-            DIRECTED(torch.arange(4), torch.arange(4).flip(0)),
+            lambda: itrloss.InfoNCELoss()(*Y, guide=Y),
             ValueError,
-            "text_ids: expected image_ids, as image i",
+            "guide: expected None without a margin",
+        ),
+        (
+            lambda: itrloss.InfoNCELoss(image_image=True)(scores=torch.eye(4)),
+            ValueError,
+            "image_image, text_text: expected False without embeddings",
+        ),
+        (
+            lambda: itrloss.InfoNCELoss()(scores=torch.eye(4), negatives=torch.eye(3)),
+            ValueError,
+            "negatives: expected a row of scores for each of 4 images",
         ),
     ],
 )
@@ -656,13 +610,26 @@ def calls(**options: Any) -> dict[str, Any]:
             {"negatives": every.view(8, 3, 6)},
         ),
         "guide": (
-            itrloss.FilteredInfoNCELoss(**options),
+            filtered(**options),
             (v, w, ids, ids),
             {"guide": Similarity(x, y, ids, ids)},
         ),
         "teacher": (itrloss.DistillationLoss(**options), (v, w, x @ y.T / 9), {}),
-        "joint": (itrloss.DirectionalInfoNCELoss(**options), (v, w, ids, ids), {}),
-        "one by one": (itrloss.DirectionalInfoNCELoss(joint=False, **options), (v, w), {}),
+        "joint": (
+            itrloss.InfoNCELoss(joint=True, image_image=True, text_text=True, **options),
+            (v, w, ids, ids),
+            {},
+        ),
+        "among": (
+            itrloss.InfoNCELoss(image_image=True, text_text=True, margin=0.1, **options),
+            (v, w),
+            {"negatives": x[:, :6], "guide": (x, y, x)},
+        ),
+        "own": (
+            itrloss.InfoNCELoss(directions="image-text", in_batch=False, **options),
+            (v, w),
+            {"negatives": every.view(8, 3, 6)},
+        ),
     }
 
 
@@ -703,7 +670,7 @@ def test_telemetry_gather_in_one_process_and_representation(name):
 # Their losses have one direction, from queries to documents. Its part of ours are the values of
 # the images.
 
-THEIRS = {I2T: "query_to_doc", T2I: "doc_to_query", I2I: "query_to_query", T2T: "doc_to_doc"}
+QUERY_TO_DOC = "query_to_doc"
 
 
 def ranking(**options: Any) -> Any:
@@ -719,17 +686,26 @@ def same(ours: Any, theirs: Any, leaves: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("directions", [c for c in CHOSEN if I2T in c])
-def test_joint_directions_are_those_of_sentence_transformers(directions, engine, small_tiles):
-    ours = itrloss.DirectionalInfoNCELoss(0.05, directions, engine=engine)
-    same(ours, ranking(directions=tuple(THEIRS[d] for d in directions)), embeddings(9, 9))
+@pytest.mark.parametrize(
+    ("directions", "options"),
+    [
+        ([], {"directions": "image-text"}),
+        (["query_to_query"], {"directions": "image-text", "image_image": True}),
+        (["doc_to_doc"], {"directions": "image-text", "text_text": True}),
+        (["doc_to_query"], {"joint": True}),
+        (
+            ["doc_to_query", "query_to_query", "doc_to_doc"],
+            {"joint": True, "image_image": True, "text_text": True},
+        ),
+    ],
+)
+def test_joint_sums_are_those_of_sentence_transformers(directions, options, engine, small_tiles):
+    ours = itrloss.InfoNCELoss(0.05, engine=engine, **options)
+    same(ours, ranking(directions=(QUERY_TO_DOC, *directions)), embeddings(9, 9))
 
 
 def test_two_softmaxes_of_sentence_transformers_are_averaged_and_ours_added():
-    options = {"directions": (THEIRS[I2T], THEIRS[T2I]), "partition_mode": "per_direction"}
-    ours = itrloss.DirectionalInfoNCELoss(0.05, (I2T, T2I), joint=False)
-    theirs = ranking(**options)
-    same(ours, lambda v, w: 2 * theirs(v, w), embeddings(9, 9))
+    theirs = ranking(directions=(QUERY_TO_DOC, "doc_to_query"), partition_mode="per_direction")
     same(itrloss.InfoNCELoss(0.05), lambda v, w: 2 * theirs(v, w), embeddings(9, 9))
 
 
@@ -788,7 +764,7 @@ def test_the_guide_is_that_of_sentence_transformers(margin, relative, engine, sm
     x, y = others(9, 9)
     y = x + y
     guide = Similarity(x, y, engine=engine)
-    ours = itrloss.FilteredInfoNCELoss(0.05, -margin, relative, reduction="none", engine=engine)
+    ours = filtered(0.05, -margin, relative, reduction="none", engine=engine)
     assert too_high(cosines(x, y), torch.eye(9).bool(), -margin, relative).sum() > 0
 
     def theirs(v, w):

@@ -262,7 +262,7 @@ TAKERS = {
     "Similarity": lambda ids: itrloss.Similarity(X, Y, ids, ids).positive_counts,
     "scores": lambda ids: itrloss.Similarity.from_scores(X @ Y.T, ids, ids).positive_counts,
     "memory": _memory_loss,
-    "bidirectional": lambda ids: itrloss.DirectionalInfoNCELoss()(X, Y, ids, ids),
+    "bidirectional": lambda ids: itrloss.InfoNCELoss(joint=True, text_text=True)(X, Y, ids, ids),
     "metrics": lambda ids: metrics.retrieval_metrics(X @ Y.T, ids, ids)["rsum"],
     "batches": _batches,
     "mining": lambda ids: itrloss.mine_hard_negatives(X, Y, ids, ids, 2).indices,

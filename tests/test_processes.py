@@ -313,7 +313,7 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
         "with negatives",
     ),
     "guide": (
-        lambda odd, s: itrloss.FilteredInfoNCELoss(gather=s)(
+        lambda odd, s: itrloss.InfoNCELoss(margin=0.1, gather=s)(
             *pairs(), guide=None if odd else others()[0]
         ),
         "guide of (12, 12) images and texts",
@@ -403,11 +403,11 @@ REFUSED: dict[str, tuple[Callable[[bool, Any], Any], str]] = {
         "ValueError: text_ids:",
     ),
     "guide": (
-        lambda odd, s: itrloss.FilteredInfoNCELoss(gather=s)(*pairs(), guide=others()[odd]),
+        lambda odd, s: itrloss.InfoNCELoss(margin=0.1, gather=s)(*pairs(), guide=others()[odd]),
         "TypeError: guide: expected a Similarity.sharded",
     ),
     "size of the guide": (
-        lambda odd, s: itrloss.FilteredInfoNCELoss(gather=s)(
+        lambda odd, s: itrloss.InfoNCELoss(margin=0.1, gather=s)(
             *pairs(), guide=itrloss.Similarity.sharded(*(sample(4 + odd, D) for _ in range(2)))
         ),
         "ValueError: guide: expected (4, 4) images and texts of this process, got (5, 5)",

@@ -124,7 +124,7 @@ def parameters(trainer: Any) -> list[Tensor]:
 
 
 def test_a_direction_has_their_curve(folder, tmp_path):
-    forward = itrloss.DirectionalInfoNCELoss(0.05, ["image-text"])
+    forward = itrloss.InfoNCELoss(0.05, directions="image-text")
     theirs, trainer = train(
         folder, MultipleNegativesRankingLoss, tmp_path, optim="adamw_torch", max_grad_norm=1.0
     )

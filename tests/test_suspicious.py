@@ -197,7 +197,7 @@ def test_the_filters_of_python_apply():
 LOSSES = {
     "InfoNCE": itrloss.InfoNCELoss,
     "learnt InfoNCE": lambda: itrloss.InfoNCELoss(learnable=True),
-    "filtered": itrloss.FilteredInfoNCELoss,
+    "filtered": lambda: itrloss.InfoNCELoss(margin=0.1),
     "DCL": lambda: itrloss.DiversityContrastiveLoss(positive_weight=1),
     "HAL": itrloss.HubnessAwareLoss,
     "RINCE": itrloss.RINCELoss,

@@ -38,7 +38,9 @@ IMAGES_AND_TEXTS = Names("images", "texts", "image_ids", "text_ids")
 def one_of(name: str, value: object, *allowed: object) -> None:
     """Raise a ValueError unless ``value`` is one of those allowed."""
     if value not in allowed:
-        listed = ", ".join(map(repr, allowed[:-1])) + f" or {allowed[-1]!r}"
+        listed = " or ".join([", ".join(map(repr, allowed[:-1])), repr(allowed[-1])])
+        if len(allowed) == 1:
+            listed = repr(allowed[0])
         raise ValueError(f"{name}: expected {listed}, got {value!r}")
 
 

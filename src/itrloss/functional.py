@@ -252,10 +252,7 @@ def info_nce_loss(
     if isinstance(temperature, Tensor):
         temperature = temperature.to(anchors.dtype)  # its reciprocal in half types is inaccurate
     scale = 1 / temperature
-    if hardness:
-        negatives = _hard_negatives(anchors, scale, hardness, below, guide)
-    else:
-        negatives = anchors.logsumexp(scale, below=below, guide=guide)
+    negatives = hard_logsumexp(anchors, scale, hardness, below, guide)
     own = anchors if positives is None else positives
     # -log p = log(1 + exp(L - a S)) with the negatives' log-sum-exp L
     values = own.mean_of_positives(softplus, scale=-scale, shift=negatives)
@@ -265,16 +262,18 @@ def info_nce_loss(
     return anchors.reduce(values, reduction, valid)
 
 
-def _hard_negatives(
+def hard_logsumexp(
     anchors: Anchors,
     scale: Any,
     hardness: float,
     below: Limit,
     guide: Anchors | None,
 ) -> Tensor:
-    """Return the (A,) log-sum-exp of ``scale S + hardness S``, whose second part has no
-    gradient.
+    """Return the (A,) log-sum-exp of ``scale S + hardness S`` over negatives, whose second part has
+    no gradient.
     """
+    if hardness == 0:
+        return anchors.logsumexp(scale, below=below, guide=guide)
     share = scale / (scale + hardness)
     rest = hardness / (scale + hardness)  # 1 - share could be 0: times an empty sum's -inf, nan
     if isinstance(scale, Tensor):

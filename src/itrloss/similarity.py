@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +19,15 @@ from .distributed.shards import Processes, Share
 from .engine import ranking
 from .engine.matrix import MEMORY_BUDGET, Bias, Matrix, choose_engine
 from .engine.matrix import Engine as Engine
-from .engine.pairs import Ids, Pairs
+from .engine.pairs import Ids, Pairs, segment_sum
 from .engine.question import Value, has_each
 from .engine.ranking import Ranking, Relevance
 from .engine.ranking import TopK as TopK
 from .engine.vectors import Embeddings
 
 X = TypeVar("X")
+Directions = Literal["both", "image-text", "text-image"]
+DIRECTIONS: tuple[Directions, ...] = "both", "image-text", "text-image"
 
 
 class Similarity(Anchors):
@@ -308,6 +310,17 @@ class Similarity(Anchors):
         cols = AnchorSide(self._matrix, 1 - self._side, self.share)
         return Anchors([rows], [cols])
 
+    def towards(self, directions: Directions) -> Anchors:
+        """Return the anchors of one direction or of both, with rows that are images.
+
+        ``"image-text"`` has the rows, whose candidates are texts, ``"text-image"`` the columns.
+        """
+        one_of("directions", directions, *DIRECTIONS)
+        if directions == "both":
+            return self.both
+        side = self._side if directions == "image-text" else 1 - self._side
+        return Anchors([AnchorSide(self._matrix, side, self.share)])
+
     def detach(self) -> Similarity:
         """Return the same similarities without a gradient."""
         return self.of_anchors(AnchorSide(self._matrix.detach(), self._side, self.share))
@@ -410,6 +423,34 @@ class Similarity(Anchors):
     def positive_scores(self) -> Tensor:
         """Return the (P,) scores of the positive pairs, sorted by the rows of the matrix."""
         return self._matrix.positive_scores()
+
+    def mean_of_pairs(
+        self,
+        value: Callable[[Tensor, Tensor, Tensor], Tensor],
+        of_rows: Tensor,
+        of_cols: Tensor,
+    ) -> Tensor:
+        """Return the (N,) means of ``value(S_ip, row_i, column_p)`` over each row's positives p.
+
+        ``of_rows`` and ``of_cols`` are values (N,) and (M,), of a shared batch those of this
+        process. A row without positives has 0.
+        """
+        rows = self.gathered(of_rows)
+        cols = self.T.gathered(of_cols)
+        pairs = self._matrix.pairs
+        if self.one_to_one:
+            return value(self._matrix.positive_scores(), rows, cols)
+        if pairs.listable:
+            i, j = self._turned(*pairs.listed)
+            values = value(self._matrix.positive_scores(), rows[i], cols[j])
+            total = segment_sum(values, i, len(rows))
+        else:
+            whole = self._matrix.graph_scores()
+            excluded = pairs.all_excluded("positives")
+            assert excluded is not None
+            scores, excluded = (x.T if self._side else x for x in (whole, excluded))
+            total = value(scores, rows[:, None], cols).masked_fill(excluded, 0.0).sum(1)
+        return self.merged(total) / self.positive_counts.clamp_min(1)
 
     def blocks(self, size: int = 2**22) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of the rows in order, each with a copy of its scores (B, M).

@@ -14,7 +14,7 @@ from .coder import (
 )
 from .contrastive import SigmoidLoss, TripletLoss
 from .dvse import DVSEObjective, DVSETerms, DynamicGate, DynamicOrthogonalLoss, VarianceAwareLoss
-from .infonce import DirectionalInfoNCELoss, DistillationLoss, FilteredInfoNCELoss, InfoNCELoss
+from .infonce import NO_ID, DistillationLoss, InfoNCELoss
 from .late_interaction import LateInteractionLoss
 from .matryoshka import Matryoshka
 from .probabilistic import PCMEPlusPlusLoss
@@ -27,14 +27,12 @@ __all__ = [
     "CODERObjective",
     "CODERTerms",
     "ComplementaryContrastiveLoss",
-    "DirectionalInfoNCELoss",
     "DistillationLoss",
     "DiversityContrastiveLoss",
     "DVSEObjective",
     "DVSETerms",
     "DynamicGate",
     "DynamicOrthogonalLoss",
-    "FilteredInfoNCELoss",
     "HubnessAwareLoss",
     "InfoNCELoss",
     "LateInteractionLoss",
@@ -43,6 +41,7 @@ __all__ = [
     "MemoryLoss",
     "MILNCELoss",
     "MultiSimilarityLoss",
+    "NO_ID",
     "PairLoss",
     "PCMEPlusPlusLoss",
     "PrototypeClassificationLoss",

@@ -22,7 +22,7 @@ from ..distributed import consensus, padded, world_size
 from ..distributed.collectives import replicated, total
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
-from ..similarity import Engine, Similarity
+from ..similarity import DIRECTIONS, Directions, Engine, Similarity
 from ..telemetry import describe, describe_memory
 from .suspicion import may_be_read, warn_of_ids, warn_of_units, warn_of_vectors
 
@@ -237,16 +237,20 @@ class SimilarityLoss(Loss):
 class PairLoss(SimilarityLoss):
     """A loss of the similarities of images and texts; the base of the losses here and of your own.
 
-    A subclass implements ``compute(sim)`` of a :class:`Similarity` with images as rows, and applies
-    ``self.reduction`` itself (``sim.both.reduce``). If it has options, its ``__init__`` passes
-    ``**common`` on to this one and stores them, and ``shown`` names them:
-    ``shown = ("margin", "reduction")``. Parameters of its own are read by :meth:`shared`.
+    A subclass implements ``compute(sim)`` of a :class:`Similarity` with images as rows: a formula
+    of ``self.anchors(sim)``, the anchors whose values count, which ends with their ``reduce(values,
+    self.reduction)``. If it has options, its ``__init__`` passes ``**common`` on to this one and
+    stores them, and ``shown`` names them: ``shown = ("margin", "reduction")``. Parameters of its
+    own are read by :meth:`shared`.
 
     Args:
+        directions: ``"both"``, or ``"image-text"`` for the images alone as anchors, with texts as
+            candidates (as queries and documents have one direction), or ``"text-image"``.
+        normalize: scale embeddings to unit length; False: scores are inner products.
         reduction: ``"mean"`` (over image anchors plus over text anchors), ``"sum"`` or ``"none"``
-            (a pair of per-anchor values: images (N,), texts (M,)).
+            (a pair of per-anchor values: images (N,), texts (M,); of one direction, a tensor).
         engine, check_finite: see :class:`Similarity`. One in place of the input keeps its own
-            engine.
+            engine, and its own ``normalize``.
         telemetry: keep what :func:`describe` says of each call's similarity in the attribute
             ``telemetry``, a dictionary. It costs a few passes over the scores, and is left out
             under ``torch.compile``.
@@ -256,6 +260,32 @@ class PairLoss(SimilarityLoss):
             with ``reduction="none"``, and holds the texts of all. See :doc:`distributed`.
         process_group: the processes that take part; by default, all.
     """
+
+    directions: Choice[Directions] = Choice(*DIRECTIONS)
+    normalize = Choice(True, False)
+
+    def __init__(self, *, directions: Directions = "both", normalize: bool = True, **common: Any):
+        super().__init__(**common)
+        self.directions = directions
+        self.normalize = normalize
+
+    def described(self) -> str:
+        """Return what has to be the same in all processes, in words; empty for one process."""
+        common = f"directions {self.directions}, normalize {self.normalize}"
+        return f"{super().described()}, {common}"
+
+    def extra_repr(self) -> str:
+        """Return the options in ``shown`` and others that are not left at their defaults."""
+        parts = [super().extra_repr()]
+        if self.directions != "both":
+            parts.append(f"directions={self.directions!r}")
+        if not self.normalize and "normalize" not in self.shown:
+            parts.append(f"normalize={self.normalize!r}")
+        return ", ".join(parts)
+
+    def anchors(self, sim: Similarity) -> Anchors:
+        """Return the anchors whose values count, of a similarity with images as rows."""
+        return sim.towards(self.directions)
 
     def forward(
         self,
@@ -289,6 +319,15 @@ class PairLoss(SimilarityLoss):
         """
         sim = self._similarity(images, texts, image_ids, text_ids, scores)
         return self._with_telemetry(self.compute(sim), sim)
+
+    def _with_telemetry(self, loss: Any, sim: Similarity | MemorySimilarity) -> Any:
+        """Return a loss as :meth:`SimilarityLoss._with_telemetry` does; values of one direction are
+        a tensor.
+        """
+        loss = super()._with_telemetry(loss, sim)
+        if isinstance(loss, tuple) and len(loss) == 1:
+            return loss[0]
+        return loss
 
     def compute(self, sim: Similarity) -> Any:
         """Return the loss of similarities, with images as rows and texts as columns.
@@ -336,6 +375,7 @@ class PairLoss(SimilarityLoss):
                 images.check_finite()
             return images
         ids = image_ids, text_ids
+        options["normalize"] = self.normalize
         # Similarity refuses None, which is no tensor, in all processes at once.
         return self._between(images, texts, ids, check, **options)  # type: ignore[arg-type]
 

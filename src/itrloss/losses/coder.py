@@ -118,7 +118,7 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
 
     def compute(self, sim: Similarity) -> Any:
         """Return DCL (CODER Eq. 4-5)."""
-        return functional.diversity_contrastive_loss(sim, **self._options())
+        return functional.diversity_contrastive_loss(self.anchors(sim), **self._options())
 
 
 class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):

@@ -77,7 +77,8 @@ class TripletLoss(PairLoss):
 
     def compute(self, sim: Similarity) -> Any:
         """Return the triplet ranking loss of VSE++; now and then, check for a collapse."""
-        loss = functional.triplet_loss(sim, self.margin, self.mining, self.reduction)
+        anchors = self.anchors(sim)
+        loss = functional.triplet_loss(anchors, self.margin, self.mining, self.reduction)
         if self.mining == "hardest" and self.training and not torch.compiler.is_compiling():
             self._calls += 1
             if self._calls % _INTERVAL == 0 and self._alike < 2:
@@ -125,6 +126,7 @@ class SigmoidLoss(PairLoss):
     """
 
     shown = ("scale", "bias", "learnable", "reduction")
+    directions = Choice("both")  # a pair has one value, which is of both
     learnable = Fixed[bool]()
     bias = Learnable()
 

@@ -1,14 +1,14 @@
-"""InfoNCE and its forms: over more directions, without likely false negatives, and against a
-teacher.
-"""
+"""InfoNCE with all its options, and cross-entropy against a teacher."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functional
@@ -19,49 +19,143 @@ from ..checks import (
     IdsLike,
     Names,
     Number,
+    NumberOr,
     as_id_numbers,
+    as_ids,
+    check_alike,
     check_embeddings,
     check_matrix,
     check_number,
-    one_of,
 )
-from ..engine.vectors import host_may_read
+from ..distributed import padded
+from ..engine.pairs import IGNORE_ID
+from ..engine.vectors import full_precision, host_may_read, normalized
 from ..similarity import Similarity
 from ..terms import identity, softplus
 from .base import LEAST_LOG, PairLoss
 
-ACROSS: tuple[str, ...] = "image-text", "text-image"  # which have the positives
-DIRECTIONS: tuple[str, ...] = (*ACROSS, "image-image", "text-text")
-_OF_NEGATIVES = Names("images", "negatives")
+NO_ID = IGNORE_ID  # public: marks an entry that does not exist, such as padding of negatives
+SIDES = {"both": (0, 1), "image-text": (0,), "text-image": (1,)}
+_OF_IMAGES = Names("images", "images", "image_ids", "image_ids")
+_OF_TEXTS = Names("texts", "texts", "text_ids", "text_ids")
+_OF_NEGATIVES = Names("images", "negatives", "image_ids", "negative_ids")
+_OF_TEXTS_AND_NEGATIVES = Names("texts", "negatives", "text_ids", "negative_ids")
+_OF_GUIDE = Names("guide[0]", "guide[1]", "image_ids", "text_ids")
+
+
+class OwnNegatives(NamedTuple):
+    """Negatives that each image has for itself."""
+
+    scores: Tensor  # (N, K)
+    exist: Tensor  # (N, K) bool
+
+    def logsumexp(
+        self,
+        scale: float | Tensor,
+        hardness: float,
+        limit: Tensor | None,  # (N,), or longer by padding
+        guide: OwnNegatives | None,  # whose scores the limits are of
+    ) -> Tensor:
+        """Return the (N,) log-sum-exps of those that count, ``LEAST_LOG`` for none."""
+        exponents = self.scores * scale
+        if hardness:
+            exponents = exponents + hardness * self.scores.detach()
+        counts = self.exist
+        if limit is not None:
+            judge = self.scores if guide is None else guide.scores
+            counts = counts & (judge.detach() < limit[: len(judge), None])
+        return exponents.masked_fill(~counts, LEAST_LOG).logsumexp(1)
+
+    def counts(self) -> Tensor:
+        """Return their (N,) numbers."""
+        return self.exist.sum(1)
+
+
+class Further(NamedTuple):
+    """Candidates beside an image's texts and a text's images in the batch."""
+
+    negatives: Similarity | None = None  # (N, K) images with negatives of all images
+    own_negatives: OwnNegatives | None = None
+    among_images: Similarity | None = None  # (N, N)
+    among_texts: Similarity | None = None  # (M, M)
+    texts_with_negatives: Similarity | None = None  # (M, K) with those of all images
+
+
+NOTHING_FURTHER = Further()
 
 
 class InfoNCELoss(PairLoss):
-    r"""InfoNCE in both directions, with any number of positives per anchor.
+    r"""InfoNCE, with any number of positives per anchor, in one or in both directions.
 
     .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} -\log
-        \frac{e^{S_{ip}/\tau}}{e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau}}
+        \frac{e^{S_{ip}/\tau}}{e^{S_{ip}/\tau} + Z_{ip}}, \qquad
+        Z_{ip} = \sum_{j \in neg(i)} e^{S_{ij}/\tau}
 
-    The two directions are added, where CLIP averages them; see :doc:`methods/infonce`.
+    The two directions are added, where CLIP averages them. The other options add candidates to Z or
+    leave some out; they can be combined. See :doc:`methods/infonce`.
 
     Args:
         temperature: τ, in units of cosine similarity.
         learnable: make τ a parameter, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
-        hardness: α, at least 0; a negative counts ``exp(α S_ij)`` times, a weight without a
-            gradient (LLaVE with 9, https://arxiv.org/abs/2503.04812; EmbeddingGemma with 5,
-            https://arxiv.org/abs/2509.20354).
-        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+        image_image: add the images that do not match image i, ``sum_j exp(V_ij / τ)`` with the
+            similarities V of images, to its denominator and to those of its texts.
+        text_text: the same of the texts beside a positive p, and of shared ``negatives``.
+            ``"unfiltered"``: a ``margin`` leaves none of them out (Qwen3-Embedding).
+        joint: one softmax for both directions: a pair's denominator is the sum of its image's and
+            of its text's (GTE, https://arxiv.org/abs/2308.03281). There is one value for an image.
+        in_batch: False: of texts, only an image's ``negatives`` are candidates.
+        margin: m; negatives count only below :math:`t_i = \bar G_{i+} + m`, where
+            :math:`\bar G_{i+}` is the mean score of the positives, as others are probably matches
+            without a label. G is S itself (Qwen3-Embedding, https://arxiv.org/abs/2506.05176, 0.1)
+            or a guide's scores (GISTEmbed, https://arxiv.org/abs/2402.16829, 0). None: all count.
+        relative: :math:`t_i = \bar G_{i+} + m |\bar G_{i+}|` (NV-Retriever,
+            https://arxiv.org/abs/2407.15831, -0.05).
+        hardness: α, at least 0, or a pair of numbers, of the batch's and of further negatives; a
+            negative counts ``exp(α S_ij)`` times, a weight without a gradient (LLaVE with 9,
+            https://arxiv.org/abs/2503.04812; EmbeddingGemma with (0, 5),
+            https://arxiv.org/abs/2509.20354). Candidates of ``image_image`` and ``text_text`` count
+            once.
+        max_scale: the largest ``1/τ`` that is learnt: a call in training mode sets ``log_scale``
+            back to it (CLIP's 100). None: there is no limit.
+        directions, normalize, reduction, engine, check_finite, telemetry, gather, process_group:
+            see :class:`PairLoss`.
     """
 
-    shown = ("temperature", "learnable", "hardness", "reduction")
+    shown = (
+        "temperature",
+        "learnable",
+        "image_image",
+        "text_text",
+        "joint",
+        "in_batch",
+        "margin",
+        "relative",
+        "hardness",
+        "max_scale",
+        "reduction",
+    )
     learnable = Fixed[bool]()
-    hardness = Number(at_least=0)
+    image_image = Choice(True, False)
+    text_text: Choice[bool | str] = Choice(True, False, "unfiltered")
+    joint = Choice(True, False)
+    in_batch = Choice(True, False)
+    margin = NumberOr(None)
+    relative = Choice(True, False)
+    max_scale = NumberOr(None, above=0)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
         temperature: float = 0.07,
         learnable: bool = False,
         *,
-        hardness: float = 0.0,
+        image_image: bool = False,
+        text_text: bool | Literal["unfiltered"] = False,
+        joint: bool = False,
+        in_batch: bool = True,
+        margin: float | None = None,
+        relative: bool = False,
+        hardness: float | tuple[float, float] = 0.0,
+        max_scale: float | None = None,
         **common: Any,
     ):
         super().__init__(**common)
@@ -69,7 +163,14 @@ class InfoNCELoss(PairLoss):
         # (1,): FSDP and the like do not shard 0-dim parameters.
         self.log_scale = nn.Parameter(torch.zeros(1)) if learnable else None
         self.temperature = temperature
+        self.image_image = image_image
+        self.text_text = text_text
+        self.joint = joint
+        self.in_batch = in_batch
+        self.margin = margin
+        self.relative = relative
         self.hardness = hardness
+        self.max_scale = max_scale
 
     @property
     def in_cosines(self) -> bool:
@@ -90,11 +191,30 @@ class InfoNCELoss(PairLoss):
         self._temperature = value
         self.reset_parameters()
 
+    @property
+    def hardness(self) -> float | tuple[float, float]:
+        """α: a number, or one of the batch's and one of further negatives. May be set later."""
+        return self._hardness
+
+    @hardness.setter
+    def hardness(self, value: float | tuple[float, float]) -> None:
+        """Set α, at least 0."""
+        numbers = value if isinstance(value, tuple) else (value, value)
+        if len(numbers) != 2:
+            raise ValueError(f"hardness: expected a number or a pair of numbers, got {value!r}")
+        for number in numbers:
+            check_number("hardness", number)
+            if number < 0:
+                raise ValueError(f"hardness: expected at least 0, got {value!r}")
+        self._hardness = value
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Give a learnable τ the value that was set last, as is needed after ``to_empty``."""
         if self.log_scale is not None:
             self.log_scale.fill_(-math.log(self._temperature))
+
+    # ---------------------------------------------------------------------------------------- input
 
     def forward(
         self,
@@ -105,204 +225,459 @@ class InfoNCELoss(PairLoss):
         *,
         scores: Tensor | None = None,
         negatives: Tensor | None = None,
+        negative_ids: IdsLike | None = None,
+        guide: Similarity | Sequence[Tensor] | None = None,
     ) -> Any:
-        """Return the loss as :meth:`PairLoss.forward` does, with further negatives of the images.
+        """Return the loss as :meth:`PairLoss.forward` does.
 
-        ``negatives``: (K, D) embeddings of texts that match no image, as in NegCLIP
-        (https://arxiv.org/abs/2210.01936), or (N, K, D), for each image its own. They are no
-        anchors, and in a job of several processes, (K, D).
+        Args:
+            images, texts, image_ids, text_ids, scores: see there.
+            negatives: further candidates of the images, which are no anchors: (K, D) texts for all
+                images, in a job of several processes those of all processes (NegCLIP,
+                https://arxiv.org/abs/2210.01936); or (N, K, D), for each image its own. Beside
+                ``scores``, (N, K) scores of each image's own.
+            negative_ids: (K,) or (N, K) integers: one that equals the image's id is left out, and
+                :data:`itrloss.NO_ID` marks padding. Left out, negatives match no image. Without
+                ``image_ids``, they are row numbers of images.
+            guide: another model, whose scores the ``margin`` is for: its embeddings ``(images,
+                texts)`` or ``(images, texts, negatives)``, which may have another dimension; or a
+                :class:`Similarity` of the same images and texts, with the same ids, where there
+                are no candidates beside them. In a job, that is a :meth:`Similarity.sharded`.
         """
+        self._limit_scale()
 
         def check() -> str:
-            if negatives is None:
-                return "without negatives"
-            if not isinstance(images, Tensor):
-                expected = "expected images beside them, not scores or a Similarity"
-                raise ValueError(f"negatives: {expected}")
-            self._check_negatives(images, negatives)
-            return "with negatives"
+            self._check_options(negatives, guide, isinstance(images, Tensor))
+            anchors = images if scores is None else scores
+            ids = image_ids, negative_ids
+            return self._described_input(anchors, texts, negatives, ids, guide, scores is not None)
 
         sim = self._similarity(images, texts, image_ids, text_ids, scores, check=check)
-        if negatives is None:
+        if guide is None and negatives is None and not (self.image_image or self.text_text):
             return self._with_telemetry(self.compute(sim), sim)
-        assert isinstance(images, Tensor)
-        if negatives.dim() == 3:
-            unmatched = self._own_negatives(images, negatives)
-        else:
-            unmatched = self._unmatched(images, negatives)
-        return self._with_telemetry(self.compute(sim, unmatched), sim)
+        anchors = images if scores is None else scores
+        ids = FurtherIds(image_ids, text_ids, negative_ids)
+        further = self._further(anchors, texts, negatives, ids, self.normalize)
+        judge: Similarity | None = None
+        judged = NOTHING_FURTHER
+        if isinstance(guide, Similarity):
+            functional.check_other_model("guide", guide, sim)
+            check_guide_ids(guide, sim)
+            judge = guide
+        elif guide is not None:
+            with torch.no_grad():
+                guide_images, guide_texts, *more = guide
+                both_ids = image_ids, text_ids
+                judge = self._between(guide_images, guide_texts, both_ids, names=_OF_GUIDE)
+                of_negatives = more[0] if more else None
+                judged = self._further(guide_images, guide_texts, of_negatives, ids, True)
+        return self._with_telemetry(self.compute(sim, further, judge, judged), sim)
 
-    def _check_negatives(self, images: Tensor, negatives: Tensor) -> None:
-        """Raise an error unless negatives are (K, D) or, in one process, (N, K, D)."""
-        if not isinstance(negatives, Tensor) or negatives.dim() != 3:
-            check_embeddings(images, negatives, False, _OF_NEGATIVES, empty=self.sharded)
+    @torch.no_grad()
+    def _limit_scale(self) -> None:
+        """Set a learnt scale that has become too large back to the largest one."""
+        if self.training and self.log_scale is not None and self.max_scale is not None:
+            self.log_scale.clamp_(max=math.log(self.max_scale))
+
+    def _check_options(
+        self,
+        negatives: Tensor | None,
+        guide: Similarity | Sequence[Tensor] | None,
+        has_images: bool,  # whether there are embeddings of images and texts
+    ) -> None:
+        """Raise an error for options and input that do not go together."""
+        among = self.image_image or self.text_text
+        if self.joint and self.directions != "both":
+            expected = "expected False, or directions='both', whose denominators it adds up"
+            raise ValueError(f"joint: {expected}, got directions={self.directions!r}")
+        if not self.in_batch and self.directions != "image-text":
+            expected = "expected True, or directions='image-text', as negatives are of images"
+            raise ValueError(f"in_batch: {expected}, got directions={self.directions!r}")
+        if not self.in_batch and (among or self.joint):
+            raise ValueError("in_batch: expected True beside image_image, text_text and joint")
+        if not self.in_batch and negatives is None:
+            raise ValueError("in_batch: expected True, or negatives of the images, got none")
+        if among and not has_images:
+            expected = "expected False without embeddings of images and texts"
+            raise ValueError(f"image_image, text_text: {expected}")
+        for name in ("relative", "text_text"):
+            value = getattr(self, name)
+            if self.margin is None and (value == "unfiltered" or (name == "relative" and value)):
+                raise ValueError(f"{name}: expected a margin beside {name}={value!r}, got None")
+        if guide is None:
             return
-        expected = f"(K, D) or ({len(images)}, K, {images.shape[1]})"
-        if self.sharded:
-            expected = "(K, D)"
-        n, k, dim = negatives.shape
-        if self.sharded or k == 0 or (n, dim) != images.shape:
-            raise ValueError(f"negatives: expected shape {expected}, got {tuple(negatives.shape)}")
+        if self.margin is None:
+            raise ValueError(
+                "guide: expected None without a margin, as the margin is for its scores"
+            )
+        check_guide(guide, negatives is not None, bool(among))
 
-    def _unmatched(self, images: Tensor, negatives: Tensor) -> Similarity:
-        """Return the similarities of images (N, D) with texts (K, D) that match none."""
-        image_ids = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-        ids = torch.ones(len(negatives), dtype=torch.int64, device=images.device)
-        return self._similarity(images, negatives, image_ids, ids, names=_OF_NEGATIVES)
+    def _described_input(
+        self,
+        images: Any,  # (N, D), or (N, M) scores
+        texts: Any,
+        negatives: Tensor | None,
+        ids: tuple[IdsLike | None, IdsLike | None],  # of images and of negatives
+        guide: Similarity | Sequence[Tensor] | None,
+        are_scores: bool,
+    ) -> str:
+        """Return what processes have to pass alike, in words; raise an error for wrong input."""
+        image_ids, negative_ids = ids
+        described = "without negatives"
+        if negatives is None and negative_ids is not None:
+            raise ValueError("negative_ids: expected None without negatives")
+        if negatives is not None:
+            check_negatives(images, negatives, self.sharded, are_scores)
+            if self.sharded and negative_ids is not None and image_ids is None:
+                expected = "expected image_ids beside them in a job of several processes"
+                raise ValueError(f"negative_ids: {expected}")
+            described = f"negatives of {negatives.dim()} dimensions"
+            described = f"{described}, with ids: {negative_ids is not None}"
+        if isinstance(guide, Similarity) and self.sharded:
+            return f"{described}, {described_model('guide', guide, images, texts)}"
+        return f"{described}, guide {guide is not None}"
 
-    def _own_negatives(self, images: Tensor, negatives: Tensor) -> Similarity:
-        """Return the similarities of images (N, D) with texts (N, K, D) of their own."""
-        n, k, _ = negatives.shape
-        every = self._unmatched(images, negatives.flatten(0, 1))
-        own = torch.arange(n * k, device=images.device)
-        scores = every.pair_scores(own // k, own).view(n, k)
-        ids = own.new_zeros(n), own.new_ones(k)  # which match nothing
-        return Similarity.from_scores(scores, *ids, engine=self.engine)
+    def _further(
+        self,
+        images: Any,
+        texts: Any,
+        negatives: Tensor | None,
+        ids: FurtherIds,
+        normalize: bool,
+    ) -> Further:
+        """Return the similarities of a model's embeddings with the candidates beside the batch."""
+        options: dict[str, Any] = {"normalize": normalize, "check_finite": self.check_finite}
+        among_images: Similarity | None = None
+        among_texts: Similarity | None = None
+        if self.image_image:
+            same = ids.images, ids.images
+            among_images = self._between(images, images, same, names=_OF_IMAGES, **options)
+        if self.text_text:
+            same = ids.texts, ids.texts
+            among_texts = self._between(texts, texts, same, names=_OF_TEXTS, **options)
+        if negatives is None:
+            return Further(among_images=among_images, among_texts=among_texts)
+        is_own = negatives.dim() == 3 or texts is None  # beside scores there are no texts
+        if is_own:
+            scores = negatives
+            if negatives.dim() == 3:
+                scores = scores_of_own(images, negatives, normalize)
+            own = OwnNegatives(scores, ids.exist(scores))
+            return Further(None, own, among_images, among_texts)
+        options["names"] = _OF_NEGATIVES
+        of_images = ids.with_negatives(ids.images, len(images), negatives)
+        shared = self._between(images, negatives, of_images, **options)
+        if not self.text_text:
+            return Further(shared, None, among_images, among_texts)
+        options["names"] = _OF_TEXTS_AND_NEGATIVES
+        assert texts is not None
+        of_texts = ids.with_negatives(ids.texts, len(texts), negatives)
+        beside_texts = self._between(texts, negatives, of_texts, **options)
+        return Further(shared, None, among_images, among_texts, beside_texts)
 
-    def compute(self, sim: Similarity, unmatched: Anchors | None = None) -> Any:
-        """Return InfoNCE; ``unmatched``: further negatives of the images, which are no anchors."""
-        anchors: Anchors = sim
+    # -------------------------------------------------------------------------------------- formula
+
+    def compute(
+        self,
+        sim: Similarity,
+        further: Further = NOTHING_FURTHER,
+        guide: Similarity | None = None,
+        of_guide: Further = NOTHING_FURTHER,
+    ) -> Any:
+        """Return InfoNCE; ``further`` candidates, and what a guide has in place of both."""
+        denominators = Denominators(self, sim, further, guide, of_guide)
+        if not denominators.are_sums_of_anchors:
+            return self._of_pairs(sim, denominators)
         positives = None
-        if unmatched is not None:
-            anchors = Anchors.together(Anchors.pooled(sim, unmatched), sim.T)
-            positives = sim.both
+        if further.negatives is not None:
+            positives = self.anchors(sim)
         return functional.info_nce_loss(
-            anchors,
-            self.shared(self.temperature),
+            self._pooled(sim, further),
+            denominators.temperature,
             self.reduction,
-            hardness=self.hardness,
+            hardness=denominators.hardness[0],
             positives=positives,
+            below=denominators.limits(),
+            guide=None if guide is None else self._pooled(guide, of_guide),
         )
 
+    def _pooled(self, sim: Similarity, further: Further) -> Anchors:
+        """Return the anchors whose values count, images with further negatives."""
+        if further.negatives is None or self.directions == "text-image":
+            return self.anchors(sim)
+        images = Anchors.pooled(sim, further.negatives)
+        if self.directions == "image-text":
+            return images
+        return Anchors.together(images, sim.T)
 
-class DirectionalInfoNCELoss(PairLoss):
-    r"""InfoNCE over chosen directions, in one softmax or in one for each; jointly, GTE's improved
-    contrastive loss.
+    def _of_pairs(self, sim: Similarity, denominators: Denominators) -> Any:
+        """Return the loss where a pair's denominator has parts of its image and of its text."""
+        if self.joint:
+            values = denominators.joint_values()
+            valid = denominators.valid(0)
+            return sim.towards("image-text").reduce(values, self.reduction, valid)
+        sides = SIDES[self.directions]
+        values = torch.cat([denominators.values(side) for side in sides])
+        valid = torch.cat([denominators.valid(side) for side in sides])
+        return self.anchors(sim).reduce(values, self.reduction, valid)
 
-    .. math::
-        \ell_i = \log \sum_d Z^d_i - S_{ii} / \tau \quad \text{or} \quad
-        \sum_d \bigl( \log Z^d_i - S_{ii} / \tau \bigr)
 
-    For ``"image-text"``, Z is :math:`\sum_j e^{S_{ij}/\tau}`, and for ``"text-image"``
-    :math:`\sum_j e^{S_{ji}/\tau}`. For ``"image-image"`` and ``"text-text"``, Z is the sum over the
-    other images, or texts, and has no positive (Li et al. 2023, https://arxiv.org/abs/2308.03281).
-    Image i belongs to text i; ids say what else matches and is no negative. See
-    :doc:`methods/infonce`.
+class Denominators:
+    """The sums of exponentials that InfoNCE's denominators are made of, as logarithms.
 
-    Args:
-        temperature: τ, in units of cosine similarity.
-        directions: one or several of these four names.
-        joint: one softmax over all directions, which gives one value for each pair.
-        reduction: see :class:`PairLoss`; ``"none"`` gives a tuple of the values (N,) of each
-            softmax.
-        engine, check_finite, telemetry, gather, process_group: see there.
+    Side 0 is that of the images, side 1 that of the texts. A sum without candidates is
+    ``LEAST_LOG``.
     """
-
-    shown = ("temperature", "directions", "joint", "reduction")
-    temperature = Number(above=0)
-    joint = Choice(True, False)
 
     def __init__(
         self,
-        temperature: float = 0.07,
-        directions: Sequence[str] = DIRECTIONS,
-        joint: bool = True,
-        **common: Any,
+        loss: InfoNCELoss,
+        sim: Similarity,
+        further: Further,
+        guide: Similarity | None,
+        of_guide: Further,
     ):
-        super().__init__(**common)
-        self.temperature = temperature
-        self.directions = directions
-        self.joint = joint
+        self.loss = loss
+        self.views = sim, sim.T
+        self.further = further
+        #: The similarities that decide which negatives count; None: the loss's own.
+        self.guides = None if guide is None else (guide, guide.T)
+        self.of_guide = of_guide
+        self.temperature = loss.shared(loss.temperature)
+        scale = 1 / self.temperature
+        if isinstance(scale, Tensor):
+            scale = (1 / self.temperature.to(sim.dtype)).reshape(1)
+        self.scale = scale
+        hardness = loss.hardness
+        #: Of the batch, and of further negatives.
+        self.hardness = hardness if isinstance(hardness, tuple) else (hardness, hardness)
+        self._limits: dict[int, Tensor] = {}
 
     @property
-    def directions(self) -> Sequence[str]:
-        """The names of the directions. May be set later."""
-        return self._directions
+    def are_sums_of_anchors(self) -> bool:
+        """Whether an anchor has one denominator for all its positives, of one log-sum-exp."""
+        further = self.further
+        beside = further.among_images, further.among_texts, further.own_negatives
+        if self.loss.joint or not self.loss.in_batch or any(x is not None for x in beside):
+            return False
+        return further.negatives is None or self.hardness[0] == self.hardness[1]
 
-    @directions.setter
-    def directions(self, names: Sequence[str]) -> None:
-        """Set the directions: each once, and at least one between images and texts."""
-        for name in [names] if isinstance(names, str) else names:
-            one_of("directions", name, *DIRECTIONS)
-        if isinstance(names, str):
-            raise TypeError(f"directions: expected several names, got {names!r}")
-        chosen = set(names)
-        if chosen.isdisjoint(ACROSS) or len(chosen) < len(names):
-            expected = f"expected each once, and one of {ACROSS}"
-            raise ValueError(f"directions: {expected}, got {names!r}")
-        self._directions = tuple(names)
+    # --------------------------------------------------------------------------------------- limits
 
-    def forward(  # type: ignore[override]
+    def limits(self) -> Tensor | None:
+        """Return the (A,) scores below which negatives of the loss's anchors count; None: all."""
+        if self.loss.margin is None:
+            return None
+        judge = self.views[0] if self.guides is None else self.guides[0]
+        return self._above(self.loss.anchors(judge).mean_of_positives(identity))
+
+    def limit(self, side: int) -> Tensor | None:
+        """Return the (N,) or (M,) scores below which negatives count; None: all do."""
+        if self.loss.margin is None:
+            return None
+        if side not in self._limits:
+            judge = self.views[side] if self.guides is None else self.guides[side]
+            self._limits[side] = self._above(judge.mean_of_positives(identity)).detach()
+        return self._limits[side]
+
+    def _above(self, own: Tensor) -> Tensor:
+        """Return the limits from the mean scores of positives."""
+        assert self.loss.margin is not None
+        margin = self.loss.margin * own.abs() if self.loss.relative else self.loss.margin
+        return own + margin
+
+    # ----------------------------------------------------------------------------------------- sums
+
+    def of_batch(self, side: int) -> Tensor:
+        """Return the log-sum-exps of the candidates across: (N,) of images, (M,) of texts."""
+        view = self.views[side]
+        limit = self.limit(side)
+        of_batch, of_further = self.hardness
+        guide = None if self.guides is None else self.guides[side]
+        logs: list[Tensor] = []
+        if self.loss.in_batch:
+            logs.append(self._log(view, guide, limit, of_batch))
+        negatives = self.further.negatives
+        if side == 0 and negatives is not None:
+            logs.append(self._log(negatives, self.of_guide.negatives, limit, of_further))
+        own = self.further.own_negatives
+        if side == 0 and own is not None:
+            judge = self.of_guide.own_negatives
+            log = own.logsumexp(self.scale, of_further, limit, judge)
+            # a shared batch is padded
+            logs.append(padded(log, view.sizes[0], LEAST_LOG))
+        return joined_logs(logs)
+
+    def among(self, side: int) -> Tensor | None:
+        """Return the log-sum-exps of candidates of the own kind; None where they are none."""
+        further = self.further
+        of_guide = self.of_guide
+        if side == 0 and further.among_images is not None:
+            return self._log(further.among_images, of_guide.among_images, self.limit(0))
+        if side == 0 or further.among_texts is None:
+            return None
+        limit = None if self.loss.text_text == "unfiltered" else self.limit(1)
+        logs = [self._log(further.among_texts, of_guide.among_texts, limit)]
+        if further.texts_with_negatives is not None:
+            others = further.texts_with_negatives, of_guide.texts_with_negatives
+            logs.append(self._log(*others, limit))
+        return joined_logs(logs)
+
+    def _log(
         self,
-        images: Tensor,
-        texts: Tensor,
-        image_ids: IdsLike | None = None,
-        text_ids: IdsLike | None = None,
-    ) -> Any:
-        """Return the loss of (N, D) images and as many texts.
+        anchors: Anchors,
+        guide: Anchors | None,
+        limit: Tensor | None,
+        hardness: float = 0.0,
+    ) -> Tensor:
+        """Return the log-sum-exps of the negatives below a limit."""
+        judge = None if limit is None else guide
+        log = functional.hard_logsumexp(anchors, self.scale, hardness, limit, judge)
+        return log.clamp_min(LEAST_LOG)
 
-        ``image_ids``, ``text_ids``: None, or both, (N,) integers that are equal for image i and
-        text i.
+    # --------------------------------------------------------------------------------------- values
+
+    def values(self, side: int) -> Tensor:
+        """Return the losses (N,) of images, or (M,) of texts."""
+        own = self.of_batch(side)
+        among_own = self.among(side)
+        if among_own is not None:
+            own = joined_logs([own, among_own])
+        return self._means(side, own, self.among(1 - side), 1)
+
+    def joint_values(self) -> Tensor:
+        """Return the losses (N,) of images where a pair has one denominator for both directions."""
+        parts: list[Tensor] = []
+        for side in (0, 1):
+            among = self.among(side)
+            logs = [self.of_batch(side)]
+            if among is not None:
+                logs.append(among)
+            parts.append(joined_logs(logs))
+        of_images, of_texts = parts
+        return self._means(0, of_images, of_texts, 2)
+
+    def _means(self, side: int, own: Tensor, partners: Tensor | None, several: int) -> Tensor:
+        """Return the means of ``-log p`` over the positives of a side's anchors.
+
+        A pair's denominator has ``several`` times its own exponential, and the sums of the anchor
+        and, if there are any, of its partner.
         """
+        log = math.log(several)
 
-        def check() -> str:
-            check_pairs(images, texts, image_ids, text_ids)
-            return ""
+        def loss_of_pairs(scores: Tensor, of_own: Tensor, of_partner: Tensor) -> Tensor:
+            others = torch.logaddexp(of_own, of_partner)
+            return F.softplus(others - log - self.scale * scores, threshold=40) + log
 
-        sim = self._similarity(images, texts, image_ids, text_ids, check=check)
-        among_images = self._similarity(images, images, image_ids, image_ids)
-        among_texts = self._similarity(texts, texts, text_ids, text_ids)
-        return self._with_telemetry(self.compute(sim, among_images, among_texts), sim)
+        view = self.views[side]
+        if partners is not None:
+            return view.mean_of_pairs(loss_of_pairs, own, partners)
+        return view.mean_of_positives(softplus, scale=-self.scale, shift=own - log) + log
 
-    def compute(  # type: ignore[override]
-        self, sim: Similarity, images: Similarity, texts: Similarity
-    ) -> Any:
-        """Return the loss of images with texts, with images, and texts with texts."""
-        anchors = dict(zip(DIRECTIONS, (sim, sim.T, images, texts), strict=True))
-        scale = 1 / self.temperature
-        across = [name for name in self.directions if name in ACROSS]
-        pairs = Anchors.together(*(anchors[name] for name in across))  # in one pass
-        norms = dict(zip(across, pairs.split(pairs.logsumexp(scale)), strict=True))
-        for name in self.directions:
-            if name not in norms:  # another batch, which processes share by itself
-                norms[name] = anchors[name].logsumexp(scale)
-        if self.joint:
-            return self._of_softmax(sim, list(norms.values()), len(across))
-        values = []
-        for name in self.directions:
-            own = sim if name.startswith("image") else sim.T
-            values.append(self._of_softmax(own, [norms[name]], int(name in ACROSS)))
-        return sum(values) if self.reduction != "none" else tuple(x for (x,) in values)
-
-    def _of_softmax(self, own: Similarity, norms: Sequence[Tensor], several: int) -> Any:
-        """Return the loss of one softmax, from the log-sum-exps of its negatives; ``several`` have
-        the positive.
-        """
-        scale = 1 / self.temperature
-        norm = norms[0]
-        if len(norms) > 1:
-            norm = torch.stack([*norms]).clamp_min(LEAST_LOG).logsumexp(0)
-        if several:
-            log = math.log(several)
-            values = own.mean_of_positives(softplus, scale=-scale, shift=norm - log) + log
-        else:
-            values = norm - scale * own.mean_of_positives(identity)
-        return own.reduce(values, self.reduction)
+    def valid(self, side: int) -> Tensor:
+        """Return whether (N,) images, or (M,) texts, have a positive, and a candidate across."""
+        view = self.views[side]
+        candidates = torch.zeros_like(view.positive_counts)
+        if self.loss.in_batch:
+            candidates = view.negative_counts
+        negatives = self.further.negatives
+        if side == 0 and negatives is not None:
+            candidates = candidates + negatives.negative_counts
+        own = self.further.own_negatives
+        if side == 0 and own is not None:
+            candidates = candidates + padded(own.counts(), view.sizes[0])
+        return (view.positive_counts > 0) & (candidates > 0)
 
 
-def check_pairs(images: Any, texts: Any, image_ids: Any, text_ids: Any) -> None:
-    """Raise an error unless image i belongs to text i; on an accelerator, ids are not compared."""
-    if not isinstance(images, Tensor) or not isinstance(texts, Tensor) or len(images) != len(texts):
-        raise ValueError("texts: expected a tensor, and one text for each image")
-    if (image_ids is None) != (text_ids is None):
-        raise ValueError("image_ids, text_ids: expected both or neither")
-    if image_ids is None:
+def joined_logs(logs: Sequence[Tensor]) -> Tensor:
+    """Return the logarithm of the sum of what logarithms (A,) are of."""
+    return logs[0] if len(logs) == 1 else torch.stack([*logs]).logsumexp(0)
+
+
+# ------------------------------------------------------------------------------------- the input
+
+
+@dataclass(frozen=True)
+class FurtherIds:
+    """The ids of images, texts and negatives as they were passed in; None where left out."""
+
+    images: IdsLike | None
+    texts: IdsLike | None
+    negatives: IdsLike | None  # (K,) or (N, K)
+
+    def with_negatives(
+        self, own: IdsLike | None, size: int, negatives: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ids of images, or of texts, and of negatives (K, D) of all images."""
+        device = negatives.device
+        if self.negatives is None:  # they match nothing
+            zeros = torch.zeros(size, dtype=torch.int64, device=device)
+            return zeros, torch.ones(len(negatives), dtype=torch.int64, device=device)
+        own_ids = ids_or_numbers("image_ids", own, size, device)
+        return own_ids, as_ids("negative_ids", self.negatives, len(negatives), device)
+
+    def exist(self, scores: Tensor) -> Tensor:
+        """Return the (N, K) bool mask of own negatives that exist and do not match their image."""
+        if self.negatives is None:
+            return torch.ones_like(scores, dtype=torch.bool)
+        numbers = as_id_numbers("negative_ids", self.negatives)
+        if numbers.shape != scores.shape:
+            expected = f"expected shape {tuple(scores.shape)}"
+            raise ValueError(f"negative_ids: {expected}, got {tuple(numbers.shape)}")
+        numbers = numbers.to(scores.device, torch.int64)
+        own = ids_or_numbers("image_ids", self.images, len(scores), scores.device)
+        return (numbers != NO_ID) & (numbers != own[:, None])
+
+
+def ids_or_numbers(name: str, ids: IdsLike | None, size: int, device: torch.device) -> Tensor:
+    """Return ids (N,), by default the numbers of the entries."""
+    if ids is None:
+        return torch.arange(size, device=device)
+    return as_ids(name, ids, size, device)
+
+
+def scores_of_own(images: Tensor, negatives: Tensor, normalize: bool) -> Tensor:
+    """Return the (N, K) scores of images (N, D) with negatives (N, K, D) of their own."""
+    with full_precision(images):
+        x = normalized(images, normalize)
+        y = normalized(negatives, normalize)
+        return (y @ x[:, :, None]).squeeze(2)
+
+
+def check_negatives(images: Any, negatives: Any, sharded: bool, are_scores: bool) -> None:
+    """Raise an error unless negatives are (K, D) or (N, K, D), or scores (N, K) beside scores."""
+    if are_scores:
+        check_matrix("negatives", negatives, "(N, K) beside scores")
+        if len(negatives) != len(images):
+            expected = f"expected a row of scores for each of {len(images)} images"
+            raise ValueError(f"negatives: {expected}, got shape {tuple(negatives.shape)}")
         return
-    image_ids = as_id_numbers("image_ids", image_ids)
-    text_ids = as_id_numbers("text_ids", text_ids)
-    if host_may_read(text_ids) and not torch.equal(image_ids, text_ids):
-        expected = "expected image_ids, as image i belongs to text i"
-        raise ValueError(f"text_ids: {expected}, got others")
+    if not isinstance(images, Tensor):
+        expected = "expected images beside them, not a Similarity"
+        raise ValueError(f"negatives: {expected}")
+    if not isinstance(negatives, Tensor) or negatives.dim() != 3:
+        check_embeddings(images, negatives, False, _OF_NEGATIVES, empty=sharded)
+        return
+    check_matrix("negatives", negatives, "(N, K, D)", dims=3, empty=sharded)
+    if (negatives.shape[0], negatives.shape[2]) != images.shape:
+        expected = f"expected shape (K, D) or ({len(images)}, K, {images.shape[1]})"
+        raise ValueError(f"negatives: {expected}, got {tuple(negatives.shape)}")
+    check_alike("negatives", negatives, "images", images)
+
+
+def check_guide(guide: Any, has_negatives: bool, among: bool) -> None:
+    """Raise an error unless a guide has scores of all candidates."""
+    if isinstance(guide, Similarity):
+        if has_negatives or among:
+            expected = "expected embeddings beside negatives, image_image and text_text"
+            raise ValueError(f"guide: {expected}, got a Similarity")
+        return
+    expected = "(images, texts, negatives)" if has_negatives else "(images, texts)"
+    if not isinstance(guide, Sequence) or not all(isinstance(x, Tensor) for x in guide):
+        expected = f"expected a Similarity or embeddings {expected}"
+        raise TypeError(f"guide: {expected}, got {type(guide).__name__}")
+    if len(guide) != 2 + has_negatives:
+        raise ValueError(f"guide: expected embeddings {expected}, got {len(guide)} tensors")
 
 
 def described_model(name: str, other: Any, images: Any, texts: Any) -> str:
@@ -332,91 +707,6 @@ def check_guide_ids(guide: Similarity, sim: Similarity) -> None:
         if not same:
             expected = "expected the ids of the loss, as its positives' scores are limits"
             raise ValueError(f"guide: {expected}")
-
-
-class FilteredInfoNCELoss(PairLoss):
-    r"""InfoNCE without negatives that score too high next to the positive, as they are probably
-    matches without a label.
-
-    .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} -\log \frac{e^{S_{ip}/\tau}}
-        {e^{S_{ip}/\tau} + \sum_{j \in neg(i),\, G_{ij} < t_i} e^{S_{ij}/\tau}}, \qquad
-        t_i = \bar G_{i+} + m \quad \text{or} \quad \bar G_{i+} + m |\bar G_{i+}|
-
-    with the mean :math:`\bar G_{i+}` of the positives' scores. G is S itself, as in
-    *Qwen3-Embedding* (Zhang et al. 2025, https://arxiv.org/abs/2506.05176, m = 0.1) and
-    *NV-Retriever* (Moreira et al. 2024, https://arxiv.org/abs/2407.15831, m = -0.05, relative), or
-    the scores of a guide, as in *GISTEmbed* (Solatorio 2024, https://arxiv.org/abs/2402.16829, m =
-    0). See :doc:`methods/infonce`.
-
-    Args:
-        temperature: τ, in units of cosine similarity.
-        margin: m.
-        relative: in units of the positives' score.
-        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
-    """
-
-    shown = ("temperature", "margin", "relative", "reduction")
-    temperature = Number(above=0)
-    margin = Number()
-    relative = Choice(True, False)
-
-    def __init__(
-        self,
-        temperature: float = 0.05,
-        margin: float = 0.1,
-        relative: bool = False,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        self.temperature = temperature
-        self.margin = margin
-        self.relative = relative
-
-    @property
-    def in_cosines(self) -> bool:
-        """Whether the temperature is one for cosines."""
-        return self.temperature < 0.5
-
-    def forward(
-        self,
-        images: Tensor | Similarity | None = None,
-        texts: Tensor | None = None,
-        image_ids: IdsLike | None = None,
-        text_ids: IdsLike | None = None,
-        *,
-        scores: Tensor | None = None,
-        guide: Similarity | None = None,
-    ) -> Any:
-        """Return the loss as :meth:`PairLoss.forward` does.
-
-        ``guide``: a :class:`Similarity` with the same ids of the embeddings of the same images and
-        texts by another model. In a job it is a :meth:`Similarity.sharded`. The ids themselves are
-        not compared on accelerators, as the host would wait.
-        """
-
-        def check() -> str:
-            if guide is None:
-                return "without a guide"
-            return described_model("guide", guide, images, texts) if self.sharded else ""
-
-        sim = self._similarity(images, texts, image_ids, text_ids, scores, check=check)
-        if guide is not None:
-            functional.check_other_model("guide", guide, sim)
-            check_guide_ids(guide, sim)
-        return self._with_telemetry(self.compute(sim, guide), sim)
-
-    def compute(self, sim: Similarity, guide: Similarity | None = None) -> Any:
-        """Return InfoNCE without the negatives that score above the positive plus a margin."""
-        judge = sim.both if guide is None else guide.both
-        own = judge.mean_of_positives(identity)
-        margin = self.margin * own.abs() if self.relative else self.margin
-        return functional.info_nce_loss(
-            sim,
-            self.temperature,
-            self.reduction,
-            below=own + margin,
-            guide=None if guide is None else judge,
-        )
 
 
 class DistillationLoss(PairLoss):
@@ -484,6 +774,11 @@ class DistillationLoss(PairLoss):
         self, sim: Similarity, teacher: Similarity
     ) -> Any:
         """Return the loss of the similarities of two models."""
+        functional.check_other_model("teacher", teacher, sim)
         return functional.distillation_loss(
-            sim, teacher, self.temperature, self.teacher_temperature, self.reduction
+            self.anchors(sim),
+            self.anchors(teacher),
+            self.temperature,
+            self.teacher_temperature,
+            self.reduction,
         )

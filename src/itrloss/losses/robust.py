@@ -84,7 +84,7 @@ class RINCELoss(PairLoss):
     def compute(self, sim: Similarity) -> Any:
         """Return robust InfoNCE, RINCE."""
         self._check_range()
-        anchors = sim.both
+        anchors = self.anchors(sim)
         scale = 1 / self.temperature
         negatives = anchors.logsumexp(scale)
         values = anchors.mean_of_positives(power_gap, negatives, scale, self.q, math.log(self.lam))
@@ -121,7 +121,7 @@ class ComplementaryContrastiveLoss(PairLoss):
 
     def compute(self, sim: Similarity) -> Any:
         """Return the complementary contrastive loss, RCL."""
-        anchors = sim.both
+        anchors = self.anchors(sim)
         scale = 1 / self.temperature
         with torch.no_grad():
             top = anchors.logsumexp(scale, over="all").nan_to_num(neginf=0.0)

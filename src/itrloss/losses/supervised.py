@@ -67,7 +67,7 @@ class SupConLoss(PairLoss):
 
     def compute(self, sim: Similarity) -> Any:
         """Return SupCon, with the mean over positives outside or inside the logarithm."""
-        anchors = sim.both
+        anchors = self.anchors(sim)
         scale = 1 / self.temperature
         if self.inside:
             values = _mil_nce(anchors, scale) + anchors.positive_counts.to(anchors.dtype).log()
@@ -107,7 +107,8 @@ class MILNCELoss(PairLoss):
 
     def compute(self, sim: Similarity) -> Any:
         """Return MIL-NCE."""
-        return sim.both.reduce(_mil_nce(sim.both, 1 / self.temperature), self.reduction)
+        anchors = self.anchors(sim)
+        return anchors.reduce(_mil_nce(anchors, 1 / self.temperature), self.reduction)
 
 
 class MultiSimilarityLoss(PairLoss):
@@ -157,7 +158,7 @@ class MultiSimilarityLoss(PairLoss):
 
     def compute(self, sim: Similarity) -> Any:
         """Return the multi-similarity loss."""
-        anchors = sim.both
+        anchors = self.anchors(sim)
         a = self.alpha
         b = self.beta
         below = None
@@ -225,7 +226,7 @@ class CircleLoss(PairLoss):
 
     def compute(self, sim: Similarity) -> Any:
         """Return the circle loss."""
-        anchors = sim.both
+        anchors = self.anchors(sim)
         options = self.scale, self.margin
         # Exponents of negatives are 0 up to -m, then fall and rise again: the hardest has the
         # largest exponent, or an easy one has a larger one, 0 at most. So with a shift of -60

@@ -54,7 +54,7 @@ class HubnessAwareLoss(PairLoss):
     def compute(self, sim: Similarity) -> Any:
         """Return HAL (USER Eq. 17)."""
         return functional.hubness_aware_loss(
-            sim, self.scale, self.margin, self.reduction, positive=self.positive
+            self.anchors(sim), self.scale, self.margin, self.reduction, positive=self.positive
         )
 
 
