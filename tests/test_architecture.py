@@ -36,7 +36,7 @@ FLOORS = [
         "mining",
     },
     {"losses", "compat"},
-    {"comparison", "report", "testing", "integrations"},
+    {"comparison", "tables", "report", "testing", "integrations"},
     {"cli"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

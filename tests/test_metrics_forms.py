@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from processes import both
 
 import itrloss
@@ -27,6 +29,7 @@ from itrloss.metrics import (
     retrieval_results,
     save_trec,
 )
+from itrloss.metrics.uncertainty import holm
 from itrloss.rerank import CSLS
 
 
@@ -305,17 +308,40 @@ def test_comparisons_of_several_systems_are_holms():
     assert alone == {"bad": {"rsum": compare(systems["bad"], systems["base"], samples=300)["rsum"]}}
 
 
-def test_holms_correction_of_known_p_values(monkeypatch):
-    single = {"a": 0.01, "b": 0.025, "c": 0.02, "d": 0.5}
-    stub = lambda system, base: {"rsum": metrics.Comparison(0.0, 0.0, 0.0, single[system])}  # noqa: E731
-    monkeypatch.setattr("itrloss.metrics.uncertainty.compare", stub)
-    systems = {"base": "base", **{name: name for name in single}}
-    found = compare_all(systems, baseline="base")
+def test_holms_correction_of_known_p_values():
     # monotone: not below the value of a smaller p
-    wanted = {"a": 4 * 0.01, "b": 3 * 0.02, "c": 3 * 0.02, "d": 0.5}
-    assert {name: x["rsum"].p_value for name, x in found.items()} == pytest.approx(wanted)
-    # a test counts once
-    assert found == compare_all(systems, baseline="base", figures=("rsum", "rsum"))
+    assert holm([0.01, 0.025, 0.02, 0.5]) == pytest.approx([4 * 0.01, 3 * 0.02, 3 * 0.02, 0.5])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def rejected(p_values: list[float], level: float) -> set[int]:
+    """Holm's procedure as it is defined: reject the smallest p while p <= level / tests left."""
+    left = list(range(len(p_values)))
+    found = set()
+    while left:
+        smallest = min(left, key=lambda i: p_values[i])
+        if p_values[smallest] > level / len(left):
+            break
+        found.add(smallest)
+        left.remove(smallest)
+    return found
+
+
+@given(
+    st.lists(st.integers(1, 200).map(lambda x: x / 200), max_size=12),
+    st.integers(1, 999).map(lambda x: (x + 0.37) / 1000),  # never equal to a corrected p
+)
+def test_corrected_p_values_reject_what_holms_procedure_rejects(p_values, level):
+    assert {i for i, p in enumerate(holm(p_values)) if p <= level} == rejected(p_values, level)
+
+
+def test_a_test_counts_once():
+    systems = {"base": results(2.0), "a": results(5.0), "b": results(2.0, 1)}
+    found = compare_all(systems, baseline="base", samples=50)
+    assert found == compare_all(systems, baseline="base", samples=50, figures=("rsum", "rsum"))
+    assert compare_all({"base": systems["base"]}, baseline="base") == {}
+    assert compare_all(systems, baseline="b", figures=()) == {"base": {}, "a": {}}
 
 
 @pytest.mark.parametrize(

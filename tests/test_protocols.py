@@ -160,7 +160,7 @@ def test_the_command_writes_latex_and_trec_files(tmp_path, capsys):
     out = ["--latex", str(tmp_path / "t.tex"), "--trec", str(tmp_path), "--top", "5"]
     assert main(["rerank", str(tmp_path / "s.npy"), "--methods", "csls", *out]) == 0
     text = (tmp_path / "t.tex").read_text()
-    assert "no re-ranking &" in text and "csls test &" in text
+    assert "No re-ranking &" in text and r"CSLS\ensuremath{^\dagger} &" in text
     run = [line.split() for line in (tmp_path / "t2i.run").read_text().splitlines()]
     top = rerank.CSLS().topk(scores, 5).t2i.indices
     assert [line[2] for line in run if line[0] == "text3"] == [f"image{i}" for i in top[3].tolist()]

@@ -1,4 +1,4 @@
-"""The command line: ``itrloss rerank`` and ``itrloss eval``."""
+"""The command line: ``itrloss rerank``, ``itrloss eval`` and ``itrloss compare``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import files, report
+from . import files, report, tables
 from .checks import Names, as_size, one_of, require_finite
 from .comparison import (
     CALIBRATED,
@@ -27,16 +27,17 @@ from .comparison import (
     PLAIN,
     Entry,
     RerankerComparison,
+    compare_models,
     compare_rerankers,
     protocol_table,
     table,
 )
 from .metrics import (
     Judgements,
+    RetrievalResults,
     coco_protocol,
     default_ids,
     fold_repeated,
-    latex_table,
     retrieval_results,
     save_trec,
 )
@@ -44,7 +45,7 @@ from .metrics.labels import fold_parts, unrelated_ids
 from .metrics.protocols import check_coco
 from .metrics.results import RECALLS, as_ks
 from .metrics.suspicion import warn_of_guess
-from .report.comparison import page
+from .report.comparison import models_page, page
 from .rerank import FastReranker
 from .similarity import Similarity
 from .suspicious import number_shared, warn
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = say_once
-            _run(args)
+            args.run(args)
     except (ImportError, OSError, ValueError) as error:
         say(error)
         return 2
@@ -126,7 +127,34 @@ def _parser() -> argparse.ArgumentParser:
         _add_ids(command)
         _add_methods(command)
         _add_results(command)
+        command.set_defaults(run=_run)
+    compare = commands.add_parser(
+        "compare",
+        help="compare the saved scores of several models",
+        description="Recalls of several models on the same images and texts, and what changes from "
+        "the first one, with intervals and corrected p-values.",
+    )
+    _add_models(compare)
+    _add_ids(compare)
+    _add_tables(compare)
+    # what only re-rankers have
+    compare.set_defaults(run=_run_models, protocol=None, out=None, rankings=None)
     return parser
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("scores", type=Path, nargs="+", help="saved matrices (n_images, n_texts), the base first")
+    add("--transpose", action="store_true", help="the matrices have texts as rows")
+    add("--names", nargs="+", metavar="NAME", help="of the models, in place of the files'")
+    add(
+        "--transductive",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="models whose scores depend on the other test queries: they get a dagger",
+    )
+    _add_folds(parser)
 
 
 def _add_inputs(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
@@ -194,7 +222,11 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     about = "of Fast Re-ranking %(default)s"
     add("--i2t", type=float, nargs=2, default=fast.i2t, metavar=("γ1", "γ2"), help=about)
     add("--t2i", type=float, nargs=2, default=fast.t2i, metavar=("λ1", "λ2"), help=about)
-    add(
+    _add_folds(parser)
+
+
+def _add_folds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--folds",
         type=int,
         default=1,
@@ -203,7 +235,8 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_results(parser: argparse.ArgumentParser) -> None:
+def _add_tables(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the table of all methods."""
     add = parser.add_argument
     add(
         "--ks",
@@ -213,6 +246,20 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="of R@K, recall@K and nDCG@K (1 5 10)",
     )
+    add(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="of the bootstrap (2000 for each test, so that p can be below 0.001)",
+    )
+    add("--metrics", type=Path, metavar="FILE.csv", help="all metrics of all methods")
+    add("--latex", type=Path, metavar="FILE.tex", help="the table of all methods in LaTeX")
+    add("--report", type=Path, metavar="FILE.html", help="a page with the table and charts")
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    _add_tables(parser)
+    add = parser.add_argument
     add(
         "--write",
         metavar="METHOD",
@@ -227,20 +274,17 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     )
     add("--top", type=int, default=10, metavar="K", help="how many for --rankings and --trec (10)")
     add("--queries", type=Path, metavar="FILE.csv", help="ranks and precisions of every query")
-    add("--metrics", type=Path, metavar="FILE.csv", help="all metrics of all methods")
     add(
         "--trec",
         type=Path,
         metavar="FOLDER",
         help="its --top best candidates, as run and qrels files",
     )
-    add("--latex", type=Path, metavar="FILE.tex", help="recalls of all methods as a table")
     add(
         "--protocol",
         choices=["coco"],
         help="MSCOCO's 1K, 5K, CxC and ECCV Caption, before and after re-ranking",
     )
-    add("--report", type=Path, metavar="FILE.html", help="a page on hubs, who gained and who lost")
     add("--image-names", type=Path, metavar="FILE.txt", help="a line an image, for the report")
     add(
         "--text-names",
@@ -254,7 +298,9 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
+    """Compare re-rankers on the scores or embeddings of one model."""
     outputs = _outputs(args)
+    _check_choice(args)
     paths = [args.scores] if args.command == "rerank" else [args.images, args.texts]
     ids = _ids(args)
     _check_keys(args)
@@ -279,12 +325,112 @@ def _run(args: argparse.Namespace) -> None:
     print(f"{title}: {n} images, {m} texts ({_pairing(args, sim)})", flush=True)
     fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
     comparison = compare_rerankers(
-        sim, args.methods, banks, validation, fast, _show_progress, args.folds, rules
+        sim,
+        args.methods,
+        banks,
+        validation,
+        fast,
+        _show_progress,
+        args.folds,
+        rules,
+        args.samples,
     )
     _show_progress("")
     print(table(comparison, args.ks))
     if args.protocol or outputs:
         _put_out(args, comparison, outputs, title, names)
+
+
+def _run_models(args: argparse.Namespace) -> None:
+    """Compare the scores of several models."""
+    outputs = _outputs(args)
+    names = _model_names(args)
+    for name in args.transductive:
+        one_of("--transductive", name, *names)
+    ids = _ids(args)
+    _check_keys(args)
+    rules = _rules(args)
+    if args.report:
+        report.check()
+    results, about = _model_results(args, names, ids, rules)
+    comparison = compare_models(results, transductive=args.transductive, samples=args.samples)
+    table = comparison.table(args.ks)
+    print(f"{about}\n{tables.text(table)}")
+    if args.metrics:
+        _write_metrics(args, {(row.name,): row.results for row in comparison.rows}, ["method"])
+    if args.latex:
+        with files.written(args.latex) as file:
+            file.write(tables.latex(table))
+    if args.report:
+        with files.written(args.report) as file:
+            file.write(models_page(comparison, ", ".join(names), f"{about}. Recalls in percent."))
+    if outputs:
+        print(f"written: {', '.join(map(str, outputs))}")
+
+
+def _model_results(
+    args: argparse.Namespace,
+    names: Sequence[str],
+    ids: tuple[Tensor, Tensor] | None,
+    rules: dict[str, Any],
+) -> tuple[dict[str, RetrievalResults], str]:
+    """Return the results of each model by its name, and what is compared, in words.
+
+    The matrices are read one after the other.
+    """
+    results = {}
+    about = ""
+    first = None  # the shape of the first matrix
+    for name, path in zip(names, args.scores, strict=True):
+        _show_progress(f"{path} …")
+        sim = _similarity(args, [path], ids, by_ids=args.relevant is None)
+        n, m = sim.shape
+        if first is None:
+            first = n, m
+            about = f"{n} images, {m} texts ({_pairing(args, sim)})"
+            if args.folds != 1:
+                about += f", in {args.folds} parts"
+                _check_folds(args, sim, ())
+        if (n, m) != first:
+            raise ValueError(f"{path}: expected shape {first} like {args.scores[0]}, got {(n, m)}")
+        results[name] = retrieval_results(sim, folds=args.folds, **rules)
+    _show_progress("")
+    return results, about
+
+
+def _model_names(args: argparse.Namespace) -> list[str]:
+    """Return the names of the models: those given, or the files' without what all have."""
+    paths = args.scores
+    if len(paths) < 2:
+        raise ValueError(f"{paths[0]}: expected at least two files to compare, got one")
+    names = args.names
+    if names is None:
+        names = _short_names(paths)
+    if len(names) != len(paths):
+        raise ValueError(
+            f"--names: expected one for each of the {len(paths)} files, got {len(names)}"
+        )
+    for name in names:
+        if not name.strip() or not name.isprintable():
+            raise ValueError(f"--names: expected printable names, got {name!r}")
+        if names.count(name) > 1:
+            raise ValueError(f"--names: expected different names, got {name} more than once")
+    return names
+
+
+def _short_names(paths: Sequence[Path]) -> list[str]:
+    """Return each file's name without its suffix, with the folders that tell it from the others."""
+    parts = [path.with_suffix("").parts for path in paths]
+    names = []
+    for path, own in zip(paths, parts, strict=True):
+        name = str(path)  # where only suffixes differ
+        for depth in range(1, len(own) + 1):
+            tail = own[-depth:]
+            if [every[-depth:] for every in parts].count(tail) == 1:
+                name = "/".join(tail)
+                break
+        names.append(name)
+    return names
 
 
 def _pairing(args: argparse.Namespace, sim: Similarity) -> str:
@@ -339,7 +485,7 @@ def _print_protocol(comparison: RerankerComparison, chosen: Entry) -> None:
 def _outputs(args: argparse.Namespace) -> list[Path]:
     """Return what is to be written, checked before anything is read or computed."""
     options = vars(args)
-    outputs = {name: options[name] for name in _RESULTS if options[name] is not None}
+    outputs = {name: options[name] for name in _RESULTS if options.get(name) is not None}
     taken = _inputs_by_place(options)
     for name, path in outputs.items():
         if name == "trec":
@@ -351,12 +497,18 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
                 f"{path}: expected a file of its own for a result, got that of {taken[place]}"
             )
         taken[place] = name
+    args.ks = as_ks(args.ks)
+    if args.samples is not None:
+        as_size("--samples", args.samples)
+    return list(outputs.values())
+
+
+def _check_choice(args: argparse.Namespace) -> None:
+    """Raise a ValueError for a method of --write that is not tried, or a wrong --top."""
     if args.write is not None:
         calibrated = [CALIBRATED] if args.val and "fast" in args.methods else []
         one_of("--write", args.write, PLAIN, *args.methods, *calibrated)
     as_size("--top", args.top)
-    args.ks = as_ks(args.ks)
-    return list(outputs.values())
 
 
 def _inputs_by_place(options: dict[str, object]) -> dict[str, str]:
@@ -405,10 +557,10 @@ def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
 def _check_keys(args: argparse.Namespace) -> None:
     """Raise a ValueError for wrong numbers of keys, or if one array is for images and texts."""
     keys = args.key or []
-    most = 1 if args.command == "rerank" else 2
+    most = 2 if args.command == "eval" else 1
     if len(keys) > most:
         raise ValueError(f"--key: expected at most {most}, got {', '.join(keys)}")
-    if args.command == "rerank" or len(set(keys)) == 2:
+    if args.command != "eval" or len(set(keys)) == 2:
         return
     for images, texts in [(args.images, args.texts), *([args.val] if args.val else [])]:
         if images.exists() and texts.exists() and images.samefile(texts):
@@ -639,17 +791,26 @@ def _write(args: argparse.Namespace, comparison: RerankerComparison, entry: Entr
 def _write_tables(args: argparse.Namespace, comparison: RerankerComparison) -> None:
     """Write the metrics of all methods, as CSV and in LaTeX."""
     if args.metrics:
-        with files.written(args.metrics) as file:
-            writer = csv.writer(file, lineterminator="\n")
-            for number, entry in enumerate(comparison.entries):
-                metrics = entry.results.metrics(args.ks)
-                if number == 0:
-                    writer.writerow(["method", "hubs", *metrics])
-                writer.writerow([entry.name, entry.hubs, *metrics.values()])
+        systems = {(entry.name, entry.hubs): entry.results for entry in comparison.entries}
+        _write_metrics(args, systems, ["method", "hubs"])
     if args.latex:
-        systems = {f"{x.name} {x.hubs}".strip(): x.results for x in comparison.entries}
         with files.written(args.latex) as file:
-            file.write(latex_table(systems, ks=args.ks))
+            file.write(tables.latex(comparison.table(args.ks)))
+
+
+def _write_metrics(
+    args: argparse.Namespace,
+    systems: Mapping[tuple[str, ...], RetrievalResults],  # by the first columns
+    heads: Sequence[str],  # of the first columns
+) -> None:
+    """Write all metrics of all methods as CSV."""
+    with files.written(args.metrics) as file:
+        writer = csv.writer(file, lineterminator="\n")
+        for number, (names, results) in enumerate(systems.items()):
+            metrics = results.metrics(args.ks)
+            if number == 0:
+                writer.writerow([*heads, *metrics])
+            writer.writerow([*names, *metrics.values()])
 
 
 def _write_arrays(path: Path, i2t: Tensor, t2i: Tensor) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from . import rerank
-from .metrics import Comparison, RetrievalResults, compare, retrieval_results
+from . import rerank, tables
+from .checks import one_of
+from .metrics import Comparison, RetrievalResults, compare_all, retrieval_results
 from .metrics.results import RECALLS, WAYS, Ks
 from .rerank import FastReranker, Reranker
 from .similarity import Similarity
+from .tables import ARROWS, TESTED, Row, Table, comparison_table, samples_for
 
 METHODS: dict[str, type[Reranker]] = {
     "fast": rerank.FastReranker,
@@ -35,6 +37,23 @@ METHODS: dict[str, type[Reranker]] = {
 K_RECIPROCAL_ITEMS = 12_000
 PLAIN = "no re-ranking"
 CALIBRATED = "fast, calibrated"
+TITLES = {  # names for readers who do not know the command line's
+    PLAIN: "No re-ranking",
+    CALIBRATED: "Fast Re-ranking, calibrated",
+    "fast": "Fast Re-ranking",
+    "inverted-softmax": "Inverted softmax",
+    "dual-softmax": "Dual softmax",
+    "qb-norm": "QB-Norm",
+    "dbnorm": "DBNorm",
+    "nnn": "NNN",
+    "csls": "CSLS",
+    "mutual-proximity": "Mutual proximity",
+    "sinkhorn": "Sinkhorn",
+    "dbsn": "DBSN",
+    "reciprocal": "Reciprocal",
+    "multi-factor": "Multi-factor",
+    "k-reciprocal": "k-reciprocal",
+}
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
 _PRECISIONS = {  # columns and their widths
     "i2t_r_precision": 8,
@@ -46,13 +65,48 @@ _PRECISIONS = {  # columns and their widths
 
 @dataclass(frozen=True)
 class Entry:
-    """A method, and what it makes of the scores."""
+    """A method, and what it makes of the scores.
+
+    Attributes:
+        name: of the method, a key of :data:`METHODS` or one of the two other lines.
+        reranker: None: no re-ranking.
+        results: the results of all queries.
+        seconds: how long they took.
+        changes: the differences of R@1 of both directions and of the RSUM from the first entry,
+            with p-values that Holm's method corrected over all entries; empty for the first.
+    """
 
     name: str
-    reranker: Reranker | None  # None: no re-ranking
+    reranker: Reranker | None
     results: RetrievalResults
-    change: Comparison  # of the RSUM
     seconds: float
+    changes: Mapping[str, Comparison] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The name as the command line has it, and the bank if there is one."""
+        return self.name + self._bank
+
+    @property
+    def title(self) -> str:
+        """The name in words, and the bank if there is one."""
+        return TITLES.get(self.name, self.name) + self._bank
+
+    @property
+    def _bank(self) -> str:
+        kind, _, way = self.hubs.partition(" ")
+        if kind != "bank":
+            return ""
+        return f", bank ({ARROWS[way]})" if way else ", bank"
+
+    @property
+    def scales(self) -> str:
+        """What calibration chose, in a sentence; empty for other methods."""
+        if self.name != CALIBRATED or not isinstance(self.reranker, FastReranker):
+            return ""
+        i2t = "γ1 = {:g}, γ2 = {:g}".format(*self.reranker.i2t)
+        t2i = "λ1 = {:g}, λ2 = {:g}".format(*self.reranker.t2i)
+        return f"{i2t} ({ARROWS['i2t']}); {t2i} ({ARROWS['t2i']})"
 
     @property
     def hubs(self) -> str:
@@ -87,9 +141,29 @@ class RerankerComparison:
     entries: list[Entry]
     left_out: dict[str, str]  # method: why
     rules: Mapping[str, Any] = field(default_factory=dict)  # who is right, and who is ranked
+    samples: int = 0  # of the bootstrap behind the changes
+
+    def table(self, ks: Ks = RECALLS, *, titles: bool = True, timed: bool = False) -> Table:
+        """Return the table of all entries: recalls, changes of the RSUM and of R@1, and notes.
+
+        Args:
+            ks: the K of R@K.
+            titles: whether methods have names in words; if not, the command line's.
+            timed: whether there is a column with the seconds.
+        """
+        rows = []
+        scales = []
+        for entry in self.entries:
+            name = entry.title if titles else entry.label
+            transductive = entry.reranker is not None and any(entry.reranker.transductive)
+            seconds = entry.seconds if timed else None
+            rows.append(Row(name, entry.results, entry.changes, transductive, seconds))
+            if entry.scales:
+                scales.append(f"Scales of {name}: {entry.scales}, chosen on held-out pairs.")
+        return comparison_table(rows, ks, samples=self.samples, scales=scales)
 
 
-def compare_rerankers(
+def compare_rerankers(  # noqa: PLR0913 - options by keyword
     sim: Similarity,
     methods: Sequence[str] = tuple(METHODS),
     banks: Banks = (None, None),
@@ -98,6 +172,7 @@ def compare_rerankers(
     progress: Callable[[str], None] = lambda text: None,
     folds: int = 1,
     rules: Mapping[str, Any] = MappingProxyType({}),
+    samples: int | None = None,
 ) -> RerankerComparison:
     """Return what methods make of scores, with hubs of the test queries and of any banks.
 
@@ -112,6 +187,8 @@ def compare_rerankers(
         progress: told what is done next.
         folds: see :func:`itrloss.metrics.retrieval_results`.
         rules: its arguments ``relevant``, ``exclude`` and ``candidates``.
+        samples: number of bootstrap samples behind intervals and p-values; by default, 2000 for
+            each test, so that p can fall below 0.001 after the correction.
     """
     left_out: dict[str, str] = {}
     tried: list[tuple[str, Banks | None]] = [(PLAIN, None)]
@@ -134,10 +211,61 @@ def compare_rerankers(
         start = time.perf_counter()
         results = retrieval_results(sim, reranker=reranker, folds=folds, **rules)
         seconds = time.perf_counter() - start
-        before = entries[0].results if entries else results
-        change = compare(results, before)["rsum"]
-        entries.append(Entry(name, reranker, results, change, seconds))
-    return RerankerComparison(sim, entries, left_out, rules)
+        entries.append(Entry(name, reranker, results, seconds))
+    if samples is None:
+        samples = samples_for(len(entries) - 1)
+    return RerankerComparison(sim, _compared(entries, samples), left_out, rules, samples)
+
+
+def _compared(entries: Sequence[Entry], samples: int) -> list[Entry]:
+    """Return the entries with their changes from the first one."""
+    systems = {entry.label: entry.results for entry in entries}
+    changes = compare_all(systems, baseline=entries[0].label, figures=TESTED, samples=samples)
+    first, *others = entries
+    return [first, *(replace(entry, changes=changes[entry.label]) for entry in others)]
+
+
+@dataclass(frozen=True)
+class ModelComparison:
+    """Several models on the same queries, the first of which the others are compared with."""
+
+    rows: list[Row]
+    samples: int  # of the bootstrap behind the changes
+
+    def table(self, ks: Ks = RECALLS) -> Table:
+        """Return the table of all models: recalls, changes of the RSUM and of R@1, and notes."""
+        return comparison_table(self.rows, ks, samples=self.samples)
+
+
+def compare_models(
+    results: Mapping[str, RetrievalResults],
+    *,
+    transductive: Sequence[str] = (),
+    samples: int | None = None,
+) -> ModelComparison:
+    """Return the comparison of models with the first one.
+
+    Args:
+        results: of each model by its name, for the same images and texts in the same order; from
+            :func:`itrloss.metrics.retrieval_results`.
+        transductive: names of the models whose scores depend on the other test queries.
+        samples: number of bootstrap samples; by default, 2000 for each test.
+
+    Raises:
+        ValueError: if there are fewer than two models, a name is unknown, or queries differ.
+    """
+    if len(results) < 2:
+        raise ValueError(f"results: expected at least two models, got {len(results)}")
+    for name in transductive:
+        one_of("transductive", name, *results)
+    if samples is None:
+        samples = samples_for(len(results) - 1)
+    base = next(iter(results))
+    changes = compare_all(results, baseline=base, figures=TESTED, samples=samples)
+    rows = []
+    for name, own in results.items():
+        rows.append(Row(name, own, changes.get(name, {}), name in transductive))
+    return ModelComparison(rows, samples)
 
 
 def _obstacle(name: str, sim: Similarity, banks: Banks, folds: int) -> str:
@@ -185,17 +313,13 @@ def _made(
 
 
 def table(comparison: RerankerComparison, ks: Ks = RECALLS) -> str:
-    """Return one line for each method with R@K; of at most 100 columns for three K."""
-    lines = [f"{'':16} {'hubs in':8} {_head(ks)} {'change (95 %)':>20} {'time':>6}"]
-    for entry in comparison.entries:
-        change = ""
-        if entry.reranker is not None:
-            c = entry.change
-            change = f"{c.difference:+.1f} ({c.low:+.1f}, {c.high:+.1f})"
-        recalls = _recalls(entry.results.metrics(ks), ks)
-        lines.append(f"{entry.name:16} {entry.hubs:8} {recalls} {change:>20} {entry.seconds:5.1f}s")
+    """Return the table of all methods as text; without banks, of at most 100 columns for three K.
+
+    Methods have the names of the command line.
+    """
+    lines = [tables.text(comparison.table(ks, titles=False, timed=True))]
     for name, why in comparison.left_out.items():
-        lines.append(f"{name:16} left out: {why}")
+        lines.append(f"{name} left out: {why}")
     return "\n".join(lines)
 
 

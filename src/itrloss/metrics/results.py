@@ -31,6 +31,24 @@ if TYPE_CHECKING:
 WAYS = ("i2t", "t2i")
 RECALLS = (1, 5, 10)
 Ks = Sequence[int]
+_TEX = str.maketrans(
+    {
+        **{letter: "\\" + letter for letter in "&%$#_{}"},
+        "[": "{[}",  # behind the end of a row it would begin an option
+        "*": "{*}",
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\ensuremath{<}",  # the default fonts have other letters in these places
+        ">": r"\ensuremath{>}",
+        "|": r"\ensuremath{|}",
+        "≤": r"\ensuremath{\le}",
+        "→": r"\ensuremath{\to}",
+        "†": r"\ensuremath{^\dagger}",
+        "γ": r"\ensuremath{\gamma}",
+        "λ": r"\ensuremath{\lambda}",
+    }
+)
 _COLUMNS = (
     "direction",
     "query",
@@ -386,11 +404,17 @@ def latex_table(
         r"\midrule",
     ]
     for name, row in rows.items():
-        cells = [re.sub(r"([&%$#_{}])", r"\\\1", name)]
+        cells = [tex(name)]
         for cell, highest in zip(row, best, strict=True):
             cells.append(rf"\textbf{{{cell}}}" if cell == highest else cell)
         lines.append(" & ".join(cells) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def tex(text: str) -> str:
+    """Return plain text for LaTeX: one line, where no letter is a command."""
+    printable = "".join(letter if letter.isprintable() else " " for letter in text)
+    return printable.translate(_TEX)
 
 
 def save_trec(results: RetrievalResults, folder: str | Path, tag: str = "itrloss") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ..checks import as_size, check_number, one_of
 from .results import RECALLS, WAYS, Ks, RetrievalResults, as_ks, share_names
 
 _DRAWN = 2**16  # ids drawn at a time
+_ROUNDING = 1e-9  # sums of equal values in another order differ by some 1e-13
 _SUMMED = tuple(f"r{k}" for k in RECALLS)  # in the RSUM
 
 
@@ -54,7 +55,7 @@ def confidence_intervals(
         ValueError: naming the argument, also if no query has a positive.
     """
     names = _names(ks)
-    (drawn,) = _bootstrap([results], ks, samples, seed)
+    (drawn,) = _bootstrap([results], names, samples, seed)
     low, high = _interval(drawn[1:], level)
     intervals = zip(low.tolist(), high.tolist(), strict=True)
     return dict(zip(names, intervals, strict=True))
@@ -82,17 +83,8 @@ def compare(
     Raises:
         ValueError: if the queries differ, or none has a positive.
     """
-    names = _names(ks)
-    first, second = _bootstrap([results, others], ks, samples, seed)
-    exact = first[0] - second[0]
-    differences = first[1:] - second[1:]
-    # a sample whose queries all lack positives has no metrics
-    valid = differences.isfinite().sum(0)
-    tail = torch.minimum((differences <= 0).sum(0), (differences >= 0).sum(0))
-    p = (2 * (tail + 1).double() / (valid + 1)).clamp_max(1.0)
-    low, high = _interval(differences, level)
-    columns = torch.stack([exact, low, high, p], 1).tolist()
-    return {name: Comparison(*values) for name, values in zip(names, columns, strict=True)}
+    (differences,) = _differences([results], others, _names(ks), level, samples, seed)
+    return differences
 
 
 def compare_all(
@@ -100,12 +92,18 @@ def compare_all(
     *,
     baseline: str,
     figures: Sequence[str] = ("rsum",),
-    **options: Any,
+    ks: Ks = RECALLS,
+    level: float = 0.95,
+    samples: int = 2000,
+    seed: int = 0,
 ) -> dict[str, dict[str, Comparison]]:
     """Return :func:`compare` of each system with the baseline, with corrected p-values.
 
-    The correction for multiple comparisons is Holm's: the probability that any difference with p
-    below 0.05 is due to chance is at most 5 %. The intervals are not corrected.
+    The p-values are corrected by Holm's method over all tests of the call: each of ``figures`` for
+    each system but the baseline. Call a difference significant if its p is below 0.05: then the
+    probability that any figure that does not differ is called significant is at most 5 %, however
+    many do differ. Systems and figures that were looked at elsewhere are not counted, and the
+    intervals are not corrected.
 
     Args:
         systems: results from :func:`retrieval_results` by name, for the same images and texts in
@@ -113,41 +111,85 @@ def compare_all(
         baseline: the name of the system to compare with.
         figures: the metrics to compare, such as ``("i2t_r1", "t2i_r1")``. The more, the larger the
             p-values.
-        options: ``ks, level, samples, seed`` of :func:`confidence_intervals`. Before the correction
-            no p-value is below ``2 / (samples + 1)``.
+        ks, level, samples, seed: see :func:`confidence_intervals`. No p-value is below
+            ``2 / (samples + 1)`` before the correction, nor below ``2 * tests / (samples + 1)``
+            after it.
 
     Returns:
         ``{system: {figure: comparison}}``, without the baseline.
     """
     one_of("baseline", baseline, *systems)
     for figure in figures:
-        one_of("figures", figure, *_names(options.get("ks", RECALLS)))
+        one_of("figures", figure, *_names(ks))
+    figures = list(dict.fromkeys(figures))
+    others = [name for name in systems if name != baseline]
+    if not others or not figures:
+        return {name: {} for name in others}
+    results = [systems[name] for name in others]
+    differences = _differences(results, systems[baseline], figures, level, samples, seed)
+    corrected = iter(holm([x.p_value for every in differences for x in every.values()]))
     comparisons: dict[str, dict[str, Comparison]] = {}
-    tests: list[tuple[float, str, str]] = []  # p-values, of which system and figure
-    for name, results in systems.items():
-        if name == baseline:
-            continue
-        differences = compare(results, systems[baseline], **options)
-        comparisons[name] = {figure: differences[figure] for figure in figures}
-        for figure, difference in comparisons[name].items():
-            tests.append((difference.p_value, name, figure))
-    corrected = 0.0
-    for i, (p, name, figure) in enumerate(sorted(tests)):
-        corrected = max(corrected, min(1.0, (len(tests) - i) * p))
-        comparisons[name][figure] = comparisons[name][figure]._replace(p_value=corrected)
+    for name, every in zip(others, differences, strict=True):
+        comparisons[name] = {
+            figure: x._replace(p_value=next(corrected)) for figure, x in every.items()
+        }
     return comparisons
 
 
-def _bootstrap(runs: Sequence[RetrievalResults], ks: Ks, samples: int, seed: int) -> Tensor:
-    """Return (runs, 1 + samples, metrics) percentages of all queries, and of bootstrap samples.
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values corrected by Holm's method (1979), in the given order.
+
+    The smallest of m is multiplied by m, the next one by m - 1, and so on; none may be above 1, or
+    below the corrected value of a smaller one.
+    """
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    corrected = [0.0] * len(p_values)
+    least = 0.0
+    for rank, i in enumerate(order):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = least
+    return corrected
+
+
+def _differences(
+    systems: Sequence[RetrievalResults],
+    baseline: RetrievalResults,
+    figures: Sequence[str],
+    level: float,
+    samples: int,
+    seed: int,
+) -> list[dict[str, Comparison]]:
+    """Return the differences of figures between each system and the baseline, uncorrected."""
+    *runs, base = _bootstrap([*systems, baseline], figures, samples, seed)
+    found = []
+    for run in runs:
+        every = run - base
+        every[every.abs() < _ROUNDING] = 0.0
+        exact = every[0]
+        differences = every[1:]
+        # a sample whose queries all lack positives has no metrics
+        valid = differences.isfinite().sum(0)
+        tail = torch.minimum((differences <= 0).sum(0), (differences >= 0).sum(0))
+        p = (2 * (tail + 1).double() / (valid + 1)).clamp_max(1.0)
+        low, high = _interval(differences, level)
+        columns = torch.stack([exact, low, high, p], 1).tolist()
+        rows = zip(figures, columns, strict=True)
+        found.append({figure: Comparison(*values) for figure, values in rows})
+    return found
+
+
+def _bootstrap(
+    runs: Sequence[RetrievalResults], figures: Sequence[str], samples: int, seed: int
+) -> Tensor:
+    """Return (runs, 1 + samples, figures) percentages of all queries, and of bootstrap samples.
 
     A sample draws ids with replacement, the same for all runs.
     """
-    columns = [*_SUMMED, *share_names(as_ks(ks))]
     samples = as_size("samples", samples)
-    sums = [_sums_by_id(run, runs[0], columns) for run in runs]  # (ids, 2, columns + 1) each
-    n = len(sums[0])
-    totals = [torch.stack([x.sum(0, keepdim=True) for x in sums])]
+    columns = _columns(figures)
+    sums = torch.stack([_sums_by_id(run, runs[0], columns) for run in runs], 1)
+    n = len(sums)  # ids, of (ids, runs, 2, columns + 1)
+    found = [_figures(sums.sum(0, keepdim=True), figures, columns)]
     generator = torch.Generator("cpu").manual_seed(seed)
     step = max(1, _DRAWN // n)
     for start in range(0, samples, step):
@@ -156,11 +198,31 @@ def _bootstrap(runs: Sequence[RetrievalResults], ks: Ks, samples: int, seed: int
         drawn = torch.randint(n, (count, n), generator=generator, device="cpu")
         drawn += n * torch.arange(count, device="cpu")[:, None]
         times = drawn.flatten().bincount(minlength=count * n).view(count, n).double()
-        totals.append(torch.stack([torch.tensordot(times, x, 1) for x in sums]))
-    total = torch.cat(totals, 1)  # (runs, 1 + samples, 2, columns + 1)
-    means = 100 * total[..., :-1] / total[..., -1:]
-    rsum = means[..., : len(_SUMMED)].sum((-2, -1))
-    return torch.cat([means[..., len(_SUMMED) :].flatten(-2), rsum[..., None]], -1)
+        found.append(_figures(torch.tensordot(times, sums, 1), figures, columns))
+    return torch.cat(found, 1)
+
+
+def _columns(figures: Sequence[str]) -> list[str]:
+    """Return the names of the metrics of a direction that figures are made of."""
+    columns: dict[str, None] = {}
+    for figure in figures:
+        parts = _SUMMED if figure == "rsum" else (figure.partition("_")[2],)
+        columns.update(dict.fromkeys(parts))
+    return list(columns)
+
+
+def _figures(sums: Tensor, figures: Sequence[str], columns: Sequence[str]) -> Tensor:
+    """Return (runs, samples, figures) percentages from the (samples, runs, 2, columns + 1) sums."""
+    means = 100 * sums[..., :-1] / sums[..., -1:]
+    found = []
+    for figure in figures:
+        if figure == "rsum":
+            summed = [columns.index(name) for name in _SUMMED]
+            found.append(means[..., summed].sum((-2, -1)))
+        else:
+            way, _, name = figure.partition("_")
+            found.append(means[..., WAYS.index(way), columns.index(name)])
+    return torch.stack(found, -1).transpose(0, 1)
 
 
 def _sums_by_id(results: RetrievalResults, first: RetrievalResults, names: Sequence[str]) -> Tensor:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..comparison import Entry, RerankerComparison
+from ..comparison import TITLES, Entry, ModelComparison, RerankerComparison
 from ..metrics import QueryResults, skewness
-from ..metrics.results import RECALL_NAMES, WAYS
+from ..metrics.results import WAYS
+from ..tables import ARROWS, Table
 from . import Block, number, render
 from .charts import histograms, intervals
-
-Cell = dict[str, str | bool]  # text, and whether it is strong
 
 _LISTED = 10  # hubs, queries that gained, queries that lost
 
@@ -27,13 +26,13 @@ def page(
     """
     n, m = comparison.sim.shape
     about = (
-        f"{n} images, {m} texts. Recalls in percent. Intervals: 95 % confidence intervals of the "
-        "change of the RSUM (paired bootstrap over images). A skewness of 0 means that no "
-        "candidate is a hub."
+        f"{n} images, {m} texts. Recalls in percent. A skewness of 0 means that no candidate is "
+        "a hub."
     )
-    by = chosen.name
+    name = TITLES.get(chosen.name, chosen.name)
+    by = name
     if chosen.reranker is not None:
-        by = f"{chosen.name}, hubs of {chosen.looks_at},"
+        by = f"{name}, hubs of {chosen.looks_at},"
     first = comparison.entries[0].results
     after = chosen.results
     images, texts = names
@@ -41,7 +40,7 @@ def page(
         _Change("image", "text", images, texts, first.i2t, after.i2t).section(),
         _Change("text", "image", texts, images, first.t2i, after.t2i).section(),
     ]
-    methods = {"title": "All methods", "blocks": _methods(comparison, chosen)}
+    methods = {"title": "All methods", "blocks": _methods(comparison)}
     return render(title, [about, methods, {"title": f"What {by} changed", "blocks": changed}])
 
 
@@ -67,55 +66,66 @@ def hubness(
     )
 
 
-def _methods(comparison: RerankerComparison, chosen: Entry) -> list[Block]:
-    """Return the table of all methods, and a chart of what they change."""
-    rows = [_row(entry, entry is chosen) for entry in comparison.entries]
-    head = ["R@1", "R@5", "R@10"] * 2 + ["RSUM", "change", "interval", "i → t", "t → i", "seconds"]
-    groups = [("image → text", 3), ("text → image", 3), ("", 3), ("skewness", 2), ("", 1)]
-    blocks: list[Block] = [
-        {"table": rows, "columns": (["method", "hubs in"], head), "groups": groups}
-    ]
+def models_page(comparison: ModelComparison, title: str, about: str) -> str:
+    """Return an HTML page with the table of several models, and a chart of their changes."""
+    compared = comparison.rows[1:]
+    values = [row.changes["rsum"][:3] for row in compared]
+    label = "Change of the RSUM by each model, with its interval"
+    chart = intervals(
+        [row.marked for row in compared],
+        {"models": values},
+        label,
+        "change of the RSUM, in points",
+        zero=True,
+    )
+    return render(
+        title, [about, *_table_blocks(comparison.table()), {"figures": [(chart, f"{label}.")]}]
+    )
+
+
+def _table_blocks(table: Table) -> list[Block]:
+    """Return the grids of a table, and its notes."""
+    blocks: list[Block] = []
+    for grid in table.grids:
+        rows = []
+        for name, cells in grid.rows:
+            figures = [{"text": cell.text.replace("-", "−"), "strong": cell.best} for cell in cells]
+            rows.append(([name], figures))
+        columns = (["method"], list(grid.columns))
+        blocks.append({"table": rows, "columns": columns, "groups": grid.groups})
+    return [*blocks, *({"note": note} for note in table.notes)]
+
+
+def _methods(comparison: RerankerComparison) -> list[Block]:
+    """Return the table of all methods, their hubs, and a chart of what they change."""
+    blocks = _table_blocks(comparison.table(timed=True))
     for name, why in comparison.left_out.items():
-        blocks.append({"note": f"{name} was left out: {why}."})
+        blocks.append({"note": f"{TITLES[name]} was left out: {why}."})
+    hubs = []
+    for entry in comparison.entries:
+        metrics = entry.results.metrics()
+        hubs.append(([entry.title], [number(metrics[f"{way}_skewness"], ".2f") for way in WAYS]))
+    heads = [ARROWS[way] for way in WAYS]
     return [
         *blocks,
+        {"table": hubs, "columns": (["method"], heads), "groups": [("skewness", len(WAYS))]},
         {"figures": _changes([x for x in comparison.entries if x.reranker is not None])},
-        "With hubs in the test queries, the result of a query depends on the other queries; "
-        "compare it with results of the same kind. With a bank, queries are independent.",
+        "Compare a transductive method with others of its kind. With a bank, queries are "
+        "independent.",
     ]
-
-
-def _row(entry: Entry, strong: bool) -> tuple[list[Cell], list[Cell]]:
-    """Return a method's row of the table."""
-    metrics = entry.results.metrics()
-    change = interval = ""
-    if entry.reranker is not None:
-        of_rsum = entry.change
-        change = number(of_rsum.difference, "+.1f")
-        interval = f"{number(of_rsum.low, '+.1f')} to {number(of_rsum.high, '+.1f')}"
-    figures = [number(metrics[name]) for name in (*RECALL_NAMES, "rsum")]
-    figures += [change, interval]
-    figures += [number(metrics[f"{way}_skewness"], ".2f") for way in WAYS]
-    figures.append(number(entry.seconds))
-    texts = [entry.name, entry.looks_at]
-    return _cells(texts, strong), _cells(figures, strong)
-
-
-def _cells(texts: Sequence[str], strong: bool) -> list[Cell]:
-    return [{"text": text, "strong": strong} for text in texts]
 
 
 def _changes(entries: Sequence[Entry]) -> list[tuple[str, str]]:
     """Return a chart of the changes of the RSUM, with its caption; none without re-rankers."""
     if not entries:
         return []
-    methods = list(dict.fromkeys(entry.name for entry in entries))
+    methods = list(dict.fromkeys(TITLES.get(entry.name, entry.name) for entry in entries))
     unknown = math.nan, math.nan, math.nan
     values: dict[str, list[tuple[float, float, float]]] = {}
     for entry in entries:
         kind = values.setdefault(f"hubs of {entry.looks_at}", [unknown] * len(methods))
-        change = entry.change
-        kind[methods.index(entry.name)] = change.difference, change.low, change.high
+        difference, low, high, _ = entry.changes["rsum"]
+        kind[methods.index(TITLES.get(entry.name, entry.name))] = difference, low, high
     label = "Change of the RSUM by each method, with its interval"
     chart = intervals(methods, values, label, "change of the RSUM, in points", zero=True)
     return [(chart, f"{label}.")]
