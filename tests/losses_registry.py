@@ -112,6 +112,7 @@ NUMERICAL = "gradcheck", "finite_differences"
 CONSTANT = dict.fromkeys(
     [*NUMERICAL, "uneven_upstream"], "weights that the gradient takes for constants"
 )
+OF_IMAGES = {"swapped_sides": "images and texts are not treated alike"}
 NEGATIVES_ALONE = {
     "float32_error": "1 - p cancels where p is near 1, see the loss",
     "learns_classes": "it learns from negatives alone: an image that starts far from its positives "
@@ -298,17 +299,21 @@ OF_PAIRS = {
         itrloss.InfoNCELoss,
         {"joint": True, "image_image": True, "text_text": True},
         lists_positives=True,
+        failures=OF_IMAGES,
         tables=ALL - {"compiled"},
     ),
     "infonce among texts": Entry(
         itrloss.InfoNCELoss,
         {"image_image": True, "text_text": "unfiltered", "margin": 0.1},
         lists_positives=True,
+        failures=OF_IMAGES,
         tables=ALL - {"compiled", "module"},
     ),
     "infonce of images": Entry(
         itrloss.InfoNCELoss,
         {"directions": "image-text", "image_image": True, "hardness": 3.0},
+        failures=OF_IMAGES | CONSTANT,
+        detached=True,
         tables=ALL - {"compiled", "module"},
     ),
     # it is compiled and sharded in test_matryoshka.py

@@ -88,13 +88,13 @@ class Loss:
         """Return the score below which negatives of an image, or of a text, count."""
         if self.options.margin is None:
             return None
-        own = [float(self.guide.across[i, p]) for i, p in self.pairs if image == i or text == p]
+        own = [self.guide.across[i, p].item() for i, p in self.pairs if image == i or text == p]
         mean = sum(own) / max(1, len(own))  # an anchor without positives has no value
         return mean + self.options.margin * (abs(mean) if self.options.relative else 1.0)
 
     def exponent(self, score: Tensor, judged: Tensor, limit: float | None, alpha: float) -> list:
         """Return the exponent of one candidate in a list, or an empty list if it is left out."""
-        if limit is not None and not float(judged) < limit:
+        if limit is not None and not judged.item() < limit:
             return []
         return [score / self.options.temperature + alpha * score.detach()]
 

@@ -352,7 +352,7 @@ WRONG = {
     "txt: expected shape": lambda: compat.adapt(NCE, "pvse", opt=Namespace(num_embeds=2))(
         unit(4, 2, D), unit(4, D)
     ),
-    "takes scores": lambda: compat.adapt(itrloss.DistillationLoss(), "sgraf"),
+    "takes scores": lambda: compat.adapt(itrloss.Matryoshka(NCE, [2]), "sgraf"),
     "txt_embs: expected as many texts": lambda: DivE(compat.adapt(NCE, "dive")).criterion(
         unit(2, D), unit(3, D)
     ),

@@ -23,7 +23,7 @@ def itself(scores):
 
 class SquaredHingeLoss(itrloss.PairLoss):
     def compute(self, sim):
-        anchors = sim.both  # the images, then the texts
+        anchors = self.anchors(sim)  # the images, then the texts
         positive = anchors.mean_of_positives(itself)
         return anchors.reduce(anchors.sum(squared_hinge, positive - 0.4), self.reduction)
 

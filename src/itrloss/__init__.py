@@ -7,7 +7,7 @@ from .kmeans import OnlineKMeans
 from .losses import *  # noqa: F403 (every loss, by `losses.__all__`)
 from .memory import CoupledMemory, MomentumEncoder
 from .mining import mine_hard_negatives
-from .similarity import Similarity
+from .similarity import NO_ID, Similarity
 from .suspicious import SuspiciousInputWarning
 from .telemetry import describe
 from .terms import pair_term
@@ -18,6 +18,7 @@ __all__ = [
     "Anchors",
     "CoupledMemory",
     "MomentumEncoder",
+    "NO_ID",
     "OnlineKMeans",
     "Similarity",
     "SuspiciousInputWarning",

@@ -19,13 +19,15 @@ from .distributed.shards import Processes, Share
 from .engine import ranking
 from .engine.matrix import MEMORY_BUDGET, Bias, Matrix, choose_engine
 from .engine.matrix import Engine as Engine
-from .engine.pairs import Ids, Pairs, segment_sum
+from .engine.pairs import IGNORE_ID, Ids, Pairs, segment_sum
 from .engine.question import Value, has_each
 from .engine.ranking import Ranking, Relevance
 from .engine.ranking import TopK as TopK
 from .engine.vectors import Embeddings
 
 X = TypeVar("X")
+#: The id of a row, a column or a negative that does not exist, such as padding: the least int64.
+NO_ID = IGNORE_ID
 Directions = Literal["both", "image-text", "text-image"]
 DIRECTIONS: tuple[Directions, ...] = "both", "image-text", "text-image"
 
@@ -47,8 +49,8 @@ class Similarity(Anchors):
         cols: (M, D) embeddings.
         row_ids, col_ids: (N,) and (M,) integers of any type, or strings, as tensors, NumPy arrays
             or lists. If both are left out, row i matches column i, and
-            N must be M. ``col_ids`` alone are row numbers. The least int64 marks a row or column
-            that does not exist: it is neither positive nor negative to anything.
+            N must be M. ``col_ids`` alone are row numbers. :data:`itrloss.NO_ID` marks a row or
+            column that does not exist: it is neither positive nor negative to anything.
         normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no
             gradient). Lengths may be anything from 1e-12, below which a vector counts as zero, to
             1e18.
@@ -287,6 +289,15 @@ class Similarity(Anchors):
         """The (N,) and (M,) int64 ids that were passed in; None where they were left out."""
         rows, cols = self._matrix.pairs.ids_as_passed
         return self._turned(rows, cols)
+
+    @property
+    def own_ids(self) -> tuple[Tensor, Tensor]:
+        """The int64 ids of this process's rows and columns; for a shared batch."""
+        assert self.share is not None
+        processes = self.share.processes
+        n, m = self.share.unpadded
+        row_ids, col_ids = processes.ids
+        return self._turned(processes.own(row_ids)[:n], processes.own(col_ids)[:m])
 
     @property
     def all_ids(self) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from .coder import (
 )
 from .contrastive import SigmoidLoss, TripletLoss
 from .dvse import DVSEObjective, DVSETerms, DynamicGate, DynamicOrthogonalLoss, VarianceAwareLoss
-from .infonce import NO_ID, DistillationLoss, InfoNCELoss
+from .infonce import DistillationLoss, InfoNCELoss
 from .late_interaction import LateInteractionLoss
 from .matryoshka import Matryoshka
 from .probabilistic import PCMEPlusPlusLoss
@@ -41,7 +41,6 @@ __all__ = [
     "MemoryLoss",
     "MILNCELoss",
     "MultiSimilarityLoss",
-    "NO_ID",
     "PairLoss",
     "PCMEPlusPlusLoss",
     "PrototypeClassificationLoss",

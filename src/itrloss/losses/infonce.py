@@ -28,13 +28,11 @@ from ..checks import (
     check_number,
 )
 from ..distributed import padded
-from ..engine.pairs import IGNORE_ID
 from ..engine.vectors import full_precision, host_may_read, normalized
-from ..similarity import Similarity
+from ..similarity import NO_ID, Similarity
 from ..terms import identity, softplus
 from .base import LEAST_LOG, PairLoss
 
-NO_ID = IGNORE_ID  # public: marks an entry that does not exist, such as padding of negatives
 SIDES = {"both": (0, 1), "image-text": (0,), "text-image": (1,)}
 _OF_IMAGES = Names("images", "images", "image_ids", "image_ids")
 _OF_TEXTS = Names("texts", "texts", "text_ids", "text_ids")
@@ -257,6 +255,8 @@ class InfoNCELoss(PairLoss):
             return self._with_telemetry(self.compute(sim), sim)
         anchors = images if scores is None else scores
         ids = FurtherIds(image_ids, text_ids, negative_ids)
+        if sim.share is not None:  # which tell the images and texts of all processes apart
+            ids = FurtherIds(*sim.own_ids, negative_ids)
         further = self._further(anchors, texts, negatives, ids, self.normalize)
         judge: Similarity | None = None
         judged = NOTHING_FURTHER
@@ -599,7 +599,7 @@ def joined_logs(logs: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class FurtherIds:
-    """The ids of images, texts and negatives as they were passed in; None where left out."""
+    """The ids of this process's images, texts and negatives; None where they were left out."""
 
     images: IdsLike | None
     texts: IdsLike | None
