@@ -56,7 +56,7 @@ class FilteredInfoNCELoss(itrloss.PairLoss):
         self.margin = margin
 
     def compute(self, sim: Any) -> Any:
-        anchors = sim.both
+        anchors = self.anchors(sim)
         scale = 1 / self.temperature
         own = anchors.mean_of_positives(identity)
         negatives = anchors.logsumexp(scale, below=own + self.margin)
@@ -76,7 +76,7 @@ class GeneralizedCrossEntropyLoss(itrloss.PairLoss):
         self.q = q
 
     def compute(self, sim: Any) -> Any:
-        anchors = sim.both
+        anchors = self.anchors(sim)
         scale = 1 / self.temperature
         values = anchors.mean_of_positives(one_less_power, anchors.logsumexp(scale), scale, self.q)
         return anchors.reduce(values, self.reduction)
