@@ -20,6 +20,7 @@ from itrloss.comparison import (
     compare_models,
     compare_rerankers,
 )
+from itrloss.files import read_reranked
 from itrloss.metrics import (
     Comparison,
     QueryResults,
@@ -30,6 +31,7 @@ from itrloss.metrics import (
     retrieval_results,
 )
 from itrloss.report.comparison import models_page, page
+from itrloss.rerank import CSLS
 from itrloss.tables import TESTED, Cell, Grid, Row, Table, p_text
 
 ARROWS = ("image→text", "text→image")
@@ -538,6 +540,73 @@ def test_models_are_compared_with_names_ids_and_other_k(models, tmp_path, capsys
         np.save(path, np.load(path).T)
     assert run("compare", *models, "--transpose", *options) == 0
     assert tables.text(compare_models(results, samples=20).table((2, 3))) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_re_ranked_scores_are_compared_in_both_directions(transposed, tmp_path, capsys):
+    base, bank = tmp_path / "base.npy", tmp_path / "bank.npy"
+    transpose = ["--transpose"] * transposed
+    fitted = np.random.default_rng(0).random((30, N * C)), np.random.default_rng(1).random((N, 40))
+    np.save(base, scores().T if transposed else scores())
+    banks = []
+    for side, x in zip(("images", "texts"), fitted, strict=True):
+        np.save(tmp_path / f"{side}.npy", x.T if transposed else x)
+        banks += [f"--bank-{side}", tmp_path / f"{side}.npy"]
+    plain, alone, bank, half = (tmp_path / f"{x}.npz" for x in ("plain", "alone", "bank", "half"))
+    for out, options in (
+        (plain, ["--write", "no re-ranking"]),
+        (alone, []),
+        (bank, banks),
+        (half, banks[:2]),
+    ):
+        command = ["rerank", base, *transpose, "--methods", "csls", "--out", out]
+        assert run(*command, *options, "--samples", 9) == 0
+    capsys.readouterr()
+    assert run("compare", base, plain, alone, bank, half, *transpose, "--samples", 40) == 0
+    given_, plain_texts = torch.from_numpy(scores()), retrieval_results(torch.from_numpy(scores()))
+    image_bank, text_bank = map(torch.from_numpy, fitted)
+    results = {"base": plain_texts, "plain": plain_texts}
+    for name, method in {
+        "alone": CSLS(),
+        "bank": CSLS().fit(image_bank, text_bank),
+        "half": CSLS().fit(image_bank),
+    }.items():
+        results[name] = retrieval_results(given_, reranker=method)
+    wanted = compare_models(results, transductive=["alone", "half"], samples=40).table()
+    assert tables.text(wanted) in capsys.readouterr().out
+
+
+def test_broken_re_ranked_scores_are_named(models, tmp_path, capsys):
+    path = tmp_path / "r.npz"
+    right = {"i2t": scores(), "t2i": scores(), "transductive": np.array([True, True])}
+    for wrong, said in (
+        ({"t2i": np.where(scores() > 0.5, np.nan, scores())}, f"{path}: expected finite"),
+        ({"t2i": scores()[:5]}, "scores[1]: expected shape (12, 60), got (5, 60)"),
+        ({"i2t": scores()[:5, :25], "t2i": scores()[:5, :25]}, "expected shape (12, 60) like"),
+        ({"transductive": np.array([None])}, f"{path}: not a readable .npz file"),
+    ):
+        np.savez(path, **{**right, **wrong})
+        assert run("compare", models[0], path, "--samples", 9) == 2
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1, err
+    path.write_bytes(b"PK")
+    assert run("compare", models[0], path) == 2
+    assert f"{path}: not a readable .npz file" in capsys.readouterr().err
+    np.savez(path, scores())
+    assert read_reranked(path) is None and read_reranked(models[0]) is None
+    np.savez(path, **right)
+    assert read_reranked(path) is not None
+
+
+def test_a_key_chooses_one_direction_of_re_ranked_scores(tmp_path, capsys):
+    for name in ("a", "b"):
+        flags = np.array([True, True])
+        np.savez(tmp_path / f"{name}.npz", i2t=scores(), t2i=scores(1), transductive=flags)
+    files = [tmp_path / "a.npz", tmp_path / "b.npz"]
+    assert run("compare", *files, "--key", "i2t", "--samples", 9) == 0
+    same = retrieval_results(torch.from_numpy(scores()))
+    wanted = compare_models({"a": same, "b": same}, samples=9).table()
+    assert tables.text(wanted) in capsys.readouterr().out
 
 
 def test_what_the_command_refuses(models, tmp_path, capsys):

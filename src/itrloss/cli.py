@@ -352,8 +352,9 @@ def _run_models(args: argparse.Namespace) -> None:
     rules = _rules(args)
     if args.report:
         report.check()
-    results, about = _model_results(args, names, ids, rules)
-    comparison = compare_models(results, transductive=args.transductive, samples=args.samples)
+    results, marked, about = _model_results(args, names, ids, rules)
+    marked += args.transductive
+    comparison = compare_models(results, transductive=marked, samples=args.samples)
     table = comparison.table(args.ks)
     print(f"{about}\n{tables.text(table)}")
     if args.metrics:
@@ -373,17 +374,20 @@ def _model_results(
     names: Sequence[str],
     ids: tuple[Tensor, Tensor] | None,
     rules: dict[str, Any],
-) -> tuple[dict[str, RetrievalResults], str]:
-    """Return the results of each model by its name, and what is compared, in words.
+) -> tuple[dict[str, RetrievalResults], list[str], str]:
+    """Return the results of each model by its name, the names of those whose files say that they
+    are transductive, and what is compared, in words.
 
     The matrices are read one after the other.
     """
     results = {}
+    marked = []
     about = ""
     first = None  # the shape of the first matrix
     for name, path in zip(names, args.scores, strict=True):
         _show_progress(f"{path} …")
-        sim = _similarity(args, [path], ids, by_ids=args.relevant is None)
+        scores, transductive = _model_scores(args, path, ids)
+        sim = scores[0] if isinstance(scores, tuple) else scores
         n, m = sim.shape
         if first is None:
             first = n, m
@@ -393,9 +397,27 @@ def _model_results(
                 _check_folds(args, sim, ())
         if (n, m) != first:
             raise ValueError(f"{path}: expected shape {first} like {args.scores[0]}, got {(n, m)}")
-        results[name] = retrieval_results(sim, folds=args.folds, **rules)
+        results[name] = retrieval_results(scores, folds=args.folds, **rules)
+        if transductive:
+            marked.append(name)
     _show_progress("")
-    return results, about
+    return results, marked, about
+
+
+def _model_scores(
+    args: argparse.Namespace, path: Path, ids: tuple[Tensor, Tensor] | None
+) -> tuple[Similarity | tuple[Similarity, Tensor], bool]:
+    """Return the scores in a file, of both directions if they are re-ranked, and whether they
+    depend on the other test queries, as far as the file says.
+    """
+    by_ids = args.relevant is None
+    saved = None if args.key else files.read_reranked(path)
+    if saved is None:
+        return _similarity(args, [path], ids, by_ids), False
+    for matrix in (saved.i2t, saved.t2i):
+        require_finite(str(path), matrix)
+    i2t = _similarity_of(args, [path], [saved.i2t], ids, by_ids)
+    return (i2t, saved.t2i), saved.transductive
 
 
 def _model_names(args: argparse.Namespace) -> list[str]:
@@ -618,6 +640,17 @@ def _similarity(
     ``by_ids=False``: ids say nothing of relevance, and images are as many as there are.
     """
     matrices = [_matrix(args, path, side) for side, path in enumerate(paths)]
+    return _similarity_of(args, paths, matrices, ids, by_ids)
+
+
+def _similarity_of(
+    args: argparse.Namespace,
+    paths: Sequence[Path],
+    matrices: list[Tensor],  # of these files
+    ids: tuple[Tensor, Tensor] | None,
+    by_ids: bool,
+) -> Similarity:
+    """Return the similarities of scores, or of embeddings of images and of texts."""
     by_scores = len(paths) == 1
     if ids is None and not by_ids:
         n = len(matrices[0])
@@ -773,15 +806,20 @@ def _write(args: argparse.Namespace, comparison: RerankerComparison, entry: Entr
             sim, reranker=entry.reranker, hubness_k=args.top, folds=args.folds, **comparison.rules
         )
         if args.rankings:
-            _write_arrays(args.rankings, best.i2t.top, best.t2i.top)
+            with files.written(args.rankings, "wb") as file:
+                np.savez(file, i2t=best.i2t.top.numpy(), t2i=best.t2i.top.numpy())
         if args.trec:
             save_trec(best, args.trec)
     if args.out:
         if entry.reranker is None:
             i2t = t2i = sim.scores()
+            flags = (False, False)
         else:
             i2t, t2i = entry.reranker.rerank(sim)
-        _write_arrays(args.out, i2t, t2i)
+            flags = entry.reranker.transductive
+        with files.written(args.out, "wb") as file:
+            transductive = np.array(flags)
+            np.savez(file, i2t=i2t.numpy(), t2i=t2i.numpy(), transductive=transductive)
     if args.queries:
         with files.written(args.queries) as file:
             entry.results.write(file)
@@ -811,8 +849,3 @@ def _write_metrics(
             if number == 0:
                 writer.writerow([*heads, *metrics])
             writer.writerow([*names, *metrics.values()])
-
-
-def _write_arrays(path: Path, i2t: Tensor, t2i: Tensor) -> None:
-    with files.written(path, "wb") as file:
-        np.savez(file, i2t=i2t.numpy(), t2i=t2i.numpy())

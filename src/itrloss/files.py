@@ -58,6 +58,34 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
     return array
 
 
+class SavedScores(NamedTuple):
+    """Re-ranked scores, as ``itrloss rerank --out`` writes them."""
+
+    i2t: Tensor  #: (n_images, n_texts), to rank the texts of an image
+    t2i: Tensor  #: (n_images, n_texts), to rank the images of a text
+    transductive: bool  #: whether the result of a query depends on the other test queries
+
+
+def read_reranked(path: str | Path) -> SavedScores | None:
+    """Return the scores that ``itrloss rerank --out`` wrote; None for any other file.
+
+    Args:
+        path: an ``.npz`` file with the arrays ``i2t``, ``t2i`` and ``transductive``.
+
+    Raises:
+        ValueError, OSError: as :func:`read_matrix`.
+    """
+    path = Path(path)
+    if _suffix(path) != ".npz":
+        return None
+    with _reading(path):
+        names = _read_npz(path).keys()
+    if not {"i2t", "t2i", "transductive"} <= names:
+        return None
+    flags = _tensor(path, _read(path, "transductive"))
+    return SavedScores(read_matrix(path, "i2t"), read_matrix(path, "t2i"), bool(flags.any()))
+
+
 def read_ids(path: str | Path, key: str | None = None) -> Tensor:
     """Return (N,) int64 ids from a file of integers, or of strings such as file names.
 
