@@ -18,7 +18,7 @@ import itrloss
 HOME = Path(itrloss.__file__).parent
 # The layers from the bottom up: a module imports from its own layer and those below.
 FLOORS = [
-    {"checks", "files"},
+    {"hints", "checks", "files"},
     {"engine"},
     {"suspicious"},
     {"distributed"},

@@ -558,7 +558,7 @@ def test_options_are_checked_whenever_they_are_set(name, value, error, message):
 
 def test_options_that_a_loss_does_not_have_are_refused():
     for make_loss in (Own, itrloss.InfoNCELoss, itrloss.MemoryDiversityContrastiveLoss):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'schedule'"):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'schedule'; it has"):
             make_loss(schedule="ring")
 
 

@@ -1,6 +1,8 @@
 """Losses and re-rankers for image-text retrieval."""
 
-from . import compat, distributed, functional, integrations, losses, metrics, rerank, terms
+import typing as _typing
+
+from . import compat, distributed, functional, hints, integrations, losses, metrics, rerank, terms
 from .anchors import Anchors
 from .grad_cache import grad_cache_step
 from .kmeans import OnlineKMeans
@@ -35,3 +37,7 @@ __all__ = [
     "terms",
 ]
 __all__ += losses.__all__
+
+
+if not _typing.TYPE_CHECKING:  # a checker knows which names there are
+    __getattr__ = hints.public_names(__name__, __all__)

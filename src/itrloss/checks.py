@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from . import hints
+
 _AT_ONCE = 2**22  # elements checked at once
 _LARGEST = torch.finfo(torch.float32).max
 T = TypeVar("T")
@@ -37,17 +39,19 @@ IMAGES_AND_TEXTS = Names("images", "texts", "image_ids", "text_ids")
 
 def one_of(name: str, value: object, *allowed: object) -> None:
     """Raise a ValueError unless ``value`` is one of those allowed."""
-    if value not in allowed:
+    if isinstance(value, Tensor | np.ndarray) or value not in allowed:
         listed = " or ".join([", ".join(map(repr, allowed[:-1])), repr(allowed[-1])])
         if len(allowed) == 1:
             listed = repr(allowed[0])
-        raise ValueError(f"{name}: expected {listed}, got {value!r}")
+        hint = hints.did_you_mean(value, allowed) or hints.in_place_of_option(value)
+        raise ValueError(f"{name}: expected {listed}, got {hints.shown(value)}{hint}")
 
 
 def check_number(name: str, value: object, positive: bool = False) -> None:
     """Raise an error unless ``value`` is a number, above 0 if ``positive``."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
+        hint = hints.in_place_of_option(value)
+        raise TypeError(f"{name}: expected a number, got {hints.shown(value)}{hint}")
     if positive and not float(value) > 0:
         raise ValueError(f"{name}: expected a number above 0, got {value}")
     if not abs(float(value)) <= _LARGEST:
@@ -60,7 +64,8 @@ def as_size(name: str, value: Any) -> int:
         try:
             value = operator.index(value)
         except TypeError:
-            raise TypeError(f"{name}: expected an integer, got {value!r}") from None
+            got = hints.shown(value)
+            raise TypeError(f"{name}: expected an integer, got {got}") from None
     if isinstance(value, bool):
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     if value < 1:
@@ -77,9 +82,15 @@ def check_matrix(
     With ``empty`` there may be no rows, as in one process of several.
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"{name}: expected a floating-point tensor {shape}, got {_type(x)}")
+        hint = hints.as_floats(name, x)
+        raise TypeError(f"{name}: expected a floating-point tensor {shape}, got {_type(x)}{hint}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got {x.layout}; write {name}.to_dense()")
     if x.dim() != dims or 0 in x.shape[int(empty) :]:
-        raise ValueError(f"{name}: expected shape {shape}, each at least 1, got {tuple(x.shape)}")
+        hint = hints.as_matrix(name, x) if dims == 2 else ""
+        raise ValueError(
+            f"{name}: expected shape {shape}, each at least 1, got {tuple(x.shape)}{hint}"
+        )
     if check_finite and len(x):
         require_finite(name, x)
 
@@ -88,6 +99,8 @@ def check_embeddings(
     rows: Any, cols: Any, check_finite: bool, names: Names, empty: bool = False
 ) -> None:
     """Raise an error unless (N, D) and (M, D) embeddings match in dimension, dtype and device."""
+    if cols is None:
+        raise missing_side(rows, names)
     check_matrix(names.rows, rows, "(N, D)", check_finite, empty=empty)
     check_matrix(names.cols, cols, "(M, D)", check_finite, empty=empty)
     if rows.shape[1] != cols.shape[1]:
@@ -96,14 +109,32 @@ def check_embeddings(
     check_alike(names.cols, cols, names.rows, rows)
 
 
+def missing_side(rows: Any, names: Names) -> TypeError:
+    """Return the error for embeddings of one side alone, which may be scores."""
+    if not isinstance(rows, Tensor):
+        got = f"{_type(rows)} and None"
+        both = f"{names.rows}, {names.cols}"
+        return TypeError(f"{both}: expected floating-point tensors (N, D) and (M, D), got {got}")
+    calls = {"texts": "loss(scores=scores)", "cols": "Similarity.from_scores(scores)"}
+    hint = ""
+    if names.cols in calls:
+        hint = f"; a matrix of scores goes in as {calls[names.cols]}"
+    given = f"None beside {names.rows} of shape {tuple(rows.shape)}"
+    return TypeError(f"{names.cols}: expected embeddings (M, D), got {given}{hint}")
+
+
 def check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """Raise an error unless two tensors lie on one device, and both are float64 or neither is."""
     if (x.dtype == torch.float64) != (other.dtype == torch.float64):
         expected = f"float64 beside float64 {other_name} and beside no others"
-        raise TypeError(f"{name}: expected {expected}, got {x.dtype} beside {other.dtype}")
+        got = f"{x.dtype} beside {other.dtype}"
+        raise TypeError(
+            f"{name}: expected {expected}, got {got}; write {name}.to({other_name}.dtype)"
+        )
     if x.device != other.device:
         raise ValueError(
-            f"{name}: expected device {other.device} like {other_name}, got {x.device}"
+            f"{name}: expected device {other.device} like {other_name}, got {x.device}; "
+            f"write {name}.to({other_name}.device)"
         )
 
 
@@ -238,7 +269,7 @@ def check_ids(
     """
     if col_ids is None:
         if row_ids is not None:
-            raise ValueError(f"{names.col_ids}: expected ids to go with {names.row_ids}, got None")
+            raise ids_of_one_side(row_ids, names)
         if n != m and not names.col_ids:
             raise ValueError(f"{names.cols}: expected as many as {names.rows}, {n}, got {m}")
         if n != m:
@@ -249,6 +280,16 @@ def check_ids(
     if row_ids is None:  # the columns' ids are numbers of rows
         return None, as_indices(names.col_ids, col_ids, m, device)
     return ids_of_both(row_ids, col_ids, n, m, device, names)
+
+
+def ids_of_one_side(row_ids: Any, names: Names) -> Exception:
+    """Return the error for ids of rows alone, which may be something else."""
+    shape = tuple(getattr(row_ids, "shape", ()))
+    if len(shape) == 2 and 1 not in shape:
+        got = f"{_type(row_ids)} of shape {shape}"
+        hint = "embeddings go in as itrloss.Similarity(images, texts)"
+        return ValueError(f"{names.row_ids}: expected ids, a row of integers, got {got}; {hint}")
+    return ValueError(f"{names.col_ids}: expected ids to go with {names.row_ids}, got None")
 
 
 def ids_of_both(
@@ -439,7 +480,8 @@ class NumberOr(Bounded[Any]):
             return
         if isinstance(value, str):
             listed = ", ".join(map(repr, self.words))
-            raise ValueError(f"{self.name}: expected {listed} or a number, got {value!r}")
+            hint = hints.did_you_mean(value, self.words)
+            raise ValueError(f"{self.name}: expected {listed} or a number, got {value!r}{hint}")
         super().check(value)
 
 
@@ -487,6 +529,11 @@ def reset_learnable(module: nn.Module) -> None:
 
 class Fixed(Option[T]):
     """An option that parameters depend on, so that it is set once."""
+
+    def check(self, value: Any) -> None:
+        hint = hints.in_place_of_option(value)
+        if hint:
+            raise TypeError(f"{self.name}: expected an option, got {hints.shown(value)}{hint}")
 
     def __set__(self, module: nn.Module, value: T) -> None:
         if self.place in module.__dict__:

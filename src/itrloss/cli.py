@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from .comparison import (
     protocol_table,
     table,
 )
+from .hints import did_you_mean
 from .metrics import (
     Judgements,
     RetrievalResults,
@@ -64,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # a terminal without Greek letters and arrows gets question marks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    args = _parser().parse_args(arguments)
+    args, others = _parser().parse_known_args(arguments)
+    if others:
+        refuse(args.parser, others)
     before = signal.getsignal(signal.SIGTERM)
 
     def say(message: object) -> None:
@@ -87,6 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = say_once
             args.run(args)
+    except FileNotFoundError as error:
+        say(f"{error.filename}: No such file{_near(error.filename)}")
+        return 2
     except (ImportError, OSError, ValueError) as error:
         say(error)
         return 2
@@ -101,6 +107,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 # ------------------------------------------------------------------------------------------ options
+
+
+def refuse(parser: argparse.ArgumentParser, others: Sequence[str]) -> None:
+    """Exit with an error for arguments that a command does not have."""
+    given = next((x for x in others if x.startswith("-")), "")
+    options = [option for option in vars(parser)["_option_string_actions"] if option != "--help"]
+    hint = did_you_mean(given.split("=")[0], options)
+    if not given:
+        hint = "; embeddings are for itrloss eval, scores of several models for itrloss compare"
+    parser.error(f"unrecognized arguments: {' '.join(others)}{hint}")
+
+
+def _near(path: Any) -> str:
+    """Return the file beside a missing one that was probably meant, for a message."""
+    folder = Path(os.fsdecode(path)).parent
+    if not folder.is_dir():
+        return f"; there is no directory {folder}"
+    return did_you_mean(Path(path).name, os.listdir(folder))
+
+
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    """Return a type of argument that is one of some words."""
+
+    def word(text: str) -> str:
+        if text in allowed:
+            return text
+        parts = text.replace(",", " ").split()
+        hint = did_you_mean(text, allowed)
+        if len(parts) > 1 and set(parts) <= set(allowed):
+            hint = f"; separate them by blanks: {' '.join(parts)}"
+        listed = ", ".join(allowed)
+        raise argparse.ArgumentTypeError(f"expected one of {listed}, got {text!r}{hint}")
+
+    return word
+
+
+def _whole_number(text: str) -> int:
+    """Return the integer in a text."""
+    try:
+        return int(text)
+    except ValueError:
+        parts = text.replace(",", " ").split()
+        hint = f"; separate them by blanks: {' '.join(parts)}" if len(parts) > 1 else ""
+        message = f"expected an integer, got {text!r}{hint}"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_ids(command)
         _add_methods(command)
         _add_results(command)
-        command.set_defaults(run=_run)
+        command.set_defaults(run=_run, parser=command)
     compare = commands.add_parser(
         "compare",
         help="compare the saved scores of several models",
@@ -138,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_ids(compare)
     _add_tables(compare)
     # what only re-rankers have
-    compare.set_defaults(run=_run_models, protocol=None, out=None, rankings=None)
+    compare.set_defaults(run=_run_models, parser=compare, protocol=None, out=None, rankings=None)
     return parser
 
 
@@ -213,7 +264,7 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     add(
         "--methods",
         nargs="+",
-        choices=METHODS,
+        type=_one_of(*METHODS),
         default=tuple(METHODS),
         metavar="METHOD",
         help=", ".join(METHODS),
@@ -228,7 +279,7 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
 def _add_folds(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folds",
-        type=int,
+        type=_whole_number,
         default=1,
         metavar="N",
         help="retrieve within each Nth of the images; 5: MSCOCO's 5-fold 1K",
@@ -240,7 +291,7 @@ def _add_tables(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--ks",
-        type=int,
+        type=_whole_number,
         nargs="+",
         default=RECALLS,
         metavar="K",
@@ -248,7 +299,7 @@ def _add_tables(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--samples",
-        type=int,
+        type=_whole_number,
         metavar="N",
         help="of the bootstrap (2000 for each test, so that p can be below 0.001)",
     )
@@ -272,7 +323,13 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.npz",
         help="its best candidates i2t (n_images, k) and t2i (n_texts, k)",
     )
-    add("--top", type=int, default=10, metavar="K", help="how many for --rankings and --trec (10)")
+    add(
+        "--top",
+        type=_whole_number,
+        default=10,
+        metavar="K",
+        help="how many for --rankings and --trec (10)",
+    )
     add("--queries", type=Path, metavar="FILE.csv", help="ranks and precisions of every query")
     add(
         "--trec",
@@ -282,7 +339,8 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--protocol",
-        choices=["coco"],
+        type=_one_of("coco"),
+        metavar="{coco}",
         help="MSCOCO's 1K, 5K, CxC and ECCV Caption, before and after re-ranking",
     )
     add("--image-names", type=Path, metavar="FILE.txt", help="a line an image, for the report")

@@ -30,6 +30,13 @@ _LONGEST_HEADER = 2**16
 _ENCODING = "latin1"  # of bytes in old pickle protocols
 
 
+def _as_path(path: str | Path) -> Path:
+    """Return a path; raise a TypeError for what names no file."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path: expected the name of a file, got {type(path).__name__}")
+    return Path(path)
+
+
 def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
     """Return the (N, M) floating-point matrix in a file; an ``.npy`` file is memory-mapped, so
     pages load on use.
@@ -46,7 +53,7 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
         OSError: if it cannot be read.
         ImportError: if a package is missing that reads the format.
     """
-    path = Path(path)
+    path = _as_path(path)
     content = _csv_matrix(path, key) if _suffix(path) == ".csv" else _read(path, key)
     array = _tensor(path, content)
     if array.ndim != 2 or 0 in array.shape:
@@ -54,7 +61,8 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
             f"{path}: expected a matrix with rows and columns, got shape {tuple(array.shape)}"
         )
     if not array.is_floating_point():
-        raise ValueError(f"{path}: expected floating-point numbers, got {array.dtype}")
+        hint = "save them as floats, such as by astype('float32')"
+        raise ValueError(f"{path}: expected floating-point numbers, got {array.dtype}; {hint}")
     return array
 
 
@@ -75,7 +83,7 @@ def read_reranked(path: str | Path) -> SavedScores | None:
     Raises:
         ValueError, OSError: as :func:`read_matrix`.
     """
-    path = Path(path)
+    path = _as_path(path)
     if _suffix(path) != ".npz":
         return None
     with _reading(path):
@@ -94,7 +102,7 @@ def read_ids(path: str | Path, key: str | None = None) -> Tensor:
     strings get equal numbers in all files. Whole floats are integers, a single column or row is
     flattened.
     """
-    path = Path(path)
+    path = _as_path(path)
     suffix = _suffix(path)
     if suffix == ".txt":
         return _ids_of_texts(path, _text_ids(path))
@@ -126,7 +134,7 @@ def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
     is any format of :func:`read_matrix`, with an array of this shape. An empty ``.txt`` file has
     no pairs.
     """
-    path = Path(path)
+    path = _as_path(path)
     suffix = _suffix(path)
     if suffix in (".txt", ".csv"):
         rows = [line.split() for line in _text(path).splitlines() if line.strip()]
@@ -153,7 +161,7 @@ def read_lines(path: str | Path) -> list[str]:
     A file with a byte order mark, as Excel and Notepad write it, is read in the encoding that the
     mark says, and any other as UTF-8.
     """
-    text = _text(Path(path))
+    text = _text(_as_path(path))
     return text.removesuffix("\n").split("\n") if text else []
 
 

@@ -71,6 +71,9 @@ def grad_cache_step(
     if len(encoders) != len(inputs) or not inputs:
         expected = f"one for each of {len(encoders)} encoders, at least one"
         raise ValueError(f"inputs: expected {expected}, got {len(inputs)}")
+    for name, x in (("loss", loss), *((f"encoders[{i}]", x) for i, x in enumerate(encoders))):
+        if not callable(x):
+            raise TypeError(f"{name}: expected a module or a function, got {x!r}")
     chunk_size = as_size("chunk_size", chunk_size)
     towers = [_Tower(i, encoders[i], inputs[i], chunk_size) for i in range(len(inputs))]
     if not torch.is_grad_enabled():

@@ -13,6 +13,7 @@ from .distributed import gather_parts, world_size
 from .engine.matrix import ENGINES
 from .engine.pairs import IGNORE_ID, weighted_sums
 from .engine.vectors import host_may_read, normalized
+from .hints import explained
 from .similarity import Engine, Similarity
 
 __all__ = ["OnlineKMeans"]
@@ -55,6 +56,7 @@ class OnlineKMeans(WholeState):
     waiting: Tensor
     replaced: Tensor
 
+    @explained
     def __init__(
         self,
         clusters: int,

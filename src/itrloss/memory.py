@@ -27,6 +27,7 @@ from .distributed.shards import Share
 from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from .engine.pairs import IGNORE_ID, Pairs
 from .engine.vectors import Embeddings, normalized
+from .hints import explained
 from .similarity import Engine, Similarity
 
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
@@ -61,12 +62,13 @@ class CoupledMemory(WholeState):
     ids: Tensor
     enqueued: Tensor
 
+    @explained
     def __init__(self, size: int, dim: int, *, dtype: torch.dtype = torch.float32):
         super().__init__()
         size = as_size("size", size)
         dim = as_size("dim", dim)
-        if not dtype.is_floating_point:
-            raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"dtype: expected a floating-point type, got {dtype!r}")
         self.size = size
         self.dim = dim
         with torch.inference_mode(False):  # inference tensors could not be written to later
@@ -95,6 +97,7 @@ class CoupledMemory(WholeState):
         return True  # ``if memory`` asks whether there is one, be it empty
 
     @torch.no_grad()
+    @explained
     def enqueue(
         self,
         image_keys: Tensor,
@@ -494,6 +497,8 @@ class MomentumEncoder(CheckedModule):
         training: bool = True,
     ):
         super().__init__()
+        if not isinstance(encoder, nn.Module):
+            raise TypeError(f"encoder: expected a module, got {type(encoder).__name__}")
         one_of("buffers", buffers, "copy", "average")
         self.module = copy.deepcopy(encoder).requires_grad_(False)
         self.momentum = momentum

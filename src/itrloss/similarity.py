@@ -24,6 +24,7 @@ from .engine.question import Value, has_each
 from .engine.ranking import Ranking, Relevance
 from .engine.ranking import TopK as TopK
 from .engine.vectors import Embeddings
+from .hints import explained
 
 X = TypeVar("X")
 #: The id of a row, a column or a negative that does not exist, such as padding: the least int64.
@@ -46,7 +47,7 @@ class Similarity(Anchors):
     Args:
         rows: (N, D) embeddings, floating point; half precision is scored in float32. NumPy arrays
             will do where no gradient is needed.
-        cols: (M, D) embeddings.
+        cols: (M, D) embeddings; required. Of scores, see :meth:`from_scores`.
         row_ids, col_ids: (N,) and (M,) integers of any type, or strings, as tensors, NumPy arrays
             or lists. If both are left out, row i matches column i, and
             N must be M. ``col_ids`` alone are row numbers. :data:`itrloss.NO_ID` marks a row or
@@ -68,10 +69,11 @@ class Similarity(Anchors):
         TypeError, ValueError: naming the argument, what it should be and what it was.
     """
 
+    @explained
     def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
         rows: Tensor,
-        cols: Tensor,
+        cols: Tensor | None = None,
         row_ids: IdsLike | None = None,
         col_ids: IdsLike | None = None,
         *,
@@ -85,6 +87,7 @@ class Similarity(Anchors):
         rows = checks.from_numpy(rows)
         cols = checks.from_numpy(cols)
         checks.check_embeddings(rows, cols, check_finite, names)
+        assert cols is not None  # as was just checked
         n = len(rows)
         m = len(cols)
         if cols is rows:
@@ -94,6 +97,9 @@ class Similarity(Anchors):
             ids = checks.check_ids(row_ids, col_ids, n, m, rows.device, names)
         if memory_budget is None:
             memory_budget = 0 if engine == "tiled" else MEMORY_BUDGET
+        elif not isinstance(memory_budget, int) or memory_budget < 0:
+            got = repr(memory_budget)
+            raise ValueError(f"memory_budget: expected a number of bytes, 0 at least, got {got}")
         matrix = Matrix(
             Embeddings(rows, normalize),
             Embeddings(cols, normalize),

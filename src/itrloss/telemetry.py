@@ -41,6 +41,9 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
     Rows of ``sim`` are images. Scores that are kept are shared with the loss; where none are, the
     product is formed once for each of four questions.
     """
+    if not isinstance(sim, Similarity):
+        expected = "expected an itrloss.Similarity(images, texts)"
+        raise TypeError(f"sim: {expected}, got {type(sim).__name__}")
     sim = sim.detach()
     both = sim.both
     hardest = both.hardest_negatives().values

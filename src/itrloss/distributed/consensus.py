@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -75,8 +76,19 @@ def difference(texts: Sequence[str], failed: Sequence[bool], ranks: Sequence[int
     if any(failed):
         parts = [f"process {', '.join(by)} failed: {text}" for text, by in said.items()]
         return "; ".join(parts)
-    parts = [f"{text} in process {', '.join(by)}" for text, by in said.items()]
+    parts = []
+    for text, by in zip(differing(list(said)), said.values(), strict=True):
+        parts.append(f"{text} in process {', '.join(by)}")
     return f"expected the same in all processes, got {'; '.join(parts)}"
+
+
+def differing(texts: Sequence[str]) -> list[str]:
+    """Return texts without the parts between commas that are the same in all of them."""
+    parts = [re.split(r", (?![^\[(]*[\])])", text) for text in texts]
+    if len({len(x) for x in parts}) > 1:
+        return list(texts)
+    kept = [i for i, every in enumerate(zip(*parts, strict=True)) if len(set(every)) > 1]
+    return [", ".join(x[i] for i in kept) for x in parts]
 
 
 def gather(x: Tensor, process_group: Any = None) -> Tensor:

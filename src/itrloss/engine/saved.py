@@ -23,7 +23,15 @@ def save(ctx: Any, value: tuple[Any, ...]) -> None:
 
 def saved(ctx: Any) -> Any:
     """Return the value that was kept."""
-    return with_tensors(ctx.value, iter(ctx.saved_tensors))
+    try:
+        tensors = ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        cause = "an input of the loss was changed in place before the backward pass"
+        advice = "call memory.enqueue(...) after loss.backward(), not before it"
+        raise RuntimeError(f"backward: {cause}; with a memory, {advice}") from error
+    return with_tensors(ctx.value, iter(tensors))
 
 
 class Place:

@@ -46,6 +46,8 @@ class Term:
         returns the derivative and may overwrite ``z``. Without one, autograd differentiates the
         function by ``z`` and by its parameters, tile by tile.
         """
+        if not callable(value):
+            raise TypeError(f"term: expected a function of scores, got {value!r}")
         self.value = value
         self.slope = slope
         self.__name__ = getattr(value, "__name__", type(value).__name__)
@@ -54,7 +56,14 @@ class Term:
 
     def __call__(self, scores: Tensor, *params: Any) -> Tensor:
         """Return the function's values, of the shape of the scores."""
-        return self.value(scores.clone(), *params).expand_as(scores)
+        return self._whole(self.value(scores.clone(), *params), scores)
+
+    def _whole(self, values: Any, scores: Tensor) -> Tensor:
+        """Return the values in the shape of the scores; raise an error if they are no tensor."""
+        if not isinstance(values, Tensor):
+            got = type(values).__name__
+            raise TypeError(f"term: expected {self.__name__} to return a tensor, got {got}")
+        return values.expand_as(scores)
 
     def __repr__(self) -> str:
         return f"Term({self.__name__})"
@@ -75,7 +84,8 @@ class Term:
         values = self.value(z, *params)
         if self.slope is not None:
             return values
-        return values.expand_as(z).clone()  # a user's function may return a parameter
+        # copied, as a user's function may return a parameter
+        return self._whole(values, z).clone()
 
     def slopes(
         self,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import hints
 from ..anchors import Anchors
 from ..checks import (
     IMAGES_AND_TEXTS,
@@ -53,7 +55,10 @@ class Loss(CheckedModule):
         reduction: Reduction = "mean",
         gather: bool = False,
         process_group: Any = None,
+        **unknown: Any,
     ):
+        for name in unknown:
+            raise hints.unknown(type(self).__name__, name, hints.options_of(type(self)))
         super().__init__()
         self.reduction = reduction
         self.gather = gather
@@ -63,6 +68,11 @@ class Loss(CheckedModule):
     def sharded(self) -> bool:
         """Whether the batch is spread over several processes."""
         return bool(self.gather) and world_size(self.process_group) > 1
+
+    def refuse(self, unknown: dict[str, Any]) -> None:
+        """Raise the error for arguments of a call that ``forward`` does not name."""
+        names = [x for x in inspect.signature(self.forward).parameters if x != "unknown"]
+        raise hints.unknown(type(self).__name__, next(iter(unknown)), names)
 
     def described(self) -> str:
         """Return what has to be the same in all processes, in words; empty for one process."""
@@ -295,6 +305,7 @@ class PairLoss(SimilarityLoss):
         text_ids: IdsLike | None = None,
         *,
         scores: Tensor | None = None,
+        **unknown: Any,
     ) -> Any:
         """Return the loss of embeddings, of a score matrix, or of a :class:`itrloss.Similarity`.
 
@@ -317,6 +328,8 @@ class PairLoss(SimilarityLoss):
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with
             ``reduction="none"``.
         """
+        if unknown:
+            self.refuse(unknown)
         sim = self._similarity(images, texts, image_ids, text_ids, scores)
         return self._with_telemetry(self.compute(sim), sim)
 

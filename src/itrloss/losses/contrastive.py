@@ -35,7 +35,7 @@ class TripletLoss(PairLoss):
     """
 
     shown = ("margin", "mining", "reduction")
-    margin = Number()
+    margin = Number(at_least=0)
     mining: Choice[functional.Mining] = Choice("hardest", "all")  #: May be set later.
 
     def __init__(

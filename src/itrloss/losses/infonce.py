@@ -225,6 +225,7 @@ class InfoNCELoss(PairLoss):
         negatives: Tensor | None = None,
         negative_ids: IdsLike | None = None,
         guide: Similarity | Sequence[Tensor] | None = None,
+        **unknown: Any,
     ) -> Any:
         """Return the loss as :meth:`PairLoss.forward` does.
 
@@ -242,6 +243,8 @@ class InfoNCELoss(PairLoss):
                 :class:`Similarity` of the same images and texts, with the same ids, where there
                 are no candidates beside them. In a job, that is a :meth:`Similarity.sharded`.
         """
+        if unknown:
+            self.refuse(unknown)
         self._limit_scale()
 
         def check() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class Matryoshka(WholeState):
         super().__init__()
         if not isinstance(loss, nn.Module):
             raise TypeError(f"loss: expected a module called as loss(images, texts), got {loss!r}")
+        if not isinstance(dims, Iterable):
+            raise TypeError(f"dims: expected numbers such as (64, 256), got {dims!r}")
         dims = [as_size("dims", d) for d in dims]
         weights = [1.0] * len(dims) if weights is None else list(weights)
         check_dims(dims, weights)
@@ -131,7 +133,8 @@ def check_dimensions(images: Any, texts: Any, least: int) -> None:
 
 def takes_pairs(loss: PairLoss) -> bool:
     """Return whether a loss needs images and texts and nothing else."""
-    inputs = inspect.signature(loss.forward).parameters.values()
+    parameters = inspect.signature(loss.forward).parameters.values()
+    inputs = [x for x in parameters if x.kind != x.VAR_KEYWORD]
     return [x.name for x in inputs if x.default is x.empty or x.name in ("images", "texts")] == [
         "images",
         "texts",

@@ -10,7 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import IMAGES_AND_TEXTS, IdsLike, check_matrix, from_numpy
+from ..checks import (
+    IMAGES_AND_TEXTS,
+    IdsLike,
+    check_matrix,
+    from_numpy,
+    ids_of_one_side,
+)
 from ..distributed import consensus
 from ..similarity import Similarity
 from ..suspicious import warn, warn_of_embeddings
@@ -100,6 +106,8 @@ def with_ids(
         scores.check_finite()
         warn_of_one_side(scores)
         return folded(scores) if by_ids else scores
+    if text_ids is None and image_ids is not None:
+        raise ids_of_one_side(image_ids, IMAGES_AND_TEXTS)
     matrix = from_numpy(scores)
     check_matrix(name, matrix, "(N, M)", check_finite=True)
     warn_of_embeddings(name, matrix)
@@ -107,6 +115,12 @@ def with_ids(
         if by_ids:
             matrix = fold_repeated(matrix)
         n, m = matrix.shape
+        if by_ids and m % n:
+            needed = f"needed for {n} images and {m} texts, which is not a whole number of texts"
+            hint = "embeddings go in as itrloss.Similarity(images, texts)"
+            raise ValueError(
+                f"image_ids, text_ids: {needed} per image (images are the rows); {hint}"
+            )
         if by_ids:
             warn_of_guess(n, m)
         image_ids, text_ids = default_ids(n, m) if by_ids else unrelated_ids(n, m)

@@ -385,6 +385,10 @@ def latex_table(
         digits: number of decimals.
         ks: the K, which dictionaries need to have.
     """
+    for name, x in systems.items():
+        if not isinstance(x, (RetrievalResults, Mapping)):
+            expected = "results or metrics for each name, as in {'model': metrics}"
+            raise TypeError(f"systems: expected {expected}, got {x!r} for {name!r}")
     ks = as_ks(ks)
     columns = [*recall_names(ks), "rsum"]
     rows = {}

@@ -12,6 +12,7 @@ from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of
 from ..distributed import gather as gather_rows
 from ..distributed import gather_table, world_size
 from ..engine.ranking import Ranking
+from ..hints import explained
 from ..similarity import Similarity
 from .judgements import Judgements
 from .labels import fold_parts, folded, ids_or_indices, part_of, shared, with_ids
@@ -26,6 +27,7 @@ Ties = Literal["pessimistic", "optimistic"]
 AnyScores = Tensor | Similarity | tuple[Tensor | Similarity, Tensor]
 
 
+@explained
 def retrieval_metrics(  # noqa: PLR0913 - options by keyword
     scores: AnyScores,
     image_ids: IdsLike | None = None,
@@ -82,6 +84,7 @@ def retrieval_metrics(  # noqa: PLR0913 - options by keyword
     return results.metrics(ks)
 
 
+@explained
 def retrieval_results(  # noqa: PLR0913 - options by keyword
     scores: AnyScores,
     image_ids: IdsLike | None = None,
@@ -147,6 +150,9 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     hubness_k = as_size("hubness_k", hubness_k)
     folds = as_size("folds", folds)
     one_of("ties", ties, "pessimistic", "optimistic")
+    if reranker is not None and (isinstance(reranker, type) or not hasattr(reranker, "ranked")):
+        expected = "a re-ranker with its options, such as itrloss.rerank.CSLS()"
+        raise TypeError(f"reranker: expected {expected}, got {reranker!r}")
     pair = isinstance(scores, tuple)
     if reranker is not None and pair:
         raise ValueError("reranker: expected None with a pair of scores")

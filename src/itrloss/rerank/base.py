@@ -16,6 +16,7 @@ from ..checks import as_size, check_matrix, from_numpy
 from ..distributed import consensus, world_size
 from ..distributed.shards import Share
 from ..engine.ranking import Ranking, Relevance
+from ..hints import explained
 from ..metrics.labels import ids_or_indices, shared, with_ids
 from ..similarity import Similarity, TopK, joined
 from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
@@ -179,6 +180,7 @@ class Reranker(ABC):
         return self
 
     @torch.no_grad()
+    @explained
     def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
         """Return re-ranked scores ``(image→text, text→image)``, both (n_images, n_texts), higher is
         better.

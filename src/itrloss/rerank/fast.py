@@ -11,6 +11,7 @@ from torch import Tensor
 from ..anchors import Anchors
 from ..checks import IdsLike, check_number
 from ..engine.products import full_float32
+from ..hints import explained
 from ..metrics.labels import with_ids
 from ..similarity import Similarity
 from .base import Reranker
@@ -65,6 +66,7 @@ class FastReranker(_LogSumExpReranker):
         t2i: (λ1, λ2). (In the paper (25, 25) and (20, 20); on CUB (9, 8) and (8, 17).)
     """
 
+    @explained
     def __init__(
         self, i2t: tuple[float, float] = (25.0, 25.0), t2i: tuple[float, float] = (20.0, 20.0)
     ):
@@ -133,6 +135,7 @@ class InvertedSoftmax(_LogSumExpReranker):
     It is :class:`FastReranker` with all four parameters the same.
     """
 
+    @explained
     def __init__(self, scale: float = 20.0):
         check_number("scale", scale, positive=True)
         self.scale = scale

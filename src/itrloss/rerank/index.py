@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..checks import as_bias, as_size, check_matrix, from_numpy
 from ..engine.vectors import normalized
+from ..hints import explained
 from ..similarity import TopK
 
 
@@ -29,6 +30,7 @@ class BiasedIndex:
         ImportError: without FAISS.
     """
 
+    @explained
     def __init__(
         self,
         candidates: Tensor,

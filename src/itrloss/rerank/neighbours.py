@@ -14,6 +14,7 @@ from torch import Tensor
 from ..checks import as_size, check_number
 from ..engine.products import full_float32
 from ..engine.vectors import full_precision
+from ..hints import explained
 from ..similarity import Similarity
 from .base import Reranker
 from .direction import Direction, Rule
@@ -104,6 +105,7 @@ class ReciprocalReranker(Reranker):
     code takes the best ρ over *all captions of the query's image*, which uses a label.
     """
 
+    @explained
     def __init__(self, i2t_k: int = 15, t2i_k: int = 20):
         i2t_k = as_size("i2t_k", i2t_k)
         t2i_k = as_size("t2i_k", t2i_k)
@@ -125,6 +127,7 @@ class MultiFactorReranker(Reranker):
     sense where similarities are mostly positive.
     """
 
+    @explained
     def __init__(self, k: int = 30, share_weight: float = 0.3, place_weight: float = 1.1):
         k = as_size("k", k)
         check_number("share_weight", share_weight)
@@ -168,6 +171,7 @@ class TwoStageReranker(Reranker):
 
     takes_bank = False
 
+    @explained
     def __init__(
         self,
         scorer: Callable[[Tensor, Tensor], Tensor],
@@ -247,6 +251,7 @@ class KReciprocalReranker(Reranker):
     needs_embeddings = True
     takes_bank = False
 
+    @explained
     def __init__(self, k1: int = 20, k2: int = 6, weight: float = 0.3):
         k1 = as_size("k1", k1)
         k2 = as_size("k2", k2)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..anchors import MeanStd
 from ..checks import as_size, check_number
 from ..engine.products import full_float32
+from ..hints import explained
 from ..similarity import Similarity
 from .base import Reranker
 from .direction import Bias, Direction, Rule, against, log_sum_exp, reference_sums
@@ -23,6 +24,7 @@ class DualSoftmax(Reranker):
     x, minus that for a negative one, and 0 for 0, where x is divided by the smallest of the query.
     """
 
+    @explained
     def __init__(self, scale: float = 20.0):
         check_number("scale", scale, positive=True)
         self.scale = scale
@@ -52,6 +54,7 @@ class QueryBankNorm(Reranker):
 
     needs_bank = True
 
+    @explained
     def __init__(self, scale: float = 20.0, k: int = 1):
         check_number("scale", scale, positive=True)
         k = as_size("k", k)
@@ -86,6 +89,7 @@ class DualBankNorm(Reranker):
     needs_bank = True
     needs_embeddings = True
 
+    @explained
     def __init__(self, query_scale: float = 1 / 1.99, gallery_scale: float = 3.0):
         check_number("query_scale", query_scale, positive=True)
         check_number("gallery_scale", gallery_scale, positive=True)
@@ -109,6 +113,7 @@ class NearestNeighborNorm(Reranker):
     there are fewer.
     """
 
+    @explained
     def __init__(self, alpha: float = 0.75, k: int = 128):
         check_number("alpha", alpha)
         k = as_size("k", k)
@@ -129,6 +134,7 @@ class CSLS(Reranker):
     scores, is the same for all candidates and is left out.
     """
 
+    @explained
     def __init__(self, k: int = 10):
         k = as_size("k", k)
         self.k = k
@@ -172,6 +178,7 @@ class Sinkhorn(Reranker):
 
     needs_all_candidates = True
 
+    @explained
     def __init__(self, scale: float = 100.0, iterations: int = 10):
         check_number("scale", scale, positive=True)
         iterations = as_size("iterations", iterations)

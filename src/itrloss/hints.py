@@ -1,0 +1,207 @@
+"""What a wrong input was probably meant to be, for the message of its error.
+
+Nothing here is called unless an error is raised, but for :func:`explained`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# What papers and other libraries call options and arguments, and what they are called here.
+_SYNONYMS = {
+    "alpha": ("margin", "scale"),
+    "avg": ("mean",),
+    "average": ("mean",),
+    "bank": ("images",),
+    "batchmean": ("mean",),
+    "beta": ("scale",),
+    "clip": ("clamp",),
+    "cuda": ("triton", "auto"),
+    "gamma": ("scale",),
+    "i2t": ("image-text",),
+    "image_embeddings": ("images", "rows"),
+    "image_features": ("images", "rows"),
+    "image_ids": ("row_ids",),
+    "images": ("rows",),
+    "ids": ("image_ids", "query_ids"),
+    "k": ("ks",),
+    "labels": ("image_ids", "query_ids"),
+    "lambda_value": ("weight",),
+    "logit_scale": ("temperature", "scale"),
+    "logits": ("scores",),
+    "m": ("margin",),
+    "max_violation": ("mining",),
+    "n_clusters": ("clusters",),
+    "similarity": ("scores",),
+    "sims": ("scores",),
+    "t2i": ("text-image",),
+    "target": ("image_ids",),
+    "targets": ("image_ids",),
+    "tau": ("temperature",),
+    "temp": ("temperature",),
+    "temperature": ("scale",),
+    "text_embeddings": ("texts", "cols"),
+    "text_features": ("texts", "cols"),
+    "text_ids": ("col_ids",),
+    "texts": ("cols",),
+    "ntxentloss": ("InfoNCELoss",),
+    "recall": ("retrieval_metrics",),
+    "vse++": ("vsepp",),
+    "vseloss": ("VSEPPLoss",),
+    "top_k": ("k",),
+}
+
+
+def nearest(given: object, allowed: Iterable[object]) -> str | None:
+    """Return the word that a misspelt or foreign one probably stands for; None for no idea."""
+    if not isinstance(given, str):
+        return None
+    words = {_plain(word): word for word in allowed if isinstance(word, str)}
+    for synonym in _SYNONYMS.get(given.lower(), ()):
+        if _plain(synonym) in words:
+            return words[_plain(synonym)]
+    plain = _plain(given)
+    close = difflib.get_close_matches(plain, words, 1, 0.7)
+    if close:
+        return words[close[0]]
+    if len(plain) < 4:
+        return None
+    # a word that is longer by a part, as in image_embeddings for images
+    longer = [word for word in words if len(word) > 3 and (word in plain or plain in word)]
+    return words[longer[0]] if longer else None
+
+
+def _plain(word: str) -> str:
+    """Return a word without what is often confused: case, hyphens and underscores."""
+    return word.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def did_you_mean(given: object, allowed: Iterable[object]) -> str:
+    """Return the end of a message that says what was probably meant; empty for no idea."""
+    meant = nearest(given, allowed)
+    return "" if meant is None else f"; did you mean {meant!r}?"
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: a tensor or an array by its shape."""
+    if isinstance(value, Tensor | np.ndarray) and value.ndim:
+        kind = "a tensor" if isinstance(value, Tensor) else "an array"
+        return f"{kind} of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def in_place_of_option(value: object) -> str:
+    """Return advice where data was passed for an option of a loss; empty for other values."""
+    if isinstance(value, Tensor | np.ndarray) and value.ndim:
+        return "; options go first, and data into the call: loss = Loss(...); loss(images, texts)"
+    return ""
+
+
+def as_floats(name: str, x: Any) -> str:
+    """Return how to make a floating-point tensor of what is none; empty for no idea."""
+    if isinstance(x, Tensor):
+        return "" if x.is_complex() else f"; write {name}.float()"
+    if isinstance(x, np.ndarray):
+        return f"; write torch.from_numpy({name})" if x.dtype.kind == "f" else ""
+    if not isinstance(x, (list, tuple)) or not len(x):
+        return ""
+    if all(isinstance(part, Tensor) for part in x):
+        return f"; write torch.stack({name}), or pass the tensors one by one"
+    return f"; write torch.tensor({name})"
+
+
+def as_matrix(name: str, x: Tensor) -> str:
+    """Return how to make a matrix of a tensor of another shape; empty for no idea."""
+    if x.dim() == 1:
+        return f"; for a single row, write {name}[None]"
+    if x.dim() == 3 and 1 in x.shape[:2]:
+        return f"; write {name}.squeeze({list(x.shape).index(1)})"
+    if x.dim() == 3:
+        return "; sets of embeddings are for itrloss.functional.set_similarity"
+    return ""
+
+
+def explained(function: F) -> F:
+    """Return a function whose errors for unknown and superfluous arguments say what it takes."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            # one that comes from further down is left as it is
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+            raise misfit(function, args, kwargs, error) from None
+
+    return call  # type: ignore[return-value]
+
+
+def misfit(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError
+) -> TypeError:
+    """Return the error for arguments that a function does not take."""
+    parameters = inspect.signature(function).parameters
+    names = [name for name, x in parameters.items() if x.kind != x.VAR_KEYWORD and name != "self"]
+    name = function.__qualname__.removesuffix(".__init__")
+    if "self" in parameters and args and not isinstance(args[0], Tensor):
+        name = f"{type(args[0]).__name__}.{function.__name__}".removesuffix(".__init__")
+    for given in kwargs:
+        if given not in names:
+            return unknown(name, given, names)
+    by_position = [n for n in names if parameters[n].kind == parameters[n].POSITIONAL_OR_KEYWORD]
+    number = len(args) - int("self" in parameters)
+    if number > len(by_position):
+        expected = f"{', '.join(by_position) or 'nothing'} by position"
+        hint = ""
+        if "scores" in by_position and all(isinstance(x, Tensor) for x in args[-number:]):
+            hint = "; embeddings go in as itrloss.Similarity(images, texts)"
+        return TypeError(f"{name}: expected {expected}, got {number} arguments{hint}")
+    needed = [n for n in by_position if parameters[n].default is inspect.Parameter.empty]
+    missing = [n for n in needed[max(number, 0) :] if n not in kwargs]
+    if missing:
+        return TypeError(f"{name}: expected {', '.join(needed)}, got no {', '.join(missing)}")
+    return error
+
+
+def unknown(name: str, given: str, allowed: Iterable[str]) -> TypeError:
+    """Return the error for a keyword that a class or a function does not know."""
+    names = list(allowed)
+    hint = did_you_mean(given, names) or f"; it has {', '.join(names)}"
+    return TypeError(f"{name}: got an unexpected keyword argument {given!r}{hint}")
+
+
+def options_of(kind: type) -> list[str]:
+    """Return the keywords of a class, with those that it passes on to its base classes."""
+    names: dict[str, None] = {}
+    for owner in kind.__mro__:
+        if "__init__" not in vars(owner) or owner is torch.nn.Module:
+            continue
+        parameters = inspect.signature(owner.__init__).parameters.values()
+        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        names |= {x.name: None for x in parameters if x.kind in kinds}
+        if not any(x.kind == x.VAR_KEYWORD for x in parameters):
+            break
+    names.pop("self", None)
+    return list(names)
+
+
+def public_names(module: str, names: list[str]) -> Callable[[str], Any]:
+    """Return a module's ``__getattr__``, whose error says which public name was meant."""
+
+    def missing(name: str) -> Any:
+        hint = "" if name.startswith("_") else did_you_mean(name, names)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+
+    return missing

@@ -1,0 +1,211 @@
+"""What wrong inputs of a beginner are answered with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import itrloss
+from itrloss import compat, files, functional, hints, metrics, rerank
+from itrloss.cli import main
+from itrloss.distributed.consensus import differing
+
+GENERATOR = torch.Generator().manual_seed(0)
+I = torch.randn(6, 8, generator=GENERATOR)  # noqa: E741 (images)
+T = torch.randn(6, 8, generator=GENERATOR)
+S = torch.randn(6, 6, generator=GENERATOR)
+IDS = torch.arange(6)
+LINEAR = nn.Linear(8, 8)
+loss: Any = itrloss.InfoNCELoss()
+it: Any = itrloss
+grad_cache: Any = itrloss.grad_cache_step
+results: Any = metrics.retrieval_metrics
+memory_loss: Any = itrloss.MemoryDiversityContrastiveLoss()
+
+
+def memory() -> Any:
+    """Return a memory of the dimension of the embeddings."""
+    return itrloss.CoupledMemory(16, 8)
+
+
+def enqueued_too_early() -> None:
+    """Put a batch into the memory before the backward pass."""
+    keys = memory()
+    keys.enqueue(I, T)
+    value = memory_loss(I.clone().requires_grad_(), T, I, T, keys)
+    keys.enqueue(I, T)
+    value.backward()
+
+
+# A wrong input, and what its message has in it: a regular expression.
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    # what goes into a loss
+    (lambda: loss(S), r"^texts: .* None beside images .*\(6, 6\).*loss\(scores=scores\)"),
+    (lambda: loss(), r"^images, texts: expected floating-point tensors"),
+    (lambda: loss((I, T)), r"^images, texts: .* got tuple and None"),
+    (lambda: loss(None, T), r"^images: .* got NoneType"),
+    (lambda: loss(I, T[:, :7]), r"^texts: .*dimension 8 like images, got shape \(6, 7\)"),
+    (lambda: loss(I, T[:5]), "^image_ids, text_ids: needed for 6 images and 5 texts"),
+    (lambda: loss(I.long(), T), r"^images: .*got torch.int64; write images.float\(\)"),
+    (lambda: loss(I, T.double()), r"^texts: .*float64.*write texts.to\(images.dtype\)"),
+    (lambda: loss(I.to("meta"), T), r"^texts: .*meta.*write texts.to\(images.device\)"),
+    (lambda: loss(I[0], T[0]), r"^images: .*got \(8,\); for a single row, write images\[None\]"),
+    (lambda: loss(I[None], T[None]), r"^images: .*\(1, 6, 8\); write images.squeeze\(0\)"),
+    (lambda: loss(I.expand(4, 6, 8), T), r"^images: .*\(4, 6, 8\); sets of .*set_similarity"),
+    (lambda: loss(I.numpy(), T), r"^images: .*ndarray; write torch.from_numpy\(images\)"),
+    (lambda: loss(I.tolist(), T), r"^images: .*got list; write torch.tensor\(images\)"),
+    (lambda: loss(list(I), T), r"^images: .*got list; write torch.stack\(images\)"),
+    (lambda: loss(I.to_sparse(), T), r"^images: .*torch.sparse_coo; write images.to_dense\(\)"),
+    (lambda: loss(I[:0], T[:0]), r"^images: .*each at least 1, got \(0, 8\)"),
+    (lambda: it.InfoNCELoss(check_finite=True)(I * torch.nan, T), "^images: expected finite"),
+    (lambda: loss(I, T, S), r"^image_ids: .*a row of integers, got torch.float32 .*\(6, 6\)"),
+    (lambda: loss(I, T, IDS), "^text_ids: expected ids to go with image_ids, got None"),
+    (lambda: loss(I, T, IDS[:5], IDS[:5]), r"^image_ids: expected shape \(6,\), got \(5,\)"),
+    (lambda: loss(I, T, IDS / 2, IDS), "^image_ids: expected an integer tensor"),
+    (lambda: loss(I, T, IDS, list("abcdef")), "^text_ids: expected strings beside strings"),
+    (lambda: loss(I, T, labels=IDS), "^InfoNCELoss: .*'labels'; did you mean 'image_ids'"),
+    (lambda: it.TripletLoss()(I, T, image_id=IDS), "^TripletLoss: .*did you mean 'image_ids'"),
+    (lambda: loss(image_embeddings=I), "'image_embeddings'; did you mean 'images'"),
+    (lambda: loss(scores=S.numpy()), r"^scores: .*write torch.from_numpy\(scores\)"),
+    (lambda: loss(I, T, scores=S), "^scores: expected either scores or images and texts"),
+    # options
+    (lambda: it.InfoNCELoss(I, T), r"^learnable: .*\(6, 8\); options go first, and data"),
+    (lambda: it.TripletLoss(I, T), r"^margin: .*\(6, 8\); options go first, and data"),
+    (lambda: it.TripletLoss(mining=I), r"^mining: .*\(6, 8\); options go first, and data"),
+    (lambda: it.InfoNCELoss(0), "^temperature: expected a number above 0, got 0"),
+    (lambda: it.InfoNCELoss("0.07"), "^temperature: expected a number, got '0.07'"),
+    (lambda: it.TripletLoss(-0.2), "^margin: expected a number of at least 0, got -0.2"),
+    (lambda: it.InfoNCELoss(temprature=1), "'temprature'; did you mean 'temperature'"),
+    (lambda: it.MILNCELoss(tau=1), "^MILNCELoss: .*'tau'; did you mean 'temperature'"),
+    (lambda: it.CircleLoss(gamma=80), "^CircleLoss: .*'gamma'; did you mean 'scale'"),
+    (lambda: it.TripletLoss(max_violation=True), "'max_violation'; did you mean 'mining'"),
+    (lambda: it.InfoNCELoss(direction="both"), "'direction'; did you mean 'directions'"),
+    (lambda: it.InfoNCELoss(zzz=1), "^InfoNCELoss: .*'zzz'; it has temperature, learnable"),
+    (lambda: it.InfoNCELoss(reduction="avg"), "^reduction: .*'avg'; did you mean 'mean'"),
+    (lambda: it.InfoNCELoss(directions="i2t"), "^directions: .*did you mean 'image-text'"),
+    (lambda: it.InfoNCELoss(engine="tilled"), "^engine: .*'tilled'; did you mean 'tiled'"),
+    (lambda: it.TripletLoss(mining="hard"), "^mining: .*'hard'; did you mean 'hardest'"),
+    (lambda: it.Matryoshka(loss, 8), "^dims: expected numbers such as"),
+    # names
+    (lambda: it.InfoNCE, "'InfoNCE'; did you mean 'InfoNCELoss'"),
+    (lambda: it.losses.TripleLoss, "'TripleLoss'; did you mean 'TripletLoss'"),
+    (lambda: it.rerank.FastRerank, "'FastRerank'; did you mean 'FastReranker'"),
+    (lambda: it.metrics.recall, "'recall'; did you mean 'retrieval_metrics'"),
+    (lambda: it.compat.VSELoss, "'VSELoss'; did you mean 'VSEPPLoss'"),
+    # similarities and terms
+    (lambda: it.Similarity(S), r"^cols: .*Similarity.from_scores\(scores\)"),
+    (lambda: it.Similarity(), "^Similarity: expected rows, got no rows"),
+    (lambda: it.Similarity(I, T, normalise=True), "'normalise'; did you mean 'normalize'"),
+    (lambda: it.Similarity(I, T, image_ids=IDS), "'image_ids'; did you mean 'row_ids'"),
+    (lambda: it.Similarity(I, T, memory_budget="1GB"), "^memory_budget: .*bytes.*'1GB'"),
+    (lambda: it.Similarity.from_scores(I, T), "^row_ids: .*embeddings go in as itrloss.Simil"),
+    (lambda: it.Similarity(I, T).topk(10), "^k: expected a number from 1 to 6, got 10"),
+    (lambda: it.pair_term(3), "^term: expected a function of scores, got 3"),
+    (lambda: it.Similarity(I, T).sum(lambda s: 3.0), "^term: .* to return a tensor, got float"),
+    (lambda: functional.info_nce_loss(it.Similarity(I, T), 0), "^temperature: .*above 0, got 0"),
+    (lambda: it.describe(S), r"^sim: expected an itrloss.Similarity\(images, texts\), got Tensor"),
+    # memories, clusters, negatives, chunks
+    (lambda: it.CoupledMemory(16), "^CoupledMemory: expected size, dim, got no dim"),
+    (lambda: it.CoupledMemory(16, 8, dtype="half"), "^dtype: expected a floating-point type"),
+    (lambda: memory().enqueue(I), "^CoupledMemory.enqueue: .*got no text_keys"),
+    (lambda: memory().enqueue(I, T[:5]), r"^text_keys: expected shape \(6, 8\), got \(5, 8\)"),
+    (lambda: memory_loss(I, T, I, T, I), "^memory: expected a CoupledMemory, got Tensor"),
+    (enqueued_too_early, r"memory.enqueue\(...\) after loss.backward\(\), not before it$"),
+    (lambda: it.MomentumEncoder(I), "^encoder: expected a module, got Tensor"),
+    (lambda: it.OnlineKMeans(n_clusters=4, dim=8), "'n_clusters'; did you mean 'clusters'"),
+    (lambda: it.mine_hard_negatives(I, T), "^mine_hard_negatives: .*got no query_ids"),
+    (lambda: it.mine_hard_negatives(I, T, IDS, IDS, top_k=3), "'top_k'; did you mean 'k'"),
+    (lambda: grad_cache(3, [LINEAR, LINEAR], [I, T], 2), "^loss: expected a module or a func"),
+    (lambda: grad_cache(loss, [3, LINEAR], [I, T], 2), r"^encoders\[0\]: expected a module or"),
+    # metrics and re-rankers
+    (lambda: results(I, T), r"^image_ids: .*\(6, 8\); embeddings go in as itrloss.Similarity"),
+    (lambda: results((I, T)), "^image_ids, text_ids: needed .*embeddings go in as itrloss.Sim"),
+    (lambda: results(S.tolist()), r"^scores: .*got list; write torch.tensor\(scores\)"),
+    (lambda: results(S, k=5), "^retrieval_metrics: .*'k'; did you mean 'ks'"),
+    (lambda: results(S, ties="pesimistic"), "^ties: .*did you mean 'pessimistic'"),
+    (lambda: results(S, reranker="csls"), r"^reranker: .*itrloss.rerank.CSLS\(\), got 'csls'"),
+    (lambda: results(S, reranker=rerank.CSLS), "^reranker: expected a re-ranker with its opt"),
+    (lambda: metrics.latex_table(results(S)), "^systems: expected results or metrics for each"),
+    (lambda: rerank.CSLS(K=10), "^CSLS: .*'K'; did you mean 'k'"),  # type: ignore[call-arg]
+    (lambda: it.rerank.CSLS().rerank(I, T), "^CSLS.rerank: .*embeddings go in as itrloss.Sim"),
+    (lambda: it.rerank.DualSoftmax(temperature=1), "'temperature'; did you mean 'scale'"),
+    (lambda: compat.adapt(loss, "vse++"), "^code_base: .*'vse[+][+]'; did you mean 'vsepp'"),
+    # files
+    (lambda: files.read_matrix(S), "^path: expected the name of a file, got Tensor"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_a_wrong_input_is_answered_with(wrong: Callable[[], Any], message: str):
+    with pytest.raises(Exception) as raised:
+        wrong()
+    assert isinstance(raised.value, (TypeError, ValueError, AttributeError, RuntimeError))
+    said = str(raised.value)
+    assert re.search(message, said), said
+    assert not re.search(r"0x[0-9a-f]{6}|has no attribute '_|aten::|cannot be multiplied", said)
+    assert len(said) < 400
+
+
+# Arguments of the command line, and what is said; @ stands for a folder with files.
+WRONG_COMMANDS = [
+    ("rerank @score.npy", "score.npy: No such file; did you mean 'scores.npy'?"),
+    ("rerank @no/scores.npy", "No such file; there is no directory "),
+    ("rerank @integers.npy", "expected floating-point numbers, got torch.int64; save them as fl"),
+    ("rerank @scores.npy --methods qbnorm", "--methods: expected one of fast, "),
+    ("rerank @scores.npy --methods qbnorm", "got 'qbnorm'; did you mean 'qb-norm'?"),
+    ("rerank @scores.npy --methods csls,fast", "separate them by blanks: csls fast"),
+    ("rerank @scores.npy --write cslz --out @o.npz", "--write: expected 'no re-ranking', "),
+    ("rerank @scores.npy --foldz 5", "unrecognized arguments: --foldz 5; did you mean '--folds'?"),
+    ("rerank @scores.npy --ks 1,5", "--ks: expected an integer, got '1,5'; separate them by b"),
+    ("rerank @scores.npy --folds x", "--folds: expected an integer, got 'x'\n"),
+    ("rerank @scores.npy --protocol COCO", "got 'COCO'; did you mean 'coco'?"),
+    ("rerank @scores.npy @scores.npy", "embeddings are for itrloss eval"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), WRONG_COMMANDS)
+def test_a_wrong_command_is_answered_with(
+    command: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    np.save(tmp_path / "scores.npy", S.numpy())
+    np.save(tmp_path / "integers.npy", np.arange(36).reshape(6, 6))
+    arguments = [x.replace("@", f"{tmp_path}/") for x in command.split()]
+    try:
+        status = main(arguments)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_error_from_inside_is_not_explained_away():
+    """A TypeError of a function's own body is no wrong call of it."""
+
+    @hints.explained
+    def fails(x: int) -> int:
+        return x + "1"  # type: ignore[operator]
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        fails(1)
+
+
+@pytest.mark.parametrize("given", ["semihard", "variance", 3, None, "xyz"])
+def test_nothing_is_guessed_of_other_words(given: object):
+    assert hints.did_you_mean(given, ["hardest", "all", "std", None, True]) == ""
+
+
+def test_processes_say_only_what_differs():
+    first = "float32 (8), gradients [True, True], {'engine': 'auto'} InfoNCELoss, margin 0.1"
+    second = first.replace("True, True", "True, False").replace("0.1", "0.2")
+    assert differing([first, second]) == [
+        "gradients [True, True], margin 0.1",
+        "gradients [True, False], margin 0.2",
+    ]
+    assert differing([first, "memory (3, 4)"]) == [first, "memory (3, 4)"]
