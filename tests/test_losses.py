@@ -558,8 +558,11 @@ def test_options_are_checked_whenever_they_are_set(name, value, error, message):
 
 def test_options_that_a_loss_does_not_have_are_refused():
     for make_loss in (Own, itrloss.InfoNCELoss, itrloss.MemoryDiversityContrastiveLoss):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'schedule'"):
+        expected = f"schedule: {make_loss.__name__} has no such option; its options are"
+        with pytest.raises(TypeError, match=expected):
             make_loss(schedule="ring")
+        with pytest.raises(TypeError, match=r"redaction: \w+ has .*; did you mean reduction\?"):
+            make_loss(redaction="sum")
 
 
 def test_an_option_that_was_not_set_is_named():

@@ -237,6 +237,10 @@ def check_ids(
     alone.
     """
     if col_ids is None:
+        if is_floating_matrix(row_ids):
+            got = f"a matrix {tuple(row_ids.shape)} of {row_ids.dtype}"
+            expected = f"{n} integers; similarities of embeddings are Similarity(images, texts)"
+            raise TypeError(f"{names.row_ids}: expected {expected}, got {got}")
         if row_ids is not None:
             raise ValueError(f"{names.col_ids}: expected ids to go with {names.row_ids}, got None")
         if n != m and not names.col_ids:
@@ -249,6 +253,13 @@ def check_ids(
     if row_ids is None:  # the columns' ids are numbers of rows
         return None, as_indices(names.col_ids, col_ids, m, device)
     return ids_of_both(row_ids, col_ids, n, m, device, names)
+
+
+def is_floating_matrix(x: Any) -> bool:
+    """Return whether something is a matrix of floating-point numbers, and so no ids."""
+    if isinstance(x, np.ndarray):
+        return x.ndim == 2 and x.dtype.kind == "f"
+    return isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
 
 
 def ids_of_both(

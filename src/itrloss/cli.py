@@ -87,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = say_once
             args.run(args)
+    except FileNotFoundError as error:
+        say(f"{error.filename}: there is no such file" if error.filename else error)
+        return 2
     except (ImportError, OSError, ValueError) as error:
         say(error)
         return 2

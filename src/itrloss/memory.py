@@ -494,6 +494,8 @@ class MomentumEncoder(CheckedModule):
         training: bool = True,
     ):
         super().__init__()
+        if not isinstance(encoder, nn.Module):
+            raise TypeError(f"encoder: expected a module, got {type(encoder).__name__}")
         one_of("buffers", buffers, "copy", "average")
         self.module = copy.deepcopy(encoder).requires_grad_(False)
         self.momentum = momentum

@@ -41,6 +41,8 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
     Rows of ``sim`` are images. Scores that are kept are shared with the loss; where none are, the
     product is formed once for each of four questions.
     """
+    if not isinstance(sim, Similarity):
+        raise TypeError(f"sim: expected a Similarity, got {type(sim).__name__}")
     sim = sim.detach()
     both = sim.both
     hardest = both.hardest_negatives().values

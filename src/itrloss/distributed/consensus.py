@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,6 +70,8 @@ def exchange_device(group: Any) -> Any:
 def difference(texts: Sequence[str], failed: Sequence[bool], ranks: Sequence[int]) -> str:
     """Return which processes failed, or what they said if none did."""
     said: dict[str, list[str]] = {}  # by which processes
+    if not any(failed):
+        texts = what_differs(texts)
     for rank, text, fails in zip(ranks, texts, failed, strict=True):
         if fails or not any(failed):
             said.setdefault(text, []).append(str(rank))
@@ -77,6 +80,18 @@ def difference(texts: Sequence[str], failed: Sequence[bool], ranks: Sequence[int
         return "; ".join(parts)
     parts = [f"{text} in process {', '.join(by)}" for text, by in said.items()]
     return f"expected the same in all processes, got {'; '.join(parts)}"
+
+
+def what_differs(texts: Sequence[str]) -> list[str]:
+    """Return the parts, between commas and semicolons, in which texts are not all alike."""
+    split = [re.split("[,;] ", text) for text in texts]
+    if len({len(parts) for parts in split}) > 1:
+        return list(texts)
+    kept: list[tuple[str, ...]] = []
+    for parts in zip(*split, strict=True):
+        if len(set(parts)) > 1:
+            kept.append(parts)
+    return [", ".join(parts).strip() for parts in zip(*kept, strict=True)]
 
 
 def gather(x: Tensor, process_group: Any = None) -> Tensor:

@@ -22,8 +22,17 @@ def save(ctx: Any, value: tuple[Any, ...]) -> None:
 
 
 def saved(ctx: Any) -> Any:
-    """Return the value that was kept."""
-    return with_tensors(ctx.value, iter(ctx.saved_tensors))
+    """Return the value that was kept; raise an error if a tensor in it was modified in place."""
+    try:
+        tensors = ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            "embeddings, scores or a memory were modified in place before the backward pass of a "
+            f"loss that needs them; enqueue a batch after its backward pass. PyTorch says: {error}"
+        ) from error
+    return with_tensors(ctx.value, iter(tensors))
 
 
 class Place:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -53,7 +55,10 @@ class Loss(CheckedModule):
         reduction: Reduction = "mean",
         gather: bool = False,
         process_group: Any = None,
+        **unknown: Any,
     ):
+        for name in unknown:
+            raise_unknown_option(type(self), name)
         super().__init__()
         self.reduction = reduction
         self.gather = gather
@@ -139,6 +144,18 @@ class Loss(CheckedModule):
                 value = float(f"{value.item():.4g}")
             parts.append(f"{name}={value!r}")
         return ", ".join(parts)
+
+
+def raise_unknown_option(kind: type, name: str) -> NoReturn:
+    """Raise the TypeError of an option that a class does not have, with the nearest name."""
+    known: list[str] = []
+    for base in kind.__mro__:
+        if "__init__" in vars(base):
+            known += inspect.signature(vars(base)["__init__"]).parameters
+    names = sorted(set(known) - {"self", "args", "kwargs", "common", "options", "unknown"})
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f"; did you mean {near[0]}?" if near else f"; its options are {', '.join(names)}"
+    raise TypeError(f"{name}: {kind.__name__} has no such option{hint}")
 
 
 def nothing() -> str:
@@ -374,10 +391,22 @@ class PairLoss(SimilarityLoss):
             if self.check_finite:
                 images.check_finite()
             return images
+        if isinstance(images, Tensor):
+            check_texts(texts)
         ids = image_ids, text_ids
         options["normalize"] = self.normalize
         # Similarity refuses None, which is no tensor, in all processes at once.
         return self._between(images, texts, ids, check, **options)  # type: ignore[arg-type]
+
+
+def check_texts(texts: Any) -> None:
+    """Raise an error for what is passed in place of texts, and say where it belongs."""
+    expected = "expected embeddings (M, D) beside those of images"
+    if texts is None:
+        raise TypeError(f"texts: {expected}, got None; a score matrix is passed as scores=...")
+    if isinstance(texts, Tensor) and texts.dim() == 1 and not texts.is_floating_point():
+        use = "labels are ids: loss(images, texts, image_ids, text_ids)"
+        raise TypeError(f"texts: {expected}, got {len(texts)} numbers of {texts.dtype}; {use}")
 
 
 def check_left_out(**others: Any) -> None:

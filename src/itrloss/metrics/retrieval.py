@@ -148,6 +148,9 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     folds = as_size("folds", folds)
     one_of("ties", ties, "pessimistic", "optimistic")
     pair = isinstance(scores, tuple)
+    if reranker is not None and not hasattr(reranker, "ranked"):
+        expected = "expected a re-ranker, such as itrloss.rerank.FastReranker(), or None"
+        raise TypeError(f"reranker: {expected}, got {reranker!r}")
     if reranker is not None and pair:
         raise ValueError("reranker: expected None with a pair of scores")
     gather = gather and world_size(process_group) > 1
