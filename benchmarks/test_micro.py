@@ -13,6 +13,7 @@ from benchmarks.cases import LOSSES, Case, problem
 from benchmarks.runner import step
 from itrloss import Similarity, functional, pair_term
 from itrloss.engine import inputs, pairs, products, ranking, terms, vectors
+from itrloss.engine.matrix import contiguous_copy
 
 SHAPES = {
     "pairs": (128, 128, 256),
@@ -175,3 +176,16 @@ def test_late_interaction_scores(benchmark, way):
     torch.testing.assert_close(
         scores[:3], (documents[:3] @ query.T).amax(1).sum(1), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("way", ["ours", "PyTorch"])
+def test_columns_of_scores(benchmark, way):
+    """A copy of 200 columns of a matrix, as the rows of another; as a test, of a small one."""
+    n, m = (5000, 25000) if benchmark.enabled else (50, 400)
+    columns = torch.rand(n, m).T[:200]
+    if way == "ours":
+        copied = benchmark(lambda: contiguous_copy(columns, torch.float32))
+    else:
+        layout = torch.contiguous_format
+        copied = benchmark(lambda: columns.to(torch.float32, copy=True, memory_format=layout))
+    assert copied.is_contiguous() and torch.equal(copied, columns)

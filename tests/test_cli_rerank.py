@@ -544,7 +544,7 @@ ARRAYS = {
 def test_a_bad_file_gets_one_line_and_leaves_nothing(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    path, message = tmp_path / name, "No such file"
+    path, message = tmp_path / name, "no such file"
     if name in BAD:
         path.write_bytes(BAD[name][0])
         message = BAD[name][1]

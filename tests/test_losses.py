@@ -560,6 +560,8 @@ def test_options_that_a_loss_does_not_have_are_refused():
     for make_loss in (Own, itrloss.InfoNCELoss, itrloss.MemoryDiversityContrastiveLoss):
         with pytest.raises(TypeError, match="unexpected keyword argument 'schedule'; it has"):
             make_loss(schedule="ring")
+        with pytest.raises(TypeError, match="'redaction'; did you mean 'reduction'"):
+            make_loss(redaction="sum")
 
 
 def test_an_option_that_was_not_set_is_named():

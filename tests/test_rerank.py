@@ -36,6 +36,7 @@ from itrloss.rerank import (
     ReciprocalReranker,
     Sinkhorn,
     TwoStageReranker,
+    neighbours,
 )
 
 N, M = 7, 14
@@ -830,3 +831,17 @@ def test_a_single_query_without_a_bank_is_refused(name):
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("few", [0, 10**9], ids=["sorted", "compared"])
+@pytest.mark.parametrize("seed", range(20))
+def test_numbers_above_are_counted_with_and_without_sorted_rows(seed, few, monkeypatch):
+    """Equal scores are not above; a row may have no score to look for, or several."""
+    monkeypatch.setattr(neighbours, "_FEW_IN_A_ROW", few)
+    generator = torch.Generator().manual_seed(seed)
+    rows, references, pairs = (int(x) for x in torch.randint(1, 40, (3,), generator=generator))
+    block = torch.randint(5, (rows, references), generator=generator) / 4
+    row = torch.randint(rows, (pairs,), generator=generator)
+    score = torch.randint(6, (pairs,), generator=generator) / 4
+    wanted = (block[row] > score[:, None]).sum(1)
+    assert torch.equal(neighbours._numbers_above(block.clone(), row, score), wanted)

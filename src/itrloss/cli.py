@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.showwarning = say_once
             args.run(args)
     except FileNotFoundError as error:
-        say(f"{error.filename}: No such file{_near(error.filename)}")
+        say(f"{error.filename}: there is no such file{_near(error.filename)}")
         return 2
     except (ImportError, OSError, ValueError) as error:
         say(error)

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import pickle
+import re
 import secrets
 import zipfile
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from .checks import as_id_numbers, from_numpy
 
 _LONGEST_HEADER = 2**16
 _ENCODING = "latin1"  # of bytes in old pickle protocols
+_INTEGER = re.compile(r"[+-]?[0-9]+(\.0*)?")
 
 
 def _as_path(path: str | Path) -> Path:
@@ -189,11 +191,10 @@ def _text_ids(path: Path) -> list[str]:
 
 
 def _is_integer(text: str) -> bool:
-    try:
-        int(text)
-    except ValueError:
-        return False
-    return True
+    """Return whether a text is an integer, or a whole float, as pandas writes integers of a column
+    with gaps: 3.0.
+    """
+    return _INTEGER.fullmatch(text) is not None
 
 
 def _is_number(text: str) -> bool:
@@ -209,7 +210,8 @@ def _ids_of_texts(path: Path, ids: list[str]) -> Tensor:
     if not all(_is_integer(x) for x in ids):
         return as_id_numbers(str(path), ids)
     try:
-        return torch.tensor([int(x) for x in ids], dtype=torch.int64, device="cpu")
+        numbers = [int(x.partition(".")[0]) for x in ids]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
     except (OverflowError, RuntimeError, ValueError):
         raise ValueError(f"{path}: expected integers of 64 bits, or strings") from None
 

@@ -70,25 +70,28 @@ def exchange_device(group: Any) -> Any:
 def difference(texts: Sequence[str], failed: Sequence[bool], ranks: Sequence[int]) -> str:
     """Return which processes failed, or what they said if none did."""
     said: dict[str, list[str]] = {}  # by which processes
+    if not any(failed):
+        texts = what_differs(texts)
     for rank, text, fails in zip(ranks, texts, failed, strict=True):
         if fails or not any(failed):
             said.setdefault(text, []).append(str(rank))
     if any(failed):
         parts = [f"process {', '.join(by)} failed: {text}" for text, by in said.items()]
         return "; ".join(parts)
-    parts = []
-    for text, by in zip(differing(list(said)), said.values(), strict=True):
-        parts.append(f"{text} in process {', '.join(by)}")
+    parts = [f"{text} in process {', '.join(by)}" for text, by in said.items()]
     return f"expected the same in all processes, got {'; '.join(parts)}"
 
 
-def differing(texts: Sequence[str]) -> list[str]:
-    """Return texts without the parts between commas that are the same in all of them."""
-    parts = [re.split(r", (?![^\[(]*[\])])", text) for text in texts]
-    if len({len(x) for x in parts}) > 1:
+def what_differs(texts: Sequence[str]) -> list[str]:
+    """Return the parts, between commas and semicolons, in which texts are not all alike."""
+    split = [re.split(r"[,;] (?![^\[(]*[\])])", text) for text in texts]  # lists stay whole
+    if len({len(parts) for parts in split}) > 1:
         return list(texts)
-    kept = [i for i, every in enumerate(zip(*parts, strict=True)) if len(set(every)) > 1]
-    return [", ".join(x[i] for i in kept) for x in parts]
+    kept: list[tuple[str, ...]] = []
+    for parts in zip(*split, strict=True):
+        if len(set(parts)) > 1:
+            kept.append(parts)
+    return [", ".join(parts).strip() for parts in zip(*kept, strict=True)]
 
 
 def gather(x: Tensor, process_group: Any = None) -> Tensor:

@@ -22,15 +22,16 @@ def save(ctx: Any, value: tuple[Any, ...]) -> None:
 
 
 def saved(ctx: Any) -> Any:
-    """Return the value that was kept."""
+    """Return the value that was kept; raise an error if a tensor in it was modified in place."""
     try:
         tensors = ctx.saved_tensors
     except RuntimeError as error:
-        if "inplace operation" not in str(error):
+        if "modified by an inplace operation" not in str(error):
             raise
-        cause = "an input of the loss was changed in place before the backward pass"
-        advice = "call memory.enqueue(...) after loss.backward(), not before it"
-        raise RuntimeError(f"backward: {cause}; with a memory, {advice}") from error
+        raise RuntimeError(
+            "embeddings, scores or a memory were modified in place before the backward pass of a "
+            f"loss that needs them; enqueue a batch after its backward pass. PyTorch says: {error}"
+        ) from error
     return with_tensors(ctx.value, iter(tensors))
 
 

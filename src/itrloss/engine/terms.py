@@ -142,6 +142,8 @@ def pair_term(function: Function | None = None, *, slope: Any = None) -> Any:
     """
     if function is None:
         return functools.partial(_with_slope, slope)
+    if not callable(function):
+        raise TypeError(f"function: expected a function of scores, got {function!r}")
     return Term(function)
 
 

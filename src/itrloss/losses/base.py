@@ -387,10 +387,22 @@ class PairLoss(SimilarityLoss):
             if self.check_finite:
                 images.check_finite()
             return images
+        if isinstance(images, Tensor):
+            check_texts(texts)
         ids = image_ids, text_ids
         options["normalize"] = self.normalize
         # Similarity refuses None, which is no tensor, in all processes at once.
         return self._between(images, texts, ids, check, **options)  # type: ignore[arg-type]
+
+
+def check_texts(texts: Any) -> None:
+    """Raise an error for what is passed in place of texts, and say where it belongs."""
+    expected = "expected embeddings (M, D) beside those of images"
+    if texts is None:
+        raise TypeError(f"texts: {expected}, got None; a score matrix is passed as scores=...")
+    if isinstance(texts, Tensor) and texts.dim() == 1 and not texts.is_floating_point():
+        use = "labels are ids: loss(images, texts, image_ids, text_ids)"
+        raise TypeError(f"texts: {expected}, got {len(texts)} numbers of {texts.dtype}; {use}")
 
 
 def check_left_out(**others: Any) -> None:

@@ -261,20 +261,27 @@ class InfoNCELoss(PairLoss):
         if sim.share is not None:  # which tell the images and texts of all processes apart
             ids = FurtherIds(*sim.own_ids, negative_ids)
         further = self._further(anchors, texts, negatives, ids, self.normalize)
-        judge: Similarity | None = None
-        judged = NOTHING_FURTHER
+        if guide is None:
+            return self._with_telemetry(self.compute(sim, further), sim)
         if isinstance(guide, Similarity):
             functional.check_other_model("guide", guide, sim)
             check_guide_ids(guide, sim)
-            judge = guide
-        elif guide is not None:
-            with torch.no_grad():
-                guide_images, guide_texts, *more = guide
-                both_ids = image_ids, text_ids
-                judge = self._between(guide_images, guide_texts, both_ids, names=_OF_GUIDE)
-                of_negatives = more[0] if more else None
-                judged = self._further(guide_images, guide_texts, of_negatives, ids, True)
+            return self._with_telemetry(self.compute(sim, further, guide), sim)
+        judge, judged = self._judges(guide, (image_ids, text_ids), ids)
         return self._with_telemetry(self.compute(sim, further, judge, judged), sim)
+
+    @torch.no_grad()
+    def _judges(
+        self,
+        guide: Sequence[Tensor],
+        ids: tuple[IdsLike | None, IdsLike | None],
+        ids_of_further: FurtherIds,
+    ) -> tuple[Similarity, Further]:
+        """Return the similarities of a guide's embeddings, in the batch and further ones."""
+        images, texts, *more = guide
+        batch = self._between(images, texts, ids, names=_OF_GUIDE)
+        negatives = more[0] if more else None
+        return batch, self._further(images, texts, negatives, ids_of_further, True)
 
     @torch.no_grad()
     def _limit_scale(self) -> None:

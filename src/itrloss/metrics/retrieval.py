@@ -154,6 +154,9 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         expected = "a re-ranker with its options, such as itrloss.rerank.CSLS()"
         raise TypeError(f"reranker: expected {expected}, got {reranker!r}")
     pair = isinstance(scores, tuple)
+    if reranker is not None and not hasattr(reranker, "ranked"):
+        expected = "expected a re-ranker, such as itrloss.rerank.FastReranker(), or None"
+        raise TypeError(f"reranker: {expected}, got {reranker!r}")
     if reranker is not None and pair:
         raise ValueError("reranker: expected None with a pair of scores")
     gather = gather and world_size(process_group) > 1

@@ -15,6 +15,8 @@ from ..engine.vectors import full_precision
 from ..similarity import Similarity
 
 SIDES = ("images", "texts")  # the queries of image→text and of text→image
+# Scores that a pass in float64 takes at once: they fit into a cache, which halves its time.
+AT_ONCE = 2**18
 
 
 class Direction(NamedTuple):
@@ -105,7 +107,7 @@ def log_sum_exp(sim: Similarity, scale: float, cols: Tensor | None = None) -> Te
     Logits times a scale are thousands, and float32 would lose the digits that tell them apart.
     """
     sums = []
-    for _, block in sim.blocks():
+    for _, block in sim.blocks(AT_ONCE):
         exponents = block.double().mul_(scale)
         if cols is not None:
             exponents.add_(cols)

@@ -20,6 +20,7 @@ from .base import Reranker
 from .direction import Direction, Rule
 
 _AT_ONCE = 2**19  # scores compared at once, which fit into a cache
+_FEW_IN_A_ROW = 2  # scores that are looked for in a row, up to which it is not sorted
 
 
 class _Best(NamedTuple):
@@ -60,12 +61,37 @@ def _query_ranks(direction: Direction, scores: Tensor, candidates: Tensor) -> Te
         # from the same product: rounded otherwise, a query could rank behind itself
         if direction.transductive:
             score = block[row, query]
-        step = max(1, _AT_ONCE // block.shape[1])
+        ranks[query, place] = _numbers_above(block, row, score)
+    return ranks
+
+
+def _numbers_above(block: Tensor, row: Tensor, score: Tensor) -> Tensor:
+    """Return how many scores in row ``row[p]`` (P,) of a block (B, R) are above ``score[p]``.
+
+    The rows are sorted, in place, where many scores are looked for in them: with 25 000 texts whose
+    30 best of 5000 images are ranked, 5 s in place of 60 (``python -m benchmarks.reranking``).
+    """
+    size = block.shape[1]
+    if len(row) <= _FEW_IN_A_ROW * len(block):
+        step = max(1, _AT_ONCE // size)
         above = []
         for some_rows, some_scores in zip(row.split(step), score.split(step), strict=True):
             above.append((block[some_rows] > some_scores[:, None]).sum(1))
-        ranks[query, place] = torch.cat(above)
-    return ranks
+        return torch.cat(above)
+    ordered, order = row.sort(stable=True)
+    numbers = torch.bincount(ordered, minlength=len(block)).tolist()
+    above = []
+    for scores, own in zip(sorted_rows(block), score[order].split(numbers), strict=True):
+        above.append(size - torch.searchsorted(scores, own, right=True))
+    return torch.empty_like(row).index_copy_(0, order, torch.cat(above))
+
+
+def sorted_rows(block: Tensor) -> Tensor:
+    """Return the rows of a block (B, R) in ascending order, in the block's memory on a CPU."""
+    if block.device.type != "cpu":
+        return block.sort(1).values
+    block.numpy().sort(axis=1)  # five times as fast as PyTorch's, which moves indices along
+    return block
 
 
 def _in_front(candidates: Tensor, values: Tensor) -> Rule:

@@ -13,7 +13,7 @@ from ..engine.products import full_float32
 from ..hints import explained
 from ..similarity import Similarity
 from .base import Reranker
-from .direction import Bias, Direction, Rule, against, log_sum_exp, reference_sums
+from .direction import AT_ONCE, Bias, Direction, Rule, against, log_sum_exp, reference_sums
 
 
 class DualSoftmax(Reranker):
@@ -222,7 +222,7 @@ def _moments(sim: Similarity) -> MeanStd:
             return sim.mean_std()
     means = []
     stds = []
-    for _, block in sim.blocks():
+    for _, block in sim.blocks(AT_ONCE):
         variance, mean = torch.var_mean(block.double(), 1, correction=0)
         means.append(mean)
         stds.append(variance.clamp_min_(1e-12).sqrt_())
