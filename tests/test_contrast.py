@@ -538,6 +538,22 @@ def test_a_learnt_scale_is_limited_in_training():
     assert loss.log_scale.grad != 0  # at the limit, it may still fall
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_image_whose_negatives_all_match_it_does_not_count(shared):
+    v, w = torch.randn(2, 8), torch.randn(2, 8)
+    loss = one_way(0.1, in_batch=False)
+    if shared:
+        further, ids = torch.randn(1, 8), [0]
+        second = further[None]
+    else:
+        further, ids = torch.randn(2, 1, 8), [[0], [7]]
+        second = further[1:]
+    found = loss(v, w, negatives=further, negative_ids=ids)
+    torch.testing.assert_close(found, loss(v[1:], w[1:], negatives=second))
+    loss.reduction = "none"
+    assert loss(v, w, negatives=further, negative_ids=ids)[0] == 0
+
+
 def test_negatives_alone_multiply_nothing_else():
     """Without the batch's texts, nothing of its size (N, M) is computed."""
     n, k, d = 256, 2, 16
