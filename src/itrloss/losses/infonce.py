@@ -246,20 +246,17 @@ class InfoNCELoss(PairLoss):
         if unknown:
             self.refuse(unknown)
         self._limit_scale()
+        anchors = images if scores is None else scores
 
         def check() -> str:
             self._check_options(negatives, guide, isinstance(images, Tensor))
-            anchors = images if scores is None else scores
             ids = image_ids, negative_ids
             return self._described_input(anchors, texts, negatives, ids, guide, scores is not None)
 
         sim = self._similarity(images, texts, image_ids, text_ids, scores, check=check)
         if guide is None and negatives is None and not (self.image_image or self.text_text):
             return self._with_telemetry(self.compute(sim), sim)
-        anchors = images if scores is None else scores
-        ids = FurtherIds(image_ids, text_ids, negative_ids)
-        if sim.share is not None:  # which tell the images and texts of all processes apart
-            ids = FurtherIds(*sim.own_ids, negative_ids)
+        ids = FurtherIds.of(sim, image_ids, text_ids, negative_ids)
         further = self._further(anchors, texts, negatives, ids, self.normalize)
         if guide is None:
             return self._with_telemetry(self.compute(sim, further), sim)
@@ -614,6 +611,21 @@ class FurtherIds:
     images: IdsLike | None
     texts: IdsLike | None
     negatives: IdsLike | None  # (K,) or (N, K)
+
+    @classmethod
+    def of(
+        cls,
+        sim: Similarity,
+        images: IdsLike | None,
+        texts: IdsLike | None,
+        negatives: IdsLike | None,
+    ) -> FurtherIds:
+        """Return the ids that were passed in; of a batch that processes share, ids that tell the
+        images and texts of all apart.
+        """
+        if sim.share is not None:
+            images, texts = sim.own_ids
+        return cls(images, texts, negatives)
 
     def with_negatives(
         self, own: IdsLike | None, size: int, negatives: Tensor

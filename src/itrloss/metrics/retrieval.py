@@ -150,15 +150,9 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     hubness_k = as_size("hubness_k", hubness_k)
     folds = as_size("folds", folds)
     one_of("ties", ties, "pessimistic", "optimistic")
-    if reranker is not None and (isinstance(reranker, type) or not hasattr(reranker, "ranked")):
-        expected = "a re-ranker with its options, such as itrloss.rerank.CSLS()"
-        raise TypeError(f"reranker: expected {expected}, got {reranker!r}")
     pair = isinstance(scores, tuple)
-    if reranker is not None and not hasattr(reranker, "ranked"):
-        expected = "expected a re-ranker, such as itrloss.rerank.FastReranker(), or None"
-        raise TypeError(f"reranker: {expected}, got {reranker!r}")
-    if reranker is not None and pair:
-        raise ValueError("reranker: expected None with a pair of scores")
+    if reranker is not None:
+        check_reranker(reranker, pair)
     gather = gather and world_size(process_group) > 1
     by_ids = relevant is None
     has_rules = not by_ids or exclude is not None or candidates is not None
@@ -183,6 +177,15 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         results = _results_in_folds(sims, folds, reranker, hubness_k, ties)
     warn_of_chance(results)
     return results
+
+
+def check_reranker(reranker: Any, pair: bool) -> None:
+    """Raise an error unless it is a re-ranker, which does not go with a pair of scores."""
+    if isinstance(reranker, type) or not hasattr(reranker, "ranked"):
+        expected = "a re-ranker with its options, such as itrloss.rerank.CSLS()"
+        raise TypeError(f"reranker: expected {expected}, got {reranker!r}")
+    if pair:
+        raise ValueError("reranker: expected None with a pair of scores")
 
 
 def _pair_with_ids(
