@@ -419,8 +419,8 @@ REFUSED = {  # error messages of the two processes
     ),
     "type": ("gather: expected the same in all processes, got float",) * 2,
     "dimension": ("gather: expected the same in all processes, got float",) * 2,
-    "numbers here": ("gather: expected the same in all processes, got float",) * 2,
-    "one asks more": ("gather: expected the same in all processes, got float",) * 2,
+    "numbers here": ("gather: expected the same in all processes, got ids [False",) * 2,
+    "one asks more": ("gather: expected the same in all processes, got hubness_k",) * 2,
     "one without": (
         "scores: expected a Similarity of",
         "gather: process 0 failed: ValueError: scores: expected a Similarity of",
@@ -430,8 +430,8 @@ REFUSED = {  # error messages of the two processes
     "scores": ("scores: expected a Similarity of",) * 2,
     "folds": ("folds: expected 1",) * 2,
     "blocks": ("gather: KReciprocalReranker",) * 2,
-    "other banks": ("gather: expected the same in all processes, got float",) * 2,
-    "one bank": ("gather: expected the same in all processes, got float",) * 2,
+    "other banks": ("gather: expected the same in all processes, got torch.float64 (11, 4) ",) * 2,
+    "one bank": ("gather: expected the same in all processes, got no bank in process 0; ",) * 2,
     "one fails, best": (
         "scorer: expected finite scores",
         "gather: process 0 failed: ValueError: scorer: expected finite scores",

@@ -281,8 +281,8 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
     ),
     "keys": (
         lambda odd, s: mdcl(gather=s)(*pairs(), *pairs(dtype=half[odd]), memory()),
-        "keys float32, bfloat16, bfloat16",
-        "keys float32, float16, float16",
+        "keys float32 bfloat16 bfloat16",
+        "keys float32 float16 float16",
     ),
     "ids beside a memory": (
         lambda odd, s: mdcl(gather=s)(*pairs(), *pairs(), memory(), *[ids] * 2 * odd),
@@ -310,7 +310,7 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
             *pairs(), negatives=sample(3, D) if odd else None
         ),
         "without negatives",
-        "with negatives",
+        "negatives of 2 dimensions",
     ),
     "guide": (
         lambda odd, s: itrloss.InfoNCELoss(margin=0.1, gather=s)(
@@ -417,8 +417,8 @@ REFUSED: dict[str, tuple[Callable[[bool, Any], Any], str]] = {
         "TypeError: teacher: expected a Similarity.sharded",
     ),
     "negatives of each": (
-        lambda odd, s: pair(gather=s)(*pairs(), negatives=sample(*(4, 2, D)[1 - odd :])),
-        "ValueError: negatives: expected shape (K, D)",
+        lambda odd, s: pair(gather=s)(*pairs(), negatives=sample(4 + odd, 2, D)),
+        "ValueError: negatives: expected shape (K, D) or (4, K,",
     ),
     "nan": (
         lambda odd, s: pair(check_finite=True, gather=s)(*(x / (1 - odd) for x in pairs())),

@@ -251,7 +251,7 @@ class MemorySimilarity(NamedTuple):
             memory_input = (images, texts), (image_keys, text_keys), (image_ids, text_ids)
             check_memory_input(*memory_input, memory, check_finite, gather)
             dtypes = [x.dtype for x in (memory.images, image_keys, text_keys)]
-            types = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            types = " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             size = f"memory ({memory.size}, {memory.dim})"
             return f"{size}; types of memory and keys {types}; {same}"
 

@@ -699,7 +699,7 @@ def agreed_ids_and_sizes(
         also = same() if callable(same) else same
         ids = part.checked_ids(check_finite)
         agreed.numbers = [len(part.rows), len(part.cols)]
-        agreed.text = f"{part.described(ids)}, {options} {also}"
+        agreed.text = f"{part.described(ids)}, {options}; {also}"
     return ids, [numbers[:2] for numbers in agreed.every]
 
 

@@ -338,8 +338,8 @@ class InfoNCELoss(PairLoss):
             if self.sharded and negative_ids is not None and image_ids is None:
                 expected = "expected image_ids beside them in a job of several processes"
                 raise ValueError(f"negative_ids: {expected}")
-            described = f"negatives of {negatives.dim()} dimensions"
-            described = f"{described}, with ids: {negative_ids is not None}"
+            has_ids = negative_ids is not None
+            described = f"negatives of {negatives.dim()} dimensions with ids {has_ids}"
         if isinstance(guide, Similarity) and self.sharded:
             return f"{described}, {described_model('guide', guide, images, texts)}"
         return f"{described}, guide {guide is not None}"

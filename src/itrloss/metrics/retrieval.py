@@ -265,7 +265,7 @@ def _sharded_results(
     if isinstance(scores, Similarity) and scores.embeddings is not None:
         scores = folded(scores)
     method = None if reranker is None else reranker.description()
-    sim = shared(scores, f"{method} {k} {ties}", group)
+    sim = shared(scores, f"re-ranker {method}, hubness_k {k}, ties {ties}", group)
     own = _ranked([sim], None, reranker, k, ties)
     image_ids, text_ids = sim.all_ids
     return RetrievalResults(
