@@ -5,6 +5,7 @@ library against the loops.
 from __future__ import annotations
 
 import json
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from oracle_embedders import (
     unit,
 )
 from torch import Tensor
+
+import itrloss
 
 Inputs = dict[str, Tensor]
 Options = dict[str, Any]
@@ -404,3 +407,170 @@ def test_loops_are_the_projects_formulas(name: str) -> None:
         wanted = torch.tensor(rows, dtype=torch.float64)
         error = (given.reshape(wanted.shape) - wanted).abs().max()
         assert error < 1e-9, (key, error)
+
+
+# ------------------------------------------------------------------- random options of the library
+
+
+class Draw:
+    """A batch of random sizes and relations, with random options that may stand together."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.images = self.random.randint(2, 6)
+        self.texts = self.images
+        self.length = self.random.randint(2, 4)
+        self.options = self.draw_options()
+        self.call: dict[str, Any] = {}
+        self.inputs: Inputs = {}
+        self.draw_ids()
+        self.draw_embeddings()
+        self.draw_negative_ids()
+        self.draw_guide()
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def integers(self, most: int, *shape: int) -> Tensor:
+        return torch.randint(0, most, shape, generator=self.generator)
+
+    def mark(self, ids: Tensor, probability: float, value: int) -> None:
+        ids[torch.rand(ids.shape, generator=self.generator) < probability] = value
+
+    def draw_options(self) -> dict[str, Any]:
+        choose = self.random.choice
+        margin = choose([None, None, -0.3, -0.05, 0.0, 0.1, 0.5])
+        options = {
+            "temperature": choose([0.05, 0.2, 1.0]),
+            "margin": margin,
+            "relative": margin is not None and self.chance(0.4),
+            "hardness": choose([0.0, 0.0, 3.0, (0.0, 4.0), (2.0, 0.0), (1.0, 5.0)]),
+            "normalize": self.chance(0.75),
+            "reduction": choose(["mean", "sum", "none"]),
+        }
+        self.kind = choose(["plain", "sums", "joint", "own alone", "scores"])
+        if self.kind == "own alone":
+            return {**options, "directions": "image-text", "in_batch": False}
+        if self.kind == "joint" or (self.kind == "scores" and self.chance(0.3)):
+            options["joint"] = True
+        else:
+            options["directions"] = choose(["both", "image-text", "text-image"])
+        if self.kind in ("sums", "joint"):
+            options["image_image"] = self.chance(0.6)
+            options["text_text"] = choose([False, True, True if margin is None else "unfiltered"])
+        return options
+
+    def draw_ids(self) -> None:
+        if self.chance(0.3):
+            return  # image i matches text i
+        self.texts = self.random.randint(2, 7)
+        labels = self.random.randint(2, 4)
+        image_ids = self.integers(labels, self.images)
+        text_ids = self.integers(labels, self.texts)
+        if self.kind in ("sums", "joint"):  # everybody has a negative on the other side
+            image_ids[:2] = text_ids[:2] = torch.tensor([0, 1])
+        elif self.chance(0.4):
+            self.mark(image_ids, 0.2, NO_ID)
+            self.mark(text_ids, 0.2, NO_ID)
+        self.call["image_ids"] = image_ids
+        self.call["text_ids"] = text_ids
+        if self.chance(0.2):  # text ids are numbers of images
+            del self.call["image_ids"]
+
+    def draw_embeddings(self) -> None:
+        has_negatives = self.kind == "own alone" or self.chance(0.6)
+        number = self.random.randint(1, 4)
+        own = self.kind == "own alone" or self.chance(0.5)
+        if self.kind == "scores":
+            self.inputs["scores"] = self.normal(self.images, self.texts)
+            shape = (self.images, number)
+            ids = shape
+        else:
+            self.inputs["images"] = self.normal(self.images, self.length)
+            self.inputs["texts"] = self.normal(self.texts, self.length)
+            ids = (self.images, number) if own else (number,)
+            shape = (*ids, self.length)
+        self.shape_of_ids = ids if has_negatives else None
+        if has_negatives:
+            self.inputs["negatives"] = self.normal(*shape)
+
+    def draw_negative_ids(self) -> None:
+        if self.shape_of_ids is None or self.chance(0.5):
+            return
+        ids = self.integers(5, *self.shape_of_ids)
+        self.mark(ids, 0.2, NO_ID)
+        self.mark(ids, 0.2, -1)
+        self.call["negative_ids"] = ids
+
+    def draw_guide(self) -> None:
+        """Of another length. GISTEmbed's sum of documents is without shared negatives, see
+        `oracle_embedders.negatives_of_text`: these options are not drawn together.
+        """
+        shared = self.shape_of_ids is not None and len(self.shape_of_ids) == 1
+        without = shared and self.options.get("text_text")
+        if self.options["margin"] is None or without or self.chance(0.5):
+            return
+        guide = [self.normal(self.images, 3), self.normal(self.texts, 3)]
+        if self.shape_of_ids is not None:
+            guide.append(self.normal(*self.shape_of_ids, 3))
+        self.call["guide"] = guide
+
+
+def value_and_gradients(value: Any, inputs: list[Tensor]) -> list[Tensor]:
+    """The values, and the gradients of a sum of them with weights."""
+    parts = value if isinstance(value, tuple) else (value,)
+    weights = torch.Generator().manual_seed(0)
+    total = torch.zeros((), dtype=torch.float64)
+    for part in parts:
+        total = total + (part * torch.rand(part.shape, generator=weights, dtype=part.dtype)).sum()
+    if not total.requires_grad:  # no anchor counts
+        return [part.detach() for part in parts] + [torch.zeros_like(x) for x in inputs]
+    found = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
+    return [part.detach() for part in parts] + list(found)
+
+
+@pytest.mark.filterwarnings("ignore")  # random batches are suspicious
+@pytest.mark.parametrize("seed", range(200))
+def test_library_against_loops(seed: int) -> None:
+    """Values and gradients of random options, of the temperature too, on both engines."""
+    draw = Draw(seed)
+    options = dict(draw.options)
+    for x in draw.inputs.values():
+        x.requires_grad_()
+    engine = ("dense", "tiled")[seed % 2]
+    loss = itrloss.InfoNCELoss(learnable=True, engine=engine, **options).double()
+    log_scale = loss.log_scale.detach().clone().requires_grad_()
+    options["temperature"] = (-log_scale[0]).exp()
+    inputs = list(draw.inputs.values())
+    given = value_and_gradients(loss(**draw.inputs, **draw.call), [*inputs, loss.log_scale])
+    wanted = value_and_gradients(
+        contrastive(**draw.inputs, **draw.call, **options), [*inputs, log_scale]
+    )
+    assert len(given) == len(wanted)
+    for one_given, one_wanted in zip(given, wanted, strict=True):
+        torch.testing.assert_close(one_given, one_wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["max_sum", "smooth_max_sum"])
+@pytest.mark.parametrize("seed", range(5))
+def test_late_interaction_against_loops(form: str, seed: int) -> None:
+    """Scores of sets with padding anywhere, some of them empty."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(3, 4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    texts = torch.randn(5, 3, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    masks = {
+        "image_mask": torch.rand(3, 4, generator=generator) < 0.6,
+        "text_mask": torch.rand(5, 3, generator=generator) < 0.6,
+    }
+    given = itrloss.functional.set_similarity(images, texts, form, 10.0, **masks)
+    wanted = late_scores(images, texts, form, alpha=10.0, **masks)
+    for a, b in zip(
+        value_and_gradients(given, [images, texts]),
+        value_and_gradients(wanted, [images, texts]),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
