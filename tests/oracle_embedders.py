@@ -289,11 +289,13 @@ def check_relations(
     if matches is not None and (ids_given or groups_given):
         raise ValueError("matches: expected without ids and groups, which it is in place of")
     if matches is None and not ids_given and n != m:
-        raise ValueError("image_ids, text_ids: expected, as there are more texts than images")
+        raise ValueError("image_ids, text_ids: expected unless there are as many texts as images")
+    if image_ids is not None and text_ids is None:
+        raise ValueError("text_ids: expected beside image_ids")
     if image_groups is None and text_groups is not None:
         raise ValueError("image_groups: expected beside text_groups")
     if text_groups is None and image_groups is not None and n != m:
-        raise ValueError("text_groups: expected, as there are more texts than images")
+        raise ValueError("text_groups: expected unless there are as many texts as images")
 
 
 # --------------------------------------------------------------------------------------- arithmetic
