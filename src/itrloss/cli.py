@@ -787,6 +787,8 @@ def _warn_of_test_data(
     """Warn if at least half of a validation set or of a test set's queries are in the other, or in
     a bank.
     """
+    if validation is None and all(bank is None for bank in banks):
+        return
     tests = _sides(sim)
     if validation is not None:
         for test, other in zip(tests, _sides(validation), strict=True):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import checks
@@ -535,24 +534,26 @@ class Similarity(Anchors):
         judged = relevance
         if ties is not None and relevance is None:
             judged = Relevance(self._matrix.pairs.places(self._side))
-        parts: list[Ranking] = []
-        for part, scores in self._matrix.blocks(self._side):
-            if candidate_bias is not None:
-                scores = scores + candidate_bias  # in float64, if the bias is
-            scores.clamp_min_(least)
-            own = None if judged is None else judged.part(part)
-            if own is not None and own.excluded is not None:
-                # below all scores, so that nobody can tie with them
-                scores.masked_fill_(own.excluded(slice(0, len(scores))), -torch.inf)
-            rivals = limited_scores(scores, limit, part, least)
-            top = self._best_of(rivals, k, own, optimistic)
-            ranks = torch.empty(0, device=self.device)
-            grades = None
-            if own is not None:
-                by_ids = relevance is None
-                ranks, grades = self._ranks_of(scores, own, part, optimistic, by_ids)
-            parts.append(Ranking(ranks, top, grades))
-        return joined(parts)
+
+        def parts() -> Iterator[tuple[slice, Ranking]]:
+            for part, scores in self._matrix.blocks(self._side):
+                if candidate_bias is not None:
+                    scores = scores + candidate_bias  # in float64, if the bias is
+                scores.clamp_min_(least)
+                own = None if judged is None else judged.part(part)
+                if own is not None and own.excluded is not None:
+                    # below all scores, so that nobody can tie with them
+                    scores.masked_fill_(own.excluded(slice(0, len(scores))), -torch.inf)
+                rivals = limited_scores(scores, limit, part, least)
+                top = self._best_of(rivals, k, own, optimistic)
+                ranks = top.indices[:, :0]
+                grades = None
+                if own is not None:
+                    by_ids = relevance is None
+                    ranks, grades = self._ranks_of(scores, own, part, optimistic, by_ids)
+                yield part, Ranking(ranks, top, grades)
+
+        return ranking.collected(self.shape[0], parts())
 
     def _best_of(self, scores: Tensor, k: int, own: Relevance | None, optimistic: bool) -> TopK:
         """Return the best columns of some rows by their scores (B, M), as :meth:`ranked` does."""
@@ -614,16 +615,6 @@ class Similarity(Anchors):
 
 
 # ------------------------------------------------------------------------------------------ helpers
-
-
-def joined(parts: Sequence[Ranking]) -> Ranking:
-    """Return the ranking of all rows from those of consecutive rows, padded to one width."""
-    width = max(part.ranks.shape[-1] for part in parts)
-    ranks = [F.pad(part.ranks, (0, width - part.ranks.shape[-1])) for part in parts]
-    grades = [F.pad(x, (0, width - x.shape[-1])) for _, _, x in parts if x is not None]
-    values = torch.cat([part.top.values for part in parts])
-    indices = torch.cat([part.top.indices for part in parts])
-    return Ranking(torch.cat(ranks), TopK(values, indices), torch.cat(grades) if grades else None)
 
 
 def limited_scores(scores: Tensor, limit: Value | None, part: slice, least: float) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -15,11 +15,13 @@ from torch import Tensor
 from ..checks import as_size, check_matrix, from_numpy
 from ..distributed import consensus, world_size
 from ..distributed.shards import Share
-from ..engine.ranking import Ranking, Relevance
+from ..engine.ranking import Ranking, Relevance, collected
 from ..hints import explained
 from ..metrics.labels import ids_or_indices, shared, with_ids
-from ..similarity import Similarity, TopK, joined
+from ..similarity import Similarity, TopK
 from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
+
+_AT_ONCE = 2**20  # scores that are re-ranked at once, most of them in float64
 
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
@@ -397,10 +399,12 @@ def _ranks(ruled: Ruled, k: int, ties: str | None, relevance: Relevance | None =
         ranks, top, grades = labelled.ranked(k, bias, ties=ties, relevance=relevance)
         return Ranking(ranks, TopK(top.values * rule.factor, top.indices), grades)
     ids, candidate_ids = ids_or_indices(labelled)
-    parts = []
-    for rows, block in direction.queries.blocks():
-        scored = Similarity.from_scores(rule(block, rows), ids[rows], candidate_ids)
-        own = None if relevance is None else relevance.part(rows)
-        parts.append(scored.ranked(k, ties=ties, relevance=own))
-    ranks, top, grades = joined(parts)
+
+    def parts() -> Iterator[tuple[slice, Ranking]]:
+        for rows, block in direction.queries.blocks(_AT_ONCE):
+            scored = Similarity.from_scores(rule(block, rows), ids[rows], candidate_ids)
+            own = None if relevance is None else relevance.part(rows)
+            yield rows, scored.ranked(k, ties=ties, relevance=own)
+
+    ranks, top, grades = collected(len(ids), parts())
     return Ranking(ranks, TopK(top.values.to(labelled.dtype), top.indices), grades)

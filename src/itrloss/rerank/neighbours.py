@@ -162,8 +162,11 @@ class MultiFactorReranker(Reranker):
     def rule(self, direction: Direction) -> Rule:
         """Return the rule that sorts the best candidates by the three terms."""
         # in float64: of hundreds of candidates, the last terms are far smaller than the shares
-        parts = [block.sum(1, dtype=torch.float64) for _, block in direction.candidates.blocks()]
-        sums = direction.of_all(torch.cat(parts))
+        own = direction.candidates
+        sums = torch.empty(own.shape[0], dtype=torch.float64, device=own.device)
+        for rows, block in own.blocks():
+            torch.sum(block, 1, dtype=torch.float64, out=sums[rows])
+        sums = direction.of_all(sums)
         best = _best_candidates(direction, self.k)
         own_sums = sums[best.candidates]
         share = torch.where(own_sums == 0, 0.0, best.scores / own_sums)
