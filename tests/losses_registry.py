@@ -57,6 +57,7 @@ class Entry:
         ids: ``ANY_IDS``: images may have any number of positives; ``ONE_TO_ONE``: one each.
         sized: whether ``kind`` also takes the dimension of the embeddings.
         every_pair: whether every pair counts, so that anchors without positives do as well.
+        without_negatives: whether anchors that match all candidates count as well.
         detached: whether some weights are constants for the gradient, so that it is none of finite
             differences.
         lists_positives: whether it lists the positive pairs, which the compiler and the device
@@ -78,6 +79,7 @@ class Entry:
     ids: str = ANY_IDS
     sized: bool = False
     every_pair: bool = False
+    without_negatives: bool = False
     detached: bool = False
     lists_positives: bool = False
     failures: Mapping[str, str] = field(default_factory=dict)
@@ -256,6 +258,12 @@ OF_PAIRS = {
     # all of it is a part of "supcon inside"
     "mil-nce": Entry(
         itrloss.MILNCELoss, tables=ALL - {"compiled"}, oracle=oracle_supervised.mil_nce
+    ),
+    "sdm": Entry(
+        itrloss.SDMLoss,
+        {"temperature": 0.1},
+        oracle=oracle_supervised.sdm,
+        without_negatives=True,
     ),
     "multi-similarity": Entry(
         itrloss.MultiSimilarityLoss, tables=ALL - {"compiled", "sharded"}, **MULTI_SIMILARITY

@@ -113,3 +113,38 @@ def circle(
         return _log_sum_exp([0.0, *(n + p for n in logits_n for p in logits_p)])
 
     return of_anchors(S, row_ids, col_ids, reduction, value)
+
+
+def sdm(
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    temperature: float = 0.02,
+    epsilon: float = 1e-8,
+    reduction: str = "mean",
+) -> Any:
+    """``Σ_j p_j log(p_j / (q_j + ε))``; p is the softmax of all ``S_ij / τ``, q the positives'
+    share. An anchor without a negative counts.
+    """
+
+    def anchors(S: Array, ids: Ids, other_ids: Ids) -> tuple[list[float], list[bool]]:
+        values, counts = [0.0] * len(S), [False] * len(S)
+        for i in range(len(S)):
+            positives = set(_positives(i, ids, other_ids))
+            if not positives:
+                continue
+            total = _log_sum_exp([s / temperature for s in S[i]])
+            for j, s in enumerate(S[i]):
+                label = 1 / len(positives) if j in positives else 0.0
+                log = s / temperature - total
+                values[i] += math.exp(log) * (log - math.log(label + epsilon))
+            counts[i] = True
+        return values, counts
+
+    S = np.asarray(S, np.float64)
+    rows, cols = anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids)
+    if reduction == "none":
+        return np.array(rows[0]), np.array(cols[0])
+    if reduction == "sum":
+        return math.fsum(rows[0] + cols[0])
+    return sum(math.fsum(values) / max(1, sum(counts)) for values, counts in (rows, cols))

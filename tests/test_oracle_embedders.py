@@ -666,3 +666,30 @@ def test_late_interaction_against_loops(form: str, seed: int) -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("directions", ["both", "image-text", "text-image"])
+def test_sdm_is_the_loops(engine: Any, directions: Any) -> None:
+    for seed in range(10):
+        images, texts = normal(seed, 5, 4), normal(seed + 100, 7, 4)
+        draw = torch.Generator().manual_seed(seed)
+        ids = [torch.randint(3, (n,), generator=draw) for n in (5, 7)]
+        options: dict[str, Any] = {"temperature": 0.2, "directions": directions}
+        given = [x.requires_grad_() for x in (images, texts)]
+        found = itrloss.SDMLoss(**options, engine=engine)(*given, *ids)
+        wanted = sdm(*given, **options, image_ids=ids[0], text_ids=ids[1])
+        assert found.item() == pytest.approx(float(wanted), abs=1e-9)
+        grads = [torch.autograd.grad(x, given, allow_unused=True) for x in (found, wanted)]
+        for a, b in zip(*grads, strict=True):
+            assert (a - (0 if b is None else b)).abs().max() < 1e-9
+
+
+def test_irras_sdm_is_the_library_s() -> None:
+    case = CASES["irra-sdm"]
+    images, texts = (
+        torch.tensor(case["inputs"][key], dtype=torch.float64) for key in ("images", "texts")
+    )
+    ids = case["options"]["ids"]
+    found = itrloss.SDMLoss(0.1)(images, texts, ids, ids)
+    assert found.item() == pytest.approx(case["value"], abs=1e-9)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import ENGINES, SHAPES, embeddings, make_ids, upstream
-from losses_registry import where
+from losses_registry import REGISTRY, where
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -356,6 +356,7 @@ def test_pairs_are_mined_by_the_lowest_positive_itself_where_several_score_the_s
         ("supcon", 6, 8),
         ("supcon inside", 6, 8),
         ("mil-nce", 6, 8),
+        ("sdm", 6, 16),
         ("multi-similarity", 6, 8),
         ("multi-similarity mined", 6, 18),
         ("circle", 6, 10),
@@ -367,7 +368,7 @@ def test_work_is_that_of_the_page(name, kept, recomputed):
     for budget, work in ((0, recomputed), (10**9, kept)):
         with FlopCounterMode(display=False) as counter:
             sim = Similarity(v, w, ids, ids, engine="tiled", memory_budget=budget)
-            LOSSES[name].make()(sim).backward()
+            REGISTRY[name].make()(sim).backward()
         assert counter.get_total_flops() == work * 600 * 600 * 32
 
 
@@ -376,6 +377,7 @@ def test_work_is_that_of_the_page(name, kept, recomputed):
     [
         (lambda: itrloss.SupConLoss(0.0), "temperature: expected a number above 0"),
         (lambda: itrloss.MILNCELoss("0.1"), "temperature: expected a number, got '0.1'"),  # type: ignore[arg-type]
+        (lambda: itrloss.SDMLoss(epsilon=0.0), "epsilon: expected a number above 0"),
         (lambda: itrloss.MultiSimilarityLoss(beta=-1.0), "beta: expected a number above 0"),
         (
             lambda: itrloss.MultiSimilarityLoss(epsilon="0.1"),

@@ -22,7 +22,7 @@ from .late_interaction import LateInteractionLoss
 from .matryoshka import Matryoshka
 from .probabilistic import PCMEPlusPlusLoss
 from .robust import ComplementaryContrastiveLoss, RINCELoss
-from .supervised import CircleLoss, MILNCELoss, MultiSimilarityLoss, SupConLoss
+from .supervised import CircleLoss, MILNCELoss, MultiSimilarityLoss, SDMLoss, SupConLoss
 from .user import HubnessAwareLoss, UnifiedTrainingObjective
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "PCMEPlusPlusLoss",
     "PrototypeClassificationLoss",
     "RINCELoss",
+    "SDMLoss",
     "SigmoidLoss",
     "SupConLoss",
     "TripletLoss",

@@ -1,7 +1,8 @@
-"""Losses of metric learning with labels: SupCon, MIL-NCE, multi-similarity and circle loss."""
+"""Losses of metric learning with labels: SupCon, MIL-NCE, SDM, multi-similarity, circle loss."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..similarity import Similarity
 from ..terms import identity, pair_term
 from .base import PairLoss, finite_logsumexp
 
+_SMALLEST_LOG = -80.0  # shares below its exponential are 0
 _SHARP = 2.0**20  # so sharp a soft minimum of scores is their minimum, but for rounding
 
 
@@ -109,6 +111,59 @@ class MILNCELoss(PairLoss):
         """Return MIL-NCE."""
         anchors = self.anchors(sim)
         return anchors.reduce(_mil_nce(anchors, 1 / self.temperature), self.reduction)
+
+
+@pair_term
+def _divergence(log_share: Tensor, log_label: Tensor) -> Tensor:
+    """Return ``p (log p - log q)`` of the logarithms of a share p and of its label q."""
+    log = log_share.clamp(_SMALLEST_LOG, 1.0)  # pairs that do not count may overflow
+    return log.exp() * (log - log_label)
+
+
+class SDMLoss(PairLoss):
+    r"""Similarity distribution matching, SDM (IRRA; Jiang & Ye, CVPR 2023,
+    https://arxiv.org/abs/2303.12501), over both directions.
+
+    .. math::
+        \ell_i = \sum_j p_{ij} \log \frac{p_{ij}}{q_{ij} + \varepsilon}, \qquad
+        p_i = \operatorname{softmax}_j(S_{ij} / \tau), \qquad
+        q_{ij} = \frac{[j \in pos(i)]}{|pos(i)|}
+
+    Eq. 2 to 4 there: the divergence of the softmax over all candidates from the labels, which are
+    uniform over an anchor's positives. An anchor without a positive does not count; one without a
+    negative does. See :doc:`methods/supervised`.
+
+    Args:
+        temperature: τ, in units of cosine similarity.
+        epsilon: ε, above 0.
+        directions, normalize, reduction, engine, check_finite, telemetry, gather, process_group:
+            see :class:`PairLoss`.
+    """
+
+    shown = ("temperature", "epsilon", "reduction")
+    temperature = Number(above=0)
+    epsilon = Number(above=0)
+
+    def __init__(self, temperature: float = 0.02, epsilon: float = 1e-8, **common: Any):
+        super().__init__(**common)
+        self.temperature = temperature
+        self.epsilon = epsilon
+
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return self.temperature < 0.5
+
+    def compute(self, sim: Similarity) -> Any:
+        """Return the divergence, summed over negatives, whose label is 0, and over positives."""
+        anchors = self.anchors(sim)
+        scale = 1 / self.temperature
+        shift = -finite_logsumexp(anchors, scale, over="all")
+        counts = anchors.positive_counts
+        log_label = (1 / counts.clamp_min(1).to(anchors.dtype) + self.epsilon).log()
+        of_negatives = anchors.sum(_divergence, math.log(self.epsilon), scale=scale, shift=shift)
+        of_positives = anchors.sum_of_positives(_divergence, log_label, scale=scale, shift=shift)
+        return anchors.reduce(of_negatives + of_positives, self.reduction, counts > 0)
 
 
 class MultiSimilarityLoss(PairLoss):
