@@ -147,6 +147,22 @@ class Loss:
                 found += self.exponent(*scores, self.limit(image=i), 0.0)
         return found
 
+    def number_among_images(self, i: int) -> int:
+        """Return how many other images may be candidates of an image."""
+        if not self.options.image_image:
+            return 0
+        return sum(other not in (self.image_ids[i], NO_ID) for other in self.image_ids)
+
+    def number_among_texts(self, p: int) -> int:
+        """Return how many other texts and negatives may be candidates of a text."""
+        if not self.options.text_text:
+            return 0
+        number = sum(other not in (self.text_ids[p], NO_ID) for other in self.text_ids)
+        for k in range(len(self.model.texts_negatives[p])):
+            other = self.id_of_negative(0, k, "negatives")
+            number += other is None or other not in (self.text_ids[p], NO_ID)
+        return number
+
     def among_texts(self, p: int) -> list:
         """Return exponents of a text with other texts and with negatives of all images."""
         found = []
@@ -176,6 +192,10 @@ class Loss:
                 if self.options.joint:
                     others = others + self.across_of_text(p)[0] + [score]
                 losses.append(torch.stack([score, *others]).logsumexp(0) - score)
+            for i, p in own:
+                count += self.number_among_images(i) + self.number_among_texts(p)
+                if self.options.joint:
+                    count += self.across_of_text(p)[1]
             is_valid = bool(own) and count > 0
             zero = self.model.across.sum() * 0
             values.append(sum(losses) / len(losses) if is_valid else zero)

@@ -9,6 +9,7 @@ from .kmeans import OnlineKMeans
 from .losses import *  # noqa: F403 (every loss, by `losses.__all__`)
 from .memory import CoupledMemory, MomentumEncoder
 from .mining import mine_hard_negatives
+from .related import Related
 from .similarity import NO_ID, Similarity
 from .suspicious import SuspiciousInputWarning
 from .telemetry import describe
@@ -22,6 +23,7 @@ __all__ = [
     "MomentumEncoder",
     "NO_ID",
     "OnlineKMeans",
+    "Related",
     "Similarity",
     "SuspiciousInputWarning",
     "compat",

@@ -24,6 +24,7 @@ from .engine.ranking import Ranking, Relevance
 from .engine.ranking import TopK as TopK
 from .engine.vectors import Embeddings
 from .hints import explained
+from .related import NOTHING_RELATED, Related, pairs_of
 
 X = TypeVar("X")
 #: The id of a row, a column or a negative that does not exist, such as padding: the least int64.
@@ -49,7 +50,8 @@ class Similarity(Anchors):
         cols: (M, D) embeddings; required. Of scores, see :meth:`from_scores`.
         row_ids, col_ids: (N,) and (M,) integers of any type, or strings, as tensors, NumPy arrays
             or lists. If both are left out, row i matches column i, and
-            N must be M. ``col_ids`` alone are row numbers. :data:`itrloss.NO_ID` marks a row or
+            N must be M. ``col_ids`` alone are row numbers. With sets of labels, (N, k) and (M, l),
+            a pair is positive if it shares a label. :data:`itrloss.NO_ID` marks a row or
             column that does not exist: it is neither positive nor negative to anything.
         normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no
             gradient). Lengths may be anything from 1e-12, below which a vector counts as zero, to
@@ -63,6 +65,8 @@ class Similarity(Anchors):
         check_finite: raise a ValueError for nan and infinite embeddings. That reads the data: an
             accelerator has to synchronise, and ``torch.compile(fullgraph=True)`` fails.
         names: what error messages call rows, columns and their ids.
+        related: what beside ids says who matches, and who may be a negative: groups, or a matrix.
+            The Triton engine leaves it, and sets of labels, to tiles.
 
     Raises:
         TypeError, ValueError: naming the argument, what it should be and what it was.
@@ -82,6 +86,7 @@ class Similarity(Anchors):
         memory_budget: int | None = None,
         check_finite: bool = False,
         names: checks.Names = checks.ROWS_AND_COLUMNS,
+        related: Related = NOTHING_RELATED,
     ):
         rows = checks.from_numpy(rows)
         cols = checks.from_numpy(cols)
@@ -91,9 +96,7 @@ class Similarity(Anchors):
         m = len(cols)
         if cols is rows:
             cols = cols.view_as(cols)  # the compiler refuses one tensor as two arguments
-        ids: Ids = None, None
-        if row_ids is not None or col_ids is not None or n != m:
-            ids = checks.check_ids(row_ids, col_ids, n, m, rows.device, names)
+        pairs = pairs_of((n, m), (row_ids, col_ids), related, rows.device, names)
         if memory_budget is None:
             memory_budget = 0 if engine == "tiled" else MEMORY_BUDGET
         elif not isinstance(memory_budget, int) or memory_budget < 0:
@@ -102,12 +105,12 @@ class Similarity(Anchors):
         matrix = Matrix(
             Embeddings(rows, normalize),
             Embeddings(cols, normalize),
-            Pairs((n, m), ids, rows.device),
-            choose_engine(engine, n * m, memory_budget, rows),
+            pairs,
+            engine_for(pairs, choose_engine(engine, n * m, memory_budget, rows)),
             memory_budget,
             check_biases(bias, n, m),
         )
-        matrix.strict = engine == "triton"
+        matrix.strict = matrix.engine == engine == "triton"
         self._start(AnchorSide(matrix, 0))
 
     def _start(self, anchors: AnchorSide) -> None:
@@ -165,6 +168,9 @@ class Similarity(Anchors):
             return cls(rows, cols, row_ids, col_ids, **options)
         bias = options.pop("bias", None)
         names = options.pop("names", checks.ROWS_AND_COLUMNS)
+        if options.pop("related", NOTHING_RELATED).given():
+            expected = "expected ids alone where processes share a batch"
+            raise ValueError(f"groups, matches: {expected}")
         part = BatchPart(rows, cols, row_ids, col_ids, bias, names)
         ids, sizes = agreed_ids_and_sizes(part, process_group, same, options)
         processes = Processes(process_group, sizes)
@@ -192,6 +198,7 @@ class Similarity(Anchors):
         engine: Engine = "auto",
         check_finite: bool = False,
         names: checks.Names = checks.ROWS_AND_COLUMNS,
+        related: Related = NOTHING_RELATED,
     ) -> Similarity:
         """Return a Similarity of (N, M) scores that a model computed; higher means more similar.
 
@@ -201,11 +208,11 @@ class Similarity(Anchors):
         scores = checks.from_numpy(scores)
         checks.check_matrix("scores", scores, "(N, M)", check_finite)
         n, m = scores.shape
-        ids = checks.check_ids(row_ids, col_ids, n, m, scores.device, names)
+        pairs = pairs_of((n, m), (row_ids, col_ids), related, scores.device, names)
         chosen = choose_engine(engine, n * m, 8 * n * m, scores)  # they are held anyway
-        pairs = Pairs((n, m), ids, scores.device)
+        chosen = engine_for(pairs, chosen)
         matrix = Matrix.of_scores(Embeddings(scores, False), pairs, chosen)
-        matrix.strict = engine == "triton"
+        matrix.strict = chosen == engine == "triton"
         return cls.of_anchors(AnchorSide(matrix, 0))
 
     def __repr__(self) -> str:
@@ -615,6 +622,11 @@ class Similarity(Anchors):
 
 
 # ------------------------------------------------------------------------------------------ helpers
+
+
+def engine_for(pairs: Pairs, engine: str) -> str:
+    """Return the engine for pairs: Triton's kernels compare ids, and leave relations to tiles."""
+    return "tiled" if engine == "triton" and not pairs.others_are_negatives else engine
 
 
 def limited_scores(scores: Tensor, limit: Value | None, part: slice, least: float) -> Tensor:

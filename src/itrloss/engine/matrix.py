@@ -521,7 +521,8 @@ class Matrix:
             # and a mask launches less than sums of positives do.
             compiling = torch.compiler.is_compiling()
             masks = self.in_graph and not self.pairs.one_to_one and not compiling
-            if self.embeddings is None or masks:
+            by_list = not self.pairs.others_are_negatives
+            if self.embeddings is None or masks or by_list:
                 return self.sums(Question(self.pairs, sides, (identity,)))
             inputs = self.inputs()
             sums: list[Tensor] = []

@@ -58,6 +58,8 @@ def answers(question: Question) -> bool:
     if not isinstance(scale, float) or scale != 1.0:
         return False
     pairs = question.pairs
+    if not pairs.others_are_negatives:
+        return False
     n, m = pairs.shape
     return pairs.listable and pairs.are_few and 2 * len(pairs.listed[0]) <= n * m
 

@@ -90,6 +90,11 @@ class Pairs:
             return not torch.cuda.is_current_stream_capturing()
         return host_may_read(self.ids[0])
 
+    @property
+    def others_are_negatives(self) -> bool:
+        """Whether all pairs of entries that exist and do not match are negatives."""
+        return True
+
     def _cached(self, key: Any, compute: Callable[[], Result]) -> Result:
         """Return a result that is computed once, in tensors that autograd may save."""
         if key not in self._cache:

@@ -22,8 +22,10 @@ from ..checks import (
 )
 from ..distributed import consensus, padded, world_size
 from ..distributed.collectives import replicated, total
+from ..engine.relations import Rule
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
+from ..related import NOTHING_RELATED, Related
 from ..similarity import DIRECTIONS, Directions, Engine, Similarity
 from ..telemetry import describe, describe_memory
 from .suspicion import may_be_read, warn_of_ids, warn_of_units, warn_of_vectors
@@ -256,6 +258,8 @@ class PairLoss(SimilarityLoss):
     Args:
         directions: ``"both"``, or ``"image-text"`` for the images alone as anchors, with texts as
             candidates (as queries and documents have one direction), or ``"text-image"``.
+        groups: with ``image_groups`` in the call, ``"same"`` takes negatives of the same group
+            alone, ``"other"`` those of other groups.
         normalize: scale embeddings to unit length; False: scores are inner products.
         reduction: ``"mean"`` (over image anchors plus over text anchors), ``"sum"`` or ``"none"``
             (a pair of per-anchor values: images (N,), texts (M,); of one direction, a tensor).
@@ -272,16 +276,25 @@ class PairLoss(SimilarityLoss):
     """
 
     directions: Choice[Directions] = Choice(*DIRECTIONS)
+    groups: Choice[Rule] = Choice("same", "other")
     normalize = Choice(True, False)
 
-    def __init__(self, *, directions: Directions = "both", normalize: bool = True, **common: Any):
+    def __init__(
+        self,
+        *,
+        directions: Directions = "both",
+        groups: Rule = "same",
+        normalize: bool = True,
+        **common: Any,
+    ):
         super().__init__(**common)
         self.directions = directions
+        self.groups = groups
         self.normalize = normalize
 
     def described(self) -> str:
         """Return what has to be the same in all processes, in words; empty for one process."""
-        common = f"directions {self.directions}, normalize {self.normalize}"
+        common = f"directions {self.directions}, normalize {self.normalize}, groups {self.groups}"
         return f"{super().described()}, {common}"
 
     def extra_repr(self) -> str:
@@ -289,6 +302,8 @@ class PairLoss(SimilarityLoss):
         parts = [super().extra_repr()]
         if self.directions != "both":
             parts.append(f"directions={self.directions!r}")
+        if self.groups != "same":
+            parts.append(f"groups={self.groups!r}")
         if not self.normalize and "normalize" not in self.shown:
             parts.append(f"normalize={self.normalize!r}")
         return ", ".join(parts)
@@ -305,6 +320,9 @@ class PairLoss(SimilarityLoss):
         text_ids: IdsLike | None = None,
         *,
         scores: Tensor | None = None,
+        image_groups: IdsLike | None = None,
+        text_groups: IdsLike | None = None,
+        matches: Tensor | None = None,
         **unknown: Any,
     ) -> Any:
         """Return the loss of embeddings, of a score matrix, or of a :class:`itrloss.Similarity`.
@@ -316,9 +334,18 @@ class PairLoss(SimilarityLoss):
             image_ids, text_ids: (N,) and (M,) integers or strings, as tensors, NumPy arrays or
                 lists; equal ids are positives. If both are left
                 out, image i matches text i. ``text_ids`` alone refer to the images by their number.
+                With sets of labels, (N, k) and (M, l), an image and a text match if they share
+                one; :data:`itrloss.NO_ID` fills sets up.
             scores: (N, M) similarities from another model, instead of ``images`` and ``texts``.
                 They are cosines or of that size, not logits, unless the loss's temperature or
                 margin are meant for others.
+            image_groups, text_groups: (N,) and (M,) integers or strings, such as data sets or
+                documents: who matches goes by ids, but an image and a text are negatives only in
+                the same group, or with the option ``groups="other"`` only in different ones;
+                otherwise they are nothing to each other. :data:`itrloss.NO_ID` is open to all. If
+                those of texts are left out, they are the images'.
+            matches: (N, M) of 1 where image and text match, 0 where they are negatives, and nan
+                where they are neither; bool will do. In place of ids and groups.
 
         The first batch that is on the CPU and not compiled is looked at: a
         :class:`itrloss.SuspiciousInputWarning` says if no image has a positive, if none has a
@@ -330,8 +357,18 @@ class PairLoss(SimilarityLoss):
         """
         if unknown:
             self.refuse(unknown)
-        sim = self._similarity(images, texts, image_ids, text_ids, scores)
+        related = self._related(image_groups, text_groups, matches)
+        sim = self._similarity(images, texts, image_ids, text_ids, scores, related=related)
         return self._with_telemetry(self.compute(sim), sim)
+
+    def _related(
+        self,
+        image_groups: IdsLike | None,
+        text_groups: IdsLike | None,
+        matches: Tensor | None,
+    ) -> Related:
+        """Return what beside ids says who matches, and who may be a negative."""
+        return Related((image_groups, text_groups), self.groups, matches)
 
     def _with_telemetry(self, loss: Any, sim: Similarity | MemorySimilarity) -> Any:
         """Return a loss as :meth:`SimilarityLoss._with_telemetry` does; values of one direction are
@@ -360,12 +397,15 @@ class PairLoss(SimilarityLoss):
         *,
         names: Names = IMAGES_AND_TEXTS,
         check: Callable[[], str] = nothing,
+        related: Related = NOTHING_RELATED,
     ) -> Similarity:
         """Return the input as a similarity.
 
         ``check`` checks what else there is, and returns what has to be the same in all processes.
         """
         options: dict[str, Any] = {"check_finite": self.check_finite, "names": names}
+        if related.given():
+            options["related"] = related
 
         def check_alone() -> str:
             if self.sharded:
@@ -384,6 +424,9 @@ class PairLoss(SimilarityLoss):
         if isinstance(images, Similarity):
             self.agree(check_alone)
             check_left_out(texts=texts, image_ids=image_ids, text_ids=text_ids)
+            if related.given():
+                expected = "None beside a Similarity, which stands for all of the input"
+                raise ValueError(f"image_groups, text_groups, matches: expected {expected}")
             if self.check_finite:
                 images.check_finite()
             return images

@@ -29,6 +29,7 @@ from ..checks import (
 )
 from ..distributed import padded
 from ..engine.vectors import full_precision, host_may_read, normalized
+from ..related import NOTHING_RELATED, Related, label_sets
 from ..similarity import NO_ID, Similarity
 from ..terms import identity, softplus
 from .base import LEAST_LOG, PairLoss
@@ -215,7 +216,7 @@ class InfoNCELoss(PairLoss):
 
     # ---------------------------------------------------------------------------------------- input
 
-    def forward(
+    def forward(  # noqa: PLR0913 (input, by keyword)
         self,
         images: Tensor | Similarity | None = None,
         texts: Tensor | None = None,
@@ -226,12 +227,17 @@ class InfoNCELoss(PairLoss):
         negatives: Tensor | None = None,
         negative_ids: IdsLike | None = None,
         guide: Similarity | Sequence[Tensor] | None = None,
+        image_groups: IdsLike | None = None,
+        text_groups: IdsLike | None = None,
+        matches: Tensor | None = None,
         **unknown: Any,
     ) -> Any:
         """Return the loss as :meth:`PairLoss.forward` does.
 
         Args:
-            images, texts, image_ids, text_ids, scores: see there.
+            images, texts, image_ids, text_ids, scores, matches: see there.
+            image_groups, text_groups: see there. Candidates of ``image_image`` and ``text_text``
+                are of their groups, too; ``negatives`` are open to all groups.
             negatives: further candidates of the images, which are no anchors: (K, D) texts for all
                 images, in a job of several processes those of all processes (NegCLIP,
                 https://arxiv.org/abs/2210.01936); or (N, K, D), for each image its own. Beside
@@ -254,10 +260,13 @@ class InfoNCELoss(PairLoss):
             ids = image_ids, negative_ids
             return self._described_input(anchors, texts, negatives, ids, guide, scores is not None)
 
-        sim = self._similarity(images, texts, image_ids, text_ids, scores, check=check)
+        related = self._related(image_groups, text_groups, matches)
+        sim = self._similarity(
+            images, texts, image_ids, text_ids, scores, check=check, related=related
+        )
         if guide is None and negatives is None and not (self.image_image or self.text_text):
             return self._with_telemetry(self.compute(sim), sim)
-        ids = FurtherIds.of(sim, image_ids, text_ids, negative_ids)
+        ids = FurtherIds.of(sim, image_ids, text_ids, negative_ids, related)
         further = self._further(anchors, texts, negatives, ids, self.normalize)
         if guide is None:
             return self._with_telemetry(self.compute(sim, further), sim)
@@ -277,7 +286,8 @@ class InfoNCELoss(PairLoss):
     ) -> tuple[Similarity, Further]:
         """Return the similarities of a guide's embeddings, in the batch and further ones."""
         images, texts, *more = guide
-        batch = self._between(images, texts, ids, names=_OF_GUIDE)
+        related = ids_of_further.related
+        batch = self._between(images, texts, ids, names=_OF_GUIDE, related=related)
         negatives = more[0] if more else None
         return batch, self._further(images, texts, negatives, ids_of_further, True)
 
@@ -359,9 +369,11 @@ class InfoNCELoss(PairLoss):
         among_texts: Similarity | None = None
         if self.image_image:
             same = ids.images, ids.images
+            options["related"] = ids.among(0)
             among_images = self._between(images, images, same, names=_OF_IMAGES, **options)
         if self.text_text:
             same = ids.texts, ids.texts
+            options["related"] = ids.among(1)
             among_texts = self._between(texts, texts, same, names=_OF_TEXTS, **options)
         if negatives is None:
             return Further(among_images=among_images, among_texts=among_texts)
@@ -372,6 +384,7 @@ class InfoNCELoss(PairLoss):
                 scores = scores_of_own(images, negatives, normalize)
             own = OwnNegatives(scores, ids.exist(scores))
             return Further(None, own, among_images, among_texts)
+        options["related"] = NOTHING_RELATED
         options["names"] = _OF_NEGATIVES
         of_images = ids.with_negatives(ids.images, len(images), negatives)
         shared = self._between(images, negatives, of_images, **options)
@@ -587,19 +600,53 @@ class Denominators:
             return view.mean_of_pairs(loss_of_pairs, own, partners)
         return view.mean_of_positives(softplus, scale=-self.scale, shift=own - log) + log
 
+    # --------------------------------------------------------------------------- anchors that count
+
     def valid(self, side: int) -> Tensor:
-        """Return whether (N,) images, or (M,) texts, have a positive, and a candidate across."""
+        """Return whether (N,) images, or (M,) texts, have a positive, and in one of its
+        denominators a possible negative.
+        """
         view = self.views[side]
-        candidates = torch.zeros_like(view.positive_counts)
+        possible = self.number_across(side)
+        own = self.number_among(side)
+        if own is not None:
+            possible = possible + own
+        partners = self.number_among(1 - side)
+        if self.loss.joint:
+            across = self.number_across(1 - side)
+            partners = across if partners is None else across + partners
+        if partners is not None:
+            of_positives = view.mean_of_pairs(
+                lambda scores, of_own, of_partner: of_partner.to(scores.dtype), possible, partners
+            )
+            possible = possible + (of_positives > 0)
+        return (view.positive_counts > 0) & (possible > 0)
+
+    def number_across(self, side: int) -> Tensor:
+        """Return the (N,) or (M,) numbers of possible negatives in :meth:`of_batch`."""
+        view = self.views[side]
+        number = torch.zeros_like(view.positive_counts)
         if self.loss.in_batch:
-            candidates = view.negative_counts
+            number = view.negative_counts
         negatives = self.further.negatives
         if side == 0 and negatives is not None:
-            candidates = candidates + negatives.negative_counts
+            number = number + negatives.negative_counts
         own = self.further.own_negatives
         if side == 0 and own is not None:
-            candidates = candidates + padded(own.counts(), view.sizes[0])
-        return (view.positive_counts > 0) & (candidates > 0)
+            number = number + padded(own.counts(), view.sizes[0])
+        return number
+
+    def number_among(self, side: int) -> Tensor | None:
+        """Return the numbers of possible negatives in :meth:`among`; None where it is None."""
+        further = self.further
+        if side == 0:
+            return None if further.among_images is None else further.among_images.negative_counts
+        if further.among_texts is None:
+            return None
+        number = further.among_texts.negative_counts
+        if further.texts_with_negatives is not None:
+            number = number + further.texts_with_negatives.negative_counts
+        return number
 
 
 def joined_logs(logs: Sequence[Tensor]) -> Tensor:
@@ -617,6 +664,7 @@ class FurtherIds:
     images: IdsLike | None
     texts: IdsLike | None
     negatives: IdsLike | None  # (K,) or (N, K)
+    related: Related  # of images and texts
 
     @classmethod
     def of(
@@ -625,23 +673,34 @@ class FurtherIds:
         images: IdsLike | None,
         texts: IdsLike | None,
         negatives: IdsLike | None,
+        related: Related,
     ) -> FurtherIds:
         """Return the ids that were passed in; of a batch that processes share, ids that tell the
         images and texts of all apart.
         """
         if sim.share is not None:
             images, texts = sim.own_ids
-        return cls(images, texts, negatives)
+        return cls(images, texts, negatives, related)
+
+    def among(self, side: int) -> Related:
+        """Return the groups of images (``side`` 0), or of texts, among themselves."""
+        of_images, of_texts = self.related.groups
+        own = of_images if side == 0 or of_texts is None else of_texts
+        return Related((own, own), self.related.rule)
 
     def with_negatives(
         self, own: IdsLike | None, size: int, negatives: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the ids of images, or of texts, and of negatives (K, D) of all images."""
+        """Return the ids (A,) or label sets (A, k) of images, or of texts, and the ids (K,) of
+        negatives of all images.
+        """
         device = negatives.device
         if self.negatives is None:  # they match nothing
             zeros = torch.zeros(size, dtype=torch.int64, device=device)
             return zeros, torch.ones(len(negatives), dtype=torch.int64, device=device)
-        own_ids = ids_or_numbers("image_ids", own, size, device)
+        own_ids = labels_or_numbers("image_ids", own, size, device)
+        if own_ids.shape[1] == 1:
+            own_ids = own_ids[:, 0]
         return own_ids, as_ids("negative_ids", self.negatives, len(negatives), device)
 
     def exist(self, scores: Tensor) -> Tensor:
@@ -653,15 +712,16 @@ class FurtherIds:
             expected = f"expected shape {tuple(scores.shape)}"
             raise ValueError(f"negative_ids: {expected}, got {tuple(numbers.shape)}")
         numbers = numbers.to(scores.device, torch.int64)
-        own = ids_or_numbers("image_ids", self.images, len(scores), scores.device)
-        return (numbers != NO_ID) & (numbers != own[:, None])
+        own = labels_or_numbers("image_ids", self.images, len(scores), scores.device)
+        matching = (numbers[:, :, None] == own[:, None]).any(2)
+        return (numbers != NO_ID) & ~matching
 
 
-def ids_or_numbers(name: str, ids: IdsLike | None, size: int, device: torch.device) -> Tensor:
-    """Return ids (N,), by default the numbers of the entries."""
+def labels_or_numbers(name: str, ids: IdsLike | None, size: int, device: torch.device) -> Tensor:
+    """Return the labels (N, k) of entries, by default their numbers (N, 1)."""
     if ids is None:
-        return torch.arange(size, device=device)
-    return as_ids(name, ids, size, device)
+        return torch.arange(size, device=device)[:, None]
+    return label_sets(name, ids, size, device)
 
 
 def scores_of_own(images: Tensor, negatives: Tensor, normalize: bool) -> Tensor:

@@ -1,0 +1,153 @@
+"""Who matches whom, as it is passed to a similarity: ids, sets of labels, groups or a matrix."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import (
+    IdsLike,
+    Names,
+    as_id_numbers,
+    as_ids,
+    check_ids,
+    ids_of_one_side,
+    one_of,
+)
+from .engine.pairs import Ids, Pairs
+from .engine.relations import Labels, Matches, RelatedPairs, Rule
+
+Sides = tuple[Any, Any]  # of rows and of columns
+
+
+class Related(NamedTuple):
+    """What beside ids says who matches, and who may be a negative.
+
+    ``groups``: (N,) groups of the rows and (M,) of the columns, which are the rows' if None. A pair
+    that does not match is negative only in the same group, or with the ``rule`` ``"other"`` only in
+    different ones; :data:`itrloss.NO_ID` is open to all.
+
+    ``matches``: (N, M) of 1 for a match, 0 for a negative and nan for neither, in place of ids and
+    groups. It is read to be checked, so an accelerator has to synchronise.
+    """
+
+    groups: tuple[IdsLike | None, IdsLike | None] = (None, None)
+    rule: Rule = "same"
+    matches: Tensor | None = None
+
+    def given(self) -> bool:
+        """Return whether there is any."""
+        return self.matches is not None or any(x is not None for x in self.groups)
+
+
+NOTHING_RELATED = Related()
+
+
+def pairs_of(
+    shape: tuple[int, int],
+    ids: Sides,
+    related: Related,
+    device: torch.device,
+    names: Names,
+) -> Pairs:
+    """Return the positive and negative pairs of a matrix; raise an error for wrong input."""
+    n, m = shape
+    if related.matches is not None:
+        check_matches(related, shape, ids, names, device)
+        return RelatedPairs(Matches(related.matches))
+    if any(is_label_sets(x) for x in ids) or related.given():
+        return RelatedPairs(labels_of(shape, ids, related, device, names))
+    checked: Ids = None, None
+    if any(x is not None for x in ids) or n != m:
+        checked = check_ids(*ids, n, m, device, names)
+    return Pairs(shape, checked, device)
+
+
+def is_label_sets(ids: Any) -> bool:
+    """Return whether ids are sets of labels (N, k) of more than one label."""
+    if ids is None or isinstance(ids, str):
+        return False
+    shape = getattr(ids, "shape", None)
+    if shape is None:
+        return isinstance(ids, (list, tuple)) and any(
+            isinstance(x, (list, tuple)) and len(x) > 1 for x in ids
+        )
+    if len(shape) != 2 or shape[1] < 2:
+        return False
+    return not isinstance(ids, Tensor) or not (ids.is_floating_point() or ids.dtype == torch.bool)
+
+
+def labels_of(
+    shape: tuple[int, int], ids: Sides, related: Related, device: torch.device, names: Names
+) -> Labels:
+    """Return the labels and groups of rows and columns."""
+    n, m = shape
+    row_ids, col_ids = ids
+    if col_ids is None and row_ids is not None:
+        raise ids_of_one_side(row_ids, names)
+    if row_ids is None:
+        row_ids = torch.arange(n, device=device)
+    if col_ids is None:
+        check_ids(None, None, n, m, device, names)  # an error unless N = M
+        col_ids = torch.arange(m, device=device)
+    rows = label_sets(names.row_ids, row_ids, n, device)
+    cols = label_sets(names.col_ids, col_ids, m, device)
+    return Labels(rows, cols, groups_of(shape, related, device, names), related.rule)
+
+
+def label_sets(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
+    """Return the (size, k) int64 labels of ids (size,) or of sets (size, k)."""
+    if not is_label_sets(ids):
+        return as_ids(name, ids, size, device)[:, None]
+    numbers = as_id_numbers(name, ids)
+    if numbers.dim() != 2 or len(numbers) != size:
+        raise ValueError(f"{name}: expected shape ({size}, k), got {tuple(numbers.shape)}")
+    return numbers.to(device, torch.int64, copy=True)
+
+
+def groups_of(
+    shape: tuple[int, int], related: Related, device: torch.device, names: Names
+) -> tuple[Tensor, Tensor] | None:
+    """Return the (N,) and (M,) int64 groups; those of columns are by default those of rows."""
+    n, m = shape
+    rows, cols = related.groups
+    one_of("groups", related.rule, "same", "other")
+    row_name, col_name = group_names(names)
+    if rows is None and cols is None:
+        return None
+    if rows is None:
+        raise ValueError(f"{row_name}: expected groups to go with {col_name}, got None")
+    own = as_ids(row_name, rows, n, device)
+    if cols is None:
+        if n != m:
+            got = f"{n} {names.rows} and {m} {names.cols}"
+            raise ValueError(f"{col_name}: needed for {got}; only N = M has a default")
+        return own, own
+    return own, as_ids(col_name, cols, m, device)
+
+
+def group_names(names: Names) -> tuple[str, str]:
+    """Return what the caller calls the groups of rows and of columns."""
+    return names.row_ids.replace("_ids", "_groups"), names.col_ids.replace("_ids", "_groups")
+
+
+def check_matches(
+    related: Related, shape: tuple[int, int], ids: Sides, names: Names, device: torch.device
+) -> None:
+    """Raise an error unless a matrix says alone who matches."""
+    matches = related.matches
+    if any(x is not None for x in ids):
+        raise ValueError(f"matches: expected None beside {names.row_ids} and {names.col_ids}")
+    if any(x is not None for x in related.groups):
+        raise ValueError(f"matches: expected None beside {' and '.join(group_names(names))}")
+    if not isinstance(matches, Tensor):
+        raise TypeError(f"matches: expected a tensor (N, M), got {type(matches).__name__}")
+    if matches.shape != shape:
+        raise ValueError(f"matches: expected shape {shape}, got {tuple(matches.shape)}")
+    values = matches[(matches != 0) & ~matches.isnan()]
+    if bool((values != 1).any()):  # which synchronises with an accelerator
+        raise ValueError("matches: expected 1 for a match, 0 for a negative, and nan for neither")
+    if matches.device != device:
+        raise ValueError(f"matches: expected device {device}, got {matches.device}")

@@ -1,0 +1,172 @@
+"""Sets of labels, groups and matrices of matches, beside the loops of `oracle_embedders`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from losses_registry import where
+from oracle_embedders import contrastive, sdm
+from torch import Tensor
+
+import itrloss
+from itrloss import NO_ID, InfoNCELoss, Related, Similarity
+
+HERE = Path(__file__).parent
+CASES = {
+    case["name"]: case
+    for name in ("embedders.json", "embedders_more.json")
+    for case in json.loads((HERE / name).read_text())
+}
+ENGINES = ["dense", "tiled"]
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def integers(seed: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relation(kind: str, seed: int, n: int, m: int) -> dict[str, Any]:
+    """Input that says who matches, as losses take it."""
+    if kind == "label sets":
+        ids = integers(seed, 6, n, 3), integers(seed + 1, 6, m, 2)
+        for x in ids:
+            x[:, -1][integers(seed + 2, 2, len(x)).bool()] = NO_ID
+        ids[0][0] = NO_ID  # an image that does not exist
+        return {"image_ids": ids[0], "text_ids": ids[1]}
+    if kind == "groups":
+        groups = integers(seed, 3, n), integers(seed + 1, 3, m)
+        groups[1][0] = NO_ID
+        ids = integers(seed + 2, 4, n), integers(seed + 3, 4, m)
+        names = "image_groups", "text_groups", "image_ids", "text_ids"
+        return dict(zip(names, (*groups, *ids), strict=True))
+    matches = integers(seed, 3, n, m).double()
+    return {"matches": matches.masked_fill(matches == 2, torch.nan)}
+
+
+KINDS = ["label sets", "groups", "matches"]
+
+
+def assert_same(found: Any, wanted: Any, given: list[Tensor]) -> None:
+    assert float(found) == pytest.approx(float(wanted), abs=1e-9)
+    grads = [
+        torch.autograd.grad(x, given, retain_graph=True, allow_unused=True) for x in (found, wanted)
+    ]
+    for a, b in zip(*grads, strict=True):
+        zero = torch.zeros_like(given[0][:1, :1])
+        difference = (zero if a is None else a) - (zero if b is None else b)
+        assert difference.abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(12))
+def test_infonce_is_the_loops(kind: str, engine: Any, seed: int):
+    n, m = 5, 7
+    given = [x.requires_grad_() for x in (draw(seed, n, 4), draw(seed + 50, m, 4))]
+    who = relation(kind, seed, n, m)
+    options: dict[str, Any] = {"temperature": 0.2}
+    options["directions"] = ("both", "image-text", "text-image")[seed % 3]
+    if seed % 2:
+        options |= {"image_image": True, "text_text": True}
+    if seed % 4 > 1:
+        options["margin"] = 0.3
+    rule = "other" if seed % 5 == 0 else "same"
+    loss = InfoNCELoss(**options, groups=rule, engine=engine)
+    wanted = contrastive(*given, **options, negative_groups=rule, **who)
+    if isinstance(wanted, Tensor) and wanted.requires_grad:
+        assert_same(loss(*given, **who), wanted, given)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sdm_is_the_loops(kind: str, engine: Any):
+    for seed in range(6):
+        given = [x.requires_grad_() for x in (draw(seed, 5, 4), draw(seed + 50, 7, 4))]
+        who = relation(kind, seed, 5, 7)
+        found = itrloss.SDMLoss(0.2, engine=engine)(*given, **who)
+        assert_same(found, sdm(*given, temperature=0.2, **who), given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", where(lambda entry: entry.takes == "pairs" and entry.oracle))
+def test_every_loss_takes_relations_on_both_engines(name: str, kind: str):
+    """Tiles give what plain PyTorch does; so do scores and a similarity."""
+    entry = where(lambda entry: entry.takes == "pairs" and entry.oracle)[name]
+    if "pcme" in name:
+        return
+    given = [x.requires_grad_() for x in (draw(1, 9, 8), draw(2, 7, 8))]
+    who = relation(kind, 3, 9, 7)
+    wanted = entry.make(engine="dense")(*given, **who)
+    assert_same(entry.make(engine="tiled")(*given, **who), wanted, given)
+    ids = who.get("image_ids"), who.get("text_ids")
+    groups = who.get("image_groups"), who.get("text_groups")
+    related = Related(groups, "same", who.get("matches"))
+    sim = Similarity(*given, *ids, related=related)
+    assert_same(entry.make()(sim), wanted, given)
+
+
+@pytest.mark.parametrize("name", where(lambda entry: entry.takes == "pairs" and entry.oracle))
+def test_a_matrix_of_equal_ids_is_what_ids_are(name: str):
+    entry = where(lambda entry: entry.takes == "pairs" and entry.oracle)[name]
+    if entry.ids != "any":
+        return
+    given = [x.requires_grad_() for x in (draw(1, 9, 8), draw(2, 7, 8))]
+    ids = integers(1, 5, 9), integers(2, 5, 7)
+    wanted = entry.make()(*given, *ids)
+    for engine in ENGINES:
+        loss = entry.make(engine=engine)
+        assert_same(loss(*given, matches=ids[0][:, None] == ids[1]), wanted, given)
+        sets = [x[:, None].repeat(1, 2) for x in ids]
+        assert_same(loss(*given, *sets), wanted, given)
+        one = torch.zeros(9, dtype=torch.int64), torch.zeros(7, dtype=torch.int64)
+        assert_same(loss(*given, *ids, image_groups=one[0], text_groups=one[1]), wanted, given)
+
+
+def of_case(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    case = CASES[name]
+    options = {key: NO_ID if value == "none" else value for key, value in case["options"].items()}
+    return case, options
+
+
+def without_none(values: Any) -> Any:
+    if isinstance(values, list):
+        return [without_none(value) for value in values]
+    return NO_ID if values == "none" else values
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "name", ["groups-same", "groups-other", "groups-open", "label-sets", "matches"]
+)
+def test_the_projects_cases(name: str, engine: Any):
+    case, options = of_case(name)
+    given = [
+        torch.tensor(case["inputs"][key], dtype=torch.float64, requires_grad=True)
+        for key in ("images", "texts")
+    ]
+    rule = "other" if name == "groups-other" else "same"
+    directions = "image-text" if name == "groups-open" else "both"
+    loss = InfoNCELoss(0.1, groups=rule, directions=directions, engine=engine)
+    if name == "matches":
+        matches = torch.tensor(options["matches"], dtype=torch.float64)
+        who: dict[str, Any] = {"matches": matches.masked_fill(matches < 0, torch.nan)}
+    elif name == "label-sets":
+        who = {key: without_none(options[key]) for key in ("image_ids", "text_ids")}
+    elif name == "groups-open":
+        who = {key: without_none(options[key]) for key in ("image_groups", "text_groups")}
+    else:
+        who = {"image_groups": options["groups"]}
+    value = loss(*given, **who)
+    assert value.item() == pytest.approx(case["value"], abs=1e-9)
+    grads = torch.autograd.grad(value, given)
+    for key, grad in zip(("images", "texts"), grads, strict=True):
+        wanted = torch.tensor(case["gradients"][key], dtype=torch.float64)
+        assert (grad - wanted).abs().max() < 1e-9
