@@ -22,7 +22,7 @@ FLOORS = [
     {"engine"},
     {"suspicious"},
     {"distributed"},
-    {"anchors", "terms"},
+    {"anchors", "terms", "related"},
     {"similarity"},
     {
         "functional",

@@ -170,3 +170,92 @@ def test_the_projects_cases(name: str, engine: Any):
     for key, grad in zip(("images", "texts"), grads, strict=True):
         wanted = torch.tensor(case["gradients"][key], dtype=torch.float64)
         assert (grad - wanted).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_is_rounded_float64(kind: str, dtype: Any):
+    given = draw(1, 9, 8), draw(2, 7, 8)
+    who = relation(kind, 3, 9, 7)
+    rounded = [x.to(dtype) for x in given]
+    wanted = InfoNCELoss(0.2)(*(x.double() for x in rounded), **who)
+    for engine in ENGINES:
+        found = InfoNCELoss(0.2, engine=engine)(*rounded, **who)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_relations_compile_as_one_graph(kind: str):
+    torch.compiler.reset()
+    given = draw(1, 9, 8), draw(2, 7, 8)
+    who = relation(kind, 3, 9, 7)
+    for make in (InfoNCELoss, itrloss.DiversityContrastiveLoss):
+        loss = make(engine="dense")
+        if kind == "matches":  # whose values are read
+            related = Related(matches=who["matches"])
+            inputs: Any = (Similarity(*given, related=related, engine="dense"),)
+            torch.testing.assert_close(loss(*inputs), loss(*given, **who))
+            continue
+        compiled = torch.compile(loss, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*given, **who), loss(*given, **who))
+
+
+def test_groups_and_label_sets_need_no_matrix():
+    """The largest tensor of a step has few numbers for a batch of many tiles."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                self.size = max(self.size, result.numel())
+            return result
+
+    n = 4096
+    given = [x.requires_grad_() for x in (torch.randn(n, 8), torch.randn(n, 8))]
+    for who in ({"image_groups": integers(1, 4, n)}, {"image_ids": integers(2, 9000, n, 2)}):
+        if "image_ids" in who:
+            who["text_ids"] = who["image_ids"]
+        with Largest() as largest:
+            InfoNCELoss(engine="tiled")(*given, **who).backward()
+        assert largest.size <= n * n // 4
+
+
+def test_metrics_ask_for_ids():
+    sim = Similarity(draw(1, 4, 3), draw(2, 4, 3), related=Related(matches=torch.eye(4)))
+    with pytest.raises(ValueError, match="scores: expected ids of one number"):
+        itrloss.metrics.retrieval_metrics(sim)
+
+
+FEW = draw(1, 4, 3), draw(2, 4, 3)
+IDS = torch.arange(4)
+WRONG: dict[str, dict[str, Any]] = {
+    r"matches: expected shape \(4, 4\), got \(3, 3\)": {"matches": torch.eye(3)},
+    "matches: expected None beside image_ids and text_ids": {
+        "matches": torch.eye(4),
+        "image_ids": IDS,
+        "text_ids": IDS,
+    },
+    "matches: expected None beside image_groups": {"matches": torch.eye(4), "image_groups": IDS},
+    "matches: expected 1 for a match, 0 for a negative": {"matches": 0.5 * torch.eye(4)},
+    "matches: expected a tensor": {"matches": [[1]]},
+    "image_groups: expected groups to go with text_groups": {"text_groups": IDS},
+    r"image_groups: expected shape \(4,\), got \(3,\)": {"image_groups": IDS[:3]},
+    r"image_ids: expected shape \(4, k\), got \(3, 2\)": {
+        "image_ids": IDS[:3, None].repeat(1, 2),
+        "text_ids": IDS,
+    },
+    "image_ids: .*a mask of the pairs that match goes in as matches": {
+        "image_ids": torch.eye(4, dtype=torch.bool)
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_input_is_named(message: str):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        InfoNCELoss()(*FEW, **WRONG[message])

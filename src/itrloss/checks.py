@@ -233,6 +233,20 @@ def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
     return _copied(name, as_id_numbers(name, ids, size), size, device)
 
 
+def is_label_sets(ids: Any) -> bool:
+    """Return whether ids are sets of labels (N, k) of more than one label."""
+    if ids is None or isinstance(ids, str):
+        return False
+    shape = getattr(ids, "shape", None)
+    if shape is None:
+        return isinstance(ids, (list, tuple)) and any(
+            isinstance(x, (list, tuple)) and len(x) > 1 for x in ids
+        )
+    if len(shape) != 2 or shape[1] < 2:
+        return False
+    return not isinstance(ids, Tensor) or not (ids.is_floating_point() or ids.dtype == torch.bool)
+
+
 def as_indices(name: str, x: Any, size: int, device: torch.device) -> Tensor:
     """Return a copy of integers that are no ids as a (size,) int64 tensor on the device."""
     return _copied(name, as_integers(name, x, size), size, device)
@@ -288,6 +302,8 @@ def ids_of_one_side(row_ids: Any, names: Names) -> Exception:
     if len(shape) == 2 and 1 not in shape:
         got = f"{_type(row_ids)} of shape {shape}"
         hint = "embeddings go in as itrloss.Similarity(images, texts)"
+        if getattr(row_ids, "dtype", None) in (torch.bool, np.dtype(bool)):
+            hint = "a mask of the pairs that match goes in as matches=..."
         return ValueError(f"{names.row_ids}: expected ids, a row of integers, got {got}; {hint}")
     return ValueError(f"{names.col_ids}: expected ids to go with {names.row_ids}, got None")
 

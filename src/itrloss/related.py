@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,9 +16,10 @@ from .checks import (
     as_ids,
     check_ids,
     ids_of_one_side,
+    is_label_sets,
     one_of,
 )
-from .engine.pairs import Ids, Pairs
+from .engine.pairs import Pairs
 from .engine.relations import Labels, Matches, RelatedPairs, Rule
 
 Sides = tuple[Any, Any]  # of rows and of columns
@@ -37,46 +40,18 @@ class Related(NamedTuple):
     rule: Rule = "same"
     matches: Tensor | None = None
 
-    def given(self) -> bool:
-        """Return whether there is any."""
-        return self.matches is not None or any(x is not None for x in self.groups)
-
 
 NOTHING_RELATED = Related()
 
 
-def pairs_of(
-    shape: tuple[int, int],
-    ids: Sides,
-    related: Related,
-    device: torch.device,
-    names: Names,
+def related_pairs(
+    shape: tuple[int, int], ids: Sides, related: Related, device: torch.device, names: Names
 ) -> Pairs:
     """Return the positive and negative pairs of a matrix; raise an error for wrong input."""
-    n, m = shape
     if related.matches is not None:
         check_matches(related, shape, ids, names, device)
         return RelatedPairs(Matches(related.matches))
-    if any(is_label_sets(x) for x in ids) or related.given():
-        return RelatedPairs(labels_of(shape, ids, related, device, names))
-    checked: Ids = None, None
-    if any(x is not None for x in ids) or n != m:
-        checked = check_ids(*ids, n, m, device, names)
-    return Pairs(shape, checked, device)
-
-
-def is_label_sets(ids: Any) -> bool:
-    """Return whether ids are sets of labels (N, k) of more than one label."""
-    if ids is None or isinstance(ids, str):
-        return False
-    shape = getattr(ids, "shape", None)
-    if shape is None:
-        return isinstance(ids, (list, tuple)) and any(
-            isinstance(x, (list, tuple)) and len(x) > 1 for x in ids
-        )
-    if len(shape) != 2 or shape[1] < 2:
-        return False
-    return not isinstance(ids, Tensor) or not (ids.is_floating_point() or ids.dtype == torch.bool)
+    return RelatedPairs(labels_of(shape, ids, related, device, names))
 
 
 def labels_of(
@@ -99,6 +74,9 @@ def labels_of(
 
 def label_sets(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
     """Return the (size, k) int64 labels of ids (size,) or of sets (size, k)."""
+    if isinstance(ids, (list, tuple)):
+        with contextlib.suppress(ValueError):  # of lists of different lengths, for the error below
+            ids = np.asarray(ids)  # of lists of strings, an array of strings
     if not is_label_sets(ids):
         return as_ids(name, ids, size, device)[:, None]
     numbers = as_id_numbers(name, ids)

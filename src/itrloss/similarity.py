@@ -24,7 +24,7 @@ from .engine.ranking import Ranking, Relevance
 from .engine.ranking import TopK as TopK
 from .engine.vectors import Embeddings
 from .hints import explained
-from .related import NOTHING_RELATED, Related, pairs_of
+from .related import NOTHING_RELATED, Related, related_pairs
 
 X = TypeVar("X")
 #: The id of a row, a column or a negative that does not exist, such as padding: the least int64.
@@ -168,7 +168,7 @@ class Similarity(Anchors):
             return cls(rows, cols, row_ids, col_ids, **options)
         bias = options.pop("bias", None)
         names = options.pop("names", checks.ROWS_AND_COLUMNS)
-        if options.pop("related", NOTHING_RELATED).given():
+        if options.pop("related", NOTHING_RELATED) is not NOTHING_RELATED:
             expected = "expected ids alone where processes share a batch"
             raise ValueError(f"groups, matches: {expected}")
         part = BatchPart(rows, cols, row_ids, col_ids, bias, names)
@@ -622,6 +622,23 @@ class Similarity(Anchors):
 
 
 # ------------------------------------------------------------------------------------------ helpers
+
+
+def pairs_of(
+    shape: tuple[int, int],
+    ids: tuple[IdsLike | None, IdsLike | None],
+    related: Related,
+    device: torch.device,
+    names: checks.Names,
+) -> Pairs:
+    """Return the positive and negative pairs of a matrix; raise an error for wrong input."""
+    if related is not NOTHING_RELATED or any(checks.is_label_sets(x) for x in ids):
+        return related_pairs(shape, ids, related, device, names)
+    n, m = shape
+    checked: Ids = None, None
+    if any(x is not None for x in ids) or n != m:
+        checked = checks.check_ids(*ids, n, m, device, names)
+    return Pairs(shape, checked, device)
 
 
 def engine_for(pairs: Pairs, engine: str) -> str:

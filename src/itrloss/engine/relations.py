@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .pairs import EVERYTHING, IGNORE_ID, Over, Pairs
+from .pairs import EVERYTHING, Over, Pairs, ignored_mask
 from .vectors import host_may_read
 
 Rule = Literal["same", "other"]
@@ -39,51 +39,77 @@ class Relation(Protocol):
         ...
 
 
-class Labels(NamedTuple):
+class Labels:
     """Entries match if they share a label. Groups say which others are negatives.
 
     ``IGNORE_ID`` is no label, and an entry with no other does not exist. As a group it is open to
     all.
     """
 
-    rows: Tensor  # (N, k) int64
-    cols: Tensor  # (M, l) int64
-    groups: tuple[Tensor, Tensor] | None  # (N,) and (M,) int64
-    rule: Rule  # whether negatives are of the same group, or of another one
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape (N, M)."""
-        return len(self.rows), len(self.cols)
-
-    @property
-    def device(self) -> torch.device:
-        """Where masks are computed."""
-        return self.rows.device
+    def __init__(
+        self,
+        rows: Tensor,  # (N, k) int64
+        cols: Tensor,  # (M, l) int64
+        groups: tuple[Tensor, Tensor] | None = None,  # (N,) and (M,) int64
+        rule: Rule = "same",  # whether negatives are of the same group, or of another one
+    ):
+        self.labels = rows, cols
+        self.groups = groups
+        self.rule = rule
+        self.shape = len(rows), len(cols)
+        self.device = rows.device
+        # Bool masks, and None where there certainly are none: a tile then needs fewer passes.
+        self.no_label = [[ignored_mask(x) for x in labels.unbind(1)] for labels in self.labels]
+        self.missing = [missing_mask(masks) for masks in self.no_label]
+        self.open: list[Tensor | None] = [None, None]
+        if groups is not None:
+            self.open = [ignored_mask(x) for x in groups]
 
     def positive(self, rows: slice, cols: slice) -> Tensor:
         """Return the (r, c) bool mask of the pairs that share a label."""
-        own_labels = self.rows[rows]
-        other_labels = self.cols[cols]
-        shared = own_labels.new_zeros(len(own_labels), len(other_labels), dtype=torch.bool)
-        for own in own_labels.unbind(1):
-            is_label = (own != IGNORE_ID)[:, None]
-            for other in other_labels.unbind(1):
-                shared |= (own[:, None] == other) & is_label
+        shared: Tensor | None = None
+        for own, no_label in zip(self.labels[0].unbind(1), self.no_label[0], strict=True):
+            for other in self.labels[1].unbind(1):
+                same = own[rows, None] == other[cols]
+                if no_label is not None:
+                    same &= ~no_label[rows, None]
+                shared = same if shared is None else shared.logical_or_(same)
+        assert shared is not None
         return shared
 
     def negative(self, rows: slice, cols: slice) -> Tensor:
         """Return the (r, c) bool mask of the pairs that share no label and may meet."""
-        exist = (self.rows[rows] != IGNORE_ID).any(1)
-        others_exist = (self.cols[cols] != IGNORE_ID).any(1)
-        mask = ~self.positive(rows, cols) & exist[:, None] & others_exist
-        if self.groups is None:
-            return mask
-        own, others = self.groups[0][rows, None], self.groups[1][cols]
-        meet = own == others
-        if self.rule == "other":
-            meet = ~meet
-        return mask & (meet | (own == IGNORE_ID) | (others == IGNORE_ID))
+        mask = self.positive(rows, cols).logical_not_()
+        row_missing, col_missing = self.missing
+        if row_missing is not None:
+            mask &= ~row_missing[rows, None]
+        if col_missing is not None:
+            mask &= ~col_missing[cols]
+        if self.groups is not None:
+            mask &= self.may_meet(self.groups, rows, cols)
+        return mask
+
+    def may_meet(self, groups: tuple[Tensor, Tensor], rows: slice, cols: slice) -> Tensor:
+        """Return the (r, c) bool mask of the pairs whose groups let them be negatives."""
+        of_rows, of_cols = groups
+        compare = torch.eq if self.rule == "same" else torch.ne
+        meet = compare(of_rows[rows, None], of_cols[cols])
+        row_open, col_open = self.open
+        if row_open is not None:
+            meet |= row_open[rows, None]
+        if col_open is not None:
+            meet |= col_open[cols]
+        return meet
+
+
+def missing_mask(no_label: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the bool mask of entries without any label; None where there certainly are none."""
+    missing: Tensor | None = None
+    for mask in no_label:
+        if mask is None:
+            return None
+        missing = mask if missing is None else missing & mask
+    return missing
 
 
 class Matches(NamedTuple):
@@ -163,14 +189,14 @@ class RelatedPairs(Pairs):
 
     def _counts_of_both(self) -> list[tuple[Tensor, Tensor]]:
         zeros = [torch.zeros(size, dtype=torch.int64, device=self.device) for size in self.shape]
-        counts = [(x, x.clone()) for x in zeros]
+        of_rows, of_cols = [(x, x.clone()) for x in zeros]
         for rows in self._rows():
             positive = self.relation.positive(rows, EVERYTHING)
-            masks = positive, self.relation.negative(rows, EVERYTHING)
-            for kind, mask in enumerate(masks):
-                counts[0][kind][rows] = mask.sum(1)
-                counts[1][kind].add_(mask.sum(0))
-        return counts
+            negative = self.relation.negative(rows, EVERYTHING)
+            for kind, mask in enumerate((positive, negative)):
+                of_rows[kind][rows] = mask.sum(1)
+                of_cols[kind].add_(mask.sum(0))
+        return [of_rows, of_cols]
 
     def _listed(self) -> tuple[Tensor, Tensor]:
         parts = []

@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..anchors import AnchorSide
-from ..engine.matrix import Matrix
-from ..engine.pairs import Over, Pairs
-from ..engine.vectors import Embeddings
 from ..losses import PairLoss
 from ..losses.matryoshka import takes_pairs
+from ..related import Related
 from ..similarity import Similarity
 
 try:
@@ -23,53 +20,6 @@ except ImportError as error:
     raise ImportError(
         f"{__name__}: pip install 'itrloss[pytorch-metric-learning]' ({error})"
     ) from error
-
-
-class _MinedPairs(Pairs):
-    """The positive and negative pairs of a matrix (N, M) by lists, as miners return them.
-
-    Other pairs are neither.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        mined: tuple[Tensor, Tensor, Tensor, Tensor],
-        device: torch.device,
-    ):
-        super().__init__(shape, (None, None), device)
-        self.one_to_one = False
-        anchors, positives, negative_anchors, negatives = mined
-        self._positives = torch.zeros(shape, dtype=torch.bool, device=device)
-        self._positives[anchors, positives] = True
-        self._negatives = torch.zeros_like(self._positives)
-        self._negatives[negative_anchors, negatives] = True
-
-    def excluded(self, over: Over, rows: slice, cols: slice) -> Tensor:
-        """Return the (r, c) bool mask of the pairs that a sum leaves out."""
-        if over == "positives":
-            counted = self._positives
-        elif over == "negatives":
-            counted = self._negatives
-        else:
-            counted = self._positives | self._negatives
-        return ~counted[rows, cols]
-
-    def exclude_(
-        self, x: Tensor, places: tuple[slice, slice], value: float, over: Over = "negatives"
-    ) -> Tensor:
-        """Fill these pairs with ``value``, in a part of the matrix."""
-        return x.masked_fill_(self.excluded(over, *places), value)
-
-    def counts(self, side: int) -> tuple[Tensor, Tensor]:
-        """Return the (A,) numbers of positives and of negatives of each row (0) or column (1)."""
-        return self._positives.sum(1 - side), self._negatives.sum(1 - side)
-
-    @property
-    def listed(self) -> tuple[Tensor, Tensor]:
-        """The (P,) row and (P,) column indices of the positive pairs, sorted by row."""
-        i, j = self._positives.nonzero().unbind(1)
-        return i, j
 
 
 def _of_similarities(loss: Any) -> bool:
@@ -87,10 +37,12 @@ def _of_mined(
     embeddings: Tensor, ref_emb: Tensor, mined: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> Similarity:
     """Return the similarity of embeddings and candidates with the mined pairs alone."""
-    pairs = _MinedPairs((len(embeddings), len(ref_emb)), mined, embeddings.device)
-    rows = Embeddings(embeddings, normalize=True)
-    cols = Embeddings(ref_emb, normalize=True)
-    return Similarity.of_anchors(AnchorSide(Matrix(rows, cols, pairs, "dense", 0), 0))
+    anchors, positives, negative_anchors, negatives = mined
+    shape = len(embeddings), len(ref_emb)
+    matches = torch.full(shape, torch.nan, device=embeddings.device)
+    matches[negative_anchors, negatives] = 0.0
+    matches[anchors, positives] = 1.0
+    return Similarity(embeddings, ref_emb, related=Related(matches=matches), engine="dense")
 
 
 # The name is one of those that CrossBatchMemory and SelfSupervisedLoss accept.

@@ -368,6 +368,8 @@ class PairLoss(SimilarityLoss):
         matches: Tensor | None,
     ) -> Related:
         """Return what beside ids says who matches, and who may be a negative."""
+        if image_groups is None and text_groups is None and matches is None:
+            return NOTHING_RELATED
         return Related((image_groups, text_groups), self.groups, matches)
 
     def _with_telemetry(self, loss: Any, sim: Similarity | MemorySimilarity) -> Any:
@@ -404,7 +406,7 @@ class PairLoss(SimilarityLoss):
         ``check`` checks what else there is, and returns what has to be the same in all processes.
         """
         options: dict[str, Any] = {"check_finite": self.check_finite, "names": names}
-        if related.given():
+        if related is not NOTHING_RELATED:
             options["related"] = related
 
         def check_alone() -> str:
@@ -424,7 +426,7 @@ class PairLoss(SimilarityLoss):
         if isinstance(images, Similarity):
             self.agree(check_alone)
             check_left_out(texts=texts, image_ids=image_ids, text_ids=text_ids)
-            if related.given():
+            if related is not NOTHING_RELATED:
                 expected = "None beside a Similarity, which stands for all of the input"
                 raise ValueError(f"image_groups, text_groups, matches: expected {expected}")
             if self.check_finite:

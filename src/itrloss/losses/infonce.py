@@ -686,6 +686,8 @@ class FurtherIds:
         """Return the groups of images (``side`` 0), or of texts, among themselves."""
         of_images, of_texts = self.related.groups
         own = of_images if side == 0 or of_texts is None else of_texts
+        if own is None:
+            return NOTHING_RELATED
         return Related((own, own), self.related.rule)
 
     def with_negatives(

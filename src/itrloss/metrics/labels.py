@@ -103,6 +103,9 @@ def with_ids(
             raise ValueError(
                 "image_ids, text_ids: expected None with a Similarity, which has its own"
             )
+        if by_ids and not scores.pairs.others_are_negatives:
+            expected = "expected ids of one number, and neither groups nor matches"
+            raise ValueError(f"{name}: {expected}; relevance=... takes grades of pairs")
         scores.check_finite()
         warn_of_one_side(scores)
         return folded(scores) if by_ids else scores
