@@ -259,3 +259,30 @@ WRONG: dict[str, dict[str, Any]] = {
 def test_wrong_input_is_named(message: str):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         InfoNCELoss()(*FEW, **WRONG[message])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_are_listed_and_counted_by_parts(kind: str, monkeypatch):
+    given = [x.requires_grad_() for x in (draw(1, 9, 8), draw(2, 7, 8))]
+    who = relation(kind, 3, 9, 7)
+    losses = InfoNCELoss(engine="tiled"), itrloss.TripletLoss(engine="dense")
+    wanted = [loss(*given, **who) for loss in losses]
+    monkeypatch.setattr("itrloss.engine.relations._AT_ONCE", 20)
+    for loss, value in zip(losses, wanted, strict=True):
+        assert_same(loss(*given, **who), value, given)
+
+
+@pytest.mark.parametrize("kind", ["label sets", "groups"])
+@pytest.mark.parametrize("seed", range(4))
+def test_guides_and_own_negatives_beside_relations(kind: str, seed: int):
+    given = [x.requires_grad_() for x in (draw(seed, 5, 4), draw(seed + 50, 7, 4))]
+    own = draw(seed + 1, 5, 3, 4)
+    guide = draw(seed + 2, 5, 6), draw(seed + 3, 7, 6), draw(seed + 4, 5, 3, 6)
+    who = relation(kind, seed, 5, 7)
+    who |= {"negatives": own, "negative_ids": integers(seed, 6, 5, 3)}
+    options: dict[str, Any] = {"temperature": 0.2, "margin": 0.1}
+    for also in ({}, {"directions": "image-text", "in_batch": False}, {"text_text": True}):
+        wanted = contrastive(*given, **options, **also, guide=guide, **who)
+        found = InfoNCELoss(**options, **also)(*given, guide=guide, **who)
+        if wanted.requires_grad:
+            assert_same(found, wanted, given)
