@@ -438,8 +438,10 @@ class Similarity(Anchors):
         return self._matrix.pair_scores(rows, cols)
 
     def positive_scores(self) -> Tensor:
-        """Return the (P,) scores of the positive pairs, sorted by the rows of the matrix."""
-        return self._matrix.positive_scores()
+        """Return a copy of the (P,) scores of the positive pairs, sorted by the rows of the
+        matrix.
+        """
+        return self._matrix.positive_scores().clone()
 
     def mean_of_pairs(
         self,
@@ -456,10 +458,10 @@ class Similarity(Anchors):
         cols = self.T.gathered(of_cols)
         pairs = self._matrix.pairs
         if self.one_to_one:
-            return value(self._matrix.positive_scores(), rows, cols)
+            return value(self.positive_scores(), rows.clone(), cols.clone())
         if pairs.listable:
             i, j = self._turned(*pairs.listed)
-            values = value(self._matrix.positive_scores(), rows[i], cols[j])
+            values = value(self.positive_scores(), rows[i], cols[j])
             total = segment_sum(values, i, len(rows))
         else:
             whole = self._matrix.graph_scores()
@@ -528,6 +530,12 @@ class Similarity(Anchors):
             if relevance is not None:
                 raise ValueError("relevance: expected None for a batch that processes share")
             return self._ranked_locally(k, bias, ties, below)
+        matrix = self._matrix
+        own_bias = None
+        if self.bias is not None:
+            # Beside large biases, float32 would lose the digits that tell candidates apart.
+            matrix = matrix.without_bias()
+            own_bias, bias = self._biases_in_float64(bias)
         candidate_bias = self._candidate_bias(bias)
         limit = self._limit("below", below)
         least = torch.finfo(self.dtype).min
@@ -536,9 +544,11 @@ class Similarity(Anchors):
         if ties is not None and relevance is None:
             judged = Relevance(self._matrix.pairs.places(self._side))
         parts: list[Ranking] = []
-        for part, scores in self._matrix.blocks(self._side):
+        for part, scores in matrix.blocks(self._side):
             if candidate_bias is not None:
                 scores = scores + candidate_bias  # in float64, if the bias is
+            if own_bias is not None:
+                scores += own_bias[part, None]
             scores.clamp_min_(least)
             own = None if judged is None else judged.part(part)
             if own is not None and own.excluded is not None:
@@ -553,6 +563,17 @@ class Similarity(Anchors):
                 ranks, grades = self._ranks_of(scores, own, part, optimistic, by_ids)
             parts.append(Ranking(ranks, top, grades))
         return joined(parts)
+
+    def _biases_in_float64(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """Return the biases of rows (N,), None for zeros, and of columns (M,) plus ``bias``."""
+        assert self.bias is not None
+        of_rows, of_cols = (None if x is None else x.detach().double() for x in self.bias)
+        further = as_bias("bias", bias, self.shape[1], self.device)
+        total = torch.zeros(self.shape[1], dtype=torch.float64, device=self.device)
+        for x in (of_cols, further):
+            if x is not None:
+                total = total + x
+        return of_rows, total
 
     def _best_of(self, scores: Tensor, k: int, own: Relevance | None, optimistic: bool) -> TopK:
         """Return the best columns of some rows by their scores (B, M), as :meth:`ranked` does."""

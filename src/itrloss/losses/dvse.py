@@ -215,7 +215,7 @@ class DynamicGate(CheckedModule):
 
     Attributes:
         weight: (heads, dim) W; a buffer, not a parameter.
-        centre: (heads,) c.
+        centre: (heads,) c, float32: it keeps its dtype when the module is cast.
         on_rate: (heads,) running share of the images for which a head is on. A head that stays at 0
             or 1 is stuck.
     """
@@ -295,8 +295,20 @@ class DynamicGate(CheckedModule):
         """
         finite = values.isfinite().all(1, keepdim=True)
         mean = torch.where(finite, values, 0.0).sum(0) / finite.sum().clamp_min(1)
-        share = torch.where(self.batches == 0, 1.0, self.momentum) * finite.any()
-        running.lerp_(mean.to(running.dtype), share.to(running.dtype))
+        # the first batch has all of the weight; not by the default dtype, which may be a half one
+        first = (self.batches == 0).to(running.dtype)
+        share = torch.lerp(torch.full_like(first, self.momentum), torch.ones_like(first), first)
+        running.lerp_(mean.to(running.dtype), share * finite.any())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DynamicGate:
+        """Move the module between devices; running means keep their dtype, as half precision would
+        lose small steps.
+        """
+        before = self.centre, self.on_rate
+        super()._apply(fn, recurse)
+        if self.centre.dtype != before[0].dtype:
+            self.centre, self.on_rate = (x.to(self.centre.device) for x in before)
+        return self
 
     def extra_repr(self) -> str:
         """Return the dimension, the number of heads and the momentum, for ``repr``."""

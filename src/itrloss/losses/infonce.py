@@ -28,7 +28,7 @@ from ..checks import (
     check_number,
 )
 from ..distributed import padded
-from ..engine.vectors import full_precision, host_may_read, normalized
+from ..engine.vectors import compute_dtype, full_precision, host_may_read, normalized
 from ..similarity import NO_ID, Similarity
 from ..terms import identity, softplus
 from .base import LEAST_LOG, PairLoss
@@ -180,7 +180,8 @@ class InfoNCELoss(PairLoss):
         """τ: a number, or a 0-dim tensor that follows ``log_scale`` (1,). May be set later."""
         if self.log_scale is None:
             return self._temperature
-        return (-self.log_scale).exp().squeeze()
+        # in float32 at least: exp in half precision would put it up to 0.4 % off
+        return (-self.log_scale.to(compute_dtype(self.log_scale))).exp().squeeze()
 
     @temperature.setter
     def temperature(self, value: float) -> None:

@@ -15,7 +15,7 @@ from ..hints import explained
 from ..metrics.labels import with_ids
 from ..similarity import Similarity
 from .base import Reranker
-from .direction import Bias, Direction, Rule, reference_sums
+from .direction import Bias, Direction, Rule, is_extreme, reference_sums
 
 # the grid of calibrate(), in steps of √2
 SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)
@@ -34,7 +34,8 @@ class _LogSumExpReranker(Reranker):
 
     def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
         options = [self._options_of(direction.side) for direction in directions]
-        if directions[0].candidates.embeddings is None:
+        given = directions[0].candidates.embeddings is None
+        if given or any(is_extreme(scale) for scale, _ in options):
             rules: list[Rule] = []
             for direction, (scale, factor) in zip(directions, options, strict=True):
                 rules.append(Bias(-reference_sums(direction.candidates, scale), factor))

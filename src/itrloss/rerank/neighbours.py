@@ -250,7 +250,7 @@ class TwoStageReranker(Reranker):
         values = []
         batches = zip(images.split(self.batch_size), texts.split(self.batch_size), strict=True)
         for some_images, some_texts in batches:
-            x = self.scorer(some_images, some_texts)
+            x = self.scorer(some_images.clone(), some_texts.clone())  # it may write to them
             shape = tuple(some_images.shape)
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             if got != shape or not bool(x.isfinite().all()):
@@ -333,8 +333,12 @@ def _distances(sim: Similarity) -> Tensor:
     """Return the (n, n) squared distances of rows and columns, divided by each row's largest."""
     assert sim.embeddings is not None
     items = torch.cat([F.normalize(x.to(sim.dtype), dim=1) for x in sim.embeddings])
+    # Distances do not change, and those of items that lie close together keep their digits.
+    items -= items.mean(0)
+    squares = items.square().sum(1)
     with full_precision(items), full_float32(items.device):
-        distance = (2 - 2 * items @ items.T).clamp_min_(0.0)
+        distance = items @ items.T
+    distance.mul_(-2).add_(squares[:, None]).add_(squares).clamp_min_(0.0)
     distance /= distance.amax(1, keepdim=True).clamp_min(torch.finfo(sim.dtype).tiny)
     return distance.fill_diagonal_(0.0)
 

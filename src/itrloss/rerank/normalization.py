@@ -123,6 +123,8 @@ class NearestNeighborNorm(Reranker):
     def rule(self, direction: Direction) -> Bias:
         """Return minus the mean of each candidate's highest scores, times alpha, as its bias."""
         highest = direction.candidates.topk(min(self.k, direction.candidates.shape[1])).values
+        if direction.candidates.embeddings is None:
+            highest = highest.double()  # given scores may be far larger than they differ
         return Bias(-self.alpha * highest.mean(1))
 
 
