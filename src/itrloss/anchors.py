@@ -485,7 +485,7 @@ class Anchors:
         lowest = float(total.amin())
         # All processes have to take the same path.
         if not self._complete and (lowest == 0 or self.exchange is not None):
-            count = self._counts(positive=True) if over == "positives" else self._counts(positive=False)
+            count = self._counts(positive=over == "positives")
             if over == "all":
                 count = count + self._counts(positive=True)
             lowest = float(total.masked_fill(count == 0, math.inf).amin())

@@ -154,8 +154,9 @@ def from_numpy(x: Any) -> Any:
     """
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiub":
         return x
-    dtype = np.float64 if x.dtype.kind == "f" and x.dtype.itemsize > 8 else x.dtype
-    native = np.dtype(dtype).newbyteorder("=")
+    size = min(x.dtype.itemsize, 8)  # of long doubles, too
+    # by its size: NumPy has two types of 64 bits, of which PyTorch knows one
+    native = np.dtype(f"{x.dtype.kind}{size}")
     return torch.from_numpy(np.require(x, native, ["C_CONTIGUOUS", "ALIGNED", "WRITEABLE"]))
 
 
@@ -244,11 +245,16 @@ def _copied(name: str, x: Tensor, size: int, device: torch.device) -> Tensor:
         x = x[:, 0]
     if x.shape != (size,):
         raise ValueError(f"{name}: expected shape ({size},), got {tuple(x.shape)}")
+    return as_int64(name, x).to(device, copy=True)
+
+
+def as_int64(name: str, x: Tensor) -> Tensor:
+    """Return integers as int64; raise a ValueError for larger ones."""
     if x.dtype == torch.uint64 and (x.view(torch.int64) < 0).any():
         # int64 would make them negative, and 2**63 the id of padding. The host waits for these
         # only.
         raise ValueError(f"{name}: expected ids below 2**63, got larger ones in {_type(x)}")
-    return x.to(device, torch.int64, copy=True)
+    return x.long()
 
 
 def check_range(name: str, x: Tensor, largest: int) -> None:

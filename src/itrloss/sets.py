@@ -21,6 +21,7 @@ from .checks import (
 from .engine.sets import Sets, set_scores
 from .engine.vectors import full_precision, host_may_read, normalized
 from .similarity import Similarity
+from .suspicious import warn
 
 PairReduction = Literal["mean", "sum", "frobenius"]
 Aggregation = Literal["max", "mean", "smooth_chamfer", "max_sum", "smooth_max_sum"]
@@ -257,6 +258,12 @@ def set_similarity(  # noqa: PLR0913 - options by keyword
     one_of("aggregation", aggregation, "max", "mean", "smooth_chamfer", "max_sum", "smooth_max_sum")
     rows = _existing("image", images, image_lengths, image_mask)
     cols = _existing("text", texts, text_lengths, text_mask)
+    for name, (_, lengths) in (("image", rows), ("text", cols)):
+        if lengths is not None and host_may_read(lengths) and not bool(lengths.any()):
+            warn(
+                f"{name}_lengths, {name}_mask: all sets are empty, so that all scores are 0 "
+                "without a gradient. A mask is True where an element exists"
+            )
     if aggregation != "mean":
         return set_scores(rows, cols, aggregation, alpha, normalize)
     with full_precision(images):  # the mean of the products is the product of the means

@@ -531,11 +531,9 @@ class Similarity(Anchors):
                 raise ValueError("relevance: expected None for a batch that processes share")
             return self._ranked_locally(k, bias, ties, below)
         matrix = self._matrix
-        own_bias = None
+        own_bias, bias = self._separate_biases(bias)
         if self.bias is not None:
-            # Beside large biases, float32 would lose the digits that tell candidates apart.
             matrix = matrix.without_bias()
-            own_bias, bias = self._biases_in_float64(bias)
         candidate_bias = self._candidate_bias(bias)
         limit = self._limit("below", below)
         least = torch.finfo(self.dtype).min
@@ -545,10 +543,7 @@ class Similarity(Anchors):
             judged = Relevance(self._matrix.pairs.places(self._side))
         parts: list[Ranking] = []
         for part, scores in matrix.blocks(self._side):
-            if candidate_bias is not None:
-                scores = scores + candidate_bias  # in float64, if the bias is
-            if own_bias is not None:
-                scores += own_bias[part, None]
+            scores = biased(scores, None if own_bias is None else own_bias[part], candidate_bias)
             scores.clamp_min_(least)
             own = None if judged is None else judged.part(part)
             if own is not None and own.excluded is not None:
@@ -564,9 +559,15 @@ class Similarity(Anchors):
             parts.append(Ranking(ranks, top, grades))
         return joined(parts)
 
-    def _biases_in_float64(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """Return the biases of rows (N,), None for zeros, and of columns (M,) plus ``bias``."""
-        assert self.bias is not None
+    def _separate_biases(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return what ranking adds to the products of embeddings: biases (N,) of rows, (M,) of
+        columns.
+
+        They are float64 where the matrix has biases: beside large ones, float32 would lose the
+        digits that tell candidates apart.
+        """
+        if self.bias is None:
+            return None, bias
         of_rows, of_cols = (None if x is None else x.detach().double() for x in self.bias)
         further = as_bias("bias", bias, self.shape[1], self.device)
         total = torch.zeros(self.shape[1], dtype=torch.float64, device=self.device)
@@ -645,6 +646,15 @@ def joined(parts: Sequence[Ranking]) -> Ranking:
     values = torch.cat([part.top.values for part in parts])
     indices = torch.cat([part.top.indices for part in parts])
     return Ranking(torch.cat(ranks), TopK(values, indices), torch.cat(grades) if grades else None)
+
+
+def biased(scores: Tensor, of_rows: Tensor | None, of_cols: Tensor | None) -> Tensor:
+    """Return scores (B, M) plus biases (B,) and (M,), in float64 if the biases are."""
+    if of_cols is not None:
+        scores = scores + of_cols
+    if of_rows is not None:
+        scores = scores + of_rows[:, None]
+    return scores
 
 
 def limited_scores(scores: Tensor, limit: Value | None, part: slice, least: float) -> Tensor:

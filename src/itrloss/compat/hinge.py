@@ -9,8 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import Names, as_id_numbers, check_embeddings, check_matrix, check_number, one_of
+from ..checks import (
+    Names,
+    as_id_numbers,
+    as_int64,
+    check_embeddings,
+    check_matrix,
+    check_number,
+    one_of,
+)
 from ..engine.vectors import compute_dtype
+from ..losses.suspicion import may_be_read, warn_of_units, warn_of_vectors
 from ..similarity import Similarity
 from ..terms import excess, identity
 
@@ -32,7 +41,7 @@ def required(name: str, x: Any) -> Any:
 
 def required_ids(name: str, ids: Any, device: torch.device) -> Tensor:
     """Return ids of any form, but not None, as integers on the device."""
-    return as_id_numbers(name, required(name, ids)).to(device)
+    return as_int64(name, as_id_numbers(name, required(name, ids))).to(device)
 
 
 def check_square(name: str, scores: Any) -> None:
@@ -87,6 +96,8 @@ class HingeLoss(Switched):
     hardest one.
     """
 
+    _looked = False  # whether a batch was looked at for what is suspicious
+
     def __init__(self, margin: float = 0, max_violation: bool = False):
         super().__init__()
         check_number("margin", margin)
@@ -95,6 +106,11 @@ class HingeLoss(Switched):
 
     def _hinges(self, sim: Similarity, reduction: functional.Reduction = "sum") -> Any:
         """Return the loss of a similarity; with reduction "none", the rows' and columns' values."""
+        if not torch.compiler.is_compiling() and not self._looked and may_be_read(sim):
+            self._looked = True
+            warn_of_vectors(sim)
+            if self.margin < 1 and not getattr(self, "order", False):
+                warn_of_units(type(self).__name__, sim)
         mining = "hardest" if self.max_violation else "all"
         return functional.triplet_loss(sim, self.margin, mining, reduction)
 

@@ -240,7 +240,7 @@ class SimilarityLoss(Loss):
         name = type(self).__name__
         warn_of_ids(name, loss, sim)
         warn_of_vectors(sim)
-        if sim.given_scores is not None and self.in_cosines:
+        if self.in_cosines:
             warn_of_units(name, sim)
 
 

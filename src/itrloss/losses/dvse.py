@@ -89,7 +89,11 @@ class VarianceAwareLoss(SimilarityLoss):
         value = functional.variance_aware_loss(
             heads, self.margin, self.detach_sigma, self.shared_sigma, self.reduction
         )
-        if self.observed and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return value
+        if not self._looked:
+            self._look(value, frame)
+        if self.observed:
             self.telemetry = self._described(heads, frame)
         return value
 
@@ -285,8 +289,10 @@ class DynamicGate(CheckedModule):
         if mask is None:
             mask = torch.ones(regions.shape[:2], device=regions.device)
         exists = mask.float()
+        # what is not there may be anything, also nan
+        existing = torch.where(exists[:, :, None] > 0, regions.float(), 0.0)
         with full_precision(regions):  # pooling and projection commute
-            sums = torch.einsum("nr,nrd->nd", exists, regions.float())
+            sums = torch.einsum("nr,nrd->nd", exists, existing)
             return sums / exists.sum(1, keepdim=True).clamp_min(1) @ self.weight.float().T
 
     def _follow(self, running: Tensor, values: Tensor) -> None:

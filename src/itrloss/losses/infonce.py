@@ -22,6 +22,7 @@ from ..checks import (
     NumberOr,
     as_id_numbers,
     as_ids,
+    as_int64,
     check_alike,
     check_embeddings,
     check_matrix,
@@ -32,6 +33,7 @@ from ..engine.vectors import compute_dtype, full_precision, host_may_read, norma
 from ..similarity import NO_ID, Similarity
 from ..terms import identity, softplus
 from .base import LEAST_LOG, PairLoss
+from .suspicion import may_be_read, warn_of_negatives, warn_of_units, warn_of_vectors
 
 SIDES = {"both": (0, 1), "image-text": (0,), "text-image": (1,)}
 _OF_IMAGES = Names("images", "images", "image_ids", "image_ids")
@@ -258,6 +260,8 @@ class InfoNCELoss(PairLoss):
         if guide is None and negatives is None and not (self.image_image or self.text_text):
             return self._with_telemetry(self.compute(sim), sim)
         ids = FurtherIds.of(sim, image_ids, text_ids, negative_ids)
+        if not self._looked and not torch.compiler.is_compiling():
+            self._look_at_further(sim, texts, negatives, negative_ids, guide)
         further = self._further(anchors, texts, negatives, ids, self.normalize)
         if guide is None:
             return self._with_telemetry(self.compute(sim, further), sim)
@@ -267,6 +271,23 @@ class InfoNCELoss(PairLoss):
             return self._with_telemetry(self.compute(sim, further, guide), sim)
         judge, judged = self._judges(guide, (image_ids, text_ids), ids)
         return self._with_telemetry(self.compute(sim, further, judge, judged), sim)
+
+    def _look_at_further(
+        self,
+        sim: Similarity,
+        texts: Tensor | None,
+        negatives: Tensor | None,
+        negative_ids: IdsLike | None,
+        guide: Similarity | Sequence[Tensor] | None,
+    ) -> None:
+        """Warn of negatives that match, and of a guide in other units; see :meth:`_look`."""
+        if not may_be_read(sim) or sim.share is not None:
+            return
+        if negatives is not None and negative_ids is None and texts is not None:
+            warn_of_negatives(sim, texts, negatives)
+        of_cosines = self.margin is not None and abs(self.margin) < 1 and not self.relative
+        if isinstance(guide, Similarity) and of_cosines:
+            warn_of_units(type(self).__name__, guide, "guide: scores")
 
     @torch.no_grad()
     def _judges(
@@ -647,7 +668,7 @@ class FurtherIds:
         if numbers.shape != scores.shape:
             expected = f"expected shape {tuple(scores.shape)}"
             raise ValueError(f"negative_ids: {expected}, got {tuple(numbers.shape)}")
-        numbers = numbers.to(scores.device, torch.int64)
+        numbers = as_int64("negative_ids", numbers).to(scores.device)
         own = ids_or_numbers("image_ids", self.images, len(scores), scores.device)
         return (numbers != NO_ID) & (numbers != own[:, None])
 
@@ -791,7 +812,17 @@ class DistillationLoss(PairLoss):
             if teacher.shape != sim.shape:
                 raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(teacher.shape)}")
             teacher = Similarity.from_scores(teacher, image_ids, text_ids)
+        if not self._looked and not torch.compiler.is_compiling():
+            self._look_at_teacher(teacher)
         return self._with_telemetry(self.compute(sim, teacher), sim)
+
+    def _look_at_teacher(self, teacher: Similarity) -> None:
+        """Warn of a teacher in other units, or of its embeddings; see :meth:`_look`."""
+        if not isinstance(teacher, Similarity) or not may_be_read(teacher):
+            return
+        warn_of_vectors(teacher)
+        if self.teacher_temperature < 0.5:
+            warn_of_units(type(self).__name__, teacher, "teacher: scores")
 
     def compute(  # type: ignore[override]
         self, sim: Similarity, teacher: Similarity

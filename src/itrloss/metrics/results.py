@@ -352,7 +352,10 @@ def _joined(
     k = min(fold.top.shape[1] for fold in folds)
     ids = torch.cat([fold.ids for fold in folds])
     ranks = pad_sequence([row for fold in folds for row in fold.ranks], batch_first=True)
-    top = [own[fold.top[:, :k]] for fold, own in zip(folds, candidates, strict=True)]
+    top = []
+    for fold, own in zip(folds, candidates, strict=True):
+        best = fold.top[:, :k]
+        top.append(own[best.clamp_min(0)].masked_fill(best < 0, -1))  # -1: no candidate
     return QueryResults(ids[order], ranks[order], torch.cat(top)[order], size)
 
 

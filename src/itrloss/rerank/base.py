@@ -19,8 +19,10 @@ from ..engine.ranking import Ranking, Relevance
 from ..hints import explained
 from ..metrics.labels import ids_or_indices, shared, with_ids
 from ..similarity import Similarity, TopK, joined
+from ..suspicious import number_shared, warn
 from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
 
+_TELL_APART = 64  # numbers of a query that tell it from others
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
 
@@ -331,7 +333,9 @@ class Reranker(ABC):
         banks = [self._images, self._texts]
         for side, bank in enumerate(banks):
             if bank is not None:
-                banks[side] = fitting(bank, side, sim)
+                bank = fitting(bank, side, sim)
+                _warn_of_test_queries(bank, side, sim)
+                banks[side] = bank
         images = sim.local()
         texts = sim.T.local()
         plain_images = unlabelled(images)
@@ -386,6 +390,22 @@ class Reranker(ABC):
             if transductive and self.takes_bank and count == 1:
                 needed = "a single query needs a bank to be compared with"
                 raise ValueError(f"scores: {needed}; {advice}")
+
+
+def _warn_of_test_queries(bank: Tensor, side: int, sim: Similarity) -> None:
+    """Warn if half of a bank's queries, or of the queries that are ranked, are in the other."""
+    if sim.embeddings is not None:
+        queries = sim.embeddings[side]
+    else:
+        queries = sim.scores().T if side else sim.scores()
+        bank = bank.T  # (B, C)
+    shared_number = number_shared(queries[:, :_TELL_APART], bank[:, :_TELL_APART])
+    if 2 * shared_number >= min(len(queries), len(bank)):
+        name = SIDES[side]
+        warn(
+            f"{name}: the bank has {name} of the test set, so that test queries see one another; "
+            "fit others, such as the training set's, or leave the bank out"
+        )
 
 
 @torch.no_grad()
