@@ -367,9 +367,8 @@ def _run(args: argparse.Namespace) -> None:
     validation = None
     if args.val is not None:
         validation = _similarity(args, args.val)
-    banks = (_bank(args, sim, 0), _bank(args, sim, 1))
-    if validation is not None:
         _warn_of_test_data(args.val, sim, validation)
+    banks = (_bank(args, sim, 0), _bank(args, sim, 1))
     if args.folds != 1:
         _check_folds(args, sim, banks)
     if args.protocol:

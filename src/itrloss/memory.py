@@ -179,7 +179,8 @@ class CoupledMemory(WholeState):
 
         It is a copy: what is enqueued into it does not get into this one.
         """
-        part = CoupledMemory(self.size, d, dtype=self.images.dtype).to(self.images.device)
+        with self.images.device:
+            part = CoupledMemory(self.size, d, dtype=self.images.dtype)
         with torch.no_grad():
             part.images.copy_(normalized(self.images[:, :d]))
             part.texts.copy_(normalized(self.texts[:, :d]))

@@ -99,7 +99,8 @@ def _memory(images: Tensor, texts: Tensor, ids: Tensor | None = None) -> Coupled
         raise ValueError(f"mb_cap, t_queue: expected {expected}, got {len(texts)}")
     if ids is not None:
         ids = as_ids("mb_ind", ids, len(images), images.device)
-    memory = CoupledMemory(*images.shape).to(images.device, images.dtype)
+    with images.device:
+        memory = CoupledMemory(*images.shape, dtype=images.dtype)
     memory.enqueue_alone(images, texts, ids)
     return memory
 
@@ -239,7 +240,8 @@ class AdaptedLoss(Switched):
         negatives.
         """
         if mb_img is None:
-            empty = CoupledMemory(1, im.shape[1]).to(im.device, im.dtype)
+            with im.device:
+                empty = CoupledMemory(1, im.shape[1], dtype=im.dtype)
             return self.loss(im, s, im, s, empty)
         entries = required_ids("mb_ind", mb_ind, im.device)  # (M,)
         ids = required_ids("indices", indices, im.device)  # (B,)
