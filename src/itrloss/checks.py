@@ -6,7 +6,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -56,6 +56,15 @@ def check_number(name: str, value: object, positive: bool = False) -> None:
         raise ValueError(f"{name}: expected a number above 0, got {value}")
     if not abs(float(value)) <= _LARGEST:
         raise ValueError(f"{name}: expected a number in the range of float32, got {value}")
+
+
+def as_number(name: str, value: Any, positive: bool = False) -> float:
+    """Return a number of any type as a Python number; raise an error as :func:`check_number`.
+
+    Others would be shown, saved and rounded in their own ways.
+    """
+    check_number(name, value, positive)
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def as_size(name: str, value: Any) -> int:
@@ -150,8 +159,10 @@ def require_finite(name: str, x: Tensor) -> None:
 
 def from_numpy(x: Any) -> Any:
     """Return a NumPy array of numbers as a tensor on the CPU, of the same memory if that can be
-    written to; anything else as it is.
+    written to, and a table of pandas, too; anything else as it is.
     """
+    if hasattr(x, "to_numpy"):
+        x = x.to_numpy()
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiub":
         return x
     size = min(x.dtype.itemsize, 8)  # of long doubles, too
@@ -184,6 +195,8 @@ def _id_array(ids: Any) -> np.ndarray:
         return np.array(None)
     if isinstance(ids, (list, tuple)) and not array.size:
         return array.astype(np.int64)
+    if array.dtype.kind == "S":  # as of h5py
+        return _decoded(array)
     values = array.ravel().tolist() if array.dtype.kind in "OU" else []
     # an array that NumPy makes of strings and numbers is one of strings: judged by what there was
     given = ids if isinstance(ids, (list, tuple)) else values
@@ -196,6 +209,14 @@ def _id_array(ids: Any) -> np.ndarray:
         if fit and not any(isinstance(x, bool) for x in values):
             return array.astype(np.int64)
     return array
+
+
+def _decoded(array: np.ndarray) -> np.ndarray:
+    """Return byte strings in UTF-8 as strings; others stay what they are, and are refused."""
+    try:
+        return np.char.decode(array, "utf-8")
+    except UnicodeDecodeError:
+        return array
 
 
 def _numbers_of_strings(strings: np.ndarray) -> Tensor:
@@ -257,6 +278,19 @@ def as_int64(name: str, x: Tensor) -> Tensor:
     return x.long()
 
 
+def as_mask(name: str, mask: Any, shape: tuple[int, ...]) -> Tensor:
+    """Return a mask of bools, or of integers 0 and 1: a tensor, an array or nested lists."""
+    if isinstance(mask, (list, tuple)):
+        mask = np.array(mask)
+    mask = from_numpy(mask)
+    if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name}: expected a bool tensor of shape {shape}, got {got}")
+    if tuple(mask.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(mask.shape)}")
+    return mask
+
+
 def check_range(name: str, x: Tensor, largest: int) -> None:
     """Raise a ValueError unless all integers are from 0 to ``largest``. Synchronises with an
     accelerator.
@@ -315,6 +349,10 @@ def as_value(
     name: str, value: Any, size: int, dtype: torch.dtype, device: torch.device
 ) -> float | Tensor:
     """Return a number as a float, or a tensor of one or ``size`` values as (1,) or (size,)."""
+    if isinstance(value, list):
+        value = np.array(value)
+    if isinstance(value, np.ndarray):
+        value = from_numpy(value)
     if not isinstance(value, Tensor):
         check_number(name, value)
         return float(value)
@@ -344,7 +382,7 @@ def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | N
 
 
 class Option(Generic[T]):
-    """An option of a :class:`CheckedModule`, declared in the body of its class."""
+    """An option of a :class:`CheckedModule` or a re-ranker, declared in the body of its class."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -353,11 +391,15 @@ class Option(Generic[T]):
     def check(self, value: Any) -> None:
         """Raise an error that names the option unless it may have the value: here, any."""
 
+    def plain(self, value: Any) -> Any:
+        """Return an allowed value in the type in which it is kept."""
+        return value
+
     @overload
     def __get__(self, module: None, owner: type) -> Option[T]: ...
     @overload
-    def __get__(self, module: nn.Module, owner: type) -> T: ...
-    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+    def __get__(self, module: object, owner: type) -> T: ...
+    def __get__(self, module: object | None, owner: type) -> Any:
         if module is None:
             return self
         try:
@@ -365,9 +407,9 @@ class Option(Generic[T]):
         except KeyError:
             raise AttributeError(f"{owner.__name__} has not set its option {self.name}") from None
 
-    def __set__(self, module: nn.Module, value: T) -> None:
+    def __set__(self, module: Any, value: T) -> None:
         self.check(value)
-        module.__dict__[self.place] = value
+        module.__dict__[self.place] = self.plain(value)
 
 
 class WholeState(nn.Module):
@@ -441,6 +483,19 @@ class Choice(Option[T]):
     def check(self, value: Any) -> None:
         one_of(self.name, value, *self.allowed)
 
+    def plain(self, value: Any) -> Any:
+        return self.allowed[self.allowed.index(value)]
+
+
+class Size(Option[int]):
+    """An option that is an integer of at least 1."""
+
+    def check(self, value: Any) -> None:
+        as_size(self.name, value)
+
+    def plain(self, value: Any) -> int:
+        return as_size(self.name, value)
+
 
 class Bounded(Option[T]):
     """An option that is a number within bounds, or what a subclass allows besides."""
@@ -468,6 +523,9 @@ class Bounded(Option[T]):
         if self.at_most < math.inf:
             bounds.append(f"at most {self.at_most:g}")
         raise ValueError(f"{self.name}: expected a number {' and '.join(bounds)}, got {value}")
+
+    def plain(self, value: Any) -> Any:
+        return as_number(self.name, value) if isinstance(value, Real) else value
 
 
 class Number(Bounded[float]):
@@ -513,7 +571,7 @@ class Learnable(Bounded[Any]):
             super().__set__(module, value)
             return
         self.check(value)
-        module.__dict__[self.place] = value
+        module.__dict__[self.place] = self.plain(value)
         self.reset(module)
 
     def reset(self, module: nn.Module) -> None:
@@ -541,7 +599,7 @@ class Fixed(Option[T]):
         if hint:
             raise TypeError(f"{self.name}: expected an option, got {hints.shown(value)}{hint}")
 
-    def __set__(self, module: nn.Module, value: T) -> None:
+    def __set__(self, module: Any, value: T) -> None:
         if self.place in module.__dict__:
             raise AttributeError(
                 f"{self.name}: cannot be changed, as parameters depend on it; make a new module"

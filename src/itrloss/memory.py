@@ -13,6 +13,7 @@ from . import checks
 from .anchors import Anchors, AnchorSide
 from .checks import (
     CheckedModule,
+    Fixed,
     IdsLike,
     Number,
     WholeState,
@@ -35,7 +36,7 @@ __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
 HALF = torch.float16, torch.bfloat16
 
 
-class CoupledMemory(WholeState):
+class CoupledMemory(CheckedModule):
     """Ring buffers of image keys and of the text keys that belong to them (CODER Sec. 3.2, USER
     Sec. III-D; MoCo).
 
@@ -57,6 +58,8 @@ class CoupledMemory(WholeState):
         enqueued: () int64, number of entries ever put in; the next goes to ``enqueued % size``.
     """
 
+    size = Fixed[int]()
+    dim = Fixed[int]()
     images: Tensor
     texts: Tensor
     ids: Tensor
@@ -144,6 +147,8 @@ class CoupledMemory(WholeState):
         self, image_keys: Tensor, text_keys: Tensor, ids: IdsLike | None, empty: bool
     ) -> list[Tensor]:
         """Return the keys, and ids if there are any; raise an error if they do not fit."""
+        image_keys = checks.from_numpy(image_keys)
+        text_keys = checks.from_numpy(text_keys)
         for name, x in (("image_keys", image_keys), ("text_keys", text_keys)):
             check_matrix(name, x, f"(B, {self.dim})", empty=empty)
             shape = image_keys.shape[0], self.dim

@@ -70,7 +70,7 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     check_matrix("queries", query_vectors, "(Q, D)", check_finite=True)
     k = as_size("k", k)
     block = as_size("block", block)
-    shape = tuple(corpus.shape)
+    shape = tuple(getattr(corpus, "shape", ()))
     if len(shape) != 2 or shape[1] != query_vectors.shape[1]:
         raise ValueError(
             f"corpus: expected shape (N, {query_vectors.shape[1]}) as the queries, got {shape}"

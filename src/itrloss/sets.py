@@ -11,6 +11,7 @@ from torch import Tensor
 from .anchors import Anchors, Reduction
 from .checks import (
     as_indices,
+    as_mask,
     check_alike,
     check_matrix,
     check_number,
@@ -246,6 +247,11 @@ def set_similarity(  # noqa: PLR0913 - options by keyword
             element exists, such as for padding on the left, or tokens that do not count. Integers 0
             and 1, as tokenizers return them, will do.
     """
+    images = from_numpy(images)
+    texts = from_numpy(texts)
+    for name, x in (("images", images), ("texts", texts)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected sets of embeddings, got {type(x).__name__}")
     if texts.dim() == 2:
         texts = texts[:, None]
     for name, x in (("images", images), ("texts", texts)):
@@ -287,12 +293,7 @@ def _existing(
     if lengths is not None:
         raise ValueError(f"{name}_mask: expected None beside {name}_lengths")
     shape = tuple(sets.shape[:2])
-    mask = from_numpy(mask)
-    if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{name}_mask: expected a bool tensor of shape {shape}, got {got}")
-    if tuple(mask.shape) != shape:
-        raise ValueError(f"{name}_mask: expected shape {shape}, got {tuple(mask.shape)}")
+    mask = as_mask(f"{name}_mask", mask, shape)
     exists = mask.to(sets.device) != 0
     # No aggregation depends on the order of elements, and equal ones stay in theirs.
     order = (~exists).to(torch.uint8).argsort(dim=1, stable=True)

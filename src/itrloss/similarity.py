@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -97,15 +97,15 @@ class Similarity(Anchors):
             ids = checks.check_ids(row_ids, col_ids, n, m, rows.device, names)
         if memory_budget is None:
             memory_budget = 0 if engine == "tiled" else MEMORY_BUDGET
-        elif not isinstance(memory_budget, int) or memory_budget < 0:
+        elif not isinstance(memory_budget, SupportsIndex) or memory_budget < 0:
             got = repr(memory_budget)
             raise ValueError(f"memory_budget: expected a number of bytes, 0 at least, got {got}")
         matrix = Matrix(
             Embeddings(rows, normalize),
             Embeddings(cols, normalize),
             Pairs((n, m), ids, rows.device),
-            choose_engine(engine, n * m, memory_budget, rows),
-            memory_budget,
+            choose_engine(engine, n * m, int(memory_budget), rows),
+            int(memory_budget),
             check_biases(bias, n, m),
         )
         matrix.strict = engine == "triton"
@@ -670,15 +670,16 @@ def check_biases(bias: Any, n: int, m: int) -> Bias:
     """Return the (N,) and (M,) biases; raise an error unless they are a pair of tensors or None."""
     if bias is None:
         return None, None
-    if not isinstance(bias, tuple) or len(bias) != 2:
+    if not isinstance(bias, (tuple, list)) or len(bias) != 2:
         raise TypeError(f"bias: expected a pair of tensors or None, got {bias!r}")
-    for x, size in zip(bias, (n, m), strict=True):
+    biases = checks.from_numpy(bias[0]), checks.from_numpy(bias[1])
+    for x, size in zip(biases, (n, m), strict=True):
         if x is None:
             continue
         if not isinstance(x, Tensor) or x.shape != (size,) or not x.is_floating_point():
             got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else repr(x)
             raise ValueError(f"bias: expected ({size},) floating-point numbers, got {got}")
-    return bias
+    return biases
 
 
 class BatchPart(NamedTuple):

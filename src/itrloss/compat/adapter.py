@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import functional
 from ..checks import Names, as_ids, check_embeddings, one_of
 from ..losses import MemoryLoss
-from ..losses.matryoshka import inner_loss
+from ..losses.matryoshka import check_scalar, inner_loss
 from ..memory import CoupledMemory
 from .hinge import Switched, check_square, required, required_ids
 from .sets import Regularizers, members_of, zero_of
@@ -188,6 +188,7 @@ class AdaptedLoss(Switched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the code base's criterion does, from its arguments."""
+        check_scalar(self.loss)
         call = self._call(args, kwargs)
         if isinstance(self.loss, MemoryLoss):
             if self.code_base == "hal":

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import functional
 from ..checks import (
+    CheckedModule,
     Names,
+    Number,
     as_id_numbers,
     as_int64,
     check_embeddings,
     check_matrix,
-    check_number,
     one_of,
 )
 from ..engine.vectors import compute_dtype
@@ -25,7 +27,11 @@ from ..terms import excess, identity
 
 
 def option(opt: Any, name: str, *default: Any) -> Any:
-    """Return an attribute of a code base's settings, or the default; an error without both."""
+    """Return an attribute of a code base's settings, or an entry of a dictionary of them; or the
+    default; an error without both.
+    """
+    if isinstance(opt, Mapping):
+        opt = SimpleNamespace(**opt)
     try:
         return getattr(opt, name, *default)
     except AttributeError:
@@ -79,7 +85,7 @@ def similarity(
     return Similarity(x, y, *ids, normalize=False, names=called)
 
 
-class Switched(nn.Module):
+class Switched(CheckedModule):
     """A criterion that code bases switch to the hardest negatives after some epochs."""
 
     def max_violation_on(self) -> None:
@@ -96,13 +102,23 @@ class HingeLoss(Switched):
     hardest one.
     """
 
+    margin = Number()
     _looked = False  # whether a batch was looked at for what is suspicious
 
     def __init__(self, margin: float = 0, max_violation: bool = False):
         super().__init__()
-        check_number("margin", margin)
         self.margin = margin
         self.max_violation = bool(max_violation)
+
+    def get_extra_state(self) -> Tensor:
+        """Return what ``state_dict`` holds, as :class:`itrloss.TripletLoss` does: (1,) uint8,
+        whether only the hardest negatives count.
+        """
+        return torch.tensor([self.max_violation], dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Restore which negatives count from ``get_extra_state``."""
+        self.max_violation = bool(state)
 
     def _hinges(self, sim: Similarity, reduction: functional.Reduction = "sum") -> Any:
         """Return the loss of a similarity; with reduction "none", the rows' and columns' values."""

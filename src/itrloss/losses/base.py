@@ -19,6 +19,7 @@ from ..checks import (
     Names,
     check_embeddings,
     check_matrix,
+    one_of,
 )
 from ..distributed import consensus, padded, world_size
 from ..distributed.collectives import replicated, total
@@ -174,8 +175,26 @@ class SimilarityLoss(Loss):
         super().__init__(**common)
         self.engine = engine
         self.check_finite = check_finite
-        self.observed = telemetry
-        self.telemetry: dict[str, Tensor] = {}
+        self.observed = False
+        self._figures: dict[str, Tensor] = {}
+        self.telemetry = telemetry
+
+    @property
+    def telemetry(self) -> dict[str, Tensor]:
+        """The figures of the last call; empty without the option. It may be set later, to True or
+        False.
+        """
+        return self._figures
+
+    @telemetry.setter
+    def telemetry(self, value: bool | dict[str, Tensor]) -> None:
+        """Say whether figures are kept, or keep some."""
+        if isinstance(value, dict):
+            self._figures = value
+            return
+        one_of("telemetry", value, True, False)
+        self.observed = bool(value)
+        self._figures = {}
 
     @property
     def in_cosines(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import Choice, Fixed, Learnable, Number, check_number, reset_learnable
+from ..checks import Choice, Fixed, Learnable, Number, as_number, reset_learnable
 from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
 from .base import PairLoss
@@ -159,8 +159,7 @@ class SigmoidLoss(PairLoss):
     @scale.setter
     def scale(self, value: float) -> None:
         """Set a, above 0; if it is learnable, in place."""
-        check_number("scale", value, positive=True)
-        self._scale = value
+        self._scale = as_number("scale", value, positive=True)
         self._reset_scale()
 
     @torch.no_grad()

@@ -17,9 +17,11 @@ from ..checks import (
     Choice,
     IdsLike,
     Number,
+    as_mask,
     as_size,
     check_embeddings,
     check_matrix,
+    from_numpy,
 )
 from ..distributed import gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
@@ -280,15 +282,19 @@ class DynamicGate(CheckedModule):
     def _projected(self, regions: Tensor, mask: Tensor | None) -> Tensor:
         """Return the pooled values (N, heads)."""
         dim = self.weight.shape[1]
+        regions = from_numpy(regions)
+        if not isinstance(regions, Tensor):
+            raise TypeError(f"regions: expected a tensor, got {type(regions).__name__}")
         if regions.dim() != 3 or regions.shape[2] != dim:
             raise ValueError(f"regions: expected shape (N, R, {dim}), got {tuple(regions.shape)}")
-        if mask is not None and mask.shape != regions.shape[:2]:
-            raise ValueError(
-                f"mask: expected shape {tuple(regions.shape[:2])}, got {tuple(mask.shape)}"
-            )
+        shape = tuple(regions.shape[:2])
         if mask is None:
-            mask = torch.ones(regions.shape[:2], device=regions.device)
-        exists = mask.float()
+            exists = torch.ones(shape, device=regions.device)
+        else:
+            mask = from_numpy(mask)
+            is_float = isinstance(mask, Tensor) and mask.is_floating_point()
+            exists = as_mask("mask", mask != 0 if is_float else mask, shape)
+            exists = exists.to(regions.device).float()
         # what is not there may be anything, also nan
         existing = torch.where(exists[:, :, None] > 0, regions.float(), 0.0)
         with full_precision(regions):  # pooling and projection commute
@@ -353,10 +359,6 @@ class DVSEObjective(CheckedModule):
         **options: Any,
     ):
         super().__init__()
-        if options.get("reduction", "mean") != "mean":
-            raise ValueError(
-                f"reduction: expected 'mean' for a total, got {options['reduction']!r}"
-            )
         self.balance = balance
         self.variance_aware = VarianceAwareLoss(**options)
         self.orthogonal = DynamicOrthogonalLoss(
@@ -365,6 +367,13 @@ class DVSEObjective(CheckedModule):
             gather=self.variance_aware.gather,
             process_group=self.variance_aware.process_group,
         )
+        self._check_reductions()
+
+    def _check_reductions(self) -> None:
+        """Raise an error unless both losses are means; at each call, as options may be set."""
+        for part in (self.variance_aware, self.orthogonal):
+            if part.reduction != "mean":
+                raise ValueError(f"reduction: expected 'mean' for a total, got {part.reduction!r}")
 
     def forward(
         self,
@@ -383,7 +392,12 @@ class DVSEObjective(CheckedModule):
                 normalisation.
             gate: (N, K) of :class:`DynamicGate`; None: all heads are on.
         """
-        self.variance_aware.agree(lambda: f"DVSEObjective {self.extra_repr()}")
+
+        def check() -> str:
+            self._check_reductions()
+            return f"DVSEObjective {self.extra_repr()}"
+
+        self.variance_aware.agree(check)
         variance = self.variance_aware(image_sets, texts, image_ids, text_ids)
         orthogonal = self.orthogonal(residuals, gate)
         total = self.balance * variance + (1 - self.balance) * orthogonal

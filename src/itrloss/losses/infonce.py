@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,10 +24,11 @@ from ..checks import (
     as_id_numbers,
     as_ids,
     as_int64,
+    as_number,
     check_alike,
     check_embeddings,
     check_matrix,
-    check_number,
+    from_numpy,
 )
 from ..distributed import padded
 from ..engine.vectors import compute_dtype, full_precision, host_may_read, normalized
@@ -188,8 +190,7 @@ class InfoNCELoss(PairLoss):
     @temperature.setter
     def temperature(self, value: float) -> None:
         """Set τ, above 0; if it is learnable, in place."""
-        check_number("temperature", value, positive=True)
-        self._temperature = value
+        self._temperature = as_number("temperature", value, positive=True)
         self.reset_parameters()
 
     @property
@@ -200,14 +201,14 @@ class InfoNCELoss(PairLoss):
     @hardness.setter
     def hardness(self, value: float | tuple[float, float]) -> None:
         """Set α, at least 0."""
-        numbers = value if isinstance(value, tuple) else (value, value)
-        if len(numbers) != 2:
+        is_pair = isinstance(value, (tuple, list, np.ndarray)) and np.ndim(value) == 1
+        numbers: Sequence[Any] = list(value) if is_pair else [value]  # type: ignore[arg-type]
+        if is_pair and len(numbers) != 2:
             raise ValueError(f"hardness: expected a number or a pair of numbers, got {value!r}")
-        for number in numbers:
-            check_number("hardness", number)
-            if number < 0:
-                raise ValueError(f"hardness: expected at least 0, got {value!r}")
-        self._hardness = value
+        checked = [as_number("hardness", number) for number in numbers]
+        if min(checked) < 0:
+            raise ValueError(f"hardness: expected at least 0, got {value!r}")
+        self._hardness = (checked[0], checked[1]) if is_pair else checked[0]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -248,6 +249,8 @@ class InfoNCELoss(PairLoss):
         """
         if unknown:
             self.refuse(unknown)
+        if isinstance(guide, (tuple, list)):
+            guide = [from_numpy(x) for x in guide]
         self._limit_scale()
         anchors = images if scores is None else scores
 
@@ -798,6 +801,8 @@ class DistillationLoss(PairLoss):
         :meth:`FilteredInfoNCELoss.forward`. Ids are as in :meth:`PairLoss.forward`; they are for
         ``telemetry`` alone.
         """
+
+        teacher = from_numpy(teacher)
 
         def check() -> str:
             return described_model("teacher", teacher, images, texts) if self.sharded else ""

@@ -8,12 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import IMAGES_AND_TEXTS, IdsLike, check_embeddings, from_numpy, ids_of_both
+from ..checks import (
+    IMAGES_AND_TEXTS,
+    IdsLike,
+    as_size,
+    check_embeddings,
+    from_numpy,
+    ids_of_both,
+    one_of,
+)
 from ..rerank import Reranker
 from ..similarity import Similarity
 from .labels import default_ids
 from .results import RECALLS, Ks, as_ks, recall_names
-from .retrieval import Ties, retrieval_metrics
+from .retrieval import Ties, check_reranker, retrieval_metrics
 
 try:
     from torchmetrics import Metric
@@ -58,13 +66,16 @@ class RetrievalMetrics(Metric):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
+        one_of("ties", ties, "pessimistic", "optimistic")  # now, not after the last batch
+        if reranker is not None:
+            check_reranker(reranker, False)
         self.normalize = normalize
         self.options: dict[str, Any] = {
             "ks": as_ks(ks),
             "reranker": reranker,
             "ties": ties,
-            "hubness_k": hubness_k,
-            "folds": folds,
+            "hubness_k": as_size("hubness_k", hubness_k),
+            "folds": as_size("folds", folds),
         }
         for name in ("images", "texts", "image_ids", "text_ids"):
             self.add_state(name, [], dist_reduce_fx="cat")

@@ -150,6 +150,8 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     hubness_k = as_size("hubness_k", hubness_k)
     folds = as_size("folds", folds)
     one_of("ties", ties, "pessimistic", "optimistic")
+    if isinstance(scores, list) and len(scores) == 2 and hasattr(scores[0], "shape"):
+        scores = scores[0], scores[1]
     pair = isinstance(scores, tuple)
     if reranker is not None:
         check_reranker(reranker, pair)

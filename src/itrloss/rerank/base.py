@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import as_size, check_matrix, from_numpy
+from ..checks import Option, as_size, check_matrix, from_numpy
 from ..distributed import consensus, world_size
 from ..distributed.shards import Share
 from ..engine.ranking import Ranking, Relevance
@@ -67,7 +67,7 @@ class Reranker(ABC):
     """The base class of re-rankers.
 
     A subclass implements :meth:`rule` and stores each constructor argument in an attribute of the
-    same name.
+    same name. Options of the library's own are checked whenever they are set.
 
     Attributes:
         needs_bank: whether it requires a bank of queries other than the test queries, see
@@ -110,7 +110,12 @@ class Reranker(ABC):
         return f"{type(self).__name__}({options})"
 
     def _options(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        options = {}
+        for place, value in vars(self).items():
+            name = place.removeprefix("_")
+            if isinstance(getattr(type(self), name, None), Option) or not place.startswith("_"):
+                options[name] = value
+        return options
 
     @property
     def transductive(self) -> tuple[bool, bool]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import as_size, check_number
+from ..checks import Number, Size, from_numpy
 from ..engine.products import full_float32
 from ..engine.vectors import full_precision
 from ..hints import explained
@@ -131,10 +132,11 @@ class ReciprocalReranker(Reranker):
     code takes the best ρ over *all captions of the query's image*, which uses a label.
     """
 
+    i2t_k = Size()
+    t2i_k = Size()
+
     @explained
     def __init__(self, i2t_k: int = 15, t2i_k: int = 20):
-        i2t_k = as_size("i2t_k", i2t_k)
-        t2i_k = as_size("t2i_k", t2i_k)
         self.i2t_k = i2t_k
         self.t2i_k = t2i_k
 
@@ -153,11 +155,12 @@ class MultiFactorReranker(Reranker):
     sense where similarities are mostly positive.
     """
 
+    k = Size()
+    share_weight = Number()
+    place_weight = Number()
+
     @explained
     def __init__(self, k: int = 30, share_weight: float = 0.3, place_weight: float = 1.1):
-        k = as_size("k", k)
-        check_number("share_weight", share_weight)
-        check_number("place_weight", place_weight)
         self.k = k
         self.share_weight = share_weight
         self.place_weight = place_weight
@@ -197,6 +200,10 @@ class TwoStageReranker(Reranker):
 
     takes_bank = False
 
+    k = Size()
+    weight = Number()
+    batch_size = Size()
+
     @explained
     def __init__(
         self,
@@ -208,9 +215,6 @@ class TwoStageReranker(Reranker):
         if not callable(scorer):
             expected = "a function of image and text numbers"
             raise TypeError(f"scorer: expected {expected}, got {type(scorer).__name__}")
-        k = as_size("k", k)
-        check_number("weight", weight)
-        batch_size = as_size("batch_size", batch_size)
         self.scorer = scorer
         self.k = k
         self.weight = weight
@@ -252,6 +256,9 @@ class TwoStageReranker(Reranker):
         for some_images, some_texts in batches:
             x = self.scorer(some_images.clone(), some_texts.clone())  # it may write to them
             shape = tuple(some_images.shape)
+            x = from_numpy(np.array(x) if isinstance(x, list) else x)
+            if isinstance(x, Tensor) and x.shape == (*shape, 1):  # logits of one class
+                x = x[:, 0]
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             if got != shape or not bool(x.isfinite().all()):
                 raise ValueError(f"scorer: expected finite scores of shape {shape}, got {got}")
@@ -277,13 +284,12 @@ class KReciprocalReranker(Reranker):
     needs_embeddings = True
     takes_bank = False
 
+    k1 = Size()
+    k2 = Size()
+    weight = Number(at_least=0, at_most=1)
+
     @explained
     def __init__(self, k1: int = 20, k2: int = 6, weight: float = 0.3):
-        k1 = as_size("k1", k1)
-        k2 = as_size("k2", k2)
-        check_number("weight", weight)
-        if not 0 <= weight <= 1:
-            raise ValueError(f"weight: expected a number in [0, 1], got {weight}")
         self.k1 = k1
         self.k2 = k2
         self.weight = weight
