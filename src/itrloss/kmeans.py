@@ -124,9 +124,11 @@ class OnlineKMeans(CheckedModule):
         Before the first update that is a RuntimeError; on an accelerator, where it would
         synchronise, all are 0.
         """
-        x = self._points(x)
+        x = self._points(x, empty=True)
         if host_may_read(x) and not len(self):
             raise RuntimeError("OnlineKMeans: no cluster has a point yet; call update first")
+        if len(x) == 0:
+            return torch.zeros(0, dtype=torch.int64, device=x.device)
         return self._nearest(x, self.waiting < _NEVER).indices
 
     @torch.no_grad()
@@ -142,15 +144,18 @@ class OnlineKMeans(CheckedModule):
         """
         patience = int(self.patience * self.clusters)
         if world_size(process_group) == 1:
-            return self._step(self._points(x), patience)
-        (parts,) = gather_parts(
-            lambda: [self._points(x, empty=True)], process_group, self.extra_repr()
-        )
+            parts = [self._points(x, empty=True)]
+        else:
+            (parts,) = gather_parts(
+                lambda: [self._points(x, empty=True)], process_group, self.extra_repr()
+            )
         points = torch.cat(parts)
         if len(points) == 0:
             self.replaced.zero_()
             return torch.zeros(0, dtype=torch.int64, device=points.device)
         ids = self._step(points, patience)
+        if len(parts) == 1:
+            return ids
         return ids.split([len(part) for part in parts])[torch.distributed.get_rank(process_group)]
 
     @torch.no_grad()

@@ -141,7 +141,9 @@ class CoupledMemory(CheckedModule):
 
         It is for memories that processes do not share: each may then hold other entries.
         """
-        self._store(*self._checked(image_keys, text_keys, ids, empty=False))
+        keys = self._checked(image_keys, text_keys, ids, empty=True)
+        if len(keys[0]):
+            self._store(*keys)
 
     def _checked(
         self, image_keys: Tensor, text_keys: Tensor, ids: IdsLike | None, empty: bool

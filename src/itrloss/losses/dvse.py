@@ -273,7 +273,7 @@ class DynamicGate(CheckedModule):
         if self.training:
             self._follow(self.centre, every)
             self._follow(self.on_rate, self._on(every))
-            self.batches.add_(1)
+            self.batches.add_(every.isfinite().all(1).any())  # not one without images
         return self._on(own)
 
     def _on(self, projected: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..checks import (
     IMAGES_AND_TEXTS,
     IdsLike,
+    as_id_numbers,
     as_size,
     check_embeddings,
     from_numpy,
@@ -95,7 +96,9 @@ class RetrievalMetrics(Metric):
         """
         images = from_numpy(images)
         texts = from_numpy(texts)
-        check_embeddings(images, texts, False, IMAGES_AND_TEXTS)
+        check_embeddings(images, texts, False, IMAGES_AND_TEXTS, empty=True)
+        if len(images) == len(texts) == 0:
+            return
         by_ids = image_ids is not None
         mixed = len(self.images) > 0 and by_ids != (len(self.image_ids) > 0)
         if mixed or by_ids != (text_ids is not None):
@@ -118,15 +121,26 @@ class RetrievalMetrics(Metric):
             )
         default_ids(n, m)  # raises an error unless the number is whole
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        images: Tensor,
+        texts: Tensor,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
+    ) -> Any:
         """Add a batch as :meth:`update` does, and return the metrics of it alone.
 
         With folds or a re-ranker, which belong to the whole data and which a batch may be too small
-        for, return None.
+        for, return None; also for a batch in which nothing matches, or which is empty.
         """
-        if self.options["folds"] == 1 and self.options["reranker"] is None:
-            return super().forward(*args, **kwargs)
-        self.update(*args, **kwargs)
+        batch = images, texts, image_ids, text_ids
+        matches = len(images) > 0 and len(texts) > 0
+        if matches and image_ids is not None and text_ids is not None:
+            numbers = as_id_numbers("image_ids", image_ids), as_id_numbers("text_ids", text_ids)
+            matches = bool(torch.isin(numbers[0].flatten(), numbers[1].flatten()).any())
+        if matches and self.options["folds"] == 1 and self.options["reranker"] is None:
+            return super().forward(*batch)
+        self.update(*batch)
         return None
 
     def compute(self) -> dict[str, Tensor]:

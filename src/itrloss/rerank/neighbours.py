@@ -257,8 +257,8 @@ class TwoStageReranker(Reranker):
             x = self.scorer(some_images.clone(), some_texts.clone())  # it may write to them
             shape = tuple(some_images.shape)
             x = from_numpy(np.array(x) if isinstance(x, list) else x)
-            if isinstance(x, Tensor) and x.shape == (*shape, 1):  # logits of one class
-                x = x[:, 0]
+            if isinstance(x, Tensor) and x.numel() == shape[0]:  # (P, 1) or, for P = 1, ()
+                x = x.reshape(shape)
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             if got != shape or not bool(x.isfinite().all()):
                 raise ValueError(f"scorer: expected finite scores of shape {shape}, got {got}")
