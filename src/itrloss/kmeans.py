@@ -18,7 +18,7 @@ from .checks import (
     check_matrix,
     from_numpy,
 )
-from .distributed import gather_parts, world_size
+from .distributed import digest, gather_parts, world_size
 from .engine.pairs import IGNORE_ID, weighted_sums
 from .engine.vectors import host_may_read, normalized
 from .hints import explained
@@ -146,9 +146,8 @@ class OnlineKMeans(CheckedModule):
         if world_size(process_group) == 1:
             parts = [self._points(x, empty=True)]
         else:
-            (parts,) = gather_parts(
-                lambda: [self._points(x, empty=True)], process_group, self.extra_repr()
-            )
+            same = f"{self.extra_repr()}, centroids {digest(self.centroids)}"
+            (parts,) = gather_parts(lambda: [self._points(x, empty=True)], process_group, same)
         points = torch.cat(parts)
         if len(points) == 0:
             self.replaced.zero_()

@@ -23,7 +23,7 @@ from .checks import (
     one_of,
 )
 from .distributed import collectives
-from .distributed.consensus import gather_parts, padded, world_size
+from .distributed.consensus import digest, gather_parts, padded, world_size
 from .distributed.shards import Share
 from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from .engine.pairs import IGNORE_ID, Pairs
@@ -129,7 +129,9 @@ class CoupledMemory(CheckedModule):
             return self._checked(image_keys, text_keys, ids, empty=True)
 
         dtype = str(self.images.dtype).removeprefix("torch.")
-        same = f"memory ({self.size}, {self.dim}) of {dtype}"
+        same = (
+            f"memory ({self.size}, {self.dim}) of {dtype}, entries so far {digest(self.enqueued)}"
+        )
         parts = gather_parts(checked, process_group, same)
         self._store(*[torch.cat(x) for x in parts])
 

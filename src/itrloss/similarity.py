@@ -23,7 +23,7 @@ from .engine.pairs import IGNORE_ID, Ids, Pairs, segment_sum
 from .engine.question import Value, has_each
 from .engine.ranking import Ranking, Relevance
 from .engine.ranking import TopK as TopK
-from .engine.vectors import Embeddings
+from .engine.vectors import Embeddings, autocast_dtype
 from .hints import explained
 
 X = TypeVar("X")
@@ -165,6 +165,8 @@ class Similarity(Anchors):
                 same()
             return cls(rows, cols, row_ids, col_ids, **options)
         bias = options.pop("bias", None)
+        if isinstance(bias, (tuple, list)):
+            bias = tuple(map(checks.from_numpy, bias))
         names = options.pop("names", checks.ROWS_AND_COLUMNS)
         part = BatchPart(rows, cols, row_ids, col_ids, bias, names)
         ids, sizes = agreed_ids_and_sizes(part, process_group, same, options)
@@ -710,7 +712,12 @@ class BatchPart(NamedTuple):
         if self.bias is not None:
             biases = [x is not None for x in self.bias]
         dtypes = f"{described(self.rows)}, {described(self.cols)}"
-        return f"{dtypes}, gradients {trained}, ids {had}, biases {biases}"
+        words = [x is not None and checks.are_strings(x) for x in (self.row_ids, self.col_ids)]
+        rounding = autocast_dtype(self.rows)
+        return (
+            f"{dtypes}, autocast {rounding}, gradients {trained}, ids {had}, of strings {words}, "
+            f"biases {biases}"
+        )
 
 
 def agreed_ids_and_sizes(

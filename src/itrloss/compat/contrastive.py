@@ -184,6 +184,9 @@ class ClipLoss(nn.Module):
             sim = Similarity(image_features, text_features, **options)
         else:
             same = type(self).__name__
+            for name, x in (("logit_scale", logit_scale), ("logit_bias", logit_bias)):
+                value = distributed.digest(x) if isinstance(x, Tensor) else x
+                same += f", {name} {type(x).__name__} {value}"
             sim = Similarity.sharded(image_features, text_features, same=same, **options)
         if logit_bias is None:
             logit_bias = 0.0

@@ -21,7 +21,7 @@ from ..checks import (
     check_matrix,
     one_of,
 )
-from ..distributed import consensus, padded, world_size
+from ..distributed import consensus, digest, padded, world_size
 from ..distributed.collectives import replicated, total
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
@@ -85,8 +85,12 @@ class Loss(CheckedModule):
             if not isinstance(value, Tensor):
                 options[name] = value
         trained = [name for name, p in self.named_parameters() if p.requires_grad]
+        values = [f"{name} {digest(p)}" for name, p in self.named_parameters()]
         mode = "training" if self.training else "evaluation"
-        return f"{type(self).__name__} {options} in {mode} mode, parameters trained {trained}"
+        return (
+            f"{type(self).__name__} {options} in {mode} mode, parameters trained {trained}, "
+            f"digests of parameters {values}"
+        )
 
     def agree(self, check: Callable[[], str]) -> None:
         """Run a check of the input; in a job of several processes, all raise an error or none.
@@ -128,7 +132,9 @@ class Loss(CheckedModule):
             some = [x if x is None or len(x) else padded(x, 1) for x in inputs]
             result = function(*some, "none")
             values.extend(result if isinstance(result, tuple) else [result])
-            return f"{values[0].dtype}, gradient {values[0].requires_grad}, {self.described()}"
+            given = [x is not None for x in inputs]
+            kind = f"{values[0].dtype}, gradient {values[0].requires_grad}"
+            return f"{kind}, inputs given {given}, {self.described()}"
 
         self.agree(computed)
         assert inputs[0] is not None

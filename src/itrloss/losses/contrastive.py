@@ -51,6 +51,7 @@ class TripletLoss(PairLoss):
         self.margin = margin
         self.mining = mining
         self._calls = 0  # in training mode
+        self._shared_calls = 0  # those whose batch processes shared, which check together
         self._alike = 0  # consecutive checks with embeddings alike
 
     @property
@@ -81,10 +82,18 @@ class TripletLoss(PairLoss):
         anchors = self.anchors(sim)
         loss = functional.triplet_loss(anchors, self.margin, self.mining, self.reduction)
         if self.mining == "hardest" and self.training and not torch.compiler.is_compiling():
-            self._calls += 1
-            if self._calls % _INTERVAL == 0 and self._alike < 2:
+            is_due = self._counted(sim) % _INTERVAL == 0
+            if is_due and self._alike < 2:
                 self._check_collapse(sim)
         return loss
+
+    def _counted(self, sim: Similarity) -> int:
+        """Count a call, and return how many of its kind there were."""
+        if sim.share is not None:
+            self._shared_calls += 1
+            return self._shared_calls
+        self._calls += 1
+        return self._calls
 
     @torch.no_grad()
     def _check_collapse(self, sim: Similarity) -> None:

@@ -23,7 +23,7 @@ from ..checks import (
     check_matrix,
     from_numpy,
 )
-from ..distributed import gather_parts, world_size
+from ..distributed import digest, gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from ..engine.vectors import Embeddings, full_precision, normalized
 from ..similarity import Similarity
@@ -266,9 +266,10 @@ class DynamicGate(CheckedModule):
         if not self.training or world_size(process_group) == 1:
             own = every = self._projected(regions, mask)
         else:
-            (parts,) = gather_parts(
-                lambda: [self._projected(regions, mask)], process_group, self.extra_repr()
+            same = (
+                f"{self.extra_repr()}, weight {digest(self.weight)}, centre {digest(self.centre)}"
             )
+            (parts,) = gather_parts(lambda: [self._projected(regions, mask)], process_group, same)
             own, every = parts[torch.distributed.get_rank(process_group)], torch.cat(parts)
         if self.training:
             self._follow(self.centre, every)

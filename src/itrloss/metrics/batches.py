@@ -18,6 +18,8 @@ from ..checks import (
     ids_of_both,
     one_of,
 )
+from ..distributed import consensus, world_size
+from ..distributed.consensus import described
 from ..rerank import Reranker
 from ..similarity import Similarity
 from .labels import default_ids
@@ -142,6 +144,23 @@ class RetrievalMetrics(Metric):
             return super().forward(*batch)
         self.update(*batch)
         return None
+
+    def sync(self, *args: Any, **kwargs: Any) -> None:
+        """Exchange the batches of all processes; raise an error in all of them if they differ in
+        options or in what they were given, or if one has no batch.
+        """
+        should_sync = kwargs.get("should_sync", True)
+        group = kwargs.get("process_group") or self.process_group
+        if should_sync and not self._is_synced and world_size(group) > 1:
+            with consensus(group) as agreed:
+                if len(self.images) == 0:
+                    raise ValueError(
+                        "RetrievalMetrics: expected a call of update() first, got none"
+                    )
+                kind = described(self.images[0]), described(self.texts[0])
+                with_ids = len(self.image_ids) > 0
+                agreed.text = f"{kind}, ids {with_ids}, normalize {self.normalize}, {self.options}"
+        super().sync(*args, **kwargs)
 
     def compute(self) -> dict[str, Tensor]:
         """Return the metrics by name as 0-dim float64 tensors on the CPU."""

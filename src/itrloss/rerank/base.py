@@ -4,6 +4,7 @@ matrix.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -244,8 +245,10 @@ class Reranker(ABC):
             TypeError, ValueError: as :meth:`rerank`. With ``gather=True`` an error in one process,
                 or a difference between processes, is raised in all of them.
         """
-        k = as_size("k", k)
-        if gather and world_size(process_group) > 1:
+        gather = gather and world_size(process_group) > 1
+        with consensus(process_group) if gather else contextlib.nullcontext():
+            k = as_size("k", k)
+        if gather:
             sim = shared(scores, f"{self.description()} {k}", process_group)
         else:
             sim = with_ids("scores", scores, None, None, by_ids=False)
