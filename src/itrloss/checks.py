@@ -161,6 +161,8 @@ def from_numpy(x: Any) -> Any:
     """Return a NumPy array of numbers as a tensor on the CPU, of the same memory if that can be
     written to, and a table of pandas, too; anything else as it is.
     """
+    if isinstance(x, Tensor):
+        return x
     if hasattr(x, "to_numpy"):
         x = x.to_numpy()
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiub":

@@ -237,9 +237,10 @@ class DynamicGate(CheckedModule):
         dim = as_size("dim", dim)
         heads = as_size("heads", heads)
         self.momentum = momentum
-        self.register_buffer("weight", torch.empty(heads, dim))
-        self.register_buffer("centre", torch.empty(heads))
-        self.register_buffer("on_rate", torch.empty(heads))
+        # float32, whatever the default dtype is
+        self.register_buffer("weight", torch.empty(heads, dim, dtype=torch.float32))
+        self.register_buffer("centre", torch.empty(heads, dtype=torch.float32))
+        self.register_buffer("on_rate", torch.empty(heads, dtype=torch.float32))
         self.register_buffer("batches", torch.tensor(0))
         self.reset_parameters()
 
@@ -290,7 +291,7 @@ class DynamicGate(CheckedModule):
             raise ValueError(f"regions: expected shape (N, R, {dim}), got {tuple(regions.shape)}")
         shape = tuple(regions.shape[:2])
         if mask is None:
-            exists = torch.ones(shape, device=regions.device)
+            exists = torch.ones(shape, dtype=torch.float32, device=regions.device)
         else:
             mask = from_numpy(mask)
             is_float = isinstance(mask, Tensor) and mask.is_floating_point()

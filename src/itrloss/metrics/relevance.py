@@ -203,7 +203,8 @@ def _not_of_scipy(matrix: Any) -> Any:
         return matrix
     entries = matrix.tocoo()
     places = torch.from_numpy(np.stack([entries.row, entries.col]).astype(np.int64))
-    return torch.sparse_coo_tensor(places, from_numpy(entries.data), tuple(matrix.shape))
+    values = from_numpy(entries.data)
+    return torch.sparse_coo_tensor(places, values, tuple(matrix.shape), check_invariants=True)
 
 
 def _of_lists(name: str, lists: Sequence[Any], n: int) -> tuple[list[int], list[int]]:
