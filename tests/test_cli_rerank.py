@@ -191,28 +191,6 @@ def test_what_folds_cannot_do(saved: Path, tmp_path: Path, monkeypatch, capsys, 
     assert said in capsys.readouterr().err
 
 
-def test_k_reciprocal_is_left_out_where_memory_would_end(tmp_path: Path, monkeypatch, capsys):
-    for side, x in zip(("images", "texts"), pairs(), strict=True):
-        np.save(tmp_path / f"{side}.npy", x)
-    monkeypatch.setattr(comparison, "K_RECIPROCAL_ITEMS", N * (1 + C) - 1)
-    assert (
-        run("eval", tmp_path / "images.npy", tmp_path / "texts.npy", "--methods", "k-reciprocal")
-        == 0
-    )
-    assert "left out: holds" in lines(capsys)["k-reciprocal"][0]
-    given = (
-        "eval",
-        tmp_path / "images.npy",
-        tmp_path / "texts.npy",
-        "--methods",
-        "k-reciprocal",
-        "--folds",
-        2,
-    )
-    assert run(*given) == 0
-    assert "left out" not in lines(capsys)["k-reciprocal"][0]
-
-
 def test_embeddings_and_banks_leave_none_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for name, arrays in {"": pairs(), "val_": pairs(1), "bank_": pairs(2)}.items():
         for side, x in zip(("images", "texts"), arrays, strict=True):

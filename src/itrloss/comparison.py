@@ -35,8 +35,6 @@ METHODS: dict[str, type[Reranker]] = {
     "multi-factor": rerank.MultiFactorReranker,
     "k-reciprocal": rerank.KReciprocalReranker,
 }
-# for more items, (N + M)² numbers a few times over are more than most machines have
-K_RECIPROCAL_ITEMS = 12_000
 PLAIN = "no re-ranking"
 CALIBRATED = "fast, calibrated"
 TITLES = {  # names for readers who do not know the command line's
@@ -195,7 +193,7 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
     left_out: dict[str, str] = {}
     tried: list[tuple[str, Banks | None]] = [(PLAIN, None)]
     for name in methods:
-        why = _obstacle(name, sim, banks, folds)
+        why = _obstacle(name, sim, banks)
         if why:
             left_out[name] = why
             continue
@@ -281,14 +279,11 @@ def _are_same(own: RetrievalResults, other: RetrievalResults) -> bool:
     return True
 
 
-def _obstacle(name: str, sim: Similarity, banks: Banks, folds: int) -> str:
+def _obstacle(name: str, sim: Similarity, banks: Banks) -> str:
     """Return why a method cannot be tried; an empty string if it can."""
     kind = METHODS[name]
     if kind.needs_embeddings and sim.embeddings is None:
         return "needs embeddings: itrloss eval"
-    most = folds * K_RECIPROCAL_ITEMS
-    if name == "k-reciprocal" and sum(sim.shape) > most:
-        return f"holds (N + M)² numbers, too many from {most} items on"
     if kind.needs_bank and None in banks:
         return "needs banks of queries: --bank-images and --bank-texts"
     return ""

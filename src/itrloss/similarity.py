@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import checks
@@ -543,23 +542,26 @@ class Similarity(Anchors):
         judged = relevance
         if ties is not None and relevance is None:
             judged = Relevance(self._matrix.pairs.places(self._side))
-        parts: list[Ranking] = []
-        for part, scores in matrix.blocks(self._side):
-            scores = biased(scores, None if own_bias is None else own_bias[part], candidate_bias)
-            scores.clamp_min_(least)
-            own = None if judged is None else judged.part(part)
-            if own is not None and own.excluded is not None:
-                # below all scores, so that nobody can tie with them
-                scores.masked_fill_(own.excluded(slice(0, len(scores))), -torch.inf)
-            rivals = limited_scores(scores, limit, part, least)
-            top = self._best_of(rivals, k, own, optimistic)
-            ranks = torch.empty(0, device=self.device)
-            grades = None
-            if own is not None:
-                by_ids = relevance is None
-                ranks, grades = self._ranks_of(scores, own, part, optimistic, by_ids)
-            parts.append(Ranking(ranks, top, grades))
-        return joined(parts)
+
+        def parts() -> Iterator[tuple[slice, Ranking]]:
+            for part, scores in matrix.blocks(self._side):
+                of_rows = None if own_bias is None else own_bias[part]
+                scores = biased(scores, of_rows, candidate_bias)  # in float64, if a bias is
+                scores.clamp_min_(least)
+                own = None if judged is None else judged.part(part)
+                if own is not None and own.excluded is not None:
+                    # below all scores, so that nobody can tie with them
+                    scores.masked_fill_(own.excluded(slice(0, len(scores))), -torch.inf)
+                rivals = limited_scores(scores, limit, part, least)
+                top = self._best_of(rivals, k, own, optimistic)
+                ranks = top.indices[:, :0]
+                grades = None
+                if own is not None:
+                    by_ids = relevance is None
+                    ranks, grades = self._ranks_of(scores, own, part, optimistic, by_ids)
+                yield part, Ranking(ranks, top, grades)
+
+        return ranking.collected(self.shape[0], parts())
 
     def _separate_biases(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return what ranking adds to the products of embeddings: biases (N,) of rows, (M,) of
@@ -638,16 +640,6 @@ class Similarity(Anchors):
 
 
 # ------------------------------------------------------------------------------------------ helpers
-
-
-def joined(parts: Sequence[Ranking]) -> Ranking:
-    """Return the ranking of all rows from those of consecutive rows, padded to one width."""
-    width = max(part.ranks.shape[-1] for part in parts)
-    ranks = [F.pad(part.ranks, (0, width - part.ranks.shape[-1])) for part in parts]
-    grades = [F.pad(x, (0, width - x.shape[-1])) for _, _, x in parts if x is not None]
-    values = torch.cat([part.top.values for part in parts])
-    indices = torch.cat([part.top.indices for part in parts])
-    return Ranking(torch.cat(ranks), TopK(values, indices), torch.cat(grades) if grades else None)
 
 
 def biased(scores: Tensor, of_rows: Tensor | None, of_cols: Tensor | None) -> Tensor:

@@ -7,10 +7,11 @@ optimistic. Where nobody is right or wrong, and among equals, the lower index co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .vectors import chunks, host_may_read
@@ -76,6 +77,41 @@ class Ranking(NamedTuple):
     ranks: Tensor  #: (A, P) from 1, ascending, padded with 0; empty where nobody asked for them
     top: TopK
     grades: Tensor | None = None  #: (A, P) of the candidates at these ranks; None: all 1
+
+
+def collected(size: int, parts: Iterable[tuple[slice, Ranking]]) -> Ranking:
+    """Return the ranking of all anchors (``size``) from those of some at a time.
+
+    They are written in place: small results kept from each part would lie between its large blocks
+    of scores and fragment the heap, by hundreds of megabytes.
+    """
+    whole: Ranking | None = None
+    for anchors, part in parts:
+        if whole is None:
+            top = TopK(*(x.new_empty(size, x.shape[1]) for x in part.top))
+            grades = None
+            if part.grades is not None:
+                grades = part.grades.new_zeros(size, 0)
+            whole = Ranking(part.ranks.new_zeros(size, 0), top, grades)
+        whole.top.values[anchors] = part.top.values
+        whole.top.indices[anchors] = part.top.indices
+        ranks = _with_rows(whole.ranks, anchors, part.ranks)
+        grades = whole.grades
+        if grades is not None:
+            assert part.grades is not None
+            grades = _with_rows(grades, anchors, part.grades)
+        whole = Ranking(ranks, whole.top, grades)
+    assert whole is not None
+    return whole
+
+
+def _with_rows(whole: Tensor, rows: slice, part: Tensor) -> Tensor:
+    """Return ``whole`` (N, P) with these rows set; padded with zeros if they are wider."""
+    width = part.shape[1]
+    if width > whole.shape[1]:
+        whole = F.pad(whole, (0, width - whole.shape[1]))
+    whole[rows, :width] = part
+    return whole
 
 
 class Relevance(NamedTuple):

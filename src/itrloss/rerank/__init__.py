@@ -12,8 +12,8 @@ from .base import RerankBiases, Reranked, Reranker
 from .direction import Bias, Direction
 from .fast import FastReranker, InvertedSoftmax
 from .index import BiasedIndex
+from .k_reciprocal import KReciprocalReranker
 from .neighbours import (
-    KReciprocalReranker,
     MultiFactorReranker,
     ReciprocalReranker,
     TwoStageReranker,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -16,14 +16,16 @@ from torch import Tensor
 from ..checks import Option, as_size, check_matrix, from_numpy
 from ..distributed import consensus, world_size
 from ..distributed.shards import Share
-from ..engine.ranking import Ranking, Relevance
+from ..engine.ranking import Ranking, Relevance, collected
 from ..hints import explained
 from ..metrics.labels import ids_or_indices, shared, with_ids
-from ..similarity import Similarity, TopK, joined
+from ..similarity import Similarity, TopK
 from ..suspicious import number_shared, warn
 from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
 
+_AT_ONCE = 2**20  # scores that are re-ranked at once, most of them in float64
 _TELL_APART = 64  # numbers of a query that tell it from others
+
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
 
@@ -405,7 +407,8 @@ def _warn_of_test_queries(bank: Tensor, side: int, sim: Similarity) -> None:
     if sim.embeddings is not None:
         queries = sim.embeddings[side]
     else:
-        queries = sim.scores().T if side else sim.scores()
+        assert sim.given_scores is not None
+        queries = sim.given_scores.T if side else sim.given_scores
         bank = bank.T  # (B, C)
     shared_number = number_shared(queries[:, :_TELL_APART], bank[:, :_TELL_APART])
     if 2 * shared_number >= min(len(queries), len(bank)):
@@ -425,10 +428,12 @@ def _ranks(ruled: Ruled, k: int, ties: str | None, relevance: Relevance | None =
         ranks, top, grades = labelled.ranked(k, bias, ties=ties, relevance=relevance)
         return Ranking(ranks, TopK(top.values * rule.factor, top.indices), grades)
     ids, candidate_ids = ids_or_indices(labelled)
-    parts = []
-    for rows, block in direction.queries.blocks():
-        scored = Similarity.from_scores(rule(block, rows), ids[rows], candidate_ids)
-        own = None if relevance is None else relevance.part(rows)
-        parts.append(scored.ranked(k, ties=ties, relevance=own))
-    ranks, top, grades = joined(parts)
+
+    def parts() -> Iterator[tuple[slice, Ranking]]:
+        for rows, block in direction.queries.blocks(_AT_ONCE):
+            scored = Similarity.from_scores(rule(block, rows), ids[rows], candidate_ids)
+            own = None if relevance is None else relevance.part(rows)
+            yield rows, scored.ranked(k, ties=ties, relevance=own)
+
+    ranks, top, grades = collected(len(ids), parts())
     return Ranking(ranks, TopK(top.values.to(labelled.dtype), top.indices), grades)

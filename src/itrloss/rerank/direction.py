@@ -15,7 +15,9 @@ from ..engine.vectors import full_precision
 from ..similarity import Similarity
 
 SIDES = ("images", "texts")  # the queries of image→text and of text→image
-# Scores that a pass in float64 takes at once: they fit into a cache, which halves its time.
+# Scores that a pass in float64 takes at once: they fit into a cache, which halves its time. Its
+# results are written in place: kept from each block, they would lie between the blocks and fragment
+# the heap, by 200 MB for 5000 x 25 000 scores.
 AT_ONCE = 2**18
 
 
@@ -106,13 +108,13 @@ def log_sum_exp(sim: Similarity, scale: float, cols: Tensor | None = None) -> Te
 
     Logits times a scale are thousands, and float32 would lose the digits that tell them apart.
     """
-    sums = []
-    for _, block in sim.blocks(AT_ONCE):
+    sums = torch.empty(sim.shape[0], dtype=torch.float64, device=sim.device)
+    for rows, block in sim.blocks(AT_ONCE):
         exponents = block.double().mul_(scale)
         if cols is not None:
             exponents.add_(cols)
-        sums.append(exponents.logsumexp(1))
-    return torch.cat(sums)
+        sums[rows] = exponents.logsumexp(1)
+    return sums
 
 
 def is_extreme(scale: float) -> bool:

@@ -13,10 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import Number, Size, from_numpy
-from ..engine.products import full_float32
-from ..engine.vectors import full_precision
 from ..hints import explained
-from ..similarity import Similarity
 from .base import Reranker
 from .direction import Direction, Rule
 
@@ -168,8 +165,11 @@ class MultiFactorReranker(Reranker):
     def rule(self, direction: Direction) -> Rule:
         """Return the rule that sorts the best candidates by the three terms."""
         # in float64: of hundreds of candidates, the last terms are far smaller than the shares
-        parts = [block.sum(1, dtype=torch.float64) for _, block in direction.candidates.blocks()]
-        sums = direction.of_all(torch.cat(parts))
+        own = direction.candidates
+        sums = torch.empty(own.shape[0], dtype=torch.float64, device=own.device)
+        for rows, block in own.blocks():
+            torch.sum(block, 1, dtype=torch.float64, out=sums[rows])
+        sums = direction.of_all(sums)
         best = _best_candidates(direction, self.k)
         own_sums = sums[best.candidates]
         share = torch.where(own_sums == 0, 0.0, best.scores / own_sums)
@@ -264,101 +264,3 @@ class TwoStageReranker(Reranker):
                 raise ValueError(f"scorer: expected finite scores of shape {shape}, got {got}")
             values.append(x.detach())
         return torch.cat(values)
-
-
-class KReciprocalReranker(Reranker):
-    """k-reciprocal encoding (Zhong et al., CVPR 2017) on images and texts as one set; needs
-    embeddings.
-
-    Items are close if they have the same reciprocal neighbours: the score is ``-((1 - weight) J_qc
-    + weight d_qc)`` with the Jaccard distance J of their neighbourhoods and the squared distance d,
-    divided by the query's largest. It needs all N + M items and a few matrices of (N + M)² numbers.
-    It takes no banks.
-
-    Args:
-        k1: size of the reciprocal neighbourhoods.
-        k2: number of nearest items whose neighbourhoods are averaged.
-        weight: a number in [0, 1].
-    """
-
-    needs_embeddings = True
-    takes_bank = False
-
-    k1 = Size()
-    k2 = Size()
-    weight = Number(at_least=0, at_most=1)
-
-    @explained
-    def __init__(self, k1: int = 20, k2: int = 6, weight: float = 0.3):
-        self.k1 = k1
-        self.k2 = k2
-        self.weight = weight
-
-    def description(self) -> str:
-        """Raise an error, as processes cannot share the work."""
-        raise ValueError("gather: KReciprocalReranker needs all items in one process")
-
-    def rule(self, direction: Direction) -> Rule:
-        """Return the rule that compares the neighbourhoods of query and candidate."""
-        distance = _distances(direction.queries)
-        weights = self._encoded(distance, _nearest(distance, max(self.k1, self.k2) + 1))
-        n = direction.queries.shape[0]
-        candidates = weights[n:].T.contiguous()
-        between = distance[:n, n:].clone()  # frees the rest
-
-        def by_neighbours(scores: Tensor, rows: slice) -> Tensor:
-            for query, own in zip(scores, weights[rows], strict=True):
-                near = own.nonzero().squeeze(1)
-                torch.sum(torch.minimum(own[near, None], candidates[near]), 0, out=query)
-            jaccard = 1 - scores / (2 - scores)
-            return -((1 - self.weight) * jaccard + self.weight * between[rows])
-
-        return by_neighbours
-
-    def _encoded(self, distance: Tensor, near: Tensor) -> Tensor:
-        """Return the (n, n) weights of each item's neighbours; rows sum to 1."""
-        nearest = near[:, : self.k1 + 1]
-        half = near[:, : round(self.k1 / 2) + 1]
-        neighbours = _mutual(nearest)  # (n, n)
-        in_half = _mutual(half).gather(1, half)  # as half
-        expanded = neighbours.clone()
-        for y in nearest.T:  # of each item, the nearest, the second, …
-            added = half[y]
-            is_mutual = in_half[y]
-            common = (neighbours.gather(1, added) & is_mutual).sum(1)
-            overlaps = 3 * common > 2 * is_mutual.sum(1)
-            joins = neighbours.gather(1, y[:, None]) & overlaps[:, None]
-            x, place = (is_mutual & joins).nonzero(as_tuple=True)
-            expanded[x, added[x, place]] = True
-        weights = torch.exp(-distance).masked_fill_(~expanded, 0.0)
-        weights /= weights.sum(1, keepdim=True)
-        return F.embedding_bag(near[:, : self.k2], weights, mode="mean")
-
-
-def _distances(sim: Similarity) -> Tensor:
-    """Return the (n, n) squared distances of rows and columns, divided by each row's largest."""
-    assert sim.embeddings is not None
-    items = torch.cat([F.normalize(x.to(sim.dtype), dim=1) for x in sim.embeddings])
-    # Distances do not change, and those of items that lie close together keep their digits.
-    items -= items.mean(0)
-    squares = items.square().sum(1)
-    with full_precision(items), full_float32(items.device):
-        distance = items @ items.T
-    distance.mul_(-2).add_(squares[:, None]).add_(squares).clamp_min_(0.0)
-    distance /= distance.amax(1, keepdim=True).clamp_min(torch.finfo(sim.dtype).tiny)
-    return distance.fill_diagonal_(0.0)
-
-
-def _nearest(distance: Tensor, k: int) -> Tensor:
-    """Return the (n, k) items with the least distances (n, n), first of all the item itself."""
-    distance.fill_diagonal_(-1.0)
-    nearest = distance.argsort(dim=1, stable=True)[:, :k].clone()  # frees the rest
-    distance.fill_diagonal_(0.0)
-    return nearest
-
-
-def _mutual(near: Tensor) -> Tensor:
-    """Return (n, n) bool: which items are among each other's nearest (n, k)."""
-    among = torch.zeros(len(near), len(near), dtype=torch.bool, device=near.device)
-    among.scatter_(1, near, True)
-    return among & among.T

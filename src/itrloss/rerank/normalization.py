@@ -228,10 +228,8 @@ def _moments(sim: Similarity) -> MeanStd:
     if sim.embeddings is not None:
         with full_float32(sim.device):
             return sim.mean_std()
-    means = []
-    stds = []
-    for _, block in sim.blocks(AT_ONCE):
-        variance, mean = torch.var_mean(block.double(), 1, correction=0)
-        means.append(mean)
-        stds.append(variance.clamp_min_(1e-12).sqrt_())
-    return MeanStd(torch.cat(means), torch.cat(stds))
+    means = torch.empty(sim.shape[0], dtype=torch.float64, device=sim.device)
+    variances = torch.empty_like(means)
+    for rows, block in sim.blocks(AT_ONCE):
+        variances[rows], means[rows] = torch.var_mean(block.double(), 1, correction=0)
+    return MeanStd(means, variances.clamp_min_(1e-12).sqrt_())
