@@ -1218,6 +1218,46 @@ def test_saved_tensors_are_read_once(name, engine):
             torch.testing.assert_close(found, exact)
 
 
+FIRST_CALLS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor, Tensor], Tensor]]] = {
+    "a learnt scale of given scores": (
+        lambda: itrloss.InfoNCELoss(learnable=True).double(),
+        lambda loss, v, w: loss(scores=v @ w.T),
+    ),
+    "SigLIP": (lambda: itrloss.SigmoidLoss().double(), lambda loss, v, w: loss(v, w)),
+    "inner products": (
+        lambda: itrloss.InfoNCELoss(normalize=False),
+        lambda loss, v, w: loss(v, w),
+    ),
+    "further negatives": (
+        itrloss.InfoNCELoss,
+        lambda loss, v, w: loss(v, w, negatives=v.flip(0) * w),
+    ),
+    "a teacher": (
+        itrloss.DistillationLoss,
+        lambda loss, v, w: loss(v, w, WIDE[0] @ WIDE[1].T),
+    ),
+    "heads": (
+        itrloss.VarianceAwareLoss,
+        lambda loss, v, w: loss(of_sets(v), w),
+    ),
+    "a code base": (lambda: compat.VSEPPLoss(0.2), lambda loss, v, w: loss(v, w)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("name", FIRST_CALLS)
+def test_a_look_at_the_first_batch_saves_no_tensors(name):
+    """The second pass of a checkpoint does not look again, and has to save as many."""
+    make, call = FIRST_CALLS[name]
+    plain, checked = make(), make()
+    wanted = gradients(lambda v, w: call(plain, v, w))
+    found = gradients(
+        lambda v, w: checkpoint(lambda x, y: call(checked, x, y), v, w, use_reentrant=False)
+    )
+    for one, two in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, two)
+
+
 # ------------------------------------------------------------------------------------------------
 # What must agree between processes is not compared
 

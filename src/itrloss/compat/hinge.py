@@ -122,13 +122,20 @@ class HingeLoss(Switched):
 
     def _hinges(self, sim: Similarity, reduction: functional.Reduction = "sum") -> Any:
         """Return the loss of a similarity; with reduction "none", the rows' and columns' values."""
+        mining = "hardest" if self.max_violation else "all"
+        loss = functional.triplet_loss(sim, self.margin, mining, reduction)
+        # afterwards, so that the first loss is computed as all others are
         if not torch.compiler.is_compiling() and not self._looked and may_be_read(sim):
             self._looked = True
-            warn_of_vectors(sim)
-            if self.margin < 1 and not getattr(self, "order", False):
-                warn_of_units(type(self).__name__, sim)
-        mining = "hardest" if self.max_violation else "all"
-        return functional.triplet_loss(sim, self.margin, mining, reduction)
+            self._look(sim)
+        return loss
+
+    @torch.no_grad()
+    def _look(self, sim: Similarity) -> None:
+        """Warn of scores that are no cosines, or embeddings."""
+        warn_of_vectors(sim)
+        if self.margin < 1 and not getattr(self, "order", False):
+            warn_of_units(type(self).__name__, sim)
 
     def _hinges_of(self, name: str, scores: Tensor) -> Tensor:
         """Return the loss of (B, B) scores, which errors call by ``name``."""

@@ -257,6 +257,7 @@ class SimilarityLoss(Loss):
                 self.telemetry = describe(sim, self.active_margin)
         return loss
 
+    @torch.no_grad()  # or a checkpoint would find more saved tensors than in the second pass
     def _look(self, loss: Any, sim: Similarity) -> None:
         """Warn of a batch that is probably not what was meant; on accelerators, do nothing."""
         if not may_be_read(sim):

@@ -275,6 +275,7 @@ class InfoNCELoss(PairLoss):
         judge, judged = self._judges(guide, (image_ids, text_ids), ids)
         return self._with_telemetry(self.compute(sim, further, judge, judged), sim)
 
+    @torch.no_grad()
     def _look_at_further(
         self,
         sim: Similarity,
@@ -821,6 +822,7 @@ class DistillationLoss(PairLoss):
             self._look_at_teacher(teacher)
         return self._with_telemetry(self.compute(sim, teacher), sim)
 
+    @torch.no_grad()
     def _look_at_teacher(self, teacher: Similarity) -> None:
         """Warn of a teacher in other units, or of its embeddings; see :meth:`_look`."""
         if not isinstance(teacher, Similarity) or not may_be_read(teacher):

@@ -51,7 +51,7 @@ def warn_of_units(name: str, sim: Similarity, what: str = "scores") -> None:
     if sim.embeddings is not None:
         if sim.normalizes or sim.bias is not None or not sim.one_to_one:
             return
-        scores = sim.positive_scores()  # as large as others, and not N times M
+        scores = sim.detach().positive_scores()  # as large as others, and not N times M
     if scores is not None and bool(scores.detach().abs().amax() > _LARGEST):
         warn(
             f"{name}: {what} above {_LARGEST:g}, as of logits, where the loss's options are in "

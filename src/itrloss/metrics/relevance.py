@@ -173,9 +173,10 @@ def _pair_numbers(name: str, pairs: WhichPairs, shape: tuple[int, int]) -> Tenso
     n, m = shape
     pairs = from_numpy(_not_of_scipy(pairs))
     if isinstance(pairs, Tensor):
-        pairs = pairs.to_dense()
-        zeros_and_ones = (pairs == 0) | (pairs == 1)
-        if not bool(zeros_and_ones.all()) or tuple(pairs.shape) != shape:
+        if pairs.layout != torch.strided:
+            pairs = pairs.to_dense() != 0
+        is_mask = not pairs.is_floating_point() and bool(((pairs == 0) | (pairs == 1)).all())
+        if not is_mask or tuple(pairs.shape) != shape:
             got = f"shape {tuple(pairs.shape)} of {pairs.dtype}"
             raise ValueError(f"{name}: expected a bool matrix {shape}, got {got}")
         return pairs.flatten().nonzero()[:, 0]  # also of integers 0 and 1
