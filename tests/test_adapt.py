@@ -156,6 +156,17 @@ def test_a_triplet_loss_is_the_originals_own():
             torch.testing.assert_close(found, wanted)
 
 
+def test_infonce_is_clip4clips_cross_entropy_of_logits():
+    logits = (30 * unit(B, D) @ unit(B, D, seed=1).T).detach().requires_grad_()
+    loss = itrloss.InfoNCELoss(1.0, directions="image-text")
+    criterion = compat.adapt(loss, "clip4clip")
+    found = (criterion(logits) + criterion(sim_matrix=logits.T)) / 2
+    own = torch.arange(B)
+    wanted = (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logits) for x in (found, wanted)))
+
+
 def test_a_triplet_loss_is_that_of_dive_up_to_its_means():
     sets, captions = unit(B, 2, D, seed=3), unit(5 * B, 2, D, seed=4)
     dive = compat.adapt(itrloss.TripletLoss(0.2, mining="all"), "dive", smooth_chamfer)
@@ -358,6 +369,7 @@ WRONG = {
     ),
     "sims: ": lambda: compat.adapt(NCE, "chan")(sims=unit(B)),
     "scores: expected shape": lambda: compat.adapt(NCE, "sgraf")(unit(B, B + 1)),
+    "sim_matrix: ": lambda: compat.adapt(NCE, "clip4clip")(unit(B, B + 1)),
     "length: expected a number": lambda: compat.adapt(NCE, "sgraf")(unit(B, B), unit(B, B)),
 }
 

@@ -591,3 +591,19 @@ def test_options_that_are_left_out_cost_nothing(engine):
             call().backward()
         counts.append(Counter.count)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_copy_of_the_positive_is_no_negative_with_a_margin_of_zero(engine: Any, dtype: Any):
+    """Whatever the rounding of two products of the same vectors."""
+    loss = InfoNCELoss(0.05, margin=0.0, directions="image-text", engine=engine)
+    guided = InfoNCELoss(0.05, margin=0.0, engine=engine)
+    for seed in range(20):
+        draw = torch.Generator().manual_seed(seed)
+        image = torch.randn(1, 64, generator=draw, dtype=dtype)
+        text = torch.randn(1, 64, generator=draw, dtype=dtype)
+        assert loss(image, text.repeat(2, 1), [0], [0, 1]) == 0
+        images, texts = (x.repeat(2, 1) for x in (image, text))
+        guide = torch.randn(2, 2, 48, generator=draw, dtype=dtype)[:, :1].repeat(1, 2, 1)
+        assert guided(images, texts, guide=tuple(guide)) == 0

@@ -46,6 +46,8 @@ def enqueued_too_early() -> None:
 
 # A wrong input, and what its message has in it: a regular expression.
 WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: compat.ClipLoss()(I, T, 0), "^logit_scale: expected a number above 0, got 0"),
+    (lambda: compat.ClipLoss()(I, T, None), "^logit_scale: expected a number, got None"),
     # what goes into a loss
     (lambda: loss(S), r"^texts: .* got None; a score matrix is passed as scores=..."),
     (lambda: loss(), r"^images, texts: expected floating-point tensors"),

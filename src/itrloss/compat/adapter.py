@@ -51,6 +51,11 @@ def _sims(sims):
     return _Call((sims,))
 
 
+def _sim_matrix(sim_matrix):
+    check_square("sim_matrix", sim_matrix)
+    return _Call((sim_matrix,))
+
+
 def _with_ids(im, s, img_ids=None, sims=None):
     # LAPS passes sets of embeddings and the scores that its model computed of them
     inputs = (im, s) if sims is None else (sims,)
@@ -81,13 +86,14 @@ _CALLS: dict[str, Callable[..., _Call]] = {
     "sgraf": _scores,
     "naaf": _scores,
     "chan": _sims,
+    "clip4clip": _sim_matrix,
     "hrem": _with_ids,
     "hal": _with_bank,
     "user": _pairs,
     "pvse": _sets,
     "dive": _captions,
 }
-_OF_SCORES = ("sgraf", "naaf", "chan")
+_OF_SCORES = ("sgraf", "naaf", "chan", "clip4clip")
 _OF_SETS = ("pvse", "dive")
 
 
@@ -120,7 +126,7 @@ def adapt(
             where embeddings are passed, or for ``"hal"`` and ``"user"`` a
             :class:`itrloss.MemoryLoss`; with a mean or a sum.
         code_base: ``"vsepp"``, ``"vse_inf"``, ``"scan"``, ``"sgraf"``, ``"naaf"``, ``"chan"``,
-            ``"hrem"``, ``"hal"``, ``"user"``, ``"pvse"`` or ``"dive"``.
+            ``"clip4clip"``, ``"hrem"``, ``"hal"``, ``"user"``, ``"pvse"`` or ``"dive"``.
         score_function: a function of the call's images and texts, of SCAN also their lengths, that
             returns (N, M) scores; SCAN needs one. It gets DivE's sets as (N K, D), as its own
             functions do. By default, scores are cosines, and the highest one of two sets.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import distributed, functional
 from ..anchors import Anchors
-from ..checks import CheckedModule, Names, Number, Size
+from ..checks import CheckedModule, Names, Number, Size, check_number
 from ..similarity import Similarity
 from .hinge import VSEPPLoss, option, required, required_ids, similarity
 
@@ -176,6 +176,8 @@ class ClipLoss(nn.Module):
         """Return the loss of (B, D) pairs, or with ``output_dict`` a dictionary that has it as
         ``contrastive_loss``.
         """
+        if not isinstance(logit_scale, Tensor):
+            check_number("logit_scale", logit_scale, positive=True)
         options: dict[str, Any] = {
             "normalize": False,
             "names": Names("image_features", "text_features", "", ""),

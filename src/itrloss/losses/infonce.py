@@ -37,6 +37,7 @@ from ..terms import identity, softplus
 from .base import LEAST_LOG, PairLoss
 from .suspicion import may_be_read, warn_of_negatives, warn_of_units, warn_of_vectors
 
+ROUNDING = 32.0  # units in the last place by which two products of the same vectors may differ
 SIDES = {"both": (0, 1), "image-text": (0,), "text-image": (1,)}
 _OF_IMAGES = Names("images", "images", "image_ids", "image_ids")
 _OF_TEXTS = Names("texts", "texts", "text_ids", "text_ids")
@@ -514,10 +515,15 @@ class Denominators:
         return self._limits[side]
 
     def _above(self, own: Tensor) -> Tensor:
-        """Return the limits from the mean scores of positives."""
+        """Return the limits from the mean scores of positives.
+
+        A positive's score and that of a copy of it among the negatives come from different
+        products, which round differently. So what lies within rounding of a limit is left out.
+        """
         assert self.loss.margin is not None
         margin = self.loss.margin * own.abs() if self.loss.relative else self.loss.margin
-        return own + margin
+        rounding = ROUNDING * torch.finfo(own.dtype).eps
+        return own + margin - rounding * own.abs().clamp_min(1.0)
 
     # ----------------------------------------------------------------------------------------- sums
 
