@@ -156,7 +156,8 @@ def digest(x: Tensor | None) -> str:
         return ""
     if x.numel() == 1:
         return f"{x.item():.9g}"
-    data = x.detach().flatten().view(torch.uint8).numpy()
+    # a copy: a storage that NumPy shares cannot be resized, as FSDP does
+    data = x.detach().clone().flatten().view(torch.uint8).numpy()
     return f"{zlib.crc32(data.tobytes()):08x}"
 
 
