@@ -209,8 +209,10 @@ class Reranker(ABC):
                 without a bank; for a missing bank or embeddings that the method needs.
         """
         sim = with_ids("scores", scores, None, None, by_ids=False).detach()
+        views = self._directions(sim)
+        self._warn_of_banks(sim)
         results = []
-        for direction, _, rule in self._ruled(self._directions(sim)):
+        for direction, _, rule in self._ruled(views):
             result = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
             for rows, block in direction.queries.blocks():
                 result[rows] = rule(block, rows)
@@ -293,6 +295,7 @@ class Reranker(ABC):
         scores.
         """
         directions = self._directions(sim)
+        self._warn_of_banks(sim)
         if sim.share is None:
             both = zip(self._ruled(directions), relevance, strict=True)
             return [_ranks(ruled, k, ties, judged) for ruled, judged in both]
@@ -343,9 +346,7 @@ class Reranker(ABC):
         banks = [self._images, self._texts]
         for side, bank in enumerate(banks):
             if bank is not None:
-                bank = fitting(bank, side, sim)
-                _warn_of_test_queries(bank, side, sim)
-                banks[side] = bank
+                banks[side] = fitting(bank, side, sim)
         images = sim.local()
         texts = sim.T.local()
         plain_images = unlabelled(images)
@@ -385,6 +386,25 @@ class Reranker(ABC):
         gallery = banks[1 - side]
         return Direction(side, queries, candidates, transductive, gallery, shared, first, group)
 
+    def _warn_of_banks(self, sim: Similarity) -> None:
+        """Warn if half of a bank's queries, or of the queries that are ranked, are in the other."""
+        for side, bank in enumerate((self._images, self._texts)):
+            if bank is None:
+                continue
+            if sim.embeddings is not None:
+                queries = sim.embeddings[side]
+            else:
+                assert sim.given_scores is not None
+                queries = sim.given_scores.T if side else sim.given_scores
+                bank = bank.T if side else bank
+            parts = queries[:, :_TELL_APART], bank[:, :_TELL_APART].to(queries.device)
+            if 2 * number_shared(*parts) >= min(len(queries), len(bank)):
+                name = SIDES[side]
+                warn(
+                    f"{name}: the bank has {name} of the test set, so that test queries see one "
+                    "another; fit others, such as the training set's, or leave the bank out"
+                )
+
     def _check(self, sim: Similarity) -> None:
         """Raise an error for a missing bank or embeddings."""
         method = type(self).__name__
@@ -400,23 +420,6 @@ class Reranker(ABC):
             if transductive and self.takes_bank and count == 1:
                 needed = "a single query needs a bank to be compared with"
                 raise ValueError(f"scores: {needed}; {advice}")
-
-
-def _warn_of_test_queries(bank: Tensor, side: int, sim: Similarity) -> None:
-    """Warn if half of a bank's queries, or of the queries that are ranked, are in the other."""
-    if sim.embeddings is not None:
-        queries = sim.embeddings[side]
-    else:
-        assert sim.given_scores is not None
-        queries = sim.given_scores.T if side else sim.given_scores
-        bank = bank.T  # (B, C)
-    shared_number = number_shared(queries[:, :_TELL_APART], bank[:, :_TELL_APART])
-    if 2 * shared_number >= min(len(queries), len(bank)):
-        name = SIDES[side]
-        warn(
-            f"{name}: the bank has {name} of the test set, so that test queries see one another; "
-            "fit others, such as the training set's, or leave the bank out"
-        )
 
 
 @torch.no_grad()
