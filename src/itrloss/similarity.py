@@ -531,11 +531,7 @@ class Similarity(Anchors):
             if relevance is not None:
                 raise ValueError("relevance: expected None for a batch that processes share")
             return self._ranked_locally(k, bias, ties, below)
-        matrix = self._matrix
-        own_bias, bias = self._separate_biases(bias)
-        if self.bias is not None:
-            matrix = matrix.without_bias()
-        candidate_bias = self._candidate_bias(bias)
+        bias = as_bias("bias", bias, self.shape[1], self.device)
         limit = self._limit("below", below)
         least = torch.finfo(self.dtype).min
         optimistic = ties == "optimistic"
@@ -544,10 +540,7 @@ class Similarity(Anchors):
             judged = Relevance(self._matrix.pairs.places(self._side))
 
         def parts() -> Iterator[tuple[slice, Ranking]]:
-            for part, scores in matrix.blocks(self._side):
-                of_rows = None if own_bias is None else own_bias[part]
-                scores = biased(scores, of_rows, candidate_bias)  # in float64, if a bias is
-                scores.clamp_min_(least)
+            for part, scores in self._scores_to_rank(bias, least):
                 own = None if judged is None else judged.part(part)
                 if own is not None and own.excluded is not None:
                     # below all scores, so that nobody can tie with them
@@ -563,6 +556,21 @@ class Similarity(Anchors):
 
         return ranking.collected(self.shape[0], parts())
 
+    def _scores_to_rank(self, bias: Tensor | None, least: float) -> Iterator[tuple[slice, Tensor]]:
+        """Yield slices of the rows, each with its scores (B, M) plus ``bias``, at least ``least``.
+
+        They are float64 if a bias is. Columns that do not exist have -inf.
+        """
+        of_rows, of_cols = self._separate_biases(bias)
+        matrix = self._matrix if self.bias is None else self._matrix.without_bias()
+        ignored = self._matrix.pairs.ignored[1 - self._side]
+        for part, scores in matrix.blocks(self._side):
+            scores = biased(scores, None if of_rows is None else of_rows[part], of_cols)
+            scores.clamp_min_(least)
+            if ignored is not None:
+                scores.masked_fill_(ignored, -torch.inf)
+            yield part, scores
+
     def _separate_biases(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return what ranking adds to the products of embeddings: biases (N,) of rows, (M,) of
         columns.
@@ -573,9 +581,8 @@ class Similarity(Anchors):
         if self.bias is None:
             return None, bias
         of_rows, of_cols = (None if x is None else x.detach().double() for x in self.bias)
-        further = as_bias("bias", bias, self.shape[1], self.device)
         total = torch.zeros(self.shape[1], dtype=torch.float64, device=self.device)
-        for x in (of_cols, further):
+        for x in (of_cols, bias):
             if x is not None:
                 total = total + x
         return of_rows, total
@@ -597,19 +604,6 @@ class Similarity(Anchors):
             below = below[: len(local)]
         ranks, top, _ = local.ranked(k, bias, ties=ties, below=below)
         return Ranking(ranks[:n], TopK(top.values[:n], top.indices[:n]))
-
-    def _candidate_bias(self, bias: Tensor | None) -> Tensor | None:
-        """Return what is added to the candidates' scores (M,): those that do not exist rank
-        last.
-        """
-        m = self.shape[1]
-        checked = as_bias("bias", bias, m, self.device)
-        ignored = self._matrix.pairs.ignored[1 - self._side]
-        if ignored is None:
-            return checked
-        if checked is None:
-            checked = torch.zeros(m, dtype=self.dtype, device=self.device)
-        return checked.masked_fill(ignored, -torch.inf)
 
     def _ranks_of(
         self,
