@@ -1968,7 +1968,7 @@ def test_one_side_may_have_a_bias():
 
 
 @pytest.mark.parametrize(
-    "bias", [torch.zeros(4), [torch.zeros(4), None], (torch.zeros(3), None), (None, 0.5)]
+    "bias", [torch.zeros(4), [torch.zeros(4)], (torch.zeros(3), None), (None, 0.5)]
 )
 def test_a_bias_is_checked(bias):
     with pytest.raises((TypeError, ValueError), match="bias: expected"):

@@ -349,16 +349,18 @@ class Anchors:
 
     @property
     def positive_counts(self) -> Tensor:
-        """The (A,) int64 number of candidates that match each anchor."""
-        return self._counts(positive=True)
+        """The (A,) int64 number of candidates that match each anchor; a copy."""
+        return self.counts(positive=True).clone()
 
     @property
     def negative_counts(self) -> Tensor:
-        """The (A,) int64 number of candidates that do not match each anchor."""
-        return self._counts(positive=False)
+        """The (A,) int64 number of candidates that do not match each anchor; a copy."""
+        return self.counts(positive=False).clone()
 
-    def _counts(self, positive: bool) -> Tensor:
-        """Return the (A,) numbers of positives, or of negatives; counted once."""
+    def counts(self, positive: bool) -> Tensor:
+        """Return the (A,) numbers of positives, or of negatives, counted once: not to be written
+        to.
+        """
         if positive in self._known_counts:
             return self._known_counts[positive]
         answers = []
@@ -485,9 +487,9 @@ class Anchors:
         lowest = float(total.amin())
         # All processes have to take the same path.
         if not self._complete and (lowest == 0 or self.exchange is not None):
-            count = self.positive_counts if over == "positives" else self.negative_counts
+            count = self.counts(positive=over == "positives")
             if over == "all":
-                count = count + self.positive_counts
+                count = count + self.counts(positive=True)
             lowest = float(total.masked_fill(count == 0, math.inf).amin())
         if self.exchange is not None:
             lowest = -self.exchange.processes.largest(-lowest)
@@ -525,7 +527,7 @@ class Anchors:
         shift, first, std = self._moments()
         mean = first - shift
         if not self._complete:
-            mean = mean.masked_fill(self.negative_counts == 0, 0.0)
+            mean = mean.masked_fill(self.counts(positive=False) == 0, 0.0)
         return MeanStd(mean, std)
 
     def std(self) -> Tensor:
@@ -538,7 +540,7 @@ class Anchors:
         """
         count: Any = self.sizes[0] - 1
         if not self._complete or not self.of_one_size:
-            count = self.negative_counts.clamp_min(1)
+            count = self.counts(positive=False).clamp_min(1)
         shift = self._about_summed_negatives() / -count
         # About a number near the mean, no digits of the squares cancel.
         first, second = self._sum((identity, square), shift=shift) / count
@@ -727,7 +729,7 @@ class Anchors:
         own_scale, own_shift, *own_params = values
         assert own_scale is not None
         z = affine(scores, own_scale, own_shift)
-        values = term.value(z, *own_params)
+        values = term.computed(z, own_params)
         if values.shape != z.shape:  # a user's function may return a parameter
             values = values.expand_as(z)
         if index is None:
@@ -746,7 +748,7 @@ class Anchors:
         if self.exchange is not None:
             total = self.exchange.merged(total)
         total = total * scale
-        return total if shift is None else total + shift * self.positive_counts
+        return total if shift is None else total + shift * self.counts(positive=True)
 
     def mean_of_positives(
         self,
@@ -757,7 +759,7 @@ class Anchors:
     ) -> Tensor:
         """Return the (A,) means of a term over each anchor's positives, 0 without any."""
         sums = self.sum_of_positives(term, *params, scale=scale, shift=shift)
-        return sums if self.one_to_one else sums / self.positive_counts.clamp_min(1)
+        return sums if self.one_to_one else sums / self.counts(positive=True).clamp_min(1)
 
     def _lists_positives(self) -> bool:
         """Return whether sums over positives are over listed pairs, not over all scores."""
@@ -821,7 +823,7 @@ class Anchors:
             return margin - scores
         # One for each positive of an anchor; -inf where it has fewer.
         size = sum(self.whole_sizes)
-        counts = self.positive_counts
+        counts = self.counts(positive=True)
         slot = slots(index)
         if self.exchange is None:
             most = self._most_positives()
@@ -868,7 +870,7 @@ class Anchors:
         """Return the (A,) bool mask of anchors with a positive and a negative; None: all."""
         if self._complete:
             return None
-        return (self.positive_counts > 0) & (self.negative_counts > 0)
+        return (self.counts(positive=True) > 0) & (self.counts(positive=False) > 0)
 
     def reduce(self, values: Tensor, reduction: Reduction, valid: Tensor | None = None) -> Any:
         """Return the values (A,) reduced: ``"mean"``, ``"sum"``, or ``"none"`` for each group's.
@@ -924,7 +926,7 @@ class Anchors:
         if self.one_to_one or valid is None:
             return sums
         anchors = self._group_sums(valid)
-        pairs = self._group_sums(self.positive_counts * valid)
+        pairs = self._group_sums(self.counts(positive=True) * valid)
         anchors, pairs = self.total(torch.stack([anchors, pairs])).clamp_min(1)
         parts = []
         for x, anchor_count, pair_count in zip(self.split(sums), anchors, pairs, strict=True):

@@ -6,7 +6,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -56,6 +56,15 @@ def check_number(name: str, value: object, positive: bool = False) -> None:
         raise ValueError(f"{name}: expected a number above 0, got {value}")
     if not abs(float(value)) <= _LARGEST:
         raise ValueError(f"{name}: expected a number in the range of float32, got {value}")
+
+
+def as_number(name: str, value: Any, positive: bool = False) -> float:
+    """Return a number of any type as a Python number; raise an error as :func:`check_number`.
+
+    Others would be shown, saved and rounded in their own ways.
+    """
+    check_number(name, value, positive)
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def as_size(name: str, value: Any) -> int:
@@ -150,12 +159,17 @@ def require_finite(name: str, x: Tensor) -> None:
 
 def from_numpy(x: Any) -> Any:
     """Return a NumPy array of numbers as a tensor on the CPU, of the same memory if that can be
-    written to; anything else as it is.
+    written to, and a table of pandas, too; anything else as it is.
     """
+    if isinstance(x, Tensor):
+        return x
+    if hasattr(x, "to_numpy"):
+        x = x.to_numpy()
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiub":
         return x
-    dtype = np.float64 if x.dtype.kind == "f" and x.dtype.itemsize > 8 else x.dtype
-    native = np.dtype(dtype).newbyteorder("=")
+    size = min(x.dtype.itemsize, 8)  # of long doubles, too
+    # by its size: NumPy has two types of 64 bits, of which PyTorch knows one
+    native = np.dtype(f"{x.dtype.kind}{size}")
     return torch.from_numpy(np.require(x, native, ["C_CONTIGUOUS", "ALIGNED", "WRITEABLE"]))
 
 
@@ -183,6 +197,8 @@ def _id_array(ids: Any) -> np.ndarray:
         return np.array(None)
     if isinstance(ids, (list, tuple)) and not array.size:
         return array.astype(np.int64)
+    if array.dtype.kind == "S":  # as of h5py
+        return _decoded(array)
     values = array.ravel().tolist() if array.dtype.kind in "OU" else []
     # an array that NumPy makes of strings and numbers is one of strings: judged by what there was
     given = ids if isinstance(ids, (list, tuple)) else values
@@ -195,6 +211,14 @@ def _id_array(ids: Any) -> np.ndarray:
         if fit and not any(isinstance(x, bool) for x in values):
             return array.astype(np.int64)
     return array
+
+
+def _decoded(array: np.ndarray) -> np.ndarray:
+    """Return byte strings in UTF-8 as strings; others stay what they are, and are refused."""
+    try:
+        return np.char.decode(array, "utf-8")
+    except UnicodeDecodeError:
+        return array
 
 
 def _numbers_of_strings(strings: np.ndarray) -> Tensor:
@@ -258,11 +282,29 @@ def _copied(name: str, x: Tensor, size: int, device: torch.device) -> Tensor:
         x = x[:, 0]
     if x.shape != (size,):
         raise ValueError(f"{name}: expected shape ({size},), got {tuple(x.shape)}")
+    return as_int64(name, x).to(device, copy=True)
+
+
+def as_int64(name: str, x: Tensor) -> Tensor:
+    """Return integers as int64; raise a ValueError for larger ones."""
     if x.dtype == torch.uint64 and (x.view(torch.int64) < 0).any():
         # int64 would make them negative, and 2**63 the id of padding. The host waits for these
         # only.
         raise ValueError(f"{name}: expected ids below 2**63, got larger ones in {_type(x)}")
-    return x.to(device, torch.int64, copy=True)
+    return x.long()
+
+
+def as_mask(name: str, mask: Any, shape: tuple[int, ...]) -> Tensor:
+    """Return a mask of bools, or of integers 0 and 1: a tensor, an array or nested lists."""
+    if isinstance(mask, (list, tuple)):
+        mask = np.array(mask)
+    mask = from_numpy(mask)
+    if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name}: expected a bool tensor of shape {shape}, got {got}")
+    if tuple(mask.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(mask.shape)}")
+    return mask
 
 
 def check_range(name: str, x: Tensor, largest: int) -> None:
@@ -325,6 +367,10 @@ def as_value(
     name: str, value: Any, size: int, dtype: torch.dtype, device: torch.device
 ) -> float | Tensor:
     """Return a number as a float, or a tensor of one or ``size`` values as (1,) or (size,)."""
+    if isinstance(value, list):
+        value = np.array(value)
+    if isinstance(value, np.ndarray):
+        value = from_numpy(value)
     if not isinstance(value, Tensor):
         check_number(name, value)
         return float(value)
@@ -354,7 +400,7 @@ def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | N
 
 
 class Option(Generic[T]):
-    """An option of a :class:`CheckedModule`, declared in the body of its class."""
+    """An option of a :class:`CheckedModule` or a re-ranker, declared in the body of its class."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -363,11 +409,15 @@ class Option(Generic[T]):
     def check(self, value: Any) -> None:
         """Raise an error that names the option unless it may have the value: here, any."""
 
+    def plain(self, value: Any) -> Any:
+        """Return an allowed value in the type in which it is kept."""
+        return value
+
     @overload
     def __get__(self, module: None, owner: type) -> Option[T]: ...
     @overload
-    def __get__(self, module: nn.Module, owner: type) -> T: ...
-    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+    def __get__(self, module: object, owner: type) -> T: ...
+    def __get__(self, module: object | None, owner: type) -> Any:
         if module is None:
             return self
         try:
@@ -375,9 +425,9 @@ class Option(Generic[T]):
         except KeyError:
             raise AttributeError(f"{owner.__name__} has not set its option {self.name}") from None
 
-    def __set__(self, module: nn.Module, value: T) -> None:
+    def __set__(self, module: Any, value: T) -> None:
         self.check(value)
-        module.__dict__[self.place] = value
+        module.__dict__[self.place] = self.plain(value)
 
 
 class WholeState(nn.Module):
@@ -451,6 +501,19 @@ class Choice(Option[T]):
     def check(self, value: Any) -> None:
         one_of(self.name, value, *self.allowed)
 
+    def plain(self, value: Any) -> Any:
+        return self.allowed[self.allowed.index(value)]
+
+
+class Size(Option[int]):
+    """An option that is an integer of at least 1."""
+
+    def check(self, value: Any) -> None:
+        as_size(self.name, value)
+
+    def plain(self, value: Any) -> int:
+        return as_size(self.name, value)
+
 
 class Bounded(Option[T]):
     """An option that is a number within bounds, or what a subclass allows besides."""
@@ -478,6 +541,9 @@ class Bounded(Option[T]):
         if self.at_most < math.inf:
             bounds.append(f"at most {self.at_most:g}")
         raise ValueError(f"{self.name}: expected a number {' and '.join(bounds)}, got {value}")
+
+    def plain(self, value: Any) -> Any:
+        return as_number(self.name, value) if isinstance(value, Real) else value
 
 
 class Number(Bounded[float]):
@@ -523,7 +589,7 @@ class Learnable(Bounded[Any]):
             super().__set__(module, value)
             return
         self.check(value)
-        module.__dict__[self.place] = value
+        module.__dict__[self.place] = self.plain(value)
         self.reset(module)
 
     def reset(self, module: nn.Module) -> None:
@@ -551,7 +617,7 @@ class Fixed(Option[T]):
         if hint:
             raise TypeError(f"{self.name}: expected an option, got {hints.shown(value)}{hint}")
 
-    def __set__(self, module: nn.Module, value: T) -> None:
+    def __set__(self, module: Any, value: T) -> None:
         if self.place in module.__dict__:
             raise AttributeError(
                 f"{self.name}: cannot be changed, as parameters depend on it; make a new module"

@@ -367,8 +367,8 @@ def _run(args: argparse.Namespace) -> None:
     validation = None
     if args.val is not None:
         validation = _similarity(args, args.val)
+        _warn_of_test_data(args.val, sim, validation)
     banks = (_bank(args, sim, 0), _bank(args, sim, 1))
-    _warn_of_test_data(args, sim, validation, banks)
     if args.folds != 1:
         _check_folds(args, sim, banks)
     if args.protocol:
@@ -778,37 +778,18 @@ def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None
     return bank
 
 
-def _warn_of_test_data(
-    args: argparse.Namespace,
-    sim: Similarity,
-    validation: Similarity | None,
-    banks: Sequence[Tensor | None],
-) -> None:
-    """Warn if at least half of a validation set or of a test set's queries are in the other, or in
-    a bank.
+def _warn_of_test_data(paths: Sequence[Path], sim: Similarity, validation: Similarity) -> None:
+    """Warn if half of a validation set's items, or of a test set's, are in the other.
+
+    Re-rankers themselves warn of a bank.
     """
-    if validation is None and all(bank is None for bank in banks):
-        return
-    tests = _sides(sim)
-    if validation is not None:
-        for test, other in zip(tests, _sides(validation), strict=True):
-            if _half_shared(test, other):
-                warn(
-                    f"--val: {', '.join(map(str, args.val))} has items of the test set, on which "
-                    "nothing may be calibrated; pass held-out pairs"
-                )
-                break
-    for side, bank in enumerate(banks):
-        if bank is None:
-            continue
-        by_columns = side == 1 and sim.embeddings is None
-        if _half_shared(tests[side], bank.T if by_columns else bank):
-            name = ("images", "texts")[side]
-            path = (args.bank_images, args.bank_texts)[side]
+    for test, other in zip(_sides(sim), _sides(validation), strict=True):
+        if _half_shared(test, other):
             warn(
-                f"--bank-{name}: {path} has {name} of the test set, so that test queries see one "
-                "another; pass others, such as the training set's, or leave it out"
+                f"--val: {', '.join(map(str, paths))} has items of the test set, on which "
+                "nothing may be calibrated; pass held-out pairs"
             )
+            return
 
 
 def _sides(sim: Similarity) -> Sequence[Tensor]:

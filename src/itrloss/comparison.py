@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import rerank, tables
@@ -16,6 +17,7 @@ from .metrics import Comparison, RetrievalResults, compare_all, retrieval_result
 from .metrics.results import RECALLS, WAYS, Ks
 from .rerank import FastReranker, Reranker
 from .similarity import Similarity
+from .suspicious import warn
 from .tables import ARROWS, TESTED, Row, Table, comparison_table, samples_for
 
 METHODS: dict[str, type[Reranker]] = {
@@ -259,11 +261,22 @@ def compare_models(
     if samples is None:
         samples = samples_for(len(results) - 1)
     base = next(iter(results))
+    for name, own in results.items():
+        if name != base and _are_same(own, results[base]):
+            warn(f"{name}: it has the same ranks as {base}, as if its scores were read twice")
     changes = compare_all(results, baseline=base, figures=TESTED, samples=samples)
     rows = []
     for name, own in results.items():
         rows.append(Row(name, own, changes.get(name, {}), name in transductive))
     return ModelComparison(rows, samples)
+
+
+def _are_same(own: RetrievalResults, other: RetrievalResults) -> bool:
+    """Return whether all ranks and best candidates of two models are the same."""
+    for one, two in zip(own.ways.values(), other.ways.values(), strict=True):
+        if not torch.equal(one.ranks, two.ranks) or not torch.equal(one.top, two.top):
+            return False
+    return True
 
 
 def _obstacle(name: str, sim: Similarity, banks: Banks) -> str:

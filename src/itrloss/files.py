@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import as_id_numbers, from_numpy
+from .checks import as_id_numbers, as_int64, from_numpy
 
 _LONGEST_HEADER = 2**16
 _ENCODING = "latin1"  # of bytes in old pickle protocols
+_MISSING = ("", "nan", "na", "n/a", "<na>", "none", "null")
 _INTEGER = re.compile(r"[+-]?[0-9]+(\.0*)?")
 
 
@@ -115,7 +116,7 @@ def read_ids(path: str | Path, key: str | None = None) -> Tensor:
         with _reading(path):
             content = np.char.decode(content, "utf-8")
     if _holds_strings(content):
-        ids = as_id_numbers(str(path), content)
+        ids = _numbers_of_names(path, content)
     else:
         ids = _whole(_tensor(path, content))
     is_row = ids.ndim == 1 or (ids.ndim == 2 and 1 in ids.shape)
@@ -123,9 +124,7 @@ def read_ids(path: str | Path, key: str | None = None) -> Tensor:
     if is_other or not is_row:
         got = f"{ids.dtype} of shape {tuple(ids.shape)}"
         raise ValueError(f"{path}: expected a row of integers, got {got}")
-    if ids.dtype == torch.uint64 and (ids.view(torch.int64) < 0).any():
-        raise ValueError(f"{path}: expected ids below 2**63, got larger ones")
-    return ids.flatten().long()
+    return as_int64(str(path), ids.flatten())
 
 
 def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
@@ -207,13 +206,28 @@ def _is_number(text: str) -> bool:
 
 def _ids_of_texts(path: Path, ids: list[str]) -> Tensor:
     """Return ids in a text as integers, if all are, and as numbers of strings otherwise."""
-    if not all(_is_integer(x) for x in ids):
-        return as_id_numbers(str(path), ids)
+    others = [x for x in ids if not _is_integer(x)]
+    below = [x for x in ids[1:] if not _is_integer(x)]  # the first may be a header
+    # numbers that are missing, as pandas and spreadsheets write them: they would match each other
+    if below and len(below) < len(ids) - 1 and all(x.lower() in _MISSING for x in below):
+        raise ValueError(f"{path}: expected an id for each item, got {below[0]!r} among integers")
+    if others:
+        return _numbers_of_names(path, ids)
     try:
         numbers = [int(x.partition(".")[0]) for x in ids]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
     except (OverflowError, RuntimeError, ValueError):
         raise ValueError(f"{path}: expected integers of 64 bits, or strings") from None
+
+
+def _numbers_of_names(path: Path, names: Any) -> Tensor:
+    """Return the numbers of strings; raise a ValueError for empty ones, which are missing: they
+    would match each other.
+    """
+    places = (np.asarray(names).ravel() == "").nonzero()[0]
+    if len(places):
+        raise ValueError(f"{path}: expected an id for each item, got none for item {places[0]}")
+    return as_id_numbers(str(path), names)
 
 
 def _holds_strings(content: Any) -> bool:

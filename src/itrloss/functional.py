@@ -142,7 +142,7 @@ def diversity_contrastive_loss(  # noqa: PLR0913 (the options of the module)
         return anchors.reduce(values, reduction)
     valid = negatives != -torch.inf
     if not positives.one_to_one:
-        valid = valid & (positives.positive_counts > 0)
+        valid = valid & (positives.counts(positive=True) > 0)
     return anchors.reduce(values, reduction, valid)
 
 
@@ -260,7 +260,7 @@ def info_nce_loss(
     values = own.mean_of_positives(softplus, scale=-scale, shift=negatives)
     valid = None
     if positives is not None:
-        valid = (anchors.negative_counts > 0) & (positives.positive_counts > 0)
+        valid = (anchors.counts(positive=False) > 0) & (positives.counts(positive=True) > 0)
     return anchors.reduce(values, reduction, valid)
 
 
@@ -346,7 +346,7 @@ def sigmoid_loss(
     values = anchors.sum(softplus, scale=scale, shift=bias)
     values = values + anchors.sum_of_positives(softplus, scale=-scale, shift=-bias)
     # One half of a pair's value counts for its row and the other for its column.
-    existing = anchors.positive_counts + anchors.negative_counts > 0
+    existing = anchors.counts(positive=True) + anchors.counts(positive=False) > 0
     return anchors.reduce(0.5 * values, reduction, existing)
 
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import (
 )
 
 from .checks import as_size
+from .engine.inputs import even_chunks
 
 __all__ = ["grad_cache_step"]
 
@@ -54,7 +55,8 @@ def grad_cache_step(
             mapping of them, such as a tokenizer returns (passed on by name). What is no tensor in
             it, such as None or a flag, is passed on with every chunk. B may differ between
             encoders.
-        chunk_size: rows that an encoder gets at once; the last chunk may have fewer.
+        chunk_size: rows that an encoder gets at once; the last chunk may have fewer. If a single
+            row would be left, chunks are of about one size instead.
         scaler: a ``torch.amp.GradScaler``, for the scalar. What is returned is not scaled.
         loss_kwargs: passed on to the loss; for the whole batch.
 
@@ -131,6 +133,8 @@ class _Tower:
         self.inputs = _plain(inputs)
         size = _batch_size(f"inputs[{index}]", self.inputs)
         self.chunks = [slice(at, at + chunk_size) for at in range(0, size, chunk_size)]
+        if size % chunk_size == 1:  # BatchNorm, for one, fails for a single row
+            self.chunks = even_chunks(size, chunk_size)
         self.modules = _modules(encoder)
 
     def first_pass(self) -> Any:

@@ -8,9 +8,17 @@ import torch
 from torch import Tensor
 
 from .anchors import Hardest
-from .checks import WholeState, as_size, check_matrix, check_number, one_of
-from .distributed import gather_parts, world_size
-from .engine.matrix import ENGINES
+from .checks import (
+    CheckedModule,
+    Choice,
+    Fixed,
+    Number,
+    NumberOr,
+    as_size,
+    check_matrix,
+    from_numpy,
+)
+from .distributed import digest, gather_parts, world_size
 from .engine.pairs import IGNORE_ID, weighted_sums
 from .engine.vectors import host_may_read, normalized
 from .hints import explained
@@ -22,7 +30,7 @@ _NEVER = 2**62
 _CLOSE = 1 - 1e-5  # a point with a higher cosine to its centroid never seeds a cluster
 
 
-class OnlineKMeans(WholeState):
+class OnlineKMeans(CheckedModule):
     r"""Mini-batch spherical k-means (Sculley, WWW 2010; Dhillon & Modha, 2001) with centroids that
     persist.
 
@@ -51,6 +59,11 @@ class OnlineKMeans(WholeState):
         counts: (clusters,) int64 n.
     """
 
+    clusters = Fixed[int]()
+    dim = Fixed[int]()
+    max_count = NumberOr(None, above=0)
+    patience = Number(above=0)
+    engine: Choice[Engine] = Choice("auto", "dense", "tiled", "triton")
     centroids: Tensor
     counts: Tensor
     waiting: Tensor
@@ -67,17 +80,11 @@ class OnlineKMeans(WholeState):
         engine: Engine = "auto",
     ):
         super().__init__()
-        clusters = as_size("clusters", clusters)
-        dim = as_size("dim", dim)
-        check_number("patience", patience, positive=True)
-        if max_count is not None:
-            check_number("max_count", max_count, positive=True)
-        one_of("engine", engine, "auto", *ENGINES)
-        self.clusters = clusters
-        self.dim = dim
+        self.clusters = as_size("clusters", clusters)
+        self.dim = as_size("dim", dim)
         self.max_count = max_count
         self.patience = patience
-        self.engine: Engine = engine
+        self.engine = engine
         self.register_buffer("centroids", torch.empty(clusters, dim, dtype=torch.float32))
         self.register_buffer("counts", torch.empty(clusters, dtype=torch.int64))
         # points seen since a cluster's last one
@@ -117,9 +124,11 @@ class OnlineKMeans(WholeState):
         Before the first update that is a RuntimeError; on an accelerator, where it would
         synchronise, all are 0.
         """
-        x = self._points(x)
+        x = self._points(x, empty=True)
         if host_may_read(x) and not len(self):
             raise RuntimeError("OnlineKMeans: no cluster has a point yet; call update first")
+        if len(x) == 0:
+            return torch.zeros(0, dtype=torch.int64, device=x.device)
         return self._nearest(x, self.waiting < _NEVER).indices
 
     @torch.no_grad()
@@ -135,15 +144,17 @@ class OnlineKMeans(WholeState):
         """
         patience = int(self.patience * self.clusters)
         if world_size(process_group) == 1:
-            return self._step(self._points(x), patience)
-        (parts,) = gather_parts(
-            lambda: [self._points(x, empty=True)], process_group, self.extra_repr()
-        )
+            parts = [self._points(x, empty=True)]
+        else:
+            same = f"{self.extra_repr()}, centroids {digest(self.centroids)}"
+            (parts,) = gather_parts(lambda: [self._points(x, empty=True)], process_group, same)
         points = torch.cat(parts)
         if len(points) == 0:
             self.replaced.zero_()
             return torch.zeros(0, dtype=torch.int64, device=points.device)
         ids = self._step(points, patience)
+        if len(parts) == 1:
+            return ids
         return ids.split([len(part) for part in parts])[torch.distributed.get_rank(process_group)]
 
     @torch.no_grad()
@@ -175,6 +186,7 @@ class OnlineKMeans(WholeState):
         """Return points at unit length, checked; zeros for those that are not finite, as when a
         scaler overflows.
         """
+        x = from_numpy(x)
         check_matrix("x", x, f"(B, {self.dim})", empty=empty)
         if x.shape[1] != self.dim:
             raise ValueError(f"x: expected shape (B, {self.dim}), got {tuple(x.shape)}")

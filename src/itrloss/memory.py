@@ -13,6 +13,7 @@ from . import checks
 from .anchors import Anchors, AnchorSide
 from .checks import (
     CheckedModule,
+    Fixed,
     IdsLike,
     Number,
     WholeState,
@@ -22,7 +23,7 @@ from .checks import (
     one_of,
 )
 from .distributed import collectives
-from .distributed.consensus import gather_parts, padded, world_size
+from .distributed.consensus import digest, gather_parts, padded, world_size
 from .distributed.shards import Share
 from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from .engine.pairs import IGNORE_ID, Pairs
@@ -35,7 +36,7 @@ __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
 HALF = torch.float16, torch.bfloat16
 
 
-class CoupledMemory(WholeState):
+class CoupledMemory(CheckedModule):
     """Ring buffers of image keys and of the text keys that belong to them (CODER Sec. 3.2, USER
     Sec. III-D; MoCo).
 
@@ -57,6 +58,8 @@ class CoupledMemory(WholeState):
         enqueued: () int64, number of entries ever put in; the next goes to ``enqueued % size``.
     """
 
+    size = Fixed[int]()
+    dim = Fixed[int]()
     images: Tensor
     texts: Tensor
     ids: Tensor
@@ -126,7 +129,9 @@ class CoupledMemory(WholeState):
             return self._checked(image_keys, text_keys, ids, empty=True)
 
         dtype = str(self.images.dtype).removeprefix("torch.")
-        same = f"memory ({self.size}, {self.dim}) of {dtype}"
+        same = (
+            f"memory ({self.size}, {self.dim}) of {dtype}, entries so far {digest(self.enqueued)}"
+        )
         parts = gather_parts(checked, process_group, same)
         self._store(*[torch.cat(x) for x in parts])
 
@@ -138,12 +143,16 @@ class CoupledMemory(WholeState):
 
         It is for memories that processes do not share: each may then hold other entries.
         """
-        self._store(*self._checked(image_keys, text_keys, ids, empty=False))
+        keys = self._checked(image_keys, text_keys, ids, empty=True)
+        if len(keys[0]):
+            self._store(*keys)
 
     def _checked(
         self, image_keys: Tensor, text_keys: Tensor, ids: IdsLike | None, empty: bool
     ) -> list[Tensor]:
         """Return the keys, and ids if there are any; raise an error if they do not fit."""
+        image_keys = checks.from_numpy(image_keys)
+        text_keys = checks.from_numpy(text_keys)
         for name, x in (("image_keys", image_keys), ("text_keys", text_keys)):
             check_matrix(name, x, f"(B, {self.dim})", empty=empty)
             shape = image_keys.shape[0], self.dim
@@ -179,7 +188,8 @@ class CoupledMemory(WholeState):
 
         It is a copy: what is enqueued into it does not get into this one.
         """
-        part = CoupledMemory(self.size, d, dtype=self.images.dtype).to(self.images.device)
+        with self.images.device:
+            part = CoupledMemory(self.size, d, dtype=self.images.dtype)
         with torch.no_grad():
             part.images.copy_(normalized(self.images[:, :d]))
             part.texts.copy_(normalized(self.texts[:, :d]))

@@ -18,6 +18,7 @@ from .engine.products import full_float32, matmul
 from .engine.vectors import compute_dtype, full_precision, normalized
 from .hints import explained
 from .similarity import TopK
+from .suspicious import warn
 
 _NAMES = Names("queries", "corpus", "query_ids", "corpus_ids")
 _RUN = 64  # number of neighbouring scores whose maximum is looked at first
@@ -69,7 +70,7 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     check_matrix("queries", query_vectors, "(Q, D)", check_finite=True)
     k = as_size("k", k)
     block = as_size("block", block)
-    shape = tuple(corpus.shape)
+    shape = tuple(getattr(corpus, "shape", ()))
     if len(shape) != 2 or shape[1] != query_vectors.shape[1]:
         raise ValueError(
             f"corpus: expected shape (N, {query_vectors.shape[1]}) as the queries, got {shape}"
@@ -79,6 +80,7 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     device = query_vectors.device
     dtype = compute_dtype(query_vectors)
     ids, corpus_ids = ids_of_both(query_ids, corpus_ids, size, total, device, _NAMES)
+    _warn_of_ids(ids, corpus_ids)
     limits = None
     if below is not None:
         limits = as_tensor("below", below, size, dtype, device).expand(size)
@@ -91,6 +93,17 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
         if progress is not None:
             progress(end, total)
     return best
+
+
+def _warn_of_ids(ids: Tensor, corpus_ids: Tensor) -> None:
+    """Warn if ids leave out nothing, so that right answers are mined, or everything."""
+    if not bool(torch.isin(ids, corpus_ids).any()):
+        warn(
+            "query_ids, corpus_ids: they have no id in common, so that the highest-scoring "
+            "embeddings are all taken for negatives, right ones among them. Equal ids are a match"
+        )
+    elif bool((ids == ids[0]).all()) and bool((corpus_ids == ids[0]).all()):
+        warn("query_ids, corpus_ids: all are the same, so that there are no negatives")
 
 
 def _blocks(total: int, block: int) -> Iterator[tuple[int, int]]:

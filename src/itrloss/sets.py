@@ -11,6 +11,7 @@ from torch import Tensor
 from .anchors import Anchors, Reduction
 from .checks import (
     as_indices,
+    as_mask,
     check_alike,
     check_matrix,
     check_number,
@@ -21,6 +22,7 @@ from .checks import (
 from .engine.sets import Sets, set_scores
 from .engine.vectors import full_precision, host_may_read, normalized
 from .similarity import Similarity
+from .suspicious import warn
 
 PairReduction = Literal["mean", "sum", "frobenius"]
 Aggregation = Literal["max", "mean", "smooth_chamfer", "max_sum", "smooth_max_sum"]
@@ -245,6 +247,11 @@ def set_similarity(  # noqa: PLR0913 - options by keyword
             element exists, such as for padding on the left, or tokens that do not count. Integers 0
             and 1, as tokenizers return them, will do.
     """
+    images = from_numpy(images)
+    texts = from_numpy(texts)
+    for name, x in (("images", images), ("texts", texts)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected sets of embeddings, got {type(x).__name__}")
     if texts.dim() == 2:
         texts = texts[:, None]
     for name, x in (("images", images), ("texts", texts)):
@@ -257,6 +264,12 @@ def set_similarity(  # noqa: PLR0913 - options by keyword
     one_of("aggregation", aggregation, "max", "mean", "smooth_chamfer", "max_sum", "smooth_max_sum")
     rows = _existing("image", images, image_lengths, image_mask)
     cols = _existing("text", texts, text_lengths, text_mask)
+    for name, (_, lengths) in (("image", rows), ("text", cols)):
+        if lengths is not None and host_may_read(lengths) and not bool(lengths.any()):
+            warn(
+                f"{name}_lengths, {name}_mask: all sets are empty, so that all scores are 0 "
+                "without a gradient. A mask is True where an element exists"
+            )
     if aggregation != "mean":
         return set_scores(rows, cols, aggregation, alpha, normalize)
     with full_precision(images):  # the mean of the products is the product of the means
@@ -280,12 +293,7 @@ def _existing(
     if lengths is not None:
         raise ValueError(f"{name}_mask: expected None beside {name}_lengths")
     shape = tuple(sets.shape[:2])
-    mask = from_numpy(mask)
-    if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{name}_mask: expected a bool tensor of shape {shape}, got {got}")
-    if tuple(mask.shape) != shape:
-        raise ValueError(f"{name}_mask: expected shape {shape}, got {tuple(mask.shape)}")
+    mask = as_mask(f"{name}_mask", mask, shape)
     exists = mask.to(sets.device) != 0
     # No aggregation depends on the order of elements, and equal ones stay in theirs.
     order = (~exists).to(torch.uint8).argsort(dim=1, stable=True)

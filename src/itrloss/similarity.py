@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from .engine.pairs import IGNORE_ID, Ids, Pairs, segment_sum
 from .engine.question import Value, has_each
 from .engine.ranking import Ranking, Relevance
 from .engine.ranking import TopK as TopK
-from .engine.vectors import Embeddings
+from .engine.vectors import Embeddings, autocast_dtype
 from .hints import explained
 from .related import NOTHING_RELATED, Related, related_pairs
 
@@ -99,15 +99,15 @@ class Similarity(Anchors):
         pairs = pairs_of((n, m), (row_ids, col_ids), related, rows.device, names)
         if memory_budget is None:
             memory_budget = 0 if engine == "tiled" else MEMORY_BUDGET
-        elif not isinstance(memory_budget, int) or memory_budget < 0:
+        elif not isinstance(memory_budget, SupportsIndex) or memory_budget < 0:
             got = repr(memory_budget)
             raise ValueError(f"memory_budget: expected a number of bytes, 0 at least, got {got}")
         matrix = Matrix(
             Embeddings(rows, normalize),
             Embeddings(cols, normalize),
             pairs,
-            engine_for(pairs, choose_engine(engine, n * m, memory_budget, rows)),
-            memory_budget,
+            engine_for(pairs, choose_engine(engine, n * m, int(memory_budget), rows)),
+            int(memory_budget),
             check_biases(bias, n, m),
         )
         matrix.strict = matrix.engine == engine == "triton"
@@ -167,6 +167,8 @@ class Similarity(Anchors):
                 same()
             return cls(rows, cols, row_ids, col_ids, **options)
         bias = options.pop("bias", None)
+        if isinstance(bias, (tuple, list)):
+            bias = tuple(map(checks.from_numpy, bias))
         names = options.pop("names", checks.ROWS_AND_COLUMNS)
         if options.pop("related", NOTHING_RELATED) is not NOTHING_RELATED:
             expected = "expected ids alone where processes share a batch"
@@ -444,8 +446,10 @@ class Similarity(Anchors):
         return self._matrix.pair_scores(rows, cols)
 
     def positive_scores(self) -> Tensor:
-        """Return the (P,) scores of the positive pairs, sorted by the rows of the matrix."""
-        return self._matrix.positive_scores()
+        """Return a copy of the (P,) scores of the positive pairs, sorted by the rows of the
+        matrix.
+        """
+        return self._matrix.positive_scores().clone()
 
     def mean_of_pairs(
         self,
@@ -462,10 +466,10 @@ class Similarity(Anchors):
         cols = self.T.gathered(of_cols)
         pairs = self._matrix.pairs
         if self.one_to_one:
-            return value(self._matrix.positive_scores(), rows, cols)
+            return value(self.positive_scores(), rows.clone(), cols.clone())
         if pairs.listable:
             i, j = self._turned(*pairs.listed)
-            values = value(self._matrix.positive_scores(), rows[i], cols[j])
+            values = value(self.positive_scores(), rows[i], cols[j])
             total = segment_sum(values, i, len(rows))
         else:
             whole = self._matrix.graph_scores()
@@ -534,7 +538,7 @@ class Similarity(Anchors):
             if relevance is not None:
                 raise ValueError("relevance: expected None for a batch that processes share")
             return self._ranked_locally(k, bias, ties, below)
-        candidate_bias = self._candidate_bias(bias)
+        bias = as_bias("bias", bias, self.shape[1], self.device)
         limit = self._limit("below", below)
         least = torch.finfo(self.dtype).min
         optimistic = ties == "optimistic"
@@ -543,10 +547,7 @@ class Similarity(Anchors):
             judged = Relevance(self._matrix.pairs.places(self._side))
 
         def parts() -> Iterator[tuple[slice, Ranking]]:
-            for part, scores in self._matrix.blocks(self._side):
-                if candidate_bias is not None:
-                    scores = scores + candidate_bias  # in float64, if the bias is
-                scores.clamp_min_(least)
+            for part, scores in self._scores_to_rank(bias, least):
                 own = None if judged is None else judged.part(part)
                 if own is not None and own.excluded is not None:
                     # below all scores, so that nobody can tie with them
@@ -561,6 +562,37 @@ class Similarity(Anchors):
                 yield part, Ranking(ranks, top, grades)
 
         return ranking.collected(self.shape[0], parts())
+
+    def _scores_to_rank(self, bias: Tensor | None, least: float) -> Iterator[tuple[slice, Tensor]]:
+        """Yield slices of the rows, each with its scores (B, M) plus ``bias``, at least ``least``.
+
+        They are float64 if a bias is. Columns that do not exist have -inf.
+        """
+        of_rows, of_cols = self._separate_biases(bias)
+        matrix = self._matrix if self.bias is None else self._matrix.without_bias()
+        ignored = self._matrix.pairs.ignored[1 - self._side]
+        for part, scores in matrix.blocks(self._side):
+            scores = biased(scores, None if of_rows is None else of_rows[part], of_cols)
+            scores.clamp_min_(least)
+            if ignored is not None:
+                scores.masked_fill_(ignored, -torch.inf)
+            yield part, scores
+
+    def _separate_biases(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return what ranking adds to the products of embeddings: biases (N,) of rows, (M,) of
+        columns.
+
+        They are float64 where the matrix has biases: beside large ones, float32 would lose the
+        digits that tell candidates apart.
+        """
+        if self.bias is None:
+            return None, bias
+        of_rows, of_cols = (None if x is None else x.detach().double() for x in self.bias)
+        total = torch.zeros(self.shape[1], dtype=torch.float64, device=self.device)
+        for x in (of_cols, bias):
+            if x is not None:
+                total = total + x
+        return of_rows, total
 
     def _best_of(self, scores: Tensor, k: int, own: Relevance | None, optimistic: bool) -> TopK:
         """Return the best columns of some rows by their scores (B, M), as :meth:`ranked` does."""
@@ -579,19 +611,6 @@ class Similarity(Anchors):
             below = below[: len(local)]
         ranks, top, _ = local.ranked(k, bias, ties=ties, below=below)
         return Ranking(ranks[:n], TopK(top.values[:n], top.indices[:n]))
-
-    def _candidate_bias(self, bias: Tensor | None) -> Tensor | None:
-        """Return what is added to the candidates' scores (M,): those that do not exist rank
-        last.
-        """
-        m = self.shape[1]
-        checked = as_bias("bias", bias, m, self.device)
-        ignored = self._matrix.pairs.ignored[1 - self._side]
-        if ignored is None:
-            return checked
-        if checked is None:
-            checked = torch.zeros(m, dtype=self.dtype, device=self.device)
-        return checked.masked_fill(ignored, -torch.inf)
 
     def _ranks_of(
         self,
@@ -646,6 +665,15 @@ def engine_for(pairs: Pairs, engine: str) -> str:
     return "tiled" if engine == "triton" and not pairs.others_are_negatives else engine
 
 
+def biased(scores: Tensor, of_rows: Tensor | None, of_cols: Tensor | None) -> Tensor:
+    """Return scores (B, M) plus biases (B,) and (M,), in float64 if the biases are."""
+    if of_cols is not None:
+        scores = scores + of_cols
+    if of_rows is not None:
+        scores = scores + of_rows[:, None]
+    return scores
+
+
 def limited_scores(scores: Tensor, limit: Value | None, part: slice, least: float) -> Tensor:
     """Return scores (B, M) with ``least`` in place of those that are not below a limit."""
     if limit is None:
@@ -659,15 +687,16 @@ def check_biases(bias: Any, n: int, m: int) -> Bias:
     """Return the (N,) and (M,) biases; raise an error unless they are a pair of tensors or None."""
     if bias is None:
         return None, None
-    if not isinstance(bias, tuple) or len(bias) != 2:
+    if not isinstance(bias, (tuple, list)) or len(bias) != 2:
         raise TypeError(f"bias: expected a pair of tensors or None, got {bias!r}")
-    for x, size in zip(bias, (n, m), strict=True):
+    biases = checks.from_numpy(bias[0]), checks.from_numpy(bias[1])
+    for x, size in zip(biases, (n, m), strict=True):
         if x is None:
             continue
         if not isinstance(x, Tensor) or x.shape != (size,) or not x.is_floating_point():
             got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else repr(x)
             raise ValueError(f"bias: expected ({size},) floating-point numbers, got {got}")
-    return bias
+    return biases
 
 
 class BatchPart(NamedTuple):
@@ -698,7 +727,12 @@ class BatchPart(NamedTuple):
         if self.bias is not None:
             biases = [x is not None for x in self.bias]
         dtypes = f"{described(self.rows)}, {described(self.cols)}"
-        return f"{dtypes}, gradients {trained}, ids {had}, biases {biases}"
+        words = [x is not None and checks.are_strings(x) for x in (self.row_ids, self.col_ids)]
+        rounding = autocast_dtype(self.rows)
+        return (
+            f"{dtypes}, autocast {rounding}, gradients {trained}, ids {had}, of strings {words}, "
+            f"biases {biases}"
+        )
 
 
 def agreed_ids_and_sizes(

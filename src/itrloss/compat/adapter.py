@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import functional
 from ..checks import Names, as_ids, check_embeddings, one_of
 from ..losses import MemoryLoss
-from ..losses.matryoshka import inner_loss
+from ..losses.matryoshka import check_scalar, inner_loss
 from ..memory import CoupledMemory
 from .hinge import Switched, check_square, required, required_ids
 from .sets import Regularizers, members_of, zero_of
@@ -105,7 +105,8 @@ def _memory(images: Tensor, texts: Tensor, ids: Tensor | None = None) -> Coupled
         raise ValueError(f"mb_cap, t_queue: expected {expected}, got {len(texts)}")
     if ids is not None:
         ids = as_ids("mb_ind", ids, len(images), images.device)
-    memory = CoupledMemory(*images.shape).to(images.device, images.dtype)
+    with images.device:
+        memory = CoupledMemory(*images.shape, dtype=images.dtype)
     memory.enqueue_alone(images, texts, ids)
     return memory
 
@@ -193,6 +194,7 @@ class AdaptedLoss(Switched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the code base's criterion does, from its arguments."""
+        check_scalar(self.loss)
         call = self._call(args, kwargs)
         if isinstance(self.loss, MemoryLoss):
             if self.code_base == "hal":
@@ -245,7 +247,8 @@ class AdaptedLoss(Switched):
         negatives.
         """
         if mb_img is None:
-            empty = CoupledMemory(1, im.shape[1]).to(im.device, im.dtype)
+            with im.device:
+                empty = CoupledMemory(1, im.shape[1], dtype=im.dtype)
             return self.loss(im, s, im, s, empty)
         entries = required_ids("mb_ind", mb_ind, im.device)  # (M,)
         ids = required_ids("indices", indices, im.device)  # (B,)

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from .. import distributed, functional
 from ..anchors import Anchors
-from ..checks import Names, check_number
+from ..checks import CheckedModule, Names, Number, Size, check_number
 from ..similarity import Similarity
 from .hinge import VSEPPLoss, option, required, required_ids, similarity
 
 
-class HALLoss(nn.Module):
+class HALLoss(CheckedModule):
     """HAL (hardyqr/HAL, ``model.py``), called as ``criterion(im, s, mb_img, mb_cap, mb_ind,
     indices)``.
 
@@ -25,6 +25,14 @@ class HALLoss(nn.Module):
     fewer than ``mb_k`` other entries. Under ``torch.compile``, ``mb_ind`` and ``indices`` should be
     tensors.
     """
+
+    scale = Number(above=0)
+    margin = Number()
+    alpha = Number()
+    beta = Number()
+    ep_posi = Number()
+    ep_nega = Number()
+    k = Size()
 
     def __init__(self, opt: Any):
         super().__init__()
@@ -94,7 +102,7 @@ class HALLoss(nn.Module):
         return negative.diagonal_scatter(positive)
 
 
-class USERLoss(nn.Module):
+class USERLoss(CheckedModule):
     """USER (zhangy0822/USER, ``lib/loss.py``, ``UTO``): ``criterion(im, s)`` is HAL with scale
     ``mu``, margin ``gama``.
 
@@ -102,6 +110,9 @@ class USERLoss(nn.Module):
     queues, which the caller adds. :class:`itrloss.UnifiedTrainingObjective` is the sum of both.
     Differences: `Masked pairs`_, `Positive term`_.
     """
+
+    scale = Number(above=0)
+    margin = Number()
 
     def __init__(self, opt: Any):
         super().__init__()
@@ -175,6 +186,9 @@ class ClipLoss(nn.Module):
             sim = Similarity(image_features, text_features, **options)
         else:
             same = type(self).__name__
+            for name, x in (("logit_scale", logit_scale), ("logit_bias", logit_bias)):
+                value = distributed.digest(x) if isinstance(x, Tensor) else x
+                same += f", {name} {type(x).__name__} {value}"
             sim = Similarity.sharded(image_features, text_features, same=same, **options)
         if logit_bias is None:
             logit_bias = 0.0

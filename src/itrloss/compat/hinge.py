@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import functional
-from ..checks import Names, as_id_numbers, check_embeddings, check_matrix, check_number, one_of
+from ..checks import (
+    CheckedModule,
+    Names,
+    Number,
+    as_id_numbers,
+    as_int64,
+    check_embeddings,
+    check_matrix,
+    one_of,
+)
 from ..engine.vectors import compute_dtype
+from ..losses.suspicion import may_be_read, warn_of_units, warn_of_vectors
 from ..similarity import Similarity
 from ..terms import excess, identity
 
 
 def option(opt: Any, name: str, *default: Any) -> Any:
-    """Return an attribute of a code base's settings, or the default; an error without both."""
+    """Return an attribute of a code base's settings, or an entry of a dictionary of them; or the
+    default; an error without both.
+    """
+    if isinstance(opt, Mapping):
+        opt = SimpleNamespace(**opt)
     try:
         return getattr(opt, name, *default)
     except AttributeError:
@@ -32,7 +47,7 @@ def required(name: str, x: Any) -> Any:
 
 def required_ids(name: str, ids: Any, device: torch.device) -> Tensor:
     """Return ids of any form, but not None, as integers on the device."""
-    return as_id_numbers(name, required(name, ids)).to(device)
+    return as_int64(name, as_id_numbers(name, required(name, ids))).to(device)
 
 
 def check_square(name: str, scores: Any) -> None:
@@ -70,7 +85,7 @@ def similarity(
     return Similarity(x, y, *ids, normalize=False, names=called)
 
 
-class Switched(nn.Module):
+class Switched(CheckedModule):
     """A criterion that code bases switch to the hardest negatives after some epochs."""
 
     def max_violation_on(self) -> None:
@@ -87,16 +102,40 @@ class HingeLoss(Switched):
     hardest one.
     """
 
+    margin = Number()
+    _looked = False  # whether a batch was looked at for what is suspicious
+
     def __init__(self, margin: float = 0, max_violation: bool = False):
         super().__init__()
-        check_number("margin", margin)
         self.margin = margin
         self.max_violation = bool(max_violation)
+
+    def get_extra_state(self) -> Tensor:
+        """Return what ``state_dict`` holds, as :class:`itrloss.TripletLoss` does: (1,) uint8,
+        whether only the hardest negatives count.
+        """
+        return torch.tensor([self.max_violation], dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Restore which negatives count from ``get_extra_state``."""
+        self.max_violation = bool(state)
 
     def _hinges(self, sim: Similarity, reduction: functional.Reduction = "sum") -> Any:
         """Return the loss of a similarity; with reduction "none", the rows' and columns' values."""
         mining = "hardest" if self.max_violation else "all"
-        return functional.triplet_loss(sim, self.margin, mining, reduction)
+        loss = functional.triplet_loss(sim, self.margin, mining, reduction)
+        # afterwards, so that the first loss is computed as all others are
+        if not torch.compiler.is_compiling() and not self._looked and may_be_read(sim):
+            self._looked = True
+            self._look(sim)
+        return loss
+
+    @torch.no_grad()
+    def _look(self, sim: Similarity) -> None:
+        """Warn of scores that are no cosines, or embeddings."""
+        warn_of_vectors(sim)
+        if self.margin < 1 and not getattr(self, "order", False):
+            warn_of_units(type(self).__name__, sim)
 
     def _hinges_of(self, name: str, scores: Tensor) -> Tensor:
         """Return the loss of (B, B) scores, which errors call by ``name``."""

@@ -9,6 +9,7 @@ shards      a batch that processes share: whose anchors are where, and what they
 
 from .collectives import world_size as world_size
 from .consensus import consensus as consensus
+from .consensus import digest as digest
 from .consensus import gather as gather
 from .consensus import gather_parts as gather_parts
 from .consensus import gather_table as gather_table

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..engine.vectors import host_may_read
 from . import collectives
 from .collectives import world_size
 
@@ -143,6 +144,21 @@ def described(x: Tensor) -> str:
     """Return the dtype and the shape of a tensor, whose first size may differ: float32 (B, 5)."""
     sizes = ", ".join(["B", *map(str, x.shape[1:])])
     return f"{str(x.dtype).removeprefix('torch.')} ({sizes})"
+
+
+def digest(x: Tensor | None) -> str:
+    """Return a number, or a few letters that tell the values of tensors apart, to be compared by
+    processes.
+
+    Empty where the host would have to wait for them, on accelerators, and for shards of a tensor.
+    """
+    if x is None or not host_may_read(x) or type(x.detach()) is not Tensor:
+        return ""
+    if x.numel() == 1:
+        return f"{x.item():.9g}"
+    # a copy: a storage that NumPy shares cannot be resized, as FSDP does
+    data = x.detach().clone().flatten().view(torch.uint8).numpy()
+    return f"{zlib.crc32(data.tobytes()):08x}"
 
 
 def padded(x: Tensor, size: int, value: float = 0.0) -> Tensor:

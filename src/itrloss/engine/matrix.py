@@ -172,6 +172,14 @@ class Matrix:
             twin._graph_scores = self._graph_scores.detach()
         return twin
 
+    def without_bias(self) -> Matrix:
+        """Return the inner products of the embeddings alone, without a gradient."""
+        assert self.embeddings is not None
+        rows, cols = (vectors.detach() for vectors in self.embeddings)
+        twin = Matrix(rows, cols, self.pairs, "tiled", 0)
+        twin.embeddings = rows, cols  # rounded as these
+        return twin
+
     def host_may_read(self) -> bool:
         """Return whether the host may read answers without a synchronisation or a graph break."""
         like = self.given if self.embeddings is None else self.embeddings[0]

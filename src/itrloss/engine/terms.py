@@ -51,12 +51,23 @@ class Term:
         self.value = value
         self.slope = slope
         self.__name__ = getattr(value, "__name__", type(value).__name__)
-        self.__module__ = getattr(value, "__module__", "")
+        self.__module__ = getattr(value, "__module__", "") or ""
+        self.of_library = self.__module__.split(".")[0] == __name__.split(".")[0]
         self.__doc__ = value.__doc__
 
     def __call__(self, scores: Tensor, *params: Any) -> Tensor:
         """Return the function's values, of the shape of the scores."""
-        return self._whole(self.value(scores.clone(), *params), scores)
+        return self._whole(self.computed(scores.clone(), params), scores)
+
+    def computed(self, z: Tensor, params: Sequence[Any]) -> Tensor:
+        """Return what the function makes of scores, which it may overwrite, and of parameters.
+
+        A user's function may write to its parameters, too, which are the caller's tensors, or a
+        guide's scores. So it gets copies of them.
+        """
+        if not self.of_library:
+            params = [x.clone() if isinstance(x, Tensor) else x for x in params]
+        return self.value(z, *params)
 
     def _whole(self, values: Any, scores: Tensor) -> Tensor:
         """Return the values in the shape of the scores; raise an error if they are no tensor."""
@@ -81,7 +92,7 @@ class Term:
         params: Sequence[Tensor],  # (r, 1) or (1,)
     ) -> Tensor:
         """Return the values (r, c), which may be overwritten."""
-        values = self.value(z, *params)
+        values = self.computed(z, params)
         if self.slope is not None:
             return values
         # copied, as a user's function may return a parameter
@@ -123,8 +134,8 @@ def pair_term(function: Function | None = None, *, slope: Any = None) -> Any:
 
     ``function(scores, *parameters)`` returns a tensor like ``scores``; autograd differentiates it,
     tile by tile. Parameters hold one value per anchor, shaped to broadcast with the scores. The
-    function should be finite for every score, even for pairs that the sum leaves out. It gets a
-    copy of the scores and may work in place.
+    function should be finite for every score, even for pairs that the sum leaves out. It gets
+    copies of the scores and of the parameters, and may work in place.
 
     >>> @pair_term
     ... def cube(scores):

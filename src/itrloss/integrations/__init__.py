@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks import as_ids
+from ..losses.matryoshka import check_scalar as check_scalar
 from ..losses.matryoshka import inner_loss as inner_loss
 
 if TYPE_CHECKING:

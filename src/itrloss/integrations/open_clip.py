@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..compat import ClipLoss, SigLipLoss
 from ..losses import Matryoshka, PairLoss
-from . import inner_loss
+from . import check_scalar, inner_loss
 
 
 class RetrievalLoss(nn.Module):
@@ -58,6 +58,7 @@ class RetrievalLoss(nn.Module):
 
         ``logit_scale``: the scale itself, of one element, as ``logit_bias``.
         """
+        check_scalar(self.loss)
         if logit_bias is None and "bias" in self.shared.values():
             expected = f"that of the model, which {self.loss!r} trains (--siglip)"
             raise ValueError(f"logit_bias: expected {expected}, got None")

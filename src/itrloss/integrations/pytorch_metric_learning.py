@@ -45,6 +45,16 @@ def _of_mined(
     return Similarity(embeddings, ref_emb, related=Related(matches=matches), engine="dense")
 
 
+def _check_options(loss: PairLoss) -> None:
+    """Raise an error for a loss that reduces or gathers itself."""
+    if loss.reduction != "none" or loss.gather:
+        raise ValueError(
+            "loss: expected reduction='none' without gather, as reducers and "
+            "DistributedLossWrapper take their places, "
+            f"got {loss!r} with gather={loss.gather!r}"
+        )
+
+
 # The name is one of those that CrossBatchMemory and SelfSupervisedLoss accept.
 class ContrastiveLoss(BaseMetricLossFunction):
     """A loss of this library as one of pytorch-metric-learning: of ``embeddings`` as anchors, by
@@ -70,12 +80,7 @@ class ContrastiveLoss(BaseMetricLossFunction):
         if not _of_similarities(loss):
             expected = "one of similarities alone, such as itrloss.SupConLoss"
             raise TypeError(f"loss: expected {expected}, got {loss!r}")
-        if loss.reduction != "none" or loss.gather:
-            raise ValueError(
-                "loss: expected reduction='none' without gather, as reducers and "
-                "DistributedLossWrapper take their places, "
-                f"got {loss!r} with gather={loss.gather!r}"
-            )
+        _check_options(loss)
         distance = options.get("distance")
         if distance is not None:
             raise ValueError(f"distance: expected none, as scores are cosines, got {distance!r}")
@@ -91,6 +96,7 @@ class ContrastiveLoss(BaseMetricLossFunction):
         ref_labels: Tensor,
     ) -> dict[str, Any]:
         """Return the values of the anchors that have a positive and a negative, for the reducer."""
+        _check_options(self.loss)  # again, as they may be set later
         if labels is None or ref_labels is None:
             raise ValueError("labels, ref_labels: expected integers for all embeddings, got None")
         if indices_tuple is None and ref_emb is not embeddings:

@@ -19,7 +19,7 @@ from ..metrics import confidence_intervals, default_ids, retrieval_results
 from ..metrics.results import RECALLS, as_ks
 from ..rerank import Reranker
 from ..similarity import Similarity
-from . import ids_of, inner_loss, load_states, save_states
+from . import check_scalar, ids_of, inner_loss, load_states, save_states
 
 try:
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
@@ -117,6 +117,7 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
 
     def _loss(self, columns: Sequence[Tensor], labels: Tensor | None) -> Tensor:
         """Return the loss of the columns' (B, D) embeddings."""
+        check_scalar(self.loss)
         few = "negatives" not in inspect.signature(self.loss.forward).parameters
         if len(columns) < 2 or (few and len(columns) > 2):
             expected = "two columns" if few else "two or more columns"

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..losses import Matryoshka, PairLoss
-from . import ids_of, inner_loss, load_states, save_states
+from . import check_scalar, ids_of, inner_loss, load_states, save_states
 
 try:
     from transformers import Trainer
@@ -104,6 +104,7 @@ class RetrievalTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Return the loss of a batch, and with ``return_outputs`` the model's outputs."""
+        check_scalar(self.loss)
         others = {name: x for name, x in inputs.items() if name not in ("labels", "return_loss")}
         outputs = model(**others)
         fields = outputs if isinstance(outputs, dict) else {}

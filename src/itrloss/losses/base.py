@@ -19,8 +19,9 @@ from ..checks import (
     Names,
     check_embeddings,
     check_matrix,
+    one_of,
 )
-from ..distributed import consensus, padded, world_size
+from ..distributed import consensus, digest, padded, world_size
 from ..distributed.collectives import replicated, total
 from ..engine.relations import Rule
 from ..functional import Reduction
@@ -86,8 +87,12 @@ class Loss(CheckedModule):
             if not isinstance(value, Tensor):
                 options[name] = value
         trained = [name for name, p in self.named_parameters() if p.requires_grad]
+        values = [f"{name} {digest(p)}" for name, p in self.named_parameters()]
         mode = "training" if self.training else "evaluation"
-        return f"{type(self).__name__} {options} in {mode} mode, parameters trained {trained}"
+        return (
+            f"{type(self).__name__} {options} in {mode} mode, parameters trained {trained}, "
+            f"digests of parameters {values}"
+        )
 
     def agree(self, check: Callable[[], str]) -> None:
         """Run a check of the input; in a job of several processes, all raise an error or none.
@@ -129,7 +134,9 @@ class Loss(CheckedModule):
             some = [x if x is None or len(x) else padded(x, 1) for x in inputs]
             result = function(*some, "none")
             values.extend(result if isinstance(result, tuple) else [result])
-            return f"{values[0].dtype}, gradient {values[0].requires_grad}, {self.described()}"
+            given = [x is not None for x in inputs]
+            kind = f"{values[0].dtype}, gradient {values[0].requires_grad}"
+            return f"{kind}, inputs given {given}, {self.described()}"
 
         self.agree(computed)
         assert inputs[0] is not None
@@ -176,8 +183,26 @@ class SimilarityLoss(Loss):
         super().__init__(**common)
         self.engine = engine
         self.check_finite = check_finite
-        self.observed = telemetry
-        self.telemetry: dict[str, Tensor] = {}
+        self.observed = False
+        self._figures: dict[str, Tensor] = {}
+        self.telemetry = telemetry
+
+    @property
+    def telemetry(self) -> dict[str, Tensor]:
+        """The figures of the last call; empty without the option. It may be set later, to True or
+        False.
+        """
+        return self._figures
+
+    @telemetry.setter
+    def telemetry(self, value: bool | dict[str, Tensor]) -> None:
+        """Say whether figures are kept, or keep some."""
+        if isinstance(value, dict):
+            self._figures = value
+            return
+        one_of("telemetry", value, True, False)
+        self.observed = bool(value)
+        self._figures = {}
 
     @property
     def in_cosines(self) -> bool:
@@ -234,6 +259,7 @@ class SimilarityLoss(Loss):
                 self.telemetry = describe(sim, self.active_margin)
         return loss
 
+    @torch.no_grad()  # or a checkpoint would find more saved tensors than in the second pass
     def _look(self, loss: Any, sim: Similarity) -> None:
         """Warn of a batch that is probably not what was meant; on accelerators, do nothing."""
         if not may_be_read(sim):
@@ -242,7 +268,7 @@ class SimilarityLoss(Loss):
         name = type(self).__name__
         warn_of_ids(name, loss, sim)
         warn_of_vectors(sim)
-        if sim.given_scores is not None and self.in_cosines:
+        if self.in_cosines:
             warn_of_units(name, sim)
 
 

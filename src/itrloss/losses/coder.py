@@ -318,8 +318,6 @@ class CODERObjective(CheckedModule):
         **options: Any,
     ):
         super().__init__()
-        if options.get("reduction", "mean") == "none":
-            raise ValueError("reduction: expected 'mean' or 'sum' for a total, got 'none'")
         self.batch_weight = batch_weight
         self.memory_weight = memory_weight
         self.concept_weight = concept_weight
@@ -328,6 +326,7 @@ class CODERObjective(CheckedModule):
         self.concept = DiversityContrastiveLoss(**options)
         self.memory = MemoryDiversityContrastiveLoss(diversity_from=diversity_from, **options)
         self.prototypes = OnlineKMeans(clusters, dim, max_count=max_count)
+        check_total(self.batch)
         self.classifier = PrototypeClassificationLoss(
             dim,
             clusters,
@@ -359,6 +358,8 @@ class CODERObjective(CheckedModule):
         """
 
         def check() -> str:
+            for part in (self.batch, self.memory, self.concept, self.classifier):
+                check_total(part)
             check_rows(self.prototypes.dim, images, texts, image_concepts, text_concepts)
             return self._described()
 
@@ -392,7 +393,10 @@ class CODERObjective(CheckedModule):
         """Return what has to be the same in all processes, in words."""
         parts = self.batch, self.memory, self.concept, self.classifier
         options = "; ".join(part.described() for part in parts)
-        return f"CODERObjective {self.extra_repr()}, training {self.training}; {options}"
+        known = ""
+        if self.prototype_weight and not self.training:
+            known = f", prototypes found before {len(self.prototypes) > 0}"
+        return f"CODERObjective {self.extra_repr()}, training {self.training}{known}; {options}"
 
     @torch.no_grad()
     def _prototypes_of(self, images: Tensor, texts: Tensor) -> Tensor:
@@ -412,6 +416,12 @@ class CODERObjective(CheckedModule):
             f"batch_weight={self.batch_weight}, memory_weight={self.memory_weight}, "
             f"concept_weight={self.concept_weight}, prototype_weight={self.prototype_weight}"
         )
+
+
+def check_total(part: Loss) -> None:
+    """Raise an error unless a loss may be part of a total; at each call, as options may be set."""
+    if part.reduction == "none":
+        raise ValueError("reduction: expected 'mean' or 'sum' for a total, got 'none'")
 
 
 def check_rows(dim: int, images: Any, texts: Any, image_concepts: Any, text_concepts: Any) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import Choice, Fixed, Learnable, Number, check_number, reset_learnable
+from ..checks import Choice, Fixed, Learnable, Number, as_number, reset_learnable
+from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
 from .base import PairLoss
 
@@ -50,6 +51,7 @@ class TripletLoss(PairLoss):
         self.margin = margin
         self.mining = mining
         self._calls = 0  # in training mode
+        self._shared_calls = 0  # those whose batch processes shared, which check together
         self._alike = 0  # consecutive checks with embeddings alike
 
     @property
@@ -80,10 +82,18 @@ class TripletLoss(PairLoss):
         anchors = self.anchors(sim)
         loss = functional.triplet_loss(anchors, self.margin, self.mining, self.reduction)
         if self.mining == "hardest" and self.training and not torch.compiler.is_compiling():
-            self._calls += 1
-            if self._calls % _INTERVAL == 0 and self._alike < 2:
+            is_due = self._counted(sim) % _INTERVAL == 0
+            if is_due and self._alike < 2:
                 self._check_collapse(sim)
         return loss
+
+    def _counted(self, sim: Similarity) -> int:
+        """Count a call, and return how many of its kind there were."""
+        if sim.share is not None:
+            self._shared_calls += 1
+            return self._shared_calls
+        self._calls += 1
+        return self._calls
 
     @torch.no_grad()
     def _check_collapse(self, sim: Similarity) -> None:
@@ -152,13 +162,13 @@ class SigmoidLoss(PairLoss):
         """a: a number, or a 0-dim tensor that follows ``log_scale`` (1,). May be set later."""
         if self.log_scale is None:
             return self._scale
-        return self.log_scale.exp().squeeze()
+        # in float32 at least: exp in half precision would put it up to 0.4 % off
+        return self.log_scale.to(compute_dtype(self.log_scale)).exp().squeeze()
 
     @scale.setter
     def scale(self, value: float) -> None:
         """Set a, above 0; if it is learnable, in place."""
-        check_number("scale", value, positive=True)
-        self._scale = value
+        self._scale = as_number("scale", value, positive=True)
         self._reset_scale()
 
     @torch.no_grad()

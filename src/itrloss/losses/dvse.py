@@ -17,11 +17,13 @@ from ..checks import (
     Choice,
     IdsLike,
     Number,
+    as_mask,
     as_size,
     check_embeddings,
     check_matrix,
+    from_numpy,
 )
-from ..distributed import gather_parts, world_size
+from ..distributed import digest, gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from ..engine.vectors import Embeddings, full_precision, normalized
 from ..similarity import Similarity
@@ -89,7 +91,11 @@ class VarianceAwareLoss(SimilarityLoss):
         value = functional.variance_aware_loss(
             heads, self.margin, self.detach_sigma, self.shared_sigma, self.reduction
         )
-        if self.observed and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return value
+        if not self._looked:
+            self._look(value, frame)
+        if self.observed:
             self.telemetry = self._described(heads, frame)
         return value
 
@@ -215,7 +221,7 @@ class DynamicGate(CheckedModule):
 
     Attributes:
         weight: (heads, dim) W; a buffer, not a parameter.
-        centre: (heads,) c.
+        centre: (heads,) c, float32: it keeps its dtype when the module is cast.
         on_rate: (heads,) running share of the images for which a head is on. A head that stays at 0
             or 1 is stuck.
     """
@@ -231,9 +237,10 @@ class DynamicGate(CheckedModule):
         dim = as_size("dim", dim)
         heads = as_size("heads", heads)
         self.momentum = momentum
-        self.register_buffer("weight", torch.empty(heads, dim))
-        self.register_buffer("centre", torch.empty(heads))
-        self.register_buffer("on_rate", torch.empty(heads))
+        # float32, whatever the default dtype is
+        self.register_buffer("weight", torch.empty(heads, dim, dtype=torch.float32))
+        self.register_buffer("centre", torch.empty(heads, dtype=torch.float32))
+        self.register_buffer("on_rate", torch.empty(heads, dtype=torch.float32))
         self.register_buffer("batches", torch.tensor(0))
         self.reset_parameters()
 
@@ -260,14 +267,15 @@ class DynamicGate(CheckedModule):
         if not self.training or world_size(process_group) == 1:
             own = every = self._projected(regions, mask)
         else:
-            (parts,) = gather_parts(
-                lambda: [self._projected(regions, mask)], process_group, self.extra_repr()
+            same = (
+                f"{self.extra_repr()}, weight {digest(self.weight)}, centre {digest(self.centre)}"
             )
+            (parts,) = gather_parts(lambda: [self._projected(regions, mask)], process_group, same)
             own, every = parts[torch.distributed.get_rank(process_group)], torch.cat(parts)
         if self.training:
             self._follow(self.centre, every)
             self._follow(self.on_rate, self._on(every))
-            self.batches.add_(1)
+            self.batches.add_(every.isfinite().all(1).any())  # not one without images
         return self._on(own)
 
     def _on(self, projected: Tensor) -> Tensor:
@@ -276,17 +284,23 @@ class DynamicGate(CheckedModule):
     def _projected(self, regions: Tensor, mask: Tensor | None) -> Tensor:
         """Return the pooled values (N, heads)."""
         dim = self.weight.shape[1]
+        regions = from_numpy(regions)
+        if not isinstance(regions, Tensor):
+            raise TypeError(f"regions: expected a tensor, got {type(regions).__name__}")
         if regions.dim() != 3 or regions.shape[2] != dim:
             raise ValueError(f"regions: expected shape (N, R, {dim}), got {tuple(regions.shape)}")
-        if mask is not None and mask.shape != regions.shape[:2]:
-            raise ValueError(
-                f"mask: expected shape {tuple(regions.shape[:2])}, got {tuple(mask.shape)}"
-            )
+        shape = tuple(regions.shape[:2])
         if mask is None:
-            mask = torch.ones(regions.shape[:2], device=regions.device)
-        exists = mask.float()
+            exists = torch.ones(shape, dtype=torch.float32, device=regions.device)
+        else:
+            mask = from_numpy(mask)
+            is_float = isinstance(mask, Tensor) and mask.is_floating_point()
+            exists = as_mask("mask", mask != 0 if is_float else mask, shape)
+            exists = exists.to(regions.device).float()
+        # what is not there may be anything, also nan
+        existing = torch.where(exists[:, :, None] > 0, regions.float(), 0.0)
         with full_precision(regions):  # pooling and projection commute
-            sums = torch.einsum("nr,nrd->nd", exists, regions.float())
+            sums = torch.einsum("nr,nrd->nd", exists, existing)
             return sums / exists.sum(1, keepdim=True).clamp_min(1) @ self.weight.float().T
 
     def _follow(self, running: Tensor, values: Tensor) -> None:
@@ -295,8 +309,20 @@ class DynamicGate(CheckedModule):
         """
         finite = values.isfinite().all(1, keepdim=True)
         mean = torch.where(finite, values, 0.0).sum(0) / finite.sum().clamp_min(1)
-        share = torch.where(self.batches == 0, 1.0, self.momentum) * finite.any()
-        running.lerp_(mean.to(running.dtype), share.to(running.dtype))
+        # the first batch has all of the weight; not by the default dtype, which may be a half one
+        first = (self.batches == 0).to(running.dtype)
+        share = torch.lerp(torch.full_like(first, self.momentum), torch.ones_like(first), first)
+        running.lerp_(mean.to(running.dtype), share * finite.any())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DynamicGate:
+        """Move the module between devices; running means keep their dtype, as half precision would
+        lose small steps.
+        """
+        before = self.centre, self.on_rate
+        super()._apply(fn, recurse)
+        if self.centre.dtype != before[0].dtype:
+            self.centre, self.on_rate = (x.to(self.centre.device) for x in before)
+        return self
 
     def extra_repr(self) -> str:
         """Return the dimension, the number of heads and the momentum, for ``repr``."""
@@ -335,10 +361,6 @@ class DVSEObjective(CheckedModule):
         **options: Any,
     ):
         super().__init__()
-        if options.get("reduction", "mean") != "mean":
-            raise ValueError(
-                f"reduction: expected 'mean' for a total, got {options['reduction']!r}"
-            )
         self.balance = balance
         self.variance_aware = VarianceAwareLoss(**options)
         self.orthogonal = DynamicOrthogonalLoss(
@@ -347,6 +369,13 @@ class DVSEObjective(CheckedModule):
             gather=self.variance_aware.gather,
             process_group=self.variance_aware.process_group,
         )
+        self._check_reductions()
+
+    def _check_reductions(self) -> None:
+        """Raise an error unless both losses are means; at each call, as options may be set."""
+        for part in (self.variance_aware, self.orthogonal):
+            if part.reduction != "mean":
+                raise ValueError(f"reduction: expected 'mean' for a total, got {part.reduction!r}")
 
     def forward(
         self,
@@ -365,7 +394,12 @@ class DVSEObjective(CheckedModule):
                 normalisation.
             gate: (N, K) of :class:`DynamicGate`; None: all heads are on.
         """
-        self.variance_aware.agree(lambda: f"DVSEObjective {self.extra_repr()}")
+
+        def check() -> str:
+            self._check_reductions()
+            return f"DVSEObjective {self.extra_repr()}"
+
+        self.variance_aware.agree(check)
         variance = self.variance_aware(image_sets, texts, image_ids, text_ids)
         orthogonal = self.orthogonal(residuals, gate)
         total = self.balance * variance + (1 - self.balance) * orthogonal

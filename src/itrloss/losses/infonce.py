@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,17 +23,20 @@ from ..checks import (
     NumberOr,
     as_id_numbers,
     as_ids,
+    as_int64,
+    as_number,
     check_alike,
     check_embeddings,
     check_matrix,
-    check_number,
+    from_numpy,
 )
 from ..distributed import padded
-from ..engine.vectors import full_precision, host_may_read, normalized
+from ..engine.vectors import compute_dtype, full_precision, host_may_read, normalized
 from ..related import NOTHING_RELATED, Related, label_sets
 from ..similarity import NO_ID, Similarity
 from ..terms import identity, softplus
 from .base import LEAST_LOG, PairLoss
+from .suspicion import may_be_read, warn_of_negatives, warn_of_units, warn_of_vectors
 
 ROUNDING = 32.0  # units in the last place by which two products of the same vectors may differ
 SIDES = {"both": (0, 1), "image-text": (0,), "text-image": (1,)}
@@ -182,13 +186,13 @@ class InfoNCELoss(PairLoss):
         """τ: a number, or a 0-dim tensor that follows ``log_scale`` (1,). May be set later."""
         if self.log_scale is None:
             return self._temperature
-        return (-self.log_scale).exp().squeeze()
+        # in float32 at least: exp in half precision would put it up to 0.4 % off
+        return (-self.log_scale.to(compute_dtype(self.log_scale))).exp().squeeze()
 
     @temperature.setter
     def temperature(self, value: float) -> None:
         """Set τ, above 0; if it is learnable, in place."""
-        check_number("temperature", value, positive=True)
-        self._temperature = value
+        self._temperature = as_number("temperature", value, positive=True)
         self.reset_parameters()
 
     @property
@@ -199,14 +203,14 @@ class InfoNCELoss(PairLoss):
     @hardness.setter
     def hardness(self, value: float | tuple[float, float]) -> None:
         """Set α, at least 0."""
-        numbers = value if isinstance(value, tuple) else (value, value)
-        if len(numbers) != 2:
+        is_pair = isinstance(value, (tuple, list, np.ndarray)) and np.ndim(value) == 1
+        numbers: Sequence[Any] = list(value) if is_pair else [value]  # type: ignore[arg-type]
+        if is_pair and len(numbers) != 2:
             raise ValueError(f"hardness: expected a number or a pair of numbers, got {value!r}")
-        for number in numbers:
-            check_number("hardness", number)
-            if number < 0:
-                raise ValueError(f"hardness: expected at least 0, got {value!r}")
-        self._hardness = value
+        checked = [as_number("hardness", number) for number in numbers]
+        if min(checked) < 0:
+            raise ValueError(f"hardness: expected at least 0, got {value!r}")
+        self._hardness = (checked[0], checked[1]) if is_pair else checked[0]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -252,6 +256,8 @@ class InfoNCELoss(PairLoss):
         """
         if unknown:
             self.refuse(unknown)
+        if isinstance(guide, (tuple, list)):
+            guide = [from_numpy(x) for x in guide]
         self._limit_scale()
         anchors = images if scores is None else scores
 
@@ -267,6 +273,8 @@ class InfoNCELoss(PairLoss):
         if guide is None and negatives is None and not (self.image_image or self.text_text):
             return self._with_telemetry(self.compute(sim), sim)
         ids = FurtherIds.of(sim, image_ids, text_ids, negative_ids, related)
+        if not self._looked and not torch.compiler.is_compiling():
+            self._look_at_further(sim, texts, negatives, negative_ids, guide)
         further = self._further(anchors, texts, negatives, ids, self.normalize)
         if guide is None:
             return self._with_telemetry(self.compute(sim, further), sim)
@@ -276,6 +284,24 @@ class InfoNCELoss(PairLoss):
             return self._with_telemetry(self.compute(sim, further, guide), sim)
         judge, judged = self._judges(guide, (image_ids, text_ids), ids)
         return self._with_telemetry(self.compute(sim, further, judge, judged), sim)
+
+    @torch.no_grad()
+    def _look_at_further(
+        self,
+        sim: Similarity,
+        texts: Tensor | None,
+        negatives: Tensor | None,
+        negative_ids: IdsLike | None,
+        guide: Similarity | Sequence[Tensor] | None,
+    ) -> None:
+        """Warn of negatives that match, and of a guide in other units; see :meth:`_look`."""
+        if not may_be_read(sim) or sim.share is not None:
+            return
+        if negatives is not None and negative_ids is None and texts is not None:
+            warn_of_negatives(sim, texts, negatives)
+        of_cosines = self.margin is not None and abs(self.margin) < 1 and not self.relative
+        if isinstance(guide, Similarity) and of_cosines:
+            warn_of_units(type(self).__name__, guide, "guide: scores")
 
     @torch.no_grad()
     def _judges(
@@ -713,7 +739,7 @@ class FurtherIds:
         if numbers.shape != scores.shape:
             expected = f"expected shape {tuple(scores.shape)}"
             raise ValueError(f"negative_ids: {expected}, got {tuple(numbers.shape)}")
-        numbers = numbers.to(scores.device, torch.int64)
+        numbers = as_int64("negative_ids", numbers).to(scores.device)
         own = labels_or_numbers("image_ids", self.images, len(scores), scores.device)
         matching = (numbers[:, :, None] == own[:, None]).any(2)
         return (numbers != NO_ID) & ~matching
@@ -845,6 +871,8 @@ class DistillationLoss(PairLoss):
         ``telemetry`` alone.
         """
 
+        teacher = from_numpy(teacher)
+
         def check() -> str:
             return described_model("teacher", teacher, images, texts) if self.sharded else ""
 
@@ -858,7 +886,18 @@ class DistillationLoss(PairLoss):
             if teacher.shape != sim.shape:
                 raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(teacher.shape)}")
             teacher = Similarity.from_scores(teacher, image_ids, text_ids)
+        if not self._looked and not torch.compiler.is_compiling():
+            self._look_at_teacher(teacher)
         return self._with_telemetry(self.compute(sim, teacher), sim)
+
+    @torch.no_grad()
+    def _look_at_teacher(self, teacher: Similarity) -> None:
+        """Warn of a teacher in other units, or of its embeddings; see :meth:`_look`."""
+        if not isinstance(teacher, Similarity) or not may_be_read(teacher):
+            return
+        warn_of_vectors(teacher)
+        if self.teacher_temperature < 0.5:
+            warn_of_units(type(self).__name__, teacher, "teacher: scores")
 
     def compute(  # type: ignore[override]
         self, sim: Similarity, teacher: Similarity

@@ -44,6 +44,8 @@ class Matryoshka(WholeState):
         if not isinstance(dims, Iterable):
             raise TypeError(f"dims: expected numbers such as (64, 256), got {dims!r}")
         dims = [as_size("dims", d) for d in dims]
+        if isinstance(weights, Tensor):
+            weights = weights.tolist()
         weights = [1.0] * len(dims) if weights is None else list(weights)
         check_dims(dims, weights)
         ordered = sorted(zip(dims, weights, strict=True))
@@ -149,8 +151,17 @@ def inner_loss(loss: Any) -> PairLoss:
     if not isinstance(inner, PairLoss) or not takes_pairs(inner):
         expected = "expected one of images and texts alone, such as itrloss.InfoNCELoss()"
         raise TypeError(f"loss: {expected}, got {loss!r}")
+    check_scalar(inner)
+    return inner
+
+
+def check_scalar(loss: Any) -> None:
+    """Raise an error if a loss, or that inside of Matryoshka, returns values of each anchor.
+
+    Trainers ask at each step, as options may be set later.
+    """
+    inner = loss.loss if isinstance(loss, Matryoshka) else loss
     if inner.reduction == "none":
         raise ValueError(
             "loss: expected reduction 'mean' or 'sum', as the trainer needs a scalar, got 'none'"
         )
-    return inner

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..engine.vectors import host_may_read
 from ..similarity import Similarity
-from ..suspicious import warn, warn_of_embeddings
+from ..suspicious import number_shared, warn, warn_of_embeddings
 
 # Cosines are at most 1, and SCAN's log-sum-exp of cosines 1.6; cosines times CLIP's first scale
 # of 14.3 are more.
@@ -42,21 +43,51 @@ def warn_of_ids(name: str, loss: Any, sim: Similarity) -> None:
         )
 
 
-def warn_of_units(name: str, sim: Similarity) -> None:
-    """Warn of scores too large for cosines."""
+def warn_of_units(name: str, sim: Similarity, what: str = "scores") -> None:
+    """Warn of scores too large for cosines: given ones, or of embeddings that are not
+    normalised.
+    """
     scores = sim.given_scores
+    if sim.embeddings is not None:
+        if sim.normalizes or sim.bias is not None or not sim.one_to_one:
+            return
+        scores = sim.detach().positive_scores()  # as large as others, and not N times M
     if scores is not None and bool(scores.detach().abs().amax() > _LARGEST):
         warn(
-            f"{name}: scores above {_LARGEST:g}, as of logits, where the loss's options are in "
+            f"{name}: {what} above {_LARGEST:g}, as of logits, where the loss's options are in "
             "units of cosine similarity. Pass cosines, before they are multiplied by a scale or "
             "divided by a temperature"
         )
 
 
 def warn_of_vectors(sim: Similarity) -> None:
-    """Warn of embeddings in place of scores."""
+    """Warn of embeddings in place of scores, and of those that are all zero."""
     if sim.given_scores is not None:
         warn_of_embeddings("scores", sim.given_scores)
+        return
+    assert sim.embeddings is not None
+    for name, x in zip(("images", "texts"), sim.embeddings, strict=True):
+        if len(x) and not bool(x.detach().any()):
+            warn(f"{name}: all embeddings are zero, so that they get no gradient")
+
+
+def warn_of_negatives(sim: Similarity, texts: Tensor, negatives: Tensor) -> None:
+    """Warn of further negatives without ids that are right texts.
+
+    ``negatives`` are (K, D) of all images, where any text of the batch is right for one of them, or
+    (N, K, D) of each image's own.
+    """
+    count = 0
+    if negatives.dim() == 2:
+        count = number_shared(negatives, texts)
+    elif sim.one_to_one:
+        same = torch.isclose(negatives.detach(), texts.detach()[:, None].to(negatives.dtype))
+        count = int(same.all(2).sum())
+    if count:
+        warn(
+            f"negatives: {count} of them are texts of the batch, and count as negatives of the "
+            "images that they match. Leave them out, or pass image_ids, text_ids and negative_ids"
+        )
 
 
 def _is_zero(loss: Any) -> bool:

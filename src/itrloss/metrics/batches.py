@@ -8,12 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import IMAGES_AND_TEXTS, IdsLike, check_embeddings, from_numpy, ids_of_both
+from ..checks import (
+    IMAGES_AND_TEXTS,
+    IdsLike,
+    as_id_numbers,
+    as_size,
+    check_embeddings,
+    from_numpy,
+    ids_of_both,
+    one_of,
+)
+from ..distributed import consensus, world_size
+from ..distributed.consensus import described
 from ..rerank import Reranker
 from ..similarity import Similarity
 from .labels import default_ids
 from .results import RECALLS, Ks, as_ks, recall_names
-from .retrieval import Ties, retrieval_metrics
+from .retrieval import Ties, check_reranker, retrieval_metrics
 
 try:
     from torchmetrics import Metric
@@ -58,13 +69,16 @@ class RetrievalMetrics(Metric):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
+        one_of("ties", ties, "pessimistic", "optimistic")  # now, not after the last batch
+        if reranker is not None:
+            check_reranker(reranker, False)
         self.normalize = normalize
         self.options: dict[str, Any] = {
             "ks": as_ks(ks),
             "reranker": reranker,
             "ties": ties,
-            "hubness_k": hubness_k,
-            "folds": folds,
+            "hubness_k": as_size("hubness_k", hubness_k),
+            "folds": as_size("folds", folds),
         }
         for name in ("images", "texts", "image_ids", "text_ids"):
             self.add_state(name, [], dist_reduce_fx="cat")
@@ -84,7 +98,9 @@ class RetrievalMetrics(Metric):
         """
         images = from_numpy(images)
         texts = from_numpy(texts)
-        check_embeddings(images, texts, False, IMAGES_AND_TEXTS)
+        check_embeddings(images, texts, False, IMAGES_AND_TEXTS, empty=True)
+        if len(images) == len(texts) == 0:
+            return
         by_ids = image_ids is not None
         mixed = len(self.images) > 0 and by_ids != (len(self.image_ids) > 0)
         if mixed or by_ids != (text_ids is not None):
@@ -107,16 +123,44 @@ class RetrievalMetrics(Metric):
             )
         default_ids(n, m)  # raises an error unless the number is whole
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        images: Tensor,
+        texts: Tensor,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
+    ) -> Any:
         """Add a batch as :meth:`update` does, and return the metrics of it alone.
 
         With folds or a re-ranker, which belong to the whole data and which a batch may be too small
-        for, return None.
+        for, return None; also for a batch in which nothing matches, or which is empty.
         """
-        if self.options["folds"] == 1 and self.options["reranker"] is None:
-            return super().forward(*args, **kwargs)
-        self.update(*args, **kwargs)
+        batch = images, texts, image_ids, text_ids
+        matches = len(images) > 0 and len(texts) > 0
+        if matches and image_ids is not None and text_ids is not None:
+            numbers = as_id_numbers("image_ids", image_ids), as_id_numbers("text_ids", text_ids)
+            matches = bool(torch.isin(numbers[0].flatten(), numbers[1].flatten()).any())
+        if matches and self.options["folds"] == 1 and self.options["reranker"] is None:
+            return super().forward(*batch)
+        self.update(*batch)
         return None
+
+    def sync(self, *args: Any, **kwargs: Any) -> None:
+        """Exchange the batches of all processes; raise an error in all of them if they differ in
+        options or in what they were given, or if one has no batch.
+        """
+        should_sync = kwargs.get("should_sync", True)
+        group = kwargs.get("process_group") or self.process_group
+        if should_sync and not self._is_synced and world_size(group) > 1:
+            with consensus(group) as agreed:
+                if len(self.images) == 0:
+                    raise ValueError(
+                        "RetrievalMetrics: expected a call of update() first, got none"
+                    )
+                kind = described(self.images[0]), described(self.texts[0])
+                with_ids = len(self.image_ids) > 0
+                agreed.text = f"{kind}, ids {with_ids}, normalize {self.normalize}, {self.options}"
+        super().sync(*args, **kwargs)
 
     def compute(self) -> dict[str, Tensor]:
         """Return the metrics by name as 0-dim float64 tensors on the CPU."""

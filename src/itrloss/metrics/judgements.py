@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ class Judgements(NamedTuple):
         """Return the (P,) images and (P,) texts of the pairs with this grade or a higher one."""
         images, texts, grades = grades_of_pairs("judgements", self)
         # 0.7 as float32 is less than 0.7: the limit is rounded as the grades are.
-        given = from_numpy(self.grades)
+        given = _as_tensor(self.grades)
         dtype = given.dtype if given.is_floating_point() else torch.float64
         relevant = grades >= torch.tensor(grade, dtype=dtype, device=grades.device)
         if not bool(relevant.any()):
@@ -40,7 +41,7 @@ def grades_of_pairs(
     """Return checked images, texts and mean grades on the CPU, sorted, each pair once."""
     images, texts, grades = judgements
     images = as_integers(f"{name}.images", images)
-    grades = from_numpy(grades)
+    grades = _as_tensor(grades)
     pairs, index = distinct_pairs(name, images, texts, shape)
     got = tuple(grades.shape) if isinstance(grades, Tensor) else type(grades).__name__
     if got != tuple(images.shape):
@@ -55,6 +56,11 @@ def grades_of_pairs(
     # the mean of equal grades is exact
     mean = reduced("mean").clamp(reduced("amin"), reduced("amax"))
     return pairs[0], pairs[1], mean
+
+
+def _as_tensor(grades: Any) -> Any:
+    """Return a list, an array or a column of pandas as a tensor; anything else as it is."""
+    return from_numpy(np.array(grades) if isinstance(grades, (list, tuple)) else grades)
 
 
 def distinct_pairs(

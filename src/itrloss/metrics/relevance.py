@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,7 +125,10 @@ def _right_pairs(
     relevant: Relevant, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (P,) images, texts and grades of the right pairs; no grades where all are 1."""
-    relevant = from_numpy(relevant)
+    relevant = from_numpy(_not_of_scipy(relevant))
+    if isinstance(relevant, list) and len(relevant) == shape[0]:  # a list of each image's texts
+        images, texts = _of_lists("relevant", relevant, shape[0])
+        relevant = (torch.tensor(images, device="cpu"), torch.tensor(texts, device="cpu"))
     if isinstance(relevant, Tensor):
         relevant = _of_matrix(relevant, shape)
     if not isinstance(relevant, Judgements):
@@ -167,12 +171,15 @@ def _pair_numbers(name: str, pairs: WhichPairs, shape: tuple[int, int]) -> Tenso
     indices.
     """
     n, m = shape
-    pairs = from_numpy(pairs)
+    pairs = from_numpy(_not_of_scipy(pairs))
     if isinstance(pairs, Tensor):
-        if pairs.dtype != torch.bool or tuple(pairs.shape) != shape:
+        if pairs.layout != torch.strided:
+            pairs = pairs.to_dense() != 0
+        is_mask = not pairs.is_floating_point() and bool(((pairs == 0) | (pairs == 1)).all())
+        if not is_mask or tuple(pairs.shape) != shape:
             got = f"shape {tuple(pairs.shape)} of {pairs.dtype}"
             raise ValueError(f"{name}: expected a bool matrix {shape}, got {got}")
-        return pairs.flatten().nonzero()[:, 0]
+        return pairs.flatten().nonzero()[:, 0]  # also of integers 0 and 1
     if isinstance(pairs, list):
         images, texts = _of_lists(name, pairs, n)
     elif isinstance(pairs, tuple) and len(pairs) == 2:
@@ -189,6 +196,16 @@ def _pair_numbers(name: str, pairs: WhichPairs, shape: tuple[int, int]) -> Tenso
         check_range(f"{name}.images", rows, n - 1)
         check_range(f"{name}.texts", cols, m - 1)
     return (rows * m + cols).unique()
+
+
+def _not_of_scipy(matrix: Any) -> Any:
+    """Return a sparse matrix of SciPy as one of PyTorch; anything else as it is."""
+    if not hasattr(matrix, "tocoo"):
+        return matrix
+    entries = matrix.tocoo()
+    places = torch.from_numpy(np.stack([entries.row, entries.col]).astype(np.int64))
+    values = from_numpy(entries.data)
+    return torch.sparse_coo_tensor(places, values, tuple(matrix.shape), check_invariants=True)
 
 
 def _of_lists(name: str, lists: Sequence[Any], n: int) -> tuple[list[int], list[int]]:

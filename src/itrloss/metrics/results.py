@@ -71,6 +71,8 @@ RECALL_NAMES = recall_names()
 
 def as_ks(ks: Any) -> tuple[int, ...]:
     """Return distinct numbers of first candidates; raise an error unless they are 1 or more."""
+    if isinstance(ks, Tensor | np.ndarray):
+        ks = ks.tolist()
     if isinstance(ks, str) or not isinstance(ks, Sequence):
         raise TypeError(f"ks: expected numbers such as (1, 5, 10), got {ks!r}")
     if not len(ks):
@@ -352,7 +354,10 @@ def _joined(
     k = min(fold.top.shape[1] for fold in folds)
     ids = torch.cat([fold.ids for fold in folds])
     ranks = pad_sequence([row for fold in folds for row in fold.ranks], batch_first=True)
-    top = [own[fold.top[:, :k]] for fold, own in zip(folds, candidates, strict=True)]
+    top = []
+    for fold, own in zip(folds, candidates, strict=True):
+        best = fold.top[:, :k]
+        top.append(own[best.clamp_min(0)].masked_fill(best < 0, -1))  # -1: no candidate
     return QueryResults(ids[order], ranks[order], torch.cat(top)[order], size)
 
 

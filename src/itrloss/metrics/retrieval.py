@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of
+from ..distributed import consensus, gather_table, world_size
 from ..distributed import gather as gather_rows
-from ..distributed import gather_table, world_size
 from ..engine.ranking import Ranking
 from ..hints import explained
 from ..similarity import Similarity
@@ -147,22 +148,27 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.
     """
-    hubness_k = as_size("hubness_k", hubness_k)
-    folds = as_size("folds", folds)
-    one_of("ties", ties, "pessimistic", "optimistic")
+    if isinstance(scores, list) and len(scores) == 2 and hasattr(scores[0], "shape"):
+        scores = scores[0], scores[1]
     pair = isinstance(scores, tuple)
-    if reranker is not None:
-        check_reranker(reranker, pair)
     gather = gather and world_size(process_group) > 1
     by_ids = relevant is None
     has_rules = not by_ids or exclude is not None or candidates is not None
-    if folds > 1 and (has_rules or gather):
-        others = "relevant, excluded or candidate pairs, or gather=True"
-        raise ValueError(f"folds: expected 1 with {others}, got {folds}")
-    if gather:
-        if pair or has_rules or image_ids is not None or text_ids is not None:
+    has_more = pair or has_rules or image_ids is not None or text_ids is not None
+    # an error in one process is raised in all: none waits in vain
+    with consensus(process_group) if gather else contextlib.nullcontext():
+        hubness_k = as_size("hubness_k", hubness_k)
+        folds = as_size("folds", folds)
+        one_of("ties", ties, "pessimistic", "optimistic")
+        if reranker is not None:
+            check_reranker(reranker, pair)
+        if folds > 1 and (has_rules or gather):
+            others = "relevant, excluded or candidate pairs, or gather=True"
+            raise ValueError(f"folds: expected 1 with {others}, got {folds}")
+        if gather and has_more:
             given = "relevant, exclude, candidates, image_ids, text_ids, a pair of scores"
             raise ValueError(f"{given}: not for gather=True")
+    if gather:
         results = _sharded_results(scores, reranker, hubness_k, ties, process_group)
         warn_of_chance(results)
         return results

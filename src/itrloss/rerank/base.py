@@ -4,6 +4,7 @@ matrix.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,16 +13,18 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import as_size, check_matrix, from_numpy
+from ..checks import Option, as_size, check_matrix, from_numpy
 from ..distributed import consensus, world_size
 from ..distributed.shards import Share
 from ..engine.ranking import Ranking, Relevance, collected
 from ..hints import explained
 from ..metrics.labels import ids_or_indices, shared, with_ids
 from ..similarity import Similarity, TopK
+from ..suspicious import number_shared, warn
 from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
 
 _AT_ONCE = 2**20  # scores that are re-ranked at once, most of them in float64
+_TELL_APART = 64  # numbers of a query that tell it from others
 
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
@@ -67,7 +70,7 @@ class Reranker(ABC):
     """The base class of re-rankers.
 
     A subclass implements :meth:`rule` and stores each constructor argument in an attribute of the
-    same name.
+    same name. Options of the library's own are checked whenever they are set.
 
     Attributes:
         needs_bank: whether it requires a bank of queries other than the test queries, see
@@ -110,7 +113,12 @@ class Reranker(ABC):
         return f"{type(self).__name__}({options})"
 
     def _options(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        options = {}
+        for place, value in vars(self).items():
+            name = place.removeprefix("_")
+            if isinstance(getattr(type(self), name, None), Option) or not place.startswith("_"):
+                options[name] = value
+        return options
 
     @property
     def transductive(self) -> tuple[bool, bool]:
@@ -201,8 +209,10 @@ class Reranker(ABC):
                 without a bank; for a missing bank or embeddings that the method needs.
         """
         sim = with_ids("scores", scores, None, None, by_ids=False).detach()
+        views = self._directions(sim)
+        self._warn_of_banks(sim)
         results = []
-        for direction, _, rule in self._ruled(self._directions(sim)):
+        for direction, _, rule in self._ruled(views):
             result = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
             for rows, block in direction.queries.blocks():
                 result[rows] = rule(block, rows)
@@ -239,8 +249,10 @@ class Reranker(ABC):
             TypeError, ValueError: as :meth:`rerank`. With ``gather=True`` an error in one process,
                 or a difference between processes, is raised in all of them.
         """
-        k = as_size("k", k)
-        if gather and world_size(process_group) > 1:
+        gather = gather and world_size(process_group) > 1
+        with consensus(process_group) if gather else contextlib.nullcontext():
+            k = as_size("k", k)
+        if gather:
             sim = shared(scores, f"{self.description()} {k}", process_group)
         else:
             sim = with_ids("scores", scores, None, None, by_ids=False)
@@ -283,6 +295,7 @@ class Reranker(ABC):
         scores.
         """
         directions = self._directions(sim)
+        self._warn_of_banks(sim)
         if sim.share is None:
             both = zip(self._ruled(directions), relevance, strict=True)
             return [_ranks(ruled, k, ties, judged) for ruled, judged in both]
@@ -372,6 +385,25 @@ class Reranker(ABC):
         transductive = banks[side] is None
         gallery = banks[1 - side]
         return Direction(side, queries, candidates, transductive, gallery, shared, first, group)
+
+    def _warn_of_banks(self, sim: Similarity) -> None:
+        """Warn if half of a bank's queries, or of the queries that are ranked, are in the other."""
+        for side, bank in enumerate((self._images, self._texts)):
+            if bank is None:
+                continue
+            if sim.embeddings is not None:
+                queries = sim.embeddings[side]
+            else:
+                assert sim.given_scores is not None
+                queries = sim.given_scores.T if side else sim.given_scores
+                bank = bank.T if side else bank
+            parts = queries[:, :_TELL_APART], bank[:, :_TELL_APART].to(queries.device)
+            if 2 * number_shared(*parts) >= min(len(queries), len(bank)):
+                name = SIDES[side]
+                warn(
+                    f"{name}: the bank has {name} of the test set, so that test queries see one "
+                    "another; fit others, such as the training set's, or leave the bank out"
+                )
 
     def _check(self, sim: Similarity) -> None:
         """Raise an error for a missing bank or embeddings."""

@@ -117,13 +117,22 @@ def log_sum_exp(sim: Similarity, scale: float, cols: Tensor | None = None) -> Te
     return sums
 
 
+def is_extreme(scale: float) -> bool:
+    """Return whether float32 loses what tells log-sum-exps of cosines apart.
+
+    With a small scale they are the logarithm of a number of references, but for the last digits.
+    With a large one they are the highest score, from which some differ by less than its rounding.
+    """
+    return not 1 <= scale <= 100
+
+
 def reference_sums(candidates: Similarity, scale: float) -> Tensor:
     """Return the (N,) log-sum-exp of each candidate's scores with the references.
 
     Given scores are taken to be exact, and summed in float64. Those of embeddings are themselves
-    rounded to float32.
+    rounded to float32, and so are their sums if scales are usual.
     """
-    if candidates.embeddings is None:
+    if candidates.embeddings is None or is_extreme(scale):
         return log_sum_exp(candidates, scale)
     with full_float32(candidates.device):
         return candidates.logsumexp(scale)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..anchors import Anchors
-from ..checks import IdsLike, check_number
+from ..checks import IdsLike, Number, Option, as_number
 from ..engine.products import full_float32
 from ..hints import explained
 from ..metrics.labels import with_ids
 from ..similarity import Similarity
 from .base import Reranker
-from .direction import Bias, Direction, Rule, reference_sums
+from .direction import Bias, Direction, Rule, is_extreme, reference_sums
 
 # the grid of calibrate(), in steps of √2
 SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)
@@ -34,7 +36,8 @@ class _LogSumExpReranker(Reranker):
 
     def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
         options = [self._options_of(direction.side) for direction in directions]
-        if directions[0].candidates.embeddings is None:
+        given = directions[0].candidates.embeddings is None
+        if given or any(is_extreme(scale) for scale, _ in options):
             rules: list[Rule] = []
             for direction, (scale, factor) in zip(directions, options, strict=True):
                 rules.append(Bias(-reference_sums(direction.candidates, scale), factor))
@@ -52,6 +55,23 @@ class _LogSumExpReranker(Reranker):
         return [Bias(-x, factor) for x, (_, factor) in zip(sums, options, strict=True)]
 
 
+class Scales(Option[tuple[float, float]]):
+    """An option that is a pair of numbers above 0."""
+
+    def check(self, value: Any) -> None:
+        """Raise an error unless it is a tuple, a list or an array of two."""
+        if not isinstance(value, (tuple, list, np.ndarray, Tensor)) or len(value) != 2:
+            raise ValueError(f"{self.name}: expected two numbers above 0, got {value!r}")
+        self.plain(value)
+
+    def plain(self, value: Any) -> tuple[float, float]:
+        """Return Python numbers."""
+        if isinstance(value, Tensor):
+            value = value.tolist()
+        first, second = (as_number(self.name, x, positive=True) for x in value)
+        return first, second
+
+
 class FastReranker(_LogSumExpReranker):
     """Fast Re-ranking (DVSE Eq. 13-15): candidates that are similar to every query move down.
 
@@ -66,15 +86,13 @@ class FastReranker(_LogSumExpReranker):
         t2i: (λ1, λ2). (In the paper (25, 25) and (20, 20); on CUB (9, 8) and (8, 17).)
     """
 
+    i2t = Scales()
+    t2i = Scales()
+
     @explained
     def __init__(
         self, i2t: tuple[float, float] = (25.0, 25.0), t2i: tuple[float, float] = (20.0, 20.0)
     ):
-        for name, pair in (("i2t", i2t), ("t2i", t2i)):
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                raise ValueError(f"{name}: expected two numbers above 0, got {pair!r}")
-            for x in pair:
-                check_number(name, x, positive=True)
         self.i2t = i2t
         self.t2i = t2i
 
@@ -135,9 +153,10 @@ class InvertedSoftmax(_LogSumExpReranker):
     It is :class:`FastReranker` with all four parameters the same.
     """
 
+    scale = Number(above=0)
+
     @explained
     def __init__(self, scale: float = 20.0):
-        check_number("scale", scale, positive=True)
         self.scale = scale
 
     def _options_of(self, side: int) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import as_size, check_number
+from ..checks import Number, Size
 from ..engine.products import full_float32
 from ..engine.vectors import full_precision
 from ..hints import explained
@@ -39,13 +39,12 @@ class KReciprocalReranker(Reranker):
     needs_embeddings = True
     takes_bank = False
 
+    k1 = Size()
+    k2 = Size()
+    weight = Number(at_least=0, at_most=1)
+
     @explained
     def __init__(self, k1: int = 20, k2: int = 6, weight: float = 0.3):
-        k1 = as_size("k1", k1)
-        k2 = as_size("k2", k2)
-        check_number("weight", weight)
-        if not 0 <= weight <= 1:
-            raise ValueError(f"weight: expected a number in [0, 1], got {weight}")
         self.k1 = k1
         self.k2 = k2
         self.weight = weight
@@ -59,12 +58,13 @@ class KReciprocalReranker(Reranker):
         return self._rules_together([direction])[0]
 
     def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
-        items = _unit_vectors(directions[0].queries)
-        near, farthest = _nearest(items, max(self.k1, self.k2) + 1)
+        items = _centred_vectors(directions[0].queries)
+        squares = torch.linalg.vector_norm(items, dim=1).square()
+        near, farthest = _nearest(items, squares, max(self.k1, self.k2) + 1)
         encodings = self._encodings(items, near, farthest)
         n = directions[0].queries.shape[0]
-        firsts = _Items(items[:n], farthest[:n], encodings.of_items(0, n))
-        others = _Items(items[n:], farthest[n:], encodings.of_items(n, len(items)))
+        firsts = _Items(items[:n], squares[:n], farthest[:n], encodings.of_items(0, n))
+        others = _Items(items[n:], squares[n:], farthest[n:], encodings.of_items(n, len(items)))
         rules = [self._rule(firsts, others), self._rule(others, firsts)]
         return rules[: len(directions)]
 
@@ -75,7 +75,8 @@ class KReciprocalReranker(Reranker):
         def compare(scores: Tensor, rows: slice) -> Tensor:
             vectors = queries.vectors[rows]
             with full_precision(vectors), full_float32(vectors.device):
-                distance = _squared_distance(vectors @ candidates.vectors.T)
+                products = vectors @ candidates.vectors.T
+            distance = _squared_distance(products, queries.squares[rows], candidates.squares)
             distance /= queries.farthest[rows, None]
             for start in range(0, len(vectors), _QUERIES_AT_ONCE):
                 some = slice(start, min(start + _QUERIES_AT_ONCE, len(vectors)))
@@ -90,8 +91,7 @@ class KReciprocalReranker(Reranker):
         """Return the weights of each item's neighbours, which sum to 1."""
         n = len(items)
         item, neighbour = _expanded(near[:, : self.k1 + 1], near[:, : round(self.k1 / 2) + 1])
-        distance = _squared_distance(_products(items, item, neighbour))
-        distance.masked_fill_(item == neighbour, 0.0)
+        distance = _distances_of_pairs(items, item, neighbour)
         weight = torch.exp(-distance / farthest[item])
         total = weight.new_zeros(n).index_add_(0, item, weight)
         weights = _Weights(item, neighbour, weight / total[item])
@@ -129,30 +129,39 @@ class _ByNeighbour(NamedTuple):
 class _Items(NamedTuple):
     """Images or texts with their neighbourhoods."""
 
-    vectors: Tensor  # (N, D), of unit length
+    vectors: Tensor  # (N, D), centred unit vectors
+    squares: Tensor  # (N,) of their lengths
     farthest: Tensor  # (N,) the squared distance of the farthest of all items
     encodings: _Weights
 
 
-def _unit_vectors(sim: Similarity) -> Tensor:
-    """Return the (n, D) unit vectors of the rows, then of the columns."""
+def _centred_vectors(sim: Similarity) -> Tensor:
+    """Return the (n, D) unit vectors of the rows, then of the columns, less the mean of all.
+
+    Distances do not change by it, and those of vectors that lie close together keep their digits.
+    """
     assert sim.embeddings is not None
-    return torch.cat([F.normalize(x.to(sim.dtype), dim=1) for x in sim.embeddings])
+    items = torch.cat([F.normalize(x.to(sim.dtype), dim=1) for x in sim.embeddings])
+    return items.sub_(items.mean(0))
 
 
-def _squared_distance(products: Tensor) -> Tensor:
-    """Return the squared distances of unit vectors with these inner products, in their memory."""
-    return products.mul_(-2).add_(2).clamp_min_(0.0)
+def _squared_distance(
+    products: Tensor,  # (N, M) of two sets of vectors
+    of_rows: Tensor,  # (N,) squares of their lengths
+    of_cols: Tensor,  # (M,)
+) -> Tensor:
+    """Return the (N, M) squared distances of vectors, in the memory of their products."""
+    return products.mul_(-2).add_(of_rows[:, None]).add_(of_cols).clamp_min_(0.0)
 
 
-def _products(x: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """Return the (P,) inner products of vectors i (P,) and j (P,) of x (n, D)."""
+def _distances_of_pairs(x: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Return the (P,) squared distances of vectors i (P,) and j (P,) of x (n, D)."""
     step = max(1, _AT_ONCE // x.shape[1])
     parts = zip(i.split(step), j.split(step), strict=True)
-    return torch.cat([(x[some_i] * x[some_j]).sum(1) for some_i, some_j in parts])
+    return torch.cat([(x[some_i] - x[some_j]).square_().sum(1) for some_i, some_j in parts])
 
 
-def _nearest(items: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _nearest(items: Tensor, squares: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the (n, k) items nearest to each of the items (n, D), and the (n,) squared distance of
     the farthest.
 
@@ -168,7 +177,8 @@ def _nearest(items: Tensor, k: int) -> tuple[Tensor, Tensor]:
     farthest = torch.empty(n, dtype=items.dtype, device=items.device)
     for own in numbers.split(max(1, _AT_ONCE // n)):
         with full_precision(items), full_float32(items.device):
-            distance = _squared_distance(items[own] @ items.T)
+            products = items[own] @ items.T
+        distance = _squared_distance(products, squares[own], squares)
         farthest[own] = distance.amax(1)
         distance[numbers[: len(own)], own] = -1.0
         near[own] = Similarity.from_scores(distance.neg_(), own, numbers).topk(k).indices

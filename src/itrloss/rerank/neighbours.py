@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import as_size, check_number
+from ..checks import Number, Size, from_numpy
 from ..hints import explained
 from .base import Reranker
 from .direction import Direction, Rule
@@ -128,10 +129,11 @@ class ReciprocalReranker(Reranker):
     code takes the best ρ over *all captions of the query's image*, which uses a label.
     """
 
+    i2t_k = Size()
+    t2i_k = Size()
+
     @explained
     def __init__(self, i2t_k: int = 15, t2i_k: int = 20):
-        i2t_k = as_size("i2t_k", i2t_k)
-        t2i_k = as_size("t2i_k", t2i_k)
         self.i2t_k = i2t_k
         self.t2i_k = t2i_k
 
@@ -150,11 +152,12 @@ class MultiFactorReranker(Reranker):
     sense where similarities are mostly positive.
     """
 
+    k = Size()
+    share_weight = Number()
+    place_weight = Number()
+
     @explained
     def __init__(self, k: int = 30, share_weight: float = 0.3, place_weight: float = 1.1):
-        k = as_size("k", k)
-        check_number("share_weight", share_weight)
-        check_number("place_weight", place_weight)
         self.k = k
         self.share_weight = share_weight
         self.place_weight = place_weight
@@ -197,6 +200,10 @@ class TwoStageReranker(Reranker):
 
     takes_bank = False
 
+    k = Size()
+    weight = Number()
+    batch_size = Size()
+
     @explained
     def __init__(
         self,
@@ -208,9 +215,6 @@ class TwoStageReranker(Reranker):
         if not callable(scorer):
             expected = "a function of image and text numbers"
             raise TypeError(f"scorer: expected {expected}, got {type(scorer).__name__}")
-        k = as_size("k", k)
-        check_number("weight", weight)
-        batch_size = as_size("batch_size", batch_size)
         self.scorer = scorer
         self.k = k
         self.weight = weight
@@ -250,8 +254,11 @@ class TwoStageReranker(Reranker):
         values = []
         batches = zip(images.split(self.batch_size), texts.split(self.batch_size), strict=True)
         for some_images, some_texts in batches:
-            x = self.scorer(some_images, some_texts)
+            x = self.scorer(some_images.clone(), some_texts.clone())  # it may write to them
             shape = tuple(some_images.shape)
+            x = from_numpy(np.array(x) if isinstance(x, list) else x)
+            if isinstance(x, Tensor) and x.numel() == shape[0]:  # (P, 1) or, for P = 1, ()
+                x = x.reshape(shape)
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             if got != shape or not bool(x.isfinite().all()):
                 raise ValueError(f"scorer: expected finite scores of shape {shape}, got {got}")

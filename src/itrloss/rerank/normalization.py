@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..anchors import MeanStd
-from ..checks import as_size, check_number
+from ..checks import Number, Size
 from ..engine.products import full_float32
 from ..hints import explained
 from ..similarity import Similarity
@@ -24,9 +24,10 @@ class DualSoftmax(Reranker):
     x, minus that for a negative one, and 0 for 0, where x is divided by the smallest of the query.
     """
 
+    scale = Number(above=0)
+
     @explained
     def __init__(self, scale: float = 20.0):
-        check_number("scale", scale, positive=True)
         self.scale = scale
 
     def rule(self, direction: Direction) -> Rule:
@@ -54,10 +55,11 @@ class QueryBankNorm(Reranker):
 
     needs_bank = True
 
+    scale = Number(above=0)
+    k = Size()
+
     @explained
     def __init__(self, scale: float = 20.0, k: int = 1):
-        check_number("scale", scale, positive=True)
-        k = as_size("k", k)
         self.scale = scale
         self.k = k
 
@@ -89,10 +91,11 @@ class DualBankNorm(Reranker):
     needs_bank = True
     needs_embeddings = True
 
+    query_scale = Number(above=0)
+    gallery_scale = Number(above=0)
+
     @explained
     def __init__(self, query_scale: float = 1 / 1.99, gallery_scale: float = 3.0):
-        check_number("query_scale", query_scale, positive=True)
-        check_number("gallery_scale", gallery_scale, positive=True)
         self.query_scale = query_scale
         self.gallery_scale = gallery_scale
 
@@ -113,16 +116,19 @@ class NearestNeighborNorm(Reranker):
     there are fewer.
     """
 
+    alpha = Number()
+    k = Size()
+
     @explained
     def __init__(self, alpha: float = 0.75, k: int = 128):
-        check_number("alpha", alpha)
-        k = as_size("k", k)
         self.alpha = alpha
         self.k = k
 
     def rule(self, direction: Direction) -> Bias:
         """Return minus the mean of each candidate's highest scores, times alpha, as its bias."""
         highest = direction.candidates.topk(min(self.k, direction.candidates.shape[1])).values
+        if direction.candidates.embeddings is None:
+            highest = highest.double()  # given scores may be far larger than they differ
         return Bias(-self.alpha * highest.mean(1))
 
 
@@ -134,9 +140,10 @@ class CSLS(Reranker):
     scores, is the same for all candidates and is left out.
     """
 
+    k = Size()
+
     @explained
     def __init__(self, k: int = 10):
-        k = as_size("k", k)
         self.k = k
 
     def rule(self, direction: Direction) -> Rule:
@@ -178,10 +185,11 @@ class Sinkhorn(Reranker):
 
     needs_all_candidates = True
 
+    scale = Number(above=0)
+    iterations = Size()
+
     @explained
     def __init__(self, scale: float = 100.0, iterations: int = 10):
-        check_number("scale", scale, positive=True)
-        iterations = as_size("iterations", iterations)
         self.scale = scale
         self.iterations = iterations
 

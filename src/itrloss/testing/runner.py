@@ -7,9 +7,12 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 from unittest import SkipTest
+
+import torch
 
 from . import behaviour, gradients, precision, values  # noqa: F401 — register the checks
 from .registry import CHECKS, Check
@@ -105,7 +108,7 @@ class LossCheck:
         try:
             for need in check.needs:
                 self.subject.require(need)
-            with warnings.catch_warnings():
+            with on_the_cpu(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of losses about odd batches
                 check.function(self.subject)
         except SkipTest as skip:
@@ -115,6 +118,13 @@ class LossCheck:
         except Exception as error:  # a loss that cannot be called as the check does
             return "failed", _brief(f"{type(error).__name__}: {error}")
         return "passed", ""
+
+
+def on_the_cpu() -> AbstractContextManager[Any]:
+    """Return a context in which tensors are made on the CPU, whatever the default device is."""
+    if torch.get_default_device().type == "cpu":  # a context would get into compiled graphs
+        return nullcontext()
+    return torch.device("cpu")
 
 
 def _brief(message: str) -> str:
