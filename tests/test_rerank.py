@@ -371,17 +371,6 @@ def test_an_item_is_among_its_own_neighbours_whatever_the_number_of_its_copies()
     assert all(x.isfinite().all() for x in KReciprocalReranker(1, 1).rerank(sim))
 
 
-def test_an_item_comes_before_its_copies():
-    """Whose squared distance is 0, too; of these, the lower index comes first."""
-    v = torch.eye(5, dtype=torch.float64)[[0, 1, 2]]
-    w = torch.eye(5, dtype=torch.float64)[[3, 0, 0, 4, 0, 1]]
-    sim = Similarity(v, w, torch.arange(3), torch.arange(6))
-    for k1, k2 in ((1, 1), (2, 1), (2, 2)):
-        wanted = oracle_rerank.k_reciprocal(v.numpy(), w.numpy(), k1, k2, 0.3)
-        found = KReciprocalReranker(k1, k2, 0.3).rerank(sim)
-        np.testing.assert_allclose(found.i2t, wanted, rtol=1e-8)
-
-
 def test_blocks_whose_queries_have_different_numbers_of_positives(monkeypatch):
     """The ranks of all are padded to one width, at the end."""
     image_ids = torch.arange(6)

@@ -92,8 +92,9 @@ class Labels:
     def may_meet(self, groups: tuple[Tensor, Tensor], rows: slice, cols: slice) -> Tensor:
         """Return the (r, c) bool mask of the pairs whose groups let them be negatives."""
         of_rows, of_cols = groups
-        compare = torch.eq if self.rule == "same" else torch.ne
-        meet = compare(of_rows[rows, None], of_cols[cols])
+        meet = of_rows[rows, None] == of_cols[cols]
+        if self.rule == "other":
+            meet.logical_not_()
         row_open, col_open = self.open
         if row_open is not None:
             meet |= row_open[rows, None]
