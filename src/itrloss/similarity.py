@@ -535,9 +535,7 @@ class Similarity(Anchors):
             k = as_size("k", k)
         one_of("ties", ties, "pessimistic", "optimistic", None)
         if self.share is not None:
-            if relevance is not None:
-                raise ValueError("relevance: expected None for a batch that processes share")
-            return self._ranked_locally(k, bias, ties, below)
+            return self._ranked_locally(k, bias, ties, below, relevance)
         bias = as_bias("bias", bias, self.shape[1], self.device)
         limit = self._limit("below", below)
         least = torch.finfo(self.dtype).min
@@ -602,9 +600,16 @@ class Similarity(Anchors):
         return TopK(values.masked_fill(values == least, -torch.inf).to(self.dtype), indices)
 
     def _ranked_locally(
-        self, k: int, bias: Tensor | None, ties: str | None, below: Limit
+        self,
+        k: int,
+        bias: Tensor | None,
+        ties: str | None,
+        below: Limit,
+        relevance: Relevance | None,
     ) -> Ranking:
         """Return :meth:`ranked` of a batch that processes share."""
+        if relevance is not None:
+            raise ValueError("relevance: expected None for a batch that processes share")
         local = self.local()
         n = self.shape[0]
         if isinstance(below, Tensor) and below.numel() > 1:

@@ -256,8 +256,7 @@ class InfoNCELoss(PairLoss):
         """
         if unknown:
             self.refuse(unknown)
-        if isinstance(guide, (tuple, list)):
-            guide = [from_numpy(x) for x in guide]
+        guide = as_guide(guide)
         self._limit_scale()
         anchors = images if scores is None else scores
 
@@ -273,16 +272,9 @@ class InfoNCELoss(PairLoss):
         if guide is None and negatives is None and not (self.image_image or self.text_text):
             return self._with_telemetry(self.compute(sim), sim)
         ids = FurtherIds.of(sim, image_ids, text_ids, negative_ids, related)
-        if not self._looked and not torch.compiler.is_compiling():
-            self._look_at_further(sim, texts, negatives, negative_ids, guide)
+        self._look_at_further(sim, texts, negatives, negative_ids, guide)
         further = self._further(anchors, texts, negatives, ids, self.normalize)
-        if guide is None:
-            return self._with_telemetry(self.compute(sim, further), sim)
-        if isinstance(guide, Similarity):
-            functional.check_other_model("guide", guide, sim)
-            check_guide_ids(guide, sim)
-            return self._with_telemetry(self.compute(sim, further, guide), sim)
-        judge, judged = self._judges(guide, (image_ids, text_ids), ids)
+        judge, judged = self._judges(guide, sim, (image_ids, text_ids), ids)
         return self._with_telemetry(self.compute(sim, further, judge, judged), sim)
 
     @torch.no_grad()
@@ -295,6 +287,8 @@ class InfoNCELoss(PairLoss):
         guide: Similarity | Sequence[Tensor] | None,
     ) -> None:
         """Warn of negatives that match, and of a guide in other units; see :meth:`_look`."""
+        if self._looked or torch.compiler.is_compiling():
+            return
         if not may_be_read(sim) or sim.share is not None:
             return
         if negatives is not None and negative_ids is None and texts is not None:
@@ -306,11 +300,18 @@ class InfoNCELoss(PairLoss):
     @torch.no_grad()
     def _judges(
         self,
-        guide: Sequence[Tensor],
+        guide: Similarity | Sequence[Tensor] | None,
+        sim: Similarity,
         ids: tuple[IdsLike | None, IdsLike | None],
         ids_of_further: FurtherIds,
-    ) -> tuple[Similarity, Further]:
-        """Return the similarities of a guide's embeddings, in the batch and further ones."""
+    ) -> tuple[Similarity | None, Further]:
+        """Return a guide's similarities, in the batch and further ones."""
+        if guide is None:
+            return None, NOTHING_FURTHER
+        if isinstance(guide, Similarity):
+            functional.check_other_model("guide", guide, sim)
+            check_guide_ids(guide, sim)
+            return guide, NOTHING_FURTHER
         images, texts, *more = guide
         related = ids_of_further.related
         batch = self._between(images, texts, ids, names=_OF_GUIDE, related=related)
@@ -779,6 +780,11 @@ def check_negatives(images: Any, negatives: Any, sharded: bool, are_scores: bool
         expected = f"expected shape (K, D) or ({len(images)}, K, {images.shape[1]})"
         raise ValueError(f"negatives: {expected}, got {tuple(negatives.shape)}")
     check_alike("negatives", negatives, "images", images)
+
+
+def as_guide(guide: Any) -> Any:
+    """Return a guide with tensors in place of NumPy arrays."""
+    return [from_numpy(x) for x in guide] if isinstance(guide, (tuple, list)) else guide
 
 
 def check_guide(guide: Any, has_negatives: bool, among: bool) -> None:

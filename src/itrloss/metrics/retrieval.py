@@ -148,8 +148,7 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.
     """
-    if isinstance(scores, list) and len(scores) == 2 and hasattr(scores[0], "shape"):
-        scores = scores[0], scores[1]
+    scores = as_pair(scores)
     pair = isinstance(scores, tuple)
     gather = gather and world_size(process_group) > 1
     by_ids = relevant is None
@@ -162,12 +161,7 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         one_of("ties", ties, "pessimistic", "optimistic")
         if reranker is not None:
             check_reranker(reranker, pair)
-        if folds > 1 and (has_rules or gather):
-            others = "relevant, excluded or candidate pairs, or gather=True"
-            raise ValueError(f"folds: expected 1 with {others}, got {folds}")
-        if gather and has_more:
-            given = "relevant, exclude, candidates, image_ids, text_ids, a pair of scores"
-            raise ValueError(f"{given}: not for gather=True")
+        check_division(folds, gather, has_rules, has_more)
     if gather:
         results = _sharded_results(scores, reranker, hubness_k, ties, process_group)
         warn_of_chance(results)
@@ -183,6 +177,27 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         results = _results_in_folds(sims, folds, reranker, hubness_k, ties)
     warn_of_chance(results)
     return results
+
+
+def as_pair(scores: Any) -> Any:
+    """Return a list of two score matrices as a pair, and anything else as it is."""
+    if isinstance(scores, list) and len(scores) == 2 and hasattr(scores[0], "shape"):
+        return tuple(scores)
+    return scores
+
+
+def check_division(folds: int, gather: bool, has_rules: bool, has_more: bool) -> None:
+    """Raise an error for input that folds, or several processes, do not go with.
+
+    ``has_rules``: there are relevant, excluded or candidate pairs; ``has_more``: or ids or a pair
+    of scores.
+    """
+    if folds > 1 and (has_rules or gather):
+        others = "relevant, excluded or candidate pairs, or gather=True"
+        raise ValueError(f"folds: expected 1 with {others}, got {folds}")
+    if gather and has_more:
+        given = "relevant, exclude, candidates, image_ids, text_ids, a pair of scores"
+        raise ValueError(f"{given}: not for gather=True")
 
 
 def check_reranker(reranker: Any, pair: bool) -> None:
