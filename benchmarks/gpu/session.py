@@ -73,7 +73,7 @@ class Session:
         except Exception as error:
             self.failed = True
             text = f"{type(error).__name__}: {str(error)[:400]}"
-            self.say(**about, error=text, where=traceback.format_exc().splitlines()[-6:])
+            self.say(**about, error=text, where=last_lines_of_traceback())
         with contextlib.suppress(Exception):
             self.free()
 
@@ -150,3 +150,9 @@ class Session:
 def gflops(flops: float, row: Row) -> int:
     """Return 10^9 FLOPs a second of a timed row."""
     return round(flops / row["seconds"] / 1e9)
+
+
+def last_lines_of_traceback() -> list[str]:
+    """Return where an error was raised, with paths from the checkout on, not of this machine."""
+    text = traceback.format_exc().replace(f"{Path(__file__).parents[2]}/", "")
+    return text.splitlines()[-6:]
