@@ -25,7 +25,7 @@ from .engine.inputs import even_chunks
 __all__ = ["grad_cache_step"]
 
 # What is passed on with every chunk as it is.
-_FLAGS = bool | int | float | str | None | torch.dtype | torch.device
+_FLAGS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def grad_cache_step(
@@ -191,7 +191,7 @@ class _Tower:
         output = _plain(output)
         tensors = _tensors(output)
         expected = f"{self.name}: expected it to return"
-        others = [x for x in tree_leaves(output) if not isinstance(x, Tensor | _FLAGS)]
+        others = [x for x in tree_leaves(output) if not isinstance(x, (Tensor, *_FLAGS))]
         if others or not tensors:
             got = type(others[0] if others else output).__name__
             raise TypeError(f"{expected} a tensor or a tuple of them, got {got}")
@@ -234,7 +234,7 @@ def _batch_size(name: str, inputs: Any) -> int:
     shapes = []
     expected = "a tensor, or a tuple or dict of tensors"
     for x in tree_leaves(inputs):
-        if not isinstance(x, Tensor | _FLAGS):
+        if not isinstance(x, (Tensor, *_FLAGS)):
             raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
     tensors = _tensors(inputs)
     if not tensors and tree_leaves(inputs):
