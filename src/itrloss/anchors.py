@@ -46,6 +46,27 @@ class MeanStd(NamedTuple):
     std: Tensor
 
 
+class SoftmaxParts(NamedTuple):
+    """Sums of ``p`` and of ``p log p`` over each anchor's negatives, and over its positives, where
+    p is a softmax over all candidates; (A,) each.
+    """
+
+    negatives: Tensor
+    log_negatives: Tensor
+    positives: Tensor
+    log_positives: Tensor
+
+
+class SoftmaxSums(NamedTuple):
+    """Sums of exponentials ``e^z`` with ``z = scale S + shift``; (A,) each, but for the shift."""
+
+    shift: Value
+    negatives: Tensor
+    weighted: Tensor  # of ``z e^z`` over the negatives
+    positives: Tensor
+    total: Tensor
+
+
 class Hardest(NamedTuple):
     """Score (A,) and index (A,) int64 of each anchor's hardest negative; -inf and -1 if none."""
 
@@ -560,16 +581,41 @@ class Anchors:
         """
         check_number("temperature", temperature, positive=True)
         scale = 1 / temperature
+        sums = self._sums_of_softmax(scale)
+        nats = (sums.negatives * sums.total.log() - sums.weighted) / sums.total
+        return nats.clamp_min(0.0) / math.log(2)
+
+    def softmax_parts(self, scale: float = 1.0) -> SoftmaxParts:
+        """Return what each anchor's negatives, and its positives, have of its softmax.
+
+        ``P_i`` is the softmax of ``scale S_i`` over all candidates. Its sums over negatives take
+        one pass over the scores.
+        """
+        check_number("scale", scale, positive=True)
+        sums = self._sums_of_softmax(scale)
+        options = {"scale": scale, "shift": sums.shift}
+        weighted_positives = self.sum_of_positives(information, **options)
+        negatives = sums.negatives / sums.total
+        positives = sums.positives / sums.total
+        log = sums.total.log()
+        return SoftmaxParts(
+            negatives,
+            sums.weighted / sums.total - negatives * log,
+            positives,
+            weighted_positives / sums.total - positives * log,
+        )
+
+    def _sums_of_softmax(self, scale: float) -> SoftmaxSums:
+        """Return the sums from which softmaxes over all candidates are made."""
         bounded = all(block.matrix.bounded for block in self._blocks)
         # Exponents near 0 are accurate, and no large numbers cancel.
         shift: Value = -scale  # exponents are -20 at least, unless they are steeper
-        if temperature < 0.1 or not bounded:
+        if scale > 10 or not bounded:
             shift = -self._highest(scale, Where("all"))
         negatives, weighted = self._sum((exponential, information), scale, shift)
-        total = negatives + self.sum_of_positives(exponential, scale=scale, shift=shift)
-        total = total.clamp_min(1e-9)  # at least exp(-20), unless the sum is empty
-        nats = (negatives * total.log() - weighted) / total
-        return nats.clamp_min(0.0) / math.log(2)
+        positives = self.sum_of_positives(exponential, scale=scale, shift=shift)
+        total = (negatives + positives).clamp_min(1e-9)  # at least exp(-20), unless it is empty
+        return SoftmaxSums(shift, negatives, weighted, positives, total)
 
     def sum(
         self,

@@ -973,40 +973,55 @@ class DistillationLoss(PairLoss):
 
     def forward(  # type: ignore[override]
         self,
-        images: Tensor,
-        texts: Tensor,
-        teacher: Tensor | Similarity,
+        images: Tensor | None = None,
+        texts: Tensor | None = None,
+        teacher: Tensor | Similarity | None = None,
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
+        *,
+        scores: Tensor | None = None,
+        image_groups: IdsLike | None = None,
+        text_groups: IdsLike | None = None,
+        **unknown: Any,
     ) -> Any:
-        """Return the loss of (N, D) images and (M, D) texts.
+        """Return the loss of (N, D) images and (M, D) texts, or of a score matrix.
 
-        ``teacher``: (N, M) scores of another model, or a :class:`Similarity` of its embeddings, see
-        :meth:`FilteredInfoNCELoss.forward`. Ids are as in :meth:`PairLoss.forward`; they are for
-        ``telemetry`` alone.
+        Args:
+            images, texts, scores: see :meth:`PairLoss.forward`. Scores may be those of each image
+                with its own candidates, such as its text and its hard negatives, with
+                ``directions="image-text"``.
+            teacher: (N, M) scores of another model, or a :class:`Similarity` of its embeddings.
+            image_ids, text_ids: see there; they are for ``telemetry`` and beside groups alone.
+            image_groups, text_groups: see there; candidates are of the same group, or match.
         """
-
+        if unknown:
+            self.refuse(unknown)
         teacher = from_numpy(teacher)
+        own = images if scores is None else scores
 
         def check() -> str:
             return described_model("teacher", teacher, images, texts) if self.sharded else ""
 
-        no_ids = image_ids is None and text_ids is None
-        if no_ids and not self.sharded and len(images) != len(texts):
-            image_ids = torch.arange(len(images), device=images.device)
-            text_ids = torch.arange(len(texts), device=texts.device)
-        sim = self._similarity(images, texts, image_ids, text_ids, check=check)
+        related = self._related(image_groups, text_groups, None)
+        no_ids = image_ids is None and text_ids is None and related is None
+        if no_ids and not self.sharded and isinstance(own, Tensor):
+            n, m = (len(own), len(texts)) if texts is not None else own.shape
+            if n != m:
+                image_ids = torch.arange(n, device=own.device)
+                text_ids = torch.arange(m, device=own.device)
+        ids = image_ids, text_ids
+        sim = self._similarity(images, texts, *ids, scores, check=check, related=related)
         if isinstance(teacher, Tensor):
             check_matrix("teacher", teacher, "(N, M)", self.check_finite)
             if teacher.shape != sim.shape:
                 raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(teacher.shape)}")
-            teacher = Similarity.from_scores(teacher, image_ids, text_ids)
+            teacher = Similarity.from_scores(teacher, *ids, related=related)
         if not self._looked and not torch.compiler.is_compiling():
             self._look_at_teacher(teacher)
         return self._with_telemetry(self.compute(sim, teacher), sim)
 
     @torch.no_grad()
-    def _look_at_teacher(self, teacher: Similarity) -> None:
+    def _look_at_teacher(self, teacher: Any) -> None:
         """Warn of a teacher in other units, or of its embeddings; see :meth:`_look`."""
         if not isinstance(teacher, Similarity) or not may_be_read(teacher):
             return
@@ -1015,13 +1030,13 @@ class DistillationLoss(PairLoss):
             warn_of_units(type(self).__name__, teacher, "teacher: scores")
 
     def compute(  # type: ignore[override]
-        self, sim: Similarity, teacher: Similarity
+        self, sim: Similarity, teacher: Similarity | None
     ) -> Any:
         """Return the loss of the similarities of two models."""
-        functional.check_other_model("teacher", teacher, sim)
+        taught = functional.check_other_model("teacher", teacher, sim)
         return functional.distillation_loss(
             self.anchors(sim),
-            self.anchors(teacher),
+            self.anchors(taught),
             self.temperature,
             self.teacher_temperature,
             self.reduction,

@@ -15,7 +15,6 @@ from ..similarity import Similarity
 from ..terms import identity, pair_term
 from .base import PairLoss, finite_logsumexp
 
-_SMALLEST_LOG = -80.0  # shares below its exponential are 0
 _SHARP = 2.0**20  # so sharp a soft minimum of scores is their minimum, but for rounding
 
 
@@ -113,13 +112,6 @@ class MILNCELoss(PairLoss):
         return anchors.reduce(_mil_nce(anchors, 1 / self.temperature), self.reduction)
 
 
-@pair_term
-def _divergence(log_share: Tensor, log_label: Tensor) -> Tensor:
-    """Return ``p (log p - log q)`` of the logarithms of a share p and of its label q."""
-    log = log_share.clamp(_SMALLEST_LOG, 1.0)  # pairs that do not count may overflow
-    return log.exp() * (log - log_label)
-
-
 class SDMLoss(PairLoss):
     r"""Similarity distribution matching, SDM (IRRA; Jiang & Ye, CVPR 2023,
     https://arxiv.org/abs/2303.12501), over both directions.
@@ -157,12 +149,11 @@ class SDMLoss(PairLoss):
     def compute(self, sim: Similarity) -> Any:
         """Return the divergence, summed over negatives, whose label is 0, and over positives."""
         anchors = self.anchors(sim)
-        scale = 1 / self.temperature
-        shift = -finite_logsumexp(anchors, scale, over="all")
+        p = anchors.softmax_parts(1 / self.temperature)
         counts = anchors.positive_counts
-        log_label = (1 / counts.clamp_min(1).to(anchors.dtype) + self.epsilon).log()
-        of_negatives = anchors.sum(_divergence, math.log(self.epsilon), scale=scale, shift=shift)
-        of_positives = anchors.sum_of_positives(_divergence, log_label, scale=scale, shift=shift)
+        label = 1 / counts.clamp_min(1).to(anchors.dtype)
+        of_negatives = p.log_negatives - p.negatives * math.log(self.epsilon)
+        of_positives = p.log_positives - p.positives * (label + self.epsilon).log()
         return anchors.reduce(of_negatives + of_positives, self.reduction, counts > 0)
 
 
