@@ -1592,6 +1592,16 @@ def test_what_the_compiler_of_torch_2_8_cannot_trace_is_not_in_losses():
             assert not names & {"defaultdict", "ChainMap", "OrderedDict", "Counter", "deque"}, path
 
 
+def test_no_check_of_a_type_has_a_union():
+    """The compiler of PyTorch 2.8 traces a tuple of types, and not ``A | B``, which it calls a
+    sourceless object.
+    """
+    for path, tree in parsed():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                assert not isinstance(node.args[1], ast.BinOp), f"{path}:{node.lineno}"
+
+
 COMPILED: dict[str, Callable[[], Callable[[Tensor, Tensor], Tensor]]] = {
     "RINCE": itrloss.RINCELoss,
     "RCL": itrloss.ComplementaryContrastiveLoss,

@@ -26,7 +26,7 @@ from .engine.inputs import even_chunks
 __all__ = ["grad_cache_step"]
 
 # What is passed on with every chunk as it is.
-_FLAGS = bool | int | float | str | None | torch.dtype | torch.device
+_FLAGS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def grad_cache_step(
@@ -277,7 +277,7 @@ class _Tower:
         output = _plain(output)
         tensors = _tensors(output)
         expected = f"{self.name}: expected it to return"
-        others = [x for x in tree_leaves(output) if not isinstance(x, Tensor | _FLAGS)]
+        others = [x for x in tree_leaves(output) if not isinstance(x, (Tensor, *_FLAGS))]
         if others or not tensors:
             got = type(others[0] if others else output).__name__
             raise TypeError(f"{expected} a tensor or a tuple of them, got {got}")
@@ -346,7 +346,7 @@ def _checked_inputs(name: str, inputs: Any) -> Any:
     inputs = _plain(inputs)
     expected = "a tensor, or a tuple or dict of tensors"
     for x in tree_leaves(inputs):
-        if not isinstance(x, Tensor | _FLAGS):
+        if not isinstance(x, (Tensor, *_FLAGS)):
             raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
     tensors = _tensors(inputs)
     if not tensors and tree_leaves(inputs):

@@ -41,13 +41,12 @@ class Related(NamedTuple):
     matches: Tensor | None = None
 
 
-NOTHING_RELATED = Related()
-
-
 def related_pairs(
-    shape: tuple[int, int], ids: Sides, related: Related, device: torch.device, names: Names
+    shape: tuple[int, int], ids: Sides, related: Related | None, device: torch.device, names: Names
 ) -> Pairs:
     """Return the positive and negative pairs of a matrix; raise an error for wrong input."""
+    if related is None:
+        related = Related()
     if related.matches is not None:
         check_matches(related, shape, ids, names, device)
         return RelatedPairs(Matches(related.matches))

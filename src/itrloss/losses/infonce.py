@@ -32,14 +32,14 @@ from ..checks import (
 )
 from ..distributed import padded
 from ..engine.vectors import compute_dtype, full_precision, host_may_read, normalized
-from ..related import NOTHING_RELATED, Related, label_sets
-from ..similarity import NO_ID, Similarity
+from ..memory import CoupledMemory, MemorySimilarity
+from ..related import Related, label_sets
+from ..similarity import NO_ID, SIDES, Similarity
 from ..terms import identity, softplus
-from .base import LEAST_LOG, PairLoss
+from .base import LEAST_LOG, MemoryLoss, PairLoss, SimilarityLoss
 from .suspicion import may_be_read, warn_of_negatives, warn_of_units, warn_of_vectors
 
 ROUNDING = 32.0  # units in the last place by which two products of the same vectors may differ
-SIDES = {"both": (0, 1), "image-text": (0,), "text-image": (1,)}
 _OF_IMAGES = Names("images", "images", "image_ids", "image_ids")
 _OF_TEXTS = Names("texts", "texts", "text_ids", "text_ids")
 _OF_NEGATIVES = Names("images", "negatives", "image_ids", "negative_ids")
@@ -88,7 +88,67 @@ class Further(NamedTuple):
 NOTHING_FURTHER = Further()
 
 
-class InfoNCELoss(PairLoss):
+class TemperatureLoss(SimilarityLoss):
+    """A loss with a temperature, which may be learnt.
+
+    Args:
+        temperature: τ, in units of cosine similarity.
+        learnable: make τ a parameter, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
+        max_scale: the largest ``1/τ`` that is learnt: a call in training mode sets ``log_scale``
+            back to it (CLIP's 100). None: there is no limit.
+    """
+
+    learnable = Fixed[bool]()
+    max_scale = NumberOr(None, above=0)
+
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        learnable: bool = False,
+        *,
+        max_scale: float | None = None,
+        **common: Any,
+    ):
+        super().__init__(**common)
+        self.learnable = learnable
+        # (1,): FSDP and the like do not shard 0-dim parameters.
+        self.log_scale = nn.Parameter(torch.zeros(1)) if learnable else None
+        self.temperature = temperature
+        self.max_scale = max_scale
+
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return bool(self.temperature < 0.5)
+
+    @property
+    def temperature(self) -> float | Tensor:
+        """τ: a number, or a 0-dim tensor that follows ``log_scale`` (1,). May be set later."""
+        if self.log_scale is None:
+            return self._temperature
+        # in float32 at least: exp in half precision would put it up to 0.4 % off
+        return (-self.log_scale.to(compute_dtype(self.log_scale))).exp().squeeze()
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        """Set τ, above 0; if it is learnable, in place."""
+        self._temperature = as_number("temperature", value, positive=True)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give a learnable τ the value that was set last, as is needed after ``to_empty``."""
+        if self.log_scale is not None:
+            self.log_scale.fill_(-math.log(self._temperature))
+
+    @torch.no_grad()
+    def _limit_scale(self) -> None:
+        """Set a learnt scale that has become too large back to the largest one."""
+        if self.training and self.log_scale is not None and self.max_scale is not None:
+            self.log_scale.clamp_(max=math.log(self.max_scale))
+
+
+class InfoNCELoss(TemperatureLoss, PairLoss):
     r"""InfoNCE, with any number of positives per anchor, in one or in both directions.
 
     .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} -\log
@@ -138,14 +198,12 @@ class InfoNCELoss(PairLoss):
         "max_scale",
         "reduction",
     )
-    learnable = Fixed[bool]()
     image_image = Choice(True, False)
     text_text: Choice[bool | str] = Choice(True, False, "unfiltered")
     joint = Choice(True, False)
     in_batch = Choice(True, False)
     margin = NumberOr(None)
     relative = Choice(True, False)
-    max_scale = NumberOr(None, above=0)
 
     def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
@@ -159,14 +217,9 @@ class InfoNCELoss(PairLoss):
         margin: float | None = None,
         relative: bool = False,
         hardness: float | tuple[float, float] = 0.0,
-        max_scale: float | None = None,
         **common: Any,
     ):
-        super().__init__(**common)
-        self.learnable = learnable
-        # (1,): FSDP and the like do not shard 0-dim parameters.
-        self.log_scale = nn.Parameter(torch.zeros(1)) if learnable else None
-        self.temperature = temperature
+        super().__init__(temperature, learnable, **common)
         self.image_image = image_image
         self.text_text = text_text
         self.joint = joint
@@ -174,26 +227,6 @@ class InfoNCELoss(PairLoss):
         self.margin = margin
         self.relative = relative
         self.hardness = hardness
-        self.max_scale = max_scale
-
-    @property
-    def in_cosines(self) -> bool:
-        """Whether the temperature is one for cosines."""
-        return bool(self.temperature < 0.5)
-
-    @property
-    def temperature(self) -> float | Tensor:
-        """τ: a number, or a 0-dim tensor that follows ``log_scale`` (1,). May be set later."""
-        if self.log_scale is None:
-            return self._temperature
-        # in float32 at least: exp in half precision would put it up to 0.4 % off
-        return (-self.log_scale.to(compute_dtype(self.log_scale))).exp().squeeze()
-
-    @temperature.setter
-    def temperature(self, value: float) -> None:
-        """Set τ, above 0; if it is learnable, in place."""
-        self._temperature = as_number("temperature", value, positive=True)
-        self.reset_parameters()
 
     @property
     def hardness(self) -> float | tuple[float, float]:
@@ -211,12 +244,6 @@ class InfoNCELoss(PairLoss):
         if min(checked) < 0:
             raise ValueError(f"hardness: expected at least 0, got {value!r}")
         self._hardness = (checked[0], checked[1]) if is_pair else checked[0]
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Give a learnable τ the value that was set last, as is needed after ``to_empty``."""
-        if self.log_scale is not None:
-            self.log_scale.fill_(-math.log(self._temperature))
 
     # ---------------------------------------------------------------------------------------- input
 
@@ -318,12 +345,6 @@ class InfoNCELoss(PairLoss):
         negatives = more[0] if more else None
         return batch, self._further(images, texts, negatives, ids_of_further, True)
 
-    @torch.no_grad()
-    def _limit_scale(self) -> None:
-        """Set a learnt scale that has become too large back to the largest one."""
-        if self.training and self.log_scale is not None and self.max_scale is not None:
-            self.log_scale.clamp_(max=math.log(self.max_scale))
-
     def _check_options(
         self,
         negatives: Tensor | None,
@@ -411,7 +432,7 @@ class InfoNCELoss(PairLoss):
                 scores = scores_of_own(images, negatives, normalize)
             own = OwnNegatives(scores, ids.exist(scores))
             return Further(None, own, among_images, among_texts)
-        options["related"] = NOTHING_RELATED
+        options["related"] = None
         options["names"] = _OF_NEGATIVES
         of_images = ids.with_negatives(ids.images, len(images), negatives)
         shared = self._between(images, negatives, of_images, **options)
@@ -691,7 +712,7 @@ class FurtherIds:
     images: IdsLike | None
     texts: IdsLike | None
     negatives: IdsLike | None  # (K,) or (N, K)
-    related: Related  # of images and texts
+    related: Related | None  # of images and texts
 
     @classmethod
     def of(
@@ -700,7 +721,7 @@ class FurtherIds:
         images: IdsLike | None,
         texts: IdsLike | None,
         negatives: IdsLike | None,
-        related: Related,
+        related: Related | None,
     ) -> FurtherIds:
         """Return the ids that were passed in; of a batch that processes share, ids that tell the
         images and texts of all apart.
@@ -709,12 +730,14 @@ class FurtherIds:
             images, texts = sim.own_ids
         return cls(images, texts, negatives, related)
 
-    def among(self, side: int) -> Related:
+    def among(self, side: int) -> Related | None:
         """Return the groups of images (``side`` 0), or of texts, among themselves."""
+        if self.related is None:
+            return None
         of_images, of_texts = self.related.groups
         own = of_images if side == 0 or of_texts is None else of_texts
         if own is None:
-            return NOTHING_RELATED
+            return None
         return Related((own, own), self.related.rule)
 
     def with_negatives(
@@ -829,6 +852,92 @@ def check_guide_ids(guide: Similarity, sim: Similarity) -> None:
         if not same:
             expected = "expected the ids of the loss, as its positives' scores are limits"
             raise ValueError(f"guide: {expected}")
+
+
+class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
+    r"""InfoNCE of a batch against the keys of earlier batches (MoCo; He et al., CVPR 2020,
+    https://arxiv.org/abs/1911.05722, Eq. 1), between images and texts as in ALBEF (Li et al.,
+    NeurIPS 2021, https://arxiv.org/abs/2107.07651, Eq. 1 and 6).
+
+    .. math:: \ell_i = (1 - \alpha) \operatorname{mean}_{p \in pos(i)} -\log
+        \frac{e^{S_{ip}/\tau}}{e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau}}
+        - \alpha \sum_j q_{ij} \log p_{ij}
+
+    The candidates of image i are the text keys of the batch and the memory's texts; of them the
+    batch's keys with its id are its positives, and those with another id its negatives. Entries of
+    the memory with its id are neither. The last term is ALBEF's momentum distillation: over all
+    candidates, p is the softmax of :math:`S_i / \tau`, and q that of the image's own *key* with
+    the candidates, without a gradient. See :doc:`methods/memory`.
+
+    Args:
+        temperature, learnable, max_scale: see :class:`InfoNCELoss`.
+        batch_negatives: False: the memory's entries alone are negatives (MoCo). While it is empty,
+            the loss is then 0.
+        distillation: α in [0, 1]; ALBEF has 0.4.
+        directions, reduction, engine, check_finite, telemetry, gather, process_group: see
+            :class:`MemoryLoss`.
+    """
+
+    shown = (
+        "temperature",
+        "learnable",
+        "batch_negatives",
+        "distillation",
+        "max_scale",
+        "reduction",
+    )
+    batch_negatives = Choice(True, False)
+    distillation = Number(at_least=0, at_most=1)
+
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        learnable: bool = False,
+        *,
+        batch_negatives: bool = True,
+        distillation: float = 0.0,
+        **common: Any,
+    ):
+        super().__init__(temperature, learnable, **common)
+        self.batch_negatives = batch_negatives
+        self.distillation = distillation
+
+    def forward(
+        self,
+        images: Tensor,
+        texts: Tensor,
+        image_keys: Tensor,
+        text_keys: Tensor,
+        memory: CoupledMemory,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
+    ) -> Any:
+        """Return the loss of a batch with the memory of former ones; see
+        :meth:`MemoryLoss.forward`.
+        """
+        if self.distillation and not self.batch_negatives:
+            expected = "expected 0 beside batch_negatives=False, as q is over the batch, too"
+            raise ValueError(f"distillation: {expected}, got {self.distillation}")
+        self._limit_scale()
+        batch = images, texts
+        keys = image_keys, text_keys
+        ids = image_ids, text_ids
+        sims = self._similarities(batch, keys, memory, ids)
+        teacher: MemorySimilarity | None = None
+        if self.distillation:
+            teacher = self._similarities(keys, keys, memory, ids)
+        return self._with_telemetry(self.compute(sims, teacher), sims)
+
+    def compute(self, sims: MemorySimilarity, teacher: MemorySimilarity | None = None) -> Any:
+        """Return the loss; ``teacher``: the similarities with the keys in place of the batch."""
+        return functional.memory_info_nce_loss(
+            sims,
+            self.shared(self.temperature),
+            self.reduction,
+            batch_negatives=self.batch_negatives,
+            distillation=self.distillation,
+            teacher=teacher,
+        )
 
 
 class DistillationLoss(PairLoss):
