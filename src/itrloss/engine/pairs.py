@@ -76,6 +76,8 @@ class Pairs:
         row_ignored = ignored_mask(self.ids[0])
         same = self.ids[0] is self.ids[1]
         self.ignored = row_ignored, row_ignored if same else ignored_mask(self.ids[1])
+        #: The weights of the pairs that match, (N, M) with any value elsewhere; None: all weigh 1.
+        self.weights: Tensor | None = None
         self._cache: dict[Any, Any] = {}
 
     @property
@@ -94,6 +96,10 @@ class Pairs:
     def others_are_negatives(self) -> bool:
         """Whether all pairs of entries that exist and do not match are negatives."""
         return True
+
+    def weight_sums(self, side: int) -> Tensor:
+        """Return the (A,) sums of the weights of each row's (0) or column's (1) matches."""
+        return self.counts(side)[0]
 
     def _cached(self, key: Any, compute: Callable[[], Result]) -> Result:
         """Return a result that is computed once, in tensors that autograd may save."""

@@ -38,6 +38,11 @@ class Relation(Protocol):
         """Return the (r, c) bool mask of the pairs that are negatives; others are neither."""
         ...
 
+    @property
+    def weights(self) -> Tensor | None:
+        """The weights of the pairs that match, (N, M) with any value elsewhere; None: all 1."""
+        ...
+
 
 class Labels:
     """Entries match if they share a label. Groups say which others are negatives.
@@ -64,6 +69,11 @@ class Labels:
         self.open: list[Tensor | None] = [None, None]
         if groups is not None:
             self.open = [ignored_mask(x) for x in groups]
+
+    @property
+    def weights(self) -> None:
+        """None: matches by labels weigh 1."""
+        return None
 
     def positive(self, rows: slice, cols: slice) -> Tensor:
         """Return the (r, c) bool mask of the pairs that share a label."""
@@ -117,6 +127,7 @@ class Matches(NamedTuple):
     """Pairs match where a matrix is above 0, and are negatives where it is 0; nan is neither."""
 
     matrix: Tensor  # (N, M)
+    weights: Tensor | None = None  # the matrix, if matches do not all weigh 1
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -148,11 +159,29 @@ class RelatedPairs(Pairs):
         super().__init__(relation.shape, (None, None), relation.device)
         self.relation = relation
         self.one_to_one = False
+        self.weights = relation.weights
 
     @property
     def others_are_negatives(self) -> bool:
         """False, as pairs may be neither positive nor negative."""
         return False
+
+    def weight_sums(self, side: int) -> Tensor:
+        """Return the (A,) sums of the weights of each row's (0) or column's (1) matches."""
+        if self.weights is None:
+            return super().weight_sums(side)
+        sums = self._cached("weight sums", self._weight_sums_of_both)
+        return sums[side]
+
+    def _weight_sums_of_both(self) -> list[Tensor]:
+        assert self.weights is not None
+        of_rows, of_cols = [self.weights.new_zeros(size) for size in self.shape]
+        for rows in self._rows():
+            matching = self.relation.positive(rows, EVERYTHING)
+            weights = self.weights[rows].masked_fill(~matching, 0.0)
+            of_rows[rows] = weights.sum(1)
+            of_cols.add_(weights.sum(0))
+        return [of_rows, of_cols]
 
     @property
     def listable(self) -> bool:
