@@ -24,6 +24,12 @@ CASES = {
 ENGINES = ["dense", "tiled"]
 
 
+def dense(who: dict[str, Any]) -> dict[str, Any]:
+    """Input for the loops, which read matrices entry by entry."""
+    sparse = "matches" in who and who["matches"].is_sparse
+    return {"matches": who["matches"].to_dense()} if sparse else who
+
+
 def draw(seed: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -52,15 +58,17 @@ def relation(kind: str, seed: int, n: int, m: int) -> dict[str, Any]:
         matches *= torch.tensor([0.3, 1.0, 2.5])[integers(seed + 1, 3, n, m)]
         unjudged = integers(seed + 2, 4, n, m) == 0
         return {"matches": matches.masked_fill(unjudged, torch.nan)}
+    if kind == "sparse":
+        return {"matches": relation("weights", seed, n, m)["matches"].to_sparse()}
     return {"matches": matches.masked_fill(matches == 2, torch.nan)}
 
 
-KINDS = ["label sets", "groups", "matches", "weights"]
+KINDS = ["label sets", "groups", "matches", "weights", "sparse"]
 
 
 def refuses(name: str, kind: str) -> bool:
     """Whether a loss takes no weights: sums over all pairs of a positive and a negative."""
-    return kind == "weights" and name == "triplet all"
+    return kind in ("weights", "sparse") and name == "triplet all"
 
 
 def assert_same(found: Any, wanted: Any, given: list[Tensor]) -> None:
@@ -89,7 +97,7 @@ def test_infonce_is_the_loops(kind: str, engine: Any, seed: int):
         options["margin"] = 0.3
     rule = "other" if seed % 5 == 0 else "same"
     loss = InfoNCELoss(**options, groups=rule, engine=engine)
-    wanted = contrastive(*given, **options, negative_groups=rule, **who)
+    wanted = contrastive(*given, **options, negative_groups=rule, **dense(who))
     if isinstance(wanted, Tensor) and wanted.requires_grad:
         assert_same(loss(*given, **who), wanted, given)
 
@@ -101,7 +109,7 @@ def test_sdm_is_the_loops(kind: str, engine: Any):
         given = [x.requires_grad_() for x in (draw(seed, 5, 4), draw(seed + 50, 7, 4))]
         who = relation(kind, seed, 5, 7)
         found = itrloss.SDMLoss(0.2, engine=engine)(*given, **who)
-        assert_same(found, sdm(*given, temperature=0.2, **who), given)
+        assert_same(found, sdm(*given, temperature=0.2, **dense(who)), given)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -217,7 +225,7 @@ def test_relations_compile_as_one_graph(kind: str):
         torch.testing.assert_close(compiled(*given, **who), loss(*given, **who))
 
 
-def test_groups_and_label_sets_need_no_matrix():
+def test_groups_label_sets_and_sparse_matches_need_no_matrix():
     """The largest tensor of a step has few numbers for a batch of many tiles."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -226,13 +234,18 @@ def test_groups_and_label_sets_need_no_matrix():
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
-            if isinstance(result, Tensor):
+            if isinstance(result, Tensor) and not result.is_sparse:
                 self.size = max(self.size, result.numel())
             return result
 
     n = 4096
     given = [x.requires_grad_() for x in (torch.randn(n, 8), torch.randn(n, 8))]
-    for who in ({"image_groups": integers(1, 4, n)}, {"image_ids": integers(2, 9000, n, 2)}):
+    matches = torch.sparse_coo_tensor(integers(3, n, 2, 3 * n), torch.rand(3 * n), (n, n))
+    for who in (
+        {"image_groups": integers(1, 4, n)},
+        {"image_ids": integers(2, 9000, n, 2)},
+        {"matches": matches},
+    ):
         if "image_ids" in who:
             who["text_ids"] = who["image_ids"]
         with Largest() as largest:
@@ -310,6 +323,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "matches: expected None beside image_groups": {"matches": torch.eye(4), "image_groups": IDS},
     "matches: expected numbers above 0 for a match": {"matches": -torch.eye(4)},
     "matches: expected numbers .*, 0 for a negative": {"matches": torch.eye(4) / 0},
+    "matches: expected a dense tensor, or one of torch.sparse_coo": {
+        "matches": torch.eye(4).to_sparse_csr()
+    },
     "matches: expected a tensor": {"matches": [[1]]},
     "image_groups: expected groups to go with text_groups": {"text_groups": IDS},
     r"image_groups: expected shape \(4,\), got \(3,\)": {"image_groups": IDS[:3]},

@@ -181,7 +181,7 @@ class Anchors:
             block.matrix.pairs.one_to_one for block in self._blocks
         )
         #: Whether matches have weights that are not all 1.
-        self.has_weights = any(block.matrix.pairs.weights is not None for block in self._blocks)
+        self.has_weights = any(block.matrix.pairs.has_weights for block in self._blocks)
         #: Whether all anchors certainly have a positive and a negative.
         self._complete = self.one_to_one and min(self.sizes) > 1
 
@@ -807,16 +807,8 @@ class Anchors:
 
     def _listed_weights(self) -> Tensor:
         """Return the (P,) weights of the positive pairs, in the order of :meth:`_positives`."""
-        parts: list[Tensor] = []
-        for group in self._groups:
-            for side in group:
-                pairs = side.matrix.pairs
-                rows, cols = pairs.listed
-                if pairs.weights is None:
-                    parts.append(torch.ones(len(rows), dtype=self.dtype, device=self.device))
-                else:
-                    parts.append(pairs.weights[rows, cols].to(self.dtype))
-        return torch.cat(parts)
+        sides = [side for group in self._groups for side in group]
+        return torch.cat([side.matrix.pairs.listed_weights() for side in sides]).to(self.dtype)
 
     @property
     def positive_weights(self) -> Tensor:

@@ -20,7 +20,7 @@ from .checks import (
     one_of,
 )
 from .engine.pairs import Pairs
-from .engine.relations import Labels, Matches, RelatedPairs, Rule
+from .engine.relations import Labels, Matches, RelatedPairs, Rule, SparseMatches
 
 Sides = tuple[Any, Any]  # of rows and of columns
 
@@ -124,19 +124,24 @@ def check_matches(
         raise TypeError(f"matches: expected a tensor (N, M), got {type(matches).__name__}")
     if matches.shape != shape:
         raise ValueError(f"matches: expected shape {shape}, got {tuple(matches.shape)}")
+    if matches.layout not in (torch.strided, torch.sparse_coo):
+        expected = "expected a dense tensor, or one of torch.sparse_coo"
+        raise ValueError(f"matches: {expected}, got {matches.layout}")
     if matches.device != device:
         raise ValueError(f"matches: expected device {device}, got {matches.device}")
 
 
-def matches_of(matrix: Tensor) -> Matches:
+def matches_of(matrix: Tensor) -> Matches | SparseMatches:
     """Return the relation of a matrix; raise an error for values below 0 or infinite ones.
 
     An accelerator has to synchronise.
     """
-    weights = matrix[(matrix != 0) & ~matrix.isnan()]
+    values = matrix.coalesce().values() if matrix.is_sparse else matrix
+    weights = values[(values != 0) & ~values.isnan()]
     if bool(((weights < 0) | (weights == torch.inf)).any()):
         expected = "above 0 for a match, which are weights, 0 for a negative, and nan for neither"
         raise ValueError(f"matches: expected numbers {expected}")
-    if bool((weights == 1).all()):
-        return Matches(matrix)
-    return Matches(matrix, matrix.detach().nan_to_num(0.0))
+    has_weights = bool((weights != 1).any())
+    if matrix.is_sparse:
+        return SparseMatches(matrix, has_weights)
+    return Matches(matrix.detach(), has_weights)

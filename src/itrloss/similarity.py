@@ -486,8 +486,9 @@ class Similarity(Anchors):
             assert excluded is not None
             scores, excluded = (x.T if self._side else x for x in (whole, excluded))
             values = value(scores, rows[:, None], cols)
-            if pairs.weights is not None:
-                values = values * self._turned(pairs.weights, pairs.weights.T)[0].to(self.dtype)
+            if self.has_weights:
+                weights = pairs.weight_matrix().to(self.dtype)
+                values = values * (weights.T if self._side else weights)
             total = values.masked_fill(excluded, 0.0).sum(1)
         return self.merged(total) / self.positive_weights
 

@@ -150,10 +150,7 @@ class Matrix:
 
     def of_weights(self) -> Matrix:
         """Return a matrix with the weights of matches in place of the scores."""
-        weights = self.pairs.weights
-        if weights is None:
-            weights = torch.ones((), device=self.device).expand(self.shape)
-        weights = weights.to(self.dtype)
+        weights = self.pairs.weight_matrix().to(self.dtype)
         return Matrix.of_scores(Embeddings(weights, False), self.pairs, self.engine)
 
     def detach(self) -> Matrix:
