@@ -59,7 +59,9 @@ def relation(kind: str, seed: int, n: int, m: int) -> dict[str, Any]:
         unjudged = integers(seed + 2, 4, n, m) == 0
         return {"matches": matches.masked_fill(unjudged, torch.nan)}
     if kind == "sparse":
-        return {"matches": relation("weights", seed, n, m)["matches"].to_sparse()}
+        matches = relation("weights", seed, n, m)["matches"]
+        matches[n // 2 - 1 : n // 2 + 1] = 0.0  # rows without entries
+        return {"matches": matches.to_sparse()}
     return {"matches": matches.masked_fill(matches == 2, torch.nan)}
 
 
@@ -295,6 +297,11 @@ def assert_weights(given: list[Tensor], scores: Tensor, matches: Tensor, engine:
     }
     for name, loss in losses.items():
         assert_same(loss(*given, matches=matches), sum(parts[name]), given)
+    # the values of each anchor are computed apart
+    losses["sigmoid"].reduction = "none"
+    rows, cols = losses["sigmoid"](*given, matches=matches)
+    assert_same(rows.sum(), 0.5 * sums.sum(), given)
+    assert_same(cols.sum(), 0.5 * sums.sum(), given)
 
 
 def test_a_weight_of_a_mean_alone_changes_nothing():
@@ -351,7 +358,7 @@ def test_pairs_are_listed_and_counted_by_parts(kind: str, monkeypatch):
     who = relation(kind, 3, 9, 7)
     losses = InfoNCELoss(engine="tiled"), itrloss.SDMLoss(engine="dense")
     wanted = [loss(*given, **who) for loss in losses]
-    monkeypatch.setattr("itrloss.engine.relations._AT_ONCE", 20)
+    monkeypatch.setattr("itrloss.engine.relations._AT_ONCE", 20)  # two rows at a time
     for loss, value in zip(losses, wanted, strict=True):
         assert_same(loss(*given, **who), value, given)
 
