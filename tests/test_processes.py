@@ -274,6 +274,18 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
         "telemetry False",
         "telemetry True",
     ),
+    "directions": (
+        lambda odd, s: pair(directions=("image-text", "text-image")[odd], gather=s)(*pairs()),
+        "directions image-text",
+        "directions text-image",
+    ),
+    "directions beside a memory": (
+        lambda odd, s: mdcl(directions=("both", "image-text")[odd], gather=s)(
+            *pairs(), *pairs(), memory()
+        ),
+        "directions both",
+        "directions image-text",
+    ),
     "size of the memory": (
         lambda odd, s: mdcl(gather=s)(*pairs(), *pairs(), memory(9 + odd)),
         "memory (9, 6)",
