@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 
 import itrloss
 from itrloss.distributed import collectives, shards
-from itrloss.engine.pairs import Pairs
 
 D, WORLD, ODD = 6, 3, 1  # ODD: the process that is lost, or that differs
 SCHEDULES = (True,)
@@ -169,7 +168,7 @@ def test_numbers_are_exchanged_where_the_embeddings_are(monkeypatch):
     )
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
     shared = shards.Processes(None, [(2, 2)] * 2)
-    shared.pairs = Pairs((4, 4), (None, None), torch.device("meta"))
+    shared.ids = torch.empty(4, device="meta"), torch.empty(4, device="meta")
     assert shared.largest(1) == 1 and devices == ["meta"]
 
 

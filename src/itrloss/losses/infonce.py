@@ -1020,7 +1020,12 @@ class DistillationLoss(PairLoss):
         own = images if scores is None else scores
 
         def check() -> str:
-            return described_model("teacher", teacher, images, texts) if self.sharded else ""
+            if not self.sharded or isinstance(teacher, Tensor):
+                return ""
+            if scores is not None:
+                got = type(teacher).__name__
+                raise TypeError(f"teacher: expected scores beside scores in a job, got {got}")
+            return described_model("teacher", teacher, images, texts)
 
         related = self._related(image_groups, text_groups, None)
         no_ids = image_ids is None and text_ids is None and related is None
@@ -1032,13 +1037,31 @@ class DistillationLoss(PairLoss):
         ids = image_ids, text_ids
         sim = self._similarity(images, texts, *ids, scores, check=check, related=related)
         if isinstance(teacher, Tensor):
-            check_matrix("teacher", teacher, "(N, M)", self.check_finite)
-            if teacher.shape != sim.shape:
-                raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(teacher.shape)}")
-            teacher = Similarity.from_scores(teacher, *ids, related=related)
+            teacher = self._taught_by(teacher, sim, ids, related)
         if not self._looked and not torch.compiler.is_compiling():
             self._look_at_teacher(teacher)
         return self._with_telemetry(self.compute(sim, teacher), sim)
+
+    def _taught_by(
+        self,
+        scores: Tensor,
+        sim: Similarity,
+        ids: tuple[IdsLike | None, IdsLike | None],
+        related: Related | None,
+    ) -> Similarity:
+        """Return a teacher's scores of the same images and texts as a similarity."""
+
+        def check() -> str:
+            check_matrix("teacher", scores, "(N, M)", self.check_finite, empty=self.sharded)
+            if scores.shape != sim.shape:
+                raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(scores.shape)}")
+            return "teacher"
+
+        if sim.share is None:
+            check()
+            return Similarity.from_scores(scores, *ids, related=related)
+        options = {"process_group": self.process_group, "same": check, "related": related}
+        return Similarity.sharded_scores(scores, *sim.own_ids, **options)
 
     @torch.no_grad()
     def _look_at_teacher(self, teacher: Any) -> None:
