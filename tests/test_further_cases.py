@@ -1492,7 +1492,8 @@ IN_TORCH = words(
     torch.optim.SGD torch.promote_types torch.rand torch.randint torch.randn torch.randperm
     torch.repeat_interleave torch.save torch.searchsorted torch.set_default_dtype
     torch.set_grad_enabled torch.set_num_threads torch.set_rng_state torch.sigmoid_ torch.sort
-    torch.sparse_coo_tensor torch.special.log_ndtr torch.stack torch.strided torch.sub torch.sum
+    torch.sparse_coo torch.sparse_coo_tensor torch.special.log_ndtr torch.stack torch.strided
+    torch.sub torch.sum
     torch.take_along_dim torch.tensor torch.tensordot torch.testing.assert_close torch.threshold
     torch.triu_indices torch.uint64 torch.uint8 torch.unique torch.utils._pytree.tree_flatten
     torch.utils._pytree.tree_leaves torch.utils._pytree.tree_map torch.utils._pytree.tree_map_only

@@ -199,7 +199,7 @@ def hubness_aware_loss(
     one_of("positive", positive, *ATTRACTIONS)
     negatives = anchors.logsumexp(scale)
     repulsion = F.softplus(negatives - scale * margin, threshold=LINEAR_SOFTPLUS) / scale
-    attraction = anchors.per_pair(anchors.sum_of_positives(ATTRACTIONS[positive]))
+    attraction = anchors.per_pair(anchors.sum_of_positives(ATTRACTIONS[positive], weights="factor"))
     return anchors.reduce(repulsion - 0.5 * attraction, reduction)
 
 
@@ -370,7 +370,8 @@ def sigmoid_loss(
     if isinstance(sim, Similarity) and reduction != "none":
         # A sum over the rows has each pair once.
         total = sim.weighted_sum(softplus, scale=scale, shift=bias)
-        total = total + sim.sum_of_positives(softplus, scale=-scale, shift=-bias).sum()
+        positives = sim.sum_of_positives(softplus, scale=-scale, shift=-bias, weights="factor")
+        total = total + positives.sum()
         total = sim.total(total)
         if reduction == "sum":
             return total
@@ -380,7 +381,9 @@ def sigmoid_loss(
     # Values of anchors need the columns, too.
     anchors = sim.both
     values = anchors.sum(softplus, scale=scale, shift=bias)
-    values = values + anchors.sum_of_positives(softplus, scale=-scale, shift=-bias)
+    values = values + anchors.sum_of_positives(
+        softplus, scale=-scale, shift=-bias, weights="factor"
+    )
     # One half of a pair's value counts for its row and the other for its column.
     existing = anchors.counts(positive=True) + anchors.counts(positive=False) > 0
     return anchors.reduce(0.5 * values, reduction, existing)
@@ -395,7 +398,7 @@ def triplet_loss(
     if mining == "all":
         return anchors.reduced_hinge_sum(margin, reduction)
     threshold = anchors.hardest_negatives().values + margin
-    values = anchors.sum_of_positives(excess, scale=-1.0, shift=threshold)
+    values = anchors.sum_of_positives(excess, scale=-1.0, shift=threshold, weights="factor")
     return anchors.reduce(values, reduction)
 
 

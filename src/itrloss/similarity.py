@@ -463,7 +463,8 @@ class Similarity(Anchors):
         of_rows: Tensor,
         of_cols: Tensor,
     ) -> Tensor:
-        """Return the (N,) means of ``value(S_ip, row_i, column_p)`` over each row's positives p.
+        """Return the (N,) means of ``value(S_ip, row_i, column_p)`` over each row's positives p, by
+        the weights of their matches.
 
         ``of_rows`` and ``of_cols`` are values (N,) and (M,), of a shared batch those of this
         process. A row without positives has 0.
@@ -476,14 +477,20 @@ class Similarity(Anchors):
         if pairs.listable:
             i, j = self._turned(*pairs.listed)
             values = value(self.positive_scores(), rows[i], cols[j])
+            if self.has_weights:
+                values = values * self._listed_weights()
             total = segment_sum(values, i, len(rows))
         else:
             whole = self._matrix.graph_scores()
             excluded = pairs.all_excluded("positives")
             assert excluded is not None
             scores, excluded = (x.T if self._side else x for x in (whole, excluded))
-            total = value(scores, rows[:, None], cols).masked_fill(excluded, 0.0).sum(1)
-        return self.merged(total) / self.positive_counts.clamp_min(1)
+            values = value(scores, rows[:, None], cols)
+            if self.has_weights:
+                weights = pairs.weight_matrix().to(self.dtype)
+                values = values * (weights.T if self._side else weights)
+            total = values.masked_fill(excluded, 0.0).sum(1)
+        return self.merged(total) / self.positive_weights
 
     def blocks(self, size: int = 2**22) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of the rows in order, each with a copy of its scores (B, M).

@@ -520,7 +520,10 @@ class Denominators:
         hardness = loss.hardness
         #: Of the batch, and of further negatives.
         self.hardness = hardness if isinstance(hardness, tuple) else (hardness, hardness)
+        # Found once, as several denominators have them.
         self._limits: dict[int, Tensor] = {}
+        self._across: dict[int, Tensor] = {}
+        self._among: dict[int, Tensor | None] = {}
 
     @property
     def are_sums_of_anchors(self) -> bool:
@@ -538,7 +541,7 @@ class Denominators:
         if self.loss.margin is None:
             return None
         judge = self.views[0] if self.guides is None else self.guides[0]
-        return self._above(self.loss.anchors(judge).mean_of_positives(identity))
+        return self._above(self.loss.anchors(judge).mean_of_positives(identity)).detach()
 
     def limit(self, side: int) -> Tensor | None:
         """Return the (N,) or (M,) scores below which negatives count; None: all do."""
@@ -566,11 +569,10 @@ class Denominators:
         """Return the log-sum-exps of the candidates across: (N,) of images, (M,) of texts."""
         view = self.views[side]
         limit = self.limit(side)
-        of_batch, of_further = self.hardness
-        guide = None if self.guides is None else self.guides[side]
+        _, of_further = self.hardness
         logs: list[Tensor] = []
         if self.loss.in_batch:
-            logs.append(self._log(view, guide, limit, of_batch))
+            logs.append(self.across(side))
         negatives = self.further.negatives
         if side == 0 and negatives is not None:
             logs.append(self._log(negatives, self.of_guide.negatives, limit, of_further))
@@ -582,8 +584,26 @@ class Denominators:
             logs.append(padded(log, view.sizes[0], LEAST_LOG))
         return joined_logs(logs)
 
+    def across(self, side: int) -> Tensor:
+        """Return the log-sum-exps of the batch's texts (N,) for images, or images (M,) for texts.
+
+        Both are found in one pass over the scores.
+        """
+        if not self._across:
+            anchors = self.loss.anchors(self.views[0])
+            guide = None if self.guides is None else self.loss.anchors(self.guides[0])
+            sides = SIDES[self.loss.directions]
+            log = self._log(anchors, guide, self.limits(), self.hardness[0])
+            self._across = dict(zip(sides, anchors.split(log), strict=True))
+        return self._across[side]
+
     def among(self, side: int) -> Tensor | None:
         """Return the log-sum-exps of candidates of the own kind; None where they are none."""
+        if side not in self._among:
+            self._among[side] = self._found_among(side)
+        return self._among[side]
+
+    def _found_among(self, side: int) -> Tensor | None:
         further = self.further
         of_guide = self.of_guide
         if side == 0 and further.among_images is not None:

@@ -112,6 +112,15 @@ class MILNCELoss(PairLoss):
         return anchors.reduce(_mil_nce(anchors, 1 / self.temperature), self.reduction)
 
 
+@pair_term
+def _expected_log_label(
+    log_share: Tensor, weight: Tensor, weights: Tensor, epsilon: Tensor
+) -> Tensor:
+    """Return ``p log q``: the share p and the label q, a match's part of its anchor's weights."""
+    share = log_share.clamp_max(1.0).exp()  # pairs that do not count may overflow
+    return share * (weight / weights + epsilon).log()
+
+
 class SDMLoss(PairLoss):
     r"""Similarity distribution matching, SDM (IRRA; Jiang & Ye, CVPR 2023,
     https://arxiv.org/abs/2303.12501), over both directions.
@@ -119,11 +128,11 @@ class SDMLoss(PairLoss):
     .. math::
         \ell_i = \sum_j p_{ij} \log \frac{p_{ij}}{q_{ij} + \varepsilon}, \qquad
         p_i = \operatorname{softmax}_j(S_{ij} / \tau), \qquad
-        q_{ij} = \frac{[j \in pos(i)]}{|pos(i)|}
+        q_{ij} = \frac{w_{ij}}{\sum_{p \in pos(i)} w_{ip}}
 
     Eq. 2 to 4 there: the divergence of the softmax over all candidates from the labels, which are
-    uniform over an anchor's positives. An anchor without a positive does not count; one without a
-    negative does. See :doc:`methods/supervised`.
+    uniform over an anchor's positives, or in proportion to the weights w in ``matches``. An anchor
+    without a positive does not count; one without a negative does. See :doc:`methods/supervised`.
 
     Args:
         temperature: τ, in units of cosine similarity.
@@ -149,12 +158,19 @@ class SDMLoss(PairLoss):
     def compute(self, sim: Similarity) -> Any:
         """Return the divergence, summed over negatives, whose label is 0, and over positives."""
         anchors = self.anchors(sim)
-        p = anchors.softmax_parts(1 / self.temperature)
-        counts = anchors.positive_counts
-        label = 1 / counts.clamp_min(1).to(anchors.dtype)
+        scale = 1 / self.temperature
+        p = anchors.softmax_parts(scale)
+        log_labels = anchors.sum_of_positives(
+            _expected_log_label,
+            anchors.positive_weights,
+            self.epsilon,
+            scale=scale,
+            shift=-p.logsumexp,
+            weights="parameter",
+        )
         of_negatives = p.log_negatives - p.negatives * math.log(self.epsilon)
-        of_positives = p.log_positives - p.positives * (label + self.epsilon).log()
-        return anchors.reduce(of_negatives + of_positives, self.reduction, counts > 0)
+        values = of_negatives + p.log_positives - log_labels
+        return anchors.reduce(values, self.reduction, anchors.positive_counts > 0)
 
 
 class MultiSimilarityLoss(PairLoss):
