@@ -194,18 +194,14 @@ class Trainings:
     Args:
         folder: of the data.
         out: folder of the results.
-        epochs: number of epochs.
-        temperature: that of the models that mine.
     """
 
-    def __init__(self, folder: Path, out: Path, epochs: int, temperature: float = 0.1):
+    def __init__(self, folder: Path, out: Path):
         self.train, dev, self.words = noise.read(folder)
         _, test, _ = noise.read(folder, "test")
         self.splits = {"dev": dev, "test": test}
         self.out = out
-        self.epochs = epochs
-        self.temperature = temperature
-        self.miners: dict[tuple[float, int], noise.Model] = {}
+        self.miners: dict[tuple[float, float, int], noise.Model] = {}
         self.clusters: dict[int, Tensor] = {}
 
     def results(self, options: Options, share: float, seed: int, split: str) -> RetrievalResults:
@@ -229,7 +225,7 @@ class Trainings:
         if options.negatives:
             hard = self.hard(options, share, seed, ids)
         loss = Loss(options, split, ids, hard, groups)
-        *_, model = noise.fitted(split, self.words, loss, [], RATE, seed, self.epochs)
+        *_, model = noise.fitted(split, self.words, loss, [], RATE, seed, EPOCHS)
         return model
 
     def hard(self, options: Options, share: float, seed: int, ids: Tensor) -> Hard:
@@ -239,13 +235,14 @@ class Trainings:
         pictures = len(self.train.pictures)
         if not options.mined:
             return random_candidates(len(ids), pictures)
-        if (share, seed) not in self.miners:
-            plain = Options(temperature=self.temperature)
-            self.miners[share, seed] = self.model(plain, share, seed)
+        miner = options.temperature, share, seed
+        if miner not in self.miners:
+            plain = Options(temperature=options.temperature)
+            self.miners[miner] = self.model(plain, share, seed)
         groups = torch.arange(pictures)
         if options.groups == "other":
             groups = self.groups(options.clusters)
-        return mined(self.miners[share, seed], self.train, ids, groups, options)
+        return mined(self.miners[miner], self.train, ids, groups, options)
 
     def groups(self, clusters: int) -> Tensor:
         """Return the (N,) groups of the training pictures."""
@@ -278,44 +275,47 @@ class Search:
 
 
 def chosen(search: Search) -> dict[str, Options]:
-    """Return the options of each form by name; a form with several options begins with the best
-    values of one.
-    """
+    """Return the options of each form by name."""
     plain = search.best("plain", [Options(temperature=t) for t in (0.07, 0.1)])
-    search.trainings.temperature = plain.temperature
-    filtered = search.best("filter", [replace(plain, margin=m) for m in (0.0, 0.1, 0.2)])
-    hardness = search.best("hardness", [replace(plain, hardness=a) for a in (2.0, 5.0)])
-    pools = ((10, None), (50, None), (50, 0.95))
-    hard = search.best("mined", [replace(plain, negatives=n, below=b) for n, b in pools])
-    mined_filtered = search.best(
-        "mined, filter", [replace(hard, margin=m) for m in (0.0, 0.1, 0.2)]
-    )
-    mined_hardness = search.best(
-        "mined, hardness", [replace(hard, hardness=a) for a in (2.0, (0.0, 5.0))]
-    )
-    rules: list[tuple[Literal["same", "other"], int]] = [
-        ("other", 500),
-        ("other", 2000),
-        ("same", 20),
-    ]
-    grouped = search.best("groups", [replace(plain, groups=g, clusters=k) for g, k in rules])
-    every = replace(
-        mined_filtered,
-        hardness=mined_hardness.hardness,
-        groups=grouped.groups,
-        clusters=grouped.clusters,
-    )
-    return {
-        "plain": plain,
-        "filter": filtered,
-        "hardness": hardness,
-        "groups": grouped,
-        "mined": hard,
-        "mined, filter": mined_filtered,
-        "mined, hardness": mined_hardness,
-        "all": every,
+    alone = chosen_alone(search, plain)
+    alpha = alone["hardness"].hardness
+    assert isinstance(alpha, float)
+    sharper = round(1 / (1 / plain.temperature + alpha), 3)  # what hardness does to negatives
+    controls = {
+        "lower temperature": replace(plain, temperature=sharper),
         "random": replace(plain, negatives=RANDOM, mined=False),
     }
+    return {"plain": plain, **alone, **chosen_together(search, alone), **controls}
+
+
+def chosen_alone(search: Search, plain: Options) -> dict[str, Options]:
+    """Return the forms that add one thing to the plain one."""
+    margins = (0.0, 0.1, 0.2)
+    hardnesses = (2.0, 5.0)
+    rules: tuple[tuple[Literal["same", "other"], int], ...]
+    rules = (("other", 500), ("other", 2000), ("same", 20))
+    pools = ((10, None), (50, None), (50, 0.95))
+    candidates = {
+        "filter": [replace(plain, margin=m) for m in margins],
+        "hardness": [replace(plain, hardness=a) for a in hardnesses],
+        "groups": [replace(plain, groups=rule, clusters=k) for rule, k in rules],
+        "mined": [replace(plain, negatives=n, below=share) for n, share in pools],
+    }
+    return {form: search.best(form, options) for form, options in candidates.items()}
+
+
+def chosen_together(search: Search, alone: dict[str, Options]) -> dict[str, Options]:
+    """Return the forms that add something to mined negatives."""
+    mined_ones = alone["mined"]
+    margins = (0.0, 0.1, 0.2)
+    hardnesses = (2.0, (0.0, 5.0))
+    filtered = search.best("mined, filter", [replace(mined_ones, margin=m) for m in margins])
+    weighted = search.best("mined, hardness", [replace(mined_ones, hardness=a) for a in hardnesses])
+    groups = alone["groups"]
+    every = replace(
+        filtered, hardness=weighted.hardness, groups=groups.groups, clusters=groups.clusters
+    )
+    return {"mined, filter": filtered, "mined, hardness": weighted, "all": every}
 
 
 # ------------------------------------------------------------------------------------------ results
@@ -362,6 +362,7 @@ def difference(
 
 
 BASELINES = {  # further differences than those to plain InfoNCE
+    "hardness": ("lower temperature",),
     "mined": ("random",),
     "mined, filter": ("mined",),
     "mined, hardness": ("mined",),
@@ -433,10 +434,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
-    trainings = Trainings(args.data, args.out, args.epochs)
+    trainings = Trainings(args.data, args.out)
     search = Search(trainings)
     forms = chosen(search)
     rows = [*search.rows, *final(trainings, forms)]

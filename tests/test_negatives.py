@@ -19,6 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "negatives.json"
 def small(monkeypatch):
     monkeypatch.setattr(noise, "BATCH", 64)
     monkeypatch.setattr(noise, "DIM", 16)
+    monkeypatch.setattr(negatives, "EPOCHS", 1)
     monkeypatch.setattr(negatives, "RATE", 0.02)
 
 
@@ -37,7 +38,7 @@ def test_trainings_are_kept_and_options_chosen_by_the_development_split(
 ):
     monkeypatch.setattr(negatives, "SEEDS", (0, 1))
     out = photographs / "out"
-    arguments = [str(photographs), str(out), "--epochs", "1"]
+    arguments = [str(photographs), str(out)]
     assert negatives.main(arguments) == 0
     first = json.loads((out / "negatives.json").read_text())
     assert {"processor", "torch", "date"} <= set(first["machine"])
@@ -48,7 +49,7 @@ def test_trainings_are_kept_and_options_chosen_by_the_development_split(
     assert rows == first["rows"]
     printed = capsys.readouterr().out.splitlines()
     assert printed == [*negatives.table(rows), "", *negatives.further_table(rows)]
-    assert len(printed) == 18 + 1 + 8
+    assert len(printed) == 20 + 1 + 10
     final = {(row["form"], row["noise"]): row for row in rows if row["split"] == "test"}
     searched = [row for row in rows if row["split"] == "dev"]
     for form in ("plain", "filter", "hardness", "groups", "mined"):
