@@ -151,6 +151,7 @@ RINCE = {"oracle": oracle_robust.rince}
 COMPLEMENTARY = {"oracle": oracle_robust.complementary, "failures": NEGATIVES_ALONE}
 MDCL: dict[str, Any] = {"takes": "memory", "oracle": oracle_more.memory_dcl}
 UTO: dict[str, Any] = {"takes": "memory", "oracle": oracle_more.uto}
+QUEUE: dict[str, Any] = {"takes": "memory", "oracle": oracle_more.memory_info_nce}
 # Options that are all other than the defaults.
 HEAVY = {
     "positive_weight": 0.5,
@@ -405,6 +406,22 @@ OF_MEMORIES = {
         oracle_options={"positive_from": "batch", "diversity_from": "batch"},
         tables=ALL & {"sharded"},
         **MDCL,
+    ),
+    "albef": Entry(
+        itrloss.MemoryInfoNCELoss,
+        {"temperature": 0.2, "distillation": 0.4},
+        failures=MEMORY,
+        tables=ALL - {"compiled"},
+        **QUEUE,
+    ),
+    "memory infonce": Entry(
+        itrloss.MemoryInfoNCELoss, {"temperature": 0.1}, tables=ALL & {"sharded"}, **QUEUE
+    ),
+    "moco": Entry(
+        itrloss.MemoryInfoNCELoss,
+        {"temperature": 0.2, "batch_negatives": False},
+        tables=NONE,
+        **QUEUE,
     ),
     "uto": Entry(
         itrloss.UnifiedTrainingObjective, failures=MEMORY, tables=ALL - {"compiled"}, **UTO

@@ -113,6 +113,65 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     return _reduce(images, texts, valid_images, valid_texts, reduction)
 
 
+def memory_info_nce(  # noqa: PLR0913 (the arguments and options of the loss)
+    V: ArrayLike,
+    W: ArrayLike,
+    V_keys: ArrayLike,
+    W_keys: ArrayLike,
+    memory_images: ArrayLike,
+    memory_texts: ArrayLike,
+    image_ids: Ids,
+    text_ids: Ids,
+    memory_ids: Ids,
+    *,
+    temperature: float = 0.07,
+    batch_negatives: bool = True,
+    distillation: float = 0.0,
+    reduction: str = "mean",
+) -> Any:
+    """InfoNCE against a memory, MoCo Eq. 1; with ``distillation`` α, ALBEF Eq. 6.
+
+    Image n: ``(1 - α) mean_p -log(e^{S_np/τ} / (e^{S_np/τ} + Z_n)) - α Σ_j q_nj log p_nj``. p over
+    the text keys of its id; ``Z_n`` over the memory's texts of other ids and, with
+    ``batch_negatives``, the text keys of other ids. The softmaxes ``p_n`` of the image's and
+    ``q_n`` of its key's scores are over all text keys and all entries of the memory. An anchor
+    without a positive or a negative is invalid, and its first part 0; the mean is over valid ones.
+    """
+    sides = (
+        (V, V_keys, W_keys, memory_texts, image_ids, text_ids),
+        (W, W_keys, V_keys, memory_images, text_ids, image_ids),
+    )
+    parts: list[tuple[Array, list[int], Array]] = []
+    for queries, own_keys, keys, memory, ids, key_ids in sides:
+        near, far = cosine(queries, keys), cosine(queries, memory)
+        taught_near, taught_far = cosine(own_keys, keys), cosine(own_keys, memory)
+        contrast, imitation = np.zeros(len(near)), np.zeros(len(near))
+        valid = []
+        for n in range(len(near)):
+            exponents = [far[n, q] / temperature for q in _negatives(n, ids, memory_ids)]
+            if batch_negatives:
+                exponents += [near[n, q] / temperature for q in _negatives(n, ids, key_ids)]
+            positives = [near[n, p] / temperature for p in _positives(n, ids, key_ids)]
+            if exponents and positives:
+                valid.append(n)
+                losses = [_log_sum_exp([x, *exponents]) - x for x in positives]
+                contrast[n] = math.fsum(losses) / len(losses)
+            scores = [x / temperature for x in (*near[n], *far[n])]
+            taught = [x / temperature for x in (*taught_near[n], *taught_far[n])]
+            q = [math.exp(x - _log_sum_exp(taught)) for x in taught]
+            imitation[n] = _log_sum_exp(scores) - math.fsum(
+                map(math.prod, zip(q, scores, strict=True))
+            )
+        parts.append((contrast, valid, imitation))
+    contrasts = _reduce(*[part[0] for part in parts], *[part[1] for part in parts], reduction)
+    everyone = [range(len(part[0])) for part in parts]
+    imitations = _reduce(*[part[2] for part in parts], *everyone, reduction)
+    if reduction != "none":
+        return (1 - distillation) * contrasts + distillation * imitations
+    pairs = zip(contrasts, imitations, strict=True)
+    return tuple((1 - distillation) * a + distillation * b for a, b in pairs)
+
+
 def memory_diversity(  # noqa: PLR0913 (the arguments and options of the loss)
     V: ArrayLike,
     W: ArrayLike,

@@ -18,7 +18,7 @@ from processes import both as in_two_processes
 from torch import Tensor
 
 import itrloss
-from itrloss import NO_ID, InfoNCELoss, Similarity
+from itrloss import NO_ID, InfoNCELoss, PairLoss, Similarity
 
 ENGINES = "dense", "tiled"
 
@@ -191,7 +191,8 @@ def test_random_combinations_in_lower_precision(seed, dtype, small_tiles):
 
 CASES = {
     case["name"]: case
-    for case in json.loads((Path(__file__).parent / "embedders.json").read_text("utf-8"))
+    for name in ("embedders.json", "embedders_more.json")
+    for case in json.loads((Path(__file__).parent / name).read_text("utf-8"))
 }
 one_way = partial(InfoNCELoss, directions="image-text")
 QWEN = {"image_image": True, "text_text": "unfiltered", "margin": 0.1}
@@ -284,6 +285,28 @@ def several(x: dict[str, Tensor], options: Any) -> Tensor:
     return captions(InfoNCELoss(0.1, margin=0.2), x, *ids, **own(x))
 
 
+def with_own(x: dict[str, Tensor], prefix: str = "") -> tuple[Tensor, Tensor]:
+    """The (N, N) cosines of queries with documents, and (N, K) with their own negatives."""
+    q, d, n = (F.normalize(x[prefix + k], dim=-1) for k in ("queries", "positives", "negatives"))
+    return q @ d.T, (n @ q[:, :, None]).squeeze(2)
+
+
+def taught(x: dict[str, Tensor]) -> Tensor:
+    """FlagEmbedding's: contrast, and a teacher's scores of each query's own documents."""
+    in_batch, negatives = with_own(x)
+    scores = torch.cat([in_batch.diagonal()[:, None], negatives], 1)
+    loss = itrloss.DistillationLoss(0.1, 1.0, directions="image-text")
+    return queries(one_way(0.1), x, **flat(x)) + loss(scores=scores, teacher=x["teacher"].detach())
+
+
+def divergence(x: dict[str, Tensor]) -> Tensor:
+    """NeMo's: without the teacher's entropy, which is the loss of the teacher itself."""
+    scores = torch.cat(with_own(x), 1)
+    teacher = torch.cat(with_own(x, "teacher_"), 1).detach()
+    loss = itrloss.DistillationLoss(0.1, 0.1, directions="image-text")
+    return loss(scores=scores, teacher=teacher) - loss(scores=teacher, teacher=teacher)
+
+
 LINES = {
     "vlm2vec": lambda x, o: queries(one_way(0.1), x, **flat(x)),
     "vlm2vec-in-example": lambda x, o: queries(one_way(0.1, in_batch=False), x, **own(x)),
@@ -303,6 +326,7 @@ LINES = {
     ),
     "flagembedding": lambda x, o: queries(one_way(0.1), x, **flat(x)),
     "flagembedding-own": lambda x, o: queries(one_way(0.1, in_batch=False), x, **own(x)),
+    "flagembedding-kd": lambda x, o: taught(x),
     "contrastors": lambda x, o: queries(one_way(0.1), x, **flat(x)),
     "contrastors-both": lambda x, o: queries(InfoNCELoss(0.1), x),
     "st-mnrl": lambda x, o: queries(one_way(0.1), x, **flat(x)),
@@ -335,6 +359,7 @@ LINES = {
         scores=late(x["queries"], x["documents"][:, :4]),
         negatives=late(x["queries"], x["negatives"]),
     ),
+    "nemo-distill": lambda x, o: divergence(x),
     "clip4clip": lambda x, o: clip4clip(x),
     "clap": lambda x, o: 0.5 * captions(InfoNCELoss(0.1), x),
     "clap-mlp": lambda x, o: clap(x),
@@ -351,12 +376,12 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 def test_lines_of_other_projects(name, engine, small_tiles, monkeypatch):
     """Their values and gradients, in float64 and with ten digits."""
-    plain = InfoNCELoss.__init__
+    plain = PairLoss.__init__
 
-    def with_engine(loss, *args, **options):
-        plain(loss, *args, engine=engine, **options)
+    def with_engine(loss, **options):
+        plain(loss, engine=engine, **options)
 
-    monkeypatch.setattr(InfoNCELoss, "__init__", with_engine)
+    monkeypatch.setattr(PairLoss, "__init__", with_engine)
     case = CASES[name]
     x = {}
     for key, numbers in case["inputs"].items():
@@ -509,6 +534,48 @@ def test_distillation_of_one_direction():
     both = itrloss.DistillationLoss(reduction="none")(x["images"], x["texts"], teacher)
     loss = itrloss.DistillationLoss(reduction="none", directions="text-image")
     torch.testing.assert_close(loss(x["images"], x["texts"], teacher), both[1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("rule", ["same", "other"])
+def test_distillation_within_groups(engine, rule, small_tiles):
+    """By loops: a candidate counts if it matches, or if its group lets it."""
+    v, w = (torch.randn(7, 4, dtype=torch.float64).requires_grad_() for _ in range(2))
+    teacher = torch.randn(7, 7, dtype=torch.float64)
+    groups = torch.tensor([0, 1, 0, 1, 2, 0, 2])
+    options = {"groups": rule, "engine": engine, "directions": "image-text"}
+    loss = itrloss.DistillationLoss(0.2, 0.5, **options)
+    found = loss(v, w, teacher, image_groups=groups)
+    scores = F.normalize(v) @ F.normalize(w).T
+    values = []
+    for i in range(7):
+        own = [j for j in range(7) if i == j or (groups[i] == groups[j]) == (rule == "same")]
+        q = (teacher[i, own] / 0.5).softmax(0)
+        values.append(-(q * (scores[i, own] / 0.2).log_softmax(0)).sum())
+    wanted = torch.stack(values).mean()
+    torch.testing.assert_close(found, wanted)
+    for a, b in zip(*[torch.autograd.grad(x, (v, w)) for x in (found, wanted)], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_distillation_of_scores_is_that_of_their_embeddings():
+    x = batch_of((8, 10))
+    teacher = torch.randn(8, 10, dtype=torch.float64)
+    loss = itrloss.DistillationLoss()
+    scores = F.normalize(x["images"]) @ F.normalize(x["texts"]).T
+    wanted = loss(x["images"], x["texts"], teacher)
+    torch.testing.assert_close(loss(scores=scores, teacher=teacher), wanted)
+    torch.testing.assert_close(
+        loss(
+            scores=scores,
+            teacher=Similarity.from_scores(teacher, torch.arange(8), torch.arange(10)),
+        ),
+        wanted,
+    )
+    with pytest.raises(TypeError, match="teacher: expected a Similarity"):
+        loss(scores=scores)
+    with pytest.raises(ValueError, match="teacher: expected shape"):
+        loss(scores=scores, teacher=teacher[:, :4])
 
 
 @pytest.mark.parametrize("name", ["infonce", "dcl", "supcon"])

@@ -1492,7 +1492,8 @@ IN_TORCH = words(
     torch.optim.SGD torch.promote_types torch.rand torch.randint torch.randn torch.randperm
     torch.repeat_interleave torch.save torch.searchsorted torch.set_default_dtype
     torch.set_grad_enabled torch.set_num_threads torch.set_rng_state torch.sigmoid_ torch.sort
-    torch.sparse_coo_tensor torch.special.log_ndtr torch.stack torch.strided torch.sub torch.sum
+    torch.sparse_coo torch.sparse_coo_tensor torch.special.log_ndtr torch.stack torch.strided
+    torch.sub torch.sum
     torch.take_along_dim torch.tensor torch.tensordot torch.testing.assert_close torch.threshold
     torch.triu_indices torch.uint64 torch.uint8 torch.unique torch.utils._pytree.tree_flatten
     torch.utils._pytree.tree_leaves torch.utils._pytree.tree_map torch.utils._pytree.tree_map_only
@@ -1590,6 +1591,16 @@ def test_what_the_compiler_of_torch_2_8_cannot_trace_is_not_in_losses():
         if place.startswith(tuple(traced)):
             names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
             assert not names & {"defaultdict", "ChainMap", "OrderedDict", "Counter", "deque"}, path
+
+
+def test_no_check_of_a_type_has_a_union():
+    """The compiler of PyTorch 2.8 traces a tuple of types, and not ``A | B``, which it calls a
+    sourceless object.
+    """
+    for path, tree in parsed():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                assert not isinstance(node.args[1], ast.BinOp), f"{path}:{node.lineno}"
 
 
 COMPILED: dict[str, Callable[[], Callable[[Tensor, Tensor], Tensor]]] = {

@@ -644,7 +644,190 @@ def test_loss_returns_a_scalar(loss, error):
         grad_cache_step(loss, (tower(5), tower(4)), batch(), 4)
 
 
+# --------------------------------------------------------------------------------- output and split
+
+
+class Reading(nn.Module):
+    """A text encoder with more outputs than a loss needs, one of which has no rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, D).double()
+
+    def forward(self, input_ids):
+        hidden = self.words(input_ids).tanh()
+        return {"hidden": hidden, "pooled": hidden.mean(1), "total": hidden.sum(), "name": {1, 2}}
+
+
+def test_output_is_what_the_loss_gets():
+    encoder, words = Reading(), torch.arange(4 * N).view(N, 4) * 7 % 20
+    expected = product(encoder(words)["pooled"], encoder(words + 0)["pooled"])
+    expected.backward()
+    gradients = take_gradients(encoder)
+    inputs = [{"input_ids": words}, words]
+    found = grad_cache_step(
+        product, [encoder, encoder], inputs, 3, output=lambda out: out["pooled"]
+    )
+    assert_same(found, expected.detach())
+    assert_same(take_gradients(encoder), gradients)
+
+
+def test_output_may_be_a_mapping_of_tensors_and_none():
+    encoder, words = Reading(), torch.arange(4 * N).view(N, 4) * 7 % 20
+    expected = product(encoder(words)["hidden"][:, -1], encoder(words)["hidden"][:, -1])
+    expected.backward()
+    gradients = take_gradients(encoder)
+
+    def last(out):
+        return UserDict(word=out["hidden"][:, -1], other=None)
+
+    def loss(first, second):
+        return product(first["word"], second["word"])
+
+    found = grad_cache_step(loss, [encoder, encoder], [words, words], 3, output=last)
+    assert_same(found, expected.detach())
+    assert_same(take_gradients(encoder), gradients)
+
+
+class Patches(nn.Module):
+    """An image encoder of patches: those of all images are in one tensor, with numbers of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = tower(5, dropout=0.3)
+
+    def forward(self, patches, counts):
+        parts = self.tower(patches).split(counts.tolist())
+        return torch.stack([part.mean(0) for part in parts])
+
+
+def images_of(inputs: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    """Chunks of some images, with their patches."""
+    patches = inputs["patches"].split(inputs["counts"].tolist())
+    chunks = []
+    for at in range(0, len(patches), size):
+        rows = slice(at, at + size)
+        chunks.append({"patches": torch.cat(patches[rows]), "counts": inputs["counts"][rows]})
+    return chunks
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 99])
+def test_split_cuts_inputs_that_have_no_rows(size):
+    counts = torch.tensor([2, 1, 4, 3, 1, 1, 5])
+    inputs = {"patches": torch.randn(17, 5).double(), "counts": counts}
+    encoders = [Patches(), Patches()]
+    torch.manual_seed(1)
+    outputs = []
+    for encoder, x in zip(encoders, [inputs, inputs], strict=True):
+        outputs.append(torch.cat([encoder(**chunk) for chunk in images_of(x, size)]))
+    expected = product(*outputs)
+    expected.backward()
+    gradients = take_gradients(*encoders)
+    torch.manual_seed(1)
+    found = grad_cache_step(product, encoders, [inputs, inputs], size, split=images_of)
+    assert_same(found, expected.detach())
+    assert_same(take_gradients(*encoders), gradients)
+
+
+def test_chunks_of_a_split_may_have_any_numbers_of_rows():
+    encoders, inputs = (tower(5), tower(4)), batch()
+    expected = whole(itrloss.InfoNCELoss(), encoders, inputs)
+    gradients = take_gradients(*encoders)
+    sizes = []
+
+    def uneven(x, size):
+        sizes.append(size)
+        return x.split([1, 0, 6, N - 7])
+
+    found = grad_cache_step(itrloss.InfoNCELoss(), encoders, inputs, 5, split=uneven)
+    assert_same(found, expected)
+    assert_same(take_gradients(*encoders), gradients)
+    assert sizes == [5, 5]
+    with torch.no_grad():
+        found = grad_cache_step(itrloss.InfoNCELoss(), encoders, inputs, 5, split=uneven)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"output": "pooled"}, TypeError, "output: expected a function or None, got 'pooled'"),
+        ({"split": 3}, TypeError, "split: expected a function or None, got 3"),
+        ({"split": lambda x, size: x}, TypeError, "split: .* return a list, got Tensor"),
+        ({"split": lambda x, size: []}, ValueError, "split: .* at least one chunk, got none"),
+        (
+            {"split": lambda x, size: [x[:3], None]},
+            TypeError,
+            r"split\(inputs\[0\]\)\[1\]: expected a tensor, .* got NoneType",
+        ),
+        ({"output": lambda x: x.sum()}, ValueError, r"encoders\[0\]: .*\(4, ...\), got \(\)"),
+        (
+            {"output": lambda x: x.sum(), "split": lambda x, size: [x]},
+            ValueError,
+            r"encoders\[0\]: .*\(B, ...\), got \(\)",
+        ),
+        (
+            {"output": lambda x: (x, x[1:]), "split": lambda x, size: [x]},
+            ValueError,
+            r"encoders\[0\]: .*\(10, ...\), got \(9, 6\)",
+        ),
+    ],
+)
+def test_output_and_split_are_named_if_they_do_not_fit(options, error, message):
+    with pytest.raises(error, match=message):
+        grad_cache_step(product, (tower(5), tower(4)), batch(), 4, **options)
+
+
 # ---------------------------------------------------------------------------------------- processes
+
+
+class Scaled(nn.Module):
+    """An encoder that holds the scale of the loss, as CLIP does; another scale is for nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = tower(5)
+        self.scale = nn.Parameter(torch.tensor(2.0).double())
+        self.frozen = nn.Parameter(torch.tensor(1.0).double(), requires_grad=False)
+
+    def forward(self, x):
+        return self.tower(x) * self.frozen
+
+
+def scaled(model: Scaled, images: Tensor, texts: Tensor) -> Tensor:
+    return model.scale * product(images, texts) / 100
+
+
+def scales_worker(rank: int) -> list[tuple]:
+    """Gradients of steps with the loss's scale in the encoder: alone, and of both processes."""
+    torch.manual_seed(0)
+    alone = Scaled()
+    torch.manual_seed(0)
+    model = Scaled()
+    wrapped = DistributedDataParallel(model)
+    results = []
+    for step in range(4):
+        torch.manual_seed(10 * step + rank)
+        inputs = batch(6)[0], batch(6)[0]
+        by_chunks(partial(scaled, alone), [alone] * 2, inputs, 4)
+        if step == 2:  # accumulated, and averaged with the next one
+            with wrapped.no_sync():
+                grad_cache_step(partial(scaled, model), [wrapped] * 2, inputs, 4)
+            continue
+        grad_cache_step(partial(scaled, model), [wrapped] * 2, inputs, 4)
+        results.append((take_gradients(alone), take_gradients(model)))
+    return results
+
+
+@pytest.mark.slow
+def test_processes_average_the_gradient_of_a_scale_in_the_encoder(tmp_path):
+    results = both(scales_worker, tmp_path)
+    assert len(results[0]) == 3
+    for (alone, found), (alone_too, found_too) in zip(*results, strict=True):
+        mean = [None if a is None else (a + b) / 2 for a, b in zip(alone, alone_too, strict=True)]
+        assert sum(g is None for g in mean) == 1
+        assert_same(found, mean)
+        assert_same(found_too, mean)
 
 
 def towers_with_buffers() -> list[nn.Module]:

@@ -444,7 +444,9 @@ def test_batch_without_a_usable_anchor_gives_zero_with_a_zero_gradient(name):
     v, w = (x.requires_grad_() for x in embeddings(1, 1))
     loss = make(name)(v, w)
     loss.backward()
-    assert loss.abs() < (1e-7 if without_negatives else 1e-30) and (v.grad == 0).all()
+    assert loss.abs() < (1e-7 if without_negatives else 1e-30)
+    # SDM's softmax of one candidate is 1 but for rounding
+    assert v.grad.abs().max() <= (1e-13 if without_negatives else 0)
 
 
 # ------------------------------------------------------------------------------ call forms, modules

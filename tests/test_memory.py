@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import math
 import pickle
 
 import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.nn.functional as F
 from cases import embeddings, finite, make_ids, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,6 +126,75 @@ def test_gradcheck(name, shape):
     module.reduction = "none"
     inputs, keys, memory, ids = case(shape)
     assert gradcheck(lambda v, w: module(v, w, *keys, memory, *ids), inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "name", ["albef", "moco", "mdcl", "mdcl, diversity in batch", "uto queues"]
+)
+def test_directions_are_the_parts_of_both(name, engine, small_tiles):
+    inputs, keys, memory, ids = case("ids")
+    both = make(name, engine=engine, reduction="none")(*inputs, *keys, memory, *ids)
+    for direction, wanted in zip(("image-text", "text-image"), both, strict=True):
+        loss = make(name, engine=engine, reduction="none", directions=direction)
+        got = loss(*inputs, *keys, memory, *ids)
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+        options = {"retain_graph": True, "materialize_grads": True}  # not all of them need both
+        gradients = torch.autograd.grad(got.sum(), inputs, **options)
+        of_both = torch.autograd.grad(wanted.sum(), inputs, **options)
+        for a, b in zip(gradients, of_both, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_distillation_is_that_of_albef():
+    """Their formula: soft targets over the batch's keys and the queue, one-hot for its own key."""
+    (v, w), (v_keys, w_keys), memory, _ = case("pairs")
+    alpha, temperature = 0.4, 0.1
+    loss = itrloss.MemoryInfoNCELoss(temperature, distillation=alpha)
+    ours = loss(v, w, v_keys, w_keys, memory)
+    theirs = torch.zeros((), dtype=torch.float64)
+    for own, own_keys, keys, queue in (
+        (v, v_keys, w_keys, memory.texts),
+        (w, w_keys, v_keys, memory.images),
+    ):
+        candidates = torch.cat([F.normalize(keys), queue[: len(memory)]])
+        logits = F.normalize(own) @ candidates.T / temperature
+        taught = (F.normalize(own_keys) @ candidates.T / temperature).softmax(1)
+        targets = alpha * taught + (1 - alpha) * torch.eye(*taught.shape, dtype=taught.dtype)
+        theirs = theirs - (logits.log_softmax(1) * targets).sum(1).mean()
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    for a, b in zip(*[torch.autograd.grad(x, (v, w)) for x in (ours, theirs)], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+
+
+def test_learnt_temperature_of_a_memory_has_its_gradient_and_its_clamp():
+    (v, w), keys, memory, _ = case("pairs")
+    loss = itrloss.MemoryInfoNCELoss(0.2, learnable=True, distillation=0.3, max_scale=20.0).double()
+    loss(v, w, *keys, memory).backward()
+    step = 1e-6
+    with torch.no_grad():
+        ahead = [
+            itrloss.MemoryInfoNCELoss(0.2 * math.exp(-x), distillation=0.0)(v, w, *keys, memory)
+            for x in (step, -step)
+        ]
+    contrast = itrloss.MemoryInfoNCELoss(0.2, learnable=True).double()
+    contrast(v, w, *keys, memory).backward()
+    slope = float(ahead[0] - ahead[1]) / (2 * step)
+    assert contrast.log_scale.grad.item() == pytest.approx(slope, rel=1e-6)
+    assert loss.log_scale.grad.item() != pytest.approx(slope, rel=1e-3)  # it distils, too
+    with torch.no_grad():
+        loss.log_scale.fill_(9.0)
+    loss(v, w, *keys, memory)
+    assert loss.log_scale.item() == pytest.approx(math.log(20.0))
+
+
+def test_distillation_needs_the_batch():
+    inputs, keys, memory, _ = case("pairs")
+    loss = itrloss.MemoryInfoNCELoss(batch_negatives=False, distillation=0.4)
+    with pytest.raises(ValueError, match="distillation: expected 0 beside batch_negatives=False"):
+        loss(*inputs, *keys, memory)
+    with pytest.raises(ValueError, match=r"distillation: expected .*1\.5"):
+        itrloss.MemoryInfoNCELoss(distillation=1.5)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -247,7 +318,7 @@ def test_swapping_the_modalities_changes_nothing(seed, n, entries, labels, name)
     )
 
 
-@given(**BATCHES)
+@given(**BATCHES | {"name": st.sampled_from([x for x in LOSSES if "margin" in make(x).shown])})
 @settings(deadline=None, max_examples=50)
 def test_more_entries_and_a_smaller_margin_never_lower_an_anchor(seed, n, entries, labels, name):
     rows, ids = drawn(seed, n, entries, labels)

@@ -24,6 +24,12 @@ CASES = {
 ENGINES = ["dense", "tiled"]
 
 
+def dense(who: dict[str, Any]) -> dict[str, Any]:
+    """Input for the loops, which read matrices entry by entry."""
+    sparse = "matches" in who and who["matches"].is_sparse
+    return {"matches": who["matches"].to_dense()} if sparse else who
+
+
 def draw(seed: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -48,10 +54,23 @@ def relation(kind: str, seed: int, n: int, m: int) -> dict[str, Any]:
         names = "image_groups", "text_groups", "image_ids", "text_ids"
         return dict(zip(names, (*groups, *ids), strict=True))
     matches = integers(seed, 3, n, m).double()
+    if kind == "weights":
+        matches *= torch.tensor([0.3, 1.0, 2.5])[integers(seed + 1, 3, n, m)]
+        unjudged = integers(seed + 2, 4, n, m) == 0
+        return {"matches": matches.masked_fill(unjudged, torch.nan)}
+    if kind == "sparse":
+        matches = relation("weights", seed, n, m)["matches"]
+        matches[n // 2 - 1 : n // 2 + 1] = 0.0  # rows without entries
+        return {"matches": matches.to_sparse()}
     return {"matches": matches.masked_fill(matches == 2, torch.nan)}
 
 
-KINDS = ["label sets", "groups", "matches"]
+KINDS = ["label sets", "groups", "matches", "weights", "sparse"]
+
+
+def refuses(name: str, kind: str) -> bool:
+    """Whether a loss takes no weights: sums over all pairs of a positive and a negative."""
+    return kind in ("weights", "sparse") and name == "triplet all"
 
 
 def assert_same(found: Any, wanted: Any, given: list[Tensor]) -> None:
@@ -80,7 +99,7 @@ def test_infonce_is_the_loops(kind: str, engine: Any, seed: int):
         options["margin"] = 0.3
     rule = "other" if seed % 5 == 0 else "same"
     loss = InfoNCELoss(**options, groups=rule, engine=engine)
-    wanted = contrastive(*given, **options, negative_groups=rule, **who)
+    wanted = contrastive(*given, **options, negative_groups=rule, **dense(who))
     if isinstance(wanted, Tensor) and wanted.requires_grad:
         assert_same(loss(*given, **who), wanted, given)
 
@@ -92,7 +111,7 @@ def test_sdm_is_the_loops(kind: str, engine: Any):
         given = [x.requires_grad_() for x in (draw(seed, 5, 4), draw(seed + 50, 7, 4))]
         who = relation(kind, seed, 5, 7)
         found = itrloss.SDMLoss(0.2, engine=engine)(*given, **who)
-        assert_same(found, sdm(*given, temperature=0.2, **who), given)
+        assert_same(found, sdm(*given, temperature=0.2, **dense(who)), given)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,6 +123,10 @@ def test_every_loss_takes_relations_on_both_engines(name: str, kind: str):
         return
     given = [x.requires_grad_() for x in (draw(1, 9, 8), draw(2, 7, 8))]
     who = relation(kind, 3, 9, 7)
+    if refuses(name, kind):
+        with pytest.raises(ValueError, match="matches: expected 1 for all matches"):
+            entry.make()(*given, **who)
+        return
     wanted = entry.make(engine="dense")(*given, **who)
     assert_same(entry.make(engine="tiled")(*given, **who), wanted, given)
     ids = who.get("image_ids"), who.get("text_ids")
@@ -144,7 +167,7 @@ def without_none(values: Any) -> Any:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    "name", ["groups-same", "groups-other", "groups-open", "label-sets", "matches"]
+    "name", ["groups-same", "groups-other", "groups-open", "label-sets", "matches", "sdm-weights"]
 )
 def test_the_projects_cases(name: str, engine: Any):
     case, options = of_case(name)
@@ -155,7 +178,9 @@ def test_the_projects_cases(name: str, engine: Any):
     rule = "other" if name == "groups-other" else "same"
     directions = "image-text" if name == "groups-open" else "both"
     loss = InfoNCELoss(0.1, groups=rule, directions=directions, engine=engine)
-    if name == "matches":
+    if name == "sdm-weights":
+        loss = itrloss.SDMLoss(0.1, engine=engine)
+    if "matches" in options:
         matches = torch.tensor(options["matches"], dtype=torch.float64)
         who: dict[str, Any] = {"matches": matches.masked_fill(matches < 0, torch.nan)}
     elif name == "label-sets":
@@ -193,7 +218,7 @@ def test_relations_compile_as_one_graph(kind: str):
     who = relation(kind, 3, 9, 7)
     for make in (InfoNCELoss, itrloss.DiversityContrastiveLoss):
         loss = make(engine="dense")
-        if kind == "matches":  # whose values are read
+        if "matches" in who:  # whose values are read
             related = Related(matches=who["matches"])
             inputs: Any = (Similarity(*given, related=related, engine="dense"),)
             torch.testing.assert_close(loss(*inputs), loss(*given, **who))
@@ -202,7 +227,7 @@ def test_relations_compile_as_one_graph(kind: str):
         torch.testing.assert_close(compiled(*given, **who), loss(*given, **who))
 
 
-def test_groups_and_label_sets_need_no_matrix():
+def test_groups_label_sets_and_sparse_matches_need_no_matrix():
     """The largest tensor of a step has few numbers for a batch of many tiles."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -211,18 +236,80 @@ def test_groups_and_label_sets_need_no_matrix():
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
-            if isinstance(result, Tensor):
+            if isinstance(result, Tensor) and not result.is_sparse:
                 self.size = max(self.size, result.numel())
             return result
 
     n = 4096
     given = [x.requires_grad_() for x in (torch.randn(n, 8), torch.randn(n, 8))]
-    for who in ({"image_groups": integers(1, 4, n)}, {"image_ids": integers(2, 9000, n, 2)}):
+    matches = torch.sparse_coo_tensor(integers(3, n, 2, 3 * n), torch.rand(3 * n), (n, n))
+    for who in (
+        {"image_groups": integers(1, 4, n)},
+        {"image_ids": integers(2, 9000, n, 2)},
+        {"matches": matches},
+    ):
         if "image_ids" in who:
             who["text_ids"] = who["image_ids"]
         with Largest() as largest:
             InfoNCELoss(engine="tiled")(*given, **who).backward()
         assert largest.size <= n * n // 4
+
+
+@pytest.mark.parametrize("few", [0, 64])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_weights_are_factors_of_positives(engine: Any, few: int, monkeypatch):
+    """Means over positives are by their weights, and sums multiply by them, listed or not."""
+    monkeypatch.setattr("itrloss.engine.pairs.FEW", few)
+    given = [x.requires_grad_() for x in (draw(1, 6, 4), draw(2, 8, 4))]
+    matches = relation("weights", 5, 6, 8)["matches"]
+    scores = torch.nn.functional.normalize(given[0]) @ torch.nn.functional.normalize(given[1]).T
+    assert_weights(given, scores, matches, engine)
+    assert_weights(given, scores, matches.masked_fill(matches > 0, 1.0), engine)
+
+
+def assert_weights(given: list[Tensor], scores: Tensor, matches: Tensor, engine: Any) -> None:
+    """Check four losses against their formulas with weights, of both directions."""
+    weights = matches.nan_to_num(0.0)
+    negative = (matches == 0).double()
+    margin = 0.2
+    parts: dict[str, Any] = {"dcl": [], "hal": [], "triplet": []}
+    for s, w, rest in ((scores, weights, negative), (scores.T, weights.T, negative.T)):
+        valid = ((w > 0).any(1) & (rest > 0).any(1)).double()
+        number = valid.sum()
+        attraction = (w * s.clamp_min(-1 + 1e-6).log1p()).sum(1)
+        mean = attraction / w.sum(1).clamp_min(1e-9)
+        repulsion = 0.1 * (1 + (((s - 0.3) / 0.1).exp() * rest).sum(1)).log()
+        parts["dcl"].append(((repulsion - mean) * valid).sum() / number)
+        hal = (1 + ((20 * (s - 0.1)).exp() * rest).sum(1)).log() / 20
+        pairs = (w.sum(1) * valid).sum()
+        parts["hal"].append((hal * valid).sum() / number - 0.5 * (attraction * valid).sum() / pairs)
+        hardest = s.masked_fill(rest == 0, -torch.inf).amax(1)
+        hinges = (w * (margin - s + hardest[:, None]).clamp_min(0)).sum(1)
+        parts["triplet"].append(torch.where(valid > 0, hinges, 0.0).sum())
+    z = 5 * scores - 2
+    sums = negative * torch.nn.functional.softplus(z) + weights * torch.nn.functional.softplus(-z)
+    parts["sigmoid"] = [sums.sum() * 0.5 / 6, sums.sum() * 0.5 / 8]
+    losses = {
+        "dcl": itrloss.DiversityContrastiveLoss(diversity=None, positive_weight=1.0, engine=engine),
+        "hal": itrloss.HubnessAwareLoss(20.0, 0.1, engine=engine),
+        "triplet": itrloss.TripletLoss(margin, engine=engine),
+        "sigmoid": itrloss.SigmoidLoss(5.0, -2.0, learnable=False, engine=engine),
+    }
+    for name, loss in losses.items():
+        assert_same(loss(*given, matches=matches), sum(parts[name]), given)
+    # the values of each anchor are computed apart
+    losses["sigmoid"].reduction = "none"
+    rows, cols = losses["sigmoid"](*given, matches=matches)
+    assert_same(rows.sum(), 0.5 * sums.sum(), given)
+    assert_same(cols.sum(), 0.5 * sums.sum(), given)
+
+
+def test_a_weight_of_a_mean_alone_changes_nothing():
+    """Weights of one positive of an anchor are a factor of one term, and divided by themselves."""
+    given = [x.requires_grad_() for x in (draw(1, 6, 4), draw(2, 6, 4))]
+    for kind in (InfoNCELoss, itrloss.SupConLoss, itrloss.SDMLoss):
+        wanted = kind()(*given)
+        assert_same(kind()(*given, matches=torch.diag(torch.rand(6) + 0.5)), wanted, given)
 
 
 def test_metrics_ask_for_ids():
@@ -241,7 +328,11 @@ WRONG: dict[str, dict[str, Any]] = {
         "text_ids": IDS,
     },
     "matches: expected None beside image_groups": {"matches": torch.eye(4), "image_groups": IDS},
-    "matches: expected 1 for a match, 0 for a negative": {"matches": 0.5 * torch.eye(4)},
+    "matches: expected numbers above 0 for a match": {"matches": -torch.eye(4)},
+    "matches: expected numbers .*, 0 for a negative": {"matches": torch.eye(4) / 0},
+    "matches: expected a dense tensor, or one of torch.sparse_coo": {
+        "matches": torch.eye(4).to_sparse_csr()
+    },
     "matches: expected a tensor": {"matches": [[1]]},
     "image_groups: expected groups to go with text_groups": {"text_groups": IDS},
     r"image_groups: expected shape \(4,\), got \(3,\)": {"image_groups": IDS[:3]},
@@ -265,9 +356,9 @@ def test_wrong_input_is_named(message: str):
 def test_pairs_are_listed_and_counted_by_parts(kind: str, monkeypatch):
     given = [x.requires_grad_() for x in (draw(1, 9, 8), draw(2, 7, 8))]
     who = relation(kind, 3, 9, 7)
-    losses = InfoNCELoss(engine="tiled"), itrloss.TripletLoss(engine="dense")
+    losses = InfoNCELoss(engine="tiled"), itrloss.SDMLoss(engine="dense")
     wanted = [loss(*given, **who) for loss in losses]
-    monkeypatch.setattr("itrloss.engine.relations._AT_ONCE", 20)
+    monkeypatch.setattr("itrloss.engine.relations._AT_ONCE", 20)  # two rows at a time
     for loss, value in zip(losses, wanted, strict=True):
         assert_same(loss(*given, **who), value, given)
 

@@ -18,6 +18,7 @@ pytest.importorskip("accelerate")
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    BertModel,
     CLIPConfig,
     CLIPModel,
     SiglipConfig,
@@ -91,6 +92,8 @@ def train(
     }
     checkpoint = options.pop("checkpoint", None)
     more = {name: options.pop(name) for name in ("eval_dataset", "model_init") if name in options}
+    own = ("sides", "output", "mini_batch_size", "split")
+    more |= {name: options.pop(name) for name in own if name in options}
     args = TrainingArguments(output_dir=str(folder), **settings | options)
     more |= {
         "args": args,
@@ -173,6 +176,168 @@ def test_a_model_init_trains_the_parameters_of_its_last_model(tmp_path):
     assert trainer.model.logit_scale.item() != make("clip").logit_scale.item()
 
 
+MINI: dict[str, Any] = {"mini_batch_size": 3}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", ["infonce", "sigmoid", "triplet", "matryoshka"])
+def test_mini_batches_change_nothing(name: str, accumulation: int, tmp_path):
+    criteria: dict[str, Any] = {
+        "infonce": itrloss.InfoNCELoss(learnable=True),
+        "sigmoid": itrloss.SigmoidLoss(),
+        "triplet": itrloss.TripletLoss(reduction="mean"),
+        "matryoshka": itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), [8, 16]),
+    }
+    kind = "siglip" if name == "sigmoid" else "clip"
+    options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 1.0}
+    options |= {"learning_rate": 1e-3, "optim": "adamw_torch"}
+    wanted, whole = train(kind, tmp_path, criteria[name], **options)
+    found, trainer = train(kind, tmp_path, criteria[name], **options, **MINI)
+    assert len(found) == STEPS and found[-1] < found[0]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(parameters(trainer), parameters(whole), rtol=0, atol=1e-9)
+
+
+def test_the_model_sees_mini_batches(tmp_path):
+    sizes: list[int] = []
+
+    def see(module: Any, args: Any, options: Any) -> None:
+        sizes.append(len(options["pixel_values"]))
+
+    def model_init() -> Any:
+        model = make("clip")
+        model.register_forward_pre_hook(see, with_kwargs=True)
+        return model
+
+    train("clip", tmp_path, itrloss.InfoNCELoss(), max_steps=1, model_init=model_init, **MINI)
+    assert sizes == [3, 3, 2, 3, 3, 2]  # each twice
+
+
+SIDES = ("query_", "doc_", "neg_")
+
+
+def one_tower() -> Any:
+    sizes: Any = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    torch.manual_seed(0)
+    dropout: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertModel(BertConfig(vocab_size=32, **sizes, **dropout)).double()
+
+
+def questions(count: int = SIZE, negatives: int = 2) -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(1)
+    rows = []
+    for _ in range(count):
+        query, doc = torch.randint(2, 32, (2, 6), generator=draw)
+        neg = torch.randint(2, 32, (negatives, 6), generator=draw)
+        mask = torch.ones_like(doc)
+        mask[4:] = 0
+        rows.append(
+            {
+                "query_input_ids": query,
+                "doc_input_ids": doc,
+                "doc_attention_mask": mask,
+                "neg_input_ids": neg,
+            }
+        )
+    return rows
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    batch["neg_input_ids"] = batch["neg_input_ids"].flatten(0, 1)
+    return batch
+
+
+def train_one_tower(
+    folder: Path, loss: Any, sides: Any = SIDES, **options: Any
+) -> tuple[list[float], Any]:
+    """The losses of eight steps with one encoder for queries and documents, and the trainer."""
+    own = {
+        name: options.pop(name)
+        for name in ("output", "mini_batch_size", "split")
+        if name in options
+    }
+    settings: Any = {
+        "max_steps": 8,
+        "per_device_train_batch_size": BATCH,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "lr_scheduler_type": "constant",
+        "remove_unused_columns": False,
+    }
+    trainer = RetrievalTrainer(
+        one_tower(),
+        TrainingArguments(output_dir=str(folder), **settings | options),
+        loss=loss,
+        sides=sides,
+        train_dataset=questions(),  # type: ignore[arg-type] # a list of rows
+        data_collator=collate,
+        **own,
+    )
+    trainer.train()
+    return [x["loss"] for x in trainer.state.log_history if "loss" in x], trainer
+
+
+def last_word(outputs: Any) -> Tensor:
+    return outputs.last_hidden_state[:, -1]
+
+
+def by_pieces(inputs: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    """Chunks of one row, and of the others."""
+    rows = len(inputs["input_ids"])
+    parts = [slice(1), slice(1, rows)]
+    return [{name: x[part] for name, x in inputs.items()} for part in parts]
+
+
+@pytest.mark.parametrize("output", ["pooler_output", last_word])
+@pytest.mark.parametrize("in_batch", [True, False])
+def test_sides_are_calls_of_one_model(output: Any, in_batch: bool, tmp_path):
+    loss = itrloss.InfoNCELoss(0.1, directions="image-text", in_batch=in_batch)
+    wanted, whole = train_one_tower(tmp_path, loss, output=output)
+    model = one_tower()
+    batch = collate([questions()[i] for i in order(tmp_path)[:BATCH]])
+    names = ("query", "doc", "neg")
+    masks = [None, batch["doc_attention_mask"], None]
+    outputs = [
+        model(batch[f"{name}_input_ids"], attention_mask=mask)
+        for name, mask in zip(names, masks, strict=True)
+    ]
+    embeddings = [x.pooler_output if output == "pooler_output" else last_word(x) for x in outputs]
+    negatives = embeddings[2] if in_batch else embeddings[2].view(BATCH, 2, -1)
+    first = loss(embeddings[0], embeddings[1], negatives=negatives)
+    assert wanted[0] == pytest.approx(first.item(), abs=1e-4) and wanted[-1] < wanted[0]
+    cut: list[int] = []
+
+    def and_count(inputs: Any, size: int) -> Any:
+        cut.append(size)
+        return by_pieces(inputs, size)
+
+    for split in (None, and_count):
+        mini = {"output": output, "mini_batch_size": 3, "split": split}
+        found, trainer = train_one_tower(tmp_path, loss, **mini)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+        torch.testing.assert_close(parameters(trainer), parameters(whole), rtol=0, atol=1e-9)
+    assert cut == 8 * 3 * [3]  # at each step, for each side
+
+
+def order(folder: Path) -> list[int]:
+    """The order in which the trainer takes the rows of its first epoch."""
+    args: Any = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
+    rows: Any = [{"number": i} for i in range(SIZE)]
+    trainer = Trainer(torch.nn.Linear(1, 1), args, train_dataset=rows, data_collator=list)
+    trainer.args.remove_unused_columns = False
+    return [row["number"] for batch in trainer.get_train_dataloader() for row in batch]
+
+
 def in_a_process(rank: int, folder: str) -> dict[str, Any]:
     set_environment(rank)
     found = {}
@@ -201,6 +366,116 @@ def test_two_processes_train_as_one_does(tmp_path):
         torch.testing.assert_close(found[0][name][0], values, rtol=0, atol=1e-5)
         for result in found:
             torch.testing.assert_close(result[name][1], parameters(trainer), rtol=0, atol=1e-6)
+
+
+def cases_of_mini_batches(gather: bool) -> list[tuple[str, Any, dict[str, Any]]]:
+    """The model, the loss, and options. The scale of CLIP has a gradient of the loss alone."""
+    infonce = itrloss.InfoNCELoss(learnable=True, gather=gather)
+    one = itrloss.InfoNCELoss(0.1, directions="image-text", gather=gather)
+    return [
+        ("clip", infonce, {"ddp_find_unused_parameters": False}),
+        ("clip", infonce, {"ddp_find_unused_parameters": True, "gradient_accumulation_steps": 2}),
+        ("siglip", itrloss.SigmoidLoss(gather=gather), {"gradient_accumulation_steps": 2}),
+        ("one tower", one, {}),
+        ("one tower", one, {"gradient_accumulation_steps": 2}),
+    ]
+
+
+def train_case(kind: str, folder: Path | str, loss: Any, options: Any) -> tuple[Any, Any]:
+    if kind == "one tower":
+        return train_one_tower(Path(folder), loss, output=last_word, **options)
+    return train(kind, folder, loss, learning_rate=1e-3, **options)
+
+
+def mini_batches_in_a_process(rank: int, folder: str) -> list[Any]:
+    set_environment(rank)
+    found = []
+    for kind, loss, options in cases_of_mini_batches(gather=True):
+        shared = {"per_device_train_batch_size": BATCH // WORLD, "ddp_backend": "gloo"}
+        values, trainer = train_case(kind, folder, loss, shared | options | MINI)
+        assert trainer.args.world_size == WORLD
+        found.append((values, parameters(trainer)))
+    return found
+
+
+@pytest.mark.slow
+def test_mini_batches_of_two_processes_train_as_one_batch_does(tmp_path):
+    found = both(mini_batches_in_a_process, tmp_path, str(tmp_path))
+    for i, (kind, loss, options) in enumerate(cases_of_mini_batches(gather=False)):
+        values, trainer = train_case(kind, tmp_path, loss, options)
+        torch.testing.assert_close(found[0][i][0], values, rtol=0, atol=1e-6)
+        for result in found:
+            torch.testing.assert_close(result[i][1], parameters(trainer), rtol=0, atol=1e-6)
+        if kind == "clip":
+            assert trainer.model.logit_scale.item() != make("clip").logit_scale.item()
+
+
+def test_evaluation_has_the_loss_and_the_embeddings_of_the_sides(tmp_path):
+    loss = itrloss.InfoNCELoss(0.1, directions="image-text")
+    _, trainer = train_one_tower(tmp_path, loss, max_steps=1, mini_batch_size=3)
+    batch = collate(questions(BATCH))
+    value, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    found = trainer.evaluate(questions(BATCH))["eval_loss"]
+    assert found == pytest.approx(value.item())
+    assert {name: x.shape for name, x in outputs.items()} == {
+        "query_": (BATCH, 16),
+        "doc_": (BATCH, 16),
+        "neg_": (2 * BATCH, 16),
+    }
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"sides": "query_"}, TypeError, "sides: expected two or three strings, got 'query_'"),
+        ({"sides": ["a", 1]}, TypeError, "sides: expected two or three strings"),
+        ({"sides": ["a"]}, ValueError, r"sides: expected two or three strings .*, got \['a'\]"),
+        ({"mini_batch_size": 0}, ValueError, "mini_batch_size"),
+        ({"mini_batch_size": 2.0}, TypeError, "mini_batch_size"),
+        ({"split": by_pieces}, ValueError, "split: expected a mini_batch_size beside it, got None"),
+    ],
+)
+def test_options_are_checked(options: Any, error: Any, message: str, tmp_path):
+    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(error, match=message):
+        RetrievalTrainer(one_tower(), args, loss=itrloss.InfoNCELoss(), **options)
+    with pytest.raises(ValueError, match="sides: expected two strings for TripletLoss"):
+        RetrievalTrainer(one_tower(), args, loss=itrloss.TripletLoss(), sides=SIDES)
+
+
+def test_backward_passes_of_others_are_refused_for_mini_batches(tmp_path, monkeypatch):
+    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    loss = itrloss.InfoNCELoss()
+    args.optim = "adalomo"
+    with pytest.raises(ValueError, match=r"mini_batch_size: expected None .*, got 4 with .* LOMO"):
+        RetrievalTrainer(make("clip"), args, loss=loss, mini_batch_size=4)
+    args.optim = "adamw_torch"
+    create = Trainer.create_accelerator_and_postprocess
+
+    def with_deepspeed(self: Any) -> None:
+        create(self)
+        self.is_deepspeed_enabled = True
+
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", with_deepspeed)
+    with pytest.raises(
+        ValueError, match=r"mini_batch_size: expected None .*, got 4 with DeepSpeed"
+    ):
+        RetrievalTrainer(make("clip"), args, loss=loss, mini_batch_size=4)
+
+
+def test_batches_that_do_not_fit_the_sides_are_refused(tmp_path):
+    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    own = itrloss.InfoNCELoss(directions="image-text", in_batch=False)
+    trainer = RetrievalTrainer(one_tower(), args, loss=own, sides=SIDES)
+    batch = collate(questions(4))
+    with pytest.raises(ValueError, match=r"sides: .* begin with 'query_', got doc_input_ids"):
+        trainer.compute_loss(trainer.model, {"doc_input_ids": batch["doc_input_ids"]})
+    with pytest.raises(ValueError, match=r"negatives: .* each of 4 images, got 7 rows"):
+        fewer = batch["neg_input_ids"][:7]
+        trainer.compute_loss(trainer.model, batch | {"neg_input_ids": fewer})
+    trainer.output = "embeddings"
+    with pytest.raises(TypeError, match="model: expected outputs with embeddings, got last_hidden"):
+        trainer.compute_loss(trainer.model, batch)
 
 
 def test_other_losses_and_models_are_refused(tmp_path):

@@ -46,6 +46,28 @@ class MeanStd(NamedTuple):
     std: Tensor
 
 
+class SoftmaxParts(NamedTuple):
+    """The log-sum-exp of the scores of all candidates, and sums over negatives and over positives
+    of their softmax p; (A,) each.
+    """
+
+    logsumexp: Tensor
+    negatives: Tensor  # of p
+    log_negatives: Tensor  # of p log p
+    positives: Tensor
+    log_positives: Tensor
+
+
+class SoftmaxSums(NamedTuple):
+    """Sums of exponentials ``e^z`` with ``z = scale S + shift``; (A,) each, but for the shift."""
+
+    shift: Value
+    negatives: Tensor
+    weighted: Tensor  # of ``z e^z`` over the negatives
+    positives: Tensor
+    total: Tensor
+
+
 class Hardest(NamedTuple):
     """Score (A,) and index (A,) int64 of each anchor's hardest negative; -inf and -1 if none."""
 
@@ -158,6 +180,8 @@ class Anchors:
         self.one_to_one = all(len(group) == 1 for group in groups) and all(
             block.matrix.pairs.one_to_one for block in self._blocks
         )
+        #: Whether matches have weights that are not all 1.
+        self.has_weights = any(block.matrix.pairs.has_weights for block in self._blocks)
         #: Whether all anchors certainly have a positive and a negative.
         self._complete = self.one_to_one and min(self.sizes) > 1
 
@@ -201,7 +225,12 @@ class Anchors:
 
     def detach(self) -> Anchors:
         """Return the same anchors of similarities without a gradient."""
-        twins = [(block.matrix, block.matrix.detach()) for block in self._blocks]
+        return self._of_others([block.matrix.detach() for block in self._blocks])
+
+    def _of_others(self, matrices: Sequence[Matrix]) -> Anchors:
+        """Return the same anchors of other matrices, one for each block."""
+        own = [block.matrix for block in self._blocks]
+        twins = list(zip(own, matrices, strict=True))
         groups = []
         for group in self._groups:
             groups.append([replace(side, matrix=twin_of(side.matrix, twins)) for side in group])
@@ -560,16 +589,42 @@ class Anchors:
         """
         check_number("temperature", temperature, positive=True)
         scale = 1 / temperature
+        sums = self._sums_of_softmax(scale)
+        nats = (sums.negatives * sums.total.log() - sums.weighted) / sums.total
+        return nats.clamp_min(0.0) / math.log(2)
+
+    def softmax_parts(self, scale: float = 1.0) -> SoftmaxParts:
+        """Return what each anchor's negatives, and its positives, have of its softmax.
+
+        ``P_i`` is the softmax of ``scale S_i`` over all candidates. Its sums over negatives take
+        one pass over the scores.
+        """
+        check_number("scale", scale, positive=True)
+        sums = self._sums_of_softmax(scale)
+        options = {"scale": scale, "shift": sums.shift}
+        weighted_positives = self.sum_of_positives(information, **options)
+        negatives = sums.negatives / sums.total
+        positives = sums.positives / sums.total
+        log = sums.total.log()
+        return SoftmaxParts(
+            log - sums.shift,
+            negatives,
+            sums.weighted / sums.total - negatives * log,
+            positives,
+            weighted_positives / sums.total - positives * log,
+        )
+
+    def _sums_of_softmax(self, scale: float) -> SoftmaxSums:
+        """Return the sums from which softmaxes over all candidates are made."""
         bounded = all(block.matrix.bounded for block in self._blocks)
         # Exponents near 0 are accurate, and no large numbers cancel.
         shift: Value = -scale  # exponents are -20 at least, unless they are steeper
-        if temperature < 0.1 or not bounded:
+        if scale > 10 or not bounded:
             shift = -self._highest(scale, Where("all"))
         negatives, weighted = self._sum((exponential, information), scale, shift)
-        total = negatives + self.sum_of_positives(exponential, scale=scale, shift=shift)
-        total = total.clamp_min(1e-9)  # at least exp(-20), unless the sum is empty
-        nats = (negatives * total.log() - weighted) / total
-        return nats.clamp_min(0.0) / math.log(2)
+        positives = self.sum_of_positives(exponential, scale=scale, shift=shift)
+        total = (negatives + positives).clamp_min(1e-9)  # at least exp(-20), unless it is empty
+        return SoftmaxSums(shift, negatives, weighted, positives, total)
 
     def sum(
         self,
@@ -705,23 +760,30 @@ class Anchors:
         *params: float | Tensor,
         scale: float | Tensor = 1.0,
         shift: float | Tensor | None = None,
+        weights: Literal["factor", "parameter"] | None = None,
     ) -> Tensor:
         """Return (A,) ``sum_{p in pos(i)} term(scale_i S_ip + shift_i, *params_i)``.
 
         The term and its values are as in :meth:`sum`. The gradient goes straight to the embeddings
-        of the pairs. The sum is 0 for an anchor without positives.
+        of the pairs. The sum is 0 for an anchor without positives. ``weights`` says what those of
+        matches are: None, nothing; ``"factor"``, the factor of each value; ``"parameter"``, the
+        first parameter of the term.
         """
         like = self._size, self.dtype, self.device
         a = as_value("scale", scale, *like)
         b = None if shift is None else as_value("shift", shift, *like)
         tensors = [as_tensor("params", p, *like) for p in params]
         term = as_term(term)
+        if weights == "factor" and self.has_weights:
+            term = times_weight(term)
+            weights = "parameter"
         # Values of each anchor are gathered, and processes of a batch may differ in this choice.
         alike = not has_each(a) and not has_each(b)
         if term is identity and alike and self._sums_by_class():
             return self._sum_of_positive_scores(a, b)
         if not self._lists_positives():
-            return self._sum(term, a, b, Where("positives"), tensors)
+            matches = self._weights_of_matches() if weights == "parameter" else None
+            return self._sum(term, a, b, Where("positives"), tensors, matches)
         scores, index = self._positives()
         values = [a, b, *tensors]
         if index is not None:
@@ -729,6 +791,8 @@ class Anchors:
         own_scale, own_shift, *own_params = values
         assert own_scale is not None
         z = affine(scores, own_scale, own_shift)
+        if weights == "parameter":
+            own_params.insert(0, self._listed_weights())
         values = term.computed(z, own_params)
         if values.shape != z.shape:  # a user's function may return a parameter
             values = values.expand_as(z)
@@ -736,6 +800,29 @@ class Anchors:
             return values
         total = segment_sum(values, index, sum(self.whole_sizes))
         return total if self.exchange is None else self.exchange.merged(total)
+
+    def _weights_of_matches(self) -> Anchors:
+        """Return the same anchors with the weights of matches in place of scores."""
+        return self._of_others([block.matrix.of_weights() for block in self._blocks])
+
+    def _listed_weights(self) -> Tensor:
+        """Return the (P,) weights of the positive pairs, in the order of :meth:`_positives`."""
+        sides = [side for group in self._groups for side in group]
+        return torch.cat([side.matrix.pairs.listed_weights() for side in sides]).to(self.dtype)
+
+    @property
+    def positive_weights(self) -> Tensor:
+        """The (A,) sums of the weights of each anchor's matches, which are their numbers if all
+        weigh 1; 1 for an anchor without any.
+        """
+        if not self.has_weights:
+            return self.counts(positive=True).clamp_min(1)
+        answers = []
+        for block in self._blocks:
+            pairs = block.matrix.pairs
+            answers.append(joined([pairs.weight_sums(side).to(self.dtype) for side in block.sides]))
+        total = self.merged(self._joined(answers, torch.add))
+        return total.masked_fill(total == 0, 1.0)
 
     def _sums_by_class(self) -> bool:
         """Return whether plain scores of positives are summed from the vectors of classes."""
@@ -757,9 +844,12 @@ class Anchors:
         scale: float | Tensor = 1.0,
         shift: float | Tensor | None = None,
     ) -> Tensor:
-        """Return the (A,) means of a term over each anchor's positives, 0 without any."""
-        sums = self.sum_of_positives(term, *params, scale=scale, shift=shift)
-        return sums if self.one_to_one else sums / self.counts(positive=True).clamp_min(1)
+        """Return the (A,) means of a term over each anchor's positives, 0 without any.
+
+        If matches have weights, it is the mean by their weights.
+        """
+        sums = self.sum_of_positives(term, *params, scale=scale, shift=shift, weights="factor")
+        return sums if self.one_to_one else sums / self.positive_weights
 
     def _lists_positives(self) -> bool:
         """Return whether sums over positives are over listed pairs, not over all scores."""
@@ -797,6 +887,7 @@ class Anchors:
         Memory grows with the number of positive pairs, work with the largest number of positives of
         an anchor.
         """
+        self._refuse_weights("hinge_sum")
         if not self._listable():
             return self._sorted_hinge_sum(margin)
         return self._sum(excess, shift=self._hinge_shifts(margin))
@@ -809,8 +900,14 @@ class Anchors:
         one_of("reduction", reduction, "mean", "sum", "none")
         if reduction == "none" or self.exchange is not None or not self._listable():
             return self.reduce(self.hinge_sum(margin), reduction)
+        self._refuse_weights("hinge_sum")
         weights = self._weights(reduction)
         return self._weighted_sum(excess, weights, shift=self._hinge_shifts(margin))
+
+    def _refuse_weights(self, name: str) -> None:
+        """Raise an error if matches have weights."""
+        if self.has_weights:
+            raise ValueError(f"matches: expected 1 for all matches in {name}, got other weights")
 
     def _listable(self) -> bool:
         """Return whether the positive pairs can be listed, however many they are."""
@@ -920,14 +1017,15 @@ class Anchors:
     def per_pair(self, sums: Tensor) -> Tensor:
         """Return (A,) ``sums`` over positives, scaled for a mean over pairs.
 
-        A group's mean over valid anchors is then the mean over its pairs.
+        A group's mean over valid anchors is then the mean over its pairs, by their weights.
         """
         valid = self.valid()
         if self.one_to_one or valid is None:
             return sums
         anchors = self._group_sums(valid)
-        pairs = self._group_sums(self.counts(positive=True) * valid)
-        anchors, pairs = self.total(torch.stack([anchors, pairs])).clamp_min(1)
+        pairs = self._group_sums(self.positive_weights * valid)
+        totals = self.total(torch.stack([anchors, pairs]))
+        anchors, pairs = totals.masked_fill(totals == 0, 1)
         parts = []
         for x, anchor_count, pair_count in zip(self.split(sums), anchors, pairs, strict=True):
             # Multiplied first: a quotient of integers would be float32 even for float64 sums.
@@ -970,6 +1068,15 @@ class Anchors:
 
 
 # ------------------------------------------------------------------------------------------ helpers
+
+
+def times_weight(term: Term) -> Term:
+    """Return a term of scores and of the weights of their matches: the product of both."""
+
+    def product(z: Tensor, weight: Tensor, *params: Tensor) -> Tensor:
+        return weight * term(z, *params)
+
+    return Term(product)
 
 
 def top_after(attempt: Attempt, question: Question, matrix: Matrix) -> Tensor:

@@ -39,7 +39,7 @@ IMAGES_AND_TEXTS = Names("images", "texts", "image_ids", "text_ids")
 
 def one_of(name: str, value: object, *allowed: object) -> None:
     """Raise a ValueError unless ``value`` is one of those allowed."""
-    if isinstance(value, Tensor | np.ndarray) or value not in allowed:
+    if isinstance(value, (Tensor, np.ndarray)) or value not in allowed:
         listed = " or ".join([", ".join(map(repr, allowed[:-1])), repr(allowed[-1])])
         if len(allowed) == 1:
             listed = repr(allowed[0])

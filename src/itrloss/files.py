@@ -330,7 +330,7 @@ def _array_name(path: Path, content: dict[Any, Any], key: str | None) -> Any:
 
 def _loaded(x: Any) -> Any:
     """Return an entry of a file; an array of which only the header was read is read now."""
-    return x.load() if isinstance(x, _Later | _Pickled) else x
+    return x.load() if isinstance(x, (_Later, _Pickled)) else x
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from .sets import PairReduction as PairReduction
 from .sets import dynamic_orthogonal_loss as dynamic_orthogonal_loss
 from .sets import set_similarity as set_similarity
 from .sets import variance_aware_loss as variance_aware_loss
-from .similarity import Engine, Similarity
+from .similarity import SIDES, Engine, Similarity
 from .terms import excess, log1p_clamp, log1p_relu, pair_term, softplus
 
 Diversity = Literal["std", "entropy", None]
@@ -160,9 +160,10 @@ def memory_diversity_contrastive_loss(
     _check_similarity("sims", sims, MemorySimilarity)
     one_of("positive_from", positive_from, "key", "batch")
     one_of("diversity_from", diversity_from, "both", "batch")
-    batch = sims.batch.both
-    positives = sims.keys if positive_from == "key" else batch
-    diversity_of = (batch,) if diversity_from == "batch" else (batch, sims.memory)
+    positives = sims.keys if positive_from == "key" else sims.anchors
+    diversity_of = [sims.anchors]
+    if diversity_from == "both":
+        diversity_of.append(sims.memory)
     return diversity_contrastive_loss(
         sims.memory, positives=positives, diversity_of=diversity_of, **options
     )
@@ -198,7 +199,7 @@ def hubness_aware_loss(
     one_of("positive", positive, *ATTRACTIONS)
     negatives = anchors.logsumexp(scale)
     repulsion = F.softplus(negatives - scale * margin, threshold=LINEAR_SOFTPLUS) / scale
-    attraction = anchors.per_pair(anchors.sum_of_positives(ATTRACTIONS[positive]))
+    attraction = anchors.per_pair(anchors.sum_of_positives(ATTRACTIONS[positive], weights="factor"))
     return anchors.reduce(repulsion - 0.5 * attraction, reduction)
 
 
@@ -215,20 +216,19 @@ def unified_training_objective(
     ``options``: see :func:`hubness_aware_loss`.
     """
     _check_similarity("sims", sims, MemorySimilarity)
-    batch = hubness_aware_loss(sims.batch, **options)
+    batch = hubness_aware_loss(sims.anchors, **options)
+    # images have the memory's texts as negatives, and texts its images
+    weights = text_memory_weight, image_memory_weight
     queues = []
-    for memory, keys in zip(sims.memory.groups(), sims.keys.groups(), strict=True):
-        queues.append(hubness_aware_loss(memory, **options, positives=keys))
-    of_images, of_texts = queues  # against the memory's texts, and against its images
+    groups = zip(SIDES[sims.directions], sims.memory.groups(), sims.keys.groups(), strict=True)
+    for side, memory, keys in groups:
+        queue = hubness_aware_loss(memory, **options, positives=keys)
+        values = queue if isinstance(queue, Tensor) else queue[0]
+        queues.append(weights[side] * values)
     if isinstance(batch, Tensor):
-        return (
-            batch_weight * batch + text_memory_weight * of_images + image_memory_weight * of_texts
-        )
-    batch_images, batch_texts = batch
-    return (
-        batch_weight * batch_images + text_memory_weight * of_images[0],
-        batch_weight * batch_texts + image_memory_weight * of_texts[0],
-    )
+        return batch_weight * batch + sum(queues)
+    pairs = zip(batch, queues, strict=True)
+    return tuple(batch_weight * of_batch + queue for of_batch, queue in pairs)
 
 
 def info_nce_loss(
@@ -296,7 +296,7 @@ def distillation_loss(
     sim: Anchors,
     teacher: Anchors,
     temperature: float | Tensor = 0.07,
-    teacher_temperature: float = 0.07,
+    teacher_temperature: float | Tensor = 0.07,
     reduction: Reduction = "mean",
 ) -> Any:
     """Return the cross-entropy against a teacher's softmax over all candidates; see
@@ -312,6 +312,42 @@ def distillation_loss(
     expected = anchors.sum(_taught, 1 / teacher_temperature, norm, over="all", guide=teacher)
     values = anchors.logsumexp(1 / temperature, over="all") - expected / temperature
     return anchors.reduce(values, reduction, values != -torch.inf)
+
+
+def memory_info_nce_loss(
+    sims: MemorySimilarity,
+    temperature: float | Tensor = 0.07,
+    reduction: Reduction = "mean",
+    *,
+    batch_negatives: bool = True,
+    distillation: float = 0.0,
+    teacher: MemorySimilarity | None = None,
+) -> Any:
+    """Return InfoNCE against a memory; see :class:`itrloss.MemoryInfoNCELoss`.
+
+    ``teacher``: the similarities of the batch's keys, in place of the batch, with the same
+    candidates; needed for ``distillation``.
+    """
+    _check_similarity("sims", sims, MemorySimilarity)
+    candidates = sims.memory
+    if batch_negatives:
+        candidates = Anchors.pooled(sims.keys, sims.memory)
+    contrast = info_nce_loss(candidates, temperature, reduction, positives=sims.keys)
+    if not distillation:
+        return contrast
+    _check_similarity("teacher", teacher, MemorySimilarity)
+    assert teacher is not None
+    taught = Anchors.pooled(teacher.keys, teacher.memory)
+    sharpness = temperature.detach() if isinstance(temperature, Tensor) else temperature
+    imitation = distillation_loss(candidates, taught, temperature, sharpness, reduction)
+    return weighted_mean(contrast, imitation, distillation)
+
+
+def weighted_mean(first: Any, second: Any, weight: float) -> Any:
+    """Return ``(1 - w) a + w b`` of two losses, or of two tuples of values of each anchor."""
+    if isinstance(first, Tensor):
+        return torch.lerp(first, second, weight)
+    return tuple(torch.lerp(a, b, weight) for a, b in zip(first, second, strict=True))
 
 
 def sigmoid_loss(
@@ -334,7 +370,8 @@ def sigmoid_loss(
     if isinstance(sim, Similarity) and reduction != "none":
         # A sum over the rows has each pair once.
         total = sim.weighted_sum(softplus, scale=scale, shift=bias)
-        total = total + sim.sum_of_positives(softplus, scale=-scale, shift=-bias).sum()
+        positives = sim.sum_of_positives(softplus, scale=-scale, shift=-bias, weights="factor")
+        total = total + positives.sum()
         total = sim.total(total)
         if reduction == "sum":
             return total
@@ -344,7 +381,9 @@ def sigmoid_loss(
     # Values of anchors need the columns, too.
     anchors = sim.both
     values = anchors.sum(softplus, scale=scale, shift=bias)
-    values = values + anchors.sum_of_positives(softplus, scale=-scale, shift=-bias)
+    values = values + anchors.sum_of_positives(
+        softplus, scale=-scale, shift=-bias, weights="factor"
+    )
     # One half of a pair's value counts for its row and the other for its column.
     existing = anchors.counts(positive=True) + anchors.counts(positive=False) > 0
     return anchors.reduce(0.5 * values, reduction, existing)
@@ -359,7 +398,7 @@ def triplet_loss(
     if mining == "all":
         return anchors.reduced_hinge_sum(margin, reduction)
     threshold = anchors.hardest_negatives().values + margin
-    values = anchors.sum_of_positives(excess, scale=-1.0, shift=threshold)
+    values = anchors.sum_of_positives(excess, scale=-1.0, shift=threshold, weights="factor")
     return anchors.reduce(values, reduction)
 
 

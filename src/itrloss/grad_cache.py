@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from .engine.inputs import even_chunks
 __all__ = ["grad_cache_step"]
 
 # What is passed on with every chunk as it is.
-_FLAGS = bool | int | float | str | None | torch.dtype | torch.device
+_FLAGS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def grad_cache_step(
@@ -35,6 +36,8 @@ def grad_cache_step(
     chunk_size: int,
     *,
     scaler: Any = None,
+    output: Callable[[Any], Any] | None = None,
+    split: Callable[[Any, int], Sequence[Any]] | None = None,
     **loss_kwargs: Any,
 ) -> Any:
     """Run forward and backward of ``loss(encoders[0](inputs[0]), encoders[1](inputs[1]), ...,
@@ -58,6 +61,11 @@ def grad_cache_step(
         chunk_size: rows that an encoder gets at once; the last chunk may have fewer. If a single
             row would be left, chunks are of about one size instead.
         scaler: a ``torch.amp.GradScaler``, for the scalar. What is returned is not scaled.
+        output: takes what an encoder returned, and returns what the loss needs of it: a tensor, or
+            a tuple or mapping of them, such as ``lambda out: out.pooler_output``. By default, all.
+        split: takes one of the inputs and ``chunk_size``, and returns the list of its chunks. It is
+            for inputs that cannot be cut row by row, such as the patches of all images in one
+            tensor. An encoder returns as many rows for a chunk as the chunk stands for.
         loss_kwargs: passed on to the loss; for the whole batch.
 
     Returns:
@@ -66,18 +74,13 @@ def grad_cache_step(
     Under ``torch.no_grad`` or ``torch.inference_mode`` there are no gradients: the batch is encoded
     once, by chunks, for the loss alone.
     """
-    for name, x in (("encoders", encoders), ("inputs", inputs)):
-        if not isinstance(x, (tuple, list)):
-            expected = "a tuple or list, one for each of the loss"
-            raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
-    if len(encoders) != len(inputs) or not inputs:
-        expected = f"one for each of {len(encoders)} encoders, at least one"
-        raise ValueError(f"inputs: expected {expected}, got {len(inputs)}")
-    for name, x in (("loss", loss), *((f"encoders[{i}]", x) for i, x in enumerate(encoders))):
-        if not callable(x):
-            raise TypeError(f"{name}: expected a module or a function, got {x!r}")
+    _check_lists(encoders, inputs)
+    _check_callables(loss, encoders, output, split)
     chunk_size = as_size("chunk_size", chunk_size)
-    towers = [_Tower(i, encoders[i], inputs[i], chunk_size) for i in range(len(inputs))]
+    towers = []
+    for i, (encoder, x) in enumerate(zip(encoders, inputs, strict=True)):
+        chunks = _chunks(f"inputs[{i}]", x, chunk_size, split)
+        towers.append(_Tower(f"encoders[{i}]", encoder, chunks, output, by_rows=split is None))
     if not torch.is_grad_enabled():
         embeddings = [tower.first_pass() for tower in towers]
         for tower in towers:  # buffers stay as after the first pass
@@ -86,12 +89,33 @@ def grad_cache_step(
         _checked_total(result)
         return tree_map_only(Tensor, Tensor.detach, result)
     result = _loss_backward(towers, loss, loss_kwargs, scaler)
-    used = [tower for tower in towers if any(g is not None for g in tower.gradients)]
+    used = [tower for tower in towers if tower.is_used]
     last = {id(tower.encoder): tower for tower in used}  # one encoder may serve several inputs
     with _state(set().union(*(tower.modules for tower in towers))):  # in the end as it is now
         for tower in used:
             tower.second_pass(last[id(tower.encoder)] is tower)
     return result
+
+
+def _check_lists(encoders: Any, inputs: Any) -> None:
+    """Raise an error unless there is one input for each encoder."""
+    for name, x in (("encoders", encoders), ("inputs", inputs)):
+        if not isinstance(x, (tuple, list)):
+            expected = "a tuple or list, one for each of the loss"
+            raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
+    if len(encoders) != len(inputs) or not inputs:
+        expected = f"one for each of {len(encoders)} encoders, at least one"
+        raise ValueError(f"inputs: expected {expected}, got {len(inputs)}")
+
+
+def _check_callables(loss: Any, encoders: Sequence[Any], output: Any, split: Any) -> None:
+    """Raise an error unless all can be called; None stands for no output and no split."""
+    for name, x in (("loss", loss), *((f"encoders[{i}]", x) for i, x in enumerate(encoders))):
+        if not callable(x):
+            raise TypeError(f"{name}: expected a module or a function, got {x!r}")
+    for name, x in (("output", output), ("split", split)):
+        if x is not None and not callable(x):
+            raise TypeError(f"{name}: expected a function or None, got {x!r}")
 
 
 def _loss_backward(
@@ -105,10 +129,48 @@ def _loss_backward(
         x.requires_grad_(x.is_floating_point())
     result = loss(*embeddings, **loss_kwargs)
     total = _checked_total(result)
-    _backward([total if scaler is None else scaler.scale(total)])
+    with _set_aside(towers) as parameters:
+        _backward([total if scaler is None else scaler.scale(total)])
     for tower, embedding in zip(towers, embeddings, strict=True):
         tower.gradients = [x.grad for x in _tensors(embedding)]
+    _give_parameters(towers, parameters)
     return tree_map_only(Tensor, Tensor.detach, result)
+
+
+@contextmanager
+def _set_aside(towers: list[_Tower]) -> Iterator[dict[Tensor, Tensor]]:
+    """Collect the gradients that parameters of encoders get in here, which leave ``.grad`` alone.
+
+    A loss may use a parameter of an encoder, such as the scale of CLIP. Processes average the
+    gradients of an encoder in the backward pass of its last chunk, and wait for that parameter
+    there. Encoders that average nothing need none of this.
+    """
+    parameters = set()
+    for tower in towers:
+        if tower.averages:
+            parameters |= tower.parameters
+    before = {p: p.grad for p in parameters}
+    found: dict[Tensor, Tensor] = {}
+    for p in parameters:
+        p.grad = None
+    try:
+        yield found
+        found |= {p: p.grad for p in parameters if p.grad is not None}
+    finally:
+        for p, gradient in before.items():
+            p.grad = gradient
+
+
+def _give_parameters(towers: list[_Tower], gradients: dict[Tensor, Tensor]) -> None:
+    """Leave the gradients of encoders' parameters to the last tower that will encode again."""
+    for p, gradient in gradients.items():
+        owners = [tower for tower in towers if tower.is_used and p in tower.parameters]
+        if owners:
+            owners[-1].parameter_gradients[p] = gradient
+        elif p.grad is None:
+            p.grad = gradient
+        else:
+            p.grad += gradient
 
 
 def _checked_total(result: Any) -> Tensor:
@@ -123,25 +185,41 @@ def _checked_total(result: Any) -> Tensor:
 
 
 class _Tower:
-    """An encoder and its input, which it encodes twice, chunk by chunk."""
+    """An encoder and the chunks of its input, which it encodes twice."""
 
     gradients: list[Tensor | None]  # of what the encoder returns, for all rows
 
-    def __init__(self, index: int, encoder: Callable[..., Any], inputs: Any, chunk_size: int):
-        self.name = f"encoders[{index}]"
+    def __init__(
+        self,
+        name: str,
+        encoder: Callable[..., Any],
+        chunks: list[Any],
+        output: Callable[[Any], Any] | None,
+        *,
+        by_rows: bool,  # a chunk's tensors have one row for each row that the encoder returns
+    ):
+        self.name = name
         self.encoder = encoder
-        self.inputs = _plain(inputs)
-        size = _batch_size(f"inputs[{index}]", self.inputs)
-        self.chunks = [slice(at, at + chunk_size) for at in range(0, size, chunk_size)]
-        if size % chunk_size == 1:  # BatchNorm, for one, fails for a single row
-            self.chunks = even_chunks(size, chunk_size)
+        self.chunks = chunks
+        self.output = output
+        self.sizes: list[int | None] = [None] * len(chunks)  # rows of the chunks' outputs
+        if by_rows:
+            self.sizes = [len(_tensors(chunk)[0]) for chunk in chunks]
         self.modules = _modules(encoder)
+        self.parameters = {p for module in self.modules for p in module.parameters(recurse=False)}
+        self.averages = hasattr(encoder, "no_sync")  # the gradients of several processes
+        self.parameter_gradients: dict[Tensor, Tensor] = {}  # of parameters that the loss uses
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the loss depends on the embeddings."""
+        return any(gradient is not None for gradient in self.gradients)
 
     def first_pass(self) -> Any:
         """Return the embeddings of all rows, without a graph."""
         self.before = _state(self.modules)
         with torch.no_grad():
-            outputs = [self.encode(rows) for rows in self.chunks]
+            outputs = [self.encode(i) for i in range(len(self.chunks))]
             return tree_map(self.joined, *outputs)
 
     def second_pass(self, is_last: bool) -> None:
@@ -155,49 +233,62 @@ class _Tower:
         # Outputs alone do not tell what is frozen: a module may skip its parameters in a chunk, or
         # train others'.
         frozen = self.modules and not any(p.requires_grad for p in self.modules[0].parameters())
-        for rows in self.chunks:
-            synchronises = is_last and rows is self.chunks[-1]
+        at = 0
+        for i in range(len(self.chunks)):
+            end = at + (self.sizes[i] or 0)
+            synchronises = is_last and i == len(self.chunks) - 1
             with nullcontext() if synchronises else no_sync():
-                trains = self.backpropagate(rows)
+                trains = self.backpropagate(i, slice(at, end), with_parameters=synchronises)
+            at = end
             if frozen and not trains:
                 break
 
-    def backpropagate(self, rows: slice) -> bool:
-        """Encode a chunk again and backpropagate its gradients. Return False if no output requires
-        a gradient.
+    def backpropagate(self, i: int, rows: slice, *, with_parameters: bool) -> bool:
+        """Encode chunk i again and backpropagate the gradients of its rows. Return False if no
+        output requires a gradient.
         """
         outputs = []
         needed = []
-        for output, gradient in zip(_tensors(self.encode(rows)), self.gradients, strict=True):
+        for output, gradient in zip(_tensors(self.encode(i)), self.gradients, strict=True):
             if gradient is not None and output.requires_grad:
                 outputs.append(output)
                 needed.append(gradient[rows])
+        trains = bool(outputs)
+        if with_parameters:
+            outputs += self.parameter_gradients.keys()
+            needed += self.parameter_gradients.values()
         if outputs:
             with _state():  # the next chunk's random numbers do not depend on those that hooks draw
                 _backward(outputs, needed)
-        return bool(outputs)
+        return trains
 
-    def encode(self, rows: slice) -> Any:
-        """Return what the encoder returns for some rows of its input, checked."""
+    def encode(self, i: int) -> Any:
+        """Return what the loss needs of the encoder's output for chunk i, checked."""
         # cloned, as an encoder may write to it
-        chunk: Any = tree_map_only(Tensor, lambda x: x[rows].clone(), self.inputs)
-        size = len(_tensors(chunk)[0])
+        chunk: Any = tree_map_only(Tensor, Tensor.clone, self.chunks[i])
         if isinstance(chunk, dict):
             output = self.encoder(**chunk)
         elif isinstance(chunk, (tuple, list)):
             output = self.encoder(*chunk)
         else:
             output = self.encoder(chunk)
+        if self.output is not None:
+            output = self.output(output)
         output = _plain(output)
         tensors = _tensors(output)
         expected = f"{self.name}: expected it to return"
-        others = [x for x in tree_leaves(output) if not isinstance(x, Tensor | _FLAGS)]
+        others = [x for x in tree_leaves(output) if not isinstance(x, (Tensor, *_FLAGS))]
         if others or not tensors:
             got = type(others[0] if others else output).__name__
             raise TypeError(f"{expected} a tensor or a tuple of them, got {got}")
+        size = self.sizes[i]
+        if size is None and tensors[0].dim():  # the first output says it
+            size = len(tensors[0])
+            self.sizes[i] = size
         for x in tensors:
             if x.shape[:1] != (size,):
-                raise ValueError(f"{expected} shape ({size}, ...), got {tuple(x.shape)}")
+                rows = "B" if size is None else size
+                raise ValueError(f"{expected} shape ({rows}, ...), got {tuple(x.shape)}")
         return output
 
     def joined(self, *parts: Any) -> Any:
@@ -229,12 +320,33 @@ def _tensors(x: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
 
 
-def _batch_size(name: str, inputs: Any) -> int:
-    """Return the number of rows of an encoder's input, checked."""
-    shapes = []
+def _chunks(
+    name: str, inputs: Any, chunk_size: int, split: Callable[[Any, int], Any] | None
+) -> list[Any]:
+    """Return the chunks of an encoder's input, checked: some rows each, or as ``split`` cuts it."""
+    if split is None:
+        inputs = _checked_inputs(name, inputs)
+        size = _batch_size(name, inputs)
+        slices = [slice(at, at + chunk_size) for at in range(0, size, chunk_size)]
+        if size % chunk_size == 1:  # BatchNorm, for one, fails for a single row
+            slices = even_chunks(size, chunk_size)
+        return [tree_map_only(Tensor, itemgetter(rows), inputs) for rows in slices]
+    chunks = split(inputs, chunk_size)
+    if not isinstance(chunks, (list, tuple)):
+        raise TypeError(f"split: expected it to return a list, got {type(chunks).__name__}")
+    if not chunks:
+        raise ValueError("split: expected it to return at least one chunk, got none")
+    return [_checked_inputs(f"split({name})[{i}]", chunk) for i, chunk in enumerate(chunks)]
+
+
+def _checked_inputs(name: str, inputs: Any) -> Any:
+    """Return inputs with dictionaries for other mappings; raise an error if they have no tensors,
+    or tensors with a graph.
+    """
+    inputs = _plain(inputs)
     expected = "a tensor, or a tuple or dict of tensors"
     for x in tree_leaves(inputs):
-        if not isinstance(x, Tensor | _FLAGS):
+        if not isinstance(x, (Tensor, *_FLAGS)):
             raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
     tensors = _tensors(inputs)
     if not tensors and tree_leaves(inputs):
@@ -243,7 +355,12 @@ def _batch_size(name: str, inputs: Any) -> int:
         if x.grad_fn is not None:
             got = x.grad_fn.name()
             raise ValueError(f"{name}: expected tensors without a graph, got one with {got}")
-        shapes.append(tuple(x.shape))
+    return inputs
+
+
+def _batch_size(name: str, inputs: Any) -> int:
+    """Return the number of rows of an encoder's input, which all its tensors have."""
+    shapes = [tuple(x.shape) for x in _tensors(inputs)]
     if len({shape[:1] for shape in shapes}) != 1 or not any(shapes[0][:1]):
         expected = "tensors of one batch size, at least 1"
         raise ValueError(f"{name}: expected {expected}, got shapes {shapes}")

@@ -94,7 +94,7 @@ def did_you_mean(given: object, allowed: Iterable[object]) -> str:
 
 def shown(value: object) -> str:
     """Return a value for a message: a tensor or an array by its shape."""
-    if isinstance(value, Tensor | np.ndarray) and value.ndim:
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
         kind = "a tensor" if isinstance(value, Tensor) else "an array"
         return f"{kind} of shape {tuple(value.shape)}"
     text = repr(value)
@@ -103,7 +103,7 @@ def shown(value: object) -> str:
 
 def in_place_of_option(value: object) -> str:
     """Return advice where data was passed for an option of a loss; empty for other values."""
-    if isinstance(value, Tensor | np.ndarray) and value.ndim:
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
         return "; options go first, and data into the call: loss = Loss(...); loss(images, texts)"
     return ""
 

@@ -29,7 +29,7 @@ from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from .engine.pairs import IGNORE_ID, Pairs
 from .engine.vectors import Embeddings, normalized
 from .hints import explained
-from .similarity import Engine, Similarity
+from .similarity import SIDES, Directions, Engine, Similarity
 
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
 
@@ -227,12 +227,14 @@ def find_labels(memory: CoupledMemory, _: Any) -> None:
 class MemorySimilarity(NamedTuple):
     """The similarities that a loss with a memory needs.
 
-    The anchors of keys and memory are images, then texts.
+    The anchors are images, then texts; of one ``directions``, images or texts.
     """
 
     batch: Similarity  # images with texts
+    anchors: Anchors  # of the batch
     keys: Anchors  # images with the text keys; texts with the image keys
     memory: Anchors  # images with the memory's texts; texts with its images
+    directions: Directions
 
     @classmethod
     def of(  # noqa: PLR0913 (the arguments of the losses with a memory)
@@ -245,6 +247,7 @@ class MemorySimilarity(NamedTuple):
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
         *,
+        directions: Directions = "both",
         engine: Engine = "auto",
         check_finite: bool = False,
         gather: bool = False,
@@ -283,11 +286,15 @@ class MemorySimilarity(NamedTuple):
             sides = one_process(batch, image_keys, text_keys, budget)
         else:
             sides = several_processes(batch, image_keys, text_keys, budget)
-        keys = Anchors([sides.images_with_keys], [sides.texts_with_keys])
-        for anchors in (sides.images_with_keys, sides.texts_with_keys):
-            anchors.matrix.strict = engine == "triton"
+        keys = [sides.images_with_keys, sides.texts_with_keys]
+        for side in keys:
+            side.matrix.strict = engine == "triton"
         queues = memory_sides(sides, memory, engine, budget)
-        return cls(batch, keys, Anchors(*[[queue] for queue in queues]))
+        anchors = batch.towards(directions)
+        counted = SIDES[directions]
+        against_keys = Anchors(*[[keys[side]] for side in counted])
+        against_memory = Anchors(*[[queues[side]] for side in counted])
+        return cls(batch, anchors, against_keys, against_memory, directions)
 
 
 def check_memory_input(

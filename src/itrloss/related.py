@@ -20,7 +20,7 @@ from .checks import (
     one_of,
 )
 from .engine.pairs import Pairs
-from .engine.relations import Labels, Matches, RelatedPairs, Rule
+from .engine.relations import Labels, Matches, RelatedPairs, Rule, SparseMatches
 
 Sides = tuple[Any, Any]  # of rows and of columns
 
@@ -32,8 +32,9 @@ class Related(NamedTuple):
     that does not match is negative only in the same group, or with the ``rule`` ``"other"`` only in
     different ones; :data:`itrloss.NO_ID` is open to all.
 
-    ``matches``: (N, M) of 1 for a match, 0 for a negative and nan for neither, in place of ids and
-    groups. It is read to be checked, so an accelerator has to synchronise.
+    ``matches``: (N, M), in place of ids and groups: above 0 for a match, 0 for a negative and nan
+    for neither. Matches that are not 1 are weights, see :meth:`PairLoss.forward`. It is read to be
+    checked, so an accelerator has to synchronise.
     """
 
     groups: tuple[IdsLike | None, IdsLike | None] = (None, None)
@@ -41,16 +42,15 @@ class Related(NamedTuple):
     matches: Tensor | None = None
 
 
-NOTHING_RELATED = Related()
-
-
 def related_pairs(
-    shape: tuple[int, int], ids: Sides, related: Related, device: torch.device, names: Names
+    shape: tuple[int, int], ids: Sides, related: Related | None, device: torch.device, names: Names
 ) -> Pairs:
     """Return the positive and negative pairs of a matrix; raise an error for wrong input."""
+    if related is None:
+        related = Related()
     if related.matches is not None:
         check_matches(related, shape, ids, names, device)
-        return RelatedPairs(Matches(related.matches))
+        return RelatedPairs(matches_of(related.matches))
     return RelatedPairs(labels_of(shape, ids, related, device, names))
 
 
@@ -124,8 +124,24 @@ def check_matches(
         raise TypeError(f"matches: expected a tensor (N, M), got {type(matches).__name__}")
     if matches.shape != shape:
         raise ValueError(f"matches: expected shape {shape}, got {tuple(matches.shape)}")
-    values = matches[(matches != 0) & ~matches.isnan()]
-    if bool((values != 1).any()):  # which synchronises with an accelerator
-        raise ValueError("matches: expected 1 for a match, 0 for a negative, and nan for neither")
+    if matches.layout not in (torch.strided, torch.sparse_coo):
+        expected = "expected a dense tensor, or one of torch.sparse_coo"
+        raise ValueError(f"matches: {expected}, got {matches.layout}")
     if matches.device != device:
         raise ValueError(f"matches: expected device {device}, got {matches.device}")
+
+
+def matches_of(matrix: Tensor) -> Matches | SparseMatches:
+    """Return the relation of a matrix; raise an error for values below 0 or infinite ones.
+
+    An accelerator has to synchronise.
+    """
+    values = matrix.coalesce().values() if matrix.is_sparse else matrix
+    weights = values[(values != 0) & ~values.isnan()]
+    if bool(((weights < 0) | (weights == torch.inf)).any()):
+        expected = "above 0 for a match, which are weights, 0 for a negative, and nan for neither"
+        raise ValueError(f"matches: expected numbers {expected}")
+    has_weights = bool((weights != 1).any())
+    if matrix.is_sparse:
+        return SparseMatches(matrix, has_weights)
+    return Matches(matrix.detach(), has_weights)

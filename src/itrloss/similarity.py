@@ -24,13 +24,19 @@ from .engine.ranking import Ranking, Relevance
 from .engine.ranking import TopK as TopK
 from .engine.vectors import Embeddings, autocast_dtype
 from .hints import explained
-from .related import NOTHING_RELATED, Related, related_pairs
+from .related import Related, related_pairs
 
 X = TypeVar("X")
 #: The id of a row, a column or a negative that does not exist, such as padding: the least int64.
 NO_ID = IGNORE_ID
 Directions = Literal["both", "image-text", "text-image"]
 DIRECTIONS: tuple[Directions, ...] = "both", "image-text", "text-image"
+#: The sides whose values count: 0 for images, 1 for texts.
+SIDES: dict[Directions, tuple[int, ...]] = {
+    "both": (0, 1),
+    "image-text": (0,),
+    "text-image": (1,),
+}
 
 
 class Similarity(Anchors):
@@ -86,7 +92,7 @@ class Similarity(Anchors):
         memory_budget: int | None = None,
         check_finite: bool = False,
         names: checks.Names = checks.ROWS_AND_COLUMNS,
-        related: Related = NOTHING_RELATED,
+        related: Related | None = None,
     ):
         rows = checks.from_numpy(rows)
         cols = checks.from_numpy(cols)
@@ -170,7 +176,7 @@ class Similarity(Anchors):
         if isinstance(bias, (tuple, list)):
             bias = tuple(map(checks.from_numpy, bias))
         names = options.pop("names", checks.ROWS_AND_COLUMNS)
-        if options.pop("related", NOTHING_RELATED) is not NOTHING_RELATED:
+        if options.pop("related", None) is not None:
             expected = "expected ids alone where processes share a batch"
             raise ValueError(f"groups, matches: {expected}")
         part = BatchPart(rows, cols, row_ids, col_ids, bias, names)
@@ -200,7 +206,7 @@ class Similarity(Anchors):
         engine: Engine = "auto",
         check_finite: bool = False,
         names: checks.Names = checks.ROWS_AND_COLUMNS,
-        related: Related = NOTHING_RELATED,
+        related: Related | None = None,
     ) -> Similarity:
         """Return a Similarity of (N, M) scores that a model computed; higher means more similar.
 
@@ -457,7 +463,8 @@ class Similarity(Anchors):
         of_rows: Tensor,
         of_cols: Tensor,
     ) -> Tensor:
-        """Return the (N,) means of ``value(S_ip, row_i, column_p)`` over each row's positives p.
+        """Return the (N,) means of ``value(S_ip, row_i, column_p)`` over each row's positives p, by
+        the weights of their matches.
 
         ``of_rows`` and ``of_cols`` are values (N,) and (M,), of a shared batch those of this
         process. A row without positives has 0.
@@ -470,14 +477,20 @@ class Similarity(Anchors):
         if pairs.listable:
             i, j = self._turned(*pairs.listed)
             values = value(self.positive_scores(), rows[i], cols[j])
+            if self.has_weights:
+                values = values * self._listed_weights()
             total = segment_sum(values, i, len(rows))
         else:
             whole = self._matrix.graph_scores()
             excluded = pairs.all_excluded("positives")
             assert excluded is not None
             scores, excluded = (x.T if self._side else x for x in (whole, excluded))
-            total = value(scores, rows[:, None], cols).masked_fill(excluded, 0.0).sum(1)
-        return self.merged(total) / self.positive_counts.clamp_min(1)
+            values = value(scores, rows[:, None], cols)
+            if self.has_weights:
+                weights = pairs.weight_matrix().to(self.dtype)
+                values = values * (weights.T if self._side else weights)
+            total = values.masked_fill(excluded, 0.0).sum(1)
+        return self.merged(total) / self.positive_weights
 
     def blocks(self, size: int = 2**22) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of the rows in order, each with a copy of its scores (B, M).
@@ -651,12 +664,12 @@ class Similarity(Anchors):
 def pairs_of(
     shape: tuple[int, int],
     ids: tuple[IdsLike | None, IdsLike | None],
-    related: Related,
+    related: Related | None,
     device: torch.device,
     names: checks.Names,
 ) -> Pairs:
     """Return the positive and negative pairs of a matrix; raise an error for wrong input."""
-    if related is not NOTHING_RELATED or any(checks.is_label_sets(x) for x in ids):
+    if related is not None or any(checks.is_label_sets(x) for x in ids):
         return related_pairs(shape, ids, related, device, names)
     n, m = shape
     checked: Ids = None, None

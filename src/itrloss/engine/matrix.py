@@ -148,6 +148,11 @@ class Matrix:
         self._positive_scores: Tensor | None = None  # (P,), where they came along with a sum
         self._summed = False  # whether a sum puts all scores into the graph
 
+    def of_weights(self) -> Matrix:
+        """Return a matrix with the weights of matches in place of the scores."""
+        weights = self.pairs.weight_matrix().to(self.dtype)
+        return Matrix.of_scores(Embeddings(weights, False), self.pairs, self.engine)
+
     def detach(self) -> Matrix:
         """Return the same scores without a gradient; kept scores are shared, and computed first."""
         if self.embeddings is None:

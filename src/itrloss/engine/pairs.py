@@ -76,6 +76,8 @@ class Pairs:
         row_ignored = ignored_mask(self.ids[0])
         same = self.ids[0] is self.ids[1]
         self.ignored = row_ignored, row_ignored if same else ignored_mask(self.ids[1])
+        #: Whether matches have weights that are not all 1.
+        self.has_weights = False
         self._cache: dict[Any, Any] = {}
 
     @property
@@ -94,6 +96,18 @@ class Pairs:
     def others_are_negatives(self) -> bool:
         """Whether all pairs of entries that exist and do not match are negatives."""
         return True
+
+    def weight_sums(self, side: int) -> Tensor:
+        """Return the (A,) sums of the weights of each row's (0) or column's (1) matches."""
+        return self.counts(side)[0]
+
+    def listed_weights(self) -> Tensor:
+        """Return the (P,) weights of the pairs in :attr:`listed`."""
+        return torch.ones(len(self.listed[0]), device=self.device)
+
+    def weight_matrix(self) -> Tensor:
+        """Return the (N, M) weights of the pairs that match, with finite values elsewhere."""
+        return torch.ones((), device=self.device).expand(self.shape)
 
     def _cached(self, key: Any, compute: Callable[[], Result]) -> Result:
         """Return a result that is computed once, in tensors that autograd may save."""

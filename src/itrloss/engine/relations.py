@@ -38,6 +38,15 @@ class Relation(Protocol):
         """Return the (r, c) bool mask of the pairs that are negatives; others are neither."""
         ...
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether matches have weights that are not all 1."""
+        ...
+
+    def weights(self, rows: slice, cols: slice) -> Tensor:
+        """Return the (r, c) weights of the pairs that match, with finite values elsewhere."""
+        ...
+
 
 class Labels:
     """Entries match if they share a label. Groups say which others are negatives.
@@ -64,6 +73,15 @@ class Labels:
         self.open: list[Tensor | None] = [None, None]
         if groups is not None:
             self.open = [ignored_mask(x) for x in groups]
+
+    @property
+    def has_weights(self) -> bool:
+        """False, as matches by labels weigh 1."""
+        return False
+
+    def weights(self, rows: slice, cols: slice) -> Tensor:
+        """Return the (r, c) weights, which are 1."""
+        return self.positive(rows, cols).float()
 
     def positive(self, rows: slice, cols: slice) -> Tensor:
         """Return the (r, c) bool mask of the pairs that share a label."""
@@ -117,6 +135,7 @@ class Matches(NamedTuple):
     """Pairs match where a matrix is above 0, and are negatives where it is 0; nan is neither."""
 
     matrix: Tensor  # (N, M)
+    has_weights: bool  # whether matches are not all 1
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -137,6 +156,53 @@ class Matches(NamedTuple):
         """Return the (r, c) bool mask of the entries that are 0."""
         return self.matrix[rows, cols] == 0
 
+    def weights(self, rows: slice, cols: slice) -> Tensor:
+        """Return the (r, c) entries, with 0 in place of nan."""
+        return self.matrix[rows, cols].nan_to_num(0.0)
+
+
+class SparseMatches:
+    """:class:`Matches` of a sparse matrix: the entries that it leaves out are 0."""
+
+    def __init__(self, matrix: Tensor, has_weights: bool):
+        n, m = matrix.shape
+        self.shape = n, m
+        self.device = matrix.device
+        self.has_weights = has_weights
+        entries = matrix.coalesce()  # sorted by row
+        self.rows, self.cols = entries.indices()
+        self.values = entries.values()
+        #: Where the entries of each row start, which an accelerator has to tell the host.
+        boundaries = torch.arange(n + 1, device=matrix.device)
+        self.starts = torch.searchsorted(self.rows, boundaries).tolist()
+
+    def part(self, rows: slice, cols: slice) -> Tensor:
+        """Return a part (r, c) of the matrix, which is not sparse."""
+        top, bottom, _ = rows.indices(self.shape[0])
+        left, right, _ = cols.indices(self.shape[1])
+        of_rows = slice(self.starts[top], self.starts[bottom])
+        i = self.rows[of_rows] - top
+        j = self.cols[of_rows]
+        inside = (j >= left) & (j < right)
+        width = right - left
+        # Entries of other columns go to a place of their own, so that the host need not wait.
+        place = torch.where(inside, i * width + j - left, (bottom - top) * width)
+        part = self.values.new_zeros((bottom - top) * width + 1)
+        part.index_copy_(0, place, self.values[of_rows])
+        return part[:-1].view(bottom - top, width)
+
+    def positive(self, rows: slice, cols: slice) -> Tensor:
+        """Return the (r, c) bool mask of the entries above 0."""
+        return self.part(rows, cols) > 0
+
+    def negative(self, rows: slice, cols: slice) -> Tensor:
+        """Return the (r, c) bool mask of the entries that are 0."""
+        return self.part(rows, cols) == 0
+
+    def weights(self, rows: slice, cols: slice) -> Tensor:
+        """Return the (r, c) entries, with 0 in place of nan."""
+        return self.part(rows, cols).nan_to_num(0.0)
+
 
 class RelatedPairs(Pairs):
     """The positive and negative pairs of a matrix (N, M) by a relation.
@@ -148,11 +214,46 @@ class RelatedPairs(Pairs):
         super().__init__(relation.shape, (None, None), relation.device)
         self.relation = relation
         self.one_to_one = False
+        self.has_weights = relation.has_weights
 
     @property
     def others_are_negatives(self) -> bool:
         """False, as pairs may be neither positive nor negative."""
         return False
+
+    def weight_sums(self, side: int) -> Tensor:
+        """Return the (A,) sums of the weights of each row's (0) or column's (1) matches."""
+        sums = self._cached("weight sums", self._weight_sums_of_both)
+        return sums[side]
+
+    def _weight_sums_of_both(self) -> list[Tensor]:
+        of_rows: list[Tensor] = []
+        of_cols = torch.zeros(self.shape[1], device=self.device)
+        for rows in self._rows():
+            weights = self._weights_of_matches(rows)
+            of_rows.append(weights.sum(1))
+            of_cols = of_cols + weights.sum(0)
+        return [torch.cat(of_rows), of_cols]
+
+    def _weights_of_matches(self, rows: slice) -> Tensor:
+        """Return the (r, M) weights of some rows' matches, 0 for other pairs."""
+        matching = self.relation.positive(rows, EVERYTHING)
+        return self.relation.weights(rows, EVERYTHING).masked_fill(~matching, 0.0)
+
+    def listed_weights(self) -> Tensor:
+        """Return the (P,) weights of the pairs in :attr:`listed`."""
+        return self._cached("listed weights", self._listed_weights)
+
+    def _listed_weights(self) -> Tensor:
+        parts = [torch.empty(0, device=self.device)]
+        for rows in self._rows():
+            weights = self.relation.weights(rows, EVERYTHING)
+            parts.append(weights[self.relation.positive(rows, EVERYTHING)])
+        return torch.cat(parts)
+
+    def weight_matrix(self) -> Tensor:
+        """Return the (N, M) weights of the pairs that match, with finite values elsewhere."""
+        return self.relation.weights(EVERYTHING, EVERYTHING)
 
     @property
     def listable(self) -> bool:

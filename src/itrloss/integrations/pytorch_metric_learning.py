@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -20,17 +19,6 @@ except ImportError as error:
     raise ImportError(
         f"{__name__}: pip install 'itrloss[pytorch-metric-learning]' ({error})"
     ) from error
-
-
-def _of_similarities(loss: Any) -> bool:
-    """Return whether a loss takes images and texts, and computes its value from their similarities
-    alone.
-    """
-    if not isinstance(loss, PairLoss) or not takes_pairs(loss):
-        return False
-    parameters = inspect.signature(loss.compute).parameters.values()
-    needed = [x.name for x in parameters if x.default is x.empty]
-    return len(needed) == 1
 
 
 def _of_mined(
@@ -77,7 +65,7 @@ class ContrastiveLoss(BaseMetricLossFunction):
     """
 
     def __init__(self, loss: PairLoss, **options: Any):
-        if not _of_similarities(loss):
+        if not takes_pairs(loss):
             expected = "one of similarities alone, such as itrloss.SupConLoss"
             raise TypeError(f"loss: expected {expected}, got {loss!r}")
         _check_options(loss)

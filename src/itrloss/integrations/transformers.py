@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..checks import as_size
+from ..grad_cache import grad_cache_step
 from ..losses import Matryoshka, PairLoss
+from ..losses.matryoshka import argument_names
 from . import check_scalar, ids_of, inner_loss, load_states, save_states
 
 try:
@@ -25,7 +29,8 @@ class RetrievalTrainer(Trainer):
     Its checkpoints also hold what the loss keeps besides parameters, such as which negatives count
     in a ``TripletLoss``; a run that is resumed goes on with that.
 
-    The model's outputs need ``image_embeds`` and ``text_embeds``. The model's scale and bias
+    The model's outputs need ``image_embeds`` and ``text_embeds``; for a model of one tower there
+    are ``sides``. The model's scale and bias
     replace the loss's learnable ones: ``InfoNCELoss(learnable=True)`` is twice CLIP's own loss,
     which averages the directions, and ``SigmoidLoss()`` is SigLIP's. With other losses, the model's
     scale and bias are not trained. ``labels`` in a batch, (B,) integers, are ids: rows with equal
@@ -36,20 +41,67 @@ class RetrievalTrainer(Trainer):
         args, kwargs: of ``transformers.Trainer``.
         loss: a :class:`itrloss.PairLoss` of images and texts alone, or :class:`itrloss.Matryoshka`
             around one; in a job of several processes with ``gather=True``.
+        sides: for a model that encodes one kind of input at a time: how the batch's names begin for
+            images or queries, for texts or documents and, if there are any, for negatives, such as
+            ``("query_", "doc_", "neg_")``. The model is called once for each, by the rest of the
+            names. Negatives are everybody's, or each image's own with ``in_batch=False``: (N · K)
+            rows, those of the first image first. By default, one call has both embeddings.
+        output: with ``sides``, the name of the embeddings in the model's output, or a function of
+            the output that returns them, (B, D).
+        mini_batch_size: encode that many rows at once, twice, so that the memory of the encoder
+            does not grow with the batch (GradCache, see :func:`itrloss.grad_cache_step`). Losses
+            and gradients are the whole batch's, and with ``gather=True`` all processes'. By
+            default, all rows.
+        split: with ``mini_batch_size``, how one side's inputs are cut, see
+            :func:`itrloss.grad_cache_step`.
 
     Raises:
         TypeError, ValueError: for other losses and models, and for parameters of the loss that the
             model does not have.
     """
 
-    def __init__(self, *args: Any, loss: PairLoss | Matryoshka, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        loss: PairLoss | Matryoshka,
+        sides: Sequence[str] | None = None,
+        output: str | Callable[[Any], Tensor] = "pooler_output",
+        mini_batch_size: int | None = None,
+        split: Callable[[Any, int], Sequence[Any]] | None = None,
+        **kwargs: Any,
+    ):
         inner_loss(loss)
         self.loss = loss
+        self.sides = None
+        if sides is not None:
+            self.sides = _checked_sides(sides, loss)
+        self.output = output
+        self.mini_batch_size = mini_batch_size
+        if mini_batch_size is not None:
+            self.mini_batch_size = as_size("mini_batch_size", mini_batch_size)
+        if split is not None and mini_batch_size is None:
+            raise ValueError("split: expected a mini_batch_size beside it, got None")
+        self.split = split
         super().__init__(*args, **kwargs)
         self._share_parameters(self.model)
         self.can_return_loss = True  # evaluation has a loss without labels, too
         # a mean of the batch, which gradient accumulation has to divide
         self.model_accepts_loss_kwargs = False
+        if mini_batch_size is not None:
+            self._check_backward()
+
+    def _check_backward(self) -> None:
+        """Raise an error where the backward pass of mini-batches is not PyTorch's own."""
+        other = None
+        if self.is_deepspeed_enabled:
+            other = "DeepSpeed"
+        elif self.args.optim in ("lomo", "adalomo"):  # they step in the backward pass
+            other = "the optimizer LOMO"
+        if other is not None:
+            raise ValueError(
+                "mini_batch_size: expected None for a backward pass that is not PyTorch's own, "
+                f"got {self.mini_batch_size} with {other}"
+            )
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
         """Return a new model of ``model_init``, whose parameters the loss takes over."""
@@ -96,6 +148,35 @@ class RetrievalTrainer(Trainer):
         if states is not None:
             self.loss.load_state_dict(states[""], strict=False)
 
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Run forward and backward of a batch, and return its loss, detached."""
+        if self.mini_batch_size is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        check_scalar(self.loss)
+        model.train()
+        switch = getattr(self.optimizer, "train", None)  # schedule-free optimizers have one
+        if switch is not None:
+            switch()
+        inputs = self._prepare_inputs(inputs)
+        calls = self._calls(inputs)
+
+        def loss(*embeddings: Any) -> Tensor:
+            value = self._loss(embeddings, inputs.get("labels"))
+            return value / self.current_gradient_accumulation_steps
+
+        with self.compute_loss_context_manager():
+            return grad_cache_step(
+                loss,
+                [model] * len(calls),
+                calls,
+                self.mini_batch_size,
+                scaler=self.accelerator.scaler,
+                output=self._embeddings,
+                split=self.split,
+            )
+
     def compute_loss(
         self,
         model: Any,
@@ -103,21 +184,78 @@ class RetrievalTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return the loss of a batch, and with ``return_outputs`` the model's outputs."""
+        """Return the loss of a batch; with ``return_outputs`` also the model's outputs, which are a
+        dictionary of embeddings if there are sides.
+        """
         check_scalar(self.loss)
+        outputs = [model(**call) for call in self._calls(inputs)]
+        embeddings = [self._embeddings(x) for x in outputs]
+        loss = self._loss(embeddings, inputs.get("labels"))
+        if not return_outputs:
+            return loss
+        if self.sides is None:
+            return loss, outputs[0]
+        return loss, dict(zip(self.sides, embeddings, strict=True))
+
+    def _calls(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the arguments of the model's calls for a batch: one call, or one for each side."""
         others = {name: x for name, x in inputs.items() if name not in ("labels", "return_loss")}
-        outputs = model(**others)
+        if self.sides is None:
+            return [others]
+        calls = []
+        for side in self.sides:
+            call = {name[len(side) :]: x for name, x in others.items() if name.startswith(side)}
+            if not call:
+                raise ValueError(
+                    f"sides: expected a batch with names that begin with {side!r}, got "
+                    f"{', '.join(others)}; the trainer leaves out columns that the model does not "
+                    "take, unless remove_unused_columns=False"
+                )
+            calls.append(call)
+        return calls
+
+    def _embeddings(self, outputs: Any) -> Any:
+        """Return the embeddings in the model's outputs: of images and texts, or of one side."""
         fields = outputs if isinstance(outputs, dict) else {}
-        images = fields.get("image_embeds")
-        texts = fields.get("text_embeds")
-        if not isinstance(images, Tensor) or not isinstance(texts, Tensor):
+        names = ["image_embeds", "text_embeds"]
+        if self.sides is not None:
+            if callable(self.output):
+                return self.output(outputs)
+            names = [self.output]
+        found = [fields.get(name) for name in names]
+        if not all(isinstance(x, Tensor) for x in found):
             got = ", ".join(fields) or type(outputs).__name__
-            raise TypeError(
-                "model: expected outputs with image_embeds and text_embeds, as CLIPModel's, "
-                f"got {got}"
-            )
-        ids = ids_of(inputs.get("labels"), images)
-        loss = self.loss(images, texts, ids, ids)
-        if return_outputs:
-            return loss, outputs
-        return loss
+            like = ", as CLIPModel's" if self.sides is None else ""
+            raise TypeError(f"model: expected outputs with {' and '.join(names)}{like}, got {got}")
+        return found[0] if self.sides is not None else tuple(found)
+
+    def _loss(self, embeddings: Sequence[Any], labels: Any) -> Tensor:
+        """Return the loss of what the calls of the model returned."""
+        if self.sides is None:
+            embeddings = embeddings[0]
+        images, texts, *negatives = embeddings
+        ids = ids_of(labels, images)
+        if not negatives:
+            return self.loss(images, texts, ids, ids)
+        rows = negatives[0]
+        if not getattr(inner_loss(self.loss), "in_batch", True):  # each image's own
+            if len(rows) % len(images):
+                raise ValueError(
+                    f"negatives: expected as many for each of {len(images)} images, "
+                    f"got {len(rows)} rows"
+                )
+            rows = rows.unflatten(0, (len(images), -1))
+        return self.loss(images, texts, ids, ids, negatives=rows)
+
+
+def _checked_sides(sides: Sequence[str], loss: PairLoss | Matryoshka) -> tuple[str, ...]:
+    """Return the sides as a tuple; raise an error unless they are strings, and as many as the loss
+    takes.
+    """
+    if isinstance(sides, str) or not all(isinstance(side, str) for side in sides):
+        raise TypeError(f"sides: expected two or three strings, got {sides!r}")
+    most = 3 if "negatives" in argument_names(inner_loss(loss)) else 2
+    if len(sides) not in (2, most):
+        expected = "two strings" if most == 2 else "two or three strings"
+        raise ValueError(f"sides: expected {expected} for {loss!r}, got {sides!r}")
+    return tuple(sides)

@@ -17,7 +17,7 @@ from .coder import (
 )
 from .contrastive import SigmoidLoss, TripletLoss
 from .dvse import DVSEObjective, DVSETerms, DynamicGate, DynamicOrthogonalLoss, VarianceAwareLoss
-from .infonce import DistillationLoss, InfoNCELoss
+from .infonce import DistillationLoss, InfoNCELoss, MemoryInfoNCELoss
 from .late_interaction import LateInteractionLoss
 from .matryoshka import Matryoshka
 from .probabilistic import PCMEPlusPlusLoss
@@ -41,6 +41,7 @@ __all__ = [
     "LateInteractionLoss",
     "Matryoshka",
     "MemoryDiversityContrastiveLoss",
+    "MemoryInfoNCELoss",
     "MemoryLoss",
     "MILNCELoss",
     "MultiSimilarityLoss",

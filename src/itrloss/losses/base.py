@@ -26,7 +26,7 @@ from ..distributed.collectives import replicated, total
 from ..engine.relations import Rule
 from ..functional import Reduction
 from ..memory import CoupledMemory, MemorySimilarity
-from ..related import NOTHING_RELATED, Related
+from ..related import Related
 from ..similarity import DIRECTIONS, Directions, Engine, Similarity
 from ..telemetry import describe, describe_memory
 from .suspicion import may_be_read, warn_of_ids, warn_of_units, warn_of_vectors
@@ -272,7 +272,38 @@ class SimilarityLoss(Loss):
             warn_of_units(name, sim)
 
 
-class PairLoss(SimilarityLoss):
+class DirectedLoss(SimilarityLoss):
+    """A loss of images, of texts, or of both as anchors: the option ``directions``, see
+    :class:`PairLoss`.
+    """
+
+    directions: Choice[Directions] = Choice(*DIRECTIONS)
+
+    def __init__(self, *, directions: Directions = "both", **common: Any):
+        super().__init__(**common)
+        self.directions = directions
+
+    def described(self) -> str:
+        """Return what has to be the same in all processes, in words; empty for one process."""
+        return f"{super().described()}, directions {self.directions}"
+
+    def extra_repr(self) -> str:
+        """Return the options in ``shown``, and the directions if they are not both."""
+        if self.directions == "both":
+            return super().extra_repr()
+        return f"{super().extra_repr()}, directions={self.directions!r}"
+
+    def _with_telemetry(self, loss: Any, sim: Similarity | MemorySimilarity) -> Any:
+        """Return a loss as :meth:`SimilarityLoss._with_telemetry` does; values of one direction are
+        a tensor.
+        """
+        loss = super()._with_telemetry(loss, sim)
+        if isinstance(loss, tuple) and len(loss) == 1:
+            return loss[0]
+        return loss
+
+
+class PairLoss(DirectedLoss):
     """A loss of the similarities of images and texts; the base of the losses here and of your own.
 
     A subclass implements ``compute(sim)`` of a :class:`Similarity` with images as rows: a formula
@@ -301,33 +332,27 @@ class PairLoss(SimilarityLoss):
         process_group: the processes that take part; by default, all.
     """
 
-    directions: Choice[Directions] = Choice(*DIRECTIONS)
     groups: Choice[Rule] = Choice("same", "other")
     normalize = Choice(True, False)
 
     def __init__(
         self,
         *,
-        directions: Directions = "both",
         groups: Rule = "same",
         normalize: bool = True,
         **common: Any,
     ):
         super().__init__(**common)
-        self.directions = directions
         self.groups = groups
         self.normalize = normalize
 
     def described(self) -> str:
         """Return what has to be the same in all processes, in words; empty for one process."""
-        common = f"directions {self.directions}, normalize {self.normalize}, groups {self.groups}"
-        return f"{super().described()}, {common}"
+        return f"{super().described()}, normalize {self.normalize}, groups {self.groups}"
 
     def extra_repr(self) -> str:
         """Return the options in ``shown`` and others that are not left at their defaults."""
         parts = [super().extra_repr()]
-        if self.directions != "both":
-            parts.append(f"directions={self.directions!r}")
         if self.groups != "same":
             parts.append(f"groups={self.groups!r}")
         if not self.normalize and "normalize" not in self.shown:
@@ -370,8 +395,11 @@ class PairLoss(SimilarityLoss):
                 the same group, or with the option ``groups="other"`` only in different ones;
                 otherwise they are nothing to each other. :data:`itrloss.NO_ID` is open to all. If
                 those of texts are left out, they are the images'.
-            matches: (N, M) of 1 where image and text match, 0 where they are negatives, and nan
-                where they are neither; bool will do. In place of ids and groups.
+            matches: (N, M), in place of ids and groups: above 0 where image and text match, 0 where
+                they are negatives, and nan where they are neither; bool will do, and so will a
+                sparse tensor (COO), whose missing entries are 0. A match that is not 1 has a
+                weight: means over positives are by weights, and sums multiply by them, but for
+                log-sum-exps. ``TripletLoss(mining="all")`` refuses weights.
 
         The first batch that is on the CPU and not compiled is looked at: a
         :class:`itrloss.SuspiciousInputWarning` says if no image has a positive, if none has a
@@ -392,20 +420,11 @@ class PairLoss(SimilarityLoss):
         image_groups: IdsLike | None,
         text_groups: IdsLike | None,
         matches: Tensor | None,
-    ) -> Related:
-        """Return what beside ids says who matches, and who may be a negative."""
+    ) -> Related | None:
+        """Return what beside ids says who matches, and who may be a negative; None: nothing."""
         if image_groups is None and text_groups is None and matches is None:
-            return NOTHING_RELATED
+            return None
         return Related((image_groups, text_groups), self.groups, matches)
-
-    def _with_telemetry(self, loss: Any, sim: Similarity | MemorySimilarity) -> Any:
-        """Return a loss as :meth:`SimilarityLoss._with_telemetry` does; values of one direction are
-        a tensor.
-        """
-        loss = super()._with_telemetry(loss, sim)
-        if isinstance(loss, tuple) and len(loss) == 1:
-            return loss[0]
-        return loss
 
     def compute(self, sim: Similarity) -> Any:
         """Return the loss of similarities, with images as rows and texts as columns.
@@ -425,14 +444,14 @@ class PairLoss(SimilarityLoss):
         *,
         names: Names = IMAGES_AND_TEXTS,
         check: Callable[[], str] = nothing,
-        related: Related = NOTHING_RELATED,
+        related: Related | None = None,
     ) -> Similarity:
         """Return the input as a similarity.
 
         ``check`` checks what else there is, and returns what has to be the same in all processes.
         """
         options: dict[str, Any] = {"check_finite": self.check_finite, "names": names}
-        if related is not NOTHING_RELATED:
+        if related is not None:
             options["related"] = related
 
         def check_alone() -> str:
@@ -452,7 +471,7 @@ class PairLoss(SimilarityLoss):
         if isinstance(images, Similarity):
             self.agree(check_alone)
             check_left_out(texts=texts, image_ids=image_ids, text_ids=text_ids)
-            if related is not NOTHING_RELATED:
+            if related is not None:
                 expected = "None beside a Similarity, which stands for all of the input"
                 raise ValueError(f"image_groups, text_groups, matches: expected {expected}")
             if self.check_finite:
@@ -484,7 +503,7 @@ def check_left_out(**others: Any) -> None:
             raise ValueError(f"{name}: expected {expected}")
 
 
-class MemoryLoss(SimilarityLoss):
+class MemoryLoss(DirectedLoss):
     """A loss of images, texts, their momentum keys and a :class:`itrloss.CoupledMemory`; a base for
     your own.
 
@@ -493,6 +512,8 @@ class MemoryLoss(SimilarityLoss):
     backward pass, put the batch into the memory: ``memory.enqueue(image_keys, text_keys, ids)``.
 
     Args:
+        directions: ``"both"``; ``"image-text"`` for images against the memory's texts alone, or
+            ``"text-image"``.
         reduction, engine, check_finite: see :class:`PairLoss`. ``engine`` goes by the size of the
             memory.
         telemetry: the same of :func:`itrloss.telemetry.describe_memory`.
@@ -523,21 +544,31 @@ class MemoryLoss(SimilarityLoss):
                 entries of the memory with an anchor's id are no negatives of it. If both are left
                 out, image i matches text i; the memory must have been filled without ids, too.
         """
-        sims = MemorySimilarity.of(
-            images,
-            texts,
-            image_keys,
-            text_keys,
+        batch = images, texts
+        keys = image_keys, text_keys
+        sims = self._similarities(batch, keys, memory, (image_ids, text_ids))
+        return self._with_telemetry(self.compute(sims), sims)
+
+    def _similarities(
+        self,
+        batch: tuple[Tensor, Tensor],
+        keys: tuple[Tensor, Tensor],
+        memory: CoupledMemory,
+        ids: tuple[IdsLike | None, IdsLike | None],
+    ) -> MemorySimilarity:
+        """Return the similarities of a batch with itself, with its keys and with the memory."""
+        return MemorySimilarity.of(
+            *batch,
+            *keys,
             memory,
-            image_ids,
-            text_ids,
+            *ids,
+            directions=self.directions,
             engine=self.engine,
             check_finite=self.check_finite,
             gather=self.sharded,
             process_group=self.process_group,
             same=self.described(),
         )
-        return self._with_telemetry(self.compute(sims), sims)
 
     def compute(self, sims: MemorySimilarity) -> Any:
         """Return the loss of the similarities with the batch, with its keys and with the memory.

@@ -32,14 +32,14 @@ from ..checks import (
 )
 from ..distributed import padded
 from ..engine.vectors import compute_dtype, full_precision, host_may_read, normalized
-from ..related import NOTHING_RELATED, Related, label_sets
-from ..similarity import NO_ID, Similarity
+from ..memory import CoupledMemory, MemorySimilarity
+from ..related import Related, label_sets
+from ..similarity import NO_ID, SIDES, Similarity
 from ..terms import identity, softplus
-from .base import LEAST_LOG, PairLoss
+from .base import LEAST_LOG, MemoryLoss, PairLoss, SimilarityLoss
 from .suspicion import may_be_read, warn_of_negatives, warn_of_units, warn_of_vectors
 
 ROUNDING = 32.0  # units in the last place by which two products of the same vectors may differ
-SIDES = {"both": (0, 1), "image-text": (0,), "text-image": (1,)}
 _OF_IMAGES = Names("images", "images", "image_ids", "image_ids")
 _OF_TEXTS = Names("texts", "texts", "text_ids", "text_ids")
 _OF_NEGATIVES = Names("images", "negatives", "image_ids", "negative_ids")
@@ -88,7 +88,67 @@ class Further(NamedTuple):
 NOTHING_FURTHER = Further()
 
 
-class InfoNCELoss(PairLoss):
+class TemperatureLoss(SimilarityLoss):
+    """A loss with a temperature, which may be learnt.
+
+    Args:
+        temperature: τ, in units of cosine similarity.
+        learnable: make τ a parameter, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
+        max_scale: the largest ``1/τ`` that is learnt: a call in training mode sets ``log_scale``
+            back to it (CLIP's 100). None: there is no limit.
+    """
+
+    learnable = Fixed[bool]()
+    max_scale = NumberOr(None, above=0)
+
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        learnable: bool = False,
+        *,
+        max_scale: float | None = None,
+        **common: Any,
+    ):
+        super().__init__(**common)
+        self.learnable = learnable
+        # (1,): FSDP and the like do not shard 0-dim parameters.
+        self.log_scale = nn.Parameter(torch.zeros(1)) if learnable else None
+        self.temperature = temperature
+        self.max_scale = max_scale
+
+    @property
+    def in_cosines(self) -> bool:
+        """Whether the temperature is one for cosines."""
+        return bool(self.temperature < 0.5)
+
+    @property
+    def temperature(self) -> float | Tensor:
+        """τ: a number, or a 0-dim tensor that follows ``log_scale`` (1,). May be set later."""
+        if self.log_scale is None:
+            return self._temperature
+        # in float32 at least: exp in half precision would put it up to 0.4 % off
+        return (-self.log_scale.to(compute_dtype(self.log_scale))).exp().squeeze()
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        """Set τ, above 0; if it is learnable, in place."""
+        self._temperature = as_number("temperature", value, positive=True)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give a learnable τ the value that was set last, as is needed after ``to_empty``."""
+        if self.log_scale is not None:
+            self.log_scale.fill_(-math.log(self._temperature))
+
+    @torch.no_grad()
+    def _limit_scale(self) -> None:
+        """Set a learnt scale that has become too large back to the largest one."""
+        if self.training and self.log_scale is not None and self.max_scale is not None:
+            self.log_scale.clamp_(max=math.log(self.max_scale))
+
+
+class InfoNCELoss(TemperatureLoss, PairLoss):
     r"""InfoNCE, with any number of positives per anchor, in one or in both directions.
 
     .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} -\log
@@ -138,14 +198,12 @@ class InfoNCELoss(PairLoss):
         "max_scale",
         "reduction",
     )
-    learnable = Fixed[bool]()
     image_image = Choice(True, False)
     text_text: Choice[bool | str] = Choice(True, False, "unfiltered")
     joint = Choice(True, False)
     in_batch = Choice(True, False)
     margin = NumberOr(None)
     relative = Choice(True, False)
-    max_scale = NumberOr(None, above=0)
 
     def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
@@ -159,14 +217,9 @@ class InfoNCELoss(PairLoss):
         margin: float | None = None,
         relative: bool = False,
         hardness: float | tuple[float, float] = 0.0,
-        max_scale: float | None = None,
         **common: Any,
     ):
-        super().__init__(**common)
-        self.learnable = learnable
-        # (1,): FSDP and the like do not shard 0-dim parameters.
-        self.log_scale = nn.Parameter(torch.zeros(1)) if learnable else None
-        self.temperature = temperature
+        super().__init__(temperature, learnable, **common)
         self.image_image = image_image
         self.text_text = text_text
         self.joint = joint
@@ -174,26 +227,6 @@ class InfoNCELoss(PairLoss):
         self.margin = margin
         self.relative = relative
         self.hardness = hardness
-        self.max_scale = max_scale
-
-    @property
-    def in_cosines(self) -> bool:
-        """Whether the temperature is one for cosines."""
-        return bool(self.temperature < 0.5)
-
-    @property
-    def temperature(self) -> float | Tensor:
-        """τ: a number, or a 0-dim tensor that follows ``log_scale`` (1,). May be set later."""
-        if self.log_scale is None:
-            return self._temperature
-        # in float32 at least: exp in half precision would put it up to 0.4 % off
-        return (-self.log_scale.to(compute_dtype(self.log_scale))).exp().squeeze()
-
-    @temperature.setter
-    def temperature(self, value: float) -> None:
-        """Set τ, above 0; if it is learnable, in place."""
-        self._temperature = as_number("temperature", value, positive=True)
-        self.reset_parameters()
 
     @property
     def hardness(self) -> float | tuple[float, float]:
@@ -211,12 +244,6 @@ class InfoNCELoss(PairLoss):
         if min(checked) < 0:
             raise ValueError(f"hardness: expected at least 0, got {value!r}")
         self._hardness = (checked[0], checked[1]) if is_pair else checked[0]
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Give a learnable τ the value that was set last, as is needed after ``to_empty``."""
-        if self.log_scale is not None:
-            self.log_scale.fill_(-math.log(self._temperature))
 
     # ---------------------------------------------------------------------------------------- input
 
@@ -318,12 +345,6 @@ class InfoNCELoss(PairLoss):
         negatives = more[0] if more else None
         return batch, self._further(images, texts, negatives, ids_of_further, True)
 
-    @torch.no_grad()
-    def _limit_scale(self) -> None:
-        """Set a learnt scale that has become too large back to the largest one."""
-        if self.training and self.log_scale is not None and self.max_scale is not None:
-            self.log_scale.clamp_(max=math.log(self.max_scale))
-
     def _check_options(
         self,
         negatives: Tensor | None,
@@ -411,7 +432,7 @@ class InfoNCELoss(PairLoss):
                 scores = scores_of_own(images, negatives, normalize)
             own = OwnNegatives(scores, ids.exist(scores))
             return Further(None, own, among_images, among_texts)
-        options["related"] = NOTHING_RELATED
+        options["related"] = None
         options["names"] = _OF_NEGATIVES
         of_images = ids.with_negatives(ids.images, len(images), negatives)
         shared = self._between(images, negatives, of_images, **options)
@@ -499,7 +520,10 @@ class Denominators:
         hardness = loss.hardness
         #: Of the batch, and of further negatives.
         self.hardness = hardness if isinstance(hardness, tuple) else (hardness, hardness)
+        # Found once, as several denominators have them.
         self._limits: dict[int, Tensor] = {}
+        self._across: dict[int, Tensor] = {}
+        self._among: dict[int, Tensor | None] = {}
 
     @property
     def are_sums_of_anchors(self) -> bool:
@@ -517,7 +541,7 @@ class Denominators:
         if self.loss.margin is None:
             return None
         judge = self.views[0] if self.guides is None else self.guides[0]
-        return self._above(self.loss.anchors(judge).mean_of_positives(identity))
+        return self._above(self.loss.anchors(judge).mean_of_positives(identity)).detach()
 
     def limit(self, side: int) -> Tensor | None:
         """Return the (N,) or (M,) scores below which negatives count; None: all do."""
@@ -545,11 +569,10 @@ class Denominators:
         """Return the log-sum-exps of the candidates across: (N,) of images, (M,) of texts."""
         view = self.views[side]
         limit = self.limit(side)
-        of_batch, of_further = self.hardness
-        guide = None if self.guides is None else self.guides[side]
+        _, of_further = self.hardness
         logs: list[Tensor] = []
         if self.loss.in_batch:
-            logs.append(self._log(view, guide, limit, of_batch))
+            logs.append(self.across(side))
         negatives = self.further.negatives
         if side == 0 and negatives is not None:
             logs.append(self._log(negatives, self.of_guide.negatives, limit, of_further))
@@ -561,8 +584,26 @@ class Denominators:
             logs.append(padded(log, view.sizes[0], LEAST_LOG))
         return joined_logs(logs)
 
+    def across(self, side: int) -> Tensor:
+        """Return the log-sum-exps of the batch's texts (N,) for images, or images (M,) for texts.
+
+        Both are found in one pass over the scores.
+        """
+        if not self._across:
+            anchors = self.loss.anchors(self.views[0])
+            guide = None if self.guides is None else self.loss.anchors(self.guides[0])
+            sides = SIDES[self.loss.directions]
+            log = self._log(anchors, guide, self.limits(), self.hardness[0])
+            self._across = dict(zip(sides, anchors.split(log), strict=True))
+        return self._across[side]
+
     def among(self, side: int) -> Tensor | None:
         """Return the log-sum-exps of candidates of the own kind; None where they are none."""
+        if side not in self._among:
+            self._among[side] = self._found_among(side)
+        return self._among[side]
+
+    def _found_among(self, side: int) -> Tensor | None:
         further = self.further
         of_guide = self.of_guide
         if side == 0 and further.among_images is not None:
@@ -691,7 +732,7 @@ class FurtherIds:
     images: IdsLike | None
     texts: IdsLike | None
     negatives: IdsLike | None  # (K,) or (N, K)
-    related: Related  # of images and texts
+    related: Related | None  # of images and texts
 
     @classmethod
     def of(
@@ -700,7 +741,7 @@ class FurtherIds:
         images: IdsLike | None,
         texts: IdsLike | None,
         negatives: IdsLike | None,
-        related: Related,
+        related: Related | None,
     ) -> FurtherIds:
         """Return the ids that were passed in; of a batch that processes share, ids that tell the
         images and texts of all apart.
@@ -709,12 +750,14 @@ class FurtherIds:
             images, texts = sim.own_ids
         return cls(images, texts, negatives, related)
 
-    def among(self, side: int) -> Related:
+    def among(self, side: int) -> Related | None:
         """Return the groups of images (``side`` 0), or of texts, among themselves."""
+        if self.related is None:
+            return None
         of_images, of_texts = self.related.groups
         own = of_images if side == 0 or of_texts is None else of_texts
         if own is None:
-            return NOTHING_RELATED
+            return None
         return Related((own, own), self.related.rule)
 
     def with_negatives(
@@ -831,6 +874,92 @@ def check_guide_ids(guide: Similarity, sim: Similarity) -> None:
             raise ValueError(f"guide: {expected}")
 
 
+class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
+    r"""InfoNCE of a batch against the keys of earlier batches (MoCo; He et al., CVPR 2020,
+    https://arxiv.org/abs/1911.05722, Eq. 1), between images and texts as in ALBEF (Li et al.,
+    NeurIPS 2021, https://arxiv.org/abs/2107.07651, Eq. 1 and 6).
+
+    .. math:: \ell_i = (1 - \alpha) \operatorname{mean}_{p \in pos(i)} -\log
+        \frac{e^{S_{ip}/\tau}}{e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau}}
+        - \alpha \sum_j q_{ij} \log p_{ij}
+
+    The candidates of image i are the text keys of the batch and the memory's texts; of them the
+    batch's keys with its id are its positives, and those with another id its negatives. Entries of
+    the memory with its id are neither. The last term is ALBEF's momentum distillation: over all
+    candidates, p is the softmax of :math:`S_i / \tau`, and q that of the image's own *key* with
+    the candidates, without a gradient. See :doc:`methods/memory`.
+
+    Args:
+        temperature, learnable, max_scale: see :class:`InfoNCELoss`.
+        batch_negatives: False: the memory's entries alone are negatives (MoCo). While it is empty,
+            the loss is then 0.
+        distillation: α in [0, 1]; ALBEF has 0.4.
+        directions, reduction, engine, check_finite, telemetry, gather, process_group: see
+            :class:`MemoryLoss`.
+    """
+
+    shown = (
+        "temperature",
+        "learnable",
+        "batch_negatives",
+        "distillation",
+        "max_scale",
+        "reduction",
+    )
+    batch_negatives = Choice(True, False)
+    distillation = Number(at_least=0, at_most=1)
+
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        learnable: bool = False,
+        *,
+        batch_negatives: bool = True,
+        distillation: float = 0.0,
+        **common: Any,
+    ):
+        super().__init__(temperature, learnable, **common)
+        self.batch_negatives = batch_negatives
+        self.distillation = distillation
+
+    def forward(
+        self,
+        images: Tensor,
+        texts: Tensor,
+        image_keys: Tensor,
+        text_keys: Tensor,
+        memory: CoupledMemory,
+        image_ids: IdsLike | None = None,
+        text_ids: IdsLike | None = None,
+    ) -> Any:
+        """Return the loss of a batch with the memory of former ones; see
+        :meth:`MemoryLoss.forward`.
+        """
+        if self.distillation and not self.batch_negatives:
+            expected = "expected 0 beside batch_negatives=False, as q is over the batch, too"
+            raise ValueError(f"distillation: {expected}, got {self.distillation}")
+        self._limit_scale()
+        batch = images, texts
+        keys = image_keys, text_keys
+        ids = image_ids, text_ids
+        sims = self._similarities(batch, keys, memory, ids)
+        teacher: MemorySimilarity | None = None
+        if self.distillation:
+            teacher = self._similarities(keys, keys, memory, ids)
+        return self._with_telemetry(self.compute(sims, teacher), sims)
+
+    def compute(self, sims: MemorySimilarity, teacher: MemorySimilarity | None = None) -> Any:
+        """Return the loss; ``teacher``: the similarities with the keys in place of the batch."""
+        return functional.memory_info_nce_loss(
+            sims,
+            self.shared(self.temperature),
+            self.reduction,
+            batch_negatives=self.batch_negatives,
+            distillation=self.distillation,
+            teacher=teacher,
+        )
+
+
 class DistillationLoss(PairLoss):
     r"""Cross-entropy against the softmax of a teacher's scores, over both directions.
 
@@ -864,40 +993,55 @@ class DistillationLoss(PairLoss):
 
     def forward(  # type: ignore[override]
         self,
-        images: Tensor,
-        texts: Tensor,
-        teacher: Tensor | Similarity,
+        images: Tensor | None = None,
+        texts: Tensor | None = None,
+        teacher: Tensor | Similarity | None = None,
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
+        *,
+        scores: Tensor | None = None,
+        image_groups: IdsLike | None = None,
+        text_groups: IdsLike | None = None,
+        **unknown: Any,
     ) -> Any:
-        """Return the loss of (N, D) images and (M, D) texts.
+        """Return the loss of (N, D) images and (M, D) texts, or of a score matrix.
 
-        ``teacher``: (N, M) scores of another model, or a :class:`Similarity` of its embeddings, see
-        :meth:`FilteredInfoNCELoss.forward`. Ids are as in :meth:`PairLoss.forward`; they are for
-        ``telemetry`` alone.
+        Args:
+            images, texts, scores: see :meth:`PairLoss.forward`. Scores may be those of each image
+                with its own candidates, such as its text and its hard negatives, with
+                ``directions="image-text"``.
+            teacher: (N, M) scores of another model, or a :class:`Similarity` of its embeddings.
+            image_ids, text_ids: see there; they are for ``telemetry`` and beside groups alone.
+            image_groups, text_groups: see there; candidates are of the same group, or match.
         """
-
+        if unknown:
+            self.refuse(unknown)
         teacher = from_numpy(teacher)
+        own = images if scores is None else scores
 
         def check() -> str:
             return described_model("teacher", teacher, images, texts) if self.sharded else ""
 
-        no_ids = image_ids is None and text_ids is None
-        if no_ids and not self.sharded and len(images) != len(texts):
-            image_ids = torch.arange(len(images), device=images.device)
-            text_ids = torch.arange(len(texts), device=texts.device)
-        sim = self._similarity(images, texts, image_ids, text_ids, check=check)
+        related = self._related(image_groups, text_groups, None)
+        no_ids = image_ids is None and text_ids is None and related is None
+        if no_ids and not self.sharded and isinstance(own, Tensor):
+            n, m = (len(own), len(texts)) if texts is not None else own.shape
+            if n != m:
+                image_ids = torch.arange(n, device=own.device)
+                text_ids = torch.arange(m, device=own.device)
+        ids = image_ids, text_ids
+        sim = self._similarity(images, texts, *ids, scores, check=check, related=related)
         if isinstance(teacher, Tensor):
             check_matrix("teacher", teacher, "(N, M)", self.check_finite)
             if teacher.shape != sim.shape:
                 raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(teacher.shape)}")
-            teacher = Similarity.from_scores(teacher, image_ids, text_ids)
+            teacher = Similarity.from_scores(teacher, *ids, related=related)
         if not self._looked and not torch.compiler.is_compiling():
             self._look_at_teacher(teacher)
         return self._with_telemetry(self.compute(sim, teacher), sim)
 
     @torch.no_grad()
-    def _look_at_teacher(self, teacher: Similarity) -> None:
+    def _look_at_teacher(self, teacher: Any) -> None:
         """Warn of a teacher in other units, or of its embeddings; see :meth:`_look`."""
         if not isinstance(teacher, Similarity) or not may_be_read(teacher):
             return
@@ -906,13 +1050,13 @@ class DistillationLoss(PairLoss):
             warn_of_units(type(self).__name__, teacher, "teacher: scores")
 
     def compute(  # type: ignore[override]
-        self, sim: Similarity, teacher: Similarity
+        self, sim: Similarity, teacher: Similarity | None
     ) -> Any:
         """Return the loss of the similarities of two models."""
-        functional.check_other_model("teacher", teacher, sim)
+        taught = functional.check_other_model("teacher", teacher, sim)
         return functional.distillation_loss(
             self.anchors(sim),
-            self.anchors(teacher),
+            self.anchors(taught),
             self.temperature,
             self.teacher_temperature,
             self.reduction,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -133,22 +133,27 @@ def check_dimensions(images: Any, texts: Any, least: int) -> None:
         raise ValueError(f"texts: expected {expected}, got {texts.shape[-1]}")
 
 
-def takes_pairs(loss: PairLoss) -> bool:
-    """Return whether a loss needs images and texts and nothing else."""
-    parameters = inspect.signature(loss.forward).parameters.values()
-    inputs = [x for x in parameters if x.kind != x.VAR_KEYWORD]
-    return [x.name for x in inputs if x.default is x.empty or x.name in ("images", "texts")] == [
-        "images",
-        "texts",
-    ]
+def takes_pairs(loss: Any) -> bool:
+    """Return whether a loss is of images and texts, and needs nothing but their similarity."""
+    if not isinstance(loss, PairLoss) or len(needed_by(loss.compute)) > 1:
+        return False
+    names = [x for x in argument_names(loss) if x in ("images", "texts")]
+    return names == ["images", "texts"] and set(needed_by(loss.forward)) <= {"images", "texts"}
 
 
-def inner_loss(loss: Any) -> PairLoss:
+def needed_by(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's arguments that have no default."""
+    parameters = inspect.signature(function).parameters.values()
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [x.name for x in parameters if x.default is x.empty and x.kind not in several]
+
+
+def inner_loss(loss: Any) -> Any:
     """Return a loss, or that inside of Matryoshka; raise an error unless it takes images and texts
     to a scalar.
     """
     inner = loss.loss if isinstance(loss, Matryoshka) else loss
-    if not isinstance(inner, PairLoss) or not takes_pairs(inner):
+    if not takes_pairs(inner):
         expected = "expected one of images and texts alone, such as itrloss.InfoNCELoss()"
         raise TypeError(f"loss: {expected}, got {loss!r}")
     check_scalar(inner)

@@ -15,7 +15,6 @@ from ..similarity import Similarity
 from ..terms import identity, pair_term
 from .base import PairLoss, finite_logsumexp
 
-_SMALLEST_LOG = -80.0  # shares below its exponential are 0
 _SHARP = 2.0**20  # so sharp a soft minimum of scores is their minimum, but for rounding
 
 
@@ -114,10 +113,12 @@ class MILNCELoss(PairLoss):
 
 
 @pair_term
-def _divergence(log_share: Tensor, log_label: Tensor) -> Tensor:
-    """Return ``p (log p - log q)`` of the logarithms of a share p and of its label q."""
-    log = log_share.clamp(_SMALLEST_LOG, 1.0)  # pairs that do not count may overflow
-    return log.exp() * (log - log_label)
+def _expected_log_label(
+    log_share: Tensor, weight: Tensor, weights: Tensor, epsilon: Tensor
+) -> Tensor:
+    """Return ``p log q``: the share p and the label q, a match's part of its anchor's weights."""
+    share = log_share.clamp_max(1.0).exp()  # pairs that do not count may overflow
+    return share * (weight / weights + epsilon).log()
 
 
 class SDMLoss(PairLoss):
@@ -127,11 +128,11 @@ class SDMLoss(PairLoss):
     .. math::
         \ell_i = \sum_j p_{ij} \log \frac{p_{ij}}{q_{ij} + \varepsilon}, \qquad
         p_i = \operatorname{softmax}_j(S_{ij} / \tau), \qquad
-        q_{ij} = \frac{[j \in pos(i)]}{|pos(i)|}
+        q_{ij} = \frac{w_{ij}}{\sum_{p \in pos(i)} w_{ip}}
 
     Eq. 2 to 4 there: the divergence of the softmax over all candidates from the labels, which are
-    uniform over an anchor's positives. An anchor without a positive does not count; one without a
-    negative does. See :doc:`methods/supervised`.
+    uniform over an anchor's positives, or in proportion to the weights w in ``matches``. An anchor
+    without a positive does not count; one without a negative does. See :doc:`methods/supervised`.
 
     Args:
         temperature: τ, in units of cosine similarity.
@@ -158,12 +159,18 @@ class SDMLoss(PairLoss):
         """Return the divergence, summed over negatives, whose label is 0, and over positives."""
         anchors = self.anchors(sim)
         scale = 1 / self.temperature
-        shift = -finite_logsumexp(anchors, scale, over="all")
-        counts = anchors.positive_counts
-        log_label = (1 / counts.clamp_min(1).to(anchors.dtype) + self.epsilon).log()
-        of_negatives = anchors.sum(_divergence, math.log(self.epsilon), scale=scale, shift=shift)
-        of_positives = anchors.sum_of_positives(_divergence, log_label, scale=scale, shift=shift)
-        return anchors.reduce(of_negatives + of_positives, self.reduction, counts > 0)
+        p = anchors.softmax_parts(scale)
+        log_labels = anchors.sum_of_positives(
+            _expected_log_label,
+            anchors.positive_weights,
+            self.epsilon,
+            scale=scale,
+            shift=-p.logsumexp,
+            weights="parameter",
+        )
+        of_negatives = p.log_negatives - p.negatives * math.log(self.epsilon)
+        values = of_negatives + p.log_positives - log_labels
+        return anchors.reduce(values, self.reduction, anchors.positive_counts > 0)
 
 
 class MultiSimilarityLoss(PairLoss):

@@ -155,7 +155,7 @@ def shared(sim: Any, question: str, process_group: Any) -> Similarity:
     raises an error, all raise an error. Ids of texts alone are numbers of this process's images.
     """
     with consensus(process_group):
-        if not isinstance(sim, Similarity | Tensor):
+        if not isinstance(sim, (Similarity, Tensor)):
             raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
         if isinstance(sim, Tensor) or sim.side or sim.embeddings is None:
             raise ValueError(

@@ -71,7 +71,7 @@ RECALL_NAMES = recall_names()
 
 def as_ks(ks: Any) -> tuple[int, ...]:
     """Return distinct numbers of first candidates; raise an error unless they are 1 or more."""
-    if isinstance(ks, Tensor | np.ndarray):
+    if isinstance(ks, (Tensor, np.ndarray)):
         ks = ks.tolist()
     if isinstance(ks, str) or not isinstance(ks, Sequence):
         raise TypeError(f"ks: expected numbers such as (1, 5, 10), got {ks!r}")
