@@ -58,7 +58,7 @@ class Options:
         for name, value in vars(self).items():
             if value != getattr(default, name):
                 words.append(f"{name}={value!r}")
-        return ", ".join(words) or "plain"
+        return ", ".join(words) or f"temperature={self.temperature}"
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -394,7 +394,7 @@ def table(rows: Iterable[dict[str, Any]]) -> list[str]:
     lines = []
     for row in rows:
         if row["split"] == "test":
-            cells = [row["form"], f"{row['noise']:.0%}"]
+            cells = [row["form"], _percent(row["noise"])]
             for key in ("rsum", "i2t_r1", "t2i_r1"):
                 cells.append(f"{sum(row[key]) / len(row[key]):.1f}")
             lines.append(_line([*cells, *_cells(row.get("to plain"))]))
@@ -407,9 +407,23 @@ def further_table(rows: Iterable[dict[str, Any]]) -> list[str]:
     for row in rows:
         for baseline in BASELINES.get(row["form"], ()):
             if row["split"] == "test":
-                cells = [f"{row['form']} − {baseline}", f"{row['noise']:.0%}"]
+                cells = [f"{row['form']} − {baseline}", _percent(row["noise"])]
                 lines.append(_line([*cells, *_cells(row[f"to {baseline}"])]))
     return lines
+
+
+def search_table(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the lines of docs/embedders.rst with RSUM on the development split."""
+    lines = []
+    for row in rows:
+        if row["split"] == "dev":
+            rsums = [f"{rsum:.1f}" for rsum in row["rsum"]]
+            lines.append(_line([row["form"], f"``{row['options']}``", *rsums]))
+    return lines
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -441,7 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     forms = chosen(search)
     rows = [*search.rows, *final(trainings, forms)]
     report.save(args.out / "negatives.json", runner.machine("cpu"), rows)
-    print(*table(rows), "", *further_table(rows), sep="\n")
+    print(*table(rows), "", *further_table(rows), "", *search_table(rows), sep="\n")
     return 0
 
 

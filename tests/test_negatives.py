@@ -48,8 +48,9 @@ def test_trainings_are_kept_and_options_chosen_by_the_development_split(
     rows = json.loads((out / "negatives.json").read_text())["rows"]
     assert rows == first["rows"]
     printed = capsys.readouterr().out.splitlines()
-    assert printed == [*negatives.table(rows), "", *negatives.further_table(rows)]
-    assert len(printed) == 20 + 1 + 10
+    tables = negatives.table(rows), negatives.further_table(rows), negatives.search_table(rows)
+    assert [len(lines) for lines in tables] == [20, 10, 18]
+    assert printed == [*tables[0], "", *tables[1], "", *tables[2]]
     final = {(row["form"], row["noise"]): row for row in rows if row["split"] == "test"}
     searched = [row for row in rows if row["split"] == "dev"]
     for form in ("plain", "filter", "hardness", "groups", "mined"):
@@ -179,5 +180,9 @@ def test_differences_and_their_intervals():
 def test_the_tables_of_the_docs_are_the_results():
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
     text = (ROOT / "docs" / "embedders.rst").read_text(encoding="utf-8")
-    for lines in (negatives.table(rows), negatives.further_table(rows)):
+    for lines in (
+        negatives.table(rows),
+        negatives.further_table(rows),
+        negatives.search_table(rows),
+    ):
         assert lines and "\n".join("   " + line for line in lines) in text
