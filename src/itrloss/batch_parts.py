@@ -71,7 +71,7 @@ class BatchPart(NamedTuple):
             rows, cols = self.tensors
             checks.check_embeddings(rows, cols, self.check_finite, self.names, empty=True)
         n, m = self.sizes
-        check_biases(self.bias, n, m)
+        checks.check_biases(self.bias, n, m)
         device = self.tensors[0].device
         if self.related is not None and self.related.matches is not None:
             matches = self.related.matches
@@ -211,19 +211,3 @@ def gathered_bias(bias: Bias | None, processes: Processes) -> Bias | None:
     own = None if rows is None else padded(rows, n)
     others = None if cols is None else collectives.gather(padded(cols, m), processes.group)
     return own, others
-
-
-def check_biases(bias: Any, n: int, m: int) -> Bias:
-    """Return the (N,) and (M,) biases; raise an error unless they are a pair of tensors or None."""
-    if bias is None:
-        return None, None
-    if not isinstance(bias, (tuple, list)) or len(bias) != 2:
-        raise TypeError(f"bias: expected a pair of tensors or None, got {bias!r}")
-    biases = checks.from_numpy(bias[0]), checks.from_numpy(bias[1])
-    for x, size in zip(biases, (n, m), strict=True):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor) or x.shape != (size,) or not x.is_floating_point():
-            got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else repr(x)
-            raise ValueError(f"bias: expected ({size},) floating-point numbers, got {got}")
-    return biases

@@ -15,7 +15,6 @@ from .batch_parts import (
     BatchPart,
     Known,
     agreed,
-    check_biases,
     gathered_bias,
     processes_of,
     related_to_all,
@@ -125,7 +124,7 @@ class Similarity(Anchors):
             pairs,
             engine_for(pairs, choose_engine(engine, n * m, int(memory_budget), rows)),
             int(memory_budget),
-            check_biases(bias, n, m),
+            checks.check_biases(bias, n, m),
         )
         matrix.strict = matrix.engine == engine == "triton"
         self._start(AnchorSide(matrix, 0))
