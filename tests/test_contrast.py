@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from oracle_contrast import Model, Options
 from processes import both as in_two_processes
+from processes import run
 from torch import Tensor
 
 import itrloss
@@ -229,26 +230,28 @@ def captions(loss: InfoNCELoss, x: dict[str, Tensor], *ids: Tensor, **options: A
 
 
 def numbered(rows: Any) -> Tensor:
-    return torch.tensor(rows)
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 def ragged(x: dict[str, Tensor], numbers: list[int]) -> dict[str, Any]:
     parts = [own[:size] for own, size in zip(x["negatives"], numbers, strict=True)]
-    return {"negatives": torch.cat(parts)}
+    nothing = x["negatives"].flatten(0, 1)[:0]  # a process may have no queries
+    return {"negatives": torch.cat([nothing, *parts])}
 
 
 def padded(x: dict[str, Tensor], numbers: list[int]) -> dict[str, Any]:
     ids = [[-1 if k < size else NO_ID for k in range(2)] for size in numbers]
-    return {**own(x), "negative_ids": ids}
+    return {**own(x), "negative_ids": torch.tensor(ids, dtype=torch.int64).view(-1, 2)}
 
 
 def masked(x: dict[str, Tensor], mask: Any) -> dict[str, Any]:
-    return {**own(x), "negative_ids": torch.where(torch.tensor(mask).bool(), -1, NO_ID)}
+    marks = torch.tensor(mask).bool().view(x["negatives"].shape[:2])
+    return {**own(x), "negative_ids": torch.where(marks, -1, NO_ID)}
 
 
 def same_document(x: dict[str, Tensor], ids: Any) -> Tensor:
-    documents = torch.tensor(ids)
-    further = documents.view(3, 3)[:, 1:].flatten()
+    documents = torch.tensor(ids, dtype=torch.int64)
+    further = documents.view(-1, 3)[:, 1:].flatten()
     return queries(one_way(0.1), x, documents[::3], documents[::3], **flat(x), negative_ids=further)
 
 
@@ -393,6 +396,84 @@ def test_lines_of_other_projects(name, engine, small_tiles, monkeypatch):
         grad = torch.zeros_like(x[key]) if x[key].grad is None else x[key].grad
         exact = torch.tensor(wanted, dtype=torch.float64)
         torch.testing.assert_close(grad.reshape(exact.shape), exact, rtol=0, atol=2e-9)
+
+
+# Lines on scores: those of late interaction have tests of their own, and the others are of scores
+# of each query's own candidates, which no process shares.
+ON_SCORES = {
+    "colpali",
+    "colpali-gathered",
+    "nemo-maxsim",
+    "clip4clip",
+    "flagembedding-kd",
+    "nemo-distill",
+}
+SHARES = {  # of each process in the rows
+    "two": (0.5, 0.5),
+    "two, uneven": (0.25, 0.75),
+    "two, one empty": (0.0, 1.0),
+    "three": (0.34, 0.33, 0.33),
+    "three, uneven": (0.25, 0.0, 0.75),
+}
+
+
+def part(x: Any, shares: tuple[float, ...], rank: int) -> Any:
+    """A process's rows of a tensor, or of a list with an entry for each row."""
+    ends = [round(sum(shares[:k]) * len(x)) for k in range(len(shares) + 1)]
+    return x[ends[rank] : ends[rank + 1]]
+
+
+def shared_line(name: str, shares: tuple[float, ...], rank: int) -> list[Tensor]:
+    """The value of a line in a job, and its gradients by the parts of the inputs."""
+    case = CASES[name]
+    x = {}
+    for key, numbers in case["inputs"].items():
+        whole = torch.tensor(numbers, dtype=torch.float64)
+        x[key] = part(whole, shares, rank).clone().requires_grad_()
+    if name == "gist-negatives":  # the same for each query, so that nobody has a part of them
+        for key in ("negatives", "guide_negatives"):
+            x[key] = torch.tensor(case["inputs"][key], dtype=torch.float64).requires_grad_()
+    options = {}
+    for key, value in case["options"].items():
+        is_of_rows = isinstance(value, list) and key != "matches"
+        options[key] = part(value, shares, rank) if is_of_rows else value
+    if name == "nemo-same-document":
+        options["document_ids"] = [
+            number
+            for own in part(torch.tensor(case["options"]["document_ids"]).view(-1, 3), shares, rank)
+            for number in own.tolist()
+        ]
+    value = LINES[name](x, options)
+    leaves = [x[key] for key in case["gradients"]]
+    gradients = torch.autograd.grad(value, leaves, materialize_grads=True)
+    return [value.detach(), *gradients]
+
+
+def lines_of_a_process(rank: int, shares: tuple[float, ...]) -> dict[str, list[Tensor]]:
+    plain = PairLoss.__init__
+    PairLoss.__init__ = lambda loss, **options: plain(loss, gather=True, **options)  # type: ignore
+    return {name: shared_line(name, shares, rank) for name in LINES if name not in ON_SCORES}
+
+
+@pytest.mark.parametrize("shares", SHARES)
+def test_lines_of_other_projects_over_processes(shares, tmp_path):
+    """Their values and gradients are those of one process, with even and with uneven parts."""
+    world = len(SHARES[shares])
+    every = run(lines_of_a_process, tmp_path, SHARES[shares], world=world)
+    for name in every[0]:
+        case = CASES[name]
+        for value, *_ in (found[name] for found in every):
+            assert abs(float(value) - case["value"]) < 2e-9, name
+        for k, (key, wanted) in enumerate(case["gradients"].items()):
+            exact = torch.tensor(wanted, dtype=torch.float64)
+            gradients = [found[name][1 + k] for found in every]
+            if name == "gist-negatives" and "negatives" in key:
+                grad = sum(gradients) / world
+            else:
+                grad = torch.cat(gradients) / world
+            torch.testing.assert_close(
+                grad.reshape(exact.shape), exact, rtol=0, atol=2e-9, msg=f"{name} {key}"
+            )
 
 
 # ---------------------------------------------------------------------------------------- processes

@@ -386,7 +386,7 @@ PAIR_LOSSES = where(lambda entry: entry.takes == "pairs" and bool(entry.oracle))
 WHOLE = 9, 12  # images and texts
 # Numbers of images and texts of each process.
 PARTS: dict[str, list[tuple[int, int]]] = {
-    "uneven": [(7, 2), (2, 10)],
+    "uneven": [(2, 10), (7, 2)],
     "empty": [(0, 0), (9, 12)],
     "three": [(2, 5), (3, 0), (4, 7)],
 }
@@ -419,6 +419,7 @@ def shared_losses(kind: str) -> dict[str, Any]:
     made["infonce among all"] = lambda **options: InfoNCELoss(
         0.2, joint=True, image_image=True, text_text=True, margin=0.2, **options
     )
+    made["infonce, other groups"] = lambda **options: InfoNCELoss(0.2, groups="other", **options)
     made["infonce of texts"] = lambda **options: InfoNCELoss(
         0.2, directions="text-image", hardness=2.0, **options
     )
@@ -472,21 +473,46 @@ CASES_OF_JOBS = [
 ]
 
 
+def at_hand(kind: str, rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
+    """What own anchors have where all candidates are at hand, as for ranking."""
+    rows, cols = slices(sizes, rank)
+    images, texts = draw(1, WHOLE[0], 8)[rows], draw(2, WHOLE[1], 8)[cols]
+    who = part_of(shared_relation(kind), rows, cols)
+    ids = who.get("image_ids"), who.get("text_ids")
+    groups = who.get("image_groups"), who.get("text_groups")
+    related = Related(groups, "same", who.get("matches"))
+    kind_of = Similarity.sharded if len(sizes) > 1 else Similarity
+    sim = kind_of(images, texts, *ids, related=related)
+    found = []
+    for view in (sim, sim.T):
+        local = view.local()
+        n = view.shape[0]
+        found += [local.positive_counts[:n], local.negative_counts[:n], local.scores()[:n]]
+    return {"at hand": [torch.zeros(()), *found]}
+
+
 def of_a_process(rank: int, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    return [computed(kind, form, rank, sizes) for kind, form in CASES_OF_JOBS]
+    return [
+        *(computed(kind, form, rank, sizes) for kind, form in CASES_OF_JOBS),
+        *(at_hand(kind, rank, sizes) for kind in SHARED),
+    ]
 
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_processes_have_the_loss_of_one(parts: str, tmp_path: Path):
     sizes = PARTS[parts]
     every = run(of_a_process, tmp_path, sizes, world=len(sizes))
-    for number, (kind, form) in enumerate(CASES_OF_JOBS):
-        whole = computed(kind, form, 0, [WHOLE])
+    cases = [*CASES_OF_JOBS, *((kind, "at hand") for kind in SHARED)]
+    for number, (kind, form) in enumerate(cases):
+        if form == "at hand":
+            whole = at_hand(kind, 0, [WHOLE])
+        else:
+            whole = computed(kind, form, 0, [WHOLE])
         for name, (value, *tensors) in whole.items():
             of_each = [found[number][name] for found in every]
             for first, *_ in of_each:
                 torch.testing.assert_close(first, value, rtol=1e-10, atol=1e-10)
-            gradients = 1 if form == "scores" else 2
+            gradients = {"embeddings": 2, "scores": 1, "at hand": 0}[form]
             for k, wanted in enumerate(tensors):
                 got = torch.cat([own[1 + k] for own in of_each])
                 if k < gradients:  # DistributedDataParallel divides them

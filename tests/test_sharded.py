@@ -127,12 +127,19 @@ def refused(rank: int) -> None:
     with pytest.raises(
         TypeError, match=r"teacher: expected a Similarity\.sharded in a job of several processes"
     ):
-        itrloss.DistillationLoss(gather=True)(v, w, torch.randn(4, 8))
+        itrloss.DistillationLoss(gather=True)(v, w, Similarity(v, w))
+    with pytest.raises(ValueError, match=r"teacher: expected shape \(4, 8\), got \(4, 7\)"):
+        itrloss.DistillationLoss(gather=True)(v, w, torch.randn(4, 7))
+    with pytest.raises(ValueError, match="scores: expected 8 columns, those of all processes"):
+        itrloss.InfoNCELoss(gather=True)(scores=torch.randn(4, 7))
+    with pytest.raises(ValueError, match="matches: expected 8 columns, those of all processes"):
+        itrloss.InfoNCELoss(gather=True)(v, w, matches=torch.eye(4))
+    with pytest.raises(ValueError, match=r"groups (True|False), matches"):
+        groups = {"image_groups": ids} if rank else {}
+        itrloss.InfoNCELoss(gather=True)(v, w, **groups)
     expected = r"negatives: expected shape \(K, D\) or \(4, K, 5\)"
     with pytest.raises(ValueError, match=f"{expected}|process 1 failed"):
         itrloss.InfoNCELoss(gather=True)(v, w, negatives=torch.randn(4 - rank, 2, 5))
-    with pytest.raises(ValueError, match="negative_ids: expected image_ids beside them in a job"):
-        itrloss.InfoNCELoss(gather=True)(v, w, negatives=torch.randn(3, 5), negative_ids=[1, 2, 3])
     sims = [Similarity.sharded(v, x, ids, ids) for x in (w, w.sin())]
     with pytest.raises(ValueError, match="hardest_negatives: expected one matrix of candidates"):
         Anchors.pooled(*sims).hardest_negatives()

@@ -30,7 +30,7 @@ from ..checks import (
     check_matrix,
     from_numpy,
 )
-from ..distributed import padded
+from ..distributed import numbered, padded
 from ..engine.vectors import compute_dtype, full_precision, host_may_read, normalized
 from ..memory import CoupledMemory, MemorySimilarity
 from ..related import Related, label_sets
@@ -388,15 +388,12 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         are_scores: bool,
     ) -> str:
         """Return what processes have to pass alike, in words; raise an error for wrong input."""
-        image_ids, negative_ids = ids
+        _image_ids, negative_ids = ids
         described = "without negatives"
         if negatives is None and negative_ids is not None:
             raise ValueError("negative_ids: expected None without negatives")
         if negatives is not None:
             check_negatives(images, negatives, self.sharded, are_scores)
-            if self.sharded and negative_ids is not None and image_ids is None:
-                expected = "expected image_ids beside them in a job of several processes"
-                raise ValueError(f"negative_ids: {expected}")
             has_ids = negative_ids is not None
             described = f"negatives of {negatives.dim()} dimensions with ids {has_ids}"
         if isinstance(guide, Similarity) and self.sharded:
@@ -747,6 +744,10 @@ class FurtherIds:
         images and texts of all apart.
         """
         if sim.share is not None:
+            if images is None and negatives is not None:  # numbers of this process's images
+                numbers = as_int64("negative_ids", as_id_numbers("negative_ids", negatives))
+                among_all = numbered(numbers, sim.shape[0], sim.share.processes.first(0))
+                negatives = among_all.masked_fill(numbers == NO_ID, NO_ID)
             images, texts = sim.own_ids
         return cls(images, texts, negatives, related)
 
