@@ -504,10 +504,7 @@ def test_processes_have_the_loss_of_one(parts: str, tmp_path: Path):
     every = run(of_a_process, tmp_path, sizes, world=len(sizes))
     cases = [*CASES_OF_JOBS, *((kind, "at hand") for kind in SHARED)]
     for number, (kind, form) in enumerate(cases):
-        if form == "at hand":
-            whole = at_hand(kind, 0, [WHOLE])
-        else:
-            whole = computed(kind, form, 0, [WHOLE])
+        whole = at_hand(kind, 0, [WHOLE]) if form == "at hand" else computed(kind, form, 0, [WHOLE])
         for name, (value, *tensors) in whole.items():
             of_each = [found[number][name] for found in every]
             for first, *_ in of_each:
