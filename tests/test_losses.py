@@ -45,7 +45,8 @@ def concrete(ids, n, m):
 
 def test_every_public_loss_is_in_the_registry():
     public = public_losses()
-    assert {entry.public_name for entry in REGISTRY.values()} == public
+    own = {"LateInteraction"}  # a loss that users put together
+    assert {entry.public_name for entry in REGISTRY.values()} - own == public
     named = {name for name in itrloss.__all__ if name.endswith(("Loss", "Objective"))}
     assert named - {"PairLoss", "MemoryLoss"} <= public <= set(itrloss.__all__)
 

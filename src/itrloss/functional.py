@@ -410,9 +410,7 @@ def triplet_loss(
     if temperature is not None:
         term = softplus
         scale = 1 / temperature
-    values = anchors.sum_of_positives(
-        term, scale=-scale, shift=scale * threshold, weights="factor"
-    )
+    values = anchors.sum_of_positives(term, scale=-scale, shift=scale * threshold, weights="factor")
     return anchors.reduce(values, reduction)
 
 

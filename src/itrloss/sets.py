@@ -310,8 +310,9 @@ def _checked_sets(
     v = from_numpy(images.sets)
     w = from_numpy(texts.sets)
     for name, x in ((images.name, v), (texts.name, w)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected sets of embeddings, got {type(x).__name__}")
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name}: expected floating-point sets of embeddings, got {got}")
     if w.dim() == 2:
         w = w[:, None]
     are_own = w.dim() == 4
@@ -385,7 +386,7 @@ def _with_texts_of_all(
             rows, cols = check()
             agreed.text = f"{said}, {cols.x.dtype}, dimension {cols.x.shape[2]}"
             agreed.numbers = [len(cols.x), cols.size, int(cols.exists is not None)]
-        every = agreed.every
+        every = [numbers[:3] for numbers in agreed.every]
     numbers = [number for number, _, _ in every]
     sizes = [size for _, size, _ in every]
     if not any(numbers):

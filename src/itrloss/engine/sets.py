@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from .inputs import ACCELERATOR_TILE, TILE, even_chunks, taken
 from .pairs import weighted_sums
@@ -463,12 +462,22 @@ class SetScores(torch.autograd.Function):
         (grad,) = grads
         if torch.is_grad_enabled():  # create_graph=True
             scores = plain_scores(rows, cols, ctx.form, rows.inv is not None)
-            trained = [x for x, needed in zip((row_x, col_x), needs, strict=True) if needed]
-            of_trained = iter(torch.autograd.grad(scores, trained, grad, create_graph=True))
-            of_rows, of_cols = [next(of_trained) if needed else None for needed in needs]
+            of_rows, of_cols = autograds(scores, (row_x, col_x), needs, grad)
         else:
             of_rows, of_cols = gradients(rows, cols, winners, grad, ctx.form, needs)
         return of_rows, of_cols, None, None, None
+
+
+def autograds(
+    scores: Tensor, inputs: tuple[Tensor, Tensor], needs: tuple[bool, bool], grad: Tensor
+) -> list[Any]:
+    """Return autograd's gradients of both inputs, None where they are not needed; differentiable
+    with ``create_graph=True`` alone.
+    """
+    trained = [x for x, needed in zip(inputs, needs, strict=True) if needed]
+    create_graph = torch.is_grad_enabled()
+    found = iter(torch.autograd.grad(scores, trained, grad, create_graph=create_graph))
+    return [next(found) if needed else None for needed in needs]
 
 
 def plain_scores(rows: Sets, cols: Sets, form: Form, normalize: bool) -> Tensor:
@@ -478,7 +487,7 @@ def plain_scores(rows: Sets, cols: Sets, form: Form, normalize: bool) -> Tensor:
     with full_precision(rows.x):
         if form.is_hard:
             products = torch.einsum("...mld,...nkd->...mlnk", right, left)
-            scores, _ = winning(products, form, rows, cols)
+            scores, _ = winning(products, form, rows, cols, keep=False)
         else:
             products = torch.einsum("...nkd,...mld->...nkml", left, right)
             scores = smooth(products, form, rows, cols)
@@ -504,7 +513,7 @@ def set_scores(
     return scores_and_winners(rows, cols, form, keep=False)[0]
 
 
-# ------------------------------------------------------------------------------ sets of one row each
+# ----------------------------------------------------------------------------- sets of one row each
 
 
 def own_set_scores(
@@ -514,40 +523,77 @@ def own_set_scores(
     alpha: float,
     normalize: bool,
 ) -> Tensor:
-    """Return the differentiable (N, K) scores of each row with its own sets.
-
-    Where they do not fit into one tile, backward computes the scores of each part again.
-    """
+    """Return the differentiable (N, K) scores of each row with its own sets."""
     form = Form(name, float(alpha))
-    row_parts, col_parts = own_parts(rows, cols)
-    score = plain_scores
-    is_one = len(row_parts) == len(col_parts) == 1
-    if not is_one and not torch.compiler.is_compiling():
-        score = computed_again
-    lines = []
-    for r in row_parts:
-        some_rows = rows.part((r, None))  # (n, 1, A, D)
-        line = []
-        for c in col_parts:
-            some_cols = cols.part((r, c))  # (n, k, L, D)
-            scores = score(some_rows, some_cols, form, normalize)  # (n, 1, k)
-            line.append(scores.squeeze(1))
-        lines.append(torch.cat(line, 1))
-    return torch.cat(lines)
+    parts = parts_of_own(rows, cols)
+    if len(parts) == 1 or torch.compiler.is_compiling():
+        return plain_scores_of_own(rows, cols, form, normalize)
+    return OwnSetScores.apply(rows.x, cols.x, rows, cols, form, normalize)  # type: ignore[return-value]
 
 
-def computed_again(rows: Sets, cols: Sets, form: Form, normalize: bool) -> Tensor:
-    """Return `plain_scores`, of which nothing is held until backward."""
-    given = rows, cols, form, normalize
-    scores = checkpoint(plain_scores, *given, use_reentrant=False, preserve_rng_state=False)
-    return scores  # type: ignore[return-value]
+def plain_scores_of_own(rows: Sets, cols: Sets, form: Form, normalize: bool) -> Tensor:
+    """Return the (N, K) scores in plain PyTorch, which holds the scores of all elements."""
+    one_each = rows.part((slice(None), None))  # (N, 1, A, D)
+    return plain_scores(one_each, cols, form, normalize).squeeze(1)
 
 
-def own_parts(rows: Sets, cols: Sets) -> tuple[list[slice], list[slice]]:
-    """Return parts of the rows, and parts of the sets of each, that are scored at once."""
-    d = rows.x.shape[-1]
-    numel, _ = TILE.get(rows.x.device.type, ACCELERATOR_TILE)
-    of_a_set = cols.size * max(rows.size, d)
-    at_once = max(1, numel // of_a_set)
-    step = min(cols.number, at_once)
-    return even_chunks(len(rows.x), max(1, at_once // step)), even_chunks(cols.number, step)
+def parts_of_own(rows: Sets, cols: Sets) -> list[slice]:
+    """Return parts of the rows that are scored at once, with their sets."""
+    number, own, size, d = cols.x.shape
+    numel, _ = TILE.get(cols.x.device.type, ACCELERATOR_TILE)
+    step = numel // (own * size * max(rows.size, d))
+    return even_chunks(number, max(1, step))
+
+
+class OwnSetScores(torch.autograd.Function):
+    """The (N, K) scores of rows with their own sets, a few rows at a time, twice differentiable.
+
+    Nothing is held for backward, which computes the scores of each part again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        row_x: Tensor,  # (N, A, D), which ``rows`` hold without their graph
+        col_x: Tensor,  # (N, K, L, D)
+        rows: Sets,
+        cols: Sets,
+        form: Form,
+        normalize: bool,
+    ) -> Tensor:
+        """Return the scores (N, K)."""
+        ctx.form = form
+        ctx.normalize = normalize
+        ctx.save_for_backward(row_x, rows.exists, col_x, cols.exists)
+        scores = []
+        for part in parts_of_own(rows, cols):
+            scores.append(plain_scores_of_own(rows.part(part), cols.part(part), form, normalize))
+        return torch.cat(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of the elements (N, A, D) and (N, K, L, D) from the scores'."""
+        row_x, row_exists, col_x, col_exists = ctx.saved_tensors
+        rows = Sets(row_x, None, row_exists)
+        cols = Sets(col_x, None, col_exists)
+        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        (grad,) = grads
+        if torch.is_grad_enabled():  # create_graph=True
+            scores = plain_scores_of_own(rows, cols, ctx.form, ctx.normalize)
+            of_rows, of_cols = autograds(scores, (row_x, col_x), needs, grad)
+            return of_rows, of_cols, None, None, None, None
+        of_rows = torch.empty_like(row_x) if needs[0] else None
+        of_cols = torch.empty_like(col_x) if needs[1] else None
+        for part in parts_of_own(rows, cols):
+            some_row_x = row_x[part].detach().requires_grad_(needs[0])
+            some_col_x = col_x[part].detach().requires_grad_(needs[1])
+            some_rows = rows.part(part)._replace(x=some_row_x)
+            some_cols = cols.part(part)._replace(x=some_col_x)
+            with torch.enable_grad():
+                scores = plain_scores_of_own(some_rows, some_cols, ctx.form, ctx.normalize)
+            found = autograds(scores, (some_row_x, some_col_x), needs, grad[part])
+            if of_rows is not None:
+                of_rows[part] = found[0]
+            if of_cols is not None:
+                of_cols[part] = found[1]
+        return of_rows, of_cols, None, None, None, None
