@@ -19,7 +19,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import itrloss
-from itrloss.metrics import retrieval_metrics
+from itrloss.metrics import RetrievalResults, retrieval_results
 from itrloss.terms import identity
 
 from . import report, runner
@@ -37,6 +37,7 @@ from . import report, runner
 NOISE = (0.0, 0.2, 0.4, 0.6)
 SEEDS = (0, 1, 2)
 EPOCHS, BATCH, DIM = 10, 512, 256
+CAPTIONS = 5  # of each picture
 
 
 @itrloss.pair_term
@@ -105,15 +106,15 @@ class Split(NamedTuple):
     weights: Tensor
 
 
-def read(folder: Path) -> tuple[Split, Split, int]:
-    """Return the training and the development split, and the number of words: those of three
+def read(folder: Path, held_out: str = "dev") -> tuple[Split, Split, int]:
+    """Return the training split and the one to evaluate on, and the number of words: those of three
     training captions.
     """
     captions = {
         split: [
             re.findall(r"[a-z0-9]+", line.lower()) for line in (folder / f"{split}_caps.txt").open()
         ]
-        for split in ("train", "dev")
+        for split in ("train", held_out)
     }
     seen = Counter(word for caption in captions["train"] for word in set(caption))
     number = {word: i for i, word in enumerate((w for w in sorted(seen) if seen[w] >= 3), 1)}
@@ -167,6 +168,46 @@ def swapped(ids: Tensor, share: float, seed: int) -> Tensor:
     return ids
 
 
+def fitted(
+    split: Split,
+    words: int,
+    loss_of: Callable[[Model, Tensor], Tensor],
+    parameters: Iterable[nn.Parameter],
+    rate: float,
+    seed: int,
+    epochs: int,
+) -> Iterator[Model]:
+    """Yield the model after each epoch, for evaluation.
+
+    ``loss_of(model, rows)`` is the loss of some captions, ``parameters`` are those of the loss.
+    """
+    torch.manual_seed(seed)
+    model = Model(split.pictures.shape[1], words)
+    optimizer = torch.optim.Adam([*model.parameters(), *parameters], rate, fused=True)
+    steps = epochs * math.ceil(len(split.words) / BATCH)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: 0.5 + 0.5 * math.cos(math.pi * i / steps)
+    )
+    for _ in range(epochs):
+        model.train()
+        for rows in torch.randperm(len(split.words)).split(BATCH):
+            value = loss_of(model, rows)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            schedule.step()
+        yield model.eval()
+
+
+@torch.no_grad()
+def evaluated(model: Model, split: Split) -> RetrievalResults:
+    """Return the results of a split, whose captions are of each picture in turn."""
+    images, texts = model(*split)
+    image_ids = torch.arange(len(images))
+    text_ids = torch.arange(len(texts)) // CAPTIONS
+    return retrieval_results(itrloss.Similarity(images, texts, image_ids, text_ids))
+
+
 def train(
     data: tuple[Split, Split, int],
     loss: itrloss.PairLoss,
@@ -177,34 +218,15 @@ def train(
 ) -> list[float]:
     """Return RSUM on the development split after each epoch."""
     split, dev, words = data
-    ids = swapped(torch.arange(len(split.words)) // 5, noise, seed)
-    own_ids = torch.arange(len(dev.pictures)), torch.arange(len(dev.words)) // 5
-    torch.manual_seed(seed)
-    model, rsums = Model(split.pictures.shape[1], words), []
-    optimizer = torch.optim.Adam([*model.parameters(), *loss.parameters()], rate, fused=True)
-    steps = epochs * math.ceil(len(ids) / BATCH)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: 0.5 + 0.5 * math.cos(math.pi * i / steps)
-    )
-    for _ in range(epochs):
-        model.train()
-        for rows in torch.randperm(len(ids)).split(BATCH):
-            of_rows = ids[rows]
-            value = loss(
-                *model(split.pictures[of_rows], split.words[rows], split.weights[rows]),
-                of_rows,
-                of_rows,
-            )
-            optimizer.zero_grad()
-            value.backward()
-            optimizer.step()
-            schedule.step()
-        with torch.no_grad():
-            images, texts = model.eval()(*dev)
-            rsums.append(
-                round(retrieval_metrics(itrloss.Similarity(images, texts, *own_ids))["rsum"], 2)
-            )
-    return rsums
+    ids = swapped(torch.arange(len(split.words)) // CAPTIONS, noise, seed)
+
+    def loss_of(model: Model, rows: Tensor) -> Tensor:
+        of_rows = ids[rows]
+        embeddings = model(split.pictures[of_rows], split.words[rows], split.weights[rows])
+        return loss(*embeddings, of_rows, of_rows)
+
+    models = fitted(split, words, loss_of, loss.parameters(), rate, seed, epochs)
+    return [round(evaluated(model, dev).metrics()["rsum"], 2) for model in models]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -62,9 +62,8 @@ def _of_memory(loss: Callable) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
         scores, others = memory_scores(1).requires_grad_(), memory_scores(2)
         batch, keys = (Similarity.from_scores(similarities(), IDS, IDS) for _ in range(2))
         memory = (Similarity.from_scores(x, IDS, MEMORY_IDS) for x in (scores, others))
-        loss(
-            MemorySimilarity(batch, Anchors.together(keys, keys.T), Anchors.together(*memory))
-        ).backward()
+        both = batch.both, keys.both, Anchors.together(*memory)
+        loss(MemorySimilarity(batch, *both, directions="both")).backward()
         return scores, IDS, MEMORY_IDS
 
     return draw

@@ -139,6 +139,23 @@ class Weights(Drawn):
         return [row, *self.parse_content_to_nodes()]
 
 
+class Denominators(Drawn):
+    """``.. denominators::`` shows which scores are in the denominator of one query, for several
+    calls.
+
+    The content says what to see.
+    """
+
+    def run(self) -> list[nodes.Node]:
+        if self.env.app.builder.format != "html":
+            return []
+        import denominators
+
+        row = self.row(denominators, "denominators", "Scores that the loss of one query depends on")
+        legend = nodes.paragraph("", denominators.LEGEND, classes=["legend"])
+        return [row, legend, *self.parse_content_to_nodes()]
+
+
 class Gallery(Drawn):
     """``.. gallery:: scripts`` runs those of a folder which are named in the content, and shows
     them in that order.
@@ -199,6 +216,7 @@ class Gallery(Drawn):
 def setup(app):
     matplotlib.use("svg")
     app.add_directive("curves", Curves)
+    app.add_directive("denominators", Denominators)
     app.add_directive("gradient", Gradient)
     app.add_directive("weights", Weights)
     app.add_directive("gallery", Gallery)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -79,3 +80,20 @@ def poisoned(monkeypatch):
         return x.fill_(float("nan")) if x.is_floating_point() else x
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_nan_filled)
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    """A folder like Flickr8k's: features of pictures of things, and captions that name them."""
+    words = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu", "hen")
+    draw = np.random.default_rng(0)
+    for split, size in (("train", 60), ("dev", 20), ("test", 20)):
+        things = draw.random((size, len(words))) < 0.3
+        features = things + 0.1 * draw.random(things.shape)
+        np.save(tmp_path / f"{split}_global.npy", np.tile(features, 4).astype(np.float16))
+        captions = []
+        for row in things:
+            named = [word for word, here in zip(words, row, strict=True) if here]
+            captions += 5 * [" ".join(named) or "nothing"]
+        (tmp_path / f"{split}_caps.txt").write_text("\n".join(captions) + "\n")
+    return tmp_path

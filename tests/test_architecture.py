@@ -23,6 +23,7 @@ FLOORS = [
     {"suspicious"},
     {"distributed"},
     {"anchors", "terms", "related"},
+    {"batch_parts"},
     {"similarity"},
     {
         "functional",

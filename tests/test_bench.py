@@ -650,9 +650,10 @@ def test_reranking_is_measured_and_written(monkeypatch, tmp_path, capsys):
     )
 
 
-OTHERS = {  # columns of what benchmarks/noise.py, judged.py, conformance.py and mining.py wrote
+OTHERS = {  # columns of results that are not the runner's, by the name of their file
     "noise": {"loss", "noise", "seed", "last", "best"},
     "judged": {"system"},
+    "negatives": {"form", "split", "options", "rsum"},
     "conformance": {"loss", "package"},
     "cpu_mining": {"way", "shape", "k", "seconds", "to ours", "same neighbours", "peak_mb"},
 }

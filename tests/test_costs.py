@@ -89,12 +89,13 @@ from benchmarks.peak import peak_memory
 
 torch.set_num_threads(1)  # as in conftest.py: others would wait for it by spinning
 
-def measured(loss, n, d, equal):
+def measured(loss, n, d, equal, own=0):
     v, w = (torch.randn(n, d).requires_grad_() for _ in range(2))
     ids, loss = [torch.arange(n) // equal] * 2 if equal else [], eval(loss, vars(itrloss))
     # libraries load and threads start
     loss(*(torch.randn(600, d).requires_grad_() for _ in range(2))).backward()
-    found = peak_memory(lambda: loss(v, w, *ids).backward(), torch.device("cpu"))
+    more = {"negatives": torch.randn(n, own, d).requires_grad_()} if own else {}
+    found = peak_memory(lambda: loss(v, w, *ids, **more).backward(), torch.device("cpu"))
     assert v.grad.isfinite().all()
     return found
 
@@ -113,18 +114,22 @@ def test_memory_of_large_batches():
     """What each loss takes beyond its inputs, in megabytes; one process measures all, as PyTorch
     takes long to load.
     """
+    one_way = "InfoNCELoss(directions='image-text', image_image=True, margin=0.1)"
     cases = [
         ("DiversityContrastiveLoss()", 16384, 64, 0),
+        (one_way, 16384, 64, 0, 7),
         *KEPT,
         *(("InfoNCELoss(engine='tiled')", n, 64, 0) for n in (4096, 8192)),
     ]
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the resident set is read from /proc, which this system does not have")
-    dcl, *kept, two, four = measured_apart(MEASURE, json.dumps(cases))
+    dcl, own, *kept, two, four = measured_apart(MEASURE, json.dumps(cases))
     if dcl is None:
         pytest.skip("the peak of the resident set cannot be read")
     # measured: 24; a copy of the embeddings is 4 MB, the matrix 1074, plain PyTorch needs over 4 GB
     assert dcl < 45
+    # measured: 114; the negatives are 29 MB, and their gradient is as much
+    assert own < 200
     for (loss, *_), found in zip(KEPT, kept, strict=True):
         assert found < 67 + 50, loss  # one matrix, of 67 MB; measured: 81 to 88
     assert four < 100 and four - two < 40  # with n, not with its square: 67 and 268 MB
@@ -158,6 +163,44 @@ def test_no_product_is_made_twice_or_for_nothing(name, engine, library, request)
         with Products() as products:
             loss(v, w).backward()
         assert products.flops == wanted * n * m * d
+
+
+# Multiples of N² D of InfoNCE's options, with as many shared negatives as texts, where scores are
+# kept and where they are not; each matrix of candidates takes 6 and 8, whoever asks for it.
+ONE_WAY = {"directions": "image-text"}
+AMONG = {"image_image": True, "text_text": True}
+OPTIONS = {
+    "one direction": (ONE_WAY, {}, (6, 8)),
+    "images among themselves": ({"image_image": True}, {}, (12, 16)),
+    "joint": ({"joint": True}, {}, (6, 8)),
+    "GTE": ({"joint": True, **AMONG}, {}, (18, 24)),
+    "filter": ({"margin": 0.1}, {}, (6, 8)),
+    "guide": ({"margin": 0.1}, {"guide": 32}, (8, 12)),
+    "hardness": ({"hardness": 5.0}, {}, (6, 8)),
+    "own negatives": (ONE_WAY, {"negatives": (4,)}, (6, 8)),
+    "own negatives alone": ({**ONE_WAY, "in_batch": False}, {"negatives": (4,)}, (0, 0)),
+    "shared negatives": (ONE_WAY, {"negatives": ()}, (12, 16)),
+    "Qwen3": ({**ONE_WAY, **AMONG, "margin": 0.1}, {"negatives": ()}, (30, 40)),
+    "groups": ({}, {"image_groups": None}, (6, 8)),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_takes_the_products_of_its_matrices(option):
+    options, more, wanted = OPTIONS[option]
+    n, d = 600, 32
+    call = dict(more)
+    if "guide" in call:
+        call["guide"] = [torch.randn(n, d) for _ in range(2)]
+    if "negatives" in call:
+        call["negatives"] = torch.randn(n, *call["negatives"], d).requires_grad_()
+    if "image_groups" in call:
+        call["image_groups"] = torch.arange(n) % 4
+    for engine, multiples in zip(("dense", "tiled"), wanted, strict=True):
+        v, w = (torch.randn(n, d).requires_grad_() for _ in range(2))
+        with Products() as products:
+            itrloss.InfoNCELoss(0.1, engine=engine, **options)(v, w, **call).backward()
+        assert products.flops == multiples * n * n * d
 
 
 @pytest.mark.parametrize("name", WORK)

@@ -85,6 +85,50 @@ def test_pages_take_nothing_from_the_network(tmp_path):
     assert loaded and not [url for url in loaded if re.match(r"(https?:)?//", url)]
 
 
+# Row 1 of queries has the query drawn, row 1 of documents its document: + is its own pair, q and d
+# are negatives of the query's and of the document's denominator. Other rows that are empty are left
+# out.
+DENOMINATORS = {
+    "One(τ)(q, d, negatives=flat)": {1: "q+qq qqqqqqqq ...."},
+    "InfoNCELoss(τ)(q, d)": {
+        0: ".d.. ........ ....",
+        1: "q+qq ........ ....",
+        2: ".d.. ........ ....",
+        3: ".d.. ........ ....",
+    },
+    "One(τ)(q, d, negatives=n)": {1: "q+qq ..qq.... ...."},
+    "One(τ, in_batch=False)(q, d, negatives=n)": {1: ".+.. ..qq.... ...."},
+    "One(τ, margin=0.1)(q, d, negatives=flat)": {1: "q+.q qq.qqqqq ...."},
+    'One(τ, image_image=True, text_text="unfiltered", margin=0.1)': {
+        1: "q+.q qq.qqqqq q..q",
+        5: "q.qq qqqqqqqq ....",
+    },
+    "InfoNCELoss(τ, joint=True, image_image=True, text_text=True)(q, d)": {
+        0: ".q.. ........ ....",
+        1: "q+qq ........ q.qq",
+        2: ".q.. ........ ....",
+        3: ".q.. ........ ....",
+        5: "q.qq ........ ....",
+    },
+    "One(τ)(q, d, image_groups=[0, 0, 1, 1])": {1: "q+.. ........ ...."},
+}
+
+
+def test_pictures_of_denominators_show_what_is_in_them(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(DOCS))
+    denominators = importlib.import_module("denominators")
+    assert DENOMINATORS.keys() == denominators.PANELS.keys()
+    letters = {"positive": "+", "query": "q", "document": "d"}
+    for name, rows in DENOMINATORS.items():
+        found = denominators.cells(name)
+        drawn = {}
+        for row in {row for row, _ in found}:
+            line = [letters.get(found.get((row, x)), ".") for x in range(16)]
+            drawn[row] = "".join([*line[:4], " ", *line[4:12], " ", *line[12:]])
+        assert drawn == rows, name
+
+
 def test_every_public_loss_has_a_row_on_the_start_page(monkeypatch):
     pytest.importorskip("sphinx")
     monkeypatch.syspath_prepend(str(DOCS))

@@ -5,39 +5,19 @@ papers' formulas.
 import json
 import math
 
-import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 
 from benchmarks import noise
 
-WORDS = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu", "hen")
 
-
-@pytest.fixture
-def folder(tmp_path):
-    """Pictures of one to three things, and captions that name them."""
-    draw = np.random.default_rng(0)
-    for split, size in (("train", 60), ("dev", 20)):
-        things = draw.random((size, len(WORDS))) < 0.3
-        features = things + 0.1 * draw.random(things.shape)
-        np.save(tmp_path / f"{split}_global.npy", np.tile(features, 4).astype(np.float16))
-        named = [
-            " ".join(w for w, here in zip(WORDS, row, strict=True) if here) or "nothing"
-            for row in things
-        ]
-        (tmp_path / f"{split}_caps.txt").write_text("".join(5 * f"{words}\n" for words in named))
-    return tmp_path
-
-
-def test_runs_are_written_and_not_repeated(folder, monkeypatch, capsys):
+def test_runs_are_written_and_not_repeated(photographs, monkeypatch, capsys):
     monkeypatch.setattr(noise, "BATCH", 64)
     monkeypatch.setattr(noise, "DIM", 16)
     losses = {name: (make, 0.02) for name, (make, _) in noise.LOSSES.items()}
     monkeypatch.setattr(noise, "LOSSES", {name: losses[name] for name in ("InfoNCE", "GCE")})
-    out = folder / "noise.json"
-    arguments = [str(folder), str(out), "--noise", "0", "--seeds", "3", "--epochs", "3"]
+    out = photographs / "noise.json"
+    arguments = [str(photographs), str(out), "--noise", "0", "--seeds", "3", "--epochs", "3"]
     assert noise.main(arguments) == 0
     first = json.loads(out.read_text())
     assert {"processor", "torch", "date"} <= set(first["machine"])

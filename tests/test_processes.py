@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 
 import itrloss
 from itrloss.distributed import collectives, shards
-from itrloss.engine.pairs import Pairs
 
 D, WORLD, ODD = 6, 3, 1  # ODD: the process that is lost, or that differs
 SCHEDULES = (True,)
@@ -169,7 +168,7 @@ def test_numbers_are_exchanged_where_the_embeddings_are(monkeypatch):
     )
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
     shared = shards.Processes(None, [(2, 2)] * 2)
-    shared.pairs = Pairs((4, 4), (None, None), torch.device("meta"))
+    shared.ids = torch.empty(4, device="meta"), torch.empty(4, device="meta")
     assert shared.largest(1) == 1 and devices == ["meta"]
 
 
@@ -273,6 +272,18 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
         lambda odd, s: pair(gather=s, telemetry=odd)(*pairs()),
         "telemetry False",
         "telemetry True",
+    ),
+    "directions": (
+        lambda odd, s: pair(directions=("image-text", "text-image")[odd], gather=s)(*pairs()),
+        "directions image-text",
+        "directions text-image",
+    ),
+    "directions beside a memory": (
+        lambda odd, s: mdcl(directions=("both", "image-text")[odd], gather=s)(
+            *pairs(), *pairs(), memory()
+        ),
+        "directions both",
+        "directions image-text",
     ),
     "size of the memory": (
         lambda odd, s: mdcl(gather=s)(*pairs(), *pairs(), memory(9 + odd)),

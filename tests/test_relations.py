@@ -10,6 +10,7 @@ import pytest
 import torch
 from losses_registry import where
 from oracle_embedders import contrastive, sdm
+from processes import run
 from torch import Tensor
 
 import itrloss
@@ -59,7 +60,9 @@ def relation(kind: str, seed: int, n: int, m: int) -> dict[str, Any]:
         unjudged = integers(seed + 2, 4, n, m) == 0
         return {"matches": matches.masked_fill(unjudged, torch.nan)}
     if kind == "sparse":
-        return {"matches": relation("weights", seed, n, m)["matches"].to_sparse()}
+        matches = relation("weights", seed, n, m)["matches"]
+        matches[n // 2 - 1 : n // 2 + 1] = 0.0  # rows without entries
+        return {"matches": matches.to_sparse()}
     return {"matches": matches.masked_fill(matches == 2, torch.nan)}
 
 
@@ -295,6 +298,11 @@ def assert_weights(given: list[Tensor], scores: Tensor, matches: Tensor, engine:
     }
     for name, loss in losses.items():
         assert_same(loss(*given, matches=matches), sum(parts[name]), given)
+    # the values of each anchor are computed apart
+    losses["sigmoid"].reduction = "none"
+    rows, cols = losses["sigmoid"](*given, matches=matches)
+    assert_same(rows.sum(), 0.5 * sums.sum(), given)
+    assert_same(cols.sum(), 0.5 * sums.sum(), given)
 
 
 def test_a_weight_of_a_mean_alone_changes_nothing():
@@ -351,7 +359,7 @@ def test_pairs_are_listed_and_counted_by_parts(kind: str, monkeypatch):
     who = relation(kind, 3, 9, 7)
     losses = InfoNCELoss(engine="tiled"), itrloss.SDMLoss(engine="dense")
     wanted = [loss(*given, **who) for loss in losses]
-    monkeypatch.setattr("itrloss.engine.relations._AT_ONCE", 20)
+    monkeypatch.setattr("itrloss.engine.relations._AT_ONCE", 20)  # two rows at a time
     for loss, value in zip(losses, wanted, strict=True):
         assert_same(loss(*given, **who), value, given)
 
@@ -370,3 +378,119 @@ def test_guides_and_own_negatives_beside_relations(kind: str, seed: int):
         found = InfoNCELoss(**options, **also)(*given, guide=guide, **who)
         if wanted.requires_grad:
             assert_same(found, wanted, given)
+
+
+# --------------------------------------------------------------------------------------- processes
+
+PAIR_LOSSES = where(lambda entry: entry.takes == "pairs" and bool(entry.oracle))
+WHOLE = 9, 12  # images and texts
+# Numbers of images and texts of each process.
+PARTS: dict[str, list[tuple[int, int]]] = {
+    "uneven": [(7, 2), (2, 10)],
+    "empty": [(0, 0), (9, 12)],
+    "three": [(2, 5), (3, 0), (4, 7)],
+}
+SHARED = [*(kind for kind in KINDS if kind != "sparse"), "open groups", "ids"]
+
+
+def shared_relation(kind: str) -> dict[str, Any]:
+    """Input for a whole batch that says who matches."""
+    if kind == "ids":
+        return {"image_ids": integers(1, 4, WHOLE[0]), "text_ids": integers(2, 4, WHOLE[1])}
+    if kind == "open groups":
+        who = relation("groups", 7, *WHOLE)
+        who["image_groups"][::3] = NO_ID
+        return who
+    return relation(kind, 7, *WHOLE)
+
+
+def part_of(who: dict[str, Any], rows: slice, cols: slice) -> dict[str, Any]:
+    """What a process passes in: rows of a matrix of matches, and otherwise its own items."""
+    sides = {"image": rows, "text": cols, "matches": rows}
+    return {name: x[sides[name.split("_")[0]]] for name, x in who.items()}
+
+
+def shared_losses(kind: str) -> dict[str, Any]:
+    """Losses with the relation, by name: each of the registry with some of the kinds."""
+    made: dict[str, Any] = {}
+    for name in list(PAIR_LOSSES)[SHARED.index(kind) % 3 :: 3]:
+        if "pcme" not in name and not refuses(name, kind):
+            made[name] = PAIR_LOSSES[name].make
+    made["infonce among all"] = lambda **options: InfoNCELoss(
+        0.2, joint=True, image_image=True, text_text=True, margin=0.2, **options
+    )
+    made["infonce of texts"] = lambda **options: InfoNCELoss(
+        0.2, directions="text-image", hardness=2.0, **options
+    )
+    return made
+
+
+def slices(sizes: list[tuple[int, int]], rank: int) -> tuple[slice, slice]:
+    starts = [sum(size[side] for size in sizes[:rank]) for side in (0, 1)]
+    stops = [start + size for start, size in zip(starts, sizes[rank], strict=True)]
+    return slice(starts[0], stops[0]), slice(starts[1], stops[1])
+
+
+def value_and_gradients(make: Any, given: dict[str, Tensor], **options: Any) -> list[Tensor]:
+    """The loss, its gradients, and the values of each anchor."""
+    leaves = [given[x] for x in ("images", "texts", "scores") if x in given]
+    loss = make(engine="tiled" if len(leaves) == 2 else "dense", **options)
+    value = loss(**given)
+    gradients = torch.autograd.grad(value, leaves, materialize_grads=True)
+    loss.reduction = "none"
+    values = loss(**given)
+    values = values if isinstance(values, tuple) else (values,)
+    return [value.detach(), *gradients, *[x.detach() for x in values]]
+
+
+def computed(kind: str, form: str, rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
+    """What a process finds; of one process, the whole batch."""
+    rows, cols = slices(sizes, rank)
+    images, texts = draw(1, WHOLE[0], 8), draw(2, WHOLE[1], 8)
+    who = part_of(shared_relation(kind), rows, cols)
+    if form == "scores":
+        units = [torch.nn.functional.normalize(x) for x in (images, texts)]
+        given = {"scores": (units[0] @ units[1].T)[rows].clone().requires_grad_()}
+    else:
+        given = {
+            "images": images[rows].clone().requires_grad_(),
+            "texts": texts[cols].clone().requires_grad_(),
+        }
+    found = {}
+    for name, make in shared_losses(kind).items():
+        if form == "scores" and name == "infonce among all":
+            continue
+        found[name] = value_and_gradients(make, {**given, **who}, gather=len(sizes) > 1)
+    return found
+
+
+CASES_OF_JOBS = [
+    (kind, form)
+    for form in ("embeddings", "scores")
+    for kind in SHARED
+    if form == "embeddings" or kind not in ("matches", "weights", "label sets")
+]
+
+
+def of_a_process(rank: int, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    return [computed(kind, form, rank, sizes) for kind, form in CASES_OF_JOBS]
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_processes_have_the_loss_of_one(parts: str, tmp_path: Path):
+    sizes = PARTS[parts]
+    every = run(of_a_process, tmp_path, sizes, world=len(sizes))
+    for number, (kind, form) in enumerate(CASES_OF_JOBS):
+        whole = computed(kind, form, 0, [WHOLE])
+        for name, (value, *tensors) in whole.items():
+            of_each = [found[number][name] for found in every]
+            for first, *_ in of_each:
+                torch.testing.assert_close(first, value, rtol=1e-10, atol=1e-10)
+            gradients = 1 if form == "scores" else 2
+            for k, wanted in enumerate(tensors):
+                got = torch.cat([own[1 + k] for own in of_each])
+                if k < gradients:  # DistributedDataParallel divides them
+                    got = got / len(sizes)
+                torch.testing.assert_close(
+                    got, wanted, rtol=1e-9, atol=1e-10, msg=f"{kind} {form} {name} {k}"
+                )

@@ -392,6 +392,15 @@ class Anchors:
         """
         if positive in self._known_counts:
             return self._known_counts[positive]
+        counts = self._local_counts(positive)
+        if self.exchange is not None:
+            counts = self.exchange.counts(counts, positive)
+        if may_keep():
+            self._known_counts[positive] = counts
+        return counts
+
+    def _local_counts(self, positive: bool) -> Tensor:
+        """Return the numbers of positives, or of negatives, of the matrices' anchors."""
         answers = []
         for block in self._blocks:
             own = []
@@ -399,12 +408,7 @@ class Anchors:
                 positives, negatives = block.matrix.pairs.counts(side)
                 own.append(positives if positive else negatives)
             answers.append(joined(own))
-        counts = self._joined(answers, torch.add)
-        if self.exchange is not None:
-            counts = self.exchange.counts(counts, positive)
-        if may_keep():
-            self._known_counts[positive] = counts
-        return counts
+        return self._joined(answers, torch.add)
 
     # ------------------------------------------------------------------------------ log-sum-exp
 
@@ -925,7 +929,8 @@ class Anchors:
         if self.exchange is None:
             most = self._most_positives()
         else:  # positives in the processes before come first
-            slot = slot + self.exchange.earlier_positives()[index]
+            local = self._local_counts(positive=True)
+            slot = slot + self.exchange.earlier_positives(local)[index]
             most = int(self.exchange.processes.largest(int(counts.amax())))
         table = scores.new_zeros(max(1, most), size)
         table = table.index_put((slot, index), scores)

@@ -338,6 +338,22 @@ def check_ids(
     return ids_of_both(row_ids, col_ids, n, m, device, names)
 
 
+def check_biases(bias: Any, n: int, m: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return the (N,) and (M,) biases; raise an error unless they are a pair of tensors or None."""
+    if bias is None:
+        return None, None
+    if not isinstance(bias, (tuple, list)) or len(bias) != 2:
+        raise TypeError(f"bias: expected a pair of tensors or None, got {bias!r}")
+    biases = from_numpy(bias[0]), from_numpy(bias[1])
+    for x, size in zip(biases, (n, m), strict=True):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.shape != (size,) or not x.is_floating_point():
+            got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else repr(x)
+            raise ValueError(f"bias: expected ({size},) floating-point numbers, got {got}")
+    return biases
+
+
 def ids_of_one_side(row_ids: Any, names: Names) -> Exception:
     """Return the error for ids of rows alone, which may be something else."""
     shape = tuple(getattr(row_ids, "shape", ()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar
+from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,9 +11,18 @@ from torch import Tensor
 from . import checks
 from .anchors import Anchors, AnchorSide, Limit
 from .anchors import Reduction as Reduction
+from .batch_parts import (
+    BatchPart,
+    Known,
+    agreed,
+    gathered_bias,
+    processes_of,
+    related_to_all,
+    spread_columns,
+)
 from .checks import IdsLike, as_bias, as_size, one_of
 from .distributed import collectives
-from .distributed.consensus import consensus, described, numbered, padded, world_size
+from .distributed.consensus import padded, world_size
 from .distributed.shards import Processes, Share
 from .engine import ranking
 from .engine.matrix import MEMORY_BUDGET, Bias, Matrix, choose_engine
@@ -22,7 +31,8 @@ from .engine.pairs import IGNORE_ID, Ids, Pairs, segment_sum
 from .engine.question import Value, has_each
 from .engine.ranking import Ranking, Relevance
 from .engine.ranking import TopK as TopK
-from .engine.vectors import Embeddings, autocast_dtype
+from .engine.relations import Labels, Matches, RelatedPairs
+from .engine.vectors import Embeddings
 from .hints import explained
 from .related import Related, related_pairs
 
@@ -114,7 +124,7 @@ class Similarity(Anchors):
             pairs,
             engine_for(pairs, choose_engine(engine, n * m, int(memory_budget), rows)),
             int(memory_budget),
-            check_biases(bias, n, m),
+            checks.check_biases(bias, n, m),
         )
         matrix.strict = matrix.engine == engine == "triton"
         self._start(AnchorSide(matrix, 0))
@@ -176,13 +186,12 @@ class Similarity(Anchors):
         if isinstance(bias, (tuple, list)):
             bias = tuple(map(checks.from_numpy, bias))
         names = options.pop("names", checks.ROWS_AND_COLUMNS)
-        if options.pop("related", None) is not None:
-            expected = "expected ids alone where processes share a batch"
-            raise ValueError(f"groups, matches: {expected}")
-        part = BatchPart(rows, cols, row_ids, col_ids, bias, names)
-        ids, sizes = agreed_ids_and_sizes(part, process_group, same, options)
-        processes = Processes(process_group, sizes)
-        ids = processes.gather_ids(*ids_among_all(ids, processes, rows, cols))
+        related = options.pop("related", None)
+        finite = options.get("check_finite", False)
+        part = BatchPart((rows, cols), (row_ids, col_ids), bias, related, names, finite)
+        known, sizes = agreed(part, process_group, same, options)
+        processes = processes_of(known, sizes, process_group, rows.device)
+        ids, related = related_to_all(known, related, processes)
         n, m = processes.padded
         own_cols = padded(cols, m)
         sim = cls(
@@ -190,11 +199,56 @@ class Similarity(Anchors):
             collectives.gather(own_cols, process_group),
             *ids,
             bias=gathered_bias(bias, processes),
+            related=related,
             **options,
         )
-        share = Share(processes, 1, sizes[processes.rank], own_cols)
-        sim._start(AnchorSide(sim._matrix, 0, share))
-        return sim
+        return sim._shared_by(processes, known, own_cols)
+
+    @classmethod
+    def sharded_scores(
+        cls,
+        scores: Tensor,
+        row_ids: IdsLike | None = None,
+        col_ids: IdsLike | None = None,
+        *,
+        process_group: Any = None,
+        same: str | Callable[[], str] = "",
+        **options: Any,
+    ) -> Similarity:
+        """Return this process's part of all processes' precomputed scores; see :meth:`sharded`.
+
+        Args:
+            scores: (N_r, M) of this process's rows with the columns of all processes, which are in
+                the order of the processes.
+            row_ids, col_ids: (N_r,) and (M_r,) of this process's rows and columns. Without ids, row
+                i matches this process's column i.
+            process_group, same: see there.
+            options: of :meth:`from_scores`. Groups of columns belong to this process's columns;
+                ``matches`` are as the scores.
+        """
+        if world_size(process_group) == 1:
+            if callable(same):
+                same()
+            return cls.from_scores(scores, row_ids, col_ids, **options)
+        names = options.pop("names", checks.ROWS_AND_COLUMNS)
+        related = options.pop("related", None)
+        finite = options.get("check_finite", False)
+        scores = checks.from_numpy(scores)
+        part = BatchPart((scores,), (row_ids, col_ids), None, related, names, finite)
+        known, sizes = agreed(part, process_group, same, options)
+        processes = processes_of(known, sizes, process_group, scores.device)
+        ids, related = related_to_all(known, related, processes)
+        of_all = spread_columns(scores, processes, 0.0)
+        sim = cls.from_scores(of_all, *ids, related=related, **options)
+        return sim._shared_by(processes, known, None)
+
+    def _shared_by(self, processes: Processes, known: Known, own_cols: Tensor | None) -> Similarity:
+        """Become this process's part of a batch; return it."""
+        if known.has_weights:  # maybe in other processes alone
+            self._matrix.pairs.has_weights = True
+        share = Share(processes, 1, processes.sizes[processes.rank], own_cols)
+        self._start(AnchorSide(self._matrix, 0, share))
+        return self
 
     @classmethod
     def from_scores(
@@ -373,10 +427,10 @@ class Similarity(Anchors):
         processes = self.share.processes
         side = self._side
         some = slice(0, max(1, self.share.unpadded[side]))
-        own_ids = processes.own(processes.ids[side])[some]
-        ids = own_ids, processes.existing(processes.ids[1 - side], 1 - side)
+        ids, related = self._local_relation(some)
         if self._matrix.given is not None:
-            return Similarity.from_scores(self._local_scores(some), *ids)
+            scores = self._local_part(self._matrix.given.x, some)
+            return Similarity.from_scores(scores, *ids, related=related)
         assert self._matrix.embeddings is not None
         rows, cols = self._matrix.embeddings
         row_bias, col_bias = self._matrix.bias
@@ -403,17 +457,37 @@ class Similarity(Anchors):
             normalize=rows.normalize,
             engine="auto" if self.engine == "dense" else self.engine,  # type: ignore[arg-type]
             bias=None if bias == (None, None) else bias,
+            related=related,
         )
 
-    def _local_scores(self, some: slice) -> Tensor:
-        """Return the precomputed scores of some of this process's anchors with all candidates."""
-        assert self.share is not None and self._matrix.given is not None
+    def _local_relation(self, some: slice) -> tuple[Ids, Related | None]:
+        """Return who matches among some of this process's anchors and all candidates."""
+        assert self.share is not None
         processes = self.share.processes
-        scores = self._matrix.given.x
+        side = self._side
+        pairs = self._matrix.pairs
+        if isinstance(pairs, RelatedPairs) and isinstance(pairs.relation, Matches):
+            matches = self._local_part(pairs.relation.matrix, some)
+            return (None, None), Related(matches=matches)
+        own_ids = processes.own(processes.ids[side])[some]
+        ids = own_ids, processes.existing(processes.ids[1 - side], 1 - side)
+        if processes.groups is None:
+            return ids, None
+        assert isinstance(pairs, RelatedPairs) and isinstance(pairs.relation, Labels)
+        own = processes.own(processes.groups[side])[some]
+        others = processes.existing(processes.groups[1 - side], 1 - side)
+        return ids, Related((own, others), pairs.relation.rule)
+
+    def _local_part(self, x: Tensor, some: slice) -> Tensor:
+        """Return what a matrix (N_r, M) has of some of this process's anchors with all
+        candidates.
+        """
+        assert self.share is not None
+        processes = self.share.processes
         if self._side == 1:
-            whole = collectives.gather(scores, processes.group)
-            scores = whole.chunk(processes.world, 1)[processes.rank].T
-        return processes.existing(scores[some].T, 1 - self._side).T
+            whole = collectives.gather(x, processes.group)
+            x = whole.chunk(processes.world, 1)[processes.rank].T
+        return processes.existing(x[some].T, 1 - self._side).T
 
     def check_finite(self) -> None:
         """Raise a ValueError for an embedding (or score) that is nan or infinite. Synchronises."""
@@ -699,102 +773,3 @@ def limited_scores(scores: Tensor, limit: Value | None, part: slice, least: floa
     if has_each(limit):
         limit = limit[part, None]
     return scores.masked_fill(scores >= limit, least)
-
-
-def check_biases(bias: Any, n: int, m: int) -> Bias:
-    """Return the (N,) and (M,) biases; raise an error unless they are a pair of tensors or None."""
-    if bias is None:
-        return None, None
-    if not isinstance(bias, (tuple, list)) or len(bias) != 2:
-        raise TypeError(f"bias: expected a pair of tensors or None, got {bias!r}")
-    biases = checks.from_numpy(bias[0]), checks.from_numpy(bias[1])
-    for x, size in zip(biases, (n, m), strict=True):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor) or x.shape != (size,) or not x.is_floating_point():
-            got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else repr(x)
-            raise ValueError(f"bias: expected ({size},) floating-point numbers, got {got}")
-    return biases
-
-
-class BatchPart(NamedTuple):
-    """What a process passes in of a batch that several processes share."""
-
-    rows: Tensor  # (N_r, D)
-    cols: Tensor  # (M_r, D)
-    row_ids: IdsLike | None  # (N_r,)
-    col_ids: IdsLike | None  # (M_r,)
-    bias: Any
-    names: checks.Names
-
-    def checked_ids(self, check_finite: bool) -> Ids:
-        """Return the ids as int64; raise an error for wrong input."""
-        checks.check_embeddings(self.rows, self.cols, check_finite, self.names, empty=True)
-        n = len(self.rows)
-        m = len(self.cols)
-        check_biases(self.bias, n, m)
-        ids = self.row_ids, self.col_ids
-        return checks.check_ids(*ids, n, m, self.rows.device, self.names)
-
-    def described(self, ids: Ids) -> str:
-        """Return what has to be alike in the processes' parts of a batch, in words."""
-        both = self.rows, self.cols
-        trained = [x.requires_grad and torch.is_grad_enabled() for x in both]
-        had = [x is not None for x in ids]
-        biases: list[bool] = []
-        if self.bias is not None:
-            biases = [x is not None for x in self.bias]
-        dtypes = f"{described(self.rows)}, {described(self.cols)}"
-        words = [x is not None and checks.are_strings(x) for x in (self.row_ids, self.col_ids)]
-        rounding = autocast_dtype(self.rows)
-        return (
-            f"{dtypes}, autocast {rounding}, gradients {trained}, ids {had}, of strings {words}, "
-            f"biases {biases}"
-        )
-
-
-def agreed_ids_and_sizes(
-    part: BatchPart, group: Any, same: str | Callable[[], str], options: dict[str, Any]
-) -> tuple[Ids, list[list[int]]]:
-    """Return own checked ids and the numbers of all processes' rows and columns.
-
-    All processes raise an error if one of them fails or if they differ in what has to be alike. The
-    compiler compares nothing, and takes sizes to be equal.
-    """
-    check_finite = options.get("check_finite", False)
-    if torch.compiler.is_compiling():
-        if callable(same):
-            same()
-        ids = part.checked_ids(check_finite)
-        return ids, [[len(part.rows), len(part.cols)]] * world_size(group)
-    with consensus(group) as agreed:
-        also = same() if callable(same) else same
-        ids = part.checked_ids(check_finite)
-        agreed.numbers = [len(part.rows), len(part.cols)]
-        agreed.text = f"{part.described(ids)}, {options}; {also}"
-    return ids, [numbers[:2] for numbers in agreed.every]
-
-
-def ids_among_all(
-    ids: Ids, processes: Processes, rows: Tensor, cols: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return (N_r,) and (M_r,) ids that tell the items of all processes apart."""
-    row_ids, col_ids = ids
-    first = processes.first(0)
-    numbers = torch.arange(len(rows), device=rows.device) + first
-    if row_ids is not None and col_ids is not None:
-        return row_ids, col_ids
-    if col_ids is not None:
-        return numbers, numbered(col_ids, len(rows), first)
-    return numbers, numbers
-
-
-def gathered_bias(bias: Bias | None, processes: Processes) -> Bias | None:
-    """Return the bias of a process's padded rows and of all processes' columns."""
-    if bias is None:
-        return None
-    n, m = processes.padded
-    rows, cols = bias
-    own = None if rows is None else padded(rows, n)
-    others = None if cols is None else collectives.gather(padded(cols, m), processes.group)
-    return own, others

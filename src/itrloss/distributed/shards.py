@@ -38,21 +38,23 @@ class Processes:
         cols = max(2, *(m for _, m in sizes))
         self.padded = rows, cols
         self.totals = sum(n for n, _ in sizes), sum(m for _, m in sizes)
-        #: The (N,) int64 ids of all rows, and (M,) of all columns, padded; and their pairs.
+        #: The int64 ids (N,) of all rows, and (M,) of all columns, padded; or labels (N, k) and
+        #: (M, l).
         self.ids: tuple[Tensor, Tensor]
-        self.pairs: Pairs
+        #: The (N,) and (M,) int64 groups of all, padded; None: there are none.
+        self.groups: tuple[Tensor, Tensor] | None = None
+        #: Their pairs; None where more than an id of each entry says who matches.
+        self.pairs: Pairs | None = None
 
-    def gather_ids(self, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather all ids; return the (B,) padded ids of own rows and the (M,) ids of all
-        columns.
-        """
+    def gather_ids(self, rows: Tensor, cols: Tensor) -> None:
+        """Gather the ids (N_r,) and (M_r,) of all processes, or tables (N_r, k) and (M_r, l)."""
         n, m = self.padded
         own_rows = padded(rows, n, IGNORE_ID)
-        own = torch.cat([own_rows, padded(cols, m, IGNORE_ID)])
-        row_ids, col_ids = gather(own, self.group).view(-1, n + m).split([n, m], 1)
-        self.ids = row_ids.flatten(), col_ids.flatten()
-        self.pairs = Pairs((n * self.world, m * self.world), self.ids, rows.device)
-        return own_rows, self.ids[1]
+        own_cols = padded(cols, m, IGNORE_ID)
+        own = torch.cat([own_rows.flatten(), own_cols.flatten()])
+        every = gather(own, self.group).view(self.world, -1)
+        of_rows, of_cols = every.split([own_rows.numel(), own_cols.numel()], 1)
+        self.ids = of_rows.reshape(-1, *rows.shape[1:]), of_cols.reshape(-1, *cols.shape[1:])
 
     def is_even(self, side: int) -> bool:
         """Return whether no process's rows (``side`` 0) or columns (1) are padded."""
@@ -109,7 +111,7 @@ class Processes:
     def largest(self, x: float) -> float:
         """Return the largest of the processes' numbers."""
         # On the device of the ids: NCCL exchanges nothing between hosts.
-        number = torch.tensor([x], dtype=torch.float64, device=self.pairs.device)
+        number = torch.tensor([x], dtype=torch.float64, device=self.ids[0].device)
         return float(largest(number, self.group))
 
 
@@ -218,9 +220,11 @@ class Exchange:
     def counts(self, local: Tensor, positive: bool) -> Tensor:
         """Return the (A,) numbers of positives or negatives; ``local``: of the matrices' anchors.
 
-        Processes need no exchange for it, as they have the ids of all.
+        Processes need no exchange for it if they have the ids of all.
         """
         processes = self.processes
+        if processes.pairs is None:
+            return self.merged(local)
         counts = list(local.split(self.whole_sizes))
         for g, shard in enumerate(self.shards):
             if shard.is_spread:
@@ -228,16 +232,19 @@ class Exchange:
                 counts[g] = processes.own(positives if positive else negatives)
         return torch.cat(counts)
 
-    def earlier_positives(self) -> Tensor:
-        """Return how many positives each of the matrices' anchors has in earlier processes."""
+    def earlier_positives(self, local: Tensor) -> Tensor:
+        """Return how many positives each of the matrices' anchors has in earlier processes.
+
+        ``local`` (A,): how many it has in this one.
+        """
         processes = self.processes
-        row_ids, col_ids = processes.ids
-        earlier = row_ids[: processes.rank * processes.padded[0]].sort().values
-        before = torch.searchsorted(earlier, col_ids, right=True)
-        before = before - torch.searchsorted(earlier, col_ids)
         parts = []
-        for shard in self.shards:
-            parts.append(before if shard.is_spread else before.new_zeros(shard.size))
+        for part, shard in zip(local.split(self.whole_sizes), self.shards, strict=True):
+            if not shard.is_spread:
+                parts.append(torch.zeros_like(part))
+                continue
+            every = gather(part, processes.group).view(processes.world, -1)
+            parts.append(every[: processes.rank].sum(0))
         return torch.cat(parts)
 
     def existing(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:

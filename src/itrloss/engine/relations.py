@@ -64,7 +64,7 @@ class Labels:
     ):
         self.labels = rows, cols
         self.groups = groups
-        self.rule = rule
+        self.rule: Rule = rule
         self.shape = len(rows), len(cols)
         self.device = rows.device
         # Bool masks, and None where there certainly are none: a tile then needs fewer passes.

@@ -456,18 +456,14 @@ class PairLoss(DirectedLoss):
 
         def check_alone() -> str:
             if self.sharded:
-                expected = "expected embeddings; scores and a Similarity cannot be gathered"
+                expected = "expected embeddings or scores, as a Similarity cannot be gathered"
                 raise ValueError(f"gather: {expected}")
             return check()
 
+        ids = image_ids, text_ids
         if scores is not None:
-            self.agree(check_alone)
-            if images is not None or texts is not None:
-                raise ValueError("scores: expected either scores or images and texts, got both")
-            check_matrix("scores", scores, "(N, M)")
-            return Similarity.from_scores(
-                scores, image_ids, text_ids, engine=self.engine, **options
-            )
+            embeddings = images, texts
+            return self._of_scores(scores, embeddings, ids, check, **options)
         if isinstance(images, Similarity):
             self.agree(check_alone)
             check_left_out(texts=texts, image_ids=image_ids, text_ids=text_ids)
@@ -479,10 +475,32 @@ class PairLoss(DirectedLoss):
             return images
         if isinstance(images, Tensor):
             check_texts(texts)
-        ids = image_ids, text_ids
         options["normalize"] = self.normalize
         # Similarity refuses None, which is no tensor, in all processes at once.
         return self._between(images, texts, ids, check, **options)  # type: ignore[arg-type]
+
+    def _of_scores(
+        self,
+        scores: Tensor,
+        embeddings: tuple[Any, Any],  # None, beside scores
+        ids: tuple[IdsLike | None, IdsLike | None],
+        check: Callable[[], str],
+        **options: Any,
+    ) -> Similarity:
+        """Return the similarity of precomputed scores; in a job, of this process's rows of them."""
+
+        def checked() -> str:
+            if any(x is not None for x in embeddings):
+                raise ValueError("scores: expected either scores or images and texts, got both")
+            check_matrix("scores", scores, "(N, M)", empty=self.sharded)
+            return f"{check()} {self.described()}"
+
+        options["engine"] = self.engine
+        if not self.gather:
+            checked()
+            return Similarity.from_scores(scores, *ids, **options)
+        group = self.process_group
+        return Similarity.sharded_scores(scores, *ids, process_group=group, same=checked, **options)
 
 
 def check_texts(texts: Any) -> None:

@@ -520,7 +520,10 @@ class Denominators:
         hardness = loss.hardness
         #: Of the batch, and of further negatives.
         self.hardness = hardness if isinstance(hardness, tuple) else (hardness, hardness)
+        # Found once, as several denominators have them.
         self._limits: dict[int, Tensor] = {}
+        self._across: dict[int, Tensor] = {}
+        self._among: dict[int, Tensor | None] = {}
 
     @property
     def are_sums_of_anchors(self) -> bool:
@@ -538,7 +541,7 @@ class Denominators:
         if self.loss.margin is None:
             return None
         judge = self.views[0] if self.guides is None else self.guides[0]
-        return self._above(self.loss.anchors(judge).mean_of_positives(identity))
+        return self._above(self.loss.anchors(judge).mean_of_positives(identity)).detach()
 
     def limit(self, side: int) -> Tensor | None:
         """Return the (N,) or (M,) scores below which negatives count; None: all do."""
@@ -566,11 +569,10 @@ class Denominators:
         """Return the log-sum-exps of the candidates across: (N,) of images, (M,) of texts."""
         view = self.views[side]
         limit = self.limit(side)
-        of_batch, of_further = self.hardness
-        guide = None if self.guides is None else self.guides[side]
+        _, of_further = self.hardness
         logs: list[Tensor] = []
         if self.loss.in_batch:
-            logs.append(self._log(view, guide, limit, of_batch))
+            logs.append(self.across(side))
         negatives = self.further.negatives
         if side == 0 and negatives is not None:
             logs.append(self._log(negatives, self.of_guide.negatives, limit, of_further))
@@ -582,8 +584,26 @@ class Denominators:
             logs.append(padded(log, view.sizes[0], LEAST_LOG))
         return joined_logs(logs)
 
+    def across(self, side: int) -> Tensor:
+        """Return the log-sum-exps of the batch's texts (N,) for images, or images (M,) for texts.
+
+        Both are found in one pass over the scores.
+        """
+        if not self._across:
+            anchors = self.loss.anchors(self.views[0])
+            guide = None if self.guides is None else self.loss.anchors(self.guides[0])
+            sides = SIDES[self.loss.directions]
+            log = self._log(anchors, guide, self.limits(), self.hardness[0])
+            self._across = dict(zip(sides, anchors.split(log), strict=True))
+        return self._across[side]
+
     def among(self, side: int) -> Tensor | None:
         """Return the log-sum-exps of candidates of the own kind; None where they are none."""
+        if side not in self._among:
+            self._among[side] = self._found_among(side)
+        return self._among[side]
+
+    def _found_among(self, side: int) -> Tensor | None:
         further = self.further
         of_guide = self.of_guide
         if side == 0 and further.among_images is not None:
@@ -1000,7 +1020,12 @@ class DistillationLoss(PairLoss):
         own = images if scores is None else scores
 
         def check() -> str:
-            return described_model("teacher", teacher, images, texts) if self.sharded else ""
+            if not self.sharded or isinstance(teacher, Tensor):
+                return ""
+            if scores is not None:
+                got = type(teacher).__name__
+                raise TypeError(f"teacher: expected scores beside scores in a job, got {got}")
+            return described_model("teacher", teacher, images, texts)
 
         related = self._related(image_groups, text_groups, None)
         no_ids = image_ids is None and text_ids is None and related is None
@@ -1012,13 +1037,31 @@ class DistillationLoss(PairLoss):
         ids = image_ids, text_ids
         sim = self._similarity(images, texts, *ids, scores, check=check, related=related)
         if isinstance(teacher, Tensor):
-            check_matrix("teacher", teacher, "(N, M)", self.check_finite)
-            if teacher.shape != sim.shape:
-                raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(teacher.shape)}")
-            teacher = Similarity.from_scores(teacher, *ids, related=related)
+            teacher = self._taught_by(teacher, sim, ids, related)
         if not self._looked and not torch.compiler.is_compiling():
             self._look_at_teacher(teacher)
         return self._with_telemetry(self.compute(sim, teacher), sim)
+
+    def _taught_by(
+        self,
+        scores: Tensor,
+        sim: Similarity,
+        ids: tuple[IdsLike | None, IdsLike | None],
+        related: Related | None,
+    ) -> Similarity:
+        """Return a teacher's scores of the same images and texts as a similarity."""
+
+        def check() -> str:
+            check_matrix("teacher", scores, "(N, M)", self.check_finite, empty=self.sharded)
+            if scores.shape != sim.shape:
+                raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(scores.shape)}")
+            return "teacher"
+
+        if sim.share is None:
+            check()
+            return Similarity.from_scores(scores, *ids, related=related)
+        options = {"process_group": self.process_group, "same": check, "related": related}
+        return Similarity.sharded_scores(scores, *sim.own_ids, **options)
 
     @torch.no_grad()
     def _look_at_teacher(self, teacher: Any) -> None:

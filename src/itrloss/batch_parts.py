@@ -1,0 +1,213 @@
+"""What a process passes in of a batch that several processes share, and what it gets to know of the
+others' parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .checks import IdsLike
+from .distributed import collectives
+from .distributed.collectives import world_size
+from .distributed.consensus import consensus, described, numbered, padded
+from .distributed.shards import Processes
+from .engine.matrix import Bias
+from .engine.pairs import IGNORE_ID, Pairs
+from .engine.vectors import autocast_dtype
+from .related import Related, check_matches, labels_of, matches_of
+
+
+class Known(NamedTuple):
+    """Who matches in a process's part, checked: ids or labels, groups, or a matrix."""
+
+    ids: tuple[Tensor | None, Tensor | None]  # (N_r,) and (M_r,), or (N_r, k) and (M_r, l) labels
+    groups: tuple[Tensor, Tensor] | None = None  # (N_r,) and (M_r,)
+    matches: Tensor | None = None  # (N_r, M), with the columns of all processes
+    has_weights: bool = False  # whether matches in it are not all 1
+
+    def described(self) -> str:
+        """Return what has to be alike in all processes, in words."""
+        labels = [None if x is None or x.dim() == 1 else x.shape[1] for x in self.ids]
+        words = f"ids {[x is not None for x in self.ids]}"
+        if labels != [None, None]:
+            words = f"{words}, numbers of labels {labels}"
+        if self.groups is not None or self.matches is not None:
+            words = f"{words}, groups {self.groups is not None}, matches {self.matches is not None}"
+        return words
+
+
+class BatchPart(NamedTuple):
+    """A process's part of a batch: embeddings of rows and columns, or its rows of scores."""
+
+    tensors: tuple[Tensor, ...]  # (N_r, D) and (M_r, D), or (N_r, M) scores
+    ids: tuple[IdsLike | None, IdsLike | None]  # of own rows and columns
+    bias: Any
+    related: Related | None
+    names: checks.Names
+    check_finite: bool
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of own rows and columns; beside scores, ids say how many columns."""
+        n = len(self.tensors[0])
+        if len(self.tensors) > 1:
+            return n, len(self.tensors[1])
+        groups = None if self.related is None else self.related.groups[1]
+        for of_columns in (self.ids[1], groups):
+            if of_columns is not None:
+                return n, len(of_columns)
+        return n, n
+
+    def checked(self) -> Known:
+        """Return who matches; raise an error for wrong input."""
+        if len(self.tensors) == 1:
+            checks.check_matrix("scores", self.tensors[0], "(N, M)", self.check_finite, empty=True)
+        else:
+            rows, cols = self.tensors
+            checks.check_embeddings(rows, cols, self.check_finite, self.names, empty=True)
+        n, m = self.sizes
+        checks.check_biases(self.bias, n, m)
+        device = self.tensors[0].device
+        if self.related is not None and self.related.matches is not None:
+            matches = self.related.matches
+            columns = matches.shape[-1] if isinstance(matches, Tensor) else m
+            check_matches(self.related, (n, columns), self.ids, self.names, device)
+            if matches.is_sparse:
+                raise ValueError("matches: expected a dense tensor where processes share a batch")
+            return Known((None, None), None, matches, matches_of(matches).has_weights)
+        if self.related is None and not any(checks.is_label_sets(x) for x in self.ids):
+            return Known(checks.check_ids(*self.ids, n, m, device, self.names))
+        related = Related() if self.related is None else self.related
+        labels = labels_of((n, m), self.ids, related, device, self.names)
+        given = zip(labels.labels, self.ids, strict=True)
+        of_rows, of_cols = [None if ids is None else known for known, ids in given]
+        return Known((of_rows, of_cols), labels.groups)
+
+    def described(self, known: Known) -> str:
+        """Return what has to be alike in the processes' parts of a batch, in words."""
+        trained = [x.requires_grad and torch.is_grad_enabled() for x in self.tensors]
+        biases: list[bool] = []
+        if self.bias is not None:
+            biases = [x is not None for x in self.bias]
+        dtypes = ", ".join(described(x) for x in self.tensors[:2])
+        if len(self.tensors) == 1:
+            dtypes = f"scores {str(self.tensors[0].dtype).removeprefix('torch.')}"
+        words = [x is not None and checks.are_strings(x) for x in self.ids]
+        rounding = autocast_dtype(self.tensors[0])
+        return (
+            f"{dtypes}, autocast {rounding}, gradients {trained}, {known.described()}, "
+            f"of strings {words}, biases {biases}"
+        )
+
+
+def agreed(
+    part: BatchPart, group: Any, same: str | Callable[[], str], options: dict[str, Any]
+) -> tuple[Known, list[list[int]]]:
+    """Return who matches in this process's part, and the numbers of all processes' rows and
+    columns.
+
+    All processes raise an error if one of them fails or if they differ in what has to be alike. The
+    compiler compares nothing, and takes sizes to be equal.
+    """
+    if torch.compiler.is_compiling():
+        if callable(same):
+            same()
+        return part.checked(), [list(part.sizes)] * world_size(group)
+    with consensus(group) as agreement:
+        also = same() if callable(same) else same
+        known = part.checked()
+        agreement.numbers = [*part.sizes, int(known.has_weights)]
+        agreement.text = f"{part.described(known)}, {options}; {also}"
+    weighted = any(numbers[2] for numbers in agreement.every)
+    sizes = [numbers[:2] for numbers in agreement.every]
+    total = sum(m for _, m in sizes)
+    for name, x in (("matches", known.matches), ("scores", part.tensors[0])):
+        is_of_all = name == "matches" or len(part.tensors) == 1
+        if is_of_all and x is not None and x.shape[1] != total:
+            expected = f"expected {total} columns, those of all processes"
+            raise ValueError(f"{name}: {expected}, got {x.shape[1]}")
+    return known._replace(has_weights=weighted), sizes
+
+
+def processes_of(
+    known: Known, sizes: list[list[int]], group: Any, device: torch.device
+) -> Processes:
+    """Return the processes of a batch, with the ids and groups of all."""
+    processes = Processes(group, sizes)
+    ids = ids_among_all(known, processes, device)
+    if known.groups is None:
+        processes.gather_ids(*ids)
+    else:  # groups are a further column of labels, so that one message has both
+        tables = []
+        for own_ids, own_groups in zip(ids, known.groups, strict=True):
+            labels = own_ids if own_ids.dim() == 2 else own_ids[:, None]
+            tables.append(torch.cat([labels, own_groups[:, None]], 1))
+        processes.gather_ids(*tables)
+        of_rows, of_cols = processes.ids
+        processes.groups = of_rows[:, -1], of_cols[:, -1]
+        processes.ids = of_rows[:, :-1], of_cols[:, :-1]
+    of_rows, of_cols = processes.ids
+    if known.groups is None and known.matches is None and of_rows.dim() == of_cols.dim() == 1:
+        processes.pairs = Pairs((len(of_rows), len(of_cols)), processes.ids, device)
+    return processes
+
+
+def ids_among_all(
+    known: Known, processes: Processes, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return ids or labels of own rows and columns that tell the items of all processes apart."""
+    n, m = processes.sizes[processes.rank]
+    first_row = processes.first(0)
+    row_ids, col_ids = known.ids
+    numbers = torch.arange(n, device=device) + first_row
+    if known.matches is not None:
+        return numbers, torch.arange(m, device=device) + processes.first(1)
+    if col_ids is None:
+        return numbers, numbers
+    if row_ids is not None:
+        return row_ids, col_ids
+    among_all = numbered(col_ids, n, first_row)
+    return numbers, among_all.masked_fill(col_ids == IGNORE_ID, IGNORE_ID)
+
+
+def related_to_all(
+    known: Known, related: Related | None, processes: Processes
+) -> tuple[tuple[Tensor | None, Tensor | None], Related | None]:
+    """Return the ids of own padded rows and of the columns of all, and what else says who matches
+    among them.
+    """
+    if known.matches is not None:
+        matches = known.matches
+        if not matches.is_floating_point():
+            matches = matches.float()  # which has a nan, for padding
+        return (None, None), Related(matches=spread_columns(matches, processes, torch.nan))
+    of_rows, of_cols = processes.ids
+    ids = processes.own(of_rows), of_cols
+    if processes.groups is None or related is None:
+        return ids, None
+    row_groups, col_groups = processes.groups
+    return ids, Related((processes.own(row_groups), col_groups), related.rule)
+
+
+def spread_columns(x: Tensor, processes: Processes, value: float) -> Tensor:
+    """Return own rows (N_r, M) with the padding of rows and of each process's columns."""
+    n, m = processes.padded
+    parts = x.split([size for _, size in processes.sizes], 1)
+    columns = torch.cat([padded(part.T, m, value) for part in parts])
+    return padded(columns.T, n, value)
+
+
+def gathered_bias(bias: Bias | None, processes: Processes) -> Bias | None:
+    """Return the bias of a process's padded rows and of all processes' columns."""
+    if bias is None:
+        return None
+    n, m = processes.padded
+    rows, cols = bias
+    own = None if rows is None else padded(rows, n)
+    others = None if cols is None else collectives.gather(padded(cols, m), processes.group)
+    return own, others
