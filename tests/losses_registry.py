@@ -196,6 +196,7 @@ OF_PAIRS = {
     "triplet all": Entry(
         itrloss.TripletLoss, {"mining": "all", "margin": 0.3}, lists_positives=True, **TRIPLET
     ),
+    "triplet soft": Entry(itrloss.TripletLoss, {"temperature": 0.05, "margin": 0.0}, **TRIPLET),
     "infonce learnable": Entry(
         itrloss.InfoNCELoss,
         {"learnable": True, "temperature": 0.2},

@@ -482,6 +482,10 @@ def test_mining_can_be_switched_after_a_warm_up():
     assert torch.equal(loss(v, w), itrloss.TripletLoss()(v, w)) and loss(v, w) < warm
     with pytest.raises(ValueError, match="mining"):
         loss.mining = "soft"
+    loss.temperature = 0.1
+    loss.mining = "all"
+    with pytest.raises(ValueError, match="temperature: expected None beside mining='all'"):
+        loss(torch.randn(3, 4), torch.randn(3, 4))
 
 
 def test_learnable_temperature_learns():
