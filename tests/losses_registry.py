@@ -17,7 +17,7 @@ import oracle_infonce
 import oracle_more
 import oracle_robust
 import oracle_supervised
-from torch import nn
+from torch import Tensor, nn
 
 import itrloss
 
@@ -36,6 +36,36 @@ Takes = Literal[
     "prototypes",  # pairs, and the number of the prototype of each
     "features",  # feature vectors of each image, of which the loss is no loss: a gate
 ]
+
+
+class LateInteraction(itrloss.InfoNCELoss):
+    """InfoNCE of late interaction, as users put it together."""
+
+    def __init__(self, aggregation: Any = "max_sum", alpha: float = 16.0, **options: Any):
+        super().__init__(**options)
+        self.aggregation = aggregation
+        self.alpha = alpha
+
+    def forward(  # type: ignore[override]
+        self,
+        images: Tensor,
+        texts: Tensor,
+        image_lengths: Tensor | None = None,
+        text_lengths: Tensor | None = None,
+        image_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+    ) -> Any:
+        scores = itrloss.functional.set_similarity(
+            images,
+            texts,
+            self.aggregation,
+            self.alpha,
+            image_lengths=image_lengths,
+            text_lengths=text_lengths,
+        )
+        return super().forward(scores=scores, image_ids=image_ids, text_ids=text_ids)
+
+
 ANY_IDS = "any"
 ONE_TO_ONE = "one to one"
 ALL = frozenset({"compiled", "conforming", "sharded", "module"})
@@ -166,6 +196,7 @@ OF_PAIRS = {
     "triplet all": Entry(
         itrloss.TripletLoss, {"mining": "all", "margin": 0.3}, lists_positives=True, **TRIPLET
     ),
+    "triplet soft": Entry(itrloss.TripletLoss, {"temperature": 0.05, "margin": 0.0}, **TRIPLET),
     "infonce learnable": Entry(
         itrloss.InfoNCELoss,
         {"learnable": True, "temperature": 0.2},
@@ -451,15 +482,15 @@ OF_MEMORIES = {
 OF_SETS_AND_CLASSES = {
     # several processes cannot share its sets
     "late interaction": Entry(
-        itrloss.LateInteractionLoss,
+        LateInteraction,
         {"temperature": 0.1},
         takes="tokens",
         failures=DENSE | SETS | CLASSES | TWO_KINDS,
         tables=ALL - {"sharded"},
     ),
     "late interaction smooth": Entry(
-        itrloss.LateInteractionLoss,
-        {"temperature": 0.5, "alpha": 8.0},
+        LateInteraction,
+        {"aggregation": "smooth_max_sum", "alpha": 8.0, "temperature": 0.5},
         takes="tokens",
         tables=ALL & {"compiled", "module"},
     ),

@@ -103,13 +103,18 @@ def triplet(
     margin: float = 0.2,
     mining: str = "hardest",
     reduction: str = "sum",
+    temperature: float | None = None,
 ) -> Any:
     """Triplet ranking loss of VSE++: sum of hinges (``mining="all"``) or maximum of hinges
     (``"hardest"``).
 
     ``hardest``: ``ℓ_i = Σ_{p∈pos(i)} [α − S_ip + max_{n∈neg(i)} S_in]_+``;
     ``all``: ``ℓ_i = Σ_{p∈pos(i)} Σ_{n∈neg(i)} [α − S_ip + S_in]_+``.
+    With a temperature, ``log(1 + e^{x/τ})`` in place of ``[x]_+``.
     """
+
+    def hinge(x: float) -> float:
+        return max(0.0, x) if temperature is None else float(np.logaddexp(0.0, x / temperature))
 
     def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
         values = np.zeros(len(S))
@@ -117,7 +122,7 @@ def triplet(
             negatives = [S[i, n] for n in _negatives(i, ids, other_ids)]
             competitors = [max(negatives)] if mining == "hardest" else negatives
             values[i] = math.fsum(
-                max(0.0, margin - S[i, p] + s)
+                hinge(margin - S[i, p] + s)
                 for p in _positives(i, ids, other_ids)
                 for s in competitors
             )

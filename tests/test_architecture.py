@@ -98,7 +98,7 @@ def test_nothing_is_imported_from_above(name):
     assert not above
 
 
-COMPOSED = ["infonce", "late_interaction", "matryoshka", "robust", "supervised"]
+COMPOSED = ["infonce", "matryoshka", "robust", "supervised"]
 
 
 @pytest.mark.parametrize("name", COMPOSED)

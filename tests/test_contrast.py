@@ -255,15 +255,43 @@ def same_document(x: dict[str, Tensor], ids: Any) -> Tensor:
     return queries(one_way(0.1), x, documents[::3], documents[::3], **flat(x), negative_ids=further)
 
 
-def late(a: Tensor, b: Tensor) -> Tensor:
-    """Sums over query tokens; of documents (N, K, L, D), each query's own."""
-    if b.dim() == 4:
-        return torch.stack([late(a, b[:, k]).diagonal() for k in range(b.shape[1])], 1)
-    return itrloss.functional.set_similarity(a, b, "max_sum", 1.0)
+late = itrloss.functional.set_similarity
 
 
 def mean_late(x: dict[str, Tensor]) -> Tensor:
-    return late(x["queries"], x["documents"]) / x["queries"].shape[1]
+    return late(x["queries"], x["documents"], "max_mean")
+
+
+def colpali_negatives(x: dict[str, Tensor]) -> Tensor:
+    """Each query with one of its own negatives at a time."""
+    own = late(x["queries"], x["negatives"], "max_mean")
+    loss = one_way(0.1, in_batch=False)
+    return loss(
+        scores=mean_late(x).repeat_interleave(2, 0),
+        image_ids=torch.arange(3).repeat_interleave(2),
+        text_ids=torch.arange(3),
+        negatives=own.reshape(-1, 1),
+    )
+
+
+def with_padding(x: dict[str, Tensor], options: Any) -> Tensor:
+    """Two documents of each query, of which the second is another one's, and masks."""
+    documents = torch.stack([x["documents"], x["others"]], 1).flatten(0, 1)
+    lengths = zip(options["document_lengths"], options["other_lengths"], strict=True)
+    mask = torch.arange(5) < torch.tensor([*lengths]).view(-1, 1)
+    scores = late(x["queries"], documents, "max_sum", text_mask=mask)
+    return one_way(0.5)(scores=scores, text_ids=[0, -1, 1, -1, 2, -1])
+
+
+def hardest(*given: Tensor, **options: Any) -> Tensor:
+    loss = itrloss.TripletLoss(0.0, temperature=0.1, directions="image-text", reduction="mean")
+    return loss(*given, **options)
+
+
+def colpali_sigmoid(x: dict[str, Tensor]) -> Tensor:
+    """Theirs is a mean over pairs, where SigLIP divides by N."""
+    scores = mean_late(x)
+    return itrloss.SigmoidLoss(10.0, 0.0, learnable=False)(scores=scores) / len(scores)
 
 
 def repeated(x: dict[str, Tensor]) -> Tensor:
@@ -347,9 +375,22 @@ LINES = {
     "colpali-gathered": lambda x, o: one_way(0.1)(
         scores=mean_late(x), image_ids=[1, 2], text_ids=[0, 1, 2]
     ),
+    "colpali-sum": lambda x, o: one_way(1.0)(scores=late(x["queries"], x["documents"], "max_sum")),
+    "colpali-smooth": lambda x, o: one_way(0.1)(
+        scores=late(x["queries"], x["documents"], "smooth_max_mean", 10.0)
+    ),
+    "colpali-negatives": lambda x, o: colpali_negatives(x),
+    "colpali-negatives-half": lambda x, o: (
+        0.5 * colpali_negatives(x) + 0.5 * one_way(0.1)(scores=mean_late(x))
+    ),
+    "colpali-hardest": lambda x, o: hardest(scores=mean_late(x)),
+    "colpali-sigmoid": lambda x, o: colpali_sigmoid(x),
     "colpali-dense": lambda x, o: queries(one_way(0.1), x),
     "colpali-dense-both": lambda x, o: 0.5 * queries(InfoNCELoss(0.1), x),
     "colpali-dense-negatives": lambda x, o: repeated(x),
+    "colpali-dense-hardest": lambda x, o: hardest(x["queries"], x["positives"]),
+    "pylate": with_padding,
+    "late-padding": with_padding,
     "nemo": lambda x, o: queries(one_way(0.1), x, **masked(x, o["negatives_mask"])),
     "nemo-own": lambda x, o: queries(
         one_way(0.1, in_batch=False), x, **masked(x, o["negatives_mask"])
@@ -359,8 +400,8 @@ LINES = {
     ),
     "nemo-same-document": lambda x, o: same_document(x, o["document_ids"]),
     "nemo-maxsim": lambda x, o: one_way(0.5, in_batch=False)(
-        scores=late(x["queries"], x["documents"][:, :4]),
-        negatives=late(x["queries"], x["negatives"]),
+        scores=late(x["queries"], x["documents"][:, :4], "max_sum"),
+        negatives=late(x["queries"], x["negatives"], "max_sum"),
     ),
     "nemo-distill": lambda x, o: divergence(x),
     "clip4clip": lambda x, o: clip4clip(x),

@@ -1075,7 +1075,9 @@ ONE_PAIR: dict[str, Callable[[Tensor, Tensor], Any]] = {
     )[0],
     "prototypes": lambda v, w: itrloss.PrototypeClassificationLoss(D, 1)(v, w, [0]),
     "heads": lambda v, w: itrloss.VarianceAwareLoss(telemetry=True)(v[:, None], w),
-    "tokens": lambda v, w: itrloss.LateInteractionLoss(telemetry=True)(v[:, None], w[:, None]),
+    "tokens": lambda v, w: itrloss.InfoNCELoss(telemetry=True)(
+        scores=functional.set_similarity(v[:, None], w[:, None], "max_sum")
+    ),
     "distributions": lambda v, w: itrloss.PCMEPlusPlusLoss(telemetry=True)(v, w, v, w),
     "an empty memory": lambda v, w: itrloss.UnifiedTrainingObjective(telemetry=True)(
         v, w, v.detach(), w.detach(), itrloss.CoupledMemory(3, D)
@@ -1132,8 +1134,8 @@ SAVED: dict[str, Callable[[str, Tensor, Tensor], Tensor]] = {
     "UTO": lambda engine, v, w: itrloss.UnifiedTrainingObjective(engine=engine)(
         v, w, WIDE[0], WIDE[1], LARGE_MEMORY, LABELS, LABELS
     ),
-    "late interaction": lambda engine, v, w: itrloss.LateInteractionLoss(engine=engine, alpha=3.0)(
-        of_sets(v), of_sets(w)
+    "late interaction": lambda engine, v, w: itrloss.InfoNCELoss(engine=engine)(
+        scores=functional.set_similarity(of_sets(v), of_sets(w), "smooth_max_sum", 3.0)
     ),
     "heads": lambda engine, v, w: itrloss.VarianceAwareLoss(engine=engine)(
         of_sets(v), w, LABELS, LABELS

@@ -535,7 +535,7 @@ BAD_MASKS = {
 def test_other_masks_are_refused(name: str):
     mask, options, message = BAD_MASKS[name]
     with pytest.raises((TypeError, ValueError), match=message):
-        itrloss.LateInteractionLoss()(
+        itrloss.functional.set_similarity(
             torch.randn(2, 5, 4), torch.randn(2, 5, 4), text_mask=mask, **options
         )
 

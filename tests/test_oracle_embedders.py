@@ -26,6 +26,7 @@ from oracle_embedders import (
 from torch import Tensor
 
 import itrloss
+from itrloss.engine import inputs as engine_inputs
 
 Inputs = dict[str, Tensor]
 Options = dict[str, Any]
@@ -208,6 +209,13 @@ def colpali_hardest(x: Inputs, _: Options) -> Tensor:
     return soft_triplet(scores=late_scores(x["queries"], x["documents"], "max_mean"), **HARDEST)
 
 
+def colpali_sigmoid(x: Inputs, _: Options) -> Tensor:
+    """A mean over pairs, of which query i and document i match."""
+    scores = late_scores(x["queries"], x["documents"], "max_mean") / 0.1
+    signs = 2 * torch.eye(len(scores), dtype=scores.dtype) - 1
+    return torch.stack([(1 + (-z).exp()).log() for z in (signs * scores).flatten()]).mean()
+
+
 def colpali_dense_hardest(x: Inputs, _: Options) -> Tensor:
     return soft_triplet(x["queries"], x["positives"], **HARDEST)
 
@@ -358,6 +366,7 @@ LINES = {
     "colpali-negatives": colpali_negatives,
     "colpali-negatives-half": colpali_negatives_half,
     "colpali-hardest": colpali_hardest,
+    "colpali-sigmoid": colpali_sigmoid,
     "colpali-dense": line(0.1),
     "colpali-dense-both": halved(0.1, QUERIES),
     "colpali-dense-negatives": colpali_dense_negatives,
@@ -643,24 +652,54 @@ def test_library_against_loops(seed: int) -> None:
         torch.testing.assert_close(one_given, one_wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("form", ["max_sum", "smooth_max_sum"])
-@pytest.mark.parametrize("seed", range(5))
-def test_late_interaction_against_loops(form: str, seed: int) -> None:
-    """Scores of sets with padding anywhere, some of them empty."""
+LATE = ["max_sum", "max_mean", "smooth_max_sum", "smooth_max_mean"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("form", LATE)
+@pytest.mark.parametrize("seed", range(6))
+def test_late_interaction_against_loops(form: Any, seed: int, own: bool, monkeypatch: Any) -> None:
+    """Scores of sets with padding anywhere, some of them empty; of all texts, or of own ones."""
+    if seed % 2:
+        monkeypatch.setitem(engine_inputs.TILE, "cpu", (24, 4))
     generator = torch.Generator().manual_seed(seed)
     images = torch.randn(3, 4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    texts = torch.randn(5, 3, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    masks = {
+    shape = (3, 5, 3) if own else (5, 3)  # of the texts' elements
+    texts = torch.randn(*shape, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    options: Any = {
         "image_mask": torch.rand(3, 4, generator=generator) < 0.6,
-        "text_mask": torch.rand(5, 3, generator=generator) < 0.6,
+        "text_mask": torch.rand(shape, generator=generator) < 0.6,
+        "alpha": 10.0,
+        "normalize": seed < 4,
     }
-    given = itrloss.functional.set_similarity(images, texts, form, 10.0, **masks)
-    wanted = late_scores(images, texts, form, alpha=10.0, **masks)
+    given = itrloss.functional.set_similarity(images, texts, form, **options)
+    wanted = late_scores(images, texts, form, **options)
     for a, b in zip(
         value_and_gradients(given, [images, texts]),
         value_and_gradients(wanted, [images, texts]),
         strict=True,
     ):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("directions", ["both", "image-text", "text-image"])
+@pytest.mark.parametrize("seed", range(8))
+def test_soft_triplet_against_loops(engine: Any, directions: Any, seed: int) -> None:
+    """Matches have weights, and some pairs neither match nor are negatives."""
+    generator = torch.Generator().manual_seed(seed)
+    images, texts = normal(seed, 5, 4), normal(seed + 100, 6, 4)
+    matches = torch.randint(-1, 3, (5, 6), generator=generator).double()
+    matches[matches < 0] = torch.nan
+    if seed == 0:
+        matches[0] = 1.0  # without a negative
+    given = [x.requires_grad_() for x in (images, texts)]
+    options: dict[str, Any] = {"margin": 0.1, "temperature": 0.3, "directions": directions}
+    options["reduction"] = ("sum", "mean", "none")[seed % 3]
+    loss = itrloss.TripletLoss(engine=engine, **options)
+    found = value_and_gradients(loss(images, texts, matches=matches), given)
+    wanted = value_and_gradients(soft_triplet(images, texts, matches=matches, **options), given)
+    for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 

@@ -84,6 +84,21 @@ BAD = {
         "reduction",
     ),
     "mining": (lambda: itrloss.TripletLoss(mining="semi"), ValueError, "mining.*'semi'"),
+    "soft form of all": (
+        lambda: itrloss.TripletLoss(mining="all", temperature=0.1),
+        ValueError,
+        "temperature: expected None beside mining='all'.*0.1",
+    ),
+    "soft form of all, functional": (
+        lambda: F.triplet_loss(Similarity(V, V), mining="all", temperature=0.1),
+        ValueError,
+        "temperature: expected None beside mining='all'",
+    ),
+    "triplet temperature": (
+        lambda: itrloss.TripletLoss(temperature=0.0),
+        ValueError,
+        "temperature: expected a number above 0, got 0",
+    ),
     "functional mining": (
         lambda: F.triplet_loss(Similarity(V, V), mining="semi"),
         ValueError,

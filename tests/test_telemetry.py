@@ -158,6 +158,8 @@ def test_collapse_is_told_once(reduction, ids):
     assert run(loss, v, w, 99, *ids) == []
     told = run(loss, v, w, 102, *ids)
     assert len(told) == 1 and "0.4 per pair" in told[0] and 'mining="all"' in told[0]
+    soft = TripletLoss(temperature=0.1, reduction=reduction)  # its value is another one
+    assert run(soft, v, w, 201, *ids) == []
 
 
 def test_the_warning_names_the_line_that_calls_the_loss():

@@ -390,16 +390,36 @@ def sigmoid_loss(
 
 
 def triplet_loss(
-    sim: Anchors, margin: float = 0.2, mining: Mining = "hardest", reduction: Reduction = "sum"
+    sim: Anchors,
+    margin: float = 0.2,
+    mining: Mining = "hardest",
+    reduction: Reduction = "sum",
+    *,
+    temperature: float | None = None,
 ) -> Any:
-    """Return the triplet ranking loss of VSE++; see :class:`itrloss.TripletLoss`."""
+    """Return the triplet ranking loss of VSE++, or with a ``temperature`` its soft form; see
+    :class:`itrloss.TripletLoss`.
+    """
     anchors = _anchors(sim)
-    one_of("mining", mining, "hardest", "all")
+    check_mining(mining, temperature)
     if mining == "all":
         return anchors.reduced_hinge_sum(margin, reduction)
     threshold = anchors.hardest_negatives().values + margin
-    values = anchors.sum_of_positives(excess, scale=-1.0, shift=threshold, weights="factor")
+    term = excess
+    scale = 1.0
+    if temperature is not None:
+        term = softplus
+        scale = 1 / temperature
+    values = anchors.sum_of_positives(term, scale=-scale, shift=scale * threshold, weights="factor")
     return anchors.reduce(values, reduction)
+
+
+def check_mining(mining: Any, temperature: float | None) -> None:
+    """Raise a ValueError unless the negatives that count are known, and fit the temperature."""
+    one_of("mining", mining, "hardest", "all")
+    if mining == "all" and temperature is not None:
+        expected = "expected None beside mining='all', as the soft form has the hardest negative"
+        raise ValueError(f"temperature: {expected}, got {temperature}")
 
 
 def prototype_classification_loss(

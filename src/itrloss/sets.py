@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .anchors import Anchors, Reduction
 from .checks import (
-    as_indices,
+    as_integers,
     as_mask,
     check_alike,
     check_matrix,
@@ -19,13 +21,18 @@ from .checks import (
     from_numpy,
     one_of,
 )
-from .engine.sets import Sets, set_scores
+from .distributed import consensus, rows_of_all, world_size
+from .engine.sets import Sets, own_set_scores, set_scores
 from .engine.vectors import full_precision, host_may_read, normalized
 from .similarity import Similarity
 from .suspicious import warn
 
 PairReduction = Literal["mean", "sum", "frobenius"]
-Aggregation = Literal["max", "mean", "smooth_chamfer", "max_sum", "smooth_max_sum"]
+Aggregation = Literal[
+    "max", "mean", "smooth_chamfer", "max_sum", "max_mean", "smooth_max_sum", "smooth_max_mean"
+]
+# Sums over an image's elements, by which number the others divide them.
+_SUMS = {"max_mean": "max_sum", "smooth_max_mean": "smooth_max_sum"}
 
 
 def variance_aware_loss(
@@ -204,7 +211,7 @@ def _factors(gate: Tensor, heads: Tensor) -> Tensor:
 
 def set_similarity(  # noqa: PLR0913 - options by keyword
     images: Tensor,  # (N, K, D)
-    texts: Tensor,  # (M, D) or (M, L, D)
+    texts: Tensor,  # (M, D), (M, L, D) or (N, J, L, D)
     aggregation: Aggregation = "max",
     alpha: float = 16.0,
     *,
@@ -213,98 +220,204 @@ def set_similarity(  # noqa: PLR0913 - options by keyword
     text_lengths: Tensor | None = None,
     image_mask: Tensor | None = None,
     text_mask: Tensor | None = None,
+    gather: bool = False,
+    process_group: Any = None,
 ) -> Tensor:
     r"""Return the (N, M) similarity of sets of embeddings by the cosines of their elements.
 
     ``"max"`` is the largest cosine of an element of one with an element of the other (DVSE, PVSE),
     ``"mean"`` the mean of all such cosines. ``"max_sum"`` is late interaction (`ColBERT
-    <https://arxiv.org/abs/2004.12832>`_), and ``"smooth_max_sum"`` the same with
-    :math:`\frac1\alpha \log \sum_b e^{\alpha \cos(a, b)}` in place of the maximum:
+    <https://arxiv.org/abs/2004.12832>`_), the sum over the image's elements a of their best
+    elements b of the text:
 
     .. math:: \sum_a \max_b \cos(a, b)
 
+    ``"max_mean"`` divides it by the number of the image's elements that exist (ColPali). In
+    ``"smooth_max_sum"`` and ``"smooth_max_mean"``,
+    :math:`\frac1\alpha \log \sum_b e^{\alpha \cos(a, b)}` is in place of the maximum.
     ``"smooth_chamfer"`` is (Kim et al., DivE, CVPR 2023, with :math:`\alpha` the sharpness)
 
     .. math:: \frac1{2 \alpha K} \sum_a \log \sum_b e^{\alpha \cos(a, b)}
               + \frac1{2 \alpha L} \sum_b \log \sum_a e^{\alpha \cos(a, b)}
 
-    whose inner sums are not divided by their length, so that it may exceed 1. It is float32
-    (float64 for float64 input) and differentiable. Pass it to
-    :meth:`itrloss.Similarity.from_scores`, to the metrics or to a re-ranker. The cosines are held
-    for a few sets at a time, but for second derivatives. The gradient of a maximum goes to the
-    first of equal elements.
+    whose inner sums are not divided by their length, so that it may exceed 1. The result is float32
+    (float64 for float64 input) and differentiable. Any loss takes it as ``scores=``, and so do
+    :meth:`itrloss.Similarity.from_scores`, the metrics and the re-rankers; see
+    :doc:`methods/late_interaction`. The cosines are held for a few sets at a time, but for second
+    derivatives. The gradient of a maximum goes to the first of equal elements.
 
     Args:
-        images: (N, K, D) sets, of any length.
-        texts: (M, D), or sets (M, L, D).
+        images: (N, K, D) sets, of any length. Where queries are summed up, they are the images.
+        texts: (M, D), or sets (M, L, D); or (N, J, L, D), each image's own J sets, such as its hard
+            negatives: the result is (N, J), and no other scores are computed.
         alpha: :math:`\alpha`, above 0.
         normalize: scale elements to unit length first; False takes inner products instead of
             cosines.
-        image_lengths, text_lengths: (N,) and (M,) integers, how many elements of each set exist;
-            K and L are then the set's own lengths. What follows is padding, of any value. An empty
-            set scores 0, without a gradient. On an accelerator they are not checked.
-        image_mask, text_mask: (N, K) and (M, L) bool tensors in place of lengths, True where an
-            element exists, such as for padding on the left, or tokens that do not count. Integers 0
-            and 1, as tokenizers return them, will do.
+        image_lengths, text_lengths: (N,) and (M,) or (N, J) integers, how many elements of each set
+            exist; K and L are then the set's own lengths. What follows is padding, of any value. An
+            empty set scores 0, without a gradient. On an accelerator they are not checked.
+        image_mask, text_mask: (N, K) and (M, L) or (N, J, L) bool tensors in place of lengths, True
+            where an element exists, such as for padding on the left, or tokens that do not count.
+            Integers 0 and 1, as tokenizers return them, will do.
+        gather: in a job of several processes, take the texts of all of them, padded to the longest:
+            the result is (N, M) with the M texts of all processes by rank. N, M and L may differ
+            between processes. Each computes its images' scores alone; the gradient of a text is the
+            sum of its gradients in all processes, so all have to take part in backward.
+        process_group: a process group, by default of all processes.
+
+    Raises:
+        ValueError, TypeError: if shapes, dtypes or options do not fit, naming the argument; with
+            ``gather``, in all processes.
     """
-    images = from_numpy(images)
-    texts = from_numpy(texts)
-    for name, x in (("images", images), ("texts", texts)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected sets of embeddings, got {type(x).__name__}")
-    if texts.dim() == 2:
-        texts = texts[:, None]
-    for name, x in (("images", images), ("texts", texts)):
-        if x.dim() != 3 or x.shape[2] != images.shape[2] or 0 in x.shape:
+    one_of("gather", gather, True, False)
+    image_sets = _Given("image", images, image_lengths, image_mask)
+    text_sets = _Given("text", texts, text_lengths, text_mask)
+    check = partial(_checked_sets, image_sets, text_sets, aggregation, alpha, gather)
+    if gather and world_size(process_group) > 1:
+        said = f"aggregation {aggregation!r}, alpha {alpha}, normalize {normalize}"
+        rows, cols = _with_texts_of_all(check, said, process_group)
+    else:
+        rows, cols = check()
+    if aggregation == "mean":
+        return _mean_scores(rows, cols, normalize)
+    score = own_set_scores if cols.x.dim() == 4 else set_scores
+    scores = score(rows, cols, _SUMS.get(aggregation, aggregation), alpha, normalize)
+    if aggregation in _SUMS:
+        return scores / rows.numbers_of_elements()[:, None]
+    return scores
+
+
+class _Given(NamedTuple):
+    """The arguments of :func:`set_similarity` of one side."""
+
+    side: str
+    sets: Any
+    lengths: Any
+    mask: Any
+
+    @property
+    def name(self) -> str:
+        """What the caller calls the sets."""
+        return f"{self.side}s"
+
+
+def _checked_sets(
+    images: _Given, texts: _Given, aggregation: str, alpha: float, gather: bool
+) -> tuple[Sets, Sets]:
+    """Return the sets of both sides; raise an error if they, or options, do not fit."""
+    one_of("aggregation", aggregation, *get_args(Aggregation))
+    check_number("alpha", alpha, positive=True)
+    v = from_numpy(images.sets)
+    w = from_numpy(texts.sets)
+    for name, x in ((images.name, v), (texts.name, w)):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name}: expected floating-point sets of embeddings, got {got}")
+    if w.dim() == 2:
+        w = w[:, None]
+    are_own = w.dim() == 4
+    for name, x, dims in ((images.name, v, 3), (texts.name, w, 3 + are_own)):
+        # a process of several may have no images, or no texts
+        if x.dim() != dims or x.shape[-1] != v.shape[-1] or 0 in x.shape[int(gather) :]:
             raise ValueError(
                 f"{name}: expected sets of embeddings of one dimension, got shape {tuple(x.shape)}"
             )
-    check_alike("texts", texts, "images", images)
-    check_number("alpha", alpha, positive=True)
-    one_of("aggregation", aggregation, "max", "mean", "smooth_chamfer", "max_sum", "smooth_max_sum")
-    rows = _existing("image", images, image_lengths, image_mask)
-    cols = _existing("text", texts, text_lengths, text_mask)
-    for name, (_, lengths) in (("image", rows), ("text", cols)):
-        if lengths is not None and host_may_read(lengths) and not bool(lengths.any()):
-            warn(
-                f"{name}_lengths, {name}_mask: all sets are empty, so that all scores are 0 "
-                "without a gradient. A mask is True where an element exists"
-            )
-    if aggregation != "mean":
-        return set_scores(rows, cols, aggregation, alpha, normalize)
-    with full_precision(images):  # the mean of the products is the product of the means
-        return _means(*rows, normalize) @ _means(*cols, normalize).T
+    check_alike(texts.name, w, images.name, v)
+    if are_own:
+        _check_own(v, w, gather)
+    return _existing(images, v), _existing(texts, w)
 
 
-def _means(sets: Tensor, lengths: Tensor | None, normalize: bool) -> Tensor:
-    """Return the (N, D) means of the elements of sets (N, K, D)."""
-    elements = Sets(sets, None, lengths).differentiable(normalize)
-    if lengths is None:
-        return elements.mean(1)
-    return elements.sum(1) / lengths.clamp_min(1)[:, None]
+def _check_own(images: Tensor, texts: Tensor, gather: bool) -> None:
+    """Raise an error unless there are texts (N, J, L, D) for each image (N, K, D)."""
+    if len(texts) != len(images):
+        expected = f"expected each image's own sets, ({len(images)}, J, L, D)"
+        raise ValueError(f"texts: {expected}, got shape {tuple(texts.shape)}")
+    if gather:
+        expected = "expected False for each image's own texts, which stay in their process"
+        raise ValueError(f"gather: {expected}, got {gather!r}")
 
 
-def _existing(
-    name: str, sets: Tensor, lengths: Tensor | None, mask: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return sets (N, K, D) whose existing elements come first, and the (N,) numbers of these."""
-    if mask is None:
-        return sets, _lengths(f"{name}_lengths", lengths, sets)
-    if lengths is not None:
-        raise ValueError(f"{name}_mask: expected None beside {name}_lengths")
-    shape = tuple(sets.shape[:2])
-    mask = as_mask(f"{name}_mask", mask, shape)
-    exists = mask.to(sets.device) != 0
-    # No aggregation depends on the order of elements, and equal ones stay in theirs.
-    order = (~exists).to(torch.uint8).argsort(dim=1, stable=True)
-    return sets.gather(1, order[:, :, None].expand_as(sets)), exists.sum(1)
+def _existing(given: _Given, sets: Tensor) -> Sets:
+    """Return sets (..., K, D) and which of their elements exist."""
+    exists: Tensor | None = None
+    shape = tuple(sets.shape[:-1])
+    if given.mask is not None:
+        name = f"{given.side}_mask"
+        if given.lengths is not None:
+            raise ValueError(f"{name}: expected None beside {given.side}_lengths")
+        exists = as_mask(name, given.mask, shape).to(sets.device) != 0
+    elif given.lengths is not None:
+        lengths = _lengths(f"{given.side}_lengths", given.lengths, sets)
+        exists = torch.arange(sets.shape[-2], device=sets.device) < lengths[..., None]
+    if exists is not None and len(sets) and host_may_read(exists) and not bool(exists.any()):
+        warn(
+            f"{given.side}_lengths, {given.side}_mask: all sets are empty, so that all scores are "
+            "0 without a gradient. A mask is True where an element exists"
+        )
+    return Sets(sets, None, exists)
 
 
-def _lengths(name: str, lengths: Tensor | None, sets: Tensor) -> Tensor | None:
-    """Return the (N,) int64 numbers of elements of the sets (N, K, D); None if all exist."""
-    if lengths is None:
-        return None
-    lengths = as_indices(name, lengths, len(sets), sets.device)
-    if host_may_read(lengths):
-        check_range(name, lengths, sets.shape[1])
+def _lengths(name: str, lengths: Any, sets: Tensor) -> Tensor:
+    """Return the (...) int64 numbers of elements of sets (..., K, D)."""
+    shape = tuple(sets.shape[:-2])
+    lengths = as_integers(name, lengths)
+    if lengths.shape == (*shape, 1):
+        lengths = lengths.squeeze(-1)
+    if lengths.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(lengths.shape)}")
+    lengths = lengths.to(sets.device).long()
+    if lengths.numel() and host_may_read(lengths):
+        check_range(name, lengths, sets.shape[-2])
     return lengths
+
+
+def _with_texts_of_all(
+    check: Callable[[], tuple[Sets, Sets]], said: str, group: Any
+) -> tuple[Sets, Sets]:
+    """Return this process's images (N, K, D) and the texts (M, L, D) of all, which are padded to
+    the longest.
+    """
+    if torch.compiler.is_compiling():  # nothing is compared then
+        rows, cols = check()
+        every = [[len(cols.x), cols.size, cols.exists is not None]] * world_size(group)
+    else:
+        with consensus(group) as agreed:
+            rows, cols = check()
+            agreed.text = f"{said}, {cols.x.dtype}, dimension {cols.x.shape[2]}"
+            agreed.numbers = [len(cols.x), cols.size, int(cols.exists is not None)]
+        every = [numbers[:3] for numbers in agreed.every]
+    numbers = [number for number, _, _ in every]
+    sizes = [size for _, size, _ in every]
+    if not any(numbers):
+        raise ValueError("texts: expected at least one set among those of all processes, got none")
+    longer = max(sizes) - cols.size
+    x = cols.x
+    if longer:
+        x = F.pad(x, (0, 0, 0, longer))
+    x = rows_of_all(x, numbers, group)
+    if len(set(sizes)) == 1 and not any(is_masked for _, _, is_masked in every):
+        return rows, Sets(x)
+    exists = cols.exists
+    if exists is None:
+        exists = torch.ones(cols.x.shape[:2], dtype=torch.bool, device=cols.x.device)
+    exists = F.pad(exists.to(torch.uint8), (0, longer))  # backends do not all exchange bools
+    return rows, Sets(x, None, rows_of_all(exists, numbers, group).bool())
+
+
+def _mean_scores(rows: Sets, cols: Sets, normalize: bool) -> Tensor:
+    """Return the means of all products of elements, (N, M) or (N, J) of own sets."""
+    with full_precision(rows.x):  # the mean of the products is the product of the means
+        left = _means(rows, normalize)
+        right = _means(cols, normalize)
+        if cols.x.dim() == 4:
+            return torch.einsum("nd,njd->nj", left, right)
+        return left @ right.T
+
+
+def _means(sets: Sets, normalize: bool) -> Tensor:
+    """Return the (..., D) means of the elements of sets (..., K, D)."""
+    elements = sets.differentiable(normalize)
+    if sets.exists is None:
+        return elements.mean(-2)
+    return elements.sum(-2) / sets.numbers_of_elements().unsqueeze(-1)

@@ -15,5 +15,6 @@ from .consensus import gather_parts as gather_parts
 from .consensus import gather_table as gather_table
 from .consensus import numbered as numbered
 from .consensus import padded as padded
+from .consensus import rows_of_all as rows_of_all
 
 __all__ = ["gather"]

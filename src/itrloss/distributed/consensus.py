@@ -134,10 +134,22 @@ def gather_parts(
     gathered = []
     for k, x in enumerate(tensors):
         sizes = [numbers[k] for numbers in agreed.every]
-        most = max(1, *sizes)
-        parts = collectives.gather(padded(x, most), group).split(most)
-        gathered.append([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        gathered.append(parts_of_all(x, sizes, group))
     return gathered
+
+
+def parts_of_all(x: Tensor, sizes: Sequence[int], group: Any = None) -> list[Tensor]:
+    """Return the parts ``x`` (B_r, ...) of all processes, whose numbers of rows all know."""
+    most = max(1, *sizes)
+    parts = collectives.gather(padded(x, most), group).split(most)
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+def rows_of_all(x: Tensor, sizes: Sequence[int], group: Any = None) -> Tensor:
+    """Return the concatenation of :func:`parts_of_all`, without a copy where all are of a size."""
+    if len(set(sizes)) == 1:
+        return collectives.gather(x, group)
+    return torch.cat(parts_of_all(x, sizes, group))
 
 
 def described(x: Tensor) -> str:

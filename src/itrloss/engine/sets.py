@@ -11,6 +11,9 @@ scores of the sets (n, m):
 with ``soft_l x = log(sum_l exp(alpha x)) / alpha``. Where a maximum has a gradient, forward notes
 which element won, and backward forms no scores: it adds up the winners. The scores of the smooth
 forms are computed again in backward.
+
+Sets of the columns may also belong to one row each: row n meets its own K sets alone. All shapes
+then begin with n, and the row is one set beside K others.
 """
 
 from __future__ import annotations
@@ -38,38 +41,44 @@ WINNER = 8
 
 
 class Sets(NamedTuple):
-    """Sets of embeddings."""
+    """Sets of embeddings. All shapes may begin with further dimensions."""
 
     x: Tensor  # (N, K, D)
     inv: Tensor | None = None  # (N, K, 1) inverse norms; None: vectors are not normalised
-    lengths: Tensor | None = None  # (N,) int64; None: all elements exist
+    exists: Tensor | None = None  # (N, K) bool; None: all elements exist
 
     @property
     def number(self) -> int:
         """The number of sets, N."""
-        return self.x.shape[0]
+        return self.x.shape[-3]
 
     @property
     def size(self) -> int:
         """The number of elements of a set, K, with padding."""
-        return self.x.shape[1]
+        return self.x.shape[-2]
 
-    def part(self, part: slice) -> Sets:
-        """Return some of the sets."""
-        return Sets(self.x[part], taken(self.inv, part), taken(self.lengths, part))
+    def part(self, part: Any) -> Sets:
+        """Return some of the sets, by an index."""
+        return Sets(self.x[part], taken(self.inv, part), taken(self.exists, part))
+
+    def with_norms(self) -> Sets:
+        """Return the same sets with inverse norms, for vectors at unit length."""
+        return self._replace(inv=inverse_norms(self.x.detach()))
 
     def missing(self) -> Tensor | None:
         """Return the (N, K) bool mask of the elements that do not exist; None if all do."""
-        if self.lengths is None:
-            return None
-        return torch.arange(self.size, device=self.x.device) >= self.lengths[:, None]
+        return None if self.exists is None else ~self.exists
+
+    def empty(self) -> Tensor | None:
+        """Return the (N,) bool mask of the sets without an element; None if there is none."""
+        return None if self.exists is None else ~self.exists.any(-1)
 
     def numbers_of_elements(self) -> Tensor:
         """Return how many elements exist, (N,) or (1,), at least 1, in the compute dtype."""
-        if self.lengths is None:
+        if self.exists is None:
             numbers = torch.full((1,), self.size, device=self.x.device)
         else:
-            numbers = self.lengths.clamp_min(1)
+            numbers = self.exists.sum(-1).clamp_min(1)
         return numbers.to(compute_dtype(self.x))
 
     def unit(self) -> Tensor:
@@ -130,6 +139,8 @@ def blocks(
     values: int,  # that are held for each element of ``rows`` and set of ``cols``
 ) -> Iterator[Block]:
     """Yield blocks that cover every pair of sets once."""
+    if not rows.number:  # in one process of several
+        return
     d = rows.x.shape[2]
     numel, width = TILE.get(rows.x.device.type, ACCELERATOR_TILE)
     by_scores = max(width, numel // (rows.number * rows.size)) // values
@@ -150,48 +161,49 @@ def blocks(
 
 
 def winning(
-    x: Tensor,  # (m, L, n, K) scores of elements, overwritten
+    x: Tensor,  # (..., m, L, n, K) scores of elements, overwritten
     form: Form,
-    rows: Sets,
-    cols: Sets,
+    rows: Sets,  # (..., n, K, D)
+    cols: Sets,  # (..., m, L, D)
     keep: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the (n, m) maxima of elements' scores and, with ``keep``, which elements won.
+    """Return the (..., n, m) maxima of elements' scores and, with ``keep``, which elements won.
 
-    The second is (m, n, K) for the element of ``cols`` that is the best of each of ``rows``, or
-    (m, n, 1) ``k L + l`` for the best pair of elements.
+    The second is (..., m, n, K) for the element of ``cols`` that is the best of each of ``rows``,
+    or (..., m, n, 1) ``k L + l`` for the best pair of elements.
     """
-    size = x.shape[1]
+    size = x.shape[-3]
     missing_rows = rows.missing()
     missing_cols = cols.missing()
     if missing_cols is not None:
-        x.masked_fill_(missing_cols[:, :, None, None], lowest(x))
+        x.masked_fill_(missing_cols[..., None, None], lowest(x))
     which: Tensor | None = None
     if torch.is_grad_enabled():
-        value, which = x.max(1)
+        value, which = x.max(-3)
     elif keep:
         value, which = argmax_(x)
     else:
-        value = x.amax(1)
+        value = x.amax(-3)
     if missing_rows is not None:
-        value = value.masked_fill(missing_rows, lowest(x) if form.name == "max" else 0.0)
+        fill = lowest(x) if form.name == "max" else 0.0
+        value = value.masked_fill(missing_rows.unsqueeze(-3), fill)
     if form.name == "max":
-        value, best = value.max(2, keepdim=True)
+        value, best = value.max(-1, keepdim=True)
         if which is not None:
-            which = which.gather(2, best) + best * size
-    return value.sum(2).T, which
+            which = which.gather(-1, best) + best * size
+    return value.sum(-1).mT, which
 
 
 def argmax_(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x.max(1)`` of (m, L, n, K), the first of equal ones; overwrites ``x``.
+    """Return ``x.max(-3)`` of (..., m, L, n, K), the first of equal ones; overwrites ``x``.
 
     PyTorch vectorises it on a CPU without the index: so it takes 0.2 to 0.3 of the time (L of 32 to
     1024, one thread of Zen 3). Scores within 1e-25 are equal here.
     """
-    value = x.amax(1)
-    last = x.shape[1] - 1
+    value = x.amax(-3)
+    last = x.shape[-3] - 1
     places = torch.arange(last, -1, -1, dtype=x.dtype, device=x.device).view(-1, 1, 1)
-    best = torch.add(places, x.sub_(value.unsqueeze(1)), alpha=1e30, out=x).amax(1)
+    best = torch.add(places, x.sub_(value.unsqueeze(-3)), alpha=1e30, out=x).amax(-3)
     return value, last - best.nan_to_num_(0.0).clamp_(0, last).long()
 
 
@@ -225,27 +237,30 @@ def winning_pairs(
 
 
 def smooth(
-    x: Tensor,  # (n, K, m, L) scores of elements
+    x: Tensor,  # (..., n, K, m, L) scores of elements
     form: Form,
-    rows: Sets,
-    cols: Sets,
+    rows: Sets,  # (..., n, K, D)
+    cols: Sets,  # (..., m, L, D)
 ) -> Tensor:
-    """Return the smooth scores (n, m) of sets, in plain PyTorch."""
+    """Return the smooth scores (..., n, m) of sets, in plain PyTorch."""
     missing_rows = rows.missing()
     missing_cols = cols.missing()
-    of_rows = soft_maximum(x, form, 3, missing_cols)  # (n, K, m)
+    if missing_cols is not None:
+        missing_cols = missing_cols.unsqueeze(-3)  # (..., 1, m, L)
+    missing_of_all = None if missing_cols is None else missing_cols.unsqueeze(-3)
+    of_rows = soft_maximum(x, form, -1, missing_of_all)  # (..., n, K, m)
     if missing_rows is not None:
         of_rows = of_rows.masked_fill(missing_rows.unsqueeze(-1), 0.0)
-    total = of_rows.sum(1)
+    total = of_rows.sum(-2)
     if form.name == "smooth_max_sum":
         return total
     if missing_rows is not None:
-        missing_rows = missing_rows[:, :, None, None]
-    of_cols = soft_maximum(x, form, 1, missing_rows)  # (n, m, L)
+        missing_rows = missing_rows[..., None, None]
+    of_cols = soft_maximum(x, form, -3, missing_rows)  # (..., n, m, L)
     if missing_cols is not None:
         of_cols = of_cols.masked_fill(missing_cols, 0.0)
-    mean_of_rows = total / rows.numbers_of_elements()[:, None]
-    mean_of_cols = of_cols.sum(2) / cols.numbers_of_elements()
+    mean_of_rows = total / rows.numbers_of_elements().unsqueeze(-1)
+    mean_of_cols = of_cols.sum(-1) / cols.numbers_of_elements().unsqueeze(-2)
     return (mean_of_rows + mean_of_cols) / 2
 
 
@@ -294,11 +309,13 @@ def lowest(x: Tensor) -> float:
 
 
 def of_existing(x: Tensor, rows: Sets, cols: Sets) -> Tensor:
-    """Return values of pairs (N, M) with 0 where one of the sets is empty."""
-    if rows.lengths is not None:
-        x = x.masked_fill((rows.lengths == 0).unsqueeze(1), 0.0)
-    if cols.lengths is not None:
-        x = x.masked_fill(cols.lengths == 0, 0.0)
+    """Return values of pairs (..., N, M) with 0 where one of the sets is empty."""
+    empty_rows = rows.empty()
+    empty_cols = cols.empty()
+    if empty_rows is not None:
+        x = x.masked_fill(empty_rows.unsqueeze(-1), 0.0)
+    if empty_cols is not None:
+        x = x.masked_fill(empty_cols.unsqueeze(-2), 0.0)
     return x
 
 
@@ -432,60 +449,151 @@ class SetScores(torch.autograd.Function):
         """Return the scores (N, M) of the sets."""
         scores, winners = scores_and_winners(rows, cols, form, keep=True)
         ctx.form = form
-        ctx.save_for_backward(row_x, rows.inv, rows.lengths, col_x, cols.inv, cols.lengths, winners)
+        ctx.save_for_backward(row_x, rows.inv, rows.exists, col_x, cols.inv, cols.exists, winners)
         return scores
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Return the gradients of the elements (N, K, D) and (M, L, D) from the scores' (N, M)."""
-        row_x, row_inv, row_lengths, col_x, col_inv, col_lengths, winners = ctx.saved_tensors
-        rows = Sets(row_x, row_inv, row_lengths)
-        cols = Sets(col_x, col_inv, col_lengths)
+        row_x, row_inv, row_exists, col_x, col_inv, col_exists, winners = ctx.saved_tensors
+        rows = Sets(row_x, row_inv, row_exists)
+        cols = Sets(col_x, col_inv, col_exists)
         needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         (grad,) = grads
         if torch.is_grad_enabled():  # create_graph=True
-            scores = plain_scores(rows, cols, ctx.form)
-            trained = [x for x, needed in zip((row_x, col_x), needs, strict=True) if needed]
-            of_trained = iter(torch.autograd.grad(scores, trained, grad, create_graph=True))
-            of_rows, of_cols = [next(of_trained) if needed else None for needed in needs]
+            scores = plain_scores(rows, cols, ctx.form, rows.inv is not None)
+            of_rows, of_cols = autograds(scores, (row_x, col_x), needs, grad)
         else:
             of_rows, of_cols = gradients(rows, cols, winners, grad, ctx.form, needs)
         return of_rows, of_cols, None, None, None
 
 
-def plain_scores(rows: Sets, cols: Sets, form: Form) -> Tensor:
-    """Return the (N, M) scores in plain PyTorch, which holds the scores of all elements."""
-    left = rows.differentiable(rows.inv is not None)
-    right = cols.differentiable(cols.inv is not None)
+def autograds(
+    scores: Tensor, inputs: tuple[Tensor, Tensor], needs: tuple[bool, bool], grad: Tensor
+) -> list[Any]:
+    """Return autograd's gradients of both inputs, None where they are not needed; differentiable
+    with ``create_graph=True`` alone.
+    """
+    trained = [x for x, needed in zip(inputs, needs, strict=True) if needed]
+    create_graph = torch.is_grad_enabled()
+    found = iter(torch.autograd.grad(scores, trained, grad, create_graph=create_graph))
+    return [next(found) if needed else None for needed in needs]
+
+
+def plain_scores(rows: Sets, cols: Sets, form: Form, normalize: bool) -> Tensor:
+    """Return the (..., N, M) scores in plain PyTorch, which holds the scores of all elements."""
+    left = rows.differentiable(normalize)
+    right = cols.differentiable(normalize)
     with full_precision(rows.x):
         if form.is_hard:
-            products = torch.einsum("nkd,mld->mlnk", left, right)
-            scores, _ = winning(products, form, rows, cols)
+            products = torch.einsum("...mld,...nkd->...mlnk", right, left)
+            scores, _ = winning(products, form, rows, cols, keep=False)
         else:
-            products = torch.einsum("nkd,mld->nkml", left, right)
+            products = torch.einsum("...nkd,...mld->...nkml", left, right)
             scores = smooth(products, form, rows, cols)
     return of_existing(scores, rows, cols)
 
 
 def set_scores(
-    rows: tuple[Tensor, Tensor | None],  # (N, K, D) and the (N,) lengths, if not all are alike
-    cols: tuple[Tensor, Tensor | None],  # (M, L, D) and the (M,) lengths
+    rows: Sets,  # (N, K, D)
+    cols: Sets,  # (M, L, D)
     name: str,
     alpha: float,
     normalize: bool,
 ) -> Tensor:
     """Return the differentiable (N, M) scores of sets."""
-    own = sets_of(rows, normalize)
-    others = sets_of(cols, normalize)
     form = Form(name, float(alpha))
     if torch.compiler.is_compiling():
-        return plain_scores(own, others, form)
-    if torch.is_grad_enabled() and (own.x.requires_grad or others.x.requires_grad):
-        return SetScores.apply(own.x, others.x, own, others, form)  # type: ignore[return-value]
-    return scores_and_winners(own, others, form, keep=False)[0]
+        return plain_scores(rows, cols, form, normalize)
+    if normalize:
+        rows = rows.with_norms()
+        cols = cols.with_norms()
+    if torch.is_grad_enabled() and (rows.x.requires_grad or cols.x.requires_grad):
+        return SetScores.apply(rows.x, cols.x, rows, cols, form)  # type: ignore[return-value]
+    return scores_and_winners(rows, cols, form, keep=False)[0]
 
 
-def sets_of(side: tuple[Tensor, Tensor | None], normalize: bool) -> Sets:
-    """Return the sets of one side with their inverse norms."""
-    x, lengths = side
-    return Sets(x, inverse_norms(x.detach()) if normalize else None, lengths)
+# ----------------------------------------------------------------------------- sets of one row each
+
+
+def own_set_scores(
+    rows: Sets,  # (N, A, D)
+    cols: Sets,  # (N, K, L, D)
+    name: str,
+    alpha: float,
+    normalize: bool,
+) -> Tensor:
+    """Return the differentiable (N, K) scores of each row with its own sets."""
+    form = Form(name, float(alpha))
+    parts = parts_of_own(rows, cols)
+    if len(parts) == 1 or torch.compiler.is_compiling():
+        return plain_scores_of_own(rows, cols, form, normalize)
+    return OwnSetScores.apply(rows.x, cols.x, rows, cols, form, normalize)  # type: ignore[return-value]
+
+
+def plain_scores_of_own(rows: Sets, cols: Sets, form: Form, normalize: bool) -> Tensor:
+    """Return the (N, K) scores in plain PyTorch, which holds the scores of all elements."""
+    one_each = rows.part((slice(None), None))  # (N, 1, A, D)
+    return plain_scores(one_each, cols, form, normalize).squeeze(1)
+
+
+def parts_of_own(rows: Sets, cols: Sets) -> list[slice]:
+    """Return parts of the rows that are scored at once, with their sets."""
+    number, own, size, d = cols.x.shape
+    numel, _ = TILE.get(cols.x.device.type, ACCELERATOR_TILE)
+    step = numel // (own * size * max(rows.size, d))
+    return even_chunks(number, max(1, step))
+
+
+class OwnSetScores(torch.autograd.Function):
+    """The (N, K) scores of rows with their own sets, a few rows at a time, twice differentiable.
+
+    Nothing is held for backward, which computes the scores of each part again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        row_x: Tensor,  # (N, A, D), which ``rows`` hold without their graph
+        col_x: Tensor,  # (N, K, L, D)
+        rows: Sets,
+        cols: Sets,
+        form: Form,
+        normalize: bool,
+    ) -> Tensor:
+        """Return the scores (N, K)."""
+        ctx.form = form
+        ctx.normalize = normalize
+        ctx.save_for_backward(row_x, rows.exists, col_x, cols.exists)
+        scores = []
+        for part in parts_of_own(rows, cols):
+            scores.append(plain_scores_of_own(rows.part(part), cols.part(part), form, normalize))
+        return torch.cat(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of the elements (N, A, D) and (N, K, L, D) from the scores'."""
+        row_x, row_exists, col_x, col_exists = ctx.saved_tensors
+        rows = Sets(row_x, None, row_exists)
+        cols = Sets(col_x, None, col_exists)
+        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        (grad,) = grads
+        if torch.is_grad_enabled():  # create_graph=True
+            scores = plain_scores_of_own(rows, cols, ctx.form, ctx.normalize)
+            of_rows, of_cols = autograds(scores, (row_x, col_x), needs, grad)
+            return of_rows, of_cols, None, None, None, None
+        of_rows = torch.empty_like(row_x) if needs[0] else None
+        of_cols = torch.empty_like(col_x) if needs[1] else None
+        for part in parts_of_own(rows, cols):
+            some_row_x = row_x[part].detach().requires_grad_(needs[0])
+            some_col_x = col_x[part].detach().requires_grad_(needs[1])
+            some_rows = rows.part(part)._replace(x=some_row_x)
+            some_cols = cols.part(part)._replace(x=some_col_x)
+            with torch.enable_grad():
+                scores = plain_scores_of_own(some_rows, some_cols, ctx.form, ctx.normalize)
+            found = autograds(scores, (some_row_x, some_col_x), needs, grad[part])
+            if of_rows is not None:
+                of_rows[part] = found[0]
+            if of_cols is not None:
+                of_cols[part] = found[1]
+        return of_rows, of_cols, None, None, None, None

@@ -18,7 +18,6 @@ from .coder import (
 from .contrastive import SigmoidLoss, TripletLoss
 from .dvse import DVSEObjective, DVSETerms, DynamicGate, DynamicOrthogonalLoss, VarianceAwareLoss
 from .infonce import DistillationLoss, InfoNCELoss, MemoryInfoNCELoss
-from .late_interaction import LateInteractionLoss
 from .matryoshka import Matryoshka
 from .probabilistic import PCMEPlusPlusLoss
 from .robust import ComplementaryContrastiveLoss, RINCELoss
@@ -38,7 +37,6 @@ __all__ = [
     "DynamicOrthogonalLoss",
     "HubnessAwareLoss",
     "InfoNCELoss",
-    "LateInteractionLoss",
     "Matryoshka",
     "MemoryDiversityContrastiveLoss",
     "MemoryInfoNCELoss",

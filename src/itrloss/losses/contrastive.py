@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import Choice, Fixed, Learnable, Number, as_number, reset_learnable
+from ..checks import Choice, Fixed, Learnable, Number, NumberOr, as_number, reset_learnable
 from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
 from .base import PairLoss
@@ -25,31 +25,40 @@ class TripletLoss(PairLoss):
               \max_{j \in neg(i)} [\alpha - S_{ip} + S_{ij}]_+
               + \max_{j \in neg(p)} [\alpha - S_{ip} + S_{jp}]_+ \Bigr)
 
+    With a temperature τ, :math:`\log(1 + e^{x / \tau})` is in place of :math:`[x]_+`, as in
+    ColPali's loss of the hardest negative (https://github.com/illuin-tech/colpali,
+    ``ColbertPairwiseCELoss`` with α = 0).
+
     Training from scratch with the hardest negative can collapse, of which there is one warning; the
     usual remedy is to begin with all negatives, see :doc:`methods/triplet`.
 
     Args:
         margin: α, in units of cosine similarity.
         mining: ``"hardest"`` negative of each anchor, or ``"all"`` (the sum over its negatives).
+        temperature: None, or τ, above 0, in units of the scores; ``mining="hardest"`` only.
         reduction: see :class:`PairLoss`; as in VSE code bases the default is ``"sum"``.
         engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    shown = ("margin", "mining", "reduction")
+    shown = ("margin", "mining", "temperature", "reduction")
     margin = Number(at_least=0)
     mining: Choice[functional.Mining] = Choice("hardest", "all")  #: May be set later.
+    temperature = NumberOr(None, above=0)
 
     def __init__(
         self,
         margin: float = 0.2,
         mining: functional.Mining = "hardest",
         *,
+        temperature: float | None = None,
         reduction: functional.Reduction = "sum",
         **common: Any,
     ):
         super().__init__(reduction=reduction, **common)
         self.margin = margin
         self.mining = mining
+        self.temperature = temperature
+        functional.check_mining(self.mining, self.temperature)
         self._calls = 0  # in training mode
         self._shared_calls = 0  # those whose batch processes shared, which check together
         self._alike = 0  # consecutive checks with embeddings alike
@@ -80,8 +89,11 @@ class TripletLoss(PairLoss):
     def compute(self, sim: Similarity) -> Any:
         """Return the triplet ranking loss of VSE++; now and then, check for a collapse."""
         anchors = self.anchors(sim)
-        loss = functional.triplet_loss(anchors, self.margin, self.mining, self.reduction)
-        if self.mining == "hardest" and self.training and not torch.compiler.is_compiling():
+        loss = functional.triplet_loss(
+            anchors, self.margin, self.mining, self.reduction, temperature=self.temperature
+        )
+        may_collapse = self.mining == "hardest" and self.temperature is None
+        if may_collapse and self.training and not torch.compiler.is_compiling():
             is_due = self._counted(sim) % _INTERVAL == 0
             if is_due and self._alike < 2:
                 self._check_collapse(sim)
