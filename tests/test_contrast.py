@@ -255,7 +255,12 @@ def same_document(x: dict[str, Tensor], ids: Any) -> Tensor:
     return queries(one_way(0.1), x, documents[::3], documents[::3], **flat(x), negative_ids=further)
 
 
-late = itrloss.functional.set_similarity
+def late(
+    queries: Tensor, documents: Tensor, form: str, alpha: float = 1.0, **options: Any
+) -> Tensor:
+    """Scores of late interaction; in a job, with the documents of all processes."""
+    options["gather"] = documents.dim() == 3
+    return itrloss.functional.set_similarity(queries, documents, form, alpha, **options)  # type: ignore
 
 
 def mean_late(x: dict[str, Tensor]) -> Tensor:
@@ -280,7 +285,8 @@ def with_padding(x: dict[str, Tensor], options: Any) -> Tensor:
     lengths = zip(options["document_lengths"], options["other_lengths"], strict=True)
     mask = torch.arange(5) < torch.tensor([*lengths]).view(-1, 1)
     scores = late(x["queries"], documents, "max_sum", text_mask=mask)
-    return one_way(0.5)(scores=scores, text_ids=[0, -1, 1, -1, 2, -1])
+    numbers = [[k, -1] for k in range(len(x["queries"]))]  # the second is nobody's
+    return one_way(0.5)(scores=scores, text_ids=torch.tensor(numbers, dtype=torch.int64).flatten())
 
 
 def hardest(*given: Tensor, **options: Any) -> Tensor:
@@ -291,7 +297,7 @@ def hardest(*given: Tensor, **options: Any) -> Tensor:
 def colpali_sigmoid(x: dict[str, Tensor]) -> Tensor:
     """Theirs is a mean over pairs, where SigLIP divides by N."""
     scores = mean_late(x)
-    return itrloss.SigmoidLoss(10.0, 0.0, learnable=False)(scores=scores) / len(scores)
+    return itrloss.SigmoidLoss(10.0, 0.0, learnable=False)(scores=scores) / scores.shape[1]
 
 
 def repeated(x: dict[str, Tensor]) -> Tensor:
@@ -439,15 +445,15 @@ def test_lines_of_other_projects(name, engine, small_tiles, monkeypatch):
         torch.testing.assert_close(grad.reshape(exact.shape), exact, rtol=0, atol=2e-9)
 
 
-# Lines on scores: those of late interaction have tests of their own, and the others are of scores
-# of each query's own candidates, which no process shares.
-ON_SCORES = {
-    "colpali",
-    "colpali-gathered",
-    "nemo-maxsim",
-    "clip4clip",
+# Lines on scores of each query's own candidates, which no process shares; those with ids by hand,
+# and one that has texts as rows.
+NOT_SHARED = {
     "flagembedding-kd",
     "nemo-distill",
+    "colpali-gathered",
+    "colpali-negatives",
+    "colpali-negatives-half",
+    "clip4clip",
 }
 SHARES = {  # of each process in the rows
     "two": (0.5, 0.5),
@@ -490,10 +496,18 @@ def shared_line(name: str, shares: tuple[float, ...], rank: int) -> list[Tensor]
     return [value.detach(), *gradients]
 
 
+def may_be_shared(name: str, shares: tuple[float, ...]) -> bool:
+    """Whether a line is one for a job; own sets of tokens are not for a process without queries."""
+    if name in NOT_SHARED:
+        return False
+    negatives = torch.tensor(CASES[name]["inputs"].get("negatives", []))
+    return negatives.dim() < 4 or 0.0 not in shares
+
+
 def lines_of_a_process(rank: int, shares: tuple[float, ...]) -> dict[str, list[Tensor]]:
     plain = PairLoss.__init__
     PairLoss.__init__ = lambda loss, **options: plain(loss, gather=True, **options)  # type: ignore
-    return {name: shared_line(name, shares, rank) for name in LINES if name not in ON_SCORES}
+    return {name: shared_line(name, shares, rank) for name in LINES if may_be_shared(name, shares)}
 
 
 @pytest.mark.parametrize("shares", SHARES)
