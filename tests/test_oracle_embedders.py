@@ -631,7 +631,7 @@ def value_and_gradients(value: Any, inputs: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore")  # random batches are suspicious
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(300))
 def test_library_against_loops(seed: int) -> None:
     """Values and gradients of random options, of the temperature too, on both engines."""
     draw = Draw(seed)

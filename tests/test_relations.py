@@ -313,6 +313,18 @@ def test_a_weight_of_a_mean_alone_changes_nothing():
         assert_same(kind()(*given, matches=torch.diag(torch.rand(6) + 0.5)), wanted, given)
 
 
+@pytest.mark.parametrize("kind", ["matches", "weights", "sparse"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_matches_may_be_modified_before_the_backward_pass(kind: str, engine: Any):
+    given = [x.requires_grad_() for x in (draw(1, 6, 4), draw(2, 8, 4))]
+    matches = relation(kind, 5, 6, 8)["matches"]
+    wanted = torch.autograd.grad(InfoNCELoss(engine=engine)(*given, matches=matches), given)
+    loss = InfoNCELoss(engine=engine)(*given, matches=matches)
+    (matches._values() if kind == "sparse" else matches).fill_(1.0)
+    for a, b in zip(torch.autograd.grad(loss, given), wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_metrics_ask_for_ids():
     sim = Similarity(draw(1, 4, 3), draw(2, 4, 3), related=Related(matches=torch.eye(4)))
     with pytest.raises(ValueError, match="scores: expected ids of one number"):

@@ -118,6 +118,9 @@ def test_compiled_losses_over_processes(tmp_path):
             torch.testing.assert_close(graph, eager, rtol=1e-9, atol=1e-12)
 
 
+FLOATS = torch.float32, torch.float64
+
+
 def refused(rank: int) -> None:
     """Errors of the forms of InfoNCE, which all processes raise, and answers of pooled
     candidates.
@@ -134,9 +137,14 @@ def refused(rank: int) -> None:
         itrloss.InfoNCELoss(gather=True)(scores=torch.randn(4, 7))
     with pytest.raises(ValueError, match="matches: expected 8 columns, those of all processes"):
         itrloss.InfoNCELoss(gather=True)(v, w, matches=torch.eye(4))
-    with pytest.raises(ValueError, match=r"groups (True|False), matches"):
-        groups = {"image_groups": ids} if rank else {}
-        itrloss.InfoNCELoss(gather=True)(v, w, **groups)
+    different: list[tuple[str, dict[str, Any]]] = [
+        ("with groups", {"image_groups": ids} if rank else {}),
+        ("numbers of labels", {"image_ids": torch.randn(4, 2 + rank).long(), "text_ids": ids}),
+        (r"with matches of torch\.float", {"matches": torch.ones(4, 8, dtype=FLOATS[rank])}),
+    ]
+    for message, who in different:
+        with pytest.raises(ValueError, match=message):
+            itrloss.InfoNCELoss(gather=True)(v, w, **who)
     expected = r"negatives: expected shape \(K, D\) or \(4, K, 5\)"
     with pytest.raises(ValueError, match=f"{expected}|process 1 failed"):
         itrloss.InfoNCELoss(gather=True)(v, w, negatives=torch.randn(4 - rank, 2, 5))

@@ -36,8 +36,10 @@ class Known(NamedTuple):
         words = f"ids {[x is not None for x in self.ids]}"
         if labels != [None, None]:
             words = f"{words}, numbers of labels {labels}"
-        if self.groups is not None or self.matches is not None:
-            words = f"{words}, groups {self.groups is not None}, matches {self.matches is not None}"
+        if self.groups is not None:
+            words = f"{words}, with groups"
+        if self.matches is not None:
+            words = f"{words}, with matches of {self.matches.dtype}"
         return words
 
 
@@ -79,6 +81,8 @@ class BatchPart(NamedTuple):
             check_matches(self.related, (n, columns), self.ids, self.names, device)
             if matches.is_sparse:
                 raise ValueError("matches: expected a dense tensor where processes share a batch")
+            if not matches.is_floating_point():
+                matches = matches.float()  # which has a nan, for padding
             return Known((None, None), None, matches, matches_of(matches).has_weights)
         if self.related is None and not any(checks.is_label_sets(x) for x in self.ids):
             return Known(checks.check_ids(*self.ids, n, m, device, self.names))
@@ -182,10 +186,8 @@ def related_to_all(
     among them.
     """
     if known.matches is not None:
-        matches = known.matches
-        if not matches.is_floating_point():
-            matches = matches.float()  # which has a nan, for padding
-        return (None, None), Related(matches=spread_columns(matches, processes, torch.nan))
+        matches = spread_columns(known.matches, processes, torch.nan)
+        return (None, None), Related(matches=matches)
     of_rows, of_cols = processes.ids
     ids = processes.own(of_rows), of_cols
     if processes.groups is None or related is None:

@@ -144,4 +144,4 @@ def matches_of(matrix: Tensor) -> Matches | SparseMatches:
     has_weights = bool((weights != 1).any())
     if matrix.is_sparse:
         return SparseMatches(matrix, has_weights)
-    return Matches(matrix.detach(), has_weights)
+    return Matches(matrix, has_weights)

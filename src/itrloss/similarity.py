@@ -467,7 +467,7 @@ class Similarity(Anchors):
         side = self._side
         pairs = self._matrix.pairs
         if isinstance(pairs, RelatedPairs) and isinstance(pairs.relation, Matches):
-            matches = self._local_part(pairs.relation.matrix, some)
+            matches = self._local_part(pairs.relation.matrix(), some)
             return (None, None), Related(matches=matches)
         own_ids = processes.own(processes.ids[side])[some]
         ids = own_ids, processes.existing(processes.ids[1 - side], 1 - side)

@@ -5,7 +5,7 @@ labels, groups, or a matrix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -131,34 +131,41 @@ def missing_mask(no_label: Sequence[Tensor | None]) -> Tensor | None:
     return missing
 
 
-class Matches(NamedTuple):
+class Matches:
     """Pairs match where a matrix is above 0, and are negatives where it is 0; nan is neither."""
 
-    matrix: Tensor  # (N, M)
-    has_weights: bool  # whether matches are not all 1
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape (N, M)."""
-        n, m = self.matrix.shape
-        return n, m
-
-    @property
-    def device(self) -> torch.device:
-        """Where masks are computed."""
-        return self.matrix.device
+    def __init__(self, matrix: Tensor, has_weights: bool):
+        n, m = matrix.shape
+        self.shape = n, m
+        self.device = matrix.device
+        self.has_weights = has_weights
+        matrix = matrix.detach()
+        #: (N, M) uint8, 1 for a match, 0 for a negative, 2 for neither. It is a copy: the backward
+        #: pass reads it, too, and the matrix may have been modified by then.
+        self.states = (matrix > 0).to(torch.uint8)
+        if matrix.is_floating_point():
+            self.states.masked_fill_(matrix.isnan(), 2)
+        self.dtype = matrix.dtype if matrix.is_floating_point() else torch.float32
+        self.own_weights = matrix.nan_to_num(0.0) if has_weights else None
 
     def positive(self, rows: slice, cols: slice) -> Tensor:
         """Return the (r, c) bool mask of the entries above 0."""
-        return self.matrix[rows, cols] > 0
+        return self.states[rows, cols] == 1
 
     def negative(self, rows: slice, cols: slice) -> Tensor:
         """Return the (r, c) bool mask of the entries that are 0."""
-        return self.matrix[rows, cols] == 0
+        return self.states[rows, cols] == 0
 
     def weights(self, rows: slice, cols: slice) -> Tensor:
         """Return the (r, c) entries, with 0 in place of nan."""
-        return self.matrix[rows, cols].nan_to_num(0.0)
+        if self.own_weights is None:
+            return self.positive(rows, cols).to(self.dtype)
+        return self.own_weights[rows, cols]
+
+    def matrix(self) -> Tensor:
+        """Return the (N, M) matrix."""
+        everything = slice(None), slice(None)
+        return self.weights(*everything).masked_fill(self.states == 2, torch.nan)
 
 
 class SparseMatches:
@@ -171,7 +178,7 @@ class SparseMatches:
         self.has_weights = has_weights
         entries = matrix.coalesce()  # sorted by row
         self.rows, self.cols = entries.indices()
-        self.values = entries.values()
+        self.values = entries.values().detach().clone()  # see Matches
         #: Where the entries of each row start, which an accelerator has to tell the host.
         boundaries = torch.arange(n + 1, device=matrix.device)
         self.starts = torch.searchsorted(self.rows, boundaries).tolist()
