@@ -133,9 +133,10 @@ def refused(rank: int) -> None:
         itrloss.DistillationLoss(gather=True)(v, w, Similarity(v, w))
     with pytest.raises(ValueError, match=r"teacher: expected shape \(4, 8\), got \(4, 7\)"):
         itrloss.DistillationLoss(gather=True)(v, w, torch.randn(4, 7))
-    with pytest.raises(ValueError, match="scores: expected 8 columns, those of all processes"):
-        itrloss.InfoNCELoss(gather=True)(scores=torch.randn(4, 7))
-    with pytest.raises(ValueError, match="matches: expected 8 columns, those of all processes"):
+    # also where one process alone is wrong
+    with pytest.raises(ValueError, match=r"scores: expected 8 columns .*, got \[7, 8\]"):
+        itrloss.InfoNCELoss(gather=True)(scores=torch.randn(4, 7 + rank))
+    with pytest.raises(ValueError, match=r"matches: expected 8 columns .*, got \[4, 4\]"):
         itrloss.InfoNCELoss(gather=True)(v, w, matches=torch.eye(4))
     different: list[tuple[str, dict[str, Any]]] = [
         ("with groups", {"image_groups": ids} if rank else {}),

@@ -88,9 +88,21 @@ class BatchPart(NamedTuple):
             return Known(checks.check_ids(*self.ids, n, m, device, self.names))
         related = Related() if self.related is None else self.related
         labels = labels_of((n, m), self.ids, related, device, self.names)
-        given = zip(labels.labels, self.ids, strict=True)
-        of_rows, of_cols = [None if ids is None else known for known, ids in given]
-        return Known((of_rows, of_cols), labels.groups)
+        row_labels, col_labels = labels.labels
+        row_ids, col_ids = self.ids
+        known = (
+            None if row_ids is None else row_labels,  # numbers of this process would be no ids
+            None if col_ids is None else col_labels,
+        )
+        return Known(known, labels.groups)
+
+    def widths(self) -> tuple[int, int]:
+        """Return how many columns a matrix of matches and one of scores have; -1 for none."""
+        of_matches = -1
+        if self.related is not None and self.related.matches is not None:
+            of_matches = self.related.matches.shape[1]
+        of_scores = self.tensors[0].shape[1] if len(self.tensors) == 1 else -1
+        return of_matches, of_scores
 
     def described(self, known: Known) -> str:
         """Return what has to be alike in the processes' parts of a batch, in words."""
@@ -125,17 +137,17 @@ def agreed(
     with consensus(group) as agreement:
         also = same() if callable(same) else same
         known = part.checked()
-        agreement.numbers = [*part.sizes, int(known.has_weights)]
+        agreement.numbers = [*part.sizes, int(known.has_weights), *part.widths()]
         agreement.text = f"{part.described(known)}, {options}; {also}"
-    weighted = any(numbers[2] for numbers in agreement.every)
-    sizes = [numbers[:2] for numbers in agreement.every]
-    total = sum(m for _, m in sizes)
-    for name, x in (("matches", known.matches), ("scores", part.tensors[0])):
-        is_of_all = name == "matches" or len(part.tensors) == 1
-        if is_of_all and x is not None and x.shape[1] != total:
-            expected = f"expected {total} columns, those of all processes"
-            raise ValueError(f"{name}: {expected}, got {x.shape[1]}")
-    return known._replace(has_weights=weighted), sizes
+    every = [numbers[:5] for numbers in agreement.every]
+    total = sum(m for _, m, *_ in every)
+    for name, place in (("matches", 3), ("scores", 4)):
+        widths = [numbers[place] for numbers in every]
+        if any(width not in (-1, total) for width in widths):
+            expected = f"expected {total} columns in each process, the texts of all"
+            raise ValueError(f"{name}: {expected}, got {widths}")
+    weighted = any(numbers[2] for numbers in every)
+    return known._replace(has_weights=weighted), [numbers[:2] for numbers in every]
 
 
 def processes_of(
