@@ -626,6 +626,30 @@ def test_processes_have_the_loss_and_the_gradients_of_one(sizes, tmp_path):
             torch.testing.assert_close(torch.cat([a, b]) / 2, wanted, rtol=1e-9, atol=1e-9)
 
 
+NUMBERS = [[0, 1], [NO_ID, 1], [0, 2], [0, 9], [1, 3]]  # of images, for each image's own negatives
+
+
+def loss_of_numbered(rank: int | None) -> list[Tensor]:
+    """The loss where ids of negatives are numbers of own images; ``rank`` None: of the whole."""
+    whole = torch.randn(5, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = {0: slice(2), 1: slice(2, 5), None: slice(5)}[rank]
+    images, texts, negatives = (x[rows] for x in (whole[:, 0], whole[:, 1], whole[:, 2:]))
+    numbers = torch.tensor(NUMBERS)
+    if rank is None:
+        numbers[2:] = torch.where(numbers[2:] < 3, numbers[2:] + 2, -1)  # the second process's
+        numbers[:2] = torch.where(numbers[:2] < 2, numbers[:2], -1)
+        numbers[1, 0] = NO_ID
+    loss = InfoNCELoss(0.5, directions="image-text", gather=rank is not None)
+    return [loss(images, texts, negatives=negatives, negative_ids=numbers[rows])]
+
+
+def test_negatives_by_numbers_of_images_of_their_process(tmp_path):
+    parts = in_two_processes(loss_of_numbered, tmp_path)
+    (wanted,) = loss_of_numbered(None)
+    for (found,) in parts:
+        torch.testing.assert_close(found, wanted)
+
+
 # --------------------------------------------------------------------------------------- directions
 
 # Losses whose value of one direction is a part of that of both.
