@@ -464,7 +464,7 @@ LINES = {
     "groups-other": lambda x, o: groups(x, o["groups"], "other"),
     "groups-open": open_groups,
     "label-sets": lambda x, o: captions(
-        InfoNCELoss(0.1), x, with_no_ids(o["image_ids"]), with_no_ids(o["text_ids"])
+        InfoNCELoss(0.1), x, *(with_no_ids(o[k]).view(-1, 2) for k in ("image_ids", "text_ids"))
     ),
     "several-positives-own-filter": several,
 }
