@@ -544,18 +544,10 @@ def shared_line(name: str, shares: tuple[float, ...], rank: int) -> list[Tensor]
     return [value.detach(), *gradients]
 
 
-def may_be_shared(name: str, shares: tuple[float, ...]) -> bool:
-    """Whether a line is one for a job; own sets of tokens are not for a process without queries."""
-    if name in NOT_SHARED:
-        return False
-    negatives = torch.tensor(CASES[name]["inputs"].get("negatives", []))
-    return negatives.dim() < 4 or 0.0 not in shares
-
-
 def lines_of_a_process(rank: int, shares: tuple[float, ...]) -> dict[str, list[Tensor]]:
     plain = PairLoss.__init__
     PairLoss.__init__ = lambda loss, **options: plain(loss, gather=True, **options)  # type: ignore
-    return {name: shared_line(name, shares, rank) for name in LINES if may_be_shared(name, shares)}
+    return {name: shared_line(name, shares, rank) for name in LINES if name not in NOT_SHARED}
 
 
 @pytest.mark.parametrize("shares", SHARES)

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from cases import measured_apart
 from flops import Products
 from processes import both as in_two_processes
+from processes import run
 from test_sets import sets
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
@@ -368,6 +370,16 @@ def test_padding_of_own_sets_has_no_influence_and_no_gradient(aggregation, paddi
     torch.testing.assert_close(*scores)
 
 
+def test_no_images_have_no_scores_of_own_sets():
+    """As in a process of several whose share of the batch is empty."""
+    v, w = torch.randn(0, 3, 4, requires_grad=True), torch.randn(0, 2, 5, 4, requires_grad=True)
+    for aggregation in AGGREGATIONS:
+        scores = ours(v, w, aggregation)
+        assert scores.shape == (0, 2)
+        grads = torch.autograd.grad(scores.sum(), (v, w))
+        assert [x.shape for x in grads] == [v.shape, w.shape]
+
+
 def test_own_sets_are_scored_with_their_image_alone():
     """N J sets cost N J products of sets, not N times as many."""
     n, j, k, size, d = 8, 3, 5, 7, 16
@@ -394,9 +406,11 @@ def test_own_sets_compile_without_a_graph_break(aggregation):
 
 # -------------------------------------------------------------------------------- several processes
 
-# Sets (N, K) and (M, L) of each process, of which the first has lengths or masks.
+# Sets (N, K) and (M, L) of each process.
 SHARES = {
     "even": [(3, 2, 3, 4), (3, 2, 3, 4)],
+    "one masked": [(3, 2, 3, 4), (3, 2, 3, 4)],
+    "longer": [(3, 2, 3, 2), (3, 2, 3, 4)],
     "uneven": [(4, 2, 1, 4), (2, 5, 3, 2)],
     "no images": [(0, 2, 3, 4), (5, 2, 2, 3)],
     "no texts": [(2, 2, 0, 4), (3, 2, 5, 3)],
@@ -412,7 +426,7 @@ def share(name: str, rank: int) -> dict[str, Any]:
     return {
         "images": -sets(n, k, 4, 10 + rank).requires_grad_(),
         "texts": sets(m, size, 4, 20 + rank).requires_grad_(),
-        "mask": mask if rank == 0 and name != "even" else None,
+        "mask": mask if rank == 0 and name not in ("even", "longer") else None,
     }
 
 
@@ -463,6 +477,25 @@ def test_processes_score_their_images_with_the_texts_of_all(name, tmp_path):
             )
             given = tuple(found[rank][aggregation][1:])
             torch.testing.assert_close(given, exact, rtol=1e-9, atol=1e-9)
+
+
+def in_a_group(rank: int) -> list[Tensor]:
+    """The first and the last of three processes share a batch."""
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return []
+    x = share("uneven", rank // 2)
+    scores = scores_of(x, "max_mean", gather=True, process_group=group)
+    return [scores.detach(), *torch.autograd.grad(weighted(scores, rank // 2), x["texts"])]
+
+
+def test_a_process_group_has_its_own_texts(tmp_path):
+    first, nothing, last = run(in_a_group, tmp_path, world=3)
+    wanted = in_two_processes(gathering, tmp_path, "uneven")
+    assert nothing == []
+    for found, exact in zip((first, last), wanted, strict=True):
+        scores, _, of_texts = exact["max_mean"]
+        torch.testing.assert_close(found, [scores, of_texts])
 
 
 def contrast(rank: int | None) -> list[Tensor]:
@@ -547,6 +580,8 @@ def test_processes_that_differ_all_raise_the_error(tmp_path):
 def test_a_process_alone_gathers_nothing():
     v, w = sets(3, 2, 4), sets(5, 3, 4, seed=1)
     found = functional.set_similarity(v, w, "max_sum", gather=True)
+    with pytest.raises(ValueError, match="texts: expected sets"):
+        functional.set_similarity(v, w[:0], "max_sum", gather=True)
     assert torch.equal(found, functional.set_similarity(v, w, "max_sum"))
 
 

@@ -272,8 +272,11 @@ def set_similarity(  # noqa: PLR0913 - options by keyword
     one_of("gather", gather, True, False)
     image_sets = _Given("image", images, image_lengths, image_mask)
     text_sets = _Given("text", texts, text_lengths, text_mask)
-    check = partial(_checked_sets, image_sets, text_sets, aggregation, alpha, gather)
-    if gather and world_size(process_group) > 1:
+    is_shared = gather and world_size(process_group) > 1
+    check = partial(
+        _checked_sets, image_sets, text_sets, aggregation, alpha, gather=gather, is_shared=is_shared
+    )
+    if is_shared:
         said = f"aggregation {aggregation!r}, alpha {alpha}, normalize {normalize}"
         rows, cols = _with_texts_of_all(check, said, process_group)
     else:
@@ -302,7 +305,13 @@ class _Given(NamedTuple):
 
 
 def _checked_sets(
-    images: _Given, texts: _Given, aggregation: str, alpha: float, gather: bool
+    images: _Given,
+    texts: _Given,
+    aggregation: str,
+    alpha: float,
+    *,
+    gather: bool,
+    is_shared: bool,  # with other processes
 ) -> tuple[Sets, Sets]:
     """Return the sets of both sides; raise an error if they, or options, do not fit."""
     one_of("aggregation", aggregation, *get_args(Aggregation))
@@ -316,9 +325,10 @@ def _checked_sets(
     if w.dim() == 2:
         w = w[:, None]
     are_own = w.dim() == 4
+    may_be_empty = is_shared or are_own  # in a process of several
     for name, x, dims in ((images.name, v, 3), (texts.name, w, 3 + are_own)):
-        # a process of several may have no images, or no texts
-        if x.dim() != dims or x.shape[-1] != v.shape[-1] or 0 in x.shape[int(gather) :]:
+        is_empty = 0 in x.shape[int(may_be_empty) :]
+        if x.dim() != dims or x.shape[-1] != v.shape[-1] or is_empty:
             raise ValueError(
                 f"{name}: expected sets of embeddings of one dimension, got shape {tuple(x.shape)}"
             )

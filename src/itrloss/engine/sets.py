@@ -526,7 +526,7 @@ def own_set_scores(
     """Return the differentiable (N, K) scores of each row with its own sets."""
     form = Form(name, float(alpha))
     parts = parts_of_own(rows, cols)
-    if len(parts) == 1 or torch.compiler.is_compiling():
+    if len(parts) <= 1 or torch.compiler.is_compiling():
         return plain_scores_of_own(rows, cols, form, normalize)
     return OwnSetScores.apply(rows.x, cols.x, rows, cols, form, normalize)  # type: ignore[return-value]
 

@@ -808,7 +808,7 @@ def scores_of_own(images: Tensor, negatives: Tensor, normalize: bool) -> Tensor:
 def check_negatives(images: Any, negatives: Any, sharded: bool, are_scores: bool) -> None:
     """Raise an error unless negatives are (K, D) or (N, K, D), or scores (N, K) beside scores."""
     if are_scores:
-        check_matrix("negatives", negatives, "(N, K) beside scores")
+        check_matrix("negatives", negatives, "(N, K) beside scores", empty=sharded)
         if len(negatives) != len(images):
             expected = f"expected a row of scores for each of {len(images)} images"
             raise ValueError(f"negatives: {expected}, got shape {tuple(negatives.shape)}")
