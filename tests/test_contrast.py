@@ -225,7 +225,7 @@ def queries(loss: InfoNCELoss, x: dict[str, Tensor], *ids: Tensor, **options: An
     return loss(x["queries"], x["positives"], *ids, **options)
 
 
-def captions(loss: InfoNCELoss, x: dict[str, Tensor], *ids: Tensor, **options: Any) -> Tensor:
+def captions(loss: PairLoss, x: dict[str, Tensor], *ids: Tensor, **options: Any) -> Tensor:
     return loss(x["images"], x["texts"], *ids, **options)
 
 
@@ -344,6 +344,42 @@ def divergence(x: dict[str, Tensor]) -> Tensor:
     return loss(scores=scores, teacher=teacher) - loss(scores=teacher, teacher=teacher)
 
 
+def clap_weighted(x: dict[str, Tensor], options: Any) -> Tensor:
+    """Means by weights of each pair, from what its loss is for each anchor."""
+    total = torch.zeros((), dtype=torch.float64)
+    for images, texts, temperature, own in (
+        ("images", "texts_mlp", 0.1, "images"),
+        ("images_mlp", "texts", 0.2, "texts"),
+    ):
+        units = F.normalize(x[own].detach())
+        w = ((units @ units.T).sum(1) / (options["kappa"] * len(units))).exp()
+        rows, cols = InfoNCELoss(temperature, reduction="none")(x[images], x[texts])
+        total = total + 0.25 * (w @ rows + w @ cols) / w.sum()
+    return total
+
+
+def with_no_ids(values: Any) -> Tensor:
+    """Numbers, in place of which the file has "none" for what is not there."""
+    if any(isinstance(value, list) for value in values):
+        return torch.stack([with_no_ids(value) for value in values])
+    return torch.tensor([NO_ID if x == "none" else x for x in values], dtype=torch.int64)
+
+
+def groups(x: dict[str, Tensor], numbers: Any, rule: Any) -> Tensor:
+    return captions(InfoNCELoss(0.1, groups=rule), x, image_groups=with_no_ids(numbers))
+
+
+def open_groups(x: dict[str, Tensor], options: Any) -> Tensor:
+    who = {key: with_no_ids(options[key]) for key in ("image_groups", "text_groups")}
+    return captions(one_way(0.1), x, **who)
+
+
+def matching(loss: Any, x: dict[str, Tensor], matrix: Any) -> Tensor:
+    """Below 0 is neither, in the file."""
+    matches = torch.tensor(matrix, dtype=torch.float64).view(-1, 4)
+    return captions(loss, x, matches=matches.masked_fill(matches < 0, torch.nan))
+
+
 LINES = {
     "vlm2vec": lambda x, o: queries(one_way(0.1), x, **flat(x)),
     "vlm2vec-in-example": lambda x, o: queries(one_way(0.1, in_batch=False), x, **own(x)),
@@ -418,6 +454,18 @@ LINES = {
     ),
     "fgclip-region": lambda x, o: 0.5 * captions(InfoNCELoss(0.1), x),
     "irra-itc": lambda x, o: 0.5 * captions(InfoNCELoss(0.1), x),
+    "clap-weighted": clap_weighted,
+    "irra-sdm": lambda x, o: captions(
+        itrloss.SDMLoss(0.1), x, numbered(o["ids"]), numbered(o["ids"])
+    ),
+    "sdm-weights": lambda x, o: matching(itrloss.SDMLoss(0.1), x, o["matches"]),
+    "matches": lambda x, o: matching(InfoNCELoss(0.1), x, o["matches"]),
+    "groups-same": lambda x, o: groups(x, o["groups"], "same"),
+    "groups-other": lambda x, o: groups(x, o["groups"], "other"),
+    "groups-open": open_groups,
+    "label-sets": lambda x, o: captions(
+        InfoNCELoss(0.1), x, *(with_no_ids(o[k]).view(-1, 2) for k in ("image_ids", "text_ids"))
+    ),
     "several-positives-own-filter": several,
 }
 
@@ -454,6 +502,7 @@ NOT_SHARED = {
     "colpali-negatives",
     "colpali-negatives-half",
     "clip4clip",
+    "clap-weighted",  # whose weights are of the whole batch
 }
 SHARES = {  # of each process in the rows
     "two": (0.5, 0.5),
@@ -482,8 +531,7 @@ def shared_line(name: str, shares: tuple[float, ...], rank: int) -> list[Tensor]
             x[key] = torch.tensor(case["inputs"][key], dtype=torch.float64).requires_grad_()
     options = {}
     for key, value in case["options"].items():
-        is_of_rows = isinstance(value, list) and key != "matches"
-        options[key] = part(value, shares, rank) if is_of_rows else value
+        options[key] = part(value, shares, rank) if isinstance(value, list) else value
     if name == "nemo-same-document":
         options["document_ids"] = [
             number
@@ -624,6 +672,30 @@ def test_processes_have_the_loss_and_the_gradients_of_one(sizes, tmp_path):
         for a, b, wanted in zip(of_first, of_second, exact, strict=True):
             # DistributedDataParallel divides gradients by the number of processes.
             torch.testing.assert_close(torch.cat([a, b]) / 2, wanted, rtol=1e-9, atol=1e-9)
+
+
+NUMBERS = [[0, 1], [NO_ID, 1], [0, 2], [0, 9], [1, 3]]  # of images, for each image's own negatives
+
+
+def loss_of_numbered(rank: int | None) -> list[Tensor]:
+    """The loss where ids of negatives are numbers of own images; ``rank`` None: of the whole."""
+    whole = torch.randn(5, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = {0: slice(2), 1: slice(2, 5), None: slice(5)}[rank]
+    images, texts, negatives = (x[rows] for x in (whole[:, 0], whole[:, 1], whole[:, 2:]))
+    numbers = torch.tensor(NUMBERS)
+    if rank is None:
+        numbers[2:] = torch.where(numbers[2:] < 3, numbers[2:] + 2, -1)  # the second process's
+        numbers[:2] = torch.where(numbers[:2] < 2, numbers[:2], -1)
+        numbers[1, 0] = NO_ID
+    loss = InfoNCELoss(0.5, directions="image-text", gather=rank is not None)
+    return [loss(images, texts, negatives=negatives, negative_ids=numbers[rows])]
+
+
+def test_negatives_by_numbers_of_images_of_their_process(tmp_path):
+    parts = in_two_processes(loss_of_numbered, tmp_path)
+    (wanted,) = loss_of_numbered(None)
+    for (found,) in parts:
+        torch.testing.assert_close(found, wanted)
 
 
 # --------------------------------------------------------------------------------------- directions

@@ -341,7 +341,9 @@ def test_trec_eval_finds_our_figures(exported):
 
 
 def test_ranx_finds_our_figures(exported):
-    ranx = pytest.importorskip("ranx", reason="no ranx; with it installed, this takes half a minute of compiling")
+    ranx = pytest.importorskip(
+        "ranx", reason="no ranx; with it installed, this takes half a minute of compiling"
+    )
     measures = {
         **{f"r{k}": f"hit_rate@{k}" for k in KS},
         **{f"recall_at_{k}": f"recall@{k}" for k in KS},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,6 @@ from torch import Tensor
 import itrloss
 from itrloss import NO_ID, InfoNCELoss, Related, Similarity
 
-HERE = Path(__file__).parent
-CASES = {
-    case["name"]: case
-    for name in ("embedders.json", "embedders_more.json")
-    for case in json.loads((HERE / name).read_text())
-}
 ENGINES = ["dense", "tiled"]
 
 
@@ -152,50 +145,6 @@ def test_a_matrix_of_equal_ids_is_what_ids_are(name: str):
         assert_same(loss(*given, *sets), wanted, given)
         one = torch.zeros(9, dtype=torch.int64), torch.zeros(7, dtype=torch.int64)
         assert_same(loss(*given, *ids, image_groups=one[0], text_groups=one[1]), wanted, given)
-
-
-def of_case(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    case = CASES[name]
-    options = {key: NO_ID if value == "none" else value for key, value in case["options"].items()}
-    return case, options
-
-
-def without_none(values: Any) -> Any:
-    if isinstance(values, list):
-        return [without_none(value) for value in values]
-    return NO_ID if values == "none" else values
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(
-    "name", ["groups-same", "groups-other", "groups-open", "label-sets", "matches", "sdm-weights"]
-)
-def test_the_projects_cases(name: str, engine: Any):
-    case, options = of_case(name)
-    given = [
-        torch.tensor(case["inputs"][key], dtype=torch.float64, requires_grad=True)
-        for key in ("images", "texts")
-    ]
-    rule = "other" if name == "groups-other" else "same"
-    directions = "image-text" if name == "groups-open" else "both"
-    loss = InfoNCELoss(0.1, groups=rule, directions=directions, engine=engine)
-    if name == "sdm-weights":
-        loss = itrloss.SDMLoss(0.1, engine=engine)
-    if "matches" in options:
-        matches = torch.tensor(options["matches"], dtype=torch.float64)
-        who: dict[str, Any] = {"matches": matches.masked_fill(matches < 0, torch.nan)}
-    elif name == "label-sets":
-        who = {key: without_none(options[key]) for key in ("image_ids", "text_ids")}
-    elif name == "groups-open":
-        who = {key: without_none(options[key]) for key in ("image_groups", "text_groups")}
-    else:
-        who = {"image_groups": options["groups"]}
-    value = loss(*given, **who)
-    assert value.item() == pytest.approx(case["value"], abs=1e-9)
-    grads = torch.autograd.grad(value, given)
-    for key, grad in zip(("images", "texts"), grads, strict=True):
-        wanted = torch.tensor(case["gradients"][key], dtype=torch.float64)
-        assert (grad - wanted).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("kind", KINDS)
