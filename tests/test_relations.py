@@ -478,3 +478,27 @@ def test_processes_have_the_loss_of_one(parts: str, tmp_path: Path):
                 torch.testing.assert_close(
                     got, wanted, rtol=1e-9, atol=1e-10, msg=f"{kind} {form} {name} {k}"
                 )
+
+
+def marks_rules_and_numbers(rank: int) -> list[Tensor]:
+    """Counts with texts of no image, ranks by groups, and an error of other numbers of labels."""
+    images, texts = torch.randn(3, 4), torch.randn(3, 4)
+    numbers = torch.tensor([[2, NO_ID, 0], [0, 1, NO_ID]][rank])  # of own images
+    sim = Similarity.sharded(images, texts, None, numbers)
+    found = [sim.T.positive_counts[:3], sim.T.negative_counts[:3]]
+    groups = torch.tensor([[0, 0, 1], [1, 2, NO_ID]][rank])
+    sim = Similarity.sharded(images, texts, related=Related((groups, None), "other"))
+    found += [sim.local().negative_counts, sim.T.local().negative_counts]
+    labels = torch.zeros(3, 2 + rank, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"numbers of labels \[2, 2\] in process 0"):
+        Similarity.sharded(images, texts, labels, labels)
+    return found
+
+
+def test_marks_rules_and_numbers_of_labels_over_processes(tmp_path: Path):
+    every = run(marks_rules_and_numbers, tmp_path)
+    positives, negatives, of_rows, of_cols = (torch.cat(x) for x in zip(*every, strict=True))
+    assert positives.tolist() == [1, 0, 1, 1, 1, 0]
+    assert negatives.tolist() == [5, 0, 5, 5, 5, 0]  # a text that does not exist has none
+    # of six, those of the own group are none, nor is the own text of what is open to all
+    assert of_rows.tolist() == of_cols.tolist() == [4, 4, 4, 4, 5, 5]
