@@ -444,12 +444,12 @@ def at_hand(kind: str, rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any
     related = Related(groups, "same", who.get("matches"))
     kind_of = Similarity.sharded if len(sizes) > 1 else Similarity
     sim = kind_of(images, texts, *ids, related=related)
-    found = []
+    found = [torch.stack([*itrloss.describe(sim).values()])]
     for view in (sim, sim.T):
         local = view.local()
         n = view.shape[0]
         found += [local.positive_counts[:n], local.negative_counts[:n], local.scores()[:n]]
-    return {"at hand": [torch.zeros(()), *found]}
+    return {"at hand": found}
 
 
 def of_a_process(rank: int, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:

@@ -140,12 +140,16 @@ def refused(rank: int) -> None:
         itrloss.InfoNCELoss(gather=True)(v, w, matches=torch.eye(4))
     different: list[tuple[str, dict[str, Any]]] = [
         ("with groups", {"image_groups": ids} if rank else {}),
+        ("of strings .*True", {"image_groups": list("abcd") if rank else ids}),
         ("numbers of labels", {"image_ids": torch.randn(4, 2 + rank).long(), "text_ids": ids}),
         (r"with matches of torch\.float", {"matches": torch.ones(4, 8, dtype=FLOATS[rank])}),
     ]
     for message, who in different:
         with pytest.raises(ValueError, match=message):
             itrloss.InfoNCELoss(gather=True)(v, w, **who)
+    rules = "same", "other"
+    with pytest.raises(ValueError, match=r"rule same.*rule other"):
+        Similarity.sharded(v, w, related=itrloss.Related((ids, ids), rules[rank]))
     expected = r"negatives: expected shape \(K, D\) or \(4, K, 5\)"
     with pytest.raises(ValueError, match=f"{expected}|process 1 failed"):
         itrloss.InfoNCELoss(gather=True)(v, w, negatives=torch.randn(4 - rank, 2, 5))

@@ -18,6 +18,7 @@ from .distributed.consensus import consensus, described, numbered, padded
 from .distributed.shards import Processes
 from .engine.matrix import Bias
 from .engine.pairs import IGNORE_ID, Pairs
+from .engine.relations import Rule
 from .engine.vectors import autocast_dtype
 from .related import Related, check_matches, labels_of, matches_of
 
@@ -27,6 +28,7 @@ class Known(NamedTuple):
 
     ids: tuple[Tensor | None, Tensor | None]  # (N_r,) and (M_r,), or (N_r, k) and (M_r, l) labels
     groups: tuple[Tensor, Tensor] | None = None  # (N_r,) and (M_r,)
+    rule: Rule = "same"  # of the groups
     matches: Tensor | None = None  # (N_r, M), with the columns of all processes
     has_weights: bool = False  # whether matches in it are not all 1
 
@@ -37,7 +39,7 @@ class Known(NamedTuple):
         if labels != [None, None]:
             words = f"{words}, numbers of labels {labels}"
         if self.groups is not None:
-            words = f"{words}, with groups"
+            words = f"{words}, with groups of rule {self.rule}"
         if self.matches is not None:
             words = f"{words}, with matches of {self.matches.dtype}"
         return words
@@ -83,7 +85,8 @@ class BatchPart(NamedTuple):
                 raise ValueError("matches: expected a dense tensor where processes share a batch")
             if not matches.is_floating_point():
                 matches = matches.float()  # which has a nan, for padding
-            return Known((None, None), None, matches, matches_of(matches).has_weights)
+            has_weights = matches_of(matches).has_weights
+            return Known((None, None), matches=matches, has_weights=has_weights)
         if self.related is None and not any(checks.is_label_sets(x) for x in self.ids):
             return Known(checks.check_ids(*self.ids, n, m, device, self.names))
         related = Related() if self.related is None else self.related
@@ -94,7 +97,7 @@ class BatchPart(NamedTuple):
             None if row_ids is None else row_labels,  # numbers of this process would be no ids
             None if col_ids is None else col_labels,
         )
-        return Known(known, labels.groups)
+        return Known(known, labels.groups, labels.rule)
 
     def widths(self) -> tuple[int, int]:
         """Return how many columns a matrix of matches and one of scores have; -1 for none."""
@@ -113,7 +116,10 @@ class BatchPart(NamedTuple):
         dtypes = ", ".join(described(x) for x in self.tensors[:2])
         if len(self.tensors) == 1:
             dtypes = f"scores {str(self.tensors[0].dtype).removeprefix('torch.')}"
-        words = [x is not None and checks.are_strings(x) for x in self.ids]
+        labels: list[Any] = [*self.ids]
+        if self.related is not None:
+            labels += self.related.groups
+        words = [x is not None and checks.are_strings(x) for x in labels]
         rounding = autocast_dtype(self.tensors[0])
         return (
             f"{dtypes}, autocast {rounding}, gradients {trained}, {known.described()}, "
@@ -192,7 +198,7 @@ def ids_among_all(
 
 
 def related_to_all(
-    known: Known, related: Related | None, processes: Processes
+    known: Known, processes: Processes
 ) -> tuple[tuple[Tensor | None, Tensor | None], Related | None]:
     """Return the ids of own padded rows and of the columns of all, and what else says who matches
     among them.
@@ -202,10 +208,10 @@ def related_to_all(
         return (None, None), Related(matches=matches)
     of_rows, of_cols = processes.ids
     ids = processes.own(of_rows), of_cols
-    if processes.groups is None or related is None:
+    if processes.groups is None:
         return ids, None
     row_groups, col_groups = processes.groups
-    return ids, Related((processes.own(row_groups), col_groups), related.rule)
+    return ids, Related((processes.own(row_groups), col_groups), known.rule)
 
 
 def spread_columns(x: Tensor, processes: Processes, value: float) -> Tensor:

@@ -191,7 +191,7 @@ class Similarity(Anchors):
         part = BatchPart((rows, cols), (row_ids, col_ids), bias, related, names, finite)
         known, sizes = agreed(part, process_group, same, options)
         processes = processes_of(known, sizes, process_group, rows.device)
-        ids, related = related_to_all(known, related, processes)
+        ids, related = related_to_all(known, processes)
         n, m = processes.padded
         own_cols = padded(cols, m)
         sim = cls(
@@ -237,7 +237,7 @@ class Similarity(Anchors):
         part = BatchPart((scores,), (row_ids, col_ids), None, related, names, finite)
         known, sizes = agreed(part, process_group, same, options)
         processes = processes_of(known, sizes, process_group, scores.device)
-        ids, related = related_to_all(known, related, processes)
+        ids, related = related_to_all(known, processes)
         of_all = spread_columns(scores, processes, 0.0)
         sim = cls.from_scores(of_all, *ids, related=related, **options)
         return sim._shared_by(processes, known, None)

@@ -61,7 +61,9 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
     }
     for name, view in (("i2t", sim), ("t2i", sim.T)):
         figures[f"hubness_{name}"] = skewness(both.total(_occurrences(view, hubness_k)))
-    least = [-x for x in both.group_amax(-std_diversity(both))]
+    exists = both.positive_counts + both.negative_counts > 0  # padding of a shared batch does not
+    diversity = std_diversity(both).masked_fill(~exists, 1.0)
+    least = [-x for x in both.group_amax(-diversity)]
     figures["diversity_min"] = torch.stack(least).amin()
     return {name: value.to(sim.dtype) for name, value in figures.items()}
 
