@@ -479,6 +479,27 @@ def test_processes_score_their_images_with_the_texts_of_all(name, tmp_path):
             torch.testing.assert_close(given, exact, rtol=1e-9, atol=1e-9)
 
 
+def compiled(rank: int) -> list[list[Tensor]]:
+    """Scores and gradients of one graph and of eager mode; processes are not compared then."""
+    x = share("even", rank)
+    mask = torch.arange(4) < torch.tensor([[2], [4], [3]])
+
+    def step(v: Tensor, w: Tensor) -> Tensor:
+        return functional.set_similarity(v, w, "max_mean", text_mask=mask, gather=True)
+
+    found = []
+    for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        scores = call(x["images"], x["texts"])
+        grads = torch.autograd.grad(weighted(scores, rank), (x["images"], x["texts"]))
+        found.append([scores.detach(), *grads])
+    return found
+
+
+def test_processes_compile_without_a_graph_break(tmp_path):
+    for eager, graph in in_two_processes(compiled, tmp_path):
+        torch.testing.assert_close(graph, eager)
+
+
 def in_a_group(rank: int) -> list[Tensor]:
     """The first and the last of three processes share a batch."""
     group = dist.new_group([0, 2])

@@ -388,15 +388,7 @@ def _with_texts_of_all(
     """Return this process's images (N, K, D) and the texts (M, L, D) of all, which are padded to
     the longest.
     """
-    if torch.compiler.is_compiling():  # nothing is compared then
-        rows, cols = check()
-        every = [[len(cols.x), cols.size, cols.exists is not None]] * world_size(group)
-    else:
-        with consensus(group) as agreed:
-            rows, cols = check()
-            agreed.text = f"{said}, {cols.x.dtype}, dimension {cols.x.shape[2]}"
-            agreed.numbers = [len(cols.x), cols.size, int(cols.exists is not None)]
-        every = [numbers[:3] for numbers in agreed.every]
+    rows, cols, every = _compared(check, said, group)
     numbers = [number for number, _, _ in every]
     sizes = [size for _, size, _ in every]
     if not any(numbers):
@@ -413,6 +405,23 @@ def _with_texts_of_all(
         exists = torch.ones(cols.x.shape[:2], dtype=torch.bool, device=cols.x.device)
     exists = F.pad(exists.to(torch.uint8), (0, longer))  # backends do not all exchange bools
     return rows, Sets(x, None, rows_of_all(exists, numbers, group).bool())
+
+
+def _compared(
+    check: Callable[[], tuple[Sets, Sets]], said: str, group: Any
+) -> tuple[Sets, Sets, list[list[int]]]:
+    """Return the sets of both sides and, for each process, how many texts it has, their size, and
+    whether it says which elements exist. All processes raise an error, or none.
+    """
+    if torch.compiler.is_compiling():  # nothing is compared then
+        rows, cols = check()
+        own = [len(cols.x), cols.size, int(cols.exists is not None)]
+        return rows, cols, [own] * world_size(group)
+    with consensus(group) as agreed:
+        rows, cols = check()
+        agreed.text = f"{said}, {cols.x.dtype}, dimension {cols.x.shape[2]}"
+        agreed.numbers = [len(cols.x), cols.size, int(cols.exists is not None)]
+    return rows, cols, [numbers[:3] for numbers in agreed.every]
 
 
 def _mean_scores(rows: Sets, cols: Sets, normalize: bool) -> Tensor:

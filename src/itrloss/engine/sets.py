@@ -65,6 +65,10 @@ class Sets(NamedTuple):
         """Return the same sets with inverse norms, for vectors at unit length."""
         return self._replace(inv=inverse_norms(self.x.detach()))
 
+    def leaf(self, requires_grad: bool) -> Sets:
+        """Return the same sets without their graph, as the beginning of another one."""
+        return self._replace(x=self.x.detach().requires_grad_(requires_grad))
+
     def missing(self) -> Tensor | None:
         """Return the (N, K) bool mask of the elements that do not exist; None if all do."""
         return None if self.exists is None else ~self.exists
@@ -462,13 +466,13 @@ class SetScores(torch.autograd.Function):
         (grad,) = grads
         if torch.is_grad_enabled():  # create_graph=True
             scores = plain_scores(rows, cols, ctx.form, rows.inv is not None)
-            of_rows, of_cols = autograds(scores, (row_x, col_x), needs, grad)
+            of_rows, of_cols = gradients_by_autograd(scores, (row_x, col_x), needs, grad)
         else:
             of_rows, of_cols = gradients(rows, cols, winners, grad, ctx.form, needs)
         return of_rows, of_cols, None, None, None
 
 
-def autograds(
+def gradients_by_autograd(
     scores: Tensor, inputs: tuple[Tensor, Tensor], needs: tuple[bool, bool], grad: Tensor
 ) -> list[Any]:
     """Return autograd's gradients of both inputs, None where they are not needed; differentiable
@@ -580,18 +584,16 @@ class OwnSetScores(torch.autograd.Function):
         (grad,) = grads
         if torch.is_grad_enabled():  # create_graph=True
             scores = plain_scores_of_own(rows, cols, ctx.form, ctx.normalize)
-            of_rows, of_cols = autograds(scores, (row_x, col_x), needs, grad)
+            of_rows, of_cols = gradients_by_autograd(scores, (row_x, col_x), needs, grad)
             return of_rows, of_cols, None, None, None, None
         of_rows = torch.empty_like(row_x) if needs[0] else None
         of_cols = torch.empty_like(col_x) if needs[1] else None
         for part in parts_of_own(rows, cols):
-            some_row_x = row_x[part].detach().requires_grad_(needs[0])
-            some_col_x = col_x[part].detach().requires_grad_(needs[1])
-            some_rows = rows.part(part)._replace(x=some_row_x)
-            some_cols = cols.part(part)._replace(x=some_col_x)
+            some_rows = rows.part(part).leaf(needs[0])
+            some_cols = cols.part(part).leaf(needs[1])
             with torch.enable_grad():
                 scores = plain_scores_of_own(some_rows, some_cols, ctx.form, ctx.normalize)
-            found = autograds(scores, (some_row_x, some_col_x), needs, grad[part])
+            found = gradients_by_autograd(scores, (some_rows.x, some_cols.x), needs, grad[part])
             if of_rows is not None:
                 of_rows[part] = found[0]
             if of_cols is not None:
