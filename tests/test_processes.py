@@ -263,6 +263,18 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
         "gradients [True, True]",
         "gradients [False, False]",
     ),
+    "gradient of what is gathered": (
+        lambda odd, s: itrloss.distributed.gather(sample(4, D, trained=not odd)),
+        "gradient True",
+        "gradient False",
+    ),
+    "gradient of texts that are gathered": (
+        lambda odd, s: itrloss.functional.set_similarity(
+            sample(4, 2, D), sample(4, 3, D, trained=not odd), gather=True
+        ),
+        "gradient True",
+        "gradient False",
+    ),
     "parameter": (
         lambda odd, s: frozen("log_scale", pair(learnable=True, gather=s), odd)(*pairs()),
         "trained ['log_scale']",

@@ -14,7 +14,7 @@ from . import checks
 from .checks import IdsLike
 from .distributed import collectives
 from .distributed.collectives import world_size
-from .distributed.consensus import consensus, described, numbered, padded
+from .distributed.consensus import consensus, described, is_trained, numbered, padded
 from .distributed.shards import Processes
 from .engine.matrix import Bias
 from .engine.pairs import IGNORE_ID, Pairs
@@ -109,7 +109,7 @@ class BatchPart(NamedTuple):
 
     def described(self, known: Known) -> str:
         """Return what has to be alike in the processes' parts of a batch, in words."""
-        trained = [x.requires_grad and torch.is_grad_enabled() for x in self.tensors]
+        trained = [is_trained(x) for x in self.tensors]
         biases: list[bool] = []
         if self.bias is not None:
             biases = [x is not None for x in self.bias]

@@ -21,7 +21,7 @@ from .checks import (
     from_numpy,
     one_of,
 )
-from .distributed import consensus, rows_of_all, world_size
+from .distributed import consensus, is_trained, rows_of_all, world_size
 from .engine.sets import Sets, own_set_scores, set_scores
 from .engine.vectors import full_precision, host_may_read, normalized
 from .similarity import Similarity
@@ -419,7 +419,8 @@ def _compared(
         return rows, cols, [own] * world_size(group)
     with consensus(group) as agreed:
         rows, cols = check()
-        agreed.text = f"{said}, {cols.x.dtype}, dimension {cols.x.shape[2]}"
+        kind = f"{cols.x.dtype}, dimension {cols.x.shape[2]}, gradient {is_trained(cols.x)}"
+        agreed.text = f"{said}, {kind}"
         agreed.numbers = [len(cols.x), cols.size, int(cols.exists is not None)]
     return rows, cols, [numbers[:3] for numbers in agreed.every]
 

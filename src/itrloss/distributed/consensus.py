@@ -104,8 +104,8 @@ def gather(x: Tensor, process_group: Any = None) -> Tensor:
     whole batch. With a single process, return ``x`` itself.
 
     Raises:
-        ValueError: in every process, if types or dimensions differ between them, or one of them
-            fails.
+        ValueError: in every process, if types, dimensions or whether there is a gradient differ
+            between them, or one of them fails.
     """
     if world_size(process_group) == 1:
         return x
@@ -128,7 +128,7 @@ def gather_parts(
         if not all(isinstance(x, Tensor) and x.dim() for x in tensors):
             got = [type(x).__name__ for x in tensors]
             raise TypeError(f"gather: expected tensors with rows, got {got}")
-        kinds = [described(x) for x in tensors]
+        kinds = [f"{described(x)} with a gradient {is_trained(x)}" for x in tensors]
         agreed.text = ", ".join([*kinds, text] if text else kinds)
         agreed.numbers = [len(x) for x in tensors]
     gathered = []
@@ -156,6 +156,13 @@ def described(x: Tensor) -> str:
     """Return the dtype and the shape of a tensor, whose first size may differ: float32 (B, 5)."""
     sizes = ", ".join(["B", *map(str, x.shape[1:])])
     return f"{str(x.dtype).removeprefix('torch.')} ({sizes})"
+
+
+def is_trained(x: Tensor) -> bool:
+    """Return whether a tensor gets a gradient: a process where it does would wait in the backward
+    pass for one where it does not.
+    """
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def digest(x: Tensor | None) -> str:
