@@ -253,6 +253,11 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
         "ids [True, True]",
         "ids [False, True]",
     ),
+    "scores": (
+        lambda odd, s: pair(gather=s)(scores=sample(4, 12)) if odd else pair(gather=s)(*pairs()),
+        "float32 (B, 6), float32 (B, 6)",
+        "scores float32",
+    ),
     "gradient": (
         lambda odd, s: pair(gather=s)(pairs()[0], pairs(trained=not odd)[1]),
         "gradients [True, True]",
@@ -446,10 +451,6 @@ REFUSED: dict[str, tuple[Callable[[bool, Any], Any], str]] = {
     "nan": (
         lambda odd, s: pair(check_finite=True, gather=s)(*(x / (1 - odd) for x in pairs())),
         "ValueError: images: expected finite values",
-    ),
-    "scores": (
-        lambda odd, s: pair(gather=s)(scores=sample(4, 4)) if odd else pair(gather=s)(*pairs()),
-        "ValueError: gather: expected embeddings",
     ),
     "no memory": (
         lambda odd, s: mdcl(gather=s)(*pairs(), *pairs(), None if odd else memory()),

@@ -281,20 +281,34 @@ class MemorySimilarity(NamedTuple):
         else:
             checked()
             batch = Similarity(*batch_input, **options)
-        budget = 0 if engine == "tiled" else MEMORY_BUDGET
-        if batch.share is None:
-            sides = one_process(batch, image_keys, text_keys, budget)
-        else:
-            sides = several_processes(batch, image_keys, text_keys, budget)
-        keys = [sides.images_with_keys, sides.texts_with_keys]
-        for side in keys:
-            side.matrix.strict = engine == "triton"
-        queues = memory_sides(sides, memory, engine, budget)
-        anchors = batch.towards(directions)
-        counted = SIDES[directions]
-        against_keys = Anchors(*[[keys[side]] for side in counted])
-        against_memory = Anchors(*[[queues[side]] for side in counted])
-        return cls(batch, anchors, against_keys, against_memory, directions)
+        against_keys, against_memory = anchors_of_memory(
+            batch, (image_keys, text_keys), memory, directions, engine
+        )
+        return cls(batch, batch.towards(directions), against_keys, against_memory, directions)
+
+
+def anchors_of_memory(
+    batch: Similarity,
+    keys: tuple[Tensor, Tensor],  # of images and texts
+    memory: CoupledMemory,
+    directions: Directions,
+    engine: Engine,
+) -> tuple[Anchors, Anchors]:
+    """Return the anchors of a batch with its keys as candidates, and with the memory."""
+    budget = 0 if engine == "tiled" else MEMORY_BUDGET
+    if batch.share is None:
+        sides = one_process(batch, *keys, budget)
+    else:
+        sides = several_processes(batch, *keys, budget)
+    of_keys = [sides.images_with_keys, sides.texts_with_keys]
+    for side in of_keys:
+        side.matrix.strict = engine == "triton"
+    of_memory = memory_sides(sides, memory, engine, budget)
+    counted = SIDES[directions]
+    return (
+        Anchors(*[[of_keys[side]] for side in counted]),
+        Anchors(*[[of_memory[side]] for side in counted]),
+    )
 
 
 def check_memory_input(

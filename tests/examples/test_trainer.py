@@ -342,8 +342,8 @@ def test_a_wrong_setting_is_refused_by_name(override: str, error: type[Exception
 def test_an_unknown_loss_or_option_is_refused_by_name(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ValueError, match=r"loss = 'softmax'.*triplet, infonce, .*uto, coder, dvse"):
         build_loss(Config(loss="softmax"))
-    with pytest.raises(ValueError, match=r"loss_options\.temperature: TripletLoss takes margin"):
-        build_loss(Config(loss="triplet", loss_options={"temperature": 0.1}))
+    with pytest.raises(ValueError, match=r"loss_options\.scale: TripletLoss takes margin"):
+        build_loss(Config(loss="triplet", loss_options={"scale": 0.1}))
     with pytest.raises(ValueError, match=r"loss_options\.reduction = 'none'"):
         build_loss(Config(loss="hal", loss_options={"reduction": "none"}))
     with pytest.raises(
