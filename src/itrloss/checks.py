@@ -546,6 +546,7 @@ class Bounded(Option[T]):
         self.at_most = at_most
 
     def check(self, value: Any) -> None:
+        """Raise an error unless a value is a number within the bounds."""
         check_number(self.name, value)
         if value > self.above and self.at_least <= value <= self.at_most:
             return
@@ -574,6 +575,7 @@ class NumberOr(Bounded[Any]):
         self.words = words
 
     def check(self, value: Any) -> None:
+        """Raise an error unless a value is one of the words, or a number within the bounds."""
         if value in self.words:
             return
         if isinstance(value, str):

@@ -564,8 +564,19 @@ class MemoryLoss(DirectedLoss):
         """
         batch = images, texts
         keys = image_keys, text_keys
-        sims = self._similarities(batch, keys, memory, (image_ids, text_ids))
-        return self._with_telemetry(self.compute(sims), sims)
+        ids = image_ids, text_ids
+        sims = self._similarities(batch, keys, memory, ids)
+        return self._with_telemetry(self._value(sims, keys, memory, ids), sims)
+
+    def _value(
+        self,
+        sims: MemorySimilarity,
+        keys: tuple[Tensor, Tensor],
+        memory: CoupledMemory,
+        ids: tuple[IdsLike | None, IdsLike | None],
+    ) -> Any:
+        """Return the loss of the similarities; one that needs others, too, makes them here."""
+        return self.compute(sims)
 
     def _similarities(
         self,

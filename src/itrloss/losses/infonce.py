@@ -923,31 +923,22 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
         self.batch_negatives = batch_negatives
         self.distillation = distillation
 
-    def forward(
+    def _value(
         self,
-        images: Tensor,
-        texts: Tensor,
-        image_keys: Tensor,
-        text_keys: Tensor,
+        sims: MemorySimilarity,
+        keys: tuple[Tensor, Tensor],
         memory: CoupledMemory,
-        image_ids: IdsLike | None = None,
-        text_ids: IdsLike | None = None,
+        ids: tuple[IdsLike | None, IdsLike | None],
     ) -> Any:
-        """Return the loss of a batch with the memory of former ones; see
-        :meth:`MemoryLoss.forward`.
-        """
+        """Return the loss, with the keys in place of the batch as a teacher."""
         if self.distillation and not self.batch_negatives:
             expected = "expected 0 beside batch_negatives=False, as q is over the batch, too"
             raise ValueError(f"distillation: {expected}, got {self.distillation}")
         self._limit_scale()
-        batch = images, texts
-        keys = image_keys, text_keys
-        ids = image_ids, text_ids
-        sims = self._similarities(batch, keys, memory, ids)
         teacher: MemorySimilarity | None = None
         if self.distillation:
             teacher = self._similarities(keys, keys, memory, ids)
-        return self._with_telemetry(self.compute(sims, teacher), sims)
+        return self.compute(sims, teacher)
 
     def compute(self, sims: MemorySimilarity, teacher: MemorySimilarity | None = None) -> Any:
         """Return the loss; ``teacher``: the similarities with the keys in place of the batch."""
