@@ -9,8 +9,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from losses_registry import public_losses
-from processes import both
+from support.losses_registry import public_losses
+from support.processes import both
 
 import itrloss
 

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import both
+from support.processes import both
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import both
+from support.processes import both
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

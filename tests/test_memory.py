@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from cases import embeddings, finite, make_ids, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from losses_registry import where
+from support.cases import embeddings, finite, make_ids, pairwise
+from support.losses_registry import where
 from torch import nn
 from torch.autograd import gradcheck
 
@@ -210,7 +210,7 @@ def test_keys_and_memory_get_no_gradient(name):
 
 @pytest.mark.parametrize("library", ["by_blas", "by_onednn"])
 def test_no_product_for_the_gradient_of_the_memory(library, request, monkeypatch):
-    from flops import Products
+    from support.flops import Products
 
     request.getfixturevalue(library)
     inputs, keys, memory, ids = case("pairs", torch.float32)
@@ -834,7 +834,7 @@ def test_every_question_to_a_memory_has_the_reference_answer_and_gradient(
     name, small_tiles, poisoned
 ):
     """Missing entries act as if the matrix had no columns for them."""
-    from reference import Reference
+    from support.reference import Reference
 
     found = []
     for engine in (*ENGINES, "reference"):

@@ -6,25 +6,18 @@ import copy
 import pickle
 
 import numpy as np
-import oracle_more
 import pytest
 import torch
-from cases import SHAPES, make_ids, pairwise, upstream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import oracle_more
+from support.cases import SHAPES, make_ids, pairwise, sets, upstream
 from torch.autograd import gradcheck
 
 import itrloss
 from itrloss import DynamicGate, DynamicOrthogonalLoss, VarianceAwareLoss, functional
 
 PAIRS = ("mean", "sum", "frobenius")
-
-
-def sets(n, k, d, seed=0, dtype=torch.float64):
-    """Elements of different lengths that are not orthogonal."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, k, d, generator=generator, dtype=torch.float64) + 0.7
-    return (x * torch.rand(n, k, 1, generator=generator, dtype=torch.float64).add(0.1)).to(dtype)
 
 
 def gates(n, size, seed=0):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import embeddings
+from support.cases import embeddings
 
 import itrloss
 from itrloss import Similarity

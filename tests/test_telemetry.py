@@ -7,10 +7,10 @@ import pickle
 import warnings
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from cases import SHAPES, make_ids, similarity
+from support import oracle
+from support.cases import SHAPES, make_ids, similarity
 
 import itrloss
 from itrloss import TripletLoss, describe

@@ -45,7 +45,7 @@ def one(session: Session) -> None:
 
 def tests(session: Session) -> None:
     """Run the tests of the Triton engine; in a dry run pytest tells its version."""
-    production = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "tests/test_triton.py"]
+    production = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "tests/engine/test_triton.py"]
     if find_spec("xdist"):  # most of the time is compiling
         production += ["-n", str(min(16, os.cpu_count() or 1))]
     words = [sys.executable, "-m", "pytest", *session.pick(production, ["--version"])]

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import drawn
 import numpy as np
 import pytest
 import torch
+from support import drawn
 from torch.nn import functional as F
 
 from examples.retrieval.backbones import RESNETS, Backbone, BertEncoder, Block, WordPieces

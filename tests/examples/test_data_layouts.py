@@ -9,11 +9,11 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
-import drawn
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support import drawn
 
 from examples.retrieval.check_data import check
 from examples.retrieval.config import Config

@@ -20,7 +20,7 @@ from examples.retrieval.encoders import BatchNorm
 from examples.retrieval.train import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from processes import WORLD, both, run, survivors
+from support.processes import WORLD, both, run, survivors
 
 CAPTIONS = [
     "a brown dog runs",

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from caption_reader import Reader
 from PIL import Image
+from support.caption_reader import Reader
 
 from examples.retrieval import scenes as module
 from examples.retrieval.scenes import (

@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from cases import each, pairwise
 from promised_inputs import DATA, SQUARE, Batch, D, choices, linear, numbers, squared
 from promised_names import public
+from support.cases import each, pairwise
 from torch import Tensor, nn
 
 import itrloss

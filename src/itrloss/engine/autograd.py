@@ -3,7 +3,7 @@
 Its gradient is in closed form: :func:`itrloss.engine.tiled.gradients`, or Triton's. As one node,
 the sums and the positives add their gradients to the same tensors, so that backward holds one
 gradient of all embeddings less at a time: 34 MB of 105 for InfoNCE at 8192 x 8192 x 512 (``pytest
-tests/test_costs.py -k memory``).
+tests/engine/test_costs.py -k memory``).
 """
 
 from __future__ import annotations

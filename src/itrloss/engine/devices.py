@@ -1,7 +1,7 @@
 """The GPUs on which the Triton engine has passed its checks. ``"auto"`` takes it there alone.
 
 A record of ``python -m benchmarks gpu`` in benchmarks/results/ stands behind each entry, and
-tests/test_devices.py compares the two.
+tests/engine/test_devices.py compares the two.
 """
 
 from __future__ import annotations

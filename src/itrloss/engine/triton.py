@@ -42,7 +42,7 @@ class TileConfig(NamedTuple):
 # For products: large tiles where there is one for every multiprocessor, else small ones. Hopper's
 # kernels take 114 to 190 registers; with 128, two programs of 8 warps share a multiprocessor, and
 # one multiplies while the other adds up. Other kernels, and all on other GPUs, would spill up to
-# 1.5 KB, and are not limited (python tests/gpu_compiler.py 90).
+# 1.5 KB, and are not limited (PYTHONPATH=tests python -m support.gpu_compiler 90).
 PRODUCT_TILES = (
     TileConfig(128, 128, 64, parts=4, num_warps=8, num_stages=3, registers=128),
     TileConfig(64, 64, 64, parts=1, num_warps=4, num_stages=3),
@@ -197,8 +197,8 @@ class GradientKernel:
 
         Of one number for all it is summed where vectors are projected: the scores' gradient is
         ``P_ij scale``, and ``sum_ij P_ij S_ij = sum_i <x_i, total_i>``. `gradient_kernel` then has
-        1,118 instructions after its products on sm_90 (``python tests/gpu_compiler.py 90``); with
-        sums by anchor it had 1,654.
+        1,118 instructions after its products on sm_90 (``PYTHONPATH=tests python -m
+        support.gpu_compiler 90``); with sums by anchor it had 1,654.
         """
         question = self.run.question
         if self.by_factor is not None:
@@ -222,7 +222,7 @@ def gradient_of_many_shifts(run: Pass, grad: Tensor) -> Tensor:
     """Return the gradient of shifts (L, A) by one visit of the scores for each `SLOTS` of them.
 
     Along with the panels, L planes of sums of tiles would take 4.3 GB in place of 0.2 for the 819
-    positives of an anchor that 8192 pairs have in 10 classes (pytest tests/test_triton.py -k
+    positives of an anchor that 8192 pairs have in 10 classes (pytest tests/engine/test_triton.py -k
     many_positives).
     """
     shifts = run.question.shift
@@ -287,7 +287,7 @@ def visits(sides: list[VectorGradient]) -> list[list[VectorGradient]]:
 
     Sums of the smaller side are held to the end of a visit, unless they take too much memory. Then
     scores are visited twice, which is 10 in place of 8 multiples of NMD for InfoNCE of 65536 x
-    65536 x 768 (pytest tests/test_triton.py -k products).
+    65536 x 768 (pytest tests/engine/test_triton.py -k products).
     """
     larger_first = sorted(sides, key=lambda side: -side.out.numel())
     smaller = larger_first[-1].out
@@ -515,7 +515,7 @@ def sums_and_gradients(
     """Return the sums (A,), or their () weighted total, and what their gradients are made of.
 
     Scores are visited once: 6 multiples of NMD in products for 8 to 10 where the gradient is found
-    in the backward pass, 4 for 6 where one side is trained (pytest tests/test_triton.py -k
+    in the backward pass, 4 for 6 where one side is trained (pytest tests/engine/test_triton.py -k
     products).
     """
     run = Pass(question, inputs, kernels.FORMS[question.terms])
@@ -913,7 +913,7 @@ def round_to_half(panel: Tensor, out: Tensor) -> Tensor:
     the largest row's. What is not finite does not count, and stays what it is.
 
     One unit serves both products of a panel: that takes 18 bytes of memory traffic a score, where
-    a unit for each row and product took 28; bfloat16 takes 6 (pytest tests/test_triton.py -k
+    a unit for each row and product took 28; bfloat16 takes 6 (pytest tests/engine/test_triton.py -k
     traffic).
     """
     of_rows = torch.linalg.vector_norm(panel, math.inf, 1)  # nan only in rows that have one

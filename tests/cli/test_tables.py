@@ -1,0 +1,647 @@
+"""The table that compares methods: its statistics, and its forms as text, LaTeX and HTML."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.command_line import C, N, Page, pairs, run, scores
+
+from itrloss import Similarity, tables
+from itrloss.comparison import (
+    CALIBRATED,
+    METHODS,
+    TITLES,
+    compare_models,
+    compare_rerankers,
+)
+from itrloss.files import read_reranked
+from itrloss.metrics import (
+    Comparison,
+    QueryResults,
+    RetrievalResults,
+    compare,
+    compare_all,
+    confidence_intervals,
+    retrieval_results,
+)
+from itrloss.report.comparison import models_page, page
+from itrloss.rerank import CSLS
+from itrloss.tables import TESTED, Cell, Grid, Row, Table, p_text
+
+ARROWS = ("image→text", "text→image")
+
+
+def made(i2t: object, t2i: object) -> RetrievalResults:
+    """Results of as many images as texts, of ranks of the only right candidate."""
+    sides = []
+    for ranks in (i2t, t2i):
+        of_queries = torch.as_tensor(ranks)[:, None]
+        ids = torch.arange(len(of_queries))
+        sides.append(QueryResults(ids, of_queries, torch.zeros_like(of_queries), len(ids)))
+    return RetrievalResults(*sides)
+
+
+def chance(generator: np.random.Generator, n: int, difficulty: np.ndarray) -> RetrievalResults:
+    """A model whose ranks depend on how difficult an image is, and on chance."""
+    ranks = 1 + (difficulty + generator.exponential(6, size=(2, n))).astype(int)
+    return made(*ranks)
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+def test_equal_models_differ_significantly_in_a_twentieth_of_cases():
+    generator = np.random.default_rng(0)
+    cases = 500
+    significant = dict.fromkeys(TESTED, 0)
+    for case in range(cases):
+        difficulty = generator.exponential(3, size=150)
+        models = [chance(generator, 150, difficulty) for _ in range(2)]
+        found = compare(*models, samples=400, seed=case)
+        for name in TESTED:
+            significant[name] += found[name].p_value < 0.05
+    # 5 % of 500 with four standard deviations
+    for name, count in significant.items():
+        assert 0.011 * cases <= count <= 0.089 * cases, name
+
+
+def test_one_of_several_equal_models_differs_in_at_most_a_twentieth_of_cases():
+    generator = np.random.default_rng(1)
+    cases = 200
+    corrected = uncorrected = 0
+    for _ in range(cases):
+        difficulty = generator.exponential(3, size=100)
+        models = {str(i): chance(generator, 100, difficulty) for i in range(5)}
+        rows = compare_models(models, samples=800).rows[1:]
+        p_values = [x.p_value for row in rows for x in row.changes.values()]
+        assert len(p_values) == 4 * len(TESTED)
+        corrected += min(p_values) < 0.05
+        uncorrected += min(p_values) < 0.05 * 12  # the smallest is 12 times what it was
+    assert corrected <= 0.1 * cases < 0.15 * cases < uncorrected
+
+
+def test_intervals_are_those_of_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    generator = np.random.default_rng(2)
+    n = 120
+    models = [chance(generator, n, generator.exponential(3, size=n)) for _ in range(2)]
+    # the share of each image in the RSUM of each model
+    shares = []
+    for model in models:
+        hits = [side.hits(k).double() for side in model.ways.values() for k in (1, 5, 10)]
+        shares.append(100 * torch.stack(hits).sum(0).numpy())
+    options = {"method": "percentile", "n_resamples": 20_000, "vectorized": True}
+
+    def ends(values: np.ndarray) -> tuple[float, float]:
+        found = stats.bootstrap((values,), np.mean, random_state=0, **options)
+        return tuple(found.confidence_interval)
+
+    first, second = models
+    change = compare(first, second, samples=20_000)["rsum"]
+    wanted = ends(shares[0] - shares[1])
+    assert change.difference == pytest.approx(float((shares[0] - shares[1]).mean()))
+    assert (change.low, change.high) == pytest.approx(wanted, abs=0.05 * (wanted[1] - wanted[0]))
+    alone = confidence_intervals(first, samples=20_000)["rsum"]
+    wanted = ends(shares[0])
+    assert alone == pytest.approx(wanted, abs=0.05 * (wanted[1] - wanted[0]))
+
+
+def test_recalls_that_cancel_out_are_no_difference():
+    """One query goes from 1 to 6, which loses R@1 and R@5; another goes from 11 to 1, a third one
+    back to 11 from 6: the RSUM is the same in every sample that has them equally often.
+    """
+    size = 7
+    base = torch.full((size,), 20)
+    gained, lost = base.clone(), base.clone()
+    gained[0] = 1  # R@1, R@5 and R@10
+    lost[1:4] = 8  # R@10 three times
+    found = compare(made(gained, base), made(lost, base), samples=3000)["rsum"]
+    # the same by whole numbers
+    g = torch.Generator().manual_seed(0)
+    draws = torch.randint(size, (3000, size), generator=g)
+    differences = 3 * (draws == 0).sum(1) - ((draws >= 1) & (draws <= 3)).sum(1)
+    tail = min(int((differences <= 0).sum()), int((differences >= 0).sum()))
+    assert int((differences == 0).sum()) > 300
+    assert found.p_value == min(1.0, 2 * (tail + 1) / 3001)
+
+
+def test_figures_alone_have_the_values_of_all():
+    generator = np.random.default_rng(3)
+    systems = {str(i): chance(generator, 40, generator.exponential(3, size=40)) for i in range(3)}
+    options = {"samples": 200, "seed": 4, "level": 0.8}
+    found = compare_all(systems, baseline="1", figures=("t2i_mrr", "rsum"), **options)
+    assert list(found) == ["0", "2"]
+    for name, every in found.items():
+        single = compare(systems[name], systems["1"], **options)
+        for figure, change in every.items():
+            assert change[:3] == pytest.approx(single[figure][:3])
+    with pytest.raises(ValueError, match=r"figures.*i2t_r2"):
+        compare_all(systems, baseline="1", figures=("i2t_r1",), ks=(2,))
+
+
+@pytest.mark.parametrize("systems", [1, 4, 12])
+def test_by_default_p_can_fall_below_a_thousandth(systems):
+    tests = len(TESTED) * systems
+    samples = tables.samples_for(systems)
+    assert 2 * tests / (samples + 1) < 0.001 < 2 * tests / (samples / 1.01)
+
+
+def test_p_values_are_never_printed_as_zero():
+    assert p_text(2 / 2001, 2 / 2001) == "< 0.001"
+    assert p_text(1e-9, 0.0) == "< 0.001"
+    assert p_text(0.0361, 0.0361) == "≤ 0.037"  # a bound is rounded up
+    assert p_text(0.036, 0.036) == "≤ 0.036"
+    assert p_text(0.0361, 0.001) == "0.036"
+    assert p_text(0.001, 0.0009) == "0.001"
+    assert p_text(1.0, 1.0) == "1.000"
+
+
+def test_at_the_floor_of_few_samples_p_is_a_bound():
+    worst = torch.full((30,), 20)
+    models = {"a": made(worst, worst), "b": made(worst.clamp(max=1), worst.clamp(max=1))}
+    for samples, wanted in ((99, "≤ 0.060"), (None, "< 0.001")):
+        found = compare_models(models, samples=samples).table()
+        assert found.grids[0].rows[1][1][-1].text == wanted
+        assert [cell.text for cell in found.grids[1].rows[0][1][1::2]] == [wanted, wanted]
+
+
+# --- what is in the table -------------------------------------------------------------------------
+
+
+def plain_similarity(seed: int = 0) -> Similarity:
+    ids = torch.arange(N), torch.arange(N * C) // C
+    return Similarity(*(torch.from_numpy(x) for x in pairs(seed)), *ids)
+
+
+def test_the_table_has_the_figures_of_the_library():
+    models = {
+        name: retrieval_results(torch.from_numpy(scores(seed)))
+        for seed, name in enumerate(("base", "a", "b"))
+    }
+    comparison = compare_models(models, transductive=["b"], samples=500)
+    recalls, changes = comparison.table().grids
+    wanted = compare_all(models, baseline="base", figures=TESTED, samples=500)
+    names = [f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10)]
+    assert [name for name, _ in recalls.rows] == ["base", "a", "b†"]
+    for (_, cells), (name, results) in zip(recalls.rows, models.items(), strict=True):
+        metrics = results.metrics()
+        texts = [cell.text for cell in cells]
+        assert texts[:7] == [f"{metrics[x]:.1f}" for x in (*names, "rsum")]
+        if name == "base":
+            assert texts[7:] == ["", ""]
+        else:
+            assert texts[7:] == shown(wanted[name]["rsum"], 6 * 2 / 501)
+    for i in range(7):
+        column = [cells[i] for _, cells in recalls.rows]
+        highest = max(float(cell.text) for cell in column)
+        assert [cell.best for cell in column] == [float(cell.text) == highest for cell in column]
+    assert [name for name, _ in changes.rows] == ["a", "b†"]
+    for (_, cells), name in zip(changes.rows, ("a", "b"), strict=True):
+        i2t = shown(wanted[name]["i2t_r1"], 6 * 2 / 501)
+        t2i = shown(wanted[name]["t2i_r1"], 6 * 2 / 501)
+        assert [cell.text for cell in cells] == [*i2t, *t2i]
+
+
+def shown(change: Comparison, least: float) -> list[str]:
+    signed = [f"{x:+.1f}".replace("-0.0", "+0.0") for x in change[:3]]
+    return [f"{signed[0]} ({signed[1]}, {signed[2]})", p_text(change.p_value, least)]
+
+
+def test_the_notes_say_what_was_corrected_over_what():
+    same = made(torch.ones(5, dtype=torch.long), torch.ones(5, dtype=torch.long))
+    found = compare_models({"a": same, "b": same, "c": same}, samples=50).table()
+    assert "Holm's method over the 6 tests" in found.notes[0] and "(50 samples)" in found.notes[0]
+    assert len(found.notes) == 1  # no dagger, no warning
+
+
+def test_a_warning_where_r_at_1_falls_though_rsum_rises():
+    base = torch.tensor([1, 1, 20, 20, 20, 20])
+    better = torch.tensor([1, 2, 2, 2, 20, 20])  # R@1 falls, R@5 and R@10 rise by two each
+    worse = torch.tensor([1, 2, 20, 20, 20, 20])  # R@1 falls, and so does the RSUM
+    models = {
+        "base": made(base, base),
+        "i": made(better, base),
+        "t": made(base, better),
+        "up": made(base.clamp(max=3), base),
+        "down": made(worse, base),
+        "same": made(base, base),
+    }
+    notes = compare_models(models, samples=50).table().notes
+    warnings = [note for note in notes if note.startswith("Warning")]
+    assert warnings == [
+        "Warning: i: R@1 of image→text falls by 16.7, though RSUM rises by 50.0.",
+        "Warning: t: R@1 of text→image falls by 16.7, though RSUM rises by 50.0.",
+    ]
+    assert "falls by 16.7" in tables.text(compare_models(models, samples=50).table())
+
+
+def test_small_falls_are_not_printed_as_zero():
+    changes = {
+        "i2t_r1": Comparison(-0.004, -1, 1, 1.0),
+        "t2i_r1": Comparison(0.0, -1, 1, 1.0),
+        "rsum": Comparison(0.02, -1, 1, 1.0),
+    }
+    same = made(torch.ones(5, dtype=torch.long), torch.ones(5, dtype=torch.long))
+    found = tables.comparison_table([Row("a", same), Row("b", same, changes)], samples=9)
+    assert found.notes[-1].endswith("falls by 0.004, though RSUM rises by 0.02.")
+
+
+def test_methods_that_look_at_other_test_queries_get_a_dagger():
+    sim = plain_similarity()
+    banks = tuple(torch.from_numpy(x) for x in pairs(2))
+    for used, marked in (
+        ((None, None), {"csls": True}),
+        (banks, {"csls": True, "csls, bank": False}),
+        ((banks[0], None), {"csls": True, "csls, bank (image→text)": True}),
+        ((None, banks[1]), {"csls": True, "csls, bank (text→image)": True}),
+    ):
+        found = compare_rerankers(sim, ("csls",), used, samples=20).table(titles=False)
+        names = [name for name, _ in found.grids[0].rows]
+        wanted = [name + "†" * is_marked for name, is_marked in marked.items()]
+        assert names == ["no re-ranking", *wanted]
+        assert (
+            sum(note.startswith("† looks at the other test queries") for note in found.notes) == 1
+        )
+    alone = compare_rerankers(sim, ("qb-norm",), banks, samples=20)
+    assert not any("†" in note for note in alone.table().notes)
+
+
+def test_every_method_has_a_title_without_a_code_name():
+    assert set(METHODS) < set(TITLES)
+    assert len(set(TITLES.values())) == len(TITLES)
+    assert not any(re.search("[_<>()]|Reranker|itrloss", title) for title in TITLES.values())
+
+
+def test_all_calibrated_methods_print_their_scales(tmp_path: Path, capsys):
+    for name, seed in (("", 0), ("val_", 1), ("bank_", 2)):
+        for side, x in zip(("images", "texts"), pairs(seed), strict=True):
+            np.save(tmp_path / f"{name}{side}.npy", x)
+
+    def files(prefix: str) -> list[Path]:
+        return [tmp_path / f"{prefix}{side}.npy" for side in ("images", "texts")]
+
+    images, texts = files("bank_")
+    latex, report = tmp_path / "t.tex", tmp_path / "r.html"
+    options = ["--val", *files("val_"), "--bank-images", images, "--bank-texts", texts]
+    options += ["--methods", "fast", "--latex", latex, "--report", report, "--samples", 50]
+    assert run("eval", *files(""), *options) == 0
+    banks = tuple(torch.from_numpy(x) for x in pairs(2))
+    found = compare_rerankers(plain_similarity(), ("fast",), banks, plain_similarity(1), samples=9)
+    chosen = {entry.label: entry.reranker for entry in found.entries if entry.name == CALIBRATED}
+    assert list(chosen) == ["fast, calibrated", "fast, calibrated, bank"]
+    html = Page()
+    html.feed(report.read_text(encoding="utf-8"))
+    out = " ".join(capsys.readouterr().out.split())
+    for name, method in chosen.items():
+        scales = "γ1 = {:g}, γ2 = {:g} (image→text); λ1 = {:g}, λ2 = {:g} (text→image)".format(
+            *method.i2t, *method.t2i
+        )
+        assert f"Scales of {name}: {scales}, chosen on held-out pairs." in out
+        title = name.replace("fast", "Fast Re-ranking")
+        assert f"Scales of {title}: {scales}, chosen" in html.text
+        in_latex = scales
+        for letter, command in (("γ", "\\gamma"), ("λ", "\\lambda"), ("→", "\\to")):
+            in_latex = in_latex.replace(letter, rf"\ensuremath{{{command}}}")
+        assert f"Scales of {title}: {in_latex}, chosen" in latex.read_text(encoding="utf-8")
+    read_latex(latex.read_text(encoding="utf-8"))
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(st.text("abc†→ 模é", min_size=1), st.text("0.19+-( )", max_size=24)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.lists(st.text("R@ →x", max_size=40), min_size=1, max_size=3),
+)
+def test_columns_stand_under_their_heads(rows, heads):
+    """Cells end where the head of their column ends, and no two columns touch."""
+    columns = [f"h{i}" for i in range(2 * len(heads))]
+    lines = [(name, [Cell(text.strip() or "1")] * len(columns)) for name, text in rows]
+    grid = Grid([(head.strip(), 2) for head in heads], columns, lines)
+    _, named, *found = tables.text(Table([grid], ["a note"])).partition("\n\n")[0].split("\n")
+    ends = [named.index(column) + len(column) for column in columns]
+    for line, (_, cells) in zip(found, lines, strict=True):
+        shown_line = "".join(x + "\0" * (len(x.encode("gb18030")) == 2 and x == "模") for x in line)
+        for end, cell in zip(ends, cells, strict=True):
+            assert shown_line[end - len(cell.text) : end] == cell.text
+            assert shown_line[end - len(cell.text) - 1] == " "
+
+
+def test_heads_of_groups_stand_over_their_columns():
+    models = {"a": retrieval_results(torch.from_numpy(scores())), "b": chance_like()}
+    out = tables.text(compare_models(models, samples=20).table()).split("\n")
+    ways, heads = out[:2]
+    ends = [match.end() for match in re.finditer(r"R@10", heads)]
+    assert [ways.index(way) + len(way) for way in ARROWS] == ends
+    assert max(map(len, out)) <= 100 and all(line == line.rstrip() for line in out)
+
+
+def chance_like() -> RetrievalResults:
+    return retrieval_results(torch.from_numpy(scores(1)))
+
+
+# --- LaTeX ----------------------------------------------------------------------------------------
+
+# a command with its braces, an escaped letter, or a special letter
+_TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|[{}$&#%_^~]|[^\\{}$&#%_^~]+", re.S)
+_COMMANDS = {"\\begin", "\\end", "\\toprule", "\\midrule", "\\bottomrule", "\\cmidrule", "\\\\"}
+_COMMANDS |= {"\\multicolumn", "\\textbf", "\\par", "\\medskip", "\\footnotesize", "\\linewidth"}
+_COMMANDS |= {"\\ensuremath", "\\to", "\\le", "\\dagger", "\\gamma", "\\lambda"}
+_COMMANDS |= {"\\textbackslash", "\\textasciitilde", "\\textasciicircum"}
+_COMMANDS |= {"\\" + letter for letter in "&%$#_{}"}
+
+
+def read_latex(text: str) -> list[list[list[str]]]:
+    """Return the rows of cells of each tabular, after a check of everything a compiler minds."""
+    tokens = _TOKEN.findall(text)
+    assert "".join(tokens) == text
+    depth = 0  # of braces
+    mathematics = False  # between dollars
+    formula = None  # the depth of \\ensuremath
+    for before, token in zip(["", *tokens], tokens, strict=False):
+        depth += (token == "{") - (token == "}")
+        assert depth >= 0
+        if token == "{" and before == "\\ensuremath":
+            formula = depth
+        elif token == "}" and formula == depth + 1:
+            formula = None
+        mathematics ^= token == "$"
+        outside = depth == 0 and not mathematics
+        assert outside or token not in ("&", "\\\\")
+        assert formula is not None or token != "^"
+        assert token[0] != "\\" or token in _COMMANDS, token
+        assert token not in ("#", "%", "_", "~")
+    assert depth == 0 and not mathematics
+    opened = []
+    for kind, name in re.findall(r"\\(begin|end)\{(\w+)\}", text):
+        if kind == "begin":
+            opened.append(name)
+        else:
+            assert opened.pop() == name
+    assert not opened
+    return [_read_tabular(*found) for found in re.findall(_TABULAR, text, re.S)]
+
+
+_TABULAR = r"\\begin\{tabular\}\{(\w+)\}\n(.*?)\\end\{tabular\}"
+
+
+def _read_tabular(columns: str, body: str) -> list[list[str]]:
+    """Return the cells of each row; booktabs' rules are in their places, and rows of one length."""
+    order = r"\\toprule\n.*\\\\\n(\\cmidrule\(lr\)\{\d+-\d+\} ?)+\n.*\\\\\n\\midrule\n(.*)"
+    match = re.fullmatch(order + r"\\bottomrule\n", body, re.S)
+    assert match is not None
+    heads, _, lines = body.partition("\\midrule\n")
+    rows = []
+    for line in (heads + lines.replace("\\bottomrule\n", "")).split(" \\\\\n")[:-1]:
+        assert not line.startswith(("[", "*"))  # options of the line's end
+        cells = re.split(r"(?<!\\)&", line.rpartition("\n")[2])
+        spans = [int(x) for x in re.findall(r"\\multicolumn\{(\d+)\}", line)]
+        assert len(cells) + sum(spans) - len(spans) == len(columns)
+        rows.append([cell.strip() for cell in cells])
+    for first, last in re.findall(r"\\cmidrule\(lr\)\{(\d+)-(\d+)\}", body):
+        assert 2 <= int(first) <= int(last) <= len(columns)
+    return rows
+
+
+def test_the_latex_table_is_that_of_the_text():
+    sim = plain_similarity()
+    found = compare_rerankers(sim, ("fast", "csls"), samples=200)
+    table = found.table(ks=(1, 20))
+    recalls, changes = read_latex(tables.latex(table))
+    assert recalls[1] == ["", *("R@1", "R@20") * 2, "RSUM", r"change (95 \%)", "p"]
+    for rows, grid in ((recalls[2:], table.grids[0]), (changes[2:], table.grids[1])):
+        assert len(rows) == len(grid.rows)
+        for (name, *cells), (wanted, figures) in zip(rows, grid.rows, strict=True):
+            assert name == wanted.replace("†", r"\ensuremath{^\dagger}")
+            for cell, figure in zip(cells, figures, strict=True):
+                bare = cell.replace("$", "").replace(r"\ensuremath{<}", "<")
+                assert bare == (rf"\textbf{{{figure.text}}}" if figure.best else figure.text)
+                assert not re.search(r"(?<!\$)[-+]\d", cell)  # minus signs, not hyphens
+
+
+@given(st.lists(st.text(min_size=1), min_size=2, max_size=3, unique=True))
+@settings(deadline=None, max_examples=60)
+def test_any_name_is_plain_text_in_latex(names):
+    same = made(torch.ones(5, dtype=torch.long), torch.ones(5, dtype=torch.long))
+    found = compare_models({name: same for name in names}, transductive=names[:1], samples=5)
+    recalls, _ = read_latex(tables.latex(found.table()))
+    assert len(recalls) == 2 + len(names)
+
+
+def test_letters_that_are_commands_are_escaped():
+    same = made(torch.ones(5, dtype=torch.long), torch.ones(5, dtype=torch.long))
+    name = "a_1 & 50% #2 {x} $y$ \\z ~^ [*]"
+    found = tables.latex(compare_models({name: same, "[b": same}, samples=5).table())
+    recalls, _ = read_latex(found)
+    backslash, tilde, caret = "\\textbackslash{}", "\\textasciitilde{}", "\\textasciicircum{}"
+    wanted = rf"a\_1 \& 50\% \#2 \{{x\}} \$y\$ {backslash}z {tilde}{caret} {{[}}{{*}}]"
+    assert recalls[2][0] + " & " + recalls[2][1] != wanted  # the cells are read apart
+    assert wanted in found and "\n{[}b &" in found
+
+
+# --- HTML -----------------------------------------------------------------------------------------
+
+
+def test_the_report_has_the_same_table():
+    sim = plain_similarity()
+    found = compare_rerankers(sim, ("fast", "csls"), validation=plain_similarity(1), samples=200)
+    names = [[str(i) for i in range(size)] for size in sim.shape]
+    html = Page()
+    html.feed(page(found, found.entries[1], "title", names))
+    assert html.open == []
+    expect(html.text, found.table(timed=True))
+
+
+def test_models_have_a_report_of_their_own():
+    models = {"<a>": retrieval_results(torch.from_numpy(scores())), "b & c": chance_like()}
+    found = compare_models(models, transductive=["b & c"], samples=200)
+    html = Page()
+    html.feed(models_page(found, "title", "about"))
+    assert html.open == [] and "Change of the RSUM by each model" in html.text
+    expect(html.text, found.table())
+
+
+def expect(text: str, table: Table) -> None:
+    """Check that a page has each row of the table, figure behind figure, and all notes."""
+
+    def bare(line: str) -> str:
+        return re.sub(r"\s", "", line)
+
+    text = bare(text)
+    for grid in table.grids:
+        assert bare("".join(grid.columns)) in text
+        for name, cells in grid.rows:
+            figures = [cell.text.replace("-", "−") for cell in cells]
+            assert bare("".join([name, *figures])) in text
+    for note in table.notes:
+        assert bare(note) in text
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[Path]:
+    paths = []
+    for seed, name in enumerate(("run_1/sims", "run_2/sims", "other")):
+        path = tmp_path / f"{name}.npy"
+        path.parent.mkdir(exist_ok=True)
+        np.save(path, scores(seed))
+        paths.append(path)
+    return paths
+
+
+def test_the_command_compares_models(models, tmp_path, capsys):
+    latex, report, metrics = (tmp_path / name for name in ("t.tex", "r.html", "m.csv"))
+    options = ("--latex", latex, "--report", report, "--metrics", metrics, "--samples", 300)
+    assert run("compare", *models, *options, "--transductive", "run_2/sims") == 0
+    out = capsys.readouterr().out
+    results = {
+        name: retrieval_results(torch.from_numpy(scores(seed)))
+        for seed, name in enumerate(("run_1/sims", "run_2/sims", "other"))
+    }
+    comparison = compare_models(results, transductive=["run_2/sims"], samples=300)
+    assert out.startswith(f"{N} images, {N * C} texts (5 an image, one behind the other)\n")
+    assert tables.text(comparison.table()) in out and "run_2/sims†" in out
+    assert f"written: {metrics}, {latex}, {report}" in out
+    assert latex.read_text(encoding="utf-8") == tables.latex(comparison.table())
+    html = Page()
+    html.feed(report.read_text(encoding="utf-8"))
+    expect(html.text, comparison.table())
+    rows = metrics.read_text().splitlines()
+    assert [row.partition(",")[0] for row in rows] == ["method", *results]
+    assert float(rows[2].rpartition(",")[2]) == results["run_2/sims"].metrics()["rsum"]
+
+
+def test_models_are_compared_with_names_ids_and_other_k(models, tmp_path, capsys):
+    (tmp_path / "i.txt").write_text("\n".join(map(str, range(N))))
+    (tmp_path / "t.txt").write_text("\n".join(str(i // C) for i in range(N * C)))
+    ids = ("--image-ids", tmp_path / "i.txt", "--text-ids", tmp_path / "t.txt")
+    options = ("--names", "base", "a", "b", "--ks", 2, 3, "--folds", 3, "--samples", 20)
+    assert run("compare", *models, *ids, *options) == 0
+    out = capsys.readouterr().out
+    assert "by the ids given" in out and "in 3 parts" in out
+    results = {
+        name: retrieval_results(torch.from_numpy(scores(seed)), folds=3)
+        for seed, name in enumerate(("base", "a", "b"))
+    }
+    assert tables.text(compare_models(results, samples=20).table((2, 3))) in out
+    for path in models:
+        np.save(path, np.load(path).T)
+    assert run("compare", *models, "--transpose", *options) == 0
+    assert tables.text(compare_models(results, samples=20).table((2, 3))) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_re_ranked_scores_are_compared_in_both_directions(transposed, tmp_path, capsys):
+    base, bank = tmp_path / "base.npy", tmp_path / "bank.npy"
+    transpose = ["--transpose"] * transposed
+    fitted = np.random.default_rng(0).random((30, N * C)), np.random.default_rng(1).random((N, 40))
+    np.save(base, scores().T if transposed else scores())
+    banks = []
+    for side, x in zip(("images", "texts"), fitted, strict=True):
+        np.save(tmp_path / f"{side}.npy", x.T if transposed else x)
+        banks += [f"--bank-{side}", tmp_path / f"{side}.npy"]
+    plain, alone, bank, half = (tmp_path / f"{x}.npz" for x in ("plain", "alone", "bank", "half"))
+    for out, options in (
+        (plain, ["--write", "no re-ranking"]),
+        (alone, []),
+        (bank, banks),
+        (half, banks[:2]),
+    ):
+        command = ["rerank", base, *transpose, "--methods", "csls", "--out", out]
+        assert run(*command, *options, "--samples", 9) == 0
+    capsys.readouterr()
+    assert run("compare", base, plain, alone, bank, half, *transpose, "--samples", 40) == 0
+    given_, plain_texts = torch.from_numpy(scores()), retrieval_results(torch.from_numpy(scores()))
+    image_bank, text_bank = map(torch.from_numpy, fitted)
+    results = {"base": plain_texts, "plain": plain_texts}
+    for name, method in {
+        "alone": CSLS(),
+        "bank": CSLS().fit(image_bank, text_bank),
+        "half": CSLS().fit(image_bank),
+    }.items():
+        results[name] = retrieval_results(given_, reranker=method)
+    wanted = compare_models(results, transductive=["alone", "half"], samples=40).table()
+    assert tables.text(wanted) in capsys.readouterr().out
+
+
+def test_broken_re_ranked_scores_are_named(models, tmp_path, capsys):
+    path = tmp_path / "r.npz"
+    right = {"i2t": scores(), "t2i": scores(), "transductive": np.array([True, True])}
+    for wrong, said in (
+        ({"t2i": np.where(scores() > 0.5, np.nan, scores())}, f"{path}: expected finite"),
+        ({"t2i": scores()[:5]}, "scores[1]: expected shape (12, 60), got (5, 60)"),
+        ({"i2t": scores()[:5, :25], "t2i": scores()[:5, :25]}, "expected shape (12, 60) like"),
+        ({"transductive": np.array([None])}, f"{path}: not a readable .npz file"),
+    ):
+        np.savez(path, **{**right, **wrong})
+        assert run("compare", models[0], path, "--samples", 9) == 2
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1, err
+    path.write_bytes(b"PK")
+    assert run("compare", models[0], path) == 2
+    assert f"{path}: not a readable .npz file" in capsys.readouterr().err
+    np.savez(path, scores())
+    assert read_reranked(path) is None and read_reranked(models[0]) is None
+    np.savez(path, **right)
+    assert read_reranked(path) is not None
+
+
+def test_a_key_chooses_one_direction_of_re_ranked_scores(tmp_path, capsys):
+    for name in ("a", "b"):
+        flags = np.array([True, True])
+        np.savez(tmp_path / f"{name}.npz", i2t=scores(), t2i=scores(1), transductive=flags)
+    files = [tmp_path / "a.npz", tmp_path / "b.npz"]
+    assert run("compare", *files, "--key", "i2t", "--samples", 9) == 0
+    same = retrieval_results(torch.from_numpy(scores()))
+    wanted = compare_models({"a": same, "b": same}, samples=9).table()
+    assert tables.text(wanted) in capsys.readouterr().out
+
+
+def test_what_the_command_refuses(models, tmp_path, capsys):
+    small = tmp_path / "small.npy"
+    np.save(small, scores()[:6, :30])
+    a, b, _ = models
+    for given_, said in (
+        ((a,), f"{a}: expected at least two files to compare, got one"),
+        ((a, b, "--names", "x"), "--names: expected one for each of the 2 files, got 1"),
+        ((a, b, "--names", "x", "x"), "--names: expected different names, got x more than once"),
+        ((a, b, "--names", "x", "y\n"), "--names: expected printable names, got 'y\\n'"),
+        ((a, b, "--names", "x", " "), "--names: expected printable names, got ' '"),
+        ((a, a), "--names: expected different names"),
+        ((a, b, "--transductive", "c"), "--transductive: expected"),
+        ((a, small), f"{small}: expected shape (12, 60) like {a}, got (6, 30)"),
+        ((a, b, "--samples", 0), "--samples: expected at least 1, got 0"),
+        ((a, b, "--latex", a), "expected a file of its own"),
+        ((a, b, "--key", "x", "--key", "y"), "--key: expected at most 1"),
+        ((a, b, "--folds", 5), "--folds: expected a divisor of the 12 images"),
+        ((a, tmp_path / "none.npy"), "none.npy"),
+    ):
+        assert run("compare", *given_) == 2, given_
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize(
+    ("results", "options", "message"),
+    [
+        (["a"], {}, "results: expected at least two models, got 1"),
+        (["a", "b"], {"transductive": ["c"]}, "transductive: expected 'a' or 'b'"),
+        (["a", "b"], {"samples": 0}, "samples: expected at least 1, got 0"),
+    ],
+)
+def test_the_library_refuses_the_same(results, options, message):
+    same = made(torch.ones(5, dtype=torch.long), torch.ones(5, dtype=torch.long))
+    with pytest.raises(ValueError, match=message):
+        compare_models({name: same for name in results}, **options)

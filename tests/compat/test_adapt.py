@@ -1,0 +1,401 @@
+"""``compat.adapt``: any loss of the library in the trainers of VSE code bases."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.losses_registry import REGISTRY, select
+from support.processes import run
+from support.vse_trainers import (
+    CHAN,
+    HAL,
+    TRAINERS,
+    USER,
+    B,
+    D,
+    DivE,
+    VSEModel,
+    smooth_chamfer,
+    xattn_score,
+)
+
+import itrloss
+from itrloss import compat
+
+LOSSES = select(
+    "dcl",
+    "dcl entropy",
+    "infonce learnable",
+    "sigmoid",
+    "triplet all",
+    "hal mild",
+    "supcon",
+    "multi-similarity",
+    "rince of the defaults",
+)
+MEMORY_LOSSES = select("uto mild", "mdcl")
+
+
+def trainer(name: str, loss: torch.nn.Module) -> VSEModel:
+    return TRAINERS[name](compat.adapt(loss, name, **TRAINERS[name].options))
+
+
+def unit(*shape: int, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return F.normalize(x, dim=-1).requires_grad_()
+
+
+# ----------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_loss_trains_in_every_code_base(name, loss):
+    model = trainer(name, LOSSES[loss].make())
+    for _ in range(6):
+        model.train_emb()
+    assert model.logged[-1] < model.logged[0]
+    for on in (True, False):
+        before = model.loss().item()
+        model.set_max_violation(on)
+        assert model.criterion.max_violation == (on and loss == "triplet all")
+        # USER's queues move on
+        assert loss == "triplet all" or name == "user" or model.loss().item() == before
+        model.train_emb()
+
+
+@pytest.mark.parametrize("loss", MEMORY_LOSSES)
+@pytest.mark.parametrize("name", ["hal", "user"])
+def test_losses_with_a_memory_train_where_there_is_one(name, loss):
+    model = trainer(name, MEMORY_LOSSES[loss].make())
+    model.train_emb()  # without a bank in HAL
+    if isinstance(model, HAL):
+        model.load_memory_bank()
+    first = model.loss().item()
+    for _ in range(6):
+        model.train_emb()
+    assert model.loss().item() < first
+    model.set_max_violation(True)
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, *MEMORY_LOSSES])
+@pytest.mark.parametrize("name", ["vsepp", "hrem", "hal"])
+def test_images_repeated_five_times_do_no_harm(name, loss):
+    """As in batches of validation, which are not shuffled."""
+    if loss in MEMORY_LOSSES and name != "hal":
+        return
+    criterion = compat.adapt(REGISTRY[loss].make(), name)
+    im, s = unit(4, D), unit(20, D, seed=1)
+    repeated = im.repeat_interleave(5, 0)
+    ids = torch.arange(4).repeat_interleave(5)
+    bank = repeated.detach(), s.detach(), list(range(20)), list(range(20))
+    value = criterion(repeated, s, *{"vsepp": (), "hrem": (ids,), "hal": bank}[name])
+    grads = torch.autograd.grad(value, (im, s))
+    assert value.isfinite() and all(x.isfinite().all() for x in grads)
+    if name == "hrem":  # equal ids match
+        torch.testing.assert_close(
+            value, LOSSES[loss].make()(im.repeat_interleave(5, 0), s, ids, ids)
+        )
+
+
+# --------------------------------------------------------------------------- what the loss is given
+
+
+@dataclass(frozen=True)
+class Original:
+    """A published loss, the arguments of its call, and options of the adapter."""
+
+    loss: torch.nn.Module
+    inputs: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def originals(x: torch.Tensor, y: torch.Tensor) -> dict[str, Original]:
+    """The triplet losses of code bases, of images and texts that are not normalised."""
+    sets, words = unit(B, 2, D, seed=3), unit(B, 4, D, seed=2)
+    lengths = [4, 1, 2, *[3] * (B - 3)]
+    opt = Namespace(mask_repeat=False, margin=0.2, num_embeds=2, max_violation=True)
+    im, s = F.normalize(x, dim=1), F.normalize(y, dim=1)
+    function = {"score_function": xattn_score}
+    return {
+        "vsepp": Original(compat.VSEPPLoss(0.2), (im, s)),
+        "vse_inf": Original(compat.VSEInfinityLoss(None, 0.2), (im, s)),
+        "scan": Original(compat.SCANLoss(xattn_score, 0.2), (sets, words, lengths), function),
+        "sgraf": Original(compat.SGRAFLoss(0.2), (im @ s.T,)),
+        "naaf": Original(compat.SGRAFLoss(0.2), (im @ s.T, B)),
+        "chan": Original(compat.CHANLoss(margin=0.2), (im @ s.T,)),
+        "hrem": Original(compat.HREMLoss(opt, 0.2), (im, s, torch.arange(B))),
+        "pvse": Original(compat.PVSELoss(opt, "sum"), (sets, words[:, :2], None, None)),
+    }
+
+
+def test_a_triplet_loss_is_the_originals_own():
+    """With a margin and mining of the original; gradients beyond the models' normalisation."""
+    x, y = unit(B, D), unit(B, D, seed=1)
+    for name, original in originals(x, y).items():
+        adapted = compat.adapt(itrloss.TripletLoss(0.2, mining="all"), name, **original.options)
+        for on in (False, True):
+            values = []
+            for criterion in (original.loss, adapted):
+                (criterion.max_violation_on if on else criterion.max_violation_off)()
+                value = criterion(*original.inputs)
+                values.append(value[0] if isinstance(value, tuple) else value)
+            torch.testing.assert_close(*values)
+            wanted, found = (
+                torch.autograd.grad(value, (x, y), retain_graph=True, allow_unused=True)
+                for value in values
+            )
+            torch.testing.assert_close(found, wanted)
+
+
+def test_infonce_is_clip4clips_cross_entropy_of_logits():
+    logits = (30 * unit(B, D) @ unit(B, D, seed=1).T).detach().requires_grad_()
+    loss = itrloss.InfoNCELoss(1.0, directions="image-text")
+    criterion = compat.adapt(loss, "clip4clip")
+    found = (criterion(logits) + criterion(sim_matrix=logits.T)) / 2
+    own = torch.arange(B)
+    wanted = (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logits) for x in (found, wanted)))
+
+
+def test_a_triplet_loss_is_that_of_dive_up_to_its_means():
+    sets, captions = unit(B, 2, D, seed=3), unit(5 * B, 2, D, seed=4)
+    dive = compat.adapt(itrloss.TripletLoss(0.2, mining="all"), "dive", smooth_chamfer)
+    value, parts = dive(sets, captions, None, None, None, None)
+    opt = Namespace(img_num_embeds=2, txt_num_embeds=2, margin=0.2)
+    _, wanted = compat.DivELoss(2, 2, smooth_chamfer, opt, "sum")(sets, captions)
+    n, m = B, 5 * B  # DivE's means over m * (m - 5) and m * (n - 1) triplets
+    total = wanted["i2t_loss"] * m * (m - 5) + wanted["t2i_loss"] * m * (n - 1)
+    torch.testing.assert_close(value, total)
+    assert parts == {}
+
+
+def test_a_score_function_replaces_cosines_and_is_trained():
+    class Scores(torch.nn.Linear):
+        def forward(self, im, s):
+            return super().forward(im) @ s.T
+
+    function, im, s = Scores(D, D).double(), unit(B, D), unit(B, D, seed=1)
+    criterion = compat.adapt(itrloss.InfoNCELoss(), "vsepp", function)
+    torch.testing.assert_close(criterion(im, s), itrloss.InfoNCELoss()(scores=function(im, s)))
+    assert {id(p) for p in function.parameters()} <= {id(p) for p in criterion.parameters()}
+
+
+def test_sets_are_scored_by_their_best_pair_and_may_have_one_element():
+    im, s = unit(B, 2, D), unit(B, 3, D, seed=1)
+    criterion = compat.adapt(itrloss.InfoNCELoss(), "pvse")
+    best = torch.einsum("ikd,jld->ijkl", im, s).amax((2, 3))
+    loss, parts = criterion(im, s, None, None)
+    torch.testing.assert_close(loss, itrloss.InfoNCELoss()(scores=best))
+    assert parts.keys() == {"ranking_loss"} and parts["ranking_loss"].equal(loss)
+    assert not parts["ranking_loss"].requires_grad
+    loss, _ = criterion(im[:, 0], s[:, 0], None, None)
+    torch.testing.assert_close(loss, itrloss.InfoNCELoss()(im[:, 0], s[:, 0]))
+
+
+@pytest.mark.parametrize("name", ["pvse", "dive"])
+def test_regularisers_are_those_of_the_original(name):
+    made, n = TRAINERS[name], 1 if name == "pvse" else 5
+    img, txt, img_r, txt_r = (unit(m, 2, D, seed=i) for i, m in enumerate((B, n * B, B, n * B)))
+    function, opt = made.options.get("score_function"), made.options["opt"]
+    kinds = {
+        "pvse": lambda: compat.PVSELoss(opt),
+        "dive": lambda: compat.DivELoss(2, 2, function, opt),
+    }
+    original = kinds[name]()
+    bare, _ = compat.adapt(itrloss.InfoNCELoss(), name, function)(img, txt, img_r, txt_r)
+    full, parts = compat.adapt(itrloss.InfoNCELoss(), name, function, opt)(img, txt, img_r, txt_r)
+    value, wanted = original(img, txt, img_r, txt_r)
+    ranking = sum(x for key, x in wanted.items() if key in ("ranking_loss", "t2i_loss", "i2t_loss"))
+    torch.testing.assert_close(full - bare, value - ranking)
+    added = [key for key in parts if key != "ranking_loss"]
+    assert added == (["div_loss", "mmd_loss"] if name == "pvse" else ["unif_loss", "mmd_loss"])
+    assert all(parts[key].equal(wanted[key]) for key in added)
+
+
+@pytest.mark.parametrize("size", [16, 4096])
+def test_queues_are_those_of_the_objective_and_may_be_overwritten(size):
+    v, w, v_k, t_k = (unit(B, D, seed=i) for i in range(4))
+    queues = [unit(size, D, seed=i).detach().T.contiguous() for i in (5, 6)]
+    memory = itrloss.CoupledMemory(size, D).double()
+    memory.enqueue(queues[0].T, queues[1].T)
+    for loss in (
+        itrloss.UnifiedTrainingObjective(20.0, 0.1),
+        itrloss.MemoryDiversityContrastiveLoss(),
+    ):
+        wanted = loss(v, w, v_k, t_k, memory)
+        given = [x.clone() for x in queues]
+        criterion = compat.adapt(loss, "user")
+        got = criterion.moco_forward(v, t_k, w, v_k, *given)
+        for x in given:
+            x[:, :B] = 0
+        torch.testing.assert_close(got, wanted)
+        for a, b in zip(*(torch.autograd.grad(x, (v, w)) for x in (got, wanted)), strict=True):
+            torch.testing.assert_close(a, b)
+        assert criterion(v, w).item() == 0
+    assert (
+        compat.adapt(itrloss.InfoNCELoss(), "user").moco_forward(v, t_k, w, v_k, *queues).item()
+        == 0
+    )
+
+
+def test_entries_of_the_batch_in_a_bank_are_no_negatives():
+    im, s, bank, texts = (unit(n, D, seed=i) for i, n in enumerate((4, 4, 6, 6)))
+    criterion = compat.adapt(itrloss.MemoryDiversityContrastiveLoss(), "hal")
+    value = criterion(im, s, bank, texts, [0, 1, 2, 3, 4, 5], (0, 1, 2, 3))
+    others = [x.detach().clone() for x in (bank, texts)]
+    for x, own in zip(others, (im, s), strict=True):
+        x[:4] = own.detach()  # as after an epoch in which nothing changed
+    changed = criterion(im, s, *others, [0, 1, 2, 3, 4, 5], (0, 1, 2, 3))
+    foreign = criterion(im, s, *others, [9, 8, 7, 6, 4, 5], (0, 1, 2, 3))
+    assert foreign > changed and value != changed
+    assert criterion(im, s, None, None, None, (0, 1, 2, 3)).item() == 0
+
+
+# -------------------------------------------------------------------------- parameters, checkpoints
+
+
+def test_parameters_are_trained_saved_and_resumed_where_the_code_base_does():
+    model = trainer("chan", itrloss.InfoNCELoss(0.1, learnable=True))
+    for _ in range(5):
+        model.train_emb()
+    assert isinstance(model, CHAN) and abs(model.criterion.loss.temperature - 0.1) > 1e-3
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict()}, file)
+    file.seek(0)
+    resumed = trainer("chan", itrloss.InfoNCELoss(0.1, learnable=True))
+    resumed.load_state_dict(torch.load(file)["model"])
+    assert resumed.loss().item() == model.loss().item()
+
+
+def test_a_state_has_which_negatives_count():
+    criterion = compat.adapt(itrloss.TripletLoss(mining="all"), "chan")
+    criterion.max_violation_on()
+    other = compat.adapt(itrloss.TripletLoss(mining="all"), "chan")
+    other.load_state_dict(criterion.state_dict())
+    assert (
+        other.max_violation
+        and not compat.adapt(itrloss.TripletLoss(mining="all"), "chan").max_violation
+    )
+
+
+def test_losses_inside_of_others_are_switched():
+    criterion = compat.adapt(itrloss.Matryoshka(itrloss.TripletLoss(), [3, D]), "vse_inf")
+    im, s = unit(B, D), unit(B, D, seed=1)
+    hardest = criterion(im, s)
+    criterion.max_violation_off()
+    assert criterion(im, s) > hardest and criterion.loss.loss.mining == "all"
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_criteria_are_copied_and_pickled(name):
+    model = trainer(name, itrloss.InfoNCELoss(learnable=True))
+    wanted = (model.criterion.state_dict(), repr(model.criterion))
+    for other in (copy.deepcopy(model.criterion), pickle.loads(pickle.dumps(model.criterion))):
+        assert (other.state_dict(), repr(other)) == wanted and f"code_base='{name}'" in repr(other)
+
+
+@pytest.mark.slow
+def test_criteria_compile_and_take_half_precision():
+    torch.compiler.reset()
+    im, s = unit(B, D), unit(B, D, seed=1)
+    for name, inputs in (
+        ("vse_inf", (im, s)),
+        ("chan", (im @ s.T,)),
+        ("hrem", (im, s, torch.arange(B) // 2)),
+    ):
+        criterion = compat.adapt(itrloss.DiversityContrastiveLoss(), name)
+        compiled = torch.compile(criterion, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(*inputs), criterion(*inputs))
+        half = criterion(*(x.bfloat16() if x.is_floating_point() else x for x in inputs))
+        assert half.dtype == torch.float32
+        torch.testing.assert_close(half.double(), criterion(*inputs), rtol=0.05, atol=0.05)
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+NCE = itrloss.InfoNCELoss()
+WRONG = {
+    "code_base: expected 'vsepp'": lambda: compat.adapt(NCE, "vse"),
+    "score_function: expected one": lambda: compat.adapt(NCE, "scan"),
+    "score_function: expected a function": lambda: compat.adapt(NCE, "scan", "t2i"),
+    "score_function: expected None, as 'chan'": lambda: compat.adapt(NCE, "chan", xattn_score),
+    "opt: expected None for 'chan'": lambda: compat.adapt(NCE, "chan", opt=Namespace()),
+    "opt: expected an attribute 'img_num_embeds'": lambda: compat.adapt(
+        NCE, "dive", opt=Namespace()
+    ),
+    "loss: expected one of images and texts alone": lambda: compat.adapt(
+        itrloss.DistillationLoss(), "vsepp"
+    ),
+    "loss: expected one of images and texts": lambda: compat.adapt(
+        torch.nn.CrossEntropyLoss(), "vsepp"
+    ),
+    "loss: expected one that takes scores": lambda: compat.adapt(
+        itrloss.Matryoshka(NCE, [2]), "pvse"
+    ),
+    "loss: expected one without a memory": lambda: compat.adapt(
+        MEMORY_LOSSES["uto mild"].make(), "vsepp"
+    ),
+    "loss: expected reduction": lambda: compat.adapt(
+        itrloss.InfoNCELoss(reduction="none"), "vsepp"
+    ),
+    "loss: expected reduction 'mean'": lambda: compat.adapt(
+        itrloss.UnifiedTrainingObjective(reduction="none"), "user"
+    ),
+    "indices: expected a tensor": lambda: compat.adapt(MEMORY_LOSSES["uto mild"].make(), "hal")(
+        *[unit(2, D)] * 4, [0, 1]
+    ),
+    "mb_ind: expected": lambda: compat.adapt(MEMORY_LOSSES["uto mild"].make(), "hal")(
+        *[unit(2, D)] * 4, [0], [0, 1]
+    ),
+    "img: expected shape": lambda: compat.adapt(NCE, "pvse", opt=Namespace(num_embeds=2))(
+        *[unit(4, 3, D)] * 2
+    ),
+    "txt: expected shape": lambda: compat.adapt(NCE, "pvse", opt=Namespace(num_embeds=2))(
+        unit(4, 2, D), unit(4, D)
+    ),
+    "takes scores": lambda: compat.adapt(itrloss.Matryoshka(NCE, [2]), "sgraf"),
+    "txt_embs: expected as many texts": lambda: DivE(compat.adapt(NCE, "dive")).criterion(
+        unit(2, D), unit(3, D)
+    ),
+    "sims: ": lambda: compat.adapt(NCE, "chan")(sims=unit(B)),
+    "scores: expected shape": lambda: compat.adapt(NCE, "sgraf")(unit(B, B + 1)),
+    "sim_matrix: ": lambda: compat.adapt(NCE, "clip4clip")(unit(B, B + 1)),
+    "length: expected a number": lambda: compat.adapt(NCE, "sgraf")(unit(B, B), unit(B, B)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_errors_name_the_argument(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        WRONG[message]()
+
+
+def test_the_adapted_criterion_has_the_call_of_the_original():
+    with pytest.raises(TypeError, match="argument"):
+        compat.adapt(NCE, "vsepp")(unit(B, D), unit(B, D), [1] * B)
+    assert USER(compat.adapt(NCE, "user")).loss().isfinite()
+
+
+def queues_of_each(rank: int) -> torch.Tensor:
+    """USER's loss where each process has a queue of its own."""
+    v, w = unit(B, D), unit(B, D).flip(0)
+    queue = unit(20, D).roll(rank, 1).T
+    own = itrloss.CoupledMemory(20, D, dtype=v.dtype)
+    own.enqueue_alone(queue.T, queue.T)
+    loss = itrloss.UnifiedTrainingObjective()
+    return compat.adapt(loss, "user").moco_forward(v, w, w, v, queue, queue) - loss(v, w, v, w, own)
+
+
+@pytest.mark.slow
+def test_queues_stay_in_their_process(tmp_path):
+    assert all(difference.abs() < 1e-6 for difference in run(queues_of_each, tmp_path))

@@ -1,0 +1,867 @@
+"""Processes that are lost, that disagree, that wrap their models, and that are stopped and
+resumed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import pairwise
+from support.losses_registry import Entry, select
+from support.processes import run, survivors
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+import itrloss
+from itrloss.distributed import collectives, shards
+
+D, WORLD, ODD = 6, 3, 1  # ODD: the process that is lost, or that differs
+SCHEDULES = (True,)
+
+
+def sample(
+    *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, trained: bool = True
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    return x.requires_grad_(trained)
+
+
+def pairs(seed: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
+    return sample(4, D, seed=2 * seed, **options), sample(4, D, seed=2 * seed + 1, **options)
+
+
+# --- a process is lost ----------------------------------------------------------------------------
+
+TIMEOUT = 7.0  # seconds
+
+
+def enqueued(v: Tensor, w: Tensor) -> Tensor:
+    memory = itrloss.CoupledMemory(9, D)
+    memory.enqueue(v, w)
+    return memory.images
+
+
+def clustered(v: Tensor, w: Tensor) -> Tensor:
+    means = itrloss.OnlineKMeans(4, D)
+    means.update(v)
+    return means.centroids
+
+
+def measured(v: Tensor, w: Tensor) -> Tensor:
+    return torch.tensor(
+        [*itrloss.metrics.retrieval_metrics(itrloss.Similarity(v, w), gather=True).values()]
+    )
+
+
+def against_memory(v: Tensor, w: Tensor, schedule: Any) -> Tensor:
+    keys = v.detach(), w.detach()
+    return itrloss.MemoryDiversityContrastiveLoss(gather=schedule)(
+        v, w, *keys, itrloss.CoupledMemory(9, D)
+    )
+
+
+WORK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "batch": lambda v, w: itrloss.InfoNCELoss(learnable=True, gather=True)(v, w),
+    "memory": lambda v, w: against_memory(v, w, True),
+    "enqueue": enqueued,
+    "k-means": clustered,
+    "metrics": measured,
+}
+FAULTS = [
+    *((kind, "is stuck", "before") for kind in ("batch", "enqueue")),
+    *(
+        (kind, how, when)
+        for kind in WORK
+        for how, when in [("raises", "before"), ("is killed", "forward 2")]
+    ),
+    *((kind, "is killed", "forward 6") for kind in [*list(WORK)[:2], "metrics"]),
+    *((kind, "raises", "between") for kind in list(WORK)[:2]),
+    *((kind, "is killed", "backward 1") for kind in list(WORK)[:2]),
+    *((kind, "is killed", "backward 6") for kind in ("batch",)),
+]
+
+
+def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
+    """Two steps; one process is lost before or between forward and backward, or at one of their
+    collectives.
+    """
+    phase, number, communicate = "forward", 0, collectives.communicate
+
+    def fault(place: str) -> None:
+        if rank != ODD or place != when:
+            return
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "is stuck":
+            time.sleep(TIMEOUT + 3)
+            os._exit(1)
+        raise LookupError("an image is missing")
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal number
+        number += 1
+        fault(f"{phase} {number}")
+        return communicate(*args, **options)
+
+    collectives.communicate = counted  # type: ignore[assignment]
+    began, said, steps = time.monotonic(), "", []
+    try:
+        for _ in range(2):
+            v, w = pairs(rank)
+            fault("before")
+            value = WORK[kind](v, w)
+            fault("between")
+            phase, number = "backward", 0
+            if value.requires_grad:
+                value.backward()
+            phase, number = "forward", 0
+            steps.append([x for x in (value.detach(), v.grad, w.grad) if x is not None])
+    except RuntimeError as error:
+        said = str(error)
+    return {"steps": steps, "said": said, "seconds": time.monotonic() - began}
+
+
+@pytest.mark.slow
+def test_the_others_end_with_an_error_that_names_a_lost_process(tmp_path):
+    cases = [*FAULTS, *((kind, "", "") for kind in WORK)]  # first those that wait longest
+    found = dict(
+        zip(cases, survivors(stepping, tmp_path, cases, world=WORLD, timeout=TIMEOUT), strict=True)
+    )
+    for case in FAULTS:
+        assert found[case][ODD] is None, case
+        for mine, healthy in zip(found[case], found[case[0], "", ""], strict=True):
+            if mine is None:
+                continue
+            assert re.fullmatch(
+                rf"gather: no answer from process ([02], )?{ODD}(, 2)?", mine["said"]
+            ), (case, mine)
+            assert mine["seconds"] < TIMEOUT + 6 * (case[1] == "is stuck"), (case, mine)
+            # A process may be lost after it has sent its last part of a step: then the others
+            # complete that one.
+            assert len(mine["steps"]) < 2 and not healthy["said"], case
+            for step, wanted in zip(mine["steps"], healthy["steps"], strict=False):
+                assert all(torch.equal(x, y) for x, y in zip(step, wanted, strict=True)), case
+
+
+def test_numbers_are_exchanged_where_the_embeddings_are(monkeypatch):
+    """NCCL exchanges nothing between hosts, and the hinges of all negatives need the largest of
+    some numbers.
+    """
+    devices: list[str] = []
+    monkeypatch.setattr(
+        shards, "largest", lambda x, group: devices.append(x.device.type) or torch.ones(1)
+    )
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    shared = shards.Processes(None, [(2, 2)] * 2)
+    shared.ids = torch.empty(4, device="meta"), torch.empty(4, device="meta")
+    assert shared.largest(1) == 1 and devices == ["meta"]
+
+
+# --- processes disagree ---------------------------------------------------------------------------
+
+
+def frozen(parameter: str, loss: Any, odd: bool) -> Any:
+    if odd:
+        loss.get_parameter(parameter).requires_grad_(False)
+    return loss
+
+
+def memory(size: int = 9, **options: Any) -> itrloss.CoupledMemory:
+    return itrloss.CoupledMemory(size, D, **options)
+
+
+def without_gradient(call: Callable[[], Any], odd: bool) -> Any:
+    with torch.set_grad_enabled(not odd):
+        return call()
+
+
+def others() -> tuple[itrloss.Similarity, itrloss.Similarity]:
+    """Another model's similarities, of all processes and of this one."""
+    return itrloss.Similarity.sharded(*pairs()), itrloss.Similarity(*pairs())
+
+
+def coder(objective: itrloss.CODERObjective) -> Any:
+    return objective(*pairs(), *pairs(), memory(), *pairs())
+
+
+half = {False: torch.bfloat16, True: torch.float16}
+floats = {False: torch.float32, True: torch.float64}
+ids = torch.arange(4)
+pair = itrloss.InfoNCELoss
+mdcl = itrloss.MemoryDiversityContrastiveLoss
+classifier = itrloss.PrototypeClassificationLoss
+# What a process calls, the odd one with True, and what the error says of the others and of it.
+DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
+    "temperature": (lambda odd, s: pair(0.06 if odd else 0.05, gather=s)(*pairs()), "0.05", "0.06"),
+    "reduction": (
+        lambda odd, s: pair(reduction=("mean", "sum")[odd], gather=s)(*pairs()),
+        "'mean'",
+        "'sum'",
+    ),
+    "engine": (
+        lambda odd, s: pair(engine=("dense", "tiled")[odd], gather=s)(*pairs()),
+        "'dense'",
+        "'tiled'",
+    ),
+    "class": (
+        lambda odd, s: (itrloss.HubnessAwareLoss if odd else pair)(gather=s)(*pairs()),
+        "InfoNCELoss",
+        "HubnessAwareLoss",
+    ),
+    "another function": (
+        lambda odd, s: memory().enqueue(*pairs()) if odd else pair(gather=s)(*pairs()),
+        "InfoNCELoss",
+        "memory (9, 6)",
+    ),
+    "half type": (
+        lambda odd, s: pair(gather=s)(*pairs(dtype=half[odd])),
+        "bfloat16 (B, 6)",
+        " float16 (B, 6)",
+    ),
+    "type": (
+        lambda odd, s: pair(gather=s)(*pairs(dtype=floats[odd])),
+        "float32 (B, 6)",
+        "float64 (B, 6)",
+    ),
+    "as many numbers": (
+        lambda odd, s: pair(gather=s)(*(sample(4 + 2 * odd, 6 - 2 * odd) for _ in range(2))),
+        "(B, 6)",
+        "(B, 4)",
+    ),
+    "ids": (
+        lambda odd, s: pair(gather=s)(*pairs(), *[ids] * 2 * odd),
+        "ids [False, False]",
+        "ids [True, True]",
+    ),
+    "image ids": (
+        lambda odd, s: pair(gather=s)(*pairs(), None if odd else ids, ids),
+        "ids [True, True]",
+        "ids [False, True]",
+    ),
+    "scores": (
+        lambda odd, s: pair(gather=s)(scores=sample(4, 12)) if odd else pair(gather=s)(*pairs()),
+        "float32 (B, 6), float32 (B, 6)",
+        "scores float32",
+    ),
+    "gradient": (
+        lambda odd, s: pair(gather=s)(pairs()[0], pairs(trained=not odd)[1]),
+        "gradients [True, True]",
+        "gradients [True, False]",
+    ),
+    "no gradient": (
+        lambda odd, s: without_gradient(lambda: pair(gather=s)(*pairs()), odd),
+        "gradients [True, True]",
+        "gradients [False, False]",
+    ),
+    "gradient of what is gathered": (
+        lambda odd, s: itrloss.distributed.gather(sample(4, D, trained=not odd)),
+        "gradient True",
+        "gradient False",
+    ),
+    "gradient of texts that are gathered": (
+        lambda odd, s: itrloss.functional.set_similarity(
+            sample(4, 2, D), sample(4, 3, D, trained=not odd), gather=True
+        ),
+        "gradient True",
+        "gradient False",
+    ),
+    "parameter": (
+        lambda odd, s: frozen("log_scale", pair(learnable=True, gather=s), odd)(*pairs()),
+        "trained ['log_scale']",
+        "trained []",
+    ),
+    "telemetry": (
+        lambda odd, s: pair(gather=s, telemetry=odd)(*pairs()),
+        "telemetry False",
+        "telemetry True",
+    ),
+    "directions": (
+        lambda odd, s: pair(directions=("image-text", "text-image")[odd], gather=s)(*pairs()),
+        "directions image-text",
+        "directions text-image",
+    ),
+    "directions beside a memory": (
+        lambda odd, s: mdcl(directions=("both", "image-text")[odd], gather=s)(
+            *pairs(), *pairs(), memory()
+        ),
+        "directions both",
+        "directions image-text",
+    ),
+    "size of the memory": (
+        lambda odd, s: mdcl(gather=s)(*pairs(), *pairs(), memory(9 + odd)),
+        "memory (9, 6)",
+        "memory (10, 6)",
+    ),
+    "keys": (
+        lambda odd, s: mdcl(gather=s)(*pairs(), *pairs(dtype=half[odd]), memory()),
+        "keys float32 bfloat16 bfloat16",
+        "keys float32 float16 float16",
+    ),
+    "ids beside a memory": (
+        lambda odd, s: mdcl(gather=s)(*pairs(), *pairs(), memory(), *[ids] * 2 * odd),
+        "ids [False, False]",
+        "ids [True, True]",
+    ),
+    "enqueued keys": (
+        lambda odd, s: memory().enqueue(*pairs(dtype=half[odd])),
+        "bfloat16",
+        "float16",
+    ),
+    "enqueued ids": (lambda odd, s: memory().enqueue(*pairs(), *[ids] * odd), "", "int64 (B)"),
+    "clusters": (
+        lambda odd, s: itrloss.OnlineKMeans(4 + odd, D).update(sample(4, D)),
+        "clusters=4",
+        "clusters=5",
+    ),
+    "gate": (
+        lambda odd, s: itrloss.DynamicGate(D, 3, momentum=0.2 if odd else 0.1)(sample(4, 2, D)),
+        "momentum=0.1",
+        "momentum=0.2",
+    ),
+    "negatives": (
+        lambda odd, s: itrloss.InfoNCELoss(gather=s)(
+            *pairs(), negatives=sample(3, D) if odd else None
+        ),
+        "without negatives",
+        "negatives of 2 dimensions",
+    ),
+    "guide": (
+        lambda odd, s: itrloss.InfoNCELoss(margin=0.1, gather=s)(
+            *pairs(), guide=None if odd else others()[0]
+        ),
+        "guide of (12, 12) images and texts",
+        "without a guide",
+    ),
+    "mode": (
+        lambda odd, s: itrloss.TripletLoss(gather=s).train(not odd)(*pairs()),
+        "in training mode",
+        "in evaluation mode",
+    ),
+    "mode of an objective": (
+        lambda odd, s: coder(itrloss.CODERObjective(D, 4, gather=s).train(not odd)),
+        "training True",
+        "training False",
+    ),
+    "weight in an objective": (
+        lambda odd, s: coder(itrloss.CODERObjective(D, 4, batch_weight=2 + odd, gather=s)),
+        "batch_weight=2",
+        "batch_weight=3",
+    ),
+    "inner option": (
+        lambda odd, s: coder(itrloss.CODERObjective(D, 4, margin=0.4 if odd else 0.2, gather=s)),
+        "'margin': 0.2",
+        "'margin': 0.4",
+    ),
+    "balance": (
+        lambda odd, s: itrloss.DVSEObjective(0.6 if odd else 0.5, gather=s)(
+            sample(4, 3, D), sample(4, D), sample(4, 3, D)
+        ),
+        "balance=0.5",
+        "balance=0.6",
+    ),
+    "prefixes": (
+        lambda odd, s: itrloss.Matryoshka(pair(gather=s), (2, 4 + odd))(*pairs()),
+        "dims=[2, 4]",
+        "dims=[2, 5]",
+    ),
+    "heads": (
+        lambda odd, s: itrloss.VarianceAwareLoss(gather=s)(sample(4, 3 + odd, D), sample(4, D)),
+        "3 heads",
+        "4 heads",
+    ),
+    "slack": (
+        lambda odd, s: itrloss.DynamicOrthogonalLoss(0.2 if odd else 0.1, gather=s)(
+            sample(4, 3, D)
+        ),
+        "0.1",
+        "0.2",
+    ),
+    "type of concepts": (
+        lambda odd, s: classifier(D, 4, gather=s)(*pairs(dtype=floats[odd]), ids),
+        "float32",
+        "float64",
+    ),
+    "classifier": (
+        lambda odd, s: frozen("weight", classifier(D, 4, reduction="none", gather=s), odd)(
+            *pairs(), ids
+        ),
+        "trained ['weight']",
+        "trained []",
+    ),
+}
+# What the odd process refuses, and how its error begins.
+REFUSED: dict[str, tuple[Callable[[bool, Any], Any], str]] = {
+    "vector": (
+        lambda odd, s: pair(gather=s)(sample(4) if odd else sample(4, D), sample(4, D)),
+        "ValueError: images:",
+    ),
+    "3-d": (
+        lambda odd, s: pair(gather=s)(sample(4, D), sample(*(4, D, 2)[: 2 + odd])),
+        "ValueError: texts:",
+    ),
+    "integers": (
+        lambda odd, s: pair(gather=s)(*(x.long() if odd else x for x in pairs())),
+        "TypeError: images:",
+    ),
+    "nothing": (
+        lambda odd, s: pair(gather=s)(None if odd else sample(4, D), sample(4, D)),
+        "TypeError: images:",
+    ),
+    "more texts": (
+        lambda odd, s: pair(gather=s)(sample(4, D), sample(4 + odd, D)),
+        "ValueError: image_ids, text_ids:",
+    ),
+    "ids of few": (
+        lambda odd, s: pair(gather=s)(*pairs(), ids, ids[: 4 - odd]),
+        "ValueError: text_ids:",
+    ),
+    "guide": (
+        lambda odd, s: itrloss.InfoNCELoss(margin=0.1, gather=s)(*pairs(), guide=others()[odd]),
+        "TypeError: guide: expected a Similarity.sharded",
+    ),
+    "size of the guide": (
+        lambda odd, s: itrloss.InfoNCELoss(margin=0.1, gather=s)(
+            *pairs(), guide=itrloss.Similarity.sharded(*(sample(4 + odd, D) for _ in range(2)))
+        ),
+        "ValueError: guide: expected (4, 4) images and texts of this process, got (5, 5)",
+    ),
+    "teacher": (
+        lambda odd, s: itrloss.DistillationLoss(gather=s)(*pairs(), others()[odd]),
+        "TypeError: teacher: expected a Similarity.sharded",
+    ),
+    "negatives of each": (
+        lambda odd, s: pair(gather=s)(*pairs(), negatives=sample(4 + odd, 2, D)),
+        "ValueError: negatives: expected shape (K, D) or (4, K,",
+    ),
+    "nan": (
+        lambda odd, s: pair(check_finite=True, gather=s)(*(x / (1 - odd) for x in pairs())),
+        "ValueError: images: expected finite values",
+    ),
+    "no memory": (
+        lambda odd, s: mdcl(gather=s)(*pairs(), *pairs(), None if odd else memory()),
+        "TypeError: memory:",
+    ),
+    "shape of keys": (
+        lambda odd, s: mdcl(gather=s)(*pairs(), *(sample(4 + odd, D) for _ in range(2)), memory()),
+        "ValueError: image_keys:",
+    ),
+    "enqueued shape": (
+        lambda odd, s: memory().enqueue(sample(4, D + odd), sample(4, D)),
+        "ValueError: image_keys:",
+    ),
+    "points": (
+        lambda odd, s: itrloss.OnlineKMeans(4, D).update(sample(4, D + odd)),
+        "ValueError: x:",
+    ),
+    "regions": (
+        lambda odd, s: itrloss.DynamicGate(D, 3)(sample(4, 2, D + odd)),
+        "ValueError: regions:",
+    ),
+    "no sets": (
+        lambda odd, s: itrloss.VarianceAwareLoss(gather=s)(sample(*(4, 3, D)[odd:]), sample(4, D)),
+        "ValueError: image_sets:",
+    ),
+    "variances": (
+        lambda odd, s: itrloss.PCMEPlusPlusLoss(gather=s)(
+            *pairs(), sample(4, D), sample(4, D + odd)
+        ),
+        "ValueError: texts_log_variance:",
+    ),
+    "prototypes": (
+        lambda odd, s: classifier(D, 4, gather=s)(*pairs(), torch.arange(4 + odd)),
+        "ValueError: prototype_ids:",
+    ),
+    "prototypes, none": (
+        lambda odd, s: classifier(D, 4, reduction="none", gather=s)(
+            *pairs(), torch.arange(4 + odd)
+        ),
+        "ValueError: prototype_ids:",
+    ),
+    "concepts": (
+        lambda odd, s: itrloss.CODERObjective(D, 4, gather=s)(
+            *pairs(), *pairs(), memory(), *(sample(4, D + odd) for _ in range(2))
+        ),
+        "ValueError: image_concepts:",
+    ),
+    "no concepts": (
+        lambda odd, s: itrloss.CODERObjective(D, 4, gather=s)(
+            *pairs(), *pairs(), memory(), sample(4, D), None if odd else sample(4, D)
+        ),
+        "TypeError: text_concepts:",
+    ),
+}
+
+
+def disagreeing(rank: int, schedule: str) -> dict[str, tuple[str, float]]:
+    """What each case raises, and the loss of a good step after it."""
+    found = {}
+    for name, (call, *_) in {**DIFFERENT, **REFUSED}.items():
+        said = "no error"
+        try:
+            call(rank == ODD, schedule)
+        except (TypeError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}"
+        found[name] = said, pair(gather=schedule)(*pairs(rank)).item()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_all_raise_an_error_if_processes_disagree_and_go_on(tmp_path, schedule):
+    found = run(disagreeing, tmp_path, schedule, world=WORLD)
+    whole = pair()(*(torch.cat(x) for x in zip(*map(pairs, range(WORLD)), strict=True))).item()
+    for name in found[0]:
+        texts, afterwards = zip(*(mine[name] for mine in found), strict=True)
+        assert afterwards == pytest.approx([whole] * WORLD, rel=1e-5), name
+        if name in REFUSED:
+            assert texts[ODD].startswith(REFUSED[name][1]), (name, texts)
+            quoted = f"ValueError: gather: process {ODD} failed: {texts[ODD]}"
+            assert all(text == quoted for rank, text in enumerate(texts) if rank != ODD), (
+                name,
+                texts,
+            )
+            continue
+        started = "ValueError: gather: expected the same in all processes, got "
+        assert len(set(texts)) == 1 and texts[0].startswith(started), (name, texts)
+        others, odd, _ = re.split(r" in process (?:0, 2|1)(?:; |$)", texts[0].removeprefix(started))
+        usual, different = DIFFERENT[name][1:]
+        assert usual in others and different in odd, (name, texts)
+
+
+# --- wrappers -------------------------------------------------------------------------------------
+
+SIZES = (3, 5, 0), (2, 0, 4)  # of the processes' batches
+CLUSTERS = 4
+
+
+class OwnLoss(itrloss.PairLoss):
+    """A loss of one's own with a parameter."""
+
+    def __init__(self, **common: Any) -> None:
+        super().__init__(**common)
+        self.scale = nn.Parameter(torch.tensor([9.0]))
+
+    def compute(self, sim: itrloss.Similarity) -> Any:
+        values = sim.both.logsumexp(self.shared(self.scale))
+        return sim.both.reduce(values, self.reduction)
+
+
+CRITERIA = {
+    **select("infonce learnable", "sigmoid", "mdcl", "prototypes"),
+    "own": Entry(OwnLoss),
+}
+WAYS = "ddp", "ddp, loss inside", "fsdp", "fsdp, loss inside", "by hand"
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.images, self.texts = nn.Linear(7, D), nn.Linear(5, D)
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        return self.images(images), self.texts(texts)
+
+
+class Step(nn.Module):
+    """Encoders and a loss."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__()
+        self.towers, self.criterion = Towers(), CRITERIA[kind].make(D, **options)
+        self.double()
+
+    def forward(self, images: Tensor, texts: Tensor, ids: Tensor) -> Tensor:
+        """Return the loss, or the sum of its values."""
+        v, w = self.towers(images, texts)
+        if isinstance(self.criterion, itrloss.MemoryLoss):
+            memory = itrloss.CoupledMemory(4, D, dtype=torch.float64)
+            memory.images[:], memory.texts[:], memory.ids[:] = (
+                torch.eye(D)[:4],
+                torch.eye(D)[2:],
+                torch.arange(4),
+            )
+            memory._labelled = True
+            values = self.criterion(v, w, v.detach() + 1, w.detach() - 1, memory, ids, ids)
+        elif isinstance(self.criterion, itrloss.PairLoss):
+            values = self.criterion(v, w, ids, ids)
+        else:
+            values = self.criterion(v, w, ids % CLUSTERS)
+        return torch.cat(
+            [x.reshape(-1) for x in (values if isinstance(values, tuple) else (values,))]
+        ).sum()
+
+    def gradients(self) -> dict[str, Tensor]:
+        found = {name.replace("module.", ""): p.grad for name, p in self.named_parameters()}
+        return {
+            name: x.full_tensor() if isinstance(x, DTensor) else x
+            for name, x in found.items()
+            if x is not None
+        }
+
+
+def batch(number: int, rank: int | None) -> list[Tensor]:
+    """Images, texts and ids of a process, or of all."""
+    n = sum(SIZES[number])
+    whole = [
+        sample(n, size, seed=size + number, dtype=torch.float64, trained=False) for size in (7, 5)
+    ]
+    whole.append(torch.randint(0, 4, (n,), generator=torch.Generator().manual_seed(number)))
+    return whole if rank is None else [x.split(SIZES[number])[rank] for x in whole]
+
+
+def wrapped(way: str, step: Step) -> Any:
+    """Return what is called in place of ``step``; the loss is inside the wrapper or outside."""
+    if way.startswith("fsdp"):
+        fully_shard(
+            step if "inside" in way else step.towers, mesh=dist.init_device_mesh("cpu", (WORLD,))
+        )
+    elif way == "ddp, loss inside":
+        return DistributedDataParallel(step)
+    elif way == "ddp":
+        step.towers = DistributedDataParallel(step.towers)  # type: ignore[assignment]
+    return step
+
+
+def averaged(towers: nn.Module) -> None:
+    for p in towers.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= WORLD
+
+
+def accumulate(way: str, step: Step, call: Any, rank: int | None) -> None:
+    """Backward passes of two parts, which the processes exchange with the last."""
+    wrapper = call if "inside" in way else step.towers
+    for number in range(len(SIZES)):
+        last = number + 1 == len(SIZES)
+        if way.startswith("fsdp"):
+            wrapper.set_requires_gradient_sync(last)
+        with wrapper.no_sync() if way.startswith("ddp") and not last else nullcontext():
+            (call(*batch(number, rank)) / len(SIZES)).backward()
+
+
+CHUNKED = (4, 7, 2)  # rows of the processes' batches
+
+
+def chunked(way: str, rank: int | None) -> dict[str, Tensor]:
+    """Gradients of a step in chunks."""
+    step, rows = Step("infonce learnable", gather=True), sum(CHUNKED)
+    whole = [sample(rows, size, seed=size, dtype=torch.float64, trained=False) for size in (7, 5)]
+    whole.append(torch.arange(rows) % 6)
+    *inputs, ids = whole if rank is None else (x.split(CHUNKED)[rank] for x in whole)
+    encoders: list[Any] = [step.towers.images, step.towers.texts]
+    chunk = 3
+    if way == "fsdp":  # as many chunks in each process
+        chunk = -(-len(ids) // 2)
+        for encoder in encoders:
+            fully_shard(encoder, mesh=dist.init_device_mesh("cpu", (WORLD,)))
+    if way == "ddp":
+        encoders = [*map(DistributedDataParallel, encoders)]
+    itrloss.grad_cache_step(step.criterion, encoders, inputs, chunk, image_ids=ids, text_ids=ids)
+    if way == "by hand":
+        averaged(step.towers)
+    return step.gradients()
+
+
+# Wrapper, loss, reduction and schedule.
+STEPPED = pairwise(
+    way=WAYS, kind=[*CRITERIA], reduction=("mean", "sum", "none"), schedule=SCHEDULES
+)
+ALONE = [
+    ("alone", *case, SCHEDULES[0]) for case in itertools.product(CRITERIA, ("mean", "sum", "none"))
+]
+
+
+def trained(
+    rank: int | None, ways: Sequence[str] = WAYS, cases: Sequence[tuple] = STEPPED
+) -> dict[tuple[str, ...], dict[str, Tensor]]:
+    """Gradients with this process's part of the batch, or with everything in one process."""
+    found = {}
+    for way in ways:
+        for kind, reduction, schedule in [case[1:] for case in cases if case[0] == way]:
+            step = Step(kind, reduction=reduction, gather=schedule)
+            call = wrapped(way, step)
+            # What all processes return is averaged; a value of one's own is divided by their
+            # number.
+            own = WORLD if reduction == "none" and rank is not None else 1
+            (call(*batch(0, rank)) * own).backward()
+            if way == "by hand":
+                averaged(step.towers)
+            found[way, kind, reduction] = step.gradients()
+        step = Step("infonce learnable", gather=True)
+        accumulate(way, step, wrapped(way, step), rank)
+        if way == "by hand":
+            averaged(step.towers)
+        found[way, "accumulated"] = step.gradients()
+        if "inside" not in way:
+            found[way, "chunked"] = chunked(way, rank)
+    return found
+
+
+@pytest.mark.slow
+def test_gradients_are_those_of_one_process_with_the_whole_batch(tmp_path):
+    whole = {case[1:]: gradients for case, gradients in trained(None, ["alone"], ALONE).items()}
+    for found in run(trained, tmp_path, world=WORLD):
+        for case, gradients in found.items():
+            wanted = whole[case[1:]]
+            assert (
+                gradients.keys() == wanted.keys() and sum(x.any() for x in gradients.values()) > 3
+            ), case
+            for name, x in gradients.items():
+                assert (x - wanted[name]).norm() <= 1e-10 * wanted[name].norm(), (case, name)
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+STEPS, SAVED = 5, 3  # the state is saved before the fourth step
+SPLITS = {  # sizes of the processes' parts of the steps' batches
+    1: [(10,)] * STEPS,
+    2: [(6, 4), (10, 0), (3, 7), (0, 10), (5, 5)],
+    3: [(4, 3, 3), (5, 0, 5), (0, 10, 0), (2, 8, 0), (3, 0, 7)],
+}
+
+
+class System(nn.Module):
+    """An encoder in training, with everything that has a state that processes share."""
+
+    def __init__(self, world: int, group: Any = None, schedule: Any = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"gather": schedule, "process_group": group}
+        self.world, self.group = world, group
+        self.encoder = nn.Linear(7, D).double()
+        self.memory = itrloss.CoupledMemory(17, D, dtype=torch.float64)
+        self.means, self.gate = itrloss.OnlineKMeans(CLUSTERS, D), itrloss.DynamicGate(7, 3)
+        self.pair = itrloss.InfoNCELoss(0.5, learnable=True, telemetry=True, **options)
+        self.against_memory = itrloss.MemoryDiversityContrastiveLoss(telemetry=True, **options)
+        self.classifier = itrloss.PrototypeClassificationLoss(D, CLUSTERS, **options)
+        self.orthogonal = itrloss.DynamicOrthogonalLoss(slack=0.1, **options)
+
+    def step(self, number: int, rank: int) -> float:
+        """Train with a process's part of a batch; return the loss."""
+        x, y = (
+            sample(10, 7, seed=2 * number + side, dtype=torch.float64, trained=False)
+            for side in (0, 1)
+        )
+        ids = torch.arange(10) * (number + 1) % 12
+        x, y, ids = (part.split(SPLITS[self.world][number])[rank] for part in (x, y, ids))
+        v, w = self.encoder(x), self.encoder(y)
+        keys = v.detach() + 0.1, w.detach() - 0.1
+        clusters = self.means.update(keys[0] + keys[1], self.group)
+        self.classifier.reset(self.means.reseeded, self.means.centroids)
+        gates = self.gate(torch.stack([x, x * y], 1), process_group=self.group)
+        loss = self.pair(v, w, ids, ids) + self.against_memory(v, w, *keys, self.memory, ids, ids)
+        loss = (
+            loss
+            + self.classifier(v, w, clusters)
+            + self.orthogonal(torch.stack([v, w, v * w], 1), gates)
+        )
+        loss.backward()
+        for p in self.encoder.parameters():
+            if self.world > 1:
+                dist.all_reduce(p.grad, group=self.group)
+            p.grad /= self.world
+        with torch.no_grad():
+            for p in self.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+        self.memory.enqueue(*keys, ids, self.group)
+        return loss.item()
+
+
+def stepped(
+    rank: int, world: int, first: int, last: int, state: Any, schedule: Any, group: Any = None
+) -> Any:
+    """Take some steps; return their losses, the state and figures, and the state before the fourth
+    step.
+    """
+    system = System(world, group, schedule)
+    if state is not None:
+        system.load_state_dict(state)
+    losses, saved = [], {}
+    for number in range(first, last):
+        if number == SAVED:
+            saved = deepcopy(dict(system.state_dict()))
+        losses.append(system.step(number, rank))
+    v, w = (x.detach().chunk(world)[rank] for x in (sample(12, D), sample(12, D, seed=1)))
+    sim, options = (
+        itrloss.Similarity(v, w),
+        {"hubness_k": 2, "gather": True, "process_group": group},
+    )
+    measured = itrloss.metrics.retrieval_metrics(sim, **options)
+    figures = system.pair.telemetry, system.against_memory.telemetry, measured
+    return (losses, dict(system.state_dict()), figures), saved
+
+
+def same(found: Any, other: Any) -> bool:
+    """Whether nested results are equal bit for bit."""
+    leaves, others = tree_leaves(found), tree_leaves(other)
+    return len(leaves) == len(others) > 20 and all(
+        torch.equal(x, y) if isinstance(x, Tensor) else x == y
+        for x, y in zip(leaves, others, strict=True)
+    )
+
+
+@pytest.fixture(scope="module", params=SCHEDULES)
+def two(request, tmp_path_factory) -> tuple[str, list[Any]]:
+    """A schedule, and what two processes return of all steps."""
+    folder = tmp_path_factory.mktemp("two")
+    return request.param, run(stepped, folder, 2, 0, STEPS, None, request.param, world=2)
+
+
+@pytest.mark.slow
+def test_states_are_identical_in_all_processes_and_resume_in_any_number(tmp_path, two):
+    schedule, ((whole, saved), (other, other_saved)) = two
+    assert same((whole, saved), (other, other_saved)) and not torch.equal(
+        saved["memory.images"], whole[1]["memory.images"]
+    )
+    for world in SPLITS:
+        if world == 1:
+            resumed = [stepped(0, 1, SAVED, STEPS, saved, schedule)[0]]
+        else:
+            (tmp_path / f"{world}").mkdir()
+            found = run(
+                stepped, tmp_path / f"{world}", world, SAVED, STEPS, saved, schedule, world=world
+            )
+            resumed = [mine for mine, _ in found]
+        assert all(same(resumed[0], other) for other in resumed)
+        assert resumed[0][0] == pytest.approx(whole[0][SAVED:], rel=1e-6)
+        assert world != 2 or same(resumed[0], (whole[0][SAVED:], *whole[1:]))
+
+
+def grouped(rank: int, schedule: Any) -> tuple[Any, str]:
+    """Two of three processes share batches; the other trains alone."""
+    outer, inner = dist.new_group([0, 2]), dist.new_group([1])
+    if rank == 1:
+        with pytest.raises(ValueError) as error:
+            pair(gather=True, process_group=outer)(*pairs())
+        return stepped(0, 1, 0, STEPS, None, schedule, inner)[0], str(error.value)
+    found, _ = stepped(rank // 2, 2, 0, STEPS, None, schedule, outer)
+    with pytest.raises(ValueError) as error:
+        pair(gather=True, process_group=outer)(sample(4, D), sample(4 + rank, D))
+    return found, str(error.value)
+
+
+@pytest.mark.slow
+def test_a_group_of_some_processes_shares_batches_of_its_own(tmp_path, two):
+    schedule, ((whole, _), _) = two
+    (first, said), (alone, outside), (last, refusal) = run(grouped, tmp_path, schedule, world=3)
+    assert same(first, last) and same(first, whole)
+    assert same(alone, stepped(0, 1, 0, STEPS, None, schedule)[0])
+    assert said == f"gather: process 2 failed: ValueError: {refusal}"
+    assert outside == "process_group: expected one that this process belongs to"

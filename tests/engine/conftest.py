@@ -1,0 +1,22 @@
+"""Fixtures of the engines' tests."""
+
+from __future__ import annotations
+
+import pytest
+from support.interpreter import TILE
+
+
+@pytest.fixture
+def few_tiles(monkeypatch):
+    """Few tiles, blocks and panels with ragged ends on both axes, because the interpreter is
+    slow.
+    """
+    from itrloss.engine import triton as engine
+
+    step = TILE[1]
+    monkeypatch.setattr(engine, "PRODUCT_TILES", (engine.TileConfig(*TILE, 4, 2),))
+    monkeypatch.setattr(engine, "READING_TILE", engine.TileConfig(8, 8, 8, 1, 4, 2))
+    monkeypatch.setattr(engine, "BLOCK", step * step)
+    monkeypatch.setattr(engine, "BLOCK_ROWS", step)
+    monkeypatch.setattr(engine, "PANEL", 4 * step * step)
+    monkeypatch.setattr(engine, "whole_tiles", lambda size: max(size // step * step, step))

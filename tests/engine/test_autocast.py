@@ -1,0 +1,249 @@
+"""Autocast: Triton's kernels multiply float32 embeddings in its dtype; nothing else changes.
+
+CPU autocast and Triton's interpreter stand in for CUDA. Results are compared with float64 on the
+rounded vectors.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from support.cases import embeddings, make_ids
+from support.interpreter import a_quick_interpreter  # noqa: F401 (a fixture)
+
+import itrloss
+from itrloss import Similarity
+from itrloss.engine import triton as engine
+from itrloss.engine import vectors
+from itrloss.rerank import KReciprocalReranker
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # masked lanes of the interpreter
+    pytest.mark.skipif(torch.cuda.is_available(), reason="it is autocast of the CPU"),
+]
+HALF = [torch.bfloat16, torch.float16]
+LOSSES = {
+    "infonce": itrloss.InfoNCELoss,
+    "dcl": itrloss.DiversityContrastiveLoss,
+    "sigmoid": itrloss.SigmoidLoss,
+    "triplet": itrloss.TripletLoss,
+}
+
+
+@pytest.fixture(autouse=True)
+def multiplying(few_tiles, monkeypatch):
+    """Note for each pass whether kernels multiply."""
+    fused = []
+    start = engine.Pass.__init__
+
+    def noted(run, *args):
+        start(run, *args)
+        fused.append(run.fused)
+
+    monkeypatch.setattr(engine.Pass, "__init__", noted)
+    return fused
+
+
+def pairs_of_vectors(n, d=48, noise=1.5):
+    """Return (n, d) images and the texts that describe them, float32."""
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(n, d, generator=generator)
+    return v, v + noise * torch.randn(n, d, generator=generator)
+
+
+def step(loss, v, w, *ids):
+    """Return a loss and the gradients of the embeddings."""
+    x, y = (z.clone().requires_grad_() for z in (v, w))
+    value = loss(x, y, *ids)
+    return [value.detach(), *torch.autograd.grad(value, (x, y))]
+
+
+def distance(found, wanted):
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", LOSSES)
+def test_float32_embeddings_are_rounded_and_their_gradient_is_not(name, dtype, multiplying):
+    v, w = embeddings(12, 12, 24, dtype=torch.float32)
+    ids = make_ids("random", 12, 12) if name == "dcl" else ()
+    reference = LOSSES[name]().double()
+    wanted = step(
+        lambda x, y: reference(rounded(x, dtype), rounded(y, dtype), *ids), v.double(), w.double()
+    )
+    with torch.autocast("cpu", dtype):
+        found = step(LOSSES[name](engine="triton"), v, w, *ids)
+    assert all(multiplying)
+    for got, right, bound in zip(found, wanted, (1e-5, OF_PANELS, OF_PANELS), strict=True):
+        assert got.dtype == torch.float32
+        assert distance(got, right) < bound
+    if name != "triplet":
+        assert (found[1].to(dtype).float() != found[1]).float().mean() > 0.9
+
+
+OF_PANELS = 3e-3  # the gradient of scores is rounded before it is multiplied
+
+
+def rounded(x, dtype):
+    """Return vectors in float64 as they are multiplied.
+
+    float16 has no range for all lengths: vectors have unit length first, which scales the gradient.
+    """
+    if dtype == torch.float16:
+        inv = 1 / x.double().norm(dim=1, keepdim=True)
+        return Rounded.apply(x.double() * inv, dtype)
+    return Rounded.apply(x.double(), dtype)
+
+
+class Rounded(torch.autograd.Function):
+    """Rounding that passes the gradient on."""
+
+    @staticmethod
+    def forward(ctx, x, dtype):
+        return x.to(dtype).double()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def test_gradients_beat_what_autocast_makes_of_plain_pytorch():
+    """The embeddings are float32, as ``F.normalize`` returns them under autocast."""
+    v, w = (torch.nn.functional.normalize(x) for x in pairs_of_vectors(64, 128))
+    exact = step(itrloss.InfoNCELoss(), v.double(), w.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = step(itrloss.InfoNCELoss(engine="triton"), v, w)
+        plain = step(plain_info_nce, v, w)
+    errors = [distance(torch.cat(x[1:]), torch.cat(exact[1:])) for x in (ours, plain)]
+    assert 1e-4 < errors[0] < 0.1 * errors[1], errors  # 0.0028 and 0.43
+
+
+def plain_info_nce(x, y):
+    logits = x @ y.T / 0.07
+    numbers = torch.arange(len(x))
+    cross_entropy = torch.nn.functional.cross_entropy
+    return cross_entropy(logits, numbers) + cross_entropy(logits.T, numbers)
+
+
+@pytest.mark.parametrize("length", [2.0**-30, 2.0**30])
+@pytest.mark.parametrize("dtype", HALF)
+def test_embeddings_of_any_length(length, dtype):
+    v, w = pairs_of_vectors(16)
+    with torch.autocast("cpu", dtype):
+        wanted = step(itrloss.InfoNCELoss(engine="triton"), v, w)
+        found = step(itrloss.InfoNCELoss(engine="triton"), v * length, w)
+    assert distance(found[0], wanted[0]) < 1e-3
+    assert distance(found[1] * length, wanted[1]) < 0.02
+    assert distance(found[2], wanted[2]) < 0.02
+
+
+def test_one_switch_refuses(multiplying):
+    v, w = pairs_of_vectors(16)
+    loss = itrloss.InfoNCELoss(engine="triton")
+    wanted = step(loss, v, w)
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        found = step(loss, v, w)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert not any(multiplying)
+
+
+@pytest.mark.parametrize("name", ["dense", "tiled"])
+def test_engines_that_multiply_float32_round_nothing(name):
+    v, w = pairs_of_vectors(16)
+    wanted = step(itrloss.InfoNCELoss(engine=name), v, w)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = step(itrloss.InfoNCELoss(engine=name), v, w)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_ranks_and_scores_are_those_of_the_embeddings():
+    v, w = pairs_of_vectors(20)
+    with torch.autocast("cpu", torch.bfloat16):
+        sim = Similarity(v, w, engine="triton")
+        found = sim.topk(5), sim.T.ranks(), sim.scores()
+    exact = Similarity(v, w, engine="tiled")
+    assert torch.equal(found[0].values, exact.topk(5).values)
+    assert torch.equal(found[0].indices, exact.topk(5).indices)
+    assert torch.equal(found[1], exact.T.ranks())
+    assert torch.equal(found[2], exact.scores())
+    assert sim.embeddings[0] is v and sim.embeddings[1] is w
+
+
+def test_a_similarity_keeps_what_autocast_was_when_it_was_made():
+    v, w = pairs_of_vectors(16)
+    outside = Similarity(v, w, engine="triton")
+    wanted = outside.logsumexp(10.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = Similarity(v, w, engine="triton")
+        assert torch.equal(outside.detach().logsumexp(10.0), wanted)
+        rounding = inside.logsumexp(10.0)
+    assert not torch.equal(rounding, wanted)
+    assert torch.equal(inside.detach().logsumexp(10.0), rounding)
+    assert torch.equal(pickle.loads(pickle.dumps(inside)).logsumexp(10.0), rounding)
+    v += 1
+    with pytest.raises(RuntimeError, match="modified in place"):
+        inside.logsumexp(10.0)
+
+
+def test_a_bias_is_no_reason_to_round():
+    """No kernel adds biases."""
+    v, w = pairs_of_vectors(16)
+    bias = torch.linspace(-1, 1, 16), None
+    wanted = Similarity(v, w, engine="tiled", bias=bias).logsumexp(10.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = Similarity(v, w, engine="triton", bias=bias).logsumexp(10.0)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("name", ["MemoryDiversityContrastiveLoss", "UnifiedTrainingObjective"])
+def test_a_float32_memory_does_not_slow_half_precision(name, autocast, multiplying):
+    """Kernels multiply the batch with its keys and with the memory, as if all were rounded."""
+    v, w = pairs_of_vectors(8)
+    keys = [x + 0.1 for x in (v, w)]
+    memory = itrloss.CoupledMemory(24, 48)
+    for seed in range(3):
+        memory.enqueue(*embeddings(8, 8, 48, seed=seed, dtype=torch.float32))
+    half = [x.bfloat16() for x in (v, w)]
+    loss = getattr(itrloss, name)(engine="triton")
+    exact = itrloss.CoupledMemory(24, 48, dtype=torch.float64)
+    exact.load_state_dict(memory.to(torch.bfloat16).double().state_dict())
+    reference = getattr(itrloss, name)().double()
+    wanted = step(
+        lambda x, y: reference(x, y, *(z.bfloat16().double() for z in keys), exact),
+        *(x.double() for x in half),
+    )
+    memory = memory.float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        batch = (v, w) if autocast else half
+        found = step(lambda x, y: loss(x, y, *keys, memory), *batch)
+    assert multiplying and all(multiplying)
+    for got, right in zip(found, wanted, strict=True):
+        assert distance(got, right) < (1e-5 if got.dim() == 0 else 5e-3)
+
+
+def test_distances_of_a_reranker_are_float32():
+    sim = Similarity(*pairs_of_vectors(20))
+    wanted = KReciprocalReranker(k1=5, k2=3).rerank(sim)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = KReciprocalReranker(k1=5, k2=3).rerank(sim)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_autocast_of_the_device_counts(monkeypatch):
+    class OnCuda:
+        device = torch.device("cuda:1")
+        dtype = torch.float32
+
+    asked = {"cuda": True, "cpu": False}
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda kind: kind in asked)
+    monkeypatch.setattr(torch, "is_autocast_enabled", asked.__getitem__)
+    monkeypatch.setattr(torch, "get_autocast_dtype", {"cuda": torch.float16}.__getitem__)
+    assert vectors.autocast_dtype(OnCuda()) == torch.float16
+    assert vectors.autocast_dtype(torch.ones(2)) is None
+    assert vectors.autocast_dtype(torch.ones(2, device="meta")) is None
+    for dtype in (torch.float64, torch.bfloat16):
+        OnCuda.dtype = dtype
+        assert vectors.autocast_dtype(OnCuda()) is None

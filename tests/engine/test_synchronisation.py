@@ -1,0 +1,143 @@
+"""No synchronisation with the accelerator: reading a value of a meta tensor, which has no data,
+raises an error.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.losses_registry import IN_LOOPS, where
+
+import itrloss
+from itrloss.engine.pairs import Numbers, Pairs
+from itrloss.engine.terms import hinge, log1p_relu
+
+N, M, D, K = 16, 24, 8, 40
+ENGINES = ("dense", "tiled", "triton")
+OF_PAIRS = IN_LOOPS
+OF_MEMORIES = where(lambda entry: entry.takes == "memory")
+ANSWERS = {
+    "logsumexp": lambda sim: (sim.both.logsumexp(30.0),),
+    "logsumexp of a learnt scale": lambda sim: (sim.logsumexp(given(1)[0]),),
+    "logsumexp of a large scale": lambda sim: (sim.both.logsumexp(90.0),),
+    "moments": lambda sim: sim.mean_std(),
+    "entropy": lambda sim: (sim.both.entropy(0.1),),
+    "hardest": lambda sim: sim.hardest_negatives(),
+    "positives": lambda sim: (sim.sum_of_positives(hinge, given(N)),),
+    "negatives": lambda sim: (sim.both.sum(log1p_relu),),
+    "topk": lambda sim: sim.topk(3, torch.zeros(sim.shape[1], device="meta")),
+    "pairs": lambda sim: (sim.pair_scores(*torch.zeros(2, 5, dtype=torch.int64, device="meta")),),
+    "counts": lambda sim: (sim.positive_counts, sim.negative_counts),
+}
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, monkeypatch):
+    """Each engine; launches of Triton kernels are disabled, as meta tensors have no data."""
+    if request.param == "triton":
+        interpreter = pytest.importorskip("triton.runtime.interpreter")
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *_, **__: None)
+    return request.param
+
+
+def given(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, device="meta", requires_grad=True)
+
+
+def numbers(*sizes: int) -> list[torch.Tensor]:
+    return [torch.arange(size, device="meta") for size in sizes]
+
+
+def backward(found: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> bool:
+    """Whether all results are on the device, and every leaf has a gradient if any result is
+    differentiable.
+    """
+    differentiable = [x.sum() for x in found if x.requires_grad]
+    torch.autograd.backward(differentiable)
+    return all(x.is_meta for x in found) and all(
+        (x.grad is not None) == bool(differentiable) for x in leaves
+    )
+
+
+@pytest.mark.parametrize("name", OF_PAIRS)
+def test_losses_wait_for_nothing(name, engine):
+    for m, ids, dtype in ((N, (), torch.float32), (M, numbers(N, M), torch.bfloat16)):
+        images, texts = given(N, D, dtype=dtype), given(m, D, dtype=dtype)
+        if ids and OF_PAIRS[name].lists_positives:
+            continue  # see docs/engines.rst
+        OF_PAIRS[name].make(engine=engine).to("meta")(images, texts, *ids).backward()
+        assert images.grad is not None and texts.grad is not None and images.grad.is_meta
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The pairs whose numbers the host reads, as it may on CUDA; meta tensors have none to read."""
+    found = []
+
+    def numbers(pairs):
+        found.append(pairs)
+        return Numbers(sum(pairs.shape), (3, 3))
+
+    monkeypatch.setattr(Pairs, "listable", True)
+    monkeypatch.setattr(Pairs, "_numbers", numbers)
+    return found
+
+
+@pytest.mark.parametrize("name", OF_PAIRS)
+def test_losses_wait_once_to_list_positives(name, engine, reads):
+    images, texts = given(N, D, dtype=torch.bfloat16), given(M, D, dtype=torch.bfloat16)
+    OF_PAIRS[name].make(engine=engine).to("meta")(images, texts, *numbers(N, M)).backward()
+    assert images.grad is not None and texts.grad is not None and images.grad.is_meta
+    counts_hinges = OF_PAIRS[name].lists_positives
+    waits_for_nothing = name == "supcon" or (engine == "dense" and not counts_hinges)
+    assert len(reads) == (0 if waits_for_nothing else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_wait_for_nothing(name, dtype, engine):
+    for m, ids in ((N, ()), (M, numbers(N, M))):
+        rows, cols = given(N, D, dtype=dtype), given(m, D, dtype=dtype)
+        assert backward(
+            tuple(ANSWERS[name](itrloss.Similarity(rows, cols, *ids, engine=engine))), rows, cols
+        )
+
+
+@pytest.mark.parametrize("name", OF_MEMORIES)
+def test_memories_wait_once_to_list_positives(name, engine, reads):
+    test_memories_wait_for_nothing(name, engine)
+    of_matrices = 3 if "entropy" in name else 1  # the batch's positives, and each memory's
+    assert len(reads) == (0 if engine == "dense" else of_matrices)
+
+
+@pytest.mark.parametrize("name", OF_MEMORIES)
+def test_memories_wait_for_nothing(name, engine):
+    memory = itrloss.CoupledMemory(K, D).to("meta")
+    for size in (K, N):  # fill the memory, then wrap around its end
+        memory.enqueue(given(size, D).detach(), given(size, D).detach(), *numbers(size))
+    keys = given(N, D).detach(), given(N, D).detach()
+    images, texts = given(N, D), given(N, D)
+    loss = OF_MEMORIES[name].make(engine=engine)
+    value = loss(images, texts, *keys, memory, *numbers(N, N))
+    assert backward((value,), images, texts)
+
+
+def test_momentum_encoders_wait_for_nothing():
+    encoder = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.BatchNorm1d(D)).to("meta")
+    keys = itrloss.MomentumEncoder(encoder).to("meta")
+    keys.update(encoder)
+    assert keys.module[0].weight.is_meta
+
+
+def test_sets_and_prototypes_wait_for_nothing(engine):
+    heads, images, texts = given(N, 4, D), given(N, D), given(N, D)
+    assert backward((itrloss.VarianceAwareLoss(engine=engine)(heads, texts),), heads, texts)
+    assert backward((itrloss.DynamicOrthogonalLoss()(heads),), heads)
+    prototypes = itrloss.PrototypeClassificationLoss(D, 20, engine=engine).to("meta")
+    assert backward((prototypes(images, texts, *numbers(N)),), images, texts, prototypes.weight)
+
+
+def test_reading_a_number_is_seen():
+    sim = itrloss.Similarity(given(N, D), given(M, D), *numbers(N, M))
+    with pytest.raises(RuntimeError, match="meta"):
+        sim.ranks()

@@ -1,0 +1,476 @@
+"""The losses in open_clip: over several processes, beside its own, beside one process, and in its
+place.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import published
+from support.losses_registry import REGISTRY, select
+from support.processes import WORLD, both, run
+from support.published import open_clip
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+
+import itrloss
+from itrloss import compat
+from itrloss.integrations.open_clip import RetrievalLoss, patch_open_clip
+
+WAYS = [
+    (local_loss, gather_with_grad)
+    for local_loss in (False, True)
+    for gather_with_grad in (False, True)
+]
+EXCHANGES = (None, "bidir", "shift", "reduce", "gather")
+
+
+class Encoders(nn.Module):
+    """Embeddings of images and of texts, with the scale and the bias of their scores."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.images, self.texts = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.scale, self.bias = (nn.Parameter(torch.tensor([x])) for x in (9.0, -2.0))
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, ...]:
+        embeddings = (F.normalize(x, dim=1) for x in (self.images(images), self.texts(texts)))
+        return *embeddings, self.scale, self.bias
+
+
+def batch(n: int) -> tuple[Tensor, Tensor]:
+    images, texts = torch.randn(2, n, 6, generator=torch.Generator().manual_seed(1))
+    return images, texts
+
+
+def outcome(
+    criterion: nn.Module, images: Tensor, texts: Tensor, wrap: Any, dtype=torch.float32
+) -> dict[str, Tensor]:
+    """The value, and the gradients of the model, averaged over the processes by ``wrap``."""
+    model = Encoders().to(dtype)
+    wrapped = wrap(model)  # it must still exist in the backward pass
+    value = criterion(*wrapped(images.to(dtype), texts.to(dtype)))
+    value.backward()
+    return {"value": value.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def assert_same(
+    found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5
+) -> None:
+    for name, x in wanted.items():
+        torch.testing.assert_close(found[name], x, rtol=10 * tolerance, atol=tolerance, msg=name)
+
+
+# --------------------------------------------------------------- values and gradients beside theirs
+
+
+def every_way(rank: int) -> dict[str, Any]:
+    theirs, own = open_clip(), [x.chunk(WORLD)[rank] for x in batch(4 * WORLD)]
+    found = {}
+    for source, losses in (("theirs", theirs), ("ours", compat)):
+        for way in WAYS:
+            criterion = losses.ClipLoss(*way, cache_labels=True, rank=rank, world_size=WORLD)
+            found[source, way] = outcome(criterion, *own, DistributedDataParallel)
+        for name in EXCHANGES:
+            criterion = losses.SigLipLoss(rank=rank, world_size=WORLD, dist_impl=name)
+            found[source, name] = outcome(criterion, *own, DistributedDataParallel)
+    return found
+
+
+def as_anchors() -> dict[str, Tensor]:
+    """The gradients of one process without those that an embedding gets as a candidate of
+    others.
+    """
+    model = Encoders()
+    v, w, scale, bias = model(*batch(4 * WORLD))
+    labels = torch.arange(len(v))
+    logits = scale * v @ w.detach().T + bias, scale * w @ v.detach().T + bias
+    (sum(F.cross_entropy(x, labels) for x in logits) / 2).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_every_way_has_the_values_and_gradients_of_one_process_and_theirs_relate_as_documented(
+    tmp_path,
+):
+    first, second = both(every_way, tmp_path)
+    clip = outcome(compat.ClipLoss(), *batch(4 * WORLD), nn.Identity())
+    siglip = outcome(compat.SigLipLoss(), *batch(4 * WORLD), nn.Identity())
+    for way in (*WAYS, *EXCHANGES):
+        whole = clip if way in WAYS else siglip
+        for found in (first, second):
+            assert_same(found["ours", way], whole)
+        theirs = [found["theirs", way] for found in (first, second)]
+        # The value is that of the whole batch, or its mean over the processes is, which are not the
+        # same then.
+        local_loss, gather_with_grad = way if way in WAYS else (True, True)
+        values = torch.stack([found.pop("value") for found in theirs])
+        torch.testing.assert_close(values.mean(), whole["value"])
+        assert (abs(values[0] - values[1]) > 1e-3) == local_loss
+        # The gradients of all are those of one process with gather_with_grad. Without it, those of
+        # encoders are not.
+        wanted = {name: grad for name, grad in whole.items() if name != "value"}
+        if not gather_with_grad:
+            anchors = as_anchors()
+            for name in ("images.weight", "images.bias", "texts.weight", "texts.bias"):
+                wanted[name] = anchors[name] if local_loss else wanted[name] / WORLD
+        for found in theirs:
+            assert_same(found, wanted)
+
+
+# ------------------------------------------------------------------------ beyond what theirs can do
+
+KINDS = {"clip": compat.ClipLoss, "siglip": compat.SigLipLoss}
+SIZES = {"one has none": [3, 0, 2], "unequal": [1, 4, 1], "one pair": [0, 1, 0]}
+
+
+def parts(rank: int, sizes: list[int]) -> list[Tensor]:
+    return [x.split(sizes)[rank] for x in batch(sum(sizes))]
+
+
+def halves(criterion: nn.Module, features: list[Tensor]) -> list[Tensor]:
+    """The value and the gradients of features in bfloat16, and of the numbers."""
+    inputs = [x.bfloat16().requires_grad_() for x in features] + [
+        torch.tensor(x, requires_grad=True) for x in (9.0, -2.0)
+    ]
+    loss = criterion(*inputs, output_dict=True)["contrastive_loss"]
+    return [loss.detach(), *torch.autograd.grad(loss, inputs)]
+
+
+def flops(criterion: nn.Module, features: list[Tensor]) -> int:
+    v, w = (x.clone().requires_grad_() for x in features)
+    with FlopCounterMode(display=False) as counter:
+        criterion(v, w, 9.0, -2.0).backward()
+    return counter.get_total_flops()
+
+
+def several(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind, make in KINDS.items():
+        criterion = make(world_size=3)
+        for name, sizes in SIZES.items():
+            part = parts(rank, sizes)
+            found[kind, name] = outcome(criterion, *part, DistributedDataParallel, torch.float64)
+        found[kind, "half"] = halves(criterion, parts(rank, [3, 3, 3]))
+        nothing = torch.zeros(0, 6, requires_grad=True)
+        loss = criterion(nothing, nothing, 9.0, -2.0)
+        loss.backward()
+        found[kind, "nothing"] = loss.detach()
+        compiled = torch.compile(criterion, fullgraph=True, backend="aot_eager")
+        found[kind, "compiled"] = outcome(
+            compiled, *parts(rank, [2, 2, 2]), DistributedDataParallel
+        )
+        found[kind, "flops"] = flops(criterion, parts(rank, [4, 4, 4]))
+        found[kind, "alone"] = make()(*parts(rank, [4, 4, 4]), 9.0, -2.0)
+    x = torch.ones(4, 6)
+    for fault, call in {
+        "pairs": lambda: compat.ClipLoss(world_size=3)(x, x[rank:], 9.0),
+        "shape": lambda: compat.ClipLoss(world_size=3)(x if rank else x[0], x, 9.0),
+        "dimension": lambda: compat.SigLipLoss(world_size=3)(x[:, rank:], x[:, rank:], 9.0),
+        "loss": lambda: (compat.SigLipLoss if rank else compat.ClipLoss)(world_size=3)(x, x, 9.0),
+        "world_size": lambda: compat.SigLipLoss(world_size=4),
+    }.items():
+        with pytest.raises(ValueError) as error:
+            call()
+        found[fault] = str(error.value)
+    return found
+
+
+@pytest.mark.slow
+def test_batches_of_any_size_half_precision_and_the_compiler(tmp_path):
+    processes = run(several, tmp_path, world=3)
+    for kind, make in KINDS.items():
+        criterion = make()
+        for name, sizes in SIZES.items():
+            whole = outcome(criterion, *batch(sum(sizes)), nn.Identity(), torch.float64)
+            for found in processes:
+                assert_same(found[kind, name], whole, 1e-10)
+        value, *grads = halves(criterion, [*batch(9)])
+        values, *parted = zip(*(found[kind, "half"] for found in processes), strict=True)
+        torch.testing.assert_close(torch.stack(values), value.expand(3))
+        merged = (torch.cat(parted[0]), torch.cat(parted[1]), sum(parted[2]), sum(parted[3]))
+        for x, wanted in zip(merged, grads, strict=True):
+            assert (x / 3 - wanted).norm() <= 0.01 * wanted.norm()
+        compiled = outcome(criterion, *batch(6), nn.Identity())
+        for rank, found in enumerate(processes):
+            assert found[kind, "nothing"] == 0
+            assert_same(found[kind, "compiled"], compiled)
+            torch.testing.assert_close(
+                found[kind, "alone"], criterion(*parts(rank, [4, 4, 4]), 9.0, -2.0)
+            )
+            # of one process with the whole batch
+            assert 3 * found[kind, "flops"] == flops(criterion, [*batch(12)]) > 0
+    pairs = "text_features: expected as many as image_features, 4, got 3"
+    assert [found["pairs"] for found in processes[1:]] == [pairs, pairs.replace("got 3", "got 2")]
+    assert processes[0]["pairs"].startswith(f"gather: process 1 failed: ValueError: {pairs}")
+    assert processes[0]["shape"].startswith("image_features: expected shape (N, D)")
+    assert all(
+        "process 0 failed: ValueError: image_features" in found["shape"] for found in processes[1:]
+    )
+    for found in processes:
+        assert "float32 (B, 6)" in found["dimension"] and "float32 (B, 5)" in found["dimension"]
+        assert (
+            "ClipLoss in process 0" in found["loss"] and "SigLipLoss in process 1" in found["loss"]
+        )
+        assert found["world_size"].startswith("world_size: expected 1 or")
+
+
+# --------------------------------------------------------------------------------------- their loop
+
+
+class Batches(list):
+    """A data loader, and the data that it is of, as their loop uses them."""
+
+    num_batches = property(len)
+    num_samples = property(lambda self: sum(len(images) for images, _ in self))
+    dataloader = property(lambda self: self)
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+class Recorded(nn.Module):
+    """A loss that keeps its values."""
+
+    def __init__(self, loss: nn.Module):
+        super().__init__()
+        self.loss, self.values = loss, []
+
+    def forward(self, **inputs: Any) -> dict[str, Tensor]:
+        losses = self.loss(**inputs)
+        self.values.append(losses["contrastive_loss"].detach())
+        return losses
+
+
+def trained(rank: int, train_one_epoch: Any, clip: nn.Module, loss: nn.Module) -> dict[str, Tensor]:
+    """The values and the parameters of three steps."""
+    args = Namespace(
+        device="cpu",
+        precision="fp32",
+        distill=False,
+        accum_freq=1,
+        skip_scheduler=True,
+        horovod=False,
+        grad_clip_norm=None,
+        rank=rank,
+        world_size=WORLD,
+        batch_size=4,
+        log_every_n_steps=1,
+        wandb=False,
+    )
+    generator = torch.Generator().manual_seed(rank)
+    images = torch.randn(3, 4, 3, 8, 8, generator=generator)
+    texts = torch.randint(1, 11, (3, 4, 5), generator=generator)
+    data = Batches(zip(images, texts, strict=True))
+    before = {name: p.detach().clone() for name, p in clip.named_parameters()}
+    model, loss = DistributedDataParallel(clip), Recorded(loss)
+    # unlike Adam, sees the gradient's length
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train_one_epoch(model, {"train": data}, loss, 0, optimizer, None, None, None, args)
+    after = {name: p.detach() for name, p in clip.named_parameters()}
+    assert all((after[name] != x).any() for name, x in before.items())
+    return {"values": torch.stack(loss.values), **after}
+
+
+def trained_with_every_loss(rank: int) -> dict[str, dict[str, Tensor]]:
+    theirs, world = open_clip(), {"rank": rank, "world_size": WORLD}
+    vision = {"layers": 1, "width": 16, "head_width": 8, "patch_size": 4, "image_size": 8}
+    text = {"context_length": 5, "vocab_size": 11, "width": 16, "heads": 2, "layers": 1}
+    found = {}
+    for name, loss, scale, bias in (
+        (
+            "clip, theirs",
+            theirs.ClipLoss(local_loss=True, gather_with_grad=True, **world),
+            14.3,
+            None,
+        ),
+        ("clip, ours", compat.ClipLoss(**world), 14.3, None),
+        ("siglip, theirs", theirs.SigLipLoss(**world), 10.0, -10.0),
+        ("siglip, ours", compat.SigLipLoss(**world), 10.0, -10.0),
+        ("siglip, any", RetrievalLoss(itrloss.SigmoidLoss(gather=True)), 10.0, -10.0),
+    ):
+        torch.manual_seed(0)
+        start = {"init_logit_scale": math.log(scale), "init_logit_bias": bias}
+        clip = theirs.CLIP(8, vision, text, output_dict=True, **start)
+        found[name] = trained(rank, theirs.train_one_epoch, clip, loss)
+    return found
+
+
+@pytest.mark.slow
+def test_their_training_loop_ends_with_the_same_model(tmp_path):
+    first, second = both(trained_with_every_loss, tmp_path)
+    for kind in KINDS:
+        wanted = first[f"{kind}, theirs"]
+        wanted["values"] = (wanted["values"] + second[f"{kind}, theirs"]["values"]) / 2
+        for found in (first, second):
+            for name in {f"{kind}, ours", f"{kind}, any"} & found.keys():
+                assert_same(found[name], wanted)
+
+
+# -------------------------------------------------------------------------- any loss in their place
+
+LOSSES = {
+    **select("infonce learnable", "sigmoid", "dcl", "triplet"),
+    "matryoshka": replace(REGISTRY["matryoshka"], options={}),  # without a scale of its own
+}
+
+
+@pytest.mark.parametrize(
+    "name, twin, factor",
+    [("infonce learnable", compat.ClipLoss(), 2), ("sigmoid", compat.SigLipLoss(), 1)],
+)
+def test_a_learnable_scale_and_bias_are_those_of_the_model(name, twin, factor):
+    whole = outcome(twin, *batch(7), nn.Identity(), torch.float64)
+    assert whole["scale"].abs() > 1e-3
+    wanted = {name: factor * x for name, x in whole.items()}
+    for loss in (LOSSES[name].make(), itrloss.Matryoshka(LOSSES[name].make(), [4])):
+        assert_same(
+            outcome(RetrievalLoss(loss), *batch(7), nn.Identity(), torch.float64), wanted, 1e-10
+        )
+    # whose logarithm would be rounded
+    half = *map(F.normalize, batch(7)), *torch.tensor([9.0625, -2.0]).bfloat16()
+    torch.testing.assert_close(RetrievalLoss(LOSSES[name].make())(*half), factor * twin(*half))
+
+
+@pytest.mark.parametrize("name", ["dcl", "triplet", "matryoshka"])
+def test_other_losses_train_the_encoders_alone(name):
+    loss = LOSSES[name].make()
+    found, wanted = (
+        outcome(f, *batch(7), nn.Identity())
+        for f in (RetrievalLoss(loss), lambda v, w, *_: loss(v, w))
+    )
+    for parameter in ("scale", "bias"):
+        assert wanted.pop(parameter) is None and found[parameter] == 0
+    assert_same(found, wanted)
+
+
+def any_loss(rank: int) -> dict[str, Any]:
+    own = [x.chunk(WORLD)[rank] for x in batch(8)]
+    return {
+        name: outcome(RetrievalLoss(entry.make(gather=True)), *own, DistributedDataParallel)
+        for name, entry in LOSSES.items()
+    }
+
+
+@pytest.mark.slow
+def test_losses_of_two_processes_are_those_of_one_and_each_parameter_has_a_gradient(tmp_path):
+    processes = both(any_loss, tmp_path)
+    for name, entry in LOSSES.items():
+        whole = outcome(RetrievalLoss(entry.make()), *batch(8), nn.Identity())
+        for found in processes:
+            assert_same(found[name], whole)
+
+
+class Shifted(itrloss.PairLoss):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "loss, error",
+    [
+        (nn.CrossEntropyLoss(), "loss: expected one of images and texts alone"),
+        (itrloss.InfoNCELoss(reduction="none"), "loss: expected reduction 'mean' or 'sum'"),
+        (Shifted(), "loss: expected a learnable log_scale and bias at most"),
+    ],
+)
+def test_other_losses_are_refused(loss, error):
+    for call in (RetrievalLoss, patch_open_clip):
+        with pytest.raises((TypeError, ValueError), match=error):
+            call(loss)
+
+
+def test_a_bias_that_is_trained_has_to_be_there():
+    v, w = batch(4)
+    with pytest.raises(
+        ValueError, match="logit_bias: expected that of the model, which SigmoidLoss"
+    ):
+        RetrievalLoss(itrloss.SigmoidLoss())(v, w, torch.tensor(9.0))
+
+
+@pytest.fixture(autouse=True)
+def package(monkeypatch):
+    """open_clip; where it is not installed, the stand-ins under its name."""
+    monkeypatch.delenv("ITRLOSS_DISABLE", raising=False)
+    if open_clip().ClipLoss is published.ClipLoss:
+        for name in ("factory", "loss"):
+            monkeypatch.setattr(published, name, published, raising=False)
+        for name in ("open_clip", "open_clip.factory", "open_clip.loss"):
+            monkeypatch.setitem(sys.modules, name, published)
+
+
+def made(model: str = "ViT-B-32", siglip: bool = False) -> nn.Module:
+    """The loss that they make of the command line's options."""
+    from open_clip.factory import create_loss
+
+    return create_loss(
+        Namespace(
+            model=model,
+            siglip=siglip,
+            distill=False,
+            local_loss=True,
+            gather_with_grad=True,
+            rank=0,
+            world_size=1,
+            horovod=False,
+            loss_dist_impl=None,
+            coca_caption_loss_weight=2.0,
+            coca_contrastive_loss_weight=1.0,
+        )
+    )
+
+
+def test_a_patch_changes_what_they_make_until_it_is_undone():
+    theirs = open_clip()
+    kinds = {"ViT-B-32": theirs.ClipLoss, "coca_ViT-B-32": type(made("coca_ViT-B-32"))}
+    undo = patch_open_clip()
+    assert type(made()) is compat.ClipLoss and type(made(siglip=True)) is compat.SigLipLoss
+    assert type(made("coca_ViT-B-32")) is kinds["coca_ViT-B-32"]
+    with patch_open_clip(itrloss.DiversityContrastiveLoss(temperature=0.05)):
+        for loss in (
+            made(),
+            made(siglip=True),
+            sys.modules["open_clip.loss"].ClipLoss(rank=0, world_size=1),
+        ):
+            assert isinstance(loss, RetrievalLoss) and loss.loss.temperature == 0.05
+    assert type(made()) is compat.ClipLoss
+    undo.close()
+    assert {name: type(made(name)) for name in kinds} == kinds
+    assert type(made(siglip=True)) is theirs.SigLipLoss
+
+
+def test_a_switch_turns_the_patch_off(monkeypatch):
+    theirs = type(made())
+    for switch, wanted in (("1", theirs), ("0", compat.ClipLoss), ("", compat.ClipLoss)):
+        monkeypatch.setenv("ITRLOSS_DISABLE", switch)
+        with patch_open_clip():
+            assert type(made()) is wanted
+
+
+def test_a_patch_needs_open_clip(monkeypatch):
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(ImportError, match=r"pip install 'itrloss\[open-clip\]'"):
+        patch_open_clip()
+
+
+def test_a_patch_with_a_loss_is_a_class_that_gathers():
+    open_clip()
+    with patch_open_clip(itrloss.InfoNCELoss(learnable=True)):
+        kind = sys.modules["open_clip.loss"].ClipLoss
+        assert isinstance(made(), kind) and issubclass(type("Own", (kind,), {}), RetrievalLoss)
+        with pytest.raises(ValueError, match="gather=True for 2 processes"):
+            kind(rank=0, world_size=2)
+    with patch_open_clip(itrloss.InfoNCELoss(learnable=True, gather=True)):
+        assert isinstance(
+            sys.modules["open_clip.loss"].ClipLoss(rank=0, world_size=2), RetrievalLoss
+        )

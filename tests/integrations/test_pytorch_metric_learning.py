@@ -1,0 +1,256 @@
+"""Losses where pytorch-metric-learning expects its own: with reducers, miners and its wrappers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.cases import embeddings
+from support.losses_registry import select
+from support.processes import WORLD, both
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import itrloss
+
+pytest.importorskip("pytorch_metric_learning")
+
+from pytorch_metric_learning import distances, losses, miners, reducers, regularizers, trainers
+from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
+from pytorch_metric_learning.utils.loss_and_miner_utils import get_all_pairs_indices
+
+from itrloss.integrations.pytorch_metric_learning import ContrastiveLoss
+
+SAME: dict[str, Any] = {
+    "supcon": (losses.SupConLoss, itrloss.SupConLoss, {"temperature": 0.1}),
+    "multi-similarity": (
+        losses.MultiSimilarityLoss,
+        itrloss.MultiSimilarityLoss,
+        {"alpha": 2, "beta": 50, "base": 0.5},
+    ),
+    "circle": (losses.CircleLoss, itrloss.CircleLoss, {}),
+}
+MINERS = {
+    "none": None,
+    "pairs": miners.MultiSimilarityMiner(),
+    "triplets": miners.TripletMarginMiner(margin=0.4),
+    "hard": miners.BatchHardMiner(),
+}
+OTHERS = select(
+    "dcl",
+    "dcl entropy",
+    "hal",
+    "infonce",
+    "filtered",
+    "sigmoid",
+    "triplet",
+    "triplet all",
+    "mil-nce",
+    "rince of the defaults",
+    "complementary",
+)
+LABELS, REF_LABELS = torch.arange(12) % 5, torch.arange(15) % 6
+
+
+def ours(loss: Any, **options: Any) -> ContrastiveLoss:
+    return ContrastiveLoss(loss(reduction="none"), **options)
+
+
+def outcome(loss: Any, x: Tensor, *args: Any) -> list[Tensor]:
+    value = loss(x, *args)
+    return [value.detach(), *torch.autograd.grad(value, x)]
+
+
+def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("miner", MINERS)
+@pytest.mark.parametrize("ref", [False, True])
+@pytest.mark.parametrize("name", SAME)
+def test_values_and_gradients_are_theirs(name, ref, miner):
+    """Of the anchors that have a positive and a negative: of others, some of theirs have a part."""
+    theirs, loss, options = SAME[name]
+    x, y = (z.requires_grad_() for z in embeddings(12, 15))
+    refs = (y, REF_LABELS) if ref else (None, None)
+    pairs = None if miner == "none" else MINERS[miner](x, LABELS, *refs)
+    nothing = {"reducer": reducers.DoNothingReducer()}
+    found = ContrastiveLoss(loss(**options, reduction="none"), **nothing)(x, LABELS, pairs, *refs)[
+        "loss"
+    ]
+    wanted = theirs(**options, **nothing)(x, LABELS, pairs, *refs)["loss"]["losses"].flatten()[
+        found["indices"]
+    ]
+    assert len(found["indices"]) > 8
+    weights = torch.arange(1, len(wanted) + 1, dtype=torch.float64)
+    assert_same(*([z, *torch.autograd.grad(z @ weights, x)] for z in (found["losses"], wanted)))
+    if len(wanted) == 12:
+        own = ContrastiveLoss(loss(**options, reduction="none"))
+        assert_same(*(outcome(f, x, LABELS, pairs, *refs) for f in (own, theirs(**options))))
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_their_memory_has_the_values_and_gradients_of_theirs(name):
+    theirs, loss, options = SAME[name]
+    memories = [
+        losses.CrossBatchMemory(f, 6, 20, miner=miners.BatchHardMiner())
+        for f in (ContrastiveLoss(loss(**options, reduction="none")), theirs(**options))
+    ]
+    for seed in range(4):  # the memory runs over
+        torch.manual_seed(seed)
+        x, labels = (
+            torch.randn(8, 6, dtype=torch.float64, requires_grad=True),
+            torch.randint(4, (8,)),
+        )
+        assert_same(*(outcome(f, x, labels) for f in memories))
+
+
+def train(loss: Any, rank: int = 0, world: int = 1) -> list[Tensor]:
+    """The losses of 32 steps of their trainer and the model; in one process, of mined pairs."""
+    torch.manual_seed(0)
+    model, draw = nn.Linear(20, 8).double(), torch.Generator().manual_seed(1)
+    labels = torch.arange(64) % 6
+    rows = torch.randn(6, 20, generator=draw).double()[labels] + torch.randn(64, 20, generator=draw)
+    own = [*zip(rows, labels.tolist(), strict=True)][rank::world]
+    values: list[Tensor] = []
+    trainer = trainers.MetricLossOnly(
+        {"trunk": DistributedDataParallel(model) if world > 1 else model},
+        {"trunk_optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)},
+        16 // world,
+        {"metric_loss": loss},
+        own,
+        {"tuple_miner": miners.MultiSimilarityMiner(0.9)} if world == 1 else None,
+        sampler=torch.utils.data.SequentialSampler(own),
+        dataloader_num_workers=0,
+        data_device="cpu",
+        end_of_iteration_hook=lambda trainer: values.append(trainer.losses["metric_loss"].detach()),
+    )
+    trainer.train(num_epochs=8)
+    return [torch.stack(values), model.weight.detach()]
+
+
+def test_their_trainer_has_the_curve_of_theirs():
+    ours, theirs = (
+        train(ContrastiveLoss(itrloss.SupConLoss(0.1, reduction="none"))),
+        train(losses.SupConLoss(0.1)),
+    )
+    assert_same(ours, theirs)
+    dcl = train(ContrastiveLoss(itrloss.DiversityContrastiveLoss(reduction="none")))
+    for values in (ours[0], dcl[0]):
+        assert len(values) == 32 and values[-4:].mean() < 0.9 * values[:4].mean()
+
+
+def in_a_process(rank: int) -> list[list[Tensor]]:
+    every = ContrastiveLoss(itrloss.SupConLoss(0.1, reduction="none")), losses.SupConLoss(0.1)
+    return [train(DistributedLossWrapper(loss), rank, WORLD) for loss in every]
+
+
+@pytest.mark.slow
+def test_their_wrapper_has_the_curve_of_theirs_in_two_processes(tmp_path):
+    for ours, theirs in both(in_a_process, tmp_path):
+        assert_same(ours, theirs)
+        assert len(ours[0]) == 32 and ours[0][-4:].mean() < 0.9 * ours[0][:4].mean()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_lists_of_all_pairs_are_pairs_by_labels(name):
+    x, y = (z.requires_grad_() for z in embeddings(12, 15))
+    own = ours(OTHERS[name].make)
+    pairs = get_all_pairs_indices(LABELS, REF_LABELS)
+    by_labels = outcome(own, x, LABELS, None, y, REF_LABELS)
+    assert_same(outcome(own, x, LABELS, pairs, y, REF_LABELS), by_labels)
+    # The candidates that are in no pair might as well not be there.
+    some = y.detach()[:9]
+    pairs = get_all_pairs_indices(LABELS, REF_LABELS[:9])
+    if name != "sigmoid":  # which divides by their number
+        wanted = outcome(own, x, LABELS, None, some, REF_LABELS[:9])
+        assert_same(outcome(own, x, LABELS, pairs, y, REF_LABELS), wanted)
+    assert by_labels[0].isfinite() and by_labels[1].abs().amax() > 1e-3
+
+
+def test_a_batch_is_not_compared_with_itself():
+    x = embeddings(12, 1)[0].requires_grad_()
+    rows = ours(itrloss.InfoNCELoss, reducer=reducers.DoNothingReducer())(x, LABELS)["loss"][
+        "losses"
+    ]
+    scores = torch.nn.functional.normalize(x) @ torch.nn.functional.normalize(x).T / 0.07
+    for i in range(12):
+        negatives = scores[i][LABELS[i] != LABELS].exp().sum()
+        own = [scores[i, j].exp() for j in range(12) if LABELS[j] == LABELS[i] and j != i]
+        torch.testing.assert_close(
+            rows[i], -sum((p / (p + negatives)).log() for p in own) / len(own)
+        )
+
+
+def test_a_pair_of_views_is_infonce():
+    """NTXentLoss averages over pairs, of which each anchor has one here."""
+    v, w = (z.requires_grad_() for z in embeddings(9, 9))
+    pair = losses.SelfSupervisedLoss(ours(itrloss.InfoNCELoss), symmetric=False)
+    theirs = losses.SelfSupervisedLoss(losses.NTXentLoss(0.07), symmetric=False)
+    assert_same(*(outcome(f, v, w) for f in (pair, theirs)))
+
+
+def test_reducers_get_the_values_of_anchors():
+    x, labels = embeddings(12, 1)[0].requires_grad_(), LABELS.clone()
+    labels[-1] = 99  # without a positive, it does not count
+    weights = torch.arange(100, dtype=torch.float64)
+    loss = ours(itrloss.SupConLoss, reducer=reducers.DoNothingReducer())(x, labels)["loss"]
+    values, indices = loss["losses"], loss["indices"]
+    assert loss["reduction_type"] == "element" and indices.tolist() == list(range(11))
+    for reducer, wanted in (
+        (None, values.mean()),
+        (reducers.SumReducer(), values.sum()),
+        (reducers.PerAnchorReducer(), values.mean()),
+        (reducers.ThresholdReducer(low=2.0), values[values > 2].mean()),
+        (reducers.ClassWeightedReducer(weights), (values * weights[labels[:-1]]).mean()),
+    ):
+        torch.testing.assert_close(ours(itrloss.SupConLoss, reducer=reducer)(x, labels), wanted)
+    regularized = ours(itrloss.SupConLoss, embedding_regularizer=regularizers.LpRegularizer())(
+        x, labels
+    )
+    assert regularized.item() == pytest.approx((values.mean() + x.norm(dim=1).mean()).item())
+
+
+def test_a_batch_without_pairs_has_the_loss_0():
+    x = embeddings(4, 1)[0].requires_grad_()
+    for labels in (torch.arange(4), torch.zeros(4, dtype=torch.int64)):
+        value = ours(itrloss.InfoNCELoss)(x, labels)
+        assert value == 0 and not torch.autograd.grad(value, x)[0].any()
+
+
+@pytest.mark.parametrize(
+    "loss, options, error",
+    [
+        (
+            losses.SupConLoss(),
+            {},
+            "loss: expected one of similarities alone, such as itrloss.SupConLoss, got",
+        ),
+        (
+            itrloss.DistillationLoss(reduction="none"),
+            {},
+            "loss: expected one of similarities alone",
+        ),
+        (itrloss.SupConLoss(), {}, "loss: expected reduction='none' without gather"),
+        (itrloss.SupConLoss(reduction="none", gather=True), {}, "with gather=True"),
+        (
+            itrloss.SupConLoss(reduction="none"),
+            {"distance": distances.LpDistance()},
+            "distance: expected none",
+        ),
+    ],
+)
+def test_other_losses_and_options_are_refused(loss, options, error):
+    with pytest.raises((TypeError, ValueError)) as found:
+        ContrastiveLoss(loss, **options)
+    assert error in str(found.value)
+
+
+def test_labels_are_needed():
+    x = embeddings(4, 1)[0]
+    with pytest.raises(
+        ValueError, match="labels, ref_labels: expected integers for all embeddings, got None"
+    ):
+        ours(itrloss.InfoNCELoss)(x, None, ref_emb=x.clone())

@@ -1,0 +1,541 @@
+"""The trainer for models of transformers, with tiny CLIP and SigLIP models made here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import WORLD, both, set_environment
+from torch import Tensor
+
+import itrloss
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    CLIPConfig,
+    CLIPModel,
+    SiglipConfig,
+    SiglipModel,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from itrloss.integrations import inner_loss
+from itrloss.integrations.transformers import RetrievalTrainer
+
+STEPS, BATCH, SIZE = 16, 8, 64
+KINDS: dict[str, Any] = {"clip": (CLIPConfig, CLIPModel), "siglip": (SiglipConfig, SiglipModel)}
+
+
+def make(kind: str) -> Any:
+    """A model with random weights in float64: 16 steps multiply rounding errors."""
+    config, model = KINDS[kind]
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    text = sizes | {
+        "vocab_size": 32,
+        "max_position_embeddings": 8,
+        "projection_dim": 16,
+        "projection_size": 16,
+    }
+    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    vision = sizes | {"image_size": 8, "patch_size": 4, "projection_dim": 16}
+    torch.manual_seed(0)
+    return model(
+        config(text_config=text | tokens, vision_config=vision, projection_dim=16)
+    ).double()
+
+
+def data(**more: list[Any]) -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(1)
+    images = torch.randn(SIZE, 3, 8, 8, generator=draw, dtype=torch.float64)
+    texts = torch.randint(2, 32, (SIZE, 6), generator=draw)
+    texts[:, -1] = 1
+    return [
+        {"pixel_values": image, "input_ids": text, **{name: x[i] for name, x in more.items()}}
+        for i, (image, text) in enumerate(zip(images, texts, strict=True))
+    ]
+
+
+def with_loss(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return default_data_collator(rows) | {"return_loss": True}
+
+
+def train(
+    kind: str, folder: Path | str, loss: Any = None, rows: Any = None, **options: Any
+) -> tuple[Any, Any]:
+    """The losses of 16 steps of their trainer, or of ours with a loss, and the trainer."""
+    settings: Any = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+    }
+    checkpoint = options.pop("checkpoint", None)
+    more = {name: options.pop(name) for name in ("eval_dataset", "model_init") if name in options}
+    own = ("sides", "output", "mini_batch_size", "split")
+    more |= {name: options.pop(name) for name in own if name in options}
+    args = TrainingArguments(output_dir=str(folder), **settings | options)
+    more |= {
+        "args": args,
+        "train_dataset": rows or data(),
+        "data_collator": default_data_collator if loss else with_loss,
+    }
+    model = None if "model_init" in more else make(kind)
+    trainer = Trainer(model, **more) if loss is None else RetrievalTrainer(model, loss=loss, **more)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return [x["loss"] for x in trainer.state.log_history if "loss" in x], trainer
+
+
+def parameters(trainer: Any) -> list[Tensor]:
+    return [p.detach() for p in trainer.model.parameters()]
+
+
+def test_infonce_has_twice_clips_curve(tmp_path):
+    """The directions are added, so half of the rate makes the same step, of the model's scale,
+    too.
+    """
+    theirs, first = train("clip", tmp_path, learning_rate=0.02)
+    ours, second = train("clip", tmp_path, itrloss.InfoNCELoss(learnable=True), learning_rate=0.01)
+    assert len(ours) == STEPS and ours[-1] < ours[0]
+    torch.testing.assert_close([x / 2 for x in ours], theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(parameters(second), parameters(first), rtol=0, atol=1e-6)
+    assert second.model.logit_scale.item() != make("clip").logit_scale.item()
+    assert second.loss.log_scale is second.model.logit_scale
+
+
+def test_the_sigmoid_loss_has_siglips_curve(tmp_path):
+    options = {"optim": "adamw_torch", "max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
+    theirs, first = train("siglip", tmp_path, **options)
+    # Distinct labels change nothing; but the trainer counts them, and might leave it to the loss to
+    # divide by that.
+    ours, second = train(
+        "siglip", tmp_path, itrloss.SigmoidLoss(), data(label=[*range(SIZE)]), **options
+    )
+    assert ours[-1] < 0.9 * ours[0]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(parameters(second), parameters(first), rtol=0, atol=1e-6)
+    assert second.loss.bias is second.model.logit_bias
+
+
+def test_other_losses_train_the_encoders_alone(tmp_path):
+    for loss in (
+        itrloss.TripletLoss(reduction="mean"),
+        itrloss.Matryoshka(itrloss.InfoNCELoss(), [8, 16]),
+    ):
+        values, trainer = train(
+            "siglip", tmp_path, loss, learning_rate=1e-3, optim="adamw_torch", weight_decay=0.1
+        )
+        assert values[-1] < values[0]
+        for name in ("logit_scale", "logit_bias"):
+            assert torch.equal(getattr(trainer.model, name), getattr(make("siglip"), name))
+    _, trainer = train(
+        "clip",
+        tmp_path,
+        itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), [8, 16]),
+        max_steps=1,
+    )
+    assert trainer.loss.loss.log_scale is trainer.model.logit_scale
+
+
+def test_a_column_label_holds_ids_and_evaluation_has_a_loss(tmp_path):
+    rows = data(label=[i // 4 for i in range(SIZE)])
+    loss = itrloss.SupConLoss()
+    _, trainer = train("clip", tmp_path, loss, rows, eval_dataset=rows[:BATCH], max_steps=1)
+    found = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        outputs = trainer.model(**default_data_collator(data()[:BATCH]))
+    ids = torch.arange(BATCH) // 4
+    assert found == pytest.approx(loss(outputs.image_embeds, outputs.text_embeds, ids, ids).item())
+    assert found != pytest.approx(loss(outputs.image_embeds, outputs.text_embeds).item())
+
+
+def test_a_model_init_trains_the_parameters_of_its_last_model(tmp_path):
+    loss = itrloss.InfoNCELoss(learnable=True)
+    _, trainer = train("clip", tmp_path, loss, model_init=lambda: make("clip"), max_steps=2)
+    assert loss.log_scale is trainer.model.logit_scale
+    assert trainer.model.logit_scale.item() != make("clip").logit_scale.item()
+
+
+MINI: dict[str, Any] = {"mini_batch_size": 3}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", ["infonce", "sigmoid", "triplet", "matryoshka"])
+def test_mini_batches_change_nothing(name: str, accumulation: int, tmp_path):
+    criteria: dict[str, Any] = {
+        "infonce": itrloss.InfoNCELoss(learnable=True),
+        "sigmoid": itrloss.SigmoidLoss(),
+        "triplet": itrloss.TripletLoss(reduction="mean"),
+        "matryoshka": itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), [8, 16]),
+    }
+    kind = "siglip" if name == "sigmoid" else "clip"
+    options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 1.0}
+    options |= {"learning_rate": 1e-3, "optim": "adamw_torch"}
+    wanted, whole = train(kind, tmp_path, criteria[name], **options)
+    found, trainer = train(kind, tmp_path, criteria[name], **options, **MINI)
+    assert len(found) == STEPS and found[-1] < found[0]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(parameters(trainer), parameters(whole), rtol=0, atol=1e-9)
+
+
+def test_the_model_sees_mini_batches(tmp_path):
+    sizes: list[int] = []
+
+    def see(module: Any, args: Any, options: Any) -> None:
+        sizes.append(len(options["pixel_values"]))
+
+    def model_init() -> Any:
+        model = make("clip")
+        model.register_forward_pre_hook(see, with_kwargs=True)
+        return model
+
+    train("clip", tmp_path, itrloss.InfoNCELoss(), max_steps=1, model_init=model_init, **MINI)
+    assert sizes == [3, 3, 2, 3, 3, 2]  # each twice
+
+
+SIDES = ("query_", "doc_", "neg_")
+
+
+def one_tower() -> Any:
+    sizes: Any = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    torch.manual_seed(0)
+    dropout: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertModel(BertConfig(vocab_size=32, **sizes, **dropout)).double()
+
+
+def questions(count: int = SIZE, negatives: int = 2) -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(1)
+    rows = []
+    for _ in range(count):
+        query, doc = torch.randint(2, 32, (2, 6), generator=draw)
+        neg = torch.randint(2, 32, (negatives, 6), generator=draw)
+        mask = torch.ones_like(doc)
+        mask[4:] = 0
+        rows.append(
+            {
+                "query_input_ids": query,
+                "doc_input_ids": doc,
+                "doc_attention_mask": mask,
+                "neg_input_ids": neg,
+            }
+        )
+    return rows
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    batch["neg_input_ids"] = batch["neg_input_ids"].flatten(0, 1)
+    return batch
+
+
+def train_one_tower(
+    folder: Path, loss: Any, sides: Any = SIDES, **options: Any
+) -> tuple[list[float], Any]:
+    """The losses of eight steps with one encoder for queries and documents, and the trainer."""
+    own = {
+        name: options.pop(name)
+        for name in ("output", "mini_batch_size", "split")
+        if name in options
+    }
+    settings: Any = {
+        "max_steps": 8,
+        "per_device_train_batch_size": BATCH,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "lr_scheduler_type": "constant",
+        "remove_unused_columns": False,
+    }
+    trainer = RetrievalTrainer(
+        one_tower(),
+        TrainingArguments(output_dir=str(folder), **settings | options),
+        loss=loss,
+        sides=sides,
+        train_dataset=questions(),  # type: ignore[arg-type] # a list of rows
+        data_collator=collate,
+        **own,
+    )
+    trainer.train()
+    return [x["loss"] for x in trainer.state.log_history if "loss" in x], trainer
+
+
+def last_word(outputs: Any) -> Tensor:
+    return outputs.last_hidden_state[:, -1]
+
+
+def by_pieces(inputs: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    """Chunks of one row, and of the others."""
+    rows = len(inputs["input_ids"])
+    parts = [slice(1), slice(1, rows)]
+    return [{name: x[part] for name, x in inputs.items()} for part in parts]
+
+
+@pytest.mark.parametrize("output", ["pooler_output", last_word])
+@pytest.mark.parametrize("in_batch", [True, False])
+def test_sides_are_calls_of_one_model(output: Any, in_batch: bool, tmp_path):
+    loss = itrloss.InfoNCELoss(0.1, directions="image-text", in_batch=in_batch)
+    wanted, whole = train_one_tower(tmp_path, loss, output=output)
+    model = one_tower()
+    batch = collate([questions()[i] for i in order(tmp_path)[:BATCH]])
+    names = ("query", "doc", "neg")
+    masks = [None, batch["doc_attention_mask"], None]
+    outputs = [
+        model(batch[f"{name}_input_ids"], attention_mask=mask)
+        for name, mask in zip(names, masks, strict=True)
+    ]
+    embeddings = [x.pooler_output if output == "pooler_output" else last_word(x) for x in outputs]
+    negatives = embeddings[2] if in_batch else embeddings[2].view(BATCH, 2, -1)
+    first = loss(embeddings[0], embeddings[1], negatives=negatives)
+    assert wanted[0] == pytest.approx(first.item(), abs=1e-4) and wanted[-1] < wanted[0]
+    cut: list[int] = []
+
+    def and_count(inputs: Any, size: int) -> Any:
+        cut.append(size)
+        return by_pieces(inputs, size)
+
+    for split in (None, and_count):
+        mini = {"output": output, "mini_batch_size": 3, "split": split}
+        found, trainer = train_one_tower(tmp_path, loss, **mini)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+        torch.testing.assert_close(parameters(trainer), parameters(whole), rtol=0, atol=1e-9)
+    assert cut == 8 * 3 * [3]  # at each step, for each side
+
+
+def order(folder: Path) -> list[int]:
+    """The order in which the trainer takes the rows of its first epoch."""
+    args: Any = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
+    rows: Any = [{"number": i} for i in range(SIZE)]
+    trainer = Trainer(torch.nn.Linear(1, 1), args, train_dataset=rows, data_collator=list)
+    trainer.args.remove_unused_columns = False
+    return [row["number"] for batch in trainer.get_train_dataloader() for row in batch]
+
+
+def in_a_process(rank: int, folder: str) -> dict[str, Any]:
+    set_environment(rank)
+    found = {}
+    for name, kind, loss in losses(gather=True):
+        options = {"per_device_train_batch_size": BATCH // WORLD, "ddp_backend": "gloo"}
+        options["ddp_find_unused_parameters"] = False  # then all that are trained need a gradient
+        values, trainer = train(kind, folder, loss, **options)
+        assert trainer.args.world_size == WORLD
+        found[name] = values, parameters(trainer)
+    return found
+
+
+def losses(gather: bool) -> list[tuple[str, str, Any]]:
+    return [
+        ("infonce", "clip", itrloss.InfoNCELoss(learnable=True, gather=gather)),
+        ("sigmoid", "siglip", itrloss.SigmoidLoss(gather=gather)),
+        ("dcl", "clip", itrloss.DiversityContrastiveLoss(gather=gather)),
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(tmp_path):
+    found = both(in_a_process, tmp_path, str(tmp_path))
+    for name, kind, loss in losses(gather=False):
+        values, trainer = train(kind, tmp_path, loss)
+        torch.testing.assert_close(found[0][name][0], values, rtol=0, atol=1e-5)
+        for result in found:
+            torch.testing.assert_close(result[name][1], parameters(trainer), rtol=0, atol=1e-6)
+
+
+def cases_of_mini_batches(gather: bool) -> list[tuple[str, Any, dict[str, Any]]]:
+    """The model, the loss, and options. The scale of CLIP has a gradient of the loss alone."""
+    infonce = itrloss.InfoNCELoss(learnable=True, gather=gather)
+    one = itrloss.InfoNCELoss(0.1, directions="image-text", gather=gather)
+    return [
+        ("clip", infonce, {"ddp_find_unused_parameters": False}),
+        ("clip", infonce, {"ddp_find_unused_parameters": True, "gradient_accumulation_steps": 2}),
+        ("siglip", itrloss.SigmoidLoss(gather=gather), {"gradient_accumulation_steps": 2}),
+        ("one tower", one, {}),
+        ("one tower", one, {"gradient_accumulation_steps": 2}),
+    ]
+
+
+def train_case(kind: str, folder: Path | str, loss: Any, options: Any) -> tuple[Any, Any]:
+    if kind == "one tower":
+        return train_one_tower(Path(folder), loss, output=last_word, **options)
+    return train(kind, folder, loss, learning_rate=1e-3, **options)
+
+
+def mini_batches_in_a_process(rank: int, folder: str) -> list[Any]:
+    set_environment(rank)
+    found = []
+    for kind, loss, options in cases_of_mini_batches(gather=True):
+        shared = {"per_device_train_batch_size": BATCH // WORLD, "ddp_backend": "gloo"}
+        values, trainer = train_case(kind, folder, loss, shared | options | MINI)
+        assert trainer.args.world_size == WORLD
+        found.append((values, parameters(trainer)))
+    return found
+
+
+@pytest.mark.slow
+def test_mini_batches_of_two_processes_train_as_one_batch_does(tmp_path):
+    found = both(mini_batches_in_a_process, tmp_path, str(tmp_path))
+    for i, (kind, loss, options) in enumerate(cases_of_mini_batches(gather=False)):
+        values, trainer = train_case(kind, tmp_path, loss, options)
+        torch.testing.assert_close(found[0][i][0], values, rtol=0, atol=1e-6)
+        for result in found:
+            torch.testing.assert_close(result[i][1], parameters(trainer), rtol=0, atol=1e-6)
+        if kind == "clip":
+            assert trainer.model.logit_scale.item() != make("clip").logit_scale.item()
+
+
+def test_evaluation_has_the_loss_and_the_embeddings_of_the_sides(tmp_path):
+    loss = itrloss.InfoNCELoss(0.1, directions="image-text")
+    _, trainer = train_one_tower(tmp_path, loss, max_steps=1, mini_batch_size=3)
+    batch = collate(questions(BATCH))
+    value, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    found = trainer.evaluate(questions(BATCH))["eval_loss"]
+    assert found == pytest.approx(value.item())
+    assert {name: x.shape for name, x in outputs.items()} == {
+        "query_": (BATCH, 16),
+        "doc_": (BATCH, 16),
+        "neg_": (2 * BATCH, 16),
+    }
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"sides": "query_"}, TypeError, "sides: expected two or three strings, got 'query_'"),
+        ({"sides": ["a", 1]}, TypeError, "sides: expected two or three strings"),
+        ({"sides": ["a"]}, ValueError, r"sides: expected two or three strings .*, got \['a'\]"),
+        ({"mini_batch_size": 0}, ValueError, "mini_batch_size"),
+        ({"mini_batch_size": 2.0}, TypeError, "mini_batch_size"),
+        ({"split": by_pieces}, ValueError, "split: expected a mini_batch_size beside it, got None"),
+    ],
+)
+def test_options_are_checked(options: Any, error: Any, message: str, tmp_path):
+    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(error, match=message):
+        RetrievalTrainer(one_tower(), args, loss=itrloss.InfoNCELoss(), **options)
+    with pytest.raises(ValueError, match="sides: expected two strings for TripletLoss"):
+        RetrievalTrainer(one_tower(), args, loss=itrloss.TripletLoss(), sides=SIDES)
+
+
+def test_backward_passes_of_others_are_refused_for_mini_batches(tmp_path, monkeypatch):
+    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    loss = itrloss.InfoNCELoss()
+    args.optim = "adalomo"
+    with pytest.raises(ValueError, match=r"mini_batch_size: expected None .*, got 4 with .* LOMO"):
+        RetrievalTrainer(make("clip"), args, loss=loss, mini_batch_size=4)
+    args.optim = "adamw_torch"
+    create = Trainer.create_accelerator_and_postprocess
+
+    def with_deepspeed(self: Any) -> None:
+        create(self)
+        self.is_deepspeed_enabled = True
+
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", with_deepspeed)
+    with pytest.raises(
+        ValueError, match=r"mini_batch_size: expected None .*, got 4 with DeepSpeed"
+    ):
+        RetrievalTrainer(make("clip"), args, loss=loss, mini_batch_size=4)
+
+
+def test_batches_that_do_not_fit_the_sides_are_refused(tmp_path):
+    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    own = itrloss.InfoNCELoss(directions="image-text", in_batch=False)
+    trainer = RetrievalTrainer(one_tower(), args, loss=own, sides=SIDES)
+    batch = collate(questions(4))
+    with pytest.raises(ValueError, match=r"sides: .* begin with 'query_', got doc_input_ids"):
+        trainer.compute_loss(trainer.model, {"doc_input_ids": batch["doc_input_ids"]})
+    with pytest.raises(ValueError, match=r"negatives: .* each of 4 images, got 7 rows"):
+        fewer = batch["neg_input_ids"][:7]
+        trainer.compute_loss(trainer.model, batch | {"neg_input_ids": fewer})
+    trainer.output = "embeddings"
+    with pytest.raises(TypeError, match="model: expected outputs with embeddings, got last_hidden"):
+        trainer.compute_loss(trainer.model, batch)
+
+
+def test_other_losses_and_models_are_refused(tmp_path):
+    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(
+        TypeError,
+        match=r"loss: expected one of images and texts alone, such as .*, got 'InfoNCELoss'",
+    ):
+        RetrievalTrainer(make("clip"), args, loss="InfoNCELoss")  # type: ignore
+    with pytest.raises(
+        ValueError, match=r"loss: CLIPModel does not have bias.*; expected one with learnable=False"
+    ):
+        RetrievalTrainer(make("clip"), args, loss=itrloss.SigmoidLoss())
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    trainer = RetrievalTrainer(
+        BertForSequenceClassification(BertConfig(vocab_size=8, **sizes)),
+        args,
+        loss=itrloss.InfoNCELoss(),
+    )
+    with pytest.raises(
+        TypeError, match=r"model: expected outputs with image_embeds and text_embeds.*, got logits"
+    ):
+        trainer.compute_loss(trainer.model, {"input_ids": torch.ones(2, 3, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize("name", ["infonce", "sigmoid", "triplet", "matryoshka"])
+def test_a_resumed_run_is_the_same_bit_for_bit(name: str, tmp_path):
+    """It begins with all negatives; the run that is saved has switched to the hardest ones."""
+    criteria: dict[str, Any] = {
+        "infonce": lambda: itrloss.InfoNCELoss(learnable=True),
+        "sigmoid": itrloss.SigmoidLoss,
+        "triplet": lambda: itrloss.TripletLoss(mining="all"),
+        "matryoshka": lambda: itrloss.Matryoshka(itrloss.TripletLoss(mining="all"), [8, 16]),
+    }
+    options: Any = {
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "optim": "adamw_torch",
+        "lr_scheduler_type": "cosine",
+    }
+
+    def run(folder: str, checkpoint: Any = None) -> tuple[Any, Any]:
+        loss = criteria[name]()
+        if name in ("triplet", "matryoshka") and checkpoint is None:
+            inner_loss(loss).mining = "hardest"
+        kind = "siglip" if name == "sigmoid" else "clip"
+        more = {"max_steps": 6, "checkpoint": checkpoint, **options}
+        return train(kind, tmp_path / folder, loss, **more)
+
+    wanted, whole = run("whole")
+    found, resumed = run("part", str(tmp_path / "whole" / "checkpoint-3"))
+    assert found == wanted and len(found) == 6
+    for p, expected in zip(parameters(resumed), parameters(whole), strict=True):
+        assert torch.equal(p, expected)
+    if name in ("triplet", "matryoshka"):
+        (tmp_path / "whole" / "checkpoint-3" / "retrieval_losses.pt").unlink()
+        with pytest.warns(UserWarning, match="checkpoint-3 has no retrieval_losses.pt"):
+            run("without", str(tmp_path / "whole" / "checkpoint-3"))

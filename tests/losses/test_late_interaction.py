@@ -1,0 +1,699 @@
+"""Late interaction: scores of sets of token embeddings, own ones and those of all processes, and
+losses that take them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.cases import measured_apart, sets
+from support.flops import Products
+from support.processes import both as in_two_processes
+from support.processes import run
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+import itrloss
+from itrloss import functional
+from itrloss.engine import inputs as engine_inputs
+
+AGGREGATIONS = (
+    *("max", "mean", "smooth_chamfer"),
+    *("max_sum", "max_mean", "smooth_max_sum", "smooth_max_mean"),
+)
+ALPHA = 4.0
+
+
+def loop(images, texts, aggregation, lengths=(None, None), normalize=True) -> Tensor:
+    """The definition, pair by pair and element by element."""
+    rows = []
+    for i, j in itertools.product(range(len(images)), range(len(texts))):
+        a, b = (
+            x[k] if size is None else x[k, : int(size[k])]
+            for x, k, size in zip((images, texts), (i, j), lengths, strict=True)
+        )
+        if not len(a) or not len(b):
+            rows.append(images.new_zeros(()))
+            continue
+        unit = (lambda v: v / v.norm()) if normalize else (lambda v: v)
+        x = [[(unit(u) * unit(v)).sum() for v in b] for u in a]
+
+        def soft(values):
+            return torch.stack([(ALPHA * v).exp() for v in values]).sum().log() / ALPHA
+
+        if aggregation == "max":
+            value = max(max(line) for line in x)
+        elif aggregation == "mean":
+            value = sum(sum(line) for line in x) / (len(a) * len(b))
+        elif aggregation == "max_sum":
+            value = sum(max(line) for line in x)
+        elif aggregation == "max_mean":
+            value = sum(max(line) for line in x) / len(a)
+        elif aggregation == "smooth_max_sum":
+            value = sum(soft(line) for line in x)
+        elif aggregation == "smooth_max_mean":
+            value = sum(soft(line) for line in x) / len(a)
+        else:
+            forth, back = (
+                sum(soft(line) for line in x) / len(a),
+                sum(soft(y) for y in zip(*x, strict=True)) / len(b),
+            )
+            value = (forth + back) / 2
+        rows.append(value)
+    return torch.stack(rows).view(len(images), len(texts))
+
+
+def small_tiles(monkeypatch, numel=16):
+    monkeypatch.setitem(engine_inputs.TILE, "cpu", (numel, 4))
+
+
+def ours(images, texts, aggregation, lengths=(None, None), **options):
+    named = {"image_lengths": lengths[0], "text_lengths": lengths[1]}
+    return functional.set_similarity(images, texts, aggregation, ALPHA, **named, **options)
+
+
+LENGTHS = {
+    "all": (None, None),
+    "images": (torch.tensor([3, 0, 1, 2, 3]), None),
+    "texts": (None, torch.tensor([4, 1, 0, 2])),
+    "both": (torch.tensor([3, 0, 1, 2, 1]), torch.tensor([0, 1, 4, 2], dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("numel", [1, 60, 2**20])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_values_and_gradients_are_those_of_the_definition(aggregation, lengths, numel, monkeypatch):
+    small_tiles(monkeypatch, numel)
+    for normalize in (True, False):
+        v, w = sets(5, 3, 6).requires_grad_(), sets(4, 4, 6, seed=1).requires_grad_()
+        grad = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        wanted = loop(v, w, aggregation, LENGTHS[lengths], normalize)
+        found = ours(v, w, aggregation, LENGTHS[lengths], normalize=normalize)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+        with torch.no_grad():
+            again = ours(v, w, aggregation, LENGTHS[lengths], normalize=normalize)
+        torch.testing.assert_close(again, wanted, rtol=1e-9, atol=1e-9)
+        for x, y in zip(
+            torch.autograd.grad(found, (v, w), grad),
+            torch.autograd.grad(wanted, (v, w), grad),
+            strict=True,
+        ):
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_derivatives_are_those_of_differences(aggregation, monkeypatch):
+    small_tiles(monkeypatch)
+    inputs = sets(3, 2, 4).requires_grad_(), sets(2, 3, 4, seed=1).requires_grad_()
+    lengths = torch.tensor([2, 1, 0]), torch.tensor([3, 2])
+    assert gradcheck(lambda a, b: ours(a, b, aggregation, lengths), inputs)
+    assert gradgradcheck(lambda a, b: ours(a, b, aggregation, lengths), inputs)
+    for k in range(2):  # one side alone
+        alone = [x.detach().requires_grad_(i == k) for i, x in enumerate(inputs)]
+        grad = torch.autograd.grad(ours(*alone, aggregation).sum(), alone[k])[0]
+        torch.testing.assert_close(
+            grad, torch.autograd.grad(ours(*inputs, aggregation).sum(), inputs[k])[0]
+        )
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("padding", [math.nan, math.inf, 1e6])
+def test_padding_has_no_influence_and_no_gradient(aggregation, padding):
+    lengths = LENGTHS["both"]
+    v, w = sets(5, 3, 6), sets(4, 4, 6, seed=1)
+    padded = []
+    for x, size in zip((v, w), lengths, strict=True):
+        missing = torch.arange(x.shape[1]) >= size[:, None]
+        padded.append(x.masked_fill(missing.unsqueeze(-1), padding).requires_grad_())
+    found = ours(*padded, aggregation, lengths)
+    torch.testing.assert_close(found, ours(v, w, aggregation, lengths))
+    assert (found[1] == 0).all() and (found[:, 0] == 0).all()
+    for x, size in zip(torch.autograd.grad(found.sum(), padded), lengths, strict=True):
+        assert x.isfinite().all()
+        assert not x[torch.arange(x.shape[1]) >= size[:, None]].any()
+        assert x.any()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_few_elements_against_many(aggregation):
+    """Scores are transposed in memory then."""
+    v, w = sets(1, 2, 6).requires_grad_(), sets(9, 7, 6, seed=1).requires_grad_()
+    lengths = torch.tensor([1]), torch.arange(9).clamp_max(7)
+    wanted, found = (f(v, w, aggregation, lengths) for f in (loop, ours))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    grads = [torch.autograd.grad(x.sin().sum(), (v, w)) for x in (found, wanted)]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 2, 31, 64, 65, 257, 1000, 8000])
+@pytest.mark.parametrize("aggregation", ["max", "max_sum"])
+def test_long_sets(aggregation, size):
+    """Winners are noted in the smallest type that holds their number."""
+    v, w = sets(3, 5, 8).requires_grad_(), sets(4, size, 8, seed=1).requires_grad_()
+    cosines = torch.einsum("nkd,mld->nkml", F.normalize(v, dim=2), F.normalize(w, dim=2)).amax(3)
+    wanted = cosines.amax(1) if aggregation == "max" else cosines.sum(1)
+    found = ours(v, w, aggregation)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    grads = [torch.autograd.grad(x.square().sum(), (v, w)) for x in (found, wanted)]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
+def test_of_equal_elements_the_first_has_the_gradient():
+    v, w = torch.ones(1, 2, 3, requires_grad=True), torch.ones(1, 4, 3, requires_grad=True)
+    for aggregation, rows in (("max", 1), ("max_sum", 2)):
+        score = ours(v, w, aggregation, normalize=False)
+        assert score.item() == 3 * rows
+        of_rows, of_cols = torch.autograd.grad(score, (v, w))
+        assert of_cols[0, :, 0].tolist() == [rows, 0, 0, 0] and of_rows[0, :, 0].tolist() == [
+            1,
+            rows - 1,
+        ]
+
+
+def test_zero_vectors_score_zero_without_a_gradient():
+    v, w = torch.zeros(2, 3, 4, requires_grad=True), torch.randn(5, 2, 4, requires_grad=True)
+    score = ours(v, w, "max_sum")
+    assert not score.any()
+    assert not any(x.any() for x in torch.autograd.grad(score.sum(), (v, w)))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32(aggregation, dtype):
+    v, w = (sets(4, 3, 16, seed, dtype).requires_grad_() for seed in range(2))
+    wide = [x.detach().float().requires_grad_() for x in (v, w)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ours(v, w, aggregation)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, ours(*wide, aggregation), rtol=1e-6, atol=1e-6)
+    grads, wanted = (
+        torch.autograd.grad(found.sum(), (v, w)),
+        torch.autograd.grad(ours(*wide, aggregation).sum(), wide),
+    )
+    for x, y in zip(grads, wanted, strict=True):
+        assert x.dtype == dtype
+        torch.testing.assert_close(x, y.to(dtype), rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_nan_is_seen_where_it_belongs(aggregation):
+    v, w = sets(3, 2, 4, dtype=torch.float32), sets(4, 3, 4, 1, torch.float32)
+    v[1, 0, 2] = math.nan
+    v, w = v.requires_grad_(), w.requires_grad_()
+    score = ours(v, w, aggregation)
+    assert score[1].isnan().all() and score[[0, 2]].isfinite().all()
+    assert all(x.isnan().any() for x in torch.autograd.grad(score.sum(), (v, w)))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_compiles_without_a_graph_break(aggregation):
+    torch._dynamo.reset()
+    v, w, lengths = (
+        sets(5, 3, 6).requires_grad_(),
+        sets(4, 4, 6, seed=1).requires_grad_(),
+        LENGTHS["both"],
+    )
+
+    def step(a, b, *lengths):
+        return ours(a, b, aggregation, lengths)
+
+    wanted, found = (
+        step(v, w, *lengths),
+        torch.compile(step, fullgraph=True, backend="aot_eager")(v, w, *lengths),
+    )
+    torch.testing.assert_close(found, wanted)
+    grads = [torch.autograd.grad(x.sin().sum(), (v, w)) for x in (found, wanted)]
+    torch.testing.assert_close(*grads)
+
+
+def test_scores_are_those_of_a_public_package():
+    package = pytest.importorskip("maxsim_cpu")
+    query, documents = (
+        F.normalize(torch.randn(32, 128), dim=1),
+        F.normalize(torch.randn(20, 100, 128), dim=2),
+    )
+    wanted = torch.from_numpy(package.maxsim_scores(query.numpy(), documents.numpy()))
+    torch.testing.assert_close(
+        ours(query[None], documents, "max_sum")[0], wanted, rtol=1e-5, atol=1e-5
+    )
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+MEASURE = """
+import json, sys, torch
+from itrloss import functional
+from benchmarks.peak import peak_memory
+
+torch.set_num_threads(1)
+v = torch.randn(32, 32, 64, requires_grad=True)
+w = torch.randn(32, 1024, 64, requires_grad=True)  # 134 MB of scores
+queries = torch.randn(512, 32, 16, requires_grad=True)
+own = torch.randn(512, 4, 512, 16, requires_grad=True)  # 134 MB of scores, 67 MB of embeddings
+
+def measured(aggregation, v, w, **options):
+    def step(v, w):
+        functional.set_similarity(v, w, aggregation, **options).sum().backward()
+
+    step(v[:2].detach().requires_grad_(), w[:2].detach().requires_grad_())
+    v.grad = w.grad = None
+    found = peak_memory(lambda: step(v, w), torch.device("cpu"))
+    v.grad = w.grad = None
+    return found
+
+memory = [measured(aggregation, v, w) for aggregation in sys.argv[1:]]
+of_own = [measured(aggregation, queries, own) for aggregation in sys.argv[1:]]
+print(json.dumps([memory, of_own]))
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_a_tile():
+    """Beside the gradients of 8.5 MB; plain PyTorch takes more than twice the 134 MB of the scores.
+
+    One process measures all, as PyTorch takes long to load.
+    """
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the resident set is read from /proc, which this system does not have")
+    names = ["max", "max_sum", "smooth_max_sum", "smooth_chamfer"]
+    found, of_own = measured_apart(MEASURE, *names)
+    if None in found:
+        pytest.skip("the peak of the resident set cannot be read")
+    assert len(found) == len(of_own) == len(names)
+    assert max(found) < 40, found
+    assert max(of_own) < 180, of_own
+
+
+# ---------------------------------------------------------------------------- each image's own sets
+
+
+def loop_of_own(images, texts, aggregation, lengths=(None, None), normalize=True) -> Tensor:
+    """The definition for texts (N, J, L, D), image by image."""
+    rows = []
+    for i in range(len(images)):
+        own = [None if size is None else size[i] for size in lengths]
+        given = None if own[0] is None else own[0][None], own[1]
+        rows.append(loop(images[i][None], texts[i], aggregation, given, normalize)[0])
+    return torch.stack(rows)
+
+
+OWN_LENGTHS = {
+    "all": (None, None),
+    "images": (torch.tensor([3, 0, 1, 2, 3]), None),
+    "texts": (None, torch.tensor([[4, 1], [0, 2], [3, 3], [1, 4], [0, 0]])),
+    "both": (torch.tensor([3, 1, 1, 2, 0]), torch.tensor([[4, 1], [0, 2], [3, 3], [1, 4], [2, 2]])),
+}
+
+
+@pytest.mark.parametrize("numel", [1, 60, 150, 2**20])
+@pytest.mark.parametrize("lengths", OWN_LENGTHS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_own_sets_are_those_of_the_definition(aggregation, lengths, numel, monkeypatch):
+    """In one part, in parts of several images, of one, and of one set."""
+    small_tiles(monkeypatch, numel)
+    v, w = sets(5, 3, 6).requires_grad_(), sets(10, 4, 6, seed=1).view(5, 2, 4, 6).requires_grad_()
+    grad = torch.randn(5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for normalize in (True, False):
+        wanted = loop_of_own(v, w, aggregation, OWN_LENGTHS[lengths], normalize)
+        found = ours(v, w, aggregation, OWN_LENGTHS[lengths], normalize=normalize)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+        grads = [torch.autograd.grad(x, (v, w), grad) for x in (found, wanted)]
+        torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("numel", [60, 2**20])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_derivatives_of_own_sets_are_those_of_differences(aggregation, numel, monkeypatch):
+    small_tiles(monkeypatch, numel)
+    v, w = sets(3, 2, 4).requires_grad_(), sets(6, 3, 4, seed=1).view(3, 2, 3, 4).requires_grad_()
+    lengths = torch.tensor([2, 1, 0]), torch.tensor([[3, 2], [1, 0], [2, 2]])
+    assert gradcheck(lambda a, b: ours(a, b, aggregation, lengths), (v, w))
+    assert gradgradcheck(lambda a, b: ours(a, b, aggregation, lengths), (v, w))
+    both = torch.autograd.grad(ours(v, w, aggregation, lengths).sum(), (v, w))
+    of_v = torch.autograd.grad(ours(v, w.detach(), aggregation, lengths).sum(), v)
+    of_w = torch.autograd.grad(ours(v.detach(), w, aggregation, lengths).sum(), w)
+    torch.testing.assert_close((*of_v, *of_w), both)
+
+
+@pytest.mark.parametrize("padding", [math.nan, math.inf, 1e4])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_padding_of_own_sets_has_no_influence_and_no_gradient(aggregation, padding, monkeypatch):
+    """Of float16 embeddings that are not contiguous, and masks of both sides."""
+    small_tiles(monkeypatch, 60)
+    exists = torch.rand(4, 2, 5, generator=torch.Generator().manual_seed(3)) < 0.5
+    exists[1, 0] = False
+    w = sets(8, 5, 6, 1, torch.float16).view(2, 4, 5, 6).transpose(0, 1)
+    v = sets(4, 3, 6, 0, torch.float16).requires_grad_()
+    options: dict = {"text_mask": exists, "image_mask": [[0, 1, 1]] * 4}
+    scores = []
+    for fill in (padding, 0.0):
+        x = w.masked_fill(~exists[..., None], fill).requires_grad_()
+        found = functional.set_similarity(v, x, aggregation, ALPHA, **options)
+        assert found.dtype == torch.float32
+        assert found[1, 0] == 0
+        of_v, of_x = torch.autograd.grad(found.sin().sum(), (v, x))
+        assert of_x.dtype == torch.float16
+        assert not of_x[~exists].any()
+        assert not of_v[:, 0].any()
+        assert of_x.any()
+        scores.append((found, of_v, of_x))
+    torch.testing.assert_close(*scores)
+
+
+def test_no_images_have_no_scores_of_own_sets():
+    """As in a process of several whose share of the batch is empty."""
+    v, w = torch.randn(0, 3, 4, requires_grad=True), torch.randn(0, 2, 5, 4, requires_grad=True)
+    for aggregation in AGGREGATIONS:
+        scores = ours(v, w, aggregation)
+        assert scores.shape == (0, 2)
+        grads = torch.autograd.grad(scores.sum(), (v, w))
+        assert [x.shape for x in grads] == [v.shape, w.shape]
+
+
+def test_own_sets_are_scored_with_their_image_alone():
+    """N J sets cost N J products of sets, not N times as many."""
+    n, j, k, size, d = 8, 3, 5, 7, 16
+    v, w = torch.randn(n, k, d), torch.randn(n, j, size, d)
+    with FlopCounterMode(display=False) as counter:
+        functional.set_similarity(v, w, "max_sum")
+    assert counter.get_total_flops() == 2 * n * j * k * size * d
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_own_sets_compile_without_a_graph_break(aggregation):
+    torch._dynamo.reset()
+    v, w = sets(5, 3, 6).requires_grad_(), sets(10, 4, 6, seed=1).view(5, 2, 4, 6).requires_grad_()
+
+    def step(a, b):
+        return ours(a, b, aggregation, OWN_LENGTHS["both"])
+
+    wanted = step(v, w)
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(v, w)
+    torch.testing.assert_close(found, wanted)
+    grads = [torch.autograd.grad(x.sin().sum(), (v, w)) for x in (found, wanted)]
+    torch.testing.assert_close(*grads)
+
+
+# -------------------------------------------------------------------------------- several processes
+
+# Sets (N, K) and (M, L) of each process.
+SHARES = {
+    "even": [(3, 2, 3, 4), (3, 2, 3, 4)],
+    "one masked": [(3, 2, 3, 4), (3, 2, 3, 4)],
+    "longer": [(3, 2, 3, 2), (3, 2, 3, 4)],
+    "uneven": [(4, 2, 1, 4), (2, 5, 3, 2)],
+    "no images": [(0, 2, 3, 4), (5, 2, 2, 3)],
+    "no texts": [(2, 2, 0, 4), (3, 2, 5, 3)],
+}
+
+
+def share(name: str, rank: int) -> dict[str, Any]:
+    """A process's images and texts, and which of their elements exist; some cosines are negative
+    alone, so that padding would win.
+    """
+    n, k, m, size = SHARES[name][rank]
+    mask = torch.rand(m, size, generator=torch.Generator().manual_seed(5 + rank)) < 0.7
+    return {
+        "images": -sets(n, k, 4, 10 + rank).requires_grad_(),
+        "texts": sets(m, size, 4, 20 + rank).requires_grad_(),
+        "mask": mask if rank == 0 and name not in ("even", "longer") else None,
+    }
+
+
+def scores_of(x: dict[str, Any], aggregation: Any, **options: Any) -> Tensor:
+    mask = {"text_mask": x["mask"]}
+    return functional.set_similarity(x["images"], x["texts"], aggregation, ALPHA, **mask, **options)
+
+
+def gathering(rank: int, name: str) -> dict[str, list[Tensor]]:
+    """Scores of own images with all texts, and gradients of a sum over processes."""
+    found = {}
+    for aggregation in AGGREGATIONS:
+        x = share(name, rank)
+        leaves = x["images"], x["texts"]
+        scores = scores_of(x, aggregation, gather=True)
+        grads = torch.autograd.grad(weighted(scores, rank), leaves)
+        found[aggregation] = [scores.detach(), *grads]
+    return found
+
+
+def weighted(scores: Tensor, rank: int) -> Tensor:
+    """A sum whose terms differ between processes."""
+    weights = torch.arange(1, 1 + scores.numel(), dtype=scores.dtype).view_as(scores)
+    return ((rank + 1) * weights * scores.sin()).sum()
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_processes_score_their_images_with_the_texts_of_all(name, tmp_path):
+    """Values and gradients are those of one process, which sees the texts of each by themselves."""
+    found = in_two_processes(gathering, tmp_path, name)
+    for aggregation in AGGREGATIONS:
+        parts = [share(name, rank) for rank in range(2)]
+        total: Any = 0
+        for rank, own in enumerate(parts):
+            lines = []
+            for other in parts:
+                if len(own["images"]) and len(other["texts"]):
+                    both = {**other, "images": own["images"]}
+                    lines.append(scores_of(both, aggregation))
+            shape = len(own["images"]), sum(len(other["texts"]) for other in parts)
+            wanted = torch.cat(lines, 1) if lines else torch.zeros(shape, dtype=torch.float64)
+            total = total + weighted(wanted, rank)
+            torch.testing.assert_close(found[rank][aggregation][0], wanted, rtol=1e-9, atol=1e-9)
+        for rank, own in enumerate(parts):
+            leaves = own["images"], own["texts"]
+            exact = torch.autograd.grad(
+                total, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            given = tuple(found[rank][aggregation][1:])
+            torch.testing.assert_close(given, exact, rtol=1e-9, atol=1e-9)
+
+
+def compiled(rank: int) -> list[list[Tensor]]:
+    """Scores and gradients of one graph and of eager mode; processes are not compared then."""
+    x = share("even", rank)
+    mask = torch.arange(4) < torch.tensor([[2], [4], [3]])
+
+    def step(v: Tensor, w: Tensor) -> Tensor:
+        return functional.set_similarity(v, w, "max_mean", text_mask=mask, gather=True)
+
+    found = []
+    for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        scores = call(x["images"], x["texts"])
+        grads = torch.autograd.grad(weighted(scores, rank), (x["images"], x["texts"]))
+        found.append([scores.detach(), *grads])
+    return found
+
+
+def test_processes_compile_without_a_graph_break(tmp_path):
+    for eager, graph in in_two_processes(compiled, tmp_path):
+        torch.testing.assert_close(graph, eager)
+
+
+def in_a_group(rank: int) -> list[Tensor]:
+    """The first and the last of three processes share a batch."""
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return []
+    x = share("uneven", rank // 2)
+    scores = scores_of(x, "max_mean", gather=True, process_group=group)
+    return [scores.detach(), *torch.autograd.grad(weighted(scores, rank // 2), x["texts"])]
+
+
+def test_a_process_group_has_its_own_texts(tmp_path):
+    first, nothing, last = run(in_a_group, tmp_path, world=3)
+    wanted = in_two_processes(gathering, tmp_path, "uneven")
+    assert nothing == []
+    for found, exact in zip((first, last), wanted, strict=True):
+        scores, _, of_texts = exact["max_mean"]
+        torch.testing.assert_close(found, [scores, of_texts])
+
+
+def contrast(rank: int | None) -> list[Tensor]:
+    """ColPali's loss: of own queries with the documents of all processes, or of one process."""
+    whole = share("even", 0), share("even", 1)
+    options: Any = {}
+    if rank is None:
+        images, texts = (torch.cat([x[side] for x in whole]) for side in ("images", "texts"))
+    else:
+        images, texts = whole[rank]["images"], whole[rank]["texts"]
+        options = {"gather": True}
+    images, texts = images.detach().requires_grad_(), texts.detach().requires_grad_()
+    scores = functional.set_similarity(images, texts, "max_mean", **options)
+    ids = torch.arange(len(images)) + 3 * (rank or 0)
+    loss = itrloss.InfoNCELoss(0.1, directions="image-text")
+    value = loss(scores=scores, image_ids=ids, text_ids=torch.arange(6))
+    return [value.detach(), *torch.autograd.grad(value, (images, texts))]
+
+
+def test_a_loss_over_processes_is_that_of_one(tmp_path):
+    """Of equal numbers of queries; DistributedDataParallel averages the gradients."""
+    parts = in_two_processes(contrast, tmp_path)
+    value, *grads = contrast(None)
+    torch.testing.assert_close((parts[0][0] + parts[1][0]) / 2, value)
+    for k, wanted in enumerate(grads):
+        found = torch.cat([part[1 + k] for part in parts]) / 2
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def products(rank: int | None) -> int:
+    """FLOPs of forward and backward."""
+    n, world = 8, 2
+    rows = n if rank is None else n // world
+    v, w = torch.randn(rows, 4, 16, requires_grad=True), torch.randn(rows, 6, 16)
+    with Products() as counter:
+        scores = functional.set_similarity(v, w, "smooth_max_sum", gather=rank is not None)
+        scores.sum().backward()
+    return counter.flops
+
+
+def test_a_process_of_two_computes_half(tmp_path):
+    whole = products(None)
+    assert whole > 0
+    assert in_two_processes(products, tmp_path) == [whole / 2, whole / 2]
+
+
+WRONG_SHARES: dict[str, tuple[Any, str]] = {
+    "aggregation": (lambda rank: {"aggregation": ("max", "max_sum")[rank]}, "aggregation 'max'"),
+    "dimension": (lambda rank: {"d": 3 + rank}, "dimension 3 in process 0"),
+    "dtype": (lambda rank: {"dtype": (torch.float16, torch.float32)[rank]}, "torch.float16 in"),
+    "one fails": (
+        lambda rank: {"normalize": True, "alpha": 1.0 - rank},
+        "alpha: expected a number",
+    ),
+    "own sets": (lambda rank: {"own": True}, "gather: expected False for each image's own texts"),
+    "no texts": (lambda rank: {"m": 0}, "texts: expected at least one set"),
+}
+
+
+def wrong_share(rank: int, name: str) -> str:
+    options = WRONG_SHARES[name][0](rank)
+    d, dtype = options.pop("d", 4), options.pop("dtype", torch.float32)
+    shape = (2, 3) if options.pop("own", False) else (options.pop("m", 2),)
+    v, w = torch.ones(2, 3, d, dtype=dtype), torch.ones(*shape, 5, d, dtype=dtype)
+    try:
+        functional.set_similarity(v, w, gather=True, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def wrong_shares(rank: int) -> list[str]:
+    return [wrong_share(rank, name) for name in WRONG_SHARES]
+
+
+def test_processes_that_differ_all_raise_the_error(tmp_path):
+    for found in in_two_processes(wrong_shares, tmp_path):
+        for message, (_, wanted) in zip(found, WRONG_SHARES.values(), strict=True):
+            assert wanted in message
+
+
+def test_a_process_alone_gathers_nothing():
+    v, w = sets(3, 2, 4), sets(5, 3, 4, seed=1)
+    found = functional.set_similarity(v, w, "max_sum", gather=True)
+    with pytest.raises(ValueError, match="texts: expected sets"):
+        functional.set_similarity(v, w[:0], "max_sum", gather=True)
+    assert torch.equal(found, functional.set_similarity(v, w, "max_sum"))
+
+
+# --------------------------------------------------------------------------------------------- loss
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("aggregation", ["max_sum", "smooth_max_sum"])
+def test_loss_is_info_nce_of_the_definition(aggregation, engine):
+    v, w = sets(4, 3, 6).requires_grad_(), sets(4, 4, 6, seed=1).requires_grad_()
+    lengths = torch.tensor([3, 1, 2, 3]), torch.tensor([4, 1, 3, 2])
+    loss = itrloss.InfoNCELoss(0.5, engine=engine)
+    scores = loop(v, w, aggregation, lengths) / 0.5
+    wanted = F.cross_entropy(scores, torch.arange(4)) + F.cross_entropy(scores.T, torch.arange(4))
+    found = loss(scores=ours(v, w, aggregation, lengths))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    grads = [torch.autograd.grad(x, (v, w)) for x in (found, wanted)]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
+def test_loss_takes_ids_other_counts_and_reductions():
+    v, w = sets(3, 3, 6), sets(5, 4, 6, seed=1)
+    ids = torch.tensor([0, 1, 7]), torch.tensor([0, 1, 1, 9, 0])
+    options: dict[str, Any] = dict(zip(("image_ids", "text_ids"), ids, strict=True))
+    for reduction in ("mean", "sum", "none"):
+        loss = itrloss.InfoNCELoss(2.0, reduction=reduction, telemetry=True)
+        wanted = loss(scores=loop(v, w, "max_sum"), **options)
+        found = loss(scores=ours(v, w, "max_sum"), **options)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+        assert loss.telemetry
+
+
+X = torch.ones(2, 3, 4)
+OWN = torch.ones(2, 5, 3, 4)
+WRONG = {
+    "image_lengths": (
+        lambda: ours(X, X, "max", (torch.tensor([1, 4]), None)),
+        ValueError,
+        r"image_lengths: .* 0 to 3",
+    ),
+    "text_lengths": (
+        lambda: ours(X, X, "max", (None, torch.tensor([1]))),
+        ValueError,
+        "text_lengths: expected shape",
+    ),
+    "kind": (
+        lambda: ours(X, X, "max", (None, torch.ones(2))),
+        TypeError,
+        "text_lengths: expected an integer",
+    ),
+    "double": (lambda: ours(X, X.double(), "max_sum"), TypeError, "texts"),
+    "images": (lambda: ours(X[0], X, "max_sum"), ValueError, "images: expected sets"),
+    "four dimensions": (lambda: ours(OWN, X, "max_sum"), ValueError, "images: expected sets"),
+    "integers": (lambda: ours(X.long(), X, "max"), TypeError, "images: expected floating-point"),
+    "no sets": (lambda: ours(X[:0], X, "max"), ValueError, "images: expected sets"),
+    "no elements": (lambda: ours(X, X[:, :0], "max"), ValueError, "texts: expected sets"),
+    "own sets of others": (
+        lambda: ours(X[:1], OWN, "max_sum"),
+        ValueError,
+        r"texts: expected each image's own sets, \(1, J, L, D\), got shape \(2, 5, 3, 4\)",
+    ),
+    "own lengths": (
+        lambda: ours(X, OWN, "max_sum", (None, torch.ones(2, dtype=torch.int64))),
+        ValueError,
+        r"text_lengths: expected shape \(2, 5\)",
+    ),
+    "own mask": (
+        lambda: ours(X, OWN, "max_sum", text_mask=torch.ones(2, 3)),
+        TypeError,
+        r"text_mask: expected a bool tensor of shape \(2, 5, 3\)",
+    ),
+    "own sets gathered": (
+        lambda: ours(X, OWN, "max_sum", gather=True),
+        ValueError,
+        "gather: expected False for each image's own texts",
+    ),
+    "gather": (lambda: ours(X, X, "max", gather="yes"), ValueError, "gather: expected True or Fal"),
+    "nan": (
+        lambda: itrloss.InfoNCELoss(check_finite=True)(scores=ours(X, X * math.nan, "max_sum")),
+        ValueError,
+        "scores: expected fin",
+    ),
+    "alpha": (
+        lambda: functional.set_similarity(X, X, "smooth_max_sum", -1.0),
+        ValueError,
+        "alpha: expected a number above 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_named(name):
+    call, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        call()

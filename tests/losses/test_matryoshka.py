@@ -1,0 +1,203 @@
+"""Matryoshka around the losses: the weighted sum over slices of the embeddings."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.cases import embeddings, make_ids
+from support.processes import run
+from torch import nn
+
+import itrloss
+
+UNSORTED, WEIGHTS = (6, 2, 3), (1.0, 0.5, 2.0)
+
+
+def infonce(v, w, temperature=0.05):
+    """InfoNCE in plain PyTorch."""
+    scores = F.normalize(v, dim=1) @ F.normalize(w, dim=1).T / temperature
+    own = torch.arange(len(v))
+    return F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)
+
+
+def with_gradients(value, *leaves):
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_infonce_equals_plain_pytorch(engine, small_tiles, poisoned):
+    v, w = (x.requires_grad_() for x in embeddings(9, 9))
+    found = itrloss.Matryoshka(itrloss.InfoNCELoss(0.05, engine=engine), UNSORTED, WEIGHTS)(v, w)
+    wanted = sum(k * infonce(v[:, :d], w[:, :d]) for d, k in zip(UNSORTED, WEIGHTS, strict=True))
+    torch.testing.assert_close(with_gradients(found, v, w), with_gradients(wanted, v, w))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        itrloss.DiversityContrastiveLoss(),
+        itrloss.TripletLoss(mining="all"),
+        itrloss.SupConLoss(inside=True),
+        itrloss.SigmoidLoss(3.0, -1.0),
+    ],
+    ids=lambda loss: type(loss).__name__,
+)
+def test_parts_are_the_losses_of_slices(loss):
+    (v, w), ids = embeddings(9, 11), make_ids("random", 9, 11)
+    wanted = sum(k * loss(v[:, :d], w[:, :d], *ids) for d, k in zip(UNSORTED, WEIGHTS, strict=True))
+    torch.testing.assert_close(itrloss.Matryoshka(loss, UNSORTED, WEIGHTS)(v, w, *ids), wanted)
+
+
+def test_what_else_a_loss_takes_is_passed_on():
+    (v, w), teacher = embeddings(5, 5), torch.rand(5, 5, dtype=torch.float64)
+    loss = itrloss.DistillationLoss()
+    found = itrloss.Matryoshka(loss, (2, 6))(v, w, teacher=teacher)
+    torch.testing.assert_close(found, loss(v[:, :2], w[:, :2], teacher) + loss(v, w, teacher))
+
+
+def test_values_of_anchors_are_a_tuple_for_each_length():
+    v, w = embeddings(4, 4)
+    loss = itrloss.InfoNCELoss(reduction="none")
+    found = itrloss.Matryoshka(loss, (6, 2), (1.0, 0.5))(v, w)
+    torch.testing.assert_close(found, (*(0.5 * x for x in loss(v[:, :2], w[:, :2])), *loss(v, w)))
+
+
+def test_a_prefix_may_be_a_zero_vector():
+    """Of a vector that is not zero; such a prefix scores 0 and gets no gradient."""
+    v, w = embeddings(4, 4)
+    v[1, :2] = 0
+    v.requires_grad_()
+    (grad,) = torch.autograd.grad(itrloss.Matryoshka(itrloss.InfoNCELoss(), (2,))(v, w), v)
+    assert grad.isfinite().all() and (grad[1] == 0).all() and (grad[0] != 0).any()
+
+
+@pytest.mark.parametrize(
+    ("dims", "weights", "error"),
+    [
+        ((2, 7), None, "images: expected embeddings of at least 7 dimensions"),
+        ((2, 2), None, "dims: expected numbers that differ"),
+        ((), None, "dims: expected numbers that differ"),
+        ((0, 2), None, "dims: expected"),
+        ((2, 2.5), None, "dims: expected"),
+        ((2, 3), (1.0,), "weights: expected 2"),
+        ((2, 3), (1.0, "one"), "weights: expected"),
+    ],
+)
+def test_wrong_dims_and_weights(dims, weights, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        itrloss.Matryoshka(itrloss.InfoNCELoss(), dims, weights)(*embeddings(5, 5))
+    criterion = itrloss.Matryoshka(itrloss.InfoNCELoss(), (2, 3))
+    criterion.dims = dims
+    criterion.weights = [1.0] * len(dims) if weights is None else weights
+    with pytest.raises((TypeError, ValueError), match=error):
+        criterion(*embeddings(5, 5))
+
+
+def test_wrong_losses_and_inputs():
+    v, w = embeddings(5, 5)
+    for loss in (itrloss.InfoNCELoss, None):
+        with pytest.raises(TypeError, match="loss: expected a module"):
+            itrloss.Matryoshka(loss, (2, 3))  # type: ignore[arg-type]
+    criterion = itrloss.Matryoshka(itrloss.InfoNCELoss(check_finite=True), (2, 3))
+    with pytest.raises(ValueError, match="images"):
+        criterion(v * torch.nan, w)
+    with pytest.raises(ValueError, match="texts: expected embeddings of at least 3 dimensions"):
+        criterion(v, w[:, :2])
+    with pytest.raises(ValueError, match="images: expected embeddings"):
+        criterion(itrloss.Similarity(v, w), w)
+
+
+def test_parameters_and_state():
+    v, w = embeddings(5, 5, dtype=torch.float32)
+    criterion = itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), UNSORTED, WEIGHTS)
+    assert "dims=[2, 3, 6], weights=[0.5, 2.0, 1.0]" in repr(criterion)
+    other = itrloss.Matryoshka(itrloss.InfoNCELoss(0.5, learnable=True), UNSORTED, WEIGHTS)
+    other.load_state_dict(criterion.state_dict())
+    assert list(criterion.state_dict()) == ["loss.log_scale"] and other(v, w) == criterion(v, w)
+    assert pickle.loads(pickle.dumps(criterion))(v, w) == criterion(v, w)
+
+
+def test_compiled():
+    torch._dynamo.reset()
+    (v, w), ids = (
+        (x.requires_grad_() for x in embeddings(9, 9, dtype=torch.float32)),
+        make_ids("random", 9, 9),
+    )
+    criterion = itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), UNSORTED, WEIGHTS)
+    compiled = torch.compile(criterion, fullgraph=True, backend="aot_eager")
+    leaves = v, w, *criterion.parameters()
+    found, wanted = (with_gradients(f(v, w, *ids), *leaves) for f in (compiled, criterion))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_sentence_transformers_agree():
+    """Their loss has one direction, and takes a model."""
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers.sentence_transformer.losses import (
+        MatryoshkaLoss,
+        MultipleNegativesRankingLoss,
+    )
+
+    class Model(nn.Module):
+        def forward(self, features):
+            return {"sentence_embedding": features["x"]}
+
+        def get_embedding_dimension(self):
+            return 6
+
+    v, w = (x.requires_grad_() for x in embeddings(9, 9))
+    model, dims, weights = Model(), [2, 3, 6], [0.5, 2.0, 1.0]
+    theirs = MatryoshkaLoss(model, MultipleNegativesRankingLoss(model), dims, weights)  # type: ignore[arg-type]
+    ours = itrloss.Matryoshka(itrloss.InfoNCELoss(1 / 20, reduction="none"), dims, weights)
+    values = [theirs([{"x": v}, {"x": w}], torch.zeros(9)), sum(x.mean() for x in ours(v, w)[::2])]
+    torch.testing.assert_close(*(with_gradients(x, v, w) for x in values))
+
+
+def disagreeing(rank: int) -> list[str]:
+    """The errors of all processes where one has other weights, or texts that are too short."""
+    v, w = embeddings(7, 7)
+    errors = []
+    for weights, d in (((1.0, 1.0 + rank), 6), ((1.0, 1.0), 6 - rank)):
+        with pytest.raises(ValueError) as caught:
+            itrloss.Matryoshka(itrloss.InfoNCELoss(gather=True), (2, 6), weights)(v, w[:, :d])
+        errors.append(str(caught.value))
+    return errors
+
+
+@pytest.mark.slow
+def test_all_processes_raise_an_error_if_one_does(tmp_path: Path):
+    for weights, dims in run(disagreeing, tmp_path):
+        assert (
+            "weights=[1.0, 2.0]" in weights
+            and "texts: expected embeddings of at least 6 dimensions" in dims
+        )
+
+
+def gathered(rank: int | None) -> list[Any]:
+    """The loss of all processes' batches and this process's gradients; of one process with them for
+    rank None.
+    """
+    v, w = embeddings(7, 7)
+    own = slice(7) if rank is None else (slice(3), slice(3, 7))[rank]
+    leaves = [x[own].clone().requires_grad_() for x in (v, w)]
+    schedules: Any = (False,) if rank is None else (True,)
+    losses = [
+        itrloss.Matryoshka(itrloss.InfoNCELoss(engine="tiled", gather=x), UNSORTED, WEIGHTS)
+        for x in schedules
+    ]
+    return [x for loss in losses for x in with_gradients(loss(*leaves), *leaves)]
+
+
+@pytest.mark.slow
+def test_over_processes(tmp_path: Path):
+    """Gradients of embeddings are averaged over the processes, as DDP does."""
+    found, wanted = run(gathered, tmp_path), gathered(None)
+    for k, (x, *parts) in enumerate(zip(wanted, *found, strict=True)):
+        torch.testing.assert_close(
+            torch.cat(parts) / 2 if k % 3 else parts[0], x, rtol=1e-9, atol=1e-12
+        )

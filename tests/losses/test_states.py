@@ -1,0 +1,259 @@
+"""State dicts: they hold tensors alone, all that training needs, and load wherever they fit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.losses_registry import REGISTRY
+from torch import nn
+
+import itrloss
+from itrloss import CoupledMemory, TripletLoss
+
+D = 8
+
+
+class Model(nn.Module):
+    """An encoder of images and texts, and a part that goes into its checkpoints."""
+
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.images = nn.Linear(D, D)
+        self.texts = nn.Linear(D, D)
+        self.part = part
+
+
+def annealed(loss: TripletLoss) -> TripletLoss:
+    loss.mining = "hardest"
+    return loss
+
+
+def filled(count: int, ids: torch.Tensor | None, size: int = 6) -> CoupledMemory:
+    memory = CoupledMemory(size, D)
+    memory.enqueue(torch.randn(count, D), torch.randn(count, D), ids)
+    return memory
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    **{name: entry.make for name, entry in REGISTRY.items()},
+    "annealed": lambda: annealed(TripletLoss(mining="all")),
+    "matryoshka": lambda: itrloss.Matryoshka(TripletLoss(), [4, D]),
+    "memory": lambda: CoupledMemory(6, D),
+    "half memory": lambda: CoupledMemory(6, D, dtype=torch.bfloat16),
+    "full memory": lambda: filled(5, torch.arange(5)),
+    "means": lambda: itrloss.OnlineKMeans(3, D),
+    "momentum": lambda: itrloss.MomentumEncoder(nn.BatchNorm1d(D)),
+}
+WITHOUT_PARAMETERS = [
+    name
+    for name, make in MODULES.items()
+    if name in (*REGISTRY, "annealed", "matryoshka")
+    and not [*make().parameters(), *make().buffers()]
+]
+
+
+# ------------------------------------------------------------------------------------ tensors alone
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_state_holds_tensors_that_others_can_copy_average_and_store(name: str):
+    model = Model(MODULES[name]())
+    twin = Model(MODULES[name]())
+    state = model.state_dict()
+    for x, new in zip(twin.state_dict().values(), state.values(), strict=True):
+        x.copy_(new)
+        x.copy_(0.5 * x + 0.5 * new)  # in place, in the manner of averages over state dicts
+        assert x.numel() == new.numel() and x.device == new.device
+    stored = io.BytesIO()
+    torch.save(state, stored)
+    stored.seek(0)
+    twin.load_state_dict(torch.load(stored, weights_only=True))
+    same_state(twin, model)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_state_goes_through_safetensors(name: str, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = Model(MODULES[name]())
+    twin = Model(MODULES[name]())
+    safetensors.save_model(model, tmp_path / "model.safetensors")
+    safetensors.load_model(twin, tmp_path / "model.safetensors")
+    same_state(twin, model)
+
+
+@pytest.mark.parametrize("name", ["annealed", "matryoshka", "full memory"])
+def test_a_state_is_saved_by_accelerate(name: str, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(Model(MODULES[name]()))
+    wanted = copy.deepcopy(model)
+    accelerator.save_state(str(tmp_path), safe_serialization=True)
+    model.load_state_dict(Model(MODULES[name.replace("full ", "")]()).state_dict())
+    accelerator.load_state(str(tmp_path))
+    same_state(model, wanted)
+
+
+def same_state(model: nn.Module, wanted: nn.Module) -> None:
+    expected = wanted.state_dict()
+    got = model.state_dict()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[key], x) for key, x in expected.items())
+
+
+@pytest.mark.parametrize("name", WITHOUT_PARAMETERS)
+def test_a_state_loads_into_a_model_with_another_loss(name: str):
+    source = Model(MODULES[name]())
+    for other in WITHOUT_PARAMETERS:
+        model = Model(MODULES[other]())
+        model.load_state_dict(source.state_dict())
+        assert torch.equal(model.images.weight, source.images.weight)
+
+
+def test_parameters_of_a_loss_are_still_needed_and_expected():
+    learnable = Model(itrloss.InfoNCELoss(learnable=True))
+    for other in (TripletLoss(), itrloss.Matryoshka(TripletLoss(), [4, D])):
+        with pytest.raises(RuntimeError, match=r"Missing key.*part\.log_scale"):
+            learnable.load_state_dict(Model(other).state_dict())
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*part\.log_scale"):
+            Model(other).load_state_dict(learnable.state_dict())
+
+
+# -------------------------------------------------------------------------------- annealing resumes
+
+
+def through_file(model: nn.Module, fresh: nn.Module, folder: Any) -> nn.Module:
+    torch.save(model.state_dict(), folder / "model.pt")
+    fresh.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    return fresh
+
+
+def through_safetensors(model: nn.Module, fresh: nn.Module, folder: Any) -> nn.Module:
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_model(model, folder / "model.safetensors")
+    safetensors.load_model(fresh, folder / "model.safetensors")
+    return fresh
+
+
+def assigned(model: nn.Module, fresh: nn.Module, folder: Any) -> nn.Module:
+    fresh.to("meta").load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    return fresh
+
+
+def in_numpy(model: nn.Module, fresh: nn.Module, folder: Any) -> nn.Module:
+    state = {key: x.numpy() for key, x in model.state_dict().items()}
+    fresh.load_state_dict({key: torch.from_numpy(x.copy()) for key, x in state.items()})
+    return fresh
+
+
+def distributed_checkpoint(model: nn.Module, fresh: nn.Module, folder: Any) -> nn.Module:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder, no_dist=True)
+    state = {"model": get_model_state_dict(fresh)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_model_state_dict(fresh, state["model"])
+    return fresh
+
+
+WAYS = [through_file, through_safetensors, assigned, in_numpy, distributed_checkpoint]
+
+
+def steps(model: Model, some: range, memory: bool = False) -> None:
+    """Train by steps, each with a batch of its own; half way through, the hardest negatives count
+    alone.
+    """
+    criterion = itrloss.MemoryDiversityContrastiveLoss()
+    optimizer = torch.optim.SGD([*model.images.parameters(), *model.texts.parameters()], lr=0.1)
+    for step in some:
+        if step == 3 and not memory:
+            annealed(next(x for x in model.part.modules() if isinstance(x, TripletLoss)))
+        draw = torch.Generator().manual_seed(step)
+        x = torch.randn(4, D, generator=draw)
+        v = model.images(x)
+        w = model.texts(x)
+        loss = criterion(v, w, v, w, model.part) if memory else model.part(v, w)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if memory:
+            model.part.enqueue(v, w)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["triplet", "matryoshka", "memory"])
+@pytest.mark.parametrize("saved", [2, 3, 5])
+def test_a_resumed_run_is_the_same_bit_for_bit(way: Any, name: str, saved: int, tmp_path):
+    parts: dict[str, Callable[[], nn.Module]] = {
+        "triplet": lambda: TripletLoss(mining="all"),
+        "matryoshka": lambda: itrloss.Matryoshka(TripletLoss(mining="all"), [4, D]),
+        "memory": lambda: CoupledMemory(6, D),
+    }
+    model = Model(parts[name]())
+    steps(model, range(saved), name == "memory")
+    resumed = way(model, Model(parts[name]()), tmp_path)
+    for each in (model, resumed):
+        steps(each, range(saved, 8), name == "memory")
+    same_state(resumed, model)
+
+
+def test_a_pretrained_model_holds_which_negatives_count(tmp_path):
+    transformers = pytest.importorskip("transformers")
+
+    class Pretrained(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config: Any):
+            super().__init__(config)
+            self.encoder = nn.Linear(D, D)
+            self.part = TripletLoss(mining="all")
+            self.post_init()
+
+    model = Pretrained(transformers.PretrainedConfig())
+    annealed(model.part)
+    model.save_pretrained(tmp_path)
+    assert Pretrained.from_pretrained(tmp_path).part.mining == "hardest"
+
+
+def test_a_state_does_not_depend_on_the_default_device():
+    with torch.device("meta"):
+        state = annealed(TripletLoss(mining="all")).state_dict()
+    loss = TripletLoss(mining="all")
+    loss.load_state_dict(state)
+    assert loss.mining == "hardest"
+
+
+# -------------------------------------------------------------------------- whether keys have ids
+
+
+@pytest.mark.parametrize(
+    ("count", "ids"),
+    [
+        (4, None),
+        (9, None),  # more than the memory holds
+        (4, torch.arange(4)),
+        (9, torch.arange(9)),
+        (4, torch.tensor([0, -1, -(2**62), 2**63 - 1])),
+        (1, torch.tensor([-5])),
+    ],
+)
+def test_a_loaded_memory_knows_whether_its_keys_have_ids(count: int, ids: torch.Tensor | None):
+    for start in (CoupledMemory(6, D), filled(2, None), filled(2, torch.arange(2))):
+        start.load_state_dict(filled(count, ids).state_dict())
+        start.check_labels("ids", ids is not None)
+        with pytest.raises(ValueError, match="ids: expected"):
+            start.check_labels("ids", ids is None)
+
+
+def test_a_memory_that_loads_an_empty_one_takes_either():
+    keys = torch.randn(2, D)
+    for ids in (None, torch.arange(2)):
+        memory = filled(3, torch.arange(3))
+        memory.load_state_dict(CoupledMemory(6, D).state_dict())
+        memory.enqueue(keys, keys, ids)
+        assert len(memory) == 2

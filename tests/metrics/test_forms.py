@@ -1,0 +1,415 @@
+"""Metrics in other forms: accumulated over batches, as tables and TREC files, and for several
+systems at once.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.processes import both
+
+import itrloss
+from itrloss import metrics
+from itrloss.metrics import (
+    Judgements,
+    compare,
+    compare_all,
+    latex_table,
+    retrieval_metrics,
+    retrieval_results,
+    save_trec,
+)
+from itrloss.metrics.uncertainty import holm
+from itrloss.rerank import CSLS
+
+
+def embedded(n=12, captions=3, noise=1.5, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    images = torch.randn(n, 8, generator=g, dtype=torch.float64)
+    texts = images.repeat_interleave(captions, 0)
+    return images, texts + noise * torch.randn(texts.shape, generator=g, dtype=torch.float64)
+
+
+def results(noise=1.5, seed=0, **options):
+    images, texts = embedded(noise=noise, seed=seed)
+    return retrieval_results(
+        torch.nn.functional.normalize(images) @ torch.nn.functional.normalize(texts).T, **options
+    )
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def figures(metric) -> dict[str, float]:
+    return {name: float(x) for name, x in metric.compute().items()}
+
+
+@pytest.mark.parametrize("captions", [1, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"folds": 2, "ties": "optimistic", "hubness_k": 2}, {"reranker": CSLS(2)}]
+)
+def test_batches_have_the_figures_of_all(captions, options):
+    pytest.importorskip("torchmetrics")
+    images, texts = embedded(captions=captions)
+    ids = torch.arange(12), torch.arange(12).repeat_interleave(captions)
+    wanted = retrieval_metrics(itrloss.Similarity(images, texts, *ids), **options)
+    plain, mixed = metrics.RetrievalMetrics(**options), metrics.RetrievalMetrics(**options)
+    order = torch.randperm(len(texts))
+    for rows, cols in zip(torch.arange(12).split(5), order.split(-(-len(texts) // 3)), strict=True):
+        mine = slice(int(rows[0]) * captions, (int(rows[-1]) + 1) * captions)
+        plain.update(images[rows].requires_grad_(), texts[mine])
+        mixed.update(images[rows], texts[cols], ids[0][rows] + 7, ids[1][cols] + 7)
+    assert figures(plain) == pytest.approx(wanted)
+    assert {k: x for k, x in figures(mixed).items() if "skew" not in k} == pytest.approx(
+        {k: x for k, x in wanted.items() if "skew" not in k}
+    )
+    assert not plain.compute()["rsum"].requires_grad and figures(plain) == figures(plain)
+    plain.reset()
+    plain.update(images, texts)
+    assert figures(plain) == pytest.approx(wanted)
+
+
+def test_a_batch_by_itself_and_all_together():
+    pytest.importorskip("torchmetrics")
+    images, texts = embedded()
+    metric = metrics.RetrievalMetrics(normalize=False)
+    here = metric(images[:4], texts[:12])
+    metric(images[4:], texts[12:])
+    part, whole = ((images[:4], texts[:12]), (images, texts))
+    for found, (v, w) in ((here, part), (metric.compute(), whole)):
+        wanted = retrieval_metrics(v @ w.T)
+        assert {k: float(x) for k, x in found.items()} == pytest.approx(wanted)
+
+
+def test_batches_of_images_once_per_caption_are_folded():
+    pytest.importorskip("torchmetrics")
+    images, texts = embedded()
+    metric = metrics.RetrievalMetrics()
+    for part in torch.arange(36).split(12):
+        metric.update(images.repeat_interleave(3, 0)[part], texts[part])
+    with pytest.warns(UserWarning, match="taken for 12 images"):
+        assert figures(metric) == pytest.approx(results().metrics())
+
+
+def test_batches_that_do_not_go_together_are_refused():
+    pytest.importorskip("torchmetrics")
+    images, texts = embedded()
+    ids = torch.arange(12), torch.arange(36) // 3
+    metric = metrics.RetrievalMetrics()
+    with (
+        pytest.raises(ValueError, match="update"),
+        pytest.warns(UserWarning, match="before the ``update``"),
+    ):
+        metric.compute()
+    with pytest.raises(ValueError, match=r"12 images and 35 texts"):
+        metric.update(images, texts[:-1])
+    with pytest.raises(ValueError, match=r"image_ids.*\(12,\).*\(11,\)"):
+        metric.update(images, texts, ids[0][1:], ids[1])
+    with pytest.raises(TypeError, match="texts"):
+        metric.update(images, texts.float())
+    for lone in ((ids[0], None), (None, ids[1])):
+        with pytest.raises(ValueError, match="both in all batches"):
+            metric.update(images, texts, *lone)
+    metric.update(images, texts)
+    with pytest.raises(ValueError, match="both in all batches"):
+        metric.update(images, texts, *ids)
+    with pytest.raises(ValueError, match="different numbers of texts"):
+        metric.update(images, texts[:24])
+    metric.reset()
+    metric.update(images, texts, *ids)
+    with pytest.raises(ValueError, match="both in all batches"):
+        metric.update(images, texts)
+
+
+def test_recalls_are_plotted():
+    pytest.importorskip("torchmetrics")
+    plt = pytest.importorskip("matplotlib.pyplot")
+    images, texts = embedded()
+    metric = metrics.RetrievalMetrics()
+    metric.update(images, texts)
+    for value in (None, metric.compute(), [metric.compute(), metric.compute()]):
+        _, ax = metric.plot(value)
+        assert {f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10)} <= {
+            text.get_text() for text in [*ax.get_legend().get_texts()]
+        }
+    plt.close("all")
+
+
+def batches_worker(rank: int) -> dict[str, Any]:
+    images, texts = embedded()
+    found = {}
+    for kind in ("ids", "none"):
+        metric = metrics.RetrievalMetrics()
+        cuts = torch.arange(12).split((3, 4, 5))
+        for rows in cuts[:2] if rank == 0 else cuts[2:]:  # parts and batches have different sizes
+            cols = slice(3 * int(rows[0]), 3 * int(rows[-1]) + 3)
+            ids = (rows, torch.arange(36)[cols] // 3) if kind == "ids" else ()
+            metric.update(images[rows], texts[cols], *ids)
+        found[kind] = figures(metric)
+    return found
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_figures_of_one(tmp_path):
+    pytest.importorskip("torchmetrics")
+    first, second = both(batches_worker, tmp_path)
+    assert first == second
+    for found in first.values():
+        assert found == pytest.approx(results().metrics())
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def test_a_frame_has_the_rows():
+    pandas = pytest.importorskip("pandas")
+    found = results()
+    frame = found.to_frame()
+    assert frame.to_dict("records") == list(found.rows())
+    hits = frame[frame.direction == "t2i"].best_rank.between(1, 5).mean()
+    assert 100 * hits == pytest.approx(found.metrics()["t2i_r5"]) and isinstance(
+        frame, pandas.DataFrame
+    )
+
+
+def test_a_latex_table_has_the_best_in_bold():
+    good, bad = results(0.5), results(9.0).metrics()
+    lines = latex_table({"R_1 & co": good, "50%": bad}, digits=2).splitlines()
+    first, second = (line for line in lines if line.startswith(("R", "50")))
+    assert first.startswith(r"R\_1 \& co & \textbf{") and second.startswith(r"50\% & ")
+    assert first.endswith(r" \\") and second.count("textbf") == 0 and first.count("textbf") == 7
+    assert float(second.removesuffix(r"\\").split("&")[-1]) == round(bad["rsum"], 2)
+    assert {len(re.findall(r"(?<!\\)&", line)) for line in (first, second, lines[3])} == {7}
+    tied = latex_table({"a": good, "b": good})
+    assert tied.count("textbf") == 14 and lines[0] == r"\begin{tabular}{lrrrrrrr}"
+
+
+def read_trec(folder, way):
+    run, qrels = {}, {}
+    for line in Path(folder, f"{way}.run").read_text().splitlines():
+        query, q0, document, rank, score, tag = line.split()
+        assert (q0, tag) == ("Q0", "itrloss") and len(run.setdefault(query, {})) == int(rank) - 1
+        run[query][document] = float(score)
+    for line in Path(folder, f"{way}.qrels").read_text().splitlines():
+        query, _, document, grade = line.split()
+        assert grade == "1"
+        qrels.setdefault(query, {})[document] = 1
+    return run, qrels
+
+
+def saved(kind, folder):
+    relevant = Judgements(
+        torch.tensor([0, 3, 3, 7, 3]), torch.tensor([5, 5, 8, 0, 5]), torch.ones(5)
+    ).at_least(1)
+    ragged = torch.arange(12) // 2, torch.arange(36) // 5
+    scores = torch.rand(12, 36, generator=torch.Generator().manual_seed(1))
+    found = {
+        "ids": lambda: results(hubness_k=36),
+        "relevant": lambda: results(relevant=relevant, hubness_k=36),
+        "folds": lambda: results(folds=3),
+        "ragged": lambda: retrieval_results(scores, *ragged, hubness_k=36),
+    }[kind]()
+    save_trec(found, folder)
+    return found
+
+
+KINDS = pytest.mark.parametrize("kind", ["ids", "relevant", "folds", "ragged"])
+
+
+@KINDS
+def test_trec_files_hold_the_rankings(kind, tmp_path):
+    found = saved(kind, tmp_path)
+    for way in ("i2t", "t2i"):
+        side, (run, qrels) = getattr(found, way), read_trec(tmp_path, way)
+        assert len(run) == len(side.ids) and len(qrels) == int((side.positives > 0).sum())
+        asks, answers = ("image", "text") if way == "i2t" else ("text", "image")
+        for query, best in run.items():
+            number = int(query.removeprefix(asks))
+            top = sorted(best, key=best.__getitem__, reverse=True)
+            assert top == [f"{answers}{i}" for i in side.top[number].tolist()]
+            places = [
+                place for place, document in enumerate(top, 1) if document in qrels.get(query, ())
+            ]
+            right = [r for r in side.ranks[number].tolist() if r]
+            assert places == [r for r in right if r <= len(top)] and len(
+                qrels.get(query, ())
+            ) == len(right)
+
+
+@KINDS
+def test_trec_eval_finds_the_same_figures_in_the_files(kind, tmp_path):
+    trec = pytest.importorskip("pytrec_eval")
+    found = saved(kind, tmp_path)
+    for way in ("i2t", "t2i"):
+        run, qrels = read_trec(tmp_path, way)
+        each = trec.RelevanceEvaluator(qrels, {"success", "Rprec"}).evaluate(run).values()
+        for name, ours in (
+            ("success_1", "r1"),
+            ("success_5", "r5"),
+            ("success_10", "r10"),
+            ("Rprec", "r_precision"),
+        ):
+            mean = 100 * math.fsum(x[name] for x in each) / len(each)
+            assert mean == pytest.approx(getattr(found, way).metrics()[ours])
+
+
+def test_trec_files_have_each_query_once(tmp_path):
+    split = torch.tensor([0, 1, 5, 2, 3, 5]), torch.tensor([0, 1, 2, 3, 5])
+    with pytest.raises(ValueError, match="results: expected each i2t query once"):
+        save_trec(retrieval_results(torch.rand(6, 5), *split, folds=2), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# --- several systems ------------------------------------------------------------------------------
+
+
+def test_comparisons_of_several_systems_are_holms():
+    systems = {
+        "base": results(2.0),
+        "same": results(2.0),
+        "bad": results(5.0),
+        "other": results(2.0, 1),
+    }
+    names = ("rsum", "t2i_r1")
+    found = compare_all(systems, baseline="base", figures=names, samples=300, level=0.9, seed=3)
+    single = {
+        name: compare(x, systems["base"], samples=300, level=0.9, seed=3)
+        for name, x in systems.items()
+    }
+    assert list(found) == ["same", "bad", "other"] and all(
+        tuple(x) == names for x in found.values()
+    )
+    tests = [(name, figure) for name in found for figure in names]
+    for at in tests:
+        here, alone = (x[at[0]][at[1]] for x in (found, single))
+        assert here[:3] == alone[:3]
+        # Holm by hand: for each test, the maximum over tests with p no larger, of p times the
+        # number of p no smaller.
+        steps = [
+            p * sum(single[n][f].p_value >= p for n, f in tests)
+            for p in (single[n][f].p_value for n, f in tests)
+            if p <= alone.p_value
+        ]
+        assert here.p_value == pytest.approx(min(1.0, max(steps)))
+    assert found["same"]["rsum"].p_value == 1 > 0.05 > found["bad"]["rsum"].p_value
+    alone = compare_all(
+        {"base": systems["base"], "bad": systems["bad"]}, baseline="base", samples=300
+    )
+    assert alone == {"bad": {"rsum": compare(systems["bad"], systems["base"], samples=300)["rsum"]}}
+
+
+def test_holms_correction_of_known_p_values():
+    # monotone: not below the value of a smaller p
+    assert holm([0.01, 0.025, 0.02, 0.5]) == pytest.approx([4 * 0.01, 3 * 0.02, 3 * 0.02, 0.5])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def rejected(p_values: list[float], level: float) -> set[int]:
+    """Holm's procedure as it is defined: reject the smallest p while p <= level / tests left."""
+    left = list(range(len(p_values)))
+    found = set()
+    while left:
+        smallest = min(left, key=lambda i: p_values[i])
+        if p_values[smallest] > level / len(left):
+            break
+        found.add(smallest)
+        left.remove(smallest)
+    return found
+
+
+@given(
+    st.lists(st.integers(1, 200).map(lambda x: x / 200), max_size=12),
+    st.integers(1, 999).map(lambda x: (x + 0.37) / 1000),  # never equal to a corrected p
+)
+def test_corrected_p_values_reject_what_holms_procedure_rejects(p_values, level):
+    assert {i for i, p in enumerate(holm(p_values)) if p <= level} == rejected(p_values, level)
+
+
+def test_a_test_counts_once():
+    systems = {"base": results(2.0), "a": results(5.0), "b": results(2.0, 1)}
+    found = compare_all(systems, baseline="base", samples=50)
+    assert found == compare_all(systems, baseline="base", samples=50, figures=("rsum", "rsum"))
+    assert compare_all({"base": systems["base"]}, baseline="base") == {}
+    assert compare_all(systems, baseline="b", figures=()) == {"base": {}, "a": {}}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"baseline": "none"}, "baseline.*'a' or 'b'"),
+        ({"baseline": "a", "figures": ("r1",)}, "figures.*i2t_r1"),
+    ],
+)
+def test_unknown_systems_and_figures_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        compare_all({"a": results(), "b": results()}, **options)
+
+
+# --- the documentation ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [x for x in metrics.__all__ if hasattr(getattr(metrics, x, None), "_fields")]
+)
+def test_fields_of_named_tuples_are_described(name):
+    """Without a docstring, the pages say "Alias for field number 0"."""
+    analyzer = pytest.importorskip("sphinx.pycode").ModuleAnalyzer.for_module(
+        getattr(metrics, name).__module__
+    )
+    assert {(name, field) for field in getattr(metrics, name)._fields} <= set(
+        analyzer.find_attr_docs()
+    )
+
+
+# --- without the extra ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("package", "call"),
+    [
+        ("pandas", lambda: results().to_frame()),
+        (
+            "scipy",
+            lambda: metrics.agreement(
+                torch.eye(2), Judgements(*torch.tensor([[0, 1], [0, 1], [1, 2]]))
+            ),
+        ),
+        ("torchmetrics", lambda: metrics.RetrievalMetrics()),
+    ],
+)
+def test_what_the_extra_brings_is_named_where_it_is_not_there(package, call, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name.split(".")[0] == package:
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.delitem(sys.modules, "itrloss.metrics.batches", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'itrloss\[metrics\]'"):
+        call()
+    assert importlib.import_module("itrloss.metrics").retrieval_metrics(torch.eye(2))["rsum"] == 600
+
+
+def test_batches_are_kept_without_their_gradient():
+    pytest.importorskip("torchmetrics")
+    metric = metrics.RetrievalMetrics()
+    metric.update(torch.rand(3, 4, requires_grad=True), torch.rand(3, 4, requires_grad=True))
+    assert not metric.images[0].requires_grad and not metric.texts[0].requires_grad
+
+
+def test_what_is_compared_are_results_and_not_matrices():
+    with pytest.raises(TypeError, match="results: expected those of retrieval_results, got Tensor"):
+        compare(torch.eye(3), torch.eye(3))

@@ -1,0 +1,302 @@
+"""Orders of re-rankers for scores of any size and precision, against float64 oracles."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from support import oracle_rerank
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from itrloss import Similarity
+from itrloss.metrics import retrieval_metrics, retrieval_results
+from itrloss.rerank import (
+    CSLS,
+    DualSoftmax,
+    FastReranker,
+    InvertedSoftmax,
+    MultiFactorReranker,
+    MutualProximity,
+    NearestNeighborNorm,
+    QueryBankNorm,
+    ReciprocalReranker,
+    Sinkhorn,
+    TwoStageReranker,
+)
+
+N, M, K = 12, 24, 9
+
+
+def uniform(n=N, m=M, seed=0):
+    """(n, m) distinct float64 numbers in [0, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(n * m, generator=generator).argsort()
+    return order.double().view(n, m) / (n * m)
+
+
+def with_one_at(value, size=1.0):
+    """Scores of which every seventh candidate of a query is at ``value``, about."""
+    x = size * uniform(seed=1)
+    some = (torch.arange(N)[:, None] - torch.arange(M)) % 7 == 0
+    return torch.where(some, value * (1 + 0.1 * uniform(seed=2)), x)
+
+
+def in_two_stages(first, second, weight, k):
+    """Each query's candidates from best to worst, by the docstring and in float64."""
+    orders = []
+    for s, f in zip(first.double().tolist(), second.double().tolist(), strict=True):
+        order = sorted(range(len(s)), key=lambda c, s=s: -s[c])
+        best = sorted(order[:k], key=lambda c, s=s, f=f: -(f[c] + weight * s[c]))
+        orders.append(best + order[k:])
+    return torch.tensor(orders)
+
+
+FIRST = uniform().float()
+SPREADS = {
+    "masked at -1e9": (FIRST, with_one_at(-1e9), 0.0),
+    "masked at the least float32": (FIRST, with_one_at(-3e38).float(), 0.0),
+    "certain at 1e30": (FIRST, with_one_at(1e30), 0.0),
+    "beside the least half": (FIRST, with_one_at(-6e4, 0.1).float(), 0.0),
+    "beside each other 1e-9": (FIRST, 1 + 1e-9 * uniform(seed=1), 0.0),
+    "probabilities of 1e-8": (FIRST, 1e-8 * uniform(seed=1), 0.0),
+    "probabilities of 1e-30": (FIRST, (1e-30 * uniform(seed=1)).float(), 0.0),
+    "subnormal numbers": (FIRST, (1e-41 * uniform(seed=1)).float(), 0.0),
+    "logits of bfloat16": (FIRST, torch.arange(N * M).view(N, M).double().fmod(61).bfloat16(), 1.0),
+    "integers beyond float32": (FIRST, 2**40 + (N * M * uniform(seed=1)).long(), 0.0),
+    "first scores beyond the second": (1e6 * FIRST.double(), uniform(seed=1), 1.0),
+    "second scores beyond the first": (FIRST, with_one_at(-1e9).round(decimals=-8), 1.0),
+    "first scores of 1e30": (1e30 * FIRST, uniform(seed=1), 0.0),
+    "first scores up to the largest": (3.4e38 * FIRST, uniform(seed=1), 0.0),
+    "first scores down to the least": (-3.4e38 * FIRST, uniform(seed=1), 0.0),
+    "first scores of 1e-30": (1e-30 * FIRST, uniform(seed=1), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", SPREADS)
+def test_two_stages_keep_every_order(name):
+    first, second, weight = SPREADS[name]
+    method = TwoStageReranker(lambda i, t: second[i, t], k=K, weight=weight)
+    reranked = method.rerank(first)
+    best = method.topk(first, M)
+    sides = (
+        (first, second, reranked.i2t, best.i2t),
+        (first.T, second.T, reranked.t2i.T, best.t2i),
+    )
+    for scores, scored, found, top in sides:
+        wanted = in_two_stages(scores, scored, weight, K)
+        assert torch.equal(found.argsort(dim=1, descending=True), wanted)
+        assert torch.equal(top.indices, wanted)
+        assert found.isfinite().all()
+
+
+def test_two_stages_leave_equal_scores_equal():
+    second = torch.tensor([[1e-9, 1e-9, 0.0, -1e9]])
+    first = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
+    scores = first.repeat(4, 1)
+    method = TwoStageReranker(lambda i, t: second[0, t], k=4, weight=0.0)
+    worst, best = (
+        retrieval_results(scores, reranker=method, ties=ties).i2t.best.tolist()
+        for ties in ("pessimistic", "optimistic")
+    )
+    assert (worst, best) == ([2, 2, 3, 4], [1, 1, 3, 4])
+
+
+@pytest.mark.parametrize("k", [M, 400])
+def test_multivariate_re_ranking_keeps_the_order_of_far_candidates(k):
+    """The terms of the 400th candidate are 1e-9, beside shares of 0.2."""
+    # all queries alike: shares tie, and the order is that of the other terms
+    scores = (0.5 + torch.arange(k) * 2.0**-20).repeat(5, 1)
+    method = MultiFactorReranker(k)
+    wanted, values = oracle_rerank.multi_factor(
+        scores.numpy(), scores.numpy(), k, method.share_weight, method.place_weight
+    )
+    assert (np.diff(-np.sort(-values, axis=1)) < 0).all()
+    assert method.topk(scores, k).i2t.indices.tolist() == wanted.tolist()
+
+
+def test_a_second_scorer_ranks_as_its_scores_would_alone():
+    second = with_one_at(-1e9)
+    ids = torch.arange(N), torch.arange(M) // 2
+    method = TwoStageReranker(lambda i, t: second[i, t], k=M, weight=0.0)
+    for engine in ("dense", "tiled"):
+        generator = torch.Generator().manual_seed(0)
+        vectors = torch.randn(N, 8, generator=generator), torch.randn(M, 8, generator=generator)
+        sim = Similarity(*vectors, *ids, engine=engine)
+        assert retrieval_metrics(sim, reranker=method) == retrieval_metrics(second, *ids)
+
+
+# --- scores of any scale --------------------------------------------------------------------------
+
+
+def cosines(seed=0, n=30, m=40):
+    """(n, m) cosines, with a hub."""
+    generator = torch.Generator().manual_seed(seed)
+    v = torch.randn(n, 6, generator=generator, dtype=torch.float64)
+    w = torch.randn(m, 6, generator=generator, dtype=torch.float64)
+    v[:, 0] += 0.5
+    w[:3, 0] += 4.0
+    return torch.nn.functional.normalize(v, dim=1) @ torch.nn.functional.normalize(w, dim=1).T
+
+
+SCALES = {
+    "cosines": lambda x: x,
+    "logits of CLIP": lambda x: 100 * x,
+    "a thousand": lambda x: 1e3 * x,
+    "a million": lambda x: 1e6 * x,
+    "a hundredth": lambda x: 0.01 * x,
+    "a millionth": lambda x: 1e-6 * x,
+    "all negative": lambda x: 100 * x - 200,
+    "all positive": lambda x: 100 * x + 200,
+    "far from 0": lambda x: 1e4 + x,
+    "a zero in each row": lambda x: 100 * x * (torch.arange(x.shape[1]) % 7 != 0),
+    "one at -1e9": lambda x: x.index_fill(1, torch.tensor([9]), -1e9),
+}
+
+
+def dual_softmax_order(S, R, scale):
+    """The sign and log size of ``S_qc exp(β S_qc) / Σ_r exp(β R_rc)``, as ascending pairs."""
+    size = np.log(np.abs(S), where=S != 0, out=np.zeros_like(S))
+    size = np.where(S == 0, 0.0, size + oracle_rerank.inverted_softmax(S, R, scale))
+    return [
+        [(float(sign), float(sign * x)) for sign, x in zip(np.sign(s), row, strict=True)]
+        for s, row in zip(S, size, strict=True)
+    ]
+
+
+def keys(name, S):
+    """What float64 ranks the candidates of each query by: lists of numbers or of pairs."""
+    if name == "dual softmax":
+        return dual_softmax_order(S, S, 20.0)
+    if name == "sinkhorn":
+        return oracle_rerank.sinkhorn(S, S, 100.0, 5).tolist()
+    if name == "fast":
+        return oracle_rerank.fast(S, S, 25.0, 10.0).tolist()
+    return oracle_rerank.inverted_softmax(S, S, 20.0).tolist()
+
+
+METHODS = {
+    "dual softmax": DualSoftmax(),
+    "inverted softmax": InvertedSoftmax(),
+    "sinkhorn": Sinkhorn(iterations=5),
+    "fast": FastReranker((25.0, 10.0), (25.0, 10.0)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", METHODS)
+def test_scores_of_any_scale_rank_as_float64_does(name, scale, dtype):
+    scores = SCALES[scale](cosines())
+    if dtype == torch.float16 and scores.abs().max() > 6e4:
+        scores = scores.clamp_min(-6e4) if scale == "one at -1e9" else scores / 1e3
+    scores = scores.to(dtype)
+    found = METHODS[name].topk(scores, 40)
+    for top, S in ((found.i2t, scores.double()), (found.t2i, scores.T.double())):
+        for order, key in zip(top.indices.tolist(), keys(name, S.numpy()), strict=True):
+            # equal up to rounding: the order of candidates that float64 cannot tell apart is open
+            ranked = [key[c] for c in order]
+            for better, worse in itertools.pairwise(ranked):
+                assert better >= worse or np.allclose(better, worse, rtol=1e-13, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_sinkhorn_equals_float64_to_rounding(scale):
+    scores = SCALES[scale](cosines())
+    found = Sinkhorn(iterations=7).rerank(scores)
+    for own, S in ((found.i2t, scores), (found.t2i.T, scores.T)):
+        wanted = oracle_rerank.sinkhorn(S.numpy(), S.numpy(), 100.0, 7)
+        np.testing.assert_allclose(own, wanted, rtol=1e-12, atol=1e-9)
+
+
+# --- half precision and what surrounds a call -----------------------------------------------------
+
+EVERY = {
+    **METHODS,
+    "mutual proximity": MutualProximity(),
+    "nnn": NearestNeighborNorm(),
+    "csls": CSLS(),
+    "reciprocal": ReciprocalReranker(),
+    "multivariate": MultiFactorReranker(),
+    "two stages": TwoStageReranker(lambda i, t: torch.sin(i * 40.0 + t), k=9, weight=0.01),
+    "qb-norm": QueryBankNorm().fit(100 * cosines(1).float(), 100 * cosines(2).float()),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("folds", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", EVERY)
+def test_half_scores_have_the_figures_of_their_numbers(name, dtype, folds, monkeypatch):
+    if folds > 1 and name in ("qb-norm", "two stages"):
+        pytest.skip("a bank of scores, or a second scorer, has all candidates")
+    scores = (100 * cosines(n=20, m=40)).to(dtype)
+    if name == "qb-norm":
+        scores = (100 * cosines()).to(dtype)
+    ids = torch.arange(len(scores)), torch.arange(40) % len(scores)
+    monkeypatch.setattr(Similarity.blocks, "__defaults__", (200,))
+    options = {"reranker": EVERY[name], "folds": folds}
+    assert retrieval_metrics(scores, *ids, **options) == retrieval_metrics(
+        scores.float(), *ids, **options
+    )
+
+
+@pytest.mark.parametrize("surroundings", ["autocast", "high"])
+@pytest.mark.parametrize("given", ["scores", "dense", "tiled", "inner products"])
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "qb-norm"])
+def test_surroundings_do_not_change_rankings(name, given, surroundings):
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(24, 64, generator=generator), torch.randn(48, 64, generator=generator)
+    ids = torch.arange(24), torch.arange(48) % 24
+    scores = 3 * vectors[0] @ vectors[1].T
+
+    def figures():
+        if given == "scores":
+            sim = Similarity.from_scores(scores, *ids)
+        else:
+            normalize = given != "inner products"
+            engine = "tiled" if given == "tiled" else "dense"
+            sim = Similarity(*vectors, *ids, normalize=normalize, engine=engine)
+        method = EVERY[name]
+        found = [] if method is None else list(method.rerank(sim))
+        return retrieval_metrics(sim, reranker=method), found
+
+    wanted, wanted_scores = figures()
+    before = torch.get_float32_matmul_precision()
+    try:
+        if surroundings == "high":
+            torch.set_float32_matmul_precision("high")
+        with torch.autocast("cpu", torch.bfloat16, enabled=surroundings == "autocast"):
+            found, found_scores = figures()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == wanted
+    for one, other in zip(found_scores, wanted_scores, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_half_matrix_is_never_converted_whole(monkeypatch):
+    scores = (100 * cosines(n=40, m=40)).half()
+    converted = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            is_half = args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.half
+            if is_half and isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+                converted.append(result.numel())
+            return result
+
+    monkeypatch.setattr(Similarity.blocks, "__defaults__", (400,))
+    monkeypatch.setattr("itrloss.rerank.base._AT_ONCE", 400)
+    monkeypatch.setattr("itrloss.engine.matrix.BLOCK", 400)
+    monkeypatch.setattr("itrloss.engine.inputs.TILE", {"cpu": (400, 10)})
+    for module in ("direction", "normalization"):
+        monkeypatch.setattr(f"itrloss.rerank.{module}.AT_ONCE", 400)
+    for name, method in EVERY.items():
+        if name != "qb-norm":
+            with Watch():
+                retrieval_metrics(scores, reranker=method)
+            assert converted and max(converted) <= 400, name
+            converted.clear()

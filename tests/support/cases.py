@@ -1,0 +1,204 @@
+"""Inputs shared by the tests: shapes and ids by name, and covering sets of parameter
+combinations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from itrloss import Anchors, Similarity, pair_term
+from support.reference import Reference
+
+# (rows, columns, ids): None is the diagonal, "random" has duplicates and anchors without positives
+SHAPES = {
+    "one pair": (1, 1, None),
+    "one row": (1, 7, "random"),
+    "one column": (7, 1, "random"),
+    "primes": (13, 13, None),
+    "square with duplicates": (13, 13, "random"),
+    "five captions": (5, 25, "captions"),
+    "wide": (5, 17, "random"),
+    "tall": (17, 5, "random"),
+    "no positive": (6, 9, "disjoint"),
+    "no negative": (6, 9, "same"),
+    "strided ids": (11, 11, "strided"),
+}
+
+
+def pairwise(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Select cases so that every two values of different axes meet at least once: far fewer than
+    the full product.
+
+    Most failures of combinations are caused by two of their values. The selection is greedy and
+    deterministic.
+    """
+    values = [list(axis) for axis in axes.values()]
+    missing = {
+        (i, a, j, b)
+        for i, j in itertools.combinations(range(len(values)), 2)
+        for a in range(len(values[i]))
+        for b in range(len(values[j]))
+    }
+    cases = []
+    while missing:
+        i, a, j, b = min(missing)
+        case = {i: a, j: b}
+        for k in [k for k in range(len(values)) if k not in case]:
+            size, start = len(values[k]), len(cases)
+            gains = {
+                x: sum(
+                    ((m, y, k, x) if m < k else (k, x, m, y)) in missing for m, y in case.items()
+                )
+                for x in ((start + x) % size for x in range(size))
+            }
+            case[k] = max(gains, key=lambda x: gains[x])
+        missing -= {(i, case[i], j, case[j]) for i, j in itertools.combinations(sorted(case), 2)}
+        cases.append(tuple(values[k][case[k]] for k in range(len(values))))
+    return cases
+
+
+def each(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Select cases so that every value of every axis occurs at least once."""
+    values = [list(axis) for axis in axes.values()]
+    return [tuple(v[k % len(v)] for v in values) for k in range(max(map(len, values)))]
+
+
+def measured_apart(code: str, *arguments: str) -> Any:
+    """What the code prints, as JSON, in a process whose allocator gives back at once what is freed.
+
+    Otherwise a peak of the resident set depends on what was measured before, by up to 40 MB.
+    """
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**17)}
+    command = [sys.executable, "-c", code, *arguments]
+    home = Path(__file__).parents[1]  # from where the code imports benchmarks
+    done = subprocess.run(
+        command, cwd=home, env=environment, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def make_ids(
+    kind: str | None, n: int, m: int, seed: int = 0
+) -> tuple[Tensor | None, Tensor | None]:
+    generator = torch.Generator().manual_seed(seed)
+    if kind is None:
+        return None, None
+    if kind == "random":
+        return tuple(torch.randint(0, 5, (size,), generator=generator) - 2 for size in (n, m))  # type: ignore
+    if kind == "captions":
+        return torch.arange(n), torch.arange(n).repeat_interleave(m // n)
+    if kind == "disjoint":
+        return torch.arange(n), torch.arange(m) + 1000
+    if kind == "same":
+        return torch.full((n,), 7), torch.full((m,), 7)
+    if kind == "strided":
+        return tuple(torch.randint(0, 5, (2 * size,), generator=generator)[::2] for size in (n, m))  # type: ignore
+    raise AssertionError(kind)
+
+
+def embeddings(
+    n: int, m: int, d: int = 6, seed: int = 0, dtype=torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Embeddings that are not normalised, with very different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    make = lambda size: torch.randn(size, d, generator=generator, dtype=torch.float64)  # noqa: E731
+    stretch = lambda size: torch.rand(size, 1, generator=generator, dtype=torch.float64) * 5 + 0.1  # noqa: E731
+    return (make(n) * stretch(n)).to(dtype), (make(m) * stretch(m)).to(dtype)
+
+
+def upstream(n: int, m: int, seed: int = 1, dtype=torch.float64) -> tuple[Tensor, Tensor]:
+    """Non-uniform upstream gradients of both signs for the rows and the columns."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in (n, m)
+    )  # type: ignore
+
+
+ENGINES = ("dense", "tiled", "kept", "scores")
+
+
+def similarity(v: Tensor, w: Tensor, ids: tuple, engine: str, **options: Any) -> Any:
+    """Similarity on an engine; ``"kept"``: the tiled engine with cached scores; ``"scores"``: from
+    a given matrix.
+
+    ``"reference"`` is the specification of the tests.
+    """
+    if engine == "reference":
+        return Reference.of(v, w, ids, **options)
+    if engine == "kept":
+        return Similarity(v, w, *ids, engine="tiled", memory_budget=10**9, **options)
+    if engine == "scores":
+        return Similarity.from_scores(
+            Similarity(v, w, *ids, engine="dense", **options).scores(), *ids, engine="tiled"
+        )
+    return Similarity(v, w, *ids, engine=engine, **options)  # type: ignore
+
+
+def guide_of(anchors: Any) -> Any:
+    """The same anchors of a second matrix, with the scores cos(3 S)."""
+    if isinstance(anchors, Reference):
+        return Reference(
+            *((torch.cos(3 * scores.detach()), positive) for scores, positive in anchors.groups)
+        )
+    second = {}
+    for matrix in {side.matrix for group in anchors._groups for side in group}:
+        scores = torch.cos(3 * matrix.scores().detach())
+        second[matrix] = Similarity.from_scores(scores, *matrix.pairs.ids_as_passed)._matrix
+    return Anchors(
+        *(
+            [dataclasses.replace(side, matrix=second[side.matrix]) for side in group]
+            for group in anchors._groups
+        )
+    )
+
+
+def finite(x: Tensor) -> Tensor:
+    """Replace values of anchors without an answer, which are not finite, by 0."""
+    return torch.where(x.isfinite(), x, 0.0)
+
+
+# User-defined terms. They are registered here, because test modules may be imported under two
+# names.
+
+
+@pair_term
+def only_the_parameter(scores, weight):
+    return weight.square()
+
+
+@pair_term
+def returned_for_a_test(scores, weight):
+    return weight
+
+
+@pair_term
+def plane(scores, weight, bias):
+    return weight * scores + bias
+
+
+@pair_term
+def straight_line(scores, weight):
+    return weight * scores
+
+
+@pair_term
+def weighted_by_guide(scores, guide, scale, shift):
+    return (scale * guide - shift).exp() * scores.square()
+
+
+def sets(n, k, d, seed=0, dtype=torch.float64):
+    """Elements of different lengths that are not orthogonal."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, k, d, generator=generator, dtype=torch.float64) + 0.7
+    return (x * torch.rand(n, k, 1, generator=generator, dtype=torch.float64).add(0.1)).to(dtype)

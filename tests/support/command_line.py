@@ -1,0 +1,53 @@
+"""Calls of the command line, its input, and a parser of its reports."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+import numpy as np
+
+from itrloss.cli import main
+
+N, C, D = 12, 5, 8
+
+
+def pairs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Embeddings of images and of five captions per image, with hubs."""
+    generator = np.random.default_rng(seed)
+    images = generator.normal(size=(N, D))
+    texts = (
+        images.repeat(C, 0) + 1.2 * generator.normal(size=(N * C, D)) + generator.random((N * C, 1))
+    )
+    return images.astype(np.float32), texts.astype(np.float32)
+
+
+def scores(seed: int = 0) -> np.ndarray:
+    images, texts = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in pairs(seed))
+    return images @ texts.T
+
+
+def run(*arguments: object) -> int:
+    return main([str(x) for x in arguments])
+
+
+class Page(HTMLParser):
+    """Parser of a page's text; it checks that elements are closed in the right order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+        assert not any(name in ("src", "href") for name, _ in attrs)  # the page loads nothing
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data

@@ -1,0 +1,54 @@
+"""RINCE and the complementary contrastive loss as loops over pairs, in the manner and conventions
+of `oracle`.
+
+Papers: RINCE (Chuang et al., CVPR 2022), RCL (Hu et al., TPAMI 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from support.oracle import Ids
+from support.oracle_supervised import of_anchors
+
+
+def rince(
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    temperature: float = 0.07,
+    q: float = 0.5,
+    lam: float = 0.01,
+    reduction: str = "mean",
+) -> Any:
+    """``mean_p (−e_p^q + (λ (e_p + Σ_n e_n))^q) / q``, where ``e = exp(S / τ)``."""
+
+    def value(positives: list[float], negatives: list[float]) -> float:
+        others = math.fsum(math.exp(s / temperature) for s in negatives)
+        values = []
+        for s in positives:
+            e = math.exp(s / temperature)
+            values.append(((lam * (e + others)) ** q - e**q) / q)
+        return math.fsum(values) / len(values)
+
+    return of_anchors(S, row_ids, col_ids, reduction, value)
+
+
+def complementary(
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    temperature: float = 0.05,
+    reduction: str = "mean",
+) -> Any:
+    """``−Σ_n log(1 − P_n)``; P is the softmax of all ``S / τ``, and ``1 − P`` is at least 1e-6."""
+
+    def value(positives: list[float], negatives: list[float]) -> float:
+        every = math.fsum(math.exp(s / temperature) for s in positives + negatives)
+        rest = [1 - math.exp(s / temperature) / every for s in negatives]
+        return -math.fsum(math.log(max(x, 1e-6)) for x in rest)
+
+    return of_anchors(S, row_ids, col_ids, reduction, value)

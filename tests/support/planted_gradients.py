@@ -1,0 +1,292 @@
+"""Planted bugs of gradients, of range and of rounding, see :mod:`planted`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from support.planted import InfoNCE, WithBias, planted
+
+# ---------------------------------------------------------------------------------------- gradients
+
+
+class _Scaled(torch.autograd.Function):
+    """Values (N,), whose gradient is scaled by the first upstream gradient alone
+    (Liger-Kernel#678).
+    """
+
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return grad[:1].expand_as(grad)
+
+
+@planted("uneven_upstream")
+class FirstUpstreamForAll(InfoNCE):
+    """With reduction "none", all is scaled by the first upstream gradient, for over a year
+    (Liger-Kernel).
+    """
+
+    def values(self, scores, positive):
+        return _Scaled.apply(super().values(scores, positive))
+
+
+class _Ones(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return torch.ones_like(grad)
+
+
+@planted("upstream_gradient")
+class UpstreamIgnored(InfoNCE):
+    """The gradient is found in the forward pass, and not scaled in the backward pass."""
+
+    def reduced(self, values, exists):
+        result = super().reduced(values, exists)
+        return result if self.reduction == "none" else _Ones.apply(result)
+
+
+@planted("gradcheck")
+class OneSideDetached(InfoNCE):
+    """Texts get no gradient in the images' direction."""
+
+    def values(self, scores, positive):
+        return super().values(scores, positive) + 0.2 * (scores.detach() * positive).sum(1)
+
+
+@planted("gradcheck")
+class LengthDetached(InfoNCE):
+    """The length is a constant for the gradient, which then is not tangential."""
+
+    def unit(self, x):
+        return x / super().unit(x).detach().mul(x).sum(1, keepdim=True).detach().clamp_min(1e-12)
+
+
+class _Filtered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores):
+        return scores.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return torch.where(grad.abs() < 2**-8, 0.0, grad)
+
+
+@planted("finite_differences")
+class SmallGradientsSkipped(InfoNCE):
+    """Gradients below a threshold are skipped, as in cut cross-entropy (cut-cross-entropy#14)."""
+
+    def scores(self, images, texts):
+        return _Filtered.apply(super().scores(images, texts))
+
+
+@planted("gradients_of_parameters")
+class BiasDetached(WithBias):
+    """The bias gets no gradient (cut-cross-entropy#52)."""
+
+    def values(self, scores, positive):
+        return F.softplus(
+            InfoNCE.values(self, scores * self.scale.exp(), positive) + self.bias.detach()
+        )
+
+
+@planted("gradients_of_parameters")
+class ScaleByItem(WithBias):
+    """The scale is read as a number, and gets no gradient."""
+
+    def values(self, scores, positive):
+        return F.softplus(
+            InfoNCE.values(self, scores * math.exp(float(self.scale)), positive) + self.bias
+        )
+
+
+@planted("inputs_not_modified")
+class NormalisedInPlace(InfoNCE):
+    """The caller's embeddings are normalised where they are."""
+
+    def prepared(self, images, texts, image_ids, text_ids):
+        texts.data.div_(texts.detach().norm(dim=1, keepdim=True).clamp_min(1e-12))
+        return super().prepared(images, texts, image_ids, text_ids)
+
+
+@planted("inputs_not_modified")
+class BackwardInside(InfoNCE):
+    """The forward pass runs a backward pass to find hard pairs, and leaves its gradient in
+    .grad.
+    """
+
+    def scores(self, images, texts):
+        scores = super().scores(images, texts)
+        if scores.requires_grad and torch.is_grad_enabled():
+            scores.amax(1).sum().backward(retain_graph=True)
+        return scores
+
+
+class _InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores):
+        ctx.slopes = scores.detach().clone()
+        return scores.square()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return ctx.slopes.mul_(2 * grad)
+
+
+@planted("two_backwards")
+class BackwardOverwrites(InfoNCE):
+    """The backward pass writes its result over what it saved."""
+
+    def scores(self, images, texts):
+        scores = super().scores(images, texts)
+        return _InPlace.apply(scores + 2)
+
+
+@planted("no_gradient_where_none_is_required")
+class AlwaysAGraph(InfoNCE):
+    """Frozen inputs are made to require a gradient."""
+
+    def unit(self, x):
+        return super().unit(x if x.requires_grad else x.clone().requires_grad_())
+
+
+@planted("nothing_is_kept")
+class LastBatchKept(InfoNCE):
+    """The scores stay in an attribute, with their graph."""
+
+    def scores(self, images, texts):
+        self.last = images, super().scores(images, texts)
+        return self.last[1]
+
+
+@planted("result_is_a_number")
+class ValueDetached(InfoNCE):
+    """The loss is returned as a new tensor."""
+
+    def reduced(self, values, exists):
+        result = super().reduced(values, exists)
+        return (
+            result
+            if self.reduction == "none"
+            else torch.tensor(result.item(), dtype=values[0].dtype)
+        )
+
+
+# ---------------------------------------------------------------------------------- range, rounding
+
+
+@planted("low_temperature")
+class NoMaximum(InfoNCE):
+    """Exponentials are summed without their maximum (Inf-CLIP's ring form)."""
+
+    def log_of_negatives(self, logits, positive):
+        return (logits.exp() * ~positive).sum(1).clamp_min(1e-30).log()
+
+
+@planted("low_temperature")
+class LogOfSoftmax(InfoNCE):
+    """The logarithm of a softmax that is 0 (lightly#1259, pytorch-metric-learning#121)."""
+
+    def values(self, scores, positive):
+        share = (scores / self.temperature).softmax(1)
+        terms = torch.where(positive, -share.log(), 0.0)
+        return terms.sum(1) / positive.sum(1).clamp_min(1)
+
+
+@planted("zero_vectors")
+class NoEpsilon(InfoNCE):
+    """A vector of zeros is divided by its length."""
+
+    def unit(self, x):
+        return x / x.norm(dim=1, keepdim=True)
+
+
+@planted("zero_vectors_in_half_precision")
+class EpsilonOfFloat16(InfoNCE):
+    """1e-12, what keeps a length above 0, is 0 in float16."""
+
+    def unit(self, x):
+        return F.normalize(x, dim=1).to(torch.promote_types(x.dtype, torch.float32))
+
+
+@planted("bfloat16_error")
+class ScoresInHalf(InfoNCE):
+    """Scores are bfloat16: at a temperature of 0.01 they are multiples of 0.5."""
+
+    def unit(self, x):
+        return super().unit(x).to(x.dtype)
+
+    def values(self, scores, positive):
+        return super().values(scores.float() if scores.dtype != torch.float64 else scores, positive)
+
+
+@planted("autocast_error")
+class AutocastScores(InfoNCE):
+    """Autocast runs the product in bfloat16."""
+
+    def scores(self, images, texts):
+        scores = images @ texts.T
+        return scores if images.dtype == torch.float64 else scores.float()
+
+
+@planted("long_embeddings")
+class SquaresOverflow(InfoNCE):
+    """Squares of long embeddings are infinite in float32."""
+
+    def unit(self, x):
+        x = x.double() if x.dtype == torch.float64 else x.float()
+        return x / x.square().sum(1, keepdim=True).clamp_min(1e-24).sqrt()
+
+
+@planted("short_embeddings")
+class LargeEpsilon(InfoNCE):
+    """1e-6 is added to lengths."""
+
+    def unit(self, x):
+        x = x.double() if x.dtype == torch.float64 else x.float()
+        return x / (x.norm(dim=1, keepdim=True) + 1e-8)
+
+
+@planted("duplicates")
+class DistanceOfEqual(InfoNCE):
+    """The slope of a distance of 0 is infinite (pytorch-metric-learning#233)."""
+
+    def scores(self, images, texts):
+        squares = 2 - 2 * super().scores(images, texts)
+        # PyTorch 2.14's clamp has slope 0 at 0
+        return 1 - torch.maximum(squares, torch.zeros_like(squares)).sqrt()
+
+
+@planted("extreme_scores")
+class ArcOfOne(InfoNCE):
+    """The slope of the arc cosine at 1 is infinite."""
+
+    def scores(self, images, texts):
+        scores = super().scores(images, texts)
+        return 1 - torch.minimum(scores, torch.ones_like(scores)).acos()
+
+
+@planted("float32_error")
+class CancelledDistance(InfoNCE):
+    """Squared distances of embeddings far from the origin cancel in float32."""
+
+    def scores(self, images, texts):
+        v, w = images + 30, texts + 30
+        return 1 - (v.square().sum(1)[:, None] + w.square().sum(1) - 2 * super().scores(v, w)) / 2
+
+
+@planted("gradcheck")
+class AlwaysFloat32(InfoNCE):
+    """All is computed in float32, float64 input too."""
+
+    def unit(self, x):
+        return super().unit(x.float())

@@ -1,0 +1,297 @@
+"""Planted bugs of state, copies, threads, memory and processes, and those that no check notices,
+see :mod:`planted`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from support.planted import InfoNCE, WithBias, planted
+
+# ---------------------------------------------------------------------------------- state, programs
+
+
+@planted("repeated_calls")
+class LabelsCached(InfoNCE):
+    """The mask of the first batch serves all later ones of its size."""
+
+    masks: Any = None
+
+    def positive(self, image_ids, text_ids):
+        self.masks = self.masks or {}
+        key = len(image_ids), len(text_ids)
+        return self.masks.setdefault(key, super().positive(image_ids, text_ids))
+
+
+@planted("repeated_calls")
+class TemperatureFalls(InfoNCE):
+    """Each call lowers the temperature."""
+
+    def values(self, scores, positive):
+        self.temperature *= 0.99
+        return super().values(scores, positive)
+
+
+class Queue(InfoNCE):
+    """Scores are weighted by what a ring of earlier texts holds; all of its state is saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ring", torch.zeros(8, 8))
+        self.register_buffer("place", torch.tensor(0))
+
+    def enqueue(self, texts):
+        for x in texts.detach():
+            self.ring[int(self.place) % 8] = x
+            self.place = self.place + 1
+
+    def scores(self, images, texts):
+        self.enqueue(texts)
+        return super().scores(images, texts) * (1 + 0.1 * self.ring[0].sum())
+
+
+@planted("resumed_training")
+class QueueWithoutItsPlace(Queue):
+    """The queue's place is not in the state_dict (pytorch-metric-learning's CrossBatchMemory)."""
+
+    def __init__(self):
+        super().__init__()
+        del self.place
+        self.place = 0
+
+
+@planted("two_forwards_before_one_backward")
+class QueueOverwritten(InfoNCE):
+    """A buffer of the forward pass is overwritten before the backward pass (USER's queues)."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept: Any = None
+
+    def scores(self, images, texts):
+        owner = self
+
+        class Product(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, v, w):
+                owner.kept = v.detach(), w.detach()
+                return v @ w.T
+
+            @staticmethod
+            def backward(ctx, grad):  # type: ignore[override]
+                v, w = owner.kept
+                return grad @ w, grad.T @ v
+
+        return Product.apply(images, texts)
+
+
+@planted("deterministic")
+class Noise(InfoNCE):
+    """Noise is added to scores."""
+
+    def scores(self, images, texts):
+        scores = super().scores(images, texts)
+        return scores + 1e-3 * torch.randn_like(scores)
+
+
+@planted("random_state")
+class RandomOrder(InfoNCE):
+    """Rows are shuffled with the global generator, for nothing."""
+
+    def prepared(self, images, texts, image_ids, text_ids):
+        torch.randperm(len(images))
+        return super().prepared(images, texts, image_ids, text_ids)
+
+
+@planted("training_and_evaluation")
+class DropoutInside(InfoNCE):
+    """Embeddings are dropped in training mode."""
+
+    def unit(self, x):
+        return super().unit(x * 0.5) + (0.01 * self.training)
+
+
+@planted("state_dict_round_trip")
+class TemperatureNotSaved(WithBias):
+    """A running scale is a buffer that is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running", torch.tensor(1.0), persistent=False)
+
+    def values(self, scores, positive):
+        return super().values(scores * self.running, positive)
+
+
+@planted("pickled")
+class LambdaInside(InfoNCE):
+    """A lambda in an attribute cannot be pickled."""
+
+    def __init__(self):
+        super().__init__()
+        self.form = lambda x: x
+
+
+@planted("deepcopy")
+class CopiedByReference(WithBias):
+    """A copy shares its parameters."""
+
+    def __deepcopy__(self, memo):
+        twin = type(self)()
+        twin.scale, twin.bias = self.scale, self.bias
+        return twin
+
+
+@planted("threads")
+class SharedAttribute(InfoNCE):
+    """What a later step needs lies in an attribute, which another thread overwrites."""
+
+    def positive(self, image_ids, text_ids):
+        self.mask = super().positive(image_ids, text_ids)
+        return self.mask
+
+    def values(self, scores, positive):
+        self.logits = scores / self.temperature
+        negatives = self.log_of_negatives(self.logits, positive)
+        terms = torch.where(positive, F.softplus(negatives[:, None] - self.logits), 0.0)
+        return terms.sum(1) / positive.sum(1).clamp_min(1)
+
+
+@planted("non_contiguous_inputs")
+class Strides(InfoNCE):
+    """Memory is read as if it were contiguous, as a kernel without strides does."""
+
+    def prepared(self, images, texts, image_ids, text_ids):
+        images, texts = (torch.as_strided(x, x.shape, (x.shape[1], 1)) for x in (images, texts))
+        return super().prepared(images, texts, image_ids, text_ids)
+
+
+@planted("default_dtype")
+class DefaultDtype(InfoNCE):
+    """A constant has PyTorch's default dtype."""
+
+    def values(self, scores, positive):
+        return super().values(scores * torch.tensor([1 / 3]).to(scores.dtype), positive)
+
+
+@planted("compiled_as_one_graph")
+class BranchOnAValue(InfoNCE):
+    """A branch on a value breaks the graph."""
+
+    def scores(self, images, texts):
+        scores = super().scores(images, texts)
+        return scores if scores.max().item() < 2 else scores.clamp(-1, 1)
+
+
+@planted("engines_agree")
+class EnginesDiffer(InfoNCE):
+    """One of two engines leaves out the last block of candidates' gradients."""
+
+    engine = "dense"
+
+    def scores(self, images, texts):
+        scores = super().scores(images, texts)
+        if self.engine == "tiled":
+            scores = torch.cat([scores[:, :16], scores[:, 16:].detach()], 1)
+        return scores
+
+
+@planted("cached_step")
+class DependsOnRequiresGrad(InfoNCE):
+    """Embeddings that are leaves, as with gradient caching, are detached."""
+
+    def unit(self, x):
+        return super().unit(x.detach() if x.is_leaf and x.requires_grad else x)
+
+
+class ByChunks(InfoNCE):
+    """Sigmoid loss in chunks of 32 rows, which are computed again in the backward pass; flat in
+    memory.
+    """
+
+    keep = False
+
+    def __init__(self):
+        super().__init__()
+        del self.reduction
+
+    def forward(self, images, texts, image_ids=None, text_ids=None):
+        images, texts, image_ids, text_ids = self.prepared(images, texts, image_ids, text_ids)
+        v, w = self.unit(images), self.unit(texts)
+        total = v.new_zeros(())
+        for rows, ids in zip(v.split(32), image_ids.split(32), strict=True):
+            part = self.part if self.keep else partial(checkpoint, self.part, use_reentrant=False)
+            total = total + part(rows, w, ids, text_ids)
+        return total / len(v) + total / len(w)
+
+    def part(self, rows, w, ids, text_ids):
+        return F.softplus(
+            torch.where(self.positive(ids, text_ids), -1.0, 1.0) * (self.scores(rows, w) * 10 - 5)
+        ).sum()
+
+
+@planted("memory_grows_linearly", expected_failures={})
+class ChunksKept(ByChunks):
+    """Chunks bound nothing, as autograd keeps all of them (open_clip#1214)."""
+
+    keep = True
+
+
+# ---------------------------------------------------------------------------------------- processes
+
+
+class Together(nn.ModuleList):
+    """Losses of one batch: processes, which take seconds to start, compute all of them."""
+
+    gather = False
+
+    def forward(self, *batch):
+        for loss in self:
+            loss.gather = self.gather
+        return [loss(*batch) for loss in self]
+
+
+@planted("several_processes", processes=2)
+class GatheredWithoutGradient(InfoNCE):
+    """Other processes' embeddings get no gradient (open_clip#616, pytorch-metric-learning#363)."""
+
+    def all_texts(self, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.detach().contiguous())
+        parts[dist.get_rank()] = x
+        return torch.cat(parts)
+
+
+@planted("several_processes", processes=2)
+class OffByTheWorldSize(InfoNCE):
+    """Gradients are 1 / world size of what they should be (lightly#1977)."""
+
+    def all_texts(self, x):
+        x = super().all_texts(x)
+        return x / dist.get_world_size() + (x - x / dist.get_world_size()).detach()
+
+
+# -------------------------------------------------------------------------------- what none notices
+
+
+@planted(None)
+class WrongTemperature(InfoNCE):
+    """Scores are multiplied by the temperature: another loss, and as good as any for the checks."""
+
+    def values(self, scores, positive):
+        return super().values(scores * self.temperature * 10, positive)
+
+
+@planted(None)
+class MaskedByZero(InfoNCE):
+    """Positives count as exp(0) among the negatives, a constant (a mask that multiplies scores)."""
+
+    def log_of_negatives(self, logits, positive):
+        return (logits * ~positive).logsumexp(1)

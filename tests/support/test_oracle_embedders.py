@@ -1,0 +1,730 @@
+"""The loops of `oracle_embedders` against the formulas of the projects that they are for, and the
+library against the loops.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import itrloss
+from itrloss.engine import inputs as engine_inputs
+from support.oracle import triplet
+from support.oracle_embedders import (
+    NO_ID,
+    contrastive,
+    distillation,
+    late_scores,
+    mask_of_lengths,
+    sdm,
+    soft_triplet,
+    unit,
+)
+
+Inputs = dict[str, Tensor]
+Options = dict[str, Any]
+FOLDER = Path(__file__).parent
+
+
+def read_cases() -> dict[str, Any]:
+    """The values and gradients of the projects' formulas, in float64 and rounded to 10 digits."""
+    cases = {}
+    for name in ("embedders.json", "embedders_more.json"):
+        for case in json.loads((FOLDER / name).read_text("utf-8")):
+            cases[case["name"]] = case
+    return cases
+
+
+CASES = read_cases()
+one = partial(contrastive, directions="image-text")
+
+
+# -------------------------------------------------------------------- the projects' lines in ours
+
+
+def line(temperature: float, negatives: str = "", **options: Any) -> Any:
+    """One direction, with everybody's negatives (``"shared"``) or each query's own (``"own"``)."""
+
+    def compute(x: Inputs, _: Options) -> Tensor:
+        given = x["negatives"] if negatives else None
+        if negatives == "shared":
+            given = given.flatten(0, 1)
+        return one(
+            x["queries"], x["positives"], temperature=temperature, negatives=given, **options
+        )
+
+    return compute
+
+
+def halved(temperature: float, names: tuple[str, str], **options: Any) -> Any:
+    """The mean of both directions, where ours is their sum."""
+
+    def compute(x: Inputs, _: Options) -> Tensor:
+        return 0.5 * contrastive(x[names[0]], x[names[1]], temperature=temperature, **options)
+
+    return compute
+
+
+QUERIES = ("queries", "positives")
+PAIRS = ("images", "texts")
+QWEN = {"image_image": True, "text_text": "unfiltered", "margin": 0.1}
+
+
+def ragged(x: Inputs, options: Options) -> Tensor:
+    """Qwen3 with another number of negatives for each query."""
+    numbers = options["numbers_of_negatives"]
+    shared = torch.cat([own[:k] for own, k in zip(x["negatives"], numbers, strict=True)])
+    return one(x["queries"], x["positives"], temperature=0.1, negatives=shared, **QWEN)
+
+
+def marks(mask: Any) -> Tensor:
+    """Ids of negatives: -1 matches nothing here, and NO_ID says that there is none."""
+    return torch.where(torch.as_tensor(mask).bool(), -1, NO_ID)
+
+
+def own_ragged(x: Inputs, options: Options) -> Tensor:
+    ids = marks(mask_of_lengths(options["numbers_of_negatives"], 2))
+    return one(
+        *(x["queries"], x["positives"]),
+        temperature=0.1,
+        in_batch=False,
+        negatives=x["negatives"],
+        negative_ids=ids,
+    )
+
+
+def nemo(x: Inputs, options: Options, **more: Any) -> Tensor:
+    ids = marks(options["negatives_mask"])
+    return contrastive(
+        *(x["queries"], x["positives"]),
+        temperature=0.1,
+        negatives=x["negatives"],
+        negative_ids=ids,
+        **more,
+    )
+
+
+def nemo_same_document(x: Inputs, options: Options) -> Tensor:
+    documents = torch.tensor(options["document_ids"]).view(3, 3)
+    return one(
+        *(x["queries"], x["positives"]),
+        temperature=0.1,
+        image_ids=documents[:, 0],
+        text_ids=documents[:, 0],
+        negatives=x["negatives"].flatten(0, 1),
+        negative_ids=documents[:, 1:].flatten(),
+    )
+
+
+def gist(x: Inputs, _: Options, **options: Any) -> Tensor:
+    guide = [x[name] for name in ("guide_queries", "guide_positives")]
+    if "negatives" in x:
+        options["negatives"] = x["negatives"]
+        guide.append(x["guide_negatives"])
+    return one(x["queries"], x["positives"], temperature=0.1, guide=guide, **options)
+
+
+def own_scores(queries: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
+    """(N, 1 + K) cosines of each query with its positive and its negatives."""
+    rows = []
+    for q, p, own in zip(queries, positives, negatives, strict=True):
+        rows.append(torch.stack([(unit(q) * unit(d)).sum() for d in (p, *own)]))
+    return torch.stack(rows)
+
+
+def flagembedding_kd(x: Inputs, options: Options) -> Tensor:
+    own = own_scores(x["queries"], x["positives"], x["negatives"])
+    kd = distillation(own, x["teacher"], temperature=0.1, teacher_temperature=1.0)
+    return line(0.1, "shared")(x, options) + kd
+
+
+def nemo_distill(x: Inputs, _: Options) -> Tensor:
+    """A divergence: the cross-entropy minus the teacher's entropy."""
+
+    def scores(prefix: str) -> Tensor:
+        q, p, n = (x[prefix + name] for name in ("queries", "positives", "negatives"))
+        batch = torch.stack([torch.stack([(unit(a) * unit(b)).sum() for b in p]) for a in q])
+        return torch.cat([batch, own_scores(q, p, n)[:, 1:]], 1)
+
+    teacher = scores("teacher_").detach()
+    kd = partial(distillation, teacher=teacher, temperature=0.1, teacher_temperature=0.1)
+    return kd(scores("")) - kd(teacher)
+
+
+def late(temperature: float, form: str, **options: Any) -> Any:
+    """In-batch contrast of late interaction."""
+
+    def compute(x: Inputs, _: Options) -> Tensor:
+        scores = late_scores(x["queries"], x["documents"], form, **options)
+        return one(scores=scores, temperature=temperature)
+
+    return compute
+
+
+def colpali_gathered(x: Inputs, options: Options) -> Tensor:
+    scores = late_scores(x["queries"], x["documents"], "max_mean")
+    ids = options["offset"] + torch.arange(len(scores))
+    return one(scores=scores, temperature=0.1, image_ids=ids, text_ids=torch.arange(3))
+
+
+def colpali_negatives(x: Inputs, _: Options) -> Tensor:
+    """Each own negative is a pair of its own."""
+    scores = late_scores(x["queries"], x["documents"], "max_mean")
+    own = late_scores(x["queries"], x["negatives"], "max_mean")
+    return one(
+        scores=scores.repeat_interleave(2, 0),
+        image_ids=torch.arange(3).repeat_interleave(2),
+        text_ids=torch.arange(3),
+        negatives=own.reshape(-1, 1),
+        in_batch=False,
+        temperature=0.1,
+    )
+
+
+def colpali_negatives_half(x: Inputs, options: Options) -> Tensor:
+    return 0.5 * colpali_negatives(x, options) + 0.5 * late(0.1, "max_mean")(x, options)
+
+
+def colpali_dense_negatives(x: Inputs, _: Options) -> Tensor:
+    return one(
+        x["queries"].repeat_interleave(2, 0),
+        x["positives"].repeat_interleave(2, 0),
+        temperature=0.1,
+        negatives=x["negatives"].reshape(-1, 1, 4),
+        in_batch=False,
+    )
+
+
+HARDEST = {"temperature": 0.1, "margin": 0.0, "directions": "image-text", "reduction": "mean"}
+
+
+def colpali_hardest(x: Inputs, _: Options) -> Tensor:
+    return soft_triplet(scores=late_scores(x["queries"], x["documents"], "max_mean"), **HARDEST)
+
+
+def colpali_sigmoid(x: Inputs, _: Options) -> Tensor:
+    """A mean over pairs, of which query i and document i match."""
+    scores = late_scores(x["queries"], x["documents"], "max_mean") / 0.1
+    signs = 2 * torch.eye(len(scores), dtype=scores.dtype) - 1
+    return torch.stack([(1 + (-z).exp()).log() for z in (signs * scores).flatten()]).mean()
+
+
+def colpali_dense_hardest(x: Inputs, _: Options) -> Tensor:
+    return soft_triplet(x["queries"], x["positives"], **HARDEST)
+
+
+def padded(x: Inputs, options: Options) -> Tensor:
+    """Two documents of each query, the second of which matches none; padding is masked."""
+    both = torch.stack([x["documents"], x["others"]], 1).flatten(0, 1)
+    lengths = zip(options["document_lengths"], options["other_lengths"], strict=True)
+    mask = mask_of_lengths([length for pair in lengths for length in pair], 5)
+    ids = torch.tensor([0, -1, 1, -1, 2, -1])
+    scores = late_scores(x["queries"], both, "max_sum", text_mask=mask)
+    return one(scores=scores, text_ids=ids, temperature=0.5)
+
+
+def nemo_maxsim(x: Inputs, _: Options) -> Tensor:
+    scores = late_scores(x["queries"], x["documents"][:, :4])
+    own = late_scores(x["queries"], x["negatives"])
+    return one(scores=scores, negatives=own, temperature=0.5, in_batch=False)
+
+
+def clip4clip(x: Inputs, _: Options) -> Tensor:
+    scores = [
+        torch.stack([10 * (unit(t) * unit(v)).sum() for v in x["images"]]) for t in x["texts"]
+    ]
+    return 0.5 * contrastive(scores=torch.stack(scores), temperature=1.0)
+
+
+def clap_mlp(x: Inputs, options: Options) -> Tensor:
+    first = halved(0.1, ("images", "texts_mlp"))(x, options)
+    return 0.5 * (first + halved(0.2, ("images_mlp", "texts"))(x, options))
+
+
+def clap_weighted(x: Inputs, options: Options) -> Tensor:
+    """A mean over pairs, weighted by how close an item is to the others of its side."""
+
+    def weights(vectors: Tensor) -> Tensor:
+        near = [sum((unit(a) * unit(b)).sum() for b in vectors) for a in vectors.detach()]
+        return (torch.stack(near) / (options["kappa"] * len(vectors))).exp()
+
+    total = 0
+    for a, b, t, own in (
+        ("images", "texts_mlp", 0.1, "images"),
+        ("images_mlp", "texts", 0.2, "texts"),
+    ):
+        rows, cols = contrastive(x[a], x[b], temperature=t, reduction="none")
+        w = weights(x[own]).detach()
+        total = total + (w @ rows + w @ cols) / w.sum()
+    return total / 4
+
+
+def fgclip_hard(x: Inputs, _: Options) -> Tensor:
+    texts, own = x["texts"][:, 0], x["texts"][:, 1:]
+    return one(x["images"], texts, temperature=0.1, in_batch=False, negatives=own)
+
+
+def irra(x: Inputs, options: Options) -> Tensor:
+    ids = options["ids"]
+    return sdm(x["images"], x["texts"], temperature=0.1, image_ids=ids, text_ids=ids)
+
+
+def sdm_weights(x: Inputs, options: Options) -> Tensor:
+    matches = torch.tensor(options["matches"], dtype=torch.float64)
+    return sdm(x["images"], x["texts"], temperature=0.1, matches=matches)
+
+
+def marked(values: Any) -> Any:
+    """``"none"`` in the file is NO_ID."""
+    if isinstance(values, list):
+        return [marked(value) for value in values]
+    return NO_ID if values == "none" else values
+
+
+def groups(rule: str) -> Any:
+    def compute(x: Inputs, options: Options) -> Tensor:
+        return contrastive(
+            *(x["images"], x["texts"]),
+            temperature=0.1,
+            image_groups=options["groups"],
+            negative_groups=rule,
+        )
+
+    return compute
+
+
+def groups_open(x: Inputs, options: Options) -> Tensor:
+    return one(
+        *(x["images"], x["texts"]),
+        temperature=0.1,
+        image_groups=options["image_groups"],
+        text_groups=marked(options["text_groups"]),
+    )
+
+
+def label_sets(x: Inputs, options: Options) -> Tensor:
+    ids = {name: marked(options[name]) for name in ("image_ids", "text_ids")}
+    return contrastive(x["images"], x["texts"], temperature=0.1, **ids)
+
+
+def matches(x: Inputs, options: Options) -> Tensor:
+    """The file has -1 for a pair in no sum."""
+    given = torch.tensor(options["matches"], dtype=torch.float64)
+    given[given < 0] = torch.nan
+    return contrastive(x["images"], x["texts"], temperature=0.1, matches=given)
+
+
+def several_positives(x: Inputs, options: Options) -> Tensor:
+    return contrastive(
+        *(x["images"], x["texts"]),
+        temperature=0.1,
+        image_ids=options["image_ids"],
+        text_ids=options["text_ids"],
+        margin=0.2,
+        negatives=x["negatives"],
+    )
+
+
+LINES = {
+    "vlm2vec": line(0.1, "shared"),
+    "vlm2vec-in-example": line(0.1, "own", in_batch=False),
+    "tevatron-gradcache": line(1.0, "shared", normalize=False),
+    "tevatron": line(0.5, "shared", normalize=False),
+    "gradcache": line(1.0, "shared"),
+    "ms-swift": line(0.1, "shared"),
+    "ms-swift-own": line(0.1, "own", in_batch=False),
+    "ms-swift-filter": line(0.1, "shared", margin=0.1),
+    "qwen3": line(0.1, "shared", **QWEN),
+    "ms-swift-qq-dd": line(0.1, "shared", image_image=True, text_text=True),
+    "qwen3-ragged": ragged,
+    "ms-swift-own-ragged": own_ragged,
+    "flagembedding-own": line(0.1, "own", in_batch=False),
+    "flagembedding": line(0.1, "shared"),
+    "flagembedding-kd": flagembedding_kd,
+    "contrastors": line(0.1, "shared"),
+    "contrastors-both": line(0.1, directions="both"),
+    "st-mnrl": line(0.1, "shared"),
+    "st-symmetric": halved(0.1, QUERIES),
+    "st-symmetric-negatives": lambda x, _: 0.5 * line(0.1, "shared", directions="both")(x, _),
+    "gte": line(0.1, directions="both", joint=True, image_image=True, text_text=True),
+    "st-hardness-all": line(0.1, "shared", hardness=9.0),
+    "embeddinggemma": line(0.1, "own", hardness=(0.0, 5.0)),
+    "gist": partial(gist, image_image=True, text_text=True, margin=0.0),
+    "gist-plain": partial(gist, margin=0.0),
+    "gist-negatives": partial(gist, image_image=True, text_text=True, margin=-0.05, relative=True),
+    "colpali": late(0.1, "max_mean"),
+    "colpali-sum": late(1.0, "max_sum"),
+    "colpali-smooth": late(0.1, "smooth_max_mean", alpha=10.0),
+    "colpali-gathered": colpali_gathered,
+    "colpali-negatives": colpali_negatives,
+    "colpali-negatives-half": colpali_negatives_half,
+    "colpali-hardest": colpali_hardest,
+    "colpali-sigmoid": colpali_sigmoid,
+    "colpali-dense": line(0.1),
+    "colpali-dense-both": halved(0.1, QUERIES),
+    "colpali-dense-negatives": colpali_dense_negatives,
+    "colpali-dense-hardest": colpali_dense_hardest,
+    "pylate": padded,
+    "late-padding": padded,
+    "nemo": partial(nemo, directions="image-text"),
+    "nemo-own": partial(nemo, directions="image-text", in_batch=False),
+    "nemo-symmetric": lambda x, options: 0.5 * nemo(x, options),
+    "nemo-same-document": nemo_same_document,
+    "nemo-maxsim": nemo_maxsim,
+    "nemo-distill": nemo_distill,
+    "clip4clip": clip4clip,
+    "clap": halved(0.1, PAIRS),
+    "clap-mlp": clap_mlp,
+    "clap-weighted": clap_weighted,
+    "fgclip-hard": fgclip_hard,
+    "fgclip-region": halved(0.1, PAIRS),
+    "irra-sdm": irra,
+    "sdm-weights": sdm_weights,
+    "irra-itc": halved(0.1, PAIRS),
+    "groups-same": groups("same"),
+    "groups-open": groups_open,
+    "groups-other": groups("other"),
+    "label-sets": label_sets,
+    "matches": matches,
+    "several-positives-own-filter": several_positives,
+}
+
+
+def test_every_case_has_a_line() -> None:
+    assert set(LINES) == set(CASES)
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_loops_are_the_projects_formulas(name: str) -> None:
+    """Values and gradients, to the digits of the file."""
+    case = CASES[name]
+    x = {
+        key: torch.tensor(value, dtype=torch.float64, requires_grad=True)
+        for key, value in case["inputs"].items()
+    }
+    value = LINES[name](x, case["options"])
+    assert value.item() == pytest.approx(case["value"], abs=1e-9)
+    value.backward()
+    for key, rows in case["gradients"].items():
+        given = torch.zeros_like(x[key]) if x[key].grad is None else x[key].grad
+        wanted = torch.tensor(rows, dtype=torch.float64)
+        error = (given.reshape(wanted.shape) - wanted).abs().max()
+        assert error < 1e-9, (key, error)
+
+
+# ------------------------------------------------------------------- rules that no case has alone
+
+ALL_SUMS = {"temperature": 0.3, "image_image": True, "text_text": True, "margin": 0.4}
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def test_three_ways_to_say_who_matches() -> None:
+    """Ids, label sets with padding, and a matrix, here without sums among images or texts."""
+    images, texts = normal(0, 4, 3), normal(1, 5, 3)
+    image_ids, text_ids = torch.tensor([0, 0, 1, 2]), torch.tensor([2, 1, 0, 0, 7])
+    options = {"temperature": 0.3, "margin": 0.4}
+    by_ids = contrastive(images, texts, image_ids=image_ids, text_ids=text_ids, **options)
+    image_sets = torch.stack([image_ids, torch.full_like(image_ids, NO_ID)], 1)
+    by_sets = contrastive(images, texts, image_ids=image_sets, text_ids=text_ids, **options)
+    matches = image_ids[:, None] == text_ids
+    by_matches = contrastive(images, texts, matches=matches, **options)
+    assert by_sets == by_ids
+    assert by_matches == by_ids
+
+
+def test_weights_are_those_of_a_mean() -> None:
+    """Of two positives one counts three times; 2 as the only match's weight changes nothing."""
+    images, texts = normal(0, 2, 3), normal(1, 3, 3)
+    matches = torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 2.0]])
+    compute = partial(one, images, texts, temperature=0.3, reduction="none")
+    first = compute(matches=torch.tensor([[1.0, torch.nan, 0.0], [0.0, 0.0, 1.0]]))
+    second = compute(matches=torch.tensor([[torch.nan, 1.0, 0.0], [0.0, 0.0, 1.0]]))
+    wanted = torch.stack([(first[0] + 3 * second[0]) / 4, first[1]])
+    torch.testing.assert_close(compute(matches=matches), wanted)
+
+
+def test_groups_are_batches_of_their_own() -> None:
+    """In all sums: members of another group are nobody's negatives, nor images among images."""
+    images, texts = normal(0, 6, 3), normal(1, 6, 3)
+    group = torch.tensor([0, 0, 1, 1, 1, 0])
+    compute = partial(contrastive, **ALL_SUMS, reduction="sum")
+    wanted = sum(compute(images[group == g], texts[group == g]) for g in (0, 1))
+    torch.testing.assert_close(compute(images, texts, image_groups=group), wanted)
+
+
+def test_groups_do_not_undo_a_match() -> None:
+    images, texts = normal(0, 3, 3), normal(1, 3, 3)
+    groups = torch.tensor([4, 4, 4])
+    other = contrastive(images, texts, image_groups=groups, negative_groups="other")
+    assert other == 0  # everybody has a match and nobody a negative
+    mixed = one(images, texts, image_groups=groups, text_groups=[5, 4, 4], temperature=0.3)
+    matches = torch.tensor([[1.0, 0, 0], [torch.nan, 1, 0], [torch.nan, 0, 1]])
+    assert mixed == one(images, texts, matches=matches, temperature=0.3)
+
+
+def test_own_negatives_that_are_the_same_for_all() -> None:
+    images, texts, negatives = normal(0, 4, 3), normal(1, 4, 3), normal(2, 2, 3)
+    options = {"temperature": 0.3, "image_image": True, "hardness": (1.0, 2.0), "margin": 0.4}
+    shared = contrastive(images, texts, negatives=negatives, **options)
+    own = contrastive(images, texts, negatives=negatives.expand(4, 2, 3), **options)
+    torch.testing.assert_close(own, shared)
+
+
+def test_a_negative_with_a_label_of_the_image_is_left_out() -> None:
+    images, texts, negatives = normal(0, 3, 3), normal(1, 3, 3), normal(2, 3, 1, 3)
+    ids = torch.tensor([[1, 2], [3, NO_ID], [4, 5]])
+    compute = partial(one, images, texts, image_ids=ids, text_ids=[1, 3, 4], negatives=negatives)
+    given = compute(negative_ids=torch.tensor([[2], [9], [NO_ID]]))
+    wanted = compute(negative_ids=torch.tensor([[NO_ID], [-1], [NO_ID]]))
+    assert given == wanted
+    assert given != compute()
+
+
+def test_sdm_without_a_text() -> None:
+    """A text that is in no pair might as well not be there."""
+    images, texts = normal(0, 3, 3), normal(1, 4, 3)
+    matches = torch.eye(3, 4, dtype=torch.float64)
+    matches[:, 3] = torch.nan
+    compute = partial(sdm, images, temperature=0.3, directions="image-text")
+    assert compute(texts=texts, matches=matches) == compute(texts=texts[:3])
+
+
+def test_the_soft_triplet_has_the_hinge_as_its_limit() -> None:
+    scores = normal(0, 5, 4)
+    ids = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([1, 0, 2, 1])
+    soft = soft_triplet(scores=scores, temperature=1e-4, image_ids=ids[0], text_ids=ids[1])
+    hinge = triplet(scores, *(i.numpy() for i in ids))
+    assert 1e-4 * soft.item() == pytest.approx(hinge, abs=1e-6)
+
+
+# ------------------------------------------------------------------- random options of the library
+
+
+class Draw:
+    """A batch of random sizes and relations, with random options that may stand together."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.images = self.random.randint(2, 6)
+        self.texts = self.images
+        self.length = self.random.randint(2, 4)
+        self.options = self.draw_options()
+        self.call: dict[str, Any] = {}
+        self.inputs: Inputs = {}
+        self.draw_ids()
+        self.draw_embeddings()
+        self.draw_negative_ids()
+        self.draw_guide()
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def integers(self, most: int, *shape: int) -> Tensor:
+        return torch.randint(0, most, shape, generator=self.generator)
+
+    def mark(self, ids: Tensor, probability: float, value: int) -> None:
+        ids[torch.rand(ids.shape, generator=self.generator) < probability] = value
+
+    def draw_options(self) -> dict[str, Any]:
+        choose = self.random.choice
+        margin = choose([None, None, -0.3, -0.05, 0.0, 0.1, 0.5])
+        options = {
+            "temperature": choose([0.05, 0.2, 1.0]),
+            "margin": margin,
+            "relative": margin is not None and self.chance(0.4),
+            "hardness": choose([0.0, 0.0, 3.0, (0.0, 4.0), (2.0, 0.0), (1.0, 5.0)]),
+            "normalize": self.chance(0.75),
+            "reduction": choose(["mean", "sum", "none"]),
+        }
+        self.kind = choose(["plain", "sums", "joint", "own alone", "scores"])
+        if self.kind == "own alone":
+            return {**options, "directions": "image-text", "in_batch": False}
+        if self.kind == "joint" or (self.kind == "scores" and self.chance(0.3)):
+            options["joint"] = True
+        else:
+            options["directions"] = choose(["both", "image-text", "text-image"])
+        if self.kind in ("sums", "joint"):
+            options["image_image"] = self.chance(0.6)
+            options["text_text"] = choose([False, True, True if margin is None else "unfiltered"])
+        return options
+
+    def draw_ids(self) -> None:
+        if self.chance(0.3):
+            return  # image i matches text i
+        self.texts = self.random.randint(2, 7)
+        labels = self.random.randint(2, 4)
+        image_ids = self.integers(labels, self.images)
+        text_ids = self.integers(labels, self.texts)
+        if self.chance(0.4):
+            self.mark(image_ids, 0.2, NO_ID)
+            self.mark(text_ids, 0.2, NO_ID)
+        self.call["image_ids"] = image_ids
+        self.call["text_ids"] = text_ids
+        if self.chance(0.2):  # text ids are numbers of images
+            del self.call["image_ids"]
+
+    def draw_embeddings(self) -> None:
+        has_negatives = self.kind == "own alone" or self.chance(0.6)
+        number = self.random.randint(1, 4)
+        own = self.kind == "own alone" or self.chance(0.5)
+        if self.kind == "scores":
+            self.inputs["scores"] = self.normal(self.images, self.texts)
+            shape = (self.images, number)
+            ids = shape
+        else:
+            self.inputs["images"] = self.normal(self.images, self.length)
+            self.inputs["texts"] = self.normal(self.texts, self.length)
+            ids = (self.images, number) if own else (number,)
+            shape = (*ids, self.length)
+        self.shape_of_ids = ids if has_negatives else None
+        if has_negatives:
+            self.inputs["negatives"] = self.normal(*shape)
+
+    def draw_negative_ids(self) -> None:
+        if self.shape_of_ids is None or self.chance(0.5):
+            return
+        ids = self.integers(5, *self.shape_of_ids)
+        self.mark(ids, 0.2, NO_ID)
+        self.mark(ids, 0.2, -1)
+        self.call["negative_ids"] = ids
+
+    def draw_guide(self) -> None:
+        """Of another length. GISTEmbed's sum of documents is without shared negatives, see
+        `oracle_embedders.negatives_of_text`: these options are not drawn together.
+        """
+        shared = self.shape_of_ids is not None and len(self.shape_of_ids) == 1
+        without = shared and self.options.get("text_text")
+        if self.options["margin"] is None or without or self.chance(0.5):
+            return
+        guide = [self.normal(self.images, 3), self.normal(self.texts, 3)]
+        if self.shape_of_ids is not None:
+            guide.append(self.normal(*self.shape_of_ids, 3))
+        self.call["guide"] = guide
+
+
+def value_and_gradients(value: Any, inputs: list[Tensor]) -> list[Tensor]:
+    """The values, and the gradients of a sum of them with weights."""
+    parts = value if isinstance(value, tuple) else (value,)
+    weights = torch.Generator().manual_seed(0)
+    total = torch.zeros((), dtype=torch.float64)
+    for part in parts:
+        total = total + (part * torch.rand(part.shape, generator=weights, dtype=part.dtype)).sum()
+    if not total.requires_grad:  # no anchor counts
+        return [part.detach() for part in parts] + [torch.zeros_like(x) for x in inputs]
+    found = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
+    return [part.detach() for part in parts] + list(found)
+
+
+@pytest.mark.filterwarnings("ignore")  # random batches are suspicious
+@pytest.mark.parametrize("seed", range(300))
+def test_library_against_loops(seed: int) -> None:
+    """Values and gradients of random options, of the temperature too, on both engines."""
+    draw = Draw(seed)
+    options = dict(draw.options)
+    for x in draw.inputs.values():
+        x.requires_grad_()
+    engine = ("dense", "tiled")[seed % 2]
+    loss = itrloss.InfoNCELoss(learnable=True, engine=engine, **options).double()
+    log_scale = loss.log_scale.detach().clone().requires_grad_()
+    options["temperature"] = (-log_scale[0]).exp()
+    inputs = list(draw.inputs.values())
+    given = value_and_gradients(loss(**draw.inputs, **draw.call), [*inputs, loss.log_scale])
+    wanted = value_and_gradients(
+        contrastive(**draw.inputs, **draw.call, **options), [*inputs, log_scale]
+    )
+    assert len(given) == len(wanted)
+    for one_given, one_wanted in zip(given, wanted, strict=True):
+        torch.testing.assert_close(one_given, one_wanted, rtol=1e-9, atol=1e-9)
+
+
+LATE = ["max_sum", "max_mean", "smooth_max_sum", "smooth_max_mean"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("form", LATE)
+@pytest.mark.parametrize("seed", range(6))
+def test_late_interaction_against_loops(form: Any, seed: int, own: bool, monkeypatch: Any) -> None:
+    """Scores of sets with padding anywhere, some of them empty; of all texts, or of own ones."""
+    if seed % 2:
+        monkeypatch.setitem(engine_inputs.TILE, "cpu", (24, 4))
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(3, 4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    shape = (3, 5, 3) if own else (5, 3)  # of the texts' elements
+    texts = torch.randn(*shape, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    options: Any = {
+        "image_mask": torch.rand(3, 4, generator=generator) < 0.6,
+        "text_mask": torch.rand(shape, generator=generator) < 0.6,
+        "alpha": 10.0,
+        "normalize": seed < 4,
+    }
+    given = itrloss.functional.set_similarity(images, texts, form, **options)
+    wanted = late_scores(images, texts, form, **options)
+    for a, b in zip(
+        value_and_gradients(given, [images, texts]),
+        value_and_gradients(wanted, [images, texts]),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("directions", ["both", "image-text", "text-image"])
+@pytest.mark.parametrize("seed", range(8))
+def test_soft_triplet_against_loops(engine: Any, directions: Any, seed: int) -> None:
+    """Matches have weights, and some pairs neither match nor are negatives."""
+    generator = torch.Generator().manual_seed(seed)
+    images, texts = normal(seed, 5, 4), normal(seed + 100, 6, 4)
+    matches = torch.randint(-1, 3, (5, 6), generator=generator).double()
+    matches[matches < 0] = torch.nan
+    if seed == 0:
+        matches[0] = 1.0  # without a negative
+    given = [x.requires_grad_() for x in (images, texts)]
+    options: dict[str, Any] = {"margin": 0.1, "temperature": 0.3, "directions": directions}
+    options["reduction"] = ("sum", "mean", "none")[seed % 3]
+    loss = itrloss.TripletLoss(engine=engine, **options)
+    found = value_and_gradients(loss(images, texts, matches=matches), given)
+    wanted = value_and_gradients(soft_triplet(images, texts, matches=matches, **options), given)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("directions", ["both", "image-text", "text-image"])
+def test_sdm_is_the_loops(engine: Any, directions: Any) -> None:
+    for seed in range(10):
+        images, texts = normal(seed, 5, 4), normal(seed + 100, 7, 4)
+        draw = torch.Generator().manual_seed(seed)
+        ids = [torch.randint(3, (n,), generator=draw) for n in (5, 7)]
+        options: dict[str, Any] = {"temperature": 0.2, "directions": directions}
+        given = [x.requires_grad_() for x in (images, texts)]
+        found = itrloss.SDMLoss(**options, engine=engine)(*given, *ids)
+        wanted = sdm(*given, **options, image_ids=ids[0], text_ids=ids[1])
+        assert found.item() == pytest.approx(float(wanted), abs=1e-9)
+        grads = [torch.autograd.grad(x, given, allow_unused=True) for x in (found, wanted)]
+        for a, b in zip(*grads, strict=True):
+            assert (a - (0 if b is None else b)).abs().max() < 1e-9
+
+
+def test_irras_sdm_is_the_library_s() -> None:
+    case = CASES["irra-sdm"]
+    images, texts = (
+        torch.tensor(case["inputs"][key], dtype=torch.float64) for key in ("images", "texts")
+    )
+    ids = case["options"]["ids"]
+    found = itrloss.SDMLoss(0.1)(images, texts, ids, ids)
+    assert found.item() == pytest.approx(case["value"], abs=1e-9)

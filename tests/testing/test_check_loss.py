@@ -1,0 +1,236 @@
+"""The conformance checks: our losses pass them, planted bugs do not."""
+
+from __future__ import annotations
+
+import unittest
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import (
+    planted,
+    planted_gradients,  # noqa: F401 — lists its bugs, too
+    planted_programs,
+)
+from support.conforming import LOSSES
+from support.losses_registry import public_losses
+from support.processes import start
+
+import itrloss
+from itrloss import compat
+from itrloss.testing import ConformanceError, check_loss, loss_checks
+from itrloss.testing.registry import CHECKS
+
+# Seconds each, or in all; two losses run the latter, and some are compiled here. `conforming.py`
+# runs all of all.
+COMPILED = ["compiled", "compiled_as_one_graph"]
+LONG = [
+    "learns_pairs",
+    "learns_classes",
+    "memory_grows_linearly",
+    "threads",
+    "gradcheck",
+    "uneven_upstream",
+]
+LONG += [
+    "nothing_is_kept",
+    "resumed_training",
+    "repeated_calls",
+    "bfloat16_error",
+    "float16_error",
+    "autocast_error",
+]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_our_losses_pass(name):
+    loss, options, failures = LOSSES[name]
+    left_out = COMPILED if name in ("infonce tiled", "dcl") else COMPILED + LONG
+    failures = {check: reason for check, reason in failures.items() if check not in left_out}
+    check_loss(
+        loss, expected_failures=failures, only=[x for x in CHECKS if x not in left_out], **options
+    )
+
+
+# One with a parameter and one of several questions: the tests of each loss compile it, too. A graph
+# without breaks is the same where they are allowed.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "checks"), [("infonce learnable", COMPILED[1:]), ("filtered", COMPILED)]
+)
+def test_our_losses_compile(name, checks):
+    loss, options, _ = LOSSES[name]
+    check_loss(loss, only=checks, **options)
+
+
+def test_all_losses_are_here():
+    images_alone = {"DynamicOrthogonalLoss", "DynamicGate"}
+    public = public_losses() - images_alone | set(compat.__all__) - {"adapt"} | {"AdaptedLoss"}
+    assert public <= {type(case.loss).__name__ for case in LOSSES.values()}
+
+
+@pytest.mark.slow
+def test_gathered_losses_are_those_of_one_process():
+    """The third is the one that bugs are planted in. An error of one is an error of the sum, which
+    is compared.
+    """
+    losses = (
+        itrloss.InfoNCELoss(learnable=True),
+        itrloss.TripletLoss(reduction="mean"),
+        planted.InfoNCE(),
+    )
+    report = check_loss(planted_programs.Together(losses), only=["several_processes"], processes=2)
+    assert report.names("passed") == ["several_processes"]
+
+
+# ------------------------------------------------------------------------------------- planted bugs
+
+# A plain loss holds its scores; all bugs but those of memory do as well.
+PLAIN = {"memory_grows_linearly": "scores are a matrix"}
+CAUGHT = [name for name, bug in planted.BUGS.items() if bug.caught_by]
+
+
+def test_at_least_57_of_60_bugs_are_caught():
+    assert len(planted.BUGS) >= 60
+    assert len(CAUGHT) >= len(planted.BUGS) * 57 / 60
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=[pytest.mark.slow] * ("processes" in planted.BUGS[x].options))
+        for x in CAUGHT
+    ],
+)
+def test_the_bug_is_caught(name, monkeypatch):
+    monkeypatch.setattr("itrloss.testing.behaviour.spawn", start)
+    make, caught_by, options = planted.BUGS[name]
+    with pytest.raises(ConformanceError) as caught:
+        check_loss(make(), only=[caught_by], **options)
+    assert caught.value.report.names("failed") == [caught_by]
+
+
+UNNOTICED = [bug.make for bug in planted.BUGS.values() if not bug.caught_by]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [planted.InfoNCE, planted.WithBias, *UNNOTICED])
+def test_without_the_bug_all_pass(make):
+    """The losses that bugs are planted in; and the bugs that are not caught, so that the list of
+    those is right.
+
+    One of them shows that such a loss compiles, and that it holds its scores: the others are
+    programs like it.
+    """
+    if make is planted.InfoNCE:
+        check_loss(make(), expected_failures=PLAIN)
+    else:
+        check_loss(make(), only=[x for x in CHECKS if x not in (*COMPILED, *PLAIN)])
+
+
+def test_what_bugs_of_memory_and_state_are_planted_in_is_right():
+    check_loss(
+        planted_programs.ByChunks(), only=["memory_grows_linearly", "gradcheck", "order_of_pairs"]
+    )
+    check_loss(
+        planted_programs.Queue(), only=["resumed_training", "state_dict_round_trip", "deepcopy"]
+    )
+
+
+# ---------------------------------------------------------------------------------------- interface
+
+
+def clip(images, texts, scale):
+    logits, labels = scale * images @ texts.T, torch.arange(len(images))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def units(loss, images, texts):
+    return loss(F.normalize(images, dim=1), F.normalize(texts, dim=1), 10.0)
+
+
+FEW = ["order_of_pairs", "renamed_ids", "scaled_embeddings", "state_dict_round_trip"]
+
+
+@pytest.mark.parametrize("check", loss_checks(itrloss.SigmoidLoss(), only=FEW), ids=str)
+def test_checks_are_parameters_of_pytest(check):
+    check()
+
+
+def test_a_function_of_another_signature():
+    report = check_loss(clip, call=units, ids=False, only=FEW)
+    assert report.names("passed") == ["order_of_pairs", "scaled_embeddings"]
+    assert {x.name: x.reason for x in report.outcomes if x.status == "skipped"} == {
+        "renamed_ids": "it takes no ids (ids=False)",
+        "state_dict_round_trip": "it is no nn.Module",
+    }
+    with pytest.raises(unittest.SkipTest, match="no ids"):
+        loss_checks(clip, call=units, ids=False, only=["renamed_ids"])[0]()
+
+
+def test_all_failures_are_listed():
+    only = ["memory_grows_linearly", "swapped_sides", "rotation"]
+    one_way = lambda images, texts: F.cross_entropy(images @ texts.T, torch.arange(len(images)))  # noqa: E731
+    with pytest.raises(ConformanceError) as error:
+        check_loss(one_way, ids=False, normalizes=False, only=only)
+    first, *failures = str(error.value).splitlines()
+    assert first == "<lambda>: 1 passed, 2 failed"
+    assert {line.split()[1] for line in failures} == {"memory_grows_linearly:", "swapped_sides:"}
+    assert error.value.report.names("passed") == ["rotation"]
+
+
+def test_the_report_is_a_table():
+    report = check_loss(clip, call=units, ids=False, only=["rotation", "renamed_ids"])
+    first, *rows = str(report).splitlines()
+    assert first == "clip: 1 passed, 1 skipped"
+    assert [row.split()[:2] for row in rows] == [["renamed_ids", "skipped"], ["rotation", "passed"]]
+
+
+def test_an_expected_failure_is_checked():
+    expected = {"memory_grows_linearly": "it holds the scores"}
+    options: Any = {"call": units, "ids": False, "only": ["memory_grows_linearly", "rotation"]}
+    report = check_loss(clip, expected_failures=expected, **options)
+    assert report.names("expected failure") == ["memory_grows_linearly"]
+    with pytest.raises(
+        ConformanceError, match="rotation: passed, but was expected to fail: no reason"
+    ):
+        check_loss(clip, expected_failures=expected | {"rotation": "no reason"}, **options)
+
+
+def test_the_loss_is_left_as_it_was():
+    loss = itrloss.SigmoidLoss()
+    before = [p.clone() for p in loss.parameters()]
+    check_loss(
+        loss,
+        only=["gradients_of_parameters", "state_dict_round_trip", "resumed_training", "deepcopy"],
+    )
+    assert all(
+        torch.equal(a, b) and a.dtype == b.dtype
+        for a, b in zip(before, loss.parameters(), strict=True)
+    )
+    assert all(p.grad is None for p in loss.parameters())
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (ValueError, "only: expected names of checks, got 'gradchek'", {"only": ["gradchek"]}),
+        (
+            ValueError,
+            "expected_failures: expected names of checks, got 'x'",
+            {"expected_failures": {"x": ""}},
+        ),
+        (ValueError, "processes: expected an integer of at least 1, got 0", {"processes": 0}),
+        (TypeError, "loss: expected a module or function, got float", {"loss": 1.0}),
+    ],
+)
+def test_wrong_arguments_are_named(error, message, options):
+    with pytest.raises(error, match=message):
+        check_loss(**{"loss": clip, **options})
+
+
+def test_every_check_says_what_it_demands_and_there_are_many():
+    assert len(CHECKS) >= 30
+    for name, check in CHECKS.items():
+        assert 5 <= len(check.about.split()) < 60, name
