@@ -1,4 +1,4 @@
-"""A Sphinx extension: the table of the start page is made of the pages in ``methods/``, and the
+"""A Sphinx extension: the table of all losses is made of the pages in ``losses/``, and the
 reference has an entry for each loss, so that a new one changes neither file.
 """
 
@@ -17,9 +17,9 @@ SUMMARY = re.compile(r"^\.\. summary:: (.+)\n\n((?: {3}.+\n)+)", re.M)
 
 
 class Summary(Directive):
-    """``.. summary:: NAMES`` on a page of ``methods/``: its content says what they are.
+    """``.. summary:: NAMES`` on a page of ``losses/``: its content says what they are.
 
-    It is a row of the table of the start page. The page itself shows nothing.
+    It is a row of the table of all losses. The page itself shows nothing.
     """
 
     required_arguments = 1
@@ -47,21 +47,21 @@ class SummaryTable(Directive):
             "     - what it is",
         ]
         environment = self.state.document.settings.env
-        for path in method_pages():
+        for path in loss_pages():
             environment.note_dependency(str(path))
             for names, text in SUMMARY.findall(path.read_text(encoding="utf-8")):
-                lines.append(f"   * - :doc:`{names} <methods/{path.stem}>`")
+                lines.append(f"   * - :doc:`{names} <losses/{path.stem}>`")
                 lines.append(f"     - {' '.join(text.split())}")
         lines += [f"   {line}" for line in self.content]
         return parsed(self, lines)
 
 
-def method_pages():
-    """Return the pages of ``methods/`` in the order of the start page, which lists some of them."""
+def loss_pages():
+    """Return the pages of ``losses/`` in the order of the navigation, which lists some of them."""
     index = (DOCS / "index.rst").read_text(encoding="utf-8")
-    first = re.findall(r"^   methods/(\w+)$", index, re.M)
-    others = sorted({path.stem for path in DOCS.glob("methods/*.rst")} - set(first))
-    return [DOCS / "methods" / f"{name}.rst" for name in [*first, *others]]
+    first = re.findall(r"^   losses/(\w+)$", index, re.M)
+    others = sorted({path.stem for path in DOCS.glob("losses/*.rst")} - set(first))
+    return [DOCS / "losses" / f"{name}.rst" for name in [*first, *others]]
 
 
 class OtherLosses(Directive):

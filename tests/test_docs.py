@@ -129,11 +129,11 @@ def test_pictures_of_denominators_show_what_is_in_them(monkeypatch):
         assert drawn == rows, name
 
 
-def test_every_public_loss_has_a_row_on_the_start_page(monkeypatch):
+def test_every_public_loss_has_a_row_in_the_table_of_losses(monkeypatch):
     pytest.importorskip("sphinx")
     monkeypatch.syspath_prepend(str(DOCS))
     named = set()
-    for path in DOCS.glob("methods/*.rst"):
+    for path in DOCS.glob("losses/*.rst"):
         page = path.read_text(encoding="utf-8")
         rows = importlib.import_module("listing").SUMMARY.findall(page)
         assert len(rows) == page.count(".. summary::"), path.name
@@ -146,7 +146,7 @@ def recipes(rank: int) -> dict[str, float]:
     """Run the snippets on distributed losses, also those that need a process group, which are not
     doctests.
     """
-    page = (DOCS / "distributed.rst").read_text(encoding="utf-8")
+    page = (DOCS / "multi_gpu.rst").read_text(encoding="utf-8")
     names, blocks = (
         {},
         re.findall(r"^.. (?:testcode::|code-block:: python)\n\n((?: {3}.*\n|\n)+)", page, re.M),

@@ -47,7 +47,7 @@ def grad_cache_step(
     et al., *Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup*, 2021).
     Gradients are added to ``.grad``, of the loss's own parameters too. They equal the gradients of
     one whole batch up to rounding, provided that an encoder's output for a row does not depend on
-    other rows (with BatchNorm it depends on the chunk's); see :doc:`methods/grad_cache`.
+    other rows (with BatchNorm it depends on the chunk's); see :doc:`grad_cache`.
 
     Args:
         loss: takes one argument per encoder: what the encoder returned, for the whole batch.

@@ -44,7 +44,7 @@ class OnlineKMeans(CheckedModule):
     Clusters begin empty. An empty one is seeded with a point of the batch that is far from all
     centroids, the farthest first (in a first batch of more points than clusters, the first points).
     So is a cluster that got no point while ``patience`` points per cluster were seen. In a single
-    process no update synchronises with an accelerator; see :doc:`methods/prototypes`.
+    process no update synchronises with an accelerator; see :doc:`losses/prototypes`.
 
     Args:
         clusters, dim: K and the dimension of the points.

@@ -43,7 +43,7 @@ class CoupledMemory(CheckedModule):
     Losses read the buffers without a copy, so enqueue a batch *after* its backward pass: if
     backward still needs entries that were overwritten, PyTorch raises an error. Only
     ``len(memory)`` synchronises with an accelerator, so that steps may be recorded as CUDA graphs.
-    See :doc:`methods/memory`.
+    See :doc:`losses/memory`.
 
     Args:
         size: number of entries; need not be a multiple of the batch size.

@@ -243,7 +243,7 @@ def set_similarity(  # noqa: PLR0913 - options by keyword
     whose inner sums are not divided by their length, so that it may exceed 1. The result is float32
     (float64 for float64 input) and differentiable. Any loss takes it as ``scores=``, and so do
     :meth:`itrloss.Similarity.from_scores`, the metrics and the re-rankers; see
-    :doc:`methods/late_interaction`. The cosines are held for a few sets at a time, but for second
+    :doc:`losses/late_interaction`. The cosines are held for a few sets at a time, but for second
     derivatives. The gradient of a maximum goes to the first of equal elements.
 
     Args:

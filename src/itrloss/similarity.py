@@ -156,7 +156,7 @@ class Similarity(Anchors):
         same: str | Callable[[], str] = "",
         **options: Any,
     ) -> Similarity:
-        """Return this process's part of all processes' similarities; see :doc:`distributed`.
+        """Return this process's part of all processes' similarities; see :doc:`multi_gpu`.
 
         Its anchors are this process's rows, or its columns, and their candidates the columns, or
         rows, of all processes. Answers equal one process's with the whole batch. All processes

@@ -1,7 +1,7 @@
 """Folds, judgements and resampling, implemented again as plain loops in float64, in the manner of
 `oracle`.
 
-It is written from docs/methods/metrics.rst and the docstrings, not from the library. ``S`` is
+It is written from docs/metrics.rst and the docstrings, not from the library. ``S`` is
 (images, texts), and ``pairs`` lists (image, text). A judgement is (image, text, grade); the grade
 of a pair judged several times is the mean.
 """

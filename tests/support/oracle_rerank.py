@@ -1,7 +1,7 @@
 """The re-rankers implemented again as plain loops over queries and candidates, in the manner of
 `oracle`.
 
-It is written from docs/methods/reranking.rst and the papers and not from the library. Every
+It is written from docs/reranking.rst and the papers and not from the library. Every
 function is one direction: ``S`` (queries, candidates), ``R`` (references, candidates), and ``R =
 S`` for transductive re-ranking. Unless the docstring says otherwise, functions return scores
 (queries, candidates), where higher is better. A ``k`` larger than their number means all. The page

@@ -328,7 +328,7 @@ class PairLoss(DirectedLoss):
         gather: in a ``torch.distributed`` job, the loss of the batches of all processes, on each of
             them: every other process's pairs are negatives, too (or positives, where ids are
             equal). Each process does its part of the work, and gets the values of its own anchors
-            with ``reduction="none"``, and holds the texts of all. See :doc:`distributed`.
+            with ``reduction="none"``, and holds the texts of all. See :doc:`multi_gpu`.
         process_group: the processes that take part; by default, all.
     """
 

@@ -99,7 +99,7 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
         \ell_i = \mu \log\Bigl(1 + \sum_{j \in neg(i)} e^{(S_{ij} - \gamma) / (\mu d_i)}\Bigr)
                  - w \operatorname{mean}_{p \in pos(i)} \log(1 + S_{ip})
 
-    for images and for texts, with the anchor's diversity ``d_i``; see :doc:`methods/dcl`.
+    for images and for texts, with the anchor's diversity ``d_i``; see :doc:`losses/dcl`.
 
     Args:
         temperature: μ.
@@ -131,7 +131,7 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
 
     for images against the memory's texts and for texts against its images, over the entries q whose
     id differs from the anchor's and the batch's momentum keys k that have it. While the memory is
-    empty the loss is 0; see :doc:`methods/memory`.
+    empty the loss is 0; see :doc:`losses/memory`.
 
     Args:
         positive_from: ``"key"``, or ``"batch"`` to take positives from the batch instead of its
@@ -174,7 +174,7 @@ class PrototypeClassificationLoss(Loss):
 
     for the pairs b of a batch, with the concept embeddings v of the image and w of the text. One
     linear classifier P predicts the pair's prototype z, its cluster in an
-    :class:`itrloss.OnlineKMeans`; see :doc:`methods/prototypes`.
+    :class:`itrloss.OnlineKMeans`; see :doc:`losses/prototypes`.
 
     Args:
         dim: F of the concept embeddings.
@@ -280,7 +280,7 @@ class CODERObjective(CheckedModule):
     .. math:: L = 3\, L^I_{DCL} + L^I_{M\text{-}DCL} + 2\, L^C_{DCL} + L_{PGC}
 
     on instance embeddings (I) and concept embeddings (C) of the same pairs; see
-    :doc:`methods/objectives`. In training mode a call moves the prototypes, and resets the
+    :doc:`losses/objectives`. In training mode a call moves the prototypes, and resets the
     classifier's rows of those that were reseeded. That modifies a parameter in place: run backward
     for each call before the next.
 

@@ -30,7 +30,7 @@ class TripletLoss(PairLoss):
     ``ColbertPairwiseCELoss`` with α = 0).
 
     Training from scratch with the hardest negative can collapse, of which there is one warning; the
-    usual remedy is to begin with all negatives, see :doc:`methods/triplet`.
+    usual remedy is to begin with all negatives, see :doc:`losses/triplet`.
 
     Args:
         margin: α, in units of cosine similarity.
@@ -135,7 +135,7 @@ class SigmoidLoss(PairLoss):
               \sum_{i,j} \log\bigl(1 + e^{-z_{ij} (a S_{ij} + b)}\bigr)
 
     with ``z = 1`` for a positive pair and -1 for a negative one. No pair is left out; see
-    :doc:`methods/sigmoid`.
+    :doc:`losses/sigmoid`.
 
     Args:
         scale: a, above 0.

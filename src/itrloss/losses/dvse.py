@@ -46,7 +46,7 @@ class VarianceAwareLoss(SimilarityLoss):
 
     over the positive pairs (i, p), with the sample standard deviation of head k's scores of image i
     with all texts but the target p (Eq. 7). Think twice before you add it to DCL, see the warning
-    in :doc:`methods/variance_aware`.
+    in :doc:`losses/variance_aware`.
 
     Args:
         margin: α, in units of cosine similarity.
@@ -167,7 +167,7 @@ class DynamicOrthogonalLoss(Loss):
               - \beta \Bigr]_+
 
     for the normalised residuals u of an image's K heads and a gate m that selects which of them
-    take part, see :class:`DynamicGate` and :doc:`methods/orthogonal`.
+    take part, see :class:`DynamicGate` and :doc:`losses/orthogonal`.
 
     Args:
         slack: β, the correlation that is tolerated.
@@ -212,7 +212,7 @@ class DynamicGate(CheckedModule):
     .. math:: m = \operatorname{round}(\sigma(\operatorname{pool}(W z) - c))
 
     for the features z of an image's regions, with a frozen random W, mean pooling, and the running
-    mean c of the pooled values over training batches; see :doc:`methods/orthogonal`.
+    mean c of the pooled values over training batches; see :doc:`losses/orthogonal`.
 
     Args:
         dim: of the region features.

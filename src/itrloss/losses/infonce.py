@@ -156,7 +156,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         Z_{ip} = \sum_{j \in neg(i)} e^{S_{ij}/\tau}
 
     The two directions are added, where CLIP averages them. The other options add candidates to Z or
-    leave some out; they can be combined. See :doc:`methods/infonce`.
+    leave some out; they can be combined. See :doc:`losses/infonce`.
 
     Args:
         temperature: τ, in units of cosine similarity.
@@ -888,7 +888,7 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
     batch's keys with its id are its positives, and those with another id its negatives. Entries of
     the memory with its id are neither. The last term is ALBEF's momentum distillation: over all
     candidates, p is the softmax of :math:`S_i / \tau`, and q that of the image's own *key* with
-    the candidates, without a gradient. See :doc:`methods/memory`.
+    the candidates, without a gradient. See :doc:`losses/memory`.
 
     Args:
         temperature, learnable, max_scale: see :class:`InfoNCELoss`.
@@ -961,7 +961,7 @@ class DistillationLoss(PairLoss):
 
     over all candidates, whatever matches. It is the divergence KL(q | p) plus the entropy of q, a
     constant (Hinton et al. 2015, https://arxiv.org/abs/1503.02531). The teacher gets no gradient.
-    See :doc:`methods/infonce`.
+    See :doc:`losses/infonce`.
 
     Args:
         temperature: τ, in units of cosine similarity.

@@ -23,7 +23,7 @@ class Matryoshka(WholeState):
     .. math:: \sum_d w_d\, \mathrm{loss}\bigl(v_{1 \dots N}[{:}d],\, w_{1 \dots M}[{:}d]\bigr)
 
     Matryoshka representation learning (Kusupati et al. 2022, https://arxiv.org/abs/2205.13147). See
-    :doc:`methods/matryoshka`.
+    :doc:`losses/matryoshka`.
 
     Args:
         loss: a module called as ``loss(images, texts, ...)``, such as a :class:`PairLoss`.

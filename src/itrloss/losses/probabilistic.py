@@ -53,7 +53,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
     negatives that are as near as the anchor's positives are on average, or nearer, count as
     positives: the *pseudo-positives*. The last term is the divergence from a standard normal
     distribution. All are means over images plus means over texts. No pair is left out; see
-    :doc:`methods/probabilistic`.
+    :doc:`losses/probabilistic`.
 
     Args:
         scale: a, above 0.

@@ -47,7 +47,7 @@ class RINCELoss(PairLoss):
 
     For q → 0 it is InfoNCE, :class:`InfoNCELoss`, plus log λ. For q = 1 a pair counts in proportion
     to :math:`e^{S/\tau}`, so that a wrong positive, which scores low, hardly does. Values are
-    negative for a good model, and grow as :math:`e^{q/\tau}`; see :doc:`methods/robust`.
+    negative for a good model, and grow as :math:`e^{q/\tau}`; see :doc:`losses/robust`.
 
     Args:
         temperature: τ, in units of cosine similarity; at least q / 70, as float32 would overflow.
@@ -100,7 +100,7 @@ class ComplementaryContrastiveLoss(PairLoss):
 
     It learns from negatives alone: that a text does *not* match an image is seldom wrong, even
     where many pairs are. The sum over k has all candidates, so that a positive rises as its
-    negatives fall. ``1 - p`` is taken as at least 1e-6. See :doc:`methods/robust`.
+    negatives fall. ``1 - p`` is taken as at least 1e-6. See :doc:`losses/robust`.
 
     Args:
         temperature: τ, in units of cosine similarity.

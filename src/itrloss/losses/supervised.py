@@ -43,7 +43,7 @@ class SupConLoss(PairLoss):
         \frac{e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}
 
     Eq. 2 and 3 there. The sums over j run over all candidates, an anchor's other positives among
-    them; in :class:`InfoNCELoss` those do not compete. See :doc:`methods/supervised`.
+    them; in :class:`InfoNCELoss` those do not compete. See :doc:`losses/supervised`.
 
     Args:
         temperature: τ, in units of cosine similarity.
@@ -87,7 +87,7 @@ class MILNCELoss(PairLoss):
 
     The sum over j runs over all candidates. It is ``SupConLoss(inside=True)`` minus the logarithm
     of the number of positives. Its authors have no temperature, and no cosines; see
-    :doc:`methods/supervised`.
+    :doc:`losses/supervised`.
 
     Args:
         temperature: τ, in units of cosine similarity.
@@ -132,7 +132,7 @@ class SDMLoss(PairLoss):
 
     Eq. 2 to 4 there: the divergence of the softmax over all candidates from the labels, which are
     uniform over an anchor's positives, or in proportion to the weights w in ``matches``. An anchor
-    without a positive does not count; one without a negative does. See :doc:`methods/supervised`.
+    without a positive does not count; one without a negative does. See :doc:`losses/supervised`.
 
     Args:
         temperature: τ, in units of cosine similarity.

@@ -20,7 +20,7 @@ class HubnessAwareLoss(PairLoss):
         + \tfrac1\gamma \log\bigl(1 + \sum_{j \ne i} e^{\gamma (S_{ji} - \varepsilon)}\bigr)
         - \log(1 + S_{ii}) \Bigr]
 
-    For several positives, and for how it differs from public codes, see :doc:`methods/hal`.
+    For several positives, and for how it differs from public codes, see :doc:`losses/hal`.
 
     Args:
         scale: γ.
@@ -68,7 +68,7 @@ class UnifiedTrainingObjective(MemoryLoss):
                  - \operatorname{mean}_{p \in pos(i)} \log(1 + \cos(x_i, k_p))
 
     for images v against the memory's texts and for texts w against its images, with the entries q
-    and the momentum keys k of :class:`MemoryDiversityContrastiveLoss`; see :doc:`methods/memory`.
+    and the momentum keys k of :class:`MemoryDiversityContrastiveLoss`; see :doc:`losses/memory`.
 
     Args:
         scale, margin, positive: see :class:`HubnessAwareLoss`.

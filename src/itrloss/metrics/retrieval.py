@@ -143,7 +143,7 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
 
     Warns:
         SuspiciousInputWarning: of copies of images, of embeddings passed as scores or as both
-            sides, and of recall at chance level; see :doc:`methods/metrics`.
+            sides, and of recall at chance level; see :doc:`metrics`.
 
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.
