@@ -1,13 +1,14 @@
-"""The architecture: imports between layers, lengths of modules, the cost of an import, function
-calls per loss.
+"""What holds over the whole source: which module may import which, what an import loads, and that
+nothing newer than the declared versions is used.
 """
 
 from __future__ import annotations
 
 import ast
-import re
+import functools
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,15 @@ import torch
 import itrloss
 
 HOME = Path(itrloss.__file__).parent
+PATHS = {
+    ".".join(path.relative_to(HOME).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in HOME.rglob("*.py")
+    if path != HOME / "__init__.py"
+}
+TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
+
+# ------------------------------------------------------------------------------------------ imports
+
 # The layers from the bottom up: a module imports from its own layer and those below.
 FLOORS = [
     {"hints", "checks", "files"},
@@ -39,91 +49,80 @@ FLOORS = [
     {"losses", "compat"},
     {"comparison", "tables", "report", "testing", "integrations"},
     {"cli"},
+    {"__main__"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-MODULES = {
-    ".".join(path.relative_to(HOME).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in HOME.rglob("*.py")
-    if path != HOME / "__init__.py"
-}
 
 
-def test_the_package_holds_no_benchmarks():
-    """Benchmarks are run from a checkout, and only ``src`` is packaged."""
-    settings = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    assert '[tool.setuptools.packages.find]\nwhere = ["src"]\n' in settings
-    assert not [name for name in MODULES if "bench" in name]
-    assert not [
-        name
-        for name, path in MODULES.items()
-        if re.search(r"^\s*(from|import) bench", path.read_text(), re.M)
-    ]
+def package_of(name: str) -> list[str]:
+    """Return the parts of the package that relative imports of a module start from."""
+    parts = ["itrloss", *name.split(".")]
+    if PATHS[name].name == "__init__.py":
+        return parts
+    return parts[:-1]
+
+
+def running_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes but those that are there for type checkers alone."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from running_nodes(child)
+
+
+@functools.cache
+def imported_names(name: str) -> set[str]:
+    """Return the full names of all that a module imports when it runs, anywhere in its code."""
+    found = set()
+    for node in running_nodes(TREES[name]):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = node.module.split(".") if node.module else []
+            if node.level:
+                package = package_of(name)
+                parts = package[: len(package) - node.level + 1] + parts
+            found.update(".".join([*parts, alias.name]) for alias in node.names)
+    return found
 
 
 def imports(name: str) -> set[str]:
-    """Modules of the library that a module imports anywhere in its code, except for type
-    checkers.
-    """
-    path = MODULES[name]
-    package = ("itrloss." + name).split(".")
-    package = package if path.name == "__init__.py" else package[:-1]
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            node.body = [ast.Pass()]
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
-            module = ".".join(filter(None, (base, node.module)))
-            # The import of a package counts for its modules, that of a name for its module.
-            found |= {
-                f"{module}.{a.name}" if f"{module}.{a.name}"[8:] in MODULES else module
-                for a in node.names
-            }
-    return {x.removeprefix("itrloss.") for x in found if x.startswith("itrloss.")} & {*MODULES} - {
-        name
-    }
+    """Return the modules of the library that a module imports when it runs."""
+    found = set()
+    for full_name in imported_names(name):
+        package, _, path = full_name.partition(".")
+        if package == "itrloss":
+            # a module, or a name in one
+            found.add(path if path in PATHS else path.rpartition(".")[0])
+    return found & PATHS.keys() - {name}
 
 
-def test_every_module_has_its_floor():
-    assert {name.split(".")[0] for name in MODULES} <= set(FLOOR) | {"__main__"}
-
-
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_nothing_is_imported_from_above(name):
-    above = {x for x in imports(name) if FLOOR[x.split(".")[0]] > FLOOR.get(name.split(".")[0], 99)}
+@pytest.mark.parametrize("name", sorted(PATHS))
+def test_modules_import_nothing_from_above(name):
+    floor = FLOOR[name.split(".")[0]]
+    above = {module for module in imports(name) if FLOOR[module.split(".")[0]] > floor}
     assert not above
 
 
-COMPOSED = ["infonce", "matryoshka", "robust", "supervised"]
-
-
-@pytest.mark.parametrize("name", COMPOSED)
-def test_losses_are_written_as_those_of_users(name):
-    """They ask anchors, in few lines, and know nothing of the engine, but whether arguments can be
-    looked at.
-    """
-    module = f"losses.{name}"
-    assert {x for x in imports(module) if x.startswith("engine")} <= {"engine.vectors"}
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
-        if isinstance(node, ast.FunctionDef) and node.name == "compute":
-            body = node.body[isinstance(node.body[0], ast.Expr) :]  # without a docstring
-            assert body[-1].end_lineno - body[0].lineno < 15, node.lineno  # type: ignore
-
-
-def test_imports_go_round_in_no_circle():
-    left = {name: imports(name) - {name.split(".")[0]} for name in MODULES}
-    while free := {name for name, needs in left.items() if not needs & left.keys()}:
-        left = {name: needs for name, needs in left.items() if name not in free}
+def test_imports_have_no_circle():
+    left = {name: imports(name) - {name.split(".")[0]} for name in PATHS}
+    while free := {name for name, needed in left.items() if not needed & left.keys()}:
+        left = {name: needed for name, needed in left.items() if name not in free}
     assert not left
 
 
-def test_no_operators_are_registered():
-    names = torch._C._dispatch_get_all_op_names()
-    assert not [name for name in names if name.startswith("itrloss::")]
+def test_the_package_imports_nothing_of_the_checkout():
+    for name in PATHS:
+        roots = {full_name.split(".")[0] for full_name in imported_names(name)}
+        assert not roots & {"benchmarks", "examples", "support", "tests"}, name
+
+
+@pytest.mark.parametrize("name", ["infonce", "matryoshka", "robust", "supervised"])
+def test_losses_are_written_as_those_of_users(name):
+    """They know nothing of the engine, but whether arguments can be looked at."""
+    of_engine = {module for module in imports(f"losses.{name}") if module.startswith("engine")}
+    assert of_engine <= {"engine.vectors"}
 
 
 def test_an_import_brings_no_compiler_along():
@@ -132,48 +131,155 @@ def test_an_import_brings_no_compiler_along():
 import sys, torch
 before = set(sys.modules)
 import itrloss
-print(*(name for name in sys.modules if name not in before))
+print(*set(sys.modules) - before)
 """
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
-    heavy = ("torch._dynamo", "torch._inductor", "triton", "sympy", "matplotlib", "torch._export")
-    heavy += ("transformers", "sentence_transformers", "pytorch_metric_learning", "open_clip")
-    assert not [name for name in found if name.startswith(heavy)]
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    heavy = ("torch._dynamo", "torch._inductor", "torch._export", "triton", "sympy", "matplotlib")
+    optional = ("transformers", "sentence_transformers", "pytorch_metric_learning", "open_clip")
+    assert "itrloss.losses" in found
+    assert not [name for name in found if name.startswith(heavy + optional)]
 
 
-COMPREHENSIONS = {"<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>"}
+def test_no_operators_are_registered():
+    names = torch._C._dispatch_get_all_op_names()
+    assert not [name for name in names if name.startswith("itrloss::")]
 
 
-def functions(call) -> set[tuple[str, str]]:
-    """Files and names of the library's functions that are called, without comprehensions."""
-    found = set()
-    home = str(HOME)
-
-    def note(frame, event, _):
-        code = frame.f_code
-        inside = code.co_filename.startswith(home) and code.co_name not in COMPREHENSIONS
-        if event == "call" and inside:
-            found.add(
-                (
-                    code.co_filename,
-                    code.co_qualname if hasattr(code, "co_qualname") else code.co_name,
-                )
-            )
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
+# --------------------------------------------------------------------------------- minimum versions
+# Pyright refuses what is newer than the declared Python.
 
 
-def test_a_loss_takes_few_functions_in_few_files():
-    """What a reader has to follow, from the call of a loss to the line that sums exponentials."""
-    v, w = (torch.randn(16, 8, requires_grad=True) for _ in range(2))
-    loss = itrloss.DiversityContrastiveLoss()
-    loss(v, w).backward()  # the first call imports modules and fills caches
-    seen = functions(lambda: loss(v, w))
-    assert len({name for _, name in seen}) <= 135
-    assert len({file for file, _ in seen}) <= 18
+def words(text: str) -> set[str]:
+    return set(text.split())
+
+
+# Everything of PyTorch that the source reads by name; all of it is in PyTorch 2.8. Look there
+# before you add a name: what is newer goes to LATER, with what the source takes without it.
+IN_TORCH = words(
+    """
+    F.embedding_bag F.normalize F.pad F.softplus dist.ReduceOp.MAX dist.all_gather_into_tensor
+    dist.all_gather_object dist.all_reduce dist.barrier dist.destroy_process_group
+    dist.distributed_c10d._get_default_store dist.get_backend_config
+    dist.get_process_group_ranks dist.get_rank dist.get_world_size dist.init_process_group
+    dist.is_available dist.is_initialized dist.reduce_scatter_tensor nn.Module nn.Parameter
+    nn.functional.normalize torch.Generator torch.OutOfMemoryError torch.Tensor
+    torch._C._len_torch_dispatch_stack torch.__version__ torch._dynamo.graph_break
+    torch._subclasses.FakeTensor torch.accelerator.current_accelerator torch.add torch.addcmul
+    torch.addmm torch.allclose torch.amax torch.amp.is_autocast_available torch.arange
+    torch.as_tensor torch.autocast torch.autograd.Function torch.autograd.backward
+    torch.autograd.grad torch.autograd.gradcheck torch.autograd.graph.saved_tensors_hooks
+    torch.backends.cpu.get_cpu_capability torch.backends.cuda.matmul
+    torch.backends.mkldnn.enabled torch.backends.mkldnn.is_available
+    torch.backends.mps.is_available torch.bfloat16 torch.bincount torch.bool torch.cat
+    torch.cdist torch.clear_autocast_cache torch.compile torch.compiler.is_compiling
+    torch.compiler.reset torch.contiguous_format torch.cuda.device_of
+    torch.cuda.get_device_capability torch.cuda.get_device_properties
+    torch.cuda.get_rng_state_all torch.cuda.is_available torch.cuda.is_current_stream_capturing
+    torch.cuda.is_initialized torch.cuda.set_rng_state_all torch.device
+    torch.distributed.get_rank torch.distributed.tensor.DTensor
+    torch.distributed.tensor.distribute_tensor torch.div torch.dtype torch.einsum torch.empty
+    torch.empty_like torch.enable_grad torch.equal torch.exp torch.exp_ torch.eye torch.finfo
+    torch.float16 torch.float32 torch.float64 torch.from_numpy torch.frombuffer torch.full
+    torch.full_like torch.func.functional_call torch.ge torch.get_autocast_dtype
+    torch.get_default_device torch.get_default_dtype torch.get_rng_state torch.gt torch.iinfo
+    torch.inf torch.inference_mode torch.int16 torch.int32 torch.int64 torch.int8
+    torch.is_autocast_enabled torch.is_grad_enabled torch.is_inference_mode_enabled
+    torch.isclose torch.isin torch.lerp torch.linalg.qr torch.linalg.vector_norm torch.linspace
+    torch.load torch.logaddexp torch.matmul torch.maximum torch.mean torch.minimum torch.mm
+    torch.mps.get_rng_state torch.mps.set_rng_state torch.multiprocessing.spawn.spawn torch.mv
+    torch.nan torch.ne torch.nn.Module torch.nn.functional.normalize torch.nn.functional.pad
+    torch.nn.utils.rnn.pad_sequence torch.no_grad torch.ones torch.ones_like
+    torch.ops.mkldnn._linear_pointwise.default torch.optim.Adam torch.optim.Optimizer
+    torch.optim.SGD torch.promote_types torch.rand torch.randint torch.randn torch.randperm
+    torch.repeat_interleave torch.save torch.searchsorted torch.set_default_dtype
+    torch.set_grad_enabled torch.set_num_threads torch.set_rng_state torch.sigmoid_ torch.sort
+    torch.sparse_coo torch.sparse_coo_tensor torch.special.log_ndtr torch.stack torch.strided
+    torch.sub torch.sum torch.take_along_dim torch.tensor torch.tensordot
+    torch.testing.assert_close torch.threshold torch.triu_indices torch.uint64 torch.uint8
+    torch.unique torch.utils._pytree.tree_flatten torch.utils._pytree.tree_leaves
+    torch.utils._pytree.tree_map torch.utils._pytree.tree_map_only
+    torch.utils._pytree.tree_unflatten torch.var_mean torch.version.hip torch.where torch.zeros
+    torch.zeros_like
+    """
+)
+LATER = {
+    "dist.all_gather_single": "dist.all_gather_into_tensor",
+    "dist.reduce_scatter_single": "dist.reduce_scatter_tensor",
+}
+NOT_IN_NUMPY = words(
+    """
+    np.acos np.astype np.bitwise_count np.bool np.concat np.cumulative_sum np.exceptions
+    np.isdtype np.long np.matrix_transpose np.permute_dims np.pow np.strings np.trapezoid
+    np.ulong np.unique_values np.unstack np.vecdot
+    """
+)
+
+
+def test_the_declared_versions_are_those_of_the_lists():
+    settings = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert '"torch>=2.8' in settings
+    assert '"numpy>=1.24' in settings
+
+
+@functools.cache
+def read_names(name: str) -> set[str]:
+    """Return the attributes that a module reads or imports, as ``torch.nn.Module``.
+
+    Of a chain of attributes only the longest is returned.
+    """
+    names = {x for x in imported_names(name) if not x.startswith("itrloss")}
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Attribute):
+            names.add(dotted_name(node))
+    return {x for x in names if not any(y.startswith(f"{x}.") for y in names)}
+
+
+def dotted_name(node: ast.AST) -> str:
+    """Return the name of an attribute of a module; an empty one for other expressions."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return ""
+    return ".".join([node.id, *reversed(parts)])
+
+
+def test_nothing_newer_than_the_declared_torch_is_read():
+    modules = {name.rpartition(".")[0] for name in IN_TORCH}
+    for name, path in PATHS.items():
+        names = {x for x in read_names(name) if x.split(".")[0] in ("torch", "F", "dist", "nn")}
+        later = names & LATER.keys()
+        assert names - later - modules <= IN_TORCH, name
+        for newer in later:
+            attribute = newer.rpartition(".")[2]
+            assert f'hasattr(dist, "{attribute}")' in path.read_text(), name
+            assert LATER[newer] in names, name
+
+
+def test_nothing_newer_than_the_declared_numpy_is_read():
+    for name in PATHS:
+        assert not read_names(name) & NOT_IN_NUMPY, name
+
+
+# What losses call, which users compile.
+COMPILED = ("losses", "compat", "engine.dense", "engine.terms", "anchors", "functional")
+
+
+def test_compiled_code_has_no_containers_that_the_compiler_of_torch_2_8_refuses():
+    for name in PATHS:
+        if name.startswith(COMPILED):
+            names = {node.id for node in ast.walk(TREES[name]) if isinstance(node, ast.Name)}
+            refused = {"defaultdict", "ChainMap", "OrderedDict", "Counter", "deque"}
+            assert not names & refused, name
+
+
+def test_no_check_of_a_type_has_a_union():
+    """The compiler of PyTorch 2.8 traces a tuple of types, and not ``A | B``, which it calls a
+    sourceless object.
+    """
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                assert not isinstance(node.args[1], ast.BinOp), f"{name}, line {node.lineno}"

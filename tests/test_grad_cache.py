@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import sample
 from support.processes import both
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -977,3 +978,11 @@ def test_without_gradients_buffers_are_updated_once_for_each_chunk():
         alone(x[:3])
         alone(x[3:])
     assert torch.equal(encoder.running_mean, alone.running_mean)
+
+
+@pytest.mark.parametrize("size", [9, 13, 12, 4])
+def test_a_last_chunk_of_one_row_goes_through_batch_norm(size):
+    encoders = [nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)) for _ in range(2)]
+    inputs = [sample(size, 8), sample(size, 8, seed=1)]
+    value = itrloss.grad_cache_step(itrloss.InfoNCELoss(), encoders, inputs, 4)
+    assert value.isfinite()

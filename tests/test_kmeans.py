@@ -492,3 +492,30 @@ def test_autocast_of_either_type_leaves_the_classification_alone(dtype, active):
     assert torch.equal(loss, wanted)
     loss.backward()
     assert v.grad.dtype == dtype and v.grad.isfinite().all()
+
+
+def test_no_points_change_nothing():
+    means, none = OnlineKMeans(3, 6), points(0)
+    assert means.update(none).shape == (0,)
+    means.update(points(9))
+    before = means.centroids.clone()
+    assert means.update(none).shape == (0,)
+    assert means.predict(none).shape == (0,)
+    assert torch.equal(means.centroids, before)
+
+
+def test_arrays_are_clustered():
+    x = points(9)
+    found = OnlineKMeans(3, 6).fit(x.numpy())  # type: ignore[arg-type]
+    assert torch.equal(found, OnlineKMeans(3, 6).fit(x))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("patience", -1), ("engine", "fast"), ("max_count", 0)]
+)
+def test_an_option_that_is_set_later_is_checked(option, value):
+    means = OnlineKMeans(3, 6)
+    before = getattr(means, option)
+    with pytest.raises((TypeError, ValueError), match=option):
+        setattr(means, option, value)
+    assert getattr(means, option) == before

@@ -15,7 +15,7 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import embeddings, finite, make_ids, pairwise
+from support.cases import embeddings, finite, make_ids, pairwise, sample
 from support.losses_registry import where
 from torch import nn
 from torch.autograd import gradcheck
@@ -1050,3 +1050,26 @@ def test_a_memory_may_be_made_in_inference_mode():
     v, w = (x.float().requires_grad_() for x in embeddings(4, 4, seed=2))
     make("mdcl")(v, w, v, w, memory).backward()
     assert v.grad.abs().sum() > 0 and len(memory) == 4
+
+
+@pytest.mark.parametrize("option", ["size", "dim"])
+def test_a_memory_keeps_its_size(option):
+    with pytest.raises(AttributeError, match=f"{option}: cannot be changed"):
+        setattr(CoupledMemory(4, 3), option, 9)
+
+
+def test_a_memory_may_get_no_keys():
+    memory = CoupledMemory(9, 6)
+    images, texts = sample(5, 6), sample(5, 6, seed=1)
+    memory.enqueue(images[:4], texts[:4], range(4))
+    memory.enqueue(images[:0], texts[:0], [])
+    memory.enqueue(images[4:], texts[4:], [7])
+    assert len(memory) == 5
+
+
+def test_a_memory_takes_arrays():
+    images, texts = sample(5, 6), sample(5, 6, seed=1)
+    of_arrays, of_tensors = CoupledMemory(9, 6), CoupledMemory(9, 6)
+    of_arrays.enqueue(images.numpy(), texts.numpy())  # type: ignore[arg-type]
+    of_tensors.enqueue(images, texts)
+    assert torch.equal(of_arrays.images, of_tensors.images)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracle_more
-from support.cases import SHAPES, make_ids, pairwise, sets, upstream
+from support.cases import SHAPES, make_ids, pairwise, sample, sets, upstream
 from torch.autograd import gradcheck
 
 import itrloss
@@ -485,3 +486,46 @@ def test_an_overflow_does_not_switch_the_gate_off():
         heads.sum() > 0
         and torch.stack([loss(alike, gate(torch.randn(4, 5, 8))) for _ in range(5)]).max() > 0
     )
+
+
+REGIONS = sample(4, 6, 5, 8, seed=6)  # four batches of six images with five regions
+
+
+def twin_gates(heads=3):
+    """Two gates with the same weights."""
+    first, second = DynamicGate(8, heads), DynamicGate(8, heads)
+    second.load_state_dict(first.state_dict())
+    return first, second
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_gate_ignores_what_the_mask_leaves_out(value):
+    padded_gate, gate = twin_gates()
+    regions = REGIONS[0, :, :3].clone()
+    mask = torch.tensor([[1, 1, 0]] * 6)
+    regions[:, 2] = value
+    torch.testing.assert_close(padded_gate(regions, mask), gate(regions[:, :2]))
+    torch.testing.assert_close(padded_gate.centre, gate.centre)
+
+
+def test_gate_begins_with_the_first_batch_that_has_finite_images():
+    gate, other = twin_gates()
+    gate(REGIONS[0, :0])
+    gate(torch.full((2, 5, 8), math.nan))
+    gate(REGIONS[0])
+    other(REGIONS[0])
+    assert torch.equal(gate.centre, other.centre)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gate_of_a_half_precision_model_has_float32_means(dtype):
+    """In half precision, steps of a thousandth would be rounded away."""
+    gate = DynamicGate(8, 4, momentum=0.001)
+    gate(REGIONS[0])
+    half = copy.deepcopy(gate).to(dtype)
+    for _ in range(50):
+        gate(REGIONS[1] + 1)
+        half(REGIONS[1] + 1)
+    assert half.centre.dtype == torch.float32
+    assert half.on_rate.dtype == torch.float32
+    torch.testing.assert_close(half.centre, gate.centre, rtol=0.02, atol=0.002)

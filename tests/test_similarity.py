@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cases import embeddings
+from support.cases import embeddings, sample
 
 import itrloss
 from itrloss import Similarity
@@ -323,3 +323,89 @@ def test_positives_of_long_embeddings_do_not_overflow_on_tiles(ids):
         identity
     )
     torch.testing.assert_close(found, expected)
+
+
+@itrloss.pair_term
+def overwrites_its_parameter(scores, weight):
+    return weight.mul_(2) * scores
+
+
+@itrloss.pair_term
+def overwrites_a_guide(scores, guide):
+    return guide.mul_(3) * scores
+
+
+def matrices(engine):
+    """Given scores and embeddings, with captions and one to one."""
+    ids = torch.arange(7), torch.arange(9) % 7
+    images, texts = sample(7, 8), sample(9, 8, seed=1)
+    return [
+        Similarity.from_scores(sample(7, 9).tanh(), *ids, engine=engine),
+        Similarity(images, texts, *ids, engine=engine),
+        Similarity(images, texts[:7], engine=engine),
+    ]
+
+
+SUMS = {
+    "negatives": lambda sim, term, *weight: sim.sum(term, *weight),
+    "all": lambda sim, term, *weight: sim.sum(term, *weight, over="all"),
+    "positives": lambda sim, term, *weight: sim.sum_of_positives(term, *weight),
+    "total": lambda sim, term, *weight: sim.weighted_sum(term, *weight),
+}
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("name", SUMS)
+def test_terms_may_overwrite_their_parameters(name, engine, small_tiles):
+    for sim in matrices(engine):
+        weight = sample(7, seed=2)
+        before = weight.clone()
+        found = SUMS[name](sim, overwrites_its_parameter, weight)
+        assert torch.equal(weight, before)
+        sums = sim.sum(identity) if name == "total" else SUMS[name](sim, identity)
+        wanted = 2 * before * sums
+        torch.testing.assert_close(found, wanted.sum() if name == "total" else wanted)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_terms_may_overwrite_the_scores_of_a_guide(engine, small_tiles):
+    scores, guiding = sample(25, 30).tanh(), sample(25, 30, seed=1)
+    ids = torch.arange(25), torch.arange(30)
+    sim = Similarity.from_scores(scores, *ids, engine=engine)
+    guide = Similarity.from_scores(guiding.clone(), *ids, engine=engine)
+    found = sim.sum(overwrites_a_guide, guide=guide, over="all")
+    assert torch.equal(guide.scores(), guiding)
+    torch.testing.assert_close(found, (3 * guiding * scores).sum(1))
+
+
+ANSWERS = {
+    "scores of positives": lambda sim: sim.positive_scores(),
+    "numbers of positives": lambda sim: sim.positive_counts,
+    "numbers of negatives": lambda sim: sim.negative_counts,
+}
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_may_be_overwritten(name, engine):
+    ask = ANSWERS[name]
+    for sim in matrices(engine):
+        answer = ask(sim)
+        before = answer.clone()
+        answer.zero_()
+        assert torch.equal(ask(sim), before)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_functions_of_pairs_may_work_in_place(engine):
+    def value(scores, of_row, of_col):
+        return scores.exp_() + of_row.mul_(2) + of_col.mul_(3)
+
+    for sim in matrices(engine):
+        n, m = sim.shape
+        of_rows, of_cols = sample(n, seed=3), sample(m, seed=4)
+        first = sim.mean_of_pairs(value, of_rows.clone(), of_cols.clone())
+        assert torch.equal(sim.mean_of_pairs(value, of_rows, of_cols), first)
+        if sim.one_to_one:
+            assert torch.equal(of_rows, sample(n, seed=3))
+            assert torch.equal(of_cols, sample(m, seed=4))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import oracle
-from support.cases import SHAPES, make_ids, similarity
+from support.cases import SHAPES, make_ids, sample, similarity
 
 import itrloss
 from itrloss import TripletLoss, describe
@@ -188,3 +188,40 @@ def test_training_that_is_not_on_the_plateau_is_left_in_peace():
     loss = TripletLoss()
     for _ in range(3):  # never a hundred consecutive calls
         assert run(loss, flat, flat, 60) == [] and run(loss, v, v, 40) == []
+
+
+def test_telemetry_may_be_switched_on_and_off_later():
+    images, texts = sample(12, 8), sample(12, 8, seed=1)
+    loss = itrloss.InfoNCELoss()
+    loss(images, texts)
+    assert loss.telemetry == {}
+    loss.telemetry = True
+    loss(images, texts)
+    assert "positive" in loss.telemetry
+    loss.telemetry = False
+    loss(images, texts)
+    assert loss.telemetry == {}
+    with pytest.raises((TypeError, ValueError), match="telemetry"):
+        loss.telemetry = "all"
+
+
+OF_ONE_PAIR = {
+    "pairs": lambda v, w: itrloss.InfoNCELoss(telemetry=True)(v, w),
+    "heads": lambda v, w: itrloss.VarianceAwareLoss(telemetry=True)(v[:, None], w),
+    "tokens": lambda v, w: itrloss.InfoNCELoss(telemetry=True)(
+        scores=itrloss.functional.set_similarity(v[:, None], w[:, None], "max_sum")
+    ),
+    "distributions": lambda v, w: itrloss.PCMEPlusPlusLoss(telemetry=True)(v, w, v, w),
+    "an empty memory": lambda v, w: itrloss.UnifiedTrainingObjective(telemetry=True)(
+        v, w, v.detach(), w.detach(), itrloss.CoupledMemory(3, 8)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("name", OF_ONE_PAIR)
+def test_telemetry_of_one_pair_leaves_the_loss_finite(name):
+    images, texts = sample(1, 8).requires_grad_(), sample(1, 8, seed=1).requires_grad_()
+    value = OF_ONE_PAIR[name](images, texts)
+    gradients = torch.autograd.grad(value, (images, texts))
+    assert all(x.isfinite().all() for x in (value, *gradients))

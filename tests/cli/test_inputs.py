@@ -8,6 +8,7 @@ import collections
 import json
 import pickle
 import struct
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -311,6 +312,46 @@ def test_strings_are_no_row_numbers():
         itrloss.InfoNCELoss()(X, Y, None, WORDS)
 
 
+LARGE_IDS = np.array([2**63 + i for i in range(6)], dtype=np.uint64)
+LARGE_IDS_CALLS = {
+    "a list": lambda: itrloss.InfoNCELoss()(X, Y, LARGE_IDS.tolist(), LARGE_IDS.tolist()),
+    "mining": lambda: itrloss.mine_hard_negatives(X, Y, LARGE_IDS, LARGE_IDS, 3),
+    "a memory": lambda: itrloss.CoupledMemory(20, 8).enqueue(X, Y, LARGE_IDS),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_IDS_CALLS)
+def test_ids_beyond_int64_are_refused(name: str):
+    with pytest.raises(ValueError, match=r"expected ids below 2\*\*63, got larger ones"):
+        LARGE_IDS_CALLS[name]()
+
+
+@pytest.mark.parametrize("kind", [np.ulonglong, np.longlong, np.uint64, np.uintc])
+def test_ids_have_any_of_numpys_integer_types(kind):
+    ids = np.abs(NUMBERS)
+    wanted = itrloss.InfoNCELoss()(X, Y, ids, ids)
+    assert torch.equal(itrloss.InfoNCELoss()(X, Y, ids.astype(kind), ids.astype(kind)), wanted)
+
+
+MISSING_IDS = {
+    "blank lines.txt": ("a\n\nb\n\nc\n", None),
+    "empty names.csv": ('id\na\n""\nb\n""\n', None),
+    "nan.csv": ("id\n3.0\nnan\n4.0\nnan\n", None),
+    "empty numbers.csv": ("id,x\n3,a\n,b\n4,c\n,d\n", "id"),
+    "null.json": (json.dumps(["a", None, "b", None]), None),
+    "empty strings.json": (json.dumps(["a", "", "b", ""]), None),
+}
+
+
+@pytest.mark.parametrize("name", MISSING_IDS)
+def test_missing_ids_do_not_match_each_other(name: str, tmp_path: Path):
+    text, column = MISSING_IDS[name]
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match=name):
+        files.read_ids(path, column)
+
+
 # -------------------------------------------------------------------------------- arrays and sizes
 
 
@@ -350,6 +391,110 @@ def test_a_loss_is_not_trained_on_arrays(options):
         itrloss.InfoNCELoss()(*inputs, **options)
 
 
+SETS = torch.stack([X, Y, X.flip(0)], 1)
+EXCLUDED = (X @ Y.T > 0.5).numpy()
+SIM = itrloss.Similarity(X, Y)
+
+
+def figures(**options):
+    return metrics.retrieval_metrics((X @ Y.T).tanh(), **options)
+
+
+def scipy_matrix(kind: str, numbers: np.ndarray):
+    return getattr(pytest.importorskip("scipy.sparse"), kind)(numbers)
+
+
+def pandas_table(numbers: np.ndarray):
+    return pytest.importorskip("pandas").DataFrame(numbers)
+
+
+# Calls with input of a further form, and with the same of the documented one.
+FURTHER_FORMS = {
+    "hardness in a list": (
+        lambda: itrloss.InfoNCELoss(hardness=[0, 5])(X, Y),
+        lambda: itrloss.InfoNCELoss(hardness=(0.0, 5.0))(X, Y),
+    ),
+    "hardness of float16": (
+        lambda: itrloss.InfoNCELoss(hardness=np.float16(9))(X, Y),
+        lambda: itrloss.InfoNCELoss(hardness=9.0)(X, Y),
+    ),
+    "a temperature that is a fraction": (
+        lambda: itrloss.SupConLoss(Fraction(1, 8))(X, Y),
+        lambda: itrloss.SupConLoss(0.125)(X, Y),
+    ),
+    "a guide of arrays": (
+        lambda: itrloss.InfoNCELoss(margin=0.1)(X, Y, guide=(Y.numpy(), Y.numpy())),
+        lambda: itrloss.InfoNCELoss(margin=0.1)(X, Y, guide=(Y, Y)),
+    ),
+    "a teacher that is an array": (
+        lambda: itrloss.DistillationLoss()(X, Y, (X @ Y.T).double().numpy()),
+        lambda: itrloss.DistillationLoss()(X, Y, (X @ Y.T).double()),
+    ),
+    "byte strings as ids, as HDF5 has them": (
+        lambda: itrloss.InfoNCELoss()(X, Y, *[np.array([b"x", b"y", b"z"] * 2)] * 2),
+        lambda: itrloss.InfoNCELoss()(X, Y, *[["x", "y", "z"] * 2] * 2),
+    ),
+    "a budget of NumPy's type": (
+        lambda: itrloss.Similarity(X, Y, memory_budget=np.int64(0)).logsumexp(3.0),
+        lambda: itrloss.Similarity(X, Y, memory_budget=0).logsumexp(3.0),
+    ),
+    "a bias that is an array": (
+        lambda: itrloss.Similarity(X, Y, bias=[np.ones(6), None]).scores(),
+        lambda: itrloss.Similarity(X, Y, bias=(torch.ones(6), None)).scores(),
+    ),
+    "sets that are arrays": (
+        lambda: itrloss.functional.set_similarity(SETS.numpy(), SETS.numpy()),
+        lambda: itrloss.functional.set_similarity(SETS, SETS),
+    ),
+    "a mask in lists": (
+        lambda: itrloss.functional.set_similarity(SETS, SETS, image_mask=[[1, 1, 0]] * 6),
+        lambda: itrloss.functional.set_similarity(SETS, SETS, image_lengths=torch.full((6,), 2)),
+    ),
+    "limits of mining in an array": (
+        lambda: itrloss.mine_hard_negatives(X, Y, range(6), range(6), 3, below=np.full(6, 0.3)),
+        lambda: itrloss.mine_hard_negatives(X, Y, range(6), range(6), 3, below=0.3),
+    ),
+    "K in an array": (lambda: figures(ks=np.array([1, 3])), lambda: figures(ks=(1, 3))),
+    "scores in a table of pandas": (
+        lambda: metrics.retrieval_metrics(pandas_table(SCORES)),
+        lambda: metrics.retrieval_metrics(S),
+    ),
+    "two matrices in a list": (
+        lambda: metrics.retrieval_metrics([S, S]),
+        lambda: metrics.retrieval_metrics((S, S)),
+    ),
+    "right pairs in a matrix of SciPy": (
+        lambda: figures(relevant=scipy_matrix("csr_array", EXCLUDED.astype(float))),
+        lambda: figures(relevant=torch.from_numpy(EXCLUDED).double()),
+    ),
+    "right texts in lists": (
+        lambda: figures(relevant=[[i, (i + 1) % 6] for i in range(6)]),
+        lambda: figures(relevant=torch.eye(6) + torch.eye(6).roll(1, 1)),
+    ),
+    "excluded pairs in a matrix of SciPy": (
+        lambda: figures(exclude=scipy_matrix("coo_matrix", EXCLUDED.astype(float))),
+        lambda: figures(exclude=EXCLUDED),
+    ),
+    "excluded pairs as integers": (
+        lambda: figures(exclude=EXCLUDED.astype(int)),
+        lambda: figures(exclude=EXCLUDED),
+    ),
+    "judgements in lists": (
+        lambda: metrics.Judgements([0, 1], [1, 0], [0.5, 1.0]).at_least(0.7),
+        lambda: metrics.Judgements(
+            torch.tensor([0, 1]), torch.tensor([1, 0]), torch.tensor([0.5, 1.0])
+        ).at_least(0.7),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("name", FURTHER_FORMS)
+def test_input_may_have_a_further_form(name: str):
+    given, plain = FURTHER_FORMS[name]
+    torch.testing.assert_close(given(), plain(), rtol=0, atol=0)
+
+
 INTEGERS = [np.int64, np.uint8, np.int16, torch.tensor, np.array]
 SIZED = {
     "memory": lambda k: itrloss.CoupledMemory(k(200), k(8)).images.shape,
@@ -384,23 +529,7 @@ def test_a_size_is_an_integer(size):
 
 
 # ------------------------------------------------------------------------- devices, parts and masks
-
-
-ON_CPU = {
-    "default ids": lambda: metrics.retrieval_metrics(torch.rand(4, 8)),
-    "no whole number of texts": lambda: rerank.CSLS(2).topk(torch.rand(4, 7), 2),
-    "ids as a list": lambda: itrloss.InfoNCELoss()(X, Y, NUMBERS, NUMBERS),
-    "ids as strings": lambda: itrloss.InfoNCELoss()(X, Y, WORDS, WORDS),
-    "arrays": lambda: metrics.retrieval_metrics(SCORES),
-    "mining": lambda: itrloss.mine_hard_negatives(X, Y.numpy(), NUMBERS, NUMBERS, 2),
-    "fast": lambda: rerank.FastReranker().topk(itrloss.Similarity(X, Y), 2),
-    "calibrate": lambda: rerank.FastReranker().calibrate(X @ Y.T, scales=[1, 5]),
-    "folds": lambda: metrics.retrieval_metrics(torch.rand(4, 8), folds=2),
-    "at_least": lambda: metrics.Judgements([0, 1], [1, 0], np.array([1.0, 2.0])).at_least(1.5),
-    "agreement": lambda: metrics.agreement(SCORES, metrics.Judgements([0, 1], [1, 0], S[0, :2])),
-    "intervals": lambda: metrics.confidence_intervals(metrics.retrieval_results(SCORES)),
-    "hinges": lambda: itrloss.TripletLoss(mining="all")(X, Y, NUMBERS, NUMBERS),
-}
+# tests/test_surroundings.py has the default device of all but files.
 
 
 @pytest.fixture
@@ -408,14 +537,6 @@ def default_device():
     torch.set_default_device("meta")
     yield
     torch.set_default_device(None)
-
-
-@pytest.mark.parametrize("name", ON_CPU)
-def test_a_default_device_does_not_matter_for_tensors_of_another(name: str, monkeypatch, request):
-    rand = torch.rand
-    monkeypatch.setattr(torch, "rand", lambda *shape: rand(*shape, device="cpu"))
-    request.getfixturevalue("default_device")
-    ON_CPU[name]()
 
 
 @pytest.mark.parametrize(

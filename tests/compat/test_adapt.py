@@ -277,15 +277,47 @@ def test_parameters_are_trained_saved_and_resumed_where_the_code_base_does():
     assert resumed.loss().item() == model.loss().item()
 
 
-def test_a_state_has_which_negatives_count():
-    criterion = compat.adapt(itrloss.TripletLoss(mining="all"), "chan")
+SETTINGS = Namespace(margin=0.2, max_violation=False, mask_repeat=False, num_embeds=2)
+SWITCHED = {
+    "VSE++": compat.VSEPPLoss,
+    "VSE-infinity": compat.VSEInfinityLoss,
+    "SGRAF": compat.SGRAFLoss,
+    "CHAN": compat.CHANLoss,
+    "HREM": lambda: compat.HREMLoss(SETTINGS),
+    "PVSE": lambda: compat.PVSELoss(SETTINGS),
+    "any loss": lambda: compat.adapt(itrloss.TripletLoss(mining="all"), "vsepp"),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_a_state_has_which_negatives_count(name):
+    criterion = SWITCHED[name]()
     criterion.max_violation_on()
-    other = compat.adapt(itrloss.TripletLoss(mining="all"), "chan")
-    other.load_state_dict(criterion.state_dict())
-    assert (
-        other.max_violation
-        and not compat.adapt(itrloss.TripletLoss(mining="all"), "chan").max_violation
-    )
+    state = criterion.state_dict()
+    assert all(isinstance(x, torch.Tensor) for x in state.values())
+    resumed = SWITCHED[name]()
+    assert not resumed.max_violation
+    resumed.load_state_dict(state)
+    assert resumed.max_violation
+    resumed.max_violation_off()
+    resumed.load_state_dict({})  # of a version that did not store it
+    assert not resumed.max_violation
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_states_of_criteria_can_be_averaged_and_copied(name):
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), SWITCHED[name]()])
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    for _ in range(2):
+        average.update_parameters(model)
+    assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_criterion_is_one_number():
+    criterion = compat.adapt(itrloss.TripletLoss(), "vsepp")
+    criterion.loss.reduction = "none"
+    with pytest.raises(ValueError, match="reduction"):
+        criterion(unit(B, D), unit(B, D, seed=1))
 
 
 def test_losses_inside_of_others_are_switched():

@@ -9,6 +9,7 @@ import pickle
 from argparse import Namespace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -806,3 +807,47 @@ def test_a_scale_in_half_precision_is_not_inverted_in_it(dtype):
         itrloss.Similarity(v, w), (1 / scale.float()).to(dtype).float()
     )
     torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-7)
+
+
+# ------------------------------------------------------------------------- one pair, and ids beyond
+
+
+@pytest.mark.parametrize("image", [0, 1])
+def test_hal_with_one_pair_and_a_bank_of_one_is_finite(image):
+    """The bank's only entry is the pair itself, which is no negative, or another."""
+    im, s = rows(1, 6, seed=0), rows(1, 6, seed=1)
+    loss = compat.HALLoss(hal_options())(im, s, im.detach(), s.detach(), [image], [0])
+    gradients = torch.autograd.grad(loss, (im, s))
+    assert loss.isfinite()
+    assert all(x.isfinite().all() for x in gradients)
+
+
+def test_ids_beyond_int64_are_refused():
+    im, s = pairs(3)
+    ids = np.array([2**63, 2**63 + 1, 2**63 + 2], dtype=np.uint64)
+    with pytest.raises(ValueError, match=r"expected ids below 2\*\*63, got larger ones"):
+        compat.HREMLoss(Namespace(mask_repeat=True))(im, s, ids)
+    with pytest.raises(ValueError, match=r"expected ids below 2\*\*63, got larger ones"):
+        compat.HALLoss(hal_options())(im, s, im.detach(), s.detach(), ids, ids)
+
+
+def test_settings_may_be_a_dictionary():
+    im, s = pairs(4)
+    found = compat.HALLoss(vars(hal_options()))(im, s)
+    assert torch.equal(found, compat.HALLoss(hal_options())(im, s))
+
+
+@pytest.mark.parametrize(
+    ("criterion", "option", "value"),
+    [
+        (compat.VSEPPLoss(), "margin", "0.2"),
+        (compat.HALLoss(hal_options()), "scale", -30.0),
+        (compat.HALLoss(hal_options()), "k", 0),
+        (compat.USERLoss(Namespace(mu=8.0, gama=0.3)), "margin", None),
+    ],
+)
+def test_an_option_that_is_set_later_is_checked(criterion, option, value):
+    before = getattr(criterion, option)
+    with pytest.raises((TypeError, ValueError), match=option):
+        setattr(criterion, option, value)
+    assert getattr(criterion, option) == before

@@ -5,6 +5,7 @@ resumed.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import itrloss
+import itrloss.compat
 from itrloss.distributed import collectives, shards
 
 D, WORLD, ODD = 6, 3, 1  # ODD: the process that is lost, or that differs
@@ -199,9 +201,68 @@ def coder(objective: itrloss.CODERObjective) -> Any:
     return objective(*pairs(), *pairs(), memory(), *pairs())
 
 
+def coder_with_prototypes(odd: bool, schedule: Any) -> itrloss.CODERObjective:
+    """An objective that has loaded prototypes in the odd process alone."""
+    objective = itrloss.CODERObjective(D, 4, gather=schedule).eval()
+    if odd:
+        trained = itrloss.CODERObjective(D, 4)
+        trained.prototypes.fit(pairs()[0].detach())
+        objective.prototypes.load_state_dict(trained.prototypes.state_dict())
+    return objective
+
+
+def with_value(name: str, value: float, loss: Any) -> Any:
+    with torch.no_grad():
+        loss.get_parameter(name).fill_(value)
+    return loss
+
+
+def seeded(seed: int, make: Callable[[], Any]) -> Any:
+    torch.manual_seed(seed)
+    return make()
+
+
+def fitted_means(odd: bool) -> itrloss.OnlineKMeans:
+    means = itrloss.OnlineKMeans(3, D)
+    if odd:
+        means.fit(sample(6, D, trained=False))
+    return means
+
+
+def filled_memory(odd: bool) -> itrloss.CoupledMemory:
+    filled = memory()
+    if odd:
+        filled.enqueue_alone(*pairs(trained=False))
+    return filled
+
+
+def metric_of_batches(*ids: Any, **options: Any) -> Any:
+    metric = itrloss.metrics.RetrievalMetrics(**options)
+    metric.update(*pairs(trained=False), *ids)
+    return metric.compute()
+
+
+def metric_without_batches(odd: bool) -> Any:
+    metric = itrloss.metrics.RetrievalMetrics()
+    if not odd:
+        metric.update(*pairs(trained=False))
+    return metric.compute()
+
+
+def ranked(**options: Any) -> Any:
+    sim = itrloss.Similarity(*pairs(trained=False))
+    return itrloss.metrics.retrieval_metrics(sim, gather=True, **options)
+
+
+def under_autocast(odd: bool, call: Callable[[], Any]) -> Any:
+    with torch.autocast("cpu", torch.bfloat16, enabled=odd):
+        return call()
+
+
 half = {False: torch.bfloat16, True: torch.float16}
 floats = {False: torch.float32, True: torch.float64}
 ids = torch.arange(4)
+words = list("abcd")
 pair = itrloss.InfoNCELoss
 mdcl = itrloss.MemoryDiversityContrastiveLoss
 classifier = itrloss.PrototypeClassificationLoss
@@ -403,6 +464,92 @@ DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
         "trained ['weight']",
         "trained []",
     ),
+    "number of a temperature": (
+        lambda odd, s: with_value("log_scale", 3 + odd, pair(learnable=True, gather=s))(*pairs()),
+        "'log_scale 3'",
+        "'log_scale 4'",
+    ),
+    "number of a bias": (
+        lambda odd, s: with_value("bias", -5 - odd, itrloss.SigmoidLoss(gather=s))(*pairs()),
+        "'bias -5'",
+        "'bias -6'",
+    ),
+    "number of a scale of distances": (
+        lambda odd, s: with_value("scale", 5 + odd, itrloss.PCMEPlusPlusLoss(gather=s))(
+            *pairs(), *pairs()
+        ),
+        "'scale 5'",
+        "'scale 6'",
+    ),
+    "numbers of a classifier": (
+        lambda odd, s: seeded(odd, lambda: classifier(D, 4, gather=s))(*pairs(), ids),
+        "digests of parameters ['weight ",
+        "digests of parameters ['weight ",
+    ),
+    "given gates": (
+        lambda odd, s: itrloss.DynamicOrthogonalLoss(0.0, gather=s)(
+            sample(4, 3, D), torch.ones(4, 3) if odd else None
+        ),
+        "given [True, False]",
+        "given [True, True]",
+    ),
+    "projection of a gate": (
+        lambda odd, s: seeded(odd, lambda: itrloss.DynamicGate(D, 3))(sample(4, 2, D)),
+        "weight ",
+        "weight ",
+    ),
+    "prototypes": (
+        lambda odd, s: coder(coder_with_prototypes(odd, s)),
+        "prototypes found before False",
+        "prototypes found before True",
+    ),
+    "centroids": (
+        lambda odd, s: fitted_means(odd).update(sample(4, D)),
+        "centroids ",
+        "centroids ",
+    ),
+    "entries of a memory": (
+        lambda odd, s: filled_memory(odd).enqueue(*pairs(trained=False)),
+        "entries so far 0",
+        "entries so far 4",
+    ),
+    "ids of a metric": (
+        lambda odd, s: metric_of_batches(*[ids] * 2 * odd),
+        "ids False",
+        "ids True",
+    ),
+    "option of a metric": (
+        lambda odd, s: metric_of_batches(normalize=odd),
+        "normalize False",
+        "normalize True",
+    ),
+    "re-ranker of a metric": (
+        lambda odd, s: metric_of_batches(reranker=itrloss.rerank.CSLS() if odd else None),
+        "'reranker': None",
+        "'reranker': CSLS(k=10)",
+    ),
+    "scale of open_clip": (
+        lambda odd, s: itrloss.compat.ClipLoss(world_size=WORLD)(*pairs(), torch.tensor(10 + odd)),
+        "logit_scale Tensor 10",
+        "logit_scale Tensor 11",
+    ),
+    "bias of open_clip": (
+        lambda odd, s: itrloss.compat.SigLipLoss(world_size=WORLD)(
+            *pairs(), torch.tensor(10.0), torch.tensor(-10.0) if odd else None
+        ),
+        "logit_bias NoneType None",
+        "logit_bias Tensor -10",
+    ),
+    "words as ids": (
+        lambda odd, s: pair(gather=s)(*pairs(), *[words if odd else ids] * 2),
+        "of strings [False, False]",
+        "of strings [True, True]",
+    ),
+    "autocast": (
+        lambda odd, s: under_autocast(odd, lambda: pair(gather=s)(*pairs())),
+        "autocast None",
+        "autocast torch.bfloat16",
+    ),
 }
 # What the odd process refuses, and how its error begins.
 REFUSED: dict[str, tuple[Callable[[bool, Any], Any], str]] = {
@@ -504,6 +651,22 @@ REFUSED: dict[str, tuple[Callable[[bool, Any], Any], str]] = {
         ),
         "TypeError: text_concepts:",
     ),
+    "metric without batches": (
+        lambda odd, s: metric_without_batches(odd),
+        "ValueError: RetrievalMetrics: expected a call of update() first, got none",
+    ),
+    "ids of a ranking": (
+        lambda odd, s: ranked(**{"image_ids": words, "text_ids": words} if odd else {}),
+        "ValueError: relevant, exclude, candidates, image_ids, text_ids",
+    ),
+    "candidates of hubs": (
+        lambda odd, s: ranked(hubness_k=1 - odd),
+        "ValueError: hubness_k: expected at least 1, got 0",
+    ),
+    "folds": (
+        lambda odd, s: ranked(folds=1 + odd),
+        "ValueError: folds: expected 1",
+    ),
 }
 
 
@@ -541,6 +704,23 @@ def test_all_raise_an_error_if_processes_disagree_and_go_on(tmp_path, schedule):
         others, odd, _ = re.split(r" in process (?:0, 2|1)(?:; |$)", texts[0].removeprefix(started))
         usual, different = DIFFERENT[name][1:]
         assert usual in others and different in odd, (name, texts)
+
+
+def calls_with_one_alone(rank: int) -> float:
+    """The last of 51 losses; before, one process calls the loss once more, by itself."""
+    loss = itrloss.TripletLoss(gather=True)
+    if rank == ODD:
+        loss.gather = False
+        loss(*pairs())
+        loss.gather = True
+    return [float(loss(*pairs(rank))) for _ in range(51)][-1]
+
+
+def test_processes_look_for_a_collapse_in_the_same_call(tmp_path):
+    """It is the 50th of all, which a process that called the loss alone must not reach earlier."""
+    first, second = run(calls_with_one_alone, tmp_path, world=2)
+    assert first == second
+    assert math.isfinite(first)
 
 
 # --- wrappers -------------------------------------------------------------------------------------

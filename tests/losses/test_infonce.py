@@ -10,6 +10,7 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -799,3 +800,20 @@ def test_candidates_of_another_batch_pool_with_one_of_the_same_anchors_only():
     v, w = embeddings(4, 4)
     with pytest.raises(ValueError, match="anchors: expected as many anchors in each block"):
         Anchors.pooled(Similarity(v, w), Similarity(v[:3], w[:3]))
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+def test_one_pair_without_a_negative_that_exists_is_finite():
+    v, w = (x.requires_grad_() for x in embeddings(1, 1))
+    no_negative = {"negatives": v[:, None].detach(), "negative_ids": [[itrloss.NO_ID]]}
+    value = itrloss.InfoNCELoss()(v, w, [0], [0], **no_negative)
+    gradients = torch.autograd.grad(value, (v, w))
+    assert all(x.isfinite().all() for x in (value, *gradients))
+
+
+def test_ids_of_negatives_beyond_int64_are_refused():
+    v, w = embeddings(3, 3)
+    ids = np.array([[2**63, 2**63 + 1]] * 3, dtype=np.uint64)
+    negatives = torch.stack([v, w], 1)
+    with pytest.raises(ValueError, match=r"expected ids below 2\*\*63, got larger ones"):
+        itrloss.InfoNCELoss()(v, w, range(3), range(3), negatives=negatives, negative_ids=ids)

@@ -728,6 +728,37 @@ def test_one_recompilation_serves_all_batch_sizes(name, engine, kind):
     assert len(graphs) == 2
 
 
+@itrloss.pair_term
+def wave(scores, weight):
+    return torch.sin(scores * weight)
+
+
+class Wave(itrloss.PairLoss):
+    """A loss of a user, with a term that autograd differentiates."""
+
+    def compute(self, sim):
+        anchors = self.anchors(sim)
+        weight = anchors.logsumexp(3.0)
+        values = anchors.sum(wave, weight) + anchors.mean_of_positives(wave, weight)
+        return anchors.reduce(values, self.reduction)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        Wave(engine="dense"),
+        itrloss.InfoNCELoss(engine="dense", directions="text-image", hardness=3.0),
+        itrloss.InfoNCELoss(engine="dense", learnable=True, max_scale=50.0),
+    ],
+    ids=["a term of a user", "one direction", "a limited scale"],
+)
+def test_compiles_as_one_graph(loss):
+    v, w = embeddings(8, 8, dtype=torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(v, w), loss(v, w))
+
+
 @given(st.integers(0, 10**6), st.floats(0.1, 30), st.floats(-15, 15))
 @settings(deadline=None, max_examples=40)
 def test_sigmoid_loss_is_the_sum_over_all_pairs_by_hand(seed, scale, bias):

@@ -201,3 +201,17 @@ def test_over_processes(tmp_path: Path):
         torch.testing.assert_close(
             torch.cat(parts) / 2 if k % 3 else parts[0], x, rtol=1e-9, atol=1e-12
         )
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+def test_one_pair_of_one_dimension_is_finite():
+    v, w = (x.requires_grad_() for x in embeddings(1, 1))
+    value = itrloss.Matryoshka(itrloss.InfoNCELoss(), (1,))(v, w)
+    found = with_gradients(value, v, w)
+    assert all(x.isfinite().all() for x in found)
+
+
+def test_weights_may_be_a_tensor():
+    v, w = embeddings(4, 4)
+    found = itrloss.Matryoshka(itrloss.InfoNCELoss(), (3, 6), torch.tensor([1.0, 2.0]))(v, w)
+    assert torch.equal(found, itrloss.Matryoshka(itrloss.InfoNCELoss(), (3, 6), (1, 2))(v, w))

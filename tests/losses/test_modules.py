@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.cases import embeddings
 from support.losses_registry import Entry, table
 from support.processes import both
 from torch import Tensor, nn
@@ -354,3 +355,20 @@ def test_clusters_of_two_processes_are_those_of_one(two_processes):
         model.module.update(Inputs(model.encoder(torch.cat(both)), None).part(0))
     for n, b in model.module.named_buffers():
         torch.testing.assert_close(two_processes[0]["OnlineKMeans"][1][n], b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        itrloss.InfoNCELoss(learnable=True),
+        itrloss.SigmoidLoss(),
+        itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), (4, 8)),
+    ],
+    ids=lambda loss: type(loss).__name__,
+)
+def test_a_learnt_scale_in_half_precision_is_not_rounded_again(loss, dtype):
+    images, texts = embeddings(12, 12, D, dtype=torch.float32)
+    half = copy.deepcopy(loss).to(dtype)
+    exact = copy.deepcopy(half).float()
+    torch.testing.assert_close(half(images, texts), exact(images, texts), rtol=1e-6, atol=0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support import oracle, oracle_more
-from support.cases import embeddings
+from support.cases import embeddings, sample
 
 from itrloss import CODERObjective, CODERTerms, CoupledMemory, DVSEObjective, DVSETerms, DynamicGate
 
@@ -20,6 +20,11 @@ def coder_input(b=6, d=5, seed=0, entries=9):
     memory = CoupledMemory(entries, d, dtype=torch.float64)
     memory.enqueue(*embeddings(entries, entries, d, seed + 3), torch.arange(entries) % 7)
     return [v, w, v_keys, w_keys, memory, v_concepts, w_concepts]
+
+
+def dvse_input():
+    heads = sample(6, 3, 5)
+    return [heads, sample(6, 5, seed=1), heads]
 
 
 def unit(x):
@@ -211,3 +216,17 @@ def test_input_errors_of_the_objectives():
     ):
         with pytest.raises(error, match=words):
             call()
+
+
+@pytest.mark.parametrize(
+    ("objective", "part", "reduction", "given"),
+    [
+        (DVSEObjective(), "variance_aware", "sum", dvse_input()),
+        (DVSEObjective(), "orthogonal", "none", dvse_input()),
+        (CODERObjective(5, 4), "concept", "none", coder_input()),
+    ],
+)
+def test_a_part_of_a_total_may_not_be_given_another_reduction(objective, part, reduction, given):
+    getattr(objective, part).reduction = reduction
+    with pytest.raises(ValueError, match="reduction"):
+        objective(*given)

@@ -10,7 +10,7 @@ import pickle
 
 import pytest
 import torch
-from support.cases import SHAPES, embeddings, make_ids, pairwise, upstream
+from support.cases import SHAPES, embeddings, make_ids, pairwise, sample, upstream
 from support.processes import run
 from support.reference import matches, unit
 
@@ -312,3 +312,17 @@ def test_input_errors_name_the_argument():
     ):
         with pytest.raises(error, match=words):
             call()
+
+
+@pytest.mark.parametrize("log_variance", [2.0, 4.0, 6.0])
+def test_wide_distributions_keep_the_order_of_their_means(log_variance):
+    """The variances add 256 e^6 = 1e5 to each distance, of which float32 has about 1e-2."""
+    things = sample(300, 256)
+    images = things + 2.2 * sample(300, 256, seed=1)
+    texts = things + 2.2 * sample(300, 256, seed=2)
+    ranks = []
+    for dtype in (torch.float32, torch.float64):
+        variances = torch.full((300, 256), log_variance, dtype=dtype)
+        sim = PCMEPlusPlusLoss().similarity(images.to(dtype), texts.to(dtype), variances, variances)
+        ranks.append(torch.cat([sim.ranks(), sim.T.ranks()]))
+    assert (ranks[0] != ranks[1]).double().mean() <= 0.005

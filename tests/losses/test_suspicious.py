@@ -12,7 +12,9 @@ import torch
 import itrloss
 from itrloss import Similarity, SuspiciousInputWarning, compat
 from itrloss.cli import main
+from itrloss.functional import set_similarity
 from itrloss.metrics import fold_repeated, retrieval_metrics, retrieval_results
+from itrloss.rerank import CSLS
 
 
 def generator(seed=0):
@@ -339,6 +341,126 @@ def test_nothing_is_read_on_other_devices_or_by_the_compiler(monkeypatch):
     assert seen == ["ids"]
 
 
+# ---------------------------------------------------- other arguments of losses and other functions
+
+IMAGES, TEXTS = embeddings(captions=1)
+IDS = torch.arange(40)
+OTHER_IDS = IDS + 1000
+HEADS = torch.stack([IMAGES, IMAGES.flip(1)], 1)
+COSINES = cosines(n=40)
+VECTORS = torch.nn.functional.normalize(torch.randn(16, 16, generator=generator(7)))
+LONG = 10 * IMAGES, 10 * TEXTS
+OTHERS = torch.randn(9, 16, generator=generator(3))
+
+SUSPICIOUS = {
+    "heads without an id of the texts": (
+        lambda: itrloss.VarianceAwareLoss()(HEADS, TEXTS, IDS, OTHER_IDS),
+        "no image has a matching text",
+    ),
+    "heads of DVSE without an id of the texts": (
+        lambda: itrloss.DVSEObjective()(HEADS, TEXTS, HEADS, None, IDS, OTHER_IDS),
+        "no image has a matching text",
+    ),
+    "long embeddings that are not normalised": (
+        lambda: itrloss.InfoNCELoss(normalize=False)(*LONG),
+        "scores above 5, as of logits",
+    ),
+    "long embeddings of VSE++": (
+        lambda: compat.VSEPPLoss(0.2)(*LONG),
+        "scores above 5, as of logits",
+    ),
+    "logits of SGRAF": (
+        lambda: compat.SGRAFLoss(0.2)(100 * COSINES),
+        "scores above 5, as of logits",
+    ),
+    "logits of CHAN": (lambda: compat.CHANLoss()(100 * COSINES), "scores above 5, as of logits"),
+    "embeddings for SGRAF's scores": (lambda: compat.SGRAFLoss(0.2)(VECTORS), "has length 1"),
+    "a teacher's logits": (
+        lambda: itrloss.DistillationLoss()(IMAGES, TEXTS, 100 * COSINES),
+        "teacher: scores above 5",
+    ),
+    "a teacher's embeddings": (
+        lambda: itrloss.DistillationLoss()(VECTORS, VECTORS.flip(1), VECTORS),
+        "each row has length 1",
+    ),
+    "a guide's logits": (
+        lambda: itrloss.InfoNCELoss(margin=0.1)(
+            IMAGES, TEXTS, guide=Similarity.from_scores(100 * COSINES)
+        ),
+        "guide: scores above 5",
+    ),
+    "negatives that match": (
+        lambda: itrloss.InfoNCELoss()(IMAGES, TEXTS, negatives=TEXTS.clone()),
+        "negatives: 40 of them are texts of the batch",
+    ),
+    "own negatives that match": (
+        lambda: itrloss.InfoNCELoss()(IMAGES, TEXTS, negatives=TEXTS[:, None].clone()),
+        "negatives: 40 of them are texts of the batch",
+    ),
+    "embeddings of zeros": (
+        lambda: itrloss.InfoNCELoss()(0 * IMAGES, TEXTS),
+        "images: all embeddings are zero",
+    ),
+    "empty sets": (
+        lambda: set_similarity(HEADS, HEADS, image_mask=torch.zeros(40, 2).bool()),
+        "all sets are empty",
+    ),
+    "mining of right answers": (
+        lambda: itrloss.mine_hard_negatives(IMAGES, TEXTS, IDS, OTHER_IDS, 3),
+        "they have no id in common",
+    ),
+    "mining with one id for all": (
+        lambda: itrloss.mine_hard_negatives(IMAGES, TEXTS, 0 * IDS, 0 * IDS, 3),
+        "there are no negatives",
+    ),
+    "the test queries as a bank": (
+        lambda: CSLS().fit(IMAGES, TEXTS).topk(Similarity(IMAGES, TEXTS), 3),
+        "the bank has images of the test set",
+    ),
+    "the test scores as a bank": (
+        lambda: CSLS().fit(texts=COSINES).rerank(COSINES),
+        "texts: the bank has texts of the test set",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUSPICIOUS)
+def test_other_suspicious_input_is_noticed(name):
+    call, message = SUSPICIOUS[name]
+    messages = said(call)
+    assert any(message in text for text in messages), messages
+
+
+RIGHT = {
+    "heads": lambda: itrloss.VarianceAwareLoss()(HEADS, TEXTS, IDS, IDS),
+    "unit vectors": lambda: itrloss.InfoNCELoss(normalize=False)(VECTORS, VECTORS.flip(0)),
+    "long embeddings and wide margins": lambda: compat.VSEPPLoss(20)(*LONG),
+    "order embeddings": lambda: compat.VSEPPLoss(0.05, "order")(9 * IMAGES.abs(), 9 * TEXTS.abs()),
+    "cosines of a code base": lambda: compat.SGRAFLoss(0.2)(COSINES),
+    "a teacher's cosines": lambda: itrloss.DistillationLoss()(IMAGES, TEXTS, COSINES),
+    "a teacher's logits in their units": lambda: itrloss.DistillationLoss(teacher_temperature=1.0)(
+        IMAGES, TEXTS, 100 * COSINES
+    ),
+    "other negatives": lambda: itrloss.InfoNCELoss()(IMAGES, TEXTS, negatives=OTHERS),
+    "negatives with ids": lambda: itrloss.InfoNCELoss()(
+        IMAGES, TEXTS, IDS, IDS, negatives=TEXTS, negative_ids=IDS
+    ),
+    "own negatives that are texts of others": lambda: itrloss.InfoNCELoss()(
+        IMAGES, TEXTS, negatives=TEXTS.roll(1, 0)[:, None]
+    ),
+    "some empty sets": lambda: set_similarity(HEADS, HEADS, image_lengths=[0] + [2] * 39),
+    "a corpus with few right answers": lambda: itrloss.mine_hard_negatives(
+        IMAGES, TEXTS, IDS, [0] + [99] * 39, 3
+    ),
+    "a bank of others": lambda: CSLS().fit(OTHERS, OTHERS).rerank(Similarity(IMAGES, TEXTS)),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_other_right_input_is_taken_without_a_word(name):
+    assert not said(RIGHT[name])
+
+
 # -------------------------------------------------------------------------------- the command line
 
 
@@ -455,3 +577,9 @@ def test_copies_of_a_file_under_another_name_are_noticed_once(saved, capsys):
     assert main([*arguments, "--methods", "fast", "csls", "nnn"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert "images, texts: both are the same embeddings" in line
+
+
+def test_one_matrix_for_two_models_is_noticed(saved, capsys):
+    arguments = ("compare", "test_scores.npy", "double.npy", "--samples", "50")
+    assert main([*arguments]) == 0
+    assert "double: it has the same ranks as test_scores" in capsys.readouterr().err

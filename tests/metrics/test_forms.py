@@ -131,6 +131,25 @@ def test_batches_that_do_not_go_together_are_refused():
         metric.update(images, texts)
 
 
+def test_batches_without_a_match_or_without_rows_belong_to_the_whole():
+    pytest.importorskip("torchmetrics")
+    images, texts = embedded(captions=1)
+    metric = metrics.RetrievalMetrics()
+    assert metric(images[:6], texts[:6], range(6), range(6)) is not None
+    assert metric(images[6:7], texts[7:8], [6], [7]) is None
+    assert metric(images[:0], texts[:0], [], []) is None
+    metric.update(images[7:8], texts[6:7], [7], [6])
+    wanted = retrieval_metrics(itrloss.Similarity(images[:8], texts[:8]))
+    assert figures(metric)["rsum"] == pytest.approx(wanted["rsum"])
+
+
+@pytest.mark.parametrize("option", [{"ties": "worst"}, {"folds": 0}, {"reranker": CSLS}])
+def test_options_are_checked_before_the_last_batch(option):
+    pytest.importorskip("torchmetrics")
+    with pytest.raises((TypeError, ValueError), match=next(iter(option))):
+        metrics.RetrievalMetrics(**option)
+
+
 def test_recalls_are_plotted():
     pytest.importorskip("torchmetrics")
     plt = pytest.importorskip("matplotlib.pyplot")

@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracle, oracle_metrics
-from support.cases import embeddings, make_ids, similarity
+from support.cases import embeddings, make_ids, sample, similarity
 
+import itrloss
 from itrloss import Similarity
 from itrloss.metrics import (
     Judgements,
@@ -675,3 +676,12 @@ def test_folds_of_inner_products_are_those_of_their_matrix():
     ids = torch.arange(8), torch.arange(16) // 2
     found = retrieval_metrics(Similarity(v, w, *ids, normalize=False), folds=2)
     assert found == retrieval_metrics(v @ w.T, *ids, folds=2)
+
+
+def test_no_candidate_of_a_fold_is_minus_one():
+    """Texts that do not exist leave a fold short of candidates: -1, and none of another fold."""
+    images = torch.tensor([0, 1, 2, itrloss.NO_ID])
+    texts = torch.tensor([0, 0, 1, 1, 2, 2, itrloss.NO_ID, itrloss.NO_ID])
+    results = retrieval_results(sample(4, 8).tanh(), images, texts, folds=2, hubness_k=4)
+    assert sorted(results.i2t.top[0].tolist()) == [0, 1, 2, 3]
+    assert sorted(results.i2t.top[2].tolist()) == [-1, -1, 4, 5]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support import oracle_rerank
+from support.cases import sample
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from itrloss import Similarity
@@ -17,6 +18,7 @@ from itrloss.rerank import (
     DualSoftmax,
     FastReranker,
     InvertedSoftmax,
+    KReciprocalReranker,
     MultiFactorReranker,
     MutualProximity,
     NearestNeighborNorm,
@@ -208,6 +210,79 @@ def test_sinkhorn_equals_float64_to_rounding(scale):
     for own, S in ((found.i2t, scores), (found.t2i.T, scores.T)):
         wanted = oracle_rerank.sinkhorn(S.numpy(), S.numpy(), 100.0, 7)
         np.testing.assert_allclose(own, wanted, rtol=1e-12, atol=1e-9)
+
+
+# --- scores that float32 can hardly tell apart ----------------------------------------------------
+
+PAIRS = 60, 120  # of images, and of their captions
+CAPTIONS = torch.arange(60), torch.arange(120) // 2
+
+
+def captioned(offset=0.0):
+    """Float64 embeddings of images, and of two captions each; far from the origin they are
+    crowded.
+    """
+    n, m = PAIRS
+    things = sample(n, 32, dtype=torch.float64)
+    images = things + 0.9 * sample(n, 32, seed=1, dtype=torch.float64)
+    texts = things.repeat_interleave(2, 0) + 1.2 * sample(m, 32, seed=2, dtype=torch.float64)
+    return offset + images, offset + texts
+
+
+def ranks_of(sim, reranker):
+    """The ranks of all positives, of both directions."""
+    results = retrieval_results(sim, reranker=reranker)
+    return torch.cat([results.i2t.ranks.flatten(), results.t2i.ranks.flatten()]).double()
+
+
+CROWDED = {
+    "fast, small scales": FastReranker((0.01, 0.01), (0.01, 0.01)),
+    "inverted softmax, tiny scale": InvertedSoftmax(0.001),
+    "inverted softmax, large scale": InvertedSoftmax(1000.0),
+    "k-reciprocal": KReciprocalReranker(),
+    "sinkhorn, small scale": Sinkhorn(0.01),
+    "mutual proximity": MutualProximity(),
+}
+
+
+@pytest.mark.parametrize("name", CROWDED)
+def test_crowded_embeddings_keep_their_order(name):
+    images, texts = captioned(offset=30.0)  # cosines differ by thousandths
+    single = Similarity(images.float(), texts.float(), *CAPTIONS)
+    double = Similarity(images.float().double(), texts.float().double(), *CAPTIONS)
+    found = ranks_of(single, CROWDED[name])
+    wanted = ranks_of(double, CROWDED[name])
+    assert (found != wanted).double().mean() <= 0.01
+
+
+SHIFTED = {
+    "csls": CSLS(),
+    "nnn": NearestNeighborNorm(),
+    "inverted softmax": InvertedSoftmax(),
+    "multivariate": MultiFactorReranker(),
+    "reciprocal": ReciprocalReranker(),
+}
+
+
+@pytest.mark.parametrize("shift", [1000.0, -1000.0])
+@pytest.mark.parametrize("name", SHIFTED)
+def test_scores_far_from_zero_keep_their_order(name, shift):
+    cosines = Similarity(*captioned(), *CAPTIONS).scores()
+    scores = (cosines + shift).float()
+    found = ranks_of(Similarity.from_scores(scores, *CAPTIONS), SHIFTED[name])
+    wanted = ranks_of(Similarity.from_scores(scores.double(), *CAPTIONS), SHIFTED[name])
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_large_bias_of_all_keeps_the_order_of_scores(side):
+    images, texts = captioned()
+    bias = [None, None]
+    bias[side] = torch.full((PAIRS[side],), 1e5)
+    plain = Similarity(images.float(), texts.float(), *CAPTIONS)
+    moved = Similarity(images.float(), texts.float(), *CAPTIONS, bias=tuple(bias))
+    assert torch.equal(ranks_of(moved, None), ranks_of(plain, None))
+    assert torch.equal(moved.topk(5).indices, plain.topk(5).indices)
 
 
 # --- half precision and what surrounds a call -----------------------------------------------------

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import math
 import pickle
 import sys
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracle, oracle_rerank
-from support.cases import embeddings, similarity
+from support.cases import embeddings, sample, similarity
 
 from itrloss import Similarity, rerank
 from itrloss.metrics import retrieval_metrics
@@ -198,6 +200,7 @@ def test_scores_and_embeddings_stay_as_they_are_and_without_a_gradient(name):
     turned = scores.detach().T.contiguous().T
     for a, b in zip(method.rerank(scores), method.rerank(turned), strict=True):
         torch.testing.assert_close(a, b)
+    assert torch.equal(turned, scores)
 
 
 @pytest.mark.parametrize("name", names(transductive=True))
@@ -860,3 +863,105 @@ def test_numbers_above_are_counted_with_and_without_sorted_rows(seed, few, monke
     score = torch.randint(6, (pairs,), generator=generator) / 4
     wanted = (block[row] > score[:, None]).sum(1)
     assert torch.equal(neighbours._numbers_above(block.clone(), row, score), wanted)
+
+
+# --- what functions of users may do, and options of other types -----------------------------------
+
+
+class Zeroing(rerank.Reranker):
+    """A method whose rule overwrites the scores it gets."""
+
+    def rule(self, direction):
+        return lambda scores, rows: scores.zero_()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_rule_may_overwrite_the_scores_it_gets(transposed):
+    scores = sample(N, M)
+    if transposed:
+        scores = scores.T
+    before = scores.clone()
+    Zeroing().rerank(scores)
+    Zeroing().topk(scores, 3)
+    assert torch.equal(scores, before)
+
+
+def test_a_scorer_may_overwrite_the_numbers_of_its_pairs():
+    def scorer(images, texts):
+        images.zero_()
+        texts.zero_()
+        return torch.zeros(len(images))
+
+    scores = sample(N, M)
+    best = TwoStageReranker(scorer, k=5).topk(scores, 5).i2t.indices
+    wanted = scores.topk(5).indices
+    assert torch.equal(best.sort(1).values, wanted.sort(1).values)
+
+
+SCORER_RESULTS = {
+    "a column": lambda logits: logits[:, None],
+    "an array": lambda logits: logits.numpy(),
+    "squeezed": lambda logits: logits[:, None].squeeze(),  # of one pair: a tensor without dimension
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7])
+@pytest.mark.parametrize("form", SCORER_RESULTS)
+def test_a_scorer_may_return_its_scores_in_another_form(form, batch_size):
+    def plain(images, texts):
+        return (images * 7 + texts) % 5.0
+
+    def scorer(images, texts):
+        return SCORER_RESULTS[form](plain(images, texts))
+
+    scores = sample(N, M)
+    found = TwoStageReranker(scorer, k=5, batch_size=batch_size).topk(scores, 5).i2t
+    wanted = TwoStageReranker(plain, k=5).topk(scores, 5).i2t
+    assert torch.equal(found.indices, wanted.indices)
+    assert torch.equal(found.values, wanted.values)
+
+
+OPTIONS_OF_ANY_TYPE = {
+    "inverted softmax": InvertedSoftmax,
+    "fast": lambda x: FastReranker((x, x), [x, x]),
+    "fast, of an array": lambda x: FastReranker(np.array([x, x], float), [x, x]),
+    "dual softmax": DualSoftmax,
+    "qb-norm": lambda x: QueryBankNorm(x, np.int32(2)),
+    "dbnorm": lambda x: DualBankNorm(x, x),
+    "sinkhorn": lambda x: Sinkhorn(x, np.int8(3)),
+    "nnn": NearestNeighborNorm,
+    "mr": lambda x: MultiFactorReranker(share_weight=x),
+    "k-reciprocal": lambda x: KReciprocalReranker(weight=x / 40),
+}
+
+
+@pytest.mark.parametrize(
+    "number", [np.float16(20), np.float32(20), np.float64(20), np.int64(20), Fraction(20)], ids=repr
+)
+@pytest.mark.parametrize("name", OPTIONS_OF_ANY_TYPE)
+def test_a_state_holds_plain_numbers_whatever_the_type_of_an_option(name, number):
+    method = OPTIONS_OF_ANY_TYPE[name](number)
+    file = io.BytesIO()
+    torch.save(method.state_dict(), file)
+    file.seek(0)
+    loaded = type(method)().load_state_dict(torch.load(file, weights_only=True))
+    assert repr(loaded) == repr(method)
+    assert "np." not in repr(method)
+
+
+@pytest.mark.parametrize(
+    ("method", "option", "value"),
+    [
+        (InvertedSoftmax, "scale", -5.0),
+        (FastReranker, "i2t", (0.0, 25.0)),
+        (CSLS, "k", 0),
+        (KReciprocalReranker, "weight", 2.0),
+        (Sinkhorn, "iterations", 1.5),
+    ],
+)
+def test_an_option_that_is_set_later_is_checked(method, option, value):
+    reranker = method()
+    before = getattr(reranker, option)
+    with pytest.raises((TypeError, ValueError), match=option):
+        setattr(reranker, option, value)
+    assert getattr(reranker, option) == before

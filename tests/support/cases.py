@@ -202,3 +202,9 @@ def sets(n, k, d, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, k, d, generator=generator, dtype=torch.float64) + 0.7
     return (x * torch.rand(n, k, 1, generator=generator, dtype=torch.float64).add(0.1)).to(dtype)
+
+
+def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normally distributed numbers, the same in all precisions up to rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
