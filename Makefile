@@ -3,24 +3,27 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test versions newest lint types docs clean
+.PHONY: demo test thorough versions newest lint types docs clean
 
 demo: $(STAMP)  ## train, evaluate and re-rank on the drawn data set; leaves demo/report.html
 	$(BIN)/python -m examples.retrieval.demo --out demo
 
-test: lint types docs  ## everything CI runs
+test: lint types docs  ## in minutes: tests that are not slow, and a sample of those with many cases
+	$(BIN)/python -m pytest --fast -n auto --maxprocesses 4
+
+thorough: lint types docs  ## everything, in a quarter of an hour
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 # PyTorch brings its own Triton, and the newest FAISS does not take every NumPy: these pins go.
 versions: PINS := grep -vE '^(torch|triton|numpy|faiss-cpu)==' constraints.txt
 versions: WANTED := 'torch==$(TORCH)' 'numpy==$(NUMPY)'
-versions:  ## the fast tests on other versions: make versions TORCH=2.8.0 NUMPY=1.24.4 PYTHON=python3.10
+versions:  ## the tests of `make test` on other versions: make versions TORCH=2.8.0 NUMPY=1.24.4 PYTHON=python3.10
 	@test -n "$(TORCH)" -a -n "$(NUMPY)" || { echo "usage: make versions TORCH=2.8.0 NUMPY=1.24.4 [PYTHON=python3.10]"; exit 2; }
 	$(test-in-a-new-environment)
 
 newest: PINS := true
 newest: WANTED :=
-newest:  ## the fast tests on the newest releases of everything, to be run every week
+newest:  ## the tests of `make test` on the newest releases of everything, to be run every week
 	$(test-in-a-new-environment)
 
 versions newest: SHELL := /bin/bash
@@ -31,7 +34,7 @@ set -e; venv=$$(mktemp -d); trap 'rm -rf "$$venv"' EXIT; \
 	"$$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$$venv/constraints.txt" \
 		-e '.[examples,docs,test]' $(WANTED); \
 	"$$venv/bin/python" -m pip list --disable-pip-version-check; \
-	"$$venv/bin/python" -m pytest -m 'not slow'
+	"$$venv/bin/python" -m pytest --fast
 endef
 
 lint: $(STAMP)

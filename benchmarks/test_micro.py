@@ -15,6 +15,8 @@ from itrloss import Similarity, functional, pair_term
 from itrloss.engine import inputs, pairs, products, ranking, terms, vectors
 from itrloss.engine.matrix import contiguous_copy
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {
     "pairs": (128, 128, 256),
     "memory": (128, 1024, 256),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -31,11 +33,42 @@ def pytest_collection_finish():
     gc.set_threshold(100_000)
 
 
-def pytest_collection_modifyitems(items):
-    """Begin with the longest test, so that no worker of pytest-xdist is left alone with it at the
-    end.
-    """
+# `--fast` runs so many cases of each test with parameters.
+FAST_CASES = 8
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--fast",
+        action="store_true",
+        help=f"leave out slow tests, and all but {FAST_CASES} cases of each test with parameters",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("fast"):
+        chosen = fast_part(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+    # Begin with the longest test, so that no worker of pytest-xdist is left alone with it at the
+    # end.
     items.sort(key=lambda item: item.name != "test_kernels_compile_for_gpus")
+
+
+def fast_part(items):
+    """Return the set of tests that `--fast` runs.
+
+    The cases of a test are a random sample, the same in each run: neighbours in a grid of
+    parameters differ in one parameter only.
+    """
+    chosen = set()
+    cases = Counter()
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        test = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow") is None and cases[test] < FAST_CASES:
+            cases[test] += 1
+            chosen.add(item)
+    return chosen
 
 
 @pytest.fixture

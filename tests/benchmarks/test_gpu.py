@@ -43,6 +43,7 @@ PARTS = {"correct": ["siglip, bfloat16"], "compile": list(plan.TILES)[:1]}
 RUNS = [(name, part) for name in plan.all_steps() for part in PARTS.get(name, [None])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "part"), RUNS)
 def test_every_step_runs_at_toy_sizes(name, part):
     run = session(name, part)
@@ -315,6 +316,7 @@ def test_a_program_runs_the_step(tmp_path, monkeypatch, setup):
     assert row["rc"] == 9 and called in setup.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_too_long_is_killed_with_its_children(monkeypatch, setup):
     mark = setup.folder / "mark"
     grandchild = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
@@ -421,6 +423,7 @@ def test_goals_are_judged_by_the_worst_figure():
     }
 
 
+@pytest.mark.slow
 def test_goals_look_for_figures_that_steps_write():
     """With the toy shape in place of the large one."""
     found = []
@@ -489,6 +492,7 @@ def test_wheels_are_unpacked_for_the_steps(tmp_path):
     assert done.stdout == "5\n"
 
 
+@pytest.mark.slow
 def test_open_clip_is_timed_under_autocast(monkeypatch):
     seen = []
 
@@ -504,6 +508,7 @@ def test_open_clip_is_timed_under_autocast(monkeypatch):
     assert [row["variant"] for row in run.figures][:2] == ["open_clip", "ours"]
 
 
+@pytest.mark.slow
 def test_a_library_that_is_missing_is_skipped(monkeypatch):
     def missing(case, problem):
         raise peers.Unavailable("is not installed")

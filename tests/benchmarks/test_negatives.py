@@ -33,6 +33,7 @@ def data(photographs, small):
     return split, model, torch.arange(len(split.words)) // 5
 
 
+@pytest.mark.slow
 def test_trainings_are_kept_and_options_chosen_by_the_development_split(
     photographs, small, monkeypatch, capsys
 ):

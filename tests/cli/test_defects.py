@@ -89,6 +89,7 @@ def test_a_tensor_expanded_from_a_few_bytes_is_refused(tmp_path, capsys):
     assert files.read_matrix(tmp_path / "transposed.pt").shape == (6, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_a_pickle_of_a_few_bytes_takes_no_gigabytes(tmp_path):
     (tmp_path / "memo.pkl").write_bytes(b"\x80\x02Nr" + struct.pack("<I", 2**28) + b".")
@@ -227,6 +228,7 @@ def test_a_single_query_is_told_which_option_helps(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_no_temporary_file_and_no_traceback(saved, tmp_path):
     code = (  # a process for each signal, after one import
         "import os, signal, sys, time; from itrloss import cli\n"
@@ -252,6 +254,7 @@ def test_a_signal_leaves_no_temporary_file_and_no_traceback(saved, tmp_path):
     assert ended == ["ended 128 s.npy"] * 2 and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_the_package_is_a_command():
     done = subprocess.run(
         [sys.executable, "-m", "itrloss", "--help"], capture_output=True, text=True

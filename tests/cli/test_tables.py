@@ -56,6 +56,7 @@ def chance(generator: np.random.Generator, n: int, difficulty: np.ndarray) -> Re
 # --- statistics -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_equal_models_differ_significantly_in_a_twentieth_of_cases():
     generator = np.random.default_rng(0)
     cases = 500

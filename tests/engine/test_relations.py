@@ -459,6 +459,7 @@ def of_a_process(rank: int, sizes: list[tuple[int, int]]) -> list[dict[str, Any]
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTS)
 def test_processes_have_the_loss_of_one(parts: str, tmp_path: Path):
     sizes = PARTS[parts]

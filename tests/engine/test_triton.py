@@ -548,6 +548,7 @@ def of_a_process(rank, kind, normalize):
     return ran, [values.detach(), *torch.autograd.grad(values.sum(), (*parts, a))]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="processes share the CPU")
 @pytest.mark.parametrize(
     ("kind", "normalize"), [("usual", True), ("usual", False), ("all far", True)]
@@ -1489,6 +1490,7 @@ def test_products_beside_a_memory(memory, at_most, wanted, work, monkeypatch):
     assert (forward, work.flops) == tuple(x * n * m * d for x in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize(
     ("loss", "wanted"),
@@ -1507,6 +1509,7 @@ def test_products_of_losses_with_a_memory(loss, wanted, work):
     assert wanted <= work.flops / (2 * n * m * d) <= wanted + 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize("dtype", HALF)
 def test_memory_of_a_total(dtype, as_on_a_gpu, monkeypatch):

@@ -431,6 +431,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_goes_on_with_the_parameters_of_the_loss(case, folder, tmp_path):
     name = case.split()[0]

@@ -179,6 +179,7 @@ def test_a_model_init_trains_the_parameters_of_its_last_model(tmp_path):
 MINI: dict[str, Any] = {"mini_batch_size": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", ["infonce", "sigmoid", "triplet", "matryoshka"])
 def test_mini_batches_change_nothing(name: str, accumulation: int, tmp_path):
@@ -298,6 +299,7 @@ def by_pieces(inputs: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
     return [{name: x[part] for name, x in inputs.items()} for part in parts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["pooler_output", last_word])
 @pytest.mark.parametrize("in_batch", [True, False])
 def test_sides_are_calls_of_one_model(output: Any, in_batch: bool, tmp_path):
@@ -506,6 +508,7 @@ def test_other_losses_and_models_are_refused(tmp_path):
         trainer.compute_loss(trainer.model, {"input_ids": torch.ones(2, 3, dtype=torch.int64)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["infonce", "sigmoid", "triplet", "matryoshka"])
 def test_a_resumed_run_is_the_same_bit_for_bit(name: str, tmp_path):
     """It begins with all negatives; the run that is saved has switched to the hardest ones."""

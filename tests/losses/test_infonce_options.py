@@ -551,6 +551,7 @@ def lines_of_a_process(rank: int, shares: tuple[float, ...]) -> dict[str, list[T
     return {name: shared_line(name, shares, rank) for name in LINES if name not in NOT_SHARED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", SHARES)
 def test_lines_of_other_projects_over_processes(shares, tmp_path):
     """Their values and gradients are those of one process, with even and with uneven parts."""

@@ -110,6 +110,7 @@ def test_values_and_gradients_are_those_of_the_definition(aggregation, lengths, 
             torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_derivatives_are_those_of_differences(aggregation, monkeypatch):
     small_tiles(monkeypatch)
@@ -214,6 +215,7 @@ def test_nan_is_seen_where_it_belongs(aggregation):
     assert all(x.isnan().any() for x in torch.autograd.grad(score.sum(), (v, w)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_compiles_without_a_graph_break(aggregation):
     torch._dynamo.reset()
@@ -388,6 +390,7 @@ def test_own_sets_are_scored_with_their_image_alone():
     assert counter.get_total_flops() == 2 * n * j * k * size * d
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_own_sets_compile_without_a_graph_break(aggregation):
     torch._dynamo.reset()

@@ -122,6 +122,7 @@ def test_parameters_and_state():
     assert pickle.loads(pickle.dumps(criterion))(v, w) == criterion(v, w)
 
 
+@pytest.mark.slow
 def test_compiled():
     torch._dynamo.reset()
     (v, w), ids = (

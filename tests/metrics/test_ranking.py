@@ -315,6 +315,7 @@ def check(ours: dict[str, float], theirs: dict[str, float]) -> None:
         assert 100 * value == pytest.approx(ours[name], rel=1e-13, abs=1e-11), name
 
 
+@pytest.mark.slow
 def test_exported_scores_never_tie(exported):
     for files in exported:
         for best in files.run.values():
@@ -375,6 +376,7 @@ def _vectors(files: Files) -> list[tuple[list[float], list[int]]]:
     return vectors
 
 
+@pytest.mark.slow
 def test_scikit_learn_finds_our_figures(exported):
     sklearn = pytest.importorskip("sklearn")
     with sklearn.config_context(assume_finite=True, skip_parameter_validation=True):

@@ -264,6 +264,7 @@ def test_beside_a_bank_a_query_stands_for_itself(name):
         torch.testing.assert_close(alone[0], whole[i], rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.floats(-1, 1), st.integers(0, M - 1))
 @settings(max_examples=20, deadline=None)
 def test_a_hub_is_gone(seed, lift, text):

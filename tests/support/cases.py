@@ -81,7 +81,7 @@ def measured_apart(code: str, *arguments: str) -> Any:
     """
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**17)}
     command = [sys.executable, "-c", code, *arguments]
-    home = Path(__file__).parents[1]  # from where the code imports benchmarks
+    home = Path(__file__).parents[2]  # from where the code imports benchmarks
     done = subprocess.run(
         command, cwd=home, env=environment, capture_output=True, text=True, check=True
     )

@@ -703,6 +703,7 @@ def test_soft_triplet_against_loops(engine: Any, directions: Any, seed: int) -> 
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 @pytest.mark.parametrize("directions", ["both", "image-text", "text-image"])
 def test_sdm_is_the_loops(engine: Any, directions: Any) -> None:
