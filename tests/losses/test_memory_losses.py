@@ -1,0 +1,514 @@
+"""Losses over a memory: against loops and ALBEF's formula, invariants, cost and compilation."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from support.cases import embeddings, pairwise
+from support.flops import Products
+from support.losses_registry import where
+from support.memories import SHAPES, D, filled, memory_batch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import itrloss
+from itrloss import CoupledMemory
+from itrloss.engine import inputs as engine_inputs
+from itrloss.engine import moments
+from itrloss.memory import MemorySimilarity
+
+ENGINES = ("dense", "tiled")
+LOSSES = where(lambda entry: entry.takes == "memory")
+
+
+def make(name, **options):
+    return LOSSES[name].make(**options)
+
+
+def expected(name, batch, **options):
+    """Return what the loss's oracle computes."""
+    ids = batch.image_ids, batch.text_ids
+    if ids[0] is None:
+        ids = torch.arange(len(batch.images)), torch.arange(len(batch.texts))
+    memory = batch.memory
+    count = len(memory)
+    vectors = [*batch[:4], memory.images[:count], memory.texts[:count]]
+    arrays = [x.detach().double().numpy() for x in vectors]
+    numbers = [x.numpy() for x in (*ids, memory.ids[:count])]
+    return LOSSES[name].expected(*arrays, *numbers, **options)
+
+
+# ---------------------------------------------------------------------------- values and gradients
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "engine"), pairwise(name=LOSSES, shape=SHAPES, engine=ENGINES)
+)
+def test_losses_equal_the_loop_oracle(name, shape, engine, small_tiles, poisoned):
+    batch = memory_batch(shape)
+    for reduction in ("mean", "sum"):
+        value = make(name, engine=engine, reduction=reduction)(*batch)
+        wanted = expected(name, batch, reduction=reduction)
+        assert value.item() == pytest.approx(float(wanted), rel=1e-7, abs=1e-10)
+    values = make(name, engine=engine, reduction="none")(*batch)
+    for found, wanted in zip(values, expected(name, batch, reduction="none"), strict=True):
+        torch.testing.assert_close(found.detach(), torch.tensor(wanted), rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "shape"), pairwise(name=LOSSES, shape=SHAPES))
+def test_gradients_of_tiles_are_those_of_plain_pytorch(name, shape, small_tiles, poisoned):
+    batch = memory_batch(shape)
+    gradients = []
+    for engine in ENGINES:
+        of_images, of_texts = make(name, engine=engine, reduction="none")(*batch)
+        total = of_images @ torch.linspace(-1, 2, len(of_images), dtype=torch.float64)
+        total = total + of_texts @ torch.linspace(3, 1, len(of_texts), dtype=torch.float64)
+        gradients.append(torch.autograd.grad(total, batch.inputs))
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("mdcl through diversity", "wide"),
+        ("mdcl through entropy", "ids"),
+        ("mdcl implicit", "empty"),
+        ("uto mild", "wide"),
+    ],
+)
+def test_gradients_are_those_of_differences(name, shape):
+    loss = make(name, engine="dense", reduction="none")
+    images, texts, *others = memory_batch(shape)
+    assert gradcheck(lambda v, w: loss(v, w, *others), (images, texts), fast_mode=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "name", ["albef", "moco", "mdcl", "mdcl, diversity in batch", "uto queues"]
+)
+def test_directions_are_the_parts_of_both(name, engine, small_tiles):
+    batch = memory_batch("ids")
+    options = {"retain_graph": True, "materialize_grads": True}  # some depend on one side alone
+    both = make(name, engine=engine, reduction="none")(*batch)
+    for direction, part in zip(("image-text", "text-image"), both, strict=True):
+        loss = make(name, engine=engine, reduction="none", directions=direction)
+        value = loss(*batch)
+        torch.testing.assert_close(value, part, rtol=1e-12, atol=1e-12)
+        gradients = torch.autograd.grad(value.sum(), batch.inputs, **options)
+        wanted = torch.autograd.grad(part.sum(), batch.inputs, **options)
+        torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-12)
+
+
+def albef(own, own_keys, keys, queue, temperature, alpha):
+    """ALBEF's loss of one side: soft targets over the batch's keys and the queue."""
+    candidates = torch.cat([F.normalize(keys), queue])
+    logits = F.normalize(own) @ candidates.T / temperature
+    taught = (F.normalize(own_keys) @ candidates.T / temperature).softmax(1)
+    targets = alpha * taught + (1 - alpha) * torch.eye(*taught.shape, dtype=taught.dtype)
+    return -(logits.log_softmax(1) * targets).sum(1).mean()
+
+
+def test_distillation_is_that_of_albef():
+    batch = memory_batch("pairs")
+    images, texts, image_keys, text_keys, memory, *_ = batch
+    count = len(memory)
+    loss = itrloss.MemoryInfoNCELoss(0.1, distillation=0.4)
+    ours = loss(*batch)
+    of_images = albef(images, image_keys, text_keys, memory.texts[:count], 0.1, 0.4)
+    of_texts = albef(texts, text_keys, image_keys, memory.images[:count], 0.1, 0.4)
+    theirs = of_images + of_texts
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    gradients = torch.autograd.grad(ours, batch.inputs)
+    wanted = torch.autograd.grad(theirs, batch.inputs)
+    torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-14)
+
+
+def test_distillation_needs_the_batch():
+    loss = itrloss.MemoryInfoNCELoss(batch_negatives=False, distillation=0.4)
+    with pytest.raises(ValueError, match="distillation: expected 0 beside batch_negatives=False"):
+        loss(*memory_batch("pairs"))
+    with pytest.raises(ValueError, match=r"distillation: expected .*1\.5"):
+        itrloss.MemoryInfoNCELoss(distillation=1.5)
+
+
+def test_a_learnt_temperature_has_its_gradient():
+    batch = memory_batch("pairs")
+    loss = itrloss.MemoryInfoNCELoss(0.2, learnable=True).double()
+    loss(*batch).backward()
+    step = 1e-6
+    with torch.no_grad():
+        above = itrloss.MemoryInfoNCELoss(0.2 * math.exp(-step))(*batch)
+        below = itrloss.MemoryInfoNCELoss(0.2 * math.exp(step))(*batch)
+    slope = float(above - below) / (2 * step)
+    assert loss.log_scale.grad.item() == pytest.approx(slope, rel=1e-6)
+    distilled = itrloss.MemoryInfoNCELoss(0.2, learnable=True, distillation=0.3).double()
+    distilled(*batch).backward()
+    assert distilled.log_scale.grad.item() != pytest.approx(slope, rel=1e-3)
+
+
+def test_a_learnt_temperature_is_limited():
+    loss = itrloss.MemoryInfoNCELoss(learnable=True, max_scale=20.0).double()
+    torch.nn.init.constant_(loss.log_scale, 9.0)
+    loss(*memory_batch("pairs"))
+    assert loss.log_scale.item() == pytest.approx(math.log(20.0))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_keys_and_memory_get_no_gradient(name):
+    batch = memory_batch("ids")
+    keys = batch.image_keys.requires_grad_(), batch.text_keys.requires_grad_()
+    before = batch.memory.texts.clone()
+    make(name)(*batch).backward()
+    assert keys[0].grad is None
+    assert keys[1].grad is None
+    assert not batch.memory.texts.requires_grad
+    assert torch.equal(batch.memory.texts, before)
+    assert batch.images.grad.any()
+    assert batch.texts.grad.any()
+
+
+# -------------------------------------------------------------------------------------- invariants
+
+
+def test_entries_with_the_anchors_id_are_no_negatives():
+    images, texts = embeddings(3, 3)
+    ids = torch.tensor([0, 1, 5])
+    memory = CoupledMemory(8, D, dtype=torch.float64)
+    memory.enqueue(images, texts, torch.tensor([0, 1, 2]))  # the batch, from a previous epoch
+    loss = itrloss.UnifiedTrainingObjective(5.0, batch_weight=0.0, reduction="none")
+    before, _ = loss(images, texts, images, texts, memory, ids, ids)
+    memory.enqueue(images[:1], texts[:1], torch.tensor([0]))
+    after, _ = loss(images, texts, images, texts, memory, ids, ids)
+    assert torch.equal(before[0], after[0])
+    assert (before[1:] != after[1:]).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_nan_is_not_taken_for_an_anchor_without_negatives(name):
+    batch = memory_batch("ids")
+    with torch.no_grad():
+        batch.images[2] = torch.nan
+    assert make(name)(*batch).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_half_precision_is_computed_in_float32(name, dtype):
+    batch = memory_batch("ids")
+    wanted = make(name)(*batch)
+    vectors = [x.detach().to(dtype).requires_grad_() for x in batch[:4]]
+    value = make(name)(*vectors, batch.memory.to(dtype), batch.image_ids, batch.text_ids)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value.double(), wanted, rtol=0.05, atol=0.02)
+    for gradient in torch.autograd.grad(value, vectors[:2]):
+        assert gradient.dtype == dtype
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_unfilled_entries_do_not_count(name, engine):
+    batch = memory_batch("ids")
+    count = len(batch.memory)
+    roomy = filled(count, ids=batch.memory.ids[:count], size=500)
+    loss = make(name, engine=engine)
+    torch.testing.assert_close(loss(*batch), loss(*batch._replace(memory=roomy)))
+
+
+@pytest.mark.parametrize("side", ["images", "texts"])
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_an_enqueued_key_that_is_not_finite_leaves_no_trace(bad, side):
+    """An overflow, after which the gradient scaler skips the step; the pair must be ignored."""
+    batch = memory_batch("pairs", torch.float32)
+    images, texts = embeddings(12, 12, D, seed=3, dtype=torch.float32)
+    finite = torch.arange(12) != 5
+    clean = CoupledMemory(11, D)
+    clean.enqueue(images[finite], texts[finite])
+    broken = images if side == "images" else texts
+    broken[5, 2] = bad
+    memory = CoupledMemory(12, D)
+    memory.enqueue(images, texts)
+    assert len(memory) == 11
+    assert memory.images.isfinite().all()
+    assert memory.texts.isfinite().all()
+    for name in LOSSES:
+        found = make(name)(*batch._replace(memory=memory))
+        torch.testing.assert_close(found, make(name)(*batch._replace(memory=clean)))
+
+
+class Drawn(NamedTuple):
+    """Random vectors and ids; image i and text i have one id."""
+
+    rows: list[Tensor]  # images, texts, their keys, entries of images and of texts
+    ids: Tensor
+    entry_ids: Tensor
+
+    def value(self, loss):
+        memory = CoupledMemory(len(self.entry_ids), D, dtype=torch.float64)
+        memory.enqueue(self.rows[4], self.rows[5], self.entry_ids)
+        return loss(*self.rows[:4], memory, self.ids, self.ids)
+
+
+def drawn(seed, n, entries, labels):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [n] * 4 + [entries] * 2
+    rows = [torch.randn(size, D, generator=generator, dtype=torch.float64) for size in sizes]
+    ids = torch.randint(0, labels, (n,), generator=generator)
+    return Drawn(rows, ids, torch.randint(0, labels, (entries,), generator=generator))
+
+
+BATCHES = st.builds(
+    drawn,
+    seed=st.integers(0, 10**6),
+    n=st.integers(1, 7),
+    entries=st.integers(1, 12),
+    labels=st.integers(1, 20),
+)
+SYMMETRIC = sorted(LOSSES.keys() - {"uto queues"})
+WITH_MARGIN = [name for name in LOSSES if "margin" in make(name).shown]
+drawn_often = settings(deadline=None, max_examples=40)
+pytestmark = pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+
+
+@given(BATCHES, st.sampled_from(sorted(LOSSES)))
+@drawn_often
+def test_order_and_length_change_nothing(batch, name):
+    order = torch.randperm(len(batch.ids))
+    entry_order = torch.randperm(len(batch.entry_ids))
+    rows = [(i + 0.5) * x[order] for i, x in enumerate(batch.rows[:4])]
+    entries = [7 * x[entry_order] for x in batch.rows[4:]]
+    other = Drawn(rows + entries, batch.ids[order], batch.entry_ids[entry_order])
+    loss = make(name)
+    torch.testing.assert_close(other.value(loss), batch.value(loss), rtol=1e-7, atol=1e-10)
+
+
+@given(BATCHES, st.sampled_from(SYMMETRIC))
+@drawn_often
+def test_swapping_images_and_texts_changes_nothing(batch, name):
+    swapped = batch._replace(rows=[batch.rows[i] for i in (1, 0, 3, 2, 5, 4)])
+    loss = make(name)
+    torch.testing.assert_close(swapped.value(loss), batch.value(loss), rtol=1e-7, atol=1e-10)
+
+
+@given(BATCHES, st.sampled_from(WITH_MARGIN))
+@drawn_often
+def test_a_smaller_margin_never_lowers_an_anchor(batch, name):
+    values = batch.value(make(name, reduction="none"))
+    stricter = batch.value(make(name, reduction="none", margin=-0.2))
+    for with_margin, without in zip(stricter, values, strict=True):
+        assert (with_margin >= without - 1e-12).all()
+
+
+# diversities change with the entries
+@given(
+    BATCHES, st.sampled_from([x for x in WITH_MARGIN if not getattr(make(x), "diversity", None)])
+)
+@drawn_often
+def test_a_further_entry_never_lowers_an_anchor(batch, name):
+    assume(len(batch.entry_ids) > 1)
+    *of_batch, images, texts = batch.rows
+    fewer = Drawn([*of_batch, images[1:], texts[1:]], batch.ids, batch.entry_ids[1:])
+    had_negatives = (batch.ids[:, None] != fewer.entry_ids).any(1)
+    loss = make(name, reduction="none")
+    for whole, part in zip(batch.value(loss), fewer.value(loss), strict=True):
+        assert (whole >= part - 1e-12)[had_negatives].all()
+
+
+# --------------------------------------------------------------------------------------------- cost
+
+
+@pytest.mark.parametrize("library", ["by_blas", "by_onednn"])
+@pytest.mark.parametrize(
+    ("engine", "by_moments", "products_of_scores", "products_of_moments"),
+    [
+        ("dense", False, 2, 0),
+        # scores are formed for each answer, and once more for the gradient
+        ("tiled", False, 4, 0),
+        # moments by D x D numbers save a product of each matrix
+        ("tiled", True, 3, 2),
+    ],
+)
+def test_no_product_for_the_gradient_of_the_memory(
+    library, engine, by_moments, products_of_scores, products_of_moments, request, monkeypatch
+):
+    request.getfixturevalue(library)
+    monkeypatch.setattr(moments, "has_gain", lambda *_: by_moments)
+    batch = memory_batch("pairs", torch.float32)
+    n, size = len(batch.images), batch.memory.size
+    with Products() as products:
+        make("mdcl", engine=engine)(*batch).backward()
+    of_scores = 2 * products_of_scores * n * size
+    of_moments = products_of_moments * D * ((n + size) + (n + n))
+    if not by_moments:
+        of_moments = n * n  # keys, with the embeddings of their pairs
+    assert products.flops == 2 * D * (of_scores + of_moments)
+
+
+def test_nothing_of_the_size_of_the_memory_is_kept_for_backward():
+    entries = 5000
+    images, texts = torch.randn(2, entries, D)
+    large = CoupledMemory(entries, D)
+    large.enqueue(images, texts, torch.arange(entries) + 1000)
+    batch = memory_batch("ids", torch.float32)._replace(memory=large)
+    saved = {}
+
+    def note(x):
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        make("mdcl", engine="tiled")(*batch)
+    for x in (large.images, large.texts, large.ids):  # the memory itself
+        saved.pop(x.untyped_storage().data_ptr(), None)
+    assert max(saved.values()) < entries * 4
+
+
+@pytest.mark.parametrize("tile", [(7, 2), (12, 3), (30, 30)])
+def test_the_size_of_tiles_changes_nothing(tile, monkeypatch):
+    batch = memory_batch("captions")
+    wanted = {name: make(name)(*batch) for name in LOSSES}
+    monkeypatch.setitem(engine_inputs.TILE, "cpu", tile)
+    for name in LOSSES:
+        torch.testing.assert_close(make(name)(*batch), wanted[name])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_backward_pass_after_entries_were_overwritten_is_refused(engine):
+    """Backward reads the memory again, on each engine."""
+    batch = memory_batch("ids")
+    value = make("mdcl", engine=engine)(*batch)
+    batch.memory.enqueue(batch.image_keys[:5], batch.text_keys[:5], batch.image_ids[:5])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+# -------------------------------------------------------------------------------------- compilation
+
+
+@pytest.mark.slow
+def test_a_loss_is_compiled_once_for_all_fillings_of_its_memory():
+    """Once for a memory that has never had an entry, and once for all others."""
+    loss = make("mdcl", engine="dense")
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled_loss = torch.compile(loss, fullgraph=True, backend=counter)
+    compiled_enqueue = torch.compile(CoupledMemory.enqueue, fullgraph=True, backend=counter)
+    memory, other = CoupledMemory(10, D), CoupledMemory(10, D)
+    for step in range(5):
+        v, w = embeddings(4, 4, D, seed=step, dtype=torch.float32)
+        inputs = v.requires_grad_(), w.requires_grad_()
+        ids = torch.tensor([0, 1, 2, step % 3])
+        value = loss(v, w, 2 * v, w + v, memory, ids, ids)
+        compiled = compiled_loss(v, w, 2 * v, w + v, other, ids, ids)
+        torch.testing.assert_close(compiled, value, rtol=1e-4, atol=1e-5)
+        gradients = torch.autograd.grad(compiled, inputs)
+        wanted = torch.autograd.grad(value, inputs)
+        torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-5)
+        memory.enqueue(v, w, ids)
+        compiled_enqueue(other, v, w, ids)
+        assert len(other) == len(memory)
+        torch.testing.assert_close(other.texts, memory.texts)
+    assert counter.frame_count <= 4
+
+
+@pytest.mark.slow
+def test_a_compiled_run_goes_on_bit_for_bit_after_a_load():
+    loss = make("mdcl implicit")
+
+    @functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    def step(memory, v, w):
+        value = loss(v, w, v, w, memory)
+        memory.enqueue(v, w)
+        return value
+
+    torch._dynamo.reset()
+    batches = [embeddings(4, 4, D, seed=k, dtype=torch.float32) for k in range(12)]
+    memory = CoupledMemory(20, D)
+    for batch in batches[:8]:  # full by then
+        step(memory, *batch)
+    state = {name: x.clone() for name, x in memory.state_dict().items() if torch.is_tensor(x)}
+    wanted = [step(memory, *batch) for batch in batches[8:]]
+    resumed = CoupledMemory(20, D)
+    step(resumed, *batches[0])
+    resumed.load_state_dict(state, strict=False)  # between calls of a compiled step
+    found = [step(resumed, *batch) for batch in batches[8:]]
+    assert found == wanted
+
+
+# ------------------------------------------------------------------------------------- wrong input
+
+KEYS = torch.ones(3, D)
+IDS = torch.arange(3)
+LABELLED = filled(2, torch.float32, torch.arange(2))
+WITHOUT_IDS = filled(2, torch.float32)
+WRONG = {
+    "no memory": ((KEYS,) * 5, TypeError, "memory: expected a CoupledMemory"),
+    "too few keys": (
+        (KEYS, KEYS, KEYS[:2], KEYS, WITHOUT_IDS),
+        ValueError,
+        "image_keys.* like images",
+    ),
+    "dimensions": (
+        (*[KEYS[:, :4]] * 4, WITHOUT_IDS),
+        ValueError,
+        "memory: expected embeddings of dimension 4",
+    ),
+    "types": (
+        (*[KEYS] * 4, filled(2)),
+        TypeError,
+        "memory: expected float64 beside float64 images",
+    ),
+    "ids beside a memory without": (
+        (*[KEYS] * 4, WITHOUT_IDS, IDS, IDS),
+        ValueError,
+        "image_ids, text_ids: expected None",
+    ),
+    "no ids beside a memory with ids": (
+        (*[KEYS] * 4, LABELLED),
+        ValueError,
+        "image_ids, text_ids: expected ids",
+    ),
+    "too few ids": (
+        (*[KEYS] * 4, LABELLED, IDS, IDS[:2]),
+        ValueError,
+        "text_ids: expected shape",
+    ),
+    "ids of one side alone": (
+        (*[KEYS] * 4, LABELLED, None, IDS),
+        ValueError,
+        "image_ids: expected ids for images and texts or for neither",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_named(name):
+    given, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        make("uto")(*given)
+
+
+@pytest.mark.parametrize("option", ["positive_from", "diversity_from"])
+def test_an_unknown_source_is_named(option):
+    with pytest.raises(ValueError, match=option):
+        itrloss.MemoryDiversityContrastiveLoss(**{option: "queue"})
+    sims = MemorySimilarity.of(KEYS, KEYS, KEYS, KEYS, CoupledMemory(4, D), IDS, IDS)
+    with pytest.raises(ValueError, match=f"{option}: expected .* or 'batch', got 'queue'"):
+        itrloss.functional.memory_diversity_contrastive_loss(sims, **{option: "queue"})
+
+
+@pytest.mark.parametrize(
+    "name", ["memory_diversity_contrastive_loss", "unified_training_objective"]
+)
+def test_functions_refuse_what_is_no_memory_similarity(name):
+    function = getattr(itrloss.functional, name)
+    with pytest.raises(TypeError, match=r"sims: expected a MemorySimilarity .* got Similarity"):
+        function(itrloss.Similarity(KEYS, KEYS))
