@@ -144,6 +144,13 @@ def test_padding_has_no_influence_and_no_gradient(aggregation, padding):
         assert x.any()
 
 
+@pytest.mark.parametrize("aggregation", ["max", "mean"])
+def test_texts_may_be_single_vectors(aggregation):
+    v, w = sets(5, 3, 6), sets(4, 1, 6, seed=1)
+    found = functional.set_similarity(v, w[:, 0], aggregation)
+    torch.testing.assert_close(found, loop(v, w, aggregation))
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_a_few_elements_against_many(aggregation):
     """Scores are transposed in memory then."""
@@ -692,6 +699,13 @@ WRONG = {
         ValueError,
         "alpha: expected a number above 0",
     ),
+    "alpha of zero": (
+        lambda: functional.set_similarity(X, X, "smooth_chamfer", 0.0),
+        ValueError,
+        "alpha",
+    ),
+    "aggregation": (lambda: functional.set_similarity(X, X, "min"), ValueError, "aggregation"),
+    "dimensions": (lambda: functional.set_similarity(X, X[:, :, :3]), ValueError, "texts"),
 }
 
 

@@ -511,13 +511,13 @@ OF_SETS_AND_CLASSES = {
         failures=SETS | TWO_KINDS,
         tables=ALL - {"sharded"},
     ),
-    # it has no texts, and is compiled in test_sets.py
+    # it has no texts
     "orthogonal": Entry(
         itrloss.DynamicOrthogonalLoss,
         {"slack": 0.0},
         takes="heads alone",
         oracle=oracle_more.dynamic_orthogonal,
-        tables=ALL & {"sharded", "module"},
+        tables=ALL - {"conforming"},
     ),
     "prototypes": Entry(
         itrloss.PrototypeClassificationLoss,
