@@ -770,9 +770,10 @@ class Anchors:
         """Return (A,) ``sum_{p in pos(i)} term(scale_i S_ip + shift_i, *params_i)``.
 
         The term and its values are as in :meth:`sum`. The gradient goes straight to the embeddings
-        of the pairs. The sum is 0 for an anchor without positives. ``weights`` says what those of
-        matches are: None, nothing; ``"factor"``, the factor of each value; ``"parameter"``, the
-        first parameter of the term.
+        of the pairs. The sum is 0 for an anchor without positives.
+
+        ``weights`` says how the weights of matches enter: each is a ``"factor"`` of its pair's
+        value, or the first ``"parameter"`` of the term. With None they do not.
         """
         like = self._size, self.dtype, self.device
         a = as_value("scale", scale, *like)
@@ -782,9 +783,10 @@ class Anchors:
         if weights == "factor" and self.has_weights:
             term = times_weight(term)
             weights = "parameter"
-        # Values of each anchor are gathered, and processes of a batch may differ in this choice.
-        alike = not has_each(a) and not has_each(b)
-        if term is identity and alike and self._sums_by_class():
+        # Values of each anchor are gathered below, in which all processes of a batch have to take
+        # part. Whether sums by class are the faster way is decided by each process on its own.
+        one_for_all = not has_each(a) and not has_each(b)
+        if term is identity and one_for_all and self._sums_by_class():
             return self._sum_of_positive_scores(a, b)
         if not self._lists_positives():
             matches = self._weights_of_matches() if weights == "parameter" else None

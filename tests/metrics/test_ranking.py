@@ -84,7 +84,7 @@ def evaluated(made: System, **options: Any) -> RetrievalResults:
 def tiny_blocks(small_tiles, monkeypatch):
     """A few rows of scores at a time."""
     monkeypatch.setitem(inputs.TILE, "cpu", (10, 2))
-    monkeypatch.setattr("itrloss.engine.matrix.BLOCK", 20)
+    monkeypatch.setattr("itrloss.engine.matrix.CONVERTED_AT_ONCE", 20)
     monkeypatch.setattr(Similarity.blocks, "__defaults__", (30,))
 
 

@@ -365,7 +365,7 @@ def test_a_half_matrix_is_never_converted_whole(monkeypatch):
 
     monkeypatch.setattr(Similarity.blocks, "__defaults__", (400,))
     monkeypatch.setattr("itrloss.rerank.base._AT_ONCE", 400)
-    monkeypatch.setattr("itrloss.engine.matrix.BLOCK", 400)
+    monkeypatch.setattr("itrloss.engine.matrix.CONVERTED_AT_ONCE", 400)
     monkeypatch.setattr("itrloss.engine.inputs.TILE", {"cpu": (400, 10)})
     for module in ("direction", "normalization"):
         monkeypatch.setattr(f"itrloss.rerank.{module}.AT_ONCE", 400)

@@ -15,7 +15,7 @@ from ..checks import one_of
 from . import dense, devices, moments, tiled
 from .autograd import AllScores, Request, Targets, ask, pairs_of, plain_pair_scores, plain_product
 from .class_sums import positive_sums
-from .inputs import NO_SIDE, Inputs, Side, even_chunks, tile_shape, whole_scores
+from .inputs import NO_SIDE, TILE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
 from .pairs import Pairs, segment_sum
 from .products import full_float32, matmul, rounds_float32
@@ -42,11 +42,14 @@ Bias = tuple[Tensor | None, Tensor | None]  # (N,) and (M,), added to the scores
 # "auto" takes plain PyTorch: 0.75 of the time of tiles at 128 x 512 (``python -m benchmarks
 # --losses infonce --shapes 128x128x512 --variants dense tiled``).
 DENSE_UP_TO = 2**16
-SMALL = 2**20  # scores of a matrix that is one tile
+# Scores up to which a matrix is one tile of a CPU. If it is kept, it is kept whole, with one node
+# of the graph between it and the embeddings, also where the engine is called "tiled".
+ONE_TILE = TILE["cpu"][0]
+# Scores up to which launches of kernels take longer than passes over the matrix.
+TRITON_FROM = 2**20
 MEMORY_BUDGET = 256 * 2**20  # bytes of scores that "auto" keeps (8192 x 8192 in float32)
-BLOCK = (
-    2**26
-)  # scores at most of a block of half-precision rows, which are converted for each block
+# Scores at most of a block of half-precision rows, which are converted for each block.
+CONVERTED_AT_ONCE = 2**26
 
 
 def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
@@ -89,9 +92,6 @@ def choose_automatically(numel: int, budget: int, x: Tensor) -> str:
     return "triton" if devices.is_verified(x.device) else "tiled"
 
 
-TRITON_FROM = 2**20  # scores up to which launches take longer than passes over the matrix
-
-
 class Matrix:
     """A score matrix (N, M), of embeddings or precomputed. All anchors of it share this object."""
 
@@ -116,7 +116,7 @@ class Matrix:
         #: Whether scores are kept, and unit vectors with them, from the first question on.
         self.keeps = engine == "dense" or fits
         #: Whether they are a tensor in the graph, with one node between them and the embeddings.
-        self.in_graph = engine == "dense" or (fits and numel <= SMALL)
+        self.in_graph = engine == "dense" or (fits and numel <= ONE_TILE)
         #: Whether scores certainly lie in [-1, 1].
         self.bounded = rows.normalize and cols.normalize and bias == (None, None)
 
@@ -690,7 +690,7 @@ class Matrix:
             inputs = Inputs(NO_SIDE, NO_SIDE, self.given.x.detach())
         if size is None:  # half-precision embeddings are converted anew for each block
             height, width = tile_shape(n, m, self.device.type)
-            size = max(height * width, min(128 * m, BLOCK))
+            size = max(height * width, min(128 * m, CONVERTED_AT_ONCE))
         for part in even_chunks(n, max(1, size // m)):
             if inputs.scores is not None:
                 whole = inputs.scores.T if side else inputs.scores

@@ -25,7 +25,11 @@ class Attempt(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """The value of a flag with which an answer is read, as the device alone knows."""
+    """When an answer is needed: if the flag, which is on the device, has this value.
+
+    The host cannot read the flag without waiting for the device. So both of two alternative
+    questions are asked, with opposite conditions, and the device then selects one of the answers.
+    """
 
     flag: Tensor  # () bool
     value: bool
@@ -52,7 +56,7 @@ class Question:
     params: tuple[Tensor, ...] = ()  # of the term, (1,) or (A,)
     teaches: bool = False  # the tile's other scores are the first parameter of the term
     attempt: Attempt | None = None  # its sums are the answer if all its shifts are this question's
-    condition: Condition | None = None  # an engine that takes note of it may answer anything else
+    condition: Condition | None = None  # where it does not hold, any answer will do
 
     @property
     def values(self) -> tuple[Value | None, ...]:

@@ -452,7 +452,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
     ) -> Any:
         """Return InfoNCE; ``further`` candidates, and what a guide has in place of both."""
         denominators = Denominators(self, sim, further, guide, of_guide)
-        if not denominators.are_sums_of_anchors:
+        if not denominators.are_of_anchors:
             return self._of_pairs(sim, denominators)
         positives = None
         if further.negatives is not None:
@@ -523,8 +523,8 @@ class Denominators:
         self._among: dict[int, Tensor | None] = {}
 
     @property
-    def are_sums_of_anchors(self) -> bool:
-        """Whether an anchor has one denominator for all its positives, of one log-sum-exp."""
+    def are_of_anchors(self) -> bool:
+        """Whether an anchor has one denominator for all its positives, as in plain InfoNCE."""
         further = self.further
         beside = further.among_images, further.among_texts, further.own_negatives
         if self.loss.joint or not self.loss.in_batch or any(x is not None for x in beside):
