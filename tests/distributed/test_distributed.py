@@ -80,7 +80,6 @@ def numbering(rank: int) -> dict[str, list[torch.Tensor]]:
     return {name: numbered(rank, name, gather=True) for name in NUMBERED}
 
 
-@pytest.mark.slow
 def test_texts_of_no_image_stay_so_among_the_images_of_all(tmp_path):
     for found in both(numbering, tmp_path):
         torch.testing.assert_close(found, {name: numbered(None, name) for name in NUMBERED})
@@ -97,7 +96,6 @@ def gradient_of_gathered(rank: int) -> torch.Tensor:
     return x.grad
 
 
-@pytest.mark.slow
 def test_gradients_of_half_types_are_summed_in_float32(tmp_path):
     """In bfloat16, 256 + 1 is 256."""
     for found in run(gradient_of_gathered, tmp_path, world=3):
@@ -388,7 +386,6 @@ def repeating_worker(rank: int) -> dict[str, float]:
         return itrloss.metrics.retrieval_metrics(sim, gather=True, hubness_k=2)
 
 
-@pytest.mark.slow
 def test_two_processes_count_images_saved_once_per_caption_once(tmp_path):
     images, texts = (embedded()[x] for x in ("images", "texts"))
     numbers = torch.arange(8)

@@ -32,7 +32,6 @@ import itrloss.compat
 from itrloss.distributed import collectives, shards
 
 D, WORLD, ODD = 6, 3, 1  # ODD: the process that is lost, or that differs
-SCHEDULES = (True,)
 
 
 def sample(
@@ -70,16 +69,16 @@ def measured(v: Tensor, w: Tensor) -> Tensor:
     )
 
 
-def against_memory(v: Tensor, w: Tensor, schedule: Any) -> Tensor:
+def against_memory(v: Tensor, w: Tensor) -> Tensor:
     keys = v.detach(), w.detach()
-    return itrloss.MemoryDiversityContrastiveLoss(gather=schedule)(
+    return itrloss.MemoryDiversityContrastiveLoss(gather=True)(
         v, w, *keys, itrloss.CoupledMemory(9, D)
     )
 
 
 WORK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "batch": lambda v, w: itrloss.InfoNCELoss(learnable=True, gather=True)(v, w),
-    "memory": lambda v, w: against_memory(v, w, True),
+    "memory": against_memory,
     "enqueue": enqueued,
     "k-means": clustered,
     "metrics": measured,
@@ -201,9 +200,9 @@ def coder(objective: itrloss.CODERObjective) -> Any:
     return objective(*pairs(), *pairs(), memory(), *pairs())
 
 
-def coder_with_prototypes(odd: bool, schedule: Any) -> itrloss.CODERObjective:
+def coder_with_prototypes(odd: bool) -> itrloss.CODERObjective:
     """An objective that has loaded prototypes in the odd process alone."""
-    objective = itrloss.CODERObjective(D, 4, gather=schedule).eval()
+    objective = itrloss.CODERObjective(D, 4, gather=True).eval()
     if odd:
         trained = itrloss.CODERObjective(D, 4)
         trained.prototypes.fit(pairs()[0].detach())
@@ -267,426 +266,425 @@ pair = itrloss.InfoNCELoss
 mdcl = itrloss.MemoryDiversityContrastiveLoss
 classifier = itrloss.PrototypeClassificationLoss
 # What a process calls, the odd one with True, and what the error says of the others and of it.
-DIFFERENT: dict[str, tuple[Callable[[bool, Any], Any], str, str]] = {
-    "temperature": (lambda odd, s: pair(0.06 if odd else 0.05, gather=s)(*pairs()), "0.05", "0.06"),
+DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
+    "temperature": (lambda odd: pair(0.06 if odd else 0.05, gather=True)(*pairs()), "0.05", "0.06"),
     "reduction": (
-        lambda odd, s: pair(reduction=("mean", "sum")[odd], gather=s)(*pairs()),
+        lambda odd: pair(reduction=("mean", "sum")[odd], gather=True)(*pairs()),
         "'mean'",
         "'sum'",
     ),
     "engine": (
-        lambda odd, s: pair(engine=("dense", "tiled")[odd], gather=s)(*pairs()),
+        lambda odd: pair(engine=("dense", "tiled")[odd], gather=True)(*pairs()),
         "'dense'",
         "'tiled'",
     ),
     "class": (
-        lambda odd, s: (itrloss.HubnessAwareLoss if odd else pair)(gather=s)(*pairs()),
+        lambda odd: (itrloss.HubnessAwareLoss if odd else pair)(gather=True)(*pairs()),
         "InfoNCELoss",
         "HubnessAwareLoss",
     ),
     "another function": (
-        lambda odd, s: memory().enqueue(*pairs()) if odd else pair(gather=s)(*pairs()),
+        lambda odd: memory().enqueue(*pairs()) if odd else pair(gather=True)(*pairs()),
         "InfoNCELoss",
         "memory (9, 6)",
     ),
     "half type": (
-        lambda odd, s: pair(gather=s)(*pairs(dtype=half[odd])),
+        lambda odd: pair(gather=True)(*pairs(dtype=half[odd])),
         "bfloat16 (B, 6)",
         " float16 (B, 6)",
     ),
     "type": (
-        lambda odd, s: pair(gather=s)(*pairs(dtype=floats[odd])),
+        lambda odd: pair(gather=True)(*pairs(dtype=floats[odd])),
         "float32 (B, 6)",
         "float64 (B, 6)",
     ),
     "as many numbers": (
-        lambda odd, s: pair(gather=s)(*(sample(4 + 2 * odd, 6 - 2 * odd) for _ in range(2))),
+        lambda odd: pair(gather=True)(*(sample(4 + 2 * odd, 6 - 2 * odd) for _ in range(2))),
         "(B, 6)",
         "(B, 4)",
     ),
     "ids": (
-        lambda odd, s: pair(gather=s)(*pairs(), *[ids] * 2 * odd),
+        lambda odd: pair(gather=True)(*pairs(), *[ids] * 2 * odd),
         "ids [False, False]",
         "ids [True, True]",
     ),
     "image ids": (
-        lambda odd, s: pair(gather=s)(*pairs(), None if odd else ids, ids),
+        lambda odd: pair(gather=True)(*pairs(), None if odd else ids, ids),
         "ids [True, True]",
         "ids [False, True]",
     ),
     "scores": (
-        lambda odd, s: pair(gather=s)(scores=sample(4, 12)) if odd else pair(gather=s)(*pairs()),
+        lambda odd: pair(gather=True)(scores=sample(4, 12)) if odd else pair(gather=True)(*pairs()),
         "float32 (B, 6), float32 (B, 6)",
         "scores float32",
     ),
     "gradient": (
-        lambda odd, s: pair(gather=s)(pairs()[0], pairs(trained=not odd)[1]),
+        lambda odd: pair(gather=True)(pairs()[0], pairs(trained=not odd)[1]),
         "gradients [True, True]",
         "gradients [True, False]",
     ),
     "no gradient": (
-        lambda odd, s: without_gradient(lambda: pair(gather=s)(*pairs()), odd),
+        lambda odd: without_gradient(lambda: pair(gather=True)(*pairs()), odd),
         "gradients [True, True]",
         "gradients [False, False]",
     ),
     "gradient of what is gathered": (
-        lambda odd, s: itrloss.distributed.gather(sample(4, D, trained=not odd)),
+        lambda odd: itrloss.distributed.gather(sample(4, D, trained=not odd)),
         "gradient True",
         "gradient False",
     ),
     "gradient of texts that are gathered": (
-        lambda odd, s: itrloss.functional.set_similarity(
+        lambda odd: itrloss.functional.set_similarity(
             sample(4, 2, D), sample(4, 3, D, trained=not odd), gather=True
         ),
         "gradient True",
         "gradient False",
     ),
     "parameter": (
-        lambda odd, s: frozen("log_scale", pair(learnable=True, gather=s), odd)(*pairs()),
+        lambda odd: frozen("log_scale", pair(learnable=True, gather=True), odd)(*pairs()),
         "trained ['log_scale']",
         "trained []",
     ),
     "telemetry": (
-        lambda odd, s: pair(gather=s, telemetry=odd)(*pairs()),
+        lambda odd: pair(gather=True, telemetry=odd)(*pairs()),
         "telemetry False",
         "telemetry True",
     ),
     "directions": (
-        lambda odd, s: pair(directions=("image-text", "text-image")[odd], gather=s)(*pairs()),
+        lambda odd: pair(directions=("image-text", "text-image")[odd], gather=True)(*pairs()),
         "directions image-text",
         "directions text-image",
     ),
     "directions beside a memory": (
-        lambda odd, s: mdcl(directions=("both", "image-text")[odd], gather=s)(
+        lambda odd: mdcl(directions=("both", "image-text")[odd], gather=True)(
             *pairs(), *pairs(), memory()
         ),
         "directions both",
         "directions image-text",
     ),
     "size of the memory": (
-        lambda odd, s: mdcl(gather=s)(*pairs(), *pairs(), memory(9 + odd)),
+        lambda odd: mdcl(gather=True)(*pairs(), *pairs(), memory(9 + odd)),
         "memory (9, 6)",
         "memory (10, 6)",
     ),
     "keys": (
-        lambda odd, s: mdcl(gather=s)(*pairs(), *pairs(dtype=half[odd]), memory()),
+        lambda odd: mdcl(gather=True)(*pairs(), *pairs(dtype=half[odd]), memory()),
         "keys float32 bfloat16 bfloat16",
         "keys float32 float16 float16",
     ),
     "ids beside a memory": (
-        lambda odd, s: mdcl(gather=s)(*pairs(), *pairs(), memory(), *[ids] * 2 * odd),
+        lambda odd: mdcl(gather=True)(*pairs(), *pairs(), memory(), *[ids] * 2 * odd),
         "ids [False, False]",
         "ids [True, True]",
     ),
     "enqueued keys": (
-        lambda odd, s: memory().enqueue(*pairs(dtype=half[odd])),
+        lambda odd: memory().enqueue(*pairs(dtype=half[odd])),
         "bfloat16",
         "float16",
     ),
-    "enqueued ids": (lambda odd, s: memory().enqueue(*pairs(), *[ids] * odd), "", "int64 (B)"),
+    "enqueued ids": (lambda odd: memory().enqueue(*pairs(), *[ids] * odd), "", "int64 (B)"),
     "clusters": (
-        lambda odd, s: itrloss.OnlineKMeans(4 + odd, D).update(sample(4, D)),
+        lambda odd: itrloss.OnlineKMeans(4 + odd, D).update(sample(4, D)),
         "clusters=4",
         "clusters=5",
     ),
     "gate": (
-        lambda odd, s: itrloss.DynamicGate(D, 3, momentum=0.2 if odd else 0.1)(sample(4, 2, D)),
+        lambda odd: itrloss.DynamicGate(D, 3, momentum=0.2 if odd else 0.1)(sample(4, 2, D)),
         "momentum=0.1",
         "momentum=0.2",
     ),
     "negatives": (
-        lambda odd, s: itrloss.InfoNCELoss(gather=s)(
+        lambda odd: itrloss.InfoNCELoss(gather=True)(
             *pairs(), negatives=sample(3, D) if odd else None
         ),
         "without negatives",
         "negatives of 2 dimensions",
     ),
     "guide": (
-        lambda odd, s: itrloss.InfoNCELoss(margin=0.1, gather=s)(
+        lambda odd: itrloss.InfoNCELoss(margin=0.1, gather=True)(
             *pairs(), guide=None if odd else others()[0]
         ),
         "guide of (12, 12) images and texts",
         "without a guide",
     ),
     "mode": (
-        lambda odd, s: itrloss.TripletLoss(gather=s).train(not odd)(*pairs()),
+        lambda odd: itrloss.TripletLoss(gather=True).train(not odd)(*pairs()),
         "in training mode",
         "in evaluation mode",
     ),
     "mode of an objective": (
-        lambda odd, s: coder(itrloss.CODERObjective(D, 4, gather=s).train(not odd)),
+        lambda odd: coder(itrloss.CODERObjective(D, 4, gather=True).train(not odd)),
         "training True",
         "training False",
     ),
     "weight in an objective": (
-        lambda odd, s: coder(itrloss.CODERObjective(D, 4, batch_weight=2 + odd, gather=s)),
+        lambda odd: coder(itrloss.CODERObjective(D, 4, batch_weight=2 + odd, gather=True)),
         "batch_weight=2",
         "batch_weight=3",
     ),
     "inner option": (
-        lambda odd, s: coder(itrloss.CODERObjective(D, 4, margin=0.4 if odd else 0.2, gather=s)),
+        lambda odd: coder(itrloss.CODERObjective(D, 4, margin=0.4 if odd else 0.2, gather=True)),
         "'margin': 0.2",
         "'margin': 0.4",
     ),
     "balance": (
-        lambda odd, s: itrloss.DVSEObjective(0.6 if odd else 0.5, gather=s)(
+        lambda odd: itrloss.DVSEObjective(0.6 if odd else 0.5, gather=True)(
             sample(4, 3, D), sample(4, D), sample(4, 3, D)
         ),
         "balance=0.5",
         "balance=0.6",
     ),
     "prefixes": (
-        lambda odd, s: itrloss.Matryoshka(pair(gather=s), (2, 4 + odd))(*pairs()),
+        lambda odd: itrloss.Matryoshka(pair(gather=True), (2, 4 + odd))(*pairs()),
         "dims=[2, 4]",
         "dims=[2, 5]",
     ),
     "heads": (
-        lambda odd, s: itrloss.VarianceAwareLoss(gather=s)(sample(4, 3 + odd, D), sample(4, D)),
+        lambda odd: itrloss.VarianceAwareLoss(gather=True)(sample(4, 3 + odd, D), sample(4, D)),
         "3 heads",
         "4 heads",
     ),
     "slack": (
-        lambda odd, s: itrloss.DynamicOrthogonalLoss(0.2 if odd else 0.1, gather=s)(
+        lambda odd: itrloss.DynamicOrthogonalLoss(0.2 if odd else 0.1, gather=True)(
             sample(4, 3, D)
         ),
         "0.1",
         "0.2",
     ),
     "type of concepts": (
-        lambda odd, s: classifier(D, 4, gather=s)(*pairs(dtype=floats[odd]), ids),
+        lambda odd: classifier(D, 4, gather=True)(*pairs(dtype=floats[odd]), ids),
         "float32",
         "float64",
     ),
     "classifier": (
-        lambda odd, s: frozen("weight", classifier(D, 4, reduction="none", gather=s), odd)(
+        lambda odd: frozen("weight", classifier(D, 4, reduction="none", gather=True), odd)(
             *pairs(), ids
         ),
         "trained ['weight']",
         "trained []",
     ),
     "number of a temperature": (
-        lambda odd, s: with_value("log_scale", 3 + odd, pair(learnable=True, gather=s))(*pairs()),
+        lambda odd: with_value("log_scale", 3 + odd, pair(learnable=True, gather=True))(*pairs()),
         "'log_scale 3'",
         "'log_scale 4'",
     ),
     "number of a bias": (
-        lambda odd, s: with_value("bias", -5 - odd, itrloss.SigmoidLoss(gather=s))(*pairs()),
+        lambda odd: with_value("bias", -5 - odd, itrloss.SigmoidLoss(gather=True))(*pairs()),
         "'bias -5'",
         "'bias -6'",
     ),
     "number of a scale of distances": (
-        lambda odd, s: with_value("scale", 5 + odd, itrloss.PCMEPlusPlusLoss(gather=s))(
+        lambda odd: with_value("scale", 5 + odd, itrloss.PCMEPlusPlusLoss(gather=True))(
             *pairs(), *pairs()
         ),
         "'scale 5'",
         "'scale 6'",
     ),
     "numbers of a classifier": (
-        lambda odd, s: seeded(odd, lambda: classifier(D, 4, gather=s))(*pairs(), ids),
+        lambda odd: seeded(odd, lambda: classifier(D, 4, gather=True))(*pairs(), ids),
         "digests of parameters ['weight ",
         "digests of parameters ['weight ",
     ),
     "given gates": (
-        lambda odd, s: itrloss.DynamicOrthogonalLoss(0.0, gather=s)(
+        lambda odd: itrloss.DynamicOrthogonalLoss(0.0, gather=True)(
             sample(4, 3, D), torch.ones(4, 3) if odd else None
         ),
         "given [True, False]",
         "given [True, True]",
     ),
     "projection of a gate": (
-        lambda odd, s: seeded(odd, lambda: itrloss.DynamicGate(D, 3))(sample(4, 2, D)),
+        lambda odd: seeded(odd, lambda: itrloss.DynamicGate(D, 3))(sample(4, 2, D)),
         "weight ",
         "weight ",
     ),
     "prototypes": (
-        lambda odd, s: coder(coder_with_prototypes(odd, s)),
+        lambda odd: coder(coder_with_prototypes(odd)),
         "prototypes found before False",
         "prototypes found before True",
     ),
     "centroids": (
-        lambda odd, s: fitted_means(odd).update(sample(4, D)),
+        lambda odd: fitted_means(odd).update(sample(4, D)),
         "centroids ",
         "centroids ",
     ),
     "entries of a memory": (
-        lambda odd, s: filled_memory(odd).enqueue(*pairs(trained=False)),
+        lambda odd: filled_memory(odd).enqueue(*pairs(trained=False)),
         "entries so far 0",
         "entries so far 4",
     ),
     "ids of a metric": (
-        lambda odd, s: metric_of_batches(*[ids] * 2 * odd),
+        lambda odd: metric_of_batches(*[ids] * 2 * odd),
         "ids False",
         "ids True",
     ),
     "option of a metric": (
-        lambda odd, s: metric_of_batches(normalize=odd),
+        lambda odd: metric_of_batches(normalize=odd),
         "normalize False",
         "normalize True",
     ),
     "re-ranker of a metric": (
-        lambda odd, s: metric_of_batches(reranker=itrloss.rerank.CSLS() if odd else None),
+        lambda odd: metric_of_batches(reranker=itrloss.rerank.CSLS() if odd else None),
         "'reranker': None",
         "'reranker': CSLS(k=10)",
     ),
     "scale of open_clip": (
-        lambda odd, s: itrloss.compat.ClipLoss(world_size=WORLD)(*pairs(), torch.tensor(10 + odd)),
+        lambda odd: itrloss.compat.ClipLoss(world_size=WORLD)(*pairs(), torch.tensor(10 + odd)),
         "logit_scale Tensor 10",
         "logit_scale Tensor 11",
     ),
     "bias of open_clip": (
-        lambda odd, s: itrloss.compat.SigLipLoss(world_size=WORLD)(
+        lambda odd: itrloss.compat.SigLipLoss(world_size=WORLD)(
             *pairs(), torch.tensor(10.0), torch.tensor(-10.0) if odd else None
         ),
         "logit_bias NoneType None",
         "logit_bias Tensor -10",
     ),
     "words as ids": (
-        lambda odd, s: pair(gather=s)(*pairs(), *[words if odd else ids] * 2),
+        lambda odd: pair(gather=True)(*pairs(), *[words if odd else ids] * 2),
         "of strings [False, False]",
         "of strings [True, True]",
     ),
     "autocast": (
-        lambda odd, s: under_autocast(odd, lambda: pair(gather=s)(*pairs())),
+        lambda odd: under_autocast(odd, lambda: pair(gather=True)(*pairs())),
         "autocast None",
         "autocast torch.bfloat16",
     ),
 }
 # What the odd process refuses, and how its error begins.
-REFUSED: dict[str, tuple[Callable[[bool, Any], Any], str]] = {
+REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
     "vector": (
-        lambda odd, s: pair(gather=s)(sample(4) if odd else sample(4, D), sample(4, D)),
+        lambda odd: pair(gather=True)(sample(4) if odd else sample(4, D), sample(4, D)),
         "ValueError: images:",
     ),
     "3-d": (
-        lambda odd, s: pair(gather=s)(sample(4, D), sample(*(4, D, 2)[: 2 + odd])),
+        lambda odd: pair(gather=True)(sample(4, D), sample(*(4, D, 2)[: 2 + odd])),
         "ValueError: texts:",
     ),
     "integers": (
-        lambda odd, s: pair(gather=s)(*(x.long() if odd else x for x in pairs())),
+        lambda odd: pair(gather=True)(*(x.long() if odd else x for x in pairs())),
         "TypeError: images:",
     ),
     "nothing": (
-        lambda odd, s: pair(gather=s)(None if odd else sample(4, D), sample(4, D)),
+        lambda odd: pair(gather=True)(None if odd else sample(4, D), sample(4, D)),
         "TypeError: images:",
     ),
     "more texts": (
-        lambda odd, s: pair(gather=s)(sample(4, D), sample(4 + odd, D)),
+        lambda odd: pair(gather=True)(sample(4, D), sample(4 + odd, D)),
         "ValueError: image_ids, text_ids:",
     ),
     "ids of few": (
-        lambda odd, s: pair(gather=s)(*pairs(), ids, ids[: 4 - odd]),
+        lambda odd: pair(gather=True)(*pairs(), ids, ids[: 4 - odd]),
         "ValueError: text_ids:",
     ),
     "guide": (
-        lambda odd, s: itrloss.InfoNCELoss(margin=0.1, gather=s)(*pairs(), guide=others()[odd]),
+        lambda odd: itrloss.InfoNCELoss(margin=0.1, gather=True)(*pairs(), guide=others()[odd]),
         "TypeError: guide: expected a Similarity.sharded",
     ),
     "size of the guide": (
-        lambda odd, s: itrloss.InfoNCELoss(margin=0.1, gather=s)(
+        lambda odd: itrloss.InfoNCELoss(margin=0.1, gather=True)(
             *pairs(), guide=itrloss.Similarity.sharded(*(sample(4 + odd, D) for _ in range(2)))
         ),
         "ValueError: guide: expected (4, 4) images and texts of this process, got (5, 5)",
     ),
     "teacher": (
-        lambda odd, s: itrloss.DistillationLoss(gather=s)(*pairs(), others()[odd]),
+        lambda odd: itrloss.DistillationLoss(gather=True)(*pairs(), others()[odd]),
         "TypeError: teacher: expected a Similarity.sharded",
     ),
     "negatives of each": (
-        lambda odd, s: pair(gather=s)(*pairs(), negatives=sample(4 + odd, 2, D)),
+        lambda odd: pair(gather=True)(*pairs(), negatives=sample(4 + odd, 2, D)),
         "ValueError: negatives: expected shape (K, D) or (4, K,",
     ),
     "nan": (
-        lambda odd, s: pair(check_finite=True, gather=s)(*(x / (1 - odd) for x in pairs())),
+        lambda odd: pair(check_finite=True, gather=True)(*(x / (1 - odd) for x in pairs())),
         "ValueError: images: expected finite values",
     ),
     "no memory": (
-        lambda odd, s: mdcl(gather=s)(*pairs(), *pairs(), None if odd else memory()),
+        lambda odd: mdcl(gather=True)(*pairs(), *pairs(), None if odd else memory()),
         "TypeError: memory:",
     ),
     "shape of keys": (
-        lambda odd, s: mdcl(gather=s)(*pairs(), *(sample(4 + odd, D) for _ in range(2)), memory()),
+        lambda odd: mdcl(gather=True)(*pairs(), *(sample(4 + odd, D) for _ in range(2)), memory()),
         "ValueError: image_keys:",
     ),
     "enqueued shape": (
-        lambda odd, s: memory().enqueue(sample(4, D + odd), sample(4, D)),
+        lambda odd: memory().enqueue(sample(4, D + odd), sample(4, D)),
         "ValueError: image_keys:",
     ),
     "points": (
-        lambda odd, s: itrloss.OnlineKMeans(4, D).update(sample(4, D + odd)),
+        lambda odd: itrloss.OnlineKMeans(4, D).update(sample(4, D + odd)),
         "ValueError: x:",
     ),
     "regions": (
-        lambda odd, s: itrloss.DynamicGate(D, 3)(sample(4, 2, D + odd)),
+        lambda odd: itrloss.DynamicGate(D, 3)(sample(4, 2, D + odd)),
         "ValueError: regions:",
     ),
     "no sets": (
-        lambda odd, s: itrloss.VarianceAwareLoss(gather=s)(sample(*(4, 3, D)[odd:]), sample(4, D)),
+        lambda odd: itrloss.VarianceAwareLoss(gather=True)(sample(*(4, 3, D)[odd:]), sample(4, D)),
         "ValueError: image_sets:",
     ),
     "variances": (
-        lambda odd, s: itrloss.PCMEPlusPlusLoss(gather=s)(
+        lambda odd: itrloss.PCMEPlusPlusLoss(gather=True)(
             *pairs(), sample(4, D), sample(4, D + odd)
         ),
         "ValueError: texts_log_variance:",
     ),
     "prototypes": (
-        lambda odd, s: classifier(D, 4, gather=s)(*pairs(), torch.arange(4 + odd)),
+        lambda odd: classifier(D, 4, gather=True)(*pairs(), torch.arange(4 + odd)),
         "ValueError: prototype_ids:",
     ),
     "prototypes, none": (
-        lambda odd, s: classifier(D, 4, reduction="none", gather=s)(
+        lambda odd: classifier(D, 4, reduction="none", gather=True)(
             *pairs(), torch.arange(4 + odd)
         ),
         "ValueError: prototype_ids:",
     ),
     "concepts": (
-        lambda odd, s: itrloss.CODERObjective(D, 4, gather=s)(
+        lambda odd: itrloss.CODERObjective(D, 4, gather=True)(
             *pairs(), *pairs(), memory(), *(sample(4, D + odd) for _ in range(2))
         ),
         "ValueError: image_concepts:",
     ),
     "no concepts": (
-        lambda odd, s: itrloss.CODERObjective(D, 4, gather=s)(
+        lambda odd: itrloss.CODERObjective(D, 4, gather=True)(
             *pairs(), *pairs(), memory(), sample(4, D), None if odd else sample(4, D)
         ),
         "TypeError: text_concepts:",
     ),
     "metric without batches": (
-        lambda odd, s: metric_without_batches(odd),
+        lambda odd: metric_without_batches(odd),
         "ValueError: RetrievalMetrics: expected a call of update() first, got none",
     ),
     "ids of a ranking": (
-        lambda odd, s: ranked(**{"image_ids": words, "text_ids": words} if odd else {}),
+        lambda odd: ranked(**{"image_ids": words, "text_ids": words} if odd else {}),
         "ValueError: relevant, exclude, candidates, image_ids, text_ids",
     ),
     "candidates of hubs": (
-        lambda odd, s: ranked(hubness_k=1 - odd),
+        lambda odd: ranked(hubness_k=1 - odd),
         "ValueError: hubness_k: expected at least 1, got 0",
     ),
     "folds": (
-        lambda odd, s: ranked(folds=1 + odd),
+        lambda odd: ranked(folds=1 + odd),
         "ValueError: folds: expected 1",
     ),
 }
 
 
-def disagreeing(rank: int, schedule: str) -> dict[str, tuple[str, float]]:
+def disagreeing(rank: int) -> dict[str, tuple[str, float]]:
     """What each case raises, and the loss of a good step after it."""
     found = {}
     for name, (call, *_) in {**DIFFERENT, **REFUSED}.items():
         said = "no error"
         try:
-            call(rank == ODD, schedule)
+            call(rank == ODD)
         except (TypeError, ValueError) as error:
             said = f"{type(error).__name__}: {error}"
-        found[name] = said, pair(gather=schedule)(*pairs(rank)).item()
+        found[name] = said, pair(gather=True)(*pairs(rank)).item()
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_all_raise_an_error_if_processes_disagree_and_go_on(tmp_path, schedule):
-    found = run(disagreeing, tmp_path, schedule, world=WORLD)
+def test_all_raise_an_error_if_processes_disagree_and_go_on(tmp_path):
+    found = run(disagreeing, tmp_path, world=WORLD)
     whole = pair()(*(torch.cat(x) for x in zip(*map(pairs, range(WORLD)), strict=True))).item()
     for name in found[0]:
         texts, afterwards = zip(*(mine[name] for mine in found), strict=True)
@@ -858,13 +856,9 @@ def chunked(way: str, rank: int | None) -> dict[str, Tensor]:
     return step.gradients()
 
 
-# Wrapper, loss, reduction and schedule.
-STEPPED = pairwise(
-    way=WAYS, kind=[*CRITERIA], reduction=("mean", "sum", "none"), schedule=SCHEDULES
-)
-ALONE = [
-    ("alone", *case, SCHEDULES[0]) for case in itertools.product(CRITERIA, ("mean", "sum", "none"))
-]
+# Wrapper, loss and reduction.
+STEPPED = pairwise(way=WAYS, kind=[*CRITERIA], reduction=("mean", "sum", "none"))
+ALONE = [("alone", *case) for case in itertools.product(CRITERIA, ("mean", "sum", "none"))]
 
 
 def trained(
@@ -873,8 +867,8 @@ def trained(
     """Gradients with this process's part of the batch, or with everything in one process."""
     found = {}
     for way in ways:
-        for kind, reduction, schedule in [case[1:] for case in cases if case[0] == way]:
-            step = Step(kind, reduction=reduction, gather=schedule)
+        for kind, reduction in [case[1:] for case in cases if case[0] == way]:
+            step = Step(kind, reduction=reduction, gather=True)
             call = wrapped(way, step)
             # What all processes return is averaged; a value of one's own is divided by their
             # number.
@@ -919,10 +913,10 @@ SPLITS = {  # sizes of the processes' parts of the steps' batches
 class System(nn.Module):
     """An encoder in training, with everything that has a state that processes share."""
 
-    def __init__(self, world: int, group: Any = None, schedule: Any = True) -> None:
+    def __init__(self, world: int, group: Any = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        options = {"gather": schedule, "process_group": group}
+        options = {"gather": True, "process_group": group}
         self.world, self.group = world, group
         self.encoder = nn.Linear(7, D).double()
         self.memory = itrloss.CoupledMemory(17, D, dtype=torch.float64)
@@ -964,13 +958,11 @@ class System(nn.Module):
         return loss.item()
 
 
-def stepped(
-    rank: int, world: int, first: int, last: int, state: Any, schedule: Any, group: Any = None
-) -> Any:
+def stepped(rank: int, world: int, first: int, last: int, state: Any, group: Any = None) -> Any:
     """Take some steps; return their losses, the state and figures, and the state before the fourth
     step.
     """
-    system = System(world, group, schedule)
+    system = System(world, group)
     if state is not None:
         system.load_state_dict(state)
     losses, saved = [], {}
@@ -997,41 +989,38 @@ def same(found: Any, other: Any) -> bool:
     )
 
 
-@pytest.fixture(scope="module", params=SCHEDULES)
-def two(request, tmp_path_factory) -> tuple[str, list[Any]]:
-    """A schedule, and what two processes return of all steps."""
-    folder = tmp_path_factory.mktemp("two")
-    return request.param, run(stepped, folder, 2, 0, STEPS, None, request.param, world=2)
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> list[Any]:
+    """What two processes return of all steps."""
+    return run(stepped, tmp_path_factory.mktemp("two"), 2, 0, STEPS, None, world=2)
 
 
 @pytest.mark.slow
 def test_states_are_identical_in_all_processes_and_resume_in_any_number(tmp_path, two):
-    schedule, ((whole, saved), (other, other_saved)) = two
+    (whole, saved), (other, other_saved) = two
     assert same((whole, saved), (other, other_saved)) and not torch.equal(
         saved["memory.images"], whole[1]["memory.images"]
     )
     for world in SPLITS:
         if world == 1:
-            resumed = [stepped(0, 1, SAVED, STEPS, saved, schedule)[0]]
+            resumed = [stepped(0, 1, SAVED, STEPS, saved)[0]]
         else:
             (tmp_path / f"{world}").mkdir()
-            found = run(
-                stepped, tmp_path / f"{world}", world, SAVED, STEPS, saved, schedule, world=world
-            )
+            found = run(stepped, tmp_path / f"{world}", world, SAVED, STEPS, saved, world=world)
             resumed = [mine for mine, _ in found]
         assert all(same(resumed[0], other) for other in resumed)
         assert resumed[0][0] == pytest.approx(whole[0][SAVED:], rel=1e-6)
         assert world != 2 or same(resumed[0], (whole[0][SAVED:], *whole[1:]))
 
 
-def grouped(rank: int, schedule: Any) -> tuple[Any, str]:
+def grouped(rank: int) -> tuple[Any, str]:
     """Two of three processes share batches; the other trains alone."""
     outer, inner = dist.new_group([0, 2]), dist.new_group([1])
     if rank == 1:
         with pytest.raises(ValueError) as error:
             pair(gather=True, process_group=outer)(*pairs())
-        return stepped(0, 1, 0, STEPS, None, schedule, inner)[0], str(error.value)
-    found, _ = stepped(rank // 2, 2, 0, STEPS, None, schedule, outer)
+        return stepped(0, 1, 0, STEPS, None, inner)[0], str(error.value)
+    found, _ = stepped(rank // 2, 2, 0, STEPS, None, outer)
     with pytest.raises(ValueError) as error:
         pair(gather=True, process_group=outer)(sample(4, D), sample(4 + rank, D))
     return found, str(error.value)
@@ -1039,9 +1028,9 @@ def grouped(rank: int, schedule: Any) -> tuple[Any, str]:
 
 @pytest.mark.slow
 def test_a_group_of_some_processes_shares_batches_of_its_own(tmp_path, two):
-    schedule, ((whole, _), _) = two
-    (first, said), (alone, outside), (last, refusal) = run(grouped, tmp_path, schedule, world=3)
+    (whole, _), _ = two
+    (first, said), (alone, outside), (last, refusal) = run(grouped, tmp_path, world=3)
     assert same(first, last) and same(first, whole)
-    assert same(alone, stepped(0, 1, 0, STEPS, None, schedule)[0])
+    assert same(alone, stepped(0, 1, 0, STEPS, None)[0])
     assert said == f"gather: process 2 failed: ValueError: {refusal}"
     assert outside == "process_group: expected one that this process belongs to"

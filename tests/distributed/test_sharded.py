@@ -18,14 +18,12 @@ from itrloss.engine import pairs
 from itrloss.engine.terms import identity
 
 
-def sharded(
-    rank: int, seeds: list[int], world: int, schedule: Any, dtype: torch.dtype
-) -> list[dict[str, Any]]:
+def sharded(rank: int, seeds: list[int], world: int, dtype: torch.dtype) -> list[dict[str, Any]]:
     found = []
     for seed in seeds:
         config = configuration(seed, world)
         own = batch(config, dtype)[rank]
-        found.append(outcome(config, own, filled_memory(config, dtype), gather=schedule))
+        found.append(outcome(config, own, filled_memory(config, dtype), gather=True))
     return found
 
 
@@ -55,19 +53,21 @@ def check(
             assert (x - grad).norm() <= tolerance * grad.norm() + 1e-14, (what, name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "schedule", "turn"),
-    [(2, True, 0), (2, True, 1), (3, True, 2), (3, True, 3)],
+    ("world", "turn"),
+    [
+        (2, 0),
+        (2, 1),
+        pytest.param(3, 2, marks=pytest.mark.slow),
+        pytest.param(3, 3, marks=pytest.mark.slow),
+    ],
 )
-def test_random_batches_have_the_loss_and_the_gradients_of_one_process(
-    tmp_path, world, schedule, turn
-):
+def test_random_batches_have_the_loss_and_the_gradients_of_one_process(tmp_path, world, turn):
     """Each turn has all losses, each in another configuration; all four have all sizes, reductions
     and engines.
     """
     seeds = [*range(turn * len(LOSSES), (turn + 1) * len(LOSSES))]
-    found = run(sharded, tmp_path, seeds, world, schedule, torch.float64, world=world)
+    found = run(sharded, tmp_path, seeds, world, torch.float64, world=world)
     for seed, parts in zip(seeds, zip(*found, strict=True), strict=True):
         check(list(parts), configuration(seed, world), torch.float64, 1e-9)
 
@@ -76,7 +76,7 @@ def listing_in_one(rank: int, seeds: list[int], world: int) -> list[dict[str, An
     """Outcomes where the first process lists its positives, and the others do not."""
     if rank > 0:
         pairs.FEW = -1
-    return sharded(rank, seeds, world, True, torch.float64)
+    return sharded(rank, seeds, world, torch.float64)
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_one_process_may_have_many_positives_and_another_few(tmp_path):
 @pytest.mark.slow
 def test_random_batches_of_float32(tmp_path):
     seeds = [seed for seed in range(len(LOSSES)) if list(LOSSES)[seed % len(LOSSES)] not in SAMPLES]
-    found = run(sharded, tmp_path, seeds, 2, True, torch.float32, world=2)
+    found = run(sharded, tmp_path, seeds, 2, torch.float32, world=2)
     for seed, parts in zip(seeds, zip(*found, strict=True), strict=True):
         check(list(parts), configuration(seed, 2), torch.float32, 1e-5)
 
@@ -166,7 +166,6 @@ def refused(rank: int) -> None:
         Anchors.together(*sims)
 
 
-@pytest.mark.slow
 def test_what_processes_cannot_share_is_an_error_in_all_of_them(tmp_path):
     run(refused, tmp_path)
 
@@ -218,7 +217,6 @@ def limited(rank: int | None) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.slow
 def test_limits_positives_and_biases_over_processes(tmp_path):
     found, wanted = run(limited, tmp_path), limited(None)
     for k, (x, *parts) in enumerate(zip(wanted, *found, strict=True)):
@@ -237,7 +235,6 @@ def biased_scores(rank: int, *whole: torch.Tensor) -> list[torch.Tensor]:
     return [sim.scores(), sim.T.scores()]
 
 
-@pytest.mark.slow
 def test_scores_of_both_sides_have_the_biases_of_all_processes(tmp_path):
     generator = torch.Generator().manual_seed(0)
     images, texts = (torch.randn(n, 4, generator=generator) for n in (7, 9))
@@ -307,7 +304,6 @@ def guided(rank: int) -> list[str]:
     return found
 
 
-@pytest.mark.slow
 def test_all_processes_refuse_a_guide_with_other_ids(tmp_path):
     for own, others, without, coarse in run(guided, tmp_path):
         assert own == without == ""  # without ids, row i has the number of row i
@@ -320,7 +316,6 @@ def tied(rank: int) -> list[torch.Tensor]:
     return [*sim.both.hardest_negatives().indices.split(3)]
 
 
-@pytest.mark.slow
 def test_of_equal_negatives_the_first_is_the_hardest(tmp_path):
     found = zip(*run(tied, tmp_path), strict=True)
     wanted = Similarity(torch.ones(6, 4), torch.ones(6, 4)).both.hardest_negatives().indices
@@ -334,7 +329,6 @@ def all_hinges(
     return itrloss.TripletLoss(0.5, "all", reduction="sum", gather=True)(*own)
 
 
-@pytest.mark.slow
 def test_positives_of_three_uneven_processes_each_have_their_hinges(tmp_path):
     sizes, ids = [1, 3, 4], torch.arange(8) % 2
     images, texts = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(0))
