@@ -195,22 +195,72 @@ class Gallery(Drawn):
 
     def execute(self, path: Path) -> str:
         """Run a script, save its picture and return what it printed."""
-        printed, before = io.StringIO(), os.getcwd()
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            plt.rc_context(STYLE),
-            contextlib.redirect_stdout(printed),
-        ):
-            os.chdir(folder)
-            try:
-                exec(
-                    compile(path.read_text(encoding="utf-8"), path, "exec"),
-                    {"__name__": "__main__"},
-                )
-            finally:
-                os.chdir(before)
+        with plt.rc_context(STYLE):
+            (printed,) = outputs([path.read_text(encoding="utf-8")], path)
             save(plt.gcf(), self.folder, path.stem)
-        return printed.getvalue().rstrip()
+        return printed
+
+
+class Walkthrough(SphinxDirective):
+    """``.. walkthrough:: tutorial.py`` shows a script in parts: the comment with which a part
+    begins as text, the code, and what it printed.
+
+    A part begins with ``# %%``, as a cell does in editors. The script's docstring comes first.
+    """
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        if self.env.app.builder.format != "html":
+            return []
+        path = (Path(self.env.srcdir) / self.arguments[0]).resolve()
+        self.env.note_dependency(str(path))
+        _, docstring, code = path.read_text(encoding="utf-8").split('"""', 2)
+        _, text = docstring.split("\n", 1)
+        lines = text.splitlines()
+        _, *parts = code.split("# %%\n")
+        for part, printed in zip(parts, outputs(parts, path), strict=True):
+            comment, code = split_comment(part)
+            lines += ["", *comment]
+            lines += literal("python3", code)
+            lines += literal("text", printed, ":class: printed")
+        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
+
+
+def split_comment(part: str) -> tuple[list[str], str]:
+    """Return the lines of the comment at the beginning of a part, and the code below."""
+    lines = part.splitlines()
+    at = 0
+    while at < len(lines) and lines[at].startswith("#"):
+        at += 1
+    return [line.removeprefix("#").removeprefix(" ") for line in lines[:at]], "\n".join(lines[at:])
+
+
+def literal(language: str, text: str, *options: str) -> list[str]:
+    """Return the lines of reStructuredText of a literal block; none of an empty one."""
+    shown = text.strip("\n").splitlines()
+    if not shown:
+        return []
+    head = [f".. code-block:: {language}", *(f"   {option}" for option in options)]
+    return ["", *head, "", *(f"   {line}" for line in shown), ""]
+
+
+def outputs(parts: list[str], path: Path) -> list[str]:
+    """Run the parts of a script one after the other, in a folder of their own, and return what
+    each printed.
+    """
+    names, printed, before = {"__name__": "__main__"}, [], os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            for part in parts:
+                text = io.StringIO()
+                with contextlib.redirect_stdout(text):
+                    exec(compile(part, path, "exec"), names)
+                printed.append(text.getvalue().rstrip())
+        finally:
+            os.chdir(before)
+    return printed
 
 
 def setup(app):
@@ -220,4 +270,5 @@ def setup(app):
     app.add_directive("gradient", Gradient)
     app.add_directive("weights", Weights)
     app.add_directive("gallery", Gallery)
+    app.add_directive("walkthrough", Walkthrough)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

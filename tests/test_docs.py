@@ -9,8 +9,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from support.losses_registry import public_losses
 from support.processes import both
+from torch.utils._pytree import tree_leaves
 
 import itrloss
 
@@ -159,7 +162,63 @@ def recipes(rank: int) -> dict[str, float]:
 def test_recipes_run_in_two_processes(tmp_path):
     first, second = both(recipes, tmp_path)
     assert first == second
-    assert first["blocks"] == 11
+    assert first["blocks"] == 12
+
+
+def resumed(rank: int, folder: str) -> dict[str, bool]:
+    """Train with the script of the documentation, once at a stretch and once with an interruption,
+    and return whether all states are equal.
+    """
+    sys.path.insert(0, str(DOCS))
+    loop = importlib.import_module("training_loop")
+
+    class Interrupted(loop.Pairs):
+        """Data that fail in the middle of the third epoch."""
+
+        fetched = 0
+
+        def __getitem__(self, i):
+            self.fetched += 1
+            if self.fetched > 2.5 * len(self) / dist.get_world_size():
+                raise KeyboardInterrupt
+            return super().__getitem__(i)
+
+    def run(data, name):
+        out = Path(folder, name)
+        out.mkdir(exist_ok=True)
+        return loop.train(data, torch.device("cpu"), out)
+
+    whole = run(loop.Pairs(), "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(Interrupted(), "interrupted")
+    finished = torch.load(Path(folder, "interrupted", "last.pt"), weights_only=True)["epoch"]
+    again = run(loop.Pairs(), "interrupted")
+    equal = {"interrupted after two epochs": finished == 2, "random": same_random(folder)}
+    for name in whole.parts():
+        expected, got = (tree_leaves(x.parts()[name].state_dict()) for x in (whole, again))
+        equal[name] = len(got) > 0 and all(map(identical, got, expected))
+    return equal
+
+
+def same_random(folder: str) -> bool:
+    """Return whether both runs ended with the same random numbers in all processes."""
+    ends = []
+    for name in ("whole", "interrupted"):
+        checkpoint = torch.load(Path(folder, name, "last.pt"), weights_only=True)
+        ends.append([state["cpu"] for state in checkpoint["random"]])
+    return all(map(torch.equal, *ends)) and not torch.equal(*ends[0])
+
+
+def identical(got, expected) -> bool:
+    if isinstance(got, torch.Tensor):
+        return torch.equal(got, expected)
+    return got == expected
+
+
+def test_the_complete_training_loop_resumes_as_if_it_had_not_been_interrupted(tmp_path):
+    first, second = both(resumed, tmp_path, str(tmp_path))
+    assert first == second == dict.fromkeys(first, True)
+    assert {"towers", "key_towers", "memory", "criterion", "optimizer"} <= first.keys()
 
 
 def test_the_version_is_that_of_the_citation():

@@ -12,7 +12,7 @@ import itrloss
 from itrloss.functional import set_similarity
 
 torch.manual_seed(0)
-N, MEANINGS, DIM = 200, 4, 16
+N, MEANINGS, DIM = 100, 4, 16
 meanings = torch.randn(N, MEANINGS, DIM)
 captions = meanings.flatten(0, 1) + 0.5 * torch.randn(N * MEANINGS, DIM)
 ids, caption_ids = torch.arange(N), torch.arange(N).repeat_interleave(MEANINGS)

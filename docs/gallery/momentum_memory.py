@@ -28,11 +28,11 @@ for name in ("DCL", "DCL and M-DCL"):
     key_towers = [itrloss.MomentumEncoder(tower, momentum=0.98) for tower in towers]
     memory, recalls = itrloss.CoupledMemory(size=1024, dim=32), []
     in_batch, in_memory = (
-        itrloss.DiversityContrastiveLoss(),
-        itrloss.MemoryDiversityContrastiveLoss(),
+        itrloss.DiversityContrastiveLoss(positive_weight=1),
+        itrloss.MemoryDiversityContrastiveLoss(positive_weight=1),
     )
     optimizer = torch.optim.Adam([p for tower in towers for p in tower.parameters()], lr=1e-3)
-    for step in range(401):
+    for step in range(1, 401):
         batch = draw(8)
         embeddings, keys = encode(towers, batch), encode(key_towers, batch)
         loss = in_batch(*embeddings)
