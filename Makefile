@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test thorough versions newest lint types docs clean
+.PHONY: demo test thorough versions newest lint types docs snippets pages clean
 
 demo: $(STAMP)  ## train, evaluate and re-rank on the drawn data set; leaves demo/report.html
 	$(BIN)/python -m examples.retrieval.demo --out demo
@@ -44,8 +44,13 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright
 
-docs: $(STAMP)  ## warnings are errors; the snippets run
+docs: $(STAMP)  ## warnings are errors; the snippets run while the pages are written
+	$(MAKE) --no-print-directory --jobs=2 snippets pages
+
+snippets:
 	$(BIN)/python -m sphinx -W --keep-going -q -b doctest docs docs/_build/doctest
+
+pages:
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 $(STAMP): pyproject.toml constraints.txt

@@ -6,6 +6,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # not installed: examples/, and what extends Sphinx
 try:
@@ -18,6 +20,9 @@ project = "itrloss"
 author = "the itrloss authors"
 project_copyright = "the itrloss authors, Apache-2.0"
 version = release = itrloss.__version__
+
+# The snippets' matrices are small: more threads only wait for each other.
+torch.set_num_threads(1)
 
 extensions = [
     "sphinx.ext.autodoc",

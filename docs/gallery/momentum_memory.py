@@ -32,7 +32,7 @@ for name in ("DCL", "DCL and M-DCL"):
         itrloss.MemoryDiversityContrastiveLoss(positive_weight=1),
     )
     optimizer = torch.optim.Adam([p for tower in towers for p in tower.parameters()], lr=1e-3)
-    for step in range(1, 401):
+    for step in range(1, 201):
         batch = draw(8)
         embeddings, keys = encode(towers, batch), encode(key_towers, batch)
         loss = in_batch(*embeddings)
@@ -44,7 +44,7 @@ for name in ("DCL", "DCL and M-DCL"):
         memory.enqueue(*keys)
         for key_tower, tower in zip(key_towers, towers, strict=True):
             key_tower.update(tower)
-        if step % 40 == 0:
+        if step % 20 == 0:
             sim = itrloss.Similarity(*encode(towers, unseen)).detach()
             recalls.append((step, itrloss.metrics.retrieval_metrics(sim)["rsum"]))
     print(f"{name:14} RSUM {recalls[-1][1]:.1f}")
