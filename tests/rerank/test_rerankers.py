@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import itertools
 import math
 import pickle
 import sys
@@ -59,6 +60,11 @@ METHODS = {
 SETTLED = ("k-reciprocal",)  # these take no bank
 
 
+def unlabelled(v, w, **options):
+    """The similarity of images and texts whose ids play no part."""
+    return Similarity(v, w, torch.arange(len(v)), torch.arange(len(w)), **options)
+
+
 def names(transductive=False, matrix=False):
     """Names of the re-rankers, optionally only of those that need no bank, or that accept a matrix
     of scores.
@@ -98,6 +104,11 @@ def expected(name, S, R, side, G=None, B=None):
     return ORACLES[name](method, S, R)
 
 
+def centred(x):
+    """Scores (queries, candidates) less the mean of each query."""
+    return x - x.mean(1, keepdims=True)
+
+
 def agrees(name, found, wanted):
     """Compare ``found`` (queries, candidates): orders directly, scores up to a constant of each
     query.
@@ -110,8 +121,16 @@ def agrees(name, found, wanted):
     elif name in ("rr", "mr"):
         assert (np.argsort(-found, axis=1, kind="stable") == wanted).all()
     else:
-        centre = lambda x: x - x.mean(1, keepdims=True)  # noqa: E731
-        np.testing.assert_allclose(centre(found), centre(wanted), rtol=1e-8, atol=1e-9)
+        np.testing.assert_allclose(centred(found), centred(wanted), rtol=1e-8, atol=1e-9)
+
+
+def equals_k_reciprocal(method, found, v, w):
+    """Compare both directions with the oracle of the k-reciprocal re-ranker."""
+    for scores, own, other in ((found.i2t, v, w), (found.t2i.T, w, v)):
+        wanted = oracle_rerank.k_reciprocal(
+            own.numpy(), other.numpy(), method.k1, method.k2, method.weight
+        )
+        np.testing.assert_allclose(scores, wanted, rtol=1e-8)
 
 
 def cosine(a, b):
@@ -137,37 +156,29 @@ def test_every_method_equals_its_loops(name, bank, engine, small_tiles, monkeypa
     R = (cosine(bank_v, w), cosine(bank_w, v)) if bank else (S, S.T)
     if engine == "scores":
         asked = torch.from_numpy(S)
-        banks = [torch.from_numpy(x) for x in (R[0], R[1].T)]
+        banks = torch.from_numpy(R[0]), torch.from_numpy(R[1].T)
     else:
         ids = torch.zeros(N).long(), torch.zeros(M).long()
-        asked, banks = similarity(v, w, ids, engine), [bank_v, bank_w]
+        asked = similarity(v, w, ids, engine)
+        banks = bank_v, bank_w
     if bank:
         method.fit(*banks)
     found = method.rerank(asked)
-    assert found.i2t.shape == found.t2i.shape == (N, M) and found.transductive == (
-        not bank,
-        not bank,
-    )
+    assert found.i2t.shape == found.t2i.shape == (N, M)
+    assert found.transductive == (not bank, not bank)
     if name == "k-reciprocal":
-        for x, pair in ((found.i2t, (v, w)), (found.t2i.T, (w, v))):
-            wanted = oracle_rerank.k_reciprocal(
-                *(y.numpy() for y in pair), method.k1, method.k2, method.weight
-            )
-            np.testing.assert_allclose(x, wanted, rtol=1e-8)
+        equals_k_reciprocal(method, found, v, w)
     else:
         gallery = (cosine(bank_w, w), cosine(bank_v, v))
         both = (cosine(bank_v, bank_w), cosine(bank_w, bank_v))
         for side, (x, s) in enumerate(((found.i2t, S), (found.t2i.T, S.T))):
             agrees(name, x, expected(name, s, R[side], side, gallery[side], both[side]))
     top = method.topk(asked, 4)
-    assert (
-        torch.equal(top.i2t.indices, found.i2t.topk(4).indices)
-        and top.transductive == found.transductive
-    )
+    assert top.transductive == found.transductive
+    assert torch.equal(top.i2t.indices, found.i2t.topk(4).indices)
     assert torch.equal(top.t2i.indices, found.t2i.T.topk(4).indices)
-    torch.testing.assert_close(
-        top.t2i.values.argsort(1, descending=True), torch.arange(4).expand(M, 4)
-    )
+    descending = top.t2i.values.argsort(1, descending=True)
+    torch.testing.assert_close(descending, torch.arange(4).expand(M, 4))
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
@@ -179,7 +190,8 @@ def test_images_are_the_rows_of_a_transposed_view_too(name, engine, small_tiles,
         method.fit(*embeddings(11, 9, seed=5))
     v, w = embeddings(N, M)
     ids = torch.arange(N), torch.arange(M) // 2
-    sim, turned = similarity(v, w, ids, engine), similarity(w, v, ids[::-1], engine).T
+    sim = similarity(v, w, ids, engine)
+    turned = similarity(w, v, ids[::-1], engine).T
     for a, b in zip(method.rerank(sim), method.rerank(turned), strict=True):
         torch.testing.assert_close(a, b)
     for a, b in zip(method.topk(sim, 3), method.topk(turned, 3), strict=True):
@@ -206,24 +218,24 @@ def test_scores_and_embeddings_stay_as_they_are_and_without_a_gradient(name):
 @pytest.mark.parametrize("name", names(transductive=True))
 def test_metrics_of_the_re_ranked_need_no_matrix(name, small_tiles, monkeypatch):
     monkeypatch.setattr(Similarity.blocks, "__defaults__", (30,))
-    ids = torch.randint(0, 4, (N,), generator=torch.Generator().manual_seed(0)), torch.arange(M) % 5
-    sim = Similarity(*embeddings(N, M), *ids, engine="tiled")
+    image_ids = torch.randint(0, 4, (N,), generator=torch.Generator().manual_seed(0))
+    text_ids = torch.arange(M) % 5
+    sim = Similarity(*embeddings(N, M), image_ids, text_ids, engine="tiled")
+    streamed = retrieval_metrics(sim, reranker=METHODS[name])
     i2t, t2i = METHODS[name].rerank(sim)
-    streamed, dense = (
-        retrieval_metrics(sim, reranker=METHODS[name]),
-        retrieval_metrics((i2t, t2i), *ids),
-    )
-    assert streamed == pytest.approx(dense, abs=1e-9) and streamed.keys() == dense.keys()
+    dense = retrieval_metrics((i2t, t2i), image_ids, text_ids)
+    assert streamed.keys() == dense.keys()
+    assert streamed == pytest.approx(dense, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", names(transductive=True))
 def test_no_method_looks_at_labels(name):
     v, w = embeddings(N, M)
-    found = [METHODS[name].rerank(Similarity(v, w, *ids)) for ids in (
-        (torch.arange(N), torch.arange(N).repeat_interleave(2)),
-        (torch.zeros(N).long(), torch.arange(M)),
-    )]  # fmt: skip
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    images = torch.arange(N)
+    some = METHODS[name].rerank(Similarity(v, w, images, images.repeat_interleave(2)))
+    other = METHODS[name].rerank(Similarity(v, w, torch.zeros_like(images), torch.arange(M)))
+    assert torch.equal(some.i2t, other.i2t)
+    assert torch.equal(some.t2i, other.t2i)
 
 
 @pytest.mark.parametrize("name", names(transductive=True))
@@ -232,10 +244,10 @@ def test_no_method_looks_at_labels(name):
 def test_order_of_images_and_texts_changes_nothing(name, seed):
     generator = torch.Generator().manual_seed(seed)
     v, w = embeddings(N, M, seed=seed)
-    p, q = torch.randperm(N, generator=generator), torch.randperm(M, generator=generator)
-    ids = torch.arange(N), torch.arange(M)
-    plain = METHODS[name].rerank(Similarity(v, w, *ids))
-    mixed = METHODS[name].rerank(Similarity(v[p], w[q], *ids))
+    p = torch.randperm(N, generator=generator)
+    q = torch.randperm(M, generator=generator)
+    plain = METHODS[name].rerank(unlabelled(v, w))
+    mixed = METHODS[name].rerank(unlabelled(v[p], w[q]))
     for a, b in zip(plain, mixed, strict=True):
         torch.testing.assert_close(a[p][:, q], b, rtol=1e-8, atol=1e-8)
 
@@ -246,7 +258,7 @@ def test_the_test_queries_as_a_bank_change_nothing(name):
     scores = torch.rand(N, M)
     cases = [(scores, (scores, scores))]
     if name not in ("rr", "mr"):  # these count scores, which a bank's product rounds differently
-        cases.append((Similarity(v, w, torch.arange(N), torch.arange(M)), (v, w)))
+        cases.append((unlabelled(v, w), (v, w)))
     for asked, banks in cases:
         alone = METHODS[name].rerank(asked)
         fitted = copy.copy(METHODS[name]).fit(*banks).rerank(asked)
@@ -258,9 +270,9 @@ def test_the_test_queries_as_a_bank_change_nothing(name):
 def test_beside_a_bank_a_query_stands_for_itself(name):
     v, w = embeddings(N, M)
     method = copy.copy(METHODS[name]).fit(*embeddings(11, 9, seed=5))
-    whole = method.rerank(Similarity(v, w, torch.arange(N), torch.arange(M))).i2t
+    whole = method.rerank(unlabelled(v, w)).i2t
     for i in range(N):
-        alone = method.rerank(Similarity(v[i : i + 1], w, torch.arange(1), torch.arange(M))).i2t
+        alone = method.rerank(unlabelled(v[i : i + 1], w)).i2t
         torch.testing.assert_close(alone[0], whole[i], rtol=1e-8, atol=1e-8)
 
 
@@ -272,37 +284,35 @@ def test_a_hub_is_gone(seed, lift, text):
     scores = torch.rand(N, M, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     lifted = scores.clone()
     lifted[:, text] += lift
-    for method in (
-        FastReranker((7.0, 7.0)),
-        InvertedSoftmax(9.0),
-        NearestNeighborNorm(1.0, 3),
-        CSLS(N),
-    ):
-        a, b = (method.rerank(s).i2t for s in (scores, lifted))
-        factor = 2 if isinstance(method, CSLS) else 1
-        torch.testing.assert_close(
-            b - a, torch.zeros_like(a).index_fill_(1, torch.tensor(text), (factor - 1) * lift)
-        )
-    raised = [Sinkhorn(9.0, 120).rerank(s).i2t for s in (scores, lifted)]
-    torch.testing.assert_close(*(x - x.mean(1, keepdim=True) for x in raised), rtol=1e-6, atol=1e-6)
+    for method in (FastReranker((7.0, 7.0)), InvertedSoftmax(9.0), NearestNeighborNorm(1.0, 3)):
+        torch.testing.assert_close(method.rerank(lifted).i2t, method.rerank(scores).i2t)
+    wanted = CSLS(N).rerank(scores).i2t  # it doubles the scores
+    wanted[:, text] += lift
+    torch.testing.assert_close(CSLS(N).rerank(lifted).i2t, wanted)
+    sinkhorn = Sinkhorn(9.0, 120)
+    before = centred(sinkhorn.rerank(scores).i2t)
+    after = centred(sinkhorn.rerank(lifted).i2t)
+    torch.testing.assert_close(before, after, rtol=1e-6, atol=1e-6)
 
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=20, deadline=None)
 def test_limits_of_the_scale(seed):
     scores = torch.rand(N, M, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    mild, sharp = (FastReranker((g, g), (g, g)).rerank(scores).i2t / g for g in (1e-4, 1e4))
-    away = lambda x: x - x.mean(1, keepdim=True)  # noqa: E731
-    torch.testing.assert_close(away(mild), away(scores - scores.mean(0)), rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(away(sharp), away(scores - scores.amax(0)), rtol=1e-3, atol=1e-3)
+    mild = InvertedSoftmax(1e-4).rerank(scores).i2t / 1e-4
+    wanted = centred(scores - scores.mean(0))
+    torch.testing.assert_close(centred(mild), wanted, rtol=1e-3, atol=1e-4)
+    sharp = InvertedSoftmax(1e4).rerank(scores).i2t / 1e4
+    wanted = centred(scores - scores.amax(0))
+    torch.testing.assert_close(centred(sharp), wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_fast_re_ranking_with_equal_scales_is_the_inverted_softmax():
-    sim = Similarity(*embeddings(N, M), torch.arange(N), torch.arange(M))
-    for a, b in zip(
-        FastReranker((9, 9), (9, 9)).rerank(sim), InvertedSoftmax(9).rerank(sim), strict=True
-    ):
-        assert torch.equal(a, b)
+    sim = unlabelled(*embeddings(N, M))
+    fast = FastReranker((9, 9), (9, 9)).rerank(sim)
+    softmax = InvertedSoftmax(9).rerank(sim)
+    assert torch.equal(fast.i2t, softmax.i2t)
+    assert torch.equal(fast.t2i, softmax.t2i)
     bank = embeddings(11, 9, seed=5)
     whole = QueryBankNorm(9.0, k=M).fit(*bank).rerank(sim)  # with all candidates active
     for a, b in zip(whole, InvertedSoftmax(9.0).fit(*bank).rerank(sim), strict=True):
@@ -328,30 +338,24 @@ def test_sinkhorn_has_all_candidates_liked_equally():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_half_precision_scores_in_float32(name, dtype):
     v, w = embeddings(N, M, dtype=dtype)
-    found = METHODS[name].rerank(Similarity(v, w, torch.arange(N), torch.arange(M)))
-    exact = METHODS[name].rerank(Similarity(v.float(), w.float(), torch.arange(N), torch.arange(M)))
+    found = METHODS[name].rerank(unlabelled(v, w))
+    exact = METHODS[name].rerank(unlabelled(v.float(), w.float()))
     for a, b in zip(found, exact, strict=True):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_a_bank_keeps_its_precision_beside_half_precision():
-    (v, w), banks = (
-        (x.bfloat16() for x in embeddings(N, M)),
-        embeddings(11, 9, seed=5, dtype=torch.float32),
-    )
-    ids = torch.arange(N), torch.arange(M)
+    v, w = embeddings(N, M, dtype=torch.bfloat16)
+    banks = embeddings(11, 9, seed=5, dtype=torch.float32)
+    half = unlabelled(v, w)
+    single = unlabelled(v.float(), w.float())
     for method in (DualBankSinkhorn(12.0, 4), DualBankNorm(2.0, 3.0)):
-        half, single = (
-            method.fit(*banks).biases(Similarity(v.to(t), w.to(t), *ids))
-            for t in (v.dtype, torch.float32)
-        )
-        for a, b in zip(half, single, strict=True):
+        method.fit(*banks)
+        for a, b in zip(method.biases(half), method.biases(single), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-    fast = FastReranker().fit(*banks)
-    sim = Similarity(v, w, *ids)
-    for name, bias in fast.biases(sim)._asdict().items():
-        assert bias.dtype == torch.float32, name
+    for bias in FastReranker().fit(*banks).biases(half):
+        assert bias.dtype == torch.float32
 
 
 def test_a_bank_with_as_many_queries_as_candidates_is_read_the_right_way():
@@ -363,14 +367,14 @@ def test_a_bank_with_as_many_queries_as_candidates_is_read_the_right_way():
 
 def test_a_bank_is_scored_as_the_embeddings_are():
     (v, w), (bank_v, bank_w) = embeddings(N, M), embeddings(11, 9, seed=5)
-    sim = Similarity(v, w, torch.arange(N), torch.arange(M), normalize=False)
+    sim = unlabelled(v, w, normalize=False)
     found = InvertedSoftmax(0.5).fit(bank_v, bank_w).biases(sim)
     wanted = InvertedSoftmax(0.5).fit(bank_v @ w.T, v @ bank_w.T).biases(v @ w.T)
     torch.testing.assert_close(found, wanted)
 
 
 def test_an_item_is_among_its_own_neighbours_whatever_the_number_of_its_copies():
-    sim = Similarity(torch.ones(3, 4), torch.rand(5, 4), torch.arange(3), torch.arange(5))
+    sim = unlabelled(torch.ones(3, 4), torch.rand(5, 4))
     assert all(x.isfinite().all() for x in KReciprocalReranker(1, 1).rerank(sim))
 
 
@@ -379,37 +383,28 @@ def test_blocks_whose_queries_have_different_numbers_of_positives(monkeypatch):
     image_ids = torch.arange(6)
     text_ids = torch.tensor([0, 1, 2, 2, 2, 2, 3, 3, 4, 5])
     scores = torch.rand(6, 10, generator=torch.Generator().manual_seed(0))
-    wanted = DualSoftmax().ranked(
-        Similarity.from_scores(scores, image_ids, text_ids), 2, "pessimistic"
-    )
+    sim = Similarity.from_scores(scores, image_ids, text_ids)
+    wanted = DualSoftmax().ranked(sim, 2, "pessimistic")
     monkeypatch.setattr("itrloss.rerank.base._AT_ONCE", 10)
-    found = DualSoftmax().ranked(
-        Similarity.from_scores(scores, image_ids, text_ids), 2, "pessimistic"
-    )
+    found = DualSoftmax().ranked(sim, 2, "pessimistic")
     for a, b in zip(found, wanted, strict=True):
-        assert torch.equal(a.ranks, b.ranks) and torch.equal(a.top.indices, b.top.indices)
+        assert torch.equal(a.ranks, b.ranks)
+        assert torch.equal(a.top.indices, b.top.indices)
 
 
 @pytest.mark.parametrize("k1", [1, 2, 3, 5, 7, 9])
 def test_half_of_an_odd_neighbourhood_is_rounded_to_the_nearest_even(k1):
     """3 / 2 and 7 / 2 up, 5 / 2 and 9 / 2 down."""
     v, w = embeddings(14, 28, d=4)
-    found = KReciprocalReranker(k1, 2, 0.3).rerank(
-        Similarity(v, w, torch.arange(14), torch.arange(28))
-    )
-    for x, pair in ((found.i2t, (v, w)), (found.t2i.T, (w, v))):
-        wanted = oracle_rerank.k_reciprocal(*(y.numpy() for y in pair), k1, 2, 0.3)
-        np.testing.assert_allclose(x, wanted, rtol=1e-8)
+    method = KReciprocalReranker(k1, 2, 0.3)
+    equals_k_reciprocal(method, method.rerank(unlabelled(v, w)), v, w)
 
 
 @pytest.mark.parametrize(("k1", "k2"), [(2, 30), (30, 3), (30, 30), (11, 12)])
 def test_all_items_are_the_neighbours_where_there_are_fewer_than_asked_for(k1, k2):
     v, w = embeddings(4, 7)
-    found = KReciprocalReranker(k1, k2, 0.3).rerank(
-        Similarity(v, w, torch.arange(4), torch.arange(7))
-    )
-    wanted = oracle_rerank.k_reciprocal(v.numpy(), w.numpy(), k1, k2, 0.3)
-    np.testing.assert_allclose(found.i2t, wanted, rtol=1e-8)
+    method = KReciprocalReranker(k1, k2, 0.3)
+    equals_k_reciprocal(method, method.rerank(unlabelled(v, w)), v, w)
 
 
 @pytest.mark.parametrize("name", names(transductive=True))
@@ -428,7 +423,7 @@ def test_hostile_input_gives_finite_scores(name):
                 method.fit(texts=embeddings(11, 9, seed=5, dtype=torch.float32)[1])
         else:
             method = METHODS[name]
-        sim = Similarity(a, b, torch.arange(len(a)), torch.arange(len(b)))
+        sim = unlabelled(a, b)
         assert all(x.isfinite().all() for x in method.rerank(sim)), what
         assert [x.indices.shape for x in method.topk(sim, 50)] == [
             (len(a), len(b)),
@@ -438,13 +433,15 @@ def test_hostile_input_gives_finite_scores(name):
 
 def test_what_is_not_reordered_keeps_its_order_below():
     scores = torch.rand(N, M)
+    before = scores.argsort(1, descending=True)
     for method in (ReciprocalReranker(4, 4), MultiFactorReranker(4)):
-        order, before = (x.argsort(1, descending=True) for x in (method.rerank(scores).i2t, scores))
+        order = method.rerank(scores).i2t.argsort(1, descending=True)
         assert torch.equal(order[:, 4:], before[:, 4:])
         assert torch.equal(order[:, :4].sort(1).values, before[:, :4].sort(1).values)
         assert not torch.equal(order, before)
     huge = scores * 2.0**40  # so large that adding 1 is rounded away
-    assert torch.equal(*(ReciprocalReranker(4).rerank(s).i2t.argsort(1) for s in (scores, huge)))
+    method = ReciprocalReranker(4)
+    assert torch.equal(method.rerank(huge).i2t.argsort(1), method.rerank(scores).i2t.argsort(1))
 
 
 def test_of_equals_the_first_comes_first():
@@ -461,10 +458,9 @@ def test_what_is_reordered_stays_above_its_equals():
     best = ReciprocalReranker(2).rerank(torch.full((N, M), 0.5)).i2t.topk(3).values
     assert (best[:, 1] > best[:, 2]).all()
     distances = -torch.arange(5.0).expand(3, 5)
-    found = (
-        TwoStageReranker(lambda images, texts: texts.float(), 3, weight=0.0).rerank(distances).i2t
-    )
-    assert (found.argsort(1, descending=True) == torch.tensor([2, 1, 0, 3, 4])).all()
+    later_first = TwoStageReranker(lambda images, texts: texts.float(), 3, weight=0.0)
+    found = later_first.rerank(distances).i2t.argsort(1, descending=True)
+    assert (found == torch.tensor([2, 1, 0, 3, 4])).all()
 
 
 def test_of_queries_with_the_same_score_none_stands_before_the_other():
@@ -495,10 +491,9 @@ def test_re_rankers_show_and_copy_themselves(name):
 
 
 def test_all_are_named_and_tested():
-    concrete = {
-        x for x in vars(rerank).values()
-        if inspect.isclass(x) and issubclass(x, rerank.Reranker) and not inspect.isabstract(x)
-    }  # fmt: skip
+    classes = filter(inspect.isclass, vars(rerank).values())
+    rerankers = [x for x in classes if issubclass(x, rerank.Reranker)]
+    concrete = {x for x in rerankers if not inspect.isabstract(x)}
     # tested below
     assert concrete == {type(method) for method in METHODS.values()} | {TwoStageReranker}
 
@@ -514,7 +509,7 @@ def test_a_state_that_was_saved_ranks_as_before(name, tmp_path):
     other = METHODS[name] if name in ("mutual proximity", "k-reciprocal") else type(method)()
     other = copy.deepcopy(other).load_state_dict(state)
     assert repr(other) == repr(method) and other.transductive == method.transductive
-    sim = Similarity(v, w, torch.arange(N), torch.arange(M))
+    sim = unlabelled(v, w)
     for a, b in zip(method.rerank(sim), other.rerank(sim), strict=True):
         assert torch.equal(a, b)
 
@@ -580,10 +575,8 @@ def test_re_rankers_of_ones_own_are_a_bias_or_a_function_of_a_block():
         torch.testing.assert_close(found.i2t, scores - scores.mean(0))
         torch.testing.assert_close(found.t2i, scores - scores.mean(1, keepdim=True))
         assert torch.equal(method.topk(sim, 4).t2i.indices, found.t2i.T.topk(4).indices)
-    one, other = (
-        retrieval_metrics(sim, reranker=method) for method in (_Centred(), _CentredByBlocks())
-    )
-    assert one == other
+    one = retrieval_metrics(sim, reranker=_Centred())
+    assert one == retrieval_metrics(sim, reranker=_CentredByBlocks())
     single = torch.rand(N, M)
     for found, wanted in zip(_Precise().rerank(single), _Centred().rerank(single), strict=True):
         torch.testing.assert_close(found, wanted)  # both directions in the dtype of the scores
@@ -617,14 +610,12 @@ def test_two_stages_put_the_best_candidates_in_the_second_scorers_order(engine, 
             assert scores[q].argsort(descending=True).tolist() == wanted
     assert torch.equal(method.topk(sim, 6).i2t.indices, found.i2t.topk(6).indices)
     v, w = sim.embeddings
-    single = TwoStageReranker(scorer, M).topk(
-        Similarity(v[:1], w, torch.arange(1), torch.arange(M)), 1
-    )
+    single = TwoStageReranker(scorer, M).topk(unlabelled(v[:1], w), 1)
     assert single.i2t.indices.item() == int((second[0] + first[0]).argmax())
 
 
 def test_a_scorer_that_answers_wrongly_is_named():
-    sim = Similarity(*embeddings(N, M), torch.arange(N), torch.arange(M))
+    sim = unlabelled(*embeddings(N, M))
     for scorer in (lambda i, t: i.float()[:1], lambda i, t: i / 0.0, lambda i, t: None):
         with pytest.raises(ValueError, match=r"scorer: expected finite scores of shape \(28,\)"):
             TwoStageReranker(scorer, 4).rerank(sim)
@@ -645,30 +636,27 @@ def captions(seed=0, n=40):
     return scores + 0.3 * torch.rand(3 * n, generator=generator, dtype=torch.float64)
 
 
+def recalls_of(held_out, reranker):
+    """The sums of the recalls of both directions."""
+    metrics = retrieval_metrics(held_out, reranker=reranker)
+    return [sum(metrics[f"{way}_r{k}"] for k in (1, 5, 10)) for way in ("i2t", "t2i")]
+
+
 @pytest.mark.parametrize("as_embeddings", [False, True])
 def test_calibration_finds_the_best_of_all_that_are_tried(as_embeddings):
     scales = (2.0, 10.0, 40.0)
+    held_out = captions()
     if as_embeddings:
         v, w = embeddings(20, 60, d=4)
-        held_out = Similarity(
-            v,
-            w + 2 * v.repeat_interleave(3, 0),
-            torch.arange(20),
-            torch.arange(20).repeat_interleave(3),
-        )
-    else:
-        held_out = captions()
+        ids = torch.arange(20)
+        w = w + 2 * v.repeat_interleave(3, 0)
+        held_out = Similarity(v, w, ids, ids.repeat_interleave(3))
     found = FastReranker().calibrate(held_out, scales=scales)
-    best = [-1.0, -1.0]
-    for a in scales:
-        for b in scales:
-            metrics = retrieval_metrics(held_out, reranker=FastReranker((a, b), (a, b)))
-            sums = [sum(metrics[f"{way}_r{k}"] for k in (1, 5, 10)) for way in ("i2t", "t2i")]
-            best = [max(x) for x in zip(best, sums, strict=True)]
-    metrics = retrieval_metrics(held_out, reranker=found)
-    assert [
-        sum(metrics[f"{way}_r{k}"] for k in (1, 5, 10)) for way in ("i2t", "t2i")
-    ] == pytest.approx(best)
+    tried = []
+    for pair in itertools.product(scales, scales):
+        tried.append(recalls_of(held_out, FastReranker(pair, pair)))
+    best = [max(of_direction) for of_direction in zip(*tried, strict=True)]
+    assert recalls_of(held_out, found) == pytest.approx(best)
     assert {*found.i2t, *found.t2i} <= set(scales)
 
 
@@ -689,10 +677,8 @@ def test_calibration_uses_the_bank():
     scores, bank = captions(), captions(1)
     # the bank makes every other text a hub, so that the sum must have a low weight
     bank[:, ::2] += 5.0
-    plain, fitted = (
-        FastReranker().calibrate(scores),
-        FastReranker().fit(images=bank).calibrate(scores),
-    )
+    plain = FastReranker().calibrate(scores)
+    fitted = FastReranker().fit(images=bank).calibrate(scores)
     assert fitted.i2t != plain.i2t and fitted.t2i == plain.t2i
 
 
@@ -702,7 +688,7 @@ def test_calibration_uses_the_bank():
 def test_an_exact_index_finds_what_re_ranking_finds():
     v, w = embeddings(20, 60, dtype=torch.float32)
     fast = FastReranker((9.0, 8.0), (8.0, 17.0))
-    sim = Similarity(v, w, torch.arange(20), torch.arange(60))
+    sim = unlabelled(v, w)
     wanted, biases = fast.topk(sim, 5), fast.biases(sim)
     for top, candidates, bias, queries, factor in (
         (wanted.i2t, w, biases.texts, v, 8.0),
@@ -718,7 +704,8 @@ def test_an_exact_index_finds_what_re_ranking_finds():
 
 def test_an_index_of_cells_finds_most_and_says_what_it_misses():
     v, w = embeddings(50, 400, dtype=torch.float32)
-    fast, sim = FastReranker(), Similarity(v, w, torch.arange(50), torch.arange(400))
+    fast = FastReranker()
+    sim = unlabelled(v, w)
     exact, bias = fast.topk(sim, 5).i2t.indices, fast.biases(sim).texts
     shares = []
     for nprobe in (1, 8):
@@ -740,7 +727,7 @@ def test_without_faiss_an_index_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("name", [n for n in METHODS if METHODS[n].needs_bank])
 def test_methods_that_need_a_bank_say_so(name):
-    sim = Similarity(*embeddings(N, M), torch.arange(N), torch.arange(M))
+    sim = unlabelled(*embeddings(N, M))
     for call in (
         lambda m: m.rerank(sim),
         lambda m: m.topk(sim, 3),
@@ -763,7 +750,7 @@ def test_methods_that_need_embeddings_say_so(name):
 @pytest.mark.parametrize("name", [n for n in names(transductive=True) if n not in SETTLED])
 def test_a_single_query_without_a_bank_is_refused(name):
     for shape, missing in (((1, M), "images"), ((N, 1), "texts")):
-        sim = Similarity(*embeddings(*shape), torch.arange(shape[0]), torch.arange(shape[1]))
+        sim = unlabelled(*embeddings(*shape))
         with pytest.raises(ValueError, match=rf"single query.*fit\({missing}"):
             METHODS[name].rerank(sim)
 
