@@ -134,11 +134,17 @@ import itrloss
 print(*set(sys.modules) - before)
 """
     command = [sys.executable, "-c", code]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     heavy = ("torch._dynamo", "torch._inductor", "torch._export", "triton", "sympy", "matplotlib")
     optional = ("transformers", "sentence_transformers", "pytorch_metric_learning", "open_clip")
-    assert "itrloss.losses" in found
-    assert not [name for name in found if name.startswith(heavy + optional)]
+    assert "itrloss.losses" in loaded
+    assert not [name for name in loaded if name.startswith(heavy + optional)]
+
+
+def test_public_names_are_those_of_all():
+    public = {name for name in dir(itrloss) if not name.startswith("_")}
+    modules = {path.stem for path in HOME.iterdir()}  # other tests may have imported any of them
+    assert public - (modules - set(itrloss.__all__)) == set(itrloss.__all__)
 
 
 def test_no_operators_are_registered():

@@ -27,6 +27,9 @@ loss: Any = itrloss.InfoNCELoss()
 it: Any = itrloss
 grad_cache: Any = itrloss.grad_cache_step
 results: Any = metrics.retrieval_metrics
+dcl: Any = itrloss.DiversityContrastiveLoss
+sim: Any = itrloss.Similarity(I, T)
+nan_sim: Any = itrloss.Similarity(I * torch.nan, T)
 memory_loss: Any = itrloss.MemoryDiversityContrastiveLoss()
 
 
@@ -66,6 +69,15 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: loss(list(I), T), r"^images: .*got list; write torch.stack\(images\)"),
     (lambda: loss(I.to_sparse(), T), r"^images: .*torch.sparse_coo; write images.to_dense\(\)"),
     (lambda: loss(I[:0], T[:0]), r"^images: .*each at least 1, got \(0, 8\)"),
+    (lambda: loss(I, T[:0], IDS, IDS[:0]), r"^texts: .*\(0, 8\)"),
+    (lambda: loss(I[:, :0], T[:, :0]), r"^images: .*\(6, 0\)"),
+    (lambda: loss(I, T[:5], IDS[:5], IDS), r"^image_ids: expected shape \(6,\), got \(5,\)"),
+    (lambda: loss(I, T, IDS > 2, IDS), "^image_ids: expected an integer tensor.*bool"),
+    (lambda: loss(I, T, (-1 - IDS).view(torch.uint64), IDS), r"^image_ids: .*below 2\*\*63"),
+    (lambda: loss(sim, None, IDS, IDS), "^image_ids: "),
+    (lambda: loss(sim, T), "^texts: "),
+    (lambda: loss(scores=S.int()), "^scores: .*torch.int32"),
+    (lambda: it.InfoNCELoss(check_finite=True)(nan_sim), "^rows: expected finite"),
     (lambda: it.InfoNCELoss(check_finite=True)(I * torch.nan, T), "^images: expected finite"),
     (lambda: loss(I, T, S), r"^image_ids: .*a row of integers, got torch.float32 .*\(6, 6\)"),
     (lambda: loss(I, T, IDS), "^text_ids: expected ids to go with image_ids, got None"),
@@ -96,6 +108,25 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: it.InfoNCELoss(engine="tilled"), "^engine: .*'tilled'; did you mean 'tiled'"),
     (lambda: it.TripletLoss(mining="hard"), "^mining: .*'hard'; did you mean 'hardest'"),
     (lambda: it.Matryoshka(loss, 8), "^dims: expected numbers such as"),
+    (lambda: it.InfoNCELoss(engine="reference"), "^engine: .*got 'reference'"),
+    (lambda: it.HubnessAwareLoss(scale=0), "^scale: expected a number above 0, got 0"),
+    (lambda: it.HubnessAwareLoss(scale=True), "^scale: expected a number, got True"),
+    (lambda: it.TripletLoss(margin=None), "^margin: expected a number, got None"),
+    (lambda: it.TripletLoss(temperature=0), "^temperature: expected a number above 0, got 0"),
+    (lambda: it.TripletLoss(mining="all", temperature=1), "^temperature: .*beside mining='all'"),
+    (lambda: dcl(-1.0), "^temperature: expected a number above 0, got -1"),
+    (lambda: dcl(epsilon=-1), "^epsilon: .*got -1"),
+    (lambda: dcl(diversity="var"), "^diversity: .*got 'var'"),
+    (lambda: dcl(entropy_temperature=0), "^entropy_temperature: .*above 0, got 0"),
+    (lambda: dcl(positive="abs"), "^positive: .*got 'abs'"),
+    (lambda: dcl(positive_weight="half"), "^positive_weight: .*got 'half'"),
+    # functions
+    (lambda: functional.info_nce_loss(I, T), "^sim: expected .*got Tensor"),  # type: ignore[arg-type]
+    (lambda: functional.std_diversity(I), "^sim: expected .*got Tensor"),  # type: ignore[arg-type]
+    (lambda: functional.info_nce_loss(sim, reduction="x"), "^reduction: .*got 'x'"),
+    (lambda: functional.triplet_loss(sim, mining="semi"), "^mining: .*got 'semi'"),
+    (lambda: functional.triplet_loss(sim, mining="all", temperature=1), "^temperature: .*'all'"),
+    (lambda: functional.diversity_contrastive_loss(sim, diversity="var"), "^diversity: .*'var'"),
     # names
     (lambda: it.InfoNCE, "'InfoNCE'; did you mean 'InfoNCELoss'"),
     (lambda: it.losses.TripleLoss, "'TripleLoss'; did you mean 'TripletLoss'"),
@@ -110,6 +141,13 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: it.Similarity(I, T, memory_budget="1GB"), "^memory_budget: .*bytes.*'1GB'"),
     (lambda: it.Similarity.from_scores(I, T), "^row_ids: .*embeddings go in as itrloss.Simil"),
     (lambda: it.Similarity(I, T).topk(10), "^k: expected a number from 1 to 6, got 10"),
+    (lambda: it.Similarity(I, T, engine="triton2"), "^engine: .*got 'triton2'"),
+    (lambda: it.Similarity.from_scores(S, engine="fast"), "^engine: .*got 'fast'"),
+    (lambda: sim.ranks(ties="random"), "^ties: .*got 'random'"),
+    (lambda: sim.entropy(0), "^temperature: expected .*above 0, got 0"),
+    (lambda: sim.logsumexp(over="best"), "^over: .*got 'best'"),
+    (lambda: sim.logsumexp(torch.ones(3)), r"^scale: .*\(6,\)"),
+    (lambda: sim.sum_of_positives("square"), "^term: expected a function of scores, got 'square'"),
     (lambda: it.pair_term(3), "^function: expected a function of scores, got 3"),
     (lambda: it.Similarity(I, T).sum(lambda s: 3.0), "^term: .* to return a tensor, got float"),
     (lambda: functional.info_nce_loss(it.Similarity(I, T), 0), "^temperature: .*above 0, got 0"),
@@ -146,7 +184,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_a_wrong_input_is_answered_with(wrong: Callable[[], Any], message: str):
+def test_a_message_says_what_to_do_about_wrong_input(wrong: Callable[[], Any], message: str):
     with pytest.raises(Exception) as raised:
         wrong()
     assert isinstance(raised.value, (TypeError, ValueError, AttributeError, RuntimeError))
@@ -174,7 +212,7 @@ WRONG_COMMANDS = [
 
 
 @pytest.mark.parametrize(("command", "message"), WRONG_COMMANDS)
-def test_a_wrong_command_is_answered_with(
+def test_a_message_says_what_to_do_about_a_wrong_command(
     command: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     np.save(tmp_path / "scores.npy", S.numpy())
@@ -188,7 +226,7 @@ def test_a_wrong_command_is_answered_with(
     assert message in capsys.readouterr().err
 
 
-def test_an_error_from_inside_is_not_explained_away():
+def test_hints_do_not_explain_an_error_from_inside():
     """A TypeError of a function's own body is no wrong call of it."""
 
     @hints.explained
@@ -200,11 +238,11 @@ def test_an_error_from_inside_is_not_explained_away():
 
 
 @pytest.mark.parametrize("given", ["semihard", "variance", 3, None, "xyz"])
-def test_nothing_is_guessed_of_other_words(given: object):
+def test_hints_guess_nothing_of_other_words(given: object):
     assert hints.did_you_mean(given, ["hardest", "all", "std", None, True]) == ""
 
 
-def test_processes_say_only_what_differs():
+def test_messages_of_processes_say_only_what_differs():
     first = "float32 (8), gradients [True, True], {'engine': 'auto'} InfoNCELoss, margin 0.1"
     second = first.replace("True, True", "True, False").replace("0.1", "0.2")
     assert what_differs([first, second]) == [

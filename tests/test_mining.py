@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,129 +11,162 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import sample
+from torch import Tensor
 
 from benchmarks.peak import peak_memory
 from itrloss import mine_hard_negatives
 from itrloss.engine.pairs import IGNORE_ID
 
 
-def problem(queries=7, corpus=300, d=6, dtype=torch.float64) -> Any:
-    generator = torch.Generator().manual_seed(queries + corpus)
-    x, y = (
-        torch.randn(n, d, generator=generator, dtype=torch.float64).to(dtype)
-        for n in (queries, corpus)
-    )
-    return x, y, torch.arange(queries), torch.randint(0, 12, (corpus,), generator=generator)
+class Problem(NamedTuple):
+    """The arguments of `mine_hard_negatives`."""
+
+    queries: Tensor
+    corpus: Tensor
+    query_ids: Tensor
+    corpus_ids: Tensor
 
 
-def wanted(x, y, ids, k, below: Any = math.inf, normalize=True):
-    x, y = (F.normalize(z, dim=1) if normalize else z for z in (x, y))
-    scores = x @ y.T
-    left_out = (ids[0][:, None] == ids[1]) | (
-        scores >= torch.as_tensor(below, dtype=x.dtype).reshape(-1, 1)
-    )
-    return F.pad(
-        scores.masked_fill(left_out, -math.inf), (0, max(0, k - len(y))), value=-math.inf
-    ).topk(k)
+def problem(queries=7, corpus=300, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    corpus_ids = torch.randint(0, 12, (corpus,), generator=generator)
+    x, y = sample(queries, 6, dtype=dtype), sample(corpus, 6, seed=1, dtype=dtype)
+    return Problem(x, y, torch.arange(queries), corpus_ids)
 
 
-def check(found, best):
-    torch.testing.assert_close(found.values, best.values)
-    assert torch.equal(found.indices, best.indices.masked_fill(best.values == -math.inf, -1))
+def best(given, k, below=math.inf, normalize=True):
+    """Return the highest scores and their columns, of equal ones the first."""
+    queries, corpus = given.queries, given.corpus
+    if normalize:
+        queries, corpus = F.normalize(queries), F.normalize(corpus)
+    scores = queries @ corpus.T
+    left_out = given.query_ids[:, None] == given.corpus_ids
+    left_out |= (given.query_ids == IGNORE_ID)[:, None]
+    left_out |= given.corpus_ids == IGNORE_ID
+    left_out |= scores >= torch.as_tensor(below, dtype=scores.dtype).reshape(-1, 1)
+    scores = F.pad(scores.masked_fill(left_out, -math.inf), (0, k), value=-math.inf)
+    values, indices = scores.sort(dim=1, descending=True, stable=True)
+    values, indices = values[:, :k], indices[:, :k]
+    return values, indices.masked_fill(values == -math.inf, -1)
 
 
-@pytest.mark.parametrize(
-    "below", [math.inf, 0.3, torch.linspace(-0.9, 0.9, 7, dtype=torch.float64)]
-)
+def check(found, wanted):
+    values, indices = wanted
+    torch.testing.assert_close(found.values, values)
+    assert torch.equal(found.indices, indices)
+
+
+LIMIT_OF_EACH = torch.linspace(-0.9, 0.9, 7, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("below", [math.inf, 0.3, LIMIT_OF_EACH], ids=["none", "one", "each"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("block", [1, 64, 100, 8192])
 def test_negatives_are_those_of_the_whole_matrix(block, normalize, below):
-    x, y, *ids = problem()
-    options = {"normalize": normalize, "below": None if below is math.inf else below}
-    found = mine_hard_negatives(x, y, *ids, k=5, block=block, **options)
-    check(found, wanted(x, y, ids, 5, below, normalize))
+    given = problem()
+    limit = None if below is math.inf else below
+    found = mine_hard_negatives(*given, k=5, block=block, normalize=normalize, below=limit)
+    check(found, best(given, 5, below, normalize))
 
 
-def test_fewer_negatives_than_asked_for():
-    x, y, *ids = problem(corpus=6)
-    found = mine_hard_negatives(x, y, *ids, k=9, block=4)
-    check(found, wanted(x, y, ids, 9))
+def test_fewer_negatives_than_asked_for_are_filled_with_minus_one():
+    given = problem(corpus=6)
+    found = mine_hard_negatives(*given, k=9, block=4)
+    check(found, best(given, 9))
     assert (found.indices[:, 6:] == -1).all()
 
 
-def test_a_corpus_in_a_file(tmp_path):
-    x, y, *ids = problem(dtype=torch.float32)
-    np.save(tmp_path / "corpus.npy", y.half().numpy())
-    done = []
+def test_a_corpus_may_be_a_file(tmp_path):
+    given = problem(dtype=torch.float32)
+    half = given.corpus.half()
+    np.save(tmp_path / "corpus.npy", half.numpy())
     corpus = np.load(tmp_path / "corpus.npy", mmap_mode="r")
-    found = mine_hard_negatives(
-        x, corpus, *ids, k=4, block=128, progress=lambda *numbers: done.append(numbers)
-    )
-    check(found, wanted(x, y.half().float(), ids, 4))
+    done = []
+
+    def progress(searched, size):
+        done.append((searched, size))
+
+    in_file = given._replace(corpus=corpus)
+    found = mine_hard_negatives(*in_file, k=4, block=128, progress=progress)
+    check(found, best(given._replace(corpus=half.float()), 4))
     assert done == [(128, 300), (256, 300), (300, 300)]
-    half = mine_hard_negatives(x.half(), y.half(), *ids, k=4)
-    torch.testing.assert_close(
-        half.values, wanted(x.half().float(), y.half().float(), ids, 4).values
-    )
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("queries", lambda a: [a[0] * math.nan, *a[1:]]),
-        ("corpus", lambda a: [a[0], a[1] * math.inf, *a[2:]]),
-        ("corpus", lambda a: [a[0], a[1][:, :3], *a[2:]]),
-        ("corpus", lambda a: [a[0], a[1].long(), *a[2:]]),
-        ("query_ids", lambda a: [*a[:2], a[2][:3], a[3]]),
-        ("corpus_ids", lambda a: [*a[:3], a[3].float()]),
-        ("k", lambda a: [*a, 0]),
-    ],
-)
-def test_wrong_input_is_named(name, change):
-    with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
-        mine_hard_negatives(*change([*problem()]))
+def test_half_precision_is_scored_in_float32():
+    given = problem(dtype=torch.float32)
+    half = given._replace(queries=given.queries.half(), corpus=given.corpus.half())
+    rounded = given._replace(queries=half.queries.float(), corpus=half.corpus.float())
+    check(mine_hard_negatives(*half, k=4), best(rounded, 4))
 
 
 @settings(deadline=None, max_examples=30)
 @given(
-    st.integers(1, 700),
-    st.integers(1, 20),
-    st.sampled_from([1, 100, 128, 8192]),
-    st.integers(0, 99),
+    corpus=st.integers(1, 700),
+    k=st.integers(1, 20),
+    block=st.sampled_from([1, 100, 128, 8192]),
+    seed=st.integers(0, 99),
 )
-def test_of_equal_scores_the_first_in_the_corpus(corpus, k, block, seed):
+def test_of_equal_scores_the_first_in_the_corpus_is_found(corpus, k, block, seed):
     generator = torch.Generator().manual_seed(seed)
-    x, y = (torch.randint(-1, 2, (n, 3), generator=generator).float() for n in (5, corpus))
-    ids = [torch.randint(0, 9, (n,), generator=generator) for n in (5, corpus)]
-    ids[0][0], ids[1][::7] = IGNORE_ID, IGNORE_ID
-    found = mine_hard_negatives(x, y, *ids, k=k, block=block, normalize=False)
-    left_out = (ids[0][:, None] == ids[1]) | (ids[0] == IGNORE_ID)[:, None] | (ids[1] == IGNORE_ID)
-    scores = F.pad((x @ y.T).masked_fill(left_out, -math.inf), (0, k), value=-math.inf)
-    values, indices = scores.sort(dim=1, descending=True, stable=True)
-    assert torch.equal(found.values, values[:, :k])
-    assert torch.equal(found.indices, indices[:, :k].masked_fill(values[:, :k] == -math.inf, -1))
+    given = Problem(
+        torch.randint(-1, 2, (5, 3), generator=generator).float(),
+        torch.randint(-1, 2, (corpus, 3), generator=generator).float(),
+        torch.randint(0, 9, (5,), generator=generator),
+        torch.randint(0, 9, (corpus,), generator=generator),
+    )
+    given.query_ids[0] = IGNORE_ID
+    given.corpus_ids[::7] = IGNORE_ID
+    found = mine_hard_negatives(*given, k=k, block=block, normalize=False)
+    check(found, best(given, k, normalize=False))
 
 
+@pytest.mark.parametrize("limits", [None, 0.9 * torch.linspace(-1, 1, 300, dtype=torch.float64)])
 @pytest.mark.parametrize("block", [512, 8192])
-def test_every_block_beats_those_before(block):
+def test_blocks_may_each_beat_those_before(block, limits):
     """No score is ruled out by the best so far; candidates are looked into for a share of the
     queries at a time.
     """
-    x, y, *ids = problem(queries=300, corpus=4000)
-    x[:, 0], y[:, 0] = 100.0, torch.linspace(-1, 1, 4000, dtype=torch.float64)
-    below = 0.9 * torch.linspace(-1, 1, 300, dtype=torch.float64)
-    check(mine_hard_negatives(x, y, *ids, k=7, block=block), wanted(x, y, ids, 7))
-    check(
-        mine_hard_negatives(x, y, *ids, k=7, block=block, below=below), wanted(x, y, ids, 7, below)
-    )
+    given = problem(queries=300, corpus=4000)
+    given.queries[:, 0] = 100.0
+    given.corpus[:, 0] = torch.linspace(-1, 1, 4000, dtype=torch.float64)
+    found = mine_hard_negatives(*given, k=7, block=block, below=limits)
+    check(found, best(given, 7, math.inf if limits is None else limits))
 
 
-def test_memory_for_a_corpus_in_ascending_order():
-    x, y = torch.ones(1000, 2), torch.linspace(-1, 1, 12_000)[:, None] * torch.ones(2)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+def test_memory_is_bounded_for_a_corpus_in_ascending_order():
+    queries = torch.ones(1000, 2)
+    corpus = torch.linspace(-1, 1, 12_000)[:, None].expand(-1, 2)
     ids = torch.arange(1000), torch.full((12_000,), -1)
     found = []
-    used = peak_memory(
-        lambda: found.append(mine_hard_negatives(x, y, *ids, k=3, normalize=False)), x.device
-    )
+
+    def mine():
+        found.append(mine_hard_negatives(queries, corpus, *ids, k=3, normalize=False))
+
+    megabytes = peak_memory(mine, queries.device)
     assert found[0].indices.eq(torch.tensor([11_999, 11_998, 11_997])).all()
-    assert used is None or used < 200
+    assert megabytes is None or megabytes < 200
+
+
+GIVEN = problem()
+WRONG = [
+    ("queries", {"queries": GIVEN.queries * math.nan}),
+    ("corpus", {"corpus": GIVEN.corpus * math.inf}),
+    ("corpus", {"corpus": GIVEN.corpus[:, :3]}),
+    ("corpus", {"corpus": GIVEN.corpus.long()}),
+    ("query_ids", {"query_ids": GIVEN.query_ids[:3]}),
+    ("corpus_ids", {"corpus_ids": GIVEN.corpus_ids.float()}),
+]
+
+
+@pytest.mark.parametrize(("name", "changed"), WRONG)
+def test_wrong_input_is_named(name, changed):
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
+        mine_hard_negatives(*GIVEN._replace(**changed))
+
+
+def test_a_wrong_k_is_named():
+    with pytest.raises(ValueError, match="k: expected"):
+        mine_hard_negatives(*GIVEN, k=0)

@@ -294,6 +294,7 @@ def resumed_in_processes(rank: int, folder: str, kinds: list[str]) -> list[str]:
     return differ
 
 
+@pytest.mark.slow
 def test_a_sharded_run_of_one_process_is_resumed(tmp_path):
     assert in_processes(resumed_in_processes, tmp_path, str(tmp_path), ["fsdp2"], world=1) == [[]]
 
