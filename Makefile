@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test thorough versions newest lint types docs snippets pages clean
+.PHONY: demo test thorough versions newest dist lint types docs snippets pages clean
 
 demo: $(STAMP)  ## train, evaluate and re-rank on the drawn data set; leaves demo/report.html
 	$(BIN)/python -m examples.retrieval.demo --out demo
@@ -37,6 +37,12 @@ set -e; venv=$$(mktemp -d); trap 'rm -rf "$$venv"' EXIT; \
 	"$$venv/bin/python" -m pytest --fast
 endef
 
+dist: $(STAMP)  ## wheel and sdist, checked as PyPI would
+	rm -rf dist build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -60,4 +66,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv demo docs/_build .pytest_cache .ruff_cache
+	rm -rf .venv demo dist build docs/_build .pytest_cache .ruff_cache
