@@ -82,7 +82,6 @@ class Similarity(Anchors):
             accelerator has to synchronise, and ``torch.compile(fullgraph=True)`` fails.
         names: what error messages call rows, columns and their ids.
         related: what beside ids says who matches, and who may be a negative: groups, or a matrix.
-            The Triton engine leaves it, and sets of labels, to tiles.
 
     Raises:
         TypeError, ValueError: naming the argument, what it should be and what it was.
@@ -122,7 +121,7 @@ class Similarity(Anchors):
             Embeddings(rows, normalize),
             Embeddings(cols, normalize),
             pairs,
-            engine_for(pairs, choose_engine(engine, n * m, int(memory_budget), rows)),
+            choose_engine(engine, n * m, int(memory_budget), rows),
             int(memory_budget),
             checks.check_biases(bias, n, m),
         )
@@ -272,7 +271,6 @@ class Similarity(Anchors):
         n, m = scores.shape
         pairs = pairs_of((n, m), (row_ids, col_ids), related, scores.device, names)
         chosen = choose_engine(engine, n * m, 8 * n * m, scores)  # they are held anyway
-        chosen = engine_for(pairs, chosen)
         matrix = Matrix.of_scores(Embeddings(scores, False), pairs, chosen)
         matrix.strict = chosen == engine == "triton"
         return cls.of_anchors(AnchorSide(matrix, 0))
@@ -750,11 +748,6 @@ def pairs_of(
     if any(x is not None for x in ids) or n != m:
         checked = checks.check_ids(*ids, n, m, device, names)
     return Pairs(shape, checked, device)
-
-
-def engine_for(pairs: Pairs, engine: str) -> str:
-    """Return the engine for pairs: Triton's kernels compare ids, and leave relations to tiles."""
-    return "tiled" if engine == "triton" and not pairs.others_are_negatives else engine
 
 
 def biased(scores: Tensor, of_rows: Tensor | None, of_cols: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import pairs, terms
+from . import pairs, relations, terms
 
 IGNORE_ID = tl.constexpr(pairs.IGNORE_ID)
 NOWHERE = tl.constexpr(-(2**31))  # index of a row or column beyond the end
@@ -40,7 +40,8 @@ class Vectors(NamedTuple):
     x: Tensor | None  # (N, dim); None where products or scores are read
     stride: int  # from a vector to the next
     inv: Tensor | None  # (N,) float32 inverse norms; None: vectors are taken as they are
-    ids: Tensor | None = None  # (N,) int64; None: row i matches column i
+    ids: Tensor | None = None  # (N,) int64; None: row i matches column i, unless there is a mask
+    groups: Tensor | None = None  # (N,) int64, beside ids
 
 
 class Inputs(NamedTuple):
@@ -88,6 +89,13 @@ class Panel(NamedTuple):
     width: int = 0  # columns that may be accessed
 
 
+class Loaded(NamedTuple):
+    """Panels of a block that its programs read."""
+
+    products: Panel  # float32 inner products or scores, unless programs multiply the vectors
+    excluded: Panel = Panel()  # uint8 mask of the pairs that a sum leaves out, where ids do not say
+
+
 class Listed(NamedTuple):
     """Listed pairs p, sorted by their anchors; None where absent.
 
@@ -110,6 +118,7 @@ class Config(NamedTuple):
     WHOLE_STEPS: bool  # whether the dimensions are a multiple of BLOCK_K
     OVER: pairs.Over
     IDS: bool  # whether there are ids
+    GROUPS: relations.Rule | None  # whether negatives are of the same group or of another one
     SHARED: bool  # values are one number each: one evaluation serves both sides
     ROWS: bool  # whether the rows are anchors
     COLS: bool  # whether the columns are anchors
@@ -135,6 +144,7 @@ class Axis(NamedTuple):
     lane: tl.tensor  # offsets from ``start``, of the last one beyond the end: loads need no mask
     inv: tl.tensor  # inverse norms
     ids: tl.tensor  # ids, or indices in the matrix; NOWHERE beyond the end
+    groups: tl.tensor | None
 
 
 # --------------------------------------------------------------------------------- a tile of scores
@@ -165,8 +175,9 @@ def _axis(
         inv = tl.full([BLOCK], 1.0, tl.float32)
     else:
         inv = tl.load(vectors.inv + start + lane)
+    groups = None if vectors.groups is None else tl.load(vectors.groups + start + lane)
     parts = tl.cdiv(size, BLOCK * PARTS) * PARTS
-    return Axis(pid, parts, start, first + start, size, local, lane, inv, ids)
+    return Axis(pid, parts, start, first + start, size, local, lane, inv, ids, groups)
 
 
 @triton.jit
@@ -236,7 +247,7 @@ def _is_needless(values, C: tl.constexpr):
 
 
 @triton.jit
-def _tile(inputs, products, block, C: tl.constexpr):
+def _tile(inputs, loaded, block, C: tl.constexpr):
     """Return the Axis of the rows, the ``pid`` of the first part of columns, and inner products.
 
     The products are a tuple, (BLOCK_M, BLOCK_N / PARTS) for each part. A thread holds values of
@@ -246,10 +257,10 @@ def _tile(inputs, products, block, C: tl.constexpr):
     pid_m, pid_n = _pids(block, C)
     rows = _axis(pid_m, block.row, 0, block.size_m, inputs.rows, C.BLOCK_M)
     cols = _columns(pid_n, inputs, block, 1, C)
-    if products.x is None:
+    if loaded.products.x is None:
         x = _dot(inputs, rows, cols, C)
     else:
-        pointers, inside = _entries(products, rows, cols)
+        pointers, inside = _entries(loaded.products, rows, cols)
         x = tl.load(pointers, mask=inside, other=0.0)
     if C.PARTS == 1:
         parts = (x,)
@@ -272,16 +283,35 @@ def _over_norms(x, rows, cols):
 
 
 @triton.jit
-def _included(rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
-    """Return the mask of pairs that a sum has: by their ids and, with ENDS, within the block."""
+def _may_meet(rows, cols, C: tl.constexpr):
+    """Return the mask of pairs whose groups let them be negatives: IGNORE_ID is open to all."""
+    i = rows.groups[:, None]
+    j = cols.groups[None, :]
+    meet = i == j if C.GROUPS == "same" else i != j
+    return meet | (i == IGNORE_ID) | (j == IGNORE_ID)
+
+
+@triton.jit
+def _included(excluded, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
+    """Return the mask of pairs that a sum has: by a mask, or by their ids and groups.
+
+    With ENDS, it has none beyond the block.
+    """
     i = rows.ids[:, None]
     j = cols.ids[None, :]
-    if C.IDS:
+    if excluded.x is not None:
+        pointers, inside = _entries(excluded, rows, cols)
+        mask = tl.load(pointers, mask=inside, other=1) == 0
+    elif C.IDS:
         mask = (i != IGNORE_ID) & (j != IGNORE_ID)
-        if C.OVER == "negatives":
-            mask = mask & (i != j)
         if C.OVER == "positives":
             mask = mask & (i == j)
+        if C.OVER == "negatives":
+            mask = mask & (i != j)
+            if C.GROUPS is not None:
+                mask = mask & _may_meet(rows, cols, C)
+        if C.OVER == "all" and C.GROUPS is not None:
+            mask = mask & ((i == j) | _may_meet(rows, cols, C))
     elif C.OVER == "positives":
         mask = i == j
     elif not ENDS:
@@ -294,7 +324,7 @@ def _included(rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _masked(x, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
+def _masked(x, excluded, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
     """Return x without the pairs that a sum leaves out and, with ENDS, within the block."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N // C.PARTS
@@ -307,8 +337,9 @@ def _masked(x, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
         beyond_m = (rows.pid + 1) * BLOCK_M > rows.size
         beyond_n = (cols.pid + 1) * BLOCK_N > cols.size
         special = special | beyond_m | beyond_n
-    if C.IDS or C.OVER == "positives" or special:
-        x = tl.where(_included(rows, cols, ENDS, C), x, float("-inf") if C.MAXIMUM else 0.0)
+    if excluded.x is not None or C.IDS or C.OVER == "positives" or special:
+        included = _included(excluded, rows, cols, ENDS, C)
+        x = tl.where(included, x, float("-inf") if C.MAXIMUM else 0.0)
     return x
 
 
@@ -394,7 +425,7 @@ def _summands(
 @triton.jit(do_not_specialize=Block._fields)  # these change from batch to batch
 def sums_kernel(
     inputs,  # Inputs
-    products,  # Panel of float32 inner products or scores
+    loaded,  # Loaded
     row,  # Block
     col,
     size_m,
@@ -413,7 +444,7 @@ def sums_kernel(
     if _is_needless(values, C):
         return
     block = Block(row, col, size_m, size_n, first_col)
-    rows, first, parts = _tile(inputs, products, block, C)
+    rows, first, parts = _tile(inputs, loaded, block, C)
     PARTS: tl.constexpr = C.PARTS
     WIDTH: tl.constexpr = C.WIDTH
     for part in tl.static_range(PARTS):
@@ -421,11 +452,13 @@ def sums_kernel(
         s = _over_norms(parts[part], rows, cols)
         for k in tl.static_range(WIDTH):
             if C.ROWS:
-                x = _masked(_summands(s, values, rows, 1, k, FORM, C), rows, cols, True, C)
+                x = _summands(s, values, rows, 1, k, FORM, C)
+                x = _masked(x, loaded.excluded, rows, cols, True, C)
                 _store_partial(row_out, k, x, rows, cols, 1, C)
             if C.COLS:
                 if not (C.ROWS and C.SHARED):
-                    x = _masked(_summands(s, values, cols, 0, k, FORM, C), rows, cols, True, C)
+                    x = _summands(s, values, cols, 0, k, FORM, C)
+                    x = _masked(x, loaded.excluded, rows, cols, True, C)
                 _store_partial(col_out, k, x, cols, rows, 0, C)
 
 
@@ -459,6 +492,7 @@ def _weighted(z, grad, axis, cols, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl
 def _slopes(
     total,  # (BLOCK_M, BLOCK_N) the gradient of the scores so far
     s,  # (BLOCK_M, BLOCK_N) scores
+    excluded,  # Panel
     rows,
     cols,
     values,
@@ -487,17 +521,17 @@ def _slopes(
         else:
             total += by_z
         if C.GRAD_SHIFT:
-            by_shift = _masked(by_z, rows, cols, True, C)
+            by_shift = _masked(by_z, excluded, rows, cols, True, C)
             _store_partial(out, slot, by_shift, axis, candidates, AXIS, C)
         if C.GRAD_SCALE:
             by_scale += by_z * s
         if C.TOTAL:
             summed += _within(value, s, values, axis, AXIS, C)
     if C.TOTAL:
-        summed = _masked(summed, rows, cols, True, C)
+        summed = _masked(summed, excluded, rows, cols, True, C)
         _store_partial(out, last, summed, axis, candidates, AXIS, C)
     if C.GRAD_SCALE:
-        by_scale = _masked(by_scale, rows, cols, True, C)
+        by_scale = _masked(by_scale, excluded, rows, cols, True, C)
         _store_partial(out, last, by_scale, axis, candidates, AXIS, C)
     return total
 
@@ -505,7 +539,7 @@ def _slopes(
 @triton.jit(do_not_specialize=Block._fields)
 def gradient_kernel(
     inputs,  # as in sums_kernel
-    products,
+    loaded,
     row,
     col,
     size_m,
@@ -528,18 +562,19 @@ def gradient_kernel(
     if _is_needless(values, C):
         return
     block = Block(row, col, size_m, size_n, first_col)
-    rows, first, parts = _tile(inputs, products, block, C)
+    rows, first, parts = _tile(inputs, loaded, block, C)
     PARTS: tl.constexpr = C.PARTS
     for part in tl.static_range(PARTS):
         cols = _columns(first + part, inputs, block, PARTS, C)
         s = _over_norms(parts[part], rows, cols)
         x = tl.zeros_like(s)
         if C.ROWS:
-            x = _slopes(x, s, rows, cols, values, grad, row_out, 1, FORM, C)
+            x = _slopes(x, s, loaded.excluded, rows, cols, values, grad, row_out, 1, FORM, C)
         if C.COLS and not (C.ROWS and C.SHARED):
-            x = _slopes(x, s, rows, cols, values, grad, col_out, 0, FORM, C)
+            x = _slopes(x, s, loaded.excluded, rows, cols, values, grad, col_out, 0, FORM, C)
         if panel.x is not None:
-            x = _over_norms(_masked(x, rows, cols, False, C), rows, cols)
+            x = _masked(x, loaded.excluded, rows, cols, False, C)
+            x = _over_norms(x, rows, cols)
             pointers, inside = _entries(panel, rows, cols)
             tl.store(pointers, x.to(panel.x.dtype.element_ty), mask=inside)
 

@@ -75,6 +75,14 @@ class Labels:
             self.open = [ignored_mask(x) for x in groups]
 
     @property
+    def ids(self) -> tuple[Tensor, Tensor] | None:
+        """The (N,) and (M,) labels where each entry has one; None for sets of labels."""
+        rows, cols = self.labels
+        if rows.shape[1] != 1 or cols.shape[1] != 1:
+            return None
+        return rows[:, 0], cols[:, 0]
+
+    @property
     def has_weights(self) -> bool:
         """False, as matches by labels weigh 1."""
         return False

@@ -19,6 +19,7 @@ from .inputs import NO_SIDE, Inputs, Side
 from .pair_scores import Index, ListedPairs
 from .pairs import IGNORE_ID, Over, Pairs
 from .question import Attempt, Condition, Question, Value, has_each, is_trained
+from .relations import Labels, RelatedPairs, Rule
 from .terms import Term, identity
 from .tiled import Gradients, Needs
 from .vectors import inverse_norms
@@ -45,6 +46,8 @@ class Form(NamedTuple):
     terms: tuple[Term, ...]  # none: the highest score is asked for
     over: Over
     ids: bool
+    groups: Rule | None  # of pairs that may be negatives, beside ids
+    mask: bool  # whether kernels read a mask in place of ids
     scale: Kind
     shift: Kind
     below: Kind
@@ -67,6 +70,10 @@ class Form(NamedTuple):
         what.append("large tiles" if self.large else "small tiles")
         if self.ids:
             what.append("ids")
+        if self.groups is not None:
+            what.append(f"negatives of the {self.groups} group")
+        if self.mask:
+            what.append("a mask of pairs")
         if self.gradients.scale:
             what.append("a learnt scale")
         if self.below != "none" or self.above != "none":
@@ -103,6 +110,7 @@ def form_of(
     listed: Listing = "none"
     if pairs is not None:
         listed = "diagonal" if pairs[0] is None else "listed"
+    compared = triton.compared(question.pairs)
     return Form(
         device=inputs.like.device,
         dtypes=dtypes,
@@ -112,7 +120,9 @@ def form_of(
         sides=question.sides,
         terms=question.terms,
         over=question.over,
-        ids=question.pairs.ids[0] is not None,
+        ids=compared.ids[0] is not None,
+        groups=compared.rule,
+        mask=compared.mask,
         scale=kind_of(question.scale),
         shift=kind_of(question.shift),
         below=kind_of(question.below),
@@ -319,7 +329,7 @@ def needs_of(form: Form) -> Needs:
 def example(form: Form) -> tuple[Question, Inputs]:
     """Return a question of a form, and its inputs."""
     n, m = LARGE_EXAMPLE if form.large else SMALL_EXAMPLE
-    if not form.ids:  # row i matches column i
+    if not form.ids and not form.mask:  # row i matches column i
         m = n
     spread = 0.5  # about the standard deviation of the scores
     if form.dim:
@@ -339,7 +349,7 @@ def example(form: Form) -> tuple[Question, Inputs]:
     elif form.attempt != "none":
         condition = Condition(anchors[0] > 0, True)
     question = Question(
-        Pairs((n, m), example_of_ids(form, n, m), form.device),
+        example_of_pairs(form, n, m),
         form.sides,
         form.terms or (identity,),
         form.over,
@@ -380,13 +390,22 @@ def example_of_inputs(form: Form, n: int, m: int) -> Inputs:
     return Inputs(sides[0], sides[1], None)
 
 
-def example_of_ids(form: Form, n: int, m: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return ids (n,) and (m,), one of which is padding, if the form has any."""
-    if not form.ids:
-        return None, None
-    row_ids, col_ids = (torch.arange(n + m, device=form.device) % 97).split((n, m))
-    row_ids[0] = IGNORE_ID
-    return row_ids, col_ids
+def example_of_pairs(form: Form, n: int, m: int) -> Pairs:
+    """Return pairs by what the form has: ids, groups beside them, sets of labels, or nothing."""
+    numbers = torch.arange(n + m, device=form.device)
+    row_ids, col_ids = (numbers % 97).split((n, m))
+    row_ids[0] = IGNORE_ID  # padding
+    if form.mask:
+        row_sets = torch.stack([row_ids, row_ids + 1], 1)
+        return RelatedPairs(Labels(row_sets, col_ids[:, None]))
+    if form.groups is not None:
+        row_groups, col_groups = (numbers % 3).split((n, m))
+        row_groups[1] = IGNORE_ID  # open to all
+        groups = row_groups, col_groups
+        return RelatedPairs(Labels(row_ids[:, None], col_ids[:, None], groups, form.groups))
+    if form.ids:
+        return Pairs((n, m), (row_ids, col_ids), form.device)
+    return Pairs((n, m), (None, None), form.device)
 
 
 def example_of_listed(form: Form, inputs: Inputs) -> ListedPairs | None:

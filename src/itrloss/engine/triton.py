@@ -22,8 +22,9 @@ from torch import Tensor
 from . import kernels
 from .inputs import Inputs, Places, Side
 from .pair_scores import ListedPairs
-from .pairs import Members
+from .pairs import Ids, Members, Pairs
 from .question import Question, Value, has_each, is_trained
+from .relations import Labels, RelatedPairs, Rule
 from .tiled import Gradients, Needs
 
 
@@ -74,6 +75,27 @@ def has_kernel(question: Question) -> bool:
     return question.terms in kernels.FORMS and not question.teaches
 
 
+class Compared(NamedTuple):
+    """What kernels find the pairs of a sum by."""
+
+    ids: Ids  # (N,) and (M,)
+    groups: Ids = (None, None)  # (N,) and (M,), beside ids
+    rule: Rule | None = None  # of the groups
+    mask: bool = False  # they read a mask, which PyTorch makes for each block
+
+
+def compared(pairs: Pairs) -> Compared:
+    """Return what kernels find pairs by: an id and a group of each entry, or else a mask."""
+    if not isinstance(pairs, RelatedPairs):
+        return Compared(pairs.ids)
+    relation = pairs.relation
+    if not isinstance(relation, Labels) or relation.ids is None:
+        return Compared((None, None), mask=True)
+    if relation.groups is None:
+        return Compared(relation.ids)
+    return Compared(relation.ids, relation.groups, relation.rule)
+
+
 class Reduction(NamedTuple):
     """How values of candidates become one number."""
 
@@ -107,7 +129,7 @@ def reduced(run: Pass, reduction: Reduction) -> Tensor:
     total = AnchorTotals(run, config.WIDTH, run.question.sides, reduction)
     with torch.cuda.device_of(run.inputs.like):
         for places in run.blocks():
-            run.launch(kernels.sums_kernel, config, places, run.products(places), total)
+            run.launch(kernels.sums_kernel, config, places, run.loaded(places), total)
     return total.values
 
 
@@ -182,14 +204,14 @@ class GradientKernel:
 
     def write(self, places: Places, panel: kernels.Panel) -> None:
         """Write the gradient of a block's inner products to a panel, if there is one."""
-        products = self.run.products(places)
-        self._launch(places, products, panel)
+        loaded = self.run.loaded(places)
+        self._launch(places, loaded, panel)
         if self.fallback is not None:
-            self.fallback._launch(places, products, panel)
+            self.fallback._launch(places, loaded, panel)
 
-    def _launch(self, places: Places, products: kernels.Panel, panel: kernels.Panel) -> None:
+    def _launch(self, places: Places, loaded: kernels.Loaded, panel: kernels.Panel) -> None:
         self.run.launch(
-            kernels.gradient_kernel, self.config, places, products, self.total, self.grad, panel
+            kernels.gradient_kernel, self.config, places, loaded, self.total, self.grad, panel
         )
 
     def of_scale(self) -> Tensor:
@@ -594,6 +616,7 @@ class Pass:
         self.inputs = inputs
         self.form = form  # of the terms, see `kernels.FORMS`
         self.shape = question.pairs.shape
+        self.compared = compared(question.pairs)
         self.device = inputs.like.device
         self.matrix = None if inputs.scores is None else inputs.scores.contiguous()
         self.fused = self.matrix is None and fused(inputs.rows.like, inputs.cols.like)
@@ -636,7 +659,8 @@ class Pass:
             PARTS=self.tile.parts,
             WHOLE_STEPS=self.kernel_inputs.dim % self.tile.block_k == 0,
             OVER=question.over,
-            IDS=question.pairs.ids[0] is not None,
+            IDS=self.compared.ids[0] is not None,
+            GROUPS=self.compared.rule,
             SHARED=not any(has_each(x) for x in question.values),
             ROWS=0 in question.sides,
             COLS=1 in question.sides,
@@ -646,17 +670,20 @@ class Pass:
         )
 
     def _kernel_inputs(self) -> kernels.Inputs:
-        """Return the inverse norms, the ids and, if kernels multiply them, the embeddings."""
+        """Return the inverse norms, ids, groups and, if kernels multiply them, the embeddings."""
         rows = self.inputs.rows
         cols = self.inputs.cols
-        row_ids, col_ids = self.question.pairs.ids
+        row_ids, col_ids = self.compared.ids
+        row_groups, col_groups = self.compared.groups
         x = y = None
         dim = 0
         if self.fused:
             x = aligned(rows.like)
             y = aligned(cols.like)
             dim = x.shape[1]
-        return kernels.Inputs(vectors_of(x, rows, row_ids), vectors_of(y, cols, col_ids), dim)
+        of_rows = vectors_of(x, rows, row_ids, row_groups)
+        of_cols = vectors_of(y, cols, col_ids, col_groups)
+        return kernels.Inputs(of_rows, of_cols, dim)
 
     def _kernel_values(self) -> kernels.Values:
         """Return the scale, the shift and the limits."""
@@ -675,12 +702,23 @@ class Pass:
         """Yield the rows and columns of blocks, smaller ones for more planes of sums of tiles."""
         n, m = self.shape
         size = BLOCK // planes
-        if self.matrix is None and not self.fused:  # cuBLAS multiplies, panel by panel
+        multiplies = self.matrix is None and not self.fused  # by cuBLAS, panel by panel
+        if multiplies or self.compared.mask:
             size = min(size, self.panel_size)
         height = min(BLOCK_ROWS, whole_tiles(n + 127))
         for rows in spans(n, height):
             for cols in spans(m, whole_tiles(size // height)):
                 yield rows, cols
+
+    def loaded(self, places: Places) -> kernels.Loaded:
+        """Return the panels of a block that kernels read."""
+        products = self.products(places)
+        if not self.compared.mask:
+            return kernels.Loaded(products)
+        excluded = self.question.pairs.excluded(self.question.over, *places)
+        assert excluded is not None
+        mask = excluded.view(torch.uint8)
+        return kernels.Loaded(products, kernels.Panel(mask, mask.stride(0), mask.shape[1]))
 
     def products(self, places: Places) -> kernels.Panel:
         """Return a block's (r, c) float32 inner products, or scores; none if kernels multiply."""
@@ -703,7 +741,7 @@ class Pass:
         kernel: triton.JITFunction,
         config: kernels.Config,
         places: Places,
-        products: kernels.Panel,  # of the block
+        loaded: kernels.Loaded,  # of the block
         total: AnchorTotals | None,  # to which the partial results of the kernel are added
         *more: object,  # further arguments of the kernel
     ) -> None:
@@ -713,7 +751,7 @@ class Pass:
         partials = {} if total is None else total.partials(places)
         kernel[(grid_m * grid_n,)](
             self.kernel_inputs,
-            products,
+            loaded,
             *kernels.Block(rows.start, cols.start, *sizes(places), self.first_anchor[1]),
             self.kernel_values,
             partials.get(0),
@@ -806,7 +844,9 @@ def fused(rows: Tensor, cols: Tensor) -> bool:
     return rows.dtype == cols.dtype != torch.float32
 
 
-def vectors_of(x: Tensor | None, side: Side, ids: Tensor | None = None) -> kernels.Vectors:
+def vectors_of(
+    x: Tensor | None, side: Side, ids: Tensor | None = None, groups: Tensor | None = None
+) -> kernels.Vectors:
     """Return a side as kernels take it, with its vectors x (N, D) if they are multiplied."""
     stride = 0
     inv = side.inv
@@ -816,7 +856,9 @@ def vectors_of(x: Tensor | None, side: Side, ids: Tensor | None = None) -> kerne
         inv = inv.flatten()
     if ids is not None:
         ids = ids.contiguous()
-    return kernels.Vectors(x, stride, inv, ids)
+    if groups is not None:
+        groups = groups.contiguous()
+    return kernels.Vectors(x, stride, inv, ids, groups)
 
 
 def per_anchor(value: Value | None, device: torch.device) -> kernels.PerAnchor:
