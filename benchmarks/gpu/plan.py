@@ -54,7 +54,7 @@ SLOTS: dict[int, tuple[Step, ...]] = {
             "correct",
             "works",
             85,
-            "8 losses x 3 dtypes x 6 shapes against float64. If one is wrong, nothing else counts",
+            "8 losses x 3 dtypes x 8 shapes against float64. If one is wrong, nothing else counts",
             parts=tuple(f"{loss}, {dtype}" for dtype in DTYPES for loss in LOSSES),
         ),
         Step("goals", "speed", 85, "whole losses at large sizes, and as CUDA graphs"),

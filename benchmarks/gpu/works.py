@@ -141,7 +141,7 @@ def works(session: Session) -> None:
             warnings.simplefilter("always")
             v, w = session.pair(n, n, dim, dtype)
             start = time.perf_counter()
-            found = results(LOSSES["infonce learnable"](engine="triton"), [v, w], ())
+            found = results(LOSSES["infonce learnable"](engine="triton"), [v, w], {})
             session.synchronize()
             seconds = round(time.perf_counter() - start, 2)
             if not all(bool(x.isfinite().all()) for x in found):
@@ -153,17 +153,24 @@ def works(session: Session) -> None:
 
 # ------------------------------------------------------------------------------------ is it right?
 
-# Images, texts, dimensions, and whether there are ids: large tiles, ragged ends on every axis, and
+# Images, texts, dimensions, and what says who matches: large tiles, ragged ends on every axis, and
 # hardly a tile.
 SHAPES = (
-    (4096, 4096, 512, False),
-    (2053, 4099, 200, True),
-    (2048, 2048, 1024, False),
-    (1, 300, 64, True),
-    (300, 1, 64, True),
-    (129, 129, 17, False),
+    (4096, 4096, 512, "rows"),
+    (2053, 4099, 200, "ids"),
+    (2053, 4099, 200, "groups"),
+    (2053, 4099, 200, "label sets"),
+    (2048, 2048, 1024, "rows"),
+    (1, 300, 64, "ids"),
+    (300, 1, 64, "ids"),
+    (129, 129, 17, "rows"),
 )
-TOY_SHAPES = (20, 20, 16, False), (12, 36, 20, True)
+TOY_SHAPES = (
+    (20, 20, 16, "rows"),
+    (12, 36, 20, "ids"),
+    (9, 18, 16, "groups"),
+    (9, 18, 16, "label sets"),
+)
 
 
 def correct(session: Session) -> None:
@@ -174,32 +181,28 @@ def correct(session: Session) -> None:
     """
     assert session.part is not None
     loss, dtype = session.part.split(", ")
-    for n, m, dim, has_ids in session.pick(SHAPES, TOY_SHAPES):
-        about = {"loss": loss, "shape": [n, m, dim], "dtype": dtype}
+    for n, m, dim, who in session.pick(SHAPES, TOY_SHAPES):
+        about = {"loss": loss, "shape": [n, m, dim], "dtype": dtype, "who": who}
         if session.is_late(**about):
             session.failed = True  # what was not compared is not right
             return
         with session.attempt(**about):
-            row = compared(session, loss, (n, m, dim), DTYPES[dtype], has_ids)
-            session.say(**about, ids=has_ids, **row)
+            row = compared(session, loss, (n, m, dim), DTYPES[dtype], who)
+            session.say(**about, **row)
             if not row["right"]:
                 raise ArithmeticError(f"off by {row['errors']}: more than {row['bounds']}")
 
 
 def compared(
-    session: Session, loss: str, shape: tuple[int, int, int], dtype: torch.dtype, has_ids: bool
+    session: Session, loss: str, shape: tuple[int, int, int], dtype: torch.dtype, who: str
 ) -> dict[str, object]:
     """Return relative errors of the value, both gradients and the parameters' gradients."""
     n, m, dim = shape
     v, w = session.pair(n, m, dim, dtype)
-    ids: tuple[Tensor, ...] = ()
-    if has_ids:
-        # Some texts have no image, and a single image has negatives, too.
-        text_ids = torch.arange(m, device=v.device) * (n + 1) // m
-        ids = torch.arange(n, device=v.device), text_ids
+    matching = who_matches(who, n, m, v.device)
     exact_leaves = [x.detach().double().requires_grad_() for x in (v, w)]
-    exact = results(LOSSES[loss](engine="dense").double(), exact_leaves, ids)
-    first, second = (without_fallback(session, loss, [v, w], ids) for _ in range(2))
+    exact = results(LOSSES[loss](engine="dense").double(), exact_leaves, matching)
+    first, second = (without_fallback(session, loss, [v, w], matching) for _ in range(2))
     errors = [error(first[0], exact[0], least=1.0)]  # a loss can be a difference near 0
     errors += [error(a, b) for a, b in zip(first[1:], exact[1:], strict=True)]
     bounds = [BOUNDS[torch.float32]] + [BOUNDS[dtype]] * (len(errors) - 1)
@@ -208,8 +211,28 @@ def compared(
     return {"errors": errors, "bounds": bounds, "same bits": same, "right": same and within}
 
 
+def who_matches(who: str, n: int, m: int, device: torch.device) -> dict[str, Tensor]:
+    """Return arguments of a loss that say who matches: none for row i with column i.
+
+    Kernels compare ids and groups, and read a mask for sets of labels.
+    """
+    if who == "rows":
+        return {}
+    image_ids = torch.arange(n, device=device)
+    # Some texts have no image, and a single image has negatives, too.
+    text_ids = torch.arange(m, device=device) * (n + 1) // m
+    if who == "label sets":
+        image_ids = torch.stack([image_ids, image_ids + 2], 1)
+        text_ids = text_ids[:, None]
+    found = {"image_ids": image_ids, "text_ids": text_ids}
+    if who == "groups":
+        found["image_groups"] = image_ids % 3
+        found["text_groups"] = text_ids % 3
+    return found
+
+
 def without_fallback(
-    session: Session, loss: str, leaves: list[Tensor], ids: tuple[Tensor, ...]
+    session: Session, loss: str, leaves: list[Tensor], matching: dict[str, Tensor]
 ) -> list[Tensor]:
     """Return a loss and its gradients on the Triton engine; a warning of the library is an error.
 
@@ -218,13 +241,13 @@ def without_fallback(
     poison(session)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "itrloss")
-        return results(LOSSES[loss](engine="triton"), leaves, ids)
+        return results(LOSSES[loss](engine="triton"), leaves, matching)
 
 
-def results(loss: nn.Module, leaves: list[Tensor], ids: tuple[Tensor, ...]) -> list[Tensor]:
+def results(loss: nn.Module, leaves: list[Tensor], matching: dict[str, Tensor]) -> list[Tensor]:
     """Return a loss and its gradients with respect to the leaves and to its parameters."""
     loss = loss.to(leaves[0].device)
-    value = LOSS_SCALE * loss(*leaves, *ids)
+    value = LOSS_SCALE * loss(*leaves, **matching)
     gradients = torch.autograd.grad(value, (*leaves, *loss.parameters()))
     return [value.detach() / LOSS_SCALE, *gradients]
 

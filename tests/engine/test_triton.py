@@ -16,10 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
+from support import losses_registry
 from support.answers import ANSWERS, TOTALS, evaluate, evaluate_total, parameters
 from support.cases import SHAPES, each, embeddings, finite, make_ids, pairwise, similarity, upstream
 from support.interpreter import TILE, a_quick_interpreter  # noqa: F401 (a fixture)
 from support.processes import both
+from support.reference import formula, unit
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,14 +29,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import itrloss
-from itrloss import Similarity
+from itrloss import NO_ID, Related, Similarity
 from itrloss.engine import terms, tiled, vectors
 from itrloss.engine.inputs import Inputs, Side
 from itrloss.engine.matrix import Matrix
 from itrloss.engine.pairs import IGNORE_ID, Numbers, Pairs
 from itrloss.engine.question import Question
+from itrloss.engine.relations import Labels, RelatedPairs
 from itrloss.engine.terms import pair_term
 from itrloss.functional import info_nce_loss, sigmoid_loss, triplet_loss
+from itrloss.related import related_pairs
 
 pytest.importorskip("triton")
 import triton
@@ -365,6 +369,263 @@ def test_softplus_and_its_slope_are_accurate_at_both_ends():
 
 def test_what_losses_ask_has_a_form():
     assert {asked for asked, _ in ASKED_TERMS.values()} == set(kernels.FORMS)
+
+
+# -------------------------------------------------- groups, sets of labels, and matrices of matches
+
+NAMES = itrloss.checks.ROWS_AND_COLUMNS
+RELATIONS = (
+    "same group",
+    "other group",
+    "no group in common",
+    "one label",
+    "sets",
+    "matches",
+    "sparse matches",
+)
+
+
+def drawn(seed, high, *shape):
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relation_of(kind, n, m):
+    """Ids and a Related of a kind. Some entries do not exist, some are open to all groups."""
+    if kind == "sets":
+        ids = drawn(1, 9, n, 2), drawn(2, 9, m, 3)
+        ids[0][:, 1][drawn(3, 2, n) == 0] = NO_ID
+        ids[0][0] = NO_ID
+        ids[1][-1] = NO_ID
+        return ids, None
+    if "matches" in kind:
+        matches = drawn(1, 3, n, m).float()
+        matches[drawn(2, 3, n, m) == 0] = torch.nan
+        return (None, None), Related(matches=matches.to_sparse() if "sparse" in kind else matches)
+    ids = drawn(1, 4, n), drawn(2, 4, m)
+    ids[0][-1] = ids[1][1 % m] = NO_ID
+    if kind == "one label":
+        return (ids[0][:, None], ids[1][:, None]), None
+    groups = drawn(3, 3, n), drawn(4, 3, m)
+    groups[0][0] = groups[1][-1] = NO_ID
+    if kind == "no group in common":
+        groups = drawn(3, 3, n), drawn(4, 3, m) + 10
+    return ids, Related(groups, "other" if kind == "other group" else "same")
+
+
+def state(i, j, ids, related):
+    """Whether pair i, j is positive, negative or None, from the meaning of the input alone."""
+    if related is not None and related.matches is not None:
+        value = related.matches[i, j].item()  # nan is neither
+        return "positive" if value > 0 else "negative" if value == 0 else None
+    own, other = ({*x[k].reshape(-1).tolist()} - {NO_ID} for x, k in zip(ids, (i, j), strict=True))
+    if not own or not other:
+        return None
+    if own & other:
+        return "positive"
+    if related is None:
+        return "negative"
+    a, b = (x[k].item() for x, k in zip(related.groups, (i, j), strict=True))
+    meet = NO_ID in (a, b) or (a == b) == (related.rule == "same")
+    return "negative" if meet else None
+
+
+def included(kind, n, m, over):
+    """The (N, M) bool mask of the pairs of a sum."""
+    ids, related = relation_of(kind, n, m)
+    if kind == "sparse matches":
+        related = related._replace(matches=related.matches.to_dense())
+    counted = {"all": ("positive", "negative")}.get(over, (over.removesuffix("s"),))
+    states = [[state(i, j, ids, related) for j in range(m)] for i in range(n)]
+    return torch.tensor([[x in counted for x in row] for row in states]).view(n, m)
+
+
+def on_device(kind, n, m):
+    """The pairs of a relation where kernels run."""
+    ids, related = relation_of(kind, n, m)
+    if related is not None:
+        groups = tuple(moved(*related.groups))
+        related = related._replace(groups=groups, matches=moved(related.matches)[0])
+    return related_pairs((n, m), tuple(moved(*ids)), related, DEVICE, NAMES)
+
+
+# Rows and columns: several blocks on both axes with ragged ends, one row, and one column.
+RELATED_SHAPES = [(19, 37), (1, 20), (18, 1), (33, 5)]
+
+
+def all_terms_over_related_pairs():
+    """Cases that cover all pairs of values; one of each relation and kind of sum is not slow."""
+    cases, seen = [], set()
+    for kind, over, shape, *others in pairwise(
+        kind=RELATIONS,
+        over=["negatives", "all", "positives"],
+        shape=RELATED_SHAPES,
+        key=[*ASKED_TERMS],
+        shared=[True, False],
+        sides=[(0, 1), (0,), (1,)],
+        form=["multiplied", "given"],
+    ):
+        quick = (kind, over) not in seen and 1 not in shape
+        seen |= {(kind, over)} if quick else set()
+        marks = [] if quick else [pytest.mark.slow]
+        cases.append(pytest.param(kind, over, shape, *others, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(
+    ("kind", "over", "shape", "key", "shared", "sides", "form"), all_terms_over_related_pairs()
+)
+@pytest.mark.usefixtures("few_tiles", "poisoned")
+def test_terms_over_related_pairs(kind, over, shape, key, shared, sides, form, monkeypatch):
+    """Sums, and gradients by vectors or scores, scale and shift, beside plain PyTorch in float64.
+
+    Kernels find pairs by an id and a group of each entry, and others by a mask.
+    """
+    monkeypatch.setattr(engine, "fused", lambda rows, cols: form == "multiplied")
+    n, m = shape
+    anchors = sum(shape[side] for side in sides)
+    asked_terms, _ = ASKED_TERMS[key]
+    scale = torch.linspace(0.3, 1.5, 1 if shared else anchors).double().requires_grad_()
+    shift = (scale.detach() / 2 - (0 if "log1p" in key else 0.7)).requires_grad_()
+    v, w = (unit(x).requires_grad_() for x in embeddings(n, m))
+    scores = v @ w.T
+    mask = included(kind, n, m, over)
+    wanted = []
+    for term in asked_terms:
+        of_sides = []
+        for side, a, b in zip(
+            sides, *(split(x, sides, shape) for x in (scale, shift)), strict=True
+        ):
+            s = scores.T if side else scores
+            values = formula(term)(a * s + b).expand_as(s)
+            of_sides.append(values.masked_fill(~(mask.T if side else mask), 0.0).sum(1))
+        wanted.append(torch.cat(of_sides))
+    wanted = torch.stack(wanted)
+    grad = torch.linspace(-1, 2, wanted.numel()).double().view_as(wanted)
+    leaves = [v, w, scale, shift] if form == "multiplied" else [scores, scale, shift]
+    gradients = torch.autograd.grad(wanted, leaves, grad)
+
+    x, y, s, a, b, g = (moved(t.detach().float())[0] for t in (v, w, scores, scale, shift, grad))
+    inputs = Inputs(*[Side(t, None, None, None) for t in (x, y)], None)
+    if form == "given":
+        inputs = Inputs(Side(None, None, None, None), Side(None, None, None, None), s)
+    question = Question(
+        on_device(kind, n, m), sides, asked_terms, over, a.requires_grad_(), b.requires_grad_()
+    )
+    by_vectors = form == "multiplied"
+    needs = tiled.Needs(by_vectors, by_vectors, False, False, not by_vectors, True, True)
+    sums = engine.sums(question, inputs)
+    found = engine.gradients(question, inputs, g.view_as(sums), needs, None)
+    got = [x for x in found if isinstance(x, torch.Tensor)]
+    assert len(got) == len(leaves)
+    for one, other in zip([sums, *got], [wanted, *gradients], strict=True):
+        one = one.cpu().double().view_as(other)
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
+
+
+def split(values, sides, shape):
+    """Values of all anchors, or one number, as columns for each side."""
+    if len(values) == 1:
+        return [values] * len(sides)
+    return [x[:, None] for x in values.split([shape[side] for side in sides])]
+
+
+@pytest.mark.parametrize("kind", RELATIONS)
+def test_highest_scores_of_related_pairs(kind, multiplying, few_tiles, poisoned):
+    n, m = 19, 37
+    v, w = (unit(x) for x in embeddings(n, m))
+    excluded = ~included(kind, n, m, "negatives")
+    scores = (v @ w.T).masked_fill(excluded, -torch.inf)
+    wanted = 2.0 * torch.cat([scores.amax(1), scores.amax(0)])
+    inputs = Inputs(*[Side(x, None, None, None) for x in moved(v.float(), w.float())], None)
+    question = Question(on_device(kind, n, m), (0, 1), (terms.identity,), scale=2.0)
+    found = engine.highest(question, inputs)
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def loss_input(kind, n, m):
+    """A relation as losses take it, and the rule of its groups."""
+    ids, related = relation_of(kind, n, m)
+    related = Related() if related is None else related
+    given = moved(*ids, *related.groups, related.matches)
+    names = "image_ids", "text_ids", "image_groups", "text_groups", "matches"
+    found = {name: x for name, x in zip(names, given, strict=True) if x is not None}
+    return found, related.rule
+
+
+RELATED_LOSSES = losses_registry.where(lambda entry: entry.takes == "pairs" and entry.oracle)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    each(
+        name=RELATED_LOSSES,
+        kind=[*RELATIONS],
+        dtype=[torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float16],
+    ),
+)
+def test_losses_of_related_pairs(name, kind, dtype, few_tiles, poisoned):
+    """They are those of plain PyTorch in float64."""
+    make = RELATED_LOSSES[name].make
+    if name == "complementary":  # its sums cancel: half precision leaves no digit, with ids neither
+        dtype = torch.float32
+    given = [x.to(dtype) for x in embeddings(19, 22, 8)]
+    who, rule = loss_input(kind, 19, 22)
+    options = {"groups": rule} if rule == "other" else {}
+    found = []
+    for engine_name, to, device in (
+        ("dense", torch.float64, "cpu"),
+        ("tiled", dtype, DEVICE),
+        ("triton", dtype, DEVICE),
+    ):
+        leaves = [x.to(device, to, copy=True).requires_grad_() for x in given]
+        value = make(engine=engine_name, **options)
+        value = value.to(device)(*leaves, **{k: x.to(device) for k, x in who.items()})
+        found.append([value.detach(), *torch.autograd.grad(value, leaves)])
+    bounds = {torch.float32: 2e-4, torch.bfloat16: 8e-3, torch.float16: 2e-3}
+    for wanted, *others in zip(*found, strict=True):
+        noise, error = ((x.cpu().double() - wanted).norm() for x in others)
+        assert error <= 4 * noise + bounds[dtype] * wanted.norm() + 1e-6
+
+
+@pytest.mark.parametrize("few", [0, 64])
+@pytest.mark.parametrize("name", ["infonce", "dcl", "sigmoid mild"])
+def test_weights_of_matches(name, few, few_tiles, poisoned, monkeypatch):
+    """Positives are listed, or too many, and then their weights are a guide."""
+    monkeypatch.setattr("itrloss.engine.pairs.FEW", few)
+    matches = drawn(1, 3, 19, 22).double() * 0.7
+    matches[drawn(2, 4, 19, 22) == 0] = torch.nan
+    given = embeddings(19, 22, 8)
+    found = []
+    for engine_name, dtype, device in (
+        ("dense", torch.float64, "cpu"),
+        ("triton", torch.float32, DEVICE),
+    ):
+        leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in given]
+        loss = RELATED_LOSSES[name].make(engine=engine_name).to(device)
+        value = loss(*leaves, matches=matches.to(device))
+        found.append([value.detach(), *torch.autograd.grad(value, leaves)])
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got.cpu().double(), wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_masks_are_for_what_ids_and_groups_do_not_say():
+    masked = [kind for kind in RELATIONS if engine.compared(on_device(kind, 5, 7)).mask]
+    assert masked == ["sets", "matches", "sparse matches"]
+
+
+@pytest.mark.parametrize("kind", RELATIONS)
+@pytest.mark.parametrize("on_scores", [False, True])
+def test_nothing_of_related_pairs_is_left_to_tiles(kind, on_scores, few_tiles, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("tiles of PyTorch")
+
+    monkeypatch.setattr(tiled, "sums", refuse)
+    monkeypatch.setattr(tiled, "gradients", refuse)
+    v, w = (x.requires_grad_() for x in moved(*embeddings(19, 22, dtype=torch.float32)))
+    who, rule = loss_input(kind, 19, 22)
+    loss = itrloss.InfoNCELoss(groups=rule, engine="triton")
+    value = loss(scores=v @ w.T / 100, **who) if on_scores else loss(v, w, **who)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(value, (v, w)))
 
 
 # ------------------------------------------------- a log-sum-exp whose scale the host does not know
@@ -1153,7 +1414,7 @@ def test_planes_begin_at_multiples_of_16():
 @triton.jit
 def first_partials(out, plane, size, parts, pid):
     """Store where the results of a part of a plane begin."""
-    axis = kernels.Axis(pid, parts, 0, 0, size, 0, 0, 0, 0)
+    axis = kernels.Axis(pid, parts, 0, 0, size, 0, 0, 0, 0, None)
     tl.store(out, kernels._first_partial(plane, axis, axis))
 
 
@@ -1310,6 +1571,32 @@ def test_memory_of_many_positives(asked, slots, m, as_on_a_gpu):
         else:
             engine.sums_and_gradients(question, inputs, grad, needs)
     assert shift.nbytes < peak.bytes <= outputs + 256 * 2**20, peak.bytes / 2**20
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
+@pytest.mark.parametrize("answer", ["sums", "gradients"])
+@pytest.mark.parametrize("groups", [True, False])
+def test_memory_of_relations(groups, answer, as_on_a_gpu, monkeypatch):
+    """Groups take no memory, and a mask is made for one block after the other."""
+    n, d = 32768, 512
+    sides = [Side(meta(n, d, dtype=torch.bfloat16), None, None, None) for _ in range(2)]
+    labels = [meta(n, 1 if groups else 3, dtype=torch.int64) for _ in range(2)]
+    own = [meta(n, dtype=torch.int64) for _ in range(2)] if groups else None
+    pairs = RelatedPairs(Labels(*labels, own))
+    question = Question(pairs, (0, 1), (terms.exponential,))
+    grad = meta(2 * n, dtype=torch.float32)
+    needs = tiled.Needs(True, True, False, False, dtypes=(torch.float32, torch.float32))
+    masks = []
+    excluded = RelatedPairs.excluded
+    monkeypatch.setattr(RelatedPairs, "excluded", lambda *args: masks.append(1) or excluded(*args))
+    with Peak(grad, *labels, *(own or []), *[side.x for side in sides]) as peak:
+        if answer == "sums":
+            engine.sums(question, Inputs(*sides, None))
+        else:
+            engine.gradients(question, Inputs(*sides, None), grad, needs, None)
+    outputs = 2 * n * 4 if answer == "sums" else 2 * n * d * 4
+    assert 0 < peak.bytes <= outputs + 256 * 2**20, (peak.bytes - outputs) / 2**20
+    assert bool(masks) != groups
 
 
 class Work:
@@ -1536,6 +1823,8 @@ ASKED_FORM = trial.Form(
     terms=(terms.exponential,),
     over="negatives",
     ids=True,
+    groups=None,
+    mask=False,
     scale="number",
     shift="number",
     below="none",
@@ -1560,6 +1849,25 @@ FORMS = {
     "float16": {"dtypes": (torch.float16, torch.float16)},
     "float32": FLOATS,
     "no ids": {"ids": False, "listed": "diagonal"},
+    "groups": {"groups": "same"},
+    "other groups, over all": {"groups": "other", "over": "all"},
+    "maximum in a group": {"groups": "same", "terms": (), "gradients": trial.Trained()},
+    "a mask": {"ids": False, "mask": True},
+    "a mask of positives": {"ids": False, "mask": True, "over": "positives", "listed": "none"},
+    "maximum by a mask": {
+        "ids": False,
+        "mask": True,
+        "terms": (),
+        "gradients": trial.Trained(),
+    },
+    "a mask of given scores": {
+        **FLOATS,
+        "ids": False,
+        "mask": True,
+        "dim": 0,
+        "normalized": (False, False),
+        "gradients": trial.Trained(scores=True),
+    },
     "a memory": {"normalized": (True, False), "sides": (0,), "listed": "none"},
     "learnt": {"scale": "one", "shift": "each", "gradients": LEARNT},
     "attempted": {"scale": "one", "shift": "each", "attempt": "one", "gradients": LEARNT},

@@ -31,6 +31,7 @@ from itrloss.engine.kernels import FORMS
 from itrloss.engine.pair_scores import ListedPairs
 from itrloss.engine.pairs import Pairs
 from itrloss.engine.question import Attempt, Condition, Question
+from itrloss.engine.relations import Labels, RelatedPairs
 from itrloss.engine.tiled import Needs
 from support.cases import pairwise
 
@@ -51,6 +52,19 @@ OF_LOSSES = [
     {"sides": (0,), "shifted": False, "total": True, "ids": False},
     {"attempted": True, "limits": 1},  # filtered InfoNCE and multi-similarity
     {"sides": (0,), "learnt": True},  # DCL through its diversities
+]
+# How relations say who may be a negative.
+OF_RELATIONS = [
+    {**CLIP, "relation": "same"},  # the rule of groups
+    {"shared": True, "over": "all", "relation": "other", "shifted": False},
+    {"relation": "other", "shifted": False},
+    {**CLIP, "relation": "mask"},
+    {"shared": True, "over": "all", "relation": "mask", "shifted": False},
+    {"relation": "mask", "shifted": False},
+    {"asked": SOFTPLUS, "total": True, **SIGLIP, "ids": True, "relation": "same"},
+    {"asked": SOFTPLUS, "total": True, **SIGLIP, "ids": True, "relation": "mask"},
+    {"asked": (terms.excess,), "dtype": torch.float32, "relation": "same"},
+    {"asked": (terms.excess,), "dtype": torch.float32, "relation": "mask"},
 ]
 
 
@@ -86,7 +100,7 @@ def cases_of(gpus: Sequence[int]) -> list[tuple[int, dict]]:
     ]
     excess = (terms.excess,)
     for gpu in gpus:
-        cases += [(gpu, options) for options in OF_LOSSES]
+        cases += [(gpu, options) for options in OF_LOSSES + OF_RELATIONS]
         cases += [
             (gpu, {"asked": excess, "dtype": torch.float32}),
             (gpu, {"asked": SOFTPLUS, "total": True, **SIGLIP}),
@@ -145,6 +159,7 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     total=False,
     attempted=False,
     shifted=True,
+    relation=None,
     tile=engine.PRODUCT_TILES[0],
 ) -> None:
     """Call the engine's sums and their gradient, or their total; nothing is computed."""
@@ -163,6 +178,11 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     if not shifted:
         shift = None
     pairs = Pairs((size, size), which, x.device)
+    if relation == "mask":
+        pairs = RelatedPairs(Labels(numbers[:, None].repeat(1, 2), numbers[:, None]))
+    elif relation is not None:
+        groups = numbers // 5, numbers // 7
+        pairs = RelatedPairs(Labels(*[ids[:, None] for ids in which], groups, relation))
     question = Question(pairs, sides, asked, over, values, shift, *bounds)
     inputs = Inputs(side, side, None)
     if attempted:
