@@ -68,6 +68,7 @@ no_compiler = not (compiler and headers.exists())
 # Nothing on the pages comes from the network: the theme has its scripts with it, fonts are those of
 # the reader.
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = f"itrloss {release}"
 html_show_sourcelink = False
 html_copy_source = False

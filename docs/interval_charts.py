@@ -85,8 +85,8 @@ def add_charts(app, doctree):
     for number, table in enumerate(list(doctree.findall(nodes.table)), 1):
         chart = drawn(table, f"Table {number} of this page as a chart")
         if chart is not None:
-            frame = nodes.raw("", f'<div style="overflow-x: auto">{chart}</div>', format="html")
-            table.parent.insert(table.parent.index(table) + 1, frame)
+            raw = nodes.raw("", chart, format="html")
+            table.parent.insert(table.parent.index(table) + 1, raw)
 
 
 def setup(app):

@@ -60,7 +60,7 @@ def lines(
     label: str,
     x: str,
     y: str,
-    size: tuple[int, int] = (680, 340),
+    size: tuple[int, int] = (560, 320),
     style: int = 0,
 ) -> str:
     """Return a chart of lines over integers such as epochs; ``style``: index of the first line's
@@ -147,7 +147,7 @@ def intervals(
             axes.axvline(0, color=_INK, linewidth=1)
         return handles, list(groups)
 
-    return _svg(draw, label, x, "", (720, 60 + (10 + 12 * len(groups)) * len(names)))
+    return _svg(draw, label, x, "", (600, 60 + (10 + 12 * len(groups)) * len(names)))
 
 
 def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple[int, int]) -> str:
@@ -180,7 +180,7 @@ def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple
     )
     # A font not wider than matplotlib's, for which the text was placed.
     look = (
-        f"max-width: 100%; min-width: {0.75 * width:.0f}px; height: auto; "
+        "max-width: 100%; height: auto; "  # narrower on a narrow screen
         "font-family: system-ui, sans-serif; stroke-linejoin: round"
     )
     return f'<svg {frame} style="{look}">{body}'
