@@ -2,7 +2,7 @@ r"""Run the rows of a paper's ablation tables on your data, and compare them wit
 figures.
 
     python -m examples.retrieval.ablate coder --config examples/retrieval/configs/coder_scenes.toml
-        --seeds 0 1 2 \ --out runs/ablate_coder
+        --seeds 0 1 2 --out runs/ablate_coder
 
 ablations.toml lists what each row changes in the full model, the printed figures and the paper's
 claims. Every row and seed is an ordinary run directory below --out, named after a digest of its
@@ -17,24 +17,20 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
 
 from itrloss.comparison import METHODS
 
-from .config import Config, load_config, make_config, tomllib
+from .config import Config, load_config, make_config, read_toml
 from .data import load_split
 from .evaluate import RECALLS, before_and_after, reranker
 from .objectives import build_loss
 from .preparation import data_directory
-from .summary import IGNORED, Metrics, load
+from .runs import IGNORED, Metrics, Run, load_run
 from .train import train
 
 TABLES = Path(__file__).with_name("ablations.toml")
@@ -47,9 +43,9 @@ class Row:
     """A row of a table: the full model with other settings."""
 
     what: str  # in words
-    set: tuple[str, ...] = ()  # key=value, or key*=factor of the full model's
+    set: Sequence[str] = ()  # key=value, or key*=factor of the full model's
     # for tables of re-ranking: γ1, γ2, λ1, λ2, or a method of `itrloss rerank`
-    rerank: tuple[float, ...] | str = ()
+    rerank: Sequence[float] | str = ()
     cannot: str = ""  # the reason why it is not run
 
 
@@ -60,14 +56,14 @@ class Claim:
     """
 
     says: str
-    above: tuple[tuple[str, str], ...] = ()
-    within: tuple[tuple[str, str], ...] = ()
+    above: Sequence[Sequence[str]] = ()
+    within: Sequence[Sequence[str]] = ()
     apart: float = 0.0
     figure: str = "rsum"
 
     @property
-    def pairs(self) -> tuple[tuple[str, str], ...]:
-        return self.above + self.within
+    def pairs(self) -> list[Sequence[str]]:
+        return [*self.above, *self.within]
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class Table:
     baseline: str  # the row that others are compared with
     rows: dict[str, Row]
     printed: dict[str, dict[str, dict[str, float]]]  # by data set, row and figure
-    claims: tuple[Claim, ...]
+    claims: Sequence[Claim]
     note: str = ""
     reranks: bool = False  # rows differ in how the full model's scores are re-ranked
 
@@ -85,46 +81,32 @@ class Table:
 class Paper:
     title: str
     # settings of the full model; those of a file or the command line override them
-    base: tuple[str, ...]
+    base: Sequence[str]
     tables: dict[str, Table]
 
 
 def load_paper(name: str) -> Paper:
     """Read a paper's tables from ablations.toml."""
-    with open(TABLES, "rb") as file:
-        described = tomllib.load(file)[name]
+    described = read_toml(TABLES)[name]
     tables = {}
     for number, table in described["tables"].items():
-        tables[number] = Table(
-            title=table["title"],
-            baseline=table["baseline"],
-            rows={row: Row(**_with_tuples(row_table)) for row, row_table in table["rows"].items()},
-            printed={data: _printed(rows) for data, rows in table["printed"].items()},
-            claims=tuple(Claim(**_with_tuples(claim)) for claim in table["claims"]),
-            note=table.get("note", ""),
-            reranks=table.get("reranks", False),
-        )
-    return Paper(described["title"], tuple(described["base"]), tables)
+        rows = {row: Row(**settings) for row, settings in table.pop("rows").items()}
+        printed = {data: _printed(**figures) for data, figures in table.pop("printed").items()}
+        claims = [Claim(**claim) for claim in table.pop("claims")]
+        tables[number] = Table(rows=rows, printed=printed, claims=claims, **table)
+    return Paper(described["title"], described["base"], tables)
 
 
-def _with_tuples(table: Mapping[str, Any]) -> dict[str, Any]:
-    def frozen(value: Any) -> Any:
-        return tuple(map(frozen, value)) if isinstance(value, list) else value
-
-    return {name: frozen(value) for name, value in table.items()}
-
-
-def _printed(rows: dict[str, list[Any]]) -> dict[str, dict[str, float]]:
+def _printed(
+    columns: Sequence[str] = (*RECALLS, "rsum"), **rows: Sequence[float]
+) -> dict[str, dict[str, float]]:
     """Rows of figures by name; RSUM is added if all six recalls are printed without it."""
-    columns = rows.get("columns", [*RECALLS, "rsum"])
-    figures = {
-        name: dict(zip(columns, row, strict="columns" in rows))
-        for name, row in rows.items()
-        if name != "columns"
-    }
-    for row in figures.values():
-        if "rsum" not in row and set(RECALLS) <= set(row):
-            row["rsum"] = round(sum(row[recall] for recall in RECALLS), 1)
+    figures = {}
+    for name, row in rows.items():
+        own = dict(zip(columns, row, strict=False))
+        if "rsum" in columns and "rsum" not in own:
+            own["rsum"] = round(sum(row), 1)
+        figures[name] = own
     return figures
 
 
@@ -134,10 +116,10 @@ class Grid:
 
     paper: str
     file: Path | None = None  # of --config
-    common: tuple[str, ...] = ()  # key=value
-    seeds: tuple[int, ...] = (0,)
+    common: Sequence[str] = ()  # key=value
+    seeds: Sequence[int] = (0,)
     out: Path = Path("runs/ablate")
-    only: tuple[str, ...] = ()  # tables; empty: all
+    only: Sequence[str] = ()  # tables; empty: all
 
     def __post_init__(self) -> None:
         for setting in self.common:
@@ -157,11 +139,8 @@ class Grid:
 
     @property
     def tables(self) -> dict[str, Table]:
-        return {
-            number: t
-            for number, t in self.source.tables.items()
-            if not self.only or number in self.only
-        }
+        wanted = self.only or self.source.tables
+        return {number: self.source.tables[number] for number in wanted}
 
     def config(self, row: Row, seed: int) -> Config:
         """Settings of a run; the row overrides the command line, which overrides the file's and the
@@ -186,19 +165,22 @@ class Grid:
     def _in_file(self, setting: str) -> bool:
         if self.file is None or setting.startswith("loss="):
             return False
-        with open(self.file, "rb") as file:
-            stated = tomllib.load(file)
+        stated = read_toml(self.file)
         name, _, option = setting.partition("=")[0].partition(".")
-        return option in stated.get(name, {}) if option else name in stated
+        if option:
+            return option in stated.get(name, {})
+        return name in stated
 
     def runs(self) -> dict[str, tuple[Config, list[str]]]:
         """Distinct runs by directory, each with the rows that use it."""
         by_directory: dict[str, tuple[Config, list[str]]] = {}
         for number, table in self.tables.items():
             for (name, row), seed in product(table.rows.items(), self.seeds):
-                if not row.cannot:
-                    config = self.config(row, seed)
-                    by_directory.setdefault(config.out, (config, []))[1].append(f"{number}: {name}")
+                if row.cannot:
+                    continue
+                config = self.config(row, seed)
+                _, users = by_directory.setdefault(config.out, (config, []))
+                users.append(f"{number}: {name}")
         return by_directory
 
 
@@ -207,14 +189,15 @@ def _times(config: Config, key: str, factor: str) -> Config:
     1.
     """
     values = asdict(config)
-    name, _, option = key.partition(".")
-    holder, last = (values[name], option) if option else (values, name)
-    if type(holder.get(last)) not in (int, float):
+    table, _, option = key.rpartition(".")
+    holder = values[table] if table else values
+    number = holder.get(option)
+    if isinstance(number, bool) or not isinstance(number, int | float):
         raise ValueError(
             f"{key}: must be a number, so that a row can have {factor} times as much of it"
         )
-    scaled = holder[last] * float(factor)
-    holder[last] = max(1, round(scaled)) if type(holder[last]) is int else scaled
+    scaled = number * float(factor)
+    holder[option] = scaled if isinstance(number, float) else max(1, round(scaled))
     return make_config(values)
 
 
@@ -246,22 +229,24 @@ def measured(grid: Grid, table: Table) -> dict[str, dict[int, Metrics]]:
     metrics_by_row: dict[str, dict[int, Metrics]] = {name: {} for name in table.rows}
     for (name, row), seed in product(table.rows.items(), grid.seeds):
         config = grid.config(row, seed)
-        if not row.cannot and state(config) == "finished":
-            metrics = load(Path(config.out), "dev")[1]
-            metrics_by_row[name][seed] = (
-                _reranked(config, row, metrics) if table.reranks else metrics
-            )
+        if row.cannot or state(config) != "finished":
+            continue
+        finished = load_run(Path(config.out))
+        metrics = finished.metrics["dev"]
+        if table.reranks:
+            metrics = _reranked(finished, config, row)
+        metrics_by_row[name][seed] = metrics
     return metrics_by_row
 
 
-def _reranked(config: Config, row: Row, metrics: Metrics) -> Metrics:
+def _reranked(finished: Run, config: Config, row: Row) -> Metrics:
     """Metrics of the run's scores before and after the row's re-ranking."""
     if not row.rerank:
-        return {"before": metrics["before"], "after": metrics["before"]}
-    scores = torch.from_numpy(np.load(Path(config.out) / "dev_scores.npy"))
-    split = load_split(data_directory(config), "dev")
+        before = finished.metrics["dev"]["before"]
+        return {"before": before, "after": before}
     by = METHODS[row.rerank]() if isinstance(row.rerank, str) else reranker(row.rerank)
-    return before_and_after(scores, split, by)
+    split = load_split(data_directory(config), "dev", config.image_size)
+    return before_and_after(finished.scores(), split, by)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -289,8 +274,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args([word for word in words if word not in common])
     try:
         out = args.out or Path(f"runs/ablate_{args.paper}")
-        seeds = tuple(dict.fromkeys(args.seeds))
-        grid = Grid(args.paper, args.config, tuple(common), seeds, out, tuple(args.tables))
+        seeds = list(dict.fromkeys(args.seeds))
+        grid = Grid(args.paper, args.config, common, seeds, out, args.tables)
         for config, _ in grid.runs().values():
             build_loss(config)  # report wrong settings before the first run
     except (OSError, TypeError, ValueError) as error:
@@ -309,9 +294,9 @@ def print_grid(grid: Grid) -> None:
         print(f"{Path(config.out).name}  {state(config):11}  {', '.join(rows)}")
     for number, table in grid.tables.items():
         for name, row in table.rows.items():
-            what = (
-                f"cannot be run: {row.cannot}" if row.cannot else f"{row.what}  {' '.join(row.set)}"
-            )
+            what = f"{row.what}  {' '.join(row.set)}"
+            if row.cannot:
+                what = f"cannot be run: {row.cannot}"
             print(f"{number}: {name}  {what}".rstrip())
 
 

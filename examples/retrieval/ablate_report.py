@@ -9,16 +9,14 @@ otherwise.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Mapping
-from dataclasses import asdict
-from itertools import combinations
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from .ablate import Claim, Grid, Table, measured
-from .summary import Metrics, cell
+from .ablate import Claim, Grid, Row, Table, measured
+from .runs import Metrics
+from .summary import cell
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be told"
 Rows = Mapping[str, Mapping[int, Metrics]]
@@ -46,8 +44,10 @@ def paired(values: Mapping[int, float], others: Mapping[int, float]) -> Differen
     """Difference of values by seed, paired by seed; None if no seed has both."""
     differences = [values[seed] - others[seed] for seed in values if seed in others]
     n = len(differences)
-    if n < 2:
-        return Difference(differences[0], math.inf, 1) if differences else None
+    if n == 0:
+        return None
+    if n == 1:
+        return Difference(differences[0], math.inf, 1)
     half = T[min(n - 1, len(T)) - 1] * statistics.stdev(differences) / math.sqrt(n)
     return Difference(statistics.fmean(differences), half, n)
 
@@ -60,24 +60,35 @@ def verdict(claim: Claim, rows: Rows, when: str) -> tuple[str, list[Difference |
     """Judge a claim, which must hold for all its pairs and fails with any; also return the
     differences.
     """
-    low, high = (0.0, math.inf) if claim.above else (-claim.apart, claim.apart)
-    differences = [
-        paired(*(figures(rows[row], when, claim.figure) for row in pair)) for pair in claim.pairs
-    ]
-    verdicts = []
-    for d in differences:
-        if d is None or math.isinf(d.half):
-            verdicts.append(UNKNOWN)
-        elif low < d.mean - d.half and d.mean + d.half < high:
-            verdicts.append(HOLDS)
-        else:
-            verdicts.append(FAILS if d.mean + d.half < low or d.mean - d.half > high else UNKNOWN)
-    return next((v for v in (FAILS, UNKNOWN) if v in verdicts), HOLDS), differences
+    differences = []
+    for row, other in claim.pairs:
+        values = figures(rows[row], when, claim.figure)
+        differences.append(paired(values, figures(rows[other], when, claim.figure)))
+    verdicts = [_judged(claim, difference) for difference in differences]
+    for answer in (FAILS, UNKNOWN):
+        if answer in verdicts:
+            return answer, differences
+    return HOLDS, differences
+
+
+def _judged(claim: Claim, difference: Difference | None) -> str:
+    if difference is None:
+        return UNKNOWN
+    low = difference.mean - difference.half
+    high = difference.mean + difference.half
+    least, most = (0.0, math.inf) if claim.above else (-claim.apart, claim.apart)
+    if least < low and high < most:
+        return HOLDS
+    if high < least or low > most:
+        return FAILS
+    return UNKNOWN
 
 
 def write_report(grid: Grid) -> str:
-    """Write report.md and report.json into the grid's directory; returns the former."""
-    settings = [*([f"--config {grid.file}"] if grid.file else []), *grid.common]
+    """Write report.md into the grid's directory; return its text."""
+    settings = list(grid.common)
+    if grid.file is not None:
+        settings.insert(0, f"--config {grid.file}")
     parts = [
         f"# {grid.source.title}: ablations",
         f"Settings of all rows: {' '.join(settings) or 'none'}. Seeds "
@@ -89,98 +100,57 @@ def write_report(grid: Grid) -> str:
         "epoch of a run was selected on the same split; the papers print figures of test splits "
         "of other data.",
     ]
-    content: dict[str, Any] = {
-        "paper": grid.source.title,
-        "settings": settings,
-        "seeds": grid.seeds,
-        "tables": {},
-    }
     for number, table in grid.tables.items():
         rows = measured(grid, table)
-        claims = [(claim, *verdict(claim, rows, _when(table))) for claim in table.claims]
+        # losses are compared before re-ranking, re-rankings after it
+        when = "after" if table.reranks else "before"
         parts += [f"## Table {number}: {table.title}", _table(table, rows)]
-        parts += [note for note in (table.note, _alike(grid, table, rows)) if note]
-        parts.append("\n".join(_claim(table, *judged) for judged in claims))
-        content["tables"][number] = {
-            "title": table.title,
-            "baseline": table.baseline,
-            "rows": {name: _row(grid, table, rows, name) for name in table.rows},
-            "claims": [
-                {
-                    **asdict(claim),
-                    "verdict": answer,
-                    "differences": [_plain(d) for d in differences],
-                }
-                for claim, answer, differences in claims
-            ],
-        }
+        if table.note:
+            parts.append(table.note)
+        claims = [_claim(table, claim, *verdict(claim, rows, when)) for claim in table.claims]
+        parts.append("\n".join(claims))
     text = "\n\n".join(parts) + "\n"
     grid.out.mkdir(parents=True, exist_ok=True)
     (grid.out / "report.md").write_text(text, encoding="utf-8")
-    (grid.out / "report.json").write_text(
-        json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
     return text
-
-
-def _when(table: Table) -> str:
-    return "after" if table.reranks else "before"
 
 
 def _table(table: Table, rows: Rows) -> str:
     """Format as Markdown, padded to be readable in a terminal."""
-    shown = {data: _shown(printed) for data, printed in table.printed.items()}
     header = ["row", "", "seeds", "RSUM", "Δ", "re-ranked", "Δ"]
-    header += [
-        text for data, figure in shown.items() for text in (f"{data}, printed{_named(figure)}", "Δ")
-    ]
+    for data, printed in table.printed.items():
+        header += [f"{data}, printed{_named(_shown(printed))}", "Δ"]
     lines = [header]
-    for name, row in table.rows.items():
-        line = [
-            f"**{name}**" if name == table.baseline else name,
-            row.what,
-            str(len(rows[name])) if rows[name] else "",
-        ]
-        for when in ("before", "after"):
-            values = figures(rows[name], when, "rsum")
-            difference = paired(values, figures(rows[table.baseline], when, "rsum"))
-            line.append(cell(list(values.values())) if values else "")
-            line.append(str(difference) if difference and name != table.baseline else "")
-        for data, figure in shown.items():
-            value = table.printed[data].get(name, {}).get(figure)
-            line.append("" if value is None else f"{value:.1f}")
-            compared = value is not None and name != table.baseline
-            line.append(f"{_printed(table, data, name, figure):+.1f}" if compared else "")
-        if row.cannot:
-            line[1] += f"; cannot be run: {row.cannot}"
-        lines.append(line)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * max(3, width) for width in widths])
-    return "\n".join(
-        "| "
-        + " | ".join(text.ljust(max(3, width)) for text, width in zip(line, widths, strict=True))
-        + " |"
-        for line in lines
-    )
+    lines += [_line(table, rows, name, row) for name, row in table.rows.items()]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(_markdown(line, widths) for line in lines)
 
 
-def _alike(grid: Grid, table: Table, rows: Rows) -> str:
-    """Note which rows have different runs with equal figures: their difference of 0 ± 0 carries no
-    information.
-    """
-    pairs = [
-        f"{a} and {b}"
-        for a, b in combinations(table.rows, 2)
-        if rows[a]
-        and rows[a] == rows[b]
-        and grid.config(table.rows[a], grid.seeds[0]).out
-        != grid.config(table.rows[b], grid.seeds[0]).out
-    ]
-    what = (
-        "Other settings with equal figures, because the best epochs precede the settings' effect, "
-        "in rows "
-    )
-    return what + "; ".join(pairs) + "." if pairs else ""
+def _markdown(line: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _line(table: Table, rows: Rows, name: str, row: Row) -> list[str]:
+    """The texts of a row of the table."""
+    is_baseline = name == table.baseline
+    runs = rows[name]
+    what = f"{row.what}; cannot be run: {row.cannot}" if row.cannot else row.what
+    line = [f"**{name}**" if is_baseline else name, what, str(len(runs) or "")]
+    for when in ("before", "after"):
+        values = figures(runs, when, "rsum")
+        difference = paired(values, figures(rows[table.baseline], when, "rsum"))
+        line.append(cell(list(values.values())) if values else "")
+        line.append(str(difference) if difference and not is_baseline else "")
+    for data, printed in table.printed.items():
+        figure = _shown(printed)
+        if figure not in printed.get(name, {}):
+            line += ["", ""]
+            continue
+        change = _printed_difference(table, data, figure, name, table.baseline)
+        line += [f"{printed[name][figure]:.1f}", "" if is_baseline else f"{change:+.1f}"]
+    return line
 
 
 def _shown(printed: Mapping[str, Mapping[str, float]]) -> str:
@@ -190,51 +160,30 @@ def _shown(printed: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _named(figure: str) -> str:
-    return (
-        ""
-        if figure == "rsum"
-        else " " + figure.replace("i2t_r", "i2t R@").replace("t2i_r", "t2i R@")
-    )
+    """Name a figure other than RSUM, after a space."""
+    if figure == "rsum":
+        return ""
+    return " " + figure.replace("i2t_r", "i2t R@").replace("t2i_r", "t2i R@")
 
 
-def _printed(table: Table, data: str, name: str, figure: str, other: str = "") -> float:
-    """Difference between two rows' printed figures, by default from the baseline."""
+def _printed_difference(table: Table, data: str, figure: str, name: str, other: str) -> float:
+    """Difference between two rows' printed figures."""
     rows = table.printed[data]
-    return round(rows[name][figure] - rows[other or table.baseline][figure], 1)
+    return rows[name][figure] - rows[other][figure]
 
 
-def _claim(table: Table, claim: Claim, answer: str, differences: list[Difference | None]) -> str:
+def _claim(
+    table: Table, claim: Claim, answer: str, differences: Sequence[Difference | None]
+) -> str:
+    """The verdict on a claim, and below it the differences of its pairs."""
+    figure = claim.figure
     lines = [f"* **{answer}**: {claim.says}"]
-    for (a, b), difference in zip(claim.pairs, differences, strict=True):
-        printed = [
-            f"{_printed(table, data, a, claim.figure, b):+.1f} on {data}"
-            for data, rows in table.printed.items()
-            if claim.figure in rows.get(a, {}) and claim.figure in rows.get(b, {})
-        ]
+    for (name, other), difference in zip(claim.pairs, differences, strict=True):
+        printed = []
+        for data, rows in table.printed.items():
+            if figure in rows.get(name, {}) and figure in rows.get(other, {}):
+                change = _printed_difference(table, data, figure, name, other)
+                printed.append(f"{change:+.1f} on {data}")
         known = f"printed {', '.join(printed)}" if printed else "not printed"
-        lines.append(f"  * {a} − {b}:{_named(claim.figure)} {difference or 'no runs'} ({known})")
+        lines.append(f"  * {name} − {other}:{_named(figure)} {difference or 'no runs'} ({known})")
     return "\n".join(lines)
-
-
-def _row(grid: Grid, table: Table, rows: Rows, name: str) -> dict[str, Any]:
-    row = table.rows[name]
-    differences = {}
-    for when in ("before", "after"):
-        pair = (figures(rows[other], when, "rsum") for other in (name, table.baseline))
-        differences[when] = _plain(paired(*pair))
-    return {
-        **asdict(row),
-        "runs": {} if row.cannot else {seed: grid.config(row, seed).out for seed in grid.seeds},
-        "measured": rows[name],
-        "difference": differences,
-        "printed": {
-            data: printed[name] for data, printed in table.printed.items() if name in printed
-        },
-    }
-
-
-def _plain(difference: Difference | None) -> dict[str, Any] | None:
-    """Convert to JSON's types; it has no infinity."""
-    if difference is None:
-        return None
-    return {**difference._asdict(), "half": difference.half if difference.seeds > 1 else None}

@@ -10,6 +10,7 @@ or wrong.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,133 +32,141 @@ LAYOUTS = {
   Or raw images: dataset_flickr30k.json or dataset_coco.json with images/, or text_c10/ and images/
   of CUB.""",
     "karpathy": """\
-  Karpathy's dataset_*.json names its images: they belong in images/ (or flickr30k-images/, or next
-  to the JSON), those of MSCOCO in its train2014/ and val2014/. Links are allowed.""",
+  Karpathy's dataset_*.json names its images: they belong in images/, those of MSCOCO in its
+  images/train2014/ and images/val2014/. Links are allowed.""",
     "cub": """\
-  CUB Captions: text_c10/<class>/<image>.txt, ten captions, one per line; images/<class>/<image>.jpg
-  (or in CUB_200_2011/images/); trainclasses.txt, valclasses.txt and testclasses.txt, one class per
-  line; or, for PCME's protocol, trainvalclasses.txt, testclasses.txt and seen_test_images.txt.
-  Links are allowed.""",
+  CUB Captions: text_c10/<class>/<image>.txt, ten captions, one per line, and
+  images/<class>/<image>.jpg; trainvalclasses.txt and testclasses.txt, one class per line; and
+  seen_test_images.txt, the images of the former that are for development. Links are allowed.""",
 }
 
 
-def check(root: str | Path, min_count: int = 2) -> tuple[list[str], bool]:
-    """Return the lines to print, and whether everything that training needs is there."""
-    root, lines, ready = Path(root), [str(root)], True
-    if not root.is_dir():
-        return [*lines, "  no such directory"], False
-    kind, splits = layout(root), {}
-    for name, purpose in SPLITS.items():
-        needed = name != "test"
-        missing = [
-            f
-            for f in (f"{name}_ims.npy", f"{name}_caps.txt")
-            if kind == "features" and not (root / f).exists()
-        ]
-        if missing:
-            lines.append(
-                f"  {name:6} {'MISSING' if needed else 'not there'}: {', '.join(missing)} "
-                f"({purpose})"
+class Report:
+    """The lines to print, and whether everything that training needs is there."""
+
+    def __init__(self, root: Path, min_count: int) -> None:
+        self.lines = [str(root)]
+        self.ready = True
+        self.splits: dict[str, Split] = {}
+        if not root.is_dir():
+            self.lines.append("  no such directory")
+            self.ready = False
+            return
+        kind = layout(root)
+        for name in SPLITS:
+            self.add_split(root, kind, name)
+        self.compare_splits()
+        if "train" in self.splits:
+            captions = self.splits["train"].captions
+            words = len(Vocabulary.from_captions(captions, min_count)) - 2
+            self.lines.append(
+                f"  words  {words} that occur {min_count} times or more in the training captions"
             )
-            ready &= not needed
-            continue
+        if self.ready:
+            more = "" if kind == "features" else " backbone=microsoft/resnet-50"
+            command = f"python -m examples.retrieval.train data={root}{more} out=runs/mine"
+            self.lines.append(f"  ready: {command}")
+        else:
+            self.lines.append(LAYOUTS[kind])
+
+    def add_split(self, root: Path, kind: str, name: str) -> None:
+        """Add the lines on a split."""
+        needed = name != "test"
+        if kind == "features":
+            files = (f"{name}_ims.npy", f"{name}_caps.txt")
+            missing = [file for file in files if not (root / file).exists()]
+            if missing:
+                what = "MISSING" if needed else "not there"
+                line = f"  {name:6} {what}: {', '.join(missing)} ({SPLITS[name]})"
+                self.lines.append(line)
+                self.ready &= not needed
+                return
         try:
             split = load_split(root, name)
-            said, complete = (
-                of_images(name, split.features)
-                if isinstance(split.features, Images)
-                else of_features(name, split.features, split.wholes)
-            )
+            if isinstance(split.features, Images):
+                line = f"{len(split.features)} raw images, the first {split.features.paths[0]}"
+                remarks = [*of_images(split.features)]
+            else:
+                line = of_features(split.features, split.wholes)
+                remarks = [f"LOOK AT: {what}" for what in oddities(split.features)]
         except ValueError as error:
-            lines.append(f"  {name:6} WRONG: {error}")
-            ready &= not needed
-            continue
-        splits[name] = split
-        ready &= complete or not needed
-        lines += [said[0], of_captions(split), *said[1:]]
-    between = disagreements(splits)
-    ready &= not any(line.startswith("  WRONG") for line in between)
-    lines += between
-    if "train" in splits:
-        vocabulary = Vocabulary.from_captions(splits["train"].captions, min_count)
-        lines.append(
-            f"  words  {len(vocabulary) - 2} that occur {min_count} times or more in the training "
-            "captions"
-        )
-    if ready:
-        more = "" if kind == "features" else " backbone=resnet50 backbone_weights=FILE"
-        lines.append(f"  ready: python -m examples.retrieval.train data={root}{more} out=runs/mine")
-    else:
-        lines.append(LAYOUTS[kind])
-    return lines, ready
+            self.lines.append(f"  {name:6} WRONG: {error}")
+            self.ready &= not needed
+            return
+        self.splits[name] = split
+        self.lines.append(f"  {name:6} {line}")
+        for remark in [*of_captions(split), *remarks]:
+            self.lines.append(f"         {remark}")
+            self.ready &= not (needed and remark.startswith(("MISSING", "WRONG")))
+
+    def compare_splits(self) -> None:
+        """Add differences between splits: dimensions, and global features that only some have."""
+        features = [split.features for split in self.splits.values()]
+        wholes = [split.wholes for split in self.splits.values() if split.wholes is not None]
+        if len({x.shape[2] for x in features if not isinstance(x, Images)}) > 1:
+            self.lines.append("  WRONG: the splits' features have different dimensions")
+            self.ready = False
+        if len({x.shape[1] for x in wholes}) > 1:
+            what = "features of whole pictures"
+            self.lines.append(f"  WRONG: the splits' {what} have different dimensions")
+            self.ready = False
+        if 0 < len(wholes) < len(self.splits):
+            without = [name for name, split in self.splits.items() if split.wholes is None]
+            files = ", ".join(f"{name}_global.npy" for name in without)
+            self.lines.append(f"  MISSING: {files}, for views=regions+whole and enhancement=cge")
 
 
-def of_features(
-    name: str, features: np.ndarray, wholes: np.ndarray | None
-) -> tuple[list[str], bool]:
-    """Describe a split's features, and return whether they can be trained on."""
+def of_features(features: np.ndarray, wholes: np.ndarray | None) -> str:
+    """Describe the features of a split."""
     images, regions, dim = features.shape
-    whole = f", whole pictures: {wholes.shape[1]}" if wholes is not None else ""
-    sample = np.asarray(features[:: max(1, images // SAMPLE)], dtype=np.float32)
-    odd = ["nan or infinite features"] if not np.isfinite(sample).all() else []
-    odd += ["images whose features are all 0"] if not np.abs(sample).max((1, 2)).all() else []
-    first = f"  {name:6} {images} images: {regions} regions x {dim} {features.dtype}{whole}"
-    return [first, *(f"         LOOK AT: {what}" for what in odd)], True
+    whole = "" if wholes is None else f", whole pictures: {wholes.shape[1]}"
+    return f"{images} images: {regions} regions x {dim} {features.dtype}{whole}"
 
 
-def of_images(name: str, images: Images) -> tuple[list[str], bool]:
-    """Describe a split's raw images: all must exist, and a sample of them must be readable."""
-    lines = [f"  {name:6} {len(images)} raw images, the first {images.paths[0]}"]
+def oddities(features: np.ndarray) -> Iterator[str]:
+    """What cannot be meant in a sample of the features."""
+    step = max(1, len(features) // SAMPLE)
+    sample = np.asarray(features[::step], dtype=np.float32)
+    if not np.isfinite(sample).all():
+        yield "nan or infinite features"
+    if not np.abs(sample).max((1, 2)).all():
+        yield "images whose features are all 0"
+
+
+def of_images(images: Images) -> Iterator[str]:
+    """What is wrong with raw images: all must exist, and a sample of them must be readable."""
     gone = [path for path in images.paths if not path.exists()]
     if gone:
-        return [*lines, f"         MISSING: {len(gone)} of the images, the first {gone[0]}"], False
+        yield f"MISSING: {len(gone)} of the images, the first {gone[0]}"
+        return
     try:
-        for row in range(0, len(images), max(1, len(images) // SAMPLE)):
-            images.read(slice(row, row + 1))
+        for index in range(0, len(images), max(1, len(images) // SAMPLE)):
+            images.read(index)
     except ValueError as error:
-        return [*lines, f"         WRONG: {error}"], False
-    return lines, True
+        yield f"WRONG: {error}"
 
 
-def of_captions(split: Split) -> str:
+def of_captions(split: Split) -> Iterator[str]:
+    """Describe the captions of a split."""
     words = [len(tokenize(caption)) for caption in split.captions]
-    per_image = (
-        f"{split.captions_per_image} an image" if split.captions_per_image > 1 else "one an image"
-    )
-    classes = "" if split.classes is None else f"; {len(split.classes.unique())} classes"
-    empty = f"\n         LOOK AT: {words.count(0)} captions without a word" if 0 in words else ""
+    number = split.captions_per_image if split.captions_per_image > 1 else "one"
     lengths = f"of {np.mean(words):.1f} words (at most {max(words)})"
-    return f"         {len(words)} captions, {per_image}, {lengths}{classes}{empty}"
-
-
-def disagreements(splits: dict[str, Split]) -> list[str]:
-    """Differences between splits: dimensions, and global features that only some splits have."""
-    lines = []
-    if (
-        len({s.features.shape[2] for s in splits.values() if not isinstance(s.features, Images)})
-        > 1
-    ):
-        lines.append("  WRONG: the splits' features have different dimensions")
-    if len({split.wholes.shape[1] for split in splits.values() if split.wholes is not None}) > 1:
-        lines.append("  WRONG: the splits' features of whole pictures have different dimensions")
-    if len({split.wholes is None for split in splits.values()}) > 1:
-        without = [f"{name}_global.npy" for name, split in splits.items() if split.wholes is None]
-        lines.append(
-            f"  MISSING: {', '.join(without)}, for views=regions+whole and enhancement=cge"
-        )
-    return lines
+    classes = "" if split.classes is None else f"; {len(split.classes.unique())} classes"
+    yield f"{len(words)} captions, {number} an image, {lengths}{classes}"
+    if 0 in words:
+        yield f"LOOK AT: {words.count(0)} captions without a word"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Say what is in a data directory and what is missing."
     )
-    parser.add_argument("data")
+    parser.add_argument("data", type=Path)
     parser.add_argument("--min-count", type=int, default=2)
     args = parser.parse_args(arguments)
-    lines, ready = check(args.data, args.min_count)
-    print("\n".join(lines))
-    raise SystemExit(0 if ready else 1)
+    report = Report(args.data, args.min_count)
+    print("\n".join(report.lines))
+    raise SystemExit(0 if report.ready else 1)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """The concepts of CODER: frequent words of the training captions, and how often two of them occur
 together.
 
-    python -m examples.retrieval.concepts runs/data --size 100 --out concepts.json --plot
-    concepts.png
+    python -m examples.retrieval.concepts runs/data --size 100 --out concepts.json
 
 Captions are converted to bags of lemmas, each an *Object*, a *Motion* or a *Property*. The most
 frequent lemmas of each kind are the concepts, in the ratio 7 : 2 : 1. The graph of CVSE and CODER
@@ -10,10 +9,8 @@ frequent lemmas of each kind are the concepts, in the ratio 7 : 2 : 1. The graph
 the ``B_ij`` captions with both concepts and the ``N_i`` with concept i, are binarised: 1 from a
 threshold on, and 0 below.
 
-A part-of-speech tagger finds kinds best: ``tagger="spacy"`` uses spaCy's small English model (``pip
-install spacy`` and its ``en_core_web_sm``). The default is a set of rules for captions: *-ing*
-forms and their verbs are motions, listed words and other *-ed* forms are properties, and all other
-words except function words are objects.
+The kinds are found by rules for captions: *-ing* forms and their verbs are motions, listed words
+and other *-ed* forms are properties, and all other words except function words are objects.
 """
 
 from __future__ import annotations
@@ -22,24 +19,23 @@ import argparse
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .config import tomllib
+from .config import read_toml
 from .data import load_split, tokenize
 
 KINDS = {"object": 7, "motion": 2, "property": 1}  # and their shares
-Tagged = list[tuple[str, str]]  # (lemma, kind) of the words of a caption that have a kind
+Lemma = tuple[str, str]  # and its kind
 
-# Function words, properties, and -ing words that are not forms of a verb.
-_LISTS = tomllib.loads(Path(__file__).with_name("caption_words.toml").read_text(encoding="utf-8"))
-_FUNCTION, _PROPERTY, _NOT_MOTION = (
-    frozenset(_LISTS[name].split()) for name in ("function", "property", "not_motion")
-)
+_LISTS = read_toml(Path(__file__).with_name("caption_words.toml"))
+_FUNCTION = frozenset(_LISTS["function"].split())
+_PROPERTY = frozenset(_LISTS["property"].split())
+_NOT_MOTION = frozenset(_LISTS["not_motion"].split())  # -ing words that are not forms of a verb
 _VOWELS = "aeiou"
 
 
@@ -66,11 +62,6 @@ class Concepts:
         """Write the concepts as JSON."""
         Path(path).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
-    @classmethod
-    def load(cls, path: str | Path) -> Concepts:
-        """Read what :meth:`save` wrote."""
-        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
-
 
 def normalized_graph(graph: Tensor) -> Tensor:
     """Normalised graph ``D^-1/2 H D^-1/2 + I`` with the row sums D of H."""
@@ -78,86 +69,84 @@ def normalized_graph(graph: Tensor) -> Tensor:
     return scale[:, None] * graph * scale + torch.eye(len(graph))
 
 
-def find_concepts(captions: Sequence[str], size: int, tagger: str = "rules") -> Concepts:
+def find_concepts(captions: Sequence[str], size: int) -> Concepts:
     """Find the ``size`` concepts of captions. If a kind has too few words, the other kinds get
     more.
 
     Raises:
-        ValueError: an unknown tagger, or captions with fewer than ``size`` words that can be
-            concepts.
-        ImportError: spaCy or its model is not installed.
+        ValueError: captions with fewer than ``size`` words that can be concepts.
     """
-    if tagger not in ("rules", "spacy"):
-        raise ValueError(f"tagger = {tagger!r}: must be 'rules' or 'spacy'")
-    tag = rules(captions) if tagger == "rules" else _spacy()
-    bags = [set(tag(caption)) for caption in captions]
-    counts = Counter(word for bag in bags for word in bag)
-    best = {
-        kind: sorted((w for w in counts if w[1] == kind), key=lambda w: (-counts[w], w))
-        for kind in KINDS
-    }
-    if sum(map(len, best.values())) < size:
+    tagger = Tagger(captions)
+    bags = [tagger.lemmas(caption) for caption in captions]
+    counts = Counter(lemma for bag in bags for lemma in bag)
+    if len(counts) < size:
         raise ValueError(
-            f"concepts = {size}: the captions have {sum(map(len, best.values()))} words that can "
-            "be some"
+            f"concepts = {size}: the captions have {len(counts)} words that can be some"
         )
-    chosen = [
-        word
-        for kind, share in KINDS.items()
-        for word in best[kind][: round(size * share / sum(KINDS.values()))]
-    ]
-    rest = sorted(set(counts) - set(chosen), key=lambda w: (-counts[w], w))
+    frequent = sorted(counts, key=lambda lemma: (-counts[lemma], lemma))
+    chosen = []
+    for kind, share in KINDS.items():
+        of_kind = [lemma for lemma in frequent if lemma[1] == kind]
+        chosen += of_kind[: round(size * share / sum(KINDS.values()))]
+    rest = [lemma for lemma in frequent if lemma not in chosen]
     chosen = (chosen + rest)[:size]
-    chosen.sort(key=lambda w: (list(KINDS).index(w[1]), -counts[w], w[0]))
-    place = {word: i for i, word in enumerate(chosen)}
-    together = torch.zeros(size, size, dtype=torch.int64)
+    kinds = list(KINDS)
+    chosen.sort(key=lambda lemma: (kinds.index(lemma[1]), -counts[lemma], lemma[0]))
+    return Concepts(
+        words=[word for word, _ in chosen],
+        kinds=[kind for _, kind in chosen],
+        counts=[counts[lemma] for lemma in chosen],
+        together=_together(bags, chosen).tolist(),
+    )
+
+
+def _together(bags: Sequence[set[Lemma]], chosen: Sequence[Lemma]) -> Tensor:
+    """How many bags have two lemmas, (g, g) int64 with 0 on the diagonal."""
+    place = {lemma: i for i, lemma in enumerate(chosen)}
+    together = torch.zeros(len(chosen), len(chosen), dtype=torch.int64)
     for bag in bags:
-        places = torch.tensor(sorted(place[word] for word in bag if word in place))
-        if len(places) > 1:
-            together[places[:, None], places] += 1
-    together.fill_diagonal_(0)
-    words, kinds = zip(*chosen, strict=True)
-    return Concepts(list(words), list(kinds), [counts[w] for w in chosen], together.tolist())
+        places = torch.tensor([place[lemma] for lemma in bag if lemma in place], dtype=torch.int64)
+        together[places[:, None], places] += 1
+    return together.fill_diagonal_(0)
 
 
-# ------------------------------------------------------------------------------------------ taggers
+# ------------------------------------------------------------------------------------------- tagger
 
 
-def rules(captions: Sequence[str]) -> Callable[[str], Tagged]:
-    """Build a tagger from word lists and from the word counts of the captions themselves."""
-    known = Counter(word for caption in captions for word in tokenize(caption))
-    motions = {
-        w: _verb(w, known)
-        for w in known
-        if w.endswith("ing") and len(w) > 4 and w not in _NOT_MOTION
-    }
-    running = Counter()  # how often a verb occurs in its -ing form
-    for word, verb in motions.items():
-        running[verb] += known[word]
+class Tagger:
+    """Finds lemmas by word lists and by the word counts of captions."""
 
-    def kind(word: str) -> tuple[str, str] | None:
+    def __init__(self, captions: Sequence[str]) -> None:
+        self.known = Counter(word for caption in captions for word in tokenize(caption))
+        self.verbs = {}  # of words in -ing
+        self.running = Counter()  # how often a verb occurs in its -ing form
+        for word, count in self.known.items():
+            if word.endswith("ing") and len(word) > 4 and word not in _NOT_MOTION:
+                verb = _verb(word, self.known)
+                self.verbs[word] = verb
+                self.running[verb] += count
+        self.found = {word: self.lemma(word) for word in self.known}
+
+    def lemmas(self, caption: str) -> set[Lemma]:
+        """The lemmas of one of the captions."""
+        lemmas = (self.found[word] for word in tokenize(caption))
+        return {lemma for lemma in lemmas if lemma is not None}
+
+    def lemma(self, word: str) -> Lemma | None:
+        """The lemma and kind of a word; None for words without a kind."""
         if word in _FUNCTION or len(word) < 2 or word.isdigit():
             return None
         if word in _PROPERTY:
             return word, "property"
-        if word in motions:
-            return motions[word], "motion"
+        if word in self.verbs:
+            return self.verbs[word], "motion"
         for stem in _stems(word):
             # A verb must occur more often in its -ing form: "jumps" is a motion, "dresses" is not.
-            if running[stem] >= known[word]:
+            if self.running[stem] >= self.known[word]:
                 return stem, "motion"
-        return (word, "property") if word.endswith("ed") else (_singular(word, known), "object")
-
-    kinds = {word: kind(word) for word in known}
-
-    def tag(caption: str) -> Tagged:
-        return [
-            x
-            for x in (kinds.get(word) or kind(word) for word in tokenize(caption))
-            if x is not None
-        ]
-
-    return tag
+        if word.endswith("ed"):
+            return word, "property"
+        return _singular(word, self.known), "object"
 
 
 def _verb(word: str, known: Counter[str]) -> str:
@@ -168,28 +157,22 @@ def _verb(word: str, known: Counter[str]) -> str:
     forms = [stem] if stem.endswith(("ch", "sh", "x", "ss", "zz", "o")) else [stem, stem + "e"]
     if len(stem) > 2 and stem[-1] == stem[-2] and stem[-1] not in "lsz":
         forms.insert(0, stem[:-1])
+    best = max(forms, key=lambda form: known[form] + known[form + "s"])
+    if known[best] + known[best + "s"]:
+        return best
     # If no form occurs in the captions, guess: stems on c, g, s, v or z after a vowel, n or r have
     # mostly lost an e.
-    guess = (
-        forms[-1]
-        if len(stem) > 2 and stem[-1] in "cgsvz" and stem[-2] in _VOWELS + "nr"
-        else forms[0]
-    )
-    best = max(forms, key=lambda form: known[form] + known[form + "s"])
-    return best if known[best] + known[best + "s"] else guess
+    lost_e = len(stem) > 2 and stem[-1] in "cgsvz" and stem[-2] in _VOWELS + "nr"
+    return forms[-1] if lost_e else forms[0]
+
+
+_ENDINGS = [("ies", "y"), ("es", ""), ("es", "e"), ("s", ""), ("ed", ""), ("ed", "e"), ("d", "")]
 
 
 def _stems(word: str) -> list[str]:
+    """The word, and what it may be a form of."""
     stems = [word]
-    for ending, instead in (
-        ("ies", "y"),
-        ("es", ""),
-        ("es", "e"),
-        ("s", ""),
-        ("ed", ""),
-        ("ed", "e"),
-        ("d", ""),
-    ):
+    for ending, instead in _ENDINGS:
         if word.endswith(ending) and len(word) - len(ending) > 1:
             stems.append(word[: -len(ending)] + instead)
     return stems
@@ -219,108 +202,43 @@ def _singular(word: str, known: Counter[str]) -> str:
     return best if known[best] else word
 
 
-def _spacy() -> Callable[[str], Tagged]:
-    try:
-        import spacy  # pyright: ignore[reportMissingImports]
-
-        model = spacy.load("en_core_web_sm", disable=["parser", "ner"])
-    except (ImportError, OSError) as error:
-        raise ImportError(
-            "tagger = 'spacy' needs spaCy and its small English model: pip install spacy, "
-            "python -m spacy download en_core_web_sm"
-        ) from error
-    kinds = {
-        "NOUN": "object",
-        "PROPN": "object",
-        "VERB": "motion",
-        "ADJ": "property",
-        "NUM": "property",
-    }
-
-    def tag(caption: str) -> Tagged:
-        return [
-            (word.lemma_.lower(), kinds[word.pos_])
-            for word in model(caption.lower())
-            if word.pos_ in kinds
-        ]
-
-    return tag
+# --------------------------------------------------------------------------------------------- text
 
 
-# ------------------------------------------------------------------------------------ text and plot
-
-
-def listing(concepts: Concepts, width: int = 110) -> str:
+def listing(concepts: Concepts) -> str:
     """List the concepts of each kind with their counts, and the graph's strongest edges, as
     text.
     """
     lines = []
+    found = list(zip(concepts.words, concepts.kinds, concepts.counts, strict=True))
     for kind in KINDS:
-        own = [
-            f"{w} {n}"
-            for w, k, n in zip(concepts.words, concepts.kinds, concepts.counts, strict=True)
-            if k == kind
-        ]
-        lines += [
-            f"{kind} ({len(own)})",
-            *textwrap.wrap(", ".join(own), width, initial_indent="  ", subsequent_indent="  "),
-        ]
+        own = [f"{word} {count}" for word, its_kind, count in found if its_kind == kind]
+        lines += [f"{kind} ({len(own)})", *_wrapped(own)]
+    edges = []
     conditional = concepts.conditional()
-    strongest = conditional.flatten().topk(min(20, conditional.numel())).indices.tolist()
-    pairs = [
-        (concepts.words[i // len(concepts.words)], concepts.words[i % len(concepts.words)])
-        for i in strongest
-    ]
-    shares = [float(conditional.flatten()[i]) for i in strongest]
-    edges = [f"{a} -> {b} {p:.2f}" for (a, b), p in zip(pairs, shares, strict=True) if p]
-    return "\n".join([*lines, "strongest edges", *_wrapped(edges, width)])
+    strongest = conditional.flatten().topk(min(20, conditional.numel()))
+    for share, place in zip(strongest.values.tolist(), strongest.indices.tolist(), strict=True):
+        i, j = divmod(place, len(found))
+        if share:
+            edges.append(f"{concepts.words[i]} -> {concepts.words[j]} {share:.2f}")
+    return "\n".join([*lines, "strongest edges", *_wrapped(edges)])
 
 
-def _wrapped(words: list[str], width: int) -> list[str]:
-    return textwrap.wrap(", ".join(words), width, initial_indent="  ", subsequent_indent="  ")
-
-
-def plot(concepts: Concepts, path: str | Path, most: int = 60) -> None:
-    """Draw ``P`` between the most frequent concepts, by kind; ImportError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a plot needs matplotlib: pip install matplotlib") from error
-    order = sorted(range(len(concepts.words)), key=lambda i: -concepts.counts[i])[:most]
-    order.sort(key=lambda i: (list(KINDS).index(concepts.kinds[i]), -concepts.counts[i]))
-    shown = concepts.conditional()[order][:, order]
-    figure = Figure(figsize=(2 + 0.18 * len(order), 1.5 + 0.18 * len(order)), layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow(shown.numpy(), cmap="magma_r", vmin=0, vmax=1)
-    names = [concepts.words[i] for i in order]
-    axes.set_xticks(range(len(order)), names, rotation=90, fontsize=7)
-    axes.set_yticks(range(len(order)), names, fontsize=7)
-    axes.set_title(
-        "share of the captions with the row's concept that have the column's, too", fontsize=9
-    )
-    for place in range(1, len(order)):
-        if concepts.kinds[order[place]] != concepts.kinds[order[place - 1]]:
-            axes.axhline(place - 0.5, color="gray", linewidth=0.8)
-            axes.axvline(place - 0.5, color="gray", linewidth=0.8)
-    figure.colorbar(image, shrink=0.6)
-    figure.savefig(path, dpi=120)
+def _wrapped(words: list[str]) -> list[str]:
+    return textwrap.wrap(", ".join(words), 100, initial_indent="  ", subsequent_indent="  ")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Find the concepts of a data set's training captions."
     )
-    parser.add_argument("data", help="a directory in the SCAN layout")
+    parser.add_argument("data", help="the directory of a data set")
     parser.add_argument("--size", type=int, default=400)
-    parser.add_argument("--tagger", choices=("rules", "spacy"), default="rules")
     parser.add_argument("--out", metavar="FILE.json")
-    parser.add_argument("--plot", metavar="FILE.png")
     args = parser.parse_args(arguments)
     try:
-        concepts = find_concepts(load_split(args.data, "train").captions, args.size, args.tagger)
-        if args.plot:
-            plot(concepts, args.plot)
-    except (ImportError, OSError, ValueError) as error:
+        concepts = find_concepts(load_split(args.data, "train").captions, args.size)
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     if args.out:
         concepts.save(args.out)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,15 +28,15 @@ class Config:
     )
     min_count: int = 2  # rarer training words become <unk>
     captions_per_image: int = 1  # captions of an image in one sample, from one to all (5) of them
+    workers: int = 0  # processes that read batches ahead, for raw images; 0: none
 
     # loss
     loss: str = "infonce"
     # handed to the constructor of the loss
     loss_options: dict[str, Any] = field(default_factory=dict)
-    warmup_epochs: int = 1  # triplet, pvse and dvse: epochs before they use the hardest negative
+    warmup_epochs: int = 1  # triplet and dvse: epochs before they use the hardest negative
     # the loss of these epochs: "triplet", summed over all negatives, or "infonce"
     warmup: str = "triplet"
-
     caption_weight: float = 0.0  # of an additional InfoNCE between two captions of an image
     momentum: float = 0.995  # of the key encoders, for losses with a memory
     memory: int = 2048  # pairs in the memory
@@ -51,18 +51,15 @@ class Config:
     concepts: int = 100  # loss = "coder": concepts in its concept branch
     # concepts i and j have an edge if at least this share of i's captions have j, too
     concept_threshold: float = 0.3
-    # which tagger finds concepts: "rules", or "spacy" (which must be installed)
-    tagger: str = "rules"
     # loss = "coder": weight of the concepts' cosine in retrieval; the rest: the instances'
     concept_share: float = 0.1
-    heads: int = 4  # loss = "dvse": embeddings per image; "pvse": per image and per text
+    heads: int = 4  # loss = "dvse": embeddings per image
     # loss = "dvse": apply the orthogonal loss to the heads that an image's gate selects, or to all
     gate: bool = True
     # loss = "dvse": weight a head's hinges by the standard deviation of its scores
     variance_weights: bool = True
     word_dim: int = 200
-    # initial word embeddings: GloVe's text file, or .npy with a list of words in a .json
-    word_vectors: str = ""
+    word_vectors: str = ""  # initial word embeddings: a text file in GloVe's format
     # add a linear path from the mean word embedding to the text embedding
     bag_of_words: bool = True
     feature_dropout: float = 0.4  # dropout probability of each region feature
@@ -75,13 +72,10 @@ class Config:
     # pre-trained encoders
     # use this BERT, not words and a GRU: its directory, or the name of a downloaded one
     bert: str = ""
-    bert_weights: bool = True  # load its weights; false: initialise at random
     bert_lr_factor: float = 0.1  # factor of lr for the BERT's own parameters
-    backbone: str = ""  # for raw images: resnet50, ... resnext101_32x8d, or timm/NAME
-    backbone_weights: str = ""  # the file of its weights; empty: random initialisation
-    backbone_lr_factor: float = 0.01  # factor of lr for the backbone's parameters
-    # number of its first stages that are not trained: 1 is the stem, 5 all
-    backbone_frozen: int = 0
+    # for raw images: a network of transformers' AutoBackbone, by directory or name as well
+    backbone: str = ""
+    backbone_lr_factor: float = 0.01  # factor of lr for the backbone's parameters; 0: not trained
     image_size: int = 256  # raw images are scaled to squares
 
     # optimisation
@@ -91,11 +85,9 @@ class Config:
     micro_batch: int = 0
     precision: str = "float32"  # of the encoders in training; "bfloat16" and "float16" by autocast
     lr: float = 1e-3
-    lr_warmup_steps: int = 0
     # multiply lr by 0.1 after each of these epochs
     decay_epochs: list[int] = field(default_factory=list)
     weight_decay: float = 1e-2
-    patience: int = 0  # stop after this number of epochs without a better RSUM on dev; 0: never
     clip: float = 2.0  # maximum gradient norm
     seed: int = 0
     threads: int = 0  # number of PyTorch's threads; 0: unchanged
@@ -113,58 +105,44 @@ class Config:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        settings = vars(self)
         for name in AT_LEAST_ONE:
-            _require(settings[name] >= 1, name, settings[name], "at least 1")
+            self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in NOT_NEGATIVE:
-            _require(settings[name] >= 0, name, settings[name], "not negative")
-        four = len(self.rerank) == 4 and all(x > 0 for x in self.rerank)
-        _require(four, "rerank", self.rerank, "four numbers above 0")
-        epochs = all(e >= 1 for e in self.decay_epochs)
-        _require(epochs, "decay_epochs", self.decay_epochs, "numbers of at least 1")
+            self._require(name, getattr(self, name) >= 0, "not negative")
         for name in BELOW_ONE:
-            _require(0 <= settings[name] < 1, name, settings[name], "in [0, 1)")
+            self._require(name, 0 <= getattr(self, name) < 1, "in [0, 1)")
         for name in AT_MOST_ONE:
-            _require(0 <= settings[name] <= 1, name, settings[name], "in [0, 1]")
-        several = self.captions_per_image > 1 or not self.caption_weight
-        expected = "at least 2 for caption_weight"
-        _require(several, "captions_per_image", self.captions_per_image, expected)
-        _require_one_of("warmup", self.warmup, "triplet", "infonce")
-        self._check_views()
-        _require_one_of("tagger", self.tagger, "rules", "spacy")
-        precisions = ("float32", "bfloat16", "float16")
-        expected = ", ".join(map(repr, precisions))
-        _require(self.precision in precisions, "precision", self.precision, expected)
-        self._check_backbone()
+            self._require(name, 0 <= getattr(self, name) <= 1, "in [0, 1]")
         for name in ("lr", "clip"):
-            _require(settings[name] > 0, name, settings[name], "positive")
+            self._require(name, getattr(self, name) > 0, "positive")
+        numbers = self.rerank
+        self._require("rerank", len(numbers) == 4 and min(numbers) > 0, "four numbers above 0")
+        epochs = all(epoch >= 1 for epoch in self.decay_epochs)
+        self._require("decay_epochs", epochs, "numbers of at least 1")
+        several = self.captions_per_image > 1 or not self.caption_weight
+        self._require("captions_per_image", several, "at least 2 for caption_weight")
+        self._require_one_of("warmup", "triplet", "infonce")
+        self._require_one_of("precision", "float32", "bfloat16", "float16")
+        self._require_one_of("enhancement", "sge", "cge", "")
+        self._check_views()
 
     def _check_views(self) -> None:
         """Raise a ValueError for views that do not exist, or that the loss cannot have."""
-        views = self.views.split("+")
-        known = all(view in ("regions", "whole") for view in views)
-        expected = "'regions', 'whole', or several of them, joined by '+'"
-        _require(known, "views", self.views, expected)
-        regions_alone = self.loss != "pvse" or "whole" not in views
-        _require(regions_alone, "views", self.views, "of regions for loss = 'pvse'")
-        heads = self.loss != "dvse" or "regions" in views
-        expected = "'regions' too for loss = 'dvse', whose heads need a set"
-        _require(heads, "views", self.views, expected)
-        _require_one_of("enhancement", self.enhancement, "sge", "cge", "")
-        seen = not self.enhancement or "regions" in self.views
-        expected = f"empty for views = {self.views!r}: it is of regions"
-        _require(seen, "enhancement", self.enhancement, expected)
+        known = set(self.views.split("+")) <= {"regions", "whole"}
+        self._require("views", known, "'regions', 'whole', or several of them, joined by '+'")
+        if "regions" not in self.views:
+            for_heads = "'regions' too for loss = 'dvse', whose heads need a set"
+            self._require("views", self.loss != "dvse", for_heads)
+            expected = f"empty for views = {self.views!r}: it is of regions"
+            self._require("enhancement", not self.enhancement, expected)
 
-    def _check_backbone(self) -> None:
-        """Raise a ValueError for settings of a backbone where there is none."""
-        stages = 0 <= self.backbone_frozen <= 5
-        _require(stages, "backbone_frozen", self.backbone_frozen, "from 0 to 5")
-        if self.backbone:
-            return
-        weights = self.backbone_weights
-        _require(not weights, "backbone_weights", weights, "empty without a backbone")
-        frozen = self.backbone_frozen
-        _require(not frozen, "backbone_frozen", frozen, "0 without a backbone")
+    def _require(self, name: str, condition: bool, expected: str) -> None:
+        if not condition:
+            raise ValueError(f"{name} = {getattr(self, name)!r}: must be {expected}")
+
+    def _require_one_of(self, name: str, *allowed: str) -> None:
+        *others, last = map(repr, allowed)
+        self._require(name, getattr(self, name) in allowed, f"{', '.join(others)} or {last}")
 
 
 AT_LEAST_ONE = (
@@ -180,17 +158,16 @@ AT_LEAST_ONE = (
     "image_size",
 )
 NOT_NEGATIVE = (
-    "seed",
+    "workers",
     "warmup_epochs",
     "caption_weight",
-    "micro_batch",
-    "lr_warmup_steps",
-    "weight_decay",
-    "patience",
-    "threads",
-    "save_steps",
     "bert_lr_factor",
     "backbone_lr_factor",
+    "micro_batch",
+    "weight_decay",
+    "seed",
+    "threads",
+    "save_steps",
 )
 BELOW_ONE = ("feature_dropout", "whole_dropout", "word_dropout", "embedding_dropout")
 AT_MOST_ONE = ("momentum", "concept_threshold", "concept_share")
@@ -201,23 +178,14 @@ NO_EFFECT = {
     "out",
     "resume",
     "threads",
+    "workers",
     "save_steps",
     "final_test",
     "tensorboard",
     "progress",
 }
 # Settings that may differ when a run is resumed. The data may have moved, but must be the same.
-RESUMABLE = NO_EFFECT | {"data", "epochs", "patience", "device", "rerank"}
-
-
-def _require(condition: bool, name: str, value: object, expected: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} = {value!r}: must be {expected}")
-
-
-def _require_one_of(name: str, value: str, *allowed: str) -> None:
-    *others, last = map(repr, allowed)
-    _require(value in allowed, name, value, f"{', '.join(others)} or {last}")
+RESUMABLE = NO_EFFECT | {"data", "epochs", "device", "rerank"}
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
@@ -233,6 +201,27 @@ def make_config(values: Mapping[str, Any]) -> Config:
     return Config(**checked)
 
 
+def _as_type(name: str, value: Any, kind: Any) -> Any:
+    """Return a value in the type of its setting; TypeError if it is of another type.
+
+    A whole number may stand for a float, and a single value for a list (decay_epochs=15).
+    """
+    container = get_origin(kind)
+    if container is list:
+        values = value if isinstance(value, list) else [value]
+        (item_kind,) = get_args(kind)
+        return [_as_type(name, item, item_kind) for item in values]
+    if container is dict and isinstance(value, Mapping):
+        _, item_kind = get_args(kind)
+        return {key: _as_type(f"{name}.{key}", item, item_kind) for key, item in value.items()}
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is Any or type(value) is kind:  # not isinstance, because bool is a subclass of int
+        return value
+    expected = (container or kind).__name__
+    raise TypeError(f"{name} = {value!r}: must be of type {expected}, not {type(value).__name__}")
+
+
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file (None: the defaults) and apply overrides: ``"seed=1"``,
     ``"loss_options.margin=0.2"``.
@@ -241,33 +230,35 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     """
     values: dict[str, Any] = {}
     if path is not None:
-        with open(path, "rb") as file:
-            try:
-                values = tomllib.load(file)
-            except tomllib.TOMLDecodeError as error:
-                raise ValueError(f"{path}: {error}") from error
+        values = read_toml(path)
     types = get_type_hints(Config)
-    overridden: dict[str, Any] = {}
-    options: dict[str, dict[str, Any]] = {}
+    single: dict[str, Any] = {}
+    tables: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
-        name, dot, option = key.partition(".")
         if not equals:
             raise ValueError(f"override {override!r}: must read key=value")
-        if dot and name in types:
-            if not _is_table(types[name]):
-                raise ValueError(
-                    f"override {override!r}: {name} is not a table, so it takes no .{option}"
-                )
-            options.setdefault(name, {})[option] = _parse(text)
+        name, dot, option = key.partition(".")
+        if dot:
+            tables.setdefault(name, {})[option] = _parse(text)
         else:
-            overridden[key] = text if types.get(key) is str else _parse(text)
-    if overridden.get("loss", values.get("loss")) != values.get("loss"):
+            single[key] = text if types.get(key) is str else _parse(text)
+    if "loss" in single and single["loss"] != values.get("loss"):
         values.pop("loss_options", None)
-    values |= overridden
-    for name, table in options.items():
-        values[name] = {**values.get(name, {}), **table}
+    values |= single
+    for name, table in tables.items():
+        earlier = values.get(name)
+        values[name] = {**earlier, **table} if isinstance(earlier, dict) else table
     return make_config(values)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file; the ValueError of a wrong one names it."""
+    with open(path, "rb") as file:
+        try:
+            return tomllib.load(file)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def _parse(text: str) -> Any:
@@ -276,30 +267,3 @@ def _parse(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _is_table(kind: Any) -> bool:
-    return getattr(kind, "__origin__", None) is dict
-
-
-def _is_list(kind: Any) -> bool:
-    return getattr(kind, "__origin__", None) is list
-
-
-def _as_type(name: str, value: Any, kind: Any) -> Any:
-    if _is_table(kind):
-        item = kind.__args__[1]
-        if isinstance(value, Mapping):
-            return {
-                key: v if item is Any else _as_type(f"{name}.{key}", v, item)
-                for key, v in value.items()
-            }
-    elif _is_list(kind):
-        values = value if isinstance(value, list) else [value]  # decay_epochs=15 on a command line
-        return [_as_type(f"{name}[{i}]", v, kind.__args__[0]) for i, v in enumerate(values)]
-    elif kind is float and type(value) is int:
-        return float(value)
-    elif type(value) is kind:  # not isinstance, because bool is a subclass of int
-        return value
-    expected = "table" if _is_table(kind) else kind.__name__
-    raise TypeError(f"{name} = {value!r}: must be of type {expected}, not {type(value).__name__}")

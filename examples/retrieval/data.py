@@ -9,22 +9,27 @@ images are read by :mod:`examples.retrieval.pictures`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
+
+from itrloss.files import read_lines
 
 from .pictures import Images, layout, listed_images
 
 PAD, UNKNOWN = "<pad>", "<unk>"  # ids 0 and 1
+
+
+# ------------------------------------------------------------------------------------------- splits
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,21 @@ class Split:
     def text_ids(self) -> Tensor:
         return self.image_ids.repeat_interleave(self.captions_per_image)
 
+    def regions(self, image: int, seed: Sequence[int] | None = None) -> Tensor:
+        """The features of an image, float32 (regions, d).
+
+        A raw image is (3, H, W); it is cropped and flipped at random if there is a seed.
+        """
+        if isinstance(self.features, Images):
+            return self.features.read(image, seed)
+        return torch.from_numpy(np.array(self.features[image], dtype=np.float32))
+
+    def whole(self, image: int) -> Tensor | None:
+        """The global feature of an image, float32 (d',); None if the data set has none."""
+        if self.wholes is None:
+            return None
+        return torch.from_numpy(np.array(self.wholes[image], dtype=np.float32))
+
 
 def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
     """Read the split `name` ("train", "dev", "test") under `root`.
@@ -53,41 +73,79 @@ def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
     Raw images are scaled to squares of ``image_size``. If the number of captions does not fit the
     number of images, the ValueError names both files.
     """
-    if layout(root) != "features":
-        listed = listed_images(root, name)
-        captions = [caption for image in listed for caption in image.captions]
-        numbers = {kind: i for i, kind in enumerate(sorted({image.kind for image in listed}))}
-        classes = (
-            torch.tensor([numbers[image.kind] for image in listed]) if "" not in numbers else None
-        )
-        pictures = Images([image.path for image in listed], image_size)
-        return Split(pictures, captions, len(listed[0].captions), classes=classes)
-    features_path, captions_path = Path(root, f"{name}_ims.npy"), Path(root, f"{name}_caps.txt")
+    if layout(root) == "features":
+        return _precomputed(Path(root), name)
+    listed = listed_images(root, name)
+    captions = [caption for image in listed for caption in image.captions]
+    kinds = sorted({image.kind for image in listed})
+    classes = None
+    if kinds != [""]:
+        classes = torch.tensor([kinds.index(image.kind) for image in listed])
+    pictures = Images([image.path for image in listed], image_size)
+    return Split(pictures, captions, len(listed[0].captions), classes=classes)
+
+
+def _precomputed(root: Path, name: str) -> Split:
+    features_path = root / f"{name}_ims.npy"
+    captions_path = root / f"{name}_caps.txt"
+    wholes_path = root / f"{name}_global.npy"
     features = np.load(features_path, mmap_mode="r")
-    # Only "\n" ends a caption: str.splitlines would also split at form feeds and Unicode separators
-    # inside a caption.
-    lines = captions_path.read_text(encoding="utf-8").split("\n")
-    captions = lines[:-1] if lines[-1] == "" else lines
-    if features.ndim != 3 or features.dtype.kind != "f" or not len(features):
+    captions = read_lines(captions_path)
+    n = len(features)
+    if features.ndim != 3 or features.dtype.kind != "f" or not n:
+        found = f"{features.dtype} {features.shape}"
+        raise ValueError(f"{features_path}: {found}, must be a float array (n, regions, d)")
+    if len(captions) not in (n, 5 * n):
         raise ValueError(
-            f"{features_path}: {features.dtype} {features.shape}, must be a float array (n, "
-            "regions, d)"
+            f"{captions_path} has {len(captions)} captions and {features_path} has {n} images: "
+            "there must be five captions an image, or one"
         )
-    if len(captions) not in (len(features), 5 * len(features)):
-        raise ValueError(
-            f"{captions_path} has {len(captions)} captions and {features_path} has "
-            f"{len(features)} images: there must be five captions an image, or one"
-        )
-    wholes_path = Path(root, f"{name}_global.npy")
-    wholes = np.load(wholes_path, mmap_mode="r") if wholes_path.exists() else None
-    if wholes is not None and (
-        wholes.ndim != 2 or wholes.dtype.kind != "f" or len(wholes) != len(features)
-    ):
-        raise ValueError(
-            f"{wholes_path}: {wholes.dtype} {wholes.shape}, must be a float array "
-            f"({len(features)}, d)"
-        )
-    return Split(features, captions, len(captions) // len(features), wholes)
+    wholes = None
+    if wholes_path.exists():
+        wholes = np.load(wholes_path, mmap_mode="r")
+        if wholes.ndim != 2 or wholes.dtype.kind != "f" or len(wholes) != n:
+            found = f"{wholes.dtype} {wholes.shape}"
+            raise ValueError(f"{wholes_path}: {found}, must be a float array ({n}, d)")
+    return Split(features, captions, len(captions) // n, wholes)
+
+
+def feature_statistics(features: np.ndarray, chunk: int = 1024) -> tuple[Tensor, Tensor]:
+    """Mean of each feature over all regions, (d,) float32, and one standard deviation for all
+    features, 0-dim.
+
+    There is one deviation for all features because some of them vary little (minor principal
+    components, rare channels): dividing by a deviation of their own would scale their noise up to
+    the size of the signal. Two float64 passes over chunks avoid loading the whole memory-mapped
+    array.
+    """
+    starts = range(0, len(features), chunk)
+    n, regions, dim = features.shape
+    total = np.zeros(dim)
+    for start in starts:
+        total += features[start : start + chunk].sum((0, 1), dtype=np.float64)
+    mean = total / (n * regions)
+    squares = 0.0
+    for start in starts:
+        rows = features[start : start + chunk].astype(np.float64)
+        squares += np.square(rows - mean).sum()
+    variance = squares / features.size
+    return torch.from_numpy(mean).float(), torch.tensor(variance or 1.0).sqrt().float()
+
+
+def whole_statistics(wholes: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each global feature, (d,) float32, after
+    :func:`compressed`.
+    """
+    x = compressed(torch.from_numpy(np.array(wholes, dtype=np.float32)))
+    return x.mean(0), x.std(0).clamp_min(1e-3)
+
+
+def compressed(x: Tensor) -> Tensor:
+    """Signed square root, because activations of a network have long tails."""
+    return x.sign() * x.abs().sqrt()
+
+
+# -------------------------------------------------------------------------------------------- words
 
 
 def tokenize(caption: str) -> list[str]:
@@ -95,10 +153,8 @@ def tokenize(caption: str) -> list[str]:
     return re.findall(r"[^\W_]+(?:'[^\W_]+)?", caption.lower())
 
 
-class Encodes(Protocol):
-    """Interface of tokenisers that turn a caption into ids: a :class:`Vocabulary`, or the word
-    pieces of a BERT.
-    """
+class Tokenizer(Protocol):
+    """What turns a caption into ids: a :class:`Vocabulary`, or the word pieces of a BERT."""
 
     def encode(self, caption: str) -> list[int]: ...
 
@@ -146,34 +202,13 @@ class Vocabulary:
 
 
 def word_vectors(path: str | Path) -> dict[str, np.ndarray]:
-    """Read float32 word vectors from GloVe's text format, or from an .npy file whose words are a
-    list in a .json file.
-
-    The .json file has the array's name, or is the only .json file in the folder.
-    """
-    path = Path(path)
-    if path.suffix != ".npy":
-        vectors = {}
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                word, *values = line.rstrip().split(" ")
-                vectors[word] = np.array(values, dtype=np.float32)
-        return vectors
-    beside = sorted(path.parent.glob("*.json"))
-    named = path.with_suffix(".json")
-    if not named.exists() and len(beside) != 1:
-        raise ValueError(
-            f"{path}: its words must be a list in {named.name}, or in the only .json file of the "
-            "folder"
-        )
-    words = json.loads((named if named.exists() else beside[0]).read_text(encoding="utf-8"))
-    array = np.load(path).astype(np.float32)
-    if array.ndim != 2 or len(array) != len(words):
-        raise ValueError(
-            f"{path}: shape {array.shape}, must be ({len(words)}, d) for the words in "
-            f"{beside[0].name}"
-        )
-    return dict(zip(words, array, strict=True))
+    """Read float32 word vectors from a text file in GloVe's format."""
+    vectors = {}
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            word, *values = line.rstrip().split(" ")
+            vectors[word] = np.array(values, dtype=np.float32)
+    return vectors
 
 
 def begin_with(weight: Tensor, words: Sequence[str], vectors: Mapping[str, np.ndarray]) -> int:
@@ -181,75 +216,36 @@ def begin_with(weight: Tensor, words: Sequence[str], vectors: Mapping[str, np.nd
     their number.
     """
     rows = [i for i, word in enumerate(words) if word in vectors]
-    if rows:
-        new = torch.from_numpy(np.stack([vectors[words[i]] for i in rows]))
-        if new.shape[1] > weight.shape[1]:
-            raise ValueError(
-                f"word_dim = {weight.shape[1]}: must be at least {new.shape[1]}, as the word "
-                "vectors have"
-            )
-        new *= weight[rows].norm(dim=1).mean() / new.norm(dim=1).mean()
-        with torch.no_grad():
-            weight[rows, : new.shape[1]] = new.to(weight)
+    if not rows:
+        return 0
+    new = torch.from_numpy(np.stack([vectors[words[i]] for i in rows]))
+    if new.shape[1] > weight.shape[1]:
+        raise ValueError(
+            f"word_dim = {weight.shape[1]}: must be at least {new.shape[1]}, as the word vectors "
+            "have"
+        )
+    new *= weight[rows].norm(dim=1).mean() / new.norm(dim=1).mean()
+    with torch.no_grad():
+        weight[rows, : new.shape[1]] = new.to(weight)
     return len(rows)
 
 
 def pad(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Right-pad with 0, to (B, L) int64, and return the lengths (B,) int64, too."""
-    lengths = torch.tensor([len(s) for s in sequences])
-    padded = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.int64)
-    for row, sequence in zip(padded, sequences, strict=True):
-        row[: len(sequence)] = torch.tensor(sequence)
-    return padded, lengths
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    return pad_sequence([torch.tensor(s) for s in sequences], batch_first=True), lengths
 
 
-def chosen(
-    features: np.ndarray | Images,
-    rows: np.ndarray | slice,
-    rngs: Sequence[np.random.Generator] | None = None,
-) -> Tensor:
-    """Read the selected images of a memory-mapped array, or the raw images, as a float32 tensor.
-
-    With ``rngs``, one generator per image, raw images are cropped and flipped at random, as for
-    training.
-    """
-    if isinstance(features, Images):
-        return features.read(rows, rngs)
-    return torch.from_numpy(np.array(features[rows], dtype=np.float32))
+# ------------------------------------------------------------------------------------------ batches
 
 
-def feature_statistics(features: np.ndarray, chunk: int = 1024) -> tuple[Tensor, Tensor]:
-    """Mean of each feature over all regions, (d,) float32, and one standard deviation for all
-    features, 0-dim.
+class Sample(NamedTuple):
+    """An image with some of its captions."""
 
-    There is one deviation for all features because some of them vary little (minor principal
-    components, rare channels): dividing by a deviation of their own would scale their noise up to
-    the size of the signal. Two float64 passes over chunks avoid loading the whole memory-mapped
-    array.
-    """
-    chunks = [slice(i, i + chunk) for i in range(0, len(features), chunk)]
-    mean = (
-        sum(np.asarray(features[c], dtype=np.float64).sum((0, 1)) for c in chunks)
-        / features[:, :, 0].size
-    )
-    variance = (
-        sum(np.square(np.asarray(features[c], dtype=np.float64) - mean).sum() for c in chunks)
-        / features.size
-    )
-    return torch.from_numpy(mean).float(), torch.tensor(variance or 1.0).sqrt().float()
-
-
-def whole_statistics(wholes: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each global feature, (d,) float32, after
-    :func:`compressed`.
-    """
-    x = compressed(torch.from_numpy(np.array(wholes, dtype=np.float32)))
-    return x.mean(0), x.std(0).clamp_min(1e-3)
-
-
-def compressed(x: Tensor) -> Tensor:
-    """Signed square root, because activations of a network have long tails."""
-    return x.sign() * x.abs().sqrt()
+    regions: Tensor  # (R, d) float32; a raw image: (3, H, W)
+    whole: Tensor | None  # (d',) float32
+    captions: list[list[int]]  # ids of words
+    image_id: Tensor  # 0-dim int64
 
 
 @dataclass(frozen=True)
@@ -258,10 +254,62 @@ class Batch:
 
     regions: Tensor  # (B, R, d) float32; raw images: (B, 3, H, W)
     words: Tensor  # (M, L) int64, padded with 0
-    lengths: Tensor  # (M,) int64
+    lengths: Tensor  # (M,) int64, on the CPU
+    wholes: Tensor | None  # (B, d') float32
     image_ids: Tensor  # (B,) int64
     text_ids: Tensor  # (M,) int64
-    wholes: Tensor | None = None  # (B, d') float32
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Batch:
+        """Put samples together, each with the same number of captions."""
+        words, lengths = pad([caption for sample in samples for caption in sample.captions])
+        wholes = [sample.whole for sample in samples if sample.whole is not None]
+        ids = torch.stack([sample.image_id for sample in samples])
+        return cls(
+            torch.stack([sample.regions for sample in samples]),
+            words,
+            lengths,
+            torch.stack(wholes) if wholes else None,
+            ids,
+            ids.repeat_interleave(len(samples[0].captions)),
+        )
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The inputs of a model."""
+        return self.regions, self.words, self.lengths, self.wholes
+
+    def to(self, device: str) -> Batch:
+        return Batch(
+            self.regions.to(device),
+            self.words.to(device),
+            self.lengths,
+            None if self.wholes is None else self.wholes.to(device),
+            self.image_ids.to(device),
+            self.text_ids.to(device),
+        )
+
+
+class Samples(Dataset[Sample]):
+    """The samples of one epoch, with the captions in the order in which the epoch shows them."""
+
+    def __init__(self, batches: Batches, captions: np.ndarray, epoch: int) -> None:
+        self.batches = batches
+        self.captions = captions  # (images, captions of an image)
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Sample:
+        split = self.batches.split
+        count = self.batches.captions_per_image
+        image, part = divmod(index, self.batches.samples_of_image)
+        places = np.arange(part * count, (part + 1) * count) % split.captions_per_image
+        seed = [self.batches.seed, self.epoch, 1 + index]
+        return Sample(
+            split.regions(image, seed),
+            split.whole(image),
+            [self.batches.word_ids[caption] for caption in self.captions[image, places]],
+            self.batches.image_ids[image],
+        )
 
 
 class Batches:
@@ -280,12 +328,13 @@ class Batches:
     def __init__(
         self,
         split: Split,
-        vocabulary: Encodes,
+        tokenizer: Tokenizer,
         batch_size: int,
         captions_per_image: int,
         seed: int,
         rank: int = 0,
         world: int = 1,
+        workers: int = 0,
     ) -> None:
         if captions_per_image > split.captions_per_image:
             raise ValueError(
@@ -294,7 +343,7 @@ class Batches:
             )
         self.split = split
         self.image_ids = split.image_ids
-        self.word_ids = [vocabulary.encode(caption) for caption in split.captions]
+        self.word_ids = [tokenizer.encode(caption) for caption in split.captions]
         self.captions_per_image = captions_per_image
         self.samples_of_image = -(-split.captions_per_image // captions_per_image)
         self.samples = len(split.features) * self.samples_of_image
@@ -303,48 +352,29 @@ class Batches:
             raise ValueError(
                 f"data: {self.samples} training samples are too few for {world} processes"
             )
-        self.seed, self.rank, self.world = seed, rank, world
+        self.seed = seed
+        self.rank = rank
+        self.world = world
+        self.workers = workers
 
     def __len__(self) -> int:
         return self.samples // (self.batch_size * self.world)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """Yield the batches of one epoch, starting at `first_step`."""
+        """Load the batches of one epoch, starting at `first_step`."""
         random = np.random.default_rng([self.seed, epoch])
         order = random.permutation(self.samples)
         captions = np.arange(len(self.split.captions)).reshape(len(self.split.features), -1)
         if self.captions_per_image > 1:
             captions = random.permuted(captions, axis=1)
-        with ThreadPoolExecutor(1) as reader:  # prefetch the next batch during the training step
-            ahead = None
-            for step in range(first_step, len(self)):
-                start = (step * self.world + self.rank) * self.batch_size
-                following = reader.submit(
-                    self._batch, order[start : start + self.batch_size], captions, epoch
-                )
-                if ahead is not None:
-                    yield ahead.result()
-                ahead = following
-            if ahead is not None:
-                yield ahead.result()
-
-    def _batch(self, samples: np.ndarray, captions: np.ndarray, epoch: int) -> Batch:
-        images, part = np.divmod(samples, self.samples_of_image)
-        place = part[:, None] * self.captions_per_image + np.arange(self.captions_per_image)
-        shown = captions[images[:, None], place % self.split.captions_per_image].ravel()
-        words, lengths = pad([self.word_ids[i] for i in shown])
-        rngs = None
-        # one per sample: crops do not depend on the number of processes
-        if isinstance(self.split.features, Images):
-            rngs = [
-                np.random.default_rng([self.seed, epoch, 1 + int(sample)]) for sample in samples
-            ]
-        ids = self.image_ids[torch.from_numpy(images)]
-        return Batch(
-            chosen(self.split.features, images, rngs),
-            words,
-            lengths,
-            ids,
-            ids.repeat_interleave(self.captions_per_image),
-            None if self.split.wholes is None else chosen(self.split.wholes, images),
+        shown = order[: len(self) * self.world * self.batch_size]
+        # of each step and process
+        samples = shown.reshape(len(self), self.world, self.batch_size)
+        loader: DataLoader[Any] = DataLoader(
+            Samples(self, captions, epoch),
+            batch_sampler=samples[first_step:, self.rank].tolist(),
+            collate_fn=Batch.of,
+            num_workers=self.workers,
+            generator=torch.Generator(),  # or it would draw from the generator of dropout
         )
+        return iter(loader)

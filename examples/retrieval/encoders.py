@@ -60,11 +60,9 @@ class BatchNorm(nn.BatchNorm1d):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or world_size() == 1:
             return super().forward(input)
-        assert (
-            self.running_mean is not None
-            and self.running_var is not None
-            and self.momentum is not None
-        )
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.momentum is not None
         own = torch.stack([input.float().sum(0), input.float().square().sum(0)])
         first, second = gather(own[None]).sum(0)  # differentiable
         count = len(input) * world_size()
@@ -142,9 +140,8 @@ class GPO(nn.Module):
         padding = (torch.arange(size) >= lengths[:, None]).to(features.device)
         # Masked positions sort last, where their weight is exactly 0. Sorting along contiguous
         # memory takes two thirds of the time on a CPU.
-        columns = rearrange(
-            features.masked_fill(padding[:, :, None], MASKED), "b l d -> b d l"
-        ).contiguous()
+        masked = features.masked_fill(padding[:, :, None], MASKED)
+        columns = rearrange(masked, "b l d -> b d l").contiguous()
         ranked = columns.sort(dim=2, descending=True).values
         # Despite their weight of 0, they enter the gradient of the weights, where MASKED would
         # overflow in float16.
@@ -192,20 +189,18 @@ class SelfGuidedEnhancement(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         # kappa and nu; batch normalisation makes biases redundant.
-        self.local, self.whole = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.local_norm, self.whole_norm = BatchNorm(dim), BatchNorm(dim)
+        self.local = nn.Linear(dim, dim, bias=False)
+        self.whole = nn.Linear(dim, dim, bias=False)
+        self.local_norm = BatchNorm(dim)
+        self.whole_norm = BatchNorm(dim)
         self.score = nn.Linear(dim, 1, bias=False)
 
     def forward(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
         """(B, R, d) -> (B, R, d)."""
-        local = rearrange(
-            self.local_norm(rearrange(self.local(regions), "b r d -> (b r) d")),
-            "(b r) d -> b r d",
-            b=len(regions),
-        )
+        local = self.local_norm(self.local(regions).flatten(0, 1)).view_as(regions)
         whole = self.whole_norm(self.whole(regions.mean(1)))
         weights = self.score(local.tanh() * whole.tanh()[:, None]).softmax(1)  # (B, R, 1)
-        return told(regions, F.normalize((weights * regions).sum(1), dim=1))
+        return add_global(regions, F.normalize((weights * regions).sum(1), dim=1))
 
 
 class GuidedEnhancement(nn.Module):
@@ -227,10 +222,10 @@ class GuidedEnhancement(nn.Module):
     def forward(self, regions: Tensor, wholes: Tensor | None) -> Tensor:
         """(B, R, d), (B, d') -> (B, R, d)."""
         assert wholes is not None
-        return told(regions, self.mlp(wholes))
+        return add_global(regions, self.mlp(wholes))
 
 
-def told(regions: Tensor, whole: Tensor) -> Tensor:
+def add_global(regions: Tensor, whole: Tensor) -> Tensor:
     """Add the global feature: ``x_i = v_i + a_i v_glo``, with ``a = softmax_i(v_glo . v_i)`` at
     unit length (USER).
     """
@@ -281,10 +276,12 @@ class ImageEncoder(nn.Module):
             self.enhancement = SelfGuidedEnhancement(region_dim)
         elif enhancement == "cge" and not whole:
             self.enhancement = GuidedEnhancement(whole_dim, region_dim)
-        seen = whole_dim if whole else region_dim
-        self.linear = nn.Linear(seen, dim)
+        input_dim = whole_dim if whole else region_dim
+        self.linear = nn.Linear(input_dim, dim)
         self.mlp = nn.Sequential(
-            nn.Linear(seen, dim // 2, bias=False),  # batch normalisation makes a bias redundant
+            nn.Linear(
+                input_dim, dim // 2, bias=False
+            ),  # batch normalisation makes a bias redundant
             BatchNorm(dim // 2),
             nn.ReLU(),
             nn.Linear(dim // 2, dim),
@@ -312,18 +309,24 @@ class ImageEncoder(nn.Module):
         x = self.dropout(x)
         if self.enhancement is not None:
             x = self.enhancement(x, wholes)
-        flat = rearrange(x, "b r d -> (b r) d")
-        projected = rearrange(self.linear(flat) + self.mlp(flat), "(b r) d -> b r d", b=len(x))
+        flat = x.flatten(0, 1)
+        projected = (self.linear(flat) + self.mlp(flat)).unflatten(0, x.shape[:2])
         if self.pool is None:
             return projected.squeeze(1)
         lengths = torch.full((len(x),), x.shape[1])
         pooled = self.pool(projected, lengths)
-        return pooled if self.heads is None else self.heads(projected, pooled, lengths)
+        if self.heads is None:
+            return pooled
+        return self.heads(projected, pooled, lengths)
 
 
 class TextEncoder(nn.Module):
     """Padded word ids (B, L) -> text embeddings (B, dim): embedding, BiGRU, pooling, plus a linear
     bag of words.
+
+    With ``heads``, a :class:`SubEmbeddings`, the outputs are its own. With ``with_queries``, the
+    outputs are pairs: the embeddings, and the queries of CODER's concept branch, which a second
+    pooling makes of the same words.
 
     The bag of words is a residual path: one linear layer on the mean of the idf-weighted word
     embeddings. On data sets of a few thousand pictures, most of a caption's information is which
@@ -343,7 +346,7 @@ class TextEncoder(nn.Module):
         bag_of_words: bool = True,
         shared_dropout: bool = False,
         heads: SubEmbeddings | None = None,
-        asks: bool = False,
+        with_queries: bool = False,
     ) -> None:
         super().__init__()
         self.register_buffer("idf", torch.ones(vocabulary_size))
@@ -357,7 +360,7 @@ class TextEncoder(nn.Module):
         self.pool = GPO()
         self.heads = heads
         self.bag = nn.Linear(word_dim, dim) if bag_of_words else None
-        self.asking = GPO() if asks else None
+        self.query_pool = GPO() if with_queries else None
 
     def forward(self, words: Tensor, lengths: Tensor) -> Any:
         x = self.dropout(self.embedding(words))
@@ -372,11 +375,7 @@ class TextEncoder(nn.Module):
 
     def recurrent(self, x: Tensor, lengths: Tensor, bag: Tensor | None) -> Any:
         """BiGRU and pooling, (B, L, word_dim) -> (B, dim), for groups of captions of about the same
-        length.
-
-        The embedding of the bag of words, (B, dim), is added to the pooled one. With ``heads``, the
-        result is theirs. With ``asks``, a second aggregator pools the same words again, and the
-        result is a pair.
+        length. The embedding of the bag of words, (B, dim), is added to the pooled one.
 
         Captions are padded to the longest of their group only, not of the batch. Small groups also
         limit a buffer as large as all tokens, which the backward pass of a packed GRU on a CPU
@@ -386,15 +385,21 @@ class TextEncoder(nn.Module):
         parts = []
         for rows in order.split(GROUP):
             own = lengths[rows]
-            hidden = averaged_bigru(self.gru, x[rows.to(x.device), : int(own[-1])], own)
-            beside = 0 if bag is None else bag[rows.to(x.device)]
-            text = self.pool(hidden, own) + beside
-            if self.heads is not None:
-                parts.append(self.heads(hidden, text, own))
-            else:
-                parts.append(
-                    (text,) if self.asking is None else (text, self.asking(hidden, own) + beside)
-                )
+            rows = rows.to(x.device)
+            hidden = averaged_bigru(self.gru, x[rows, : int(own[-1])], own)
+            parts.append(self._pooled(hidden, own, None if bag is None else bag[rows]))
         back = order.argsort().to(x.device)
-        whole = [torch.cat(part)[back] for part in zip(*parts, strict=True)]
-        return tuple(whole) if len(whole) > 1 else whole[0]
+        outputs = [torch.cat(part)[back] for part in zip(*parts, strict=True)]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _pooled(self, hidden: Tensor, lengths: Tensor, bag: Tensor | None) -> tuple[Tensor, ...]:
+        """The outputs for the states (B, L, dim) of the BiGRU."""
+        text = self.pool(hidden, lengths)
+        if bag is not None:
+            text = text + bag
+        if self.heads is not None:
+            return self.heads(hidden, text, lengths)
+        if self.query_pool is None:
+            return (text,)
+        query = self.query_pool(hidden, lengths)
+        return text, query if bag is None else query + bag

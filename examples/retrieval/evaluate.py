@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -11,18 +12,16 @@ from torch import Tensor
 from itrloss.metrics import retrieval_metrics
 from itrloss.rerank import FastReranker, Reranker
 
-from .data import Encodes, Split, chosen, pad
+from .data import Split, Tokenizer, pad
 from .models import VSE
-from .pictures import Images
 
 RECALLS = tuple(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10))
-PICTURES = 64  # raw images encoded at a time
+IMAGES, TEXTS = 64, 512  # encoded at a time
+READERS = 8  # threads that decode raw images
 
 
 @torch.no_grad()
-def encode(
-    model: VSE, split: Split, vocabulary: Encodes, batch_size: int = 512
-) -> tuple[Tensor, Tensor]:
+def encode(model: VSE, split: Split, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
     """Embed the images and the captions of a split for retrieval, on the model's device.
 
     The model is in evaluation mode meanwhile; its mode is restored afterwards.
@@ -31,29 +30,30 @@ def encode(
     model.eval()
     device = next(model.parameters()).device
     images = []
-    step = min(batch_size, PICTURES) if isinstance(split.features, Images) else batch_size
-    for i in range(0, len(split.features), step):
-        rows = slice(i, i + step)
-        wholes = None if split.wholes is None else chosen(split.wholes, rows).to(device)
-        images.append(model.embed_images(chosen(split.features, rows).to(device), wholes))
-    word_ids = [vocabulary.encode(caption) for caption in split.captions]
-    # batches with little padding
-    by_length = np.argsort([len(ids) for ids in word_ids], kind="stable")
+    with ThreadPoolExecutor(READERS) as readers:
+        for rows in torch.arange(len(split.features)).split(IMAGES):
+            regions = torch.stack(list(readers.map(split.regions, rows.tolist())))
+            wholes = None
+            if split.wholes is not None:
+                wholes = torch.from_numpy(split.wholes[rows.numpy()].astype(np.float32)).to(device)
+            images.append(model.embed_images(regions.to(device), wholes))
+    word_ids = [tokenizer.encode(caption) for caption in split.captions]
+    lengths = torch.tensor([len(ids) for ids in word_ids])
+    by_length = lengths.argsort(stable=True)  # for batches with little padding
     texts = []
-    for i in range(0, len(word_ids), batch_size):
-        words, lengths = pad([word_ids[j] for j in by_length[i : i + batch_size]])
+    for rows in by_length.split(TEXTS):
+        words, lengths = pad([word_ids[i] for i in rows.tolist()])
         texts.append(model.embed_texts(words.to(device), lengths))
     model.train(was_training)
-    unsorted = torch.from_numpy(np.argsort(by_length)).to(device)
-    return torch.cat(images), torch.cat(texts)[unsorted]
+    return torch.cat(images), torch.cat(texts)[by_length.argsort().to(device)]
 
 
 @torch.no_grad()
-def model_scores(model: VSE, split: Split, vocabulary: Encodes, batch_size: int = 512) -> Tensor:
+def model_scores(model: VSE, split: Split, tokenizer: Tokenizer) -> Tensor:
     """Similarities of all images and all captions of a split: (n_images, n_captions), on the
     CPU.
     """
-    return model.similarity(*encode(model, split, vocabulary, batch_size)).cpu()
+    return model.similarity(*encode(model, split, tokenizer)).cpu()
 
 
 def recalls(scores: Tensor, split: Split) -> dict[str, float]:

@@ -24,21 +24,20 @@ def export(run: Path, splits: Sequence[str], out: Path, data: Path | None = None
     """Write ``{split}_images.npy`` (n, d) and ``{split}_texts.npy`` (captions, d), float32 of
     length 1.
 
-    Their cosine is the model's similarity. Models of sets of embeddings (DVSE, PVSE) raise a
+    Their cosine is the model's similarity. A model of sets of embeddings (DVSE) raises a
     ValueError.
     """
-    model, vocabulary, config = load_model(run / "best.pt")
+    model, words, config = load_model(run / "best.pt")
     out.mkdir(parents=True, exist_ok=True)
-    written = []
+    files = []
     for name in splits:
         split = load_split(data or data_directory(config), name, config.image_size)
-        for what, embeddings in zip(
-            ("images", "texts"), encode(model, split, vocabulary), strict=True
-        ):
-            vectors = model.as_vectors(embeddings).cpu().numpy()
-            written.append(out / f"{name}_{what}.npy")
-            np.save(written[-1], vectors)
-    return written
+        images, texts = encode(model, split, words)
+        for kind, embeddings in (("images", images), ("texts", texts)):
+            file = out / f"{name}_{kind}.npy"
+            np.save(file, model.as_vectors(embeddings).cpu().numpy())
+            files.append(file)
+    return files
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,14 +1,13 @@
-"""The models: two encoders into one space, and the extensions of CODER, DVSE and PVSE.
+"""The models: two encoders into one space, and the extensions of CODER and DVSE.
 
 In training, a model is called with a batch and returns the inputs of its objective. For evaluation
-it has three
-methods: the embeddings of images, those of texts, and the similarity of the two.
+it has three methods: the embeddings of images, those of texts, and the similarity of the two.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 import itrloss
 from itrloss.functional import set_similarity
 
-from .backbones import Backbone, BertEncoder, WordPieces, build_backbone
+from .backbones import Backbone, BertEncoder, WordPieces
 from .config import Config
 from .encoders import ImageEncoder, SubEmbeddings, TextEncoder
 
@@ -55,13 +54,13 @@ class VSE(nn.Module):
         return self.text(words, lengths)
 
     def similarity(self, images: Tensor, texts: Tensor) -> Tensor:
-        """Similarities (N, M) of images and texts, as embedded above; of two sets, that of the
-        closest pair.
+        """Similarities (N, M) of images and texts, as embedded above; of a set of embeddings, that
+        of the closest one.
         """
         if images.ndim == 3:
             return set_similarity(images, texts, "max")
-        ids = torch.arange(len(images)), torch.arange(len(texts))  # scores do not depend on the ids
-        return itrloss.Similarity(images, texts, *ids).scores()
+        image_ids, text_ids = torch.arange(len(images)), torch.arange(len(texts))  # any would do
+        return itrloss.Similarity(images, texts, image_ids, text_ids).scores()
 
     def as_vectors(self, embeddings: Tensor) -> Tensor:
         """Unit vectors (N, d) whose cosine is the similarity; ValueError for sets of embeddings."""
@@ -143,23 +142,17 @@ class CODER(VSE):
         return self._both(texts, self.branch("text", queries))
 
     def _both(self, instances: Tensor, concepts: Tensor) -> Tensor:
-        parts = F.normalize(instances, dim=1), F.normalize(concepts, dim=1)
-        return torch.cat([(1 - self.share) ** 0.5 * parts[0], self.share**0.5 * parts[1]], 1)
+        of_instances = (1 - self.share) ** 0.5 * F.normalize(instances, dim=1)
+        of_concepts = self.share**0.5 * F.normalize(concepts, dim=1)
+        return torch.cat([of_instances, of_concepts], 1)
 
 
-class SetVSE(VSE):
-    """Several embeddings of an image."""
-
-    outputs = 4
-
-    def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
-        return self.image(regions, wholes)[0]
-
-
-class DVSE(SetVSE):
+class DVSE(VSE):
     """Several embeddings of an image, one of a text (Wei et al., 2023), and a gate on the
     image's.
     """
+
+    outputs = 4
 
     def __init__(self, image: ImageEncoder, text: TextEncoder | BertEncoder, heads: int) -> None:
         super().__init__(image, text)
@@ -175,24 +168,13 @@ class DVSE(SetVSE):
         sets, residuals = self.image.embed(elements, wholes)
         return sets, self.embed_texts(words, lengths), residuals, self.gate(elements)
 
-    def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
-        return self.text(words, lengths)[0].squeeze(1)
-
-
-class PVSE(SetVSE):
-    """Equally many embeddings of a text and of an image (Song & Soleymani, CVPR 2019)."""
-
-    of_texts = (1, 3)
-
-    def forward(
-        self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """Sets (B, K, dim) of images and of texts, and the residuals (B, K, dim) of both."""
-        (images, of_images), (texts, of_texts) = super().forward(regions, words, lengths, wholes)
-        return images, texts, of_images, of_texts
+    def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
+        sets, _ = self.image(regions, wholes)
+        return sets
 
     def embed_texts(self, words: Tensor, lengths: Tensor) -> Tensor:
-        return self.text(words, lengths)[0]
+        sets, _ = self.text(words, lengths)  # of one embedding
+        return sets.squeeze(1)
 
 
 class Views(VSE):
@@ -207,11 +189,11 @@ class Views(VSE):
     def __init__(self, models: Sequence[VSE]) -> None:
         nn.Module.__init__(self)
         self.models = nn.ModuleList(models)
-        starts = [0, *itertools.accumulate(model.outputs for model in models)]
-        self.outputs = starts.pop()
-        self.of_texts = tuple(
-            start + k for start, model in zip(starts, models, strict=True) for k in model.of_texts
-        )
+        self.outputs = 0
+        self.of_texts = ()
+        for model in models:
+            self.of_texts += tuple(self.outputs + place for place in model.of_texts)
+            self.outputs += model.outputs
 
     def __iter__(self) -> Iterator[VSE]:
         return iter(self.models)  # type: ignore[arg-type]
@@ -224,11 +206,10 @@ class Views(VSE):
 
     def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
         embeddings = [model.embed_images(regions, wholes) for model in self]
-        # repeat single embeddings to the size of the sets
-        if any(isinstance(model, SetVSE) for model in self):
-            heads = max(x.shape[1] for x in embeddings if x.ndim == 3)
+        sizes = [x.shape[1] for x in embeddings if x.ndim == 3]
+        if sizes:  # repeat single embeddings to the size of the sets
             embeddings = [
-                x if x.ndim == 3 else x[:, None].expand(-1, heads, -1) for x in embeddings
+                x if x.ndim == 3 else x[:, None].expand(-1, sizes[0], -1) for x in embeddings
             ]
         return torch.cat(embeddings, -1)
 
@@ -240,13 +221,16 @@ class Views(VSE):
         cosines.
         """
         parts = embeddings.chunk(len(self.models), -1)
-        return F.normalize(
-            torch.cat([model.as_vectors(x) for model, x in zip(self, parts, strict=True)], 1), dim=1
-        )
+        vectors = [model.as_vectors(part) for model, part in zip(self, parts, strict=True)]
+        return F.normalize(torch.cat(vectors, 1), dim=1)
 
     def similarity(self, images: Tensor, texts: Tensor) -> Tensor:
-        parts = zip(self, *(x.chunk(len(self.models), -1) for x in (images, texts)), strict=True)
-        return torch.stack([model.similarity(*part) for model, *part in parts]).mean(0)
+        images_of = images.chunk(len(self.models), -1)
+        texts_of = texts.chunk(len(self.models), -1)
+        scores = [
+            model.similarity(*pair) for model, *pair in zip(self, images_of, texts_of, strict=True)
+        ]
+        return torch.stack(scores).mean(0)
 
 
 def views(model: VSE) -> list[VSE]:
@@ -255,7 +239,11 @@ def views(model: VSE) -> list[VSE]:
 
 
 def build_model(
-    config: Config, region_dim: int, words: int | WordPieces, whole_dim: int = 0
+    config: Config,
+    region_dim: int,
+    words: int | WordPieces,
+    whole_dim: int = 0,
+    network: Mapping[str, Any] | None = None,
 ) -> VSE:
     """Build the model of the settings.
 
@@ -264,39 +252,49 @@ def build_model(
         region_dim: dimension of the region features; a backbone replaces it by its own.
         words: the size of the vocabulary, or a BERT's word pieces.
         whole_dim: dimension of the pictures' global features, 0 without any.
+        network: the settings of the backbone, for raw images.
     """
-    models = [
-        build_view(config, view == "whole", region_dim, words, whole_dim)
-        for view in config.views.split("+")
-    ]
+    models = []
+    for view in config.views.split("+"):
+        if view == "whole":
+            image = ImageEncoder(
+                region_dim,
+                config.dim,
+                config.whole_dropout,
+                config.shared_dropout,
+                whole_dim=whole_dim,
+                whole=True,
+            )
+        else:
+            image = build_image_encoder(config, region_dim, whole_dim, network)
+        models.append(build_view(config, image, words))
     return Views(models) if len(models) > 1 else models[0]
 
 
-def build_view(
-    config: Config, whole: bool, region_dim: int, words: int | WordPieces, whole_dim: int
-) -> VSE:
-    """Build the model of one view, the regions or the global feature; the latter is no set, so it
-    has no heads.
-    """
-    sets, concepts = config.loss in ("dvse", "pvse") and not whole, config.loss == "coder"
-    backbone = None if whole else build_backbone(config)
-    region_dim = region_dim if backbone is None else backbone.dim
-    image = ImageEncoder(
-        region_dim,
+def build_image_encoder(
+    config: Config, region_dim: int, whole_dim: int, network: Mapping[str, Any] | None
+) -> ImageEncoder:
+    """Build the image encoder of a view of the regions."""
+    backbone = None if network is None else Backbone(network)
+    return ImageEncoder(
+        region_dim if backbone is None else backbone.dim,
         config.dim,
-        config.whole_dropout if whole else config.feature_dropout,
+        config.feature_dropout,
         config.shared_dropout,
-        SubEmbeddings(config.dim, config.heads) if sets else None,
+        SubEmbeddings(config.dim, config.heads) if config.loss == "dvse" else None,
         whole_dim,
-        whole,
-        config.enhancement,
-        backbone,
+        enhancement=config.enhancement,
+        backbone=backbone,
     )
-    heads = (
-        SubEmbeddings(config.dim, config.heads if config.loss == "pvse" else 1) if sets else None
-    )
+
+
+def build_view(config: Config, image: ImageEncoder, words: int | WordPieces) -> VSE:
+    """Build the model of one view. A global feature is no set, so it has no heads."""
+    has_sets = image.heads is not None
+    heads = SubEmbeddings(config.dim, 1) if has_sets else None
+    with_queries = config.loss == "coder"
     if isinstance(words, WordPieces):
-        text = BertEncoder(words, config.dim, config.word_dropout, heads, asks=concepts)
+        text = BertEncoder(words, config.dim, config.word_dropout, heads, with_queries)
     else:
         text = TextEncoder(
             words,
@@ -307,20 +305,11 @@ def build_view(
             config.bag_of_words,
             config.shared_dropout,
             heads,
-            asks=concepts,
+            with_queries,
         )
-    if sets:
-        return PVSE(image, text) if config.loss == "pvse" else DVSE(image, text, config.heads)
-    if concepts:
+    if has_sets:
+        return DVSE(image, text, config.heads)
+    if config.loss == "coder":
         branch = ConceptBranch(config.dim, config.concepts, config.word_dim)
         return CODER(image, text, branch, config.concept_share)
     return VSE(image, text)
-
-
-def load_pretrained(model: VSE, config: Config) -> None:
-    """Load the pre-trained weights that the settings name."""
-    for view in views(model):
-        if isinstance(view.image.backbone, Backbone) and config.backbone_weights:
-            view.image.backbone.load_weights(config.backbone_weights)
-        if isinstance(view.text, BertEncoder) and config.bert_weights:
-            view.text.load_weights(config.bert)

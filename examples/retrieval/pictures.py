@@ -1,38 +1,28 @@
 """Data sets of raw images: Karpathy's JSON and CUB Captions. Pictures are loaded lazily.
 
-* Karpathy's splits of Flickr30K (and of Flickr8k): dataset_flickr30k.json, images/ or
-  flickr30k-images/
-* those of MSCOCO, whose `restval` joins the training set: dataset_coco.json, train2014/ and
-  val2014/, or both in images/
+* Karpathy's splits of Flickr30K (and of Flickr8k): dataset_flickr30k.json, and the pictures in
+  images/
+* those of MSCOCO, whose `restval` joins the training set: dataset_coco.json, and the pictures in
+  images/train2014/ and images/val2014/
 * CUB with the ten captions an image of Reed et al.: text_c10/<class>/<image>.txt,
   images/<class>/<image>.jpg
 
-CUB comes with lists of classes, trainclasses.txt, valclasses.txt and testclasses.txt, with 100, 50
-and 50 classes. If PCME's seen_test_images.txt exists, its images are the development set, and the
-other images of the classes in trainvalclasses.txt (150 in the split of Xian et al.) are the
-training set. A caption of CUB matches every image of its class.
+CUB is split as by Xian et al. and PCME: trainvalclasses.txt lists 150 classes, of which the images
+in seen_test_images.txt are the development set and the others the training set; testclasses.txt
+lists 50. A caption of CUB matches every image of its class.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-READERS = 8  # threads that decode and scale; Pillow lets them run at the same time
-IMAGE_FOLDERS = (
-    "images",
-    "flickr30k-images",
-    "Flicker8k_Dataset",
-    "CUB_200_2011/images",
-    ".",
-)  # first come, first served
 KARPATHY = {"train": ("train", "restval"), "dev": ("val",), "test": ("test",)}
 
 
@@ -60,29 +50,25 @@ class Images:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def read(
-        self, rows: np.ndarray | slice, rngs: Sequence[np.random.Generator] | None = None
-    ) -> Tensor:
-        """Load the selected pictures, (B, 3, size, size) float32 in [0, 1]; augmented if each has a
-        generator.
-        """
-        paths = [self.paths[i] for i in np.arange(len(self))[rows]]
-        with ThreadPoolExecutor(READERS) as pool:
-            return torch.stack(list(pool.map(self._one, paths, rngs or [None] * len(paths))))
-
-    def _one(self, path: Path, rng: np.random.Generator | None) -> Tensor:
+    def read(self, index: int, seed: Sequence[int] | None = None) -> Tensor:
+        """Load a picture, (3, size, size) float32 in [0, 1]; with a seed, cropped and flipped."""
         from PIL import Image, UnidentifiedImageError  # only raw images need it
 
+        path = self.paths[index]
         try:
             with Image.open(path) as file:
                 picture = file.convert("RGB")
         except (OSError, UnidentifiedImageError) as error:
             raise ValueError(f"{path}: no image that can be read ({error})") from error
-        box = None if rng is None else random_box(rng, *picture.size)
+        box = None
+        flipped = False
+        if seed is not None:
+            rng = np.random.default_rng(seed)
+            box = random_box(rng, *picture.size)
+            flipped = rng.random() < 0.5
         square = picture.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
-        values = np.asarray(square, dtype=np.float32).transpose(2, 0, 1) / 255
-        mirrored = rng is not None and rng.random() < 0.5
-        return torch.from_numpy(values[:, :, ::-1].copy() if mirrored else values)
+        pixels = torch.from_numpy(np.array(square, dtype=np.float32)).permute(2, 0, 1) / 255
+        return pixels.flip(2) if flipped else pixels
 
 
 def random_box(
@@ -115,75 +101,51 @@ def listed_images(root: str | Path, name: str) -> list[Listed]:
     root = Path(root)
     if name not in KARPATHY:
         raise ValueError(f"{root}: split {name!r}: must be one of {', '.join(KARPATHY)}")
-    images = list(karpathy(root, name) if layout(root) == "karpathy" else cub(root, name))
+    images = karpathy(root, name) if layout(root) == "karpathy" else cub(root, name)
     if not images:
         raise ValueError(f"{root}: no image of the split {name!r}")
     fewest = min(images, key=lambda image: len(image.captions))
     if not fewest.captions:
         raise ValueError(f"{fewest.path}: has no caption")
-    return [
-        Listed(image.path, image.captions[: len(fewest.captions)], image.kind) for image in images
-    ]
+    kept = len(fewest.captions)
+    return [replace(image, captions=image.captions[:kept]) for image in images]
 
 
-def karpathy(root: Path, name: str) -> Iterable[Listed]:
+def karpathy(root: Path, name: str) -> list[Listed]:
     """List the images of a split of Karpathy's JSON, in its order."""
     files = sorted(root.glob("dataset*.json"))
     if len(files) != 1:
         raise ValueError(f"{root}: {', '.join(file.name for file in files)}: must be one file")
+    images = []
     try:
-        entries = json.loads(files[0].read_text(encoding="utf-8"))["images"]
-        chosen = [entry for entry in entries if entry["split"] in KARPATHY[name]]
-        inner = [Path(entry.get("filepath", ""), entry["filename"]) for entry in chosen]
-        captions = [
-            [" ".join(sentence["raw"].split()) for sentence in entry["sentences"]]
-            for entry in chosen
-        ]
+        for entry in json.loads(files[0].read_text(encoding="utf-8"))["images"]:
+            if entry["split"] in KARPATHY[name]:
+                path = root / "images" / entry.get("filepath", "") / entry["filename"]
+                captions = [" ".join(said["raw"].split()) for said in entry["sentences"]]
+                images.append(Listed(path, captions))
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{files[0]}: must have images with filename, split and sentences with raw ({error})"
         ) from error
-    folder = image_folder(root, inner[:1])
-    for path, own in zip(inner, captions, strict=True):
-        yield Listed(folder / path, own)
+    return images
 
 
-def cub(root: Path, name: str) -> Iterable[Listed]:
+def cub(root: Path, name: str) -> list[Listed]:
     """List the images of a split of CUB Captions, sorted by class and name."""
-    held_out = (
-        _lines(root / "seen_test_images.txt") if (root / "seen_test_images.txt").exists() else None
-    )
-    names = {"train": "trainclasses.txt", "dev": "valclasses.txt", "test": "testclasses.txt"}
-    if held_out is not None:
-        names |= {"train": "trainvalclasses.txt", "dev": "trainvalclasses.txt"}
-    texts = [
-        text
-        for kind in _lines(root / names[name])
-        for text in sorted((root / "text_c10" / kind).glob("*.txt"))
-    ]
-    inner = [Path(text.parent.name, text.stem + ".jpg") for text in texts]
-    folder = image_folder(root, inner[:1])
-    seen = {str(Path(line)) for line in held_out or ()}
-    for text, path in zip(texts, inner, strict=True):
-        if held_out is None or name == "test" or (str(path) in seen) == (name == "dev"):
-            yield Listed(folder / path, _lines(text), path.parent.name)
-
-
-def image_folder(root: Path, inner: list[Path]) -> Path:
-    """Folder of the images: the first known one that holds this image, or else the one where it
-    should be.
-    """
-    folders = [root / name for name in IMAGE_FOLDERS]
-    return next(
-        (folder for folder in folders if inner and (folder / inner[0]).exists()), folders[0]
-    )
+    classes = _lines(root / ("testclasses.txt" if name == "test" else "trainvalclasses.txt"))
+    held_out = {Path(line) for line in _lines(root / "seen_test_images.txt")}
+    images = []
+    for kind in classes:
+        for text in sorted((root / "text_c10" / kind).glob("*.txt")):
+            path = Path(kind, f"{text.stem}.jpg")
+            if name == "test" or (path in held_out) == (name == "dev"):
+                images.append(Listed(root / "images" / path, _lines(text), kind))
+    return images
 
 
 def _lines(path: Path) -> list[str]:
+    """Lines of a text file that are not empty."""
     if not path.exists():
         raise ValueError(f"{path}: no such file")
-    return [
-        line.strip()
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n")
-        if line.strip()
-    ]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [line.strip() for line in lines if line.strip()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from itrloss.distributed import world_size
 
-from .backbones import WordPieces
+from .backbones import Backbone, BertEncoder, WordPieces, network_sizes
 from .concepts import find_concepts, normalized_graph
 from .config import Config, make_config
 from .data import (
@@ -23,9 +24,16 @@ from .data import (
     whole_statistics,
     word_vectors,
 )
-from .encoders import TextEncoder
-from .models import CODER, VSE, build_model, load_pretrained, views
+from .encoders import ImageEncoder, TextEncoder
+from .models import CODER, VSE, build_model, views
 from .pictures import Images
+
+Words = Vocabulary | WordPieces
+
+
+def is_first() -> bool:
+    """Whether this process is the only one, or the one that writes files."""
+    return world_size() == 1 or dist.get_rank() == 0
 
 
 def data_directory(config: Config) -> Path:
@@ -42,91 +50,103 @@ def data_directory(config: Config) -> Path:
     return root
 
 
-def is_first() -> bool:
-    """Whether this process is the only one, or the one that writes files."""
-    return world_size() == 1 or dist.get_rank() == 0
-
-
-def check_fit(config: Config, root: Path, train: Split, batch_size: int) -> None:
+def check_fit(config: Config, root: Path, train: Split) -> None:
     """Check data and settings for errors that would otherwise occur after an epoch, or go
     unnoticed.
     """
-    needs = "whole" in config.views or config.enhancement == "cge"
+    is_raw = isinstance(train.features, Images)
+    if is_raw != bool(config.backbone):
+        expected = "the name of one, for the raw images" if is_raw else "empty for the features"
+        raise ValueError(f"backbone = {config.backbone!r}: must be {expected} of {root}")
+    needs_wholes = ""
+    if "whole" in config.views:
+        needs_wholes = f"views = {config.views!r}"
+    elif config.enhancement == "cge":
+        needs_wholes = "enhancement = 'cge'"
     for name in ("train", "dev", "test") if config.final_test else ("train", "dev"):
         split = load_split(root, name, config.image_size)
-        if needs and split.wholes is None:
-            what = f"views = {config.views!r}" if "whole" in config.views else "enhancement = 'cge'"
+        if needs_wholes and split.wholes is None:
             raise ValueError(
-                f"{what}: needs {root}/{name}_global.npy, the features of whole pictures"
+                f"{needs_wholes}: needs {root}/{name}_global.npy, the features of whole pictures"
             )
-        for kind, own, expected in (
-            ("ims", split.features, train.features),
-            ("global", split.wholes, train.wholes),
-        ):
-            if (
-                isinstance(own, np.ndarray)
-                and isinstance(expected, np.ndarray)
-                and own.shape[-1] != expected.shape[-1]
-            ):
-                dims = (
-                    f"{own.shape[-1]} features, must be {expected.shape[-1]} as in train_{kind}.npy"
-                )
-                raise ValueError(f"{root}/{name}_{kind}.npy: {dims}")
-    if isinstance(train.features, Images) != bool(config.backbone):
-        raw = isinstance(train.features, Images)
-        expected = (
-            "the name of one, resnet50 for example, for the raw images"
-            if raw
-            else "empty for the features"
-        )
-        raise ValueError(f"backbone = {config.backbone!r}: must be {expected} of {root}")
-    if config.micro_batch and (batch_size - 1) % config.micro_batch == 0:
-        last = (
-            f"must leave more than one of the {batch_size} samples for the last chunk's batch "
-            "normalisation"
-        )
-        raise ValueError(f"micro_batch = {config.micro_batch}: {last}")
+        _check_dim(root, name, "ims", split.features, train.features)
+        _check_dim(root, name, "global", split.wholes, train.wholes)
 
 
-Sizes = tuple[int, int]  # dimensions of region features and of global features; 0 if there are none
-Words = Vocabulary | WordPieces
+def _check_dim(root: Path, name: str, kind: str, features: Any, of_training: Any) -> None:
+    """Raise a ValueError if arrays of two splits have different numbers of features."""
+    if isinstance(features, np.ndarray) and isinstance(of_training, np.ndarray):
+        dim, expected = features.shape[-1], of_training.shape[-1]
+        if dim != expected:
+            raise ValueError(
+                f"{root}/{name}_{kind}.npy: {dim} features, must be {expected} as in "
+                f"train_{kind}.npy"
+            )
 
 
-def sizes_of(train: Split) -> Sizes:
-    """Dimensions of region features and of global features; 0 if there are none."""
-    images, wholes = train.features, train.wholes
-    return 0 if isinstance(images, Images) else images.shape[
-        2
-    ], 0 if wholes is None else wholes.shape[1]
+# -------------------------------------------------------------------------------------------- model
 
 
-def new_model(config: Config, train: Split, vocabulary: Words) -> VSE:
-    """Build the untrained model, with the statistics that it needs of the training data."""
-    model = _built(config, sizes_of(train), vocabulary)
-    load_pretrained(model, config)
-    statistics = (
-        None if isinstance(train.features, Images) else feature_statistics(train.features),
-        None if train.wholes is None else whole_statistics(train.wholes),
-    )
+def words_of(config: Config, train: Split) -> Words:
+    """Build the vocabulary of the training captions, or read the word pieces of a BERT."""
+    if config.bert:
+        return WordPieces.of_checkpoint(config.bert)
+    return Vocabulary.from_captions(train.captions, config.min_count)
+
+
+def sizes_of(config: Config, train: Split) -> dict[str, Any]:
+    """The sizes of a model's inputs, for :func:`build`."""
+    return {
+        "region_dim": 0 if isinstance(train.features, Images) else train.features.shape[2],
+        "whole_dim": 0 if train.wholes is None else train.wholes.shape[1],
+        "network": network_sizes(config.backbone) if config.backbone else None,
+    }
+
+
+def build(config: Config, sizes: dict[str, Any], words: Words) -> VSE:
+    """Build a model with random weights."""
+    vocabulary = words if isinstance(words, WordPieces) else len(words)
+    return build_model(config, words=vocabulary, **sizes)
+
+
+def new_model(config: Config, train: Split, sizes: dict[str, Any], words: Words) -> VSE:
+    """Build the untrained model, with pre-trained weights and with the statistics that it needs of
+    the training data.
+    """
+    model = build(config, sizes, words)
     vectors = word_vectors(config.word_vectors) if config.word_vectors else {}
     for view in views(model):
-        image = view.image
-        buffers = (image.mean, image.std), (image.whole_mean, image.whole_std)
-        for own, measured in zip(buffers, statistics, strict=True):
-            for buffer, value in zip(own, measured or own, strict=True):
-                buffer.copy_(value)
-        if isinstance(vocabulary, Vocabulary) and isinstance(view.text, TextEncoder):
-            view.text.idf.copy_(vocabulary.idf(train.captions))
-            begin_with(view.text.embedding.weight, vocabulary.words, vectors)
+        if isinstance(view.image.backbone, Backbone):
+            view.image.backbone.load_weights(config.backbone)
+        if isinstance(view.text, BertEncoder):
+            view.text.load_weights(config.bert)
+        if isinstance(words, Vocabulary) and isinstance(view.text, TextEncoder):
+            view.text.idf.copy_(words.idf(train.captions))
+            begin_with(view.text.embedding.weight, words.words, vectors)
         if isinstance(view, CODER):
-            _know_concepts(view, config, train, vectors)
+            _choose_concepts(view, config, train, vectors)
+    _standardise([view.image for view in views(model)], train)
     return model
 
 
-def _know_concepts(
+def _standardise(encoders: list[ImageEncoder], train: Split) -> None:
+    """Give image encoders the statistics of the training features."""
+    if not isinstance(train.features, Images):
+        mean, std = feature_statistics(train.features)
+        for image in encoders:
+            image.mean.copy_(mean)
+            image.std.copy_(std)
+    if train.wholes is not None:
+        mean, std = whole_statistics(train.wholes)
+        for image in encoders:
+            image.whole_mean.copy_(mean)
+            image.whole_std.copy_(std)
+
+
+def _choose_concepts(
     model: CODER, config: Config, train: Split, vectors: dict[str, np.ndarray]
 ) -> None:
-    concepts = find_concepts(train.captions, config.concepts, config.tagger)
+    concepts = find_concepts(train.captions, config.concepts)
     if is_first():
         out = Path(config.out)
         out.mkdir(parents=True, exist_ok=True)
@@ -135,43 +155,38 @@ def _know_concepts(
     begin_with(model.branch.vectors, concepts.words, vectors)
 
 
-def _built(config: Config, sizes: Sizes, vocabulary: Words) -> VSE:
-    words = vocabulary if isinstance(vocabulary, WordPieces) else len(vocabulary)
-    return build_model(config, sizes[0], words, sizes[1])
+def load_model(path: str | Path) -> tuple[VSE, Words, Config]:
+    """Rebuild the model of a checkpoint (best.pt or last.pt), in evaluation mode, on the CPU."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    config = make_config(state["config"])
+    stored = state["vocabulary"]
+    words = WordPieces(**stored) if config.bert else Vocabulary(stored)
+    model = build(config, state["sizes"], words)
+    model.load_state_dict(state["model"])
+    return model.eval(), words, config
+
+
+# ---------------------------------------------------------------------------------------- optimiser
 
 
 def build_optimizer(model: nn.Module, objective: nn.Module, config: Config) -> torch.optim.AdamW:
     """Build AdamW; weight decay applies to the model's matrices only, not to biases, normalisation
-    and losses.
-
-    Pre-trained parts have their own learning rates: each parameter group has a ``factor`` of the
-    common rate.
+    and losses. Pre-trained parts have their own learning rates.
     """
     factors = {".text.bert.": config.bert_lr_factor, ".image.backbone.": config.backbone_lr_factor}
+    # by learning rate and weight decay
     groups: dict[tuple[float, float], list[nn.Parameter]] = {
-        (1.0, config.weight_decay): [],
-        (1.0, 0.0): [],
+        (config.lr, config.weight_decay): [],
+        (config.lr, 0.0): [],
     }
     for name, p in model.named_parameters():
-        # of any view of the model
-        factor = next((f for part, f in factors.items() if part in f".{name}"), 1.0)
-        if p.requires_grad:
-            groups.setdefault((factor, config.weight_decay if p.ndim > 1 else 0.0), []).append(p)
-    groups[1.0, 0.0] += [p for p in objective.parameters() if p.requires_grad]
+        lr = config.lr
+        for part, factor in factors.items():
+            if part in f".{name}":  # of any view of the model
+                lr *= factor
+        decay = config.weight_decay if p.ndim > 1 else 0.0
+        groups.setdefault((lr, decay), []).append(p)
+    groups[config.lr, 0.0] += [p for p in objective.parameters() if p.requires_grad]
     return torch.optim.AdamW(
-        [
-            {"params": own, "weight_decay": decay, "factor": factor}
-            for (factor, decay), own in groups.items()
-        ],
-        lr=config.lr,
+        [{"params": own, "lr": lr, "weight_decay": decay} for (lr, decay), own in groups.items()]
     )
-
-
-def load_model(path: str | Path) -> tuple[VSE, Words, Config]:
-    """Rebuild the model of a checkpoint (best.pt or last.pt), in evaluation mode, on the CPU."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    config, stored = make_config(state["config"]), state["vocabulary"]
-    vocabulary = WordPieces(**stored) if config.bert else Vocabulary(stored)
-    model = _built(config, state["sizes"], vocabulary)
-    model.load_state_dict(state["model"])
-    return model.eval(), vocabulary, config

@@ -60,42 +60,56 @@ class Gallery:
     """Cards of one split's queries; `root` may hold `pictures/{split}_{index:05d}.png`."""
 
     def __init__(self, split: Split, root: Path, split_name: str) -> None:
-        self.split, self.root, self.split_name = split, root, split_name
+        self.split = split
+        self.root = root
+        self.split_name = split_name
 
     def cards(self, way: str, before: QueryResults, after: QueryResults) -> list[dict[str, Any]]:
         """Queries with their first answers, and those after re-ranking if it moved the first right
         one.
         """
+        kind = "picture" if way == "i2t" else "caption"
         cards = []
         for pick in draw_queries(before, after):
-            drawn = (
-                "the only one"
-                if pick.group_size == 1
-                else f"drawn from {pick.group_size:,} such queries"
-            )
+            drawn = f"drawn from {pick.group_size:,} such queries"
+            if pick.group_size == 1:
+                drawn = "the only one"
             old, new = pick.ranks
             if old == new:
                 lists = {f"Cosine: first right answer at rank {old:,}, and re-ranked too": before}
             else:
-                lists = {f"Cosine: first right answer at rank {old:,}": before}
-                lists[f"Re-ranked: first right answer at rank {new:,}"] = after
-            query = (
-                self._picture(pick.query)
-                if way == "i2t"
-                else {"text": f"“{self.split.captions[pick.query]}”"}
-            )
-            among = f"{drawn} among {len(before.top):,} {'picture' if way == 'i2t' else 'caption'}s"
-            answers = [(title, self._answers(way, pick.query, x)) for title, x in lists.items()]
-            cards.append({"title": pick.group, "note": among, "query": query, "answers": answers})
+                lists = {
+                    f"Cosine: first right answer at rank {old:,}": before,
+                    f"Re-ranked: first right answer at rank {new:,}": after,
+                }
+            answers = []
+            for title, results in lists.items():
+                answers.append((title, self._answers(way, pick.query, results)))
+            card = {
+                "title": pick.group,
+                "note": f"{drawn} among {len(before.top):,} {kind}s",
+                "query": self._query(way, pick.query),
+                "answers": answers,
+            }
+            cards.append(card)
         return cards
 
+    def _query(self, way: str, query: int) -> dict[str, str]:
+        if way == "i2t":
+            return self._picture(query)
+        return {"text": f"“{self.split.captions[query]}”"}
+
     def _answers(self, way: str, query: int, results: QueryResults) -> list[dict[str, Any]]:
-        own, others = self.split.image_ids, self.split.text_ids
-        own, others = (own, others) if way == "i2t" else (others, own)
         items = []
         for answer in results.top[query, :TOP].tolist():
-            item = {"text": self.split.captions[answer]} if way == "i2t" else self._picture(answer)
-            items.append({**item, "right": bool(own[query] == others[answer])})
+            if way == "i2t":
+                item = {"text": self.split.captions[answer]}
+                image, text = query, answer
+            else:
+                item = self._picture(answer)
+                image, text = answer, query
+            right = bool(self.split.image_ids[image] == self.split.text_ids[text])
+            items.append({**item, "right": right})
         return items
 
     def _picture(self, image: int) -> dict[str, str]:

@@ -115,8 +115,9 @@ class _Speaker:
     several ways.
     """
 
-    def __init__(self, scene: Scene, rng: np.random.Generator):
-        self.scene, self.rng = scene, rng
+    def __init__(self, scene: Scene, rng: np.random.Generator) -> None:
+        self.scene = scene
+        self.rng = rng
 
     def pick(self, options: Sequence[T]) -> T:
         return options[int(self.rng.random() * len(options))]
@@ -180,11 +181,10 @@ class _Speaker:
 
     def counts_and_colours(self) -> list[str]:
         items = self.scene.objects
-        shapes, colours = (
-            Counter(item.shape for item in items),
-            Counter(item.colour for item in items),
-        )
-        total, things = COUNT_WORDS[len(items)], self.pick(ANY_SHAPE) + "s"
+        shapes = Counter(item.shape for item in items)
+        colours = Counter(item.colour for item in items)
+        total = COUNT_WORDS[len(items)]
+        things = self.pick(ANY_SHAPE) + "s"
         by_shape = {
             shape: self._counted(self.pick(SHAPE_WORDS[shape]), k) for shape, k in shapes.items()
         }
@@ -192,26 +192,29 @@ class _Speaker:
         by_colour = [self._counted(f"{hues[c]} {things[:-1]}", k) for c, k in colours.items()]
         inventory = listed(list(by_shape.values()))
         colour, shape = self.pick(list(colours)), self.pick(list(shapes))
+        shows = self.pick(("the picture shows", "this image contains", "someone drew"))
+        count = self.pick(("in total we have", "we count", "a collection of"))
+        share = f"{COUNT_WORDS[colours[colour]]} of them {colour}"
         texts = [
             f"{total} {things} in {listed(list(colours))}",
-            f"{self.pick(('the picture shows', 'this image contains', 'someone drew'))} "
-            f"{inventory}",
-            f"{self.pick(('in total we have', 'we count', 'a collection of'))} {listed(by_colour)}",
-            f"{total} {things}, {COUNT_WORDS[colours[colour]]} of them {colour}, including "
-            f"{by_shape[shape]}",
+            f"{shows} {inventory}",
+            f"{count} {listed(by_colour)}",
+            f"{total} {things}, {share}, including {by_shape[shape]}",
         ]
         if len(colours) > 1:
-            shares = (
-                f"{COUNT_WORDS[k]} {'is' if k == 1 else 'are'} {c}"
-                for c, k in colours.most_common(2)
-            )
+            shares = []
+            for name, number in colours.most_common(2):
+                verb = "is" if number == 1 else "are"
+                shares.append(f"{COUNT_WORDS[number]} {verb} {name}")
             texts.append(f"out of {total} {things}, {' and '.join(shares)}")
         return texts
 
     def _counted(self, noun: str, count: int) -> str:
         if count > 1:
-            return f"{COUNT_WORDS[count]} {noun}{'es' if noun.endswith(('s', 'x')) else 's'}"
-        return f"{self.pick(('one', 'an' if noun[0] in 'aeiou' else 'a'))} {noun}"
+            plural = "es" if noun.endswith(("s", "x")) else "s"
+            return f"{COUNT_WORDS[count]} {noun}{plural}"
+        article = "an" if noun[0] in "aeiou" else "a"
+        return f"{self.pick(('one', article))} {noun}"
 
     def sizes_and_places(self) -> list[str]:
         order = [self.scene.objects[i] for i in self.rng.permutation(len(self.scene.objects))]
@@ -308,14 +311,14 @@ def _relations(a: SceneObject, b: SceneObject) -> list[str]:
     if a.contains(b):
         return ["around", "surrounding"] if a.shape == "ring" else ["behind", "surrounding"]
     phrases: list[str] = []
-    if a.column != b.column:
-        phrases += (
-            ["to the left of", "left of"]
-            if a.column < b.column
-            else ["to the right of", "right of"]
-        )
-    if a.row != b.row:
-        phrases += ["above", "over"] if a.row < b.row else ["below", "under"]
+    if a.column < b.column:
+        phrases += ["to the left of", "left of"]
+    if a.column > b.column:
+        phrases += ["to the right of", "right of"]
+    if a.row < b.row:
+        phrases += ["above", "over"]
+    if a.row > b.row:
+        phrases += ["below", "under"]
     return phrases
 
 

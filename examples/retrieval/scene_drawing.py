@@ -5,6 +5,7 @@ downsampled.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,10 +13,11 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 if TYPE_CHECKING:
-    from .scenes import Scene
+    from .scenes import Scene, SceneObject
 
 CANVAS = 96  # pixels
-SUPERSAMPLING = 3  # supersampling factor, for anti-aliasing
+SUPERSAMPLING = 3  # for anti-aliasing
+SIDE = CANVAS * SUPERSAMPLING  # pixels at which pictures are drawn
 COLOURS = {
     "red": (214, 48, 49),
     "orange": (243, 140, 38),
@@ -63,11 +65,8 @@ def _loops(shape: str) -> list[np.ndarray]:
     if shape == "cross":
         arm = [(-0.32, -1), (0.32, -1), (0.32, -0.32)]
         quarter = np.array([[0, 1], [-1, 0]])
-        return [
-            np.concatenate(
-                [np.array(arm) @ np.linalg.matrix_power(quarter, turn) for turn in range(4)]
-            )
-        ]
+        turns = [np.linalg.matrix_power(quarter, turn) for turn in range(4)]
+        return [np.concatenate([np.array(arm) @ turn for turn in turns])]
     corners = {
         "square": [(-0.84, -0.84), (0.84, -0.84), (0.84, 0.84), (-0.84, 0.84)],
         "triangle": [(0, -1.0), (1.0, 0.8), (-1.0, 0.8)],
@@ -79,38 +78,53 @@ def _loops(shape: str) -> list[np.ndarray]:
 @cache
 def _background(kind: str) -> Image.Image:
     """Background at drawing size: its gradient and a few strokes that identify it."""
-    side = CANVAS * SUPERSAMPLING
-    stops = np.array(BACKGROUNDS[kind], dtype=float)
-    heights = np.linspace(0, len(stops) - 1, side)
-    column = np.stack(
-        [np.interp(heights, range(len(stops)), stops[:, channel]) for channel in range(3)], 1
-    )
-    image = Image.fromarray(np.repeat(column[:, None], side, 1).round().astype(np.uint8))
+    image = _gradient(BACKGROUNDS[kind])
     draw = ImageDraw.Draw(image, "RGBA")
     rng = np.random.default_rng(7)  # strokes independent of the data set's seed
-    if kind == "sky":
-        _clouds(draw, rng, side)
+    if kind in WAVES:
+        _draw_waves(draw, rng, WAVES[kind])
+    elif kind == "sky":
+        _draw_clouds(draw, rng)
         image = image.filter(ImageFilter.GaussianBlur(3))
     elif kind == "night":
-        for x, y, radius in rng.uniform((0, 0, 0.6), (side, side, 2.2), (70, 3)):
-            draw.ellipse((x - radius, y - radius, x + radius, y + radius), (255, 250, 220, 190))
-    elif kind in WAVES:
-        _waves(draw, rng, side, WAVES[kind])
+        _draw_stars(draw, rng)
     elif kind == "grass":
-        for x, y, lean in rng.uniform((0, 0, -5), (side, side, 5), (420, 3)):
-            draw.line((x, y, x + lean, y - 11), (48, 112, 44, 80), 2)
+        _draw_grass(draw, rng)
     elif kind == "stripes":
-        for left in range(0, side, 48):
-            draw.rectangle((left, 0, left + 23, side), (178, 190, 206, 255))
+        _draw_stripes(draw)
     return image
 
 
-def _clouds(draw: ImageDraw.ImageDraw, rng: np.random.Generator, side: int) -> None:
-    for left, top, width in rng.uniform((-0.1, 0.02, 0.25), (0.8, 0.85, 0.45), (7, 3)) * side:
+def _gradient(colours: Sequence[tuple[int, int, int]]) -> Image.Image:
+    """Colours from the top edge to the bottom edge, at equal distances."""
+    heights = np.linspace(0, len(colours) - 1, SIDE)
+    places = range(len(colours))
+    channels = [np.interp(heights, places, levels) for levels in zip(*colours, strict=True)]
+    column = np.stack(channels, 1)  # (SIDE, 3)
+    return Image.fromarray(np.repeat(column[:, None], SIDE, 1).round().astype(np.uint8))
+
+
+def _draw_clouds(draw: ImageDraw.ImageDraw, rng: np.random.Generator) -> None:
+    for left, top, width in rng.uniform((-0.1, 0.02, 0.25), (0.8, 0.85, 0.45), (7, 3)) * SIDE:
         for puff in range(3):
             x = left + puff * width / 4
             lift = width / 10 * (puff == 1)
             draw.ellipse((x, top - lift, x + width / 2, top + width / 4), (255, 255, 255, 90))
+
+
+def _draw_stars(draw: ImageDraw.ImageDraw, rng: np.random.Generator) -> None:
+    for x, y, radius in rng.uniform((0, 0, 0.6), (SIDE, SIDE, 2.2), (70, 3)):
+        draw.ellipse((x - radius, y - radius, x + radius, y + radius), (255, 250, 220, 190))
+
+
+def _draw_grass(draw: ImageDraw.ImageDraw, rng: np.random.Generator) -> None:
+    for x, y, lean in rng.uniform((0, 0, -5), (SIDE, SIDE, 5), (420, 3)):
+        draw.line((x, y, x + lean, y - 11), (48, 112, 44, 80), 2)
+
+
+def _draw_stripes(draw: ImageDraw.ImageDraw) -> None:
+    for left in range(0, SIDE, 48):
+        draw.rectangle((left, 0, left + 23, SIDE), (178, 190, 206, 255))
 
 
 class _Waves(NamedTuple):
@@ -129,36 +143,39 @@ WAVES = {
 }
 
 
-def _waves(draw: ImageDraw.ImageDraw, rng: np.random.Generator, side: int, waves: _Waves) -> None:
-    xs = np.arange(-4, side + 8, 4)
-    for level in range(10, side, waves.distance):
+def _draw_waves(draw: ImageDraw.ImageDraw, rng: np.random.Generator, waves: _Waves) -> None:
+    xs = np.arange(-4, SIDE + 8, 4)
+    for level in range(10, SIDE, waves.distance):
         ys = level + waves.height * np.sin(xs / 11 + rng.uniform(0, 6.3))
         draw.line(list(zip(xs.tolist(), ys.tolist(), strict=True)), waves.ink, waves.width)
 
 
 def render(scene: Scene) -> Image.Image:
     """Render the scene as an RGB picture of 96 x 96 pixels."""
-    side = CANVAS * SUPERSAMPLING
     image = _background(scene.background).copy()
     draw = ImageDraw.Draw(image, "RGBA")
     for item in scene.objects:
-        turn = math.radians(item.turn)
-        rotation = np.array(((math.cos(turn), math.sin(turn)), (-math.sin(turn), math.cos(turn))))
-        centre = np.array((item.x, item.y)) * side
-        loops = [loop @ rotation * (item.radius * side) + centre for loop in _loops(item.shape)]
-        loops = [np.concatenate((loop, loop[:1])) for loop in loops]
-        # a hole is connected to the outline by a path there and back
-        filled = np.concatenate((*loops, loops[0][:1]))
-        colour = COLOURS[item.colour]
-        shadow = filled + np.array((3.5, 5))  # to the lower right
-        draw.polygon(shadow.ravel().tolist(), (20, 20, 40, 70))
-        draw.polygon(filled.ravel().tolist(), colour)
-        draw.line(filled.ravel().tolist(), colour, 2)  # hides the seam of that path
-        for loop in loops:
-            draw.line(
-                loop.ravel().tolist(),
-                tuple(int(0.62 * level) for level in colour),
-                4,
-                joint="curve",
-            )
+        _draw_object(draw, item)
     return image.reduce(SUPERSAMPLING)
+
+
+def _draw_object(draw: ImageDraw.ImageDraw, item: SceneObject) -> None:
+    """Draw the shadow, the area and the outline of an object."""
+    cosine = math.cos(math.radians(item.turn))
+    sine = math.sin(math.radians(item.turn))
+    rotation = np.array(((cosine, sine), (-sine, cosine)))
+    centre = np.array((item.x, item.y)) * SIDE
+    loops = []
+    for loop in _loops(item.shape):
+        placed = loop @ rotation * (item.radius * SIDE) + centre
+        loops.append(np.concatenate((placed, placed[:1])))
+    # a hole is connected to the outline by a path there and back
+    filled = np.concatenate((*loops, loops[0][:1]))
+    colour = COLOURS[item.colour]
+    shadow = filled + np.array((3.5, 5))  # to the lower right
+    draw.polygon(shadow.ravel().tolist(), (20, 20, 40, 70))
+    draw.polygon(filled.ravel().tolist(), colour)
+    draw.line(filled.ravel().tolist(), colour, 2)  # hides the seam of that path
+    outline = tuple(int(0.62 * level) for level in colour)
+    for loop in loops:
+        draw.line(loop.ravel().tolist(), outline, 4, joint="curve")

@@ -10,8 +10,7 @@ Everything is determined by a seed. Each family, caption set and region set has 
 stream, identified by (seed, split, stage, index), so a split does not depend on the sizes of the
 others, and the first n scenes of a split do not depend on its size.
 
-    python -m examples.retrieval.scenes --out DIR [--train N --dev N --test N --seed S] [--sheet
-    FILE.png]
+    python -m examples.retrieval.scenes --out DIR [--train N --dev N --test N --seed S]
 """
 
 from __future__ import annotations
@@ -20,16 +19,19 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from .scene_captions import captions
 from .scene_drawing import BACKGROUNDS, CANVAS, COLOURS, render
+
+T = TypeVar("T")
 
 VERSION = 1  # increment it when the same seed gives different files
 SPLITS = ("train", "dev", "test")
@@ -118,20 +120,22 @@ def _stream(seed: int, split: str, stage: int, index: int) -> np.random.Generato
     return np.random.default_rng((seed, SPLITS.index(split), stage, index))
 
 
-def _pick(rng: np.random.Generator, options):
+def _pick(rng: np.random.Generator, options: Sequence[T]) -> T:
     return options[int(rng.random() * len(options))]
 
 
 def _propose_object(rng: np.random.Generator, cell: int, earlier: list[SceneObject]) -> SceneObject:
     """Random object near a crossing, sometimes with the colour or shape of an earlier one."""
+    row, column = divmod(cell, 3)
     size = _pick(rng, tuple(RADII))
-    x, y = (
-        _fitted(THIRDS[third] + rng.uniform(-WANDER, WANDER), size)
-        for third in (cell % 3, cell // 3)
-    )
-    colour, shape = _pick(rng, tuple(COLOURS)), _pick(rng, SHAPES)
+    x = _fitted(THIRDS[column] + rng.uniform(-WANDER, WANDER), size)
+    y = _fitted(THIRDS[row] + rng.uniform(-WANDER, WANDER), size)
+    colour = _pick(rng, tuple(COLOURS))
+    shape = _pick(rng, SHAPES)
     if earlier and rng.random() < 0.3:
-        colour, shape = _pick(rng, ((earlier[-1].colour, shape), (colour, earlier[-1].shape)))
+        same_colour = earlier[-1].colour, shape
+        same_shape = colour, earlier[-1].shape
+        colour, shape = _pick(rng, (same_colour, same_shape))
     return SceneObject(shape, colour, size, x, y, round(rng.uniform(-12, 12), 1))
 
 
@@ -148,7 +152,8 @@ def _propose_scene(rng: np.random.Generator, family: int) -> Scene:
     for cell in rng.permutation(9)[: count - nested].tolist():
         objects.append(_propose_object(rng, cell, objects))
     if nested:
-        x, y = (_fitted(centre, "large") for centre in (objects[0].x, objects[0].y))
+        x = _fitted(objects[0].x, "large")
+        y = _fitted(objects[0].y, "large")
         objects[0] = replace(objects[0], shape=_pick(rng, CONTAINERS), size="large", x=x, y=y)
         objects.append(replace(_propose_object(rng, 4, []), size="small", x=x, y=y))
     return Scene(_pick(rng, tuple(BACKGROUNDS)), tuple(objects), family)
@@ -256,22 +261,21 @@ def region_features(image: Image.Image, scene: Scene, rng: np.random.Generator) 
     The scene provides only the boxes; colours and shapes have to be recognised from the pixels.
     """
     boxes = _boxes(scene, rng)
-    strip = Image.new("RGB", (GRID, GRID * REGIONS))
-    for i, box in enumerate((boxes * CANVAS).tolist()):
-        strip.paste(
-            image.resize((GRID, GRID), Image.Resampling.BILINEAR, box=tuple(box)), (0, GRID * i)
-        )
-    crops = np.asarray(strip, dtype=np.float32).reshape(REGIONS, GRID, GRID, 3) / 255
+    crops = np.stack([_crop(image, box) for box in boxes])  # (REGIONS, GRID, GRID, 3)
     inside = np.zeros((GRID, GRID), dtype=bool)
     inside[2:-2, 2:-2] = True
-    corner, extent = boxes[:, :2], boxes[:, 2:] - boxes[:, :2]
+    centre = crops[:, inside].mean(1)
+    border = crops[:, ~inside].mean(1)
+    down = np.abs(np.diff(crops, axis=1)).mean((1, 2, 3))
+    across = np.abs(np.diff(crops, axis=2)).mean((1, 2, 3))
+    corner = boxes[:, :2]
+    extent = boxes[:, 2:] - corner
     parts = (
         crops.reshape(REGIONS, -1),
         crops.mean((1, 2)),
         crops.std((1, 2)),
-        crops[:, inside].mean(1) - crops[:, ~inside].mean(1),
-        np.abs(np.diff(crops, axis=1)).mean((1, 2, 3))[:, None],
-        np.abs(np.diff(crops, axis=2)).mean((1, 2, 3))[:, None],
+        centre - border,
+        np.stack((down, across), 1),
         corner + extent / 2,
         extent,
         extent.prod(1, keepdims=True),
@@ -279,14 +283,22 @@ def region_features(image: Image.Image, scene: Scene, rng: np.random.Generator) 
     return np.concatenate(parts, 1).astype(np.float32)
 
 
+def _crop(image: Image.Image, box: np.ndarray) -> np.ndarray:
+    """The pixels of a box, (GRID, GRID, 3) float32 in [0, 1]."""
+    left, top, right, bottom = (box * CANVAS).tolist()
+    crop = image.resize((GRID, GRID), Image.Resampling.BILINEAR, box=(left, top, right, bottom))
+    return np.asarray(crop, dtype=np.float32) / 255
+
+
 @cache
 def _calibration(seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation (DIM,) of the features of the first CALIBRATION training
     scenes.
     """
-    scenes = generate_scenes("train", CALIBRATION, seed)
-    streams = [_stream(seed, "train", _REGIONS, i) for i in range(CALIBRATION)]
-    features = [region_features(render(s), s, rng) for s, rng in zip(scenes, streams, strict=True)]
+    features = []
+    for i, scene in enumerate(generate_scenes("train", CALIBRATION, seed)):
+        rng = _stream(seed, "train", _REGIONS, i)
+        features.append(region_features(render(scene), scene, rng))
     flat = np.concatenate(features).astype(np.float64)
     return flat.mean(0), flat.std(0)
 
@@ -295,10 +307,12 @@ def _calibration(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _expected_files(root: Path, sizes: Mapping[str, int]) -> list[Path]:
-    tables = [root / f"{split}_{kind}" for split in SPLITS for kind in ("ims.npy", "caps.txt")]
-    return tables + [
-        _picture(root, split, i) for split in ("dev", "test") for i in range(sizes[split])
-    ]
+    files = []
+    for split in SPLITS:
+        files += [root / f"{split}_ims.npy", root / f"{split}_caps.txt"]
+        if split != "train":
+            files += [_picture(root, split, i) for i in range(sizes[split])]
+    return files
 
 
 def _picture(root: Path, split: str, index: int) -> Path:
@@ -341,7 +355,7 @@ def write_scenes(root: str | Path, sizes: Mapping[str, int] = SIZES, seed: int =
     return True
 
 
-def _write_card(file: Path, content: dict) -> None:
+def _write_card(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -352,57 +366,30 @@ def _write_split(root: Path, split: str, scenes: list[Scene], seed: int) -> None
     for i, scene in enumerate(scenes):
         image = render(scene)
         lines += captions(scene, _stream(seed, split, _CAPTIONS, i))
-        features[i] = (
-            region_features(image, scene, _stream(seed, split, _REGIONS, i)) - mean
-        ) / deviation
+        raw = region_features(image, scene, _stream(seed, split, _REGIONS, i))
+        features[i] = (raw - mean) / deviation
         if split != "train":
             image.save(_picture(root, split, i))
     np.save(root / f"{split}_ims.npy", features)
     (root / f"{split}_caps.txt").write_text("\n".join(lines) + "\n")
 
 
-def contact_sheet(split: str = "dev", n: int = 24, seed: int = 0, columns: int = 2) -> Image.Image:
-    """Picture of the first n scenes of a split at twice their size, each with its captions."""
-    scenes = generate_scenes(split, n, seed)
-    width, height, side = 880, 204, 2 * CANVAS
-    sheet = Image.new("RGB", (columns * width, -(-n // columns) * height), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
-    for i, scene in enumerate(scenes):
-        left, top = i % columns * width + 6, i // columns * height + 6
-        sheet.paste(render(scene).resize((side, side), Image.Resampling.LANCZOS), (left, top))
-        for line, caption in enumerate(captions(scene, _stream(seed, split, _CAPTIONS, i))):
-            draw.text((left + side + 10, top + 12 + 34 * line), caption, "black", font)
-        draw.text(
-            (left + side + 10, top + 178), f"{split} {i}, family {scene.family}", "grey", font
-        )
-    return sheet
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="scenes", description="Write the data set of rendered scenes."
     )
-    parser.add_argument("--out", type=Path, help="folder for the data set")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the data set")
     for split in SPLITS:
         parser.add_argument(
             f"--{split}", type=int, default=SIZES[split], help="scenes (%(default)s)"
         )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--sheet", type=Path, help="write dev scenes with their captions to this picture"
-    )
     options = parser.parse_args(arguments)
-    if options.out is None and options.sheet is None:
-        parser.error("nothing to do: give --out, --sheet or both")
-    if options.out is not None:
-        start = time.perf_counter()
-        sizes = {split: getattr(options, split) for split in SPLITS}
-        written = write_scenes(options.out, sizes, options.seed)
-        state = f"written in {time.perf_counter() - start:.1f} s" if written else "already there"
-        print(f"{sum(sizes.values())} scenes in {options.out}: {state}")
-    if options.sheet is not None:
-        contact_sheet(n=24, seed=options.seed).save(options.sheet)
-        print(f"contact sheet: {options.sheet}")
+    start = time.perf_counter()
+    sizes = {split: getattr(options, split) for split in SPLITS}
+    written = write_scenes(options.out, sizes, options.seed)
+    state = f"written in {time.perf_counter() - start:.1f} s" if written else "already there"
+    print(f"{sum(sizes.values())} scenes in {options.out}: {state}")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,7 @@ import hashlib
 import json
 import math
 import os
-import sys
 import time
-import zipfile
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,17 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import MultiStepLR
 from tqdm import tqdm
 
 from itrloss.distributed import world_size
 from itrloss.files import written
 
-from .backbones import WordPieces
 from .config import RESUMABLE, Config, load_config
-from .data import Batch, Batches, Vocabulary, load_split
+from .data import Batch, Batches, load_split
 from .evaluate import before_and_after, model_scores, recalls, reranker
-from .gradients import Step, of_chunks, of_whole_batch
-from .objectives import build_loss, build_objective
+from .gradients import backward_in_chunks
+from .objectives import Value, build_loss, build_objective
 from .preparation import (
     build_optimizer,
     check_fit,
@@ -46,15 +43,13 @@ from .preparation import (
     load_model,
     new_model,
     sizes_of,
+    words_of,
 )
 
-
-def learning_rate(config: Config, epoch: int, step: int) -> float:
-    """Learning rate of a step (counted over the whole run): linear warm-up, and x 0.1 after each of
-    `decay_epochs`.
-    """
-    warm = min(1.0, (step + 1) / config.lr_warmup_steps) if config.lr_warmup_steps else 1.0
-    return config.lr * warm * 0.1 ** sum(end <= epoch for end in config.decay_epochs)
+# What a checkpoint holds the state of.
+STATEFUL = ("model", "objective", "optimizer", "schedule", "scaler")
+# What it holds as it is: see Trainer.__init__.
+PROGRESS = ("epoch", "step", "loss_sum", "seconds", "best", "history")
 
 
 class Trainer:
@@ -69,27 +64,32 @@ class Trainer:
 
         build_loss(config)  # report wrong options before loading data
         self.data = data_directory(config)
-        train, self.dev = (
-            load_split(self.data, name, config.image_size) for name in ("train", "dev")
-        )
-        self.vocabulary = (
-            WordPieces.of_checkpoint(config.bert)
-            if config.bert
-            else Vocabulary.from_captions(train.captions, config.min_count)
-        )
-        self.world, self.rank = world_size(), dist.get_rank() if world_size() > 1 else 0
-        sampling = config.batch_size, config.captions_per_image, config.seed, self.rank, self.world
-        self.batches = Batches(train, self.vocabulary, *sampling)
+        train = load_split(self.data, "train", config.image_size)
+        self.dev = load_split(self.data, "dev", config.image_size)
+        check_fit(config, self.data, train)
+        self.words = words_of(config, train)
+        self.sizes = sizes_of(config, train)
         self.captions = hashlib.sha256("\n".join(train.captions).encode()).hexdigest()
-        check_fit(config, self.data, train, self.batches.batch_size)
-        self.sizes = sizes_of(train)
-        self.model = new_model(config, train, self.vocabulary).to(config.device)
+        self.world = world_size()
+        self.rank = dist.get_rank() if self.world > 1 else 0
+        self.batches = Batches(
+            train,
+            self.words,
+            config.batch_size,
+            config.captions_per_image,
+            config.seed,
+            self.rank,
+            self.world,
+            config.workers,
+        )
+
+        self.model = new_model(config, train, self.sizes, self.words).to(config.device)
         self.objective = build_objective(config, self.model).to(config.device)
         self.optimizer = build_optimizer(self.model, self.objective, config)
+        self.schedule = MultiStepLR(self.optimizer, config.decay_epochs, gamma=0.1)
         # Unscaled gradients underflow in float16, but not in bfloat16.
-        self.scaler = torch.amp.GradScaler(
-            config.device.partition(":")[0], enabled=config.precision == "float16"
-        )
+        self.device_type = torch.device(config.device).type
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=config.precision == "float16")
         self.encode: nn.Module = self.model  # replaced by its DDP wrapper with several processes
         if self.world > 1:
             # If a term of CODER's loss has weight 0, its parameters get no gradient.
@@ -100,8 +100,8 @@ class Trainer:
 
         self.epoch = 0  # epochs done
         self.step = 0  # steps done in the current epoch
-        # over the current epoch
-        self.sums = dict.fromkeys(("loss", "seconds", "loss_seconds", "data_seconds"), 0.0)
+        self.loss_sum = 0.0  # over the current epoch
+        self.seconds = 0.0  # spent in the steps of the current epoch
         self.best = -math.inf  # dev RSUM
         self.history: list[dict[str, float]] = []  # the lines of log.jsonl
         self.writer: Any = None
@@ -115,11 +115,8 @@ class Trainer:
         self.out.mkdir(parents=True, exist_ok=True)
         if self.config.resume and (self.out / "last.pt").exists():
             self.load(self.out / "last.pt")
-        elif is_first():  # files of a former run must not be taken for this run's
-            for name in ("metrics.json", "log.jsonl", "dev_scores.npy", "best.pt", "last.pt"):
-                (self.out / name).unlink(missing_ok=True)
-            for file in self.out.glob("events.out.tfevents.*"):
-                file.unlink()
+        elif is_first():
+            self._remove_former_run()
         if is_first():
             _write_json(self.out / "config.json", asdict(self.config))
         if self.config.tensorboard and is_first():
@@ -127,24 +124,20 @@ class Trainer:
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(str(self.out), purge_step=self.total_steps + 1)
-        while self.epoch < self.config.epochs and not self.stalled:
+        while self.epoch < self.config.epochs:
             self.train_epoch()
             self.finish_epoch()
         if self.writer is not None:
             self.writer.close()
-        metrics = [self.final_metrics() if is_first() else None]
-        if self.world > 1:
-            dist.broadcast_object_list(metrics)
-        return {"metrics": metrics[0], "best_rsum": self.best, "history": self.history}
+        metrics = self._shared(self.final_metrics() if is_first() else None)
+        return {"metrics": metrics, "best_rsum": self.best, "history": self.history}
 
-    @property
-    def stalled(self) -> bool:
-        """Whether the last `patience` epochs did not improve the RSUM on dev."""
-        rsums = [line["rsum"] for line in self.history]
-        return (
-            bool(self.config.patience and rsums)
-            and len(rsums) - 1 - rsums.index(max(rsums)) >= self.config.patience
-        )
+    def _remove_former_run(self) -> None:
+        """Remove files that would be taken for this run's."""
+        for name in ("metrics.json", "log.jsonl", "dev_scores.npy", "best.pt", "last.pt"):
+            (self.out / name).unlink(missing_ok=True)
+        for file in self.out.glob("events.out.tfevents.*"):
+            file.unlink()
 
     @property
     def total_steps(self) -> int:
@@ -155,11 +148,12 @@ class Trainer:
         self.objective.train()
         self.objective.begin_epoch(self.epoch)
         bar = tqdm(
-            self._awaited(self.batches.epoch(self.epoch, self.step)),
+            self.batches.epoch(self.epoch, self.step),
             desc=f"epoch {self.epoch + 1}/{self.config.epochs}",
             initial=self.step,
             total=len(self.batches),
-            disable=not (self.config.progress and sys.stderr.isatty() and is_first()),
+            # None: not where there is no terminal
+            disable=None if self.config.progress and is_first() else True,
             leave=False,
         )
         for batch in bar:
@@ -170,127 +164,125 @@ class Trainer:
 
     def train_step(self, batch: Batch) -> float:
         """Update the parameters once; return the loss."""
-        start, device = self._now(), self.config.device
-        rate = learning_rate(self.config, self.epoch, self.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["factor"]
-        self.optimizer.zero_grad(set_to_none=True)
-        wholes = None if batch.wholes is None else batch.wholes.to(device)
-        inputs = batch.regions.to(device), batch.words.to(device), batch.lengths, wholes
-        ids = batch.image_ids.to(device), batch.text_ids.to(device)
-        with self._precision():
-            self.objective.prepare(self.model, *inputs)
-        step = Step(
-            self.encode, self.objective, inputs, ids, self.scaler, self._precision(), self._now
-        )
-        if self.config.micro_batch:
-            value, figures, loss_seconds = of_chunks(
-                step, self.config.micro_batch, self.model.of_texts
-            )
-        else:
-            value, figures, loss_seconds = of_whole_batch(step)
-        self.objective.finish(ids[1])
-        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        batch = batch.to(self.config.device)
+        loss, figures = self.backward(batch)
+        value = loss.item()
+        self.objective.finish(batch.text_ids)
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(trained, self.config.clip)
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(trained, self.config.clip).item()
         # The initial scale is too large; the scaler skips steps with overflow and reduces it.
         coming_down = self.scaler.is_enabled() and self.scaler.get_scale() > 1e-3
-        if not math.isfinite(value) or not (torch.isfinite(norm) or coming_down):
-            raise FloatingPointError(
-                f"epoch {self.epoch + 1}, step {self.step + 1}: loss {value}, gradient norm "
-                f"{norm.item()}"
-            )
+        if not math.isfinite(value) or not (math.isfinite(norm) or coming_down):
+            where = f"epoch {self.epoch + 1}, step {self.step + 1}"
+            raise FloatingPointError(f"{where}: loss {value}, gradient norm {norm}")
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.step += 1
-        self.sums["loss"] += value
-        self.sums["seconds"] += self._now() - start
-        self.sums["loss_seconds"] += loss_seconds
+        self.loss_sum += value
+        self.seconds += time.perf_counter() - start
         if self.writer is not None:
-            scalars = {"train/loss": value, "train/lr": rate, "train/gradient_norm": norm.item()}
-            self._log_scalars(scalars | {f"train/{name}": float(x) for name, x in figures.items()})
+            scalars = {"loss": value, "lr": self.rate, "gradient_norm": norm, **figures}
+            self._log("train", scalars)
         return value
 
-    def _awaited(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches, and add up the time that training waits for them."""
-        while True:
-            start = time.perf_counter()
-            batch = next(batches, None)
-            self.sums["data_seconds"] += time.perf_counter() - start
-            if batch is None:
-                return
-            yield batch
+    def backward(self, batch: Batch) -> Value:
+        """Compute the gradients of a batch; return its loss, and figures to log."""
+        autocast = self._autocast()
+        with autocast:
+            self.objective.prepare(self.model, *batch.inputs)
+            if self.config.micro_batch:
+                return backward_in_chunks(
+                    self.encode,
+                    self.objective,
+                    batch,
+                    self.config.micro_batch,
+                    self.model.of_texts,
+                    self.scaler,
+                )
+            outputs = self.encode(*batch.inputs)
+        loss, figures = self.objective(outputs, batch.image_ids, batch.text_ids)
+        self.scaler.scale(loss).backward()
+        return loss, figures
 
-    def _precision(self) -> torch.autocast:
-        """Autocast of the encoders; losses compute in float32 at least, for inputs of any
+    def _autocast(self) -> torch.autocast:
+        """The precision of the encoders; losses compute in float32 at least, for inputs of any
         precision.
         """
-        kind, low = self.config.device.partition(":")[0], self.config.precision != "float32"
-        return torch.autocast(
-            kind, getattr(torch, self.config.precision) if low else None, enabled=low
-        )
+        if self.config.precision == "float32":
+            return torch.autocast(self.device_type, enabled=False)
+        return torch.autocast(self.device_type, getattr(torch, self.config.precision))
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of all parts that are not pre-trained."""
+        return self.optimizer.param_groups[0]["lr"]
 
     def finish_epoch(self) -> None:
         """Validate, keep the checkpoint if it is the best so far, and close the epoch in the
         log.
         """
-        shared = [
-            recalls(model_scores(self.model, self.dev, self.vocabulary), self.dev)
-            if is_first()
-            else {}
-        ]
-        if self.world > 1:  # all processes use the first one's figures
-            dist.broadcast_object_list(shared)
-        measured = shared[0]
+        measured = None
+        if is_first():
+            measured = recalls(model_scores(self.model, self.dev, self.words), self.dev)
+        measured = self._shared(measured)  # all processes use the first one's figures
         if self.writer is not None:
-            self._log_scalars({f"dev/{name}": value for name, value in measured.items()})
-            self._log_scalars(
-                {
-                    f"train/{name}": value
-                    for name, value in self.objective.figures(self.model).items()
-                }
-            )
+            self._log("dev", measured)
+            self._log("train", self.objective.figures(self.model))
         line = {
             "epoch": self.epoch + 1,
             "step": self.total_steps,
-            "loss": self.sums["loss"] / len(self.batches),
-            "lr": learning_rate(self.config, self.epoch, self.total_steps - 1),
-            "seconds": self.sums["seconds"],
-            "loss_seconds": self.sums["loss_seconds"],
-            "data_seconds": self.sums["data_seconds"],
+            "loss": self.loss_sum / len(self.batches),
+            "lr": self.rate,
+            "seconds": self.seconds,
             **measured,
         }
         self.history.append(line)
-        self.epoch, self.step = self.epoch + 1, 0
-        self.sums = dict.fromkeys(self.sums, 0.0)
+        self.schedule.step()
+        self.epoch += 1
+        self.step = 0
+        self.loss_sum = 0.0
+        self.seconds = 0.0
         if measured["rsum"] > self.best:
             self.best = measured["rsum"]
             self.save(self.out / "best.pt")
         self.save(self.out / "last.pt")
-        if not is_first():
-            return
-        # Rewritten from the checkpointed history, so that a resumed run neither repeats nor loses a
-        # line.
-        text = "".join(json.dumps(line) + "\n" for line in self.history)
-        with written(self.out / "log.jsonl") as file:
-            file.write(text)
+        if is_first():
+            # Rewritten from the checkpointed history, so that a resumed run neither repeats nor
+            # loses a line.
+            with written(self.out / "log.jsonl") as file:
+                for line in self.history:
+                    file.write(json.dumps(line) + "\n")
 
     def final_metrics(self) -> dict[str, Any]:
         """Evaluate best.pt on dev (and on test with `final_test`); write metrics.json and
         dev_scores.npy.
         """
-        model, vocabulary, _ = load_model(self.out / "best.pt")
+        model, words, _ = load_model(self.out / "best.pt")
         model.to(self.config.device)
-        scores = model_scores(model, self.dev, vocabulary)
+        scores = model_scores(model, self.dev, words)
         with written(self.out / "dev_scores.npy", "wb") as file:
             np.save(file, scores.numpy())
         by = reranker(self.config.rerank)
         metrics = {"dev": before_and_after(scores, self.dev, by)}
         if self.config.final_test:
             test = load_split(self.data, "test", self.config.image_size)
-            metrics["test"] = before_and_after(model_scores(model, test, vocabulary), test, by)
+            metrics["test"] = before_and_after(model_scores(model, test, words), test, by)
         _write_json(self.out / "metrics.json", metrics)
         return metrics
+
+    def _log(self, group: str, scalars: dict[str, Any]) -> None:
+        for name, value in scalars.items():
+            self.writer.add_scalar(f"{group}/{name}", float(value), self.total_steps)
+
+    def _shared(self, value: Any) -> Any:
+        """What the first process has, in all processes."""
+        values = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(values)
+        return values[0]
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -298,33 +290,21 @@ class Trainer:
         """Write the complete state, so that a resumed run equals an uninterrupted one bit for
         bit.
         """
-        random = [
-            {
-                "torch": torch.get_rng_state(),
-                "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            }
-        ]
+        random = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        random_of_all = [random] * self.world
         if self.world > 1:
-            random = random * self.world
-            dist.all_gather_object(random, random[self.rank])
+            dist.all_gather_object(random_of_all, random)
         if not is_first():
             return
         state = {
             "config": asdict(self.config),
-            "vocabulary": self.vocabulary.state(),
-            "captions": self.captions,
+            "vocabulary": self.words.state(),
             "sizes": self.sizes,
-            "model": self.model.state_dict(),
-            "objective": self.objective.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "epoch": self.epoch,
-            "step": self.step,
-            "sums": self.sums,
-            "best": self.best,
-            "history": self.history,
-            "rng": random,  # states of all processes
+            "captions": self.captions,
+            "rng": random_of_all,
         }
+        state |= {name: getattr(self, name).state_dict() for name in STATEFUL}
+        state |= {name: getattr(self, name) for name in PROGRESS}
         with written(path, "wb") as file:
             torch.save(state, file)
 
@@ -333,62 +313,38 @@ class Trainer:
 
         With another number of processes, dropout draws other random numbers.
         """
-        state = _read_checkpoint(path)
-        mine, former, random = asdict(self.config), state["config"], state["rng"]
-        for settings, world in ((mine, self.world), (former, len(random))):
-            settings["batch_size of all processes"] = world * settings.pop("batch_size")
-        changed = [k for k in mine if k not in RESUMABLE and mine[k] != former.get(k)]
-        if (
-            changed
-            or state["vocabulary"] != self.vocabulary.state()
-            or state["captions"] != self.captions
-        ):
-            what = ", ".join(f"{k} = {former.get(k)!r}" for k in changed) or "other captions"
-            raise ValueError(
-                f"{path} was trained with {what}: cannot resume; choose another out or resume=false"
-            )
-        self.model.load_state_dict(state["model"])
-        self.objective.load_state_dict(state["objective"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.scaler.is_enabled():
-            self.scaler.load_state_dict(state["scaler"])
-        self.epoch, self.step, self.best = state["epoch"], state["step"], state["best"]
-        self.sums, self.history = state["sums"], state["history"]
-        if len(random) != self.world:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        self._check_settings(path, state)
+        for name in STATEFUL:
+            getattr(self, name).load_state_dict(state[name])
+        for name in PROGRESS:
+            setattr(self, name, state[name])
+        if len(state["rng"]) != self.world:
             seeds = np.random.default_rng([self.config.seed, self.total_steps, self.rank])
             torch.manual_seed(int(seeds.integers(2**63)))
             return
-        torch.set_rng_state(random[self.rank]["torch"])
-        if torch.cuda.is_available() and random[self.rank]["cuda"]:
-            torch.cuda.set_rng_state_all(random[self.rank]["cuda"])
+        random = state["rng"][self.rank]
+        torch.set_rng_state(random["torch"])
+        torch.cuda.set_rng_state_all(random["cuda"])
 
-    # --- small helpers ----------------------------------------------------------------------------
-
-    def _now(self) -> float:
-        """Time in seconds, after synchronising a GPU, because kernels run asynchronously."""
-        if self.config.device.startswith("cuda"):
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def _log_scalars(self, scalars: dict[str, float]) -> None:
-        for name, value in scalars.items():
-            self.writer.add_scalar(name, value, self.total_steps)
-
-
-def _read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; ValueError if it is damaged. torch.load does not detect damage of the
-    numbers themselves.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except zipfile.BadZipFile as error:
-        raise ValueError(
-            f"{path}: not a whole checkpoint ({error}); resume=false begins anew"
-        ) from None
-    if damaged is not None:
-        raise ValueError(f"{path}: damaged ({damaged}); resume=false begins anew")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    def _check_settings(self, path: Path, state: dict[str, Any]) -> None:
+        """Raise a ValueError if a checkpoint was trained with other settings or captions."""
+        mine = asdict(self.config)
+        former = state["config"]
+        for settings, world in ((mine, self.world), (former, len(state["rng"]))):
+            settings["batch_size of all processes"] = world * settings.pop("batch_size")
+        changed = [
+            f"{name} = {former.get(name)!r}"
+            for name, value in mine.items()
+            if name not in RESUMABLE and value != former.get(name)
+        ]
+        if state["captions"] != self.captions or state["vocabulary"] != self.words.state():
+            changed.append("other captions")
+        if changed:
+            raise ValueError(
+                f"{path} was trained with {', '.join(changed)}: cannot resume; choose another out "
+                "or resume=false"
+            )
 
 
 def _write_json(path: Path, value: object) -> None:
@@ -422,16 +378,17 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # set by torchrun
     if several:
-        cuda = config.device.startswith("cuda")
-        if cuda:
+        on_gpus = config.device.startswith("cuda")
+        if on_gpus:
             config = replace(config, device=f"cuda:{os.environ['LOCAL_RANK']}")
             torch.cuda.set_device(config.device)
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("nccl" if on_gpus else "gloo")
     metrics = train(config)["metrics"]
-    for split, both in metrics.items() if is_first() else ():
-        for when, measured in both.items():
-            figures = "  ".join(f"{name} {value:.1f}" for name, value in measured.items())
-            print(f"{split} {when} re-ranking: {figures}")
+    if is_first():
+        for split, both in metrics.items():
+            for when, measured in both.items():
+                figures = "  ".join(f"{name} {value:.1f}" for name, value in measured.items())
+                print(f"{split} {when} re-ranking: {figures}")
     if several:
         dist.destroy_process_group()
 
