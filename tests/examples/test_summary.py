@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,62 +10,52 @@ import pytest
 from examples.retrieval import summary
 
 
-def write(run: Path, rsum: float, loss: str = "hal", **config) -> Path:
-    run.mkdir(parents=True)
-    figures = dict.fromkeys(summary.FIGURES, 10.0)
-    metrics = {"dev": {"before": {**figures, "rsum": rsum}, "after": {**figures, "rsum": rsum + 5}}}
-    settings = {
-        "loss": loss,
-        "loss_options": {"scale": 20.0},
-        "seed": 0,
-        "out": str(run),
-        "lr": 1e-3,
-        **config,
-    }
-    (run / "config.json").write_text(json.dumps(settings))
+def write(run: Path, rsum: float, **settings) -> str:
+    """Write a finished run, whose RSUM re-ranking raises by 5; return its directory."""
+    run.mkdir()
+    before = dict.fromkeys(summary.FIGURES, 10.0) | {"rsum": rsum}
+    metrics = {"dev": {"before": before, "after": before | {"rsum": rsum + 5}}}
+    config = {"loss": "hal", "seed": 0, "out": str(run), "lr": 1e-3, **settings}
+    (run / "config.json").write_text(json.dumps(config))
     (run / "metrics.json").write_text(json.dumps(metrics))
-    return run
+    (run / "log.jsonl").write_text("")
+    (run / "dev_scores.npy").touch()
+    return str(run)
 
 
-def rows_of(*runs: Path) -> dict[tuple[str, str], list[str]]:
-    header, *rows = summary.table(summary.group([summary.load(run, "dev") for run in runs]))
-    assert header[-1] == "rsum"
-    return {(row[0], row[2]): row for row in rows}
+def lines_of(*runs: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The words of each line below the head."""
+    summary.main(runs)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "On the dev split."
+    return [line.split() for line in lines[2:-2]]
 
 
-def test_seeds_are_averaged_and_losses_kept_apart(tmp_path: Path):
-    runs = [write(tmp_path / str(x), x, seed=seed) for seed, x in enumerate((90.0, 100.0, 110.0))]
-    rows = rows_of(*runs, write(tmp_path / "dcl", 70.0, loss="dcl"))
-    assert rows["hal scale=20.0", "no"][1:] == ["3", "no", *["10.0 ± 0.0"] * 6, "100.0 ± 10.0"]
-    assert rows["hal scale=20.0", "yes"][-1] == "105.0 ± 10.0"
-    assert rows["dcl scale=20.0", "no"][-1] == "70.0"
-
-
-def test_another_setting_is_another_line(tmp_path: Path):
-    rows = rows_of(write(tmp_path / "a", 90.0), write(tmp_path / "b", 100.0, lr=2e-3))
-    assert {name for name, _ in rows} == {"hal scale=20.0 lr=0.001", "hal scale=20.0 lr=0.002"}
-
-
-@pytest.mark.parametrize(
-    ("name", "missing"), [("nothing", "config.json"), ("unfinished", "metrics.json")]
-)
-def test_an_unfinished_run_is_named(
-    tmp_path: Path, name: str, missing: str, monkeypatch: pytest.MonkeyPatch
+def test_seeds_are_averaged_and_losses_kept_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    (tmp_path / "unfinished").mkdir()
-    (tmp_path / "unfinished" / "config.json").write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["summary", str(tmp_path / name)])
-    with pytest.raises(SystemExit, match=rf"{name}.*{missing}"):
-        summary.main()
+    values = (90.0, 100.0, 110.0)
+    seeds = [write(tmp_path / f"hal_{s}", x, seed=s) for s, x in enumerate(values)]
+    dcl = write(tmp_path / "dcl_0", 70.0, loss="dcl")
+    lines = lines_of(*seeds, seeds[0], dcl, capsys=capsys)  # a directory counts once
+    assert lines[0] == ["hal", "3", *["10.0", "±", "0.0"] * 6, "100.0", "±", "10.0"]
+    assert lines[1] == ["re-ranked", *["10.0", "±", "0.0"] * 6, "105.0", "±", "10.0"]
+    assert lines[2] == ["dcl_0", "1", *["10.0"] * 6, "70.0"]
+    assert lines[3] == ["re-ranked", *["10.0"] * 6, "75.0"]
 
 
-def test_the_command_prints_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
-    monkeypatch.setattr(sys, "argv", ["summary", str(write(tmp_path / "a", 90.0))])
-    summary.main()
-    out = capsys.readouterr().out.splitlines()
-    assert len(out) == 3 and out[1].endswith("90.0") and out[2].endswith("95.0")
-    monkeypatch.setattr(sys, "argv", ["summary", str(tmp_path / "a"), "--split", "test"])
-    with pytest.raises(SystemExit, match="only on dev"):
-        summary.main()
+def test_another_setting_is_another_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    a = write(tmp_path / "a", 90.0)
+    b = write(tmp_path / "b", 100.0, lr=2e-3)
+    assert [line[0] for line in lines_of(a, b, capsys=capsys)[::2]] == ["a", "b"]
+
+
+def test_an_unfinished_run_is_named(tmp_path: Path):
+    with pytest.raises(SystemExit, match=r"nothing: no finished run, config\.json is missing"):
+        summary.main([str(tmp_path / "nothing")])
+
+
+def test_a_split_that_was_not_measured_is_named(tmp_path: Path):
+    run = write(tmp_path / "a", 90.0)
+    with pytest.raises(SystemExit, match="has no metrics on test, only on dev"):
+        summary.main([run, "--split", "test"])

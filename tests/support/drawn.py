@@ -1,4 +1,4 @@
-"""Small data sets of raw images, and a tiny BERT, for the tests."""
+"""Small data sets, and tiny pre-trained networks, for the tests of the trainer."""
 
 from __future__ import annotations
 
@@ -39,11 +39,32 @@ def draw(path: Path, left: str, right: str) -> None:
     Image.fromarray(pixels).save(path)
 
 
+def features(root: Path, sizes: dict[str, int]) -> Path:
+    """Data set of four regions an image, whose components the words of its captions name, and of
+    global features.
+    """
+    rng = np.random.default_rng(0)
+    meanings = rng.normal(size=(20, 8))
+    for split, n in sizes.items():
+        things = rng.integers(len(meanings), size=(n, 4))
+        regions = meanings[things] + 0.1 * rng.normal(size=(n, 4, 8))
+        np.save(root / f"{split}_ims.npy", regions.astype(np.float16))
+        np.save(root / f"{split}_global.npy", rng.uniform(size=(n, 7)).astype(np.float16))
+        captions = []
+        for image in things:
+            for _ in range(5):
+                named = rng.permutation(image)[: rng.integers(2, 5)]
+                captions.append(" ".join(f"word{i}" for i in named))
+        (root / f"{split}_caps.txt").write_text("\n".join(captions) + "\n")
+    return root
+
+
 def karpathy(root: Path, per_image: int = 5) -> Path:
     """Data set with Karpathy's JSON as for MSCOCO, with more captions for some images than for
     others.
     """
-    rng, images = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    images = []
     for split, count in SIZES.items():
         folder = "train2014" if split == "train" else "val2014"
         for i in range(count):
@@ -56,10 +77,8 @@ def karpathy(root: Path, per_image: int = 5) -> Path:
                 "a\n left",
             ]
             file = f"{split}_{i}.png"
-            draw(root / folder / file, left, right)
-            sentences = [
-                {"raw": text, "tokens": text.split()} for text in (said * 2)[: per_image + i % 2]
-            ]
+            draw(root / "images" / folder / file, left, right)
+            sentences = [{"raw": text} for text in (said * 2)[: per_image + i % 2]]
             images.append(
                 {"filepath": folder, "filename": file, "split": split, "sentences": sentences}
             )
@@ -68,21 +87,21 @@ def karpathy(root: Path, per_image: int = 5) -> Path:
 
 
 def cub(root: Path) -> Path:
-    """Data set like CUB: four classes of three images with ten captions, each class in one list of
-    classes.
+    """Data set like CUB: four classes of three images with ten captions. The last class is the test
+    split, the first image of each other class is for development.
     """
-    for kind, (colour, name) in enumerate(
-        zip(COLOURS, ("train", "train", "val", "test"), strict=True)
-    ):
-        folder = f"{kind:03}.{colour}"
+    colours = list(COLOURS)
+    classes = [f"{number:03}.{colour}" for number, colour in enumerate(colours)]
+    for kind, colour in zip(classes, colours, strict=True):
         for i in range(3):
-            draw(root / "images" / folder / f"{colour}_{i}.jpg", colour, list(COLOURS)[i])
-            text = root / "text_c10" / folder / f"{colour}_{i}.txt"
+            draw(root / "images" / kind / f"{colour}_{i}.jpg", colour, colours[i])
+            text = root / "text_c10" / kind / f"{colour}_{i}.txt"
             text.parent.mkdir(parents=True, exist_ok=True)
-            text.write_text("".join(f"{colour} then {list(COLOURS)[i]} {c}\n" for c in range(10)))
-        for file in (f"{name}classes.txt", *(["trainvalclasses.txt"] if name != "test" else [])):
-            with open(root / file, "a") as lines:
-                lines.write(folder + "\n")
+            text.write_text("".join(f"{colour} then {colours[i]} {c}\n" for c in range(10)))
+    (root / "trainvalclasses.txt").write_text("\n".join(classes[:3]))
+    (root / "testclasses.txt").write_text(classes[3])
+    seen = [f"{kind}/{kind[4:]}_0.jpg" for kind in classes[:3]]
+    (root / "seen_test_images.txt").write_text("\n".join(seen))
     return root
 
 
@@ -101,4 +120,20 @@ def tiny_bert(root: Path) -> Path:
     )
     BertModel(sizes).save_pretrained(root)
     (root / "vocab.txt").write_text("\n".join(PIECES) + "\n")
+    return root
+
+
+def tiny_resnet(root: Path) -> Path:
+    """Checkpoint of a ResNet with random weights and statistics."""
+    from transformers import ResNetConfig, ResNetModel
+
+    torch.manual_seed(1)
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 8, 12, 16], "depths": [1, 1, 1, 1]}
+    network = ResNetModel(ResNetConfig(layer_type="basic", **sizes))
+    for name, statistics in network.named_buffers():
+        if name.endswith("running_var"):
+            statistics.uniform_(0.5, 1.5)
+        elif name.endswith("running_mean"):
+            statistics.uniform_(-0.1, 0.1)
+    network.save_pretrained(root)
     return root

@@ -1,0 +1,205 @@
+"""Splits of pre-computed features, words, and resumable batches."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from examples.retrieval.data import (
+    Batch,
+    Batches,
+    Split,
+    Vocabulary,
+    begin_with,
+    feature_statistics,
+    load_split,
+    whole_statistics,
+    word_vectors,
+)
+
+# --- splits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("captions", "per_image"), [(30, 5), (6, 1)])
+def test_captions_belong_to_images_in_order(tmp_path: Path, captions: int, per_image: int):
+    np.save(tmp_path / "dev_ims.npy", np.zeros((6, 2, 3), np.float16))
+    (tmp_path / "dev_caps.txt").write_text("".join(f"caption\x0c {i}\n" for i in range(captions)))
+    split = load_split(tmp_path, "dev")
+    assert isinstance(split.features, np.memmap)
+    assert split.captions[captions - 1] == f"caption\x0c {captions - 1}"
+    assert split.text_ids.tolist() == [line // per_image for line in range(captions)]
+    assert split.image_ids.tolist() == list(range(6))
+
+
+def test_files_that_do_not_fit_are_named(tmp_path: Path):
+    np.save(tmp_path / "dev_ims.npy", np.zeros((6, 2, 3), np.float16))
+    (tmp_path / "dev_caps.txt").write_text("one\n" * 29)
+    message = r"dev_caps\.txt has 29 captions and .*dev_ims\.npy has 6 images"
+    with pytest.raises(ValueError, match=message):
+        load_split(tmp_path, "dev")
+    (tmp_path / "dev_caps.txt").write_text("one\n" * 30)
+    np.save(tmp_path / "dev_global.npy", np.zeros((5, 7), np.float32))
+    with pytest.raises(ValueError, match=r"dev_global\.npy: float32 \(5, 7\), .* \(6, d\)"):
+        load_split(tmp_path, "dev")
+    np.save(tmp_path / "dev_ims.npy", np.zeros((6, 3), np.float16))
+    with pytest.raises(ValueError, match=r"dev_ims\.npy.*\(n, regions, d\)"):
+        load_split(tmp_path, "dev")
+
+
+def test_feature_statistics_are_of_all_regions():
+    features = np.random.default_rng(0).normal(3, 2, size=(7, 2, 4)).astype(np.float16)
+    mean, std = feature_statistics(features, chunk=3)
+    flat = features.astype(np.float64).reshape(-1, 4)
+    np.testing.assert_allclose(mean, flat.mean(0), rtol=1e-6)
+    assert std.item() == pytest.approx(np.sqrt(((flat - flat.mean(0)) ** 2).mean()), rel=1e-6)
+
+
+def test_constant_features_have_a_deviation_of_1():
+    assert feature_statistics(np.ones((2, 2, 4), np.float16))[1] == 1
+
+
+def test_whole_statistics_are_of_the_signed_roots():
+    mean, std = whole_statistics(np.float32([[4, -9], [0, -1]]))
+    torch.testing.assert_close(mean, torch.tensor([1.0, -2.0]))
+    torch.testing.assert_close(std, torch.tensor([2**0.5, 2**0.5]))
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def test_vocabulary_keeps_frequent_words():
+    captions = ["A dog, a dog's ball!", "A red ball", "a zebra", ""]
+    vocabulary = Vocabulary.from_captions(captions, min_count=2)
+    assert vocabulary.words == ["<pad>", "<unk>", "a", "ball"]
+    assert vocabulary.encode("Ball, a ZEBRA") == [3, 2, 1]
+    assert vocabulary.encode("...") == [1]
+
+
+def test_idf_weighs_rare_words():
+    captions = ["A dog, a dog's ball!", "A red ball", "a zebra", ""]
+    vocabulary = Vocabulary.from_captions(captions, min_count=2)
+    idf = vocabulary.idf(captions)
+    assert idf[3] / idf[2] == pytest.approx(math.log(4 / 2) / math.log(4 / 3))
+    ids = [i for caption in captions for i in vocabulary.encode(caption)]
+    assert idf[ids].mean() == pytest.approx(1)
+
+
+def test_word_vectors_are_read_from_gloves_format(tmp_path: Path):
+    (tmp_path / "glove.2d.txt").write_text("dog 1.0 2.0\ncat 3.0 -4\n")
+    vectors = word_vectors(tmp_path / "glove.2d.txt")
+    assert {word: x.tolist() for word, x in vectors.items()} == {"dog": [1, 2], "cat": [3, -4]}
+
+
+def test_words_begin_with_their_vectors_at_the_length_of_the_others():
+    weight = torch.full((4, 3), 2.0)
+    vectors = {"dog": np.float32([3, 4]), "cat": np.float32([0, 5])}
+    assert begin_with(weight, ["<pad>", "cat", "bird", "dog"], vectors) == 2
+    length = 2 * 3**0.5
+    wanted = torch.tensor([[2, 2, 2], [0, length, 2], [2, 2, 2], [0.6 * length, 0.8 * length, 2]])
+    torch.testing.assert_close(weight, wanted)
+
+
+def test_word_vectors_that_are_too_long_are_refused():
+    with pytest.raises(ValueError, match=r"word_dim = 1: must be at least 2"):
+        begin_with(torch.ones(1, 1), ["dog"], {"dog": np.float32([3, 4])})
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def split_of(n: int) -> Split:
+    """Split of n images with five captions each: caption c of image i is `i c`."""
+    regions = np.broadcast_to(np.float32(np.arange(n))[:, None, None], (n, 2, 3))
+    captions = [f"{i} {c}" for i in range(n) for c in range(5)]
+    return Split(regions, captions, 5, wholes=regions[:, 0])
+
+
+def batches_of(split: Split, *settings: int, **options: int) -> Batches:
+    return Batches(split, Vocabulary.from_captions(split.captions, 1), *settings, **options)
+
+
+def captions_in(batches: Batches, batch: Batch) -> list[str]:
+    words = Vocabulary.from_captions(batches.split.captions, 1).words
+    return [" ".join(words[i] for i in row if i) for row in batch.words.tolist()]
+
+
+@pytest.mark.parametrize("per_sample", [1, 2, 5])
+def test_an_epoch_shows_every_caption_beside_its_image(per_sample: int):
+    batches = batches_of(split_of(8), 4, per_sample, 0)
+    shown = []
+    for batch in batches.epoch(0):
+        assert torch.equal(batch.regions[:, 0, 0], batch.image_ids.float())
+        assert torch.equal(batch.wholes, batch.regions[:, 0])
+        assert torch.equal(batch.text_ids, batch.image_ids.repeat_interleave(per_sample))
+        captions = captions_in(batches, batch)
+        assert [int(caption.split()[0]) for caption in captions] == batch.text_ids.tolist()
+        assert batch.lengths.tolist() == [2] * len(captions)
+        shown += captions
+    assert set(shown) == set(batches.split.captions)
+    # with two, five captions make three samples, of which one repeats a caption
+    assert len(shown) == (48 if per_sample == 2 else 40)
+
+
+@pytest.mark.parametrize("per_sample", [2, 3, 4])
+def test_captions_of_a_sample_differ_and_are_drawn_anew_in_every_epoch(per_sample: int):
+    def together(seed: int, epoch: int) -> set[frozenset[str]]:
+        """Captions of each sample, independent of the order of samples and of captions in them."""
+        batches = batches_of(split_of(8), 4, per_sample, seed)
+        found = set()
+        for batch in batches.epoch(epoch):
+            said = captions_in(batches, batch)
+            found |= {frozenset(said[i : i + per_sample]) for i in range(0, len(said), per_sample)}
+        assert all(len(sample) == per_sample for sample in found)
+        return found
+
+    first = together(0, 0)
+    assert first == together(0, 0)
+    assert first != together(0, 1)
+    assert first != together(1, 0)
+
+
+@pytest.mark.parametrize("per_sample", [1, 2])
+def test_batches_follow_from_seed_epoch_and_step(per_sample: int):
+    def words(seed: int, epoch: int, first_step: int = 0) -> list[list[list[int]]]:
+        batches = batches_of(split_of(9), 10, per_sample, seed)
+        return [batch.words.tolist() for batch in batches.epoch(epoch, first_step)]
+
+    whole = words(0, 3)
+    assert len(whole) == {1: 4, 2: 2}[per_sample]  # the incomplete last batch is dropped
+    assert words(0, 3, first_step=1) == whole[1:]
+    assert words(0, 4) != whole
+    assert words(1, 3) != whole
+
+
+def test_workers_load_the_same_batches():
+    alone = batches_of(split_of(9), 10, 2, 0)
+    helped = batches_of(split_of(9), 10, 2, 0, workers=2)
+    for batch, other in zip(alone.epoch(1), helped.epoch(1), strict=True):
+        assert torch.equal(batch.regions, other.regions)
+        assert torch.equal(batch.words, other.words)
+
+
+def test_batches_leave_the_random_numbers_of_training_alone():
+    state = torch.get_rng_state()
+    list(batches_of(split_of(9), 10, 2, 0).epoch(0))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_several_processes_share_the_samples_of_one(data: Path):
+    split = load_split(data, "train")
+    whole = next(batches_of(split, 8, 2, 3).epoch(2))
+    halves = [next(batches_of(split, 4, 2, 3, rank=rank, world=2).epoch(2)) for rank in (0, 1)]
+    for name in ("regions", "wholes", "image_ids", "text_ids"):
+        joined = torch.cat([getattr(half, name) for half in halves])
+        assert torch.equal(joined, getattr(whole, name))
+
+
+def test_settings_that_the_data_do_not_allow_are_named():
+    with pytest.raises(ValueError, match="captions_per_image = 6: must be at most all 5"):
+        batches_of(split_of(9), 10, 6, 0)
+    with pytest.raises(ValueError, match="5 training samples are too few for 6 processes"):
+        batches_of(split_of(1), 10, 1, 0, world=6)

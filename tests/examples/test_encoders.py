@@ -1,0 +1,209 @@
+"""The encoders, against loops over their equations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from examples.retrieval import encoders
+from examples.retrieval.data import pad
+from examples.retrieval.encoders import (
+    GPO,
+    GuidedEnhancement,
+    ImageEncoder,
+    SelfGuidedEnhancement,
+    SetDropout,
+    SubEmbeddings,
+    TextEncoder,
+)
+
+# --- pooling --------------------------------------------------------------------------------------
+
+
+def pooling_weights(gpo: GPO, length: int) -> list[float]:
+    codes = torch.zeros(1, length, 32)
+    for t in range(length):
+        for k in range(16):
+            angle = t / 10000 ** (2 * k / 32)
+            codes[0, t, 2 * k] = math.sin(angle)
+            codes[0, t, 2 * k + 1] = math.cos(angle)
+    hidden = gpo.gru(codes)[0][0]
+    mean = (hidden[:, :32] + hidden[:, 32:]) / 2
+    return torch.softmax(gpo.score(mean)[:, 0] / 0.1, dim=0).tolist()
+
+
+def test_gpo_agrees_with_a_loop_over_sets_and_dimensions():
+    torch.manual_seed(0)
+    gpo = GPO()
+    lengths = torch.tensor([5, 1, 3, 5])
+    features = torch.randn(4, 5, 6)
+    expected = torch.empty(4, 6)
+    for b, length in enumerate(lengths.tolist()):
+        weights = pooling_weights(gpo, length)
+        for d in range(6):
+            ranked = sorted(features[b, :length, d].tolist(), reverse=True)
+            expected[b, d] = sum(w * x for w, x in zip(weights, ranked, strict=True))
+    torch.testing.assert_close(gpo(features, lengths), expected, rtol=0, atol=1e-6)
+
+
+def test_gpo_does_not_overflow_in_half_precision():
+    torch.manual_seed(0)
+    pool = GPO(8, 8)
+    features = torch.randn(2, 6, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.float16):
+        pooled = pool(features.half(), torch.tensor([3, 6]))
+    (256.0 * pooled.float().sum()).backward()
+    for p in (features, *pool.parameters()):
+        assert torch.isfinite(p.grad).all()
+
+
+def test_gpo_leaves_padding_out():
+    torch.manual_seed(0)
+    lengths = torch.tensor([4, 2, 6])
+    features = torch.randn(3, 6, 5)
+    longer = torch.cat([features, torch.full((3, 3, 5), 7.0)], dim=1)
+    longer[1, 2:] = 1e3
+    gpo = GPO()
+    torch.testing.assert_close(gpo(longer, lengths), gpo(features, lengths), rtol=0, atol=1e-6)
+
+
+def test_sub_embeddings_leave_padding_out():
+    torch.manual_seed(0)
+    heads = SubEmbeddings(6, 2)
+    elements = torch.randn(3, 5, 6)
+    pooled = torch.randn(3, 6)
+    lengths = torch.tensor([5, 2, 3])
+    sets, residuals = heads(elements, pooled, lengths)
+    for b, length in enumerate(lengths.tolist()):
+        one = slice(b, b + 1)
+        alone = heads(elements[one, :length], pooled[one], torch.tensor([length]))
+        torch.testing.assert_close((sets[one], residuals[one]), alone)
+
+
+# --- texts and images -----------------------------------------------------------------------------
+
+
+def test_text_encoder_leaves_padding_out():
+    torch.manual_seed(0)
+    text = TextEncoder(20, 8, 16, word_dropout=0.5, embedding_dropout=0.5).eval()
+    captions = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14]]
+    words, lengths = pad(captions)
+    padded = torch.cat([words, torch.zeros(3, 4, dtype=torch.int64)], dim=1)
+    together = text(padded, lengths)
+    alone = torch.cat([text(*pad([caption])) for caption in captions])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
+
+
+def test_text_encoder_distinguishes_the_order_of_words():
+    torch.manual_seed(0)
+    a, b = TextEncoder(20, 8, 16).eval()(*pad([[3, 4, 5], [5, 4, 3]]))
+    assert (a - b).abs().max() > 1e-3
+
+
+def test_image_encoder_ignores_the_order_of_regions():
+    torch.manual_seed(0)
+    image = ImageEncoder(5, 16).eval()
+    regions = torch.randn(2, 6, 5)
+    torch.testing.assert_close(image(regions), image(regions.flip(1)), rtol=0, atol=1e-6)
+
+
+def test_image_encoder_of_whole_pictures_ignores_regions():
+    torch.manual_seed(0)
+    encoder = ImageEncoder(5, 8, whole_dim=3, whole=True).eval()
+    encoder.whole_mean.copy_(torch.tensor([1.0, 2.0, 0.0]))
+    encoder.whole_std.copy_(torch.tensor([2.0, 1.0, 0.5]))
+    wholes = torch.tensor([[9.0, 4.0, -4.0], [0.0, 1.0, 1.0]])
+    standard = torch.tensor([[1.0, 0.0, -4.0], [-0.5, -1.0, 2.0]])
+    found = encoder(torch.full((2, 4, 5), torch.nan), wholes)
+    torch.testing.assert_close(found, encoder.linear(standard) + encoder.mlp(standard))
+
+
+def test_text_encoder_runs_in_groups_as_it_would_in_one(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    text = TextEncoder(20, 8, 16)
+    captions = [torch.randint(1, 20, (n,)).tolist() for n in torch.randint(1, 12, (30,)).tolist()]
+    seen = []
+    for group in (30, 7):
+        monkeypatch.setattr(encoders, "GROUP", group)
+        out = text(*pad(captions))
+        seen.append([out, *torch.autograd.grad(out.square().sum(), list(text.parameters()))])
+    for grouped, whole in zip(*seen, strict=True):
+        torch.testing.assert_close(grouped, whole)
+
+
+# --- dropout --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_shared_dropout_takes_a_feature_from_the_whole_set(shared: bool):
+    torch.manual_seed(0)
+    dropout = SetDropout(0.3, shared)
+    kept = dropout(torch.ones(200, 6, 50))
+    assert set(kept.unique().tolist()) == {0, torch.ones(()).div(0.7).item()}
+    assert (kept == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
+    assert torch.equal(kept, kept[:, :1].expand_as(kept)) == shared
+    assert not torch.equal(kept[:1].expand_as(kept), kept)  # independent for each set
+    assert torch.equal(dropout.eval()(kept), kept)
+
+
+def test_word_dropout_acts_in_training_only():
+    torch.manual_seed(0)
+    text = TextEncoder(20, 8, 16, word_dropout=0.5)
+    caption = pad([[3, 4, 5, 6]])
+    assert not torch.equal(text(*caption), text(*caption))
+    text.eval()
+    assert torch.equal(text(*caption), text(*caption))
+
+
+# --- USER: enhancement of regions -----------------------------------------------------------------
+
+
+def with_global(regions: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Eq. 6 and 7 for one picture, region by region."""
+    powers = [math.exp(float(whole @ region)) for region in regions]
+    shares = [power / sum(powers) for power in powers]
+    length = math.sqrt(sum(share**2 for share in shares))
+    enhanced = [v + share / length * whole for v, share in zip(regions, shares, strict=True)]
+    return torch.stack(enhanced)
+
+
+def test_self_guided_enhancement_is_that_of_the_equations():
+    torch.manual_seed(0)
+    module = SelfGuidedEnhancement(5).double().eval().requires_grad_(False)
+    for norm in (module.local_norm, module.whole_norm):
+        norm.running_mean.normal_()  # type: ignore[union-attr]
+        norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+        norm.weight.uniform_(0.5, 2)
+        norm.bias.normal_()
+
+    def tanh_of_norm(norm, x):
+        scaled = (x - norm.running_mean) / torch.sqrt(norm.running_var + norm.eps)
+        return torch.tanh(norm.weight * scaled + norm.bias)
+
+    regions = torch.randn(3, 4, 5, dtype=torch.float64)
+    for picture, found in zip(regions, module(regions), strict=True):
+        average = sum(picture) / len(picture)  # Eq. 1
+        whole = tanh_of_norm(module.whole_norm, module.whole.weight @ average)
+        powers = []
+        for region in picture:
+            local = tanh_of_norm(module.local_norm, module.local.weight @ region)
+            powers.append(math.exp(float(module.score.weight[0] @ (whole * local))))  # Eq. 3
+        summed = sum(p / sum(powers) * v for p, v in zip(powers, picture, strict=True))
+        torch.testing.assert_close(found, with_global(picture, summed / summed.norm()))
+
+
+def test_guided_enhancement_is_that_of_the_equations():
+    torch.manual_seed(0)
+    module = GuidedEnhancement(6, 5).double().eval().requires_grad_(False)
+    regions = torch.randn(3, 4, 5, dtype=torch.float64)
+    wholes = torch.randn(3, 6, dtype=torch.float64)
+    norm, first, linear, _, second, last = module.mlp
+    for picture, whole, found in zip(regions, wholes, module(regions, wholes), strict=True):
+        x = (whole - whole.mean()) / torch.sqrt(whole.var(correction=0) + norm.eps)
+        x = x / math.sqrt(1 + first.eps)  # initial running statistics
+        x = linear.weight @ x + linear.bias
+        x = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+        x = last.weight @ (x / math.sqrt(1 + second.eps)) + last.bias
+        torch.testing.assert_close(found, with_global(picture, x))
