@@ -215,24 +215,13 @@ def _families(split: str, seed: int) -> Iterator[list[Scene]]:
 def generate_scenes(split: str, n: int, seed: int = 0) -> list[Scene]:
     """Generate the first n scenes of a split ("train", "dev" or "test"), with members of a family
     next to each other.
-
-    Raises ValueError for an unknown split, for n below 1 and for a negative seed.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    _check_count("n", n, least=1)
-    _check_count("seed", seed, least=0)
     scenes: list[Scene] = []
     for members in _families(split, seed):
         scenes += members
         if len(scenes) >= n:
             break
     return scenes[:n]
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
 # --- regions, as from an object detector ----------------------------------------------------------
@@ -328,14 +317,13 @@ def write_scenes(root: str | Path, sizes: Mapping[str, int] = SIZES, seed: int =
     `pictures/{split}_{index:05d}.png` are the dev and test pictures. `dataset.json` records the
     arguments: a call with the same arguments does nothing, one with others writes all files again.
 
-    Raises ValueError if the size of any split is not an integer of at least 1, and FileExistsError
-    if the folder holds a data set from elsewhere.
+    Raises ValueError unless each split has a size of at least 1, and FileExistsError if the folder
+    holds a data set from elsewhere.
     """
-    if set(sizes) != set(SPLITS):
-        raise ValueError(f"sizes must have the keys {', '.join(SPLITS)}, got {sizes!r}")
-    for split in SPLITS:
-        _check_count(f"sizes[{split!r}]", sizes[split], least=1)
-    _check_count("seed", seed, least=0)
+    if set(sizes) != set(SPLITS) or min(sizes.values()) < 1:
+        raise ValueError(
+            f"sizes: expected at least one scene for each of {', '.join(SPLITS)}, got {sizes!r}"
+        )
     root = Path(root)
     card = root / "dataset.json"
     described = {"generator": "scenes", "version": VERSION, "seed": seed, "sizes": dict(sizes)}

@@ -291,7 +291,8 @@ def test_a_second_call_writes_nothing_and_another_one_starts_over(tmp_path, monk
 
 
 def test_an_interrupted_or_damaged_data_set_is_written_again(tmp_path, monkeypatch):
-    write_scenes(tmp_path, SMALL, seed=3)
+    root = tmp_path / "scenes"
+    write_scenes(root, SMALL, seed=3)
     save = np.save
 
     def stop_late(file, array):
@@ -302,17 +303,14 @@ def test_an_interrupted_or_damaged_data_set_is_written_again(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(np, "save", stop_late)
         with pytest.raises(KeyboardInterrupt):
-            write_scenes(tmp_path, SMALL)
+            write_scenes(root, SMALL)
     # although every file exists, one of them was written with another seed
-    assert write_scenes(tmp_path, SMALL)
+    assert write_scenes(root, SMALL)
     write_scenes(tmp_path / "fresh", SMALL)
-    assert _content(tmp_path / "pictures") == _content(tmp_path / "fresh" / "pictures")
-    assert np.array_equal(
-        *(np.load(root / "test_ims.npy") for root in (tmp_path, tmp_path / "fresh"))
-    )
-    (tmp_path / "pictures" / "test_00001.png").unlink()
-    assert write_scenes(tmp_path, SMALL)
-    assert not write_scenes(tmp_path, SMALL)
+    assert _content(root) == _content(tmp_path / "fresh")
+    (root / "pictures" / "test_00001.png").unlink()
+    assert write_scenes(root, SMALL)
+    assert not write_scenes(root, SMALL)
 
 
 def test_another_data_set_is_not_overwritten(tmp_path):
@@ -329,28 +327,14 @@ def test_another_data_set_is_not_overwritten(tmp_path):
     "sizes",
     [
         {"train": 0, "dev": 1, "test": 1},
-        {"train": 4, "dev": 1.5, "test": 1},
         {"train": 4, "dev": 1},
-        {"train": True, "dev": 1, "test": 1},
         {"train": 4, "dev": 1, "test": 1, "val": 1},
-        {},
     ],
 )
 def test_wrong_sizes_are_named(tmp_path, sizes):
-    with pytest.raises(ValueError, match="sizes"):
+    with pytest.raises(ValueError, match="sizes: expected at least one scene"):
         write_scenes(tmp_path / "new", sizes)
     assert not (tmp_path / "new").exists()
-
-
-def test_other_wrong_arguments_are_named(tmp_path):
-    with pytest.raises(ValueError, match="split must be one of train, dev, test, got 'val'"):
-        generate_scenes("val", 3)
-    with pytest.raises(ValueError, match="n must be an integer of at least 1, got 0"):
-        generate_scenes("dev", 0)
-    with pytest.raises(ValueError, match="seed"):
-        generate_scenes("dev", 3, seed=-1)
-    with pytest.raises(ValueError, match="seed"):
-        write_scenes(tmp_path, SMALL, seed=0.5)  # type: ignore[arg-type]
 
 
 def test_the_command_writes_data_once(tmp_path, capsys):
