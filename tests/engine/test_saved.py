@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.cases import sample
+from support.cases import pairwise, sample
+from support.conforming import LOSSES, Case
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import itrloss
-from itrloss import Similarity, compat, functional
+from itrloss import Similarity
 
 B, D = 12, 8
 IMAGES = sample(B, D, dtype=torch.float64)
 TEXTS = sample(B, D, seed=1, dtype=torch.float64)
-OFFSETS = sample(B, 3, D, seed=5, dtype=torch.float64)  # of the elements of sets
 LABELS = torch.arange(B) // 2
-MEMORY = itrloss.CoupledMemory(9, D, dtype=torch.float64)
-MEMORY.enqueue(IMAGES[:9], TEXTS[:9], LABELS[:9])
-
-
-def sets_of(x: Tensor) -> Tensor:
-    return x[:, None] + OFFSETS
-
-
-def gradients(loss: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
-    """Return the value of a loss, and the gradients of images and texts."""
-    images = IMAGES.clone().requires_grad_()
-    texts = TEXTS.clone().requires_grad_()
-    value = loss(images, texts)
-    return [value.detach(), *torch.autograd.grad(value, (images, texts))]
 
 
 @itrloss.pair_term
@@ -50,43 +37,52 @@ class Wave(itrloss.PairLoss):
         return anchors.reduce(values, self.reduction)
 
 
-LOSSES: dict[str, Callable[[str, Tensor, Tensor], Tensor]] = {
-    "M-DCL": lambda engine, v, w: itrloss.MemoryDiversityContrastiveLoss(engine=engine)(
-        v, w, IMAGES, TEXTS, MEMORY, LABELS, LABELS
+def with_negatives(loss, images, texts, *ids):
+    return loss(images, texts, *ids, negatives=images.flip(0) * texts)
+
+
+def with_guide(loss, images, texts, *ids):
+    return loss(images, texts, *ids, guide=(TEXTS, IMAGES))
+
+
+def with_biases(loss, images, texts, *ids):
+    bias = images.sum(1), texts.sum(1)
+    return loss(Similarity(images, texts, *ids, bias=bias, engine=loss.engine))
+
+
+def of_scores(loss, images, texts, *ids):
+    return loss(scores=images @ texts.T)
+
+
+CASES = {
+    **LOSSES,
+    "further negatives": Case(itrloss.InfoNCELoss(hardness=3.0), {"call": with_negatives}),
+    "a guide": Case(itrloss.InfoNCELoss(margin=0.1), {"call": with_guide}),
+    "biases": Case(itrloss.TripletLoss(), {"call": with_biases}),
+    "one denominator": Case(itrloss.InfoNCELoss(joint=True, image_image=True, text_text=True)),
+    "a term of a user": Case(Wave()),
+    "inner products": Case(itrloss.InfoNCELoss(normalize=False)),
+    "a learnt scale of given scores": Case(
+        itrloss.InfoNCELoss(learnable=True).double(), {"call": of_scores}
     ),
-    "UTO": lambda engine, v, w: itrloss.UnifiedTrainingObjective(engine=engine)(
-        v, w, IMAGES, TEXTS, MEMORY, LABELS, LABELS
-    ),
-    "late interaction": lambda engine, v, w: itrloss.InfoNCELoss(engine=engine)(
-        scores=functional.set_similarity(sets_of(v), sets_of(w), "smooth_max_sum", 3.0)
-    ),
-    "heads": lambda engine, v, w: itrloss.VarianceAwareLoss(engine=engine)(
-        sets_of(v), w, LABELS, LABELS
-    ),
-    "PCME++": lambda engine, v, w: itrloss.PCMEPlusPlusLoss(learnable=False, engine=engine)(
-        v, w, v / 10, w / 10, LABELS, LABELS
-    ),
-    "Matryoshka": lambda engine, v, w: itrloss.Matryoshka(
-        itrloss.InfoNCELoss(engine=engine), (4, 8)
-    )(v, w, LABELS, LABELS),
-    "further negatives": lambda engine, v, w: itrloss.InfoNCELoss(engine=engine, hardness=3.0)(
-        v, w, LABELS, LABELS, negatives=v.flip(0) * w
-    ),
-    "a guide": lambda engine, v, w: itrloss.InfoNCELoss(engine=engine, margin=0.1)(
-        v, w, LABELS, LABELS, guide=(TEXTS, IMAGES)
-    ),
-    "one denominator": lambda engine, v, w: itrloss.InfoNCELoss(
-        engine=engine, joint=True, image_image=True, text_text=True
-    )(v, w, LABELS, LABELS),
-    "a teacher": lambda engine, v, w: itrloss.DistillationLoss(engine=engine)(
-        v, w, Similarity(TEXTS, IMAGES)
-    ),
-    "biases": lambda engine, v, w: itrloss.TripletLoss()(
-        Similarity(v, w, LABELS, LABELS, bias=(v.sum(1), w.sum(1)), engine=engine)  # type: ignore
-    ),
-    "a term of a user": lambda engine, v, w: Wave(engine=engine)(v, w, LABELS, LABELS),
-    "a code base": lambda engine, v, w: compat.VSEPPLoss(2)(v, w),
 }
+
+
+def gradients(case: Case, engine: str, way: Callable[..., Tensor]) -> list[Tensor]:
+    """Return the value of a loss that is called for the first time, and its gradients."""
+    loss = copy.deepcopy(case.loss)
+    if hasattr(loss, "engine"):
+        loss.engine = engine
+    call = case.options.get("call", lambda loss, *given: loss(*given))
+    ids = (LABELS, LABELS) if case.options.get("ids", True) else ()
+
+    def value(images, texts):
+        return call(loss, images, texts, *ids)
+
+    images = IMAGES.clone().requires_grad_()
+    texts = TEXTS.clone().requires_grad_()
+    found = way(value, images, texts)
+    return [found.detach(), *torch.autograd.grad(found, (images, texts))]
 
 
 class ReadOnce:
@@ -107,6 +103,10 @@ class ReadOnce:
         return x
 
 
+def plainly(loss: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return loss(*inputs)
+
+
 def read_once(loss: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     hooks = ReadOnce()
     with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
@@ -119,6 +119,9 @@ def offloaded(loss: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 def checkpointed(loss: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """The second pass does not look at the batch, as the first call of a loss does, and has to save
+    as many tensors.
+    """
     return checkpoint(loss, *inputs, use_reentrant=False)
 
 
@@ -126,43 +129,13 @@ def checkpointed_to_the_end(loss: Callable[..., Tensor], *inputs: Tensor) -> Ten
     return checkpoint(loss, *inputs, use_reentrant=False, early_stop=False)
 
 
-@pytest.mark.parametrize("way", [read_once, offloaded, checkpointed, checkpointed_to_the_end])
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_saved_tensors_are_read_once(name, engine, way):
-    def loss(images, texts):
-        return LOSSES[name](engine, images, texts)
-
-    found = gradients(lambda images, texts: way(loss, images, texts))
-    torch.testing.assert_close(found, gradients(loss))
-
-
-FIRST_CALLS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor, Tensor], Tensor]]] = {
-    "a learnt scale of given scores": (
-        lambda: itrloss.InfoNCELoss(learnable=True).double(),
-        lambda loss, v, w: loss(scores=v @ w.T),
-    ),
-    "SigLIP": (lambda: itrloss.SigmoidLoss().double(), lambda loss, v, w: loss(v, w)),
-    "inner products": (
-        lambda: itrloss.InfoNCELoss(normalize=False),
-        lambda loss, v, w: loss(v, w),
-    ),
-    "further negatives": (
-        itrloss.InfoNCELoss,
-        lambda loss, v, w: loss(v, w, negatives=v.flip(0) * w),
-    ),
-    "a teacher": (itrloss.DistillationLoss, lambda loss, v, w: loss(v, w, IMAGES @ TEXTS.T)),
-    "heads": (itrloss.VarianceAwareLoss, lambda loss, v, w: loss(sets_of(v), w)),
-    "a code base": (lambda: compat.VSEPPLoss(0.2), lambda loss, v, w: loss(v, w)),
-}
+WAYS = [read_once, offloaded, checkpointed, checkpointed_to_the_end]
 
 
 @pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
-@pytest.mark.parametrize("name", FIRST_CALLS)
-def test_a_look_at_the_first_batch_saves_no_tensors(name):
-    """The second pass of a checkpoint does not look again, and has to save as many."""
-    make, call = FIRST_CALLS[name]
-    plain, checked = make(), make()
-    wanted = gradients(lambda v, w: call(plain, v, w))
-    found = gradients(lambda v, w: checkpointed(lambda x, y: call(checked, x, y), v, w))
-    torch.testing.assert_close(found, wanted)
+@pytest.mark.parametrize(
+    ("name", "engine", "way"), pairwise(name=CASES, engine=["dense", "tiled"], way=WAYS)
+)
+def test_saved_tensors_are_read_once(name, engine, way):
+    wanted = gradients(CASES[name], engine, plainly)
+    torch.testing.assert_close(gradients(CASES[name], engine, way), wanted)
