@@ -125,6 +125,7 @@ def test_losses_are_written_as_those_of_users(name):
     assert of_engine <= {"engine.vectors"}
 
 
+@pytest.mark.slow
 def test_an_import_brings_no_compiler_along():
     """Importing the compiler takes about a second."""
     code = """

@@ -75,22 +75,25 @@ def test_a_memory_may_start_with_random_entries():
     assert (memory.images[0] < 0).all()
 
 
+IMAGES = sample(5, D)
+TEXTS = sample(5, D, seed=1)
+
+
 def test_a_memory_may_get_no_keys():
     memory = CoupledMemory(9, D)
-    images, texts = sample(5, D), sample(5, D, seed=1)
-    memory.enqueue(images[:4], texts[:4], range(4))
-    memory.enqueue(images[:0], texts[:0], [])
-    memory.enqueue(images[4:], texts[4:], [7])
+    memory.enqueue(IMAGES[:4], TEXTS[:4], range(4))
+    memory.enqueue(IMAGES[:0], TEXTS[:0], [])
+    memory.enqueue(IMAGES[4:], TEXTS[4:], [7])
     assert len(memory) == 5
 
 
 def test_a_memory_takes_arrays():
-    images, texts = sample(5, D), sample(5, D, seed=1)
-    of_arrays, of_tensors = CoupledMemory(9, D), CoupledMemory(9, D)
-    of_arrays.enqueue(images.numpy(), texts.numpy())  # type: ignore[arg-type]
-    of_tensors.enqueue(images, texts)
-    assert torch.equal(of_arrays.images, of_tensors.images)
-    assert torch.equal(of_arrays.texts, of_tensors.texts)
+    memory = CoupledMemory(9, D)
+    memory.enqueue(IMAGES.numpy(), TEXTS.numpy())  # type: ignore[arg-type]
+    wanted = CoupledMemory(9, D)
+    wanted.enqueue(IMAGES, TEXTS)
+    assert torch.equal(memory.images, wanted.images)
+    assert torch.equal(memory.texts, wanted.texts)
 
 
 def test_a_memory_shows_what_it_holds():
@@ -195,11 +198,12 @@ def test_a_memory_that_was_made_on_no_device_is_loaded():
 def test_a_memory_may_be_made_in_inference_mode():
     with torch.inference_mode():
         memory = CoupledMemory(8, D)
-    memory.enqueue(sample(4, D), sample(4, D, seed=1))
-    v, w = sample(4, D, seed=2).requires_grad_(), sample(4, D, seed=3)
-    itrloss.MemoryDiversityContrastiveLoss()(v, w, w, w, memory).backward()
-    assert len(memory) == 4
-    assert v.grad.any()
+    memory.enqueue(IMAGES, TEXTS)
+    images = sample(5, D, seed=2).requires_grad_()
+    loss = itrloss.MemoryDiversityContrastiveLoss()
+    loss(images, TEXTS, IMAGES, TEXTS, memory).backward()
+    assert len(memory) == 5
+    assert images.grad.any()
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}

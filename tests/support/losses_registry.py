@@ -386,7 +386,7 @@ OF_MORE_THAN_PAIRS = {
     ),
 }
 OF_MEMORIES = {
-    # the losses with a memory are compiled in test_memory.py
+    # it is compiled in test_memory_losses.py
     "mdcl": Entry(
         itrloss.MemoryDiversityContrastiveLoss, tables=ALL & {"sharded", "module"}, **MDCL
     ),
@@ -438,7 +438,6 @@ OF_MEMORIES = {
         itrloss.MemoryInfoNCELoss,
         {"temperature": 0.2, "distillation": 0.4},
         failures=MEMORY,
-        tables=ALL - {"compiled"},
         **QUEUE,
     ),
     "memory infonce": Entry(
@@ -450,9 +449,7 @@ OF_MEMORIES = {
         tables=NONE,
         **QUEUE,
     ),
-    "uto": Entry(
-        itrloss.UnifiedTrainingObjective, failures=MEMORY, tables=ALL - {"compiled"}, **UTO
-    ),
+    "uto": Entry(itrloss.UnifiedTrainingObjective, failures=MEMORY, **UTO),
     "uto mild": Entry(
         itrloss.UnifiedTrainingObjective,
         {"scale": 10.0, "margin": 0.1, "batch_weight": 20.0},
