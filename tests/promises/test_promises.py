@@ -1,0 +1,78 @@
+"""What later versions keep: names, values and states are those that a release has stored.
+
+This stores those of this version, as the last step before its release:
+
+    PYTHONPATH=tests:. python tests/promises/test_promises.py
+
+States of earlier versions are never stored anew: they have to load into all later ones.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support import promised_interface as interface
+from support import promised_outcomes as outcomes
+
+import itrloss
+
+STORED = Path(__file__).parent / "stored"
+NAMES = STORED / "names.txt"
+VALUES = STORED / "values.json"
+STATES = STORED / f"states-{itrloss.__version__}.pt"
+
+
+def is_close(numbers: list[float], promised: list[float]) -> bool:
+    """Whether numbers are equal up to the rounding of other processors and versions of PyTorch."""
+    return numbers == pytest.approx(promised, rel=1e-6, abs=1e-9, nan_ok=True)
+
+
+def test_names_arguments_and_defaults_are_those_promised():
+    assert interface.listing().splitlines() == NAMES.read_text(encoding="utf-8").splitlines()
+
+
+def test_values_are_those_promised():
+    promised = json.loads(VALUES.read_text(encoding="utf-8"))
+    found = outcomes.values()
+    changed = [name for name in promised if not is_close(found[name], promised[name])]
+    assert changed == []
+    assert found.keys() == promised.keys()
+
+
+def test_every_public_loss_and_reranker_has_a_promise():
+    text = VALUES.read_text(encoding="utf-8")
+    for name in outcomes.rerankers():
+        assert f'"{name}"' in text
+
+
+@pytest.mark.parametrize("path", sorted(STORED.glob("states-*.pt")), ids=lambda path: path.stem)
+def test_states_load_and_compute_what_they_did(path):
+    saved = torch.load(path, weights_only=True)
+    changed = []
+    for name, (state, promised) in saved.items():
+        if not is_close(outcomes.outcome_of(name, state), promised):
+            changed.append(name)
+    assert changed == []
+
+
+def test_everything_with_a_state_is_in_this_versions_states():
+    assert torch.load(STATES, weights_only=True).keys() == outcomes.states().keys()
+
+
+def store() -> None:
+    """Write the names, the values and the states of this version."""
+    STORED.mkdir(exist_ok=True)
+    NAMES.write_text(interface.listing(), encoding="utf-8")
+    lines = [f"{json.dumps(name)}: {json.dumps(x)}" for name, x in outcomes.values().items()]
+    VALUES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    saved = {}
+    for name, state in outcomes.states().items():
+        saved[name] = state, outcomes.outcome_of(name, state)
+    torch.save(saved, STATES)
+
+
+if __name__ == "__main__":
+    store()
