@@ -566,8 +566,6 @@ RELATED_LOSSES = losses_registry.where(lambda entry: entry.takes == "pairs" and 
 def test_losses_of_related_pairs(name, kind, dtype, few_tiles, poisoned):
     """They are those of plain PyTorch in float64."""
     make = RELATED_LOSSES[name].make
-    if name == "complementary":  # its sums cancel: half precision leaves no digit, with ids neither
-        dtype = torch.float32
     given = [x.to(dtype) for x in embeddings(19, 22, 8)]
     who, rule = loss_input(kind, 19, 22)
     options = {"groups": rule} if rule == "other" else {}
@@ -585,6 +583,21 @@ def test_losses_of_related_pairs(name, kind, dtype, few_tiles, poisoned):
     for wanted, *others in zip(*found, strict=True):
         noise, error = ((x.cpu().double() - wanted).norm() for x in others)
         assert error <= 4 * noise + bounds[dtype] * wanted.norm() + 1e-6
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_complement_in_half_precision_is_that_of_float64(dtype, few_tiles):
+    """The gradients of its two sums nearly cancel."""
+    images, texts = (x.to(dtype) for x in embeddings(19, 22, 8))
+    who, _ = loss_input("one label", 19, 22)
+    gradients = []
+    for engine_name, to in (("dense", torch.float64), ("triton", dtype)):
+        leaf = images.to(DEVICE, to, copy=True).requires_grad_()
+        loss = itrloss.ComplementaryContrastiveLoss(engine=engine_name)
+        value = loss(leaf, texts.to(DEVICE, to), **who)
+        gradients.append(torch.autograd.grad(value, leaf)[0].double())
+    wanted, found = gradients
+    assert (found - wanted).norm() <= 4e-3 * wanted.norm()
 
 
 @pytest.mark.parametrize("few", [0, 64])
