@@ -19,7 +19,7 @@ LOSSES = {
 POSITIVE = 0.6  # the score of the anchor's other positive
 NEGATIVES = [0.4, 0.3, 0.2, 0.2, 0.1, 0.1, 0.0, 0.0]
 TEXT_IDS = torch.tensor([0, 0, *range(1, len(NEGATIVES) + 1)])
-SCORES = torch.linspace(-0.2, 1, 241)
+SCORES = torch.linspace(-0.2, 1, 121)
 
 FORMS = {
     "plain": itrloss.InfoNCELoss(0.1),
