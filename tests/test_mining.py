@@ -30,25 +30,31 @@ class Problem(NamedTuple):
 
 def problem(queries=7, corpus=300, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    corpus_ids = torch.randint(0, 12, (corpus,), generator=generator)
-    x, y = sample(queries, 6, dtype=dtype), sample(corpus, 6, seed=1, dtype=dtype)
-    return Problem(x, y, torch.arange(queries), corpus_ids)
+    return Problem(
+        queries=sample(queries, 6, dtype=dtype),
+        corpus=sample(corpus, 6, seed=1, dtype=dtype),
+        query_ids=torch.arange(queries),
+        corpus_ids=torch.randint(0, 12, (corpus,), generator=generator),
+    )
 
 
 def best(given, k, below=math.inf, normalize=True):
     """Return the highest scores and their columns, of equal ones the first."""
-    queries, corpus = given.queries, given.corpus
+    queries = given.queries
+    corpus = given.corpus
     if normalize:
-        queries, corpus = F.normalize(queries), F.normalize(corpus)
+        queries = F.normalize(queries)
+        corpus = F.normalize(corpus)
     scores = queries @ corpus.T
     left_out = given.query_ids[:, None] == given.corpus_ids
     left_out |= (given.query_ids == IGNORE_ID)[:, None]
     left_out |= given.corpus_ids == IGNORE_ID
     left_out |= scores >= torch.as_tensor(below, dtype=scores.dtype).reshape(-1, 1)
-    scores = F.pad(scores.masked_fill(left_out, -math.inf), (0, k), value=-math.inf)
+    scores = scores.masked_fill(left_out, -math.inf)
+    scores = F.pad(scores, (0, k), value=-math.inf)
     values, indices = scores.sort(dim=1, descending=True, stable=True)
-    values, indices = values[:, :k], indices[:, :k]
-    return values, indices.masked_fill(values == -math.inf, -1)
+    indices = indices.masked_fill(values == -math.inf, -1)
+    return values[:, :k], indices[:, :k]
 
 
 def check(found, wanted):
