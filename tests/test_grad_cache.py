@@ -914,6 +914,15 @@ class Scaled(nn.Module):
         return self.scale * product(images, texts) / 100
 
 
+def test_a_scale_in_an_encoder_that_averages_gets_its_gradient():
+    """It is set aside until the pass in which processes average the encoder's gradients."""
+    model = Scaled()
+    encoder = Averaged(model)
+    check_step(model.loss, [encoder, encoder], [batch()[0], batch()[0].flip(0)], 4)
+    grad_cache_step(model.loss, [encoder, encoder], [batch()[0]] * 2, 4)
+    assert model.scale.grad.abs() > 1e-3
+
+
 def steps_with_a_scale(rank: int) -> list[tuple]:
     """Gradients of steps with the loss's scale in the encoder: alone, and of both processes."""
     torch.manual_seed(0)
