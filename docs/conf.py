@@ -2,6 +2,7 @@
 written.
 """
 
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,7 +92,28 @@ def _restore(app, what, name, obj, options, lines):
         lines[:] = _prose.pop(name)
 
 
+# Signatures show defaults as they are written. These names say nothing to a reader.
+_DEFAULTS = {
+    "RECALLS": repr(itrloss.metrics.results.RECALLS),
+    "SCALES": repr(itrloss.rerank.fast.SCALES),
+    "<factory>": "{}",
+    "MappingProxyType({})": "{}",
+    "checks.ROWS_AND_COLUMNS": repr(tuple(itrloss.checks.ROWS_AND_COLUMNS)),
+}
+# The metrics import it for type checkers alone; without it their annotations are not resolved.
+itrloss.metrics.retrieval.Reranker = itrloss.rerank.Reranker
+
+
+def _readable(app, what, name, obj, options, signature, returned):
+    if not signature:
+        return None
+    for written, value in _DEFAULTS.items():
+        signature = re.sub(rf"(= ?){re.escape(written)}(?=[,)])", rf"\g<1>{value}", signature)
+    return signature, returned
+
+
 def setup(app):
     """Run one listener before and one after napoleon's, which has the priority 500."""
+    app.connect("autodoc-process-signature", _readable)
     app.connect("autodoc-process-docstring", _keep, priority=400)
     app.connect("autodoc-process-docstring", _restore, priority=600)

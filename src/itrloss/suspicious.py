@@ -16,7 +16,7 @@ _INSIDE = ("itrloss", "torch")  # packages whose lines a user did not write
 class SuspiciousInputWarning(UserWarning):
     """Input that can be computed with, but is probably not what was meant.
 
-    The filters of :mod:`warnings` show it once for each line of yours that causes it, hide it, or
+    The filters of ``warnings`` show it once for each line of yours that causes it, hide it, or
     make it an error.
     """
 
