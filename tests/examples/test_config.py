@@ -30,10 +30,6 @@ def test_another_loss_drops_the_loss_options_of_the_file(tmp_path: Path):
     assert load_config(file, ["loss=hal", "loss_options.scale=20"]).loss_options == {"scale": 20}
 
 
-def test_a_single_value_is_a_list_of_one():
-    assert load_config(None, ["decay_epochs=15"]).decay_epochs == [15]
-
-
 @pytest.mark.parametrize(
     ("override", "error", "message"),
     [

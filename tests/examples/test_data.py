@@ -54,8 +54,10 @@ def test_feature_statistics_are_of_all_regions():
     features = np.random.default_rng(0).normal(3, 2, size=(7, 2, 4)).astype(np.float16)
     mean, std = feature_statistics(features, chunk=3)
     flat = features.astype(np.float64).reshape(-1, 4)
-    np.testing.assert_allclose(mean, flat.mean(0), rtol=1e-6)
-    assert std.item() == pytest.approx(np.sqrt(((flat - flat.mean(0)) ** 2).mean()), rel=1e-6)
+    average = flat.mean(0)
+    np.testing.assert_allclose(mean, average, rtol=1e-6)
+    variance = ((flat - average) ** 2).mean()
+    assert std.item() == pytest.approx(np.sqrt(variance), rel=1e-6)
 
 
 def test_constant_features_have_a_deviation_of_1():
@@ -124,7 +126,10 @@ def batches_of(split: Split, *settings: int, **options: int) -> Batches:
 
 def captions_in(batches: Batches, batch: Batch) -> list[str]:
     words = Vocabulary.from_captions(batches.split.captions, 1).words
-    return [" ".join(words[i] for i in row if i) for row in batch.words.tolist()]
+    captions = []
+    for row in batch.words.tolist():
+        captions.append(" ".join(words[i] for i in row if i))
+    return captions
 
 
 @pytest.mark.parametrize("per_sample", [1, 2, 5])
@@ -152,7 +157,8 @@ def test_captions_of_a_sample_differ_and_are_drawn_anew_in_every_epoch(per_sampl
         found = set()
         for batch in batches.epoch(epoch):
             said = captions_in(batches, batch)
-            found |= {frozenset(said[i : i + per_sample]) for i in range(0, len(said), per_sample)}
+            for start in range(0, len(said), per_sample):
+                found.add(frozenset(said[start : start + per_sample]))
         assert all(len(sample) == per_sample for sample in found)
         return found
 
@@ -178,7 +184,8 @@ def test_batches_follow_from_seed_epoch_and_step(per_sample: int):
 def test_workers_load_the_same_batches():
     alone = batches_of(split_of(9), 10, 2, 0)
     helped = batches_of(split_of(9), 10, 2, 0, workers=2)
-    for batch, other in zip(alone.epoch(1), helped.epoch(1), strict=True):
+    both = zip(alone.epoch(1), helped.epoch(1), strict=True)
+    for batch, other in both:
         assert torch.equal(batch.regions, other.regions)
         assert torch.equal(batch.words, other.words)
 

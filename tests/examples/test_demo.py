@@ -26,6 +26,5 @@ def test_quick_demo_runs_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixtur
     for loss in demo.LOSSES:
         assert f"{loss}: RSUM" in said
         assert loss in page
-    assert "On the test split." in said
     assert f"{tmp_path / 'report.html'} is the report" in said
     assert "data:image/jpeg" in page

@@ -90,7 +90,8 @@ def test_text_encoder_leaves_padding_out():
     text = TextEncoder(20, 8, 16, word_dropout=0.5, embedding_dropout=0.5).eval()
     captions = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14]]
     words, lengths = pad(captions)
-    padded = torch.cat([words, torch.zeros(3, 4, dtype=torch.int64)], dim=1)
+    zeros = torch.zeros(3, 4, dtype=torch.int64)
+    padded = torch.cat([words, zeros], dim=1)
     together = text(padded, lengths)
     alone = torch.cat([text(*pad([caption])) for caption in captions])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
@@ -123,7 +124,8 @@ def test_image_encoder_of_whole_pictures_ignores_regions():
 def test_text_encoder_runs_in_groups_as_it_would_in_one(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     text = TextEncoder(20, 8, 16)
-    captions = [torch.randint(1, 20, (n,)).tolist() for n in torch.randint(1, 12, (30,)).tolist()]
+    lengths = torch.randint(1, 12, (30,)).tolist()
+    captions = [torch.randint(1, 20, (n,)).tolist() for n in lengths]
     seen = []
     for group in (30, 7):
         monkeypatch.setattr(encoders, "GROUP", group)
@@ -189,7 +191,8 @@ def test_self_guided_enhancement_is_that_of_the_equations():
         powers = []
         for region in picture:
             local = tanh_of_norm(module.local_norm, module.local.weight @ region)
-            powers.append(math.exp(float(module.score.weight[0] @ (whole * local))))  # Eq. 3
+            score = module.score.weight[0] @ (whole * local)  # Eq. 3
+            powers.append(math.exp(float(score)))
         summed = sum(p / sum(powers) * v for p, v in zip(powers, picture, strict=True))
         torch.testing.assert_close(found, with_global(picture, summed / summed.norm()))
 

@@ -89,8 +89,9 @@ def loss_of_captions(texts: Tensor, image_ids: Tensor, per_image: int) -> float:
         scores = (this @ other.T / 0.07).exp()
         for i, own in enumerate(image_ids):
             negatives = scores[i][image_ids != own].sum()
-            terms = [-torch.log(p / (p + negatives)) for p in scores[i][image_ids == own]]
-            total += torch.stack(terms).mean().item() / len(this)
+            positives = scores[i][image_ids == own]
+            terms = -torch.log(positives / (positives + negatives))
+            total += terms.mean().item() / len(this)
     return total
 
 

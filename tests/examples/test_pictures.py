@@ -97,11 +97,12 @@ def test_two_lists_of_images_are_refused(tmp_path: Path):
 def test_captions_of_birds_match_every_image_of_their_class(birds: Path):
     split = load_split(birds, "train")
     assert split.captions_per_image == 10
-    assert split.image_ids.tolist() == [0, 0, 1, 1, 2, 2]
-    assert split.text_ids.tolist() == [i for i in (0, 0, 1, 1, 2, 2) for _ in range(10)]
+    kinds = [0, 0, 1, 1, 2, 2]
+    assert split.image_ids.tolist() == kinds
+    assert split.text_ids.tolist() == [kind for kind in kinds for _ in range(10)]
     batches = Batches(split, Vocabulary.from_captions(split.captions, 1), 6, 10, seed=0)
     batch = next(batches.epoch(0))
-    assert batch.image_ids.sort().values.tolist() == [0, 0, 1, 1, 2, 2]
+    assert batch.image_ids.sort().values.tolist() == kinds
     right = (split.image_ids[:, None] == split.text_ids).float()
     assert recalls(right, split)["i2t_r_precision"] == 100
 
@@ -166,7 +167,8 @@ def test_a_picture_is_cut_anew_in_every_epoch_and_by_every_seed(tmp_path: Path):
         """Crops in the order of the images, because the order of samples changes every epoch."""
         batches = Batches(split, Vocabulary.from_captions(split.captions, 1), 6, 1, seed)
         batch = next(batches.epoch(epoch))
-        return list(batch.regions[batch.image_ids.argsort()])
+        order = batch.image_ids.argsort()
+        return list(batch.regions[order])
 
     first = cut(0, 0)
     assert all(map(torch.equal, first, cut(0, 0)))

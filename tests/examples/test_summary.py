@@ -14,7 +14,8 @@ def write(run: Path, rsum: float, **settings) -> str:
     """Write a finished run, whose RSUM re-ranking raises by 5; return its directory."""
     run.mkdir()
     before = dict.fromkeys(summary.FIGURES, 10.0) | {"rsum": rsum}
-    metrics = {"dev": {"before": before, "after": before | {"rsum": rsum + 5}}}
+    after = before | {"rsum": rsum + 5}
+    metrics = {"dev": {"before": before, "after": after}}
     config = {"loss": "hal", "seed": 0, "out": str(run), "lr": 1e-3, **settings}
     (run / "config.json").write_text(json.dumps(config))
     (run / "metrics.json").write_text(json.dumps(metrics))

@@ -79,25 +79,6 @@ def test_a_new_run_leaves_nothing_of_a_former_one(config: Config, monkeypatch: p
     assert files_of(config) & former == {"config.json"}
 
 
-def test_an_interrupted_write_leaves_the_old_checkpoint(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-):
-    train(config)
-    path = Path(config.out, "last.pt")
-    before = path.read_bytes()
-    files = files_of(config)
-
-    def dying_save(state: object, file) -> None:
-        file.write(b"half a checkpoint")
-        raise OSError("no space left")
-
-    monkeypatch.setattr(torch, "save", dying_save)
-    with pytest.raises(OSError, match="no space"):
-        Trainer(config).save(path)
-    assert path.read_bytes() == before
-    assert files_of(config) == files
-
-
 # --- steps ----------------------------------------------------------------------------------------
 
 
