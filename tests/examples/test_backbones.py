@@ -175,7 +175,6 @@ def test_training_reaches_every_parameter(raw: Config, bert: str, loss: str):
     assert not still
 
 
-@pytest.mark.slow
 def test_a_run_is_stored_whole_and_goes_on(raw: Config, bert: str, tmp_path: Path):
     copies = tmp_path / "bert", tmp_path / "resnet"
     for source, copied in zip((bert, raw.backbone), copies, strict=True):

@@ -88,7 +88,7 @@ def test_learning_rate_drops_after_its_epochs(config: Config):
     assert rates == pytest.approx([1.0, 0.1, 0.1, 0.01])
 
 
-@pytest.mark.parametrize("micro_batch", [0, 16])
+@pytest.mark.parametrize("micro_batch", [0, pytest.param(16, marks=pytest.mark.slow)])
 def test_encoders_run_in_the_precision_asked_for(config: Config, micro_batch: int):
     config = replace(config, loss="mdcl", micro_batch=micro_batch, epochs=2)
     losses = []
