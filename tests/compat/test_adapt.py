@@ -9,6 +9,7 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -416,6 +417,37 @@ def test_the_adapted_criterion_has_the_call_of_the_original():
     with pytest.raises(TypeError, match="argument"):
         compat.adapt(NCE, "vsepp")(unit(B, D), unit(B, D), [1] * B)
     assert USER(compat.adapt(NCE, "user")).loss().isfinite()
+
+
+@pytest.mark.parametrize("code_base", ["vsepp", "scan", "sgraf", "chan", "hal"])
+def test_another_call_is_answered_with_the_call_of_the_code_base(code_base):
+    scores = unit(B, B)
+    score = (lambda im, s, lengths: scores) if code_base == "scan" else None
+    criterion = compat.adapt(NCE, code_base, score)
+    with pytest.raises(TypeError, match=rf"code_base '{code_base}': expected criterion\("):
+        criterion(unit(B, D), unit(B, D), range(B), scores, 1, 2, 3)
+
+
+NUMBERS = [3, 3, 0, 200, 200, 1]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [torch.tensor(NUMBERS), NUMBERS, np.array(NUMBERS), ["x", "x", "", "yy", "yy", "ß"]],
+    ids=["tensor", "list", "array", "strings"],
+)
+def test_hrem_takes_scores_with_ids_that_mask(ids):
+    """This is the call of LAPS."""
+    scores = unit(6, 6)
+    sets = torch.randn(6, 3, 4), torch.randn(6, 5, 4)
+    thresholds = 0.2 - scores.diagonal()
+    excess = (thresholds[:, None] + scores).relu() + (thresholds + scores).relu()
+    is_negative = torch.tensor(NUMBERS)[:, None] != torch.tensor(NUMBERS)
+    criterion = compat.HREMLoss(opt=Namespace(mask_repeat=1, margin=0.2))
+    torch.testing.assert_close(criterion(*sets, ids, scores), (excess * is_negative).sum())
+    own = compat.adapt(NCE, "hrem")
+    wanted = NCE(scores=scores, image_ids=ids, text_ids=ids)
+    torch.testing.assert_close(own(*sets, ids, scores), wanted)
 
 
 def queues_of_each(rank: int) -> torch.Tensor:

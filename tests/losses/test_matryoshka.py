@@ -60,6 +60,42 @@ def test_what_else_a_loss_takes_is_passed_on():
     torch.testing.assert_close(found, loss(v[:, :2], w[:, :2], teacher) + loss(v, w, teacher))
 
 
+def test_negatives_are_cut():
+    (v, w), z = embeddings(5, 5), embeddings(3, 3)[0]
+    loss = itrloss.InfoNCELoss()
+    found = itrloss.Matryoshka(loss, (2, 6))(v, w, negatives=z)
+    short = loss(v[:, :2], w[:, :2], negatives=z[:, :2])
+    torch.testing.assert_close(found, short + loss(v, w, negatives=z))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_keys_and_memories_are_cut(named):
+    v, w, image_keys, text_keys = embeddings(5, 5) + embeddings(5, 5, seed=1)
+    loss = itrloss.MemoryDiversityContrastiveLoss()
+    memories = {d: itrloss.CoupledMemory(4, d, dtype=v.dtype) for d in (2, 6)}
+    for d, memory in memories.items():
+        memory.enqueue(w[:3, :d], v[:3, :d])
+    if named:
+        keys = {"image_keys": image_keys, "text_keys": text_keys, "memory": memories[6]}
+        found = itrloss.Matryoshka(loss, (2, 6))(v, w, **keys)
+    else:
+        found = itrloss.Matryoshka(loss, (2, 6))(v, w, image_keys, text_keys, memories[6])
+    wanted = 0.0
+    for d, memory in memories.items():
+        wanted += loss(v[:, :d], w[:, :d], image_keys[:, :d], text_keys[:, :d], memory)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_of_a_loss_with_other_names_the_first_two_arguments_are_cut():
+    class Own(nn.Module):
+        def forward(self, a, b, *more):
+            return (a * b).sum() + sum(more)
+
+    v, w = embeddings(5, 5)
+    found = itrloss.Matryoshka(Own(), (2, 6))(v, w, 1.0, 2.0)
+    torch.testing.assert_close(found, (v * w)[:, :2].sum() + (v * w).sum() + 6)
+
+
 def test_values_of_anchors_are_a_tuple_for_each_length():
     v, w = embeddings(4, 4)
     loss = itrloss.InfoNCELoss(reduction="none")

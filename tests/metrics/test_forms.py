@@ -30,7 +30,7 @@ from itrloss.metrics import (
     save_trec,
 )
 from itrloss.metrics.uncertainty import holm
-from itrloss.rerank import CSLS
+from itrloss.rerank import CSLS, FastReranker
 
 
 def embedded(n=12, captions=3, noise=1.5, seed=0):
@@ -141,6 +141,19 @@ def test_batches_without_a_match_or_without_rows_belong_to_the_whole():
     metric.update(images[7:8], texts[6:7], [7], [6])
     wanted = retrieval_metrics(itrloss.Similarity(images[:8], texts[:8]))
     assert figures(metric)["rsum"] == pytest.approx(wanted["rsum"])
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("size", [1, 4, 5, 6])
+@pytest.mark.parametrize("options", [{"folds": 3}, {"reranker": FastReranker()}])
+def test_a_batch_need_not_be_a_data_set(size, options):
+    """Most sizes are no multiple of the folds, and a batch may be a single pair."""
+    pytest.importorskip("torchmetrics")
+    images, texts = torch.randn(2, 21, 8, generator=torch.Generator().manual_seed(1))
+    metric = metrics.RetrievalMetrics(**options)
+    for part in torch.arange(21).split(size):
+        metric(images[part], texts[part])
+    assert figures(metric) == retrieval_metrics(itrloss.Similarity(images, texts), **options)
 
 
 @pytest.mark.parametrize("option", [{"ties": "worst"}, {"folds": 0}, {"reranker": CSLS}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html.parser import HTMLParser
 
 import numpy as np
+import pytest
 
 from itrloss.cli import main
 
@@ -28,6 +29,15 @@ def scores(seed: int = 0) -> np.ndarray:
 
 def run(*arguments: object) -> int:
     return main([str(x) for x in arguments])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Return the only line of the error of a command that fails."""
+    capsys.readouterr()
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    return error
 
 
 class Page(HTMLParser):

@@ -1,0 +1,187 @@
+"""Wrong arguments of the commands are named in one line, and nothing is written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.command_line import C, N, pairs, refused, run, scores
+
+from itrloss.checks import check_number
+from itrloss.cli import main
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a file of scores in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    np.save("sims.npy", scores())
+    return "sims.npy"
+
+
+def write_lines(path: str, values: object) -> None:
+    Path(path).write_text("".join(f"{x}\n" for x in values))
+
+
+def test_there_is_no_command_for_benchmarks(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench"])
+    assert "invalid choice: 'bench'" in capsys.readouterr().err
+
+
+IDS = ("--image-ids", "ids.txt", "--text-ids", "ids.txt")
+OUT = ("--out", "o.npz")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--out", "nowhere/out.npz"), "there is no directory"),
+        (("--out", "."), ".: expected a file to write, got a directory"),
+        (("--top", 0), "--top"),
+        ((*OUT, "--write", "csls"), "--write: expected 'no re-ranking' or 'fast', got 'csls'"),
+        ((*OUT, "--i2t", 0, 1), "i2t: expected a number above 0"),
+        ((*OUT, "--i2t", 1e39, 1), r"i2t: expected .* in the range of float32, got 1e\+39"),
+        ((*OUT, "--image-ids", "ids.txt"), "--image-ids, --text-ids: expected both or neither"),
+        ((*OUT, *IDS), r"--image-ids: expected shape \(12,\)"),
+        ((*OUT, "--image-ids", "long.txt", *IDS[2:]), "long.txt: expected integers of 64 bits"),
+        ((*OUT, "--image-ids", "bytes.txt", *IDS[2:]), "bytes.txt: expected UTF-8"),
+        ((*OUT, "--text-names", "ids.txt"), "ids.txt: expected a line .* 60 texts, got 3"),
+        ((*OUT, "--text-names", "bytes.txt"), "bytes.txt: expected UTF-8"),
+        ((*OUT, "--val", "val.npy"), "val.npy: .*--image-ids, --text-ids"),
+        ((*OUT, "--val", "t.npy"), "t.npy: expected images as rows.*--transpose"),
+        ((*OUT, "--bank-images", "val.npy"), r"val.npy: expected \(B, 60\), got shape \(7, 10\)"),
+        ((*OUT, "--transpose"), "with --transpose it has 60 rows"),
+        ((*OUT, "--key", "sims"), "expected entries with names"),
+        ((*OUT, "--rankings", "o.npz"), "o.npz: expected a file of its own .* got that of out"),
+        ((*OUT, "--methods", "dbnorm"), "--methods: all were left out"),
+        (
+            (*OUT, "--methods", "fast", "dbnorm", "--write", "dbnorm"),
+            "--write: dbnorm needs embeddings",
+        ),
+        ((*OUT, "--ks", 0), "--ks: expected at least 1, got 0"),
+    ],
+)
+def test_a_bad_argument_is_named(arguments, message, saved, capsys):
+    write_lines("ids.txt", [1, 2, 3])
+    write_lines("long.txt", ["1" * 30])
+    Path("bytes.txt").write_bytes(b"\xff\xff")
+    np.save("val.npy", np.random.default_rng(0).random((7, 10)))
+    np.save("t.npy", scores().T)
+    assert re.search(message, refused(capsys, "rerank", saved, "--methods", "fast", *arguments))
+    assert not Path("o.npz").exists()
+
+
+@pytest.mark.parametrize("x", [float("nan"), float("-inf"), -1e39])
+def test_a_number_beyond_float32_is_named(x):
+    with pytest.raises(ValueError, match="x: expected a number in the range of float32"):
+        check_number("x", x)
+
+
+def test_the_largest_float32_is_a_number():
+    check_number("x", torch.finfo(torch.float32).max, positive=True)
+
+
+def test_a_wrong_method_to_write_is_found_before_all_are_tried(saved, capsys):
+    assert run("rerank", saved, "--write", "csl", "--out", "o.npz") == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_single_query_is_told_which_option_helps(tmp_path, capsys):
+    np.save(tmp_path / "one.npy", np.arange(5, dtype="f4")[None])
+    said = refused(capsys, "rerank", tmp_path / "one.npy")
+    assert "a single image is compared with no other" in said
+    assert "--bank-images" in said
+    assert "fit(" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("images.npy", "broken.npy"), "broken.npy: expected finite"),
+        (
+            ("images.npy", "narrow.npy"),
+            "narrow.npy: expected embeddings of dimension 8 like images.npy",
+        ),
+        (("images.npy", "texts.npy", "--bank-texts", "broken.npy"), "broken.npy: expected finite"),
+        (
+            ("images.npy", "texts.npy", "--bank-images", "narrow.npy"),
+            "narrow.npy: expected (B, 8), got shape",
+        ),
+        (("images.npy", "texts.npy", *IDS), "--image-ids: expected shape (12,)"),
+    ],
+)
+def test_an_error_names_the_wrong_file_of_embeddings(arguments, message, saved, capsys):
+    images, texts = pairs()
+    broken = texts.copy()
+    broken[3, 2] = np.nan
+    np.save("images.npy", images)
+    np.save("texts.npy", texts)
+    np.save("broken.npy", broken)
+    np.save("narrow.npy", texts[:, :-1])
+    write_lines("ids.txt", [1, 2])
+    said = refused(capsys, "eval", *arguments, "--methods", "fast")
+    assert f"eval: {message}" in said
+    assert "cols" not in said
+
+
+# --- folds ----------------------------------------------------------------------------------------
+
+FOLDS = ("--folds", 3)
+I_IDS = (*FOLDS, "--image-ids", "i.txt", "--text-ids")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--folds", 5), "expected a divisor of the 12 images, got 5"),
+        (("--folds", 0), "expected a divisor of the 12 images, got 0"),
+        (("--folds", N), "12 are parts of one image"),
+        ((*I_IDS, "late.txt"), "images 0 to 3 are a part without"),
+        ((*I_IDS, "unknown.txt"), "expected each text"),
+        ((*FOLDS, "--image-ids", "twice.txt", "--text-ids", "own.txt"), "expected each text"),
+        ((*FOLDS, "--out", "x.npz"), "nothing is ranked among all"),
+        ((*FOLDS, "--rankings", "x.npz"), "nothing is ranked among all"),
+        ((*FOLDS, "--bank-images", "sims.npy"), "banks of scores"),
+        ((*FOLDS, "--exclude", "pair.txt"), "expected 1 with relevant, excluded"),
+    ],
+)
+def test_what_folds_cannot_do_is_named(arguments, message, saved, capsys):
+    texts = range(N * C)
+    write_lines("i.txt", range(N))
+    write_lines("twice.txt", [*range(N - 1), 0])
+    write_lines("own.txt", [x // C for x in texts])
+    write_lines("unknown.txt", [x % (N + 1) for x in texts])
+    write_lines("late.txt", [4 + x % (N - 4) for x in texts])
+    write_lines("pair.txt", ["0 1"])
+    assert f"--folds: {message}" in refused(capsys, "rerank", saved, *arguments)
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
+        ("--exclude", "0 1 2\n", "expected an image and a text a line, got grades, too"),
+        ("--exclude", "0\n1\n", "expected an image and a text a line, and perhaps a grade"),
+        ("--relevant", "0 1\n2\n", "not a readable .txt file"),
+        ("--relevant", "0 1.5\n", "expected indices of images and texts"),
+        ("--relevant", "a b\n", "not a readable .txt file"),
+        ("--candidates", "0 60\n", "candidates.texts: expected integers from 0 to 59, got 60"),
+        ("--relevant", "", "relevant.images: expected at least 1 index, got 0"),
+        ("--relevant", "0 1 -1\n", "relevant: expected grades of at least 0, got -1"),
+    ],
+)
+def test_a_bad_file_of_pairs_is_named(option, text, message, saved, capsys):
+    Path("pairs.txt").write_text(text)
+    assert message in refused(capsys, "rerank", saved, option, "pairs.txt", "--methods", "csls")
+
+
+def test_relevant_pairs_and_a_protocol_do_not_go_together(saved, capsys):
+    write_lines("pairs.txt", ["0 1"])
+    said = refused(capsys, "rerank", saved, "--relevant", "pairs.txt", "--protocol", "coco")
+    assert "--relevant: expected none with --protocol" in said
