@@ -1,8 +1,8 @@
 r"""Run the rows of a paper's ablation tables on your data, and compare them with the printed
 figures.
 
-    python -m examples.retrieval.ablate coder --config examples/retrieval/configs/coder_scenes.toml
-        --seeds 0 1 2 --out runs/ablate_coder
+    python -m examples.retrieval.ablate coder --seeds 0 1 2 --out runs/ablate_coder \
+        --config examples/retrieval/configs/coder_scenes.toml
 
 ablations.toml lists what each row changes in the full model, the printed figures and the paper's
 claims. Every row and seed is an ordinary run directory below --out, named after a digest of its

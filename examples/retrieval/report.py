@@ -1,8 +1,8 @@
-"""A self-contained HTML page about a set of runs: recalls, learning curves, hubness and example
+r"""A self-contained HTML page about a set of runs: recalls, learning curves, hubness and example
 queries.
 
-    python -m examples.retrieval.report --data DATA --out report.html runs/dcl_0 runs/dcl_1
-    runs/hal_0 runs/hal_1
+    python -m examples.retrieval.report --data DATA --out report.html \
+        runs/dcl_0 runs/dcl_1 runs/hal_0 runs/hal_1
 
 Runs that differ in the seed only share one line of the table, with mean and standard deviation.
 

@@ -1,7 +1,8 @@
-"""Train a visual-semantic embedding with any loss of itrloss.
+r"""Train a visual-semantic embedding with any loss of itrloss.
 
-    python -m examples.retrieval.train --config examples/retrieval/configs/scenes.toml out=runs/dcl
-    loss=dcl seed=1 torchrun --nproc-per-node 2 -m examples.retrieval.train --config ...
+    python -m examples.retrieval.train --config examples/retrieval/configs/scenes.toml \
+        out=runs/dcl loss=dcl seed=1
+    torchrun --nproc-per-node 2 -m examples.retrieval.train --config ...
 
 The run directory holds config.json, log.jsonl (one line per epoch), best.pt (by dev RSUM), last.pt
 (to resume from), metrics.json, dev_scores.npy and TensorBoard events.
