@@ -53,10 +53,10 @@ types: $(STAMP)
 docs: $(STAMP)  ## warnings are errors; the snippets run while the pages are written
 	$(MAKE) --no-print-directory --jobs=2 snippets pages
 
-snippets:
+snippets: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -b doctest docs docs/_build/doctest
 
-pages:
+pages: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 $(STAMP): pyproject.toml constraints.txt
