@@ -22,6 +22,7 @@ I = torch.randn(6, 8, generator=GENERATOR)  # noqa: E741 (images)
 T = torch.randn(6, 8, generator=GENERATOR)
 S = torch.randn(6, 6, generator=GENERATOR)
 IDS = torch.arange(6)
+P = torch.nn.Parameter(torch.tensor(4.6))  # such as a logit_scale of a model
 LINEAR = nn.Linear(8, 8)
 loss: Any = itrloss.InfoNCELoss()
 it: Any = itrloss
@@ -80,6 +81,9 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: it.InfoNCELoss(check_finite=True)(nan_sim), "^rows: expected finite"),
     (lambda: it.InfoNCELoss(check_finite=True)(I * torch.nan, T), "^images: expected finite"),
     (lambda: loss(I, T, S), r"^image_ids: .*a row of integers, got torch.float32 .*\(6, 6\)"),
+    (lambda: loss(I, T, I), "^image_ids: .*; embeddings go in as .*, negatives as negatives="),
+    (lambda: loss(I, T, negatives=[T, T]), r"^negatives: .*write torch.stack\(negatives, 1\)"),
+    (lambda: loss(I, T, negatives=IDS), r"^negatives: .*numbers of rows, write texts\[negatives"),
     (lambda: loss(I, T, IDS), "^text_ids: expected ids to go with image_ids, got None"),
     (lambda: loss(I, T, IDS[:5], IDS[:5]), r"^image_ids: expected shape \(6,\), got \(5,\)"),
     (lambda: loss(I, T, IDS / 2, IDS), "^image_ids: expected an integer tensor"),
@@ -98,6 +102,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: it.InfoNCELoss("0.07"), "^temperature: expected a number, got '0.07'"),
     (lambda: it.TripletLoss(-0.2), "^margin: expected a number of at least 0, got -0.2"),
     (lambda: it.InfoNCELoss(temprature=1), "'temprature'; did you mean 'temperature'"),
+    (lambda: it.InfoNCELoss(scale=20), "'scale'; did you mean 'temperature', which is 1 / scale"),
+    (lambda: it.SigmoidLoss(temperature=1), "did you mean 'scale', which is 1 / temperature"),
+    (lambda: setattr(loss, "temperature", P), "^temperature: .*loss.log_scale = model.logit_scale"),
+    (lambda: it.InfoNCELoss(P), "^temperature: .*loss.log_scale = model.logit_scale"),
     (lambda: it.MILNCELoss(tau=1), "^MILNCELoss: .*'tau'; did you mean 'temperature'"),
     (lambda: it.CircleLoss(gamma=80), "^CircleLoss: .*'gamma'; did you mean 'scale'"),
     (lambda: it.TripletLoss(max_violation=True), "'max_violation'; did you mean 'mining'"),
@@ -107,6 +115,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: it.InfoNCELoss(directions="i2t"), "^directions: .*did you mean 'image-text'"),
     (lambda: it.InfoNCELoss(engine="tilled"), "^engine: .*'tilled'; did you mean 'tiled'"),
     (lambda: it.TripletLoss(mining="hard"), "^mining: .*'hard'; did you mean 'hardest'"),
+    (lambda: it.Matryoshka(loss, matryoshka_dims=[4]), "^Matryoshka: .*did you mean 'dims'"),
     (lambda: it.Matryoshka(loss, 8), "^dims: expected numbers such as"),
     (lambda: it.InfoNCELoss(engine="reference"), "^engine: .*got 'reference'"),
     (lambda: it.HubnessAwareLoss(scale=0), "^scale: expected a number above 0, got 0"),

@@ -359,7 +359,7 @@ def ids_of_one_side(row_ids: Any, names: Names) -> Exception:
     shape = tuple(getattr(row_ids, "shape", ()))
     if len(shape) == 2 and 1 not in shape:
         got = f"{_type(row_ids)} of shape {shape}"
-        hint = "embeddings go in as itrloss.Similarity(images, texts)"
+        hint = "embeddings go in as itrloss.Similarity(images, texts), negatives as negatives=..."
         if getattr(row_ids, "dtype", None) in (torch.bool, np.dtype(bool)):
             hint = "a mask of the pairs that match goes in as matches=..."
         return ValueError(f"{names.row_ids}: expected ids, a row of integers, got {got}; {hint}")
@@ -502,7 +502,8 @@ class CheckedModule(WholeState):
 
     def __setattr__(self, name: str, value: Any) -> None:
         option = getattr(type(self), name, None)
-        if isinstance(option, Option):  # nn.Module would register a parameter without asking it
+        # nn.Module would register a parameter without asking them
+        if isinstance(option, (Option, property)):
             option.__set__(self, value)
         else:
             super().__setattr__(name, value)

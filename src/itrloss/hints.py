@@ -42,6 +42,7 @@ _SYNONYMS = {
     "m": ("margin",),
     "max_violation": ("mining",),
     "n_clusters": ("clusters",),
+    "scale": ("temperature",),
     "similarity": ("scores",),
     "sims": ("scores",),
     "t2i": ("text-image",),
@@ -54,11 +55,22 @@ _SYNONYMS = {
     "text_features": ("texts", "cols"),
     "text_ids": ("col_ids",),
     "texts": ("cols",),
+    "cliploss": ("InfoNCELoss",),
+    "multiplenegativesrankingloss": ("InfoNCELoss",),
     "ntxentloss": ("InfoNCELoss",),
     "recall": ("retrieval_metrics",),
     "vse++": ("vsepp",),
     "vseloss": ("VSEPPLoss",),
     "top_k": ("k",),
+}
+
+
+# A scale multiplies scores, and a temperature divides them.
+_INVERSES = {
+    ("scale", "temperature"),
+    ("logit_scale", "temperature"),
+    ("temperature", "scale"),
+    ("tau", "scale"),
 }
 
 
@@ -89,7 +101,10 @@ def _plain(word: str) -> str:
 def did_you_mean(given: object, allowed: Iterable[object]) -> str:
     """Return the end of a message that says what was probably meant; empty for no idea."""
     meant = nearest(given, allowed)
-    return "" if meant is None else f"; did you mean {meant!r}?"
+    if meant is None:
+        return ""
+    inverse = f", which is 1 / {given}" if (given, meant) in _INVERSES else ""
+    return f"; did you mean {meant!r}{inverse}?"
 
 
 def shown(value: object) -> str:
@@ -110,12 +125,17 @@ def in_place_of_option(value: object) -> str:
 
 def as_floats(name: str, x: Any) -> str:
     """Return how to make a floating-point tensor of what is none; empty for no idea."""
-    if isinstance(x, Tensor):
-        return "" if x.is_complex() else f"; write {name}.float()"
+    is_number = isinstance(x, Tensor) and not x.is_complex()
+    if is_number and name == "negatives":
+        return "; for numbers of rows, write texts[negatives]"
+    if is_number:
+        return f"; write {name}.float()"
     if isinstance(x, np.ndarray):
         return f"; write torch.from_numpy({name})" if x.dtype.kind == "f" else ""
     if not isinstance(x, (list, tuple)) or not len(x):
         return ""
+    if name == "negatives" and all(isinstance(part, Tensor) for part in x):
+        return "; for one of each image in each tensor, write torch.stack(negatives, 1)"
     if all(isinstance(part, Tensor) for part in x):
         return f"; write torch.stack({name}), or pass the tensors one by one"
     return f"; write torch.tensor({name})"

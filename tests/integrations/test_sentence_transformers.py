@@ -176,6 +176,24 @@ def test_matryoshka_inside_or_around_has_their_curve(folder, tmp_path):
         torch.testing.assert_close([x / 2 for x in found], theirs, rtol=0, atol=1e-5)
 
 
+def test_matryoshka_inside_takes_a_column_of_negatives_as_one_around_does(folder, tmp_path):
+    forward = itrloss.InfoNCELoss(0.05)
+    options = {"columns": 3, "learning_rate": 1e-3}
+    inside, _ = train(
+        folder,
+        lambda model: RetrievalLoss(model, itrloss.Matryoshka(forward, [4, 16])),
+        tmp_path,
+        **options,
+    )
+    around, _ = train(
+        folder,
+        lambda model: MatryoshkaLoss(model, RetrievalLoss(model, forward), [4, 16]),
+        tmp_path,
+        **options,
+    )
+    torch.testing.assert_close(inside, around, rtol=0, atol=1e-5)
+
+
 def test_cached_gradients_are_those_of_the_whole_batch_also_of_the_losss_own_parameters(
     folder, tmp_path
 ):

@@ -472,6 +472,8 @@ def test_batches_that_do_not_fit_the_sides_are_refused(tmp_path):
     batch = collate(questions(4))
     with pytest.raises(ValueError, match=r"sides: .* begin with 'query_', got doc_input_ids"):
         trainer.compute_loss(trainer.model, {"doc_input_ids": batch["doc_input_ids"]})
+    with pytest.raises(ValueError, match=r"sides: .* begin with .*'neg_', got also data_set"):
+        trainer.compute_loss(trainer.model, batch | {"data_set": torch.zeros(4)})
     with pytest.raises(ValueError, match=r"negatives: .* each of 4 images, got 7 rows"):
         fewer = batch["neg_input_ids"][:7]
         trainer.compute_loss(trainer.model, batch | {"neg_input_ids": fewer})
@@ -488,7 +490,7 @@ def test_other_losses_and_models_are_refused(tmp_path):
     ):
         RetrievalTrainer(make("clip"), args, loss="InfoNCELoss")  # type: ignore
     with pytest.raises(
-        ValueError, match=r"loss: CLIPModel does not have bias.*; expected one with learnable=False"
+        ValueError, match=r"loss: trains bias.*; expected a model with logit_bias, or a loss with"
     ):
         RetrievalTrainer(make("clip"), args, loss=itrloss.SigmoidLoss())
     sizes = {

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from torch import nn
-
 from itrloss import cli
 
 MODULES = [
@@ -53,13 +51,13 @@ def listing() -> str:
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Return ``__all__``, or the classes and functions that the package defines."""
+    """Return ``__all__``, or the classes and functions that the module defines."""
     if hasattr(module, "__all__"):
         return sorted(module.__all__)
     names = []
     for name, value in vars(module).items():
         defined = inspect.isclass(value) or inspect.isfunction(value)
-        if defined and not name.startswith("_") and value.__module__.startswith("itrloss"):
+        if defined and not name.startswith("_") and value.__module__ == module.__name__:
             names.append(name)
     return sorted(names)
 
@@ -81,10 +79,13 @@ def describe(path: str, value: Any) -> Iterator[str]:
 
 
 def members(cls: type) -> Iterator[str]:
-    """Yield the public members of a class that PyTorch's and Python's classes do not have."""
-    known = {*dir(nn.Module), *dir(tuple), *dir(Exception)} - {"forward"}
-    for name in sorted(dir(cls)):
-        if name.startswith("_") or name in known:
+    """Yield the public members of a class that the library defines."""
+    own = {}
+    for owner in cls.__mro__:
+        if owner.__module__.startswith("itrloss"):
+            own |= vars(owner)
+    for name in sorted(own):
+        if name.startswith("_"):
             continue
         member = inspect.getattr_static(cls, name)
         if inspect.isfunction(member):

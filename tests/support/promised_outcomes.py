@@ -180,6 +180,7 @@ def states() -> dict[str, Any]:
         found[name] = make().state_dict()
     for name, case in LOSSES.items():
         loss = Subject(case.loss).fresh()
+        set_weights(loss)
         for parameter in trained(loss):
             parameter.data += 0.01
         if isinstance(loss, nn.Module) and loss.state_dict():

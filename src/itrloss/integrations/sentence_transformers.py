@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..checks import IdsLike, as_size
 from ..losses import Matryoshka, PairLoss
+from ..losses.matryoshka import argument_names
 from ..metrics import confidence_intervals, default_ids, retrieval_results
 from ..metrics.results import RECALLS, as_ks
 from ..rerank import Reranker
@@ -118,7 +119,7 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
     def _loss(self, columns: Sequence[Tensor], labels: Tensor | None) -> Tensor:
         """Return the loss of the columns' (B, D) embeddings."""
         check_scalar(self.loss)
-        few = "negatives" not in inspect.signature(self.loss.forward).parameters
+        few = "negatives" not in argument_names(inner_loss(self.loss))
         if len(columns) < 2 or (few and len(columns) > 2):
             expected = "two columns" if few else "two or more columns"
             got = len(columns)

@@ -113,18 +113,21 @@ class RetrievalTrainer(Trainer):
         """Put the model's scale and bias into the loss, in place of its own."""
         inner = inner_loss(self.loss)
         own = dict(inner.named_parameters())
-        for name, of_model in _SHARED.items():
-            p = getattr(model, of_model, None)
-            if isinstance(p, nn.Parameter):
-                if own.pop(name, None) is None:
-                    p.requires_grad_(False)  # DistributedDataParallel may wait for its gradient
-                else:
-                    setattr(inner, name, p)
-        if own:
+        of_model = {name: getattr(model, key, None) for name, key in _SHARED.items()}
+        shared = {name: p for name, p in of_model.items() if isinstance(p, nn.Parameter)}
+        missing = [name for name in own if name not in shared]
+        if missing:
+            needed = ", ".join(_SHARED[name] if name in _SHARED else name for name in missing)
             raise ValueError(
-                f"loss: {type(model).__name__} does not have {', '.join(own)}, and trains its own "
-                f"parameters alone; expected one with learnable=False, got {self.loss!r}"
+                f"loss: trains {', '.join(missing)}, and the trainer trains the parameters of the "
+                f"model alone; expected a model with {needed}, or a loss with learnable=False, got "
+                f"{type(model).__name__} and {self.loss!r}"
             )
+        for name, p in shared.items():
+            if name in own:
+                setattr(inner, name, p)
+            else:
+                p.requires_grad_(False)  # DistributedDataParallel may wait for its gradient
 
     def _own_state(self) -> dict[str, Any]:
         """Return the loss's state without its parameters, which are the model's."""
@@ -202,6 +205,10 @@ class RetrievalTrainer(Trainer):
         others = {name: x for name, x in inputs.items() if name not in ("labels", "return_loss")}
         if self.sides is None:
             return [others]
+        unused = [name for name in others if not name.startswith(tuple(self.sides))]
+        if unused:
+            expected = f"names that begin with {', '.join(map(repr, self.sides))}"
+            raise ValueError(f"sides: expected a batch of {expected}, got also {', '.join(unused)}")
         calls = []
         for side in self.sides:
             call = {name[len(side) :]: x for name, x in others.items() if name.startswith(side)}
