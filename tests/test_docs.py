@@ -221,9 +221,14 @@ def test_the_complete_training_loop_resumes_as_if_it_had_not_been_interrupted(tm
     assert {"towers", "key_towers", "memory", "criterion", "optimizer"} <= first.keys()
 
 
-def test_the_version_is_that_of_the_citation():
-    for path, pattern in (
-        (DOCS.parent / "CITATION.cff", r"^version: (.+)$"),
-        (DOCS / "citing.rst", r"version +=.\{(.+)\}"),
-    ):
-        assert re.findall(pattern, path.read_text(encoding="utf-8"), re.M) == [itrloss.__version__]
+@pytest.mark.parametrize(
+    ("file", "pattern"),
+    [
+        ("CITATION.cff", r"^version: (.+)$"),
+        ("docs/citing.rst", r"version +=.\{(.+)\}"),
+        ("CHANGELOG.md", r"^## (\S+)"),  # the newest comes first
+    ],
+)
+def test_the_version_is_named_alike(file, pattern):
+    text = (DOCS.parent / file).read_text(encoding="utf-8")
+    assert re.findall(pattern, text, re.M)[0] == itrloss.__version__
