@@ -284,6 +284,17 @@ def test_other_types(loss, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
+def test_eager_losses_compile_without_a_graph_break(loss):
+    plain = LOSSES[loss].plain
+    made = problem(Case(loss, SHAPES[LOSSES[loss].kind]))
+    arguments = (*made.leaves, *made.plain_arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(plain, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*arguments), plain(*arguments))
+
+
+@pytest.mark.slow
 def test_compiled_variants(tmp_path):
     rows = _measure(
         Case("infonce", (12, 12, 8)), "eager", "matmul_bound", "ours compiled", "eager compiled"

@@ -1,9 +1,12 @@
 """The statistics of ``python -m benchmarks.judged``, on synthetic data."""
 
-import itertools
-import json
-import math
+from __future__ import annotations
 
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
 import pytest
 import torch
 
@@ -11,170 +14,205 @@ from benchmarks import judged, linear
 from benchmarks.judged import MEASURES, Measure, Relevance
 from itrloss.metrics import Judgements, compare, retrieval_metrics, retrieval_results
 
-N, C = 12, 2  # images, captions of each
+N, C = 12, 2  # images, and captions of each
+OWNER = torch.arange(N).repeat_interleave(C)
+OWN = torch.arange(N)[:, None] == OWNER
+JUDGED_TEXTS = range(0, N * C, C)  # the first caption of each image is judged
+PARTS = {"others, R@1": 18, "order, experts": 24, "nDCG@10, experts": 28}
+
+
+class Data(NamedTuple):
+    """Scores of both directions, judgements, and the same judgements as dictionaries of pairs."""
+
+    scores: tuple[torch.Tensor, torch.Tensor]
+    relevance: Relevance
+    experts: dict[tuple[int, int], float]
+    crowd: dict[tuple[int, int], float]
+
+    def is_right(self, image: int, text: int) -> bool:
+        """Experts decide, and where there are none, more than half of the crowd."""
+        if (image, text) in self.experts:
+            return self.experts[image, text] >= 3
+        return self.crowd.get((image, text), 0) > 0.5
+
+
+def by_pair(judgements: Judgements) -> dict[tuple[int, int], float]:
+    images, texts, grades = (x.tolist() for x in judgements)
+    return dict(zip(zip(images, texts, strict=True), grades, strict=True))
 
 
 @pytest.fixture
-def data():
+def data() -> Data:
     generator = torch.Generator().manual_seed(0)
-    owner = torch.arange(N).repeat_interleave(C)
-    i2t, t2i = (
-        torch.randn(N, N * C, generator=generator) + 2 * (torch.arange(N)[:, None] == owner)
-        for _ in "12"
-    )
-    # the first caption of each image is judged
+    i2t = torch.randn(N, N * C, generator=generator) + 2 * OWN
+    t2i = torch.randn(N, N * C, generator=generator) + 2 * OWN
     pairs = torch.randperm(N * N, generator=generator)[:80]
-    images, texts = pairs // N, pairs % N * C
-    experts = Judgements(
-        images[:40], texts[:40], torch.randint(3, 13, (40,), generator=generator).double() / 3
-    )
-    crowd = Judgements(
-        images[30:], texts[30:], torch.randint(0, 4, (50,), generator=generator).double() / 3
-    )
-    return (i2t, t2i), owner, experts, crowd
+    images = pairs // N
+    texts = pairs % N * C
+    grades = torch.randint(3, 13, (40,), generator=generator).double() / 3
+    shares = torch.randint(0, 4, (50,), generator=generator).double() / 3
+    experts = Judgements(images[:40], texts[:40], grades)
+    crowd = Judgements(images[30:], texts[30:], shares)
+    relevance = Relevance(OWNER, experts, crowd)
+    return Data((i2t, t2i), relevance, by_pair(experts), by_pair(crowd))
 
 
-def value(sums, name):
-    totals = sums.sum(0)[MEASURES[name].parts]
-    return MEASURES[name].factor * float((100 * totals[:, 0] / totals[:, 1]).sum())
+def value(data: Data, name: str) -> float:
+    """A measure in percent."""
+    measure = MEASURES[name]
+    totals = data.relevance.sums(data.scores).sum(0)[measure.parts]
+    return measure.factor * float((100 * totals[:, 0] / totals[:, 1]).sum())
 
 
-def test_relevance_and_recalls(data):
-    scores, owner, experts, crowd = data
-    relevance = Relevance(owner, experts, crowd)
-    expert_of = {(i, t): g for i, t, g in zip(*(x.tolist() for x in experts), strict=True)}
-    crowd_of = {(i, t): g for i, t, g in zip(*(x.tolist() for x in crowd), strict=True)}
-    every = list(itertools.product(range(N), range(0, N * C, C)))
-    right = {
-        x
-        for x in every
-        if expert_of.get(x, 0) >= 3 or (x not in expert_of and crowd_of.get(x, 0) > 0.5)
-    }
-    assert {(int(i), int(relevance.texts[t])) for i, t in relevance.others.nonzero()} == {
-        (i, t) for i, t in right if i != t // C
-    }
-    sums = relevance.sums(scores)
-    plain = retrieval_metrics(scores)
-    assert value(sums, "RSUM, own pairs") == pytest.approx(plain["rsum"])
-    assert value(sums, "R@1, own pairs") == pytest.approx((plain["i2t_r1"] + plain["t2i_r1"]) / 2)
-    listed = sorted(right | {(i, C * i) for i in range(N)})
-    pairs = torch.tensor([i for i, _ in listed]), torch.tensor([t // C for _, t in listed])
-    few = retrieval_metrics((scores[0][:, ::C], scores[1][:, ::C]), relevant=pairs)
-    assert value(sums, "RSUM, judged pairs") == pytest.approx(few["rsum"])
-    hits = []  # best other candidate of each image
-    for i in range(N):
-        wanted = [t for t in range(0, N * C, C) if (i, t) in right and t // C != i]
-        if wanted:
-            best = max(
-                (t for t in range(0, N * C, C) if t // C != i), key=lambda t: float(scores[0][i, t])
-            )
-            hits.append(best in wanted)
-    part = sums.sum(0)[18]
-    assert part.tolist() == [sum(hits), len(hits)]
+def part(data: Data, number: int) -> list[float]:
+    """The numerator and the denominator of a part."""
+    return data.relevance.sums(data.scores)[:, number].sum(0).tolist()
 
 
-def test_order_and_gain_of_judged_candidates(data):
-    scores, owner, experts, crowd = data
-    sums = Relevance(owner, experts, crowd).sums(scores)
-    pairs = list(zip(*(x.tolist() for x in experts), strict=True))
-    for side, s in enumerate(scores):
-        right = total = 0
-        for a, b in itertools.permutations([x for x in pairs if x[0] != x[1] // C], 2):
-            if a[side] == b[side] and a[2] > b[2]:
-                right, total = right + float(s[a[0], a[1]] > s[b[0], b[1]]), total + 1
-        assert sums[:, 24 + side].sum(0).tolist() == [right, total]
-        found = []
-        for query in {x[side] for x in pairs}:
-            own = sorted(
-                (x for x in pairs if x[side] == query), key=lambda x: -float(s[x[0], x[1]])
-            )
-            dcg, ideal = (
-                sum((x[2] - 1) / math.log2(rank + 2) for rank, x in enumerate(order[:10]))
-                for order in (own, sorted(own, key=lambda x: -x[2]))
-            )
-            found += [dcg / ideal] if ideal else []
-        assert sums[:, 28 + side].sum(0).tolist() == pytest.approx([sum(found), len(found)])
+# --- what is right --------------------------------------------------------------------------------
 
 
-def test_hubs_and_relevance(data):
-    relevance = Relevance(*data[1:])
-    generic = torch.zeros(N, N * C)  # scores that favour what is right for many
-    generic[:, ::C] = relevance.others.sum(0).float()
+def test_right_pairs_are_those_of_the_judgements(data):
+    found = set()
+    for image, text in data.relevance.others.nonzero().tolist():
+        found.add((image, int(data.relevance.texts[text])))
+    wanted = set()
+    for image, text in itertools.product(range(N), JUDGED_TEXTS):
+        if data.is_right(image, text) and text // C != image:
+            wanted.add((image, text))
+    assert found == wanted
+
+
+def test_recalls_of_own_pairs_are_those_of_the_library(data):
+    plain = retrieval_metrics(data.scores)
+    r1 = (plain["i2t_r1"] + plain["t2i_r1"]) / 2
+    assert value(data, "RSUM, own pairs") == pytest.approx(plain["rsum"])
+    assert value(data, "R@1, own pairs") == pytest.approx(r1)
+
+
+def test_recalls_of_judged_pairs_are_those_of_the_library(data):
+    right = torch.zeros(N, N, dtype=torch.bool)
+    for image, text in itertools.product(range(N), JUDGED_TEXTS):
+        right[image, text // C] = data.is_right(image, text) or text // C == image
+    i2t, t2i = data.scores
+    judged_scores = i2t[:, ::C], t2i[:, ::C]
+    wanted = retrieval_metrics(judged_scores, relevant=right.nonzero(as_tuple=True))
+    assert value(data, "RSUM, judged pairs") == pytest.approx(wanted["rsum"])
+
+
+def test_first_candidates_of_others_are_those_of_the_loops(data):
+    hits = []
+    for image in range(N):
+        others = [text for text in JUDGED_TEXTS if text // C != image]
+        right = [text for text in others if data.is_right(image, text)]
+        if right:
+            row = data.scores[0][image].tolist()
+            hits.append(max(others, key=row.__getitem__) in right)
+    assert part(data, PARTS["others, R@1"]) == [sum(hits), len(hits)]
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["i2t", "t2i"])
+def test_the_order_of_judged_candidates_is_that_of_the_loops(side, data):
+    scores = data.scores[side]
+    others = [pair for pair in data.experts if pair[0] != pair[1] // C]
+    right = total = 0
+    for a, b in itertools.permutations(others, 2):
+        if a[side] == b[side] and data.experts[a] > data.experts[b]:
+            right += bool(scores[a] > scores[b])
+            total += 1
+    assert part(data, PARTS["order, experts"] + side) == [right, total]
+
+
+def gain(grades: list[float]) -> float:
+    """The discounted gain of a list, best first."""
+    return sum((grade - 1) / math.log2(rank + 2) for rank, grade in enumerate(grades[:10]))
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["i2t", "t2i"])
+def test_the_gain_of_judged_candidates_is_that_of_the_loops(side, data):
+    scores = data.scores[side]
+    ratios = []
+    for query in {pair[side] for pair in data.experts}:
+        own = [pair for pair in data.experts if pair[side] == query]
+        own.sort(key=lambda pair: -float(scores[pair]))
+        grades = [data.experts[pair] for pair in own]
+        ideal = gain(sorted(grades, reverse=True))
+        if ideal > 0:
+            ratios.append(gain(grades) / ideal)
+    wanted = [sum(ratios), len(ratios)]
+    assert part(data, PARTS["nDCG@10, experts"] + side) == pytest.approx(wanted)
+
+
+def test_hubs_are_right_for_many_where_scores_favour_them(data):
     noise = torch.rand(N, N * C, generator=torch.Generator().manual_seed(0))
-    captions, pictures = relevance.hubs(generic + 1e-3 * noise)
-    assert captions > 0.3 and abs(pictures) <= 1
+    scores = 1e-3 * noise
+    scores[:, ::C] += data.relevance.others.sum(0)
+    captions, pictures = data.relevance.hubs(scores)
+    assert captions > 0.3
+    assert abs(pictures) <= 1
+
+
+# --- gains of re-rankers --------------------------------------------------------------------------
 
 
 def test_intervals_are_those_of_the_library(data):
-    scores, owner, *judgements = data
-    relevance = Relevance(owner, *judgements)
-    better = tuple(x + (torch.arange(N)[:, None] == owner) for x in scores)
-    sums = torch.stack([torch.stack([relevance.sums(x) for x in (scores, better)])] * 2)
+    better = tuple(x + OWN for x in data.scores)
+    system = torch.stack([data.relevance.sums(x) for x in (data.scores, better)])
+    sums = torch.stack([system, system])
     found = judged.gains(sums, [MEASURES["RSUM, own pairs"]], samples=500)
-    library = compare(retrieval_results(better), retrieval_results(scores), samples=500)["rsum"]
+    results = [retrieval_results(x) for x in (better, data.scores)]
+    wanted = compare(*results, samples=500)["rsum"]
     # two systems and their mean
-    assert found.before.shape == (3, 1) and found.gain.shape == (3, 1, 1)
-    assert float(found.before[0]) == pytest.approx(retrieval_metrics(scores)["rsum"])
-    for x, expected in zip(found[1:4], library[:3], strict=True):
-        assert x.flatten().tolist() == pytest.approx([expected] * 3, abs=1e-3)
-    assert found.p.flatten().tolist() == pytest.approx([3 * library.p_value] * 3)
+    assert found.before.flatten().tolist() == pytest.approx([results[1].metrics()["rsum"]] * 3)
+    assert found.gain.flatten().tolist() == pytest.approx([wanted.difference] * 3, abs=1e-3)
+    assert found.low.flatten().tolist() == pytest.approx([wanted.low] * 3, abs=1e-3)
+    assert found.high.flatten().tolist() == pytest.approx([wanted.high] * 3, abs=1e-3)
+    assert found.p.flatten().tolist() == pytest.approx([3 * wanted.p_value] * 3)
 
 
-def test_the_mean_of_all_systems():
-    generator = torch.Generator().manual_seed(0)
-    sums = torch.stack(
-        [torch.rand(3, 4, 9, 2, 2, generator=generator), torch.ones(3, 4, 9, 2, 2)], -1
-    ).mean(-1)
+def test_the_last_system_is_the_mean_of_all():
+    sums = torch.ones(3, 4, 9, 2, 2)
+    sums[..., 0] = torch.rand(3, 4, 9, 2, generator=torch.Generator().manual_seed(0))
     found = judged.gains(sums, [Measure(slice(0, 2)), Measure(slice(1, 2), 0.5)], samples=7)
+    assert found.gain.shape == (4, 3, 2)
     torch.testing.assert_close(found.gain[-1], found.gain[:-1].mean(0))
-    assert found.gain.shape == (4, 3, 2) and bool((found.low <= found.high).all())
+    assert (found.low <= found.high).all()
 
 
-def test_holm():
-    assert judged.holm(torch.tensor([[0.01, 0.04], [0.03, 0.5]])).tolist() == [
-        [pytest.approx(0.04), pytest.approx(0.09)],
-        [pytest.approx(0.09), 0.5],
-    ]
+def test_holms_correction_of_known_p_values():
+    found = judged.holm(torch.tensor([[0.01, 0.04], [0.03, 0.5]]))
+    torch.testing.assert_close(found, torch.tensor([[0.04, 0.09], [0.09, 0.5]]))
 
 
-def test_a_folder_from_judgements_to_results(tmp_path, monkeypatch):
-    folder = tmp_path / "flickr8k"
-    folder.mkdir()
-    names = [f"{i}.jpg" for i in range(3)]
-    (folder / "test_images.txt").write_text("\n".join(names))
-    (folder / "ExpertAnnotations.txt").write_text(
-        "0.jpg\t1.jpg#2\t1\t2\t3\n2.jpg\tmissing.jpg#0\t1\t1\t1\n"
-    )
-    (folder / "CrowdFlowerAnnotations.txt").write_text("1.jpg\t2.jpg#4\t0.25\t1\t3\n")
-    experts, crowd = judged.read_judgements(folder)
-    assert [x.tolist() for x in experts] == [[0], [7], [2.0]] and [x.tolist() for x in crowd] == [
-        [1],
-        [14],
-        [0.25],
-    ]
+# --- files ----------------------------------------------------------------------------------------
 
 
-def test_linear_models_learn(tmp_path):
-    import numpy as np
+def test_judgements_of_missing_images_are_left_out(tmp_path):
+    (tmp_path / "test_images.txt").write_text("0.jpg\n1.jpg\n2.jpg")
+    experts = "0.jpg\t1.jpg#2\t1\t2\t3\n2.jpg\tmissing.jpg#0\t1\t1\t1\n"
+    (tmp_path / "ExpertAnnotations.txt").write_text(experts)
+    (tmp_path / "CrowdFlowerAnnotations.txt").write_text("1.jpg\t2.jpg#4\t0.25\t1\t3\n")
+    found = judged.read_judgements(tmp_path)
+    assert [by_pair(judgements) for judgements in found] == [{(0, 7): 2.0}, {(1, 14): 0.25}]
 
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_linear_models_learn(hidden, tmp_path):
     things = ["dog", "cat", "boy", "car"]
-    rng = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
+    kinds = np.arange(160) % 4
     for split in ("train", "test"):
-        kinds = np.arange(160) % 4
-        np.save(
-            tmp_path / f"{split}_global.npy",
-            (rng.random((160, 6)) + 3 * np.eye(6)[kinds]).astype(np.float16),
-        )
-        lines = [
-            f"A {things[k]} number {'x' * rng.integers(1, 4)}." for k in kinds for _ in range(5)
-        ]
+        features = generator.random((160, 6)) + 3 * np.eye(6)[kinds]
+        np.save(tmp_path / f"{split}_global.npy", features.astype(np.float16))
+        lines = []
+        for kind in kinds.repeat(5):
+            lines.append(f"A {things[kind]} number {'x' * generator.integers(1, 4)}.")
         (tmp_path / f"{split}_caps.txt").write_text("\n".join(lines))
     data = linear.Data(tmp_path, ("train", "test"))
-    for hidden in (False, True):
-        model = linear.trained(
-            data, linear.LOSSES["InfoNCE, τ = 0.1"][0](), hidden, seed=0, epochs=10
-        )
-        v, w = linear.embedded(data, model, "test")
-        right = (v @ w.T).argmax(1) // 5 % 4 == torch.arange(160) % 4
-        assert v.shape == (160, linear.DIM) and right.double().mean() > 0.9
-    assert json.dumps(list(linear.LOSSES))
+    make, _ = linear.LOSSES["InfoNCE, τ = 0.1"]
+    model = linear.trained(data, make(), hidden, seed=0, epochs=10)
+    images, texts = linear.embedded(data, model, "test")
+    assert images.shape == (160, linear.DIM)
+    first = (images @ texts.T).argmax(1)
+    right = first // 5 % 4 == torch.from_numpy(kinds)
+    assert right.double().mean() > 0.9
