@@ -49,7 +49,7 @@ def drawn(table, label):
     if "0 %" in head:
         rows = [row for row in rows if row[0]]
         columns = [i for i, title in enumerate(head) if re.fullmatch(r"\d+ %", title)]
-        groups = {f"{head[i]} wrong pairs": [interval(row[i]) for row in rows] for i in columns}
+        groups = {f"{head[i]} wrong": [interval(row[i]) for row in rows] for i in columns}
         return intervals([row[0] for row in rows], groups, label, SPREAD)
     given = {
         head[i]: [row[i] for row in rows]
