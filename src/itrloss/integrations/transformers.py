@@ -117,7 +117,7 @@ class RetrievalTrainer(Trainer):
         shared = {name: p for name, p in of_model.items() if isinstance(p, nn.Parameter)}
         missing = [name for name in own if name not in shared]
         if missing:
-            needed = ", ".join(_SHARED[name] if name in _SHARED else name for name in missing)
+            needed = ", ".join(_SHARED.get(name) or name for name in missing)
             raise ValueError(
                 f"loss: trains {', '.join(missing)}, and the trainer trains the parameters of the "
                 f"model alone; expected a model with {needed}, or a loss with learnable=False, got "
