@@ -1,6 +1,6 @@
 """`Similarity` and terms of users: known answers, and what may be overwritten.
 
-`engine/test_engines.py` compares all answers with a reference, `test_messages.py` has wrong input.
+`engine/test_answers.py` compares all answers with a reference, `test_messages.py` has wrong input.
 """
 
 from __future__ import annotations

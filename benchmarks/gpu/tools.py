@@ -45,7 +45,8 @@ def one(session: Session) -> None:
 
 def tests(session: Session) -> None:
     """Run the tests of the Triton engine; in a dry run pytest tells its version."""
-    production = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "tests/engine/test_triton.py"]
+    files = sorted(ROOT.glob("tests/engine/test_triton_*.py"))
+    production = ["-q", "-p", "no:cacheprovider", "-m", "not slow", *map(str, files)]
     if find_spec("xdist"):  # most of the time is compiling
         production += ["-n", str(min(16, os.cpu_count() or 1))]
     words = [sys.executable, "-m", "pytest", *session.pick(production, ["--version"])]

@@ -482,8 +482,8 @@ class Anchors:
         The host knows neither the shift nor whether it is right. All further kernels are launched,
         and those that the device finds needless return at once. Of a log-sum-exp of 32768 x 32768 x
         512 with a learnt scale, that spares 2 of 10 multiples of NMD (``pytest
-        tests/engine/test_triton.py -k products``). None where needless answers would be computed
-        all the same.
+        tests/engine/test_triton_costs.py -k products``). None where needless answers would be
+        computed all the same.
         """
         size = self._largest_score()
         if where.guide is not None or size is None:

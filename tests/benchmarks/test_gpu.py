@@ -28,7 +28,10 @@ pytest.importorskip("triton")
 from support.interpreter import a_quick_interpreter  # noqa: F401 (a fixture)
 
 # Masked lanes of Triton's interpreter; their results are not stored.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("a_quick_interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -38,7 +41,7 @@ def session(step: str, part: str | None = None, seconds: float = 300) -> Session
 
 # -------------------------------------------------------------------------------------- every step
 
-# One part of many is enough: tests/engine/test_triton.py has all kernels.
+# One part of many is enough: tests/engine/test_triton_*.py have all kernels.
 PARTS = {"correct": ["siglip, bfloat16"], "compile": list(plan.TILES)[:1]}
 RUNS = [(name, part) for name in plan.all_steps() for part in PARTS.get(name, [None])]
 

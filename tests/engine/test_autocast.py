@@ -11,7 +11,6 @@ import pickle
 import pytest
 import torch
 from support.cases import embeddings, make_ids
-from support.interpreter import a_quick_interpreter  # noqa: F401 (a fixture)
 
 import itrloss
 from itrloss import Similarity
@@ -20,6 +19,7 @@ from itrloss.engine import vectors
 from itrloss.rerank import KReciprocalReranker
 
 pytestmark = [
+    pytest.mark.usefixtures("a_quick_interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # masked lanes of the interpreter
     pytest.mark.skipif(torch.cuda.is_available(), reason="it is autocast of the CPU"),
 ]
@@ -168,7 +168,8 @@ def test_ranks_and_scores_are_those_of_the_embeddings():
     assert torch.equal(found[0].indices, exact.topk(5).indices)
     assert torch.equal(found[1], exact.T.ranks())
     assert torch.equal(found[2], exact.scores())
-    assert sim.embeddings[0] is v and sim.embeddings[1] is w
+    assert sim.embeddings[0] is v
+    assert sim.embeddings[1] is w
 
 
 def test_a_similarity_keeps_what_autocast_was_when_it_was_made():
@@ -219,7 +220,8 @@ def test_a_float32_memory_does_not_slow_half_precision(name, autocast, multiplyi
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         batch = (v, w) if autocast else half
         found = step(lambda x, y: loss(x, y, *keys, memory), *batch)
-    assert multiplying and all(multiplying)
+    assert multiplying
+    assert all(multiplying)
     for got, right in zip(found, wanted, strict=True):
         assert distance(got, right) < (1e-5 if got.dim() == 0 else 5e-3)
 

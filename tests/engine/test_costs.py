@@ -132,7 +132,9 @@ def test_memory_of_large_batches():
     assert own < 200
     for (loss, *_), found in zip(KEPT, kept, strict=True):
         assert found < 67 + 50, loss  # one matrix, of 67 MB; measured: 81 to 88
-    assert four < 100 and four - two < 40  # with n, not with its square: 67 and 268 MB
+    # with n, not with its square: 67 and 268 MB
+    assert four < 100
+    assert four - two < 40
 
 
 # FLOPs as in docs/engines.rst, in multiples of N M D, for gradients of both sides and of the images
@@ -159,7 +161,8 @@ def test_no_product_is_made_twice_or_for_nothing(name, engine, library, request)
     loss = LOSSES[name].make(engine=engine)
     for both, wanted in zip((True, False), WORK[name][engine], strict=True):
         v, w = (x.float() for x in embeddings(n, m, d))
-        v.requires_grad_(), w.requires_grad_(both)
+        v.requires_grad_()
+        w.requires_grad_(both)
         with Products() as products:
             loss(v, w).backward()
         assert products.flops == wanted * n * m * d
@@ -234,7 +237,8 @@ def test_embeddings_may_change_before_backward(name):
     v, w = (x.float() for x in embeddings(100, 100, 10))
     first = v.clone().requires_grad_()
     wanted = torch.autograd.grad(LOSSES[name].make()(first, w), first)[0]
-    x, y = v.clone().requires_grad_(), w.clone()
+    x = v.clone().requires_grad_()
+    y = w.clone()
     loss = LOSSES[name].make()(x, y)
     y.zero_()
     for _ in range(2):
@@ -248,7 +252,8 @@ def test_checkpoints_and_hooks_on_saved_tensors(name):
     v, w = (x.float() for x in embeddings(100, 100, 10))
     found = []
     for way in ("plain", "checkpoint", "hooks"):
-        x, y = v.clone().requires_grad_(), w.clone().requires_grad_()
+        x = v.clone().requires_grad_()
+        y = w.clone().requires_grad_()
         if way == "checkpoint":
             checkpoint(LOSSES[name].make(), x, y, use_reentrant=False).backward()
         elif way == "hooks":
@@ -269,7 +274,8 @@ def test_embeddings_made_in_inference_mode(name):
     v, w = (x.float() for x in embeddings(100, 100, 10))
     with torch.inference_mode():
         fixed = w.clone()
-    x, y = v.clone().requires_grad_(), v.clone().requires_grad_()
+    x = v.clone().requires_grad_()
+    y = v.clone().requires_grad_()
     LOSSES[name].make()(x, fixed).backward()
     LOSSES[name].make()(y, w).backward()
     torch.testing.assert_close(x.grad, y.grad)

@@ -76,7 +76,8 @@ def test_moments_and_gradients_are_the_references(kind, view, make, dtype, by_nu
     ids = make_ids("random" if kind == "ignored" else kind, n, m)
     if kind == "ignored":
         ids[0][3], ids[1][5] = IGNORE_ID, IGNORE_ID
-    v, w = v.requires_grad_(), w.requires_grad_()
+    v = v.requires_grad_()
+    w = w.requires_grad_()
     sim = kept(v, w, *ids) if make == "kept" else Similarity(v, w, *ids, engine="tiled")
     found = moments_and_gradients(VIEWS[view](sim), (v, w))
     x, y = (leaf.detach().double().requires_grad_() for leaf in (v, w))
@@ -113,7 +114,8 @@ def test_blocks_of_a_gallery_have_the_moments_of_the_whole(by_numbers):
 @pytest.mark.parametrize("labelled", [False, True])
 def test_a_memory_with_empty_places_has_the_moments_of_its_entries(labelled, by_numbers):
     v, w = embeddings(8, 8, dtype=torch.float32)
-    v.requires_grad_(), w.requires_grad_()
+    v.requires_grad_()
+    w.requires_grad_()
     memory = itrloss.CoupledMemory(20, 6)
     keys = embeddings(13, 13, seed=3, dtype=torch.float32)
     ids = torch.arange(8) if labelled else None
@@ -198,9 +200,11 @@ def test_no_negatives_leave_no_rounding(by_numbers):
     v.requires_grad_()
     ids = torch.arange(12) // 6, torch.zeros(30, dtype=torch.int64)
     mean, std = Similarity(v, w, *ids, engine="tiled").mean_std()
-    assert mean[:6].eq(0).all() and torch.allclose(std[:6], torch.tensor(1e-6))
+    assert mean[:6].eq(0).all()
+    assert torch.allclose(std[:6], torch.tensor(1e-6))
     (gradient,) = torch.autograd.grad(mean.sum() + std.sum(), v)
-    assert gradient[:6].eq(0).all() and gradient[6:].abs().sum() > 0
+    assert gradient[:6].eq(0).all()
+    assert gradient[6:].abs().sum() > 0
 
 
 # ---------------------------------------------------------------------------------- work and memory
@@ -255,7 +259,8 @@ def test_sums_without_negatives_are_exactly_zero():
     ids = torch.tensor([0, 1, 0, IGNORE_ID, 0, 1]), torch.zeros(9, dtype=torch.int64)
     sides = [Side(None, None, x, None) for x in (v, w)]
     found = moments.sums(question_of(6, 9, ids), Inputs(*sides, None))
-    assert found[:, [0, 2, 3, 4]].eq(0).all() and found[:, [1, 5]].ne(0).all()
+    assert found[:, [0, 2, 3, 4]].eq(0).all()
+    assert found[:, [1, 5]].ne(0).all()
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -58,7 +58,8 @@ def asks_onednn(a, b):
 def test_what_onednn_is_asked_for(monkeypatch):
     monkeypatch.setattr(products, "prefers_onednn", lambda: True)
     monkeypatch.setattr(products, "_seen", set())
-    large, small = torch.randn(200, 200), torch.randn(20, 20)
+    large = torch.randn(200, 200)
+    small = torch.randn(20, 20)
     assert asks_onednn(large, large)
     assert not asks_onednn(small, small)
     assert not asks_onednn(large.double(), large.double())
@@ -75,7 +76,8 @@ def test_a_few_dimensions_of_embeddings_take_no_longer_than_a_copy_of_them(by_on
     """oneDNN has no fast product of strided matrices: it took 1.3 s in place of half a
     millisecond.
     """
-    a, b = torch.randn(512, 768), torch.randn(2048, 768)
+    a = torch.randn(512, 768)
+    b = torch.randn(2048, 768)
 
     def seconds(x, y):
         times = []
@@ -103,7 +105,8 @@ def test_onednn_is_given_so_many_shapes_and_no_more(monkeypatch):
 def test_gradients_and_scores_are_contiguous(by_onednn):
     v, w = (torch.randn(30, 20, requires_grad=True) for _ in range(2))
     LOSSES["infonce"].make(engine="dense")(v, w).backward()
-    assert v.grad.is_contiguous() and w.grad.is_contiguous()
+    assert v.grad.is_contiguous()
+    assert w.grad.is_contiguous()
     scores = itrloss.Similarity(
         torch.randn(200, 300).T, torch.randn(300, 200), engine="dense"
     ).scores()
@@ -140,4 +143,5 @@ def test_the_rule_is_looked_up_once_and_moves_no_random_number():
     assert products.prefers_onednn.cache_info().misses == 1
     assert torch.equal(torch.get_rng_state(), state)
     source = Path(products.__file__).read_text()
-    assert "perf_counter" not in source and "import time" not in source
+    assert "perf_counter" not in source
+    assert "import time" not in source

@@ -408,7 +408,8 @@ def value_and_gradients(make: Any, given: dict[str, Tensor], **options: Any) -> 
 def computed(kind: str, form: str, rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
     """What a process finds; of one process, the whole batch."""
     rows, cols = slices(sizes, rank)
-    images, texts = draw(1, WHOLE[0], 8), draw(2, WHOLE[1], 8)
+    images = draw(1, WHOLE[0], 8)
+    texts = draw(2, WHOLE[1], 8)
     who = part_of(shared_relation(kind), rows, cols)
     if form == "scores":
         units = [torch.nn.functional.normalize(x) for x in (images, texts)]
@@ -437,7 +438,8 @@ CASES_OF_JOBS = [
 def at_hand(kind: str, rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
     """What own anchors have where all candidates are at hand, as for ranking."""
     rows, cols = slices(sizes, rank)
-    images, texts = draw(1, WHOLE[0], 8)[rows], draw(2, WHOLE[1], 8)[cols]
+    images = draw(1, WHOLE[0], 8)[rows]
+    texts = draw(2, WHOLE[1], 8)[cols]
     who = part_of(shared_relation(kind), rows, cols)
     ids = who.get("image_ids"), who.get("text_ids")
     groups = who.get("image_groups"), who.get("text_groups")
@@ -483,7 +485,8 @@ def test_processes_have_the_loss_of_one(parts: str, tmp_path: Path):
 
 def marks_rules_and_numbers(rank: int) -> list[Tensor]:
     """Counts with texts of no image, ranks by groups, and an error of other numbers of labels."""
-    images, texts = torch.randn(3, 4), torch.randn(3, 4)
+    images = torch.randn(3, 4)
+    texts = torch.randn(3, 4)
     numbers = torch.tensor([[2, NO_ID, 0], [0, 1, NO_ID]][rank])  # of own images
     sim = Similarity.sharded(images, texts, None, numbers)
     found = [sim.T.positive_counts[:3], sim.T.negative_counts[:3]]

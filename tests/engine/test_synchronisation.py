@@ -62,11 +62,14 @@ def backward(found: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> bool:
 @pytest.mark.parametrize("name", OF_PAIRS)
 def test_losses_wait_for_nothing(name, engine):
     for m, ids, dtype in ((N, (), torch.float32), (M, numbers(N, M), torch.bfloat16)):
-        images, texts = given(N, D, dtype=dtype), given(m, D, dtype=dtype)
+        images = given(N, D, dtype=dtype)
+        texts = given(m, D, dtype=dtype)
         if ids and OF_PAIRS[name].lists_positives:
             continue  # see docs/engines.rst
         OF_PAIRS[name].make(engine=engine).to("meta")(images, texts, *ids).backward()
-        assert images.grad is not None and texts.grad is not None and images.grad.is_meta
+        assert images.grad is not None
+        assert texts.grad is not None
+        assert images.grad.is_meta
 
 
 @pytest.fixture
@@ -85,9 +88,12 @@ def reads(monkeypatch):
 
 @pytest.mark.parametrize("name", OF_PAIRS)
 def test_losses_wait_once_to_list_positives(name, engine, reads):
-    images, texts = given(N, D, dtype=torch.bfloat16), given(M, D, dtype=torch.bfloat16)
+    images = given(N, D, dtype=torch.bfloat16)
+    texts = given(M, D, dtype=torch.bfloat16)
     OF_PAIRS[name].make(engine=engine).to("meta")(images, texts, *numbers(N, M)).backward()
-    assert images.grad is not None and texts.grad is not None and images.grad.is_meta
+    assert images.grad is not None
+    assert texts.grad is not None
+    assert images.grad.is_meta
     counts_hinges = OF_PAIRS[name].lists_positives
     waits_for_nothing = name == "supcon" or (engine == "dense" and not counts_hinges)
     assert len(reads) == (0 if waits_for_nothing else 1)
@@ -97,7 +103,8 @@ def test_losses_wait_once_to_list_positives(name, engine, reads):
 @pytest.mark.parametrize("name", ANSWERS)
 def test_answers_wait_for_nothing(name, dtype, engine):
     for m, ids in ((N, ()), (M, numbers(N, M))):
-        rows, cols = given(N, D, dtype=dtype), given(m, D, dtype=dtype)
+        rows = given(N, D, dtype=dtype)
+        cols = given(m, D, dtype=dtype)
         assert backward(
             tuple(ANSWERS[name](itrloss.Similarity(rows, cols, *ids, engine=engine))), rows, cols
         )
@@ -116,7 +123,8 @@ def test_memories_wait_for_nothing(name, engine):
     for size in (K, N):  # fill the memory, then wrap around its end
         memory.enqueue(given(size, D).detach(), given(size, D).detach(), *numbers(size))
     keys = given(N, D).detach(), given(N, D).detach()
-    images, texts = given(N, D), given(N, D)
+    images = given(N, D)
+    texts = given(N, D)
     loss = OF_MEMORIES[name].make(engine=engine)
     value = loss(images, texts, *keys, memory, *numbers(N, N))
     assert backward((value,), images, texts)
@@ -130,7 +138,9 @@ def test_momentum_encoders_wait_for_nothing():
 
 
 def test_sets_and_prototypes_wait_for_nothing(engine):
-    heads, images, texts = given(N, 4, D), given(N, D), given(N, D)
+    heads = given(N, 4, D)
+    images = given(N, D)
+    texts = given(N, D)
     assert backward((itrloss.VarianceAwareLoss(engine=engine)(heads, texts),), heads, texts)
     assert backward((itrloss.DynamicOrthogonalLoss()(heads),), heads)
     prototypes = itrloss.PrototypeClassificationLoss(D, 20, engine=engine).to("meta")

@@ -91,7 +91,6 @@ ANSWERS = {
     "hinge sum": lambda a, p: a.hinge_sum(0.3),
 }
 
-
 # Totals of anchors, with the parameters of ANSWERS.
 TOTALS = {
     "softplus of one number each": lambda a, p: a.weighted_sum(softplus, scale=3.0, shift=-1.0),
@@ -112,7 +111,7 @@ TOTALS = {
 }
 
 
-def evaluate_total(total, v, w, ids, engine, view=lambda s: s.both, **options):
+def evaluate_total(total, v, w, ids, engine, view=lambda sim: sim.both, **options):
     """Return a total and its gradients, as `evaluate` does; the upstream gradient is not 1."""
     grads = [torch.full((1,), 1.5)] * 2
     return evaluate(lambda a, p: total(a, p)[None], v, w, ids, engine, grads, view, **options)
@@ -123,18 +122,30 @@ def parameters(n, m, dtype=torch.float64):
     return torch.cat([torch.linspace(2, 6, size, dtype=dtype) for size in (n, m)])
 
 
-def evaluate(answer, v, w, ids, engine, grads, view=lambda s: s.both, **options):
-    """Values of anchors, and gradients of inputs and parameters, without anchors that have no
-    answer.
+def evaluate(answer, v, w, ids, engine, grads, view=lambda sim: sim.both, **options):
+    """Return the values of anchors, and the gradients of vectors and parameters, without anchors
+    that have no answer.
     """
     p = parameters(len(v), len(w), v.dtype).to(v.device)
-    v, w, p = (x.clone().requires_grad_() for x in (v, w, p))
-    anchors = view(similarity(v, w, ids, engine, **options))
-    values = answer(anchors, p[: len(anchors)])
-    grad = torch.cat(tuple(grads))[: len(values)].to(values)
-    found = [None] * 3
-    if values.requires_grad:
-        found = torch.autograd.grad((finite(values) * grad).sum(), (v, w, p), allow_unused=True)
-    return [values.detach()], [
-        torch.zeros_like(x) if g is None else g for g, x in zip(found, (v, w, p), strict=True)
-    ]
+    leaves = [x.clone().requires_grad_() for x in (v, w, p)]
+    anchors = view(similarity(*leaves[:2], ids, engine, **options))
+    values = answer(anchors, leaves[2][: len(anchors)])
+    return [values.detach(), *gradients(values, leaves, torch.cat(tuple(grads)))]
+
+
+def gradients(values, leaves, grad):
+    """Return the gradients of values by leaves, 0 where there is none.
+
+    Values that do not exist have no gradient. Others have the first entries of ``grad``.
+    """
+    if not values.requires_grad:
+        return [torch.zeros_like(x) for x in leaves]
+    total = (finite(values) * grad[: len(values)].to(values)).sum()
+    return list(torch.autograd.grad(total, leaves, materialize_grads=True))
+
+
+def assert_equal(found, wanted, about="", tolerance=1e-9):
+    """Compare tensors, or lists of them, such as `evaluate` returns."""
+    torch.testing.assert_close(
+        found, wanted, rtol=tolerance, atol=tolerance, msg=lambda text: f"{about}: {text}"
+    )

@@ -7,13 +7,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -55,7 +57,8 @@ def pairwise(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
         i, a, j, b = min(missing)
         case = {i: a, j: b}
         for k in [k for k in range(len(values)) if k not in case]:
-            size, start = len(values[k]), len(cases)
+            size = len(values[k])
+            start = len(cases)
             gains = {
                 x: sum(
                     ((m, y, k, x) if m < k else (k, x, m, y)) in missing for m, y in case.items()
@@ -68,10 +71,38 @@ def pairwise(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return cases
 
 
-def each(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Select cases so that every value of every axis occurs at least once."""
-    values = [list(axis) for axis in axes.values()]
-    return [tuple(v[k % len(v)] for v in values) for k in range(max(map(len, values)))]
+def each(times: int = 1, /, **axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Select cases so that each value of the first and longest axis occurs so many times, every
+    time with other values of each of the other axes.
+
+    Values of the other axes are mixed even where the numbers of values have a common divisor. A
+    value that is added at the end of the first axis changes no other case.
+    """
+    first, *others = (list(axis) for axis in axes.values())
+    assert len(first) * times >= max(map(len, others))
+    cases = []
+    for time in range(times):
+        for place, value in enumerate(first):
+            chosen = [value]
+            period = 1  # after so many places, the values of the axes so far begin again
+            for axis in others:
+                period = math.lcm(period, len(axis))
+                chosen.append(axis[(place + place // period + time) % len(axis)])
+            cases.append(tuple(chosen))
+    return cases
+
+
+def slow_but_one_of_each(
+    cases: Iterable[tuple[Any, ...]], kind: Callable[..., Hashable]
+) -> list[Any]:
+    """Mark cases as slow, except for the first of each kind. Cases of the kind None are slow."""
+    seen = {None}
+    marked = []
+    for case in cases:
+        own = kind(*case)
+        marked.append(pytest.param(*case, marks=[pytest.mark.slow] if own in seen else []))
+        seen.add(own)
+    return marked
 
 
 def measured_apart(code: str, *arguments: str) -> Any:
@@ -117,6 +148,15 @@ def embeddings(
     return (make(n) * stretch(n)).to(dtype), (make(m) * stretch(m)).to(dtype)
 
 
+def case(
+    shape: str | tuple[int, int, str | None] = (9, 14, "random"), d: int = 6
+) -> tuple[Tensor, Tensor, tuple, tuple[Tensor, Tensor]]:
+    """Return embeddings, ids and upstream gradients of a shape, or of one of `SHAPES` by name."""
+    n, m, kind = SHAPES[shape] if isinstance(shape, str) else shape
+    v, w = embeddings(n, m, d)
+    return v, w, make_ids(kind, n, m), upstream(n, m)
+
+
 def upstream(n: int, m: int, seed: int = 1, dtype=torch.float64) -> tuple[Tensor, Tensor]:
     """Non-uniform upstream gradients of both signs for the rows and the columns."""
     generator = torch.Generator().manual_seed(seed)
@@ -126,6 +166,7 @@ def upstream(n: int, m: int, seed: int = 1, dtype=torch.float64) -> tuple[Tensor
 
 
 ENGINES = ("dense", "tiled", "kept", "scores")
+VIEWS = {"rows": lambda sim: sim, "columns": lambda sim: sim.T, "both": lambda sim: sim.both}
 
 
 def similarity(v: Tensor, w: Tensor, ids: tuple, engine: str, **options: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 TILE = (8, 16, 4, 4) if not torch.cuda.is_available() else (16, 64, 16, 4)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def a_quick_interpreter():
     """Leave out most of the time of Triton's interpreter, which gives the same without.
 

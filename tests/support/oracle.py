@@ -43,7 +43,8 @@ def cosine(V: ArrayLike, W: ArrayLike) -> Array:
     """``S_ij = ⟨v_i, w_j⟩ / (|v_i| |w_j|)``, (N, D) and (M, D) -> (N, M); a zero vector scores
     0.
     """
-    images, texts = np.asarray(V, np.float64), np.asarray(W, np.float64)
+    images = np.asarray(V, np.float64)
+    texts = np.asarray(W, np.float64)
     S = np.zeros((len(images), len(texts)))
     for i, v in enumerate(images):
         for j, w in enumerate(texts):
@@ -219,16 +220,15 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     floor = SCORE_FLOOR if positive == "clamp" else 0.0
     if diversity is None:
-        row_div, col_div = np.ones(S.shape[0]), np.ones(S.shape[1])
+        row_div = np.ones(S.shape[0])
+        col_div = np.ones(S.shape[1])
     elif isinstance(diversity, tuple):
         row_div, col_div = (np.asarray(d, np.float64) for d in diversity)
     else:
         _one_of("diversity", diversity, ("std", "entropy"))
         score = std_diversity if diversity == "std" else entropy_diversity
-        row_div, col_div = (
-            score(S, row_ids, col_ids, epsilon),
-            score(S.T, col_ids, row_ids, epsilon),
-        )
+        row_div = score(S, row_ids, col_ids, epsilon)
+        col_div = score(S.T, col_ids, row_ids, epsilon)
 
     def anchors(S: Array, ids: Ids, other_ids: Ids, div: Array) -> Array:
         values = np.zeros(len(S))
@@ -257,7 +257,8 @@ def fast_rerank(
     """
     A = np.asarray(A, np.float64)
     images, texts = A.shape
-    image_to_text, text_to_image = np.zeros_like(A), np.zeros_like(A)
+    image_to_text = np.zeros_like(A)
+    text_to_image = np.zeros_like(A)
     for i in range(images):
         for j in range(texts):
             image_to_text[i, j] = i2t[1] * A[i, j] - _log_sum_exp(
@@ -307,8 +308,12 @@ def _query_metrics(S: Array, query_ids: Ids, item_ids: Ids) -> dict[str, float]:
 
     Queries without a positive are left out; with no query left the figures are NaN.
     """
-    queries, items = np.asarray(query_ids), np.asarray(item_ids)
-    ranks, precisions, averages, whole_averages = [], [], [], []
+    queries = np.asarray(query_ids)
+    items = np.asarray(item_ids)
+    ranks = []
+    precisions = []
+    averages = []
+    whole_averages = []
     recalls: dict[int, list[float]] = {k: [] for k in (1, 5, 10)}
     gains: dict[int, list[float]] = {k: [] for k in (1, 5, 10)}
     for i, query in enumerate(queries):
@@ -364,12 +369,14 @@ def _occurrence_skewness(S: Array, positive: Array) -> float:
 
 
 def _positives(i: int, ids: Ids, other_ids: Ids) -> list[int]:
-    anchor, others = np.asarray(ids)[i], np.asarray(other_ids)
+    anchor = np.asarray(ids)[i]
+    others = np.asarray(other_ids)
     return [j for j in range(len(others)) if others[j] == anchor]
 
 
 def _negatives(i: int, ids: Ids, other_ids: Ids) -> list[int]:
-    anchor, others = np.asarray(ids)[i], np.asarray(other_ids)
+    anchor = np.asarray(ids)[i]
+    others = np.asarray(other_ids)
     return [j for j in range(len(others)) if others[j] != anchor]
 
 
@@ -399,7 +406,8 @@ def _reduce(rows: Array, cols: Array, row_ids: Ids, col_ids: Ids, reduction: str
         return rows, cols
     if reduction == "sum":
         return math.fsum(rows) + math.fsum(cols)
-    valid_rows, valid_cols = _valid_anchors(row_ids, col_ids), _valid_anchors(col_ids, row_ids)
+    valid_rows = _valid_anchors(row_ids, col_ids)
+    valid_cols = _valid_anchors(col_ids, row_ids)
     row_mean = math.fsum(rows[i] for i in valid_rows) / max(len(valid_rows), 1)
     col_mean = math.fsum(cols[j] for j in valid_cols) / max(len(valid_cols), 1)
     return row_mean + col_mean

@@ -244,7 +244,8 @@ def make_batch(  # noqa: PLR0913 (all that a loss is called with)
         known = scores_of_scores(scores, negatives)
     else:
         known = scores_of_embeddings(images, texts, negatives, normalize)
-    n, m = len(known.pairs), len(known.pairs[0])
+    n = len(known.pairs)
+    m = len(known.pairs[0])
     check_relations(n, m, image_ids, text_ids, image_groups, text_groups, matches)
     if text_groups is None:
         text_groups = image_groups
@@ -415,7 +416,8 @@ def further_negatives(c: Contrast, i: int) -> list[Candidate]:
     """
     if not c.batch.scores.further:
         return []
-    scores, judged = c.batch.scores.further[i], c.judge.further[i]
+    scores = c.batch.scores.further[i]
+    judged = c.judge.further[i]
     return [
         Candidate(scores[k], judged[k], c.image_limits[i], c.hardness[1])
         for k, negative in enumerate(c.batch.relations.further[i])
@@ -745,7 +747,8 @@ def distillation(
     for row, given in zip(scores, teacher, strict=True):
         logits = [s / temperature for s in row]
         targets = [t.detach() / teacher_temperature for t in given]
-        norm, target_norm = log_sum_exp(logits), log_sum_exp(targets)
+        norm = log_sum_exp(logits)
+        target_norm = log_sum_exp(targets)
         terms = zip(logits, targets, strict=True)
         values.append(torch.stack([(t - target_norm).exp() * (norm - z) for z, t in terms]).sum())
     return torch.stack(values).mean()

@@ -38,8 +38,11 @@ def folds(S: ArrayLike, image_ids: ArrayLike, text_ids: ArrayLike, parts: int) -
     """`oracle.retrieval_metrics` within consecutive parts of the images and their texts by id,
     averaged.
     """
-    S, image_ids, text_ids = np.asarray(S, np.float64), np.asarray(image_ids), np.asarray(text_ids)
-    size, found = len(S) // parts, []
+    S = np.asarray(S, np.float64)
+    image_ids = np.asarray(image_ids)
+    text_ids = np.asarray(text_ids)
+    size = len(S) // parts
+    found = []
     for part in range(parts):
         rows = list(range(part * size, (part + 1) * size))
         cols = [j for j in range(S.shape[1]) if text_ids[j] in [image_ids[i] for i in rows]]
@@ -78,7 +81,8 @@ def query_figures(places: Sequence[int]) -> list[float]:
 
 def listed(S: ArrayLike, pairs: Iterable[Pair], ties: str = "pessimistic") -> dict[str, float]:
     """All figures except the skewness, with the listed pairs as the right ones."""
-    S, pairs = np.asarray(S, np.float64), set(pairs)
+    S = np.asarray(S, np.float64)
+    pairs = set(pairs)
     found = {}
     for way, M, matches in (("i2t", S, pairs), ("t2i", S.T, {(j, i) for i, j in pairs})):
         right = [[c for c in range(M.shape[1]) if (q, c) in matches] for q in range(len(M))]
@@ -96,7 +100,8 @@ def resampled(i2t: Sequence[Query], t2i: Sequence[Query], drawn: Iterable[int]) 
     """Figures of the queries of the drawn ids, with multiplicity; nan if none of them has an
     answer.
     """
-    found, drawn = {}, list(drawn)
+    found = {}
+    drawn = list(drawn)
     for way, queries in (("i2t", i2t), ("t2i", t2i)):
         each = [figures for id_ in drawn for query, figures in queries if query == id_ and figures]
         for x, name in enumerate(FIGURES):
@@ -129,7 +134,8 @@ def ndcg(S: ArrayLike, judged: Judged, k: int = 10) -> tuple[float, float]:
     """nDCG@k of images and of texts as queries, in percent; the gain is the grade minus the lowest,
     0 if not judged.
     """
-    S, grades = np.asarray(S, np.float64), _mean_grades(judged)
+    S = np.asarray(S, np.float64)
+    grades = _mean_grades(judged)
     lowest = min(grades.values())
     gains = np.zeros(S.shape)
     for pair, grade in grades.items():

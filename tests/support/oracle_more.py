@@ -82,7 +82,8 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     floor = SCORE_FLOOR if positive == "clamp" else 0.0
     if diversity is None:
-        image_div, text_div = np.ones(len(np.asarray(V))), np.ones(len(np.asarray(W)))
+        image_div = np.ones(len(np.asarray(V)))
+        text_div = np.ones(len(np.asarray(W)))
     elif isinstance(diversity, tuple):
         image_div, text_div = (np.asarray(d, np.float64) for d in diversity)
     else:
@@ -93,7 +94,8 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     def anchors(
         queries: ArrayLike, keys: ArrayLike, memory: ArrayLike, ids: Ids, key_ids: Ids, div: Array
     ) -> Array:
-        near, far = cosine(queries, keys), cosine(queries, memory)
+        near = cosine(queries, keys)
+        far = cosine(queries, memory)
         values = np.zeros(len(near))
         for n in _valid_in_memory(ids, key_ids, memory_ids):
             exponents = [
@@ -144,9 +146,12 @@ def memory_info_nce(  # noqa: PLR0913 (the arguments and options of the loss)
     )
     parts: list[tuple[Array, list[int], Array]] = []
     for queries, own_keys, keys, memory, ids, key_ids in sides:
-        near, far = cosine(queries, keys), cosine(queries, memory)
-        taught_near, taught_far = cosine(own_keys, keys), cosine(own_keys, memory)
-        contrast, imitation = np.zeros(len(near)), np.zeros(len(near))
+        near = cosine(queries, keys)
+        far = cosine(queries, memory)
+        taught_near = cosine(own_keys, keys)
+        taught_far = cosine(own_keys, memory)
+        contrast = np.zeros(len(near))
+        imitation = np.zeros(len(near))
         valid = []
         for n in range(len(near)):
             exponents = [far[n, q] / temperature for q in _negatives(n, ids, memory_ids)]
@@ -201,7 +206,8 @@ def memory_diversity(  # noqa: PLR0913 (the arguments and options of the loss)
         return oracle.entropy_diversity(S, ids, other_ids, epsilon, entropy_temperature)
 
     S = cosine(V, W)
-    images, texts = score(S, image_ids, text_ids), score(S.T, text_ids, image_ids)
+    images = score(S, image_ids, text_ids)
+    texts = score(S.T, text_ids, image_ids)
     if len(np.asarray(memory_ids)) == 0:
         return images, texts
     image_memory = score(cosine(V, memory_texts), image_ids, memory_ids)
@@ -247,7 +253,8 @@ def uto(  # noqa: PLR0913 (the arguments and options of the loss)
     def anchors(
         queries: ArrayLike, keys: ArrayLike, memory: ArrayLike, ids: Ids, key_ids: Ids
     ) -> Array:
-        near, far = cosine(queries, keys), cosine(queries, memory)
+        near = cosine(queries, keys)
+        far = cosine(queries, memory)
         values = np.zeros(len(near))
         for i in _valid_in_memory(ids, key_ids, memory_ids):
             exponents = [scale * (far[i, q] - margin) for q in _negatives(i, ids, memory_ids)]
@@ -284,7 +291,8 @@ def sigmoid(
     ``"mean"`` is mean(rows) + mean(cols), which for N = M is the paper's ``(1/N) Σ_ij ℓ_ij``.
     """
     S = np.asarray(S, np.float64)
-    rows, cols = np.zeros(S.shape[0]), np.zeros(S.shape[1])
+    rows = np.zeros(S.shape[0])
+    cols = np.zeros(S.shape[1])
     for i in range(S.shape[0]):
         positives = _positives(i, row_ids, col_ids)
         for j in range(S.shape[1]):
@@ -300,7 +308,8 @@ def sigmoid(
 
 def set_cosine(V_sets: ArrayLike, W: ArrayLike) -> Array:
     """``S^k_ij = cos(v_i^k, w_j)``: (N, K, D) and (M, D) -> (N, K, M)."""
-    sets, texts = np.asarray(V_sets, np.float64), np.asarray(W, np.float64)
+    sets = np.asarray(V_sets, np.float64)
+    texts = np.asarray(W, np.float64)
     S = np.zeros((*sets.shape[:2], len(texts)))
     for i in range(len(sets)):
         S[i] = cosine(sets[i], texts)
@@ -345,14 +354,13 @@ def variance_aware(
         text_sigma = image_sigma if shared_sigma else text_sigma
     else:
         image_sigma, text_sigma = sigma
-    images, texts = np.zeros(S.shape[0]), np.zeros(S.shape[2])
+    images = np.zeros(S.shape[0])
+    texts = np.zeros(S.shape[2])
     image_pairs = text_pairs = 0
     for i in range(S.shape[0]):
         for p in _positives(i, image_ids, text_ids):
-            rival_texts, rival_images = (
-                _negatives(i, image_ids, text_ids),
-                _negatives(p, text_ids, image_ids),
-            )
+            rival_texts = _negatives(i, image_ids, text_ids)
+            rival_images = _negatives(p, text_ids, image_ids)
             image_pairs += bool(rival_texts)
             text_pairs += bool(rival_images)
             for k in range(S.shape[1]):
@@ -379,7 +387,8 @@ def variance_sigma(S: ArrayLike) -> PerAnchor:
     """
     S = np.asarray(S, np.float64)
     N, K, M = S.shape
-    images, texts = np.zeros_like(S), np.zeros_like(S)
+    images = np.zeros_like(S)
+    texts = np.zeros_like(S)
     for i in range(N):
         for k in range(K):
             for p in range(M):
@@ -480,8 +489,10 @@ def smooth_chamfer(V_sets: ArrayLike, W_sets: ArrayLike, alpha: float = 16.0) ->
     b))``, A the K vectors of an image and B the L vectors of a text. The sums inside the logarithms
     are not averaged, so a score may exceed 1, by up to ``log(K L)/(2α)``.
     """
-    images, texts = np.asarray(V_sets, np.float64), np.asarray(W_sets, np.float64)
-    K, L = images.shape[1], texts.shape[1]
+    images = np.asarray(V_sets, np.float64)
+    texts = np.asarray(W_sets, np.float64)
+    K = images.shape[1]
+    L = texts.shape[1]
     result = np.zeros((len(images), len(texts)))
     for i in range(len(images)):
         for j in range(len(texts)):
@@ -514,7 +525,8 @@ def spherical_kmeans_step(
         for k in range(len(old)):
             if S[b, k] > S[b, ids[b]]:
                 ids[b] = k
-    new, new_counts = old.copy(), seen.copy()
+    new = old.copy()
+    new_counts = seen.copy()
     for k in range(len(old)):
         members = [_unit(points[b]) for b in range(len(points)) if ids[b] == k]
         if members:
@@ -548,7 +560,8 @@ def prototype_classification(
     both sides, on the embeddings as they are (not normalised). Eq. 7 has no bias. ``"sum"`` sums,
     ``"none"`` gives both (B,).
     """
-    P, labels = np.asarray(weight, np.float64), np.asarray(ids)
+    P = np.asarray(weight, np.float64)
+    labels = np.asarray(ids)
     shift = np.zeros(len(P)) if bias is None else np.asarray(bias, np.float64)
 
     def entropies(features: ArrayLike) -> Array:

@@ -112,7 +112,8 @@ def sinkhorn(S: ArrayLike, R: ArrayLike, scale: float, iterations: int) -> Array
     ``g_c ← −log C − log Σ_r exp(β R_rc + f_r)``.
     """
     S, R = _matrices(S, R)
-    references, candidates = range(len(R)), range(R.shape[1])
+    references = range(len(R))
+    candidates = range(R.shape[1])
     g = [0.0 for _ in candidates]
     for _ in range(iterations):
         f = [
@@ -152,12 +153,15 @@ def multi_factor(
     """
     S, R = _matrices(S, R)
     reciprocal = reciprocal_order(S, R, k).tolist()
-    orders, scores = [], []
+    orders = []
+    scores = []
     for q in range(len(S)):
-        order, score = _best_first(S[q]), {}
+        order = _best_first(S[q])
+        score = {}
         for c in order[:k]:
             share = S[q, c] / math.fsum(R[:, c])
-            j, place = order.index(c) + 1, reciprocal[q].index(c) + 1
+            j = order.index(c) + 1
+            place = reciprocal[q].index(c) + 1
             score[c] = (
                 share_weight * share + math.exp(-0.05 * j) + place_weight * math.exp(-0.05 * place)
             )

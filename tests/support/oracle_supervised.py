@@ -27,7 +27,8 @@ def of_anchors(S: ArrayLike, row_ids: Ids, col_ids: Ids, reduction: str, value: 
     def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
         values = np.zeros(len(S))
         for i in _valid_anchors(ids, other_ids):
-            positives, negatives = _positives(i, ids, other_ids), _negatives(i, ids, other_ids)
+            positives = _positives(i, ids, other_ids)
+            negatives = _negatives(i, ids, other_ids)
             values[i] = value([S[i, p] for p in positives], [S[i, n] for n in negatives])
         return values
 
@@ -86,7 +87,8 @@ def multi_similarity(
     """
 
     def value(positives: list[float], negatives: list[float]) -> float:
-        lowest, highest = min(positives), max(negatives)
+        lowest = min(positives)
+        highest = max(negatives)
         if epsilon is not None:
             positives = [s for s in positives if s < highest + epsilon]
             negatives = [s for s in negatives if s > lowest - epsilon]
@@ -129,7 +131,8 @@ def sdm(
     """
 
     def anchors(S: Array, ids: Ids, other_ids: Ids) -> tuple[list[float], list[bool]]:
-        values, counts = [0.0] * len(S), [False] * len(S)
+        values = [0.0] * len(S)
+        counts = [False] * len(S)
         for i in range(len(S)):
             positives = set(_positives(i, ids, other_ids))
             if not positives:
@@ -143,7 +146,8 @@ def sdm(
         return values, counts
 
     S = np.asarray(S, np.float64)
-    rows, cols = anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids)
+    rows = anchors(S, row_ids, col_ids)
+    cols = anchors(S.T, col_ids, row_ids)
     if reduction == "none":
         return np.array(rows[0]), np.array(cols[0])
     if reduction == "sum":

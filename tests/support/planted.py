@@ -29,8 +29,10 @@ class InfoNCE(nn.Module):
 
     def forward(self, images, texts, image_ids=None, text_ids=None):
         images, texts, image_ids, text_ids = self.prepared(images, texts, image_ids, text_ids)
-        images, texts = self.unit(images), self.unit(texts)
-        scores, positive = self.scores(images, texts), self.positive(image_ids, text_ids)
+        images = self.unit(images)
+        texts = self.unit(texts)
+        scores = self.scores(images, texts)
+        positive = self.positive(image_ids, text_ids)
         values = self.values(scores, positive), self.values(*self.turned(scores, positive))
         return self.reduced(values, (positive.any(1), positive.any(0)))
 
@@ -41,9 +43,11 @@ class InfoNCE(nn.Module):
             image_ids = text_ids = torch.arange(len(images))
         if self.gather and dist.is_initialized():
             texts_of_all = self.all_texts(texts)
-            count, rank = len(texts), dist.get_rank()
+            count = len(texts)
+            rank = dist.get_rank()
             # every process computes the loss of all images and texts
-            images, texts = self.all_texts(images), texts_of_all
+            images = self.all_texts(images)
+            texts = texts_of_all
             image_ids, text_ids = (self.all_ids(x, count, rank) for x in (image_ids, text_ids))
         return images, texts, image_ids, text_ids
 
@@ -98,7 +102,8 @@ class WithBias(InfoNCE):
 
     def __init__(self):
         super().__init__()
-        self.scale, self.bias = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(0.2))
+        self.scale = nn.Parameter(torch.tensor(0.3))
+        self.bias = nn.Parameter(torch.tensor(0.2))
 
     def values(self, scores, positive):
         return F.softplus(super().values(scores * self.scale.exp(), positive) + self.bias)

@@ -280,7 +280,8 @@ class CancelledDistance(InfoNCE):
     """Squared distances of embeddings far from the origin cancel in float32."""
 
     def scores(self, images, texts):
-        v, w = images + 30, texts + 30
+        v = images + 30
+        w = texts + 30
         return 1 - (v.square().sum(1)[:, None] + w.square().sum(1) - 2 * super().scores(v, w)) / 2
 
 

@@ -224,7 +224,8 @@ class ByChunks(InfoNCE):
 
     def forward(self, images, texts, image_ids=None, text_ids=None):
         images, texts, image_ids, text_ids = self.prepared(images, texts, image_ids, text_ids)
-        v, w = self.unit(images), self.unit(texts)
+        v = self.unit(images)
+        w = self.unit(texts)
         total = v.new_zeros(())
         for rows, ids in zip(v.split(32), image_ids.split(32), strict=True):
             part = self.part if self.keep else partial(checkpoint, self.part, use_reentrant=False)

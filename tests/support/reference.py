@@ -141,11 +141,13 @@ class Reference:
     def logsumexp(
         self, scale: float | Tensor = 1.0, *, over="negatives", below=None, above=None, guide=None
     ) -> Tensor:
-        low, high = (math.inf if below is None else below), (-math.inf if above is None else above)
+        low = math.inf if below is None else below
+        high = -math.inf if above is None else above
         judged = iter((self if guide is None else guide).groups)
 
         def one(s, positive, a, low, high):
-            z, t = s * a, next(judged)[0]
+            z = s * a
+            t = next(judged)[0]
             excluded = left_out(positive, over) | (t >= low) | (t <= high)
             empty = excluded.all(1)
             # its gradient is nan for -inf only

@@ -8,7 +8,8 @@ import pytest
 from support import oracle
 
 # Images 7 and 9; two captions of image 7, one of image 9.
-ROWS, COLS = [7, 9], [7, 7, 9]
+ROWS = [7, 9]
+COLS = [7, 7, 9]
 PAIRS = [0, 1]  # ids of a one-to-one 2x2 batch
 
 
@@ -154,7 +155,8 @@ def test_dcl_divides_the_temperature_by_the_diversity():
     # The negatives of test_std_diversity_by_hand: d = 1, 5/6. Positives 0 add nothing. mu = 0.1,
     # gamma = 0.3.
     S = [[0.0, 0.5, 0.1], [0.4, 0.0, 0.6]]
-    ids, epsilon = ([0, 1], [0, 1, 2]), 0.2 * log(2)
+    ids = ([0, 1], [0, 1, 2])
+    epsilon = 0.2 * log(2)
     rows, cols = oracle.dcl(S, *ids, epsilon=epsilon, reduction="none")
     # 0.5 and 0.1, less 0.3, over 0.1
     assert rows[0] == pytest.approx(0.1 * log(1 + exp(2) + exp(-2)))
@@ -183,8 +185,10 @@ def test_invalid_anchors_contribute_nothing_and_are_not_counted(loss):
     # anchors.
     S = [[0.3, 0.9], [0.8, 0.7]]
     rows, cols = loss(S, [1, 5], [1, 6], reduction="none")
-    assert rows[0] != 0 and rows[1] == 0
-    assert cols[0] != 0 and cols[1] == 0
+    assert rows[0] != 0
+    assert rows[1] == 0
+    assert cols[0] != 0
+    assert cols[1] == 0
     assert loss(S, [1, 5], [1, 6], reduction="mean") == pytest.approx(rows[0] + cols[0])
     # Only positives, or only negatives: there is no valid anchor.
     assert loss(S, [1, 1], [1, 1], reduction="mean") == 0
@@ -231,7 +235,8 @@ def test_retrieval_metrics_by_hand():
 
 def test_map_at_r_weighs_the_order_and_r_precision_does_not():
     # One image, captions 0..2 positive, ranked: negative, positive, positive | positive, negative.
-    S, ids = [[0.4, 0.3, 0.2, 0.5, 0.1]], [1, 1, 1, 2, 3]
+    S = [[0.4, 0.3, 0.2, 0.5, 0.1]]
+    ids = [1, 1, 1, 2, 3]
     figures = oracle.retrieval_metrics(S, [1], ids)
     assert figures["i2t_r_precision"] == pytest.approx(100 * 2 / 3)
     assert figures["i2t_map_at_r"] == pytest.approx(100 * (1 / 2 + 2 / 3) / 3)

@@ -267,7 +267,8 @@ def clap_weighted(x: Inputs, options: Options) -> Tensor:
 
 
 def fgclip_hard(x: Inputs, _: Options) -> Tensor:
-    texts, own = x["texts"][:, 0], x["texts"][:, 1:]
+    texts = x["texts"][:, 0]
+    own = x["texts"][:, 1:]
     return one(x["images"], texts, temperature=0.1, in_batch=False, negatives=own)
 
 
@@ -431,8 +432,10 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 def test_three_ways_to_say_who_matches() -> None:
     """Ids, label sets with padding, and a matrix, here without sums among images or texts."""
-    images, texts = normal(0, 4, 3), normal(1, 5, 3)
-    image_ids, text_ids = torch.tensor([0, 0, 1, 2]), torch.tensor([2, 1, 0, 0, 7])
+    images = normal(0, 4, 3)
+    texts = normal(1, 5, 3)
+    image_ids = torch.tensor([0, 0, 1, 2])
+    text_ids = torch.tensor([2, 1, 0, 0, 7])
     options = {"temperature": 0.3, "margin": 0.4}
     by_ids = contrastive(images, texts, image_ids=image_ids, text_ids=text_ids, **options)
     image_sets = torch.stack([image_ids, torch.full_like(image_ids, NO_ID)], 1)
@@ -445,7 +448,8 @@ def test_three_ways_to_say_who_matches() -> None:
 
 def test_weights_are_those_of_a_mean() -> None:
     """Of two positives one counts three times; 2 as the only match's weight changes nothing."""
-    images, texts = normal(0, 2, 3), normal(1, 3, 3)
+    images = normal(0, 2, 3)
+    texts = normal(1, 3, 3)
     matches = torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 2.0]])
     compute = partial(one, images, texts, temperature=0.3, reduction="none")
     first = compute(matches=torch.tensor([[1.0, torch.nan, 0.0], [0.0, 0.0, 1.0]]))
@@ -456,7 +460,8 @@ def test_weights_are_those_of_a_mean() -> None:
 
 def test_groups_are_batches_of_their_own() -> None:
     """In all sums: members of another group are nobody's negatives, nor images among images."""
-    images, texts = normal(0, 6, 3), normal(1, 6, 3)
+    images = normal(0, 6, 3)
+    texts = normal(1, 6, 3)
     group = torch.tensor([0, 0, 1, 1, 1, 0])
     compute = partial(contrastive, **ALL_SUMS, reduction="sum")
     wanted = sum(compute(images[group == g], texts[group == g]) for g in (0, 1))
@@ -464,7 +469,8 @@ def test_groups_are_batches_of_their_own() -> None:
 
 
 def test_groups_do_not_undo_a_match() -> None:
-    images, texts = normal(0, 3, 3), normal(1, 3, 3)
+    images = normal(0, 3, 3)
+    texts = normal(1, 3, 3)
     groups = torch.tensor([4, 4, 4])
     other = contrastive(images, texts, image_groups=groups, negative_groups="other")
     assert other == 0  # everybody has a match and nobody a negative
@@ -474,7 +480,9 @@ def test_groups_do_not_undo_a_match() -> None:
 
 
 def test_own_negatives_that_are_the_same_for_all() -> None:
-    images, texts, negatives = normal(0, 4, 3), normal(1, 4, 3), normal(2, 2, 3)
+    images = normal(0, 4, 3)
+    texts = normal(1, 4, 3)
+    negatives = normal(2, 2, 3)
     options = {"temperature": 0.3, "image_image": True, "hardness": (1.0, 2.0), "margin": 0.4}
     shared = contrastive(images, texts, negatives=negatives, **options)
     own = contrastive(images, texts, negatives=negatives.expand(4, 2, 3), **options)
@@ -482,7 +490,9 @@ def test_own_negatives_that_are_the_same_for_all() -> None:
 
 
 def test_a_negative_with_a_label_of_the_image_is_left_out() -> None:
-    images, texts, negatives = normal(0, 3, 3), normal(1, 3, 3), normal(2, 3, 1, 3)
+    images = normal(0, 3, 3)
+    texts = normal(1, 3, 3)
+    negatives = normal(2, 3, 1, 3)
     ids = torch.tensor([[1, 2], [3, NO_ID], [4, 5]])
     compute = partial(one, images, texts, image_ids=ids, text_ids=[1, 3, 4], negatives=negatives)
     given = compute(negative_ids=torch.tensor([[2], [9], [NO_ID]]))
@@ -493,7 +503,8 @@ def test_a_negative_with_a_label_of_the_image_is_left_out() -> None:
 
 def test_sdm_without_a_text() -> None:
     """A text that is in no pair might as well not be there."""
-    images, texts = normal(0, 3, 3), normal(1, 4, 3)
+    images = normal(0, 3, 3)
+    texts = normal(1, 4, 3)
     matches = torch.eye(3, 4, dtype=torch.float64)
     matches[:, 3] = torch.nan
     compute = partial(sdm, images, temperature=0.3, directions="image-text")
@@ -688,7 +699,8 @@ def test_late_interaction_against_loops(form: Any, seed: int, own: bool, monkeyp
 def test_soft_triplet_against_loops(engine: Any, directions: Any, seed: int) -> None:
     """Matches have weights, and some pairs neither match nor are negatives."""
     generator = torch.Generator().manual_seed(seed)
-    images, texts = normal(seed, 5, 4), normal(seed + 100, 6, 4)
+    images = normal(seed, 5, 4)
+    texts = normal(seed + 100, 6, 4)
     matches = torch.randint(-1, 3, (5, 6), generator=generator).double()
     matches[matches < 0] = torch.nan
     if seed == 0:
@@ -708,7 +720,8 @@ def test_soft_triplet_against_loops(engine: Any, directions: Any, seed: int) -> 
 @pytest.mark.parametrize("directions", ["both", "image-text", "text-image"])
 def test_sdm_is_the_loops(engine: Any, directions: Any) -> None:
     for seed in range(10):
-        images, texts = normal(seed, 5, 4), normal(seed + 100, 7, 4)
+        images = normal(seed, 5, 4)
+        texts = normal(seed + 100, 7, 4)
         draw = torch.Generator().manual_seed(seed)
         ids = [torch.randint(3, (n,), generator=draw) for n in (5, 7)]
         options: dict[str, Any] = {"temperature": 0.2, "directions": directions}

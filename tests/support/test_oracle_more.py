@@ -27,7 +27,8 @@ def memory_case():
 def test_memory_dcl_by_hand():
     # mu = 0.5, gamma = 0.3: exponents -0.6 and 1 for the image, 1.4 and 1 for the text.
     options = {"temperature": 0.5, "margin": 0.3, "diversity": None}
-    image, text = log(1 + exp(-0.6) + exp(1)), log(1 + exp(1.4) + exp(1))
+    image = log(1 + exp(-0.6) + exp(1))
+    text = log(1 + exp(1.4) + exp(1))
     images, texts = oracle_more.memory_dcl(*memory_case(), **options, reduction="none")
     assert images == pytest.approx([0.5 * image - 0.5 * log(1.6)])
     assert texts == pytest.approx([0.5 * text - 0.5 * log(1.6)])
@@ -52,7 +53,9 @@ def test_memory_dcl_floors_the_positive():
 def test_memory_dcl_averages_over_the_keys_of_the_id():
     # Text keys of id 7 at cosines 1 and 0 to the image: (log 2 + 0)/2; mu = 1, gamma = 0, one
     # negative at 0. The image of id 8 has no key, text 2 (id 9) no image.
-    V, W, keys = AXES[[0, 0]], AXES[:3], AXES[:3]
+    V = AXES[[0, 0]]
+    W = AXES[:3]
+    keys = AXES[:3]
     memory = (AXES[[2]], AXES[[2]], [7, 8], [7, 7, 9], [5])
     options = {"temperature": 1.0, "margin": 0.0, "diversity": None}
     images, texts = oracle_more.memory_dcl(
@@ -68,8 +71,12 @@ def test_memory_dcl_averages_over_the_keys_of_the_id():
 @pytest.mark.parametrize("swap", [False, True])
 def test_memory_diversity_is_an_average_that_is_not_normalised_again(swap):
     # Batch: SD 0.2 and 0.1, memory: 0.1 and 0.2; epsilon = 0.2 ln 2: (1, 5/6) and (5/6, 1).
-    ids, other_ids, memory_ids, epsilon = [0, 1], [0, 1, 2], [5, 6], 0.2 * log(2)
-    others, memory = columns([[0, 0.5, 0.1], [0.4, 0, 0.6]]), columns([[0.4, 0.6], [0.5, 0.1]])
+    ids = [0, 1]
+    other_ids = [0, 1, 2]
+    memory_ids = [5, 6]
+    epsilon = 0.2 * log(2)
+    others = columns([[0, 0.5, 0.1], [0.4, 0, 0.6]])
+    memory = columns([[0.4, 0.6], [0.5, 0.1]])
     unused = np.zeros((2, 3))
     if swap:
         embeddings = (others, 3 * AXES[:2], memory, unused, other_ids, ids, memory_ids)
@@ -95,7 +102,8 @@ def test_memory_entropy_diversity_by_hand():
     # tau = 1/ln 3. Batch: all scores 0, H = 1/2 bit on both rows, so (1, 1). Memory: row 0 has P =
     # 3/4, 1/4, both negatives; row 1 has P = 1/2, 1/2, its second entry masked: H = 1/2 bit.
     memory = AXES[[0, 2]]
-    V, W = AXES[:2], AXES[[2, 2]]
+    V = AXES[:2]
+    W = AXES[[2, 2]]
     embeddings = (V, W, memory, memory, [0, 1], [0, 1], [5, 1])
     images, texts = oracle_more.memory_diversity(*embeddings, "entropy", 0.1, 1 / log(3))
     first = 1 + exp(-0.1 / (0.75 * log2(4 / 3) + 0.5))
@@ -109,7 +117,8 @@ def test_uto_by_hand():
     # gamma = 2, epsilon = 0.5. Memory terms only: image exponents -1 and 0.6, text exponents 1 and
     # 0.6.
     options = {"scale": 2.0, "margin": 0.5}
-    image, text = 0.5 * log(1 + exp(-1) + exp(0.6)), 0.5 * log(1 + exp(1) + exp(0.6))
+    image = 0.5 * log(1 + exp(-1) + exp(0.6))
+    text = 0.5 * log(1 + exp(1) + exp(0.6))
     # HAL: no negatives, so 0
     images, texts = oracle_more.uto(*memory_case(), **options, reduction="none")
     assert images == pytest.approx([image - log(1.6)])
@@ -183,15 +192,18 @@ def test_variance_sigma_by_hand():
     images, _ = oracle_more.variance_sigma(np.array([[[9.0, 0, 0, 3]]]))
     assert images[0, 0, 0] == pytest.approx(1 + sqrt(3))
     images, texts = oracle_more.variance_sigma(np.array([[[0.5, 0.1]]]))
-    assert np.array_equal(images, np.ones((1, 1, 2))) and np.array_equal(texts, np.ones((1, 1, 2)))
+    assert np.array_equal(images, np.ones((1, 1, 2)))
+    assert np.array_equal(texts, np.ones((1, 1, 2)))
 
 
 def test_variance_aware_by_hand():
     # Texts are the axes, so S are the coordinates; image 2 (a zero vector, id 8) has no caption.
     V = np.array([[[3.0, 0, 4]], [[0, 4, 3]], [[0, 0, 0]]])
-    W, ids = 2 * AXES, ([7, 9, 8], [7, 7, 9])
+    W = 2 * AXES
+    ids = ([7, 9, 8], [7, 7, 9])
     # sigma of the pairs (0, 0) and (1, 2), of the pair (0, 1)
-    a, b = 1 + 0.4 * sqrt(2), 1 + 0.1 * sqrt(2)
+    a = 1 + 0.4 * sqrt(2)
+    b = 1 + 0.1 * sqrt(2)
     images, texts = oracle_more.variance_aware(V, W, *ids, reduction="none")
     # Image 0 against 0.8: hinges 0.4 (positive 0.6) and 1 (positive 0). Image 1 against 0.8: hinge
     # 0.4.
@@ -214,7 +226,8 @@ def test_variance_aware_by_hand():
     # Heads are summed; sigma is constant.
     twice = oracle_more.variance_aware(V.repeat(2, axis=1), W, *ids, reduction="mean")
     assert twice == pytest.approx(2 * mean)
-    ones, twos = np.ones((3, 1, 3)), np.full((3, 1, 3), 2.0)
+    ones = np.ones((3, 1, 3))
+    twos = np.full((3, 1, 3), 2.0)
     images, texts = oracle_more.variance_aware(V, W, *ids, reduction="none", sigma=(ones, twos))
     assert images == pytest.approx([1.4, 0.4, 0])
     assert texts == pytest.approx([log(2), 1 / 4 + log(2), 0.1 + log(2)])
@@ -223,7 +236,8 @@ def test_variance_aware_by_hand():
 def test_variance_aware_of_two_pairs_is_the_triplet_loss():
     # With two texts, one score is left besides the target: no spread, sigma = 1, log sigma = 0.
     # Positives 0.6, negatives 0.8: every hinge is 0.4.
-    V, W = np.array([[[3.0, 4]], [[4, 3]]]), np.eye(2)
+    V = np.array([[[3.0, 4]], [[4, 3]]])
+    W = np.eye(2)
     S = oracle.cosine(V[:, 0], W)
     for reduction in ("mean", "sum"):
         value = oracle_more.variance_aware(V, W, [0, 1], [0, 1], reduction=reduction)
@@ -234,7 +248,8 @@ def test_variance_aware_of_two_pairs_is_the_triplet_loss():
 def test_variance_aware_drops_a_direction_without_negatives():
     # Text 0 (id 1) matches both images: no negative image. Image 0: [.2 - .6 + .8]+; image 1: [.2 -
     # .8 + .6]+ = 0.
-    V, W = np.array([[[3.0, 4]], [[4, 3]]]), np.eye(2)
+    V = np.array([[[3.0, 4]], [[4, 3]]])
+    W = np.eye(2)
     images, texts = oracle_more.variance_aware(V, W, [1, 1], [1, 2], reduction="none")
     assert images == pytest.approx([0.4, 0])
     assert texts == pytest.approx([0, 0])
@@ -271,7 +286,8 @@ def test_dynamic_orthogonal_gates():
     assert values == pytest.approx([1 / 3, 0])
     # Dimensions: (0.6, 0.8, 0) and (0.6, -0.8, 0) without the second: 0.36, or 1 if the rest is
     # normalised.
-    residuals, gate = [[[3.0, 4, 0], [3, -4, 0]]], [[1, 0, 1]]
+    residuals = [[[3.0, 4, 0], [3, -4, 0]]]
+    gate = [[1, 0, 1]]
     assert oracle_more.dynamic_orthogonal(residuals, None, 0) == pytest.approx(0.28)
     assert oracle_more.dynamic_orthogonal(residuals, gate, 0) == pytest.approx(0.36)
     assert oracle_more.dynamic_orthogonal(residuals, gate, 0, gate_first=True) == pytest.approx(1)
@@ -280,24 +296,29 @@ def test_dynamic_orthogonal_gates():
 
 
 def test_spherical_kmeans_step_by_hand():
-    centroids, counts = [[1.0, 0], [0, 1], [-1, 0]], [3, 0, 7]
+    centroids = [[1.0, 0], [0, 1], [-1, 0]]
+    counts = [3, 0, 7]
     x = [[2.0, 0], [3, 3], [0, 5], [-3, 4]]  # (3, 3) ties between the first two
     ids, new, seen = oracle_more.spherical_kmeans_step(centroids, counts, x)
     assert ids.tolist() == [0, 0, 1, 1]
     assert seen.tolist() == [5, 2, 7]
-    first, second = np.array([4 + sqrt(0.5), sqrt(0.5)]), np.array([-0.6, 1.8])
+    first = np.array([4 + sqrt(0.5), sqrt(0.5)])
+    second = np.array([-0.6, 1.8])
     expected = [first / np.linalg.norm(first), second / np.linalg.norm(second), [-1, 0]]
     assert new == pytest.approx(np.array(expected))
     # Maxima: 1, sqrt(1/2), 1, 0.8.
     assert oracle_more.kmeans_objective(x, centroids) == pytest.approx((2.8 + sqrt(0.5)) / 4)
     # A member opposite to a centroid of count 1 cancels it: the centroid stays.
     _, new, seen = oracle_more.spherical_kmeans_step([[1.0, 0]], [1], [[-1.0, 0]])
-    assert new.tolist() == [[1, 0]] and seen.tolist() == [2]
+    assert new.tolist() == [[1, 0]]
+    assert seen.tolist() == [2]
 
 
 def test_prototype_classification_by_hand():
     # Logits (log 3, 0) and (0, log 3): probabilities 3/4, 1/4 and 1/4, 3/4; (0, 0): 1/2, 1/2.
-    V, W, weight = [[log(3), 0], [0, 0]], [[0, log(3)], [log(3), 0]], np.eye(2)
+    V = [[log(3), 0], [0, 0]]
+    W = [[0, log(3)], [log(3), 0]]
+    weight = np.eye(2)
     images, texts = oracle_more.prototype_classification(V, W, weight, None, [0, 1], "none")
     assert images == pytest.approx([log(4 / 3), log(2)])
     assert texts == pytest.approx([log(4), log(4)])
@@ -319,7 +340,8 @@ def test_set_aggregations_by_hand():
 
 def test_smooth_chamfer_by_hand():
     # A = {e1, e2}, B = {e1}: from A (1 + 0)/4, from B log(exp(alpha) + 1)/(2 alpha).
-    pair, single = [AXES[:2]], [2 * AXES[:1]]
+    pair = [AXES[:2]]
+    single = [2 * AXES[:1]]
     for alpha in (0.5, 16):
         expected = 1 / 4 + log(exp(alpha) + 1) / (2 * alpha)
         assert oracle_more.smooth_chamfer(pair, single, alpha) == pytest.approx(
@@ -343,7 +365,9 @@ def test_smooth_chamfer_by_hand():
 def test_memory_losses_are_symmetric_in_the_two_sides(name):
     rng = np.random.default_rng(0)
     V, W, V_keys, W_keys, images, texts = (rng.normal(size=(n, 4)) for n in (3, 5, 3, 5, 6, 6))
-    image_ids, text_ids, memory_ids = [0, 1, 2], [0, 0, 1, 2, 7], [0, 1, 3, 4, 2, 2]
+    image_ids = [0, 1, 2]
+    text_ids = [0, 0, 1, 2, 7]
+    memory_ids = [0, 1, 3, 4, 2, 2]
     loss = getattr(oracle_more, name)
     rows, cols = loss(
         V, W, V_keys, W_keys, images, texts, image_ids, text_ids, memory_ids, reduction="none"
@@ -351,6 +375,7 @@ def test_memory_losses_are_symmetric_in_the_two_sides(name):
     swapped = loss(
         W, V, W_keys, V_keys, texts, images, text_ids, image_ids, memory_ids, reduction="none"
     )
-    assert swapped[0] == pytest.approx(cols) and swapped[1] == pytest.approx(rows)
+    assert swapped[0] == pytest.approx(cols)
+    assert swapped[1] == pytest.approx(rows)
     assert cols[4] == 0
     assert np.all(rows != 0)

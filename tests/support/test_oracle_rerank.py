@@ -46,7 +46,8 @@ def test_dual_softmax_by_hand():
 def test_query_bank_norm_by_hand():
     # The bank's best are 0 and 2: query 0 (its best: 0) is normalised by the sums 6, 2, 4, query 1
     # (its best: 1) not.
-    scores, bank = np.log([[3, 1, 2], [1, 2, 1]]), np.log([[4, 1, 1], [2, 1, 3]])
+    scores = np.log([[3, 1, 2], [1, 2, 1]])
+    bank = np.log([[4, 1, 1], [2, 1, 3]])
     normalised = np.log([[3 / 6, 1 / 2, 2 / 4], [1 / 6, 2 / 2, 1 / 4]])
     assert oracle_rerank.query_bank_norm(scores, bank, 1.0, 1) == approx(
         np.array([normalised[0], scores[1]])
@@ -79,7 +80,8 @@ def test_csls_by_hand():
 
 def test_mutual_proximity_by_hand():
     # Every row and every column has mean 1 and deviation 1.
-    below, above = log(0.15865525393145707), log(0.8413447460685429)
+    below = log(0.15865525393145707)
+    above = log(0.8413447460685429)
     scores = [[0, 2], [2, 0]]
     assert oracle_rerank.mutual_proximity(scores, scores) == approx(
         2 * np.array([[below, above], [above, below]])
@@ -106,7 +108,8 @@ def test_sinkhorn_by_hand():
     assert oracle_rerank.sinkhorn(R, R, 1.0, 0) == approx(R)
     # For R_rc = a_r + b_c, one iteration leaves a_r + log Σ exp(b) - log C. A separate query keeps
     # the same g.
-    a, b = np.log([[2], [5]]), np.log([[1, 2, 3]])
+    a = np.log([[2], [5]])
+    b = np.log([[1, 2, 3]])
     assert oracle_rerank.sinkhorn(a + b, a + b, 1.0, 1) == approx(
         np.broadcast_to(a + log(6) - log(3), (2, 3))
     )
@@ -151,9 +154,11 @@ def test_k_reciprocal_by_hand():
     # Image at 0, texts at 60 and 180 degrees: d = 1, 4 and 3 between the texts. Largest of a row:
     # 4, 3, 4. k1 = 1: the image and text 0 are mutual neighbours, text 1 has only itself; k1 / 2
     # rounds to 0.
-    image, texts = on_circle(0), on_circle(pi / 3, pi)
+    image = on_circle(0)
+    texts = on_circle(pi / 3, pi)
     # the image's weight in itself and in text 0
-    own, other = 1 / (1 + exp(-1 / 4)), exp(-1 / 3) / (1 + exp(-1 / 3))
+    own = 1 / (1 + exp(-1 / 4))
+    other = exp(-1 / 3) / (1 + exp(-1 / 3))
     m = other + 1 - own
     expected = [[-0.7 * (1 - m / (2 - m)) - 0.3 / 4, -0.7 - 0.3]]
     assert oracle_rerank.k_reciprocal(image, texts, 1, 1, 0.3) == approx(np.array(expected))

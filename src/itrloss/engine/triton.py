@@ -244,8 +244,8 @@ def gradient_of_many_shifts(run: Pass, grad: Tensor) -> Tensor:
     """Return the gradient of shifts (L, A) by one visit of the scores for each `SLOTS` of them.
 
     Along with the panels, L planes of sums of tiles would take 4.3 GB in place of 0.2 for the 819
-    positives of an anchor that 8192 pairs have in 10 classes (pytest tests/engine/test_triton.py -k
-    many_positives).
+    positives of an anchor that 8192 pairs have in 10 classes (pytest
+    tests/engine/test_triton_costs.py -k many_positives).
     """
     shifts = run.question.shift
     assert isinstance(shifts, Tensor)
@@ -309,7 +309,7 @@ def visits(sides: list[VectorGradient]) -> list[list[VectorGradient]]:
 
     Sums of the smaller side are held to the end of a visit, unless they take too much memory. Then
     scores are visited twice, which is 10 in place of 8 multiples of NMD for InfoNCE of 65536 x
-    65536 x 768 (pytest tests/engine/test_triton.py -k products).
+    65536 x 768 (pytest tests/engine/test_triton_costs.py -k products).
     """
     larger_first = sorted(sides, key=lambda side: -side.out.numel())
     smaller = larger_first[-1].out
@@ -537,8 +537,8 @@ def sums_and_gradients(
     """Return the sums (A,), or their () weighted total, and what their gradients are made of.
 
     Scores are visited once: 6 multiples of NMD in products for 8 to 10 where the gradient is found
-    in the backward pass, 4 for 6 where one side is trained (pytest tests/engine/test_triton.py -k
-    products).
+    in the backward pass, 4 for 6 where one side is trained (pytest
+    tests/engine/test_triton_costs.py -k products).
     """
     run = Pass(question, inputs, kernels.FORMS[question.terms])
     own_weights = torch.ones(1, device=run.device) if weights is None else weights
@@ -955,8 +955,8 @@ def round_to_half(panel: Tensor, out: Tensor) -> Tensor:
     the largest row's. What is not finite does not count, and stays what it is.
 
     One unit serves both products of a panel: that takes 18 bytes of memory traffic a score, where
-    a unit for each row and product took 28; bfloat16 takes 6 (pytest tests/engine/test_triton.py -k
-    traffic).
+    a unit for each row and product took 28; bfloat16 takes 6 (pytest
+    tests/engine/test_triton_costs.py -k traffic).
     """
     of_rows = torch.linalg.vector_norm(panel, math.inf, 1)  # nan only in rows that have one
     largest = of_rows.nan_to_num_(0.0, posinf=0.0).amax()

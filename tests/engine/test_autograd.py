@@ -1,0 +1,230 @@
+"""Gradients: which are computed, when, and how often; second derivatives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import answers
+from support.answers import ANSWERS, assert_equal, gradients, parameters
+from support.cases import (
+    ENGINES,
+    VIEWS,
+    case,
+    embeddings,
+    finite,
+    guide_of,
+    make_ids,
+    pairwise,
+    similarity,
+    upstream,
+)
+from torch.autograd import gradcheck, gradgradcheck
+
+from itrloss import Similarity
+from itrloss.engine import pairs
+from itrloss.engine.pairs import IGNORE_ID
+from itrloss.engine.terms import hinge, identity, log1p_clamp
+
+
+def leaves_of(*tensors):
+    return tuple(x.requires_grad_() for x in tensors)
+
+
+def few_leaves():
+    """Vectors and parameters for numerical derivatives."""
+    return leaves_of(*embeddings(4, 5, d=3), parameters(4, 5))
+
+
+def answer_of(name, engine):
+    """Return an answer as a function of vectors and parameters."""
+    ids = make_ids("random", 4, 5, seed=3)
+    return lambda v, w, p: finite(ANSWERS[name](similarity(v, w, ids, engine).both, p))
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_gradcheck(name, monkeypatch):
+    """Gradients of plain PyTorch, which the other engines must equal."""
+    v, w, p = few_leaves()
+    guide = guide_of(similarity(v, w, make_ids("random", 4, 5, seed=3), "dense").both)
+    # not that of the perturbed inputs
+    monkeypatch.setattr(answers, "guide_of", lambda anchors: guide)
+    assert gradcheck(answer_of(name, "dense"), (v, w, p), fast_mode=True)
+
+
+@pytest.mark.parametrize("engine", ["tiled", "kept"])
+def test_sums_that_a_loss_does_not_use_cost_no_pass_over_the_scores(engine, monkeypatch):
+    v, w = embeddings(5, 5)
+    v.requires_grad_()
+    sim = similarity(v, w, (None, None), engine)
+    sim.both.logsumexp(5.0)
+    monkeypatch.setattr("itrloss.engine.tiled.gradients", None)
+    found = torch.autograd.grad(sim.sum_of_positives(identity).sum(), v)
+    wanted = torch.autograd.grad(F.cosine_similarity(v, w).sum(), v)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("asked_before", [False, True])
+@pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
+def test_scores_and_pairs_have_their_gradient_after_use_without_one(engine, asked_before):
+    v, w = embeddings(5, 5)
+    v.requires_grad_()
+    sim = similarity(v, w, (None, None), engine)
+    if asked_before:
+        with torch.no_grad():
+            sim.sum_of_positives(identity)
+            sim.scores()
+    value = sim.sum_of_positives(identity).sum() + sim.scores().square().sum()
+    found = torch.autograd.grad(value, v)
+    scores = F.normalize(v) @ F.normalize(w).T
+    wanted = torch.autograd.grad(scores.diagonal().sum() + scores.square().sum(), v)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("engine", "view", "side"), pairwise(engine=["dense", "tiled", "kept"], view=VIEWS, side=[0, 1])
+)
+def test_only_the_gradient_that_is_needed_is_computed(engine, view, side, small_tiles, poisoned):
+    v, w, ids, grads = case()
+
+    def outcome(answer, kind):
+        given = [v.clone(), w.clone()]
+        given[side].requires_grad_()
+        anchors = VIEWS[view](similarity(*given, ids, kind))
+        p = parameters(9, 14)[: len(anchors)].requires_grad_()
+        values = answer(anchors, p)
+        found = gradients(values, [given[side], p], torch.cat(grads))
+        assert given[1 - side].grad is None
+        return [values.detach(), *found]
+
+    for name, answer in ANSWERS.items():
+        assert_equal(outcome(answer, engine), outcome(answer, "reference"), name)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_backward_twice_gives_the_same_gradient(engine, small_tiles):
+    v, w = leaves_of(*embeddings(9, 9))
+    sim = similarity(v, w, (None, None), engine)
+    total = sum(answer(sim.both, parameters(9, 9)).sum() for answer in ANSWERS.values())
+    first = torch.autograd.grad(total, (v, w), retain_graph=True)
+    second = torch.autograd.grad(total, (v, w))
+    assert_equal(second, first, tolerance=0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("answer", ["logsumexp", "hardest_negatives"])
+def test_an_answer_without_gradient_leaves_the_others_theirs(engine, answer):
+    v, w = leaves_of(*embeddings(7, 7))
+    sim = similarity(v, w, (None, None), engine)
+    with torch.no_grad():
+        getattr(sim.both, answer)()
+
+    def gradients_of(sim):
+        value = sim.sum_of_positives(identity) + sim.logsumexp(2.0)
+        return torch.autograd.grad(value.sum(), (v, w))
+
+    reference = similarity(v, w, (None, None), "reference")
+    torch.testing.assert_close(gradients_of(sim), gradients_of(reference))
+
+
+@pytest.mark.parametrize("kind", [None, "random"])
+def test_positives_alone_get_their_gradient_after_an_answer_that_nobody_uses(kind):
+    """Their gradient is normally computed together with the other answer's, which has none here."""
+    v, w = leaves_of(*embeddings(9, 9))
+
+    def outcome(engine):
+        anchors = similarity(v, w, make_ids(kind, 9, 9), engine).both
+        anchors.logsumexp(3.0)
+        values = anchors.sum_of_positives(log1p_clamp)
+        return [values, *gradients(values, [v, w], torch.cat(upstream(9, 9)))]
+
+    assert_equal(outcome("tiled"), outcome("reference"))
+
+
+# Sums over positives beside a threshold of each anchor.
+OF_THRESHOLDS = {
+    "hardest": lambda both: both.sum_of_positives(hinge, both.hardest_negatives().values),
+    "hinge sum": lambda both: both.hinge_sum(0.1),
+}
+
+
+@pytest.mark.parametrize("name", OF_THRESHOLDS)
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_what_is_held_for_many_positives_is_no_copy_of_each(name, engine):
+    """2048 pairs save 64 numbers each, not copies of their embeddings."""
+    v, w = leaves_of(*embeddings(64, 64, 64, dtype=torch.float32))
+    ids = torch.arange(64) % 2
+    both = similarity(v, w, (ids, ids), engine).both
+    sizes = []
+
+    def pack(x):
+        sizes.append(x.untyped_storage().nbytes())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        value = OF_THRESHOLDS[name](both)
+    assert value.requires_grad
+    assert max(sizes) < 2048 * 64 * 4
+
+
+# ------------------------------------------------------------------------------ second derivatives
+
+SECOND = [
+    "logsumexp per anchor",
+    "std",
+    "likelihood",
+    "entropy",
+    "softplus of negatives",
+    "hardest",
+    "log1p",
+]
+SINGLE_PAIRS = ["hardest", "log1p"]
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        *((name, engine) for name in SECOND for engine in ("dense", "kept", "auto", "scores")),
+        *((name, "tiled") for name in SINGLE_PAIRS),
+    ],
+)
+def test_kept_scores_and_single_pairs_have_second_derivatives(name, engine):
+    assert gradgradcheck(answer_of(name, engine), few_leaves(), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["logsumexp", "softplus of negatives", "std"])
+def test_tiles_that_are_not_kept_refuse_second_derivatives(name):
+    leaves = few_leaves()
+    values = answer_of(name, "tiled")(*leaves)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(values.sum(), leaves[0], create_graph=True)
+
+
+def test_gradients_of_the_forward_pass_refuse_second_derivatives():
+    """That of rows beside a memory is computed in the forward pass."""
+    v, w = embeddings(4, 5)
+    values = similarity(v.requires_grad_(), w, make_ids("disjoint", 4, 5), "tiled").logsumexp(3.0)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(values.sum(), v, create_graph=True)
+
+
+def test_anchors_without_pairs_stay_in_the_graph_of_second_derivatives():
+    """A process without pairs would otherwise leave out an exchange that the others wait in."""
+    ids = torch.full((3,), IGNORE_ID), torch.tensor([IGNORE_ID, 1, 2, 3])
+    v, w = leaves_of(*embeddings(3, 4))
+    sums = Similarity(v, w, *ids, engine="dense").both.sum_of_positives(log1p_clamp)
+    grad = torch.ones_like(sums, requires_grad=True)
+    first = torch.autograd.grad(sums, (v, w), grad, create_graph=True)
+    (second,) = torch.autograd.grad(sum(x.sum() for x in first), grad)
+    assert torch.equal(second, torch.zeros_like(grad))
+
+
+def test_sums_by_class_have_second_derivatives(monkeypatch):
+    monkeypatch.setattr(pairs, "FEW", -1)
+    v, w, _ = few_leaves()
+    ids = torch.tensor([0, 1, 1, 2]), torch.tensor([1, 0, 3, 1, 2])
+
+    def sums(x, y):
+        return similarity(x, y, ids, "kept").both.sum_of_positives(identity)
+
+    assert gradgradcheck(sums, (v, w))

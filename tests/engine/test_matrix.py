@@ -1,0 +1,194 @@
+"""What a matrix keeps between questions does not alias what it returns or was given."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from support.cases import ENGINES, case, embeddings, similarity
+
+from itrloss import Similarity
+from itrloss.engine.terms import identity, log1p_clamp, log1p_relu
+from itrloss.metrics import retrieval_metrics
+
+# ------------------------------------------------------------------------ what is returned or given
+
+ASKED = {
+    "logsumexp": lambda sim: sim.both.logsumexp(3.0),
+    "sum": lambda sim: sim.both.sum(log1p_relu),
+    "entropy": lambda sim: sim.both.entropy(),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_answers_may_be_written_to(engine, name):
+    v, w = (x.requires_grad_() for x in embeddings(6, 6))
+    sim = similarity(v, w, (None, None), engine)
+    twice_the_rows = torch.tensor([2.0] * 6 + [1.0] * 6, dtype=v.dtype)
+    values = ASKED[name](sim)
+    wanted = torch.autograd.grad(values, v, twice_the_rows, retain_graph=True)
+    written = ASKED[name](sim)
+    written[:6].mul_(2)
+    found = torch.autograd.grad(written.sum(), v)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("view", ["rows", "both"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hardest_negatives_may_be_written_to(engine, view):
+    v, w = (x.requires_grad_() for x in embeddings(6, 6))
+    sim = similarity(v, w, (None, None), engine)
+    wanted = sim.hardest_negatives().values.detach().clone()
+    best = (sim if view == "rows" else sim.both).hardest_negatives().values
+    gradient = torch.autograd.grad(best[:6].sum(), v, retain_graph=True)
+    best.mul_(3)
+    again = torch.autograd.grad(best[:6].sum() / 3, v)
+    torch.testing.assert_close(again, gradient)
+    best.detach().zero_()
+    torch.testing.assert_close(sim.hardest_negatives().values, wanted)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_answers_without_gradient_may_be_written_to(engine):
+    sim = similarity(*embeddings(6, 6), (None, None), engine)
+    sim.sum_of_positives(identity).zero_()
+    sim.mean_std().mean.zero_()
+    assert sim.sum_of_positives(identity).all()
+    assert sim.mean_std().mean.all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scores_that_are_handed_out_may_be_written_to(engine):
+    """Returned scores must not alias cached ones, for one or several blocks."""
+    v, w = embeddings(6, 8)
+    ids = torch.arange(6), torch.arange(8) % 6
+    sim = similarity(v.requires_grad_(), w, ids, engine)
+    wanted = sim.logsumexp(3.0).detach()
+    with torch.no_grad():
+        blocks = [block for _, block in sim.blocks(17)]
+        for scores in (sim.scores(), sim.T.scores(), *blocks):
+            assert scores.is_contiguous()
+            scores.fill_(-9.0)
+    sim.scores().mul_(2)
+    assert torch.equal(sim.logsumexp(3.0), wanted)
+    torch.testing.assert_close(sim.topk(3).values, sim.scores().topk(3).values.detach())
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_ids_may_lie_in_a_buffer_that_is_used_again(engine):
+    v, w = embeddings(6, 6)
+    buffer = torch.arange(6) // 2
+    wanted = similarity(v, w, (buffer.clone(), buffer.clone()), engine).hardest_negatives().indices
+    sim = similarity(v, w, (buffer, buffer), engine)
+    buffer.copy_(torch.arange(6))
+    assert torch.equal(sim.hardest_negatives().indices, wanted)
+    assert [x.tolist() for x in sim.ids] == [[0, 0, 1, 1, 2, 2]] * 2
+
+
+# ---------------------------------------------------------------------------------- changed inputs
+
+QUESTIONS = {
+    "logsumexp": lambda sim: sim.logsumexp(5.0),
+    "detached": lambda sim: sim.detach().logsumexp(5.0),
+    "metrics": retrieval_metrics,
+}
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
+def test_embeddings_changed_meanwhile_are_refused(engine, name, side):
+    vectors = embeddings(5, 5)
+    sim = similarity(*vectors, (None, None), engine)
+    vectors[side].mul_(10)
+    with pytest.raises(RuntimeError, match=r"embeddings.*modified in place"):
+        QUESTIONS[name](sim)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_scores_changed_meanwhile_are_refused(engine):
+    scores = torch.rand(4, 4)
+    sim = Similarity.from_scores(scores, engine=engine)
+    sim.logsumexp(5.0)
+    scores.zero_()
+    with pytest.raises(RuntimeError, match=r"scores.*modified in place"):
+        sim.sum_of_positives(identity)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
+@pytest.mark.parametrize("asked", [False, True])
+def test_cosines_stay_cosines_after_changes_that_nobody_counts(engine, asked):
+    """A fused optimiser's step does not increment the version: old lengths must not be used with
+    new embeddings.
+    """
+    v, w = embeddings(6, 6, dtype=torch.float32)
+    sim = similarity(v, w, (None, None), engine)
+    if asked:
+        sim.logsumexp(5.0)
+    v.data.mul_(torch.linspace(0.1, 30, 6)[:, None]).add_(0.5)
+    cosines = [sim.scores(), sim.sum_of_positives(identity), sim.hardest_negatives().values]
+    for view in (sim, sim.T):
+        cosines += [block for _, block in view.blocks()]
+    for x in cosines:
+        assert x.abs().max() <= 1 + 1e-6
+    assert (sim.both.logsumexp(5.0) <= 5 + math.log(5) + 1e-5).all()
+
+
+def test_a_gradient_found_early_is_of_the_vectors_that_were_multiplied():
+    """Vectors and lengths were both computed before the change, which did not increment the
+    version.
+    """
+    v, w = embeddings(6, 6, dtype=torch.float32)
+    v.requires_grad_()
+    sim = similarity(v, w, (None, None), "kept")
+    wanted = torch.autograd.grad(sim.logsumexp(5.0).sum(), v, retain_graph=True)
+    v.data.mul_(20).add_(1.0)
+    torch.testing.assert_close(torch.autograd.grad(sim.logsumexp(5.0).sum(), v), wanted)
+
+
+@pytest.mark.parametrize("engine", ["dense", "kept"])
+def test_gradients_are_of_what_was_scored_before_changes_that_nobody_counts(engine):
+    v, w = (x.requires_grad_() for x in embeddings(6, 6))
+
+    def gradients(sim):
+        values = sim.both.logsumexp(5.0) + sim.both.sum_of_positives(log1p_clamp)
+        return torch.autograd.grad(values.sum(), (v, w))
+
+    wanted = gradients(similarity(v, w, (None, None), engine))
+    sim = similarity(v, w, (None, None), engine)
+    sim.sum_of_positives(identity)
+    v.data.mul_(20)
+    w.data.mul_(0.1)
+    torch.testing.assert_close(gradients(sim), wanted)
+
+
+# ------------------------------------------------------------------------------------------ copies
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda sim: pickle.loads(pickle.dumps(sim)),
+}
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
+@pytest.mark.parametrize("way", COPIES)
+def test_a_similarity_is_copied_and_stored(engine, way, asked):
+    def answers(sim):
+        return [sim.both.logsumexp(3.0), sim.ranks(), sim.T.hardest_negatives().indices]
+
+    v, w, ids, _ = case((6, 6, "random"))
+    wanted = answers(similarity(v, w, ids, engine))
+    sim = similarity(v, w, ids, engine)
+    if asked:
+        answers(sim)
+        sim.sum_of_positives(identity)
+    twin = COPIES[way](sim)
+    torch.testing.assert_close(answers(twin), wanted, rtol=0, atol=0)
+    assert repr(twin) == repr(sim)
+    assert torch.equal(twin.ids[1], ids[1])

@@ -1,0 +1,222 @@
+"""Anchors of several matrices: pooled candidates, and anchors together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.answers import ANSWERS, TOTALS, assert_equal, gradients, parameters
+from support.cases import ENGINES, case, each, embeddings, make_ids, similarity
+
+from itrloss import Anchors, Similarity
+from itrloss.engine import pairs
+from itrloss.engine.terms import identity
+
+
+def parts(v, w, ids, engine, cuts):
+    """Similarities of the rows to consecutive parts of the columns."""
+    starts = [0, *cuts]
+    ends = [*cuts, len(w)]
+    return [
+        similarity(v, w[start:end], (ids[0], ids[1][start:end]), engine)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def pooled(v, w, ids, engine, cuts):
+    """The rows, with their candidates in several matrices."""
+    return Anchors.pooled(*parts(v, w, ids, engine, cuts))
+
+
+@pytest.mark.parametrize("name", ["weighted", "shifts of anchors", "mean of hinges"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_totals_of_candidates_in_blocks_are_those_of_the_whole_matrix(engine, name, small_tiles):
+    v, w, ids, _ = case("wide")
+    p = parameters(len(v), 0)
+    found = TOTALS[name](pooled(v, w, ids, engine, (4, 5)), p)
+    torch.testing.assert_close(found, TOTALS[name](similarity(v, w, ids, engine), p))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_totals_of_anchors_together_are_sums(engine, small_tiles):
+    v, w, ids, _ = case("wide")
+    total = TOTALS["shifts of anchors"]
+    p = parameters(len(v), len(w))
+    first = similarity(v, w, ids, engine)
+    second = similarity(w, v, ids[::-1], engine)
+    found = total(Anchors.together(first, second), p)
+    of_first, of_second = p.split([len(v), len(w)])
+    torch.testing.assert_close(found, total(first, of_first) + total(second, of_second))
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "groups"), each(2, name=ANSWERS, engine=ENGINES, groups=[1, 2])
+)
+def test_candidates_in_blocks_are_answered_as_the_whole_matrix(
+    name, engine, groups, small_tiles, poisoned
+):
+    """Anchors are rows whose candidates are split over several matrices, and two such groups."""
+    v, w, ids, _ = case("wide")
+    n = len(v)
+    p = parameters(n, n)[: groups * n]
+    grad = torch.linspace(-1, 2, groups * n)
+
+    def outcome(first_cuts, second_cuts):
+        leaves = [x.clone().requires_grad_() for x in (v, w, p)]
+        x, y, q = leaves
+        other_ids = ids[1][:n], ids[0].repeat(2)
+        first = pooled(x, y, ids, engine, first_cuts)
+        second = pooled(y[:n], x.repeat(2, 1), other_ids, engine, second_cuts)
+        anchors = Anchors.together(*(first, second)[:groups])
+        values = ANSWERS[name](anchors, q)
+        return [values.detach(), *gradients(values, leaves, grad)]
+
+    assert_equal(outcome((4, 5), (3,)), outcome((), ()))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_groups_of_one_anchor_have_parameters_of_their_own(engine):
+    v, w = embeddings(3, 8)
+    ids = torch.arange(3), torch.arange(8) % 4
+    rows = [similarity(v[[i]], w, (ids[0][[i]], ids[1]), engine) for i in range(3)]
+    p = parameters(3, 0)
+    for name, answer in ANSWERS.items():
+        whole = answer(similarity(v, w, ids, engine), p)
+        assert_equal(answer(Anchors.together(*rows), p), whole, name, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_pooled_matrices_without_ids_have_several_positives(engine):
+    v, w = embeddings(4, 4)
+    first = similarity(v, w, (None, None), engine)
+    second = similarity(v, w.flip(0), (None, None), engine)
+    anchors = Anchors.pooled(first, second)
+    assert anchors.positive_counts.tolist() == [2, 2, 2, 2]
+    sums = first.sum_of_positives(identity) + second.sum_of_positives(identity)
+    torch.testing.assert_close(anchors.sum_of_positives(identity), sums)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_matrices_of_different_sizes_keep_their_own_means(engine):
+    first = similarity(*embeddings(4, 4), (None, None), engine)
+    second = similarity(*embeddings(3, 3, seed=1), (None, None), engine)
+    anchors = Anchors.together(first, second)
+    values = torch.arange(7.0)
+    assert anchors.reduce(values, "mean") == values[:4].mean() + values[4:].mean()
+    std = torch.cat([first.mean_std().std, second.mean_std().std])
+    torch.testing.assert_close(anchors.mean_std().std, std)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_cosines_beside_larger_scores_do_not_overflow(engine):
+    """That cosines are within [-1, 1] holds for their matrix alone."""
+    cosines = similarity(*embeddings(4, 4), (None, None), engine)
+    chosen = engine if engine in ("dense", "tiled") else "auto"
+    large = Similarity.from_scores(cosines.scores() * 1000, engine=chosen)
+    wanted = torch.cat([cosines.logsumexp(1.0), large.logsumexp(1.0)])
+    torch.testing.assert_close(Anchors.together(cosines, large).logsumexp(1.0), wanted)
+    assert wanted.isfinite().all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_positives_of_pooled_anchors_are_counted_and_listed(engine, monkeypatch):
+    v, w, ids, _ = case("wide")
+    sim = similarity(v, w, ids, engine)
+    anchors = pooled(v, w, ids, engine, (4,))
+    assert torch.equal(anchors.positive_counts, sim.positive_counts)
+    assert torch.equal(anchors.negative_counts, sim.negative_counts)
+    assert not anchors.one_to_one
+    torch.testing.assert_close(anchors.hinge_sum(0.1), sim.hinge_sum(0.1))
+    monkeypatch.setattr(pairs.Pairs, "listable", False)
+    with pytest.raises(ValueError, match=r"hinge_sum.*one matrix"):
+        anchors.hinge_sum(0.1)
+
+
+def test_pooled_matrices_have_as_many_anchors():
+    v, w, ids, _ = case("wide")
+    equal = parts(v, w[:15], (ids[0], ids[1][:15]), "tiled", (5, 10))
+    assert Anchors.pooled(*(part.both for part in equal)).sizes == [5, 5]
+    with pytest.raises(ValueError, match="as many anchors"):
+        Anchors.pooled(equal[0], similarity(w, v, ids[::-1], "tiled"))
+
+
+@pytest.mark.parametrize("cuts", [(4,), (4, 9)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hardest_negatives_of_pooled_matrices_are_numbered_as_in_one(engine, cuts):
+    v, w, ids, _ = case("wide")
+    wanted = similarity(v, w, ids, engine).hardest_negatives().indices
+    found = pooled(v, w, ids, engine, cuts).hardest_negatives().indices
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hardest_negatives_are_numbered_in_the_order_of_the_matrices(engine):
+    v, w, ids, _ = case("wide")
+    first, second = parts(v, w, ids, engine, (4,))
+    orders = [Anchors.pooled(first, second), Anchors.pooled(second, first)]
+    wanted = torch.cat([x.hardest_negatives().indices for x in orders])
+    assert torch.equal(Anchors.together(*orders).hardest_negatives().indices, wanted)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hardest_negatives_are_numbered_where_a_matrix_has_columns_and_then_pooled_rows(engine):
+    v, w = embeddings(5, 7)
+    _, x = embeddings(5, 4, seed=1)
+    ids = make_ids("disjoint", 5, 7)
+    sim = similarity(v, w, ids, engine)
+    rows = Anchors.pooled(similarity(v, x, (ids[0], ids[1][:4]), engine), sim)
+    wanted = torch.cat([sim.T.hardest_negatives().indices, rows.hardest_negatives().indices])
+    found = Anchors.together(sim.T, rows).hardest_negatives().indices
+    assert torch.equal(found, wanted)
+    assert int(found.max()) > 6
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_of_equal_negatives_of_pooled_matrices_the_first_is_the_hardest(engine):
+    ids = make_ids("disjoint", 3, 4)
+    sim = similarity(torch.ones(3, 2), torch.ones(4, 2), ids, engine)
+    assert Anchors.pooled(sim, sim).hardest_negatives().indices.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_of_one_matrix_twice_have_parameters_of_their_own(engine):
+    v, w, ids, _ = case("wide")
+    sim = similarity(v, w, ids, engine)
+    scales = parameters(5, 22)
+    first, of_cols, last = scales.split([5, 17, 5])
+    wanted = [sim.logsumexp(first), sim.T.logsumexp(of_cols), sim.logsumexp(last)]
+    found = Anchors.together(sim, sim.T, sim).logsumexp(scales)
+    torch.testing.assert_close(found, torch.cat(wanted))
+
+
+def test_anchors_together_are_split_and_reduced():
+    v, w, ids, _ = case("wide")
+    rows = pooled(v, w, ids, "tiled", (4,))
+    cols = similarity(v, w, ids, "tiled").T
+    anchors = Anchors.together(rows, cols, rows)
+    assert anchors.sizes == [5, 17, 5]
+    values = torch.arange(27.0)
+    valid = anchors.valid()
+    assert 0 < valid.sum() < 27
+    torch.testing.assert_close(anchors.reduce(values, "sum"), values[valid].sum())
+    assert [len(x) for x in anchors.reduce(values, "none")] == [5, 17, 5]
+    means = [
+        x[exists].mean()
+        for x, exists in zip(anchors.split(values), anchors.split(valid), strict=True)
+    ]
+    torch.testing.assert_close(anchors.reduce(values, "mean"), sum(means))
+
+
+def test_positives_of_matrices_of_which_one_cannot_be_listed(monkeypatch):
+    """In a captured graph, positives are known without ids, but with ids they cannot be listed."""
+    monkeypatch.setattr(pairs.Pairs, "listable", property(lambda self: self.ids[0] is None))
+    monkeypatch.setattr(pairs.Pairs, "listed", property(lambda self: pytest.fail("listed")))
+    v, w, ids, _ = case((6, 6, "random"))
+
+    def both_kinds(engine):
+        plain = similarity(v, w, (None, None), engine)
+        labelled = similarity(v, w, ids, engine)
+        return plain, labelled
+
+    found = Anchors.together(*both_kinds("tiled")).sum_of_positives(identity)
+    wanted = [sim.sum_of_positives(identity) for sim in both_kinds("reference")]
+    torch.testing.assert_close(found, torch.cat(wanted))

@@ -1,0 +1,62 @@
+"""Terms, and their formulas in the reference of the tests."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from support.cases import ENGINES, embeddings, returned_for_a_test, similarity
+from support.reference import TERMS, Reference, formula
+
+from itrloss.engine import terms
+from itrloss.engine.terms import hinge
+
+OF_THE_LIBRARY = {x.__name__: x for x in vars(terms).values() if isinstance(x, terms.Term)}
+OF_ONE_NUMBER = [name for name, term in OF_THE_LIBRARY.items() if term.slope is not None]
+
+
+@pytest.mark.parametrize("name", OF_THE_LIBRARY)
+def test_the_reference_has_every_term_of_the_library(name):
+    term = OF_THE_LIBRARY[name]
+    scores = torch.linspace(-1.2, 1.2, 25, dtype=torch.float64)
+    count = len(inspect.signature(term.value).parameters) - 1
+    params = torch.tensor([0.5, 1.5], dtype=torch.float64)[:count]
+    assert formula(term) is not term
+    torch.testing.assert_close(formula(term)(scores, *params), term(scores, *params))
+
+
+def test_the_reference_refuses_a_term_of_the_library_without_a_formula(monkeypatch):
+    reference = Reference.from_scores(torch.eye(3, dtype=torch.float64))
+    reference.sum(hinge, 0.1)
+    monkeypatch.delitem(TERMS, "hinge")
+    with pytest.raises(LookupError, match="TERMS has no formula of the term 'hinge'"):
+        reference.sum(hinge, 0.1)
+
+
+@pytest.mark.parametrize("name", OF_ONE_NUMBER)
+def test_a_slope_is_the_derivative(name):
+    term = OF_THE_LIBRARY[name]
+    z = torch.linspace(-1.3, 1.3, 26, dtype=torch.float64, requires_grad=True)
+    (wanted,) = torch.autograd.grad(term(z).sum(), z)
+    slope = term.slope(z.detach().clone()) * torch.ones_like(wanted)
+    torch.testing.assert_close(slope, wanted)
+
+
+@pytest.mark.parametrize("name", OF_ONE_NUMBER)
+def test_a_function_that_is_zero_somewhere_says_where(name):
+    """Plain PyTorch then masks pairs that do not count before the function, which may overflow."""
+    term = OF_THE_LIBRARY[name]
+    places = [z for z in (-torch.inf, 0.0) if term(torch.tensor([z])).item() == 0]
+    assert term.zero in (places or [None])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_term_does_not_lose_what_it_returns(engine):
+    """The sum over a single column must not alias the term's return value, here its parameter."""
+    weight = torch.linspace(0.1, 1.0, 5, dtype=torch.float64)
+    given = weight.clone()
+    ids = torch.tensor([1, 1, 1, 3, 9]), torch.tensor([1])
+    found = similarity(*embeddings(5, 1), ids, engine).sum(returned_for_a_test, given)
+    assert torch.equal(given, weight)
+    torch.testing.assert_close(found, weight * torch.tensor([0, 0, 0, 1, 1]))

@@ -1,0 +1,136 @@
+"""Answers of the Triton engine against the float64 reference of the tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.answers import ANSWERS, evaluate
+from support.cases import (
+    SHAPES,
+    VIEWS,
+    case,
+    embeddings,
+    pairwise,
+    similarity,
+    slow_but_one_of_each,
+    upstream,
+)
+from support.on_triton import ASKED, DEVICE, OF_KERNELS, compare, moved
+
+from itrloss import Similarity
+from itrloss.engine import terms, tiled
+from itrloss.engine import triton as engine
+from itrloss.engine.inputs import Inputs, Side
+from itrloss.engine.pairs import Pairs
+from itrloss.engine.question import Question
+from itrloss.engine.terms import pair_term
+
+pytestmark = OF_KERNELS
+
+
+ALL = pairwise(name=ASKED, shape=SHAPES, fused=[True, False], view=VIEWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "fused", "view"),
+    slow_but_one_of_each(
+        ALL, lambda name, shape, fused, view: (name, fused) if SHAPES[shape][0] > 1 else None
+    ),
+)
+def test_answers_equal_the_reference(name, shape, fused, view, few_tiles, poisoned, monkeypatch):
+    """Kernels that multiply, also float32 embeddings so that rounding hides no errors; and ones
+    that read products.
+    """
+    monkeypatch.setattr(engine, "fused", lambda rows, cols: fused)
+    compare(name, shape, VIEWS[view])
+
+
+@pytest.mark.parametrize(
+    "name", ["logsumexp per anchor", "std", "hinge sum", "softplus of negatives"]
+)
+def test_answers_of_given_scores_equal_the_reference(name, few_tiles, poisoned):
+    compare(name, "five captions", VIEWS["rows"], on_scores=True)
+
+
+@pytest.mark.parametrize(("view", "on_scores"), [("rows", True), ("both", False)])
+def test_many_positives_by_some_at_a_time(
+    view, on_scores, multiplying, few_tiles, poisoned, monkeypatch
+):
+    """More shifts than are summed along with a panel: 5 of a row, in slices of 2 and one of 1."""
+    monkeypatch.setattr(engine, "SLOTS", 2)
+    compare("hinge sum", "five captions", VIEWS[view], on_scores=on_scores)
+
+
+def test_inner_products_equal_the_reference(multiplying, few_tiles, poisoned):
+    compare("logsumexp", "primes", normalize=False)
+
+
+def test_a_term_of_ones_own_takes_the_tiles_of_torch(few_tiles):
+    @pair_term
+    def cube(scores):
+        return scores**3
+
+    v, w = moved(*embeddings(5, 5, dtype=torch.float32))
+    found = similarity(v, w, (None, None), "triton").both.sum(cube)
+    torch.testing.assert_close(found, similarity(v, w, (None, None), "dense").both.sum(cube))
+
+
+@pytest.mark.parametrize("name", ["likelihood", "log1p", "hinge"])
+@pytest.mark.parametrize("shape", ["five captions", "square with duplicates"])
+def test_positives_that_cannot_be_listed(shape, name, monkeypatch, few_tiles):
+    """As during the capture of a CUDA graph."""
+    monkeypatch.setattr(Pairs, "listable", False)
+    v, w, ids, grads = case(shape)
+    given = *moved(v.float(), w.float()), moved(*ids)
+    wanted = evaluate(ANSWERS[name], *given, "reference", moved(*grads))
+    found = evaluate(ANSWERS[name], *given, "triton", moved(*grads))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "name", ["logsumexp below", "logsumexp between", "logsumexp above, over all", "sum between"]
+)
+@pytest.mark.parametrize("view", [lambda s: s, lambda s: s.both], ids=["rows", "both"])
+def test_limits_have_kernels(name, view, few_tiles, poisoned, monkeypatch):
+    used = []
+    for name_of in ("sums", "gradients"):
+        function = getattr(engine, name_of)
+        monkeypatch.setattr(
+            engine, name_of, lambda *args, function=function: used.append(1) or function(*args)
+        )
+    compare(name, "wide", view)
+    assert len(used) == 2
+
+
+@pytest.mark.parametrize(("n", "m"), [(0, 3), (3, 0)])
+def test_no_rows_or_columns(n, m):
+    v = torch.zeros(n, 4, device=DEVICE)
+    w = torch.zeros(m, 4, device=DEVICE)
+    question = Question(Pairs((n, m), (None, None), DEVICE), (0, 1), (terms.exponential,))
+    inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
+    assert engine.sums(question, inputs).tolist() == [0.0] * 3
+    needs = tiled.Needs(True, True, False, False)
+    found = engine.gradients(question, inputs, torch.ones(3, device=DEVICE), needs, None)
+    torch.testing.assert_close(found[:2], (torch.zeros_like(v), torch.zeros_like(w)))
+
+
+def test_the_same_bits_again():
+    v, w = moved(*embeddings(20, 40, 16, dtype=torch.bfloat16))
+    ids = moved(torch.arange(20), torch.arange(40) // 2)
+
+    def outcome():
+        return evaluate(ANSWERS["logsumexp"], v, w, ids, "triton", moved(*upstream(20, 40)))
+
+    torch.testing.assert_close(outcome(), outcome(), rtol=0, atol=0)
+
+
+def test_what_triton_cannot_do_is_refused(monkeypatch):
+    v, w = embeddings(3, 3)
+    with pytest.raises(TypeError, match="engine: 'triton' computes in float32"):
+        Similarity(v, w, engine="triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="engine: 'triton' needs an accelerator"):
+        Similarity(v.float(), w.float(), engine="triton")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install triton"):
+        Similarity(v.float(), w.float(), engine="triton")

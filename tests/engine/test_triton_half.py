@@ -1,0 +1,181 @@
+"""The Triton engine in bfloat16 and float16."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.answers import ANSWERS, evaluate, parameters
+from support.cases import each, embeddings, make_ids, similarity, upstream
+from support.on_triton import DEVICE, HALF, OF_KERNELS, assert_close, assert_near, distance, moved
+
+from itrloss import Similarity
+from itrloss.engine import terms, tiled, vectors
+from itrloss.engine import triton as engine
+from itrloss.engine.inputs import Inputs, Side
+from itrloss.engine.pairs import Pairs
+from itrloss.engine.question import Question
+
+pytestmark = OF_KERNELS
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype", "held"),
+    each(
+        name=["logsumexp", "logsumexp per anchor", "logsumexp sharp", "std", "logsumexp over all"],
+        kind=["random", None],
+        dtype=HALF,
+        held=[2**27, 0],  # bytes of held sums: enough for one side, or none
+    ),
+)
+def test_answers_in_half_precision(name, kind, dtype, held, few_tiles, poisoned, monkeypatch):
+    monkeypatch.setattr(engine, "held_bytes", lambda device: held)
+    n, m = (18, 18) if kind is None else (12, 18)
+    v, w = embeddings(n, m, 20, dtype=dtype)
+    ids = make_ids(kind, n, m)
+    grads = upstream(n, m)
+    p = parameters(n, m, torch.float32).to(DEVICE)  # those of `evaluate` have half precision
+
+    def asked(anchors, _):
+        return ANSWERS[name](anchors, p[: len(anchors)])
+
+    values, *found, _ = evaluate(asked, *moved(v, w), moved(*ids), "triton", grads)
+    exact = evaluate(ANSWERS[name], v.double(), w.double(), ids, "reference", grads)
+    assert_close([values], exact[:1], 1e-4, 1e-4)
+    for got, wanted in zip(found, exact[1:3], strict=True):
+        assert got.dtype == dtype
+        assert_near([got], [wanted], 2e-3, 4 * distance(wanted.to(dtype), wanted))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("scale", [3.0, 100.0])
+def test_rows_of_a_memory_in_half_precision(dtype, scale, few_tiles, poisoned):
+    """Exponentials are between e^-60 and e^60."""
+    v, w = (F.normalize(x).to(dtype) for x in embeddings(9, 40, 16))
+    w[3] = v[2]
+    w[7] = -v[4]
+    ids = torch.arange(9), torch.arange(40) + 2
+
+    def outcome(device, dtype, engine_name):
+        own = v.to(device, dtype).requires_grad_()
+        others = w.to(device, dtype)
+        sim = similarity(own, others, [x.to(device) for x in ids], engine_name)
+        values = sim.logsumexp(scale)
+        return values.detach(), *torch.autograd.grad(values.sum(), own)
+
+    wanted_values, wanted = outcome("cpu", torch.float64, "reference")
+    values, found = outcome(DEVICE, dtype, "triton")
+    assert_close([values], [wanted_values], 1e-4, 1e-4)
+    error = (found.cpu().double() - wanted).norm(dim=1)
+    # of vectors of this length, which the projection cancels
+    assert (error <= torch.finfo(dtype).eps * scale).all()
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("smallest", [2.0**-14, 2.0**-25])
+def test_small_rows_of_a_panel_have_half_precision(side, smallest, few_tiles, poisoned):
+    """A panel has one unit. Weights and exponentials, e^-1 to e, span 2^-28: a row that is so small
+    still has half precision relative to its own size.
+    """
+    n = 16  # one panel
+    weights = torch.logspace(0, math.log2(smallest), n, base=2)
+    given = [F.normalize(x).half() for x in embeddings(n, n, 16)]
+    needs = tiled.Needs(True, True, False, False, dtypes=(torch.float32, torch.float32))
+
+    def asked(device, dtype):
+        moved_to = [x.to(device, dtype) for x in given]
+        sides = [Side(x, vectors.inverse_norms(x), None, None) for x in moved_to]
+        pairs = Pairs((n, n), (None, None), torch.device(device))
+        return Question(pairs, (side,), (terms.exponential,)), Inputs(*sides, None)
+
+    wanted = tiled.gradients(*asked("cpu", torch.float64), None, weights.double(), needs)
+    found = engine.gradients(*asked(DEVICE, torch.float16), weights.to(DEVICE), needs, None)
+    for got, exact in zip(found[:2], wanted[:2], strict=True):
+        error = (got.cpu().double() - exact).norm(dim=1)
+        assert (error <= 2.0**-10 * exact.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("largest", [1e-20, 2.0**-24, 1.0, 3e4, 1e20])
+def test_a_panel_in_float16_has_one_unit(largest):
+    """Entries keep 11 bits down to 2^-29 of the largest, and smaller ones err by 2^-40 of it."""
+    panel = largest * torch.logspace(0, -16, 3 * 64, base=10).view(3, 64)
+    panel[:, ::2] *= -1
+    half = torch.empty(3, 64, dtype=torch.float16, device=DEVICE)
+    unit = engine.round_to_half(panel.to(DEVICE), half)
+    assert unit.shape == ()
+    assert half.isfinite().all()
+    error = (half.double() * unit.double()).cpu() - panel
+    assert (error.abs() <= 2.0**-11 * panel.abs() + 2.0**-40 * largest).all()
+    assert half.abs().max() == 2.0**15
+    normal = panel.abs() >= 2.0**-29 * largest
+    assert normal.sum() > 90
+    assert (error.abs() <= 2.0**-11 * 1.001 * panel.abs())[normal].all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_gives_a_panel_no_unit(bad):
+    panel = torch.full((3, 64), 3.0, device=DEVICE)
+    panel[1, 5] = bad
+    half = torch.empty(3, 64, dtype=torch.float16, device=DEVICE)
+    unit = engine.round_to_half(panel, half)
+    assert unit == 3 * 2.0**-15
+    assert half[[0, 2]].eq(2.0**15).all()
+    assert not half[1, 5].isfinite()
+
+
+def test_a_panel_of_zeros():
+    half = torch.empty(2, 64, dtype=torch.float16, device=DEVICE)
+    unit = engine.round_to_half(torch.zeros(2, 64, device=DEVICE), half)
+    assert unit > 0
+    assert not half.any()
+
+
+@pytest.mark.parametrize("upstream", [1e-4, 1.0, 1e4])
+def test_no_gradient_leaves_the_range_of_float16(upstream, few_tiles):
+    """float16 ends at 65504, and loses half of its digits at 10^-6, whatever the lengths of the
+    embeddings.
+    """
+    v, w = (F.normalize(x) for x in embeddings(24, 24, 16))
+    v = (v * torch.logspace(-2, 2, 24)[:, None]).half()
+    w = (w * torch.logspace(3, -1, 24)[:, None]).half()
+
+    def gradients(device, dtype, engine_name):
+        leaves = [x.to(device, dtype).requires_grad_() for x in (v, w)]
+        values = similarity(*leaves, (None, None), engine_name).both.logsumexp(5.0)
+        return torch.autograd.grad(values.sum() * upstream, leaves)
+
+    wanted = gradients("cpu", torch.float64, "reference")
+    found = gradients(DEVICE, torch.float16, "triton")
+    for got, exact in zip(found, wanted, strict=True):
+        size = exact.norm(dim=1)
+        error = (got.cpu().double() - exact).norm(dim=1)
+        stored = (size > 1e-3) & (exact.abs().amax(1) < 6e4)  # the range of float16
+        assert stored.any()
+        assert (error <= 2e-3 * size)[stored].all()
+
+
+def test_a_gradient_that_is_no_number_stays_with_its_anchor():
+    v, w = (x.half().to(DEVICE).requires_grad_() for x in embeddings(9, 9, 16))
+    grad = torch.ones(9, device=DEVICE)
+    grad[4] = torch.nan
+    (found,) = torch.autograd.grad(Similarity(v, w, engine="triton").logsumexp(10.0), v, grad)
+    assert found.isfinite().all(1).tolist() == [i != 4 for i in range(9)]
+
+
+def test_products_are_summed_in_float32_whatever_the_model_does():
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_fp16_accumulation
+    try:
+        flags.allow_fp16_accumulation = True
+        total = torch.zeros(2, 3, device=DEVICE)
+        panel = torch.full((2, 4), 2.0**15, device=DEVICE).half()
+        other = torch.ones(4, 3, device=DEVICE).half()
+        unit = torch.tensor(2.0**15, device=DEVICE)
+        engine.add_product_(total, panel, other, unit)
+        engine.add_product_(total, panel, other)
+        assert flags.allow_fp16_accumulation
+        torch.testing.assert_close(total, torch.full_like(total, 2.0**32 + 2.0**17))
+    finally:
+        flags.allow_fp16_accumulation = before

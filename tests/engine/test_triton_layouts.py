@@ -1,0 +1,108 @@
+"""Layouts of tensors that the Triton engine reads and writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.answers import ANSWERS, evaluate, gradients
+from support.cases import case, embeddings
+from support.on_triton import DEVICE, OF_KERNELS, assert_close, assert_near, moved
+
+from itrloss import Similarity
+from itrloss.engine import triton as engine
+
+pytestmark = OF_KERNELS
+
+
+def strided(x):
+    return torch.stack([x, x], 2).flatten(1)[:, ::2]
+
+
+def transposed(x):
+    return x.T.contiguous().T
+
+
+@pytest.mark.parametrize("layout", [strided, transposed])
+@pytest.mark.parametrize("side", [0, 1])
+def test_embeddings_are_read_as_they_lie(side, layout, multiplying, few_tiles):
+    given = moved(*embeddings(13, 13, 10, dtype=torch.float32))
+
+    def outcome(vectors):
+        leaves = [x.detach().requires_grad_() for x in vectors]
+        values = Similarity(*leaves, engine="triton").both.logsumexp(5.0)
+        return [values.detach(), *torch.autograd.grad(values.square().sum(), leaves)]
+
+    wanted = outcome(given)
+    given[side] = layout(given[side])
+    assert not given[side].is_contiguous()
+    torch.testing.assert_close(outcome(given), wanted)
+
+
+@pytest.mark.parametrize("dim", [40, 48, 80])
+@pytest.mark.parametrize("side", [0, 1])
+def test_dimensions_end_within_a_step(dim, side, multiplying, few_tiles, poisoned, monkeypatch):
+    """They are masked: what lies behind them counts for nothing."""
+    tile = engine.PRODUCT_TILES[0]._replace(block_k=32)
+    monkeypatch.setattr(engine, "PRODUCT_TILES", (tile,))
+    v, w, ids, grads = case((7, 9, "random"), dim)
+    wanted = evaluate(ANSWERS["logsumexp"], v, w, ids, "reference", grads)
+    given = moved(v.float(), w.float())
+    # Others lie behind the dimensions of one side. The other is not aligned, and copied.
+    behind = torch.full((len(given[side]), 96), torch.nan, device=DEVICE)
+    given[side] = behind[:, :dim].copy_(given[side])
+    between = torch.zeros(len(given[1 - side]), dim + 3, device=DEVICE)
+    given[1 - side] = between[:, 3:].copy_(given[1 - side])
+    leaves = [x.detach().requires_grad_() for x in given]
+    values = Similarity(*leaves, *moved(*ids), engine="triton").both.logsumexp(3.0)
+    found = gradients(values, leaves, torch.cat(grads))
+    assert_close([values.detach()], wanted[:1], 1e-4, 1e-4)
+    assert_near(found, wanted[1:3], 1e-5)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 400, 528, 500, 1000])
+def test_aligned_embeddings_are_not_copied(dim, monkeypatch):
+    monkeypatch.setattr(engine, "INTERPRETED", False)
+    x = torch.empty(100, dim, dtype=torch.bfloat16, device=DEVICE)
+    found = engine.aligned(x)
+    if dim % 8 == 0:
+        assert found is x
+    else:
+        assert found.shape[1] % 8 == 0
+        assert not found[:, dim:].any()
+
+
+def test_a_part_of_longer_vectors_is_copied():
+    """Its rows are aligned, but what lies behind them is not 0."""
+    x = torch.ones(3, 24, device=DEVICE)[:, :20]
+    found = engine.aligned(x)
+    assert found.shape == (3, 24)
+    assert not found[:, 20:].any()
+
+
+@pytest.mark.parametrize("size", [2048, 2043, 2])
+def test_planes_begin_at_multiples_of_16(size):
+    """Others would have a kernel of their own, which is compiled in the middle of a training."""
+    x = torch.arange(3.0 * size).view(3, size)
+    given = engine.per_anchor(x, x.device)
+    assert given.plane % 16 == 0
+    assert torch.equal(given.x, x)
+
+
+@pytest.mark.parametrize("m", [70, 133])
+def test_blocks_of_given_scores_end_at_their_columns(m, monkeypatch, poisoned):
+    """Nothing is read or written beyond, where the width is no multiple of a tile's."""
+    monkeypatch.setattr(engine, "READING_TILE", engine.TileConfig(8, 8, 8, 1, 4, 2))
+    monkeypatch.setattr(engine, "BLOCK", 64 * 64)
+    monkeypatch.setattr(engine, "BLOCK_ROWS", 64)
+    monkeypatch.setattr(engine, "whole_tiles", lambda size: 64)
+    space = torch.full((5 * m + 200,), torch.nan, device=DEVICE)
+    scores = space[: 5 * m].view(5, m)
+    scores.copy_(torch.linspace(-1, 1, 5 * m).view(5, m))
+    ids = moved(torch.arange(5), torch.arange(m) % 5)
+
+    def outcome(engine_name):
+        leaf = scores.detach().requires_grad_()
+        values = Similarity.from_scores(leaf, *ids, engine=engine_name).both.logsumexp(3.0)
+        return values.detach(), *torch.autograd.grad(values.square().sum(), leaf)
+
+    torch.testing.assert_close(outcome("triton"), outcome("dense"))

@@ -1,0 +1,348 @@
+"""Sums and totals of the Triton engine that come along with their gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.answers import TOTALS, evaluate_total, parameters
+from support.cases import (
+    SHAPES,
+    VIEWS,
+    case,
+    embeddings,
+    make_ids,
+    pairwise,
+    similarity,
+    slow_but_one_of_each,
+)
+from support.on_triton import DEVICE, HALF, OF_KERNELS, assert_close, assert_near, distance, moved
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from itrloss import Similarity
+from itrloss.engine import terms, tiled
+from itrloss.engine import triton as engine
+from itrloss.engine.inputs import Inputs, Side
+from itrloss.engine.pairs import IGNORE_ID, Pairs
+from itrloss.engine.question import Question
+from itrloss.functional import sigmoid_loss
+
+pytestmark = OF_KERNELS
+
+
+# Totals of one scale and a term that has kernels. Their gradients are found in the forward pass.
+EARLY = [name for name in TOTALS if name not in ("scales of anchors", "of a user's term")]
+
+
+@pytest.fixture
+def early(monkeypatch):
+    """Count the totals that come along with their gradient."""
+    found = []
+    total = engine.sums_and_gradients
+
+    def counted(*args):
+        found.append(args)
+        return total(*args)
+
+    monkeypatch.setattr(engine, "sums_and_gradients", counted)
+    return found
+
+
+def of_triton(total, v, w, ids, dtype, view=lambda sim: sim.both):
+    """Return a total and its gradients on Triton, with float32 parameters, as `evaluate_total`."""
+    p = parameters(len(v), len(w), torch.float32).to(DEVICE)
+    leaves = [x.to(DEVICE, dtype, copy=True) for x in (v, w)]
+    leaves = [x.requires_grad_() for x in (*leaves, p)]
+    anchors = view(similarity(*leaves[:2], moved(*ids), "triton"))
+    value = total(anchors, p[: len(anchors)])
+    found = torch.autograd.grad(1.5 * value, leaves, materialize_grads=True)
+    assert [x.dtype for x in found] == [dtype, dtype, torch.float32]
+    return [value.detach()[None], *found]
+
+
+ALL = pairwise(name=EARLY, shape=SHAPES, view=VIEWS, fused=[True, False])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "view", "fused"),
+    slow_but_one_of_each(ALL, lambda name, shape, *others: name if SHAPES[shape][0] > 1 else None),
+)
+def test_totals_along_with_their_gradient(
+    name, shape, view, fused, early, few_tiles, poisoned, monkeypatch
+):
+    monkeypatch.setattr(engine, "fused", lambda rows, cols: fused)
+    v, w, ids, _ = case(shape)
+    v[0] = 0  # scores 0 with everything, and gets a zero gradient
+    wanted = evaluate_total(TOTALS[name], v, w, ids, "reference", VIEWS[view])
+    found = of_triton(TOTALS[name], v, w, ids, torch.float32, VIEWS[view])
+    assert early
+    assert_near(found, wanted, 3e-5, 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    pairwise(name=EARLY, shape=["one row", "primes", "five captions"], dtype=HALF),
+)
+def test_totals_in_half_precision(name, shape, dtype, early, few_tiles, poisoned):
+    """Of dimensions that are no multiple of a step."""
+    v, w, ids, _ = case(shape, d=21)
+    v = v.to(dtype).double()
+    w = w.to(dtype).double()
+    value, by_rows, by_cols, by_parameters = of_triton(TOTALS[name], v, w, ids, dtype)
+    assert early
+    exact = evaluate_total(TOTALS[name], v, w, ids, "reference")
+    assert_close([value], exact[:1], 1e-4, 1e-4)
+    for got, wanted in ((by_rows, exact[1]), (by_cols, exact[2])):
+        rounding = distance(wanted.to(dtype), wanted)
+        assert_near([got], [wanted], 2e-3, 4 * rounding + 1e-6)
+    assert_near([by_parameters], exact[3:], 5e-3, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["mean of hinges", "sum of hinges"])
+def test_totals_of_many_positives(name, early, multiplying, few_tiles, poisoned, monkeypatch):
+    monkeypatch.setattr(engine, "SLOTS", 2)
+    v, w, ids, _ = case("five captions")
+    wanted = evaluate_total(TOTALS[name], v, w, ids, "reference")
+    found = of_triton(TOTALS[name], v, w, ids, torch.float32)
+    assert early
+    assert_near(found, wanted, 3e-5, 2e-6)
+
+
+def test_a_total_with_ignored_ids(early, few_tiles, poisoned):
+    """It is that of the matrix without the ignored entries, which get no gradient."""
+    v, w, ids, _ = case((9, 20, "random"))
+    rows = torch.arange(9) != 2
+    cols = ~torch.isin(torch.arange(20), torch.tensor([5, 19]))
+    existing = ids[0][rows], ids[1][cols]
+    total = TOTALS["and positives"]
+    wanted = evaluate_total(total, v[rows], w[cols], existing, "reference")
+    marked = ids[0].masked_fill(~rows, IGNORE_ID), ids[1].masked_fill(~cols, IGNORE_ID)
+    value, by_rows, by_cols, by_parameters = of_triton(total, v, w, marked, torch.float32)
+    assert early
+    assert not by_rows[~rows].any()
+    assert not by_cols[~cols].any()
+    assert_close([value, by_rows[rows], by_cols[cols]], wanted[:3])
+    assert_close([by_parameters.sum()], [wanted[3].sum()])
+
+
+def siglip(v, w, scale=None):
+    """Return SigLIP's loss by Triton."""
+    scale = 10.0 if scale is None else scale
+    return sigmoid_loss(Similarity(v, w, engine="triton"), scale, -3.0)
+
+
+def trained(d=16, dtype=torch.float32):
+    return [x.requires_grad_() for x in moved(*embeddings(12, 12, d, dtype=dtype))]
+
+
+def exact_leaves(*vectors):
+    return [x.detach().cpu().double().requires_grad_() for x in vectors]
+
+
+@pytest.mark.parametrize("held", [2**27, 4 * 24 * 16, 4 * 24 * 16 - 1])
+def test_sums_of_gradients_are_held_if_they_fit(held, early, few_tiles, monkeypatch):
+    monkeypatch.setattr(engine, "held_bytes", lambda device: held)
+    v, w = trained()
+    found = torch.autograd.grad(siglip(v, w), (v, w))
+    assert bool(early) == (held >= 4 * 24 * 16)
+    exact = exact_leaves(v, w)
+    value = sigmoid_loss(Similarity(*exact, engine="dense"), 10.0, -3.0)
+    assert_close(found, torch.autograd.grad(value, exact), 1e-5, 1e-7)
+
+
+def test_without_training_no_gradient_is_found(early, few_tiles):
+    v, w = trained()
+    wanted = siglip(v.detach(), w.detach())
+    sim = Similarity(v, w, engine="triton")
+    with torch.no_grad():
+        torch.testing.assert_close(siglip(v, w), wanted)
+        torch.testing.assert_close(sigmoid_loss(sim, 10.0, -3.0), wanted)
+    assert not early
+
+
+def test_a_gradient_of_parameters_alone_is_found_later(early, few_tiles):
+    v, w = moved(*embeddings(12, 12, 16, dtype=torch.float32))
+    scale = torch.tensor(10.0, requires_grad=True, device=DEVICE)
+    siglip(v, w, scale).backward()
+    assert scale.grad is not None
+    assert not early
+
+
+def test_a_gradient_of_given_scores_is_found_later(early, few_tiles):
+    """It is a matrix."""
+    scores, _ = trained(d=12)
+    sigmoid_loss(Similarity.from_scores(scores, engine="triton"), 10.0, -3.0).backward()
+    assert scores.grad.any()
+    assert not early
+
+
+@pytest.mark.parametrize("name", [name for name in TOTALS if name not in EARLY])
+def test_other_totals_have_their_gradient_later(name, early, few_tiles):
+    v, w = embeddings(5, 5)
+    wanted = evaluate_total(TOTALS[name], v, w, (None, None), "reference")
+    found = of_triton(TOTALS[name], v, w, (None, None), torch.float32)
+    assert not early
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_side_without_training_has_no_sums(which, early, few_tiles):
+    given = trained()
+    given[which].requires_grad_(False)
+    siglip(*given).backward()
+    _, _, _, needs = early[0]
+    assert (needs.rows, needs.cols) == (which == 1, which == 0)
+    assert given[which].grad is None
+    assert given[1 - which].grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_a_total_may_be_differentiated_again(dtype, early, few_tiles):
+    v, w = trained(dtype=dtype)
+    value = siglip(v, w)
+    first = torch.autograd.grad(value, (v, w), retain_graph=True)
+    again = torch.autograd.grad(3 * value, (v, w), retain_graph=True)
+    torch.testing.assert_close([3 * x for x in first], [*again], rtol=1e-2, atol=1e-3)
+    assert len(early) == 1
+    with pytest.raises(RuntimeError, match=r"create_graph.*dense"):
+        torch.autograd.grad(value, v, create_graph=True)
+
+
+def test_a_total_has_its_gradient_in_checkpoints_and_with_hooks(early, few_tiles):
+    v, w = trained()
+    wanted = torch.autograd.grad(siglip(v, w), (v, w))
+    again = checkpoint(siglip, v, w, use_reentrant=False)
+    with saved_tensors_hooks(torch.clone, lambda copy: copy):
+        hooked = siglip(v, w)
+    for other in (again, hooked):
+        found = torch.autograd.grad(other, (v, w))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_parts_of_a_total_and_its_positives(early, few_tiles):
+    """The total and the positives' scores come from one node, which may get one gradient only."""
+
+    def found_by(engine_name, leaves):
+        sim = Similarity(*leaves, engine=engine_name)
+        total = sim.weighted_sum(terms.softplus, scale=4.0)
+        positives = sim.sum_of_positives(terms.square).sum()
+        by_total = torch.autograd.grad(total, leaves, retain_graph=True)
+        return [*by_total, *torch.autograd.grad(positives, leaves)]
+
+    leaves = trained()
+    found = found_by("triton", leaves)
+    assert len(early) == 1
+    assert_close(found, found_by("dense", exact_leaves(*leaves)), 1e-5, 1e-6)
+
+
+# Sums of anchors that alone are trained, as beside a memory; their scales and shifts are given.
+ONE_SIDED = {
+    "one scale": lambda anchors, q: anchors.logsumexp(5.0),
+    "scales of anchors": lambda anchors, q: anchors.logsumexp(q),
+    "shifts of anchors": lambda anchors, q: anchors.sum(terms.softplus, scale=3.0, shift=-q),
+    "over all": lambda anchors, q: anchors.sum(terms.square, scale=2.0, over="all"),
+    "limits": lambda anchors, q: anchors.logsumexp(q, below=0.8, above=-0.3),
+    "listed positives": lambda anchors, q: (
+        anchors.logsumexp(5.0) - anchors.mean_of_positives(terms.identity)
+    ),
+}
+
+
+# Others, whose gradients are found later.
+NOT_ONE_SIDED = {
+    "two terms": lambda anchors, q: anchors.std(),
+    "a learnt scale": lambda anchors, q: anchors.logsumexp(q.requires_grad_(), at_most=9.0),
+    "a learnt shift": lambda anchors, q: anchors.sum(terms.softplus, shift=q.requires_grad_()),
+    "both sides": lambda anchors, q: anchors.both.logsumexp(5.0),
+}
+
+
+def of_one_side(answer, side, vectors, ids, engine_name):
+    """Return sums and the gradient of the one side that is trained, found twice."""
+    given = [x.detach().clone() for x in vectors]
+    own = given[side].requires_grad_()
+    sim = Similarity(*given, *ids, engine=engine_name)
+    anchors = sim.T if side else sim
+    q = torch.linspace(2, 6, len(anchors), dtype=sim.dtype, device=own.device)
+    values = answer(anchors, q)
+    grad = torch.linspace(-1, 2, len(values), dtype=values.dtype, device=values.device)
+    torch.autograd.grad(values, own, 2 - grad, retain_graph=True)
+    return [values.detach(), *torch.autograd.grad(values, own, grad)]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "side", "fused"),
+    pairwise(name=ONE_SIDED, shape=SHAPES, side=[0, 1], fused=[True, False]),
+)
+def test_sums_along_with_their_gradient(
+    name, shape, side, fused, early, few_tiles, poisoned, monkeypatch
+):
+    monkeypatch.setattr(engine, "fused", lambda rows, cols: fused)
+    v, w, ids, _ = case(shape)
+    v[0] = 0
+    answer = ONE_SIDED[name]
+    wanted = of_one_side(answer, side, (v, w), ids, "dense")
+    found = of_one_side(answer, side, moved(v.float(), w.float()), moved(*ids), "triton")
+    assert len(early) == 1
+    assert_close(found[:1], wanted[:1])
+    assert_near(found[1:], wanted[1:], 3e-5, 2e-6)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", ["one scale", "scales of anchors"])
+def test_half_precision_sums_along_with_their_gradient(name, dtype, early, few_tiles, poisoned):
+    """Float16 has no room for exponentials of several anchors: their sums divide them first."""
+    ids = make_ids("random", 23, 41)
+    v, w = embeddings(23, 41, dtype=dtype)
+    wanted = of_one_side(ONE_SIDED[name], 0, (v.double(), w.double()), ids, "dense")
+    found = of_one_side(ONE_SIDED[name], 0, moved(v, w), moved(*ids), "triton")
+    assert len(early) == (dtype == torch.bfloat16)
+    assert_close(found[:1], wanted[:1])
+    assert_near(found[1:], wanted[1:], 2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("name", NOT_ONE_SIDED)
+def test_other_sums_have_their_gradient_later(name, early, few_tiles):
+    v, w = embeddings(9, 9)
+    answer = NOT_ONE_SIDED[name]
+    wanted = of_one_side(answer, 0, (v, w), (None, None), "dense")
+    found = of_one_side(answer, 0, moved(v.float(), w.float()), (None, None), "triton")
+    assert not early
+    assert_close(found, wanted, 1e-3, 1e-4)
+
+
+def test_sums_with_a_gradient_for_candidates_have_it_later(early, few_tiles):
+    v, w = trained()
+    Similarity(v, w.detach(), engine="triton").T.logsumexp(5.0).sum().backward()
+    Similarity(v, w, engine="triton").logsumexp(5.0).sum().backward()
+    assert not early
+    assert v.grad.any()
+    assert w.grad.any()
+
+
+def test_embeddings_that_change_before_backward_are_refused(early, few_tiles):
+    v, w = trained()
+    value = siglip(v, w)
+    with torch.no_grad():
+        w.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_a_total_of_no_pairs(early):
+    v = torch.zeros(0, 4, device=DEVICE, requires_grad=True)
+    w = torch.ones(3, 4, device=DEVICE, requires_grad=True)
+    scale = torch.ones(1, device=DEVICE, requires_grad=True)
+    inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
+    question = Question(Pairs((0, 3), (None, None), DEVICE), (0,), (terms.softplus,), scale=scale)
+    needs = tiled.Needs(True, True, False, False, scale=True)
+    with torch.no_grad():
+        value, sums = engine.sums_and_gradients(
+            question, inputs, torch.ones(1, device=DEVICE), needs
+        )
+        grad = torch.ones((), device=DEVICE)
+        found = engine.completed_gradients(question, inputs, sums, grad, needs, None)
+    assert value == 0
+    assert found.scale == 0
+    assert not found.cols.any()
+    assert found.rows.shape == (0, 4)
