@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.command_line import C, N, Page, pairs, run, scores
+from support.command_line import C, N, Page, pairs, refused, run, scores
 
 from itrloss import Similarity, tables
 from itrloss.comparison import (
@@ -45,6 +45,23 @@ def made(i2t: object, t2i: object) -> RetrievalResults:
         ids = torch.arange(len(of_queries))
         sides.append(QueryResults(ids, of_queries, torch.zeros_like(of_queries), len(ids)))
     return RetrievalResults(*sides)
+
+
+def perfect() -> RetrievalResults:
+    """Results of a model that finds every right candidate."""
+    return made([1] * 5, [1] * 5)
+
+
+def of_seed(seed: int, **options: int) -> RetrievalResults:
+    return retrieval_results(torch.from_numpy(scores(seed)), **options)
+
+
+def read_page(html: str) -> str:
+    """The text of a page whose elements are all closed."""
+    parser = Page()
+    parser.feed(html)
+    assert parser.open == []
+    return parser.text
 
 
 def chance(generator: np.random.Generator, n: int, difficulty: np.ndarray) -> RetrievalResults:
@@ -87,30 +104,30 @@ def test_one_of_several_equal_models_differs_in_at_most_a_twentieth_of_cases():
     assert corrected <= 0.1 * cases < 0.15 * cases < uncorrected
 
 
-def test_intervals_are_those_of_scipy():
+def shares_of_images(model: RetrievalResults) -> np.ndarray:
+    """The share of each image in the RSUM."""
+    hits = [side.hits(k).double() for side in model.ways.values() for k in (1, 5, 10)]
+    return 100 * torch.stack(hits).sum(0).numpy()
+
+
+def expect_scipys(found: tuple[float, float], values: np.ndarray) -> None:
+    """Check an interval of a mean by SciPy's bootstrap; both are random."""
     stats = pytest.importorskip("scipy.stats")
-    generator = np.random.default_rng(2)
-    n = 120
-    models = [chance(generator, n, generator.exponential(3, size=n)) for _ in range(2)]
-    # the share of each image in the RSUM of each model
-    shares = []
-    for model in models:
-        hits = [side.hits(k).double() for side in model.ways.values() for k in (1, 5, 10)]
-        shares.append(100 * torch.stack(hits).sum(0).numpy())
     options = {"method": "percentile", "n_resamples": 20_000, "vectorized": True}
+    wanted = stats.bootstrap((values,), np.mean, random_state=0, **options).confidence_interval
+    assert found == pytest.approx(tuple(wanted), abs=0.05 * (wanted.high - wanted.low))
 
-    def ends(values: np.ndarray) -> tuple[float, float]:
-        found = stats.bootstrap((values,), np.mean, random_state=0, **options)
-        return tuple(found.confidence_interval)
 
-    first, second = models
-    change = compare(first, second, samples=20_000)["rsum"]
-    wanted = ends(shares[0] - shares[1])
-    assert change.difference == pytest.approx(float((shares[0] - shares[1]).mean()))
-    assert (change.low, change.high) == pytest.approx(wanted, abs=0.05 * (wanted[1] - wanted[0]))
+def test_intervals_are_those_of_scipy():
+    generator = np.random.default_rng(2)
+    first = chance(generator, 120, generator.exponential(3, size=120))
+    second = chance(generator, 120, generator.exponential(3, size=120))
     alone = confidence_intervals(first, samples=20_000)["rsum"]
-    wanted = ends(shares[0])
-    assert alone == pytest.approx(wanted, abs=0.05 * (wanted[1] - wanted[0]))
+    expect_scipys(alone, shares_of_images(first))
+    differences = shares_of_images(first) - shares_of_images(second)
+    change = compare(first, second, samples=20_000)["rsum"]
+    assert change.difference == pytest.approx(float(differences.mean()))
+    expect_scipys((change.low, change.high), differences)
 
 
 def test_recalls_that_cancel_out_are_no_difference():
@@ -181,32 +198,33 @@ def plain_similarity(seed: int = 0) -> Similarity:
 
 
 def test_the_table_has_the_figures_of_the_library():
-    models = {
-        name: retrieval_results(torch.from_numpy(scores(seed)))
-        for seed, name in enumerate(("base", "a", "b"))
-    }
+    models = {"base": of_seed(0), "a": of_seed(1), "b": of_seed(2)}
     comparison = compare_models(models, transductive=["b"], samples=500)
     recalls, changes = comparison.table().grids
     wanted = compare_all(models, baseline="base", figures=TESTED, samples=500)
-    names = [f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10)]
+    least = 6 * 2 / 501
+
     assert [name for name, _ in recalls.rows] == ["base", "a", "b†"]
+    names = [f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10)]
     for (_, cells), (name, results) in zip(recalls.rows, models.items(), strict=True):
         metrics = results.metrics()
-        texts = [cell.text for cell in cells]
-        assert texts[:7] == [f"{metrics[x]:.1f}" for x in (*names, "rsum")]
-        if name == "base":
-            assert texts[7:] == ["", ""]
-        else:
-            assert texts[7:] == shown(wanted[name]["rsum"], 6 * 2 / 501)
+        texts = [f"{metrics[x]:.1f}" for x in (*names, "rsum")]
+        texts += ["", ""] if name == "base" else shown(wanted[name]["rsum"], least)
+        assert [cell.text for cell in cells] == texts
+
+    assert [name for name, _ in changes.rows] == ["a", "b†"]
+    for (_, cells), changed in zip(changes.rows, wanted.values(), strict=True):
+        texts = shown(changed["i2t_r1"], least) + shown(changed["t2i_r1"], least)
+        assert [cell.text for cell in cells] == texts
+
+
+def test_the_best_of_a_column_are_marked():
+    models = {"base": of_seed(0), "a": of_seed(1), "b": of_seed(2)}
+    recalls = compare_models(models, samples=20).table().grids[0]
     for i in range(7):
         column = [cells[i] for _, cells in recalls.rows]
         highest = max(float(cell.text) for cell in column)
         assert [cell.best for cell in column] == [float(cell.text) == highest for cell in column]
-    assert [name for name, _ in changes.rows] == ["a", "b†"]
-    for (_, cells), name in zip(changes.rows, ("a", "b"), strict=True):
-        i2t = shown(wanted[name]["i2t_r1"], 6 * 2 / 501)
-        t2i = shown(wanted[name]["t2i_r1"], 6 * 2 / 501)
-        assert [cell.text for cell in cells] == [*i2t, *t2i]
 
 
 def shown(change: Comparison, least: float) -> list[str]:
@@ -215,7 +233,7 @@ def shown(change: Comparison, least: float) -> list[str]:
 
 
 def test_the_notes_say_what_was_corrected_over_what():
-    same = made(torch.ones(5, dtype=torch.long), torch.ones(5, dtype=torch.long))
+    same = perfect()
     found = compare_models({"a": same, "b": same, "c": same}, samples=50).table()
     assert "Holm's method over the 6 tests" in found.notes[0] and "(50 samples)" in found.notes[0]
     assert len(found.notes) == 1  # no dagger, no warning
@@ -248,7 +266,7 @@ def test_small_falls_are_not_printed_as_zero():
         "t2i_r1": Comparison(0.0, -1, 1, 1.0),
         "rsum": Comparison(0.02, -1, 1, 1.0),
     }
-    same = made(torch.ones(5, dtype=torch.long), torch.ones(5, dtype=torch.long))
+    same = perfect()
     found = tables.comparison_table([Row("a", same), Row("b", same, changes)], samples=9)
     assert found.notes[-1].endswith("falls by 0.004, though RSUM rises by 0.02.")
 
@@ -296,8 +314,7 @@ def test_all_calibrated_methods_print_their_scales(tmp_path: Path, capsys):
     found = compare_rerankers(plain_similarity(), ("fast",), banks, plain_similarity(1), samples=9)
     chosen = {entry.label: entry.reranker for entry in found.entries if entry.name == CALIBRATED}
     assert list(chosen) == ["fast, calibrated", "fast, calibrated, bank"]
-    html = Page()
-    html.feed(report.read_text(encoding="utf-8"))
+    text = read_page(report.read_text(encoding="utf-8"))
     out = " ".join(capsys.readouterr().out.split())
     for name, method in chosen.items():
         scales = "γ1 = {:g}, γ2 = {:g} (image→text); λ1 = {:g}, λ2 = {:g} (text→image)".format(
@@ -305,7 +322,7 @@ def test_all_calibrated_methods_print_their_scales(tmp_path: Path, capsys):
         )
         assert f"Scales of {name}: {scales}, chosen on held-out pairs." in out
         title = name.replace("fast", "Fast Re-ranking")
-        assert f"Scales of {title}: {scales}, chosen" in html.text
+        assert f"Scales of {title}: {scales}, chosen" in text
         in_latex = scales
         for letter, command in (("γ", "\\gamma"), ("λ", "\\lambda"), ("→", "\\to")):
             in_latex = in_latex.replace(letter, rf"\ensuremath{{{command}}}")
@@ -339,16 +356,12 @@ def test_columns_stand_under_their_heads(rows, heads):
 
 
 def test_heads_of_groups_stand_over_their_columns():
-    models = {"a": retrieval_results(torch.from_numpy(scores())), "b": chance_like()}
+    models = {"a": of_seed(0), "b": of_seed(1)}
     out = tables.text(compare_models(models, samples=20).table()).split("\n")
     ways, heads = out[:2]
     ends = [match.end() for match in re.finditer(r"R@10", heads)]
     assert [ways.index(way) + len(way) for way in ARROWS] == ends
     assert max(map(len, out)) <= 100 and all(line == line.rstrip() for line in out)
-
-
-def chance_like() -> RetrievalResults:
-    return retrieval_results(torch.from_numpy(scores(1)))
 
 
 # --- LaTeX ----------------------------------------------------------------------------------------
@@ -433,14 +446,14 @@ def test_the_latex_table_is_that_of_the_text():
 @given(st.lists(st.text(min_size=1), min_size=2, max_size=3, unique=True))
 @settings(deadline=None, max_examples=60)
 def test_any_name_is_plain_text_in_latex(names):
-    same = made(torch.ones(5, dtype=torch.long), torch.ones(5, dtype=torch.long))
+    same = perfect()
     found = compare_models({name: same for name in names}, transductive=names[:1], samples=5)
     recalls, _ = read_latex(tables.latex(found.table()))
     assert len(recalls) == 2 + len(names)
 
 
 def test_letters_that_are_commands_are_escaped():
-    same = made(torch.ones(5, dtype=torch.long), torch.ones(5, dtype=torch.long))
+    same = perfect()
     name = "a_1 & 50% #2 {x} $y$ \\z ~^ [*]"
     found = tables.latex(compare_models({name: same, "[b": same}, samples=5).table())
     recalls, _ = read_latex(found)
@@ -457,19 +470,15 @@ def test_the_report_has_the_same_table():
     sim = plain_similarity()
     found = compare_rerankers(sim, ("fast", "csls"), validation=plain_similarity(1), samples=200)
     names = [[str(i) for i in range(size)] for size in sim.shape]
-    html = Page()
-    html.feed(page(found, found.entries[1], "title", names))
-    assert html.open == []
-    expect(html.text, found.table(timed=True))
+    expect(read_page(page(found, found.entries[1], "title", names)), found.table(timed=True))
 
 
 def test_models_have_a_report_of_their_own():
-    models = {"<a>": retrieval_results(torch.from_numpy(scores())), "b & c": chance_like()}
+    models = {"<a>": of_seed(0), "b & c": of_seed(1)}
     found = compare_models(models, transductive=["b & c"], samples=200)
-    html = Page()
-    html.feed(models_page(found, "title", "about"))
-    assert html.open == [] and "Change of the RSUM by each model" in html.text
-    expect(html.text, found.table())
+    text = read_page(models_page(found, "title", "about"))
+    assert "Change of the RSUM by each model" in text
+    expect(text, found.table())
 
 
 def expect(text: str, table: Table) -> None:
@@ -507,18 +516,13 @@ def test_the_command_compares_models(models, tmp_path, capsys):
     options = ("--latex", latex, "--report", report, "--metrics", metrics, "--samples", 300)
     assert run("compare", *models, *options, "--transductive", "run_2/sims") == 0
     out = capsys.readouterr().out
-    results = {
-        name: retrieval_results(torch.from_numpy(scores(seed)))
-        for seed, name in enumerate(("run_1/sims", "run_2/sims", "other"))
-    }
+    results = {"run_1/sims": of_seed(0), "run_2/sims": of_seed(1), "other": of_seed(2)}
     comparison = compare_models(results, transductive=["run_2/sims"], samples=300)
     assert out.startswith(f"{N} images, {N * C} texts (5 an image, one behind the other)\n")
     assert tables.text(comparison.table()) in out and "run_2/sims†" in out
     assert f"written: {metrics}, {latex}, {report}" in out
     assert latex.read_text(encoding="utf-8") == tables.latex(comparison.table())
-    html = Page()
-    html.feed(report.read_text(encoding="utf-8"))
-    expect(html.text, comparison.table())
+    expect(read_page(report.read_text(encoding="utf-8")), comparison.table())
     rows = metrics.read_text().splitlines()
     assert [row.partition(",")[0] for row in rows] == ["method", *results]
     assert float(rows[2].rpartition(",")[2]) == results["run_2/sims"].metrics()["rsum"]
@@ -532,10 +536,7 @@ def test_models_are_compared_with_names_ids_and_other_k(models, tmp_path, capsys
     assert run("compare", *models, *ids, *options) == 0
     out = capsys.readouterr().out
     assert "by the ids given" in out and "in 3 parts" in out
-    results = {
-        name: retrieval_results(torch.from_numpy(scores(seed)), folds=3)
-        for seed, name in enumerate(("base", "a", "b"))
-    }
+    results = {name: of_seed(seed, folds=3) for seed, name in enumerate(("base", "a", "b"))}
     assert tables.text(compare_models(results, samples=20).table((2, 3))) in out
     for path in models:
         np.save(path, np.load(path).T)
@@ -545,57 +546,79 @@ def test_models_are_compared_with_names_ids_and_other_k(models, tmp_path, capsys
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_re_ranked_scores_are_compared_in_both_directions(transposed, tmp_path, capsys):
-    base, bank = tmp_path / "base.npy", tmp_path / "bank.npy"
+    image_bank = np.random.default_rng(0).random((30, N * C))
+    text_bank = np.random.default_rng(1).random((N, 40))
+    for name, x in (("base", scores()), ("images", image_bank), ("texts", text_bank)):
+        np.save(tmp_path / f"{name}.npy", x.T if transposed else x)
+    of_images = ["--bank-images", tmp_path / "images.npy"]
+    of_texts = ["--bank-texts", tmp_path / "texts.npy"]
+    options = {
+        "plain": ["--write", "no re-ranking"],
+        "alone": [],
+        "bank": [*of_images, *of_texts],
+        "half": of_images,
+    }
+    base = tmp_path / "base.npy"
     transpose = ["--transpose"] * transposed
-    fitted = np.random.default_rng(0).random((30, N * C)), np.random.default_rng(1).random((N, 40))
-    np.save(base, scores().T if transposed else scores())
-    banks = []
-    for side, x in zip(("images", "texts"), fitted, strict=True):
-        np.save(tmp_path / f"{side}.npy", x.T if transposed else x)
-        banks += [f"--bank-{side}", tmp_path / f"{side}.npy"]
-    plain, alone, bank, half = (tmp_path / f"{x}.npz" for x in ("plain", "alone", "bank", "half"))
-    for out, options in (
-        (plain, ["--write", "no re-ranking"]),
-        (alone, []),
-        (bank, banks),
-        (half, banks[:2]),
-    ):
-        command = ["rerank", base, *transpose, "--methods", "csls", "--out", out]
-        assert run(*command, *options, "--samples", 9) == 0
+    for name, banks in options.items():
+        command = ["rerank", base, *transpose, "--methods", "csls", "--samples", 9]
+        assert run(*command, *banks, "--out", tmp_path / f"{name}.npz") == 0
     capsys.readouterr()
-    assert run("compare", base, plain, alone, bank, half, *transpose, "--samples", 40) == 0
-    given_, plain_texts = torch.from_numpy(scores()), retrieval_results(torch.from_numpy(scores()))
-    image_bank, text_bank = map(torch.from_numpy, fitted)
-    results = {"base": plain_texts, "plain": plain_texts}
-    for name, method in {
-        "alone": CSLS(),
-        "bank": CSLS().fit(image_bank, text_bank),
-        "half": CSLS().fit(image_bank),
-    }.items():
-        results[name] = retrieval_results(given_, reranker=method)
+    files = [tmp_path / f"{name}.npz" for name in options]
+    assert run("compare", base, *files, *transpose, "--samples", 40) == 0
+
+    plain = torch.from_numpy(scores())
+    images = torch.from_numpy(image_bank)
+    texts = torch.from_numpy(text_bank)
+    results = {
+        "base": retrieval_results(plain),
+        "plain": retrieval_results(plain),
+        "alone": retrieval_results(plain, reranker=CSLS()),
+        "bank": retrieval_results(plain, reranker=CSLS().fit(images, texts)),
+        "half": retrieval_results(plain, reranker=CSLS().fit(images)),
+    }
     wanted = compare_models(results, transductive=["alone", "half"], samples=40).table()
     assert tables.text(wanted) in capsys.readouterr().out
 
 
-def test_broken_re_ranked_scores_are_named(models, tmp_path, capsys):
-    path = tmp_path / "r.npz"
-    right = {"i2t": scores(), "t2i": scores(), "transductive": np.array([True, True])}
-    for wrong, said in (
-        ({"t2i": np.where(scores() > 0.5, np.nan, scores())}, f"{path}: expected finite"),
+RE_RANKED = {"i2t": scores(), "t2i": scores(), "transductive": np.array([True, True])}
+
+
+def save_npz(path: Path, arrays: dict) -> None:
+    np.savez(path, **arrays)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"t2i": np.where(scores() > 0.5, np.nan, scores())}, "r.npz: expected finite"),
         ({"t2i": scores()[:5]}, "scores[1]: expected shape (12, 60), got (5, 60)"),
-        ({"i2t": scores()[:5, :25], "t2i": scores()[:5, :25]}, "expected shape (12, 60) like"),
-        ({"transductive": np.array([None])}, f"{path}: not a readable .npz file"),
-    ):
-        np.savez(path, **{**right, **wrong})
-        assert run("compare", models[0], path, "--samples", 9) == 2
-        err = capsys.readouterr().err
-        assert said in err and err.count("\n") == 1, err
+        (
+            {"i2t": scores()[:5, :25], "t2i": scores()[:5, :25]},
+            "expected shape (12, 60) like",
+        ),
+        ({"transductive": np.array([None])}, "r.npz: not a readable .npz file"),
+    ],
+)
+def test_broken_re_ranked_scores_are_named(changed, message, models, tmp_path, capsys):
+    path = tmp_path / "r.npz"
+    save_npz(path, RE_RANKED | changed)
+    assert message in refused(capsys, "compare", models[0], path, "--samples", 9)
+
+
+def test_a_damaged_archive_of_re_ranked_scores_is_named(models, tmp_path, capsys):
+    path = tmp_path / "r.npz"
     path.write_bytes(b"PK")
-    assert run("compare", models[0], path) == 2
-    assert f"{path}: not a readable .npz file" in capsys.readouterr().err
+    said = refused(capsys, "compare", models[0], path)
+    assert f"{path}: not a readable .npz file" in said
+
+
+def test_re_ranked_scores_are_told_from_others(models, tmp_path):
+    path = tmp_path / "r.npz"
     np.savez(path, scores())
-    assert read_reranked(path) is None and read_reranked(models[0]) is None
-    np.savez(path, **right)
+    assert read_reranked(path) is None
+    assert read_reranked(models[0]) is None
+    save_npz(path, RE_RANKED)
     assert read_reranked(path) is not None
 
 
@@ -605,33 +628,36 @@ def test_a_key_chooses_one_direction_of_re_ranked_scores(tmp_path, capsys):
         np.savez(tmp_path / f"{name}.npz", i2t=scores(), t2i=scores(1), transductive=flags)
     files = [tmp_path / "a.npz", tmp_path / "b.npz"]
     assert run("compare", *files, "--key", "i2t", "--samples", 9) == 0
-    same = retrieval_results(torch.from_numpy(scores()))
+    same = of_seed(0)
     wanted = compare_models({"a": same, "b": same}, samples=9).table()
     assert tables.text(wanted) in capsys.readouterr().out
 
 
-def test_what_the_command_refuses(models, tmp_path, capsys):
-    small = tmp_path / "small.npy"
-    np.save(small, scores()[:6, :30])
-    a, b, _ = models
-    for given_, said in (
-        ((a,), f"{a}: expected at least two files to compare, got one"),
-        ((a, b, "--names", "x"), "--names: expected one for each of the 2 files, got 1"),
-        ((a, b, "--names", "x", "x"), "--names: expected different names, got x more than once"),
-        ((a, b, "--names", "x", "y\n"), "--names: expected printable names, got 'y\\n'"),
-        ((a, b, "--names", "x", " "), "--names: expected printable names, got ' '"),
-        ((a, a), "--names: expected different names"),
-        ((a, b, "--transductive", "c"), "--transductive: expected"),
-        ((a, small), f"{small}: expected shape (12, 60) like {a}, got (6, 30)"),
-        ((a, b, "--samples", 0), "--samples: expected at least 1, got 0"),
-        ((a, b, "--latex", a), "expected a file of its own"),
-        ((a, b, "--key", "x", "--key", "y"), "--key: expected at most 1"),
-        ((a, b, "--folds", 5), "--folds: expected a divisor of the 12 images"),
-        ((a, tmp_path / "none.npy"), "none.npy"),
-    ):
-        assert run("compare", *given_) == 2, given_
-        err = capsys.readouterr().err
-        assert said in err and err.count("\n") == 1, err
+A, B = "run_1/sims.npy", "run_2/sims.npy"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((A,), f"{A}: expected at least two files to compare, got one"),
+        ((A, B, "--names", "x"), "--names: expected one for each of the 2 files, got 1"),
+        ((A, B, "--names", "x", "x"), "--names: expected different names, got x more than once"),
+        ((A, B, "--names", "x", "y\n"), "--names: expected printable names, got 'y\\n'"),
+        ((A, B, "--names", "x", " "), "--names: expected printable names, got ' '"),
+        ((A, A), "--names: expected different names"),
+        ((A, B, "--transductive", "c"), "--transductive: expected"),
+        ((A, "small.npy"), f"small.npy: expected shape (12, 60) like {A}, got (6, 30)"),
+        ((A, B, "--samples", 0), "--samples: expected at least 1, got 0"),
+        ((A, B, "--latex", A), "expected a file of its own"),
+        ((A, B, "--key", "x", "--key", "y"), "--key: expected at most 1"),
+        ((A, B, "--folds", 5), "--folds: expected a divisor of the 12 images"),
+        ((A, "none.npy"), "none.npy"),
+    ],
+)
+def test_a_bad_argument_is_named(arguments, message, models, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.save("small.npy", scores()[:6, :30])
+    assert message in refused(capsys, "compare", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -643,6 +669,5 @@ def test_what_the_command_refuses(models, tmp_path, capsys):
     ],
 )
 def test_the_library_refuses_the_same(results, options, message):
-    same = made(torch.ones(5, dtype=torch.long), torch.ones(5, dtype=torch.long))
     with pytest.raises(ValueError, match=message):
-        compare_models({name: same for name in results}, **options)
+        compare_models({name: perfect() for name in results}, **options)
