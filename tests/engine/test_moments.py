@@ -182,7 +182,13 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if case == "many candidates" else [])
+        for case in HOSTILE
+    ],
+)
 def test_as_precise_as_a_pass_over_the_scores(case, monkeypatch):
     rows, cols, ids = hostile(case)
     exact = Reference.of(rows, cols, ids).mean_std()

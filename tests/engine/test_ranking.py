@@ -47,6 +47,12 @@ def test_hardest_negative_of_long_rows_and_columns_is_found(shape, seed):
         assert torch.equal(named[indices >= 0], best[indices >= 0])
 
 
+def test_of_equal_negatives_in_several_tiles_the_first_is_the_hardest(small_tiles):
+    sim = Similarity.from_scores(torch.ones(6, 14), *make_ids("disjoint", 6, 14), engine="tiled")
+    assert sim.hardest_negatives().indices.tolist() == [0] * 6
+    assert sim.T.hardest_negatives().indices.tolist() == [0] * 14
+
+
 # --------------------------------------------------------------------------------- best candidates
 
 TILES = [(2**20, 2048), (90 * 70, 70), (90 * 150, 150)]

@@ -146,7 +146,13 @@ def about_triton(warned):
     return [w for w in warned if "Triton engine" in str(w.message)]
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "many shifts" else [])
+        for name in FORMS
+    ],
+)
 def test_the_very_form_is_tried(name, examples, recwarn, monkeypatch):
     """What the engine is asked for in the trial is of the form, and the answers agree."""
     wanted = ASKED_FORM._replace(**FORMS[name])
