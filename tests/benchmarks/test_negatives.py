@@ -123,67 +123,94 @@ def test_negatives_are_drawn_from_those_that_exist():
     assert set(found[:, 1].tolist()) == {7} and set(found[:, 2].tolist()) == {-1}
 
 
-def test_mined_candidates(data):
-    split, model, ids = data
-    own = torch.arange(60)
-    v, w = (F.normalize(x) for x in model(*split))
-    scores = v @ w.T
-    hard = negatives.mined(model, split, ids, own, Options(negatives=3))
-    for picture in (0, 17, 59):
-        others = scores[picture].masked_fill(ids == picture, -torch.inf)
-        torch.testing.assert_close(scores[picture, hard.captions[picture]], others.topk(3).values)
+PICTURES = torch.arange(60)
 
-    of_pictures = scores.gather(1, 5 * own[:, None] + torch.arange(5)).mean(1)
-    hard = negatives.mined(model, split, ids, own, Options(negatives=3, below=0.5))
+
+def scores_of(data):
+    """Scores of all pictures and captions, and of each caption with its own picture."""
+    split, model, ids = data
+    v, w = model(*split)
+    scores = F.normalize(v) @ F.normalize(w).T
+    return scores, scores[ids, torch.arange(300)]
+
+
+def mined(data, groups=PICTURES, **options):
+    split, model, ids = data
+    return negatives.mined(model, split, ids, groups, Options(negatives=3, **options))
+
+
+@pytest.mark.parametrize("picture", [0, 17, 59])
+def test_the_hardest_captions_are_mined(picture, data):
+    ids = data[2]
+    scores, _ = scores_of(data)
+    others = scores[picture].masked_fill(ids == picture, -torch.inf)
+    found = scores[picture, mined(data).captions[picture]]
+    torch.testing.assert_close(found, others.topk(3).values)
+
+
+def test_mined_candidates_lie_below_a_share_of_their_own_score(data):
+    scores, of_captions = scores_of(data)
+    of_pictures = of_captions.view(60, 5).mean(1)
+    hard = mined(data, below=0.5)
     for picture in range(60):
         found = hard.captions[picture]
         assert (scores[picture, found[found >= 0]] < 0.5 * of_pictures[picture]).all()
-    own_scores = scores[ids, torch.arange(300)]
     for caption in range(300):
         found = hard.pictures[caption]
-        assert (scores[found[found >= 0], caption] < 0.5 * own_scores[caption]).all()
+        assert (scores[found[found >= 0], caption] < 0.5 * of_captions[caption]).all()
 
-    groups = own // 30  # one half of the pictures has its negatives in the other
-    hard = negatives.mined(model, split, ids, groups, Options(negatives=3))
+
+def test_mined_candidates_are_of_other_groups(data):
+    ids = data[2]
+    groups = PICTURES // 30  # one half of the pictures has its negatives in the other
+    hard = mined(data, groups)
     assert (groups[hard.pictures] != groups[ids][:, None]).all()
     assert (groups[ids[hard.captions]] != groups[:, None]).all()
 
 
-def test_differences_and_their_intervals():
-    torch.manual_seed(0)
+@pytest.fixture(scope="module")
+def runs():
+    """Three runs of a good model, and three of a worse one."""
+    generator = torch.Generator().manual_seed(0)
     ids = torch.arange(50), torch.arange(250) // 5
+    results = []
+    for spread in (0.8, 0.8, 0.8, 1.2, 1.2, 1.2):
+        v = torch.randn(50, 8, generator=generator)
+        w = v[ids[1]] + spread * torch.randn(250, 8, generator=generator)
+        results.append(itrloss.metrics.retrieval_results(itrloss.Similarity(v, w, *ids)))
+    return results[:3], results[3:]
 
-    def of(spread):
-        v = torch.randn(50, 8)
-        return itrloss.metrics.retrieval_results(
-            itrloss.Similarity(v, v[ids[1]] + spread * torch.randn(250, 8), *ids)
-        )
 
-    runs = [of(0.8) for _ in range(3)]
-    others = [of(1.2) for _ in range(3)]
-    every = negatives.joined(runs).metrics()
-    for key in ("rsum", "i2t_r1", "t2i_r10"):
-        mean = sum(run.metrics()[key] for run in runs) / 3
-        assert every[key] == pytest.approx(mean)
-    found = negatives.difference(runs, others)
-    pairs = zip(runs, others, strict=True)
-    each = [a.metrics()["rsum"] - b.metrics()["rsum"] for a, b in pairs]
-    from scipy import stats
+@pytest.mark.parametrize("figure", ["rsum", "i2t_r1", "t2i_r10"])
+def test_figures_of_joined_runs_are_their_means(figure, runs):
+    found = negatives.joined(runs[0]).metrics()[figure]
+    assert found == pytest.approx(sum(run.metrics()[figure] for run in runs[0]) / 3)
 
+
+def test_a_difference_and_its_interval_over_seeds_are_scipys(runs):
+    stats = pytest.importorskip("scipy.stats")
+    each = []
+    for a, b in zip(*runs, strict=True):
+        each.append(a.metrics()["rsum"] - b.metrics()["rsum"])
     low, high = stats.ttest_1samp(each, 0).confidence_interval(0.95)
+    found = negatives.difference(*runs)
     assert found["difference"] == [pytest.approx(sum(each) / 3, abs=0.006)]
     assert found["seeds"] == [pytest.approx(low, abs=0.01), pytest.approx(high, abs=0.01)]
+
+
+def test_a_difference_lies_in_its_interval_over_pictures(runs):
+    found = negatives.difference(*runs)
     low, high = found["pictures"]
     assert low < found["difference"][0] < high
-    assert negatives.difference(runs, runs)["pictures"] == [0.0, 0.0]
+    assert negatives.difference(runs[0], runs[0])["pictures"] == [0.0, 0.0]
 
 
-def test_the_tables_of_the_docs_are_the_results():
+@pytest.mark.parametrize(
+    "table", [negatives.table, negatives.further_table, negatives.search_table]
+)
+def test_a_table_of_the_docs_has_the_results(table):
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
     text = (ROOT / "docs" / "embedders.rst").read_text(encoding="utf-8")
-    for lines in (
-        negatives.table(rows),
-        negatives.further_table(rows),
-        negatives.search_table(rows),
-    ):
-        assert lines and "\n".join("   " + line for line in lines) in text
+    lines = table(rows)
+    assert lines
+    assert "\n".join("   " + line for line in lines) in text

@@ -5,6 +5,7 @@ papers' formulas.
 import json
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -24,12 +25,13 @@ def test_runs_are_written_and_not_repeated(photographs, monkeypatch, capsys):
     monkeypatch.setattr(noise, "LOSSES", losses)
     noise.main(arguments)
     rows = json.loads(out.read_text())["rows"]
-    assert rows[:2] == first["rows"] and [row["loss"] for row in rows[2:]] == [
-        name for name in losses if name not in ("InfoNCE", "GCE")
-    ]
+    assert rows[:2] == first["rows"]
+    others = [name for name in losses if name not in ("InfoNCE", "GCE")]
+    assert [row["loss"] for row in rows[2:]] == others
     chance = 100 * 2 * (1 + 5 + 10) / 20
     for row in rows:
-        assert len(row["rsum"]) == 3 and row["best"] >= row["last"] > 1.5 * chance, row
+        assert len(row["rsum"]) == 3
+        assert row["best"] >= row["last"] > 1.5 * chance, row
     assert "InfoNCE, filtered" in capsys.readouterr().out
 
 
@@ -37,24 +39,32 @@ def test_a_share_of_the_captions_swap_their_pictures():
     ids = torch.arange(1000) // 5
     assert torch.equal(noise.swapped(ids, 0.0, 1), ids)
     found = noise.swapped(ids, 0.4, 1)
-    assert 380 < int((found != ids).sum()) <= 400 and torch.equal(found.sort().values, ids)
-    assert torch.equal(found, noise.swapped(ids, 0.4, 1)) and not torch.equal(
-        found, noise.swapped(ids, 0.4, 2)
-    )
+    assert 380 < int((found != ids).sum()) <= 400
+    assert torch.equal(found.sort().values, ids)
+    assert torch.equal(found, noise.swapped(ids, 0.4, 1))
+    assert not torch.equal(found, noise.swapped(ids, 0.4, 2))
 
 
-def test_losses_are_the_formulas():
-    torch.manual_seed(0)
-    images, texts = (F.normalize(torch.randn(6, 8, dtype=torch.float64)) for _ in range(2))
-    scores, diagonal = images @ texts.T, torch.arange(6)
+@pytest.fixture
+def unit():
+    """Unit vectors of six images and of their texts."""
+    x = torch.randn(2, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return F.normalize(x, dim=2)
+
+
+def test_generalized_cross_entropy_is_the_formula(unit):
+    images, texts = unit
     rows, _ = noise.GeneralizedCrossEntropyLoss(0.2, 0.3, reduction="none")(images, texts)
-    p = (scores / 0.2).softmax(1).diagonal()
+    p = (images @ texts.T / 0.2).softmax(1).diagonal()
     torch.testing.assert_close(rows, (1 - p**0.3) / 0.3, rtol=1e-9, atol=1e-9)
 
+
+def test_filtered_infonce_leaves_out_better_candidates(unit):
+    images, texts = unit
     rows, _ = noise.FilteredInfoNCELoss(0.1, 0.1, reduction="none")(images, texts)
+    scores = images @ texts.T
     left_out = scores > scores.diagonal()[:, None] + 0.1
     assert left_out.any()
     logits = (scores / 0.1).masked_fill(left_out, -math.inf)
-    torch.testing.assert_close(
-        rows, F.cross_entropy(logits, diagonal, reduction="none"), rtol=1e-9, atol=1e-9
-    )
+    wanted = F.cross_entropy(logits, torch.arange(6), reduction="none")
+    torch.testing.assert_close(rows, wanted, rtol=1e-9, atol=1e-9)
