@@ -80,29 +80,28 @@ SPREADS = {
 def test_two_stages_keep_every_order(name):
     first, second, weight = SPREADS[name]
     method = TwoStageReranker(lambda i, t: second[i, t], k=K, weight=weight)
-    reranked = method.rerank(first)
+    i2t = in_two_stages(first, second, weight, K)
+    t2i = in_two_stages(first.T, second.T, weight, K)
     best = method.topk(first, M)
-    sides = (
-        (first, second, reranked.i2t, best.i2t),
-        (first.T, second.T, reranked.t2i.T, best.t2i),
-    )
-    for scores, scored, found, top in sides:
-        wanted = in_two_stages(scores, scored, weight, K)
-        assert torch.equal(found.argsort(dim=1, descending=True), wanted)
-        assert torch.equal(top.indices, wanted)
-        assert found.isfinite().all()
+    assert torch.equal(best.i2t.indices, i2t)
+    assert torch.equal(best.t2i.indices, t2i)
+    found = method.rerank(first)
+    assert torch.equal(found.i2t.argsort(dim=1, descending=True), i2t)
+    assert torch.equal(found.t2i.T.argsort(dim=1, descending=True), t2i)
+    assert found.i2t.isfinite().all()
+    assert found.t2i.isfinite().all()
 
 
-def test_two_stages_leave_equal_scores_equal():
+@pytest.mark.parametrize(
+    ("ties", "ranks"), [("pessimistic", [2, 2, 3, 4]), ("optimistic", [1, 1, 3, 4])]
+)
+def test_two_stages_leave_equal_scores_equal(ties, ranks):
     second = torch.tensor([[1e-9, 1e-9, 0.0, -1e9]])
     first = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
     scores = first.repeat(4, 1)
     method = TwoStageReranker(lambda i, t: second[0, t], k=4, weight=0.0)
-    worst, best = (
-        retrieval_results(scores, reranker=method, ties=ties).i2t.best.tolist()
-        for ties in ("pessimistic", "optimistic")
-    )
-    assert (worst, best) == ([2, 2, 3, 4], [1, 1, 3, 4])
+    found = retrieval_results(scores, reranker=method, ties=ties)
+    assert found.i2t.best.tolist() == ranks
 
 
 @pytest.mark.parametrize("k", [M, 400])
@@ -118,15 +117,13 @@ def test_multivariate_re_ranking_keeps_the_order_of_far_candidates(k):
     assert method.topk(scores, k).i2t.indices.tolist() == wanted.tolist()
 
 
-def test_a_second_scorer_ranks_as_its_scores_would_alone():
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+def test_a_second_scorer_ranks_as_its_scores_would_alone(engine):
     second = with_one_at(-1e9)
     ids = torch.arange(N), torch.arange(M) // 2
     method = TwoStageReranker(lambda i, t: second[i, t], k=M, weight=0.0)
-    for engine in ("dense", "tiled"):
-        generator = torch.Generator().manual_seed(0)
-        vectors = torch.randn(N, 8, generator=generator), torch.randn(M, 8, generator=generator)
-        sim = Similarity(*vectors, *ids, engine=engine)
-        assert retrieval_metrics(sim, reranker=method) == retrieval_metrics(second, *ids)
+    sim = Similarity(sample(N, 8), sample(M, 8, seed=1), *ids, engine=engine)
+    assert retrieval_metrics(sim, reranker=method) == retrieval_metrics(second, *ids)
 
 
 # --- scores of any scale --------------------------------------------------------------------------
@@ -351,27 +348,30 @@ def test_surroundings_do_not_change_rankings(name, given, surroundings):
         assert torch.equal(one, other)
 
 
-def test_a_half_matrix_is_never_converted_whole(monkeypatch):
+class Converted(TorchDispatchMode):
+    """The sizes of what is converted from half to single precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        is_half = args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.half
+        if is_half and isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.sizes.append(result.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "qb-norm"])
+def test_a_half_matrix_is_never_converted_whole(name, monkeypatch):
     scores = (100 * cosines(n=40, m=40)).half()
-    converted = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            is_half = args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.half
-            if is_half and isinstance(result, torch.Tensor) and result.dtype == torch.float32:
-                converted.append(result.numel())
-            return result
-
     monkeypatch.setattr(Similarity.blocks, "__defaults__", (400,))
     monkeypatch.setattr("itrloss.rerank.base._AT_ONCE", 400)
     monkeypatch.setattr("itrloss.engine.matrix.CONVERTED_AT_ONCE", 400)
     monkeypatch.setattr("itrloss.engine.inputs.TILE", {"cpu": (400, 10)})
-    for module in ("direction", "normalization"):
-        monkeypatch.setattr(f"itrloss.rerank.{module}.AT_ONCE", 400)
-    for name, method in EVERY.items():
-        if name != "qb-norm":
-            with Watch():
-                retrieval_metrics(scores, reranker=method)
-            assert converted and max(converted) <= 400, name
-            converted.clear()
+    monkeypatch.setattr("itrloss.rerank.direction.AT_ONCE", 400)
+    monkeypatch.setattr("itrloss.rerank.normalization.AT_ONCE", 400)
+    with Converted() as converted:
+        retrieval_metrics(scores, reranker=EVERY[name])
+    assert 0 < max(converted.sizes) <= 400
