@@ -36,10 +36,12 @@ SCALES = ("--i2t", 60, 25, "--t2i", 60, 20)
 CHOSEN = rerank.FastReranker((60, 25), (60, 20))
 
 
-@pytest.fixture
-def text(saved: Path, tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
     """The text of the report of two methods."""
-    report, names = tmp_path / "report.html", tmp_path / "captions.txt"
+    folder = tmp_path_factory.mktemp("report")
+    saved, report, names = folder / "sims.npy", folder / "report.html", folder / "captions.txt"
+    np.save(saved, scores())
     names.write_text("\n".join(f"caption <b{i}> & co" for i in range(N * C)), encoding="utf-8")
     options = ("--methods", "fast", "sinkhorn", *SCALES, "--text-names", names)
     assert run("rerank", saved, *options, "--report", report) == 0
