@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import warnings
 import weakref
 from collections import UserDict
 from collections.abc import Iterator
@@ -952,6 +953,34 @@ def test_processes_average_the_gradient_of_a_scale_in_the_encoder(tmp_path):
         assert sum(x is None for x in mean) == 1
         assert_same(found, mean)
         assert_same(others_found, mean)
+
+
+def warnings_of_encoders(rank: int) -> list[list[str]]:
+    """What is said of encoders whose gradients are exchanged, and of some whose are not."""
+    model = Scaled()
+    wrapped = DistributedDataParallel(model)
+    frozen, another = tower(5).requires_grad_(False), tower(5)
+    unused = DistributedDataParallel(tower(5))
+    images = list(sample(2, 6, 5, seed=rank, dtype=torch.float64))
+    said = []
+    for encoders in (
+        [wrapped, wrapped],
+        [frozen, wrapped],
+        [wrapped, another.forward],
+        [unused.module, unused.module],
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            grad_cache_step(model.loss, encoders, images, 4)
+        said.append([str(x.message).partition(",")[0] for x in caught])
+    return said
+
+
+@pytest.mark.slow
+def test_a_warning_says_that_processes_do_not_exchange_gradients(tmp_path):
+    message = "processes do not exchange the gradients of this encoder"
+    expected = [[], [], [f"encoders[1]: {message}"], [f"encoders[0]: {message}"]]
+    assert both(warnings_of_encoders, tmp_path) == [expected, expected]
 
 
 def towers_with_buffers() -> list[nn.Module]:

@@ -21,10 +21,16 @@ from torch.utils._pytree import (
 )
 
 from .checks import as_size
+from .distributed import world_size
 from .engine.inputs import even_chunks
+from .losses.base import Loss
+from .losses.matryoshka import Matryoshka
+from .suspicious import warn
 
 __all__ = ["grad_cache_step"]
 
+# Methods that modules have whose gradients are exchanged: DDP and FSDP, FSDP2.
+_EXCHANGES = ("no_sync", "set_requires_gradient_sync")
 # What is passed on with every chunk as it is.
 _FLAGS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -83,11 +89,13 @@ def grad_cache_step(
         towers.append(_Tower(f"encoders[{i}]", encoder, chunks, output, by_rows=split is None))
     if not torch.is_grad_enabled():
         embeddings = [tower.first_pass() for tower in towers]
+        _checked_embeddings(towers, loss, embeddings)
         for tower in towers:  # buffers stay as after the first pass
             tower.before.pop_all()
         result = loss(*embeddings, **loss_kwargs)
         _checked_total(result)
         return tree_map_only(Tensor, Tensor.detach, result)
+    _warn_of_processes(towers)
     result = _loss_backward(towers, loss, loss_kwargs, scaler)
     used = [tower for tower in towers if tower.is_used]
     last = {id(tower.encoder): tower for tower in used}  # one encoder may serve several inputs
@@ -118,11 +126,48 @@ def _check_callables(loss: Any, encoders: Sequence[Any], output: Any, split: Any
             raise TypeError(f"{name}: expected a function or None, got {x!r}")
 
 
+def _warn_of_processes(towers: Sequence[_Tower]) -> None:
+    """Warn of encoders whose gradients the processes of a job do not exchange."""
+    if world_size(None) < 2:
+        return
+    for tower in towers:
+        trains = any(p.requires_grad for p in tower.parameters)
+        if trains and not any(hasattr(x, name) for x in tower.modules for name in _EXCHANGES):
+            warn(
+                f"{tower.name}: processes do not exchange the gradients of this encoder, unless "
+                "you average them yourself. Pass the module that DistributedDataParallel returned, "
+                "and neither its .module nor a method of it"
+            )
+            return
+
+
+def _checked_embeddings(
+    towers: Sequence[_Tower], loss: Callable[..., Any], embeddings: Sequence[Any]
+) -> None:
+    """Raise an error if a loss of this library would get what is no tensor from an encoder."""
+    if not isinstance(loss, (Loss, Matryoshka)):
+        return
+    for tower, x in zip(towers, embeddings, strict=True):
+        if isinstance(x, Tensor):
+            continue
+        name = type(loss).__name__
+        if len(towers) == 1:
+            hint = (
+                "where one encoder returns both sides, pass a function as loss that takes them "
+                "apart, such as lambda out, **ids: loss(out.image_embeds, out.text_embeds, **ids)"
+            )
+        else:
+            hint = "output=... takes it from there, such as output=lambda out: out.pooler_output"
+        got = tower.output_type
+        raise TypeError(f"{tower.name}: expected a tensor (B, D) for {name}, got {got}; {hint}")
+
+
 def _loss_backward(
     towers: list[_Tower], loss: Callable[..., Any], loss_kwargs: dict[str, Any], scaler: Any
 ) -> Any:
     """Return what the loss returns, detached; leave the embeddings' gradients in the towers."""
     embeddings = [tower.first_pass() for tower in towers]
+    _checked_embeddings(towers, loss, embeddings)
     # older PyTorch (2.8) would reuse weights that were cast under no_grad
     torch.clear_autocast_cache()
     for x in _tensors(embeddings):
@@ -188,6 +233,7 @@ class _Tower:
     """An encoder and the chunks of its input, which it encodes twice."""
 
     gradients: list[Tensor | None]  # of what the encoder returns, for all rows
+    output_type: str  # of what the encoder returned last
 
     def __init__(
         self,
@@ -274,6 +320,7 @@ class _Tower:
             output = self.encoder(chunk)
         if self.output is not None:
             output = self.output(output)
+        self.output_type = type(output).__name__
         output = _plain(output)
         tensors = _tensors(output)
         expected = f"{self.name}: expected it to return"

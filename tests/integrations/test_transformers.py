@@ -370,6 +370,70 @@ def test_two_processes_train_as_one_does(tmp_path):
             torch.testing.assert_close(result[name][1], parameters(trainer), rtol=0, atol=1e-6)
 
 
+def wrapped_clip_step(batch: dict[str, Any], loss: Any, mini_batch: int | None = None) -> Any:
+    """The scale and the gradients after two steps of CLIP in a training loop of one's own."""
+    model = make("clip")
+    loss.log_scale = model.logit_scale
+    trained = torch.nn.parallel.DistributedDataParallel(model) if loss.gather else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def of_output(output: Any) -> Tensor:
+        return loss(output.image_embeds, output.text_embeds)
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        if mini_batch is None:
+            of_output(trained(**batch)).backward()
+        else:
+            itrloss.grad_cache_step(of_output, (trained,), (batch,), mini_batch)
+        optimizer.step()
+    return [p.grad for p in model.parameters()], model.logit_scale.item()
+
+
+def own_loops_in_a_process(rank: int) -> list[Any]:
+    part = slice(rank * BATCH // WORLD, (rank + 1) * BATCH // WORLD)
+    batch = default_data_collator(data()[:BATCH][part])
+    loss = itrloss.InfoNCELoss(learnable=True, max_scale=100, gather=True)
+    return [wrapped_clip_step(batch, loss), wrapped_clip_step(batch, loss, 3)]
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_trains_clip_with_its_scale_in_two_processes(tmp_path):
+    loss = itrloss.InfoNCELoss(learnable=True, max_scale=100)
+    expected = wrapped_clip_step(default_data_collator(data()[:BATCH]), loss)
+    assert expected[1] != make("clip").logit_scale.item()
+    for found in both(own_loops_in_a_process, tmp_path):
+        for result in found:
+            torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-9)
+
+
+def train_a_given_bias(folder: str, gather: bool, **options: Any) -> tuple[list[float], Any]:
+    """Train CLIP with the sigmoid loss, whose bias it does not have, as the message says."""
+
+    def with_bias() -> Any:
+        model = make("clip")
+        model.logit_bias = torch.nn.Parameter(torch.tensor(-10.0, dtype=torch.float64))
+        return model
+
+    loss = itrloss.SigmoidLoss(gather=gather)
+    values, trainer = train("clip", folder, loss, model_init=with_bias, max_steps=4, **options)
+    return values, trainer.model.logit_bias.detach()
+
+
+def given_bias_in_a_process(rank: int, folder: str) -> Any:
+    set_environment(rank)
+    options = {"per_device_train_batch_size": BATCH // WORLD, "ddp_backend": "gloo"}
+    return train_a_given_bias(folder, True, ddp_find_unused_parameters=False, **options)
+
+
+@pytest.mark.slow
+def test_a_parameter_that_the_model_is_given_is_trained_in_two_processes(tmp_path):
+    expected = train_a_given_bias(str(tmp_path), False)
+    assert expected[1].item() != -10
+    for found in both(given_bias_in_a_process, tmp_path, str(tmp_path)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def cases_of_mini_batches(gather: bool) -> list[tuple[str, Any, dict[str, Any]]]:
     """The model, the loss, and options. The scale of CLIP has a gradient of the loss alone."""
     infonce = itrloss.InfoNCELoss(learnable=True, gather=gather)
@@ -477,6 +541,11 @@ def test_batches_that_do_not_fit_the_sides_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"negatives: .* each of 4 images, got 7 rows"):
         fewer = batch["neg_input_ids"][:7]
         trainer.compute_loss(trainer.model, batch | {"neg_input_ids": fewer})
+    with pytest.raises(ValueError, match=r"sides: expected each name .*, got group, note;"):
+        trainer.compute_loss(trainer.model, batch | {"group": batch["doc_input_ids"], "note": 1})
+    trainer.output = "last_hidden_state"
+    with pytest.raises(ValueError, match=r"output: expected last_hidden_state .*\(4, 6, 16\)"):
+        trainer.compute_loss(trainer.model, batch)
     trainer.output = "embeddings"
     with pytest.raises(TypeError, match="model: expected outputs with embeddings, got last_hidden"):
         trainer.compute_loss(trainer.model, batch)
@@ -489,10 +558,14 @@ def test_other_losses_and_models_are_refused(tmp_path):
         match=r"loss: expected one of images and texts alone, such as .*, got 'InfoNCELoss'",
     ):
         RetrievalTrainer(make("clip"), args, loss="InfoNCELoss")  # type: ignore
-    with pytest.raises(
-        ValueError, match=r"loss: trains bias.*; expected a model with logit_bias, or a loss with"
-    ):
-        RetrievalTrainer(make("clip"), args, loss=itrloss.SigmoidLoss())
+    sigmoid = itrloss.SigmoidLoss()
+    with pytest.raises(ValueError) as found:
+        RetrievalTrainer(make("clip"), args, loss=sigmoid)
+    message = str(found.value)
+    assert "got SigmoidLoss(scale=10.0, bias=-10.0" in message  # as it was passed
+    assert "CLIPModel has no logit_bias." in message
+    assert "model.logit_bias = torch.nn.Parameter(torch.tensor(-10.0))" in message
+    assert sigmoid.scale == 10
     sizes = {
         "hidden_size": 16,
         "intermediate_size": 16,

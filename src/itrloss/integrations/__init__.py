@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks import as_ids
+from ..losses.matryoshka import argument_names
 from ..losses.matryoshka import check_scalar as check_scalar
 from ..losses.matryoshka import inner_loss as inner_loss
 
@@ -29,6 +30,11 @@ def __getattr__(name: str) -> Any:
     if name in __all__:  # imports the framework, and becomes an attribute
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def takes_negatives(loss: Any) -> bool:
+    """Return whether a loss, or that inside of Matryoshka, takes further negatives."""
+    return "negatives" in argument_names(inner_loss(loss))
 
 
 _STATES = "retrieval_losses.pt"  # the file of a checkpoint with the states of its losses

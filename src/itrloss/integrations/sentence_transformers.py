@@ -20,7 +20,7 @@ from ..metrics import confidence_intervals, default_ids, retrieval_results
 from ..metrics.results import RECALLS, as_ks
 from ..rerank import Reranker
 from ..similarity import Similarity
-from . import check_scalar, ids_of, inner_loss, load_states, save_states
+from . import check_scalar, ids_of, inner_loss, load_states, save_states, takes_negatives
 
 try:
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
@@ -119,11 +119,11 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
     def _loss(self, columns: Sequence[Tensor], labels: Tensor | None) -> Tensor:
         """Return the loss of the columns' (B, D) embeddings."""
         check_scalar(self.loss)
-        few = "negatives" not in argument_names(inner_loss(self.loss))
-        if len(columns) < 2 or (few and len(columns) > 2):
-            expected = "two columns" if few else "two or more columns"
-            got = len(columns)
-            raise ValueError(f"sentence_features: expected {expected} for {self.loss}, got {got}")
+        several = takes_negatives(self.loss)
+        if len(columns) < 2 or (len(columns) > 2 and not several):
+            expected = "two or more columns" if several else "two columns"
+            loss, got = " ".join(repr(self.loss).split()), len(columns)
+            raise ValueError(f"sentence_features: expected {expected} for {loss}, got {got}")
         images, texts, *others = columns
         ids = ids_of(labels, images)
         if not others:

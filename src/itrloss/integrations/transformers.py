@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from ..checks import as_size
 from ..grad_cache import grad_cache_step
 from ..losses import Matryoshka, PairLoss
-from ..losses.matryoshka import argument_names
-from . import check_scalar, ids_of, inner_loss, load_states, save_states
+from . import check_scalar, ids_of, inner_loss, load_states, save_states, takes_negatives
 
 try:
     from transformers import Trainer
@@ -112,18 +111,15 @@ class RetrievalTrainer(Trainer):
     def _share_parameters(self, model: Any) -> None:
         """Put the model's scale and bias into the loss, in place of its own."""
         inner = inner_loss(self.loss)
+        of_model = {
+            name: getattr(model, of_model)
+            for name, of_model in _SHARED.items()
+            if isinstance(getattr(model, of_model, None), nn.Parameter)
+        }
         own = dict(inner.named_parameters())
-        of_model = {name: getattr(model, key, None) for name, key in _SHARED.items()}
-        shared = {name: p for name, p in of_model.items() if isinstance(p, nn.Parameter)}
-        missing = [name for name in own if name not in shared]
-        if missing:
-            needed = ", ".join(_SHARED.get(name) or name for name in missing)
-            raise ValueError(
-                f"loss: trains {', '.join(missing)}, and the trainer trains the parameters of the "
-                f"model alone; expected a model with {needed}, or a loss with learnable=False, got "
-                f"{type(model).__name__} and {self.loss!r}"
-            )
-        for name, p in shared.items():
+        if not own.keys() <= of_model.keys():
+            raise _lacks(model, self.loss, {x: p for x, p in own.items() if x not in of_model})
+        for name, p in of_model.items():
             if name in own:
                 setattr(inner, name, p)
             else:
@@ -219,6 +215,13 @@ class RetrievalTrainer(Trainer):
                     "take, unless remove_unused_columns=False"
                 )
             calls.append(call)
+        left = [name for name in others if not name.startswith(self.sides)]
+        if left:
+            raise ValueError(
+                f"sides: expected each name of the batch to begin with one of {self.sides}, got "
+                f"{', '.join(left)}; add its side, or leave it out of the batch. The trainer "
+                "passes embeddings and labels to the loss, and no groups"
+            )
         return calls
 
     def _embeddings(self, outputs: Any) -> Any:
@@ -234,6 +237,10 @@ class RetrievalTrainer(Trainer):
             got = ", ".join(fields) or type(outputs).__name__
             like = ", as CLIPModel's" if self.sides is None else ""
             raise TypeError(f"model: expected outputs with {' and '.join(names)}{like}, got {got}")
+        for name, x in zip(names, found, strict=True):
+            if x.dim() != 2:
+                expected = f"expected {name} to be embeddings (B, D), as pooler_output is"
+                raise ValueError(f"output: {expected}, got shape {tuple(x.shape)}")
         return found[0] if self.sides is not None else tuple(found)
 
     def _loss(self, embeddings: Sequence[Any], labels: Any) -> Tensor:
@@ -255,13 +262,32 @@ class RetrievalTrainer(Trainer):
         return self.loss(images, texts, ids, ids, negatives=rows)
 
 
+def _lacks(model: Any, loss: Any, own: dict[str, nn.Parameter]) -> ValueError:
+    """Return the error for a loss with parameters that a model does not have."""
+    model_name = type(model).__name__
+    missing = [_SHARED.get(name, name) for name in own]
+    value = round(next(iter(own.values())).sum().item(), 4)
+    message = (
+        f"loss: expected parameters that {model_name} has, as the trainer trains the model's "
+        f"alone, got {loss!r}, and {model_name} has no {', '.join(missing)}. "
+    )
+    if not own.keys() <= _SHARED.keys():
+        return ValueError(f"{message}Take a loss without parameters")
+    return ValueError(
+        f"{message}To train them, put them into the model before, such as model.{missing[0]} = "
+        f"torch.nn.Parameter(torch.tensor({value})), in several "
+        "processes with ddp_find_unused_parameters=False in the arguments; or take a loss with "
+        "learnable=False"
+    )
+
+
 def _checked_sides(sides: Sequence[str], loss: PairLoss | Matryoshka) -> tuple[str, ...]:
     """Return the sides as a tuple; raise an error unless they are strings, and as many as the loss
     takes.
     """
     if isinstance(sides, str) or not all(isinstance(side, str) for side in sides):
         raise TypeError(f"sides: expected two or three strings, got {sides!r}")
-    most = 3 if "negatives" in argument_names(inner_loss(loss)) else 2
+    most = 3 if takes_negatives(loss) else 2
     if len(sides) not in (2, most):
         expected = "two strings" if most == 2 else "two or three strings"
         raise ValueError(f"sides: expected {expected} for {loss!r}, got {sides!r}")

@@ -158,6 +158,9 @@ def inner_loss(loss: Any) -> Any:
     if not takes_pairs(inner):
         expected = "expected one of images and texts alone, such as itrloss.InfoNCELoss()"
         raise TypeError(f"loss: {expected}, got {loss!r}")
+    if inner.groups != "same":
+        expected = "expected 'same', as a trainer passes no groups to the loss"
+        raise ValueError(f"groups: {expected}, got {inner.groups!r}")
     check_scalar(inner)
     return inner
 
