@@ -24,6 +24,7 @@ S = torch.randn(6, 6, generator=GENERATOR)
 IDS = torch.arange(6)
 P = torch.nn.Parameter(torch.tensor(4.6))  # such as a logit_scale of a model
 LINEAR = nn.Linear(8, 8)
+SCALE: Any = nn.Parameter(torch.tensor(2.6))  # of a model
 loss: Any = itrloss.InfoNCELoss()
 it: Any = itrloss
 grad_cache: Any = itrloss.grad_cache_step
@@ -32,6 +33,11 @@ dcl: Any = itrloss.DiversityContrastiveLoss
 sim: Any = itrloss.Similarity(I, T)
 nan_sim: Any = itrloss.Similarity(I * torch.nan, T)
 memory_loss: Any = itrloss.MemoryDiversityContrastiveLoss()
+
+
+def both_sides(x: Any) -> Any:
+    """Return two embeddings, as an encoder of both sides does."""
+    return x, x
 
 
 def memory() -> Any:
@@ -129,6 +135,31 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: dcl(entropy_temperature=0), "^entropy_temperature: .*above 0, got 0"),
     (lambda: dcl(positive="abs"), "^positive: .*got 'abs'"),
     (lambda: dcl(positive_weight="half"), "^positive_weight: .*got 'half'"),
+    # what other libraries call it
+    (lambda: it.InfoNCELoss(scale=20), "did you mean 'temperature'. temperature=1/20 is a scale"),
+    (lambda: it.InfoNCELoss(max_scale=20)(I, T), "^max_scale: .*got 20; .* write temperature=1/20"),
+    (lambda: it.InfoNCELoss(logit_scale=1), "'temperature'. .*loss.log_scale = model.logit_scale"),
+    (lambda: it.InfoNCELoss(temperature=SCALE), "^temperature: .*log_scale = model.logit_scale"),
+    (lambda: setattr(it.InfoNCELoss(), "temperature", SCALE), "^temperature: .*loss.log_scale = "),
+    (lambda: setattr(it.SigmoidLoss(), "scale", SCALE), "^scale: .*loss.log_scale = "),
+    (lambda: loss(I, T, logit_scale=SCALE), "^InfoNCELoss: .*; a loss .*loss.log_scale = "),
+    (lambda: loss(I, T, groups=IDS), "'groups'; did you mean 'image_groups'"),
+    (lambda: loss(I, T, T), "^image_ids: .*further negatives of a loss as negatives="),
+    (lambda: loss(I, T, negatives=[T, T]), r"^negatives: .*cat\(.*torch.stack\(negatives, 1\)"),
+    (lambda: loss(I, T, negatives=IDS[:, None]), r"^negatives: .*pass those rows: corpus\[neg"),
+    (lambda: it.Matryoshka(loss, matryoshka_dims=[4]), "^Matryoshka: .*did you mean 'dims'"),
+    (lambda: loss([{"input_ids": I}]), r"^images, texts: .*RetrievalLoss\(model, loss\)"),
+    (lambda: compat.ClipLoss()(I, T, 9.0, image_ids=IDS), "^ClipLoss: .*take itrloss.InfoNCELoss"),
+    (
+        lambda: grad_cache(loss, [both_sides], [I], 2),
+        r"^encoders\[0\]: .*got tuple; where one encoder",
+    ),
+    (
+        lambda: grad_cache(loss, [both_sides] * 2, [I, T], 2),
+        "^encoders.0.: .*got tuple; output=... t",
+    ),
+    (lambda: it.ClipLoss, "'ClipLoss'; did you mean 'InfoNCELoss'"),
+    (lambda: it.MultipleNegativesRankingLoss, "did you mean 'InfoNCELoss'"),
     # functions
     (lambda: functional.info_nce_loss(I, T), "^sim: expected .*got Tensor"),  # type: ignore[arg-type]
     (lambda: functional.std_diversity(I), "^sim: expected .*got Tensor"),  # type: ignore[arg-type]

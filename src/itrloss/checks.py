@@ -50,7 +50,7 @@ def one_of(name: str, value: object, *allowed: object) -> None:
 def check_number(name: str, value: object, positive: bool = False) -> None:
     """Raise an error unless ``value`` is a number, above 0 if ``positive``."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        hint = hints.in_place_of_option(value)
+        hint = hints.in_place_of_number(value)
         raise TypeError(f"{name}: expected a number, got {hints.shown(value)}{hint}")
     if positive and not float(value) > 0:
         raise ValueError(f"{name}: expected a number above 0, got {value}")
@@ -123,7 +123,8 @@ def missing_side(rows: Any, names: Names) -> TypeError:
     if not isinstance(rows, Tensor):
         got = f"{_type(rows)} and None"
         both = f"{names.rows}, {names.cols}"
-        return TypeError(f"{both}: expected floating-point tensors (N, D) and (M, D), got {got}")
+        expected = "expected floating-point tensors (N, D) and (M, D)"
+        return TypeError(f"{both}: {expected}, got {got}{hints.in_place_of_images(rows)}")
     calls = {"texts": "loss(scores=scores)", "cols": "Similarity.from_scores(scores)"}
     hint = ""
     if names.cols in calls:
@@ -359,7 +360,10 @@ def ids_of_one_side(row_ids: Any, names: Names) -> Exception:
     shape = tuple(getattr(row_ids, "shape", ()))
     if len(shape) == 2 and 1 not in shape:
         got = f"{_type(row_ids)} of shape {shape}"
-        hint = "embeddings go in as itrloss.Similarity(images, texts), negatives as negatives=..."
+        hint = (
+            "embeddings go in as itrloss.Similarity(images, texts), and further negatives of a "
+            "loss as negatives=..."
+        )
         if getattr(row_ids, "dtype", None) in (torch.bool, np.dtype(bool)):
             hint = "a mask of the pairs that match goes in as matches=..."
         return ValueError(f"{names.row_ids}: expected ids, a row of integers, got {got}; {hint}")
@@ -473,6 +477,11 @@ class WholeState(nn.Module):
         loaded = {
             key.removeprefix(prefix): x for key, x in state_dict.items() if key.startswith(prefix)
         }
+        for name, p in self._parameters.items():
+            x = loaded.get(name)
+            # such as the scale of a model (), which this loss shared when it was saved
+            if p is not None and p.shape == (1,) and isinstance(x, Tensor) and x.dim() == 0:
+                state_dict = {**state_dict, f"{prefix}{name}": x.reshape(1)}
         misfit = self._misfit(loaded)
         if misfit:
             error_msgs.append(f"{prefix}{misfit}")
@@ -505,6 +514,8 @@ class CheckedModule(WholeState):
         # nn.Module would register a parameter without asking them
         if isinstance(option, (Option, property)):
             option.__set__(self, value)
+        elif isinstance(option, property):  # which says itself what is wrong with a parameter
+            object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 
@@ -629,7 +640,19 @@ def reset_learnable(module: nn.Module) -> None:
 
 
 class Fixed(Option[T]):
-    """An option that parameters depend on, so that it is set once."""
+    """An option that parameters depend on, so that it is set once.
+
+    Whether a ``parameter`` is learnable is True once the module has one, by assignment, too.
+    """
+
+    def __init__(self, parameter: str | None = None):
+        self.parameter = parameter
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        if module is None or self.parameter is None:
+            return super().__get__(module, owner)
+        is_parameter = module._parameters.get(self.parameter) is not None
+        return is_parameter or super().__get__(module, owner)
 
     def check(self, value: Any) -> None:
         hint = hints.in_place_of_option(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +27,9 @@ _SYNONYMS = {
     "beta": ("scale",),
     "clip": ("clamp",),
     "cuda": ("triton", "auto"),
+    "cliploss": ("InfoNCELoss",),
     "gamma": ("scale",),
+    "groups": ("image_groups",),
     "i2t": ("image-text",),
     "image_embeddings": ("images", "rows"),
     "image_features": ("images", "rows"),
@@ -40,7 +42,10 @@ _SYNONYMS = {
     "logit_scale": ("temperature", "scale"),
     "logits": ("scores",),
     "m": ("margin",),
+    "matryoshka_dims": ("dims",),
+    "matryoshka_weights": ("weights",),
     "max_violation": ("mining",),
+    "multiplenegativesrankingloss": ("InfoNCELoss",),
     "n_clusters": ("clusters",),
     "scale": ("temperature",),
     "similarity": ("scores",),
@@ -65,12 +70,14 @@ _SYNONYMS = {
 }
 
 
-# A scale multiplies scores, and a temperature divides them.
-_INVERSES = {
-    ("scale", "temperature"),
-    ("logit_scale", "temperature"),
-    ("temperature", "scale"),
-    ("tau", "scale"),
+_SHARED_SCALE = (
+    "a loss with learnable=True shares a model's parameter: loss.log_scale = model.logit_scale"
+)
+# What to know besides the word that was meant, by the words given and meant.
+_ADVICE = {
+    ("scale", "temperature"): "temperature=1/20 is a scale of 20",
+    ("logit_scale", "temperature"): _SHARED_SCALE,
+    ("logit_scale", "scale"): _SHARED_SCALE,
 }
 
 
@@ -103,12 +110,14 @@ def did_you_mean(given: object, allowed: Iterable[object]) -> str:
     meant = nearest(given, allowed)
     if meant is None:
         return ""
-    inverse = f", which is 1 / {given}" if (given, meant) in _INVERSES else ""
-    return f"; did you mean {meant!r}{inverse}?"
+    advice = _ADVICE.get((given, meant))
+    return f"; did you mean {meant!r}?" if advice is None else f"; did you mean {meant!r}? {advice}"
 
 
 def shown(value: object) -> str:
-    """Return a value for a message: a tensor or an array by its shape."""
+    """Return a value for a message: a parameter, a tensor or an array by its shape."""
+    if isinstance(value, torch.nn.Parameter):
+        return f"a parameter of shape {tuple(value.shape)}"
     if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
         kind = "a tensor" if isinstance(value, Tensor) else "an array"
         return f"{kind} of shape {tuple(value.shape)}"
@@ -123,19 +132,38 @@ def in_place_of_option(value: object) -> str:
     return ""
 
 
+def in_place_of_number(value: object) -> str:
+    """Return advice where a tensor was passed for a number; empty for other values."""
+    if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
+        return f"; {_SHARED_SCALE}"
+    return in_place_of_option(value)
+
+
+def in_place_of_images(value: object) -> str:
+    """Return advice where a trainer's batch was passed for images; empty for other values."""
+    if isinstance(value, (list, tuple)) and any(isinstance(x, Mapping) for x in value):
+        return (
+            "; in the trainer of sentence-transformers, a loss goes into "
+            "itrloss.integrations.sentence_transformers.RetrievalLoss(model, loss)"
+        )
+    return ""
+
+
 def as_floats(name: str, x: Any) -> str:
     """Return how to make a floating-point tensor of what is none; empty for no idea."""
-    is_number = isinstance(x, Tensor) and not x.is_complex()
-    if is_number and name == "negatives":
-        return "; for numbers of rows, write texts[negatives]"
-    if is_number:
-        return f"; write {name}.float()"
+    if isinstance(x, Tensor) and name == "negatives" and not x.is_complex():
+        return "; for row numbers of a corpus, pass those rows: corpus[negatives]"
+    if isinstance(x, Tensor):
+        return "" if x.is_complex() else f"; write {name}.float()"
     if isinstance(x, np.ndarray):
         return f"; write torch.from_numpy({name})" if x.dtype.kind == "f" else ""
     if not isinstance(x, (list, tuple)) or not len(x):
         return ""
     if name == "negatives" and all(isinstance(part, Tensor) for part in x):
-        return "; for one of each image in each tensor, write torch.stack(negatives, 1)"
+        return (
+            "; write torch.cat(negatives) for negatives of all images, or "
+            "torch.stack(negatives, 1) for each image's own, the i-th of each tensor"
+        )
     if all(isinstance(part, Tensor) for part in x):
         return f"; write torch.stack({name}), or pass the tensors one by one"
     return f"; write torch.tensor({name})"
@@ -199,6 +227,10 @@ def unknown(name: str, given: str, allowed: Iterable[str]) -> TypeError:
     """Return the error for a keyword that a class or a function does not know."""
     names = list(allowed)
     hint = did_you_mean(given, names) or f"; it has {', '.join(names)}"
+    if given == "logit_scale" and "images" in names:  # in the call of a loss
+        hint = f"; {_SHARED_SCALE}"
+    if given == "image_ids" and "image_features" in names:
+        hint = f"{hint}. For ids, take itrloss.InfoNCELoss; {_SHARED_SCALE}"
     return TypeError(f"{name}: got an unexpected keyword argument {given!r}{hint}")
 
 

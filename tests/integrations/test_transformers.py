@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -418,6 +419,16 @@ def train_a_given_bias(folder: str, gather: bool, **options: Any) -> tuple[list[
     loss = itrloss.SigmoidLoss(gather=gather)
     values, trainer = train("clip", folder, loss, model_init=with_bias, max_steps=4, **options)
     return values, trainer.model.logit_bias.detach()
+
+
+def test_a_loss_of_each_process_alone_is_noticed(tmp_path, monkeypatch):
+    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    monkeypatch.setattr("itrloss.integrations.world_size", lambda: 2)
+    with pytest.warns(UserWarning, match="loss: each process takes negatives .*gather=True"):
+        RetrievalTrainer(make("clip"), args, loss=itrloss.InfoNCELoss())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        RetrievalTrainer(make("clip"), args, loss=itrloss.InfoNCELoss(gather=True))
 
 
 def given_bias_in_a_process(rank: int, folder: str) -> Any:

@@ -643,6 +643,18 @@ def test_a_number_may_become_a_parameter_of_your_own():
     torch.testing.assert_close(loss(v, w), wanted(v, w))
 
 
+@pytest.mark.parametrize("kind", [itrloss.InfoNCELoss, itrloss.SigmoidLoss])
+def test_a_loss_that_shares_a_models_scale_is_learnable(kind):
+    of_model = nn.Parameter(torch.tensor(2.0))
+    loss = kind(learnable=False)
+    assert "learnable=False" in repr(loss)
+    loss.log_scale = of_model
+    assert loss.learnable and "learnable=True" in repr(loss)
+    v, w = embeddings(6, 6)
+    loss(v, w).backward()
+    assert of_model.grad != 0
+
+
 def test_what_parameters_depend_on_is_fixed():
     loss = itrloss.PrototypeClassificationLoss(4, 3)
     for name in ("dim", "clusters"):

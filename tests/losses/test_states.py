@@ -123,6 +123,21 @@ def test_parameters_of_a_loss_are_still_needed_and_expected():
             Model(other).load_state_dict(learnable.state_dict())
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_loads_with_and_without_the_scale_of_a_model(assign: bool):
+    """A model holds its scale with shape (), and a loss of its own with (1,)."""
+    of_model = nn.Parameter(torch.tensor(3.0))
+    shares = itrloss.InfoNCELoss(learnable=True)
+    shares.log_scale = of_model
+    own = itrloss.InfoNCELoss(learnable=True)
+    own.load_state_dict(shares.state_dict(), assign=assign)
+    assert own.log_scale.shape == (1,) and own.log_scale.item() == 3
+    with torch.no_grad():
+        own.log_scale.fill_(4.0)
+    shares.load_state_dict(own.state_dict())
+    assert of_model.item() == 4
+
+
 # -------------------------------------------------------------------------------- annealing resumes
 
 

@@ -143,6 +143,15 @@ def test_recall_at_chance_level_is_noticed(case):
     assert message.startswith("recall is at chance level")
 
 
+def test_a_temperature_that_is_probably_a_scale_is_noticed():
+    images, texts = embeddings(captions=1)
+    (message,) = said(itrloss.InfoNCELoss(20), images, texts)
+    assert message.startswith("temperature: 20 ") and "temperature=1/20" in message
+    assert not said(itrloss.InfoNCELoss(1.0), images, texts)
+    # scores that are no cosines may be of any size
+    assert not said(itrloss.InfoNCELoss(20, normalize=False), images, texts)
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_unit_vectors_are_no_scores(seed, dtype):

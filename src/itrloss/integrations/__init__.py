@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks import as_ids
+from ..distributed import world_size
 from ..losses.matryoshka import argument_names
 from ..losses.matryoshka import check_scalar as check_scalar
 from ..losses.matryoshka import inner_loss as inner_loss
@@ -35,6 +36,16 @@ def __getattr__(name: str) -> Any:
 def takes_negatives(loss: Any) -> bool:
     """Return whether a loss, or that inside of Matryoshka, takes further negatives."""
     return "negatives" in argument_names(inner_loss(loss))
+
+
+def warn_without_gather(loss: Any) -> None:
+    """Warn in a job of several processes of a loss of the process's own part of the batch."""
+    if world_size() > 1 and not inner_loss(loss).gather:
+        warnings.warn(
+            "loss: each process takes negatives from its own part of the batch alone; with "
+            "gather=True they are those of all processes",
+            stacklevel=3,
+        )
 
 
 _STATES = "retrieval_losses.pt"  # the file of a checkpoint with the states of its losses

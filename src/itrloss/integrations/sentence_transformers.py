@@ -20,7 +20,15 @@ from ..metrics import confidence_intervals, default_ids, retrieval_results
 from ..metrics.results import RECALLS, as_ks
 from ..rerank import Reranker
 from ..similarity import Similarity
-from . import check_scalar, ids_of, inner_loss, load_states, save_states, takes_negatives
+from . import (
+    check_scalar,
+    ids_of,
+    inner_loss,
+    load_states,
+    save_states,
+    takes_negatives,
+    warn_without_gather,
+)
 
 try:
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
@@ -164,6 +172,7 @@ class RetrievalTrainer(SentenceTransformerTrainer):
         super().__init__(*args, **kwargs)
         for part in self._losses().values():
             part.is_saved = True
+            warn_without_gather(part.loss)
 
     def _losses(self) -> dict[str, RetrievalLoss]:
         """Return the losses of this library by name, also inside of others."""

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from ..checks import as_size
 from ..grad_cache import grad_cache_step
 from ..losses import Matryoshka, PairLoss
-from . import check_scalar, ids_of, inner_loss, load_states, save_states, takes_negatives
+from . import (
+    check_scalar,
+    ids_of,
+    inner_loss,
+    load_states,
+    save_states,
+    takes_negatives,
+    warn_without_gather,
+)
 
 try:
     from transformers import Trainer
@@ -83,6 +91,7 @@ class RetrievalTrainer(Trainer):
         self.split = split
         super().__init__(*args, **kwargs)
         self._share_parameters(self.model)
+        warn_without_gather(loss)
         self.can_return_loss = True  # evaluation has a loss without labels, too
         # a mean of the batch, which gradient accumulation has to divide
         self.model_accepts_loss_kwargs = False

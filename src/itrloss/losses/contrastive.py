@@ -149,7 +149,7 @@ class SigmoidLoss(PairLoss):
 
     shown = ("scale", "bias", "learnable", "reduction")
     directions = Choice("both")  # a pair has one value, which is of both
-    learnable = Fixed[bool]()
+    learnable = Fixed[bool]("log_scale")
     bias = Learnable()
 
     def __init__(

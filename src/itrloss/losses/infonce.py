@@ -37,7 +37,13 @@ from ..related import Related, label_sets
 from ..similarity import NO_ID, SIDES, Similarity
 from ..terms import identity, softplus
 from .base import LEAST_LOG, MemoryLoss, PairLoss, SimilarityLoss
-from .suspicion import may_be_read, warn_of_negatives, warn_of_units, warn_of_vectors
+from .suspicion import (
+    may_be_read,
+    warn_of_negatives,
+    warn_of_temperature,
+    warn_of_units,
+    warn_of_vectors,
+)
 
 ROUNDING = 32.0  # units in the last place by which two products of the same vectors may differ
 _OF_IMAGES = Names("images", "images", "image_ids", "image_ids")
@@ -98,7 +104,7 @@ class TemperatureLoss(SimilarityLoss):
             back to it (CLIP's 100). None: there is no limit.
     """
 
-    learnable = Fixed[bool]()
+    learnable = Fixed[bool]("log_scale")
     max_scale = NumberOr(None, above=0)
 
     def __init__(
@@ -149,8 +155,20 @@ class TemperatureLoss(SimilarityLoss):
     @torch.no_grad()
     def _limit_scale(self) -> None:
         """Set a learnt scale that has become too large back to the largest one."""
-        if self.training and self.log_scale is not None and self.max_scale is not None:
+        if self.max_scale is None:
+            return
+        if self.log_scale is None:
+            expected = "expected None beside a temperature that is not learnable"
+            meant = f"for a scale of {self.max_scale:g}, write temperature=1/{self.max_scale:g}"
+            raise ValueError(f"max_scale: {expected}, got {self.max_scale:g}; {meant}")
+        if self.training:
             self.log_scale.clamp_(max=math.log(self.max_scale))
+
+    def _look(self, loss: Any, sim: Similarity) -> None:
+        """Warn of a batch, and of a temperature that is probably a scale."""
+        super()._look(loss, sim)
+        if self._looked:
+            warn_of_temperature(self.temperature, sim)
 
 
 class InfoNCELoss(TemperatureLoss, PairLoss):

@@ -60,6 +60,16 @@ def warn_of_units(name: str, sim: Similarity, what: str = "scores") -> None:
         )
 
 
+def warn_of_temperature(temperature: float | Tensor, sim: Similarity) -> None:
+    """Warn of a temperature for cosines that is probably a scale, its inverse."""
+    if sim.embeddings is not None and sim.normalizes and bool(temperature > _LARGEST):
+        value = float(temperature)
+        warn(
+            f"temperature: {value:g} makes cosines almost equal. A scale of {value:g}, as other "
+            f"libraries have, is temperature=1/{value:g}"
+        )
+
+
 def warn_of_vectors(sim: Similarity) -> None:
     """Warn of embeddings in place of scores, and of those that are all zero."""
     if sim.given_scores is not None:
