@@ -360,10 +360,7 @@ def ids_of_one_side(row_ids: Any, names: Names) -> Exception:
     shape = tuple(getattr(row_ids, "shape", ()))
     if len(shape) == 2 and 1 not in shape:
         got = f"{_type(row_ids)} of shape {shape}"
-        hint = (
-            "embeddings go in as itrloss.Similarity(images, texts), and further negatives of a "
-            "loss as negatives=..."
-        )
+        hint = "embeddings go in as itrloss.Similarity(images, texts), negatives as negatives=..."
         if getattr(row_ids, "dtype", None) in (torch.bool, np.dtype(bool)):
             hint = "a mask of the pairs that match goes in as matches=..."
         return ValueError(f"{names.row_ids}: expected ids, a row of integers, got {got}; {hint}")
@@ -514,8 +511,6 @@ class CheckedModule(WholeState):
         # nn.Module would register a parameter without asking them
         if isinstance(option, (Option, property)):
             option.__set__(self, value)
-        elif isinstance(option, property):  # which says itself what is wrong with a parameter
-            object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,7 +27,6 @@ _SYNONYMS = {
     "beta": ("scale",),
     "clip": ("clamp",),
     "cuda": ("triton", "auto"),
-    "cliploss": ("InfoNCELoss",),
     "gamma": ("scale",),
     "groups": ("image_groups",),
     "i2t": ("image-text",),
@@ -45,7 +44,6 @@ _SYNONYMS = {
     "matryoshka_dims": ("dims",),
     "matryoshka_weights": ("weights",),
     "max_violation": ("mining",),
-    "multiplenegativesrankingloss": ("InfoNCELoss",),
     "n_clusters": ("clusters",),
     "scale": ("temperature",),
     "similarity": ("scores",),
@@ -75,10 +73,13 @@ _SHARED_SCALE = (
 )
 # What to know besides the word that was meant, by the words given and meant.
 _ADVICE = {
-    ("scale", "temperature"): "temperature=1/20 is a scale of 20",
     ("logit_scale", "temperature"): _SHARED_SCALE,
     ("logit_scale", "scale"): _SHARED_SCALE,
 }
+
+
+# A scale multiplies scores, and a temperature divides them.
+_INVERSES = {("scale", "temperature"), ("temperature", "scale"), ("tau", "scale")}
 
 
 def nearest(given: object, allowed: Iterable[object]) -> str | None:
@@ -110,13 +111,14 @@ def did_you_mean(given: object, allowed: Iterable[object]) -> str:
     meant = nearest(given, allowed)
     if meant is None:
         return ""
-    advice = _ADVICE.get((given, meant))
-    return f"; did you mean {meant!r}?" if advice is None else f"; did you mean {meant!r}? {advice}"
+    inverse = f", which is 1 / {given}" if (given, meant) in _INVERSES else ""
+    advice = f" {_ADVICE[given, meant]}" if (given, meant) in _ADVICE else ""
+    return f"; did you mean {meant!r}{inverse}?{advice}"
 
 
 def shown(value: object) -> str:
     """Return a value for a message: a parameter, a tensor or an array by its shape."""
-    if isinstance(value, torch.nn.Parameter):
+    if isinstance(value, nn.Parameter):
         return f"a parameter of shape {tuple(value.shape)}"
     if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
         kind = "a tensor" if isinstance(value, Tensor) else "an array"

@@ -547,7 +547,7 @@ def test_batches_that_do_not_fit_the_sides_are_refused(tmp_path):
     batch = collate(questions(4))
     with pytest.raises(ValueError, match=r"sides: .* begin with 'query_', got doc_input_ids"):
         trainer.compute_loss(trainer.model, {"doc_input_ids": batch["doc_input_ids"]})
-    with pytest.raises(ValueError, match=r"sides: .* begin with .*'neg_', got also data_set"):
+    with pytest.raises(ValueError, match=r"sides: .* begin with .*'neg_'.*, got data_set"):
         trainer.compute_loss(trainer.model, batch | {"data_set": torch.zeros(4)})
     with pytest.raises(ValueError, match=r"negatives: .* each of 4 images, got 7 rows"):
         fewer = batch["neg_input_ids"][:7]

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from .. import __version__
 from ..checks import IdsLike, as_size
 from ..losses import Matryoshka, PairLoss
-from ..losses.matryoshka import argument_names
 from ..metrics import confidence_intervals, default_ids, retrieval_results
 from ..metrics.results import RECALLS, as_ks
 from ..rerank import Reranker

@@ -210,10 +210,6 @@ class RetrievalTrainer(Trainer):
         others = {name: x for name, x in inputs.items() if name not in ("labels", "return_loss")}
         if self.sides is None:
             return [others]
-        unused = [name for name in others if not name.startswith(tuple(self.sides))]
-        if unused:
-            expected = f"names that begin with {', '.join(map(repr, self.sides))}"
-            raise ValueError(f"sides: expected a batch of {expected}, got also {', '.join(unused)}")
         calls = []
         for side in self.sides:
             call = {name[len(side) :]: x for name, x in others.items() if name.startswith(side)}

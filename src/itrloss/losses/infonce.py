@@ -138,11 +138,6 @@ class TemperatureLoss(SimilarityLoss):
     @temperature.setter
     def temperature(self, value: float) -> None:
         """Set τ, above 0; if it is learnable, in place."""
-        if isinstance(value, Tensor) and value.requires_grad:
-            raise TypeError(
-                "temperature: expected a number, got a tensor that is trained; the loss's own is "
-                "learnable=True, and a model's is shared by loss.log_scale = model.logit_scale"
-            )
         self._temperature = as_number("temperature", value, positive=True)
         self.reset_parameters()
 
