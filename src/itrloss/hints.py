@@ -112,8 +112,9 @@ def did_you_mean(given: object, allowed: Iterable[object]) -> str:
     if meant is None:
         return ""
     inverse = f", which is 1 / {given}" if (given, meant) in _INVERSES else ""
-    advice = f" {_ADVICE[given, meant]}" if (given, meant) in _ADVICE else ""
-    return f"; did you mean {meant!r}{inverse}?{advice}"
+    advice = _ADVICE.get((str(given), meant))
+    question = f"; did you mean {meant!r}{inverse}?"
+    return question if advice is None else f"{question} {advice}"
 
 
 def shown(value: object) -> str:

@@ -243,7 +243,7 @@ class RetrievalTrainer(Trainer):
             like = ", as CLIPModel's" if self.sides is None else ""
             raise TypeError(f"model: expected outputs with {' and '.join(names)}{like}, got {got}")
         for name, x in zip(names, found, strict=True):
-            if x.dim() != 2:
+            if isinstance(x, Tensor) and x.dim() != 2:
                 expected = f"expected {name} to be embeddings (B, D), as pooler_output is"
                 raise ValueError(f"output: {expected}, got shape {tuple(x.shape)}")
         return found[0] if self.sides is not None else tuple(found)
