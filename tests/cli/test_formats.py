@@ -198,7 +198,7 @@ def test_numbers_longer_than_pytorchs_are_read(tmp_path: Path):
 
 SCORES = np.random.default_rng(0).random((4, 20)).astype(np.float32)
 S = torch.from_numpy(SCORES)
-BOTH = torch.cat([S, S])
+BOTH = torch.cat([S.flip(0), S])
 MATRIX_FILES = {
     "others.npz": lambda path: np.savez(path, sims=SCORES, other=SCORES[:1]),
     "others.pkl": lambda path: save_pickle(path, {"sims": S.clone(), "names": ["a"]}),
