@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cases import SHAPES, each, embeddings, make_ids, pairwise, upstream
+from support import oracle_infonce
+from support.cases import SHAPES, embeddings, make_ids, pairwise, upstream
 from torch import Tensor, nn
 
 import itrloss
@@ -22,6 +23,7 @@ from itrloss import Anchors, Similarity, functional
 from itrloss.engine.pairs import IGNORE_ID
 
 ENGINES = ("dense", "tiled")
+of_engines = pytest.mark.parametrize("engine", ENGINES)
 
 
 def filtered(temperature=0.05, margin=0.1, relative=False, **options: Any) -> itrloss.InfoNCELoss:
@@ -36,51 +38,20 @@ def cosines(v: Tensor, w: Tensor) -> Tensor:
     return F.normalize(v, dim=1) @ F.normalize(w, dim=1).T
 
 
-def positives_of(v: Tensor, w: Tensor, ids: Any) -> Tensor:
-    rows, cols = (
-        torch.arange(len(x)) if i is None else i for i, x in zip(ids, (v, w), strict=True)
-    )
-    return rows[:, None] == cols
-
-
-def info_nce(
-    S: Tensor, positive: Tensor, scale: Any, hardness=0.0, left_out: Any = None, more: Any = None
-) -> Tensor:
-    """The value of each row of scores, 0 without a positive or a negative; ``more``: scores of
-    further negatives.
-    """
-    values = []
-    for i, (scores, own) in enumerate(zip(S, positive, strict=True)):
-        negative = scores[~own] if left_out is None else scores[~own & ~left_out[i]]
-        negative = negative if more is None else torch.cat([negative, more[i]])
-        logits = scale * negative + hardness * negative.detach()
-        terms = [torch.cat([scale * s[None], logits]).logsumexp(0) - scale * s for s in scores[own]]
-        counts = own.any() and (not own.all() or more is not None)
-        values.append(sum(terms) / len(terms) if counts else scores.sum() * 0)
-    return torch.stack(values)
-
-
-def too_high(G: Tensor, positive: Tensor, margin: float, relative: bool) -> Tensor:
-    """Which pairs score as high as the mean of the row's positives and the margin, or higher."""
-    own = (G * positive).sum(1, keepdim=True) / positive.sum(1, keepdim=True).clamp_min(1)
-    return own + margin * (own.abs() if relative else 1) <= G
-
-
-def with_gradients(call: Any, leaves: Any, grads: Any) -> list[Tensor]:
+def with_gradients(call: Any, leaves: Any, weights: Any) -> list[Tensor]:
+    """Values, and the gradients of a sum of them with weights."""
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
     values = call(*leaves)
-    total = sum((value * g.to(value.dtype)).sum() for value, g in zip(values, grads, strict=False))
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return [
-        *values,
-        *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)),
-    ]
+    total = 0
+    for value, weight in zip(values, weights, strict=True):
+        total = total + (value * weight.to(value.dtype)).sum()
+    return [*values, *torch.autograd.grad(total, leaves, materialize_grads=True)]
 
 
-def compare(ours: Any, plain: Any, leaves: Any, grads: Any, tolerance: float = 1e-9) -> None:
-    found, wanted = with_gradients(ours, leaves, grads), with_gradients(plain, leaves, grads)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+def compare(ours: Any, plain: Any, leaves: Any, weights: Any, tolerance: float = 1e-9) -> None:
+    found = with_gradients(ours, leaves, weights)
+    wanted = with_gradients(plain, leaves, weights)
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 def given(shape: str) -> tuple[Tensor, Tensor, Any, Any]:
@@ -91,36 +62,39 @@ def given(shape: str) -> tuple[Tensor, Tensor, Any, Any]:
 def others(n: int, m: int, d: int = 9) -> tuple[Tensor, Tensor]:
     """Embeddings by another model, of another dimension."""
     generator = torch.Generator().manual_seed(7)
-    return tuple(torch.randn(size, d, generator=generator, dtype=torch.float64) for size in (n, m))  # type: ignore
+    images = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    return images, torch.randn(m, d, generator=generator, dtype=torch.float64)
 
 
 # ------------------------------------------------------------------------------ hardness, negatives
 
 
-@pytest.mark.parametrize(
-    ("hardness", "shape", "engine"),
-    pairwise(hardness=[0.0, 1e-20, 9.0, 200.0], shape=SHAPES, engine=ENGINES),
-)
-def test_weighted_negatives(hardness, shape, engine, small_tiles, poisoned):
-    """With a learnable temperature, the gradient of which is that of the formula with the weight as
-    a constant.
-    """
-    v, w, ids, grads = given(shape)
+@of_engines
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("hardness", [1e-20, 200.0])
+def test_hardness_may_be_tiny_or_huge(hardness, dtype, engine, small_tiles):
+    v, w = (x.to(dtype).requires_grad_() for x in embeddings(9, 9))
+    loss = itrloss.InfoNCELoss(hardness=hardness, engine=engine)(v, w)
+    own = np.arange(9)
+    wanted = oracle_infonce.hard(cosines(v, w).detach().numpy(), own, own, hardness=hardness)
+    torch.testing.assert_close(loss.item(), float(wanted), rtol=1e-5, atol=1e-5)
+    for gradient in torch.autograd.grad(loss, (v, w)):
+        assert gradient.isfinite().all()
 
-    def ours(x, y, scale):
-        sim = Similarity(x, y, *ids, engine=engine)
-        return functional.info_nce_loss(sim, 1 / scale, "none", hardness=hardness)
 
-    def plain(x, y, scale):
-        S, positive = cosines(x, y), positives_of(x, y, ids)
-        return [info_nce(S, positive, scale, hardness), info_nce(S.T, positive.T, scale, hardness)]
-
-    compare(ours, plain, (v, w, torch.tensor(14.0, dtype=v.dtype)), grads)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_temperature_in_half_precision_is_not_rounded_again(dtype):
+    sim = Similarity(*embeddings(8, 8, dtype=torch.float32))
+    temperature = torch.tensor(1 / 14.3, dtype=dtype)
+    found = functional.info_nce_loss(sim, temperature)
+    exact = functional.info_nce_loss(sim, temperature.float())
+    torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-7)
 
 
 def test_weighted_negatives_count_within_the_limits_of_a_guide():
     scores, judged = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
-    sim, guide = (Similarity.from_scores(x) for x in (scores, judged))
+    sim = Similarity.from_scores(scores)
+    guide = Similarity.from_scores(judged)
     for judge, options in ((scores, {}), (judged, {"guide": guide.both})):
         left = scores.masked_fill((judge >= 0.5) & ~torch.eye(6, dtype=torch.bool), -math.inf)
         found = functional.info_nce_loss(sim, 0.5, hardness=3.0, below=0.5, **options)
@@ -128,61 +102,7 @@ def test_weighted_negatives_count_within_the_limits_of_a_guide():
         torch.testing.assert_close(found, wanted)
 
 
-def test_the_learnable_temperature_of_the_class_has_the_gradient_of_the_constant_weight():
-    v, w, ids, _ = given("wide")
-    criterion = itrloss.InfoNCELoss(0.2, learnable=True, hardness=9.0).double()
-    criterion(v, w, *ids).backward()
-    log_scale = criterion.log_scale.detach().clone().requires_grad_()
-    S, positive = cosines(v, w), positives_of(v, w, ids)
-    loss = 0
-    for scores, mask in ((S, positive), (S.T, positive.T)):
-        loss = (
-            loss
-            + info_nce(scores, mask, log_scale.exp().squeeze(), 9.0).sum()
-            / (mask.any(1) & ~mask.all(1)).sum()
-        )
-    loss.backward()
-    torch.testing.assert_close(criterion.log_scale.grad, log_scale.grad, rtol=1e-9, atol=1e-9)
-    assert log_scale.grad.abs() > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("hardness", "of_each", "shape", "engine"),
-    pairwise(hardness=[0.0, 5.0], of_each=[False, True], shape=SHAPES, engine=ENGINES),
-)
-def test_further_negatives(hardness, of_each, shape, engine, small_tiles, poisoned):
-    """Those of all images, or of each; the texts are as before."""
-    v, w, ids, grads = given(shape)
-    generator = torch.Generator().manual_seed(3)
-    size = (len(v), 4, v.shape[1]) if of_each else (6, v.shape[1])
-    negatives = torch.randn(size, generator=generator, dtype=v.dtype)
-    criterion = itrloss.InfoNCELoss(0.1, hardness=hardness, reduction="none", engine=engine)
-
-    def plain(x, y, z):
-        S, positive = cosines(x, y), positives_of(x, y, ids)
-        more = (
-            torch.einsum("nd,nkd->nk", F.normalize(x, dim=1), F.normalize(z, dim=2))
-            if of_each
-            else cosines(x, z)
-        )
-        return [
-            info_nce(S, positive, 10.0, hardness, more=more),
-            info_nce(S.T, positive.T, 10.0, hardness),
-        ]
-
-    compare(lambda x, y, z: criterion(x, y, *ids, negatives=z), plain, (v, w, negatives), grads)
-    rows, cols = plain(v, w, negatives)
-    positive = positives_of(v, w, ids)
-    # of images, all have negatives
-    counted = positive.any(1).sum(), (positive.any(0) & ~positive.all(0)).sum()
-    mean = sum(x.sum() / n.clamp_min(1) for x, n in zip((rows, cols), counted, strict=True))
-    criterion.reduction = "mean"
-    torch.testing.assert_close(criterion(v, w, *ids, negatives=negatives), mean)
-    criterion.reduction = "sum"
-    torch.testing.assert_close(criterion(v, w, *ids, negatives=negatives), rows.sum() + cols.sum())
-
-
-@pytest.mark.parametrize("engine", ENGINES)
+@of_engines
 def test_negatives_are_those_of_negclip_in_one_direction(engine):
     """One matrix of the images with all texts, whose targets are the own texts, and one of the
     texts with images.
@@ -196,94 +116,83 @@ def test_negatives_are_those_of_negclip_in_one_direction(engine):
     )
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@of_engines
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(3,), (4, 2)])
 def test_zero_vectors_among_negatives(size, dtype, engine):
-    v, w, z = torch.ones(4, 8), torch.eye(8)[:4], torch.zeros(*size, 8)
-    z[..., -1:, :] = 1
-    z[0] = 0
-    x, y, z = (a.to(dtype).requires_grad_() for a in (v, w, z))
+    negatives = torch.zeros(*size, 8)
+    negatives[..., -1:, :] = 1
+    negatives[0] = 0
+    batch = torch.ones(4, 8), torch.eye(8)[:4], negatives
+    x, y, z = (a.to(dtype).requires_grad_() for a in batch)
     criterion = itrloss.InfoNCELoss(hardness=9.0, engine=engine)
     loss = criterion(x, y, negatives=z)
+    exact = criterion(x.double(), y.double(), negatives=z.double())
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(criterion(x, y, negatives=z), loss)
-    loss.backward()
-    assert loss.dtype == torch.float32 and loss.isfinite() and (z.grad[0] == 0).all()
-    assert all(a.grad.isfinite().all() and a.grad.dtype == dtype for a in (x, y, z))
-    exact = criterion(*(a.detach().double() for a in (x, y)), negatives=z.detach().double())
-    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(loss, (x, y, z))
+    assert all(a.isfinite().all() for a in gradients)
+    assert (gradients[2][0] == 0).all()
 
 
 # ------------------------------------------------------------------------------- left-out negatives
 
 
-@pytest.mark.parametrize(
-    ("guided", "limit", "shape", "engine"),
-    pairwise(
-        guided=[False, True],
-        limit=[(0.1, False), (0.0, False), (-0.3, False), (-0.05, True)],
-        shape=SHAPES,
-        engine=ENGINES,
-    ),
-)
-def test_negatives_above_the_positive_are_left_out(
-    guided, limit, shape, engine, small_tiles, poisoned
-):
-    margin, relative = limit
-    v, w, ids, grads = given(shape)
-    x, y = others(len(v), len(w))
-    x.requires_grad_()
-    guide = Similarity(x, y, *ids, engine=engine) if guided else None
-    criterion = filtered(0.1, margin, relative, reduction="none", engine=engine)
-
-    def plain(v, w):
-        S, positive = cosines(v, w), positives_of(v, w, ids)
-        G = cosines(x, y).detach() if guided else S.detach()
-        masks = too_high(G, positive, margin, relative), too_high(G.T, positive.T, margin, relative)
-        return [
-            info_nce(S, positive, 10.0, left_out=masks[0]),
-            info_nce(S.T, positive.T, 10.0, left_out=masks[1]),
-        ]
-
-    compare(lambda v, w: criterion(v, w, *ids, guide=guide), plain, (v, w), grads)
-    assert x.grad is None
-    if guided:  # and as scores
-        scores = Similarity.from_scores(cosines(x, y), *ids, engine=engine)
-        compare(lambda v, w: criterion(Similarity(v, w, *ids), guide=scores), plain, (v, w), grads)
-
-
 @pytest.mark.parametrize(("own", "other"), [("dense", "tiled"), ("tiled", "dense")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_guide_has_an_engine_and_a_dtype_of_its_own(own, other, dtype, small_tiles):
+def test_a_guide_and_a_teacher_have_an_engine_and_a_dtype_of_their_own(
+    own, other, dtype, small_tiles
+):
     v, w, ids, _ = given("five captions")
     x, y = (a.to(dtype) for a in others(len(v), len(w)))
+    judge = Similarity(x, y, *ids, engine=other)
+    exact = Similarity(x.double(), y.double(), *ids)
     criterion = filtered(margin=0.0, engine=own)
-    wanted = criterion(v, w, *ids, guide=Similarity(x.double(), y.double(), *ids))
-    torch.testing.assert_close(
-        criterion(v, w, *ids, guide=Similarity(x, y, *ids, engine=other)), wanted
-    )
-    teacher = itrloss.DistillationLoss(engine=own)
-    wanted = teacher(v, w, Similarity(x.double(), y.double(), *ids), *ids)
-    torch.testing.assert_close(
-        teacher(v, w, Similarity(x, y, *ids, engine=other), *ids), wanted, rtol=1e-5, atol=1e-5
-    )
+    wanted = criterion(v, w, *ids, guide=exact)
+    torch.testing.assert_close(criterion(v, w, *ids, guide=judge), wanted)
+    distilling = itrloss.DistillationLoss(engine=own)
+    wanted = distilling(v, w, exact, *ids)
+    torch.testing.assert_close(distilling(v, w, judge, *ids), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@of_engines
+def test_a_guide_gets_no_gradient_and_may_be_scores(engine):
+    v, w, ids, weights = given("wide")
+    x, y = others(len(v), len(w))
+    x.requires_grad_()
+    of_scores = Similarity.from_scores(cosines(x, y), *ids, engine=engine)
+    of_vectors = Similarity(x, y, *ids, engine=engine)
+    criterion = filtered(0.1, reduction="none", engine=engine)
+    compare(
+        lambda v, w: criterion(Similarity(v, w, *ids), guide=of_scores),
+        lambda v, w: criterion(v, w, *ids, guide=of_vectors),
+        (v, w),
+        weights,
+    )
+    v.requires_grad_()
+    sum(values.sum() for values in criterion(v, w, *ids, guide=of_vectors)).backward()
+    assert v.grad.any()
+    assert x.grad is None
+
+
+@of_engines
 def test_an_anchor_whose_negatives_are_all_left_out_counts_with_0_and_has_no_gradient(engine):
     v, w = (x.requires_grad_() for x in embeddings(5, 5))
     loss = filtered(margin=-3.0, engine=engine)(v, w)
     loss.backward()
-    assert loss == 0 and (v.grad == 0).all() and (w.grad == 0).all()
+    assert loss == 0
+    assert (v.grad == 0).all()
+    assert (w.grad == 0).all()
     scores = torch.tensor([[0.5, 0.9], [0.1, 0.2]], dtype=torch.float64)
     rows, _ = filtered(reduction="none", engine=engine)(scores=scores)
-    assert rows[0] == 0 and rows[1] > 0
+    assert rows[0] == 0
+    assert rows[1] > 0
     sim = Similarity.from_scores(scores, engine=engine)
+    limits = scores.diagonal().repeat(2) + 0.1
     for positives in (None, sim.both):  # also where positives are of other candidates
-        mean = functional.info_nce_loss(
-            sim, 0.05, below=sim.scores().diagonal().repeat(2) + 0.1, positives=positives
-        )
+        mean = functional.info_nce_loss(sim, 0.05, below=limits, positives=positives)
         torch.testing.assert_close(mean, filtered()(scores=scores))
 
 
@@ -300,46 +209,43 @@ def test_scores_of_the_guide_that_are_equal_to_the_limit_are_left_out():
 
 def distilled(S: Tensor, T: Tensor, temperature: float, of_teacher: float) -> list[Tensor]:
     """The cross-entropies of rows and columns, with -sum q log p written out."""
-    return [
-        -((t / of_teacher).softmax(1) * (s / temperature).log_softmax(1)).sum(1)
-        for s, t in ((S, T), (S.T, T.T))
-    ]
+    values = []
+    for s, t in ((S, T), (S.T, T.T)):
+        taught = (t / of_teacher).softmax(1)
+        values.append(-(taught * (s / temperature).log_softmax(1)).sum(1))
+    return values
 
 
 @pytest.mark.parametrize(
     ("temperatures", "shape", "engine"),
     pairwise(temperatures=[(0.07, 0.07), (1.0, 0.01), (0.005, 3.0)], shape=SHAPES, engine=ENGINES),
 )
-def test_distillation(temperatures, shape, engine, small_tiles, poisoned):
-    """From embeddings and from scores of a teacher, whatever the ids."""
-    temperature, of_teacher = temperatures
-    v, w, ids, grads = given(shape)
+def test_distillation_is_a_cross_entropy_whatever_the_ids(
+    temperatures, shape, engine, small_tiles, poisoned
+):
+    """From embeddings and from scores of a teacher."""
+    v, w, ids, weights = given(shape)
     x, y = others(len(v), len(w))
-    criterion = itrloss.DistillationLoss(temperature, of_teacher, reduction="none", engine=engine)
+    criterion = itrloss.DistillationLoss(*temperatures, reduction="none", engine=engine)
     T = cosines(x, y).requires_grad_()
     known = make_ids("random", len(v), len(w))
-    for teacher, own in (
-        (Similarity(x, y, *ids, engine=engine), ids),
-        (T, ids),
-        (T, (None, None)),
-        (T, known),
-    ):
+    of_vectors = Similarity(x, y, *ids, engine=engine)
+    for teacher, own in ((of_vectors, ids), (T, ids), (T, (None, None)), (T, known)):
         compare(
             lambda v, w, teacher=teacher, own=own: criterion(v, w, teacher, *own),
-            lambda v, w: distilled(cosines(v, w), T.detach(), temperature, of_teacher),
+            lambda v, w: distilled(cosines(v, w), T.detach(), *temperatures),
             (v, w),
-            grads,
+            weights,
         )
     assert T.grad is None
-    for reduction, wanted in (
-        ("sum", [z.sum() for z in distilled(cosines(v, w), T, temperature, of_teacher)]),
-        ("mean", [z.mean() for z in distilled(cosines(v, w), T, temperature, of_teacher)]),
-    ):
-        criterion.reduction = reduction
-        torch.testing.assert_close(criterion(v, w, T), sum(wanted))
+    rows, cols = distilled(cosines(v, w), T, *temperatures)
+    criterion.reduction = "sum"
+    torch.testing.assert_close(criterion(v, w, T), rows.sum() + cols.sum())
+    criterion.reduction = "mean"
+    torch.testing.assert_close(criterion(v, w, T), rows.mean() + cols.mean())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@of_engines
 def test_the_temperature_of_distillation_may_be_learnt(engine):
     v, w, ids, grads = given("wide")
     T = 3 * cosines(*others(5, 17))
@@ -354,7 +260,7 @@ def test_the_temperature_of_distillation_may_be_learnt(engine):
     compare(ours, plain, (v, w, torch.tensor(0.3, dtype=v.dtype)), grads)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@of_engines
 def test_padding_is_no_candidate_of_the_teacher_either(engine):
     """Neither a teacher's probability nor an overflow of its scores counts."""
     v, w = embeddings(5, 7)
@@ -369,35 +275,43 @@ def test_padding_is_no_candidate_of_the_teacher_either(engine):
         (rows.sum() + cols.sum()).backward()
         torch.testing.assert_close(rows.double(), wanted[0], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(cols[:5].double(), wanted[1], rtol=1e-4, atol=1e-4)
-        assert (cols[5:] == 0).all() and x.grad.isfinite().all() and (y.grad[5:] == 0).all()
+        assert (cols[5:] == 0).all()
+        assert x.grad.isfinite().all()
+        assert (y.grad[5:] == 0).all()
     whole = itrloss.DistillationLoss(engine=engine)(v, w, Similarity.from_scores(T, *ids), *ids)
     torch.testing.assert_close(whole, wanted[0].mean() + wanted[1].mean())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_distillation_of_zero_vectors_and_half_precision(engine):
-    v = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), torch.eye(8)[:3]]).to(torch.bfloat16)
-    a, b = v.clone().requires_grad_(), v.flip(0).clone().requires_grad_()
-    for teacher in (
-        Similarity(v, v, engine=engine),
-        torch.full((8, 8), 1e4),
-        torch.eye(8).to(torch.bfloat16),
-    ):
-        loss = itrloss.DistillationLoss(0.01, 0.01, engine=engine)(a, b, teacher)
-        loss.backward()
-        assert loss.dtype == torch.float32 and loss.isfinite()
-        assert a.grad.isfinite().all() and b.grad.isfinite().all() and (a.grad[:2] == 0).all()
+ZEROS = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), torch.eye(8)[:3]]).to(torch.bfloat16)
+
+
+@of_engines
+@pytest.mark.parametrize(
+    "teacher",
+    [Similarity(ZEROS, ZEROS), torch.full((8, 8), 1e4), torch.eye(8).to(torch.bfloat16)],
+    ids=["zeros", "large", "half"],
+)
+def test_distillation_of_zero_vectors_in_half_precision(teacher, engine):
+    v = ZEROS.clone().requires_grad_()
+    w = ZEROS.flip(0).requires_grad_()
+    loss = itrloss.DistillationLoss(0.01, 0.01, engine=engine)(v, w, teacher)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert loss.isfinite()
+    assert v.grad.isfinite().all()
+    assert w.grad.isfinite().all()
+    assert (v.grad[:2] == 0).all()
 
 
 def test_a_student_like_its_teacher_has_the_entropy_and_no_gradient():
     v, w = (x.requires_grad_() for x in embeddings(6, 9))
     S = cosines(v, w).detach()
     loss = itrloss.DistillationLoss()(v, w, S)
-    entropy = sum(
-        torch.distributions.Categorical(logits=x / 0.07).entropy().mean() for x in (S, S.T)
-    )
-    torch.testing.assert_close(loss, entropy)
-    assert all(x.abs().amax() < 1e-12 for x in torch.autograd.grad(loss, (v, w)))
+    of_rows = torch.distributions.Categorical(logits=S / 0.07).entropy()
+    of_cols = torch.distributions.Categorical(logits=S.T / 0.07).entropy()
+    torch.testing.assert_close(loss, of_rows.mean() + of_cols.mean())
+    for gradient in torch.autograd.grad(loss, (v, w)):
+        assert gradient.abs().amax() < 1e-12
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -634,21 +548,6 @@ def calls(**options: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "engine"), each(name=calls(), engine=ENGINES))
-def test_compiles_without_graph_breaks(name, engine):
-    criterion, (v, w, *args), options = calls(engine=engine)[name]
-    torch._dynamo.reset()
-    results = []
-    compiled = torch.compile(criterion, fullgraph=engine != "tiled", backend="aot_eager")
-    for f in (criterion, compiled):
-        x, y = v.clone().requires_grad_(), w.clone().requires_grad_()
-        value = f(x, y, *args, **options)
-        results.append((value, *torch.autograd.grad(value, (x, y))))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", calls())
 def test_telemetry_gather_in_one_process_and_representation(name):
     wanted = None
@@ -657,9 +556,8 @@ def test_telemetry_gather_in_one_process_and_representation(name):
         value = criterion(*args, **options)
         wanted = value if wanted is None else wanted
         torch.testing.assert_close(value, wanted)
-        assert bool(criterion.telemetry) == ("telemetry" in extra) and "temperature=" in repr(
-            criterion
-        )
+        assert bool(criterion.telemetry) == ("telemetry" in extra)
+        assert "temperature=" in repr(criterion)
     v, w, *more = args
     bad = v.clone()
     bad[0, 0] = torch.nan
@@ -686,7 +584,7 @@ def same(ours: Any, theirs: Any, leaves: Any) -> None:
     compare(lambda *x: [ours(*x)], lambda *x: [theirs(*x)], leaves, [torch.ones(())], 1e-8)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@of_engines
 @pytest.mark.parametrize(
     ("directions", "options"),
     [
@@ -710,7 +608,7 @@ def test_two_softmaxes_of_sentence_transformers_are_averaged_and_ours_added():
     same(itrloss.InfoNCELoss(0.05), lambda v, w: 2 * theirs(v, w), embeddings(9, 9))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@of_engines
 @pytest.mark.parametrize("further", [0, 1, 3])
 def test_hardness_is_that_of_sentence_transformers(further, engine, small_tiles):
     """Their hardness of all negatives, and those of a query are negatives of all."""
@@ -720,11 +618,8 @@ def test_hardness_is_that_of_sentence_transformers(further, engine, small_tiles)
     def rows(v, w, *negatives):
         return ours(v, w, negatives=torch.cat(negatives) if negatives else None)[0].mean()
 
-    same(
-        rows,
-        theirs,
-        (*embeddings(9, 9), *embeddings(9, 9, seed=1), *embeddings(9, 9, seed=2))[: 2 + further],
-    )
+    columns = [*embeddings(9, 9), *embeddings(9, 9, seed=1), *embeddings(9, 9, seed=2)]
+    same(rows, theirs, columns[: 2 + further])
 
 
 class Model(nn.Module):
@@ -747,7 +642,7 @@ class Model(nn.Module):
         return {"sentence_embedding": features[self.name]}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@of_engines
 @pytest.mark.parametrize(
     ("margin", "relative"), [(0.0, False), (0.1, False), (-0.1, False), (0.05, True)]
 )
@@ -766,7 +661,10 @@ def test_the_guide_is_that_of_sentence_transformers(margin, relative, engine, sm
     y = x + y
     guide = Similarity(x, y, engine=engine)
     ours = filtered(0.05, -margin, relative, reduction="none", engine=engine)
-    assert too_high(cosines(x, y), torch.eye(9).bool(), -margin, relative).sum() > 0
+    G = cosines(x, y)
+    own = G.diagonal()[:, None]
+    limit = own - margin * (own.abs() if relative else 1)
+    assert (limit <= G).any()
 
     def theirs(v, w):
         return loss([{"own": v, "guide": x}, {"own": w, "guide": y}], None)  # type: ignore
@@ -774,7 +672,7 @@ def test_the_guide_is_that_of_sentence_transformers(margin, relative, engine, sm
     same(lambda v, w: ours(v, w, guide=guide)[0].mean(), theirs, embeddings(9, 9))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@of_engines
 def test_distillation_is_that_of_sentence_transformers(engine):
     """Theirs is the divergence, without the teacher's entropy, times the square of the student's
     temperature.

@@ -1,5 +1,5 @@
-"""Properties of every module: compilation, copies, serialisation, dtypes, autocast, two
-processes.
+"""Modules beside the losses that `check_loss` takes, and losses with a state: compilation, copies,
+types, autocast, two processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.cases import embeddings
-from support.losses_registry import Entry, table
+from support.conforming import LOSSES
+from support.losses_registry import REGISTRY
 from support.processes import both
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -38,127 +39,60 @@ class Inputs(NamedTuple):
         return x if heads == 1 else x.unflatten(1, (heads, D))
 
 
-def pair(module: nn.Module, x: Inputs) -> Any:
+def pair(module: nn.Module, x: Inputs) -> Tensor:
     return module(x.part(0), x.part(1), IDS, IDS)
 
 
-def memory(module: nn.Module, x: Inputs) -> Any:
-    return module(x.part(0), x.part(1), x.part(2).detach(), x.part(3).detach(), x.memory, IDS, IDS)
-
-
-def coder(module: nn.Module, x: Inputs) -> Any:
+def coder(module: nn.Module, x: Inputs) -> Tensor:
     keys = x.part(2).detach(), x.part(3).detach()
-    return module(x.part(0), x.part(1), *keys, x.memory, x.part(4), x.part(5), IDS, IDS)[0]
+    total, _ = module(x.part(0), x.part(1), *keys, x.memory, x.part(4), x.part(5), IDS, IDS)
+    return total
 
 
-def dvse(module: nn.Module, x: Inputs) -> Any:
-    return module(x.part(0, K), x.part(3), x.part(4, K), None, IDS, IDS)[0]
-
-
-def classify(module: nn.Module, x: Inputs) -> Any:
+def classify(module: nn.Module, x: Inputs) -> Tensor:
     return module(x.part(0), x.part(1), IDS)
 
 
-def enqueue(module: nn.Module, x: Inputs) -> Any:
+def enqueue(module: nn.Module, x: Inputs) -> Tensor:
     module.enqueue(x.part(0), x.part(1), IDS)
     return module.images.sum() + module.ids.sum()
 
 
-def cluster(module: nn.Module, x: Inputs) -> Any:
+def cluster(module: nn.Module, x: Inputs) -> Tensor:
     return module.update(x.part(0)).sum() + module.centroids.sum()
 
 
-def negatives(module: nn.Module, x: Inputs) -> Any:
-    return module(x.part(0), x.part(1), IDS, IDS, negatives=x.part(2, K))
-
-
-def teacher(module: nn.Module, x: Inputs) -> Any:
-    known = itrloss.Similarity(x.part(2), x.part(3), IDS, IDS)
-    return module(x.part(0), x.part(1), known, IDS, IDS)
-
-
-def distributions(module: nn.Module, x: Inputs) -> Any:
-    return module(*(x.part(at) for at in range(4)), IDS, IDS)
-
-
-def heads(module: nn.Module, x: Inputs) -> Any:
-    return module(x.part(0, K), x.part(3), IDS, IDS)
-
-
-def heads_without_ids(module: nn.Module, x: Inputs) -> Any:
-    return module(x.part(0, K), x.part(3))
-
-
-def heads_alone(module: nn.Module, x: Inputs) -> Any:
+def heads(module: nn.Module, x: Inputs) -> Tensor:
     return module(x.part(0, K))
 
 
-def tokens(module: nn.Module, x: Inputs) -> Any:
-    return module(x.part(0, K), x.part(3, 4), IDS.clamp_max(K), None, IDS, IDS)
-
-
-def tokens_without_ids(module: nn.Module, x: Inputs) -> Any:
-    return module(x.part(0, K), x.part(3, 4))
-
-
-def features(module: nn.Module, x: Inputs) -> Any:
+def features(module: nn.Module, x: Inputs) -> Tensor:
     return module(x.part(0, 4))
 
 
-def encode(module: nn.Module, x: Inputs) -> Any:
+def encode(module: nn.Module, x: Inputs) -> Tensor:
     return module(x.part(0))
 
 
-Call = Callable[[Any, Inputs], Any]
-
-
 class Module(NamedTuple):
-    """A constructor and how its module is called, and whether the compiler takes this as a whole
-    and no other test compiles it.
-    """
+    """A constructor, and how its module is called."""
 
     make: Callable[[], nn.Module]
-    call: Call
-    compiled: bool = True
+    call: Callable[[Any, Inputs], Tensor]
 
 
-# How a loss of each kind of input is called, and losses that are called in another way.
-CALLS: dict[str, Call] = {
-    "pairs": pair,
-    "negatives": negatives,
-    "teacher": teacher,
-    "distributions": distributions,
-    "memory": memory,
-    "coder": coder,
-    "heads": heads,
-    "heads alone": heads_alone,
-    "heads and residuals": dvse,
-    "tokens": tokens,
-    "prototypes": classify,
-    "features": features,
+MODULES = {
+    "infonce": Module(REGISTRY["infonce learnable"].make, pair),
+    "coder": Module(REGISTRY["coder"].make, coder),
+    "prototypes": Module(REGISTRY["prototypes"].make, classify),
+    "orthogonal": Module(REGISTRY["orthogonal"].make, heads),
+    "gate": Module(REGISTRY["gate"].make, features),
+    "memory": Module(lambda: itrloss.CoupledMemory(ENTRIES, D), enqueue),
+    "means": Module(lambda: itrloss.OnlineKMeans(4, D), cluster),
+    "sparse means": Module(lambda: itrloss.OnlineKMeans(40, D), cluster),
+    "momentum": Module(lambda: itrloss.MomentumEncoder(nn.Linear(D, D)), encode),
 }
-OTHER_CALLS: dict[str, Call] = {
-    "variance aware, own sigma": heads_without_ids,
-    "late interaction smooth": tokens_without_ids,
-}
-
-
-def of_the_registry(name: str, entry: Entry) -> Module:
-    """Return a loss; those of pairs are compiled in test_losses.py."""
-    compiled = entry.takes != "pairs" and "compiled" in entry.tables
-    return Module(entry.make, OTHER_CALLS.get(name, CALLS[entry.takes]), compiled)
-
-
-MODULES: dict[str, Module] = {
-    **{name: of_the_registry(name, entry) for name, entry in table("module").items()},
-    "CoupledMemory": Module(lambda: itrloss.CoupledMemory(ENTRIES, D), enqueue),
-    "OnlineKMeans": Module(lambda: itrloss.OnlineKMeans(4, D), cluster),
-    "OnlineKMeans sparse": Module(lambda: itrloss.OnlineKMeans(40, D), cluster),
-    "MomentumEncoder": Module(
-        lambda: itrloss.MomentumEncoder(nn.Linear(D, D)), encode, compiled=False
-    ),
-}
-every_module = pytest.mark.parametrize("name", list(MODULES))
+every_module = pytest.mark.parametrize("name", MODULES)
 
 
 def make(name: str) -> nn.Module:
@@ -177,101 +111,115 @@ def inputs(step: int = 0, dtype: torch.dtype = torch.float32, processes: int = 1
 
 
 def outcome(
-    name: str,
-    module: nn.Module,
-    x: Inputs,
-    call: Callable[..., Any] | None = None,
-    autocast: bool = False,
+    name: str, module: nn.Module, x: Inputs, call: Callable[..., Tensor] | None = None
 ) -> list[Tensor]:
     """Value of one call, and its gradient if it has one."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        value = (call or MODULES[name].call)(module, x)
+    value = (call or MODULES[name].call)(module, x)
     if not value.requires_grad:
         return [value]
     return [value.detach(), *torch.autograd.grad(value.sum(), x.vectors)]
 
 
-def test_every_public_module_is_here():
-    public = {n for n in itrloss.__all__ if isinstance(vars(itrloss)[n], type)}
-    modules = {n for n in public if issubclass(vars(itrloss)[n], nn.Module)}
-    here = {type(module.make()).__name__ for module in MODULES.values()}
-    own = {"LateInteraction"}  # a loss that users put together
-    assert modules - {"PairLoss", "MemoryLoss"} == here - own
+def assert_identical(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_every_public_module_is_here_or_conforms():
+    classes = [x for x in vars(itrloss).values() if isinstance(x, type)]
+    public = {x.__name__ for x in classes if issubclass(x, nn.Module)}
+    here = {type(make(name)).__name__ for name in MODULES}
+    conforming = {type(case.loss).__name__ for case in LOSSES.values()}
+    assert public - {"PairLoss", "MemoryLoss"} <= here | conforming
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, module in MODULES.items() if module.compiled])
-def test_compiles_without_a_graph_break(name):
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"momentum", "infonce"}))
+def test_module_compiles_without_a_graph_break(name):
     torch._dynamo.reset()
-    call = MODULES[name].call
-    module, twin = make(name), make(name)
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    module = make(name)
+    twin = make(name)
+    compiled = torch.compile(MODULES[name].call, fullgraph=True, backend="aot_eager")
     for step in range(3):
-        wanted, found = (
-            outcome(name, module, inputs(step)),
-            outcome(name, twin, inputs(step), compiled),
-        )
+        wanted = outcome(name, module, inputs(step))
+        found = outcome(name, twin, inputs(step), compiled)
         torch.testing.assert_close(found, wanted)
-    for a, b in zip(module.buffers(), twin.buffers(), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close([*twin.buffers()], [*module.buffers()])
 
 
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "state_dict", "torch.save"])
 @every_module
-def test_copies_go_on_as_the_original_does(name):
+def test_copy_of_a_module_goes_on_as_the_original_does(name, way):
     module = make(name)
     for step in range(2):
         outcome(name, module, inputs(step))
-    stored = io.BytesIO()
-    torch.save(module.state_dict(), stored)
-    stored.seek(0)
-    twins = {
-        "deepcopy": copy.deepcopy(module),
-        "pickle": pickle.loads(pickle.dumps(module)),
-        "state_dict": MODULES[name].make(),
-        "torch.save": MODULES[name].make(),
-    }
-    twins["state_dict"].load_state_dict(module.state_dict())
-    twins["torch.save"].load_state_dict(torch.load(stored, weights_only=True))
+    if way == "deepcopy":
+        twin = copy.deepcopy(module)
+    elif way == "pickle":
+        twin = pickle.loads(pickle.dumps(module))
+    else:
+        state = module.state_dict()
+        if way == "torch.save":
+            stored = io.BytesIO()
+            torch.save(state, stored)
+            stored.seek(0)
+            state = torch.load(stored, weights_only=True)
+        twin = MODULES[name].make()
+        twin.load_state_dict(state)
     for step in range(2, 4):
         wanted = outcome(name, module, inputs(step))
-        for by, twin in twins.items():
-            for a, b in zip(outcome(name, twin, inputs(step)), wanted, strict=True):
-                assert torch.equal(a, b), by
-    for by, twin in twins.items():
-        for (key, a), (_, b) in zip(module.named_buffers(), twin.named_buffers(), strict=True):
-            assert torch.equal(a, b), (by, key)
+        assert_identical(outcome(name, twin, inputs(step)), wanted)
+    assert_identical(dict(twin.named_buffers()), dict(module.named_buffers()))
 
 
-@every_module
+@pytest.mark.parametrize("name", {**REGISTRY, **MODULES})
 def test_repr_is_one_that_can_be_read(name):
-    module = make(name)
+    module = make(name) if name in MODULES else REGISTRY[name].make()
     text = repr(module)
-    assert text.startswith(type(module).__name__ + "(") and "object at" not in text
+    assert text.startswith(type(module).__name__ + "(")
+    assert "object at" not in text
 
 
 @every_module
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_moves_to_another_type(name, dtype):
+def test_module_moves_to_another_type(name, dtype):
     given = inputs(dtype=dtype)
     found = outcome(name, make(name).to("cpu", dtype), given)
-    same = Inputs(
-        given.vectors.detach().float().requires_grad_(), inputs(dtype=dtype).memory.float()
-    )
-    for a, b in zip(found, outcome(name, make(name), same), strict=True):
-        assert a.isfinite().all()
-        # Parameters are rounded, too, and so are gradients.
-        assert (a.to(b.dtype) - b).norm() <= (1e-5 if dtype == torch.float64 else 0.03) * b.norm()
-
-
-@every_module
-def test_autocast_changes_nothing(name):
-    wanted = outcome(name, make(name), inputs())
-    found = outcome(name, make(name), inputs(), autocast=True)
-    if name == "MomentumEncoder":  # it runs the user's encoder, under the user's autocast
-        assert found[0].dtype == torch.bfloat16
-        return
+    vectors = given.vectors.detach().float().requires_grad_()
+    same = Inputs(vectors, inputs(dtype=dtype).memory.float())
+    wanted = outcome(name, make(name), same)
+    # Parameters are rounded, too, and so are gradients.
+    tolerance = 1e-5 if dtype == torch.float64 else 0.03
     for a, b in zip(found, wanted, strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b)
+        assert a.isfinite().all()
+        assert (a.to(b.dtype) - b).norm() <= tolerance * b.norm()
+
+
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"momentum"}))
+def test_module_is_the_same_under_autocast(name):
+    def under_autocast(module, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return MODULES[name].call(module, x)
+
+    wanted = outcome(name, make(name), inputs())
+    assert_identical(outcome(name, make(name), inputs(), under_autocast), wanted)
+
+
+def test_momentum_encoder_runs_under_the_users_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        found = encode(make("momentum"), inputs())
+    assert found.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["infonce learnable", "sigmoid", "matryoshka"])
+def test_learnt_scale_in_half_precision_is_not_rounded_again(name, dtype):
+    images, texts = embeddings(12, 12, D, dtype=torch.float32)
+    half = REGISTRY[name].make().to(dtype)
+    exact = copy.deepcopy(half).float()
+    torch.testing.assert_close(half(images, texts), exact(images, texts), rtol=1e-6, atol=0)
+
+
+# ------------------------------------------------------------------------------------ two processes
 
 
 class Step(nn.Module):
@@ -280,32 +228,37 @@ class Step(nn.Module):
     def __init__(self, name: str):
         super().__init__()
         torch.manual_seed(1)
-        self.name, self.encoder, self.module = name, nn.Linear(5, 8 * D), make(name)
+        self.name = name
+        self.encoder = nn.Linear(5, 8 * D)
+        self.module = make(name)
 
     def forward(self, x: Tensor, stored: itrloss.CoupledMemory) -> Tensor:
         made = self.encoder(x)
         value = MODULES[self.name].call(self.module, Inputs(made, stored))
         return value.float().sum() + 0 * made.sum()
 
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
 
-def worker(rank: int) -> dict[str, Any]:
+
+def drawn(step: int, rank: int) -> Tensor:
+    """A process's inputs of the encoder."""
+    return torch.randn(B, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def worker(rank: int) -> dict[str, dict[str, Any]]:
+    """What a process has of each module after three steps."""
     found = {}
     for name in MODULES:
         model = DistributedDataParallel(Step(name))
         gradients = []
         for step in range(3):
-            x = torch.randn(B, 5, generator=torch.Generator().manual_seed(10 * step + rank))
             model.zero_grad()
-            model(x, inputs(step).memory).backward()
-            gradients.append(
-                {
-                    n: p.grad.clone()
-                    for n, p in model.module.named_parameters()
-                    if p.grad is not None
-                }
-            )
+            model(drawn(step, rank), inputs(step).memory).backward()
+            gradients.append(model.module.gradients())
         buffers = dict(model.module.module.named_buffers())
-        found[name] = gradients, {n: b.clone() for n, b in buffers.items()}
+        buffers = {key: x.clone() for key, x in buffers.items()}
+        found[name] = {"gradients": gradients, "buffers": buffers}
     return found
 
 
@@ -316,59 +269,36 @@ def two_processes(tmp_path_factory):
 
 @pytest.mark.slow
 @every_module
-def test_two_processes_stay_equal(name, two_processes):
-    (gradients, buffers), (other_gradients, other_buffers) = (
-        found[name] for found in two_processes
-    )
-    for mine, theirs in zip(gradients, other_gradients, strict=True):
-        assert mine and all(
-            g.isfinite().all() and torch.equal(g, theirs[n]) for n, g in mine.items()
-        )
-    for n, b in buffers.items():
-        # running statistics are of each process's own images, as with BatchNorm
-        if name == "gate":
-            continue
-        assert torch.equal(b, other_buffers[n]), n
-    # The mean of the processes' own gradients, as nothing but gradients is exchanged.
-    if name in ("CoupledMemory", "OnlineKMeans", "OnlineKMeans sparse", "coder"):
-        return
+def test_module_stays_equal_in_two_processes(name, two_processes):
+    first, second = (run[name] for run in two_processes)
+    assert first["gradients"][0]
+    assert_identical(second["gradients"], first["gradients"])
+    for gradients in first["gradients"]:
+        assert all(x.isfinite().all() for x in gradients.values())
+    # running statistics of the gate are of each process's own images, as with BatchNorm
+    if name != "gate":
+        assert_identical(second["buffers"], first["buffers"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["infonce", "prototypes", "orthogonal", "gate", "momentum"])
+def test_module_that_exchanges_nothing_has_the_mean_gradient(name, two_processes):
     alone = []
     for rank in range(2):
         model = Step(name)
-        model(
-            torch.randn(B, 5, generator=torch.Generator().manual_seed(rank)),
-            inputs(0, processes=2).memory,
-        ).backward()
-        alone.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    for n, g in gradients[0].items():
-        torch.testing.assert_close(g, (alone[0][n] + alone[1][n]) / 2, rtol=1e-4, atol=1e-6)
+        model(drawn(0, rank), inputs(0, processes=2).memory).backward()
+        alone.append(model.gradients())
+    for key, found in two_processes[0][name]["gradients"][0].items():
+        mean = (alone[0][key] + alone[1][key]) / 2
+        torch.testing.assert_close(found, mean, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_clusters_of_two_processes_are_those_of_one(two_processes):
-    model = Step("OnlineKMeans")
+    model = Step("means")
     for step in range(3):
-        both = [
-            torch.randn(B, 5, generator=torch.Generator().manual_seed(10 * step + rank))
-            for rank in range(2)
-        ]
-        model.module.update(Inputs(model.encoder(torch.cat(both)), None).part(0))
-    for n, b in model.module.named_buffers():
-        torch.testing.assert_close(two_processes[0]["OnlineKMeans"][1][n], b)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "loss",
-    [
-        itrloss.InfoNCELoss(learnable=True),
-        itrloss.SigmoidLoss(),
-        itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), (4, 8)),
-    ],
-    ids=lambda loss: type(loss).__name__,
-)
-def test_a_learnt_scale_in_half_precision_is_not_rounded_again(loss, dtype):
-    images, texts = embeddings(12, 12, D, dtype=torch.float32)
-    half = copy.deepcopy(loss).to(dtype)
-    exact = copy.deepcopy(half).float()
-    torch.testing.assert_close(half(images, texts), exact(images, texts), rtol=1e-6, atol=0)
+        whole = torch.cat([drawn(step, 0), drawn(step, 1)])
+        model.module.update(Inputs(model.encoder(whole), None).part(0))
+    torch.testing.assert_close(
+        two_processes[0]["means"]["buffers"], dict(model.module.named_buffers())
+    )

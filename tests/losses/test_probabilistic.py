@@ -4,12 +4,11 @@ processes.
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.cases import SHAPES, embeddings, make_ids, pairwise, sample, upstream
 from support.processes import run
 from support.reference import matches, unit
@@ -17,6 +16,7 @@ from support.reference import matches, unit
 import itrloss
 from itrloss import PCMEPlusPlusLoss
 
+ENGINES = ("dense", "tiled")
 OPTIONS = {
     "defaults": {},
     "all terms": {"scale": 1.5, "shift": 2.0, "pseudo_weight": 0.7, "vib_weight": 0.3},
@@ -33,66 +33,75 @@ OPTIONS = {
 
 def distributions(n, m, d=6, dtype=torch.float64):
     """Means of any length, and log-variances about -2."""
-    logs = (0.5 * x - 2 for x in embeddings(n, m, d, seed=7, dtype=dtype))
-    return [*embeddings(n, m, d, dtype=dtype), *(x.clamp(-6, 1) for x in logs)]
+    logs = [(0.5 * x - 2).clamp(-6, 1) for x in embeddings(n, m, d, seed=7, dtype=dtype)]
+    return [*embeddings(n, m, d, dtype=dtype), *logs]
+
+
+def distances(images, texts, images_log, texts_log):
+    """The expected squared distances (N, M) of two samples, pair by pair."""
+    rows = []
+    for x, s in zip(images, images_log.exp(), strict=True):
+        pairs = zip(texts, texts_log.exp(), strict=True)
+        rows.append(torch.stack([((x - y) ** 2).sum() + s.sum() + t.sum() for y, t in pairs]))
+    return torch.stack(rows)
+
+
+def of_anchor(distance, positive, scale, shift, pseudo_weight):
+    """The mean over candidates of the binary cross-entropies, with pseudo-positives: those as near
+    as the positives on average.
+    """
+    match = -F.logsigmoid(shift - scale * distance)
+    miss = -F.logsigmoid(scale * distance - shift)
+    near = positive
+    if positive.any():
+        near = positive | (distance <= distance[positive].mean())
+    values = torch.where(positive, match, miss) + pseudo_weight * torch.where(near, match, miss)
+    return values.mean()
+
+
+def divergence(mean, log):
+    """The divergence of each distribution from the standard normal one, per dimension."""
+    return 0.5 * (mean**2 + log.exp() - log - 1).mean(1)
 
 
 def loops(inputs, ids, scale=5.0, shift=5.0, pseudo_weight=0.1, vib_weight=1e-4, normalize=True):
     """The values of each image and text."""
-    means = [unit(x) if normalize else x for x in inputs[:2]]
-    variances = [x.exp() for x in inputs[2:]]
-    n, m = len(means[0]), len(means[1])
-    positive = matches(ids, n, m)
-    distance = [
-        [
-            ((x - y) ** 2).sum() + s.sum() + t.sum()
-            for y, t in zip(means[1], variances[1], strict=True)
-        ]
-        for x, s in zip(means[0], variances[0], strict=True)
-    ]
-    distance = torch.stack([torch.stack(row) for row in distance])
+    images, texts, images_log, texts_log = inputs
+    if normalize:
+        images = unit(images)
+        texts = unit(texts)
+    distance = distances(images, texts, images_log, texts_log)
+    positive = matches(ids, len(images), len(texts))
     sides = []
     for d, mask, mean, log in (
-        (distance, positive, means[0], inputs[2]),
-        (distance.T, positive.T, means[1], inputs[3]),
+        (distance, positive, images, images_log),
+        (distance.T, positive.T, texts, texts_log),
     ):
-        values = []
-        for i in range(len(d)):
-            own = [float(x.detach()) for x, p in zip(d[i], mask[i], strict=True) if p]
-            value = d.new_zeros(())
-            for x, p in zip(d[i], mask[i], strict=True):
-                match, miss = (
-                    -torch.log(torch.sigmoid(z)) for z in (shift - scale * x, scale * x - shift)
-                )
-                near = bool(p) or (len(own) > 0 and float(x.detach()) <= sum(own) / len(own))
-                value = value + (match if p else miss) + pseudo_weight * (match if near else miss)
-            kl = sum(
-                0.5 * (u**2 + torch.exp(s) - s - 1) for u, s in zip(mean[i], log[i], strict=True)
-            ) / len(log[i])
-            values.append(value / len(d[i]) + vib_weight * kl)
-        sides.append(torch.stack(values))
+        anchors = zip(d, mask, strict=True)
+        values = [of_anchor(x, own, scale, shift, pseudo_weight) for x, own in anchors]
+        sides.append(torch.stack(values) + vib_weight * divergence(mean, log))
     return sides
 
 
+def outcome(call, n, m):
+    """Values of images and texts, and gradients of a sum with a weight for each."""
+    inputs = [x.requires_grad_() for x in distributions(n, m)]
+    rows, cols = call(inputs)
+    of_rows, of_cols = upstream(n, m)
+    total = of_rows @ rows + of_cols @ cols
+    return [rows, cols, *torch.autograd.grad(total, inputs)]
+
+
 @pytest.mark.parametrize(
-    ("name", "shape", "engine"), pairwise(name=OPTIONS, shape=SHAPES, engine=["dense", "tiled"])
+    ("name", "shape", "engine"), pairwise(name=OPTIONS, shape=SHAPES, engine=ENGINES)
 )
 def test_values_and_gradients_equal_loops_over_pairs(name, shape, engine, small_tiles, poisoned):
     n, m, kind = SHAPES[shape]
-    ids, weights = make_ids(kind, n, m), upstream(n, m)
-    results = []
-    for ours in (True, False):
-        inputs = [x.requires_grad_() for x in distributions(n, m)]
-        if ours:
-            values = PCMEPlusPlusLoss(**OPTIONS[name], reduction="none", engine=engine)(
-                *inputs, *ids
-            )
-        else:
-            values = loops(inputs, ids, **OPTIONS[name])
-        total = sum((x * g).sum() for x, g in zip(values, weights, strict=True))
-        results.append((*values, *torch.autograd.grad(total, inputs)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    ids = make_ids(kind, n, m)
+    loss = PCMEPlusPlusLoss(**OPTIONS[name], reduction="none", engine=engine)
+    found = outcome(lambda inputs: loss(*inputs, *ids), n, m)
+    wanted = outcome(lambda inputs: loops(inputs, ids, **OPTIONS[name]), n, m)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_reductions_count_all_anchors():
@@ -109,18 +118,17 @@ def test_the_mean_is_that_of_the_authors_code_for_one_text_per_image():
     direction.
     """
     v, w, s, t = distributions(9, 9)
-    x, y = unit(v), unit(w)
-    logits = 5 - 5 * (torch.cdist(x, y) ** 2 + s.exp().sum(1)[:, None] + t.exp().sum(1))
-    bce, eye = (
-        torch.nn.functional.binary_cross_entropy_with_logits,
-        torch.eye(9, dtype=torch.float64),
-    )
-    wanted = 2 * bce(logits, eye)
+    x = unit(v)
+    y = unit(w)
+    distance = torch.cdist(x, y) ** 2 + s.exp().sum(1)[:, None] + t.exp().sum(1)
+    logits = 5 - 5 * distance
+    cross_entropy = F.binary_cross_entropy_with_logits
+    wanted = 2 * cross_entropy(logits, torch.eye(9, dtype=torch.float64))
     for z in (logits, logits.T):
-        wanted = wanted + 0.1 * bce(z, (z >= z.diagonal()[:, None]).double())
-    for mean, log in ((x, s), (y, t)):
-        wanted = wanted - 1e-4 * 0.5 * (1 + log - mean**2 - log.exp()).mean()
-    assert (logits > logits.diagonal()[:, None]).any()
+        near = z >= z.diagonal()[:, None]
+        assert near.sum() > 9
+        wanted = wanted + 0.1 * cross_entropy(z, near.double())
+    wanted = wanted + 1e-4 * (divergence(x, s).mean() + divergence(y, t).mean())
     torch.testing.assert_close(PCMEPlusPlusLoss()(v, w, s, t), wanted)
 
 
@@ -129,7 +137,7 @@ def test_scale_and_shift_get_their_gradients():
     a, b = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (1.5, 2.0))
     rows, cols = loops(inputs, ids, a, b)
     wanted = torch.autograd.grad(rows.mean() + cols.mean(), (a, b))
-    for engine in ("dense", "tiled"):
+    for engine in ENGINES:
         loss = PCMEPlusPlusLoss(1.5, 2.0, engine=engine).double()
         loss(*inputs, *ids).backward()
         torch.testing.assert_close(
@@ -162,9 +170,10 @@ def test_a_text_that_fits_several_images_is_best_with_a_larger_variance(k):
     _, values = loss(images, mean, logs, log, torch.arange(k), torch.zeros(1, dtype=torch.int64))
     (gradient,) = torch.autograd.grad(values.sum(), log)
     assert gradient.abs().max() < 1e-9
-    (elsewhere,) = torch.autograd.grad(
-        loss(images, mean, logs, log - 0.1, *(torch.arange(k), torch.zeros(1).long()))[1], log
+    _, values = loss(
+        images, mean, logs, log - 0.1, torch.arange(k), torch.zeros(1, dtype=torch.int64)
     )
+    (elsewhere,) = torch.autograd.grad(values.sum(), log)
     assert elsewhere.max() < -1e-3
 
 
@@ -177,107 +186,58 @@ def test_similarity_ranks_by_the_distance():
     assert itrloss.metrics.retrieval_metrics(sim)
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("kind", [None, "random", "same", "disjoint"])
+# variances up to 2e4, whose sums are far beyond half precision
+@pytest.mark.parametrize("log_variance", [-60.0, 0.0, 10.0])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_hostile_input_stays_finite(dtype, engine):
-    v = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), 1e4 * torch.eye(8)[:3]]).to(dtype)
-    for low in (-60.0, 0.0, 10.0):  # variances up to 2e4, whose sums are far beyond half precision
-        for ids in (
-            (None, None),
-            *(make_ids(kind, 8, 8) for kind in ("random", "same", "disjoint")),
-        ):
-            inputs = [
-                x.clone().requires_grad_()
-                for x in (v, v.flip(0), torch.full_like(v, low), torch.zeros_like(v))
-            ]
-            value = PCMEPlusPlusLoss(engine=engine)(*inputs, *ids)
-            value.backward()
-            assert value.isfinite() and value.dtype == torch.float32
-            assert all(x.grad.dtype == dtype and x.grad.isfinite().all() for x in inputs)
+def test_hostile_input_stays_finite(dtype, engine, log_variance, kind):
+    v = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), 1e4 * torch.eye(8)[:3]])
+    given = v, v.flip(0), torch.full_like(v, log_variance), torch.zeros_like(v)
+    inputs = [x.to(dtype).requires_grad_() for x in given]
+    value = PCMEPlusPlusLoss(engine=engine)(*inputs, *make_ids(kind, 8, 8))
+    assert value.isfinite()
+    assert value.dtype == torch.float32
+    for gradient in torch.autograd.grad(value, inputs):
+        assert gradient.isfinite().all()
 
 
-def test_half_precision_is_computed_in_float32():
-    ids, inputs = make_ids("random", 5, 8), [x.bfloat16() for x in distributions(5, 8)]
-    loss = PCMEPlusPlusLoss()
-    found = loss(*inputs, *ids)
-    torch.testing.assert_close(
-        found, loss(*(x.float() for x in inputs), *ids), rtol=1e-6, atol=1e-6
-    )
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(loss(*inputs, *ids), found)
+# ---------------------------------------------------------------------------------------- processes
+
+CASES = [(options, reduction) for options in OPTIONS.values() for reduction in ("mean", "sum")]
+# of images and of texts, for three processes, of which one has no images
+PARTS = [(slice(0, 4), slice(0, 7)), (slice(4, 9), slice(7, 9)), (slice(9, 9), slice(9, 11))]
+WHOLE = slice(9), slice(11)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("engine", "kind"), [("dense", "random"), ("tiled", None)])
-def test_compiles_as_one_graph(engine, kind):
-    n, m = (8, 11) if kind else (8, 8)
-    loss, ids = PCMEPlusPlusLoss(1.0, 3.0, engine=engine), make_ids(kind, n, m)
-    torch._dynamo.reset()
-    results = []
-    compiled = torch.compile(loss, fullgraph=engine != "tiled", backend="aot_eager")
-    for f in (loss, compiled):
-        inputs = [x.requires_grad_() for x in distributions(n, m, dtype=torch.float32)]
-        value = f(*inputs, *ids)
-        results.append((value, *torch.autograd.grad(value, inputs)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def in_a_process(rank: int):
+def of_all_cases(rank: int | None) -> list[list[torch.Tensor]]:
+    """The value and all gradients of a process's part in each case; of the whole for None."""
+    rows, cols = WHOLE if rank is None else PARTS[rank]
     found = []
-    for options in OPTIONS.values():
-        for reduction in ("mean", "sum"):
-            loss = PCMEPlusPlusLoss(
-                **options, reduction=reduction, gather=True, engine="tiled"
-            ).double()
-            inputs, ids = part(rank)
-            value = loss(*(x.requires_grad_() for x in inputs), *ids)
-            value.backward()
-            found.append(
-                [value.detach(), loss.scale.grad, loss.shift.grad, *(x.grad for x in inputs)]
-            )
+    for options, reduction in CASES:
+        common = {"reduction": reduction, "gather": rank is not None}
+        loss = PCMEPlusPlusLoss(**options, **common, engine="tiled").double()
+        v, w, s, t = distributions(9, 11)
+        inputs = [x.clone().requires_grad_() for x in (v[rows], w[cols], s[rows], t[cols])]
+        image_ids, text_ids = make_ids("random", 9, 11)
+        value = loss(*inputs, image_ids[rows], text_ids[cols])
+        leaves = [loss.scale, loss.shift, *inputs]
+        found.append([value.detach(), *torch.autograd.grad(value, leaves)])
     return found
 
 
-def part(rank):
-    """Batches of different sizes, of which one is empty."""
-    cuts = [(slice(0, 4), slice(0, 7)), (slice(4, 9), slice(7, 9)), (slice(9, 9), slice(9, 11))][
-        rank
-    ]
-    (v, w, s, t), ids = distributions(9, 11), make_ids("random", 9, 11)
-    inputs = [v[cuts[0]], w[cuts[1]], s[cuts[0]], t[cuts[1]]]
-    return [x.clone() for x in inputs], [x[cut] for x, cut in zip(ids, cuts, strict=True)]
-
-
 def test_processes_share_a_batch(tmp_path):
-    cases = [(options, reduction) for options in OPTIONS.values() for reduction in ("mean", "sum")]
-    found = run(in_a_process, tmp_path, world=3)
-    for (options, reduction), parts in zip(cases, zip(*found, strict=True), strict=True):
-        loss, inputs = (
-            PCMEPlusPlusLoss(**options, reduction=reduction).double(),
-            distributions(9, 11),
-        )
-        value = loss(*(x.requires_grad_() for x in inputs), *make_ids("random", 9, 11))
-        value.backward()
-        for own in parts:
-            torch.testing.assert_close(own[:3], [value.detach(), loss.scale.grad, loss.shift.grad])
-        for k, x in enumerate(inputs, 3):  # the mean over processes is that of one
-            torch.testing.assert_close(
-                torch.cat([own[k] for own in parts]) / 3, x.grad, rtol=1e-9, atol=1e-12
-            )
+    processes = run(of_all_cases, tmp_path, world=3)
+    for k, (value, scale, shift, *wanted) in enumerate(of_all_cases(None)):
+        parts = [found[k] for found in processes]
+        for part in parts:
+            torch.testing.assert_close(part[:3], [value, scale, shift])
+        # the mean over processes is that of one
+        gradients = [torch.cat(x) / 3 for x in list(zip(*parts, strict=True))[3:]]
+        torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_it_is_a_module_like_the_others():
-    inputs, loss = distributions(6, 6, dtype=torch.float32), PCMEPlusPlusLoss(2.0, telemetry=True)
-    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
-        assert torch.equal(other(*inputs), loss(*inputs))
-    fresh = PCMEPlusPlusLoss()
-    fresh.load_state_dict(loss.state_dict())
-    assert torch.equal(fresh(*inputs), loss(*inputs))
-    assert math.isfinite(loss.telemetry["gap"])
-    assert repr(loss).startswith(
-        "PCMEPlusPlusLoss(scale=2.0, shift=5.0, learnable=True, pseudo_weight=0.1, vib_weight"
-    )
+# ------------------------------------------------------------------------------------------- errors
 
 
 def test_input_errors_name_the_argument():

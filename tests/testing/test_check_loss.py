@@ -13,8 +13,8 @@ from support import (
     planted_gradients,  # noqa: F401 — lists its bugs, too
     planted_programs,
 )
-from support.conforming import LOSSES
-from support.losses_registry import public_losses
+from support.conforming import CALLS, LOSSES, conforming
+from support.losses_registry import public_losses, table
 from support.processes import start
 
 import itrloss
@@ -22,46 +22,45 @@ from itrloss import compat
 from itrloss.testing import ConformanceError, check_loss, loss_checks
 from itrloss.testing.registry import CHECKS
 
-# Seconds each, or in all; two losses run the latter, and some are compiled here. `conforming.py`
-# runs all of all.
 COMPILED = ["compiled", "compiled_as_one_graph"]
-LONG = [
-    "learns_pairs",
-    "learns_classes",
-    "memory_grows_linearly",
-    "threads",
-    "gradcheck",
-    "uneven_upstream",
+# `conforming.py` runs these on all losses.
+LEARNING = ["learns_pairs", "learns_classes"]
+LONG = ["memory_grows_linearly", "threads"]
+# A loss of the registry that is not checked in all ways may still be compiled.
+ALSO_COMPILED = [
+    name for name, entry in table("compiled").items() if name not in LOSSES and entry.takes in CALLS
 ]
-LONG += [
-    "nothing_is_kept",
-    "resumed_training",
-    "repeated_calls",
-    "bfloat16_error",
-    "float16_error",
-    "autocast_error",
-]
+
+
+def passes(case, checks):
+    """Check a loss of ours, which fails what it is expected to fail."""
+    failures = {check: reason for check, reason in case.failures.items() if check in checks}
+    check_loss(case.loss, only=checks, expected_failures=failures, **case.options)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_our_losses_pass(name):
-    loss, options, failures = LOSSES[name]
-    left_out = COMPILED if name in ("infonce tiled", "dcl") else COMPILED + LONG
-    failures = {check: reason for check, reason in failures.items() if check not in left_out}
-    check_loss(
-        loss, expected_failures=failures, only=[x for x in CHECKS if x not in left_out], **options
-    )
+    left_out = COMPILED + LEARNING + LONG
+    passes(LOSSES[name], [check for check in CHECKS if check not in left_out])
 
 
-# One with a parameter and one of several questions: the tests of each loss compile it, too. A graph
-# without breaks is the same where they are allowed.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "checks"), [("infonce learnable", COMPILED[1:]), ("filtered", COMPILED)]
-)
-def test_our_losses_compile(name, checks):
-    loss, options, _ = LOSSES[name]
-    check_loss(loss, only=checks, **options)
+@pytest.mark.parametrize("name", LOSSES)
+def test_our_losses_pass_what_takes_long(name):
+    passes(LOSSES[name], LONG)
+
+
+@pytest.mark.parametrize("name", ["infonce tiled", "dcl"])
+def test_our_losses_learn(name):
+    passes(LOSSES[name], LEARNING)
+
+
+# A graph without breaks is the same where they are allowed.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*LOSSES, *ALSO_COMPILED])
+def test_our_losses_compile_as_one_graph(name):
+    case = LOSSES[name] if name in LOSSES else conforming(name)
+    passes(case, ["compiled_as_one_graph"])
 
 
 def test_all_losses_are_here():
