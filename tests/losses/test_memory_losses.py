@@ -15,7 +15,6 @@ from support.cases import embeddings, pairwise
 from support.flops import Products
 from support.losses_registry import where
 from support.memories import SHAPES, D, MemoryBatch, filled, memory_batch
-from torch.autograd import gradcheck
 
 import itrloss
 from itrloss import CoupledMemory
@@ -53,6 +52,16 @@ def expected(name, batch, **options):
     ("name", "shape", "engine"), pairwise(name=LOSSES, shape=SHAPES, engine=ENGINES)
 )
 def test_losses_equal_the_loop_oracle(name, shape, engine, small_tiles, poisoned):
+    assert_values_of_loops(name, shape, engine)
+
+
+def test_all_losses_equal_the_loop_oracle_on_one_batch(small_tiles):
+    """The quick tests run a sample of the cases above."""
+    for name in LOSSES:
+        assert_values_of_loops(name, "ids", "tiled")
+
+
+def assert_values_of_loops(name, shape, engine):
     batch = memory_batch(shape)
     for reduction in ("mean", "sum"):
         value = make(name, engine=engine, reduction=reduction)(*batch)
@@ -94,21 +103,6 @@ def test_gradients_of_tiles_are_those_of_plain_pytorch(name, shape, small_tiles,
         total = total + of_texts @ torch.linspace(3, 1, len(of_texts), dtype=torch.float64)
         gradients.append(torch.autograd.grad(total, batch.inputs))
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("mdcl through diversity", "wide"),
-        ("mdcl through entropy", "ids"),
-        ("mdcl implicit", "empty"),
-        ("uto mild", "wide"),
-    ],
-)
-def test_gradients_are_those_of_differences(name, shape):
-    loss = make(name, engine="dense", reduction="none")
-    images, texts, *others = memory_batch(shape)
-    assert gradcheck(lambda v, w: loss(v, w, *others), (images, texts), fast_mode=True)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -185,11 +179,12 @@ def test_a_learnt_temperature_is_limited():
 @pytest.mark.parametrize("name", LOSSES)
 def test_keys_and_memory_get_no_gradient(name):
     batch = memory_batch("ids")
-    keys = batch.image_keys.requires_grad_(), batch.text_keys.requires_grad_()
+    batch.image_keys.requires_grad_()
+    batch.text_keys.requires_grad_()
     before = batch.memory.texts.clone()
     make(name)(*batch).backward()
-    assert keys[0].grad is None
-    assert keys[1].grad is None
+    assert batch.image_keys.grad is None
+    assert batch.text_keys.grad is None
     assert not batch.memory.texts.requires_grad
     assert torch.equal(batch.memory.texts, before)
     assert batch.images.grad.any()
@@ -210,28 +205,6 @@ def test_entries_with_the_anchors_id_are_no_negatives():
     after, _ = loss(images, texts, images, texts, memory, ids, ids)
     assert torch.equal(before[0], after[0])
     assert (before[1:] != after[1:]).all()
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_nan_is_not_taken_for_an_anchor_without_negatives(name):
-    batch = memory_batch("ids")
-    with torch.no_grad():
-        batch.images[2] = torch.nan
-    assert make(name)(*batch).isnan()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", LOSSES)
-def test_half_precision_is_computed_in_float32(name, dtype):
-    batch = memory_batch("ids")
-    wanted = make(name)(*batch)
-    vectors = [x.detach().to(dtype).requires_grad_() for x in batch[:4]]
-    value = make(name)(*vectors, batch.memory.to(dtype), batch.image_ids, batch.text_ids)
-    assert value.dtype == torch.float32
-    torch.testing.assert_close(value.double(), wanted, rtol=0.05, atol=0.02)
-    for gradient in torch.autograd.grad(value, vectors[:2]):
-        assert gradient.dtype == dtype
-        assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
