@@ -59,7 +59,7 @@ def test_our_losses_learn(name):
 @pytest.mark.parametrize("name", [*LOSSES, *ALSO_COMPILED])
 def test_our_losses_compile(name):
     case = LOSSES[name] if name in LOSSES else conforming(name)
-    # Tiles are visited outside of graphs; a graph without breaks is the same where they are allowed.
+    # Tiles are visited outside of graphs. A graph without breaks is the same where breaks may be.
     tiled = any(getattr(part, "engine", None) == "tiled" for part in case.loss.modules())
     passes(case, ["compiled" if tiled else "compiled_as_one_graph"])
 
