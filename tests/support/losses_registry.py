@@ -3,7 +3,7 @@ are filters over ``REGISTRY``.
 
 A loss of your own gets one entry, and a function that computes it in loops, as those of `oracle`
 do. All tests of the tables then run on it. An entry whose loss takes another input than the kinds
-of ``Takes`` needs a way to feed it in `conforming`, `sharded` and `test_modules` as well.
+of ``Takes`` needs a way to feed it in `conforming` and `sharded` as well.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LateInteraction(itrloss.InfoNCELoss):
 
 ANY_IDS = "any"
 ONE_TO_ONE = "one to one"
-ALL = frozenset({"compiled", "conforming", "sharded", "module"})
+ALL = frozenset({"compiled", "conforming", "sharded"})
 NONE: frozenset[str] = frozenset()
 
 
@@ -90,10 +90,10 @@ class Entry:
             cannot do from ids.
         failures: checks of ``check_loss`` that it fails, with reasons.
         tables: the tests that take seconds for each entry, and have this one: ``"compiled"``,
-            ``"conforming"`` (`check_loss`), ``"sharded"`` (several processes), ``"module"``
-            (properties of modules). A new loss is in all of them. One that differs from another
-            only in a number or in a function of single scores may be in none, and one that cannot
-            be tested there, or is in tests of its own, says so.
+            ``"conforming"`` (`check_loss`), ``"sharded"`` (several processes). A new loss is in all
+            of them. One that differs from another only in a number or in a function of single
+            scores may be in none, and one that cannot be tested there, or is in tests of its own,
+            says so.
     """
 
     kind: Callable[..., nn.Module]
@@ -203,7 +203,7 @@ OF_PAIRS = {
         itrloss.InfoNCELoss,
         {"hardness": 30.0, "learnable": True, "temperature": 0.2},
         oracle_options={"hardness": 30.0, "temperature": 0.2},
-        tables=ALL - {"conforming", "module"},
+        tables=ALL - {"conforming"},
         **HARD,
     ),
     "sigmoid": Entry(itrloss.SigmoidLoss, **SIGMOID),
@@ -231,27 +231,25 @@ OF_PAIRS = {
         itrloss.DiversityContrastiveLoss,
         {"detach_diversity": False},
         oracle_options={},
-        tables=ALL - {"conforming", "module"},
+        tables=ALL - {"conforming"},
         **ATTACHED_DCL,
     ),
     "supcon": Entry(itrloss.SupConLoss, **SUPCON),
     "supcon inside": Entry(
         itrloss.SupConLoss,
         {"inside": True, "temperature": 0.02},
-        tables=ALL - {"module"},
         **SUPCON,
     ),
     "multi-similarity mined": Entry(
         itrloss.MultiSimilarityLoss,
         {"alpha": 5.0, "beta": 20.0, "base": 0.2, "epsilon": 0.1},
-        tables=ALL - {"module"},
         **MULTI_SIMILARITY,
     ),
     "circle": Entry(itrloss.CircleLoss, **CIRCLE),
     "filtered below": Entry(
         itrloss.InfoNCELoss,
         {"margin": -0.05, "relative": True, "temperature": 0.01},
-        tables=ALL - {"conforming", "module"},
+        tables=ALL - {"conforming"},
         **FILTERED,
     ),
     # the tests of the compiler take it as their example
@@ -274,7 +272,7 @@ OF_PAIRS = {
         itrloss.DiversityContrastiveLoss,
         {"detach_diversity": False, "diversity": "entropy"},
         oracle_options={"diversity": "entropy"},
-        tables=ALL - {"compiled", "module"},
+        tables=ALL - {"compiled"},
         **ATTACHED_DCL,
     ),
     "dcl implicit cold": Entry(
@@ -308,7 +306,6 @@ OF_PAIRS = {
         tables=ALL - {"compiled"},
         **FILTERED,
     ),
-    # the robust losses are compiled in test_robust.py
     "rince": Entry(
         itrloss.RINCELoss,
         {"temperature": 0.2, "q": 0.3, "lam": 0.05},
@@ -327,10 +324,9 @@ OF_PAIRS = {
     "complementary soft": Entry(
         itrloss.ComplementaryContrastiveLoss,
         {"temperature": 0.5},
-        tables=ALL & {"sharded", "module"},
+        tables=ALL & {"sharded"},
         **COMPLEMENTARY,
     ),
-    # the forms of InfoNCE are compiled in test_infonce_forms.py
     "infonce joint": Entry(
         itrloss.InfoNCELoss,
         {"joint": True, "image_image": True, "text_text": True},
@@ -343,21 +339,21 @@ OF_PAIRS = {
         {"image_image": True, "text_text": "unfiltered", "margin": 0.1},
         lists_positives=True,
         failures=OF_IMAGES,
-        tables=ALL - {"compiled", "module"},
+        tables=ALL - {"compiled"},
     ),
     "infonce of images": Entry(
         itrloss.InfoNCELoss,
         {"directions": "image-text", "image_image": True, "hardness": 3.0},
         failures=OF_IMAGES | CONSTANT,
         detached=True,
-        tables=ALL - {"compiled", "module"},
+        tables=ALL - {"compiled"},
     ),
-    # it is compiled and sharded in test_matryoshka.py
+    # it is sharded in test_matryoshka.py
     "matryoshka": Entry(
         matryoshka,
         {"learnable": True},
         failures=PREFIXES,
-        tables=ALL & {"conforming", "module"},
+        tables=ALL & {"conforming"},
     ),
 }
 OF_MORE_THAN_PAIRS = {
@@ -365,7 +361,7 @@ OF_MORE_THAN_PAIRS = {
         itrloss.InfoNCELoss,
         {"hardness": 9.0},
         takes="negatives",
-        tables=ALL & {"sharded", "module"},
+        tables=ALL & {"sharded"},
     ),
     "filtered by a guide": Entry(
         itrloss.InfoNCELoss,
@@ -376,20 +372,18 @@ OF_MORE_THAN_PAIRS = {
     "distillation": Entry(
         itrloss.DistillationLoss, takes="teacher", failures=DENSE, tables=ALL - {"compiled"}
     ),
-    # it is compiled and sharded in test_probabilistic.py
+    # it is sharded in test_probabilistic.py
     "pcme++": Entry(
         itrloss.PCMEPlusPlusLoss,
         {"scale": 0.5, "shift": 4.0},
         takes="distributions",
         failures=SETS | CLASSES,
-        tables=ALL & {"conforming", "module"},
+        tables=ALL & {"conforming"},
     ),
 }
 OF_MEMORIES = {
     # it is compiled in test_memory_losses.py
-    "mdcl": Entry(
-        itrloss.MemoryDiversityContrastiveLoss, tables=ALL & {"sharded", "module"}, **MDCL
-    ),
+    "mdcl": Entry(itrloss.MemoryDiversityContrastiveLoss, tables=ALL & {"sharded"}, **MDCL),
     "mdcl implicit": Entry(
         itrloss.MemoryDiversityContrastiveLoss, {"diversity": None}, tables=NONE, **MDCL
     ),
@@ -485,7 +479,7 @@ OF_SETS_AND_CLASSES = {
         LateInteraction,
         {"aggregation": "smooth_max_sum", "alpha": 8.0, "temperature": 0.5},
         takes="tokens",
-        tables=ALL & {"compiled", "module"},
+        tables=ALL & {"compiled"},
     ),
     # it is compiled as a part of "dvse", and the prototypes as one of "coder"
     "variance aware": Entry(
@@ -531,7 +525,7 @@ OF_SETS_AND_CLASSES = {
         {"heads": 3},
         takes="features",
         sized=True,
-        tables=ALL & {"compiled", "module"},
+        tables=ALL & {"compiled"},
     ),
 }
 REGISTRY: dict[str, Entry] = {
