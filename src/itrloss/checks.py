@@ -69,6 +69,8 @@ def as_number(name: str, value: Any, positive: bool = False) -> float:
 
 def as_size(name: str, value: Any) -> int:
     """Return an integer of at least 1, of any type, as an int; raise an error for what is none."""
+    if isinstance(value, np.bool_):  # an index for NumPy 1.24
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
     if not isinstance(value, int):  # such as of NumPy; sums of its short ones would overflow
         try:
             value = operator.index(value)

@@ -393,7 +393,8 @@ def _with_texts_of_all(
     sizes = [size for _, size, _ in every]
     if not any(numbers):
         raise ValueError("texts: expected at least one set among those of all processes, got none")
-    longer = max(sizes) - cols.size
+    # The compiler of PyTorch 2.8 does not trace the maximum of a list.
+    longer = max(0, *sizes) - cols.size
     x = cols.x
     if longer:
         x = F.pad(x, (0, 0, 0, longer))

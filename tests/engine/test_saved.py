@@ -11,7 +11,7 @@ import torch
 from support.cases import pairwise, sample
 from support.conforming import LOSSES, Case
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import itrloss
 from itrloss import Similarity
@@ -126,7 +126,8 @@ def checkpointed(loss: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 def checkpointed_to_the_end(loss: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    return checkpoint(loss, *inputs, use_reentrant=False, early_stop=False)
+    with set_checkpoint_early_stop(False):
+        return checkpoint(loss, *inputs, use_reentrant=False)
 
 
 WAYS = [read_once, offloaded, checkpointed, checkpointed_to_the_end]

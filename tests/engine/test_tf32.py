@@ -25,7 +25,8 @@ SETTINGS = torch.backends.cuda.matmul
 def as_it_was():
     """Leave the process's setting as it was."""
     yield
-    torch.backends.cuda.matmul.fp32_precision = "none"
+    if HAS_NEWER:
+        SETTINGS.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
 
 
@@ -41,7 +42,13 @@ def allow_by_newer_setting():
     SETTINGS.fp32_precision = "tf32"
 
 
-ALLOWED = [allow_by_precision, allow_by_flag, allow_by_newer_setting]
+HAS_NEWER = hasattr(SETTINGS, "fp32_precision")  # from PyTorch 2.9 on
+with_newer = pytest.mark.skipif(not HAS_NEWER, reason="this PyTorch has the older flag alone")
+ALLOWED = [
+    allow_by_precision,
+    allow_by_flag,
+    pytest.param(allow_by_newer_setting, marks=with_newer),
+]
 
 
 @pytest.mark.parametrize("allow", ALLOWED)
@@ -52,6 +59,7 @@ def test_the_setting_is_the_process(allow):
     assert not products.rounds_float32(torch.device("cpu"))
 
 
+@with_newer
 @pytest.mark.parametrize("allow", ALLOWED)
 def test_full_float32_puts_the_setting_back(allow):
     allow()
@@ -141,6 +149,7 @@ EVALUATION = {
 }
 
 
+@with_newer
 @pytest.mark.parametrize("name", TRAINING)
 def test_losses_follow_the_setting(name, setting):
     with Noted() as noted:
@@ -149,6 +158,7 @@ def test_losses_follow_the_setting(name, setting):
     assert set(noted.seen) == {"tf32"}
 
 
+@with_newer
 @pytest.mark.parametrize("name", EVALUATION)
 def test_evaluation_does_not(name, setting):
     with Noted() as noted:
@@ -158,6 +168,7 @@ def test_evaluation_does_not(name, setting):
     assert SETTINGS.fp32_precision == "tf32"
 
 
+@with_newer
 def test_scores_that_a_loss_rounded_are_not_ranked(setting):
     """They may be kept for the next loss."""
     sim = Similarity(*trained())

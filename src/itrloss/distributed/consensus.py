@@ -184,8 +184,9 @@ def padded(x: Tensor, size: int, value: float = 0.0) -> Tensor:
     """Return ``x`` (B, ...) with further rows, (size, ...)."""
     if len(x) == size:
         return x
-    no_padding = (0, 0) * (x.dim() - 1)
-    return F.pad(x, (*no_padding, 0, size - len(x)), value=value)
+    # PyTorch 2.8 cannot pad a tensor without elements.
+    further = x.new_full((size - len(x), *x.shape[1:]), value)
+    return torch.cat([x, further])
 
 
 def gather_table(x: Tensor, group: Any = None) -> Tensor:
