@@ -15,6 +15,7 @@ import os
 import pickle
 import re
 import secrets
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -551,7 +552,10 @@ def _read_json(path: Path) -> Any:
 
 def _read_torch(path: Path) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            # PyTorch 2.15 says that it checks sparse tensors, which are refused later.
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError):  # torch's message would advise to trust the file
         raise ValueError("damaged, or more in it than tensors and containers of them") from None
 
