@@ -46,6 +46,8 @@ def test_kernels_compile_for_gpus(tmp_path):
         lean = alone and kernel["SHARED"] and not kernel["IDS"] and kernel["WARPS"] == 8
         if kernel["GPU"] <= 90 and lean and "'limits': 2" not in kernel["name"]:
             most = {"sums_kernel": 1400, "gradient_kernel": 1250}
+            if "relation" in kernel["name"]:  # a byte of the mask is loaded for each pair
+                most = {"sums_kernel": 1800, "gradient_kernel": 1650}
             assert kernel["AFTER"] <= most[kernel["name"].split()[0]], kernel
 
 

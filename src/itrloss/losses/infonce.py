@@ -163,7 +163,8 @@ class TemperatureLoss(SimilarityLoss):
         """Warn of a batch, and of a temperature that is probably a scale."""
         super()._look(loss, sim)
         if self._looked:
-            warn_of_temperature(self.temperature, sim)
+            with torch.no_grad():  # later calls save no tensor for it either
+                warn_of_temperature(self.temperature, sim)
 
 
 class InfoNCELoss(TemperatureLoss, PairLoss):
