@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -244,6 +245,10 @@ def accelerated_step(accelerator: Any, model: Model, parts: list[Any], x: Tensor
     return loss.item()
 
 
+@pytest.mark.skipif(
+    np.lib.NumpyVersion(np.__version__) < "2.0.0",
+    reason="accelerate cannot read the random state that NumPy 1 pickles, and goes on without it",
+)
 @pytest.mark.parametrize("saved", [4, 6])
 def test_a_run_of_accelerate_is_resumed_also_within_an_epoch(saved: int, tmp_path):
     values, model = accelerated(tmp_path, saved, resumes=False)
