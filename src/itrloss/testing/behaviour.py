@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import sys
 import tempfile
@@ -325,6 +326,9 @@ def _process(rank: int, subject: Subject, batch: Batch, world: int, folder: str)
     torch.save((value, gradient / world), Path(folder, f"{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
+    # Without Python's shutdown: a last tensor that a thread of the group drops during it aborts the
+    # process, rarely and on busy machines (pytorch/pytorch#179291).
+    os._exit(0)
 
 
 @check("processes", "gather")
