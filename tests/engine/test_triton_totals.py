@@ -208,8 +208,9 @@ def test_a_total_may_be_differentiated_again(dtype, early, few_tiles):
         torch.autograd.grad(value, v, create_graph=True)
 
 
-def test_a_total_has_its_gradient_in_checkpoints_and_with_hooks(early, few_tiles):
-    v, w = trained()
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_a_total_has_its_gradient_in_checkpoints_and_with_hooks(dtype, early, few_tiles):
+    v, w = trained(dtype=dtype)
     wanted = torch.autograd.grad(siglip(v, w), (v, w))
     again = checkpoint(siglip, v, w, use_reentrant=False)
     with saved_tensors_hooks(torch.clone, lambda copy: copy):

@@ -68,6 +68,20 @@ def of_sets(loss, images, texts, image_ids, text_ids):
     return loss(halves(images), halves(texts), *lengths, image_ids, text_ids)
 
 
+def with_negatives(loss, images, texts, *ids):
+    """Each image has two further texts, which turn and are permuted with the batch."""
+    units = normalized(images)
+    further = [units - units.mean(0), units + normalized(texts).mean(0)]
+    return loss(images, texts, *ids, negatives=torch.stack(further, 1))
+
+
+def with_guide(loss, images, texts, *ids):
+    of_images = normalized(images)
+    of_texts = normalized(texts)
+    guide = of_images - of_texts.mean(0), of_texts - of_images.mean(0)
+    return loss(images, texts, *ids, guide=guide)
+
+
 def of_heads(loss, images, texts, *ids):
     return loss(torch.stack([images, images.flip(1)], 1), texts, *ids)
 
@@ -199,6 +213,8 @@ def published(
 # How a loss of each kind of input is called with images, texts and their ids, if it takes any.
 CALLS: dict[str, Mapping[str, Any]] = {
     "pairs": {},
+    "negatives": {"call": with_negatives},
+    "guide": {"call": with_guide},
     "teacher": {"call": taught},
     "tokens": {"call": of_sets},
     "heads": {"call": of_heads},

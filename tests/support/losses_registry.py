@@ -146,6 +146,11 @@ NEGATIVES_ALONE = {
     "learns_classes": "it learns from negatives alone: an image that starts far from its positives "
     "stays there",
 }
+SHARP = {"float32_error": "its temperature multiplies the rounding of scores by 250"}
+TINY = {
+    "float32_error": "its scale multiplies the rounding of scores by 256",
+    "float16_error": "a gradient of 1e-13 is below the range of float16",
+}
 DENSE = {"memory_grows_linearly": "its scores, of a teacher or of sets, are a matrix"}
 PREFIXES = {"rotation": "prefixes are of coordinates"}
 OTHER_SCORES = {
@@ -172,9 +177,9 @@ DCL = {"oracle": oracle.dcl, "detached": True, "failures": CONSTANT}
 ATTACHED_DCL = {"oracle": oracle.dcl}
 SUPCON = {"oracle": oracle_supervised.supcon}
 MULTI_SIMILARITY = {"oracle": oracle_supervised.multi_similarity}
-CIRCLE = {"oracle": oracle_supervised.circle, "detached": True, "failures": CONSTANT}
+CIRCLE = {"oracle": oracle_supervised.circle, "detached": True}
 RINCE = {"oracle": oracle_robust.rince}
-COMPLEMENTARY = {"oracle": oracle_robust.complementary, "failures": NEGATIVES_ALONE}
+COMPLEMENTARY = {"oracle": oracle_robust.complementary}
 MDCL: dict[str, Any] = {"takes": "memory", "oracle": oracle_more.memory_dcl}
 UTO: dict[str, Any] = {"takes": "memory", "oracle": oracle_more.uto}
 QUEUE: dict[str, Any] = {"takes": "memory", "oracle": oracle_more.memory_info_nce}
@@ -245,7 +250,7 @@ OF_PAIRS = {
         {"alpha": 5.0, "beta": 20.0, "base": 0.2, "epsilon": 0.1},
         **MULTI_SIMILARITY,
     ),
-    "circle": Entry(itrloss.CircleLoss, **CIRCLE),
+    "circle": Entry(itrloss.CircleLoss, failures=CONSTANT, **CIRCLE),
     "filtered below": Entry(
         itrloss.InfoNCELoss,
         {"margin": -0.05, "relative": True, "temperature": 0.01},
@@ -256,7 +261,11 @@ OF_PAIRS = {
     "infonce": Entry(itrloss.InfoNCELoss, tables=ALL & {"conforming"}, **INFONCE),
     "infonce sharp": Entry(itrloss.InfoNCELoss, {"temperature": 0.01}, tables=NONE, **INFONCE),
     "infonce cold": Entry(
-        itrloss.InfoNCELoss, {"temperature": 0.004}, tables=ALL & {"sharded"}, **INFONCE
+        itrloss.InfoNCELoss,
+        {"temperature": 0.004},
+        failures=SHARP,
+        tables=ALL & {"sharded"},
+        **INFONCE,
     ),
     "hard infonce": Entry(
         itrloss.InfoNCELoss, {"hardness": 9.0}, tables=ALL & {"conforming"}, **HARD
@@ -295,10 +304,18 @@ OF_PAIRS = {
         itrloss.MultiSimilarityLoss, tables=ALL - {"compiled", "sharded"}, **MULTI_SIMILARITY
     ),
     "circle wide": Entry(
-        itrloss.CircleLoss, {"margin": 0.25, "scale": 256.0}, tables=NONE, **CIRCLE
+        itrloss.CircleLoss,
+        {"margin": 0.25, "scale": 256.0},
+        failures=CONSTANT,
+        tables=NONE,
+        **CIRCLE,
     ),
     "circle with the dip below the range of float32": Entry(
-        itrloss.CircleLoss, {"margin": 0.7, "scale": 256.0}, tables=NONE, **CIRCLE
+        itrloss.CircleLoss,
+        {"margin": 0.7, "scale": 256.0},
+        failures=CONSTANT | TINY,
+        tables=NONE,
+        **CIRCLE,
     ),
     "filtered": Entry(
         itrloss.InfoNCELoss,
@@ -318,6 +335,7 @@ OF_PAIRS = {
     ),
     "complementary": Entry(
         itrloss.ComplementaryContrastiveLoss,
+        failures=NEGATIVES_ALONE,
         tables=ALL & {"conforming"},
         **COMPLEMENTARY,
     ),
@@ -361,13 +379,12 @@ OF_MORE_THAN_PAIRS = {
         itrloss.InfoNCELoss,
         {"hardness": 9.0},
         takes="negatives",
-        tables=ALL & {"sharded"},
+        failures=CONSTANT | TWO_KINDS,
     ),
     "filtered by a guide": Entry(
         itrloss.InfoNCELoss,
         {"margin": 0.05, "relative": True},
         takes="guide",
-        tables=ALL & {"sharded"},
     ),
     "distillation": Entry(
         itrloss.DistillationLoss, takes="teacher", failures=DENSE, tables=ALL - {"compiled"}

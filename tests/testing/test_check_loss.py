@@ -14,7 +14,7 @@ from support import (
     planted_programs,
 )
 from support.conforming import CALLS, LOSSES, conforming
-from support.losses_registry import public_losses, table
+from support.losses_registry import REGISTRY, public_losses
 from support.processes import start
 
 import itrloss
@@ -26,10 +26,17 @@ COMPILED = ["compiled", "compiled_as_one_graph"]
 # `conforming.py` runs these on all losses.
 LEARNING = ["learns_pairs", "learns_classes"]
 LONG = ["memory_grows_linearly", "threads"]
-# A loss of the registry that is not checked in all ways may still be compiled.
-ALSO_COMPILED = [
-    name for name, entry in table("compiled").items() if name not in LOSSES and entry.takes in CALLS
+PRECISION = [
+    "float32_error",
+    "bfloat16_error",
+    "float16_error",
+    "autocast_error",
+    "zero_vectors",
+    "zero_vectors_in_half_precision",
 ]
+# A loss of the registry that is not checked in all ways may still be compiled, and is rounded.
+OTHERS = [name for name, entry in REGISTRY.items() if name not in LOSSES and entry.takes in CALLS]
+ALSO_COMPILED = [name for name in OTHERS if "compiled" in REGISTRY[name].tables]
 
 
 def passes(case, checks):
@@ -42,6 +49,11 @@ def passes(case, checks):
 def test_our_losses_pass(name):
     left_out = COMPILED + LEARNING + LONG
     passes(LOSSES[name], [check for check in CHECKS if check not in left_out])
+
+
+def test_other_options_of_our_losses_keep_their_precision():
+    for name in OTHERS:
+        passes(conforming(name), PRECISION)
 
 
 @pytest.mark.slow
