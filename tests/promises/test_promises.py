@@ -66,7 +66,11 @@ def store() -> None:
     """Write the names, the values and the states of this version."""
     STORED.mkdir(exist_ok=True)
     NAMES.write_text(interface.listing(), encoding="utf-8")
-    lines = [f"{json.dumps(name)}: {json.dumps(x)}" for name, x in outcomes.values().items()]
+    lines = []
+    for name, numbers in outcomes.values().items():
+        # the next digits differ between processors
+        rounded = [float(f"{number:.10g}") for number in numbers]
+        lines.append(f"{json.dumps(name)}: {json.dumps(rounded)}")
     VALUES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     saved = {}
     for name, state in outcomes.states().items():

@@ -1,4 +1,4 @@
-"""The lines of other projects with our losses: cases with their values, and how each is computed."""
+"""The lines of other projects with our losses, and cases with their values."""
 
 from __future__ import annotations
 
