@@ -9,9 +9,9 @@ place; aligned pairs (no ids) are taken from the diagonal. Every function compil
 Arguments common to all: ``images`` (N, D) and ``texts`` (M, D), floating point, normalised inside;
 ``image_ids`` (N,) and ``text_ids`` (M,), integer, by default ``arange``. The pair (i, j) is
 positive iff the ids are equal. An anchor without a positive or without a negative contributes 0 and
-is excluded from the mean. ``reduction`` is ``"mean"`` (mean over images + mean over texts) or
-``"sum"``. The result is a 0-dim tensor, float32 for half precision inputs and of the input's type
-otherwise.
+is excluded from the mean. The result is a 0-dim tensor, the mean over images and the mean over
+texts (of the triplet loss the sums, as by default in ours), float32 for half precision inputs and
+of the input's type otherwise.
 """
 
 from __future__ import annotations
@@ -61,24 +61,20 @@ def triplet(
     *,
     margin: float = 0.2,
     mining: str = "hardest",
-    reduction: str = "sum",
 ) -> Tensor:
     """Hinge of every positive pair with the anchor's hardest negative, or with all its negatives
     (VSE++).
     """
     one_of("mining", mining, "hardest", "all")
-    one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
     if mining == "all":
         hinges = [_hinges_against_all(batch, side, margin) for side in batch.sides]
-        return _total(hinges[0], batch.sides[0], reduction) + _total(
-            hinges[1], batch.sides[1], reduction
-        )
+        return hinges[0].sum() + hinges[1].sum()
     rivals = batch.scores.masked_fill(batch.mask, NEG_INF)
     losses = []
     for side in batch.sides:
         hardest = _at_pairs(rivals.max(dim=side.dim).values, side)
-        losses.append(_total(F.relu(margin - batch.pairs + hardest), side, reduction))
+        losses.append(F.relu(margin - batch.pairs + hardest).sum())
     return losses[0] + losses[1]
 
 
@@ -89,12 +85,10 @@ def infonce(
     text_ids: Tensor | None = None,
     *,
     temperature: float = 0.07,
-    reduction: str = "mean",
 ) -> Tensor:
     """Cross-entropy of each positive against the anchor's negatives, averaged over its positives
     (CPC).
     """
-    one_of("reduction", reduction, "mean", "sum")
     # Dividing the (N, D) embeddings by the temperature is cheaper than dividing the (N, M) scores.
     logits, mask, pairs, sides = _compare(images, texts, image_ids, text_ids, scale=1 / temperature)
     if sides[0].matches is not None:
@@ -107,7 +101,7 @@ def infonce(
         else:
             surprise = F.softplus(_at_pairs(total, side) - pairs, threshold=50)
             surprise = surprise / side.matches.positives[side.matches.anchors]
-        losses.append(_total(surprise, side, reduction))
+        losses.append(_mean(surprise, side))
     return losses[0] + losses[1]
 
 
@@ -119,16 +113,14 @@ def sigmoid(
     *,
     scale: float = 10.0,
     bias: float = -10.0,
-    reduction: str = "mean",
 ) -> Tensor:
     """Binary classification of every pair (SigLIP Eq. 1); the mean divides by N and by M, one half
     each.
     """
-    one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
     logits = scale * batch.scores + bias
     total = -F.logsigmoid(torch.where(batch.mask, logits, -logits)).sum()
-    return total * (0.5 / logits.shape[0] + 0.5 / logits.shape[1]) if reduction == "mean" else total
+    return total * (0.5 / logits.shape[0] + 0.5 / logits.shape[1])
 
 
 def hal(
@@ -139,12 +131,10 @@ def hal(
     *,
     scale: float = 90.0,
     margin: float = 0.5,
-    reduction: str = "mean",
 ) -> Tensor:
     """Hubness-aware loss (USER Eq. 17): row and column terms minus the positive pairs' mean log(1 +
     S).
     """
-    one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
     logits = (scale * batch.scores).masked_fill_(batch.mask, NEG_INF)
     attraction = 0.5 * torch.log1p(batch.pairs.clamp_min(SCORE_FLOOR))  # one half per direction
@@ -156,11 +146,11 @@ def hal(
         if side.matches is not None:
             valid = side.matches.valid.to(pull.dtype)
             pull = pull * (valid.sum() / (side.matches.positives * valid).sum().clamp_min(1))
-        losses.append(_total(_where_valid(value - pull, side), side, reduction))
+        losses.append(_mean(_where_valid(value - pull, side), side))
     return losses[0] + losses[1]
 
 
-def dcl(  # noqa: PLR0913 (the options of our loss, by keyword)
+def dcl(
     images: Tensor,
     texts: Tensor,
     image_ids: Tensor | None = None,
@@ -170,20 +160,12 @@ def dcl(  # noqa: PLR0913 (the options of our loss, by keyword)
     margin: float = 0.3,
     diversity: str | None = "std",
     epsilon: float = 0.1,
-    positive_weight: str | float = "paper",
-    positive: str = "clamp",
-    reduction: str = "mean",
 ) -> Tensor:
     """Diversity-sensitive contrastive loss (CODER Eq. 5, Eq. 4 if ``diversity=None``), diversity
     detached.
     """
-    one_of("positive", positive, "clamp", "relu")
-    one_of("reduction", reduction, "mean", "sum")
     batch = _compare(images, texts, image_ids, text_ids)
-    weight = temperature if positive_weight == "paper" else float(positive_weight)
-    attraction = weight * torch.log1p(
-        batch.pairs.clamp_min(SCORE_FLOOR if positive == "clamp" else 0.0)
-    )
+    attraction = temperature * torch.log1p(batch.pairs.clamp_min(SCORE_FLOOR))
     if diversity is None:  # there is one temperature, so both directions use the same logits
         logits = (batch.scores / temperature).masked_fill_(batch.mask, NEG_INF)
         exponents = [logits.logsumexp(side.dim) - margin / temperature for side in batch.sides]
@@ -201,7 +183,7 @@ def dcl(  # noqa: PLR0913 (the options of our loss, by keyword)
         if side.matches is not None:
             pull = pull / side.matches.positives.clamp_min(1)
         value = temperature * F.softplus(exponent, threshold=50) - pull
-        losses.append(_total(_where_valid(value, side), side, reduction))
+        losses.append(_mean(_where_valid(value, side), side))
     return losses[0] + losses[1]
 
 
@@ -358,13 +340,11 @@ def _where_valid(values: Tensor, side: Side) -> Tensor:
     return values if side.matches is None else values.where(side.matches.valid, 0)
 
 
-def _total(values: Tensor, side: Side, reduction: str) -> Tensor:
-    """Sum of all values, for the mean divided by the number of valid anchors."""
-    if reduction == "sum":
-        return values.sum()
-    return values.sum() / (
-        side.candidates if side.matches is None else side.matches.valid.sum().clamp_min(1)
-    )
+def _mean(values: Tensor, side: Side) -> Tensor:
+    """Return the sum of all values, divided by the number of valid anchors."""
+    if side.matches is None:
+        return values.sum() / side.candidates
+    return values.sum() / side.matches.valid.sum().clamp_min(1)
 
 
 def _hinges_against_all(batch: Batch, side: Side, margin: float) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.losses_registry import public_losses
-from support.processes import both
+from support.processes import run
 from torch.utils._pytree import tree_leaves
 
 import itrloss
@@ -160,7 +160,7 @@ def recipes(rank: int) -> dict[str, float]:
 
 
 def test_recipes_run_in_two_processes(tmp_path):
-    first, second = both(recipes, tmp_path)
+    first, second = run(recipes, tmp_path)
     assert first == second
     assert first["blocks"] == 12
 
@@ -216,7 +216,7 @@ def identical(got, expected) -> bool:
 
 
 def test_the_complete_training_loop_resumes_as_if_it_had_not_been_interrupted(tmp_path):
-    first, second = both(resumed, tmp_path, str(tmp_path))
+    first, second = run(resumed, tmp_path, str(tmp_path))
     assert first == second == dict.fromkeys(first, True)
     assert {"towers", "key_towers", "memory", "criterion", "optimizer"} <= first.keys()
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import sample
-from support.processes import both
+from support.processes import run
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -946,7 +946,7 @@ def steps_with_a_scale(rank: int) -> list[tuple]:
 
 @pytest.mark.slow
 def test_processes_average_the_gradient_of_a_scale_in_the_encoder(tmp_path):
-    first, second = both(steps_with_a_scale, tmp_path)
+    first, second = run(steps_with_a_scale, tmp_path)
     assert len(first) == 3
     for (alone, found), (others_alone, others_found) in zip(first, second, strict=True):
         mean = mean_of(alone, others_alone)
@@ -980,7 +980,7 @@ def warnings_of_encoders(rank: int) -> list[list[str]]:
 def test_a_warning_says_that_processes_do_not_exchange_gradients(tmp_path):
     message = "processes do not exchange the gradients of this encoder"
     expected = [[], [], [f"encoders[1]: {message}"], [f"encoders[0]: {message}"]]
-    assert both(warnings_of_encoders, tmp_path) == [expected, expected]
+    assert run(warnings_of_encoders, tmp_path) == [expected, expected]
 
 
 def towers_with_buffers() -> list[nn.Module]:
@@ -1020,7 +1020,7 @@ def steps_of_uneven_batches(rank: int) -> list[tuple]:
 
 @pytest.mark.slow
 def test_processes_average_gradients_once_a_step(tmp_path):
-    first, second = both(steps_of_uneven_batches, tmp_path)
+    first, second = run(steps_of_uneven_batches, tmp_path)
     encoders = [2, 2, 1, 1]
     for mine, others, count in zip(first, second, encoders, strict=True):
         mean = mean_of(mine[0], others[0])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.cases import pairwise
 from support.losses_registry import select
-from support.processes import WORLD, both, run
+from support.processes import WORLD, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,7 +45,7 @@ def test_a_state_that_ddp_broadcasts_counts_too(tmp_path):
     model["means"] = itrloss.OnlineKMeans(4, D)
     model["memory"].enqueue(*torch.randn(2, 5, D), torch.arange(5))
     model["means"].update(torch.randn(4, D))
-    (ids, centroids), (other_ids, other) = both(late_worker, tmp_path, model.state_dict())
+    (ids, centroids), (other_ids, other) = run(late_worker, tmp_path, model.state_dict())
     assert torch.equal(ids, other_ids) and torch.equal(centroids, other)
 
 
@@ -81,7 +81,7 @@ def numbering(rank: int) -> dict[str, list[torch.Tensor]]:
 
 
 def test_texts_of_no_image_stay_so_among_the_images_of_all(tmp_path):
-    for found in both(numbering, tmp_path):
+    for found in run(numbering, tmp_path):
         torch.testing.assert_close(found, {name: numbered(None, name) for name in NUMBERED})
 
 
@@ -194,7 +194,7 @@ def reranking_worker(rank: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_two_processes_rank_as_one_does(tmp_path):
-    found, whole = both(reranking_worker, tmp_path), reranked(embedded())
+    found, whole = run(reranking_worker, tmp_path), reranked(embedded())
     for name, wanted in whole.items():
         for part, (mine, theirs) in zip(
             wanted, zip(*(f[name] for f in found), strict=True), strict=True
@@ -357,7 +357,7 @@ def metrics_worker(rank: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_two_processes_evaluate_as_one_does(tmp_path):
-    first, second = both(metrics_worker, tmp_path)
+    first, second = run(metrics_worker, tmp_path)
     for name, (here, there) in REFUSED.items():
         assert first[f"wrong: {name}"].startswith(here), name
         assert second[f"wrong: {name}"].startswith(there), name
@@ -390,7 +390,7 @@ def test_two_processes_count_images_saved_once_per_caption_once(tmp_path):
     images, texts = (embedded()[x] for x in ("images", "texts"))
     numbers = torch.arange(8)
     whole = itrloss.Similarity(images, texts[:16], numbers, numbers.repeat_interleave(2))
-    for found in both(repeating_worker, tmp_path):
+    for found in run(repeating_worker, tmp_path):
         assert found == pytest.approx(itrloss.metrics.retrieval_metrics(whole, hubness_k=2))
 
 

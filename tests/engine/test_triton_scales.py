@@ -17,7 +17,7 @@ from support.on_triton import (
     distance,
     moved,
 )
-from support.processes import both
+from support.processes import run
 
 import itrloss
 from itrloss import Similarity
@@ -212,7 +212,7 @@ def of_a_process(rank, kind, normalize):
     ("kind", "normalize"), [("usual", True), ("usual", False), ("all far", True)]
 )
 def test_vanishing_sums_over_several_processes(kind, normalize, tmp_path):
-    found = both(of_a_process, tmp_path, kind, normalize)
+    found = run(of_a_process, tmp_path, kind, normalize)
     v, w = (x.requires_grad_() for x in aligned_embeddings(kind, 12, 12))
     a = torch.tensor([100.0 if normalize else 0.35], dtype=torch.float64, requires_grad=True)
     whole = similarity(v, w, (None, None), "reference", normalize=normalize).both.logsumexp(a)

@@ -20,7 +20,7 @@ from examples.retrieval.encoders import BatchNorm
 from examples.retrieval.train import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.processes import WORLD, both, run, survivors
+from support.processes import WORLD, run, survivors
 
 CAPTIONS = [
     "a brown dog runs",
@@ -98,7 +98,7 @@ def worker(rank: int, data: str, out: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_processes_train_what_one_trains_with_twice_the_batch(data: Path, tmp_path: Path):
     (tmp_path / "exchange").mkdir()
-    first, second = both(worker, tmp_path / "exchange", str(data), str(tmp_path / "two"))
+    first, second = run(worker, tmp_path / "exchange", str(data), str(tmp_path / "two"))
     for name in SYSTEMS:
         alone = outcome(settings(str(data), str(tmp_path / "one" / name), name, 16 * WORLD))
         found = first[name]
@@ -190,7 +190,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_killed_run_of_two_processes_resumes_in_any_number(data: Path, tmp_path: Path):
     runs = Runs(data, tmp_path)
-    wholes, _ = both(trained, runs.exchange("whole"), runs.of("whole"), WORLD)
+    wholes, _ = run(trained, runs.exchange("whole"), runs.of("whole"), WORLD)
     left = survivors(killed, runs.exchange("killed"), runs.of("killed"), world=WORLD, timeout=60.0)
     assert left == [[True, None]] * len(CASES)
     for _, out, *_ in runs.of("killed"):
@@ -234,7 +234,7 @@ def normalised_by(rank: int) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 def test_batch_normalisation_is_that_of_the_whole_batch(tmp_path: Path):
-    parts = both(normalised_by, tmp_path)
+    parts = run(normalised_by, tmp_path)
     norm = torch.nn.BatchNorm1d(3)
     for k, wanted in enumerate(normalised(norm, slice(None))):
         found = torch.cat([part[k] for part in parts])

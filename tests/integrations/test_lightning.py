@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.losses_registry import select
-from support.processes import WORLD, both, set_environment
+from support.processes import WORLD, run, set_environment
 from torch import nn
 
 import itrloss
@@ -114,7 +114,7 @@ def in_a_process(rank: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path):
-    processes = both(in_a_process, tmp_path)
+    processes = run(in_a_process, tmp_path)
     for name in LOSSES:
         model, trainer = train(name)
         for found in processes:

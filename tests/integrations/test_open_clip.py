@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from support import published
 from support.losses_registry import REGISTRY, select
-from support.processes import WORLD, both, run
+from support.processes import WORLD, run
 from support.published import open_clip
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -102,7 +102,7 @@ def as_anchors() -> dict[str, Tensor]:
 def test_every_way_has_the_values_and_gradients_of_one_process_and_theirs_relate_as_documented(
     tmp_path,
 ):
-    first, second = both(every_way, tmp_path)
+    first, second = run(every_way, tmp_path)
     clip = outcome(compat.ClipLoss(), *batch(4 * WORLD), nn.Identity())
     siglip = outcome(compat.SigLipLoss(), *batch(4 * WORLD), nn.Identity())
     for way in (*WAYS, *EXCHANGES):
@@ -307,7 +307,7 @@ def trained_with_every_loss(rank: int) -> dict[str, dict[str, Tensor]]:
 
 @pytest.mark.slow
 def test_their_training_loop_ends_with_the_same_model(tmp_path):
-    first, second = both(trained_with_every_loss, tmp_path)
+    first, second = run(trained_with_every_loss, tmp_path)
     for kind in KINDS:
         wanted = first[f"{kind}, theirs"]
         wanted["values"] = (wanted["values"] + second[f"{kind}, theirs"]["values"]) / 2
@@ -363,7 +363,7 @@ def any_loss(rank: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_losses_of_two_processes_are_those_of_one_and_each_parameter_has_a_gradient(tmp_path):
-    processes = both(any_loss, tmp_path)
+    processes = run(any_loss, tmp_path)
     for name, entry in LOSSES.items():
         whole = outcome(RetrievalLoss(entry.make()), *batch(8), nn.Identity())
         for found in processes:

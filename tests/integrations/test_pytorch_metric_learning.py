@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.cases import embeddings
 from support.losses_registry import select
-from support.processes import WORLD, both
+from support.processes import WORLD, run
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -149,7 +149,7 @@ def in_a_process(rank: int) -> list[list[Tensor]]:
 
 @pytest.mark.slow
 def test_their_wrapper_has_the_curve_of_theirs_in_two_processes(tmp_path):
-    for ours, theirs in both(in_a_process, tmp_path):
+    for ours, theirs in run(in_a_process, tmp_path):
         assert_same(ours, theirs)
         assert len(ours[0]) == 32 and ours[0][-4:].mean() < 0.9 * ours[0][:4].mean()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import WORLD, both, set_environment
+from support.processes import WORLD, run, set_environment
 from torch import Tensor
 
 import itrloss
@@ -236,7 +236,7 @@ def in_a_process(rank: int, folder: str, tmp_path: str) -> list[Any]:
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(folder, tmp_path):
-    found = both(in_a_process, tmp_path, str(folder), str(tmp_path))
+    found = run(in_a_process, tmp_path, str(folder), str(tmp_path))
     for i, (columns, loss) in enumerate(zip((3, 2), losses(gather=False), strict=True)):
         values, trainer = train(folder, loss, tmp_path, columns=columns)
         torch.testing.assert_close(found[0][i][0], values, rtol=0, atol=1e-5)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import WORLD, both, set_environment
+from support.processes import WORLD, run, set_environment
 from torch import Tensor
 
 import itrloss
@@ -363,7 +363,7 @@ def losses(gather: bool) -> list[tuple[str, str, Any]]:
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path):
-    found = both(in_a_process, tmp_path, str(tmp_path))
+    found = run(in_a_process, tmp_path, str(tmp_path))
     for name, kind, loss in losses(gather=False):
         values, trainer = train(kind, tmp_path, loss)
         torch.testing.assert_close(found[0][name][0], values, rtol=0, atol=1e-5)
@@ -403,7 +403,7 @@ def test_a_loop_of_ones_own_trains_clip_with_its_scale_in_two_processes(tmp_path
     loss = itrloss.InfoNCELoss(learnable=True, max_scale=100)
     expected = wrapped_clip_step(default_data_collator(data()[:BATCH]), loss)
     assert expected[1] != make("clip").logit_scale.item()
-    for found in both(own_loops_in_a_process, tmp_path):
+    for found in run(own_loops_in_a_process, tmp_path):
         for result in found:
             torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-9)
 
@@ -441,7 +441,7 @@ def given_bias_in_a_process(rank: int, folder: str) -> Any:
 def test_a_parameter_that_the_model_is_given_is_trained_in_two_processes(tmp_path):
     expected = train_a_given_bias(str(tmp_path), False)
     assert expected[1].item() != -10
-    for found in both(given_bias_in_a_process, tmp_path, str(tmp_path)):
+    for found in run(given_bias_in_a_process, tmp_path, str(tmp_path)):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -477,7 +477,7 @@ def mini_batches_in_a_process(rank: int, folder: str) -> list[Any]:
 
 @pytest.mark.slow
 def test_mini_batches_of_two_processes_train_as_one_batch_does(tmp_path):
-    found = both(mini_batches_in_a_process, tmp_path, str(tmp_path))
+    found = run(mini_batches_in_a_process, tmp_path, str(tmp_path))
     for i, (kind, loss, options) in enumerate(cases_of_mini_batches(gather=False)):
         values, trainer = train_case(kind, tmp_path, loss, options)
         torch.testing.assert_close(found[0][i][0], values, rtol=0, atol=1e-6)

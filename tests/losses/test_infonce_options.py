@@ -14,7 +14,7 @@ from support import oracle_contrast
 from support.embedders import GIST, QWEN, one_way
 from support.losses_registry import select
 from support.oracle_contrast import Model, Options
-from support.processes import both as in_two_processes
+from support.processes import run
 from torch import Tensor
 
 import itrloss
@@ -269,7 +269,7 @@ def of_a_process(rank: int, sizes: tuple[int, ...]) -> dict[str, list[Tensor]]:
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_processes_have_the_loss_and_the_gradients_of_one(sizes, tmp_path):
-    parts = in_two_processes(of_a_process, tmp_path, SIZES[sizes])
+    parts = run(of_a_process, tmp_path, SIZES[sizes])
     for name in SHARED:
         value, *exact = shared_loss(name, batch())
         (first, *of_first), (second, *of_second) = (part[name] for part in parts)
@@ -298,7 +298,7 @@ def loss_of_numbered(rank: int | None) -> list[Tensor]:
 
 
 def test_negatives_by_numbers_of_images_of_their_process(tmp_path):
-    parts = in_two_processes(loss_of_numbered, tmp_path)
+    parts = run(loss_of_numbered, tmp_path)
     (wanted,) = loss_of_numbered(None)
     for (found,) in parts:
         torch.testing.assert_close(found, wanted)

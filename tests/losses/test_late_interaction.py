@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.cases import measured_apart, sets
 from support.flops import Products
-from support.processes import both as in_two_processes
 from support.processes import run
 from torch import Tensor
 from torch.autograd import gradgradcheck
@@ -453,7 +452,7 @@ def wanted_scores(own: dict[str, Any], parts: list[dict[str, Any]], aggregation:
 @pytest.mark.parametrize("name", SHARES)
 def test_processes_score_their_images_with_the_texts_of_all(name, tmp_path):
     """Values and gradients are those of one process, which sees the texts of each by themselves."""
-    found = in_two_processes(gathering, tmp_path, name)
+    found = run(gathering, tmp_path, name)
     for aggregation in AGGREGATIONS:
         parts = [share(name, rank) for rank in range(2)]
         wanted = [wanted_scores(own, parts, aggregation) for own in parts]
@@ -485,7 +484,7 @@ def compiled(rank: int) -> list[list[Tensor]]:
 
 @pytest.mark.slow
 def test_processes_compile_without_a_graph_break(tmp_path):
-    for eager, graph in in_two_processes(compiled, tmp_path):
+    for eager, graph in run(compiled, tmp_path):
         torch.testing.assert_close(graph, eager)
 
 
@@ -501,7 +500,7 @@ def in_a_group(rank: int) -> list[Tensor]:
 
 def test_a_process_group_has_its_own_texts(tmp_path):
     first, nothing, last = run(in_a_group, tmp_path, world=3)
-    wanted = in_two_processes(gathering, tmp_path, "uneven")
+    wanted = run(gathering, tmp_path, "uneven")
     assert nothing == []
     for found, exact in zip((first, last), wanted, strict=True):
         scores, _, of_texts = exact["max_mean"]
@@ -527,7 +526,7 @@ def contrast(rank: int | None) -> list[Tensor]:
 
 def test_a_loss_over_processes_is_that_of_one(tmp_path):
     """Of equal numbers of queries; DistributedDataParallel averages the gradients."""
-    parts = in_two_processes(contrast, tmp_path)
+    parts = run(contrast, tmp_path)
     value, *grads = contrast(None)
     torch.testing.assert_close((parts[0][0] + parts[1][0]) / 2, value)
     for k, wanted in enumerate(grads):
@@ -549,7 +548,7 @@ def products(rank: int | None) -> int:
 def test_a_process_of_two_computes_half(tmp_path):
     whole = products(None)
     assert whole > 0
-    assert in_two_processes(products, tmp_path) == [whole / 2, whole / 2]
+    assert run(products, tmp_path) == [whole / 2, whole / 2]
 
 
 WRONG_SHARES: dict[str, tuple[Any, str]] = {
@@ -582,7 +581,7 @@ def wrong_shares(rank: int) -> list[str]:
 
 
 def test_processes_that_differ_all_raise_the_error(tmp_path):
-    for found in in_two_processes(wrong_shares, tmp_path):
+    for found in run(wrong_shares, tmp_path):
         for message, (_, wanted) in zip(found, WRONG_SHARES.values(), strict=True):
             assert wanted in message
 

@@ -15,7 +15,7 @@ import torch
 from support.cases import embeddings
 from support.conforming import LOSSES
 from support.losses_registry import REGISTRY
-from support.processes import both
+from support.processes import run
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -264,7 +264,7 @@ def worker(rank: int) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    return both(worker, tmp_path_factory.mktemp("gloo"))
+    return run(worker, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.slow

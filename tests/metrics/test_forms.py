@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.processes import both
+from support.processes import run
 
 import itrloss
 from itrloss import metrics
@@ -194,7 +194,7 @@ def batches_worker(rank: int) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_processes_have_the_figures_of_one(tmp_path):
     pytest.importorskip("torchmetrics")
-    first, second = both(batches_worker, tmp_path)
+    first, second = run(batches_worker, tmp_path)
     assert first == second
     for found in first.values():
         assert found == pytest.approx(results().metrics())

@@ -37,13 +37,6 @@ def preload() -> None:
     )
 
 
-def both(work: Callable[..., Any], folder: Path, *args) -> list[Any]:
-    """Run ``work(rank, *args)``, a top-level function of a module, in two processes and return the
-    results.
-    """
-    return run(work, folder, *args)
-
-
 def run(work: Callable[..., Any], folder: Path, *args, world: int = WORLD) -> list[Any]:
     """Run ``work(rank, *args)``, a top-level function of a module, in each process and return the
     results.

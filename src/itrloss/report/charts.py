@@ -55,21 +55,12 @@ class Series(NamedTuple):
     runs: Sequence[Sequence[float]] = ()
 
 
-def lines(
-    series: Sequence[Series],
-    label: str,
-    x: str,
-    y: str,
-    size: tuple[int, int] = (560, 320),
-    style: int = 0,
-) -> str:
-    """Return a chart of lines over integers such as epochs; ``style``: index of the first line's
-    colour and marker.
-    """
+def lines(series: Sequence[Series], label: str, x: str, y: str) -> str:
+    """Return a chart of lines over integers such as epochs."""
 
     def draw(axes: Axes) -> Legend:
         handles = []
-        for i, one in enumerate(series, style):
+        for i, one in enumerate(series):
             kind = i % len(COLOURS)
             colour = COLOURS[kind]
             for run in one.runs:
@@ -86,7 +77,7 @@ def lines(
         axes.locator_params(axis="x", integer=True)
         return handles, [one.name for one in series]
 
-    return _svg(draw, label, x, y, size)
+    return _svg(draw, label, x, y, (560, 320))
 
 
 def histograms(counts: Mapping[str, np.ndarray], label: str, x: str, y: str) -> str:
