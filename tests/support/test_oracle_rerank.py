@@ -8,8 +8,9 @@ from pytest import approx
 
 from support import oracle_rerank
 
-# Column sums of exp(L): 4, 4, 2; of exp(2 L): 10, 8, 2.
-L = np.log([[1, 2, 1], [3, 2, 1]])
+# Scores by their exponentials, whose columns sum to 4, 4 and 2; those of the squares to 10, 8, 2.
+EXP_L = np.array([[1, 2, 1], [3, 2, 1]])
+L = np.log(EXP_L)
 S = np.array([[0.9, 0.5, 0.1], [0.6, 0.8, 0.2]])
 # Each query's order: 0, 1, 2 and 0, 2, 1; #{r : R_rc > S_qc}: 1, 0, 1 and 0, 1, 0; column sums
 # 1.85, 1, 0.4.
@@ -17,137 +18,180 @@ P = np.array([[0.9, 0.8, 0.1], [0.95, 0.2, 0.3]])
 
 
 def test_fast_by_hand():
-    expected = np.array([[-log(10), log(8 / 8), -log(2)], [log(27 / 10), log(8 / 8), -log(2)]])
-    assert oracle_rerank.fast(L, L, 2.0, 3.0) == approx(expected)
+    # The reference is taken at scale 2, the query at scale 3.
+    # Their quotients are 1, 8, 1 and 27, 8, 1 over 10, 8, 2.
+    expected = np.log(EXP_L**3 / [10, 8, 2])
+    found = oracle_rerank.fast(L, L, 2.0, 3.0)
+    assert found == approx(expected)
 
 
 def test_inverted_softmax_by_hand():
-    expected = np.log([[1 / 4, 2 / 4, 1 / 2], [3 / 4, 2 / 4, 1 / 2]])
-    assert oracle_rerank.inverted_softmax(L, L, 1.0) == approx(expected)
+    found = oracle_rerank.inverted_softmax(L, L, 1.0)
+    assert found == approx(np.log(EXP_L / [4, 4, 2]))
     # One reference query, whose scores are subtracted.
-    assert oracle_rerank.inverted_softmax(L, np.log([[2, 1, 5]]), 3.0) == approx(
-        3 * (L - np.log([2, 1, 5]))
-    )
+    reference = np.log([[2, 1, 5]])
+    found = oracle_rerank.inverted_softmax(L, reference, 3.0)
+    assert found == approx(3 * (L - reference))
 
 
 def test_a_large_scale_does_not_overflow():
     # The sum is its largest term: 1e5 (0.9 - 0.9) = 0, 1e5 (0.5 - 0.8) = -3e4, ...
-    expected = 1e5 * np.array([[0, -0.3, -0.1], [-0.3, 0, 0]])
-    assert oracle_rerank.inverted_softmax(S, S, 1e5) == approx(expected)
-    assert oracle_rerank.dual_softmax(S, S, 1e5) == approx(np.array([[0.9, 0, 0], [0, 0.8, 0.2]]))
-    assert np.isfinite(oracle_rerank.sinkhorn(S, S, 1e5, 5)).all()
+    less_the_largest = np.array([[0, -0.3, -0.1], [-0.3, 0, 0]])
+    inverted = oracle_rerank.inverted_softmax(S, S, 1e5)
+    assert inverted == approx(1e5 * less_the_largest)
+    # Only the largest score of a column is left.
+    largest = np.array([[0.9, 0, 0], [0, 0.8, 0.2]])
+    assert oracle_rerank.dual_softmax(S, S, 1e5) == approx(largest)
+    balanced = oracle_rerank.sinkhorn(S, S, 1e5, 5)
+    assert np.isfinite(balanced).all()
 
 
 def test_dual_softmax_by_hand():
-    expected = np.array([[0, log(2) * 2 / 4, 0], [log(3) * 3 / 4, log(2) * 2 / 4, 0]])
-    assert oracle_rerank.dual_softmax(L, L, 1.0) == approx(expected)
+    # Each score times its share of the column's sum.
+    share = EXP_L / [4, 4, 2]
+    found = oracle_rerank.dual_softmax(L, L, 1.0)
+    assert found == approx(L * share)
 
 
 def test_query_bank_norm_by_hand():
-    # The bank's best are 0 and 2: query 0 (its best: 0) is normalised by the sums 6, 2, 4, query 1
+    # The bank's best are 0 and 2: query 0 (its best: 0) is normalised by the bank's sums, query 1
     # (its best: 1) not.
-    scores = np.log([[3, 1, 2], [1, 2, 1]])
+    exp_scores = np.array([[3, 1, 2], [1, 2, 1]])
+    scores = np.log(exp_scores)
     bank = np.log([[4, 1, 1], [2, 1, 3]])
-    normalised = np.log([[3 / 6, 1 / 2, 2 / 4], [1 / 6, 2 / 2, 1 / 4]])
-    assert oracle_rerank.query_bank_norm(scores, bank, 1.0, 1) == approx(
-        np.array([normalised[0], scores[1]])
-    )
-    assert oracle_rerank.query_bank_norm(scores, bank, 1.0, 9) == approx(normalised)
+    normalised = np.log(exp_scores / [6, 2, 4])
+    found = oracle_rerank.query_bank_norm(scores, bank, 1.0, 1)
+    assert found[0] == approx(normalised[0])
+    assert found[1] == approx(scores[1])
+    assert found.shape == scores.shape
+    both = oracle_rerank.query_bank_norm(scores, bank, 1.0, 9)
+    assert both == approx(normalised)
 
 
 def test_dual_bank_norm_by_hand():
-    # Query sums exp(R): 4, 2; gallery sums exp(2 G): 4, 1; exp(3 S): 8, 1.
-    scores = oracle_rerank.dual_bank_norm(
-        [[log(2), 0]], np.log([[3, 1], [1, 1]]), [[log(2), 0]], 1.0, 2.0
-    )
-    assert scores == approx(np.log([[8 / 4 / 4, 1 / 2 / 1]]))
+    scores = np.log([[2, 1]])
+    query_bank = np.log([[3, 1], [1, 1]])  # exp(R) sums to 4, 2
+    gallery_bank = np.log([[2, 1]])  # exp(2 G) sums to 4, 1
+    found = oracle_rerank.dual_bank_norm(scores, query_bank, gallery_bank, 1.0, 2.0)
+    first = log(8 / 4 / 4)  # exp(3 S) is 8
+    second = log(1 / 2 / 1)  # exp(3 S) is 1
+    assert found == approx(np.array([[first, second]]))
 
 
 def test_nearest_neighbor_norm_by_hand():
+    nearest = np.array([0.9, 0.8, 0.2])
     one = oracle_rerank.nearest_neighbor_norm(S, S, 0.5, 1)
-    assert one == approx(S - 0.5 * np.array([0.9, 0.8, 0.2]))
+    assert one == approx(S - 0.5 * nearest)
+    mean = np.array([0.75, 0.65, 0.15])
     everything = oracle_rerank.nearest_neighbor_norm(S, S, 0.5, 9)
-    assert everything == approx(S - 0.5 * np.array([0.75, 0.65, 0.15]))
+    assert everything == approx(S - 0.5 * mean)
 
 
 def test_csls_by_hand():
-    assert oracle_rerank.csls(S, S, 1) == approx(np.array([[0, -0.7, -0.9], [-0.5, 0, -0.6]]))
+    # k = 1: twice each score, less the largest of its row and of its column.
+    expected = np.array([[0, -0.7, -0.9], [-0.5, 0, -0.6]])
+    assert oracle_rerank.csls(S, S, 1) == approx(expected)
     # k = 2: rows 0.7 and 0.7; the columns have no more than two values: 0.75, 0.65, 0.15.
-    assert oracle_rerank.csls(S, S, 2) == approx(
-        np.array([[0.35, -0.35, -0.65], [-0.25, 0.25, -0.45]])
-    )
+    expected = np.array([[0.35, -0.35, -0.65], [-0.25, 0.25, -0.45]])
+    assert oracle_rerank.csls(S, S, 2) == approx(expected)
 
 
 def test_mutual_proximity_by_hand():
     # Every row and every column has mean 1 and deviation 1.
-    below = log(0.15865525393145707)
-    above = log(0.8413447460685429)
+    below = log(0.15865525393145707)  # of z = -1
+    above = log(0.8413447460685429)  # of z = 1
     scores = [[0, 2], [2, 0]]
-    assert oracle_rerank.mutual_proximity(scores, scores) == approx(
-        2 * np.array([[below, above], [above, below]])
-    )
+    expected = np.array([[2 * below, 2 * above], [2 * above, 2 * below]])
+    found = oracle_rerank.mutual_proximity(scores, scores)
+    assert found == approx(expected)
+
     # References without spread: (0 - 0) / 1e-6 and (2 - 0) / 1e-6.
-    expected = np.array([[below + log(0.5), above], [above, below + log(0.5)]])
-    assert oracle_rerank.mutual_proximity(scores, [[0, 0]]) == approx(expected)
-    # (0 - 2) / 1e-6: the density over |z|.
-    far = below - 0.5 * 4e12 - log(2e6) - 0.5 * log(2 * pi)
-    assert oracle_rerank.mutual_proximity(scores, [[2, 2]])[0, 0] == approx(far, rel=1e-15)
+    half = log(0.5)
+    expected = np.array([[below + half, above], [above, below + half]])
+    found = oracle_rerank.mutual_proximity(scores, [[0, 0]])
+    assert found == approx(expected)
+
+    # z = (0 - 2) / 1e-6: the density over |z|.
+    log_density = -0.5 * 4e12 - 0.5 * log(2 * pi)
+    far = below + log_density - log(2e6)
+    found = oracle_rerank.mutual_proximity(scores, [[2, 2]])
+    assert found[0, 0] == approx(far, rel=1e-15)
 
 
 def test_the_two_forms_of_the_normal_distribution_meet():
     # Where the two forms meet, at z = -10, the slope is φ/Φ = 10.098.
-    above, below = (oracle_rerank._log_normal_cdf(z) for z in (-10 + 1e-9, -10 - 1e-9))
+    above = oracle_rerank._log_normal_cdf(-10 + 1e-9)
+    below = oracle_rerank._log_normal_cdf(-10 - 1e-9)
     assert above - below == approx(2e-9 * 10.098, rel=1e-3)
 
 
 def test_sinkhorn_by_hand():
-    # exp(R) = (3, 1), (1, 1): f = -log 8, -log 4; the columns then sum to 3/8 + 1/4 and 1/8 + 1/4.
+    # exp(R) has row sums 4 and 2, over two columns: f = -log 8, -log 4.
     R = np.log([[3, 1], [1, 1]])
-    expected = R - np.log([2 * 5 / 8, 2 * 3 / 8])
+    first_column = 3 / 8 + 1 / 4
+    second_column = 1 / 8 + 1 / 4
+    expected = R - np.log([2 * first_column, 2 * second_column])
     assert oracle_rerank.sinkhorn(R, R, 1.0, 1) == approx(expected)
     assert oracle_rerank.sinkhorn(R, R, 1.0, 0) == approx(R)
-    # For R_rc = a_r + b_c, one iteration leaves a_r + log Σ exp(b) - log C. A separate query keeps
-    # the same g.
+
+    # For R_rc = a_r + b_c, one iteration leaves a_r + log Σ exp(b) - log C.
     a = np.log([[2], [5]])
     b = np.log([[1, 2, 3]])
-    assert oracle_rerank.sinkhorn(a + b, a + b, 1.0, 1) == approx(
-        np.broadcast_to(a + log(6) - log(3), (2, 3))
-    )
-    assert oracle_rerank.sinkhorn([[0, 0, 0]], a + b, 1.0, 3) == approx(log(6) - log(3) - b)
+    of_rows = a + log(6) - log(3)
+    expected = np.broadcast_to(of_rows, (2, 3))
+    assert oracle_rerank.sinkhorn(a + b, a + b, 1.0, 1) == approx(expected)
+    # A separate query keeps the same g.
+    separate = oracle_rerank.sinkhorn([[0, 0, 0]], a + b, 1.0, 3)
+    assert separate == approx(log(6) - log(3) - b)
 
 
 def test_sinkhorn_balances_the_columns():
     joint = np.exp(oracle_rerank.sinkhorn(S, S, 10.0, 200))
-    joint = joint / joint.sum(1, keepdims=True) / 2  # the effect of f on the rows
+    row_sums = joint.sum(1, keepdims=True)
+    joint = joint / row_sums / 2  # the effect of f on the rows
     assert joint.sum(0) == approx(np.full(3, 1 / 3))
 
 
 def test_reciprocal_order_by_hand():
-    assert oracle_rerank.reciprocal_order(P, P, 2).tolist() == [[1, 0, 2], [0, 2, 1]]
-    assert oracle_rerank.reciprocal_order(P, P, 1).tolist() == [[0, 1, 2], [0, 2, 1]]
-    assert oracle_rerank.reciprocal_order(P, P, 9).tolist() == [[1, 0, 2], [0, 2, 1]]
+    two = oracle_rerank.reciprocal_order(P, P, 2)
+    assert two.tolist() == [[1, 0, 2], [0, 2, 1]]
+    one = oracle_rerank.reciprocal_order(P, P, 1)
+    assert one.tolist() == [[0, 1, 2], [0, 2, 1]]
+    everything = oracle_rerank.reciprocal_order(P, P, 9)
+    assert everything.tolist() == [[1, 0, 2], [0, 2, 1]]
     # Against one reference query, the ranks are 0, 1, 1 and 0, 1, 0.
-    assert oracle_rerank.reciprocal_order(P, [[0.85, 0.9, 0.2]], 9).tolist() == [
-        [0, 1, 2],
-        [0, 2, 1],
-    ]
+    reference = [[0.85, 0.9, 0.2]]
+    order = oracle_rerank.reciprocal_order(P, reference, 9)
+    assert order.tolist() == [[0, 1, 2], [0, 2, 1]]
 
 
 def test_multi_factor_by_hand():
     order, scores = oracle_rerank.multi_factor(P, P, 2, 1.0, 2.0)
-    # Query 0: candidate 0 is j = 1, l = 2, candidate 1 j = 2, l = 1: 3.247 and 3.607. Query 1:
-    # 3.367 and 3.464.
-    first = [0.9 / 1.85 + exp(-0.05) + 2 * exp(-0.1), 0.8 / 1 + exp(-0.1) + 2 * exp(-0.05)]
-    second = [0.95 / 1.85 + 3 * exp(-0.05), 0.3 / 0.4 + 3 * exp(-0.1)]
-    assert scores == approx(np.array([first, second]))
+    # A score over its column's sum, a decay of j and twice a decay of l.
+    first = exp(-0.05)
+    second = exp(-0.1)
+    # Query 0: candidate 0 is j = 1, l = 2, candidate 1 j = 2, l = 1: 3.247 and 3.607.
+    of_query_0 = [0.9 / 1.85 + first + 2 * second, 0.8 / 1 + second + 2 * first]
+    # Query 1: both are alike in j and l: 3.367 and 3.464.
+    of_query_1 = [0.95 / 1.85 + 3 * first, 0.3 / 0.4 + 3 * second]
+    assert scores == approx(np.array([of_query_0, of_query_1]))
     assert order.tolist() == [[1, 0, 2], [2, 0, 1]]
+
+    # Without the other two, only the decay of the rank is left.
     order, scores = oracle_rerank.multi_factor(P, P, 9, 0.0, 0.0)
     assert order.tolist() == [[0, 1, 2], [0, 2, 1]]
-    assert scores == approx(np.broadcast_to(np.exp([-0.05, -0.1, -0.15]), (2, 3)))
+    decay = np.exp([-0.05, -0.1, -0.15])
+    assert scores == approx(np.broadcast_to(decay, (2, 3)))
 
 
 def on_circle(*angles):
+    """Return unit vectors of the plane."""
     return [[cos(angle), sin(angle)] for angle in angles]
+
+
+def squared_distance(angle, other):
+    """Return the squared distance of two unit vectors of the plane."""
+    return 2 - 2 * cos(angle - other)
 
 
 def test_k_reciprocal_by_hand():
@@ -159,17 +203,24 @@ def test_k_reciprocal_by_hand():
     # the image's weight in itself and in text 0
     own = 1 / (1 + exp(-1 / 4))
     other = exp(-1 / 3) / (1 + exp(-1 / 3))
-    m = other + 1 - own
-    expected = [[-0.7 * (1 - m / (2 - m)) - 0.3 / 4, -0.7 - 0.3]]
-    assert oracle_rerank.k_reciprocal(image, texts, 1, 1, 0.3) == approx(np.array(expected))
-    # k2 = 2: the image and text 0 become the same vector; text 1 takes half of text 0: m = 1/2.
-    assert oracle_rerank.k_reciprocal(image, texts, 1, 2, 0.3) == approx(
-        np.array([[-0.3 / 4, -0.7 * 2 / 3 - 0.3]])
-    )
+    shared = other + 1 - own
+    jaccard = 1 - shared / (2 - shared)
+    # 0.7 of the distance of the sets, 0.3 of the squared distance over the row's largest
+    near = -0.7 * jaccard - 0.3 / 4
+    far = -0.7 - 0.3
+    found = oracle_rerank.k_reciprocal(image, texts, 1, 1, 0.3)
+    assert found == approx(np.array([[near, far]]))
+
+    # k2 = 2: the image and text 0 become the same vector; text 1 takes half of text 0, so that the
+    # shared weight is 1/2.
+    near = -0.3 / 4
+    far = -0.7 * 2 / 3 - 0.3
+    found = oracle_rerank.k_reciprocal(image, texts, 1, 2, 0.3)
+    assert found == approx(np.array([[near, far]]))
+
     # All items are neighbours of each other, and all vectors the same mean.
-    assert oracle_rerank.k_reciprocal(image, texts, 9, 9, 0.3) == approx(
-        np.array([[-0.3 / 4, -0.3]])
-    )
+    found = oracle_rerank.k_reciprocal(image, texts, 9, 9, 0.3)
+    assert found == approx(np.array([[near, -0.3]]))
 
 
 @pytest.mark.parametrize("k1", [5, 6])
@@ -177,15 +228,26 @@ def test_k_reciprocal_expands(k1):
     # The image at 0 has all items but the last text (1.62) for its k1 mutual neighbours. Three of
     # the four of R(1.5, 3) are among them, so that k1 = 6 adds the fourth, 1.62. 5 / 2 rounds to 2,
     # and R(1.5, 2) has nothing new.
-    angles = [0, *[-1, -1.1, -1.2][: k1 - 3], 1.4, 1.45, 1.5, 1.62]
+    others = [-1, -1.1, -1.2][: k1 - 3]
+    angles = [0, *others, 1.4, 1.45, 1.5, 1.62]
     last = len(angles) - 1
-    around = range(last + 1 if k1 == 6 else last)
+    neighbours_of_image = range(last + 1 if k1 == 6 else last)
+    neighbours_of_last = range(last - 3, last + 1)
 
     def vector(x, support):
-        d = [2 - 2 * cos(angle - angles[x]) for angle in angles]
-        weights = [exp(-d[y] / max(d)) if y in support else 0 for y in range(len(angles))]
-        return [w / fsum(weights) for w in weights]
+        """Return the normalised weights of an item's neighbours."""
+        distances = [squared_distance(angle, angles[x]) for angle in angles]
+        weights = []
+        for y, distance in enumerate(distances):
+            weight = exp(-distance / max(distances)) if y in support else 0
+            weights.append(weight)
+        total = fsum(weights)
+        return [weight / total for weight in weights]
 
-    m = sum(map(min, vector(0, around), vector(last, range(last - 3, last + 1))))
-    scores = oracle_rerank.k_reciprocal(on_circle(0), on_circle(*angles[1:]), k1, 1, 0.0)
-    assert scores[0, -1] == approx(m / (2 - m) - 1)
+    of_image = vector(0, neighbours_of_image)
+    of_last = vector(last, neighbours_of_last)
+    shared = sum(map(min, of_image, of_last))
+    image = on_circle(0)
+    texts = on_circle(*angles[1:])
+    scores = oracle_rerank.k_reciprocal(image, texts, k1, 1, 0.0)
+    assert scores[0, -1] == approx(shared / (2 - shared) - 1)
