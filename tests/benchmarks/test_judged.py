@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -37,8 +37,11 @@ class Data(NamedTuple):
 
 
 def by_pair(judgements: Judgements) -> dict[tuple[int, int], float]:
-    images, texts, grades = (x.tolist() for x in judgements)
-    return dict(zip(zip(images, texts, strict=True), grades, strict=True))
+    """The grades, by image and text."""
+    grades = {}
+    for image, text, grade in zip(*judgements, strict=True):
+        grades[int(image), int(text)] = float(grade)
+    return grades
 
 
 @pytest.fixture
@@ -49,6 +52,7 @@ def data() -> Data:
     pairs = torch.randperm(N * N, generator=generator)[:80]
     images = pairs // N
     texts = pairs % N * C
+    # The experts judge the first 40 pairs, the crowd the last 50.
     grades = torch.randint(3, 13, (40,), generator=generator).double() / 3
     shares = torch.randint(0, 4, (50,), generator=generator).double() / 3
     experts = Judgements(images[:40], texts[:40], grades)
@@ -60,13 +64,16 @@ def data() -> Data:
 def value(data: Data, name: str) -> float:
     """A measure in percent."""
     measure = MEASURES[name]
-    totals = data.relevance.sums(data.scores).sum(0)[measure.parts]
-    return measure.factor * float((100 * totals[:, 0] / totals[:, 1]).sum())
+    of_all_queries = data.relevance.sums(data.scores).sum(0)
+    totals = of_all_queries[measure.parts]
+    percentages = 100 * totals[:, 0] / totals[:, 1]
+    return measure.factor * float(percentages.sum())
 
 
 def part(data: Data, number: int) -> list[float]:
     """The numerator and the denominator of a part."""
-    return data.relevance.sums(data.scores)[:, number].sum(0).tolist()
+    of_each_query = data.relevance.sums(data.scores)[:, number]
+    return of_each_query.sum(0).tolist()
 
 
 # --- what is right --------------------------------------------------------------------------------
@@ -74,11 +81,13 @@ def part(data: Data, number: int) -> list[float]:
 
 def test_right_pairs_are_those_of_the_judgements(data):
     found = set()
-    for image, text in data.relevance.others.nonzero().tolist():
-        found.add((image, int(data.relevance.texts[text])))
+    for image, number in data.relevance.others.nonzero().tolist():
+        text = int(data.relevance.texts[number])
+        found.add((image, text))
     wanted = set()
     for image, text in itertools.product(range(N), JUDGED_TEXTS):
-        if data.is_right(image, text) and text // C != image:
+        is_own = text // C == image
+        if data.is_right(image, text) and not is_own:
             wanted.add((image, text))
     assert found == wanted
 
@@ -93,10 +102,12 @@ def test_recalls_of_own_pairs_are_those_of_the_library(data):
 def test_recalls_of_judged_pairs_are_those_of_the_library(data):
     right = torch.zeros(N, N, dtype=torch.bool)
     for image, text in itertools.product(range(N), JUDGED_TEXTS):
-        right[image, text // C] = data.is_right(image, text) or text // C == image
+        owner = text // C
+        right[image, owner] = data.is_right(image, text) or owner == image
     i2t, t2i = data.scores
-    judged_scores = i2t[:, ::C], t2i[:, ::C]
-    wanted = retrieval_metrics(judged_scores, relevant=right.nonzero(as_tuple=True))
+    judged_scores = (i2t[:, ::C], t2i[:, ::C])
+    pairs = right.nonzero(as_tuple=True)
+    wanted = retrieval_metrics(judged_scores, relevant=pairs)
     assert value(data, "RSUM, judged pairs") == pytest.approx(wanted["rsum"])
 
 
@@ -107,7 +118,8 @@ def test_first_candidates_of_others_are_those_of_the_loops(data):
         right = [text for text in others if data.is_right(image, text)]
         if right:
             row = data.scores[0][image].tolist()
-            hits.append(max(others, key=row.__getitem__) in right)
+            first = max(others, key=row.__getitem__)
+            hits.append(first in right)
     assert part(data, PARTS["others, R@1"]) == [sum(hits), len(hits)]
 
 
@@ -115,9 +127,11 @@ def test_first_candidates_of_others_are_those_of_the_loops(data):
 def test_the_order_of_judged_candidates_is_that_of_the_loops(side, data):
     scores = data.scores[side]
     others = [pair for pair in data.experts if pair[0] != pair[1] // C]
-    right = total = 0
+    right = 0
+    total = 0
     for a, b in itertools.permutations(others, 2):
-        if a[side] == b[side] and data.experts[a] > data.experts[b]:
+        of_one_query = a[side] == b[side]
+        if of_one_query and data.experts[a] > data.experts[b]:
             right += bool(scores[a] > scores[b])
             total += 1
     assert part(data, PARTS["order, experts"] + side) == [right, total]
@@ -125,7 +139,10 @@ def test_the_order_of_judged_candidates_is_that_of_the_loops(side, data):
 
 def gain(grades: list[float]) -> float:
     """The discounted gain of a list, best first."""
-    return sum((grade - 1) / math.log2(rank + 2) for rank, grade in enumerate(grades[:10]))
+    total = 0.0
+    for place, grade in enumerate(grades[:10], 1):
+        total += (grade - 1) / math.log2(place + 1)
+    return total
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["i2t", "t2i"])
@@ -144,8 +161,8 @@ def test_the_gain_of_judged_candidates_is_that_of_the_loops(side, data):
 
 
 def test_hubs_are_right_for_many_where_scores_favour_them(data):
-    noise = torch.rand(N, N * C, generator=torch.Generator().manual_seed(0))
-    scores = 1e-3 * noise
+    generator = torch.Generator().manual_seed(0)
+    scores = 1e-3 * torch.rand(N, N * C, generator=generator)
     scores[:, ::C] += data.relevance.others.sum(0)
     captions, pictures = data.relevance.hubs(scores)
     assert captions > 0.3
@@ -156,32 +173,42 @@ def test_hubs_are_right_for_many_where_scores_favour_them(data):
 
 
 def test_intervals_are_those_of_the_library(data):
-    better = tuple(x + OWN for x in data.scores)
-    system = torch.stack([data.relevance.sums(x) for x in (data.scores, better)])
+    better = tuple(scores + OWN for scores in data.scores)
+    system = torch.stack([data.relevance.sums(data.scores), data.relevance.sums(better)])
     sums = torch.stack([system, system])
     found = judged.gains(sums, [MEASURES["RSUM, own pairs"]], samples=500)
-    results = [retrieval_results(x) for x in (better, data.scores)]
-    wanted = compare(*results, samples=500)["rsum"]
-    # two systems and their mean
-    assert found.before.flatten().tolist() == pytest.approx([results[1].metrics()["rsum"]] * 3)
-    assert found.gain.flatten().tolist() == pytest.approx([wanted.difference] * 3, abs=1e-3)
-    assert found.low.flatten().tolist() == pytest.approx([wanted.low] * 3, abs=1e-3)
-    assert found.high.flatten().tolist() == pytest.approx([wanted.high] * 3, abs=1e-3)
-    assert found.p.flatten().tolist() == pytest.approx([3 * wanted.p_value] * 3)
+    before = retrieval_results(data.scores)
+    after = retrieval_results(better)
+    wanted = compare(after, before, samples=500)["rsum"]
+    rsum_before = before.metrics()["rsum"]
+    assert found.before.flatten().tolist() == of_all_systems(rsum_before)
+    assert found.gain.flatten().tolist() == of_all_systems(wanted.difference, abs=1e-3)
+    assert found.low.flatten().tolist() == of_all_systems(wanted.low, abs=1e-3)
+    assert found.high.flatten().tolist() == of_all_systems(wanted.high, abs=1e-3)
+    assert found.p.flatten().tolist() == of_all_systems(3 * wanted.p_value)
+
+
+def of_all_systems(value: float, **tolerance: float) -> Any:
+    """One value for two systems and their mean."""
+    return pytest.approx([value] * 3, **tolerance)
 
 
 def test_the_last_system_is_the_mean_of_all():
+    generator = torch.Generator().manual_seed(0)
     sums = torch.ones(3, 4, 9, 2, 2)
-    sums[..., 0] = torch.rand(3, 4, 9, 2, generator=torch.Generator().manual_seed(0))
-    found = judged.gains(sums, [Measure(slice(0, 2)), Measure(slice(1, 2), 0.5)], samples=7)
+    sums[..., 0] = torch.rand(3, 4, 9, 2, generator=generator)
+    measures = [Measure(slice(0, 2)), Measure(slice(1, 2), 0.5)]
+    found = judged.gains(sums, measures, samples=7)
     assert found.gain.shape == (4, 3, 2)
-    torch.testing.assert_close(found.gain[-1], found.gain[:-1].mean(0))
+    mean = found.gain[:-1].mean(0)
+    torch.testing.assert_close(found.gain[-1], mean)
     assert (found.low <= found.high).all()
 
 
 def test_holms_correction_of_known_p_values():
-    found = judged.holm(torch.tensor([[0.01, 0.04], [0.03, 0.5]]))
-    torch.testing.assert_close(found, torch.tensor([[0.04, 0.09], [0.09, 0.5]]))
+    p_values = torch.tensor([[0.01, 0.04], [0.03, 0.5]])
+    corrected = torch.tensor([[0.04, 0.09], [0.09, 0.5]])
+    torch.testing.assert_close(judged.holm(p_values), corrected)
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -17,6 +17,13 @@ def but(size, *places):
     return mask
 
 
+def ids_with_ignored_ones():
+    """Ids of four rows and of six columns, one and two of them ignored."""
+    row_ids = torch.tensor([0, IGNORE_ID, 1, 2])
+    col_ids = torch.tensor([0, 1, IGNORE_ID, IGNORE_ID, 2, 0])
+    return row_ids, col_ids
+
+
 @pytest.mark.parametrize(("name", "engine"), each(2, name=ANSWERS, engine=ENGINES))
 def test_an_ignored_embedding_takes_part_in_nothing(name, engine, small_tiles, poisoned):
     """The values equal those of the matrix without it; its gradient is 0."""
@@ -28,20 +35,26 @@ def test_an_ignored_embedding_takes_part_in_nothing(name, engine, small_tiles, p
     grad = torch.cat(grads) * stay
 
     def outcome(vectors_and_parameters, ids, grad, engine):
+        """The values, and their gradients by vectors and parameters."""
         leaves = [x.clone().requires_grad_() for x in vectors_and_parameters]
-        values = ANSWERS[name](similarity(*leaves[:2], ids, engine).both, leaves[2])
+        x, y, scales = leaves
+        sim = similarity(x, y, ids, engine)
+        values = ANSWERS[name](sim.both, scales)
         assert not values.isnan().any()
         return values.detach(), gradients(values, leaves, grad)
 
-    marked = ids[0].masked_fill(~rows, IGNORE_ID), ids[1].masked_fill(~cols, IGNORE_ID)
-    values, found = outcome((v, w, p), marked, grad, engine)
+    row_ids, col_ids = ids
+    marked_rows = row_ids.masked_fill(~rows, IGNORE_ID)
+    marked_cols = col_ids.masked_fill(~cols, IGNORE_ID)
+    values, found = outcome((v, w, p), (marked_rows, marked_cols), grad, engine)
     if name != "std":  # the standard deviation is at least 1e-6, even without candidates
         assert not finite(values)[~stay].any()
     short = (v[rows], w[cols], p[stay])
-    short_ids = ids[0][rows], ids[1][cols]
+    short_ids = (row_ids[rows], col_ids[cols])
     wanted_values, wanted = outcome(short, short_ids, grad[stay], "reference")
     assert_equal(values[stay], wanted_values)
-    for got, exact, kept in zip(found, wanted, (rows, cols, stay), strict=True):
+    of_each_leaf = zip(found, wanted, (rows, cols, stay), strict=True)
+    for got, exact, kept in of_each_leaf:
         assert not got[~kept].any()
         assert_equal(got[kept], exact)
 
@@ -49,9 +62,12 @@ def test_an_ignored_embedding_takes_part_in_nothing(name, engine, small_tiles, p
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
 def test_gradients_of_ignored_anchors_are_zero_whatever_comes_from_above(engine, small_tiles):
     v, w = (x.requires_grad_() for x in embeddings(5, 6))
-    ids = torch.tensor([0, IGNORE_ID, 1, 2, 3]), torch.tensor([0, 1, IGNORE_ID, IGNORE_ID, 2, 3])
+    row_ids = torch.tensor([0, IGNORE_ID, 1, 2, 3])
+    col_ids = torch.tensor([0, 1, IGNORE_ID, IGNORE_ID, 2, 3])
+    p = parameters(5, 6)
     for name, answer in ANSWERS.items():
-        values = answer(similarity(v, w, ids, engine).both, parameters(5, 6))
+        sim = similarity(v, w, (row_ids, col_ids), engine)
+        values = answer(sim.both, p)
         by_rows, by_cols = gradients(values, [v, w], torch.ones(11))
         assert by_rows.isfinite().all(), name
         assert not by_rows[1].any(), name
@@ -60,8 +76,8 @@ def test_gradients_of_ignored_anchors_are_zero_whatever_comes_from_above(engine,
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 def test_ignored_entries_are_not_counted(engine):
-    ids = torch.tensor([0, IGNORE_ID, 1, 2]), torch.tensor([0, 1, IGNORE_ID, IGNORE_ID, 2, 0])
-    sim = similarity(*embeddings(4, 6), ids, engine)
+    v, w = embeddings(4, 6)
+    sim = similarity(v, w, ids_with_ignored_ones(), engine)
     assert sim.positive_counts.tolist() == [2, 0, 1, 1]
     assert sim.negative_counts.tolist() == [2, 0, 3, 3]
     assert sim.T.positive_counts.tolist() == [1, 1, 0, 0, 1, 1]
@@ -71,24 +87,29 @@ def test_ignored_entries_are_not_counted(engine):
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 def test_ignored_entries_are_not_ranked_or_named(engine, small_tiles):
     v, w = embeddings(4, 6)
-    ids = torch.tensor([0, IGNORE_ID, 1, 2]), torch.tensor([0, 1, IGNORE_ID, IGNORE_ID, 2, 0])
-    sim = similarity(v, w, ids, engine)
+    row_ids, col_ids = ids_with_ignored_ones()
+    sim = similarity(v, w, (row_ids, col_ids), engine)
     hardest = sim.hardest_negatives().indices.tolist()
     assert hardest[1] == -1
-    assert not {2, 3} & {*hardest}
+    assert 2 not in hardest
+    assert 3 not in hardest
     kept = torch.tensor([0, 1, 4, 5])
-    short = similarity(v, w[kept], (ids[0], ids[1][kept]), engine)
+    short = similarity(v, w[kept], (row_ids, col_ids[kept]), engine)
     assert torch.equal(sim.ranks(), short.ranks())
-    assert torch.equal(sim.topk(4).indices, kept[short.topk(4).indices])
+    best = sim.topk(4).indices
+    best_of_kept = short.topk(4).indices
+    assert torch.equal(best, kept[best_of_kept])
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
 def test_equal_ids_with_an_ignored_one_are_not_the_same_as_no_ids(engine):
     ids = torch.tensor([0, IGNORE_ID, 2])
-    sim = similarity(*embeddings(3, 3), (ids, ids), engine)
+    v, w = embeddings(3, 3)
+    sim = similarity(v, w, (ids, ids), engine)
     assert sim.positive_counts.tolist() == [1, 0, 1]
     assert sim.negative_counts.tolist() == [1, 0, 1]
-    assert sim.both.logsumexp(2.0).isfinite().tolist() == [True, False, True] * 2
+    values = sim.both.logsumexp(2.0)
+    assert values.isfinite().tolist() == [True, False, True] * 2
 
 
 ASKED = {
@@ -101,12 +122,17 @@ ASKED = {
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_side_alone_has_an_ignored_id(engine, name, side):
+    answer = ASKED[name]
     vectors = list(embeddings(5, 5))
     ids = [torch.arange(5), torch.arange(5)]
     marked = [x.clone() for x in ids]
     marked[side][3] = IGNORE_ID
-    found = ASKED[name](similarity(*vectors, marked, engine).both)
-    vectors[side] = vectors[side][but(5, 3)]
-    ids[side] = ids[side][but(5, 3)]
-    wanted = ASKED[name](similarity(*vectors, ids, "reference").both)
-    torch.testing.assert_close(found[but(10, 5 * side + 3)], wanted)
+    sim = similarity(*vectors, marked, engine)
+    found = answer(sim.both)
+    stay = but(5, 3)
+    vectors[side] = vectors[side][stay]
+    ids[side] = ids[side][stay]
+    short = similarity(*vectors, ids, "reference")
+    wanted = answer(short.both)
+    all_but_the_ignored = but(10, 5 * side + 3)
+    torch.testing.assert_close(found[all_but_the_ignored], wanted)

@@ -14,12 +14,14 @@ from itrloss.engine.terms import identity
 
 def parts(v, w, ids, engine, cuts):
     """Similarities of the rows to consecutive parts of the columns."""
+    row_ids, col_ids = ids
     starts = [0, *cuts]
     ends = [*cuts, len(w)]
-    return [
-        similarity(v, w[start:end], (ids[0], ids[1][start:end]), engine)
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    found = []
+    for start, end in zip(starts, ends, strict=True):
+        own_ids = (row_ids, col_ids[start:end])
+        found.append(similarity(v, w[start:end], own_ids, engine))
+    return found
 
 
 def pooled(v, w, ids, engine, cuts):
@@ -32,8 +34,10 @@ def pooled(v, w, ids, engine, cuts):
 def test_totals_of_candidates_in_blocks_are_those_of_the_whole_matrix(engine, name, small_tiles):
     v, w, ids, _ = case("wide")
     p = parameters(len(v), 0)
-    found = TOTALS[name](pooled(v, w, ids, engine, (4, 5)), p)
-    torch.testing.assert_close(found, TOTALS[name](similarity(v, w, ids, engine), p))
+    total = TOTALS[name]
+    in_blocks = pooled(v, w, ids, engine, (4, 5))
+    whole = similarity(v, w, ids, engine)
+    torch.testing.assert_close(total(in_blocks, p), total(whole, p))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -43,9 +47,11 @@ def test_totals_of_anchors_together_are_sums(engine, small_tiles):
     p = parameters(len(v), len(w))
     first = similarity(v, w, ids, engine)
     second = similarity(w, v, ids[::-1], engine)
-    found = total(Anchors.together(first, second), p)
+    anchors = Anchors.together(first, second)
+    found = total(anchors, p)
     of_first, of_second = p.split([len(v), len(w)])
-    torch.testing.assert_close(found, total(first, of_first) + total(second, of_second))
+    wanted = total(first, of_first) + total(second, of_second)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -60,28 +66,39 @@ def test_candidates_in_blocks_are_answered_as_the_whole_matrix(
     p = parameters(n, n)[: groups * n]
     grad = torch.linspace(-1, 2, groups * n)
 
+    row_ids, col_ids = ids
+    other_ids = (col_ids[:n], row_ids.repeat(2))
+
     def outcome(first_cuts, second_cuts):
+        """The values and their gradients, with candidates that are cut at these places."""
         leaves = [x.clone().requires_grad_() for x in (v, w, p)]
         x, y, q = leaves
-        other_ids = ids[1][:n], ids[0].repeat(2)
         first = pooled(x, y, ids, engine, first_cuts)
         second = pooled(y[:n], x.repeat(2, 1), other_ids, engine, second_cuts)
-        anchors = Anchors.together(*(first, second)[:groups])
-        values = ANSWERS[name](anchors, q)
+        of_groups = [first, second][:groups]
+        values = ANSWERS[name](Anchors.together(*of_groups), q)
         return [values.detach(), *gradients(values, leaves, grad)]
 
-    assert_equal(outcome((4, 5), (3,)), outcome((), ()))
+    found = outcome((4, 5), (3,))
+    wanted = outcome((), ())
+    assert_equal(found, wanted)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_groups_of_one_anchor_have_parameters_of_their_own(engine):
     v, w = embeddings(3, 8)
-    ids = torch.arange(3), torch.arange(8) % 4
-    rows = [similarity(v[[i]], w, (ids[0][[i]], ids[1]), engine) for i in range(3)]
+    row_ids = torch.arange(3)
+    col_ids = torch.arange(8) % 4
+    rows = []
+    for i in range(3):
+        own_ids = (row_ids[[i]], col_ids)
+        rows.append(similarity(v[[i]], w, own_ids, engine))
     p = parameters(3, 0)
     for name, answer in ANSWERS.items():
-        whole = answer(similarity(v, w, ids, engine), p)
-        assert_equal(answer(Anchors.together(*rows), p), whole, name, tolerance=1e-11)
+        whole = similarity(v, w, (row_ids, col_ids), engine)
+        found = answer(Anchors.together(*rows), p)
+        wanted = answer(whole, p)
+        assert_equal(found, wanted, name, tolerance=1e-11)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -97,13 +114,16 @@ def test_pooled_matrices_without_ids_have_several_positives(engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_matrices_of_different_sizes_keep_their_own_means(engine):
-    first = similarity(*embeddings(4, 4), (None, None), engine)
-    second = similarity(*embeddings(3, 3, seed=1), (None, None), engine)
+    no_ids = (None, None)
+    first = similarity(*embeddings(4, 4), no_ids, engine)
+    second = similarity(*embeddings(3, 3, seed=1), no_ids, engine)
     anchors = Anchors.together(first, second)
     values = torch.arange(7.0)
-    assert anchors.reduce(values, "mean") == values[:4].mean() + values[4:].mean()
-    std = torch.cat([first.mean_std().std, second.mean_std().std])
-    torch.testing.assert_close(anchors.mean_std().std, std)
+    mean = anchors.reduce(values, "mean")
+    assert mean == values[:4].mean() + values[4:].mean()
+    found = anchors.mean_std().std
+    wanted = torch.cat([first.mean_std().std, second.mean_std().std])
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -113,8 +133,9 @@ def test_cosines_beside_larger_scores_do_not_overflow(engine):
     chosen = engine if engine in ("dense", "tiled") else "auto"
     large = Similarity.from_scores(cosines.scores() * 1000, engine=chosen)
     wanted = torch.cat([cosines.logsumexp(1.0), large.logsumexp(1.0)])
-    torch.testing.assert_close(Anchors.together(cosines, large).logsumexp(1.0), wanted)
     assert wanted.isfinite().all()
+    anchors = Anchors.together(cosines, large)
+    torch.testing.assert_close(anchors.logsumexp(1.0), wanted)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -133,19 +154,25 @@ def test_positives_of_pooled_anchors_are_counted_and_listed(engine, monkeypatch)
 
 def test_pooled_matrices_have_as_many_anchors():
     v, w, ids, _ = case("wide")
-    equal = parts(v, w[:15], (ids[0], ids[1][:15]), "tiled", (5, 10))
-    assert Anchors.pooled(*(part.both for part in equal)).sizes == [5, 5]
+    row_ids, col_ids = ids
+    equal = parts(v, w[:15], (row_ids, col_ids[:15]), "tiled", (5, 10))
+    of_both_sides = [part.both for part in equal]
+    anchors = Anchors.pooled(*of_both_sides)
+    assert anchors.sizes == [5, 5]
+    transposed = similarity(w, v, (col_ids, row_ids), "tiled")
     with pytest.raises(ValueError, match="as many anchors"):
-        Anchors.pooled(equal[0], similarity(w, v, ids[::-1], "tiled"))
+        Anchors.pooled(equal[0], transposed)
 
 
 @pytest.mark.parametrize("cuts", [(4,), (4, 9)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_hardest_negatives_of_pooled_matrices_are_numbered_as_in_one(engine, cuts):
     v, w, ids, _ = case("wide")
-    wanted = similarity(v, w, ids, engine).hardest_negatives().indices
-    found = pooled(v, w, ids, engine, cuts).hardest_negatives().indices
-    assert torch.equal(found, wanted)
+    whole = similarity(v, w, ids, engine)
+    anchors = pooled(v, w, ids, engine, cuts)
+    wanted = whole.hardest_negatives()
+    found = anchors.hardest_negatives()
+    assert torch.equal(found.indices, wanted.indices)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -153,18 +180,22 @@ def test_hardest_negatives_are_numbered_in_the_order_of_the_matrices(engine):
     v, w, ids, _ = case("wide")
     first, second = parts(v, w, ids, engine, (4,))
     orders = [Anchors.pooled(first, second), Anchors.pooled(second, first)]
-    wanted = torch.cat([x.hardest_negatives().indices for x in orders])
-    assert torch.equal(Anchors.together(*orders).hardest_negatives().indices, wanted)
+    wanted = torch.cat([anchors.hardest_negatives().indices for anchors in orders])
+    found = Anchors.together(*orders).hardest_negatives()
+    assert torch.equal(found.indices, wanted)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_hardest_negatives_are_numbered_where_a_matrix_has_columns_and_then_pooled_rows(engine):
     v, w = embeddings(5, 7)
     _, x = embeddings(5, 4, seed=1)
-    ids = make_ids("disjoint", 5, 7)
-    sim = similarity(v, w, ids, engine)
-    rows = Anchors.pooled(similarity(v, x, (ids[0], ids[1][:4]), engine), sim)
-    wanted = torch.cat([sim.T.hardest_negatives().indices, rows.hardest_negatives().indices])
+    row_ids, col_ids = make_ids("disjoint", 5, 7)
+    sim = similarity(v, w, (row_ids, col_ids), engine)
+    beside = similarity(v, x, (row_ids, col_ids[:4]), engine)
+    rows = Anchors.pooled(beside, sim)
+    of_columns = sim.T.hardest_negatives().indices
+    of_rows = rows.hardest_negatives().indices
+    wanted = torch.cat([of_columns, of_rows])
     found = Anchors.together(sim.T, rows).hardest_negatives().indices
     assert torch.equal(found, wanted)
     assert int(found.max()) > 6
@@ -174,7 +205,8 @@ def test_hardest_negatives_are_numbered_where_a_matrix_has_columns_and_then_pool
 def test_of_equal_negatives_of_pooled_matrices_the_first_is_the_hardest(engine):
     ids = make_ids("disjoint", 3, 4)
     sim = similarity(torch.ones(3, 2), torch.ones(4, 2), ids, engine)
-    assert Anchors.pooled(sim, sim).hardest_negatives().indices.tolist() == [0, 0, 0]
+    hardest = Anchors.pooled(sim, sim).hardest_negatives()
+    assert hardest.indices.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -197,13 +229,15 @@ def test_anchors_together_are_split_and_reduced():
     values = torch.arange(27.0)
     valid = anchors.valid()
     assert 0 < valid.sum() < 27
-    torch.testing.assert_close(anchors.reduce(values, "sum"), values[valid].sum())
-    assert [len(x) for x in anchors.reduce(values, "none")] == [5, 17, 5]
-    means = [
-        x[exists].mean()
-        for x, exists in zip(anchors.split(values), anchors.split(valid), strict=True)
-    ]
-    torch.testing.assert_close(anchors.reduce(values, "mean"), sum(means))
+    total = anchors.reduce(values, "sum")
+    torch.testing.assert_close(total, values[valid].sum())
+    unreduced = anchors.reduce(values, "none")
+    assert [len(x) for x in unreduced] == [5, 17, 5]
+    means = []
+    for own, exists in zip(anchors.split(values), anchors.split(valid), strict=True):
+        means.append(own[exists].mean())
+    mean = anchors.reduce(values, "mean")
+    torch.testing.assert_close(mean, sum(means))
 
 
 def test_positives_of_matrices_of_which_one_cannot_be_listed(monkeypatch):
@@ -217,6 +251,7 @@ def test_positives_of_matrices_of_which_one_cannot_be_listed(monkeypatch):
         labelled = similarity(v, w, ids, engine)
         return plain, labelled
 
-    found = Anchors.together(*both_kinds("tiled")).sum_of_positives(identity)
+    anchors = Anchors.together(*both_kinds("tiled"))
+    found = anchors.sum_of_positives(identity)
     wanted = [sim.sum_of_positives(identity) for sim in both_kinds("reference")]
     torch.testing.assert_close(found, torch.cat(wanted))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +34,62 @@ def integers(seed: int, high: int, *shape: int) -> Tensor:
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def images_and_texts(n: int, m: int, dim: int, seeds: tuple[int, int] = (1, 2)) -> list[Tensor]:
+    """Embeddings of both sides that get a gradient."""
+    images = draw(seeds[0], n, dim)
+    texts = draw(seeds[1], m, dim)
+    return [images.requires_grad_(), texts.requires_grad_()]
+
+
 def relation(kind: str, seed: int, n: int, m: int) -> dict[str, Any]:
     """Input that says who matches, as losses take it."""
     if kind == "label sets":
-        ids = integers(seed, 6, n, 3), integers(seed + 1, 6, m, 2)
-        for x in ids:
-            x[:, -1][integers(seed + 2, 2, len(x)).bool()] = NO_ID
-        ids[0][0] = NO_ID  # an image that does not exist
-        return {"image_ids": ids[0], "text_ids": ids[1]}
+        return label_sets(seed, n, m)
     if kind == "groups":
-        groups = integers(seed, 3, n), integers(seed + 1, 3, m)
-        groups[1][0] = NO_ID
-        ids = integers(seed + 2, 4, n), integers(seed + 3, 4, m)
-        names = "image_groups", "text_groups", "image_ids", "text_ids"
-        return dict(zip(names, (*groups, *ids), strict=True))
-    matches = integers(seed, 3, n, m).double()
+        return groups_and_ids(seed, n, m)
     if kind == "weights":
-        matches *= torch.tensor([0.3, 1.0, 2.5])[integers(seed + 1, 3, n, m)]
-        unjudged = integers(seed + 2, 4, n, m) == 0
-        return {"matches": matches.masked_fill(unjudged, torch.nan)}
+        return {"matches": weights(seed, n, m)}
     if kind == "sparse":
-        matches = relation("weights", seed, n, m)["matches"]
-        matches[n // 2 - 1 : n // 2 + 1] = 0.0  # rows without entries
+        matches = weights(seed, n, m)
+        middle = n // 2
+        matches[middle - 1 : middle + 1] = 0.0  # rows without entries
         return {"matches": matches.to_sparse()}
-    return {"matches": matches.masked_fill(matches == 2, torch.nan)}
+    matches = integers(seed, 3, n, m).double()
+    unjudged = matches == 2
+    return {"matches": matches.masked_fill(unjudged, torch.nan)}
+
+
+def label_sets(seed: int, n: int, m: int) -> dict[str, Any]:
+    """Up to three labels of images, and up to two of texts."""
+    image_ids = integers(seed, 6, n, 3)
+    text_ids = integers(seed + 1, 6, m, 2)
+    for ids in (image_ids, text_ids):
+        has_one_less = integers(seed + 2, 2, len(ids)).bool()
+        ids[has_one_less, -1] = NO_ID
+    image_ids[0] = NO_ID  # an image that does not exist
+    return {"image_ids": image_ids, "text_ids": text_ids}
+
+
+def groups_and_ids(seed: int, n: int, m: int) -> dict[str, Any]:
+    """Groups of both sides, of which one is open to all, and ids."""
+    image_groups = integers(seed, 3, n)
+    text_groups = integers(seed + 1, 3, m)
+    text_groups[0] = NO_ID
+    return {
+        "image_groups": image_groups,
+        "text_groups": text_groups,
+        "image_ids": integers(seed + 2, 4, n),
+        "text_ids": integers(seed + 3, 4, m),
+    }
+
+
+def weights(seed: int, n: int, m: int) -> Tensor:
+    """A matrix of matches with weights, of which a quarter is not judged."""
+    levels = torch.tensor([0.3, 1.0, 2.5])
+    matches = integers(seed, 3, n, m).double()
+    matches *= levels[integers(seed + 1, 3, n, m)]
+    unjudged = integers(seed + 2, 4, n, m) == 0
+    return matches.masked_fill(unjudged, torch.nan)
 
 
 KINDS = ["label sets", "groups", "matches", "weights", "sparse"]
@@ -67,14 +100,17 @@ def refuses(name: str, kind: str) -> bool:
     return kind in ("weights", "sparse") and name == "triplet all"
 
 
+def gradients(value: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    """Return the gradients of a value that is differentiated again."""
+    return torch.autograd.grad(value, leaves, retain_graph=True, materialize_grads=True)
+
+
 def assert_same(found: Any, wanted: Any, given: list[Tensor]) -> None:
+    """Compare two values and their gradients."""
     assert float(found) == pytest.approx(float(wanted), abs=1e-9)
-    grads = [
-        torch.autograd.grad(x, given, retain_graph=True, allow_unused=True) for x in (found, wanted)
-    ]
-    for a, b in zip(*grads, strict=True):
-        zero = torch.zeros_like(given[0][:1, :1])
-        difference = (zero if a is None else a) - (zero if b is None else b)
+    pairs = zip(gradients(found, given), gradients(wanted, given), strict=True)
+    for got, exact in pairs:
+        difference = got - exact
         assert difference.abs().max() < 1e-9
 
 
@@ -82,11 +118,10 @@ def assert_same(found: Any, wanted: Any, given: list[Tensor]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(12))
 def test_infonce_is_the_loops(kind: str, engine: Any, seed: int):
-    n, m = 5, 7
-    given = [x.requires_grad_() for x in (draw(seed, n, 4), draw(seed + 50, m, 4))]
-    who = relation(kind, seed, n, m)
-    options: dict[str, Any] = {"temperature": 0.2}
-    options["directions"] = ("both", "image-text", "text-image")[seed % 3]
+    given = images_and_texts(5, 7, 4, (seed, seed + 50))
+    who = relation(kind, seed, 5, 7)
+    directions = ("both", "image-text", "text-image")
+    options: dict[str, Any] = {"temperature": 0.2, "directions": directions[seed % 3]}
     if seed % 2:
         options |= {"image_image": True, "text_text": True}
     if seed % 4 > 1:
@@ -95,67 +130,86 @@ def test_infonce_is_the_loops(kind: str, engine: Any, seed: int):
     loss = InfoNCELoss(**options, groups=rule, engine=engine)
     wanted = contrastive(*given, **options, negative_groups=rule, **dense(who))
     if isinstance(wanted, Tensor) and wanted.requires_grad:
-        assert_same(loss(*given, **who), wanted, given)
+        found = loss(*given, **who)
+        assert_same(found, wanted, given)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sdm_is_the_loops(kind: str, engine: Any):
+    loss = itrloss.SDMLoss(0.2, engine=engine)
     for seed in range(6):
-        given = [x.requires_grad_() for x in (draw(seed, 5, 4), draw(seed + 50, 7, 4))]
+        given = images_and_texts(5, 7, 4, (seed, seed + 50))
         who = relation(kind, seed, 5, 7)
-        found = itrloss.SDMLoss(0.2, engine=engine)(*given, **who)
-        assert_same(found, sdm(*given, temperature=0.2, **dense(who)), given)
+        found = loss(*given, **who)
+        wanted = sdm(*given, temperature=0.2, **dense(who))
+        assert_same(found, wanted, given)
+
+
+PAIR_LOSSES = where(lambda entry: entry.takes == "pairs" and bool(entry.oracle))
+
+
+def related_of(who: dict[str, Any]) -> tuple[tuple[Any, Any], Related]:
+    """The ids, and all else that says who matches, as a similarity takes them."""
+    ids = (who.get("image_ids"), who.get("text_ids"))
+    groups = (who.get("image_groups"), who.get("text_groups"))
+    return ids, Related(groups, "same", who.get("matches"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", where(lambda entry: entry.takes == "pairs" and entry.oracle))
+@pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_every_loss_takes_relations_on_both_engines(name: str, kind: str):
     """Tiles give what plain PyTorch does; so do scores and a similarity."""
-    entry = where(lambda entry: entry.takes == "pairs" and entry.oracle)[name]
+    entry = PAIR_LOSSES[name]
     if "pcme" in name:
         return
-    given = [x.requires_grad_() for x in (draw(1, 9, 8), draw(2, 7, 8))]
+    given = images_and_texts(9, 7, 8)
     who = relation(kind, 3, 9, 7)
     if refuses(name, kind):
         with pytest.raises(ValueError, match="matches: expected 1 for all matches"):
             entry.make()(*given, **who)
         return
-    wanted = entry.make(engine="dense")(*given, **who)
-    assert_same(entry.make(engine="tiled")(*given, **who), wanted, given)
-    ids = who.get("image_ids"), who.get("text_ids")
-    groups = who.get("image_groups"), who.get("text_groups")
-    related = Related(groups, "same", who.get("matches"))
+    in_plain_pytorch = entry.make(engine="dense")
+    wanted = in_plain_pytorch(*given, **who)
+    in_tiles = entry.make(engine="tiled")
+    assert_same(in_tiles(*given, **who), wanted, given)
+    ids, related = related_of(who)
     sim = Similarity(*given, *ids, related=related)
-    assert_same(entry.make()(sim), wanted, given)
+    loss = entry.make()
+    assert_same(loss(sim), wanted, given)
 
 
-@pytest.mark.parametrize("name", where(lambda entry: entry.takes == "pairs" and entry.oracle))
+@pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_a_matrix_of_equal_ids_is_what_ids_are(name: str):
-    entry = where(lambda entry: entry.takes == "pairs" and entry.oracle)[name]
+    entry = PAIR_LOSSES[name]
     if entry.ids != "any":
         return
-    given = [x.requires_grad_() for x in (draw(1, 9, 8), draw(2, 7, 8))]
-    ids = integers(1, 5, 9), integers(2, 5, 7)
-    wanted = entry.make()(*given, *ids)
+    given = images_and_texts(9, 7, 8)
+    image_ids = integers(1, 5, 9)
+    text_ids = integers(2, 5, 7)
+    plain = entry.make()
+    wanted = plain(*given, image_ids, text_ids)
+    matches = image_ids[:, None] == text_ids
+    sets = [ids[:, None].repeat(1, 2) for ids in (image_ids, text_ids)]
+    one_group = {"image_groups": torch.zeros_like(image_ids)}
+    one_group["text_groups"] = torch.zeros_like(text_ids)
     for engine in ENGINES:
         loss = entry.make(engine=engine)
-        assert_same(loss(*given, matches=ids[0][:, None] == ids[1]), wanted, given)
-        sets = [x[:, None].repeat(1, 2) for x in ids]
+        assert_same(loss(*given, matches=matches), wanted, given)
         assert_same(loss(*given, *sets), wanted, given)
-        one = torch.zeros(9, dtype=torch.int64), torch.zeros(7, dtype=torch.int64)
-        assert_same(loss(*given, *ids, image_groups=one[0], text_groups=one[1]), wanted, given)
+        assert_same(loss(*given, image_ids, text_ids, **one_group), wanted, given)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision_is_rounded_float64(kind: str, dtype: Any):
-    given = draw(1, 9, 8), draw(2, 7, 8)
     who = relation(kind, 3, 9, 7)
-    rounded = [x.to(dtype) for x in given]
-    wanted = InfoNCELoss(0.2)(*(x.double() for x in rounded), **who)
+    rounded = [x.detach().to(dtype) for x in images_and_texts(9, 7, 8)]
+    in_double = [x.double() for x in rounded]
+    wanted = InfoNCELoss(0.2)(*in_double, **who)
     for engine in ENGINES:
-        found = InfoNCELoss(0.2, engine=engine)(*rounded, **who)
+        loss = InfoNCELoss(0.2, engine=engine)
+        found = loss(*rounded, **who)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
@@ -164,17 +218,19 @@ def test_lower_precision_is_rounded_float64(kind: str, dtype: Any):
 @pytest.mark.parametrize("kind", KINDS)
 def test_relations_compile_as_one_graph(kind: str):
     torch.compiler.reset()
-    given = draw(1, 9, 8), draw(2, 7, 8)
+    given = [x.detach() for x in images_and_texts(9, 7, 8)]
     who = relation(kind, 3, 9, 7)
     for make in (InfoNCELoss, itrloss.DiversityContrastiveLoss):
         loss = make(engine="dense")
+        wanted = loss(*given, **who)
         if "matches" in who:  # whose values are read
             related = Related(matches=who["matches"])
-            inputs: Any = (Similarity(*given, related=related, engine="dense"),)
-            torch.testing.assert_close(loss(*inputs), loss(*given, **who))
-            continue
-        compiled = torch.compile(loss, backend="eager", fullgraph=True)
-        torch.testing.assert_close(compiled(*given, **who), loss(*given, **who))
+            sim = Similarity(*given, related=related, engine="dense")
+            found = loss(sim)
+        else:
+            compiled = torch.compile(loss, backend="eager", fullgraph=True)
+            found = compiled(*given, **who)
+        torch.testing.assert_close(found, wanted)
 
 
 def test_groups_label_sets_and_sparse_matches_need_no_matrix():
@@ -182,6 +238,8 @@ def test_groups_label_sets_and_sparse_matches_need_no_matrix():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
+        """Notes the number of elements of the largest dense tensor."""
+
         size = 0
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -191,17 +249,21 @@ def test_groups_label_sets_and_sparse_matches_need_no_matrix():
             return result
 
     n = 4096
-    given = [x.requires_grad_() for x in (torch.randn(n, 8), torch.randn(n, 8))]
-    matches = torch.sparse_coo_tensor(integers(3, n, 2, 3 * n), torch.rand(3 * n), (n, n))
-    for who in (
-        {"image_groups": integers(1, 4, n)},
-        {"image_ids": integers(2, 9000, n, 2)},
+    images = torch.randn(n, 8, requires_grad=True)
+    texts = torch.randn(n, 8, requires_grad=True)
+    groups = integers(1, 4, n)
+    label_sets = integers(2, 9000, n, 2)
+    places = integers(3, n, 2, 3 * n)
+    matches = torch.sparse_coo_tensor(places, torch.rand(3 * n), (n, n))
+    relations = (
+        {"image_groups": groups},
+        {"image_ids": label_sets, "text_ids": label_sets},
         {"matches": matches},
-    ):
-        if "image_ids" in who:
-            who["text_ids"] = who["image_ids"]
+    )
+    loss = InfoNCELoss(engine="tiled")
+    for who in relations:
         with Largest() as largest:
-            InfoNCELoss(engine="tiled")(*given, **who).backward()
+            loss(images, texts, **who).backward()
         assert largest.size <= n * n // 4
 
 
@@ -210,68 +272,122 @@ def test_groups_label_sets_and_sparse_matches_need_no_matrix():
 def test_weights_are_factors_of_positives(engine: Any, few: int, monkeypatch):
     """Means over positives are by their weights, and sums multiply by them, listed or not."""
     monkeypatch.setattr("itrloss.engine.pairs.FEW", few)
-    given = [x.requires_grad_() for x in (draw(1, 6, 4), draw(2, 8, 4))]
-    matches = relation("weights", 5, 6, 8)["matches"]
-    scores = torch.nn.functional.normalize(given[0]) @ torch.nn.functional.normalize(given[1]).T
-    assert_weights(given, scores, matches, engine)
-    assert_weights(given, scores, matches.masked_fill(matches > 0, 1.0), engine)
+    given = images_and_texts(6, 8, 4)
+    weighted = weights(5, 6, 8)
+    plain = weighted.masked_fill(weighted > 0, 1.0)
+    for matches in (weighted, plain):
+        assert_losses_of_anchors(given, matches, engine)
+        assert_sigmoid_loss(given, matches, engine)
 
 
-def assert_weights(given: list[Tensor], scores: Tensor, matches: Tensor, engine: Any) -> None:
-    """Check four losses against their formulas with weights, of both directions."""
+@dataclass
+class Direction:
+    """Scores and weights of anchors in rows, and four losses by their formulas with weights."""
+
+    scores: Tensor
+    weights: Tensor
+    negative: Tensor  # 1 for a negative, else 0
+
+    def valid(self) -> Tensor:
+        """Whether an anchor has a positive and a negative, as 1 or 0."""
+        has_positive = (self.weights > 0).any(1)
+        has_negative = (self.negative > 0).any(1)
+        return (has_positive & has_negative).double()
+
+    def attraction(self) -> Tensor:
+        """The sums of log(1 + S) over positives."""
+        logs = self.scores.clamp_min(-1 + 1e-6).log1p()
+        return (self.weights * logs).sum(1)
+
+    def repulsion(self, scale: float, margin: float) -> Tensor:
+        """The logarithm of 1 and the exponentials of negatives, over the scale."""
+        exponentials = (scale * (self.scores - margin)).exp()
+        sums = (exponentials * self.negative).sum(1)
+        return (1 + sums).log() / scale
+
+    def dcl(self) -> Tensor:
+        valid = self.valid()
+        mean = self.attraction() / self.weights.sum(1).clamp_min(1e-9)
+        values = self.repulsion(10.0, 0.3) - mean
+        return (values * valid).sum() / valid.sum()
+
+    def hal(self) -> Tensor:
+        valid = self.valid()
+        repulsion = (self.repulsion(20.0, 0.1) * valid).sum() / valid.sum()
+        pairs = (self.weights.sum(1) * valid).sum()
+        attraction = (self.attraction() * valid).sum() / pairs
+        return repulsion - 0.5 * attraction
+
+    def triplet(self) -> Tensor:
+        negatives = self.scores.masked_fill(self.negative == 0, -torch.inf)
+        hardest = negatives.amax(1, keepdim=True)
+        hinges = (0.2 - self.scores + hardest).clamp_min(0)
+        values = (self.weights * hinges).sum(1)
+        return torch.where(self.valid() > 0, values, 0.0).sum()
+
+
+def cosines(given: list[Tensor]) -> Tensor:
+    images = torch.nn.functional.normalize(given[0])
+    texts = torch.nn.functional.normalize(given[1])
+    return images @ texts.T
+
+
+def assert_losses_of_anchors(given: list[Tensor], matches: Tensor, engine: Any) -> None:
+    """Check losses that are sums over anchors against their formulas, of both directions."""
+    scores = cosines(given)
     weights = matches.nan_to_num(0.0)
     negative = (matches == 0).double()
-    margin = 0.2
-    parts: dict[str, Any] = {"dcl": [], "hal": [], "triplet": []}
-    for s, w, rest in ((scores, weights, negative), (scores.T, weights.T, negative.T)):
-        valid = ((w > 0).any(1) & (rest > 0).any(1)).double()
-        number = valid.sum()
-        attraction = (w * s.clamp_min(-1 + 1e-6).log1p()).sum(1)
-        mean = attraction / w.sum(1).clamp_min(1e-9)
-        repulsion = 0.1 * (1 + (((s - 0.3) / 0.1).exp() * rest).sum(1)).log()
-        parts["dcl"].append(((repulsion - mean) * valid).sum() / number)
-        hal = (1 + ((20 * (s - 0.1)).exp() * rest).sum(1)).log() / 20
-        pairs = (w.sum(1) * valid).sum()
-        parts["hal"].append((hal * valid).sum() / number - 0.5 * (attraction * valid).sum() / pairs)
-        hardest = s.masked_fill(rest == 0, -torch.inf).amax(1)
-        hinges = (w * (margin - s + hardest[:, None]).clamp_min(0)).sum(1)
-        parts["triplet"].append(torch.where(valid > 0, hinges, 0.0).sum())
-    z = 5 * scores - 2
-    sums = negative * torch.nn.functional.softplus(z) + weights * torch.nn.functional.softplus(-z)
-    parts["sigmoid"] = [sums.sum() * 0.5 / 6, sums.sum() * 0.5 / 8]
-    losses = {
-        "dcl": itrloss.DiversityContrastiveLoss(diversity=None, positive_weight=1.0, engine=engine),
-        "hal": itrloss.HubnessAwareLoss(20.0, 0.1, engine=engine),
-        "triplet": itrloss.TripletLoss(margin, engine=engine),
-        "sigmoid": itrloss.SigmoidLoss(5.0, -2.0, learnable=False, engine=engine),
-    }
-    for name, loss in losses.items():
-        assert_same(loss(*given, matches=matches), sum(parts[name]), given)
+    rows = Direction(scores, weights, negative)
+    cols = Direction(scores.T, weights.T, negative.T)
+
+    dcl = itrloss.DiversityContrastiveLoss(diversity=None, positive_weight=1.0, engine=engine)
+    assert_same(dcl(*given, matches=matches), rows.dcl() + cols.dcl(), given)
+    hal = itrloss.HubnessAwareLoss(20.0, 0.1, engine=engine)
+    assert_same(hal(*given, matches=matches), rows.hal() + cols.hal(), given)
+    triplet = itrloss.TripletLoss(0.2, engine=engine)
+    assert_same(triplet(*given, matches=matches), rows.triplet() + cols.triplet(), given)
+
+
+def assert_sigmoid_loss(given: list[Tensor], matches: Tensor, engine: Any) -> None:
+    """Check the sigmoid loss against its formula, and the sums of the values of each anchor."""
+    logits = 5 * cosines(given) - 2
+    miss = torch.nn.functional.softplus(logits)
+    match = torch.nn.functional.softplus(-logits)
+    total = (match * matches.nan_to_num(0.0)).sum() + miss[matches == 0].sum()
+    rows, cols = matches.shape
+    wanted = 0.5 * total / rows + 0.5 * total / cols
+    loss = itrloss.SigmoidLoss(5.0, -2.0, learnable=False, engine=engine)
+    assert_same(loss(*given, matches=matches), wanted, given)
     # the values of each anchor are computed apart
-    losses["sigmoid"].reduction = "none"
-    rows, cols = losses["sigmoid"](*given, matches=matches)
-    assert_same(rows.sum(), 0.5 * sums.sum(), given)
-    assert_same(cols.sum(), 0.5 * sums.sum(), given)
+    loss.reduction = "none"
+    of_rows, of_cols = loss(*given, matches=matches)
+    assert_same(of_rows.sum(), 0.5 * total, given)
+    assert_same(of_cols.sum(), 0.5 * total, given)
 
 
 def test_a_weight_of_a_mean_alone_changes_nothing():
     """Weights of one positive of an anchor are a factor of one term, and divided by themselves."""
-    given = [x.requires_grad_() for x in (draw(1, 6, 4), draw(2, 6, 4))]
-    for kind in (InfoNCELoss, itrloss.SupConLoss, itrloss.SDMLoss):
-        wanted = kind()(*given)
-        assert_same(kind()(*given, matches=torch.diag(torch.rand(6) + 0.5)), wanted, given)
+    given = images_and_texts(6, 6, 4)
+    matches = torch.diag(torch.rand(6) + 0.5)
+    for loss in (InfoNCELoss(), itrloss.SupConLoss(), itrloss.SDMLoss()):
+        wanted = loss(*given)
+        assert_same(loss(*given, matches=matches), wanted, given)
 
 
 @pytest.mark.parametrize("kind", ["matches", "weights", "sparse"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_matches_may_be_modified_before_the_backward_pass(kind: str, engine: Any):
-    given = [x.requires_grad_() for x in (draw(1, 6, 4), draw(2, 8, 4))]
+    given = images_and_texts(6, 8, 4)
     matches = relation(kind, 5, 6, 8)["matches"]
-    wanted = torch.autograd.grad(InfoNCELoss(engine=engine)(*given, matches=matches), given)
-    loss = InfoNCELoss(engine=engine)(*given, matches=matches)
-    (matches._values() if kind == "sparse" else matches).fill_(1.0)
-    for a, b in zip(torch.autograd.grad(loss, given), wanted, strict=True):
-        torch.testing.assert_close(a, b)
+    loss = InfoNCELoss(engine=engine)
+    unmodified = loss(*given, matches=matches)
+    wanted = torch.autograd.grad(unmodified, given)
+    value = loss(*given, matches=matches)
+    numbers = matches._values() if kind == "sparse" else matches
+    numbers.fill_(1.0)
+    found = torch.autograd.grad(value, given)
+    for got, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, exact)
 
 
 def test_metrics_ask_for_ids():
@@ -316,34 +432,36 @@ def test_wrong_input_is_named(message: str):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pairs_are_listed_and_counted_by_parts(kind: str, monkeypatch):
-    given = [x.requires_grad_() for x in (draw(1, 9, 8), draw(2, 7, 8))]
+    given = images_and_texts(9, 7, 8)
     who = relation(kind, 3, 9, 7)
-    losses = InfoNCELoss(engine="tiled"), itrloss.SDMLoss(engine="dense")
+    losses = [InfoNCELoss(engine="tiled"), itrloss.SDMLoss(engine="dense")]
     wanted = [loss(*given, **who) for loss in losses]
     monkeypatch.setattr("itrloss.engine.relations._AT_ONCE", 20)  # two rows at a time
-    for loss, value in zip(losses, wanted, strict=True):
-        assert_same(loss(*given, **who), value, given)
+    found = [loss(*given, **who) for loss in losses]
+    for got, exact in zip(found, wanted, strict=True):
+        assert_same(got, exact, given)
 
 
 @pytest.mark.parametrize("kind", ["label sets", "groups"])
 @pytest.mark.parametrize("seed", range(4))
 def test_guides_and_own_negatives_beside_relations(kind: str, seed: int):
-    given = [x.requires_grad_() for x in (draw(seed, 5, 4), draw(seed + 50, 7, 4))]
-    own = draw(seed + 1, 5, 3, 4)
-    guide = draw(seed + 2, 5, 6), draw(seed + 3, 7, 6), draw(seed + 4, 5, 3, 6)
+    given = images_and_texts(5, 7, 4, (seed, seed + 50))
     who = relation(kind, seed, 5, 7)
-    who |= {"negatives": own, "negative_ids": integers(seed, 6, 5, 3)}
-    options: dict[str, Any] = {"temperature": 0.2, "margin": 0.1}
+    who["negatives"] = draw(seed + 1, 5, 3, 4)
+    who["negative_ids"] = integers(seed, 6, 5, 3)
+    who["guide"] = (draw(seed + 2, 5, 6), draw(seed + 3, 7, 6), draw(seed + 4, 5, 3, 6))
+    common: dict[str, Any] = {"temperature": 0.2, "margin": 0.1}
     for also in ({}, {"directions": "image-text", "in_batch": False}, {"text_text": True}):
-        wanted = contrastive(*given, **options, **also, guide=guide, **who)
-        found = InfoNCELoss(**options, **also)(*given, guide=guide, **who)
+        options = {**common, **also}
+        wanted = contrastive(*given, **options, **who)
+        loss = InfoNCELoss(**options)
+        found = loss(*given, **who)
         if wanted.requires_grad:
             assert_same(found, wanted, given)
 
 
 # --------------------------------------------------------------------------------------- processes
 
-PAIR_LOSSES = where(lambda entry: entry.takes == "pairs" and bool(entry.oracle))
 WHOLE = 9, 12  # images and texts
 # Numbers of images and texts of each process.
 PARTS: dict[str, list[tuple[int, int]]] = {
@@ -374,7 +492,9 @@ def part_of(who: dict[str, Any], rows: slice, cols: slice) -> dict[str, Any]:
 def shared_losses(kind: str) -> dict[str, Any]:
     """Losses with the relation, by name: each of the registry with some of the kinds."""
     made: dict[str, Any] = {}
-    for name in list(PAIR_LOSSES)[SHARED.index(kind) % 3 :: 3]:
+    first = SHARED.index(kind) % 3
+    names = list(PAIR_LOSSES)
+    for name in names[first::3]:
         if "pcme" not in name and not refuses(name, kind):
             made[name] = PAIR_LOSSES[name].make
     made["infonce among all"] = lambda **options: InfoNCELoss(
@@ -388,21 +508,30 @@ def shared_losses(kind: str) -> dict[str, Any]:
 
 
 def slices(sizes: list[tuple[int, int]], rank: int) -> tuple[slice, slice]:
-    starts = [sum(size[side] for size in sizes[:rank]) for side in (0, 1)]
-    stops = [start + size for start, size in zip(starts, sizes[rank], strict=True)]
-    return slice(starts[0], stops[0]), slice(starts[1], stops[1])
+    """The images and the texts of a process."""
+    first_image = sum(images for images, _ in sizes[:rank])
+    first_text = sum(texts for _, texts in sizes[:rank])
+    images, texts = sizes[rank]
+    rows = slice(first_image, first_image + images)
+    cols = slice(first_text, first_text + texts)
+    return rows, cols
 
 
 def value_and_gradients(make: Any, given: dict[str, Tensor], **options: Any) -> list[Tensor]:
     """The loss, its gradients, and the values of each anchor."""
-    leaves = [given[x] for x in ("images", "texts", "scores") if x in given]
-    loss = make(engine="tiled" if len(leaves) == 2 else "dense", **options)
+    if "scores" in given:
+        leaves = [given["scores"]]
+        loss = make(engine="dense", **options)
+    else:
+        leaves = [given["images"], given["texts"]]
+        loss = make(engine="tiled", **options)
     value = loss(**given)
-    gradients = torch.autograd.grad(value, leaves, materialize_grads=True)
+    by_leaves = torch.autograd.grad(value, leaves, materialize_grads=True)
     loss.reduction = "none"
     values = loss(**given)
-    values = values if isinstance(values, tuple) else (values,)
-    return [value.detach(), *gradients, *[x.detach() for x in values]]
+    if not isinstance(values, tuple):
+        values = (values,)
+    return [value.detach(), *by_leaves, *[x.detach() for x in values]]
 
 
 def computed(kind: str, form: str, rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
@@ -410,28 +539,26 @@ def computed(kind: str, form: str, rank: int, sizes: list[tuple[int, int]]) -> d
     rows, cols = slices(sizes, rank)
     images = draw(1, WHOLE[0], 8)
     texts = draw(2, WHOLE[1], 8)
-    who = part_of(shared_relation(kind), rows, cols)
+    given = part_of(shared_relation(kind), rows, cols)
     if form == "scores":
-        units = [torch.nn.functional.normalize(x) for x in (images, texts)]
-        given = {"scores": (units[0] @ units[1].T)[rows].clone().requires_grad_()}
+        scores = cosines([images, texts])[rows]
+        given["scores"] = scores.clone().requires_grad_()
     else:
-        given = {
-            "images": images[rows].clone().requires_grad_(),
-            "texts": texts[cols].clone().requires_grad_(),
-        }
+        given["images"] = images[rows].clone().requires_grad_()
+        given["texts"] = texts[cols].clone().requires_grad_()
     found = {}
     for name, make in shared_losses(kind).items():
         if form == "scores" and name == "infonce among all":
             continue
-        found[name] = value_and_gradients(make, {**given, **who}, gather=len(sizes) > 1)
+        found[name] = value_and_gradients(make, given, gather=len(sizes) > 1)
     return found
 
 
-CASES_OF_JOBS = [
-    (kind, form)
-    for form in ("embeddings", "scores")
-    for kind in SHARED
-    if form == "embeddings" or kind not in ("matches", "weights", "label sets")
+KINDS_OF_SCORES = [kind for kind in SHARED if kind not in ("matches", "weights", "label sets")]
+ALL_CASES = [
+    *((kind, "embeddings") for kind in SHARED),
+    *((kind, "scores") for kind in KINDS_OF_SCORES),
+    *((kind, "at hand") for kind in SHARED),
 ]
 
 
@@ -441,24 +568,30 @@ def at_hand(kind: str, rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any
     images = draw(1, WHOLE[0], 8)[rows]
     texts = draw(2, WHOLE[1], 8)[cols]
     who = part_of(shared_relation(kind), rows, cols)
-    ids = who.get("image_ids"), who.get("text_ids")
-    groups = who.get("image_groups"), who.get("text_groups")
-    related = Related(groups, "same", who.get("matches"))
-    kind_of = Similarity.sharded if len(sizes) > 1 else Similarity
-    sim = kind_of(images, texts, *ids, related=related)
-    found = [torch.stack([*itrloss.describe(sim).values()])]
+    ids, related = related_of(who)
+    make = Similarity.sharded if len(sizes) > 1 else Similarity
+    sim = make(images, texts, *ids, related=related)
+    statistics = itrloss.describe(sim)
+    found = [torch.stack([*statistics.values()])]
     for view in (sim, sim.T):
         local = view.local()
         n = view.shape[0]
-        found += [local.positive_counts[:n], local.negative_counts[:n], local.scores()[:n]]
+        found.append(local.positive_counts[:n])
+        found.append(local.negative_counts[:n])
+        found.append(local.scores()[:n])
     return {"at hand": found}
 
 
+def case_of(kind: str, form: str, rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
+    """What a process finds in one case; of one process, the whole batch."""
+    if form == "at hand":
+        return at_hand(kind, rank, sizes)
+    return computed(kind, form, rank, sizes)
+
+
 def of_a_process(rank: int, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    return [
-        *(computed(kind, form, rank, sizes) for kind, form in CASES_OF_JOBS),
-        *(at_hand(kind, rank, sizes) for kind in SHARED),
-    ]
+    """What a process finds in all cases."""
+    return [case_of(kind, form, rank, sizes) for kind, form in ALL_CASES]
 
 
 @pytest.mark.slow
@@ -466,32 +599,38 @@ def of_a_process(rank: int, sizes: list[tuple[int, int]]) -> list[dict[str, Any]
 def test_processes_have_the_loss_of_one(parts: str, tmp_path: Path):
     sizes = PARTS[parts]
     every = run(of_a_process, tmp_path, sizes, world=len(sizes))
-    cases = [*CASES_OF_JOBS, *((kind, "at hand") for kind in SHARED)]
-    for number, (kind, form) in enumerate(cases):
-        whole = at_hand(kind, 0, [WHOLE]) if form == "at hand" else computed(kind, form, 0, [WHOLE])
-        for name, (value, *tensors) in whole.items():
+    for number, (kind, form) in enumerate(ALL_CASES):
+        whole = case_of(kind, form, 0, [WHOLE])
+        for name, wanted in whole.items():
             of_each = [found[number][name] for found in every]
-            for first, *_ in of_each:
-                torch.testing.assert_close(first, value, rtol=1e-10, atol=1e-10)
-            gradients = {"embeddings": 2, "scores": 1, "at hand": 0}[form]
-            for k, wanted in enumerate(tensors):
-                got = torch.cat([own[1 + k] for own in of_each])
-                if k < gradients:  # DistributedDataParallel divides them
-                    got = got / len(sizes)
-                torch.testing.assert_close(
-                    got, wanted, rtol=1e-9, atol=1e-10, msg=f"{kind} {form} {name} {k}"
-                )
+            assert_parts_of(wanted, of_each, form, f"{kind} {form} {name}")
+
+
+def assert_parts_of(wanted: list[Tensor], of_each: list[Any], form: str, about: str) -> None:
+    """Compare what processes found with the whole: a value, gradients, and values of anchors."""
+    value, *tensors = wanted
+    for first, *_ in of_each:
+        torch.testing.assert_close(first, value, rtol=1e-10, atol=1e-10)
+    number_of_gradients = {"embeddings": 2, "scores": 1, "at hand": 0}[form]
+    for k, exact in enumerate(tensors):
+        got = torch.cat([own[1 + k] for own in of_each])
+        if k < number_of_gradients:  # DistributedDataParallel divides them
+            got = got / len(of_each)
+        torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-10, msg=f"{about} {k}")
 
 
 def marks_rules_and_numbers(rank: int) -> list[Tensor]:
     """Counts with texts of no image, ranks by groups, and an error of other numbers of labels."""
     images = torch.randn(3, 4)
     texts = torch.randn(3, 4)
-    numbers = torch.tensor([[2, NO_ID, 0], [0, 1, NO_ID]][rank])  # of own images
-    sim = Similarity.sharded(images, texts, None, numbers)
+    numbers_of_each = [[2, NO_ID, 0], [0, 1, NO_ID]]
+    own_images = torch.tensor(numbers_of_each[rank])
+    sim = Similarity.sharded(images, texts, None, own_images)
     found = [sim.T.positive_counts[:3], sim.T.negative_counts[:3]]
-    groups = torch.tensor([[0, 0, 1], [1, 2, NO_ID]][rank])
-    sim = Similarity.sharded(images, texts, related=Related((groups, None), "other"))
+    groups_of_each = [[0, 0, 1], [1, 2, NO_ID]]
+    groups = torch.tensor(groups_of_each[rank])
+    related = Related((groups, None), "other")
+    sim = Similarity.sharded(images, texts, related=related)
     found += [sim.local().negative_counts, sim.T.local().negative_counts]
     labels = torch.zeros(3, 2 + rank, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"numbers of labels \[2, 2\] in process 0"):
@@ -505,4 +644,5 @@ def test_marks_rules_and_numbers_of_labels_over_processes(tmp_path: Path):
     assert positives.tolist() == [1, 0, 1, 1, 1, 0]
     assert negatives.tolist() == [5, 0, 5, 5, 5, 0]  # a text that does not exist has none
     # of six, those of the own group are none, nor is the own text of what is open to all
-    assert of_rows.tolist() == of_cols.tolist() == [4, 4, 4, 4, 5, 5]
+    assert of_rows.tolist() == [4, 4, 4, 4, 5, 5]
+    assert of_cols.tolist() == [4, 4, 4, 4, 5, 5]

@@ -38,15 +38,19 @@ def test_answers_in_half_precision(name, kind, dtype, held, few_tiles, poisoned,
     grads = upstream(n, m)
     p = parameters(n, m, torch.float32).to(DEVICE)  # those of `evaluate` have half precision
 
+    answer = ANSWERS[name]
+
     def asked(anchors, _):
-        return ANSWERS[name](anchors, p[: len(anchors)])
+        own = p[: len(anchors)]
+        return answer(anchors, own)
 
     values, *found, _ = evaluate(asked, *moved(v, w), moved(*ids), "triton", grads)
-    exact = evaluate(ANSWERS[name], v.double(), w.double(), ids, "reference", grads)
-    assert_close([values], exact[:1], 1e-4, 1e-4)
-    for got, wanted in zip(found, exact[1:3], strict=True):
+    wanted_values, *wanted, _ = evaluate(answer, v.double(), w.double(), ids, "reference", grads)
+    assert_close([values], [wanted_values], 1e-4, 1e-4)
+    for got, exact in zip(found, wanted, strict=True):
         assert got.dtype == dtype
-        assert_near([got], [wanted], 2e-3, 4 * distance(wanted.to(dtype), wanted))
+        rounding = distance(exact.to(dtype), exact)
+        assert_near([got], [exact], 2e-3, 4 * rounding)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -56,21 +60,25 @@ def test_rows_of_a_memory_in_half_precision(dtype, scale, few_tiles, poisoned):
     v, w = (F.normalize(x).to(dtype) for x in embeddings(9, 40, 16))
     w[3] = v[2]
     w[7] = -v[4]
-    ids = torch.arange(9), torch.arange(40) + 2
+    ids = (torch.arange(9), torch.arange(40) + 2)
 
     def outcome(device, dtype, engine_name):
+        """The values of the rows, and the gradient of their sum."""
         own = v.to(device, dtype).requires_grad_()
         others = w.to(device, dtype)
-        sim = similarity(own, others, [x.to(device) for x in ids], engine_name)
+        moved_ids = [x.to(device) for x in ids]
+        sim = similarity(own, others, moved_ids, engine_name)
         values = sim.logsumexp(scale)
-        return values.detach(), *torch.autograd.grad(values.sum(), own)
+        (gradient,) = torch.autograd.grad(values.sum(), own)
+        return values.detach(), gradient
 
     wanted_values, wanted = outcome("cpu", torch.float64, "reference")
     values, found = outcome(DEVICE, dtype, "triton")
     assert_close([values], [wanted_values], 1e-4, 1e-4)
     error = (found.cpu().double() - wanted).norm(dim=1)
     # of vectors of this length, which the projection cancels
-    assert (error <= torch.finfo(dtype).eps * scale).all()
+    tolerance = torch.finfo(dtype).eps * scale
+    assert (error <= tolerance).all()
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -85,16 +93,21 @@ def test_small_rows_of_a_panel_have_half_precision(side, smallest, few_tiles, po
     needs = tiled.Needs(True, True, False, False, dtypes=(torch.float32, torch.float32))
 
     def asked(device, dtype):
+        """The question and the inputs of an engine."""
         moved_to = [x.to(device, dtype) for x in given]
         sides = [Side(x, vectors.inverse_norms(x), None, None) for x in moved_to]
         pairs = Pairs((n, n), (None, None), torch.device(device))
-        return Question(pairs, (side,), (terms.exponential,)), Inputs(*sides, None)
+        question = Question(pairs, (side,), (terms.exponential,))
+        return question, Inputs(*sides, None)
 
-    wanted = tiled.gradients(*asked("cpu", torch.float64), None, weights.double(), needs)
-    found = engine.gradients(*asked(DEVICE, torch.float16), weights.to(DEVICE), needs, None)
+    exact_question = asked("cpu", torch.float64)
+    wanted = tiled.gradients(*exact_question, None, weights.double(), needs)
+    half_question = asked(DEVICE, torch.float16)
+    found = engine.gradients(*half_question, weights.to(DEVICE), needs, None)
     for got, exact in zip(found[:2], wanted[:2], strict=True):
         error = (got.cpu().double() - exact).norm(dim=1)
-        assert (error <= 2.0**-10 * exact.norm(dim=1)).all()
+        size = exact.norm(dim=1)
+        assert (error <= 2.0**-10 * size).all()
 
 
 @pytest.mark.parametrize("largest", [1e-20, 2.0**-24, 1.0, 3e4, 1e20])
@@ -106,12 +119,15 @@ def test_a_panel_in_float16_has_one_unit(largest):
     unit = engine.round_to_half(panel.to(DEVICE), half)
     assert unit.shape == ()
     assert half.isfinite().all()
-    error = (half.double() * unit.double()).cpu() - panel
-    assert (error.abs() <= 2.0**-11 * panel.abs() + 2.0**-40 * largest).all()
+    rounded = half.double() * unit.double()
+    error = (rounded.cpu() - panel).abs()
+    size = panel.abs()
+    assert (error <= 2.0**-11 * size + 2.0**-40 * largest).all()
     assert half.abs().max() == 2.0**15
-    normal = panel.abs() >= 2.0**-29 * largest
+    normal = size >= 2.0**-29 * largest
     assert normal.sum() > 90
-    assert (error.abs() <= 2.0**-11 * 1.001 * panel.abs())[normal].all()
+    keeps_11_bits = error <= 2.0**-11 * 1.001 * size
+    assert keeps_11_bits[normal].all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -126,8 +142,9 @@ def test_what_is_not_finite_gives_a_panel_no_unit(bad):
 
 
 def test_a_panel_of_zeros():
+    zeros = torch.zeros(2, 64, device=DEVICE)
     half = torch.empty(2, 64, dtype=torch.float16, device=DEVICE)
-    unit = engine.round_to_half(torch.zeros(2, 64, device=DEVICE), half)
+    unit = engine.round_to_half(zeros, half)
     assert unit > 0
     assert not half.any()
 
@@ -138,30 +155,37 @@ def test_no_gradient_leaves_the_range_of_float16(upstream, few_tiles):
     embeddings.
     """
     v, w = (F.normalize(x) for x in embeddings(24, 24, 16))
-    v = (v * torch.logspace(-2, 2, 24)[:, None]).half()
-    w = (w * torch.logspace(3, -1, 24)[:, None]).half()
+    lengths_of_v = torch.logspace(-2, 2, 24)[:, None]
+    lengths_of_w = torch.logspace(3, -1, 24)[:, None]
+    v = (v * lengths_of_v).half()
+    w = (w * lengths_of_w).half()
 
     def gradients(device, dtype, engine_name):
         leaves = [x.to(device, dtype).requires_grad_() for x in (v, w)]
-        values = similarity(*leaves, (None, None), engine_name).both.logsumexp(5.0)
+        sim = similarity(*leaves, (None, None), engine_name)
+        values = sim.both.logsumexp(5.0)
         return torch.autograd.grad(values.sum() * upstream, leaves)
 
     wanted = gradients("cpu", torch.float64, "reference")
     found = gradients(DEVICE, torch.float16, "triton")
     for got, exact in zip(found, wanted, strict=True):
         size = exact.norm(dim=1)
+        largest_entry = exact.abs().amax(1)
         error = (got.cpu().double() - exact).norm(dim=1)
-        stored = (size > 1e-3) & (exact.abs().amax(1) < 6e4)  # the range of float16
+        stored = (size > 1e-3) & (largest_entry < 6e4)  # the range of float16
         assert stored.any()
-        assert (error <= 2e-3 * size)[stored].all()
+        close = error <= 2e-3 * size
+        assert close[stored].all()
 
 
 def test_a_gradient_that_is_no_number_stays_with_its_anchor():
     v, w = (x.half().to(DEVICE).requires_grad_() for x in embeddings(9, 9, 16))
     grad = torch.ones(9, device=DEVICE)
     grad[4] = torch.nan
-    (found,) = torch.autograd.grad(Similarity(v, w, engine="triton").logsumexp(10.0), v, grad)
-    assert found.isfinite().all(1).tolist() == [i != 4 for i in range(9)]
+    values = Similarity(v, w, engine="triton").logsumexp(10.0)
+    (found,) = torch.autograd.grad(values, v, grad)
+    finite = found.isfinite().all(1)
+    assert finite.tolist() == [i != 4 for i in range(9)]
 
 
 def test_products_are_summed_in_float32_whatever_the_model_does():
@@ -176,6 +200,7 @@ def test_products_are_summed_in_float32_whatever_the_model_does():
         engine.add_product_(total, panel, other, unit)
         engine.add_product_(total, panel, other)
         assert flags.allow_fp16_accumulation
-        torch.testing.assert_close(total, torch.full_like(total, 2.0**32 + 2.0**17))
+        wanted = torch.full_like(total, 2.0**32 + 2.0**17)
+        torch.testing.assert_close(total, wanted)
     finally:
         flags.allow_fp16_accumulation = before

@@ -22,13 +22,15 @@ pytestmark = OF_KERNELS
 @triton.jit
 def log1p_kernel(u, out, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + i, kernels._log1p(tl.load(u + i)))
+    numbers = tl.load(u + i)
+    tl.store(out + i, kernels._log1p(numbers))
 
 
 @triton.jit
 def softplus_kernel(z, value, slope, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    values, slopes = kernels.softplus(tl.load(z + i))
+    numbers = tl.load(z + i)
+    values, slopes = kernels.softplus(numbers)
     tl.store(value + i, values[0])
     tl.store(slope + i, slopes[0])
 
@@ -38,38 +40,49 @@ def test_log1p_is_a_polynomial_that_is_accurate_to_float32():
     found = torch.empty_like(u, device=DEVICE)
     log1p_kernel[(32,)](u.to(DEVICE), found, BLOCK=4096)
     wanted = u.double().log1p()
-    assert ((found.cpu().double() - wanted).abs() <= 2.7e-7 * wanted).all()
+    error = (found.cpu().double() - wanted).abs()
+    assert (error <= 2.7e-7 * wanted).all()
 
 
 def test_softplus_and_its_slope_are_accurate_at_both_ends():
-    z = torch.cat([torch.linspace(-80, 80, 8190), torch.tensor([-torch.inf, torch.inf])])
-    found = torch.empty(2, len(z), device=DEVICE)
-    softplus_kernel[(1,)](z.to(DEVICE), *found, BLOCK=len(z))
+    ends = torch.tensor([-torch.inf, torch.inf])
+    z = torch.cat([torch.linspace(-80, 80, 8190), ends])
+    results = torch.empty(2, len(z), device=DEVICE)
+    values, slopes = results
+    softplus_kernel[(1,)](z.to(DEVICE), values, slopes, BLOCK=len(z))
+    found = results.cpu().double()
     exact = z.double()
-    wanted = torch.stack([torch.nn.functional.softplus(exact, threshold=100), exact.sigmoid()])
+    wanted_values = torch.nn.functional.softplus(exact, threshold=100)
+    wanted_slopes = exact.sigmoid()
+    wanted = torch.stack([wanted_values, wanted_slopes])
     # An exponent is rounded to 2^-24 of its size, which is as much of the exponential.
-    tolerance = wanted * (5e-7 + 2e-7 * exact.abs().clamp_max(80))
-    assert torch.equal(found[0, -2:].cpu(), torch.tensor([0.0, torch.inf]))
-    close = (found.cpu().double() - wanted).abs() <= tolerance
+    relative = 5e-7 + 2e-7 * exact.abs().clamp_max(80)
+    close = (found - wanted).abs() <= wanted * relative
     assert close[:, :-2].all()
-    assert torch.equal(found[1, -2:].cpu(), torch.tensor([0.0, 1.0]))
+    assert found[0, -2:].tolist() == [0.0, torch.inf]
+    assert found[1, -2:].tolist() == [0.0, 1.0]
+
+
+def assert_inverse_norms(x, wanted):
+    found = vectors.inverse_norms(x.to(DEVICE))
+    torch.testing.assert_close(found.squeeze(1).cpu(), wanted)
 
 
 def test_inverse_norms():
     lengths = torch.tensor([0.0, 1e-13, 2e-12, 1e-6, 1.0, 1e6, 9e17])
-    x = lengths[:, None] * torch.nn.functional.normalize(
-        embeddings(7, 1, 40, dtype=torch.float32)[0], dim=1
-    )
+    directions, _ = embeddings(7, 1, 40, dtype=torch.float32)
+    unit = torch.nn.functional.normalize(directions, dim=1)
+    x = lengths[:, None] * unit
     wanted = torch.where(lengths > 1e-12, 1 / lengths, 0.0)
-    for layout in (x, x.T.contiguous().T, x.repeat(1, 2)[:, :40]):
-        torch.testing.assert_close(
-            vectors.inverse_norms(layout.to(DEVICE)).squeeze(1).cpu(), wanted
-        )
-    assert vectors.inverse_norms(x[:0].to(DEVICE)).shape == (0, 1)
-    half = embeddings(3, 1, 2000)[0].bfloat16()
-    torch.testing.assert_close(
-        vectors.inverse_norms(half.to(DEVICE)).squeeze(1).cpu(), 1 / half.float().norm(dim=1)
-    )
+    by_columns = x.T.contiguous().T
+    part_of_rows = x.repeat(1, 2)[:, :40]
+    for layout in (x, by_columns, part_of_rows):
+        assert_inverse_norms(layout, wanted)
+    nothing = vectors.inverse_norms(x[:0].to(DEVICE))
+    assert nothing.shape == (0, 1)
+    long, _ = embeddings(3, 1, 2000)
+    half = long.bfloat16()
+    assert_inverse_norms(half, 1 / half.float().norm(dim=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,20 +91,24 @@ def test_inverse_norms():
 def test_sums_of_classes(dtype, normalize, dim, poisoned):
     rows = torch.tensor([5, 3, 5, IGNORE_ID, 8, 3, 3, -7])
     cols = torch.tensor([3, 5, 9, IGNORE_ID, 3, -7] + [5] * 40, device=DEVICE)
-    pairs = Pairs((len(rows), len(cols)), (rows.to(DEVICE), cols), DEVICE)
-    x = torch.randn(len(cols), dim, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    shape = (len(rows), len(cols))
+    pairs = Pairs(shape, (rows.to(DEVICE), cols), DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(len(cols), dim, generator=generator)
     x[2] = math.nan  # of no class
-    side = Side(x, vectors.inverse_norms(x) if normalize else None, None, None)
+    x = x.to(DEVICE, dtype)
+    inverse_norms = vectors.inverse_norms(x) if normalize else None
+    side = Side(x, inverse_norms, None, None)
     sums = engine.class_sums(side, pairs.members(1))
     number = pairs.classes(0).number
     for i, own in enumerate(rows.tolist()):
         if own == IGNORE_ID:
             continue
-        found = sums[number[i]]
-        unit = x[cols == own].double()
+        found = sums[number[i]].double()
+        members = x[cols == own].double()
         if normalize:
-            unit = torch.nn.functional.normalize(unit)
-        assert torch.allclose(found.double(), unit.sum(0), rtol=1e-5, atol=1e-5)
+            members = torch.nn.functional.normalize(members)
+        assert torch.allclose(found, members.sum(0), rtol=1e-5, atol=1e-5)
     assert not sums[-1].any()  # the entries without a class
 
 
@@ -106,4 +123,6 @@ def test_places_of_results_are_beyond_32_bits():
     """A hinge of 2048 positives has as many planes of partial sums."""
     out = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     first_partials[(1,)](out, 2047, 4096, 2048, 2047)
-    assert out.item() == (2047 * 2048 + 2047) * 4096 > 2**31
+    wanted = (2047 * 2048 + 2047) * 4096
+    assert out.item() == wanted
+    assert wanted > 2**31

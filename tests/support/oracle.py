@@ -23,7 +23,7 @@ VSE++ (Faghri et al., BMVC 2018), CPC (van den Oord et al., 2018).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -33,7 +33,10 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 Ids = ArrayLike
 PerAnchor = tuple[Array, Array]
+# a loss of one anchor, from the scores of its positives and of its negatives
+OfAnchor = Callable[[list[float], list[float]], float]
 
+KS = (1, 5, 10)  # of R@K
 SD_FLOOR = 1e-6  # the variance is floored at its square, 1e-12
 ENTROPY_FLOOR = 1e-6
 SCORE_FLOOR = -1.0 + 1e-6  # log(1 + S) is finite from here upwards
@@ -48,10 +51,10 @@ def cosine(V: ArrayLike, W: ArrayLike) -> Array:
     S = np.zeros((len(images), len(texts)))
     for i, v in enumerate(images):
         for j, w in enumerate(texts):
-            v_norm = math.sqrt(math.fsum(a * a for a in v))
-            w_norm = math.sqrt(math.fsum(b * b for b in w))
+            v_norm = math.sqrt(_dot(v, v))
+            w_norm = math.sqrt(_dot(w, w))
             if v_norm > 0 and w_norm > 0:
-                S[i, j] = math.fsum(a * b for a, b in zip(v, w, strict=True)) / (v_norm * w_norm)
+                S[i, j] = _dot(v, w) / (v_norm * w_norm)
     return S
 
 
@@ -68,11 +71,11 @@ def std_diversity(S: ArrayLike, row_ids: Ids, col_ids: Ids, epsilon: float = 0.1
         scores = [S[i, j] for j in _negatives(i, row_ids, col_ids)]
         variance = 0.0
         if scores:
-            mean = math.fsum(scores) / len(scores)
-            variance = math.fsum((s - mean) ** 2 for s in scores) / len(scores)
+            mean = _mean(scores)
+            variance = _mean([(s - mean) ** 2 for s in scores])
         deviation = math.sqrt(max(variance, SD_FLOOR**2))
         raw.append(1 + math.exp(-epsilon / deviation))
-    return np.array([r / max(raw) for r in raw])
+    return np.array(raw) / max(raw)
 
 
 def entropy_diversity(
@@ -86,15 +89,35 @@ def entropy_diversity(
     """
     S = np.asarray(S, np.float64)
     raw = []
-    for i in range(len(S)):
-        log_total = _log_sum_exp([S[i, j] / temperature for j in range(S.shape[1])])
+    for i, row in enumerate(S):
+        exponents = [s / temperature for s in row]
+        log_total = _log_sum_exp(exponents)
         bits = []
         for j in _negatives(i, row_ids, col_ids):
-            log_p = S[i, j] / temperature - log_total
+            log_p = exponents[j] - log_total
             bits.append(-math.exp(log_p) * log_p / math.log(2))
         entropy = max(math.fsum(bits), ENTROPY_FLOOR)
         raw.append(1 + math.exp(-epsilon / entropy))
-    return np.array([r / max(raw) for r in raw])
+    return np.array(raw) / max(raw)
+
+
+def of_anchors(S: ArrayLike, row_ids: Ids, col_ids: Ids, reduction: str, value: OfAnchor) -> Any:
+    """Reduce ``value(scores of positives, scores of negatives)`` of all valid anchors, of both
+    sides.
+    """
+
+    def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
+        values = np.zeros(len(S))
+        for i in _valid_anchors(ids, other_ids):
+            positives = [S[i, p] for p in _positives(i, ids, other_ids)]
+            negatives = [S[i, n] for n in _negatives(i, ids, other_ids)]
+            values[i] = value(positives, negatives)
+        return values
+
+    S = np.asarray(S, np.float64)
+    rows = anchors(S, row_ids, col_ids)
+    cols = anchors(S.T, col_ids, row_ids)
+    return _reduce(rows, cols, row_ids, col_ids, reduction)
 
 
 def triplet(
@@ -114,26 +137,22 @@ def triplet(
     With a temperature, ``log(1 + e^{x/τ})`` in place of ``[x]_+``.
     """
 
-    def hinge(x: float) -> float:
-        return max(0.0, x) if temperature is None else float(np.logaddexp(0.0, x / temperature))
-
-    def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
-        values = np.zeros(len(S))
-        for i in _valid_anchors(ids, other_ids):
-            negatives = [S[i, n] for n in _negatives(i, ids, other_ids)]
-            competitors = [max(negatives)] if mining == "hardest" else negatives
-            values[i] = math.fsum(
-                hinge(margin - S[i, p] + s)
-                for p in _positives(i, ids, other_ids)
-                for s in competitors
-            )
-        return values
-
     _one_of("mining", mining, ("hardest", "all"))
-    S = np.asarray(S, np.float64)
-    return _reduce(
-        anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction
-    )
+
+    def hinge(x: float) -> float:
+        if temperature is None:
+            return max(0.0, x)
+        return float(np.logaddexp(0.0, x / temperature))
+
+    def value(positives: list[float], negatives: list[float]) -> float:
+        competitors = [max(negatives)] if mining == "hardest" else negatives
+        hinges = []
+        for positive in positives:
+            for competitor in competitors:
+                hinges.append(hinge(margin - positive + competitor))
+        return math.fsum(hinges)
+
+    return of_anchors(S, row_ids, col_ids, reduction, value)
 
 
 def infonce(
@@ -145,21 +164,15 @@ def infonce(
     denominator of a positive includes the negatives, but not the anchor's other positives.
     """
 
-    def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
-        values = np.zeros(len(S))
-        for i in _valid_anchors(ids, other_ids):
-            negatives = [S[i, n] / temperature for n in _negatives(i, ids, other_ids)]
-            terms = []
-            for p in _positives(i, ids, other_ids):
-                positive = S[i, p] / temperature
-                terms.append(_log_sum_exp([positive, *negatives]) - positive)
-            values[i] = math.fsum(terms) / len(terms)
-        return values
+    def value(positives: list[float], negatives: list[float]) -> float:
+        exponents = [s / temperature for s in negatives]
+        terms = []
+        for score in positives:
+            exponent = score / temperature
+            terms.append(_log_sum_exp([exponent, *exponents]) - exponent)
+        return _mean(terms)
 
-    S = np.asarray(S, np.float64)
-    return _reduce(
-        anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction
-    )
+    return of_anchors(S, row_ids, col_ids, reduction, value)
 
 
 def hal(
@@ -183,16 +196,19 @@ def hal(
         valid = _valid_anchors(ids, other_ids)
         pairs = sum(len(_positives(i, ids, other_ids)) for i in valid)
         for i in valid:
-            exponents = [scale * (S[i, n] - margin) for n in _negatives(i, ids, other_ids)]
+            negatives = _negatives(i, ids, other_ids)
+            exponents = [scale * (S[i, n] - margin) for n in negatives]
             repulsion = _log_sum_exp([0.0, *exponents]) / scale
-            logs = [math.log(1 + max(S[i, p], SCORE_FLOOR)) for p in _positives(i, ids, other_ids)]
-            values[i] = repulsion - 0.5 * len(valid) / pairs * math.fsum(logs)
+            positives = _positives(i, ids, other_ids)
+            logs = [_log_positive(S[i, p]) for p in positives]
+            attraction = len(valid) / pairs * math.fsum(logs)
+            values[i] = repulsion - 0.5 * attraction
         return values
 
     S = np.asarray(S, np.float64)
-    return _reduce(
-        anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction
-    )
+    rows = anchors(S, row_ids, col_ids)
+    cols = anchors(S.T, col_ids, row_ids)
+    return _reduce(rows, cols, row_ids, col_ids, reduction)
 
 
 def dcl(  # noqa: PLR0913 (the options of the loss)
@@ -219,31 +235,42 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
     S = np.asarray(S, np.float64)
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     floor = SCORE_FLOOR if positive == "clamp" else 0.0
-    if diversity is None:
-        row_div = np.ones(S.shape[0])
-        col_div = np.ones(S.shape[1])
-    elif isinstance(diversity, tuple):
-        row_div, col_div = (np.asarray(d, np.float64) for d in diversity)
-    else:
-        _one_of("diversity", diversity, ("std", "entropy"))
-        score = std_diversity if diversity == "std" else entropy_diversity
-        row_div = score(S, row_ids, col_ids, epsilon)
-        col_div = score(S.T, col_ids, row_ids, epsilon)
+    row_div, col_div = _diversities(S, row_ids, col_ids, diversity, epsilon)
 
     def anchors(S: Array, ids: Ids, other_ids: Ids, div: Array) -> Array:
         values = np.zeros(len(S))
         for i in _valid_anchors(ids, other_ids):
-            exponents = [
-                (S[i, n] - margin) / (temperature * div[i]) for n in _negatives(i, ids, other_ids)
-            ]
-            logs = [math.log(1 + max(S[i, p], floor)) for p in _positives(i, ids, other_ids)]
-            values[i] = temperature * _log_sum_exp([0.0, *exponents]) - weight * math.fsum(
-                logs
-            ) / len(logs)
+            negatives = _negatives(i, ids, other_ids)
+            exponents = [(S[i, n] - margin) / (temperature * div[i]) for n in negatives]
+            repulsion = temperature * _log_sum_exp([0.0, *exponents])
+            positives = _positives(i, ids, other_ids)
+            logs = [_log_positive(S[i, p], floor) for p in positives]
+            values[i] = repulsion - weight * _mean(logs)
         return values
 
     rows = anchors(S, row_ids, col_ids, row_div)
-    return _reduce(rows, anchors(S.T, col_ids, row_ids, col_div), row_ids, col_ids, reduction)
+    cols = anchors(S.T, col_ids, row_ids, col_div)
+    return _reduce(rows, cols, row_ids, col_ids, reduction)
+
+
+def _diversities(
+    S: Array,
+    row_ids: Ids,
+    col_ids: Ids,
+    diversity: str | tuple[ArrayLike, ArrayLike] | None,
+    epsilon: float,
+) -> PerAnchor:
+    """The diversities of rows and of columns: of a name, as given, or 1."""
+    if diversity is None:
+        return np.ones(S.shape[0]), np.ones(S.shape[1])
+    if isinstance(diversity, tuple):
+        row_div, col_div = diversity
+        return np.asarray(row_div, np.float64), np.asarray(col_div, np.float64)
+    _one_of("diversity", diversity, ("std", "entropy"))
+    score = std_diversity if diversity == "std" else entropy_diversity
+    row_div = score(S, row_ids, col_ids, epsilon)
+    col_div = score(S.T, col_ids, row_ids, epsilon)
+    return row_div, col_div
 
 
 def fast_rerank(
@@ -261,12 +288,10 @@ def fast_rerank(
     text_to_image = np.zeros_like(A)
     for i in range(images):
         for j in range(texts):
-            image_to_text[i, j] = i2t[1] * A[i, j] - _log_sum_exp(
-                [i2t[0] * A[k, j] for k in range(images)]
-            )
-            text_to_image[i, j] = t2i[1] * A[i, j] - _log_sum_exp(
-                [t2i[0] * A[i, k] for k in range(texts)]
-            )
+            of_column = _log_sum_exp([i2t[0] * A[k, j] for k in range(images)])
+            image_to_text[i, j] = i2t[1] * A[i, j] - of_column
+            of_row = _log_sum_exp([t2i[0] * A[i, k] for k in range(texts)])
+            text_to_image[i, j] = t2i[1] * A[i, j] - of_row
     return image_to_text, text_to_image
 
 
@@ -279,15 +304,12 @@ def retrieval_metrics(S: ArrayLike, image_ids: Ids, text_ids: Ids) -> dict[str, 
     ``rsum``, the sum of the six R@K. Equations: see `_query_metrics`.
     """
     S = np.asarray(S, np.float64)
-    figures = {
-        f"i2t_{name}": value for name, value in _query_metrics(S, image_ids, text_ids).items()
-    }
-    figures |= {
-        f"t2i_{name}": value for name, value in _query_metrics(S.T, text_ids, image_ids).items()
-    }
-    figures["rsum"] = math.fsum(
-        figures[f"{way}_r{k}"] for way in ("i2t", "t2i") for k in (1, 5, 10)
-    )
+    of_images = _query_metrics(S, image_ids, text_ids)
+    of_texts = _query_metrics(S.T, text_ids, image_ids)
+    figures = {f"i2t_{name}": value for name, value in of_images.items()}
+    figures |= {f"t2i_{name}": value for name, value in of_texts.items()}
+    recalls = [figures[f"{way}_r{k}"] for way in ("i2t", "t2i") for k in KS]
+    figures["rsum"] = math.fsum(recalls)
     return figures
 
 
@@ -310,41 +332,56 @@ def _query_metrics(S: Array, query_ids: Ids, item_ids: Ids) -> dict[str, float]:
     """
     queries = np.asarray(query_ids)
     items = np.asarray(item_ids)
-    ranks = []
-    precisions = []
-    averages = []
-    whole_averages = []
-    recalls: dict[int, list[float]] = {k: [] for k in (1, 5, 10)}
-    gains: dict[int, list[float]] = {k: [] for k in (1, 5, 10)}
-    for i, query in enumerate(queries):
-        places = sorted((-S[i, j], bool(items[j] == query)) for j in range(len(items)))
-        relevant = [positive for _, positive in places]
-        total = sum(relevant)
-        if total == 0:
-            continue
-        ranks.append(relevant.index(True) + 1)
-        precisions.append(sum(relevant[:total]) / total)
-        hits = [sum(relevant[:k]) / k for k in range(1, total + 1) if relevant[k - 1]]
-        averages.append(math.fsum(hits) / total)
-        at = [place for place, positive in enumerate(relevant, 1) if positive]
-        whole_averages.append(math.fsum(m / place for m, place in enumerate(at, 1)) / total)
-        for k in (1, 5, 10):
-            recalls[k].append(sum(relevant[:k]) / total)
-            gained = math.fsum(1 / math.log2(place + 1) for place in at if place <= k)
-            best = math.fsum(1 / math.log2(place + 1) for place in range(1, min(k, total) + 1))
-            gains[k].append(gained / best)
-    figures = {f"r{k}": 100 * _mean([float(rank <= k) for rank in ranks]) for k in (1, 5, 10)}
-    figures |= {f"recall_at_{k}": 100 * _mean(x) for k, x in recalls.items()}
-    figures |= {f"ndcg_at_{k}": 100 * _mean(x) for k, x in gains.items()}
-    figures["mrr"] = 100 * _mean([1 / rank for rank in ranks])
-    figures["map"] = 100 * _mean(whole_averages)
-    figures["median_rank"] = float(median(ranks)) if ranks else math.nan
-    figures["mean_rank"] = _mean([float(rank) for rank in ranks])
-    figures["r_precision"] = 100 * _mean(precisions)
-    figures["map_at_r"] = 100 * _mean(averages)
     asked = [i for i, query in enumerate(queries) if query in items]
-    figures["skewness"] = _occurrence_skewness(S[asked], queries[asked][:, None] == items)
+    places = [_places_of_positives(S[i], items == queries[i]) for i in asked]
+    ranks = [float(own[0]) for own in places]
+    figures: dict[str, float] = {}
+    for k in KS:
+        figures[f"r{k}"] = 100 * _mean([float(rank <= k) for rank in ranks])
+        figures[f"recall_at_{k}"] = 100 * _mean([_recall(own, k) for own in places])
+        figures[f"ndcg_at_{k}"] = 100 * _mean([_ndcg(own, k) for own in places])
+    figures["mrr"] = 100 * _mean([1 / rank for rank in ranks])
+    figures["map"] = 100 * _mean([_average_precision(own) for own in places])
+    figures["median_rank"] = median(ranks) if ranks else math.nan
+    figures["mean_rank"] = _mean(ranks)
+    figures["r_precision"] = 100 * _mean([_recall(own, len(own)) for own in places])
+    figures["map_at_r"] = 100 * _mean([_average_precision_at_r(own) for own in places])
+    positive = queries[asked][:, None] == items
+    figures["skewness"] = _occurrence_skewness(S[asked], positive)
     return figures
+
+
+def _places_of_positives(scores: Array, positive: NDArray[np.bool_]) -> list[int]:
+    """1-based places of a query's positives, behind negatives of an equal score."""
+    order = sorted(zip(-scores, positive, strict=True))
+    return [place for place, (_, own) in enumerate(order, 1) if own]
+
+
+def _recall(places: list[int], k: int) -> float:
+    """The share of the positives that are among the first k items."""
+    among_k = [place for place in places if place <= k]
+    return len(among_k) / len(places)
+
+
+def _ndcg(places: list[int], k: int) -> float:
+    """The discounted gain of the positives among the first k items, by that of the best order."""
+    gained = [1 / math.log2(place + 1) for place in places if place <= k]
+    best_places = range(1, min(k, len(places)) + 1)
+    best = [1 / math.log2(place + 1) for place in best_places]
+    return math.fsum(gained) / math.fsum(best)
+
+
+def _average_precision(places: list[int]) -> float:
+    """The mean over the positives of the precision at their places."""
+    precisions = [found / place for found, place in enumerate(places, 1)]
+    return math.fsum(precisions) / len(places)
+
+
+def _average_precision_at_r(places: list[int]) -> float:
+    """The same of the positives among the first R items, over R, the number of positives."""
+    total = len(places)
+    precisions = [found / place for found, place in enumerate(places, 1) if place <= total]
+    return math.fsum(precisions) / total
 
 
 def _occurrence_skewness(S: Array, positive: Array) -> float:
@@ -358,14 +395,15 @@ def _occurrence_skewness(S: Array, positive: Array) -> float:
     items = S.shape[1]
     occurrences = [0] * items
     for row, own in zip(S, positive, strict=True):
-        order = sorted(range(items), key=lambda j, row=row, own=own: (-row[j], own[j], j))
-        for j in order[: min(10, items)]:
+        order = sorted((-row[j], own[j], j) for j in range(items))
+        for _, _, j in order[:10]:
             occurrences[j] += 1
     mean = sum(occurrences) / items
-    variance = math.fsum((n - mean) ** 2 for n in occurrences) / items
+    variance = _mean([(n - mean) ** 2 for n in occurrences])
     if variance == 0:
         return 0.0
-    return math.fsum((n - mean) ** 3 for n in occurrences) / items / variance**1.5
+    third_moment = _mean([(n - mean) ** 3 for n in occurrences])
+    return third_moment / variance**1.5
 
 
 def _positives(i: int, ids: Ids, other_ids: Ids) -> list[int]:
@@ -390,10 +428,22 @@ def _log_sum_exp(exponents: Sequence[float]) -> float:
     not overflow.
     """
     largest = max(exponents)
-    return largest + math.log(math.fsum(math.exp(x - largest) for x in exponents))
+    total = math.fsum(math.exp(x - largest) for x in exponents)
+    return largest + math.log(total)
+
+
+def _log_positive(score: float, floor: float = SCORE_FLOOR) -> float:
+    """``log(1 + S)``, S floored."""
+    return math.log(1 + max(score, floor))
+
+
+def _dot(a: Array, b: Array) -> float:
+    products = [x * y for x, y in zip(a, b, strict=True)]
+    return math.fsum(products)
 
 
 def _mean(values: Sequence[float]) -> float:
+    """The mean; nan without a value."""
     return math.fsum(values) / len(values) if values else math.nan
 
 
@@ -401,16 +451,27 @@ def _reduce(rows: Array, cols: Array, row_ids: Ids, col_ids: Ids, reduction: str
     """Apply a reduction as defined in the module's docstring: a pair of arrays for ``"none"``, else
     a float.
     """
+    valid_rows = _valid_anchors(row_ids, col_ids)
+    valid_cols = _valid_anchors(col_ids, row_ids)
+    return _reduce_valid(rows, cols, valid_rows, valid_cols, reduction)
+
+
+def _reduce_valid(
+    rows: Array, cols: Array, valid_rows: Sequence[int], valid_cols: Sequence[int], reduction: str
+) -> Any:
+    """Apply a reduction, with the caller's lists of the valid anchors."""
     _one_of("reduction", reduction, ("mean", "sum", "none"))
     if reduction == "none":
         return rows, cols
     if reduction == "sum":
         return math.fsum(rows) + math.fsum(cols)
-    valid_rows = _valid_anchors(row_ids, col_ids)
-    valid_cols = _valid_anchors(col_ids, row_ids)
-    row_mean = math.fsum(rows[i] for i in valid_rows) / max(len(valid_rows), 1)
-    col_mean = math.fsum(cols[j] for j in valid_cols) / max(len(valid_cols), 1)
-    return row_mean + col_mean
+    return _mean_of_valid(rows, valid_rows) + _mean_of_valid(cols, valid_cols)
+
+
+def _mean_of_valid(values: Array, valid: Sequence[int]) -> float:
+    """The mean over valid anchors, 0 if there is none."""
+    total = math.fsum(values[i] for i in valid)
+    return total / max(len(valid), 1)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

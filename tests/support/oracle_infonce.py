@@ -12,8 +12,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from support.oracle import Ids, _log_sum_exp
-from support.oracle_supervised import of_anchors
+from support.oracle import Ids, _log_sum_exp, of_anchors
 
 
 def hard(

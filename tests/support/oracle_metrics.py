@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from support import oracle
+from support.oracle import Array
 
 Pair = tuple[int, int]
 Judged = Iterable[tuple[int, int, float]]
@@ -44,21 +45,32 @@ def folds(S: ArrayLike, image_ids: ArrayLike, text_ids: ArrayLike, parts: int) -
     size = len(S) // parts
     found = []
     for part in range(parts):
-        rows = list(range(part * size, (part + 1) * size))
-        cols = [j for j in range(S.shape[1]) if text_ids[j] in [image_ids[i] for i in rows]]
-        found.append(oracle.retrieval_metrics(S[rows][:, cols], image_ids[rows], text_ids[cols]))
-    return {name: math.fsum(f[name] for f in found) / parts for name in found[0]}
+        start = part * size
+        rows = list(range(start, start + size))
+        own_ids = image_ids[rows]
+        cols = [j for j in range(S.shape[1]) if text_ids[j] in own_ids]
+        scores = S[rows][:, cols]
+        found.append(oracle.retrieval_metrics(scores, own_ids, text_ids[cols]))
+    means = {}
+    for name in found[0]:
+        values = [figures[name] for figures in found]
+        means[name] = math.fsum(values) / parts
+    return means
 
 
 def ranks(scores: Sequence[float], right: Sequence[int], ties: str = "pessimistic") -> list[int]:
     """Ranks of one query's right candidates, ascending; wrong ones of an equal score rank above or
     below them.
     """
+    wrong = [score for j, score in enumerate(scores) if j not in right]
+    found = sorted((scores[j] for j in right), reverse=True)
     places = []
-    for place, p in enumerate(sorted(right, key=lambda j: -scores[j])):
-        wrong = [scores[j] for j in range(len(scores)) if j not in right]
-        ahead = sum(s > scores[p] or (s == scores[p] and ties == "pessimistic") for s in wrong)
-        places.append(place + ahead + 1)
+    for right_ahead, score in enumerate(found):
+        ahead = [s for s in wrong if s > score]
+        equal = [s for s in wrong if s == score]
+        if ties == "pessimistic":
+            ahead += equal
+        places.append(right_ahead + len(ahead) + 1)
     return places
 
 
@@ -67,33 +79,58 @@ def query_figures(places: Sequence[int]) -> list[float]:
     fractions.
     """
     total = len(places)
-    within = [(n, r) for n, r in enumerate(places, 1) if r <= total]
-    hits = [float(places[0] <= k) for k in KS]
-    recalls = [sum(place <= k for place in places) / total for k in KS]
+    hits = []
+    recalls = []
     gains = []
     for k in KS:
-        found = _dcg([float(place in places) for place in range(1, k + 1)])
-        gains.append(found / _dcg([float(place <= total) for place in range(1, k + 1)]))
-    whole = math.fsum(n / r for n, r in enumerate(places, 1)) / total
-    at_r = math.fsum(n / r for n, r in within) / total
-    return [*hits, *recalls, *gains, 1 / places[0], whole, len(within) / total, at_r]
+        among_k = [place for place in places if place <= k]
+        hits.append(float(len(among_k) > 0))
+        recalls.append(len(among_k) / total)
+        found = [float(place in places) for place in range(1, k + 1)]
+        best = [float(place <= total) for place in range(1, k + 1)]
+        gains.append(_dcg(found) / _dcg(best))
+    precisions = [n / place for n, place in enumerate(places, 1)]
+    within = [n for n, place in enumerate(places, 1) if place <= total]
+    reciprocal_rank = 1 / places[0]
+    average_precision = math.fsum(precisions) / total
+    r_precision = len(within) / total
+    map_at_r = math.fsum(precisions[: len(within)]) / total
+    return [*hits, *recalls, *gains, reciprocal_rank, average_precision, r_precision, map_at_r]
 
 
 def listed(S: ArrayLike, pairs: Iterable[Pair], ties: str = "pessimistic") -> dict[str, float]:
     """All figures except the skewness, with the listed pairs as the right ones."""
     S = np.asarray(S, np.float64)
     pairs = set(pairs)
-    found = {}
-    for way, M, matches in (("i2t", S, pairs), ("t2i", S.T, {(j, i) for i, j in pairs})):
-        right = [[c for c in range(M.shape[1]) if (q, c) in matches] for q in range(len(M))]
-        places = [ranks(M[q], right[q], ties) for q in range(len(M)) if right[q]]
-        each = [query_figures(p) for p in places]
-        for x, name in enumerate(FIGURES):
-            found[f"{way}_{name}"] = 100 * math.fsum(e[x] for e in each) / len(each)
-        found[f"{way}_median_rank"] = float(median(p[0] for p in places))
-        found[f"{way}_mean_rank"] = math.fsum(p[0] for p in places) / len(places)
+    turned = {(j, i) for i, j in pairs}
+    found = _listed_one_way("i2t", S, pairs, ties)
+    found |= _listed_one_way("t2i", S.T, turned, ties)
     found["rsum"] = rsum(found)
     return found
+
+
+def _listed_one_way(way: str, S: Array, pairs: set[Pair], ties: str) -> dict[str, float]:
+    """The figures of `listed` of queries in rows."""
+    places = []
+    for q, scores in enumerate(S):
+        right = [c for c in range(len(scores)) if (q, c) in pairs]
+        if right:
+            places.append(ranks(scores, right, ties))
+    found = _mean_figures(way, [query_figures(p) for p in places])
+    first = [p[0] for p in places]
+    found[f"{way}_median_rank"] = float(median(first))
+    found[f"{way}_mean_rank"] = math.fsum(first) / len(first)
+    return found
+
+
+def _mean_figures(way: str, figures: Sequence[list[float]]) -> dict[str, float]:
+    """Means of the figures of queries, in percent; nan without a query."""
+    means = {}
+    for x, name in enumerate(FIGURES):
+        values = [of_query[x] for of_query in figures]
+        mean = math.fsum(values) / len(values) if values else math.nan
+        means[f"{way}_{name}"] = 100 * mean
+    return means
 
 
 def resampled(i2t: Sequence[Query], t2i: Sequence[Query], drawn: Iterable[int]) -> dict[str, float]:
@@ -103,27 +140,32 @@ def resampled(i2t: Sequence[Query], t2i: Sequence[Query], drawn: Iterable[int]) 
     found = {}
     drawn = list(drawn)
     for way, queries in (("i2t", i2t), ("t2i", t2i)):
-        each = [figures for id_ in drawn for query, figures in queries if query == id_ and figures]
-        for x, name in enumerate(FIGURES):
-            found[f"{way}_{name}"] = (
-                100 * math.fsum(e[x] for e in each) / len(each) if each else math.nan
-            )
+        of_drawn = []
+        for drawn_id in drawn:
+            of_drawn += [figures for id_, figures in queries if id_ == drawn_id and figures]
+        found |= _mean_figures(way, of_drawn)
     found["rsum"] = rsum(found)
     return found
 
 
 def rsum(found: dict[str, float]) -> float:
-    return math.fsum(found[f"{way}_r{k}"] for way in ("i2t", "t2i") for k in (1, 5, 10))
+    """The sum of the six R@K."""
+    recalls = [found[f"{way}_r{k}"] for way in ("i2t", "t2i") for k in KS]
+    return math.fsum(recalls)
 
 
 def kendall(S: ArrayLike, judged: Judged) -> float:
     """τ-b over all pairs of judged pairs: ``(P − Q) / sqrt((n₀ − n₁)(n₀ − n₂))``."""
     S = np.asarray(S, np.float64)
-    points = [(float(S[pair]), grade) for pair, grade in _mean_grades(judged).items()]
-    difference = untied_scores = untied_grades = 0
-    for a in range(len(points)):
-        for b in range(a):
-            by_score, by_grade = (np.sign(points[a][x] - points[b][x]) for x in (0, 1))
+    grades = _mean_grades(judged)
+    pairs = list(grades)
+    difference = 0
+    untied_scores = 0
+    untied_grades = 0
+    for number, pair in enumerate(pairs):
+        for other in pairs[:number]:
+            by_score = np.sign(S[pair] - S[other])
+            by_grade = np.sign(grades[pair] - grades[other])
             difference += int(by_score * by_grade)
             untied_scores += int(by_score != 0)
             untied_grades += int(by_grade != 0)
@@ -140,25 +182,31 @@ def ndcg(S: ArrayLike, judged: Judged, k: int = 10) -> tuple[float, float]:
     gains = np.zeros(S.shape)
     for pair, grade in grades.items():
         gains[pair] = grade - lowest
-    found = []
-    for M, G in ((S, gains), (S.T, gains.T)):
-        values = []
-        for scores, gain in zip(M, G, strict=True):
-            if max(gain) > 0:
-                order = sorted(range(len(scores)), key=lambda c, scores=scores: -scores[c])
-                values.append(
-                    _dcg([gain[c] for c in order[:k]]) / _dcg(sorted(gain, reverse=True)[:k])
-                )
-        found.append(100 * math.fsum(values) / len(values))
-    return found[0], found[1]
+    return _ndcg_one_way(S, gains, k), _ndcg_one_way(S.T, gains.T, k)
+
+
+def _ndcg_one_way(S: Array, gains: Array, k: int) -> float:
+    """nDCG@k of queries in rows that have a gain, in percent."""
+    values = []
+    for scores, gain in zip(S, gains, strict=True):
+        if max(gain) > 0:
+            order = np.argsort(-scores, kind="stable")
+            found = [gain[c] for c in order[:k]]
+            best = sorted(gain, reverse=True)[:k]
+            values.append(_dcg(found) / _dcg(best))
+    return 100 * math.fsum(values) / len(values)
 
 
 def _dcg(gains: Sequence[float]) -> float:
-    return math.fsum(g / math.log2(place + 1) for place, g in enumerate(gains, 1))
+    """Discounted cumulative gain of the gains at places 1, 2, ..."""
+    discounted = [gain / math.log2(place + 1) for place, gain in enumerate(gains, 1)]
+    return math.fsum(discounted)
 
 
 def _mean_grades(judged: Judged) -> dict[Pair, float]:
     each: dict[Pair, list[float]] = {}
     for image, text, grade in judged:
-        each.setdefault((int(image), int(text)), []).append(float(grade))
+        pair = (int(image), int(text))
+        grades = each.setdefault(pair, [])
+        grades.append(float(grade))
     return {pair: math.fsum(grades) / len(grades) for pair, grades in each.items()}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,14 @@ from support.oracle import (
     Array,
     Ids,
     PerAnchor,
+    _dot,
+    _log_positive,
     _log_sum_exp,
+    _mean,
     _negatives,
     _one_of,
     _positives,
+    _reduce_valid,
     cosine,
 )
 
@@ -79,8 +84,6 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     _one_of("positive", positive, ("clamp", "relu"))
     _one_of("positive_from", positive_from, ("key", "batch"))
     _one_of("diversity_from", diversity_from, ("both", "batch"))
-    weight = temperature if positive_weight == "paper" else float(positive_weight)
-    floor = SCORE_FLOOR if positive == "clamp" else 0.0
     if diversity is None:
         image_div = np.ones(len(np.asarray(V)))
         text_div = np.ones(len(np.asarray(W)))
@@ -90,30 +93,78 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
         estimated_in = memory_ids if diversity_from == "both" else []
         embeddings = (V, W, memory_images, memory_texts, image_ids, text_ids, estimated_in)
         image_div, text_div = memory_diversity(*embeddings, diversity, epsilon, entropy_temperature)
+    of_anchors = _DclOfMemory(
+        temperature=temperature,
+        margin=margin,
+        weight=temperature if positive_weight == "paper" else float(positive_weight),
+        floor=SCORE_FLOOR if positive == "clamp" else 0.0,
+    )
+    if positive_from == "key":
+        image_positives = W_keys
+        text_positives = V_keys
+    else:
+        image_positives = W
+        text_positives = V
+    of_images = _Side(V, image_positives, memory_texts, image_ids, text_ids, memory_ids)
+    of_texts = _Side(W, text_positives, memory_images, text_ids, image_ids, memory_ids)
+    images = of_anchors(of_images, image_div)
+    texts = of_anchors(of_texts, text_div)
+    return _reduce_valid(images, texts, of_images.valid(), of_texts.valid(), reduction)
 
-    def anchors(
-        queries: ArrayLike, keys: ArrayLike, memory: ArrayLike, ids: Ids, key_ids: Ids, div: Array
-    ) -> Array:
-        near = cosine(queries, keys)
-        far = cosine(queries, memory)
+
+@dataclass
+class _Side:
+    """Anchors of one side of the batch, with keys and memory of the other side."""
+
+    queries: ArrayLike
+    keys: ArrayLike
+    memory: ArrayLike
+    ids: Ids
+    key_ids: Ids
+    memory_ids: Ids
+
+    def valid(self) -> list[int]:
+        """Anchors with a key of their own id and a memory entry of another id."""
+        anchors = range(len(np.asarray(self.ids)))
+        return [n for n in anchors if self.positives(n) and self.negatives(n)]
+
+    def positives(self, n: int) -> list[int]:
+        """Keys of an anchor's id."""
+        return _positives(n, self.ids, self.key_ids)
+
+    def negatives(self, n: int) -> list[int]:
+        """Memory entries of other ids than an anchor's."""
+        return _negatives(n, self.ids, self.memory_ids)
+
+    def near(self) -> Array:
+        """Scores of the anchors and the keys."""
+        return cosine(self.queries, self.keys)
+
+    def far(self) -> Array:
+        """Scores of the anchors and the memory."""
+        return cosine(self.queries, self.memory)
+
+
+@dataclass
+class _DclOfMemory:
+    """``ℓ_n`` of `memory_dcl`, as a function of one side."""
+
+    temperature: float
+    margin: float
+    weight: float
+    floor: float
+
+    def __call__(self, side: _Side, div: Array) -> Array:
+        near = side.near()
+        far = side.far()
         values = np.zeros(len(near))
-        for n in _valid_in_memory(ids, key_ids, memory_ids):
-            exponents = [
-                (far[n, q] - margin) / (temperature * div[n])
-                for q in _negatives(n, ids, memory_ids)
-            ]
-            logs = [math.log(1 + max(near[n, p], floor)) for p in _positives(n, ids, key_ids)]
-            values[n] = temperature * _log_sum_exp([0.0, *exponents]) - weight * math.fsum(
-                logs
-            ) / len(logs)
+        for n in side.valid():
+            scale = 1 / (self.temperature * div[n])
+            exponents = [scale * (far[n, q] - self.margin) for q in side.negatives(n)]
+            repulsion = self.temperature * _log_sum_exp([0.0, *exponents])
+            logs = [_log_positive(near[n, p], self.floor) for p in side.positives(n)]
+            values[n] = repulsion - self.weight * _mean(logs)
         return values
-
-    image_positives, text_positives = (W_keys, V_keys) if positive_from == "key" else (W, V)
-    images = anchors(V, image_positives, memory_texts, image_ids, text_ids, image_div)
-    texts = anchors(W, text_positives, memory_images, text_ids, image_ids, text_div)
-    valid_images = _valid_in_memory(image_ids, text_ids, memory_ids)
-    valid_texts = _valid_in_memory(text_ids, image_ids, memory_ids)
-    return _reduce(images, texts, valid_images, valid_texts, reduction)
 
 
 def memory_info_nce(  # noqa: PLR0913 (the arguments and options of the loss)
@@ -140,42 +191,58 @@ def memory_info_nce(  # noqa: PLR0913 (the arguments and options of the loss)
     ``q_n`` of its key's scores are over all text keys and all entries of the memory. An anchor
     without a positive or a negative is invalid, and its first part 0; the mean is over valid ones.
     """
-    sides = (
-        (V, V_keys, W_keys, memory_texts, image_ids, text_ids),
-        (W, W_keys, V_keys, memory_images, text_ids, image_ids),
-    )
-    parts: list[tuple[Array, list[int], Array]] = []
-    for queries, own_keys, keys, memory, ids, key_ids in sides:
-        near = cosine(queries, keys)
-        far = cosine(queries, memory)
-        taught_near = cosine(own_keys, keys)
-        taught_far = cosine(own_keys, memory)
-        contrast = np.zeros(len(near))
-        imitation = np.zeros(len(near))
-        valid = []
-        for n in range(len(near)):
-            exponents = [far[n, q] / temperature for q in _negatives(n, ids, memory_ids)]
-            if batch_negatives:
-                exponents += [near[n, q] / temperature for q in _negatives(n, ids, key_ids)]
-            positives = [near[n, p] / temperature for p in _positives(n, ids, key_ids)]
-            if exponents and positives:
-                valid.append(n)
-                losses = [_log_sum_exp([x, *exponents]) - x for x in positives]
-                contrast[n] = math.fsum(losses) / len(losses)
-            scores = [x / temperature for x in (*near[n], *far[n])]
-            taught = [x / temperature for x in (*taught_near[n], *taught_far[n])]
-            q = [math.exp(x - _log_sum_exp(taught)) for x in taught]
-            imitation[n] = _log_sum_exp(scores) - math.fsum(
-                map(math.prod, zip(q, scores, strict=True))
-            )
-        parts.append((contrast, valid, imitation))
-    contrasts = _reduce(*[part[0] for part in parts], *[part[1] for part in parts], reduction)
-    everyone = [range(len(part[0])) for part in parts]
-    imitations = _reduce(*[part[2] for part in parts], *everyone, reduction)
+    of_images = _Side(V, W_keys, memory_texts, image_ids, text_ids, memory_ids)
+    of_texts = _Side(W, V_keys, memory_images, text_ids, image_ids, memory_ids)
+    images, valid_images = _contrast(of_images, temperature, batch_negatives)
+    texts, valid_texts = _contrast(of_texts, temperature, batch_negatives)
+    contrasts = _reduce_valid(images, texts, valid_images, valid_texts, reduction)
+    images = _imitation(of_images, V_keys, temperature)
+    texts = _imitation(of_texts, W_keys, temperature)
+    imitations = _reduce_valid(images, texts, range(len(images)), range(len(texts)), reduction)
     if reduction != "none":
         return (1 - distillation) * contrasts + distillation * imitations
     pairs = zip(contrasts, imitations, strict=True)
     return tuple((1 - distillation) * a + distillation * b for a, b in pairs)
+
+
+def _contrast(side: _Side, temperature: float, batch_negatives: bool) -> tuple[Array, list[int]]:
+    """The first part of `memory_info_nce`, and the anchors that are valid in it."""
+    near = side.near() / temperature
+    far = side.far() / temperature
+    values = np.zeros(len(near))
+    valid = []
+    for n in range(len(near)):
+        exponents = [far[n, q] for q in side.negatives(n)]
+        if batch_negatives:
+            exponents += [near[n, q] for q in _negatives(n, side.ids, side.key_ids)]
+        positives = [near[n, p] for p in side.positives(n)]
+        if exponents and positives:
+            valid.append(n)
+            losses = [_log_sum_exp([x, *exponents]) - x for x in positives]
+            values[n] = _mean(losses)
+    return values, valid
+
+
+def _imitation(side: _Side, own_keys: ArrayLike, temperature: float) -> Array:
+    """The second part of `memory_info_nce`: the cross entropy with the softmax of the own keys."""
+    taught_by = replace(side, queries=own_keys)
+    near = side.near() / temperature
+    far = side.far() / temperature
+    taught_near = taught_by.near() / temperature
+    taught_far = taught_by.far() / temperature
+    values = np.zeros(len(near))
+    for n in range(len(near)):
+        scores = [*near[n], *far[n]]
+        taught = [*taught_near[n], *taught_far[n]]
+        total = _log_sum_exp(scores)
+        taught_total = _log_sum_exp(taught)
+        entropies = []
+        for score, key_score in zip(scores, taught, strict=True):
+            q = math.exp(key_score - taught_total)
+            log_p = score - total
+            entropies.append(-q * log_p)
+        values[n] = math.fsum(entropies)
+    return values
 
 
 def memory_diversity(  # noqa: PLR0913 (the arguments and options of the loss)
@@ -250,26 +317,27 @@ def uto(  # noqa: PLR0913 (the arguments and options of the loss)
     whole queue; here entries of the anchor's id are excluded.
     """
 
-    def anchors(
-        queries: ArrayLike, keys: ArrayLike, memory: ArrayLike, ids: Ids, key_ids: Ids
-    ) -> Array:
-        near = cosine(queries, keys)
-        far = cosine(queries, memory)
+    def anchors(side: _Side) -> Array:
+        """``Q_i`` of the anchors of a side."""
+        near = side.near()
+        far = side.far()
         values = np.zeros(len(near))
-        for i in _valid_in_memory(ids, key_ids, memory_ids):
-            exponents = [scale * (far[i, q] - margin) for q in _negatives(i, ids, memory_ids)]
-            logs = [math.log(1 + max(near[i, p], SCORE_FLOOR)) for p in _positives(i, ids, key_ids)]
-            values[i] = _log_sum_exp([0.0, *exponents]) / scale - math.fsum(logs) / len(logs)
+        for i in side.valid():
+            exponents = [scale * (far[i, q] - margin) for q in side.negatives(i)]
+            repulsion = _log_sum_exp([0.0, *exponents]) / scale
+            logs = [_log_positive(near[i, p]) for p in side.positives(i)]
+            values[i] = repulsion - _mean(logs)
         return values
 
+    of_images = _Side(V, W_keys, memory_texts, image_ids, text_ids, memory_ids)
+    of_texts = _Side(W, V_keys, memory_images, text_ids, image_ids, memory_ids)
+    images = text_memory_weight * anchors(of_images)
+    texts = image_memory_weight * anchors(of_texts)
     batch = oracle.hal(cosine(V, W), image_ids, text_ids, scale, margin, reduction)
-    images = text_memory_weight * anchors(V, W_keys, memory_texts, image_ids, text_ids)
-    texts = image_memory_weight * anchors(W, V_keys, memory_images, text_ids, image_ids)
     if reduction == "none":
         return batch_weight * batch[0] + images, batch_weight * batch[1] + texts
-    valid_images = _valid_in_memory(image_ids, text_ids, memory_ids)
-    valid_texts = _valid_in_memory(text_ids, image_ids, memory_ids)
-    return batch_weight * batch + _reduce(images, texts, valid_images, valid_texts, reduction)
+    of_memory = _reduce_valid(images, texts, of_images.valid(), of_texts.valid(), reduction)
+    return batch_weight * batch + of_memory
 
 
 # ------------------------------------------------------------------------------------ in-batch loss
@@ -300,7 +368,7 @@ def sigmoid(
             loss = _log_sum_exp([0.0, -z * (scale * S[i, j] + bias)])
             rows[i] += loss / 2
             cols[j] += loss / 2
-    return _reduce(rows, cols, range(len(rows)), range(len(cols)), reduction)
+    return _reduce_valid(rows, cols, range(len(rows)), range(len(cols)), reduction)
 
 
 # --------------------------------------------------------------------------------------------- sets
@@ -356,7 +424,8 @@ def variance_aware(
         image_sigma, text_sigma = sigma
     images = np.zeros(S.shape[0])
     texts = np.zeros(S.shape[2])
-    image_pairs = text_pairs = 0
+    image_pairs = 0
+    text_pairs = 0
     for i in range(S.shape[0]):
         for p in _positives(i, image_ids, text_ids):
             rival_texts = _negatives(i, image_ids, text_ids)
@@ -365,16 +434,24 @@ def variance_aware(
             text_pairs += bool(rival_images)
             for k in range(S.shape[1]):
                 if rival_texts:
-                    hinge = max(0.0, margin - S[i, k, p] + max(S[i, k, j] for j in rival_texts))
-                    images[i] += hinge / image_sigma[i, k, p] ** 2 + math.log(image_sigma[i, k, p])
+                    hardest = max(S[i, k, j] for j in rival_texts)
+                    hinge = max(0.0, margin - S[i, k, p] + hardest)
+                    images[i] += _weighted_by_sigma(hinge, image_sigma[i, k, p])
                 if rival_images:
-                    hinge = max(0.0, margin - S[i, k, p] + max(S[n, k, p] for n in rival_images))
-                    texts[p] += hinge / text_sigma[i, k, p] ** 2 + math.log(text_sigma[i, k, p])
+                    hardest = max(S[n, k, p] for n in rival_images)
+                    hinge = max(0.0, margin - S[i, k, p] + hardest)
+                    texts[p] += _weighted_by_sigma(hinge, text_sigma[i, k, p])
     if reduction == "none":
         return images, texts
     if reduction == "sum":
         return math.fsum(images) + math.fsum(texts)
-    return math.fsum(images) / max(image_pairs, 1) + math.fsum(texts) / max(text_pairs, 1)
+    image_mean = math.fsum(images) / max(image_pairs, 1)
+    text_mean = math.fsum(texts) / max(text_pairs, 1)
+    return image_mean + text_mean
+
+
+def _weighted_by_sigma(hinge: float, sigma: float) -> float:
+    return hinge / sigma**2 + math.log(sigma)
 
 
 def variance_sigma(S: ArrayLike) -> PerAnchor:
@@ -392,8 +469,10 @@ def variance_sigma(S: ArrayLike) -> PerAnchor:
     for i in range(N):
         for k in range(K):
             for p in range(M):
-                images[i, k, p] = 1 + _sample_std([S[i, k, j] for j in range(M) if j != p])
-                texts[i, k, p] = 1 + _sample_std([S[n, k, p] for n in range(N) if n != i])
+                other_texts = [S[i, k, j] for j in range(M) if j != p]
+                other_images = [S[n, k, p] for n in range(N) if n != i]
+                images[i, k, p] = 1 + _sample_std(other_texts)
+                texts[i, k, p] = 1 + _sample_std(other_images)
     return images, texts
 
 
@@ -434,15 +513,21 @@ def dynamic_orthogonal(
     per_entry = _gate_of_entries(gate, N, K, D)
     values = np.zeros(N)
     for n in range(N):
-        if gate_first:
-            vectors = [_unit(heads[n, k] * per_entry[n, k]) for k in range(K)]
-        else:
-            vectors = [_unit(heads[n, k]) * per_entry[n, k] for k in range(K)]
-        scores = [abs(_dot(vectors[i], vectors[j])) for i in range(K) for j in range(K) if i != j]
-        values[n] = max(0.0, _correlation(scores, K, pair_reduction) - slack)
+        vectors = []
+        for head, mask in zip(heads[n], per_entry[n], strict=True):
+            vectors.append(_unit(head * mask) if gate_first else _unit(head) * mask)
+        scores = []
+        for i in range(K):
+            for j in range(K):
+                if i != j:
+                    scores.append(abs(_dot(vectors[i], vectors[j])))
+        correlation = _correlation(scores, K, pair_reduction)
+        values[n] = max(0.0, correlation - slack)
     if reduction == "none":
         return values
-    return math.fsum(values) / (N if reduction == "mean" else 1)
+    if reduction == "sum":
+        return math.fsum(values)
+    return math.fsum(values) / N
 
 
 def _gate_of_entries(gate: ArrayLike | None, N: int, K: int, D: int) -> Array:
@@ -472,14 +557,23 @@ def _correlation(scores: Sequence[float], K: int, pair_reduction: str) -> float:
 def set_max(S: ArrayLike) -> Array:
     """``max_k S^k_ij``: (N, K, M) -> (N, M)."""
     S = np.asarray(S, np.float64)
-    return np.array([[max(S[i, :, j]) for j in range(S.shape[2])] for i in range(S.shape[0])])
+    N, _, M = S.shape
+    result = np.zeros((N, M))
+    for i in range(N):
+        for j in range(M):
+            result[i, j] = max(S[i, :, j])
+    return result
 
 
 def set_mean(S: ArrayLike) -> Array:
     """``(1/K) Σ_k S^k_ij``: (N, K, M) -> (N, M)."""
     S = np.asarray(S, np.float64)
     N, K, M = S.shape
-    return np.array([[math.fsum(S[i, :, j]) / K for j in range(M)] for i in range(N)])
+    result = np.zeros((N, M))
+    for i in range(N):
+        for j in range(M):
+            result[i, j] = math.fsum(S[i, :, j]) / K
+    return result
 
 
 def smooth_chamfer(V_sets: ArrayLike, W_sets: ArrayLike, alpha: float = 16.0) -> Array:
@@ -496,10 +590,12 @@ def smooth_chamfer(V_sets: ArrayLike, W_sets: ArrayLike, alpha: float = 16.0) ->
     result = np.zeros((len(images), len(texts)))
     for i in range(len(images)):
         for j in range(len(texts)):
-            c = cosine(images[i], texts[j])
-            forth = math.fsum(_log_sum_exp([alpha * c[a, b] for b in range(L)]) for a in range(K))
-            back = math.fsum(_log_sum_exp([alpha * c[a, b] for a in range(K)]) for b in range(L))
-            result[i, j] = forth / (2 * alpha * K) + back / (2 * alpha * L)
+            exponents = alpha * cosine(images[i], texts[j])
+            of_image = [_log_sum_exp(row) for row in exponents]
+            of_text = [_log_sum_exp(column) for column in exponents.T]
+            forth = math.fsum(of_image) / (2 * alpha * K)
+            back = math.fsum(of_text) / (2 * alpha * L)
+            result[i, j] = forth + back
     return result
 
 
@@ -518,7 +614,9 @@ def spherical_kmeans_step(
     If the sum is exactly zero, the centroid is unchanged. A zero x has cosine 0 with all centroids,
     adds nothing to the sum, and is counted. Empty clusters are not re-seeded here.
     """
-    old, seen, points = (np.array(a, np.float64) for a in (centroids, counts, x))
+    old = np.array(centroids, np.float64)
+    seen = np.array(counts, np.float64)
+    points = np.array(x, np.float64)
     S = cosine(points, old)
     ids = np.zeros(len(points), np.int64)
     for b in range(len(points)):
@@ -531,18 +629,19 @@ def spherical_kmeans_step(
         members = [_unit(points[b]) for b in range(len(points)) if ids[b] == k]
         if members:
             new_counts[k] = seen[k] + len(members)
-            total = [
-                seen[k] * old[k, d] + math.fsum(m[d] for m in members) for d in range(old.shape[1])
-            ]
-            mean = np.array(total) / new_counts[k]
+            total = np.zeros(old.shape[1])
+            for d in range(old.shape[1]):
+                of_members = math.fsum(member[d] for member in members)
+                total[d] = seen[k] * old[k, d] + of_members
+            mean = total / new_counts[k]
             new[k] = _unit(mean) if mean.any() else old[k]
     return ids, new, new_counts
 
 
 def kmeans_objective(x: ArrayLike, centroids: ArrayLike) -> float:
     """Objective of spherical k-means: the mean over x of its highest cosine with a centroid."""
-    S = cosine(x, centroids)
-    return math.fsum(max(row) for row in S) / len(S)
+    highest = [max(row) for row in cosine(x, centroids)]
+    return _mean(highest)
 
 
 def prototype_classification(
@@ -565,47 +664,27 @@ def prototype_classification(
     shift = np.zeros(len(P)) if bias is None else np.asarray(bias, np.float64)
 
     def entropies(features: ArrayLike) -> Array:
+        """``−log softmax(P x_b + bias)_{id_b}`` of each feature."""
         values = []
         for b, feature in enumerate(np.asarray(features, np.float64)):
             logits = [_dot(P[k], feature) + shift[k] for k in range(len(P))]
             values.append(_log_sum_exp(logits) - logits[labels[b]])
         return np.array(values)
 
-    return _reduce(entropies(V), entropies(W), range(len(labels)), range(len(labels)), reduction)
+    everyone = range(len(labels))
+    return _reduce_valid(entropies(V), entropies(W), everyone, everyone, reduction)
 
 
 # ------------------------------------------------------------------------------------------ helpers
 
 
-def _valid_in_memory(ids: Ids, key_ids: Ids, memory_ids: Ids) -> list[int]:
-    """Anchors with a key of their own id on the other side and a memory entry of another id."""
-    anchors = range(len(np.asarray(ids)))
-    return [n for n in anchors if _positives(n, ids, key_ids) and _negatives(n, ids, memory_ids)]
-
-
-def _reduce(
-    rows: Array, cols: Array, valid_rows: Sequence[int], valid_cols: Sequence[int], reduction: str
-) -> Any:
-    """Apply a reduction of `oracle`, with the caller's mask of valid anchors."""
-    _one_of("reduction", reduction, ("mean", "sum", "none"))
-    if reduction == "none":
-        return rows, cols
-    if reduction == "sum":
-        return math.fsum(rows) + math.fsum(cols)
-    row_mean = math.fsum(rows[i] for i in valid_rows) / max(len(valid_rows), 1)
-    col_mean = math.fsum(cols[j] for j in valid_cols) / max(len(valid_cols), 1)
-    return row_mean + col_mean
-
-
 def _sample_std(values: Sequence[float]) -> float:
+    """The standard deviation with divisor count − 1; 0 of a single value."""
     if len(values) < 2:
         return 0.0
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1))
-
-
-def _dot(a: Array, b: Array) -> float:
-    return math.fsum(x * y for x, y in zip(a, b, strict=True))
+    mean = _mean(values)
+    total = math.fsum((x - mean) ** 2 for x in values)
+    return math.sqrt(total / (len(values) - 1))
 
 
 def _unit(a: Array) -> Array:

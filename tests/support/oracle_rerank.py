@@ -11,7 +11,7 @@ does not specify the order of equal scores: here the lower index is first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,22 +26,35 @@ DEVIATION_FLOOR = 1e-6
 def fast(S: ArrayLike, R: ArrayLike, gamma_sum: float, gamma_score: float) -> Array:
     """``γ_score S_qc − log Σ_r exp(γ_sum R_rc)``, DVSE Eq. 14."""
     S, R = _matrices(S, R)
-    return _each_pair(
-        S, lambda q, c: gamma_score * S[q, c] - _log_sum_exp([gamma_sum * s for s in R[:, c]])
-    )
+    log_sums = _log_sum_of_each_column(R, gamma_sum)
+
+    def score(q: int, c: int) -> float:
+        return gamma_score * S[q, c] - log_sums[c]
+
+    return _each_pair(S, score)
 
 
 def inverted_softmax(S: ArrayLike, R: ArrayLike, scale: float) -> Array:
     """``β S_qc − log Σ_r exp(β R_rc)``."""
     S, R = _matrices(S, R)
-    return _each_pair(S, lambda q, c: scale * S[q, c] - _log_sum_exp([scale * s for s in R[:, c]]))
+    log_sums = _log_sum_of_each_column(R, scale)
+
+    def score(q: int, c: int) -> float:
+        return scale * S[q, c] - log_sums[c]
+
+    return _each_pair(S, score)
 
 
 def dual_softmax(S: ArrayLike, R: ArrayLike, scale: float) -> Array:
     """``S_qc exp(β S_qc) / Σ_r exp(β R_rc)``."""
     S, R = _matrices(S, R)
-    share = inverted_softmax(S, R, scale)
-    return _each_pair(S, lambda q, c: S[q, c] * math.exp(share[q, c]))
+    log_share = inverted_softmax(S, R, scale)
+
+    def score(q: int, c: int) -> float:
+        share = math.exp(log_share[q, c])
+        return S[q, c] * share
+
+    return _each_pair(S, score)
 
 
 def query_bank_norm(S: ArrayLike, R: ArrayLike, scale: float, k: int) -> Array:
@@ -49,12 +62,17 @@ def query_bank_norm(S: ArrayLike, R: ArrayLike, scale: float, k: int) -> Array:
     of any r, else 0.
     """
     S, R = _matrices(S, R)
-    activated = {c for row in R for c in _best_first(row)[:k]}
+    log_sums = _log_sum_of_each_column(R, scale)
+    activated = set()
+    for row in R:
+        best = _best_first(row)
+        activated.update(best[:k])
 
     def score(q: int, c: int) -> float:
-        if _best_first(S[q])[0] not in activated:
+        best = _best_first(S[q])
+        if best[0] not in activated:
             return scale * S[q, c]
-        return scale * S[q, c] - _log_sum_exp([scale * s for s in R[:, c]])
+        return scale * S[q, c] - log_sums[c]
 
     return _each_pair(S, score)
 
@@ -66,11 +84,12 @@ def dual_bank_norm(
     candidates).
     """
     S, R, G = _matrices(S, R, G)
+    of_queries = _log_sum_of_each_column(R, query_scale)
+    of_gallery = _log_sum_of_each_column(G, gallery_scale)
 
     def score(q: int, c: int) -> float:
-        of_queries = _log_sum_exp([query_scale * s for s in R[:, c]])
-        of_gallery = _log_sum_exp([gallery_scale * s for s in G[:, c]])
-        return (query_scale + gallery_scale) * S[q, c] - of_queries - of_gallery
+        scaled = (query_scale + gallery_scale) * S[q, c]
+        return scaled - of_queries[c] - of_gallery[c]
 
     return _each_pair(S, score)
 
@@ -78,15 +97,24 @@ def dual_bank_norm(
 def nearest_neighbor_norm(S: ArrayLike, R: ArrayLike, alpha: float, k: int) -> Array:
     """``S_qc − α mean top-k_r R_rc``."""
     S, R = _matrices(S, R)
-    return _each_pair(S, lambda q, c: S[q, c] - alpha * _mean_of_largest(R[:, c], k))
+
+    def score(q: int, c: int) -> float:
+        bias = _mean_of_largest(R[:, c], k)
+        return S[q, c] - alpha * bias
+
+    return _each_pair(S, score)
 
 
 def csls(S: ArrayLike, R: ArrayLike, k: int) -> Array:
     """``2 S_qc − mean top-k_c' S_qc' − mean top-k_r R_rc``."""
     S, R = _matrices(S, R)
-    return _each_pair(
-        S, lambda q, c: 2 * S[q, c] - _mean_of_largest(S[q], k) - _mean_of_largest(R[:, c], k)
-    )
+
+    def score(q: int, c: int) -> float:
+        of_query = _mean_of_largest(S[q], k)
+        of_candidate = _mean_of_largest(R[:, c], k)
+        return 2 * S[q, c] - of_query - of_candidate
+
+    return _each_pair(S, score)
 
 
 def mutual_proximity(S: ArrayLike, R: ArrayLike) -> Array:
@@ -98,13 +126,18 @@ def mutual_proximity(S: ArrayLike, R: ArrayLike) -> Array:
     S, R = _matrices(S, R)
 
     def log_proximity(s: float, sample: Array) -> float:
-        mean = math.fsum(sample) / len(sample)
-        deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in sample) / len(sample))
-        return _log_normal_cdf((s - mean) / max(deviation, DEVIATION_FLOOR))
+        """log Φ of a score's place in a sample."""
+        mean = _mean(sample)
+        variance = _mean((x - mean) ** 2 for x in sample)
+        deviation = max(math.sqrt(variance), DEVIATION_FLOOR)
+        return _log_normal_cdf((s - mean) / deviation)
 
-    return _each_pair(
-        S, lambda q, c: log_proximity(S[q, c], S[q]) + log_proximity(S[q, c], R[:, c])
-    )
+    def score(q: int, c: int) -> float:
+        in_row = log_proximity(S[q, c], S[q])
+        in_column = log_proximity(S[q, c], R[:, c])
+        return in_row + in_column
+
+    return _each_pair(S, score)
 
 
 def sinkhorn(S: ArrayLike, R: ArrayLike, scale: float, iterations: int) -> Array:
@@ -112,19 +145,22 @@ def sinkhorn(S: ArrayLike, R: ArrayLike, scale: float, iterations: int) -> Array
     ``g_c ← −log C − log Σ_r exp(β R_rc + f_r)``.
     """
     S, R = _matrices(S, R)
-    references = range(len(R))
+    references = range(R.shape[0])
     candidates = range(R.shape[1])
-    g = [0.0 for _ in candidates]
+    f = [0.0] * R.shape[0]
+    g = [0.0] * R.shape[1]
     for _ in range(iterations):
-        f = [
-            -math.log(len(R)) - _log_sum_exp([scale * R[r, c] + g[c] for c in candidates])
-            for r in references
-        ]
-        g = [
-            -math.log(len(g)) - _log_sum_exp([scale * R[r, c] + f[r] for r in references])
-            for c in candidates
-        ]
-    return _each_pair(S, lambda q, c: scale * S[q, c] + g[c])
+        for r in references:
+            exponents = [scale * R[r, c] + g[c] for c in candidates]
+            f[r] = -math.log(len(f)) - _log_sum_exp(exponents)
+        for c in candidates:
+            exponents = [scale * R[r, c] + f[r] for r in references]
+            g[c] = -math.log(len(g)) - _log_sum_exp(exponents)
+
+    def score(q: int, c: int) -> float:
+        return scale * S[q, c] + g[c]
+
+    return _each_pair(S, score)
 
 
 def reciprocal_order(S: ArrayLike, R: ArrayLike, k: int) -> Order:
@@ -137,8 +173,12 @@ def reciprocal_order(S: ArrayLike, R: ArrayLike, k: int) -> Order:
     orders = []
     for q in range(len(S)):
         order = _best_first(S[q])
-        place = {c: sum(1 for s in R[:, c] if s > S[q, c]) for c in order}
-        orders.append(sorted(order[:k], key=lambda c, place=place: place[c]) + order[k:])
+        place = {}
+        for c in order:
+            better = [s for s in R[:, c] if s > S[q, c]]
+            place[c] = len(better)
+        best = sorted(order[:k], key=place.__getitem__)
+        orders.append(best + order[k:])
     return np.array(orders)
 
 
@@ -157,16 +197,18 @@ def multi_factor(
     scores = []
     for q in range(len(S)):
         order = _best_first(S[q])
-        score = {}
-        for c in order[:k]:
+        best = order[:k]
+        of_best = []
+        for c in best:
             share = S[q, c] / math.fsum(R[:, c])
             j = order.index(c) + 1
             place = reciprocal[q].index(c) + 1
-            score[c] = (
-                share_weight * share + math.exp(-0.05 * j) + place_weight * math.exp(-0.05 * place)
-            )
-        orders.append(sorted(order[:k], key=lambda c, score=score: -score[c]) + order[k:])
-        scores.append([score[c] for c in order[:k]])
+            forth = math.exp(-0.05 * j)
+            back = math.exp(-0.05 * place)
+            of_best.append(share_weight * share + forth + place_weight * back)
+        reordered = [best[x] for x in _best_first(of_best)]
+        orders.append(reordered + order[k:])
+        scores.append(of_best)
     return np.array(orders), np.array(scores)
 
 
@@ -178,34 +220,70 @@ def k_reciprocal(images: ArrayLike, texts: ArrayLike, k1: int, k2: int, weight: 
     distance 0.
     """
     images, texts = _matrices(images, texts)
-    cosines = cosine(np.concatenate([images, texts]), np.concatenate([images, texts]))
-    items = range(len(cosines))
-    d = [[2 - 2 * float(cosines[x, y]) for y in items] for x in items]
-    d_hat = [[distance / max(row) for distance in row] for row in d]
-    nearest = [sorted(items, key=lambda y, x=x: (y != x, d[x][y], y)) for x in items]
-
-    def mutual(x: int, k: int) -> set[int]:
-        return {y for y in nearest[x][: k + 1] if x in nearest[y][: k + 1]}
-
-    half = round(k1 / 2)  # round half to even
+    together = np.concatenate([images, texts])
+    distances = _normalised_distances(together)
+    nearest = _nearest_items(together)
+    items = range(len(together))
     V = np.zeros((len(items), len(items)))
     for x in items:
-        expanded = mutual(x, k1)
-        for y in mutual(x, k1):
-            added = mutual(y, half)
-            if 3 * len(added & mutual(x, k1)) > 2 * len(added):
-                expanded |= added
-        total = math.fsum(math.exp(-d_hat[x][y]) for y in expanded)
-        for y in expanded:
-            V[x, y] = math.exp(-d_hat[x][y]) / total
-    v = [[_mean(V[near, z] for near in nearest[x][:k2]) for z in items] for x in items]
+        neighbours = _expanded_neighbours(nearest, x, k1)
+        total = math.fsum(math.exp(-distances[x, y]) for y in neighbours)
+        for y in neighbours:
+            V[x, y] = math.exp(-distances[x, y]) / total
+    v = np.zeros_like(V)  # averaged over the k2 nearest
+    for x in items:
+        for z in items:
+            v[x, z] = _mean(V[near, z] for near in nearest[x][:k2])
 
     def score(q: int, c: int) -> float:
         text = len(images) + c
-        m = math.fsum(min(v[q][z], v[text][z]) for z in items)
-        return -((1 - weight) * (1 - m / (2 - m)) + weight * d_hat[q][text])
+        shared = math.fsum(min(v[q, z], v[text, z]) for z in items)
+        jaccard = 1 - shared / (2 - shared)
+        return -((1 - weight) * jaccard + weight * distances[q, text])
 
     return _each_pair(np.zeros((len(images), len(texts))), score)
+
+
+def _squared_distances(vectors: Array) -> Array:
+    """``2 − 2 cos`` of all pairs."""
+    return 2 - 2 * cosine(vectors, vectors)
+
+
+def _normalised_distances(vectors: Array) -> Array:
+    """Squared distances, each over the largest of its row."""
+    d = _squared_distances(vectors)
+    normalised = np.zeros_like(d)
+    for x, row in enumerate(d):
+        normalised[x] = row / max(row)
+    return normalised
+
+
+def _nearest_items(vectors: Array) -> list[list[int]]:
+    """All items for each item, from near to far; the item itself first."""
+    d = _squared_distances(vectors)
+    items = range(len(vectors))
+    nearest = []
+    for x in items:
+        places = [(y != x, d[x, y], y) for y in items]
+        nearest.append([y for _, _, y in sorted(places)])
+    return nearest
+
+
+def _mutual_neighbours(nearest: list[list[int]], x: int, k: int) -> set[int]:
+    """Items among the k nearest of x, and x among theirs; and x."""
+    return {y for y in nearest[x][: k + 1] if x in nearest[y][: k + 1]}
+
+
+def _expanded_neighbours(nearest: list[list[int]], x: int, k: int) -> set[int]:
+    """Mutual neighbours of x, and of these those that lie to more than two thirds among them."""
+    half = round(k / 2)  # round half to even
+    mutual = _mutual_neighbours(nearest, x, k)
+    expanded = set(mutual)
+    for y in mutual:
+        added = _mutual_neighbours(nearest, y, half)
+        if 3 * len(added & mutual) > 2 * len(added):
+            expanded |= added
+    return expanded
 
 
 # --------------------------------------------------------------------------------- shared functions
@@ -215,7 +293,17 @@ def _matrices(*values: ArrayLike) -> tuple[Array, ...]:
     return tuple(np.asarray(value, np.float64) for value in values)
 
 
+def _log_sum_of_each_column(R: Array, scale: float) -> list[float]:
+    """``log Σ_r exp(scale R_rc)`` of every candidate c."""
+    log_sums = []
+    for column in R.T:
+        exponents = [scale * s for s in column]
+        log_sums.append(_log_sum_exp(exponents))
+    return log_sums
+
+
 def _each_pair(S: Array, score: Callable[[int, int], float]) -> Array:
+    """The scores of all queries q and candidates c, ``score(q, c)``."""
     scores = np.zeros(S.shape)
     for q in range(S.shape[0]):
         for c in range(S.shape[1]):
@@ -223,7 +311,7 @@ def _each_pair(S: Array, score: Callable[[int, int], float]) -> Array:
     return scores
 
 
-def _best_first(row: Array) -> list[int]:
+def _best_first(row: Sequence[float] | Array) -> list[int]:
     return sorted(range(len(row)), key=lambda c: -row[c])
 
 
@@ -233,7 +321,8 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _mean_of_largest(values: Array, k: int) -> float:
-    return _mean(sorted(values, reverse=True)[:k])
+    largest = sorted(values, reverse=True)[:k]
+    return _mean(largest)
 
 
 def _log_normal_cdf(z: float) -> float:

@@ -11,8 +11,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from support.oracle import Ids
-from support.oracle_supervised import of_anchors
+from support.oracle import Ids, of_anchors
 
 
 def rince(

@@ -8,34 +8,19 @@ Papers: SupCon (Khosla et al., NeurIPS 2020), MIL-NCE (Miech et al., CVPR 2020),
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from support.oracle import Array, Ids, _log_sum_exp, _negatives, _positives, _reduce, _valid_anchors
-
-OfAnchor = Callable[[list[float], list[float]], float]
-
-
-def of_anchors(S: ArrayLike, row_ids: Ids, col_ids: Ids, reduction: str, value: OfAnchor) -> Any:
-    """Reduce ``value(scores of positives, scores of negatives)`` of all valid anchors, of both
-    sides.
-    """
-
-    def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
-        values = np.zeros(len(S))
-        for i in _valid_anchors(ids, other_ids):
-            positives = _positives(i, ids, other_ids)
-            negatives = _negatives(i, ids, other_ids)
-            values[i] = value([S[i, p] for p in positives], [S[i, n] for n in negatives])
-        return values
-
-    S = np.asarray(S, np.float64)
-    return _reduce(
-        anchors(S, row_ids, col_ids), anchors(S.T, col_ids, row_ids), row_ids, col_ids, reduction
-    )
+from support.oracle import (
+    Array,
+    Ids,
+    _log_sum_exp,
+    _positives,
+    _reduce_valid,
+    of_anchors,
+)
 
 
 def supcon(
@@ -51,7 +36,8 @@ def supcon(
     """
 
     def value(positives: list[float], negatives: list[float]) -> float:
-        total = _log_sum_exp([s / temperature for s in positives + negatives])
+        exponents = [s / temperature for s in positives + negatives]
+        total = _log_sum_exp(exponents)
         logs = [s / temperature - total for s in positives]
         if inside:
             return math.log(len(logs)) - _log_sum_exp(logs)
@@ -66,8 +52,10 @@ def mil_nce(
     """``-log Σ_p exp(S_ip / τ) / (Σ_p exp(S_ip / τ) + Σ_n exp(S_in / τ))``."""
 
     def value(positives: list[float], negatives: list[float]) -> float:
-        numerator = _log_sum_exp([s / temperature for s in positives])
-        return _log_sum_exp([s / temperature for s in positives + negatives]) - numerator
+        of_positives = [s / temperature for s in positives]
+        of_negatives = [s / temperature for s in negatives]
+        denominator = _log_sum_exp(of_positives + of_negatives)
+        return denominator - _log_sum_exp(of_positives)
 
     return of_anchors(S, row_ids, col_ids, reduction, value)
 
@@ -92,8 +80,11 @@ def multi_similarity(
         if epsilon is not None:
             positives = [s for s in positives if s < highest + epsilon]
             negatives = [s for s in negatives if s > lowest - epsilon]
-        pull = _log_sum_exp([0.0, *(-alpha * (s - base) for s in positives)])
-        return pull / alpha + _log_sum_exp([0.0, *(beta * (s - base) for s in negatives)]) / beta
+        of_positives = [-alpha * (s - base) for s in positives]
+        of_negatives = [beta * (s - base) for s in negatives]
+        pull = _log_sum_exp([0.0, *of_positives]) / alpha
+        push = _log_sum_exp([0.0, *of_negatives]) / beta
+        return pull + push
 
     return of_anchors(S, row_ids, col_ids, reduction, value)
 
@@ -111,9 +102,15 @@ def circle(
     """
 
     def value(positives: list[float], negatives: list[float]) -> float:
-        logits_p = [-scale * max(1 + margin - s, 0) * (s - (1 - margin)) for s in positives]
-        logits_n = [scale * max(s + margin, 0) * (s - margin) for s in negatives]
-        return _log_sum_exp([0.0, *(n + p for n in logits_n for p in logits_p)])
+        exponents = [0.0]
+        for s_n in negatives:
+            alpha_n = max(s_n + margin, 0)
+            logit_n = scale * alpha_n * (s_n - margin)
+            for s_p in positives:
+                alpha_p = max(1 + margin - s_p, 0)
+                logit_p = -scale * alpha_p * (s_p - (1 - margin))
+                exponents.append(logit_n + logit_p)
+        return _log_sum_exp(exponents)
 
     return of_anchors(S, row_ids, col_ids, reduction, value)
 
@@ -130,26 +127,24 @@ def sdm(
     share. An anchor without a negative counts.
     """
 
-    def anchors(S: Array, ids: Ids, other_ids: Ids) -> tuple[list[float], list[bool]]:
-        values = [0.0] * len(S)
-        counts = [False] * len(S)
-        for i in range(len(S)):
-            positives = set(_positives(i, ids, other_ids))
+    def anchors(S: Array, ids: Ids, other_ids: Ids) -> tuple[Array, list[int]]:
+        """The values of all anchors, and those that have a positive."""
+        values = np.zeros(len(S))
+        counted = []
+        for i, row in enumerate(S):
+            positives = _positives(i, ids, other_ids)
             if not positives:
                 continue
-            total = _log_sum_exp([s / temperature for s in S[i]])
-            for j, s in enumerate(S[i]):
+            counted.append(i)
+            exponents = [s / temperature for s in row]
+            total = _log_sum_exp(exponents)
+            for j, exponent in enumerate(exponents):
                 label = 1 / len(positives) if j in positives else 0.0
-                log = s / temperature - total
-                values[i] += math.exp(log) * (log - math.log(label + epsilon))
-            counts[i] = True
-        return values, counts
+                log_p = exponent - total
+                values[i] += math.exp(log_p) * (log_p - math.log(label + epsilon))
+        return values, counted
 
     S = np.asarray(S, np.float64)
-    rows = anchors(S, row_ids, col_ids)
-    cols = anchors(S.T, col_ids, row_ids)
-    if reduction == "none":
-        return np.array(rows[0]), np.array(cols[0])
-    if reduction == "sum":
-        return math.fsum(rows[0] + cols[0])
-    return sum(math.fsum(values) / max(1, sum(counts)) for values, counts in (rows, cols))
+    rows, counted_rows = anchors(S, row_ids, col_ids)
+    cols, counted_cols = anchors(S.T, col_ids, row_ids)
+    return _reduce_valid(rows, cols, counted_rows, counted_cols, reduction)
