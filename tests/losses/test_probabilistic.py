@@ -41,8 +41,11 @@ def distances(images, texts, images_log, texts_log):
     """The expected squared distances (N, M) of two samples, pair by pair."""
     rows = []
     for x, s in zip(images, images_log.exp(), strict=True):
-        pairs = zip(texts, texts_log.exp(), strict=True)
-        rows.append(torch.stack([((x - y) ** 2).sum() + s.sum() + t.sum() for y, t in pairs]))
+        row = []
+        for y, t in zip(texts, texts_log.exp(), strict=True):
+            between_means = ((x - y) ** 2).sum()
+            row.append(between_means + s.sum() + t.sum())
+        rows.append(torch.stack(row))
     return torch.stack(rows)
 
 
@@ -54,9 +57,11 @@ def of_anchor(distance, positive, scale, shift, pseudo_weight):
     miss = -F.logsigmoid(scale * distance - shift)
     near = positive
     if positive.any():
-        near = positive | (distance <= distance[positive].mean())
-    values = torch.where(positive, match, miss) + pseudo_weight * torch.where(near, match, miss)
-    return values.mean()
+        radius = distance[positive].mean()
+        near = positive | (distance <= radius)
+    labelled = torch.where(positive, match, miss)
+    pseudo_labelled = torch.where(near, match, miss)
+    return (labelled + pseudo_weight * pseudo_labelled).mean()
 
 
 def divergence(mean, log):
@@ -72,15 +77,16 @@ def loops(inputs, ids, scale=5.0, shift=5.0, pseudo_weight=0.1, vib_weight=1e-4,
         texts = unit(texts)
     distance = distances(images, texts, images_log, texts_log)
     positive = matches(ids, len(images), len(texts))
-    sides = []
-    for d, mask, mean, log in (
-        (distance, positive, images, images_log),
-        (distance.T, positive.T, texts, texts_log),
-    ):
-        anchors = zip(d, mask, strict=True)
-        values = [of_anchor(x, own, scale, shift, pseudo_weight) for x, own in anchors]
-        sides.append(torch.stack(values) + vib_weight * divergence(mean, log))
-    return sides
+
+    def of_side(distance, positive, mean, log):
+        values = []
+        for row, own in zip(distance, positive, strict=True):
+            values.append(of_anchor(row, own, scale, shift, pseudo_weight))
+        return torch.stack(values) + vib_weight * divergence(mean, log)
+
+    rows = of_side(distance, positive, images, images_log)
+    cols = of_side(distance.T, positive.T, texts, texts_log)
+    return rows, cols
 
 
 def outcome(call, n, m):
@@ -98,19 +104,29 @@ def outcome(call, n, m):
 def test_values_and_gradients_equal_loops_over_pairs(name, shape, engine, small_tiles, poisoned):
     n, m, kind = SHAPES[shape]
     ids = make_ids(kind, n, m)
-    loss = PCMEPlusPlusLoss(**OPTIONS[name], reduction="none", engine=engine)
+    options = OPTIONS[name]
+    loss = PCMEPlusPlusLoss(**options, reduction="none", engine=engine)
     found = outcome(lambda inputs: loss(*inputs, *ids), n, m)
-    wanted = outcome(lambda inputs: loops(inputs, ids, **OPTIONS[name]), n, m)
+    wanted = outcome(lambda inputs: loops(inputs, ids, **options), n, m)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_reductions_count_all_anchors():
-    ids, inputs = make_ids("random", 5, 8), distributions(5, 8)
+    ids = make_ids("random", 5, 8)
+    inputs = distributions(5, 8)
     rows, cols = loops(inputs, ids)
-    torch.testing.assert_close(PCMEPlusPlusLoss()(*inputs, *ids), rows.mean() + cols.mean())
-    torch.testing.assert_close(
-        PCMEPlusPlusLoss(reduction="sum")(*inputs, *ids), rows.sum() + cols.sum()
-    )
+    mean = PCMEPlusPlusLoss()
+    torch.testing.assert_close(mean(*inputs, *ids), rows.mean() + cols.mean())
+    total = PCMEPlusPlusLoss(reduction="sum")
+    torch.testing.assert_close(total(*inputs, *ids), rows.sum() + cols.sum())
+
+
+def expected_distances(x, y, x_log, y_log):
+    """What `distances` returns, as one matrix."""
+    between_means = torch.cdist(x, y) ** 2
+    of_rows = x_log.exp().sum(1)
+    of_cols = y_log.exp().sum(1)
+    return between_means + of_rows[:, None] + of_cols
 
 
 def test_the_mean_is_that_of_the_authors_code_for_one_text_per_image():
@@ -120,8 +136,7 @@ def test_the_mean_is_that_of_the_authors_code_for_one_text_per_image():
     v, w, s, t = distributions(9, 9)
     x = unit(v)
     y = unit(w)
-    distance = torch.cdist(x, y) ** 2 + s.exp().sum(1)[:, None] + t.exp().sum(1)
-    logits = 5 - 5 * distance
+    logits = 5 - 5 * expected_distances(x, y, s, t)
     cross_entropy = F.binary_cross_entropy_with_logits
     wanted = 2 * cross_entropy(logits, torch.eye(9, dtype=torch.float64))
     for z in (logits, logits.T):
@@ -133,55 +148,68 @@ def test_the_mean_is_that_of_the_authors_code_for_one_text_per_image():
 
 
 def test_scale_and_shift_get_their_gradients():
-    ids, inputs = make_ids("random", 5, 8), distributions(5, 8)
-    a, b = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (1.5, 2.0))
-    rows, cols = loops(inputs, ids, a, b)
-    wanted = torch.autograd.grad(rows.mean() + cols.mean(), (a, b))
+    ids = make_ids("random", 5, 8)
+    inputs = distributions(5, 8)
+    scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    shift = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    rows, cols = loops(inputs, ids, scale, shift)
+    wanted = rows.mean() + cols.mean()
+    wanted.backward()
     for engine in ENGINES:
         loss = PCMEPlusPlusLoss(1.5, 2.0, engine=engine).double()
         loss(*inputs, *ids).backward()
-        torch.testing.assert_close(
-            (loss.scale.grad, loss.shift.grad), tuple(x.view(1) for x in wanted)
-        )
-    assert [name for name, _ in loss.named_parameters()] == ["scale", "shift"]
-    assert not list(PCMEPlusPlusLoss(learnable=False).parameters())
+        torch.testing.assert_close(loss.scale.grad, scale.grad.view(1))
+        torch.testing.assert_close(loss.shift.grad, shift.grad.view(1))
+        assert [name for name, _ in loss.named_parameters()] == ["scale", "shift"]
+    fixed = PCMEPlusPlusLoss(learnable=False)
+    assert not list(fixed.parameters())
 
 
 def test_a_copy_of_the_own_text_is_a_pseudo_positive():
     """Its distance may differ in rounding, as it comes from another product."""
     v, w, s, t = distributions(40, 40, d=33, dtype=torch.float32)
-    w, t = torch.cat([w, w]), torch.cat([t, t])
-    # the copies have no label
-    twins = torch.arange(40), torch.cat([torch.arange(40), torch.full((40,), -1)])
-    one = PCMEPlusPlusLoss(pseudo_weight=1.0, vib_weight=0.0, reduction="none")
-    rows, _ = one(v, w, s, t, *twins)
-    both, _ = loops([x.double() for x in (v, w, s, t)], twins, pseudo_weight=1.0, vib_weight=0.0)
-    torch.testing.assert_close(rows, both.float(), rtol=1e-4, atol=1e-4)
+    inputs = [v, torch.cat([w, w]), s, torch.cat([t, t])]
+    image_ids = torch.arange(40)
+    of_copies = torch.full((40,), -1)  # they have no label
+    ids = (image_ids, torch.cat([image_ids, of_copies]))
+    options = {"pseudo_weight": 1.0, "vib_weight": 0.0}
+    loss = PCMEPlusPlusLoss(**options, reduction="none")
+    found, _ = loss(*inputs, *ids)
+    in_double = [x.double() for x in inputs]
+    wanted, _ = loops(in_double, ids, **options)
+    torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("k", [2, 5, 9])
 def test_a_text_that_fits_several_images_is_best_with_a_larger_variance(k):
     """Its probabilities add up to its one label: each is 1 / k, where ``a d = b + log(k - 1)``."""
     mean = torch.eye(4, dtype=torch.float64)[:1]
-    total = ((5 + math.log(k - 1)) / 5 - 0.2) / 4  # the images have 0.2 of it
-    images, logs = mean.expand(k, 4), torch.full((k, 4), math.log(0.05), dtype=torch.float64)
-    log = torch.full((1, 4), math.log(total), dtype=torch.float64, requires_grad=True)
+    images = mean.expand(k, 4)
+    images_log = torch.full((k, 4), math.log(0.05), dtype=torch.float64)
+    image_ids = torch.arange(k)
+    text_ids = torch.zeros(1, dtype=torch.int64)
     loss = PCMEPlusPlusLoss(pseudo_weight=0.0, vib_weight=0.0, reduction="none")
-    _, values = loss(images, mean, logs, log, torch.arange(k), torch.zeros(1, dtype=torch.int64))
-    (gradient,) = torch.autograd.grad(values.sum(), log)
-    assert gradient.abs().max() < 1e-9
-    _, values = loss(
-        images, mean, logs, log - 0.1, torch.arange(k), torch.zeros(1, dtype=torch.int64)
-    )
-    (elsewhere,) = torch.autograd.grad(values.sum(), log)
-    assert elsewhere.max() < -1e-3
+
+    def gradient(log_variance):
+        """The gradient of the text's value by its log-variances."""
+        log = torch.full((1, 4), log_variance, dtype=torch.float64, requires_grad=True)
+        _, values = loss(images, mean, images_log, log, image_ids, text_ids)
+        (found,) = torch.autograd.grad(values.sum(), log)
+        return found
+
+    best_distance = (5 + math.log(k - 1)) / 5
+    variance = (best_distance - 0.2) / 4  # the images have 0.2 of it
+    at_best = gradient(math.log(variance))
+    assert at_best.abs().max() < 1e-9
+    below = gradient(math.log(variance) - 0.1)
+    assert below.max() < -1e-3
 
 
 def test_similarity_ranks_by_the_distance():
-    ids, inputs = make_ids("random", 5, 8), distributions(5, 8)
-    sim = PCMEPlusPlusLoss().similarity(*inputs, *ids)
-    x, y = unit(inputs[0]), unit(inputs[1])
-    wanted = torch.cdist(x, y) ** 2 + inputs[2].exp().sum(1)[:, None] + inputs[3].exp().sum(1)
+    ids = make_ids("random", 5, 8)
+    v, w, s, t = distributions(5, 8)
+    sim = PCMEPlusPlusLoss().similarity(v, w, s, t, *ids)
+    wanted = expected_distances(unit(v), unit(w), s, t)
     torch.testing.assert_close(-sim.scores(), wanted)
     assert itrloss.metrics.retrieval_metrics(sim)
 
@@ -192,10 +220,14 @@ def test_similarity_ranks_by_the_distance():
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_hostile_input_stays_finite(dtype, engine, log_variance, kind):
-    v = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), 1e4 * torch.eye(8)[:3]])
-    given = v, v.flip(0), torch.full_like(v, log_variance), torch.zeros_like(v)
-    inputs = [x.to(dtype).requires_grad_() for x in given]
-    value = PCMEPlusPlusLoss(engine=engine)(*inputs, *make_ids(kind, 8, 8))
+    large = 1e4 * torch.eye(8)[:3]
+    v = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), large])
+    w = v.flip(0)
+    v_log = torch.full_like(v, log_variance)
+    w_log = torch.zeros_like(w)
+    inputs = [x.to(dtype).requires_grad_() for x in (v, w, v_log, w_log)]
+    loss = PCMEPlusPlusLoss(engine=engine)
+    value = loss(*inputs, *make_ids(kind, 8, 8))
     assert value.isfinite()
     assert value.dtype == torch.float32
     for gradient in torch.autograd.grad(value, inputs):
@@ -213,28 +245,32 @@ WHOLE = slice(9), slice(11)
 def of_all_cases(rank: int | None) -> list[list[torch.Tensor]]:
     """The value and all gradients of a process's part in each case; of the whole for None."""
     rows, cols = WHOLE if rank is None else PARTS[rank]
+    v, w, s, t = distributions(9, 11)
+    own = (v[rows], w[cols], s[rows], t[cols])
+    image_ids, text_ids = make_ids("random", 9, 11)
     found = []
     for options, reduction in CASES:
         common = {"reduction": reduction, "gather": rank is not None}
         loss = PCMEPlusPlusLoss(**options, **common, engine="tiled").double()
-        v, w, s, t = distributions(9, 11)
-        inputs = [x.clone().requires_grad_() for x in (v[rows], w[cols], s[rows], t[cols])]
-        image_ids, text_ids = make_ids("random", 9, 11)
+        inputs = [x.clone().requires_grad_() for x in own]
         value = loss(*inputs, image_ids[rows], text_ids[cols])
         leaves = [loss.scale, loss.shift, *inputs]
-        found.append([value.detach(), *torch.autograd.grad(value, leaves)])
+        gradients = torch.autograd.grad(value, leaves)
+        found.append([value.detach(), *gradients])
     return found
 
 
 def test_processes_share_a_batch(tmp_path):
     processes = run(of_all_cases, tmp_path, world=3)
     for k, (value, scale, shift, *wanted) in enumerate(of_all_cases(None)):
-        parts = [found[k] for found in processes]
-        for part in parts:
-            torch.testing.assert_close(part[:3], [value, scale, shift])
+        by_inputs = []
+        for found in processes:
+            own_value, own_scale, own_shift, *gradients = found[k]
+            torch.testing.assert_close([own_value, own_scale, own_shift], [value, scale, shift])
+            by_inputs.append(gradients)
         # the mean over processes is that of one
-        gradients = [torch.cat(x) / 3 for x in list(zip(*parts, strict=True))[3:]]
-        torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-12)
+        together = [torch.cat(parts) / 3 for parts in zip(*by_inputs, strict=True)]
+        torch.testing.assert_close(together, wanted, rtol=1e-9, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -242,36 +278,27 @@ def test_processes_share_a_batch(tmp_path):
 
 def test_input_errors_name_the_argument():
     v, w, s, t = distributions(4, 6)
-    ids, loss = (torch.arange(4), torch.arange(6)), PCMEPlusPlusLoss(check_finite=True)
-    for call, error, words in (
-        (
-            lambda: loss(v, w[:, :3], s, t, *ids),
-            ValueError,
-            "texts_mean: expected embeddings of dimension 6",
-        ),
-        (
-            lambda: loss(v, w, s[:3], t, *ids),
-            ValueError,
-            r"images_log_variance: expected shape \(4, 6\) like images_mean",
-        ),
-        (lambda: loss(v, w, s, t.float(), *ids), TypeError, "texts_log_variance: expected float64"),
-        (
-            lambda: loss(v, w, s, t[:, 0], *ids),
-            ValueError,
-            r"texts_log_variance: expected shape \(B, D\)",
-        ),
-        (lambda: loss(v, w, s, t / 0, *ids), ValueError, "texts_log_variance: expected finite"),
-        (lambda: loss(v, w, s, t), ValueError, "image_ids, text_ids: needed for"),
-        (lambda: PCMEPlusPlusLoss(0.0), ValueError, "scale: expected a number above 0"),
-        (
-            lambda: PCMEPlusPlusLoss(pseudo_weight=-1),
-            ValueError,
-            "pseudo_weight: expected a number of at least 0",
-        ),
-        (lambda: PCMEPlusPlusLoss(reduction="x"), ValueError, "reduction: expected"),
-    ):
-        with pytest.raises(error, match=words):
-            call()
+    ids = (torch.arange(4), torch.arange(6))
+    loss = PCMEPlusPlusLoss(check_finite=True)
+    with pytest.raises(ValueError, match="texts_mean: expected embeddings of dimension 6"):
+        loss(v, w[:, :3], s, t, *ids)
+    like_means = r"images_log_variance: expected shape \(4, 6\) like images_mean"
+    with pytest.raises(ValueError, match=like_means):
+        loss(v, w, s[:3], t, *ids)
+    with pytest.raises(TypeError, match="texts_log_variance: expected float64"):
+        loss(v, w, s, t.float(), *ids)
+    with pytest.raises(ValueError, match=r"texts_log_variance: expected shape \(B, D\)"):
+        loss(v, w, s, t[:, 0], *ids)
+    with pytest.raises(ValueError, match="texts_log_variance: expected finite"):
+        loss(v, w, s, t / 0, *ids)
+    with pytest.raises(ValueError, match="image_ids, text_ids: needed for"):
+        loss(v, w, s, t)
+    with pytest.raises(ValueError, match="scale: expected a number above 0"):
+        PCMEPlusPlusLoss(0.0)
+    with pytest.raises(ValueError, match="pseudo_weight: expected a number of at least 0"):
+        PCMEPlusPlusLoss(pseudo_weight=-1)
+    with pytest.raises(ValueError, match="reduction: expected"):
+        PCMEPlusPlusLoss(reduction="x")
 
 
 @pytest.mark.parametrize("log_variance", [2.0, 4.0, 6.0])
@@ -282,7 +309,10 @@ def test_wide_distributions_keep_the_order_of_their_means(log_variance):
     texts = things + 2.2 * sample(300, 256, seed=2)
     ranks = []
     for dtype in (torch.float32, torch.float64):
+        means = [images.to(dtype), texts.to(dtype)]
         variances = torch.full((300, 256), log_variance, dtype=dtype)
-        sim = PCMEPlusPlusLoss().similarity(images.to(dtype), texts.to(dtype), variances, variances)
+        sim = PCMEPlusPlusLoss().similarity(*means, variances, variances)
         ranks.append(torch.cat([sim.ranks(), sim.T.ranks()]))
-    assert (ranks[0] != ranks[1]).double().mean() <= 0.005
+    in_single, in_double = ranks
+    different = in_single != in_double
+    assert different.double().mean() <= 0.005

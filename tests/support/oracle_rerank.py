@@ -212,6 +212,21 @@ def multi_factor(
     return np.array(orders), np.array(scores)
 
 
+def two_stages(S: ArrayLike, F: ArrayLike, k: int, weight: float) -> Order:
+    """Candidates of each query from best to worst: the k best of S by ``F_qc + w S_qc``, then the
+    others. Equal scores keep the order of S.
+    """
+    S, F = _matrices(S, F)
+    orders = []
+    for first, second in zip(S, F, strict=True):
+        order = _best_first(first)
+        best = order[:k]
+        scores = [second[c] + weight * first[c] for c in best]
+        reordered = [best[x] for x in _best_first(scores)]
+        orders.append(reordered + order[k:])
+    return np.array(orders)
+
+
 def k_reciprocal(images: ArrayLike, texts: ArrayLike, k1: int, k2: int, weight: float) -> Array:
     """``−((1 − λ) J_qc + λ d̂_qc)``, images (N, D) as queries, texts (M, D) as candidates -> (N,
     M).
