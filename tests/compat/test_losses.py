@@ -69,15 +69,19 @@ def hinge_sum(scores: Tensor, margin: float, hardest: bool, masked: Tensor | Non
     if masked is None:
         masked = torch.eye(len(scores), dtype=torch.bool)
     own = scores.diagonal()
-    of_rows = (margin + scores - own[:, None]).relu().masked_fill(masked, 0)
-    of_columns = (margin + scores - own).relu().masked_fill(masked, 0)
+    of_rows = (margin + scores - own[:, None]).relu()
+    of_columns = (margin + scores - own).relu()
+    of_rows = of_rows.masked_fill(masked, 0)
+    of_columns = of_columns.masked_fill(masked, 0)
     if hardest:
         return of_rows.amax(1).sum() + of_columns.amax(0).sum()
     return of_rows.sum() + of_columns.sum()
 
 
 def order_scores(im: Tensor, s: Tensor) -> Tensor:
-    return -(s - im[:, None]).relu().norm(dim=2)
+    """The lengths by which texts exceed images, negated."""
+    excess = (s - im[:, None]).relu()
+    return -excess.norm(dim=2)
 
 
 def hal(
@@ -87,9 +91,8 @@ def hal(
     itself as 0.
     """
     ones = torch.ones_like(scores)
-    return weighted_hal(
-        scores, ones, ones[0], scale, margin, leak * math.exp(-scale * margin), relu
-    )
+    of_pair_itself = math.exp(-scale * margin) if leak else 0.0
+    return weighted_hal(scores, ones, ones[0], scale, margin, of_pair_itself, relu)
 
 
 def weighted_hal(
@@ -101,13 +104,17 @@ def weighted_hal(
     leak: float = 0.0,  # added to the sums of negatives
     relu: bool = False,
 ) -> Tensor:
+    diagonal = torch.eye(len(scores), dtype=torch.bool)
     terms = (scale * negative * (scores - margin)).exp()
-    terms = terms.masked_fill(torch.eye(len(scores), dtype=torch.bool), 0)
-    pushed = (1 + leak + terms.sum(1)).log() + (1 + leak + terms.sum(0)).log()
+    terms = terms.masked_fill(diagonal, 0)
+    of_rows = (1 + leak + terms.sum(1)).log()
+    of_columns = (1 + leak + terms.sum(0)).log()
+    repulsion = (of_rows + of_columns) / scale
     own = scores.diagonal()
     if relu:
         own = own.relu()
-    return (pushed / scale - (1 + positive * own).log()).mean()
+    attraction = (1 + positive * own).log()
+    return (repulsion - attraction).mean()
 
 
 def bank_weights(
@@ -115,19 +122,33 @@ def bank_weights(
 ) -> tuple[Tensor, Tensor]:
     """HAL's weights, from the scores of the batch and those with the valid entries of the bank."""
     k = min(opt.mb_k, len(scores))
-    near = [x.sort(dim=1, descending=True).values[:, :k] for x in (images, texts)]
+    near_images = images.sort(dim=1, descending=True).values[:, :k]
+    near_texts = texts.sort(dim=1, descending=True).values[:, :k]
     own = scores.diagonal()
-    of_images, of_texts = ((opt.global_beta * x - opt.global_ep_nega).exp().sum(1) for x in near)
-    hubs = of_images[:, None] + of_texts
+
+    def negative_sum(near: Tensor) -> Tensor:
+        return (opt.global_beta * near - opt.global_ep_nega).exp().sum(1)
+
+    hubs = negative_sum(near_images)[:, None] + negative_sum(near_texts)
     weight = (opt.global_beta * own).exp()
     negative = hubs / (hubs + weight[:, None] + weight)
-    near_too = sum((opt.global_alpha * (x - opt.global_ep_posi)).exp().sum(1) for x in near)
+
+    def positive_sum(near: Tensor) -> Tensor:
+        return (opt.global_alpha * (near - opt.global_ep_posi)).exp().sum(1)
+
+    near_too = positive_sum(near_images) + positive_sum(near_texts)
     weight = (opt.global_alpha * (own - opt.global_ep_posi)).exp()
-    return negative, 1 - weight / (weight + near_too)
+    positive = 1 - weight / (weight + near_too)
+    return negative, positive
 
 
 def set_scores(images: Tensor, texts: Tensor, score) -> Tensor:
-    return torch.stack([torch.stack([score(x @ y.T) for y in texts]) for x in images])
+    """The scores (N, M) of sets, from the scores of their elements."""
+    rows = []
+    for x in images:
+        row = [score(x @ y.T) for y in texts]
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
 
 
 def smooth_chamfer(alpha: float, c: Tensor) -> Tensor:
@@ -141,16 +162,21 @@ def reduced(x: Tensor, reduction: str) -> Tensor:
 
 
 def frobenius(sets: Tensor, reduction: str) -> Tensor:
+    """The norms of the cosines of different elements of a set."""
     size = sets.shape[1]
     units = F.normalize(sets, dim=2)
     cosines = units @ units.mT
-    others = cosines[:, ~torch.eye(size, dtype=torch.bool)]
-    return reduced(others.square().sum(1).sqrt() / size**2, reduction)
+    different = ~torch.eye(size, dtype=torch.bool)
+    norms = cosines[:, different].square().sum(1).sqrt()
+    return reduced(norms / size**2, reduction)
 
 
 def mmd(x: Tensor, y: Tensor, reduction: str) -> Tensor:
+    """The maximum mean discrepancy of the elements of all sets of two sides."""
+
     def kernel(a: Tensor, b: Tensor) -> Tensor:
-        return reduced(torch.exp(-0.5 * (a[:, None] - b).norm(dim=2)), reduction)
+        distances = (a[:, None] - b).norm(dim=2)
+        return reduced(torch.exp(-0.5 * distances), reduction)
 
     x = x.flatten(0, 1)
     y = y.flatten(0, 1)
@@ -158,8 +184,11 @@ def mmd(x: Tensor, y: Tensor, reduction: str) -> Tensor:
 
 
 def crowding(sets: Tensor) -> Tensor:
-    squares = (sets[:, :, None] - sets[:, None]).square().sum(3)
-    first, second = torch.triu_indices(sets.shape[1], sets.shape[1], 1)
+    """The mean over pairs of elements of a set, large where they are close."""
+    differences = sets[:, :, None] - sets[:, None]
+    squares = differences.square().sum(3)
+    size = sets.shape[1]
+    first, second = torch.triu_indices(size, size, 1)
     return torch.exp(-2 * squares[:, first, second]).mean()
 
 
@@ -191,26 +220,35 @@ def order_embeddings() -> tuple[Tensor, Tensor]:
 @of_modes
 def test_order_embeddings_of_vsepp(hardest):
     im, s = order_embeddings()
+    criterion = compat.VSEPPLoss(0.1, "order", hardest)
     wanted = hinge_sum(order_scores(im, s), 0.1, hardest)
-    assert_same(compat.VSEPPLoss(0.1, "order", hardest)(im, s), wanted, (im, s))
+    assert_same(criterion(im, s), wanted, (im, s))
 
 
 @of_modes
 def test_order_embeddings_of_pvse(hardest):
     lengths = torch.tensor([[1.0], [0.7]])
-    images, texts = ((lengths * x.detach()[:, None]).requires_grad_() for x in order_embeddings())
+    sets = []
+    for x in order_embeddings():
+        two_of_each = lengths * x.detach()[:, None]
+        sets.append(two_of_each.requires_grad_())
+    images, texts = sets
     every = order_scores(images.flatten(0, 1), texts.flatten(0, 1))
     best = every.view(5, 2, 5, 2).amax((1, 3))
     opt = Namespace(margin=0.1, num_embeds=2, order=True, max_violation=hardest)
-    loss, _ = compat.PVSELoss(opt, "sum")(images, texts, None, None)
-    assert_same(loss, hinge_sum(best, 0.1, hardest), (images, texts))
+    criterion = compat.PVSELoss(opt, "sum")
+    loss, _ = criterion(images, texts, None, None)
+    wanted = hinge_sum(best, 0.1, hardest)
+    assert_same(loss, wanted, (images, texts))
 
 
 def test_order_embeddings_of_hal():
     # so short that scores are above -1
     im, s = ((0.5 * x.detach()).requires_grad_() for x in order_embeddings())
     opt = Namespace(local_alpha=5.0, local_ep=0.1, measure="order")
-    assert_same(compat.HALLoss(opt)(im, s), hal(order_scores(im, s), 5.0, 0.1), (im, s))
+    criterion = compat.HALLoss(opt)
+    wanted = hal(order_scores(im, s), 5.0, 0.1)
+    assert_same(criterion(im, s), wanted, (im, s))
 
 
 @of_sizes
@@ -229,9 +267,12 @@ def test_losses_of_score_matrices_are_sums_of_hinges(n, hardest):
 
 def word_scores(im: Tensor, s: Tensor, lengths: list[int], sharpness: float = 1.0) -> Tensor:
     """(B, R, D), (B, L, D) -> (B, B): mean over the words of the best region's similarity."""
-    columns = [
-        (sharpness * im @ s[j, :length].T).amax(1).mean(1) for j, length in enumerate(lengths)
-    ]
+    columns = []
+    for j, length in enumerate(lengths):
+        words = s[j, :length]
+        similarities = sharpness * im @ words.T
+        best_regions = similarities.amax(1)
+        columns.append(best_regions.mean(1))
     return torch.stack(columns, 1)
 
 
@@ -257,7 +298,9 @@ def test_scan_trains_a_module_of_scores():
 
 def test_sgraf_takes_the_length_that_naaf_passes():
     scores = random_scores(4)
-    assert_same(compat.SGRAFLoss(0.2, True)(scores, 4), hinge_sum(scores, 0.2, True), (scores,))
+    criterion = compat.SGRAFLoss(0.2, True)
+    wanted = hinge_sum(scores, 0.2, True)
+    assert_same(criterion(scores, 4), wanted, (scores,))
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 2, 3, 4, 5], [0, 0, 2, 2, 2, 5], [7, 7, 7, 7, 7, 7]])
@@ -266,15 +309,19 @@ def test_hrem_has_no_texts_of_the_same_image_among_the_negatives(ids, hardest):
     im, s = pairs(6)
     labels = torch.tensor(ids)
     different = len(labels.unique())
-    criterion = compat.HREMLoss(Namespace(mask_repeat=True), margin=1.2, max_violation=hardest)
-    wanted = hinge_sum(im @ s.T, 1.2, hardest, labels[:, None] == labels)
-    alone = hinge_sum(im @ s.T, 1.2, hardest)
+    opt = Namespace(mask_repeat=True)
+    criterion = compat.HREMLoss(opt, margin=1.2, max_violation=hardest)
+    scores = im @ s.T
+    same_image = labels[:, None] == labels
+    wanted = hinge_sum(scores, 1.2, hardest, same_image)
+    alone = hinge_sum(scores, 1.2, hardest)
     assert (wanted < alone) == (different < 6)  # the ids have an effect
     assert_same(criterion(im, s, labels), wanted, (im, s))
     assert_same(criterion(im, s, ids), wanted, (im, s))
     # but they are not positives either, unlike in our own loss
     mining = "hardest" if hardest else "all"
-    ours = itrloss.TripletLoss(1.2, mining)(im, s, labels, labels)
+    own_loss = itrloss.TripletLoss(1.2, mining)
+    ours = own_loss(im, s, labels, labels)
     assert torch.isclose(ours, wanted) == (different in (1, 6))
 
 
@@ -289,6 +336,7 @@ HINGES = {
 
 
 def inputs_of(name: str, im: Tensor, s: Tensor) -> tuple[Tensor | None, ...]:
+    """What a class of `HINGES` is called with."""
     if name in ("SGRAF", "CHAN"):
         return (im @ s.T,)
     if name == "SCAN":
@@ -304,12 +352,14 @@ def test_all_negatives_count_unless_asked_otherwise(name):
         criterion = HINGES[name](**mode)
         assert criterion.max_violation == hardest
         assert f"max_violation={hardest}" in repr(criterion)
-        found = criterion(*inputs_of(name, im, s))
-        torch.testing.assert_close(found, hinge_sum(im @ s.T, 1.0, hardest))
+        inputs = inputs_of(name, im, s)
+        wanted = hinge_sum(im @ s.T, 1.0, hardest)
+        torch.testing.assert_close(criterion(*inputs), wanted)
 
 
 def test_pvse_counts_all_negatives_by_default():
-    assert not compat.PVSELoss(Namespace(num_embeds=1)).max_violation
+    opt = Namespace(num_embeds=1)
+    assert not compat.PVSELoss(opt).max_violation
 
 
 @pytest.mark.parametrize("name", ["VSE-infinity", "CHAN", "HREM"])
@@ -332,17 +382,17 @@ def test_max_violation_is_switched(name, capsys):
 def test_vsepp_refuses_embeddings_of_another_shape(measure):
     im, s = pairs(5)
     criterion = compat.VSEPPLoss(0.2, measure)
-    for inputs, message in (
-        ((im, s[:3]), r"^s: expected shape \(5, 6\) like im, got \(3, 6\)"),
-        ((im, s[:, :4]), r"^s: expected embeddings of dimension 6 like im, got shape \(5, 4\)"),
-        (
-            (im[:, None], s[:, None]),
-            r"^im: expected shape \(N, D\), each at least 1, got \(5, 1, 6\)",
-        ),
-        ((im, s[0]), r"^s: expected shape \(M, D\), each at least 1, got \(6,\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            criterion(*inputs)
+    with pytest.raises(ValueError, match=r"^s: expected shape \(5, 6\) like im, got \(3, 6\)"):
+        criterion(im, s[:3])
+    dimension = r"^s: expected embeddings of dimension 6 like im, got shape \(5, 4\)"
+    with pytest.raises(ValueError, match=dimension):
+        criterion(im, s[:, :4])
+    sets = r"^im: expected shape \(N, D\), each at least 1, got \(5, 1, 6\)"
+    with pytest.raises(ValueError, match=sets):
+        criterion(im[:, None], s[:, None])
+    vector = r"^s: expected shape \(M, D\), each at least 1, got \(6,\)"
+    with pytest.raises(ValueError, match=vector):
+        criterion(im, s[0])
     with pytest.raises(TypeError, match=r"^s: expected a floating-point tensor"):
         criterion(im, s.tolist())
 
@@ -365,25 +415,31 @@ HAL_OPTIONS = {
 
 
 def hal_options(**changed) -> Namespace:
-    return Namespace(**(HAL_OPTIONS | changed))
+    options = {**HAL_OPTIONS, **changed}
+    return Namespace(**options)
 
 
 def user(mu: float = 8.0, gama: float = 0.3) -> compat.USERLoss:
-    return compat.USERLoss(Namespace(mu=mu, gama=gama))
+    opt = Namespace(mu=mu, gama=gama)
+    return compat.USERLoss(opt)
 
 
 @pytest.mark.parametrize("n", [2, 5, 12])
 def test_hal_and_user_in_the_batch(n):
     im, s = pairs(n)
-    wanted = hal(im @ s.T, 8.0, 0.3)
-    assert_same(compat.HALLoss(hal_options())(im, s, None, None, None, range(n)), wanted, (im, s))
-    assert_same(user()(im, s), wanted, (im, s))
+    scores = im @ s.T
+    wanted = hal(scores, 8.0, 0.3)
+    of_hal = compat.HALLoss(hal_options())
+    assert_same(of_hal(im, s, None, None, None, range(n)), wanted, (im, s))
+    of_user = user()
+    assert_same(of_user(im, s), wanted, (im, s))
     # a deliberate difference: theirs is larger by the pair's own entry in the sums …
-    theirs = hal(im @ s.T, 8.0, 0.3, leak=True, relu=True)
+    theirs = hal(scores, 8.0, 0.3, leak=True, relu=True)
     assert 1e-3 < theirs - wanted < 0.1
     # … which is negligible at their settings
-    theirs = hal(im @ s.T, 90, 0.5, leak=True, relu=True)
-    torch.testing.assert_close(user(90, 0.5)(im, s), theirs)
+    theirs = hal(scores, 90, 0.5, leak=True, relu=True)
+    of_user = user(90, 0.5)
+    torch.testing.assert_close(of_user(im, s), theirs)
 
 
 @pytest.mark.parametrize("criterion", [user(90, 0.5), compat.HALLoss(hal_options(local_alpha=90))])
@@ -391,7 +447,8 @@ def test_pairs_that_score_below_zero_are_pulled_together(criterion):
     im, s = pairs(4)
     s = (-s).detach().requires_grad_()
     ours = criterion(im, s)
-    assert_same(ours, hal(im @ s.T, 90, criterion.margin), (im, s))
+    wanted = hal(im @ s.T, 90, criterion.margin)
+    assert_same(ours, wanted, (im, s))
     (gradient,) = torch.autograd.grad(ours, s)
     assert (gradient != 0).any()
     theirs = hal(im @ s.T, 90, 10.0, leak=True, relu=True)
@@ -417,18 +474,21 @@ def test_hal_with_a_memory_bank(n, size, k):
         others = bank_weights(scores, im @ mb_cap.T, s @ mb_img.T, opt)
     assert not torch.equal(others[0], weights[0])
     wanted = weighted_hal(scores, *weights, 8.0, 0.3)
+    criterion = compat.HALLoss(opt)
     for convert in (tuple, torch.tensor):
-        ours = compat.HALLoss(opt)(im, s, mb_img, mb_cap, convert(mb_ind), convert(indices))
+        ours = criterion(im, s, mb_img, mb_cap, convert(mb_ind), convert(indices))
         assert_same(ours, wanted, (im, s))
     # theirs has 1 in each sum for the pair itself
-    assert weighted_hal(scores, *weights, 8.0, 0.3, leak=1.0) > wanted + 0.01
+    theirs = weighted_hal(scores, *weights, 8.0, 0.3, leak=1.0)
+    assert theirs > wanted + 0.01
 
 
 def test_weights_of_a_bank_do_not_overflow():
     im, s = pairs(6)
-    bank = fixed(4, 6, seed=7), fixed(4, 6, seed=8)
+    bank = (fixed(4, 6, seed=7), fixed(4, 6, seed=8))
     opt = hal_options(global_alpha=900.0, global_beta=900.0)
-    loss = compat.HALLoss(opt)(im, s, *bank, (0, 1, 2, 3), (1, 2, 3, 4, 5, 6))
+    criterion = compat.HALLoss(opt)
+    loss = criterion(im, s, *bank, (0, 1, 2, 3), (1, 2, 3, 4, 5, 6))
     assert loss.isfinite()
     for gradient in torch.autograd.grad(loss, (im, s)):
         assert gradient.isfinite().all()
@@ -442,15 +502,18 @@ def test_a_bank_may_hold_less_than_k_entries():
     criterion = compat.HALLoss(hal_options())
     # all but the first are of the batch
     found = criterion(im, s, images, texts, (0, 1, 2, 3), (1, 2, 3, 4, 5, 6))
-    torch.testing.assert_close(found, criterion(im, s, images[:1], texts[:1], (0,), (7,)))
+    wanted = criterion(im, s, images[:1], texts[:1], (0,), (7,))
+    torch.testing.assert_close(found, wanted)
 
 
 @of_modes
 def test_hal_gives_the_triplet_loss_if_asked(hardest):
     im, s = pairs(6)
     opt = hal_options(margin=0.4, max_violation=hardest, sum_violation=not hardest)
-    found = compat.HALLoss(opt)(im, s, None, None, None, None)
-    assert_same(found, hinge_sum(im @ s.T, 0.4, hardest), (im, s))
+    criterion = compat.HALLoss(opt)
+    found = criterion(im, s, None, None, None, None)
+    wanted = hinge_sum(im @ s.T, 0.4, hardest)
+    assert_same(found, wanted, (im, s))
 
 
 def queue_of(size: int, seed: int) -> Tensor:
@@ -461,14 +524,20 @@ def queue_of(size: int, seed: int) -> Tensor:
 @pytest.mark.parametrize(("n", "size"), [(1, 4), (3, 8), (8, 3)])
 def test_user_contrasts_with_queues(n, size):
     v, w = pairs(n)
-    v_k, w_k = v.detach(), w.detach()
-    v_queue, w_queue = queue_of(size, 3), queue_of(size, 4)
-    wanted = 0
-    for x, key, queue in ((v, w_k, w_queue), (w, v_k, v_queue)):
+    v_k = v.detach()
+    w_k = w.detach()
+    v_queue = queue_of(size, 3)
+    w_queue = queue_of(size, 4)
+
+    def of_side(x: Tensor, key: Tensor, queue: Tensor) -> Tensor:
         others = (7.0 * (x @ queue - 0.2)).exp().sum(1)
         own = (x * key).sum(1).relu()
-        wanted = wanted + ((1 + others).log() / 7.0 - (1 + own).log()).mean()
-    found = user(7.0, 0.2).moco_forward(v, w_k, w, v_k, v_queue, w_queue)
+        values = (1 + others).log() / 7.0 - (1 + own).log()
+        return values.mean()
+
+    wanted = of_side(v, w_k, w_queue) + of_side(w, v_k, v_queue)
+    criterion = user(7.0, 0.2)
+    found = criterion.moco_forward(v, w_k, w, v_k, v_queue, w_queue)
     assert_same(found, wanted, (v, w))
 
 
@@ -477,18 +546,22 @@ def test_queues_may_be_overwritten_before_the_backward_pass(size):
     """USER's model enqueues the batch as soon as it has the loss, before the backward pass."""
     v, w = pairs(6)
     v_k, w_k = (x.detach() for x in pairs(6, seed=3))
-    queues = queue_of(size, 4), queue_of(size, 5)
+    v_queue = queue_of(size, 4)
+    w_queue = queue_of(size, 5)
     criterion = user(7.0, 0.2)
-    wanted = torch.autograd.grad(criterion.moco_forward(v, w_k, w, v_k, *queues), (v, w))
-    loss = criterion.moco_forward(v, w_k, w, v_k, *queues)
-    for queue, keys in zip(queues, (v_k, w_k), strict=True):
-        queue[:, :6] = keys.T
-    torch.testing.assert_close(torch.autograd.grad(loss, (v, w)), wanted, rtol=0, atol=0)
+    loss = criterion.moco_forward(v, w_k, w, v_k, v_queue, w_queue)
+    wanted = torch.autograd.grad(loss, (v, w))
+    loss = criterion.moco_forward(v, w_k, w, v_k, v_queue, w_queue)
+    v_queue[:, :6] = v_k.T
+    w_queue[:, :6] = w_k.T
+    found = torch.autograd.grad(loss, (v, w))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_queues_and_batch_together_are_the_unified_training_objective():
     v, w = pairs(6)
-    v_k, w_k = v.detach(), w.detach()
+    v_k = v.detach()
+    w_k = w.detach()
     v_queue = fixed(12, 6, seed=3)
     w_queue = fixed(12, 6, seed=4)
     memory = itrloss.CoupledMemory(12, 6, dtype=torch.float64)
@@ -496,7 +569,8 @@ def test_queues_and_batch_together_are_the_unified_training_objective():
     criterion = user(20.0, 0.4)
     of_queues = criterion.moco_forward(v, w_k, w, v_k, v_queue.T, w_queue.T)
     theirs = 5 * criterion(v, w) + of_queues
-    ours = itrloss.UnifiedTrainingObjective(20.0, 0.4, batch_weight=5)(v, w, v_k, w_k, memory)
+    objective = itrloss.UnifiedTrainingObjective(20.0, 0.4, batch_weight=5)
+    ours = objective(v, w, v_k, w_k, memory)
     torch.testing.assert_close(theirs, ours)
 
 
@@ -518,6 +592,7 @@ def raw_sets(n: int, m: int, k: int, l: int) -> list[Tensor]:  # noqa: E741
 
 
 def assert_same_parts(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Compare the parts of a loss, which get no gradient."""
     assert found.keys() == wanted.keys()
     for name, x in wanted.items():
         assert not found[name].requires_grad
@@ -532,9 +607,11 @@ def test_pvse(n, k, hardest, reduction):
     img, txt = (F.normalize(x, dim=2) for x in raw[:2])  # as in its model
     residuals = raw[2:]
     opt = Namespace(margin=0.3, num_embeds=k, mmd_weight=0.2, div_weight=0.7, max_violation=hardest)
-    ranking = hinge_sum(set_scores(img, txt, torch.amax), 0.3, hardest)
+    scores = set_scores(img, txt, torch.amax)
+    ranking = hinge_sum(scores, 0.3, hardest)
     if reduction == "mean":
-        ranking = ranking / (n if hardest else n * n)
+        hinges = n if hardest else n * n
+        ranking = ranking / hinges
     parts = {"ranking_loss": ranking}
     wanted = ranking
     if k > 1:
@@ -542,7 +619,8 @@ def test_pvse(n, k, hardest, reduction):
         parts["mmd_loss"] = mmd(img, txt, reduction)
         wanted = wanted + 0.7 * parts["div_loss"] + 0.2 * parts["mmd_loss"]
     given = (img, txt) if k > 1 else (img[:, 0], txt[:, 0])
-    loss, found = compat.PVSELoss(opt, reduction)(*given, *residuals)
+    criterion = compat.PVSELoss(opt, reduction)
+    loss, found = criterion(*given, *residuals)
     # including gradients of unnormalised embeddings
     assert_same(loss, wanted, (img, txt, *raw), 1e-6)
     assert_same_parts(found, parts)
@@ -550,18 +628,22 @@ def test_pvse(n, k, hardest, reduction):
 
 def test_pvse_has_defaults_for_options_that_are_missing():
     img, txt = pairs(5)
-    loss, parts = compat.PVSELoss(Namespace())(img, txt, None, None)
-    torch.testing.assert_close(loss, hinge_sum(img @ txt.T, 1.0, False) / 25)
+    criterion = compat.PVSELoss(Namespace())
+    loss, parts = criterion(img, txt, None, None)
+    total = hinge_sum(img @ txt.T, 1.0, False)
+    torch.testing.assert_close(loss, total / 25)
     assert list(parts) == ["ranking_loss"]
 
 
 def dive_hinges(scores: Tensor, per: int, margin: float, hardest: bool) -> tuple[Tensor, Tensor]:
     """Means over all captions, of hinges with other images' captions and with other images."""
-    of_images, of_texts = [], []
-    for j in range(scores.shape[1]):
-        i = j // per
-        other_texts = torch.arange(scores.shape[1]) // per != i
-        other_images = torch.arange(scores.shape[0]) != i
+    images, texts = scores.shape
+    owners = torch.arange(texts) // per
+    of_images = []
+    of_texts = []
+    for j, i in enumerate(owners.tolist()):
+        other_texts = owners != i
+        other_images = torch.arange(images) != i
         by_text = (margin + scores[i, other_texts] - scores[i, j]).relu()
         by_image = (margin + scores[other_images, j] - scores[i, j]).relu()
         of_images.append(by_text.max() if hardest else by_text.mean())
@@ -603,18 +685,22 @@ def test_dive(n, per, k, l, hardest, residual, own, reduction):  # noqa: E741
         return set_scores(x.view(n, k, 6), y.view(m, l, 6), chamfer)
 
     i2t, t2i = dive_hinges(set_scores(img, txt, chamfer), per, 0.2, hardest)
+    div = i2t * 0
+    unif = i2t * 0
     spread = [F.normalize(x, dim=2) for x in residuals] if residual else [img, txt]
-    several = [at for at, size in enumerate((k, l)) if size > 1]  # the sides with sets
-    zero = i2t * 0
+    for side, size in enumerate((k, l)):
+        if size > 1:
+            div = div + frobenius(residuals[side], reduction)
+            unif = unif + crowding(spread[side])
+    discrepancy = mmd(img, txt, reduction)
     parts = {
         "i2t_loss": i2t,
         "t2i_loss": t2i,
-        "div_loss": sum((frobenius(residuals[at], reduction) for at in several), zero),
-        "mmd_loss": mmd(img, txt, reduction),
-        "unif_loss": sum((crowding(spread[at]) for at in several), zero),
+        "div_loss": div,
+        "mmd_loss": discrepancy,
+        "unif_loss": unif,
     }
-    weights = torch.tensor([1.0, 1.0, 0.3, 0.2, 0.5], dtype=torch.float64)
-    wanted = weights @ torch.stack([*parts.values()])
+    wanted = i2t + t2i + 0.3 * div + 0.2 * discrepancy + 0.5 * unif
     function = similarity if own else None
     criterion = compat.DivELoss(k, l, function, opt, reduction, txt_per_img=per)
     loss, found = criterion(img, txt, *residuals)
@@ -626,7 +712,9 @@ def test_dive(n, per, k, l, hardest, residual, own, reduction):  # noqa: E741
 def test_one_image_alone_costs_nothing(hardest):
     opt = Namespace(img_num_embeds=2, txt_num_embeds=2, temperature=4.0, max_violation=hardest)
     criterion = compat.DivELoss(2, 2, None, opt)
-    loss, _ = criterion(rows(1, 2, 4, seed=0), rows(5, 2, 4, seed=1), None, None)
+    image = rows(1, 2, 4, seed=0)
+    texts = rows(5, 2, 4, seed=1)
+    loss, _ = criterion(image, texts, None, None)
     assert loss == 0
 
 
@@ -647,7 +735,9 @@ def test_open_clip(name, n, bias):
         logits = logits + given["logit_bias"]
     if name == "ClipLoss":
         own = torch.arange(n)
-        wanted = (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+        of_images = F.cross_entropy(logits, own)
+        of_texts = F.cross_entropy(logits.T, own)
+        wanted = (of_images + of_texts) / 2
     else:
         signs = 2 * torch.eye(n) - 1
         wanted = -F.logsigmoid(signs * logits).sum() / n
@@ -661,8 +751,10 @@ def test_open_clip(name, n, bias):
 
 
 def test_a_bias_that_a_softmax_does_not_see_has_a_gradient_all_the_same():
+    im, s = pairs(4)
     bias = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    compat.ClipLoss()(*pairs(4), 10.0, bias).backward()
+    criterion = compat.ClipLoss()
+    criterion(im, s, 10.0, bias).backward()
     assert bias.grad is not None
     assert bias.grad == 0
 
@@ -671,8 +763,10 @@ def test_a_bias_that_a_softmax_does_not_see_has_a_gradient_all_the_same():
 def test_a_scale_in_half_precision_is_not_inverted_in_it(dtype):
     v, w = (x.detach().float() for x in pairs(8))
     scale = torch.tensor(14.3, dtype=dtype)
-    wanted = compat.ClipLoss()(v, w, scale.float())
-    torch.testing.assert_close(compat.ClipLoss()(v, w, scale), wanted, rtol=1e-6, atol=1e-7)
+    criterion = compat.ClipLoss()
+    found = criterion(v, w, scale)
+    wanted = criterion(v, w, scale.float())
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -739,25 +833,30 @@ def test_hal_with_one_pair_and_a_bank_of_one_is_finite(image):
     """The bank's only entry is the pair itself, which is no negative, or another."""
     im = rows(1, 6, seed=0)
     s = rows(1, 6, seed=1)
-    loss = compat.HALLoss(hal_options())(im, s, im.detach(), s.detach(), [image], [0])
-    gradients = torch.autograd.grad(loss, (im, s))
+    criterion = compat.HALLoss(hal_options())
+    loss = criterion(im, s, im.detach(), s.detach(), [image], [0])
     assert loss.isfinite()
-    assert all(x.isfinite().all() for x in gradients)
+    for gradient in torch.autograd.grad(loss, (im, s)):
+        assert gradient.isfinite().all()
 
 
 def test_ids_beyond_int64_are_refused():
     im, s = pairs(3)
     ids = np.array([2**63, 2**63 + 1, 2**63 + 2], dtype=np.uint64)
+    of_hrem = compat.HREMLoss(Namespace(mask_repeat=True))
     with pytest.raises(ValueError, match=r"expected ids below 2\*\*63, got larger ones"):
-        compat.HREMLoss(Namespace(mask_repeat=True))(im, s, ids)
+        of_hrem(im, s, ids)
+    of_hal = compat.HALLoss(hal_options())
     with pytest.raises(ValueError, match=r"expected ids below 2\*\*63, got larger ones"):
-        compat.HALLoss(hal_options())(im, s, im.detach(), s.detach(), ids, ids)
+        of_hal(im, s, im.detach(), s.detach(), ids, ids)
 
 
 def test_settings_may_be_a_dictionary():
     im, s = pairs(4)
-    found = compat.HALLoss(vars(hal_options()))(im, s)
-    assert torch.equal(found, compat.HALLoss(hal_options())(im, s))
+    opt = hal_options()
+    of_dictionary = compat.HALLoss(vars(opt))
+    of_namespace = compat.HALLoss(opt)
+    assert torch.equal(of_dictionary(im, s), of_namespace(im, s))
 
 
 @pytest.mark.parametrize(
