@@ -44,9 +44,11 @@ class System(NamedTuple):
     def lists(self, way: str, ties: str = "pessimistic") -> list[list[int]]:
         """Each query's candidates by the loops, best first."""
         ranked = []
-        for scores, grades, excluded in zip(*self.of(way), strict=True):
+        of_each_query = zip(*self.of(way), strict=True)
+        for scores, grades, excluded in of_each_query:
             out = excluded.nonzero()[:, 0].tolist()
-            ranked.append(oracle_ranking.order(scores.tolist(), grades.tolist(), out, ties))
+            order = oracle_ranking.order(scores.tolist(), grades.tolist(), out, ties)
+            ranked.append(order)
         return ranked
 
     def figures(self, ks=KS, ties: str = "pessimistic") -> dict[str, float]:
@@ -54,14 +56,16 @@ class System(NamedTuple):
         found = {}
         for way in WAYS:
             grades = self.of(way).grades.tolist()
-            lists = self.lists(way, ties)
-            ranked = [[own[c] for c in best] for own, best in zip(grades, lists, strict=True)]
+            ranked = []
+            for own, best in zip(grades, self.lists(way, ties), strict=True):
+                ranked.append([own[c] for c in best])
             for name, value in oracle_ranking.figures(ranked, ks).items():
                 found[f"{way}_{name}"] = value
         return found
 
 
 def system(seed: int) -> System:
+    """A system of 3 to 12 images and texts."""
     generator = torch.Generator().manual_seed(seed)
     n, m = torch.randint(3, 13, (2,), generator=generator).tolist()
     levels = int(torch.randint(2, 30, (), generator=generator))  # few: most scores tie
@@ -90,6 +94,7 @@ def tiny_blocks(small_tiles, monkeypatch):
 
 
 def means_over_queries(found: dict[str, float]) -> dict[str, float]:
+    """All figures but the skewness and the sum of recalls."""
     return {name: x for name, x in found.items() if "skewness" not in name and name != "rsum"}
 
 
@@ -109,11 +114,15 @@ def positives(request, monkeypatch):
 def test_graded_lists_with_exclusions_equal_the_loops(seed, ties, positives, tiny_blocks):
     made = system(seed)
     found = evaluated(made, ties=ties)
-    assert means_over_queries(found.metrics(KS)) == pytest.approx(made.figures(ties=ties))
+    means = means_over_queries(found.metrics(KS))
+    assert means == pytest.approx(made.figures(ties=ties))
     for way, side in found.ways.items():
         width = side.top.shape[1]
-        lists = [best + [-1] * (width - len(best)) for best in made.lists(way, ties)]
-        assert side.top.tolist() == lists
+        filled = []
+        for best in made.lists(way, ties):
+            missing = width - len(best)
+            filled.append(best + [-1] * missing)
+        assert side.top.tolist() == filled
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
@@ -124,11 +133,12 @@ def test_scores_of_embeddings_are_ranked_like_their_matrix(seed, engine, tiny_bl
     texts = torch.randint(-1, 2, (14, 3), generator=generator).double()
     grades = torch.randint(-3, 3, (9, 14), generator=generator).clamp_min(0)
     excluded = torch.rand(9, 14, generator=generator) < 0.3
-    ids = torch.arange(9), torch.arange(14)
+    ids = (torch.arange(9), torch.arange(14))
     sim = Similarity(images, texts, *ids, normalize=False, engine=engine)
-    found = retrieval_results(sim, relevant=grades, exclude=excluded)
-    wanted = System(images @ texts.T, grades, excluded).figures()
-    assert means_over_queries(found.metrics(KS)) == pytest.approx(wanted)
+    results = retrieval_results(sim, relevant=grades, exclude=excluded)
+    found = means_over_queries(results.metrics(KS))
+    of_matrix = System(images @ texts.T, grades, excluded)
+    assert found == pytest.approx(of_matrix.figures())
 
 
 @pytest.mark.parametrize("reranker", [FastReranker(), CSLS(k=3), DualSoftmax()])
@@ -148,16 +158,20 @@ def test_reranked_scores_are_ranked_by_the_same_rule(reranker, tiny_blocks):
 
 def test_hit_rate_and_recall_have_their_own_names():
     scores = torch.tensor([[5.0, 0, 0, 0, 0, 4, 3, 2, 1]])
-    right = torch.zeros(5).long(), torch.arange(5)
+    right = (torch.zeros(5).long(), torch.arange(5))
     found = retrieval_metrics(scores, relevant=right, ks=(1, 9))
-    assert found["i2t_r1"] == 100 and found["i2t_recall_at_1"] == pytest.approx(20)
-    assert found["i2t_r9"] == found["i2t_recall_at_9"] == 100
-    assert "i2t_r5" not in found and "i2t_ndcg_at_9" in found
+    assert found["i2t_r1"] == 100
+    assert found["i2t_recall_at_1"] == pytest.approx(20)
+    assert found["i2t_r9"] == 100
+    assert found["i2t_recall_at_9"] == 100
+    assert "i2t_r5" not in found
+    assert "i2t_ndcg_at_9" in found
 
 
 def test_the_sum_of_recalls_has_its_own_ks():
-    made = system(1)
-    assert evaluated(made).metrics((2,))["rsum"] == evaluated(made).metrics()["rsum"]
+    results = evaluated(system(1))
+    of_another_k = results.metrics((2,))
+    assert of_another_k["rsum"] == results.metrics()["rsum"]
 
 
 # --- exclusions and candidates --------------------------------------------------------------------
@@ -181,7 +195,8 @@ def test_exclusions_and_candidates_are_masks_pairs_or_lists(seed, form):
     kept = FORMS[form](~made.excluded)
     options = {"relevant": made.grades, "ks": KS}
     by_exclusion = retrieval_metrics(made.scores, exclude=excluded, **options)
-    assert by_exclusion == retrieval_metrics(made.scores, candidates=kept, **options)
+    by_candidates = retrieval_metrics(made.scores, candidates=kept, **options)
+    assert by_exclusion == by_candidates
     assert means_over_queries(by_exclusion) == pytest.approx(made.figures())
 
 
@@ -189,19 +204,20 @@ def test_exclusions_and_candidates_are_masks_pairs_or_lists(seed, form):
 @pytest.mark.parametrize("seed", range(8))
 def test_candidates_may_be_excluded(seed, form):
     made = system(seed)
-    more = torch.rand(made.scores.shape, generator=torch.Generator().manual_seed(seed)) < 0.1
+    generator = torch.Generator().manual_seed(seed)
+    more = torch.rand(made.scores.shape, generator=generator) < 0.1
     more[0, 0] = False
     chosen = {"candidates": FORMS[form](~made.excluded), "exclude": FORMS[form](more)}
     found = retrieval_metrics(made.scores, relevant=made.grades, ks=KS, **chosen)
-    wanted = made._replace(excluded=made.excluded | more).figures()
-    assert means_over_queries(found) == pytest.approx(wanted)
+    with_all_exclusions = made._replace(excluded=made.excluded | more)
+    assert means_over_queries(found) == pytest.approx(with_all_exclusions.figures())
 
 
 def test_what_is_excluded_ties_with_nobody():
     lowest = torch.finfo(torch.float32).min
     scores = torch.full((2, 3), lowest)
-    right = torch.tensor([0, 1]), torch.tensor([0, 1])
-    others = torch.tensor([0, 1, 0, 1]), torch.tensor([1, 0, 2, 2])
+    right = (torch.tensor([0, 1]), torch.tensor([0, 1]))
+    others = (torch.tensor([0, 1, 0, 1]), torch.tensor([1, 0, 2, 2]))
     found = retrieval_results(scores, relevant=right, exclude=others)
     assert found.i2t.ranks.tolist() == [[1], [1]]
     assert found.t2i.ranks.tolist() == [[1], [1], [0]]
@@ -214,18 +230,23 @@ def test_ids_say_who_is_right_beside_exclusions():
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(6, 6, generator=generator) + 9 * torch.eye(6)
     ids = torch.tensor([0, 0, 1, 1, 2, 2])
-    itself = torch.arange(6), torch.arange(6)
+    itself = (torch.arange(6), torch.arange(6))
     found = retrieval_metrics(scores, ids, ids, exclude=itself)
     grades = (ids[:, None] == ids).long()
-    wanted = System(scores, grades, torch.eye(6) > 0).figures((1, 5, 10))
+    by_loops = System(scores, grades, torch.eye(6) > 0)
+    wanted = by_loops.figures((1, 5, 10))
     assert means_over_queries(found) == pytest.approx(wanted)
-    assert retrieval_metrics(scores, ids, ids)["i2t_r1"] == 100 > found["i2t_r1"]
+    assert found["i2t_r1"] < 100
+    without_exclusions = retrieval_metrics(scores, ids, ids)
+    assert without_exclusions["i2t_r1"] == 100
 
 
 def test_a_right_candidate_that_is_excluded_does_not_exist():
-    scores = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
-    ids = torch.arange(3), torch.tensor([0, 1, 2, 0])
-    found = retrieval_results(scores, *ids, exclude=(torch.tensor([0, 1]), torch.tensor([3, 1])))
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(3, 4, generator=generator)
+    ids = (torch.arange(3), torch.tensor([0, 1, 2, 0]))
+    excluded = (torch.tensor([0, 1]), torch.tensor([3, 1]))
+    found = retrieval_results(scores, *ids, exclude=excluded)
     assert found.i2t.positives.tolist() == [1, 0, 1]
     assert found.t2i.positives.tolist() == [1, 0, 1, 0]
     with pytest.raises(ValueError, match="no query"):
@@ -246,16 +267,19 @@ def test_the_best_of_ties_are_in_the_order_of_their_columns(k):
     wanted = TIED.sort(dim=1, descending=True, stable=True)
     assert torch.equal(top.indices, wanted.indices[:, :k])
     assert torch.equal(top.values, wanted.values[:, :k])
+    top_of_columns = sim.T.topk(k)
     wanted = TIED.T.sort(dim=1, descending=True, stable=True)
-    assert torch.equal(sim.T.topk(k).indices, wanted.indices[:, :k])
+    assert torch.equal(top_of_columns.indices, wanted.indices[:, :k])
 
 
 @pytest.mark.parametrize("i", [0, 7, 299])
 @pytest.mark.parametrize("k", [1, 2, 9, 70])
 def test_the_best_of_ties_are_the_same_alone_and_in_a_batch(k, i):
-    batch = Similarity.from_scores(TIED, *TIED_IDS).topk(k)
-    alone = Similarity.from_scores(TIED[i : i + 1], TIED_IDS[0][:1], TIED_IDS[1]).topk(k)
-    assert torch.equal(alone.indices, batch.indices[i : i + 1])
+    row_ids, col_ids = TIED_IDS
+    of_batch = Similarity.from_scores(TIED, row_ids, col_ids)
+    alone = Similarity.from_scores(TIED[i : i + 1], row_ids[:1], col_ids)
+    wanted = of_batch.topk(k).indices[i : i + 1]
+    assert torch.equal(alone.topk(k).indices, wanted)
 
 
 def test_the_best_of_ties_below_a_limit_are_in_the_order_of_their_columns():
@@ -268,11 +292,16 @@ def test_the_best_of_ties_below_a_limit_are_in_the_order_of_their_columns():
 
 
 def test_the_best_are_stable_where_the_host_may_not_read():
-    compiled = torch.compile(lambda x: Similarity.from_scores(x, *ids).topk(5), backend="eager")
-    scores = torch.randint(0, 3, (6, 30), generator=torch.Generator().manual_seed(0)).float()
-    ids = torch.arange(6), torch.arange(30) + 6
-    wanted = scores.sort(dim=1, descending=True, stable=True).indices[:, :5]
-    assert torch.equal(compiled(scores).indices, wanted)
+    ids = (torch.arange(6), torch.arange(30) + 6)
+
+    @torch.compile(backend="eager")
+    def five_best(scores):
+        return Similarity.from_scores(scores, *ids).topk(5)
+
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 3, (6, 30), generator=generator).float()
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    assert torch.equal(five_best(scores).indices, order[:, :5])
 
 
 @pytest.mark.parametrize(
@@ -308,7 +337,11 @@ def export(seed: int, folder: Path) -> list[Files]:
     ties = "optimistic" if seed % 3 == 2 else "pessimistic"
     results = evaluated(system(seed), ties=ties)
     save_trec(results, folder)
-    return [Files(*_read(folder, way), side.metrics(KS)) for way, side in results.ways.items()]
+    files = []
+    for way, side in results.ways.items():
+        run, qrels = _read(folder, way)
+        files.append(Files(run, qrels, side.metrics(KS)))
+    return files
 
 
 @pytest.fixture(params=range(SYSTEMS))
@@ -317,15 +350,18 @@ def exported(request, tmp_path) -> list[Files]:
 
 
 def _read(folder: Path, way: str) -> tuple[Any, Any]:
-    run: dict[str, dict[str, float]] = {}
-    qrels: dict[str, dict[str, int]] = {}
-    for line in Path(folder, f"{way}.run").read_text().splitlines():
+    """The run and the qrels of a direction."""
+    run: dict[str, dict[str, float]] = defaultdict(dict)
+    qrels: dict[str, dict[str, int]] = defaultdict(dict)
+    run_lines = Path(folder, f"{way}.run").read_text().splitlines()
+    for line in run_lines:
         query, _, document, _, score, _ = line.split()
-        run.setdefault(query, {})[document] = float(score)
-    for line in Path(folder, f"{way}.qrels").read_text().splitlines():
+        run[query][document] = float(score)
+    qrels_lines = Path(folder, f"{way}.qrels").read_text().splitlines()
+    for line in qrels_lines:
         query, _, document, grade = line.split()
-        qrels.setdefault(query, {})[document] = int(grade)
-    return run, qrels
+        qrels[query][document] = int(grade)
+    return dict(run), dict(qrels)
 
 
 def check(ours: dict[str, float], name: str, theirs: list[float], rel: float = 1e-13) -> None:
@@ -348,12 +384,14 @@ def test_trec_eval_finds_our_figures(exported):
         measures[f"recall_at_{k}"] = f"recall_{k}"
         measures[f"ndcg_at_{k}"] = f"ndcg_cut_{k}"
     cuts = ",".join(map(str, KS))
-    asked = {f"{x}.{cuts}" for x in ("success", "recall", "ndcg_cut")}
+    asked = {f"{measure}.{cuts}" for measure in ("success", "recall", "ndcg_cut")}
+    asked |= {"recip_rank", "map", "Rprec"}
     for files in exported:
-        evaluator = trec.RelevanceEvaluator(files.qrels, asked | {"recip_rank", "map", "Rprec"})
-        each = evaluator.evaluate(files.run).values()
+        evaluator = trec.RelevanceEvaluator(files.qrels, asked)
+        of_each_query = evaluator.evaluate(files.run).values()
         for name, measure in measures.items():
-            check(files.ours, name, [x[measure] for x in each])
+            theirs = [found[measure] for found in of_each_query]
+            check(files.ours, name, theirs)
 
 
 @pytest.mark.slow
@@ -366,10 +404,12 @@ def test_ranx_finds_our_figures(tmp_path):
         measures[f"ndcg_at_{k}"] = f"ndcg@{k}"
     for seed in range(SYSTEMS):
         for files in export(seed, tmp_path):
-            run = ranx.Run({query: files.run[query] for query in files.qrels})
+            answered = {query: files.run[query] for query in files.qrels}
+            run = ranx.Run(answered)
             ranx.evaluate(ranx.Qrels(files.qrels), run, list(measures.values()))
             for name, measure in measures.items():
-                check(files.ours, name, [float(x) for x in run.scores[measure].values()])
+                theirs = [float(value) for value in run.scores[measure].values()]
+                check(files.ours, name, theirs)
 
 
 def _vectors(files: Files) -> list[tuple[list[float], list[int]]]:
@@ -441,14 +481,25 @@ def test_tools_that_break_ties_by_name_would_find_other_figures(tmp_path):
         results = evaluated(made)
         save_trec(results, tmp_path)
         exported_run, qrels = _read(tmp_path, "i2t")
-        run = {}
-        for query, best in exported_run.items():
-            row = made.scores[int(query.removeprefix("image"))]
-            run[query] = {text: float(row[int(text.removeprefix("text"))]) for text in best}
-        each = trec.RelevanceEvaluator(qrels, {"recip_rank"}).evaluate(run).values()
-        mrr = 100 * math.fsum(x["recip_rank"] for x in each) / len(each)
-        different += abs(mrr - results.i2t.metrics()["mrr"]) > 1e-6
+        evaluator = trec.RelevanceEvaluator(qrels, {"recip_rank"})
+        of_each_query = evaluator.evaluate(with_scores(exported_run, made.scores)).values()
+        reciprocal_ranks = [found["recip_rank"] for found in of_each_query]
+        theirs = 100 * math.fsum(reciprocal_ranks) / len(reciprocal_ranks)
+        ours = results.i2t.metrics()["mrr"]
+        different += abs(theirs - ours) > 1e-6
     assert different > 15
+
+
+def with_scores(run: dict[str, dict[str, float]], scores: torch.Tensor) -> dict[str, Any]:
+    """A run of images as queries, with their scores as they were."""
+    found: dict[str, Any] = {}
+    for query, best in run.items():
+        row = scores[int(query.removeprefix("image"))]
+        found[query] = {}
+        for text in best:
+            number = int(text.removeprefix("text"))
+            found[query][text] = float(row[number])
+    return found
 
 
 # --- grades ---------------------------------------------------------------------------------------
@@ -459,26 +510,31 @@ def test_grades_are_a_matrix_dense_or_sparse_or_judgements():
     made = system(5)
     images, texts = made.grades.nonzero(as_tuple=True)
     wanted = retrieval_metrics(made.scores, relevant=made.grades)
-    for relevant in (
+    forms = (
         made.grades.float(),
         made.grades.numpy(),
         made.grades.to_sparse(),
         made.grades.double().to_sparse_csr(),
         Judgements(images, texts, made.grades[images, texts]),
-    ):
+    )
+    for relevant in forms:
         assert retrieval_metrics(made.scores, relevant=relevant) == wanted
     binary = retrieval_metrics(made.scores, relevant=made.grades > 0)
-    assert binary == retrieval_metrics(made.scores, relevant=(images, texts))
-    assert binary["i2t_ndcg_at_5"] != wanted["i2t_ndcg_at_5"] and binary["i2t_map"] <= 100
+    of_pairs = retrieval_metrics(made.scores, relevant=(images, texts))
+    assert binary == of_pairs
+    assert binary["i2t_ndcg_at_5"] != wanted["i2t_ndcg_at_5"]
+    assert binary["i2t_map"] <= 100
 
 
 def test_grades_of_run_files_are_whole(tmp_path):
     grades = torch.tensor([[0.5, 0.0], [0.0, 2.0]])
-    found = retrieval_results(torch.rand(2, 2), relevant=grades)
+    of_halves = retrieval_results(torch.rand(2, 2), relevant=grades)
     with pytest.raises(ValueError, match="results: expected grades that are whole"):
-        save_trec(found, tmp_path)
-    save_trec(retrieval_results(torch.rand(2, 2), relevant=2 * grades), tmp_path)
-    assert (tmp_path / "i2t.qrels").read_text() == "image0 0 text0 1\nimage1 0 text1 4\n"
+        save_trec(of_halves, tmp_path)
+    whole = retrieval_results(torch.rand(2, 2), relevant=2 * grades)
+    save_trec(whole, tmp_path)
+    written = (tmp_path / "i2t.qrels").read_text()
+    assert written == "image0 0 text0 1\nimage1 0 text1 4\n"
 
 
 # --- what is built on them ------------------------------------------------------------------------
@@ -487,27 +543,38 @@ def test_grades_of_run_files_are_whole(tmp_path):
 def test_metrics_of_single_queries_have_the_names_of_the_means():
     results = evaluated(system(4))
     found = results.metrics(KS)
+    names = [f"r{k}" for k in KS]
+    names += ["recall_at_3", "ndcg_at_20", "mrr", "map", "map_at_r"]
     for way, side in results.ways.items():
         matched = side.positives > 0
-        for name in (*(f"r{k}" for k in KS), "recall_at_3", "ndcg_at_20", "mrr", "map", "map_at_r"):
+        for name in names:
             values = side.per_query(name)
-            assert values.dtype == torch.float64 and not values[~matched].any()
-            assert found[f"{way}_{name}"] == pytest.approx(100 * float(values[matched].mean()))
+            assert values.dtype == torch.float64
+            assert not values[~matched].any()
+            percentage = 100 * float(values[matched].mean())
+            assert found[f"{way}_{name}"] == pytest.approx(percentage)
     for name in ("r0", "recall", "precision_at_3", "r05"):
         with pytest.raises(ValueError, match=f"name: .*{name}"):
             results.i2t.per_query(name)
 
 
 def test_intervals_comparisons_and_tables_have_any_k():
-    results = evaluated(system(4))
-    perfect = evaluated(system(4)._replace(scores=system(4).grades.double()))
-    intervals = confidence_intervals(results, ks=(2, 7), samples=50)
+    made = system(4)
+    results = evaluated(made)
+    perfect = evaluated(made._replace(scores=made.grades.double()))
     found = results.metrics((2, 7))
-    shares = {f"{w}_{x}" for w in WAYS for x in ("median_rank", "mean_rank", "skewness")}
-    assert intervals.keys() == found.keys() - shares and "i2t_recall_at_7" in intervals
-    assert intervals["rsum"] == confidence_intervals(results, samples=50)["rsum"]
-    change = compare(perfect, results, ks=(2, 7), samples=50)["i2t_ndcg_at_2"]
+
+    intervals = confidence_intervals(results, ks=(2, 7), samples=50)
+    without = {f"{way}_{name}" for way in WAYS for name in ("median_rank", "mean_rank", "skewness")}
+    assert intervals.keys() == found.keys() - without
+    assert "i2t_recall_at_7" in intervals
+    of_usual_ks = confidence_intervals(results, samples=50)
+    assert intervals["rsum"] == of_usual_ks["rsum"]
+
+    changes = compare(perfect, results, ks=(2, 7), samples=50)
+    change = changes["i2t_ndcg_at_2"]
     assert change.difference == pytest.approx(100 - found["i2t_ndcg_at_2"])
+
     lines = latex_table({"a": results}, ks=(2, 7)).splitlines()
     assert lines[0] == r"\begin{tabular}{lrrrrr}"
     assert lines[3] == r" & R@2 & R@7 & R@2 & R@7 & RSUM \\"
@@ -516,11 +583,13 @@ def test_intervals_comparisons_and_tables_have_any_k():
 
 def test_batches_have_any_k():
     pytest.importorskip("torchmetrics")
-    images, texts = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    images, texts = torch.randn(2, 12, 8, generator=generator)
     metric = metrics.RetrievalMetrics(ks=(2, 7))
     metric.update(images, texts)
     found = {name: float(x) for name, x in metric.compute().items()}
-    assert found == retrieval_metrics(Similarity(images, texts), ks=(2, 7))
+    sim = Similarity(images, texts)
+    assert found == retrieval_metrics(sim, ks=(2, 7))
     with pytest.raises(ValueError, match="ks"):
         metrics.RetrievalMetrics(ks=(0,))
 

@@ -47,7 +47,13 @@ def generator(seed):
 def ragged(seed, n=N, m=M):
     """Ids with and without a match, some of them repeated."""
     g = generator(seed)
-    return torch.randint(0, 8, (n,), generator=g), torch.randint(2, 10, (m,), generator=g)
+    image_ids = torch.randint(0, 8, (n,), generator=g)
+    text_ids = torch.randint(2, 10, (m,), generator=g)
+    return image_ids, text_ids
+
+
+def random_scores(seed):
+    return torch.rand(N, M, generator=generator(seed))
 
 
 def tied_scores(seed=0):
@@ -63,27 +69,33 @@ def tied(engine, ids=None, seed=0):
     if engine == "scores":
         return scores
     if ids is None:  # no pair matches
-        ids = torch.arange(N), torch.arange(N, N + M)
+        ids = (torch.arange(N), torch.arange(N, N + M))
     return similarity(v, w, ids, engine, normalize=False)
 
 
 def judged(seed, count=50, n=N, m=M):
+    """Judgements from 1 to 4, some of the same pair; the last two of each side have none."""
     g = generator(seed)
     images = torch.randint(0, n - 2, (count,), generator=g)
     texts = torch.randint(0, m - 2, (count,), generator=g)
-    return Judgements(images, texts, torch.randint(1, 5, (count,), generator=g))
+    grades = torch.randint(1, 5, (count,), generator=g)
+    return Judgements(images, texts, grades)
 
 
 def triples(judgements):
-    return list(zip(*(x.tolist() for x in judgements), strict=True))
+    """Image, text and grade of each judgement."""
+    columns = [column.tolist() for column in judgements]
+    return list(zip(*columns, strict=True))
 
 
 def right_pairs(judgements, least):
+    """Pairs whose mean grade is high enough."""
     grades = oracle_metrics._mean_grades(triples(judgements))
     return {pair for pair, grade in grades.items() if grade >= least}
 
 
 def of(way, figures):
+    """The figures of one direction."""
     return {name: x for name, x in figures.items() if name.startswith(way)}
 
 
@@ -93,9 +105,12 @@ def without_skewness(found):
 
 def chance(seed, n=12, captions=3, better=0.0):
     """Results of a model that is right at random."""
-    ids = torch.arange(n), torch.arange(n).repeat_interleave(captions)
+    image_ids = torch.arange(n)
+    text_ids = image_ids.repeat_interleave(captions)
+    is_own = image_ids[:, None] == text_ids
     scores = torch.rand(n, n * captions, generator=generator(seed), dtype=torch.float64)
-    return retrieval_results(scores + (0.5 + better) * (ids[0][:, None] == ids[1]), *ids)
+    scores += (0.5 + better) * is_own
+    return retrieval_results(scores, image_ids, text_ids)
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -105,11 +120,14 @@ def chance(seed, n=12, captions=3, better=0.0):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", range(3))
 def test_figures_by_ragged_ids_equal_the_loops(seed, engine, ties, tiny_blocks):
-    ids = ragged(seed)
-    given_ids = ids if engine == "scores" else ()
-    found = retrieval_metrics(tied(engine, ids, seed), *given_ids, ties=ties)
-    pairs = (ids[0][:, None] == ids[1]).nonzero().tolist()
-    wanted = oracle_metrics.listed(tied_scores(seed)[2].numpy(), map(tuple, pairs), ties)
+    image_ids, text_ids = ragged(seed)
+    asked = tied(engine, (image_ids, text_ids), seed)
+    given_ids = (image_ids, text_ids) if engine == "scores" else ()
+    found = retrieval_metrics(asked, *given_ids, ties=ties)
+    matches = image_ids[:, None] == text_ids
+    pairs = [(i, j) for i, j in matches.nonzero().tolist()]
+    _, _, scores = tied_scores(seed)
+    wanted = oracle_metrics.listed(scores.numpy(), pairs, ties)
     assert without_skewness(found) == pytest.approx(wanted)
 
 
@@ -120,9 +138,10 @@ def test_figures_by_ragged_ids_equal_the_loops(seed, engine, ties, tiny_blocks):
 def test_figures_by_judgements_equal_the_loops(seed, engine, ties, least, tiny_blocks):
     judgements = judged(seed)
     options = {"relevant": judgements.at_least(least), "ties": ties}
-    found = retrieval_results(tied(engine, seed=seed), **options)
+    asked = tied(engine, seed=seed)
+    found = retrieval_results(asked, **options)
     pairs = right_pairs(judgements, least)
-    scores = tied_scores(seed)[2]
+    _, _, scores = tied_scores(seed)
     wanted = oracle_metrics.listed(scores.numpy(), pairs, ties)
     assert without_skewness(found.metrics()) == pytest.approx(wanted)
     assert found.t2i.candidates == N
@@ -130,20 +149,22 @@ def test_figures_by_judgements_equal_the_loops(seed, engine, ties, least, tiny_b
 
     # with other scores of text→image
     others = scores.flip(0, 1)
-    found = retrieval_results((tied(engine, seed=seed), others), **options)
-    wanted = of("t2i", oracle_metrics.listed(others.numpy(), pairs, ties))
-    assert of("t2i", without_skewness(found.metrics())) == pytest.approx(wanted)
+    found = retrieval_results((asked, others), **options)
+    wanted = oracle_metrics.listed(others.numpy(), pairs, ties)
+    figures = without_skewness(found.metrics())
+    assert of("t2i", figures) == pytest.approx(of("t2i", wanted))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_untied_ragged_metrics_equal_the_oracle_to_the_last_figure(seed):
     S = torch.rand(N, 23, generator=generator(seed), dtype=torch.float64)
-    ids = ragged(seed, m=23)
-    found = retrieval_metrics(S, *ids)
-    assert found == pytest.approx(oracle.retrieval_metrics(S.numpy(), *(x.numpy() for x in ids)))
+    image_ids, text_ids = ragged(seed, m=23)
+    found = retrieval_metrics(S, image_ids, text_ids)
+    wanted = oracle.retrieval_metrics(S.numpy(), image_ids.numpy(), text_ids.numpy())
+    assert found == pytest.approx(wanted)
     # Queries without a right candidate do not count: the figures equal those without these queries.
-    asked = torch.isin(ids[0], ids[1]).nonzero().squeeze(1)
-    alone = retrieval_metrics(S[asked], ids[0][asked], ids[1])
+    answered = torch.isin(image_ids, text_ids)
+    alone = retrieval_metrics(S[answered], image_ids[answered], text_ids)
     assert of("i2t", found) == of("i2t", alone)
 
 
@@ -168,9 +189,12 @@ KINDS = pytest.mark.parametrize("kind", ["captions", "random"])
 def test_figures_of_folds_equal_the_oracle(engine, kind, tiny_blocks):
     asked, scores, ids = in_folds(engine, kind)
     wanted = oracle_metrics.folds(scores.numpy(), *ids, 4)
-    assert retrieval_metrics(*asked, folds=4) == pytest.approx(wanted)
-    assert retrieval_metrics(*asked, folds=1) == retrieval_metrics(*asked)
-    assert retrieval_metrics(*asked) != pytest.approx(wanted)
+    in_four = retrieval_metrics(*asked, folds=4)
+    assert in_four == pytest.approx(wanted)
+    whole = retrieval_metrics(*asked)
+    assert whole != pytest.approx(wanted)
+    in_one = retrieval_metrics(*asked, folds=1)
+    assert in_one == whole
 
 
 @KINDS
@@ -189,15 +213,17 @@ def test_figures_of_folds_of_two_matrices_equal_the_oracle(engine, kind, tiny_bl
 @KINDS
 @pytest.mark.parametrize("engine", ENGINES)
 def test_re_ranked_figures_of_folds_are_means_of_the_parts(engine, kind, method, tiny_blocks):
-    asked, scores, ids = in_folds(engine, kind)
+    asked, scores, (image_ids, text_ids) = in_folds(engine, kind)
     parts = []
     for rows in torch.arange(8).split(2):
-        cols = torch.isin(ids[1], ids[0][rows])
-        own_ids = ids[0][rows], ids[1][cols]
-        parts.append(retrieval_metrics(scores[rows][:, cols], *own_ids, reranker=method))
+        cols = torch.isin(text_ids, image_ids[rows])
+        own_scores = scores[rows][:, cols]
+        part = retrieval_metrics(own_scores, image_ids[rows], text_ids[cols], reranker=method)
+        parts.append(part)
     found = retrieval_metrics(*asked, folds=4, reranker=method)
     for name, value in found.items():
-        assert value == pytest.approx(sum(part[name] for part in parts) / 4), name
+        mean = sum(part[name] for part in parts) / 4
+        assert value == pytest.approx(mean), name
 
 
 COUNTS = {  # of the texts of each of eight images
@@ -240,8 +266,9 @@ def test_queries_of_folds_are_those_of_their_parts(kind, options):
 
     for rows in torch.arange(8).split(2):
         cols = torch.isin(text_ids, image_ids[rows]).nonzero().squeeze(1)
-        own_ids = image_ids[rows], text_ids[cols]
-        part = retrieval_results(S[rows][:, cols], *own_ids, hubness_k=2, **options)
+        own_scores = S[rows][:, cols]
+        own_ids = (image_ids[rows], text_ids[cols])
+        part = retrieval_results(own_scores, *own_ids, hubness_k=2, **options)
         expect_part(found.i2t, part.i2t, queries=rows, candidates=cols)
         expect_part(found.t2i, part.t2i, queries=cols, candidates=rows)
 
@@ -255,9 +282,12 @@ def expect_part(found, part, queries, candidates):
 
 
 def test_hubs_of_folds_are_among_as_many_candidates_as_every_part_has():
+    scores = torch.rand(4, 9)
+    image_ids = torch.arange(4)
     text_ids = torch.tensor([0, 1, 1, 1, 2, 2, 2, 2, 3])
-    found = retrieval_results(torch.rand(4, 9), torch.arange(4), text_ids, folds=2, hubness_k=10)
-    assert found.i2t.top.shape == (4, 4) and found.t2i.top.shape == (9, 2)
+    found = retrieval_results(scores, image_ids, text_ids, folds=2, hubness_k=10)
+    assert found.i2t.top.shape == (4, 4)
+    assert found.t2i.top.shape == (9, 2)
 
 
 @pytest.mark.parametrize(("last", "asked"), [(7, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 5, 5])])
@@ -268,15 +298,19 @@ def test_texts_ask_in_every_part_that_has_an_image_of_theirs(last, asked):
     found = retrieval_results(S, image_ids, text_ids, folds=2)
     assert found.t2i.ids.tolist() == asked
     assert found.i2t.ids.tolist() == image_ids.tolist()
-    assert found.metrics() == pytest.approx(oracle_metrics.folds(S.numpy(), image_ids, text_ids, 2))
+    wanted = oracle_metrics.folds(S.numpy(), image_ids, text_ids, 2)
+    assert found.metrics() == pytest.approx(wanted)
 
 
 def test_folds_of_inner_products_are_those_of_their_matrix():
-    v = torch.randn(8, 3, generator=generator(8)) * torch.arange(1, 9)[:, None]
-    w = torch.randn(16, 3, generator=generator(16)) * torch.arange(1, 17)[:, None]
-    ids = torch.arange(8), torch.arange(16) // 2
-    found = retrieval_metrics(Similarity(v, w, *ids, normalize=False), folds=2)
-    assert found == retrieval_metrics(v @ w.T, *ids, folds=2)
+    lengths = torch.arange(1, 17)[:, None]
+    v = lengths[:8] * torch.randn(8, 3, generator=generator(8))
+    w = lengths * torch.randn(16, 3, generator=generator(16))
+    ids = (torch.arange(8), torch.arange(16) // 2)
+    sim = Similarity(v, w, *ids, normalize=False)
+    found = retrieval_metrics(sim, folds=2)
+    of_matrix = retrieval_metrics(v @ w.T, *ids, folds=2)
+    assert found == of_matrix
 
 
 def test_no_candidate_of_a_fold_is_minus_one():
@@ -301,9 +335,11 @@ def test_agreement_equals_the_loops(seed, engine, tiny_blocks):
     asked = torch.from_numpy(S) if engine == "scores" else similarity(v, w, ragged(seed), engine)
     for k in (1, 3, 10, 40):
         found = agreement(asked, judgements, k=k)
-        wanted = oracle_metrics.ndcg(S, triples(judgements), k)
-        assert (found.i2t_ndcg, found.t2i_ndcg) == pytest.approx(wanted)
-    assert found.tau == pytest.approx(oracle_metrics.kendall(S, triples(judgements)))
+        i2t_ndcg, t2i_ndcg = oracle_metrics.ndcg(S, triples(judgements), k)
+        assert found.i2t_ndcg == pytest.approx(i2t_ndcg)
+        assert found.t2i_ndcg == pytest.approx(t2i_ndcg)
+    tau = oracle_metrics.kendall(S, triples(judgements))
+    assert found.tau == pytest.approx(tau)
 
 
 @pytest.mark.parametrize("levels", ["four levels", "all different", "two levels"])
@@ -318,12 +354,18 @@ def test_agreement_of_tied_scores_equals_the_loops(seed, engine, levels, tiny_bl
         "two levels": judgements.grades > 2,
     }
     judgements = judgements._replace(grades=grades[levels])
-    wanted = oracle_metrics.kendall(tied_scores(seed)[2].numpy(), triples(judgements))
-    assert agreement(tied(engine, seed=seed), judgements).tau == pytest.approx(wanted)
+    _, _, scores = tied_scores(seed)
+    wanted = oracle_metrics.kendall(scores.numpy(), triples(judgements))
+    asked = tied(engine, seed=seed)
+    found = agreement(asked, judgements)
+    assert found.tau == pytest.approx(wanted)
 
 
 def every_pair(n, m):
-    return torch.arange(n).repeat_interleave(m), torch.arange(m).repeat(n)
+    """Images and texts of all pairs."""
+    images = torch.arange(n).repeat_interleave(m)
+    texts = torch.arange(m).repeat(n)
+    return images, texts
 
 
 ORDER = torch.randperm(24, generator=generator(0))
@@ -334,8 +376,9 @@ ORDERED = Judgements(*every_pair(4, 6), ORDER)
 def test_scores_in_the_order_of_the_grades_agree(dtype):
     pytest.importorskip("scipy")
     scores = ORDER.view(4, 6).to(dtype)
+    by_columns = scores.T.contiguous().T
     assert agreement(scores, ORDERED) == pytest.approx((1, 100, 100))
-    assert agreement(scores.T.contiguous().T, ORDERED) == pytest.approx((1, 100, 100))
+    assert agreement(by_columns, ORDERED) == pytest.approx((1, 100, 100))
 
 
 def test_scores_in_the_opposite_order_disagree():
@@ -347,47 +390,56 @@ def test_scores_in_the_opposite_order_disagree():
 
 def test_equal_scores_order_nothing():
     pytest.importorskip("scipy")
-    assert agreement(torch.zeros(4, 6), ORDERED).tau == 0
+    found = agreement(torch.zeros(4, 6), ORDERED)
+    assert found.tau == 0
 
 
 def test_2000_random_scores_do_not_agree():
     pytest.importorskip("scipy")
     scores, grades = torch.rand(2, 2000, generator=generator(1))
     judgements = Judgements(*every_pair(40, 50), grades)
-    assert agreement(scores.view(40, 50), judgements).tau == pytest.approx(0, abs=0.1)
+    found = agreement(scores.view(40, 50), judgements)
+    assert found.tau == pytest.approx(0, abs=0.1)
 
 
 def test_indices_of_small_integer_types_do_not_overflow():
     """249 x 50 + 49 is no number of a byte."""
     pytest.importorskip("scipy")
-    images, texts = torch.arange(250), torch.arange(50).repeat(5)
+    images = torch.arange(250)
+    texts = torch.arange(50).repeat(5)
+    grades = torch.arange(250)
     scores = torch.rand(250, 50, generator=generator(2))
-    wanted = agreement(scores, Judgements(images, texts, images))
-    assert agreement(scores, Judgements(images.byte(), texts.byte(), images)) == wanted
-    assert agreement(scores, Judgements(images.short(), texts.byte(), images)) == wanted
+    wanted = agreement(scores, Judgements(images, texts, grades))
+    in_bytes = Judgements(images.byte(), texts.byte(), grades)
+    assert agreement(scores, in_bytes) == wanted
+    in_two_types = Judgements(images.short(), texts.byte(), grades)
+    assert agreement(scores, in_two_types) == wanted
 
 
 @pytest.mark.parametrize("k", [3, M])
 def test_a_relevant_pair_counts_once_however_often_it_is_listed(k, tmp_path):
     pairs = torch.tensor([[0, 0, 3, 0, 2, 3], [5, 1, 8, 5, 8, 8]])
     once = pairs[:, [0, 1, 2, 4]]
-    wanted = retrieval_results(tied("scores"), relevant=tuple(once), hubness_k=k)
-    found = retrieval_results(tied("scores"), relevant=tuple(pairs), hubness_k=k)
+    scores = tied("scores")
+    wanted = retrieval_results(scores, relevant=tuple(once), hubness_k=k)
+    found = retrieval_results(scores, relevant=tuple(pairs), hubness_k=k)
     assert found.metrics() == wanted.metrics()
     assert found.i2t.positives.tolist() == [2, 0, 1, 1, 0, 0, 0, 0, 0]
     assert torch.equal(found.i2t.ranks, wanted.i2t.ranks)
     assert torch.equal(found.t2i.ranks, wanted.t2i.ranks)
     save_trec(found, tmp_path)
-    assert (tmp_path / "i2t.qrels").read_text().count("image0 0 text5") == 1
+    qrels = (tmp_path / "i2t.qrels").read_text()
+    assert qrels.count("image0 0 text5") == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("grade", [0.1, 0.3, 0.7, 0.9])
 def test_a_grade_is_as_high_as_itself_however_it_is_stored_and_often_it_is_there(dtype, grade):
     for times in range(1, 8):
+        zeros = torch.zeros(times).long()
         grades = torch.full((times,), grade, dtype=dtype)
-        pairs = Judgements(*torch.zeros(2, times).long(), grades)
-        found = retrieval_results(torch.rand(2, 3), relevant=pairs.at_least(grade))
+        judgements = Judgements(zeros, zeros, grades)
+        found = retrieval_results(torch.rand(2, 3), relevant=judgements.at_least(grade))
         assert int(found.i2t.best[0]) > 0
         assert int(found.i2t.best[1]) == 0
 
@@ -414,8 +466,8 @@ def test_the_bootstrap_equals_its_loops(seed):
     both sides.
     """
     ids = ragged(seed)
-    a = retrieval_results(torch.rand(N, M, generator=generator(seed)).double(), *ids)
-    b = retrieval_results(torch.rand(N, M, generator=generator(seed + 9)).double(), *ids)
+    a = retrieval_results(random_scores(seed).double(), *ids)
+    b = retrieval_results(random_scores(seed + 9).double(), *ids)
     options = {"level": 0.8, "samples": 70, "seed": 5}
     intervals = confidence_intervals(a, **options)
     paired = compare(a, b, **options)
@@ -425,17 +477,26 @@ def test_the_bootstrap_equals_its_loops(seed):
     drawn_ids = unique[draws].tolist()
     samples_of_a = bootstrapped(a, drawn_ids)
     samples_of_b = bootstrapped(b, drawn_ids)
-    assert intervals.keys() == paired.keys() == samples_of_a[0].keys()
+    assert intervals.keys() == samples_of_a[0].keys()
+    assert paired.keys() == samples_of_a[0].keys()
     for name, found in paired.items():
         first = np.array([figures[name] for figures in samples_of_a])
         second = np.array([figures[name] for figures in samples_of_b])
-        assert intervals[name] == pytest.approx(tuple(np.nanquantile(first, [0.1, 0.9])))
-        d = first - second
-        tail = min((d <= 1e-9).sum(), (d >= -1e-9).sum())
-        p = min(1, 2 * (1 + tail) / (1 + np.isfinite(d).sum()))
+        low, high = np.nanquantile(first, [0.1, 0.9])
+        assert intervals[name] == pytest.approx((low, high))
         difference = a.metrics()[name] - b.metrics()[name]
-        wanted = difference, *np.nanquantile(d, [0.1, 0.9]), p
+        low, high = np.nanquantile(first - second, [0.1, 0.9])
+        wanted = (difference, low, high, p_value(first - second))
         assert found == pytest.approx(wanted, abs=1e-9), name
+
+
+def p_value(differences):
+    """Twice the share of samples on the rarer side of 0, one more counted on each; at most 1."""
+    below = (differences <= 1e-9).sum()
+    above = (differences >= -1e-9).sum()
+    tail = min(below, above)
+    samples = np.isfinite(differences).sum()
+    return min(1, 2 * (1 + tail) / (1 + samples))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -445,14 +506,17 @@ def test_intervals_hold_the_figures_and_grow_with_the_level(seed):
     wide = confidence_intervals(results, level=0.99, samples=400)
     figures = results.metrics()
     for name, (low, high) in narrow.items():
-        assert 0 <= wide[name][0] <= low <= high <= wide[name][1]
-        assert wide[name][0] <= figures[name] <= wide[name][1]
+        lowest, highest = wide[name]
+        assert 0 <= lowest <= low <= high <= highest
+        assert lowest <= figures[name] <= highest
 
 
 def test_intervals_depend_on_the_seed_alone():
     first = confidence_intervals(chance(0), samples=20)
-    assert confidence_intervals(chance(0), samples=20) == first
-    assert confidence_intervals(chance(0), samples=20, seed=1) != first
+    again = confidence_intervals(chance(0), samples=20)
+    assert again == first
+    of_another_seed = confidence_intervals(chance(0), samples=20, seed=1)
+    assert of_another_seed != first
 
 
 def test_a_model_does_not_differ_from_itself():
@@ -464,41 +528,54 @@ def test_a_model_does_not_differ_from_itself():
 def test_a_comparison_turned_round_has_the_other_sign(seed):
     a = chance(seed)
     b = chance(seed + 1, better=0.2)
+    forth = compare(a, b, samples=200)
     back = compare(b, a, samples=200)
-    for name, found in compare(a, b, samples=200).items():
+    figures_of_a = a.metrics()
+    figures_of_b = b.metrics()
+    for name, found in forth.items():
         other = back[name]
-        turned = -other.difference, -other.high, -other.low, other.p_value
+        turned = (-other.difference, -other.high, -other.low, other.p_value)
         assert found == pytest.approx(turned)
-        assert found.difference == pytest.approx(a.metrics()[name] - b.metrics()[name])
+        difference = figures_of_a[name] - figures_of_b[name]
+        assert found.difference == pytest.approx(difference)
         assert 0 < found.p_value <= 1
 
 
 @pytest.mark.parametrize("seed", range(15))
 def test_the_order_of_queries_is_that_of_the_results(seed):
     g = generator(seed)
-    ids = ragged(0)
+    image_ids, text_ids = ragged(0)
     S = torch.rand(N, M, generator=g, dtype=torch.float64)
     rows = torch.randperm(N, generator=g)
     cols = torch.randperm(M, generator=g)
-    plain = retrieval_results(S, *ids)
-    moved = retrieval_results(S[rows][:, cols], ids[0][rows], ids[1][cols])
+    plain = retrieval_results(S, image_ids, text_ids)
+    moved = retrieval_results(S[rows][:, cols], image_ids[rows], text_ids[cols])
     assert moved.metrics() == pytest.approx(plain.metrics())
-    for way, order, other in (("i2t", rows, cols), ("t2i", cols, rows)):
-        a, b = plain.ways[way], moved.ways[way]
-        assert torch.equal(a.ids[order], b.ids)
-        assert torch.equal(a.ranks[order], b.ranks)
-        assert torch.equal(a.top[order], other[b.top])
-        assert torch.equal(a.occurrences[other], b.occurrences)
-    wanted = confidence_intervals(plain, samples=50)["rsum"]
-    assert confidence_intervals(moved, samples=50)["rsum"] == pytest.approx(wanted)
+    expect_moved(plain.i2t, moved.i2t, queries=rows, candidates=cols)
+    expect_moved(plain.t2i, moved.t2i, queries=cols, candidates=rows)
+    wanted = confidence_intervals(plain, samples=50)
+    found = confidence_intervals(moved, samples=50)
+    assert found["rsum"] == pytest.approx(wanted["rsum"])
+
+
+def expect_moved(plain, moved, queries, candidates):
+    """Check that results are those of the same queries and candidates in another order."""
+    assert torch.equal(plain.ids[queries], moved.ids)
+    assert torch.equal(plain.ranks[queries], moved.ranks)
+    assert torch.equal(plain.top[queries], candidates[moved.top])
+    assert torch.equal(plain.occurrences[candidates], moved.occurrences)
 
 
 def test_five_times_the_same_caption_is_one_witness():
     S = torch.rand(40, 40, generator=generator(0)) + 0.6 * torch.eye(40)
-    one, five = retrieval_results(S), retrieval_results(S.repeat_interleave(5, 1))
-    a, b = (confidence_intervals(x, samples=300) for x in (one, five))
+    one = retrieval_results(S)
+    five = retrieval_results(S.repeat_interleave(5, 1))
+    intervals = confidence_intervals(one, samples=300)
+    intervals_of_five = confidence_intervals(five, samples=300)
     for name in ("t2i_r1", "t2i_r5", "t2i_r10"):
-        assert a[name] == pytest.approx(b[name]) and a[name][0] < a[name][1]
+        low, high = intervals[name]
+        assert intervals_of_five[name] == pytest.approx((low, high))
+        assert low < high
 
 
 def simulated(seed, n=80, captions=5):
@@ -511,7 +588,9 @@ def simulated(seed, n=80, captions=5):
     for owners in (np.arange(n), np.arange(n).repeat(captions)):
         is_right = g.random(len(owners)) < chance_of_image[owners]
         ranks = torch.from_numpy(np.where(is_right, 1, 50))[:, None]
-        sides.append(QueryResults(torch.from_numpy(owners), ranks, torch.zeros_like(ranks), 100))
+        ids = torch.from_numpy(owners)
+        best = torch.zeros_like(ranks)
+        sides.append(QueryResults(ids, ranks, best, 100))
     return RetrievalResults(*sides)
 
 
@@ -520,43 +599,51 @@ def simulated(seed, n=80, captions=5):
 def test_90_of_100_intervals_hold_the_true_figure(name):
     held = []
     for seed in range(200):
-        low, high = confidence_intervals(simulated(seed), level=0.9, samples=200)[name]
+        intervals = confidence_intervals(simulated(seed), level=0.9, samples=200)
+        low, high = intervals[name]
         held.append(low <= 60 <= high)
     assert 0.85 <= np.mean(held) <= 0.95
 
 
 @pytest.mark.slow
 def test_p_values_are_uniform_where_there_is_no_difference():
-    p_values = []
+    values = []
     for seed in range(0, 200, 2):
         found = compare(simulated(seed), simulated(seed + 1), samples=200)
-        p_values.append(found["t2i_r1"].p_value)
-    assert 0.04 <= np.mean(np.array(p_values) < 0.1) <= 0.18
-    assert 0.35 <= np.mean(np.array(p_values) < 0.5) <= 0.65
+        values.append(found["t2i_r1"].p_value)
+    p_values = np.array(values)
+    below_a_tenth = np.mean(p_values < 0.1)
+    assert 0.04 <= below_a_tenth <= 0.18
+    below_a_half = np.mean(p_values < 0.5)
+    assert 0.35 <= below_a_half <= 0.65
 
 
 def first_or_second(text_ids):
     """Results of two models; each finds one right candidate."""
-    scores = torch.zeros(2, 10, 10)
-    scores[0, 0, 0] = 1
-    scores[1, 1, 1] = 1
-    ids = torch.arange(10), torch.tensor(text_ids)
-    return [retrieval_results(x, *ids) for x in scores]
+    results = []
+    for right in (0, 1):
+        scores = torch.zeros(10, 10)
+        scores[right, right] = 1
+        results.append(retrieval_results(scores, torch.arange(10), torch.tensor(text_ids)))
+    return results
 
 
 def test_samples_without_an_answer_favour_no_model():
     """Two of ten ids have answers, one for each model."""
-    found = compare(*first_or_second([0, 1, *range(50, 58)]))["i2t_r1"]
+    first, second = first_or_second([0, 1, *range(50, 58)])
+    found = compare(first, second)["i2t_r1"]
     assert found[:3] == (0, -100, 100)
     assert found.p_value > 0.95
 
 
 def test_samples_without_an_answer_are_left_out():
     """One of ten ids has an answer; it is missing from 0.9 ^ 10 = 35 % of the samples."""
-    results = first_or_second([0, *range(50, 59)])
-    assert confidence_intervals(results[0])["i2t_r1"] == (100, 100)
-    p_value = compare(*results)["i2t_r1"].p_value
-    assert p_value == pytest.approx(2 / (1 + 2000 * (1 - 0.9**10)), rel=0.05)
+    first, second = first_or_second([0, *range(50, 59)])
+    intervals = confidence_intervals(first)
+    assert intervals["i2t_r1"] == (100, 100)
+    found = compare(first, second)["i2t_r1"]
+    answered_samples = 2000 * (1 - 0.9**10)
+    assert found.p_value == pytest.approx(2 / (1 + answered_samples), rel=0.05)
 
 
 # --- sizes, tables and errors ---------------------------------------------------------------------
@@ -572,9 +659,10 @@ def test_the_smallest_sets_have_results(scores):
     for low, high in confidence_intervals(results, samples=20).values():
         assert low <= high
     ids = [torch.zeros(size).long() for size in scores.shape]
-    everything = retrieval_results(scores, *ids)
-    assert everything.metrics()["rsum"] == 600
-    assert confidence_intervals(everything)["rsum"] == (600, 600)
+    all_right = retrieval_results(scores, *ids)
+    assert all_right.metrics()["rsum"] == 600
+    intervals = confidence_intervals(all_right)
+    assert intervals["rsum"] == (600, 600)
 
 
 @pytest.mark.parametrize("where", [(0, 0), (17, 30), (40, 52)])
@@ -584,21 +672,24 @@ def test_a_nan_is_found_wherever_it_is(where, turned, monkeypatch):
     monkeypatch.setattr("itrloss.checks._AT_ONCE", 100)
     scores = torch.rand(41, 53)
     scores[where] = torch.nan
-    scores = scores.T.contiguous().T if turned else scores
+    if turned:
+        scores = scores.T.contiguous().T
+    ids = (torch.arange(41), torch.arange(53))
     with pytest.raises(ValueError, match="scores: expected finite"):
-        Similarity.from_scores(scores, torch.arange(41), torch.arange(53), check_finite=True)
+        Similarity.from_scores(scores, *ids, check_finite=True)
     scores[where] = 0.0
-    Similarity.from_scores(scores, torch.arange(41), torch.arange(53), check_finite=True)
+    Similarity.from_scores(scores, *ids, check_finite=True)
 
 
 @pytest.mark.parametrize("way", ["i2t", "t2i"])
 def test_a_table_has_a_row_for_each_query(way, tmp_path):
     path = tmp_path / "queries.csv"
-    results = retrieval_results(torch.rand(N, M, generator=generator(0)), *ragged(0))
+    results = retrieval_results(random_scores(0), *ragged(0))
     results.save(str(path))
     with open(path, newline="", encoding="utf-8") as file:
         every = list(csv.DictReader(file))
-    assert len(every) == N + M == len(list(results.rows()))
+    assert len(every) == N + M
+    assert len(list(results.rows())) == N + M
     rows = [row for row in every if row["direction"] == way]
     side = results.ways[way]
     columns = {
@@ -611,30 +702,40 @@ def test_a_table_has_a_row_for_each_query(way, tmp_path):
         "average_precision_at_r": side.average_precision_at_r,
     }
     for name, values in columns.items():
-        assert [float(row[name]) for row in rows] == values.tolist(), name
+        written = [float(row[name]) for row in rows]
+        assert written == values.tolist(), name
 
 
 def test_rows_of_a_table_without_a_right_candidate_have_rank_0():
-    results = retrieval_results(torch.rand(N, M, generator=generator(0)), *ragged(0))
+    results = retrieval_results(random_scores(0), *ragged(0))
     rows = [row for row in results.rows() if row["direction"] == "i2t"]
     answered = [row for row in rows if row["positives"] > 0]
-    assert 0 < len(answered) < N
-    assert [row["best_rank"] for row in rows if row["positives"] == 0] == [0] * (N - len(answered))
+    unanswered = [row for row in rows if row["positives"] == 0]
+    assert answered
+    assert unanswered
+    assert len(answered) + len(unanswered) == N
+    for row in unanswered:
+        assert row["best_rank"] == 0
     mean = np.mean([row["average_precision_at_r"] for row in answered])
     assert 100 * mean == pytest.approx(results.metrics()["i2t_map_at_r"])
 
 
 def asked_with(scores=PERFECT, relevant=1.0, **changed):
-    pairs = Judgements(
-        torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([1.0, 2.0])
-    )._replace(**changed)
-    return lambda: (
-        retrieval_results(scores, relevant=pairs.at_least(relevant)),
-        agreement(scores, pairs),
-    )
+    """Return a call with two judgements, of which something is changed."""
+    images = torch.tensor([0, 1])
+    texts = torch.tensor([0, 1])
+    grades = torch.tensor([1.0, 2.0])
+    pairs = Judgements(images, texts, grades)._replace(**changed)
+
+    def call():
+        retrieval_results(scores, relevant=pairs.at_least(relevant))
+        agreement(scores, pairs)
+
+    return call
 
 
-ONE, FEW = retrieval_results(PERFECT), judged(0, n=4, m=9)
+ONE = retrieval_results(PERFECT)
+FEW = judged(0, n=4, m=9)
 UNANSWERED = retrieval_results(PERFECT, torch.arange(4), torch.arange(20) + 9)
 
 
@@ -747,27 +848,41 @@ def test_flickr8k_experts_agree_with_a_linear_model():
     their own.
     """
     pytest.importorskip("scipy")
+    judgements = flickr8k_judgements()
+    v = torch.from_numpy(np.load(SHARED / "cca" / "test_image_emb.npy")).float()
+    w = torch.from_numpy(np.load(SHARED / "cca" / "test_text_emb.npy")).float()
+    image_ids = torch.arange(1000)
+    text_ids = image_ids.repeat_interleave(5)
+    sim = Similarity(v, w, image_ids, text_ids, engine="tiled")
+    found = agreement(sim, judgements)
+    assert found.tau > 0.3
+    assert found.i2t_ndcg > 5
+    assert found.t2i_ndcg > 10
+    other_texts = (judgements.texts + 2500) % 5000
+    shuffled = agreement(sim, judgements._replace(texts=other_texts))
+    assert abs(shuffled.tau) < 0.1
+    assert shuffled.t2i_ndcg < found.t2i_ndcg / 3
+    results = retrieval_results(sim, relevant=judgements.at_least(3))
+    answered = results.i2t.positives > 0
+    assert 0 < answered.sum() < 1000
+    assert results.metrics()["t2i_r10"] > 10
+
+
+def flickr8k_judgements():
+    """The ratings of three experts each, of captions of the test split."""
     names = (SHARED / "flickr8k" / "test_images.txt").read_text().split()
     row = {name: i for i, name in enumerate(names)}
-    images, texts, grades = [], [], []
-    for line in (SHARED / "flickr8k" / "ExpertAnnotations.txt").read_text().splitlines():
+    images = []
+    texts = []
+    grades = []
+    lines = (SHARED / "flickr8k" / "ExpertAnnotations.txt").read_text().splitlines()
+    for line in lines:
         image, caption, *ratings = line.split()
         name, number = caption.split("#")
-        if name in row:
-            images += [row[image]] * 3
-            texts += [5 * row[name] + int(number)] * 3
-            grades += map(int, ratings)
-    judgements = Judgements(*(torch.tensor(x) for x in (images, texts, grades)))
-    v, w = (
-        torch.from_numpy(np.load(SHARED / "cca" / f"test_{x}_emb.npy")).float()
-        for x in ("image", "text")
-    )
-    sim = Similarity(
-        v, w, torch.arange(1000), torch.arange(1000).repeat_interleave(5), engine="tiled"
-    )
-    found = agreement(sim, judgements)
-    assert found.tau > 0.3 and found.i2t_ndcg > 5 and found.t2i_ndcg > 10
-    shuffled = agreement(sim, judgements._replace(texts=(judgements.texts + 2500) % 5000))
-    assert abs(shuffled.tau) < 0.1 and shuffled.t2i_ndcg < found.t2i_ndcg / 3
-    results = retrieval_results(sim, relevant=judgements.at_least(3))
-    assert 0 < (results.i2t.positives > 0).sum() < 1000 and results.metrics()["t2i_r10"] > 10
+        if name not in row:
+            continue
+        for rating in ratings:
+            images.append(row[image])
+            texts.append(5 * row[name] + int(number))
+            grades.append(int(rating))
+    return Judgements(torch.tensor(images), torch.tensor(texts), torch.tensor(grades))
