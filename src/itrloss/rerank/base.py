@@ -5,6 +5,7 @@ matrix.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,12 +81,15 @@ class Reranker(ABC):
             texts with texts.
         needs_all_candidates: whether processes cannot share the work, as candidates' values depend
             on one another.
+        cosine_options: names of the options whose defaults are made for cosines. With other scores
+            they have to be chosen, and a :class:`itrloss.SuspiciousInputWarning` says so.
     """
 
     needs_bank: bool = False
     takes_bank: bool = True
     needs_embeddings: bool = False
     needs_all_candidates: bool = False
+    cosine_options: tuple[str, ...] = ()
 
     _images: Tensor | None = None
     _texts: Tensor | None = None
@@ -210,7 +214,7 @@ class Reranker(ABC):
         """
         sim = with_ids("scores", scores, None, None, by_ids=False).detach()
         views = self._directions(sim)
-        self._warn_of_banks(sim)
+        self._warn(sim)
         results = []
         for direction, _, rule in self._ruled(views):
             result = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
@@ -271,7 +275,9 @@ class Reranker(ABC):
             ValueError: as :meth:`rerank`, and for a method that is not a bias per candidate.
         """
         sim = with_ids("scores", scores, None, None, by_ids=False)
-        rules = [ruled.rule for ruled in self._ruled(self._directions(sim))]
+        views = self._directions(sim)
+        self._warn(sim)
+        rules = [ruled.rule for ruled in self._ruled(views)]
         biases = []
         for rule in rules:
             if isinstance(rule, Bias):
@@ -295,7 +301,7 @@ class Reranker(ABC):
         scores.
         """
         directions = self._directions(sim)
-        self._warn_of_banks(sim)
+        self._warn(sim)
         if sim.share is None:
             both = zip(self._ruled(directions), relevance, strict=True)
             return [_ranks(ruled, k, ties, judged) for ruled, judged in both]
@@ -385,6 +391,40 @@ class Reranker(ABC):
         transductive = banks[side] is None
         gallery = banks[1 - side]
         return Direction(side, queries, candidates, transductive, gallery, shared, first, group)
+
+    def _warn(self, sim: Similarity) -> None:
+        """Warn of banks and of scores that are probably not what was meant."""
+        self._warn_of_banks(sim)
+        if self._has_defaults_for_cosines() and not sim.normalizes:
+            self._warn_of_units(sim)
+
+    def _has_defaults_for_cosines(self) -> bool:
+        """Return whether there are options for cosines, none of which was chosen."""
+        parameters = inspect.signature(type(self)).parameters
+        chosen = []
+        for name in self.cosine_options:
+            if name not in parameters or getattr(self, name) != parameters[name].default:
+                chosen.append(name)
+        return bool(self.cosine_options) and not chosen
+
+    @torch.no_grad()
+    def _warn_of_units(self, sim: Similarity) -> None:
+        """Warn if scores of the first queries are no cosines.
+
+        The host reads one number, of a device that has just answered whether scores are finite.
+        """
+        like = sim.given_scores if sim.embeddings is None else sim.embeddings[0]
+        assert like is not None
+        largest = 1 + max(1e-3, 2 * torch.finfo(like.dtype).eps)
+        _, block = next(sim.blocks(_AT_ONCE), (None, like[:0]))
+        if bool((block.abs() > largest).any()):
+            options = ", ".join(self.cosine_options)
+            how = " (calibrate)" if hasattr(self, "calibrate") else ""
+            warn(
+                f"scores: values beyond -1 to 1, as of logits or distances, where "
+                f"{type(self).__name__} has defaults ({options}) for cosine similarities. Divide "
+                f"logits by the model's logit scale, or choose {options} on validation pairs{how}"
+            )
 
     def _warn_of_banks(self, sim: Similarity) -> None:
         """Warn if half of a bank's queries, or of the queries that are ranked, are in the other."""

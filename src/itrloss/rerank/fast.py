@@ -16,11 +16,13 @@ from ..engine.products import full_float32
 from ..hints import explained
 from ..metrics.labels import with_ids
 from ..similarity import Similarity
+from ..suspicious import warn
 from .base import Reranker
 from .direction import Bias, Direction, Rule, is_extreme, reference_sums
 
 # the grid of calibrate(), in steps of √2
 SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)
+_PERFECT = (3.0, 1.0)  # recalls and mean reciprocal rank that no other scale can improve
 
 
 class _LogSumExpReranker(Reranker):
@@ -86,6 +88,8 @@ class FastReranker(_LogSumExpReranker):
         t2i: (λ1, λ2). (In the paper (25, 25) and (20, 20); on CUB (9, 8) and (8, 17).)
     """
 
+    cosine_options = ("i2t", "t2i")
+
     i2t = Scales()
     t2i = Scales()
 
@@ -119,6 +123,10 @@ class FastReranker(_LogSumExpReranker):
                 :meth:`fit` are used, and have to fit it.
             image_ids, text_ids: see :func:`itrloss.metrics.retrieval_metrics`.
             scales: the values to try for each parameter.
+
+        Warns:
+            SuspiciousInputWarning: if the least or the largest of at least three values is chosen,
+                so that better ones may lie beyond.
         """
         scales = [float(x) for x in scales]
         if not scales or not all(x > 0 for x in scales):
@@ -129,14 +137,25 @@ class FastReranker(_LogSumExpReranker):
                 "image_ids, text_ids: no query of the validation set has a matching candidate"
             )
         chosen = []
+        ends = {min(scales), max(scales)}
+        at_end = False
         for direction, labelled in self._directions(sim):
             qualities: dict[tuple[float, float], tuple[float, float]] = {}
             for scale in scales:
                 penalty = reference_sums(direction.candidates, scale)
                 for factor in scales:
                     qualities[scale, factor] = _quality(labelled.ranks(-penalty / factor)[:, 0])
-            chosen.append(max(qualities, key=qualities.__getitem__))
+            best = max(qualities, key=qualities.__getitem__)
+            if qualities[best] < _PERFECT and not ends.isdisjoint(best):
+                at_end = True
+            chosen.append(best)
         self.i2t, self.t2i = chosen
+        if at_end and len(set(scales)) > 2:
+            warn(
+                f"scales: of the values tried, {min(scales):g} to {max(scales):g}, the first or "
+                f"the last is best: {self!r}. Better ones may lie beyond; pass scales that go "
+                "further, or divide logits by the model's logit scale"
+            )
         return self
 
 
@@ -152,6 +171,8 @@ class InvertedSoftmax(_LogSumExpReranker):
 
     It is :class:`FastReranker` with all four parameters the same.
     """
+
+    cosine_options = ("scale",)
 
     scale = Number(above=0)
 

@@ -199,6 +199,7 @@ class TwoStageReranker(Reranker):
     """
 
     takes_bank = False
+    cosine_options = ("weight",)
 
     k = Size()
     weight = Number()

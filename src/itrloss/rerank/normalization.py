@@ -24,6 +24,8 @@ class DualSoftmax(Reranker):
     x, minus that for a negative one, and 0 for 0, where x is divided by the smallest of the query.
     """
 
+    cosine_options = ("scale",)
+
     scale = Number(above=0)
 
     @explained
@@ -54,6 +56,7 @@ class QueryBankNorm(Reranker):
     """
 
     needs_bank = True
+    cosine_options = ("scale",)
 
     scale = Number(above=0)
     k = Size()
@@ -90,6 +93,7 @@ class DualBankNorm(Reranker):
 
     needs_bank = True
     needs_embeddings = True
+    cosine_options = ("query_scale", "gallery_scale")
 
     query_scale = Number(above=0)
     gallery_scale = Number(above=0)
@@ -184,6 +188,7 @@ class Sinkhorn(Reranker):
     """
 
     needs_all_candidates = True
+    cosine_options = ("scale",)
 
     scale = Number(above=0)
     iterations = Size()
