@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import (
@@ -23,6 +24,8 @@ from ..suspicious import warn, warn_of_embeddings
 from .suspicion import warn_of_copies, warn_of_guess, warn_of_one_side
 
 _ROWS = 256  # number of rows compared at once
+_COLUMNS = 2**12  # numbers of a row that tell whether it is nearly the same as the next
+_NEARLY = 0.999  # cosine
 
 
 def default_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
@@ -54,8 +57,9 @@ def fold_repeated(images: Tensor) -> Tensor:
 
     Many code bases save the embedding, or the row of scores, of an image once per caption. Taken
     for different images, the copies would be wrong candidates that score as high as the right one.
-    A warning says what was folded, or that most rows have copies in another order. If all rows are
-    equal, the model cannot tell images apart, and ``images`` is returned unchanged.
+    A warning says what was folded, or that most rows have copies in another order, or that every c
+    consecutive rows are nearly equal, which are not folded. If all rows are equal, the model cannot
+    tell images apart, and ``images`` is returned unchanged.
     """
     images = from_numpy(images)
     check_matrix("images", images, "(N, D)")
@@ -66,7 +70,16 @@ def fold_repeated(images: Tensor) -> Tensor:
             f"taken for {len(images) // c} images. If they are not, pass image_ids and text_ids."
         )
         return images[::c]
-    warn_of_copies(images)
+    c = _consecutive_near_copies(images)
+    if c > 1:
+        warn(
+            f"images: every {c} consecutive ones are nearly the same, as if saved once per caption "
+            "and computed or rounded differently; each is taken for another image, and is a wrong "
+            "candidate about as good as the right one. Pass image_ids and text_ids, and of copies "
+            f"one row for each image: images[::{c}]"
+        )
+    else:
+        warn_of_copies(images)
     return images
 
 
@@ -84,6 +97,20 @@ def _consecutive_copies(images: Tensor) -> int:
     changes = (~torch.cat(same)).nonzero().squeeze(1) + 1
     c = math.gcd(n, *changes.tolist())
     return 1 if c == n else c
+
+
+def _consecutive_near_copies(images: Tensor) -> int:
+    """Return the c for which every c consecutive rows (N, D) are nearly the same; 1 if none are.
+
+    A part of the first rows is looked at. Their mean is taken away, as any images have similar
+    scores with all texts, and similar embeddings in some models.
+    """
+    x = images.detach()[:_ROWS, :_COLUMNS].double()
+    x = F.normalize(x - x.mean(0), dim=1)
+    cosines = (x[1:] * x[:-1]).sum(1)
+    changes = (cosines < _NEARLY).nonzero().squeeze(1) + 1
+    c = math.gcd(*changes.tolist())
+    return c if c > 1 and len(images) % c == 0 else 1
 
 
 def with_ids(
