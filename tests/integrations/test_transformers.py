@@ -6,10 +6,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from support.pages import snippet
 from support.processes import WORLD, run, set_environment
-from torch import Tensor
+from torch import Tensor, nn
 
 import itrloss
 
@@ -168,6 +171,178 @@ def test_a_column_label_holds_ids_and_evaluation_has_a_loss(tmp_path):
     ids = torch.arange(BATCH) // 4
     assert found == pytest.approx(loss(outputs.image_embeds, outputs.text_embeds, ids, ids).item())
     assert found != pytest.approx(loss(outputs.image_embeds, outputs.text_embeds).item())
+
+
+IDS = [i // 5 for i in range(SIZE)]  # five captions an image
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns"])
+@pytest.mark.parametrize("names", [("label",), ("labels",), ("image_ids", "text_ids")])
+def test_columns_of_ids_reach_the_loss(kind: str, names: tuple[str, ...], tmp_path):
+    """Also those that are no arguments of the model, which the Trainer would take out."""
+    rows: Any = data(**dict.fromkeys(names, IDS), note=IDS)  # nobody takes a note
+    if kind == "columns":
+        datasets = pytest.importorskip("datasets")
+        lists = [{name: np.asarray(x).tolist() for name, x in row.items()} for row in rows]
+        rows = datasets.Dataset.from_list(lists).with_format("torch")
+    model = make("clip").float() if kind == "columns" else make("clip")  # datasets have float32
+    loss = itrloss.InfoNCELoss()
+    values, trainer = train(
+        "clip", tmp_path, loss, rows, eval_dataset=rows, model_init=lambda: model, max_steps=1
+    )
+    with torch.no_grad():
+        batch = default_data_collator([rows[i] for i in order(tmp_path)[:BATCH]])
+        inputs = {name: batch[name] for name in ("pixel_values", "input_ids")}
+        first = make("clip").to(model.dtype)(**inputs)
+        found = trainer.evaluate(rows.select(range(BATCH)) if kind == "columns" else rows[:BATCH])
+        last = trainer.model(**default_data_collator([rows[i] for i in range(BATCH)]))
+    ids = batch["labels" if "labels" in batch else "image_ids"]
+    expected = loss(first.image_embeds, first.text_embeds, ids, ids)
+    assert values[0] == pytest.approx(expected.item(), abs=1e-4)
+    assert values[0] != pytest.approx(loss(first.image_embeds, first.text_embeds).item(), abs=0.01)
+    ids = torch.tensor(IDS[:BATCH])
+    expected = loss(last.image_embeds, last.text_embeds, ids, ids)
+    assert found["eval_loss"] == pytest.approx(expected.item(), abs=1e-4)
+
+
+def test_what_the_loss_takes_is_passed_on(tmp_path):
+    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    loss = itrloss.InfoNCELoss(margin=0.0)
+    batch = default_data_collator(data()[:BATCH])
+    output = make("clip")(**batch)
+    pair = output.image_embeds, output.text_embeds
+    draw = torch.Generator().manual_seed(0)
+    guide = list(torch.randn(2, BATCH, 4, generator=draw, dtype=torch.float64))
+    more = {"image_groups": torch.arange(BATCH) % 2, "guide": guide}
+    expected = loss(*pair, **more).item()
+    assert expected != pytest.approx(loss(*pair).item())
+    trainer = RetrievalTrainer(make("clip"), args, loss=loss)
+    assert trainer.compute_loss(trainer.model, batch | more).item() == pytest.approx(expected)
+    mini = RetrievalTrainer(make("clip"), args, loss=loss, mini_batch_size=3)
+    mini.create_optimizer()
+    mini.current_gradient_accumulation_steps = 1
+    assert mini.training_step(mini.model, batch | more).item() == pytest.approx(expected)
+
+
+def test_names_that_neither_model_nor_loss_takes_are_refused(tmp_path):
+    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    trainer = RetrievalTrainer(make("clip"), args, loss=itrloss.TripletLoss())
+    batch = default_data_collator(data()[:BATCH])
+    with pytest.raises(ValueError, match=r"CLIPModel or the loss takes \(labels, .*got image_id;"):
+        trainer.compute_loss(trainer.model, batch | {"image_id": torch.arange(BATCH)})
+    with pytest.raises(ValueError, match=r"inputs: expected a batch with names .*, got negatives;"):
+        trainer.compute_loss(trainer.model, batch | {"negatives": torch.ones(BATCH, 16)})
+    ids = torch.arange(BATCH)
+    with pytest.raises(ValueError, match="labels: expected either labels or image_ids"):
+        trainer.compute_loss(trainer.model, batch | {"labels": ids, "image_ids": ids})
+
+    class OfIds(nn.Module):
+        def forward(self, pixel_values: Tensor, text_ids: Tensor) -> Any:
+            return {"image_embeds": pixel_values, "text_embeds": text_ids}
+
+    pairs = torch.eye(BATCH)
+    trainer = RetrievalTrainer(OfIds(), args, loss=itrloss.TripletLoss())
+    trainer.compute_loss(trainer.model, {"pixel_values": pairs, "text_ids": pairs})  # the model's
+
+    class Anything(nn.Module):
+        def forward(self, **batch: Any) -> Any:
+            return {"image_embeds": batch["image_id"], "text_embeds": batch["image_id"]}
+
+    trainer = RetrievalTrainer(Anything(), args, loss=itrloss.TripletLoss())
+    trainer.compute_loss(trainer.model, {"image_id": pairs})
+
+
+def test_the_metrics_of_the_page_are_a_plain_count(tmp_path):
+    names: dict[str, Any] = {"itrloss": itrloss}
+    code = snippet("integrations.rst", "def compute_metrics").partition("\nargs = ")[0]
+    exec(code, names)
+    rows = data(labels=IDS)
+    for i, row in enumerate(rows):
+        row["pixel_values"] = rows[i // 5 * 5]["pixel_values"]  # the image of five captions
+    args: Any = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", label_names=["labels"]
+    )
+    trainer = RetrievalTrainer(
+        make("clip"),
+        args,
+        eval_dataset=rows,  # type: ignore[arg-type] # a list of rows
+        loss=itrloss.InfoNCELoss(),
+        compute_metrics=names["compute_metrics"],
+        data_collator=default_data_collator,
+    )
+    found = trainer.evaluate()
+    with torch.no_grad():
+        output = trainer.model(**default_data_collator([{**row, "labels": 0} for row in rows]))
+    images = F.normalize(output.image_embeds[::5], dim=1)
+    scores = images @ F.normalize(output.text_embeds, dim=1).T
+    own = torch.tensor(IDS) == torch.arange(len(images))[:, None]
+    for direction, table, right in (("i2t", scores, own), ("t2i", scores.T, own.T)):
+        best = torch.where(right, table, -1.0).amax(1, keepdim=True)
+        better = (table > best).sum(1)
+        for k in (1, 5, 10):
+            expected = 100 * (better < k).double().mean().item()
+            assert found[f"eval_{direction}_r{k}"] == pytest.approx(expected), (direction, k)
+
+
+# ------------------------------------------------------------------------------ losses of one's own
+
+
+class SumOfPairLosses(itrloss.PairLoss):
+    def __init__(self):
+        super().__init__()
+        self.contrast = itrloss.InfoNCELoss(learnable=True)
+        self.diversity = itrloss.DiversityContrastiveLoss()
+
+    def compute(self, sim: Any) -> Tensor:
+        return self.contrast.compute(sim) + 0.5 * self.diversity.compute(sim)
+
+
+def sum_of_the_page() -> Any:
+    names: dict[str, Any] = {"torch": torch}
+    exec(snippet("integrations.rst", "class Sum"), names)
+    return names["Sum"]()
+
+
+def sums_in_a_process(rank: int, folder: str) -> Any:
+    set_environment(rank)
+    options = {"per_device_train_batch_size": BATCH // WORLD, "ddp_backend": "gloo"}
+    options["ddp_find_unused_parameters"] = False
+    rows = data(image_ids=IDS, text_ids=IDS)
+    values, trainer = train("clip", folder, sum_of_the_page(), rows, **options)
+    return values, parameters(trainer)
+
+
+@pytest.mark.slow
+def test_a_sum_of_losses_trains_the_models_scale_in_one_process_and_in_two(tmp_path):
+    ids = data(label=IDS)
+    expected, whole = train("clip", tmp_path, SumOfPairLosses(), ids)
+    assert expected[-1] < expected[0]
+    assert whole.model.logit_scale.item() != make("clip").logit_scale.item()
+    assert whole.loss.contrast.log_scale is whole.model.logit_scale
+    for options in ({}, {"mini_batch_size": 3}):
+        found, trainer = train("clip", tmp_path, sum_of_the_page(), ids, **options)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(parameters(trainer), parameters(whole), rtol=0, atol=1e-9)
+        assert not trainer._own_state()
+    for result in run(sums_in_a_process, tmp_path, str(tmp_path)):
+        torch.testing.assert_close(result[0], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(result[1], parameters(whole), rtol=0, atol=1e-6)
+
+
+def test_each_loss_of_a_sum_gets_the_parameters_of_a_new_model(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (itrloss.InfoNCELoss(learnable=True) for _ in range(2))
+
+        def forward(self, images, texts, image_ids=None, text_ids=None):
+            batch = images, texts, image_ids, text_ids
+            return self.first(*batch) + self.second(*batch)
+
+    _, trainer = train("clip", tmp_path, Twice(), model_init=lambda: make("clip"), max_steps=1)
+    trainer.train()
+    for part in (trainer.loss.first, trainer.loss.second):
+        assert part.log_scale is trainer.model.logit_scale
 
 
 def test_a_model_init_trains_the_parameters_of_its_last_model(tmp_path):
@@ -429,6 +604,11 @@ def test_a_loss_of_each_process_alone_is_noticed(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         RetrievalTrainer(make("clip"), args, loss=itrloss.InfoNCELoss(gather=True))
+        RetrievalTrainer(make("clip"), args, loss=sum_of_the_page())
+    parts = sum_of_the_page()
+    parts.diversity.gather = False
+    with pytest.warns(UserWarning, match="loss: each process takes negatives"):
+        RetrievalTrainer(make("clip"), args, loss=parts)
 
 
 def given_bias_in_a_process(rank: int, folder: str) -> Any:
@@ -509,6 +689,7 @@ def test_evaluation_has_the_loss_and_the_embeddings_of_the_sides(tmp_path):
         ({"sides": ["a"]}, ValueError, r"sides: expected two or three strings .*, got \['a'\]"),
         ({"mini_batch_size": 0}, ValueError, "mini_batch_size"),
         ({"mini_batch_size": 2.0}, TypeError, "mini_batch_size"),
+        ({"sides": SIDES, "output": None}, TypeError, "output: expected the name .*, got None"),
         ({"split": by_pieces}, ValueError, "split: expected a mini_batch_size beside it, got None"),
     ],
 )

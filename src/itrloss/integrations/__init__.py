@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..checks import as_ids
 from ..distributed import world_size
-from ..losses.matryoshka import argument_names
-from ..losses.matryoshka import check_scalar as check_scalar
-from ..losses.matryoshka import inner_loss as inner_loss
+from ..losses import Matryoshka, PairLoss, matryoshka
+from ..losses.base import Loss
+from ..losses.matryoshka import argument_names, needed_by, takes_pairs
 
 if TYPE_CHECKING:
     from . import open_clip as open_clip
@@ -33,6 +33,45 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def inner_loss(loss: Any) -> Any:
+    """Return a loss, or that inside of Matryoshka; raise an error unless it takes images and texts
+    to a scalar.
+    """
+    inner = loss.loss if isinstance(loss, Matryoshka) else loss
+    if _is_own_module(inner):
+        return inner
+    if not takes_pairs(inner):
+        raise TypeError(
+            "loss: expected one of images and texts alone, such as itrloss.InfoNCELoss(), or a "
+            "module of yours with forward(images, texts, image_ids=None, text_ids=None), got "
+            f"{loss!r}"
+        )
+    return matryoshka.inner_loss(loss)
+
+
+def _is_own_module(loss: Any) -> bool:
+    """Return whether a loss is none of this library's, but is called like them."""
+    if not isinstance(loss, nn.Module) or isinstance(loss, (Loss, Matryoshka)):
+        return False
+    takes_ids = {"image_ids", "text_ids"} <= set(argument_names(loss))
+    return takes_ids and needed_by(loss.forward) == ["images", "texts"]
+
+
+def check_scalar(loss: Any) -> None:
+    """Raise an error if a loss of this library returns values of each anchor."""
+    inner = loss.loss if isinstance(loss, Matryoshka) else loss
+    if isinstance(inner, Loss):
+        matryoshka.check_scalar(loss)
+
+
+def gathers(loss: Any) -> bool:
+    """Return whether a loss, or each one in a module of one's own, is of all processes' batches."""
+    inner = inner_loss(loss)
+    if isinstance(inner, PairLoss):
+        return bool(inner.gather)
+    return all(part.gather for part in inner.modules() if isinstance(part, Loss))
+
+
 def takes_negatives(loss: Any) -> bool:
     """Return whether a loss, or that inside of Matryoshka, takes further negatives."""
     return "negatives" in argument_names(inner_loss(loss))
@@ -40,7 +79,7 @@ def takes_negatives(loss: Any) -> bool:
 
 def warn_without_gather(loss: Any) -> None:
     """Warn in a job of several processes of a loss of the process's own part of the batch."""
-    if world_size() > 1 and not inner_loss(loss).gather:
+    if world_size() > 1 and not gathers(loss):
         warnings.warn(
             "loss: each process takes negatives from its own part of the batch alone; with "
             "gather=True they are those of all processes",

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import ClipLoss, SigLipLoss
-from ..losses import Matryoshka, PairLoss
-from . import check_scalar, inner_loss
+from . import check_scalar, gathers, inner_loss
 
 
 class RetrievalLoss(nn.Module):
@@ -24,15 +23,16 @@ class RetrievalLoss(nn.Module):
     trained: their gradient is 0.
 
     Args:
-        loss: a :class:`itrloss.PairLoss` of images and texts alone, or :class:`itrloss.Matryoshka`
-            around one; in a job of several processes with ``gather=True``.
+        loss: a :class:`itrloss.PairLoss` of images and texts alone, :class:`itrloss.Matryoshka`
+            around one, or a module with ``forward(images, texts, image_ids=None, text_ids=None)``;
+            in a job of several processes with ``gather=True``.
 
     Raises:
         TypeError, ValueError: for other losses, for parameters that the model does not have, and in
             a call without the bias that the loss trains.
     """
 
-    def __init__(self, loss: PairLoss | Matryoshka):
+    def __init__(self, loss: nn.Module):
         super().__init__()
         inner_loss(loss)
         #: Names of the loss's parameters, and of the arguments that stand for them.
@@ -80,14 +80,14 @@ class RetrievalLoss(nn.Module):
         return loss
 
 
-def _made_of(loss: PairLoss | Matryoshka) -> type[RetrievalLoss]:
+def _made_of(loss: nn.Module) -> type[RetrievalLoss]:
     """Return a class that open_clip calls with its options; only ``world_size`` has an effect."""
-    gathers = inner_loss(loss).gather
+    gathers_all = gathers(loss)
 
     class Patched(RetrievalLoss):
         def __init__(self, *_: Any, world_size: int = 1, **__: Any):
             super().__init__(loss)
-            if world_size > 1 and not gathers:
+            if world_size > 1 and not gathers_all:
                 raise ValueError(
                     f"loss: expected gather=True for {world_size} processes, got {loss!r}"
                 )
@@ -95,7 +95,7 @@ def _made_of(loss: PairLoss | Matryoshka) -> type[RetrievalLoss]:
     return Patched
 
 
-def patch_open_clip(loss: PairLoss | Matryoshka | None = None) -> ExitStack:
+def patch_open_clip(loss: nn.Module | None = None) -> ExitStack:
     """Put losses of this library into open_clip, and return what undoes it: its ``close()``, or the
     end of a ``with``.
 

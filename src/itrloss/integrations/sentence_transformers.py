@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..checks import IdsLike, as_size
-from ..losses import Matryoshka, PairLoss
 from ..metrics import confidence_intervals, default_ids, retrieval_results
 from ..metrics.results import RECALLS, as_ks
 from ..rerank import Reranker
@@ -49,8 +48,9 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
 
     Args:
         model: the model to train.
-        loss: a :class:`itrloss.PairLoss` of images and texts alone, or :class:`itrloss.Matryoshka`
-            around one; in a job of several processes with ``gather=True``.
+        loss: a :class:`itrloss.PairLoss` of images and texts alone, :class:`itrloss.Matryoshka`
+            around one, or a module with ``forward(images, texts, image_ids=None, text_ids=None)``;
+            in a job of several processes with ``gather=True``.
         mini_batch_size: encode that many rows at once, twice, as their ``Cached`` losses do
             (GradCache): what autograd saves for the encoder does not grow with the batch then. By
             default, all rows.
@@ -63,7 +63,7 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
     def __init__(
         self,
         model: SentenceTransformer,
-        loss: PairLoss | Matryoshka,
+        loss: nn.Module,
         *,
         mini_batch_size: int | None = None,
     ):
@@ -147,7 +147,7 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
         its source.
         """
         loss = inner_loss(self.loss)
-        source = (inspect.getdoc(loss) or "").partition("\n")[0]
+        source = inspect.cleandoc(type(loss).__doc__ or "").partition("\n")[0]
         return f"""
 @software{{itrloss,
     title = {{itrloss: Losses and Re-rankers for Image-Text Retrieval}},

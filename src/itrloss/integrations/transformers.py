@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from ..checks import as_size
 from ..grad_cache import grad_cache_step
-from ..losses import Matryoshka, PairLoss
 from . import (
     check_scalar,
     ids_of,
@@ -27,6 +27,8 @@ except ImportError as error:
 
 # a loss's parameters, and the model's of the same meaning
 _SHARED = {"log_scale": "logit_scale", "bias": "logit_bias"}
+# what the loss gets of the model, and what stands for it
+_EMBEDDINGS = ("images", "texts", "negatives", "scores")
 
 
 class RetrievalTrainer(Trainer):
@@ -41,13 +43,15 @@ class RetrievalTrainer(Trainer):
     replace the loss's learnable ones: ``InfoNCELoss(learnable=True)`` is twice CLIP's own loss,
     which averages the directions, and ``SigmoidLoss()`` is SigLIP's. With other losses, the model's
     scale and bias are not trained. ``labels`` in a batch, (B,) integers, are ids: rows with equal
-    ones match, too. To combine it with another subclass of ``Trainer``, inherit from this one
-    first.
+    ones match, too. What else the loss takes, such as ``image_ids``, ``image_groups`` or ``guide``,
+    is passed on to it by name. To combine it with another subclass of ``Trainer``, inherit from
+    this one first.
 
     Args:
         args, kwargs: of ``transformers.Trainer``.
-        loss: a :class:`itrloss.PairLoss` of images and texts alone, or :class:`itrloss.Matryoshka`
-            around one; in a job of several processes with ``gather=True``.
+        loss: a :class:`itrloss.PairLoss` of images and texts alone, :class:`itrloss.Matryoshka`
+            around one, or a module with ``forward(images, texts, image_ids=None, text_ids=None)``;
+            in a job of several processes with ``gather=True``.
         sides: for a model that encodes one kind of input at a time: how the batch's names begin for
             images or queries, for texts or documents and, if there are any, for negatives, such as
             ``("query_", "doc_", "neg_")``. The model is called once for each, by the rest of the
@@ -63,14 +67,14 @@ class RetrievalTrainer(Trainer):
             :func:`itrloss.grad_cache_step`.
 
     Raises:
-        TypeError, ValueError: for other losses and models, and for parameters of the loss that the
-            model does not have.
+        TypeError, ValueError: for other losses and models, for parameters of the loss that the
+            model does not have, and in a step for names of a batch that neither of them takes.
     """
 
     def __init__(
         self,
         *args: Any,
-        loss: PairLoss | Matryoshka,
+        loss: nn.Module,
         sides: Sequence[str] | None = None,
         output: str | Callable[[Any], Tensor] = "pooler_output",
         mini_batch_size: int | None = None,
@@ -82,6 +86,9 @@ class RetrievalTrainer(Trainer):
         self.sides = None
         if sides is not None:
             self.sides = _checked_sides(sides, loss)
+            if not callable(output) and not isinstance(output, str):
+                expected = "the name of the embeddings in the model's output, or a function of it"
+                raise TypeError(f"output: expected {expected}, got {output!r}")
         self.output = output
         self.mini_batch_size = mini_batch_size
         if mini_batch_size is not None:
@@ -111,6 +118,20 @@ class RetrievalTrainer(Trainer):
                 f"got {self.mini_batch_size} with {other}"
             )
 
+    def _set_signature_columns_if_needed(self) -> None:
+        """Also keep the columns that the loss takes, which are no arguments of the model."""
+        if self._signature_columns is None:
+            super()._set_signature_columns_if_needed()
+            columns: Any = self._signature_columns
+            names = dict.fromkeys([*columns, "labels", *self._passed_on()])  # each once
+            self._signature_columns = list(names)
+
+    def _passed_on(self) -> list[str]:
+        """Return the names in a batch that are passed on to the loss, and are not the model's."""
+        model: Any = self.model
+        others = {*_EMBEDDINGS, *_names_of(model.forward)}
+        return sorted(_names_of(inner_loss(self.loss).forward) - others)
+
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
         """Return a new model of ``model_init``, whose parameters the loss takes over."""
         model = super().call_model_init(*args, **kwargs)
@@ -125,18 +146,22 @@ class RetrievalTrainer(Trainer):
             for name, of_model in _SHARED.items()
             if isinstance(getattr(model, of_model, None), nn.Parameter)
         }
-        own = dict(inner.named_parameters())
-        if not own.keys() <= of_model.keys():
-            raise _lacks(model, self.loss, {x: p for x, p in own.items() if x not in of_model})
+        # by name, such as log_scale, or first.log_scale of a loss in another
+        own = dict(inner.named_parameters(remove_duplicate=False))
+        missing = {name: p for name, p in own.items() if _last(name) not in of_model}
+        if missing:
+            raise _lacks(model, self.loss, missing)
+        for name in own:
+            part = inner.get_submodule(name.rpartition(".")[0])
+            setattr(part, _last(name), of_model[_last(name)])
+        shared = {_last(name) for name in own}
         for name, p in of_model.items():
-            if name in own:
-                setattr(inner, name, p)
-            else:
+            if name not in shared:
                 p.requires_grad_(False)  # DistributedDataParallel may wait for its gradient
 
     def _own_state(self) -> dict[str, Any]:
         """Return the loss's state without its parameters, which are the model's."""
-        parameters = dict(self.loss.named_parameters())
+        parameters = dict(self.loss.named_parameters(remove_duplicate=False))
         state = self.loss.state_dict()
         return {name: x for name, x in state.items() if name not in parameters}
 
@@ -171,7 +196,7 @@ class RetrievalTrainer(Trainer):
         calls = self._calls(inputs)
 
         def loss(*embeddings: Any) -> Tensor:
-            value = self._loss(embeddings, inputs.get("labels"))
+            value = self._loss(embeddings, inputs)
             return value / self.current_gradient_accumulation_steps
 
         with self.compute_loss_context_manager():
@@ -198,7 +223,7 @@ class RetrievalTrainer(Trainer):
         check_scalar(self.loss)
         outputs = [model(**call) for call in self._calls(inputs)]
         embeddings = [self._embeddings(x) for x in outputs]
-        loss = self._loss(embeddings, inputs.get("labels"))
+        loss = self._loss(embeddings, inputs)
         if not return_outputs:
             return loss
         if self.sides is None:
@@ -207,8 +232,10 @@ class RetrievalTrainer(Trainer):
 
     def _calls(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the arguments of the model's calls for a batch: one call, or one for each side."""
-        others = {name: x for name, x in inputs.items() if name not in ("labels", "return_loss")}
+        of_loss = {"labels", "return_loss", *self._passed_on()}
+        others = {name: x for name, x in inputs.items() if name not in of_loss}
         if self.sides is None:
+            self._check_names(others)
             return [others]
         calls = []
         for side in self.sides:
@@ -224,10 +251,21 @@ class RetrievalTrainer(Trainer):
         if left:
             raise ValueError(
                 f"sides: expected each name of the batch to begin with one of {self.sides}, got "
-                f"{', '.join(left)}; add its side, or leave it out of the batch. The trainer "
-                "passes embeddings and labels to the loss, and no groups"
+                f"{', '.join(left)}; add its side, or leave it out of the batch. What goes to the "
+                f"loss has these names: labels, {', '.join(self._passed_on())}"
             )
         return calls
+
+    def _check_names(self, call: dict[str, Any]) -> None:
+        """Raise an error for names of a batch that the model does not take."""
+        model: Any = self.model
+        unknown = [name for name in call if name not in _names_of(model.forward)]
+        if unknown and not _takes_any(model.forward):
+            raise ValueError(
+                f"inputs: expected a batch with names that {type(model).__name__} or the loss "
+                f"takes (labels, {', '.join(self._passed_on())}), got {', '.join(unknown)}; rename "
+                "it, or leave it out of the batch"
+            )
 
     def _embeddings(self, outputs: Any) -> Any:
         """Return the embeddings in the model's outputs: of images and texts, or of one side."""
@@ -248,14 +286,20 @@ class RetrievalTrainer(Trainer):
                 raise ValueError(f"output: {expected}, got shape {tuple(x.shape)}")
         return found[0] if self.sides is not None else tuple(found)
 
-    def _loss(self, embeddings: Sequence[Any], labels: Any) -> Tensor:
-        """Return the loss of what the calls of the model returned."""
+    def _loss(self, embeddings: Sequence[Any], inputs: dict[str, Any]) -> Tensor:
+        """Return the loss of what the calls of the model returned for a batch."""
         if self.sides is None:
             embeddings = embeddings[0]
         images, texts, *negatives = embeddings
-        ids = ids_of(labels, images)
+        options = {name: inputs[name] for name in self._passed_on() if name in inputs}
+        ids = ids_of(inputs.get("labels"), images)
+        if ids is not None:
+            if "image_ids" in options or "text_ids" in options:
+                expected = "either labels or image_ids and text_ids"
+                raise ValueError(f"labels: expected {expected} in a batch, got both")
+            options["image_ids"] = options["text_ids"] = ids
         if not negatives:
-            return self.loss(images, texts, ids, ids)
+            return self.loss(images, texts, **options)
         rows = negatives[0]
         if not getattr(inner_loss(self.loss), "in_batch", True):  # each image's own
             if len(rows) % len(images):
@@ -264,19 +308,49 @@ class RetrievalTrainer(Trainer):
                     f"got {len(rows)} rows"
                 )
             rows = rows.unflatten(0, (len(images), -1))
-        return self.loss(images, texts, ids, ids, negatives=rows)
+        return self.loss(images, texts, negatives=rows, **options)
+
+
+def _names_of(forward: Callable[..., Any]) -> set[str]:
+    """Return the names of a function's arguments, also those of the ``**options`` that models of
+    transformers declare.
+    """
+    names = set()
+    for name, x in inspect.signature(forward).parameters.items():
+        if x.kind is x.VAR_KEYWORD:
+            names |= set(_declared(x))
+        elif x.kind is not x.VAR_POSITIONAL:
+            names.add(name)
+    return names
+
+
+def _takes_any(forward: Callable[..., Any]) -> bool:
+    """Return whether a function takes arguments of any name."""
+    parameters = inspect.signature(forward).parameters.values()
+    return any(x.kind is x.VAR_KEYWORD and not _declared(x) for x in parameters)
+
+
+def _declared(options: inspect.Parameter) -> list[str]:
+    """Return the names that ``**options: Unpack[...]`` declares; none without that."""
+    declared = get_args(options.annotation)
+    return list(getattr(declared[0], "__annotations__", ())) if declared else []
+
+
+def _last(name: str) -> str:
+    """Return the last part of a parameter's name."""
+    return name.rpartition(".")[2]
 
 
 def _lacks(model: Any, loss: Any, own: dict[str, nn.Parameter]) -> ValueError:
     """Return the error for a loss with parameters that a model does not have."""
     model_name = type(model).__name__
-    missing = [_SHARED.get(name, name) for name in own]
+    missing = list(dict.fromkeys(_SHARED.get(_last(name), name) for name in own))
     value = round(next(iter(own.values())).sum().item(), 4)
     message = (
         f"loss: expected parameters that {model_name} has, as the trainer trains the model's "
         f"alone, got {loss!r}, and {model_name} has no {', '.join(missing)}. "
     )
-    if not own.keys() <= _SHARED.keys():
+    if any(_last(name) not in _SHARED for name in own):
         return ValueError(f"{message}Take a loss without parameters")
     return ValueError(
         f"{message}To train them, put them into the model before, such as model.{missing[0]} = "
@@ -286,7 +360,7 @@ def _lacks(model: Any, loss: Any, own: dict[str, nn.Parameter]) -> ValueError:
     )
 
 
-def _checked_sides(sides: Sequence[str], loss: PairLoss | Matryoshka) -> tuple[str, ...]:
+def _checked_sides(sides: Sequence[str], loss: nn.Module) -> tuple[str, ...]:
     """Return the sides as a tuple; raise an error unless they are strings, and as many as the loss
     takes.
     """
