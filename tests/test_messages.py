@@ -22,6 +22,8 @@ I = torch.randn(6, 8, generator=GENERATOR)  # noqa: E741 (images)
 T = torch.randn(6, 8, generator=GENERATOR)
 S = torch.randn(6, 6, generator=GENERATOR)
 IDS = torch.arange(6)
+OWN = torch.randn(6, 2, 8, generator=GENERATOR)  # negatives of each image
+MULTI_HOT = torch.ones(6, 4, dtype=torch.bool)
 P = torch.nn.Parameter(torch.tensor(4.6))  # such as a logit_scale of a model
 LINEAR = nn.Linear(8, 8)
 SCALE: Any = nn.Parameter(torch.tensor(2.6))  # of a model
@@ -56,6 +58,39 @@ def enqueued_too_early() -> None:
 
 # A wrong input, and what its message has in it: a regular expression.
 WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: setattr(dcl(), "log_scale", SCALE), "no parameter 'log_scale'; it learns none"),
+    (
+        lambda: setattr(it.InfoNCELoss(learnable=True), "logit_scale", SCALE),
+        "no parameter 'logit_scale'; it learns log_scale",
+    ),
+    (lambda: setattr(it.SigmoidLoss(), "logit_bias", SCALE), "it learns log_scale, bias"),
+    (
+        lambda: it.InfoNCELoss(directions="text-image")(I, T, negatives=T),
+        "negatives: expected directions='both' or 'image-text'.* pass these as images",
+    ),
+    (
+        lambda: it.InfoNCELoss(directions="text-image", text_text=True)(I, T, negatives=T[:, None]),
+        "negatives: expected directions='both' or 'image-text'",
+    ),
+    (
+        lambda: it.InfoNCELoss(margin=0.1)(I, T, guide=S),
+        r"guide: .*got Tensor; scores go in as itrloss.Similarity.from_scores\(guide",
+    ),
+    (lambda: it.DistillationLoss()(I, T), "teacher: expected a Similarity or embeddings"),
+    (
+        lambda: it.DistillationLoss()(I, T, (I, T, T)),
+        r"teacher: expected embeddings \(images, texts\), got 3 tensors",
+    ),
+    (
+        lambda: loss(I, T, negatives=OWN, negative_ids=torch.ones(6, 2, dtype=torch.bool)),
+        r"negative_ids: .*write torch.where\(mask, -1, itrloss.NO_ID\)",
+    ),
+    (lambda: loss(I, T, negatives=T, negative_mask=IDS), "did you mean 'negative_ids'"),
+    (
+        lambda: loss(I, T, MULTI_HOT, MULTI_HOT),
+        r"sets of ids, not multi-hot rows; for these, write matches=",
+    ),
+    (lambda: it.MDCLLoss, "did you mean 'MemoryDiversityContrastiveLoss'"),
     (lambda: compat.ClipLoss()(I, T, 0), "^logit_scale: expected a number above 0, got 0"),
     (lambda: compat.ClipLoss()(I, T, None), "^logit_scale: expected a number, got None"),
     # what goes into a loss

@@ -249,7 +249,8 @@ def as_integers(name: str, x: Any, size: int | None = None) -> Tensor:
     if is_other or x.dtype == torch.bool:
         # Formatted for the error alone: the compiler would specialise on the size.
         shape = "(N,)" if size is None else f"({size},)"
-        raise TypeError(f"{name}: expected an integer tensor of shape {shape}, got {got}")
+        hint = hints.in_place_of_ids(name, x)
+        raise TypeError(f"{name}: expected an integer tensor of shape {shape}, got {got}{hint}")
     return x
 
 

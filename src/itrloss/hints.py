@@ -59,9 +59,23 @@ _SYNONYMS = {
     "text_ids": ("col_ids",),
     "texts": ("cols",),
     "cliploss": ("InfoNCELoss",),
+    "crossbatchmemory": ("CoupledMemory",),
+    "dcl": ("DiversityContrastiveLoss",),
+    "dclloss": ("DiversityContrastiveLoss",),
+    "distillkldivloss": ("DistillationLoss",),
+    "gistembedloss": ("InfoNCELoss",),
+    "hal": ("HubnessAwareLoss",),
+    "halloss": ("HubnessAwareLoss",),
+    "kldivloss": ("DistillationLoss",),
+    "marginmseloss": ("DistillationLoss",),
+    "mdcl": ("MemoryDiversityContrastiveLoss",),
+    "mdclloss": ("MemoryDiversityContrastiveLoss",),
     "multiplenegativesrankingloss": ("InfoNCELoss",),
+    "negative_mask": ("negative_ids",),
     "ntxentloss": ("InfoNCELoss",),
     "recall": ("retrieval_metrics",),
+    "uto": ("UnifiedTrainingObjective",),
+    "utoloss": ("UnifiedTrainingObjective",),
     "vse++": ("vsepp",),
     "vseloss": ("VSEPPLoss",),
     "top_k": ("k",),
@@ -70,6 +84,10 @@ _SYNONYMS = {
 
 _SHARED_SCALE = (
     "a loss with learnable=True shares a model's parameter: loss.log_scale = model.logit_scale"
+)
+_MULTI_HOT = (
+    "labels (N, k) are sets of ids, not multi-hot rows; for these, write "
+    "matches=(of_images.float() @ of_texts.float().T) > 0"
 )
 # What to know besides the word that was meant, by the words given and meant.
 _ADVICE = {
@@ -235,6 +253,35 @@ def unknown(name: str, given: str, allowed: Iterable[str]) -> TypeError:
     if given == "image_ids" and "image_features" in names:
         hint = f"{hint}. For ids, take itrloss.InfoNCELoss; {_SHARED_SCALE}"
     return TypeError(f"{name}: got an unexpected keyword argument {given!r}{hint}")
+
+
+def in_place_of_ids(name: str, x: object) -> str:
+    """Return what to pass for a mask; empty for other values."""
+    if not isinstance(x, Tensor) or x.dtype != torch.bool or x.dim() != 2:
+        return ""
+    if name == "negative_ids":
+        return "; for a mask of those that exist, write torch.where(mask, -1, itrloss.NO_ID)"
+    return f"; {_MULTI_HOT}"
+
+
+def multi_hot(x: Tensor) -> str:
+    """Return what to pass for labels (N, k) that are all 0 or 1; empty for others."""
+    if x.dim() != 2 or x.shape[1] < 2 or not bool(((x == 0) | (x == 1)).all()):
+        return ""
+    return f"; {_MULTI_HOT}"
+
+
+def no_parameter(name: str, given: str, learnt: Iterable[str]) -> AttributeError:
+    """Return the error for a parameter that a loss does not learn."""
+    names = ", ".join(learnt)
+    return AttributeError(f"{name}: it has no parameter {given!r}; it learns {names or 'none'}")
+
+
+def as_similarity(name: str, x: object) -> str:
+    """Return how to pass a matrix of scores for another model; empty for other values."""
+    if isinstance(x, Tensor) and x.dim() == 2:
+        return f"; scores go in as itrloss.Similarity.from_scores({name}, image_ids, text_ids)"
+    return ""
 
 
 def options_of(kind: type) -> list[str]:

@@ -476,6 +476,13 @@ class Similarity(Anchors):
         others = processes.existing(processes.groups[1 - side], 1 - side)
         return ids, Related((own, others), pairs.relation.rule)
 
+    def label_sets(self) -> tuple[Tensor, ...]:
+        """Return the (N, k) and (M, l) labels, if ids of rows or columns are sets; else nothing."""
+        pairs = self._matrix.pairs
+        if isinstance(pairs, RelatedPairs) and isinstance(pairs.relation, Labels):
+            return pairs.relation.labels
+        return ()
+
     def _local_part(self, x: Tensor, some: slice) -> Tensor:
         """Return what a matrix (N_r, M) has of some of this process's anchors with all
         candidates.

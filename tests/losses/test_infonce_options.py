@@ -85,8 +85,12 @@ class Draw:
         kind = self.random.choice(["none", "shared", "own"])
         if not self.options.in_batch and kind == "none":
             kind = "own"
+        if self.options.directions == "text-image" and not self.options.text_text:
+            kind = "none"  # nothing would use them
         if kind == "none":
             return None
+        if self.options.directions == "text-image":
+            kind = "shared"
         return self.vectors(3, 4) if kind == "shared" else self.vectors(self.n, 2, 4)
 
     def some_negative_ids(self) -> Any:
@@ -378,6 +382,10 @@ def test_distillation_of_scores_is_that_of_their_embeddings():
     scores = F.normalize(x["images"]) @ F.normalize(x["texts"]).T
     wanted = loss(x["images"], x["texts"], teacher)
     torch.testing.assert_close(loss(scores=scores, teacher=teacher), wanted)
+    model = torch.randn(N, 3, dtype=torch.float64), torch.randn(M, 3, dtype=torch.float64)
+    of_model = Similarity(*model, torch.arange(N), torch.arange(M))
+    by_embeddings = loss(x["images"], x["texts"], model)
+    torch.testing.assert_close(by_embeddings, loss(x["images"], x["texts"], of_model.scores()))
     similarity = Similarity.from_scores(teacher, torch.arange(N), torch.arange(M))
     torch.testing.assert_close(loss(scores=scores, teacher=similarity), wanted)
     with pytest.raises(TypeError, match="teacher: expected a Similarity"):

@@ -556,6 +556,31 @@ def test_a_loss_that_shares_a_models_scale_is_learnable(kind):
     assert of_model.grad != 0
 
 
+@pytest.mark.slow
+def test_a_compiled_model_may_share_its_scale_with_a_limit():
+    """The limit is set between the model's forward pass and its backward pass."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.logit_scale = nn.Parameter(torch.tensor(5.0))
+
+        def forward(self, v, w):
+            x = self.layer(v)
+            y = self.layer(w)
+            return x, y, self.logit_scale.exp() * x @ y.T
+
+    torch._dynamo.reset()
+    model = Model()
+    loss = itrloss.InfoNCELoss(learnable=True, max_scale=100.0)
+    loss.log_scale = model.logit_scale
+    x, y, _ = torch.compile(model)(*embeddings(6, 6, 8, dtype=torch.float32))
+    loss(x, y).backward()
+    torch.testing.assert_close(model.logit_scale.exp().item(), 100.0)
+    assert model.logit_scale.grad != 0
+
+
 def test_what_parameters_depend_on_is_fixed():
     loss = itrloss.PrototypeClassificationLoss(4, 3)
     for name in ("dim", "clusters"):

@@ -393,6 +393,8 @@ IMAGES, TEXTS = embeddings(captions=1)
 IDS = torch.arange(40)
 OTHER_IDS = IDS + 1000
 HEADS = torch.stack([IMAGES, IMAGES.flip(1)], 1)
+SQUARE = torch.randn(40, 40)
+MULTI_HOT = torch.tensor([[0, 1, 1], [1, 0, 1]] * 20)
 COSINES = cosines(n=40)
 VECTORS = torch.nn.functional.normalize(torch.randn(16, 16, generator=generator(7)))
 LONG = 10 * IMAGES, 10 * TEXTS
@@ -442,6 +444,14 @@ SUSPICIOUS = {
     "own negatives that match": (
         lambda: itrloss.InfoNCELoss()(IMAGES, TEXTS, negatives=TEXTS[:, None].clone()),
         "negatives: 40 of them are texts of the batch",
+    ),
+    "a matrix and its transpose": (
+        lambda: itrloss.InfoNCELoss()(SQUARE, SQUARE.T),
+        "images, texts: a matrix and its transpose",
+    ),
+    "multi-hot labels": (
+        lambda: itrloss.InfoNCELoss()(IMAGES, TEXTS, MULTI_HOT, MULTI_HOT),
+        "labels (N, k) are sets of ids, not multi-hot rows; for these, write matches=",
     ),
     "embeddings of zeros": (
         lambda: itrloss.InfoNCELoss()(0 * IMAGES, TEXTS),

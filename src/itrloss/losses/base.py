@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import hints
 from ..anchors import Anchors
@@ -45,10 +45,12 @@ def finite_logsumexp(anchors: Anchors, scale: float, **options: Any) -> Tensor:
 class Loss(CheckedModule):
     """A module with the options that all losses have.
 
-    ``shown`` names the options that ``repr`` shows, and that processes compare.
+    ``shown`` names the options that ``repr`` shows, and that processes compare. ``learnt`` names
+    the parameters of a loss of this library; others are refused, as they would not be learnt.
     """
 
     shown: tuple[str, ...] = ("reduction",)
+    learnt: tuple[str, ...] = ()
     reduction: Choice[Reduction] = Choice("mean", "sum", "none")
     gather = Choice(True, False)
 
@@ -66,6 +68,14 @@ class Loss(CheckedModule):
         self.reduction = reduction
         self.gather = gather
         self.process_group = process_group
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; raise an AttributeError for a parameter that a loss does not learn."""
+        is_ours = type(self).__module__.startswith("itrloss.")
+        is_known = hasattr(type(self), name) or name in self.learnt
+        if is_ours and isinstance(value, nn.Parameter) and not is_known:
+            raise hints.no_parameter(type(self).__name__, name, self.learnt)
+        super().__setattr__(name, value)
 
     @property
     def sharded(self) -> bool:

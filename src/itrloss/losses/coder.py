@@ -187,6 +187,7 @@ class PrototypeClassificationLoss(Loss):
     """
 
     shown = ("dim", "clusters", "reduction")
+    learnt = ("weight",)
     dim = Fixed[int]()
     clusters = Fixed[int]()
     engine: Choice[Engine] = Choice("auto", "dense", "tiled", "triton")

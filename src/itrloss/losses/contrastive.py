@@ -149,6 +149,7 @@ class SigmoidLoss(PairLoss):
 
     shown = ("scale", "bias", "learnable", "reduction")
     directions = Choice("both")  # a pair has one value, which is of both
+    learnt = ("log_scale", "bias")
     learnable = Fixed[bool]("log_scale")
     bias = Learnable()
 

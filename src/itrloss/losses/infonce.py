@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import functional
+from .. import functional, hints
 from ..anchors import Anchors
 from ..checks import (
     Choice,
@@ -51,6 +51,7 @@ _OF_TEXTS = Names("texts", "texts", "text_ids", "text_ids")
 _OF_NEGATIVES = Names("images", "negatives", "image_ids", "negative_ids")
 _OF_TEXTS_AND_NEGATIVES = Names("texts", "negatives", "text_ids", "negative_ids")
 _OF_GUIDE = Names("guide[0]", "guide[1]", "image_ids", "text_ids")
+_OF_TEACHER = Names("teacher[0]", "teacher[1]", "image_ids", "text_ids")
 
 
 class OwnNegatives(NamedTuple):
@@ -104,6 +105,7 @@ class TemperatureLoss(SimilarityLoss):
             back to it (CLIP's 100). None: there is no limit.
     """
 
+    learnt = ("log_scale",)
     learnable = Fixed[bool]("log_scale")
     max_scale = NumberOr(None, above=0)
 
@@ -157,7 +159,9 @@ class TemperatureLoss(SimilarityLoss):
             meant = f"for a scale of {self.max_scale:g}, write temperature=1/{self.max_scale:g}"
             raise ValueError(f"max_scale: {expected}, got {self.max_scale:g}; {meant}")
         if self.training:
-            self.log_scale.clamp_(max=math.log(self.max_scale))
+            # In place, but no new version: a compiled model that computes with the same parameter
+            # has saved it for its backward pass, which refuses other versions.
+            self.log_scale.data.clamp_(max=math.log(self.max_scale))
 
     def _look(self, loss: Any, sim: Similarity) -> None:
         """Warn of a batch, and of a temperature that is probably a scale."""
@@ -372,12 +376,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
     ) -> None:
         """Raise an error for options and input that do not go together."""
         among = self.image_image or self.text_text
-        if self.joint and self.directions != "both":
-            expected = "expected False, or directions='both', whose denominators it adds up"
-            raise ValueError(f"joint: {expected}, got directions={self.directions!r}")
-        if not self.in_batch and self.directions != "image-text":
-            expected = "expected True, or directions='image-text', as negatives are of images"
-            raise ValueError(f"in_batch: {expected}, got directions={self.directions!r}")
+        self._check_directions(negatives)
         if not self.in_batch and (among or self.joint):
             raise ValueError("in_batch: expected True beside image_image, text_text and joint")
         if not self.in_batch and negatives is None:
@@ -396,6 +395,21 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
                 "guide: expected None without a margin, as the margin is for its scores"
             )
         check_guide(guide, negatives is not None, bool(among))
+
+    def _check_directions(self, negatives: Tensor | None) -> None:
+        """Raise an error for options and input that need another direction."""
+        if self.joint and self.directions != "both":
+            expected = "expected False, or directions='both', whose denominators it adds up"
+            raise ValueError(f"joint: {expected}, got directions={self.directions!r}")
+        if not self.in_batch and self.directions != "image-text":
+            expected = "expected True, or directions='image-text', as negatives are of images"
+            raise ValueError(f"in_batch: {expected}, got directions={self.directions!r}")
+        if self.directions != "text-image" or negatives is None:
+            return
+        if not self.text_text or negatives.dim() == 3:
+            expected = "expected directions='both' or 'image-text', as they are of images"
+            meant = "with texts as queries, pass these as images"
+            raise ValueError(f"negatives: {expected}, got 'text-image'; {meant}")
 
     def _described_input(
         self,
@@ -852,17 +866,22 @@ def as_guide(guide: Any) -> Any:
 
 def check_guide(guide: Any, has_negatives: bool, among: bool) -> None:
     """Raise an error unless a guide has scores of all candidates."""
-    if isinstance(guide, Similarity):
-        if has_negatives or among:
-            expected = "expected embeddings beside negatives, image_image and text_text"
-            raise ValueError(f"guide: {expected}, got a Similarity")
-        return
+    if not isinstance(guide, Similarity):
+        check_embeddings_of("guide", guide, has_negatives)
+    elif has_negatives or among:
+        expected = "expected embeddings beside negatives, image_image and text_text"
+        raise ValueError(f"guide: {expected}, got a Similarity")
+
+
+def check_embeddings_of(name: str, model: Any, has_negatives: bool) -> None:
+    """Raise an error unless another model has embeddings of all candidates."""
     expected = "(images, texts, negatives)" if has_negatives else "(images, texts)"
-    if not isinstance(guide, Sequence) or not all(isinstance(x, Tensor) for x in guide):
+    if not isinstance(model, Sequence) or not all(isinstance(x, Tensor) for x in model):
         expected = f"expected a Similarity or embeddings {expected}"
-        raise TypeError(f"guide: {expected}, got {type(guide).__name__}")
-    if len(guide) != 2 + has_negatives:
-        raise ValueError(f"guide: expected embeddings {expected}, got {len(guide)} tensors")
+        hint = hints.as_similarity(name, model)
+        raise TypeError(f"{name}: {expected}, got {type(model).__name__}{hint}")
+    if len(model) != 2 + has_negatives:
+        raise ValueError(f"{name}: expected embeddings {expected}, got {len(model)} tensors")
 
 
 def described_model(name: str, other: Any, images: Any, texts: Any) -> str:
@@ -1006,7 +1025,7 @@ class DistillationLoss(PairLoss):
         self,
         images: Tensor | None = None,
         texts: Tensor | None = None,
-        teacher: Tensor | Similarity | None = None,
+        teacher: Tensor | Similarity | Sequence[Tensor] | None = None,
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
         *,
@@ -1021,22 +1040,25 @@ class DistillationLoss(PairLoss):
             images, texts, scores: see :meth:`PairLoss.forward`. Scores may be those of each image
                 with its own candidates, such as its text and its hard negatives, with
                 ``directions="image-text"``.
-            teacher: (N, M) scores of another model, or a :class:`Similarity` of its embeddings.
+            teacher: (N, M) scores of another model, its embeddings ``(images, texts)``, or a
+                :class:`Similarity` of these.
             image_ids, text_ids: see there; they are for ``telemetry`` and beside groups alone.
             image_groups, text_groups: see there; candidates are of the same group, or match.
         """
         if unknown:
             self.refuse(unknown)
-        teacher = from_numpy(teacher)
+        given = as_guide(from_numpy(teacher))
         own = images if scores is None else scores
 
         def check() -> str:
-            if not self.sharded or isinstance(teacher, Tensor):
-                return ""
+            if not isinstance(given, (Tensor, Similarity)):
+                check_embeddings_of("teacher", given, has_negatives=False)
+            if not self.sharded or isinstance(given, (Tensor, list)):
+                return f"teacher {type(given).__name__}"
             if scores is not None:
-                got = type(teacher).__name__
+                got = type(given).__name__
                 raise TypeError(f"teacher: expected scores beside scores in a job, got {got}")
-            return described_model("teacher", teacher, images, texts)
+            return described_model("teacher", given, images, texts)
 
         related = self._related(image_groups, text_groups, None)
         no_ids = image_ids is None and text_ids is None and related is None
@@ -1047,11 +1069,26 @@ class DistillationLoss(PairLoss):
                 text_ids = torch.arange(m, device=own.device)
         ids = image_ids, text_ids
         sim = self._similarity(images, texts, *ids, scores, check=check, related=related)
-        if isinstance(teacher, Tensor):
-            teacher = self._taught_by(teacher, sim, ids, related)
+        model = self._model(given, sim, ids, related)
         if not self._looked and not torch.compiler.is_compiling():
-            self._look_at_teacher(teacher)
-        return self._with_telemetry(self.compute(sim, teacher), sim)
+            self._look_at_teacher(model)
+        return self._with_telemetry(self.compute(sim, model), sim)
+
+    @torch.no_grad()
+    def _model(
+        self,
+        teacher: Any,
+        sim: Similarity,
+        ids: tuple[IdsLike | None, IdsLike | None],
+        related: Related | None,
+    ) -> Any:
+        """Return a teacher's scores or embeddings as a similarity, and a similarity as it is."""
+        if isinstance(teacher, Tensor):
+            return self._taught_by(teacher, sim, ids, related)
+        if isinstance(teacher, list):
+            images, texts = teacher
+            return self._between(images, texts, ids, names=_OF_TEACHER, related=related)
+        return teacher
 
     def _taught_by(
         self,

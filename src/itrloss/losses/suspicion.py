@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import hints
 from ..engine.vectors import host_may_read
 from ..similarity import Similarity
 from ..suspicious import number_shared, warn, warn_of_embeddings
@@ -36,10 +37,11 @@ def warn_of_ids(name: str, loss: Any, sim: Similarity) -> None:
             "common. Equal ids are a match; if image i matches text i, leave out both"
         )
     elif bool((counts == m).all()) and _is_zero(loss):
+        meant = "".join({hints.multi_hot(labels) for labels in sim.label_sets()})
         warn(
             f"{name}: every image matches every text, so that the loss is 0 whatever is learnt. "
             "Pass batches of more than one pair, with ids that differ where image and text do "
-            "not match"
+            f"not match{meant}"
         )
 
 
@@ -76,6 +78,12 @@ def warn_of_vectors(sim: Similarity) -> None:
         warn_of_embeddings("scores", sim.given_scores)
         return
     assert sim.embeddings is not None
+    images, texts = (x.detach() for x in sim.embeddings)
+    if len(images) > 1 and images.shape == texts.T.shape and torch.equal(images, texts.T):
+        warn(
+            "images, texts: a matrix and its transpose, as of logits_per_image and "
+            "logits_per_text. Pass the embeddings, or scores=cosines"
+        )
     for name, x in zip(("images", "texts"), sim.embeddings, strict=True):
         if len(x) and not bool(x.detach().any()):
             warn(f"{name}: all embeddings are zero, so that they get no gradient")
