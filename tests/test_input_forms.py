@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import tracemalloc
+import warnings
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import itrloss
-from itrloss import metrics, rerank
+from itrloss import checks, metrics, rerank
+from itrloss.comparison import METHODS
 
 X, Y = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
 NUMBERS = [3, 3, 0, 200, 200, 1]
@@ -311,6 +315,116 @@ FURTHER_FORMS = {
 def test_input_may_have_a_further_form(name: str):
     given, plain = FURTHER_FORMS[name]
     torch.testing.assert_close(given(), plain(), rtol=0, atol=0)
+
+
+# --- memory that belongs to a file ----------------------------------------------------------------
+
+
+def mapped(folder: Path, x: torch.Tensor) -> np.ndarray:
+    """The numbers of a file, which are read where they are needed, and cannot be written to."""
+    np.save(folder / "x.npy", x.numpy())
+    return np.load(folder / "x.npy", mmap_mode="r")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int64])
+def test_a_tensor_shares_the_memory_of_a_file(dtype, tmp_path: Path):
+    given = mapped(tmp_path, (9 * S).to(dtype))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checks.from_numpy(given).data_ptr() == given.ctypes.data
+    if dtype.is_floating_point:
+        sim = itrloss.Similarity.from_scores(given, range(4), range(20))
+        assert sim.given_scores is not None
+        assert sim.given_scores.data_ptr() == given.ctypes.data
+
+
+WIDE = torch.rand(100, 500, generator=torch.Generator().manual_seed(0))
+READERS = {
+    "metrics": metrics.retrieval_metrics,
+    "metrics of the re-ranked": lambda x: metrics.retrieval_metrics(x, reranker=rerank.CSLS()),
+    "topk": lambda x: rerank.ReciprocalReranker().topk(x, 5),
+    "calibration": lambda x: rerank.FastReranker().calibrate(x, scales=(1.0, 5.0)),
+    "embeddings": lambda x: metrics.retrieval_metrics(itrloss.Similarity(x, x)),
+    "mining": lambda x: itrloss.mine_hard_negatives(x, x, range(100), range(100), 3),
+    "a bank": lambda x: rerank.CSLS().fit(images=x),
+}
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_is_not_copied(name: str, is_transposed: bool, tmp_path: Path):
+    given = mapped(tmp_path, WIDE)
+    if is_transposed:
+        given = mapped(tmp_path, WIDE.T.contiguous()).T
+    READERS[name](given)  # makes what is made once
+    tracemalloc.start()  # counts what NumPy allocates
+    try:
+        READERS[name](given)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < given.nbytes
+
+
+def re_ranked(name: str):
+    def by_scores_or_embeddings(x):
+        method = METHODS[name]()
+        if method.needs_bank:
+            method.fit(x[::-1], x[::-1])
+        method.rerank(itrloss.Similarity(x, x, normalize=False))
+        if not method.needs_embeddings:
+            method = METHODS[name]()
+            if method.needs_bank:
+                method.fit(SCORES, SCORES)
+            method.topk(protected(SCORES.numpy()), 3)
+
+    return by_scores_or_embeddings
+
+
+def clusters(x):
+    means = itrloss.OnlineKMeans(3, 8)
+    means.update(x)
+    return means.fit(x)
+
+
+def inner_products(x):
+    sim = itrloss.Similarity(x, x, normalize=False, bias=(x[:, 0].copy(), None))
+    return metrics.retrieval_metrics(sim, exclude=protected(EXCLUDED))
+
+
+GIVEN: list[tuple[np.ndarray, np.ndarray]] = []  # arrays that may not be written to, and copies
+
+
+def protected(x: np.ndarray) -> np.ndarray:
+    x = x.copy()
+    x.flags.writeable = False
+    GIVEN.append((x, x.copy()))
+    return x
+
+
+# All that takes arrays. One that writes to a file's memory would end the process.
+TAKERS_OF_ARRAYS = {
+    **{name: re_ranked(name) for name in METHODS},
+    "inner products": inner_products,
+    "grades": lambda x: figures(relevant=abs(x @ X.numpy().T)),
+    "mining": lambda x: itrloss.mine_hard_negatives(
+        x, x, range(6), range(6), 2, normalize=False, below=protected(x[:, 0])
+    ),
+    "a memory": lambda x: itrloss.CoupledMemory(8, 8).enqueue(x, x, protected(np.arange(6))),
+    "k-means": clusters,
+    "sets": lambda x: itrloss.functional.set_similarity(x[:, None], x[:, None]),
+    "a guide": lambda x: itrloss.InfoNCELoss(margin=0.1)(X, Y, guide=(x, x)),
+    "a teacher": lambda x: itrloss.DistillationLoss()(X, Y, protected(SCORES.numpy())),
+}
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("name", TAKERS_OF_ARRAYS)
+def test_nothing_writes_to_an_array(name: str):
+    GIVEN.clear()
+    TAKERS_OF_ARRAYS[name](protected(X.numpy()))
+    assert all(np.array_equal(*pair) for pair in GIVEN)
 
 
 # --- sizes ----------------------------------------------------------------------------------------

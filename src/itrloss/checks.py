@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
+import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
@@ -161,8 +162,11 @@ def require_finite(name: str, x: Tensor) -> None:
 
 
 def from_numpy(x: Any) -> Any:
-    """Return a NumPy array of numbers as a tensor on the CPU, of the same memory if that can be
-    written to, and a table of pandas, too; anything else as it is.
+    """Return a NumPy array of numbers as a tensor on the CPU, and a table of pandas, too; anything
+    else as it is.
+
+    The tensor has the memory of the array, which may be a file's: the library never writes to what
+    it is given. Only a layout or a number type that PyTorch does not know is copied.
     """
     if isinstance(x, Tensor):
         return x
@@ -173,7 +177,13 @@ def from_numpy(x: Any) -> Any:
     size = min(x.dtype.itemsize, 8)  # of long doubles, too
     # by its size: NumPy has two types of 64 bits, of which PyTorch knows one
     native = np.dtype(f"{x.dtype.kind}{size}")
-    return torch.from_numpy(np.require(x, native, ["C_CONTIGUOUS", "ALIGNED", "WRITEABLE"]))
+    order = "F" if x.flags.f_contiguous else "C"  # PyTorch has no negative strides
+    x = np.require(x, native, [order, "ALIGNED"])
+    if x.flags.writeable:
+        return torch.from_numpy(x)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writ", UserWarning)
+        return torch.from_numpy(x)
 
 
 def as_id_numbers(name: str, ids: Any, size: int | None = None) -> Tensor:
