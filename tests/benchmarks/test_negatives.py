@@ -52,12 +52,18 @@ def test_trainings_are_kept_and_options_chosen_by_the_development_split(
     tables = negatives.table(rows), negatives.further_table(rows), negatives.search_table(rows)
     assert [len(lines) for lines in tables] == [20, 10, 18]
     assert printed == [*tables[0], "", *tables[1], "", *tables[2]]
+    expect_chosen(rows)
+
+
+def expect_chosen(rows):
+    """Check that the final trainings have the options that did best, and their differences."""
     final = {(row["form"], row["noise"]): row for row in rows if row["split"] == "test"}
     searched = [row for row in rows if row["split"] == "dev"]
     for form in ("plain", "filter", "hardness", "groups", "mined"):
         tried = [row for row in searched if row["form"] == form]
         best = max(tried, key=lambda row: sum(row["rsum"]))
-        assert final[form, 0.0]["options"] == final[form, 0.2]["options"] == best["options"]
+        assert final[form, 0.0]["options"] == best["options"]
+        assert final[form, 0.2]["options"] == best["options"]
     plain = final["plain", 0.2]
     mined = final["mined", 0.2]
     expected = sum(mined["rsum"]) / 2 - sum(plain["rsum"]) / 2
@@ -68,15 +74,19 @@ def test_the_loss_of_every_form_without_further_negatives(data):
     split, model, ids = data
     rows = torch.arange(0, 300, 7)
     groups = torch.arange(60) // 4
+    own_ids = ids[rows]
+    v, w = model(split.pictures[own_ids], split.words[rows], split.weights[rows])
+
     options = Options(margin=0.05, hardness=2.0, groups="other")
-    found = Loss(options, split, ids, None, groups)(model, rows)
-    v, w = model(split.pictures[ids[rows]], split.words[rows], split.weights[rows])
-    both = itrloss.InfoNCELoss(0.1, margin=0.05, hardness=2.0, groups="other")
-    of_rows = groups[ids[rows]]
-    expected = both(v, w, ids[rows], ids[rows], image_groups=of_rows)
+    of_all_forms = Loss(options, split, ids, None, groups)
+    found = of_all_forms(model, rows)
+    loss = itrloss.InfoNCELoss(0.1, margin=0.05, hardness=2.0, groups="other")
+    expected = loss(v, w, own_ids, own_ids, image_groups=groups[own_ids])
     torch.testing.assert_close(found, expected)
-    without = itrloss.InfoNCELoss(0.1)(v, w, ids[rows], ids[rows])
-    torch.testing.assert_close(Loss(Options(), split, ids, None, None)(model, rows), without)
+
+    plain = Loss(Options(), split, ids, None, None)
+    without = itrloss.InfoNCELoss(0.1)(v, w, own_ids, own_ids)
+    torch.testing.assert_close(plain(model, rows), without)
     assert not torch.isclose(found, without)
 
 
@@ -87,20 +97,24 @@ def test_the_loss_with_further_negatives(data):
     captions = torch.full((60, 3), -1)
     pictures[rows, 0] = torch.tensor([30, 7, 8, 1, -1])
     captions[[0, 1, 30, 59], 0] = torch.tensor([296, 3, -1, 17])
-    found = Loss(Options(), split, ids, Hard(pictures, captions), None)(model, rows)
+    loss = Loss(Options(), split, ids, Hard(pictures, captions), None)
+    found = loss(model, rows)
 
     v, w = model(split.pictures, split.words, split.weights)
-    v, w = F.normalize(v), F.normalize(w)
+    v = F.normalize(v)
+    w = F.normalize(w)
+    own_captions = rows.tolist()
+    own_pictures = ids[rows].tolist()
+    all_captions = [*own_captions, 296, 3, 3, 17]  # picture 1 is twice in the batch
+    all_pictures = [*own_pictures, 30, 7, 8, 1]
     expected = torch.zeros((), dtype=torch.float64)
-    drawn_captions = [296, 3, 3, 17]  # picture 1 is twice in the batch
-    drawn_pictures = [30, 7, 8, 1]
-    for row in rows.tolist():
-        picture = int(ids[row])
-        others = [r for r in [*rows.tolist(), *drawn_captions] if ids[r] != picture]
-        expected += anchor(v[picture], w, [r for r in rows.tolist() if ids[r] == picture], others)
-        batch = [*ids[rows].tolist(), *drawn_pictures]
-        positives = [p for p in ids[rows].tolist() if p == picture]
-        expected += anchor(w[row], v, positives, [p for p in batch if p != picture])
+    for caption, picture in zip(own_captions, own_pictures, strict=True):
+        positives = [c for c in own_captions if ids[c] == picture]
+        others = [c for c in all_captions if ids[c] != picture]
+        expected += anchor(v[picture], w, positives, others)
+        positives = [p for p in own_pictures if p == picture]
+        others = [p for p in all_pictures if p != picture]
+        expected += anchor(w[caption], v, positives, others)
     torch.testing.assert_close(found, expected / len(rows))
 
 
@@ -119,8 +133,10 @@ def test_negatives_are_drawn_from_those_that_exist():
     candidates = torch.tensor([[4, 5, 6], [7, -1, -1], [-1, -1, -1]])
     rows = torch.tensor([0, 1, 2]).repeat(200)
     found = negatives.drawn(candidates, rows).view(-1, 3)
-    assert set(found[:, 0].tolist()) == {4, 5, 6}
-    assert set(found[:, 1].tolist()) == {7} and set(found[:, 2].tolist()) == {-1}
+    of_first, of_second, of_third = found.T.tolist()
+    assert set(of_first) == {4, 5, 6}
+    assert set(of_second) == {7}
+    assert set(of_third) == {-1}
 
 
 PICTURES = torch.arange(60)
@@ -135,56 +151,65 @@ def scores_of(data):
 
 
 def mined(data, groups=PICTURES, **options):
+    """Three negatives of each picture and of each caption."""
     split, model, ids = data
-    return negatives.mined(model, split, ids, groups, Options(negatives=3, **options))
+    three = Options(negatives=3, **options)
+    return negatives.mined(model, split, ids, groups, three)
 
 
 @pytest.mark.parametrize("picture", [0, 17, 59])
 def test_the_hardest_captions_are_mined(picture, data):
-    ids = data[2]
+    _, _, ids = data
     scores, _ = scores_of(data)
     others = scores[picture].masked_fill(ids == picture, -torch.inf)
-    found = scores[picture, mined(data).captions[picture]]
-    torch.testing.assert_close(found, others.topk(3).values)
+    captions = mined(data).captions[picture]
+    torch.testing.assert_close(scores[picture, captions], others.topk(3).values)
 
 
 def test_mined_candidates_lie_below_a_share_of_their_own_score(data):
     scores, of_captions = scores_of(data)
     of_pictures = of_captions.view(60, 5).mean(1)
     hard = mined(data, below=0.5)
-    for picture in range(60):
-        found = hard.captions[picture]
-        assert (scores[picture, found[found >= 0]] < 0.5 * of_pictures[picture]).all()
-    for caption in range(300):
-        found = hard.pictures[caption]
-        assert (scores[found[found >= 0], caption] < 0.5 * of_captions[caption]).all()
+    for picture, captions in enumerate(hard.captions):
+        existing = captions[captions >= 0]
+        assert (scores[picture, existing] < 0.5 * of_pictures[picture]).all()
+    for caption, pictures in enumerate(hard.pictures):
+        existing = pictures[pictures >= 0]
+        assert (scores[existing, caption] < 0.5 * of_captions[caption]).all()
+    assert len(hard.captions) == 60
+    assert len(hard.pictures) == 300
 
 
 def test_mined_candidates_are_of_other_groups(data):
-    ids = data[2]
+    _, _, ids = data
     groups = PICTURES // 30  # one half of the pictures has its negatives in the other
+    groups_of_captions = groups[ids]
     hard = mined(data, groups)
-    assert (groups[hard.pictures] != groups[ids][:, None]).all()
-    assert (groups[ids[hard.captions]] != groups[:, None]).all()
+    assert (groups[hard.pictures] != groups_of_captions[:, None]).all()
+    assert (groups_of_captions[hard.captions] != groups[:, None]).all()
 
 
 @pytest.fixture(scope="module")
 def runs():
     """Three runs of a good model, and three of a worse one."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.arange(50), torch.arange(250) // 5
+    image_ids = torch.arange(50)
+    text_ids = torch.arange(250) // 5
     results = []
     for spread in (0.8, 0.8, 0.8, 1.2, 1.2, 1.2):
         v = torch.randn(50, 8, generator=generator)
-        w = v[ids[1]] + spread * torch.randn(250, 8, generator=generator)
-        results.append(itrloss.metrics.retrieval_results(itrloss.Similarity(v, w, *ids)))
+        w = v[text_ids] + spread * torch.randn(250, 8, generator=generator)
+        sim = itrloss.Similarity(v, w, image_ids, text_ids)
+        results.append(itrloss.metrics.retrieval_results(sim))
     return results[:3], results[3:]
 
 
 @pytest.mark.parametrize("figure", ["rsum", "i2t_r1", "t2i_r10"])
 def test_figures_of_joined_runs_are_their_means(figure, runs):
-    found = negatives.joined(runs[0]).metrics()[figure]
-    assert found == pytest.approx(sum(run.metrics()[figure] for run in runs[0]) / 3)
+    good, _ = runs
+    found = negatives.joined(good).metrics()
+    mean = sum(run.metrics()[figure] for run in good) / 3
+    assert found[figure] == pytest.approx(mean)
 
 
 def test_a_difference_and_its_interval_over_seeds_are_scipys(runs):
@@ -202,7 +227,9 @@ def test_a_difference_lies_in_its_interval_over_pictures(runs):
     found = negatives.difference(*runs)
     low, high = found["pictures"]
     assert low < found["difference"][0] < high
-    assert negatives.difference(runs[0], runs[0])["pictures"] == [0.0, 0.0]
+    good, _ = runs
+    to_itself = negatives.difference(good, good)
+    assert to_itself["pictures"] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -213,4 +240,5 @@ def test_a_table_of_the_docs_has_the_results(table):
     text = (ROOT / "docs" / "embedders.rst").read_text(encoding="utf-8")
     lines = table(rows)
     assert lines
-    assert "\n".join("   " + line for line in lines) in text
+    indented = "\n".join("   " + line for line in lines)
+    assert indented in text

@@ -46,11 +46,16 @@ MEMORY_LOSSES = select("uto mild", "mdcl")
 
 
 def trainer(name: str, loss: torch.nn.Module) -> VSEModel:
-    return TRAINERS[name](compat.adapt(loss, name, **TRAINERS[name].options))
+    """The model of a code base with an adapted loss."""
+    kind = TRAINERS[name]
+    criterion = compat.adapt(loss, name, **kind.options)
+    return kind(criterion)
 
 
 def unit(*shape: int, seed: int = 0) -> torch.Tensor:
-    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    """Unit vectors that get a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator, dtype=torch.float64)
     return F.normalize(x, dim=-1).requires_grad_()
 
 
@@ -67,9 +72,10 @@ def test_every_loss_trains_in_every_code_base(name, loss):
     for on in (True, False):
         before = model.loss().item()
         model.set_max_violation(on)
-        assert model.criterion.max_violation == (on and loss == "triplet all")
-        # USER's queues move on
-        assert loss == "triplet all" or name == "user" or model.loss().item() == before
+        is_switched = on and loss == "triplet all"
+        assert model.criterion.max_violation == is_switched
+        if loss != "triplet all" and name != "user":  # whose queues move on
+            assert model.loss().item() == before
         model.train_emb()
 
 
@@ -94,17 +100,20 @@ def test_images_repeated_five_times_do_no_harm(name, loss):
     if loss in MEMORY_LOSSES and name != "hal":
         return
     criterion = compat.adapt(REGISTRY[loss].make(), name)
-    im, s = unit(4, D), unit(20, D, seed=1)
+    im = unit(4, D)
+    s = unit(20, D, seed=1)
     repeated = im.repeat_interleave(5, 0)
     ids = torch.arange(4).repeat_interleave(5)
-    bank = repeated.detach(), s.detach(), list(range(20)), list(range(20))
-    value = criterion(repeated, s, *{"vsepp": (), "hrem": (ids,), "hal": bank}[name])
-    grads = torch.autograd.grad(value, (im, s))
-    assert value.isfinite() and all(x.isfinite().all() for x in grads)
+    bank = (repeated.detach(), s.detach(), list(range(20)), list(range(20)))
+    more = {"vsepp": (), "hrem": (ids,), "hal": bank}
+    value = criterion(repeated, s, *more[name])
+    assert value.isfinite()
+    for gradient in torch.autograd.grad(value, (im, s)):
+        assert gradient.isfinite().all()
     if name == "hrem":  # equal ids match
-        torch.testing.assert_close(
-            value, LOSSES[loss].make()(im.repeat_interleave(5, 0), s, ids, ids)
-        )
+        own = LOSSES[loss].make()
+        wanted = own(repeated, s, ids, ids)
+        torch.testing.assert_close(value, wanted)
 
 
 # --------------------------------------------------------------------------- what the loss is given
@@ -121,24 +130,28 @@ class Original:
 
 def originals(x: torch.Tensor, y: torch.Tensor) -> dict[str, Original]:
     """The triplet losses of code bases, of images and texts that are not normalised."""
-    sets, words = unit(B, 2, D, seed=3), unit(B, 4, D, seed=2)
+    sets = unit(B, 2, D, seed=3)
+    words = unit(B, 4, D, seed=2)
     lengths = [4, 1, 2, *[3] * (B - 3)]
     opt = Namespace(mask_repeat=False, margin=0.2, num_embeds=2, max_violation=True)
-    im, s = F.normalize(x, dim=1), F.normalize(y, dim=1)
+    im = F.normalize(x, dim=1)
+    s = F.normalize(y, dim=1)
+    scores = im @ s.T
     function = {"score_function": xattn_score}
     return {
         "vsepp": Original(compat.VSEPPLoss(0.2), (im, s)),
         "vse_inf": Original(compat.VSEInfinityLoss(None, 0.2), (im, s)),
         "scan": Original(compat.SCANLoss(xattn_score, 0.2), (sets, words, lengths), function),
-        "sgraf": Original(compat.SGRAFLoss(0.2), (im @ s.T,)),
-        "naaf": Original(compat.SGRAFLoss(0.2), (im @ s.T, B)),
-        "chan": Original(compat.CHANLoss(margin=0.2), (im @ s.T,)),
+        "sgraf": Original(compat.SGRAFLoss(0.2), (scores,)),
+        "naaf": Original(compat.SGRAFLoss(0.2), (scores, B)),
+        "chan": Original(compat.CHANLoss(margin=0.2), (scores,)),
         "hrem": Original(compat.HREMLoss(opt, 0.2), (im, s, torch.arange(B))),
         "pvse": Original(compat.PVSELoss(opt, "sum"), (sets, words[:, :2], None, None)),
     }
 
 
 def ranking_loss(criterion, inputs):
+    """The loss, without the parts that some return beside it."""
     value = criterion(*inputs)
     return value[0] if isinstance(value, tuple) else value
 
@@ -161,30 +174,41 @@ def test_a_triplet_loss_is_the_originals_own(name, hardest):
     torch.testing.assert_close(found, wanted)
     if name != "scan" and name != "pvse":  # whose sets are not made of these
         gradients = torch.autograd.grad(found, (x, y), retain_graph=True)
-        torch.testing.assert_close(gradients, torch.autograd.grad(wanted, (x, y)))
+        wanted_gradients = torch.autograd.grad(wanted, (x, y))
+        torch.testing.assert_close(gradients, wanted_gradients)
 
 
 def test_infonce_is_clip4clips_cross_entropy_of_logits():
-    logits = (30 * unit(B, D) @ unit(B, D, seed=1).T).detach().requires_grad_()
+    cosines = unit(B, D) @ unit(B, D, seed=1).T
+    logits = (30 * cosines).detach().requires_grad_()
     loss = itrloss.InfoNCELoss(1.0, directions="image-text")
     criterion = compat.adapt(loss, "clip4clip")
     found = (criterion(logits) + criterion(sim_matrix=logits.T)) / 2
     own = torch.arange(B)
-    wanted = (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+    of_texts = F.cross_entropy(logits, own)
+    of_videos = F.cross_entropy(logits.T, own)
+    wanted = (of_texts + of_videos) / 2
     torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(*(torch.autograd.grad(x, logits) for x in (found, wanted)))
+    gradients = torch.autograd.grad(found, logits)
+    wanted_gradients = torch.autograd.grad(wanted, logits)
+    torch.testing.assert_close(gradients, wanted_gradients)
 
 
 def test_a_triplet_loss_is_that_of_dive_up_to_its_means():
-    sets, captions = unit(B, 2, D, seed=3), unit(5 * B, 2, D, seed=4)
+    n = B
+    m = 5 * B
+    sets = unit(n, 2, D, seed=3)
+    captions = unit(m, 2, D, seed=4)
     dive = compat.adapt(itrloss.TripletLoss(0.2, mining="all"), "dive", smooth_chamfer)
     value, parts = dive(sets, captions, None, None, None, None)
-    opt = Namespace(img_num_embeds=2, txt_num_embeds=2, margin=0.2)
-    _, wanted = compat.DivELoss(2, 2, smooth_chamfer, opt, "sum")(sets, captions)
-    n, m = B, 5 * B  # DivE's means over m * (m - 5) and m * (n - 1) triplets
-    total = wanted["i2t_loss"] * m * (m - 5) + wanted["t2i_loss"] * m * (n - 1)
-    torch.testing.assert_close(value, total)
     assert parts == {}
+    opt = Namespace(img_num_embeds=2, txt_num_embeds=2, margin=0.2)
+    original = compat.DivELoss(2, 2, smooth_chamfer, opt, "sum")
+    _, means = original(sets, captions)
+    # DivE's means are over as many triplets.
+    i2t = means["i2t_loss"] * m * (m - 5)
+    t2i = means["t2i_loss"] * m * (n - 1)
+    torch.testing.assert_close(value, i2t + t2i)
 
 
 def test_a_score_function_replaces_cosines_and_is_trained():
@@ -192,22 +216,34 @@ def test_a_score_function_replaces_cosines_and_is_trained():
         def forward(self, im, s):
             return super().forward(im) @ s.T
 
-    function, im, s = Scores(D, D).double(), unit(B, D), unit(B, D, seed=1)
-    criterion = compat.adapt(itrloss.InfoNCELoss(), "vsepp", function)
-    torch.testing.assert_close(criterion(im, s), itrloss.InfoNCELoss()(scores=function(im, s)))
-    assert {id(p) for p in function.parameters()} <= {id(p) for p in criterion.parameters()}
+    function = Scores(D, D).double()
+    im = unit(B, D)
+    s = unit(B, D, seed=1)
+    own = itrloss.InfoNCELoss()
+    criterion = compat.adapt(own, "vsepp", function)
+    wanted = own(scores=function(im, s))
+    torch.testing.assert_close(criterion(im, s), wanted)
+    trained = {id(parameter) for parameter in criterion.parameters()}
+    for parameter in function.parameters():
+        assert id(parameter) in trained
 
 
 def test_sets_are_scored_by_their_best_pair_and_may_have_one_element():
-    im, s = unit(B, 2, D), unit(B, 3, D, seed=1)
-    criterion = compat.adapt(itrloss.InfoNCELoss(), "pvse")
-    best = torch.einsum("ikd,jld->ijkl", im, s).amax((2, 3))
+    im = unit(B, 2, D)
+    s = unit(B, 3, D, seed=1)
+    own = itrloss.InfoNCELoss()
+    criterion = compat.adapt(own, "pvse")
+    every = torch.einsum("ikd,jld->ijkl", im, s)
+    best = every.amax((2, 3))
     loss, parts = criterion(im, s, None, None)
-    torch.testing.assert_close(loss, itrloss.InfoNCELoss()(scores=best))
-    assert parts.keys() == {"ranking_loss"} and parts["ranking_loss"].equal(loss)
+    torch.testing.assert_close(loss, own(scores=best))
+    assert parts.keys() == {"ranking_loss"}
+    assert parts["ranking_loss"].equal(loss)
     assert not parts["ranking_loss"].requires_grad
-    loss, _ = criterion(im[:, 0], s[:, 0], None, None)
-    torch.testing.assert_close(loss, itrloss.InfoNCELoss()(im[:, 0], s[:, 0]))
+    first_im = im[:, 0]
+    first_s = s[:, 0]
+    loss, _ = criterion(first_im, first_s, None, None)
+    torch.testing.assert_close(loss, own(first_im, first_s))
 
 
 @pytest.mark.parametrize(
@@ -218,14 +254,18 @@ def test_regularisers_are_those_of_the_original(name, texts, added):
     given = [unit(size, 2, D, seed=i) for i, size in enumerate((B, texts, B, texts))]
     opt = TRAINERS[name].options["opt"]
     function = TRAINERS[name].options.get("score_function")
+    without_options = compat.adapt(itrloss.InfoNCELoss(), name, function)
+    with_options = compat.adapt(itrloss.InfoNCELoss(), name, function, opt)
     original = compat.PVSELoss(opt) if name == "pvse" else compat.DivELoss(2, 2, function, opt)
-    bare, _ = compat.adapt(itrloss.InfoNCELoss(), name, function)(*given)
-    full, parts = compat.adapt(itrloss.InfoNCELoss(), name, function, opt)(*given)
+    bare, _ = without_options(*given)
+    full, parts = with_options(*given)
     value, wanted = original(*given)
-    ranking = [wanted[key] for key in wanted if key in ("ranking_loss", "t2i_loss", "i2t_loss")]
+    of_ranking = ("ranking_loss", "t2i_loss", "i2t_loss")
+    ranking = [part for key, part in wanted.items() if key in of_ranking]
     torch.testing.assert_close(full - bare, value - sum(ranking))
     assert [key for key in parts if key != "ranking_loss"] == added
-    assert all(parts[key].equal(wanted[key]) for key in added)
+    for key in added:
+        assert parts[key].equal(wanted[key])
 
 
 @pytest.mark.parametrize("size", [16, 4096])
@@ -236,38 +276,49 @@ def test_regularisers_are_those_of_the_original(name, texts, added):
 )
 def test_queues_are_those_of_the_objective_and_may_be_overwritten(loss, size):
     v, w, v_k, t_k = (unit(B, D, seed=i) for i in range(4))
-    queues = [unit(size, D, seed=i).detach().T.contiguous() for i in (5, 6)]
+    v_queue = unit(size, D, seed=5).detach().T.contiguous()
+    t_queue = unit(size, D, seed=6).detach().T.contiguous()
     memory = itrloss.CoupledMemory(size, D).double()
-    memory.enqueue(queues[0].T, queues[1].T)
+    memory.enqueue(v_queue.T, t_queue.T)
     wanted = loss(v, w, v_k, t_k, memory)
     criterion = compat.adapt(loss, "user")
-    found = criterion.moco_forward(v, t_k, w, v_k, *queues)
-    for queue in queues:
-        queue[:, :B] = 0
+    found = criterion.moco_forward(v, t_k, w, v_k, v_queue, t_queue)
+    v_queue[:, :B] = 0
+    t_queue[:, :B] = 0
     torch.testing.assert_close(found, wanted)
     gradients = torch.autograd.grad(found, (v, w))
-    torch.testing.assert_close(gradients, torch.autograd.grad(wanted, (v, w)))
+    wanted_gradients = torch.autograd.grad(wanted, (v, w))
+    torch.testing.assert_close(gradients, wanted_gradients)
     assert criterion(v, w).item() == 0
 
 
 def test_queues_add_nothing_to_a_loss_without_a_memory():
-    v, w = unit(B, D), unit(B, D, seed=1)
+    v = unit(B, D)
+    w = unit(B, D, seed=1)
     queue = unit(16, D, seed=5).T
     criterion = compat.adapt(itrloss.InfoNCELoss(), "user")
-    assert criterion.moco_forward(v, w, w, v, queue, queue).item() == 0
+    value = criterion.moco_forward(v, w, w, v, queue, queue)
+    assert value.item() == 0
 
 
 def test_entries_of_the_batch_in_a_bank_are_no_negatives():
-    im, s, bank, texts = (unit(n, D, seed=i) for i, n in enumerate((4, 4, 6, 6)))
+    im, s, images, texts = (unit(n, D, seed=i) for i, n in enumerate((4, 4, 6, 6)))
+    own = (0, 1, 2, 3)
+    with_own = [0, 1, 2, 3, 4, 5]
+    with_others = [9, 8, 7, 6, 4, 5]
     criterion = compat.adapt(itrloss.MemoryDiversityContrastiveLoss(), "hal")
-    value = criterion(im, s, bank, texts, [0, 1, 2, 3, 4, 5], (0, 1, 2, 3))
-    others = [x.detach().clone() for x in (bank, texts)]
-    for x, own in zip(others, (im, s), strict=True):
-        x[:4] = own.detach()  # as after an epoch in which nothing changed
-    changed = criterion(im, s, *others, [0, 1, 2, 3, 4, 5], (0, 1, 2, 3))
-    foreign = criterion(im, s, *others, [9, 8, 7, 6, 4, 5], (0, 1, 2, 3))
-    assert foreign > changed and value != changed
-    assert criterion(im, s, None, None, None, (0, 1, 2, 3)).item() == 0
+    value = criterion(im, s, images, texts, with_own, own)
+    # as after an epoch in which nothing changed
+    known_images = images.detach().clone()
+    known_images[:4] = im.detach()
+    known_texts = texts.detach().clone()
+    known_texts[:4] = s.detach()
+    changed = criterion(im, s, known_images, known_texts, with_own, own)
+    foreign = criterion(im, s, known_images, known_texts, with_others, own)
+    assert foreign > changed
+    assert value != changed
+    without_a_bank = criterion(im, s, None, None, None, own)
+    assert without_a_bank.item() == 0
 
 
 # -------------------------------------------------------------------------- parameters, checkpoints
@@ -277,12 +328,15 @@ def test_parameters_are_trained_saved_and_resumed_where_the_code_base_does():
     model = trainer("chan", itrloss.InfoNCELoss(0.1, learnable=True))
     for _ in range(5):
         model.train_emb()
-    assert isinstance(model, CHAN) and abs(model.criterion.loss.temperature - 0.1) > 1e-3
+    assert isinstance(model, CHAN)
+    change = model.criterion.loss.temperature - 0.1
+    assert abs(change) > 1e-3
     file = io.BytesIO()
     torch.save({"model": model.state_dict()}, file)
     file.seek(0)
+    saved = torch.load(file)
     resumed = trainer("chan", itrloss.InfoNCELoss(0.1, learnable=True))
-    resumed.load_state_dict(torch.load(file)["model"])
+    resumed.load_state_dict(saved["model"])
     assert resumed.loss().item() == model.loss().item()
 
 
@@ -303,7 +357,8 @@ def test_a_state_has_which_negatives_count(name):
     criterion = SWITCHED[name]()
     criterion.max_violation_on()
     state = criterion.state_dict()
-    assert all(isinstance(x, torch.Tensor) for x in state.values())
+    for entry in state.values():
+        assert isinstance(entry, torch.Tensor)
     resumed = SWITCHED[name]()
     assert not resumed.max_violation
     resumed.load_state_dict(state)
@@ -319,7 +374,8 @@ def test_states_of_criteria_can_be_averaged_and_copied(name):
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
     for _ in range(2):
         average.update_parameters(model)
-    assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
+    twin = copy.deepcopy(model)
+    assert twin.state_dict().keys() == model.state_dict().keys()
 
 
 def test_a_criterion_is_one_number():
@@ -330,8 +386,10 @@ def test_a_criterion_is_one_number():
 
 
 def test_losses_inside_of_others_are_switched():
-    criterion = compat.adapt(itrloss.Matryoshka(itrloss.TripletLoss(), [3, D]), "vse_inf")
-    im, s = unit(B, D), unit(B, D, seed=1)
+    loss = itrloss.Matryoshka(itrloss.TripletLoss(), [3, D])
+    criterion = compat.adapt(loss, "vse_inf")
+    im = unit(B, D)
+    s = unit(B, D, seed=1)
     hardest = criterion(im, s)
     criterion.max_violation_off()
     assert criterion(im, s) > hardest
@@ -350,15 +408,17 @@ def test_a_criterion_says_for_which_code_base_it_is(name):
 def test_criteria_take_half_precision(name):
     im = unit(B, D)
     s = unit(B, D, seed=1)
-    given = {
+    inputs = {
         "vse_inf": (im, s),
         "chan": (im @ s.T,),
         "hrem": (im, s, torch.arange(B) // 2),
-    }[name]
+    }
+    given = inputs[name]
+    rounded = [x.bfloat16() if x.is_floating_point() else x for x in given]
     criterion = compat.adapt(itrloss.DiversityContrastiveLoss(), name)
-    half = criterion(*(x.bfloat16() if x.is_floating_point() else x for x in given))
-    assert half.dtype == torch.float32
-    torch.testing.assert_close(half.double(), criterion(*given), rtol=0.05, atol=0.05)
+    in_half = criterion(*rounded)
+    assert in_half.dtype == torch.float32
+    torch.testing.assert_close(in_half.double(), criterion(*given), rtol=0.05, atol=0.05)
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -421,9 +481,11 @@ def test_errors_name_the_argument(message):
 
 
 def test_the_adapted_criterion_has_the_call_of_the_original():
+    criterion = compat.adapt(NCE, "vsepp")
     with pytest.raises(TypeError, match="argument"):
-        compat.adapt(NCE, "vsepp")(unit(B, D), unit(B, D), [1] * B)
-    assert USER(compat.adapt(NCE, "user")).loss().isfinite()
+        criterion(unit(B, D), unit(B, D), [1] * B)
+    model = USER(compat.adapt(NCE, "user"))
+    assert model.loss().isfinite()
 
 
 @pytest.mark.parametrize("code_base", ["vsepp", "scan", "sgraf", "chan", "hal"])
@@ -446,27 +508,34 @@ NUMBERS = [3, 3, 0, 200, 200, 1]
 def test_hrem_takes_scores_with_ids_that_mask(ids):
     """This is the call of LAPS."""
     scores = unit(6, 6)
-    sets = torch.randn(6, 3, 4), torch.randn(6, 5, 4)
+    sets = (torch.randn(6, 3, 4), torch.randn(6, 5, 4))
     thresholds = 0.2 - scores.diagonal()
-    excess = (thresholds[:, None] + scores).relu() + (thresholds + scores).relu()
-    is_negative = torch.tensor(NUMBERS)[:, None] != torch.tensor(NUMBERS)
+    of_rows = (thresholds[:, None] + scores).relu()
+    of_columns = (thresholds + scores).relu()
+    numbers = torch.tensor(NUMBERS)
+    is_negative = numbers[:, None] != numbers
+    hinges = (of_rows + of_columns) * is_negative
     criterion = compat.HREMLoss(opt=Namespace(mask_repeat=1, margin=0.2))
-    torch.testing.assert_close(criterion(*sets, ids, scores), (excess * is_negative).sum())
-    own = compat.adapt(NCE, "hrem")
+    torch.testing.assert_close(criterion(*sets, ids, scores), hinges.sum())
+    adapted = compat.adapt(NCE, "hrem")
     wanted = NCE(scores=scores, image_ids=ids, text_ids=ids)
-    torch.testing.assert_close(own(*sets, ids, scores), wanted)
+    torch.testing.assert_close(adapted(*sets, ids, scores), wanted)
 
 
 def queues_of_each(rank: int) -> torch.Tensor:
-    """USER's loss where each process has a queue of its own."""
-    v, w = unit(B, D), unit(B, D).flip(0)
+    """How USER's loss differs from our own where each process has a queue of its own."""
+    v = unit(B, D)
+    w = unit(B, D).flip(0)
     queue = unit(20, D).roll(rank, 1).T
-    own = itrloss.CoupledMemory(20, D, dtype=v.dtype)
-    own.enqueue_alone(queue.T, queue.T)
+    memory = itrloss.CoupledMemory(20, D, dtype=v.dtype)
+    memory.enqueue_alone(queue.T, queue.T)
     loss = itrloss.UnifiedTrainingObjective()
-    return compat.adapt(loss, "user").moco_forward(v, w, w, v, queue, queue) - loss(v, w, v, w, own)
+    adapted = compat.adapt(loss, "user")
+    found = adapted.moco_forward(v, w, w, v, queue, queue)
+    return found - loss(v, w, v, w, memory)
 
 
 @pytest.mark.slow
 def test_queues_stay_in_their_process(tmp_path):
-    assert all(difference.abs() < 1e-6 for difference in run(queues_of_each, tmp_path))
+    for difference in run(queues_of_each, tmp_path):
+        assert difference.abs() < 1e-6

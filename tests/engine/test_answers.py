@@ -45,8 +45,10 @@ def test_totals_and_gradients_equal_the_reference(name, shape, view, small_tiles
 
 def test_weights_of_a_total_get_no_gradient():
     v, w = embeddings(4, 4)
+    v.requires_grad_()
     weights = torch.rand(4, dtype=v.dtype, requires_grad=True)
-    Similarity(v.requires_grad_(), w).weighted_sum(softplus, weights=weights).backward()
+    total = Similarity(v, w).weighted_sum(softplus, weights=weights)
+    total.backward()
     assert weights.grad is None
     assert v.grad is not None
 
@@ -61,18 +63,22 @@ def test_wrong_arguments_of_a_total_are_refused():
 
 @pytest.mark.parametrize(("name", "engine"), each(2, name=ANSWERS, engine=ENGINES))
 def test_both_sides_are_answered_as_each_alone(name, engine, small_tiles):
+    answer = ANSWERS[name]
     v, w, ids, _ = case("wide")
     sim = similarity(v, w, ids, engine)
     p = parameters(len(v), len(w))
     of_rows, of_cols = p.split(sim.shape)
-    rows = ANSWERS[name](sim, of_rows)
-    cols = ANSWERS[name](sim.T, of_cols)
-    rows_first = ANSWERS[name](sim.both, p)
+    rows = answer(sim, of_rows)
+    cols = answer(sim.T, of_cols)
+    rows_first = answer(sim.both, p)
     assert_equal(rows_first, torch.cat([rows, cols]), tolerance=1e-12)
-    assert_equal(ANSWERS[name](Anchors.together(sim, sim.T), p), rows_first, tolerance=1e-12)
-    cols_first = ANSWERS[name](sim.T.both, torch.cat([of_cols, of_rows]))
+    together = answer(Anchors.together(sim, sim.T), p)
+    assert_equal(together, rows_first, tolerance=1e-12)
+    cols_first = answer(sim.T.both, torch.cat([of_cols, of_rows]))
     assert_equal(cols_first, torch.cat([cols, rows]), tolerance=1e-12)
-    assert [len(x) for x in sim.both.split(rows_first)] == [len(rows), len(cols)]
+    first, second = sim.both.split(rows_first)
+    assert len(first) == len(rows)
+    assert len(second) == len(cols)
 
 
 @pytest.mark.parametrize("name", ["logsumexp", "std", "hardest", "log1p", "hinge sum"])
@@ -80,8 +86,11 @@ def test_both_sides_are_answered_as_each_alone(name, engine, small_tiles):
 def test_columns_asked_first_have_the_same_gradients(engine, name):
     v, w, ids, _ = case("wide")
     leaves = [v.requires_grad_(), w.requires_grad_()]
-    rows_first = ANSWERS[name](similarity(v, w, ids, engine).both, 2.0)
-    of_cols, of_rows = ANSWERS[name](similarity(v, w, ids, engine).T.both, 2.0).split([17, 5])
+    answer = ANSWERS[name]
+    sim = similarity(v, w, ids, engine)
+    rows_first = answer(sim.both, 2.0)
+    turned = similarity(v, w, ids, engine).T
+    of_cols, of_rows = answer(turned.both, 2.0).split([17, 5])
     cols_first = torch.cat([of_rows, of_cols])
     torch.testing.assert_close(cols_first, rows_first)
     grad = torch.linspace(1, 2, 22, dtype=torch.float64)
@@ -93,24 +102,31 @@ def test_columns_asked_first_have_the_same_gradients(engine, name):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_transposed_view_answers_for_the_columns(engine, small_tiles):
     v, w, ids, _ = case()
-    view = similarity(v, w, ids, engine).T
-    swapped = similarity(w, v, ids[::-1], engine)
-    assert view.shape == swapped.shape == (14, 9)
+    row_ids, col_ids = ids
+    view = similarity(v, w, (row_ids, col_ids), engine).T
+    swapped = similarity(w, v, (col_ids, row_ids), engine)
+    assert view.shape == (14, 9)
+    assert swapped.shape == (14, 9)
     torch.testing.assert_close(view.scores(), swapped.scores())
     p = parameters(14, 9)
     for name, answer in ANSWERS.items():
-        assert_equal(answer(view.both, p), answer(swapped.both, p), name)
+        found = answer(view.both, p)
+        wanted = answer(swapped.both, p)
+        assert_equal(found, wanted, name)
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_detached_similarity_has_the_same_answers_without_gradient(engine, biased, small_tiles):
     v, w, ids, _ = case()
+    v.requires_grad_()
+    w.requires_grad_()
     bias = None
     if biased:
-        bias = [torch.linspace(-0.1, 0.2, len(x)).to(v).requires_grad_() for x in (v, w)]
-        bias = tuple(bias)
-    sim = similarity(v.requires_grad_(), w.requires_grad_(), ids, engine, bias=bias)
+        of_rows = torch.linspace(-0.1, 0.2, 9).to(v).requires_grad_()
+        of_cols = torch.linspace(-0.1, 0.2, 14).to(v).requires_grad_()
+        bias = (of_rows, of_cols)
+    sim = similarity(v, w, ids, engine, bias=bias)
     p = parameters(9, 14)
     for name, answer in ANSWERS.items():
         # With a gradient, a hardest negative is the product of its pair; without one, it is an
@@ -125,25 +141,31 @@ def test_detached_similarity_has_the_same_answers_without_gradient(engine, biase
 @pytest.mark.parametrize("scale", [2.0, 200.0])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_logsumexp_of_no_negatives_is_minus_infinity(engine, scale):
-    ids = torch.tensor([1, 1, 2]), torch.tensor([1, 1])
-    rows = similarity(*embeddings(3, 2), ids, engine).logsumexp(scale)
-    assert rows[:2].tolist() == [-math.inf] * 2
-    assert rows[2].isfinite()
+    v, w = embeddings(3, 2)
+    ids = (torch.tensor([1, 1, 2]), torch.tensor([1, 1]))
+    first, second, third = similarity(v, w, ids, engine).logsumexp(scale)
+    assert first == -math.inf
+    assert second == -math.inf
+    assert third.isfinite()
 
 
 # with and without subtraction of the maximum
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 0.2, 0.01])
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 def test_entropy_of_an_only_candidate_is_zero(engine, temperature):
-    ids = torch.arange(50), torch.tensor([99])
-    entropy = similarity(*embeddings(50, 1, 3), ids, engine).entropy(temperature)
-    torch.testing.assert_close(entropy, torch.zeros_like(entropy), rtol=0, atol=1e-5)
+    v, w = embeddings(50, 1, 3)
+    ids = (torch.arange(50), torch.tensor([99]))
+    entropy = similarity(v, w, ids, engine).entropy(temperature)
+    assert (entropy <= 1e-5).all()
     assert (entropy >= 0).all()
 
 
 def test_detached_scores_may_be_of_any_size():
-    sim = Similarity.from_scores(torch.full((3, 3), 200.0))
-    torch.testing.assert_close(sim.detach().logsumexp(1.0), torch.full((3,), 200 + math.log(2)))
+    scores = torch.full((3, 3), 200.0)
+    sim = Similarity.from_scores(scores)
+    found = sim.detach().logsumexp(1.0)
+    wanted = torch.full((3,), 200 + math.log(2))  # of two negatives
+    torch.testing.assert_close(found, wanted)
 
 
 # Calls with a parameter of a wrong size or type, of 8 rows and 5 columns.

@@ -7,6 +7,7 @@ import torch
 from support.cases import embeddings, make_ids, pairwise
 from support.flops import Products
 from support.reference import Reference
+from torch.nn.functional import normalize
 
 import itrloss
 from itrloss import Anchors, Similarity
@@ -48,9 +49,15 @@ def weighted(mean, std):
 
 
 def moments_and_gradients(anchors, leaves):
+    """The means, the standard deviations, and the gradients of a number of both."""
     mean, std = anchors.mean_std()
     gradients = torch.autograd.grad(weighted(mean, std), leaves)
     return [x.double() for x in (mean, std, *gradients)]
+
+
+def in_double(*vectors):
+    """Leaves in float64."""
+    return [x.detach().double().requires_grad_() for x in vectors]
 
 
 VIEWS = {
@@ -73,40 +80,49 @@ def test_moments_and_gradients_are_the_references(kind, view, make, dtype, by_nu
     n = 24
     m = n if kind is None else 2 * n
     v, w = embeddings(n, m, dtype=dtype)
-    ids = make_ids("random" if kind == "ignored" else kind, n, m)
+    row_ids, col_ids = make_ids("random" if kind == "ignored" else kind, n, m)
     if kind == "ignored":
-        ids[0][3], ids[1][5] = IGNORE_ID, IGNORE_ID
+        row_ids[3] = IGNORE_ID
+        col_ids[5] = IGNORE_ID
     v = v.requires_grad_()
     w = w.requires_grad_()
-    sim = kept(v, w, *ids) if make == "kept" else Similarity(v, w, *ids, engine="tiled")
-    found = moments_and_gradients(VIEWS[view](sim), (v, w))
-    x, y = (leaf.detach().double().requires_grad_() for leaf in (v, w))
-    reference = Reference.of(x, y, ids)
+    if make == "kept":
+        sim = kept(v, w, row_ids, col_ids)
+    else:
+        sim = Similarity(v, w, row_ids, col_ids, engine="tiled")
+    found_mean, found_std, *found = moments_and_gradients(VIEWS[view](sim), (v, w))
+
+    x, y = in_double(v, w)
+    reference = Reference.of(x, y, (row_ids, col_ids))
     if kind == "ignored":
-        ((scores, positive),) = reference.groups
-        positive = positive.clone()
-        positive[3] = True
-        positive[:, 5] = True
-        reference = Reference((scores, positive))
-    reference = reference.T if view == "columns" else reference
-    reference = reference.both if view == "both" else reference
-    exact = moments_and_gradients(reference, (x, y))
-    for a, b in zip(found[:2], exact[:2], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        reference = without_negatives(reference, row=3, column=5)
+    mean, std, *exact = moments_and_gradients(VIEWS[view](reference), (x, y))
+    torch.testing.assert_close(found_mean, mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found_std, std, rtol=1e-5, atol=1e-6)
     rough = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    for a, b in zip(found[2:], exact[2:], strict=True):
-        assert (a - b).norm() <= rough * b.norm()
+    for gradient, wanted in zip(found, exact, strict=True):
+        assert (gradient - wanted).norm() <= rough * wanted.norm()
+
+
+def without_negatives(reference, row, column):
+    """The reference where a row and a column are no negatives of any."""
+    ((scores, positive),) = reference.groups
+    positive = positive.clone()
+    positive[row] = True
+    positive[:, column] = True
+    return Reference((scores, positive))
 
 
 def test_blocks_of_a_gallery_have_the_moments_of_the_whole(by_numbers):
     v, w = embeddings(9, 20, dtype=torch.float32)
-    ids = torch.arange(9), torch.arange(20) % 9
-    blocks = [
-        Similarity(v, x, ids[0], i, engine="tiled")
-        for x, i in zip(w.split(7), ids[1].split(7), strict=True)
-    ]
+    row_ids = torch.arange(9)
+    col_ids = torch.arange(20) % 9
+    blocks = []
+    for texts, text_ids in zip(w.split(7), col_ids.split(7), strict=True):
+        blocks.append(Similarity(v, texts, row_ids, text_ids, engine="tiled"))
     found = Anchors.pooled(*blocks).mean_std()
-    exact = Reference.of(v.double(), w.double(), ids).mean_std()
+    reference = Reference.of(v.double(), w.double(), (row_ids, col_ids))
+    exact = reference.mean_std()
     torch.testing.assert_close(found.mean.double(), exact.mean, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found.std.double(), exact.std, rtol=1e-5, atol=1e-6)
 
@@ -119,17 +135,19 @@ def test_a_memory_with_empty_places_has_the_moments_of_its_entries(labelled, by_
     memory = itrloss.CoupledMemory(20, 6)
     keys = embeddings(13, 13, seed=3, dtype=torch.float32)
     ids = torch.arange(8) if labelled else None
-    memory.enqueue(*keys, torch.arange(13) % 10 if labelled else None)
+    key_ids = torch.arange(13) % 10 if labelled else None
+    memory.enqueue(*keys, key_ids)
     sims = MemorySimilarity.of(v, w, v, w, memory, ids, ids, engine="tiled")
     found = moments_and_gradients(sims.memory, (v, w))
-    x, y = (leaf.detach().double().requires_grad_() for leaf in (v, w))
+    x, y = in_double(v, w)
     own_ids = torch.arange(8) if labelled else -torch.arange(8) - 1
-    known = memory.ids[:13]
-    first = Reference.of(x, memory.texts[:13].double(), (own_ids, known))
-    second = Reference.of(y, memory.images[:13].double(), (own_ids, known))
-    exact = moments_and_gradients(Reference(*first.groups, *second.groups), (x, y))
-    for a, b in zip(found, exact, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    matches = (own_ids, memory.ids[:13])
+    first = Reference.of(x, memory.texts[:13].double(), matches)
+    second = Reference.of(y, memory.images[:13].double(), matches)
+    together = Reference(*first.groups, *second.groups)
+    exact = moments_and_gradients(together, (x, y))
+    for got, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 # -------------------------------------------------------------------------------------- precision
@@ -137,37 +155,50 @@ def test_a_memory_with_empty_places_has_the_moments_of_its_entries(labelled, by_
 
 def around(direction, count, distance, seed=0):
     """Unit vectors (count, D) about so far from one direction."""
+    dim = len(direction)
     generator = torch.Generator().manual_seed(seed)
-    away = torch.randn(count, len(direction), generator=generator, dtype=torch.float64)
-    return torch.nn.functional.normalize(direction + distance * away / len(direction) ** 0.5)
+    away = torch.randn(count, dim, generator=generator, dtype=torch.float64)
+    return normalize(direction + distance * away / dim**0.5)
 
 
 def hostile(case):
     """Rows, columns and ids in float64 that cost sums of squares their digits."""
-    direction = torch.nn.functional.normalize(torch.ones(16, dtype=torch.float64), dim=0)
+    direction = normalize(torch.ones(16, dtype=torch.float64), dim=0)
+    if case in ("positives far above", "few negatives"):
+        return of_one_class(case, direction)
     rows = around(direction, 8, 0.3, seed=1)
-    ids = torch.arange(8)
     if case == "candidates almost equal":
-        return rows, around(direction, 4000, 1e-5), (ids, torch.arange(4000) + 8)
-    if case == "candidates equal":
-        return rows, direction.expand(4000, -1).clone(), (ids, torch.arange(4000) + 8)
-    if case == "mean near 1":
-        return around(direction, 8, 0.01), around(direction, 4000, 0.01), (ids, ids.new_ones(4000))
-    if case == "one candidate":
-        return rows, rows[:1], (ids, ids[:1] + 8)
-    if case == "many candidates":
-        return rows, around(direction, 2**20, 0.5), (ids, torch.arange(2**20) + 8)
-    if case == "scores all alike":  # the candidates differ, but not along the rows
+        cols = around(direction, 4000, 1e-5)
+    elif case == "candidates equal":
+        cols = direction.expand(4000, -1).clone()
+    elif case == "mean near 1":
+        rows = around(direction, 8, 0.01)
+        cols = around(direction, 4000, 0.01)
+        return rows, cols, (torch.arange(8), torch.ones(4000, dtype=torch.int64))
+    elif case == "one candidate":
+        cols = rows[:1]
+    elif case == "many candidates":
+        cols = around(direction, 2**20, 0.5)
+    else:
+        assert case == "scores all alike"  # the candidates differ, but not along the rows
+        rows = direction.expand(8, -1).clone()
         away = around(direction, 4000, 1.0)
-        away = away - (away @ direction)[:, None] * direction
-        cols = torch.nn.functional.normalize(direction + torch.nn.functional.normalize(away))
-        return direction.expand(8, -1).clone(), cols, (ids, torch.arange(4000) + 8)
+        along = (away @ direction)[:, None] * direction
+        cols = normalize(direction + normalize(away - along))
+    only_negatives = (torch.arange(8), torch.arange(len(cols)) + 8)
+    return rows, cols, only_negatives
+
+
+def of_one_class(case, direction):
+    """The same where all rows have id 0, as have most of the columns, or few."""
+    rows = around(direction, 8, 0.3, seed=1)
     if case == "positives far above":
         cols = torch.cat([around(-direction, 400, 1e-3), around(direction, 60, 1e-3)])
-        return rows, cols, (torch.zeros(8, dtype=torch.int64), (torch.arange(460) < 400).long())
-    assert case == "few negatives"
-    cols = torch.cat([around(direction, 60, 0.5), around(direction, 3, 1e-3)])
-    return rows, cols, (torch.zeros(8, dtype=torch.int64), (torch.arange(63) >= 60).long())
+        is_negative = torch.arange(460) < 400
+    else:
+        cols = torch.cat([around(direction, 60, 0.5), around(direction, 3, 1e-3)])
+        is_negative = torch.arange(63) >= 60
+    return rows, cols, (torch.zeros(8, dtype=torch.int64), is_negative.long())
 
 
 HOSTILE = [
@@ -192,20 +223,27 @@ HOSTILE = [
 def test_as_precise_as_a_pass_over_the_scores(case, monkeypatch):
     rows, cols, ids = hostile(case)
     exact = Reference.of(rows, cols, ids).mean_std()
-    errors = []
-    for way in (True, False):
-        monkeypatch.setattr(moments, "has_gain", lambda *_, way=way: way)
+
+    def largest_errors(has_gain):
+        """Those of the means and of the standard deviations."""
+        monkeypatch.setattr(moments, "has_gain", lambda *_: has_gain)
         found = Similarity(rows.float(), cols.float(), *ids, engine="tiled").mean_std()
-        errors.append([(a.double() - b).abs().max() for a, b in zip(found, exact, strict=True)])
-    for by_numbers, by_pass in zip(*errors, strict=True):
-        assert by_numbers <= by_pass + 1.2e-7
+        of_mean = (found.mean.double() - exact.mean).abs().max()
+        of_std = (found.std.double() - exact.std).abs().max()
+        return of_mean, of_std
+
+    of_mean, of_std = largest_errors(has_gain=True)
+    of_mean_by_a_pass, of_std_by_a_pass = largest_errors(has_gain=False)
+    assert of_mean <= of_mean_by_a_pass + 1.2e-7
+    assert of_std <= of_std_by_a_pass + 1.2e-7
 
 
 def test_no_negatives_leave_no_rounding(by_numbers):
     v, w = embeddings(12, 30, dtype=torch.float32)
     v.requires_grad_()
-    ids = torch.arange(12) // 6, torch.zeros(30, dtype=torch.int64)
-    mean, std = Similarity(v, w, *ids, engine="tiled").mean_std()
+    ids = (torch.arange(12) // 6, torch.zeros(30, dtype=torch.int64))
+    sim = Similarity(v, w, *ids, engine="tiled")
+    mean, std = sim.mean_std()
     assert mean[:6].eq(0).all()
     assert torch.allclose(std[:6], torch.tensor(1e-6))
     (gradient,) = torch.autograd.grad(mean.sum() + std.sum(), v)
@@ -217,6 +255,7 @@ def test_no_negatives_leave_no_rounding(by_numbers):
 
 
 def multiplied(anchors):
+    """The number of multiplications that the moments take."""
     with Products() as products:
         anchors.mean_std()
     return products.flops // 2
@@ -239,6 +278,7 @@ def test_scores_that_are_at_hand_are_used():
 
 
 def question_of(n, m, ids=(None, None)):
+    """The question for sums and sums of squares over the rows' negatives."""
     pairs = Pairs((n, m), ids, torch.device("cpu"))
     return Question(pairs, (0,), (identity, square))
 
@@ -251,20 +291,23 @@ def test_a_product_of_scores_counts_unless_they_are_held():
 def test_many_positives_are_not_taken_out():
     n, m, d = 300, 500, 8
     v, w = embeddings(n, m, d, dtype=torch.float32)
-    for ids in (
-        (torch.arange(n) % 2, torch.arange(m) % 2),  # 250 positives of an anchor, half of all
-        (torch.arange(n) * 0, (torch.arange(m) >= 100).long()),  # 100
-    ):
-        assert multiplied(Similarity(v, w, *ids, engine="tiled")) == n * m * d
-    few = torch.zeros(8, dtype=torch.int64), torch.arange(15) // 10  # ten of fifteen
-    assert not moments.answers(question_of(8, 15, few))
+    half_of_all = (torch.arange(n) % 2, torch.arange(m) % 2)  # 250 positives of an anchor
+    hundred = (torch.zeros(n).long(), (torch.arange(m) >= 100).long())
+    for ids in (half_of_all, hundred):
+        sim = Similarity(v, w, *ids, engine="tiled")
+        assert multiplied(sim) == n * m * d
+    ten_of_fifteen = (torch.zeros(8).long(), torch.arange(15) // 10)
+    assert not moments.answers(question_of(8, 15, ten_of_fifteen))
 
 
 def test_sums_without_negatives_are_exactly_zero():
     v, w = embeddings(6, 9, dtype=torch.float32)
-    ids = torch.tensor([0, 1, 0, IGNORE_ID, 0, 1]), torch.zeros(9, dtype=torch.int64)
-    sides = [Side(None, None, x, None) for x in (v, w)]
-    found = moments.sums(question_of(6, 9, ids), Inputs(*sides, None))
+    row_ids = torch.tensor([0, 1, 0, IGNORE_ID, 0, 1])
+    col_ids = torch.zeros(9, dtype=torch.int64)
+    question = question_of(6, 9, (row_ids, col_ids))
+    rows = Side(None, None, v, None)
+    cols = Side(None, None, w, None)
+    found = moments.sums(question, Inputs(rows, cols, None))
     assert found[:, [0, 2, 3, 4]].eq(0).all()
     assert found[:, [1, 5]].ne(0).all()
 
@@ -283,10 +326,11 @@ def test_nothing_is_saved_but_the_embeddings(by_numbers):
     seen = {}
 
     def pack(x):
-        seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        storage = x.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
         return x
 
-    ids = torch.arange(200), torch.arange(300)
+    ids = (torch.arange(200), torch.arange(300))
     sim = Similarity(v, w, *ids, engine="tiled")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         sim.both.mean_std()
@@ -298,12 +342,17 @@ def test_nothing_is_saved_but_the_embeddings(by_numbers):
 
 def test_second_derivatives(by_numbers):
     v, w = embeddings(7, 7, dtype=torch.float32)
-    found = []
-    for make in (kept, Reference.of):
-        dtype = torch.float32 if make is kept else torch.float64
-        x, y = (leaf.to(dtype).requires_grad_() for leaf in (v, w))
-        total = weighted(*(make(x, y).both).mean_std())
-        (first,) = torch.autograd.grad(total, x, create_graph=True)
-        found.append(torch.autograd.grad(first.square().sum(), (x, y)))
-    for a, b in zip(*found, strict=True):
-        assert (a.double() - b).norm() <= 1e-4 * b.norm()
+    x, y = in_double(v, w)
+
+    def second_derivatives(anchors, rows, cols):
+        """The gradients of the squared gradient by the rows."""
+        mean, std = anchors.mean_std()
+        (first,) = torch.autograd.grad(weighted(mean, std), rows, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), (rows, cols))
+
+    v.requires_grad_()
+    w.requires_grad_()
+    found = second_derivatives(kept(v, w).both, v, w)
+    exact = second_derivatives(Reference.of(x, y).both, x, y)
+    for got, wanted in zip(found, exact, strict=True):
+        assert (got.double() - wanted).norm() <= 1e-4 * wanted.norm()

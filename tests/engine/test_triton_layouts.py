@@ -15,10 +15,13 @@ pytestmark = OF_KERNELS
 
 
 def strided(x):
-    return torch.stack([x, x], 2).flatten(1)[:, ::2]
+    """The same numbers, with others between those of a row."""
+    twice = torch.stack([x, x], 2).flatten(1)
+    return twice[:, ::2]
 
 
 def transposed(x):
+    """The same numbers, column by column."""
     return x.T.contiguous().T
 
 
@@ -29,8 +32,10 @@ def test_embeddings_are_read_as_they_lie(side, layout, multiplying, few_tiles):
 
     def outcome(vectors):
         leaves = [x.detach().requires_grad_() for x in vectors]
-        values = Similarity(*leaves, engine="triton").both.logsumexp(5.0)
-        return [values.detach(), *torch.autograd.grad(values.square().sum(), leaves)]
+        sim = Similarity(*leaves, engine="triton")
+        values = sim.both.logsumexp(5.0)
+        gradients = torch.autograd.grad(values.square().sum(), leaves)
+        return [values.detach(), *gradients]
 
     wanted = outcome(given)
     given[side] = layout(given[side])
@@ -45,18 +50,21 @@ def test_dimensions_end_within_a_step(dim, side, multiplying, few_tiles, poisone
     tile = engine.PRODUCT_TILES[0]._replace(block_k=32)
     monkeypatch.setattr(engine, "PRODUCT_TILES", (tile,))
     v, w, ids, grads = case((7, 9, "random"), dim)
-    wanted = evaluate(ANSWERS["logsumexp"], v, w, ids, "reference", grads)
+    wanted_values, *wanted, _ = evaluate(ANSWERS["logsumexp"], v, w, ids, "reference", grads)
     given = moved(v.float(), w.float())
-    # Others lie behind the dimensions of one side. The other is not aligned, and copied.
+    other = 1 - side
+    # Others lie behind the dimensions of one side.
     behind = torch.full((len(given[side]), 96), torch.nan, device=DEVICE)
     given[side] = behind[:, :dim].copy_(given[side])
-    between = torch.zeros(len(given[1 - side]), dim + 3, device=DEVICE)
-    given[1 - side] = between[:, 3:].copy_(given[1 - side])
+    # The other side is not aligned, and copied.
+    between = torch.zeros(len(given[other]), dim + 3, device=DEVICE)
+    given[other] = between[:, 3:].copy_(given[other])
     leaves = [x.detach().requires_grad_() for x in given]
-    values = Similarity(*leaves, *moved(*ids), engine="triton").both.logsumexp(3.0)
+    sim = Similarity(*leaves, *moved(*ids), engine="triton")
+    values = sim.both.logsumexp(3.0)
     found = gradients(values, leaves, torch.cat(grads))
-    assert_close([values.detach()], wanted[:1], 1e-4, 1e-4)
-    assert_near(found, wanted[1:3], 1e-5)
+    assert_close([values.detach()], [wanted_values], 1e-4, 1e-4)
+    assert_near(found, wanted, 1e-5)
 
 
 @pytest.mark.parametrize("dim", [64, 80, 400, 528, 500, 1000])
@@ -73,8 +81,8 @@ def test_aligned_embeddings_are_not_copied(dim, monkeypatch):
 
 def test_a_part_of_longer_vectors_is_copied():
     """Its rows are aligned, but what lies behind them is not 0."""
-    x = torch.ones(3, 24, device=DEVICE)[:, :20]
-    found = engine.aligned(x)
+    longer = torch.ones(3, 24, device=DEVICE)
+    found = engine.aligned(longer[:, :20])
     assert found.shape == (3, 24)
     assert not found[:, 20:].any()
 
@@ -95,14 +103,17 @@ def test_blocks_of_given_scores_end_at_their_columns(m, monkeypatch, poisoned):
     monkeypatch.setattr(engine, "BLOCK", 64 * 64)
     monkeypatch.setattr(engine, "BLOCK_ROWS", 64)
     monkeypatch.setattr(engine, "whole_tiles", lambda size: 64)
-    space = torch.full((5 * m + 200,), torch.nan, device=DEVICE)
-    scores = space[: 5 * m].view(5, m)
-    scores.copy_(torch.linspace(-1, 1, 5 * m).view(5, m))
+    size = 5 * m
+    space = torch.full((size + 200,), torch.nan, device=DEVICE)
+    space[:size] = torch.linspace(-1, 1, size)
+    scores = space[:size].view(5, m)
     ids = moved(torch.arange(5), torch.arange(m) % 5)
 
     def outcome(engine_name):
         leaf = scores.detach().requires_grad_()
-        values = Similarity.from_scores(leaf, *ids, engine=engine_name).both.logsumexp(3.0)
-        return values.detach(), *torch.autograd.grad(values.square().sum(), leaf)
+        sim = Similarity.from_scores(leaf, *ids, engine=engine_name)
+        values = sim.both.logsumexp(3.0)
+        (gradient,) = torch.autograd.grad(values.square().sum(), leaf)
+        return values.detach(), gradient
 
     torch.testing.assert_close(outcome("triton"), outcome("dense"))

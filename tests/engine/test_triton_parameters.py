@@ -23,6 +23,7 @@ def tensors(gradients):
 
 
 def ids_with_ignored():
+    """Ids of rows and columns, of which one row and two columns are ignored."""
     rows, cols = make_ids("random", *SHAPE)
     rows[2] = IGNORE_ID
     cols[5] = IGNORE_ID
@@ -32,14 +33,18 @@ def ids_with_ignored():
 
 def question_of(key, over, sides, scale, shift, dtype, device):
     """Return a question about a small matrix, and the inputs of the matrix."""
-    vectors = [x.to(device, dtype) for x in embeddings(*SHAPE)]
-    inverse = [1 / x.norm(dim=1, keepdim=True) for x in vectors]
-    given = [Side(x, inv, None, None) for x, inv in zip(vectors, inverse, strict=True)]
-    pairs = Pairs(SHAPE, [x.to(device) for x in ids_with_ignored()], torch.device(device))
+    given = []
+    for vectors in embeddings(*SHAPE):
+        x = vectors.to(device, dtype)
+        inverse_norms = 1 / x.norm(dim=1, keepdim=True)
+        given.append(Side(x, inverse_norms, None, None))
+    ids = [x.to(device) for x in ids_with_ignored()]
+    pairs = Pairs(SHAPE, ids, torch.device(device))
     asked_terms, _ = ASKED_TERMS[key]
     if isinstance(scale, torch.Tensor):
         scale = scale.to(device, dtype)
-    question = Question(pairs, sides, asked_terms, over, scale, shift.to(device, dtype))
+    shift = shift.to(device, dtype)
+    question = Question(pairs, sides, asked_terms, over, scale, shift)
     return question, Inputs(*given, None)
 
 
@@ -51,10 +56,12 @@ def compare_terms(key, over, sides, scale, shift):
     needs = tiled.Needs(True, True, False, False, **trained)
 
     question, inputs = question_of(key, over, sides, scale, shift, torch.float64, "cpu")
-    gradients = tiled.gradients(question, inputs, None, grad.double().squeeze(0), needs)
+    grad_in_double = grad.double().squeeze(0)
+    gradients = tiled.gradients(question, inputs, None, grad_in_double, needs)
     wanted = [tiled.sums(question, inputs, None), *tensors(gradients)]
     assert len(wanted) == 3 + len(trained)
-    assert all(x.any() for x in wanted)
+    for x in wanted:
+        assert x.any()
 
     question, inputs = question_of(key, over, sides, scale, shift, torch.float32, DEVICE)
     gradients = engine.gradients(question, inputs, grad.to(DEVICE), needs, None)
@@ -75,7 +82,8 @@ def test_terms_over_pairs_with_ignored_ids(
     key, over, shared, sides, multiplying, few_tiles, poisoned
 ):
     """z = scale S + shift has both signs: some functions are 0 for one of them."""
-    size = 1 if shared else sum(SHAPE[side] for side in sides)
+    anchors = sum(SHAPE[side] for side in sides)
+    size = 1 if shared else anchors
     scale = torch.linspace(2.0, 0.5, size, dtype=torch.float64)
     shift = torch.linspace(0.1, -0.1, size, dtype=torch.float64)
     if key == "log1p":  # steep near -1, and constant below
@@ -87,13 +95,16 @@ def test_terms_over_pairs_with_ignored_ids(
 @pytest.mark.parametrize(("over", "sides"), pairwise(over=OVER, sides=SIDES))
 def test_excess_of_several_shifts(over, sides, multiplying, few_tiles, poisoned):
     """The last shift is of no positive: it is -inf."""
-    first = torch.linspace(0.6, -0.3, sum(SHAPE[side] for side in sides), dtype=torch.float64)
-    shift = torch.stack([first, first - 0.2, torch.full_like(first, -torch.inf)])
+    anchors = sum(SHAPE[side] for side in sides)
+    first = torch.linspace(0.6, -0.3, anchors, dtype=torch.float64)
+    of_no_positive = torch.full_like(first, -torch.inf)
+    shift = torch.stack([first, first - 0.2, of_no_positive])
     compare_terms("excess", over, sides, 1.0, shift)
 
 
 def test_what_losses_ask_has_a_form():
-    assert {asked for asked, _ in ASKED_TERMS.values()} == set(kernels.FORMS)
+    asked = {asked_terms for asked_terms, _ in ASKED_TERMS.values()}
+    assert asked == set(kernels.FORMS)
 
 
 @pytest.mark.parametrize("trained", ["all", "scale", "shift"])
@@ -102,20 +113,24 @@ def test_gradients_of_many_shifts(trained, multiplying, few_tiles, poisoned, mon
     anchors = sum(SHAPE)
     shift = torch.linspace(-2, 2, 5 * anchors).view(anchors, 5).T.contiguous()
     scale = torch.linspace(0.5, 1.5, anchors)
+    both_sides = (0, 1)
     question, inputs = question_of(
-        "softplus", "negatives", (0, 1), scale, shift, torch.float32, DEVICE
+        "softplus", "negatives", both_sides, scale, shift, torch.float32, DEVICE
     )
     grad = torch.linspace(-1, 1, anchors).to(DEVICE)
     by_vectors = trained == "all"
-    needs = tiled.Needs(
-        by_vectors, by_vectors, False, False, scale=trained != "shift", shift=trained != "scale"
-    )
-    found = []
-    for slots in (16, 2):
+    by_parameters = {"scale": trained != "shift", "shift": trained != "scale"}
+    needs = tiled.Needs(by_vectors, by_vectors, False, False, **by_parameters)
+
+    def gradients(slots):
         monkeypatch.setattr(engine, "SLOTS", slots)
-        found.append(tensors(engine.gradients(question, inputs, grad, needs, None)))
-    assert len(found[0]) == (4 if by_vectors else 1)
-    torch.testing.assert_close(*found)
+        found = engine.gradients(question, inputs, grad, needs, None)
+        return tensors(found)
+
+    at_once = gradients(slots=16)
+    in_slices = gradients(slots=2)
+    assert len(at_once) == (4 if by_vectors else 1)
+    torch.testing.assert_close(at_once, in_slices)
 
 
 # Which sides have vectors that are trained, and how many bytes of sums may be held.
@@ -134,19 +149,24 @@ def test_the_gradient_of_a_scale(scale, sides, held, one, multiplying, few_tiles
     n, m = 11, 26
     v, w = embeddings(n, m)
     v[0] = 0  # scores 0 with everything
-    scales = torch.full((1 if one else n + m,), scale)
-    ids = torch.arange(n), torch.arange(m) // 2
+    size = 1 if one else n + m
+    scales = torch.full((size,), scale)
+    ids = (torch.arange(n), torch.arange(m) // 2)
+    upstream = torch.linspace(-1, 2, n + m)
 
     def gradients(kind, dtype, device):
+        """The gradients by the scale and by the vectors that are trained."""
         vectors = [x.to(device, dtype, copy=True) for x in (v, w)]
         a = scales.to(device, dtype, copy=True)
         leaves = [a, *(vectors[side] for side in sides)]
         for leaf in leaves:
             leaf.requires_grad_()
-        both = similarity(*vectors, [x.to(device) for x in ids], kind).both
-        values = both.sum(terms.softplus, scale=a, shift=-1.5)
-        values = values + both.sum_of_positives(terms.softplus, scale=-2.0)
-        return torch.autograd.grad(values, leaves, torch.linspace(-1, 2, n + m).to(values))
+        moved_ids = [x.to(device) for x in ids]
+        both = similarity(*vectors, moved_ids, kind).both
+        of_negatives = both.sum(terms.softplus, scale=a, shift=-1.5)
+        of_positives = both.sum_of_positives(terms.softplus, scale=-2.0)
+        values = of_negatives + of_positives
+        return torch.autograd.grad(values, leaves, upstream.to(values))
 
     wanted = gradients("reference", torch.float64, "cpu")
     found = gradients("triton", torch.float32, DEVICE)

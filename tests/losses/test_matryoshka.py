@@ -20,25 +20,33 @@ WEIGHTS = (1.0, 0.5, 2.0)
 
 def infonce(v, w, temperature=0.05):
     """InfoNCE in plain PyTorch."""
-    scores = F.normalize(v, dim=1) @ F.normalize(w, dim=1).T / temperature
+    cosines = F.normalize(v, dim=1) @ F.normalize(w, dim=1).T
+    logits = cosines / temperature
     own = torch.arange(len(v))
-    return F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)
+    return F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)
 
 
 def of_slices(loss, v, w, *ids):
     """The weighted sum of a loss of each slice."""
-    values = [loss(v[:, :d], w[:, :d], *ids) for d in UNSORTED]
-    return sum(weight * value for weight, value in zip(WEIGHTS, values, strict=True))
+    total = 0.0
+    for d, weight in zip(UNSORTED, WEIGHTS, strict=True):
+        value = loss(v[:, :d], w[:, :d], *ids)
+        total = total + weight * value
+    return total
 
 
 def with_gradients(value, *leaves):
-    return [value.detach(), *torch.autograd.grad(value, leaves)]
+    """The value, and its gradients by the leaves."""
+    gradients = torch.autograd.grad(value, leaves)
+    return [value.detach(), *gradients]
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 def test_infonce_equals_plain_pytorch(engine, small_tiles, poisoned):
     v, w = (x.requires_grad_() for x in embeddings(9, 9))
-    found = itrloss.Matryoshka(itrloss.InfoNCELoss(0.05, engine=engine), UNSORTED, WEIGHTS)(v, w)
+    loss = itrloss.InfoNCELoss(0.05, engine=engine)
+    criterion = itrloss.Matryoshka(loss, UNSORTED, WEIGHTS)
+    found = criterion(v, w)
     wanted = of_slices(infonce, v, w)
     torch.testing.assert_close(with_gradients(found, v, w), with_gradients(wanted, v, w))
 
@@ -56,42 +64,54 @@ def test_infonce_equals_plain_pytorch(engine, small_tiles, poisoned):
 def test_parts_are_the_losses_of_slices(loss):
     v, w = embeddings(9, 11)
     ids = make_ids("random", 9, 11)
-    found = itrloss.Matryoshka(loss, UNSORTED, WEIGHTS)(v, w, *ids)
-    torch.testing.assert_close(found, of_slices(loss, v, w, *ids))
+    criterion = itrloss.Matryoshka(loss, UNSORTED, WEIGHTS)
+    wanted = of_slices(loss, v, w, *ids)
+    torch.testing.assert_close(criterion(v, w, *ids), wanted)
 
 
 def test_what_else_a_loss_takes_is_passed_on():
     v, w = embeddings(5, 5)
     teacher = torch.rand(5, 5, dtype=torch.float64)
     loss = itrloss.DistillationLoss()
-    found = itrloss.Matryoshka(loss, (2, 6))(v, w, teacher=teacher)
-    torch.testing.assert_close(found, loss(v[:, :2], w[:, :2], teacher) + loss(v, w, teacher))
+    criterion = itrloss.Matryoshka(loss, (2, 6))
+    found = criterion(v, w, teacher=teacher)
+    short = loss(v[:, :2], w[:, :2], teacher)
+    whole = loss(v, w, teacher)
+    torch.testing.assert_close(found, short + whole)
 
 
 def test_negatives_are_cut():
-    (v, w), z = embeddings(5, 5), embeddings(3, 3)[0]
+    v, w = embeddings(5, 5)
+    negatives, _ = embeddings(3, 3)
     loss = itrloss.InfoNCELoss()
-    found = itrloss.Matryoshka(loss, (2, 6))(v, w, negatives=z)
-    short = loss(v[:, :2], w[:, :2], negatives=z[:, :2])
-    torch.testing.assert_close(found, short + loss(v, w, negatives=z))
+    criterion = itrloss.Matryoshka(loss, (2, 6))
+    found = criterion(v, w, negatives=negatives)
+    short = loss(v[:, :2], w[:, :2], negatives=negatives[:, :2])
+    whole = loss(v, w, negatives=negatives)
+    torch.testing.assert_close(found, short + whole)
 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_keys_and_memories_are_cut(named):
-    v, w, image_keys, text_keys = embeddings(5, 5) + embeddings(5, 5, seed=1)
+    v, w = embeddings(5, 5)
+    image_keys, text_keys = embeddings(5, 5, seed=1)
     loss = itrloss.MemoryDiversityContrastiveLoss()
-    memories = {d: itrloss.CoupledMemory(4, d, dtype=v.dtype) for d in (2, 6)}
-    for d, memory in memories.items():
+
+    def memory_of(d):
+        """A memory of the first dimensions of three pairs."""
+        memory = itrloss.CoupledMemory(4, d, dtype=v.dtype)
         memory.enqueue(w[:3, :d], v[:3, :d])
+        return memory
+
+    criterion = itrloss.Matryoshka(loss, (2, 6))
     if named:
-        keys = {"image_keys": image_keys, "text_keys": text_keys, "memory": memories[6]}
-        found = itrloss.Matryoshka(loss, (2, 6))(v, w, **keys)
+        keys = {"image_keys": image_keys, "text_keys": text_keys}
+        found = criterion(v, w, **keys, memory=memory_of(6))
     else:
-        found = itrloss.Matryoshka(loss, (2, 6))(v, w, image_keys, text_keys, memories[6])
-    wanted = 0.0
-    for d, memory in memories.items():
-        wanted += loss(v[:, :d], w[:, :d], image_keys[:, :d], text_keys[:, :d], memory)
-    torch.testing.assert_close(found, wanted)
+        found = criterion(v, w, image_keys, text_keys, memory_of(6))
+    short = loss(v[:, :2], w[:, :2], image_keys[:, :2], text_keys[:, :2], memory_of(2))
+    whole = loss(v, w, image_keys, text_keys, memory_of(6))
+    torch.testing.assert_close(found, short + whole)
 
 
 def test_of_a_loss_with_other_names_the_first_two_arguments_are_cut():
@@ -100,16 +120,21 @@ def test_of_a_loss_with_other_names_the_first_two_arguments_are_cut():
             return (a * b).sum() + sum(more)
 
     v, w = embeddings(5, 5)
-    found = itrloss.Matryoshka(Own(), (2, 6))(v, w, 1.0, 2.0)
-    torch.testing.assert_close(found, (v * w)[:, :2].sum() + (v * w).sum() + 6)
+    criterion = itrloss.Matryoshka(Own(), (2, 6))
+    found = criterion(v, w, 1.0, 2.0)
+    short = (v * w)[:, :2].sum() + 3
+    whole = (v * w).sum() + 3
+    torch.testing.assert_close(found, short + whole)
 
 
 def test_values_of_anchors_are_a_tuple_for_each_length():
     v, w = embeddings(4, 4)
     loss = itrloss.InfoNCELoss(reduction="none")
-    found = itrloss.Matryoshka(loss, (6, 2), (1.0, 0.5))(v, w)
-    rows, cols = loss(v[:, :2], w[:, :2])
-    torch.testing.assert_close(found, (0.5 * rows, 0.5 * cols, *loss(v, w)))
+    criterion = itrloss.Matryoshka(loss, (6, 2), (1.0, 0.5))
+    found = criterion(v, w)
+    rows, cols = loss(v, w)
+    short_rows, short_cols = loss(v[:, :2], w[:, :2])
+    torch.testing.assert_close(found, (0.5 * short_rows, 0.5 * short_cols, rows, cols))
 
 
 def test_a_prefix_may_be_a_zero_vector():
@@ -117,7 +142,8 @@ def test_a_prefix_may_be_a_zero_vector():
     v, w = embeddings(4, 4)
     v[1, :2] = 0
     v.requires_grad_()
-    (grad,) = torch.autograd.grad(itrloss.Matryoshka(itrloss.InfoNCELoss(), (2,))(v, w), v)
+    criterion = itrloss.Matryoshka(itrloss.InfoNCELoss(), (2,))
+    (grad,) = torch.autograd.grad(criterion(v, w), v)
     assert grad.isfinite().all()
     assert (grad[1] == 0).all()
     assert (grad[0] != 0).any()
@@ -136,13 +162,15 @@ def test_a_prefix_may_be_a_zero_vector():
     ],
 )
 def test_wrong_dims_and_weights(dims, weights, error):
+    v, w = embeddings(5, 5)
+    loss = itrloss.InfoNCELoss()
     with pytest.raises((TypeError, ValueError), match=error):
-        itrloss.Matryoshka(itrloss.InfoNCELoss(), dims, weights)(*embeddings(5, 5))
-    criterion = itrloss.Matryoshka(itrloss.InfoNCELoss(), (2, 3))
+        itrloss.Matryoshka(loss, dims, weights)(v, w)
+    criterion = itrloss.Matryoshka(loss, (2, 3))
     criterion.dims = dims
     criterion.weights = weights or [1.0] * len(dims)
     with pytest.raises((TypeError, ValueError), match=error):
-        criterion(*embeddings(5, 5))
+        criterion(v, w)
 
 
 def test_wrong_losses_and_inputs():
@@ -179,7 +207,8 @@ def test_sentence_transformers_agree():
     loss = MultipleNegativesRankingLoss(model)
     theirs = MatryoshkaLoss(model, loss, list(UNSORTED), list(WEIGHTS))
     ours = itrloss.InfoNCELoss(1 / 20, directions="image-text")
-    found = itrloss.Matryoshka(ours, UNSORTED, WEIGHTS)(v, w)
+    criterion = itrloss.Matryoshka(ours, UNSORTED, WEIGHTS)
+    found = criterion(v, w)
     wanted = theirs([{"x": v}, {"x": w}], torch.zeros(9))
     torch.testing.assert_close(with_gradients(found, v, w), with_gradients(wanted, v, w))
 
@@ -187,12 +216,14 @@ def test_sentence_transformers_agree():
 def disagreeing(rank: int) -> list[str]:
     """The errors of all processes where one has other weights, or texts that are too short."""
     v, w = embeddings(7, 7)
-    errors = []
-    for weights, d in (((1.0, 1.0 + rank), 6), ((1.0, 1.0), 6 - rank)):
-        with pytest.raises(ValueError) as caught:
-            itrloss.Matryoshka(itrloss.InfoNCELoss(gather=True), (2, 6), weights)(v, w[:, :d])
-        errors.append(str(caught.value))
-    return errors
+    loss = itrloss.InfoNCELoss(gather=True)
+    of_other_weights = itrloss.Matryoshka(loss, (2, 6), (1.0, 1.0 + rank))
+    with pytest.raises(ValueError) as weights_differ:
+        of_other_weights(v, w)
+    criterion = itrloss.Matryoshka(loss, (2, 6), (1.0, 1.0))
+    with pytest.raises(ValueError) as too_short:
+        criterion(v, w[:, : 6 - rank])
+    return [str(weights_differ.value), str(too_short.value)]
 
 
 @pytest.mark.slow
@@ -209,28 +240,36 @@ def gathered(rank: int | None) -> list[torch.Tensor]:
     own = {None: slice(7), 0: slice(3), 1: slice(3, 7)}[rank]
     v, w = (x[own].clone().requires_grad_() for x in embeddings(7, 7))
     loss = itrloss.InfoNCELoss(engine="tiled", gather=rank is not None)
-    return with_gradients(itrloss.Matryoshka(loss, UNSORTED, WEIGHTS)(v, w), v, w)
+    criterion = itrloss.Matryoshka(loss, UNSORTED, WEIGHTS)
+    return with_gradients(criterion(v, w), v, w)
 
 
 def test_over_processes(tmp_path: Path):
     """Gradients of embeddings are averaged over the processes, as DDP does."""
     first, second = run(gathered, tmp_path)
-    value, *gradients = gathered(None)
-    torch.testing.assert_close(first[0], value)
-    torch.testing.assert_close(second[0], value)
-    means = [torch.cat(parts) / 2 for parts in zip(first[1:], second[1:], strict=True)]
-    torch.testing.assert_close(means, gradients, rtol=1e-9, atol=1e-12)
+    value, by_images, by_texts = gathered(None)
+    first_value, first_by_images, first_by_texts = first
+    second_value, second_by_images, second_by_texts = second
+    torch.testing.assert_close(first_value, value)
+    torch.testing.assert_close(second_value, value)
+    mean = torch.cat([first_by_images, second_by_images]) / 2
+    torch.testing.assert_close(mean, by_images, rtol=1e-9, atol=1e-12)
+    mean = torch.cat([first_by_texts, second_by_texts]) / 2
+    torch.testing.assert_close(mean, by_texts, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 def test_one_pair_of_one_dimension_is_finite():
     v, w = (x.requires_grad_() for x in embeddings(1, 1))
-    value = itrloss.Matryoshka(itrloss.InfoNCELoss(), (1,))(v, w)
-    found = with_gradients(value, v, w)
-    assert all(x.isfinite().all() for x in found)
+    criterion = itrloss.Matryoshka(itrloss.InfoNCELoss(), (1,))
+    value = criterion(v, w)
+    for x in with_gradients(value, v, w):
+        assert x.isfinite().all()
 
 
 def test_weights_may_be_a_tensor():
     v, w = embeddings(4, 4)
-    found = itrloss.Matryoshka(itrloss.InfoNCELoss(), (3, 6), torch.tensor([1.0, 2.0]))(v, w)
-    assert torch.equal(found, itrloss.Matryoshka(itrloss.InfoNCELoss(), (3, 6), (1, 2))(v, w))
+    loss = itrloss.InfoNCELoss()
+    of_tensor = itrloss.Matryoshka(loss, (3, 6), torch.tensor([1.0, 2.0]))
+    of_numbers = itrloss.Matryoshka(loss, (3, 6), (1, 2))
+    assert torch.equal(of_tensor(v, w), of_numbers(v, w))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -40,9 +41,10 @@ def uniform(n=N, m=M, seed=0):
 
 def with_one_at(value, size=1.0):
     """Scores of which every seventh candidate of a query is at ``value``, about."""
-    x = size * uniform(seed=1)
-    some = (torch.arange(N)[:, None] - torch.arange(M)) % 7 == 0
-    return torch.where(some, value * (1 + 0.1 * uniform(seed=2)), x)
+    scores = size * uniform(seed=1)
+    every_seventh = (torch.arange(N)[:, None] - torch.arange(M)) % 7 == 0
+    about_value = value * (1 + 0.1 * uniform(seed=2))
+    return torch.where(every_seventh, about_value, scores)
 
 
 def in_two_stages(first, second, weight, k):
@@ -106,20 +108,25 @@ def test_multivariate_re_ranking_keeps_the_order_of_far_candidates(k):
     # all queries alike: shares tie, and the order is that of the other terms
     scores = (0.5 + torch.arange(k) * 2.0**-20).repeat(5, 1)
     method = MultiFactorReranker(k)
-    wanted, values = oracle_rerank.multi_factor(
-        scores.numpy(), scores.numpy(), k, method.share_weight, method.place_weight
-    )
-    assert (np.diff(-np.sort(-values, axis=1)) < 0).all()
-    assert method.topk(scores, k).i2t.indices.tolist() == wanted.tolist()
+    S = scores.numpy()
+    wanted, values = oracle_rerank.multi_factor(S, S, k, method.share_weight, method.place_weight)
+    descending = -np.sort(-values, axis=1)
+    assert (np.diff(descending) < 0).all()
+    top = method.topk(scores, k)
+    assert top.i2t.indices.tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 def test_a_second_scorer_ranks_as_its_scores_would_alone(engine):
     second = with_one_at(-1e9)
-    ids = torch.arange(N), torch.arange(M) // 2
+    ids = (torch.arange(N), torch.arange(M) // 2)
     method = TwoStageReranker(lambda i, t: second[i, t], k=M, weight=0.0)
-    sim = Similarity(sample(N, 8), sample(M, 8, seed=1), *ids, engine=engine)
-    assert retrieval_metrics(sim, reranker=method) == retrieval_metrics(second, *ids)
+    images = sample(N, 8)
+    texts = sample(M, 8, seed=1)
+    sim = Similarity(images, texts, *ids, engine=engine)
+    in_two_stages = retrieval_metrics(sim, reranker=method)
+    alone = retrieval_metrics(second, *ids)
+    assert in_two_stages == alone
 
 
 # --- scores of any scale --------------------------------------------------------------------------
@@ -152,12 +159,16 @@ SCALES = {
 
 def dual_softmax_order(S, R, scale):
     """The sign and log size of ``S_qc exp(β S_qc) / Σ_r exp(β R_rc)``, as ascending pairs."""
-    size = np.log(np.abs(S), where=S != 0, out=np.zeros_like(S))
-    size = np.where(S == 0, 0.0, size + oracle_rerank.inverted_softmax(S, R, scale))
-    return [
-        [(float(sign), float(sign * x)) for sign, x in zip(np.sign(s), row, strict=True)]
-        for s, row in zip(S, size, strict=True)
-    ]
+    log_share = oracle_rerank.inverted_softmax(S, R, scale)
+    places = []
+    for scores, shares in zip(S, log_share, strict=True):
+        row = []
+        for score, share in zip(scores, shares, strict=True):
+            sign = float(np.sign(score))
+            size = math.log(abs(score)) + share if score != 0 else 0.0
+            row.append((sign, sign * float(size)))
+        places.append(row)
+    return places
 
 
 def keys(name, S):
@@ -188,12 +199,20 @@ def test_scores_of_any_scale_rank_as_float64_does(name, scale, dtype):
         scores = scores.clamp_min(-6e4) if scale == "one at -1e9" else scores / 1e3
     scores = scores.to(dtype)
     found = METHODS[name].topk(scores, 40)
-    for top, S in ((found.i2t, scores.double()), (found.t2i, scores.T.double())):
-        for order, key in zip(top.indices.tolist(), keys(name, S.numpy()), strict=True):
-            # equal up to rounding: the order of candidates that float64 cannot tell apart is open
-            ranked = [key[c] for c in order]
-            for better, worse in itertools.pairwise(ranked):
-                assert better >= worse or np.allclose(better, worse, rtol=1e-13, atol=1e-12)
+    in_double = scores.double().numpy()
+    assert_descending(found.i2t.indices.tolist(), keys(name, in_double))
+    assert_descending(found.t2i.indices.tolist(), keys(name, in_double.T))
+
+
+def assert_descending(orders, keys_of_queries):
+    """Check the order of each query's candidates; that of candidates that float64 cannot tell apart
+    is open.
+    """
+    for order, key in zip(orders, keys_of_queries, strict=True):
+        ranked = [key[c] for c in order]
+        for better, worse in itertools.pairwise(ranked):
+            equal_up_to_rounding = np.allclose(better, worse, rtol=1e-13, atol=1e-12)
+            assert better >= worse or equal_up_to_rounding
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -217,15 +236,19 @@ def captioned(offset=0.0):
     """
     n, m = PAIRS
     things = sample(n, 32, dtype=torch.float64)
-    images = things + 0.9 * sample(n, 32, seed=1, dtype=torch.float64)
-    texts = things.repeat_interleave(2, 0) + 1.2 * sample(m, 32, seed=2, dtype=torch.float64)
+    noise_of_images = sample(n, 32, seed=1, dtype=torch.float64)
+    noise_of_texts = sample(m, 32, seed=2, dtype=torch.float64)
+    images = things + 0.9 * noise_of_images
+    texts = things.repeat_interleave(2, 0) + 1.2 * noise_of_texts
     return offset + images, offset + texts
 
 
 def ranks_of(sim, reranker):
     """The ranks of all positives, of both directions."""
     results = retrieval_results(sim, reranker=reranker)
-    return torch.cat([results.i2t.ranks.flatten(), results.t2i.ranks.flatten()]).double()
+    of_images = results.i2t.ranks.flatten()
+    of_texts = results.t2i.ranks.flatten()
+    return torch.cat([of_images, of_texts]).double()
 
 
 CROWDED = {
@@ -240,12 +263,13 @@ CROWDED = {
 
 @pytest.mark.parametrize("name", CROWDED)
 def test_crowded_embeddings_keep_their_order(name):
-    images, texts = captioned(offset=30.0)  # cosines differ by thousandths
-    single = Similarity(images.float(), texts.float(), *CAPTIONS)
-    double = Similarity(images.float().double(), texts.float().double(), *CAPTIONS)
+    images, texts = (x.float() for x in captioned(offset=30.0))  # cosines differ by thousandths
+    single = Similarity(images, texts, *CAPTIONS)
+    double = Similarity(images.double(), texts.double(), *CAPTIONS)
     found = ranks_of(single, CROWDED[name])
     wanted = ranks_of(double, CROWDED[name])
-    assert (found != wanted).double().mean() <= 0.01
+    different = found != wanted
+    assert different.double().mean() <= 0.01
 
 
 SHIFTED = {
@@ -262,8 +286,10 @@ SHIFTED = {
 def test_scores_far_from_zero_keep_their_order(name, shift):
     cosines = Similarity(*captioned(), *CAPTIONS).scores()
     scores = (cosines + shift).float()
-    found = ranks_of(Similarity.from_scores(scores, *CAPTIONS), SHIFTED[name])
-    wanted = ranks_of(Similarity.from_scores(scores.double(), *CAPTIONS), SHIFTED[name])
+    single = Similarity.from_scores(scores, *CAPTIONS)
+    double = Similarity.from_scores(scores.double(), *CAPTIONS)
+    found = ranks_of(single, SHIFTED[name])
+    wanted = ranks_of(double, SHIFTED[name])
     assert torch.equal(found, wanted)
 
 
@@ -302,12 +328,13 @@ def test_half_scores_have_the_figures_of_their_numbers(name, dtype, folds, monke
     scores = (100 * cosines(n=20, m=40)).to(dtype)
     if name == "qb-norm":
         scores = (100 * cosines()).to(dtype)
-    ids = torch.arange(len(scores)), torch.arange(40) % len(scores)
+    images = len(scores)
+    ids = (torch.arange(images), torch.arange(40) % images)
     monkeypatch.setattr(Similarity.blocks, "__defaults__", (200,))
     options = {"reranker": EVERY[name], "folds": folds}
-    assert retrieval_metrics(scores, *ids, **options) == retrieval_metrics(
-        scores.float(), *ids, **options
-    )
+    of_half = retrieval_metrics(scores, *ids, **options)
+    of_single = retrieval_metrics(scores.float(), *ids, **options)
+    assert of_half == of_single
 
 
 @pytest.mark.parametrize("surroundings", ["autocast", "high"])
@@ -315,9 +342,10 @@ def test_half_scores_have_the_figures_of_their_numbers(name, dtype, folds, monke
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "qb-norm"])
 def test_surroundings_do_not_change_rankings(name, given, surroundings):
     generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(24, 64, generator=generator), torch.randn(48, 64, generator=generator)
-    ids = torch.arange(24), torch.arange(48) % 24
-    scores = 3 * vectors[0] @ vectors[1].T
+    images = torch.randn(24, 64, generator=generator)
+    texts = torch.randn(48, 64, generator=generator)
+    ids = (torch.arange(24), torch.arange(48) % 24)
+    scores = 3 * images @ texts.T
 
     def figures():
         if given == "scores":
@@ -325,7 +353,7 @@ def test_surroundings_do_not_change_rankings(name, given, surroundings):
         else:
             normalize = given != "inner products"
             engine = "tiled" if given == "tiled" else "dense"
-            sim = Similarity(*vectors, *ids, normalize=normalize, engine=engine)
+            sim = Similarity(images, texts, *ids, normalize=normalize, engine=engine)
         method = EVERY[name]
         found = [] if method is None else list(method.rerank(sim))
         return retrieval_metrics(sim, reranker=method), found
