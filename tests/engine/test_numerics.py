@@ -38,17 +38,21 @@ def test_float32_is_as_accurate_as_plain_float32(
     name, engine, library, small_tiles, poisoned, request
 ):
     request.getfixturevalue(library)
+    answer = ANSWERS[name]
     v, w, ids, grads = case((23, 31, "random"), d=32)
-    exact = evaluate(ANSWERS[name], v, w, ids, "reference", grads)
-    plain = evaluate(ANSWERS[name], v.float(), w.float(), ids, "reference", grads)
-    found = evaluate(ANSWERS[name], v.float(), w.float(), ids, engine, grads)
+    x = v.float()
+    y = w.float()
+    exact = evaluate(answer, v, w, ids, "reference", grads)
+    plain = evaluate(answer, x, y, ids, "reference", grads)
+    found = evaluate(answer, x, y, ids, engine, grads)
     for got, other, wanted in zip(found, plain, exact, strict=True):
         exists = wanted.isfinite()
         assert got.dtype == torch.float32
         assert torch.equal(got.isfinite(), exists)
         error = (got.double() - wanted)[exists].norm()
         noise = (other.double() - wanted)[exists].norm()
-        assert error <= 4 * noise + 2e-6 * wanted[exists].norm() + 1e-7
+        size = wanted[exists].norm()
+        assert error <= 4 * noise + 2e-6 * size + 1e-7
 
 
 def sharp_entropies(shape, best, engine, dtype):
@@ -66,7 +70,9 @@ def sharp_entropies(shape, best, engine, dtype):
     else:
         sim = Similarity.from_scores(x, *ids, engine=engine)
     values = sim.both.entropy(0.01)
-    return values.detach(), *torch.autograd.grad(values, x, torch.cat(grads).to(dtype))
+    upstream = torch.cat(grads).to(dtype)
+    (gradient,) = torch.autograd.grad(values, x, upstream)
+    return values.detach(), gradient
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
@@ -79,9 +85,10 @@ def test_float32_loses_no_digits_of_a_sharp_entropy(engine, best, small_tiles, p
         exact = sharp_entropies(shape, best, "reference", torch.float64)
         plain = sharp_entropies(shape, best, "reference", torch.float32)
         found = sharp_entropies(shape, best, engine, torch.float32)
-        for k, wanted in enumerate(exact):
-            errors[k] += (found[k].double() - wanted).norm()
-            noises[k] += (plain[k].double() - wanted).norm() + 5e-7 * wanted.norm()
+        for k, (got, other, wanted) in enumerate(zip(found, plain, exact, strict=True)):
+            errors[k] += (got.double() - wanted).norm()
+            noises[k] += (other.double() - wanted).norm()
+            noises[k] += 5e-7 * wanted.norm()
     assert (errors <= noises).all()
 
 
@@ -111,9 +118,11 @@ def test_positives_far_off_and_first_cost_the_moments_no_digits(engine, given_as
 def test_a_large_bias_costs_the_moments_no_digits(engine):
     v = sample(40, 8)
     w = sample(40, 8, seed=1)
-    bias = torch.full((40,), 300.0), torch.full((40,), 500.0)
-    found = similarity(v, w, NO_IDS, engine, bias=bias).both.mean_std().std
-    exact = Similarity(v.double(), w.double(), engine="dense").both.mean_std().std
+    bias = (torch.full((40,), 300.0), torch.full((40,), 500.0))
+    biased = similarity(v, w, NO_IDS, engine, bias=bias)
+    plain = Similarity(v.double(), w.double(), engine="dense")
+    found = biased.both.mean_std().std
+    exact = plain.both.mean_std().std
     torch.testing.assert_close(found.double(), exact, rtol=2e-4, atol=0)
 
 
@@ -127,20 +136,23 @@ def test_zero_vectors_score_zero_and_get_no_gradient(engine):
     w[4] = 0
     leaves = [v.requires_grad_(), w.requires_grad_()]
     sim = similarity(v, w, NO_IDS, engine)
-    assert not sim.scores()[2].any()
-    assert not sim.scores()[:, 4].any()
+    scores = sim.scores()
+    assert not scores[2].any()
+    assert not scores[:, 4].any()
+    p = parameters(6, 6, torch.float32)
     for name, answer in ANSWERS.items():
-        values = answer(sim.both, parameters(6, 6, torch.float32))
+        values = answer(sim.both, p)
         assert not values.isnan().any(), name
         if "above" not in name:
             assert values.isfinite().all(), name
         if values.requires_grad:
-            found = torch.autograd.grad(
-                finite(values).sum(), leaves, retain_graph=True, materialize_grads=True
+            total = finite(values).sum()
+            by_rows, by_cols = torch.autograd.grad(
+                total, leaves, retain_graph=True, materialize_grads=True
             )
-            for x in found:
-                assert x.isfinite().all(), name
-            assert not found[0][2].any(), name
+            assert by_rows.isfinite().all(), name
+            assert by_cols.isfinite().all(), name
+            assert not by_rows[2].any(), name
 
 
 @pytest.mark.parametrize("engine", OF_EMBEDDINGS)
@@ -150,7 +162,8 @@ def test_a_vector_shorter_than_the_smallest_length_counts_as_zero(engine):
     v.requires_grad_()
     sim = similarity(v, w, NO_IDS, engine)
     assert not sim.scores()[2].any()
-    (gradient,) = torch.autograd.grad(sim.logsumexp(3.0).sum(), v)
+    total = sim.logsumexp(3.0).sum()
+    (gradient,) = torch.autograd.grad(total, v)
     assert not gradient[2].any()
 
 
@@ -161,19 +174,24 @@ def test_lengths_do_not_matter_even_extreme_ones(engine, length):
     v, w = embeddings(5, 5, 64, dtype=torch.float32)
 
     def outcome(length):
+        """The values, and their gradients times the length."""
         leaves = [(x * length).requires_grad_() for x in (v, w)]
         both = similarity(*leaves, NO_IDS, engine).both
         value = both.logsumexp(5.0) + both.sum_of_positives(identity)
-        by_vectors = torch.autograd.grad(value.sum(), leaves)
-        return [value, *(x * length for x in by_vectors)]
+        by_rows, by_cols = torch.autograd.grad(value.sum(), leaves)
+        return [value, by_rows * length, by_cols * length]
 
-    torch.testing.assert_close(outcome(length), outcome(1.0), rtol=1e-4, atol=1e-5)
+    found = outcome(length)
+    wanted = outcome(1.0)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("engine", OF_EMBEDDINGS)
 def test_vectors_whose_squares_underflow_count_as_zero(engine):
     v, w = embeddings(5, 5, 64, dtype=torch.float32)
-    assert not similarity(v * 1e-25, w, NO_IDS, engine).scores().any()
+    tiny = 1e-25 * v
+    sim = similarity(tiny, w, NO_IDS, engine)
+    assert not sim.scores().any()
 
 
 # ---------------------------------------------------------------------------- sums that may vanish
@@ -189,16 +207,22 @@ def test_anchors_far_from_all_their_negatives_do_not_underflow(engine, side, sca
     """
     v = sample(1, 16) + 0.01 * sample(12, 16, seed=1)
     w = v + 0.01 * sample(12, 16, seed=2)
-    (v, w)[side][3] *= -1  # opposite to everything else
-    scales = torch.linspace(70, 150, 12).repeat(2) if scale == "per anchor" else torch.tensor(100.0)
+    own = (v, w)[side]
+    own[3] *= -1  # opposite to everything else
+    scales = torch.tensor(100.0)
+    if scale == "per anchor":
+        scales = torch.linspace(70, 150, 12).repeat(2)
 
     def outcome(dtype, engine):
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (v, w)]
-        values = similarity(*leaves, NO_IDS, engine).both.logsumexp(scales.to(dtype))
+        sim = similarity(*leaves, NO_IDS, engine)
+        values = sim.both.logsumexp(scales.to(dtype))
         grad = torch.linspace(-1, 1, 12, dtype=dtype).repeat(2)
-        return [values.detach(), *torch.autograd.grad(values, leaves, grad)]
+        gradients = torch.autograd.grad(values, leaves, grad)
+        return [values.detach(), *gradients]
 
-    wanted = [x.float() for x in outcome(torch.float64, "reference")]
+    exact = outcome(torch.float64, "reference")
+    wanted = [x.float() for x in exact]
     found = outcome(torch.float32, engine)
     torch.testing.assert_close(found, wanted, rtol=3e-4, atol=3e-3)
 
@@ -207,8 +231,10 @@ def test_anchors_far_from_all_their_negatives_do_not_underflow(engine, side, sca
 def test_positives_far_off_do_not_underflow_beside_no_negatives(engine):
     v = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
     ids = torch.tensor([7, 7])
-    found = similarity(v, -v, (ids, ids), engine).logsumexp(150.0, over="all")
-    torch.testing.assert_close(found, torch.full((2,), math.log(2) - 150))
+    sim = similarity(v, -v, (ids, ids), engine)
+    found = sim.logsumexp(150.0, over="all")
+    wanted = torch.full((2,), math.log(2) - 150)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("scale", [90.0, 150.0])
@@ -217,7 +243,8 @@ def test_a_scale_at_which_sums_vanish_is_worked_out_with_maxima(engine, scale):
     """With cos = -1 throughout, exp(-90 - 30) underflows float32's normal numbers."""
     v = torch.eye(4)[:1].requires_grad_()
     w = -v.detach().expand(8, 4).contiguous()
-    found = similarity(v, w, make_ids("disjoint", 1, 8), engine).logsumexp(scale)
+    sim = similarity(v, w, make_ids("disjoint", 1, 8), engine)
+    found = sim.logsumexp(scale)
     torch.testing.assert_close(found, torch.tensor([math.log(8) - scale]))
     (gradient,) = torch.autograd.grad(found.sum(), v)
     assert gradient.isfinite().all()
@@ -231,8 +258,10 @@ def test_a_nan_beside_an_anchor_without_negatives(engine):
     v, w = embeddings(5, 5, dtype=torch.float32)
     v[2] = math.nan
     v.requires_grad_()
-    ids = torch.tensor([1, 1, 2, 3, 4]), torch.ones(5, dtype=torch.int64)
-    values = Similarity(v, w, *ids, engine=engine).hardest_negatives().values
+    row_ids = torch.tensor([1, 1, 2, 3, 4])
+    col_ids = torch.ones(5, dtype=torch.int64)
+    sim = Similarity(v, w, row_ids, col_ids, engine=engine)
+    values = sim.hardest_negatives().values
     assert values[:2].tolist() == [-math.inf] * 2
     assert values[2].isnan()
     (gradient,) = torch.autograd.grad(values[[0, 1, 3]].sum(), v)
@@ -262,15 +291,19 @@ def test_scores_of_minus_infinity_take_a_pair_out():
 
 def test_scores_of_minus_infinity_carry_no_entropy():
     scores = torch.tensor([[0.5, -math.inf, 0.2], [0.0, 1.0, -0.4], [0.3, -math.inf, 0.3]])
-    found = Similarity.from_scores(scores, engine="tiled").entropy()
+    tiled = Similarity.from_scores(scores, engine="tiled")
+    dense = Similarity.from_scores(scores, engine="dense")
+    found = tiled.entropy()
     assert found.isfinite().all()
-    torch.testing.assert_close(found, Similarity.from_scores(scores, engine="dense").entropy())
+    torch.testing.assert_close(found, dense.entropy())
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 def test_an_infinite_score_of_a_positive_is_no_matter_to_the_negatives(engine):
     scores = torch.rand(4, 4, dtype=torch.float64)
-    wanted = Similarity.from_scores(scores, engine=engine).both.mean_std()
     infinite = scores.clone().fill_diagonal_(math.inf)
-    found = Similarity.from_scores(infinite, engine=engine).both.mean_std()
+    sim = Similarity.from_scores(scores, engine=engine)
+    with_infinite_positives = Similarity.from_scores(infinite, engine=engine)
+    found = with_infinite_positives.both.mean_std()
+    wanted = sim.both.mean_std()
     torch.testing.assert_close(found, wanted)

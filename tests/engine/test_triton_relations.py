@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -42,32 +43,52 @@ RELATIONS = (
 
 
 def drawn(seed, high, *shape):
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+    """Integers from 0 on, below a number."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(high, shape, generator=generator)
 
 
 def relation_of(kind, n, m):
     """Ids and a Related of a kind. Some entries do not exist, some are open to all groups."""
     if kind == "sets":
-        ids = drawn(1, 9, n, 2), drawn(2, 9, m, 3)
-        ids[0][:, 1][drawn(3, 2, n) == 0] = NO_ID
-        ids[0][0] = NO_ID
-        ids[1][-1] = NO_ID
-        return ids, None
+        return label_sets(n, m), None
     if "matches" in kind:
         matches = drawn(1, 3, n, m).float()
-        matches[drawn(2, 3, n, m) == 0] = torch.nan
-        return (None, None), Related(matches=matches.to_sparse() if "sparse" in kind else matches)
-    ids = drawn(1, 4, n), drawn(2, 4, m)
-    ids[0][-1] = NO_ID
-    ids[1][1 % m] = NO_ID
+        unjudged = drawn(2, 3, n, m) == 0
+        matches[unjudged] = torch.nan
+        if kind == "sparse matches":
+            matches = matches.to_sparse()
+        return (None, None), Related(matches=matches)
+    row_ids = drawn(1, 4, n)
+    col_ids = drawn(2, 4, m)
+    row_ids[-1] = NO_ID
+    col_ids[1 % m] = NO_ID
     if kind == "one label":
-        return (ids[0][:, None], ids[1][:, None]), None
-    groups = drawn(3, 3, n), drawn(4, 3, m)
-    groups[0][0] = NO_ID
-    groups[1][-1] = NO_ID
+        return (row_ids[:, None], col_ids[:, None]), None
+    rule = "other" if kind == "other group" else "same"
+    return (row_ids, col_ids), Related(groups_of(kind, n, m), rule)
+
+
+def label_sets(n, m):
+    """Up to two labels of rows, and three of columns."""
+    row_labels = drawn(1, 9, n, 2)
+    col_labels = drawn(2, 9, m, 3)
+    has_one = drawn(3, 2, n) == 0
+    row_labels[has_one, 1] = NO_ID
+    row_labels[0] = NO_ID
+    col_labels[-1] = NO_ID
+    return row_labels, col_labels
+
+
+def groups_of(kind, n, m):
+    """Groups of rows and of columns."""
+    row_groups = drawn(3, 3, n)
+    col_groups = drawn(4, 3, m)
     if kind == "no group in common":
-        groups = drawn(3, 3, n), drawn(4, 3, m) + 10
-    return ids, Related(groups, "other" if kind == "other group" else "same")
+        return row_groups, col_groups + 10
+    row_groups[0] = NO_ID
+    col_groups[-1] = NO_ID
+    return row_groups, col_groups
 
 
 def state(i, j, ids, related):
@@ -77,18 +98,28 @@ def state(i, j, ids, related):
         if math.isnan(value):
             return None
         return "positive" if value > 0 else "negative"
-    own = {*ids[0][i].reshape(-1).tolist()} - {NO_ID}
-    other = {*ids[1][j].reshape(-1).tolist()} - {NO_ID}
+    row_ids, col_ids = ids
+    own = {*row_ids[i].reshape(-1).tolist()} - {NO_ID}
+    other = {*col_ids[j].reshape(-1).tolist()} - {NO_ID}
     if not own or not other:
         return None
     if own & other:
         return "positive"
     if related is None:
         return "negative"
-    groups = related.groups[0][i].item(), related.groups[1][j].item()
-    same = groups[0] == groups[1]
-    meet = NO_ID in groups or same == (related.rule == "same")
-    return "negative" if meet else None
+    row_groups, col_groups = related.groups
+    own_group = row_groups[i].item()
+    other_group = col_groups[j].item()
+    is_open = NO_ID in (own_group, other_group)
+    follows_the_rule = (own_group == other_group) == (related.rule == "same")
+    return "negative" if is_open or follows_the_rule else None
+
+
+COUNTED = {
+    "negatives": ["negative"],
+    "positives": ["positive"],
+    "all": ["negative", "positive"],
+}
 
 
 def included(kind, n, m, over):
@@ -96,10 +127,11 @@ def included(kind, n, m, over):
     ids, related = relation_of(kind, n, m)
     if kind == "sparse matches":
         related = related._replace(matches=related.matches.to_dense())
-    counted = {"negatives": ["negative"], "positives": ["positive"]}
-    counted["all"] = ["negative", "positive"]
-    states = [[state(i, j, ids, related) for j in range(m)] for i in range(n)]
-    return torch.tensor([[x in counted[over] for x in row] for row in states]).view(n, m)
+    mask = torch.zeros(n, m, dtype=torch.bool)
+    for i in range(n):
+        for j in range(m):
+            mask[i, j] = state(i, j, ids, related) in COUNTED[over]
+    return mask
 
 
 def on_device(kind, n, m):
@@ -128,16 +160,53 @@ ALL = pairwise(
 
 def summed(term, over, scores, mask, sides, scale, shift):
     """Sums of a term over the pairs of a mask, in plain PyTorch."""
+    function = formula(term)
     sums = []
     begin = 0
     for side in sides:
         own = scores.T if side else scores
+        counted = mask.T if side else mask
         anchors = slice(begin, begin + len(own)) if len(scale) > 1 else slice(0, 1)
         begin += len(own)
-        values = formula(term)(scale[anchors, None] * own + shift[anchors, None])
-        included = mask.T if side else mask
-        sums.append(values.expand_as(own).masked_fill(~included, 0.0).sum(1))
+        z = scale[anchors, None] * own + shift[anchors, None]
+        values = function(z).expand_as(own)
+        sums.append(values.masked_fill(~counted, 0.0).sum(1))
     return torch.cat(sums)
+
+
+class Asked(NamedTuple):
+    """A sum over related pairs in float64, and what it is computed from."""
+
+    v: torch.Tensor
+    w: torch.Tensor
+    scores: torch.Tensor
+    scale: torch.Tensor
+    shift: torch.Tensor
+    sums: torch.Tensor
+
+    def gradients(self, by_vectors):
+        """By vectors or scores, scale and shift, for `upstream`."""
+        inputs = [self.v, self.w] if by_vectors else [self.scores]
+        leaves = [*inputs, self.scale, self.shift]
+        return torch.autograd.grad(self.sums, leaves, self.upstream())
+
+    def upstream(self):
+        grad = torch.linspace(-1, 2, self.sums.numel(), dtype=torch.float64)
+        return grad.view_as(self.sums)
+
+
+def asked_in_double(kind, over, shape, key, shared, sides):
+    """Sums by plain PyTorch, of which z = scale S + shift has both signs."""
+    asked_terms, _ = ASKED_TERMS[key]
+    size = 1 if shared else sum(shape[side] for side in sides)
+    largest = 0.7 if "log1p" in key else 1.5  # log(1 + z) is steep near -1
+    scale = torch.linspace(largest, 0.3, size, dtype=torch.float64, requires_grad=True)
+    shift = torch.linspace(0.1, -0.1, size, dtype=torch.float64, requires_grad=True)
+    v, w = (unit(x).requires_grad_() for x in embeddings(*shape))
+    scores = v @ w.T
+    mask = included(kind, *shape, over)
+    sums = [summed(term, over, scores, mask, sides, scale, shift) for term in asked_terms]
+    return Asked(v, w, scores, scale, shift, torch.stack(sums))
 
 
 @pytest.mark.parametrize(
@@ -155,38 +224,35 @@ def test_terms_over_related_pairs(kind, over, shape, key, shared, sides, form, m
     """
     by_vectors = form == "multiplied"
     monkeypatch.setattr(engine, "fused", lambda rows, cols: by_vectors)
+    asked = asked_in_double(kind, over, shape, key, shared, sides)
+    wanted = [asked.sums, *asked.gradients(by_vectors)]
+
     asked_terms, _ = ASKED_TERMS[key]
-    size = 1 if shared else sum(shape[side] for side in sides)
-    largest = 0.7 if "log1p" in key else 1.5  # log(1 + z) is steep near -1
-    scale = torch.linspace(largest, 0.3, size, dtype=torch.float64, requires_grad=True)
-    shift = torch.linspace(0.1, -0.1, size, dtype=torch.float64, requires_grad=True)
-    v, w = (unit(x).requires_grad_() for x in embeddings(*shape))
-    scores = v @ w.T
-    mask = included(kind, *shape, over)
-    of_terms = [summed(term, over, scores, mask, sides, scale, shift) for term in asked_terms]
-    exact = torch.stack(of_terms)
-    grad = torch.linspace(-1, 2, exact.numel(), dtype=torch.float64).view_as(exact)
-    leaves = [v, w, scale, shift] if by_vectors else [scores, scale, shift]
-    wanted = [exact, *torch.autograd.grad(exact, leaves, grad)]
-
-    def on_engine(x):
-        return x.detach().float().to(DEVICE)
-
-    if by_vectors:
-        sides_of_inputs = [Side(on_engine(x), None, None, None) for x in (v, w)]
-        inputs = Inputs(*sides_of_inputs, None)
-    else:
-        none = Side(None, None, None, None)
-        inputs = Inputs(none, none, on_engine(scores))
-    a = on_engine(scale).requires_grad_()
-    b = on_engine(shift).requires_grad_()
-    question = Question(on_device(kind, *shape), sides, asked_terms, over, a, b)
-    needs = tiled.Needs(by_vectors, by_vectors, False, False, not by_vectors, True, True)
+    scale = on_engine(asked.scale).requires_grad_()
+    shift = on_engine(asked.shift).requires_grad_()
+    question = Question(on_device(kind, *shape), sides, asked_terms, over, scale, shift)
+    inputs = inputs_on_engine(asked, by_vectors)
     sums = engine.sums(question, inputs)
-    given = on_engine(grad).view_as(sums)
-    gradients = engine.gradients(question, inputs, given, needs, None)
-    found = [sums.view_as(exact), *(x for x in gradients if isinstance(x, torch.Tensor))]
-    assert_close(found, wanted, 2e-4, 2e-5)
+    needs = tiled.Needs(by_vectors, by_vectors, False, False, not by_vectors, True, True)
+    grad = on_engine(asked.upstream()).view_as(sums)
+    gradients = engine.gradients(question, inputs, grad, needs, None)
+    needed = [x for x in gradients if isinstance(x, torch.Tensor)]
+    assert_close([sums.view_as(asked.sums), *needed], wanted, 2e-4, 2e-5)
+
+
+def on_engine(x):
+    """The same in float32, where kernels run."""
+    return x.detach().float().to(DEVICE)
+
+
+def inputs_on_engine(asked, by_vectors):
+    """The vectors, or the scores."""
+    if by_vectors:
+        rows = Side(on_engine(asked.v), None, None, None)
+        cols = Side(on_engine(asked.w), None, None, None)
+        return Inputs(rows, cols, None)
+    none = Side(None, None, None, None)
+    return Inputs(none, none, on_engine(asked.scores))
 
 
 @pytest.mark.parametrize("kind", RELATIONS)
@@ -196,7 +262,9 @@ def test_highest_scores_of_related_pairs(kind, multiplying, few_tiles, poisoned)
     excluded = ~included(kind, n, m, "negatives")
     scores = (v @ w.T).masked_fill(excluded, -torch.inf)
     wanted = 2.0 * torch.cat([scores.amax(1), scores.amax(0)])
-    inputs = Inputs(*[Side(x, None, None, None) for x in moved(v.float(), w.float())], None)
+    rows = Side(on_engine(v), None, None, None)
+    cols = Side(on_engine(w), None, None, None)
+    inputs = Inputs(rows, cols, None)
     question = Question(on_device(kind, n, m), (0, 1), (terms.identity,), scale=2.0)
     found = engine.highest(question, inputs)
     torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=1e-6)
@@ -207,8 +275,9 @@ def loss_input(kind, n, m):
     ids, related = relation_of(kind, n, m)
     related = Related() if related is None else related
     given = moved(*ids, *related.groups, related.matches)
-    names = "image_ids", "text_ids", "image_groups", "text_groups", "matches"
-    found = {name: x for name, x in zip(names, given, strict=True) if x is not None}
+    names = ("image_ids", "text_ids", "image_groups", "text_groups", "matches")
+    by_name = zip(names, given, strict=True)
+    found = {name: x for name, x in by_name if x is not None}
     return found, related.rule
 
 
@@ -232,16 +301,19 @@ def test_losses_of_related_pairs(name, kind, dtype, few_tiles, poisoned):
 
     def outcome(engine_name, dtype, device):
         leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in given]
+        who_there = {name: x.to(device) for name, x in who.items()}
         loss = make(engine=engine_name, **options).to(device)
-        value = loss(*leaves, **{name: x.to(device) for name, x in who.items()})
-        return [value.detach(), *torch.autograd.grad(value, leaves)]
+        value = loss(*leaves, **who_there)
+        gradients = torch.autograd.grad(value, leaves)
+        return [value.detach(), *gradients]
 
     exact = outcome("dense", torch.float64, "cpu")
     tiles = outcome("tiled", dtype, DEVICE)
     found = outcome("triton", dtype, DEVICE)
     bound = {torch.float32: 2e-4, torch.bfloat16: 8e-3, torch.float16: 2e-3}[dtype]
     for got, other, wanted in zip(found, tiles, exact, strict=True):
-        assert_near([got], [wanted], bound, 4 * distance(other, wanted) + 1e-6)
+        error_of_tiles = distance(other, wanted)
+        assert_near([got], [wanted], bound, 4 * error_of_tiles + 1e-6)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -265,17 +337,20 @@ def test_a_complement_in_half_precision_is_that_of_float64(dtype, few_tiles):
 def test_weights_of_matches(name, few, few_tiles, poisoned, monkeypatch):
     """Positives are listed, or too many, and then their weights are a guide."""
     monkeypatch.setattr("itrloss.engine.pairs.FEW", few)
-    matches = drawn(1, 3, 19, 22).double() * 0.7
-    matches[drawn(2, 4, 19, 22) == 0] = torch.nan
+    matches = 0.7 * drawn(1, 3, 19, 22).double()
+    unjudged = drawn(2, 4, 19, 22) == 0
+    matches[unjudged] = torch.nan
 
     def outcome(engine_name, dtype, device):
         leaves = [x.to(device, dtype).requires_grad_() for x in embeddings(19, 22, 8)]
         loss = RELATED_LOSSES[name].make(engine=engine_name).to(device)
         value = loss(*leaves, matches=matches.to(device))
-        return [value.detach(), *torch.autograd.grad(value, leaves)]
+        gradients = torch.autograd.grad(value, leaves)
+        return [value.detach(), *gradients]
 
     found = outcome("triton", torch.float32, DEVICE)
-    assert_close(found, outcome("dense", torch.float64, "cpu"), 1e-3, 1e-5)
+    wanted = outcome("dense", torch.float64, "cpu")
+    assert_close(found, wanted, 1e-3, 1e-5)
 
 
 def test_masks_are_for_what_ids_and_groups_do_not_say():

@@ -61,10 +61,13 @@ def aligned_embeddings(kind, n, m, d=6):
     if kind == "usual":
         return v, w
     direction = v[0] / v[0].norm()
-    w = w.norm(dim=1, keepdim=True) * (direction + 1e-3 * w)
+    lengths_of_w = w.norm(dim=1, keepdim=True)
+    w = lengths_of_w * (direction + 1e-3 * w)
     if kind == "one row far":
-        return torch.cat([v[:-1], -2 * direction[None]]), w
-    return v.norm(dim=1, keepdim=True) * (-direction + 1e-3 * v), w
+        opposite = -2 * direction[None]
+        return torch.cat([v[:-1], opposite]), w
+    lengths_of_v = v.norm(dim=1, keepdim=True)
+    return lengths_of_v * (-direction + 1e-3 * v), w
 
 
 KINDS = ["usual", "one row far", "all far"]
@@ -75,11 +78,14 @@ KINDS = ["usual", "one row far", "all far"]
 @pytest.mark.parametrize(("learnt", "view"), [(True, "both"), (True, "rows"), (False, "columns")])
 def test_scores_at_which_sums_vanish(scale, kind, learnt, view, unread):
     """The limits of float32 are those of the engine in plain PyTorch, which subtracts maxima."""
-    given = *aligned_embeddings(kind, 14, 14), torch.tensor([scale])
+    given = [*aligned_embeddings(kind, 14, 14), torch.tensor([scale])]
 
     def outcome(engine_name, dtype, device):
-        v, w, a = leaves = [x.to(device, dtype).requires_grad_() for x in given]
-        anchors = VIEWS[view](similarity(v, w, (None, None), engine_name))
+        """The values, and their gradients by vectors and scale."""
+        leaves = [x.to(device, dtype).requires_grad_() for x in given]
+        v, w, a = leaves
+        sim = similarity(v, w, (None, None), engine_name)
+        anchors = VIEWS[view](sim)
         values = anchors.logsumexp(a if learnt else scale)
         grad = torch.linspace(-1, 2, len(values)).to(values)
         return [values.detach(), *gradients(values, leaves, grad)]
@@ -88,21 +94,27 @@ def test_scores_at_which_sums_vanish(scale, kind, learnt, view, unread):
     plain = outcome("dense", torch.float32, "cpu")
     found = outcome("triton", torch.float32, DEVICE)
     for got, other, wanted in zip(found, plain, exact, strict=True):
-        assert_near([got], [wanted], 2e-6, 4 * distance(other, wanted) + 1e-6)
+        error_of_torch = distance(other, wanted)
+        assert_near([got], [wanted], 2e-6, 4 * error_of_torch + 1e-6)
 
 
 @pytest.mark.parametrize("embedded", ["as they are", "in several blocks", "without negatives"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_vanishing_sums_of_other_matrices(embedded, kind, unread):
     n, m = 8, 14
-    given = *aligned_embeddings(kind, n, m), torch.tensor([100.0])
-    ids = torch.arange(n), torch.arange(m) // 2
+    given = [*aligned_embeddings(kind, n, m), torch.tensor([100.0])]
+    row_ids = torch.arange(n)
+    col_ids = torch.arange(m) // 2
     if embedded == "without negatives":
-        ids = (torch.arange(n) - 3).clamp_min(0), torch.zeros(m, dtype=torch.int64)
+        row_ids = (torch.arange(n) - 3).clamp_min(0)
+        col_ids = torch.zeros(m, dtype=torch.int64)
 
     def outcome(engine_name, dtype, device):
-        v, w, a = leaves = [x.to(device, dtype).requires_grad_() for x in given]
-        of_rows, of_cols = (x.to(device) for x in ids)
+        """The values, and their gradients by vectors and scale."""
+        leaves = [x.to(device, dtype).requires_grad_() for x in given]
+        v, w, a = leaves
+        of_rows = row_ids.to(device)
+        of_cols = col_ids.to(device)
         if embedded == "in several blocks" and engine_name == "triton":
             first = similarity(v, w[:5], (of_rows, of_cols[:5]), engine_name)
             second = similarity(v, w[5:], (of_rows, of_cols[5:]), engine_name)
@@ -159,8 +171,10 @@ def test_needless_kernels_return_at_once(kind, ids, scale, wanted, unread, monke
     ran = record_runs(monkeypatch.setattr)
     v, w = (x.float().to(DEVICE).requires_grad_() for x in aligned_embeddings(kind, 14, 14))
     a = torch.tensor([scale], device=DEVICE, requires_grad=True)
-    places = [x if x is None else torch.tensor(x, device=DEVICE) for x in ids]
-    Similarity(v, w, *places, engine="triton").both.logsumexp(a).sum().backward()
+    given_ids = [x if x is None else torch.tensor(x, device=DEVICE) for x in ids]
+    sim = Similarity(v, w, *given_ids, engine="triton")
+    values = sim.both.logsumexp(a)
+    values.sum().backward()
     assert ran == wanted
 
 
@@ -172,7 +186,8 @@ def test_a_bias_takes_the_tiles_of_torch(unread, monkeypatch):
     scale = torch.tensor([100.0], device=DEVICE)
 
     def values(engine_name):
-        return Similarity(v, w, bias=(None, bias), engine=engine_name).both.logsumexp(scale)
+        sim = Similarity(v, w, bias=(None, bias), engine=engine_name)
+        return sim.both.logsumexp(scale)
 
     torch.testing.assert_close(values("triton"), values("dense"))
     assert not ran
@@ -183,10 +198,11 @@ def test_the_bound_of_scores():
     w = torch.tensor([[-6.0, -8.0], [0.0, 0.0]])
 
     def bound(*args, **options):
-        return Similarity(*args, **options)._matrix.largest_score()
+        sim = Similarity(*args, **options)
+        return sim._matrix.largest_score()
 
     assert bound(v, w, normalize=False).tolist() == [50.0]
-    no_positive = torch.tensor([0, 1]), torch.tensor([2])
+    no_positive = (torch.tensor([0, 1]), torch.tensor([2]))
     assert bound(v, w[1:], *no_positive, normalize=False).tolist() == [0.0]
     assert bound(v, w).tolist() == [1.0]
     assert bound(v, w, bias=(None, torch.ones(2))) is None
@@ -199,11 +215,15 @@ def of_a_process(rank, kind, normalize):
     engine.fused = lambda rows, cols: True
     engine.PRODUCT_TILES = (engine.TileConfig(*TILE, 4, 2),)
     ran = record_runs(setattr)
-    parts = [x.float().chunk(2)[rank].requires_grad_() for x in aligned_embeddings(kind, 12, 12)]
+    leaves = []
+    for vectors in aligned_embeddings(kind, 12, 12):
+        own = vectors.float().chunk(2)[rank]
+        leaves.append(own.requires_grad_())
     a = torch.tensor([100.0 if normalize else 0.35], requires_grad=True)
-    sim = Similarity.sharded(*parts, engine="triton", normalize=normalize)
+    sim = Similarity.sharded(*leaves, engine="triton", normalize=normalize)
     values = sim.both.logsumexp(a)
-    return ran, [values.detach(), *torch.autograd.grad(values.sum(), (*parts, a))]
+    gradients = torch.autograd.grad(values.sum(), (*leaves, a))
+    return ran, [values.detach(), *gradients]
 
 
 @pytest.mark.slow
@@ -215,7 +235,8 @@ def test_vanishing_sums_over_several_processes(kind, normalize, tmp_path):
     found = run(of_a_process, tmp_path, kind, normalize)
     v, w = (x.requires_grad_() for x in aligned_embeddings(kind, 12, 12))
     a = torch.tensor([100.0 if normalize else 0.35], dtype=torch.float64, requires_grad=True)
-    whole = similarity(v, w, (None, None), "reference", normalize=normalize).both.logsumexp(a)
+    sim = similarity(v, w, (None, None), "reference", normalize=normalize)
+    whole = sim.both.logsumexp(a)
     by_v, by_w, by_scale = torch.autograd.grad(whole.sum(), (v, w, a))
     of_rows, of_cols = whole.detach().split(12)
     for rank, (ran, (*own, _)) in enumerate(found):

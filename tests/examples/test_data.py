@@ -27,7 +27,8 @@ from examples.retrieval.data import (
 @pytest.mark.parametrize(("captions", "per_image"), [(30, 5), (6, 1)])
 def test_captions_belong_to_images_in_order(tmp_path: Path, captions: int, per_image: int):
     np.save(tmp_path / "dev_ims.npy", np.zeros((6, 2, 3), np.float16))
-    (tmp_path / "dev_caps.txt").write_text("".join(f"caption\x0c {i}\n" for i in range(captions)))
+    lines = [f"caption\x0c {i}\n" for i in range(captions)]
+    (tmp_path / "dev_caps.txt").write_text("".join(lines))
     split = load_split(tmp_path, "dev")
     assert isinstance(split.features, np.memmap)
     assert split.captions[captions - 1] == f"caption\x0c {captions - 1}"
@@ -61,11 +62,14 @@ def test_feature_statistics_are_of_all_regions():
 
 
 def test_constant_features_have_a_deviation_of_1():
-    assert feature_statistics(np.ones((2, 2, 4), np.float16))[1] == 1
+    features = np.ones((2, 2, 4), np.float16)
+    _, std = feature_statistics(features)
+    assert std == 1
 
 
 def test_whole_statistics_are_of_the_signed_roots():
-    mean, std = whole_statistics(np.float32([[4, -9], [0, -1]]))
+    wholes = np.float32([[4, -9], [0, -1]])
+    mean, std = whole_statistics(wholes)
     torch.testing.assert_close(mean, torch.tensor([1.0, -2.0]))
     torch.testing.assert_close(std, torch.tensor([2**0.5, 2**0.5]))
 
@@ -85,23 +89,32 @@ def test_idf_weighs_rare_words():
     captions = ["A dog, a dog's ball!", "A red ball", "a zebra", ""]
     vocabulary = Vocabulary.from_captions(captions, min_count=2)
     idf = vocabulary.idf(captions)
-    assert idf[3] / idf[2] == pytest.approx(math.log(4 / 2) / math.log(4 / 3))
-    ids = [i for caption in captions for i in vocabulary.encode(caption)]
+    of_a = math.log(4 / 3)  # in three of four captions
+    of_ball = math.log(4 / 2)
+    assert idf[3] / idf[2] == pytest.approx(of_ball / of_a)
+    ids = []
+    for caption in captions:
+        ids += vocabulary.encode(caption)
     assert idf[ids].mean() == pytest.approx(1)
 
 
 def test_word_vectors_are_read_from_gloves_format(tmp_path: Path):
     (tmp_path / "glove.2d.txt").write_text("dog 1.0 2.0\ncat 3.0 -4\n")
     vectors = word_vectors(tmp_path / "glove.2d.txt")
-    assert {word: x.tolist() for word, x in vectors.items()} == {"dog": [1, 2], "cat": [3, -4]}
+    lists = {word: vector.tolist() for word, vector in vectors.items()}
+    assert lists == {"dog": [1, 2], "cat": [3, -4]}
 
 
 def test_words_begin_with_their_vectors_at_the_length_of_the_others():
     weight = torch.full((4, 3), 2.0)
     vectors = {"dog": np.float32([3, 4]), "cat": np.float32([0, 5])}
-    assert begin_with(weight, ["<pad>", "cat", "bird", "dog"], vectors) == 2
+    words = ["<pad>", "cat", "bird", "dog"]
+    assert begin_with(weight, words, vectors) == 2
+    unchanged = [2, 2, 2]
     length = 2 * 3**0.5
-    wanted = torch.tensor([[2, 2, 2], [0, length, 2], [2, 2, 2], [0.6 * length, 0.8 * length, 2]])
+    cat = [0, length, 2]
+    dog = [0.6 * length, 0.8 * length, 2]
+    wanted = torch.tensor([unchanged, cat, unchanged, dog])
     torch.testing.assert_close(weight, wanted)
 
 
@@ -115,20 +128,25 @@ def test_word_vectors_that_are_too_long_are_refused():
 
 def split_of(n: int) -> Split:
     """Split of n images with five captions each: caption c of image i is `i c`."""
-    regions = np.broadcast_to(np.float32(np.arange(n))[:, None, None], (n, 2, 3))
+    numbers = np.float32(np.arange(n))
+    regions = np.broadcast_to(numbers[:, None, None], (n, 2, 3))
     captions = [f"{i} {c}" for i in range(n) for c in range(5)]
     return Split(regions, captions, 5, wholes=regions[:, 0])
 
 
 def batches_of(split: Split, *settings: int, **options: int) -> Batches:
-    return Batches(split, Vocabulary.from_captions(split.captions, 1), *settings, **options)
+    """Batches with all words of a split."""
+    vocabulary = Vocabulary.from_captions(split.captions, 1)
+    return Batches(split, vocabulary, *settings, **options)
 
 
 def captions_in(batches: Batches, batch: Batch) -> list[str]:
-    words = Vocabulary.from_captions(batches.split.captions, 1).words
+    """The captions of a batch in words."""
+    vocabulary = Vocabulary.from_captions(batches.split.captions, 1)
     captions = []
     for row in batch.words.tolist():
-        captions.append(" ".join(words[i] for i in row if i))
+        words = [vocabulary.words[i] for i in row if i]
+        captions.append(" ".join(words))
     return captions
 
 
@@ -141,7 +159,8 @@ def test_an_epoch_shows_every_caption_beside_its_image(per_sample: int):
         assert torch.equal(batch.wholes, batch.regions[:, 0])
         assert torch.equal(batch.text_ids, batch.image_ids.repeat_interleave(per_sample))
         captions = captions_in(batches, batch)
-        assert [int(caption.split()[0]) for caption in captions] == batch.text_ids.tolist()
+        images = [int(caption.split()[0]) for caption in captions]
+        assert images == batch.text_ids.tolist()
         assert batch.lengths.tolist() == [2] * len(captions)
         shown += captions
     assert set(shown) == set(batches.split.captions)
@@ -158,8 +177,9 @@ def test_captions_of_a_sample_differ_and_are_drawn_anew_in_every_epoch(per_sampl
         for batch in batches.epoch(epoch):
             said = captions_in(batches, batch)
             for start in range(0, len(said), per_sample):
-                found.add(frozenset(said[start : start + per_sample]))
-        assert all(len(sample) == per_sample for sample in found)
+                sample = frozenset(said[start : start + per_sample])
+                assert len(sample) == per_sample
+                found.add(sample)
         return found
 
     first = together(0, 0)
@@ -192,14 +212,19 @@ def test_workers_load_the_same_batches():
 
 def test_batches_leave_the_random_numbers_of_training_alone():
     state = torch.get_rng_state()
-    list(batches_of(split_of(9), 10, 2, 0).epoch(0))
+    batches = batches_of(split_of(9), 10, 2, 0)
+    list(batches.epoch(0))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_several_processes_share_the_samples_of_one(data: Path):
     split = load_split(data, "train")
-    whole = next(batches_of(split, 8, 2, 3).epoch(2))
-    halves = [next(batches_of(split, 4, 2, 3, rank=rank, world=2).epoch(2)) for rank in (0, 1)]
+    of_one = batches_of(split, 8, 2, 3)
+    whole = next(of_one.epoch(2))
+    halves = []
+    for rank in (0, 1):
+        of_process = batches_of(split, 4, 2, 3, rank=rank, world=2)
+        halves.append(next(of_process.epoch(2)))
     for name in ("regions", "wholes", "image_ids", "text_ids"):
         joined = torch.cat([getattr(half, name) for half in halves])
         assert torch.equal(joined, getattr(whole, name))

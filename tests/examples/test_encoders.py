@@ -23,15 +23,18 @@ from examples.retrieval.encoders import (
 
 
 def pooling_weights(gpo: GPO, length: int) -> list[float]:
+    """The weights of the elements of a set, from the largest to the smallest."""
     codes = torch.zeros(1, length, 32)
     for t in range(length):
         for k in range(16):
             angle = t / 10000 ** (2 * k / 32)
             codes[0, t, 2 * k] = math.sin(angle)
             codes[0, t, 2 * k + 1] = math.cos(angle)
-    hidden = gpo.gru(codes)[0][0]
-    mean = (hidden[:, :32] + hidden[:, 32:]) / 2
-    return torch.softmax(gpo.score(mean)[:, 0] / 0.1, dim=0).tolist()
+    outputs, _ = gpo.gru(codes)
+    hidden = outputs[0]
+    mean_of_directions = (hidden[:, :32] + hidden[:, 32:]) / 2
+    scores = gpo.score(mean_of_directions)[:, 0]
+    return torch.softmax(scores / 0.1, dim=0).tolist()
 
 
 def test_gpo_agrees_with_a_loop_over_sets_and_dimensions():
@@ -43,9 +46,12 @@ def test_gpo_agrees_with_a_loop_over_sets_and_dimensions():
     for b, length in enumerate(lengths.tolist()):
         weights = pooling_weights(gpo, length)
         for d in range(6):
-            ranked = sorted(features[b, :length, d].tolist(), reverse=True)
-            expected[b, d] = sum(w * x for w, x in zip(weights, ranked, strict=True))
-    torch.testing.assert_close(gpo(features, lengths), expected, rtol=0, atol=1e-6)
+            elements = features[b, :length, d].tolist()
+            ranked = sorted(elements, reverse=True)
+            weighted = [w * x for w, x in zip(weights, ranked, strict=True)]
+            expected[b, d] = sum(weighted)
+    found = gpo(features, lengths)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_gpo_does_not_overflow_in_half_precision():
@@ -54,19 +60,23 @@ def test_gpo_does_not_overflow_in_half_precision():
     features = torch.randn(2, 6, 4, requires_grad=True)
     with torch.autocast("cpu", torch.float16):
         pooled = pool(features.half(), torch.tensor([3, 6]))
-    (256.0 * pooled.float().sum()).backward()
-    for p in (features, *pool.parameters()):
-        assert torch.isfinite(p.grad).all()
+    loss = 256.0 * pooled.float().sum()
+    loss.backward()
+    for leaf in (features, *pool.parameters()):
+        assert torch.isfinite(leaf.grad).all()
 
 
 def test_gpo_leaves_padding_out():
     torch.manual_seed(0)
     lengths = torch.tensor([4, 2, 6])
     features = torch.randn(3, 6, 5)
-    longer = torch.cat([features, torch.full((3, 3, 5), 7.0)], dim=1)
+    padding = torch.full((3, 3, 5), 7.0)
+    longer = torch.cat([features, padding], dim=1)
     longer[1, 2:] = 1e3
     gpo = GPO()
-    torch.testing.assert_close(gpo(longer, lengths), gpo(features, lengths), rtol=0, atol=1e-6)
+    found = gpo(longer, lengths)
+    wanted = gpo(features, lengths)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
 def test_sub_embeddings_leave_padding_out():
@@ -93,13 +103,18 @@ def test_text_encoder_leaves_padding_out():
     zeros = torch.zeros(3, 4, dtype=torch.int64)
     padded = torch.cat([words, zeros], dim=1)
     together = text(padded, lengths)
-    alone = torch.cat([text(*pad([caption])) for caption in captions])
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
+    alone = []
+    for caption in captions:
+        own_words, own_length = pad([caption])
+        alone.append(text(own_words, own_length))
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-6)
 
 
 def test_text_encoder_distinguishes_the_order_of_words():
     torch.manual_seed(0)
-    a, b = TextEncoder(20, 8, 16).eval()(*pad([[3, 4, 5], [5, 4, 3]]))
+    text = TextEncoder(20, 8, 16).eval()
+    words, lengths = pad([[3, 4, 5], [5, 4, 3]])
+    a, b = text(words, lengths)
     assert (a - b).abs().max() > 1e-3
 
 
@@ -107,7 +122,8 @@ def test_image_encoder_ignores_the_order_of_regions():
     torch.manual_seed(0)
     image = ImageEncoder(5, 16).eval()
     regions = torch.randn(2, 6, 5)
-    torch.testing.assert_close(image(regions), image(regions.flip(1)), rtol=0, atol=1e-6)
+    turned_round = regions.flip(1)
+    torch.testing.assert_close(image(regions), image(turned_round), rtol=0, atol=1e-6)
 
 
 def test_image_encoder_of_whole_pictures_ignores_regions():
@@ -117,22 +133,27 @@ def test_image_encoder_of_whole_pictures_ignores_regions():
     encoder.whole_std.copy_(torch.tensor([2.0, 1.0, 0.5]))
     wholes = torch.tensor([[9.0, 4.0, -4.0], [0.0, 1.0, 1.0]])
     standard = torch.tensor([[1.0, 0.0, -4.0], [-0.5, -1.0, 2.0]])
-    found = encoder(torch.full((2, 4, 5), torch.nan), wholes)
-    torch.testing.assert_close(found, encoder.linear(standard) + encoder.mlp(standard))
+    regions = torch.full((2, 4, 5), torch.nan)
+    found = encoder(regions, wholes)
+    wanted = encoder.linear(standard) + encoder.mlp(standard)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_text_encoder_runs_in_groups_as_it_would_in_one(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     text = TextEncoder(20, 8, 16)
-    lengths = torch.randint(1, 12, (30,)).tolist()
-    captions = [torch.randint(1, 20, (n,)).tolist() for n in lengths]
-    seen = []
-    for group in (30, 7):
+    sizes = torch.randint(1, 12, (30,)).tolist()
+    captions = [torch.randint(1, 20, (n,)).tolist() for n in sizes]
+    words, lengths = pad(captions)
+
+    def outcome(group: int) -> list[torch.Tensor]:
+        """The embeddings, and the gradients of their squares by the parameters."""
         monkeypatch.setattr(encoders, "GROUP", group)
-        out = text(*pad(captions))
-        seen.append([out, *torch.autograd.grad(out.square().sum(), list(text.parameters()))])
-    for grouped, whole in zip(*seen, strict=True):
-        torch.testing.assert_close(grouped, whole)
+        out = text(words, lengths)
+        gradients = torch.autograd.grad(out.square().sum(), list(text.parameters()))
+        return [out, *gradients]
+
+    torch.testing.assert_close(outcome(group=7), outcome(group=30))
 
 
 # --- dropout --------------------------------------------------------------------------------------
@@ -143,20 +164,29 @@ def test_shared_dropout_takes_a_feature_from_the_whole_set(shared: bool):
     torch.manual_seed(0)
     dropout = SetDropout(0.3, shared)
     kept = dropout(torch.ones(200, 6, 50))
-    assert set(kept.unique().tolist()) == {0, torch.ones(()).div(0.7).item()}
-    assert (kept == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
-    assert torch.equal(kept, kept[:, :1].expand_as(kept)) == shared
-    assert not torch.equal(kept[:1].expand_as(kept), kept)  # independent for each set
-    assert torch.equal(dropout.eval()(kept), kept)
+    scaled = torch.ones(()).div(0.7).item()
+    assert set(kept.unique().tolist()) == {0, scaled}
+    share_of_zeros = (kept == 0).float().mean()
+    assert share_of_zeros.item() == pytest.approx(0.3, abs=0.02)
+    first_element_of_each = kept[:, :1].expand_as(kept)
+    assert torch.equal(kept, first_element_of_each) == shared
+    first_set = kept[:1].expand_as(kept)
+    assert not torch.equal(first_set, kept)  # independent for each set
+    dropout.eval()
+    assert torch.equal(dropout(kept), kept)
 
 
 def test_word_dropout_acts_in_training_only():
     torch.manual_seed(0)
     text = TextEncoder(20, 8, 16, word_dropout=0.5)
-    caption = pad([[3, 4, 5, 6]])
-    assert not torch.equal(text(*caption), text(*caption))
+    words, lengths = pad([[3, 4, 5, 6]])
+    first = text(words, lengths)
+    second = text(words, lengths)
+    assert not torch.equal(first, second)
     text.eval()
-    assert torch.equal(text(*caption), text(*caption))
+    first = text(words, lengths)
+    second = text(words, lengths)
+    assert torch.equal(first, second)
 
 
 # --- USER: enhancement of regions -----------------------------------------------------------------
@@ -167,7 +197,9 @@ def with_global(regions: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     powers = [math.exp(float(whole @ region)) for region in regions]
     shares = [power / sum(powers) for power in powers]
     length = math.sqrt(sum(share**2 for share in shares))
-    enhanced = [v + share / length * whole for v, share in zip(regions, shares, strict=True)]
+    enhanced = []
+    for region, share in zip(regions, shares, strict=True):
+        enhanced.append(region + share / length * whole)
     return torch.stack(enhanced)
 
 
@@ -193,8 +225,11 @@ def test_self_guided_enhancement_is_that_of_the_equations():
             local = tanh_of_norm(module.local_norm, module.local.weight @ region)
             score = module.score.weight[0] @ (whole * local)  # Eq. 3
             powers.append(math.exp(float(score)))
-        summed = sum(p / sum(powers) * v for p, v in zip(powers, picture, strict=True))
-        torch.testing.assert_close(found, with_global(picture, summed / summed.norm()))
+        summed = torch.zeros(5, dtype=torch.float64)
+        for power, region in zip(powers, picture, strict=True):
+            summed = summed + power / sum(powers) * region
+        wanted = with_global(picture, summed / summed.norm())
+        torch.testing.assert_close(found, wanted)
 
 
 def test_guided_enhancement_is_that_of_the_equations():
@@ -203,10 +238,14 @@ def test_guided_enhancement_is_that_of_the_equations():
     regions = torch.randn(3, 4, 5, dtype=torch.float64)
     wholes = torch.randn(3, 6, dtype=torch.float64)
     norm, first, linear, _, second, last = module.mlp
-    for picture, whole, found in zip(regions, wholes, module(regions, wholes), strict=True):
-        x = (whole - whole.mean()) / torch.sqrt(whole.var(correction=0) + norm.eps)
+    enhanced = module(regions, wholes)
+    for picture, whole, found in zip(regions, wholes, enhanced, strict=True):
+        deviation = torch.sqrt(whole.var(correction=0) + norm.eps)
+        x = (whole - whole.mean()) / deviation
         x = x / math.sqrt(1 + first.eps)  # initial running statistics
         x = linear.weight @ x + linear.bias
-        x = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-        x = last.weight @ (x / math.sqrt(1 + second.eps)) + last.bias
+        gate = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+        x = x * gate
+        x = x / math.sqrt(1 + second.eps)
+        x = last.weight @ x + last.bias
         torch.testing.assert_close(found, with_global(picture, x))

@@ -34,18 +34,25 @@ ALPHA = 4.0
 
 def of_two_sets(a: Tensor, b: Tensor, aggregation: str) -> Tensor:
     """The definition for the products (K, L) of the elements of two sets."""
-    products = torch.stack([torch.stack([(u * v).sum() for v in b]) for u in a])
-    smooth_rows = (ALPHA * products).exp().sum(1).log() / ALPHA
-    smooth_columns = (ALPHA * products).exp().sum(0).log() / ALPHA
-    return {
+    rows = []
+    for u in a:
+        row = [(u * v).sum() for v in b]
+        rows.append(torch.stack(row))
+    products = torch.stack(rows)
+    best = products.amax(1)
+    exponentials = (ALPHA * products).exp()
+    smooth_rows = exponentials.sum(1).log() / ALPHA
+    smooth_columns = exponentials.sum(0).log() / ALPHA
+    scores = {
         "max": products.max(),
         "mean": products.mean(),
-        "max_sum": products.amax(1).sum(),
-        "max_mean": products.amax(1).mean(),
+        "max_sum": best.sum(),
+        "max_mean": best.mean(),
         "smooth_max_sum": smooth_rows.sum(),
         "smooth_max_mean": smooth_rows.mean(),
         "smooth_chamfer": (smooth_rows.mean() + smooth_columns.mean()) / 2,
-    }[aggregation]
+    }
+    return scores[aggregation]
 
 
 def loop(images, texts, aggregation, lengths=(None, None), normalize=True) -> Tensor:
@@ -53,26 +60,32 @@ def loop(images, texts, aggregation, lengths=(None, None), normalize=True) -> Te
     if normalize:
         images = F.normalize(images, dim=-1)
         texts = F.normalize(texts, dim=-1)
-    rows = []
+    image_lengths, text_lengths = lengths
+    scores = []
     for i, j in itertools.product(range(len(images)), range(len(texts))):
-        a = images[i] if lengths[0] is None else images[i, : int(lengths[0][i])]
-        b = texts[j] if lengths[1] is None else texts[j, : int(lengths[1][j])]
+        a = images[i]
+        if image_lengths is not None:
+            a = a[: int(image_lengths[i])]
+        b = texts[j]
+        if text_lengths is not None:
+            b = b[: int(text_lengths[j])]
         if len(a) and len(b):
-            rows.append(of_two_sets(a, b, aggregation))
+            scores.append(of_two_sets(a, b, aggregation))
         else:
-            rows.append(images.new_zeros(()))
-    return torch.stack(rows).view(len(images), len(texts))
+            scores.append(images.new_zeros(()))
+    return torch.stack(scores).view(len(images), len(texts))
 
 
 def loop_of_own(images, texts, aggregation, lengths=(None, None), normalize=True) -> Tensor:
     """The definition for texts (N, J, L, D), image by image."""
+    image_lengths, text_lengths = lengths
     rows = []
     for i in range(len(images)):
-        of_image = None if lengths[0] is None else lengths[0][i : i + 1]
-        of_texts = None if lengths[1] is None else lengths[1][i]
-        given = of_image, of_texts
-        rows.append(loop(images[i : i + 1], texts[i], aggregation, given, normalize)[0])
-    return torch.stack(rows)
+        of_image = None if image_lengths is None else image_lengths[i : i + 1]
+        of_texts = None if text_lengths is None else text_lengths[i]
+        image = images[i : i + 1]
+        rows.append(loop(image, texts[i], aggregation, (of_image, of_texts), normalize))
+    return torch.cat(rows)
 
 
 def assert_same(found, wanted, leaves) -> None:
@@ -111,7 +124,10 @@ every_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS)
 
 
 def images_and_texts() -> tuple[Tensor, Tensor]:
-    return sets(5, 3, 6).requires_grad_(), sets(4, 4, 6, seed=1).requires_grad_()
+    """Sets of both sides, for all pairs."""
+    images = sets(5, 3, 6)
+    texts = sets(4, 4, 6, seed=1)
+    return images.requires_grad_(), texts.requires_grad_()
 
 
 def images_and_own_texts() -> tuple[Tensor, Tensor]:
@@ -129,11 +145,12 @@ def test_values_and_gradients_are_those_of_the_definition(
 ):
     small_tiles(monkeypatch, numel)
     v, w = images_and_texts()
-    wanted = loop(v, w, aggregation, LENGTHS[lengths], normalize)
-    found = ours(v, w, aggregation, LENGTHS[lengths], normalize=normalize)
+    sizes = LENGTHS[lengths]
+    wanted = loop(v, w, aggregation, sizes, normalize)
+    found = ours(v, w, aggregation, sizes, normalize=normalize)
     assert_same(found, wanted, (v, w))
     with torch.no_grad():
-        again = ours(v, w, aggregation, LENGTHS[lengths], normalize=normalize)
+        again = ours(v, w, aggregation, sizes, normalize=normalize)
     torch.testing.assert_close(again, wanted, rtol=1e-9, atol=1e-9)
 
 
@@ -145,8 +162,9 @@ def test_own_sets_are_those_of_the_definition(aggregation, lengths, numel, norma
     """In one part, in parts of several images, of one, and of one set."""
     small_tiles(monkeypatch, numel)
     v, w = images_and_own_texts()
-    wanted = loop_of_own(v, w, aggregation, OWN_LENGTHS[lengths], normalize)
-    found = ours(v, w, aggregation, OWN_LENGTHS[lengths], normalize=normalize)
+    sizes = OWN_LENGTHS[lengths]
+    wanted = loop_of_own(v, w, aggregation, sizes, normalize)
+    found = ours(v, w, aggregation, sizes, normalize=normalize)
     assert_same(found, wanted, (v, w))
 
 
@@ -154,11 +172,14 @@ def test_own_sets_are_those_of_the_definition(aggregation, lengths, numel, norma
 def test_one_side_alone_has_the_same_gradient(aggregation, monkeypatch):
     small_tiles(monkeypatch)
     for v, w in (images_and_texts(), images_and_own_texts()):
-        of_v, of_w = torch.autograd.grad(ours(v, w, aggregation).sum(), (v, w))
-        (alone,) = torch.autograd.grad(ours(v, w.detach(), aggregation).sum(), v)
-        torch.testing.assert_close(alone, of_v)
-        (alone,) = torch.autograd.grad(ours(v.detach(), w, aggregation).sum(), w)
-        torch.testing.assert_close(alone, of_w)
+        of_both = ours(v, w, aggregation)
+        by_v, by_w = torch.autograd.grad(of_both.sum(), (v, w))
+        of_v = ours(v, w.detach(), aggregation)
+        (alone,) = torch.autograd.grad(of_v.sum(), v)
+        torch.testing.assert_close(alone, by_v)
+        of_w = ours(v.detach(), w, aggregation)
+        (alone,) = torch.autograd.grad(of_w.sum(), w)
+        torch.testing.assert_close(alone, by_w)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -166,13 +187,19 @@ def test_one_side_alone_has_the_same_gradient(aggregation, monkeypatch):
 def test_second_derivatives_are_those_of_differences(aggregation, own, monkeypatch):
     small_tiles(monkeypatch)
     v = sets(3, 2, 4).requires_grad_()
-    lengths = torch.tensor([2, 1, 0]), torch.tensor([3, 2])
-    w = sets(2, 3, 4, seed=1)
+    image_lengths = torch.tensor([2, 1, 0])
     if own:
-        lengths = torch.tensor([2, 1, 0]), torch.tensor([[3, 2], [1, 0], [2, 2]])
         w = sets(6, 3, 4, seed=1).view(3, 2, 3, 4)
-    inputs = v, w.requires_grad_()
-    assert gradgradcheck(lambda a, b: ours(a, b, aggregation, lengths), inputs, fast_mode=True)
+        text_lengths = torch.tensor([[3, 2], [1, 0], [2, 2]])
+    else:
+        w = sets(2, 3, 4, seed=1)
+        text_lengths = torch.tensor([3, 2])
+    w.requires_grad_()
+
+    def scores(a, b):
+        return ours(a, b, aggregation, (image_lengths, text_lengths))
+
+    assert gradgradcheck(scores, (v, w), fast_mode=True)
 
 
 @pytest.mark.slow
@@ -187,30 +214,39 @@ def test_scores_compile_without_a_graph_break(aggregation, own):
         return ours(a, b, aggregation, lengths)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert_same(compiled(*inputs, *lengths), step(*inputs, *lengths), inputs)
+    found = compiled(*inputs, *lengths)
+    wanted = step(*inputs, *lengths)
+    assert_same(found, wanted, inputs)
 
 
 @every_aggregation
 @pytest.mark.parametrize("padding", [math.nan, math.inf, 1e6])
 def test_padding_has_no_influence_and_no_gradient(aggregation, padding):
     lengths = LENGTHS["both"]
-    v, w = sets(5, 3, 6), sets(4, 4, 6, seed=1)
+    v = sets(5, 3, 6)
+    w = sets(4, 4, 6, seed=1)
     padded = []
+    all_missing = []
     for x, size in zip((v, w), lengths, strict=True):
         missing = torch.arange(x.shape[1]) >= size[:, None]
-        padded.append(x.masked_fill(missing.unsqueeze(-1), padding).requires_grad_())
+        filled = x.masked_fill(missing.unsqueeze(-1), padding)
+        padded.append(filled.requires_grad_())
+        all_missing.append(missing)
     found = ours(*padded, aggregation, lengths)
     torch.testing.assert_close(found, ours(v, w, aggregation, lengths))
-    assert (found[1] == 0).all() and (found[:, 0] == 0).all()
-    for x, size in zip(torch.autograd.grad(found.sum(), padded), lengths, strict=True):
-        assert x.isfinite().all()
-        assert not x[torch.arange(x.shape[1]) >= size[:, None]].any()
-        assert x.any()
+    assert (found[1] == 0).all()
+    assert (found[:, 0] == 0).all()
+    gradients = torch.autograd.grad(found.sum(), padded)
+    for gradient, missing in zip(gradients, all_missing, strict=True):
+        assert gradient.isfinite().all()
+        assert not gradient[missing].any()
+        assert gradient.any()
 
 
 @pytest.mark.parametrize("aggregation", ["max", "mean"])
 def test_texts_may_be_single_vectors(aggregation):
-    v, w = sets(5, 3, 6), sets(4, 1, 6, seed=1)
+    v = sets(5, 3, 6)
+    w = sets(4, 1, 6, seed=1)
     found = functional.set_similarity(v, w[:, 0], aggregation)
     torch.testing.assert_close(found, loop(v, w, aggregation))
 
@@ -220,9 +256,10 @@ def test_a_few_elements_against_many(aggregation):
     """Scores are transposed in memory then."""
     v = sets(1, 2, 6).requires_grad_()
     w = sets(9, 7, 6, seed=1).requires_grad_()
-    lengths = torch.tensor([1]), torch.arange(9).clamp_max(7)
+    lengths = (torch.tensor([1]), torch.arange(9).clamp_max(7))
+    found = ours(v, w, aggregation, lengths)
     wanted = loop(v, w, aggregation, lengths)
-    assert_same(ours(v, w, aggregation, lengths), wanted, (v, w))
+    assert_same(found, wanted, (v, w))
 
 
 @pytest.mark.parametrize("size", [1, 2, 31, 64, 65, 257, 1000, 8000])
@@ -231,9 +268,12 @@ def test_long_sets(aggregation, size):
     """Winners are noted in the smallest type that holds their number."""
     v = sets(3, 5, 8).requires_grad_()
     w = sets(4, size, 8, seed=1).requires_grad_()
-    cosines = torch.einsum("nkd,mld->nkml", F.normalize(v, dim=2), F.normalize(w, dim=2)).amax(3)
-    wanted = cosines.amax(1) if aggregation == "max" else cosines.sum(1)
-    assert_same(ours(v, w, aggregation), wanted, (v, w))
+    x = F.normalize(v, dim=2)
+    y = F.normalize(w, dim=2)
+    best = torch.einsum("nkd,mld->nkml", x, y).amax(3)
+    wanted = best.amax(1) if aggregation == "max" else best.sum(1)
+    found = ours(v, w, aggregation)
+    assert_same(found, wanted, (v, w))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +295,8 @@ def test_zero_vectors_score_zero_without_a_gradient():
     w = torch.randn(5, 2, 4, requires_grad=True)
     score = ours(v, w, "max_sum")
     assert not score.any()
-    assert not any(x.any() for x in torch.autograd.grad(score.sum(), (v, w)))
+    for gradient in torch.autograd.grad(score.sum(), (v, w)):
+        assert not gradient.any()
 
 
 @every_aggregation
@@ -290,9 +331,9 @@ def test_scores_are_those_of_a_public_package():
     package = pytest.importorskip("maxsim_cpu")
     query = F.normalize(torch.randn(32, 128), dim=1)
     documents = F.normalize(torch.randn(20, 100, 128), dim=2)
-    wanted = torch.from_numpy(package.maxsim_scores(query.numpy(), documents.numpy()))
+    theirs = package.maxsim_scores(query.numpy(), documents.numpy())
     found = ours(query[None], documents, "max_sum")[0]
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, torch.from_numpy(theirs), rtol=1e-5, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -349,40 +390,46 @@ def test_memory_is_that_of_a_tile():
 def test_padding_of_own_sets_has_no_influence_and_no_gradient(aggregation, padding, monkeypatch):
     """Of float16 embeddings that are not contiguous, and masks of both sides."""
     small_tiles(monkeypatch, 60)
-    exists = torch.rand(4, 2, 5, generator=torch.Generator().manual_seed(3)) < 0.5
+    generator = torch.Generator().manual_seed(3)
+    exists = torch.rand(4, 2, 5, generator=generator) < 0.5
     exists[1, 0] = False
     w = sets(8, 5, 6, 1, torch.float16).view(2, 4, 5, 6).transpose(0, 1)
     v = sets(4, 3, 6, 0, torch.float16).requires_grad_()
     options: dict = {"text_mask": exists, "image_mask": [[0, 1, 1]] * 4}
-    scores = []
-    for fill in (padding, 0.0):
+
+    def outcome(fill):
+        """The scores and both gradients, with this in place of padding."""
         x = w.masked_fill(~exists[..., None], fill).requires_grad_()
         found = functional.set_similarity(v, x, aggregation, ALPHA, **options)
         assert found.dtype == torch.float32
         assert found[1, 0] == 0
-        of_v, of_x = torch.autograd.grad(found.sin().sum(), (v, x))
-        assert of_x.dtype == torch.float16
-        assert not of_x[~exists].any()
-        assert not of_v[:, 0].any()
-        assert of_x.any()
-        scores.append((found, of_v, of_x))
-    torch.testing.assert_close(*scores)
+        by_v, by_x = torch.autograd.grad(found.sin().sum(), (v, x))
+        assert by_x.dtype == torch.float16
+        assert not by_x[~exists].any()
+        assert not by_v[:, 0].any()
+        assert by_x.any()
+        return found, by_v, by_x
+
+    torch.testing.assert_close(outcome(padding), outcome(0.0))
 
 
 def test_no_images_have_no_scores_of_own_sets():
     """As in a process of several whose share of the batch is empty."""
-    v, w = torch.randn(0, 3, 4, requires_grad=True), torch.randn(0, 2, 5, 4, requires_grad=True)
+    v = torch.randn(0, 3, 4, requires_grad=True)
+    w = torch.randn(0, 2, 5, 4, requires_grad=True)
     for aggregation in AGGREGATIONS:
         scores = ours(v, w, aggregation)
         assert scores.shape == (0, 2)
-        grads = torch.autograd.grad(scores.sum(), (v, w))
-        assert [x.shape for x in grads] == [v.shape, w.shape]
+        by_v, by_w = torch.autograd.grad(scores.sum(), (v, w))
+        assert by_v.shape == v.shape
+        assert by_w.shape == w.shape
 
 
 def test_own_sets_are_scored_with_their_image_alone():
     """N J sets cost N J products of sets, not N times as many."""
     n, j, k, size, d = 8, 3, 5, 7, 16
-    v, w = torch.randn(n, k, d), torch.randn(n, j, size, d)
+    v = torch.randn(n, k, d)
+    w = torch.randn(n, j, size, d)
     with FlopCounterMode(display=False) as counter:
         functional.set_similarity(v, w, "max_sum")
     assert counter.get_total_flops() == 2 * n * j * k * size * d
@@ -406,17 +453,20 @@ def share(name: str, rank: int) -> dict[str, Any]:
     alone, so that padding would win.
     """
     n, k, m, size = SHARES[name][rank]
-    mask = torch.rand(m, size, generator=torch.Generator().manual_seed(5 + rank)) < 0.7
+    generator = torch.Generator().manual_seed(5 + rank)
+    mask = torch.rand(m, size, generator=generator) < 0.7
+    is_masked = rank == 0 and name not in ("even", "longer")
     return {
         "images": -sets(n, k, 4, 10 + rank).requires_grad_(),
         "texts": sets(m, size, 4, 20 + rank).requires_grad_(),
-        "mask": mask if rank == 0 and name not in ("even", "longer") else None,
+        "mask": mask if is_masked else None,
     }
 
 
 def scores_of(x: dict[str, Any], aggregation: Any, **options: Any) -> Tensor:
-    mask = {"text_mask": x["mask"]}
-    return functional.set_similarity(x["images"], x["texts"], aggregation, ALPHA, **mask, **options)
+    """The scores of a share."""
+    options["text_mask"] = x["mask"]
+    return functional.set_similarity(x["images"], x["texts"], aggregation, ALPHA, **options)
 
 
 def gathering(rank: int, name: str) -> dict[str, list[Tensor]]:
@@ -439,12 +489,14 @@ def weighted(scores: Tensor, rank: int) -> Tensor:
 
 def wanted_scores(own: dict[str, Any], parts: list[dict[str, Any]], aggregation: str) -> Tensor:
     """Scores (N, M) of a process's images with the texts of each process by themselves."""
+    images = own["images"]
     columns = []
     for other in parts:
-        if len(own["images"]) and len(other["texts"]):
-            columns.append(scores_of({**other, "images": own["images"]}, aggregation))
+        if len(images) and len(other["texts"]):
+            together = {**other, "images": images}
+            columns.append(scores_of(together, aggregation))
         else:
-            shape = len(own["images"]), len(other["texts"])
+            shape = (len(images), len(other["texts"]))
             columns.append(torch.zeros(shape, dtype=torch.float64))
     return torch.cat(columns, 1)
 
@@ -457,13 +509,14 @@ def test_processes_score_their_images_with_the_texts_of_all(name, tmp_path):
         parts = [share(name, rank) for rank in range(2)]
         wanted = [wanted_scores(own, parts, aggregation) for own in parts]
         total = sum(weighted(scores, rank) for rank, scores in enumerate(wanted))
-        leaves = [x[side] for x in parts for side in ("images", "texts")]
-        gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
-        for rank in range(2):
+        for rank, part in enumerate(parts):
+            leaves = (part["images"], part["texts"])
+            gradients = torch.autograd.grad(
+                total, leaves, retain_graph=True, materialize_grads=True
+            )
             scores, of_images, of_texts = found[rank][aggregation]
             torch.testing.assert_close(scores, wanted[rank], rtol=1e-9, atol=1e-9)
-            exact = gradients[2 * rank : 2 * rank + 2]
-            torch.testing.assert_close((of_images, of_texts), exact, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close((of_images, of_texts), gradients, rtol=1e-9, atol=1e-9)
 
 
 def compiled(rank: int) -> list[list[Tensor]]:
@@ -474,11 +527,13 @@ def compiled(rank: int) -> list[list[Tensor]]:
     def step(v: Tensor, w: Tensor) -> Tensor:
         return functional.set_similarity(v, w, "max_mean", text_mask=mask, gather=True)
 
+    graph = torch.compile(step, fullgraph=True, backend="aot_eager")
+    leaves = (x["images"], x["texts"])
     found = []
-    for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        scores = call(x["images"], x["texts"])
-        grads = torch.autograd.grad(weighted(scores, rank), (x["images"], x["texts"]))
-        found.append([scores.detach(), *grads])
+    for call in (step, graph):
+        scores = call(*leaves)
+        gradients = torch.autograd.grad(weighted(scores, rank), leaves)
+        found.append([scores.detach(), *gradients])
     return found
 
 
@@ -493,9 +548,11 @@ def in_a_group(rank: int) -> list[Tensor]:
     group = dist.new_group([0, 2])
     if rank == 1:
         return []
-    x = share("uneven", rank // 2)
+    place = rank // 2
+    x = share("uneven", place)
     scores = scores_of(x, "max_mean", gather=True, process_group=group)
-    return [scores.detach(), *torch.autograd.grad(weighted(scores, rank // 2), x["texts"])]
+    (by_texts,) = torch.autograd.grad(weighted(scores, place), x["texts"])
+    return [scores.detach(), by_texts]
 
 
 def test_a_process_group_has_its_own_texts(tmp_path):
@@ -509,36 +566,38 @@ def test_a_process_group_has_its_own_texts(tmp_path):
 
 def contrast(rank: int | None) -> list[Tensor]:
     """ColPali's loss: of own queries with the documents of all processes, or of one process."""
-    whole = share("even", 0), share("even", 1)
-    options: Any = {}
-    if rank is None:
-        images, texts = (torch.cat([x[side] for x in whole]) for side in ("images", "texts"))
-    else:
-        images, texts = whole[rank]["images"], whole[rank]["texts"]
-        options = {"gather": True}
-    images, texts = images.detach().requires_grad_(), texts.detach().requires_grad_()
-    scores = functional.set_similarity(images, texts, "max_mean", **options)
-    ids = torch.arange(len(images)) + 3 * (rank or 0)
+    shares = [share("even", 0), share("even", 1)]
+    if rank is not None:
+        shares = [shares[rank]]
+    images = torch.cat([x["images"] for x in shares]).detach().requires_grad_()
+    texts = torch.cat([x["texts"] for x in shares]).detach().requires_grad_()
+    scores = functional.set_similarity(images, texts, "max_mean", gather=rank is not None)
+    first = 3 * rank if rank is not None else 0
+    image_ids = torch.arange(len(images)) + first
     loss = itrloss.InfoNCELoss(0.1, directions="image-text")
-    value = loss(scores=scores, image_ids=ids, text_ids=torch.arange(6))
-    return [value.detach(), *torch.autograd.grad(value, (images, texts))]
+    value = loss(scores=scores, image_ids=image_ids, text_ids=torch.arange(6))
+    gradients = torch.autograd.grad(value, (images, texts))
+    return [value.detach(), *gradients]
 
 
 def test_a_loss_over_processes_is_that_of_one(tmp_path):
     """Of equal numbers of queries; DistributedDataParallel averages the gradients."""
-    parts = run(contrast, tmp_path)
-    value, *grads = contrast(None)
-    torch.testing.assert_close((parts[0][0] + parts[1][0]) / 2, value)
-    for k, wanted in enumerate(grads):
-        found = torch.cat([part[1 + k] for part in parts]) / 2
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    first, second = run(contrast, tmp_path)
+    value, *gradients = contrast(None)
+    first_value, *first_gradients = first
+    second_value, *second_gradients = second
+    torch.testing.assert_close((first_value + second_value) / 2, value)
+    for wanted, *parts in zip(gradients, first_gradients, second_gradients, strict=True):
+        mean = torch.cat(parts) / 2
+        torch.testing.assert_close(mean, wanted, rtol=1e-9, atol=1e-9)
 
 
 def products(rank: int | None) -> int:
     """FLOPs of forward and backward."""
     n, world = 8, 2
     rows = n if rank is None else n // world
-    v, w = torch.randn(rows, 4, 16, requires_grad=True), torch.randn(rows, 6, 16)
+    v = torch.randn(rows, 4, 16, requires_grad=True)
+    w = torch.randn(rows, 6, 16)
     with Products() as counter:
         scores = functional.set_similarity(v, w, "smooth_max_sum", gather=rank is not None)
         scores.sum().backward()
@@ -565,10 +624,14 @@ WRONG_SHARES: dict[str, tuple[Any, str]] = {
 
 
 def wrong_share(rank: int, name: str) -> str:
-    options = WRONG_SHARES[name][0](rank)
-    d, dtype = options.pop("d", 4), options.pop("dtype", torch.float32)
+    """What is said of a share that differs between processes."""
+    options_of, _ = WRONG_SHARES[name]
+    options = options_of(rank)
+    d = options.pop("d", 4)
+    dtype = options.pop("dtype", torch.float32)
     shape = (2, 3) if options.pop("own", False) else (options.pop("m", 2),)
-    v, w = torch.ones(2, 3, d, dtype=dtype), torch.ones(*shape, 5, d, dtype=dtype)
+    v = torch.ones(2, 3, d, dtype=dtype)
+    w = torch.ones(*shape, 5, d, dtype=dtype)
     try:
         functional.set_similarity(v, w, gather=True, **options)
     except ValueError as error:
@@ -587,11 +650,13 @@ def test_processes_that_differ_all_raise_the_error(tmp_path):
 
 
 def test_a_process_alone_gathers_nothing():
-    v, w = sets(3, 2, 4), sets(5, 3, 4, seed=1)
+    v = sets(3, 2, 4)
+    w = sets(5, 3, 4, seed=1)
     found = functional.set_similarity(v, w, "max_sum", gather=True)
+    wanted = functional.set_similarity(v, w, "max_sum")
+    assert torch.equal(found, wanted)
     with pytest.raises(ValueError, match="texts: expected sets"):
         functional.set_similarity(v, w[:0], "max_sum", gather=True)
-    assert torch.equal(found, functional.set_similarity(v, w, "max_sum"))
 
 
 # ------------------------------------------------------------------------------------- wrong input

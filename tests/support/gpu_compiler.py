@@ -129,10 +129,12 @@ def compiled(case: tuple[int, dict]) -> list[dict]:
     driver.set_active(Absent(gpu))
     JITFunction.run, engine.compute_capability = compile_only, lambda device: gpu // 10
     ask(**asked)
-    names = " and ".join(term.__name__ for term in asked.get("asked", EXPONENTIAL))
+    asked_terms = asked.get("asked", EXPONENTIAL)
+    names = " and ".join(term.__name__ for term in asked_terms)
     about = f"{names} {asked}"
-    return [
-        {
+    found = []
+    for name, kernel, config in kernels.values():
+        of_kernel = {
             "GPU": gpu,
             "name": f"{name} {about}",
             "DYNAMIC": kernel.metadata.shared,
@@ -140,10 +142,9 @@ def compiled(case: tuple[int, dict]) -> list[dict]:
             "SHARED": config is not None and config.SHARED,
             "IDS": config is not None and config.IDS,
             "RARE": config is not None and config.RUNS_IF is True,
-            **resources(kernel.asm["cubin"]),
         }
-        for name, kernel, config in kernels.values()
-    ]
+        found.append(of_kernel | resources(kernel.asm["cubin"]))
+    return found
 
 
 def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
@@ -165,32 +166,26 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     """Call the engine's sums and their gradient, or their total; nothing is computed."""
     engine.PRODUCT_TILES = (tile,)  # the last tile is chosen on the CPU
     size, dim = shape
-    numbers = torch.arange(size)
-    # Ids that differ: equal ones are known to match one to one, and are left out.
-    which = (numbers // 2, numbers // 3) if ids else (None, None)
-    x = torch.zeros(size, dim, dtype=dtype)
-    side = Side(x, torch.ones(size, 1), None, None)
-    values = torch.ones(1 if shared else len(sides) * size)
-    shift = torch.ones(3, len(sides) * size) if asked == (terms.excess,) else values
-    bounds = [values if k < limits else None for k in range(2)]
+    anchors = len(sides) * size
+    which = ids_of(size) if ids else (None, None)
+    pairs = Pairs((size, size), which, torch.device("cpu"))
+    if relation is not None:
+        pairs = related_pairs_of(size, relation)
+    scale = torch.ones(1 if shared else anchors)
+    shift = scale
+    if asked == (terms.excess,):
+        shift = torch.ones(3, anchors)
     if attempted:
-        shift = torch.ones(len(sides) * size)
+        shift = torch.ones(anchors)
     if not shifted:
         shift = None
-    pairs = Pairs((size, size), which, x.device)
-    if relation == "mask":
-        pairs = RelatedPairs(Labels(numbers[:, None].repeat(1, 2), numbers[:, None]))
-    elif relation is not None:
-        groups = numbers // 5, numbers // 7
-        pairs = RelatedPairs(Labels(*[ids[:, None] for ids in which], groups, relation))
-    question = Question(pairs, sides, asked, over, values, shift, *bounds)
+    bounds = [scale if k < limits else None for k in range(2)]
+    question = Question(pairs, sides, asked, over, scale, shift, *bounds)
+    x = torch.zeros(size, dim, dtype=dtype)
+    side = Side(x, torch.ones(size, 1), None, None)
     inputs = Inputs(side, side, None)
     if attempted:
-        attempt = Attempt(torch.ones(1), torch.ones(len(sides) * size))
-        engine.sums(replace(question, shift=attempt.shift), inputs)
-        condition = Condition(torch.tensor(True), True)
-        engine.highest(replace(question, shift=None, condition=condition), inputs)
-        question = replace(question, attempt=attempt)
+        question = attempted_first(question, inputs, anchors)
     engine.sums(question, inputs)
     trained = asked in ((terms.excess,), (terms.softplus,))
     needs = Needs(True, True, False, False, scale=learnt or asked == (terms.softplus,))
@@ -198,8 +193,37 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     if total:
         engine.sums_and_gradients(question, inputs, torch.ones(1), needs)
         return
-    grad = torch.ones(len(asked), len(sides) * size)
-    engine.gradients(question, inputs, grad, needs, ListedPairs(*which, torch.ones(size)))
+    grad = torch.ones(len(asked), anchors)
+    listed = ListedPairs(*which, torch.ones(size))
+    engine.gradients(question, inputs, grad, needs, listed)
+
+
+def ids_of(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids that differ: equal ones are known to match one to one, and are left out."""
+    numbers = torch.arange(size)
+    return numbers // 2, numbers // 3
+
+
+def related_pairs_of(size: int, relation: str) -> RelatedPairs:
+    """Pairs that need a mask, or that follow a rule of groups."""
+    numbers = torch.arange(size)
+    if relation == "mask":
+        two_labels = numbers[:, None].repeat(1, 2)
+        return RelatedPairs(Labels(two_labels, numbers[:, None]))
+    row_ids, col_ids = ids_of(size)
+    groups = (numbers // 5, numbers // 7)
+    return RelatedPairs(Labels(row_ids[:, None], col_ids[:, None], groups, relation))
+
+
+def attempted_first(question: Question, inputs: Inputs, anchors: int) -> Question:
+    """Ask as where the host does not know the scale: with one shift, and for the maxima if that
+    fails. Return what is asked then.
+    """
+    attempt = Attempt(torch.ones(1), torch.ones(anchors))
+    engine.sums(replace(question, shift=attempt.shift), inputs)
+    condition = Condition(torch.tensor(True), True)
+    engine.highest(replace(question, shift=None, condition=condition), inputs)
+    return replace(question, attempt=attempt)
 
 
 def resources(code: bytes) -> dict[str, int]:
@@ -212,9 +236,13 @@ def resources(code: bytes) -> dict[str, int]:
         if word.startswith(("REG:", "STACK:", "LOCAL:")):
             name, value = word.split(":")
             found[name] = int(value)
-    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/(.*)", dumped(code, "-sass"), re.MULTILINE)
-    of_products = [k for k, text in enumerate(instructions) if re.search(r"MMA", text)]
-    found["AFTER"] = len(instructions) - 1 - of_products[-1] if of_products else 0
+    listing = dumped(code, "-sass")
+    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/(.*)", listing, re.MULTILINE)
+    of_products = [k for k, text in enumerate(instructions) if "MMA" in text]
+    found["AFTER"] = 0
+    if of_products:
+        last = of_products[-1]
+        found["AFTER"] = len(instructions) - 1 - last
     return found
 
 
@@ -225,7 +253,8 @@ def dumped(code: bytes, what: str) -> str:
         file.write(code)
         file.flush()
         command = [str(tool), what, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 if __name__ == "__main__":
