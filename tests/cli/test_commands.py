@@ -7,6 +7,7 @@ import io
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +40,12 @@ def saved(tmp_path: Path) -> Path:
 def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
     """Lines of the recalls by method, and of what was left out."""
     out = capsys.readouterr().out
-    recalls = out.partition("\n\n")[0].splitlines()
+    table, _, _ = out.partition("\n\n")
     left_out = re.findall("^.* left out: .*$", out, re.M)
-    found: dict[str, list[str]] = {}
-    for line in recalls + left_out:
-        name = re.split(r"†|, bank|  +\d| left out", line)[0]
-        found.setdefault(name, []).append(line)
+    found: dict[str, list[str]] = defaultdict(list)
+    for line in table.splitlines() + left_out:
+        name, *_ = re.split(r"†|, bank|  +\d| left out", line)
+        found[name].append(line)
     return found
 
 
@@ -57,11 +58,14 @@ def hubs(line: str) -> str:
 
 
 def first_line(out: str, start: str) -> str:
+    """The first line that begins with a text."""
     return next(line for line in out.splitlines() if line.startswith(start))
 
 
 def rsum(reranker: rerank.Reranker | None = None, **options) -> str:
-    return f"{retrieval_metrics(PLAIN, reranker=reranker, **options)['rsum']:6.1f}"
+    """The sum of recalls as it is printed."""
+    metrics = retrieval_metrics(PLAIN, reranker=reranker, **options)
+    return f"{metrics['rsum']:6.1f}"
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -99,8 +103,9 @@ def test_every_method_has_a_line_of_its_recalls(saved, capsys):
     assert found.keys() >= {"no re-ranking", *METHODS}
     assert rsum() in found["no re-ranking"][0]
     assert rsum(rerank.FastReranker()) in found["fast"][0]
+    plain = retrieval_metrics(PLAIN)
     fast = retrieval_metrics(PLAIN, reranker=rerank.FastReranker())
-    gain = fast["rsum"] - retrieval_metrics(PLAIN)["rsum"]
+    gain = fast["rsum"] - plain["rsum"]
     assert f"{gain:+.1f}" in found["fast"][0]
     for name in METHODS:
         (line,) = found[name]
@@ -110,7 +115,8 @@ def test_every_method_has_a_line_of_its_recalls(saved, capsys):
 
 def test_every_gain_lies_in_its_interval(saved, capsys):
     assert run("rerank", saved) == 0
-    recalls = capsys.readouterr().out.partition("\n\n")[0]
+    out = capsys.readouterr().out
+    recalls, _, _ = out.partition("\n\n")
     number = r"([-+][\d.]+)"
     intervals = re.findall(rf"{number} \({number}, {number}\)", recalls)
     assert len(intervals) == len(WITHOUT_BANK_OR_EMBEDDINGS)
@@ -137,7 +143,8 @@ def test_embeddings_and_banks_leave_no_method_out(tmp_path, capsys):
     wanted["fast, calibrated"] = ["test", "bank"]
     for name, looked_for in wanted.items():
         assert [hubs(line) for line in found[name]] == looked_for, name
-    images, texts, *bank = (torch.from_numpy(x).half() for x in (*pairs(), *pairs(2)))
+    images, texts = (torch.from_numpy(x).half() for x in pairs())
+    bank = [torch.from_numpy(x).half() for x in pairs(2)]
     sim = Similarity(images, texts, *IDS)
     fitted = retrieval_metrics(sim, reranker=rerank.CSLS().fit(*bank))
     assert f"{fitted['rsum']:6.1f}" in found["csls"][1]
@@ -145,29 +152,30 @@ def test_embeddings_and_banks_leave_no_method_out(tmp_path, capsys):
 
 def test_embeddings_may_differ_in_precision(tmp_path):
     images, texts = pairs()
-    given = (
-        save(tmp_path / "v.npy", images),
-        save(tmp_path / "w.npy", texts.astype(np.float64)),
-    )
-    assert run("eval", *given, "--methods", "fast") == 0
+    single = save(tmp_path / "v.npy", images)
+    double = save(tmp_path / "w.npy", texts.astype(np.float64))
+    assert run("eval", single, double, "--methods", "fast") == 0
 
 
 # --- banks and validation sets --------------------------------------------------------------------
 
 
 def test_embeddings_are_calibrated_with_the_bank_that_they_are_re_ranked_by():
-    images, texts, image_bank, text_bank = (torch.from_numpy(x) for x in (*pairs(1), *pairs(2)))
-    banks = image_bank + 3.0, text_bank[:9] - 2.0
+    images, texts = (torch.from_numpy(x) for x in pairs(1))
+    image_bank, text_bank = (torch.from_numpy(x) for x in pairs(2))
+    banks = (image_bank + 3.0, text_bank[:9] - 2.0)
     validation = Similarity(images, texts, *IDS)
     found = comparison.compare_rerankers(validation, ("fast",), banks, validation)
+    calibrated = found.entries[-1].reranker
     with_bank = rerank.FastReranker().fit(*banks).calibrate(validation)
     without = rerank.FastReranker().calibrate(validation)
-    assert repr(found.entries[-1].reranker) == repr(with_bank)
+    assert repr(calibrated) == repr(with_bank)
     assert repr(with_bank) != repr(without)
 
 
 def test_scores_are_calibrated_and_compared_with_a_bank(saved, tmp_path, capsys):
-    bank = save(tmp_path / "bank.npy", np.random.default_rng(0).random((30, N * C)))
+    bank_scores = np.random.default_rng(0).random((30, N * C))
+    bank = save(tmp_path / "bank.npy", bank_scores)
     val = save(tmp_path / "val.npy", scores(1))
     options = ("--bank-images", bank, "--val", val)
     assert run("rerank", saved, *options, "--methods", "fast", "qb-norm") == 0
@@ -183,8 +191,10 @@ def test_a_validation_set_may_have_another_size_than_a_bank_of_scores(saved, tmp
     generator = np.random.default_rng(0)
     bank = save(tmp_path / "bank.npy", generator.random((5, N * C)))
     val = save(tmp_path / "val.npy", generator.random((4, 8)))
-    assert run("rerank", saved, "--methods", "fast", "--bank-images", bank, "--val", val) == 0
-    assert len(lines(capsys)["fast, calibrated"]) == 2
+    options = ("--bank-images", bank, "--val", val)
+    assert run("rerank", saved, "--methods", "fast", *options) == 0
+    found = lines(capsys)
+    assert len(found["fast, calibrated"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -195,11 +205,12 @@ def test_a_validation_set_may_have_another_size_than_a_bank_of_scores(saved, tmp
     ],
 )
 def test_a_bank_of_one_side_has_any_number_of_queries(side, shape, way, saved, tmp_path, capsys):
-    bank = save(tmp_path / "bank.npy", np.random.default_rng(0).random(shape))
+    bank_scores = np.random.default_rng(0).random(shape)
+    bank = save(tmp_path / "bank.npy", bank_scores)
     assert run("rerank", saved, "--methods", "fast", f"--bank-{side}", bank) == 0
-    line = lines(capsys)["fast"][1]
-    assert hubs(line) == f"bank ({way})"
-    assert "†" in line  # the other direction has none
+    _, with_bank = lines(capsys)["fast"]
+    assert hubs(with_bank) == f"bank ({way})"
+    assert "†" in with_bank  # the other direction has none
 
 
 # --- ids and folds --------------------------------------------------------------------------------
@@ -230,7 +241,8 @@ def test_texts_in_another_order_with_ids_have_the_same_figures(tmp_path, capsys)
 
 
 def test_folds_retrieve_within_parts(saved, tmp_path, capsys):
-    report, queries = tmp_path / "page.html", tmp_path / "q.csv"
+    report = tmp_path / "page.html"
+    queries = tmp_path / "q.csv"
     options = ("--folds", 3, "--methods", "fast", "--report", report, "--queries", queries)
     assert run("rerank", saved, *options) == 0
     out = capsys.readouterr().out
@@ -242,7 +254,10 @@ def test_folds_retrieve_within_parts(saved, tmp_path, capsys):
     rows = [row for row in read_csv(queries) if row["direction"] == "t2i"]
     owners = [int(row["id"]) for row in rows]
     assert owners == IDS[1].tolist()
-    assert [int(row["first"]) // 4 for row in rows] == [owner // 4 for owner in owners]
+    for row in rows:
+        part = int(row["id"]) // 4
+        part_of_first = int(row["first"]) // 4
+        assert part_of_first == part
 
 
 def test_folds_of_ids_are_those_of_their_order(saved, tmp_path, capsys):
@@ -250,7 +265,8 @@ def test_folds_of_ids_are_those_of_their_order(saved, tmp_path, capsys):
     texts = save(tmp_path / "j.npy", IDS[1].numpy())
     ids = ("--image-ids", images, "--text-ids", texts)
     assert run("rerank", saved, "--folds", 3, *ids, "--methods", "fast") == 0
-    assert rsum(folds=3) in first_line(capsys.readouterr().out, "no re-ranking")
+    out = capsys.readouterr().out
+    assert rsum(folds=3) in first_line(out, "no re-ranking")
 
 
 def test_run_files_of_folds_hold_the_candidates_of_the_part(saved, tmp_path):
@@ -258,8 +274,11 @@ def test_run_files_of_folds_hold_the_candidates_of_the_part(saved, tmp_path):
     assert run("rerank", saved, *options) == 0
     wanted = retrieval_results(PLAIN, reranker=rerank.CSLS(), folds=3, hubness_k=4)
     for way, side in wanted.ways.items():
-        found = [line.split()[2] for line in (tmp_path / f"{way}.run").read_text().splitlines()]
-        assert [int(name.strip("imagetx")) for name in found] == side.top.flatten().tolist()
+        numbers = []
+        for line in (tmp_path / f"{way}.run").read_text().splitlines():
+            _, _, candidate, *_ = line.split()
+            numbers.append(int(candidate.strip("imagetx")))
+        assert numbers == side.top.flatten().tolist()
 
 
 # --- any k, graded pairs, exclusions --------------------------------------------------------------
@@ -272,31 +291,40 @@ def test_columns_of_the_table_have_any_k(saved, capsys):
     wanted = retrieval_metrics(PLAIN, ks=KS)
     out = capsys.readouterr().out
     ways = first_line(out, " ")
-    heads = out.partition(ways + "\n")[2].splitlines()[0]
+    _, _, below = out.partition(ways + "\n")
+    heads = below.splitlines()[0]
     assert ways.split() == ["image→text", "text→image"]
-    assert heads.split()[:9] == [*("R@1", "R@3", "R@20", "R@50") * 2, "RSUM"]
+    of_one_way = ["R@1", "R@3", "R@20", "R@50"]
+    assert heads.split()[:9] == [*of_one_way, *of_one_way, "RSUM"]
     line = first_line(out, "no re-ranking")
     names = [f"{way}_r{k}" for way in ("i2t", "t2i") for k in KS]
-    assert line.split()[2:-1] == [f"{wanted[name]:.1f}" for name in (*names, "rsum")]
-    end_of_rsum = line.index(f"{wanted['rsum']:.1f}") + 5
+    figures = [f"{wanted[name]:.1f}" for name in (*names, "rsum")]
+    assert line.split()[2:-1] == figures
+    rsum_printed = f"{wanted['rsum']:.1f}"
+    end_of_rsum = line.index(rsum_printed) + 5
     assert end_of_rsum == heads.index("RSUM") + 4
 
 
 def test_tables_in_files_have_any_k(saved, tmp_path):
-    table, latex = tmp_path / "metrics.csv", tmp_path / "t.tex"
+    table = tmp_path / "metrics.csv"
+    latex = tmp_path / "t.tex"
     options = ("--methods", "csls", "--ks", *KS, "--metrics", table, "--latex", latex)
     assert run("rerank", saved, *options) == 0
     plain, csls = read_csv(table)
-    assert (plain.pop("method"), plain.pop("hubs")) == ("no re-ranking", "")
-    assert (csls.pop("method"), csls.pop("hubs")) == ("csls", "test")
-    assert {name: float(x) for name, x in plain.items()} == retrieval_metrics(PLAIN, ks=KS)
-    wanted = retrieval_metrics(PLAIN, ks=KS, reranker=rerank.CSLS())
-    assert {name: float(x) for name, x in csls.items()} == wanted
+    assert plain.pop("method") == "no re-ranking"
+    assert plain.pop("hubs") == ""
+    assert csls.pop("method") == "csls"
+    assert csls.pop("hubs") == "test"
+    found = {name: float(x) for name, x in plain.items()}
+    assert found == retrieval_metrics(PLAIN, ks=KS)
+    found = {name: float(x) for name, x in csls.items()}
+    assert found == retrieval_metrics(PLAIN, ks=KS, reranker=rerank.CSLS())
     assert "R@3" in latex.read_text()
     assert "R@5 &" not in latex.read_text()
 
 
 def write_pairs(path: Path, numbers: torch.Tensor) -> Path:
+    """Write rows of numbers in the format of the file's name."""
     if path.suffix == ".npy":
         return save(path, numbers.numpy())
     delimiter = "," if path.suffix == ".csv" else " "
@@ -308,7 +336,8 @@ def write_pairs(path: Path, numbers: torch.Tensor) -> Path:
 def test_graded_pairs_and_exclusions_come_from_files(suffix, saved, tmp_path, capsys):
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randperm(N * N * C, generator=generator)[:80]
-    images, texts = chosen // (N * C), chosen % (N * C)
+    images = chosen // (N * C)
+    texts = chosen % (N * C)
     grades = torch.randint(0, 4, (80,), generator=generator)
     graded = write_pairs(tmp_path / f"g{suffix}", torch.stack([images, texts, grades], 1))
     excluded = write_pairs(tmp_path / f"e{suffix}", torch.stack([images, texts], 1)[::7])
@@ -319,14 +348,17 @@ def test_graded_pairs_and_exclusions_come_from_files(suffix, saved, tmp_path, ca
     assert f"right by {graded}" in capsys.readouterr().out
 
     judged = Judgements(images, texts, grades)
-    left_out = images[::7], texts[::7]
+    left_out = (images[::7], texts[::7])
     for row, method in zip(read_csv(table), (None, rerank.FastReranker()), strict=True):
         wanted = retrieval_metrics(PLAIN, reranker=method, relevant=judged, exclude=left_out)
-        assert {name: float(row[name]) for name in wanted} == wanted
+        found = {name: float(row[name]) for name in wanted}
+        assert found == wanted
 
     ranked = set()
     for line in (tmp_path / "i2t.run").read_text().splitlines():
-        image, _, text = line.split()[:3]
-        ranked.add((int(image.removeprefix("image")), int(text.removeprefix("text"))))
+        image, _, text, *_ = line.split()
+        pair = (int(image.removeprefix("image")), int(text.removeprefix("text")))
+        ranked.add(pair)
     every = {(i, j) for i in range(N) for j in range(N * C)}
-    assert ranked == every - set(zip(*(x.tolist() for x in left_out), strict=True))
+    excluded_pairs = set(zip(images[::7].tolist(), texts[::7].tolist(), strict=True))
+    assert ranked == every - excluded_pairs

@@ -41,10 +41,12 @@ def engine(request, monkeypatch):
 
 
 def given(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor without data that gets a gradient."""
     return torch.randn(shape, dtype=dtype, device="meta", requires_grad=True)
 
 
 def numbers(*sizes: int) -> list[torch.Tensor]:
+    """Ids of each side, without data."""
     return [torch.arange(size, device="meta") for size in sizes]
 
 
@@ -54,19 +56,22 @@ def backward(found: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> bool:
     """
     differentiable = [x.sum() for x in found if x.requires_grad]
     torch.autograd.backward(differentiable)
-    return all(x.is_meta for x in found) and all(
-        (x.grad is not None) == bool(differentiable) for x in leaves
-    )
+    on_the_device = all(x.is_meta for x in found)
+    has_gradient = [x.grad is not None for x in leaves]
+    return on_the_device and has_gradient == [bool(differentiable)] * len(leaves)
 
 
 @pytest.mark.parametrize("name", OF_PAIRS)
 def test_losses_wait_for_nothing(name, engine):
+    entry = OF_PAIRS[name]
     for m, ids, dtype in ((N, (), torch.float32), (M, numbers(N, M), torch.bfloat16)):
         images = given(N, D, dtype=dtype)
         texts = given(m, D, dtype=dtype)
-        if ids and OF_PAIRS[name].lists_positives:
+        if ids and entry.lists_positives:
             continue  # see docs/engines.rst
-        OF_PAIRS[name].make(engine=engine).to("meta")(images, texts, *ids).backward()
+        loss = entry.make(engine=engine).to("meta")
+        value = loss(images, texts, *ids)
+        value.backward()
         assert images.grad is not None
         assert texts.grad is not None
         assert images.grad.is_meta
@@ -88,13 +93,16 @@ def reads(monkeypatch):
 
 @pytest.mark.parametrize("name", OF_PAIRS)
 def test_losses_wait_once_to_list_positives(name, engine, reads):
+    entry = OF_PAIRS[name]
     images = given(N, D, dtype=torch.bfloat16)
     texts = given(M, D, dtype=torch.bfloat16)
-    OF_PAIRS[name].make(engine=engine).to("meta")(images, texts, *numbers(N, M)).backward()
+    loss = entry.make(engine=engine).to("meta")
+    value = loss(images, texts, *numbers(N, M))
+    value.backward()
     assert images.grad is not None
     assert texts.grad is not None
     assert images.grad.is_meta
-    counts_hinges = OF_PAIRS[name].lists_positives
+    counts_hinges = entry.lists_positives
     waits_for_nothing = name == "supcon" or (engine == "dense" and not counts_hinges)
     assert len(reads) == (0 if waits_for_nothing else 1)
 
@@ -105,9 +113,9 @@ def test_answers_wait_for_nothing(name, dtype, engine):
     for m, ids in ((N, ()), (M, numbers(N, M))):
         rows = given(N, D, dtype=dtype)
         cols = given(m, D, dtype=dtype)
-        assert backward(
-            tuple(ANSWERS[name](itrloss.Similarity(rows, cols, *ids, engine=engine))), rows, cols
-        )
+        sim = itrloss.Similarity(rows, cols, *ids, engine=engine)
+        found = ANSWERS[name](sim)
+        assert backward(tuple(found), rows, cols)
 
 
 @pytest.mark.parametrize("name", OF_MEMORIES)
@@ -141,10 +149,15 @@ def test_sets_and_prototypes_wait_for_nothing(engine):
     heads = given(N, 4, D)
     images = given(N, D)
     texts = given(N, D)
-    assert backward((itrloss.VarianceAwareLoss(engine=engine)(heads, texts),), heads, texts)
-    assert backward((itrloss.DynamicOrthogonalLoss()(heads),), heads)
+    variance_aware = itrloss.VarianceAwareLoss(engine=engine)
+    value = variance_aware(heads, texts)
+    assert backward((value,), heads, texts)
+    orthogonal = itrloss.DynamicOrthogonalLoss()
+    value = orthogonal(heads)
+    assert backward((value,), heads)
     prototypes = itrloss.PrototypeClassificationLoss(D, 20, engine=engine).to("meta")
-    assert backward((prototypes(images, texts, *numbers(N)),), images, texts, prototypes.weight)
+    value = prototypes(images, texts, *numbers(N))
+    assert backward((value,), images, texts, prototypes.weight)
 
 
 def test_reading_a_number_is_seen():

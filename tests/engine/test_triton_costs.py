@@ -32,15 +32,20 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
-        for x in found if isinstance(found, tuple | list) else (found,):
-            if (
-                isinstance(x, torch.Tensor)
-                and (key := x.untyped_storage()._cdata) not in self.given
-            ):
-                self.live[key] = StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()
+        results = found if isinstance(found, tuple | list) else (found,)
+        for x in results:
+            if isinstance(x, torch.Tensor):
+                self.note(x.untyped_storage())
         self.live = {key: x for key, x in self.live.items() if not x[0].expired()}
-        self.bytes = max(self.bytes, sum(size for _, size in self.live.values()))
+        bytes_now = sum(size for _, size in self.live.values())
+        self.bytes = max(self.bytes, bytes_now)
         return found
+
+    def note(self, storage):
+        """Count a storage from now on, as long as it is alive."""
+        key = storage._cdata
+        if key not in self.given:
+            self.live[key] = (StorageWeakRef(storage), storage.nbytes())
 
 
 @pytest.fixture
@@ -54,18 +59,26 @@ def as_on_a_gpu(monkeypatch):
     # cuBLAS needs no memory from PyTorch's allocator
     monkeypatch.setattr(engine, "_addmm", lambda total, a, b: None)
     monkeypatch.setattr(engine, "_mm", product_on_meta)
+
+    def numbers(pairs):
+        return Numbers(max(pairs.shape), (1, 1))
+
+    def listed(pairs):
+        places = meta(max(pairs.shape), dtype=torch.int64)
+        return [places, places]
+
     monkeypatch.setattr(Pairs, "listable", True)
-    monkeypatch.setattr(Pairs, "_numbers", lambda self: Numbers(max(self.shape), (1, 1)))
-    monkeypatch.setattr(
-        Pairs, "listed", property(lambda self: [meta(max(self.shape), dtype=torch.int64)] * 2)
-    )
+    monkeypatch.setattr(Pairs, "_numbers", numbers)
+    monkeypatch.setattr(Pairs, "listed", property(listed))
 
 
 def product_on_meta(a, b):
+    """The result of a product of matrices."""
     return meta(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
 def meta(*shape, dtype, **options):
+    """A tensor without data."""
     return torch.empty(shape, dtype=dtype, device="meta", **options)
 
 
@@ -87,12 +100,17 @@ def test_memory_beside_inputs_and_gradients(n, m, d, dtype, with_ids, as_on_a_gp
     """
     if n != m and not with_ids:
         return
-    v, w = (meta(size, d, dtype=dtype, requires_grad=True) for size in (n, m))
-    ids = [meta(size, dtype=torch.int64) for size in (n, m)] if with_ids else []
+    v = meta(n, d, dtype=dtype, requires_grad=True)
+    w = meta(m, d, dtype=dtype, requires_grad=True)
+    ids = []
+    if with_ids:
+        ids = [meta(n, dtype=torch.int64), meta(m, dtype=torch.int64)]
     with Peak(v, w, *ids) as peak:
-        info_nce_loss(Similarity(v, w, *ids, engine="triton")).backward()
-    gradients = sum(x.numel() * x.element_size() for x in (v, w))
-    assert 0 < peak.bytes - gradients <= 256 * 2**20, (peak.bytes - gradients) / 2**20
+        sim = Similarity(v, w, *ids, engine="triton")
+        info_nce_loss(sim).backward()
+    gradients = v.nbytes + w.nbytes
+    beside = peak.bytes - gradients
+    assert 0 < beside <= 256 * 2**20, beside / 2**20
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
@@ -106,8 +124,9 @@ def test_memory_of_many_positives(asked, slots, m, as_on_a_gpu):
     The held float32 sums of the embeddings' gradients and the gradient of the shifts are outputs.
     """
     n, d = 8192, 512
-    sides = [Side(meta(size, d, dtype=torch.bfloat16), None, None, None) for size in (n, m)]
-    inputs = Inputs(*sides, None)
+    v = meta(n, d, dtype=torch.bfloat16)
+    w = meta(m, d, dtype=torch.bfloat16)
+    inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
     shift = meta(slots, n + m, dtype=torch.float32)
     pairs = Pairs((n, m), (None, None), shift.device)
     question = Question(pairs, (0, 1), (terms.excess,), shift=shift)
@@ -116,7 +135,7 @@ def test_memory_of_many_positives(asked, slots, m, as_on_a_gpu):
     outputs = (n + m) * d * 4 + shift.nbytes
     if slots > engine.SLOTS:
         outputs *= 2  # until the gradients of the shifts are joined
-    with Peak(shift, grad, *[side.x for side in sides]) as peak:
+    with Peak(shift, grad, v, w) as peak:
         if asked == "sums":
             engine.gradients(question, inputs, grad, needs, None)
         else:
@@ -130,21 +149,29 @@ def test_memory_of_many_positives(asked, slots, m, as_on_a_gpu):
 def test_memory_of_relations(groups, answer, as_on_a_gpu, monkeypatch):
     """Groups take no memory, and a mask is made for one block after the other."""
     n, d = 32768, 512
-    sides = [Side(meta(n, d, dtype=torch.bfloat16), None, None, None) for _ in range(2)]
-    labels = [meta(n, 1 if groups else 3, dtype=torch.int64) for _ in range(2)]
-    own = [meta(n, dtype=torch.int64) for _ in range(2)] if groups else None
-    pairs = RelatedPairs(Labels(*labels, own))
+    v = meta(n, d, dtype=torch.bfloat16)
+    w = meta(n, d, dtype=torch.bfloat16)
+    inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
+    number_of_labels = 1 if groups else 3
+    labels = [meta(n, number_of_labels, dtype=torch.int64) for _ in range(2)]
+    own = [meta(n, dtype=torch.int64) for _ in range(2)] if groups else []
+    pairs = RelatedPairs(Labels(*labels, own or None))
     question = Question(pairs, (0, 1), (terms.exponential,))
     grad = meta(2 * n, dtype=torch.float32)
     needs = tiled.Needs(True, True, False, False, dtypes=(torch.float32, torch.float32))
     masks = []
-    excluded = RelatedPairs.excluded
-    monkeypatch.setattr(RelatedPairs, "excluded", lambda *args: masks.append(1) or excluded(*args))
-    with Peak(grad, *labels, *(own or []), *[side.x for side in sides]) as peak:
+    original = RelatedPairs.excluded
+
+    def excluded(*args):
+        masks.append(1)  # not the arguments, which would stay alive
+        return original(*args)
+
+    monkeypatch.setattr(RelatedPairs, "excluded", excluded)
+    with Peak(grad, *labels, *own, v, w) as peak:
         if answer == "sums":
-            engine.sums(question, Inputs(*sides, None))
+            engine.sums(question, inputs)
         else:
-            engine.gradients(question, Inputs(*sides, None), grad, needs, None)
+            engine.gradients(question, inputs, grad, needs, None)
     outputs = 2 * n * 4 if answer == "sums" else 2 * n * d * 4
     assert 0 < peak.bytes <= outputs + 256 * 2**20, (peak.bytes - outputs) / 2**20
     assert bool(masks) != groups
@@ -157,7 +184,8 @@ class Work:
     """
 
     def __init__(self):
-        self.flops = self.panels = 0
+        self.flops = 0
+        self.panels = 0
 
     def launched(self, launch, *args, **options):
         """Count a kernel's products, if it multiplies: inner products of vectors of a block."""
@@ -182,7 +210,9 @@ class Operators(TorchDispatchMode):
 
     def __init__(self, is_panel):
         super().__init__()
-        self.is_panel, self.count, self.bytes = is_panel, 0, 0
+        self.is_panel = is_panel
+        self.count = 0
+        self.bytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))

@@ -32,11 +32,15 @@ FIGURES = {
 
 def coarse(n, m, seed=0):
     """Scores with many ties."""
-    return torch.randint(0, 6, (n, m), generator=torch.Generator().manual_seed(seed)).double() / 4
+    generator = torch.Generator().manual_seed(seed)
+    levels = torch.randint(0, 6, (n, m), generator=generator)
+    return levels.double() / 4
 
 
 def by_loops(scores, ids):
-    return oracle.retrieval_metrics(scores.numpy(), *(x.numpy() for x in ids))
+    """The oracle's figures."""
+    image_ids, text_ids = ids
+    return oracle.retrieval_metrics(scores.numpy(), image_ids.numpy(), text_ids.numpy())
 
 
 def expect_figures(found, wanted):
@@ -72,16 +76,18 @@ def test_figures_of_scores_that_differ_equal_the_loops(seed, kind, small_tiles):
     ids = make_ids(kind, 8, 24, seed)
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(8, 24, generator=generator, dtype=torch.float64)
-    expect_figures(retrieval_metrics(scores, *ids), by_loops(scores, ids))
+    found = retrieval_metrics(scores, *ids)
+    expect_figures(found, by_loops(scores, ids))
 
 
 def test_many_positives_a_row_are_ranked_by_sorting(small_tiles):
     scores = coarse(6, 80)
-    ids = torch.arange(6) % 2, torch.arange(80) % 2
+    ids = (torch.arange(6) % 2, torch.arange(80) % 2)
     found = retrieval_metrics(scores, *ids)
     wanted = by_loops(scores, ids)
-    for way in ("i2t", "t2i"):  # which of tied candidates are hubs is open
-        del found[f"{way}_skewness"], wanted[f"{way}_skewness"]
+    for name in ("i2t_skewness", "t2i_skewness"):  # which of tied candidates are hubs is open
+        del found[name]
+        del wanted[name]
     expect_figures(found, wanted)
 
 
@@ -90,7 +96,8 @@ def test_many_positives_a_row_are_ranked_by_sorting(small_tiles):
 def test_streamed_figures_equal_those_of_the_matrix(engine, kind, small_tiles):
     ids = make_ids(kind, 8, 24)
     sim = similarity(*embeddings(8, 24), ids, engine)
-    expect_figures(retrieval_metrics(sim), retrieval_metrics(cosines(8, 24), *ids))
+    of_matrix = retrieval_metrics(cosines(8, 24), *ids)
+    expect_figures(retrieval_metrics(sim), of_matrix)
 
 
 @STREAMED
@@ -99,17 +106,23 @@ def test_streamed_figures_of_re_ranked_scores_equal_those_of_the_matrices(engine
     sim = similarity(*embeddings(8, 24), ids, engine)
     fast = FastReranker((25.0, 10.0), (5.0, 20.0))
     i2t, t2i = fast.rerank(sim)
+    of_matrices = retrieval_metrics((i2t, t2i), *ids)
     found = retrieval_metrics(sim, reranker=fast)
-    expect_figures(found, retrieval_metrics((i2t, t2i), *ids))
+    expect_figures(found, of_matrices)
     assert found != retrieval_metrics(sim)
 
 
 def test_convention_of_consecutive_captions():
     scores = torch.rand(4, 20)
-    ids = torch.arange(4), torch.arange(4).repeat_interleave(5)
-    assert retrieval_metrics(scores) == retrieval_metrics(scores, *ids)
-    assert [x.tolist() for x in default_ids(2, 4)] == [[0, 1], [0, 0, 1, 1]]
-    perfect = retrieval_metrics((ids[0][:, None] == ids[1]).float())
+    image_ids = torch.arange(4)
+    text_ids = image_ids.repeat_interleave(5)
+    with_ids = retrieval_metrics(scores, image_ids, text_ids)
+    assert retrieval_metrics(scores) == with_ids
+    images, texts = default_ids(2, 4)
+    assert images.tolist() == [0, 1]
+    assert texts.tolist() == [0, 0, 1, 1]
+    matches = image_ids[:, None] == text_ids
+    perfect = retrieval_metrics(matches.float())
     assert perfect["rsum"] == 600
     assert perfect["i2t_median_rank"] == 1
     assert perfect["i2t_map_at_r"] == 100
@@ -118,15 +131,19 @@ def test_convention_of_consecutive_captions():
 def test_ties_have_a_policy():
     """A model with constant scores finds nothing, unless ties are resolved in its favour."""
     flat = torch.zeros(20, 20)
-    assert retrieval_metrics(flat)["rsum"] == 0
-    assert retrieval_metrics(flat, ties="optimistic")["rsum"] == 600
+    pessimistic = retrieval_metrics(flat)
+    optimistic = retrieval_metrics(flat, ties="optimistic")
+    assert pessimistic["rsum"] == 0
+    assert optimistic["rsum"] == 600
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 def test_duplicate_embeddings_tie_whatever_the_engine(engine):
-    v = torch.randn(12, 64, generator=torch.Generator().manual_seed(0)).repeat_interleave(2, 0)
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(12, 64, generator=generator).repeat_interleave(2, 0)
     ids = torch.arange(24)
-    figures = retrieval_metrics(Similarity(v, v, ids, ids, engine=engine))
+    sim = Similarity(v, v, ids, ids, engine=engine)
+    figures = retrieval_metrics(sim)
     assert figures["i2t_r1"] == 0
     assert figures["i2t_r5"] == 100
 
@@ -138,26 +155,36 @@ def test_copies_tie_wherever_the_tiles_end(shape):
     """
     n, m = shape
     generator = torch.Generator().manual_seed(0)
-    rows, cols = torch.randn(n, 64, generator=generator), torch.randn(m, 64, generator=generator)
-    rows[-1], cols[-1] = rows[0], cols[0]
-    sim = Similarity(rows, cols, torch.zeros(n).long(), torch.arange(m), engine="tiled")
-    assert ((sim.ranks(ties="pessimistic") - sim.ranks(ties="optimistic")) >= 1).all()
-    sim = Similarity(rows, cols, torch.arange(n), torch.zeros(m).long(), engine="tiled").T
-    assert ((sim.ranks(ties="pessimistic") - sim.ranks(ties="optimistic")) >= 1).all()
+    rows = torch.randn(n, 64, generator=generator)
+    cols = torch.randn(m, 64, generator=generator)
+    rows[-1] = rows[0]
+    cols[-1] = cols[0]
+    of_rows = Similarity(rows, cols, torch.zeros(n).long(), torch.arange(m), engine="tiled")
+    of_cols = Similarity(rows, cols, torch.arange(n), torch.zeros(m).long(), engine="tiled").T
+    for sim in (of_rows, of_cols):
+        difference = sim.ranks(ties="pessimistic") - sim.ranks(ties="optimistic")
+        assert (difference >= 1).all()
 
 
 def test_a_positive_of_minus_infinity_ranks_last_and_not_behind_itself():
     scores = torch.tensor([[-math.inf, 1.0, 2.0], [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])
     for engine in ("dense", "tiled"):
-        assert Similarity.from_scores(scores, engine=engine).ranks().flatten().tolist() == [3, 2, 1]
+        sim = Similarity.from_scores(scores, engine=engine)
+        assert sim.ranks().flatten().tolist() == [3, 2, 1]
+
     # enough positives to have them sorted
-    many = torch.zeros(40).long(), torch.tensor([0] * 20 + [1] * 20)
-    far = torch.cat([torch.full((40, 20), -math.inf), torch.rand(40, 20)], 1)
-    assert Similarity.from_scores(far, *many).ranks()[0].tolist() == list(range(21, 41))
+    image_ids = torch.zeros(40).long()
+    text_ids = torch.tensor([0] * 20 + [1] * 20)
+    of_positives = torch.full((40, 20), -math.inf)
+    far = torch.cat([of_positives, torch.rand(40, 20)], 1)
+    sim = Similarity.from_scores(far, image_ids, text_ids)
+    assert sim.ranks()[0].tolist() == list(range(21, 41))
+
     v, w = embeddings(6, 6)
     bias = torch.zeros(6)
     bias[2] = -math.inf
-    assert Similarity(v, w).ranks(bias)[2].item() == 6
+    ranks = Similarity(v, w).ranks(bias)
+    assert ranks[2].item() == 6
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -168,7 +195,9 @@ def test_figures_do_not_depend_on_order_or_monotone_maps(seed):
     text_ids = torch.arange(6).repeat_interleave(2)
     plain = retrieval_metrics(scores, image_ids, text_ids)
     assert 0 <= plain["i2t_r1"] <= plain["i2t_r5"] <= plain["i2t_r10"] <= 100
-    expect_figures(retrieval_metrics(3 * scores.exp() - 7, image_ids, text_ids), plain)
+    in_the_same_order = 3 * scores.exp() - 7
+    mapped = retrieval_metrics(in_the_same_order, image_ids, text_ids)
+    expect_figures(mapped, plain)
     rows = torch.randperm(6, generator=generator)
     cols = torch.randperm(12, generator=generator)
     moved = retrieval_metrics(scores[rows][:, cols], image_ids[rows], text_ids[cols])
@@ -199,9 +228,9 @@ def test_fast_re_ranking_equals_the_loops(engine, i2t, t2i, small_tiles):
     if engine != "scores":
         asked = similarity(*embeddings(7, 14), make_ids("captions", 7, 14), engine)
     found = FastReranker(i2t, t2i).rerank(asked)
-    wanted = oracle.fast_rerank(scores.numpy(), i2t, t2i)
-    np.testing.assert_allclose(found.i2t, wanted[0], rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(found.t2i, wanted[1], rtol=1e-9, atol=1e-9)
+    wanted_i2t, wanted_t2i = oracle.fast_rerank(scores.numpy(), i2t, t2i)
+    np.testing.assert_allclose(found.i2t, wanted_i2t, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(found.t2i, wanted_t2i, rtol=1e-9, atol=1e-9)
 
 
 @STREAMED
@@ -212,9 +241,12 @@ def test_top_of_the_re_ranked_without_the_matrix(engine, small_tiles):
     found = fast.topk(sim, 4)
     assert torch.equal(found.i2t.indices, whole.i2t.topk(4, 1).indices)
     assert torch.equal(found.t2i.indices, whole.t2i.T.topk(4, 1).indices)
-    wanted = 8.0 * (sim.scores() + fast.biases(sim).texts).topk(4).values
+    biased = sim.scores() + fast.biases(sim).texts
+    wanted = 8.0 * biased.topk(4).values
     torch.testing.assert_close(found.i2t.values, wanted)
-    assert [top.indices.shape for top in fast.topk(sim, 20)] == [(9, 20), (27, 9)]
+    more = fast.topk(sim, 20)
+    assert more.i2t.indices.shape == (9, 20)
+    assert more.t2i.indices.shape == (27, 9)
 
 
 @pytest.mark.parametrize("engine", ["scores", "dense", "tiled", "kept"])
@@ -255,15 +287,19 @@ def test_a_query_stands_for_itself_beside_a_bank():
     v, w = embeddings(6, 12)
     bank_v, bank_w = embeddings(20, 30, seed=5)
     fast = FastReranker().fit(bank_v, bank_w)
-    ids = make_ids("captions", 6, 12)
-    whole = fast.rerank(Similarity(v, w, *ids))
+    image_ids, text_ids = make_ids("captions", 6, 12)
+    whole = fast.rerank(Similarity(v, w, image_ids, text_ids))
     for i in range(6):
-        alone = fast.rerank(Similarity(v[i : i + 1], w, ids[0][i : i + 1], ids[1]))
+        query = Similarity(v[i : i + 1], w, image_ids[i : i + 1], text_ids)
+        alone = fast.rerank(query)
         torch.testing.assert_close(alone.i2t[0], whole.i2t[i])
+    one_image = Similarity(v[:1], w, image_ids[:1], text_ids)
+    with_texts = FastReranker().fit(texts=bank_w)
     with pytest.raises(ValueError, match=r"single query.*fit\(images"):
-        FastReranker().fit(texts=bank_w).rerank(Similarity(v[:1], w, ids[0][:1], ids[1]))
+        with_texts.rerank(one_image)
+    with_images = FastReranker().fit(images=bank_v)
     with pytest.raises(ValueError, match=r"single query.*fit\(texts"):
-        FastReranker().fit(images=bank_v).rerank(torch.rand(4, 1))
+        with_images.rerank(torch.rand(4, 1))
 
 
 @pytest.mark.parametrize("kind", ["embeddings", "scores"])
@@ -295,26 +331,33 @@ def test_re_ranked_pairs_copy_and_pickle(twin_of):
 @pytest.mark.parametrize("text", [0, 3, 5, 11])
 def test_lifting_a_text_for_all_images_changes_no_ranking(text, lift):
     """With equal gammas."""
-    scores = torch.rand(6, 12, generator=torch.Generator().manual_seed(text), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(text)
+    scores = torch.rand(6, 12, generator=generator, dtype=torch.float64)
     lifted = scores.clone()
     lifted[:, text] += lift
     fast = FastReranker((10.0, 10.0))
-    torch.testing.assert_close(fast.rerank(lifted).i2t, fast.rerank(scores).i2t)
+    found = fast.rerank(lifted)
+    wanted = fast.rerank(scores)
+    torch.testing.assert_close(found.i2t, wanted.i2t)
 
 
 def test_re_ranking_lowers_the_skewness_of_a_hub():
-    noise = torch.rand(50, 50, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(50, 50, generator=generator)
     scores = 0.2 * noise + 0.3 * torch.eye(50)
     scores[:, 7] += 0.5
+    reranked = FastReranker().rerank(scores)
     before = retrieval_metrics(scores)
-    after = retrieval_metrics(FastReranker().rerank(scores).i2t)
+    after = retrieval_metrics(reranked.i2t)
     assert after["i2t_skewness"] < before["i2t_skewness"]
     assert after["i2t_r1"] > before["i2t_r1"]
 
 
 def test_nothing_overflows():
     scores = torch.rand(5, 5) * 1e4
-    assert all(x.isfinite().all() for x in FastReranker().rerank(scores))
+    reranked = FastReranker().rerank(scores)
+    assert reranked.i2t.isfinite().all()
+    assert reranked.t2i.isfinite().all()
 
 
 @pytest.mark.parametrize(
