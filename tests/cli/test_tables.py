@@ -43,7 +43,8 @@ def made(i2t: object, t2i: object) -> RetrievalResults:
     for ranks in (i2t, t2i):
         of_queries = torch.as_tensor(ranks)[:, None]
         ids = torch.arange(len(of_queries))
-        sides.append(QueryResults(ids, of_queries, torch.zeros_like(of_queries), len(ids)))
+        best = torch.zeros_like(of_queries)
+        sides.append(QueryResults(ids, of_queries, best, len(ids)))
     return RetrievalResults(*sides)
 
 
@@ -53,7 +54,9 @@ def perfect() -> RetrievalResults:
 
 
 def of_seed(seed: int, **options: int) -> RetrievalResults:
-    return retrieval_results(torch.from_numpy(scores(seed)), **options)
+    """Results of random scores."""
+    given_scores = torch.from_numpy(scores(seed))
+    return retrieval_results(given_scores, **options)
 
 
 def read_page(html: str) -> str:
@@ -66,8 +69,9 @@ def read_page(html: str) -> str:
 
 def chance(generator: np.random.Generator, n: int, difficulty: np.ndarray) -> RetrievalResults:
     """A model whose ranks depend on how difficult an image is, and on chance."""
-    ranks = 1 + (difficulty + generator.exponential(6, size=(2, n))).astype(int)
-    return made(*ranks)
+    luck = generator.exponential(6, size=(2, n))
+    i2t, t2i = 1 + (difficulty + luck).astype(int)
+    return made(i2t, t2i)
 
 
 # --- statistics -----------------------------------------------------------------------------------
@@ -80,8 +84,9 @@ def test_equal_models_differ_significantly_in_a_twentieth_of_cases():
     significant = dict.fromkeys(TESTED, 0)
     for case in range(cases):
         difficulty = generator.exponential(3, size=150)
-        models = [chance(generator, 150, difficulty) for _ in range(2)]
-        found = compare(*models, samples=400, seed=case)
+        first = chance(generator, 150, difficulty)
+        second = chance(generator, 150, difficulty)
+        found = compare(first, second, samples=400, seed=case)
         for name in TESTED:
             significant[name] += found[name].p_value < 0.05
     # 5 % of 500 with four standard deviations
@@ -92,15 +97,19 @@ def test_equal_models_differ_significantly_in_a_twentieth_of_cases():
 def test_one_of_several_equal_models_differs_in_at_most_a_twentieth_of_cases():
     generator = np.random.default_rng(1)
     cases = 200
-    corrected = uncorrected = 0
+    corrected = 0
+    uncorrected = 0
     for _ in range(cases):
         difficulty = generator.exponential(3, size=100)
         models = {str(i): chance(generator, 100, difficulty) for i in range(5)}
-        rows = compare_models(models, samples=800).rows[1:]
-        p_values = [x.p_value for row in rows for x in row.changes.values()]
+        comparison = compare_models(models, samples=800)
+        p_values = []
+        for row in comparison.rows[1:]:
+            p_values += [change.p_value for change in row.changes.values()]
         assert len(p_values) == 4 * len(TESTED)
-        corrected += min(p_values) < 0.05
-        uncorrected += min(p_values) < 0.05 * 12  # the smallest is 12 times what it was
+        smallest = min(p_values)
+        corrected += smallest < 0.05
+        uncorrected += smallest < 0.05 * 12  # the smallest is 12 times what it was
     assert corrected <= 0.1 * cases < 0.15 * cases < uncorrected
 
 
@@ -114,8 +123,10 @@ def expect_scipys(found: tuple[float, float], values: np.ndarray) -> None:
     """Check an interval of a mean by SciPy's bootstrap; both are random."""
     stats = pytest.importorskip("scipy.stats")
     options = {"method": "percentile", "n_resamples": 20_000, "vectorized": True}
-    wanted = stats.bootstrap((values,), np.mean, random_state=0, **options).confidence_interval
-    assert found == pytest.approx(tuple(wanted), abs=0.05 * (wanted.high - wanted.low))
+    resampled = stats.bootstrap((values,), np.mean, random_state=0, **options)
+    wanted = resampled.confidence_interval
+    width = wanted.high - wanted.low
+    assert found == pytest.approx((wanted.low, wanted.high), abs=0.05 * width)
 
 
 def test_intervals_are_those_of_scipy():
@@ -136,22 +147,31 @@ def test_recalls_that_cancel_out_are_no_difference():
     """
     size = 7
     base = torch.full((size,), 20)
-    gained, lost = base.clone(), base.clone()
+    gained = base.clone()
     gained[0] = 1  # R@1, R@5 and R@10
+    lost = base.clone()
     lost[1:4] = 8  # R@10 three times
     found = compare(made(gained, base), made(lost, base), samples=3000)["rsum"]
     # the same by whole numbers
     g = torch.Generator().manual_seed(0)
     draws = torch.randint(size, (3000, size), generator=g)
-    differences = 3 * (draws == 0).sum(1) - ((draws >= 1) & (draws <= 3)).sum(1)
-    tail = min(int((differences <= 0).sum()), int((differences >= 0).sum()))
-    assert int((differences == 0).sum()) > 300
+    times_gained = (draws == 0).sum(1)
+    times_lost = ((draws >= 1) & (draws <= 3)).sum(1)
+    differences = 3 * times_gained - times_lost
+    not_above = int((differences <= 0).sum())
+    not_below = int((differences >= 0).sum())
+    equal = int((differences == 0).sum())
+    assert equal > 300
+    tail = min(not_above, not_below)
     assert found.p_value == min(1.0, 2 * (tail + 1) / 3001)
 
 
 def test_figures_alone_have_the_values_of_all():
     generator = np.random.default_rng(3)
-    systems = {str(i): chance(generator, 40, generator.exponential(3, size=40)) for i in range(3)}
+    systems = {}
+    for name in ("0", "1", "2"):
+        difficulty = generator.exponential(3, size=40)
+        systems[name] = chance(generator, 40, difficulty)
     options = {"samples": 200, "seed": 4, "level": 0.8}
     found = compare_all(systems, baseline="1", figures=("t2i_mrr", "rsum"), **options)
     assert list(found) == ["0", "2"]
@@ -182,19 +202,26 @@ def test_p_values_are_never_printed_as_zero():
 
 def test_at_the_floor_of_few_samples_p_is_a_bound():
     worst = torch.full((30,), 20)
-    models = {"a": made(worst, worst), "b": made(worst.clamp(max=1), worst.clamp(max=1))}
+    best = torch.ones_like(worst)
+    models = {"a": made(worst, worst), "b": made(best, best)}
     for samples, wanted in ((99, "≤ 0.060"), (None, "< 0.001")):
-        found = compare_models(models, samples=samples).table()
-        assert found.grids[0].rows[1][1][-1].text == wanted
-        assert [cell.text for cell in found.grids[1].rows[0][1][1::2]] == [wanted, wanted]
+        recalls, changes = compare_models(models, samples=samples).table().grids
+        _, of_recalls = recalls.rows[1]
+        assert of_recalls[-1].text == wanted
+        _, of_changes = changes.rows[0]
+        p_values = [cell.text for cell in of_changes[1::2]]
+        assert p_values == [wanted, wanted]
 
 
 # --- what is in the table -------------------------------------------------------------------------
 
 
 def plain_similarity(seed: int = 0) -> Similarity:
-    ids = torch.arange(N), torch.arange(N * C) // C
-    return Similarity(*(torch.from_numpy(x) for x in pairs(seed)), *ids)
+    """The similarity of random images and texts."""
+    images, texts = (torch.from_numpy(x) for x in pairs(seed))
+    image_ids = torch.arange(N)
+    text_ids = torch.arange(N * C) // C
+    return Similarity(images, texts, image_ids, text_ids)
 
 
 def test_the_table_has_the_figures_of_the_library():
@@ -220,23 +247,27 @@ def test_the_table_has_the_figures_of_the_library():
 
 def test_the_best_of_a_column_are_marked():
     models = {"base": of_seed(0), "a": of_seed(1), "b": of_seed(2)}
-    recalls = compare_models(models, samples=20).table().grids[0]
+    recalls, _ = compare_models(models, samples=20).table().grids
     for i in range(7):
         column = [cells[i] for _, cells in recalls.rows]
         highest = max(float(cell.text) for cell in column)
-        assert [cell.best for cell in column] == [float(cell.text) == highest for cell in column]
+        for cell in column:
+            assert cell.best == (float(cell.text) == highest)
 
 
 def shown(change: Comparison, least: float) -> list[str]:
+    """A change with its interval, and its p, as the table has them."""
     signed = [f"{x:+.1f}".replace("-0.0", "+0.0") for x in change[:3]]
-    return [f"{signed[0]} ({signed[1]}, {signed[2]})", p_text(change.p_value, least)]
+    difference, low, high = signed
+    return [f"{difference} ({low}, {high})", p_text(change.p_value, least)]
 
 
 def test_the_notes_say_what_was_corrected_over_what():
     same = perfect()
-    found = compare_models({"a": same, "b": same, "c": same}, samples=50).table()
-    assert "Holm's method over the 6 tests" in found.notes[0] and "(50 samples)" in found.notes[0]
-    assert len(found.notes) == 1  # no dagger, no warning
+    comparison = compare_models({"a": same, "b": same, "c": same}, samples=50)
+    (note,) = comparison.table().notes  # no dagger, no warning
+    assert "Holm's method over the 6 tests" in note
+    assert "(50 samples)" in note
 
 
 def test_a_warning_where_r_at_1_falls_though_rsum_rises():
@@ -251,13 +282,13 @@ def test_a_warning_where_r_at_1_falls_though_rsum_rises():
         "down": made(worse, base),
         "same": made(base, base),
     }
-    notes = compare_models(models, samples=50).table().notes
-    warnings = [note for note in notes if note.startswith("Warning")]
+    table = compare_models(models, samples=50).table()
+    warnings = [note for note in table.notes if note.startswith("Warning")]
     assert warnings == [
         "Warning: i: R@1 of image→text falls by 16.7, though RSUM rises by 50.0.",
         "Warning: t: R@1 of text→image falls by 16.7, though RSUM rises by 50.0.",
     ]
-    assert "falls by 16.7" in tables.text(compare_models(models, samples=50).table())
+    assert "falls by 16.7" in tables.text(table)
 
 
 def test_small_falls_are_not_printed_as_zero():

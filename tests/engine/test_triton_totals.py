@@ -50,12 +50,13 @@ def early(monkeypatch):
 
 def of_triton(total, v, w, ids, dtype, view=lambda sim: sim.both):
     """Return a total and its gradients on Triton, with float32 parameters, as `evaluate_total`."""
-    p = parameters(len(v), len(w), torch.float32).to(DEVICE)
-    leaves = [x.to(DEVICE, dtype, copy=True) for x in (v, w)]
-    leaves = [x.requires_grad_() for x in (*leaves, p)]
-    anchors = view(similarity(*leaves[:2], moved(*ids), "triton"))
+    x = v.to(DEVICE, dtype, copy=True).requires_grad_()
+    y = w.to(DEVICE, dtype, copy=True).requires_grad_()
+    p = parameters(len(v), len(w), torch.float32).to(DEVICE).requires_grad_()
+    sim = similarity(x, y, moved(*ids), "triton")
+    anchors = view(sim)
     value = total(anchors, p[: len(anchors)])
-    found = torch.autograd.grad(1.5 * value, leaves, materialize_grads=True)
+    found = torch.autograd.grad(1.5 * value, (x, y, p), materialize_grads=True)
     assert [x.dtype for x in found] == [dtype, dtype, torch.float32]
     return [value.detach()[None], *found]
 
@@ -110,32 +111,37 @@ def test_totals_of_many_positives(name, early, multiplying, few_tiles, poisoned,
 
 def test_a_total_with_ignored_ids(early, few_tiles, poisoned):
     """It is that of the matrix without the ignored entries, which get no gradient."""
-    v, w, ids, _ = case((9, 20, "random"))
+    v, w, (row_ids, col_ids), _ = case((9, 20, "random"))
     rows = torch.arange(9) != 2
     cols = ~torch.isin(torch.arange(20), torch.tensor([5, 19]))
-    existing = ids[0][rows], ids[1][cols]
     total = TOTALS["and positives"]
-    wanted = evaluate_total(total, v[rows], w[cols], existing, "reference")
-    marked = ids[0].masked_fill(~rows, IGNORE_ID), ids[1].masked_fill(~cols, IGNORE_ID)
+    existing = (row_ids[rows], col_ids[cols])
+    *wanted, wanted_by_parameters = evaluate_total(total, v[rows], w[cols], existing, "reference")
+    marked_rows = row_ids.masked_fill(~rows, IGNORE_ID)
+    marked_cols = col_ids.masked_fill(~cols, IGNORE_ID)
+    marked = (marked_rows, marked_cols)
     value, by_rows, by_cols, by_parameters = of_triton(total, v, w, marked, torch.float32)
     assert early
     assert not by_rows[~rows].any()
     assert not by_cols[~cols].any()
-    assert_close([value, by_rows[rows], by_cols[cols]], wanted[:3])
-    assert_close([by_parameters.sum()], [wanted[3].sum()])
+    assert_close([value, by_rows[rows], by_cols[cols]], wanted)
+    assert_close([by_parameters.sum()], [wanted_by_parameters.sum()])
 
 
 def siglip(v, w, scale=None):
     """Return SigLIP's loss by Triton."""
-    scale = 10.0 if scale is None else scale
-    return sigmoid_loss(Similarity(v, w, engine="triton"), scale, -3.0)
+    sim = Similarity(v, w, engine="triton")
+    return sigmoid_loss(sim, 10.0 if scale is None else scale, -3.0)
 
 
 def trained(d=16, dtype=torch.float32):
-    return [x.requires_grad_() for x in moved(*embeddings(12, 12, d, dtype=dtype))]
+    """Embeddings that get a gradient."""
+    vectors = moved(*embeddings(12, 12, d, dtype=dtype))
+    return [x.requires_grad_() for x in vectors]
 
 
 def exact_leaves(*vectors):
+    """The same in float64."""
     return [x.detach().cpu().double().requires_grad_() for x in vectors]
 
 
@@ -146,8 +152,9 @@ def test_sums_of_gradients_are_held_if_they_fit(held, early, few_tiles, monkeypa
     found = torch.autograd.grad(siglip(v, w), (v, w))
     assert bool(early) == (held >= 4 * 24 * 16)
     exact = exact_leaves(v, w)
-    value = sigmoid_loss(Similarity(*exact, engine="dense"), 10.0, -3.0)
-    assert_close(found, torch.autograd.grad(value, exact), 1e-5, 1e-7)
+    sim = Similarity(*exact, engine="dense")
+    wanted = torch.autograd.grad(sigmoid_loss(sim, 10.0, -3.0), exact)
+    assert_close(found, wanted, 1e-5, 1e-7)
 
 
 def test_without_training_no_gradient_is_found(early, few_tiles):
@@ -171,7 +178,9 @@ def test_a_gradient_of_parameters_alone_is_found_later(early, few_tiles):
 def test_a_gradient_of_given_scores_is_found_later(early, few_tiles):
     """It is a matrix."""
     scores, _ = trained(d=12)
-    sigmoid_loss(Similarity.from_scores(scores, engine="triton"), 10.0, -3.0).backward()
+    sim = Similarity.from_scores(scores, engine="triton")
+    value = sigmoid_loss(sim, 10.0, -3.0)
+    value.backward()
     assert scores.grad.any()
     assert not early
 
@@ -228,12 +237,14 @@ def test_parts_of_a_total_and_its_positives(early, few_tiles):
         total = sim.weighted_sum(terms.softplus, scale=4.0)
         positives = sim.sum_of_positives(terms.square).sum()
         by_total = torch.autograd.grad(total, leaves, retain_graph=True)
-        return [*by_total, *torch.autograd.grad(positives, leaves)]
+        by_positives = torch.autograd.grad(positives, leaves)
+        return [*by_total, *by_positives]
 
     leaves = trained()
     found = found_by("triton", leaves)
     assert len(early) == 1
-    assert_close(found, found_by("dense", exact_leaves(*leaves)), 1e-5, 1e-6)
+    wanted = found_by("dense", exact_leaves(*leaves))
+    assert_close(found, wanted, 1e-5, 1e-6)
 
 
 # Sums of anchors that alone are trained, as beside a memory; their scales and shifts are given.
@@ -268,7 +279,8 @@ def of_one_side(answer, side, vectors, ids, engine_name):
     values = answer(anchors, q)
     grad = torch.linspace(-1, 2, len(values), dtype=values.dtype, device=values.device)
     torch.autograd.grad(values, own, 2 - grad, retain_graph=True)
-    return [values.detach(), *torch.autograd.grad(values, own, grad)]
+    (gradient,) = torch.autograd.grad(values, own, grad)
+    return [values.detach(), gradient]
 
 
 @pytest.mark.parametrize(
@@ -314,8 +326,10 @@ def test_other_sums_have_their_gradient_later(name, early, few_tiles):
 
 def test_sums_with_a_gradient_for_candidates_have_it_later(early, few_tiles):
     v, w = trained()
-    Similarity(v, w.detach(), engine="triton").T.logsumexp(5.0).sum().backward()
-    Similarity(v, w, engine="triton").logsumexp(5.0).sum().backward()
+    of_columns = Similarity(v, w.detach(), engine="triton").T
+    of_columns.logsumexp(5.0).sum().backward()
+    of_rows = Similarity(v, w, engine="triton")
+    of_rows.logsumexp(5.0).sum().backward()
     assert not early
     assert v.grad.any()
     assert w.grad.any()
@@ -335,12 +349,12 @@ def test_a_total_of_no_pairs(early):
     w = torch.ones(3, 4, device=DEVICE, requires_grad=True)
     scale = torch.ones(1, device=DEVICE, requires_grad=True)
     inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
-    question = Question(Pairs((0, 3), (None, None), DEVICE), (0,), (terms.softplus,), scale=scale)
+    pairs = Pairs((0, 3), (None, None), DEVICE)
+    question = Question(pairs, (0,), (terms.softplus,), scale=scale)
     needs = tiled.Needs(True, True, False, False, scale=True)
     with torch.no_grad():
-        value, sums = engine.sums_and_gradients(
-            question, inputs, torch.ones(1, device=DEVICE), needs
-        )
+        weights = torch.ones(1, device=DEVICE)
+        value, sums = engine.sums_and_gradients(question, inputs, weights, needs)
         grad = torch.ones((), device=DEVICE)
         found = engine.completed_gradients(question, inputs, sums, grad, needs, None)
     assert value == 0
