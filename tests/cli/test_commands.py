@@ -353,12 +353,16 @@ def test_graded_pairs_and_exclusions_come_from_files(suffix, saved, tmp_path, ca
         wanted = retrieval_metrics(PLAIN, reranker=method, relevant=judged, exclude=left_out)
         found = {name: float(row[name]) for name in wanted}
         assert found == wanted
+    every = {(i, j) for i in range(N) for j in range(N * C)}
+    excluded_pairs = set(zip(images[::7].tolist(), texts[::7].tolist(), strict=True))
+    assert ranked_pairs(tmp_path / "i2t.run") == every - excluded_pairs
 
+
+def ranked_pairs(run_file: Path) -> set[tuple[int, int]]:
+    """Images and texts of a run file of images as queries."""
     ranked = set()
-    for line in (tmp_path / "i2t.run").read_text().splitlines():
+    for line in run_file.read_text().splitlines():
         image, _, text, *_ = line.split()
         pair = (int(image.removeprefix("image")), int(text.removeprefix("text")))
         ranked.add(pair)
-    every = {(i, j) for i in range(N) for j in range(N * C)}
-    excluded_pairs = set(zip(images[::7].tolist(), texts[::7].tolist(), strict=True))
-    assert ranked == every - excluded_pairs
+    return ranked

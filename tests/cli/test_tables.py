@@ -31,7 +31,7 @@ from itrloss.metrics import (
     retrieval_results,
 )
 from itrloss.report.comparison import models_page, page
-from itrloss.rerank import CSLS
+from itrloss.rerank import CSLS, FastReranker
 from itrloss.tables import TESTED, Cell, Grid, Row, Table, p_text
 
 ARROWS = ("image→text", "text→image")
@@ -304,61 +304,83 @@ def test_small_falls_are_not_printed_as_zero():
 
 def test_methods_that_look_at_other_test_queries_get_a_dagger():
     sim = plain_similarity()
-    banks = tuple(torch.from_numpy(x) for x in pairs(2))
-    for used, marked in (
-        ((None, None), {"csls": True}),
-        (banks, {"csls": True, "csls, bank": False}),
-        ((banks[0], None), {"csls": True, "csls, bank (image→text)": True}),
-        ((None, banks[1]), {"csls": True, "csls, bank (text→image)": True}),
-    ):
-        found = compare_rerankers(sim, ("csls",), used, samples=20).table(titles=False)
+    images, texts = (torch.from_numpy(x) for x in pairs(2))
+    cases = (
+        ((None, None), ["csls†"]),
+        ((images, texts), ["csls†", "csls, bank"]),
+        ((images, None), ["csls†", "csls, bank (image→text)†"]),
+        ((None, texts), ["csls†", "csls, bank (text→image)†"]),
+    )
+    for banks, marked in cases:
+        comparison = compare_rerankers(sim, ("csls",), banks, samples=20)
+        found = comparison.table(titles=False)
         names = [name for name, _ in found.grids[0].rows]
-        wanted = [name + "†" * is_marked for name, is_marked in marked.items()]
-        assert names == ["no re-ranking", *wanted]
-        assert (
-            sum(note.startswith("† looks at the other test queries") for note in found.notes) == 1
-        )
-    alone = compare_rerankers(sim, ("qb-norm",), banks, samples=20)
-    assert not any("†" in note for note in alone.table().notes)
+        assert names == ["no re-ranking", *marked]
+        about_daggers = "† looks at the other test queries"
+        notes = [note for note in found.notes if note.startswith(about_daggers)]
+        assert len(notes) == 1
+    alone = compare_rerankers(sim, ("qb-norm",), (images, texts), samples=20)
+    for note in alone.table().notes:
+        assert "†" not in note
 
 
 def test_every_method_has_a_title_without_a_code_name():
     assert set(METHODS) < set(TITLES)
     assert len(set(TITLES.values())) == len(TITLES)
-    assert not any(re.search("[_<>()]|Reranker|itrloss", title) for title in TITLES.values())
+    for title in TITLES.values():
+        assert not re.search("[_<>()]|Reranker|itrloss", title)
+
+
+def save_pairs(folder: Path, prefix: str, seed: int) -> list[Path]:
+    """Write random embeddings of images and of texts, and return their files."""
+    images, texts = pairs(seed)
+    image_file = folder / f"{prefix}images.npy"
+    text_file = folder / f"{prefix}texts.npy"
+    np.save(image_file, images)
+    np.save(text_file, texts)
+    return [image_file, text_file]
+
+
+def scales_of(method: FastReranker) -> str:
+    """The scales of a method as notes have them."""
+    gamma_1, gamma_2 = method.i2t
+    lambda_1, lambda_2 = method.t2i
+    i2t = f"γ1 = {gamma_1:g}, γ2 = {gamma_2:g} (image→text)"
+    t2i = f"λ1 = {lambda_1:g}, λ2 = {lambda_2:g} (text→image)"
+    return f"{i2t}; {t2i}"
+
+
+def in_latex(text: str) -> str:
+    """The same with the commands of LaTeX for letters and arrows."""
+    for letter, command in (("γ", "\\gamma"), ("λ", "\\lambda"), ("→", "\\to")):
+        text = text.replace(letter, rf"\ensuremath{{{command}}}")
+    return text
 
 
 def test_all_calibrated_methods_print_their_scales(tmp_path: Path, capsys):
-    for name, seed in (("", 0), ("val_", 1), ("bank_", 2)):
-        for side, x in zip(("images", "texts"), pairs(seed), strict=True):
-            np.save(tmp_path / f"{name}{side}.npy", x)
-
-    def files(prefix: str) -> list[Path]:
-        return [tmp_path / f"{prefix}{side}.npy" for side in ("images", "texts")]
-
-    images, texts = files("bank_")
-    latex, report = tmp_path / "t.tex", tmp_path / "r.html"
-    options = ["--val", *files("val_"), "--bank-images", images, "--bank-texts", texts]
+    test_files = save_pairs(tmp_path, "", 0)
+    val_files = save_pairs(tmp_path, "val_", 1)
+    bank_images, bank_texts = save_pairs(tmp_path, "bank_", 2)
+    latex = tmp_path / "t.tex"
+    report = tmp_path / "r.html"
+    options = ["--val", *val_files, "--bank-images", bank_images, "--bank-texts", bank_texts]
     options += ["--methods", "fast", "--latex", latex, "--report", report, "--samples", 50]
-    assert run("eval", *files(""), *options) == 0
+    assert run("eval", *test_files, *options) == 0
+
     banks = tuple(torch.from_numpy(x) for x in pairs(2))
     found = compare_rerankers(plain_similarity(), ("fast",), banks, plain_similarity(1), samples=9)
     chosen = {entry.label: entry.reranker for entry in found.entries if entry.name == CALIBRATED}
     assert list(chosen) == ["fast, calibrated", "fast, calibrated, bank"]
     text = read_page(report.read_text(encoding="utf-8"))
+    latex_text = latex.read_text(encoding="utf-8")
     out = " ".join(capsys.readouterr().out.split())
     for name, method in chosen.items():
-        scales = "γ1 = {:g}, γ2 = {:g} (image→text); λ1 = {:g}, λ2 = {:g} (text→image)".format(
-            *method.i2t, *method.t2i
-        )
+        scales = scales_of(method)
         assert f"Scales of {name}: {scales}, chosen on held-out pairs." in out
         title = name.replace("fast", "Fast Re-ranking")
         assert f"Scales of {title}: {scales}, chosen" in text
-        in_latex = scales
-        for letter, command in (("γ", "\\gamma"), ("λ", "\\lambda"), ("→", "\\to")):
-            in_latex = in_latex.replace(letter, rf"\ensuremath{{{command}}}")
-        assert f"Scales of {title}: {in_latex}, chosen" in latex.read_text(encoding="utf-8")
-    read_latex(latex.read_text(encoding="utf-8"))
+        assert f"Scales of {title}: {in_latex(scales)}, chosen" in latex_text
+    read_latex(latex_text)
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -677,35 +677,44 @@ def test_dive(n, per, k, l, hardest, residual, own, reduction):  # noqa: E741
         temperature=4.0,
         denominator=2.0,
     )
-    chamfer = partial(smooth_chamfer, 4.0)
 
     def similarity(x: Tensor, y: Tensor) -> Tensor:
         assert x.shape == (n * k, 6)
         assert y.shape == (m * l, 6)
-        return set_scores(x.view(n, k, 6), y.view(m, l, 6), chamfer)
+        return set_scores(x.view(n, k, 6), y.view(m, l, 6), dive_score)
 
-    i2t, t2i = dive_hinges(set_scores(img, txt, chamfer), per, 0.2, hardest)
-    div = i2t * 0
-    unif = i2t * 0
+    i2t, t2i = dive_hinges(set_scores(img, txt, dive_score), per, 0.2, hardest)
     spread = [F.normalize(x, dim=2) for x in residuals] if residual else [img, txt]
-    for side, size in enumerate((k, l)):
-        if size > 1:
-            div = div + frobenius(residuals[side], reduction)
-            unif = unif + crowding(spread[side])
-    discrepancy = mmd(img, txt, reduction)
     parts = {
         "i2t_loss": i2t,
         "t2i_loss": t2i,
-        "div_loss": div,
-        "mmd_loss": discrepancy,
-        "unif_loss": unif,
+        "div_loss": sum_of_sets(residuals, lambda sets: frobenius(sets, reduction)),
+        "mmd_loss": mmd(img, txt, reduction),
+        "unif_loss": sum_of_sets(spread, crowding),
     }
-    wanted = i2t + t2i + 0.3 * div + 0.2 * discrepancy + 0.5 * unif
+    wanted = i2t + t2i
+    wanted = wanted + 0.3 * parts["div_loss"]
+    wanted = wanted + 0.2 * parts["mmd_loss"]
+    wanted = wanted + 0.5 * parts["unif_loss"]
     function = similarity if own else None
     criterion = compat.DivELoss(k, l, function, opt, reduction, txt_per_img=per)
     loss, found = criterion(img, txt, *residuals)
     assert_same(loss, wanted, (img, txt, *raw), 1e-6)
     assert_same_parts(found, parts)
+
+
+def dive_score(products: Tensor) -> Tensor:
+    """The score of two sets at a temperature of 4."""
+    return smooth_chamfer(4.0, products)
+
+
+def sum_of_sets(sides: list[Tensor], function) -> Tensor:
+    """The sum of a function of both sides, without those of one embedding each."""
+    total = torch.zeros((), dtype=torch.float64)
+    for sets in sides:
+        if sets.shape[1] > 1:
+            total = total + function(sets)
+    return total
 
 
 @of_modes

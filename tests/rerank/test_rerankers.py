@@ -735,9 +735,11 @@ def test_two_stages_put_the_best_candidates_in_the_second_scorers_order(engine, 
     assert max(seen) <= 9
     assert sum(seen) == 4 * (N + M)
     i2t = oracle_rerank.two_stages(first, second, 4, weight)
-    assert found.i2t.argsort(1, descending=True).tolist() == i2t.tolist()
+    found_i2t = found.i2t.argsort(1, descending=True)
+    assert found_i2t.tolist() == i2t.tolist()
     t2i = oracle_rerank.two_stages(first.T, second.T, 4, weight)
-    assert found.t2i.T.argsort(1, descending=True).tolist() == t2i.tolist()
+    found_t2i = found.t2i.T.argsort(1, descending=True)
+    assert found_t2i.tolist() == t2i.tolist()
     top = method.topk(sim, 6)
     assert torch.equal(top.i2t.indices, found.i2t.topk(6).indices)
     query = unlabelled(v[:1], w)

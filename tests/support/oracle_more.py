@@ -451,6 +451,7 @@ def variance_aware(
 
 
 def _weighted_by_sigma(hinge: float, sigma: float) -> float:
+    """``σ^-2 hinge + log σ``."""
     return hinge / sigma**2 + math.log(sigma)
 
 
