@@ -55,13 +55,23 @@ def pairs_of_vectors(n, d=48, noise=1.5):
 
 def step(loss, v, w, *ids):
     """Return a loss and the gradients of the embeddings."""
-    x, y = (z.clone().requires_grad_() for z in (v, w))
+    x = v.clone().requires_grad_()
+    y = w.clone().requires_grad_()
     value = loss(x, y, *ids)
-    return [value.detach(), *torch.autograd.grad(value, (x, y))]
+    by_x, by_y = torch.autograd.grad(value, (x, y))
+    return [value.detach(), by_x, by_y]
 
 
 def distance(found, wanted):
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    """The length of the error, as a share of that of the exact one."""
+    exact = wanted.double()
+    error = found.double() - exact
+    return float(error.norm() / exact.norm())
+
+
+def assert_identical(found, wanted):
+    for got, exact in zip(found, wanted, strict=True):
+        assert torch.equal(got, exact)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -70,17 +80,23 @@ def test_float32_embeddings_are_rounded_and_their_gradient_is_not(name, dtype, m
     v, w = embeddings(12, 12, 24, dtype=torch.float32)
     ids = make_ids("random", 12, 12) if name == "dcl" else ()
     reference = LOSSES[name]().double()
-    wanted = step(
-        lambda x, y: reference(rounded(x, dtype), rounded(y, dtype), *ids), v.double(), w.double()
-    )
+
+    def of_rounded(x, y):
+        return reference(rounded(x, dtype), rounded(y, dtype), *ids)
+
+    wanted = step(of_rounded, v.double(), w.double())
+    loss = LOSSES[name](engine="triton")
     with torch.autocast("cpu", dtype):
-        found = step(LOSSES[name](engine="triton"), v, w, *ids)
+        found = step(loss, v, w, *ids)
     assert all(multiplying)
-    for got, right, bound in zip(found, wanted, (1e-5, OF_PANELS, OF_PANELS), strict=True):
+    bounds = (1e-5, OF_PANELS, OF_PANELS)
+    for got, exact, bound in zip(found, wanted, bounds, strict=True):
         assert got.dtype == torch.float32
-        assert distance(got, right) < bound
+        assert distance(got, exact) < bound
     if name != "triplet":
-        assert (found[1].to(dtype).float() != found[1]).float().mean() > 0.9
+        _, gradient, _ = found
+        has_more_digits = gradient.to(dtype).float() != gradient
+        assert has_more_digits.float().mean() > 0.9
 
 
 OF_PANELS = 3e-3  # the gradient of scores is rounded before it is multiplied
@@ -112,15 +128,19 @@ class Rounded(torch.autograd.Function):
 def test_gradients_beat_what_autocast_makes_of_plain_pytorch():
     """The embeddings are float32, as ``F.normalize`` returns them under autocast."""
     v, w = (torch.nn.functional.normalize(x) for x in pairs_of_vectors(64, 128))
-    exact = step(itrloss.InfoNCELoss(), v.double(), w.double())
+    _, *exact = step(itrloss.InfoNCELoss(), v.double(), w.double())
+    loss = itrloss.InfoNCELoss(engine="triton")
     with torch.autocast("cpu", torch.bfloat16):
-        ours = step(itrloss.InfoNCELoss(engine="triton"), v, w)
-        plain = step(plain_info_nce, v, w)
-    errors = [distance(torch.cat(x[1:]), torch.cat(exact[1:])) for x in (ours, plain)]
-    assert 1e-4 < errors[0] < 0.1 * errors[1], errors  # 0.0028 and 0.43
+        _, *ours = step(loss, v, w)
+        _, *plain = step(plain_info_nce, v, w)
+    wanted = torch.cat(exact)
+    our_error = distance(torch.cat(ours), wanted)
+    plain_error = distance(torch.cat(plain), wanted)
+    assert 1e-4 < our_error < 0.1 * plain_error  # 0.0028 and 0.43
 
 
 def plain_info_nce(x, y):
+    """InfoNCE in plain PyTorch."""
     logits = x @ y.T / 0.07
     numbers = torch.arange(len(x))
     cross_entropy = torch.nn.functional.cross_entropy
@@ -131,12 +151,13 @@ def plain_info_nce(x, y):
 @pytest.mark.parametrize("dtype", HALF)
 def test_embeddings_of_any_length(length, dtype):
     v, w = pairs_of_vectors(16)
+    loss = itrloss.InfoNCELoss(engine="triton")
     with torch.autocast("cpu", dtype):
-        wanted = step(itrloss.InfoNCELoss(engine="triton"), v, w)
-        found = step(itrloss.InfoNCELoss(engine="triton"), v * length, w)
-    assert distance(found[0], wanted[0]) < 1e-3
-    assert distance(found[1] * length, wanted[1]) < 0.02
-    assert distance(found[2], wanted[2]) < 0.02
+        wanted_value, wanted_by_v, wanted_by_w = step(loss, v, w)
+        value, by_v, by_w = step(loss, v * length, w)
+    assert distance(value, wanted_value) < 1e-3
+    assert distance(by_v * length, wanted_by_v) < 0.02
+    assert distance(by_w, wanted_by_w) < 0.02
 
 
 def test_one_switch_refuses(multiplying):
@@ -145,31 +166,36 @@ def test_one_switch_refuses(multiplying):
     wanted = step(loss, v, w)
     with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
         found = step(loss, v, w)
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert_identical(found, wanted)
     assert not any(multiplying)
 
 
 @pytest.mark.parametrize("name", ["dense", "tiled"])
 def test_engines_that_multiply_float32_round_nothing(name):
     v, w = pairs_of_vectors(16)
-    wanted = step(itrloss.InfoNCELoss(engine=name), v, w)
+    loss = itrloss.InfoNCELoss(engine=name)
+    wanted = step(loss, v, w)
     with torch.autocast("cpu", torch.bfloat16):
-        found = step(itrloss.InfoNCELoss(engine=name), v, w)
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        found = step(loss, v, w)
+    assert_identical(found, wanted)
 
 
 def test_ranks_and_scores_are_those_of_the_embeddings():
     v, w = pairs_of_vectors(20)
     with torch.autocast("cpu", torch.bfloat16):
         sim = Similarity(v, w, engine="triton")
-        found = sim.topk(5), sim.T.ranks(), sim.scores()
+        best = sim.topk(5)
+        ranks = sim.T.ranks()
+        scores = sim.scores()
     exact = Similarity(v, w, engine="tiled")
-    assert torch.equal(found[0].values, exact.topk(5).values)
-    assert torch.equal(found[0].indices, exact.topk(5).indices)
-    assert torch.equal(found[1], exact.T.ranks())
-    assert torch.equal(found[2], exact.scores())
-    assert sim.embeddings[0] is v
-    assert sim.embeddings[1] is w
+    exact_best = exact.topk(5)
+    assert torch.equal(best.values, exact_best.values)
+    assert torch.equal(best.indices, exact_best.indices)
+    assert torch.equal(ranks, exact.T.ranks())
+    assert torch.equal(scores, exact.scores())
+    images, texts = sim.embeddings
+    assert images is v
+    assert texts is w
 
 
 def test_a_similarity_keeps_what_autocast_was_when_it_was_made():
@@ -182,7 +208,8 @@ def test_a_similarity_keeps_what_autocast_was_when_it_was_made():
         rounding = inside.logsumexp(10.0)
     assert not torch.equal(rounding, wanted)
     assert torch.equal(inside.detach().logsumexp(10.0), rounding)
-    assert torch.equal(pickle.loads(pickle.dumps(inside)).logsumexp(10.0), rounding)
+    pickled = pickle.loads(pickle.dumps(inside))
+    assert torch.equal(pickled.logsumexp(10.0), rounding)
     v += 1
     with pytest.raises(RuntimeError, match="modified in place"):
         inside.logsumexp(10.0)
@@ -191,10 +218,12 @@ def test_a_similarity_keeps_what_autocast_was_when_it_was_made():
 def test_a_bias_is_no_reason_to_round():
     """No kernel adds biases."""
     v, w = pairs_of_vectors(16)
-    bias = torch.linspace(-1, 1, 16), None
-    wanted = Similarity(v, w, engine="tiled", bias=bias).logsumexp(10.0)
+    bias = (torch.linspace(-1, 1, 16), None)
+    exact = Similarity(v, w, engine="tiled", bias=bias)
+    wanted = exact.logsumexp(10.0)
     with torch.autocast("cpu", torch.bfloat16):
-        found = Similarity(v, w, engine="triton", bias=bias).logsumexp(10.0)
+        sim = Similarity(v, w, engine="triton", bias=bias)
+        found = sim.logsumexp(10.0)
     torch.testing.assert_close(found, wanted)
 
 
@@ -203,35 +232,39 @@ def test_a_bias_is_no_reason_to_round():
 def test_a_float32_memory_does_not_slow_half_precision(name, autocast, multiplying):
     """Kernels multiply the batch with its keys and with the memory, as if all were rounded."""
     v, w = pairs_of_vectors(8)
-    keys = [x + 0.1 for x in (v, w)]
+    keys = [v + 0.1, w + 0.1]
     memory = itrloss.CoupledMemory(24, 48)
     for seed in range(3):
         memory.enqueue(*embeddings(8, 8, 48, seed=seed, dtype=torch.float32))
-    half = [x.bfloat16() for x in (v, w)]
-    loss = getattr(itrloss, name)(engine="triton")
-    exact = itrloss.CoupledMemory(24, 48, dtype=torch.float64)
-    exact.load_state_dict(memory.to(torch.bfloat16).double().state_dict())
-    reference = getattr(itrloss, name)().double()
-    wanted = step(
-        lambda x, y: reference(x, y, *(z.bfloat16().double() for z in keys), exact),
-        *(x.double() for x in half),
-    )
+    half = [v.bfloat16(), w.bfloat16()]
+
+    kind = getattr(itrloss, name)
+    reference = kind().double()
+    exact_keys = [x.bfloat16().double() for x in keys]
+    exact_memory = itrloss.CoupledMemory(24, 48, dtype=torch.float64)
+    exact_memory.load_state_dict(memory.to(torch.bfloat16).double().state_dict())
+    exact_batch = [x.double() for x in half]
+    wanted = step(lambda x, y: reference(x, y, *exact_keys, exact_memory), *exact_batch)
+
+    loss = kind(engine="triton")
     memory = memory.float()
+    batch = [v, w] if autocast else half
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        batch = (v, w) if autocast else half
         found = step(lambda x, y: loss(x, y, *keys, memory), *batch)
     assert multiplying
     assert all(multiplying)
-    for got, right in zip(found, wanted, strict=True):
-        assert distance(got, right) < (1e-5 if got.dim() == 0 else 5e-3)
+    bounds = (1e-5, 5e-3, 5e-3)
+    for got, exact, bound in zip(found, wanted, bounds, strict=True):
+        assert distance(got, exact) < bound
 
 
 def test_distances_of_a_reranker_are_float32():
     sim = Similarity(*pairs_of_vectors(20))
-    wanted = KReciprocalReranker(k1=5, k2=3).rerank(sim)
+    method = KReciprocalReranker(k1=5, k2=3)
+    wanted = method.rerank(sim)
     with torch.autocast("cpu", torch.bfloat16):
-        found = KReciprocalReranker(k1=5, k2=3).rerank(sim)
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        found = method.rerank(sim)
+    assert_identical(found, wanted)
 
 
 def test_autocast_of_the_device_counts(monkeypatch):

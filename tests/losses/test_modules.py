@@ -44,8 +44,10 @@ def pair(module: nn.Module, x: Inputs) -> Tensor:
 
 
 def coder(module: nn.Module, x: Inputs) -> Tensor:
-    keys = x.part(2).detach(), x.part(3).detach()
-    total, _ = module(x.part(0), x.part(1), *keys, x.memory, x.part(4), x.part(5), IDS, IDS)
+    batch = (x.part(0), x.part(1))
+    keys = (x.part(2).detach(), x.part(3).detach())
+    features = (x.part(4), x.part(5))
+    total, _ = module(*batch, *keys, x.memory, *features, IDS, IDS)
     return total
 
 
@@ -104,9 +106,11 @@ def inputs(step: int = 0, dtype: torch.dtype = torch.float32, processes: int = 1
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(B, 8 * D, generator=generator) + 0.3
     stored = itrloss.CoupledMemory(ENTRIES, D, dtype=dtype)
+    keys = torch.randn(2, 7, D, generator=generator).to(dtype)
     # as if enqueued by each process
-    keys = torch.randn(2, 7, D, generator=generator).to(dtype).repeat(1, processes, 1)
-    stored.enqueue(*keys, torch.arange(7).repeat(processes))
+    image_keys, text_keys = keys.repeat(1, processes, 1)
+    ids = torch.arange(7).repeat(processes)
+    stored.enqueue(image_keys, text_keys, ids)
     return Inputs(x.to(dtype).requires_grad_(), stored)
 
 
@@ -114,10 +118,13 @@ def outcome(
     name: str, module: nn.Module, x: Inputs, call: Callable[..., Tensor] | None = None
 ) -> list[Tensor]:
     """Value of one call, and its gradient if it has one."""
-    value = (call or MODULES[name].call)(module, x)
+    if call is None:
+        call = MODULES[name].call
+    value = call(module, x)
     if not value.requires_grad:
         return [value]
-    return [value.detach(), *torch.autograd.grad(value.sum(), x.vectors)]
+    (gradient,) = torch.autograd.grad(value.sum(), x.vectors)
+    return [value.detach(), gradient]
 
 
 def assert_identical(found: Any, wanted: Any) -> None:
@@ -183,15 +190,17 @@ def test_repr_is_one_that_can_be_read(name):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_module_moves_to_another_type(name, dtype):
     given = inputs(dtype=dtype)
-    found = outcome(name, make(name).to("cpu", dtype), given)
+    moved = make(name).to("cpu", dtype)
+    found = outcome(name, moved, given)
     vectors = given.vectors.detach().float().requires_grad_()
-    same = Inputs(vectors, inputs(dtype=dtype).memory.float())
-    wanted = outcome(name, make(name), same)
+    memory = inputs(dtype=dtype).memory.float()
+    wanted = outcome(name, make(name), Inputs(vectors, memory))
     # Parameters are rounded, too, and so are gradients.
     tolerance = 1e-5 if dtype == torch.float64 else 0.03
-    for a, b in zip(found, wanted, strict=True):
-        assert a.isfinite().all()
-        assert (a.to(b.dtype) - b).norm() <= tolerance * b.norm()
+    for got, exact in zip(found, wanted, strict=True):
+        assert got.isfinite().all()
+        error = got.to(exact.dtype) - exact
+        assert error.norm() <= tolerance * exact.norm()
 
 
 @pytest.mark.parametrize("name", sorted(MODULES.keys() - {"momentum"}))
@@ -201,7 +210,8 @@ def test_module_is_the_same_under_autocast(name):
             return MODULES[name].call(module, x)
 
     wanted = outcome(name, make(name), inputs())
-    assert_identical(outcome(name, make(name), inputs(), under_autocast), wanted)
+    found = outcome(name, make(name), inputs(), under_autocast)
+    assert_identical(found, wanted)
 
 
 def test_momentum_encoder_runs_under_the_users_autocast():
@@ -215,8 +225,10 @@ def test_momentum_encoder_runs_under_the_users_autocast():
 def test_learnt_scale_in_half_precision_is_not_rounded_again(name, dtype):
     images, texts = embeddings(12, 12, D, dtype=torch.float32)
     half = REGISTRY[name].make().to(dtype)
-    exact = copy.deepcopy(half).float()
-    torch.testing.assert_close(half(images, texts), exact(images, texts), rtol=1e-6, atol=0)
+    single = copy.deepcopy(half).float()
+    found = half(images, texts)
+    wanted = single(images, texts)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
 
 
 # ------------------------------------------------------------------------------------ two processes
@@ -238,12 +250,18 @@ class Step(nn.Module):
         return value.float().sum() + 0 * made.sum()
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+        """Copies of the gradients of all parameters that have one."""
+        found = {}
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                found[name] = parameter.grad.clone()
+        return found
 
 
 def drawn(step: int, rank: int) -> Tensor:
     """A process's inputs of the encoder."""
-    return torch.randn(B, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(B, 5, generator=generator)
 
 
 def worker(rank: int) -> dict[str, dict[str, Any]]:
@@ -274,7 +292,8 @@ def test_module_stays_equal_in_two_processes(name, two_processes):
     assert first["gradients"][0]
     assert_identical(second["gradients"], first["gradients"])
     for gradients in first["gradients"]:
-        assert all(x.isfinite().all() for x in gradients.values())
+        for gradient in gradients.values():
+            assert gradient.isfinite().all()
     # running statistics of the gate are of each process's own images, as with BatchNorm
     if name != "gate":
         assert_identical(second["buffers"], first["buffers"])
@@ -283,13 +302,19 @@ def test_module_stays_equal_in_two_processes(name, two_processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["infonce", "prototypes", "orthogonal", "gate", "momentum"])
 def test_module_that_exchanges_nothing_has_the_mean_gradient(name, two_processes):
-    alone = []
-    for rank in range(2):
+
+    def of_process(rank: int) -> dict[str, Tensor]:
+        """The gradients of a process's part by itself."""
         model = Step(name)
-        model(drawn(0, rank), inputs(0, processes=2).memory).backward()
-        alone.append(model.gradients())
-    for key, found in two_processes[0][name]["gradients"][0].items():
-        mean = (alone[0][key] + alone[1][key]) / 2
+        value = model(drawn(0, rank), inputs(0, processes=2).memory)
+        value.backward()
+        return model.gradients()
+
+    first = of_process(0)
+    second = of_process(1)
+    of_both, _ = two_processes
+    for key, found in of_both[name]["gradients"][0].items():
+        mean = (first[key] + second[key]) / 2
         torch.testing.assert_close(found, mean, rtol=1e-4, atol=1e-6)
 
 
@@ -298,7 +323,8 @@ def test_clusters_of_two_processes_are_those_of_one(two_processes):
     model = Step("means")
     for step in range(3):
         whole = torch.cat([drawn(step, 0), drawn(step, 1)])
-        model.module.update(Inputs(model.encoder(whole), None).part(0))
-    torch.testing.assert_close(
-        two_processes[0]["means"]["buffers"], dict(model.module.named_buffers())
-    )
+        made = Inputs(model.encoder(whole), None)
+        model.module.update(made.part(0))
+    first, _ = two_processes
+    wanted = dict(model.module.named_buffers())
+    torch.testing.assert_close(first["means"]["buffers"], wanted)
