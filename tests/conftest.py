@@ -46,7 +46,9 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("fast"):
+    # who names tests, with -k or file::test, wants all of their cases
+    named = config.option.keyword or any("::" in argument for argument in config.args)
+    if config.getoption("fast") and not named:
         chosen = fast_part(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]

@@ -16,6 +16,7 @@ from support.processes import run
 from torch.utils._pytree import tree_leaves
 
 import itrloss
+from itrloss.engine.terms import Term
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SOURCES = [*DOCS.rglob("*.rst"), *(DOCS.parent / "src").rglob("*.py")]
@@ -130,6 +131,15 @@ def test_pictures_of_denominators_show_what_is_in_them(monkeypatch):
             line = [letters.get(found.get((row, x)), ".") for x in range(16)]
             drawn[row] = "".join([*line[:4], " ", *line[4:12], " ", *line[12:]])
         assert drawn == rows, name
+
+
+def test_the_reference_has_every_public_name():
+    """Losses have pages of their own, from which their entries are made."""
+    reference = (DOCS / "api.rst").read_text(encoding="utf-8")
+    words = set(re.findall(r"\w+", reference))
+    public = {*itrloss.__all__, *itrloss.rerank.__all__} - public_losses()
+    public |= {name for name, x in vars(itrloss.terms).items() if isinstance(x, Term)}
+    assert public - words <= {"compat", "integrations"}  # which have pages
 
 
 def test_every_public_loss_has_a_row_in_the_table_of_losses(monkeypatch):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import pairwise
+from support.cases import pairwise, public_rerankers
 from support.losses_registry import select
 from support.processes import WORLD, run
 from torch import nn
@@ -115,7 +115,11 @@ def test_a_process_alone_gathers_nothing():
 
 RERANKERS = {
     "fast": itrloss.rerank.FastReranker((9.0, 8.0), (8.0, 17.0)),
+    "inverted softmax": itrloss.rerank.InvertedSoftmax(2.0),
+    "inverted softmax, bank": itrloss.rerank.InvertedSoftmax(2.0),
     "nnn": itrloss.rerank.NearestNeighborNorm(k=4),
+    "csls": itrloss.rerank.CSLS(k=3),
+    "csls, bank": itrloss.rerank.CSLS(k=3),
     "fast, bank": itrloss.rerank.FastReranker((9.0, 8.0), (8.0, 17.0)),
     "dbnorm": itrloss.rerank.DualBankNorm(),
     "sinkhorn": itrloss.rerank.Sinkhorn(scale=9.0, iterations=3),
@@ -201,6 +205,14 @@ def test_two_processes_rank_as_one_does(tmp_path):
         ):
             torch.testing.assert_close(torch.cat([mine, theirs]), part)
     assert "Similarity of embeddings" in found[0]["of scores"]
+
+
+def test_every_reranker_is_ranked_in_two_processes():
+    tested = {type(method) for method in RERANKERS.values()}
+    tested.add(itrloss.rerank.TwoStageReranker)
+    # it refuses, as it compares the candidates with one another
+    tested.add(itrloss.rerank.KReciprocalReranker)
+    assert tested == public_rerankers()
 
 
 # --- metrics --------------------------------------------------------------------------------------

@@ -51,6 +51,16 @@ def test_a_function_that_is_zero_somewhere_says_where(name):
     assert term.zero in (places or [None])
 
 
+@pytest.mark.parametrize("name", OF_ONE_NUMBER)
+def test_a_term_and_its_slope_do_not_overflow_on_the_way(name):
+    """In float32 they are finite where their exact values are within its range."""
+    term = OF_THE_LIBRARY[name]
+    z = torch.tensor([-300.0, -100.0, 100.0, 300.0])
+    for function in (term, term.slope):
+        exact = function(z.double()).float()
+        torch.testing.assert_close(function(z.clone()), exact, rtol=1e-2, atol=1e-37)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_term_does_not_lose_what_it_returns(engine):
     """The sum over a single column must not alias the term's return value, here its parameter."""

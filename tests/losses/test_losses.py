@@ -20,15 +20,16 @@ from hypothesis import strategies as st
 from support import oracle
 from support.cases import SHAPES, each, embeddings, make_ids, pairwise, upstream
 from support.losses_registry import IN_LOOPS as LOSSES
-from support.losses_registry import REGISTRY, public_losses
+from support.losses_registry import REGISTRY, LateInteraction, public_losses
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import gradcheck
 
 import itrloss
-from itrloss import Similarity
+from itrloss import MemoryLoss, PairLoss, Similarity
 from itrloss.checks import Choice, Number
 from itrloss.engine.terms import identity
+from itrloss.losses.base import Loss
 
 ENGINES = ("dense", "tiled")
 OF_ANCHORS = [name for name, entry in LOSSES.items() if not entry.every_pair]
@@ -64,6 +65,60 @@ def test_every_oracle_takes_the_options_of_its_loss(name):
     entry = REGISTRY[name]
     options = entry.options if entry.oracle_options is None else entry.oracle_options
     inspect.signature(entry.oracle).bind_partial(**options, reduction="none")
+
+
+# Options that tests of their own compare at other values than their defaults.
+ELSEWHERE = {
+    "CODERObjective": "test_objectives.py",
+    "DiversityContrastiveLoss": "test_entropy_temperature_reaches_the_diversity",
+    "DVSEObjective": "test_objectives.py",
+    "DynamicGate": "test_dvse.py",
+    "DynamicOrthogonalLoss": "test_dvse.py",
+    "DistillationLoss": "test_infonce.py",
+    "InfoNCELoss": "test_infonce_options.py",
+    "LateInteraction": "test_late_interaction.py",
+    "Matryoshka": "test_matryoshka.py",
+    "PCMEPlusPlusLoss": "test_probabilistic.py",
+    "VarianceAwareLoss": "test_dvse.py",
+}
+WITHOUT_VALUE = {"learnable", "max_scale", "reduction", "engine", "check_finite"}
+BASES = PairLoss, MemoryLoss, Loss, nn.Module
+
+
+def own_options(kind):
+    """Return the options of a loss with their defaults, without those that all losses have."""
+    found = {}
+    for owner in kind.__mro__:
+        if owner in BASES:
+            break
+        if "__init__" in vars(owner):
+            for option in inspect.signature(owner.__init__).parameters.values():
+                if option.default is not option.empty:
+                    found[option.name] = option.default
+    return found
+
+
+def test_every_option_is_compared_with_loops_at_another_value_than_its_default():
+    changed = {}
+    for entry in REGISTRY.values():
+        kind = type(entry.make())
+        seen = changed.setdefault(kind, set())
+        if entry.oracle is not None:
+            defaults = own_options(kind)
+            seen |= {x for x, value in entry.options.items() if value != defaults.get(x)}
+    for kind, seen in changed.items():
+        left = own_options(kind).keys() - seen - WITHOUT_VALUE
+        if kind.__name__ in ELSEWHERE:
+            assert left, f"{kind.__name__}: all options are compared here, too"
+        else:
+            assert not left, f"{kind.__name__}: an entry with other values of {sorted(left)}"
+
+
+def test_every_option_is_shown_and_so_compared_by_processes():
+    kinds = {type(entry.make()) for entry in REGISTRY.values()}
+    for kind in kinds - {LateInteraction}:
+        if issubclass(kind, (PairLoss, MemoryLoss)):
+            assert own_options(kind).keys() <= set(kind.shown), kind.__name__
 
 
 # -------------------------------------------------------------------------------- values, gradients

@@ -5,7 +5,6 @@ interface.
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 import itertools
 import math
@@ -19,9 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracle, oracle_rerank
-from support.cases import embeddings, sample, similarity
+from support.cases import embeddings, public_rerankers, sample, similarity
 
-from itrloss import Similarity, rerank
+from itrloss import Similarity, comparison, rerank
 from itrloss.metrics import retrieval_metrics
 from itrloss.rerank import (
     CSLS,
@@ -601,12 +600,15 @@ def test_re_rankers_show_and_copy_themselves(name):
 
 
 def test_all_are_named_and_tested():
-    classes = filter(inspect.isclass, vars(rerank).values())
-    rerankers = [x for x in classes if issubclass(x, rerank.Reranker)]
-    concrete = {x for x in rerankers if not inspect.isabstract(x)}
     tested = {type(method) for method in METHODS.values()}
     tested.add(TwoStageReranker)  # below
-    assert concrete == tested
+    assert tested == public_rerankers()
+
+
+def test_all_are_compared_by_the_command_line():
+    """But for the one that takes a model of the user's."""
+    assert {*comparison.METHODS.values(), TwoStageReranker} == public_rerankers()
+    assert comparison.METHODS.keys() <= comparison.TITLES.keys()
 
 
 @pytest.mark.parametrize("name", METHODS)

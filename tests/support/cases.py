@@ -5,6 +5,7 @@ combinations.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import json
 import math
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from itrloss import Anchors, Similarity, pair_term
+from itrloss import Anchors, Similarity, pair_term, rerank
 from support.reference import Reference
 
 # (rows, columns, ids): None is the diagonal, "random" has duplicates and anchors without positives
@@ -136,6 +137,16 @@ def make_ids(
     if kind == "strided":
         return tuple(torch.randint(0, 5, (2 * size,), generator=generator)[::2] for size in (n, m))  # type: ignore
     raise AssertionError(kind)
+
+
+def public_rerankers() -> set[type]:
+    """Return the classes of all re-rankers of the library."""
+    found = set()
+    for kind in vars(rerank).values():
+        is_reranker = isinstance(kind, type) and issubclass(kind, rerank.Reranker)
+        if is_reranker and not inspect.isabstract(kind):
+            found.add(kind)
+    return found
 
 
 def embeddings(

@@ -272,7 +272,10 @@ OF_PAIRS = {
     ),
     "hal mild": Entry(itrloss.HubnessAwareLoss, {"scale": 10.0, "margin": 0.1}, tables=NONE, **HAL),
     "hal soft": Entry(
-        itrloss.HubnessAwareLoss, {"scale": 8.0, "positive": "relu"}, tables=ALL & {"sharded"}
+        itrloss.HubnessAwareLoss,
+        {"scale": 8.0, "positive": "relu"},
+        tables=ALL & {"sharded"},
+        **HAL,
     ),
     # it is compiled by the default backend
     "dcl": Entry(itrloss.DiversityContrastiveLoss, tables=ALL - {"compiled"}, **DCL),
@@ -299,6 +302,19 @@ OF_PAIRS = {
         {"temperature": 0.1},
         oracle=oracle_supervised.sdm,
         without_negatives=True,
+    ),
+    "mil-nce soft": Entry(
+        itrloss.MILNCELoss,
+        {"temperature": 0.3},
+        tables=NONE,
+        oracle=oracle_supervised.mil_nce,
+    ),
+    "sdm coarse": Entry(
+        itrloss.SDMLoss,
+        {"temperature": 0.1, "epsilon": 4e-8},
+        oracle=oracle_supervised.sdm,
+        without_negatives=True,
+        tables=NONE,
     ),
     "multi-similarity": Entry(
         itrloss.MultiSimilarityLoss, tables=ALL - {"compiled", "sharded"}, **MULTI_SIMILARITY
@@ -464,6 +480,12 @@ OF_MEMORIES = {
     "uto mild": Entry(
         itrloss.UnifiedTrainingObjective,
         {"scale": 10.0, "margin": 0.1, "batch_weight": 20.0},
+        tables=NONE,
+        **UTO,
+    ),
+    "uto relu": Entry(
+        itrloss.UnifiedTrainingObjective,
+        {"scale": 10.0, "positive": "relu"},
         tables=NONE,
         **UTO,
     ),

@@ -182,14 +182,18 @@ def hal(
     scale: float = 90.0,
     margin: float = 0.5,
     reduction: str = "mean",
+    positive: str = "clamp",
 ) -> Any:
     """Hubness-aware loss, USER Eq. 17, for several positives and N ≠ M.
 
     ``r_i = (1/γ) log(1 + Σ_{j∈neg(i)} exp(γ(S_ij − ε)))`` over a row, ``c_j`` likewise over a
     column; the loss is ``mean_i r_i + mean_j c_j − mean_{positive pairs} log(1 + S_ip)``, S floored
-    at −1 + 1e-6 in the last term. Per anchor, each direction has half of the positive term: ``ℓ_i =
-    r_i − ½ (n_valid / P) Σ_{p∈pos(i)} log(1 + S_ip)``, P = positive pairs whose anchor is valid.
+    at −1 + 1e-6 in the last term, with ``positive="relu"`` at 0. Per anchor, each direction has
+    half of the positive term: ``ℓ_i = r_i − ½ (n_valid / P) Σ_{p∈pos(i)} log(1 + S_ip)``, P =
+    positive pairs whose anchor is valid.
     """
+    _one_of("positive", positive, ("clamp", "relu"))
+    floor = SCORE_FLOOR if positive == "clamp" else 0.0
 
     def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
         values = np.zeros(len(S))
@@ -200,7 +204,7 @@ def hal(
             exponents = [scale * (S[i, n] - margin) for n in negatives]
             repulsion = _log_sum_exp([0.0, *exponents]) / scale
             positives = _positives(i, ids, other_ids)
-            logs = [_log_positive(S[i, p]) for p in positives]
+            logs = [_log_positive(S[i, p], floor) for p in positives]
             attraction = len(valid) / pairs * math.fsum(logs)
             values[i] = repulsion - 0.5 * attraction
         return values

@@ -298,6 +298,7 @@ def uto(  # noqa: PLR0913 (the arguments and options of the loss)
     batch_weight: float = 1.0,
     image_memory_weight: float = 1.0,
     text_memory_weight: float = 1.0,
+    positive: str = "clamp",
     reduction: str = "mean",
 ) -> Any:
     """Unified training objective, USER Eq. 18–21: ``λ HAL(batch) + Q(texts, images in memory) +
@@ -305,7 +306,7 @@ def uto(  # noqa: PLR0913 (the arguments and options of the loss)
 
     ``Q_i = (1/γ) log(1 + Σ_{q: id_q ≠ id_i} exp(γ(S_iq − ε))) − mean_p log(1 + cos(anchor_i,
     key_p))``, p over the keys of the anchor's id on the other side, that cosine floored at −1 +
-    1e-6. HAL is `oracle.hal`.
+    1e-6, with ``positive="relu"`` at 0. HAL is `oracle.hal`.
 
     * ``"mean"``: λ times HAL's mean + mean of Q over valid images + mean of Q over valid texts;
     * ``"sum"``: λ times HAL's sum + sums of Q;
@@ -317,6 +318,8 @@ def uto(  # noqa: PLR0913 (the arguments and options of the loss)
     whole queue; here entries of the anchor's id are excluded.
     """
 
+    floor = SCORE_FLOOR if positive == "clamp" else 0.0
+
     def anchors(side: _Side) -> Array:
         """``Q_i`` of the anchors of a side."""
         near = side.near()
@@ -325,7 +328,7 @@ def uto(  # noqa: PLR0913 (the arguments and options of the loss)
         for i in side.valid():
             exponents = [scale * (far[i, q] - margin) for q in side.negatives(i)]
             repulsion = _log_sum_exp([0.0, *exponents]) / scale
-            logs = [_log_positive(near[i, p]) for p in side.positives(i)]
+            logs = [_log_positive(near[i, p], floor) for p in side.positives(i)]
             values[i] = repulsion - _mean(logs)
         return values
 
@@ -333,7 +336,7 @@ def uto(  # noqa: PLR0913 (the arguments and options of the loss)
     of_texts = _Side(W, V_keys, memory_images, text_ids, image_ids, memory_ids)
     images = text_memory_weight * anchors(of_images)
     texts = image_memory_weight * anchors(of_texts)
-    batch = oracle.hal(cosine(V, W), image_ids, text_ids, scale, margin, reduction)
+    batch = oracle.hal(cosine(V, W), image_ids, text_ids, scale, margin, reduction, positive)
     if reduction == "none":
         return batch_weight * batch[0] + images, batch_weight * batch[1] + texts
     of_memory = _reduce_valid(images, texts, of_images.valid(), of_texts.valid(), reduction)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 import itrloss
 from itrloss import Similarity, metrics, rerank
 from itrloss.testing.subject import Subject, trained
+from support.cases import public_rerankers
 from support.conforming import CALLS, LOSSES, conforming
 from support.losses_registry import REGISTRY
 
@@ -80,14 +80,13 @@ def set_weights(loss: Any) -> None:
 def rerankers() -> dict[str, rerank.Reranker]:
     """Return each re-ranker, with a bank if it takes one."""
     found = {}
-    for name, cls in sorted(vars(rerank).items()):
-        is_reranker = inspect.isclass(cls) and issubclass(cls, rerank.Reranker)
-        if not is_reranker or inspect.isabstract(cls) or cls is rerank.TwoStageReranker:
+    for kind in sorted(public_rerankers(), key=lambda kind: kind.__name__):
+        if kind is rerank.TwoStageReranker:
             continue
-        method = cls()
+        method = kind()
         if method.takes_bank:
             method.fit(normal(9, 6, seed=2), normal(8, 6, seed=3))
-        found[f"reranker {name}"] = method
+        found[f"reranker {kind.__name__}"] = method
     return found
 
 

@@ -593,6 +593,9 @@ class Draw:
         has_negatives = self.kind == "own alone" or self.chance(0.6)
         number = self.random.randint(1, 4)
         own = self.kind == "own alone" or self.chance(0.5)
+        if self.options.get("directions") == "text-image":  # texts have shared ones, if any
+            has_negatives = bool(self.options.get("text_text"))
+            own = False
         if self.kind == "scores":
             self.inputs["scores"] = self.normal(self.images, self.texts)
             shape = (self.images, number)
