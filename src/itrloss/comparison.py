@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor
 from . import rerank, tables
 from .checks import one_of
 from .metrics import Comparison, RetrievalResults, compare_all, retrieval_results
+from .metrics.labels import with_ids
 from .metrics.results import RECALLS, WAYS, Ks
+from .metrics.retrieval import as_pair
 from .rerank import FastReranker, Reranker
 from .similarity import Similarity
 from .suspicious import warn
@@ -68,7 +71,8 @@ class Entry:
     """A method, and what it makes of the scores.
 
     Attributes:
-        name: of the method, a key of :data:`METHODS` or one of the two other lines.
+        name: of the method, a key of :data:`METHODS`, a re-ranker of one's own as it shows itself,
+            or one of the two other lines.
         reranker: None: no re-ranking.
         results: the results of all queries.
         seconds: how long they took.
@@ -164,10 +168,10 @@ class RerankerComparison:
 
 
 def compare_rerankers(  # noqa: PLR0913 - options by keyword
-    sim: Similarity,
-    methods: Sequence[str] = tuple(METHODS),
+    sim: Tensor | Similarity,
+    methods: Iterable[str | Reranker] = tuple(METHODS),
     banks: Banks = (None, None),
-    validation: Similarity | None = None,
+    validation: Tensor | Similarity | None = None,
     fast: FastReranker | None = None,
     progress: Callable[[str], None] = lambda text: None,
     folds: int = 1,
@@ -177,27 +181,35 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
     """Return what methods make of scores, with hubs of the test queries and of any banks.
 
     Args:
-        sim: what is re-ranked, with ids.
-        methods: names in :data:`METHODS`.
+        sim: what is re-ranked: scores (n_images, n_texts), with c consecutive texts per image, or a
+            :class:`itrloss.Similarity`.
+        methods: names in :data:`METHODS`, which stand for the defaults, and re-rankers such as
+            ``Sinkhorn(scale=50)``.
         banks: queries of another set, of images and of texts, see
-            :meth:`itrloss.rerank.Reranker.fit`.
-        validation: held-out pairs that Fast Re-ranking is calibrated on, with its numbers in
-            ``fast``.
+            :meth:`itrloss.rerank.Reranker.fit`. Re-rankers with banks of their own keep these.
+        validation: held-out pairs that ``"fast"`` is calibrated on, too: as ``sim``.
         fast: Fast Re-ranking as it is to be tried; its defaults if left out.
         progress: told what is done next.
         folds: see :func:`itrloss.metrics.retrieval_results`.
         rules: its arguments ``relevant``, ``exclude`` and ``candidates``.
         samples: number of bootstrap samples behind intervals and p-values; by default, 2000 for
             each test, so that p can fall below 0.001 after the correction.
+
+    Raises:
+        TypeError, ValueError: naming the argument, also for an unknown name.
     """
+    rerankers = _by_name(methods, fast or FastReranker())
+    sim = _with_ids("sim", sim)
+    if validation is not None:
+        validation = _with_ids("validation", validation)
     left_out: dict[str, str] = {}
     tried: list[tuple[str, Banks | None]] = [(PLAIN, None)]
-    for name in methods:
-        why = _obstacle(name, sim, banks)
+    for name, method in rerankers.items():
+        why = _obstacle(method, sim, banks)
         if why:
             left_out[name] = why
             continue
-        for used in _banks_to_try(METHODS[name], banks):
+        for used in _banks_to_try(method, banks):
             tried.append((name, used))
             if name == "fast" and validation is not None:
                 tried.append((CALIBRATED, used))
@@ -206,8 +218,11 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
         bank = ", with a bank" if used else ""
         progress(f"[{number}/{len(tried)}] {name}{bank} …")
         reranker = None
-        if name != PLAIN:
-            reranker = _made(name, used, fast, validation)
+        if name == CALIBRATED:
+            assert validation is not None
+            reranker = _calibrated(used, validation)
+        elif name != PLAIN:
+            reranker = _fitted(rerankers[name], used)
         start = time.perf_counter()
         results = retrieval_results(sim, reranker=reranker, folds=folds, **rules)
         seconds = time.perf_counter() - start
@@ -279,45 +294,71 @@ def _are_same(own: RetrievalResults, other: RetrievalResults) -> bool:
     return True
 
 
-def _obstacle(name: str, sim: Similarity, banks: Banks) -> str:
+def _with_ids(name: str, scores: Any) -> Similarity:
+    """Return scores of any form as a Similarity."""
+    if isinstance(scores, Similarity):
+        return scores
+    if isinstance(as_pair(scores), tuple):
+        expected = "one matrix of scores, from which both directions are re-ranked"
+        raise TypeError(f"{name}: expected {expected}, got a pair")
+    return with_ids(name, scores, None, None)
+
+
+def _by_name(methods: Iterable[str | Reranker], fast: FastReranker) -> dict[str, Reranker]:
+    """Return re-rankers by their names in :data:`METHODS`, and others as they show themselves."""
+    if isinstance(methods, str) or not isinstance(methods, Iterable):
+        raise TypeError(f"methods: expected a list such as ['fast', CSLS(10)], got {methods!r}")
+    found = {}
+    for method in methods:
+        if isinstance(method, Reranker):
+            found[repr(method)] = method
+        elif isinstance(method, str):
+            one_of("methods", method, *METHODS)
+            found[method] = fast if method == "fast" else METHODS[method]()
+        else:
+            expected = "names and re-rankers with their options, such as 'csls' or CSLS(10)"
+            raise TypeError(f"methods: expected {expected}, got {method!r}")
+    return found
+
+
+def _obstacle(method: Reranker, sim: Similarity, banks: Banks) -> str:
     """Return why a method cannot be tried; an empty string if it can."""
-    kind = METHODS[name]
-    if kind.needs_embeddings and sim.embeddings is None:
+    if method.needs_embeddings and sim.embeddings is None:
         return "needs embeddings: itrloss eval"
-    if kind.needs_bank and None in banks:
+    if method.needs_bank and any(method.transductive) and None in banks:
         return "needs banks of queries: --bank-images and --bank-texts"
     return ""
 
 
-def _banks_to_try(kind: type[Reranker], banks: Banks) -> list[Banks | None]:
-    """Return the banks that a method is tried with; None stands for the test queries."""
-    if kind.needs_bank:
-        return [banks]
-    if kind.takes_bank and banks != (None, None):
-        return [None, banks]
-    return [None]
+def _banks_to_try(method: Reranker, banks: Banks) -> list[Banks | None]:
+    """Return the banks that a method is tried with.
 
-
-def _made(
-    name: str, banks: Banks | None, fast: FastReranker | None, validation: Similarity | None
-) -> Reranker:
-    """Return the re-ranker of this name, fitted to banks and, if it is the calibrated one, to
-    held-out pairs.
+    None stands for the test queries, or for banks of its own.
     """
-    if name == CALIBRATED:
-        assert validation is not None
-        if banks is not None and validation.embeddings is not None:
-            # banks of embeddings fit the validation set, too
-            return FastReranker().fit(*banks).calibrate(validation)
-        # scores of a bank are of the test candidates
-        made = FastReranker().calibrate(validation)
-    elif name == "fast" and fast is not None:
-        made = FastReranker(fast.i2t, fast.t2i)
-    else:
-        made = METHODS[name]()
-    if banks is not None:
-        made.fit(*banks)
-    return made
+    if not method.takes_bank or not all(method.transductive) or banks == (None, None):
+        return [None]
+    if method.needs_bank:
+        return [banks]
+    return [None, banks]
+
+
+def _fitted(method: Reranker, banks: Banks | None) -> Reranker:
+    """Return a method with banks, if there are any."""
+    if banks is None:
+        return method
+    return copy.copy(method).fit(*banks)
+
+
+def _calibrated(banks: Banks | None, validation: Similarity) -> FastReranker:
+    """Return Fast Re-ranking with banks, and with scales chosen on held-out pairs."""
+    made = FastReranker()
+    if banks is None:
+        return made.calibrate(validation)
+    if validation.embeddings is not None:
+        # banks of embeddings fit the validation set, too
+        return made.fit(*banks).calibrate(validation)
+    # scores of a bank are of the test candidates
+    return made.calibrate(validation).fit(*banks)
 
 
 def table(comparison: RerankerComparison, ks: Ks = RECALLS) -> str:

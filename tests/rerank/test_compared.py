@@ -1,0 +1,105 @@
+"""What ``compare_rerankers`` takes: scores of any form, and names beside re-rankers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.cases import embeddings
+
+from itrloss import Similarity
+from itrloss.comparison import compare_rerankers, table
+from itrloss.metrics import retrieval_metrics
+from itrloss.rerank import CSLS, FastReranker, QueryBankNorm, Sinkhorn
+
+IMAGES, NOISE = embeddings(12, 24, d=8, seed=3)
+TEXTS = IMAGES.repeat_interleave(2, 0) + NOISE
+IDS = torch.arange(12), torch.arange(12).repeat_interleave(2)
+SIM = Similarity(IMAGES, TEXTS, *IDS)
+COSINES = SIM.scores()
+BANKS = embeddings(9, 10, d=8, seed=5)
+
+
+def rsums(*args, **options) -> dict[str, float]:
+    found = compare_rerankers(*args, samples=9, **options)
+    return {entry.label: entry.results.metrics()["rsum"] for entry in found.entries}
+
+
+def test_names_and_re_rankers_are_compared():
+    methods = ("csls", Sinkhorn(scale=50), CSLS(3))
+    found = compare_rerankers(SIM, methods, samples=9)
+    assert [entry.label for entry in found.entries] == [
+        "no re-ranking",
+        "csls",
+        "Sinkhorn(scale=50, iterations=10)",
+        "CSLS(k=3)",
+    ]
+    for entry in found.entries[1:]:
+        assert entry.results.metrics() == retrieval_metrics(SIM, reranker=entry.reranker)
+    assert found.entries[2].reranker is methods[1]
+    assert "Sinkhorn(scale=50, iterations=10)†" in table(found)
+
+
+def test_re_rankers_get_banks_unless_they_have_some():
+    own = CSLS(3).fit(*embeddings(7, 8, d=8, seed=6))
+    bare = CSLS(4)
+    found = compare_rerankers(SIM, (own, bare, QueryBankNorm(15.0)), BANKS, samples=9)
+    assert [entry.label for entry in found.entries[1:]] == [
+        "CSLS(k=3), bank",
+        "CSLS(k=4)",
+        "CSLS(k=4), bank",
+        "QueryBankNorm(scale=15.0, k=1), bank",
+    ]
+    assert found.entries[1].reranker is own
+    assert bare.transductive == (True, True)
+    of_own = QueryBankNorm(15.0).fit(*BANKS)
+    found = compare_rerankers(SIM, (of_own, QueryBankNorm(14.0)), samples=9)
+    assert [entry.reranker for entry in found.entries] == [None, of_own]
+    assert list(found.left_out) == ["QueryBankNorm(scale=14.0, k=1)"]
+
+
+FORMS = {
+    "a matrix": lambda x: x,
+    "an array": lambda x: x.numpy(),
+    "a Similarity of scores": lambda x: Similarity.from_scores(x, *IDS),
+    "images once per caption": lambda x: x.repeat_interleave(2, 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_and_held_out_scores_may_have_any_form(form):
+    held_out = COSINES.flip(0, 1)
+    options = {"methods": ("fast", "csls")}
+    wanted = rsums(
+        Similarity.from_scores(COSINES, *IDS),
+        validation=Similarity.from_scores(held_out, *IDS),
+        **options,
+    )
+    assert len(wanted) == 4
+    assert rsums(FORMS[form](COSINES), validation=FORMS[form](held_out), **options) == wanted
+
+
+WRONG = {
+    "a misspelt name": ({"methods": ("fst",)}, "methods: expected 'fast', .*did you mean 'fast'"),
+    "one name": ({"methods": "fast"}, "methods: expected a list such as .*got 'fast'"),
+    "one re-ranker": ({"methods": CSLS(3)}, r"methods: expected a list .*got CSLS\(k=3\)"),
+    "a class": ({"methods": (CSLS,)}, "methods: expected names and re-rankers .*class"),
+    "a pair": ({"sim": (COSINES, COSINES)}, "sim: expected one matrix of scores.*got a pair"),
+    "two arrays": ({"sim": [COSINES.numpy()] * 2}, "sim: expected one matrix .*got a pair"),
+    "a ragged matrix": ({"sim": COSINES[:, :20]}, "image_ids, text_ids: needed for 12 images"),
+    "held-out nans": ({"validation": torch.full((4, 4), np.nan)}, "validation: expected finite"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_named(name):
+    options, message = WRONG[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        compare_rerankers(**{"sim": COSINES, **options})
+
+
+def test_fast_re_ranking_may_have_other_options():
+    fast = FastReranker((9.0, 8.0), (8.0, 17.0))
+    (_, entry) = compare_rerankers(SIM, ("fast",), fast=fast, samples=9).entries
+    assert repr(entry.reranker) == repr(fast)
