@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.pages import snippet
 from support.processes import WORLD, run, set_environment
 from torch import Tensor
 
@@ -26,6 +28,7 @@ from sentence_transformers import (
     SentenceTransformerTrainingArguments,
 )
 from sentence_transformers.sentence_transformer.losses import (
+    GISTEmbedLoss,
     MatryoshkaLoss,
     MultipleNegativesRankingLoss,
 )
@@ -257,7 +260,9 @@ def test_labels_are_ids(folder):
             with torch.no_grad():
                 torch.testing.assert_close(loss([dict(x) for x in features], ids), wanted)
     with pytest.raises(
-        TypeError, match=r"labels: expected an integer tensor of shape \(6,\), got torch.float32"
+        TypeError,
+        match=r"labels: expected an integer tensor of shape \(6,\), got torch.float32; they are ids"
+        r".*remove a column .*dataset.remove_columns\(\"score\"\)",
     ):
         loss([dict(x) for x in features], labels.float())
 
@@ -385,10 +390,66 @@ def test_other_columns_are_refused(folder):
         (itrloss.TripletLoss(), 3, "two columns for TripletLoss"),
         (itrloss.Matryoshka(itrloss.TripletLoss(), [4]), 3, "two columns for Matryoshka"),
     ):
+        advice = "; InfoNCELoss takes columns of negatives, .*select_columns" if columns > 2 else ""
         with pytest.raises(
-            ValueError, match=f"sentence_features: expected {expected}.*, got {columns}"
+            ValueError, match=f"sentence_features: expected {expected}.*, got {columns}{advice}"
         ):
             RetrievalLoss(model, loss)([dict(column) for _ in range(columns)])
+
+
+def test_a_model_of_several_vectors_is_refused(folder):
+    sentence_transformers = pytest.importorskip("sentence_transformers", "6.2")
+    model = sentence_transformers.MultiVectorEncoder(str(folder), device="cpu")
+    with pytest.raises(TypeError, match=r"model: .* got MultiVectorEncoder; .*set_similarity"):
+        RetrievalLoss(model, itrloss.InfoNCELoss())
+
+
+def test_a_sum_of_losses_has_the_curve_of_a_pair_loss_of_both(folder, tmp_path):
+    class Sum(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = torch.nn.ModuleList([itrloss.InfoNCELoss(), itrloss.TripletLoss()])
+
+        def forward(self, images, texts, image_ids=None, text_ids=None):
+            return sum(part(images, texts, image_ids, text_ids) for part in self.parts)
+
+    class OfPairs(itrloss.PairLoss):
+        def compute(self, sim):
+            return sum(part.compute(sim) for part in Sum().parts)
+
+    for options in ({}, {"mini_batch_size": 3}):
+        expected, found = (
+            train(folder, partial(RetrievalLoss, loss=loss, **options), tmp_path)[0]
+            for loss in (OfPairs(), Sum())
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_the_guided_loss_of_the_page_has_the_curve_of_theirs(folder, tmp_path):
+    names: dict[str, Any] = {"torch": torch, "itrloss": itrloss}
+    exec(snippet("integrations.rst", "class GuidedLoss"), names)
+    torch.manual_seed(1)
+    guide = make(folder)
+    for p in guide.parameters():
+        p.data += 0.05 * torch.randn_like(p)
+
+    def ours(model: Any) -> Any:
+        loss = names["GuidedLoss"](model, guide)
+        # as theirs, which also takes queries with queries and documents with documents
+        same = {"image_image": True, "text_text": True, "directions": "image-text"}
+        loss.loss = itrloss.InfoNCELoss(0.01, margin=0, **same)
+        return loss
+
+    before = [p.clone() for p in guide.parameters()]
+    expected, _ = train(folder, lambda model: GISTEmbedLoss(model, guide), tmp_path)
+    found, _ = train(folder, ours, tmp_path)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert all(map(torch.equal, guide.parameters(), before))
+    # as printed, with ids
+    labels = [i // 2 for i in range(len(PAIRS))]
+    rows = data(2, label=labels)
+    found, _ = train(folder, lambda m: names["GuidedLoss"](m, guide), tmp_path, dataset=rows)
+    assert found[-1] < found[0]
 
 
 # ----------------------------------------------------------------------------------------- resuming

@@ -112,4 +112,10 @@ def ids_of(labels: Any, images: Tensor) -> Tensor | None:
     """Return the labels of a batch as (B,) ids; None without labels."""
     if labels is None:
         return None
-    return as_ids("labels", labels, len(images), images.device)
+    try:
+        return as_ids("labels", labels, len(images), images.device)
+    except TypeError as error:
+        raise TypeError(
+            f"{error}; they are ids, and rows with equal ones match: remove a column of anything "
+            'else, such as dataset.remove_columns("score")'
+        ) from None

@@ -29,6 +29,7 @@ from . import (
 )
 
 try:
+    import sentence_transformers
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
     from sentence_transformers.base.evaluation import BaseEvaluator
     from sentence_transformers.base.losses import CachedLossMixin
@@ -47,7 +48,7 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
     Parameters of the loss are trained; :class:`RetrievalTrainer` also saves them.
 
     Args:
-        model: the model to train.
+        model: the model to train, of one vector for each text: no ``MultiVectorEncoder``.
         loss: a :class:`itrloss.PairLoss` of images and texts alone, :class:`itrloss.Matryoshka`
             around one, or a module with ``forward(images, texts, image_ids=None, text_ids=None)``;
             in a job of several processes with ``gather=True``.
@@ -69,6 +70,13 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
     ):
         super().__init__()
         inner_loss(loss)
+        # the newer versions have one
+        if isinstance(model, getattr(sentence_transformers, "MultiVectorEncoder", ())):
+            raise TypeError(
+                "model: expected one that returns a vector for each text, got MultiVectorEncoder; "
+                "in a training loop of your own, itrloss.functional.set_similarity makes scores of "
+                "several vectors, for loss(scores=...)"
+            )
         if mini_batch_size is not None:
             mini_batch_size = as_size("mini_batch_size", mini_batch_size)
         self.model = model
@@ -129,7 +137,12 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
         several = takes_negatives(self.loss)
         if len(columns) < 2 or (len(columns) > 2 and not several):
             expected = "two or more columns" if several else "two columns"
-            loss, got = " ".join(repr(self.loss).split()), len(columns)
+            loss, got = " ".join(repr(self.loss).split()), str(len(columns))
+            if len(columns) > 2:
+                got += (
+                    "; InfoNCELoss takes columns of negatives, or leave them out: "
+                    "dataset.select_columns([...])"
+                )
             raise ValueError(f"sentence_features: expected {expected} for {loss}, got {got}")
         images, texts, *others = columns
         ids = ids_of(labels, images)
