@@ -172,7 +172,7 @@ def recipes(rank: int) -> dict[str, float]:
 def test_recipes_run_in_two_processes(tmp_path):
     first, second = run(recipes, tmp_path)
     assert first == second
-    assert first["blocks"] == 12
+    assert first["blocks"] == 14
 
 
 def resumed(rank: int, folder: str) -> dict[str, bool]:
