@@ -183,7 +183,15 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: compat.ClipLoss()(I, T, 9.0, image_ids=IDS), "^ClipLoss: .*take itrloss.InfoNCELoss"),
     (
         lambda: grad_cache(loss, [both_sides], [I], 2),
-        r"^encoders\[0\]: .*got tuple; where one encoder",
+        r"^encoders\[0\]: .*got tuple; where one encoder .*output=lambda out",
+    ),
+    (
+        lambda: grad_cache(loss, [lambda x: x @ x.T], [I], 4),
+        r"^encoders\[0\]: .*, got \[\(4, 4\), \(2, 2\)\]; output=.*image_embeds.*; pad texts",
+    ),
+    (
+        lambda: grad_cache(loss, [both_sides], [(I, S[:5])], 4),
+        r"^inputs\[0\]: .*got shapes .*; .*\(model.get_image_features, model.get_text_features",
     ),
     (
         lambda: grad_cache(loss, [both_sides] * 2, [I, T], 2),

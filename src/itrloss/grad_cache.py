@@ -153,8 +153,8 @@ def _checked_embeddings(
         name = type(loss).__name__
         if len(towers) == 1:
             hint = (
-                "where one encoder returns both sides, pass a function as loss that takes them "
-                "apart, such as lambda out, **ids: loss(out.image_embeds, out.text_embeds, **ids)"
+                "where one encoder returns both sides, pass output=lambda out: (out.image_embeds, "
+                "out.text_embeds), and as loss lambda pair, **ids: loss(*pair, **ids)"
             )
         else:
             hint = "output=... takes it from there, such as output=lambda out: out.pooler_output"
@@ -348,7 +348,9 @@ class _Tower:
         if len({part.shape[1:] for part in parts}) > 1:
             shapes = [tuple(part.shape) for part in parts]
             raise ValueError(
-                f"{self.name}: expected rows of one shape from all chunks, got {shapes}"
+                f"{self.name}: expected rows of one shape from all chunks, got {shapes}; "
+                "output=... takes the embeddings from what it returns, such as output=lambda out: "
+                "(out.image_embeds, out.text_embeds); pad texts once, for the whole batch"
             )
         return torch.cat(parts)
 
@@ -410,7 +412,11 @@ def _batch_size(name: str, inputs: Any) -> int:
     shapes = [tuple(x.shape) for x in _tensors(inputs)]
     if len({shape[:1] for shape in shapes}) != 1 or not any(shapes[0][:1]):
         expected = "tensors of one batch size, at least 1"
-        raise ValueError(f"{name}: expected {expected}, got shapes {shapes}")
+        raise ValueError(
+            f"{name}: expected {expected}, got shapes {shapes}; where there are more texts than "
+            "images, they are inputs of two encoders, such as (model.get_image_features, "
+            "model.get_text_features)"
+        )
     return shapes[0][0]
 
 

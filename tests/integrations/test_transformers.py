@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.pages import snippet
 from support.processes import WORLD, run, set_environment
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import itrloss
 
@@ -556,19 +558,30 @@ def wrapped_clip_step(batch: dict[str, Any], loss: Any, mini_batch: int | None =
     def of_output(output: Any) -> Tensor:
         return loss(output.image_embeds, output.text_embeds)
 
+    names: dict[str, Any] = {"itrloss": itrloss, "model": model, "batch": batch}
+    names["ids"] = torch.arange(len(batch["input_ids"])) + 100 * (
+        dist.get_rank() if loss.gather else 0
+    )
+    names["DistributedDataParallel"] = lambda model: trained
+    code = snippet("grad_cache.rst", "def embeddings").replace(
+        "chunk_size=64", f"chunk_size={mini_batch}"
+    )
     for _ in range(2):
         optimizer.zero_grad()
         if mini_batch is None:
             of_output(trained(**batch)).backward()
         else:
-            itrloss.grad_cache_step(of_output, (trained,), (batch,), mini_batch)
+            exec(code, names)
         optimizer.step()
     return [p.grad for p in model.parameters()], model.logit_scale.item()
 
 
+ROWS = 10  # five in a process, so that the last of its chunks is smaller
+
+
 def own_loops_in_a_process(rank: int) -> list[Any]:
-    part = slice(rank * BATCH // WORLD, (rank + 1) * BATCH // WORLD)
-    batch = default_data_collator(data()[:BATCH][part])
+    part = slice(rank * ROWS // WORLD, (rank + 1) * ROWS // WORLD)
+    batch = default_data_collator(data()[:ROWS][part])
     loss = itrloss.InfoNCELoss(learnable=True, max_scale=100, gather=True)
     return [wrapped_clip_step(batch, loss), wrapped_clip_step(batch, loss, 3)]
 
@@ -576,11 +589,60 @@ def own_loops_in_a_process(rank: int) -> list[Any]:
 @pytest.mark.slow
 def test_a_loop_of_ones_own_trains_clip_with_its_scale_in_two_processes(tmp_path):
     loss = itrloss.InfoNCELoss(learnable=True, max_scale=100)
-    expected = wrapped_clip_step(default_data_collator(data()[:BATCH]), loss)
+    batch = default_data_collator(data()[:ROWS])
+    expected = wrapped_clip_step(batch, loss)
+    torch.testing.assert_close(wrapped_clip_step(batch, loss, 4), expected, rtol=1e-6, atol=1e-9)
     assert expected[1] != make("clip").logit_scale.item()
     for found in run(own_loops_in_a_process, tmp_path):
         for result in found:
             torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-9)
+
+
+def sharded_in_a_process(rank: int) -> Any:
+    """The gradients of CLIP in FSDP2, whose scale is left out, as the page on several GPUs says."""
+    part = slice(rank * ROWS // WORLD, (rank + 1) * ROWS // WORLD)
+    model = make("clip")
+    fully_shard(model, ignored_params={model.logit_scale})
+    loss = itrloss.InfoNCELoss(learnable=True, max_scale=100, gather=True)
+    loss.log_scale = model.logit_scale
+    output = model(**default_data_collator(data()[:ROWS][part]))
+    loss(output.image_embeds, output.text_embeds).backward()
+    return [
+        p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        for p in model.parameters()
+    ]
+
+
+@pytest.mark.slow
+def test_a_sharded_clip_has_the_gradients_of_one_process_also_of_its_scale(tmp_path):
+    model = make("clip")
+    loss = itrloss.InfoNCELoss(learnable=True, max_scale=100)
+    loss.log_scale = model.logit_scale
+    output = model(**default_data_collator(data()[:ROWS]))
+    loss(output.image_embeds, output.text_embeds).backward()
+    expected = [p.grad for p in model.parameters()]
+    for found in run(sharded_in_a_process, tmp_path):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_the_chunks_of_the_page_take_five_captions_an_image():
+    rows = default_data_collator(data()[:50])
+    ids = torch.arange(10)
+    names: dict[str, Any] = {"itrloss": itrloss, "model": make("clip")}
+    names["criterion"] = itrloss.InfoNCELoss()
+    names["images"] = {"pixel_values": rows["pixel_values"][:10]}
+    names["texts"] = {"input_ids": rows["input_ids"]}
+    names["image_ids"], names["text_ids"] = ids, ids.repeat_interleave(5)
+    code = snippet("grad_cache.rst", "get_image_features").replace("chunk_size=64", "chunk_size=4")
+    exec(code, names)
+    whole = make("clip")
+    output = whole(**names["images"], **names["texts"])
+    pair = output.image_embeds, output.text_embeds
+    loss = names["criterion"](*pair, names["image_ids"], names["text_ids"])
+    loss.backward()
+    assert names["loss"].item() == pytest.approx(loss.item())
+    for p, expected in zip(names["model"].parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, expected.grad, rtol=1e-6, atol=1e-9)
 
 
 def train_a_given_bias(folder: str, gather: bool, **options: Any) -> tuple[list[float], Any]:
