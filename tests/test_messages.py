@@ -329,3 +329,9 @@ def test_messages_of_processes_say_only_what_differs():
         "gradients [True, False], margin 0.2",
     ]
     assert what_differs([first, "memory (3, 4)"]) == [first, "memory (3, 4)"]
+    first = "guide False InfoNCELoss {'temperature': 0.07, 'reduction': 'mean'} in training mode"
+    second = first.replace("0.07", "0.05").replace("mean", "sum")
+    assert what_differs([first, second]) == [
+        "'temperature': 0.07, 'reduction': 'mean'",
+        "'temperature': 0.05, 'reduction': 'sum'",
+    ]

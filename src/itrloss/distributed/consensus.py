@@ -84,15 +84,17 @@ def difference(texts: Sequence[str], failed: Sequence[bool], ranks: Sequence[int
 
 
 def what_differs(texts: Sequence[str]) -> list[str]:
-    """Return the parts, between commas and semicolons, in which texts are not all alike."""
-    split = [re.split(r"[,;] (?![^\[(]*[\])])", text) for text in texts]  # lists stay whole
+    """Return the parts, between commas, semicolons and braces, in which texts are not all alike."""
+    split = [
+        re.split(r"(?:[,;] |[{}])(?![^\[(]*[\])])", text) for text in texts
+    ]  # lists stay whole
     if len({len(parts) for parts in split}) > 1:
         return list(texts)
     kept: list[tuple[str, ...]] = []
     for parts in zip(*split, strict=True):
         if len(set(parts)) > 1:
             kept.append(parts)
-    return [", ".join(parts).strip() for parts in zip(*kept, strict=True)]
+    return [", ".join(x.strip() for x in parts) for parts in zip(*kept, strict=True)]
 
 
 def gather(x: Tensor, process_group: Any = None) -> Tensor:
