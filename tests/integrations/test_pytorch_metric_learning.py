@@ -107,6 +107,26 @@ def test_their_memory_has_the_values_and_gradients_of_theirs(name):
         assert_same(*(outcome(f, x, labels) for f in memories))
 
 
+@pytest.mark.parametrize("miner", MINERS)
+@pytest.mark.parametrize("ref", [False, True])
+def test_all_triplets_are_those_of_their_triplet_margin_loss(ref, miner):
+    x, y = (z.requires_grad_() for z in embeddings(12, 15))
+    refs = (y, REF_LABELS) if ref else (None, None)
+    pairs = None if miner == "none" else MINERS[miner](x, LABELS, *refs)
+    total = {"reducer": reducers.SumReducer()}
+    triplets = itrloss.TripletLoss(0.2, mining="all", reduction="none")
+    found = outcome(ContrastiveLoss(triplets, **total), x, LABELS, pairs, *refs)
+    cosines = {"distance": distances.CosineSimilarity()}
+    theirs = losses.TripletMarginLoss(0.2, **cosines, **total)
+    assert_same(found, outcome(theirs, x, LABELS, pairs, *refs))
+    squares = losses.TripletMarginLoss(0.4, distance=distances.LpDistance(power=2), **total)
+    assert_same([2 * z for z in found], outcome(squares, x, LABELS, pairs, *refs))
+    each = losses.TripletMarginLoss(0.2, **cosines, reducer=reducers.DoNothingReducer())
+    violating = (each(x, LABELS, pairs, *refs)["loss"]["losses"] > 0).sum()
+    mean = losses.TripletMarginLoss(0.2, **cosines)
+    assert_same([z / violating for z in found], outcome(mean, x, LABELS, pairs, *refs))
+
+
 def train(loss: Any, rank: int = 0, world: int = 1) -> list[Tensor]:
     """The losses of 32 steps of their trainer and the model; in one process, of mined pairs."""
     torch.manual_seed(0)
