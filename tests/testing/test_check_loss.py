@@ -23,7 +23,6 @@ from itrloss.testing import ConformanceError, check_loss, loss_checks
 from itrloss.testing.registry import CHECKS
 
 COMPILED = ["compiled", "compiled_as_one_graph"]
-# `conforming.py` runs these on all losses.
 LEARNING = ["learns_pairs", "learns_classes"]
 LONG = ["memory_grows_linearly", "threads"]
 PRECISION = [
@@ -62,7 +61,16 @@ def test_our_losses_pass_what_takes_long(name):
     passes(LOSSES[name], LONG)
 
 
-@pytest.mark.parametrize("name", ["infonce tiled", "dcl"])
+LEARNERS = "infonce tiled", "dcl"
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_two_of_our_losses_learn(name):
+    passes(LOSSES[name], LEARNING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {*LEARNERS}))
 def test_our_losses_learn(name):
     passes(LOSSES[name], LEARNING)
 
