@@ -79,7 +79,7 @@ def warn_of_vectors(sim: Similarity) -> None:
         return
     assert sim.embeddings is not None
     images, texts = (x.detach() for x in sim.embeddings)
-    if len(images) > 1 and images.shape == texts.T.shape and torch.equal(images, texts.T):
+    if _is_transpose(images, texts):
         warn(
             "images, texts: a matrix and its transpose, as of logits_per_image and "
             "logits_per_text. Pass the embeddings, or scores=cosines"
@@ -87,6 +87,13 @@ def warn_of_vectors(sim: Similarity) -> None:
     for name, x in zip(("images", "texts"), sim.embeddings, strict=True):
         if len(x) and not bool(x.detach().any()):
             warn(f"{name}: all embeddings are zero, so that they get no gradient")
+
+
+def _is_transpose(images: Tensor, texts: Tensor) -> bool:
+    """Return whether a matrix is another one's transpose, but not symmetric."""
+    if images.shape != texts.T.shape or not torch.equal(images, texts.T):
+        return False
+    return not torch.equal(images, texts)
 
 
 def warn_of_negatives(sim: Similarity, texts: Tensor, negatives: Tensor) -> None:
