@@ -9,6 +9,7 @@ import collections
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -94,6 +95,41 @@ def test_a_memory_takes_arrays():
     wanted.enqueue(IMAGES, TEXTS)
     assert torch.equal(memory.images, wanted.images)
     assert torch.equal(memory.texts, wanted.texts)
+
+
+NUMBERS = [3, 1, 4, 1, 5]
+NAMES = [f"{number}" for number in NUMBERS]
+
+
+@pytest.mark.parametrize(("held", "asked"), [(NUMBERS, NAMES), (NAMES, NUMBERS)])
+def test_names_beside_numbers_of_a_memory_are_refused(held, asked):
+    """They would be negatives of what they match."""
+    memory = CoupledMemory(9, D)
+    memory.enqueue(IMAGES, TEXTS, held)
+    kinds = ("integers", "strings") if held is NUMBERS else ("strings", "integers")
+    expected = "expected {}, as the ids of the memory's entries, got {}".format(*kinds)
+    with pytest.raises(TypeError, match=f"ids: {expected}"):
+        memory.enqueue(IMAGES, TEXTS, asked)
+    with pytest.raises(TypeError, match=f"ids: {expected}"):
+        memory.first_dimensions(3).enqueue(IMAGES[:, :3], TEXTS[:, :3], np.array(asked))
+    with pytest.raises(TypeError, match=f"image_ids: {expected}"):
+        MemorySimilarity.of(IMAGES, TEXTS, IMAGES, TEXTS, memory, asked, asked)
+    memory.enqueue(IMAGES[:0], TEXTS[:0], [])
+    own = MemorySimilarity.of(IMAGES, TEXTS, IMAGES, TEXTS, memory, held, held).memory
+    assert own.negative_counts.tolist() == [4, 3, 4, 3, 4] * 2
+
+
+def test_a_memory_that_was_emptied_or_loaded_takes_names_or_numbers():
+    memory = CoupledMemory(9, D)
+    memory.enqueue(IMAGES, TEXTS, NAMES)
+    loaded = CoupledMemory(9, D)
+    loaded.enqueue(IMAGES, TEXTS, NUMBERS)
+    loaded.load_state_dict(memory.state_dict())
+    own = MemorySimilarity.of(IMAGES, TEXTS, IMAGES, TEXTS, loaded, NAMES, NAMES).memory
+    assert own.negative_counts.tolist() == [4, 3, 4, 3, 4] * 2
+    memory.reset_parameters()
+    memory.enqueue(IMAGES, TEXTS, NUMBERS)
+    assert len(memory) == 5
 
 
 def test_a_memory_shows_what_it_holds():

@@ -87,6 +87,8 @@ class CoupledMemory(CheckedModule):
         """Empty the memory, as is needed after ``to_empty``."""
         # Whether entries have ids; None: nothing was enqueued yet.
         self._labelled: bool | None = None
+        # Whether these ids are strings; None: not known, as of a memory that was loaded.
+        self._named: bool | None = None
         self.images.zero_()
         self.texts.zero_()
         self.ids.fill_(IGNORE_ID)
@@ -115,9 +117,9 @@ class CoupledMemory(CheckedModule):
         Args:
             image_keys, text_keys: (B, dim) floating point of any length, row i of one belonging to
                 row i of the other. If there are more than ``size`` pairs, the last ones are kept.
-            ids: (B,) integers, as in the losses: an entry is no negative of an anchor with the same
-                id. Left out, entries are negatives of every anchor. All batches must have ids or
-                none.
+            ids: (B,) integers or strings, as in the losses: an entry is no negative of an anchor
+                with the same id. Left out, entries are negatives of every anchor. All batches must
+                have ids or none, and all integers or all strings.
             process_group: the processes of a ``torch.distributed`` job that share the memory; by
                 default, all.
         """
@@ -134,6 +136,8 @@ class CoupledMemory(CheckedModule):
         )
         parts = gather_parts(checked, process_group, same)
         self._store(*[torch.cat(x) for x in parts])
+        if len(image_keys):
+            self._named = _are_names(ids)
 
     @torch.no_grad()
     def enqueue_alone(
@@ -146,6 +150,7 @@ class CoupledMemory(CheckedModule):
         keys = self._checked(image_keys, text_keys, ids, empty=True)
         if len(keys[0]):
             self._store(*keys)
+            self._named = _are_names(ids)
 
     def _checked(
         self, image_keys: Tensor, text_keys: Tensor, ids: IdsLike | None, empty: bool
@@ -159,6 +164,7 @@ class CoupledMemory(CheckedModule):
             if x.shape != shape:
                 raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
         self.check_labels("ids", ids is not None)
+        self.check_names("ids", ids)
         keys = [image_keys.detach(), text_keys.detach()]
         if ids is None:
             return keys
@@ -196,6 +202,7 @@ class CoupledMemory(CheckedModule):
             part.ids.copy_(self.ids)
             part.enqueued.copy_(self.enqueued)
         part._labelled = self._labelled
+        part._named = self._named
         return part
 
     def check_labels(self, name: str, labelled: bool) -> None:
@@ -207,9 +214,26 @@ class CoupledMemory(CheckedModule):
             expected = "ids, as the memory's entries have them"
         raise ValueError(f"{name}: expected {expected}")
 
+    def check_names(self, name: str, ids: IdsLike | None) -> None:
+        """Raise a TypeError for strings where the entries' ids are integers, and the other way
+        round: none would match.
+        """
+        named = _are_names(ids)
+        if named is None or self._named is None or named == self._named:
+            return
+        if checks.as_id_numbers(name, ids).numel():
+            kinds = {True: "strings", False: "integers"}
+            expected = f"{kinds[self._named]}, as the ids of the memory's entries"
+            raise TypeError(f"{name}: expected {expected}, got {kinds[named]}")
+
     def extra_repr(self) -> str:
         """Return the size, the dimension, the number of valid keys and their dtype."""
         return f"size={self.size}, dim={self.dim}, valid={len(self)}, dtype={self.images.dtype}"
+
+
+def _are_names(ids: IdsLike | None) -> bool | None:
+    """Return whether ids are strings; None for no ids."""
+    return None if ids is None else checks.are_strings(ids)
 
 
 def find_labels(memory: CoupledMemory, _: Any) -> None:
@@ -217,6 +241,7 @@ def find_labels(memory: CoupledMemory, _: Any) -> None:
 
     Entries without ids are numbered from the least int64 on.
     """
+    memory._named = None
     if memory.ids.is_meta:
         return
     memory._labelled = None
@@ -326,6 +351,8 @@ def check_memory_input(
     if image_ids is None and text_ids is not None:
         raise ValueError("image_ids: expected ids for images and texts or for neither, got None")
     memory.check_labels("image_ids, text_ids", image_ids is not None)
+    memory.check_names("image_ids", image_ids)
+    memory.check_names("text_ids", text_ids)
     for side, own, own_keys in zip(("image", "text"), batch, keys, strict=True):
         names = checks.Names(f"{side}s", f"{side}_keys")
         check_embeddings(own, own_keys, check_finite, names, empty=empty)
