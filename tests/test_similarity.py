@@ -93,14 +93,16 @@ def test_finite_input_is_checked_on_request(bad):
 
 def test_ids_of_an_array_that_changes_are_seen():
     """A write through NumPy does not raise the version of a tensor that shares its memory."""
-    image_ids, text_ids = np.array([0, 0, 1, 1, 2, 3, 3]), np.array([0, 1, 1, 2, 2, 3, 3])
-    ids = torch.from_numpy(image_ids), torch.from_numpy(text_ids)
+    image_ids = np.array([0, 0, 1, 1, 2, 3, 3])
+    text_ids = np.array([0, 1, 1, 2, 2, 3, 3])
+    shared = (torch.from_numpy(image_ids), torch.from_numpy(text_ids))
     loss = itrloss.InfoNCELoss()
-    loss(IMAGES, TEXTS[:7], *ids)
+    loss(IMAGES, TEXTS[:7], *shared)
     image_ids[:] = [6, 5, 4, 3, 2, 1, 0]
     text_ids[:] = [5, 5, 5, 2, 2, 0, 0]
-    wanted = loss(IMAGES, TEXTS[:7], ids[0].clone(), ids[1].clone())
-    assert torch.equal(loss(IMAGES, TEXTS[:7], *ids), wanted)
+    copies = [ids.clone() for ids in shared]
+    wanted = loss(IMAGES, TEXTS[:7], *copies)
+    assert torch.equal(loss(IMAGES, TEXTS[:7], *shared), wanted)
 
 
 # ---------------------------------------------------------------------------------- terms of users
@@ -114,12 +116,14 @@ def doubled(scores, weight):
 @every_engine
 @pytest.mark.parametrize("name", ["sum", "sum_of_positives"])
 def test_a_term_of_a_user_is_summed_and_differentiated(name, engine):
-    ask = getattr(Similarity(IMAGES, TEXTS, *IDS, engine=engine), name)
+    sim = Similarity(IMAGES, TEXTS, *IDS, engine=engine)
+    ask = getattr(sim, name)
     weight = torch.rand(7, requires_grad=True)
     value = ask(doubled, weight)
-    torch.testing.assert_close(value, 2 * weight * ask(identity))
+    sums = ask(identity)
+    torch.testing.assert_close(value, 2 * weight * sums)
     (gradient,) = torch.autograd.grad(value.sum(), weight)
-    torch.testing.assert_close(gradient, 2 * ask(identity))
+    torch.testing.assert_close(gradient, 2 * sums)
 
 
 def times(factor):
@@ -166,7 +170,8 @@ def test_a_term_with_its_own_slope_has_its_gradient():
         images = IMAGES.clone().requires_grad_()
         sim = Similarity(images, TEXTS, *IDS, engine="tiled")
         value = sim.both.sum(term, scale=2.0, shift=0.3)
-        return torch.autograd.grad(value.sum(), images)[0]
+        (found,) = torch.autograd.grad(value.sum(), images)
+        return found
 
     torch.testing.assert_close(gradient(cube), gradient(lambda scores: scores**3))
 
@@ -203,10 +208,12 @@ def excess(scores, threshold):
 @pytest.mark.parametrize("engine", ["dense", "tiled", "auto"])
 @pytest.mark.parametrize("name", SUMS)
 def test_terms_may_overwrite_their_scores(name, engine, small_tiles):
+    summed = SUMS[name]
     for sim in matrices(engine):
         before = sim.scores().clone()
-        found = SUMS[name](sim, overwrites_its_scores, 0.1)
-        torch.testing.assert_close(found, SUMS[name](sim, excess, 0.1))
+        found = summed(sim, overwrites_its_scores, 0.1)
+        wanted = summed(sim, excess, 0.1)
+        torch.testing.assert_close(found, wanted)
         assert torch.equal(sim.scores(), before)
 
 
@@ -218,11 +225,13 @@ def overwrites_its_weight(scores, weight):
 @every_engine
 @pytest.mark.parametrize("name", SUMS)
 def test_terms_may_overwrite_their_parameters(name, engine, small_tiles):
+    summed = SUMS[name]
     for sim in matrices(engine):
         weight = sample(7, seed=2)
-        found = SUMS[name](sim, overwrites_its_weight, weight)
+        found = summed(sim, overwrites_its_weight, weight)
         assert torch.equal(weight, sample(7, seed=2))
-        torch.testing.assert_close(found, SUMS[name](sim, doubled, weight))
+        wanted = summed(sim, doubled, weight)
+        torch.testing.assert_close(found, wanted)
 
 
 @itrloss.pair_term

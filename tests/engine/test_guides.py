@@ -33,14 +33,18 @@ def test_a_guide_has_embeddings_and_an_engine_of_its_own(engine, second, view, s
     teacher = [x.requires_grad_() for x in embeddings(len(v), len(w), d=3, seed=5)]
 
     def gradients(engine, guide):
-        own = VIEWS[view](similarity(v, w, ids, engine))
+        """Those of a limited and of a weighted sum."""
+        sim = similarity(v, w, ids, engine)
+        own = VIEWS[view](sim)
         p = parameters(len(v), len(w))[: len(own)]
         limited = finite(own.logsumexp(p, below=p / 8, guide=guide))
         weighted = own.sum(weighted_by_guide, p, guide.logsumexp(p), guide=guide)
-        return torch.autograd.grad(limited.sum() + weighted.sum(), leaves)
+        total = limited.sum() + weighted.sum()
+        return torch.autograd.grad(total, leaves)
 
     if second == "float32":
-        guide = similarity(*[x.float() for x in teacher], ids, "tiled")
+        single = [x.float() for x in teacher]
+        guide = similarity(*single, ids, "tiled")
     else:
         guide = similarity(*teacher, ids, second)
     reference = similarity(*teacher, ids, "reference")
@@ -62,9 +66,13 @@ def test_second_derivatives_beside_a_guide_that_holds_no_scores(name, second):
     guide = similarity(*embeddings(4, 5, d=3, seed=5), ids, second).both
 
     def answer(v, w, p):
-        return finite(GUIDED[name](similarity(v, w, ids, "kept").both, p, guide))
+        sim = similarity(v, w, ids, "kept")
+        values = GUIDED[name](sim.both, p, guide)
+        return finite(values)
 
-    leaves = tuple(x.requires_grad_() for x in (*embeddings(4, 5, d=3), parameters(4, 5)))
+    v, w = embeddings(4, 5, d=3)
+    p = parameters(4, 5)
+    leaves = (v.requires_grad_(), w.requires_grad_(), p.requires_grad_())
     first = torch.autograd.grad(answer(*leaves).sum(), leaves)
     again = torch.autograd.grad(answer(*leaves).sum(), leaves, create_graph=True)
     torch.testing.assert_close(again, first)
@@ -80,19 +88,22 @@ def test_scores_that_equal_a_limit_do_not_count(engine, guided, small_tiles):
     sim = similarity(v, w, ids, engine, normalize=False)
     for own, scores in ((sim, v @ w.T), (sim.T, w @ v.T)):
         between = (scores > -1) & (scores < 2)
-        wanted = (scores / 2).masked_fill(~between, -math.inf).logsumexp(1)
+        counted = (scores / 2).masked_fill(~between, -math.inf)
+        guide = own if guided else None
         for size in (1, len(scores)):  # one limit for all anchors, or one of each
             above = torch.full((size,), -1.0)
             below = torch.full((size,), 2.0)
-            found = own.logsumexp(0.5, above=above, below=below, guide=own if guided else None)
-            torch.testing.assert_close(found, wanted)
+            found = own.logsumexp(0.5, above=above, below=below, guide=guide)
+            torch.testing.assert_close(found, counted.logsumexp(1))
 
 
 def test_a_matrix_that_is_asked_twice_has_two_guides():
     v, w, ids, _ = case((5, 7, "random"))
     sim = Similarity(v, w, *ids)
-    guides = Anchors.together(sim, Similarity(v, w.flip(0), *ids))
-    found = Anchors.together(sim, sim).logsumexp(below=0.1, guide=guides)
+    other = Similarity(v, w.flip(0), *ids)
+    guides = Anchors.together(sim, other)
+    twice = Anchors.together(sim, sim)
+    found = twice.logsumexp(below=0.1, guide=guides)
     wanted = [sim.logsumexp(below=0.1, guide=guide) for guide in guides.groups()]
     torch.testing.assert_close(found, torch.cat(wanted))
 
@@ -130,6 +141,7 @@ def test_a_guide_whose_embeddings_were_modified_is_refused():
     v, w, ids, _ = case((5, 7, "random"))
     teacher = v.clone()
     guide = Similarity(teacher, w, *ids)
+    sim = Similarity(v, w, *ids)
     teacher.mul_(2)
     with pytest.raises(RuntimeError, match="modified in place"):
-        Similarity(v, w, *ids).logsumexp(below=0.1, guide=guide)
+        sim.logsumexp(below=0.1, guide=guide)

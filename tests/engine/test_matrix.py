@@ -29,9 +29,10 @@ def test_answers_may_be_written_to(engine, name):
     v, w = (x.requires_grad_() for x in embeddings(6, 6))
     sim = similarity(v, w, (None, None), engine)
     twice_the_rows = torch.tensor([2.0] * 6 + [1.0] * 6, dtype=v.dtype)
-    values = ASKED[name](sim)
+    answer = ASKED[name]
+    values = answer(sim)
     wanted = torch.autograd.grad(values, v, twice_the_rows, retain_graph=True)
-    written = ASKED[name](sim)
+    written = answer(sim)
     written[:6].mul_(2)
     found = torch.autograd.grad(written.sum(), v)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-15)
@@ -43,13 +44,17 @@ def test_hardest_negatives_may_be_written_to(engine, view):
     v, w = (x.requires_grad_() for x in embeddings(6, 6))
     sim = similarity(v, w, (None, None), engine)
     wanted = sim.hardest_negatives().values.detach().clone()
-    best = (sim if view == "rows" else sim.both).hardest_negatives().values
-    gradient = torch.autograd.grad(best[:6].sum(), v, retain_graph=True)
+    anchors = sim if view == "rows" else sim.both
+    best = anchors.hardest_negatives().values
+    total = best[:6].sum()
+    gradient = torch.autograd.grad(total, v, retain_graph=True)
     best.mul_(3)
-    again = torch.autograd.grad(best[:6].sum() / 3, v)
+    third = best[:6].sum() / 3
+    again = torch.autograd.grad(third, v)
     torch.testing.assert_close(again, gradient)
     best.detach().zero_()
-    torch.testing.assert_close(sim.hardest_negatives().values, wanted)
+    asked_again = sim.hardest_negatives().values
+    torch.testing.assert_close(asked_again, wanted)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -65,8 +70,9 @@ def test_answers_without_gradient_may_be_written_to(engine):
 def test_scores_that_are_handed_out_may_be_written_to(engine):
     """Returned scores must not alias cached ones, for one or several blocks."""
     v, w = embeddings(6, 8)
-    ids = torch.arange(6), torch.arange(8) % 6
-    sim = similarity(v.requires_grad_(), w, ids, engine)
+    v.requires_grad_()
+    ids = (torch.arange(6), torch.arange(8) % 6)
+    sim = similarity(v, w, ids, engine)
     wanted = sim.logsumexp(3.0).detach()
     with torch.no_grad():
         blocks = [block for _, block in sim.blocks(17)]
@@ -75,18 +81,23 @@ def test_scores_that_are_handed_out_may_be_written_to(engine):
             scores.fill_(-9.0)
     sim.scores().mul_(2)
     assert torch.equal(sim.logsumexp(3.0), wanted)
-    torch.testing.assert_close(sim.topk(3).values, sim.scores().topk(3).values.detach())
+    best = sim.scores().topk(3).values.detach()
+    torch.testing.assert_close(sim.topk(3).values, best)
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 def test_ids_may_lie_in_a_buffer_that_is_used_again(engine):
     v, w = embeddings(6, 6)
-    buffer = torch.arange(6) // 2
-    wanted = similarity(v, w, (buffer.clone(), buffer.clone()), engine).hardest_negatives().indices
+    ids = torch.arange(6) // 2
+    wanted = similarity(v, w, (ids, ids), engine).hardest_negatives()
+    buffer = ids.clone()
     sim = similarity(v, w, (buffer, buffer), engine)
     buffer.copy_(torch.arange(6))
-    assert torch.equal(sim.hardest_negatives().indices, wanted)
-    assert [x.tolist() for x in sim.ids] == [[0, 0, 1, 1, 2, 2]] * 2
+    found = sim.hardest_negatives()
+    assert torch.equal(found.indices, wanted.indices)
+    row_ids, col_ids = sim.ids
+    assert torch.equal(row_ids, ids)
+    assert torch.equal(col_ids, ids)
 
 
 # ---------------------------------------------------------------------------------- changed inputs
@@ -135,7 +146,8 @@ def test_cosines_stay_cosines_after_changes_that_nobody_counts(engine, asked):
         cosines += [block for _, block in view.blocks()]
     for x in cosines:
         assert x.abs().max() <= 1 + 1e-6
-    assert (sim.both.logsumexp(5.0) <= 5 + math.log(5) + 1e-5).all()
+    of_five_equal_ones = 5 + math.log(5)
+    assert (sim.both.logsumexp(5.0) <= of_five_equal_ones + 1e-5).all()
 
 
 def test_a_gradient_found_early_is_of_the_vectors_that_were_multiplied():
@@ -145,9 +157,12 @@ def test_a_gradient_found_early_is_of_the_vectors_that_were_multiplied():
     v, w = embeddings(6, 6, dtype=torch.float32)
     v.requires_grad_()
     sim = similarity(v, w, (None, None), "kept")
-    wanted = torch.autograd.grad(sim.logsumexp(5.0).sum(), v, retain_graph=True)
+    total = sim.logsumexp(5.0).sum()
+    wanted = torch.autograd.grad(total, v, retain_graph=True)
     v.data.mul_(20).add_(1.0)
-    torch.testing.assert_close(torch.autograd.grad(sim.logsumexp(5.0).sum(), v), wanted)
+    total = sim.logsumexp(5.0).sum()
+    found = torch.autograd.grad(total, v)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("engine", ["dense", "kept"])
@@ -155,8 +170,10 @@ def test_gradients_are_of_what_was_scored_before_changes_that_nobody_counts(engi
     v, w = (x.requires_grad_() for x in embeddings(6, 6))
 
     def gradients(sim):
-        values = sim.both.logsumexp(5.0) + sim.both.sum_of_positives(log1p_clamp)
-        return torch.autograd.grad(values.sum(), (v, w))
+        of_negatives = sim.both.logsumexp(5.0)
+        of_positives = sim.both.sum_of_positives(log1p_clamp)
+        total = (of_negatives + of_positives).sum()
+        return torch.autograd.grad(total, (v, w))
 
     wanted = gradients(similarity(v, w, (None, None), engine))
     sim = similarity(v, w, (None, None), engine)

@@ -20,10 +20,13 @@ OF_ONE_NUMBER = [name for name, term in OF_THE_LIBRARY.items() if term.slope is 
 def test_the_reference_has_every_term_of_the_library(name):
     term = OF_THE_LIBRARY[name]
     scores = torch.linspace(-1.2, 1.2, 25, dtype=torch.float64)
-    count = len(inspect.signature(term.value).parameters) - 1
-    params = torch.tensor([0.5, 1.5], dtype=torch.float64)[:count]
-    assert formula(term) is not term
-    torch.testing.assert_close(formula(term)(scores, *params), term(scores, *params))
+    scores_and_parameters = inspect.signature(term.value).parameters
+    number_of_parameters = len(scores_and_parameters) - 1
+    params = torch.tensor([0.5, 1.5], dtype=torch.float64)[:number_of_parameters]
+    own_formula = formula(term)
+    assert own_formula is not term
+    wanted = own_formula(scores, *params)
+    torch.testing.assert_close(term(scores, *params), wanted)
 
 
 def test_the_reference_refuses_a_term_of_the_library_without_a_formula(monkeypatch):
@@ -38,9 +41,11 @@ def test_the_reference_refuses_a_term_of_the_library_without_a_formula(monkeypat
 def test_a_slope_is_the_derivative(name):
     term = OF_THE_LIBRARY[name]
     z = torch.linspace(-1.3, 1.3, 26, dtype=torch.float64, requires_grad=True)
-    (wanted,) = torch.autograd.grad(term(z).sum(), z)
-    slope = term.slope(z.detach().clone()) * torch.ones_like(wanted)
-    torch.testing.assert_close(slope, wanted)
+    total = term(z).sum()
+    (wanted,) = torch.autograd.grad(total, z)
+    slope = term.slope(z.detach().clone())
+    of_each = slope * torch.ones_like(wanted)  # a slope may be one number
+    torch.testing.assert_close(of_each, wanted)
 
 
 @pytest.mark.parametrize("name", OF_ONE_NUMBER)
@@ -66,7 +71,10 @@ def test_a_term_does_not_lose_what_it_returns(engine):
     """The sum over a single column must not alias the term's return value, here its parameter."""
     weight = torch.linspace(0.1, 1.0, 5, dtype=torch.float64)
     given = weight.clone()
-    ids = torch.tensor([1, 1, 1, 3, 9]), torch.tensor([1])
-    found = similarity(*embeddings(5, 1), ids, engine).sum(returned_for_a_test, given)
+    v, w = embeddings(5, 1)
+    ids = (torch.tensor([1, 1, 1, 3, 9]), torch.tensor([1]))
+    sim = similarity(v, w, ids, engine)
+    found = sim.sum(returned_for_a_test, given)
     assert torch.equal(given, weight)
-    torch.testing.assert_close(found, weight * torch.tensor([0, 0, 0, 1, 1]))
+    is_negative = torch.tensor([0, 0, 0, 1, 1])
+    torch.testing.assert_close(found, weight * is_negative)

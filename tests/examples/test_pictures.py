@@ -23,6 +23,7 @@ def birds(tmp_path: Path) -> Path:
 
 
 def names(root: Path, split: str) -> list[str]:
+    """The names of the images of a split."""
     return [image.path.name for image in listed_images(root, split)]
 
 
@@ -32,7 +33,8 @@ def names(root: Path, split: str) -> list[str]:
 def test_images_of_restval_join_the_training_set(photos: Path):
     assert layout(photos) == "karpathy"
     train = [f"train_{i}.png" for i in range(12)]
-    assert names(photos, "train") == train + [f"restval_{i}.png" for i in range(4)]
+    restval = [f"restval_{i}.png" for i in range(4)]
+    assert names(photos, "train") == train + restval
     assert names(photos, "dev") == [f"val_{i}.png" for i in range(8)]
     assert names(photos, "test") == [f"test_{i}.png" for i in range(8)]
 
@@ -46,14 +48,17 @@ def test_an_unknown_split_is_named(photos: Path):
 def test_every_image_keeps_as_many_captions_as_all_have(tmp_path: Path, per_image: int):
     root = drawn.karpathy(tmp_path, per_image)
     split = load_split(root, "train")
+    listed = json.loads((root / "dataset_coco.json").read_text())
     wanted = []
-    for entry in json.loads((root / "dataset_coco.json").read_text())["images"]:
+    for entry in listed["images"]:
         if entry["split"] in ("train", "restval"):
-            said = entry["sentences"][:per_image]
-            wanted += [" ".join(sentence["raw"].split()) for sentence in said]
+            for sentence in entry["sentences"][:per_image]:
+                words = sentence["raw"].split()
+                wanted.append(" ".join(words))
     assert split.captions == wanted
     assert split.captions_per_image == per_image
-    assert split.text_ids.tolist() == [i for i in range(16) for _ in range(per_image)]
+    text_ids = torch.arange(16).repeat_interleave(per_image)
+    assert split.text_ids.tolist() == text_ids.tolist()
 
 
 @pytest.mark.parametrize("folder", ["", "train2014"])
@@ -63,7 +68,8 @@ def test_images_are_found_below_images(tmp_path: Path, folder: str):
     if folder:
         image["filepath"] = folder
     (tmp_path / "dataset_flickr30k.json").write_text(json.dumps({"images": [image]}))
-    assert load_split(tmp_path, "test", image_size=8).regions(0).shape == (3, 8, 8)
+    split = load_split(tmp_path, "test", image_size=8)
+    assert split.regions(0).shape == (3, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -99,12 +105,15 @@ def test_captions_of_birds_match_every_image_of_their_class(birds: Path):
     assert split.captions_per_image == 10
     kinds = [0, 0, 1, 1, 2, 2]
     assert split.image_ids.tolist() == kinds
-    assert split.text_ids.tolist() == [kind for kind in kinds for _ in range(10)]
-    batches = Batches(split, Vocabulary.from_captions(split.captions, 1), 6, 10, seed=0)
+    kinds_of_captions = torch.tensor(kinds).repeat_interleave(10)
+    assert split.text_ids.tolist() == kinds_of_captions.tolist()
+    vocabulary = Vocabulary.from_captions(split.captions, 1)
+    batches = Batches(split, vocabulary, 6, 10, seed=0)
     batch = next(batches.epoch(0))
     assert batch.image_ids.sort().values.tolist() == kinds
     right = (split.image_ids[:, None] == split.text_ids).float()
-    assert recalls(right, split)["i2t_r_precision"] == 100
+    figures = recalls(right, split)
+    assert figures["i2t_r_precision"] == 100
 
 
 def test_images_of_birds_are_held_out_for_development(birds: Path):
@@ -133,39 +142,47 @@ def test_a_picture_is_scaled_for_evaluation(tmp_path: Path):
 def test_a_picture_is_flipped_one_time_in_two_for_training(tmp_path: Path):
     drawn.draw(tmp_path / "a.png", "red", "blue")
     images = Images([tmp_path / "a.png"], 16)
-    kept = [bool(images.read(0, [seed])[0, 8, 0] > 0.5) for seed in range(40)]
-    assert 8 < sum(kept) < 32  # red on the left
+    kept = 0
+    for seed in range(40):
+        picture = images.read(0, [seed])
+        red_on_the_left = picture[0, 8, 0] > 0.5
+        kept += bool(red_on_the_left)
+    assert 8 < kept < 32
 
 
 def test_cuts_stay_in_the_picture():
     boxes = np.array([random_box(np.random.default_rng(i), 40, 20) for i in range(500)])
-    width = (boxes[:, 2] - boxes[:, 0]) / 40
-    height = (boxes[:, 3] - boxes[:, 1]) / 20
+    left, top, right, bottom = boxes.T
+    width = (right - left) / 40
+    height = (bottom - top) / 20
     np.testing.assert_allclose(width, height)
     assert 0.6 <= width.min() < 0.62
     assert 0.98 < width.max() <= 1
     assert boxes.min() >= 0
-    assert boxes[:, 2].max() <= 40
-    assert boxes[:, 3].max() <= 20
+    assert right.max() <= 40
+    assert bottom.max() <= 20
     # Relative position of a crop: uniform, with vertical and horizontal positions independent.
-    right = boxes[:, 0] / 40 / (1 - width)
-    down = boxes[:, 1] / 20 / (1 - height)
-    for place in (right, down):
+    across = left / 40 / (1 - width)
+    down = top / 20 / (1 - height)
+    for place in (across, down):
         assert 0.45 < place.mean() < 0.55
         assert place.min() < 0.05
         assert place.max() > 0.95
-    assert abs(np.corrcoef(right, down)[0, 1]) < 0.15
+    correlation = np.corrcoef(across, down)[0, 1]
+    assert abs(correlation) < 0.15
 
 
 def test_a_picture_is_cut_anew_in_every_epoch_and_by_every_seed(tmp_path: Path):
     # no two crops of it are equal
     noise = np.random.default_rng(0).integers(256, size=(40, 48, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "noise.png")
-    split = Split(Images([tmp_path / "noise.png"] * 6, 8), ["caption"] * 6, 1)
+    images = Images([tmp_path / "noise.png"] * 6, 8)
+    split = Split(images, ["caption"] * 6, 1)
+    vocabulary = Vocabulary.from_captions(split.captions, 1)
 
     def cut(seed: int, epoch: int) -> list[torch.Tensor]:
         """Crops in the order of the images, because the order of samples changes every epoch."""
-        batches = Batches(split, Vocabulary.from_captions(split.captions, 1), 6, 1, seed)
+        batches = Batches(split, vocabulary, 6, 1, seed)
         batch = next(batches.epoch(epoch))
         order = batch.image_ids.argsort()
         return list(batch.regions[order])
@@ -180,15 +197,24 @@ def test_a_picture_is_cut_anew_in_every_epoch_and_by_every_seed(tmp_path: Path):
 def test_a_resumed_epoch_and_several_processes_have_the_crops_of_one(photos: Path):
     split = load_split(photos, "train", image_size=8)
     words = Vocabulary.from_captions(split.captions, 1)
-    whole = [batch.regions for batch in Batches(split, words, 8, 1, seed=3).epoch(2)]
-    rest = [batch.regions for batch in Batches(split, words, 8, 1, seed=3).epoch(2, first_step=6)]
+
+    def crops(size: int, first_step: int = 0, rank: int = 0, world: int = 1) -> list[torch.Tensor]:
+        """The crops of each batch of the third epoch."""
+        batches = Batches(split, words, size, 1, 3, rank, world)
+        return [batch.regions for batch in batches.epoch(2, first_step)]
+
+    whole = crops(8)
+    rest = crops(8, first_step=6)
     assert len(rest) == 4
     assert all(map(torch.equal, rest, whole[6:]))
-    halves = [next(Batches(split, words, 4, 1, 3, rank, 2).epoch(2)) for rank in (0, 1)]
-    assert torch.equal(whole[0], torch.cat([half.regions for half in halves]))
+    first_of_0 = crops(4, rank=0, world=2)[0]
+    first_of_1 = crops(4, rank=1, world=2)[0]
+    assert torch.equal(whole[0], torch.cat([first_of_0, first_of_1]))
 
 
 def test_a_file_that_is_no_picture_is_named(tmp_path: Path):
-    (tmp_path / "broken.jpg").write_bytes(b"no picture")
+    path = tmp_path / "broken.jpg"
+    path.write_bytes(b"no picture")
+    images = Images([path], 8)
     with pytest.raises(ValueError, match=r"broken\.jpg: no image that can be read"):
-        Images([tmp_path / "broken.jpg"], 8).read(0)
+        images.read(0)
