@@ -57,19 +57,30 @@ def pairwise(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     while missing:
         i, a, j, b = min(missing)
         case = {i: a, j: b}
-        for k in [k for k in range(len(values)) if k not in case]:
-            size = len(values[k])
-            start = len(cases)
-            gains = {
-                x: sum(
-                    ((m, y, k, x) if m < k else (k, x, m, y)) in missing for m, y in case.items()
-                )
-                for x in ((start + x) % size for x in range(size))
-            }
-            case[k] = max(gains, key=lambda x: gains[x])
-        missing -= {(i, case[i], j, case[j]) for i, j in itertools.combinations(sorted(case), 2)}
+        for k in range(len(values)):
+            if k not in case:
+                size = len(values[k])
+                places = [(len(cases) + x) % size for x in range(size)]
+                gains = [_pairs_met(case, k, x, missing) for x in places]
+                case[k] = places[gains.index(max(gains))]
+        for i, j in itertools.combinations(sorted(case), 2):
+            missing.discard((i, case[i], j, case[j]))
         cases.append(tuple(values[k][case[k]] for k in range(len(values))))
     return cases
+
+
+def _pairs_met(
+    case: dict[int, int], axis: int, place: int, missing: set[tuple[int, int, int, int]]
+) -> int:
+    """How many missing pairs a value of an axis makes with the values of a case."""
+    met = 0
+    for other, other_place in case.items():
+        if other < axis:
+            pair = (other, other_place, axis, place)
+        else:
+            pair = (axis, place, other, other_place)
+        met += pair in missing
+    return met
 
 
 def each(times: int = 1, /, **axes: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -76,20 +76,23 @@ def compare(name, shape, view=lambda sim: sim.both, on_scores=False, **options):
         sim = Similarity.from_scores(anchors.scores(), *moved(*ids), engine="triton")
         return ANSWERS[name](sim, p)
 
-    v, w = v.float(), w.float()
+    v = v.float()
+    w = w.float()
     exact = outcome(v.double(), w.double(), "reference")
+    in_order = outcome(v, w, "dense")
     turned = outcome(v.flip(1), w.flip(1), "dense")
     turned = [x.flip(1) if x.dim() == 2 else x for x in turned]
-    others = zip(outcome(v, w, "dense"), turned, outcome(v, w, "tiled"), strict=True)
+    in_tiles = outcome(v, w, "tiled")
     if on_scores:
         ours = outcome(*moved(v, w), "dense", of_scores, moved(*ids))
     else:
         ours = outcome(*moved(v, w), "triton", ids=moved(*ids))
-    for got, plain, wanted in zip(ours, others, exact, strict=True):
+    for got, wanted, *others in zip(ours, exact, in_order, turned, in_tiles, strict=True):
         exists = wanted.isfinite()
         assert torch.equal(got.cpu().isfinite(), exists)
-        noise = max(distance(x, wanted) for x in plain)
-        assert distance(got, wanted) <= 4 * noise + 2e-6 * wanted[exists].norm() + 1e-7
+        noise = max(distance(other, wanted) for other in others)
+        size = wanted[exists].norm()
+        assert distance(got, wanted) <= 4 * noise + 2e-6 * size + 1e-7
 
 
 def distance(got, wanted):

@@ -10,6 +10,8 @@ from torch import Tensor
 
 import itrloss
 from itrloss import Similarity
+from itrloss.engine.pairs import IGNORE_ID
+from itrloss.engine.vectors import normalized
 from support.losses_registry import ONE_TO_ONE, table
 
 D, HEADS = 5, 3
@@ -29,15 +31,7 @@ def configuration(seed: int, world: int) -> dict[str, Any]:
         return choices[(turn + place // stride) % len(choices)]
 
     kind = pick(["equal", "unequal", "empty", "one each"], 1)
-    sizes = [
-        {"equal": 6, "one each": 1}.get(
-            kind, random.Random(f"{seed} {rank}").randint(kind != "empty", 8)
-        )
-        for rank in range(world)
-    ]
-    if kind == "empty":
-        sizes[seed % world] = 0
-    sizes[-1] += not any(sizes)
+    sizes = sizes_of(kind, seed, world)
     # Without ids there is one text for each image; rows of ids may match anything.
     kinds_of_ids = ["none", "across", "text numbers", "int8", "rare"]
     if entry.ids == ONE_TO_ONE:
@@ -58,29 +52,50 @@ def configuration(seed: int, world: int) -> dict[str, Any]:
     }
 
 
+def sizes_of(kind: str, seed: int, world: int) -> list[int]:
+    """The number of images of each process; there is at least one."""
+    sizes = []
+    for rank in range(world):
+        generator = random.Random(f"{seed} {rank}")
+        least = 0 if kind == "empty" else 1
+        drawn = generator.randint(least, 8)
+        sizes.append({"equal": 6, "one each": 1}.get(kind, drawn))
+    if kind == "empty":
+        sizes[seed % world] = 0
+    if not any(sizes):
+        sizes[-1] = 1
+    return sizes
+
+
 def batch(config: dict[str, Any], dtype: torch.dtype) -> list[dict[str, Tensor]]:
     """The inputs of each process."""
     generator = torch.Generator().manual_seed(config["seed"])
-    sample = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+
+    def sample(*shape: int) -> Tensor:
+        numbers = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return numbers.to(dtype)
+
+    def integers(low: int, high: int, size: int) -> Tensor:
+        return torch.randint(low, high, (size,), generator=generator)
+
+    of_sets = LOSSES[config["loss"]].takes in ("heads", "heads alone")
+    high = 30 if config["ids"] == "rare" else 4
     parts = []
     for n, m in config["sizes"]:
-        of_sets = LOSSES[config["loss"]].takes in ("heads", "heads alone")
-        sets = (n, HEADS, D) if of_sets else (n, D)
         part = {
-            "images": sample(*sets),
+            "images": sample(n, HEADS, D) if of_sets else sample(n, D),
             "texts": sample(m, D),
             "image_keys": sample(n, D),
             "text_keys": sample(m, D),
+            "image_ids": integers(-1, high, n),
+            "text_ids": integers(-1, high, m),
         }
-        part = {name: x.to(dtype) for name, x in part.items()}
-        high = 30 if config["ids"] == "rare" else 4
-        part["image_ids"] = torch.randint(-1, high, (n,), generator=generator)
-        part["text_ids"] = torch.randint(-1, high, (m,), generator=generator)
         if config["ids"] == "text numbers":  # -1 and those beyond the last match no image
-            part["text_ids"] = torch.randint(-1, n + 1, (m,), generator=generator)
+            part["text_ids"] = integers(-1, n + 1, m)
         if config["ids"] == "int8":
-            part["image_ids"] = part["text_ids"] = torch.arange(n, dtype=torch.int8)
-        part["prototype_ids"] = torch.randint(0, 7, (n,), generator=generator)
+            part["image_ids"] = torch.arange(n, dtype=torch.int8)
+            part["text_ids"] = torch.arange(n, dtype=torch.int8)
+        part["prototype_ids"] = integers(0, 7, n)
         parts.append(part)
     return parts
 
@@ -89,14 +104,18 @@ def joined(parts: list[dict[str, Tensor]], ids: str) -> dict[str, Tensor]:
     """The inputs of one process with the batches of all."""
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if ids == "text numbers":
-        first, numbers = 0, []
+        first = 0
+        numbers = []
         for part in parts:
-            n, own = len(part["images"]), part["text_ids"]
-            numbers.append(torch.where((own >= 0) & (own < n), own + first, -1))
+            n = len(part["images"])
+            own = part["text_ids"]
+            exists = (own >= 0) & (own < n)
+            numbers.append(torch.where(exists, own + first, -1))
             first += n
         whole["text_ids"] = torch.cat(numbers)
     if ids == "int8":  # ids are valid across processes
-        whole["image_ids"], whole["text_ids"] = whole["image_ids"].long(), whole["text_ids"].long()
+        whole["image_ids"] = whole["image_ids"].long()
+        whole["text_ids"] = whole["text_ids"].long()
     return whole
 
 
@@ -108,9 +127,28 @@ def more_than_pairs(
         return {"negatives": inputs["text_keys"]}
     if takes not in ("guide", "teacher"):
         return {}
-    kind: Any = Similarity.sharded if gather else Similarity
-    keys = [inputs[name].requires_grad_() for name in ("image_keys", "text_keys")]
-    return {takes: kind(*keys, *ids)}
+    image_keys = inputs["image_keys"].requires_grad_()
+    text_keys = inputs["text_keys"].requires_grad_()
+    make: Any = Similarity.sharded if gather else Similarity
+    return {takes: make(image_keys, text_keys, *ids)}
+
+
+def given_ids(config: dict[str, Any], inputs: dict[str, Tensor]) -> tuple[Any, Any]:
+    """The ids that a loss is called with."""
+    if config["ids"] == "none":
+        return None, None
+    if config["ids"] == "text numbers":
+        return None, inputs["text_ids"]
+    return inputs["image_ids"], inputs["text_ids"]
+
+
+def weighted_total(values: tuple[Tensor, ...]) -> Any:
+    """A number of the values of a loss; values of anchors are summed first."""
+    total: Any = 0.0
+    for x in values:
+        weights = torch.linspace(1, 2, len(x), dtype=x.dtype).sum() if x.dim() else 1.0
+        total = total + (x * weights).sum()
+    return total
 
 
 def outcome(
@@ -127,44 +165,36 @@ def outcome(
     criterion: Any = module
     if compiled:
         criterion = torch.compile(module, fullgraph=module.engine != "tiled", backend="aot_eager")
-    v, w = (inputs[name].clone().requires_grad_() for name in ("images", "texts"))
-    ids = [inputs["image_ids"], inputs["text_ids"]]
-    if config["ids"] in ("none", "text numbers"):
-        ids = [None, None if config["ids"] == "none" else ids[1]]
+    v = inputs["images"].clone().requires_grad_()
+    w = inputs["texts"].clone().requires_grad_()
+    image_ids, text_ids = given_ids(config, inputs)
     if entry.takes == "memory":
-        value = criterion(v, w, inputs["image_keys"], inputs["text_keys"], memory, *ids)
+        keys = (inputs["image_keys"], inputs["text_keys"])
+        value = criterion(v, w, *keys, memory, image_ids, text_ids)
     elif entry.takes == "heads alone":
         value = criterion(v)
     elif entry.takes == "prototypes":
         value = criterion(v, w, inputs["prototype_ids"])
     else:
-        more = more_than_pairs(entry.takes, inputs, ids, bool(options.get("gather")))
-        value = criterion(v, w, image_ids=ids[0], text_ids=ids[1], **more)
+        gather = bool(options.get("gather"))
+        more = more_than_pairs(entry.takes, inputs, [image_ids, text_ids], gather)
+        value = criterion(v, w, image_ids=image_ids, text_ids=text_ids, **more)
     values = value if isinstance(value, tuple) else (value,)
-    total: Any = sum(
-        (x * torch.linspace(1, 2, len(x), dtype=x.dtype).sum() if x.dim() else x).sum()
-        for x in values
-    )
-    total.backward()
-    grads = {
-        "images": v.grad,
-        "texts": w.grad,
-        **{name: p.grad for name, p in module.named_parameters()},
-    }
-    return {
-        "values": [x.detach() for x in values],
-        "grads": {k: x for k, x in grads.items() if x is not None},
-    }
+    weighted_total(values).backward()
+    leaves = {"images": v, "texts": w, **dict(module.named_parameters())}
+    grads = {name: x.grad for name, x in leaves.items() if x.grad is not None}
+    return {"values": [x.detach() for x in values], "grads": grads}
 
 
 def filled_memory(config: dict[str, Any], dtype: torch.dtype) -> itrloss.CoupledMemory:
+    """A memory with nine keys, of which some have the ids of a batch."""
     generator = torch.Generator().manual_seed(0)
     memory = itrloss.CoupledMemory(11, D, dtype=dtype)
-    keys = torch.randn(2, 9, D, generator=generator, dtype=torch.float64).to(dtype)
+    keys = torch.randn(2, 9, D, generator=generator, dtype=torch.float64)
+    image_keys, text_keys = keys.to(dtype)
     memory._labelled = config["ids"] != "none"
-    from itrloss.engine.pairs import IGNORE_ID
-    from itrloss.engine.vectors import normalized
-
-    memory.images[:9], memory.texts[:9] = normalized(keys[0]), normalized(keys[1])
-    memory.ids[:9] = torch.arange(9) % 4 if memory._labelled else torch.arange(9) + IGNORE_ID + 1
+    memory.images[:9] = normalized(image_keys)
+    memory.texts[:9] = normalized(text_keys)
+    numbers = torch.arange(9)
+    memory.ids[:9] = numbers % 4 if memory._labelled else numbers + IGNORE_ID + 1
     return memory
