@@ -273,6 +273,7 @@ def test_a_message_says_what_to_do_about_wrong_input(wrong: Callable[[], Any], m
     assert len(said) < 700
 
 
+OF_IDS = "rerank @scores.npy --image-ids @two.npz:x --text-ids"
 # Arguments of the command line, and what is said; @ stands for a folder with files.
 WRONG_COMMANDS = [
     ("rerank @score.npy", "score.npy: there is no such file; did you mean 'scores.npy'?"),
@@ -287,6 +288,15 @@ WRONG_COMMANDS = [
     ("rerank @scores.npy --folds x", "--folds: expected an integer, got 'x'\n"),
     ("rerank @scores.npy --protocol COCO", "got 'COCO'; did you mean 'coco'?"),
     ("rerank @scores.npy @scores.npy", "embeddings are for itrloss eval"),
+    ("rerank @two.npz", "it has x, y; for one of several, write @two.npz:x"),
+    ("rerank @two.npz:z", "two.npz: expected an array of the name 'z'; it has x, y"),
+    ("rerank @scores.npy:x", "scores.npy: expected no name: the file has one array; got 'x'"),
+    ("rerank @twos.npz:x", "twos.npz:x: there is no such file; did you mean 'two.npz'?"),
+    ("rerank @out.npz", "itrloss compare takes such re-ranked scores of both directions"),
+    (f"{OF_IDS} @two.npz", "two.npz: expected one array, "),
+    (f"{OF_IDS} @ids.csv", "ids.csv: expected one column; it has image, caption; for one of them,"),
+    (f"{OF_IDS} @ids.csv:text", "expected a column of the name 'text'; it has image, caption"),
+    (f"{OF_IDS} @ids.json", "ids.json: expected a list, or one with a name; it has none"),
 ]
 
 
@@ -296,13 +306,17 @@ def test_a_message_says_what_to_do_about_a_wrong_command(
 ):
     np.save(tmp_path / "scores.npy", S.numpy())
     np.save(tmp_path / "integers.npy", np.arange(36).reshape(6, 6))
+    np.savez(tmp_path / "two.npz", x=np.arange(6), y=np.arange(6))
+    np.savez(tmp_path / "out.npz", i2t=S.numpy(), t2i=S.numpy(), transductive=[True, True])
+    (tmp_path / "ids.csv").write_text("image,caption\n0,a\n1,b\n")
+    (tmp_path / "ids.json").write_text('{"a": 0, "b": 1}')
     arguments = [x.replace("@", f"{tmp_path}/") for x in command.split()]
     try:
         status = main(arguments)
     except SystemExit as error:
         status = error.code
     assert status == 2
-    assert message in capsys.readouterr().err
+    assert message.replace("@", f"{tmp_path}/") in capsys.readouterr().err
 
 
 def test_hints_do_not_explain_an_error_from_inside():

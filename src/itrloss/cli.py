@@ -32,6 +32,7 @@ from .comparison import (
     protocol_table,
     table,
 )
+from .files import Source, as_source
 from .hints import did_you_mean
 from .metrics import (
     Judgements,
@@ -195,7 +196,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("scores", type=Path, nargs="+", help="saved matrices (n_images, n_texts), the base first")
+    add(
+        "scores",
+        type=as_source,
+        nargs="+",
+        help="saved matrices (n_images, n_texts), the base first",
+    )
     add("--transpose", action="store_true", help="the matrices have texts as rows")
     add("--names", nargs="+", metavar="NAME", help="of the models, in place of the files'")
     add(
@@ -209,12 +215,15 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_inputs(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    what = "*.npy, *.npz, *.pt, *.pkl; or what np.save made of a dictionary of arrays"
+    what = (
+        "*.npy, *.npz, *.pt, *.pkl; or what np.save made of a dictionary of arrays; FILE:NAME for "
+        "one of several arrays in a file"
+    )
     for name in names:
-        parser.add_argument(name, type=Path, help=what)
+        parser.add_argument(name, type=as_source, help=what)
     parser.add_argument(
         "--val",
-        type=Path,
+        type=as_source,
         nargs=len(names),
         metavar=tuple(name.upper() for name in names),
         help="the same of held-out pairs: calibrate Fast Re-ranking on them",
@@ -225,38 +234,32 @@ def _add_banks(parser: argparse.ArgumentParser, images: str, texts: str) -> None
     """Add the options of banks, whose files hold what ``images`` and ``texts`` say."""
     for name, kind in (("images", images), ("texts", texts)):
         what = f"other {name}: look for hubs in their {kind}, not in the test queries"
-        parser.add_argument(f"--bank-{name}", type=Path, metavar="FILE", help=what)
+        parser.add_argument(f"--bank-{name}", type=as_source, metavar="FILE", help=what)
 
 
 def _add_ids(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
-        "--key",
-        action="append",
-        help="of the array in files with several (sims, or the only one); given twice, the images' "
-        "and the texts'",
-    )
-    add(
         "--image-ids",
-        type=Path,
+        type=as_source,
         metavar="FILE",
         help="integers or names, equal where image and text match; a line each in .txt",
     )
     add(
         "--text-ids",
-        type=Path,
+        type=as_source,
         metavar="FILE",
         help="default: as many consecutive texts an image as there are",
     )
     add(
         "--relevant",
-        type=Path,
+        type=as_source,
         metavar="FILE",
         help="the right pairs, in place of ids: an image and a text a line, from 0, and perhaps a "
         "grade",
     )
-    add("--exclude", type=Path, metavar="FILE", help="pairs that are not ranked")
-    add("--candidates", type=Path, metavar="FILE", help="the only pairs that are ranked")
+    add("--exclude", type=as_source, metavar="FILE", help="pairs that are not ranked")
+    add("--candidates", type=as_source, metavar="FILE", help="the only pairs that are ranked")
 
 
 def _add_methods(parser: argparse.ArgumentParser) -> None:
@@ -359,11 +362,10 @@ def _run(args: argparse.Namespace) -> None:
     """Compare re-rankers on the scores or embeddings of one model."""
     outputs = _outputs(args)
     _check_choice(args)
-    paths = [args.scores] if args.command == "rerank" else [args.images, args.texts]
+    sources = [args.scores] if args.command == "rerank" else [args.images, args.texts]
     ids = _ids(args)
-    _check_keys(args)
     rules = _rules(args)
-    sim = _similarity(args, paths, ids, by_ids=args.relevant is None)
+    sim = _similarity(args, sources, ids, by_ids=args.relevant is None)
     validation = None
     if args.val is not None:
         validation = _similarity(args, args.val)
@@ -377,7 +379,7 @@ def _run(args: argparse.Namespace) -> None:
         report.check()
     n, m = sim.shape
     names = (_names(args.image_names, "image", n), _names(args.text_names, "text", m))
-    title = ", ".join(map(str, paths))
+    title = ", ".join(map(str, sources))
     if args.folds != 1:
         title += f", in {args.folds} parts"
     print(f"{title}: {n} images, {m} texts ({_pairing(args, sim)})", flush=True)
@@ -406,7 +408,6 @@ def _run_models(args: argparse.Namespace) -> None:
     for name in args.transductive:
         one_of("--transductive", name, *names)
     ids = _ids(args)
-    _check_keys(args)
     rules = _rules(args)
     if args.report:
         report.check()
@@ -442,9 +443,9 @@ def _model_results(
     marked = []
     about = ""
     first = None  # the shape of the first matrix
-    for name, path in zip(names, args.scores, strict=True):
-        _show_progress(f"{path} …")
-        scores, transductive = _model_scores(args, path, ids)
+    for name, source in zip(names, args.scores, strict=True):
+        _show_progress(f"{source} …")
+        scores, transductive = _model_scores(args, source, ids)
         sim = scores[0] if isinstance(scores, tuple) else scores
         n, m = sim.shape
         if first is None:
@@ -454,7 +455,9 @@ def _model_results(
                 about += f", in {args.folds} parts"
                 _check_folds(args, sim, ())
         if (n, m) != first:
-            raise ValueError(f"{path}: expected shape {first} like {args.scores[0]}, got {(n, m)}")
+            raise ValueError(
+                f"{source}: expected shape {first} like {args.scores[0]}, got {(n, m)}"
+            )
         results[name] = retrieval_results(scores, folds=args.folds, **rules)
         if transductive:
             marked.append(name)
@@ -463,32 +466,32 @@ def _model_results(
 
 
 def _model_scores(
-    args: argparse.Namespace, path: Path, ids: tuple[Tensor, Tensor] | None
+    args: argparse.Namespace, source: Source, ids: tuple[Tensor, Tensor] | None
 ) -> tuple[Similarity | tuple[Similarity, Tensor], bool]:
     """Return the scores in a file, of both directions if they are re-ranked, and whether they
     depend on the other test queries, as far as the file says.
     """
     by_ids = args.relevant is None
-    saved = None if args.key else files.read_reranked(path)
+    saved = files.read_reranked(source.path) if source.key is None else None
     if saved is None:
-        return _similarity(args, [path], ids, by_ids), False
+        return _similarity(args, [source], ids, by_ids), False
     for matrix in (saved.i2t, saved.t2i):
-        require_finite(str(path), matrix)
-    i2t = _similarity_of(args, [path], [saved.i2t], ids, by_ids)
+        require_finite(str(source), matrix)
+    i2t = _similarity_of(args, [source], [saved.i2t], ids, by_ids)
     return (i2t, saved.t2i), saved.transductive
 
 
 def _model_names(args: argparse.Namespace) -> list[str]:
     """Return the names of the models: those given, or the files' without what all have."""
-    paths = args.scores
-    if len(paths) < 2:
-        raise ValueError(f"{paths[0]}: expected at least two files to compare, got one")
+    sources = args.scores
+    if len(sources) < 2:
+        raise ValueError(f"{sources[0]}: expected at least two files to compare, got one")
     names = args.names
     if names is None:
-        names = _short_names(paths)
-    if len(names) != len(paths):
+        names = _short_names(sources)
+    if len(names) != len(sources):
         raise ValueError(
-            f"--names: expected one for each of the {len(paths)} files, got {len(names)}"
+            f"--names: expected one for each of the {len(sources)} files, got {len(names)}"
         )
     for name in names:
         if not name.strip() or not name.isprintable():
@@ -498,12 +501,12 @@ def _model_names(args: argparse.Namespace) -> list[str]:
     return names
 
 
-def _short_names(paths: Sequence[Path]) -> list[str]:
+def _short_names(sources: Sequence[Source]) -> list[str]:
     """Return each file's name without its suffix, with the folders that tell it from the others."""
-    parts = [path.with_suffix("").parts for path in paths]
+    parts = [source.path.with_suffix("").parts for source in sources]
     names = []
-    for path, own in zip(paths, parts, strict=True):
-        name = str(path)  # where only suffixes differ
+    for source, own in zip(sources, parts, strict=True):
+        name = str(source)  # where only suffixes differ, or arrays in a file
         for depth in range(1, len(own) + 1):
             tail = own[-depth:]
             if [every[-depth:] for every in parts].count(tail) == 1:
@@ -598,6 +601,8 @@ def _inputs_by_place(options: dict[str, object]) -> dict[str, str]:
         if name in _RESULTS:
             continue
         for path in value if isinstance(value, list) else [value]:  # --val may have two
+            if isinstance(path, Source):
+                path = path.path
             if isinstance(path, Path):
                 places[os.path.realpath(path)] = name.replace("_", "-")
     return places
@@ -634,28 +639,11 @@ def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
 # -------------------------------------------------------------------------------------------- input
 
 
-def _check_keys(args: argparse.Namespace) -> None:
-    """Raise a ValueError for wrong numbers of keys, or if one array is for images and texts."""
-    keys = args.key or []
-    most = 2 if args.command == "eval" else 1
-    if len(keys) > most:
-        raise ValueError(f"--key: expected at most {most}, got {', '.join(keys)}")
-    if args.command != "eval" or len(set(keys)) == 2:
-        return
-    for images, texts in [(args.images, args.texts), *([args.val] if args.val else [])]:
-        if images.exists() and texts.exists() and images.samefile(texts):
-            raise ValueError(
-                f"{images}: expected images and texts, got one array for both; if the file has "
-                "both, --key IMAGES --key TEXTS says which"
-            )
-
-
-def _matrix(args: argparse.Namespace, path: Path, side: int = 0) -> Tensor:
-    """Return the matrix in a file, of images (side 0) or texts (1) if their keys differ."""
-    keys = args.key or [None]
-    matrix = files.read_matrix(path, keys[min(side, len(keys) - 1)])
-    require_finite(str(path), matrix)
-    return matrix.T if args.transpose else matrix
+def _matrix(source: Source, transpose: bool) -> Tensor:
+    """Return the matrix in a file, with images as rows."""
+    matrix = files.read_matrix(*source)
+    require_finite(str(source), matrix)
+    return matrix.T if transpose else matrix
 
 
 def _ids(args: argparse.Namespace) -> tuple[Tensor, Tensor] | None:
@@ -664,32 +652,32 @@ def _ids(args: argparse.Namespace) -> tuple[Tensor, Tensor] | None:
         raise ValueError("--image-ids, --text-ids: expected both or neither")
     if args.image_ids is None:
         return None
-    return files.read_ids(args.image_ids), files.read_ids(args.text_ids)
+    return files.read_ids(*args.image_ids), files.read_ids(*args.text_ids)
 
 
 def _rules(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of ``retrieval_results`` on who is right and who is ranked."""
     rules: dict[str, Any] = {}
     for name in _RULES:
-        path = getattr(args, name)
-        if path is None:
+        source = getattr(args, name)
+        if source is None:
             continue
         if args.protocol:
             raise ValueError(f"--{name}: expected none with --protocol, which has its own pairs")
-        pairs = files.read_pairs(path)
+        pairs = files.read_pairs(*source)
         images = pairs[:, 0].long()
         texts = pairs[:, 1].long()
         rules[name] = (images, texts)
         if pairs.shape[1] == 3:
             if name != "relevant":
-                raise ValueError(f"{path}: expected an image and a text a line, got grades, too")
+                raise ValueError(f"{source}: expected an image and a text a line, got grades, too")
             rules[name] = Judgements(images, texts, pairs[:, 2])
     return rules
 
 
 def _similarity(
     args: argparse.Namespace,
-    paths: list[Path],
+    sources: Sequence[Source],
     ids: tuple[Tensor, Tensor] | None = None,
     by_ids: bool = True,
 ) -> Similarity:
@@ -697,26 +685,33 @@ def _similarity(
 
     ``by_ids=False``: ids say nothing of relevance, and images are as many as there are.
     """
-    matrices = [_matrix(args, path, side) for side, path in enumerate(paths)]
-    return _similarity_of(args, paths, matrices, ids, by_ids)
+    matrices = [_matrix(source, args.transpose) for source in sources]
+    if len(sources) == 2:
+        images, texts = sources
+        if images.key == texts.key and images.path.samefile(texts.path):
+            raise ValueError(
+                f"{images}: expected images and texts, got one array for both; of a file with "
+                "both, FILE:NAME takes one"
+            )
+    return _similarity_of(args, sources, matrices, ids, by_ids)
 
 
 def _similarity_of(
     args: argparse.Namespace,
-    paths: Sequence[Path],
+    sources: Sequence[Source],
     matrices: list[Tensor],  # of these files
     ids: tuple[Tensor, Tensor] | None,
     by_ids: bool,
 ) -> Similarity:
     """Return the similarities of scores, or of embeddings of images and of texts."""
-    by_scores = len(paths) == 1
+    by_scores = len(sources) == 1
     if ids is None and not by_ids:
         n = len(matrices[0])
         m = matrices[0].shape[1] if by_scores else len(matrices[1])
         ids = unrelated_ids(n, m)
     if ids is None:
         if by_scores:
-            _check_orientation(paths[0], matrices[0], args.transpose)
+            _check_orientation(sources[0], matrices[0], args.transpose)
         matrices[0] = fold_repeated(matrices[0])
         n = len(matrices[0])
         m = matrices[0].shape[1] if by_scores else len(matrices[1])
@@ -724,8 +719,8 @@ def _similarity_of(
             warn_of_guess(n, m)
             ids = default_ids(n, m)
         except ValueError as error:
-            raise ValueError(f"{', '.join(map(str, paths))}: {error}") from None
-    names = Names(str(paths[0]), str(paths[-1]), "--image-ids", "--text-ids")
+            raise ValueError(f"{', '.join(map(str, sources))}: {error}") from None
+    names = Names(str(sources[0]), str(sources[-1]), "--image-ids", "--text-ids")
     if by_scores:
         return Similarity.from_scores(matrices[0], *ids, names=names)
     images, texts = matrices
@@ -735,7 +730,7 @@ def _similarity_of(
     return Similarity(images, texts, *ids, names=names)
 
 
-def _check_orientation(path: Path, scores: Tensor, transpose: bool) -> None:
+def _check_orientation(source: Source, scores: Tensor, transpose: bool) -> None:
     """Raise a ValueError for scores without ids that seem to have texts as rows."""
     n, m = scores.shape
     if n <= m or n % m:
@@ -747,14 +742,15 @@ def _check_orientation(path: Path, scores: Tensor, transpose: bool) -> None:
         what = "it has"
         how = "pass --transpose, or --image-ids and --text-ids"
     raise ValueError(
-        f"{path}: expected images as rows; {what} {n} rows and {m} columns, as if texts were: {how}"
+        f"{source}: expected images as rows; {what} {n} rows and {m} columns, as if texts were: "
+        f"{how}"
     )
 
 
 def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None:
     """Return the bank of images (side 0) or texts (1), checked before anything is worked out."""
-    path = args.bank_texts if side else args.bank_images
-    if path is None:
+    source = args.bank_texts if side else args.bank_images
+    if source is None:
         if sim.shape[side] == 1 and set(args.methods) - {"k-reciprocal"}:
             one = "text" if side else "image"
             raise ValueError(
@@ -762,7 +758,7 @@ def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None
                 f"--bank-{one}s has others"
             )
         return None
-    bank = _matrix(args, path, side)
+    bank = _matrix(source, args.transpose)
     if sim.embeddings is None and side:  # more columns of the matrix, whose rows are images
         if args.image_ids is None and args.relevant is None:
             bank = fold_repeated(bank)
@@ -774,11 +770,11 @@ def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None
         expected = f"(B, {size})"
         fits = bank.shape[1] == size
     if not fits:
-        raise ValueError(f"{path}: expected {expected}, got shape {tuple(bank.shape)}")
+        raise ValueError(f"{source}: expected {expected}, got shape {tuple(bank.shape)}")
     return bank
 
 
-def _warn_of_test_data(paths: Sequence[Path], sim: Similarity, validation: Similarity) -> None:
+def _warn_of_test_data(sources: Sequence[Source], sim: Similarity, validation: Similarity) -> None:
     """Warn if half of a validation set's items, or of a test set's, are in the other.
 
     Re-rankers themselves warn of a bank.
@@ -786,7 +782,7 @@ def _warn_of_test_data(paths: Sequence[Path], sim: Similarity, validation: Simil
     for test, other in zip(_sides(sim), _sides(validation), strict=True):
         if _half_shared(test, other):
             warn(
-                f"--val: {', '.join(map(str, paths))} has items of the test set, on which "
+                f"--val: {', '.join(map(str, sources))} has items of the test set, on which "
                 "nothing may be calibrated; pass held-out pairs"
             )
             return

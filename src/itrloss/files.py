@@ -31,6 +31,7 @@ from .checks import as_id_numbers, as_int64, from_numpy
 _LONGEST_HEADER = 2**16
 _ENCODING = "latin1"  # of bytes in old pickle protocols
 _MISSING = ("", "nan", "na", "n/a", "<na>", "none", "null")
+_RE_RANKED = {"i2t", "t2i", "transductive"}  # what itrloss rerank --out writes
 _INTEGER = re.compile(r"[+-]?[0-9]+(\.0*)?")
 
 
@@ -39,6 +40,28 @@ def _as_path(path: str | Path) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: expected the name of a file, got {type(path).__name__}")
     return Path(path)
+
+
+class Source(NamedTuple):
+    """A file, and the name of an array or a column in it, if one was given."""
+
+    path: Path
+    key: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.path) if self.key is None else f"{self.path}:{self.key}"
+
+
+def as_source(text: str) -> Source:
+    """Return what ``FILE`` or ``FILE:NAME`` stands for.
+
+    A file whose own name has a colon goes first. Without a file in front of the colon, it is a part
+    of the path, as behind a drive of Windows.
+    """
+    before, _, key = text.rpartition(":")
+    if key and Path(before).is_file() and not Path(text).exists():
+        return Source(Path(before), key)
+    return Source(Path(text))
 
 
 def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
@@ -92,7 +115,7 @@ def read_reranked(path: str | Path) -> SavedScores | None:
         return None
     with _reading(path):
         names = _read_npz(path).keys()
-    if not {"i2t", "t2i", "transductive"} <= names:
+    if not names >= _RE_RANKED:
         return None
     flags = _tensor(path, _read(path, "transductive"))
     return SavedScores(read_matrix(path, "i2t"), read_matrix(path, "t2i"), bool(flags.any()))
@@ -281,6 +304,7 @@ def _suffix(path: Path) -> str:
 
 def _read(path: Path, key: str | None) -> Any:
     """Return the array named ``key`` in a file, or by default ``sims`` or the only one."""
+    path.stat()  # of a file that is missing, the suffix does not matter
     suffix = _suffix(path)
     if suffix not in _READERS:
         names = ", ".join("*" + s for s in [*_READERS, ".csv"])
@@ -295,8 +319,7 @@ def _read(path: Path, key: str | None) -> Any:
         count = content.get("npts")
         content = content[key]
     elif key is not None:
-        got = type(content).__name__
-        raise ValueError(f"{path}: expected entries with names, among them {key!r}; got {got}")
+        raise ValueError(f"{path}: expected no name: the file has one array; got {key!r}")
     with _reading(path):
         content = _loaded(content)
         count = _loaded(count)
@@ -316,17 +339,22 @@ def _array_name(path: Path, content: dict[Any, Any], key: str | None) -> Any:
     for name, value in content.items():
         if isinstance(value, list) or (isinstance(value, kinds) and value.ndim):
             names.append(name)
-    expected = f"an array of the name {key!r}"
-    if key is None:
-        expected = "one array, or one of the name sims"
-        if "sims" in names:
-            key = "sims"
-        elif len(names) == 1:
-            key = names[0]
-    if key not in names:
-        got = ", ".join(map(str, names)) or "none"
-        raise ValueError(f"{path}: expected {expected}; it has {got}")
-    return key
+    if key in names:
+        return key
+    if not names:
+        expected = "a list" if _suffix(path) == ".json" else "an array"
+        raise ValueError(f"{path}: expected {expected}, or one with a name; it has none")
+    got = ", ".join(map(str, names))
+    if key is not None:
+        raise ValueError(f"{path}: expected an array of the name {key!r}; it has {got}")
+    if "sims" in names:
+        return "sims"
+    if len(names) == 1:
+        return names[0]
+    hint = f"for one of several, write {path}:{names[0]}"
+    if set(names) >= _RE_RANKED:
+        hint = "itrloss compare takes such re-ranked scores of both directions"
+    raise ValueError(f"{path}: expected one array, or one of the name sims; it has {got}; {hint}")
 
 
 def _loaded(x: Any) -> Any:
@@ -517,7 +545,7 @@ def _table(path: Path) -> tuple[list[str], list[list[str]]]:
 def _csv_matrix(path: Path, key: str | None) -> np.ndarray:
     """Return the matrix in a file of separated values."""
     if key is not None:
-        raise ValueError(f"{path}: expected no key: a .csv file has one matrix; got {key!r}")
+        raise ValueError(f"{path}: expected no name: a .csv file has one matrix; got {key!r}")
     _, rows = _table(path)
     with _reading(path):
         return np.array([[float(x) for x in row] for row in rows])
@@ -538,8 +566,10 @@ def _csv_column(path: Path, key: str | None) -> list[str]:
     if width != 1 and len(rows) == 1 and not head:
         return [x.strip() for x in rows[0]]
     if width != 1:
-        got = ", ".join(head) or f"{width} without names"
-        raise ValueError(f"{path}: expected one column, or its name as the key; it has {got}")
+        got = f"{width} without names; give them a header"
+        if head:
+            got = f"{', '.join(head)}; for one of them, write {path}:{head[0]}"
+        raise ValueError(f"{path}: expected one column; it has {got}")
     column = [row[0].strip() for row in rows]
     if head and not all(_is_integer(x) for x in column):
         return head + column

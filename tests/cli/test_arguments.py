@@ -55,7 +55,6 @@ OUT = ("--out", "o.npz")
         ((*OUT, "--val", "t.npy"), "t.npy: expected images as rows.*--transpose"),
         ((*OUT, "--bank-images", "val.npy"), r"val.npy: expected \(B, 60\), got shape \(7, 10\)"),
         ((*OUT, "--transpose"), "with --transpose it has 60 rows"),
-        ((*OUT, "--key", "sims"), "expected entries with names"),
         ((*OUT, "--rankings", "o.npz"), "o.npz: expected a file of its own .* got that of out"),
         ((*OUT, "--methods", "dbnorm"), "--methods: all were left out"),
         (

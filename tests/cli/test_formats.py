@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from itrloss import Similarity
-from itrloss.files import read_ids, read_lines, read_matrix
+from itrloss.files import Source, as_source, read_ids, read_lines, read_matrix
 
 # --- writers --------------------------------------------------------------------------------------
 
@@ -241,6 +241,28 @@ def test_pickles_of_every_protocol_are_read(protocol: int, tmp_path: Path):
         np.testing.assert_array_equal(read_matrix(path, key), SCORES)
 
 
+@pytest.mark.parametrize(
+    ("text", "path", "key"),
+    [
+        ("a.npz", "a.npz", None),
+        ("a.npz:img", "a.npz", "img"),
+        ("a.npz:deep/img", "a.npz", "deep/img"),
+        ("12:30.npz", "12:30.npz", None),
+        ("12:30.npz:img", "12:30.npz", "img"),
+        ("a.npz:", "a.npz:", None),
+        ("C:none.npz", "C:none.npz", None),
+        ("folder:img", "folder:img", None),
+    ],
+)
+def test_a_name_stands_behind_a_colon(text, path, key, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.npz", "12", "12:30.npz"):
+        Path(name).touch()
+    Path("folder").mkdir()
+    assert as_source(text) == Source(Path(path), key)
+    assert str(as_source(text)) == text
+
+
 @pytest.mark.parametrize("images", [6, 12])
 def test_the_images_of_an_archive_may_be_its_columns(images: int, tmp_path: Path):
     path = tmp_path / "s.npz"
@@ -307,7 +329,9 @@ def test_a_column_of_a_table_is_chosen_by_its_header(tmp_path: Path):
     path = tmp_path / "captions.csv"
     path.write_text('image,caption\n3,"a dog, running"\n4,a cat\n')
     assert read_ids(path, "image").tolist() == [3, 4]
-    with pytest.raises(ValueError, match=r"expected one column, .*it has image, caption"):
+    with pytest.raises(
+        ValueError, match=r"expected one column; it has image, caption; .*captions\.csv:image"
+    ):
         read_ids(path)
     with pytest.raises(ValueError, match="a column of the name 'text'; it has image, caption"):
         read_ids(path, "text")

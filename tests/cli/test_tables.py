@@ -675,12 +675,12 @@ def test_re_ranked_scores_are_told_from_others(models, tmp_path):
     assert read_reranked(path) is not None
 
 
-def test_a_key_chooses_one_direction_of_re_ranked_scores(tmp_path, capsys):
+def test_a_name_chooses_one_direction_of_re_ranked_scores(tmp_path, capsys):
     for name in ("a", "b"):
         flags = np.array([True, True])
         np.savez(tmp_path / f"{name}.npz", i2t=scores(), t2i=scores(1), transductive=flags)
-    files = [tmp_path / "a.npz", tmp_path / "b.npz"]
-    assert run("compare", *files, "--key", "i2t", "--samples", 9) == 0
+    files = [f"{tmp_path}/a.npz:i2t", f"{tmp_path}/b.npz:i2t"]
+    assert run("compare", *files, "--samples", 9) == 0
     same = of_seed(0)
     wanted = compare_models({"a": same, "b": same}, samples=9).table()
     assert tables.text(wanted) in capsys.readouterr().out
@@ -702,7 +702,6 @@ A, B = "run_1/sims.npy", "run_2/sims.npy"
         ((A, "small.npy"), f"small.npy: expected shape (12, 60) like {A}, got (6, 30)"),
         ((A, B, "--samples", 0), "--samples: expected at least 1, got 0"),
         ((A, B, "--latex", A), "expected a file of its own"),
-        ((A, B, "--key", "x", "--key", "y"), "--key: expected at most 1"),
         ((A, B, "--folds", 5), "--folds: expected a divisor of the 12 images"),
         ((A, "none.npy"), "none.npy"),
     ],

@@ -585,16 +585,12 @@ def test_the_test_set_as_its_own_validation_or_bank_is_noticed(arguments, saved,
         EVAL,
         ("rerank", "test_scores.npy"),
         ("rerank", "test_scores.npy", "--val", "other_scores.npy"),
-        ("rerank", "again.npz", "--key", "sims"),
+        ("rerank", "again.npz:sims"),
         (*EVAL, "--val", "other_images.npy", "other_texts.npy"),
         (*EVAL, "--bank-images", "other_images.npy", "--bank-texts", "other_texts.npy"),
-        ("eval", "test.npz", "test.npz", "--key", "v", "--key", "w"),
-        ("eval", "--key", "v", "test.npz", "test.npz", "--key", "w"),
-        ("eval", "test.npz", "test.npz", "--key", "v", "--key", "w", "--bank-texts", "other.npz"),
-        (
-            *("eval", "test.npz", "test.npz", "--key", "v", "--key", "w"),
-            *("--val", "other.npz", "other.npz"),
-        ),
+        ("eval", "test.npz:v", "test.npz:w"),
+        ("eval", "test.npz:v", "test.npz:w", "--bank-texts", "other.npz:w"),
+        ("eval", "test.npz:v", "test.npz:w", "--val", "other.npz:v", "other.npz:w"),
     ],
 )
 def test_right_files_are_read_without_a_word(arguments, saved, capsys):
@@ -606,9 +602,7 @@ def test_right_files_are_read_without_a_word(arguments, saved, capsys):
     "arguments",
     [
         ("eval", "test_images.npy", "test_images.npy"),
-        ("eval", "test.npz", "test.npz"),
-        ("eval", "test.npz", "test.npz", "--key", "w"),
-        ("eval", "test.npz", "test.npz", "--key", "w", "--key", "w"),
+        ("eval", "test.npz:w", "test.npz:w"),
         ("eval", "link.npy", "hard.npy"),
         (*EVAL, "--val", "other_texts.npy", "other_texts.npy"),
     ],
@@ -616,16 +610,7 @@ def test_right_files_are_read_without_a_word(arguments, saved, capsys):
 def test_one_array_for_images_and_texts_is_refused(arguments, saved, capsys):
     code, out, err = run(capsys, *arguments)
     assert code == 2 and not out
-    assert "expected images and texts, got one array for both" in err and "--key TEXTS" in err
-
-
-def test_keys_are_one_or_two(saved, capsys):
-    for arguments in (
-        ("rerank", "again.npz", "--key", "sims", "--key", "sims"),
-        ("eval", "test.npz", "test.npz", "--key", "v", "--key", "w", "--key", "v"),
-    ):
-        code, _, err = run(capsys, *arguments)
-        assert code == 2 and "--key: expected at most" in err
+    assert "expected images and texts, got one array for both" in err and "FILE:NAME" in err
 
 
 def test_copies_of_a_file_under_another_name_are_noticed_once(saved, capsys):
