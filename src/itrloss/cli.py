@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,14 +50,18 @@ from .metrics.suspicion import warn_of_guess
 from .report.comparison import models_page, page
 from .rerank import FastReranker
 from .similarity import Similarity
-from .suspicious import number_shared, warn
+from .suspicious import number_shared, warn, warn_of_embeddings
 
 # Options that are files to write. The last is a folder.
 _RESULTS = ("out", "rankings", "queries", "metrics", "latex", "report", "trec")
 # Options that say who is right, and who is ranked at all.
 _RULES = ("relevant", "exclude", "candidates")
 # Arguments of the library, which the command line has as options; not as parts of a path.
-_ARGUMENTS = re.compile(r"(?<![\w/.-])(image_ids|text_ids|(?:folds|ks)(?=:))(?![./-]?\w)")
+_ARGUMENTS = re.compile(r"(?<![\w/.-])((?:val_)?(?:image|text)_ids|(?:folds|ks)(?=:))(?![./-]?\w)")
+# What to do with embeddings in place of scores.
+_EMBEDDINGS = "embeddings go in as two files: itrloss eval IMAGES TEXTS"
+# What the library advises, and what the command line has in its place.
+_ADVICE = {"itrloss.Similarity(images, texts)": "itrloss eval IMAGES TEXTS"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = signal.getsignal(signal.SIGTERM)
 
     def say(message: object) -> None:
-        text = _ARGUMENTS.sub(lambda name: "--" + name[0].replace("_", "-"), str(message))
+        text = _in_words_of_options(message)
         print(f"itrloss {args.command}: {text}", file=sys.stderr)
 
     warned = set()
@@ -108,6 +112,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 # ------------------------------------------------------------------------------------------ options
+
+
+def _in_words_of_options(message: object) -> str:
+    """Return a message of the library with options in place of arguments."""
+    text = _ARGUMENTS.sub(lambda name: "--" + name[0].replace("_", "-"), str(message))
+    for advice, other in _ADVICE.items():
+        text = text.replace(advice, other)
+    return text
 
 
 def refuse(parser: argparse.ArgumentParser, others: Sequence[str]) -> None:
@@ -228,6 +240,9 @@ def _add_inputs(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         metavar=tuple(name.upper() for name in names),
         help="the same of held-out pairs: calibrate Fast Re-ranking on them",
     )
+    for name in ("image", "text"):
+        about = f"of the {name}s of --val, as --{name}-ids are of the others"
+        parser.add_argument(f"--val-{name}-ids", type=as_source, metavar="FILE", help=about)
 
 
 def _add_banks(parser: argparse.ArgumentParser, images: str, texts: str) -> None:
@@ -365,10 +380,9 @@ def _run(args: argparse.Namespace) -> None:
     sources = [args.scores] if args.command == "rerank" else [args.images, args.texts]
     ids = _ids(args)
     rules = _rules(args)
-    sim = _similarity(args, sources, ids, by_ids=args.relevant is None)
-    validation = None
-    if args.val is not None:
-        validation = _similarity(args, args.val)
+    sim = _similarity(args, sources, ids)
+    validation = _validation(args)
+    if validation is not None:
         _warn_of_test_data(args.val, sim, validation)
     banks = (_bank(args, sim, 0), _bank(args, sim, 1))
     if args.folds != 1:
@@ -431,7 +445,7 @@ def _run_models(args: argparse.Namespace) -> None:
 def _model_results(
     args: argparse.Namespace,
     names: Sequence[str],
-    ids: tuple[Tensor, Tensor] | None,
+    ids: _Ids,
     rules: dict[str, Any],
 ) -> tuple[dict[str, RetrievalResults], list[str], str]:
     """Return the results of each model by its name, the names of those whose files say that they
@@ -466,18 +480,17 @@ def _model_results(
 
 
 def _model_scores(
-    args: argparse.Namespace, source: Source, ids: tuple[Tensor, Tensor] | None
+    args: argparse.Namespace, source: Source, ids: _Ids
 ) -> tuple[Similarity | tuple[Similarity, Tensor], bool]:
     """Return the scores in a file, of both directions if they are re-ranked, and whether they
     depend on the other test queries, as far as the file says.
     """
-    by_ids = args.relevant is None
     saved = files.read_reranked(source.path) if source.key is None else None
     if saved is None:
-        return _similarity(args, [source], ids, by_ids), False
+        return _similarity(args, [source], ids), False
     for matrix in (saved.i2t, saved.t2i):
         require_finite(str(source), matrix)
-    i2t = _similarity_of(args, [source], [saved.i2t], ids, by_ids)
+    i2t = _similarity_of(args, [source], [saved.i2t], ids)
     return (i2t, saved.t2i), saved.transductive
 
 
@@ -646,13 +659,45 @@ def _matrix(source: Source, transpose: bool) -> Tensor:
     return matrix.T if transpose else matrix
 
 
-def _ids(args: argparse.Namespace) -> tuple[Tensor, Tensor] | None:
-    """Return the ids of images and texts in files; None if there are no files."""
-    if (args.image_ids is None) != (args.text_ids is None):
-        raise ValueError("--image-ids, --text-ids: expected both or neither")
-    if args.image_ids is None:
-        return None
-    return files.read_ids(*args.image_ids), files.read_ids(*args.text_ids)
+class _Ids(NamedTuple):
+    """The ids of images and of texts, from files or by default."""
+
+    options: tuple[str, str]  # that name the files
+    sources: Sequence[Source] = ()  # empty if there are none
+    values: Sequence[Tensor] = ()
+    are_right: bool = True  # whether they say which pairs are right
+
+
+def _ids(args: argparse.Namespace, val: str = "") -> _Ids:
+    """Return the ids in files: of held-out pairs if ``val`` is ``"val_"``."""
+    names = f"{val}image_ids", f"{val}text_ids"
+    images, texts = ("--" + name.replace("_", "-") for name in names)
+    sources = [getattr(args, name) for name in names]
+    are_right = bool(val) or args.relevant is None
+    if sources == [None, None]:
+        return _Ids((images, texts), are_right=are_right)
+    if None in sources:
+        raise ValueError(f"{images}, {texts}: expected both or neither")
+    values = [files.read_ids(*source) for source in sources]
+    if are_right and not bool(torch.isin(*values).any()):
+        first, other = (files.first_id(*source) for source in sources)
+        raise ValueError(
+            f"{images}, {texts}: no id of an image equals one of a text, such as {first!r} and "
+            f"{other!r}"
+        )
+    return _Ids((images, texts), sources, values, are_right)
+
+
+def _check_count(option: str, source: Source, ids: Tensor, size: int) -> None:
+    """Raise a ValueError for ids that are one too many, if the first may be a header."""
+    if len(ids) != size + 1 or source.path.suffix.lower() not in files.TEXTS:
+        return
+    first = files.first_id(*source)
+    way = f"write {source.path}:{first}" if source.path.suffix.lower() == ".csv" else "remove it"
+    raise ValueError(
+        f"{option}: expected {size} ids, got {len(ids)}; if the first line of {source.path}, "
+        f"{first!r}, is a header, {way}"
+    )
 
 
 def _rules(args: argparse.Namespace) -> dict[str, Any]:
@@ -675,16 +720,8 @@ def _rules(args: argparse.Namespace) -> dict[str, Any]:
     return rules
 
 
-def _similarity(
-    args: argparse.Namespace,
-    sources: Sequence[Source],
-    ids: tuple[Tensor, Tensor] | None = None,
-    by_ids: bool = True,
-) -> Similarity:
-    """Return the similarities of scores or of embeddings; errors name the files.
-
-    ``by_ids=False``: ids say nothing of relevance, and images are as many as there are.
-    """
+def _similarity(args: argparse.Namespace, sources: Sequence[Source], ids: _Ids) -> Similarity:
+    """Return the similarities of scores or of embeddings; errors name the files."""
     matrices = [_matrix(source, args.transpose) for source in sources]
     if len(sources) == 2:
         images, texts = sources
@@ -693,41 +730,65 @@ def _similarity(
                 f"{images}: expected images and texts, got one array for both; of a file with "
                 "both, FILE:NAME takes one"
             )
-    return _similarity_of(args, sources, matrices, ids, by_ids)
+    return _similarity_of(args, sources, matrices, ids)
 
 
 def _similarity_of(
     args: argparse.Namespace,
     sources: Sequence[Source],
     matrices: list[Tensor],  # of these files
-    ids: tuple[Tensor, Tensor] | None,
-    by_ids: bool,
+    ids: _Ids,
 ) -> Similarity:
     """Return the similarities of scores, or of embeddings of images and of texts."""
     by_scores = len(sources) == 1
-    if ids is None and not by_ids:
-        n = len(matrices[0])
-        m = matrices[0].shape[1] if by_scores else len(matrices[1])
-        ids = unrelated_ids(n, m)
-    if ids is None:
+    if not ids.values and ids.are_right:
         if by_scores:
             _check_orientation(sources[0], matrices[0], args.transpose)
         matrices[0] = fold_repeated(matrices[0])
-        n = len(matrices[0])
-        m = matrices[0].shape[1] if by_scores else len(matrices[1])
-        try:
-            warn_of_guess(n, m)
-            ids = default_ids(n, m)
-        except ValueError as error:
-            raise ValueError(f"{', '.join(map(str, sources))}: {error}") from None
-    names = Names(str(sources[0]), str(sources[-1]), "--image-ids", "--text-ids")
+    n = len(matrices[0])
+    m = matrices[0].shape[1] if by_scores else len(matrices[1])
+    if ids.values:
+        image_ids, text_ids = ids.values
+        for option, source, values, size in zip(*ids[:3], (n, m), strict=True):
+            _check_count(option, source, values, size)
+    elif not ids.are_right:
+        image_ids, text_ids = unrelated_ids(n, m)
+    else:
+        if m % n:
+            raise ValueError(
+                f"{', '.join(map(str, sources))}: {', '.join(ids.options)}: needed for {n} images "
+                f"and {m} texts, which is not a whole number of texts per image (images are the "
+                "rows)" + f"; {_EMBEDDINGS}" * by_scores
+            )
+        warn_of_guess(n, m)
+        image_ids, text_ids = default_ids(n, m)
+    names = Names(str(sources[0]), str(sources[-1]), *ids.options)
     if by_scores:
-        return Similarity.from_scores(matrices[0], *ids, names=names)
+        warn_of_embeddings(str(sources[0]), matrices[0])
+        return Similarity.from_scores(matrices[0], image_ids, text_ids, names=names)
     images, texts = matrices
     if (images.dtype == torch.float64) != (texts.dtype == torch.float64):
         images = images.float()
         texts = texts.float()
-    return Similarity(images, texts, *ids, names=names)
+    return Similarity(images, texts, image_ids, text_ids, names=names)
+
+
+def _validation(args: argparse.Namespace) -> Similarity | None:
+    """Return the held-out pairs; warnings name their options."""
+    ids = _ids(args, "val_")
+    if args.val is None:
+        if ids.sources:
+            raise ValueError(f"{', '.join(ids.options)}: expected --val, too")
+        return None
+    show = warnings.showwarning
+
+    def show_of_val(message: Warning | str, *others: Any, **options: Any) -> None:
+        text = re.sub("(image|text)_ids", r"val_\g<0>", str(message))
+        show(f"--val: {text}", *others, **options)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show_of_val
+        return _similarity(args, args.val, ids)
 
 
 def _check_orientation(source: Source, scores: Tensor, transpose: bool) -> None:
@@ -743,7 +804,7 @@ def _check_orientation(source: Source, scores: Tensor, transpose: bool) -> None:
         how = "pass --transpose, or --image-ids and --text-ids"
     raise ValueError(
         f"{source}: expected images as rows; {what} {n} rows and {m} columns, as if texts were: "
-        f"{how}"
+        f"{how}; {_EMBEDDINGS}"
     )
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .checks import as_id_numbers, as_int64, from_numpy
 
+TEXTS = (".txt", ".csv")  # whose ids are lines
 _LONGEST_HEADER = 2**16
 _ENCODING = "latin1"  # of bytes in old pickle protocols
 _MISSING = ("", "nan", "na", "n/a", "<na>", "none", "null")
@@ -130,15 +131,9 @@ def read_ids(path: str | Path, key: str | None = None) -> Tensor:
     flattened.
     """
     path = _as_path(path)
-    suffix = _suffix(path)
-    if suffix == ".txt":
-        return _ids_of_texts(path, _text_ids(path))
-    if suffix == ".csv":
-        return _ids_of_texts(path, _csv_column(path, key))
-    content = _read(path, key)
-    if isinstance(content, np.ndarray) and content.dtype.kind == "S":
-        with _reading(path):
-            content = np.char.decode(content, "utf-8")
+    content = _saved_ids(path, key)
+    if _suffix(path) in TEXTS:
+        return _ids_of_texts(path, content)
     if _holds_strings(content):
         ids = _numbers_of_names(path, content)
     else:
@@ -151,6 +146,25 @@ def read_ids(path: str | Path, key: str | None = None) -> Tensor:
     return as_int64(str(path), ids.flatten())
 
 
+def first_id(path: Path, key: str | None = None) -> str:
+    """Return the first id in a file of :func:`read_ids` as it stands there, for a message."""
+    return str(np.asarray(_saved_ids(path, key)).ravel()[0])
+
+
+def _saved_ids(path: Path, key: str | None) -> Any:
+    """Return the ids in a file as they are: strings in files of text, and arrays or lists."""
+    suffix = _suffix(path)
+    if suffix == ".txt":
+        return _text_ids(path)
+    if suffix == ".csv":
+        return _csv_column(path, key)
+    content = _read(path, key)
+    if isinstance(content, np.ndarray) and content.dtype.kind == "S":
+        with _reading(path):
+            content = np.char.decode(content, "utf-8")
+    return content
+
+
 def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
     """Return (P, 2) or (P, 3) float64 numbers of pairs: the indices of an image and a text, and a
     grade.
@@ -161,7 +175,7 @@ def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
     """
     path = _as_path(path)
     suffix = _suffix(path)
-    if suffix in (".txt", ".csv"):
+    if suffix in TEXTS:
         rows = [line.split() for line in _text(path).splitlines() if line.strip()]
         if suffix == ".csv":
             _, rows = _table(path)

@@ -33,6 +33,7 @@ def test_there_is_no_command_for_benchmarks(capsys):
 
 
 IDS = ("--image-ids", "ids.txt", "--text-ids", "ids.txt")
+VAL_IDS = ("--val-image-ids", "ids.txt", "--val-text-ids", "ids.txt")
 OUT = ("--out", "o.npz")
 
 
@@ -47,11 +48,14 @@ OUT = ("--out", "o.npz")
         ((*OUT, "--i2t", 1e39, 1), r"i2t: expected .* in the range of float32, got 1e\+39"),
         ((*OUT, "--image-ids", "ids.txt"), "--image-ids, --text-ids: expected both or neither"),
         ((*OUT, *IDS), r"--image-ids: expected shape \(12,\)"),
+        ((*OUT, "--val-image-ids", "ids.txt"), "--val-image-ids, --val-text-ids: expected both"),
+        ((*OUT, *VAL_IDS), "--val-image-ids, --val-text-ids: expected --val, too"),
+        ((*OUT, "--val", "val.npy", *VAL_IDS), r"--val-image-ids: expected shape \(7,\)"),
         ((*OUT, "--image-ids", "long.txt", *IDS[2:]), "long.txt: expected integers of 64 bits"),
         ((*OUT, "--image-ids", "bytes.txt", *IDS[2:]), "bytes.txt: expected UTF-8"),
         ((*OUT, "--text-names", "ids.txt"), "ids.txt: expected a line .* 60 texts, got 3"),
         ((*OUT, "--text-names", "bytes.txt"), "bytes.txt: expected UTF-8"),
-        ((*OUT, "--val", "val.npy"), "val.npy: .*--image-ids, --text-ids"),
+        ((*OUT, "--val", "val.npy"), "val.npy: --val-image-ids, --val-text-ids: needed for 7 im"),
         ((*OUT, "--val", "t.npy"), "t.npy: expected images as rows.*--transpose"),
         ((*OUT, "--bank-images", "val.npy"), r"val.npy: expected \(B, 60\), got shape \(7, 10\)"),
         ((*OUT, "--transpose"), "with --transpose it has 60 rows"),
@@ -72,6 +76,70 @@ def test_a_bad_argument_is_named(arguments, message, saved, capsys):
     np.save("t.npy", scores().T)
     assert re.search(message, refused(capsys, "rerank", saved, "--methods", "fast", *arguments))
     assert not Path("o.npz").exists()
+
+
+IMAGES = [f"img_{i}" for i in range(N)]
+TEXTS = [f"img_{i // C}" for i in range(N * C)]
+NO_MATCH = "no id of an image equals one of a text, such as"
+HEADER = "expected 12 ids, got 13; if the first line of i"
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "message"),
+    [
+        ("i.txt", [f"{x}.jpg" for x in IMAGES], f"{NO_MATCH} 'img_0.jpg' and 'img_0'"),
+        ("i.txt", range(N), f"{NO_MATCH} '0' and 'img_0'"),
+        ("i.npy", np.arange(N), f"{NO_MATCH} '0' and 'img_0'"),
+        ("i.npy", np.array([x.upper() for x in IMAGES]), f"{NO_MATCH} 'IMG_0' and 'img_0'"),
+        ("i.csv", ["image", *IMAGES], f"{HEADER}.csv, 'image', is a header, write i.csv:image"),
+        ("i.txt", ["image", *IMAGES], f"{HEADER}.txt, 'image', is a header, remove it"),
+        ("i.txt", ["a", "b", *IMAGES], "expected shape (12,), got (14,)"),
+        ("i.npy", np.array(["image", *IMAGES]), "expected shape (12,), got (13,)"),
+    ],
+)
+@pytest.mark.parametrize("val", [False, True])
+def test_ids_that_do_not_fit_are_named(val, name, ids, message, saved, capsys):
+    if name == "i.npy":
+        np.save(name, ids)
+    else:
+        write_lines(name, ids)
+    write_lines("t.txt", TEXTS)
+    start = "--val-" if val else "--"
+    files = ("--val", saved) if val else ()
+    options = (*files, f"{start}image-ids", name, f"{start}text-ids", "t.txt")
+    said = refused(capsys, "rerank", saved, *options, "--methods", "fast")
+    assert message in said
+    assert f"rerank: {start}image-ids" in said
+
+
+def test_relevant_pairs_need_no_ids_that_match(saved):
+    write_lines("i.txt", IMAGES)
+    write_lines("t.txt", range(N * C))
+    write_lines("pairs.txt", ["0 1"])
+    ids = ("--image-ids", "i.txt", "--text-ids", "t.txt")
+    assert run("rerank", saved, *ids, "--relevant", "pairs.txt", "--methods", "csls") == 0
+
+
+def test_embeddings_in_place_of_scores_are_told_where_they_go(saved, capsys):
+    images, texts = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in pairs())
+    advice = "itrloss eval IMAGES TEXTS"
+    for shape in ((12, 8), (12, 6), (8, 12)):
+        np.save("x.npy", np.resize(images, shape))
+        assert f"embeddings go in as two files: {advice}" in refused(capsys, "rerank", "x.npy")
+    np.save("x.npy", texts[:4])
+    assert run("rerank", "x.npy", "--methods", "csls") == 0
+    said = capsys.readouterr().err
+    assert "x.npy: each row has length 1, as embeddings have" in said
+    assert advice in said
+    assert "itrloss.Similarity" not in said
+
+
+def test_warnings_of_held_out_pairs_name_their_options(saved, capsys):
+    np.save("val.npy", scores(1).repeat(C, 0))
+    assert run("rerank", saved, "--val", "val.npy", "--methods", "fast") == 0
+    said = capsys.readouterr().err
+    assert "--val: images: every 5 consecutive ones are the same" in said
+    assert "pass --val-image-ids and --val-text-ids" in said
 
 
 @pytest.mark.parametrize("x", [float("nan"), float("-inf"), -1e39])

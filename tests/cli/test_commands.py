@@ -197,6 +197,20 @@ def test_a_validation_set_may_have_another_size_than_a_bank_of_scores(saved, tmp
     assert len(found["fast, calibrated"]) == 2
 
 
+def test_held_out_pairs_have_ids_of_their_own(saved, tmp_path, capsys):
+    generator = np.random.default_rng(0)
+    order = generator.permutation(N * C)[:-7]  # images have different numbers of texts
+    val = save(tmp_path / "val.npy", scores(1)[:, order])
+    images = save(tmp_path / "i.npy", np.arange(N) + 7)
+    texts = save(tmp_path / "t.npy", order // C + 7)
+    ids = ("--val-image-ids", images, "--val-text-ids", texts)
+    assert run("rerank", saved, "--val", val, *ids, "--methods", "fast") == 0
+    chosen = rerank.FastReranker().calibrate(
+        torch.from_numpy(scores(1)[:, order]), torch.arange(N) + 7, torch.from_numpy(order // C + 7)
+    )
+    assert rsum(chosen) in lines(capsys)["fast, calibrated"][0]
+
+
 @pytest.mark.parametrize(
     ("side", "shape", "way"),
     [
