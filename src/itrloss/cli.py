@@ -11,7 +11,8 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ from .metrics.suspicion import warn_of_guess
 from .report.comparison import models_page, page
 from .rerank import FastReranker
 from .similarity import Similarity
-from .suspicious import number_shared, warn, warn_of_embeddings
+from .suspicious import SuspiciousInputWarning, warn_of_embeddings
 
 # Options that are files to write. The last is a folder.
 _RESULTS = ("out", "rankings", "queries", "metrics", "latex", "report", "trec")
@@ -61,7 +62,12 @@ _ARGUMENTS = re.compile(r"(?<![\w/.-])((?:val_)?(?:image|text)_ids|(?:folds|ks)(
 # What to do with embeddings in place of scores.
 _EMBEDDINGS = "embeddings go in as two files: itrloss eval IMAGES TEXTS"
 # What the library advises, and what the command line has in its place.
-_ADVICE = {"itrloss.Similarity(images, texts)": "itrloss eval IMAGES TEXTS"}
+_ADVICE = {
+    "pass itrloss.Similarity(images, texts)": "itrloss eval IMAGES TEXTS takes them",
+    "itrloss.Similarity(images, texts)": "itrloss eval IMAGES TEXTS",
+    "pass them negated": "save them negated",
+    "validation:": "--val:",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,34 +81,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refuse(args.parser, others)
     before = signal.getsignal(signal.SIGTERM)
 
-    def say(message: object) -> None:
-        text = _in_words_of_options(message)
-        print(f"itrloss {args.command}: {text}", file=sys.stderr)
-
-    warned = set()
-
-    def say_once(message: object, *_: object, **__: object) -> None:
-        if str(message) not in warned:  # every method finds the same of the same scores
-            warned.add(str(message))
-            say(message)
-
     try:
         # outside the main thread, which alone may set handlers
         with contextlib.suppress(ValueError):
             # removes temporary files
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", UserWarning)
-            warnings.showwarning = say_once
+        with _shown_warnings(args):
             args.run(args)
     except FileNotFoundError as error:
-        say(f"{error.filename}: there is no such file{_near(error.filename)}")
+        _say(args, f"{error.filename}: there is no such file{_near(error.filename)}")
         return 2
     except (ImportError, OSError, ValueError) as error:
-        say(error)
+        _say(args, error)
         return 2
     except KeyboardInterrupt:
-        say("interrupted")
+        _say(args, "interrupted")
         return 130
     finally:
         with contextlib.suppress(ValueError):
@@ -112,6 +105,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 # ------------------------------------------------------------------------------------------ options
+
+
+def _say(args: argparse.Namespace, message: object) -> None:
+    print(f"itrloss {args.command}: {_in_words_of_options(message)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _shown_warnings(args: argparse.Namespace) -> Iterator[None]:
+    """Print each warning once, and keep those of the input in ``args.warnings``, for tables."""
+    args.warnings = []
+    shown = set()
+
+    def show(message: object, category: type[Warning], *_: object, **__: object) -> None:
+        if str(message) in shown:  # every method finds the same of the same scores
+            return
+        shown.add(str(message))
+        _say(args, message)
+        if issubclass(category, SuspiciousInputWarning):
+            args.warnings.append(_in_words_of_options(message))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = show
+        yield
 
 
 def _in_words_of_options(message: object) -> str:
@@ -382,8 +399,6 @@ def _run(args: argparse.Namespace) -> None:
     rules = _rules(args)
     sim = _similarity(args, sources, ids)
     validation = _validation(args)
-    if validation is not None:
-        _warn_of_test_data(args.val, sim, validation)
     banks = (_bank(args, sim, 0), _bank(args, sim, 1))
     if args.folds != 1:
         _check_folds(args, sim, banks)
@@ -410,6 +425,7 @@ def _run(args: argparse.Namespace) -> None:
         args.samples,
     )
     _show_progress("")
+    comparison = replace(comparison, warnings=tuple(args.warnings))
     print(table(comparison, args.ks))
     if args.protocol or outputs:
         _put_out(args, comparison, outputs, title, names)
@@ -428,6 +444,7 @@ def _run_models(args: argparse.Namespace) -> None:
     results, marked, about = _model_results(args, names, ids, rules)
     marked += args.transductive
     comparison = compare_models(results, transductive=marked, samples=args.samples)
+    comparison = replace(comparison, warnings=tuple(args.warnings))
     table = comparison.table(args.ks)
     print(f"{about}\n{tables.text(table)}")
     if args.metrics:
@@ -833,33 +850,6 @@ def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None
     if not fits:
         raise ValueError(f"{source}: expected {expected}, got shape {tuple(bank.shape)}")
     return bank
-
-
-def _warn_of_test_data(sources: Sequence[Source], sim: Similarity, validation: Similarity) -> None:
-    """Warn if half of a validation set's items, or of a test set's, are in the other.
-
-    Re-rankers themselves warn of a bank.
-    """
-    for test, other in zip(_sides(sim), _sides(validation), strict=True):
-        if _half_shared(test, other):
-            warn(
-                f"--val: {', '.join(map(str, sources))} has items of the test set, on which "
-                "nothing may be calibrated; pass held-out pairs"
-            )
-            return
-
-
-def _sides(sim: Similarity) -> Sequence[Tensor]:
-    """Return what images and texts are recognised by: embeddings, or rows and columns of scores."""
-    if sim.embeddings is not None:
-        return sim.embeddings
-    scores = sim.scores()
-    return scores, scores.T
-
-
-def _half_shared(test: Tensor, others: Tensor) -> bool:
-    """Return whether half of the rows (N, D), or of the others (M, D), are the same."""
-    return 2 * number_shared(test, others) >= min(len(test), len(others))
 
 
 def _names(path: Path | None, item: str, size: int) -> list[str]:

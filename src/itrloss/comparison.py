@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -19,8 +20,9 @@ from .metrics.labels import with_ids
 from .metrics.results import RECALLS, WAYS, Ks
 from .metrics.retrieval import as_pair
 from .rerank import FastReranker, Reranker
+from .rerank.fast import SCALES
 from .similarity import Similarity
-from .suspicious import warn
+from .suspicious import number_shared, warn
 from .tables import ARROWS, TESTED, Row, Table, comparison_table, samples_for
 
 METHODS: dict[str, type[Reranker]] = {
@@ -78,6 +80,7 @@ class Entry:
         seconds: how long they took.
         changes: the differences of R@1 of both directions and of the RSUM from the first entry,
             with p-values that Holm's method corrected over all entries; empty for the first.
+        chosen_on: the pairs that its scales were chosen on, in words; empty if they were not.
     """
 
     name: str
@@ -85,6 +88,7 @@ class Entry:
     results: RetrievalResults
     seconds: float
     changes: Mapping[str, Comparison] = field(default_factory=dict)
+    chosen_on: str = ""
 
     @property
     def label(self) -> str:
@@ -105,12 +109,22 @@ class Entry:
 
     @property
     def scales(self) -> str:
-        """What calibration chose, in a sentence; empty for other methods."""
-        if self.name != CALIBRATED or not isinstance(self.reranker, FastReranker):
+        """What calibration chose, in sentences; empty for other methods."""
+        if not self.chosen_on or not isinstance(self.reranker, FastReranker):
             return ""
         i2t = "γ1 = {:g}, γ2 = {:g}".format(*self.reranker.i2t)
         t2i = "λ1 = {:g}, λ2 = {:g}".format(*self.reranker.t2i)
-        return f"{i2t} ({ARROWS['i2t']}); {t2i} ({ARROWS['t2i']})"
+        values = f"{i2t} ({ARROWS['i2t']}); {t2i} ({ARROWS['t2i']})"
+        return f"{values}, chosen on {self.chosen_on}.{self._ends}"
+
+    @property
+    def _ends(self) -> str:
+        """A sentence on scales beyond which no other was tried; empty if there are none."""
+        assert isinstance(self.reranker, FastReranker)
+        chosen = (*self.reranker.i2t, *self.reranker.t2i)
+        ends = {"smallest": min(SCALES), "largest": max(SCALES)}
+        found = [f"{x:g} is the {end}" for end, x in ends.items() if x in chosen]
+        return f" Of the values that were tried, {' and '.join(found)}." if found else ""
 
     @property
     def hubs(self) -> str:
@@ -146,6 +160,7 @@ class RerankerComparison:
     left_out: dict[str, str]  # method: why
     rules: Mapping[str, Any] = field(default_factory=dict)  # who is right, and who is ranked
     samples: int = 0  # of the bootstrap behind the changes
+    warnings: Sequence[str] = ()  # of the input, which the table repeats
 
     def table(self, ks: Ks = RECALLS, *, titles: bool = True, timed: bool = False) -> Table:
         """Return the table of all entries: recalls, changes of the RSUM and of R@1, and notes.
@@ -163,8 +178,10 @@ class RerankerComparison:
             seconds = entry.seconds if timed else None
             rows.append(Row(name, entry.results, entry.changes, transductive, seconds))
             if entry.scales:
-                scales.append(f"Scales of {name}: {entry.scales}, chosen on held-out pairs.")
-        return comparison_table(rows, ks, samples=self.samples, scales=scales)
+                scales.append(f"Scales of {name}: {entry.scales}")
+        return comparison_table(
+            rows, ks, samples=self.samples, scales=scales, warnings=self.warnings
+        )
 
 
 def compare_rerankers(  # noqa: PLR0913 - options by keyword
@@ -213,6 +230,7 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
             tried.append((name, used))
             if name == "fast" and validation is not None:
                 tried.append((CALIBRATED, used))
+    chosen_on = _words(sim, validation)
     entries: list[Entry] = []
     for number, (name, used) in enumerate(tried, 1):
         bank = ", with a bank" if used else ""
@@ -220,16 +238,53 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
         reranker = None
         if name == CALIBRATED:
             assert validation is not None
-            reranker = _calibrated(used, validation)
+            with warnings.catch_warnings():
+                # the table says it
+                warnings.filterwarnings("ignore", "scales: of the values tried")
+                reranker = _calibrated(used, validation)
         elif name != PLAIN:
             reranker = _fitted(rerankers[name], used)
         start = time.perf_counter()
         results = retrieval_results(sim, reranker=reranker, folds=folds, **rules)
         seconds = time.perf_counter() - start
-        entries.append(Entry(name, reranker, results, seconds))
+        entry = Entry(name, reranker, results, seconds)
+        if name == CALIBRATED:
+            entry = replace(entry, chosen_on=chosen_on + _without_bank(used, validation))
+        entries.append(entry)
     if samples is None:
         samples = samples_for(len(entries) - 1)
     return RerankerComparison(sim, _compared(entries, samples), left_out, rules, samples)
+
+
+def _words(sim: Similarity, validation: Similarity | None) -> str:
+    """Return what the validation pairs are; warn if half of their items, or of the test set's, are
+    in the other.
+    """
+    if validation is None:
+        return ""
+    for test, other in zip(_sides(sim), _sides(validation), strict=True):
+        if 2 * number_shared(test, other) >= min(len(test), len(other)):
+            warn(
+                "validation: it has items of the test set, on which nothing may be calibrated; "
+                "pass held-out pairs"
+            )
+            return "pairs of the test set"
+    return "held-out pairs"
+
+
+def _sides(sim: Similarity) -> Sequence[Tensor]:
+    """Return what images and texts are recognised by: embeddings, or rows and columns of scores."""
+    if sim.embeddings is not None:
+        return sim.embeddings
+    scores = sim.scores()
+    return scores, scores.T
+
+
+def _without_bank(banks: Banks | None, validation: Similarity | None) -> str:
+    """Return the words that say that scales were chosen without the bank that they are for."""
+    if banks is None or validation is None or validation.embeddings is not None:
+        return ""
+    return " without the bank, whose scores are of the test set's candidates"
 
 
 def _compared(entries: Sequence[Entry], samples: int) -> list[Entry]:
@@ -246,10 +301,11 @@ class ModelComparison:
 
     rows: list[Row]
     samples: int  # of the bootstrap behind the changes
+    warnings: Sequence[str] = ()  # of the input, which the table repeats
 
     def table(self, ks: Ks = RECALLS) -> Table:
         """Return the table of all models: recalls, changes of the RSUM and of R@1, and notes."""
-        return comparison_table(self.rows, ks, samples=self.samples)
+        return comparison_table(self.rows, ks, samples=self.samples, warnings=self.warnings)
 
 
 def compare_models(

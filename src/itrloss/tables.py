@@ -93,6 +93,7 @@ def comparison_table(
     *,
     samples: int,
     scales: Iterable[str] = (),
+    warnings: Iterable[str] = (),
 ) -> Table:
     """Return the table of methods, each compared with the first one.
 
@@ -101,13 +102,16 @@ def comparison_table(
         ks: the K of R@K.
         samples: the number of bootstrap samples behind their changes.
         scales: a sentence for each calibrated method with what was chosen.
+        warnings: of the input, which become notes.
     """
     tests = len(TESTED) * (len(rows) - 1)
     least = 2 * tests / (samples + 1)
     grids = [_recall_grid(rows, ks, least)]
     if tests:
         grids.append(_change_grid(rows, least))
-    return Table(grids, [*_notes(rows, tests, samples), *scales, *_warnings(rows)])
+    notes = [*_notes(rows, tests, samples), *scales, *_falls(rows)]
+    notes += [f"Warning: {text.removesuffix('.')}." for text in warnings]
+    return Table(grids, notes)
 
 
 def p_text(p: float, least: float) -> str:
@@ -193,9 +197,9 @@ def _notes(rows: Sequence[Row], tests: int, samples: int) -> list[str]:
     return notes
 
 
-def _warnings(rows: Sequence[Row]) -> list[str]:
+def _falls(rows: Sequence[Row]) -> list[str]:
     """Return a sentence for each row whose R@1 falls in a direction though its RSUM rises."""
-    warnings = []
+    falls = []
     for row in rows:
         rise = row.changes["rsum"].difference if row.changes else 0.0
         if rise <= 0:
@@ -203,11 +207,11 @@ def _warnings(rows: Sequence[Row]) -> list[str]:
         for way in WAYS:
             fall = -row.changes[f"{way}_r1"].difference
             if fall > 0:
-                warnings.append(
+                falls.append(
                     f"Warning: {row.name}: R@1 of {ARROWS[way]} falls by {_amount(fall)}, though "
                     f"RSUM rises by {_amount(rise)}."
                 )
-    return warnings
+    return falls
 
 
 def _amount(value: float) -> str:

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.command_line import C, N, Page, pairs, refused, run, scores
 
-from itrloss import Similarity, tables
+from itrloss import Similarity, SuspiciousInputWarning, tables
 from itrloss.comparison import (
     CALIBRATED,
     METHODS,
     TITLES,
+    Entry,
     compare_models,
     compare_rerankers,
 )
@@ -216,12 +217,13 @@ def test_at_the_floor_of_few_samples_p_is_a_bound():
 # --- what is in the table -------------------------------------------------------------------------
 
 
+IDS = torch.arange(N), torch.arange(N * C) // C
+
+
 def plain_similarity(seed: int = 0) -> Similarity:
     """The similarity of random images and texts."""
     images, texts = (torch.from_numpy(x) for x in pairs(seed))
-    image_ids = torch.arange(N)
-    text_ids = torch.arange(N * C) // C
-    return Similarity(images, texts, image_ids, text_ids)
+    return Similarity(images, texts, *IDS)
 
 
 def test_the_table_has_the_figures_of_the_library():
@@ -322,6 +324,78 @@ def test_methods_that_look_at_other_test_queries_get_a_dagger():
     alone = compare_rerankers(sim, ("qb-norm",), (images, texts), samples=20)
     for note in alone.table().notes:
         assert "†" not in note
+
+
+def test_warnings_of_the_input_are_notes_in_all_formats(tmp_path, capsys):
+    path = tmp_path / "s.npy"
+    latex, report = tmp_path / "t.tex", tmp_path / "r.html"
+    np.save(path, np.random.default_rng(0).random((40, 200)))
+    options = ("--methods", "fast", "csls", "--samples", 9, "--latex", latex, "--report", report)
+    assert run("rerank", path, "--val", path, *options) == 0
+    out, err = capsys.readouterr()
+    expect_warnings(err, out, latex, report, ["--val: it has items of the test set", CHANCE])
+    assert "chosen on pairs of the test set." in " ".join(out.split())
+    assert run("compare", path, path, "--names", "a", "b", *options[3:]) == 0
+    out, err = capsys.readouterr()
+    expect_warnings(err, out, latex, report, ["b: it has the same ranks as a", CHANCE])
+
+
+CHANCE = "recall is at chance level: .*distances [(]save them negated.*[(]itrloss eval IMAGES TEXTS"
+
+
+def expect_warnings(err: str, out: str, latex: Path, report: Path, warnings: list[str]) -> None:
+    """Check that each warning is said once, and is a note in text, LaTeX and HTML."""
+    assert err.count("\n") == len(warnings)
+    page = read_page(report.read_text(encoding="utf-8"))
+    for text in (" ".join(out.split()), latex.read_text(encoding="utf-8"), page):
+        for warning in warnings:
+            assert len(re.findall(f"Warning: {warning}", text)) == 1
+            assert len(re.findall(f"^itrloss .*: {warning}", err, re.M)) == 1
+
+
+def test_scales_that_were_chosen_without_the_bank_say_so():
+    bank = torch.from_numpy(scores(2))
+    sims = [Similarity.from_scores(torch.from_numpy(scores(i)), *IDS) for i in range(2)]
+    found = compare_rerankers(sims[0], ("fast",), (bank, None), sims[1], samples=9)
+    notes = [note for note in found.table().notes if note.startswith("Scales")]
+    wanted = (
+        "held-out pairs.",
+        "held-out pairs without the bank, whose scores are of the test set's candidates.",
+    )
+    for note, words in zip(notes, wanted, strict=True):
+        assert f", chosen on {words}" in note
+
+
+@pytest.mark.parametrize(
+    ("i2t", "t2i", "wanted"),
+    [
+        ((7, 57), (20, 20), ""),
+        ((5, 57), (20, 5), " Of the values that were tried, 5 is the smallest."),
+        ((7, 57), (20, 80), " Of the values that were tried, 80 is the largest."),
+        (
+            (5, 80),
+            (5, 80),
+            " Of the values that were tried, 5 is the smallest and 80 is the largest.",
+        ),
+    ],
+)
+def test_scales_at_an_end_of_those_tried_are_named(i2t, t2i, wanted):
+    entry = Entry(CALIBRATED, FastReranker(i2t, t2i), perfect(), 0.0, chosen_on="held-out pairs")
+    assert entry.scales.endswith(f", chosen on held-out pairs.{wanted}")
+
+
+def test_scales_at_an_end_of_those_tried_are_named_by_the_table_alone(recwarn):
+    logits = [Similarity.from_scores(100 * torch.from_numpy(scores(i)), *IDS) for i in (0, 1)]
+    found = compare_rerankers(logits[0], ("fast",), validation=logits[1], samples=9)
+    assert "5 is the smallest" in found.table().notes[-1]
+    assert not [w for w in recwarn if "of the values tried" in str(w.message)]
+
+
+def test_only_pairs_beside_the_test_set_are_called_held_out():
+    sim = plain_similarity()
+    with pytest.warns(SuspiciousInputWarning, match="^validation: it has items of the test set"):
+        found = compare_rerankers(sim, ("fast",), validation=sim, samples=9)
+    assert ", chosen on pairs of the test set." in found.table().notes[-1]
 
 
 def test_every_method_has_a_title_without_a_code_name():
