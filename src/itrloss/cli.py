@@ -26,6 +26,7 @@ from .comparison import (
     CALIBRATED,
     METHODS,
     PLAIN,
+    SAID_OF_ALL,
     Entry,
     RerankerComparison,
     compare_models,
@@ -127,6 +128,7 @@ def _shown_warnings(args: argparse.Namespace) -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
+        warnings.filterwarnings("ignore", SAID_OF_ALL)
         warnings.showwarning = show
         yield
 

@@ -20,6 +20,7 @@ from .metrics.labels import with_ids
 from .metrics.results import RECALLS, WAYS, Ks
 from .metrics.retrieval import as_pair
 from .rerank import FastReranker, Reranker
+from .rerank.base import go_beyond_cosines, has_defaults_for_cosines
 from .rerank.fast import SCALES
 from .similarity import Similarity
 from .suspicious import number_shared, warn
@@ -59,6 +60,8 @@ TITLES = {  # names for readers who do not know the command line's
     "multi-factor": "Multi-factor",
     "k-reciprocal": "k-reciprocal",
 }
+# Warnings of single methods, which a comparison says of all of them.
+SAID_OF_ALL = "scores: values beyond -1 to 1|scales: of the values tried"
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
 _PRECISIONS = {  # columns and their widths
     "i2t_r_precision": 8,
@@ -204,7 +207,8 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
             ``Sinkhorn(scale=50)``.
         banks: queries of another set, of images and of texts, see
             :meth:`itrloss.rerank.Reranker.fit`. Re-rankers with banks of their own keep these.
-        validation: held-out pairs that ``"fast"`` is calibrated on, too: as ``sim``.
+        validation: held-out pairs that ``"fast"`` is calibrated on, too: as ``sim``. A warning says
+            so if half of them are in the test set.
         fast: Fast Re-ranking as it is to be tried; its defaults if left out.
         progress: told what is done next.
         folds: see :func:`itrloss.metrics.retrieval_results`.
@@ -230,23 +234,18 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
             tried.append((name, used))
             if name == "fast" and validation is not None:
                 tried.append((CALIBRATED, used))
-    chosen_on = _words(sim, validation)
+    chosen_on = _pairs_in_words(sim, validation)
+    _warn_of_units(sim, {name: rerankers[name] for name, _ in tried if name in rerankers})
     entries: list[Entry] = []
     for number, (name, used) in enumerate(tried, 1):
         bank = ", with a bank" if used else ""
         progress(f"[{number}/{len(tried)}] {name}{bank} …")
-        reranker = None
-        if name == CALIBRATED:
-            assert validation is not None
-            with warnings.catch_warnings():
-                # the table says it
-                warnings.filterwarnings("ignore", "scales: of the values tried")
-                reranker = _calibrated(used, validation)
-        elif name != PLAIN:
-            reranker = _fitted(rerankers[name], used)
-        start = time.perf_counter()
-        results = retrieval_results(sim, reranker=reranker, folds=folds, **rules)
-        seconds = time.perf_counter() - start
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", SAID_OF_ALL)
+            reranker = _ready(name, rerankers, used, validation)
+            start = time.perf_counter()
+            results = retrieval_results(sim, reranker=reranker, folds=folds, **rules)
+            seconds = time.perf_counter() - start
         entry = Entry(name, reranker, results, seconds)
         if name == CALIBRATED:
             entry = replace(entry, chosen_on=chosen_on + _without_bank(used, validation))
@@ -256,20 +255,32 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
     return RerankerComparison(sim, _compared(entries, samples), left_out, rules, samples)
 
 
-def _words(sim: Similarity, validation: Similarity | None) -> str:
+def _pairs_in_words(sim: Similarity, validation: Similarity | None) -> str:
     """Return what the validation pairs are; warn if half of their items, or of the test set's, are
     in the other.
     """
     if validation is None:
         return ""
     for test, other in zip(_sides(sim), _sides(validation), strict=True):
-        if 2 * number_shared(test, other) >= min(len(test), len(other)):
+        shared = number_shared(test, other.to(test.device))
+        if 2 * shared >= min(len(test), len(other)):
             warn(
                 "validation: it has items of the test set, on which nothing may be calibrated; "
                 "pass held-out pairs"
             )
             return "pairs of the test set"
     return "held-out pairs"
+
+
+def _warn_of_units(sim: Similarity, rerankers: Mapping[str, Reranker]) -> None:
+    """Warn of scores that are no cosines, if methods have scales for cosines."""
+    found = [name for name, method in rerankers.items() if has_defaults_for_cosines(method)]
+    if found and go_beyond_cosines(sim):
+        warn(
+            "scores: some are beyond -1 to 1, as of logits or distances, and the scales of "
+            f"{', '.join(found)} are for cosine similarities. Divide logits by the model's logit "
+            "scale"
+        )
 
 
 def _sides(sim: Similarity) -> Sequence[Tensor]:
@@ -396,6 +407,21 @@ def _banks_to_try(method: Reranker, banks: Banks) -> list[Banks | None]:
     if method.needs_bank:
         return [banks]
     return [None, banks]
+
+
+def _ready(
+    name: str,
+    rerankers: Mapping[str, Reranker],
+    banks: Banks | None,
+    validation: Similarity | None,
+) -> Reranker | None:
+    """Return a method as it is tried; None stands for no re-ranking."""
+    if name == PLAIN:
+        return None
+    if name == CALIBRATED:
+        assert validation is not None
+        return _calibrated(banks, validation)
+    return _fitted(rerankers[name], banks)
 
 
 def _fitted(method: Reranker, banks: Banks | None) -> Reranker:

@@ -340,6 +340,20 @@ def test_warnings_of_the_input_are_notes_in_all_formats(tmp_path, capsys):
     expect_warnings(err, out, latex, report, ["b: it has the same ranks as a", CHANCE])
 
 
+def test_scores_that_are_no_cosines_are_said_once_of_all_methods(tmp_path, capsys):
+    path, out = tmp_path / "s.npy", tmp_path / "o.npz"
+    np.save(path, 100 * scores())
+    of = "the scales of (.*) are for cosine similarities. Divide logits by"
+    assert run("rerank", path, "--samples", 9, "--out", out) == 0
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    (names,) = re.findall(of, line)
+    assert names == "fast, inverted-softmax, dual-softmax, sinkhorn"
+    assert len(re.findall(of, " ".join(said.out.split()))) == 1
+    assert run("rerank", path, "--i2t", 0.3, 0.3, "--methods", "fast", "csls") == 0
+    assert not capsys.readouterr().err
+
+
 CHANCE = "recall is at chance level: .*distances [(]save them negated.*[(]itrloss eval IMAGES TEXTS"
 
 

@@ -100,7 +100,7 @@ def _methods(comparison: RerankerComparison) -> list[Block]:
     """Return the table of all methods, their hubs, and a chart of what they change."""
     blocks = _table_blocks(comparison.table(timed=True))
     for name, why in comparison.left_out.items():
-        blocks.append({"note": f"{TITLES[name]} was left out: {why}."})
+        blocks.append({"note": f"{TITLES.get(name, name)} was left out: {why}."})
     hubs = []
     for entry in comparison.entries:
         metrics = entry.results.metrics()

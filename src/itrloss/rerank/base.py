@@ -395,36 +395,18 @@ class Reranker(ABC):
     def _warn(self, sim: Similarity) -> None:
         """Warn of banks and of scores that are probably not what was meant."""
         self._warn_of_banks(sim)
-        if self._has_defaults_for_cosines() and not sim.normalizes:
-            self._warn_of_units(sim)
+        if has_defaults_for_cosines(self) and go_beyond_cosines(sim):
+            self._warn_of_units()
 
-    def _has_defaults_for_cosines(self) -> bool:
-        """Return whether there are options for cosines, none of which was chosen."""
-        parameters = inspect.signature(type(self)).parameters
-        chosen = []
-        for name in self.cosine_options:
-            if name not in parameters or getattr(self, name) != parameters[name].default:
-                chosen.append(name)
-        return bool(self.cosine_options) and not chosen
-
-    @torch.no_grad()
-    def _warn_of_units(self, sim: Similarity) -> None:
-        """Warn if scores of the first queries are no cosines.
-
-        The host reads one number, of a device that has just answered whether scores are finite.
-        """
-        like = sim.given_scores if sim.embeddings is None else sim.embeddings[0]
-        assert like is not None
-        largest = 1 + max(1e-3, 2 * torch.finfo(like.dtype).eps)
-        _, block = next(sim.blocks(_AT_ONCE), (None, like[:0]))
-        if bool((block.abs() > largest).any()):
-            options = ", ".join(self.cosine_options)
-            how = " (calibrate)" if hasattr(self, "calibrate") else ""
-            warn(
-                f"scores: values beyond -1 to 1, as of logits or distances, where "
-                f"{type(self).__name__} has defaults ({options}) for cosine similarities. Divide "
-                f"logits by the model's logit scale, or choose {options} on validation pairs{how}"
-            )
+    def _warn_of_units(self) -> None:
+        """Warn of scores that are no cosines."""
+        options = ", ".join(self.cosine_options)
+        how = " (calibrate)" if hasattr(self, "calibrate") else ""
+        warn(
+            f"scores: values beyond -1 to 1, as of logits or distances, where "
+            f"{type(self).__name__} has defaults ({options}) for cosine similarities. Divide "
+            f"logits by the model's logit scale, or choose {options} on validation pairs{how}"
+        )
 
     def _warn_of_banks(self, sim: Similarity) -> None:
         """Warn if half of a bank's queries, or of the queries that are ranked, are in the other."""
@@ -460,6 +442,31 @@ class Reranker(ABC):
             if transductive and self.takes_bank and count == 1:
                 needed = "a single query needs a bank to be compared with"
                 raise ValueError(f"scores: {needed}; {advice}")
+
+
+def has_defaults_for_cosines(reranker: Reranker) -> bool:
+    """Return whether a method has options for cosines, none of which was chosen."""
+    parameters = inspect.signature(type(reranker)).parameters
+    chosen = []
+    for name in reranker.cosine_options:
+        if name not in parameters or getattr(reranker, name) != parameters[name].default:
+            chosen.append(name)
+    return bool(reranker.cosine_options) and not chosen
+
+
+@torch.no_grad()
+def go_beyond_cosines(sim: Similarity) -> bool:
+    """Return whether scores of the first queries are no cosines.
+
+    The host reads one number, of a device that has just answered whether scores are finite.
+    """
+    if sim.normalizes:
+        return False
+    like = sim.given_scores if sim.embeddings is None else sim.embeddings[0]
+    assert like is not None
+    largest = 1 + max(1e-3, 2 * torch.finfo(like.dtype).eps)
+    _, block = next(sim.blocks(_AT_ONCE), (None, like[:0]))
+    return bool((block.abs() > largest).any())
 
 
 @torch.no_grad()
