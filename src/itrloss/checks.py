@@ -153,12 +153,27 @@ def check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 
 def require_finite(name: str, x: Tensor) -> None:
     """Raise a ValueError for nan or infinity. Synchronises with an accelerator."""
-    x = x.detach().T if x.stride(0) < x.stride(1) else x.detach()  # contiguous, as in memory
+    given = x.detach()
+    x = given.T if x.stride(0) < x.stride(1) else given  # contiguous, as in memory
     # In parts, as the matrix may be memory-mapped. A nan is both extremes, and aminmax takes a
     # tenth of the time of isfinite.
     ends = [end for part in x.split(max(1, _AT_ONCE // x.shape[1])) for end in part.aminmax()]
     if not bool(torch.stack(ends).isfinite().all()):
-        raise ValueError(f"{name}: expected finite values, got nan or infinity")
+        raise ValueError(f"{name}: expected finite values, got nan or infinity{_places(given)}")
+
+
+def _places(x: Tensor) -> str:
+    """Return how many numbers of a matrix are not finite, and where the first is, in words."""
+    count = 0
+    first = ""
+    rows = max(1, _AT_ONCE // x.shape[1])
+    for start in range(0, len(x), rows):
+        places = (~x[start : start + rows].isfinite()).nonzero()
+        if len(places) and not count:
+            row, col = places[0].tolist()
+            first = f"in row {start + row} and column {col}"
+        count += len(places)
+    return f": {count} of {x.numel()}, the first {first}"
 
 
 def from_numpy(x: Any) -> Any:

@@ -77,8 +77,18 @@ CONTENT = {
     "short.pkl": (pickle.dumps({"sims": scores()})[:-100], "not a readable .pkl"),
 }
 ARRAYS = {
-    "nan.npy": (np.where(np.arange(N * C) == 7, np.nan, scores()), "finite"),
-    "infinite.npy": (np.where(np.arange(N * C) == 7, np.inf, scores()), "finite"),
+    "nan.npy": (
+        np.where(np.arange(N * C) == 7, np.nan, scores()),
+        "finite values, got nan or infinity: 12 of 720, the first in row 0 and column 7",
+    ),
+    "infinite.npy": (
+        np.where(np.arange(N * N * C).reshape(N, -1) == 65, -np.inf, scores()),
+        "1 of 720, the first in row 1 and column 5",
+    ),
+    "nan by columns.npy": (
+        np.asfortranarray(np.where(np.arange(N * N * C).reshape(N, -1) % 61 == 60, np.nan, 0.5)),
+        "11 of 720, the first in row 1 and column 0",
+    ),
     "transposed.npy": (scores().T, "--transpose"),
     "misshapen.npy": (scores()[:, :-1], "--image-ids, --text-ids"),
     "vector.npy": (scores()[0], "expected a matrix"),
