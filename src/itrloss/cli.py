@@ -54,8 +54,16 @@ from .rerank import FastReranker
 from .similarity import Similarity
 from .suspicious import SuspiciousInputWarning, warn_of_embeddings
 
-# Options that are files to write. The last is a folder.
-_RESULTS = ("out", "rankings", "queries", "metrics", "latex", "report", "trec")
+# Options that are files to write, and their suffixes. The last is a folder.
+_RESULTS = {
+    "out": ".npz",
+    "rankings": ".npz",
+    "queries": ".csv",
+    "metrics": ".csv",
+    "latex": ".tex",
+    "report": ".html",
+    "trec": "",
+}
 # Options that say who is right, and who is ranked at all.
 _RULES = ("relevant", "exclude", "candidates")
 # Arguments of the library, which the command line has as options; not as parts of a path.
@@ -372,7 +380,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
         "--trec",
         type=Path,
         metavar="FOLDER",
-        help="its --top best candidates, as run and qrels files",
+        help="its --top best candidates, as run and qrels files; made if need be",
     )
     add(
         "--protocol",
@@ -604,14 +612,17 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
     taken = _inputs_by_place(options)
     for name, path in outputs.items():
         if name == "trec":
+            _check_folder(path)
             path = path / "i2t.run"
-        _check_output(name, path)
+        else:
+            _check_output(name, path)
         place = os.path.realpath(path)
         if place in taken:
             raise ValueError(
                 f"{path}: expected a file of its own for a result, got that of {taken[place]}"
             )
         taken[place] = name
+        _check_suffix(name, path)
     args.ks = as_ks(args.ks)
     if args.samples is not None:
         as_size("--samples", args.samples)
@@ -638,6 +649,22 @@ def _inputs_by_place(options: dict[str, object]) -> dict[str, str]:
             if isinstance(path, Path):
                 places[os.path.realpath(path)] = name.replace("_", "-")
     return places
+
+
+def _check_folder(path: Path) -> None:
+    """Raise a ValueError unless files can be written into a folder, which is made if need be."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no directory {path.parent}")
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path}: expected a directory to write into, got a file")
+
+
+def _check_suffix(name: str, path: Path) -> None:
+    """Raise a ValueError for a new file whose name says that it is of another format."""
+    suffix = _RESULTS[name]
+    is_device = path.exists() and not path.is_file()
+    if suffix and path.suffix.lower() != suffix and not is_device:
+        raise ValueError(f"--{name}: expected a file named *{suffix}, got {path}")
 
 
 def _check_output(name: str, path: Path) -> None:
@@ -899,6 +926,7 @@ def _write(args: argparse.Namespace, comparison: RerankerComparison, entry: Entr
             with files.written(args.rankings, "wb") as file:
                 np.savez(file, i2t=best.i2t.top.numpy(), t2i=best.t2i.top.numpy())
         if args.trec:
+            args.trec.mkdir(exist_ok=True)
             save_trec(best, args.trec)
     if args.out:
         if entry.reranker is None:

@@ -116,6 +116,17 @@ def test_queries_have_the_ranks_of_the_library(saved, tmp_path):
     assert 100 * sum(hits) / len(hits) == pytest.approx(wanted)
 
 
+def test_suffixes_may_be_upper_case(saved, tmp_path):
+    assert write_queries(saved, tmp_path / "Q.CSV") == 0
+    assert (tmp_path / "Q.CSV").exists()
+
+
+def test_a_folder_of_run_files_is_made(saved, tmp_path):
+    for _ in range(2):
+        assert run("rerank", saved, "--methods", "fast", "--trec", tmp_path / "trec") == 0
+    assert (tmp_path / "trec" / "i2t.run").exists()
+
+
 # --- where they are written -----------------------------------------------------------------------
 
 

@@ -165,7 +165,7 @@ def test_the_command_writes_latex_and_trec_files(tmp_path, capsys):
     top = rerank.CSLS().topk(scores, 5).t2i.indices
     assert [line[2] for line in run if line[0] == "text3"] == [f"image{i}" for i in top[3].tolist()]
     assert (tmp_path / "i2t.qrels").read_text().splitlines()[0] == "image0 0 text0 1"
-    assert main(["rerank", str(tmp_path / "s.npy"), "--trec", str(tmp_path / "none")]) == 2
+    assert main(["rerank", str(tmp_path / "s.npy"), "--trec", str(tmp_path / "no/trec")]) == 2
     assert "there is no directory" in capsys.readouterr().err
 
 
