@@ -72,7 +72,7 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
     Args:
         path: ``.npy``, ``.npz``, ``.pt``/``.pth``/``.pth.tar``, ``.pkl``/``.pickle``,
             ``.safetensors``, ``.csv`` (also with a header, or as pandas writes it), ``.mat`` and
-            ``.h5``/``.hdf5`` (with ``pip install 'itrloss[files]'``), or ``.npy`` with a pickled
+            ``.h5``/``.hdf5`` (with the extra ``files``), or ``.npy`` with a pickled
             dictionary in it. Letters of the suffix may be upper-case.
         key: the entry, if the file has several. By default ``sims``, or the only one.
 
@@ -489,7 +489,7 @@ def _read_mat(path: Path) -> dict[str, Any]:
     try:
         from scipy.io import loadmat
     except ImportError:
-        raise ImportError(f"{path}: needs SciPy: pip install 'itrloss[files]'") from None
+        raise ImportError(f"{path}: needs SciPy: install itrloss with the extra 'files'") from None
     return {name: x for name, x in loadmat(path).items() if not name.startswith("__")}
 
 
@@ -508,7 +508,7 @@ def _read_hdf5(path: Path, transposed: bool = False) -> dict[str, _Later]:
     try:
         import h5py  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise ImportError(f"{path}: needs h5py: pip install 'itrloss[files]'") from None
+        raise ImportError(f"{path}: needs h5py: install itrloss with the extra 'files'") from None
     arrays: dict[str, _Later] = {}
 
     def add(name: str, entry: Any) -> None:

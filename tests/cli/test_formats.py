@@ -379,7 +379,7 @@ def test_an_extra_that_is_missing_is_named(module: str, name: str, tmp_path: Pat
     monkeypatch.setitem(sys.modules, module, None)
     path = tmp_path / name
     path.write_bytes(b"MATLAB 5.0 MAT-file")
-    with pytest.raises(ImportError, match=r"pip install 'itrloss\[files\]'"):
+    with pytest.raises(ImportError, match=r"install itrloss with the extra 'files'"):
         read_matrix(path)
 
 

@@ -125,6 +125,6 @@ def test_without_the_extra_a_report_is_refused_before_the_work(
     monkeypatch.setitem(sys.modules, missing, None)
     assert run("rerank", saved, "--methods", "fast", "--report", tmp_path / "report.html") == 2
     out, err = capsys.readouterr()
-    assert f"{missing} is missing; pip install 'itrloss[report]'" in err
+    assert f"{missing} is missing; install itrloss with the extra 'report'" in err
     assert "RSUM" not in out
     assert run("rerank", saved, "--methods", "fast") == 0

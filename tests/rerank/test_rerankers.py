@@ -880,7 +880,7 @@ def test_an_index_of_cells_finds_most_and_says_what_it_misses():
 
 def test_without_faiss_an_index_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ImportError, match=r"pip install 'itrloss\[faiss\]'"):
+    with pytest.raises(ImportError, match=r"install itrloss with the extra 'faiss'"):
         rerank.BiasedIndex(torch.rand(4, 3))
 
 

@@ -118,7 +118,9 @@ def patch_open_clip(loss: nn.Module | None = None) -> ExitStack:
         names = ("open_clip", "open_clip.factory", "open_clip.loss")
         modules = [importlib.import_module(name) for name in names]
     except ImportError as error:
-        raise ImportError(f"patch_open_clip: pip install 'itrloss[open-clip]' ({error})") from error
+        raise ImportError(
+            f"patch_open_clip: install itrloss with the extra 'open-clip' ({error})"
+        ) from error
 
     ours: dict[str, Any] = {"ClipLoss": ClipLoss, "SigLipLoss": SigLipLoss}
     if loss is not None:

@@ -17,7 +17,7 @@ try:
     from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_pairs
 except ImportError as error:
     raise ImportError(
-        f"{__name__}: pip install 'itrloss[pytorch-metric-learning]' ({error})"
+        f"{__name__}: install itrloss with the extra 'pytorch-metric-learning' ({error})"
     ) from error
 
 

@@ -35,7 +35,7 @@ try:
     from sentence_transformers.base.losses import CachedLossMixin
 except ImportError as error:
     raise ImportError(
-        f"{__name__}: pip install 'itrloss[sentence-transformers]' ({error})"
+        f"{__name__}: install itrloss with the extra 'sentence-transformers' ({error})"
     ) from error
 
 

@@ -23,7 +23,9 @@ from . import (
 try:
     from transformers import Trainer
 except ImportError as error:
-    raise ImportError(f"{__name__}: pip install 'itrloss[transformers]' ({error})") from error
+    raise ImportError(
+        f"{__name__}: install itrloss with the extra 'transformers' ({error})"
+    ) from error
 
 # a loss's parameters, and the model's of the same meaning
 _SHARED = {"log_scale": "logit_scale", "bias": "logit_bias"}

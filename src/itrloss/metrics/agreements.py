@@ -45,7 +45,9 @@ def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 1
     try:
         from scipy.stats import kendalltau
     except ImportError:
-        raise ImportError("agreement needs SciPy: pip install 'itrloss[metrics]'") from None
+        raise ImportError(
+            "agreement needs SciPy: install itrloss with the extra 'metrics'"
+        ) from None
     sim = with_ids("scores", scores, None, None, by_ids=False).detach()
     images, texts, grades = grades_of_pairs("judgements", judgements, sim.shape)
     k = as_size("k", k)

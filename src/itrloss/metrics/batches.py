@@ -31,7 +31,7 @@ try:
     from torchmetrics.utilities import dim_zero_cat
 except ImportError:
     raise ImportError(
-        "RetrievalMetrics needs TorchMetrics: pip install 'itrloss[metrics]'"
+        "RetrievalMetrics needs TorchMetrics: install itrloss with the extra 'metrics'"
     ) from None
 
 

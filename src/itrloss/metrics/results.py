@@ -309,7 +309,9 @@ class RetrievalResults:
         try:
             from pandas import DataFrame
         except ImportError:
-            raise ImportError("to_frame needs pandas: pip install 'itrloss[metrics]'") from None
+            raise ImportError(
+                "to_frame needs pandas: install itrloss with the extra 'metrics'"
+            ) from None
         return DataFrame(list(self.rows()))
 
     def save(self, path: str | Path) -> None:

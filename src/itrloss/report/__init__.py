@@ -32,7 +32,7 @@ def check() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"report: {error.name} is missing; pip install 'itrloss[report]'"
+            f"report: {error.name} is missing; install itrloss with the extra 'report'"
         ) from error
 
 

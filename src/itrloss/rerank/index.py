@@ -47,7 +47,9 @@ class BiasedIndex:
         try:
             import faiss  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ImportError("an index needs FAISS: pip install 'itrloss[faiss]'") from error
+            raise ImportError(
+                "an index needs FAISS: install itrloss with the extra 'faiss'"
+            ) from error
         if bias is None:
             bias = torch.zeros(len(candidates), device="cpu")
         data = _extended(candidates, bias)
