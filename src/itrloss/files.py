@@ -247,7 +247,7 @@ def _ids_of_texts(path: Path, ids: list[str]) -> Tensor:
     others = [x for x in ids if not _is_integer(x)]
     below = [x for x in ids[1:] if not _is_integer(x)]  # the first may be a header
     # numbers that are missing, as pandas and spreadsheets write them: they would match each other
-    if below and len(below) < len(ids) - 1 and all(x.lower() in _MISSING for x in below):
+    if below and len(others) < len(ids) and all(x.lower() in _MISSING for x in below):
         raise ValueError(f"{path}: expected an id for each item, got {below[0]!r} among integers")
     if others:
         return _numbers_of_names(path, ids)

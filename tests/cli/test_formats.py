@@ -357,6 +357,26 @@ def test_missing_ids_are_refused(name: str, tmp_path: Path):
         read_ids(path, column)
 
 
+@pytest.mark.parametrize("lines", ["id\n3\nnan", "nan\n3\nnan", "3\nnan\nnan", 'id\n3\n""'])
+def test_ids_that_are_missing_but_for_one_are_refused(lines: str, tmp_path: Path):
+    path = tmp_path / "ids.csv"
+    path.write_text(lines)
+    with pytest.raises(ValueError, match=r"expected an id for each item, got .* among integers"):
+        read_ids(path)
+
+
+@pytest.mark.parametrize("name", ["i.npy", "i.json"])
+def test_numbers_that_are_not_whole_are_no_ids(name: str, tmp_path: Path):
+    path = tmp_path / name
+    ids = [3.0, 3.5, 4.0]
+    if name == "i.npy":
+        np.save(path, np.array(ids))
+    else:
+        path.write_text(json.dumps(ids))
+    with pytest.raises(ValueError, match=r"expected a row of integers, got torch\.float64"):
+        read_ids(path)
+
+
 def test_bools_are_no_ids(tmp_path: Path):
     path = tmp_path / "i.npy"
     np.save(path, np.array([True, False]))
