@@ -196,7 +196,6 @@ def reranking_worker(rank: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_two_processes_rank_as_one_does(tmp_path):
     found, whole = run(reranking_worker, tmp_path), reranked(embedded())
     for name, wanted in whole.items():

@@ -351,10 +351,20 @@ def test_all_processes_refuse_a_guide_with_other_ids(tmp_path):
 
 
 def tied(rank: int) -> list[torch.Tensor]:
-    """The hardest negatives of alike images and texts."""
-    sim = Similarity.sharded(torch.ones(3, 4), torch.ones(3, 4))
+    """The hardest negatives of alike images and texts, of which processes have 4 and 2."""
+    size = 4 - 2 * rank
+    sim = Similarity.sharded(torch.ones(size, 4), torch.ones(size, 4))
     hardest = sim.both.hardest_negatives()
-    return list(hardest.indices.split(3))
+    return [x[:size] for x in hardest.indices.chunk(2)]
+
+
+def distinct(rank: int) -> list[torch.Tensor]:
+    """The hardest negatives of vectors of which each has one that is near; again 4 and 2."""
+    x = torch.eye(6)
+    y = x.roll(1, 0) + 0.5 * x
+    own = slice(4) if rank == 0 else slice(4, 6)
+    hardest = Similarity.sharded(x[own], y[own]).both.hardest_negatives()
+    return [part[: len(x[own])] for part in hardest.indices.chunk(2)]
 
 
 def test_of_equal_negatives_the_first_is_the_hardest(tmp_path):
@@ -363,6 +373,12 @@ def test_of_equal_negatives_the_first_is_the_hardest(tmp_path):
     whole = Similarity(torch.ones(6, 4), torch.ones(6, 4))
     wanted = whole.both.hardest_negatives()
     assert torch.equal(found, wanted.indices)
+
+
+def test_hardest_negatives_have_their_numbers_among_all(tmp_path):
+    images, texts = (torch.cat(parts) for parts in zip(*run(distinct, tmp_path), strict=True))
+    assert images.tolist() == [1, 2, 3, 4, 5, 0]
+    assert texts.tolist() == [5, 0, 1, 2, 3, 4]
 
 
 def all_hinges(
