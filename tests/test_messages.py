@@ -99,7 +99,16 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: loss((I, T)), r"^images, texts: .* got tuple and None"),
     (lambda: loss(None, T), r"^images: .* got NoneType"),
     (lambda: loss(I, T[:, :7]), r"^texts: .*dimension 8 like images, got shape \(6, 7\)"),
-    (lambda: loss(I, T[:5]), "^image_ids, text_ids: needed for 6 images and 5 texts"),
+    (lambda: loss(I, T[:5]), "^image_ids, text_ids: needed for 6 images and 5 texts.* pairing$"),
+    (
+        lambda: loss(I[:2], T),
+        "where 3 consecutive ones belong to each, write "
+        r"image_ids=torch.arange\(2\), text_ids=torch.arange\(6\) // 3$",
+    ),
+    (
+        lambda: it.Similarity(I[:3], T),  # as its arguments are called
+        r"^row_ids, col_ids: .*row_ids=torch.arange\(3\), col_ids=torch.arange\(6\) // 2$",
+    ),
     (lambda: loss(I.long(), T), r"^images: .*got torch.int64; write images.float\(\)"),
     (lambda: loss(I, T.double()), r"^texts: .*float64.*write texts.to\(images.dtype\)"),
     (lambda: loss(I.to("meta"), T), r"^texts: .*meta.*write texts.to\(images.device\)"),

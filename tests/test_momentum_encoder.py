@@ -53,6 +53,27 @@ def test_parameters_are_averaged_and_buffers_copied_or_averaged(buffers):
     torch.testing.assert_close(keys.module[1].running_mean, wanted_mean)
 
 
+class TwoTowers(nn.Module):
+    """A model whose keys are computed by methods, as CLIP's are."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Linear(3, 4)
+
+    def encode_image(self, x):
+        return self.image(x)
+
+
+def test_methods_of_an_encoder_are_those_of_the_module():
+    encoder = TwoTowers()
+    keys = MomentumEncoder(encoder, 0.0)
+    keys.update(encoder)
+    x = torch.randn(5, 3)
+    found = keys.module.encode_image(x)
+    assert torch.equal(found, encoder.encode_image(x))
+    assert not found.requires_grad
+
+
 def test_complex_buffers_are_averaged():
     encoder = nn.Linear(3, 4)
     encoder.register_buffer("phases", torch.zeros(2, dtype=torch.complex64))

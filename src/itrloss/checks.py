@@ -360,7 +360,8 @@ def check_ids(
         if n != m:
             got = f"{n} {names.rows} and {m} {names.cols}"
             needed = f"needed for {got}; only N = M has a default pairing"
-            raise ValueError(f"{names.row_ids}, {names.col_ids}: {needed}")
+            hint = hints.consecutive_ids(n, m, names.row_ids, names.col_ids)
+            raise ValueError(f"{names.row_ids}, {names.col_ids}: {needed}{hint}")
         return None, None
     if row_ids is None:  # the columns' ids are numbers of rows
         return None, as_indices(names.col_ids, col_ids, m, device)

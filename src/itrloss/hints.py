@@ -201,6 +201,14 @@ def as_matrix(name: str, x: Tensor) -> str:
     return ""
 
 
+def consecutive_ids(n: int, m: int, row_ids: str, col_ids: str) -> str:
+    """Return the ids of as many consecutive columns for each row; empty if numbers do not fit."""
+    if n == 0 or m % n:
+        return ""
+    ids = f"{row_ids}=torch.arange({n}), {col_ids}=torch.arange({m}) // {m // n}"
+    return f"; where {m // n} consecutive ones belong to each, write {ids}"
+
+
 def explained(function: F) -> F:
     """Return a function whose errors for unknown and superfluous arguments say what it takes."""
 

@@ -529,8 +529,9 @@ class MomentumEncoder(CheckedModule):
     """A key encoder: the exponential moving average of an encoder's parameters, ``θ_k ← m θ_k + (1
     - m) θ_q``.
 
-    It is called without a gradient. Call :meth:`update` once a step; USER does so before it
-    computes the step's keys.
+    It is called without a gradient. Methods of the encoder are those of ``module``:
+    ``keys.module.encode_image(x)``; its parameters need no gradient. Call :meth:`update` once a
+    step; USER does so before it computes the step's keys.
 
     Parameters in float16 or bfloat16 are rounded float32 averages, which the state dict holds, too:
     steps of ``1 - m`` are smaller than such a parameter can make. The encoder's dtype may differ.
