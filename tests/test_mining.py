@@ -76,6 +76,18 @@ def test_negatives_are_those_of_the_whole_matrix(block, normalize, below):
     check(found, best(given, 5, below, normalize))
 
 
+@pytest.mark.parametrize(
+    ("below", "of_second"),
+    [(3, [2.0, 1.0]), (torch.tensor([3.0, 1.0]), [0.0, -math.inf])],
+    ids=["one", "each"],
+)
+def test_a_score_equal_to_the_limit_is_left_out(below, of_second):
+    corpus = torch.arange(6.0)[:, None]
+    ids = [0, 5], range(6)
+    found = mine_hard_negatives(torch.ones(2, 1), corpus, *ids, k=2, below=below, normalize=False)
+    assert found.values.tolist() == [[2.0, 1.0], of_second]
+
+
 def test_fewer_negatives_than_asked_for_are_filled_with_minus_one():
     given = problem(corpus=6)
     found = mine_hard_negatives(*given, k=9, block=4)
