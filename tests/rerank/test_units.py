@@ -26,10 +26,15 @@ def scorer(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
     return -(images - texts).abs().double()
 
 
-def kinds() -> list[type[rerank.Reranker]]:
-    classes = [x for x in vars(rerank).values() if inspect.isclass(x)]
-    found = [x for x in classes if issubclass(x, rerank.Reranker)]
-    return [x for x in found if not inspect.isabstract(x)]
+def concrete(kind: object) -> bool:
+    return (
+        inspect.isclass(kind) and issubclass(kind, rerank.Reranker) and not inspect.isabstract(kind)
+    )
+
+
+KINDS: dict[str, type[rerank.Reranker]] = {
+    name: kind for name, kind in vars(rerank).items() if concrete(kind)
+}
 
 
 def made(kind: type[rerank.Reranker], scale: float = 1.0) -> rerank.Reranker:
@@ -53,9 +58,10 @@ def warnings_of(call) -> list[str]:
     return [str(x.message) for x in caught if x.category is itrloss.SuspiciousInputWarning]
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
-def test_methods_whose_order_depends_on_the_unit_of_scores_have_options_for_cosines(kind):
+def test_methods_whose_order_depends_on_the_unit_of_scores_have_options_for_cosines(name):
+    kind = KINDS[name]
     orders = []
     for scale in (1.0, 64.0):
         top = made(kind, scale).topk(multiplied(scale), N)
@@ -70,9 +76,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("kind", [kind for kind in kinds() if kind.cosine_options])
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.cosine_options])
 @pytest.mark.parametrize("call", CALLS)
-def test_defaults_for_cosines_are_noticed_with_logits(kind, call):
+def test_defaults_for_cosines_are_noticed_with_logits(name, call):
+    kind = KINDS[name]
     assert warnings_of(lambda: CALLS[call](made(kind), multiplied(1.0))) == []
     (message,) = warnings_of(lambda: CALLS[call](made(kind, 30.0), multiplied(30.0)))
     options = ", ".join(kind.cosine_options)
