@@ -736,10 +736,13 @@ def _ids(args: argparse.Namespace, val: str = "") -> _Ids:
 
 def _check_count(option: str, source: Source, ids: Tensor, size: int) -> None:
     """Raise a ValueError for ids that are one too many, if the first may be a header."""
-    if len(ids) != size + 1 or source.path.suffix.lower() not in files.TEXTS:
+    suffix = source.path.suffix.lower()
+    if len(ids) != size + 1 or source.key is not None or suffix not in files.TEXTS:
         return
     first = files.first_id(*source)
-    way = f"write {source.path}:{first}" if source.path.suffix.lower() == ".csv" else "remove it"
+    if first.isdecimal():
+        return
+    way = f"write {source.path}:{first}" if suffix == ".csv" else "remove it"
     raise ValueError(
         f"{option}: expected {size} ids, got {len(ids)}; if the first line of {source.path}, "
         f"{first!r}, is a header, {way}"
@@ -789,7 +792,7 @@ def _similarity_of(
     by_scores = len(sources) == 1
     if not ids.values and ids.are_right:
         if by_scores:
-            _check_orientation(sources[0], matrices[0], args.transpose)
+            _check_orientation(sources[0], matrices[0], args.transpose, ids.options)
         matrices[0] = fold_repeated(matrices[0])
     n = len(matrices[0])
     m = matrices[0].shape[1] if by_scores else len(matrices[1])
@@ -837,7 +840,9 @@ def _validation(args: argparse.Namespace) -> Similarity | None:
         return _similarity(args, args.val, ids)
 
 
-def _check_orientation(source: Source, scores: Tensor, transpose: bool) -> None:
+def _check_orientation(
+    source: Source, scores: Tensor, transpose: bool, options: Sequence[str]
+) -> None:
     """Raise a ValueError for scores without ids that seem to have texts as rows."""
     n, m = scores.shape
     if n <= m or n % m:
@@ -847,7 +852,7 @@ def _check_orientation(source: Source, scores: Tensor, transpose: bool) -> None:
         how = "leave --transpose out"
     else:
         what = "it has"
-        how = "pass --transpose, or --image-ids and --text-ids"
+        how = f"pass --transpose, or {' and '.join(options)}"
     raise ValueError(
         f"{source}: expected images as rows; {what} {n} rows and {m} columns, as if texts were: "
         f"{how}; {_EMBEDDINGS}"

@@ -64,7 +64,10 @@ OUT = ("--out", "o.npz")
         ((*OUT, "--text-names", "ids.txt"), "ids.txt: expected a line .* 60 texts, got 3"),
         ((*OUT, "--text-names", "bytes.txt"), "bytes.txt: expected UTF-8"),
         ((*OUT, "--val", "val.npy"), "val.npy: --val-image-ids, --val-text-ids: needed for 7 im"),
-        ((*OUT, "--val", "t.npy"), "t.npy: expected images as rows.*--transpose"),
+        (
+            (*OUT, "--val", "t.npy"),
+            "t.npy: expected images as rows.*--transpose, or --val-image-ids and",
+        ),
         ((*OUT, "--bank-images", "val.npy"), r"val.npy: expected \(B, 60\), got shape \(7, 10\)"),
         ((*OUT, "--transpose"), "with --transpose it has 60 rows"),
         ((*OUT, "--rankings", "o.npz"), "o.npz: expected a file of its own .* got that of out"),
@@ -102,6 +105,7 @@ HEADER = "expected 12 ids, got 13; if the first line of i"
         ("i.csv", ["image", *IMAGES], f"{HEADER}.csv, 'image', is a header, write i.csv:image"),
         ("i.txt", ["image", *IMAGES], f"{HEADER}.txt, 'image', is a header, remove it"),
         ("i.txt", ["a", "b", *IMAGES], "expected shape (12,), got (14,)"),
+        ("i.csv:image", ["image", "x", *IMAGES], "expected shape (12,), got (13,)"),
         ("i.npy", np.array(["image", *IMAGES]), "expected shape (12,), got (13,)"),
     ],
 )
@@ -110,7 +114,7 @@ def test_ids_that_do_not_fit_are_named(val, name, ids, message, saved, capsys):
     if name == "i.npy":
         np.save(name, ids)
     else:
-        write_lines(name, ids)
+        write_lines(name.partition(":")[0], ids)
     write_lines("t.txt", TEXTS)
     start = "--val-" if val else "--"
     files = ("--val", saved) if val else ()
@@ -118,6 +122,13 @@ def test_ids_that_do_not_fit_are_named(val, name, ids, message, saved, capsys):
     said = refused(capsys, "rerank", saved, *options, "--methods", "fast")
     assert message in said
     assert f"rerank: {start}image-ids" in said
+
+
+def test_a_number_is_not_taken_for_a_header(saved, capsys):
+    write_lines("i.csv", range(N + 1))
+    ids = ("--image-ids", "i.csv", "--text-ids", "i.csv")
+    said = refused(capsys, "rerank", saved, *ids, "--methods", "fast")
+    assert "--image-ids: expected shape (12,), got (13,)" in said
 
 
 def test_relevant_pairs_need_no_ids_that_match(saved):
