@@ -299,7 +299,10 @@ WRONG_COMMANDS = [
     ("rerank @scores.npy @scores.npy", "embeddings are for itrloss eval"),
     ("rerank @two.npz", "it has x, y; for one of several, write @two.npz:x"),
     ("rerank @two.npz:z", "two.npz: expected an array of the name 'z'; it has x, y"),
-    ("rerank @scores.npy:x", "scores.npy: expected no name: the file has one array; got 'x'"),
+    ("rerank @scores.npy:x", "scores.npy: expected no name, as the file has one array, got 'x'"),
+    ("rerank @scores.csv:x", "scores.csv: expected no name, as the file has one array, got 'x'"),
+    ("rerank @scores.npy --exclude @ids.csv:x", "ids.csv: expected no name, "),
+    (f"{OF_IDS} @ids.txt:x", "ids.txt: expected no name, "),
     ("rerank @twos.npz:x", "twos.npz:x: there is no such file; did you mean 'two.npz'?"),
     ("rerank @out.npz", "itrloss compare takes such re-ranked scores of both directions"),
     (f"{OF_IDS} @two.npz", "two.npz: expected one array, "),
@@ -318,6 +321,8 @@ def test_a_message_says_what_to_do_about_a_wrong_command(
     np.savez(tmp_path / "two.npz", x=np.arange(6), y=np.arange(6))
     np.savez(tmp_path / "out.npz", i2t=S.numpy(), t2i=S.numpy(), transductive=[True, True])
     (tmp_path / "ids.csv").write_text("image,caption\n0,a\n1,b\n")
+    (tmp_path / "scores.csv").write_text("0.1,0.2\n0.3,0.4\n")
+    (tmp_path / "ids.txt").write_text("0\n1\n")
     (tmp_path / "ids.json").write_text('{"a": 0, "b": 1}')
     arguments = [x.replace("@", f"{tmp_path}/") for x in command.split()]
     try:

@@ -155,6 +155,7 @@ def _saved_ids(path: Path, key: str | None) -> Any:
     """Return the ids in a file as they are: strings in files of text, and arrays or lists."""
     suffix = _suffix(path)
     if suffix == ".txt":
+        _check_unnamed(path, key)
         return _text_ids(path)
     if suffix == ".csv":
         return _csv_column(path, key)
@@ -176,6 +177,7 @@ def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
     path = _as_path(path)
     suffix = _suffix(path)
     if suffix in TEXTS:
+        _check_unnamed(path, key)
         rows = [line.split() for line in _text(path).splitlines() if line.strip()]
         if suffix == ".csv":
             _, rows = _table(path)
@@ -332,8 +334,8 @@ def _read(path: Path, key: str | None) -> Any:
         key = _array_name(path, content, key)
         count = content.get("npts")
         content = content[key]
-    elif key is not None:
-        raise ValueError(f"{path}: expected no name: the file has one array; got {key!r}")
+    else:
+        _check_unnamed(path, key)
     with _reading(path):
         content = _loaded(content)
         count = _loaded(count)
@@ -342,6 +344,12 @@ def _read(path: Path, key: str | None) -> Any:
         if len(shape) == 2 and count not in shape:
             raise ValueError(f"{path}: says npts = {count}, but {key} has shape {tuple(shape)}")
     return content
+
+
+def _check_unnamed(path: Path, key: str | None) -> None:
+    """Raise a ValueError for the name of an array in a file that has one without a name."""
+    if key is not None:
+        raise ValueError(f"{path}: expected no name, as the file has one array, got {key!r}")
 
 
 def _array_name(path: Path, content: dict[Any, Any], key: str | None) -> Any:
@@ -558,8 +566,7 @@ def _table(path: Path) -> tuple[list[str], list[list[str]]]:
 
 def _csv_matrix(path: Path, key: str | None) -> np.ndarray:
     """Return the matrix in a file of separated values."""
-    if key is not None:
-        raise ValueError(f"{path}: expected no name: a .csv file has one matrix; got {key!r}")
+    _check_unnamed(path, key)
     _, rows = _table(path)
     with _reading(path):
         return np.array([[float(x) for x in row] for row in rows])
