@@ -201,6 +201,11 @@ def test_p_values_are_never_printed_as_zero():
     assert p_text(1.0, 1.0) == "1.000"
 
 
+def test_differences_have_a_sign_and_no_negative_zero():
+    change = Comparison(-0.04, -1.25, 0.04, 0.5)
+    assert tables._change_cells(change, 0.001)[0].text == "+0.0 (-1.2, +0.0)"
+
+
 def test_at_the_floor_of_few_samples_p_is_a_bound():
     worst = torch.full((30,), 20)
     best = torch.ones_like(worst)
