@@ -111,6 +111,28 @@ def test_images_that_differ_more_are_no_near_copies(form):
     assert not said(retrieval_metrics, nearly(1e-3, "scores"), ids, ids)
 
 
+@pytest.mark.parametrize("form", ["embeddings", "scores"])
+def test_copies_with_the_id_of_an_image_are_noticed(form):
+    """As in an evaluation of pairs, whose images with five captions are in five rows."""
+    draw = generator(7)
+    images, texts = torch.randn(10, 8, generator=draw), torch.randn(50, 8, generator=draw)
+    texts += 2 * images.repeat_interleave(5, 0)
+    ids = torch.arange(10).repeat_interleave(5)
+
+    def evaluate(rows, row_ids):
+        if form == "scores":
+            return retrieval_metrics(rows @ texts.T, row_ids, ids)
+        return retrieval_metrics(Similarity(rows, texts, row_ids, ids))
+
+    copies = images.repeat_interleave(5, 0)
+    with pytest.warns(SuspiciousInputWarning, match="images: 40 of 50 rows are copies"):
+        evaluate(copies, ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SuspiciousInputWarning)
+        evaluate(images, torch.arange(10))
+        evaluate(copies + 0.1 * torch.randn(50, 8, generator=draw), ids)  # views of one scene
+
+
 def test_a_few_copies_are_no_reason_to_warn():
     images, texts = embeddings(captions=1)
     images[5] = images[7]

@@ -86,17 +86,40 @@ def fold_repeated(images: Tensor) -> Tensor:
 def _consecutive_copies(images: Tensor) -> int:
     """Return the c for which every c consecutive rows (N, D) are equal; 1 if all or none are."""
     n = len(images)
-    x = images.detach()
-    rtol = max(1e-5, 2 * torch.finfo(images.dtype).eps)
-    atol = 1e-6
-    if n < 2 or not torch.allclose(x[0], x[1], rtol, atol):
+    if n < 2 or not _equal_to_previous(images[:2]).all():
         return 1
-    same = []  # whether a row is equal to the one before
-    for rows, previous in zip(x[1:].split(_ROWS), x[:-1].split(_ROWS), strict=True):
-        same.append(torch.isclose(rows, previous, rtol, atol).all(1))
-    changes = (~torch.cat(same)).nonzero().squeeze(1) + 1
+    changes = (~_equal_to_previous(images)).nonzero().squeeze(1) + 1
     c = math.gcd(n, *changes.tolist())
     return 1 if c == n else c
+
+
+def _equal_to_previous(images: Tensor) -> Tensor:
+    """Return (N - 1,) whether a row (N, D) is equal to the one before, up to rounding."""
+    x = images.detach()
+    rtol = max(1e-5, 2 * torch.finfo(images.dtype).eps)
+    same = []
+    for rows, previous in zip(x[1:].split(_ROWS), x[:-1].split(_ROWS), strict=True):
+        same.append(torch.isclose(rows, previous, rtol, atol=1e-6).all(1))
+    return torch.cat(same)
+
+
+def warn_of_repeated(sim: Similarity) -> None:
+    """Warn if most images are copies of the one before, with its id, as in rows of pairs."""
+    ids = sim.ids[0]
+    images = sim.given_scores if sim.embeddings is None else sim.embeddings[0]
+    if ids is None or images is None or len(ids) < 2:
+        return
+    same = ids[1:] == ids[:-1]
+    if 2 * int(same.sum()) < len(ids):  # leaves the rows alone
+        return
+    copies = int((same & _equal_to_previous(images)).sum())
+    if 2 * copies >= len(ids):
+        warn(
+            f"images: {copies} of {len(ids)} rows are copies of the row before, with its id; each "
+            "is ranked, so that an image that is wrong for a text takes as many places as it has "
+            "copies. Pass one row for each image: _, first = numpy.unique(image_ids, "
+            "return_index=True) says which."
+        )
 
 
 def _consecutive_near_copies(images: Tensor) -> int:

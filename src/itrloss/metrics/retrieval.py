@@ -16,7 +16,15 @@ from ..engine.ranking import Ranking
 from ..hints import explained
 from ..similarity import Similarity
 from .judgements import Judgements
-from .labels import fold_parts, folded, ids_or_indices, part_of, shared, with_ids
+from .labels import (
+    fold_parts,
+    folded,
+    ids_or_indices,
+    part_of,
+    shared,
+    warn_of_repeated,
+    with_ids,
+)
 from .relevance import Judged, Relevant, WhichPairs, judged
 from .results import RECALLS, Ks, QueryResults, RetrievalResults, as_ks, join_folds
 from .suspicion import warn_of_chance
@@ -170,6 +178,8 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         sims = _pair_with_ids(scores, image_ids, text_ids, by_ids)
     else:
         sims = [with_ids("scores", scores, image_ids, text_ids, by_ids).detach()]
+    if by_ids:
+        warn_of_repeated(sims[0])
     if folds == 1:
         rules = judged(sims[0], relevant, exclude, candidates)
         results = _ranked(sims, rules, reranker, hubness_k, ties)
