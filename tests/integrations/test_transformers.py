@@ -209,7 +209,7 @@ def test_columns_of_ids_reach_the_loss(kind: str, names: tuple[str, ...], tmp_pa
 
 def test_what_the_loss_takes_is_passed_on(tmp_path):
     args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    loss = itrloss.InfoNCELoss(margin=0.0)
+    loss = itrloss.InfoNCELoss(margin=0.0, groups="other")
     batch = default_data_collator(data()[:BATCH])
     output = make("clip")(**batch)
     pair = output.image_embeds, output.text_embeds

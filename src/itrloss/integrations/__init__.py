@@ -46,7 +46,14 @@ def inner_loss(loss: Any) -> Any:
             "module of yours with forward(images, texts, image_ids=None, text_ids=None), got "
             f"{loss!r}"
         )
-    return matryoshka.inner_loss(loss)
+    matryoshka.check_scalar(inner)
+    return inner
+
+
+def check_without_groups(loss: Any) -> None:
+    """Raise an error for a loss of groups, which only batches of transformers have, and others."""
+    if isinstance(inner_loss(loss), PairLoss):
+        matryoshka.inner_loss(loss)
 
 
 def _is_own_module(loss: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import ClipLoss, SigLipLoss
-from . import check_scalar, gathers, inner_loss
+from . import check_scalar, check_without_groups, gathers
 
 
 class RetrievalLoss(nn.Module):
@@ -34,7 +34,7 @@ class RetrievalLoss(nn.Module):
 
     def __init__(self, loss: nn.Module):
         super().__init__()
-        inner_loss(loss)
+        check_without_groups(loss)
         #: Names of the loss's parameters, and of the arguments that stand for them.
         self.shared = {name: name.rpartition(".")[2] for name, _ in loss.named_parameters()}
         own = [name for name, last in self.shared.items() if last not in ("log_scale", "bias")]

@@ -20,6 +20,7 @@ from ..rerank import Reranker
 from ..similarity import Similarity
 from . import (
     check_scalar,
+    check_without_groups,
     ids_of,
     inner_loss,
     load_states,
@@ -69,7 +70,7 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
         mini_batch_size: int | None = None,
     ):
         super().__init__()
-        inner_loss(loss)
+        check_without_groups(loss)
         # the newer versions have one
         if isinstance(model, getattr(sentence_transformers, "MultiVectorEncoder", ())):
             raise TypeError(
