@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,6 +116,8 @@ def intervals(
     """Return a chart of values with intervals, (value, low, high) per name and group; ``zero``
     draws a line at 0.
     """
+    names = [textwrap.fill(name, 34) for name in names]  # the axis needs room beside them
+    spaces = 10 + 12 * len(groups), 7 + 15 * _most_lines(names)
 
     def draw(axes: Axes) -> Legend:
         handles = []
@@ -138,7 +141,11 @@ def intervals(
             axes.axvline(0, color=_INK, linewidth=1)
         return handles, list(groups)
 
-    return _svg(draw, label, x, "", (600, 60 + (10 + 12 * len(groups)) * len(names)))
+    return _svg(draw, label, x, "", (600, 60 + max(spaces) * len(names)))
+
+
+def _most_lines(names: Sequence[str]) -> int:
+    return max(name.count("\n") + 1 for name in names)
 
 
 def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple[int, int]) -> str:
@@ -156,7 +163,13 @@ def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         if len(names) > 1:
-            figure.legend(handles, names, loc="outside upper left", ncols=4)
+            # As many columns as fit, of 8 pixels a character; the chart grows with further lines.
+            names = [textwrap.fill(name, (width - 60) // 8) for name in names]
+            longest = max(len(line) for name in names for line in name.split("\n"))
+            columns = min(4, max(1, width // (60 + 8 * longest)))
+            height += 18 * (-(-len(names) // columns) * _most_lines(names) - 1)
+            figure.set_figheight(height / 72)
+            figure.legend(handles, names, loc="outside upper left", ncols=columns)
         # equal charts give equal text
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
