@@ -139,7 +139,7 @@ class SigmoidLoss(PairLoss):
 
     Args:
         scale: a, above 0.
-        bias: b.
+        bias: b, of any sign.
         learnable: make them parameters, a held as ``log(a)`` (``log_scale``); pass them to the
             optimiser then.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`;

@@ -216,7 +216,7 @@ class DynamicGate(CheckedModule):
 
     Args:
         dim: of the region features.
-        heads: K.
+        heads: K, their number.
         momentum: weight of a batch in the running means.
 
     Attributes:

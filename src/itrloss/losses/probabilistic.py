@@ -57,7 +57,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
 
     Args:
         scale: a, above 0.
-        shift: b.
+        shift: b, of any sign.
         learnable: make them parameters; pass them to the optimiser then.
         pseudo_weight: α, at least 0.
         vib_weight: β, at least 0.
