@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from docutils import nodes
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # not installed: examples/, and what extends Sphinx
@@ -112,8 +113,16 @@ def _readable(app, what, name, obj, options, signature, returned):
     return signature, returned
 
 
+def _mark_options(app, doctree):
+    """Let the style keep the words of command lines whole: ``--`` is no place to break a line."""
+    for literal in doctree.findall(nodes.literal):
+        if re.search(r"(^| )-", literal.astext()):
+            literal["classes"].append("option")
+
+
 def setup(app):
     """Run one listener before and one after napoleon's, which has the priority 500."""
     app.connect("autodoc-process-signature", _readable)
     app.connect("autodoc-process-docstring", _keep, priority=400)
     app.connect("autodoc-process-docstring", _restore, priority=600)
+    app.connect("doctree-read", _mark_options)
