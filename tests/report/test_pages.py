@@ -63,17 +63,17 @@ def test_charts_have_titles_and_a_legend_that_escapes_names():
 
 
 def test_long_names_stay_within_the_chart():
-    names = [f"{i}" + "x" * 140 for i in range(3)]
+    names = [f"{i}" + "x" * 150 for i in range(3)]
     legend = lines([Series(name, [1, 2], [1.0, 2.0]) for name in names], "a", "epoch", "RSUM")
     middle = lines([Series(f"{i}" * 24, [1], [1.0]) for i in range(4)], "b", "epoch", "RSUM")
     axis = intervals(names, {"models": [(1.0, 0.0, 2.0)] * 3}, "c", "change")
-    for chart, most in ((legend, 62), (middle, 24), (axis, 34)):
+    for chart, most in ((legend, 52), (middle, 24), (axis, 28)):
         assert max(map(len, texts(chart))) == most
         width, height = map(float, parsed(chart).get("viewBox").split()[2:])
         for x, y in re.findall(r"translate\(([\d.-]+) ([\d.-]+)\)", chart):
             assert 0 <= float(x) <= width and 0 <= float(y) <= height
     for chart in legend, axis:
-        assert "".join(x for x in texts(chart) if "xxx" in x).count("x") == 3 * 140
+        assert "".join(x for x in texts(chart) if "xxx" in x).count("x") == 3 * 150
 
 
 def test_lines_are_drawn_where_the_numbers_are():

@@ -78,7 +78,7 @@ def lines(series: Sequence[Series], label: str, x: str, y: str) -> str:
         axes.locator_params(axis="x", integer=True)
         return handles, [one.name for one in series]
 
-    return _svg(draw, label, x, y, (560, 320))
+    return _svg(draw, label, x, y, (480, 300))
 
 
 def histograms(counts: Mapping[str, np.ndarray], label: str, x: str, y: str) -> str:
@@ -103,7 +103,7 @@ def histograms(counts: Mapping[str, np.ndarray], label: str, x: str, y: str) -> 
         axes.locator_params(axis="x", integer=True)
         return [bars, outline, mean], [*counts, f"mean {first.mean():.1f}"]
 
-    return _svg(draw, label, x, y, (520, 320))
+    return _svg(draw, label, x, y, (480, 300))
 
 
 def intervals(
@@ -116,7 +116,7 @@ def intervals(
     """Return a chart of values with intervals, (value, low, high) per name and group; ``zero``
     draws a line at 0.
     """
-    names = [textwrap.fill(name, 34) for name in names]  # the axis needs room beside them
+    names = [textwrap.fill(name, 28) for name in names]  # the axis needs room beside them
     spaces = 10 + 12 * len(groups), 7 + 15 * _most_lines(names)
 
     def draw(axes: Axes) -> Legend:
@@ -141,7 +141,7 @@ def intervals(
             axes.axvline(0, color=_INK, linewidth=1)
         return handles, list(groups)
 
-    return _svg(draw, label, x, "", (600, 60 + max(spaces) * len(names)))
+    return _svg(draw, label, x, "", (480, 60 + max(spaces) * len(names)))
 
 
 def _most_lines(names: Sequence[str]) -> int:
@@ -163,10 +163,10 @@ def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         if len(names) > 1:
-            # As many columns as fit, of 8 pixels a character; the chart grows with further lines.
+            # As many columns as fit, of 7 pixels a character; the chart grows with further lines.
             names = [textwrap.fill(name, (width - 60) // 8) for name in names]
             longest = max(len(line) for name in names for line in name.split("\n"))
-            columns = min(4, max(1, width // (60 + 8 * longest)))
+            columns = min(4, max(1, width // (60 + 7 * longest)))
             height += 18 * (-(-len(names) // columns) * _most_lines(names) - 1)
             figure.set_figheight(height / 72)
             figure.legend(handles, names, loc="outside upper left", ncols=columns)
