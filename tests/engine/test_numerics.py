@@ -269,6 +269,19 @@ def test_a_nan_beside_an_anchor_without_negatives(engine):
     assert gradient[3].any()
 
 
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("place", [1, 38])
+def test_a_nan_in_any_tile_is_the_hardest_negative(engine, place, small_tiles):
+    """As the largest of all is nan beside a nan: a model that diverges must not go unnoticed."""
+    v, w = embeddings(40, 40)
+    w[place] = torch.nan
+    hardest = Similarity(v, w, engine=engine).hardest_negatives()
+    others = torch.arange(40) != place
+    assert hardest.values[others].isnan().all()
+    assert (hardest.indices[others] == place).all()
+    assert hardest.values[place].isfinite()
+
+
 def test_scores_of_minus_infinity_take_a_pair_out():
     scores = torch.tensor(
         [[0.5, -math.inf, 0.2], [0.0, 1.0, -math.inf], [-math.inf, -math.inf, 0.3]]
