@@ -188,7 +188,7 @@ IN_TORCH = words(
     torch.empty_like torch.enable_grad torch.equal torch.exp torch.exp_ torch.eye torch.finfo
     torch.float16 torch.float32 torch.float64 torch.from_numpy torch.frombuffer torch.full
     torch.full_like torch.func.functional_call torch.ge torch.get_autocast_dtype
-    torch.get_default_device torch.get_default_dtype torch.get_rng_state torch.gt torch.iinfo
+    torch.get_default_dtype torch.get_rng_state torch.gt torch.iinfo
     torch.inf torch.inference_mode torch.int16 torch.int32 torch.int64 torch.int8
     torch.is_autocast_enabled torch.is_grad_enabled torch.is_inference_mode_enabled
     torch.isclose torch.isin torch.lerp torch.linalg.qr torch.linalg.vector_norm torch.linspace
