@@ -26,7 +26,6 @@ from .comparison import (
     CALIBRATED,
     METHODS,
     PLAIN,
-    SAID_OF_ALL,
     Entry,
     RerankerComparison,
     compare_models,
@@ -35,7 +34,7 @@ from .comparison import (
     table,
 )
 from .files import Source, as_source
-from .hints import did_you_mean
+from .hints import EMBEDDINGS, did_you_mean
 from .metrics import (
     Judgements,
     RetrievalResults,
@@ -52,7 +51,7 @@ from .metrics.suspicion import warn_of_guess
 from .report.comparison import models_page, page
 from .rerank import FastReranker
 from .similarity import Similarity
-from .suspicious import SuspiciousInputWarning, warn_of_embeddings
+from .suspicious import SuspiciousInputWarning, UnfitScalesWarning, warn_of_embeddings
 
 # Options that are files to write, and their suffixes. The last is a folder.
 _RESULTS = {
@@ -67,16 +66,9 @@ _RESULTS = {
 # Options that say who is right, and who is ranked at all.
 _RULES = ("relevant", "exclude", "candidates")
 # Arguments of the library, which the command line has as options; not as parts of a path.
-_ARGUMENTS = re.compile(r"(?<![\w/.-])((?:val_)?(?:image|text)_ids|(?:folds|ks)(?=:))(?![./-]?\w)")
-# What to do with embeddings in place of scores.
-_EMBEDDINGS = "embeddings go in as two files: itrloss eval IMAGES TEXTS"
-# What the library advises, and what the command line has in its place.
-_ADVICE = {
-    "pass itrloss.Similarity(images, texts)": "itrloss eval IMAGES TEXTS takes them",
-    "itrloss.Similarity(images, texts)": "itrloss eval IMAGES TEXTS",
-    "pass them negated": "save them negated",
-    "validation:": "--val:",
-}
+_ARGUMENTS = re.compile(
+    r"(?<![\w/.-])((?:val_)?(?:image|text)_ids|(?:folds|ks|validation)(?=:))(?![./-]?\w)"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -136,17 +128,19 @@ def _shown_warnings(args: argparse.Namespace) -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
-        warnings.filterwarnings("ignore", SAID_OF_ALL)
+        warnings.simplefilter("ignore", UnfitScalesWarning)
         warnings.showwarning = show
         yield
 
 
 def _in_words_of_options(message: object) -> str:
     """Return a message of the library with options in place of arguments."""
-    text = _ARGUMENTS.sub(lambda name: "--" + name[0].replace("_", "-"), str(message))
-    for advice, other in _ADVICE.items():
-        text = text.replace(advice, other)
-    return text
+    return _ARGUMENTS.sub(lambda found: _option(found[0]), str(message))
+
+
+def _option(argument: str) -> str:
+    """Return the option that stands for an argument of the library."""
+    return "--val" if argument == "validation" else "--" + argument.replace("_", "-")
 
 
 def refuse(parser: argparse.ArgumentParser, others: Sequence[str]) -> None:
@@ -807,7 +801,7 @@ def _similarity_of(
             raise ValueError(
                 f"{', '.join(map(str, sources))}: {', '.join(ids.options)}: needed for {n} images "
                 f"and {m} texts, which is not a whole number of texts per image (images are the "
-                "rows)" + f"; {_EMBEDDINGS}" * by_scores
+                "rows)" + f"; {EMBEDDINGS}" * by_scores
             )
         warn_of_guess(n, m)
         image_ids, text_ids = default_ids(n, m)
@@ -855,7 +849,7 @@ def _check_orientation(
         how = f"pass --transpose, or {' and '.join(options)}"
     raise ValueError(
         f"{source}: expected images as rows; {what} {n} rows and {m} columns, as if texts were: "
-        f"{how}; {_EMBEDDINGS}"
+        f"{how}; {EMBEDDINGS}"
     )
 
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from .rerank import FastReranker, Reranker
 from .rerank.base import go_beyond_cosines, has_defaults_for_cosines
 from .rerank.fast import SCALES
 from .similarity import Similarity
-from .suspicious import number_shared, warn
+from .suspicious import UnfitScalesWarning, number_shared, warn
 from .tables import ARROWS, TESTED, Row, Table, comparison_table, samples_for
 
 METHODS: dict[str, type[Reranker]] = {
@@ -60,8 +60,6 @@ TITLES = {  # names for readers who do not know the command line's
     "multi-factor": "Multi-factor",
     "k-reciprocal": "k-reciprocal",
 }
-# Warnings of single methods, which a comparison says of all of them.
-SAID_OF_ALL = "scores: values beyond -1 to 1|scales: of the values tried"
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
 _PRECISIONS = {  # columns and their widths
     "i2t_r_precision": 8,
@@ -224,35 +222,61 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
     if validation is not None:
         validation = _with_ids("validation", validation)
     left_out: dict[str, str] = {}
-    tried: list[tuple[str, Banks | None]] = [(PLAIN, None)]
-    for name, method in rerankers.items():
+    for name, method in list(rerankers.items()):
         why = _obstacle(method, sim, banks)
         if why:
             left_out[name] = why
-            continue
-        for used in _banks_to_try(method, banks):
-            tried.append((name, used))
-            if name == "fast" and validation is not None:
-                tried.append((CALIBRATED, used))
+            del rerankers[name]
     chosen_on = _pairs_in_words(sim, validation)
-    _warn_of_units(sim, {name: rerankers[name] for name, _ in tried if name in rerankers})
+    _warn_of_units(sim, rerankers)
+
+    trials = _trials(rerankers, banks, validation, chosen_on)
     entries: list[Entry] = []
-    for number, (name, used) in enumerate(tried, 1):
-        bank = ", with a bank" if used else ""
-        progress(f"[{number}/{len(tried)}] {name}{bank} …")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", SAID_OF_ALL)
-            reranker = _ready(name, rerankers, used, validation)
-            start = time.perf_counter()
-            results = retrieval_results(sim, reranker=reranker, folds=folds, **rules)
-            seconds = time.perf_counter() - start
-        entry = Entry(name, reranker, results, seconds)
-        if name == CALIBRATED:
-            entry = replace(entry, chosen_on=chosen_on + _without_bank(used, validation))
-        entries.append(entry)
+    for number, trial in enumerate(trials, 1):
+        bank = ", with a bank" if trial.banks else ""
+        progress(f"[{number}/{len(trials)}] {trial.name}{bank} …")
+        entries.append(_tried(trial, sim, folds, rules))
     if samples is None:
         samples = samples_for(len(entries) - 1)
     return RerankerComparison(sim, _compared(entries, samples), left_out, rules, samples)
+
+
+class _Trial(NamedTuple):
+    """A method that is tried, and what it is made ready with."""
+
+    name: str
+    method: Reranker | None = None  # None: no re-ranking
+    banks: Banks | None = None  # None: the test queries, or banks of its own
+    validation: Similarity | None = None  # None: its scales are not chosen on pairs
+    chosen_on: str = ""  # these pairs in words
+
+
+def _trials(
+    rerankers: Mapping[str, Reranker],
+    banks: Banks,
+    validation: Similarity | None,
+    chosen_on: str,
+) -> list[_Trial]:
+    """Return what is tried, first no re-ranking; each method without and with banks if it can."""
+    trials = [_Trial(PLAIN)]
+    for name, method in rerankers.items():
+        for used in _banks_to_try(method, banks):
+            trials.append(_Trial(name, method, used))
+            if name == "fast" and validation is not None:
+                words = chosen_on + _without_bank(used, validation)
+                trials.append(_Trial(CALIBRATED, FastReranker(), used, validation, words))
+    return trials
+
+
+def _tried(trial: _Trial, sim: Similarity, folds: int, rules: Mapping[str, Any]) -> Entry:
+    """Return what a method makes of the scores, and the time that ranking takes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnfitScalesWarning)
+        reranker = _ready(trial)
+        start = time.perf_counter()
+        results = retrieval_results(sim, reranker=reranker, folds=folds, **rules)
+        seconds = time.perf_counter() - start
+    return Entry(trial.name, reranker, results, seconds, chosen_on=trial.chosen_on)
 
 
 def _pairs_in_words(sim: Similarity, validation: Similarity | None) -> str:
@@ -291,9 +315,9 @@ def _sides(sim: Similarity) -> Sequence[Tensor]:
     return scores, scores.T
 
 
-def _without_bank(banks: Banks | None, validation: Similarity | None) -> str:
+def _without_bank(banks: Banks | None, validation: Similarity) -> str:
     """Return the words that say that scales were chosen without the bank that they are for."""
-    if banks is None or validation is None or validation.embeddings is not None:
+    if banks is None or validation.embeddings is not None:
         return ""
     return " without the bank, whose scores are of the test set's candidates"
 
@@ -409,38 +433,22 @@ def _banks_to_try(method: Reranker, banks: Banks) -> list[Banks | None]:
     return [None, banks]
 
 
-def _ready(
-    name: str,
-    rerankers: Mapping[str, Reranker],
-    banks: Banks | None,
-    validation: Similarity | None,
-) -> Reranker | None:
-    """Return a method as it is tried; None stands for no re-ranking."""
-    if name == PLAIN:
-        return None
-    if name == CALIBRATED:
-        assert validation is not None
-        return _calibrated(banks, validation)
-    return _fitted(rerankers[name], banks)
-
-
-def _fitted(method: Reranker, banks: Banks | None) -> Reranker:
-    """Return a method with banks, if there are any."""
-    if banks is None:
-        return method
-    return copy.copy(method).fit(*banks)
-
-
-def _calibrated(banks: Banks | None, validation: Similarity) -> FastReranker:
-    """Return Fast Re-ranking with banks, and with scales chosen on held-out pairs."""
-    made = FastReranker()
-    if banks is None:
-        return made.calibrate(validation)
-    if validation.embeddings is not None:
-        # banks of embeddings fit the validation set, too
-        return made.fit(*banks).calibrate(validation)
-    # scores of a bank are of the test candidates
-    return made.calibrate(validation).fit(*banks)
+def _ready(trial: _Trial) -> Reranker | None:
+    """Return a method with its banks and its scales; None stands for no re-ranking."""
+    validation = trial.validation
+    if trial.method is None or (trial.banks is None and validation is None):
+        return trial.method
+    method = copy.copy(trial.method)  # the caller's has no bank afterwards
+    # scores of a bank are of the test candidates; a bank of embeddings fits held-out pairs, too
+    fits_validation = validation is not None and validation.embeddings is not None
+    if trial.banks is not None and fits_validation:
+        method.fit(*trial.banks)
+    if validation is not None:
+        assert isinstance(method, FastReranker)
+        method.calibrate(validation)
+    if trial.banks is not None and not fits_validation:
+        method.fit(*trial.banks)
+    return method
 
 
 def table(comparison: RerankerComparison, ks: Ks = RECALLS) -> str:

@@ -89,6 +89,11 @@ _MULTI_HOT = (
     "labels (N, k) are sets of ids, not multi-hot rows; for these, write "
     "matches=(of_images.float() @ of_texts.float().T) > 0"
 )
+# What to pass, and on the command line, where scores are expected.
+EMBEDDINGS = (
+    "embeddings go in as itrloss.Similarity(images, texts), on the command line as "
+    "itrloss eval IMAGES TEXTS"
+)
 # What to know besides the word that was meant, by the words given and meant.
 _ADVICE = {
     ("logit_scale", "temperature"): _SHARED_SCALE,
@@ -243,7 +248,7 @@ def misfit(
         expected = f"{', '.join(by_position) or 'nothing'} by position"
         hint = ""
         if "scores" in by_position and all(isinstance(x, Tensor) for x in args[-number:]):
-            hint = "; embeddings go in as itrloss.Similarity(images, texts)"
+            hint = f"; {EMBEDDINGS}"
         return TypeError(f"{name}: expected {expected}, got {number} arguments{hint}")
     needed = [n for n in by_position if parameters[n].default is inspect.Parameter.empty]
     missing = [n for n in needed[max(number, 0) :] if n not in kwargs]

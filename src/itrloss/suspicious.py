@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .engine.vectors import CHUNK, chunks, compute_dtype
+from .hints import EMBEDDINGS
 
 _INSIDE = ("itrloss", "torch")  # packages whose lines a user did not write
 
@@ -21,14 +22,21 @@ class SuspiciousInputWarning(UserWarning):
     """
 
 
-def warn(message: str) -> None:
+class UnfitScalesWarning(SuspiciousInputWarning):
+    """Scales of a re-ranker that are probably not for its scores.
+
+    A comparison of many re-rankers says this once, of all of them.
+    """
+
+
+def warn(message: str, category: type[Warning] = SuspiciousInputWarning) -> None:
     """Warn of input, at the line of the user's code that passed it."""
     level = 1
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
         frame = frame.f_back
         level += 1
-    warnings.warn(message, SuspiciousInputWarning, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
 
 
 def warn_of_embeddings(name: str, scores: Tensor) -> None:
@@ -48,8 +56,7 @@ def warn_of_embeddings(name: str, scores: Tensor) -> None:
     if bool(torch.maximum(-low, high) < 0.99):
         warn(
             f"{name}: each row has length 1, as embeddings have, and is taken for scores of one "
-            "image with all texts. If they are embeddings, pass those of images and of texts: "
-            "itrloss.Similarity(images, texts)"
+            f"image with all texts; {EMBEDDINGS}"
         )
 
 

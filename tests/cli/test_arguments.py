@@ -141,16 +141,15 @@ def test_relevant_pairs_need_no_ids_that_match(saved):
 
 def test_embeddings_in_place_of_scores_are_told_where_they_go(saved, capsys):
     images, texts = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in pairs())
-    advice = "itrloss eval IMAGES TEXTS"
+    advice = "embeddings go in as .*, on the command line as itrloss eval IMAGES TEXTS"
     for shape in ((12, 8), (12, 6), (8, 12)):
         np.save("x.npy", np.resize(images, shape))
-        assert f"embeddings go in as two files: {advice}" in refused(capsys, "rerank", "x.npy")
+        assert re.search(advice, refused(capsys, "rerank", "x.npy"))
     np.save("x.npy", texts[:4])
     assert run("rerank", "x.npy", "--methods", "csls") == 0
     said = capsys.readouterr().err
     assert "x.npy: each row has length 1, as embeddings have" in said
-    assert advice in said
-    assert "itrloss.Similarity" not in said
+    assert re.search(advice, said)
 
 
 def test_warnings_of_held_out_pairs_name_their_options(saved, capsys):

@@ -19,6 +19,7 @@ from ..checks import (
     ids_of_one_side,
 )
 from ..distributed import consensus
+from ..hints import EMBEDDINGS
 from ..similarity import Similarity
 from ..suspicious import warn, warn_of_embeddings
 from .suspicion import warn_of_copies, warn_of_guess, warn_of_one_side
@@ -170,9 +171,8 @@ def with_ids(
         n, m = matrix.shape
         if by_ids and m % n:
             needed = f"needed for {n} images and {m} texts, which is not a whole number of texts"
-            hint = "embeddings go in as itrloss.Similarity(images, texts)"
             raise ValueError(
-                f"image_ids, text_ids: {needed} per image (images are the rows); {hint}"
+                f"image_ids, text_ids: {needed} per image (images are the rows); {EMBEDDINGS}"
             )
         if by_ids:
             warn_of_guess(n, m)

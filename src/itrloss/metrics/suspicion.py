@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..hints import EMBEDDINGS
 from ..similarity import Similarity
 from ..suspicious import row_labels, warn
 
@@ -65,8 +66,8 @@ def warn_of_chance(results: RetrievalResults) -> None:
         warn(
             "recall is at chance level: right candidates rank as in a random order, or worse. If "
             "the model is trained, image_ids and text_ids or the order of rows may be wrong, or "
-            "these are distances (pass them negated: higher is better) or embeddings where scores "
-            "are expected (pass itrloss.Similarity(images, texts))."
+            "these are distances (negate them: higher is better) or embeddings where scores are "
+            f"expected ({EMBEDDINGS})."
         )
 
 

@@ -21,7 +21,7 @@ from ..engine.ranking import Ranking, Relevance, collected
 from ..hints import explained
 from ..metrics.labels import ids_or_indices, shared, with_ids
 from ..similarity import Similarity, TopK
-from ..suspicious import number_shared, warn
+from ..suspicious import UnfitScalesWarning, number_shared, warn
 from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
 
 _AT_ONCE = 2**20  # scores that are re-ranked at once, most of them in float64
@@ -405,7 +405,8 @@ class Reranker(ABC):
         warn(
             f"scores: values beyond -1 to 1, as of logits or distances, where "
             f"{type(self).__name__} has defaults ({options}) for cosine similarities. Divide "
-            f"logits by the model's logit scale, or choose {options} on validation pairs{how}"
+            f"logits by the model's logit scale, or choose {options} on validation pairs{how}",
+            UnfitScalesWarning,
         )
 
     def _warn_of_banks(self, sim: Similarity) -> None:

@@ -16,7 +16,7 @@ from ..engine.products import full_float32
 from ..hints import explained
 from ..metrics.labels import with_ids
 from ..similarity import Similarity
-from ..suspicious import warn
+from ..suspicious import UnfitScalesWarning, warn
 from .base import Reranker
 from .direction import Bias, Direction, Rule, is_extreme, reference_sums
 
@@ -154,7 +154,8 @@ class FastReranker(_LogSumExpReranker):
             warn(
                 f"scales: of the values tried, {min(scales):g} to {max(scales):g}, the first or "
                 f"the last is best: {self!r}. Better ones may lie beyond; pass scales that go "
-                "further, or divide logits by the model's logit scale"
+                "further, or divide logits by the model's logit scale",
+                UnfitScalesWarning,
             )
         return self
 
