@@ -15,7 +15,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 import itrloss
-from support import oracle, oracle_infonce, oracle_more, oracle_robust, oracle_supervised
+from support import (
+    oracle,
+    oracle_infonce,
+    oracle_more,
+    oracle_robust,
+    oracle_supervised,
+    plain_formulas,
+)
 
 Takes = Literal[
     "pairs",  # images, texts, and ids if there are any
@@ -84,8 +91,8 @@ class Entry:
         sized: whether ``kind`` also takes the dimension of the embeddings.
         every_pair: whether every pair counts, so that anchors without positives do as well.
         without_negatives: whether anchors that match all candidates count as well.
-        detached: whether some weights are constants for the gradient, so that it is none of finite
-            differences.
+        reference: for a loss with weights that its gradient takes for constants, so that it is none
+            of finite differences: the formula in plain PyTorch, see ``check_loss``.
         lists_positives: whether it lists the positive pairs, which the compiler and the device
             cannot do from ids.
         failures: checks of ``check_loss`` that it fails, with reasons.
@@ -106,7 +113,7 @@ class Entry:
     sized: bool = False
     every_pair: bool = False
     without_negatives: bool = False
-    detached: bool = False
+    reference: Callable[..., Any] | None = None
     lists_positives: bool = False
     failures: Mapping[str, str] = field(default_factory=dict)
     tables: frozenset[str] = ALL
@@ -170,15 +177,19 @@ PROTOTYPES |= {"compiled_as_one_graph": "in evaluation mode it asks how many pro
 
 TRIPLET = {"oracle": oracle.triplet}
 INFONCE = {"oracle": oracle.infonce}
-HARD = {"oracle": oracle_infonce.hard, "detached": True, "failures": CONSTANT}
+HARD = {
+    "oracle": oracle_infonce.hard,
+    "reference": plain_formulas.infonce,
+    "failures": CONSTANT,
+}
 FILTERED = {"oracle": oracle_infonce.filtered}
 SIGMOID = {"oracle": oracle_more.sigmoid, "every_pair": True}
 HAL = {"oracle": oracle.hal}
-DCL = {"oracle": oracle.dcl, "detached": True, "failures": CONSTANT}
+DCL = {"oracle": oracle.dcl, "reference": plain_formulas.dcl, "failures": CONSTANT}
 ATTACHED_DCL = {"oracle": oracle.dcl}
 SUPCON = {"oracle": oracle_supervised.supcon}
 MULTI_SIMILARITY = {"oracle": oracle_supervised.multi_similarity}
-CIRCLE = {"oracle": oracle_supervised.circle, "detached": True}
+CIRCLE = {"oracle": oracle_supervised.circle, "reference": plain_formulas.circle}
 RINCE = {"oracle": oracle_robust.rince}
 COMPLEMENTARY = {"oracle": oracle_robust.complementary}
 MDCL: dict[str, Any] = {"takes": "memory", "oracle": oracle_more.memory_dcl}
@@ -381,7 +392,7 @@ OF_PAIRS = {
         itrloss.InfoNCELoss,
         {"directions": "image-text", "image_image": True, "hardness": 3.0},
         failures=OF_IMAGES | CONSTANT,
-        detached=True,
+        reference=plain_formulas.infonce,
         tables=ALL - {"compiled"},
     ),
     # it is sharded in test_matryoshka.py
@@ -397,6 +408,7 @@ OF_MORE_THAN_PAIRS = {
         itrloss.InfoNCELoss,
         {"hardness": 9.0},
         takes="negatives",
+        reference=plain_formulas.infonce,
         failures=CONSTANT | TWO_KINDS,
     ),
     "filtered by a guide": Entry(

@@ -181,6 +181,74 @@ class ValueDetached(InfoNCE):
         )
 
 
+# -------------------------------------------------------------------------------- constant weights
+
+
+class Hard(InfoNCE):
+    """Negatives count the more, the higher they score: a weight that the gradient takes for a
+    constant.
+    """
+
+    hardness = 0.5  # times the logit
+
+    def log_of_negatives(self, logits, positive):
+        return super().log_of_negatives(logits + self.weights(logits), positive)
+
+    def weights(self, logits):
+        return self.hardness * logits.detach()
+
+
+def hard(loss, *inputs):
+    """The formula, of a loss's reduction."""
+    return Hard(reduction=loss.reduction)(*inputs)
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return 2 * grad
+
+
+@planted("agrees_with_reference", reference=hard)
+class NegativesTwice(Hard):
+    """The backward pass has a factor too many for negatives, so that the gradient is none of any
+    formula.
+    """
+
+    def log_of_negatives(self, logits, positive):
+        return _Doubled.apply(super().log_of_negatives(logits, positive))
+
+
+@planted("agrees_with_reference", reference=hard)
+class WeightsPartlyAttached(Hard):
+    """A part of the weights gets a gradient, as if one of two calls of detach() were forgotten."""
+
+    def weights(self, logits):
+        return 0.5 * super().weights(logits) + 0.25 * logits
+
+
+@planted("agrees_with_reference", reference=hard)
+class PositivesDetached(Hard):
+    """More is taken for a constant than the weights."""
+
+    def values(self, scores, positive):
+        return super().values(
+            torch.where(positive, 0.5 * (scores + scores.detach()), scores), positive
+        )
+
+
+@planted("agrees_with_reference", reference=hard)
+class HardFirstUpstreamForAll(Hard):
+    """With reduction "none", all is scaled by the first upstream gradient."""
+
+    def values(self, scores, positive):
+        return _Scaled.apply(super().values(scores, positive))
+
+
 # ---------------------------------------------------------------------------------- range, rounding
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support import (
     planted,
-    planted_gradients,  # noqa: F401 — lists its bugs, too
+    planted_gradients,
     planted_programs,
 )
 from support.conforming import CALLS, LOSSES, conforming
@@ -53,6 +53,17 @@ def test_our_losses_pass(name):
 def test_other_options_of_our_losses_keep_their_precision():
     for name in OTHERS:
         passes(conforming(name), PRECISION)
+
+
+def test_other_options_of_our_losses_agree_with_their_formula():
+    for name in OTHERS:
+        if REGISTRY[name].reference is not None:
+            passes(conforming(name), ["agrees_with_reference"])
+
+
+def test_a_formula_is_given_where_differences_do_not_tell_the_gradient():
+    for name, entry in REGISTRY.items():
+        assert ("gradcheck" in entry.failures) == (entry.reference is not None), name
 
 
 @pytest.mark.slow
@@ -131,7 +142,26 @@ def test_the_bug_is_caught(name, monkeypatch):
     assert caught.value.report.names("failed") == [caught_by]
 
 
+def formula(loss, *inputs):
+    return planted.InfoNCE(loss.temperature, loss.reduction)(*inputs)
+
+
+@pytest.mark.parametrize("make", [planted.InfoNCE, planted_gradients.Hard])
+def test_a_right_loss_agrees_with_its_formula(make):
+    reference = planted_gradients.hard if make is planted_gradients.Hard else formula
+    report = check_loss(make(), only=["agrees_with_reference"], reference=reference)
+    assert report.names("passed") == ["agrees_with_reference"]
+
+
 UNNOTICED = [bug.make for bug in planted.BUGS.values() if not bug.caught_by]
+
+
+@pytest.mark.parametrize("make", UNNOTICED)
+def test_a_formula_tells_what_is_another_loss(make):
+    loss = make()
+    loss.temperature = 0.2  # at 0.1, it would be the right loss by chance
+    with pytest.raises(ConformanceError, match="agrees_with_reference: values"):
+        check_loss(loss, only=["agrees_with_reference"], reference=formula)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .registry import check
-from .subject import Batch, Subject, normal, result_of, same, total, trained
+from .subject import Batch, Subject, normal, result_of, same, tensors, total, trained
 
 
 def _gradcheck(output: Callable[[Batch], Any], batch: Batch) -> None:
@@ -30,7 +31,8 @@ def _gradcheck(output: Callable[[Batch], Any], batch: Batch) -> None:
 def gradcheck(subject: Subject) -> None:
     """Gradients equal finite differences, in float64 and entry by entry.
 
-    Losses with weights that the gradient takes for constants fail; name them as expected failures.
+    Losses with weights that the gradient takes for constants fail: name this as an expected
+    failure, and pass a ``reference``.
     """
     loss = subject.fresh()
     _gradcheck(lambda batch: subject.value(batch, loss), subject.batch(4, 5, d=4))
@@ -54,6 +56,34 @@ def finite_differences(subject: Subject) -> None:
             ends.append(subject.value(moved))
         slope = (result.images * images).sum() + (result.texts * texts).sum()
         same("slope", slope, (ends[0] - ends[1]) / (2 * step), rtol=1e-4, atol=1e-6)
+
+
+def _weighted(output: Any) -> Tensor:
+    """Return the 0-dim sum of all numbers that a loss returned, each with another weight."""
+    numbers = torch.cat([x.flatten() for x in tensors(output)])
+    weights = torch.linspace(0.5, 1.5, len(numbers), dtype=numbers.dtype)
+    return numbers @ weights
+
+
+@check("reference")
+def agrees_with_reference(subject: Subject) -> None:
+    """Values and gradients are those of ``reference``, the formula in plain PyTorch, which autograd
+    differentiates.
+
+    No other check knows the gradient of a loss with weights that it takes for constants.
+    """
+    assert subject.reference is not None
+    each_value: dict[str, Any] = {}
+    if hasattr(subject.loss, "reduction"):
+        each_value["reduction"] = "none"
+    for size, options in (((9, 14), {}), ((70, 83), each_value)):
+        leaves = subject.batch(*size).leaves()
+        loss = subject.fresh(**options)
+        found = subject.output(leaves, loss)
+        wanted = subject.output(leaves, partial(subject.reference, loss))
+        same("values", tensors(found), tensors(wanted))
+        gradients = result_of(_weighted(found), leaves, loss).gradients
+        same("gradients", gradients, result_of(_weighted(wanted), leaves, loss).gradients)
 
 
 @check("parameters")
@@ -199,13 +229,13 @@ def inputs_not_modified(subject: Subject) -> None:
     """
     batch = subject.batch()
     leaves = batch.leaves()
-    tensors = [x for x in leaves if x is not None]
-    copies = [x.detach().clone() for x in tensors]
-    versions = [x._version for x in tensors]
+    inputs = [x for x in leaves if x is not None]
+    copies = [x.detach().clone() for x in inputs]
+    versions = [x._version for x in inputs]
     value = subject.value(leaves)
     assert leaves.images.grad is None is leaves.texts.grad, "the forward pass sets .grad"
     value.backward()
-    for x, before, version in zip(tensors, copies, versions, strict=True):
+    for x, before, version in zip(inputs, copies, versions, strict=True):
         assert torch.equal(x, before), "an input has other values after the call"
         assert x._version == version, "an input was written to"
 

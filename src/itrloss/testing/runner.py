@@ -140,6 +140,7 @@ def loss_checks(
     ids: bool = True,
     normalizes: bool = True,
     processes: int = 1,
+    reference: Callable[..., Any] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     only: Collection[str] | None = None,
 ) -> list[LossCheck]:
@@ -159,7 +160,7 @@ def loss_checks(
         if unknown:
             got = ", ".join(map(repr, unknown))
             raise ValueError(f"{argument}: expected names of checks, got {got}")
-    subject = Subject(loss, call, ids, normalizes, processes)
+    subject = Subject(loss, call, ids, normalizes, processes, reference)
     return [LossCheck(name, subject, expected.get(name)) for name in CHECKS if name in chosen]
 
 
@@ -181,6 +182,8 @@ def check_loss(loss: Callable[..., Any], **options: Any) -> Report:
             unit length.
         processes: 2 or more: also compare a loss with the attribute ``gather`` in so many
             processes. They are spawned, so a script needs ``if __name__ == "__main__":``.
+        reference: the formula in plain PyTorch: ``reference(loss, *inputs)`` is what
+            ``loss(*inputs)`` should return.
         expected_failures: reasons by the names of checks. One that passes all the same counts as
             failed.
         only: names of checks; all others are left out.

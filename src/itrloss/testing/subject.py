@@ -85,10 +85,16 @@ class Result(NamedTuple):
         return [self.images, self.texts, *self.parameters]
 
 
-def total(value: Any) -> Tensor:
+def tensors(output: Any) -> list[Tensor]:
+    """Return all floating-point tensors in what a loss returned."""
+    found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+    assert found, f"expected a floating-point tensor, got {type(output).__name__}"
+    return found
+
+
+def total(output: Any) -> Tensor:
     """Return the 0-dim sum of all floating-point tensors in what a loss returned."""
-    parts = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
-    assert parts, f"expected a floating-point tensor, got {type(value).__name__}"
+    parts = tensors(output)
     return sum((x.sum() for x in parts[1:]), parts[0].sum())
 
 
@@ -103,6 +109,7 @@ class Subject:
     ids: bool = True
     normalizes: bool = True
     processes: int = 1
+    reference: Callable[..., Any] | None = None
 
     def require(self, feature: str) -> None:
         """Raise a SkipTest that says why, if a check that needs a feature does not apply."""
@@ -116,6 +123,7 @@ class Subject:
             "module": (isinstance(self.loss, nn.Module), "it is no nn.Module"),
             "parameters": (bool(trained(self.loss)), "it has no parameters"),
             "processes": (self.processes > 1, "asked for with processes=2"),
+            "reference": (self.reference is not None, "there is no formula (reference=)"),
         }
         if feature in known:
             holds, reason = known[feature]
