@@ -625,24 +625,58 @@ def test_a_sharded_clip_has_the_gradients_of_one_process_also_of_its_scale(tmp_p
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_the_chunks_of_the_page_take_five_captions_an_image():
+def captioned(images: slice) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
+    """Images with five captions each, and the ids of both."""
     rows = default_data_collator(data()[:50])
     ids = torch.arange(10)
-    names: dict[str, Any] = {"itrloss": itrloss, "model": make("clip")}
-    names["criterion"] = itrloss.InfoNCELoss()
-    names["images"] = {"pixel_values": rows["pixel_values"][:10]}
-    names["texts"] = {"input_ids": rows["input_ids"]}
-    names["image_ids"], names["text_ids"] = ids, ids.repeat_interleave(5)
-    code = snippet("grad_cache.rst", "get_image_features").replace("chunk_size=64", "chunk_size=4")
+    texts = slice(5 * images.start, 5 * images.stop)
+    return (
+        {"pixel_values": rows["pixel_values"][images]},
+        {"input_ids": rows["input_ids"][texts]},
+        ids[images],
+        ids.repeat_interleave(5)[texts],
+    )
+
+
+def side_by_side(images: slice) -> tuple[float, list[Tensor]]:
+    """The loss and the gradients of the page's step, in DDP if there are several processes."""
+    several = images.stop - images.start < 10
+    names: dict[str, Any] = {"itrloss": itrloss, "torch": torch, "model": make("clip")}
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    names["DistributedDataParallel"] = wrapper if several else lambda side: side
+    inputs = ("images", "texts", "image_ids", "text_ids")
+    names |= dict(zip(inputs, captioned(images), strict=True))
+    code = snippet("grad_cache.rst", "class Side").replace("chunk_size=64", "chunk_size=4")
     exec(code, names)
-    whole = make("clip")
-    output = whole(**names["images"], **names["texts"])
-    pair = output.image_embeds, output.text_embeds
-    loss = names["criterion"](*pair, names["image_ids"], names["text_ids"])
+    return names["loss"].item(), [p.grad for p in names["model"].parameters()]
+
+
+def sides_in_a_process(rank: int) -> tuple[float, list[Tensor]]:
+    return side_by_side([slice(0, 4), slice(4, 10)][rank])
+
+
+def captions_at_once() -> tuple[float, list[Tensor]]:
+    """The loss and the gradients of one pass over the whole batch."""
+    images, texts, image_ids, text_ids = captioned(slice(0, 10))
+    model = make("clip")
+    criterion = itrloss.InfoNCELoss(learnable=True, max_scale=100)
+    criterion.log_scale = model.logit_scale
+    output = model(**images, **texts)
+    loss = criterion(output.image_embeds, output.text_embeds, image_ids, text_ids)
     loss.backward()
-    assert names["loss"].item() == pytest.approx(loss.item())
-    for p, expected in zip(names["model"].parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, expected.grad, rtol=1e-6, atol=1e-9)
+    return loss.item(), [p.grad for p in model.parameters()]
+
+
+def test_the_chunks_of_the_page_take_five_captions_an_image():
+    found = side_by_side(slice(0, 10))
+    torch.testing.assert_close(found, captions_at_once(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_two_processes_take_five_captions_an_image_in_chunks(tmp_path):
+    expected = captions_at_once()
+    for found in run(sides_in_a_process, tmp_path):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 def train_a_given_bias(folder: str, gather: bool, **options: Any) -> tuple[list[float], Any]:
