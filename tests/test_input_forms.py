@@ -127,7 +127,7 @@ def test_other_ids_are_refused_by_name(name: str):
 
 
 def test_strings_beside_integers_are_refused():
-    with pytest.raises(TypeError, match="text_ids: expected strings beside strings"):
+    with pytest.raises(TypeError, match="text_ids: expected strings with strings"):
         infonce(WORDS, NUMBERS)
 
 

@@ -49,7 +49,7 @@ BAD_MASKS = {
     "lengths": (
         torch.ones(2, 5, dtype=torch.bool),
         {"text_lengths": torch.tensor([1, 2])},
-        "text_mask: expected None beside text_lengths",
+        "text_mask: expected None with text_lengths",
     ),
 }
 

@@ -654,7 +654,7 @@ class Anchors:
         """
         where = self._where(over, below, above, None)
         if guide is not None and where.limited:
-            raise ValueError("guide: expected no limits beside it, as the term gets its scores")
+            raise ValueError("guide: expected no limits, as the term gets its scores")
         like = self._size, self.dtype, self.device
         tensors = [as_tensor("params", p, *like) for p in params]
         a = as_value("scale", scale, *like)
@@ -713,7 +713,7 @@ class Anchors:
         """Return which candidates count, checked."""
         one_of("over", over, "negatives", "positives", "all")
         if guide is not None and below is None and above is None:
-            raise ValueError("guide: expected below or above beside it, limits of its scores")
+            raise ValueError("guide: expected below or above, limits of its scores")
         return Where(over, self._limit("below", below), self._limit("above", above), guide)
 
     def _limit(self, name: str, limit: Limit) -> Value | None:

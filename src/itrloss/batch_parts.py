@@ -57,7 +57,7 @@ class BatchPart(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The numbers of own rows and columns; beside scores, ids say how many columns."""
+        """The numbers of own rows and columns; with scores, ids say how many columns."""
         n = len(self.tensors[0])
         if len(self.tensors) > 1:
             return n, len(self.tensors[1])

@@ -132,15 +132,15 @@ def missing_side(rows: Any, names: Names) -> TypeError:
     hint = ""
     if names.cols in calls:
         hint = f"; a matrix of scores goes in as {calls[names.cols]}"
-    given = f"None beside {names.rows} of shape {tuple(rows.shape)}"
+    given = f"None with {names.rows} of shape {tuple(rows.shape)}"
     return TypeError(f"{names.cols}: expected embeddings (M, D), got {given}{hint}")
 
 
 def check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """Raise an error unless two tensors lie on one device, and both are float64 or neither is."""
     if (x.dtype == torch.float64) != (other.dtype == torch.float64):
-        expected = f"float64 beside float64 {other_name} and beside no others"
-        got = f"{x.dtype} beside {other.dtype}"
+        expected = f"float64 for float64 {other_name}, and for no others"
+        got = f"{x.dtype} for {other.dtype}"
         raise TypeError(
             f"{name}: expected {expected}, got {got}; write {name}.to({other_name}.dtype)"
         )
@@ -401,7 +401,7 @@ def ids_of_both(
 ) -> tuple[Tensor, Tensor]:
     """Return the (N,) and (M,) int64 ids of both sides, both of strings or neither."""
     if are_strings(row_ids) != are_strings(col_ids):
-        expected = f"strings beside strings in {names.row_ids}, integers beside integers"
+        expected = f"strings with strings in {names.row_ids}, integers with integers"
         raise TypeError(f"{names.col_ids}: expected {expected}")
     rows = as_ids(names.row_ids, row_ids, n, device)
     if col_ids is row_ids and n == m:

@@ -418,7 +418,7 @@ def check_mining(mining: Any, temperature: float | None) -> None:
     """Raise a ValueError unless the negatives that count are known, and fit the temperature."""
     one_of("mining", mining, "hardest", "all")
     if mining == "all" and temperature is not None:
-        expected = "expected None beside mining='all', as the soft form has the hardest negative"
+        expected = "expected None with mining='all', as the soft form has the hardest negative"
         raise ValueError(f"temperature: {expected}, got {temperature}")
 
 

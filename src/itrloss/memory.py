@@ -385,8 +385,10 @@ def one_process(
         image_ids = text_ids
         if text_ids is None:
             image_ids = text_ids = torch.arange(pairs.shape[0], device=batch.device)
-    to_texts = Matrix(images, beside(images, text_keys, batch.engine), pairs, batch.engine, budget)
-    to_images = Matrix(beside(texts, image_keys, batch.engine), texts, pairs, batch.engine, budget)
+    text_vectors = keys_like(images, text_keys, batch.engine)
+    image_vectors = keys_like(texts, image_keys, batch.engine)
+    to_texts = Matrix(images, text_vectors, pairs, batch.engine, budget)
+    to_images = Matrix(image_vectors, texts, pairs, batch.engine, budget)
     return MemorySides(
         images, texts, image_ids, text_ids, AnchorSide(to_texts, 0), AnchorSide(to_images, 1)
     )
@@ -407,8 +409,8 @@ def several_processes(
     text_ids = processes.own(all_text_ids)
     all_image_keys = collectives.gather(padded(image_keys.detach(), n), processes.group)
     all_text_keys = collectives.gather(padded(text_keys.detach(), m), processes.group)
-    text_vectors = beside(images, all_text_keys, batch.engine)
-    image_vectors = beside(texts, all_image_keys, batch.engine)
+    text_vectors = keys_like(images, all_text_keys, batch.engine)
+    image_vectors = keys_like(texts, all_image_keys, batch.engine)
     to_texts = Matrix(images, text_vectors, batch.pairs, batch.engine, budget)
     text_pairs = Pairs((m, len(all_image_ids)), (text_ids, all_image_ids), batch.device)
     to_images = Matrix(texts, image_vectors, text_pairs, batch.engine, budget)
@@ -423,10 +425,10 @@ def several_processes(
     )
 
 
-def beside(vectors: Embeddings, keys: Tensor, engine: str, normalize: bool = True) -> Embeddings:
+def keys_like(vectors: Embeddings, keys: Tensor, engine: str, normalize: bool = True) -> Embeddings:
     """Return keys (M, D) as an engine multiplies them with a batch's vectors.
 
-    Triton's kernels are fast if both are in the same half precision: float32 keys beside it are
+    Triton's kernels are fast if both are in the same half precision: float32 keys are then
     rounded. It is a copy, until the backward pass.
     """
     found = Embeddings(keys.detach(), normalize)
@@ -447,8 +449,8 @@ def memory_sides(
         of_texts = Pairs((len(texts), memory.size), (text_ids, memory.ids), texts.x.device)
     numel = max(len(images), len(texts)) * memory.size
     chosen = choose_engine(engine, numel, MEMORY_BUDGET, images.x)
-    text_bank = beside(images, memory.texts, chosen, normalize=False)
-    image_bank = beside(texts, memory.images, chosen, normalize=False)
+    text_bank = keys_like(images, memory.texts, chosen, normalize=False)
+    image_bank = keys_like(texts, memory.images, chosen, normalize=False)
     to_texts = Matrix(images, text_bank, of_images, chosen, budget)
     to_images = Matrix(texts, image_bank, of_texts, chosen, budget)
     for matrix in (to_texts, to_images):

@@ -26,7 +26,7 @@ Sides = tuple[Any, Any]  # of rows and of columns
 
 
 class Related(NamedTuple):
-    """What beside ids says who matches, and who may be a negative.
+    """What else than ids says who matches, and who may be a negative.
 
     ``groups``: (N,) groups of the rows and (M,) of the columns, which are the rows' if None. A pair
     that does not match is negative only in the same group, or with the ``rule`` ``"other"`` only in
@@ -117,9 +117,9 @@ def check_matches(
     """Raise an error unless a matrix says alone who matches."""
     matches = related.matches
     if any(x is not None for x in ids):
-        raise ValueError(f"matches: expected None beside {names.row_ids} and {names.col_ids}")
+        raise ValueError(f"matches: expected None with {names.row_ids} and {names.col_ids}")
     if any(x is not None for x in related.groups):
-        raise ValueError(f"matches: expected None beside {' and '.join(group_names(names))}")
+        raise ValueError(f"matches: expected None with {' and '.join(group_names(names))}")
     if not isinstance(matches, Tensor):
         raise TypeError(f"matches: expected a tensor (N, M), got {type(matches).__name__}")
     if matches.shape != shape:

@@ -355,7 +355,7 @@ def _existing(given: _Given, sets: Tensor) -> Sets:
     if given.mask is not None:
         name = f"{given.side}_mask"
         if given.lengths is not None:
-            raise ValueError(f"{name}: expected None beside {given.side}_lengths")
+            raise ValueError(f"{name}: expected None with {given.side}_lengths")
         exists = as_mask(name, given.mask, shape).to(sets.device) != 0
     elif given.lengths is not None:
         lengths = _lengths(f"{given.side}_lengths", given.lengths, sets)

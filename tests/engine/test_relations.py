@@ -400,12 +400,12 @@ FEW = draw(1, 4, 3), draw(2, 4, 3)
 IDS = torch.arange(4)
 WRONG: dict[str, dict[str, Any]] = {
     r"matches: expected shape \(4, 4\), got \(3, 3\)": {"matches": torch.eye(3)},
-    "matches: expected None beside image_ids and text_ids": {
+    "matches: expected None with image_ids and text_ids": {
         "matches": torch.eye(4),
         "image_ids": IDS,
         "text_ids": IDS,
     },
-    "matches: expected None beside image_groups": {"matches": torch.eye(4), "image_groups": IDS},
+    "matches: expected None with image_groups": {"matches": torch.eye(4), "image_groups": IDS},
     "matches: expected numbers above 0 for a match": {"matches": -torch.eye(4)},
     "matches: expected numbers .*, 0 for a negative": {"matches": torch.eye(4) / 0},
     "matches: expected a dense tensor, or one of torch.sparse_coo": {

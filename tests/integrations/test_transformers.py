@@ -786,7 +786,11 @@ def test_evaluation_has_the_loss_and_the_embeddings_of_the_sides(tmp_path):
         ({"mini_batch_size": 0}, ValueError, "mini_batch_size"),
         ({"mini_batch_size": 2.0}, TypeError, "mini_batch_size"),
         ({"sides": SIDES, "output": None}, TypeError, "output: expected the name .*, got None"),
-        ({"split": by_pieces}, ValueError, "split: expected a mini_batch_size beside it, got None"),
+        (
+            {"split": by_pieces},
+            ValueError,
+            "mini_batch_size: expected a number with split, got None",
+        ),
     ],
 )
 def test_options_are_checked(options: Any, error: Any, message: str, tmp_path):

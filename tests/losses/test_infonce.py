@@ -409,7 +409,7 @@ Y = embeddings(4, 4, dtype=torch.float32)
         (
             NEGATIVES(negatives=torch.randn(3, 6).double()),
             TypeError,
-            "negatives: expected float64 beside float64 images",
+            "negatives: expected float64 for float64 images",
         ),
         (
             NEGATIVES(negatives=torch.randn(3, 2, 6)),
@@ -424,7 +424,7 @@ Y = embeddings(4, 4, dtype=torch.float32)
         (
             lambda: itrloss.InfoNCELoss()(Similarity(*Y), negatives=Y[0]),
             ValueError,
-            "negatives: expected images beside them",
+            "negatives: expected images with them",
         ),
         (lambda: filtered(margin="0"), ValueError, "margin: expected None or a number"),  # type: ignore
         (
@@ -500,10 +500,10 @@ Y = embeddings(4, 4, dtype=torch.float32)
         (
             INFONCE(in_batch=False, directions="image-text", image_image=True),
             ValueError,
-            "in_batch: expected True beside image_image",
+            "in_batch: expected True with image_image",
         ),
         (INFONCE(relative=True), ValueError, "relative: expected a margin"),
-        (INFONCE(text_text="unfiltered"), ValueError, "text_text: expected a margin beside"),
+        (INFONCE(text_text="unfiltered"), ValueError, "text_text: expected a margin with"),
         (FILTERED(negative_ids=torch.arange(4)), ValueError, "negative_ids: expected None without"),
         (
             FILTERED(negatives=torch.randn(3, 6), negative_ids=torch.arange(4)),
@@ -518,7 +518,7 @@ Y = embeddings(4, 4, dtype=torch.float32)
         (
             FILTERED(negatives=torch.randn(3, 6), guide=Similarity(*Y)),
             ValueError,
-            "guide: expected embeddings beside negatives",
+            "guide: expected embeddings with negatives",
         ),
         (
             FILTERED(negatives=torch.randn(3, 6), guide=Y),

@@ -451,7 +451,7 @@ def test_mining_can_be_switched_after_a_warm_up():
         loss.mining = "soft"
     loss.temperature = 0.1
     loss.mining = "all"
-    with pytest.raises(ValueError, match="temperature: expected None beside mining='all'"):
+    with pytest.raises(ValueError, match="temperature: expected None with mining='all'"):
         loss(torch.randn(3, 4), torch.randn(3, 4))
 
 

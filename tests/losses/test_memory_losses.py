@@ -148,7 +148,7 @@ def test_distillation_is_that_of_albef():
 
 def test_distillation_needs_the_batch():
     loss = itrloss.MemoryInfoNCELoss(batch_negatives=False, distillation=0.4)
-    with pytest.raises(ValueError, match="distillation: expected 0 beside batch_negatives=False"):
+    with pytest.raises(ValueError, match="distillation: expected 0 with batch_negatives=False"):
         loss(*memory_batch("pairs"))
     with pytest.raises(ValueError, match=r"distillation: expected .*1\.5"):
         itrloss.MemoryInfoNCELoss(distillation=1.5)
@@ -380,7 +380,7 @@ WRONG = {
     "types": (
         (*[KEYS] * 4, filled(2)),
         TypeError,
-        "memory: expected float64 beside float64 images",
+        "memory: expected float64 for float64 images",
     ),
     "ids beside a memory without": (
         (*[KEYS] * 4, WITHOUT_IDS, IDS, IDS),

@@ -42,7 +42,9 @@ def _words(im, s, s_l):
 def _scores(scores, length=None):
     check_square("scores", scores)
     if isinstance(length, Tensor) and length.dim() > 0:
-        raise ValueError(f"length: expected a number beside scores, got {tuple(length.shape)}")
+        raise ValueError(
+            f"length: expected a number, as there are scores, got {tuple(length.shape)}"
+        )
     return _Call((scores,))
 
 

@@ -41,7 +41,7 @@ class Vectors(NamedTuple):
     stride: int  # from a vector to the next
     inv: Tensor | None  # (N,) float32 inverse norms; None: vectors are taken as they are
     ids: Tensor | None = None  # (N,) int64; None: row i matches column i, unless there is a mask
-    groups: Tensor | None = None  # (N,) int64, beside ids
+    groups: Tensor | None = None  # (N,) int64, in addition to ids
 
 
 class Inputs(NamedTuple):

@@ -47,7 +47,7 @@ def has_gain(question: Question, dim: int, kept: bool) -> bool:
 def answers(question: Question) -> bool:
     """Return whether a question asks for sums of scores and of squares over all negatives.
 
-    A few negatives beside many positives would lose digits when these are taken out.
+    A few negatives among many positives would lose digits when these are taken out.
     """
     if question.terms != (identity, square) or question.over != "negatives" or question.limited:
         return False

@@ -46,7 +46,7 @@ class Form(NamedTuple):
     terms: tuple[Term, ...]  # none: the highest score is asked for
     over: Over
     ids: bool
-    groups: Rule | None  # of pairs that may be negatives, beside ids
+    groups: Rule | None  # of pairs that may be negatives, in addition to ids
     mask: bool  # whether kernels read a mask in place of ids
     scale: Kind
     shift: Kind
@@ -391,7 +391,7 @@ def example_of_inputs(form: Form, n: int, m: int) -> Inputs:
 
 
 def example_of_pairs(form: Form, n: int, m: int) -> Pairs:
-    """Return pairs by what the form has: ids, groups beside them, sets of labels, or nothing."""
+    """Return pairs by what the form has: ids, with or without groups, label sets, or nothing."""
     numbers = torch.arange(n + m, device=form.device)
     row_ids, col_ids = (numbers % 97).split((n, m))
     row_ids[0] = IGNORE_ID  # padding

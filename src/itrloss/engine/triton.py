@@ -79,7 +79,7 @@ class Compared(NamedTuple):
     """What kernels find the pairs of a sum by."""
 
     ids: Ids  # (N,) and (M,)
-    groups: Ids = (None, None)  # (N,) and (M,), beside ids
+    groups: Ids = (None, None)  # (N,) and (M,), in addition to ids
     rule: Rule | None = None  # of the groups
     mask: bool = False  # they read a mask, which PyTorch makes for each block
 

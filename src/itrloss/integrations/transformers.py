@@ -96,7 +96,7 @@ class RetrievalTrainer(Trainer):
         if mini_batch_size is not None:
             self.mini_batch_size = as_size("mini_batch_size", mini_batch_size)
         if split is not None and mini_batch_size is None:
-            raise ValueError("split: expected a mini_batch_size beside it, got None")
+            raise ValueError("mini_batch_size: expected a number with split, got None")
         self.split = split
         super().__init__(*args, **kwargs)
         self._share_parameters(self.model)

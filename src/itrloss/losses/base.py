@@ -431,7 +431,7 @@ class PairLoss(DirectedLoss):
         text_groups: IdsLike | None,
         matches: Tensor | None,
     ) -> Related | None:
-        """Return what beside ids says who matches, and who may be a negative; None: nothing."""
+        """Return what else than ids says who matches or may be a negative; None: nothing."""
         if image_groups is None and text_groups is None and matches is None:
             return None
         return Related((image_groups, text_groups), self.groups, matches)
@@ -478,7 +478,7 @@ class PairLoss(DirectedLoss):
             self.agree(check_alone)
             check_left_out(texts=texts, image_ids=image_ids, text_ids=text_ids)
             if related is not None:
-                expected = "None beside a Similarity, which stands for all of the input"
+                expected = "None with a Similarity, which stands for all of the input"
                 raise ValueError(f"image_groups, text_groups, matches: expected {expected}")
             if self.check_finite:
                 images.check_finite()
@@ -492,7 +492,7 @@ class PairLoss(DirectedLoss):
     def _of_scores(
         self,
         scores: Tensor,
-        embeddings: tuple[Any, Any],  # None, beside scores
+        embeddings: tuple[Any, Any],  # None if there are scores
         ids: tuple[IdsLike | None, IdsLike | None],
         check: Callable[[], str],
         **options: Any,
@@ -515,7 +515,7 @@ class PairLoss(DirectedLoss):
 
 def check_texts(texts: Any) -> None:
     """Raise an error for what is passed in place of texts, and say where it belongs."""
-    expected = "expected embeddings (M, D) beside those of images"
+    expected = "expected embeddings (M, D), as images are embeddings"
     if texts is None:
         raise TypeError(f"texts: {expected}, got None; a score matrix is passed as scores=...")
     if isinstance(texts, Tensor) and texts.dim() == 1 and not texts.is_floating_point():
@@ -527,7 +527,7 @@ def check_left_out(**others: Any) -> None:
     """Raise an error if there is other input with a Similarity."""
     for name, x in others.items():
         if x is not None:
-            expected = "None beside a Similarity, which stands for all of the input"
+            expected = "None with a Similarity, which stands for all of the input"
             raise ValueError(f"{name}: expected {expected}")
 
 

@@ -83,7 +83,7 @@ class OwnNegatives(NamedTuple):
 
 
 class Further(NamedTuple):
-    """Candidates beside an image's texts and a text's images in the batch."""
+    """Further candidates, in addition to the texts and the images of the batch."""
 
     negatives: Similarity | None = None  # (N, K) images with negatives of all images
     own_negatives: OwnNegatives | None = None
@@ -155,7 +155,7 @@ class TemperatureLoss(SimilarityLoss):
         if self.max_scale is None:
             return
         if self.log_scale is None:
-            expected = "expected None beside a temperature that is not learnable"
+            expected = "expected None with a temperature that is not learnable"
             meant = f"for a scale of {self.max_scale:g}, write temperature=1/{self.max_scale:g}"
             raise ValueError(f"max_scale: {expected}, got {self.max_scale:g}; {meant}")
         if self.training:
@@ -186,7 +186,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         learnable: make τ a parameter, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
         image_image: add the images that do not match image i, ``sum_j exp(V_ij / τ)`` with the
             similarities V of images, to its denominator and to those of its texts.
-        text_text: the same of the texts beside a positive p, and of shared ``negatives``.
+        text_text: the same of the texts but for a positive p, and of shared ``negatives``.
             ``"unfiltered"``: a ``margin`` leaves none of them out (Qwen3-Embedding).
         joint: one softmax for both directions: a pair's denominator is the sum of its image's and
             of its text's (GTE, https://arxiv.org/abs/2308.03281). There is one value for an image.
@@ -302,7 +302,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             guide: another model, whose scores the ``margin`` is for: its embeddings ``(images,
                 texts)`` or ``(images, texts, negatives)``, which may have another dimension; or a
                 :class:`Similarity` of the same images and texts, with the same ids, where there
-                are no candidates beside them. In a job, that is a :meth:`Similarity.sharded`.
+                are no other candidates. In a job, that is a :meth:`Similarity.sharded`.
         """
         if unknown:
             self.refuse(unknown)
@@ -378,7 +378,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         among = self.image_image or self.text_text
         self._check_directions(negatives)
         if not self.in_batch and (among or self.joint):
-            raise ValueError("in_batch: expected True beside image_image, text_text and joint")
+            raise ValueError("in_batch: expected True with image_image, text_text and joint")
         if not self.in_batch and negatives is None:
             raise ValueError("in_batch: expected True, or negatives of the images, got none")
         if among and not has_images:
@@ -387,7 +387,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         for name in ("relative", "text_text"):
             value = getattr(self, name)
             if self.margin is None and (value == "unfiltered" or (name == "relative" and value)):
-                raise ValueError(f"{name}: expected a margin beside {name}={value!r}, got None")
+                raise ValueError(f"{name}: expected a margin with {name}={value!r}, got None")
         if guide is None:
             return
         if self.margin is None:
@@ -441,7 +441,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         ids: FurtherIds,
         normalize: bool,
     ) -> Further:
-        """Return the similarities of a model's embeddings with the candidates beside the batch."""
+        """Return the similarities of a model's embeddings with candidates outside the batch."""
         options: dict[str, Any] = {"normalize": normalize, "check_finite": self.check_finite}
         among_images: Similarity | None = None
         among_texts: Similarity | None = None
@@ -455,7 +455,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             among_texts = self._between(texts, texts, same, names=_OF_TEXTS, **options)
         if negatives is None:
             return Further(among_images=among_images, among_texts=among_texts)
-        is_own = negatives.dim() == 3 or texts is None  # beside scores there are no texts
+        is_own = negatives.dim() == 3 or texts is None  # with scores there are no texts
         if is_own:
             scores = negatives
             if negatives.dim() == 3:
@@ -839,15 +839,15 @@ def scores_of_own(images: Tensor, negatives: Tensor, normalize: bool) -> Tensor:
 
 
 def check_negatives(images: Any, negatives: Any, sharded: bool, are_scores: bool) -> None:
-    """Raise an error unless negatives are (K, D) or (N, K, D), or scores (N, K) beside scores."""
+    """Raise an error unless negatives are (K, D) or (N, K, D), or where scores are given (N, K)."""
     if are_scores:
-        check_matrix("negatives", negatives, "(N, K) beside scores", empty=sharded)
+        check_matrix("negatives", negatives, "(N, K), as of scores", empty=sharded)
         if len(negatives) != len(images):
             expected = f"expected a row of scores for each of {len(images)} images"
             raise ValueError(f"negatives: {expected}, got shape {tuple(negatives.shape)}")
         return
     if not isinstance(images, Tensor):
-        expected = "expected images beside them, not a Similarity"
+        expected = "expected images with them, not a Similarity"
         raise ValueError(f"negatives: {expected}")
     if not isinstance(negatives, Tensor) or negatives.dim() != 3:
         check_embeddings(images, negatives, False, _OF_NEGATIVES, empty=sharded)
@@ -869,7 +869,7 @@ def check_guide(guide: Any, has_negatives: bool, among: bool) -> None:
     if not isinstance(guide, Similarity):
         check_embeddings_of("guide", guide, has_negatives)
     elif has_negatives or among:
-        expected = "expected embeddings beside negatives, image_image and text_text"
+        expected = "expected embeddings with negatives, image_image and text_text"
         raise ValueError(f"guide: {expected}, got a Similarity")
 
 
@@ -970,7 +970,7 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
     ) -> Any:
         """Return the loss, with the keys in place of the batch as a teacher."""
         if self.distillation and not self.batch_negatives:
-            expected = "expected 0 beside batch_negatives=False, as q is over the batch, too"
+            expected = "expected 0 with batch_negatives=False, as q is over the batch, too"
             raise ValueError(f"distillation: {expected}, got {self.distillation}")
         self._limit_scale()
         teacher: MemorySimilarity | None = None
@@ -1056,8 +1056,8 @@ class DistillationLoss(PairLoss):
             if not self.sharded or isinstance(given, (Tensor, list)):
                 return f"teacher {type(given).__name__}"
             if scores is not None:
-                got = type(given).__name__
-                raise TypeError(f"teacher: expected scores beside scores in a job, got {got}")
+                expected = "expected scores in a job whose loss gets scores"
+                raise TypeError(f"teacher: {expected}, got {type(given).__name__}")
             return described_model("teacher", given, images, texts)
 
         related = self._related(image_groups, text_groups, None)
