@@ -24,6 +24,7 @@ from .cases import Case, Problem
 
 TEMPERATURE = 0.07  # options of InfoNCELoss
 SCALE, BIAS = 10.0, -10.0  # options of SigmoidLoss
+INSTALL = "install itrloss with the extra 'bench'"  # where a package is missing
 _MOST_BYTES = 8 * 2**30  # memory that a peer may take beyond its inputs
 
 
@@ -49,9 +50,7 @@ def _module(name: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise Unavailable(
-            f"{package} cannot be imported (pip install 'itrloss[bench]'): {error}"
-        ) from error
+        raise Unavailable(f"{package} cannot be imported: {INSTALL} ({error})") from error
 
 
 def _open_clip() -> ModuleType:
@@ -60,7 +59,7 @@ def _open_clip() -> ModuleType:
     if name not in sys.modules:
         package = importlib.util.find_spec("open_clip")
         if package is None or not package.submodule_search_locations:
-            raise Unavailable("open_clip_torch is not installed (pip install 'itrloss[bench]')")
+            raise Unavailable(f"open_clip_torch is not installed: {INSTALL}")
         path = Path(package.submodule_search_locations[0]) / "loss.py"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None

@@ -10,6 +10,7 @@ from typing import Any
 
 from itrloss.files import written
 
+from .peers import INSTALL
 from .runner import Row
 
 COLUMNS = {  # title -> (key, format)
@@ -93,7 +94,7 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        raise ImportError("plot: matplotlib is missing; pip install 'itrloss[bench]'") from error
+        raise ImportError(f"plot: matplotlib is missing; {INSTALL}") from error
     suffixes = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in suffixes:
         raise ValueError(

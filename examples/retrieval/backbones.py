@@ -22,7 +22,7 @@ def _transformers() -> Any:
         from transformers import BertModel  # noqa: F401  raises if a dependency of BertModel is missing
     except ImportError as error:
         raise ImportError(
-            f"bert and backbone need transformers: pip install 'itrloss[bert]' ({error})"
+            f"bert and backbone need transformers: install itrloss with the extra 'bert' ({error})"
         ) from error
     return transformers
 

@@ -239,6 +239,6 @@ def test_what_is_no_backbone_is_named(raw: Config, data: Path, tmp_path: Path):
 
 def test_a_missing_package_is_named(config: Config, bert: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    message = r"bert and backbone need transformers: pip install 'itrloss\[bert\]'"
+    message = r"bert and backbone need transformers: install itrloss with the extra 'bert'"
     with pytest.raises(ImportError, match=message):
         Trainer(replace(config, bert=bert))
