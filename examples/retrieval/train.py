@@ -32,7 +32,7 @@ from itrloss.distributed import world_size
 from itrloss.files import written
 
 from .config import RESUMABLE, Config, load_config
-from .data import Batch, Batches, load_split
+from .data import Batch, Batches, Split, load_split
 from .evaluate import before_and_after, model_scores, recalls, reranker
 from .gradients import backward_in_chunks
 from .objectives import Value, build_loss, build_objective
@@ -68,11 +68,25 @@ class Trainer:
         train = load_split(self.data, "train", config.image_size)
         self.dev = load_split(self.data, "dev", config.image_size)
         check_fit(config, self.data, train)
+        self.world = world_size()
+        self.rank = dist.get_rank() if self.world > 1 else 0
+        self._prepare_batches(train)
+        self._build_model(train)
+
+        self.epoch = 0  # epochs done
+        self.step = 0  # steps done in the current epoch
+        self.loss_sum = 0.0  # over the current epoch
+        self.seconds = 0.0  # spent in the steps of the current epoch
+        self.best = -math.inf  # dev RSUM
+        self.history: list[dict[str, float]] = []  # the lines of log.jsonl
+        self.writer: Any = None
+
+    def _prepare_batches(self, train: Split) -> None:
+        """Set the words, the sizes of inputs, and this process's batches."""
+        config = self.config
         self.words = words_of(config, train)
         self.sizes = sizes_of(config, train)
         self.captions = hashlib.sha256("\n".join(train.captions).encode()).hexdigest()
-        self.world = world_size()
-        self.rank = dist.get_rank() if self.world > 1 else 0
         self.batches = Batches(
             train,
             self.words,
@@ -84,6 +98,9 @@ class Trainer:
             config.workers,
         )
 
+    def _build_model(self, train: Split) -> None:
+        """Set the model, the objective, and what trains them."""
+        config = self.config
         self.model = new_model(config, train, self.sizes, self.words).to(config.device)
         self.objective = build_objective(config, self.model).to(config.device)
         self.optimizer = build_optimizer(self.model, self.objective, config)
@@ -98,14 +115,6 @@ class Trainer:
                 self.model, find_unused_parameters=config.loss == "coder"
             )
             torch.manual_seed(config.seed + 1000 * self.rank)  # for dropout
-
-        self.epoch = 0  # epochs done
-        self.step = 0  # steps done in the current epoch
-        self.loss_sum = 0.0  # over the current epoch
-        self.seconds = 0.0  # spent in the steps of the current epoch
-        self.best = -math.inf  # dev RSUM
-        self.history: list[dict[str, float]] = []  # the lines of log.jsonl
-        self.writer: Any = None
 
     # --- training ---------------------------------------------------------------------------------
 

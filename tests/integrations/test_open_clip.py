@@ -153,36 +153,89 @@ def flops(criterion: nn.Module, features: list[Tensor]) -> int:
     return counter.get_total_flops()
 
 
-def several(rank: int) -> dict[str, Any]:
+def of_no_pairs(criterion: nn.Module) -> Tensor:
+    """The loss where no process has a pair, which also has a backward pass."""
+    nothing = torch.zeros(0, 6, requires_grad=True)
+    loss = criterion(nothing, nothing, 9.0, -2.0)
+    loss.backward()
+    return loss.detach()
+
+
+def of_a_kind(rank: int, make: Any) -> dict[str, Any]:
+    """What one of three processes finds with a loss."""
+    criterion = make(world_size=3)
     found: dict[str, Any] = {}
-    for kind, make in KINDS.items():
-        criterion = make(world_size=3)
-        for name, sizes in SIZES.items():
-            part = parts(rank, sizes)
-            found[kind, name] = outcome(criterion, *part, DistributedDataParallel, torch.float64)
-        found[kind, "half"] = halves(criterion, parts(rank, [3, 3, 3]))
-        nothing = torch.zeros(0, 6, requires_grad=True)
-        loss = criterion(nothing, nothing, 9.0, -2.0)
-        loss.backward()
-        found[kind, "nothing"] = loss.detach()
-        compiled = torch.compile(criterion, fullgraph=True, backend="aot_eager")
-        found[kind, "compiled"] = outcome(
-            compiled, *parts(rank, [2, 2, 2]), DistributedDataParallel
-        )
-        found[kind, "flops"] = flops(criterion, parts(rank, [4, 4, 4]))
-        found[kind, "alone"] = make()(*parts(rank, [4, 4, 4]), 9.0, -2.0)
+    for name, sizes in SIZES.items():
+        part = parts(rank, sizes)
+        found[name] = outcome(criterion, *part, DistributedDataParallel, torch.float64)
+    found["half"] = halves(criterion, parts(rank, [3, 3, 3]))
+    found["nothing"] = of_no_pairs(criterion)
+    compiled = torch.compile(criterion, fullgraph=True, backend="aot_eager")
+    found["compiled"] = outcome(compiled, *parts(rank, [2, 2, 2]), DistributedDataParallel)
+    found["flops"] = flops(criterion, parts(rank, [4, 4, 4]))
+    found["alone"] = make()(*parts(rank, [4, 4, 4]), 9.0, -2.0)
+    return found
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """The messages of the errors that one of three processes raises for wrong input."""
     x = torch.ones(4, 6)
-    for fault, call in {
+    calls = {
         "pairs": lambda: compat.ClipLoss(world_size=3)(x, x[rank:], 9.0),
         "shape": lambda: compat.ClipLoss(world_size=3)(x if rank else x[0], x, 9.0),
         "dimension": lambda: compat.SigLipLoss(world_size=3)(x[:, rank:], x[:, rank:], 9.0),
         "loss": lambda: (compat.SigLipLoss if rank else compat.ClipLoss)(world_size=3)(x, x, 9.0),
         "world_size": lambda: compat.SigLipLoss(world_size=4),
-    }.items():
+    }
+    messages = {}
+    for fault, call in calls.items():
         with pytest.raises(ValueError) as error:
             call()
-        found[fault] = str(error.value)
+        messages[fault] = str(error.value)
+    return messages
+
+
+def several(rank: int) -> dict[str, Any]:
+    """What one of three processes finds with each loss, and how it is refused wrong input."""
+    found: dict[str, Any] = {kind: of_a_kind(rank, make) for kind, make in KINDS.items()}
+    found["refusals"] = refusals(rank)
     return found
+
+
+def assert_batches_of_any_size(processes: list[dict[str, Any]], criterion: nn.Module) -> None:
+    """Values and gradients are those of one process with the whole batch."""
+    for name, sizes in SIZES.items():
+        whole = outcome(criterion, *batch(sum(sizes)), nn.Identity(), torch.float64)
+        for found in processes:
+            assert_same(found[name], whole, 1e-10)
+
+
+def assert_half_precision(processes: list[dict[str, Any]], criterion: nn.Module) -> None:
+    """In bfloat16 all have one process's value, and its gradients up to rounding."""
+    value, *wanted = halves(criterion, [*batch(9)])
+    values, *gradients = zip(*(found["half"] for found in processes), strict=True)
+    torch.testing.assert_close(torch.stack(values), value.expand(3))
+    of_images, of_texts, of_scale, of_bias = gradients
+    merged = (torch.cat(of_images), torch.cat(of_texts), sum(of_scale), sum(of_bias))
+    for x, exact in zip(merged, wanted, strict=True):
+        assert (x / 3 - exact).norm() <= 0.01 * exact.norm()
+
+
+def assert_refusals(processes: list[dict[str, str]]) -> None:
+    """A wrong input is named in its own process and in the others, and so is a difference."""
+    first, *others = processes
+    pairs = "text_features: expected as many as image_features, 4, got 3"
+    assert [found["pairs"] for found in others] == [pairs, pairs.replace("got 3", "got 2")]
+    assert first["pairs"].startswith(f"gather: process 1 failed: ValueError: {pairs}")
+    assert first["shape"].startswith("image_features: expected shape (N, D)")
+    for found in others:
+        assert "process 0 failed: ValueError: image_features" in found["shape"]
+    for found in processes:
+        assert "float32 (B, 6)" in found["dimension"]
+        assert "float32 (B, 5)" in found["dimension"]
+        assert "ClipLoss in process 0" in found["loss"]
+        assert "SigLipLoss in process 1" in found["loss"]
+        assert found["world_size"].startswith("world_size: expected 1 or")
 
 
 @pytest.mark.slow
@@ -190,38 +243,18 @@ def test_batches_of_any_size_half_precision_and_the_compiler(tmp_path):
     processes = run(several, tmp_path, world=3)
     for kind, make in KINDS.items():
         criterion = make()
-        for name, sizes in SIZES.items():
-            whole = outcome(criterion, *batch(sum(sizes)), nn.Identity(), torch.float64)
-            for found in processes:
-                assert_same(found[kind, name], whole, 1e-10)
-        value, *grads = halves(criterion, [*batch(9)])
-        values, *parted = zip(*(found[kind, "half"] for found in processes), strict=True)
-        torch.testing.assert_close(torch.stack(values), value.expand(3))
-        merged = (torch.cat(parted[0]), torch.cat(parted[1]), sum(parted[2]), sum(parted[3]))
-        for x, wanted in zip(merged, grads, strict=True):
-            assert (x / 3 - wanted).norm() <= 0.01 * wanted.norm()
+        of_kind = [found[kind] for found in processes]
+        assert_batches_of_any_size(of_kind, criterion)
+        assert_half_precision(of_kind, criterion)
         compiled = outcome(criterion, *batch(6), nn.Identity())
-        for rank, found in enumerate(processes):
-            assert found[kind, "nothing"] == 0
-            assert_same(found[kind, "compiled"], compiled)
-            torch.testing.assert_close(
-                found[kind, "alone"], criterion(*parts(rank, [4, 4, 4]), 9.0, -2.0)
-            )
+        for rank, found in enumerate(of_kind):
+            assert found["nothing"] == 0
+            assert_same(found["compiled"], compiled)
+            own = criterion(*parts(rank, [4, 4, 4]), 9.0, -2.0)
+            torch.testing.assert_close(found["alone"], own)
             # of one process with the whole batch
-            assert 3 * found[kind, "flops"] == flops(criterion, [*batch(12)]) > 0
-    pairs = "text_features: expected as many as image_features, 4, got 3"
-    assert [found["pairs"] for found in processes[1:]] == [pairs, pairs.replace("got 3", "got 2")]
-    assert processes[0]["pairs"].startswith(f"gather: process 1 failed: ValueError: {pairs}")
-    assert processes[0]["shape"].startswith("image_features: expected shape (N, D)")
-    assert all(
-        "process 0 failed: ValueError: image_features" in found["shape"] for found in processes[1:]
-    )
-    for found in processes:
-        assert "float32 (B, 6)" in found["dimension"] and "float32 (B, 5)" in found["dimension"]
-        assert (
-            "ClipLoss in process 0" in found["loss"] and "SigLipLoss in process 1" in found["loss"]
-        )
-        assert found["world_size"].startswith("world_size: expected 1 or")
+            assert 3 * found["flops"] == flops(criterion, [*batch(12)]) > 0
+    assert_refusals([found["refusals"] for found in processes])
 
 
 # --------------------------------------------------------------------------------------- their loop

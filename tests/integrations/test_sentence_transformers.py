@@ -286,17 +286,39 @@ def test_a_column_of_labels_reaches_the_loss(folder, tmp_path):
     assert seen[0].shape == (BATCH,) and set(seen[0].tolist()) <= {0, 1, 2}
 
 
-def test_the_evaluator_reports_intervals_and_re_ranks(folder, tmp_path):
-    images, texts = ([row[i] for row in PAIRS] for i in range(2))
+def images_and_texts() -> list[list[str]]:
+    """The first two columns, where two consecutive rows have an id."""
+    return [[row[i] for row in PAIRS] for i in range(2)]
+
+
+def drawn_evaluator(reranker: Any) -> RetrievalEvaluator:
     ids = torch.arange(len(PAIRS)) // 2
-    evaluators = [
-        RetrievalEvaluator(
-            images, texts, ids, ids, reranker=x, name="drawn", encode={"batch_size": 7}
-        )
-        for x in (None, FastReranker())
-    ]
+    options: Any = {"name": "drawn", "encode": {"batch_size": 7}}
+    return RetrievalEvaluator(*images_and_texts(), ids, ids, reranker=reranker, **options)
+
+
+def encoded(model: SentenceTransformer) -> itrloss.Similarity:
+    """The similarity that the evaluator is about."""
+    ids = torch.arange(len(PAIRS)) // 2
+    embeddings = [model.encode(x, convert_to_tensor=True) for x in images_and_texts()]
+    return itrloss.Similarity(*embeddings, ids, ids)
+
+
+def assert_metrics_of(metrics: dict[str, float], results: Any) -> None:
+    """An evaluator's metrics are those of results, with confidence intervals."""
+    wanted = results.metrics()
+    assert metrics["drawn_rsum"] == pytest.approx(wanted["rsum"])
+    assert metrics["drawn_t2i_skewness"] == pytest.approx(wanted["t2i_skewness"])
+    low, high = confidence_intervals(results)["i2t_r5"]
+    assert metrics["drawn_i2t_r5_low"] == pytest.approx(low)
+    assert metrics["drawn_i2t_r5_high"] == pytest.approx(high)
+
+
+def test_the_evaluator_reports_intervals_and_re_ranks(folder, tmp_path):
+    plain = drawn_evaluator(None)
+    reranking = drawn_evaluator(FastReranker())
     settings = {
-        "evaluator": evaluators[1],
+        "evaluator": reranking,
         "eval_strategy": "steps",
         "eval_steps": 1,
         "max_steps": 2,
@@ -304,32 +326,28 @@ def test_the_evaluator_reports_intervals_and_re_ranks(folder, tmp_path):
     _, trainer = train(
         folder, lambda model: RetrievalLoss(model, itrloss.InfoNCELoss()), tmp_path, **settings
     )
+    sim = encoded(trainer.model)
+    of_plain = plain(trainer.model)
+    assert_metrics_of(of_plain, retrieval_results(sim))
+    reranked = reranking(trainer.model)
+    assert_metrics_of(reranked, retrieval_results(sim, reranker=FastReranker()))
     logged = [x for x in trainer.state.log_history if "eval_drawn_rsum" in x]
     assert len(logged) == 2
+    assert logged[-1]["eval_drawn_rsum"] == pytest.approx(reranked["drawn_rsum"])
+    assert logged[-1]["eval_drawn_rsum"] != of_plain["drawn_rsum"]
+    assert reranking.primary_metric == "drawn_rsum"
+    assert reranking.description == "Retrieval"
 
-    sim = itrloss.Similarity(
-        *(trainer.model.encode(x, convert_to_tensor=True) for x in (images, texts)), ids, ids
-    )
-    found = [evaluator(trainer.model) for evaluator in evaluators]
-    for metrics, reranker in zip(found, (None, FastReranker()), strict=True):
-        results = retrieval_results(sim, reranker=reranker)
-        assert metrics["drawn_rsum"] == pytest.approx(results.metrics()["rsum"])
-        assert metrics["drawn_t2i_skewness"] == pytest.approx(results.metrics()["t2i_skewness"])
-        low, high = confidence_intervals(results)["i2t_r5"]
-        assert (metrics["drawn_i2t_r5_low"], metrics["drawn_i2t_r5_high"]) == pytest.approx(
-            (low, high)
-        )
-    assert (
-        logged[-1]["eval_drawn_rsum"]
-        == pytest.approx(found[1]["drawn_rsum"])
-        != found[0]["drawn_rsum"]
-    )
-    # two consecutive texts an image
-    captions = RetrievalEvaluator(images[::2], texts)(trainer.model)
-    assert captions["rsum"] == pytest.approx(retrieval_results(sim.scores()[::2]).metrics()["rsum"])
-    other = RetrievalEvaluator(images[::2], texts, ks=(2,))(trainer.model)
-    assert {"i2t_r2", "t2i_recall_at_2_low"} <= set(other) and "i2t_r5" not in other
-    assert evaluators[1].primary_metric == "drawn_rsum" and evaluators[1].description == "Retrieval"
+
+def test_the_evaluator_takes_two_consecutive_texts_for_an_image(folder):
+    model = make(folder)
+    images, texts = images_and_texts()
+    captions = RetrievalEvaluator(images[::2], texts)(model)
+    wanted = retrieval_results(encoded(model).scores()[::2]).metrics()
+    assert captions["rsum"] == pytest.approx(wanted["rsum"])
+    other = RetrievalEvaluator(images[::2], texts, ks=(2,))(model)
+    assert {"i2t_r2", "t2i_recall_at_2_low"} <= set(other)
+    assert "i2t_r5" not in other
 
 
 def test_the_model_card_has_the_options_and_the_citation(folder, tmp_path):

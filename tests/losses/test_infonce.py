@@ -140,6 +140,26 @@ def test_zero_vectors_among_negatives(size, dtype, engine):
 # ------------------------------------------------------------------------------- left-out negatives
 
 
+def filtered_rows(
+    scores: Tensor,  # (N, M)
+    judged: Tensor,  # (N, M), of which the limits are
+    positive: Tensor,  # (N, M)
+    margin: float,
+    relative: bool,
+) -> Tensor:
+    """The values (N,) of rows in plain PyTorch; 0 without a positive or without a negative."""
+    counts = positive.sum(1, keepdim=True).clamp_min(1)
+    own = (judged * positive).sum(1, keepdim=True) / counts
+    limits = own + margin * (own.abs() if relative else 1)
+    left_out = (judged >= limits) & ~positive
+    logits = 10 * scores.masked_fill(left_out, -math.inf)
+    negatives = logits.masked_fill(positive, -math.inf).logsumexp(1, keepdim=True)
+    values = torch.logaddexp(logits, negatives) - logits
+    total = values.where(positive, torch.zeros_like(values)).sum(1)
+    has_both = positive.any(1) & ~positive.all(1)
+    return total.where(has_both, total * 0) / counts.squeeze(1)
+
+
 @pytest.mark.parametrize(
     ("guided", "limit", "shape", "engine"),
     pairwise(
@@ -160,22 +180,13 @@ def test_negatives_above_the_positive_are_left_out(
     )
     positive = rows[:, None] == cols
 
-    def of_rows(scores: Tensor, judged: Tensor, own: Tensor) -> Tensor:
-        """Plain PyTorch; 0 without a positive or without a negative."""
-        mean = (judged * own).sum(1, keepdim=True) / own.sum(1, keepdim=True).clamp_min(1)
-        limits = mean + margin * (mean.abs() if relative else 1)
-        left_out = (judged >= limits) & ~own
-        logits = 10 * scores.masked_fill(left_out, -math.inf)
-        negatives = logits.masked_fill(own, -math.inf).logsumexp(1, keepdim=True)
-        values = torch.logaddexp(logits, negatives) - logits
-        total = values.where(own, torch.zeros_like(values)).sum(1)
-        counts = own.any(1) & ~own.all(1)
-        return total.where(counts, total * 0) / own.sum(1).clamp_min(1)
-
     def plain(x: Tensor, y: Tensor) -> list[Tensor]:
         scores = cosines(x, y)
         judged = cosines(*judges).detach()
-        return [of_rows(scores, judged, positive), of_rows(scores.T, judged.T, positive.T)]
+        return [
+            filtered_rows(scores, judged, positive, margin, relative),
+            filtered_rows(scores.T, judged.T, positive.T, margin, relative),
+        ]
 
     criterion = filtered(0.1, margin, relative, reduction="none", engine=engine)
     guide = Similarity(*judges, *ids, engine=engine) if guided else None

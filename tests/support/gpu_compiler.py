@@ -172,30 +172,47 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     if relation is not None:
         pairs = related_pairs_of(size, relation)
     scale = torch.ones(1 if shared else anchors)
-    shift = scale
-    if asked == (terms.excess,):
-        shift = torch.ones(3, anchors)
-    if attempted:
-        shift = torch.ones(anchors)
-    if not shifted:
-        shift = None
+    shift = None
+    if shifted:
+        shift = shift_of(asked, scale, anchors, attempted)
     bounds = [scale if k < limits else None for k in range(2)]
     question = Question(pairs, sides, asked, over, scale, shift, *bounds)
-    x = torch.zeros(size, dim, dtype=dtype)
-    side = Side(x, torch.ones(size, 1), None, None)
+    side = Side(torch.zeros(size, dim, dtype=dtype), torch.ones(size, 1), None, None)
     inputs = Inputs(side, side, None)
     if attempted:
         question = attempted_first(question, inputs, anchors)
     engine.sums(question, inputs)
-    trained = asked in ((terms.excess,), (terms.softplus,))
-    needs = Needs(True, True, False, False, scale=learnt or asked == (terms.softplus,))
-    needs = needs._replace(shift=trained, dtypes=(dtype, dtype))
+    needs = needs_of(asked, learnt, dtype)
     if total:
         engine.sums_and_gradients(question, inputs, torch.ones(1), needs)
         return
     grad = torch.ones(len(asked), anchors)
     listed = ListedPairs(*which, torch.ones(size))
     engine.gradients(question, inputs, grad, needs, listed)
+
+
+def shift_of(
+    asked: tuple[terms.Term, ...], scale: torch.Tensor, anchors: int, attempted: bool
+) -> torch.Tensor:
+    """What is added to scaled scores: a number of each anchor, or one where the scale is one."""
+    if attempted:
+        return torch.ones(anchors)
+    if asked == (terms.excess,):
+        return torch.ones(3, anchors)
+    return scale
+
+
+def needs_of(asked: tuple[terms.Term, ...], learnt: bool, dtype: torch.dtype) -> Needs:
+    """What gets a gradient: embeddings, and the scale and the shift where they may be learnt."""
+    return Needs(
+        True,
+        True,
+        False,
+        False,
+        scale=learnt or asked == SOFTPLUS,
+        shift=asked in ((terms.excess,), SOFTPLUS),
+        dtypes=(dtype, dtype),
+    )
 
 
 def ids_of(size: int) -> tuple[torch.Tensor, torch.Tensor]:
