@@ -530,6 +530,7 @@ class Anchors:
         return lowest < math.exp(-SAFE_EXPONENT)
 
     def _logsumexp_of_positives(self, scale: Value) -> Tensor:
+        """Return :meth:`logsumexp` over positives."""
         if self._lists_positives():
             top = self._top_of_positives(scale)
         else:
@@ -717,6 +718,7 @@ class Anchors:
         return Where(over, self._limit("below", below), self._limit("above", above), guide)
 
     def _limit(self, name: str, limit: Limit) -> Value | None:
+        """Return a checked limit, without a gradient; None: there is none."""
         if limit is None:
             return None
         value = as_value(name, limit, self._size, self.dtype, self.device)

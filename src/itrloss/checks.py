@@ -692,4 +692,5 @@ class Fixed(Option[T]):
 
 
 def _type(x: object) -> str:
+    """Return what to call an object's type: a tensor's dtype, or a class's name."""
     return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__

@@ -128,6 +128,7 @@ class CoupledMemory(CheckedModule):
             return
 
         def checked() -> list[Tensor]:
+            """Return the keys, and ids if there are any; raise an error if they do not fit."""
             return self._checked(image_keys, text_keys, ids, empty=True)
 
         dtype = str(self.images.dtype).removeprefix("torch.")
@@ -286,6 +287,7 @@ class MemorySimilarity(NamedTuple):
         """
 
         def checked() -> str:
+            """Check the input; return what has to be the same in all processes."""
             memory_input = (images, texts), (image_keys, text_keys), (image_ids, text_ids)
             check_memory_input(*memory_input, memory, check_finite, gather)
             dtypes = [x.dtype for x in (memory.images, image_keys, text_keys)]

@@ -79,6 +79,7 @@ def variance_aware_loss(
 
 
 def _check_heads(heads: Sequence[Similarity]) -> None:
+    """Raise an error unless all heads are similarities of the same pairs."""
     if not heads or not all(isinstance(sim, Similarity) for sim in heads):
         raise TypeError(
             "heads: expected similarities, one for each head; VarianceAwareLoss takes embeddings"

@@ -637,6 +637,7 @@ class Similarity(Anchors):
             judged = Relevance(self._matrix.pairs.places(self._side))
 
         def parts() -> Iterator[tuple[slice, Ranking]]:
+            """Yield slices of the rows, each with its ranking."""
             for part, scores in self._scores_to_rank(bias, least):
                 own = None if judged is None else judged.part(part)
                 if own is not None and own.excluded is not None:

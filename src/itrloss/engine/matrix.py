@@ -134,6 +134,7 @@ class Matrix:
         return matrix
 
     def _start(self, pairs: Pairs, engine: str, like: Embeddings) -> None:
+        """Set what matrices of embeddings and of scores have in common."""
         self.pairs = pairs
         self.shape = pairs.shape
         self.engine = engine

@@ -104,6 +104,7 @@ def _use_onednn(a: Tensor, b: Tensor) -> bool:
 
 
 def _onednn(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of two matrices by oneDNN."""
     # A transposed left factor, such as a gradient for the columns, is copied: on Zen 5, copy and
     # product take 0.48 of the BLAS's time for 2048 x 512 x 768 (pytest benchmarks/test_micro.py
     # --benchmark-enable -k product). So are strided factors, such as a few dimensions of

@@ -130,6 +130,7 @@ class Relevance(NamedTuple):
             return Relevance(self.positives[anchors], grades)
 
         def excluded_there(part: slice) -> Tensor:
+            """Return who is not ranked, given a slice of these anchors."""
             return excluded(slice(anchors.start + part.start, anchors.start + part.stop))
 
         return Relevance(self.positives[anchors], grades, excluded_there)

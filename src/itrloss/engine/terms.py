@@ -159,6 +159,7 @@ def pair_term(function: Function | None = None, *, slope: Any = None) -> Any:
 
 
 def _with_slope(slope: Callable[[Tensor], Tensor], function: Function) -> Term:
+    """Return a term of a function and its slope."""
     return Term(function, slope)
 
 

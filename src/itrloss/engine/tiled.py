@@ -200,6 +200,7 @@ class QuestionGradients:
         return total
 
     def _add_view(self, view: View) -> Tensor:
+        """Return dL/dS (r, c) as one view asks for it; add up the gradients of values."""
         question = self.question
         by_z, *by_params = self._slopes(view, 0)
         for k in range(1, len(question.terms)):
@@ -284,6 +285,7 @@ class ScoreGradients:
             self.col_bias.value = listed.add_by_side(self.col_bias.whole(self.inputs), 1)
 
     def _whole_scores(self) -> Tensor:
+        """Return the (N, M) gradient of given scores, zeros at first."""
         if self.scores is None:
             assert self.inputs.scores is not None
             self.scores = torch.zeros_like(
@@ -355,6 +357,7 @@ class Total:
         add_matmul_(self._allocated(b)[place], a, b)
 
     def _allocated(self, like: Tensor) -> Tensor:
+        """Return the whole value (size, ...), filled with ``empty`` at first."""
         if self.value is None:
             self.value = like.new_full((self.size, *like.shape[1:]), self.empty)
         return self.value

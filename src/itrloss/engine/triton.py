@@ -210,6 +210,7 @@ class GradientKernel:
             self.fallback._launch(places, loaded, panel)
 
     def _launch(self, places: Places, loaded: kernels.Loaded, panel: kernels.Panel) -> None:
+        """Launch the kernel of a block's gradient."""
         self.run.launch(
             kernels.gradient_kernel, self.config, places, loaded, self.total, self.grad, panel
         )

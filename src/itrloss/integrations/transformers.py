@@ -198,6 +198,7 @@ class RetrievalTrainer(Trainer):
         calls = self._calls(inputs)
 
         def loss(*embeddings: Any) -> Tensor:
+            """Return the batch's loss, divided by the number of batches that accumulate."""
             value = self._loss(embeddings, inputs)
             return value / self.current_gradient_accumulation_steps
 

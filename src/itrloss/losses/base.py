@@ -140,6 +140,7 @@ class Loss(CheckedModule):
         values: list[Tensor] = []
 
         def computed() -> str:
+            """Compute the values; return what has to be the same in all processes."""
             # a process without samples computes one, which is dropped
             some = [x if x is None or len(x) else padded(x, 1) for x in inputs]
             result = function(*some, "none")
@@ -250,6 +251,7 @@ class SimilarityLoss(Loss):
             return Similarity(rows, cols, *ids, **options)
 
         def same() -> str:
+            """Check the input; return what has to be the same in all processes."""
             return f"{check()} {self.described()}"
 
         group = self.process_group
@@ -465,6 +467,7 @@ class PairLoss(DirectedLoss):
             options["related"] = related
 
         def check_alone() -> str:
+            """Do `check`; refuse a Similarity in a job of several processes."""
             if self.sharded:
                 expected = "expected embeddings or scores, as a Similarity cannot be gathered"
                 raise ValueError(f"gather: {expected}")
@@ -500,6 +503,7 @@ class PairLoss(DirectedLoss):
         """Return the similarity of precomputed scores; in a job, of this process's rows of them."""
 
         def checked() -> str:
+            """Check the input; return what has to be the same in all processes."""
             if any(x is not None for x in embeddings):
                 raise ValueError("scores: expected either scores or images and texts, got both")
             check_matrix("scores", scores, "(N, M)", empty=self.sharded)

@@ -224,6 +224,7 @@ class PrototypeClassificationLoss(Loss):
     def _reduced(
         self, images: Tensor, texts: Tensor, ids: Tensor, reduction: functional.Reduction
     ) -> Any:
+        """Return the loss of this process's samples."""
         for name, x in (("image_concepts", images), ("text_concepts", texts)):
             check_matrix(name, x, f"(B, {self.dim})", self.check_finite)
         weight = self.shared(self.weight).to(compute_dtype(images))
@@ -359,6 +360,7 @@ class CODERObjective(CheckedModule):
         """
 
         def check() -> str:
+            """Check the input; return what has to be the same in all processes."""
             for part in (self.batch, self.memory, self.concept, self.classifier):
                 check_total(part)
             check_rows(self.prototypes.dim, images, texts, image_concepts, text_concepts)

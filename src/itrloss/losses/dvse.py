@@ -105,6 +105,7 @@ class VarianceAwareLoss(SimilarityLoss):
         """Return the similarities of each head, and one of the first head from embeddings."""
 
         def check() -> str:
+            """Check the input; return what has to be the same in all processes."""
             empty = self.sharded
             check_matrix("image_sets", images, "(N, K, D)", dims=3, empty=empty)
             elements = images.flatten(0, 1)
@@ -198,6 +199,7 @@ class DynamicOrthogonalLoss(Loss):
         def reduced(
             residuals: Tensor, gate: Tensor | None, reduction: functional.Reduction
         ) -> Tensor:
+            """Return the loss of this process's samples."""
             return functional.dynamic_orthogonal_loss(
                 residuals, gate, self.slack, self.pair_reduction, reduction
             )
@@ -279,6 +281,7 @@ class DynamicGate(CheckedModule):
         return self._on(own)
 
     def _on(self, projected: Tensor) -> Tensor:
+        """Return (N, heads), 1 for heads that are on and 0 for others."""
         return (projected > self.centre).float()  # round(sigmoid(x)) is 1 for x > 0
 
     def _projected(self, regions: Tensor, mask: Tensor | None) -> Tensor:
@@ -396,6 +399,7 @@ class DVSEObjective(CheckedModule):
         """
 
         def check() -> str:
+            """Check the input; return what has to be the same in all processes."""
             self._check_reductions()
             return f"DVSEObjective {self.extra_repr()}"
 

@@ -311,6 +311,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         anchors = images if scores is None else scores
 
         def check() -> str:
+            """Check the input; return what has to be the same in all processes."""
             self._check_options(negatives, guide, isinstance(images, Tensor))
             ids = image_ids, negative_ids
             return self._described_input(anchors, texts, negatives, ids, guide, scores is not None)
@@ -634,6 +635,7 @@ class Denominators:
         return self._among[side]
 
     def _found_among(self, side: int) -> Tensor | None:
+        """Return :meth:`among`, computed anew."""
         further = self.further
         of_guide = self.of_guide
         if side == 0 and further.among_images is not None:
@@ -690,6 +692,7 @@ class Denominators:
         log = math.log(several)
 
         def loss_of_pairs(scores: Tensor, of_own: Tensor, of_partner: Tensor) -> Tensor:
+            """Return ``-log p`` of pairs, from their scores and their anchors' sums."""
             others = torch.logaddexp(of_own, of_partner)
             return F.softplus(others - log - self.scale * scores, threshold=40) + log
 
@@ -1051,6 +1054,7 @@ class DistillationLoss(PairLoss):
         own = images if scores is None else scores
 
         def check() -> str:
+            """Check the input; return what has to be the same in all processes."""
             if not isinstance(given, (Tensor, Similarity)):
                 check_embeddings_of("teacher", given, has_negatives=False)
             if not self.sharded or isinstance(given, (Tensor, list)):
@@ -1100,6 +1104,7 @@ class DistillationLoss(PairLoss):
         """Return a teacher's scores of the same images and texts as a similarity."""
 
         def check() -> str:
+            """Check the input; return what has to be the same in all processes."""
             check_matrix("teacher", scores, "(N, M)", self.check_finite, empty=self.sharded)
             if scores.shape != sim.shape:
                 raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(scores.shape)}")

@@ -69,6 +69,7 @@ class Matryoshka(WholeState):
         names = self.argument_names[2:] + [""] * len(args)
 
         def check() -> str:
+            """Check the input; return what has to be the same in all processes."""
             check_dims(self.dims, self.weights)  # which are set one after the other
             check_dimensions(images, texts, max(self.dims))
             return f"Matryoshka {self.extra_repr()}"

@@ -149,6 +149,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         distributions = images_mean, texts_mean, images_log_variance, texts_log_variance
 
         def check() -> str:
+            """Check the input; return what has to be the same in all processes."""
             self._check(*distributions)
             return self.described()
 
@@ -198,6 +199,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         return torch.cat(parts)
 
     def _check(self, images: Tensor, texts: Tensor, *log_variances: Tensor) -> None:
+        """Raise an error unless the means are valid, and the variances have their shapes."""
         check_embeddings(images, texts, self.check_finite, _NAMES, empty=self.sharded)
         sides = _NAMES.rows, _NAMES.cols
         for side, mean, x in zip(sides, (images, texts), log_variances, strict=True):

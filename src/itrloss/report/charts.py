@@ -60,6 +60,7 @@ def lines(series: Sequence[Series], label: str, x: str, y: str) -> str:
     """Return a chart of lines over integers such as epochs."""
 
     def draw(axes: Axes) -> Legend:
+        """Draw on the axes; return the legend's handles and names."""
         handles = []
         for i, one in enumerate(series):
             kind = i % len(COLOURS)
@@ -91,6 +92,7 @@ def histograms(counts: Mapping[str, np.ndarray], label: str, x: str, y: str) -> 
     edges = np.arange(0, most + 2 * width, width) - 0.5
 
     def draw(axes: Axes) -> Legend:
+        """Draw on the axes; return the legend's handles and names."""
         heights = np.histogram(first, edges)[0]
         bars = axes.stairs(heights, edges, fill=True, color=COLOURS[-1], alpha=0.6)
         heights = np.histogram(second, edges)[0]
@@ -120,6 +122,7 @@ def intervals(
     spaces = 10 + 12 * len(groups), 7 + 15 * _most_lines(names)
 
     def draw(axes: Axes) -> Legend:
+        """Draw on the axes; return the legend's handles and names."""
         handles = []
         apart = min(0.3, 0.8 / len(groups))
         for i, values in enumerate(groups.values()):

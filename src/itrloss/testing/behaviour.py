@@ -252,6 +252,7 @@ def _saved_bytes(subject: Subject, n: int) -> int:
     storages = {}  # by address; they are kept, so that none is used again
 
     def note(x: Any) -> Any:
+        """Keep a tensor's storage; return the tensor."""
         if isinstance(x, Tensor) and x.layout == torch.strided:
             storage = x.untyped_storage()
             storages[storage.data_ptr()] = storage

@@ -270,6 +270,7 @@ def nothing_is_kept(subject: Subject) -> None:
     batch = subject.batch()
 
     def step() -> list[Any]:
+        """Run forward and backward; return weak references to the value and the embeddings."""
         leaves = batch.leaves()
         value = subject.value(leaves, loss)
         value.backward()

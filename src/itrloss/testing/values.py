@@ -10,6 +10,7 @@ from .subject import Batch, Subject, normal, same, total
 
 
 def _order(size: int, seed: int = 1) -> torch.Tensor:
+    """Return a random order of so many rows."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
 
 
