@@ -192,7 +192,8 @@ MULTI_SIMILARITY = {"oracle": oracle_supervised.multi_similarity}
 CIRCLE = {"oracle": oracle_supervised.circle, "reference": plain_formulas.circle}
 RINCE = {"oracle": oracle_robust.rince}
 COMPLEMENTARY = {"oracle": oracle_robust.complementary}
-MDCL: dict[str, Any] = {"takes": "memory", "oracle": oracle_more.memory_dcl}
+ATTACHED_MDCL: dict[str, Any] = {"takes": "memory", "oracle": oracle_more.memory_dcl}
+MDCL = {**ATTACHED_MDCL, "reference": plain_formulas.memory_dcl, "failures": CONSTANT}
 UTO: dict[str, Any] = {"takes": "memory", "oracle": oracle_more.uto}
 QUEUE: dict[str, Any] = {"takes": "memory", "oracle": oracle_more.memory_info_nce}
 # Options that are all other than the defaults.
@@ -432,7 +433,7 @@ OF_MEMORIES = {
     # it is compiled in test_memory_losses.py
     "mdcl": Entry(itrloss.MemoryDiversityContrastiveLoss, tables=ALL & {"sharded"}, **MDCL),
     "mdcl implicit": Entry(
-        itrloss.MemoryDiversityContrastiveLoss, {"diversity": None}, tables=NONE, **MDCL
+        itrloss.MemoryDiversityContrastiveLoss, {"diversity": None}, tables=NONE, **ATTACHED_MDCL
     ),
     "mdcl entropy": Entry(
         itrloss.MemoryDiversityContrastiveLoss,
@@ -459,21 +460,21 @@ OF_MEMORIES = {
         oracle_options={},
         failures=MEMORY | APART,
         tables=ALL & {"conforming"},
-        **MDCL,
+        **ATTACHED_MDCL,
     ),
     "mdcl through entropy": Entry(
         itrloss.MemoryDiversityContrastiveLoss,
         {"diversity": "entropy", "entropy_temperature": 0.1, "detach_diversity": False},
         oracle_options={"diversity": "entropy", "entropy_temperature": 0.1},
         tables=NONE,
-        **MDCL,
+        **ATTACHED_MDCL,
     ),
     "mdcl through the batch": Entry(
         itrloss.MemoryDiversityContrastiveLoss,
         {"positive_from": "batch", "diversity_from": "batch", "detach_diversity": False},
         oracle_options={"positive_from": "batch", "diversity_from": "batch"},
         tables=ALL & {"sharded"},
-        **MDCL,
+        **ATTACHED_MDCL,
     ),
     "albef": Entry(
         itrloss.MemoryInfoNCELoss,

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from support import oracle, oracle_contrast
+import itrloss
+from support import oracle, oracle_contrast, oracle_more
 
 NONE = -1e5  # the exponent of a pair that does not count; with -inf, gradients would be nan
 OfAnchors = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -62,6 +63,27 @@ def infonce(loss: Any, images: Tensor, texts: Tensor, *ids: Tensor, negatives: A
     return reduced(values, counts, loss.reduction)
 
 
+def dcl_values(
+    loss: Any,
+    near: Tensor,  # (A, P) scores of anchors with those among which their positives are
+    positive: Tensor,  # (A, P) bool
+    far: Tensor,  # (A, M) scores with those among which their negatives are
+    negative: Tensor,  # (A, M) bool
+    diversities: Tensor,  # (A,)
+) -> Tensor:
+    """Return the (A,) values of anchors by DCL."""
+    temperatures = loss.temperature * diversities
+    exponents = (far - loss.margin) / temperatures[:, None]
+    repulsion = F.softplus(exponents.masked_fill(~negative, NONE).logsumexp(1))
+    floor = oracle.SCORE_FLOOR if loss.positive == "clamp" else 0.0
+    logs = near.clamp_min(floor).log1p() * positive
+    attraction = logs.sum(1) / positive.sum(1).clamp_min(1)
+    weight = loss.positive_weight
+    if weight == "paper":
+        weight = loss.temperature
+    return loss.temperature * repulsion - weight * attraction
+
+
 def dcl(loss: Any, *inputs: Tensor) -> Any:
     """Return DCL, whose diversities are constants."""
 
@@ -74,18 +96,47 @@ def dcl(loss: Any, *inputs: Tensor) -> Any:
 
     def of_anchors(scores: Tensor, ids: Tensor, candidate_ids: Tensor) -> Tensor:
         positive = ids[:, None] == candidate_ids
-        temperatures = loss.temperature * diversities(scores, ids, candidate_ids)
-        exponents = (scores - loss.margin) / temperatures[:, None]
-        negatives = exponents.masked_fill(positive, NONE).logsumexp(1)
-        floor = oracle.SCORE_FLOOR if loss.positive == "clamp" else 0.0
-        logs = scores.clamp_min(floor).log1p() * positive
-        attraction = logs.sum(1) / positive.sum(1).clamp_min(1)
-        weight = loss.positive_weight
-        if weight == "paper":
-            weight = loss.temperature
-        return loss.temperature * F.softplus(negatives) - weight * attraction
+        constant = diversities(scores, ids, candidate_ids)
+        return dcl_values(loss, scores, positive, scores, ~positive, constant)
 
     return of_both_sides(loss, inputs, of_anchors)
+
+
+def memory_dcl(
+    loss: Any,
+    images: Tensor,
+    texts: Tensor,
+    image_keys: Tensor,
+    text_keys: Tensor,
+    memory: itrloss.CoupledMemory,
+    image_ids: Tensor,
+    text_ids: Tensor,
+) -> Any:
+    """Return M-DCL, whose diversities are constants."""
+    count = len(memory)
+    stored = memory.images[:count], memory.texts[:count]
+    memory_ids = memory.ids[:count]
+    given = (images, texts, *stored, image_ids, text_ids)
+    estimated_in = memory_ids if loss.diversity_from == "both" else memory_ids[:0]
+    arrays = [x.detach().numpy() for x in (*given, estimated_in)]
+    options = loss.diversity, loss.epsilon, loss.entropy_temperature
+    of_images, of_texts = oracle_more.memory_diversity(*arrays, *options)
+    keys = (image_keys, text_keys) if loss.positive_from == "key" else (images, texts)
+    values = []
+    counts = []
+    for queries, own_keys, entries, ids, key_ids, diversities in (
+        (images, keys[1], stored[1], image_ids, text_ids, of_images),
+        (texts, keys[0], stored[0], text_ids, image_ids, of_texts),
+    ):
+        units, near, far = (F.normalize(x, dim=1) for x in (queries, own_keys, entries))
+        positive = ids[:, None] == key_ids
+        negative = ids[:, None] != memory_ids
+        constant = torch.from_numpy(diversities)
+        of_side = dcl_values(loss, units @ near.T, positive, units @ far.T, negative, constant)
+        has_both = positive.any(1) & negative.any(1)
+        values.append(of_side.where(has_both, torch.tensor(0.0)))
+        counts.append(has_both)
+    return reduced(values, counts, loss.reduction)
 
 
 def circle(loss: Any, *inputs: Tensor) -> Any:
