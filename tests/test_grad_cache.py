@@ -241,6 +241,84 @@ def test_an_encoder_that_the_loss_ignores_is_not_run_again():
     assert take_gradients(texts) == [None] * 4
 
 
+class WithoutGraph(nn.Module):
+    """An encoder with parameters to train that leaves out their graph."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.encoder = tower(width)
+
+    @torch.no_grad()
+    def forward(self, x):
+        return self.encoder(x)
+
+    def detached(self, x):
+        return self.encoder(x).detach()
+
+
+@pytest.mark.parametrize("form", ["module", "method", "partial"])
+def test_an_encoder_with_parameters_whose_output_has_no_graph_is_refused(form):
+    encoder = WithoutGraph(4)
+    forms = {"module": encoder, "method": encoder.detached, "partial": partial(encoder.detached)}
+    message = r"encoders\[1\]: expected an output that needs a gradient, .* 4 parameters to train"
+    with pytest.raises(ValueError, match=message):
+        grad_cache_step(product, [tower(5), forms[form]], batch(), 4)
+    encoder.requires_grad_(False)
+    grad_cache_step(product, [tower(5), forms[form]], batch(), 4)
+
+
+def test_output_may_not_take_the_graph_away():
+    with pytest.raises(ValueError, match=r"encoders\[0\]: .* leave out .*detach"):
+        grad_cache_step(product, towers(), batch(), 4, output=lambda x: x.detach())
+
+
+def test_a_function_whose_output_has_no_graph_is_warned_of():
+    encoder = tower(4)
+    message = r"encoders\[1\]: what this function returns needs no gradient"
+    with pytest.warns(itrloss.SuspiciousInputWarning, match=message):
+        grad_cache_step(product, [tower(5), lambda x: encoder(x).detach()], batch(), 4)
+
+
+class Locked(nn.Module):
+    """A model whose image encoder is frozen, with methods for both sides."""
+
+    def __init__(self):
+        super().__init__()
+        self.images = tower(5).requires_grad_(False)
+        self.texts = tower(4)
+
+    def encode_images(self, x):
+        return self.images(x)
+
+    def encode_texts(self, x):
+        return self.texts(x)
+
+
+def test_a_method_may_be_of_the_frozen_part_of_a_model():
+    model = Locked()
+    encoders = [model.encode_images, model.encode_texts]
+    expected = [whole(product, encoders, batch()), *take_gradients(model)]
+    found = [grad_cache_step(product, encoders, batch(), 4), *take_gradients(model)]
+    assert_same(found, expected)
+
+
+class FrozenWithScale(nn.Module):
+    """A frozen encoder that holds the scale of the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = tower(5).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(()).double())
+
+    def forward(self, x):
+        return self.frozen(x)
+
+
+def test_a_frozen_encoder_may_hold_the_scale_of_the_loss():
+    encoder = FrozenWithScale()
+    check_step(lambda x, y: product(x, y) * encoder.scale, [encoder, tower(4)], batch(), 4)
+
+
 class Sometimes(nn.Module):
     """Its only trained layer is not used in about half of the chunks."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,19 @@ dcl: Any = itrloss.DiversityContrastiveLoss
 sim: Any = itrloss.Similarity(I, T)
 nan_sim: Any = itrloss.Similarity(I * torch.nan, T)
 memory_loss: Any = itrloss.MemoryDiversityContrastiveLoss()
+
+
+class Pooled(OrderedDict):
+    """What get_image_features of transformers returns."""
+
+    def __init__(self, pooler_output: torch.Tensor):
+        super().__init__(pooler_output=pooler_output)
+        self.pooler_output = pooler_output
+
+
+def with_a_scale(x: Any) -> Any:
+    """Return two embeddings and a scale, as a CLIP of one's own does."""
+    return x, x, SCALE
 
 
 def both_sides(x: Any) -> Any:
@@ -133,6 +147,13 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: loss(I, T, S), r"^image_ids: .*a row of integers, got torch.float32 .*\(6, 6\)"),
     (lambda: loss(I, T, I), "^image_ids: .*; embeddings go in as .*, negatives as negatives="),
     (lambda: loss(I, T, IDS), "^text_ids: expected ids to go with image_ids, got None"),
+    (lambda: loss(I, T, IDS / 2), "^image_ids: expected an integer tensor.*got torch.float32$"),
+    (
+        lambda: loss(I, T, SCALE),  # as of CLIP's (image, text, scale)
+        "^image_ids: expected an integer tensor .*float32, a scalar as logit_scale is; pass images",
+    ),
+    (lambda: loss(Pooled(I), T), r"^images: .*got Pooled; write images.pooler_output"),
+    (lambda: loss(I, Pooled(T)), r"^texts: .*got Pooled; write texts.pooler_output"),
     (lambda: loss(I, T, IDS[:5], IDS[:5]), r"^image_ids: expected shape \(6,\), got \(5,\)"),
     (lambda: loss(I, T, IDS / 2, IDS), "^image_ids: expected an integer tensor"),
     (lambda: loss(I, T, IDS, list("abcdef")), "^text_ids: expected strings with strings"),
@@ -193,6 +214,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: grad_cache(loss, [both_sides], [I], 2),
         r"^encoders\[0\]: .*got tuple; where one encoder .*output=lambda out",
+    ),
+    (
+        lambda: grad_cache(loss, [with_a_scale], [I], 4),
+        r"^encoders\[0\]: .*got \(\); output=.* such as output=lambda out: out\[:2\]",
     ),
     (
         lambda: grad_cache(loss, [lambda x: x @ x.T], [I], 4),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
 from itrloss import MomentumEncoder
@@ -109,6 +111,56 @@ def test_options_are_checked_whenever_they_are_set():
     keys.momentum = 0
     encoder = nn.Linear(2, 2)
     assert torch.equal(updated(keys, encoder, 1).weight, encoder.weight)
+
+
+WRAPPED = {
+    "data parallel": nn.DataParallel,
+    "compiled": lambda encoder: torch.compile(encoder, backend="eager"),
+    "both": lambda encoder: nn.DataParallel(torch.compile(encoder, backend="eager")),
+    "checkpointed": checkpoint_wrapper,
+}
+
+
+@pytest.mark.parametrize("way", WRAPPED)
+def test_a_wrapped_encoder_moves_the_keys(way):
+    keys = MomentumEncoder(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), 0.0)
+    encoder = longer(keys, torch.float32)
+    updated(keys, WRAPPED[way](encoder), 1)
+    assert torch.equal(keys.module[0].weight, encoder[0].weight)
+
+
+BATCH_NORM = nn.BatchNorm1d(4)
+OTHER_ENCODERS = {
+    "other shapes": (
+        nn.Sequential(nn.Linear(4, 1), BATCH_NORM),
+        r"0.weight of shape \(4, 4\), as in the key encoder, got 0.weight of shape \(1, 4\)",
+    ),
+    "a layer less": (nn.Sequential(nn.Linear(4, 4)), r"1.weight of shape \(4,\), .* got nothing"),
+    "a layer more": (
+        nn.Sequential(nn.Linear(4, 4), BATCH_NORM, nn.BatchNorm1d(4)),
+        r"1.running_mean of shape \(4,\), .* got 2.weight of shape \(4,\)",
+    ),
+    "another buffer": (
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)),
+        r"1.running_mean of shape \(4,\), .* got nothing",
+    ),
+    "other names": (
+        nn.Sequential(OrderedDict(layer=nn.Linear(4, 4), norm=BATCH_NORM)),
+        r"0.weight of shape \(4, 4\), .* got layer.weight",
+    ),
+    "a state": (nn.Linear(4, 4).state_dict(), "expected a module, got OrderedDict"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ENCODERS)
+@pytest.mark.parametrize("buffers", ["copy", "average"])
+def test_another_encoder_is_refused_before_anything_moves(name, buffers):
+    keys = MomentumEncoder(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 0.5, buffers=buffers)
+    before = copy.deepcopy(keys.state_dict())
+    encoder, message = OTHER_ENCODERS[name]
+    with pytest.raises((TypeError, ValueError), match=f"^encoder: .*{message}"):
+        keys.update(encoder)
+    torch.testing.assert_close(keys.state_dict(), before, rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------------------------------- precision

@@ -393,6 +393,7 @@ def ids_of_one_side(row_ids: Any, names: Names) -> Exception:
         if getattr(row_ids, "dtype", None) in (torch.bool, np.dtype(bool)):
             hint = "a mask of the pairs that match goes in as matches=..."
         return ValueError(f"{names.row_ids}: expected ids, a row of integers, got {got}; {hint}")
+    as_id_numbers(names.row_ids, row_ids)  # raises its own error for what is none
     return ValueError(f"{names.col_ids}: expected ids to go with {names.row_ids}, got None")
 
 

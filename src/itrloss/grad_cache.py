@@ -33,6 +33,11 @@ __all__ = ["grad_cache_step"]
 _EXCHANGES = ("no_sync", "set_requires_gradient_sync")
 # What is passed on with every chunk as it is.
 _FLAGS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+# What to do about an encoder that returns more than embeddings.
+_OUTPUT = (
+    "output=... takes the embeddings from what it returns, such as output=lambda out: out[:2] or "
+    "output=lambda out: (out.image_embeds, out.text_embeds)"
+)
 
 
 def grad_cache_step(
@@ -102,6 +107,8 @@ def grad_cache_step(
     with _state(set().union(*(tower.modules for tower in towers))):  # in the end as it is now
         for tower in used:
             tower.second_pass(last[id(tower.encoder)] is tower)
+    for tower in used:
+        _check_trained(tower)
     return result
 
 
@@ -139,6 +146,31 @@ def _warn_of_processes(towers: Sequence[_Tower]) -> None:
                 "and neither its .module nor a method of it"
             )
             return
+
+
+def _check_trained(tower: _Tower) -> None:
+    """Raise an error if an encoder has parameters to train, but its output needs no gradient.
+
+    A method's module may hold the parameters of other encoders, and those that the loss uses: then
+    some of them have a gradient. The parameters of a function are not known.
+    """
+    if tower.trains:
+        return
+    leave_out = "leave out torch.no_grad() and .detach() in the encoder"
+    if not tower.modules:
+        warn(
+            f"{tower.name}: what this function returns needs no gradient, so that nothing in it is "
+            f"trained; {leave_out}, or pass one that is not trained as a module, such as "
+            "torch.nn.Identity() for features"
+        )
+        return
+    trained = [p for p in tower.parameters if p.requires_grad]
+    if trained and all(p.grad is None for p in trained):
+        raise ValueError(
+            f"{tower.name}: expected an output that needs a gradient, as the encoder has "
+            f"{len(trained)} parameters to train, got one without a graph; {leave_out}, or freeze "
+            "it by requires_grad_(False)"
+        )
 
 
 def _checked_embeddings(
@@ -234,6 +266,7 @@ class _Tower:
 
     gradients: list[Tensor | None]  # of what the encoder returns, for all rows
     output_type: str  # of what the encoder returned last
+    trains: bool  # whether some chunk's output needed a gradient in the second pass
 
     def __init__(
         self,
@@ -280,11 +313,13 @@ class _Tower:
         # train others'.
         frozen = self.modules and not any(p.requires_grad for p in self.modules[0].parameters())
         at = 0
+        self.trains = False
         for i in range(len(self.chunks)):
             end = at + (self.sizes[i] or 0)
             synchronises = is_last and i == len(self.chunks) - 1
             with nullcontext() if synchronises else no_sync():
                 trains = self.backpropagate(i, slice(at, end), with_parameters=synchronises)
+            self.trains = self.trains or trains
             at = end
             if frozen and not trains:
                 break
@@ -335,7 +370,8 @@ class _Tower:
         for x in tensors:
             if x.shape[:1] != (size,):
                 rows = "B" if size is None else size
-                raise ValueError(f"{expected} shape ({rows}, ...), got {tuple(x.shape)}")
+                got = tuple(x.shape)
+                raise ValueError(f"{expected} shape ({rows}, ...), got {got}; {_OUTPUT}")
         return output
 
     def joined(self, *parts: Any) -> Any:
@@ -349,8 +385,7 @@ class _Tower:
             shapes = [tuple(part.shape) for part in parts]
             raise ValueError(
                 f"{self.name}: expected rows of one shape from all chunks, got {shapes}; "
-                "output=... takes the embeddings from what it returns, such as output=lambda out: "
-                "(out.image_embeds, out.text_embeds); pad texts once, for the whole batch"
+                f"{_OUTPUT}; pad texts once, for the whole batch"
             )
         return torch.cat(parts)
 

@@ -183,6 +183,8 @@ def as_floats(name: str, x: Any) -> str:
         return "" if x.is_complex() else f"; write {name}.float()"
     if isinstance(x, np.ndarray):
         return f"; write torch.from_numpy({name})" if x.dtype.kind == "f" else ""
+    if isinstance(getattr(x, "pooler_output", None), Tensor):  # of a model of transformers
+        return f"; write {name}.pooler_output"
     if not isinstance(x, (list, tuple)) or not len(x):
         return ""
     if name == "negatives" and all(isinstance(part, Tensor) for part in x):
@@ -269,7 +271,9 @@ def unknown(name: str, given: str, allowed: Iterable[str]) -> TypeError:
 
 
 def in_place_of_ids(name: str, x: object) -> str:
-    """Return what to pass for a mask; empty for other values."""
+    """Return what to pass for a scale or a mask; empty for other values."""
+    if isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point():
+        return ", a scalar as logit_scale is; pass images and texts alone"
     if not isinstance(x, Tensor) or x.dtype != torch.bool or x.dim() != 2:
         return ""
     if name == "negative_ids":

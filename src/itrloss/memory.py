@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,6 +35,14 @@ from .similarity import SIDES, Directions, Engine, Similarity
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
 
 HALF = torch.float16, torch.bfloat16
+# Where DDP, the compiler, FSDP, checkpointing and Lightning Fabric hold the module that they wrap.
+WRAPPERS = (
+    "module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_forward_module",
+)
 
 
 class CoupledMemory(CheckedModule):
@@ -578,7 +587,8 @@ class MomentumEncoder(CheckedModule):
 
     @torch.no_grad()
     def update(self, encoder: nn.Module) -> None:
-        """Move the averaged parameters towards the encoder's."""
+        """Move the averaged parameters towards the encoder's, which may be wrapped, as by DDP."""
+        self._check_alike(encoder)
         for own, new in zip(self.module.buffers(), encoder.buffers(), strict=True):
             if not self.averages_buffers or not (own.is_floating_point() or own.is_complex()):
                 own.copy_(new)
@@ -589,6 +599,16 @@ class MomentumEncoder(CheckedModule):
                 self.averages.move(name, own, new, 1 - self.momentum)
             else:
                 own.copy_(own.lerp(new.to(own.dtype), 1 - self.momentum))
+
+    def _check_alike(self, encoder: Any) -> None:
+        """Raise an error unless an encoder has the parameters and buffers of the module."""
+        if not isinstance(encoder, nn.Module):
+            raise TypeError(f"encoder: expected a module, got {type(encoder).__name__}")
+        pairs = zip_longest(names_and_shapes(self.module), names_and_shapes(encoder))
+        for own, new in pairs:
+            if own != new:
+                expected = f"{own or 'nothing more'}, as in the key encoder"
+                raise ValueError(f"encoder: expected {expected}, got {new or 'nothing'}")
 
     def _averaged(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of a module that are averaged, by name."""
@@ -609,6 +629,18 @@ class MomentumEncoder(CheckedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the keys, without a gradient."""
         return self.module(*args, **kwargs)
+
+
+def names_and_shapes(module: nn.Module) -> list[str]:
+    """Return the names and shapes of a module's parameters and buffers, in words.
+
+    The names are those of the module inside of others that wrap it.
+    """
+    described = []
+    for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        parts = [part for part in name.split(".") if part not in WRAPPERS]
+        described.append(f"{'.'.join(parts)} of shape {tuple(x.shape)}")
+    return described
 
 
 def find_averages(encoder: MomentumEncoder, _: Any) -> None:
