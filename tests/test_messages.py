@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import itrloss
-from itrloss import compat, files, functional, hints, metrics, rerank
+from itrloss import comparison, compat, files, functional, hints, metrics, rerank
 from itrloss.cli import main
 from itrloss.distributed.consensus import what_differs
 
@@ -128,7 +128,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: loss(I.to("meta"), T), r"^texts: .*meta.*write texts.to\(images.device\)"),
     (lambda: loss(I[0], T[0]), r"^images: .*got \(8,\); for a single row, write images\[None\]"),
     (lambda: loss(I[None], T[None]), r"^images: .*\(1, 6, 8\); write images.squeeze\(0\)"),
-    (lambda: loss(I.expand(4, 6, 8), T), r"^images: .*\(4, 6, 8\); sets of .*set_similarity"),
+    (
+        lambda: loss(I.expand(4, 6, 8), T),
+        r"^images: .*; for 6 .* of each, .*images.flatten\(0, 1\) and",
+    ),
     (lambda: loss(I.numpy(), T), r"^images: .*ndarray; write torch.from_numpy\(images\)"),
     (lambda: loss(I.tolist(), T), r"^images: .*got list; write torch.tensor\(images\)"),
     (lambda: loss(list(I), T), r"^images: .*got list; write torch.stack\(images\)"),
@@ -287,6 +290,16 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: results(S, reranker="csls"), r"^reranker: .*itrloss.rerank.CSLS\(\), got 'csls'"),
     (lambda: results(S, reranker=rerank.CSLS), "^reranker: expected a re-ranker with its opt"),
     (lambda: metrics.latex_table(results(S)), "^systems: expected results or metrics for each"),
+    (lambda: metrics.latex_table([S]), "^systems: expected results or .*, got list"),
+    (lambda: metrics.compare_all([S], baseline="a"), "^systems: expected results of .* got list"),
+    (lambda: metrics.compare_all({"a": S}, baseline="a"), "^systems: .* got Tensor for 'a'"),
+    (lambda: comparison.compare_models({"a": S, "b": S}), "^results: .* got Tensor for 'a'"),
+    (lambda: metrics.save_trec(S, "folder"), "^results: expected those of retrieval_results"),
+    (
+        lambda: results(S[None]),
+        r"^scores: .*\(1, 6, 6\); write scores.squeeze\(0\)",
+    ),
+    (lambda: results(S[:, None].expand(6, 5, 6)), r"^scores: expected shape .*\(6, 5, 6\)$"),
     (lambda: rerank.CSLS(K=10), "^CSLS: .*'K'; did you mean 'k'"),  # type: ignore[call-arg]
     (lambda: it.rerank.CSLS().rerank(I, T), "^CSLS.rerank: .*embeddings go in as itrloss.Sim"),
     (lambda: it.rerank.DualSoftmax(temperature=1), "'temperature'; did you mean 'scale'"),

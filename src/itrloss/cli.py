@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import files, report, tables
+from . import __version__, files, report, tables
 from .checks import Names, as_size, one_of, require_finite
 from .comparison import (
     CALIBRATED,
@@ -92,6 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FileNotFoundError as error:
         _say(args, f"{error.filename}: there is no such file{_near(error.filename)}")
         return 2
+    except BrokenPipeError:
+        # a reader such as head has read enough; the interpreter's last flush must not fail, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ImportError, OSError, ValueError) as error:
         _say(args, error)
         return 2
@@ -192,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="itrloss", description="Losses and re-rankers for image-text retrieval."
     )
+    parser.add_argument("--version", action="version", version=f"itrloss {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     about = "Recalls of {} before and after re-ranking, by every method."
     scores = "a saved matrix of scores (n_images, n_texts)"
@@ -624,7 +629,14 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
 
 
 def _check_choice(args: argparse.Namespace) -> None:
-    """Raise a ValueError for a method of --write that is not tried, or a wrong --top."""
+    """Raise a ValueError for a method of --write that is not tried, a wrong --top, or options
+    that would be of no effect.
+    """
+    if args.val is not None and "fast" not in args.methods:
+        raise ValueError("--val: expected fast among --methods, which is calibrated on it")
+    for name in ("image_names", "text_names"):
+        if vars(args)[name] is not None and args.report is None:
+            raise ValueError(f"--{name.replace('_', '-')}: expected --report, too")
     if args.write is not None:
         calibrated = [CALIBRATED] if args.val and "fast" in args.methods else []
         one_of("--write", args.write, PLAIN, *args.methods, *calibrated)
@@ -925,7 +937,6 @@ def _write(args: argparse.Namespace, comparison: RerankerComparison, entry: Entr
             with files.written(args.rankings, "wb") as file:
                 np.savez(file, i2t=best.i2t.top.numpy(), t2i=best.t2i.top.numpy())
         if args.trec:
-            args.trec.mkdir(exist_ok=True)
             save_trec(best, args.trec)
     if args.out:
         if entry.reranker is None:

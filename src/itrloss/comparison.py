@@ -17,7 +17,7 @@ from . import rerank, tables
 from .checks import one_of
 from .metrics import Comparison, RetrievalResults, compare_all, retrieval_results
 from .metrics.labels import with_ids
-from .metrics.results import RECALLS, WAYS, Ks
+from .metrics.results import RECALLS, WAYS, Ks, check_systems
 from .metrics.retrieval import as_pair
 from .rerank import FastReranker, Reranker
 from .rerank.base import go_beyond_cosines, has_defaults_for_cosines
@@ -187,7 +187,7 @@ class RerankerComparison:
 
 def compare_rerankers(  # noqa: PLR0913 - options by keyword
     sim: Tensor | Similarity,
-    methods: Iterable[str | Reranker] = tuple(METHODS),
+    methods: Iterable[str | Reranker] | Mapping[str, Reranker] = tuple(METHODS),
     banks: Banks = (None, None),
     validation: Tensor | Similarity | None = None,
     fast: FastReranker | None = None,
@@ -202,7 +202,7 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
         sim: what is re-ranked: scores (n_images, n_texts), with c consecutive texts per image, or a
             :class:`itrloss.Similarity`.
         methods: names in :data:`METHODS`, which stand for the defaults, and re-rankers such as
-            ``Sinkhorn(scale=50)``.
+            ``Sinkhorn(scale=50)``; or a dictionary of re-rankers by names of one's own.
         banks: queries of another set, of images and of texts, see
             :meth:`itrloss.rerank.Reranker.fit`. Re-rankers with banks of their own keep these.
         validation: held-out pairs that ``"fast"`` is calibrated on, too: as ``sim``. A warning says
@@ -360,6 +360,7 @@ def compare_models(
     Raises:
         ValueError: if there are fewer than two models, a name is unknown, or queries differ.
     """
+    check_systems("results", results)
     if len(results) < 2:
         raise ValueError(f"results: expected at least two models, got {len(results)}")
     for name in transductive:
@@ -395,10 +396,14 @@ def _with_ids(name: str, scores: Any) -> Similarity:
     return with_ids(name, scores, None, None)
 
 
-def _by_name(methods: Iterable[str | Reranker], fast: FastReranker) -> dict[str, Reranker]:
+def _by_name(
+    methods: Iterable[str | Reranker] | Mapping[str, Reranker], fast: FastReranker
+) -> dict[str, Reranker]:
     """Return re-rankers by their names in :data:`METHODS`, and others as they show themselves."""
     if isinstance(methods, str) or not isinstance(methods, Iterable):
         raise TypeError(f"methods: expected a list such as ['fast', CSLS(10)], got {methods!r}")
+    if isinstance(methods, Mapping):
+        return _by_own_names(methods)
     found = {}
     for method in methods:
         if isinstance(method, Reranker):
@@ -410,6 +415,17 @@ def _by_name(methods: Iterable[str | Reranker], fast: FastReranker) -> dict[str,
             expected = "names and re-rankers with their options, such as 'csls' or CSLS(10)"
             raise TypeError(f"methods: expected {expected}, got {method!r}")
     return found
+
+
+def _by_own_names(methods: Mapping[Any, Any]) -> dict[str, Reranker]:
+    """Return re-rankers by names of one's own, which are no names of this module."""
+    for name, method in methods.items():
+        if not isinstance(method, Reranker):
+            expected = "a re-ranker for each name, such as {'mine': CSLS(10)}"
+            raise TypeError(f"methods: expected {expected}, got {method!r} for {name!r}")
+        if name in TITLES:
+            raise ValueError(f"methods: expected other names than the library's, got {name!r}")
+    return dict(methods)
 
 
 def _obstacle(method: Reranker, sim: Similarity, banks: Banks) -> str:

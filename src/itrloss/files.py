@@ -324,7 +324,7 @@ def _read(path: Path, key: str | None) -> Any:
     suffix = _suffix(path)
     if suffix not in _READERS:
         names = ", ".join("*" + s for s in [*_READERS, ".csv"])
-        raise ValueError(f"{path}: expected a file named {names}")
+        raise ValueError(f"{path}: expected a file named {names}; *.txt has ids or pairs")
     if path.is_file() and path.stat().st_size == 0:
         raise ValueError(f"{path}: the file is empty")
     with _reading(path):

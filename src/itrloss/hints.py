@@ -203,8 +203,12 @@ def as_matrix(name: str, x: Tensor) -> str:
         return f"; for a single row, write {name}[None]"
     if x.dim() == 3 and 1 in x.shape[:2]:
         return f"; write {name}.squeeze({list(x.shape).index(1)})"
-    if x.dim() == 3:
-        return "; sets of embeddings are for itrloss.functional.set_similarity"
+    if x.dim() == 3 and not name.startswith("scores"):
+        return (
+            f"; for {x.shape[1]} embeddings of each, such as captions, write {name}.flatten(0, 1) "
+            "and pass ids. Sets with one score for each pair are for "
+            "itrloss.functional.set_similarity"
+        )
     return ""
 
 

@@ -180,7 +180,7 @@ def _signed(value: float) -> str:
 
 
 def _notes(rows: Sequence[Row], tests: int, samples: int) -> list[str]:
-    """Return what the columns are, and the footnote of the dagger."""
+    """Return what the columns are, the footnote of the dagger, and which queries do not count."""
     notes = []
     if tests:
         notes.append(
@@ -194,6 +194,9 @@ def _notes(rows: Sequence[Row], tests: int, samples: int) -> list[str]:
             f"{DAGGER} looks at the other test queries (transductive): the result of a query "
             "depends on which queries are ranked together."
         )
+    results = rows[0].results
+    if results.i2t.unmatched or results.t2i.unmatched:
+        notes.append(f"{results.unmatched_in_words}: they are ranked for others, and do not count.")
     return notes
 
 

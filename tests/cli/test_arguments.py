@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 import torch
 from support.command_line import C, N, pairs, refused, run, scores
 
+import itrloss
 from itrloss.checks import check_number
 from itrloss.cli import main
 
@@ -26,6 +30,25 @@ def write_lines(path: str, values: object) -> None:
     Path(path).write_text("".join(f"{x}\n" for x in values))
 
 
+def test_the_version_is_that_of_the_library(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"itrloss {itrloss.__version__}\n"
+
+
+def test_a_reader_that_has_read_enough_is_no_error(saved):
+    """As in ``itrloss rerank … | head -n 1``."""
+    command = [sys.executable, "-m", "itrloss", "rerank", saved, "--methods", "csls"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith(saved)
+        process.stdout.close()
+        assert not process.stderr.read()
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
 def test_there_is_no_command_for_benchmarks(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["bench"])
@@ -35,6 +58,7 @@ def test_there_is_no_command_for_benchmarks(capsys):
 IDS = ("--image-ids", "ids.txt", "--text-ids", "ids.txt")
 VAL_IDS = ("--val-image-ids", "ids.txt", "--val-text-ids", "ids.txt")
 OUT = ("--out", "o.npz")
+PAGE = (*OUT, "--report", "r.html")
 
 
 @pytest.mark.parametrize(
@@ -61,8 +85,10 @@ OUT = ("--out", "o.npz")
         ((*OUT, "--val", "val.npy", *VAL_IDS), r"--val-image-ids: expected shape \(7,\)"),
         ((*OUT, "--image-ids", "long.txt", *IDS[2:]), "long.txt: expected integers of 64 bits"),
         ((*OUT, "--image-ids", "bytes.txt", *IDS[2:]), "bytes.txt: expected UTF-8"),
-        ((*OUT, "--text-names", "ids.txt"), "ids.txt: expected a line .* 60 texts, got 3"),
-        ((*OUT, "--text-names", "bytes.txt"), "bytes.txt: expected UTF-8"),
+        ((*OUT, "--text-names", "ids.txt"), "--text-names: expected --report, too"),
+        ((*PAGE, "--text-names", "ids.txt"), "ids.txt: expected a line .* 60 texts, got 3"),
+        ((*PAGE, "--text-names", "bytes.txt"), "bytes.txt: expected UTF-8"),
+        ((*OUT, "--val", "val.npy", "--methods", "csls"), "--val: expected fast among --methods"),
         ((*OUT, "--val", "val.npy"), "val.npy: --val-image-ids, --val-text-ids: needed for 7 im"),
         (
             (*OUT, "--val", "t.npy"),

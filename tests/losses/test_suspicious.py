@@ -127,6 +127,9 @@ def test_copies_with_the_id_of_an_image_are_noticed(form):
     copies = images.repeat_interleave(5, 0)
     with pytest.warns(SuspiciousInputWarning, match="images: 40 of 50 rows are copies"):
         evaluate(copies, ids)
+    shuffled = torch.randperm(50, generator=draw)  # as by a loader
+    with pytest.warns(SuspiciousInputWarning, match="images: 40 of 50 rows are copies"):
+        evaluate(copies[shuffled], ids[shuffled])
     with warnings.catch_warnings():
         warnings.simplefilter("error", SuspiciousInputWarning)
         evaluate(images, torch.arange(10))

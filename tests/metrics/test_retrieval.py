@@ -13,7 +13,8 @@ import torch
 from support import oracle, oracle_metrics
 from support.cases import embeddings, make_ids, similarity
 
-from itrloss import Similarity
+from itrloss import Similarity, SuspiciousInputWarning
+from itrloss.comparison import compare_rerankers, table
 from itrloss.metrics import (
     default_ids,
     fold_repeated,
@@ -573,3 +574,32 @@ def test_results_and_their_table_name_ids_as_they_were_given(folds):
         ):
             assert found.i2t.ids.tolist() == image_ids and found.t2i.ids.tolist() == text_ids
             assert [row["id"] for row in found.rows()] == image_ids + text_ids
+
+
+def ids_in_two_spellings(share):
+    """Scores of 40 images and 200 texts, and the names of both, of which a share is spelt anew."""
+    draw = torch.Generator().manual_seed(1)
+    scores = torch.eye(40).repeat_interleave(5, 1) + torch.rand(40, 200, generator=draw)
+    names = [f"img_{i}" for i in range(40)]
+    of_texts = [name for name in names for _ in range(5)]
+    changed = round(share * 200)
+    return scores, names, [name.upper() for name in of_texts[:changed]] + of_texts[changed:]
+
+
+def test_many_ids_without_a_match_are_noticed():
+    said = "image_ids, text_ids: 16 of 40 images and 80 of 200 texts have no match"
+    with pytest.warns(SuspiciousInputWarning, match=said):
+        retrieval_metrics(*ids_in_two_spellings(0.4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SuspiciousInputWarning)
+        results = retrieval_results(*ids_in_two_spellings(0.05))
+        retrieval_metrics(*ids_in_two_spellings(0.4), relevant=(torch.arange(3), torch.arange(3)))
+    assert (results.i2t.unmatched, results.t2i.unmatched) == (2, 10)
+
+
+def test_tables_say_how_many_queries_do_not_count():
+    sim = Similarity.from_scores(*ids_in_two_spellings(0.05))
+    note = "2 of 40 images and 10 of 200 texts have no match: "
+    assert note in " ".join(table(compare_rerankers(sim, ["csls"], samples=9)).split())
+    sim = Similarity.from_scores(*ids_in_two_spellings(0))
+    assert "no match" not in table(compare_rerankers(sim, ["csls"], samples=9))

@@ -40,6 +40,14 @@ def test_names_and_re_rankers_are_compared():
     assert "Sinkhorn(scale=50, iterations=10)†" in table(found)
 
 
+def test_re_rankers_may_have_names_of_ones_own():
+    methods = {"mine": Sinkhorn(scale=50), "ours": CSLS(3)}
+    found = compare_rerankers(SIM, methods, samples=9)
+    assert [entry.label for entry in found.entries] == ["no re-ranking", "mine", "ours"]
+    assert [entry.reranker for entry in found.entries[1:]] == list(methods.values())
+    assert "mine†" in table(found)
+
+
 def test_re_rankers_get_banks_unless_they_have_some():
     own = CSLS(3).fit(*embeddings(7, 8, d=8, seed=6))
     bare = CSLS(4)
@@ -85,6 +93,8 @@ WRONG = {
     "one name": ({"methods": "fast"}, "methods: expected a list such as .*got 'fast'"),
     "one re-ranker": ({"methods": CSLS(3)}, r"methods: expected a list .*got CSLS\(k=3\)"),
     "a class": ({"methods": (CSLS,)}, "methods: expected names and re-rankers .*class"),
+    "a class by name": ({"methods": {"a": CSLS}}, "methods: expected a re-ranker for each name"),
+    "a name of ours": ({"methods": {"fast": CSLS(3)}}, "methods: expected other names .*'fast'"),
     "a pair": ({"sim": (COSINES, COSINES)}, "sim: expected one matrix of scores.*got a pair"),
     "two arrays": ({"sim": [COSINES.numpy()] * 2}, "sim: expected one matrix .*got a pair"),
     "a ragged matrix": ({"sim": COSINES[:, :20]}, "image_ids, text_ids: needed for 12 images"),

@@ -693,6 +693,18 @@ class _CentredByBlocks(rerank.Reranker):
         return lambda scores, rows: scores.sub_(mean)
 
 
+class _NoRule(_Centred):
+    """The new scores, where a function that returns them is expected."""
+
+    def rule(self, direction):
+        return direction.queries.scores()
+
+
+def test_a_rule_that_is_no_function_is_named():
+    with pytest.raises(TypeError, match=r"^rule: expected a Bias, or a function .*, got Tensor"):
+        _NoRule().rerank(torch.rand(N, M))
+
+
 def test_re_rankers_of_ones_own_are_a_bias_or_a_function_of_a_block():
     v, w = embeddings(N, M)
     sim = Similarity(v, w, torch.arange(N) % 3, torch.arange(M) % 3)

@@ -96,28 +96,35 @@ def _consecutive_copies(images: Tensor) -> int:
 
 def _equal_to_previous(images: Tensor) -> Tensor:
     """Return (N - 1,) whether a row (N, D) is equal to the one before, up to rounding."""
-    x = images.detach()
-    rtol = max(1e-5, 2 * torch.finfo(images.dtype).eps)
+    places = torch.arange(len(images), device=images.device)
+    return _are_equal(images.detach(), places[1:], places[:-1])
+
+
+def _are_equal(x: Tensor, rows: Tensor, others: Tensor) -> Tensor:
+    """Return (R,) whether rows (R,) of x (N, D) are equal to others (R,), up to rounding."""
+    rtol = max(1e-5, 2 * torch.finfo(x.dtype).eps)
     same = []
-    for rows, previous in zip(x[1:].split(_ROWS), x[:-1].split(_ROWS), strict=True):
-        same.append(torch.isclose(rows, previous, rtol, atol=1e-6).all(1))
+    for some, other in zip(rows.split(_ROWS), others.split(_ROWS), strict=True):
+        same.append(torch.isclose(x[some], x[other], rtol, atol=1e-6).all(1))
     return torch.cat(same)
 
 
 def warn_of_repeated(sim: Similarity) -> None:
-    """Warn if most images are copies of the one before, with its id, as in rows of pairs."""
+    """Warn if most images are copies of another with the same id, as in rows of pairs."""
     ids = sim.ids[0]
     images = sim.given_scores if sim.embeddings is None else sim.embeddings[0]
-    if ids is None or images is None or len(ids) < 2:
+    if ids is None or images is None:
         return
-    same = ids[1:] == ids[:-1]
-    if 2 * int(same.sum()) < len(ids):  # leaves the rows alone
+    order = ids.argsort(stable=True)
+    of_same_image = (ids[order].diff() == 0).nonzero().squeeze(1)
+    if 2 * len(of_same_image) < max(2, len(ids)):  # leaves the rows alone
         return
-    copies = int((same & _equal_to_previous(images)).sum())
+    equal = _are_equal(images.detach(), order[of_same_image + 1], order[of_same_image])
+    copies = int(equal.sum())
     if 2 * copies >= len(ids):
         warn(
-            f"images: {copies} of {len(ids)} rows are copies of the row before, with its id; each "
-            "is ranked, so that an image that is wrong for a text takes as many places as it has "
+            f"images: {copies} of {len(ids)} rows are copies of another with the same id; each is "
+            "ranked, so that an image that is wrong for a text takes as many places as it has "
             "copies. Pass one row for each image: _, first = numpy.unique(image_ids, "
             "return_index=True) says which."
         )

@@ -88,7 +88,7 @@ def share_names(ks: Ks) -> list[str]:
     return [*names, "mrr", "map", "r_precision", "map_at_r"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class QueryResults:
     """The results of each query of one direction.
 
@@ -107,6 +107,9 @@ class QueryResults:
     candidates: int
     grades: Tensor | None = None
 
+    def __repr__(self) -> str:
+        return f"QueryResults({len(self.ids)} queries, {self.candidates} candidates)"
+
     @property
     def best(self) -> Tensor:
         """The (Q,) int64 rank of each query's best positive; 0 where there is none."""
@@ -116,6 +119,11 @@ class QueryResults:
     def positives(self) -> Tensor:
         """The (Q,) int64 number of positives of each query."""
         return (self.ranks > 0).sum(1)
+
+    @property
+    def unmatched(self) -> int:
+        """The number of queries without a positive, which do not count."""
+        return int((self.positives == 0).sum())
 
     def hits(self, k: int) -> Tensor:
         """Return the (Q,) bool R@K: whether a positive is among the first k."""
@@ -269,6 +277,14 @@ class RetrievalResults:
     relevant: Judgements | None = None
 
     @property
+    def unmatched_in_words(self) -> str:
+        """How many images and texts have no match, in words."""
+        counts = []
+        for name, own in (("images", self.i2t), ("texts", self.t2i)):
+            counts.append(f"{own.unmatched} of {len(own.ids)} {name}")
+        return f"{' and '.join(counts)} have no match"
+
+    @property
     def ways(self) -> dict[str, QueryResults]:
         """The results of both directions by name: ``"i2t"`` and ``"t2i"``."""
         return {"i2t": self.i2t, "t2i": self.t2i}
@@ -377,6 +393,21 @@ def skewness(counts: Tensor) -> Tensor:
     return torch.where(variance > 0, (x**3).mean() / variance**1.5, 0.0)
 
 
+def check_systems(
+    name: str,
+    systems: Any,
+    kinds: tuple[type, ...] = (RetrievalResults,),
+    what: str = "results of retrieval_results",
+) -> None:
+    """Raise a TypeError unless there is an object of one of some kinds for each name."""
+    expected = f"{what} for each name, as in {{'model': results}}"
+    if not isinstance(systems, Mapping):
+        raise TypeError(f"{name}: expected {expected}, got {type(systems).__name__}")
+    for system, x in systems.items():
+        if not isinstance(x, kinds):
+            raise TypeError(f"{name}: expected {expected}, got {type(x).__name__} for {system!r}")
+
+
 def latex_table(
     systems: Mapping[str, RetrievalResults | Mapping[str, float]],
     *,
@@ -392,10 +423,7 @@ def latex_table(
         digits: number of decimals.
         ks: the K, which dictionaries need to have.
     """
-    for name, x in systems.items():
-        if not isinstance(x, (RetrievalResults, Mapping)):
-            expected = "results or metrics for each name, as in {'model': metrics}"
-            raise TypeError(f"systems: expected {expected}, got {x!r} for {name!r}")
+    check_systems("systems", systems, (RetrievalResults, Mapping), "results or metrics")
     ks = as_ks(ks)
     columns = [*recall_names(ks), "rsum"]
     rows = {}
@@ -440,13 +468,16 @@ def save_trec(results: RetrievalResults, folder: str | Path, tag: str = "itrloss
 
     Args:
         results: from :func:`retrieval_results`.
-        folder: an existing folder.
+        folder: where they are written; it is made if it does not exist.
         tag: the name of the run.
 
     Raises:
         ValueError: for grades that are no whole numbers, which the format has no place for; if a
             text is a query of several folds.
     """
+    if not isinstance(results, RetrievalResults):
+        got = type(results).__name__
+        raise TypeError(f"results: expected those of retrieval_results, got {got}")
     i2t = results.i2t
     t2i = results.t2i
     if results.relevant is None:
@@ -460,6 +491,7 @@ def save_trec(results: RetrievalResults, folder: str | Path, tag: str = "itrloss
     grades = grades.long()
     _check_positives("i2t", i2t, images)
     _check_positives("t2i", t2i, texts)
+    Path(folder).mkdir(parents=True, exist_ok=True)
     _save_trec(Path(folder, "i2t"), i2t, ("image", "text"), (images, texts, grades), tag)
     _save_trec(Path(folder, "t2i"), t2i, ("text", "image"), (texts, images, grades), tag)
 

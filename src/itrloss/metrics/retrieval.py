@@ -27,7 +27,7 @@ from .labels import (
 )
 from .relevance import Judged, Relevant, WhichPairs, judged
 from .results import RECALLS, Ks, QueryResults, RetrievalResults, as_ks, join_folds
-from .suspicion import warn_of_chance
+from .suspicion import warn_of_chance, warn_of_unmatched
 
 if TYPE_CHECKING:
     from ..rerank import Reranker
@@ -151,7 +151,8 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
 
     Warns:
         SuspiciousInputWarning: of copies of images, of embeddings passed as scores or as both
-            sides, and of recall at chance level; see :doc:`metrics`.
+            sides, of ids that many images or texts share with none, and of recall at chance level;
+            see :doc:`metrics`.
 
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.
@@ -172,6 +173,7 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         check_division(folds, gather, has_rules, has_more)
     if gather:
         results = _sharded_results(scores, reranker, hubness_k, ties, process_group)
+        warn_of_unmatched(results)
         warn_of_chance(results)
         return results
     if pair:
@@ -185,6 +187,8 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         results = _ranked(sims, rules, reranker, hubness_k, ties)
     else:
         results = _results_in_folds(sims, folds, reranker, hubness_k, ties)
+    if not has_rules:
+        warn_of_unmatched(results)
     warn_of_chance(results)
     return results
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _LEAST_QUERIES = 20  # of fewer, chance and a weak model cannot be told apart
 _MOST_TEXTS = 20  # of an image, in the data sets that give each image as many
+_MOST_UNMATCHED = 0.1  # share of images, or of texts, that are there as wrong candidates only
 
 
 def warn_of_copies(images: Tensor) -> None:
@@ -54,6 +55,18 @@ def warn_of_one_side(sim: Similarity) -> None:
         warn(
             "images, texts: both are the same embeddings, so that each is compared with itself. "
             "Pass the images' and the texts'."
+        )
+
+
+def warn_of_unmatched(results: RetrievalResults) -> None:
+    """Warn if many images or texts have no match, as of ids in two spellings."""
+    shares = []
+    for own in results.ways.values():
+        shares.append(own.unmatched / max(1, len(own.ids)))
+    if max(shares) >= _MOST_UNMATCHED:
+        warn(
+            f"image_ids, text_ids: {results.unmatched_in_words}, so that they are no queries. "
+            "Equal ids are a match; names have to be spelt in the same way"
         )
 
 

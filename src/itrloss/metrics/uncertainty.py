@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import as_size, check_number, one_of
-from .results import RECALLS, WAYS, Ks, RetrievalResults, as_ks, share_names
+from .results import RECALLS, WAYS, Ks, RetrievalResults, as_ks, check_systems, share_names
 
 _DRAWN = 2**16  # ids drawn at a time
 _ROUNDING = 1e-9  # sums of equal values in another order differ by some 1e-13
@@ -118,6 +118,7 @@ def compare_all(
     Returns:
         ``{system: {figure: comparison}}``, without the baseline.
     """
+    check_systems("systems", systems)
     one_of("baseline", baseline, *systems)
     for figure in figures:
         one_of("figures", figure, *_names(ks))

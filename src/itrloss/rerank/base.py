@@ -318,6 +318,9 @@ class Reranker(ABC):
         rules = self._rules_together([direction for direction, _ in views])
         ruled = []
         for (direction, labelled), rule in zip(views, rules, strict=True):
+            if not callable(rule):
+                expected = "a Bias, or a function of scores and rows"
+                raise TypeError(f"rule: expected {expected}, got {type(rule).__name__}")
             if isinstance(rule, Bias):
                 rule = rule._replace(bias=direction.of_all(rule.bias))
                 if not bool(rule.bias.to(labelled.dtype).isfinite().all()):
