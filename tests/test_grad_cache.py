@@ -362,11 +362,17 @@ class Averaged(nn.Module):
         return self.encoder(x)
 
 
-def test_gradients_are_averaged_though_the_loss_ignores_an_encoders_last_input():
+@pytest.mark.parametrize("ignores_second", [False, True])
+def test_gradients_are_averaged_once_whatever_the_loss_uses(ignores_second):
     encoder = Averaged(tower(5))
     images = batch()[0]
-    grad_cache_step(lambda x, y: x.square().sum(), [encoder, encoder], [images, images], 5)
+
+    def loss(x, y):
+        return x.square().sum() if ignores_second else (x * y).sum()
+
+    grad_cache_step(loss, [encoder, encoder], [images, images], 5)
     *before, last = encoder.averaged
+    assert before
     assert last
     assert not any(before)
 
