@@ -218,6 +218,9 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
         TypeError, ValueError: naming the argument, also for an unknown name.
     """
     rerankers = _by_name(methods, fast or FastReranker())
+    if not isinstance(banks, tuple) or len(banks) != 2:
+        expected = "a pair, queries of images and of texts, or None for one of them"
+        raise TypeError(f"banks: expected {expected}, got {type(banks).__name__}")
     sim = _with_ids("sim", sim)
     if validation is not None:
         validation = _with_ids("validation", validation)

@@ -98,6 +98,7 @@ WRONG = {
     "a pair": ({"sim": (COSINES, COSINES)}, "sim: expected one matrix of scores.*got a pair"),
     "two arrays": ({"sim": [COSINES.numpy()] * 2}, "sim: expected one matrix .*got a pair"),
     "a ragged matrix": ({"sim": COSINES[:, :20]}, "image_ids, text_ids: needed for 12 images"),
+    "a bank": ({"banks": COSINES}, "banks: expected a pair, .*got Tensor"),
     "held-out nans": ({"validation": torch.full((4, 4), np.nan)}, "validation: expected finite"),
 }
 
