@@ -90,6 +90,18 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: it.InfoNCELoss(margin=0.1)(I, T, guide=S),
         r"guide: .*got Tensor; scores go in as itrloss.Similarity.from_scores\(guide",
     ),
+    (
+        lambda: it.InfoNCELoss(margin=0.1)(I, T, guide=(I[:4], T)),
+        r"^guide\[0\]: expected as many rows as there are images, 6, got shape \(4, 8\)$",
+    ),
+    (
+        lambda: it.InfoNCELoss(margin=0.1)(scores=S, guide=(I, T[:4])),
+        r"^guide\[1\]: expected as many rows as there are texts, 6, got shape \(4, 8\)$",
+    ),
+    (
+        lambda: it.DistillationLoss()(I, T, (I, T[:3])),
+        r"^teacher\[1\]: expected as many rows as there are texts, 6, got shape \(3, 8\)$",
+    ),
     (lambda: it.DistillationLoss()(I, T), "teacher: expected a Similarity or embeddings"),
     (
         lambda: it.DistillationLoss()(I, T, (I, T, T)),
@@ -273,6 +285,14 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: it.CoupledMemory(16, 8, dtype="half"), "^dtype: expected a floating-point type"),
     (lambda: memory().enqueue(I), "^CoupledMemory.enqueue: .*got no text_keys"),
     (lambda: memory().enqueue(I, T[:5]), r"^text_keys: expected shape \(6, 8\), got \(5, 8\)"),
+    (
+        lambda: memory_loss(I, T),
+        "^MemoryDiversityContrastiveLoss: expected images, .*, memory, got no image_keys, text_key",
+    ),
+    (lambda: it.UnifiedTrainingObjective()(I, T, ids=IDS), "'ids'; did you mean 'image_ids'"),
+    (lambda: it.CODERObjective(8, 4)(I, T), "^CODERObjective: .* got no image_keys, text_keys, m"),
+    (lambda: it.PCMEPlusPlusLoss()(I, T), "^PCMEPlusPlusLoss: .* got no images_log_variance, text"),
+    (lambda: it.VarianceAwareLoss()(OWN), "^VarianceAwareLoss: .* got no texts"),
     (lambda: memory_loss(I, T, I, T, I), "^memory: expected a CoupledMemory, got Tensor"),
     (enqueued_too_early, "enqueue a batch after its backward pass"),
     (lambda: it.MomentumEncoder(I), "^encoder: expected a module, got Tensor"),

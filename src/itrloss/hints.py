@@ -245,6 +245,7 @@ def misfit(
     name = function.__qualname__.removesuffix(".__init__")
     if "self" in parameters and args and not isinstance(args[0], Tensor):
         name = f"{type(args[0]).__name__}.{function.__name__}".removesuffix(".__init__")
+    name = name.removesuffix(".forward")  # a module is called itself
     for given in kwargs:
         if given not in names:
             return unknown(name, given, names)

@@ -107,6 +107,11 @@ class CoupledMemory(CheckedModule):
         """Return the number of valid entries. Synchronises with an accelerator."""
         return int((self.ids != IGNORE_ID).sum())
 
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was enqueued yet. Does not synchronise with an accelerator."""
+        return self._labelled is None
+
     def __bool__(self) -> bool:
         return True  # ``if memory`` asks whether there is one, be it empty
 

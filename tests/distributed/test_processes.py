@@ -586,6 +586,12 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         ),
         "ValueError: guide: expected (4, 4) images and texts of this process, got (5, 5)",
     ),
+    "rows of the guide": (
+        lambda odd: itrloss.InfoNCELoss(margin=0.1, gather=True)(
+            *pairs(), guide=(sample(4, D), sample(4 + odd, D))
+        ),
+        "ValueError: guide[1]: expected as many rows as there are texts, 4, got shape (5,",
+    ),
     "teacher": (
         lambda odd: itrloss.DistillationLoss(gather=True)(*pairs(), others()[odd]),
         "TypeError: teacher: expected a Similarity.sharded",

@@ -388,6 +388,33 @@ def test_a_memory_has_negatives_but_no_positives():
     assert "MemoryDiversityContrastiveLoss: no image has a matching text" in message
 
 
+MEMORY_LOSSES = {
+    "M-DCL": lambda: itrloss.MemoryDiversityContrastiveLoss(positive_weight=1),
+    "UTO": itrloss.UnifiedTrainingObjective,
+    "InfoNCE": itrloss.MemoryInfoNCELoss,
+}
+
+
+@pytest.mark.parametrize("name", MEMORY_LOSSES)
+def test_a_memory_that_stays_empty_is_noticed(name):
+    images, texts = embeddings(captions=1)
+
+    def steps(loss, number, batches=0):
+        memory = itrloss.CoupledMemory(64, 16)
+        for step in range(number):
+            loss(images, texts, images, texts, memory)
+            if step < batches:
+                memory.enqueue(images, texts)
+
+    loss = MEMORY_LOSSES[name]()
+    assert not said(steps, loss, 99)
+    (message,) = said(steps, loss, 120)
+    assert message.startswith(f"{type(loss).__name__}: nothing was put into the memory before 100")
+    assert "memory.enqueue(image_keys, text_keys, ids)" in message
+    assert not said(steps, MEMORY_LOSSES[name](), 120, batches=1)
+    assert not said(steps, MEMORY_LOSSES[name]().eval(), 120)
+
+
 def test_unit_vectors_are_no_scores_of_a_loss():
     for seed in range(5):
         x = torch.nn.functional.normalize(torch.randn(32, 32, generator=generator(seed)))
@@ -425,6 +452,13 @@ VECTORS = torch.nn.functional.normalize(torch.randn(16, 16, generator=generator(
 LONG = 10 * IMAGES, 10 * TEXTS
 OTHERS = torch.randn(9, 16, generator=generator(3))
 
+
+def with_log_scale(loss, value):
+    """Give a loss the parameter of a model."""
+    loss.log_scale = torch.nn.Parameter(torch.tensor(value))
+    return loss
+
+
 SUSPICIOUS = {
     "heads without an id of the texts": (
         lambda: itrloss.VarianceAwareLoss()(HEADS, TEXTS, IDS, OTHER_IDS),
@@ -441,6 +475,26 @@ SUSPICIOUS = {
     "long embeddings of VSE++": (
         lambda: compat.VSEPPLoss(0.2)(*LONG),
         "scores above 5, as of logits",
+    ),
+    "a scale in place of its logarithm": (
+        lambda: with_log_scale(itrloss.InfoNCELoss(learnable=True), 14.3)(IMAGES, TEXTS),
+        "log_scale: expected the logarithm of a scale, which for a scale of 14.3 is 2.66",
+    ),
+    "a scale that is cut": (
+        lambda: with_log_scale(itrloss.InfoNCELoss(learnable=True, max_scale=100), 100.0)(
+            IMAGES, TEXTS
+        ),
+        "log_scale: expected the logarithm of a scale, which for a scale of 100 is 4.605",
+    ),
+    "a scale with a memory": (
+        lambda: with_log_scale(itrloss.MemoryInfoNCELoss(learnable=True), 14.3)(
+            IMAGES, TEXTS, IMAGES, TEXTS, itrloss.CoupledMemory(9, 16)
+        ),
+        "which for a scale of 14.3 is 2.66",
+    ),
+    "a scale of the sigmoid loss": (
+        lambda: with_log_scale(itrloss.SigmoidLoss(), 14.3)(IMAGES, TEXTS),
+        "which for a scale of 14.3 is 2.66",
     ),
     "logits of SGRAF": (
         lambda: compat.SGRAFLoss(0.2)(100 * COSINES),
@@ -513,6 +567,12 @@ def test_other_suspicious_input_is_noticed(name):
 
 
 RIGHT = {
+    "a large scale": lambda: with_log_scale(itrloss.InfoNCELoss(learnable=True), 6.9)(
+        IMAGES, TEXTS
+    ),
+    "a scale that has grown": lambda: with_log_scale(
+        itrloss.InfoNCELoss(learnable=True, max_scale=100), 4.61
+    )(IMAGES, TEXTS),
     "heads": lambda: itrloss.VarianceAwareLoss()(HEADS, TEXTS, IDS, IDS),
     "unit vectors": lambda: itrloss.InfoNCELoss(normalize=False)(VECTORS, VECTORS.flip(0)),
     "long embeddings and wide margins": lambda: compat.VSEPPLoss(20)(*LONG),

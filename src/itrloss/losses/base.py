@@ -25,12 +25,15 @@ from ..distributed import consensus, digest, padded, world_size
 from ..distributed.collectives import replicated, total
 from ..engine.relations import Rule
 from ..functional import Reduction
+from ..hints import explained
 from ..memory import CoupledMemory, MemorySimilarity
 from ..related import Related
 from ..similarity import DIRECTIONS, Directions, Engine, Similarity
+from ..suspicious import warn
 from ..telemetry import describe, describe_memory
 from .suspicion import may_be_read, warn_of_ids, warn_of_units, warn_of_vectors
 
+_EMPTY_CALLS = 100  # with an empty memory, until there is a warning
 LEAST_LOG = -1e30  # in place of the logarithm of 0, whose gradient would be nan
 
 
@@ -553,6 +556,9 @@ class MemoryLoss(DirectedLoss):
             in any case.
     """
 
+    _empty_calls = 0  # with an empty memory, in training mode
+
+    @explained
     def forward(
         self,
         images: Tensor,
@@ -570,7 +576,8 @@ class MemoryLoss(DirectedLoss):
             images, texts: (N, D) and (M, D) embeddings of any length.
             image_keys, text_keys: (N, D) and (M, D) embeddings of the same by the momentum
                 encoders.
-            memory: keys of former batches. While it is empty, its terms are 0.
+            memory: keys of former batches. While it is empty, its terms are 0; there is one warning
+                if it still is after 100 calls in training mode.
             image_ids, text_ids: (N,) and (M,) integers or strings, as tensors, NumPy arrays or
                 lists; equal ids are positives in the batch, and
                 entries of the memory with an anchor's id are no negatives of it. If both are left
@@ -580,7 +587,19 @@ class MemoryLoss(DirectedLoss):
         keys = image_keys, text_keys
         ids = image_ids, text_ids
         sims = self._similarities(batch, keys, memory, ids)
+        if self.training and memory.is_new and not torch.compiler.is_compiling():
+            self._count_empty()
         return self._with_telemetry(self._value(sims, keys, memory, ids), sims)
+
+    def _count_empty(self) -> None:
+        """Count a call with an empty memory, and warn once if there were many."""
+        self._empty_calls += 1
+        if self._empty_calls == _EMPTY_CALLS:
+            warn(
+                f"{type(self).__name__}: nothing was put into the memory before {_EMPTY_CALLS} "
+                "calls in training mode, so that its terms are 0. After each backward pass, call "
+                "memory.enqueue(image_keys, text_keys, ids)"
+            )
 
     def _value(
         self,

@@ -14,6 +14,7 @@ from ..checks import Choice, Fixed, Learnable, Number, NumberOr, as_number, rese
 from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
 from .base import PairLoss
+from .suspicion import warn_of_scale
 
 _INTERVAL = 50  # calls between checks for a collapse
 
@@ -193,6 +194,12 @@ class SigmoidLoss(PairLoss):
         """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
         self._reset_scale()
         reset_learnable(self)
+
+    def _look(self, loss: Any, sim: Similarity) -> None:
+        """Warn of a batch, and of a scale in place of its logarithm."""
+        super()._look(loss, sim)
+        if self._looked and self.log_scale is not None:
+            warn_of_scale(self.log_scale.detach())
 
     def compute(self, sim: Similarity) -> Any:
         """Return the sigmoid loss, SigLIP."""

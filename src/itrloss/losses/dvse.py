@@ -26,6 +26,7 @@ from ..checks import (
 from ..distributed import digest, gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from ..engine.vectors import Embeddings, full_precision, normalized
+from ..hints import explained
 from ..similarity import Similarity
 from ..telemetry import describe
 from .base import Loss, SimilarityLoss
@@ -77,6 +78,7 @@ class VarianceAwareLoss(SimilarityLoss):
         self.detach_sigma = detach_sigma
         self.shared_sigma = shared_sigma
 
+    @explained
     def forward(
         self,
         image_sets: Tensor,
@@ -193,6 +195,7 @@ class DynamicOrthogonalLoss(Loss):
         self.slack = slack
         self.pair_reduction = pair_reduction
 
+    @explained
     def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return the loss, see :func:`itrloss.functional.dynamic_orthogonal_loss`."""
 
@@ -254,6 +257,7 @@ class DynamicGate(CheckedModule):
         self.on_rate.zero_()
         self.batches.zero_()
 
+    @explained
     @torch.no_grad()
     def forward(
         self, regions: Tensor, mask: Tensor | None = None, process_group: Any = None
@@ -380,6 +384,7 @@ class DVSEObjective(CheckedModule):
             if part.reduction != "mean":
                 raise ValueError(f"reduction: expected 'mean' for a total, got {part.reduction!r}")
 
+    @explained
     def forward(
         self,
         image_sets: Tensor,

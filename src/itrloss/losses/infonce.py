@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -40,6 +41,7 @@ from .base import LEAST_LOG, MemoryLoss, PairLoss, SimilarityLoss
 from .suspicion import (
     may_be_read,
     warn_of_negatives,
+    warn_of_scale,
     warn_of_temperature,
     warn_of_units,
     warn_of_vectors,
@@ -151,7 +153,12 @@ class TemperatureLoss(SimilarityLoss):
 
     @torch.no_grad()
     def _limit_scale(self) -> None:
-        """Set a learnt scale that has become too large back to the largest one."""
+        """Set a learnt scale that has become too large back to the largest one; look at it before
+        the first batch.
+        """
+        log_scale = self.log_scale
+        if log_scale is not None and not self._looked and host_may_read(log_scale):
+            warn_of_scale(log_scale)
         if self.max_scale is None:
             return
         if self.log_scale is None:
@@ -365,7 +372,8 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             return guide, NOTHING_FURTHER
         images, texts, *more = guide
         related = ids_of_further.related
-        batch = self._between(images, texts, ids, names=_OF_GUIDE, related=related)
+        check = partial(check_rows, _OF_GUIDE, images, texts, sim)
+        batch = self._between(images, texts, ids, check, names=_OF_GUIDE, related=related)
         negatives = more[0] if more else None
         return batch, self._further(images, texts, negatives, ids_of_further, True)
 
@@ -887,6 +895,18 @@ def check_embeddings_of(name: str, model: Any, has_negatives: bool) -> None:
         raise ValueError(f"{name}: expected embeddings {expected}, got {len(model)} tensors")
 
 
+def check_rows(names: Names, images: Tensor, texts: Tensor, sim: Similarity) -> str:
+    """Raise an error unless another model has embeddings of as many images and texts as there are
+    in this process; return nothing that has to be the same in others.
+    """
+    sizes = {"images": sim.shape[0], "texts": sim.T.shape[0]}
+    for name, x, side in zip(names[:2], (images, texts), sizes, strict=True):
+        if x.shape[:1] != (sizes[side],):
+            expected = f"as many rows as there are {side}, {sizes[side]}"
+            raise ValueError(f"{name}: expected {expected}, got shape {tuple(x.shape)}")
+    return ""
+
+
 def described_model(name: str, other: Any, images: Any, texts: Any) -> str:
     """Return what another model's part of a shared batch is, in words.
 
@@ -1091,7 +1111,8 @@ class DistillationLoss(PairLoss):
             return self._taught_by(teacher, sim, ids, related)
         if isinstance(teacher, list):
             images, texts = teacher
-            return self._between(images, texts, ids, names=_OF_TEACHER, related=related)
+            check = partial(check_rows, _OF_TEACHER, images, texts, sim)
+            return self._between(images, texts, ids, check, names=_OF_TEACHER, related=related)
         return teacher
 
     def _taught_by(

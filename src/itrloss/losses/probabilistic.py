@@ -21,6 +21,7 @@ from ..checks import (
     reset_learnable,
 )
 from ..engine.vectors import normalized
+from ..hints import explained
 from ..similarity import Similarity
 from ..terms import identity, pair_term, softplus
 from .base import SimilarityLoss
@@ -107,6 +108,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
         reset_learnable(self)
 
+    @explained
     def forward(
         self,
         images_mean: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from ..suspicious import number_shared, warn, warn_of_embeddings
 # Cosines are at most 1, and SCAN's log-sum-exp of cosines 1.6; cosines times CLIP's first scale
 # of 14.3 are more.
 _LARGEST = 5.0
+# CLIP learns scales of at most 100.
+_LARGEST_SCALE = 1e4
 
 
 def may_be_read(sim: Similarity) -> bool:
@@ -69,6 +72,17 @@ def warn_of_temperature(temperature: float | Tensor, sim: Similarity) -> None:
         warn(
             f"temperature: {value:g} makes cosines almost equal. A scale of {value:g}, as other "
             f"libraries have, is temperature=1/{value:g}"
+        )
+
+
+def warn_of_scale(log_scale: float | Tensor) -> None:
+    """Warn of the logarithm of a scale, 1 / temperature, that is probably the scale itself."""
+    if bool(log_scale > math.log(_LARGEST_SCALE)):
+        value = float(log_scale)
+        warn(
+            f"log_scale: expected the logarithm of a scale, which for a scale of {value:.4g} is "
+            f"{math.log(value):.4g}, got {value:.4g}, which is a scale of e^{value:.4g} and a "
+            f"temperature of e^-{value:.4g}. CLIP learns scales up to 100"
         )
 
 
