@@ -34,7 +34,7 @@ def pytest_collection_finish():
 
 
 # `--fast` runs so many cases of each test with parameters, and each loss, re-ranker or answer once.
-FAST_CASES = 4
+FAST_CASES = 3
 
 
 def pytest_addoption(parser):
