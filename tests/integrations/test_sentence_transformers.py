@@ -443,7 +443,9 @@ def test_a_sum_of_losses_has_the_curve_of_a_pair_loss_of_both(folder, tmp_path):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_the_guided_loss_of_the_page_has_the_curve_of_theirs(folder, tmp_path):
+@pytest.mark.parametrize("columns", [2, 3])
+def test_the_guided_loss_of_the_page_has_the_curve_of_theirs(columns, folder, tmp_path):
+    """With hard negatives, theirs compares documents with documents, but not with the negatives."""
     names: dict[str, Any] = {"torch": torch, "itrloss": itrloss}
     exec(snippet("integrations.rst", "class GuidedLoss"), names)
     torch.manual_seed(1)
@@ -454,18 +456,19 @@ def test_the_guided_loss_of_the_page_has_the_curve_of_theirs(folder, tmp_path):
     def ours(model: Any) -> Any:
         loss = names["GuidedLoss"](model, guide)
         # as theirs, which also takes queries with queries and documents with documents
-        same = {"image_image": True, "text_text": True, "directions": "image-text"}
+        same = {"image_image": True, "text_text": columns == 2, "directions": "image-text"}
         loss.loss = itrloss.InfoNCELoss(0.01, margin=0, **same)
         return loss
 
     before = [p.clone() for p in guide.parameters()]
-    expected, _ = train(folder, lambda model: GISTEmbedLoss(model, guide), tmp_path)
-    found, _ = train(folder, ours, tmp_path)
+    theirs = partial(GISTEmbedLoss, guide=guide, contrast_positives=columns == 2)
+    expected, _ = train(folder, theirs, tmp_path, columns)
+    found, _ = train(folder, ours, tmp_path, columns)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert all(map(torch.equal, guide.parameters(), before))
     # as printed, with ids
     labels = [i // 2 for i in range(len(PAIRS))]
-    rows = data(2, label=labels)
+    rows = data(columns, label=labels)
     found, _ = train(folder, lambda m: names["GuidedLoss"](m, guide), tmp_path, dataset=rows)
     assert found[-1] < found[0]
 

@@ -97,15 +97,17 @@ def train(
         "lr_scheduler_type": "constant",
     }
     checkpoint = options.pop("checkpoint", None)
-    more = {name: options.pop(name) for name in ("eval_dataset", "model_init") if name in options}
+    of_trainer = ("eval_dataset", "model_init", "data_collator")
+    more = {name: options.pop(name) for name in of_trainer if name in options}
     own = ("sides", "output", "mini_batch_size", "split")
     more |= {name: options.pop(name) for name in own if name in options}
     args = TrainingArguments(output_dir=str(folder), **settings | options)
-    more |= {
+    usual = {
         "args": args,
         "train_dataset": rows or data(),
         "data_collator": default_data_collator if loss else with_loss,
     }
+    more = usual | more
     model = None if "model_init" in more else make(kind)
     trainer = Trainer(model, **more) if loss is None else RetrievalTrainer(model, loss=loss, **more)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -205,6 +207,29 @@ def test_columns_of_ids_reach_the_loss(kind: str, names: tuple[str, ...], tmp_pa
     ids = torch.tensor(IDS[:BATCH])
     expected = loss(last.image_embeds, last.text_embeds, ids, ids)
     assert found["eval_loss"] == pytest.approx(expected.item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("names", [("label",), ("labels",), ("image_ids", "text_ids")])
+def test_ids_that_are_strings_are_not_left_out(names: tuple[str, ...], tmp_path):
+    """The usual collator leaves them out; one of one's own puts them into the batch."""
+    words = [f"image {number}" for number in IDS]
+    rows = data(**dict.fromkeys(names, words))
+    with pytest.raises(TypeError, match=f"^{names[0]}: expected integers, .*got 'image"):
+        train("clip", tmp_path, itrloss.InfoNCELoss(), rows, max_steps=1)
+
+    def collate_words(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        others = [{name: x for name, x in row.items() if name not in names} for row in rows]
+        batch = default_data_collator(others)
+        for name in names:
+            batch["labels" if name == "label" else name] = [row[name] for row in rows]
+        return batch
+
+    numbers = data(**dict.fromkeys(names, IDS))
+    expected, _ = train("clip", tmp_path, itrloss.InfoNCELoss(), numbers, max_steps=2)
+    found, _ = train(
+        "clip", tmp_path, itrloss.InfoNCELoss(), rows, max_steps=2, data_collator=collate_words
+    )
+    assert found == pytest.approx(expected)
 
 
 def test_what_the_loss_takes_is_passed_on(tmp_path):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, get_args
 
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from . import (
 )
 
 try:
-    from transformers import Trainer
+    from transformers import Trainer, default_data_collator
 except ImportError as error:
     raise ImportError(
         f"{__name__}: install itrloss with the extra 'transformers' ({error})"
@@ -99,6 +100,9 @@ class RetrievalTrainer(Trainer):
             raise ValueError("mini_batch_size: expected a number with split, got None")
         self.split = split
         super().__init__(*args, **kwargs)
+        if self.data_collator is default_data_collator:
+            names = ["label", "labels", *self._passed_on()]
+            self.data_collator = partial(_collated, names=names)
         self._share_parameters(self.model)
         warn_without_gather(loss)
         self.can_return_loss = True  # evaluation has a loss without labels, too
@@ -312,6 +316,22 @@ class RetrievalTrainer(Trainer):
                 )
             rows = rows.unflatten(0, (len(images), -1))
         return self.loss(images, texts, negatives=rows, **options)
+
+
+def _collated(rows: list[Any], names: list[str]) -> dict[str, Any]:
+    """Return the batch that transformers' usual collator makes of rows.
+
+    It leaves out strings, so raise an error if what the loss should get, by ``names``, is one.
+    """
+    first = rows[0] if isinstance(rows[0], Mapping) else vars(rows[0])
+    for name in names:
+        if isinstance(first.get(name), str):
+            raise TypeError(
+                f"{name}: expected integers, as the usual collator of transformers leaves out "
+                f"strings, got {first[name]!r}; number them, or pass a data_collator of your own, "
+                "which puts them into the batch as a list"
+            )
+    return default_data_collator(rows)
 
 
 def _names_of(forward: Callable[..., Any]) -> set[str]:
