@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +45,7 @@ def test_a_reader_that_has_read_enough_is_no_error(saved):
         assert process.stdout.readline().startswith(saved)
         process.stdout.close()
         assert not process.stderr.read()
-    assert process.returncode == 128 + signal.SIGPIPE
+    assert process.returncode == 0
 
 
 def test_there_is_no_command_for_benchmarks(capsys):
