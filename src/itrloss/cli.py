@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # a reader such as head has read enough; the interpreter's last flush must not fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 1  # what comes after the table was not written
     except (ImportError, OSError, ValueError) as error:
         _say(args, error)
         return 2

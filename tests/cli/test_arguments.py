@@ -35,7 +35,7 @@ def test_the_version_is_that_of_the_library(capsys):
     assert capsys.readouterr().out == f"itrloss {itrloss.__version__}\n"
 
 
-def test_a_reader_that_has_read_enough_is_no_error(saved):
+def test_a_reader_that_has_read_enough_gets_no_message(saved):
     """As in ``itrloss rerank … | head -n 1``."""
     command = [sys.executable, "-m", "itrloss", "rerank", saved, "--methods", "csls"]
     with subprocess.Popen(
@@ -45,7 +45,7 @@ def test_a_reader_that_has_read_enough_is_no_error(saved):
         assert process.stdout.readline().startswith(saved)
         process.stdout.close()
         assert not process.stderr.read()
-    assert process.returncode == 0
+    assert process.returncode == 1
 
 
 def test_there_is_no_command_for_benchmarks(capsys):
