@@ -11,7 +11,7 @@ from .memory import CoupledMemory, MomentumEncoder
 from .mining import mine_hard_negatives
 from .related import Related
 from .similarity import NO_ID, Similarity
-from .suspicious import SuspiciousInputWarning
+from .suspicious import SuspiciousInputWarning, UnfitScalesWarning
 from .telemetry import describe
 from .terms import pair_term
 
@@ -26,6 +26,7 @@ __all__ = [
     "Related",
     "Similarity",
     "SuspiciousInputWarning",
+    "UnfitScalesWarning",
     "compat",
     "describe",
     "distributed",

@@ -99,7 +99,7 @@ def check_matrix(
     if x.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got {x.layout}; write {name}.to_dense()")
     if x.dim() != dims or 0 in x.shape[int(empty) :]:
-        hint = hints.as_matrix(name, x) if dims == 2 else ""
+        hint = hints.as_matrix(name, x, shape.endswith("D)")) if dims == 2 else ""
         raise ValueError(
             f"{name}: expected shape {shape}, each at least 1, got {tuple(x.shape)}{hint}"
         )
@@ -139,8 +139,8 @@ def missing_side(rows: Any, names: Names) -> TypeError:
 def check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """Raise an error unless two tensors lie on one device, and both are float64 or neither is."""
     if (x.dtype == torch.float64) != (other.dtype == torch.float64):
-        expected = f"float64 for float64 {other_name}, and for no others"
-        got = f"{x.dtype} for {other.dtype}"
+        expected = f"the dtype of {other_name}, {other.dtype}"
+        got = f"{x.dtype}"
         raise TypeError(
             f"{name}: expected {expected}, got {got}; write {name}.to({other_name}.dtype)"
         )

@@ -94,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         # a reader such as head has read enough; the interpreter's last flush must not fail, too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with contextlib.suppress(io.UnsupportedOperation):  # what is no file has none to be closed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1  # what comes after the table was not written
     except (ImportError, OSError, ValueError) as error:
         _say(args, error)

@@ -218,9 +218,12 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
         TypeError, ValueError: naming the argument, also for an unknown name.
     """
     rerankers = _by_name(methods, fast or FastReranker())
-    if not isinstance(banks, tuple) or len(banks) != 2:
+    if not isinstance(banks, (tuple, list)) or len(banks) != 2:
         expected = "a pair, queries of images and of texts, or None for one of them"
         raise TypeError(f"banks: expected {expected}, got {type(banks).__name__}")
+    banks = banks[0], banks[1]
+    if validation is not None and "fast" not in rerankers:
+        raise ValueError("validation: expected 'fast' among methods, which is calibrated on it")
     sim = _with_ids("sim", sim)
     if validation is not None:
         validation = _with_ids("validation", validation)
@@ -426,6 +429,8 @@ def _by_own_names(methods: Mapping[Any, Any]) -> dict[str, Reranker]:
         if not isinstance(method, Reranker):
             expected = "a re-ranker for each name, such as {'mine': CSLS(10)}"
             raise TypeError(f"methods: expected {expected}, got {method!r} for {name!r}")
+        if not isinstance(name, str) or not name.isprintable() or not name:
+            raise TypeError(f"methods: expected names on one line, got {name!r}")
         if name in TITLES:
             raise ValueError(f"methods: expected other names than the library's, got {name!r}")
     return dict(methods)

@@ -107,8 +107,7 @@ def grad_cache_step(
     with _state(set().union(*(tower.modules for tower in towers))):  # in the end as it is now
         for tower in used:
             tower.second_pass(last[id(tower.encoder)] is tower)
-    for tower in used:
-        _check_trained(tower)
+    _warn_of_untrained(used)
     return result
 
 
@@ -148,29 +147,27 @@ def _warn_of_processes(towers: Sequence[_Tower]) -> None:
             return
 
 
-def _check_trained(tower: _Tower) -> None:
-    """Raise an error if an encoder has parameters to train, but its output needs no gradient.
+def _warn_of_untrained(towers: Sequence[_Tower]) -> None:
+    """Warn of an encoder with parameters to train whose output needed no gradient.
 
-    A method's module may hold the parameters of other encoders, and those that the loss uses: then
-    some of them have a gradient. The parameters of a function are not known.
+    Not meant are parameters that another encoder trains, as in the methods of one model, and those
+    that the loss uses. The parameters of a function are not known.
     """
-    if tower.trains:
-        return
-    leave_out = "leave out torch.no_grad() and .detach() in the encoder"
-    if not tower.modules:
-        warn(
-            f"{tower.name}: what this function returns needs no gradient, so that nothing in it is "
-            f"trained; {leave_out}, or pass one that is not trained as a module, such as "
-            "torch.nn.Identity() for features"
-        )
-        return
-    trained = [p for p in tower.parameters if p.requires_grad]
-    if trained and all(p.grad is None for p in trained):
-        raise ValueError(
-            f"{tower.name}: expected an output that needs a gradient, as the encoder has "
-            f"{len(trained)} parameters to train, got one without a graph; {leave_out}, or freeze "
-            "it by requires_grad_(False)"
-        )
+    trained = set()
+    for tower in towers:
+        trained.update(tower.parameter_gradients)
+        if tower.trains:
+            trained.update(tower.parameters)
+    for tower in towers:
+        own = {p for p in tower.parameters if p.requires_grad}
+        is_left_out = bool(own) and own.isdisjoint(trained)
+        if not tower.trains and (is_left_out or not (tower.modules or trained)):
+            warn(
+                f"{tower.name}: what it returns needs no gradient, so that nothing in it is "
+                "trained. Leave out torch.no_grad() and .detach() in the encoder, or freeze its "
+                "parameters by requires_grad_(False)"
+            )
+            return
 
 
 def _checked_embeddings(

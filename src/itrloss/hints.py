@@ -197,13 +197,13 @@ def as_floats(name: str, x: Any) -> str:
     return f"; write torch.tensor({name})"
 
 
-def as_matrix(name: str, x: Tensor) -> str:
+def as_matrix(name: str, x: Tensor, are_embeddings: bool) -> str:
     """Return how to make a matrix of a tensor of another shape; empty for no idea."""
     if x.dim() == 1:
         return f"; for a single row, write {name}[None]"
     if x.dim() == 3 and 1 in x.shape[:2]:
         return f"; write {name}.squeeze({list(x.shape).index(1)})"
-    if x.dim() == 3 and not name.startswith("scores"):
+    if x.dim() == 3 and are_embeddings:
         return (
             f"; for {x.shape[1]} embeddings of each, such as captions, write {name}.flatten(0, 1) "
             "and pass ids. Sets with one score for each pair are for "

@@ -35,14 +35,6 @@ from .similarity import SIDES, Directions, Engine, Similarity
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
 
 HALF = torch.float16, torch.bfloat16
-# Where DDP, the compiler, FSDP, checkpointing and Lightning Fabric hold the module that they wrap.
-WRAPPERS = (
-    "module",
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "_forward_module",
-)
 
 
 class CoupledMemory(CheckedModule):
@@ -609,11 +601,11 @@ class MomentumEncoder(CheckedModule):
         """Raise an error unless an encoder has the parameters and buffers of the module."""
         if not isinstance(encoder, nn.Module):
             raise TypeError(f"encoder: expected a module, got {type(encoder).__name__}")
-        pairs = zip_longest(names_and_shapes(self.module), names_and_shapes(encoder))
-        for own, new in pairs:
-            if own != new:
-                expected = f"{own or 'nothing more'}, as in the key encoder"
-                raise ValueError(f"encoder: expected {expected}, got {new or 'nothing'}")
+        for own, new in zip_longest(names_and_shapes(self.module), names_and_shapes(encoder)):
+            if own is None or new is None or own.shape != new.shape:
+                expected = "nothing more" if own is None else str(own)
+                got = "nothing" if new is None else str(new)
+                raise ValueError(f"encoder: expected {expected}, as in the key encoder, got {got}")
 
     def _averaged(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of a module that are averaged, by name."""
@@ -636,16 +628,23 @@ class MomentumEncoder(CheckedModule):
         return self.module(*args, **kwargs)
 
 
-def names_and_shapes(module: nn.Module) -> list[str]:
-    """Return the names and shapes of a module's parameters and buffers, in words.
+class NamedShape(NamedTuple):
+    """The name and the shape of a parameter or a buffer."""
 
-    The names are those of the module inside of others that wrap it.
+    name: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} of shape {self.shape}"
+
+
+def names_and_shapes(module: nn.Module) -> list[NamedShape]:
+    """Return the names and shapes of a module's parameters and buffers, in their order.
+
+    A module inside of another that wraps it has other names.
     """
-    described = []
-    for name, x in [*module.named_parameters(), *module.named_buffers()]:
-        parts = [part for part in name.split(".") if part not in WRAPPERS]
-        described.append(f"{'.'.join(parts)} of shape {tuple(x.shape)}")
-    return described
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return [NamedShape(name, tuple(x.shape)) for name, x in tensors]
 
 
 def find_averages(encoder: MomentumEncoder, _: Any) -> None:

@@ -380,7 +380,7 @@ WRONG = {
     "types": (
         (*[KEYS] * 4, filled(2)),
         TypeError,
-        "memory: expected float64 for float64 images",
+        "memory: expected the dtype of images, torch.float32",
     ),
     "ids beside a memory without": (
         (*[KEYS] * 4, WITHOUT_IDS, IDS, IDS),

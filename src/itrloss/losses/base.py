@@ -598,7 +598,7 @@ class MemoryLoss(DirectedLoss):
             warn(
                 f"{type(self).__name__}: nothing was put into the memory before {_EMPTY_CALLS} "
                 "calls in training mode, so that its terms are 0. After each backward pass, call "
-                "memory.enqueue(image_keys, text_keys, ids)"
+                "memory.enqueue(image_keys, text_keys, ids), unless it is to begin later"
             )
 
     def _value(

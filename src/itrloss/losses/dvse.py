@@ -257,8 +257,8 @@ class DynamicGate(CheckedModule):
         self.on_rate.zero_()
         self.batches.zero_()
 
-    @explained
     @torch.no_grad()
+    @explained
     def forward(
         self, regions: Tensor, mask: Tensor | None = None, process_group: Any = None
     ) -> Tensor:

@@ -66,7 +66,8 @@ def warn_of_unmatched(results: RetrievalResults) -> None:
     if max(shares) >= _MOST_UNMATCHED:
         warn(
             f"image_ids, text_ids: {results.unmatched_in_words}, so that they are no queries. "
-            "Equal ids are a match; names have to be spelt in the same way"
+            "Equal ids are a match; names have to be spelt in the same way. If they are there as "
+            "wrong candidates alone, that is right"
         )
 
 
