@@ -331,6 +331,8 @@ def test_methods_that_look_at_other_test_queries_get_a_dagger():
         assert "†" not in note
 
 
+# pytest shows what Python hides: matplotlib's calls of NumPy, in some versions of both
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_warnings_of_the_input_are_notes_in_all_formats(tmp_path, capsys):
     path = tmp_path / "s.npy"
     latex, report = tmp_path / "t.tex", tmp_path / "r.html"
