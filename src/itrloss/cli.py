@@ -89,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with _shown_warnings(args):
             args.run(args)
+        sys.stdout.flush()  # a closed pipe is noticed here, not at the interpreter's exit
     except FileNotFoundError as error:
         _say(args, f"{error.filename}: there is no such file{_near(error.filename)}")
         return 2

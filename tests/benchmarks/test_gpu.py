@@ -237,6 +237,7 @@ def test_memory_is_given_back_after_an_item(on_cuda):
 # ------------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 def test_the_command_leaves_a_record_in_which_a_failing_step_is_failing(
     tmp_path, monkeypatch, capsys
 ):

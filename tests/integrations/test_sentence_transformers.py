@@ -162,6 +162,7 @@ def test_both_directions_with_hard_negatives_have_twice_their_curve(folder, tmp_
     torch.testing.assert_close([x / 2 for x in ours], theirs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_matryoshka_inside_or_around_has_their_curve(folder, tmp_path):
     forward, dims = itrloss.InfoNCELoss(0.05), [4, 8, 16]
     ways = [
@@ -422,6 +423,7 @@ def test_a_model_of_several_vectors_is_refused(folder):
         RetrievalLoss(model, itrloss.InfoNCELoss())
 
 
+@pytest.mark.slow
 def test_a_sum_of_losses_has_the_curve_of_a_pair_loss_of_both(folder, tmp_path):
     class Sum(torch.nn.Module):
         def __init__(self):
@@ -443,7 +445,7 @@ def test_a_sum_of_losses_has_the_curve_of_a_pair_loss_of_both(folder, tmp_path):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("columns", [2, 3])
+@pytest.mark.parametrize("columns", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_guided_loss_of_the_page_has_the_curve_of_theirs(columns, folder, tmp_path):
     """With hard negatives, theirs compares documents with documents, but not with the negatives."""
     names: dict[str, Any] = {"torch": torch, "itrloss": itrloss}

@@ -209,7 +209,14 @@ def test_columns_of_ids_reach_the_loss(kind: str, names: tuple[str, ...], tmp_pa
     assert found["eval_loss"] == pytest.approx(expected.item(), abs=1e-4)
 
 
-@pytest.mark.parametrize("names", [("label",), ("labels",), ("image_ids", "text_ids")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("label",), marks=pytest.mark.slow),
+        pytest.param(("labels",), marks=pytest.mark.slow),
+        ("image_ids", "text_ids"),
+    ],
+)
 def test_ids_that_are_strings_are_not_left_out(names: tuple[str, ...], tmp_path):
     """The usual collator leaves them out; one of one's own puts them into the batch."""
     words = [f"image {number}" for number in IDS]

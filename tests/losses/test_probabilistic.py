@@ -285,7 +285,7 @@ def test_input_errors_name_the_argument():
     like_means = r"images_log_variance: expected shape \(4, 6\) like images_mean"
     with pytest.raises(ValueError, match=like_means):
         loss(v, w, s[:3], t, *ids)
-    with pytest.raises(TypeError, match="texts_log_variance: expected float64"):
+    with pytest.raises(TypeError, match="texts_log_variance: expected the dtype of texts_mean"):
         loss(v, w, s, t.float(), *ids)
     with pytest.raises(ValueError, match=r"texts_log_variance: expected shape \(B, D\)"):
         loss(v, w, s, t[:, 0], *ids)

@@ -203,7 +203,11 @@ WRONG = {
         ValueError,
         r"text_concepts: expected shape \(4, 3\), got \(3, 3\)",
     ),
-    "types": ({"texts": GIVEN.texts.float()}, TypeError, "text_concepts: expected float64"),
+    "types": (
+        {"texts": GIVEN.texts.float()},
+        TypeError,
+        "text_concepts: expected the dtype of weight",
+    ),
     "integers": (
         {"images": GIVEN.images.long()},
         TypeError,
