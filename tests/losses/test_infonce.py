@@ -420,7 +420,7 @@ Y = embeddings(4, 4, dtype=torch.float32)
         (
             NEGATIVES(negatives=torch.randn(3, 6).double()),
             TypeError,
-            "negatives: expected the dtype of images, torch.float64",
+            "negatives: expected the dtype of images, torch.float32, got torch.float64",
         ),
         (
             NEGATIVES(negatives=torch.randn(3, 2, 6)),
