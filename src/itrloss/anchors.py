@@ -1084,6 +1084,7 @@ def times_weight(term: Term) -> Term:
     """Return a term of scores and of the weights of their matches: the product of both."""
 
     def product(z: Tensor, weight: Tensor, *params: Tensor) -> Tensor:
+        """Return the term of scores, times the weights."""
         return weight * term(z, *params)
 
     return Term(product)

@@ -125,6 +125,7 @@ def _shown_warnings(args: argparse.Namespace) -> Iterator[None]:
     shown = set()
 
     def show(message: object, category: type[Warning], *_: object, **__: object) -> None:
+        """Print a warning that was not printed before."""
         if str(message) in shown:  # every method finds the same of the same scores
             return
         shown.add(str(message))
@@ -171,6 +172,7 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
     """Return a type of argument that is one of some words."""
 
     def word(text: str) -> str:
+        """Return an allowed word; raise an error for another."""
         if text in allowed:
             return text
         parts = text.replace(",", " ").split()
@@ -687,6 +689,7 @@ def _check_output(name: str, path: Path) -> None:
 
 
 def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tensor | None]) -> None:
+    """Raise a ValueError for folds that do not go with the input or with other options."""
     n, m = sim.shape
     if args.folds == n:
         raise ValueError(f"--folds: {n} are parts of one image, where there is nothing to re-rank")
@@ -840,6 +843,7 @@ def _validation(args: argparse.Namespace) -> Similarity | None:
     show = warnings.showwarning
 
     def show_of_val(message: Warning | str, *others: Any, **options: Any) -> None:
+        """Show a warning of the validation pairs as one of ``--val``."""
         text = re.sub("(image|text)_ids", r"val_\g<0>", str(message))
         show(f"--val: {text}", *others, **options)
 

@@ -103,6 +103,7 @@ class Entry:
 
     @property
     def _bank(self) -> str:
+        """Return which bank was used, in words; empty for none."""
         kind, _, way = self.hubs.partition(" ")
         if kind != "bank":
             return ""

@@ -237,6 +237,7 @@ def _is_integer(text: str) -> bool:
 
 
 def _is_number(text: str) -> bool:
+    """Return whether a text is a number."""
     try:
         float(text)
     except ValueError:
@@ -399,6 +400,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _read_npy(path: Path) -> Any:
+    """Return the array of a .npy file, mapped into memory, or the object that was pickled in it."""
     with open(path, "rb") as file:
         if _header(file)[1].hasobject:  # np.save of a dictionary
             return _unpickled(file)
@@ -431,6 +433,7 @@ class _Later(NamedTuple):
 
 
 def _read_npz(path: Path) -> dict[str, _Later]:
+    """Return the arrays of a .npz file by name."""
     arrays = {}
     with zipfile.ZipFile(path) as archive:
         for entry in archive.namelist():
@@ -520,6 +523,7 @@ def _read_hdf5(path: Path, transposed: bool = False) -> dict[str, _Later]:
     arrays: dict[str, _Later] = {}
 
     def add(name: str, entry: Any) -> None:
+        """Note a data set, which is loaded when it is used."""
         if isinstance(entry, h5py.Dataset):
             load = partial(_from_hdf5, path, name, transposed)
             arrays[name] = _Later(len(entry.shape), load)
@@ -700,6 +704,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
 
 
 def _unpickled(file: IO[bytes]) -> Any:
+    """Return what was pickled; of a list with one entry, the entry."""
     value = _Unpickler(file, encoding=_ENCODING).load()  # as written by Python 2, too
     if isinstance(value, _Pickled) and isinstance(value.data, list) and len(value.data) == 1:
         value = value.data[0]  # once: it may contain itself

@@ -225,6 +225,7 @@ def explained(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call the function; explain what it does not take."""
         try:
             return function(*args, **kwargs)
         except TypeError as error:
@@ -325,6 +326,7 @@ def public_names(module: str, names: list[str]) -> Callable[[str], Any]:
     """Return a module's ``__getattr__``, whose error says which public name was meant."""
 
     def missing(name: str) -> Any:
+        """Raise the error for a name that the module does not have."""
         hint = "" if name.startswith("_") else did_you_mean(name, names)
         raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 

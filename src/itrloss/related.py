@@ -26,7 +26,7 @@ Sides = tuple[Any, Any]  # of rows and of columns
 
 
 class Related(NamedTuple):
-    """What else than ids says who matches, and who may be a negative.
+    """What decides, besides ids, who matches and who may be a negative.
 
     ``groups``: (N,) groups of the rows and (M,) of the columns, which are the rows' if None. A pair
     that does not match is negative only in the same group, or with the ``rule`` ``"other"`` only in

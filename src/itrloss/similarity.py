@@ -81,7 +81,7 @@ class Similarity(Anchors):
         check_finite: raise a ValueError for nan and infinite embeddings. That reads the data: an
             accelerator has to synchronise, and ``torch.compile(fullgraph=True)`` fails.
         names: what error messages call rows, columns and their ids.
-        related: what else than ids says who matches or may be a negative: groups, or a matrix.
+        related: what decides, besides ids, who matches or may be a negative: groups, or a matrix.
 
     Raises:
         TypeError, ValueError: naming the argument, what it should be and what it was.

@@ -273,6 +273,8 @@ def test_the_loss_is_left_as_it_was():
         ),
         (ValueError, "processes: expected an integer of at least 1, got 0", {"processes": 0}),
         (TypeError, "loss: expected a module or function, got float", {"loss": 1.0}),
+        (TypeError, "call: expected a function, got str", {"call": "loss(x, y)"}),
+        (TypeError, "reference: expected a function, got Tensor", {"reference": torch.ones(1)}),
     ],
 )
 def test_wrong_arguments_are_named(error, message, options):

@@ -126,6 +126,7 @@ class Pairs:
         return self._cached(("counts", side), lambda: self._counts(side))
 
     def _counts(self, side: int) -> tuple[Tensor, Tensor]:
+        """Return what :meth:`counts` keeps."""
         own = self.ids[side]
         other = self.ids[1 - side]
         if own is None or other is None:
@@ -165,6 +166,7 @@ class Pairs:
         return self._cached("numbers", self._numbers)
 
     def _numbers(self) -> Numbers:
+        """Return what :meth:`numbers` keeps."""
         if 0 in self.shape:
             return Numbers(0, (0, 0))
         of_rows, _ = self.counts(0)
@@ -184,6 +186,7 @@ class Pairs:
         return self._cached("listed", self._listed)
 
     def _listed(self) -> tuple[Tensor, Tensor]:
+        """Return what :attr:`listed` keeps."""
         if self.one_to_one:
             i = torch.arange(min(self.shape), device=self.device)
             return i, i
@@ -207,6 +210,7 @@ class Pairs:
         return self._cached(("classes", side), lambda: self._classes(side))
 
     def _classes(self, side: int) -> Classes:
+        """Return what :meth:`classes` keeps."""
         ids = self.ids[side]
         assert ids is not None
         n = self.shape[0]
@@ -227,6 +231,7 @@ class Pairs:
         return self._cached(("members", side), lambda: self._members(side))
 
     def _members(self, side: int) -> Members:
+        """Return what :meth:`members` keeps."""
         numbered, _ = self._sorted(0)
         ordered, order = self._sorted(side)
         # The last class is of entries without one.

@@ -242,6 +242,7 @@ class RelatedPairs(Pairs):
         return sums[side]
 
     def _weight_sums_of_both(self) -> list[Tensor]:
+        """Return the (N,) sums of the rows' weights and the (M,) of the columns'."""
         of_rows: list[Tensor] = []
         of_cols = torch.zeros(self.shape[1], device=self.device)
         for rows in self._rows():
@@ -260,6 +261,7 @@ class RelatedPairs(Pairs):
         return self._cached("listed weights", self._listed_weights)
 
     def _listed_weights(self) -> Tensor:
+        """Return what :meth:`listed_weights` keeps."""
         parts = [torch.empty(0, device=self.device)]
         for rows in self._rows():
             weights = self.relation.weights(rows, EVERYTHING)
@@ -305,6 +307,7 @@ class RelatedPairs(Pairs):
         return counts[side]
 
     def _counts_of_both(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the numbers of positives and negatives of each row, and those of each column."""
         zeros = [torch.zeros(size, dtype=torch.int64, device=self.device) for size in self.shape]
         of_rows, of_cols = [(x, x.clone()) for x in zeros]
         for rows in self._rows():
@@ -316,6 +319,7 @@ class RelatedPairs(Pairs):
         return [of_rows, of_cols]
 
     def _listed(self) -> tuple[Tensor, Tensor]:
+        """Return what :attr:`listed` keeps."""
         parts = []
         for rows in self._rows():
             i, j = self.relation.positive(rows, EVERYTHING).nonzero().unbind(1)

@@ -436,7 +436,7 @@ class PairLoss(DirectedLoss):
         text_groups: IdsLike | None,
         matches: Tensor | None,
     ) -> Related | None:
-        """Return what else than ids says who matches or may be a negative; None: nothing."""
+        """Return what decides, besides ids, who matches or may be a negative; None: nothing."""
         if image_groups is None and text_groups is None and matches is None:
             return None
         return Related((image_groups, text_groups), self.groups, matches)

@@ -85,6 +85,7 @@ def _relevance(
         return Relevance(positives, table)
 
     def excluded(part: slice) -> Tensor:
+        """Return who is not ranked for a slice of the queries, by any rule."""
         masks = [rule.excluded(part) for rule in rules]
         return torch.stack(masks).any(0)
 

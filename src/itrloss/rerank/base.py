@@ -117,6 +117,7 @@ class Reranker(ABC):
         return f"{type(self).__name__}({options})"
 
     def _options(self) -> dict[str, Any]:
+        """Return the options by name."""
         options = {}
         for place, value in vars(self).items():
             name = place.removeprefix("_")
@@ -263,6 +264,7 @@ class Reranker(ABC):
         return self._pair(ranking.top for ranking in self.ranked(sim, k, None))
 
     def _pair(self, results: Iterable[T]) -> Reranked[T]:
+        """Return the results of both directions, which say whether they are transductive."""
         pair = Reranked(results)
         pair.transductive = self.transductive
         return pair
@@ -484,6 +486,7 @@ def _ranks(ruled: Ruled, k: int, ties: str | None, relevance: Relevance | None =
     ids, candidate_ids = ids_or_indices(labelled)
 
     def parts() -> Iterator[tuple[slice, Ranking]]:
+        """Yield slices of the queries, each with its ranking."""
         for rows, block in direction.queries.blocks(_AT_ONCE):
             scored = Similarity.from_scores(rule(block, rows), ids[rows], candidate_ids)
             own = None if relevance is None else relevance.part(rows)

@@ -69,10 +69,12 @@ class KReciprocalReranker(Reranker):
         return rules[: len(directions)]
 
     def _rule(self, queries: _Items, candidates: _Items) -> Rule:
+        """Return the rule of one direction."""
         by_neighbour = candidates.encodings.by_neighbour()
         size = len(candidates.vectors)
 
         def compare(scores: Tensor, rows: slice) -> Tensor:
+            """Return the weighted sum of both distances, negated, for a block's queries."""
             vectors = queries.vectors[rows]
             with full_precision(vectors), full_float32(vectors.device):
                 products = vectors @ candidates.vectors.T

@@ -99,6 +99,7 @@ def _in_front(candidates: Tensor, values: Tensor) -> Rule:
     levels = _levels(values)
 
     def move_to_front(scores: Tensor, rows: slice) -> Tensor:
+        """Raise the chosen candidates of a block's queries above its highest score."""
         peak = scores.amax(1, keepdim=True)
         room = torch.finfo(scores.dtype).max - peak.clamp_min(0.0)
         step = peak.abs().clamp_min(1.0)

@@ -37,6 +37,7 @@ class DualSoftmax(Reranker):
         total = direction.of_all(reference_sums(direction.candidates, self.scale))
 
         def in_logarithms(scores: Tensor, rows: slice) -> Tensor:
+            """Return the products of a block's scores and their shares, in logarithms."""
             exact = scores.double()
             size = exact.abs().log_().add_(exact, alpha=self.scale).sub_(total)
             is_zero = exact == 0
@@ -76,6 +77,7 @@ class QueryBankNorm(Reranker):
         hubs = indices.gather(0, values.topk(min(self.k, len(values)), 0).indices).unique()
 
         def penalise_hubs(scores: Tensor, rows: slice) -> Tensor:
+            """Return a block's scores, lowered where the best candidate is a hub."""
             best_is_hub = torch.isin(scores.argmax(1), hubs)
             lowered = torch.where(best_is_hub[:, None], penalty, 0.0)
             return scores.double().mul_(self.scale).sub_(lowered)
@@ -171,6 +173,7 @@ class MutualProximity(Reranker):
         std = direction.of_all(candidate.std)
 
         def log_probability(scores: Tensor, rows: slice) -> Tensor:
+            """Return the log probabilities of a block's scores."""
             exact = scores.double()
             candidate_term = torch.special.log_ndtr((exact - mean).div_(std))
             query_z = exact.sub_(query.mean[rows, None]).div_(query.std[rows, None])

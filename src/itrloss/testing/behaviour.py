@@ -135,6 +135,7 @@ def resumed_training(subject: Subject) -> None:
     """
 
     def start() -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return a loss and its optimizer, before training."""
         loss = subject.fresh()
         parameters = [*loss.parameters(), nn.Parameter(torch.zeros(1))]
         return loss, torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
@@ -181,6 +182,7 @@ def threads(subject: Subject) -> None:
     expected = [subject.result(batch, loss) for batch in batches]
 
     def work(batch: Batch, wanted: Result) -> None:
+        """Compare one batch's results with the expected ones, many times."""
         for _ in range(30):
             same("beside other threads", subject.result(batch, loss), wanted)
 
@@ -296,6 +298,7 @@ def cached_step(subject: Subject) -> None:
     encoders = [partial(torch.matmul, other=weight) for weight in weights]
 
     def compute(images: Tensor, texts: Tensor) -> Tensor:
+        """Return the loss of embeddings."""
         return subject.value(batch.of(images, texts), loss)
 
     value = compute(batch.images @ weights[0], batch.texts @ weights[1])

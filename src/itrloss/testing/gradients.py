@@ -22,6 +22,7 @@ def _gradcheck(output: Callable[[Batch], Any], batch: Batch) -> None:
     """Raise an error unless gradients of all outputs equal finite differences, entry by entry."""
 
     def compute(images: Tensor, texts: Tensor) -> tuple[Tensor, ...]:
+        """Return all that is computed from embeddings."""
         return tuple(tree_leaves(output(batch.of(images, texts))))
 
     torch.autograd.gradcheck(compute, batch.leaves().embeddings, check_undefined_grad=False)

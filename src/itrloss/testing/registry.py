@@ -32,6 +32,7 @@ def check(*needs: str) -> Callable[[CheckFunction], CheckFunction]:
     """
 
     def register(function: CheckFunction) -> CheckFunction:
+        """Register a check; return it."""
         CHECKS[function.__name__] = Check(function, needs)
         return function
 

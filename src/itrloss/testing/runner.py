@@ -151,6 +151,10 @@ def loss_checks(
     """
     if not callable(loss):
         raise TypeError(f"loss: expected a module or function, got {type(loss).__name__}")
+    for argument, function in (("call", call), ("reference", reference)):
+        if function is not None and not callable(function):
+            got = type(function).__name__
+            raise TypeError(f"{argument}: expected a function, got {got}")
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         raise ValueError(f"processes: expected an integer of at least 1, got {processes!r}")
     expected = dict(expected_failures or {})

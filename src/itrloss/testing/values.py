@@ -201,6 +201,7 @@ def scaled_embeddings(subject: Subject) -> None:
     """
 
     def scaled(x: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings with other lengths."""
         return x * torch.linspace(0.1, 9, len(x), dtype=torch.float64)[:, None]
 
     leaves = subject.batch().leaves()
