@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .cases import LOSSES, Case, module, parse_shape, problem
 
-# Operators that launch nothing, beside views, whose schemas say so.
+# Operators that launch nothing, besides views, whose schemas say so.
 FREE = {
     "_unsafe_view",
     "detach",

@@ -1,4 +1,4 @@
-"""``mine_hard_negatives`` beside FAISS's flat index and beside products and ``topk``, interleaved
+"""``mine_hard_negatives`` next to FAISS's flat index, and to products and ``topk``, interleaved
 in one process.
 
     python -m benchmarks.mining --out benchmarks/results/cpu_mining.json

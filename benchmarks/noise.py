@@ -42,7 +42,7 @@ CAPTIONS = 5  # of each picture
 
 @itrloss.pair_term
 def one_less_power(scores: Tensor, negatives: Tensor, scale: Tensor, q: Tensor) -> Tensor:
-    """Return ``(1 - p^q) / q``, p the positive's probability beside the negatives."""
+    """Return ``(1 - p^q) / q``, p the positive's probability among the negatives."""
     return (1 - torch.exp(q * F.logsigmoid(scale * scores - negatives))) / q
 
 

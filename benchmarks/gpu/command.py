@@ -163,7 +163,7 @@ def lacks(step: Step, dry: bool) -> str:
 
 
 def run(step: Step, limit: float, setup: Setup) -> tuple[list[int], list[Row]]:
-    """Run a step's parts in processes beside each other; return exit statuses and figures."""
+    """Run a step's parts in processes at the same time; return exit statuses and figures."""
     files: list[Path] = []
     commands: list[list[str]] = []
     for number, part in enumerate(step.parts or (None,)):

@@ -33,7 +33,7 @@ class Step(NamedTuple):
     module: str  # of benchmarks.gpu: its STEPS have the function
     seconds: int  # at most
     about: str  # what it measures, and what its figures decide
-    parts: tuple[str, ...] = ()  # run in processes beside each other: most of the time is compiling
+    parts: tuple[str, ...] = ()  # run in processes at the same time: most of the time is compiling
     tool: tuple[str, ...] = ()  # a program that runs it; without the program it is skipped
     needs: str = ""  # a Python package without which it is skipped
 
@@ -71,7 +71,7 @@ SLOTS: dict[int, tuple[Step, ...]] = {
     ),
     2: (
         MACHINE,
-        Step("amp", "training", 60, "float32 unit vectors under autocast, beside open_clip's loss"),
+        Step("amp", "training", 60, "float32 unit vectors under autocast; also open_clip's loss"),
         Step("small", "training", 90, "small batches: eager, CUDA graphs, compiled"),
         Step("peers", "training", 100, "other libraries, plain PyTorch and bare products"),
         Step("crossover", "modes", 40, "the size from which 'auto' should take Triton"),

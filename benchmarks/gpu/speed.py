@@ -31,7 +31,7 @@ TOYS: tuple[tuple[str, Shape], ...] = (("infonce learnable", (20, 20, 16)),)
 
 
 def goals(session: Session) -> None:
-    """Time a step of the losses that have goals, beside the products that plain PyTorch makes."""
+    """Time a step of the losses that have goals, next to the products that plain PyTorch makes."""
     shape = session.pick((4096, 65536, 1024), (4, 24, 16))
     with session.attempt(loss="mdcl", shape=shape):
         case = Case("mdcl", shape, HALF, session.device.type)

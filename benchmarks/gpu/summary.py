@@ -60,7 +60,7 @@ def step_lines(rows: list[Row]) -> list[str]:
 
 
 def plot(record: Record, path: Path) -> None:
-    """Draw the throughput of kernels and steps, beside bare products, plain PyTorch and others.
+    """Draw the throughput of kernels and steps, next to bare products, plain PyTorch and others.
 
     Raises:
         ImportError: without matplotlib.

@@ -1,4 +1,4 @@
-"""Steps: the loss in a whole step of training, under autocast, and beside other libraries."""
+"""Steps: the loss in a whole step of training, under autocast, and next to other libraries."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def training_step(
 
 
 def amp(session: Session) -> None:
-    """Time what trainers pass under autocast: unit vectors in float32, beside open_clip's loss."""
+    """Time what trainers pass under autocast: unit vectors in float32, next to open_clip's loss."""
     shapes = ((1024, 512), (4096, 512), (8192, 768), (32768, 512))
     for n, dim in session.pick(shapes, ((20, 16),)):
         images, texts = session.pair(n, n, dim, torch.float32)

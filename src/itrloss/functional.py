@@ -474,7 +474,7 @@ def check_other_model(name: str, other: Any, sim: Any) -> Any:
     own_shapes = sim.both.shapes
     other_shapes = other.both.shapes
     if own_shapes != other_shapes:
-        got = f"{other_shapes[0]} beside {own_shapes[0]}"
+        got = f"{other_shapes[0]} with {own_shapes[0]}"
         raise ValueError(
             f"{name}: expected similarities of the same images and texts, got a matrix of {got}"
         )

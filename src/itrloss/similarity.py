@@ -673,7 +673,7 @@ class Similarity(Anchors):
         """Return what ranking adds to the products of embeddings: biases (N,) of rows, (M,) of
         columns.
 
-        They are float64 where the matrix has biases: beside large ones, float32 would lose the
+        They are float64 where the matrix has biases: next to large ones, float32 would lose the
         digits that tell candidates apart.
         """
         if self.bias is None:

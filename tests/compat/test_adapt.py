@@ -151,7 +151,7 @@ def originals(x: torch.Tensor, y: torch.Tensor) -> dict[str, Original]:
 
 
 def ranking_loss(criterion, inputs):
-    """The loss, without the parts that some return beside it."""
+    """The loss, without the parts that some return next to it."""
     value = criterion(*inputs)
     return value[0] if isinstance(value, tuple) else value
 

@@ -355,7 +355,7 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "directions image-text",
         "directions text-image",
     ),
-    "directions beside a memory": (
+    "directions next to a memory": (
         lambda odd: mdcl(directions=("both", "image-text")[odd], gather=True)(
             *pairs(), *pairs(), memory()
         ),
@@ -372,7 +372,7 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "keys float32 bfloat16 bfloat16",
         "keys float32 float16 float16",
     ),
-    "ids beside a memory": (
+    "ids next to a memory": (
         lambda odd: mdcl(gather=True)(*pairs(), *pairs(), memory(), *[ids] * 2 * odd),
         "ids [False, False]",
         "ids [True, True]",

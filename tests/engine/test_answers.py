@@ -1,4 +1,4 @@
-"""All answers of anchors, and totals of them, on all engines beside the float64 reference."""
+"""All answers of anchors, and totals of them, on all engines, and the float64 reference."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_positives_alone_get_their_gradient_after_an_answer_that_nobody_uses(kin
     assert_equal(outcome("tiled"), outcome("reference"))
 
 
-# Sums over positives beside a threshold of each anchor.
+# Sums over positives next to a threshold of each anchor.
 OF_THRESHOLDS = {
     "hardest": lambda both: both.sum_of_positives(hinge, both.hardest_negatives().values),
     "hinge sum": lambda both: both.hinge_sum(0.1),
@@ -201,7 +201,7 @@ def test_tiles_that_are_not_kept_refuse_second_derivatives(name):
 
 
 def test_gradients_of_the_forward_pass_refuse_second_derivatives():
-    """That of rows beside a memory is computed in the forward pass."""
+    """That of rows next to a memory is computed in the forward pass."""
     v, w = embeddings(4, 5)
     values = similarity(v.requires_grad_(), w, make_ids("disjoint", 4, 5), "tiled").logsumexp(3.0)
     with pytest.raises(RuntimeError, match="create_graph"):

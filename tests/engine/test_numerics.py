@@ -272,7 +272,7 @@ def test_a_nan_beside_an_anchor_without_negatives(engine):
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 @pytest.mark.parametrize("place", [1, 38])
 def test_a_nan_in_any_tile_is_the_hardest_negative(engine, place, small_tiles):
-    """As the largest of all is nan beside a nan: a model that diverges must not go unnoticed."""
+    """As the largest of all is nan next to a nan: a model that diverges must not go unnoticed."""
     v, w = embeddings(40, 40)
     w[place] = torch.nan
     hardest = Similarity(v, w, engine=engine).hardest_negatives()

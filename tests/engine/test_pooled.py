@@ -191,8 +191,8 @@ def test_hardest_negatives_are_numbered_where_a_matrix_has_columns_and_then_pool
     _, x = embeddings(5, 4, seed=1)
     row_ids, col_ids = make_ids("disjoint", 5, 7)
     sim = similarity(v, w, (row_ids, col_ids), engine)
-    beside = similarity(v, x, (row_ids, col_ids[:4]), engine)
-    rows = Anchors.pooled(beside, sim)
+    mixed = similarity(v, x, (row_ids, col_ids[:4]), engine)
+    rows = Anchors.pooled(mixed, sim)
     of_columns = sim.T.hardest_negatives().indices
     of_rows = rows.hardest_negatives().indices
     wanted = torch.cat([of_columns, of_rows])

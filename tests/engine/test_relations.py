@@ -1,4 +1,4 @@
-"""Sets of labels, groups and matrices of matches, beside the loops of `oracle_embedders`."""
+"""Sets of labels, groups and matrices of matches, next to the loops of `oracle_embedders`."""
 
 from __future__ import annotations
 

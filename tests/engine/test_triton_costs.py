@@ -109,8 +109,8 @@ def test_memory_beside_inputs_and_gradients(n, m, d, dtype, with_ids, as_on_a_gp
         sim = Similarity(v, w, *ids, engine="triton")
         info_nce_loss(sim).backward()
     gradients = v.nbytes + w.nbytes
-    beside = peak.bytes - gradients
-    assert 0 < beside <= 256 * 2**20, beside / 2**20
+    further = peak.bytes - gradients
+    assert 0 < further <= 256 * 2**20, further / 2**20
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")

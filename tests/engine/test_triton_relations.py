@@ -217,7 +217,7 @@ def asked_in_double(kind, over, shape, key, shared, sides):
 )
 @pytest.mark.usefixtures("few_tiles", "poisoned")
 def test_terms_over_related_pairs(kind, over, shape, key, shared, sides, form, monkeypatch):
-    """Sums, and gradients by vectors or scores, scale and shift, beside plain PyTorch in float64.
+    """Sums, and gradients by vectors or scores, scale and shift, next to plain PyTorch in float64.
 
     Kernels find pairs by an id and a group of each entry, and others by a mask. z = scale S + shift
     has both signs.

@@ -247,7 +247,7 @@ def test_parts_of_a_total_and_its_positives(early, few_tiles):
     assert_close(found, wanted, 1e-5, 1e-6)
 
 
-# Sums of anchors that alone are trained, as beside a memory; their scales and shifts are given.
+# Sums of anchors that alone are trained, as next to a memory; their scales and shifts are given.
 ONE_SIDED = {
     "one scale": lambda anchors, q: anchors.logsumexp(5.0),
     "scales of anchors": lambda anchors, q: anchors.logsumexp(q),

@@ -1,4 +1,4 @@
-"""The losses in open_clip: over several processes, beside its own, beside one process, and in its
+"""The losses in open_clip: over several processes, next to its own, next to one process, and in its
 place.
 """
 
@@ -70,7 +70,7 @@ def assert_same(
         torch.testing.assert_close(found[name], x, rtol=10 * tolerance, atol=tolerance, msg=name)
 
 
-# --------------------------------------------------------------- values and gradients beside theirs
+# ---------------------------------------------------------------- values and gradients, and theirs
 
 
 def every_way(rank: int) -> dict[str, Any]:

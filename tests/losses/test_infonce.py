@@ -1,6 +1,6 @@
-"""Forms of InfoNCE, and distillation, beside plain PyTorch and sentence-transformers.
+"""Forms of InfoNCE, and distillation, next to plain PyTorch and sentence-transformers.
 
-`test_losses` has the hardness and the filter beside loop oracles, `test_sharded` all forms over
+`test_losses` has the hardness and the filter next to loop oracles, `test_sharded` all forms over
 processes.
 """
 
@@ -447,7 +447,7 @@ Y = embeddings(4, 4, dtype=torch.float32)
         (
             FILTERED(guide=Similarity(*X, *map(torch.arange, (3, 4)))),
             ValueError,
-            r"guide: .* a matrix of \(3, 4\) beside",
+            r"guide: .* a matrix of \(3, 4\) with",
         ),
         (
             FILTERED(guide=Similarity(*Y, *[torch.arange(4)] * 2)),
@@ -474,7 +474,7 @@ Y = embeddings(4, 4, dtype=torch.float32)
         (
             DISTILLED(Similarity(*X, *map(torch.arange, (3, 4)))),
             ValueError,
-            r"teacher: .* a matrix of \(3, 4\) beside",
+            r"teacher: .* a matrix of \(3, 4\) with",
         ),
         (
             lambda: functional.distillation_loss(Similarity(*Y), Y),

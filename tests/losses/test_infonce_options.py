@@ -1,4 +1,4 @@
-"""InfoNCE with all its options beside loops."""
+"""InfoNCE with all its options, compared with loops."""
 
 from __future__ import annotations
 

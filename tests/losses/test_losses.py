@@ -1,4 +1,4 @@
-"""Losses of pairs: values beside the loop oracle, bounds and relations, call forms, options, losses
+"""Losses of pairs: values of the loop oracle, bounds and relations, call forms, options, losses
 of your own.
 
 `check_loss` has what holds of every loss: gradients, invariants, precision, copies, compilation.

@@ -382,12 +382,12 @@ WRONG = {
         TypeError,
         "memory: expected the dtype of images, torch.float32",
     ),
-    "ids beside a memory without": (
+    "ids next to a memory without": (
         (*[KEYS] * 4, WITHOUT_IDS, IDS, IDS),
         ValueError,
         "image_ids, text_ids: expected None",
     ),
-    "no ids beside a memory with ids": (
+    "no ids next to a memory with ids": (
         (*[KEYS] * 4, LABELLED),
         ValueError,
         "image_ids, text_ids: expected ids",

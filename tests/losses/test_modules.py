@@ -1,4 +1,4 @@
-"""Modules beside the losses that `check_loss` takes, and losses with a state: compilation, copies,
+"""Modules next to the losses that `check_loss` takes, and losses with a state: compilation, copies,
 types, autocast, two processes.
 """
 

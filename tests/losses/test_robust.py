@@ -1,6 +1,6 @@
 """RINCE and RCL: limits, hostile input, options.
 
-`test_losses` has their values beside the loop oracle, `test_sharded` several processes.
+`test_losses` has their values next to the loop oracle, `test_sharded` several processes.
 """
 
 from __future__ import annotations

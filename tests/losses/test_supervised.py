@@ -1,7 +1,7 @@
-"""SupCon, MIL-NCE, multi-similarity and circle loss beside pytorch-metric-learning, at their
+"""SupCon, MIL-NCE, multi-similarity and circle loss next to pytorch-metric-learning, at their
 extremes, and how they relate.
 
-`test_losses` has their values beside the loop oracle.
+`test_losses` has their values next to the loop oracle.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def test_a_scale_of_256_in_float32_has_the_values_and_gradients_of_float64(
 
 @of_engines
 def test_the_worst_pairs_stay_finite(engine):
-    """Positives that score -1 beside negatives that score 1, for which exponents of the circle loss
+    """Positives that score -1 and negatives that score 1, for which exponents of the circle loss
     add up to 1200.
     """
     v = torch.eye(4).requires_grad_()

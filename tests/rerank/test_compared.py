@@ -1,4 +1,4 @@
-"""What ``compare_rerankers`` takes: scores of any form, and names beside re-rankers."""
+"""What ``compare_rerankers`` takes: scores of any form, and names next to re-rankers."""
 
 from __future__ import annotations
 

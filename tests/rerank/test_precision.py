@@ -58,8 +58,8 @@ SPREADS = {
     "masked at -1e9": (FIRST, with_one_at(-1e9), 0.0),
     "masked at the least float32": (FIRST, with_one_at(-3e38).float(), 0.0),
     "certain at 1e30": (FIRST, with_one_at(1e30), 0.0),
-    "beside the least half": (FIRST, with_one_at(-6e4, 0.1).float(), 0.0),
-    "beside each other 1e-9": (FIRST, 1 + 1e-9 * uniform(seed=1), 0.0),
+    "next to the least half": (FIRST, with_one_at(-6e4, 0.1).float(), 0.0),
+    "next to each other 1e-9": (FIRST, 1 + 1e-9 * uniform(seed=1), 0.0),
     "probabilities of 1e-8": (FIRST, 1e-8 * uniform(seed=1), 0.0),
     "probabilities of 1e-30": (FIRST, (1e-30 * uniform(seed=1)).float(), 0.0),
     "subnormal numbers": (FIRST, (1e-41 * uniform(seed=1)).float(), 0.0),
@@ -104,7 +104,7 @@ def test_two_stages_leave_equal_scores_equal(ties, ranks):
 
 @pytest.mark.parametrize("k", [M, 400])
 def test_multivariate_re_ranking_keeps_the_order_of_far_candidates(k):
-    """The terms of the 400th candidate are 1e-9, beside shares of 0.2."""
+    """The terms of the 400th candidate are 1e-9, next to shares of 0.2."""
     # all queries alike: shares tie, and the order is that of the other terms
     scores = (0.5 + torch.arange(k) * 2.0**-20).repeat(5, 1)
     method = MultiFactorReranker(k)

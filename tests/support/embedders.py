@@ -84,7 +84,7 @@ def guided(loss: PairLoss) -> Line:
 
 
 def guided_with_negatives(x: X, o: Settings) -> Tensor:
-    """The same negatives for each query, which are not beside documents then."""
+    """The same negatives for each query, which are not next to documents then."""
     size = len(x["queries"])
     of_negatives = x["guide_negatives"].detach().expand(size, -1, -1)
     guide = x["guide_queries"].detach(), x["guide_positives"].detach(), of_negatives

@@ -1,4 +1,4 @@
-"""Batches beside a memory, by the name of their shape."""
+"""Batches next to a memory, by the name of their shape."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def groups_meet(a: int, b: int, rule: str) -> bool:
 
 
 class Item(NamedTuple):
-    """What is known of an image, a text or a negative beside its scores."""
+    """What is known of an image, a text or a negative next to its scores."""
 
     labels: Labels
     group: int
@@ -292,9 +292,9 @@ def check_relations(
     if matches is None and not ids_given and n != m:
         raise ValueError("image_ids, text_ids: expected unless there are as many texts as images")
     if image_ids is not None and text_ids is None:
-        raise ValueError("text_ids: expected beside image_ids")
+        raise ValueError("text_ids: expected with image_ids")
     if image_groups is None and text_groups is not None:
-        raise ValueError("image_groups: expected beside text_groups")
+        raise ValueError("image_groups: expected with text_groups")
     if text_groups is None and image_groups is not None and n != m:
         raise ValueError("text_groups: expected unless there are as many texts as images")
 
@@ -335,7 +335,7 @@ def of_directions(
 
 
 class Candidate(NamedTuple):
-    """What may stand in a denominator beside the positive."""
+    """What may stand in a denominator next to the positive."""
 
     score: Tensor
     judged: Tensor  # the score that the filter looks at: the same, or the guide's
@@ -447,7 +447,7 @@ def other_texts(c: Contrast, p: int) -> list[Candidate]:
 
 
 def negatives_of_text(c: Contrast, p: int, most: float | None) -> list[Candidate]:
-    """Shared negatives are texts in that sum, too (ms-swift), but not beside a guide: GISTEmbed's
+    """Shared negatives are texts in that sum, too (ms-swift), but not next to a guide: GISTEmbed's
     sum of documents is over those of the batch.
     """
     if not c.batch.relations.texts_further or c.judge is not c.batch.scores:
@@ -496,14 +496,14 @@ def value_of_anchor(
     c: Contrast, positives: list[tuple[int, int]], candidates_of: Callable[..., list[Candidate]]
 ) -> Tensor | None:
     """The mean over the positives, by the weights of the matches. None if the anchor has no
-    positive, or no candidate beside it even before the filter; if it is the filter that leaves
+    positive, or no candidate next to it even before the filter; if it is the filter that leaves
     none, the value counts.
     """
-    beside = [candidates_of(c, i, p) for i, p in positives]
-    if not any(beside):
+    others = [candidates_of(c, i, p) for i, p in positives]
+    if not any(others):
         return None
     total, weights = 0, 0.0
-    for (i, p), candidates in zip(positives, beside, strict=True):
+    for (i, p), candidates in zip(positives, others, strict=True):
         weight = c.batch.weight(i, p)
         total = total + weight * value_of_pair(c, i, p, candidates)
         weights += weight
@@ -552,7 +552,7 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
         view: ``image_ids`` (N,) or label sets (N, k), ``text_ids``; ``matches`` (N, M), bool or
             weights, with nan for pairs in no sum, in their place; ``image_groups`` (N,),
             ``text_groups`` (M,) with ``negative_groups="same"`` or ``"other"``; ``negatives``
-            (K, D), (N, K, D), or (N, K) scores beside ``scores`` (N, M); ``negative_ids`` (K,) or
+            (K, D), (N, K, D), or (N, K) scores next to ``scores`` (N, M); ``negative_ids`` (K,) or
             (N, K), or sets of them; ``normalize``.
     """
     batch = make_batch(images, texts, **view)
@@ -610,13 +610,13 @@ def check_options(
     if not batch.scores.further:
         raise ValueError("in_batch: expected True without negatives")
     if image_image or text_text or joint:
-        raise ValueError("in_batch: expected True beside sums over the batch")
+        raise ValueError("in_batch: expected True next to sums over the batch")
 
 
 def check_filter(margin: float | None, relative: bool, text_text: bool | str, guide: Any) -> None:
     """Options of the filter want a margin."""
     if margin is None and (relative or text_text == "unfiltered" or guide is not None):
-        raise ValueError("margin: expected a number beside relative, 'unfiltered' or a guide")
+        raise ValueError("margin: expected a number next to relative, 'unfiltered' or a guide")
 
 
 # ----------------------------------------------------------------- other losses of the same batches

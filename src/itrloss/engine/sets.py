@@ -13,7 +13,7 @@ which element won, and backward forms no scores: it adds up the winners. The sco
 forms are computed again in backward.
 
 Sets of the columns may also belong to one row each: row n meets its own K sets alone. All shapes
-then begin with n, and the row is one set beside K others.
+then begin with n, and the row is one set next to K others.
 """
 
 from __future__ import annotations

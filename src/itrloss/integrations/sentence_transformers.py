@@ -198,7 +198,7 @@ class RetrievalTrainer(SentenceTransformerTrainer):
         }
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model and, beside it, the states of the losses."""
+        """Save the model and, next to it, the states of the losses."""
         super()._save(output_dir, state_dict)
         states = {name: part.loss.state_dict() for name, part in self._losses().items()}
         save_states(states, output_dir or str(self.args.output_dir))

@@ -172,7 +172,7 @@ class RetrievalTrainer(Trainer):
         return {name: x for name, x in state.items() if name not in parameters}
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model and, beside it, the loss's own state if it has any."""
+        """Save the model and, next to it, the loss's own state if it has any."""
         super()._save(output_dir, state_dict)
         state = self._own_state()
         if state:

@@ -568,8 +568,8 @@ class Denominators:
     def are_of_anchors(self) -> bool:
         """Whether an anchor has one denominator for all its positives, as in plain InfoNCE."""
         further = self.further
-        beside = further.among_images, further.among_texts, further.own_negatives
-        if self.loss.joint or not self.loss.in_batch or any(x is not None for x in beside):
+        others = further.among_images, further.among_texts, further.own_negatives
+        if self.loss.joint or not self.loss.in_batch or any(x is not None for x in others):
             return False
         return further.negatives is None or self.hardness[0] == self.hardness[1]
 
@@ -1065,7 +1065,7 @@ class DistillationLoss(PairLoss):
                 ``directions="image-text"``.
             teacher: (N, M) scores of another model, its embeddings ``(images, texts)``, or a
                 :class:`Similarity` of these.
-            image_ids, text_ids: see there; they are for ``telemetry`` and beside groups alone.
+            image_ids, text_ids: see there; they are for ``telemetry`` alone, and go with groups.
             image_groups, text_groups: see there; candidates are of the same group, or match.
         """
         if unknown:

@@ -118,7 +118,7 @@ def intervals(
     """Return a chart of values with intervals, (value, low, high) per name and group; ``zero``
     draws a line at 0.
     """
-    names = [textwrap.fill(name, 28) for name in names]  # the axis needs room beside them
+    names = [textwrap.fill(name, 28) for name in names]  # the axis needs room next to them
     spaces = 10 + 12 * len(groups), 7 + 15 * _most_lines(names)
 
     def draw(axes: Axes) -> Legend:

@@ -184,7 +184,7 @@ def threads(subject: Subject) -> None:
     def work(batch: Batch, wanted: Result) -> None:
         """Compare one batch's results with the expected ones, many times."""
         for _ in range(30):
-            same("beside other threads", subject.result(batch, loss), wanted)
+            same("among other threads", subject.result(batch, loss), wanted)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -202,7 +202,7 @@ def engines_agree(subject: Subject) -> None:
     batch = subject.batch(21, 34)
     dense = subject.result(batch, subject.fresh(engine="dense"))
     tiled = subject.result(batch, subject.fresh(engine="tiled"))
-    same("tiled beside dense", tiled, dense)
+    same("tiled and dense", tiled, dense)
 
 
 def _compiled(subject: Subject, fullgraph: bool) -> None:
