@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # a reader such as head has read enough; the interpreter's last flush must not fail, too
         with contextlib.suppress(io.UnsupportedOperation):  # what is no file has none to be closed
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1  # what comes after the table was not written
+        return 1  # what came after was not printed, and may not be written
     except (ImportError, OSError, ValueError) as error:
         _say(args, error)
         return 2
