@@ -284,7 +284,11 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: it.CoupledMemory(16), "^CoupledMemory: expected size, dim, got no dim"),
     (lambda: it.CoupledMemory(16, 8, dtype="half"), "^dtype: expected a floating-point type"),
     (lambda: memory().enqueue(I), "^CoupledMemory.enqueue: .*got no text_keys"),
-    (lambda: memory().enqueue(I, T[:5]), r"^text_keys: expected shape \(6, 8\), got \(5, 8\)"),
+    (lambda: memory().enqueue(I, T[:5]), r"^text_keys: expected shape \(6, 8\), got \(5, 8\)$"),
+    (
+        lambda: memory().enqueue(I, torch.cat([T, T])),
+        r"got \(12, 8\); .*write image_keys.repeat_interleave\(2, 0\)$",
+    ),
     (
         lambda: memory_loss(I, T),
         "^MemoryDiversityContrastiveLoss: expected images, .*, memory, got no image_keys, text_key",

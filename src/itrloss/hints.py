@@ -220,6 +220,14 @@ def consecutive_ids(n: int, m: int, row_ids: str, col_ids: str) -> str:
     return f"; where {m // n} consecutive ones belong to each, write {ids}"
 
 
+def repeated_rows(name: str, n: int, m: int) -> str:
+    """Return how to repeat each of n rows to have m; empty if m is no multiple of n."""
+    if n == 0 or m <= n or m % n:
+        return ""
+    rows = f"{name}.repeat_interleave({m // n}, 0)"
+    return f"; where {m // n} consecutive ones belong to each, write {rows}"
+
+
 def explained(function: F) -> F:
     """Return a function whose errors for unknown and superfluous arguments say what it takes."""
 

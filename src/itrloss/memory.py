@@ -29,7 +29,7 @@ from .distributed.shards import Share
 from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from .engine.pairs import IGNORE_ID, Pairs
 from .engine.vectors import Embeddings, normalized
-from .hints import explained
+from .hints import explained, repeated_rows
 from .similarity import SIDES, Directions, Engine, Similarity
 
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
@@ -169,7 +169,8 @@ class CoupledMemory(CheckedModule):
             check_matrix(name, x, f"(B, {self.dim})", empty=empty)
             shape = image_keys.shape[0], self.dim
             if x.shape != shape:
-                raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
+                hint = repeated_rows("image_keys", len(image_keys), len(text_keys))
+                raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}{hint}")
         self.check_labels("ids", ids is not None)
         self.check_names("ids", ids)
         keys = [image_keys.detach(), text_keys.detach()]
