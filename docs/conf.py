@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # not installed: examples/, and what extends Sphinx
 try:
     import itrloss
-except ModuleNotFoundError:  # not installed: document the sources beside this folder
+except ModuleNotFoundError:  # not installed: document the sources next to this folder
     sys.path.insert(0, str(ROOT / "src"))
     import itrloss
 

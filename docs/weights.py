@@ -1,4 +1,4 @@
-"""Pictures of how losses weigh one pair by its score, beside other pairs of the same anchor that
+"""Pictures of how losses weigh one pair by its score, among other pairs of the same anchor that
 stay as they are.
 """
 
