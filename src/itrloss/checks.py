@@ -140,9 +140,8 @@ def check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """Raise an error unless two tensors lie on one device, and both are float64 or neither is."""
     if (x.dtype == torch.float64) != (other.dtype == torch.float64):
         expected = f"the dtype of {other_name}, {other.dtype}"
-        got = f"{x.dtype}"
         raise TypeError(
-            f"{name}: expected {expected}, got {got}; write {name}.to({other_name}.dtype)"
+            f"{name}: expected {expected}, got {x.dtype}; write {name}.to({other_name}.dtype)"
         )
     if x.device != other.device:
         raise ValueError(

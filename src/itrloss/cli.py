@@ -161,7 +161,7 @@ def refuse(parser: argparse.ArgumentParser, others: Sequence[str]) -> None:
 
 
 def _near(path: Any) -> str:
-    """Return the file, in the folder of a missing one, that was probably meant, for a message."""
+    """Return a hint at the file that was probably meant, of those in a missing one's folder."""
     folder = Path(os.fsdecode(path)).parent
     if not folder.is_dir():
         return f"; there is no directory {folder}"

@@ -159,9 +159,12 @@ def _warn_of_untrained(towers: Sequence[_Tower]) -> None:
         if tower.trains:
             trained.update(tower.parameters)
     for tower in towers:
+        if tower.trains:
+            continue
         own = {p for p in tower.parameters if p.requires_grad}
         is_left_out = bool(own) and own.isdisjoint(trained)
-        if not tower.trains and (is_left_out or not (tower.modules or trained)):
+        is_function_alone = not tower.modules and not trained
+        if is_left_out or is_function_alone:
             warn(
                 f"{tower.name}: what it returns needs no gradient, so that nothing in it is "
                 "trained. Leave out torch.no_grad() and .detach() in the encoder, or freeze its "

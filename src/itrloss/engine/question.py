@@ -212,6 +212,7 @@ class RowsView(View):
     candidates = ((0, 1),)
 
     def start(self) -> None:
+        """Take the tile's rows, and its scores as they are."""
         self.anchors = self.tile.places[0]
         self.scores = self.tile.scores
 
@@ -231,6 +232,7 @@ class SharedView(RowsView):
     candidates = ((0, 1), (1, 0))
 
     def upstream(self, grad: Tensor) -> Tensor:
+        """Return the sums of the gradients of a score's row and of its column."""
         n = self.question.pairs.shape[0]
         c = self.tile.places[1]
         return grad[self.anchors, None] + grad[n + c.start : n + c.stop]
@@ -242,6 +244,7 @@ class ColumnsView(View):
     candidates = ((1, 1),)
 
     def start(self) -> None:
+        """Take the tile's columns, numbered after all rows if these are asked, too."""
         c = self.tile.places[1]
         n = self.question.pairs.shape[0] if 0 in self.question.sides else 0
         self.anchors = slice(n + c.start, n + c.stop)

@@ -49,7 +49,7 @@ def grades_of_pairs(
     values = grades.detach().cpu().double()
     require_finite(f"{name}.grades", values[None])
 
-    def reduced(how: str) -> Tensor:  # over the grades of a pair
+    def reduced(how: str) -> Tensor:
         """Return the mean, the least or the greatest of the grades of each pair."""
         zeros = torch.zeros(pairs.shape[1], dtype=torch.float64, device="cpu")
         return zeros.scatter_reduce(0, index, values, how, include_self=False)
