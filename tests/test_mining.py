@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.peak import peak_memory
 from itrloss import mine_hard_negatives
-from itrloss.engine.pairs import IGNORE_ID
+from itrloss.engine.relation import IGNORE_ID
 
 
 class Problem(NamedTuple):

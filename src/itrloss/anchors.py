@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import as_tensor, as_value, check_number, one_of
-from .distributed.collectives import largest
 from .distributed.shards import Exchange, Shard, Share
 from .engine.matrix import Matrix
-from .engine.pairs import Over, segment_sum, slots
-from .engine.question import Attempt, Condition, Question, Value, affine, has_each, joined
+from .engine.question import Question, Value, affine, has_each, joined
+from .engine.relation import FEW, Over, segment_sum, slots
 from .engine.terms import (
+    SOFTPLUS_LINEAR,
     Function,
     Term,
     as_term,
@@ -128,6 +129,9 @@ class Where:
         return self.below is not None or self.above is not None
 
 
+NEGATIVES = Where()
+
+
 def blocks_of(groups: Sequence[Sequence[AnchorSide]]) -> list[Block]:
     """Return the matrices of groups of anchors, each once for both of its sides."""
     blocks: list[Block] = []
@@ -178,10 +182,10 @@ class Anchors:
         self._size = sum(self.sizes)
         #: Whether anchor i of each group matches its candidate i and nothing else.
         self.one_to_one = all(len(group) == 1 for group in groups) and all(
-            block.matrix.pairs.one_to_one for block in self._blocks
+            block.matrix.relation.one_to_one for block in self._blocks
         )
         #: Whether matches have weights that are not all 1.
-        self.has_weights = any(block.matrix.pairs.has_weights for block in self._blocks)
+        self.has_weights = any(block.matrix.relation.has_weights for block in self._blocks)
         #: Whether all anchors certainly have a positive and a negative.
         self._complete = self.one_to_one and min(self.sizes) > 1
 
@@ -249,49 +253,45 @@ class Anchors:
 
     def _sum(
         self,
-        terms: Term | tuple[Term, ...],
+        term: Term,
         scale: Value = 1.0,
         shift: Value | None = None,
         where: Where | None = None,  # the negatives
         params: Sequence[Tensor] = (),
         teacher: Anchors | None = None,
-        attempts: Sequence[Attempt] | None = None,  # of each block
     ) -> Tensor:
         """Return (A,) ``sum_j f(scale S_ij + shift, *params)`` over the candidates that count.
 
-        Several terms have (K, A) sums. A ``teacher``'s scores are the first parameter of the term.
+        A ``teacher``'s scores are the first parameter of the term.
         """
         if where is None:
-            where = Where()
+            where = NEGATIVES
+        if self._has_one_block and where.guide is None and teacher is None and self.exchange is None:
+            question = self._question(self._blocks[0], term, where, scale, shift, params)
+            return self._blocks[0].matrix.sums(question)
         second = self._others(where.guide if teacher is None else teacher)
         values = self._gathered([scale, shift, where.below, where.above, *params])
         answers = []
-        for k, (block, other) in enumerate(zip(self._blocks, second, strict=True)):
-            question = self._question(block, terms, where.over, values, teacher is not None)
-            if attempts is not None:
-                question = replace(question, attempt=attempts[k])
+        for block, other in zip(self._blocks, second, strict=True):
+            scale, shift, below, above, *params = [self._of_block(x, block) for x in values]
+            own = Where(where.over, below, above)
+            question = self._question(block, term, own, scale, shift, params, teacher is not None)
             answers.append(block.matrix.sums(question, other))
         total = self._joined(answers, torch.add)
         return total if self.exchange is None else self.exchange.merged(total)
 
-    def _highest(
-        self, scale: Value, where: Where, attempts: Sequence[Attempt] | None = None
-    ) -> Tensor:
-        """Return (A,) ``max_j scale_i S_ij``, 0 without candidates; without a gradient.
-
-        After attempts, it is what :func:`top_after` returns.
-        """
+    def _highest(self, scale: Value, where: Where) -> Tensor:
+        """Return (A,) ``max_j scale_i S_ij``, 0 without candidates; without a gradient."""
         if isinstance(scale, Tensor):
             scale = scale.detach()
         second = self._others(where.guide)
-        values = self._gathered([scale, None, where.below, where.above])
+        values = self._gathered([scale, where.below, where.above])
         answers = []
-        for k, (block, other) in enumerate(zip(self._blocks, second, strict=True)):
-            question = self._question(block, identity, where.over, values)
-            if attempts is None:
-                answers.append(block.matrix.highest(question, other))
-            else:
-                answers.append(top_after(attempts[k], question, block.matrix))
+        for block, other in zip(self._blocks, second, strict=True):
+            own_scale, below, above = [self._of_block(x, block) for x in values]
+            own = Where(where.over, below, above)
+            question = self._question(block, identity, own, own_scale)
+            answers.append(block.matrix.highest(question, other))
         top = self._joined(answers, torch.maximum)
         if self.exchange is not None:
             top = self.exchange.merged_largest(top)
@@ -300,25 +300,25 @@ class Anchors:
     def _question(
         self,
         block: Block,
-        terms: Term | tuple[Term, ...],
-        over: Over,
-        values: Sequence[Value | None],
+        term: Term,
+        where: Where,
+        scale: Value | None = 1.0,
+        shift: Value | None = None,
+        params: Sequence[Any] = (),
         teaches: bool = False,
     ) -> Question:
-        """Return what a block's anchors ask, from the values of all anchors."""
-        own = [self._of_block(x, block) for x in values]
-        scale, shift, below, above, *params = own
+        """Return what a block's anchors ask."""
         assert scale is not None
         return Question(
-            block.matrix.pairs,
+            block.matrix.relation,
             block.sides,
-            terms if isinstance(terms, tuple) else (terms,),
-            over,
+            term,
+            where.over,
             scale,
             shift,
-            below,
-            above,
-            tuple(x for x in params if isinstance(x, Tensor)),
+            where.below,
+            where.above,
+            tuple(params),
             teaches,
         )
 
@@ -405,7 +405,7 @@ class Anchors:
         for block in self._blocks:
             own = []
             for side in block.sides:
-                positives, negatives = block.matrix.pairs.counts(side)
+                positives, negatives = block.matrix.relation.counts(side)
                 own.append(positives if positive else negatives)
             answers.append(joined(own))
         return self._joined(answers, torch.add)
@@ -442,10 +442,25 @@ class Anchors:
             if shift == 0 or not self._may_have_underflown(total.detach(), over):
                 never_empty = self._complete and not where.limited
                 return shifted_log(total, shift, never_empty)
-        attempts = self._attempts(a, at_most, where)
-        top = self._highest(a, where, attempts)
-        total = self._sum(exponential, a, -top, where, attempts=attempts)
+        top = self._highest(a, where)
+        total = self._sum(exponential, a, -top, where)
         return shifted_log(total, top, never_empty=False)
+
+    def log1p_sum_exp(
+        self, scale: float | Tensor, margin: float, *, at_most: float | None = None
+    ) -> Tensor:
+        """Return (A,) ``log(1 + sum_j exp(scale_i (S_ij - margin)))`` over each anchor's negatives.
+
+        Next to 1, what underflows weighs nothing, so that one pass does where exponents are at most
+        60: cosines, and scales up to ``60 / (1 - margin)``. ``at_most``: see :meth:`logsumexp`.
+        """
+        if at_most is None:
+            at_most = self._largest_size(scale)
+        bounded = all([block.matrix.bounded for block in self._blocks])
+        if bounded and at_most is not None and at_most * (1 - margin) <= SAFE_EXPONENT:
+            return self._sum(exponential, scale, -margin * scale).log1p()
+        negatives = self.logsumexp(scale, at_most=at_most)
+        return F.softplus(negatives - margin * scale, threshold=SOFTPLUS_LINEAR)
 
     def _safe_shift(self, at_most: float | None) -> float | None:
         """Return one shift of all exponents that keeps them below 60, or None if that is not safe.
@@ -475,46 +490,6 @@ class Anchors:
         if self.exchange is not None and has_each(scale):
             return self.exchange.processes.largest(largest)
         return largest
-
-    def _attempts(self, scale: Value, at_most: float | None, where: Where) -> list[Attempt] | None:
-        """Return the sums of each block with a shift that is right unless one of them underflows.
-
-        The host knows neither the shift nor whether it is right. All further kernels are launched,
-        and those that the device finds needless return at once. Of a log-sum-exp of 32768 x 32768 x
-        512 with a learnt scale, that spares 2 of 10 multiples of NMD (``pytest
-        tests/engine/test_triton_costs.py -k products``). None where needless answers would be
-        computed all the same.
-        """
-        size = self._largest_score()
-        if where.guide is not None or size is None:
-            return None
-        if not all(block.matrix.skips_needless for block in self._blocks):
-            return None
-        bounded = all(block.matrix.bounded for block in self._blocks)
-        if bounded and at_most is not None and at_most > 3 * SAFE_EXPONENT:
-            return None  # it would hardly be right
-        if isinstance(scale, Tensor):
-            scale = scale.detach()
-        values = self._gathered([scale, None, where.below, where.above])
-        attempts = []
-        with torch.no_grad():
-            for block in self._blocks:
-                question = self._question(block, exponential, where.over, values)
-                shift = (SAFE_EXPONENT - size * abs(question.scale)).clamp_max(0.0)
-                sums = block.matrix.sums(replace(question, shift=shift))
-                attempts.append(Attempt(shift, sums))
-        return attempts
-
-    def _largest_score(self) -> Tensor | None:
-        """Return a bound (1,) of the sizes of all processes' scores; None if there is none."""
-        sizes = [block.matrix.largest_score() for block in self._blocks]
-        known = [size for size in sizes if size is not None]
-        if len(known) < len(sizes):
-            return None
-        size = functools.reduce(torch.maximum, known)
-        if self.exchange is None or all(block.matrix.bounded for block in self._blocks):
-            return size
-        return largest(size, self.exchange.processes.group)
 
     def _may_have_underflown(self, total: Tensor, over: Over) -> bool:
         """Return whether the sum of an anchor with candidates, of any process, underflowed."""
@@ -559,32 +534,27 @@ class Anchors:
 
     def mean_std(self) -> MeanStd:
         """Return the (A,) means and population standard deviations of each anchor's negatives."""
-        shift, first, std = self._moments()
-        mean = first - shift
-        if not self._complete:
-            mean = mean.masked_fill(self.counts(positive=False) == 0, 0.0)
-        return MeanStd(mean, std)
+        return MeanStd(self._sum(identity) / self._negative_counts(), self.std())
 
     def std(self) -> Tensor:
         """Return the (A,) standard deviations of :meth:`mean_std`, without the means."""
-        return self._moments()[2]
+        count = self._negative_counts()
+        # About the mean, no digits of the squares cancel. Its own gradient is 0 there, but not its
+        # second derivative.
+        summed = self._sum(identity) if torch.is_grad_enabled() else self._summed_negatives()
+        shift = (summed / -count).to(self.dtype)
+        variance = self._sum(square, shift=shift) / count
+        return variance.clamp_min(1e-12).sqrt()
 
-    def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return shifts (A,) that bring the negatives' means near 0, the shifted means, and the
-        standard deviations.
-        """
-        count: Any = self.sizes[0] - 1
-        if not self._complete or not self.of_one_size:
-            count = self.counts(positive=False).clamp_min(1)
-        shift = self._about_summed_negatives() / -count
-        # About a number near the mean, no digits of the squares cancel.
-        first, second = self._sum((identity, square), shift=shift) / count
-        variance = torch.addcmul(second, first, first, value=-1)
-        return shift, first, variance.clamp_min(1e-12).sqrt()
+    def _negative_counts(self) -> Any:
+        """Return the number of negatives of each anchor, (A,) or one number, at least 1."""
+        if self._complete and self.of_one_size and self.exchange is None:
+            return self.sizes[0] - 1
+        return self.counts(positive=False).clamp_min(1)
 
-    def _about_summed_negatives(self) -> Tensor:
-        """Return about the sum (A,) of each anchor's negatives' scores, without a gradient."""
-        answers = [block.matrix.about_summed_negatives(block.sides) for block in self._blocks]
+    def _summed_negatives(self) -> Tensor:
+        """Return the sums (A,) of each anchor's negatives' scores, without a gradient."""
+        answers = [block.matrix.summed_negatives(block.sides) for block in self._blocks]
         total = self._joined(answers, torch.add)
         return total if self.exchange is None else self.exchange.merged(total)
 
@@ -627,7 +597,8 @@ class Anchors:
         shift: Value = -scale  # exponents are -20 at least, unless they are steeper
         if scale > 10 or not bounded:
             shift = -self._highest(scale, Where("all"))
-        negatives, weighted = self._sum((exponential, information), scale, shift)
+        negatives = self._sum(exponential, scale, shift)
+        weighted = self._sum(information, scale, shift)
         positives = self.sum_of_positives(exponential, scale=scale, shift=shift)
         total = (negatives + positives).clamp_min(1e-9)  # at least exp(-20), unless it is empty
         return SoftmaxSums(shift, negatives, weighted, positives, total)
@@ -701,10 +672,11 @@ class Anchors:
         if self.exchange is not None:  # sums of candidates in several processes have to be merged
             return (self._sum(term, scale, shift, where, params) * weights).sum()
         if where is None:
-            where = Where()
+            where = NEGATIVES
         totals = []
         for block in self._blocks:
-            question = self._question(block, term, where.over, [scale, shift, None, None, *params])
+            own = [self._of_block(x, block) for x in (scale, shift, *params)]
+            question = self._question(block, term, where, own[0], own[1], own[2:])
             own_weights = self._of_block(weights, block)
             assert own_weights is not None
             totals.append(block.matrix.weighted_sum(question, own_weights))
@@ -734,11 +706,11 @@ class Anchors:
             raise ValueError(
                 "hardest_negatives: expected one matrix of candidates where processes share a batch"
             )
-        values = self._gathered([1.0, None, self._limit("below", below), None])
+        (limit,) = self._gathered([self._limit("below", below)])
         answers = []
         for block in self._blocks:
-            question = self._question(block, identity, "negatives", values)
-            answers.append(block.matrix.hardest(question))
+            own = Where("negatives", self._of_block(limit, block))
+            answers.append(block.matrix.hardest(self._question(block, identity, own)))
         best = self._joined_best(answers)
         if self.exchange is not None:
             best = Best(*self.exchange.merged_best(*best))
@@ -817,7 +789,7 @@ class Anchors:
     def _listed_weights(self) -> Tensor:
         """Return the (P,) weights of the positive pairs, in the order of :meth:`_positives`."""
         sides = [side for group in self._groups for side in group]
-        return torch.cat([side.matrix.pairs.listed_weights() for side in sides]).to(self.dtype)
+        return torch.cat([side.matrix.relation.listed_weights() for side in sides]).to(self.dtype)
 
     @property
     def positive_weights(self) -> Tensor:
@@ -828,7 +800,7 @@ class Anchors:
             return self.counts(positive=True).clamp_min(1)
         answers = []
         for block in self._blocks:
-            pairs = block.matrix.pairs
+            pairs = block.matrix.relation
             answers.append(joined([pairs.weight_sums(side).to(self.dtype) for side in block.sides]))
         total = self.merged(self._joined(answers, torch.add))
         return total.masked_fill(total == 0, 1.0)
@@ -876,7 +848,7 @@ class Anchors:
             for side in group:
                 scores.append(side.matrix.positive_scores())
                 if not self.one_to_one and self._index is None:
-                    index.append(side.matrix.pairs.listed[side.side] + first)
+                    index.append(side.matrix.relation.listed[side.side] + first)
             first += size
         if self.one_to_one:
             return torch.cat(scores), None
@@ -893,13 +865,20 @@ class Anchors:
     def hinge_sum(self, margin: float) -> Tensor:
         """Return (A,) ``sum_{p in pos(i)} sum_{j in neg(i)} max(margin - S_ip + S_ij, 0)``.
 
-        Memory grows with the number of positive pairs, work with the largest number of positives of
-        an anchor.
+        There is a pass over the scores for each of up to 64 positives of an anchor. For more, the
+        scores of each anchor are sorted, in memory of the size of the matrix.
         """
         self._refuse_weights("hinge_sum")
-        if not self._listable():
+        if self._sorts_hinges():
             return self._sorted_hinge_sum(margin)
-        return self._sum(excess, shift=self._hinge_shifts(margin))
+        sums = [self._sum(excess, shift=shift) for shift in self._hinge_shifts(margin)]
+        return functools.reduce(torch.add, sums)
+
+    def _sorts_hinges(self) -> bool:
+        """Return whether the positives of an anchor are too many to be visited one by one."""
+        if not self._listable():
+            return True
+        return self.exchange is None and self._most_positives() > FEW
 
     def reduced_hinge_sum(self, margin: float, reduction: Reduction) -> Any:
         """Return :meth:`hinge_sum` after :meth:`reduce`.
@@ -907,11 +886,13 @@ class Anchors:
         Where that is one number, its gradient is found as in :meth:`weighted_sum`.
         """
         one_of("reduction", reduction, "mean", "sum", "none")
-        if reduction == "none" or self.exchange is not None or not self._listable():
+        if reduction == "none" or self.exchange is not None or self._sorts_hinges():
             return self.reduce(self.hinge_sum(margin), reduction)
         self._refuse_weights("hinge_sum")
         weights = self._weights(reduction)
-        return self._weighted_sum(excess, weights, shift=self._hinge_shifts(margin))
+        shifts = self._hinge_shifts(margin)
+        totals = [self._weighted_sum(excess, weights, shift=shift) for shift in shifts]
+        return functools.reduce(torch.add, totals)
 
     def _refuse_weights(self, name: str) -> None:
         """Raise an error if matches have weights."""
@@ -920,14 +901,16 @@ class Anchors:
 
     def _listable(self) -> bool:
         """Return whether the positive pairs can be listed, however many they are."""
-        return all(block.matrix.pairs.listable for block in self._blocks)
+        return all(block.matrix.relation.listable for block in self._blocks)
 
-    def _hinge_shifts(self, margin: float) -> Tensor:
-        """Return ``margin - S_ip`` (A,) or, for several positives of an anchor, (L, A)."""
+    def _hinge_shifts(self, margin: float) -> list[Tensor]:
+        """Return ``margin - S_ip`` (A,), one for each positive of an anchor.
+
+        -inf where an anchor has fewer.
+        """
         scores, index = self._positives()
         if index is None:
-            return margin - scores
-        # One for each positive of an anchor; -inf where it has fewer.
+            return [margin - scores]
         size = sum(self.whole_sizes)
         counts = self.counts(positive=True)
         slot = slots(index)
@@ -942,13 +925,13 @@ class Anchors:
         if self.exchange is not None:
             table = self.exchange.merged(table)
         missing = torch.arange(len(table), device=self.device)[:, None] >= counts
-        return (margin - table).masked_fill(missing, -math.inf)
+        return list((margin - table).masked_fill(missing, -math.inf))
 
     def _most_positives(self) -> int:
         """Return how many positives an anchor has at most."""
         of_groups = []
         for group in self._groups:
-            of_groups.append(sum(x.matrix.pairs.numbers().most[x.side] for x in group))
+            of_groups.append(sum(x.matrix.relation.numbers().most[x.side] for x in group))
         return max(of_groups)
 
     def _sorted_hinge_sum(self, margin: float) -> Tensor:
@@ -961,7 +944,7 @@ class Anchors:
             )
         answers = []
         for block in self._blocks:
-            question = self._question(block, identity, "negatives", [1.0, None, None, None])
+            question = self._question(block, identity, NEGATIVES)
             answers.append(block.matrix.sorted_excesses(question, margin))
         return self._joined(answers, torch.add)
 
@@ -1088,20 +1071,6 @@ def times_weight(term: Term) -> Term:
         return weight * term(z, *params)
 
     return Term(product)
-
-
-def top_after(attempt: Attempt, question: Question, matrix: Matrix) -> Tensor:
-    """Return (A,) what to subtract from the exponents of a block's anchors.
-
-    It is what the attempt subtracted or, where the sum underflowed or overflowed, the highest.
-    """
-    attempted = -attempt.shift
-    vanished = (attempt.sums < math.exp(-SAFE_EXPONENT)) & (attempted > 0)
-    wrong = vanished | (attempt.sums == math.inf)
-    condition = Condition(wrong.any(), True)
-    top = matrix.highest(replace(question, condition=condition))
-    empty = top == -math.inf
-    return torch.where(wrong & ~empty, top, attempted)
 
 
 def shifted_log(total: Tensor, shift: Value, never_empty: bool) -> Tensor:

@@ -17,10 +17,9 @@ from .distributed.collectives import world_size
 from .distributed.consensus import consensus, described, is_trained, numbered, padded
 from .distributed.shards import Processes
 from .engine.matrix import Bias
-from .engine.pairs import IGNORE_ID, Pairs
-from .engine.relations import Rule
+from .engine.relation import IGNORE_ID, Relation, Rule
 from .engine.vectors import autocast_dtype
-from .related import Related, check_matches, labels_of, matches_of
+from .related import Related, check_matches, groups_of, labels_of, weights_of
 
 
 class Known(NamedTuple):
@@ -81,23 +80,19 @@ class BatchPart(NamedTuple):
             matches = self.related.matches
             columns = matches.shape[-1] if isinstance(matches, Tensor) else m
             check_matches(self.related, (n, columns), self.ids, self.names, device)
-            if matches.is_sparse:
-                raise ValueError("matches: expected a dense tensor where processes share a batch")
             if not matches.is_floating_point():
                 matches = matches.float()  # which has a nan, for padding
-            has_weights = matches_of(matches).has_weights
+            has_weights = weights_of(matches)
             return Known((None, None), matches=matches, has_weights=has_weights)
         if self.related is None and not any(checks.is_label_sets(x) for x in self.ids):
             return Known(checks.check_ids(*self.ids, n, m, device, self.names))
         related = Related() if self.related is None else self.related
-        labels = labels_of((n, m), self.ids, related, device, self.names)
-        row_labels, col_labels = labels.labels
+        rows, cols = labels_of((n, m), self.ids, device, self.names)
+        groups = groups_of((n, m), related, device, self.names)
         row_ids, col_ids = self.ids
-        known = (
-            None if row_ids is None else row_labels,  # numbers of this process would be no ids
-            None if col_ids is None else col_labels,
-        )
-        return Known(known, labels.groups, labels.rule)
+        # numbers of this process would be no ids
+        known = None if row_ids is None else rows, None if col_ids is None else cols
+        return Known(known, groups, related.rule)
 
     def widths(self) -> tuple[int, int]:
         """Return how many columns a matrix of matches and one of scores have; -1 for none."""
@@ -175,7 +170,7 @@ def processes_of(
         processes.ids = of_rows[:, :-1], of_cols[:, :-1]
     of_rows, of_cols = processes.ids
     if known.groups is None and known.matches is None and of_rows.dim() == of_cols.dim() == 1:
-        processes.pairs = Pairs((len(of_rows), len(of_cols)), processes.ids, device)
+        processes.pairs = Relation((len(of_rows), len(of_cols)), processes.ids, device)
     return processes
 
 

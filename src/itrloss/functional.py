@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .anchors import Anchors, Limit
@@ -38,7 +37,6 @@ PositiveFrom = Literal["key", "batch"]
 DiversityFrom = Literal["both", "batch"]
 
 ATTRACTIONS = {"clamp": log1p_clamp, "relu": log1p_relu}
-LINEAR_SOFTPLUS = 40.0  # above it, log(1 + e^z) equals z in float64
 
 
 def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
@@ -131,16 +129,14 @@ def diversity_contrastive_loss(  # noqa: PLR0913 (the options of the module)
     scale: Any = 1 / temperature
     if diversity is not None:
         scale = (temperature * diversity).reciprocal()
-    negatives = anchors.logsumexp(scale, at_most=at_most)
-    exponents = torch.sub(negatives, scale, alpha=margin)
-    repulsion = F.softplus(exponents, threshold=LINEAR_SOFTPLUS)
+    repulsion = anchors.log1p_sum_exp(scale, margin, at_most=at_most)
     own = anchors if positives is None else positives
     attraction = own.mean_of_positives(ATTRACTIONS[positive])
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     values = torch.sub(temperature * repulsion, attraction, alpha=weight)
     if positives is None:
         return anchors.reduce(values, reduction)
-    valid = negatives != -torch.inf
+    valid = anchors.counts(positive=False) > 0
     if not positives.one_to_one:
         valid = valid & (positives.counts(positive=True) > 0)
     return anchors.reduce(values, reduction, valid)
@@ -197,8 +193,7 @@ def hubness_aware_loss(
         )
     anchors = _anchors(sim)
     one_of("positive", positive, *ATTRACTIONS)
-    negatives = anchors.logsumexp(scale)
-    repulsion = F.softplus(negatives - scale * margin, threshold=LINEAR_SOFTPLUS) / scale
+    repulsion = anchors.log1p_sum_exp(scale, margin) / scale
     attraction = anchors.per_pair(anchors.sum_of_positives(ATTRACTIONS[positive], weights="factor"))
     return anchors.reduce(repulsion - 0.5 * attraction, reduction)
 

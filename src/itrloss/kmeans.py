@@ -19,7 +19,7 @@ from .checks import (
     from_numpy,
 )
 from .distributed import digest, gather_parts, world_size
-from .engine.pairs import IGNORE_ID, weighted_sums
+from .engine.relation import IGNORE_ID, weighted_sums
 from .engine.vectors import host_may_read, normalized
 from .hints import explained
 from .similarity import Engine, Similarity

@@ -26,10 +26,19 @@ from .checks import (
 from .distributed import collectives
 from .distributed.consensus import digest, gather_parts, padded, world_size
 from .distributed.shards import Share
-from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
-from .engine.pairs import IGNORE_ID, Pairs
+from .engine.autograd import Layout, Place, Step, StepPart
+from .engine.matrix import (
+    MEMORY_BUDGET,
+    Matrix,
+    choose_engine,
+    is_small,
+    large_matrix,
+    memory_matrix,
+)
+from .engine.relation import IGNORE_ID, Relation
 from .engine.vectors import Embeddings, normalized
 from .hints import explained, repeated_rows
+from .related import relation_of
 from .similarity import SIDES, Directions, Engine, Similarity
 
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
@@ -302,47 +311,31 @@ class MemorySimilarity(NamedTuple):
             size = f"memory ({memory.size}, {memory.dim})"
             return f"{size}; types of memory and keys {types}; {same}"
 
-        batch_input = images, texts, image_ids, text_ids
         options: dict[str, Any] = {
             "engine": engine,
             "check_finite": check_finite,
             "names": checks.IMAGES_AND_TEXTS,
         }
+        keys = image_keys.detach(), text_keys.detach()
         if gather:
-            batch = Similarity.sharded(
-                *batch_input, process_group=process_group, same=checked, **options
-            )
+            ids = image_ids, text_ids
+            options |= {"process_group": process_group, "same": checked}
+            batch = Similarity.sharded(images, texts, *ids, **options)
+            sides = several_processes(batch, keys, memory, engine)
         else:
             checked()
-            batch = Similarity(*batch_input, **options)
-        against_keys, against_memory = anchors_of_memory(
-            batch, (image_keys, text_keys), memory, directions, engine
+            shape = len(images), len(texts)
+            ids = image_ids, text_ids
+            relation = relation_of(shape, ids, None, images.device, checks.IMAGES_AND_TEXTS)
+            batch, sides = one_process((images, texts), keys, memory, relation, engine)
+        counted = SIDES[directions]
+        return cls(
+            batch,
+            batch.towards(directions),
+            Anchors(*[[sides.keys[side]] for side in counted]),
+            Anchors(*[[sides.memory[side]] for side in counted]),
+            directions,
         )
-        return cls(batch, batch.towards(directions), against_keys, against_memory, directions)
-
-
-def anchors_of_memory(
-    batch: Similarity,
-    keys: tuple[Tensor, Tensor],  # of images and texts
-    memory: CoupledMemory,
-    directions: Directions,
-    engine: Engine,
-) -> tuple[Anchors, Anchors]:
-    """Return the anchors of a batch with its keys as candidates, and with the memory."""
-    budget = 0 if engine == "tiled" else MEMORY_BUDGET
-    if batch.share is None:
-        sides = one_process(batch, *keys, budget)
-    else:
-        sides = several_processes(batch, *keys, budget)
-    of_keys = [sides.images_with_keys, sides.texts_with_keys]
-    for side in of_keys:
-        side.matrix.strict = engine == "triton"
-    of_memory = memory_sides(sides, memory, engine, budget)
-    counted = SIDES[directions]
-    return (
-        Anchors(*[[of_keys[side]] for side in counted]),
-        Anchors(*[[of_memory[side]] for side in counted]),
-    )
 
 
 def check_memory_input(
@@ -373,38 +366,114 @@ def check_memory_input(
 
 
 class MemorySides(NamedTuple):
-    """This process's images and texts: their vectors, ids, and candidates among the keys."""
+    """This process's images and texts as anchors, with candidates that get no gradient."""
 
-    images: Embeddings
-    texts: Embeddings
-    image_ids: Tensor | None
-    text_ids: Tensor | None
-    images_with_keys: AnchorSide
-    texts_with_keys: AnchorSide
+    keys: tuple[AnchorSide, AnchorSide]  # images with text keys, and texts with image keys
+    memory: tuple[AnchorSide, AnchorSide]  # images with the memory's texts, texts with its images
 
 
 def one_process(
-    batch: Similarity, image_keys: Tensor, text_keys: Tensor, budget: int
-) -> MemorySides:
-    """Return the anchors of a batch that this process has alone."""
-    pairs = batch.pairs
-    images, texts = batch.vectors
-    image_ids, text_ids = pairs.ids_as_passed
-    if pairs.one_to_one:  # the ids are the same on both sides
+    batch: tuple[Tensor, Tensor],  # (N, D) images and (M, D) texts
+    keys: tuple[Tensor, Tensor],  # of both
+    memory: CoupledMemory,
+    relation: Relation,  # of the batch
+    engine: Engine,
+) -> tuple[Similarity, MemorySides]:
+    """Return the similarity of a batch that this process has alone, and its anchors."""
+    images, texts = (Embeddings(x) for x in batch)
+    n, m = relation.shape
+    budget = 0 if engine == "tiled" else MEMORY_BUDGET
+    strict = engine == "triton"
+    chosen = choose_engine(engine, n * m, MEMORY_BUDGET, images.x)
+    to_memory = relations_to_memory(relation, memory)
+    if not is_small(chosen, n * m, budget, images.dtype):
+        whole = large_matrix(images, texts, relation, chosen, budget, strict=strict)
+        image_keys, text_keys = (
+            keys_like(x, own, chosen) for x, own in zip((images, texts), keys, strict=True)
+        )
+        to_text_keys = large_matrix(images, text_keys, relation, chosen, budget, strict=strict)
+        to_image_keys = large_matrix(image_keys, texts, relation, chosen, budget, strict=strict)
+        of_memory = memory_matrices((images, texts), memory, to_memory, engine)
+    else:
+        numel = max(n, m) * memory.size
+        engine_of_memory = choose_engine(engine, numel, MEMORY_BUDGET, images.x)
+        also_small = is_small(engine_of_memory, numel, budget, images.dtype)
+        whole, to_text_keys, to_image_keys, *found = matrices_of_step(
+            (images, texts), keys, memory, relation, to_memory, chosen, also_small
+        )
+        of_memory = found or memory_matrices((images, texts), memory, to_memory, engine)
+    sides = MemorySides(
+        (AnchorSide(to_text_keys, 0), AnchorSide(to_image_keys, 1)),
+        (AnchorSide(of_memory[0], 0), AnchorSide(of_memory[1], 0)),
+    )
+    return Similarity.of_anchors(AnchorSide(whole, 0)), sides
+
+
+def matrices_of_step(
+    batch: tuple[Embeddings, Embeddings],
+    keys: tuple[Tensor, Tensor],
+    memory: CoupledMemory,
+    relation: Relation,
+    to_memory: tuple[Relation, Relation],
+    engine: str,
+    memory_is_small: bool,
+) -> list[Matrix]:
+    """Return the small matrices of a step from one node: the batch with itself, images with text
+    keys, image keys with texts and, if they are small, images and texts with the memory.
+    """
+    images, texts = batch
+    image_keys, text_keys = keys
+    n, m = relation.shape
+    trained = n + m
+    of_images = slice(0, n)
+    of_texts = slice(n, trained)
+    of_text_keys = slice(trained, trained + m)
+    of_image_keys = slice(trained + m, 2 * trained)
+    places = [Place(of_images, of_texts)]
+    memories: list[Tensor | None] = [None]
+    if memory_is_small:
+        places += [Place(of_images, None), Place(of_texts, None)]
+        memories += [memory.texts, memory.images]
+    layout = Layout(trained, True, tuple(places))
+    vectors = images.target, texts.target, text_keys, image_keys
+    step = Step(layout, memories, vectors)
+    whole = StepPart(step, 0, of_images, of_texts)
+    to_text_keys = StepPart(step, None, of_images, of_text_keys)
+    to_image_keys = StepPart(step, None, of_image_keys, of_texts)
+    matrices = [
+        Matrix(relation, engine, images, vectors=batch, part=whole, bounded=True),
+        Matrix(relation, engine, images, part=to_text_keys, bounded=True),
+        Matrix(relation, engine, texts, part=to_image_keys, bounded=True),
+    ]
+    if memory_is_small:
+        of_memory = zip(to_memory, (images, texts), places[1:], (1, 2), strict=True)
+        for related, vectors_of_side, place, number in of_memory:
+            part = StepPart(step, number, *place)
+            memory_side = Matrix(
+                related, engine, vectors_of_side, part=part, bounded=True, is_memory=True
+            )
+            matrices.append(memory_side)
+    return matrices
+
+
+def relations_to_memory(relation: Relation, memory: CoupledMemory) -> tuple[Relation, Relation]:
+    """Return which of the memory's entries match the images of a batch, and which its texts."""
+    n, m = relation.shape
+    image_ids, text_ids = relation.ids_as_passed
+    if relation.one_to_one:  # the ids are the same on both sides
         image_ids = text_ids
         if text_ids is None:
-            image_ids = text_ids = torch.arange(pairs.shape[0], device=batch.device)
-    text_vectors = keys_like(images, text_keys, batch.engine)
-    image_vectors = keys_like(texts, image_keys, batch.engine)
-    to_texts = Matrix(images, text_vectors, pairs, batch.engine, budget)
-    to_images = Matrix(image_vectors, texts, pairs, batch.engine, budget)
-    return MemorySides(
-        images, texts, image_ids, text_ids, AnchorSide(to_texts, 0), AnchorSide(to_images, 1)
-    )
+            image_ids = text_ids = torch.arange(n, device=relation.device)
+    if image_ids is None:  # those of the texts are numbers of images
+        image_ids = torch.arange(n, device=relation.device)
+    of_images = Relation((n, memory.size), (image_ids, memory.ids), relation.device)
+    if text_ids is image_ids:
+        return of_images, of_images
+    return of_images, Relation((m, memory.size), (text_ids, memory.ids), relation.device)
 
 
 def several_processes(
-    batch: Similarity, image_keys: Tensor, text_keys: Tensor, budget: int
+    batch: Similarity, keys: tuple[Tensor, Tensor], memory: CoupledMemory, engine: Engine
 ) -> MemorySides:
     """Return this process's anchors of a batch that several share, with the keys of all."""
     share = batch.share
@@ -416,22 +485,33 @@ def several_processes(
     all_image_ids, all_text_ids = processes.ids
     image_ids = processes.own(all_image_ids)
     text_ids = processes.own(all_text_ids)
-    all_image_keys = collectives.gather(padded(image_keys.detach(), n), processes.group)
-    all_text_keys = collectives.gather(padded(text_keys.detach(), m), processes.group)
-    text_vectors = keys_like(images, all_text_keys, batch.engine)
-    image_vectors = keys_like(texts, all_image_keys, batch.engine)
-    to_texts = Matrix(images, text_vectors, batch.pairs, batch.engine, budget)
-    text_pairs = Pairs((m, len(all_image_ids)), (text_ids, all_image_ids), batch.device)
-    to_images = Matrix(texts, image_vectors, text_pairs, batch.engine, budget)
-    own_images, own_texts = share.unpadded
-    return MemorySides(
-        images,
-        texts,
-        image_ids,
-        text_ids,
-        AnchorSide(to_texts, 0, Share(processes, None, (own_images,))),
-        AnchorSide(to_images, 0, Share(processes, None, (own_texts,))),
+    image_keys = collectives.gather(padded(keys[0], n), processes.group)
+    text_keys = collectives.gather(padded(keys[1], m), processes.group)
+    device = batch.device
+    to_images = Relation((m, len(all_image_ids)), (text_ids, all_image_ids), device)
+    budget = 0 if engine == "tiled" else MEMORY_BUDGET
+    sides = []
+    parts = zip(
+        (images, texts),
+        (text_keys, image_keys),
+        (batch.pairs, to_images),
+        share.unpadded,
+        strict=True,
     )
+    for own, others, relation, size in parts:
+        found = keys_like(own, others, batch.engine)
+        strict = engine == "triton"
+        matrix = Matrix.of_embeddings(own, found, relation, batch.engine, budget, strict=strict)
+        sides.append(AnchorSide(matrix, 0, Share(processes, None, (size,))))
+    to_memory = (
+        Relation((n, memory.size), (image_ids, memory.ids), device),
+        Relation((m, memory.size), (text_ids, memory.ids), device),
+    )
+    of_memory = []
+    matrices = memory_matrices((images, texts), memory, to_memory, engine)
+    for matrix, side in zip(matrices, sides, strict=True):
+        of_memory.append(AnchorSide(matrix, 0, side.share))
+    return MemorySides((sides[0], sides[1]), (of_memory[0], of_memory[1]))
 
 
 def keys_like(vectors: Embeddings, keys: Tensor, engine: str, normalize: bool = True) -> Embeddings:
@@ -440,36 +520,30 @@ def keys_like(vectors: Embeddings, keys: Tensor, engine: str, normalize: bool = 
     Triton's kernels are fast if both are in the same half precision: float32 keys are then
     rounded. It is a copy, until the backward pass.
     """
-    found = Embeddings(keys.detach(), normalize)
+    found = Embeddings(keys, normalize)
     dtype = vectors.x.dtype
     if engine == "triton" and keys.dtype == torch.float32 and dtype != torch.float32:
         return found.rounded(dtype)
     return found
 
 
-def memory_sides(
-    sides: MemorySides, memory: CoupledMemory, engine: Engine, budget: int
-) -> list[AnchorSide]:
+def memory_matrices(
+    batch: tuple[Embeddings, Embeddings],
+    memory: CoupledMemory,
+    relations: tuple[Relation, Relation],
+    engine: Engine,
+) -> list[Matrix]:
     """Return images with the memory's texts, and texts with its images."""
-    images, texts, image_ids, text_ids, *_ = sides
-    of_images = Pairs((len(images), memory.size), (image_ids, memory.ids), images.x.device)
-    of_texts = of_images
-    if text_ids is not image_ids:
-        of_texts = Pairs((len(texts), memory.size), (text_ids, memory.ids), texts.x.device)
-    numel = max(len(images), len(texts)) * memory.size
-    chosen = choose_engine(engine, numel, MEMORY_BUDGET, images.x)
-    text_bank = keys_like(images, memory.texts, chosen, normalize=False)
-    image_bank = keys_like(texts, memory.images, chosen, normalize=False)
-    to_texts = Matrix(images, text_bank, of_images, chosen, budget)
-    to_images = Matrix(texts, image_bank, of_texts, chosen, budget)
-    for matrix in (to_texts, to_images):
-        matrix.bounded = True  # entries have unit length
-        matrix.is_memory = True
-        matrix.strict = engine == "triton"
-    return [
-        AnchorSide(to_texts, 0, sides.images_with_keys.share),
-        AnchorSide(to_images, 0, sides.texts_with_keys.share),
-    ]
+    budget = 0 if engine == "tiled" else MEMORY_BUDGET
+    numel = max(len(x) for x in batch) * memory.size
+    chosen = choose_engine(engine, numel, MEMORY_BUDGET, batch[0].x)
+    matrices = []
+    banks = memory.texts, memory.images
+    for vectors, bank, relation in zip(batch, banks, relations, strict=True):
+        found = keys_like(vectors, bank, chosen, normalize=False)
+        strict = engine == "triton"
+        matrices.append(memory_matrix(vectors, found, relation, chosen, budget, strict))
+    return matrices
 
 
 class FloatAverages(WholeState):

@@ -19,8 +19,7 @@ from .checks import (
     is_label_sets,
     one_of,
 )
-from .engine.pairs import Pairs
-from .engine.relations import Labels, Matches, RelatedPairs, Rule, SparseMatches
+from .engine.relation import Relation, Rule
 
 Sides = tuple[Any, Any]  # of rows and of columns
 
@@ -42,22 +41,31 @@ class Related(NamedTuple):
     matches: Tensor | None = None
 
 
-def related_pairs(
+def relation_of(
     shape: tuple[int, int], ids: Sides, related: Related | None, device: torch.device, names: Names
-) -> Pairs:
-    """Return the positive and negative pairs of a matrix; raise an error for wrong input."""
+) -> Relation:
+    """Return who matches in a matrix, by all that was passed in; raise an error for wrong input."""
+    if related is not None and related.matches is not None:
+        check_matches(related, shape, ids, names, device)
+        has_weights = weights_of(related.matches)
+        return Relation(shape, device=device, matches=related.matches, has_weights=has_weights)
+    if related is None and not any([is_label_sets(x) for x in ids]):
+        n, m = shape
+        own: Any = (None, None)
+        if n != m or ids[0] is not None or ids[1] is not None:
+            own = check_ids(*ids, n, m, device, names)
+        return Relation(shape, own, device)
     if related is None:
         related = Related()
-    if related.matches is not None:
-        check_matches(related, shape, ids, names, device)
-        return RelatedPairs(matches_of(related.matches))
-    return RelatedPairs(labels_of(shape, ids, related, device, names))
+    rows, cols = labels_of(shape, ids, device, names)
+    groups = groups_of(shape, related, device, names)
+    return Relation(shape, (rows, cols), device, groups=groups, rule=related.rule)
 
 
 def labels_of(
-    shape: tuple[int, int], ids: Sides, related: Related, device: torch.device, names: Names
-) -> Labels:
-    """Return the labels and groups of rows and columns."""
+    shape: tuple[int, int], ids: Sides, device: torch.device, names: Names
+) -> tuple[Tensor, Tensor]:
+    """Return the ids (N,) and (M,) or sets of labels (N, k) and (M, l) of rows and columns."""
     n, m = shape
     row_ids, col_ids = ids
     if col_ids is None and row_ids is not None:
@@ -69,7 +77,9 @@ def labels_of(
         col_ids = torch.arange(m, device=device)
     rows = label_sets(names.row_ids, row_ids, n, device)
     cols = label_sets(names.col_ids, col_ids, m, device)
-    return Labels(rows, cols, groups_of(shape, related, device, names), related.rule)
+    if rows.shape[1] == cols.shape[1] == 1:
+        return rows[:, 0], cols[:, 0]
+    return rows, cols
 
 
 def label_sets(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
@@ -124,24 +134,20 @@ def check_matches(
         raise TypeError(f"matches: expected a tensor (N, M), got {type(matches).__name__}")
     if matches.shape != shape:
         raise ValueError(f"matches: expected shape {shape}, got {tuple(matches.shape)}")
-    if matches.layout not in (torch.strided, torch.sparse_coo):
-        expected = "expected a dense tensor, or one of torch.sparse_coo"
-        raise ValueError(f"matches: {expected}, got {matches.layout}")
+    if matches.layout != torch.strided:
+        raise ValueError(f"matches: expected a dense tensor, got {matches.layout}")
     if matches.device != device:
         raise ValueError(f"matches: expected device {device}, got {matches.device}")
 
 
-def matches_of(matrix: Tensor) -> Matches | SparseMatches:
-    """Return the relation of a matrix; raise an error for values below 0 or infinite ones.
+def weights_of(matches: Tensor) -> bool:
+    """Return whether matches have weights that are not 1; raise an error for values below 0 or
+    infinite ones.
 
     An accelerator has to synchronise.
     """
-    values = matrix.coalesce().values() if matrix.is_sparse else matrix
-    weights = values[(values != 0) & ~values.isnan()]
+    weights = matches[(matches != 0) & ~matches.isnan()]
     if bool(((weights < 0) | (weights == torch.inf)).any()):
         expected = "above 0 for a match, which are weights, 0 for a negative, and nan for neither"
         raise ValueError(f"matches: expected numbers {expected}")
-    has_weights = bool((weights != 1).any())
-    if matrix.is_sparse:
-        return SparseMatches(matrix, has_weights)
-    return Matches(matrix, has_weights)
+    return bool((weights != 1).any())

@@ -27,14 +27,13 @@ from .distributed.shards import Processes, Share
 from .engine import ranking
 from .engine.matrix import MEMORY_BUDGET, Bias, Matrix, choose_engine
 from .engine.matrix import Engine as Engine
-from .engine.pairs import IGNORE_ID, Ids, Pairs, segment_sum
 from .engine.question import Value, has_each
 from .engine.ranking import Ranking, Relevance
 from .engine.ranking import TopK as TopK
-from .engine.relations import Labels, Matches, RelatedPairs
+from .engine.relation import IGNORE_ID, Ids, Relation, segment_sum
 from .engine.vectors import Embeddings
 from .hints import explained
-from .related import Related, related_pairs
+from .related import Related, relation_of
 
 X = TypeVar("X")
 #: The id of a row, a column or a negative that does not exist, such as padding: the least int64.
@@ -111,21 +110,21 @@ class Similarity(Anchors):
         m = len(cols)
         if cols is rows:
             cols = cols.view_as(cols)  # the compiler refuses one tensor as two arguments
-        pairs = pairs_of((n, m), (row_ids, col_ids), related, rows.device, names)
+        relation = relation_of((n, m), (row_ids, col_ids), related, rows.device, names)
         if memory_budget is None:
             memory_budget = 0 if engine == "tiled" else MEMORY_BUDGET
         elif not isinstance(memory_budget, SupportsIndex) or memory_budget < 0:
             got = repr(memory_budget)
             raise ValueError(f"memory_budget: expected a number of bytes, 0 at least, got {got}")
-        matrix = Matrix(
+        matrix = Matrix.of_embeddings(
             Embeddings(rows, normalize),
             Embeddings(cols, normalize),
-            pairs,
+            relation,
             choose_engine(engine, n * m, int(memory_budget), rows),
             int(memory_budget),
             checks.check_biases(bias, n, m),
+            strict=engine == "triton",
         )
-        matrix.strict = matrix.engine == engine == "triton"
         self._start(AnchorSide(matrix, 0))
 
     def _start(self, anchors: AnchorSide) -> None:
@@ -244,7 +243,7 @@ class Similarity(Anchors):
     def _shared_by(self, processes: Processes, known: Known, own_cols: Tensor | None) -> Similarity:
         """Become this process's part of a batch; return it."""
         if known.has_weights:  # maybe in other processes alone
-            self._matrix.pairs.has_weights = True
+            self._matrix.relation.has_weights = True
         share = Share(processes, 1, processes.sizes[processes.rank], own_cols)
         self._start(AnchorSide(self._matrix, 0, share))
         return self
@@ -269,10 +268,9 @@ class Similarity(Anchors):
         scores = checks.from_numpy(scores)
         checks.check_matrix("scores", scores, "(N, M)", check_finite)
         n, m = scores.shape
-        pairs = pairs_of((n, m), (row_ids, col_ids), related, scores.device, names)
+        relation = relation_of((n, m), (row_ids, col_ids), related, scores.device, names)
         chosen = choose_engine(engine, n * m, 8 * n * m, scores)  # they are held anyway
-        matrix = Matrix.of_scores(Embeddings(scores, False), pairs, chosen)
-        matrix.strict = chosen == engine == "triton"
+        matrix = Matrix.of_scores(Embeddings(scores, False), relation, chosen, engine == "triton")
         return cls.of_anchors(AnchorSide(matrix, 0))
 
     def __repr__(self) -> str:
@@ -325,9 +323,9 @@ class Similarity(Anchors):
         return self._turned(rows, cols)
 
     @property
-    def pairs(self) -> Pairs:
-        """The positive pairs of the matrix."""
-        return self._matrix.pairs
+    def pairs(self) -> Relation:
+        """Who matches whom in the matrix."""
+        return self._matrix.relation
 
     @property
     def side(self) -> int:
@@ -359,7 +357,7 @@ class Similarity(Anchors):
     @property
     def ids(self) -> Ids:
         """The (N,) and (M,) int64 ids that were passed in; None where they were left out."""
-        rows, cols = self._matrix.pairs.ids_as_passed
+        rows, cols = self._matrix.relation.ids_as_passed
         return self._turned(rows, cols)
 
     @property
@@ -463,25 +461,22 @@ class Similarity(Anchors):
         assert self.share is not None
         processes = self.share.processes
         side = self._side
-        pairs = self._matrix.pairs
-        if isinstance(pairs, RelatedPairs) and isinstance(pairs.relation, Matches):
-            matches = self._local_part(pairs.relation.matrix(), some)
+        relation = self._matrix.relation
+        if relation.matches is not None:
+            matches = self._local_part(relation.matrix(), some)
             return (None, None), Related(matches=matches)
         own_ids = processes.own(processes.ids[side])[some]
         ids = own_ids, processes.existing(processes.ids[1 - side], 1 - side)
         if processes.groups is None:
             return ids, None
-        assert isinstance(pairs, RelatedPairs) and isinstance(pairs.relation, Labels)
         own = processes.own(processes.groups[side])[some]
         others = processes.existing(processes.groups[1 - side], 1 - side)
-        return ids, Related((own, others), pairs.relation.rule)
+        return ids, Related((own, others), relation.rule)
 
     def label_sets(self) -> tuple[Tensor, ...]:
         """Return the (N, k) and (M, l) labels, if ids of rows or columns are sets; else nothing."""
-        pairs = self._matrix.pairs
-        if isinstance(pairs, RelatedPairs) and isinstance(pairs.relation, Labels):
-            return pairs.relation.labels
-        return ()
+        ids = self._matrix.relation.ids
+        return tuple(x for x in ids if x is not None and x.dim() == 2)
 
     def _local_part(self, x: Tensor, some: slice) -> Tensor:
         """Return what a matrix (N_r, M) has of some of this process's anchors with all
@@ -550,7 +545,7 @@ class Similarity(Anchors):
         """
         rows = self.gathered(of_rows)
         cols = self.T.gathered(of_cols)
-        pairs = self._matrix.pairs
+        pairs = self._matrix.relation
         if self.one_to_one:
             return value(self.positive_scores(), rows.clone(), cols.clone())
         if pairs.listable:
@@ -560,7 +555,7 @@ class Similarity(Anchors):
                 values = values * self._listed_weights()
             total = segment_sum(values, i, len(rows))
         else:
-            whole = self._matrix.graph_scores()
+            whole = self._matrix.scores()
             excluded = pairs.all_excluded("positives")
             assert excluded is not None
             scores, excluded = (x.T if self._side else x for x in (whole, excluded))
@@ -634,7 +629,7 @@ class Similarity(Anchors):
         optimistic = ties == "optimistic"
         judged = relevance
         if ties is not None and relevance is None:
-            judged = Relevance(self._matrix.pairs.places(self._side))
+            judged = Relevance(self._matrix.relation.places(self._side))
 
         def parts() -> Iterator[tuple[slice, Ranking]]:
             """Yield slices of the rows, each with its ranking."""
@@ -661,7 +656,7 @@ class Similarity(Anchors):
         """
         of_rows, of_cols = self._separate_biases(bias)
         matrix = self._matrix if self.bias is None else self._matrix.without_bias()
-        ignored = self._matrix.pairs.ignored[1 - self._side]
+        ignored = self._matrix.relation.ignored[1 - self._side]
         for part, scores in matrix.blocks(self._side):
             scores = biased(scores, None if of_rows is None else of_rows[part], of_cols)
             scores.clamp_min_(least)
@@ -729,9 +724,9 @@ class Similarity(Anchors):
             rows, places = (positives >= 0).nonzero(as_tuple=True)
             scores[rows, positives[rows, places]] = -torch.inf
         elif self._side:
-            self._matrix.pairs.exclude_(scores.T, (whole, part), -torch.inf)
+            self._matrix.relation.exclude_(scores.T, (whole, part), -torch.inf)
         else:
-            self._matrix.pairs.exclude_(scores, (part, whole), -torch.inf)
+            self._matrix.relation.exclude_(scores, (part, whole), -torch.inf)
         grades = None
         if own.grades is not None:
             grades = ranking.ranked_grades(thresholds, own.grades, optimistic)
@@ -739,23 +734,6 @@ class Similarity(Anchors):
 
 
 # ------------------------------------------------------------------------------------------ helpers
-
-
-def pairs_of(
-    shape: tuple[int, int],
-    ids: tuple[IdsLike | None, IdsLike | None],
-    related: Related | None,
-    device: torch.device,
-    names: checks.Names,
-) -> Pairs:
-    """Return the positive and negative pairs of a matrix; raise an error for wrong input."""
-    if related is not None or any(checks.is_label_sets(x) for x in ids):
-        return related_pairs(shape, ids, related, device, names)
-    n, m = shape
-    checked: Ids = None, None
-    if any(x is not None for x in ids) or n != m:
-        checked = checks.check_ids(*ids, n, m, device, names)
-    return Pairs(shape, checked, device)
 
 
 def biased(scores: Tensor, of_rows: Tensor | None, of_cols: Tensor | None) -> Tensor:

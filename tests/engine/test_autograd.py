@@ -22,8 +22,8 @@ from support.cases import (
 from torch.autograd import gradcheck, gradgradcheck
 
 from itrloss import Similarity
-from itrloss.engine import pairs
-from itrloss.engine.pairs import IGNORE_ID
+from itrloss.engine import relation
+from itrloss.engine.relation import IGNORE_ID
 from itrloss.engine.terms import hinge, identity, log1p_clamp
 
 
@@ -184,28 +184,12 @@ SINGLE_PAIRS = ["hardest", "log1p"]
 @pytest.mark.parametrize(
     ("name", "engine"),
     [
-        *((name, engine) for name in SECOND for engine in ("dense", "kept", "auto", "scores")),
+        *((name, engine) for name in SECOND for engine in ("dense", "kept", "auto", "scores", "tiled")),
         *((name, "tiled") for name in SINGLE_PAIRS),
     ],
 )
 def test_kept_scores_and_single_pairs_have_second_derivatives(name, engine):
     assert gradgradcheck(answer_of(name, engine), few_leaves(), fast_mode=True)
-
-
-@pytest.mark.parametrize("name", ["logsumexp", "softplus of negatives", "std"])
-def test_tiles_that_are_not_kept_refuse_second_derivatives(name):
-    leaves = few_leaves()
-    values = answer_of(name, "tiled")(*leaves)
-    with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(values.sum(), leaves[0], create_graph=True)
-
-
-def test_gradients_of_the_forward_pass_refuse_second_derivatives():
-    """That of rows next to a memory is computed in the forward pass."""
-    v, w = embeddings(4, 5)
-    values = similarity(v.requires_grad_(), w, make_ids("disjoint", 4, 5), "tiled").logsumexp(3.0)
-    with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(values.sum(), v, create_graph=True)
 
 
 def test_anchors_without_pairs_stay_in_the_graph_of_second_derivatives():
@@ -220,7 +204,7 @@ def test_anchors_without_pairs_stay_in_the_graph_of_second_derivatives():
 
 
 def test_sums_by_class_have_second_derivatives(monkeypatch):
-    monkeypatch.setattr(pairs, "FEW", -1)
+    monkeypatch.setattr(relation, "FEW", -1)
     v, w, _ = few_leaves()
     ids = torch.tensor([0, 1, 1, 2]), torch.tensor([1, 0, 3, 1, 2])
 

@@ -7,7 +7,7 @@ import torch
 from support.answers import ANSWERS, assert_equal, gradients, parameters
 from support.cases import ENGINES, case, each, embeddings, finite, similarity
 
-from itrloss.engine.pairs import IGNORE_ID
+from itrloss.engine.relation import IGNORE_ID
 
 
 def but(size, *places):

@@ -86,7 +86,7 @@ def test_tile_size_does_not_change_the_answer(engine, tile, monkeypatch):
 def test_auto_visits_tiles_from_a_size_on():
     v, w = embeddings(300, 300, dtype=torch.float32)
     small = Similarity(v[:256], w[:256])
-    assert small.engine == "dense"
+    assert small.engine == "tiled"
     large = Similarity(v, w)
     assert large.engine == "tiled"
     in_double = Similarity(v.double(), w.double())

@@ -8,7 +8,7 @@ from support.answers import ANSWERS, TOTALS, assert_equal, gradients, parameters
 from support.cases import ENGINES, case, each, embeddings, make_ids, similarity
 
 from itrloss import Anchors, Similarity
-from itrloss.engine import pairs
+from itrloss.engine import relation
 from itrloss.engine.terms import identity
 
 
@@ -147,7 +147,7 @@ def test_positives_of_pooled_anchors_are_counted_and_listed(engine, monkeypatch)
     assert torch.equal(anchors.negative_counts, sim.negative_counts)
     assert not anchors.one_to_one
     torch.testing.assert_close(anchors.hinge_sum(0.1), sim.hinge_sum(0.1))
-    monkeypatch.setattr(pairs.Pairs, "listable", False)
+    monkeypatch.setattr(relation.Relation, "listable", False)
     with pytest.raises(ValueError, match=r"hinge_sum.*one matrix"):
         anchors.hinge_sum(0.1)
 
@@ -242,8 +242,8 @@ def test_anchors_together_are_split_and_reduced():
 
 def test_positives_of_matrices_of_which_one_cannot_be_listed(monkeypatch):
     """In a captured graph, positives are known without ids, but with ids they cannot be listed."""
-    monkeypatch.setattr(pairs.Pairs, "listable", property(lambda self: self.ids[0] is None))
-    monkeypatch.setattr(pairs.Pairs, "listed", property(lambda self: pytest.fail("listed")))
+    monkeypatch.setattr(relation.Relation, "listable", property(lambda self: self.ids[0] is None))
+    monkeypatch.setattr(relation.Relation, "listed", property(lambda self: pytest.fail("listed")))
     v, w, ids, _ = case((6, 6, "random"))
 
     def both_kinds(engine):

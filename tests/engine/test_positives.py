@@ -8,8 +8,8 @@ from support.answers import ANSWERS, assert_equal, evaluate
 from support.cases import ENGINES, case, embeddings, pairwise
 
 from itrloss import Similarity
-from itrloss.engine import inputs, pairs
-from itrloss.engine.pairs import IGNORE_ID
+from itrloss.engine import inputs, relation
+from itrloss.engine.relation import IGNORE_ID
 
 OF_POSITIVES = [
     "positives",
@@ -35,8 +35,8 @@ OF_POSITIVES = [
 )
 def test_many_positives_are_not_listed(name, engine, kind, biased, monkeypatch):
     """Their plain scores are summed by class, and terms of them like those of negatives."""
-    monkeypatch.setattr(pairs, "FEW", -1)
-    monkeypatch.setattr(pairs.Pairs, "listed", property(lambda self: pytest.fail("listed")))
+    monkeypatch.setattr(relation, "FEW", -1)
+    monkeypatch.setattr(relation.Relation, "listed", property(lambda self: pytest.fail("listed")))
     v, w, ids, grads = case((7, 12, "random" if kind == "ignored" else kind))
     reference = "reference"
     if kind == "ignored":  # for the reference, ignored entries would be negatives of the others
@@ -65,7 +65,7 @@ def test_masks_and_pair_lists_agree(engine, kind, monkeypatch):
     for name, answer in ANSWERS.items():
         wanted = evaluate(answer, v, w, ids, engine, grads)
         with monkeypatch.context() as patch:
-            patch.setattr(pairs.Pairs, "listable", False)
+            patch.setattr(relation.Relation, "listable", False)
             assert_equal(evaluate(answer, v, w, ids, engine, grads), wanted, name)
 
 

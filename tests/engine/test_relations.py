@@ -19,12 +19,6 @@ from itrloss import NO_ID, InfoNCELoss, Related, Similarity
 ENGINES = ["dense", "tiled"]
 
 
-def dense(who: dict[str, Any]) -> dict[str, Any]:
-    """Input for the loops, which read matrices entry by entry."""
-    sparse = "matches" in who and who["matches"].is_sparse
-    return {"matches": who["matches"].to_dense()} if sparse else who
-
-
 def draw(seed: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -49,11 +43,6 @@ def relation(kind: str, seed: int, n: int, m: int) -> dict[str, Any]:
         return groups_and_ids(seed, n, m)
     if kind == "weights":
         return {"matches": weights(seed, n, m)}
-    if kind == "sparse":
-        matches = weights(seed, n, m)
-        middle = n // 2
-        matches[middle - 1 : middle + 1] = 0.0  # rows without entries
-        return {"matches": matches.to_sparse()}
     matches = integers(seed, 3, n, m).double()
     unjudged = matches == 2
     return {"matches": matches.masked_fill(unjudged, torch.nan)}
@@ -92,12 +81,12 @@ def weights(seed: int, n: int, m: int) -> Tensor:
     return matches.masked_fill(unjudged, torch.nan)
 
 
-KINDS = ["label sets", "groups", "matches", "weights", "sparse"]
+KINDS = ["label sets", "groups", "matches", "weights"]
 
 
 def refuses(name: str, kind: str) -> bool:
     """Whether a loss takes no weights: sums over all pairs of a positive and a negative."""
-    return kind in ("weights", "sparse") and name == "triplet all"
+    return kind == "weights" and name == "triplet all"
 
 
 def gradients(value: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -128,7 +117,7 @@ def test_infonce_is_the_loops(kind: str, engine: Any, seed: int):
         options["margin"] = 0.3
     rule = "other" if seed % 5 == 0 else "same"
     loss = InfoNCELoss(**options, groups=rule, engine=engine)
-    wanted = contrastive(*given, **options, negative_groups=rule, **dense(who))
+    wanted = contrastive(*given, **options, negative_groups=rule, **who)
     if isinstance(wanted, Tensor) and wanted.requires_grad:
         found = loss(*given, **who)
         assert_same(found, wanted, given)
@@ -142,7 +131,7 @@ def test_sdm_is_the_loops(kind: str, engine: Any):
         given = images_and_texts(5, 7, 4, (seed, seed + 50))
         who = relation(kind, seed, 5, 7)
         found = loss(*given, **who)
-        wanted = sdm(*given, temperature=0.2, **dense(who))
+        wanted = sdm(*given, temperature=0.2, **who)
         assert_same(found, wanted, given)
 
 
@@ -233,7 +222,7 @@ def test_relations_compile_as_one_graph(kind: str):
         torch.testing.assert_close(found, wanted)
 
 
-def test_groups_label_sets_and_sparse_matches_need_no_matrix():
+def test_groups_and_label_sets_need_no_matrix():
     """The largest tensor of a step has few numbers for a batch of many tiles."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -244,7 +233,7 @@ def test_groups_label_sets_and_sparse_matches_need_no_matrix():
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
-            if isinstance(result, Tensor) and not result.is_sparse:
+            if isinstance(result, Tensor):
                 self.size = max(self.size, result.numel())
             return result
 
@@ -253,12 +242,9 @@ def test_groups_label_sets_and_sparse_matches_need_no_matrix():
     texts = torch.randn(n, 8, requires_grad=True)
     groups = integers(1, 4, n)
     label_sets = integers(2, 9000, n, 2)
-    places = integers(3, n, 2, 3 * n)
-    matches = torch.sparse_coo_tensor(places, torch.rand(3 * n), (n, n))
     relations = (
         {"image_groups": groups},
         {"image_ids": label_sets, "text_ids": label_sets},
-        {"matches": matches},
     )
     loss = InfoNCELoss(engine="tiled")
     for who in relations:
@@ -271,7 +257,7 @@ def test_groups_label_sets_and_sparse_matches_need_no_matrix():
 @pytest.mark.parametrize("engine", ENGINES)
 def test_weights_are_factors_of_positives(engine: Any, few: int, monkeypatch):
     """Means over positives are by their weights, and sums multiply by them, listed or not."""
-    monkeypatch.setattr("itrloss.engine.pairs.FEW", few)
+    monkeypatch.setattr("itrloss.engine.relation.FEW", few)
     given = images_and_texts(6, 8, 4)
     weighted = weights(5, 6, 8)
     plain = weighted.masked_fill(weighted > 0, 1.0)
@@ -374,7 +360,7 @@ def test_a_weight_of_a_mean_alone_changes_nothing():
         assert_same(loss(*given, matches=matches), wanted, given)
 
 
-@pytest.mark.parametrize("kind", ["matches", "weights", "sparse"])
+@pytest.mark.parametrize("kind", ["matches", "weights"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_matches_may_be_modified_before_the_backward_pass(kind: str, engine: Any):
     given = images_and_texts(6, 8, 4)
@@ -383,8 +369,7 @@ def test_matches_may_be_modified_before_the_backward_pass(kind: str, engine: Any
     unmodified = loss(*given, matches=matches)
     wanted = torch.autograd.grad(unmodified, given)
     value = loss(*given, matches=matches)
-    numbers = matches._values() if kind == "sparse" else matches
-    numbers.fill_(1.0)
+    matches.fill_(1.0)
     found = torch.autograd.grad(value, given)
     for got, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, exact)
@@ -408,9 +393,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "matches: expected None with image_groups": {"matches": torch.eye(4), "image_groups": IDS},
     "matches: expected numbers above 0 for a match": {"matches": -torch.eye(4)},
     "matches: expected numbers .*, 0 for a negative": {"matches": torch.eye(4) / 0},
-    "matches: expected a dense tensor, or one of torch.sparse_coo": {
-        "matches": torch.eye(4).to_sparse_csr()
-    },
+    "matches: expected a dense tensor": {"matches": torch.eye(4).to_sparse()},
     "matches: expected a tensor": {"matches": [[1]]},
     "image_groups: expected groups to go with text_groups": {"text_groups": IDS},
     r"image_groups: expected shape \(4,\), got \(3,\)": {"image_groups": IDS[:3]},
@@ -436,7 +419,7 @@ def test_pairs_are_listed_and_counted_by_parts(kind: str, monkeypatch):
     who = relation(kind, 3, 9, 7)
     losses = [InfoNCELoss(engine="tiled"), itrloss.SDMLoss(engine="dense")]
     wanted = [loss(*given, **who) for loss in losses]
-    monkeypatch.setattr("itrloss.engine.relations._AT_ONCE", 20)  # two rows at a time
+    monkeypatch.setattr("itrloss.engine.relation.AT_ONCE", 20)  # two rows at a time
     found = [loss(*given, **who) for loss in losses]
     for got, exact in zip(found, wanted, strict=True):
         assert_same(got, exact, given)
@@ -469,7 +452,7 @@ PARTS: dict[str, list[tuple[int, int]]] = {
     "empty": [(0, 0), (9, 12)],
     "three": [(2, 5), (3, 0), (4, 7)],
 }
-SHARED = [*(kind for kind in KINDS if kind != "sparse"), "open groups", "ids"]
+SHARED = [*KINDS, "open groups", "ids"]
 
 
 def shared_relation(kind: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from support.losses_registry import IN_LOOPS, where
 
 import itrloss
-from itrloss.engine.pairs import Numbers, Pairs
+from itrloss.engine.relation import Numbers, Relation
 from itrloss.engine.terms import hinge, log1p_relu
 
 N, M, D, K = 16, 24, 8, 40
@@ -86,8 +86,8 @@ def reads(monkeypatch):
         found.append(pairs)
         return Numbers(sum(pairs.shape), (3, 3))
 
-    monkeypatch.setattr(Pairs, "listable", True)
-    monkeypatch.setattr(Pairs, "_numbers", numbers)
+    monkeypatch.setattr(Relation, "listable", True)
+    monkeypatch.setattr(Relation, "_numbers", numbers)
     return found
 
 

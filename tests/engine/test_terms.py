@@ -50,10 +50,24 @@ def test_a_slope_is_the_derivative(name):
 
 @pytest.mark.parametrize("name", OF_ONE_NUMBER)
 def test_a_function_that_is_zero_somewhere_says_where(name):
-    """Plain PyTorch then masks pairs that do not count before the function, which may overflow."""
+    """Pairs that do not count are then masked before the function, which may overflow."""
     term = OF_THE_LIBRARY[name]
-    places = [z for z in (-torch.inf, 0.0) if term(torch.tensor([z])).item() == 0]
+    places = []
+    for z in (-torch.inf, 0.0):
+        value = term(torch.tensor([z]))
+        slope = term.slope(torch.tensor([z])) * torch.ones(1)
+        if value.item() == slope.item() == 0:
+            places.append(z)
     assert term.zero in (places or [None])
+
+
+@pytest.mark.parametrize("name", OF_ONE_NUMBER)
+def test_values_and_slopes_are_those_that_come_one_by_one(name):
+    term = OF_THE_LIBRARY[name]
+    z = torch.linspace(-0.9, 1.3, 26, dtype=torch.float64)
+    values, slopes = term.both(z.clone())
+    torch.testing.assert_close(values, term(z))
+    torch.testing.assert_close(slopes * torch.ones_like(z), term.slope(z.clone()) * torch.ones_like(z))
 
 
 @pytest.mark.parametrize("name", OF_ONE_NUMBER)

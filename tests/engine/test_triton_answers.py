@@ -21,7 +21,7 @@ from itrloss import Similarity
 from itrloss.engine import terms, tiled
 from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Inputs, Side
-from itrloss.engine.pairs import Pairs
+from itrloss.engine.relation import Relation
 from itrloss.engine.question import Question
 from itrloss.engine.terms import pair_term
 
@@ -106,7 +106,7 @@ def test_limits_have_kernels(name, view, few_tiles, poisoned, monkeypatch):
 def test_no_rows_or_columns(n, m):
     v = torch.zeros(n, 4, device=DEVICE)
     w = torch.zeros(m, 4, device=DEVICE)
-    question = Question(Pairs((n, m), (None, None), DEVICE), (0, 1), (terms.exponential,))
+    question = Question(Relation((n, m), (None, None), DEVICE), (0, 1), terms.exponential)
     inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
     assert engine.sums(question, inputs).tolist() == [0.0] * 3
     needs = tiled.Needs(True, True, False, False)

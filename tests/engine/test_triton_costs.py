@@ -13,9 +13,9 @@ from itrloss import Similarity
 from itrloss.engine import kernels, terms, tiled
 from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Inputs, Side
-from itrloss.engine.pairs import Numbers, Pairs
+from itrloss.engine.relation import Numbers, Relation
 from itrloss.engine.question import Question
-from itrloss.engine.relations import Labels, RelatedPairs
+from itrloss.engine.relation import Labels, RelatedPairs
 from itrloss.functional import info_nce_loss, sigmoid_loss, triplet_loss
 
 pytestmark = OF_KERNELS
@@ -128,8 +128,8 @@ def test_memory_of_many_positives(asked, slots, m, as_on_a_gpu):
     w = meta(m, d, dtype=torch.bfloat16)
     inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
     shift = meta(slots, n + m, dtype=torch.float32)
-    pairs = Pairs((n, m), (None, None), shift.device)
-    question = Question(pairs, (0, 1), (terms.excess,), shift=shift)
+    pairs = Relation((n, m), (None, None), shift.device)
+    question = Question(pairs, (0, 1), terms.excess, shift=shift)
     grad = meta(n + m, dtype=torch.float32)
     needs = tiled.Needs(True, True, False, False, shift=True)
     outputs = (n + m) * d * 4 + shift.nbytes
@@ -156,7 +156,7 @@ def test_memory_of_relations(groups, answer, as_on_a_gpu, monkeypatch):
     labels = [meta(n, number_of_labels, dtype=torch.int64) for _ in range(2)]
     own = [meta(n, dtype=torch.int64) for _ in range(2)] if groups else []
     pairs = RelatedPairs(Labels(*labels, own or None))
-    question = Question(pairs, (0, 1), (terms.exponential,))
+    question = Question(pairs, (0, 1), terms.exponential)
     grad = meta(2 * n, dtype=torch.float32)
     needs = tiled.Needs(True, True, False, False, dtypes=(torch.float32, torch.float32))
     masks = []

@@ -15,7 +15,7 @@ from itrloss import Similarity
 from itrloss.engine import terms, tiled, vectors
 from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Inputs, Side
-from itrloss.engine.pairs import Pairs
+from itrloss.engine.relation import Relation
 from itrloss.engine.question import Question
 
 pytestmark = OF_KERNELS
@@ -96,8 +96,8 @@ def test_small_rows_of_a_panel_have_half_precision(side, smallest, few_tiles, po
         """The question and the inputs of an engine."""
         moved_to = [x.to(device, dtype) for x in given]
         sides = [Side(x, vectors.inverse_norms(x), None, None) for x in moved_to]
-        pairs = Pairs((n, n), (None, None), torch.device(device))
-        question = Question(pairs, (side,), (terms.exponential,))
+        pairs = Relation((n, n), (None, None), torch.device(device))
+        question = Question(pairs, (side,), terms.exponential)
         return question, Inputs(*sides, None)
 
     exact_question = asked("cpu", torch.float64)

@@ -14,7 +14,7 @@ from support.on_triton import DEVICE, OF_KERNELS
 from itrloss.engine import kernels, vectors
 from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Side
-from itrloss.engine.pairs import IGNORE_ID, Pairs
+from itrloss.engine.relation import IGNORE_ID, Relation
 
 pytestmark = OF_KERNELS
 
@@ -92,7 +92,7 @@ def test_sums_of_classes(dtype, normalize, dim, poisoned):
     rows = torch.tensor([5, 3, 5, IGNORE_ID, 8, 3, 3, -7])
     cols = torch.tensor([3, 5, 9, IGNORE_ID, 3, -7] + [5] * 40, device=DEVICE)
     shape = (len(rows), len(cols))
-    pairs = Pairs(shape, (rows.to(DEVICE), cols), DEVICE)
+    pairs = Relation(shape, (rows.to(DEVICE), cols), DEVICE)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(len(cols), dim, generator=generator)
     x[2] = math.nan  # of no class

@@ -10,7 +10,7 @@ from support.on_triton import ASKED_TERMS, DEVICE, OF_KERNELS, assert_close
 from itrloss.engine import kernels, terms, tiled
 from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Inputs, Side
-from itrloss.engine.pairs import IGNORE_ID, Pairs
+from itrloss.engine.relation import IGNORE_ID, Relation
 from itrloss.engine.question import Question
 
 pytestmark = OF_KERNELS
@@ -39,7 +39,7 @@ def question_of(key, over, sides, scale, shift, dtype, device):
         inverse_norms = 1 / x.norm(dim=1, keepdim=True)
         given.append(Side(x, inverse_norms, None, None))
     ids = [x.to(device) for x in ids_with_ignored()]
-    pairs = Pairs(SHAPE, ids, torch.device(device))
+    pairs = Relation(SHAPE, ids, torch.device(device))
     asked_terms, _ = ASKED_TERMS[key]
     if isinstance(scale, torch.Tensor):
         scale = scale.to(device, dtype)

@@ -265,7 +265,7 @@ def test_highest_scores_of_related_pairs(kind, multiplying, few_tiles, poisoned)
     rows = Side(on_engine(v), None, None, None)
     cols = Side(on_engine(w), None, None, None)
     inputs = Inputs(rows, cols, None)
-    question = Question(on_device(kind, n, m), (0, 1), (terms.identity,), scale=2.0)
+    question = Question(on_device(kind, n, m), (0, 1), terms.identity, scale=2.0)
     found = engine.highest(question, inputs)
     torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=1e-6)
 
@@ -336,7 +336,7 @@ def test_a_complement_in_half_precision_is_that_of_float64(dtype, few_tiles):
 @pytest.mark.parametrize("name", ["infonce", "dcl", "sigmoid mild"])
 def test_weights_of_matches(name, few, few_tiles, poisoned, monkeypatch):
     """Positives are listed, or too many, and then their weights are a guide."""
-    monkeypatch.setattr("itrloss.engine.pairs.FEW", few)
+    monkeypatch.setattr("itrloss.engine.relation.FEW", few)
     matches = 0.7 * drawn(1, 3, 19, 22).double()
     unjudged = drawn(2, 4, 19, 22) == 0
     matches[unjudged] = torch.nan

@@ -23,7 +23,7 @@ from itrloss import Similarity
 from itrloss.engine import terms, tiled
 from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Inputs, Side
-from itrloss.engine.pairs import IGNORE_ID, Pairs
+from itrloss.engine.relation import IGNORE_ID, Relation
 from itrloss.engine.question import Question
 from itrloss.functional import sigmoid_loss
 
@@ -349,8 +349,8 @@ def test_a_total_of_no_pairs(early):
     w = torch.ones(3, 4, device=DEVICE, requires_grad=True)
     scale = torch.ones(1, device=DEVICE, requires_grad=True)
     inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
-    pairs = Pairs((0, 3), (None, None), DEVICE)
-    question = Question(pairs, (0,), (terms.softplus,), scale=scale)
+    pairs = Relation((0, 3), (None, None), DEVICE)
+    question = Question(pairs, (0,), terms.softplus, scale=scale)
     needs = tiled.Needs(True, True, False, False, scale=True)
     with torch.no_grad():
         weights = torch.ones(1, device=DEVICE)

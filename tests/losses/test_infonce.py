@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import itrloss
 from itrloss import Anchors, Similarity, functional
-from itrloss.engine.pairs import IGNORE_ID
+from itrloss.engine.relation import IGNORE_ID
 
 ENGINES = ("dense", "tiled")
 of_engines = pytest.mark.parametrize("engine", ENGINES)

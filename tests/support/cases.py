@@ -217,7 +217,7 @@ def guide_of(anchors: Any) -> Any:
     second = {}
     for matrix in {side.matrix for group in anchors._groups for side in group}:
         scores = torch.cos(3 * matrix.scores().detach())
-        second[matrix] = Similarity.from_scores(scores, *matrix.pairs.ids_as_passed)._matrix
+        second[matrix] = Similarity.from_scores(scores, *matrix.relation.ids_as_passed)._matrix
     return Anchors(
         *(
             [dataclasses.replace(side, matrix=second[side.matrix]) for side in group]

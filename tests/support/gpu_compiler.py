@@ -29,14 +29,14 @@ from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Inputs, Side
 from itrloss.engine.kernels import FORMS
 from itrloss.engine.pair_scores import ListedPairs
-from itrloss.engine.pairs import Pairs
+from itrloss.engine.relation import Pairs
 from itrloss.engine.question import Attempt, Condition, Question
-from itrloss.engine.relations import Labels, RelatedPairs
+from itrloss.engine.relation import Labels, RelatedPairs
 from itrloss.engine.tiled import Needs
 from support.cases import pairwise
 
-EXPONENTIAL = (terms.exponential,)
-SOFTPLUS = (terms.softplus,)
+EXPONENTIAL = terms.exponential
+SOFTPLUS = terms.softplus
 SIGLIP = {"sides": (0,), "shared": True, "ids": False, "shape": (1024, 768)}
 CLIP = {"shared": True, "learnt": True, "attempted": True}
 # The log-sum-exps of losses, as the options of :func:`ask`.
@@ -63,8 +63,8 @@ OF_RELATIONS = [
     {"relation": "mask", "shifted": False},
     {"asked": SOFTPLUS, "total": True, **SIGLIP, "ids": True, "relation": "same"},
     {"asked": SOFTPLUS, "total": True, **SIGLIP, "ids": True, "relation": "mask"},
-    {"asked": (terms.excess,), "dtype": torch.float32, "relation": "same"},
-    {"asked": (terms.excess,), "dtype": torch.float32, "relation": "mask"},
+    {"asked": terms.excess, "dtype": torch.float32, "relation": "same"},
+    {"asked": terms.excess, "dtype": torch.float32, "relation": "mask"},
 ]
 
 
@@ -98,7 +98,7 @@ def cases_of(gpus: Sequence[int]) -> list[tuple[int, dict]]:
     cases += [
         (gpu, dict(zip(axes, case, strict=True))) for *case, gpu in pairwise(**axes, gpu=gpus)
     ]
-    excess = (terms.excess,)
+    excess = terms.excess
     for gpu in gpus:
         cases += [(gpu, options) for options in OF_LOSSES + OF_RELATIONS]
         cases += [
@@ -197,7 +197,7 @@ def shift_of(
     """What is added to scaled scores: a number of each anchor, or one where the scale is one."""
     if attempted:
         return torch.ones(anchors)
-    if asked == (terms.excess,):
+    if asked == terms.excess:
         return torch.ones(3, anchors)
     return scale
 
@@ -210,7 +210,7 @@ def needs_of(asked: tuple[terms.Term, ...], learnt: bool, dtype: torch.dtype) ->
         False,
         False,
         scale=learnt or asked == SOFTPLUS,
-        shift=asked in ((terms.excess,), SOFTPLUS),
+        shift=asked in (terms.excess, SOFTPLUS),
         dtypes=(dtype, dtype),
     )
 

@@ -47,17 +47,16 @@ ASKED = [
 ]
 
 
-# The terms of a question, a key of `kernels.FORMS`, and which of its values get a gradient.
+# The term of a question, a key of `kernels.FORMS`, and which of its values get a gradient.
 ASKED_TERMS = {
-    "exponential": ((terms.exponential,), {"scale": True}),
-    "moments": ((terms.identity, terms.square), {"shift": True}),
-    "entropy": ((terms.exponential, terms.information), {}),
-    "excess": ((terms.excess,), {"shift": True}),
-    "softplus": ((terms.softplus,), {"scale": True, "shift": True}),
-    "square": ((terms.square,), {"scale": True, "shift": True}),
-    "identity": ((terms.identity,), {"scale": True, "shift": True}),
-    "log1p": ((terms.log1p_clamp,), {"scale": True}),
-    "log1p relu": ((terms.log1p_relu,), {"shift": True}),
+    "exponential": (terms.exponential, {"scale": True}),
+    "information": (terms.information, {"scale": True, "shift": True}),
+    "excess": (terms.excess, {"shift": True}),
+    "softplus": (terms.softplus, {"scale": True, "shift": True}),
+    "square": (terms.square, {"scale": True, "shift": True}),
+    "identity": (terms.identity, {"scale": True, "shift": True}),
+    "log1p": (terms.log1p_clamp, {"scale": True}),
+    "log1p relu": (terms.log1p_relu, {"shift": True}),
 }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import itrloss
 from itrloss import Similarity
-from itrloss.engine.pairs import IGNORE_ID
+from itrloss.engine.relation import IGNORE_ID
 from itrloss.engine.vectors import normalized
 from support.losses_registry import ONE_TO_ONE, table
 

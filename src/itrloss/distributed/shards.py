@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.pairs import IGNORE_ID, Pairs
+from ..engine.relation import IGNORE_ID, Relation
 from .collectives import gather, largest, merge, merge_largest, total
 from .consensus import padded
 
@@ -44,7 +44,7 @@ class Processes:
         #: The (N,) and (M,) int64 groups of all, padded; None: there are none.
         self.groups: tuple[Tensor, Tensor] | None = None
         #: Their pairs; None where more than an id of each entry says who matches.
-        self.pairs: Pairs | None = None
+        self.pairs: Relation | None = None
 
     def gather_ids(self, rows: Tensor, cols: Tensor) -> None:
         """Gather the ids (N_r,) and (M_r,) of all processes, or tables (N_r, k) and (M_r, l)."""

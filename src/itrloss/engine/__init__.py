@@ -11,7 +11,7 @@ moments     sums of scores and of their squares, without the scores
 dense       the same answers in plain PyTorch: the specification, for small matrices, compilers and
             second derivatives
 pair_scores scores of listed pairs, whose gradient skips the matrix
-class_sums  sums of the plain scores of positives, without a list of pairs
+
 autograd    the autograd function around all of it, and the one around the scores of a small matrix
 saved       how an autograd function keeps a value with tensors in it
 matrix      a score matrix with its engine, and what is kept of it between questions

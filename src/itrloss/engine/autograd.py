@@ -1,69 +1,270 @@
-"""The one autograd function of the engine: sums over a matrix, and scores of its positive pairs.
+"""The autograd functions of the engine: the scores of small matrices, and sums over any matrix.
 
-Its gradient is in closed form: :func:`itrloss.engine.tiled.gradients`, or Triton's. As one node,
-the sums and the positives add their gradients to the same tensors, so that backward holds one
+The gradient of sums is in closed form: :func:`itrloss.engine.tiled.gradients`, or Triton's. As one
+node, the sums and the positives add their gradients to the same tensors, so that backward holds one
 gradient of all embeddings less at a time: 34 MB of 105 for InfoNCE at 8192 x 8192 x 512 (``pytest
 tests/engine/test_costs.py -k memory``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from . import dense, moments, tiled
-from .inputs import Inputs, Side, taken, whole_scores
+from . import dense, tiled
+from .inputs import NO_SIDE, NUMBER_OF_TENSORS, Inputs, Side, whole_scores
 from .pair_scores import Index, ListedPairs, pair_scores
+from .products import add_matmul_, matmul
 from .question import Question, Value, is_trained
-from .saved import save, saved
+from .relation import add_segments_
 from .tiled import Gradients, Needs
-from .vectors import full_precision, plain_unit
+from .vectors import EPS, compute_dtype, full_precision, may_keep, plain_unit
 
-if TYPE_CHECKING:
-    from .trial import Form
-    from .triton import EarlyGradients
+# ------------------------------------------------------------------------ the scores of a small step
 
 
-class AllScores(torch.autograd.Function):
-    """The (N, M) scores of a small matrix, whose gradient is in closed form.
+class Place(NamedTuple):
+    """Where a small matrix has its vectors among those of a step."""
 
-    The gradients of several questions are added up before they are multiplied: large terms that
-    cancel lose no digits, and each question saves two products.
+    rows: slice  # of the vectors that are trained
+    cols: slice | None  # of all vectors; None: a memory's
+
+
+class Layout(NamedTuple):
+    """The vectors of a step, (T, D) that are trained and then constants, and its small matrices."""
+
+    trained: int  # T
+    normalize: bool
+    places: tuple[Place, ...]
+
+    def columns(self, k: int, unit: Tensor, memories: Sequence[Tensor | None]) -> Tensor:
+        """Return the columns (M, D) of a matrix."""
+        place = self.places[k].cols
+        if place is not None:
+            return unit[place]
+        memory = memories[k]
+        assert memory is not None
+        return memory.to(unit.dtype)
+
+
+class StepScores(torch.autograd.Function):
+    """All vectors of a step at unit length, and the scores of its small matrices.
+
+    One node, with one buffer for all gradients: large terms that cancel are added up in float32
+    before they are rounded, and are taken back to the embeddings at once. With a node for each side
+    and each matrix, M-DCL at 32 x 256 x 256 takes 1.3 times as many launches (``python -m
+    benchmarks.launches``).
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        rows: Tensor,  # (N, D) as they are passed in; in forward, ``inputs`` stand for all of them
-        cols: Tensor,  # (M, D)
-        row_bias: Tensor | None,  # (N,)
-        col_bias: Tensor | None,  # (M,)
-        inputs: Inputs,
-    ) -> Tensor:
-        """Return the (N, M) scores."""
-        targets = Targets(rows, cols, row_bias, col_bias)
-        save(ctx, (inputs, targets.only_trained()))
-        with full_precision(inputs.like):
-            return whole_scores(inputs.rows, inputs.cols)
+        layout: Layout,
+        memories: Sequence[Tensor | None],  # (M, D) of each matrix
+        *vectors: Tensor,  # (N, D) each
+    ) -> tuple[Tensor, ...]:
+        """Return the unit vectors (V, D), and the scores (N, M) of each matrix."""
+        with full_precision(vectors[0]):
+            unit = torch.cat(vectors).to(compute_dtype(vectors[0]))
+            norms: Tensor | None = None
+            if layout.normalize:
+                norms = torch.linalg.vector_norm(unit, 2, 1, True)
+                norms = torch.threshold(norms, EPS, math.inf)
+                unit.div_(norms)
+            scores = []
+            for k, place in enumerate(layout.places):
+                columns = layout.columns(k, unit, memories)
+                scores.append(matmul(unit[place.rows], columns.T))
+        ctx.set_materialize_grads(False)
+        trained = zip(vectors, ctx.needs_input_grad[2:], strict=True)
+        ctx.save_for_backward(unit, norms, *memories, *(x if g else None for x, g in trained))
+        ctx.layout = layout
+        ctx.sizes = [len(x) for x in vectors]
+        return unit, *scores
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of the vectors and biases from the gradient of the scores (N, M)."""
-        inputs: Inputs
-        targets: Targets
-        inputs, targets = saved(ctx)
-        (grad,) = grads
+    def backward(ctx: Any, grad: Tensor | None, *of_scores: Tensor | None) -> Any:
+        """Return the gradients of the vectors from those of the unit vectors and of the scores."""
+        layout: Layout = ctx.layout
+        needed = ctx.needs_input_grad[2:]
+        if grad is None and all(g is None for g in of_scores):
+            return None, None, *[None for _ in needed]
+        unit, norms, *rest = saved_tensors(ctx)
+        memories = rest[: len(layout.places)]
+        vectors = rest[len(layout.places) :]
+        sizes = ctx.sizes
         if torch.is_grad_enabled():  # create_graph=True
-            scores = plain_scores(inputs, targets)
-            return *second_gradients([scores], [grad], targets[:4]), None
-        needs = Needs(*ctx.needs_input_grad[:4])
-        with full_precision(inputs.like):
-            gradients = tiled.gradients_of_scores(inputs, needs, grad)
-        return gradients.rows, gradients.cols, gradients.row_bias, gradients.col_bias, None
+            parts = unit.split(sizes)
+            known = [
+                y.detach() if x is None else plain_unit(x, layout.normalize)
+                for x, y in zip(vectors, parts, strict=True)
+            ]
+            outputs = scores_of_units(layout, memories, known)
+            return None, None, *second_gradients(outputs, (grad, *of_scores), vectors)
+        with full_precision(unit):
+            total = gradient_of_units(layout, unit, memories, grad, of_scores, starts_of(sizes, needed))
+            trained = unit[: layout.trained]
+            if norms is not None:
+                along = (trained * total).sum(1, keepdim=True)
+                total.addcmul_(trained, along, value=-1).div_(norms[: layout.trained])
+        grads: list[Tensor | None] = []
+        first = 0
+        for x, size in zip(vectors, sizes, strict=True):
+            part = total[first : first + size]
+            grads.append(None if x is None else part.to(x.dtype))
+            first += size
+        return None, None, *grads
+
+
+def starts_of(sizes: Sequence[int], needed: Sequence[bool]) -> set[int]:
+    """Return where the vectors begin, among all of a step, that get a gradient."""
+    starts = set()
+    first = 0
+    for size, is_needed in zip(sizes, needed, strict=True):
+        if is_needed:
+            starts.add(first)
+        first += size
+    return starts
+
+
+def gradient_of_units(
+    layout: Layout,
+    unit: Tensor,  # (V, D)
+    memories: Sequence[Tensor | None],
+    grad: Tensor | None,  # (V, D)
+    of_scores: Sequence[Tensor | None],  # (N, M) of each matrix
+    starts: set[int],  # where vectors begin that get a gradient
+) -> Tensor:
+    """Return the gradient (T, D) of the unit vectors that are trained, a new tensor."""
+    trained = unit[: layout.trained]
+    total = torch.zeros_like(trained) if grad is None else grad[: layout.trained].clone()
+    for k, (place, g) in enumerate(zip(layout.places, of_scores, strict=True)):
+        if g is None:
+            continue
+        if place.rows.start in starts:
+            add_matmul_(total[place.rows], g, layout.columns(k, unit, memories))
+        if place.cols is not None and place.cols.start in starts:
+            add_matmul_(total[place.cols], g.T, unit[place.rows])
+    return total
+
+
+def step_scores(
+    layout: Layout, memories: Sequence[Tensor | None], *vectors: Tensor
+) -> tuple[Tensor, ...]:
+    """Return what :class:`StepScores` does, in plain PyTorch: its specification."""
+    return scores_of_units(layout, memories, [plain_unit(x, layout.normalize) for x in vectors])
+
+
+def scores_of_units(
+    layout: Layout, memories: Sequence[Tensor | None], units: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the unit vectors (V, D) of a step in one tensor, and the scores of its matrices."""
+    unit = torch.cat(list(units))
+    scores = []
+    with full_precision(unit):
+        for k, place in enumerate(layout.places):
+            scores.append(unit[place.rows] @ layout.columns(k, unit, memories).T)
+    return unit, *scores
+
+
+class Step:
+    """The vectors of a step and its small matrices, whose scores are computed when one is asked."""
+
+    def __init__(
+        self, layout: Layout, memories: Sequence[Tensor | None], vectors: Sequence[Tensor]
+    ):
+        self.layout = layout
+        self.memories = memories
+        self.vectors = vectors
+        self._known: tuple[Tensor, ...] | None = None
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Return the unit vectors (V, D), and the scores (N, M) of each matrix, with their graph.
+
+        They have it even if they are first used under ``no_grad``.
+        """
+        if self._known is not None:
+            return self._known
+        keep = may_keep()
+        with torch.set_grad_enabled(keep):
+            outputs = self._computed()
+        if keep:
+            self._known = outputs
+        return outputs
+
+    def _computed(self) -> tuple[Tensor, ...]:
+        """Return :meth:`outputs`, from one node or, when compiled, in plain PyTorch."""
+        if torch.compiler.is_compiling():
+            return step_scores(self.layout, self.memories, *self.vectors)
+        return StepScores.apply(self.layout, self.memories, *self.vectors)  # type: ignore[return-value]
+
+
+class StepPart(NamedTuple):
+    """A small matrix of a step: its number, and where its vectors are among the unit vectors."""
+
+    step: Step
+    number: int | None  # None: its scores are no output of the step
+    rows: slice
+    cols: slice | None  # None: a memory's
+
+    def detach(self) -> StepPart:
+        """Return the same part of a step without a gradient."""
+        step = self.step
+        vectors = [x.detach() for x in step.vectors]
+        return self._replace(step=Step(step.layout, step.memories, vectors))
+
+    def scores(self) -> Tensor:
+        """Return the (N, M) scores with their graph."""
+        unit, *scores = self.step.outputs()
+        if self.number is not None:
+            return scores[self.number]
+        assert self.cols is not None
+        with full_precision(unit):
+            return unit[self.rows] @ unit[self.cols].T
+
+    def pairs(self, i: Index, j: Index) -> Tensor:
+        """Return the (P,) scores of rows i with columns j, differentiable; None: row p, column p."""
+        assert self.cols is not None
+        unit = self.step.outputs()[0]
+        if i is None or j is None:
+            return PairsOfUnits.apply(unit, self.rows, self.cols)  # type: ignore[return-value]
+        places = i + self.rows.start, j + self.cols.start
+        return PairsOfUnits.apply(unit, *places)  # type: ignore[return-value]
+
+
+class PairsOfUnits(torch.autograd.Function):
+    """The scores (P,) of pairs of unit vectors (V, D) of a step; their gradient forms no matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Tensor, i: Tensor | slice, j: Tensor | slice) -> Tensor:
+        """Return the products of the vectors at i and at j, (P,) indices or slices."""
+        ctx.save_for_backward(unit, *[x if isinstance(x, Tensor) else None for x in (i, j)])
+        ctx.slices = i, j
+        return torch.linalg.vecdot(unit[i], unit[j])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient (V, D) of the vectors."""
+        (grad,) = grads
+        unit, *index = saved_tensors(ctx)
+        i, j = (x if y is None else y for x, y in zip(ctx.slices, index, strict=True))
+        if torch.is_grad_enabled():  # create_graph=True
+            scores = (unit[i] * unit[j]).sum(1)
+            return second_gradients([scores], [grad], [unit])[0], None, None  # type: ignore[return-value]
+        total = torch.zeros_like(unit)
+        for own, other in ((i, j), (j, i)):
+            if isinstance(own, slice):
+                total[own].addcmul_(unit[other], grad[:, None])
+            else:
+                add_segments_(total, own, unit[other] * grad[:, None])
+        return total, None, None
+
+
+# ------------------------------------------------------------------------- sums and scores of pairs
 
 
 class Targets(NamedTuple):
@@ -73,55 +274,84 @@ class Targets(NamedTuple):
     cols: Tensor | None = None  # (M, D)
     row_bias: Tensor | None = None  # (N,)
     col_bias: Tensor | None = None  # (M,)
-    scores: Tensor | None = None  # (N, M), where they are precomputed
+    scores: Tensor | None = None  # (N, M)
 
     def any_trained(self) -> bool:
         """Return whether one of them gets a gradient."""
-        return any(is_trained(x) for x in self)
-
-    def only_trained(self) -> Targets:
-        """Return those that get a gradient: they link a second derivative to their origin."""
-        return Targets(*[x if is_trained(x) else None for x in self])
+        return any([is_trained(x) for x in self])
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
+class Request(NamedTuple):
     """A question of a matrix, or pairs whose scores are requested, or both."""
 
     question: Question | None
     inputs: Inputs
-    guide: Inputs | None
-    pairs: tuple[Index, Index] | None
-    form: Form | None = None  # of the question, if Triton has kernels for it
-    strict: bool = False  # whether an error of Triton is raised, as the user chose it
-    early: bool = False  # whether Triton finds the gradient of vectors along with the sums
-    #: (1,) or (A,): the sums are then added with these weights to one number. None: they are not.
-    weights: Tensor | None = None
-    moments: bool = False  # whether the sums are computed without the scores
+    guide: Inputs | None = None
+    pairs: tuple[Index, Index] | None = None
+    by_triton: bool = False
+    keeps_slopes: bool = False  # of the only block
+
+    def tensors(self) -> list[Tensor | None]:
+        """Return all tensors of the request, which autograd is to save."""
+        guide = Inputs(NO_SIDE, NO_SIDE, None) if self.guide is None else self.guide
+        tensors = [*self.inputs.tensors(), *guide.tensors(), *(self.pairs or (None, None))]
+        if self.question is not None:
+            tensors += [x if isinstance(x, Tensor) else None for x in self.question.values]
+        return tensors
+
+    def without_tensors(self) -> Request:
+        """Return what is left of the request for :meth:`with_tensors`."""
+        question = self.question
+        if question is not None:
+            plain = [None if isinstance(x, Tensor) else x for x in question.values]
+            question = question.with_values(plain)
+        nothing = Inputs(NO_SIDE, NO_SIDE, None)
+        return self._replace(
+            question=question,
+            inputs=nothing,
+            guide=None if self.guide is None else nothing,
+            pairs=None if self.pairs is None else (None, None),
+        )
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Request:
+        """Return the request again, with tensors as :meth:`tensors` has them."""
+        question = self.question
+        size = NUMBER_OF_TENSORS
+        if question is not None:
+            values = zip(question.values, tensors[2 * size + 2 :], strict=True)
+            question = question.with_values([x if y is None else y for x, y in values])
+        return self._replace(
+            question=question,
+            inputs=Inputs.of_tensors(tensors[:size]),
+            guide=None if self.guide is None else Inputs.of_tensors(tensors[size : 2 * size]),
+            pairs=None if self.pairs is None else tuple(tensors[2 * size : 2 * size + 2]),
+        )
 
 
-def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
-    """Return the sums (A,) and the scores (P,) of pairs, without a gradient."""
+class Answer(NamedTuple):
+    """The sums (A,), the scores (P,) of pairs, and the slopes of the only block."""
+
+    sums: Tensor | None = None
+    pairs: Tensor | None = None
+    slopes: Sequence[Tensor] = ()
+
+
+def answer(request: Request) -> Answer:
+    """Return what is requested, without a gradient."""
     inputs = request.inputs
+    question = request.question
     with torch.no_grad(), full_precision(inputs.like):
-        scores = None if request.pairs is None else pair_scores(inputs, *request.pairs)
-        if request.question is None:
-            return None, scores
-        return sums_of(request, request.question), scores
+        pairs = None if request.pairs is None else pair_scores(inputs, *request.pairs)
+        if question is None:
+            return Answer(pairs=pairs)
+        if request.by_triton:
+            from . import triton
 
-
-def sums_of(request: Request, question: Question) -> Tensor:
-    """Return the sums (A,) of a request's question, by Triton if it has kernels that work."""
-    if request.moments:
-        return moments.sums(question, request.inputs)
-    if request.form is not None:
-        from . import trial, triton
-
-        try:
-            return triton.sums(question, request.inputs)
-        except Exception as error:
-            trial.refuse(request.form, request.strict, error)
-    return tiled.sums(question, request.inputs, request.guide)
+            return Answer(triton.sums(question, inputs), pairs)
+        if request.keeps_slopes:
+            sums, slopes = tiled.sums_and_slopes(question, inputs)
+            return Answer(sums, pairs, slopes)
+        return Answer(tiled.sums(question, inputs, request.guide), pairs)
 
 
 def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | None]:
@@ -129,19 +359,18 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
     values: tuple[Value | None, ...] = ()
     if request.question is not None:
         values = request.question.values
-    trained = targets.any_trained() or any(is_trained(x) for x in values)
+    trained = targets.any_trained() or any([is_trained(x) for x in values])
     if not torch.is_grad_enabled() or not trained:
-        return answer(request)
+        return answer(request._replace(keeps_slopes=False))[:2]
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(
             "itrloss: tiles are visited outside of compiled graphs; "
             "fullgraph=True needs engine='dense'"
         )
-    function = EarlySumsAndPairScores if request.early else SumsAndPairScores
-    return function.apply(request, *targets, *values)  # type: ignore[return-value]
+    return Sums.apply(request, *targets, *values)  # type: ignore[return-value]
 
 
-class SumsAndPairScores(torch.autograd.Function):
+class Sums(torch.autograd.Function):
     """The sums (A,) and the scores (P,) of listed pairs; None for what is not requested."""
 
     @staticmethod
@@ -155,137 +384,58 @@ class SumsAndPairScores(torch.autograd.Function):
         scores: Tensor | None,
         *values: Value | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the sums (A,) or (K, A) and the scores (P,), from the request alone."""
-        targets = Targets(rows, cols, row_bias, col_bias, scores)
-        save(ctx, (request, targets.only_trained()))
-        ctx.dtypes = [torch.float32 if x is None else x.dtype for x in (rows, cols)]
+        """Return the sums (A,) and the scores (P,), from the request alone."""
+        targets = rows, cols, row_bias, col_bias, scores
+        sums, pairs, slopes = answer(request)
+        ctx.save_for_backward(*targets, *slopes, *request.tensors())
+        ctx.request = request.without_tensors()
+        ctx.number_of_slopes = len(slopes)
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
-        return answer(request)
+        return sums, pairs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Return the gradient of each tensor that ``forward`` took, from the gradients of both."""
         if grads == (None, None):
             return (None,) * len(ctx.needs_input_grad)
-        request: Request
-        targets: Targets
-        request, targets = saved(ctx)
+        tensors = saved_tensors(ctx)
+        targets = Targets(*tensors[:5])
+        stop = 5 + ctx.number_of_slopes
+        slopes = tensors[5:stop]
+        request: Request = ctx.request.with_tensors(tensors[stop:])
         if torch.is_grad_enabled():  # create_graph=True
             return None, *second_derivatives(request, targets, *grads)
-        needs = needs_of(request, ctx.needs_input_grad)._replace(dtypes=tuple(ctx.dtypes))
-        return in_places(request, first_derivatives(request, needs, *grads))
+        needs = needs_of(request, targets, ctx.needs_input_grad)
+        return in_places(request, first_derivatives(request, needs, *grads, slopes))
+
+
+def needs_of(request: Request, targets: Targets, needed: Sequence[bool]) -> Needs:
+    """Return what a gradient is needed of, from the places of :meth:`Sums.forward`."""
+    _, rows, cols, row_bias, col_bias, scores, *values = needed
+    dtypes = [torch.float32 if x is None else x.dtype for x in targets[:2]]
+    needs = Needs(rows, cols, row_bias, col_bias, scores, dtypes=(dtypes[0], dtypes[1]))
+    if request.question is None:
+        return needs
+    scale, shift, _, _, *params = values
+    return needs._replace(scale=scale, shift=shift, params=tuple(params))
 
 
 def in_places(request: Request, gradients: Gradients) -> tuple[Any, ...]:
-    """Return gradients in the places of :meth:`SumsAndPairScores.forward`."""
-    of_targets = (
-        gradients.rows,
-        gradients.cols,
-        gradients.row_bias,
-        gradients.col_bias,
-        gradients.scores,
-    )
+    """Return gradients in the places of :meth:`Sums.forward`."""
+    of_targets = gradients[:5]
     if request.question is None:
         return None, *of_targets
     return None, *of_targets, gradients.scale, gradients.shift, None, None, *gradients.params
 
 
-class EarlySumsAndPairScores(torch.autograd.Function):
-    """The sums (A,), or their weighted total (), with their gradient; and the scores (P,) of pairs.
-
-    The gradient is known up to one factor for each sum, or for the total.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, request: Request, rows: Tensor | None, cols: Tensor | None, *rest: Value | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return both; ``rest``: see :meth:`SumsAndPairScores.forward`."""
-        dtypes = [torch.float32 if x is None else x.dtype for x in (rows, cols)]
-        needs = needs_of(request, ctx.needs_input_grad)._replace(dtypes=tuple(dtypes))
-        inputs = request.inputs
-        with full_precision(inputs.like):
-            sums, early = early_sums(request, needs)
-            scores = None if request.pairs is None else pair_scores(inputs, *request.pairs)
-        save(ctx, (request, needs, early))
-        ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
-        return sums, scores
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Return the gradient of each tensor that ``forward`` took, from the gradients of both."""
-        if grads == (None, None):
-            return (None,) * len(ctx.needs_input_grad)
-        if torch.is_grad_enabled():
-            raise_second_derivative()
-        request: Request
-        request, needs, early = saved(ctx)
-        grad_sums, grad_pairs = grads
-        if grad_sums is None:
-            return in_places(request, first_derivatives(request, needs, None, grad_pairs))
-        gradients = early_derivatives(request, needs, early, grad_sums, grad_pairs)
-        return in_places(request, gradients)
-
-
-def early_sums(request: Request, needs: Needs) -> tuple[Tensor, EarlyGradients | None]:
-    """Return the sums (A,), or their weighted total (), and what their gradients are made of.
-
-    If Triton fails, the tiled engine returns them, and finds the gradients afterwards.
-    """
-    from . import trial, triton
-
-    question = request.question
-    weights = request.weights
-    assert question is not None and request.form is not None
-    try:
-        return triton.sums_and_gradients(question, request.inputs, weights, needs)
-    except Exception as error:
-        trial.refuse(request.form, request.strict, error)
-    sums = tiled.sums(question, request.inputs, None)
-    return sums if weights is None else (sums * weights).sum(), None
-
-
-def early_derivatives(
+def first_derivatives(
     request: Request,
     needs: Needs,
-    early: EarlyGradients | None,
-    grad: Tensor,  # (A,) of the sums, or () of their total
+    grad_sums: Tensor | None,  # (A,)
     grad_pairs: Tensor | None,  # (P,)
+    slopes: Sequence[Tensor] = (),
 ) -> Gradients:
-    """Return the gradients from the gradients of :func:`early_sums` and of the pairs' scores."""
-    from . import trial, triton
-
-    question = request.question
-    assert question is not None and request.form is not None
-    if early is not None:
-        listed = None
-        if request.pairs is not None and grad_pairs is not None:
-            listed = ListedPairs(*request.pairs, grad_pairs)
-        inputs = request.inputs
-        try:
-            with full_precision(inputs.like):
-                return triton.completed_gradients(question, inputs, early, grad, needs, listed)
-        except Exception as error:
-            trial.refuse(request.form, request.strict, error)
-    if request.weights is not None:
-        grad = (request.weights * grad).expand(question.size)
-    by_tiles = replace(request, form=None)
-    return first_derivatives(by_tiles, needs, grad, grad_pairs)
-
-
-def needs_of(request: Request, needed: Sequence[bool]) -> Needs:
-    """Return what a gradient is needed of, from the places of :meth:`SumsAndPairScores.forward`."""
-    _, rows, cols, row_bias, col_bias, scores, *values = needed
-    if request.question is None:
-        return Needs(rows, cols, row_bias, col_bias, scores, False, False, ())
-    scale, shift, _, _, *params = values
-    return Needs(rows, cols, row_bias, col_bias, scores, scale, shift, tuple(params))
-
-
-def first_derivatives(
-    request: Request, needs: Needs, grad_sums: Tensor | None, grad_pairs: Tensor | None
-) -> Gradients:
-    """Return the gradients from the gradients of the sums (A,) and of the pairs' scores (P,)."""
+    """Return the gradients from the gradients of the sums and of the pairs' scores."""
     question = request.question
     inputs = request.inputs
     listed = None
@@ -295,16 +445,24 @@ def first_derivatives(
         if question is None or grad_sums is None:
             assert listed is not None
             return tiled.pair_gradients(inputs, needs, listed)
-        if request.moments:
-            return moments.gradients(question, inputs, grad_sums, needs, listed)
-        if request.form is not None:
-            from . import trial, triton
+        if request.by_triton:
+            from . import triton
 
-            try:
-                return triton.gradients(question, inputs, grad_sums, needs, listed)
-            except Exception as error:
-                trial.refuse(request.form, request.strict, error)
-        return tiled.gradients(question, inputs, request.guide, grad_sums, needs, listed)
+            return triton.gradients(question, inputs, grad_sums, needs, listed)
+        return tiled.gradients(question, inputs, request.guide, grad_sums, needs, listed, slopes)
+
+
+def saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    """Return what ``ctx`` saved; raise an error if one of the tensors was modified in place."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            "embeddings, scores or a memory were modified in place before the backward pass of a "
+            f"loss that needs them; enqueue a batch after its backward pass. PyTorch says: {error}"
+        ) from error
 
 
 # ------------------------------------------------------------------------------ second derivatives
@@ -315,21 +473,17 @@ def second_derivatives(
 ) -> list[Tensor | None]:
     """Return the gradients with a graph of their own, from plain PyTorch."""
     question = request.question
-    inputs = request.inputs
-    guide = request.guide
     pairs = request.pairs
-    outputs: list[Tensor] = []
-    grads: list[Tensor] = []
+    scores = plain_scores(request.inputs, targets)
+    outputs: list[Tensor | None] = []
     values: tuple[Value | None, ...] = ()
     if question is not None:
         values = question.values
-        if grad_sums is not None:
-            other = None if guide is None else scores_of_guide(guide)
-            outputs.append(dense.sums(question, plain_scores(inputs, targets), other))
-            grads.append(grad_sums)
-    if pairs is not None and grad_pairs is not None:
-        outputs.append(plain_pair_scores(inputs, targets, *pairs))
-        grads.append(grad_pairs)
+        other = None if request.guide is None else scores_of_guide(request.guide)
+        outputs.append(None if grad_sums is None else dense.sums(question, scores, other))
+    if pairs is not None:
+        outputs.append(pairs_of(scores, *pairs))
+    grads = [grad_sums] * (question is not None) + [grad_pairs] * (pairs is not None)
     return second_gradients(outputs, grads, [*targets, *values])
 
 
@@ -342,12 +496,21 @@ def scores_of_guide(guide: Inputs) -> Tensor:
 
 
 def second_gradients(
-    outputs: Sequence[Tensor], grads: Sequence[Tensor], places: Sequence[Value | None]
+    outputs: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+    places: Sequence[Value | None],
 ) -> list[Tensor | None]:
     """Return the gradients, with a graph of their own, of what is trained among ``places``."""
     trained = [x for x in places if is_trained(x)]
+    known = [(y, g) for y, g in zip(outputs, grads, strict=True) if y is not None and g is not None]
     gradients = iter(
-        torch.autograd.grad(outputs, trained, grads, create_graph=True, allow_unused=True)
+        torch.autograd.grad(
+            [y for y, _ in known],
+            trained,
+            [g for _, g in known],
+            create_graph=True,
+            allow_unused=True,
+        )
     )
     return [next(gradients) if is_trained(x) else None for x in places]
 
@@ -356,11 +519,18 @@ def plain_scores(inputs: Inputs, targets: Targets) -> Tensor:
     """Return the (N, M) scores with their graph, from what gets their gradient."""
     if targets.scores is not None:
         return targets.scores
-    if inputs.rows.unit is None:
-        raise_second_derivative()
     rows = plain_side(inputs.rows, targets.rows)
     cols = plain_side(inputs.cols, targets.cols)
     return plain_product(rows, cols, inputs.rows.bias, inputs.cols.bias)
+
+
+def plain_side(side: Side, target: Tensor | None) -> Tensor:
+    """Return a side's vectors at unit length, with their graph if they are trained."""
+    if not is_trained(target):
+        return side.all_vectors()
+    if side.like.dtype != target.dtype:
+        raise_second_derivative()
+    return plain_unit(target, side.inv is not None)
 
 
 def raise_second_derivative() -> NoReturn:
@@ -379,6 +549,11 @@ def plain_product(
     """Return the (N, M) scores of vectors, by operators that autograd differentiates."""
     with full_precision(rows):
         scores = rows @ cols.T
+    return with_biases(scores, row_bias, col_bias)
+
+
+def with_biases(scores: Tensor, row_bias: Tensor | None, col_bias: Tensor | None) -> Tensor:
+    """Return scores (N, M) plus biases (N,) and (M,), differentiable."""
     if row_bias is not None:
         scores = scores + row_bias[:, None]
     if col_bias is not None:
@@ -391,24 +566,3 @@ def pairs_of(scores: Tensor, i: Index, j: Index) -> Tensor:
     if i is None or j is None:
         return scores.diagonal()
     return scores[i, j]
-
-
-def plain_pair_scores(inputs: Inputs, targets: Targets, i: Index, j: Index) -> Tensor:
-    """Return the (P,) scores of rows i with columns j with their graph."""
-    if targets.scores is not None:
-        return pairs_of(targets.scores, i, j)
-    rows = plain_side(inputs.rows, targets.rows)
-    cols = plain_side(inputs.cols, targets.cols)
-    scores = (taken(rows, i) * taken(cols, j)).sum(1)
-    if inputs.rows.bias is not None:
-        scores = scores + taken(inputs.rows.bias, i)
-    if inputs.cols.bias is not None:
-        scores = scores + taken(inputs.cols.bias, j)
-    return scores
-
-
-def plain_side(side: Side, target: Tensor | None) -> Tensor:
-    """Return a side's vectors at unit length, with their graph if they are trained."""
-    if target is None:
-        return side.all_vectors()
-    return plain_unit(target, side.inv is not None)

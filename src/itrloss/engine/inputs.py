@@ -7,17 +7,15 @@ for rows u and columns v at unit length, unless they are taken as they are, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .products import matmul
+from .relation import Places
 from .vectors import compute_dtype, scaled
-
-Places = tuple[slice, slice]  # rows and columns of a tile
 
 # Number of scores in a tile, and its least width. On a CPU, a tile and its scratch fit into the
 # last-level cache and are still large enough for full-speed products. From 2^18 to 2^22 the size
@@ -27,8 +25,7 @@ TILE = {"cpu": (2**20, 2048)}
 ACCELERATOR_TILE = (2**24, 8192)
 
 
-@dataclass(frozen=True, eq=False)
-class Side:
+class Side(NamedTuple):
     """The vectors of the rows, or of the columns."""
 
     x: Tensor | None  # (N, D) as passed in; None where they are held at unit length
@@ -70,13 +67,24 @@ def taken(x: Tensor | None, which: Tensor | slice | None) -> Any:
     return x[which]
 
 
-@dataclass(frozen=True, eq=False)
-class Inputs:
+NUMBER_OF_TENSORS = 9  # of inputs
+
+
+class Inputs(NamedTuple):
     """The numbers of a score matrix (N, M): embeddings, or scores."""
 
     rows: Side
     cols: Side
     scores: Tensor | None  # (N, M): precomputed, or kept once they were computed
+
+    def tensors(self) -> list[Tensor | None]:
+        """Return all tensors, or None in their places."""
+        return [*self.rows, *self.cols, self.scores]
+
+    @staticmethod
+    def of_tensors(x: Sequence[Tensor | None]) -> Inputs:
+        """Return the inputs with tensors as :meth:`tensors` has them."""
+        return Inputs(Side(*x[:4]), Side(*x[4:8]), x[8])
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -3,10 +3,10 @@
     z_ij = scale_i S_ij + shift_i        S_ij = <x_i, y_j> / (|x_i| |y_j|)
 
 Each program works on one tile of BLOCK_M x BLOCK_N scores. It multiplies the embeddings of the
-tile, or loads scores that are precomputed, and applies the terms of a question to z. Their form is
-a jitted function, which is a compile-time constant and returns two tuples:
+tile, or loads scores that are precomputed, and applies the term of a question to z. Its form is
+a jitted function, which is a compile-time constant:
 
-    FORM(z) -> ((f_1(z), ..., f_K(z)), (f_1'(z), ..., f_K'(z)))
+    FORM(z) -> f(z), f'(z)
 
 What a kernel does not use is not compiled. To give a term a kernel, write one such function and add
 it to :data:`FORMS`. The partial sums of each tile are stored separately and added in the tiles'
@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import pairs, relations, terms
+from . import relation, terms
 
-IGNORE_ID = tl.constexpr(pairs.IGNORE_ID)
+IGNORE_ID = tl.constexpr(relation.IGNORE_ID)
 NOWHERE = tl.constexpr(-(2**31))  # index of a row or column beyond the end
 LOG2E = tl.constexpr(1.4426950408889634)
 SMALLEST_LOG = tl.constexpr(terms.SMALLEST_LOG)
@@ -53,10 +53,9 @@ class Inputs(NamedTuple):
 
 
 class PerAnchor(NamedTuple):
-    """Numbers of the anchors (A,), in one or several planes (L, A)."""
+    """Numbers of the anchors (A,)."""
 
     x: Tensor | None
-    plane: int  # stride from a plane to the next
     stride: int  # from an anchor to the next; 0: one number for all
 
 
@@ -64,11 +63,9 @@ class Values(NamedTuple):
     """The scale, the shift and the limits of the scores of candidates."""
 
     scale: PerAnchor
-    shift: PerAnchor  # in ``slots`` planes, over which the terms are summed
+    shift: PerAnchor
     below: PerAnchor
     above: PerAnchor
-    slots: int
-    flag: Tensor | None = None  # (1,) bool, see Config.RUNS_IF
 
 
 class Block(NamedTuple):
@@ -116,20 +113,18 @@ class Config(NamedTuple):
     BLOCK_K: int  # dimensions that are multiplied at once
     PARTS: int  # 1 or 4: parts of a tile's columns, which are worked on one after the other
     WHOLE_STEPS: bool  # whether the dimensions are a multiple of BLOCK_K
-    OVER: pairs.Over
+    OVER: relation.Over
     IDS: bool  # whether there are ids
-    GROUPS: relations.Rule | None  # whether negatives are of the same group or of another one
+    GROUPS: relation.Rule | None  # whether negatives are of the same group or of another one
     SHARED: bool  # values are one number each: one evaluation serves both sides
     ROWS: bool  # whether the rows are anchors
     COLS: bool  # whether the columns are anchors
-    WIDTH: int  # number of terms, K: 1 or 2
     BASE_2: bool  # the term is an exponential of base 2, as scale and shift are in units of log 2
-    RUNS_IF: bool | None = None  # the flag with which programs do anything; None: they always do
     MAXIMUM: bool = False  # the largest z is taken in place of a sum
     TIMES_SCALE: bool = True  # whether the gradient of scores contains the scale
     GRAD_SCALE: bool = False  # whether the scale gets a gradient, summed by anchor
     GRAD_SHIFT: bool = False
-    TOTAL: bool = False  # whether the terms are summed up along with their gradient
+    TOTAL: bool = False  # whether the term is summed up along with its gradient
 
 
 class Axis(NamedTuple):
@@ -241,12 +236,6 @@ def _pids(block, C: tl.constexpr):
 
 
 @triton.jit
-def _is_needless(values, C: tl.constexpr):
-    """Return whether nobody reads what a program would compute."""
-    return False if C.RUNS_IF is None else tl.load(values.flag) != C.RUNS_IF
-
-
-@triton.jit
 def _tile(inputs, loaded, block, C: tl.constexpr):
     """Return the Axis of the rows, the ``pid`` of the first part of columns, and inner products.
 
@@ -349,27 +338,26 @@ def _masked(x, excluded, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _load(value, plane, axis, AXIS: tl.constexpr, SHARED: tl.constexpr = False):
+def _load(value, axis, AXIS: tl.constexpr, SHARED: tl.constexpr = False):
     """Return an axis's numbers (BLOCK_M, 1) or (1, BLOCK_N), or the one number of all anchors."""
-    x = value.x + tl.cast(plane, tl.int64) * value.plane
     if SHARED:
-        y = tl.load(x)
+        y = tl.load(value.x)
     else:
-        pointers = x + axis.anchor * value.stride + axis.lane * value.stride
+        pointers = value.x + axis.anchor * value.stride + axis.lane * value.stride
         y = tl.expand_dims(tl.load(pointers), AXIS)
     return y
 
 
 @triton.jit
-def _affine(s, values, slot, axis, AXIS: tl.constexpr, C: tl.constexpr):
+def _affine(s, values, axis, AXIS: tl.constexpr, C: tl.constexpr):
     """Return ``z = scale S + shift`` of an axis's anchors."""
-    scale = _load(values.scale, 0, axis, AXIS, C.SHARED)
+    scale = _load(values.scale, axis, AXIS, C.SHARED)
     if C.BASE_2:
         scale = scale * LOG2E
     if values.shift.x is None:
         z = s * scale
     else:
-        shift = _load(values.shift, slot, axis, AXIS, C.SHARED)
+        shift = _load(values.shift, axis, AXIS, C.SHARED)
         if C.BASE_2:
             shift = shift * LOG2E
         z = s * scale + shift  # one fused multiply-add
@@ -381,25 +369,17 @@ def _within(x, s, values, axis, AXIS: tl.constexpr, C: tl.constexpr):
     """Return x without the candidates whose scores are beyond the limits of an axis's anchors."""
     empty = float("-inf") if C.MAXIMUM else 0.0
     if values.below.x is not None:
-        x = tl.where(s < _load(values.below, 0, axis, AXIS, C.SHARED), x, empty)
+        x = tl.where(s < _load(values.below, axis, AXIS, C.SHARED), x, empty)
     if values.above.x is not None:
-        x = tl.where(s > _load(values.above, 0, axis, AXIS, C.SHARED), x, empty)
+        x = tl.where(s > _load(values.above, axis, AXIS, C.SHARED), x, empty)
     return x
-
-
-@triton.jit
-def _first_partial(plane, axis, candidates):
-    """Return the place of a tile's first result in (plane, part, anchor): beyond int32 for a hinge
-    of some thousand positives.
-    """
-    return (plane * candidates.parts + candidates.pid).to(tl.int64) * axis.size
 
 
 @triton.jit
 def _store_partial(out, plane, x, axis, candidates, AXIS: tl.constexpr, C: tl.constexpr):
     """Store a tile's sums or maxima over an axis's candidates at ``out[plane, part, anchor]``."""
     x = tl.max(x, AXIS) if C.MAXIMUM else tl.sum(x, AXIS)
-    begin = _first_partial(plane, axis, candidates)
+    begin = (plane * candidates.parts + candidates.pid).to(tl.int64) * axis.size
     tl.store(out + begin + axis.local, x, mask=axis.local < axis.size)
 
 
@@ -409,16 +389,11 @@ def _summands(
     values,
     axis,
     AXIS: tl.constexpr,
-    K: tl.constexpr,
     FORM: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Return ``f_K(z)``, summed over slots."""
-    f, _ = FORM(_affine(s, values, 0, axis, AXIS, C))
-    x = f[K]
-    for slot in range(1, values.slots):
-        f, _ = FORM(_affine(s, values, slot, axis, AXIS, C))
-        x += f[K]
+    """Return ``f(z)``."""
+    x, _ = FORM(_affine(s, values, axis, AXIS, C))
     return _within(x, s, values, axis, AXIS, C)
 
 
@@ -432,60 +407,42 @@ def sums_kernel(
     size_n,
     first_col,
     values,  # Values
-    row_out,  # (K, column parts, size_m) float32 partial sums over columns
-    col_out,  # (K, row parts, size_n) float32 partial sums over rows
+    row_out,  # (1, column parts, size_m) float32 partial sums over columns
+    col_out,  # (1, row parts, size_n) float32 partial sums over rows
     FORM: tl.constexpr,
     C: tl.constexpr,  # Config
 ):
-    """Store each tile's ``sum_j f_k(z_ij)`` and ``sum_i f_k(z_ij)``, or the MAXIMUM of z.
+    """Store each tile's ``sum_j f(z_ij)`` and ``sum_i f(z_ij)``, or the MAXIMUM of z.
 
     The reference is :func:`itrloss.engine.tiled.sums`.
     """
-    if _is_needless(values, C):
-        return
     block = Block(row, col, size_m, size_n, first_col)
     rows, first, parts = _tile(inputs, loaded, block, C)
     PARTS: tl.constexpr = C.PARTS
-    WIDTH: tl.constexpr = C.WIDTH
     for part in tl.static_range(PARTS):
         cols = _columns(first + part, inputs, block, PARTS, C)
         s = _over_norms(parts[part], rows, cols)
-        for k in tl.static_range(WIDTH):
-            if C.ROWS:
-                x = _summands(s, values, rows, 1, k, FORM, C)
+        if C.ROWS:
+            x = _summands(s, values, rows, 1, FORM, C)
+            x = _masked(x, loaded.excluded, rows, cols, True, C)
+            _store_partial(row_out, 0, x, rows, cols, 1, C)
+        if C.COLS:
+            if not (C.ROWS and C.SHARED):
+                x = _summands(s, values, cols, 0, FORM, C)
                 x = _masked(x, loaded.excluded, rows, cols, True, C)
-                _store_partial(row_out, k, x, rows, cols, 1, C)
-            if C.COLS:
-                if not (C.ROWS and C.SHARED):
-                    x = _summands(s, values, cols, 0, k, FORM, C)
-                    x = _masked(x, loaded.excluded, rows, cols, True, C)
-                _store_partial(col_out, k, x, cols, rows, 0, C)
+            _store_partial(col_out, 0, x, cols, rows, 0, C)
 
 
 # -------------------------------------------------------------------------- the epilogue: gradient
 
 
 @triton.jit
-def _upstream(grad, plane, axis, cols, AXIS: tl.constexpr, C: tl.constexpr):
+def _upstream(grad, axis, cols, AXIS: tl.constexpr, C: tl.constexpr):
     """Return the gradients of an axis's sums; of both sides, where one evaluation serves them."""
-    g = _load(grad, plane, axis, AXIS)
+    g = _load(grad, axis, AXIS)
     if C.SHARED and C.ROWS and C.COLS:
-        g += _load(grad, plane, cols, 0)
+        g += _load(grad, cols, 0)
     return g
-
-
-@triton.jit
-def _weighted(z, grad, axis, cols, AXIS: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr):
-    """Return ``sum_k g_k f_k(z)`` and its derivative by z."""
-    values, slopes = FORM(z)
-    g = _upstream(grad, 0, axis, cols, AXIS, C)
-    value = values[0] * g
-    by_z = slopes[0] * g
-    if C.WIDTH == 2:
-        g = _upstream(grad, 1, axis, cols, AXIS, C)
-        value += values[1] * g
-        by_z += slopes[1] * g
-    return value, by_z
 
 
 @triton.jit
@@ -496,43 +453,37 @@ def _slopes(
     rows,
     cols,
     values,
-    grad,  # PerAnchor (K, A)
-    out,  # (L + 1, parts, anchors): L slots of the shift with GRAD_SHIFT, else none; then the
-    # scale, or the terms with TOTAL
+    grad,  # PerAnchor
+    out,  # (planes, parts, anchors): with GRAD_SHIFT sums for the shift; then for the scale or, with
+    # TOTAL, of the term
     AXIS: tl.constexpr,
     FORM: tl.constexpr,
     C: tl.constexpr,
 ):
     """Return ``total`` plus an axis's gradient of the scores; store its scale's and shift's.
 
-    With TOTAL, the sums of the terms times the gradients of their sums are stored, too.
+    With TOTAL, the sums of the term times the gradients of the sums are stored, too.
     """
     axis = rows if AXIS == 1 else cols
     candidates = cols if AXIS == 1 else rows
-    last = values.slots if C.GRAD_SHIFT else 0
-    by_scale = tl.zeros_like(s)
-    summed = tl.zeros_like(s)
-    for slot in range(values.slots):
-        z = _affine(s, values, slot, axis, AXIS, C)
-        value, by_z = _weighted(z, grad, axis, cols, AXIS, FORM, C)
-        by_z = _within(by_z, s, values, axis, AXIS, C)
-        if C.TIMES_SCALE:
-            total += by_z * _load(values.scale, 0, axis, AXIS, C.SHARED)
-        else:
-            total += by_z
-        if C.GRAD_SHIFT:
-            by_shift = _masked(by_z, excluded, rows, cols, True, C)
-            _store_partial(out, slot, by_shift, axis, candidates, AXIS, C)
-        if C.GRAD_SCALE:
-            by_scale += by_z * s
-        if C.TOTAL:
-            summed += _within(value, s, values, axis, AXIS, C)
+    LAST: tl.constexpr = 1 if C.GRAD_SHIFT else 0
+    g = _upstream(grad, axis, cols, AXIS, C)
+    value, slope = FORM(_affine(s, values, axis, AXIS, C))
+    by_z = _within(slope * g, s, values, axis, AXIS, C)
+    if C.TIMES_SCALE:
+        total += by_z * _load(values.scale, axis, AXIS, C.SHARED)
+    else:
+        total += by_z
+    if C.GRAD_SHIFT:
+        by_shift = _masked(by_z, excluded, rows, cols, True, C)
+        _store_partial(out, 0, by_shift, axis, candidates, AXIS, C)
     if C.TOTAL:
+        summed = _within(value * g, s, values, axis, AXIS, C)
         summed = _masked(summed, excluded, rows, cols, True, C)
-        _store_partial(out, last, summed, axis, candidates, AXIS, C)
+        _store_partial(out, LAST, summed, axis, candidates, AXIS, C)
     if C.GRAD_SCALE:
-        by_scale = _masked(by_scale, excluded, rows, cols, True, C)
-        _store_partial(out, last, by_scale, axis, candidates, AXIS, C)
+        by_scale = _masked(by_z * s, excluded, rows, cols, True, C)
+        _store_partial(out, LAST, by_scale, axis, candidates, AXIS, C)
     return total
 
 
@@ -546,9 +497,9 @@ def gradient_kernel(
     size_n,
     first_col,
     values,
-    row_out,  # (L + 1, column parts, size_m) float32 partial sums, see `_slopes`
-    col_out,  # (L + 1, row parts, size_n)
-    grad,  # PerAnchor: of the sums, (K, A)
+    row_out,  # (planes, column parts, size_m) float32 partial sums, see `_slopes`
+    col_out,  # (planes, row parts, size_n)
+    grad,  # PerAnchor: of the sums
     panel,  # Panel for the gradient of the inner products, if any; may alias the products
     FORM: tl.constexpr,
     C: tl.constexpr,
@@ -559,8 +510,6 @@ def gradient_kernel(
     one evaluation serves both sides, and the gradients of scale and shift are summed by row alone.
     The reference is :func:`itrloss.engine.tiled.gradients`.
     """
-    if _is_needless(values, C):
-        return
     block = Block(row, col, size_m, size_n, first_col)
     rows, first, parts = _tile(inputs, loaded, block, C)
     PARTS: tl.constexpr = C.PARTS
@@ -639,35 +588,6 @@ def project_kernel(
     tl.store(out + i.to(tl.int64) * dim + d, g.to(out.dtype.element_ty), mask=d < dim)
 
 
-@triton.jit
-def class_sums_kernel(
-    vectors,  # Vectors x (M, dim)
-    dim,  # D
-    members,  # pairs.Members of K classes
-    out,  # (K, dim) float32
-    BLOCK: tl.constexpr,  # members that are loaded at a time
-    BLOCK_D: tl.constexpr,
-):
-    """Write the sum of the vectors of each class: a program for BLOCK_D dimensions of a class.
-
-    The reference is :class:`itrloss.engine.class_sums.ClassSums`.
-    """
-    k = tl.program_id(0)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    stop = tl.load(members.stop + k)
-    total = tl.zeros([BLOCK_D], tl.float32)
-    for begin in range(tl.load(members.start + k), stop, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        inside = place < stop
-        j = tl.load(members.order + place, mask=inside, other=0)
-        pointers = vectors.x + j[:, None] * vectors.stride + d[None, :]
-        y = tl.load(pointers, mask=inside[:, None] & (d < dim)[None, :], other=0.0).to(tl.float32)
-        if vectors.inv is not None:
-            y *= tl.load(vectors.inv + j, mask=inside, other=0.0)[:, None]
-        total += tl.sum(y, 0)
-    tl.store(out + k.to(tl.int64) * dim + d, total, mask=d < dim)
-
-
 # ------------------------------------------------------------------------------- the forms of terms
 
 
@@ -699,40 +619,34 @@ def _log1p(u):
 def exponential(z):
     """``2^z``: the scale and the shift are in units of log 2."""
     e = tl.exp2(z)
-    return (e,), (e,)
+    return e, e
 
 
 @triton.jit
-def exponential_and_information(z):
-    """``e^z`` and ``z e^z``."""
+def information(z):
+    """``z e^z``."""
     e = _exp(z)
     z = tl.maximum(z, SMALLEST_LOG)  # -inf times exp(-inf) would be nan
-    return (e, z * e), (e, (z + 1.0) * e)
+    return z * e, (z + 1.0) * e
 
 
 @triton.jit
 def identity(z):
     """``z``."""
-    return (z,), (tl.full(z.shape, 1.0, z.dtype),)
+    return z, tl.full(z.shape, 1.0, z.dtype)
 
 
 @triton.jit
 def square(z):
     """``z²``."""
-    return (z * z,), (2.0 * z,)
-
-
-@triton.jit
-def identity_and_square(z):
-    """``z`` and ``z²``."""
-    return (z, z * z), (tl.full(z.shape, 1.0, z.dtype), 2.0 * z)
+    return z * z, 2.0 * z
 
 
 @triton.jit
 def excess(z):
     """``max(z, 0)``."""
     value = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return (value,), (tl.where(z > 0.0, 1.0, 0.0),)
+    return value, tl.where(z > 0.0, 1.0, 0.0)
 
 
 @triton.jit
@@ -741,32 +655,31 @@ def softplus(z):
     log = _log1p(tl.exp2(tl.abs(z) * -LOG2E))
     value = tl.maximum(z, 0.0) + log
     slope = _exp(tl.minimum(z, 0.0) - log)  # 1 / (1 + e^-z) without a division
-    return (value,), (slope,)
+    return value, slope
 
 
 @triton.jit
 def log1p_clamp(z):
     """``log(1 + max(z, FLOOR))``."""
     w = 1.0 + tl.maximum(z, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-    return (tl.log(w),), (tl.where(z < FLOOR, 0.0, 1.0 / w),)
+    return tl.log(w), tl.where(z < FLOOR, 0.0, 1.0 / w)
 
 
 @triton.jit
 def log1p_relu(z):
     """``log(1 + max(z, 0))``."""
     w = 1.0 + tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return (tl.log(w),), (tl.where(z <= 0.0, 0.0, 1.0 / w),)
+    return tl.log(w), tl.where(z <= 0.0, 0.0, 1.0 / w)
 
 
-# The forms of the terms of a question; others are summed tile by tile in PyTorch.
+# The forms of terms; others are summed block by block in PyTorch.
 FORMS = {
-    (terms.exponential,): exponential,
-    (terms.square,): square,
-    (terms.excess,): excess,
-    (terms.softplus,): softplus,
-    (terms.identity,): identity,
-    (terms.log1p_clamp,): log1p_clamp,
-    (terms.log1p_relu,): log1p_relu,
-    (terms.identity, terms.square): identity_and_square,
-    (terms.exponential, terms.information): exponential_and_information,
+    terms.exponential: exponential,
+    terms.information: information,
+    terms.square: square,
+    terms.excess: excess,
+    terms.softplus: softplus,
+    terms.identity: identity,
+    terms.log1p_clamp: log1p_clamp,
+    terms.log1p_relu: log1p_relu,
 }

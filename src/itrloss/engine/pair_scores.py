@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .inputs import Inputs, Side, taken
-from .pairs import add_segments_
+from .relation import add_segments_
 
 GATHERED = 2**18  # elements of gathered embeddings that are held at once
 ACCELERATOR_GATHERED = 2**22
@@ -71,10 +70,8 @@ def gathered(side: Side, index: Index, part: slice) -> Tensor:
     if index is None:
         return side.vectors(part)
     which = index[part]
-    bare = replace(
-        side, x=taken(side.x, which), inv=taken(side.inv, which), unit=taken(side.unit, which)
-    )
-    return bare.all_vectors()
+    own = Side(taken(side.x, which), taken(side.inv, which), taken(side.unit, which), None)
+    return own.all_vectors()
 
 
 def gathered_parts(size: int, x: Tensor) -> list[slice]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .inputs import ACCELERATOR_TILE, TILE, even_chunks, taken
-from .pairs import weighted_sums
+from .relation import weighted_sums
 from .products import add_matmul_, matmul
 from .vectors import (
     compute_dtype,

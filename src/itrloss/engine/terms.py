@@ -34,26 +34,38 @@ class Term:
     tensor([0., 2.])
     """
 
-    #: An argument at which the function is 0: it stands for a pair that does not count.
-    zero: float | None = None
-
-    def __init__(self, value: Function, slope: Callable[[Tensor], Tensor] | None = None):
+    def __init__(
+        self,
+        value: Function,
+        slope: Callable[[Tensor], Tensor] | None = None,
+        both: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+        zero: float | None = None,
+    ):
         """Store a function and its derivative.
 
         ``value(z, *parameters)`` returns a tensor like ``z``. It is called with a tensor of its
         own, which it may overwrite by one operator; two in a row, as in ``z.relu_().square_()``,
         would overwrite what autograd needs where plain PyTorch differentiates it. ``slope(z)``
         returns the derivative and may overwrite ``z``. Without one, autograd differentiates the
-        function by ``z`` and by its parameters, tile by tile.
+        function by ``z`` and by its parameters, tile by tile. ``both(z)`` returns values and
+        slopes, by default one after the other. ``zero``: an argument at which function and
+        derivative are 0: it stands for a pair that does not count.
         """
         if not callable(value):
             raise TypeError(f"term: expected a function of scores, got {value!r}")
         self.value = value
         self.slope = slope
+        self.both = self._one_by_one if both is None else both
+        self.zero = zero
         self.__name__ = getattr(value, "__name__", type(value).__name__)
         self.__module__ = getattr(value, "__module__", "") or ""
         self.of_library = self.__module__.split(".")[0] == __name__.split(".")[0]
         self.__doc__ = value.__doc__
+
+    def _one_by_one(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values and the slopes (r, c) of z (r, c), which may be overwritten."""
+        assert self.slope is not None
+        return self.value(z.clone()), self.slope(z)
 
     def __call__(self, scores: Tensor, *params: Any) -> Tensor:
         """Return the function's values, of the shape of the scores."""
@@ -89,7 +101,7 @@ class Term:
     def values(
         self,
         z: Tensor,  # (r, c), may be overwritten
-        params: Sequence[Tensor],  # (r, 1) or (1,)
+        params: Sequence[Tensor],  # which broadcast with z
     ) -> Tensor:
         """Return the values (r, c), which may be overwritten."""
         values = self.computed(z, params)
@@ -98,15 +110,13 @@ class Term:
         # copied, as a user's function may return a parameter
         return self._whole(values, z).clone()
 
-    def slopes(
+    def gradients(
         self,
         z: Tensor,  # (r, c), may be overwritten
-        params: Sequence[Tensor],  # (r, 1) or (1,)
-        grad: Tensor,  # (r, 1) or (r, c), of the values
+        params: Sequence[Tensor],  # which broadcast with z
+        grad: Tensor,  # of the values, which broadcasts with z
     ) -> list[Tensor]:
         """Return ``grad`` times the derivatives by z and by each parameter: tensors (r, c)."""
-        if self.slope is not None:
-            return [self.slope(z).mul_(grad)]
         with torch.enable_grad():
             inputs = [z.detach().requires_grad_()]
             for param in params:
@@ -175,31 +185,53 @@ def as_term(function: Term | Function) -> Term:
 # ------------------------------------------------------------ terms that losses sum over candidates
 
 
-@pair_term(slope=torch.exp_)
+def _with(**parts: Any) -> Callable[[Function], Term]:
+    """Return a decorator that makes a term of a function and the given parts."""
+    return functools.partial(Term, **parts)
+
+
+def _exponential(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``e^z`` twice, in one tensor."""
+    z.exp_()
+    return z, z
+
+
+@_with(slope=torch.exp_, both=_exponential, zero=-torch.inf)
 def exponential(z: Tensor) -> Tensor:
     """Return ``e^z``."""
     return z.exp_()
 
 
-@pair_term(slope=lambda z: z.mul_(2))
+@_with(slope=lambda z: z.mul_(2), both=lambda z: (z.square(), z.mul_(2)), zero=0.0)
 def square(z: Tensor) -> Tensor:
     """Return ``z²``."""
     return z.square_()
 
 
-@pair_term(slope=lambda z: z.gt_(0))
+def _excess(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``max(z, 0)`` and its derivative."""
+    z.relu_()
+    return z, z.sign()
+
+
+@_with(slope=lambda z: z.gt_(0), both=_excess, zero=-torch.inf)
 def excess(z: Tensor) -> Tensor:
     """Return ``max(z, 0)``."""
     return z.relu_()
 
 
-@pair_term(slope=torch.sigmoid_)
+def _softplus(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``log(1 + e^z)`` and its derivative."""
+    return F.softplus(z, threshold=SOFTPLUS_LINEAR), z.sigmoid_()
+
+
+@_with(slope=torch.sigmoid_, both=_softplus, zero=-torch.inf)
 def softplus(z: Tensor) -> Tensor:
     """Return ``log(1 + e^z)``."""
     return F.softplus(z, threshold=SOFTPLUS_LINEAR)
 
 
-@pair_term(slope=lambda z: z.fill_(1))
+@_with(slope=lambda z: z.fill_(1))
 def identity(scores: Tensor) -> Tensor:
     """Return ``S`` itself."""
     return scores
@@ -210,7 +242,7 @@ def _information_slope(z: Tensor) -> Tensor:
     return z.exp().mul_(z.clamp_min(SMALLEST_LOG).add_(1))
 
 
-@pair_term(slope=_information_slope)
+@_with(slope=_information_slope, zero=-torch.inf)
 def information(z: Tensor) -> Tensor:
     """Return ``z e^z``, which is 0 for -inf."""
     return z.exp() * z.clamp_min(SMALLEST_LOG)
@@ -224,7 +256,7 @@ def _log1p_clamp_slope(z: Tensor) -> Tensor:
     return torch.where(z < FLOOR, 0.0, (1 + z).reciprocal())
 
 
-@pair_term(slope=_log1p_clamp_slope)
+@_with(slope=_log1p_clamp_slope)
 def log1p_clamp(scores: Tensor) -> Tensor:
     """Return ``log(1 + S)`` with S kept above -1 + 1e-6."""
     return scores.clamp_min(FLOOR).log1p()
@@ -235,7 +267,7 @@ def _log1p_relu_slope(z: Tensor) -> Tensor:
     return torch.where(z <= 0, 0.0, (1 + z).reciprocal())
 
 
-@pair_term(slope=_log1p_relu_slope)
+@_with(slope=_log1p_relu_slope, zero=0.0)
 def log1p_relu(scores: Tensor) -> Tensor:
     """Return ``log(1 + max(S, 0))``, whose gradient is 0 for a positive that scores below 0."""
     return scores.relu().log1p()
@@ -259,9 +291,3 @@ def shifted_exponential(scores: Tensor, scale: Tensor, top: Tensor) -> Tensor:
     """Return ``exp(a S - t)``, at most 1 where t is the largest exponent."""
     z = torch.addcmul(-top, scale, scores)
     return z.clamp_max(80.0).exp()  # pairs that do not count may overflow
-
-
-for _term in (exponential, excess, softplus, information):
-    _term.zero = -torch.inf
-for _term in (square, identity, log1p_clamp, log1p_relu):
-    _term.zero = 0.0

@@ -9,10 +9,8 @@ gradients. Nothing synchronises with the device.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +18,21 @@ import triton
 from torch import Tensor
 
 from . import kernels
-from .inputs import Inputs, Places, Side
-from .pair_scores import ListedPairs
-from .pairs import Ids, Members, Pairs
+from .autograd import (
+    Request,
+    Targets,
+    first_derivatives,
+    in_places,
+    needs_of,
+    raise_second_derivative,
+    saved_tensors,
+)
+from .inputs import Inputs, Side
+from .pair_scores import ListedPairs, pair_scores
+from .relation import Ids, Places, Relation, Rule
 from .question import Question, Value, has_each, is_trained
-from .relations import Labels, RelatedPairs, Rule
 from .tiled import Gradients, Needs
+from .vectors import full_precision
 
 
 class TileConfig(NamedTuple):
@@ -53,11 +60,6 @@ MANY = 2**21  # scores from which there are enough large tiles
 READING_TILE = TileConfig(64, 64, 64, parts=1, num_warps=4, num_stages=3)
 BLOCK_ROWS = 4096  # rows of a block: products of so many have enough tiles for all multiprocessors
 BLOCK = 2**28  # scores of a block at most; sums of its tiles, until they are added up, take 40 MiB
-# Shifts of an anchor whose gradients are summed along with a panel. The sums of their tiles take
-# 89 MB for 16 of them and a panel of 4096 x 8192 scores.
-SLOTS = 16
-CLASS_MEMBERS: Any = 16  # of a class, whose vectors a program loads at a time
-CLASS_DIMENSIONS = 256  # of their vectors that a program adds up
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
 HELD_SHARE = 64  # the part of a device's memory that float32 sums of gradients may take: 1/64
 HELD_AT_LEAST = 2**27  # bytes of them on any device
@@ -71,8 +73,8 @@ INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
 
 
 def has_kernel(question: Question) -> bool:
-    """Return whether the terms have kernels; a teacher's scores are not loaded by any."""
-    return question.terms in kernels.FORMS and not question.teaches
+    """Return whether the term has kernels; a teacher's scores are not loaded by any."""
+    return question.term in kernels.FORMS and not question.teaches
 
 
 class Compared(NamedTuple):
@@ -84,12 +86,9 @@ class Compared(NamedTuple):
     mask: bool = False  # they read a mask, which PyTorch makes for each block
 
 
-def compared(pairs: Pairs) -> Compared:
+def compared(relation: Relation) -> Compared:
     """Return what kernels find pairs by: an id and a group of each entry, or else a mask."""
-    if not isinstance(pairs, RelatedPairs):
-        return Compared(pairs.ids)
-    relation = pairs.relation
-    if not isinstance(relation, Labels) or relation.ids is None:
+    if relation.matches is not None or any([x is not None and x.dim() > 1 for x in relation.ids]):
         return Compared((None, None), mask=True)
     if relation.groups is None:
         return Compared(relation.ids)
@@ -109,28 +108,23 @@ MAXIMUM = Reduction(torch.amax, torch.maximum, -math.inf)
 
 
 def sums(question: Question, inputs: Inputs) -> Tensor:
-    """Return the sums of a question: (A,) of one term, (K, A) of several."""
-    *_, own = question.alternatives()
-    total = reduced(Pass(own, inputs, kernels.FORMS[question.terms]), SUM)
-    if question.attempt is not None:
-        assert own.condition is not None
-        total = torch.where(own.condition.flag, total, question.attempt.sums)
-    return total[0] if len(question.terms) == 1 else total
+    """Return the sums (A,) of a question."""
+    return reduced(Pass(question, inputs, kernels.FORMS[question.term]), SUM)
 
 
 def highest(question: Question, inputs: Inputs) -> Tensor:
     """Return the highest of the scores (A,) that count, times the scale; -inf without any."""
-    return reduced(Pass(question, inputs, kernels.identity), MAXIMUM)[0]
+    return reduced(Pass(question, inputs, kernels.identity), MAXIMUM)
 
 
 def reduced(run: Pass, reduction: Reduction) -> Tensor:
-    """Return the sums or maxima (K, A) of all anchors."""
+    """Return the sums or maxima (A,) of all anchors."""
     config = run.config._replace(MAXIMUM=reduction is MAXIMUM)
-    total = AnchorTotals(run, config.WIDTH, run.question.sides, reduction)
+    total = AnchorTotals(run, 1, run.question.sides, reduction)
     with torch.cuda.device_of(run.inputs.like):
         for places in run.blocks():
             run.launch(kernels.sums_kernel, config, places, run.loaded(places), total)
-    return total.values
+    return total.values[0]
 
 
 # ------------------------------------------------------------------------------------- the gradient
@@ -139,16 +133,13 @@ def reduced(run: Pass, reduction: Reduction) -> Tensor:
 def gradients(
     question: Question,
     inputs: Inputs,
-    grad: Tensor,  # of the sums, (A,) or (K, A)
+    grad: Tensor,  # (A,) of the sums
     needs: Needs,
     listed: ListedPairs | None,
 ) -> Gradients:
     """Return the gradients of a question's inputs and values, from the gradient of its sums."""
-    first, *others = question.alternatives()
-    run = Pass(first, inputs, kernels.FORMS[question.terms])
+    run = Pass(question, inputs, kernels.FORMS[question.term])
     kernel = GradientKernel(run, grad, needs)
-    for other in others:
-        kernel.fallback = GradientKernel(run.asking(other), grad, needs)
     scores = None
     of_vectors: dict[int, Tensor] = {}
     with torch.cuda.device_of(inputs.like):
@@ -173,10 +164,7 @@ class GradientKernel:
 
     def __init__(self, run: Pass, grad: Tensor, needs: Needs, with_total: bool = False):
         self.run = run
-        #: Writes in place of this one where the question's condition is not met.
-        self.fallback: GradientKernel | None = None
-        self.grad_of_sums = grad
-        self.grad = per_anchor(grad.view(run.config.WIDTH, -1), run.device)
+        self.grad = per_anchor(grad, run.device)
         #: The one scale of all scores, by which vectors' gradients are multiplied at the end.
         self.factor: Tensor | None = None
         #: The gradient of the factor: a part (N,) of each of a side's vectors.
@@ -186,31 +174,20 @@ class GradientKernel:
         self.config = run.config._replace(
             TIMES_SCALE=self.factor is None,
             GRAD_SCALE=needs.scale and self.factor is None,
-            GRAD_SHIFT=needs.shift and run.question.slots <= SLOTS,
+            GRAD_SHIFT=needs.shift,
             TOTAL=with_total,
         )
-        #: Sums of tiles: a plane for each slot of the shift that gets a gradient, then one for the
-        #: scale or for the terms.
-        self.planes = 1
-        if self.config.GRAD_SHIFT:
-            self.planes += run.question.slots
+        #: Sums of tiles: a plane for the shift, and one for the scale or of the term.
+        self.planes = self.config.GRAD_SHIFT + (self.config.GRAD_SCALE or with_total)
         self.total: AnchorTotals | None = None
-        if self.config.GRAD_SCALE or self.config.GRAD_SHIFT or with_total:
+        if self.planes:
             # If one evaluation serves both sides, they are summed by row alone.
-            sides = run.question.sides
-            if run.config.SHARED:
-                sides = sides[:1]
+            sides = run.question.sides[:1] if run.config.SHARED else run.question.sides
             self.total = AnchorTotals(run, self.planes, sides, SUM)
 
     def write(self, places: Places, panel: kernels.Panel) -> None:
         """Write the gradient of a block's inner products to a panel, if there is one."""
         loaded = self.run.loaded(places)
-        self._launch(places, loaded, panel)
-        if self.fallback is not None:
-            self.fallback._launch(places, loaded, panel)
-
-    def _launch(self, places: Places, loaded: kernels.Loaded, panel: kernels.Panel) -> None:
-        """Launch the kernel of a block's gradient."""
         self.run.launch(
             kernels.gradient_kernel, self.config, places, loaded, self.total, self.grad, panel
         )
@@ -227,44 +204,19 @@ class GradientKernel:
         if self.by_factor is not None:
             return of_value(question.scale, self.by_factor)
         assert self.total is not None
-        grad = of_value(question.scale, self.total.values[-1:])
-        if self.fallback is None:
-            return grad
-        assert question.condition is not None
-        return torch.where(question.condition.flag, self.fallback.of_scale(), grad)
+        return of_value(question.scale, self.total.values[-1])
 
     def of_shift(self) -> Tensor:
         """Return the gradient of the shift."""
-        if self.run.question.slots > SLOTS:
-            return gradient_of_many_shifts(self.run, self.grad_of_sums)
         assert self.total is not None
-        return of_value(self.run.question.shift, self.total.values[:-1])
-
-
-def gradient_of_many_shifts(run: Pass, grad: Tensor) -> Tensor:
-    """Return the gradient of shifts (L, A) by one visit of the scores for each `SLOTS` of them.
-
-    Along with the panels, L planes of sums of tiles would take 4.3 GB in place of 0.2 for the 819
-    positives of an anchor that 8192 pairs have in 10 classes (pytest
-    tests/engine/test_triton_costs.py -k many_positives).
-    """
-    shifts = run.question.shift
-    assert isinstance(shifts, Tensor)
-    only_shift = Needs(False, False, False, False, shift=True)
-    of_shifts: list[Tensor] = []
-    for some in shifts.split(SLOTS):
-        kernel = GradientKernel(run.asking(replace(run.question, shift=some)), grad, only_shift)
-        with torch.cuda.device_of(run.inputs.like):
-            score_gradient(kernel, only_shift, None)
-        of_shifts.append(kernel.of_shift())
-    return torch.cat(of_shifts)
+        return of_value(self.run.question.shift, self.total.values[0])
 
 
 def of_value(value: Value | None, parts: Tensor) -> Tensor:
-    """Return the gradient of a scale or a shift from its parts (..., A)."""
+    """Return the gradient of a scale or a shift from its parts (A,)."""
     assert isinstance(value, Tensor)
     if not has_each(value):
-        parts = parts.sum(-1, keepdim=True)
+        parts = parts.sum(0, keepdim=True)
     return parts.reshape(value.shape)
 
 
@@ -458,28 +410,6 @@ def sorted_by(side: int, listed: ListedPairs | None, size: int) -> kernels.Liste
     return kernels.Listed(grad, start, order, index[1 - side])
 
 
-# ------------------------------------------------------------------------------- sums of classes
-
-
-def class_sums(side: Side, members: Members) -> Tensor:
-    """Return the float32 sums (K, D) of the unit vectors of each class.
-
-    PyTorch's own deterministic sums sort anew for each chunk of vectors: 630 of the 703 launches of
-    M-DCL with a memory of 65536 x 1024 were theirs.
-    """
-    vectors = vectors_of(contiguous_vectors(side.like), side)
-    size = len(members.start)
-    dim = side.like.shape[1]
-    out = torch.empty(size, dim, dtype=torch.float32, device=side.like.device)
-    block_d: Any = min(CLASS_DIMENSIONS, triton.next_power_of_2(dim))
-    grid = size, ceil_div(dim, block_d)
-    with torch.cuda.device_of(out):
-        kernels.class_sums_kernel[grid](
-            vectors, dim, members, out, BLOCK=CLASS_MEMBERS, BLOCK_D=block_d
-        )
-    return out
-
-
 # ------------------------------------------------------------------- sums along with their gradient
 
 
@@ -523,7 +453,7 @@ def may_find_early(
         return not has_each(question.scale)
     if is_trained(question.scale) or is_trained(question.shift) or dtype == torch.float16:
         return False
-    if len(question.terms) > 1 or len(question.sides) > 1 or question.attempt is not None:
+    if len(question.sides) > 1:
         return False
     trained_sides = tuple(side for side, x in enumerate((rows, cols)) if is_trained(x))
     return trained_sides == question.sides
@@ -541,7 +471,7 @@ def sums_and_gradients(
     in the backward pass, 4 for 6 where one side is trained (pytest
     tests/engine/test_triton_costs.py -k products).
     """
-    run = Pass(question, inputs, kernels.FORMS[question.terms])
+    run = Pass(question, inputs, kernels.FORMS[question.term])
     own_weights = torch.ones(1, device=run.device) if weights is None else weights
     kernel = GradientKernel(run, own_weights, needs, with_total=True)
     sides: dict[int, VectorGradient] = {}
@@ -606,6 +536,73 @@ def completed_gradients(
     )
 
 
+def early(
+    request: Request,
+    weights: Tensor | None,  # (1,) or (A,), of the sums in one total; None: there is none
+    targets: Targets,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sums (A,), or their () weighted total, and the scores (P,) of pairs.
+
+    Their gradient by vectors comes along with them.
+    """
+    assert request.question is not None
+    return EarlySums.apply(request, weights, *targets, *request.question.values)  # type: ignore[return-value]
+
+
+class EarlySums(torch.autograd.Function):
+    """The sums (A,), or their weighted total (), with their gradient; and the scores (P,) of pairs.
+
+    The gradient is known up to one factor for each sum, or for the total.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        request: Request,
+        weights: Tensor | None,
+        rows: Tensor | None,
+        cols: Tensor | None,
+        *rest: Value | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return both; ``rest``: see :meth:`itrloss.engine.autograd.Sums.forward`."""
+        assert request.question is not None
+        needed = ctx.needs_input_grad
+        needs = needs_of(request, Targets(rows, cols), (False, *needed[2:]))
+        inputs = request.inputs
+        with full_precision(inputs.like):
+            sums, found = sums_and_gradients(request.question, inputs, weights, needs)
+            scores = None if request.pairs is None else pair_scores(inputs, *request.pairs)
+        ctx.save_for_backward(*found, *request.tensors())
+        ctx.request = request.without_tensors()
+        ctx.needs = needs
+        ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
+        return sums, scores
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradient of each tensor that ``forward`` took, from the gradients of both."""
+        if grads == (None, None):
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled():
+            raise_second_derivative()
+        tensors = saved_tensors(ctx)
+        request: Request = ctx.request.with_tensors(tensors[3:])
+        grad_sums, grad_pairs = grads
+        if grad_sums is None:
+            found = first_derivatives(request, ctx.needs, None, grad_pairs)
+            return None, *in_places(request, found)
+        listed = None
+        if request.pairs is not None and grad_pairs is not None:
+            listed = ListedPairs(*request.pairs, grad_pairs)
+        assert request.question is not None
+        sums = EarlyGradients(*tensors[:3])
+        with full_precision(request.inputs.like):
+            found = completed_gradients(
+                request.question, request.inputs, sums, grad_sums, ctx.needs, listed
+            )
+        return None, *in_places(request, found)
+
+
 # --------------------------------------------------------------------------------- a pass' launches
 
 
@@ -616,8 +613,8 @@ class Pass:
         self.question = question
         self.inputs = inputs
         self.form = form  # of the terms, see `kernels.FORMS`
-        self.shape = question.pairs.shape
-        self.compared = compared(question.pairs)
+        self.shape = question.relation.shape
+        self.compared = compared(question.relation)
         self.device = inputs.like.device
         self.matrix = None if inputs.scores is None else inputs.scores.contiguous()
         self.fused = self.matrix is None and fused(inputs.rows.like, inputs.cols.like)
@@ -641,18 +638,9 @@ class Pass:
         self.config = self._config()
         self.kernel_values = self._kernel_values()
 
-    def asking(self, question: Question) -> Pass:
-        """Return a pass for another question over the same pairs."""
-        twin = copy.copy(self)
-        twin.question = question
-        twin.config = twin._config()
-        twin.kernel_values = twin._kernel_values()
-        return twin
-
     def _config(self) -> kernels.Config:
         """Return the compile-time constants of the launches."""
         question = self.question
-        condition = question.condition
         return kernels.Config(
             BLOCK_M=self.tile.block_m,
             BLOCK_N=self.tile.block_n,
@@ -665,9 +653,7 @@ class Pass:
             SHARED=not any(has_each(x) for x in question.values),
             ROWS=0 in question.sides,
             COLS=1 in question.sides,
-            WIDTH=len(question.terms),
             BASE_2=self.form is kernels.exponential,
-            RUNS_IF=None if condition is None else condition.value,
         )
 
     def _kernel_inputs(self) -> kernels.Inputs:
@@ -689,20 +675,17 @@ class Pass:
     def _kernel_values(self) -> kernels.Values:
         """Return the scale, the shift and the limits."""
         question = self.question
-        condition = question.condition
         return kernels.Values(
             per_anchor(question.scale, self.device),
             per_anchor(question.shift, self.device),
             per_anchor(question.below, self.device),
             per_anchor(question.above, self.device),
-            question.slots,
-            None if condition is None else condition.flag,
         )
 
     def blocks(self, planes: int = 1) -> Iterator[Places]:
         """Yield the rows and columns of blocks, smaller ones for more planes of sums of tiles."""
         n, m = self.shape
-        size = BLOCK // planes
+        size = BLOCK // max(1, planes)
         multiplies = self.matrix is None and not self.fused  # by cuBLAS, panel by panel
         if multiplies or self.compared.mask:
             size = min(size, self.panel_size)
@@ -716,7 +699,7 @@ class Pass:
         products = self.products(places)
         if not self.compared.mask:
             return kernels.Loaded(products)
-        excluded = self.question.pairs.excluded(self.question.over, *places)
+        excluded = self.question.relation.excluded(self.question.over, *places)
         assert excluded is not None
         mask = excluded.view(torch.uint8)
         return kernels.Loaded(products, kernels.Panel(mask, mask.stride(0), mask.shape[1]))
@@ -863,18 +846,13 @@ def vectors_of(
 
 
 def per_anchor(value: Value | None, device: torch.device) -> kernels.PerAnchor:
-    """Return a value (1,), (A,) or (L, A) as kernels take it."""
+    """Return a value (1,) or (A,) as kernels take it."""
     if value is None:
-        return kernels.PerAnchor(None, 0, 0)
+        return kernels.PerAnchor(None, 0)
     if not isinstance(value, Tensor):
         value = torch.full((1,), value, dtype=torch.float32, device=device)
-    plane = 0
-    if value.dim() == 2 and len(value) > 1:
-        # Triton compiles anew for a stride that is no multiple of 16, as of an odd last batch.
-        value = padded_to(value, 16)
-        plane = value.stride(0)
-    stride = value.stride(-1) if value.shape[-1] > 1 else 0
-    return kernels.PerAnchor(value, plane, stride)
+    stride = value.stride(-1) if value.numel() > 1 else 0
+    return kernels.PerAnchor(value, stride)
 
 
 def part_of(matrix: Tensor, places: Places) -> kernels.Panel:
@@ -931,15 +909,6 @@ def aligned(x: Tensor) -> Tensor:
     if whole_loads and x.stride(1) == 1 and starts_aligned:
         return x
     return torch.nn.functional.pad(x, (0, -x.shape[1] % 8)).contiguous()
-
-
-def padded_to(x: Tensor, multiple: int) -> Tensor:
-    """Return a matrix (L, A) whose rows begin at multiples of so many entries."""
-    if x.stride(0) % multiple == 0:
-        return x
-    size = x.shape[1]
-    space = x.new_empty(len(x), ceil_div(size, multiple) * multiple)
-    return space[:, :size].copy_(x)
 
 
 def contiguous_vectors(x: Tensor) -> Tensor:

@@ -68,16 +68,11 @@ def chunks(x: Tensor) -> list[slice]:
 
 
 def inverse_norms(x: Tensor) -> Tensor:
-    """Return the (..., 1) inverse norms of vectors (..., D) in the compute dtype; 0 below 1e-12."""
-    dtype = compute_dtype(x)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
-    # Squares of norms beyond 1e18 overflow float32. Float64 takes three times as long, 0.05 of a
-    # step at 128 x 512 (pytest benchmarks/test_micro.py --benchmark-enable -k norms), so only the
-    # CPU, which may look, goes beyond.
-    if host_may_read(x) and not math.isfinite(float(norm.detach().sum())):
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
-        return inverses(norm).to(dtype)
-    return inverses(norm)
+    """Return the (..., 1) inverse norms of vectors (..., D) in the compute dtype; 0 below 1e-12.
+
+    Squares of lengths up to 1e18 do not overflow float32.
+    """
+    return inverses(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=compute_dtype(x)))
 
 
 def inverses(norms: Tensor) -> Tensor:
@@ -167,7 +162,7 @@ class RoundOnce(torch.autograd.Function):
 
 
 class Embeddings:
-    """The vectors (N, D) of one side; matrices that share this object share its unit vectors."""
+    """The vectors (N, D) of one side; matrices that share this object share its lengths."""
 
     def __init__(self, x: Tensor, normalize: bool = True):
         compiling = torch.compiler.is_compiling()
@@ -183,8 +178,8 @@ class Embeddings:
         self.version = None
         if not compiling and not x.is_inference():
             self.version = x._version
-        self._differentiable: Tensor | None = None
-        self._kept: tuple[Tensor, Tensor | None] | None = None
+        self._inverse_norms: Tensor | None = None
+        self._unit: Tensor | None = None
         self._stand_in: Tensor | None = None
 
     def __len__(self) -> int:
@@ -203,45 +198,27 @@ class Embeddings:
         twin.x = twin.target.detach().to(dtype)
         return twin
 
-    def differentiable(self) -> Tensor:
-        """Return the (N, D) vectors at unit length if ``normalize``, with their graph; cached."""
-        if self._differentiable is not None:
-            return self._differentiable
-        keep = may_keep()
-        with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
-            if torch.compiler.is_compiling() or not self.normalize:
-                unit = normalized(self.target.to(self.x.dtype), self.normalize)
-            else:
-                unit = Normalize.apply(self.target, *self.kept())
-        assert isinstance(unit, Tensor)
-        if keep:
-            self._differentiable = unit
+    def unit(self) -> Tensor:
+        """Return the (N, D) vectors at unit length if ``normalize``, without a graph; cached."""
+        if self._unit is not None:
+            return self._unit
+        with torch.no_grad():
+            unit = scaled(self.x, self.inverse_norms())
+        if may_keep():
+            self._unit = unit
         return unit
 
-    def kept(self) -> tuple[Tensor, Tensor | None]:
-        """Return the (N, D) unit vectors and (N, 1) inverse norms, without a graph; cached."""
-        if self._kept is not None:
-            return self._kept
-        with torch.no_grad():
-            inv = inverse_norms(self.x) if self.normalize else None
-            kept = scaled(self.x, inv), inv
-        if may_keep():
-            self._kept = kept
-        return kept
-
     def inverse_norms(self) -> Tensor | None:
-        """Return the (N, 1) inverse norms; None if the vectors are not normalised."""
+        """Return the (N, 1) inverse norms; None if the vectors are not normalised. Cached."""
         if not self.normalize:
             return None
+        if self._inverse_norms is not None:
+            return self._inverse_norms
         with torch.no_grad():
-            return inverse_norms(self.x)
-
-    def largest_norm(self) -> Tensor:
-        """Return the length (1,) of the longest vector, without a gradient; 1 of unit vectors."""
-        if self.normalize:
-            return torch.ones(1, dtype=self.dtype, device=self.x.device)
-        norms = torch.linalg.vector_norm(self.x.detach(), dim=1, dtype=self.dtype)
-        return norms.amax(0, keepdim=True)
+            inv = inverse_norms(self.x)
+        if may_keep():
+            self._inverse_norms = inv
+        return inv
 
     def gradient_target(self) -> Tensor:
         """Return what gets the gradient of sums: the vectors, or their stand-in in float32."""
@@ -261,7 +238,8 @@ class Embeddings:
         twin.target = self.target.detach()
         twin.x = self.x.detach()
         twin.version = self.version
-        twin._kept = self._kept
+        twin._inverse_norms = self._inverse_norms
+        twin._unit = self._unit
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:

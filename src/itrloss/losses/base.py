@@ -23,7 +23,7 @@ from ..checks import (
 )
 from ..distributed import consensus, digest, padded, world_size
 from ..distributed.collectives import replicated, total
-from ..engine.relations import Rule
+from ..engine.relation import Rule
 from ..functional import Reduction
 from ..hints import explained
 from ..memory import CoupledMemory, MemorySimilarity

@@ -24,7 +24,7 @@ from ..checks import (
     from_numpy,
 )
 from ..distributed import digest, gather_parts, world_size
-from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
+from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine, large_matrix
 from ..engine.vectors import Embeddings, full_precision, normalized
 from ..hints import explained
 from ..similarity import Similarity
@@ -146,7 +146,7 @@ def head_matrices(
     dimensions (python -m benchmarks --losses "variance aware" --shapes 512x6x1024 --variants ours
     "ours tiled").
     """
-    texts = frame.vectors[1].differentiable()  # (M, D)
+    texts = normalized(frame.vectors[1].target)  # (M, D)
     k, n, _ = units.shape
     numel = n * len(texts)
     chosen = choose_engine(engine, numel, MEMORY_BUDGET // k, units)
@@ -156,10 +156,9 @@ def head_matrices(
             scores = units @ texts.T  # (K, N, M)
         return [Matrix.of_scores(Embeddings(x, False), frame.pairs, chosen) for x in scores]
     shared = Embeddings(texts, False)
-    matrices = [Matrix(Embeddings(x, False), shared, frame.pairs, chosen, 0) for x in units]
-    for matrix in matrices:
-        matrix.strict = engine == "triton"
-    return matrices
+    strict = engine == "triton"
+    heads = [Embeddings(x, False) for x in units]
+    return [large_matrix(x, shared, frame.pairs, chosen, 0, strict=strict) for x in heads]
 
 
 class DynamicOrthogonalLoss(Loss):

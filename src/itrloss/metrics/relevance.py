@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checks import as_indices, as_integers, check_range, from_numpy, require_finite
-from ..engine.pairs import Pairs, slots
+from ..engine.relation import Relation, slots
 from ..engine.ranking import Relevance
 from ..similarity import Similarity
 from .judgements import Judgements, distinct_pairs, grades_of_pairs
@@ -107,7 +107,7 @@ def judged(
             numbers = _pair_numbers(name, pairs, sim.shape).to(sim.device)
             rules.append(Rule(sim.shape, numbers, only=name == "candidates"))
     if relevant is None:
-        images, texts = Pairs(sim.shape, sim.ids, sim.device).listed
+        images, texts = Relation(sim.shape, sim.ids, sim.device).listed
         grades = None
     else:
         images, texts, grades = _right_pairs(relevant, sim.shape)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..checks import as_size
-from ..engine.pairs import Pairs
+from ..engine.relation import Relation
 from .judgements import Judgements
 
 if TYPE_CHECKING:
@@ -482,7 +482,7 @@ def save_trec(results: RetrievalResults, folder: str | Path, tag: str = "itrloss
     t2i = results.t2i
     if results.relevant is None:
         device = i2t.ids.device
-        images, texts = Pairs((len(i2t.ids), len(t2i.ids)), (i2t.ids, t2i.ids), device).listed
+        images, texts = Relation((len(i2t.ids), len(t2i.ids)), (i2t.ids, t2i.ids), device).listed
         grades = torch.ones_like(images)
     else:
         images, texts, grades = results.relevant
