@@ -105,8 +105,8 @@ def test_large_matrices_are_never_held(monkeypatch):
     formed = []
     begin = itrloss.engine.matrix.Matrix.__init__
 
-    def noted(matrix, *args):
-        begin(matrix, *args)
+    def noted(matrix, *args, **options):
+        begin(matrix, *args, **options)
         formed.append((matrix.engine, matrix.keeps))
 
     means = trained(50, size=30)

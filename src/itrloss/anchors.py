@@ -266,16 +266,21 @@ class Anchors:
         """
         if where is None:
             where = NEGATIVES
-        if self._has_one_block and where.guide is None and teacher is None and self.exchange is None:
+        if (
+            self._has_one_block
+            and where.guide is None
+            and teacher is None
+            and self.exchange is None
+        ):
             question = self._question(self._blocks[0], term, where, scale, shift, params)
             return self._blocks[0].matrix.sums(question)
         second = self._others(where.guide if teacher is None else teacher)
         values = self._gathered([scale, shift, where.below, where.above, *params])
         answers = []
         for block, other in zip(self._blocks, second, strict=True):
-            scale, shift, below, above, *params = [self._of_block(x, block) for x in values]
+            a, b, below, above, *more = [self._of_block(x, block) for x in values]
             own = Where(where.over, below, above)
-            question = self._question(block, term, own, scale, shift, params, teacher is not None)
+            question = self._question(block, term, own, a, b, more, teacher is not None)
             answers.append(block.matrix.sums(question, other))
         total = self._joined(answers, torch.add)
         return total if self.exchange is None else self.exchange.merged(total)

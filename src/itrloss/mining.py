@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .checks import IdsLike, Names, as_size, as_tensor, check_matrix, from_numpy, ids_of_both
 from .engine.inputs import even_chunks
-from .engine.relation import IGNORE_ID, slots
 from .engine.products import full_float32, matmul
+from .engine.relation import IGNORE_ID, slots
 from .engine.vectors import compute_dtype, full_precision, normalized
 from .hints import explained
 from .similarity import TopK

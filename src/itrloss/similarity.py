@@ -408,9 +408,8 @@ class Similarity(Anchors):
 
     def relabelled(self, row_ids: Tensor, col_ids: Tensor) -> Similarity:
         """Return the same similarities with other (N,) and (M,) int64 ids, without a gradient."""
-        matrix = self._matrix.detach()
         ids = self._turned(row_ids, col_ids)
-        matrix.pairs = Pairs(matrix.shape, ids, self.device)
+        matrix = self._matrix.detach(Relation(self._matrix.shape, ids, self.device))
         return self.of_anchors(AnchorSide(matrix, self._side))
 
     def local(self) -> Similarity:

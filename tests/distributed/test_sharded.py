@@ -14,7 +14,6 @@ from support.sharded import LOSSES, SAMPLES, batch, configuration, filled_memory
 
 import itrloss
 from itrloss import Anchors, Similarity
-from itrloss.engine import relation
 from itrloss.engine.terms import identity
 
 
@@ -82,7 +81,7 @@ def test_random_batches_have_the_loss_and_the_gradients_of_one_process(tmp_path,
 def listing_in_one(rank: int, seeds: list[int], world: int) -> list[dict[str, Any]]:
     """Outcomes where the first process lists its positives, and the others do not."""
     if rank > 0:
-        pairs.FEW = -1
+        relation.FEW = -1
     return sharded(rank, seeds, world, torch.float64)
 
 

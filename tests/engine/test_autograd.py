@@ -184,7 +184,11 @@ SINGLE_PAIRS = ["hardest", "log1p"]
 @pytest.mark.parametrize(
     ("name", "engine"),
     [
-        *((name, engine) for name in SECOND for engine in ("dense", "kept", "auto", "scores", "tiled")),
+        *(
+            (name, engine)
+            for name in SECOND
+            for engine in ("dense", "kept", "auto", "scores", "tiled")
+        ),
         *((name, "tiled") for name in SINGLE_PAIRS),
     ],
 )

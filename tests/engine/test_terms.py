@@ -67,7 +67,9 @@ def test_values_and_slopes_are_those_that_come_one_by_one(name):
     z = torch.linspace(-0.9, 1.3, 26, dtype=torch.float64)
     values, slopes = term.both(z.clone())
     torch.testing.assert_close(values, term(z))
-    torch.testing.assert_close(slopes * torch.ones_like(z), term.slope(z.clone()) * torch.ones_like(z))
+    torch.testing.assert_close(
+        slopes * torch.ones_like(z), term.slope(z.clone()) * torch.ones_like(z)
+    )
 
 
 @pytest.mark.parametrize("name", OF_ONE_NUMBER)

@@ -21,8 +21,8 @@ from itrloss import Similarity
 from itrloss.engine import terms, tiled
 from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Inputs, Side
-from itrloss.engine.relation import Relation
 from itrloss.engine.question import Question
+from itrloss.engine.relation import Relation
 from itrloss.engine.terms import pair_term
 
 pytestmark = OF_KERNELS
@@ -52,15 +52,6 @@ def test_answers_of_given_scores_equal_the_reference(name, few_tiles, poisoned):
     compare(name, "five captions", VIEWS["rows"], on_scores=True)
 
 
-@pytest.mark.parametrize(("view", "on_scores"), [("rows", True), ("both", False)])
-def test_many_positives_by_some_at_a_time(
-    view, on_scores, multiplying, few_tiles, poisoned, monkeypatch
-):
-    """More shifts than are summed along with a panel: 5 of a row, in slices of 2 and one of 1."""
-    monkeypatch.setattr(engine, "SLOTS", 2)
-    compare("hinge sum", "five captions", VIEWS[view], on_scores=on_scores)
-
-
 def test_inner_products_equal_the_reference(multiplying, few_tiles, poisoned):
     compare("logsumexp", "primes", normalize=False)
 
@@ -79,7 +70,7 @@ def test_a_term_of_ones_own_takes_the_tiles_of_torch(few_tiles):
 @pytest.mark.parametrize("shape", ["five captions", "square with duplicates"])
 def test_positives_that_cannot_be_listed(shape, name, monkeypatch, few_tiles):
     """As during the capture of a CUDA graph."""
-    monkeypatch.setattr(Pairs, "listable", False)
+    monkeypatch.setattr(Relation, "listable", False)
     v, w, ids, grads = case(shape)
     given = *moved(v.float(), w.float()), moved(*ids)
     wanted = evaluate(ANSWERS[name], *given, "reference", moved(*grads))

@@ -13,9 +13,8 @@ from itrloss import Similarity
 from itrloss.engine import kernels, terms, tiled
 from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Inputs, Side
-from itrloss.engine.relation import Numbers, Relation
 from itrloss.engine.question import Question
-from itrloss.engine.relation import Labels, RelatedPairs
+from itrloss.engine.relation import Numbers, Relation
 from itrloss.functional import info_nce_loss, sigmoid_loss, triplet_loss
 
 pytestmark = OF_KERNELS
@@ -67,9 +66,9 @@ def as_on_a_gpu(monkeypatch):
         places = meta(max(pairs.shape), dtype=torch.int64)
         return [places, places]
 
-    monkeypatch.setattr(Pairs, "listable", True)
-    monkeypatch.setattr(Pairs, "_numbers", numbers)
-    monkeypatch.setattr(Pairs, "listed", property(listed))
+    monkeypatch.setattr(Relation, "listable", True)
+    monkeypatch.setattr(Relation, "_numbers", numbers)
+    monkeypatch.setattr(Relation, "listed", property(listed))
 
 
 def product_on_meta(a, b):
@@ -114,36 +113,6 @@ def test_memory_beside_inputs_and_gradients(n, m, d, dtype, with_ids, as_on_a_gp
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
-@pytest.mark.parametrize(
-    ("slots", "m"), [(5, 8192), (16, 8192), (17, 8192), (64, 8192), (819, 8192), (40, 65536)]
-)
-@pytest.mark.parametrize("asked", ["sums", "a total"])
-def test_memory_of_many_positives(asked, slots, m, as_on_a_gpu):
-    """Sums of tiles take at most 256 MiB with the panel, however many positives an anchor has.
-
-    The held float32 sums of the embeddings' gradients and the gradient of the shifts are outputs.
-    """
-    n, d = 8192, 512
-    v = meta(n, d, dtype=torch.bfloat16)
-    w = meta(m, d, dtype=torch.bfloat16)
-    inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
-    shift = meta(slots, n + m, dtype=torch.float32)
-    pairs = Relation((n, m), (None, None), shift.device)
-    question = Question(pairs, (0, 1), terms.excess, shift=shift)
-    grad = meta(n + m, dtype=torch.float32)
-    needs = tiled.Needs(True, True, False, False, shift=True)
-    outputs = (n + m) * d * 4 + shift.nbytes
-    if slots > engine.SLOTS:
-        outputs *= 2  # until the gradients of the shifts are joined
-    with Peak(shift, grad, v, w) as peak:
-        if asked == "sums":
-            engine.gradients(question, inputs, grad, needs, None)
-        else:
-            engine.sums_and_gradients(question, inputs, grad, needs)
-    assert shift.nbytes < peak.bytes <= outputs + 256 * 2**20, peak.bytes / 2**20
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize("answer", ["sums", "gradients"])
 @pytest.mark.parametrize("groups", [True, False])
 def test_memory_of_relations(groups, answer, as_on_a_gpu, monkeypatch):
@@ -155,18 +124,19 @@ def test_memory_of_relations(groups, answer, as_on_a_gpu, monkeypatch):
     number_of_labels = 1 if groups else 3
     labels = [meta(n, number_of_labels, dtype=torch.int64) for _ in range(2)]
     own = [meta(n, dtype=torch.int64) for _ in range(2)] if groups else []
-    pairs = RelatedPairs(Labels(*labels, own or None))
+    ids = [x[:, 0] for x in labels] if groups else labels
+    pairs = Relation((n, n), tuple(ids), v.device, groups=tuple(own) or None)
     question = Question(pairs, (0, 1), terms.exponential)
     grad = meta(2 * n, dtype=torch.float32)
     needs = tiled.Needs(True, True, False, False, dtypes=(torch.float32, torch.float32))
     masks = []
-    original = RelatedPairs.excluded
+    original = Relation.excluded
 
     def excluded(*args):
         masks.append(1)  # not the arguments, which would stay alive
         return original(*args)
 
-    monkeypatch.setattr(RelatedPairs, "excluded", excluded)
+    monkeypatch.setattr(Relation, "excluded", excluded)
     with Peak(grad, *labels, *own, v, w) as peak:
         if answer == "sums":
             engine.sums(question, inputs)
@@ -194,8 +164,6 @@ class Work:
         if isinstance(args[-1], kernels.Panel) and args[-1].x is not None:
             self.panels += args[-1].x.nbytes
         inputs, _, _, _, size_m, size_n, *_ = args
-        if options["C"].RUNS_IF is True:  # an attempt that failed, which is rare
-            return
         if inputs.rows.x is not None:
             self.flops += 2 * size_m * size_n * inputs.dim
 
@@ -275,7 +243,8 @@ def test_products_of_a_large_batch(memory, wanted, learnable, work, monkeypatch)
     n, d = 65536, 768
     v, w = (meta(n, d, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     itrloss.InfoNCELoss(learnable=learnable, engine="triton").to("meta")(v, w).backward()
-    assert work.flops == wanted * n * n * d
+    for_the_maxima = 2 if learnable else 0
+    assert work.flops == (wanted + for_the_maxima) * n * n * d
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
@@ -283,14 +252,12 @@ def test_products_of_a_large_batch(memory, wanted, learnable, work, monkeypatch)
     ("options", "dtype", "wanted"),
     [
         ({}, torch.bfloat16, 8),
-        ({"learnable": True}, torch.bfloat16, 8),
-        ({"temperature": 0.01}, torch.bfloat16, 8),
-        ({"temperature": 0.005}, torch.bfloat16, 10),  # sums of so large a scale may vanish
-        ({"learnable": True}, torch.float32, 10),  # cuBLAS cannot be told not to multiply
+        ({"learnable": True}, torch.bfloat16, 10),  # the host does not know the scale
+        ({"temperature": 0.01}, torch.bfloat16, 10),  # sums of so large a scale may vanish
     ],
 )
 def test_products_of_a_log_sum_exp(options, dtype, wanted, work, monkeypatch):
-    """No pass for the maxima, whether the host knows the scale or not."""
+    """There is no pass for the maxima where the host knows that no sum vanishes."""
     monkeypatch.setattr(torch, "mm", lambda a, b, out: work.multiplied(out, a, b) or out)
     n, d = 32768, 512
     v, w = (meta(n, d, dtype=dtype, requires_grad=True) for _ in range(2))
@@ -341,7 +308,7 @@ def test_products_of_totals(name, work, monkeypatch):
     [
         (80e9, 50.0, (4, 4)),
         (1e9, 50.0, (2, 6)),
-        (80e9, None, (2, 6)),  # the first attempt may fail, and what it found with it
+        (80e9, None, (6, 6)),  # with a pass for the maxima
     ],
 )
 def test_products_beside_a_memory(memory, at_most, wanted, work, monkeypatch):
@@ -364,8 +331,8 @@ def test_products_beside_a_memory(memory, at_most, wanted, work, monkeypatch):
     ("loss", "wanted"),
     [
         (itrloss.MemoryDiversityContrastiveLoss(engine="triton"), 6),  # 2 of them for its diversity
-        (itrloss.UnifiedTrainingObjective(scale=50.0, engine="triton"), 4),
-        (itrloss.UnifiedTrainingObjective(engine="triton"), 6),  # sums of its scale may vanish
+        (itrloss.UnifiedTrainingObjective(engine="triton"), 4),
+        (itrloss.UnifiedTrainingObjective(scale=150.0, engine="triton"), 6),  # sums may overflow
     ],
 )
 def test_products_of_losses_with_a_memory(loss, wanted, work):

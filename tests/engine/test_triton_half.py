@@ -15,8 +15,8 @@ from itrloss import Similarity
 from itrloss.engine import terms, tiled, vectors
 from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Inputs, Side
-from itrloss.engine.relation import Relation
 from itrloss.engine.question import Question
+from itrloss.engine.relation import Relation
 
 pytestmark = OF_KERNELS
 

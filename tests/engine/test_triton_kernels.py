@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import pytest
 import torch
 import triton
 import triton.language as tl
@@ -12,9 +9,6 @@ from support.cases import embeddings
 from support.on_triton import DEVICE, OF_KERNELS
 
 from itrloss.engine import kernels, vectors
-from itrloss.engine import triton as engine
-from itrloss.engine.inputs import Side
-from itrloss.engine.relation import IGNORE_ID, Relation
 
 pytestmark = OF_KERNELS
 
@@ -31,8 +25,8 @@ def softplus_kernel(z, value, slope, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     numbers = tl.load(z + i)
     values, slopes = kernels.softplus(numbers)
-    tl.store(value + i, values[0])
-    tl.store(slope + i, slopes[0])
+    tl.store(value + i, values)
+    tl.store(slope + i, slopes)
 
 
 def test_log1p_is_a_polynomial_that_is_accurate_to_float32():
@@ -83,46 +77,3 @@ def test_inverse_norms():
     long, _ = embeddings(3, 1, 2000)
     half = long.bfloat16()
     assert_inverse_norms(half, 1 / half.float().norm(dim=1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("dim", [17, 300])
-def test_sums_of_classes(dtype, normalize, dim, poisoned):
-    rows = torch.tensor([5, 3, 5, IGNORE_ID, 8, 3, 3, -7])
-    cols = torch.tensor([3, 5, 9, IGNORE_ID, 3, -7] + [5] * 40, device=DEVICE)
-    shape = (len(rows), len(cols))
-    pairs = Relation(shape, (rows.to(DEVICE), cols), DEVICE)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(len(cols), dim, generator=generator)
-    x[2] = math.nan  # of no class
-    x = x.to(DEVICE, dtype)
-    inverse_norms = vectors.inverse_norms(x) if normalize else None
-    side = Side(x, inverse_norms, None, None)
-    sums = engine.class_sums(side, pairs.members(1))
-    number = pairs.classes(0).number
-    for i, own in enumerate(rows.tolist()):
-        if own == IGNORE_ID:
-            continue
-        found = sums[number[i]].double()
-        members = x[cols == own].double()
-        if normalize:
-            members = torch.nn.functional.normalize(members)
-        assert torch.allclose(found, members.sum(0), rtol=1e-5, atol=1e-5)
-    assert not sums[-1].any()  # the entries without a class
-
-
-@triton.jit
-def first_partials(out, plane, size, parts, pid):
-    """Store where the results of a part of a plane begin."""
-    axis = kernels.Axis(pid, parts, 0, 0, size, 0, 0, 0, 0, None)
-    tl.store(out, kernels._first_partial(plane, axis, axis))
-
-
-def test_places_of_results_are_beyond_32_bits():
-    """A hinge of 2048 positives has as many planes of partial sums."""
-    out = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    first_partials[(1,)](out, 2047, 4096, 2048, 2047)
-    wanted = (2047 * 2048 + 2047) * 4096
-    assert out.item() == wanted
-    assert wanted > 2**31

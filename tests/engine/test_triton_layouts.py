@@ -87,15 +87,6 @@ def test_a_part_of_longer_vectors_is_copied():
     assert not found[:, 20:].any()
 
 
-@pytest.mark.parametrize("size", [2048, 2043, 2])
-def test_planes_begin_at_multiples_of_16(size):
-    """Others would have a kernel of their own, which is compiled in the middle of a training."""
-    x = torch.arange(3.0 * size).view(3, size)
-    given = engine.per_anchor(x, x.device)
-    assert given.plane % 16 == 0
-    assert torch.equal(given.x, x)
-
-
 @pytest.mark.parametrize("m", [70, 133])
 def test_blocks_of_given_scores_end_at_their_columns(m, monkeypatch, poisoned):
     """Nothing is read or written beyond, where the width is no multiple of a tile's."""

@@ -27,7 +27,7 @@ from itrloss.engine import terms, tiled
 from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Inputs, Side
 from itrloss.engine.question import Question
-from itrloss.related import related_pairs
+from itrloss.related import relation_of as made
 
 pytestmark = OF_KERNELS
 NAMES = itrloss.checks.ROWS_AND_COLUMNS
@@ -38,7 +38,6 @@ RELATIONS = (
     "one label",
     "sets",
     "matches",
-    "sparse matches",
 )
 
 
@@ -56,8 +55,6 @@ def relation_of(kind, n, m):
         matches = drawn(1, 3, n, m).float()
         unjudged = drawn(2, 3, n, m) == 0
         matches[unjudged] = torch.nan
-        if kind == "sparse matches":
-            matches = matches.to_sparse()
         return (None, None), Related(matches=matches)
     row_ids = drawn(1, 4, n)
     col_ids = drawn(2, 4, m)
@@ -125,8 +122,6 @@ COUNTED = {
 def included(kind, n, m, over):
     """The (N, M) bool mask of the pairs of a sum."""
     ids, related = relation_of(kind, n, m)
-    if kind == "sparse matches":
-        related = related._replace(matches=related.matches.to_dense())
     mask = torch.zeros(n, m, dtype=torch.bool)
     for i in range(n):
         for j in range(m):
@@ -140,7 +135,7 @@ def on_device(kind, n, m):
     if related is not None:
         groups = tuple(moved(*related.groups))
         related = related._replace(groups=groups, matches=moved(related.matches)[0])
-    return related_pairs((n, m), tuple(moved(*ids)), related, DEVICE, NAMES)
+    return made((n, m), tuple(moved(*ids)), related, DEVICE, NAMES)
 
 
 # Rows and columns: several blocks on both axes with ragged ends, one row, and one column.
@@ -197,7 +192,7 @@ class Asked(NamedTuple):
 
 def asked_in_double(kind, over, shape, key, shared, sides):
     """Sums by plain PyTorch, of which z = scale S + shift has both signs."""
-    asked_terms, _ = ASKED_TERMS[key]
+    term, _ = ASKED_TERMS[key]
     size = 1 if shared else sum(shape[side] for side in sides)
     largest = 0.7 if "log1p" in key else 1.5  # log(1 + z) is steep near -1
     scale = torch.linspace(largest, 0.3, size, dtype=torch.float64, requires_grad=True)
@@ -205,8 +200,8 @@ def asked_in_double(kind, over, shape, key, shared, sides):
     v, w = (unit(x).requires_grad_() for x in embeddings(*shape))
     scores = v @ w.T
     mask = included(kind, *shape, over)
-    sums = [summed(term, over, scores, mask, sides, scale, shift) for term in asked_terms]
-    return Asked(v, w, scores, scale, shift, torch.stack(sums))
+    sums = summed(term, over, scores, mask, sides, scale, shift)
+    return Asked(v, w, scores, scale, shift, sums[None])
 
 
 @pytest.mark.parametrize(
@@ -227,10 +222,10 @@ def test_terms_over_related_pairs(kind, over, shape, key, shared, sides, form, m
     asked = asked_in_double(kind, over, shape, key, shared, sides)
     wanted = [asked.sums, *asked.gradients(by_vectors)]
 
-    asked_terms, _ = ASKED_TERMS[key]
+    term, _ = ASKED_TERMS[key]
     scale = on_engine(asked.scale).requires_grad_()
     shift = on_engine(asked.shift).requires_grad_()
-    question = Question(on_device(kind, *shape), sides, asked_terms, over, scale, shift)
+    question = Question(on_device(kind, *shape), sides, term, over, scale, shift)
     inputs = inputs_on_engine(asked, by_vectors)
     sums = engine.sums(question, inputs)
     needs = tiled.Needs(by_vectors, by_vectors, False, False, not by_vectors, True, True)
@@ -355,7 +350,7 @@ def test_weights_of_matches(name, few, few_tiles, poisoned, monkeypatch):
 
 def test_masks_are_for_what_ids_and_groups_do_not_say():
     masked = [kind for kind in RELATIONS if engine.compared(on_device(kind, 5, 7)).mask]
-    assert masked == ["sets", "matches", "sparse matches"]
+    assert masked == ["sets", "matches"]
 
 
 @pytest.mark.parametrize("kind", RELATIONS)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,16 +28,15 @@ from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Inputs, Side
 from itrloss.engine.kernels import FORMS
 from itrloss.engine.pair_scores import ListedPairs
-from itrloss.engine.relation import Pairs
-from itrloss.engine.question import Attempt, Condition, Question
-from itrloss.engine.relation import Labels, RelatedPairs
+from itrloss.engine.question import Question
+from itrloss.engine.relation import Relation
 from itrloss.engine.tiled import Needs
 from support.cases import pairwise
 
 EXPONENTIAL = terms.exponential
 SOFTPLUS = terms.softplus
 SIGLIP = {"sides": (0,), "shared": True, "ids": False, "shape": (1024, 768)}
-CLIP = {"shared": True, "learnt": True, "attempted": True}
+CLIP = {"shared": True, "learnt": True}
 # The log-sum-exps of losses, as the options of :func:`ask`.
 OF_LOSSES = [
     {**CLIP, "ids": False},  # CLIP and InfoNCE with a learnt temperature
@@ -50,7 +48,7 @@ OF_LOSSES = [
     {"ids": True, "shifted": False},
     {"sides": (0,), "shifted": False, "total": True},  # M-DCL, with the anchors' gradient
     {"sides": (0,), "shifted": False, "total": True, "ids": False},
-    {"attempted": True, "limits": 1},  # filtered InfoNCE and multi-similarity
+    {"limits": 1},  # filtered InfoNCE and multi-similarity
     {"sides": (0,), "learnt": True},  # DCL through its diversities
 ]
 # How relations say who may be a negative.
@@ -129,9 +127,7 @@ def compiled(case: tuple[int, dict]) -> list[dict]:
     driver.set_active(Absent(gpu))
     JITFunction.run, engine.compute_capability = compile_only, lambda device: gpu // 10
     ask(**asked)
-    asked_terms = asked.get("asked", EXPONENTIAL)
-    names = " and ".join(term.__name__ for term in asked_terms)
-    about = f"{names} {asked}"
+    about = f"{asked.get('asked', EXPONENTIAL).__name__} {asked}"
     found = []
     for name, kernel, config in kernels.values():
         of_kernel = {
@@ -141,7 +137,6 @@ def compiled(case: tuple[int, dict]) -> list[dict]:
             "WARPS": kernel.metadata.num_warps,
             "SHARED": config is not None and config.SHARED,
             "IDS": config is not None and config.IDS,
-            "RARE": config is not None and config.RUNS_IF is True,
         }
         found.append(of_kernel | resources(kernel.asm["cubin"]))
     return found
@@ -158,7 +153,6 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     limits=0,
     learnt=False,
     total=False,
-    attempted=False,
     shifted=True,
     relation=None,
     tile=engine.PRODUCT_TILES[0],
@@ -168,41 +162,28 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     size, dim = shape
     anchors = len(sides) * size
     which = ids_of(size) if ids else (None, None)
-    pairs = Pairs((size, size), which, torch.device("cpu"))
+    pairs = Relation((size, size), which, torch.device("cpu"))
     if relation is not None:
-        pairs = related_pairs_of(size, relation)
+        pairs = relation_of(size, relation)
     scale = torch.ones(1 if shared else anchors)
     shift = None
     if shifted:
-        shift = shift_of(asked, scale, anchors, attempted)
+        shift = torch.ones(anchors) if asked == terms.excess else scale
     bounds = [scale if k < limits else None for k in range(2)]
     question = Question(pairs, sides, asked, over, scale, shift, *bounds)
     side = Side(torch.zeros(size, dim, dtype=dtype), torch.ones(size, 1), None, None)
     inputs = Inputs(side, side, None)
-    if attempted:
-        question = attempted_first(question, inputs, anchors)
     engine.sums(question, inputs)
     needs = needs_of(asked, learnt, dtype)
     if total:
         engine.sums_and_gradients(question, inputs, torch.ones(1), needs)
         return
-    grad = torch.ones(len(asked), anchors)
+    grad = torch.ones(anchors)
     listed = ListedPairs(*which, torch.ones(size))
     engine.gradients(question, inputs, grad, needs, listed)
 
 
-def shift_of(
-    asked: tuple[terms.Term, ...], scale: torch.Tensor, anchors: int, attempted: bool
-) -> torch.Tensor:
-    """What is added to scaled scores: a number of each anchor, or one where the scale is one."""
-    if attempted:
-        return torch.ones(anchors)
-    if asked == terms.excess:
-        return torch.ones(3, anchors)
-    return scale
-
-
-def needs_of(asked: tuple[terms.Term, ...], learnt: bool, dtype: torch.dtype) -> Needs:
+def needs_of(asked: terms.Term, learnt: bool, dtype: torch.dtype) -> Needs:
     """What gets a gradient: embeddings, and the scale and the shift where they may be learnt."""
     return Needs(
         True,
@@ -221,26 +202,14 @@ def ids_of(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers // 2, numbers // 3
 
 
-def related_pairs_of(size: int, relation: str) -> RelatedPairs:
+def relation_of(size: int, relation: str) -> Relation:
     """Pairs that need a mask, or that follow a rule of groups."""
     numbers = torch.arange(size)
+    device = torch.device("cpu")
     if relation == "mask":
-        two_labels = numbers[:, None].repeat(1, 2)
-        return RelatedPairs(Labels(two_labels, numbers[:, None]))
-    row_ids, col_ids = ids_of(size)
+        return Relation((size, size), (numbers[:, None].repeat(1, 2), numbers), device)
     groups = (numbers // 5, numbers // 7)
-    return RelatedPairs(Labels(row_ids[:, None], col_ids[:, None], groups, relation))
-
-
-def attempted_first(question: Question, inputs: Inputs, anchors: int) -> Question:
-    """Ask as where the host does not know the scale: with one shift, and for the maxima if that
-    fails. Return what is asked then.
-    """
-    attempt = Attempt(torch.ones(1), torch.ones(anchors))
-    engine.sums(replace(question, shift=attempt.shift), inputs)
-    condition = Condition(torch.tensor(True), True)
-    engine.highest(replace(question, shift=None, condition=condition), inputs)
-    return replace(question, attempt=attempt)
+    return Relation((size, size), ids_of(size), device, groups=groups, rule=relation)
 
 
 def resources(code: bytes) -> dict[str, int]:

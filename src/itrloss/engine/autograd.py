@@ -24,7 +24,7 @@ from .relation import add_segments_
 from .tiled import Gradients, Needs
 from .vectors import EPS, compute_dtype, full_precision, may_keep, plain_unit
 
-# ------------------------------------------------------------------------ the scores of a small step
+# ----------------------------------------------------------------------- the scores of a small step
 
 
 class Place(NamedTuple):
@@ -72,8 +72,8 @@ class StepScores(torch.autograd.Function):
             unit = torch.cat(vectors).to(compute_dtype(vectors[0]))
             norms: Tensor | None = None
             if layout.normalize:
-                norms = torch.linalg.vector_norm(unit, 2, 1, True)
-                norms = torch.threshold(norms, EPS, math.inf)
+                lengths = torch.linalg.vector_norm(unit, 2, 1, True)
+                norms = torch.threshold(lengths, EPS, math.inf)
                 unit.div_(norms)
             scores = []
             for k, place in enumerate(layout.places):
@@ -87,8 +87,9 @@ class StepScores(torch.autograd.Function):
         return unit, *scores
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *of_scores: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Return the gradients of the vectors from those of the unit vectors and of the scores."""
+        grad, *of_scores = grads
         layout: Layout = ctx.layout
         needed = ctx.needs_input_grad[2:]
         if grad is None and all(g is None for g in of_scores):
@@ -106,18 +107,20 @@ class StepScores(torch.autograd.Function):
             outputs = scores_of_units(layout, memories, known)
             return None, None, *second_gradients(outputs, (grad, *of_scores), vectors)
         with full_precision(unit):
-            total = gradient_of_units(layout, unit, memories, grad, of_scores, starts_of(sizes, needed))
+            total = gradient_of_units(
+                layout, unit, memories, grad, of_scores, starts_of(sizes, needed)
+            )
             trained = unit[: layout.trained]
             if norms is not None:
                 along = (trained * total).sum(1, keepdim=True)
                 total.addcmul_(trained, along, value=-1).div_(norms[: layout.trained])
-        grads: list[Tensor | None] = []
+        of_vectors: list[Tensor | None] = []
         first = 0
         for x, size in zip(vectors, sizes, strict=True):
             part = total[first : first + size]
-            grads.append(None if x is None else part.to(x.dtype))
+            of_vectors.append(None if x is None else part.to(x.dtype))
             first += size
-        return None, None, *grads
+        return None, None, *of_vectors
 
 
 def starts_of(sizes: Sequence[int], needed: Sequence[bool]) -> set[int]:
@@ -227,7 +230,7 @@ class StepPart(NamedTuple):
             return unit[self.rows] @ unit[self.cols].T
 
     def pairs(self, i: Index, j: Index) -> Tensor:
-        """Return the (P,) scores of rows i with columns j, differentiable; None: row p, column p."""
+        """Return the (P,) scores of rows i with columns j, with their graph; None: the diagonal."""
         assert self.cols is not None
         unit = self.step.outputs()[0]
         if i is None or j is None:
@@ -244,7 +247,8 @@ class PairsOfUnits(torch.autograd.Function):
         """Return the products of the vectors at i and at j, (P,) indices or slices."""
         ctx.save_for_backward(unit, *[x if isinstance(x, Tensor) else None for x in (i, j)])
         ctx.slices = i, j
-        return torch.linalg.vecdot(unit[i], unit[j])
+        with full_precision(unit):
+            return torch.linalg.vecdot(unit[i], unit[j])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -454,8 +454,8 @@ def _slopes(
     cols,
     values,
     grad,  # PerAnchor
-    out,  # (planes, parts, anchors): with GRAD_SHIFT sums for the shift; then for the scale or, with
-    # TOTAL, of the term
+    out,  # (planes, parts, anchors): with GRAD_SHIFT sums for the shift; then for the scale or,
+    # with TOTAL, of the term
     AXIS: tl.constexpr,
     FORM: tl.constexpr,
     C: tl.constexpr,

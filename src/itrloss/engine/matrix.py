@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ from .autograd import (
     with_biases,
 )
 from .inputs import NO_SIDE, TILE, Inputs, Side, even_chunks, tile_shape, whole_scores
-from .pair_scores import Index
+from .pair_scores import Index, pair_scores
 from .products import full_float32, matmul, rounds_float32
 from .question import Question, Value, is_trained, joined
-from .relation import Relation, add_segments_, segment_sum
+from .relation import Relation, segment_sum
 from .terms import identity, square
 from .tiled import Best
 from .vectors import (
@@ -176,7 +176,8 @@ class Matrix:
 
         ``relation``: another one of the same shape, in place of the matrix's own.
         """
-        if may_keep() and not rounds_float32(self.device):
+        asks = self.keeps or (self._part is not None and self._part.number is not None)
+        if asks and may_keep() and not rounds_float32(self.device):
             self.inputs()  # which forms the scores
         vectors = self.embeddings
         if vectors is not None:
@@ -348,9 +349,9 @@ class Matrix:
             keeps_slopes=small and guide is None and question.term.slope is not None,
         )
         if request.by_triton and self._finds_early(question, is_total=False):
-            from . import triton
+            from . import early
 
-            return self._answered(request, triton.early(request, None, self.targets()))
+            return self._answered(request, early.ask(request, None, self.targets()))
         return self._answered(request, ask(request, self.targets()))
 
     def _answered(self, request: Request, answer: tuple[Tensor | None, Tensor | None]) -> Tensor:
@@ -380,7 +381,7 @@ class Matrix:
         """
         if not self._has_kernel(question) or not self._finds_early(question, is_total=True):
             return (self.sums(question) * weights).sum()
-        from . import triton
+        from . import early
 
         self.check_unchanged()
         if not isinstance(weights, Tensor):
@@ -388,7 +389,7 @@ class Matrix:
         self._summed = True
         pairs = self._positives_along(question)
         request = Request(question, self.inputs(), pairs=pairs, by_triton=True)
-        return self._answered(request, triton.early(request, weights, self.targets()))
+        return self._answered(request, early.ask(request, weights, self.targets()))
 
     def _finds_early(self, question: Question, is_total: bool) -> bool:
         """Return whether Triton finds the gradient of vectors along with sums, or their total."""
@@ -475,7 +476,7 @@ class Matrix:
             own, others = (x.all_vectors().double() for x in inputs.sides(side))
             return self._sums_by_class(own, others, side)
         i, j = self.relation.listed
-        scores = tiled.pair_scores(inputs, i, j, dtype=torch.float64)
+        scores = pair_scores(inputs, i, j, dtype=torch.float64)
         return segment_sum(scores, self.relation.listed[side], self.shape[side])
 
     def sums_by_class(self) -> bool:
@@ -597,7 +598,7 @@ class Matrix:
             return False
         if torch.compiler.is_compiling():
             return False
-        return part.number is None or math.prod(self.shape) > PAIRS_BY_SCORES
+        return self._scores is None or math.prod(self.shape) > PAIRS_BY_SCORES
 
     def positive_scores(self) -> Tensor:
         """Return the (P,) scores of the positive pairs in the order of ``relation.listed``."""

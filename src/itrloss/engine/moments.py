@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .inputs import Inputs, Side
 from .pair_scores import pair_scores
-from .question import Question, has_each, joined
+from .question import Question, joined
 from .relation import segment_sum
 from .vectors import chunks
 
@@ -102,7 +102,7 @@ def powers(side: Side, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
     for part in chunks(side.like):
         x = side.vectors(part).double()
         if ignored is not None:
-            x.masked_fill_(ignored[part, None], 0.0)
+            x = x.masked_fill(ignored[part, None], 0.0)
         total += x.sum(0)
         products.addmm_(x.T, x)
     return total, products

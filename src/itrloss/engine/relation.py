@@ -81,14 +81,18 @@ class Relation:
         self.has_weights = has_weights
         self._cache: dict[Any, Any] = {}
         self.matches = None if matches is None else states_of(matches)
-        self._weights = matches.detach().nan_to_num(0.0) if has_weights else None
+        self._weights: Tensor | None = None
+        if matches is not None and has_weights:
+            self._weights = matches.detach().nan_to_num(0.0)
         rows, cols = ids
         if rows is None and cols is not None:
             rows = torch.arange(shape[0], device=device)
         #: Whether row i matches column i, and all other pairs are negatives.
-        self.one_to_one = matches is None and groups is None and (rows is None or cols is None)
-        if not self.one_to_one and matches is None and groups is None and shape[0] == shape[1]:
-            self.one_to_one = is_diagonal(rows, cols)
+        self.one_to_one = False
+        if matches is None and groups is None:
+            self.one_to_one = rows is None or cols is None
+            if rows is not None and cols is not None and shape[0] == shape[1]:
+                self.one_to_one = is_diagonal(rows, cols)
         #: (N,) and (M,) ids or (N, k) and (M, l) labels; None where they are not needed.
         self.ids: Ids = (None, None)
         if rows is not None and cols is not None and not self.one_to_one:
@@ -274,8 +278,12 @@ class Relation:
 
     def _counts_by_masks(self) -> list[tuple[Tensor, Tensor]]:
         """Return what :meth:`counts` keeps of both sides."""
-        of_rows = [torch.zeros(self.shape[0], dtype=torch.int64, device=self.device) for _ in (0, 1)]
-        of_cols = [torch.zeros(self.shape[1], dtype=torch.int64, device=self.device) for _ in (0, 1)]
+        of_rows = [
+            torch.zeros(self.shape[0], dtype=torch.int64, device=self.device) for _ in (0, 1)
+        ]
+        of_cols = [
+            torch.zeros(self.shape[1], dtype=torch.int64, device=self.device) for _ in (0, 1)
+        ]
         for rows in self._blocks():
             for kind, mask in enumerate((self.positive(rows), self.negative(rows))):
                 of_rows[kind][rows] = mask.sum(1)

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from .inputs import ACCELERATOR_TILE, TILE, even_chunks, taken
-from .relation import weighted_sums
 from .products import add_matmul_, matmul
+from .relation import weighted_sums
 from .vectors import (
     compute_dtype,
     full_precision,

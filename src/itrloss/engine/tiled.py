@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from .inputs import Inputs, Side, tiles
-from .pair_scores import ListedPairs, add_pair_gradient, pair_scores
+from .pair_scores import ListedPairs, add_pair_gradient
 from .products import add_matmul_, matmul
-from .question import Question, Value, View, has_each, views
+from .question import Question, Value, View, views
 from .ranking import argmax
 from .relation import Places
 from .vectors import chunks, compute_dtype, project
@@ -248,7 +248,7 @@ class ScoreGradients:
         self.col_bias = inputs.like.new_zeros(m, dtype=inputs.dtype) if needs.col_bias else None
 
     def add(self, places: Places, grad: Tensor) -> None:
-        """Add what the gradient of a block's scores (r, c) contributes; it may become the result."""
+        """Add what the gradient (r, c) of a block's scores contributes; it may become the result."""
         r, c = places
         inputs = self.inputs
         if self.needs.scores:
@@ -353,7 +353,7 @@ def summed_scores(inputs: Inputs, side: int, missing: Tensor | None = None) -> T
     for part in chunks(others.like):
         vectors = others.vectors(part).double()
         if missing is not None:
-            vectors.masked_fill_(missing[part, None], 0.0)
+            vectors = vectors.masked_fill(missing[part, None], 0.0)
         total += vectors.sum(0)
     sums = torch.cat([own.vectors(part).double() @ total for part in chunks(own.like)])
     number: int | Tensor = len(others.like) if missing is None else (~missing).sum()

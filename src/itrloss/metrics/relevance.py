@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..checks import as_indices, as_integers, check_range, from_numpy, require_finite
-from ..engine.relation import Relation, slots
 from ..engine.ranking import Relevance
+from ..engine.relation import Relation, slots
 from ..similarity import Similarity
 from .judgements import Judgements, distinct_pairs, grades_of_pairs
 
