@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import dense, tiled
-from .inputs import NO_SIDE, NUMBER_OF_TENSORS, Inputs, Side, whole_scores
+from .inputs import NO_INPUTS, NUMBER_OF_TENSORS, Inputs, Side, whole_scores
 from .pair_scores import Index, ListedPairs, pair_scores
 from .products import add_matmul_, matmul
 from .question import Question, Value, is_trained
@@ -297,38 +297,39 @@ class Request(NamedTuple):
 
     def tensors(self) -> list[Tensor | None]:
         """Return all tensors of the request, which autograd is to save."""
-        guide = Inputs(NO_SIDE, NO_SIDE, None) if self.guide is None else self.guide
+        guide = NO_INPUTS if self.guide is None else self.guide
         tensors = [*self.inputs.tensors(), *guide.tensors(), *(self.pairs or (None, None))]
         if self.question is not None:
-            tensors += [x if isinstance(x, Tensor) else None for x in self.question.values]
+            for x in self.question.values:
+                tensors.append(x if isinstance(x, Tensor) else None)
         return tensors
 
     def without_tensors(self) -> Request:
         """Return what is left of the request for :meth:`with_tensors`."""
         question = self.question
         if question is not None:
-            plain = [None if isinstance(x, Tensor) else x for x in question.values]
+            plain: list[Value | None] = []
+            for x in question.values:
+                plain.append(None if isinstance(x, Tensor) else x)
             question = question.with_values(plain)
-        nothing = Inputs(NO_SIDE, NO_SIDE, None)
-        return self._replace(
-            question=question,
-            inputs=nothing,
-            guide=None if self.guide is None else nothing,
-            pairs=None if self.pairs is None else (None, None),
-        )
+        guide = None if self.guide is None else NO_INPUTS
+        pairs = None if self.pairs is None else (None, None)
+        return Request(question, NO_INPUTS, guide, pairs, self.by_triton)
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> Request:
         """Return the request again, with tensors as :meth:`tensors` has them."""
         question = self.question
         size = NUMBER_OF_TENSORS
         if question is not None:
-            values = zip(question.values, tensors[2 * size + 2 :], strict=True)
-            question = question.with_values([x if y is None else y for x, y in values])
-        return self._replace(
-            question=question,
-            inputs=Inputs.of_tensors(tensors[:size]),
-            guide=None if self.guide is None else Inputs.of_tensors(tensors[size : 2 * size]),
-            pairs=None if self.pairs is None else tuple(tensors[2 * size : 2 * size + 2]),
+            values: list[Value | None] = []
+            for plain, tensor in zip(question.values, tensors[2 * size + 2 :], strict=True):
+                values.append(plain if tensor is None else tensor)
+            question = question.with_values(values)
+        inputs = Inputs.of_tensors(tensors[:size])
+        guide = None if self.guide is None else Inputs.of_tensors(tensors[size : 2 * size])
+        i, j = tensors[2 * size : 2 * size + 2]
+        return Request(
+            question, inputs, guide, None if self.pairs is None else (i, j), self.by_triton
         )
 
 
@@ -363,10 +364,11 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
     values: tuple[Value | None, ...] = ()
     if request.question is not None:
         values = request.question.values
-    trained = targets.any_trained() or any([is_trained(x) for x in values])
-    if not torch.is_grad_enabled() or not trained:
+    if not torch.is_grad_enabled():
         return answer(request._replace(keeps_slopes=False))[:2]
     if torch.compiler.is_compiling():
+        if not any([is_trained(x) for x in (*targets, *values)]):
+            return answer(request._replace(keeps_slopes=False))[:2]
         torch._dynamo.graph_break(
             "itrloss: tiles are visited outside of compiled graphs; "
             "fullgraph=True needs engine='dense'"
@@ -403,7 +405,7 @@ class Sums(torch.autograd.Function):
         if grads == (None, None):
             return (None,) * len(ctx.needs_input_grad)
         tensors = saved_tensors(ctx)
-        targets = Targets(*tensors[:5])
+        targets = Targets(*tensors[:5])  # type: ignore[call-arg]
         stop = 5 + ctx.number_of_slopes
         slopes = tensors[5:stop]
         request: Request = ctx.request.with_tensors(tensors[stop:])
@@ -416,12 +418,13 @@ class Sums(torch.autograd.Function):
 def needs_of(request: Request, targets: Targets, needed: Sequence[bool]) -> Needs:
     """Return what a gradient is needed of, from the places of :meth:`Sums.forward`."""
     _, rows, cols, row_bias, col_bias, scores, *values = needed
-    dtypes = [torch.float32 if x is None else x.dtype for x in targets[:2]]
-    needs = Needs(rows, cols, row_bias, col_bias, scores, dtypes=(dtypes[0], dtypes[1]))
+    dtypes = torch.float32, torch.float32
+    if targets.rows is not None and targets.cols is not None:
+        dtypes = targets.rows.dtype, targets.cols.dtype
     if request.question is None:
-        return needs
+        return Needs(rows, cols, row_bias, col_bias, scores, dtypes=dtypes)
     scale, shift, _, _, *params = values
-    return needs._replace(scale=scale, shift=shift, params=tuple(params))
+    return Needs(rows, cols, row_bias, col_bias, scores, scale, shift, tuple(params), dtypes)
 
 
 def in_places(request: Request, gradients: Gradients) -> tuple[Any, ...]:

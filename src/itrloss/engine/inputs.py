@@ -7,7 +7,7 @@ for rows u and columns v at unit length, unless they are taken as they are, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -110,57 +110,63 @@ class Inputs(NamedTuple):
         return compute_dtype(self.like)
 
 
-class Tile:
-    """A part of a score matrix. No tuple: the compiler would specialise on the places in it."""
-
-    def __init__(self, places: Places, scores: Tensor, other: Tensor | None):
-        self.places = places
-        self.scores = scores  # (r, c), not to be written to
-        self.other = other  # (r, c) the scores of a guide or a teacher, if there is one
+NO_INPUTS = Inputs(NO_SIDE, NO_SIDE, None)
 
 
-def tiles(inputs: Inputs, guide: Inputs | None = None) -> Iterator[Tile]:
-    """Yield tiles that cover every score once, with the tiles of a guide.
+class Tile(NamedTuple):
+    """A part of a score matrix."""
+
+    places: Places
+    scores: Tensor  # (r, c), not to be written to
+    other: Tensor | None = None  # (r, c) the scores of a guide or a teacher, if there is one
+
+
+def tiles(inputs: Inputs, guide: Inputs | None = None) -> Iterable[Tile]:
+    """Return tiles that cover every score once, with the tiles of a guide.
 
     Tiles that are multiplied share their memory: each is valid until the next.
     """
     n, m = inputs.shape
     if n == 0 or m == 0:
-        return
-    own = scores_of_tiles(inputs)
-    if guide is None:
-        for places, scores in own:
-            yield Tile(places, scores, None)
-        return
-    for (places, scores), (_, other) in zip(own, scores_of_tiles(guide), strict=True):
-        yield Tile(places, scores, other.to(scores.dtype))
+        return ()
+    height, width = tile_shape(n, m, inputs.like.device.type)
+    if guide is None and inputs.scores is not None and height == n and width == m:
+        return (Tile((slice(0, n), slice(0, m)), inputs.scores),)
+    places = [(r, c) for c in even_chunks(m, width) for r in even_chunks(n, height)]
+    return tiles_at(places, inputs, guide)
 
 
-def scores_of_tiles(inputs: Inputs) -> Iterator[tuple[Places, Tensor]]:
-    """Yield the places and the (r, c) scores of tiles."""
-    n, m = inputs.shape
+def tiles_at(places: Sequence[Places], inputs: Inputs, guide: Inputs | None) -> Iterator[Tile]:
+    """Yield the tiles of a matrix, and of a guide, at some places."""
+    own = scores_of_tiles(inputs, places)
+    others = None if guide is None else scores_of_tiles(guide, places)
+    for place, scores in zip(places, own, strict=True):
+        other = None if others is None else next(others).to(scores.dtype)
+        yield Tile(place, scores, other)
+
+
+def scores_of_tiles(inputs: Inputs, places: Sequence[Places]) -> Iterator[Tensor]:
+    """Yield the (r, c) scores of tiles."""
+    if inputs.scores is not None:
+        for place in places:
+            yield inputs.scores[place]
+        return
     rows = inputs.rows
     cols = inputs.cols
-    scores = inputs.scores
-    height, width = tile_shape(n, m, inputs.like.device.type)
-    if scores is not None and height == n and width == m:
-        yield (slice(0, n), slice(0, m)), scores
-        return
-    if scores is not None:
-        for c in even_chunks(m, width):
-            for r in even_chunks(n, height):
-                yield (r, c), scores[r, c]
-        return
-    space = torch.empty(height * width, dtype=inputs.dtype, device=inputs.like.device)
-    # Columns in the outer loop: their wide block is normalised once, the narrow blocks of rows
-    # again for each of them.
-    for c in even_chunks(m, width):
-        right = cols.vectors(c)
-        for r in even_chunks(n, height):
-            left = rows.vectors(r)
-            out = space[: len(left) * len(right)].view(len(left), len(right))
-            product = matmul(left, right.T, out=out)
-            yield (r, c), add_bias_(product, rows.bias, cols.bias, (r, c))
+    r, c = places[0]
+    size = (r.stop - r.start + 1) * (c.stop - c.start + 1)  # of the largest
+    space = torch.empty(size, dtype=inputs.dtype, device=inputs.like.device)
+    known: slice | None = None
+    # Columns change in the outer loop: their wide block is normalised once, the narrow blocks of
+    # rows again for each of them.
+    for r, c in places:
+        if c != known:
+            right = cols.vectors(c)
+            known = c
+        left = rows.vectors(r)
+        out = space[: len(left) * len(right)].view(len(left), len(right))
+        product = matmul(left, right.T, out=out)
+        yield add_bias_(product, rows.bias, cols.bias, (r, c))
 
 
 def add_bias_(

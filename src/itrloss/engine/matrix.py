@@ -141,6 +141,9 @@ class Matrix:
         self._kept: Tensor | None = None  # (N, M) without a graph
         self._positives: Tensor | None = None  # (P,), where they came along with a sum
         self._summed = False  # whether a sum puts all scores into the graph
+        #: Whether scores are a tensor in the graph.
+        self.in_graph = given is not None or part is not None
+        self._sources = vectors or (like,)
 
     @classmethod
     def of_scores(
@@ -215,24 +218,14 @@ class Matrix:
         """Raise an error if inputs were modified in place that are still to be read."""
         if torch.compiler.is_compiling():
             return
-        if self.given is not None:
-            changed = self.given.changed
-            what = "scores were"
-        else:
-            vectors = (self._like,) if self.embeddings is None else self.embeddings
-            changed = any([x.changed for x in vectors])
-            what = "embeddings were"
-        if changed:
-            raise RuntimeError(
-                f"the {what} modified in place after this Similarity was made; make another one"
-            )
+        for x in self._sources:
+            if x.version is not None and x.version != x.given._version:
+                what = "embeddings were" if self.given is None else "scores were"
+                raise RuntimeError(
+                    f"the {what} modified in place after this Similarity was made; make another one"
+                )
 
     # ------------------------------------------------------------------------------------- inputs
-
-    @property
-    def in_graph(self) -> bool:
-        """Whether scores are a tensor in the graph."""
-        return self.given is not None or self._part is not None
 
     def scores_in_graph(self) -> Tensor | None:
         """Return the (N, M) scores with their graph, not to be modified or handed out.
@@ -301,8 +294,7 @@ class Matrix:
 
     def _is_trained(self) -> bool:
         """Return whether vectors or biases get a gradient."""
-        vectors = (self._like,) if self.embeddings is None else self.embeddings
-        return any([is_trained(x) for x in (*(x.target for x in vectors), *self.bias)])
+        return any([is_trained(x) for x in (*(x.target for x in self._sources), *self.bias)])
 
     def _differentiable_scores(self) -> Tensor:
         """Return the (N, M) scores of a large matrix with their graph."""

@@ -56,42 +56,44 @@ class Question(NamedTuple):
         """Whether scores decide which candidates count."""
         return self.below is not None or self.above is not None
 
-    def asked_by(self) -> list[tuple[int, ...]]:
+    def asked_by(self) -> tuple[tuple[int, ...], ...]:
         """Return the sides that ask: together, if they ask the same, or else one by one."""
-        if len(self.sides) == 2 and any(has_each(x) for x in self.values):
-            return [(0,), (1,)]
-        return [self.sides]
+        if len(self.sides) == 1:
+            return (self.sides,)
+        for x in self.values:
+            if isinstance(x, Tensor) and x.numel() > 1:
+                return (0,), (1,)
+        return (self.sides,)
+
+    def anchors(self, side: int, place: slice) -> slice:
+        """Return where the rows or columns at a place are among all anchors (A,)."""
+        if side == 0 or len(self.sides) == 1:
+            return place
+        n = self.relation.shape[0]
+        return slice(n + place.start, n + place.stop)
 
 
-class View:
+class View(NamedTuple):
     """A block (r, c) as some sides see it, whose exponents are the same for all of them."""
 
-    def __init__(self, question: Question, sides: tuple[int, ...], tile: Tile):
-        self.question = question
-        self.sides = sides
-        self.tile = tile
+    question: Question
+    sides: tuple[int, ...]
+    tile: Tile
 
     def own(self, x: Value) -> Value:
         """Return the values of the block's anchors: (r, 1) of rows, (c,) of columns."""
-        if not has_each(x):
+        if not isinstance(x, Tensor) or x.numel() == 1:
             return x
-        if self.sides == (0,):
-            return x[self.tile.places[0], None]
-        return x[self.anchors(1)]
-
-    def anchors(self, side: int) -> slice:
-        """Return where the anchors of a side in this block are among all anchors (A,)."""
-        place = self.tile.places[side]
-        if side == 0 or 0 not in self.question.sides:
-            return place
-        n = self.question.relation.shape[0]
-        return slice(n + place.start, n + place.stop)
+        side = self.sides[0]
+        own = x[self.question.anchors(side, self.tile.places[side])]
+        return own if side else own[:, None]
 
     def exponents(self) -> Tensor:
         """Return ``scale S + shift`` (r, c), a new tensor."""
         question = self.question
+        scale = self.own(question.scale)
         shift = None if question.shift is None else self.own(question.shift)
-        return affine(self.tile.scores, self.own(question.scale), shift)
+        return affine(self.tile.scores, scale, shift)
 
     def params(self) -> list[Tensor]:
         """Return the parameters of the term: (r, 1), (c,), (1,), or a teacher's scores (r, c)."""
@@ -146,19 +148,18 @@ class View:
 
     def upstream(self, grad: Tensor) -> Tensor:
         """Return the gradient (A,) of the sums for each pair: (r, 1), (c,) or (r, c)."""
-        if self.sides == (0,):
-            return grad[self.anchors(0), None]
-        if self.sides == (1,):
-            return grad[self.anchors(1)]
-        return grad[self.anchors(0), None] + grad[self.anchors(1)]
+        parts = [grad[self.question.anchors(side, self.tile.places[side])] for side in self.sides]
+        if len(parts) == 2:
+            return parts[0][:, None] + parts[1]
+        return parts[0] if self.sides[0] else parts[0][:, None]
 
     def add_(self, total: Tensor, x: Tensor) -> None:
         """Add the sums of (r, c) by anchor to a gradient (A,), or all of it to one number (1,)."""
-        if not has_each(total):
+        if total.numel() == 1:
             total += x.sum()
             return
         (side,) = self.sides
-        total[self.anchors(side)] += x.sum(1 - side)
+        total[self.question.anchors(side, self.tile.places[side])] += x.sum(1 - side)
 
 
 def views(question: Question, tile: Tile) -> list[View]:

@@ -36,18 +36,20 @@ class Totals:
 
     def add(self, view: View, x: Tensor) -> None:
         """Add the sums of x (r, c) by anchor; the first block of an anchor overwrites."""
+        places = view.tile.places
         for side in view.sides:
-            own = self.values[view.anchors(side)]
-            if view.tile.places[1 - side].start == 0:
+            own = self.values[view.question.anchors(side, places[side])]
+            if places[1 - side].start == 0:
                 torch.sum(x, 1 - side, out=own)
             else:
                 own += x.sum(1 - side)
 
     def maximise(self, view: View, x: Tensor) -> None:
         """Take the maxima of x (r, c) by anchor; the first block of an anchor overwrites."""
+        places = view.tile.places
         for side in view.sides:
-            own = self.values[view.anchors(side)]
-            if view.tile.places[1 - side].start == 0:
+            own = self.values[view.question.anchors(side, places[side])]
+            if places[1 - side].start == 0:
                 torch.amax(x, 1 - side, out=own)
             else:
                 torch.maximum(own, x.amax(1 - side), out=own)
@@ -110,8 +112,9 @@ def of_block(scores: Tensor, side: int) -> Best:
 
 def join_best_(known: Best, view: View, side: int, best: Best) -> None:
     """Replace the best candidates of some anchors where others are better; nan is the highest."""
-    place = view.anchors(side)
-    first = view.tile.places[1 - side].start
+    places = view.tile.places
+    place = view.question.anchors(side, places[side])
+    first = places[1 - side].start
     values = known.values[place]
     better = (best.values > values) | (best.values.isnan() & ~values.isnan())
     torch.where(better, best.indices + first, known.indices[place], out=known.indices[place])
@@ -174,7 +177,10 @@ def gradients(
         scores.add(tile.places, total)
     if listed is not None:
         scores.add_pairs(listed)
-    return scores.finish()._replace(
+    found = scores.finish()
+    if of_question.folds_scale:
+        return found
+    return found._replace(
         scale=of_question.scale, shift=of_question.shift, params=tuple(of_question.params)
     )
 
@@ -196,9 +202,10 @@ class QuestionGradients:
         self.question = question
         self.grad = grad
         # Where no value gets a gradient, the scale is multiplied in before blocks are visited.
-        self.folds_scale = not (needs.scale or needs.shift or any(needs.params))
-        if self.folds_scale and not is_one(question.scale):
-            self.grad = grad * question.scale
+        self.folds_scale = not (needs.scale or needs.shift or True in needs.params)
+        scale = question.scale
+        if self.folds_scale and (isinstance(scale, Tensor) or scale != 1.0):
+            self.grad = grad * scale
         self.scale = zeros_like_value(question.scale, grad) if needs.scale else None
         self.shift = zeros_like_value(question.shift, grad) if needs.shift else None
         self.params: list[Tensor | None] = []
@@ -248,7 +255,7 @@ class ScoreGradients:
         self.col_bias = inputs.like.new_zeros(m, dtype=inputs.dtype) if needs.col_bias else None
 
     def add(self, places: Places, grad: Tensor) -> None:
-        """Add what the gradient (r, c) of a block's scores contributes; it may become the result."""
+        """Add what a block's gradient of scores (r, c) contributes; it may become the result."""
         r, c = places
         inputs = self.inputs
         if self.needs.scores:
@@ -298,7 +305,7 @@ class ScoreGradients:
             scores=self._whole_scores() if self.needs.scores else None,
             scale=None,
             shift=None,
-            params=(),
+            params=(None,) * len(self.needs.params),
         )
 
 
@@ -335,11 +342,6 @@ def zeros_like_value(value: Value | None, grad: Tensor) -> Tensor:
     """Return zeros of the shape of a value, which gets a gradient."""
     assert isinstance(value, Tensor)
     return torch.zeros_like(value, dtype=grad.dtype)
-
-
-def is_one(scale: Value) -> bool:
-    """Return whether a scale changes nothing."""
-    return not isinstance(scale, Tensor) and scale == 1.0
 
 
 def summed_scores(inputs: Inputs, side: int, missing: Tensor | None = None) -> Tensor:

@@ -15,6 +15,7 @@ ACCELERATOR_CHUNK = 2**23
 # Elements up to which half-precision vectors have a gradient in float32 (64 MiB); the
 # gradient of larger ones is rounded for each sum, for it would take twice their memory.
 STAND_IN = 2**24
+NO_CONTEXT = contextlib.nullcontext()
 
 # ---------------------------------------------------------------------------------------- precision
 
@@ -24,23 +25,24 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def has_autocast(kind: str) -> bool:
-    """Return whether a kind of device has autocast: PyTorch 2.11 cannot compile what says so."""
-    return kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+def is_autocast_on(kind: str) -> bool:
+    """Return whether autocast is on for a kind of device."""
+    # PyTorch 2.11 cannot compile the question whether a kind has autocast.
+    if kind not in ("cpu", "cuda") and not torch.amp.is_autocast_available(kind):
+        return False
+    return torch.is_autocast_enabled(kind)
 
 
 def full_precision(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which autocast does not run products in half precision."""
     kind = x.device.type
-    if has_autocast(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False) if is_autocast_on(kind) else NO_CONTEXT
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype that autocast gives to float32 vectors; None for others, or without it."""
     kind = x.device.type
-    if x.dtype != torch.float32 or not (has_autocast(kind) and torch.is_autocast_enabled(kind)):
+    if x.dtype != torch.float32 or not is_autocast_on(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
