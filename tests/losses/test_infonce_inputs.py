@@ -256,6 +256,18 @@ def test_a_guide_of_nan_gives_nan_or_is_refused(name, bad, engine):
         loss(V, W, **given)
 
 
+@pytest.mark.parametrize("margin", [None, 0.1])
+@pytest.mark.parametrize("negatives", [SHARED, OWN], ids=["shared", "own"])
+def test_negatives_of_nan_give_nan_but_for_padding(negatives, margin):
+    loss = InfoNCELoss(0.5, margin=margin)
+    bad = with_nan(negatives)
+    assert loss(V, W, negatives=bad).isnan()
+    ids = torch.full(bad.shape[:-1], 9)
+    ids.view(-1)[-1] = NO_ID
+    if negatives is OWN:
+        assert loss(V, W, negatives=bad, negative_ids=ids).isfinite()
+
+
 def test_a_guide_may_score_minus_infinity():
     """Such pairs count."""
     scores = F.normalize(X) @ F.normalize(Y).T

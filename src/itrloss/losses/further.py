@@ -49,11 +49,11 @@ class OwnNegatives:
         guide: OwnNegatives | None = None,  # whose scores the limits are of
     ) -> Tensor:
         """Return the (N,) log-sum-exps of those that count, about ``LEAST_LOG`` for none."""
-        counts = self.exist
+        left_out = ~self.exist
         if below is not None:
             judge = self if guide is None else guide
-            counts = counts & (judge.scores.detach() < below[:, None])
-        return (self.scores * scale).masked_fill(~counts, LEAST_LOG).logsumexp(1)
+            left_out = left_out | (judge.scores.detach() >= below[:, None])  # a nan counts
+        return (self.scores * scale).masked_fill(left_out, LEAST_LOG).logsumexp(1)
 
     @property
     def negative_counts(self) -> Tensor:
