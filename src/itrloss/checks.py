@@ -151,9 +151,11 @@ def check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 
 
 def require_finite(name: str, x: Tensor) -> None:
-    """Raise a ValueError for nan or infinity. Synchronises with an accelerator."""
-    given = x.detach()
-    x = given.T if x.stride(0) < x.stride(1) else given  # contiguous, as in memory
+    """Raise a ValueError for nan or infinity in a tensor (..., C). Synchronises with an
+    accelerator.
+    """
+    given = x.detach().flatten(0, -2)
+    x = given.T if given.stride(0) < given.stride(1) else given  # contiguous, as in memory
     # In parts, as the matrix may be memory-mapped. A nan is both extremes, and aminmax takes a
     # tenth of the time of isfinite.
     ends = [end for part in x.split(max(1, _AT_ONCE // x.shape[1])) for end in part.aminmax()]
@@ -227,10 +229,11 @@ def _id_array(ids: Any) -> np.ndarray:
     if array.dtype.kind == "S":  # as of h5py
         return _decoded(array)
     values = array.ravel().tolist() if array.dtype.kind in "OU" else []
-    # an array that NumPy makes of strings and numbers is one of strings: judged by what there was
-    given = ids if isinstance(ids, (list, tuple)) else values
-    if array.dtype.kind == "U" and not all(isinstance(x, str) for x in given):
-        return np.array(None)
+    if array.dtype.kind == "U" and isinstance(ids, (list, tuple)):
+        # NumPy makes strings of strings and numbers, too: judged by what there was
+        given = np.asarray(ids, dtype=object).ravel()
+        if not all(isinstance(x, str) for x in given):
+            return np.array(None)
     if array.dtype.kind == "O" and values:  # of pandas, or as np.array(..., dtype=object)
         if all(isinstance(x, str) for x in values):
             return array.astype(str)

@@ -600,6 +600,58 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         lambda odd: pair(gather=True)(*pairs(), negatives=sample(4 + odd, 2, D)),
         "ValueError: negatives: expected shape (K, D) or (4, K,",
     ),
+    "ids of negatives": (
+        lambda odd: pair(gather=True)(
+            *pairs(), negatives=sample(3, D), negative_ids=torch.arange(3 + odd)
+        ),
+        "ValueError: negative_ids: expected shape (3,), got (4,)",
+    ),
+    "ids of own negatives": (
+        lambda odd: pair(gather=True)(
+            *pairs(), negatives=sample(4, 2, D), negative_ids=torch.zeros(4, 2 + odd).long()
+        ),
+        "ValueError: negative_ids: expected shape (4, 2), got (4, 3)",
+    ),
+    "words as ids of negatives": (
+        lambda odd: pair(gather=True)(
+            *pairs(), negatives=sample(3, D), negative_ids=words[:3] if odd else [0, 1, 2]
+        ),
+        "TypeError: negative_ids: expected integers",
+    ),
+    "negatives of the guide": (
+        lambda odd: itrloss.InfoNCELoss(margin=0.1, gather=True)(
+            *pairs(), negatives=sample(4, 2, D), guide=(*pairs(), sample(4, 2 + odd, D))
+        ),
+        "ValueError: guide[2]: expected shape (4, 2, 6), as of negatives, got (4, 3, 6)",
+    ),
+    "nan in the guide": (
+        lambda odd: itrloss.InfoNCELoss(margin=0.1, check_finite=True, gather=True)(
+            *pairs(), guide=[x / (1 - odd) for x in pairs()]
+        ),
+        "ValueError: guide[0]: expected finite values",
+    ),
+    "no texts": (
+        lambda odd: pair(gather=True)(sample(4, D), None if odd else sample(4, D)),
+        "TypeError: texts: expected embeddings",
+    ),
+    "no texts for another loss": (
+        lambda odd: itrloss.TripletLoss(gather=True)(sample(4, D), ids if odd else sample(4, D)),
+        "TypeError: texts: expected embeddings",
+    ),
+    "unknown argument": (
+        lambda odd: pair(gather=True)(*pairs(), **{"label": ids} if odd else {}),
+        "TypeError: InfoNCELoss: ",
+    ),
+    "unknown argument of distillation": (
+        lambda odd: itrloss.DistillationLoss(gather=True)(
+            *pairs(), pairs(), **{"matches": torch.eye(4)} if odd else {}
+        ),
+        "TypeError: DistillationLoss: ",
+    ),
+    "limit of a scale": (
+        lambda odd: pair(max_scale=20 if odd else None, gather=True)(*pairs()),
+        "ValueError: max_scale: expected None",
+    ),
     "nan": (
         lambda odd: pair(check_finite=True, gather=True)(*(x / (1 - odd) for x in pairs())),
         "ValueError: images: expected finite values",

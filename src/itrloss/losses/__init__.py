@@ -16,8 +16,9 @@ from .coder import (
     PrototypeClassificationLoss,
 )
 from .contrastive import SigmoidLoss, TripletLoss
+from .distillation import DistillationLoss
 from .dvse import DVSEObjective, DVSETerms, DynamicGate, DynamicOrthogonalLoss, VarianceAwareLoss
-from .infonce import DistillationLoss, InfoNCELoss, MemoryInfoNCELoss
+from .infonce import InfoNCELoss, MemoryInfoNCELoss
 from .matryoshka import Matryoshka
 from .probabilistic import PCMEPlusPlusLoss
 from .robust import ComplementaryContrastiveLoss, RINCELoss

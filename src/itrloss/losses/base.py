@@ -88,7 +88,12 @@ class Loss(CheckedModule):
     def refuse(self, unknown: dict[str, Any]) -> None:
         """Raise the error for arguments of a call that ``forward`` does not name."""
         names = [x for x in inspect.signature(self.forward).parameters if x != "unknown"]
-        raise hints.unknown(type(self).__name__, next(iter(unknown)), names)
+
+        def check() -> str:
+            """Raise the error, in a job so that all processes raise one."""
+            raise hints.unknown(type(self).__name__, next(iter(unknown)), names)
+
+        self.agree(check)
 
     def described(self) -> str:
         """Return what has to be the same in all processes, in words; empty for one process."""
@@ -249,8 +254,9 @@ class SimilarityLoss(Loss):
         options["engine"] = self.engine
         if not self.gather:
             check()
-            # A Similarity takes NumPy arrays, too, but training on them would train nothing.
-            check_embeddings(rows, cols, False, options["names"])
+            if not (isinstance(rows, Tensor) and isinstance(cols, Tensor)):
+                # A Similarity takes NumPy arrays, too, but training on them would train nothing.
+                check_embeddings(rows, cols, False, options["names"])
             return Similarity(rows, cols, *ids, **options)
 
         def same() -> str:
@@ -489,11 +495,16 @@ class PairLoss(DirectedLoss):
             if self.check_finite:
                 images.check_finite()
             return images
-        if isinstance(images, Tensor):
-            check_texts(texts)
+
+        def checked() -> str:
+            """Do `check`, for texts that may be something else."""
+            if isinstance(images, Tensor):
+                check_texts(texts)
+            return check()
+
         options["normalize"] = self.normalize
         # Similarity refuses None, which is no tensor, in all processes at once.
-        return self._between(images, texts, ids, check, **options)  # type: ignore[arg-type]
+        return self._between(images, texts, ids, checked, **options)  # type: ignore[arg-type]
 
     def _of_scores(
         self,

@@ -1,0 +1,268 @@
+"""InfoNCE's candidates outside the batch: who of them is a negative of whom."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import (
+    IdsLike,
+    Names,
+    are_strings,
+    as_id_numbers,
+    as_ids,
+    as_int64,
+    check_alike,
+    check_embeddings,
+    check_matrix,
+)
+from ..distributed import gather, numbered, padded
+from ..engine.vectors import full_precision, normalized
+from ..related import Related, label_sets
+from ..similarity import NO_ID, Similarity
+from .base import LEAST_LOG
+
+Relation = tuple[tuple[Any, Any], Related | None]  # ids of rows and columns, and what else decides
+_ID_NAMES = "image_ids", "text_ids"
+
+
+class OwnNegatives:
+    """Negatives that each image has for itself; they are asked as :class:`Anchors` are."""
+
+    def __init__(
+        self,
+        scores: Tensor,  # (N, K)
+        exist: Tensor,  # (N, K) bool: those that do not match
+        size: int,  # number of images with the padding of a shared batch
+    ):
+        self.scores = padded(scores, size)
+        self.exist = padded(exist, size)
+
+    def logsumexp(
+        self,
+        scale: float | Tensor,
+        *,
+        below: Tensor | None = None,  # (N,)
+        guide: OwnNegatives | None = None,  # whose scores the limits are of
+    ) -> Tensor:
+        """Return the (N,) log-sum-exps of those that count, about ``LEAST_LOG`` for none."""
+        left_out = ~self.exist
+        if below is not None:
+            judge = self if guide is None else guide
+            left_out = left_out | (judge.scores.detach() >= below[:, None])  # a nan counts
+        return (self.scores * scale).masked_fill(left_out, LEAST_LOG).logsumexp(1)
+
+    @property
+    def negative_counts(self) -> Tensor:
+        """Their (N,) numbers."""
+        return self.exist.sum(1)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of a tensor (N,) that belong to each side: all to the images."""
+        return (x,)
+
+
+def scores_of_own(images: Tensor, negatives: Tensor, normalize: bool) -> Tensor:
+    """Return the (N, K) scores of images (N, D) with negatives (N, K, D) of their own."""
+    with full_precision(images):
+        x = normalized(images, normalize)
+        y = normalized(negatives, normalize)
+        return (y @ x[:, :, None]).squeeze(2)
+
+
+# --------------------------------------------------------------------------------- who matches whom
+
+
+class ByIds:
+    """What images, texts and negatives are to each other by ids, sets of labels or numbers."""
+
+    def __init__(
+        self,
+        ids: tuple[IdsLike | None, IdsLike | None],  # of images and texts
+        related: Related | None,  # with their groups
+        negatives: Tensor | None,  # (K,) or (N, K) int64
+    ):
+        self.ids = ids
+        self.related = related
+        self.negatives = negatives
+
+    def among(self, side: int) -> Relation:
+        """Return what images (``side`` 0), or texts, are to each other."""
+        same = self.ids[side], self.ids[side]
+        if self.related is None:
+            return same, None
+        of_images, of_texts = self.related.groups
+        groups = of_images if side == 0 or of_texts is None else of_texts
+        return same, Related((groups, groups), self.related.rule)
+
+    def with_negatives(self, side: int, size: int, negatives: Tensor) -> Relation:
+        """Return what images, or texts, are to the negatives (K, D) of all images."""
+        device = negatives.device
+        if self.negatives is None:  # they match nothing
+            zeros = torch.zeros(size, dtype=torch.int64, device=device)
+            return (zeros, torch.ones(len(negatives), dtype=torch.int64, device=device)), None
+        labels = self._labels(side, size, device)
+        own = labels[:, 0] if labels.shape[1] == 1 else labels
+        return (own, self.negatives), None
+
+    def exist(self, scores: Tensor) -> Tensor:
+        """Return the (N, K) bool mask of own negatives that exist and do not match their image."""
+        if self.negatives is None:
+            return torch.ones_like(scores, dtype=torch.bool)
+        labels = self._labels(0, len(scores), scores.device)
+        matching = (self.negatives[:, :, None] == labels[:, None]).any(2)
+        return (self.negatives != NO_ID) & ~matching
+
+    def _labels(self, side: int, size: int, device: torch.device) -> Tensor:
+        """Return the labels (A, k) of images, or of texts, by default their numbers (A, 1)."""
+        if self.ids[side] is None:
+            return torch.arange(size, device=device)[:, None]
+        return label_sets(_ID_NAMES[side], self.ids[side], size, device)
+
+
+class ByMatches(ByIds):
+    """The same by a matrix: two images match if they share a text, and two texts if they share an
+    image.
+
+    ``negatives`` are numbers of images: one matches the texts of its image, and the images that
+    share a text with it.
+    """
+
+    def __init__(self, sim: Similarity, matches: Tensor, negatives: Tensor | None):
+        super().__init__((None, None), None, negatives)
+        self.sim = sim
+        self.own_matches = matches
+
+    def _of_all(self, x: Tensor) -> Tensor:
+        """Return the rows of all processes that share the batch."""
+        share = self.sim.share
+        return x if share is None else gather(x, share.processes.group)
+
+    def _own(self, side: int) -> slice:
+        """Return which images (``side`` 0), or texts, of all processes are this process's."""
+        view = self.sim.T if side else self.sim
+        first = 0 if view.share is None else view.share.processes.first(side)
+        return slice(first, first + view.shape[0])
+
+    @functools.cached_property
+    def matches(self) -> Tensor:
+        """The (N, M) matrix of all processes."""
+        own = self.own_matches.detach().to_dense()
+        return self._of_all(own if own.is_floating_point() else own.float())
+
+    def sharing(self, side: int) -> Tensor:
+        """Return the (A, A') bool mask of own images, or texts, that share a match with those of
+        all processes, or are the same.
+        """
+        positive = (self.matches > 0).float()
+        if side == 1:
+            positive = positive.T
+        own = self._own(side)
+        shared = positive[own] @ positive.T > 0
+        shared.diagonal(own.start).fill_(True)
+        return shared
+
+    def among(self, side: int) -> Relation:
+        """Return what images (``side`` 0), or texts, are to each other."""
+        return (None, None), Related(matches=self.sharing(side))
+
+    def with_negatives(self, side: int, size: int, negatives: Tensor) -> Relation:
+        """Return what images, or texts, are to the negatives (K, D) of all images."""
+        if self.negatives is None:
+            return super().with_negatives(side, size, negatives)
+        numbers = self._of_all(self.negatives)
+        return (None, None), Related(matches=self._at(side, numbers.expand(size, -1)))
+
+    def exist(self, scores: Tensor) -> Tensor:
+        """Return the (N, K) bool mask of own negatives that exist and do not match their image."""
+        if self.negatives is None:
+            return super().exist(scores)
+        return self._at(0, self.negatives) == 0
+
+    def _at(self, side: int, numbers: Tensor) -> Tensor:
+        """Return what own images, or texts, are to images by their ``numbers`` (A, K): above 0 for
+        a match, 0, or nan for neither.
+        """
+        table = self.matches[:, self._own(1)].T if side == 1 else self.sharing(0).float()
+        exist = (numbers >= 0) & (numbers < table.shape[1])
+        found = table.gather(1, numbers.clamp(0, table.shape[1] - 1)).masked_fill(~exist, 0.0)
+        return found.masked_fill(numbers == NO_ID, torch.nan)
+
+
+def relation_of(
+    sim: Similarity,
+    ids: tuple[IdsLike | None, IdsLike | None],  # as passed in
+    related: Related | None,
+    negative_ids: Tensor | None,
+) -> ByIds:
+    """Return what images, texts and negatives of this process are to each other, and to those of
+    the other processes of a shared batch.
+    """
+    if sim.share is not None:
+        if ids[0] is None and negative_ids is not None:  # numbers of this process's images
+            among_all = numbered(negative_ids, sim.shape[0], sim.share.processes.first(0))
+            negative_ids = among_all.masked_fill(negative_ids == NO_ID, NO_ID)
+        ids = sim.own_ids
+    if related is not None and related.matches is not None:
+        return ByMatches(sim, related.matches, negative_ids)
+    return ByIds(ids, related, negative_ids)
+
+
+# ------------------------------------------------------------------------------------------ checks
+
+
+def as_negative_ids(
+    negative_ids: IdsLike | None, image_ids: IdsLike | None, negatives: Tensor, are_scores: bool
+) -> Tensor | None:
+    """Return the (K,) or (N, K) int64 ids of negatives; raise an error for wrong ones."""
+    if negative_ids is None:
+        return None
+    of_strings = are_strings(negative_ids)
+    if image_ids is None and of_strings:
+        expected = "expected integers, as without image_ids they are numbers of images"
+        raise TypeError(f"negative_ids: {expected}, got strings")
+    if image_ids is not None and of_strings != are_strings(image_ids):
+        expected = "expected strings with strings in image_ids, integers with integers"
+        raise TypeError(f"negative_ids: {expected}")
+    if negatives.dim() == 2 and not are_scores:
+        return as_ids("negative_ids", negative_ids, len(negatives), negatives.device)
+    numbers = as_id_numbers("negative_ids", negative_ids)
+    shape = negatives.shape[:2]
+    if numbers.shape != shape:
+        expected = f"expected shape {tuple(shape)}"
+        raise ValueError(f"negative_ids: {expected}, got {tuple(numbers.shape)}")
+    return as_int64("negative_ids", numbers).to(negatives.device)
+
+
+def check_negatives(
+    images: Any,  # (N, D), or (N, M) scores
+    negatives: Any,
+    names: Names,  # of images and negatives
+    *,
+    are_scores: bool,
+    check_finite: bool,
+    empty: bool,  # whether there may be none, as in one process of several
+) -> None:
+    """Raise an error unless negatives are (K, D) or (N, K, D), or where scores are given (N, K)."""
+    name = names.cols
+    if are_scores:
+        check_matrix(name, negatives, "(N, K), as of scores", check_finite, empty=empty)
+        if len(negatives) != len(images):
+            expected = f"expected a row of scores for each of {len(images)} images"
+            raise ValueError(f"{name}: {expected}, got shape {tuple(negatives.shape)}")
+        check_alike(name, negatives, "scores", images)
+        return
+    if not isinstance(images, Tensor):
+        expected = "expected images with them, not a Similarity"
+        raise ValueError(f"{name}: {expected}")
+    if not isinstance(negatives, Tensor) or negatives.dim() != 3:
+        check_embeddings(images, negatives, check_finite, names, empty=empty)
+        return
+    check_matrix(name, negatives, "(N, K, D)", check_finite, dims=3, empty=empty)
+    if (negatives.shape[0], negatives.shape[2]) != images.shape:
+        expected = f"expected shape (K, D) or ({len(images)}, K, {images.shape[1]})"
+        raise ValueError(f"{name}: {expected}, got {tuple(negatives.shape)}")
+    check_alike(name, negatives, names.rows, images)

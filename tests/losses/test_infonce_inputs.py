@@ -1,0 +1,409 @@
+"""What InfoNCE and distillation make of relations that are no plain ids, and of wrong input."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.processes import run
+from torch import Tensor
+
+import itrloss
+from itrloss import NO_ID, DistillationLoss, InfoNCELoss, Similarity
+from itrloss.related import Related
+
+pytestmark = pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+N, K, D = 6, 3, 4
+
+
+def vectors(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, D, generator=generator, dtype=torch.float64)
+
+
+V, W = vectors(N), vectors(N, seed=1)
+X, Y = vectors(N, seed=2), vectors(N, seed=3)  # by another model
+SHARED, OWN = vectors(K, seed=4), vectors(N, K, seed=5)  # negatives
+OF_GUIDE = {2: vectors(K, seed=6), 3: vectors(N, K, seed=7)}  # by their dimensions
+
+# ---------------------------------------------------------------- relations that are no plain ids
+
+IMAGE_IDS = torch.tensor([0, 0, 1, 2, 2, 3])
+TEXT_IDS = torch.tensor([1, 0, 3, 2, 0, 1])  # each id has an image and a text
+MATCHES = IMAGE_IDS[:, None] == TEXT_IDS
+FIRST = torch.tensor([0, 2, 3, 5])  # an image of each id
+AMONG = {"image_image": True, "text_text": True}
+FORMS: dict[str, dict[str, Any]] = {
+    "images": {"image_image": True},
+    "texts": {"text_text": True},
+    "joint": {"joint": True, **AMONG},
+    "margin": {"margin": 0.2, "image_image": True, "text_text": "unfiltered"},
+    "texts as anchors": {"directions": "text-image", **AMONG},
+    "images as anchors": {"directions": "image-text", "hardness": (0.0, 3.0), **AMONG},
+    "alone": {"directions": "image-text", "in_batch": False},
+}
+
+
+def as_forms(matches: Tensor) -> list[Tensor]:
+    """A matrix as bools, as weights, and sparse."""
+    return [matches, 0.5 * matches, matches.double().to_sparse()]
+
+
+@pytest.mark.parametrize("negatives", [None, SHARED, OWN], ids=["none", "shared", "own"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_matrix_of_matches_says_what_ids_say(form, negatives):
+    """Of images and texts among themselves and of negatives, which are numbers of images then."""
+    loss = InfoNCELoss(0.5, **FORMS[form])
+    by_ids: dict[str, Any] = {}
+    by_numbers: dict[str, Any] = {}
+    if negatives is None and not loss.in_batch:
+        return
+    if negatives is not None:
+        if form == "texts as anchors" and negatives.dim() == 3:
+            return
+        ids = torch.arange(negatives[..., 0].numel()).view(negatives.shape[:-1]) % 5
+        numbers = FIRST[ids.clamp_max(3)].masked_fill(ids == 4, 99)  # of a further image
+        ids.view(-1)[1] = NO_ID
+        numbers.view(-1)[1] = NO_ID
+        by_ids = {"negatives": negatives, "negative_ids": ids}
+        by_numbers = {"negatives": negatives, "negative_ids": numbers}
+    wanted = loss(V, W, IMAGE_IDS, TEXT_IDS, **by_ids)
+    for matches in as_forms(MATCHES):
+        torch.testing.assert_close(loss(V, W, matches=matches, **by_numbers), wanted)
+
+
+def test_a_negative_of_an_image_is_neither_for_texts_that_are_neither_to_the_image():
+    matches = torch.eye(N)
+    matches[2, 1] = torch.nan
+    loss = InfoNCELoss(0.5, text_text=True, reduction="none", directions="text-image")
+    found = loss(V, W, matches=matches, negatives=SHARED, negative_ids=[2, 2, 4])
+    of_others = loss(V, W, matches=matches, negatives=SHARED[2:], negative_ids=[4])
+    of_all = loss(V, W, matches=matches, negatives=SHARED)
+    assert found[1] == of_others[1]
+    assert found[0] == of_all[0]
+
+
+def loss_by_matches(rank: int | None) -> list[Tensor]:
+    """The losses by a matrix with all forms; ``rank`` None: of the whole batch."""
+    rows = {0: slice(2), 1: slice(2, N), None: slice(N)}[rank]
+    first = rows.start or 0
+    found = []
+    for form, negatives in itertools.product(FORMS, (SHARED, OWN)):
+        if form == "texts as anchors" and negatives is OWN:
+            continue
+        loss = InfoNCELoss(0.5, gather=rank is not None, **FORMS[form])
+        numbers = torch.tensor([0, 1, 0])
+        own = negatives[rows] if negatives is OWN else negatives
+        if negatives is OWN:
+            numbers = (torch.arange(N * K) % 2 + (torch.arange(N * K) >= 2 * K) * 2).view(N, K)
+            numbers = numbers[rows] - first  # of images of the own process
+        elif rank is None:
+            own = negatives.repeat(2, 1)
+            numbers = torch.cat([numbers, numbers + 2])
+        options = {"negatives": own, "negative_ids": numbers}
+        value = loss(V[rows], W[rows], matches=MATCHES[rows], **options)
+        found.append(value)
+    return found
+
+
+def test_processes_have_the_loss_by_a_matrix_of_one(tmp_path):
+    wanted = loss_by_matches(None)
+    for found in run(loss_by_matches, tmp_path):
+        torch.testing.assert_close(found, wanted)
+
+
+SETS = torch.stack([torch.arange(N), torch.arange(N) + 100], 1)
+IDS = torch.arange(N) % 4
+GROUPS = torch.arange(N) % 2
+# What the loss is given, and the same of a Similarity.
+RELATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "matches": (
+        {"matches": torch.eye(N).roll(1, 0)},
+        {"related": Related(matches=torch.eye(N).roll(1, 0))},
+    ),
+    "weights": (
+        {"matches": torch.eye(N) + torch.eye(N).roll(1, 0) / 2},
+        {"related": Related(matches=torch.eye(N) + torch.eye(N).roll(1, 0) / 2)},
+    ),
+    "sets": (
+        {"image_ids": SETS, "text_ids": SETS.roll(1, 0)},
+        {"row_ids": SETS, "col_ids": SETS.roll(1, 0)},
+    ),
+    "groups": (
+        {"image_ids": IDS, "text_ids": IDS, "image_groups": GROUPS},
+        {"row_ids": IDS, "col_ids": IDS, "related": Related((GROUPS, GROUPS))},
+    ),
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "diagonal": {},
+    "ids": {"row_ids": IDS, "col_ids": IDS.roll(1)},
+    "matches": {"related": Related(matches=torch.eye(N).roll(2, 0))},
+    "unweighted": {"related": Related(matches=(torch.eye(N) + torch.eye(N).roll(1, 0)) > 0)},
+    "sets": {"row_ids": SETS, "col_ids": SETS.roll(2, 0)},
+}
+
+
+@pytest.mark.parametrize("name", RELATIONS)
+def test_a_guide_has_the_positives_of_the_loss(name):
+    given, of_guide = RELATIONS[name]
+    loss = InfoNCELoss(0.5, margin=0.0)
+    wanted = loss(V, W, guide=(X, Y), **given)
+    torch.testing.assert_close(loss(V, W, guide=Similarity(X, Y, **of_guide), **given), wanted)
+    sim = Similarity(V, W, **of_guide)
+    found = loss(sim, guide=Similarity(X, Y, **of_guide))
+    torch.testing.assert_close(found, wanted)
+    assert loss(sim.T, guide=Similarity(X, Y, **of_guide).T).isfinite()
+    for other in OTHERS.values():
+        with pytest.raises(ValueError, match="guide: expected the ids of the loss"):
+            loss(V, W, guide=Similarity(X, Y, **other), **given)
+
+
+def test_groups_change_no_positive_of_a_guide():
+    loss = InfoNCELoss(0.5, margin=0.0)
+    options = {"image_ids": IDS, "text_ids": IDS, "image_groups": GROUPS}
+    wanted = loss(V, W, guide=(X, Y), **options)
+    torch.testing.assert_close(loss(V, W, guide=Similarity(X, Y, IDS, IDS), **options), wanted)
+
+
+def guided_by_others(rank: int) -> str:
+    """What a loss by sets of labels says of a guide whose sets are others in one process."""
+    rows = slice(0, 3) if rank == 0 else slice(3, N)
+    sets = SETS.roll(1, 0) if rank == 0 else SETS
+    guide = Similarity.sharded(X[rows], Y[rows], SETS[rows], sets[rows])
+    try:
+        InfoNCELoss(0.5, margin=0.0, gather=True)(
+            V[rows], W[rows], SETS[rows], SETS[rows], guide=guide
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_all_processes_refuse_a_guide_with_other_sets(tmp_path):
+    for said in run(guided_by_others, tmp_path):
+        assert "guide: expected the ids of the loss" in said
+
+
+def test_a_teacher_is_over_the_candidates_of_the_loss():
+    """Without the groups, its probabilities would add up to less than 1 over the candidates."""
+    loss = DistillationLoss(0.5, 0.5)
+    groups = {"image_groups": GROUPS}
+    wanted = loss(V, W, (X, Y), **groups)
+    same = Similarity(X, Y, related=Related((GROUPS, GROUPS)))
+    torch.testing.assert_close(loss(V, W, same, **groups), wanted)
+    padded = torch.arange(N).masked_fill(torch.arange(N) == 2, NO_ID)
+    whole = Similarity(X, Y)
+    for options in (groups, {"image_ids": padded, "text_ids": padded}):
+        with pytest.raises(ValueError, match="teacher: expected the groups and the padding of"):
+            loss(V, W, whole, **options)
+    same = Similarity(X, Y, padded, padded)
+    torch.testing.assert_close(loss(V, W, same, padded, padded), loss(V, W, (X, Y), padded, padded))
+
+
+# ------------------------------------------------------------------------------- input is checked
+
+
+def with_nan(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.view(-1)[-2] = torch.nan
+    return x
+
+
+def overflown(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.view(-1)[-2] = torch.inf
+    return x
+
+
+OF_OWN = {"directions": "image-text", "in_batch": False}
+# Options, negatives, a guide, and which part of it is wrong.
+GUIDED: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "images": ({}, None, lambda bad: (bad(X), Y)),
+    "texts": ({}, None, lambda bad: (X, bad(Y))),
+    "images for own": (OF_OWN, OWN, lambda bad: (bad(X), Y, OF_GUIDE[3])),
+    "own negatives": (OF_OWN, OWN, lambda bad: (X, Y, bad(OF_GUIDE[3]))),
+    "shared negatives": ({}, SHARED, lambda bad: (X, Y, bad(OF_GUIDE[2]))),
+    "texts among": ({"text_text": True}, SHARED, lambda bad: (X, bad(Y), OF_GUIDE[2])),
+    "similarity": ({}, None, lambda bad: Similarity(bad(X), Y)),
+    "scores": (
+        {},
+        None,
+        lambda bad: Similarity.from_scores(with_nan(F.normalize(X) @ F.normalize(Y).T)),
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("bad", [with_nan, overflown])
+@pytest.mark.parametrize("name", GUIDED)
+def test_a_guide_of_nan_gives_nan_or_is_refused(name, bad, engine):
+    """It would leave out nothing, or everything: a loss of 0 for ever."""
+    options, negatives, guide = GUIDED[name]
+    given: dict[str, Any] = {"guide": guide(bad)}
+    if negatives is not None:
+        given["negatives"] = negatives
+    loss = InfoNCELoss(0.5, margin=0.1, engine=engine, **options)
+    assert loss(V, W, **given).isnan()
+    given["guide"] = guide(lambda x: x)
+    if name != "scores":
+        assert loss(V, W, **given).isfinite()
+    given["guide"] = guide(bad)
+    loss.check_finite = True
+    with pytest.raises(ValueError, match=r"^guide(\[\d\])?: expected finite values"):
+        loss(V, W, **given)
+
+
+@pytest.mark.parametrize("margin", [None, 0.1])
+@pytest.mark.parametrize("negatives", [SHARED, OWN], ids=["shared", "own"])
+def test_negatives_of_nan_give_nan_but_for_padding(negatives, margin):
+    loss = InfoNCELoss(0.5, margin=margin)
+    bad = with_nan(negatives)
+    assert loss(V, W, negatives=bad).isnan()
+    ids = torch.full(bad.shape[:-1], 9)
+    ids.view(-1)[-1] = NO_ID
+    if negatives is OWN:
+        assert loss(V, W, negatives=bad, negative_ids=ids).isfinite()
+
+
+def test_a_guide_may_score_minus_infinity():
+    """Such pairs count."""
+    scores = F.normalize(X) @ F.normalize(Y).T
+    lowest = scores.clone().fill_diagonal_(0.9)
+    lowest[0, 1] = -torch.inf
+    low = lowest.clone()
+    low[0, 1] = -1.0
+    loss = InfoNCELoss(0.5, margin=0.0)
+    found, wanted = (loss(V, W, guide=Similarity.from_scores(x)) for x in (lowest, low))
+    torch.testing.assert_close(found, wanted)
+
+
+S = F.normalize(V) @ F.normalize(W).T
+OWN_SCORES = (F.normalize(V)[:, None] * F.normalize(OWN, dim=2)).sum(2)
+
+
+@pytest.mark.parametrize("bad", [with_nan, overflown])
+def test_further_input_is_checked_as_the_batch_is(bad):
+    loss = InfoNCELoss(0.5, check_finite=True)
+    calls = [
+        ("negatives", lambda: loss(V, W, negatives=bad(SHARED))),
+        ("negatives", lambda: loss(V, W, negatives=bad(OWN))),
+        ("negatives", lambda: loss(scores=S, negatives=bad(OWN_SCORES))),
+    ]
+    distilling = DistillationLoss(check_finite=True)
+    for name, teacher in (
+        ("teacher", bad(S)),
+        (r"teacher\[0\]", (bad(X), Y)),
+        (r"teacher\[1\]", (X, bad(Y))),
+        (r"teacher\[1\]", Similarity(X, bad(Y))),
+        ("teacher", Similarity.from_scores(bad(S))),
+    ):
+        calls.append((name, lambda teacher=teacher: distilling(V, W, teacher)))
+    for name, call in calls:
+        with pytest.raises(ValueError, match=f"^{name}: expected finite values"):
+            call()
+
+
+WORDS = ["a", "b", "c", "d", "e", "f"]
+NAMES = [["a", "b", "c"]] * N
+NUMBERS = torch.arange(N)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        (
+            {"negatives": SHARED, "negative_ids": WORDS[:K]},
+            TypeError,
+            "negative_ids: expected integers, as without image_ids they are numbers of images",
+        ),
+        (
+            {"negatives": OWN, "negative_ids": NAMES},
+            TypeError,
+            "negative_ids: expected integers, as without",
+        ),
+        (
+            {"image_ids": NUMBERS, "negatives": SHARED, "negative_ids": WORDS[:K]},
+            TypeError,
+            "negative_ids: expected strings with strings in image_ids",
+        ),
+        (
+            {"image_ids": WORDS, "text_ids": WORDS, "negatives": OWN, "negative_ids": OWN[..., 0]},
+            TypeError,
+            "negative_ids: expected strings with strings in image_ids",
+        ),
+        (
+            {"image_ids": [["a", "b"]] * N, "negatives": SHARED, "negative_ids": [1, 2, 3]},
+            TypeError,
+            "negative_ids: expected strings with strings in image_ids",
+        ),
+        (
+            {"negatives": OWN, "guide": (X, Y, OF_GUIDE[2])},
+            ValueError,
+            r"guide\[2\]: expected shape \(6, 3, 4\), as of negatives, got \(3, 4\)",
+        ),
+        (
+            {"negatives": SHARED, "guide": (X, Y, OF_GUIDE[2][:2])},
+            ValueError,
+            r"guide\[2\]: expected shape \(3, 4\), as of negatives, got \(2, 4\)",
+        ),
+        (
+            {"negatives": OWN, "guide": (X, Y, OF_GUIDE[3].float())},
+            TypeError,
+            r"guide\[2\]: expected the dtype of guide\[0\], torch.float64, got torch.float32",
+        ),
+        (
+            {"negatives": OWN, "guide": (X, Y, OF_GUIDE[3][..., :2])},
+            ValueError,
+            r"guide\[2\]: expected shape \(K, D\) or \(6, K, 4\)",
+        ),
+        (
+            {"scores": S, "negatives": OWN_SCORES.float()},
+            TypeError,
+            "negatives: expected the dtype of scores, torch.float64, got torch.float32",
+        ),
+    ],
+)
+def test_refused(given, kind, message):
+    options = {"margin": 0.1} if "guide" in given else {}
+    embeddings = () if "scores" in given else (V, W)
+    if "image_ids" in given:
+        given = {"text_ids": given["image_ids"], **given}
+    with pytest.raises(kind, match=message):
+        InfoNCELoss(**options)(*embeddings, **given)
+
+
+def test_strings_may_name_own_negatives():
+    """In a list of lists as well as in an array."""
+    loss = InfoNCELoss(0.5)
+    numbers = torch.tensor([[0, 9, 2]] * N)
+    wanted = loss(V, W, NUMBERS, NUMBERS, negatives=OWN, negative_ids=numbers)
+    names = [["a", "x", "c"]] * N
+    found = loss(V, W, WORDS, WORDS, negatives=OWN, negative_ids=names)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("hardness", [0.0, 5.0])
+def test_scores_in_half_precision_are_added_up_in_float32(dtype, hardness):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(32, 32, generator=generator).to(dtype)
+    negatives = torch.rand(32, 64, generator=generator).to(dtype).requires_grad_()
+    loss = InfoNCELoss(0.05, hardness=hardness, **OF_OWN)
+    found = loss(scores=scores, negatives=negatives)
+    wanted = loss(scores=scores.float(), negatives=negatives.float())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    (gradient,) = torch.autograd.grad(found, negatives)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("teacher", [V, torch.ones(4), "teacher"])
+def test_a_call_of_distillation_without_texts_is_explained(teacher):
+    with pytest.raises((TypeError, ValueError), match=r"^(texts|teacher): expected"):
+        DistillationLoss()(V, None, teacher)
+    with pytest.raises((TypeError, ValueError), match=r"^(images|texts|teacher): expected"):
+        DistillationLoss()(V[0], W, teacher)
+    assert isinstance(itrloss.DistillationLoss()(V, W, S), Tensor)
