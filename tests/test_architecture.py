@@ -166,47 +166,43 @@ IN_TORCH = words(
     """
     F.embedding_bag F.normalize F.pad F.softplus dist.ReduceOp.MAX dist.all_gather_into_tensor
     dist.all_gather_object dist.all_reduce dist.barrier dist.destroy_process_group
-    dist.distributed_c10d._get_default_store dist.get_backend_config
-    dist.get_process_group_ranks dist.get_rank dist.get_world_size dist.init_process_group
-    dist.is_available dist.is_initialized dist.reduce_scatter_tensor nn.Module nn.Parameter
-    nn.functional.normalize torch.Generator torch.OutOfMemoryError torch.Tensor
-    torch._C._len_torch_dispatch_stack torch.__version__ torch._dynamo.graph_break
-    torch._subclasses.FakeTensor torch.accelerator.current_accelerator torch.add torch.addcmul
-    torch.addmm torch.allclose torch.amax torch.amp.is_autocast_available torch.arange
-    torch.as_tensor torch.autocast torch.autograd.Function torch.autograd.backward
+    dist.distributed_c10d._get_default_store dist.get_backend_config dist.get_process_group_ranks
+    dist.get_rank dist.get_world_size dist.init_process_group dist.is_available dist.is_initialized
+    dist.reduce_scatter_tensor nn.Module nn.Parameter nn.functional.normalize torch.Generator
+    torch.OutOfMemoryError torch.Tensor torch._C._len_torch_dispatch_stack torch.__version__
+    torch._dynamo.graph_break torch._subclasses.FakeTensor torch.accelerator.current_accelerator
+    torch.add torch.addcmul torch.addmm torch.allclose torch.amax torch.amp.is_autocast_available
+    torch.arange torch.as_tensor torch.autocast torch.autograd.Function torch.autograd.backward
     torch.autograd.grad torch.autograd.gradcheck torch.autograd.graph.saved_tensors_hooks
-    torch.backends.cpu.get_cpu_capability torch.backends.cuda.matmul
-    torch.backends.mkldnn.enabled torch.backends.mkldnn.is_available
-    torch.backends.mps.is_available torch.bfloat16 torch.bincount torch.bool torch.cat
-    torch.cdist torch.clear_autocast_cache torch.compile torch.compiler.is_compiling
-    torch.compiler.reset torch.contiguous_format torch.cuda.device_of
-    torch.cuda.get_device_capability torch.cuda.get_device_properties
-    torch.cuda.get_rng_state_all torch.cuda.is_available torch.cuda.is_current_stream_capturing
-    torch.cuda.is_initialized torch.cuda.set_rng_state_all torch.device
-    torch.distributed.get_rank torch.distributed.tensor.DTensor
-    torch.distributed.tensor.distribute_tensor torch.div torch.dtype torch.einsum torch.empty
-    torch.empty_like torch.enable_grad torch.equal torch.exp torch.exp_ torch.eye torch.finfo
-    torch.float16 torch.float32 torch.float64 torch.from_numpy torch.frombuffer torch.full
-    torch.full_like torch.func.functional_call torch.ge torch.get_autocast_dtype
-    torch.get_default_dtype torch.get_rng_state torch.gt torch.iinfo
+    torch.backends.cpu.get_cpu_capability torch.backends.cuda.matmul torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.is_available torch.backends.mps.is_available torch.bfloat16 torch.bincount
+    torch.bool torch.cat torch.cdist torch.clear_autocast_cache torch.compile
+    torch.compiler.is_compiling torch.compiler.reset torch.contiguous_format torch.cuda.device_of
+    torch.cuda.get_device_capability torch.cuda.get_device_properties torch.cuda.get_rng_state_all
+    torch.cuda.is_available torch.cuda.is_current_stream_capturing torch.cuda.is_initialized
+    torch.cuda.set_rng_state_all torch.device torch.distributed.get_rank
+    torch.distributed.tensor.DTensor torch.distributed.tensor.distribute_tensor torch.div
+    torch.dtype torch.einsum torch.empty torch.empty_like torch.enable_grad torch.equal torch.exp
+    torch.exp_ torch.eye torch.finfo torch.float16 torch.float32 torch.float64 torch.from_numpy
+    torch.frombuffer torch.full torch.full_like torch.func.functional_call torch.ge
+    torch.get_autocast_dtype torch.get_default_dtype torch.get_rng_state torch.gt torch.iinfo
     torch.inf torch.inference_mode torch.int16 torch.int32 torch.int64 torch.int8
-    torch.is_autocast_enabled torch.is_grad_enabled torch.is_inference_mode_enabled
-    torch.isclose torch.isin torch.lerp torch.linalg.qr torch.linalg.vecdot
-    torch.linalg.vector_norm torch.linspace torch.load torch.logaddexp torch.matmul
-    torch.maximum torch.mean torch.minimum torch.mm torch.mps.get_rng_state torch.mps.set_rng_state torch.multiprocessing.spawn.spawn torch.mv
-    torch.nan torch.ne torch.nn.Module torch.nn.functional.normalize torch.nn.functional.pad
-    torch.nn.utils.rnn.pad_sequence torch.no_grad torch.ones torch.ones_like
+    torch.is_autocast_enabled torch.is_grad_enabled torch.is_inference_mode_enabled torch.isclose
+    torch.isin torch.lerp torch.linalg.qr torch.linalg.vecdot torch.linalg.vector_norm
+    torch.linspace torch.load torch.logaddexp torch.matmul torch.maximum torch.mean torch.minimum
+    torch.mm torch.mps.get_rng_state torch.mps.set_rng_state torch.multiprocessing.spawn.spawn
+    torch.mv torch.nan torch.ne torch.nn.Module torch.nn.functional.normalize
+    torch.nn.functional.pad torch.nn.utils.rnn.pad_sequence torch.no_grad torch.ones torch.ones_like
     torch.ops.mkldnn._linear_pointwise.default torch.optim.Adam torch.optim.Optimizer
     torch.optim.SGD torch.promote_types torch.rand torch.randint torch.randn torch.randperm
     torch.repeat_interleave torch.save torch.searchsorted torch.set_default_dtype
     torch.set_grad_enabled torch.set_num_threads torch.set_rng_state torch.sigmoid_ torch.sort
     torch.sparse_coo torch.sparse_coo_tensor torch.special.log_ndtr torch.stack torch.strided
-    torch.sub torch.sum torch.take_along_dim torch.tensor torch.tensordot
-    torch.testing.assert_close torch.threshold torch.triu_indices torch.uint64 torch.uint8
-    torch.unique torch.utils._pytree.tree_flatten torch.utils._pytree.tree_leaves
-    torch.utils._pytree.tree_map torch.utils._pytree.tree_map_only
-    torch.utils._pytree.tree_unflatten torch.var_mean torch.version.hip torch.where torch.zeros
-    torch.zeros_like
+    torch.sub torch.sum torch.take_along_dim torch.tensor torch.tensordot torch.testing.assert_close
+    torch.threshold torch.triu_indices torch.uint64 torch.uint8 torch.unique
+    torch.utils._pytree.tree_flatten torch.utils._pytree.tree_leaves torch.utils._pytree.tree_map
+    torch.utils._pytree.tree_map_only torch.utils._pytree.tree_unflatten torch.var_mean
+    torch.version.hip torch.where torch.zeros torch.zeros_like
     """
 )
 LATER = {

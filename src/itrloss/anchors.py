@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -76,8 +75,7 @@ class Hardest(NamedTuple):
     indices: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class AnchorSide:
+class AnchorSide(NamedTuple):
     """Anchors that are one side of a matrix; their candidates are the other side."""
 
     matrix: Matrix
@@ -89,11 +87,6 @@ class AnchorSide:
         """The number of anchors."""
         return self.matrix.shape[self.side]
 
-    @property
-    def candidates(self) -> int:
-        """The number of candidates."""
-        return self.matrix.shape[1 - self.side]
-
 
 class Block(NamedTuple):
     """A matrix whose rows, columns or both are anchors, computed in one pass."""
@@ -103,10 +96,6 @@ class Block(NamedTuple):
     groups: tuple[int, ...]  # for each side, the number of its group of anchors
     firsts: tuple[int, ...]  # for each side, the number of its first candidate in the group
 
-    def takes(self, anchors: AnchorSide) -> bool:
-        """Return whether further anchors are the block's other side."""
-        return self.matrix is anchors.matrix and self.sides == (1 - anchors.side,)
-
     def with_side(self, side: int, group: int, first: int) -> Block:
         """Return the block with its other side as anchors, too."""
         if side == 0:
@@ -114,8 +103,7 @@ class Block(NamedTuple):
         return Block(self.matrix, (0, 1), (*self.groups, group), (*self.firsts, first))
 
 
-@dataclass(frozen=True, eq=False)
-class Where:
+class Where(NamedTuple):
     """Which candidates count: negatives, positives or all, within limits of their scores."""
 
     over: Over = "negatives"
@@ -137,14 +125,14 @@ def blocks_of(groups: Sequence[Sequence[AnchorSide]]) -> list[Block]:
     blocks: list[Block] = []
     for number, group in enumerate(groups):
         first = 0
-        for anchors in group:
+        for matrix, side, _ in group:
             for k, block in enumerate(blocks):
-                if block.takes(anchors):
-                    blocks[k] = block.with_side(anchors.side, number, first)
+                if block.matrix is matrix and block.sides == (1 - side,):
+                    blocks[k] = block.with_side(side, number, first)
                     break
             else:
-                blocks.append(Block(anchors.matrix, (anchors.side,), (number,), (first,)))
-            first += anchors.candidates
+                blocks.append(Block(matrix, (side,), (number,), (first,)))
+            first += matrix.shape[1 - side]
     return blocks
 
 
@@ -165,29 +153,38 @@ class Anchors:
         self._groups = groups
         self._blocks = blocks_of(groups)
         #: Whether one matrix has all groups in order, so that its answers are in order, too.
-        self._has_one_block = len(self._blocks) == 1
-        if self._blocks[0].groups != tuple(range(len(groups))):
-            self._has_one_block = False
-        self._index: Tensor | None = None  # (P,) anchors of the positive pairs
-        self._known_counts: dict[bool, Tensor] = {}  # (A,) numbers of positives (True), negatives
-        firsts = [group[0] for group in groups]
-        self.dtype = firsts[0].matrix.dtype
-        self.device = firsts[0].matrix.device
+        self._has_one_block = False
+        if len(self._blocks) == 1:
+            self._has_one_block = self._blocks[0].groups == tuple(range(len(groups)))
+        first = groups[0][0].matrix
+        self.dtype = first.dtype
+        self.device = first.device
+        #: Whether anchor i of each group matches its candidate i and nothing else.
+        self.one_to_one = True
+        #: Whether scores certainly lie in [-1, 1].
+        self.bounded = True
+        #: Whether matches have weights that are not all 1.
+        self.has_weights = False
+        self.whole_sizes: list[int] = []
+        is_shared = False
+        for group in groups:
+            self.whole_sizes.append(group[0].matrix.shape[group[0].side])
+            self.one_to_one = self.one_to_one and len(group) == 1
+            for matrix, _, share in group:
+                self.one_to_one = self.one_to_one and matrix.relation.one_to_one
+                self.bounded = self.bounded and matrix.bounded
+                self.has_weights = self.has_weights or matrix.relation.has_weights
+                is_shared = is_shared or share is not None
         #: What is exchanged with other processes; None: nothing.
-        self.exchange = exchange_of(groups)
-        self.whole_sizes = [anchors.size for anchors in firsts]
+        self.exchange = exchange_of(groups) if is_shared else None
         #: Number of anchors in each group.
         self.sizes = self.whole_sizes if self.exchange is None else self.exchange.sizes
         # The compiler specialises on what `len` returns, but not on this sum.
         self._size = sum(self.sizes)
-        #: Whether anchor i of each group matches its candidate i and nothing else.
-        self.one_to_one = all(len(group) == 1 for group in groups) and all(
-            block.matrix.relation.one_to_one for block in self._blocks
-        )
-        #: Whether matches have weights that are not all 1.
-        self.has_weights = any(block.matrix.relation.has_weights for block in self._blocks)
         #: Whether all anchors certainly have a positive and a negative.
         self._complete = self.one_to_one and min(self.sizes) > 1
+        self._index: Tensor | None = None  # (P,) anchors of the positive pairs
+        self._known_counts: dict[bool, Tensor] = {}  # (A,) numbers of positives (True), negatives
 
     def __len__(self) -> int:
         """Return the number of anchors, A."""
@@ -237,7 +234,7 @@ class Anchors:
         twins = list(zip(own, matrices, strict=True))
         groups = []
         for group in self._groups:
-            groups.append([replace(side, matrix=twin_of(side.matrix, twins)) for side in group])
+            groups.append([side._replace(matrix=twin_of(side.matrix, twins)) for side in group])
         return Anchors(*groups)
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -461,8 +458,7 @@ class Anchors:
         """
         if at_most is None:
             at_most = self._largest_size(scale)
-        bounded = all([block.matrix.bounded for block in self._blocks])
-        if bounded and at_most is not None and at_most * (1 - margin) <= SAFE_EXPONENT:
+        if self.bounded and at_most is not None and at_most * (1 - margin) <= SAFE_EXPONENT:
             return self._sum(exponential, scale, -margin * scale).log1p()
         negatives = self.logsumexp(scale, at_most=at_most)
         return F.softplus(negatives - margin * scale, threshold=SOFTPLUS_LINEAR)
@@ -477,7 +473,7 @@ class Anchors:
         at 2048 x 512 (``python -m benchmarks --losses hal --shapes 2048x2048x512``, with and
         without). None for a tensor that the host cannot read without waiting for it.
         """
-        if not all(block.matrix.bounded for block in self._blocks):
+        if not self.bounded:
             return None
         if at_most is None or at_most > 3 * SAFE_EXPONENT:
             return None
@@ -597,10 +593,9 @@ class Anchors:
 
     def _sums_of_softmax(self, scale: float) -> SoftmaxSums:
         """Return the sums from which softmaxes over all candidates are made."""
-        bounded = all(block.matrix.bounded for block in self._blocks)
         # Exponents near 0 are accurate, and no large numbers cancel.
         shift: Value = -scale  # exponents are -20 at least, unless they are steeper
-        if scale > 10 or not bounded:
+        if scale > 10 or not self.bounded:
             shift = -self._highest(scale, Where("all"))
         negatives = self._sum(exponential, scale, shift)
         weighted = self._sum(information, scale, shift)
@@ -689,9 +684,12 @@ class Anchors:
 
     def _where(self, over: Over, below: Limit, above: Limit, guide: Anchors | None) -> Where:
         """Return which candidates count, checked."""
-        one_of("over", over, "negatives", "positives", "all")
-        if guide is not None and below is None and above is None:
-            raise ValueError("guide: expected below or above, limits of its scores")
+        if over not in ("negatives", "positives", "all"):
+            one_of("over", over, "negatives", "positives", "all")
+        if below is None and above is None:
+            if guide is not None:
+                raise ValueError("guide: expected below or above, limits of its scores")
+            return Where(over)
         return Where(over, self._limit("below", below), self._limit("above", above), guide)
 
     def _limit(self, name: str, limit: Limit) -> Value | None:
@@ -959,7 +957,7 @@ class Anchors:
     def of_one_size(self) -> bool:
         """Whether all groups have as many anchors."""
         # Compared one by one: a set of sizes would have the compiler specialise on each.
-        return all(size == self.sizes[0] for size in self.sizes)
+        return all([size == self.sizes[0] for size in self.sizes])
 
     def valid(self) -> Tensor | None:
         """Return the (A,) bool mask of anchors with a positive and a negative; None: all."""
@@ -973,7 +971,8 @@ class Anchors:
         ``"mean"`` adds up the means over each group's ``valid`` anchors (default: :meth:`valid`).
         An anchor that is not valid contributes 0 and does not count in a mean.
         """
-        one_of("reduction", reduction, "mean", "sum", "none")
+        if reduction not in ("mean", "sum", "none"):
+            one_of("reduction", reduction, "mean", "sum", "none")
         if valid is None:
             valid = self.valid()
         if valid is not None:

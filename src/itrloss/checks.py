@@ -420,6 +420,8 @@ def as_value(
         value = np.array(value)
     if isinstance(value, np.ndarray):
         value = from_numpy(value)
+    if type(value) is float and abs(value) <= _LARGEST:
+        return value
     if not isinstance(value, Tensor):
         check_number(name, value)
         return float(value)

@@ -14,6 +14,7 @@ from support.sharded import LOSSES, SAMPLES, batch, configuration, filled_memory
 
 import itrloss
 from itrloss import Anchors, Similarity
+from itrloss.engine import relation
 from itrloss.engine.terms import identity
 
 

@@ -4,7 +4,6 @@ combinations.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 import json
@@ -220,7 +219,7 @@ def guide_of(anchors: Any) -> Any:
         second[matrix] = Similarity.from_scores(scores, *matrix.relation.ids_as_passed)._matrix
     return Anchors(
         *(
-            [dataclasses.replace(side, matrix=second[side.matrix]) for side in group]
+            [side._replace(matrix=second[side.matrix]) for side in group]
             for group in anchors._groups
         )
     )

@@ -80,10 +80,13 @@ class StepScores(torch.autograd.Function):
                 columns = layout.columns(k, unit, memories)
                 scores.append(matmul(unit[place.rows], columns.T))
         ctx.set_materialize_grads(False)
-        trained = zip(vectors, ctx.needs_input_grad[2:], strict=True)
-        ctx.save_for_backward(unit, norms, *memories, *(x if g else None for x, g in trained))
+        trained: list[Tensor | None] = []
+        ctx.sizes = []
+        for x, needs_gradient in zip(vectors, ctx.needs_input_grad[2:], strict=True):
+            trained.append(x if needs_gradient else None)
+            ctx.sizes.append(x.shape[0])
+        ctx.save_for_backward(unit, norms, *memories, *trained)
         ctx.layout = layout
-        ctx.sizes = [len(x) for x in vectors]
         return unit, *scores
 
     @staticmethod
@@ -92,8 +95,8 @@ class StepScores(torch.autograd.Function):
         grad, *of_scores = grads
         layout: Layout = ctx.layout
         needed = ctx.needs_input_grad[2:]
-        if grad is None and all(g is None for g in of_scores):
-            return None, None, *[None for _ in needed]
+        if grads == (None,) * len(grads):
+            return None, None, *(None,) * len(needed)
         unit, norms, *rest = saved_tensors(ctx)
         memories = rest[: len(layout.places)]
         vectors = rest[len(layout.places) :]

@@ -716,7 +716,11 @@ def step_of(rows: Tensor, cols: Tensor, normalize: bool) -> Step:
 
 def in_dtype(bias: Bias, dtype: torch.dtype) -> Bias:
     """Return biases in the dtype of scores."""
-    of_rows, of_cols = (None if b is None else b.to(dtype) for b in bias)
+    of_rows, of_cols = bias
+    if of_rows is not None:
+        of_rows = of_rows.to(dtype)
+    if of_cols is not None:
+        of_cols = of_cols.to(dtype)
     return of_rows, of_cols
 
 

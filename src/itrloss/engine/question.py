@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -49,7 +50,10 @@ class Question(NamedTuple):
     @property
     def size(self) -> int:
         """The number of anchors, A."""
-        return sum(self.relation.shape[side] for side in self.sides)
+        n, m = self.relation.shape
+        if len(self.sides) == 2:
+            return n + m
+        return m if self.sides[0] else n
 
     @property
     def limited(self) -> bool:
@@ -77,8 +81,8 @@ class View(NamedTuple):
     """A block (r, c) as some sides see it, whose exponents are the same for all of them."""
 
     question: Question
-    sides: tuple[int, ...]
     tile: Tile
+    sides: tuple[int, ...]
 
     def own(self, x: Value) -> Value:
         """Return the values of the block's anchors: (r, 1) of rows, (c,) of columns."""
@@ -148,10 +152,11 @@ class View(NamedTuple):
 
     def upstream(self, grad: Tensor) -> Tensor:
         """Return the gradient (A,) of the sums for each pair: (r, 1), (c,) or (r, c)."""
-        parts = [grad[self.question.anchors(side, self.tile.places[side])] for side in self.sides]
-        if len(parts) == 2:
-            return parts[0][:, None] + parts[1]
-        return parts[0] if self.sides[0] else parts[0][:, None]
+        r, c = self.tile.places
+        if self.sides == (0,):
+            return grad[r, None]
+        of_columns = grad[self.question.anchors(1, c)]
+        return of_columns if self.sides == (1,) else grad[r, None] + of_columns
 
     def add_(self, total: Tensor, x: Tensor) -> None:
         """Add the sums of (r, c) by anchor to a gradient (A,), or all of it to one number (1,)."""
@@ -164,7 +169,7 @@ class View(NamedTuple):
 
 def views(question: Question, tile: Tile) -> list[View]:
     """Return a block as the sides that ask see it."""
-    return [View(question, sides, tile) for sides in question.asked_by()]
+    return list(map(partial(View, question, tile), question.asked_by()))
 
 
 def affine(scores: Tensor, scale: Value, shift: Value | None) -> Tensor:
