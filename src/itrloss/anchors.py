@@ -181,10 +181,27 @@ class Anchors:
         self.sizes = self.whole_sizes if self.exchange is None else self.exchange.sizes
         # The compiler specialises on what `len` returns, but not on this sum.
         self._size = sum(self.sizes)
-        #: Whether all anchors certainly have a positive and a negative.
-        self._complete = self.one_to_one and min(self.sizes) > 1
+        #: Whether all anchors certainly have a positive and a negative; None: not looked at.
+        self._known_complete: bool | None = None
         self._index: Tensor | None = None  # (P,) anchors of the positive pairs
         self._known_counts: dict[bool, Tensor] = {}  # (A,) numbers of positives (True), negatives
+
+    @property
+    def _complete(self) -> bool:
+        """Whether all anchors certainly have a positive and a negative."""
+        if self._known_complete is None:
+            self._known_complete = self._is_complete()
+        return self._known_complete
+
+    def _is_complete(self) -> bool:
+        """Return what :attr:`_complete` keeps."""
+        if self.exchange is not None:
+            return self.one_to_one and min(self.sizes) > 1
+        for group in self._groups:
+            matrix, side, _ = group[0]
+            if len(group) > 1 or matrix.is_memory or not matrix.relation.is_complete(side):
+                return False
+        return True
 
     def __len__(self) -> int:
         """Return the number of anchors, A."""
@@ -549,8 +566,8 @@ class Anchors:
 
     def _negative_counts(self) -> Any:
         """Return the number of negatives of each anchor, (A,) or one number, at least 1."""
-        if self._complete and self.of_one_size and self.exchange is None:
-            return self.sizes[0] - 1
+        if self.one_to_one and self.of_one_size and self.exchange is None:
+            return max(1, self.sizes[0] - 1)
         return self.counts(positive=False).clamp_min(1)
 
     def _summed_negatives(self) -> Tensor:
@@ -981,8 +998,11 @@ class Anchors:
             return self.existing(values)
         if reduction == "sum":
             return self.total(values.sum())
-        if valid is None and self.of_one_size and self.exchange is None:
-            return values.sum() / self.sizes[0]
+        if valid is None and self.exchange is None:
+            if self.of_one_size:
+                return values.sum() / self.sizes[0]
+            means = [part.mean() for part in self.split(values)]
+            return functools.reduce(torch.add, means)
         if valid is None:
             valid = torch.ones_like(values, dtype=torch.bool)
         sums = self._group_sums(values)
@@ -1016,9 +1036,11 @@ class Anchors:
 
         A group's mean over valid anchors is then the mean over its pairs, by their weights.
         """
-        valid = self.valid()
-        if self.one_to_one or valid is None:
+        if self.one_to_one:
             return sums
+        valid = self.valid()
+        if valid is None:
+            valid = torch.ones_like(sums, dtype=torch.bool)
         anchors = self._group_sums(valid)
         pairs = self._group_sums(self.positive_weights * valid)
         totals = self.total(torch.stack([anchors, pairs]))

@@ -144,7 +144,7 @@ WORK = {
     "hal": {"dense": (6, 4), "tiled": (8, 6)},
     "dcl": {"dense": (6, 4), "tiled": (10, 8)},
     "dcl entropy": {"dense": (6, 4), "tiled": (10, 8)},
-    "dcl through diversity": {"dense": (6, 4), "tiled": (20, 15)},
+    "dcl through diversity": {"dense": (6, 4), "tiled": (24, 18)},
     "sigmoid": {"dense": (6, 4), "tiled": (8, 6)},
     # In eager mode, products take less time than copies of the vectors of listed pairs.
     "triplet": {"dense": (6, 4), "tiled": (2, 2)},

@@ -84,7 +84,7 @@ def reads(monkeypatch):
 
     def numbers(pairs):
         found.append(pairs)
-        return Numbers(sum(pairs.shape), (3, 3))
+        return Numbers(sum(pairs.shape), (3, 3), (0, 0))
 
     monkeypatch.setattr(Relation, "listable", True)
     monkeypatch.setattr(Relation, "_numbers", numbers)

@@ -187,6 +187,15 @@ class Step:
         self.memories = memories
         self.vectors = vectors
         self._known: tuple[Tensor, ...] | None = None
+        self._vectors_alone: Step | None = None
+
+    def unit(self) -> Tensor:
+        """Return the unit vectors (V, D) with their graph; no matrix is multiplied for them."""
+        if self._known is not None or not self.layout.places:
+            return self.outputs()[0]
+        if self._vectors_alone is None:
+            self._vectors_alone = Step(self.layout._replace(places=()), (), self.vectors)
+        return self._vectors_alone.outputs()[0]
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Return the unit vectors (V, D), and the scores (N, M) of each matrix, with their graph.
@@ -235,7 +244,7 @@ class StepPart(NamedTuple):
     def pairs(self, i: Index, j: Index) -> Tensor:
         """Return the (P,) scores of rows i with columns j, with their graph; None: the diagonal."""
         assert self.cols is not None
-        unit = self.step.outputs()[0]
+        unit = self.step.unit()
         if i is None or j is None:
             return PairsOfUnits.apply(unit, self.rows, self.cols)  # type: ignore[return-value]
         places = i + self.rows.start, j + self.cols.start

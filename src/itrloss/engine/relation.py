@@ -16,6 +16,9 @@ IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist: 
 
 ALL = slice(None)
 KEPT_MASK = 2**20  # pairs of a mask that is kept, at most
+# Pairs up to which masks take fewer launches, and less time, than sorted ids and listed pairs: 9 in
+# place of 40 for InfoNCE of 32 x 160 with ids (python -m benchmarks.launches).
+BY_MASK = 2**16
 AT_ONCE = 2**20  # pairs whose masks are made at once, to be counted or listed
 
 # Positives of an anchor up to which pairs are listed. Each listed pair takes copies of two vectors,
@@ -36,6 +39,7 @@ class Numbers(NamedTuple):
 
     total: int  # P
     most: tuple[int, int]  # of a row, and of a column
+    least: tuple[int, int]
 
 
 class Classes(NamedTuple):
@@ -101,15 +105,11 @@ class Relation:
         row_missing = missing_mask(self.ids[0])
         same = self.ids[0] is self.ids[1]
         self.ignored = row_missing, row_missing if same else missing_mask(self.ids[1])
-
-    @property
-    def by_ids(self) -> bool:
-        """Whether one id of each entry alone says who matches, so that pairs are found by sorting.
-
-        Sets of labels, groups and matrices take masks, block by block.
-        """
-        rows = self.ids[0]
-        return rows is not None and rows.dim() == 1 and self.groups is None
+        own = self.ids[0]
+        #: Whether one id of each entry alone says who matches, so that pairs are found by sorting.
+        #: Sets of labels, groups and matrices take masks, block by block.
+        self.by_ids = own is not None and own.dim() == 1 and groups is None
+        self._is_small = shape[0] * shape[1] <= BY_MASK and (own is None or host_may_read(own))
 
     @property
     def others_are_negatives(self) -> bool:
@@ -177,11 +177,20 @@ class Relation:
         if over == "positives":
             return ~self.positive(rows, cols)
         if self.others_are_negatives and self.ignored == (None, None):
-            return self.positive(rows, cols) if over == "negatives" else None
+            if over == "all":
+                return None
+            is_whole = rows == ALL and cols == ALL
+            return self.all_positive() if is_whole else self.positive(rows, cols)
         counted = self.negative(rows, cols)
         if over == "all":
             counted |= self.positive(rows, cols)
         return counted.logical_not_()
+
+    def all_positive(self) -> Tensor:
+        """Return the (N, M) bool mask of all positives, to be read only; a small one is kept."""
+        if self.shape[0] * self.shape[1] > KEPT_MASK:
+            return self.positive()
+        return self._cached("positive", self.positive)
 
     def all_excluded(self, over: Over) -> Tensor | None:
         """Return the (N, M) bool mask of the pairs that a sum leaves out, to be read only.
@@ -224,7 +233,9 @@ class Relation:
 
     def _fills_entries(self, x: Tensor) -> bool:
         """Return whether positives may be filled one by one: listed, and at hand on the CPU."""
-        return self.by_ids and x.device.type == "cpu" and self.listable and self.are_few
+        if not self.by_ids or self._is_small or x.device.type != "cpu":
+            return False
+        return self.listable and self.are_few
 
     def _listed_within(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
         """Return the positive pairs of a block, as places in it."""
@@ -252,7 +263,7 @@ class Relation:
 
     def counts(self, side: int) -> tuple[Tensor, Tensor]:
         """Return the (A,) int64 numbers of positives and of negatives of each row (0) or column."""
-        if self.one_to_one or self.by_ids:
+        if self.one_to_one or (self.by_ids and not self._is_small):
             if self.ids[0] is self.ids[1] and self.shape[0] == self.shape[1]:
                 side = 0
             return self._cached(("counts", side), lambda: self._counts_by_ids(side))
@@ -278,16 +289,20 @@ class Relation:
 
     def _counts_by_masks(self) -> list[tuple[Tensor, Tensor]]:
         """Return what :meth:`counts` keeps of both sides."""
-        of_rows = [
-            torch.zeros(self.shape[0], dtype=torch.int64, device=self.device) for _ in (0, 1)
-        ]
-        of_cols = [
-            torch.zeros(self.shape[1], dtype=torch.int64, device=self.device) for _ in (0, 1)
-        ]
+        if self._is_small:
+            positive = self.all_positive()
+            of_rows, of_cols = positive.sum(1), positive.sum(0)
+            if self.others_are_negatives and self.ignored == (None, None):
+                n, m = self.shape
+                return [(of_rows, m - of_rows), (of_cols, n - of_cols)]
+            negative = self.negative()
+            return [(of_rows, negative.sum(1)), (of_cols, negative.sum(0))]
+        of_both = torch.zeros(2, sum(self.shape), dtype=torch.int64, device=self.device)
+        of_rows, of_cols = of_both.split(self.shape, 1)
         for rows in self._blocks():
             for kind, mask in enumerate((self.positive(rows), self.negative(rows))):
-                of_rows[kind][rows] = mask.sum(1)
-                of_cols[kind].add_(mask.sum(0))
+                of_rows[kind, rows] = mask.sum(1)
+                of_cols[kind] += mask.sum(0)
         return [(of_rows[0], of_rows[1]), (of_cols[0], of_cols[1])]
 
     def _sorted(self, side: int) -> tuple[Tensor, Tensor]:
@@ -314,14 +329,27 @@ class Relation:
     def _numbers(self) -> Numbers:
         """Return what :meth:`numbers` keeps."""
         if 0 in self.shape:
-            return Numbers(0, (0, 0))
+            return Numbers(0, (0, 0), (0, 0))
         if self.one_to_one:
-            return Numbers(min(self.shape), (1, 1))
+            return Numbers(min(self.shape), (1, 1), (1, 1))
         of_rows, _ = self.counts(0)
         of_cols, _ = self.counts(1)
-        numbers = torch.stack([of_rows.sum(), of_rows.amax(), of_cols.amax()])
-        total, row_most, col_most = numbers.tolist()
-        return Numbers(total, (row_most, col_most))
+        low_row, high_row = of_rows.aminmax()
+        low_col, high_col = of_cols.aminmax()
+        numbers = torch.stack([of_rows.sum(), low_row, high_row, low_col, high_col])
+        total, row_least, row_most, col_least, col_most = numbers.tolist()
+        return Numbers(total, (row_most, col_most), (row_least, col_least))
+
+    def is_complete(self, side: int) -> bool:
+        """Return whether each row (0) or column (1) certainly has a positive and a negative."""
+        if self.one_to_one:
+            return min(self.shape) > 1
+        if not self.others_are_negatives or self.ignored != (None, None):
+            return False
+        if not self.listable or self.device is None or self.device.type != "cpu":
+            return False
+        numbers = self.numbers()
+        return numbers.least[side] > 0 and numbers.most[side] < self.shape[1 - side]
 
     @property
     def are_few(self) -> bool:
@@ -338,6 +366,8 @@ class Relation:
         if self.one_to_one:
             i = torch.arange(min(self.shape), device=self.device)
             return i, i
+        if self._is_small:
+            return self.all_positive().nonzero(as_tuple=True)
         if not self.by_ids:
             return self._listed_by_masks()
         # The ids of the shorter side are searched for in the sorted ids of the other.
@@ -521,12 +551,10 @@ def missing_mask(ids: Tensor | None) -> Tensor | None:
     """Return the (A,) bool mask of entries without any id; None where there certainly are none."""
     if ids is None:
         return None
-    mask = ids == IGNORE_ID
-    if mask.dim() == 2:
-        mask = mask.all(1)
-    if host_may_read(ids) and not bool(mask.any()):
+    if host_may_read(ids) and (ids.numel() == 0 or int(ids.amin()) != IGNORE_ID):
         return None
-    return mask
+    mask = ids == IGNORE_ID
+    return mask.all(1) if mask.dim() == 2 else mask
 
 
 def slots(anchors: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from .inputs import Inputs, Side, tiles
 from .pair_scores import ListedPairs, add_pair_gradient
 from .products import add_matmul_, matmul
-from .question import Question, Value, View, views
+from .question import Question, Value, View, joined, views
 from .ranking import argmax
 from .relation import Places
 from .vectors import chunks, compute_dtype, project
@@ -95,19 +95,19 @@ class Best(NamedTuple):
 def hardest(question: Question, inputs: Inputs) -> Best:
     """Return the highest score that counts of each anchor, and its candidate."""
     values = torch.full((question.size,), -math.inf, dtype=inputs.dtype, device=inputs.like.device)
-    known = Best(values, torch.full_like(values, -1, dtype=torch.int64))
+    known = Best(values, torch.zeros_like(values, dtype=torch.int64))
     for tile in tiles(inputs):
         for view in views(question, tile):
             scores = view.exclude_(tile.scores.clone(), -math.inf)
-            for side in view.sides:
-                join_best_(known, view, side, of_block(scores, side))
-    return known
-
-
-def of_block(scores: Tensor, side: int) -> Best:
-    """Return the best candidate of each row (0) or column (1) of a block (r, c)."""
-    values, indices = argmax(scores, 1 - side)
-    return Best(values, indices.masked_fill_(values == -math.inf, -1))
+            of_sides = [Best(*argmax(scores, 1 - side)) for side in view.sides]
+            if scores.shape == inputs.shape and view.sides == question.sides:  # the only block
+                known = Best(*map(joined, zip(*of_sides, strict=True)))
+                continue
+            for side, best in zip(view.sides, of_sides, strict=True):
+                join_best_(known, view, side, best)
+    if question.relation.one_to_one and min(inputs.shape) > 1 and not question.limited:
+        return known  # each anchor has a negative
+    return known._replace(indices=known.indices.masked_fill(known.values == -math.inf, -1))
 
 
 def join_best_(known: Best, view: View, side: int, best: Best) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -124,11 +123,9 @@ class ByIds:
 
 
 class ByMatches(ByIds):
-    """The same by a matrix: two images match if they share a text, and two texts if they share an
-    image.
+    """The same by a matrix: an image matches no other image, and a text no other text.
 
-    ``negatives`` are numbers of images: one matches the texts of its image, and the images that
-    share a text with it.
+    ``negatives`` are numbers of images: one matches its image, and the texts of this image.
     """
 
     def __init__(self, sim: Similarity, matches: Tensor, negatives: Tensor | None):
@@ -141,55 +138,34 @@ class ByMatches(ByIds):
         share = self.sim.share
         return x if share is None else gather(x, share.processes.group)
 
-    def _own(self, side: int) -> slice:
-        """Return which images (``side`` 0), or texts, of all processes are this process's."""
+    def _numbers(self, side: int, size: int, device: torch.device) -> Tensor:
+        """Return the (A,) numbers of own images (``side`` 0), or texts, among all processes'."""
         view = self.sim.T if side else self.sim
         first = 0 if view.share is None else view.share.processes.first(side)
-        return slice(first, first + view.shape[0])
-
-    @functools.cached_property
-    def matches(self) -> Tensor:
-        """The (N, M) matrix of all processes."""
-        own = self.own_matches.detach().to_dense()
-        return self._of_all(own if own.is_floating_point() else own.float())
-
-    def sharing(self, side: int) -> Tensor:
-        """Return the (A, A') bool mask of own images, or texts, that share a match with those of
-        all processes, or are the same.
-        """
-        positive = (self.matches > 0).float()
-        if side == 1:
-            positive = positive.T
-        own = self._own(side)
-        shared = positive[own] @ positive.T > 0
-        shared.diagonal(own.start).fill_(True)
-        return shared
+        return torch.arange(first, first + size, device=device)
 
     def among(self, side: int) -> Relation:
         """Return what images (``side`` 0), or texts, are to each other."""
-        return (None, None), Related(matches=self.sharing(side))
+        return (None, None), None
 
     def with_negatives(self, side: int, size: int, negatives: Tensor) -> Relation:
         """Return what images, or texts, are to the negatives (K, D) of all images."""
         if self.negatives is None:
             return super().with_negatives(side, size, negatives)
+        own = self._numbers(side, size, negatives.device)
+        if side == 0:
+            return (own, self.negatives), None
+        matches = self.own_matches.detach()
+        table = self._of_all(matches if matches.is_floating_point() else matches.float())
         numbers = self._of_all(self.negatives)
-        return (None, None), Related(matches=self._at(side, numbers.expand(size, -1)))
+        exist = (numbers >= 0) & (numbers < len(table))
+        found = table[numbers.clamp(0, len(table) - 1)][:, own].masked_fill(~exist[:, None], 0.0)
+        found = found.masked_fill((numbers == NO_ID)[:, None], torch.nan)
+        return (None, None), Related(matches=found.T)
 
-    def exist(self, scores: Tensor) -> Tensor:
-        """Return the (N, K) bool mask of own negatives that exist and do not match their image."""
-        if self.negatives is None:
-            return super().exist(scores)
-        return self._at(0, self.negatives) == 0
-
-    def _at(self, side: int, numbers: Tensor) -> Tensor:
-        """Return what own images, or texts, are to images by their ``numbers`` (A, K): above 0 for
-        a match, 0, or nan for neither.
-        """
-        table = self.matches[:, self._own(1)].T if side == 1 else self.sharing(0).float()
-        exist = (numbers >= 0) & (numbers < table.shape[1])
-        found = table.gather(1, numbers.clamp(0, table.shape[1] - 1)).masked_fill(~exist, 0.0)
-        return found.masked_fill(numbers == NO_ID, torch.nan)
+    def _labels(self, side: int, size: int, device: torch.device) -> Tensor:
+        """Return the numbers (A, 1) of images, or of texts."""
+        return self._numbers(side, size, device)[:, None]
 
 
 def relation_of(

@@ -221,8 +221,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
 
         Args:
             images, texts, image_ids, text_ids, scores: see there.
-            matches: see there. Two images match if they share a text, and two texts if they share
-                an image.
+            matches: see there. An image matches no other image, and a text no other text.
             image_groups, text_groups: see there. Candidates of ``image_image`` and ``text_text``
                 are of their groups, too; ``negatives`` are open to all groups.
             negatives: further candidates of the images, which are no anchors: (K, D) texts for all
