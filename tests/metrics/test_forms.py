@@ -297,7 +297,7 @@ def test_trec_eval_finds_the_same_figures_in_the_files(kind, tmp_path):
 
 def test_trec_files_have_each_query_once(tmp_path):
     split = torch.tensor([0, 1, 5, 2, 3, 5]), torch.tensor([0, 1, 2, 3, 5])
-    with pytest.raises(ValueError, match="results: expected each i2t query once"):
+    with pytest.raises(ValueError, match="results: expected each t2i query once"):
         save_trec(retrieval_results(torch.rand(6, 5), *split, folds=2), tmp_path)
     assert not list(tmp_path.iterdir())
 

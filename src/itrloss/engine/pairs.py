@@ -97,6 +97,11 @@ class Pairs:
         """Whether all pairs of entries that exist and do not match are negatives."""
         return True
 
+    def exists(self, side: int) -> Tensor | None:
+        """Return the (A,) bool mask of the rows (0) or columns (1) that exist; None: all do."""
+        ignored = self.ignored[side]
+        return None if ignored is None else ~ignored
+
     def weight_sums(self, side: int) -> Tensor:
         """Return the (A,) sums of the weights of each row's (0) or column's (1) matches."""
         return self.counts(side)[0]

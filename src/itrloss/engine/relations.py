@@ -236,6 +236,17 @@ class RelatedPairs(Pairs):
         """False, as pairs may be neither positive nor negative."""
         return False
 
+    def exists(self, side: int) -> Tensor | None:
+        """Return the (A,) bool mask of the rows (0) or columns (1) that exist; None: all do.
+
+        Entries of a matrix exist if they match something, or are a negative of something.
+        """
+        if isinstance(self.relation, Labels):
+            missing = self.relation.missing[side]
+            return None if missing is None else ~missing
+        positives, negatives = self.counts(side)
+        return positives + negatives > 0
+
     def weight_sums(self, side: int) -> Tensor:
         """Return the (A,) sums of the weights of each row's (0) or column's (1) matches."""
         sums = self._cached("weight sums", self._weight_sums_of_both)

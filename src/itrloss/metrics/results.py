@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..checks import as_size
-from ..engine.pairs import Pairs
+from ..similarity import NO_ID
 from .judgements import Judgements
 
 if TYPE_CHECKING:
@@ -93,12 +93,14 @@ class QueryResults:
     """The results of each query of one direction.
 
     Attributes:
-        ids: (Q,) int64 ids of the queries; their indices if :attr:`itrloss.Similarity.ids` has
-            none.
+        ids: (Q,) int64 ids of the queries. Where there are none, an image has its index, and a text
+            that of the first image that it matches; :data:`itrloss.NO_ID` for a query that does not
+            exist.
         ranks: (Q, P) int64 ranks of each query's positives, from 1, ascending, padded with 0.
         top: (Q, k) int64 indices of each query's best candidates, best first, padded with -1.
         candidates: number of candidates.
         grades: (Q, P) float64 grades of the positives at these ranks, 0 for none; None: all 1.
+        missing: how many of the candidates do not exist, and are nowhere in ``top``.
     """
 
     ids: Tensor
@@ -106,9 +108,15 @@ class QueryResults:
     top: Tensor
     candidates: int
     grades: Tensor | None = None
+    missing: int = 0
 
     def __repr__(self) -> str:
         return f"QueryResults({len(self.ids)} queries, {self.candidates} candidates)"
+
+    @property
+    def exists(self) -> Tensor:
+        """The (Q,) bool: whether a query exists."""
+        return self.ids != NO_ID
 
     @property
     def best(self) -> Tensor:
@@ -123,7 +131,7 @@ class QueryResults:
     @property
     def unmatched(self) -> int:
         """The number of queries without a positive, which do not count."""
-        return int((self.positives == 0).sum())
+        return int((self.exists & (self.positives == 0)).sum())
 
     def hits(self, k: int) -> Tensor:
         """Return the (Q,) bool R@K: whether a positive is among the first k."""
@@ -217,7 +225,8 @@ class QueryResults:
         ranks = counted.best.cpu()
         metrics["median_rank"] = float(np.median(ranks))
         metrics["mean_rank"] = float(ranks.double().mean())
-        metrics["skewness"] = float(skewness(counted.occurrences))
+        existing = self.candidates - self.missing
+        metrics["skewness"] = float(skewness(counted.occurrences, existing))
         return metrics
 
     def recall_sum(self) -> float:
@@ -268,7 +277,7 @@ class RetrievalResults:
     Attributes:
         i2t, t2i: :class:`QueryResults` of image→text and of text→image.
         folds: the results of each fold, if queries had only the candidates of their fold.
-        relevant: the right pairs that were ranked, with their grades; None: those of equal ids.
+        relevant: the right pairs that were ranked, with their grades; None: they are not known.
     """
 
     i2t: QueryResults
@@ -281,7 +290,7 @@ class RetrievalResults:
         """How many images and texts have no match, in words."""
         counts = []
         for name, own in (("images", self.i2t), ("texts", self.t2i)):
-            counts.append(f"{own.unmatched} of {len(own.ids)} {name}")
+            counts.append(f"{own.unmatched} of {int(own.exists.sum())} {name}")
         return f"{' and '.join(counts)} have no match"
 
     @property
@@ -302,7 +311,7 @@ class RetrievalResults:
         return metrics
 
     def rows(self) -> Iterator[dict[str, object]]:
-        """Yield a row for each query.
+        """Yield a row for each query that exists.
 
         It has the query's direction, index, id, best rank, number of positives and precisions, and
         its best candidate, -1 if it has none.
@@ -317,8 +326,10 @@ class RetrievalResults:
                 side.top[:, 0],
             )
             values = [column.tolist() for column in columns]
+            exists = side.exists.tolist()
             for query, row in enumerate(zip(*values, strict=True)):
-                yield dict(zip(_COLUMNS, (way, query, *row), strict=True))
+                if exists[query]:
+                    yield dict(zip(_COLUMNS, (way, query, *row), strict=True))
 
     def to_frame(self) -> DataFrame:
         """Return :meth:`rows` as a pandas data frame."""
@@ -343,18 +354,22 @@ class RetrievalResults:
 
 
 def join_folds(
-    folds: list[RetrievalResults], parts: list[tuple[Tensor, Tensor]], shape: tuple[int, int]
+    folds: list[RetrievalResults],
+    parts: list[tuple[Tensor, Tensor]],
+    shape: tuple[int, int],
+    relevant: Judgements,
 ) -> RetrievalResults:
     """Return the results of all queries, from the results of each fold.
 
-    ``parts``: the image and text indices of each fold; ``shape``: numbers of images and of texts.
+    ``parts``: the image and text indices of each fold; ``shape``: numbers of images and of texts;
+    ``relevant``: the right pairs of all.
     """
     n, m = shape
     images = [rows for rows, _ in parts]
     texts = [cols for _, cols in parts]
     i2t = _joined([fold.i2t for fold in folds], images, texts, m)
     t2i = _joined([fold.t2i for fold in folds], texts, images, n)
-    return RetrievalResults(i2t, t2i, tuple(folds))
+    return RetrievalResults(i2t, t2i, tuple(folds), relevant)
 
 
 def _joined(
@@ -374,23 +389,35 @@ def _joined(
     ranks = pad_sequence([row for fold in folds for row in fold.ranks], batch_first=True)
     top = []
     for fold, own in zip(folds, candidates, strict=True):
-        best = fold.top[:, :k]
-        top.append(own[best.clamp_min(0)].masked_fill(best < 0, -1))  # -1: no candidate
-    return QueryResults(ids[order], ranks[order], torch.cat(top)[order], size)
+        top.append(own[fold.top[:, :k]])
+    missing = size - len(torch.cat(candidates).unique())  # they are in no fold
+    return QueryResults(ids[order], ranks[order], torch.cat(top)[order], size, missing=missing)
 
 
-def skewness(counts: Tensor) -> Tensor:
+def skewness(counts: Tensor, existing: int | Tensor | None = None) -> Tensor:
     """Return the third standardised moment of counts: 0 if all are equal.
 
     Args:
         counts: (N,) numbers of any dtype.
+        existing: how many of them are counted, the largest ones: those of candidates that do not
+            exist are 0, and left out. None: all.
 
     Returns:
         a 0-dim float64 tensor.
     """
-    x = counts.double() - counts.double().mean()
-    variance = x.square().mean()
-    return torch.where(variance > 0, (x**3).mean() / variance**1.5, 0.0)
+    counts = counts.double()
+    if existing is None:
+        existing = len(counts)
+    ordered = counts.sort(descending=True).values
+    counted = torch.arange(len(counts), device=counts.device) < existing
+    x = torch.where(counted, ordered - _mean(ordered, existing), 0.0)
+    variance = _mean(x.square(), existing)
+    return torch.where(variance > 0, _mean(x**3, existing) / variance**1.5, 0.0)
+
+
+def _mean(x: Tensor, count: int | Tensor) -> Tensor:
+    """Return the sum of values by their number."""
+    return x.sum() / count
 
 
 def check_systems(
@@ -481,11 +508,8 @@ def save_trec(results: RetrievalResults, folder: str | Path, tag: str = "itrloss
     i2t = results.i2t
     t2i = results.t2i
     if results.relevant is None:
-        device = i2t.ids.device
-        images, texts = Pairs((len(i2t.ids), len(t2i.ids)), (i2t.ids, t2i.ids), device).listed
-        grades = torch.ones_like(images)
-    else:
-        images, texts, grades = results.relevant
+        raise ValueError("results: expected their right pairs (relevant), got None")
+    images, texts, grades = results.relevant
     if not bool((grades == grades.long()).all()):
         raise ValueError("results: expected grades that are whole numbers, got others")
     grades = grades.long()
