@@ -342,7 +342,7 @@ WIDE = torch.rand(100, 500, generator=torch.Generator().manual_seed(0))
 READERS = {
     "metrics": metrics.retrieval_metrics,
     "metrics of the re-ranked": lambda x: metrics.retrieval_metrics(x, reranker=rerank.CSLS()),
-    "topk": lambda x: rerank.MutualProximity().topk(x, 5),
+    "topk": lambda x: rerank.DualSoftmax().topk(x, 5),
     "calibration": lambda x: rerank.FastReranker().calibrate(x, scales=(1.0, 5.0)),
     "embeddings": lambda x: metrics.retrieval_metrics(itrloss.Similarity(x, x)),
     "mining": lambda x: itrloss.mine_hard_negatives(x, x, range(100), range(100), 3),
