@@ -49,7 +49,7 @@ def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 1
         raise ImportError(
             "agreement needs SciPy: install itrloss with the extra 'metrics'"
         ) from None
-    sim = with_ids("scores", scores, None, None, by_ids=False).detach()
+    sim = with_ids("scores", scores, None, None, by_ids=False)
     images, texts, grades = grades_of_pairs("judgements", judgements, sim.shape)
     there = are_there(sim, images.to(sim.device), texts.to(sim.device)).to(images.device)
     images = images[there]

@@ -158,7 +158,8 @@ def with_ids(
     text_ids: IdsLike | None,
     by_ids: bool = True,
 ) -> Similarity:
-    """Return checked scores as a Similarity with ids, by default from :func:`default_ids`.
+    """Return checked scores, without a gradient, as a Similarity with ids, by default from
+    :func:`default_ids`.
 
     ``by_ids=False``: relevance does not depend on the ids; images are then not folded, and any
     shape is accepted.
@@ -174,12 +175,13 @@ def with_ids(
             raise ValueError(f"{name}: {expected}; relevant=... takes grades of pairs")
         scores.check_finite()
         warn_of_one_side(scores)
-        return folded(scores) if by_ids else scores
+        return (folded(scores) if by_ids else scores).detach()
     if text_ids is None and image_ids is not None:
         raise ids_of_one_side(image_ids, IMAGES_AND_TEXTS)
     matrix = from_numpy(scores)
     check_matrix(name, matrix, "(N, M)", check_finite=True)
     warn_of_embeddings(name, matrix)
+    matrix = matrix.detach()
     if image_ids is None and text_ids is None:
         if by_ids:
             matrix = fold_repeated(matrix)
@@ -192,6 +194,8 @@ def with_ids(
         if by_ids:
             warn_of_guess(n, m)
         image_ids, text_ids = default_ids(n, m) if by_ids else unrelated_ids(n, m)
+        if n == m:  # row i matches column i, which needs no ids
+            image_ids = text_ids = None
     return Similarity.from_scores(matrix, image_ids, text_ids, names=IMAGES_AND_TEXTS)
 
 

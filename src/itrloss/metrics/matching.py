@@ -76,6 +76,8 @@ def query_ids(sim: Similarity) -> tuple[Tensor, Tensor]:
     n, m = sim.shape
     if text_ids is not None:
         return _numbers(n, sim) if image_ids is None else image_ids, text_ids
+    if sim.one_to_one:
+        return _numbers(n, sim), _numbers(m, sim)
     images, texts = right_pairs(sim)
     of_images = _numbers(n, sim)
     of_texts = (n + _numbers(m, sim)).scatter_reduce(0, texts, images, "amin")

@@ -11,8 +11,9 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -77,7 +78,7 @@ def as_ks(ks: Any) -> tuple[int, ...]:
         raise TypeError(f"ks: expected numbers such as (1, 5, 10), got {ks!r}")
     if not len(ks):
         raise ValueError("ks: expected at least one number, got none")
-    return tuple(dict.fromkeys(as_size("ks", k) for k in ks))
+    return tuple(dict.fromkeys([as_size("ks", k) for k in ks]))
 
 
 def share_names(ks: Ks) -> list[str]:
@@ -113,17 +114,17 @@ class QueryResults:
     def __repr__(self) -> str:
         return f"QueryResults({len(self.ids)} queries, {self.candidates} candidates)"
 
-    @property
+    @cached_property
     def exists(self) -> Tensor:
         """The (Q,) bool: whether a query exists."""
         return self.ids != NO_ID
 
-    @property
+    @cached_property
     def best(self) -> Tensor:
         """The (Q,) int64 rank of each query's best positive; 0 where there is none."""
         return self.ranks[:, :1].sum(1)
 
-    @property
+    @cached_property
     def positives(self) -> Tensor:
         """The (Q,) int64 number of positives of each query."""
         return (self.ranks > 0).sum(1)
@@ -146,10 +147,7 @@ class QueryResults:
 
         The gain of a positive is its grade.
         """
-        grades = self.grades
-        if grades is None:
-            grades = (self.ranks > 0).double()
-        return ndcg(self.ranks, grades, k)
+        return ndcg(self.ranks, self.grades, k)
 
     @property
     def reciprocal_rank(self) -> Tensor:
@@ -196,11 +194,6 @@ class QueryResults:
         ``name``: ``"r5"``, ``"recall_at_5"``, ``"ndcg_at_5"``, with any number, ``"mrr"``,
         ``"map"``, ``"r_precision"`` or ``"map_at_r"``.
         """
-        at_k: dict[str, Callable[[int], Tensor]] = {
-            "r": self.hits,
-            "recall_at_": self.recall,
-            "ndcg_at_": self.ndcg,
-        }
         whole = {
             "mrr": "reciprocal_rank",
             "map": "average_precision",
@@ -213,6 +206,7 @@ class QueryResults:
         if match is None:
             expected = "r5, recall_at_5, ndcg_at_5 with any number, " + ", ".join(whole)
             raise ValueError(f"name: expected {expected}; got {name!r}")
+        at_k = {"r": self.hits, "recall_at_": self.recall, "ndcg_at_": self.ndcg}
         return at_k[match[1]](int(match[2])).double()
 
     def metrics(self, ks: Ks = RECALLS) -> dict[str, float]:
@@ -220,23 +214,51 @@ class QueryResults:
 
         See :func:`retrieval_metrics`.
         """
-        counted = self._answered()
-        metrics = {name: _percentage(counted, name) for name in share_names(as_ks(ks))}
-        ranks = counted.best.cpu()
+        return self._answered()._metrics(as_ks(ks))
+
+    def _metrics(self, ks: tuple[int, ...]) -> dict[str, float]:
+        """Return the metrics of queries that all have positives."""
+        shares = {}
+        for k in ks:
+            shares[f"r{k}"] = self.hits(k).double()
+        for k in ks:
+            shares[f"recall_at_{k}"] = self.recall(k)
+        for k in ks:
+            shares[f"ndcg_at_{k}"] = ndcg(self.ranks, self.grades, k)
+        shares["mrr"] = self.reciprocal_rank
+        shares["map"] = self.average_precision
+        shares["r_precision"] = self.r_precision
+        shares["map_at_r"] = self.average_precision_at_r
+        metrics = {name: 100 * float(x.mean()) for name, x in shares.items()}
+        ranks = self.best.cpu()
         metrics["median_rank"] = float(np.median(ranks))
         metrics["mean_rank"] = float(ranks.double().mean())
         existing = self.candidates - self.missing
-        metrics["skewness"] = float(skewness(counted.occurrences, existing))
+        metrics["skewness"] = float(skewness(self.occurrences, existing))
         return metrics
 
     def recall_sum(self) -> float:
         """Return the sum of R@1, R@5 and R@10 in percent, over queries with positives."""
-        counted = self._answered()
-        return math.fsum(_percentage(counted, f"r{k}") for k in RECALLS)
+        return self._answered()._recall_sum({})
+
+    def _recall_sum(self, known: Mapping[str, float]) -> float:
+        """Return the sum of R@1, R@5 and R@10 of queries that all have positives.
+
+        ``known``: some metrics by name, which need not be computed again.
+        """
+        recalls = []
+        for k in RECALLS:
+            recall = known.get(f"r{k}")
+            if recall is None:
+                recall = 100 * float(self.hits(k).double().mean())
+            recalls.append(recall)
+        return math.fsum(recalls)
 
     def _answered(self) -> QueryResults:
         """Return the results of the queries that have positives."""
         matched = self.positives > 0
+        if bool(matched.all()) and len(matched):
+            return self
         if not bool(matched.any()):
             raise ValueError("image_ids, text_ids: no query has a matching candidate")
         grades = None if self.grades is None else self.grades[matched]
@@ -249,18 +271,16 @@ class QueryResults:
         )
 
 
-def _percentage(results: QueryResults, name: str) -> float:
-    return 100 * float(results.per_query(name).mean())
-
-
-def ndcg(ranks: Tensor, grades: Tensor, k: int) -> Tensor:
+def ndcg(ranks: Tensor, grades: Tensor | None, k: int) -> Tensor:
     """Return (Q,) float64 normalised discounted cumulative gains of the first k candidates.
 
     Args:
         ranks: (Q, P) int64 ranks of the right candidates, 0 for none.
-        grades: (Q, P) float64 gains of these, 0 for none.
+        grades: (Q, P) float64 gains of these, 0 for none; None: all 1.
         k: number of candidates.
     """
+    if grades is None:
+        grades = (ranks > 0).double()
     discounts = 1 / (ranks + 1).clamp_min(2).double().log2()
     counted = (ranks > 0) & (ranks <= k)
     gained = torch.where(counted, grades * discounts, 0.0).sum(1)
@@ -303,11 +323,16 @@ class RetrievalResults:
         if self.folds:
             parts = [part.metrics(ks) for part in self.folds]
             return {name: math.fsum(part[name] for part in parts) / len(parts) for name in parts[0]}
+        ks = as_ks(ks)
         metrics = {}
+        recall_sums = []
         for way, side in self.ways.items():
-            for name, value in side.metrics(ks).items():
+            answered = side._answered()
+            own = answered._metrics(ks)
+            for name, value in own.items():
                 metrics[f"{way}_{name}"] = value
-        metrics["rsum"] = math.fsum(side.recall_sum() for side in self.ways.values())
+            recall_sums.append(answered._recall_sum(own))
+        metrics["rsum"] = math.fsum(recall_sums)
         return metrics
 
     def rows(self) -> Iterator[dict[str, object]]:
@@ -410,14 +435,10 @@ def skewness(counts: Tensor, existing: int | Tensor | None = None) -> Tensor:
         existing = len(counts)
     ordered = counts.sort(descending=True).values
     counted = torch.arange(len(counts), device=counts.device) < existing
-    x = torch.where(counted, ordered - _mean(ordered, existing), 0.0)
-    variance = _mean(x.square(), existing)
-    return torch.where(variance > 0, _mean(x**3, existing) / variance**1.5, 0.0)
-
-
-def _mean(x: Tensor, count: int | Tensor) -> Tensor:
-    """Return the sum of values by their number."""
-    return x.sum() / count
+    x = torch.where(counted, ordered - ordered.sum() / existing, 0.0)
+    variance = x.square().sum() / existing
+    third = (x**3).sum() / existing
+    return torch.where(variance > 0, third / variance**1.5, 0.0)
 
 
 def check_systems(

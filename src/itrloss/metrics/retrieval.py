@@ -147,7 +147,7 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     if has_two:
         sims = _pair_with_ids(scores, image_ids, text_ids, by_ids)
     else:
-        sims = [with_ids("scores", scores, image_ids, text_ids, by_ids).detach()]
+        sims = [with_ids("scores", scores, image_ids, text_ids, by_ids)]
     if by_ids:
         warn_of_repeated(sims[0])
     if folds == 1:
@@ -185,7 +185,7 @@ def _pair_with_ids(
 ) -> list[Similarity]:
     """Return the checked scores of image→text and of text→image with their ids."""
     first, second = scores
-    i2t = with_ids("scores", first, image_ids, text_ids, by_ids).detach()
+    i2t = with_ids("scores", first, image_ids, text_ids, by_ids)
     second = from_numpy(second)
     check_matrix("scores[1]", second, "(N, M)", check_finite=True)
     if tuple(second.shape) != tuple(first.shape):

@@ -218,7 +218,7 @@ class Reranker(ABC):
             TypeError, ValueError: naming the argument; for nan and infinity; for a single query
                 without a bank; for a missing bank or embeddings that the method needs.
         """
-        sim = with_ids("scores", scores, None, None, by_ids=False).detach()
+        sim = with_ids("scores", scores, None, None, by_ids=False)
         results = []
         for side, (queries, _, rule) in enumerate(self._ruled(sim)):
             result = torch.empty(queries.shape, dtype=sim.dtype, device=sim.device)

@@ -132,7 +132,7 @@ class FastReranker(_LogSumExpReranker):
         scales = [float(x) for x in scales]
         if not scales or not all(x > 0 for x in scales):
             raise ValueError(f"scales: expected numbers above 0, got {scales}")
-        sim = with_ids("validation", validation, image_ids, text_ids).detach()
+        sim = with_ids("validation", validation, image_ids, text_ids)
         if not bool(sim.positive_counts.any()):
             raise ValueError(
                 "image_ids, text_ids: no query of the validation set has a matching candidate"
