@@ -85,6 +85,16 @@ def query_ids(sim: Similarity) -> tuple[Tensor, Tensor]:
     return _marked(of_images, exists[0]), _marked(of_texts, exists[1])
 
 
+def with_plain_ids(sim: Similarity) -> Similarity:
+    """Return the similarity with :func:`query_ids` in place of a relation that is no plain id.
+
+    Ranking reads from them what exists; the right pairs are passed to it.
+    """
+    if sim.one_to_one or sim.ids[1] is not None:
+        return sim
+    return sim.relabelled(*query_ids(sim))
+
+
 def _numbers(size: int, sim: Similarity) -> Tensor:
     return torch.arange(size, device=sim.device)
 

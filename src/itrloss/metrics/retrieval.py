@@ -12,7 +12,7 @@ from ..engine.ranking import Ranking
 from ..hints import explained
 from ..similarity import NO_ID, Similarity
 from .labels import fold_repeated, has_no_ids, warn_of_repeated, with_ids
-from .matching import part_of, query_ids
+from .matching import part_of, query_ids, with_plain_ids
 from .relevance import Judged, Relevant, WhichPairs, folds_of, judged
 from .results import RECALLS, Ks, QueryResults, RetrievalResults, as_ks, join_folds
 from .suspicion import warn_of_chance, warn_of_unmatched
@@ -228,8 +228,8 @@ def _ranked(
     ties: Ties,
 ) -> RetrievalResults:
     """Return the results of one similarity, or of two for image→text and text→image."""
-    sim = sims[0]
-    t2i = sims[-1].T
+    sim = with_plain_ids(sims[0])
+    t2i = with_plain_ids(sims[-1]).T
     of_images, of_texts = right.both()
     if reranker is not None:
         i2t_ranking, t2i_ranking = reranker.ranked(sim, k, ties, (of_images, of_texts))

@@ -16,7 +16,7 @@ from ..checks import Option, as_size, check_matrix, from_numpy
 from ..engine.ranking import Ranking, Relevance, collected
 from ..hints import explained
 from ..metrics.labels import with_ids
-from ..metrics.matching import existing, existing_part, places
+from ..metrics.matching import existing, existing_part, places, with_plain_ids
 from ..metrics.relevance import judged
 from ..similarity import NO_ID, Similarity, TopK
 from ..suspicious import UnfitScalesWarning, number_shared, warn
@@ -71,7 +71,7 @@ class Ruled(NamedTuple):
     """All queries and candidates of a direction, and how the candidates are ranked."""
 
     queries: Similarity  # without labels
-    labelled: Similarity  # the same with theirs
+    named: Similarity  # the same with ids, of what does not exist NO_ID
     rule: Rule
 
 
@@ -310,16 +310,17 @@ class Reranker(ABC):
         of_images = directions[0].queries
         if exists != (None, None):
             of_images = unlabelled(sim)
-        every = (of_images, sim, exists), (of_images.T, sim.T, exists[::-1])
+        named = with_plain_ids(sim)
+        every = (of_images, named, exists), (of_images.T, named.T, exists[::-1])
         ruled = []
         rules = self._rules_together(directions)
-        for rule, (queries, labelled, own) in zip(rules, every, strict=True):
+        for rule, (queries, view, own) in zip(rules, every, strict=True):
             if not callable(rule):
                 expected = "a Bias, or a function of scores and rows"
                 raise TypeError(f"rule: expected {expected}, got {type(rule).__name__}")
             if isinstance(rule, Bias) and not bool(rule.bias.to(sim.dtype).isfinite().all()):
                 raise ValueError(f"scores: too large for {self!r}")
-            ruled.append(Ruled(queries, labelled, for_all(rule, *own)))
+            ruled.append(Ruled(queries, view, for_all(rule, *own)))
         return ruled
 
     def _rules_together(self, directions: Sequence[Direction]) -> Sequence[Rule]:
@@ -429,13 +430,13 @@ def go_beyond_cosines(sim: Similarity) -> bool:
 @torch.no_grad()
 def _ranks(ruled: Ruled, k: int, ties: str | None, relevance: Relevance | None) -> Ranking:
     """Return ranks and best candidates by re-ranked score."""
-    queries, labelled, rule = ruled
+    queries, named, rule = ruled
     if isinstance(rule, Bias):
         bias = rule.bias / rule.factor
-        ranks, top, grades = labelled.ranked(k, bias, ties=ties, relevance=relevance)
+        ranks, top, grades = named.ranked(k, bias, ties=ties, relevance=relevance)
         return Ranking(ranks, TopK(top.values * rule.factor, top.indices), grades)
     ids, candidate_ids = no_match(queries.shape, queries.device)
-    _, exists = existing(labelled)
+    _, exists = existing(named)
     if exists is not None:
         candidate_ids = candidate_ids.masked_fill(~exists, NO_ID)
 
@@ -447,4 +448,4 @@ def _ranks(ruled: Ruled, k: int, ties: str | None, relevance: Relevance | None) 
             yield rows, scored.ranked(k, ties=ties, relevance=own)
 
     ranks, top, grades = collected(len(ids), parts())
-    return Ranking(ranks, TopK(top.values.to(labelled.dtype), top.indices), grades)
+    return Ranking(ranks, TopK(top.values.to(named.dtype), top.indices), grades)
