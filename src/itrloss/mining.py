@@ -90,7 +90,7 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     total = len(corpus)
     device = query_vectors.device
     dtype = compute_dtype(query_vectors)
-    if are_strings(query_ids) != are_strings(corpus_ids):
+    if _are_names(query_ids) != _are_names(corpus_ids):
         expected = "strings with strings in query_ids, integers with integers"
         raise TypeError(f"corpus_ids: expected {expected}")
     labels = label_sets("query_ids", query_ids, size, device)
@@ -108,6 +108,12 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
         if progress is not None:
             progress(end, total)
     return best
+
+
+def _are_names(ids: Any) -> bool:
+    """Return whether ids, or the labels of sets, are strings."""
+    is_list_of_lists = isinstance(ids, (list, tuple)) and any(isinstance(x, list) for x in ids)
+    return are_strings(ids[0] if is_list_of_lists else ids)
 
 
 def _warn_of_labels(labels: Tensor, corpus_labels: Tensor) -> None:
