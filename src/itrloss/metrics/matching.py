@@ -57,6 +57,8 @@ def all_others_are_wrong(sim: Similarity) -> bool:
 
     With groups, or nan in ``matches``, some pairs are neither.
     """
+    if has_plain_ids(sim):
+        return True
     rows, cols = existing(sim)
     size = sim.shape[1] if cols is None else int(cols.sum())
     counts = sim.positive_counts + sim.negative_counts
@@ -85,12 +87,17 @@ def query_ids(sim: Similarity) -> tuple[Tensor, Tensor]:
     return _marked(of_images, exists[0]), _marked(of_texts, exists[1])
 
 
+def has_plain_ids(sim: Similarity) -> bool:
+    """Return whether equal ids, or places if there are none, say who matches, and nothing else."""
+    return sim.one_to_one or sim.ids[1] is not None
+
+
 def with_plain_ids(sim: Similarity) -> Similarity:
     """Return the similarity with :func:`query_ids` in place of a relation that is no plain id.
 
     Ranking reads from them what exists; the right pairs are passed to it.
     """
-    if sim.one_to_one or sim.ids[1] is not None:
+    if has_plain_ids(sim):
         return sim
     return sim.relabelled(*query_ids(sim))
 

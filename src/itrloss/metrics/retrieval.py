@@ -229,13 +229,12 @@ def _ranked(
 ) -> RetrievalResults:
     """Return the results of one similarity, or of two for image→text and text→image."""
     sim = with_plain_ids(sims[0])
-    t2i = with_plain_ids(sims[-1]).T
     of_images, of_texts = right.both()
     if reranker is not None:
         i2t_ranking, t2i_ranking = reranker.ranked(sim, k, ties, (of_images, of_texts))
     else:
         i2t_ranking = sim.ranked(k, ties=ties, relevance=of_images)
-        t2i_ranking = t2i.ranked(k, ties=ties, relevance=of_texts)
+        t2i_ranking = with_plain_ids(sims[-1]).T.ranked(k, ties=ties, relevance=of_texts)
     image_ids, text_ids = query_ids(sim)
     return RetrievalResults(
         i2t=_of_queries(image_ids, text_ids, i2t_ranking),

@@ -307,20 +307,21 @@ class Reranker(ABC):
         directions = self._directions(sim)
         self._warn(directions)
         exists = existing(sim)
-        of_images = directions[0].queries
+        queries = [direction.queries for direction in directions]
         if exists != (None, None):
-            of_images = unlabelled(sim)
+            every = unlabelled(sim)
+            queries = [every, every.T]
         named = with_plain_ids(sim)
-        every = (of_images, named, exists), (of_images.T, named.T, exists[::-1])
+        sides = zip(queries, (named, named.T), (exists, exists[::-1]), strict=True)
         ruled = []
         rules = self._rules_together(directions)
-        for rule, (queries, view, own) in zip(rules, every, strict=True):
+        for rule, (own, view, masks) in zip(rules, sides, strict=True):
             if not callable(rule):
                 expected = "a Bias, or a function of scores and rows"
                 raise TypeError(f"rule: expected {expected}, got {type(rule).__name__}")
             if isinstance(rule, Bias) and not bool(rule.bias.to(sim.dtype).isfinite().all()):
                 raise ValueError(f"scores: too large for {self!r}")
-            ruled.append(Ruled(queries, view, for_all(rule, *own)))
+            ruled.append(Ruled(own, view, for_all(rule, *masks)))
         return ruled
 
     def _rules_together(self, directions: Sequence[Direction]) -> Sequence[Rule]:
@@ -339,14 +340,23 @@ class Reranker(ABC):
             if bank is not None:
                 banks[side] = fitting(bank, side, sim, existing(sim)[1 - side])
         images = unlabelled(present)
-        texts = images.T  # of the same matrix, so that all sums take one product
+        views = images, images.T  # of the same matrix, so that all sums take one product
         rows, cols = places(sim)
         directions = []
-        for side, queries, numbers in ((0, images, (rows, cols)), (1, texts, (cols, rows))):
-            bank = banks[side]
-            candidates = queries.T if bank is None else against(queries.T, bank)
-            gallery = banks[1 - side]
-            directions.append(Direction(side, queries, candidates, bank is None, gallery, numbers))
+        for side, bank in enumerate(banks):
+            candidates = views[1 - side]
+            if bank is not None:
+                candidates = against(candidates, bank)
+            directions.append(
+                Direction(
+                    side,
+                    views[side],
+                    candidates,
+                    transductive=bank is None,
+                    gallery=banks[1 - side],
+                    numbers=(cols, rows) if side else (rows, cols),
+                )
+            )
         return directions
 
     def _warn(self, directions: Sequence[Direction]) -> None:
