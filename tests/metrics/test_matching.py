@@ -116,6 +116,10 @@ def transposed(**options):
     return Similarity(TEXTS, IMAGES, rows, cols, **options).T
 
 
+def numbers_alone(**options):
+    return Similarity(IMAGES, TEXTS, None, OWNER, **options)
+
+
 def scores_with_label_sets(**options):
     sim = label_sets()
     return Similarity.from_scores(sim.scores(), *sim.label_sets())
@@ -127,6 +131,7 @@ RELATIONS = {
     "sparse matches": sparse_matches,
     "one group": one_group,
     "transposed": transposed,
+    "numbers alone": numbers_alone,
     "scores": scores_with_label_sets,
 }
 
@@ -225,6 +230,17 @@ def test_texts_of_several_images_are_right_for_each():
     for method in (None, MutualProximity(), CSLS()):
         wanted = retrieval_metrics(plain(), relevant=right.float(), reranker=method)
         assert_same(retrieval_metrics(sim, reranker=method), wanted)
+
+
+def test_a_view_from_the_texts_has_the_numbers_of_its_columns():
+    """Images have numbers of texts here, and two of them the same."""
+    numbers = torch.arange(N) // 2
+    sim = Similarity(TEXTS, IMAGES, None, numbers).T
+    wanted = retrieval_results(Similarity(IMAGES, TEXTS, numbers, torch.arange(M)))
+    found = retrieval_results(sim)
+    assert_same(found.metrics(), wanted.metrics())
+    assert torch.equal(found.i2t.ids, numbers)
+    assert confidence_intervals(found, samples=50) == confidence_intervals(wanted, samples=50)
 
 
 WITH_NAN = torch.eye(N, M)

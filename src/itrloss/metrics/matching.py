@@ -76,10 +76,10 @@ def query_ids(sim: Similarity) -> tuple[Tensor, Tensor]:
     """
     image_ids, text_ids = sim.ids
     n, m = sim.shape
-    if text_ids is not None:
-        return _numbers(n, sim) if image_ids is None else image_ids, text_ids
-    if sim.one_to_one:
-        return _numbers(n, sim), _numbers(m, sim)
+    if has_plain_ids(sim):  # ids of one side alone are numbers of the other
+        image_ids = _numbers(n, sim) if image_ids is None else image_ids
+        text_ids = _numbers(m, sim) if text_ids is None else text_ids
+        return image_ids, text_ids
     images, texts = right_pairs(sim)
     of_images = _numbers(n, sim)
     of_texts = (n + _numbers(m, sim)).scatter_reduce(0, texts, images, "amin")
@@ -89,7 +89,7 @@ def query_ids(sim: Similarity) -> tuple[Tensor, Tensor]:
 
 def has_plain_ids(sim: Similarity) -> bool:
     """Return whether equal ids, or places if there are none, say who matches, and nothing else."""
-    return sim.one_to_one or sim.ids[1] is not None
+    return sim.one_to_one or any(ids is not None for ids in sim.ids)
 
 
 def with_plain_ids(sim: Similarity) -> Similarity:
