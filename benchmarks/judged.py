@@ -27,7 +27,6 @@ from itrloss.rerank import (
     CSLS,
     DualSoftmax,
     FastReranker,
-    KReciprocalReranker,
     MutualProximity,
     QueryBankNorm,
     Reranker,
@@ -44,7 +43,6 @@ RERANKERS: dict[str, type[Reranker]] = {
     "CSLS": CSLS,
     "dual softmax": DualSoftmax,
     "mutual proximity": MutualProximity,
-    "k-reciprocal": KReciprocalReranker,
 }
 MEAN = "mean of all"
 Pair = tuple[Tensor, Tensor]  # scores of image→text and of text→image; images or queries, and texts

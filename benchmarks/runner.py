@@ -271,8 +271,8 @@ def _warm_up(run: Step, name: str, case: Case) -> Row:
     libraries: dict[str, None] = {}
     make, by_onednn = Matrix.__init__, products._use_onednn
 
-    def make_and_note(matrix: Matrix, *args: Any) -> None:
-        make(matrix, *args)
+    def make_and_note(matrix: Matrix, *args: Any, **options: Any) -> None:
+        make(matrix, *args, **options)
         engines[matrix.engine] = None
 
     def choose_and_note(a: Tensor, b: Tensor) -> bool:

@@ -12,7 +12,7 @@ import itrloss
 from benchmarks.cases import LOSSES, Case, problem
 from benchmarks.runner import step
 from itrloss import Similarity, functional, pair_term
-from itrloss.engine import inputs, pairs, products, ranking, terms, vectors
+from itrloss.engine import inputs, products, ranking, relation, terms, vectors
 from itrloss.engine.matrix import contiguous_copy
 
 pytestmark = pytest.mark.slow
@@ -59,11 +59,24 @@ def test_kept_scores(benchmark, budget):
 @pytest.mark.parametrize("loss", ["InfoNCELoss", "DiversityContrastiveLoss", "SupConLoss"])
 def test_ten_classes(benchmark, loss, few, monkeypatch):
     """A step of 2048 pairs with 420 000 positives."""
-    monkeypatch.setattr(pairs, "FEW", few)
+    monkeypatch.setattr(relation, "FEW", few)
     v, w = (torch.randn(2048, 512, requires_grad=True) for _ in range(2))
     ids = torch.randint(10, (2, 2048))
     criterion = getattr(itrloss, loss)()
     found = benchmark(lambda: torch.autograd.grad(criterion(v, w, *ids), (v, w)))
+    assert all(x.isfinite().all() for x in found)
+
+
+@pytest.mark.parametrize("way", ["label sets", "matches"])
+def test_label_sets(benchmark, way):
+    """Who matches of 1024 x 1024 sets of 16 labels."""
+    labels = torch.randint(5000, (1024, 16))
+    matches = relation.shares_label(labels, labels).float()
+    by_labels = {"image_ids": labels, "text_ids": labels}
+    who = by_labels if way == "label sets" else {"matches": matches}
+    v, w = (torch.randn(1024, 128, requires_grad=True) for _ in range(2))
+    criterion = itrloss.InfoNCELoss()
+    found = benchmark(lambda: torch.autograd.grad(criterion(v, w, **who), (v, w)))
     assert all(x.isfinite().all() for x in found)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import itrloss
 from itrloss import Anchors, Similarity, functional
-from itrloss.engine.pairs import IGNORE_ID
+from itrloss.engine.relation import IGNORE_ID
 from itrloss.memory import MemorySimilarity
 
 IDS = torch.tensor([0, 1, 2, 2, 4, 5, 6, 7])  # images 2 and 3 are the same picture

@@ -342,7 +342,7 @@ WIDE = torch.rand(100, 500, generator=torch.Generator().manual_seed(0))
 READERS = {
     "metrics": metrics.retrieval_metrics,
     "metrics of the re-ranked": lambda x: metrics.retrieval_metrics(x, reranker=rerank.CSLS()),
-    "topk": lambda x: rerank.ReciprocalReranker().topk(x, 5),
+    "topk": lambda x: rerank.DualSoftmax().topk(x, 5),
     "calibration": lambda x: rerank.FastReranker().calibrate(x, scales=(1.0, 5.0)),
     "embeddings": lambda x: metrics.retrieval_metrics(itrloss.Similarity(x, x)),
     "mining": lambda x: itrloss.mine_hard_negatives(x, x, range(100), range(100), 3),
@@ -430,9 +430,8 @@ def test_nothing_writes_to_an_array(name: str):
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-def k_reciprocal(k):
-    method = rerank.KReciprocalReranker(k1=k(3), k2=k(2))
-    return method.topk(itrloss.Similarity(X, Y), k(2)).i2t.values.shape
+def reranked(k):
+    return rerank.CSLS(k(3)).topk(itrloss.Similarity(X, Y), k(2)).i2t.values.shape
 
 
 def mined(k):
@@ -450,7 +449,7 @@ SIZED = {
     "kmeans": lambda k: itrloss.OnlineKMeans(k(5), k(8)).centroids.shape,
     "topk": lambda k: itrloss.Similarity(X, Y).topk(k(3)).indices.shape,
     "mining": mined,
-    "kreciprocal": k_reciprocal,
+    "re-ranking": reranked,
     "samples": intervals,
     "matryoshka": lambda k: itrloss.Matryoshka(itrloss.InfoNCELoss(), [k(2), k(8)]).dims,
 }

@@ -95,6 +95,63 @@ def test_fewer_negatives_than_asked_for_are_filled_with_minus_one():
     assert (found.indices[:, 6:] == -1).all()
 
 
+def labelled():
+    """A problem with two labels for each query, and three for each embedding, some of them none."""
+    given = problem()
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, 12, (7, 2), generator=generator)
+    corpus_labels = torch.randint(0, 12, (300, 3), generator=generator)
+    for x in (labels, corpus_labels):
+        x[torch.rand(x.shape, generator=generator) < 0.3] = IGNORE_ID
+    labels[2] = IGNORE_ID  # does not exist
+    labels[3] = torch.tensor([IGNORE_ID, 4])
+    return given._replace(query_ids=labels, corpus_ids=corpus_labels)
+
+
+@pytest.mark.parametrize("below", [math.inf, 0.3], ids=["none", "one"])
+@pytest.mark.parametrize("block", [1, 64, 8192])
+def test_pairs_that_share_a_label_are_positive(block, below):
+    given = labelled()
+    queries = F.normalize(given.queries)
+    scores = queries @ F.normalize(given.corpus).T
+    for q, own in enumerate(given.query_ids.tolist()):
+        of_query = {x for x in own if x != IGNORE_ID}
+        for j, other in enumerate(given.corpus_ids.tolist()):
+            of_corpus = {x for x in other if x != IGNORE_ID}
+            if not of_query or not of_corpus or of_query & of_corpus or scores[q, j] >= below:
+                scores[q, j] = -math.inf
+    values, indices = scores.sort(dim=1, descending=True, stable=True)
+    indices = indices.masked_fill(values == -math.inf, -1)
+    limit = None if below is math.inf else below
+    found = mine_hard_negatives(*given, k=5, block=block, below=limit)
+    check(found, (values[:, :5], indices[:, :5]))
+
+
+def test_one_side_may_have_one_label_and_both_may_have_names():
+    queries = torch.eye(2, 3)
+    corpus = torch.eye(3)
+    names = [["dog", "beach"], ["beach", "sea"]]
+    found = mine_hard_negatives(queries, corpus, names, ["dog", "sea", "sky"], 3)
+    assert found.indices.tolist() == [[1, 2, -1], [0, 2, -1]]
+    with pytest.raises(TypeError, match="corpus_ids: expected strings with strings in query_ids"):
+        mine_hard_negatives(queries, corpus, names, torch.arange(3), 3)
+
+
+@pytest.mark.parametrize("as_sets", [False, True])
+def test_padding_is_no_id_that_all_have_in_common(as_sets):
+    """What does not exist on both sides is no match, and no sign of ids that are all the same."""
+    x = sample(4, 6)
+    ids = torch.tensor([0, 1, IGNORE_ID, IGNORE_ID])
+    others = torch.tensor([7, 8, IGNORE_ID, IGNORE_ID])
+    same = torch.tensor([5, 5, IGNORE_ID, IGNORE_ID])
+    if as_sets:
+        ids, others, same = [torch.stack([x, x], 1) for x in (ids, others, same)]
+    with pytest.warns(UserWarning, match="they have no id in common"):
+        mine_hard_negatives(x, x, ids, others, 2)
+    with pytest.warns(UserWarning, match="all are the same"):
+        mine_hard_negatives(x, x, same, same, 2)
+
+
 def test_a_corpus_may_be_a_file(tmp_path):
     given = problem(dtype=torch.float32)
     half = given.corpus.half()

@@ -96,7 +96,6 @@ RESULTS: dict[str, Callable[[], Tensor]] = {
     ],
     "order embeddings": lambda: compat.VSEPPLoss(0.2, "order")(IMAGES.abs(), TEXTS.abs()),
     "own negatives": lambda: itrloss.InfoNCELoss()(UNIT_IMAGES, UNIT_TEXTS, negatives=SETS),
-    "k-reciprocal": lambda: rerank.KReciprocalReranker().rerank(Similarity(IMAGES, TEXTS)).i2t,
     "Sinkhorn": lambda: rerank.Sinkhorn().rerank(Similarity(IMAGES, TEXTS)).i2t,
 }
 WANTED = {name: make().double() for name, make in RESULTS.items()}

@@ -13,6 +13,7 @@ import torch
 from support import oracle
 from support.cases import SHAPES, make_ids, sample, similarity
 from support.cases import sets as sample_sets
+from support.processes import run
 
 import itrloss
 from itrloss import Similarity, TripletLoss, describe
@@ -178,6 +179,57 @@ def test_telemetry_of_a_memory():
     torch.testing.assert_close(loss.telemetry["memory_hardest"], torch.cat(hardest).mean())
     of_batch = describe(Similarity(images, texts))
     torch.testing.assert_close(loss.telemetry["gap"], of_batch["gap"])
+
+
+PLACES = torch.tensor([1, 2, 3, 5, 6, 7, 10])  # of 11; the others do not exist
+IDS = torch.tensor([0, 1, 2, 3, 0, 5, 6])
+
+
+def spread(x, fill):
+    """``x`` at some places among others."""
+    whole = x.new_full((11, *x.shape[1:]), fill)
+    whole[PLACES] = x
+    return whole
+
+
+@pytest.mark.parametrize("hubness_k", [2, 10])
+@pytest.mark.parametrize("sides", [(True, True), (True, False), (False, True)])
+def test_what_does_not_exist_changes_no_figure(sides, hubness_k):
+    images, texts = sample(2, 7, 4, dtype=torch.float64)
+    wanted = describe(Similarity(images, texts, IDS, IDS), hubness_k=hubness_k)
+    given = []
+    for x, padded in zip((images, texts), sides, strict=True):
+        given.append(spread(x, 0.7) if padded else x)
+    ids = [spread(IDS, itrloss.NO_ID) if padded else IDS for padded in sides]
+    found = describe(Similarity(*given, *ids), hubness_k=hubness_k)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, msg=name)
+
+
+def test_the_age_of_a_memory_is_in_batches_of_what_exists():
+    memory = itrloss.CoupledMemory(12, 4)
+    memory.enqueue(*sample(2, 12, 4), torch.arange(12))
+    images, texts = sample(2, 5, 4, seed=1)
+    ids = torch.tensor([0, itrloss.NO_ID, 1, 2, itrloss.NO_ID])
+    sims = MemorySimilarity.of(images, texts, images, texts, memory, ids, ids)
+    assert describe_memory(sims)["memory_age"] == 2.5  # in batches of three pairs
+
+
+def described_in_part(rank):
+    """Figures of a batch of two processes, with padding in one of them."""
+    images, texts = sample(2, 8, 4)
+    ids = torch.tensor([0, 1, 2, 3, itrloss.NO_ID, 5, 6, itrloss.NO_ID])
+    own = slice(4) if rank == 0 else slice(4, 8)
+    return describe(Similarity.sharded(images[own], texts[own], ids[own], ids[own]), hubness_k=3)
+
+
+def test_processes_that_share_a_batch_describe_what_exists(tmp_path):
+    images, texts = sample(2, 8, 4)
+    exist = torch.tensor([0, 1, 2, 3, 5, 6])
+    wanted = describe(Similarity(images[exist], texts[exist]), hubness_k=3)
+    for found in run(described_in_part, tmp_path):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, msg=name)
 
 
 def test_the_age_of_a_memory_counts_the_batches_of_all_processes(monkeypatch):

@@ -16,8 +16,8 @@ from triton.runtime.errors import OutOfResources
 from itrloss.engine import kernels as engine_kernels
 from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Inputs, Side
-from itrloss.engine.pairs import Pairs
 from itrloss.engine.question import Question
+from itrloss.engine.relation import Relation
 from itrloss.engine.terms import Term, exponential, softplus
 from itrloss.engine.tiled import Needs
 from itrloss.engine.triton import TileConfig
@@ -28,7 +28,7 @@ from .plan import PRODUCTION, TILES
 from .session import Session, gflops
 from .speed import HALF, Step, case_fields
 
-FREQUENT = (exponential,), (softplus,)  # of InfoNCE and DCL, and of SigLIP
+FREQUENT = exponential, softplus  # of InfoNCE and DCL, and of SigLIP
 SCALE = 10.0  # of scores, and -SCALE their shift: no exponential overflows
 
 
@@ -36,12 +36,12 @@ SCALE = 10.0  # of scores, and -SCALE their shift: no exponential overflows
 class Asked:
     """What a kernel is asked for."""
 
-    terms: tuple[Term, ...]
+    term: Term
     each: bool  # whether every anchor has a shift of its own, as with maxima
     trained: bool = False  # whether the scale gets a gradient, and SigLIP's bias
 
     def __str__(self) -> str:
-        name = " + ".join(term.__name__ for term in self.terms)
+        name = self.term.__name__
         if self.each:
             name += ", a shift each"
         if self.trained:
@@ -50,11 +50,11 @@ class Asked:
 
     def question(self, n: int, device: torch.device) -> Question:
         """Return the question of N x N scores."""
-        sides = (0,) if self.terms == (softplus,) else (0, 1)  # as the losses ask
+        sides = (0,) if self.term is softplus else (0, 1)  # as the losses ask
         shift = torch.full((n * len(sides) if self.each else 1,), -SCALE, device=device)
         scale = torch.full((1,), SCALE, device=device) if self.trained else SCALE
-        pairs = Pairs((n, n), (None, None), device)
-        return Question(pairs, sides, self.terms, scale=scale, shift=shift)
+        pairs = Relation((n, n), (None, None), device)
+        return Question(pairs, sides, self.term, scale=scale, shift=shift)
 
 
 def alone(session: Session) -> None:
@@ -68,9 +68,9 @@ def alone(session: Session) -> None:
 
 def forms() -> list[Asked]:
     """Return what kernels are asked for: every form, and what makes the frequent ones slower."""
-    found = [Asked(terms, each=False) for terms in engine_kernels.FORMS]
-    found.append(Asked((exponential,), each=True))
-    return found + [Asked(terms, each=False, trained=True) for terms in FREQUENT]
+    found = [Asked(term, each=False) for term in engine_kernels.FORMS]
+    found.append(Asked(exponential, each=True))
+    return found + [Asked(term, each=False, trained=True) for term in FREQUENT]
 
 
 def both_kernels(session: Session, asked: Asked, dim: int, tiles: str, n: int = 32768) -> None:
@@ -103,8 +103,8 @@ def side_of(x: Tensor) -> Side:
 
 def write_gradient(question: Question, inputs: Inputs, trained: bool) -> None:
     """Write the gradients of all panels of scores, one over the other."""
-    run = engine.Pass(question, inputs, engine_kernels.FORMS[question.terms])
-    grad = torch.full((len(question.terms), question.size), 1e-4, device=run.device)
+    run = engine.Pass(question, inputs, engine_kernels.FORMS[question.term])
+    grad = torch.full((question.size,), 1e-4, device=run.device)
     dtype = inputs.rows.like.dtype
     needs = Needs(
         rows=True,
@@ -112,7 +112,7 @@ def write_gradient(question: Question, inputs: Inputs, trained: bool) -> None:
         row_bias=False,
         col_bias=False,
         scale=trained,
-        shift=trained and question.terms == (softplus,),  # that of exponentials is only for range
+        shift=trained and question.term is softplus,  # that of exponentials is only for range
         dtypes=(dtype, dtype),
     )
     engine.visit(engine.GradientKernel(run, grad, needs), NoProducts(), [])  # type: ignore[arg-type]

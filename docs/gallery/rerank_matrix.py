@@ -1,6 +1,6 @@
 """Re-rank a saved matrix
 
-A model's scores for 200 images with five captions each, saved in a file, are re-ranked in seven
+A model's scores for 200 images with five captions each, saved in a file, are re-ranked in six
 ways. None uses labels; all use the test queries together. RSUM is the sum of six recalls, 600 at
 best.
 """
@@ -22,7 +22,6 @@ scores = torch.from_numpy(np.load("sims.npy"))
 rsum = {"no re-ranking": itrloss.metrics.retrieval_metrics(scores)["rsum"]}
 for method in (
     rerank.MutualProximity,
-    rerank.ReciprocalReranker,
     rerank.NearestNeighborNorm,
     rerank.CSLS,
     rerank.FastReranker,

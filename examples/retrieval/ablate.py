@@ -23,13 +23,12 @@ from functools import cached_property
 from itertools import product
 from pathlib import Path
 
-from itrloss.comparison import METHODS
-
 from .config import Config, load_config, make_config, read_toml
 from .data import load_split
 from .evaluate import RECALLS, before_and_after, reranker
 from .objectives import build_loss
 from .preparation import data_directory
+from .rerankers import METHODS
 from .runs import IGNORED, Metrics, Run, load_run
 from .train import train
 
@@ -44,7 +43,7 @@ class Row:
 
     what: str  # in words
     set: Sequence[str] = ()  # key=value, or key*=factor of the full model's
-    # for tables of re-ranking: γ1, γ2, λ1, λ2, or a method of `itrloss rerank`
+    # for tables of re-ranking: γ1, γ2, λ1, λ2, or a name in rerankers.py
     rerank: Sequence[float] | str = ()
     cannot: str = ""  # the reason why it is not run
 

@@ -44,8 +44,9 @@ from .metrics import (
     retrieval_results,
     save_trec,
 )
-from .metrics.labels import fold_parts, unrelated_ids
+from .metrics.labels import unrelated_ids
 from .metrics.protocols import check_coco
+from .metrics.relevance import folds_of
 from .metrics.results import RECALLS, as_ks
 from .metrics.suspicion import warn_of_guess
 from .report.comparison import models_page, page
@@ -701,7 +702,7 @@ def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
         raise ValueError(
             "--folds: banks of scores contain all candidates, those of a part are others"
         )
-    texts = [cols for _, cols in fold_parts(sim, args.folds)]
+    texts = [fold.cols for fold in folds_of(sim, args.folds)]
     if not bool((torch.cat(texts).bincount(minlength=m) == 1).all()):
         raise ValueError("--folds: expected each text to have its images in one part")
 
@@ -875,7 +876,7 @@ def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None
     """Return the bank of images (side 0) or texts (1), checked before anything is worked out."""
     source = args.bank_texts if side else args.bank_images
     if source is None:
-        if sim.shape[side] == 1 and set(args.methods) - {"k-reciprocal"}:
+        if sim.shape[side] == 1:
             one = "text" if side else "image"
             raise ValueError(
                 f"a single {one} is compared with no other, so that re-ranking cannot rank for it: "

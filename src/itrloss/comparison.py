@@ -16,7 +16,7 @@ from torch import Tensor
 from . import rerank, tables
 from .checks import one_of
 from .metrics import Comparison, RetrievalResults, compare_all, retrieval_results
-from .metrics.labels import with_ids
+from .metrics.labels import check_whole, with_ids
 from .metrics.results import RECALLS, WAYS, Ks, check_systems
 from .metrics.retrieval import as_pair
 from .rerank import FastReranker, Reranker
@@ -37,9 +37,6 @@ METHODS: dict[str, type[Reranker]] = {
     "mutual-proximity": rerank.MutualProximity,
     "sinkhorn": rerank.Sinkhorn,
     "dbsn": rerank.DualBankSinkhorn,
-    "reciprocal": rerank.ReciprocalReranker,
-    "multi-factor": rerank.MultiFactorReranker,
-    "k-reciprocal": rerank.KReciprocalReranker,
 }
 PLAIN = "no re-ranking"
 CALIBRATED = "fast, calibrated"
@@ -56,9 +53,6 @@ TITLES = {  # names for readers who do not know the command line's
     "mutual-proximity": "Mutual proximity",
     "sinkhorn": "Sinkhorn",
     "dbsn": "DBSN",
-    "reciprocal": "Reciprocal",
-    "multi-factor": "Multi-factor",
-    "k-reciprocal": "k-reciprocal",
 }
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
 _PRECISIONS = {  # columns and their widths
@@ -396,6 +390,7 @@ def _are_same(own: RetrievalResults, other: RetrievalResults) -> bool:
 def _with_ids(name: str, scores: Any) -> Similarity:
     """Return scores of any form as a Similarity."""
     if isinstance(scores, Similarity):
+        check_whole(name, scores)
         return scores
     if isinstance(as_pair(scores), tuple):
         expected = "one matrix of scores, from which both directions are re-ranked"

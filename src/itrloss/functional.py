@@ -367,12 +367,16 @@ def sigmoid_loss(
         total = sim.weighted_sum(softplus, scale=scale, shift=bias)
         positives = sim.sum_of_positives(softplus, scale=-scale, shift=-bias, weights="factor")
         total = total + positives.sum()
-        total = sim.total(total)
         if reduction == "sum":
-            return total
+            return sim.total(total)
+        if sim.share is None and sim.pairs.exists(0) is None and sim.pairs.exists(1) is None:
+            n, m = [max(1, size) for size in sim.totals]
+            return total * (0.5 / n + 0.5 / m)
+        rows, cols = [side.positive_counts + side.negative_counts > 0 for side in (sim, sim.T)]
+        numbers = torch.stack([total, rows.sum().to(total), cols.sum().to(total)])
+        total, n, m = sim.total(numbers)
         # The batches of several processes may all be empty.
-        n, m = [max(1, size) for size in sim.totals]
-        return total * (0.5 / n + 0.5 / m)
+        return total * (0.5 / n.clamp_min(1) + 0.5 / m.clamp_min(1))
     # Values of anchors need the columns, too.
     anchors = sim.both
     values = anchors.sum(softplus, scale=scale, shift=bias)

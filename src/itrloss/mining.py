@@ -11,12 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import IdsLike, Names, as_size, as_tensor, check_matrix, from_numpy, ids_of_both
+from .checks import (
+    IdsLike,
+    Names,
+    are_strings,
+    as_size,
+    as_tensor,
+    check_matrix,
+    from_numpy,
+)
 from .engine.inputs import even_chunks
 from .engine.products import full_float32, matmul
 from .engine.relation import IGNORE_ID, slots
 from .engine.vectors import compute_dtype, full_precision, normalized
 from .hints import explained
+from .related import label_sets
 from .similarity import TopK
 from .suspicious import warn
 
@@ -54,7 +63,9 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
         corpus: (N, D) embeddings: a tensor on any device, or an array, such as ``np.load(path,
             mmap_mode="r")``.
         query_ids, corpus_ids: (Q,) and (N,) integers or strings, as in :class:`Similarity`; equal
-            ids are positives, which are left out.
+            ids are positives, which are left out. With sets of labels, (Q, k) and (N, l), a pair is
+            positive if it shares a label; :data:`itrloss.NO_ID` is no label, and what has no other
+            does not exist.
         k: number of negatives.
         below: number, or (Q,), that negatives have to score below; such as 0.95 times the
             positive's score, as *NV-Retriever* takes to leave out false negatives (`Moreira et al.
@@ -79,30 +90,44 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     total = len(corpus)
     device = query_vectors.device
     dtype = compute_dtype(query_vectors)
-    ids, corpus_ids = ids_of_both(query_ids, corpus_ids, size, total, device, _NAMES)
-    _warn_of_ids(ids, corpus_ids)
+    if _are_names(query_ids) != _are_names(corpus_ids):
+        expected = "strings with strings in query_ids, integers with integers"
+        raise TypeError(f"corpus_ids: expected {expected}")
+    labels = label_sets("query_ids", query_ids, size, device)
+    corpus_labels = label_sets("corpus_ids", corpus_ids, total, device)
+    _warn_of_labels(labels, corpus_labels)
     limits = None
     if below is not None:
         limits = as_tensor("below", below, size, dtype, device).expand(size)
     values = query_vectors.new_full((size, k), -torch.inf, dtype=dtype)
     best = TopK(values, torch.full_like(values, -1, dtype=torch.int64))
-    search = _Search(normalized(query_vectors, normalize), ids, limits, best)
+    search = _Search(normalized(query_vectors, normalize), labels, limits, best)
     for start, end in _blocks(total, block):
         vectors = _vectors(corpus[start:end], normalize, query_vectors)
-        _search_block_(search, vectors, corpus_ids[start:end], start)
+        _search_block_(search, vectors, corpus_labels[start:end], start)
         if progress is not None:
             progress(end, total)
     return best
 
 
-def _warn_of_ids(ids: Tensor, corpus_ids: Tensor) -> None:
-    """Warn if ids leave out nothing, so that right answers are mined, or everything."""
-    if not bool(torch.isin(ids, corpus_ids).any()):
+def _are_names(ids: Any) -> bool:
+    """Return whether ids, or the labels of sets, are strings."""
+    is_list_of_lists = isinstance(ids, (list, tuple)) and any(isinstance(x, list) for x in ids)
+    return are_strings(ids[0] if is_list_of_lists else ids)
+
+
+def _warn_of_labels(labels: Tensor, corpus_labels: Tensor) -> None:
+    """Warn if labels leave out nothing, so that right answers are mined, or everything."""
+    own = labels[labels != IGNORE_ID]
+    of_corpus = corpus_labels[corpus_labels != IGNORE_ID]
+    if len(own) == 0 or len(of_corpus) == 0:
+        return
+    if not bool(torch.isin(own, of_corpus).any()):
         warn(
             "query_ids, corpus_ids: they have no id in common, so that the highest-scoring "
             "embeddings are all taken for negatives, right ones among them. Equal ids are a match"
         )
-    elif bool((ids == ids[0]).all()) and bool((corpus_ids == ids[0]).all()):
+    elif bool((own == own[0]).all()) and bool((of_corpus == own[0]).all()):
         warn("query_ids, corpus_ids: all are the same, so that there are no negatives")
 
 
@@ -120,7 +145,7 @@ class _Search:
     """Queries, and the best of their negatives so far, which are updated in place."""
 
     vectors: Tensor  # (Q, D)
-    ids: Tensor  # (Q,)
+    labels: Tensor  # (Q, k)
     limits: Tensor | None  # (Q,), which negatives score below
     best: TopK  # (Q, k)
 
@@ -130,7 +155,7 @@ class _Search:
         if limits is not None:
             limits = limits[rows]
         best = TopK(self.best.values[rows], self.best.indices[rows])
-        return _Search(self.vectors[rows], self.ids[rows], limits, best)
+        return _Search(self.vectors[rows], self.labels[rows], limits, best)
 
 
 def _vectors(corpus: Tensor | np.ndarray, normalize: bool, queries: Tensor) -> Tensor:
@@ -143,31 +168,31 @@ def _vectors(corpus: Tensor | np.ndarray, normalize: bool, queries: Tensor) -> T
 def _search_block_(
     search: _Search,
     vectors: Tensor,  # (C, D)
-    ids: Tensor,  # (C,)
+    labels: Tensor,  # (C, l)
     start: int,  # the index in the corpus of the first of them
 ) -> None:
     """Update the best negatives with a block of the corpus."""
     missing = -len(vectors) % _RUN
     if missing:  # entries that do not exist fill up the last run
         vectors = F.pad(vectors, (0, 0, 0, missing))
-        ids = F.pad(ids, (0, missing), value=IGNORE_ID)
+        labels = F.pad(labels, (0, 0, 0, missing), value=IGNORE_ID)
     for rows in even_chunks(len(search.vectors), max(1, _TILE // len(vectors))):
         some = search.of(rows)
         with full_precision(vectors), full_float32(vectors.device):
             scores = matmul(some.vectors, vectors.T)
-        _search_scores_(some, scores, ids, start)
+        _search_scores_(some, scores, labels, start)
 
 
 def _search_scores_(
     search: _Search,
     scores: Tensor,  # (B, C) of its queries
-    ids: Tensor,  # (C,)
+    labels: Tensor,  # (C, l)
     start: int,
 ) -> None:
     """Update the best negatives with scores, whose columns are numbered from ``start``.
 
     One pass finds the runs of 64 scores that have one above a query's k-th best so far. After the
-    first blocks hardly any do, and ids and limits are looked at only for the scores in them that
+    first blocks hardly any do, and labels and limits are looked at only for the scores in them that
     are above it.
     """
     runs = scores.unflatten(1, (-1, _RUN))  # (B, C / 64, 64)
@@ -176,19 +201,27 @@ def _search_scores_(
     # a corpus in ascending order: half the queries, to bound the memory
     if len(row) > _CROWD and len(scores) > 1:
         for half in even_chunks(len(scores), (len(scores) + 1) // 2):
-            _search_scores_(search.of(half), scores[half], ids, start)
+            _search_scores_(search.of(half), scores[half], labels, start)
         return
     high = runs[row, run]  # (R, 64)
     i, place = (high > least[row]).nonzero(as_tuple=True)
     row = row[i]  # (P,), as all from here on
     col = run[i] * _RUN + place
     score = high[i, place]
-    query_id = search.ids[row]
-    corpus_id = ids[col]
-    negative = (query_id != corpus_id) & (query_id != IGNORE_ID) & (corpus_id != IGNORE_ID)
+    negative = _are_negative(search.labels[row], labels[col])
     if search.limits is not None:
         negative &= score < search.limits[row]
     _insert_(search.best, row[negative], score[negative], start + col[negative])
+
+
+def _are_negative(labels: Tensor, others: Tensor) -> Tensor:
+    """Return (P,) whether pairs of entries that exist share no label, of (P, k) and (P, l)."""
+    exist = (labels != IGNORE_ID).any(1) & (others != IGNORE_ID).any(1)
+    negative = exist
+    for label in labels.unbind(1):
+        share = (label[:, None] == others).any(1) & (label != IGNORE_ID)
+        negative = negative & ~share
+    return negative
 
 
 def _insert_(

@@ -112,6 +112,10 @@ class _Pairs:
         self.totals = first.totals
         self.one_to_one = pairs.one_to_one
         self.negatives = [anchors.negative_counts for anchors in self.sides]
+        #: The (A,) numbers of each anchor's candidates, which are positives or negatives.
+        self.candidates = [
+            anchors.positive_counts + anchors.negative_counts for anchors in self.sides
+        ]
         self.mask: Tensor | None = None  # (P,), the pairs that are not positive
         if pairs.listable:
             index = pairs.listed
@@ -146,16 +150,18 @@ class _Pairs:
         ``mean`` and ``std`` (K, A) are of the negatives; the anchor's other positives are added to
         them.
         """
-        others = self.totals[1 - side] - 1
-        if others < 2:
-            return torch.ones_like(scores)
         if self.one_to_one:
-            return 1 + std * (others / (others - 1)) ** 0.5
+            number = self.totals[1 - side] - 1
+            if number < 2:
+                return torch.ones_like(scores)
+            return 1 + std * (number / (number - 1)) ** 0.5
+        others = self.at(self.candidates[side].to(scores), side) - 1  # (P,) of each pair's anchor
         centred = scores - self.at(mean, side)
         squares = std.square() * self.negatives[side] + self.sum(centred.square(), side)
         rest = self.at(self.sum(centred, side), side) - centred
-        squares = self.at(squares, side) - centred.square() - rest.square() / others
-        return 1 + (squares / (others - 1)).clamp_min(1e-12).sqrt()
+        squares = self.at(squares, side) - centred.square() - rest.square() / others.clamp_min(1)
+        deviation = (squares / (others - 1).clamp_min(1)).clamp_min(1e-12).sqrt()
+        return 1 + deviation.masked_fill(others < 2, 0.0)
 
 
 def dynamic_orthogonal_loss(

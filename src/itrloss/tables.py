@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .metrics import Comparison, RetrievalResults
-from .metrics.results import RECALLS, WAYS, Ks, recall_names, tex
+from .metrics.results import RECALLS, WAYS, Ks, recall_names
 
 DAGGER = "†"
 # the figures whose differences are tested: R@1 of both directions and the RSUM
@@ -24,6 +24,24 @@ SAMPLES_A_TEST = 2000
 ARROWS = {"i2t": "image→text", "t2i": "text→image"}
 _LINE = 100  # columns of a terminal
 _SIGNED = re.compile(r"[+-][\d.]+")
+_TEX = str.maketrans(
+    {
+        **{letter: "\\" + letter for letter in "&%$#_{}"},
+        "[": "{[}",  # behind the end of a row it would begin an option
+        "*": "{*}",
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\ensuremath{<}",  # the default fonts have other letters in these places
+        ">": r"\ensuremath{>}",
+        "|": r"\ensuremath{|}",
+        "≤": r"\ensuremath{\le}",
+        "→": r"\ensuremath{\to}",
+        "†": r"\ensuremath{^\dagger}",
+        "γ": r"\ensuremath{\gamma}",
+        "λ": r"\ensuremath{\lambda}",
+    }
+)
 
 
 def samples_for(systems: int) -> int:
@@ -287,11 +305,17 @@ def latex(table: Table) -> str:
     """
     parts = ["\n".join(_latex_lines(grid)) for grid in table.grids]
     if table.notes:
-        notes = "\n\n".join(tex(note) for note in table.notes)
+        notes = "\n\n".join(_tex(note) for note in table.notes)
         parts.append(
             f"\\begin{{minipage}}{{\\linewidth}}\\footnotesize\n{notes}\n\\end{{minipage}}"
         )
     return "\n\\par\\medskip\n".join(parts) + "\n"
+
+
+def _tex(text: str) -> str:
+    """Return plain text for LaTeX: one line, where no letter is a command."""
+    printable = "".join(letter if letter.isprintable() else " " for letter in text)
+    return printable.translate(_TEX)
 
 
 def _latex_lines(grid: Grid) -> list[str]:
@@ -300,7 +324,7 @@ def _latex_lines(grid: Grid) -> list[str]:
     rules = []
     start = 2  # the first column has the names
     for title, size in grid.groups:
-        groups.append(rf"\multicolumn{{{size}}}{{c}}{{{tex(title)}}}")
+        groups.append(rf"\multicolumn{{{size}}}{{c}}{{{_tex(title)}}}")
         if title:
             rules.append(rf"\cmidrule(lr){{{start}-{start + size - 1}}}")
         start += size
@@ -309,16 +333,16 @@ def _latex_lines(grid: Grid) -> list[str]:
         r"\toprule",
         " & ".join(["", *groups]) + r" \\",
         " ".join(rules),
-        " & ".join(["", *map(tex, grid.columns)]) + r" \\",
+        " & ".join(["", *map(_tex, grid.columns)]) + r" \\",
         r"\midrule",
     ]
     for name, cells in grid.rows:
         figures = [_latex_figure(cell) for cell in cells]
-        lines.append(" & ".join([tex(name), *figures]) + r" \\")
+        lines.append(" & ".join([_tex(name), *figures]) + r" \\")
     return [*lines, r"\bottomrule", r"\end{tabular}"]
 
 
 def _latex_figure(cell: Cell) -> str:
     """Return a figure with minus signs in place of hyphens."""
-    figure = _SIGNED.sub(r"$\g<0>$", tex(cell.text))
+    figure = _SIGNED.sub(r"$\g<0>$", _tex(cell.text))
     return rf"\textbf{{{figure}}}" if cell.best else figure

@@ -59,9 +59,14 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
         "gap": _ratio(both, gaps, valid),
         "active": _ratio(both, near, counts * valid),
     }
-    for name, view in (("i2t", sim), ("t2i", sim.T)):
-        figures[f"hubness_{name}"] = skewness(both.total(_occurrences(view, hubness_k)))
-    exists = both.positive_counts + both.negative_counts > 0  # padding of a shared batch does not
+    exists = both.positive_counts + both.negative_counts > 0  # padding does not
+    of_rows, of_cols = both.split(exists)
+    for name, view, own, other in (
+        ("i2t", sim, of_rows, of_cols),
+        ("t2i", sim.T, of_cols, of_rows),
+    ):
+        counts = both.total(_occurrences(view, own, hubness_k))
+        figures[f"hubness_{name}"] = skewness(counts, both.total(other.sum()))
     diversity = std_diversity(both).masked_fill(~exists, 1.0)
     least = [-x for x in both.group_amax(-diversity)]
     figures["diversity_min"] = torch.stack(least).amin()
@@ -80,9 +85,10 @@ def describe_memory(sims: MemorySimilarity, process_group: Any = None) -> dict[s
     figures = describe(sims.batch)
     counts = sims.memory.positive_counts + sims.memory.negative_counts
     entries = torch.stack(sims.memory.group_amax(counts)).amax().to(figures["gap"].dtype)
-    batch = sims.batch.totals[0]  # the memory takes in the images of all processes
+    rows = sims.batch.positive_counts + sims.batch.negative_counts > 0
+    batch = sims.batch.total(rows.sum())  # the memory takes in the images of all processes
     if sims.batch.share is None:
-        batch *= world_size(process_group)
+        batch = batch * world_size(process_group)
     figures["memory_entries"] = entries
     figures["memory_age"] = torch.where(entries > 0, (entries + batch) / 2 / batch, 0.0)
     hardest = sims.memory.hardest_negatives().values
@@ -90,12 +96,16 @@ def describe_memory(sims: MemorySimilarity, process_group: Any = None) -> dict[s
     return figures
 
 
-def _occurrences(sim: Similarity, k: int) -> Tensor:
-    """Return the (M,) int64 numbers of rows that have a column among their k best."""
-    m = sim.shape[1]
-    index = sim.topk(min(k, m)).indices.flatten()
+def _occurrences(sim: Similarity, exists: Tensor, k: int) -> Tensor:
+    """Return the (M,) int64 numbers of rows that have a column among their k best.
+
+    ``exists`` (N,): the rows that count.
+    """
+    n, m = sim.shape
+    index = sim.topk(min(k, m)).indices
+    counted = (index >= 0) & exists[:n, None]
     zeros = torch.zeros(m, dtype=torch.int64, device=index.device)
-    return zeros.index_add_(0, index, torch.ones_like(index))
+    return zeros.index_add_(0, index.clamp_min(0).flatten(), counted.long().flatten())
 
 
 def _ratio(anchors: Anchors, x: Tensor, counts: Tensor) -> Tensor:

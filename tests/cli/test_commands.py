@@ -139,7 +139,6 @@ def test_embeddings_and_banks_leave_no_method_out(tmp_path, capsys):
     wanted = {}
     for name, kind in METHODS.items():
         wanted[name] = ["bank"] if kind.needs_bank else ["test", "bank"]
-    wanted["k-reciprocal"] = ["test"]
     wanted["fast, calibrated"] = ["test", "bank"]
     for name, looked_for in wanted.items():
         assert [hubs(line) for line in found[name]] == looked_for, name

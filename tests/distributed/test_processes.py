@@ -64,9 +64,9 @@ def clustered(v: Tensor, w: Tensor) -> Tensor:
 
 
 def measured(v: Tensor, w: Tensor) -> Tensor:
-    return torch.tensor(
-        [*itrloss.metrics.retrieval_metrics(itrloss.Similarity(v, w), gather=True).values()]
-    )
+    images, texts = itrloss.distributed.gather(v), itrloss.distributed.gather(w)
+    metrics = itrloss.metrics.retrieval_metrics(itrloss.Similarity(images, texts))
+    return torch.tensor([*metrics.values()])
 
 
 def against_memory(v: Tensor, w: Tensor) -> Tensor:
@@ -246,11 +246,6 @@ def metric_without_batches(odd: bool) -> Any:
     if not odd:
         metric.update(*pairs(trained=False))
     return metric.compute()
-
-
-def ranked(**options: Any) -> Any:
-    sim = itrloss.Similarity(*pairs(trained=False))
-    return itrloss.metrics.retrieval_metrics(sim, gather=True, **options)
 
 
 def under_autocast(odd: bool, call: Callable[[], Any]) -> Any:
@@ -712,18 +707,6 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         lambda odd: metric_without_batches(odd),
         "ValueError: RetrievalMetrics: expected a call of update() first, got none",
     ),
-    "ids of a ranking": (
-        lambda odd: ranked(**{"image_ids": words, "text_ids": words} if odd else {}),
-        "ValueError: relevant, exclude, candidates, image_ids, text_ids",
-    ),
-    "candidates of hubs": (
-        lambda odd: ranked(hubness_k=1 - odd),
-        "ValueError: hubness_k: expected at least 1, got 0",
-    ),
-    "folds": (
-        lambda odd: ranked(folds=1 + odd),
-        "ValueError: folds: expected 1",
-    ),
 }
 
 
@@ -1029,11 +1012,8 @@ def stepped(rank: int, world: int, first: int, last: int, state: Any, group: Any
             saved = deepcopy(dict(system.state_dict()))
         losses.append(system.step(number, rank))
     v, w = (x.detach().chunk(world)[rank] for x in (sample(12, D), sample(12, D, seed=1)))
-    sim, options = (
-        itrloss.Similarity(v, w),
-        {"hubness_k": 2, "gather": True, "process_group": group},
-    )
-    measured = itrloss.metrics.retrieval_metrics(sim, **options)
+    sim = itrloss.Similarity(*(itrloss.distributed.gather(x, group) for x in (v, w)))
+    measured = itrloss.metrics.retrieval_metrics(sim, hubness_k=2)
     figures = system.pair.telemetry, system.against_memory.telemetry, measured
     return (losses, dict(system.state_dict()), figures), saved
 

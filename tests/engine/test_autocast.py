@@ -16,7 +16,7 @@ import itrloss
 from itrloss import Similarity
 from itrloss.engine import triton as engine
 from itrloss.engine import vectors
-from itrloss.rerank import KReciprocalReranker
+from itrloss.rerank import MutualProximity
 
 pytestmark = [
     pytest.mark.usefixtures("a_quick_interpreter"),
@@ -258,9 +258,9 @@ def test_a_float32_memory_does_not_slow_half_precision(name, autocast, multiplyi
         assert distance(got, exact) < bound
 
 
-def test_distances_of_a_reranker_are_float32():
+def test_moments_of_a_reranker_are_float32():
     sim = Similarity(*pairs_of_vectors(20))
-    method = KReciprocalReranker(k1=5, k2=3)
+    method = MutualProximity()
     wanted = method.rerank(sim)
     with torch.autocast("cpu", torch.bfloat16):
         found = method.rerank(sim)

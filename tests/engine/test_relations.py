@@ -375,10 +375,38 @@ def test_matches_may_be_modified_before_the_backward_pass(kind: str, engine: Any
         torch.testing.assert_close(got, exact)
 
 
-def test_metrics_ask_for_ids():
-    sim = Similarity(draw(1, 4, 3), draw(2, 4, 3), related=Related(matches=torch.eye(4)))
-    with pytest.raises(ValueError, match="scores: expected ids of one number"):
+def test_metrics_take_no_pairs_that_are_neither_right_nor_wrong():
+    given = draw(1, 4, 3), draw(2, 4, 3)
+    sim = Similarity(*given, related=Related(matches=torch.eye(4)))
+    found = itrloss.metrics.retrieval_metrics(sim)
+    assert found == itrloss.metrics.retrieval_metrics(Similarity(*given))
+    groups = torch.arange(4) // 2
+    sim = Similarity(*given, related=Related((groups, groups)))
+    with pytest.raises(ValueError, match="scores: expected neither groups nor weights"):
         itrloss.metrics.retrieval_metrics(sim)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_relation_says_what_exists(side):
+    missing = torch.tensor([False, True, False, True])
+    ids = torch.arange(4).masked_fill(missing, itrloss.NO_ID)
+    sets = torch.stack([ids, torch.full((4,), itrloss.NO_ID)], 1)
+    matches = torch.eye(4)
+    matches[missing] = torch.nan
+    vectors = draw(1, 4, 3)
+    whole = torch.arange(4)
+    found = []
+    for given, every in ((ids, whole), (sets, whole[:, None].expand(4, 2))):
+        sides = (every, given) if side else (given, every)
+        found.append(Similarity(vectors, vectors, *sides).pairs)
+    related = Related(matches=matches.T.contiguous() if side else matches)
+    found.append(Similarity(vectors, vectors, related=related).pairs)
+    for pairs in found:
+        exists = pairs.exists(side)
+        assert exists is not None
+        assert torch.equal(exists, ~missing)
+        other = pairs.exists(1 - side)
+        assert other is None or bool(other.all())
 
 
 FEW = draw(1, 4, 3), draw(2, 4, 3)

@@ -14,7 +14,7 @@ from itrloss import Similarity
 from itrloss.engine import matrix, products
 from itrloss.metrics import retrieval_metrics
 from itrloss.mining import mine_hard_negatives
-from itrloss.rerank import KReciprocalReranker
+from itrloss.rerank import MutualProximity
 
 pytestmark = pytest.mark.filterwarnings("ignore:recall is at chance level")
 CUDA = torch.device("cuda:0")
@@ -140,9 +140,7 @@ EVALUATION = {
     "scores": lambda: Similarity(vectors(), vectors(seed=1)).scores(),
     "blocks": lambda: list(Similarity(vectors(), vectors(seed=1)).blocks(80)),
     "metrics": lambda: retrieval_metrics(Similarity(vectors(), vectors(seed=1))),
-    "k-reciprocal": lambda: KReciprocalReranker(k1=5, k2=3).rerank(
-        Similarity(vectors(), vectors(seed=1))
-    ),
+    "mutual proximity": lambda: MutualProximity().rerank(Similarity(vectors(), vectors(seed=1))),
     "mining": lambda: mine_hard_negatives(
         vectors(), vectors(seed=1), torch.arange(40), torch.arange(40), k=3
     ),

@@ -40,10 +40,10 @@ from examples.retrieval.data import load_split
 from examples.retrieval.evaluate import RECALLS, before_and_after
 from examples.retrieval.models import build_model
 from examples.retrieval.objectives import build_loss
+from examples.retrieval.rerankers import METHODS, ReciprocalReranker
 from examples.retrieval.runs import Run
 from examples.retrieval.train import train
-from itrloss.comparison import METHODS
-from itrloss.rerank import FastReranker, ReciprocalReranker
+from itrloss.rerank import FastReranker
 
 SCENES = Path(ablate.__file__).parent / "configs" / "scenes.toml"
 TINY = [

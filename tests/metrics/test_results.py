@@ -313,13 +313,17 @@ def test_folds_of_inner_products_are_those_of_their_matrix():
     assert found == of_matrix
 
 
-def test_no_candidate_of_a_fold_is_minus_one():
-    """Texts that do not exist leave a fold short of candidates: -1, and none of another fold."""
-    images = torch.tensor([0, 1, 2, itrloss.NO_ID])
-    texts = torch.tensor([0, 0, 1, 1, 2, 2, itrloss.NO_ID, itrloss.NO_ID])
-    results = retrieval_results(sample(4, 8).tanh(), images, texts, folds=2, hubness_k=4)
-    assert sorted(results.i2t.top[0].tolist()) == [0, 1, 2, 3]
-    assert sorted(results.i2t.top[2].tolist()) == [-1, -1, 4, 5]
+def test_what_does_not_exist_is_in_no_fold():
+    images = torch.tensor([0, itrloss.NO_ID, 1, 2, 3])
+    texts = torch.tensor([0, 0, 1, itrloss.NO_ID, 1, 2, 3, itrloss.NO_ID])
+    scores = sample(5, 8).tanh()
+    results = retrieval_results(scores, images, texts, folds=2, hubness_k=2)
+    assert sorted(results.i2t.top[-1].tolist()) == [5, 6]
+    exist = images != itrloss.NO_ID, texts != itrloss.NO_ID
+    wanted = retrieval_metrics(
+        scores[exist[0]][:, exist[1]], images[exist[0]], texts[exist[1]], folds=2, hubness_k=2
+    )
+    assert results.metrics() == wanted
 
 
 # --- judgements -----------------------------------------------------------------------------------

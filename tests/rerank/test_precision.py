@@ -19,12 +19,9 @@ from itrloss.rerank import (
     DualSoftmax,
     FastReranker,
     InvertedSoftmax,
-    KReciprocalReranker,
-    MultiFactorReranker,
     MutualProximity,
     NearestNeighborNorm,
     QueryBankNorm,
-    ReciprocalReranker,
     Sinkhorn,
     TwoStageReranker,
 )
@@ -100,20 +97,6 @@ def test_two_stages_leave_equal_scores_equal(ties, ranks):
     method = TwoStageReranker(lambda i, t: second[0, t], k=4, weight=0.0)
     found = retrieval_results(scores, reranker=method, ties=ties)
     assert found.i2t.best.tolist() == ranks
-
-
-@pytest.mark.parametrize("k", [M, 400])
-def test_multivariate_re_ranking_keeps_the_order_of_far_candidates(k):
-    """The terms of the 400th candidate are 1e-9, next to shares of 0.2."""
-    # all queries alike: shares tie, and the order is that of the other terms
-    scores = (0.5 + torch.arange(k) * 2.0**-20).repeat(5, 1)
-    method = MultiFactorReranker(k)
-    S = scores.numpy()
-    wanted, values = oracle_rerank.multi_factor(S, S, k, method.share_weight, method.place_weight)
-    descending = -np.sort(-values, axis=1)
-    assert (np.diff(descending) < 0).all()
-    top = method.topk(scores, k)
-    assert top.i2t.indices.tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
@@ -255,7 +238,6 @@ CROWDED = {
     "fast, small scales": FastReranker((0.01, 0.01), (0.01, 0.01)),
     "inverted softmax, tiny scale": InvertedSoftmax(0.001),
     "inverted softmax, large scale": InvertedSoftmax(1000.0),
-    "k-reciprocal": KReciprocalReranker(),
     "sinkhorn, small scale": Sinkhorn(0.01),
     "mutual proximity": MutualProximity(),
 }
@@ -276,8 +258,6 @@ SHIFTED = {
     "csls": CSLS(),
     "nnn": NearestNeighborNorm(),
     "inverted softmax": InvertedSoftmax(),
-    "multivariate": MultiFactorReranker(),
-    "reciprocal": ReciprocalReranker(),
 }
 
 
@@ -311,8 +291,6 @@ EVERY = {
     "mutual proximity": MutualProximity(),
     "nnn": NearestNeighborNorm(),
     "csls": CSLS(),
-    "reciprocal": ReciprocalReranker(),
-    "multivariate": MultiFactorReranker(),
     "two stages": TwoStageReranker(lambda i, t: torch.sin(i * 40.0 + t), k=9, weight=0.01),
     "qb-norm": QueryBankNorm().fit(100 * cosines(1).float(), 100 * cosines(2).float()),
     "none": None,

@@ -29,15 +29,11 @@ from itrloss.rerank import (
     DualSoftmax,
     FastReranker,
     InvertedSoftmax,
-    KReciprocalReranker,
-    MultiFactorReranker,
     MutualProximity,
     NearestNeighborNorm,
     QueryBankNorm,
-    ReciprocalReranker,
     Sinkhorn,
     TwoStageReranker,
-    neighbours,
 )
 
 N, M = 7, 14
@@ -52,11 +48,7 @@ METHODS = {
     "mutual proximity": MutualProximity(),
     "sinkhorn": Sinkhorn(12.0, 4),
     "dbsn": DualBankSinkhorn(12.0, 4),
-    "rr": ReciprocalReranker(4, 5),
-    "mr": MultiFactorReranker(5, 0.5, 1.1),
-    "k-reciprocal": KReciprocalReranker(4, 3, 0.3),
 }
-SETTLED = ("k-reciprocal",)  # these take no bank
 
 
 def unlabelled(v, w, **options):
@@ -84,10 +76,7 @@ def a_bank(**options):
 
 def fitted(name):
     """A re-ranker with a bank, if it takes one."""
-    method = copy.copy(METHODS[name])
-    if name not in SETTLED:
-        method.fit(*a_bank())
-    return method
+    return copy.copy(METHODS[name]).fit(*a_bank())
 
 
 def assert_all_close(found, wanted, **tolerance):
@@ -105,7 +94,6 @@ ORACLES = {
     "csls": lambda m, S, R: oracle_rerank.csls(S, R, m.k),
     "mutual proximity": lambda m, S, R: oracle_rerank.mutual_proximity(S, R),
     "sinkhorn": lambda m, S, R: oracle_rerank.sinkhorn(S, R, m.scale, m.iterations),
-    "mr": lambda m, S, R: oracle_rerank.multi_factor(S, R, m.k, m.share_weight, m.place_weight)[0],
 }
 
 
@@ -127,9 +115,6 @@ def expected(name, S, R, side, G=None, B=None):
         of_bank = np.c_[R, B]
         found = oracle_rerank.sinkhorn(of_queries, of_bank, method.scale, method.iterations)
         return found[:, :candidates]
-    if name == "rr":
-        k = (method.i2t_k, method.t2i_k)[side]
-        return oracle_rerank.reciprocal_order(S, R, k)
     return ORACLES[name](method, S, R)
 
 
@@ -148,22 +133,8 @@ def agrees(name, found, wanted):
         least = size.min(1, keepdims=True)
         wanted = np.sign(wanted) * (1 + size - least)
         np.testing.assert_allclose(found, wanted, rtol=1e-8, atol=1e-9)
-    elif name in ("rr", "mr"):
-        order = np.argsort(-found, axis=1, kind="stable")
-        assert (order == wanted).all()
     else:
         np.testing.assert_allclose(centred(found), centred(wanted), rtol=1e-8, atol=1e-9)
-
-
-def equals_k_reciprocal(method, found, v, w):
-    """Compare both directions with the oracle of the k-reciprocal re-ranker."""
-    images = v.numpy()
-    texts = w.numpy()
-    options = (method.k1, method.k2, method.weight)
-    i2t = oracle_rerank.k_reciprocal(images, texts, *options)
-    np.testing.assert_allclose(found.i2t, i2t, rtol=1e-8)
-    t2i = oracle_rerank.k_reciprocal(texts, images, *options)
-    np.testing.assert_allclose(found.t2i.T, t2i, rtol=1e-8)
 
 
 def cosine(a, b):
@@ -177,9 +148,7 @@ def kinds_of_input():
         if not method.needs_embeddings:
             forms.insert(0, "scores")
         for bank in (False, True):
-            lacks_bank = method.needs_bank and not bank
-            has_no_use = bank and name in SETTLED
-            if lacks_bank or has_no_use:
+            if method.needs_bank and not bank:
                 continue
             for engine in forms:
                 yield name, bank, engine
@@ -204,10 +173,7 @@ def test_every_method_equals_its_loops(name, bank, engine, small_tiles, monkeypa
     assert found.i2t.shape == (N, M)
     assert found.t2i.shape == (N, M)
     assert found.transductive == (not bank, not bank)
-    if name == "k-reciprocal":
-        equals_k_reciprocal(method, found, v, w)
-    else:
-        equals_loops(name, found, bank)
+    equals_loops(name, found, bank)
     assert_best(method.topk(asked, 4), found)
 
 
@@ -313,20 +279,17 @@ def test_order_of_images_and_texts_changes_nothing(name, seed):
     assert_all_close(reordered, mixed, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", [n for n in names(transductive=True) if n not in SETTLED])
+@pytest.mark.parametrize("name", names(transductive=True))
 def test_the_test_queries_as_a_bank_change_nothing(name):
     v, w = embeddings(N, M)
     scores = torch.rand(N, M)
-    cases = [(scores, (scores, scores))]
-    if name not in ("rr", "mr"):  # these count scores, which a bank's product rounds differently
-        cases.append((unlabelled(v, w), (v, w)))
-    for asked, banks in cases:
+    for asked, banks in ((scores, (scores, scores)), (unlabelled(v, w), (v, w))):
         alone = METHODS[name].rerank(asked)
         with_bank = copy.copy(METHODS[name]).fit(*banks)
         assert_all_close(alone, with_bank.rerank(asked), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if n not in SETTLED])
+@pytest.mark.parametrize("name", METHODS)
 def test_beside_a_bank_a_query_stands_for_itself(name):
     v, w = embeddings(N, M)
     method = fitted(name)
@@ -456,12 +419,6 @@ def test_a_bank_is_scored_as_the_embeddings_are():
     torch.testing.assert_close(found, wanted)
 
 
-def test_an_item_is_among_its_own_neighbours_whatever_the_number_of_its_copies():
-    sim = unlabelled(torch.ones(3, 4), torch.rand(5, 4))
-    for scores in KReciprocalReranker(1, 1).rerank(sim):
-        assert scores.isfinite().all()
-
-
 def test_blocks_whose_queries_have_different_numbers_of_positives(monkeypatch):
     """The ranks of all are padded to one width, at the end."""
     image_ids = torch.arange(6)
@@ -475,23 +432,6 @@ def test_blocks_whose_queries_have_different_numbers_of_positives(monkeypatch):
     for a, b in zip(found, wanted, strict=True):
         assert torch.equal(a.ranks, b.ranks)
         assert torch.equal(a.top.indices, b.top.indices)
-
-
-@pytest.mark.parametrize("k1", [1, 2, 3, 5, 7, 9])
-def test_half_of_an_odd_neighbourhood_is_rounded_to_the_nearest_even(k1):
-    """3 / 2 and 7 / 2 up, 5 / 2 and 9 / 2 down."""
-    v, w = embeddings(14, 28, d=4)
-    method = KReciprocalReranker(k1, 2, 0.3)
-    found = method.rerank(unlabelled(v, w))
-    equals_k_reciprocal(method, found, v, w)
-
-
-@pytest.mark.parametrize(("k1", "k2"), [(2, 30), (30, 3), (30, 30), (11, 12)])
-def test_all_items_are_the_neighbours_where_there_are_fewer_than_asked_for(k1, k2):
-    v, w = embeddings(4, 7)
-    method = KReciprocalReranker(k1, k2, 0.3)
-    found = method.rerank(unlabelled(v, w))
-    equals_k_reciprocal(method, found, v, w)
 
 
 @pytest.mark.parametrize("name", names(transductive=True))
@@ -508,10 +448,8 @@ def test_hostile_input_gives_finite_scores(name):
     strided = w.repeat(1, 2)[:, ::2]
     assert_finite(method, by_columns, strided, "non-contiguous")
     # a single text would be a single query, which needs a bank
-    with_bank = copy.copy(method)
-    if name not in SETTLED:
-        _, bank = a_bank(dtype=torch.float32)
-        with_bank.fit(texts=bank)
+    _, bank = a_bank(dtype=torch.float32)
+    with_bank = copy.copy(method).fit(texts=bank)
     assert_finite(with_bank, v, w[:1], "one candidate")
 
 
@@ -525,52 +463,11 @@ def assert_finite(method, images, texts, what):
     assert top.t2i.indices.shape == (len(texts), len(images)), what
 
 
-def test_what_is_not_reordered_keeps_its_order_below():
-    scores = torch.rand(N, M)
-    before = scores.argsort(1, descending=True)
-    for method in (ReciprocalReranker(4, 4), MultiFactorReranker(4)):
-        order = method.rerank(scores).i2t.argsort(1, descending=True)
-        assert torch.equal(order[:, 4:], before[:, 4:])
-        best = order[:, :4].sort(1).values
-        best_before = before[:, :4].sort(1).values
-        assert torch.equal(best, best_before)
-        assert not torch.equal(order, before)
-    huge = scores * 2.0**40  # so large that adding 1 is rounded away
-    method = ReciprocalReranker(4)
-    order = method.rerank(scores).i2t.argsort(1)
-    order_of_huge = method.rerank(huge).i2t.argsort(1)
-    assert torch.equal(order_of_huge, order)
-
-
-def test_of_equals_the_first_comes_first():
-    """If two texts have equal scores for all images, the reciprocal re-rankers keep their order."""
-    scores = torch.rand(N, M)
-    scores[:, 9] = scores[:, 4]
-    reranked = ReciprocalReranker(M, 4).rerank(scores).i2t
-    order = reranked.argsort(dim=1, descending=True, stable=True)
-    places_of_4 = (order == 4).nonzero()[:, 1]
-    places_of_9 = (order == 9).nonzero()[:, 1]
-    assert (places_of_4 < places_of_9).all()
-
-
-def test_what_is_reordered_stays_above_its_equals():
-    """Reordered candidates stay first if all scores are equal, and if the best score is 0."""
-    equal = torch.full((N, M), 0.5)
-    reranked = ReciprocalReranker(2).rerank(equal)
-    # any two of the equal ones
-    best = reranked.i2t.topk(3).values
-    assert (best[:, 1] > best[:, 2]).all()
-    distances = -torch.arange(5.0).expand(3, 5)
+def test_what_is_reordered_stays_above_the_others():
+    distances = -torch.arange(5.0).expand(3, 5)  # the best score is 0
     later_first = TwoStageReranker(lambda images, texts: texts.float(), 3, weight=0.0)
     order = later_first.rerank(distances).i2t.argsort(1, descending=True)
     assert (order == torch.tensor([2, 1, 0, 3, 4])).all()
-
-
-def test_of_queries_with_the_same_score_none_stands_before_the_other():
-    # only the second image precedes the first, once
-    scores = torch.tensor([[5.0, 5.0], [6.0, 5.0], [1.0, 1.0]])
-    reranked = ReciprocalReranker(2, 2).rerank(scores)
-    assert reranked.i2t[0].argmax() == 1
 
 
 @pytest.mark.parametrize("kind", [NearestNeighborNorm, CSLS])
@@ -614,13 +511,9 @@ def test_all_are_compared_by_the_command_line():
 @pytest.mark.parametrize("name", METHODS)
 def test_a_state_that_was_saved_ranks_as_before(name, tmp_path):
     method = copy.deepcopy(METHODS[name])
-    if method.takes_bank:
-        method.fit(*a_bank())
+    method.fit(*a_bank())
     state = saved_and_loaded(method, tmp_path)
-    if name in ("mutual proximity", "k-reciprocal"):
-        other = copy.deepcopy(METHODS[name])
-    else:
-        other = type(method)()
+    other = copy.deepcopy(method) if name == "mutual proximity" else type(method)()
     other.load_state_dict(state)
     assert repr(other) == repr(method)
     assert other.transductive == method.transductive
@@ -689,7 +582,7 @@ class _CentredByBlocks(rerank.Reranker):
     """The same as a function of a block of scores."""
 
     def rule(self, direction):
-        mean = direction.of_all(direction.candidates.mean_std().mean)
+        mean = direction.candidates.mean_std().mean
         return lambda scores, rows: scores.sub_(mean)
 
 
@@ -922,7 +815,7 @@ def test_methods_that_need_embeddings_say_so(name):
         METHODS[name].rerank(torch.rand(N, M))
 
 
-@pytest.mark.parametrize("name", [n for n in names(transductive=True) if n not in SETTLED])
+@pytest.mark.parametrize("name", names(transductive=True))
 def test_a_single_query_without_a_bank_is_refused(name):
     for shape, missing in (((1, M), "images"), ((N, 1), "texts")):
         sim = unlabelled(*embeddings(*shape))
@@ -941,10 +834,6 @@ def test_a_single_query_without_a_bank_is_refused(name):
         (lambda: CSLS(-3), ValueError, "k"),
         (lambda: Sinkhorn(iterations=0), ValueError, "iterations"),
         (lambda: Sinkhorn(math.nan), ValueError, "scale"),
-        (lambda: ReciprocalReranker(t2i_k=0), ValueError, "t2i_k"),
-        (lambda: MultiFactorReranker(share_weight=None), TypeError, "share_weight"),  # type: ignore[arg-type]
-        (lambda: KReciprocalReranker(weight=1.5), ValueError, "weight"),
-        (lambda: KReciprocalReranker().fit(torch.rand(3, 3)), ValueError, "no use for a bank"),
         (lambda: CSLS().topk(torch.rand(4, 9), 0), ValueError, "k"),
         (lambda: DualSoftmax().topk(torch.rand(4, 9), 0), ValueError, "k"),
         (
@@ -1012,21 +901,6 @@ def test_a_single_query_without_a_bank_is_refused(name):
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-@pytest.mark.parametrize("few", [0, 10**9], ids=["sorted", "compared"])
-@pytest.mark.parametrize("seed", range(20))
-def test_numbers_above_are_counted_with_and_without_sorted_rows(seed, few, monkeypatch):
-    """Equal scores are not above; a row may have no score to look for, or several."""
-    monkeypatch.setattr(neighbours, "_FEW_IN_A_ROW", few)
-    generator = torch.Generator().manual_seed(seed)
-    rows, references, pairs = torch.randint(1, 40, (3,), generator=generator).tolist()
-    block = torch.randint(5, (rows, references), generator=generator) / 4
-    row = torch.randint(rows, (pairs,), generator=generator)
-    score = torch.randint(6, (pairs,), generator=generator) / 4
-    wanted = (block[row] > score[:, None]).sum(1)
-    found = neighbours._numbers_above(block.clone(), row, score)
-    assert torch.equal(found, wanted)
 
 
 # --- what functions of users may do, and options of other types -----------------------------------
@@ -1097,8 +971,6 @@ OPTIONS_OF_ANY_TYPE = {
     "dbnorm": lambda x: DualBankNorm(x, x),
     "sinkhorn": lambda x: Sinkhorn(x, np.int8(3)),
     "nnn": NearestNeighborNorm,
-    "mr": lambda x: MultiFactorReranker(share_weight=x),
-    "k-reciprocal": lambda x: KReciprocalReranker(weight=x / 40),
 }
 
 
@@ -1123,7 +995,6 @@ def test_a_state_holds_plain_numbers_whatever_the_type_of_an_option(name, number
         (InvertedSoftmax, "scale", -5.0),
         (FastReranker, "i2t", (0.0, 25.0)),
         (CSLS, "k", 0),
-        (KReciprocalReranker, "weight", 2.0),
         (Sinkhorn, "iterations", 1.5),
     ],
 )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from support.oracle import Array, _log_sum_exp, cosine
+from support.oracle import Array, _log_sum_exp
 
 Order = NDArray[np.int64]
 
@@ -225,80 +225,6 @@ def two_stages(S: ArrayLike, F: ArrayLike, k: int, weight: float) -> Order:
         reordered = [best[x] for x in _best_first(scores)]
         orders.append(reordered + order[k:])
     return np.array(orders)
-
-
-def k_reciprocal(images: ArrayLike, texts: ArrayLike, k1: int, k2: int, weight: float) -> Array:
-    """``−((1 − λ) J_qc + λ d̂_qc)``, images (N, D) as queries, texts (M, D) as candidates -> (N,
-    M).
-
-    All N + M items are one set. An item is first among its own neighbours, even if others are at
-    distance 0.
-    """
-    images, texts = _matrices(images, texts)
-    together = np.concatenate([images, texts])
-    distances = _normalised_distances(together)
-    nearest = _nearest_items(together)
-    items = range(len(together))
-    V = np.zeros((len(items), len(items)))
-    for x in items:
-        neighbours = _expanded_neighbours(nearest, x, k1)
-        total = math.fsum(math.exp(-distances[x, y]) for y in neighbours)
-        for y in neighbours:
-            V[x, y] = math.exp(-distances[x, y]) / total
-    v = np.zeros_like(V)  # averaged over the k2 nearest
-    for x in items:
-        for z in items:
-            v[x, z] = _mean(V[near, z] for near in nearest[x][:k2])
-
-    def score(q: int, c: int) -> float:
-        text = len(images) + c
-        shared = math.fsum(min(v[q, z], v[text, z]) for z in items)
-        jaccard = 1 - shared / (2 - shared)
-        return -((1 - weight) * jaccard + weight * distances[q, text])
-
-    return _each_pair(np.zeros((len(images), len(texts))), score)
-
-
-def _squared_distances(vectors: Array) -> Array:
-    """``2 − 2 cos`` of all pairs."""
-    return 2 - 2 * cosine(vectors, vectors)
-
-
-def _normalised_distances(vectors: Array) -> Array:
-    """Squared distances, each over the largest of its row."""
-    d = _squared_distances(vectors)
-    normalised = np.zeros_like(d)
-    for x, row in enumerate(d):
-        normalised[x] = row / max(row)
-    return normalised
-
-
-def _nearest_items(vectors: Array) -> list[list[int]]:
-    """All items for each item, from near to far; the item itself first."""
-    d = _squared_distances(vectors)
-    items = range(len(vectors))
-    nearest = []
-    for x in items:
-        places = [(y != x, d[x, y], y) for y in items]
-        nearest.append([y for _, _, y in sorted(places)])
-    return nearest
-
-
-def _mutual_neighbours(nearest: list[list[int]], x: int, k: int) -> set[int]:
-    """Items among the k nearest of x, and x among theirs; and x."""
-    return {y for y in nearest[x][: k + 1] if x in nearest[y][: k + 1]}
-
-
-def _expanded_neighbours(nearest: list[list[int]], x: int, k: int) -> set[int]:
-    """Mutual neighbours of x, and of these those that lie to more than two thirds among them."""
-    half = round(k / 2)  # round half to even
-    mutual = _mutual_neighbours(nearest, x, k)
-    expanded = set(mutual)
-    for y in mutual:
-        added = _mutual_neighbours(nearest, y, half)
-        if 3 * len(added & mutual) > 2 * len(added):
-            expanded |= added
-    return expanded
 
 
 # --------------------------------------------------------------------------------- shared functions

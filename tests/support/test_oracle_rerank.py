@@ -1,9 +1,8 @@
 """The oracle of the re-rankers against values computed by hand."""
 
-from math import cos, exp, fsum, log, pi, sin
+from math import exp, log, pi
 
 import numpy as np
-import pytest
 from pytest import approx
 
 from support import oracle_rerank
@@ -182,72 +181,3 @@ def test_multi_factor_by_hand():
     assert order.tolist() == [[0, 1, 2], [0, 2, 1]]
     decay = np.exp([-0.05, -0.1, -0.15])
     assert scores == approx(np.broadcast_to(decay, (2, 3)))
-
-
-def on_circle(*angles):
-    """Return unit vectors of the plane."""
-    return [[cos(angle), sin(angle)] for angle in angles]
-
-
-def squared_distance(angle, other):
-    """Return the squared distance of two unit vectors of the plane."""
-    return 2 - 2 * cos(angle - other)
-
-
-def test_k_reciprocal_by_hand():
-    # Image at 0, texts at 60 and 180 degrees: d = 1, 4 and 3 between the texts. Largest of a row:
-    # 4, 3, 4. k1 = 1: the image and text 0 are mutual neighbours, text 1 has only itself; k1 / 2
-    # rounds to 0.
-    image = on_circle(0)
-    texts = on_circle(pi / 3, pi)
-    # the image's weight in itself and in text 0
-    own = 1 / (1 + exp(-1 / 4))
-    other = exp(-1 / 3) / (1 + exp(-1 / 3))
-    shared = other + 1 - own
-    jaccard = 1 - shared / (2 - shared)
-    # 0.7 of the distance of the sets, 0.3 of the squared distance over the row's largest
-    near = -0.7 * jaccard - 0.3 / 4
-    far = -0.7 - 0.3
-    found = oracle_rerank.k_reciprocal(image, texts, 1, 1, 0.3)
-    assert found == approx(np.array([[near, far]]))
-
-    # k2 = 2: the image and text 0 become the same vector; text 1 takes half of text 0, so that the
-    # shared weight is 1/2.
-    near = -0.3 / 4
-    far = -0.7 * 2 / 3 - 0.3
-    found = oracle_rerank.k_reciprocal(image, texts, 1, 2, 0.3)
-    assert found == approx(np.array([[near, far]]))
-
-    # All items are neighbours of each other, and all vectors the same mean.
-    found = oracle_rerank.k_reciprocal(image, texts, 9, 9, 0.3)
-    assert found == approx(np.array([[near, -0.3]]))
-
-
-@pytest.mark.parametrize("k1", [5, 6])
-def test_k_reciprocal_expands(k1):
-    # The image at 0 has all items but the last text (1.62) for its k1 mutual neighbours. Three of
-    # the four of R(1.5, 3) are among them, so that k1 = 6 adds the fourth, 1.62. 5 / 2 rounds to 2,
-    # and R(1.5, 2) has nothing new.
-    others = [-1, -1.1, -1.2][: k1 - 3]
-    angles = [0, *others, 1.4, 1.45, 1.5, 1.62]
-    last = len(angles) - 1
-    neighbours_of_image = range(last + 1 if k1 == 6 else last)
-    neighbours_of_last = range(last - 3, last + 1)
-
-    def vector(x, support):
-        """Return the normalised weights of an item's neighbours."""
-        distances = [squared_distance(angle, angles[x]) for angle in angles]
-        weights = []
-        for y, distance in enumerate(distances):
-            weight = exp(-distance / max(distances)) if y in support else 0
-            weights.append(weight)
-        total = fsum(weights)
-        return [weight / total for weight in weights]
-
-    of_image = vector(0, neighbours_of_image)
-    of_last = vector(last, neighbours_of_last)
-    shared = sum(map(min, of_image, of_last))
-    image = on_circle(0)
-    texts = on_circle(*angles[1:])
-    scores = oracle_rerank.k_reciprocal(image, texts, k1, 1, 0.0)
-    assert scores[0, -1] == approx(shared / (2 - shared) - 1)

@@ -384,8 +384,14 @@ class CODERObjective(CheckedModule):
         prototype = zero
         # In evaluation mode there may be no prototypes yet.
         if self.prototype_weight and (self.training or len(self.prototypes)):
+            given = images, texts, image_concepts, text_concepts
+            exist = _pairs_exist(images, texts, image_ids, text_ids)
+            if exist is not None:
+                given = [x[exist] for x in given]
+            images, texts, image_concepts, text_concepts = given
             ids = self._prototypes_of(images, texts)
-            prototype = self.classifier(image_concepts, text_concepts, ids)
+            if len(ids) or self.classifier.sharded:
+                prototype = self.classifier(image_concepts, text_concepts, ids)
         total = (
             self.batch_weight * batch
             + self.memory_weight * against_memory
@@ -444,3 +450,17 @@ def check_rows(dim: int, images: Any, texts: Any, image_concepts: Any, text_conc
         if x.shape != shape:
             expected = f"expected shape {shape}, a row for each image"
             raise ValueError(f"{name}: {expected}, got {tuple(x.shape)}")
+
+
+def _pairs_exist(
+    images: Tensor, texts: Tensor, image_ids: IdsLike | None, text_ids: IdsLike | None
+) -> Tensor | None:
+    """Return the (B,) bool mask of the pairs whose image and text exist; None: all do.
+
+    An accelerator that has ids has to synchronise for what is made of it.
+    """
+    if text_ids is None:
+        return None
+    pairs = Similarity(images.detach(), texts.detach(), image_ids, text_ids).pairs
+    masks = [mask for mask in (pairs.exists(0), pairs.exists(1)) if mask is not None]
+    return torch.stack(masks).all(0) if masks else None

@@ -11,6 +11,7 @@ from ..checks import as_size
 from ..similarity import Similarity
 from .judgements import Judgements, grades_of_pairs
 from .labels import with_ids
+from .matching import are_there
 from .relevance import Judged
 from .results import ndcg
 
@@ -48,8 +49,12 @@ def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 1
         raise ImportError(
             "agreement needs SciPy: install itrloss with the extra 'metrics'"
         ) from None
-    sim = with_ids("scores", scores, None, None, by_ids=False).detach()
+    sim = with_ids("scores", scores, None, None, by_ids=False)
     images, texts, grades = grades_of_pairs("judgements", judgements, sim.shape)
+    there = are_there(sim, images.to(sim.device), texts.to(sim.device)).to(images.device)
+    images = images[there]
+    texts = texts[there]
+    grades = grades[there]
     k = as_size("k", k)
     gains = grades - grades.amin()
     if not bool(gains.any()):
@@ -67,8 +72,8 @@ def _ndcg(
     """Return the mean nDCG@k of images and of texts in percent, from the (P,) gains of pairs."""
     device = sim.device
     graded = gains > 0
-    pairs = [x[graded].to(device) for x in (images, texts, gains)]
-    judged = Judged(sim.shape, *pairs, rules=[])
+    of_images, of_texts, of_gains = [x[graded].to(device) for x in (images, texts, gains)]
+    judged = Judged(sim.shape, of_images, of_texts, of_gains)
     means = []
     for queries, relevance in zip((sim, sim.T), judged.both(), strict=True):
         found = queries.ranked(0, relevance=relevance)

@@ -21,7 +21,7 @@ from ..checks import (
 from ..distributed import consensus, world_size
 from ..distributed.consensus import described
 from ..rerank import Reranker
-from ..similarity import Similarity
+from ..similarity import NO_ID, Similarity
 from .labels import default_ids
 from .results import RECALLS, Ks, as_ks, recall_names
 from .retrieval import Ties, check_reranker, retrieval_metrics
@@ -138,8 +138,9 @@ class RetrievalMetrics(Metric):
         batch = images, texts, image_ids, text_ids
         matches = len(images) > 0 and len(texts) > 0
         if matches and image_ids is not None and text_ids is not None:
-            numbers = as_id_numbers("image_ids", image_ids), as_id_numbers("text_ids", text_ids)
-            matches = bool(torch.isin(numbers[0].flatten(), numbers[1].flatten()).any())
+            own = as_id_numbers("image_ids", image_ids).flatten()
+            others = as_id_numbers("text_ids", text_ids).flatten()
+            matches = bool(torch.isin(own[own != NO_ID], others).any())
         if matches and self.options["folds"] == 1 and self.options["reranker"] is None:
             return super().forward(*batch)
         self.update(*batch)

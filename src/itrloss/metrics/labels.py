@@ -1,10 +1,8 @@
-"""Ids of images and texts, repeated images, and folds."""
+"""Ids of images and texts that were left out, and repeated images."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +16,10 @@ from ..checks import (
     from_numpy,
     ids_of_one_side,
 )
-from ..distributed import consensus
 from ..hints import EMBEDDINGS
 from ..similarity import Similarity
 from ..suspicious import warn, warn_of_embeddings
+from .matching import all_others_are_wrong, existing, part_of, query_ids
 from .suspicion import warn_of_copies, warn_of_guess, warn_of_one_side
 
 _ROWS = 256  # number of rows compared at once
@@ -111,10 +109,15 @@ def _are_equal(x: Tensor, rows: Tensor, others: Tensor) -> Tensor:
 
 def warn_of_repeated(sim: Similarity) -> None:
     """Warn if most images are copies of another with the same id, as in rows of pairs."""
-    ids = sim.ids[0]
-    images = sim.given_scores if sim.embeddings is None else sim.embeddings[0]
-    if ids is None or images is None:
+    if sim.ids[0] is None:
         return
+    ids, _ = query_ids(sim)
+    images = sim.given_scores if sim.embeddings is None else sim.embeddings[0]
+    assert images is not None
+    exists, _ = existing(sim)
+    if exists is not None:
+        ids = ids[exists]
+        images = images[exists]
     order = ids.argsort(stable=True)
     of_same_image = (ids[order].diff() == 0).nonzero().squeeze(1)
     if 2 * len(of_same_image) < max(2, len(ids)):  # leaves the rows alone
@@ -155,7 +158,8 @@ def with_ids(
     text_ids: IdsLike | None,
     by_ids: bool = True,
 ) -> Similarity:
-    """Return checked scores as a Similarity with ids, by default from :func:`default_ids`.
+    """Return checked scores, without a gradient, as a Similarity with ids, by default from
+    :func:`default_ids`.
 
     ``by_ids=False``: relevance does not depend on the ids; images are then not folded, and any
     shape is accepted.
@@ -165,17 +169,19 @@ def with_ids(
             raise ValueError(
                 "image_ids, text_ids: expected None with a Similarity, which has its own"
             )
-        if by_ids and not scores.pairs.others_are_negatives:
-            expected = "expected ids of one number, and neither groups nor matches"
-            raise ValueError(f"{name}: {expected}; relevance=... takes grades of pairs")
+        check_whole(name, scores)
+        if by_ids and (scores.has_weights or not all_others_are_wrong(scores)):
+            expected = "expected neither groups nor weights or nan in matches"
+            raise ValueError(f"{name}: {expected}; relevant=... takes grades of pairs")
         scores.check_finite()
         warn_of_one_side(scores)
-        return folded(scores) if by_ids else scores
+        return (folded(scores) if by_ids else scores).detach()
     if text_ids is None and image_ids is not None:
         raise ids_of_one_side(image_ids, IMAGES_AND_TEXTS)
     matrix = from_numpy(scores)
     check_matrix(name, matrix, "(N, M)", check_finite=True)
     warn_of_embeddings(name, matrix)
+    matrix = matrix.detach()
     if image_ids is None and text_ids is None:
         if by_ids:
             matrix = fold_repeated(matrix)
@@ -188,12 +194,29 @@ def with_ids(
         if by_ids:
             warn_of_guess(n, m)
         image_ids, text_ids = default_ids(n, m) if by_ids else unrelated_ids(n, m)
+        if n == m:  # row i matches column i, which needs no ids
+            image_ids = text_ids = None
     return Similarity.from_scores(matrix, image_ids, text_ids, names=IMAGES_AND_TEXTS)
 
 
+def check_whole(name: str, sim: Similarity) -> None:
+    """Raise a ValueError for one process's part of a batch that several share."""
+    if sim.share is not None:
+        raise ValueError(
+            f"{name}: expected all images and texts, got this process's part of a shared batch; "
+            "itrloss.distributed.gather(images) returns those of all processes, and so for texts "
+            "and ids: evaluate itrloss.Similarity(images, texts, ...) of them in one process"
+        )
+
+
+def has_no_ids(sim: Similarity) -> bool:
+    """Return whether nothing was said of who matches, so that row i matches column i."""
+    return sim.one_to_one and sim.ids == (None, None)
+
+
 def folded(sim: Similarity) -> Similarity:
-    """Return a similarity without ids after :func:`fold_repeated`, one with ids unchanged."""
-    if any(x is not None for x in sim.ids):
+    """Return a similarity without ids after :func:`fold_repeated`, any other unchanged."""
+    if not has_no_ids(sim):
         return sim
     images = sim.given_scores
     if sim.embeddings is not None:
@@ -205,89 +228,4 @@ def folded(sim: Similarity) -> Similarity:
         return sim
     copies = m // len(images)
     texts = torch.arange(m, device=sim.device)
-    # the texts' ids are row numbers, for gather=True
-    return part_of(sim, texts[::copies], texts, [None, texts // copies])
-
-
-def shared(sim: Any, question: str, process_group: Any) -> Similarity:
-    """Return the similarities of the images and texts of all processes, without a gradient.
-
-    ``question`` says in words what is computed. If it differs between processes, or if one of them
-    raises an error, all raise an error. Ids of texts alone are numbers of this process's images.
-    """
-    with consensus(process_group):
-        if not isinstance(sim, (Similarity, Tensor)):
-            raise TypeError(f"scores: expected a Similarity, got {type(sim).__name__}")
-        if isinstance(sim, Tensor) or sim.side or sim.embeddings is None:
-            raise ValueError(
-                "scores: expected a Similarity of embeddings, images as rows, for gather=True"
-            )
-        sim.check_unchanged()
-    images, texts = sim.embeddings
-    return Similarity.sharded(
-        images.detach(),
-        texts.detach(),
-        *sim.ids,
-        normalize=sim.normalizes,
-        bias=sim.bias,
-        check_finite=True,
-        process_group=process_group,
-        names=IMAGES_AND_TEXTS,
-        same=question,
-    )
-
-
-def ids_or_indices(sim: Similarity) -> list[Tensor]:
-    """Return the (N,) and (M,) ids of rows and columns; their indices where there are none."""
-    ids = []
-    for given, size in zip(sim.ids, sim.shape, strict=True):
-        ids.append(torch.arange(size, device=sim.device) if given is None else given)
-    return ids
-
-
-def part_of(
-    sim: Similarity, rows: Tensor, cols: Tensor, ids: Sequence[Tensor | None] | None = None
-) -> Similarity:
-    """Return the similarities of some rows and columns.
-
-    Args:
-        sim: all similarities.
-        rows: (n,) indices.
-        cols: (m,) indices.
-        ids: replace the ids of these rows and columns.
-    """
-    if ids is None:
-        row_ids, col_ids = ids_or_indices(sim)
-        ids = row_ids[rows], col_ids[cols]
-    if sim.given_scores is not None:
-        return Similarity.from_scores(sim.given_scores[rows][:, cols], *ids)
-    assert sim.embeddings is not None
-    images, texts = sim.embeddings
-    bias = None
-    if sim.bias is not None:
-        image_bias, text_bias = sim.bias
-        bias = (
-            None if image_bias is None else image_bias[rows],
-            None if text_bias is None else text_bias[cols],
-        )
-    engine: Any = sim.engine
-    return Similarity(
-        images[rows], texts[cols], *ids, normalize=sim.normalizes, engine=engine, bias=bias
-    )
-
-
-def fold_parts(sim: Similarity, folds: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the row and column indices of each fold: consecutive images, and their texts."""
-    n = sim.shape[0]
-    if folds < 1 or n % folds:
-        raise ValueError(f"folds: expected a divisor of the {n} images, got {folds}")
-    image_ids, text_ids = ids_or_indices(sim)
-    parts = []
-    for rows in torch.arange(n, device=sim.device).split(n // folds):
-        inside = torch.isin(text_ids, image_ids[rows])
-        if not bool(inside.any()):
-            raise ValueError(
-                f"folds: images {int(rows[0])} to {int(rows[-1])} are a part without a text"
-            )
-        parts.append((rows, inside.nonzero().squeeze(1)))
-    return parts
+    return part_of(sim, texts[::copies], texts, (None, texts // copies))

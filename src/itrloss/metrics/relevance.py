@@ -1,4 +1,4 @@
-"""Which pairs are right, and which are ranked at all, where ids do not say so."""
+"""Which pairs are right, and which are ranked at all."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..checks import as_indices, as_integers, check_range, from_numpy, require_finite
 from ..engine.ranking import Relevance
-from ..engine.relation import Relation, slots
+from ..engine.relation import slots
 from ..similarity import Similarity
 from .judgements import Judgements, distinct_pairs, grades_of_pairs
+from .matching import are_there, places, right_pairs
 
 ListedPairs = tuple[Tensor, Tensor]
 #: Pairs, a (N, M) bool matrix, or the candidates of each image as lists.
@@ -58,8 +59,18 @@ class Judged(NamedTuple):
     shape: tuple[int, int]  # (n_images, n_texts)
     images: Tensor  # (P,)
     texts: Tensor  # (P,)
-    grades: Tensor | None  # (P,) float64 above 0; None: all 1
-    rules: list[Rule]  # of images as queries
+    grades: Tensor | None = None  # (P,) float64 above 0; None: all 1
+    rules: Sequence[Rule] = ()  # of images as queries
+
+    def only(self, kept: Tensor) -> Judged:
+        """Return the same with some of the right pairs, of a bool mask (P,)."""
+        grades = None if self.grades is None else self.grades[kept]
+        return self._replace(images=self.images[kept], texts=self.texts[kept], grades=grades)
+
+    def listed(self) -> Judgements:
+        """Return the right pairs with their grades."""
+        grades = torch.ones_like(self.images) if self.grades is None else self.grades
+        return Judgements(self.images, self.texts, grades)
 
     def both(self) -> tuple[Relevance, Relevance]:
         """Return the relevance for images, and for texts, as queries."""
@@ -70,7 +81,7 @@ class Judged(NamedTuple):
 
 
 def _relevance(
-    queries: Tensor, candidates: Tensor, grades: Tensor | None, size: int, rules: list[Rule]
+    queries: Tensor, candidates: Tensor, grades: Tensor | None, size: int, rules: Sequence[Rule]
 ) -> Relevance:
     """Return who is right for each of ``size`` queries, and who is no candidate."""
     slot = slots(queries)
@@ -94,32 +105,57 @@ def _relevance(
 
 def judged(
     sim: Similarity,
-    relevant: Relevant | None,
-    exclude: WhichPairs | None,
-    candidates: WhichPairs | None,
-) -> Judged | None:
-    """Return the right pairs and the ranked ones; None if ids say all."""
-    if relevant is None and exclude is None and candidates is None:
-        return None
+    relevant: Relevant | None = None,
+    exclude: WhichPairs | None = None,
+    candidates: WhichPairs | None = None,
+) -> Judged:
+    """Return the right pairs, those that match if ``relevant`` is None, and the ranked ones."""
     rules = []
     for name, pairs in (("exclude", exclude), ("candidates", candidates)):
         if pairs is not None:
             numbers = _pair_numbers(name, pairs, sim.shape).to(sim.device)
             rules.append(Rule(sim.shape, numbers, only=name == "candidates"))
     if relevant is None:
-        images, texts = Relation(sim.shape, sim.ids, sim.device).listed
-        grades = None
+        images, texts = right_pairs(sim)
+        right = Judged(sim.shape, images, texts, rules=rules)
     else:
         images, texts, grades = _right_pairs(relevant, sim.shape)
         images = images.to(sim.device)
         texts = texts.to(sim.device)
         grades = None if grades is None else grades.to(sim.device)
+        right = Judged(sim.shape, images, texts, grades, rules)
+        right = right.only(are_there(sim, images, texts))
     for rule in rules:
-        kept = rule.keeps(images, texts)
-        images = images[kept]
-        texts = texts[kept]
-        grades = None if grades is None else grades[kept]
-    return Judged(sim.shape, images, texts, grades, rules)
+        right = right.only(rule.keeps(right.images, right.texts))
+    return right
+
+
+class Fold(NamedTuple):
+    """Consecutive images with their texts, among which each is ranked."""
+
+    rows: Tensor  # (n,) indices
+    cols: Tensor  # (m,) indices, ascending
+    right: Judged  # whose indices are places among these
+
+
+def folds_of(sim: Similarity, folds: int) -> list[Fold]:
+    """Return the folds of the images that exist."""
+    numbers, _ = places(sim)
+    if len(numbers) % folds:
+        raise ValueError(f"folds: expected a divisor of the {len(numbers)} images, got {folds}")
+    images, texts = right_pairs(sim)
+    parts = []
+    for rows in numbers.split(len(numbers) // folds):
+        inside = torch.isin(images, rows)
+        if not bool(inside.any()):
+            raise ValueError(
+                f"folds: images {int(rows[0])} to {int(rows[-1])} are a part without a text"
+            )
+        cols, text = texts[inside].unique(return_inverse=True)
+        image = torch.searchsorted(rows, images[inside])
+        right = Judged((len(rows), len(cols)), image, text)
+        parts.append(Fold(rows, cols, right))
+    return parts
 
 
 def _right_pairs(

@@ -11,8 +11,9 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..checks import as_size
-from ..engine.relation import Relation
+from ..similarity import NO_ID
 from .judgements import Judgements
 
 if TYPE_CHECKING:
@@ -31,24 +32,6 @@ if TYPE_CHECKING:
 WAYS = ("i2t", "t2i")
 RECALLS = (1, 5, 10)
 Ks = Sequence[int]
-_TEX = str.maketrans(
-    {
-        **{letter: "\\" + letter for letter in "&%$#_{}"},
-        "[": "{[}",  # behind the end of a row it would begin an option
-        "*": "{*}",
-        "\\": r"\textbackslash{}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "<": r"\ensuremath{<}",  # the default fonts have other letters in these places
-        ">": r"\ensuremath{>}",
-        "|": r"\ensuremath{|}",
-        "≤": r"\ensuremath{\le}",
-        "→": r"\ensuremath{\to}",
-        "†": r"\ensuremath{^\dagger}",
-        "γ": r"\ensuremath{\gamma}",
-        "λ": r"\ensuremath{\lambda}",
-    }
-)
 _COLUMNS = (
     "direction",
     "query",
@@ -77,7 +60,7 @@ def as_ks(ks: Any) -> tuple[int, ...]:
         raise TypeError(f"ks: expected numbers such as (1, 5, 10), got {ks!r}")
     if not len(ks):
         raise ValueError("ks: expected at least one number, got none")
-    return tuple(dict.fromkeys(as_size("ks", k) for k in ks))
+    return tuple(dict.fromkeys([as_size("ks", k) for k in ks]))
 
 
 def share_names(ks: Ks) -> list[str]:
@@ -93,12 +76,14 @@ class QueryResults:
     """The results of each query of one direction.
 
     Attributes:
-        ids: (Q,) int64 ids of the queries; their indices if :attr:`itrloss.Similarity.ids` has
-            none.
+        ids: (Q,) int64 ids of the queries. Where there are none, an image has its index, and a text
+            that of the first image that it matches; :data:`itrloss.NO_ID` for a query that does not
+            exist.
         ranks: (Q, P) int64 ranks of each query's positives, from 1, ascending, padded with 0.
         top: (Q, k) int64 indices of each query's best candidates, best first, padded with -1.
         candidates: number of candidates.
         grades: (Q, P) float64 grades of the positives at these ranks, 0 for none; None: all 1.
+        missing: how many of the candidates do not exist, and are nowhere in ``top``.
     """
 
     ids: Tensor
@@ -106,16 +91,22 @@ class QueryResults:
     top: Tensor
     candidates: int
     grades: Tensor | None = None
+    missing: int = 0
 
     def __repr__(self) -> str:
         return f"QueryResults({len(self.ids)} queries, {self.candidates} candidates)"
 
-    @property
+    @cached_property
+    def exists(self) -> Tensor:
+        """The (Q,) bool: whether a query exists."""
+        return self.ids != NO_ID
+
+    @cached_property
     def best(self) -> Tensor:
         """The (Q,) int64 rank of each query's best positive; 0 where there is none."""
         return self.ranks[:, :1].sum(1)
 
-    @property
+    @cached_property
     def positives(self) -> Tensor:
         """The (Q,) int64 number of positives of each query."""
         return (self.ranks > 0).sum(1)
@@ -123,7 +114,7 @@ class QueryResults:
     @property
     def unmatched(self) -> int:
         """The number of queries without a positive, which do not count."""
-        return int((self.positives == 0).sum())
+        return int((self.exists & (self.positives == 0)).sum())
 
     def hits(self, k: int) -> Tensor:
         """Return the (Q,) bool R@K: whether a positive is among the first k."""
@@ -138,10 +129,7 @@ class QueryResults:
 
         The gain of a positive is its grade.
         """
-        grades = self.grades
-        if grades is None:
-            grades = (self.ranks > 0).double()
-        return ndcg(self.ranks, grades, k)
+        return ndcg(self.ranks, self.grades, k)
 
     @property
     def reciprocal_rank(self) -> Tensor:
@@ -188,11 +176,6 @@ class QueryResults:
         ``name``: ``"r5"``, ``"recall_at_5"``, ``"ndcg_at_5"``, with any number, ``"mrr"``,
         ``"map"``, ``"r_precision"`` or ``"map_at_r"``.
         """
-        at_k: dict[str, Callable[[int], Tensor]] = {
-            "r": self.hits,
-            "recall_at_": self.recall,
-            "ndcg_at_": self.ndcg,
-        }
         whole = {
             "mrr": "reciprocal_rank",
             "map": "average_precision",
@@ -205,6 +188,7 @@ class QueryResults:
         if match is None:
             expected = "r5, recall_at_5, ndcg_at_5 with any number, " + ", ".join(whole)
             raise ValueError(f"name: expected {expected}; got {name!r}")
+        at_k = {"r": self.hits, "recall_at_": self.recall, "ndcg_at_": self.ndcg}
         return at_k[match[1]](int(match[2])).double()
 
     def metrics(self, ks: Ks = RECALLS) -> dict[str, float]:
@@ -212,22 +196,51 @@ class QueryResults:
 
         See :func:`retrieval_metrics`.
         """
-        counted = self._answered()
-        metrics = {name: _percentage(counted, name) for name in share_names(as_ks(ks))}
-        ranks = counted.best.cpu()
+        return self._answered()._metrics(as_ks(ks))
+
+    def _metrics(self, ks: tuple[int, ...]) -> dict[str, float]:
+        """Return the metrics of queries that all have positives."""
+        shares = {}
+        for k in ks:
+            shares[f"r{k}"] = self.hits(k).double()
+        for k in ks:
+            shares[f"recall_at_{k}"] = self.recall(k)
+        for k in ks:
+            shares[f"ndcg_at_{k}"] = ndcg(self.ranks, self.grades, k)
+        shares["mrr"] = self.reciprocal_rank
+        shares["map"] = self.average_precision
+        shares["r_precision"] = self.r_precision
+        shares["map_at_r"] = self.average_precision_at_r
+        metrics = {name: 100 * float(x.mean()) for name, x in shares.items()}
+        ranks = self.best.cpu()
         metrics["median_rank"] = float(np.median(ranks))
         metrics["mean_rank"] = float(ranks.double().mean())
-        metrics["skewness"] = float(skewness(counted.occurrences))
+        existing = self.candidates - self.missing
+        metrics["skewness"] = float(skewness(self.occurrences, existing))
         return metrics
 
     def recall_sum(self) -> float:
         """Return the sum of R@1, R@5 and R@10 in percent, over queries with positives."""
-        counted = self._answered()
-        return math.fsum(_percentage(counted, f"r{k}") for k in RECALLS)
+        return self._answered()._recall_sum({})
+
+    def _recall_sum(self, known: Mapping[str, float]) -> float:
+        """Return the sum of R@1, R@5 and R@10 of queries that all have positives.
+
+        ``known``: some metrics by name, which need not be computed again.
+        """
+        recalls = []
+        for k in RECALLS:
+            recall = known.get(f"r{k}")
+            if recall is None:
+                recall = 100 * float(self.hits(k).double().mean())
+            recalls.append(recall)
+        return math.fsum(recalls)
 
     def _answered(self) -> QueryResults:
         """Return the results of the queries that have positives."""
         matched = self.positives > 0
+        if bool(matched.all()) and len(matched):
+            return self
         if not bool(matched.any()):
             raise ValueError("image_ids, text_ids: no query has a matching candidate")
         grades = None if self.grades is None else self.grades[matched]
@@ -240,18 +253,16 @@ class QueryResults:
         )
 
 
-def _percentage(results: QueryResults, name: str) -> float:
-    return 100 * float(results.per_query(name).mean())
-
-
-def ndcg(ranks: Tensor, grades: Tensor, k: int) -> Tensor:
+def ndcg(ranks: Tensor, grades: Tensor | None, k: int) -> Tensor:
     """Return (Q,) float64 normalised discounted cumulative gains of the first k candidates.
 
     Args:
         ranks: (Q, P) int64 ranks of the right candidates, 0 for none.
-        grades: (Q, P) float64 gains of these, 0 for none.
+        grades: (Q, P) float64 gains of these, 0 for none; None: all 1.
         k: number of candidates.
     """
+    if grades is None:
+        grades = (ranks > 0).double()
     discounts = 1 / (ranks + 1).clamp_min(2).double().log2()
     counted = (ranks > 0) & (ranks <= k)
     gained = torch.where(counted, grades * discounts, 0.0).sum(1)
@@ -268,7 +279,7 @@ class RetrievalResults:
     Attributes:
         i2t, t2i: :class:`QueryResults` of image→text and of text→image.
         folds: the results of each fold, if queries had only the candidates of their fold.
-        relevant: the right pairs that were ranked, with their grades; None: those of equal ids.
+        relevant: the right pairs that were ranked, with their grades; None: they are not known.
     """
 
     i2t: QueryResults
@@ -281,7 +292,7 @@ class RetrievalResults:
         """How many images and texts have no match, in words."""
         counts = []
         for name, own in (("images", self.i2t), ("texts", self.t2i)):
-            counts.append(f"{own.unmatched} of {len(own.ids)} {name}")
+            counts.append(f"{own.unmatched} of {int(own.exists.sum())} {name}")
         return f"{' and '.join(counts)} have no match"
 
     @property
@@ -294,15 +305,20 @@ class RetrievalResults:
         if self.folds:
             parts = [part.metrics(ks) for part in self.folds]
             return {name: math.fsum(part[name] for part in parts) / len(parts) for name in parts[0]}
+        ks = as_ks(ks)
         metrics = {}
+        recall_sums = []
         for way, side in self.ways.items():
-            for name, value in side.metrics(ks).items():
+            answered = side._answered()
+            own = answered._metrics(ks)
+            for name, value in own.items():
                 metrics[f"{way}_{name}"] = value
-        metrics["rsum"] = math.fsum(side.recall_sum() for side in self.ways.values())
+            recall_sums.append(answered._recall_sum(own))
+        metrics["rsum"] = math.fsum(recall_sums)
         return metrics
 
     def rows(self) -> Iterator[dict[str, object]]:
-        """Yield a row for each query.
+        """Yield a row for each query that exists.
 
         It has the query's direction, index, id, best rank, number of positives and precisions, and
         its best candidate, -1 if it has none.
@@ -317,8 +333,10 @@ class RetrievalResults:
                 side.top[:, 0],
             )
             values = [column.tolist() for column in columns]
+            exists = side.exists.tolist()
             for query, row in enumerate(zip(*values, strict=True)):
-                yield dict(zip(_COLUMNS, (way, query, *row), strict=True))
+                if exists[query]:
+                    yield dict(zip(_COLUMNS, (way, query, *row), strict=True))
 
     def to_frame(self) -> DataFrame:
         """Return :meth:`rows` as a pandas data frame."""
@@ -343,18 +361,22 @@ class RetrievalResults:
 
 
 def join_folds(
-    folds: list[RetrievalResults], parts: list[tuple[Tensor, Tensor]], shape: tuple[int, int]
+    folds: list[RetrievalResults],
+    parts: list[tuple[Tensor, Tensor]],
+    shape: tuple[int, int],
+    relevant: Judgements,
 ) -> RetrievalResults:
     """Return the results of all queries, from the results of each fold.
 
-    ``parts``: the image and text indices of each fold; ``shape``: numbers of images and of texts.
+    ``parts``: the image and text indices of each fold; ``shape``: numbers of images and of texts;
+    ``relevant``: the right pairs of all.
     """
     n, m = shape
     images = [rows for rows, _ in parts]
     texts = [cols for _, cols in parts]
     i2t = _joined([fold.i2t for fold in folds], images, texts, m)
     t2i = _joined([fold.t2i for fold in folds], texts, images, n)
-    return RetrievalResults(i2t, t2i, tuple(folds))
+    return RetrievalResults(i2t, t2i, tuple(folds), relevant)
 
 
 def _joined(
@@ -374,86 +396,41 @@ def _joined(
     ranks = pad_sequence([row for fold in folds for row in fold.ranks], batch_first=True)
     top = []
     for fold, own in zip(folds, candidates, strict=True):
-        best = fold.top[:, :k]
-        top.append(own[best.clamp_min(0)].masked_fill(best < 0, -1))  # -1: no candidate
-    return QueryResults(ids[order], ranks[order], torch.cat(top)[order], size)
+        top.append(own[fold.top[:, :k]])
+    missing = size - len(torch.cat(candidates).unique())  # they are in no fold
+    return QueryResults(ids[order], ranks[order], torch.cat(top)[order], size, missing=missing)
 
 
-def skewness(counts: Tensor) -> Tensor:
+def skewness(counts: Tensor, existing: int | Tensor | None = None) -> Tensor:
     """Return the third standardised moment of counts: 0 if all are equal.
 
     Args:
         counts: (N,) numbers of any dtype.
+        existing: how many of them are counted, the largest ones: those of candidates that do not
+            exist are 0, and left out. None: all.
 
     Returns:
         a 0-dim float64 tensor.
     """
-    x = counts.double() - counts.double().mean()
-    variance = x.square().mean()
-    return torch.where(variance > 0, (x**3).mean() / variance**1.5, 0.0)
+    counts = counts.double()
+    if existing is None:
+        existing = len(counts)
+    ordered = counts.sort(descending=True).values
+    counted = torch.arange(len(counts), device=counts.device) < existing
+    x = torch.where(counted, ordered - ordered.sum() / existing, 0.0)
+    variance = x.square().sum() / existing
+    third = (x**3).sum() / existing
+    return torch.where(variance > 0, third / variance**1.5, 0.0)
 
 
-def check_systems(
-    name: str,
-    systems: Any,
-    kinds: tuple[type, ...] = (RetrievalResults,),
-    what: str = "results of retrieval_results",
-) -> None:
-    """Raise a TypeError unless there is an object of one of some kinds for each name."""
-    expected = f"{what} for each name, as in {{'model': results}}"
+def check_systems(name: str, systems: Any) -> None:
+    """Raise a TypeError unless there are results for each name."""
+    expected = "results of retrieval_results for each name, as in {'model': results}"
     if not isinstance(systems, Mapping):
         raise TypeError(f"{name}: expected {expected}, got {type(systems).__name__}")
     for system, x in systems.items():
-        if not isinstance(x, kinds):
+        if not isinstance(x, RetrievalResults):
             raise TypeError(f"{name}: expected {expected}, got {type(x).__name__} for {system!r}")
-
-
-def latex_table(
-    systems: Mapping[str, RetrievalResults | Mapping[str, float]],
-    *,
-    digits: int = 1,
-    ks: Ks = RECALLS,
-) -> str:
-    """Return a LaTeX table (booktabs) of R@K and RSUM with a row for each system.
-
-    The best of each column is bold.
-
-    Args:
-        systems: results, or dictionaries from :func:`retrieval_metrics`, by name.
-        digits: number of decimals.
-        ks: the K, which dictionaries need to have.
-    """
-    check_systems("systems", systems, (RetrievalResults, Mapping), "results or metrics")
-    ks = as_ks(ks)
-    columns = [*recall_names(ks), "rsum"]
-    rows = {}
-    for name, x in systems.items():
-        metrics = x.metrics(ks) if isinstance(x, RetrievalResults) else x
-        rows[name] = [f"{metrics[column]:.{digits}f}" for column in columns]
-    best = [max(column, key=float) for column in zip(*rows.values(), strict=True)]
-    ways = [
-        rf"\multicolumn{{{len(ks)}}}{{c}}{{{way}}}" for way in ("image to text", "text to image")
-    ]
-    heads = [f"R@{k}" for k in (*ks, *ks)]
-    lines = [
-        rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
-        r"\toprule",
-        rf" & {' & '.join(ways)} & \\",
-        rf" & {' & '.join(heads)} & RSUM \\",
-        r"\midrule",
-    ]
-    for name, row in rows.items():
-        cells = [tex(name)]
-        for cell, highest in zip(row, best, strict=True):
-            cells.append(rf"\textbf{{{cell}}}" if cell == highest else cell)
-        lines.append(" & ".join(cells) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def tex(text: str) -> str:
-    """Return plain text for LaTeX: one line, where no letter is a command."""
-    printable = "".join(letter if letter.isprintable() else " " for letter in text)
-    return printable.translate(_TEX)
 
 
 def save_trec(results: RetrievalResults, folder: str | Path, tag: str = "itrloss") -> None:
@@ -481,11 +458,8 @@ def save_trec(results: RetrievalResults, folder: str | Path, tag: str = "itrloss
     i2t = results.i2t
     t2i = results.t2i
     if results.relevant is None:
-        device = i2t.ids.device
-        images, texts = Relation((len(i2t.ids), len(t2i.ids)), (i2t.ids, t2i.ids), device).listed
-        grades = torch.ones_like(images)
-    else:
-        images, texts, grades = results.relevant
+        raise ValueError("results: expected their right pairs (relevant), got None")
+    images, texts, grades = results.relevant
     if not bool((grades == grades.long()).all()):
         raise ValueError("results: expected grades that are whole numbers, got others")
     grades = grades.long()

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
 from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of
-from ..distributed import consensus, gather_table, world_size
-from ..distributed import gather as gather_rows
 from ..engine.ranking import Ranking
 from ..hints import explained
-from ..similarity import Similarity
-from .judgements import Judgements
-from .labels import (
-    fold_parts,
-    folded,
-    ids_or_indices,
-    part_of,
-    shared,
-    warn_of_repeated,
-    with_ids,
-)
-from .relevance import Judged, Relevant, WhichPairs, judged
+from ..similarity import NO_ID, Similarity
+from .labels import fold_repeated, has_no_ids, warn_of_repeated, with_ids
+from .matching import part_of, query_ids, with_plain_ids
+from .relevance import Judged, Relevant, WhichPairs, folds_of, judged
 from .results import RECALLS, Ks, QueryResults, RetrievalResults, as_ks, join_folds
 from .suspicion import warn_of_chance, warn_of_unmatched
 
@@ -50,8 +38,6 @@ def retrieval_metrics(  # noqa: PLR0913 - options by keyword
     ties: Ties = "pessimistic",
     hubness_k: int = 10,
     folds: int = 1,
-    gather: bool = False,
-    process_group: Any = None,
 ) -> dict[str, float]:
     """Return the metrics of image→text (``i2t_``) and text→image retrieval (``t2i_``) by name.
 
@@ -70,7 +56,7 @@ def retrieval_metrics(  # noqa: PLR0913 - options by keyword
         scores, image_ids, text_ids: see :func:`retrieval_results`.
         ks: numbers of first candidates, of at least 1.
         relevant, exclude, candidates: see :func:`retrieval_results`.
-        reranker, ties, hubness_k, folds, gather, process_group: see :func:`retrieval_results`.
+        reranker, ties, hubness_k, folds: see :func:`retrieval_results`.
 
     Raises:
         TypeError, ValueError: as :func:`retrieval_results`; also if no query has a positive.
@@ -87,8 +73,6 @@ def retrieval_metrics(  # noqa: PLR0913 - options by keyword
         ties=ties,
         hubness_k=hubness_k,
         folds=folds,
-        gather=gather,
-        process_group=process_group,
     )
     return results.metrics(ks)
 
@@ -106,8 +90,6 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     ties: Ties = "pessimistic",
     hubness_k: int = 10,
     folds: int = 1,
-    gather: bool = False,
-    process_group: Any = None,
 ) -> RetrievalResults:
     """Return the results of each query, which :func:`retrieval_metrics` averages.
 
@@ -141,13 +123,6 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
             within each part, as in MSCOCO's "5-fold 1K". A transductive reranker sees only the
             queries of the part. A text that matches images in two parts is a query in both; one
             that matches none is in no part. Not with banks of scores.
-        gather: in a ``torch.distributed`` job whose processes each hold a ``Similarity`` of their
-            own images and texts, at least 1 of each: each process holds all embeddings and ranks
-            the candidates of all processes for its own queries, and all return the results of a
-            single process with all data. Ids are compared across processes; without ids row i
-            matches column i of the same process. Copies of an embedding in different processes need
-            not tie, as rounding differs.
-        process_group: the processes that take part; by default, all.
 
     Warns:
         SuspiciousInputWarning: of copies of images, of embeddings passed as scores or as both
@@ -158,33 +133,26 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.
     """
     scores = as_pair(scores)
-    pair = isinstance(scores, tuple)
-    gather = gather and world_size(process_group) > 1
+    has_two = isinstance(scores, tuple)
     by_ids = relevant is None
     has_rules = not by_ids or exclude is not None or candidates is not None
-    has_more = pair or has_rules or image_ids is not None or text_ids is not None
-    # an error in one process is raised in all: none waits in vain
-    with consensus(process_group) if gather else contextlib.nullcontext():
-        hubness_k = as_size("hubness_k", hubness_k)
-        folds = as_size("folds", folds)
-        one_of("ties", ties, "pessimistic", "optimistic")
-        if reranker is not None:
-            check_reranker(reranker, pair)
-        check_division(folds, gather, has_rules, has_more)
-    if gather:
-        results = _sharded_results(scores, reranker, hubness_k, ties, process_group)
-        warn_of_unmatched(results)
-        warn_of_chance(results)
-        return results
-    if pair:
+    hubness_k = as_size("hubness_k", hubness_k)
+    folds = as_size("folds", folds)
+    one_of("ties", ties, "pessimistic", "optimistic")
+    if reranker is not None:
+        check_reranker(reranker, has_two)
+    if folds > 1 and has_rules:
+        others = "relevant, excluded or candidate pairs"
+        raise ValueError(f"folds: expected 1 with {others}, got {folds}")
+    if has_two:
         sims = _pair_with_ids(scores, image_ids, text_ids, by_ids)
     else:
-        sims = [with_ids("scores", scores, image_ids, text_ids, by_ids).detach()]
+        sims = [with_ids("scores", scores, image_ids, text_ids, by_ids)]
     if by_ids:
         warn_of_repeated(sims[0])
     if folds == 1:
-        rules = judged(sims[0], relevant, exclude, candidates)
-        results = _ranked(sims, rules, reranker, hubness_k, ties)
+        right = judged(sims[0], relevant, exclude, candidates)
+        results = _ranked(sims, right, reranker, hubness_k, ties)
     else:
         results = _results_in_folds(sims, folds, reranker, hubness_k, ties)
     if not has_rules:
@@ -198,20 +166,6 @@ def as_pair(scores: Any) -> Any:
     if isinstance(scores, list) and len(scores) == 2 and hasattr(scores[0], "shape"):
         return tuple(scores)
     return scores
-
-
-def check_division(folds: int, gather: bool, has_rules: bool, has_more: bool) -> None:
-    """Raise an error for input that folds, or several processes, do not go with.
-
-    ``has_rules``: there are relevant, excluded or candidate pairs; ``has_more``: or ids or a pair
-    of scores.
-    """
-    if folds > 1 and (has_rules or gather):
-        others = "relevant, excluded or candidate pairs, or gather=True"
-        raise ValueError(f"folds: expected 1 with {others}, got {folds}")
-    if gather and has_more:
-        given = "relevant, exclude, candidates, image_ids, text_ids, a pair of scores"
-        raise ValueError(f"{given}: not for gather=True")
 
 
 def check_reranker(reranker: Any, pair: bool) -> None:
@@ -231,19 +185,21 @@ def _pair_with_ids(
 ) -> list[Similarity]:
     """Return the checked scores of image→text and of text→image with their ids."""
     first, second = scores
-    i2t = with_ids("scores", first, image_ids, text_ids, by_ids).detach()
+    i2t = with_ids("scores", first, image_ids, text_ids, by_ids)
     second = from_numpy(second)
-    check_matrix("scores[1]", second, "(N, M)")
+    check_matrix("scores[1]", second, "(N, M)", check_finite=True)
     if tuple(second.shape) != tuple(first.shape):
         raise ValueError(
             f"scores[1]: expected shape {tuple(first.shape)}, got {tuple(second.shape)}"
         )
+    ids_left_out = image_ids is None and text_ids is None
     if isinstance(first, Similarity):
-        image_ids, text_ids = first.ids
-    t2i = with_ids("scores[1]", second, image_ids, text_ids, by_ids)
-    if t2i.shape != i2t.shape:
+        ids_left_out = has_no_ids(first)
+    if by_ids and ids_left_out:
+        second = fold_repeated(second)
+    if i2t.shape != tuple(second.shape):
         raise ValueError("scores[1]: expected repeated images like scores[0], or ids")
-    return [i2t, t2i]
+    return [i2t, Similarity.from_scores(second, *query_ids(i2t))]
 
 
 def _results_in_folds(
@@ -252,64 +208,43 @@ def _results_in_folds(
     """Return the results of one similarity, or of two, within consecutive parts of the images."""
     if reranker is not None and not all(reranker.transductive) and sims[0].embeddings is None:
         raise ValueError("folds: banks of scores contain all candidates, a part only some of them")
-    parts = fold_parts(sims[0], folds)
+    image_ids, text_ids = query_ids(sims[0])
+    parts = []
     results = []
-    for rows, cols in parts:
-        inside = [part_of(sim, rows, cols) for sim in sims]
-        results.append(_ranked(inside, None, reranker, k, ties))
-    return join_folds(results, parts, sims[0].shape)
+    for rows, cols, right in folds_of(sims[0], folds):
+        ids = image_ids[rows], text_ids[cols]
+        inside = [part_of(sim, rows, cols, ids) for sim in sims]
+        results.append(_ranked(inside, right, reranker, k, ties))
+        parts.append((rows, cols))
+    whole = judged(sims[0]).listed()
+    return join_folds(results, parts, sims[0].shape, whole)
 
 
 def _ranked(
     sims: Sequence[Similarity],
-    rules: Judged | None,
+    right: Judged,
     reranker: Reranker | None,
     k: int,
     ties: Ties,
 ) -> RetrievalResults:
     """Return the results of one similarity, or of two for image→text and text→image."""
-    sim = sims[0]
-    t2i = sims[-1].T
-    relevance = (None, None) if rules is None else rules.both()
+    sim = with_plain_ids(sims[0])
+    of_images, of_texts = right.both()
     if reranker is not None:
-        of_images, of_texts = reranker.ranked(sim, k, ties, relevance)
+        i2t_ranking, t2i_ranking = reranker.ranked(sim, k, ties, (of_images, of_texts))
     else:
-        of_images = sim.ranked(k, ties=ties, relevance=relevance[0])
-        of_texts = t2i.ranked(k, ties=ties, relevance=relevance[1])
-    image_ids, text_ids = ids_or_indices(sim)
-    right = None
-    if rules is not None:
-        grades = torch.ones_like(rules.images) if rules.grades is None else rules.grades
-        right = Judgements(rules.images, rules.texts, grades)
+        i2t_ranking = sim.ranked(k, ties=ties, relevance=of_images)
+        t2i_ranking = with_plain_ids(sims[-1]).T.ranked(k, ties=ties, relevance=of_texts)
+    image_ids, text_ids = query_ids(sim)
     return RetrievalResults(
-        i2t=_of_queries(image_ids, of_images, len(text_ids)),
-        t2i=_of_queries(text_ids, of_texts, len(image_ids)),
-        relevant=right,
+        i2t=_of_queries(image_ids, text_ids, i2t_ranking),
+        t2i=_of_queries(text_ids, image_ids, t2i_ranking),
+        relevant=right.listed(),
     )
 
 
-def _of_queries(ids: Tensor, ranking: Ranking, candidates: int) -> QueryResults:
-    """Return the results of one direction."""
-    return QueryResults(ids, ranking.ranks, ranking.top.indices, candidates, ranking.grades)
-
-
-def _sharded_results(
-    scores: Any, reranker: Reranker | None, k: int, ties: Ties, group: Any
-) -> RetrievalResults:
-    """Return the results of all processes, each of which ranks for its own queries."""
-    if isinstance(scores, Similarity) and scores.embeddings is not None:
-        scores = folded(scores)
-    method = None if reranker is None else reranker.description()
-    sim = shared(scores, f"re-ranker {method}, hubness_k {k}, ties {ties}", group)
-    own = _ranked([sim], None, reranker, k, ties)
-    image_ids, text_ids = sim.all_ids
-    return RetrievalResults(
-        i2t=_gathered(own.i2t, image_ids, len(text_ids), group),
-        t2i=_gathered(own.t2i, text_ids, len(image_ids), group),
-    )
-
-
-def _gathered(own: QueryResults, ids: Tensor, candidates: int, group: Any) -> QueryResults:
-    """Return the results of all processes' queries of one direction from this process's."""
-    ranks = gather_table(own.ranks, group)
-    return QueryResults(ids, ranks, gather_rows(own.top, group), candidates)
+def _of_queries(ids: Tensor, candidate_ids: Tensor, ranking: Ranking) -> QueryResults:
+    """Return the results of one direction; a query that does not exist has no candidates."""
+    top = ranking.top.indices.masked_fill((ids == NO_ID)[:, None], -1)
+    missing = int((candidate_ids == NO_ID).sum())
+    return QueryResults(ids, ranking.ranks, top, len(candidate_ids), ranking.grades, missing)

@@ -62,7 +62,7 @@ def warn_of_unmatched(results: RetrievalResults) -> None:
     """Warn if many images or texts have no match, as of ids in two spellings."""
     shares = []
     for own in results.ways.values():
-        shares.append(own.unmatched / max(1, len(own.ids)))
+        shares.append(own.unmatched / max(1, int(own.exists.sum())))
     if max(shares) >= _MOST_UNMATCHED:
         warn(
             f"image_ids, text_ids: {results.unmatched_in_words}, so that they are no queries. "
@@ -95,7 +95,7 @@ def _by_chance(folds: Sequence[QueryResults]) -> bool:
     for fold in folds:
         found = fold.ranks > 0
         counts = found.sum(1)
-        sums = ((fold.ranks - 0.5) * found).sum(1) / fold.candidates
+        sums = ((fold.ranks - 0.5) * found).sum(1) / (fold.candidates - fold.missing)
         matched = counts > 0
         places.append(sums[matched] / counts[matched])
         queries += len(fold.ids[matched].unique())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import as_size, check_number, one_of
+from ..similarity import NO_ID
 from .results import RECALLS, WAYS, Ks, RetrievalResults, as_ks, check_systems, share_names
 
 _DRAWN = 2**16  # ids drawn at a time
@@ -252,7 +253,7 @@ def _sums_by_id(results: RetrievalResults, first: RetrievalResults, names: Seque
         sums[:, side].index_add_(0, indices[side], values.cpu())
     if not bool(sums[..., -1].any()):
         raise ValueError("results: no query has a right candidate")
-    return sums
+    return sums[unique != NO_ID]  # what does not exist is not drawn
 
 
 def _interval(samples: Tensor, level: float) -> Tensor:

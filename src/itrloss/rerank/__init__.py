@@ -12,12 +12,6 @@ from .base import RerankBiases, Reranked, Reranker
 from .direction import Bias, Direction
 from .fast import FastReranker, InvertedSoftmax
 from .index import BiasedIndex
-from .k_reciprocal import KReciprocalReranker
-from .neighbours import (
-    MultiFactorReranker,
-    ReciprocalReranker,
-    TwoStageReranker,
-)
 from .normalization import (
     CSLS,
     DualBankNorm,
@@ -28,6 +22,7 @@ from .normalization import (
     QueryBankNorm,
     Sinkhorn,
 )
+from .two_stage import TwoStageReranker
 
 __all__ = [
     "Bias",
@@ -39,12 +34,9 @@ __all__ = [
     "DualSoftmax",
     "FastReranker",
     "InvertedSoftmax",
-    "KReciprocalReranker",
-    "MultiFactorReranker",
     "MutualProximity",
     "NearestNeighborNorm",
     "QueryBankNorm",
-    "ReciprocalReranker",
     "RerankBiases",
     "Reranked",
     "Reranker",

@@ -4,9 +4,7 @@ matrix.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -15,14 +13,24 @@ import torch
 from torch import Tensor
 
 from ..checks import Option, as_size, check_matrix, from_numpy
-from ..distributed import consensus, world_size
-from ..distributed.shards import Share
 from ..engine.ranking import Ranking, Relevance, collected
 from ..hints import explained
-from ..metrics.labels import ids_or_indices, shared, with_ids
-from ..similarity import Similarity, TopK
+from ..metrics.labels import with_ids
+from ..metrics.matching import existing, existing_part, places, with_plain_ids
+from ..metrics.relevance import judged
+from ..similarity import NO_ID, Similarity, TopK
 from ..suspicious import UnfitScalesWarning, number_shared, warn
-from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
+from .direction import (
+    SIDES,
+    Bias,
+    Direction,
+    Rule,
+    against,
+    fitting,
+    for_all,
+    no_match,
+    unlabelled,
+)
 
 _AT_ONCE = 2**20  # scores that are re-ranked at once, most of them in float64
 _TELL_APART = 64  # numbers of a query that tell it from others
@@ -60,11 +68,11 @@ class RerankBiases(NamedTuple):
 
 
 class Ruled(NamedTuple):
-    """A direction, its queries with their ids, and how its candidates are ranked."""
+    """All queries and candidates of a direction, and how the candidates are ranked."""
 
-    direction: Direction
-    labelled: Similarity
-    rule: Rule  # a bias has the candidates of all processes
+    queries: Similarity  # without labels
+    named: Similarity  # the same with ids, of what does not exist NO_ID
+    rule: Rule
 
 
 class Reranker(ABC):
@@ -79,8 +87,6 @@ class Reranker(ABC):
         takes_bank: whether it can use such a bank.
         needs_embeddings: whether a score matrix is not enough, as it compares images with images or
             texts with texts.
-        needs_all_candidates: whether processes cannot share the work, as candidates' values depend
-            on one another.
         cosine_options: names of the options whose defaults are made for cosines. With other scores
             they have to be chosen, and a :class:`itrloss.SuspiciousInputWarning` says so.
     """
@@ -88,7 +94,6 @@ class Reranker(ABC):
     needs_bank: bool = False
     takes_bank: bool = True
     needs_embeddings: bool = False
-    needs_all_candidates: bool = False
     cosine_options: tuple[str, ...] = ()
 
     _images: Tensor | None = None
@@ -198,7 +203,7 @@ class Reranker(ABC):
     @explained
     def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
         """Return re-ranked scores ``(image→text, text→image)``, both (n_images, n_texts), higher is
-        better.
+        better; 0 for an image or text that does not exist.
 
         :meth:`topk` and ``retrieval_metrics(sim, reranker=self)`` need no matrix.
 
@@ -213,55 +218,45 @@ class Reranker(ABC):
             TypeError, ValueError: naming the argument; for nan and infinity; for a single query
                 without a bank; for a missing bank or embeddings that the method needs.
         """
-        sim = with_ids("scores", scores, None, None, by_ids=False).detach()
-        views = self._directions(sim)
-        self._warn(sim)
+        sim = with_ids("scores", scores, None, None, by_ids=False)
         results = []
-        for direction, _, rule in self._ruled(views):
-            result = torch.empty(direction.queries.shape, dtype=sim.dtype, device=sim.device)
-            for rows, block in direction.queries.blocks():
+        for side, (queries, _, rule) in enumerate(self._ruled(sim)):
+            result = torch.empty(queries.shape, dtype=sim.dtype, device=sim.device)
+            for rows, block in queries.blocks():
                 result[rows] = rule(block, rows)
             if isinstance(rule, Bias) and not bool(result.isfinite().all()):
                 raise ValueError(f"scores: too large for {self!r}")
-            results.append(result.T if direction.side else result)
+            results.append(result.T if side else result)
         return self._pair(results)
 
-    def topk(
-        self,
-        scores: Tensor | Similarity,
-        k: int,
-        *,
-        gather: bool = False,
-        process_group: Any = None,
-    ) -> Reranked[TopK]:
+    def topk(self, scores: Tensor | Similarity, k: int) -> Reranked[TopK]:
         """Return the k best texts of each image and the k best images of each text, by re-ranked
         score.
 
         Args:
             scores: (n_images, n_texts), or a :class:`itrloss.Similarity`.
             k: number of candidates.
-            gather, process_group: as in :func:`itrloss.metrics.retrieval_results`: rank the
-                candidates of all processes, numbered in the order of the process ranks, for this
-                process's queries. A single process has the same results up to rounding and the
-                order of equal scores. Every process holds the whole banks.
 
         Returns:
             ``(image→text, text→image)``, each with ``values`` and ``indices`` of shape (queries,
-            k). A direction with fewer than k candidates returns all of them. For a tiled
-            ``Similarity`` the matrix is never formed.
+            k). A direction with fewer than k candidates returns all of them; where fewer exist,
+            -inf and -1, as for a query that does not exist. For a tiled ``Similarity`` the matrix
+            is never formed.
 
         Raises:
-            TypeError, ValueError: as :meth:`rerank`. With ``gather=True`` an error in one process,
-                or a difference between processes, is raised in all of them.
+            TypeError, ValueError: as :meth:`rerank`.
         """
-        gather = gather and world_size(process_group) > 1
-        with consensus(process_group) if gather else contextlib.nullcontext():
-            k = as_size("k", k)
-        if gather:
-            sim = shared(scores, f"{self.description()} {k}", process_group)
-        else:
-            sim = with_ids("scores", scores, None, None, by_ids=False)
-        return self._pair(ranking.top for ranking in self.ranked(sim, k, None))
+        k = as_size("k", k)
+        sim = with_ids("scores", scores, None, None, by_ids=False)
+        best = []
+        for ranking, exists in zip(self.ranked(sim, k, None), existing(sim), strict=True):
+            top = ranking.top
+            if exists is not None:
+                missing = ~exists[:, None]
+                values = top.values.masked_fill(missing, -torch.inf)
+                top = TopK(values, top.indices.masked_fill(missing, -1))
+            best.append(top)
+        return self._pair(best)
 
     def _pair(self, results: Iterable[T]) -> Reranked[T]:
         """Return the results of both directions, which say whether they are transductive."""
@@ -271,17 +266,14 @@ class Reranker(ABC):
 
     def biases(self, scores: Tensor | Similarity) -> RerankBiases:
         """Return biases to rank by: ``A_ij + texts_j`` for image→text, ``A_ij + images_i`` for
-        text→image.
+        text→image; 0 for an image or text that does not exist.
 
         Raises:
             ValueError: as :meth:`rerank`, and for a method that is not a bias per candidate.
         """
         sim = with_ids("scores", scores, None, None, by_ids=False)
-        views = self._directions(sim)
-        self._warn(sim)
-        rules = [ruled.rule for ruled in self._ruled(views)]
         biases = []
-        for rule in rules:
+        for _, _, rule in self._ruled(sim):
             if isinstance(rule, Bias):
                 biases.append((rule.bias / rule.factor).to(sim.dtype))
         if len(biases) < 2:
@@ -293,114 +285,84 @@ class Reranker(ABC):
         sim: Similarity,
         k: int,
         ties: str | None,
-        relevance: Sequence[Relevance | None] = (None, None),
+        relevance: tuple[Relevance, Relevance] | None = None,
     ) -> list[Ranking]:
         """Return the ranks (empty for ``ties=None``) and the k best candidates of all images, and
         of all texts; see :meth:`itrloss.Similarity.ranked`.
 
-        If ``sim`` is sharded: of this process's queries, among the candidates of all processes.
         ``relevance``, of the images and of the texts, is for the ranks alone: re-ranking sees all
-        scores.
+        scores. None: those that match by ``sim`` are right.
         """
-        directions = self._directions(sim)
-        self._warn(sim)
-        if sim.share is None:
-            both = zip(self._ruled(directions), relevance, strict=True)
-            return [_ranks(ruled, k, ties, judged) for ruled, judged in both]
-        results = []
-        for direction in directions:
-            with consensus(sim.share.processes.group):
-                (ruled,) = self._ruled([direction])
-                results.append(_ranks(ruled, k, ties))
-        return results
+        own: Sequence[Relevance | None] = (None, None)
+        if ties is not None:
+            own = judged(sim).both() if relevance is None else relevance
+        both = zip(self._ruled(sim), own, strict=True)
+        return [_ranks(ruled, k, ties, right) for ruled, right in both]
 
     @torch.no_grad()
-    def _ruled(self, views: Sequence[tuple[Direction, Similarity]]) -> list[Ruled]:
-        """Return :meth:`_directions` with their rules."""
-        rules = self._rules_together([direction for direction, _ in views])
+    def _ruled(self, sim: Similarity) -> list[Ruled]:
+        """Return both directions with their rules; raise an error unless the method can re-rank
+        ``sim``.
+        """
+        directions = self._directions(sim)
+        self._warn(directions)
+        exists = existing(sim)
+        queries = [direction.queries for direction in directions]
+        if exists != (None, None):
+            every = unlabelled(sim)
+            queries = [every, every.T]
+        named = with_plain_ids(sim)
+        sides = zip(queries, (named, named.T), (exists, exists[::-1]), strict=True)
         ruled = []
-        for (direction, labelled), rule in zip(views, rules, strict=True):
+        rules = self._rules_together(directions)
+        for rule, (own, view, masks) in zip(rules, sides, strict=True):
             if not callable(rule):
                 expected = "a Bias, or a function of scores and rows"
                 raise TypeError(f"rule: expected {expected}, got {type(rule).__name__}")
-            if isinstance(rule, Bias):
-                rule = rule._replace(bias=direction.of_all(rule.bias))
-                if not bool(rule.bias.to(labelled.dtype).isfinite().all()):
-                    raise ValueError(f"scores: too large for {self!r}")
-            ruled.append(Ruled(direction, labelled, rule))
+            if isinstance(rule, Bias) and not bool(rule.bias.to(sim.dtype).isfinite().all()):
+                raise ValueError(f"scores: too large for {self!r}")
+            ruled.append(Ruled(own, view, for_all(rule, *masks)))
         return ruled
 
     def _rules_together(self, directions: Sequence[Direction]) -> Sequence[Rule]:
         return [self.rule(direction) for direction in directions]
 
-    def description(self) -> str:
-        """Return the method, its options and its banks as a string, which must be the same in all
-        processes.
-        """
-        parts = [repr(self)]
-        for bank in (self._images, self._texts):
-            if bank is None:
-                parts.append("no bank")
-            else:
-                data = bank.cpu().contiguous().view(torch.uint8).numpy().data
-                parts.append(f"{bank.dtype} {tuple(bank.shape)} {zlib.crc32(data)}")
-        return ", ".join(parts)
-
     @torch.no_grad()
-    def _directions(self, sim: Similarity) -> list[tuple[Direction, Similarity]]:
-        """Return each direction and its queries with their ids; if ``sim`` is sharded, this
-        process's part of them.
+    def _directions(self, sim: Similarity) -> list[Direction]:
+        """Return image→text and text→image, with what exists.
 
         Raises an error unless the method can re-rank ``sim``.
         """
-        self._check(sim)
+        present = existing_part(sim)
+        self._check(present)
         banks = [self._images, self._texts]
         for side, bank in enumerate(banks):
             if bank is not None:
-                banks[side] = fitting(bank, side, sim)
-        images = sim.local()
-        texts = sim.T.local()
-        plain_images = unlabelled(images)
-        plain_texts = plain_images.T  # of the same matrix, so that all sums take one product
-        if sim.share is not None:
-            plain_texts = unlabelled(texts)
-        return [
-            (self._direction(0, plain_images, plain_texts, banks, sim.share), images),
-            (self._direction(1, plain_texts, plain_images, banks, sim.share), texts),
-        ]
+                banks[side] = fitting(bank, side, sim, existing(sim)[1 - side])
+        images = unlabelled(present)
+        views = images, images.T  # of the same matrix, so that all sums take one product
+        rows, cols = places(sim)
+        directions = []
+        for side, bank in enumerate(banks):
+            candidates = views[1 - side]
+            if bank is not None:
+                candidates = against(candidates, bank)
+            directions.append(
+                Direction(
+                    side,
+                    views[side],
+                    candidates,
+                    transductive=bank is None,
+                    gallery=banks[1 - side],
+                    numbers=(cols, rows) if side else (rows, cols),
+                )
+            )
+        return directions
 
-    def _direction(
-        self,
-        side: int,
-        queries: Similarity,  # of this process, with all candidates
-        candidates: Similarity,  # of this process, with all queries
-        banks: Sequence[Tensor | None],
-        share: Share | None,
-    ) -> Direction:
-        """Return image→text (0) or text→image (1)."""
-        references = banks[side]
-        group = None
-        first = 0, 0
-        shared = share is not None and not self.needs_all_candidates
-        if share is not None:
-            processes = share.processes
-            group = processes.group
-            first = processes.first(side), processes.first(1 - side) if shared else 0
-            if not shared and references is None:
-                assert candidates.embeddings is not None
-                references = candidates.embeddings[1]  # the queries of all processes
-            if not shared:
-                candidates = queries.T
-        if references is not None:
-            candidates = against(candidates, references)
-        transductive = banks[side] is None
-        gallery = banks[1 - side]
-        return Direction(side, queries, candidates, transductive, gallery, shared, first, group)
-
-    def _warn(self, sim: Similarity) -> None:
+    def _warn(self, directions: Sequence[Direction]) -> None:
         """Warn of banks and of scores that are probably not what was meant."""
-        self._warn_of_banks(sim)
-        if has_defaults_for_cosines(self) and go_beyond_cosines(sim):
+        self._warn_of_banks(directions)
+        if has_defaults_for_cosines(self) and go_beyond_cosines(directions[0].queries):
             self._warn_of_units()
 
     def _warn_of_units(self) -> None:
@@ -414,20 +376,20 @@ class Reranker(ABC):
             UnfitScalesWarning,
         )
 
-    def _warn_of_banks(self, sim: Similarity) -> None:
+    def _warn_of_banks(self, directions: Sequence[Direction]) -> None:
         """Warn if half of a bank's queries, or of the queries that are ranked, are in the other."""
-        for side, bank in enumerate((self._images, self._texts)):
+        for name, direction, other in zip(SIDES, directions, directions[::-1], strict=True):
+            bank = other.gallery
             if bank is None:
                 continue
-            if sim.embeddings is not None:
-                queries = sim.embeddings[side]
+            if direction.queries.embeddings is not None:
+                queries, _ = direction.queries.embeddings
             else:
-                assert sim.given_scores is not None
-                queries = sim.given_scores.T if side else sim.given_scores
-                bank = bank.T if side else bank
-            parts = queries[:, :_TELL_APART], bank[:, :_TELL_APART].to(queries.device)
-            if 2 * number_shared(*parts) >= min(len(queries), len(bank)):
-                name = SIDES[side]
+                assert direction.queries.given_scores is not None
+                queries = direction.queries.given_scores
+                bank = bank.T
+            shared = number_shared(queries[:, :_TELL_APART], bank[:, :_TELL_APART])
+            if 2 * shared >= min(len(queries), len(bank)):
                 warn(
                     f"{name}: the bank has {name} of the test set, so that test queries see one "
                     "another; fit others, such as the training set's, or leave the bank out"
@@ -441,7 +403,7 @@ class Reranker(ABC):
                 "a Similarity of embeddings: images are compared with images, or texts with texts"
             )
             raise ValueError(f"scores: {method} needs {needed}; got a matrix of scores")
-        for name, transductive, count in zip(SIDES, self.transductive, sim.totals, strict=True):
+        for name, transductive, count in zip(SIDES, self.transductive, sim.shape, strict=True):
             advice = f"call fit({name}=...) first"
             if transductive and self.needs_bank:
                 raise ValueError(f"{name}: {method} needs a bank of queries; {advice}")
@@ -476,21 +438,24 @@ def go_beyond_cosines(sim: Similarity) -> bool:
 
 
 @torch.no_grad()
-def _ranks(ruled: Ruled, k: int, ties: str | None, relevance: Relevance | None = None) -> Ranking:
+def _ranks(ruled: Ruled, k: int, ties: str | None, relevance: Relevance | None) -> Ranking:
     """Return ranks and best candidates by re-ranked score."""
-    direction, labelled, rule = ruled
+    queries, named, rule = ruled
     if isinstance(rule, Bias):
         bias = rule.bias / rule.factor
-        ranks, top, grades = labelled.ranked(k, bias, ties=ties, relevance=relevance)
+        ranks, top, grades = named.ranked(k, bias, ties=ties, relevance=relevance)
         return Ranking(ranks, TopK(top.values * rule.factor, top.indices), grades)
-    ids, candidate_ids = ids_or_indices(labelled)
+    ids, candidate_ids = no_match(queries.shape, queries.device)
+    _, exists = existing(named)
+    if exists is not None:
+        candidate_ids = candidate_ids.masked_fill(~exists, NO_ID)
 
     def parts() -> Iterator[tuple[slice, Ranking]]:
         """Yield slices of the queries, each with its ranking."""
-        for rows, block in direction.queries.blocks(_AT_ONCE):
+        for rows, block in queries.blocks(_AT_ONCE):
             scored = Similarity.from_scores(rule(block, rows), ids[rows], candidate_ids)
             own = None if relevance is None else relevance.part(rows)
             yield rows, scored.ranked(k, ties=ties, relevance=own)
 
     ranks, top, grades = collected(len(ids), parts())
-    return Ranking(ranks, TopK(top.values.to(labelled.dtype), top.indices), grades)
+    return Ranking(ranks, TopK(top.values.to(named.dtype), top.indices), grades)

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed import gather
-from ..distributed.collectives import total
 from ..engine.products import full_float32, rounds_float32
 from ..engine.vectors import full_precision
 from ..similarity import Similarity
@@ -24,9 +22,7 @@ AT_ONCE = 2**18
 class Direction(NamedTuple):
     """The similarities that a re-ranker sees in one direction, image→text or text→image; no labels.
 
-    In a job of several processes, ``queries`` has this process's queries and the candidates of all
-    processes. ``candidates`` has this process's candidates (all of them unless ``shared``) and all
-    references.
+    Queries and candidates that do not exist (:data:`itrloss.NO_ID`) are not among them.
     """
 
     side: int  # 0: image→text; 1: text→image
@@ -35,26 +31,13 @@ class Direction(NamedTuple):
     candidates: Similarity
     transductive: bool  # whether the references are the test queries
     gallery: Tensor | None  # the bank of the candidates' own modality
-    shared: bool = False  # whether each process computes the values of its own candidates alone
-    # index of this process's first query and first candidate among all
-    first: tuple[int, int] = (0, 0)
-    group: Any = None  # of the processes
-
-    def of_all(self, x: Tensor) -> Tensor:
-        """Return the values of all processes' queries or candidates, from ``x`` (B, ...) of this
-        process's.
-        """
-        return gather(x, self.group) if self.shared else x
-
-    def summed(self, x: Tensor) -> Tensor:
-        """Return the sum of ``x`` over all processes."""
-        return total(x, self.group) if self.shared else x
+    numbers: tuple[Tensor, Tensor]  # (queries,) and (candidates,), their indices in the input
 
 
 class Bias(NamedTuple):
     """A rule that ranks candidates by ``factor S_qc + bias_c``."""
 
-    bias: Tensor  # (candidates,); this process's candidates if the direction is shared
+    bias: Tensor  # (candidates,)
     factor: float = 1.0  # above 0
 
     def __call__(self, scores: Tensor, rows: slice) -> Tensor:
@@ -65,12 +48,45 @@ class Bias(NamedTuple):
 Rule = Callable[[Tensor, slice], Tensor]  # a bias or another function
 
 
+def for_all(rule: Rule, queries: Tensor | None, candidates: Tensor | None) -> Rule:
+    """Return the rule for all queries and candidates from the rule for those that exist.
+
+    ``queries`` (Q,) and ``candidates`` (C,) are bool masks of them; None: all exist. The scores of
+    others become 0.
+    """
+    if queries is None and candidates is None:
+        return rule
+    if isinstance(rule, Bias):
+        if candidates is None:
+            return rule
+        bias = rule.bias.new_zeros(len(candidates))
+        bias[candidates] = rule.bias
+        return rule._replace(bias=bias)
+
+    def rerank_existing(scores: Tensor, rows: slice) -> Tensor:
+        """Return the re-ranked scores of a block's queries and candidates that exist."""
+        count, size = scores.shape
+        row = torch.arange(count, device=scores.device)
+        start = rows.start
+        if queries is not None:
+            row = row[queries[rows]]
+            start = int(queries[: rows.start].sum())
+        col = torch.arange(size, device=scores.device)
+        if candidates is not None:
+            col = col[candidates]
+        place = row[:, None], col
+        found = rule(scores[place], slice(start, start + len(row)))
+        return found.new_zeros(scores.shape).index_put_(place, found)
+
+    return rerank_existing
+
+
 def unlabelled(sim: Similarity) -> Similarity:
     """Return the same scores without a gradient and without positives.
 
     Embeddings that autocast or TF32 may have rounded for a loss are taken as they were passed in.
     """
-    ids = _no_match(sim.shape, sim.device)
+    ids = no_match(sim.shape, sim.device)
     if sim.embeddings is None:
         return sim.relabelled(*ids)
     is_rounded = any(vectors.x is not vectors.given for vectors in sim.vectors)
@@ -89,7 +105,7 @@ def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> S
     no positives.
     """
     if sim.embeddings is None:
-        return Similarity.from_scores(bank, *_no_match(bank.shape, sim.device))
+        return Similarity.from_scores(bank, *no_match(bank.shape, sim.device))
     rows = sim.embeddings[0]
     row_bias = None if sim.bias is None else sim.bias[0]
     if more_rows is not None:
@@ -97,7 +113,7 @@ def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> S
         if row_bias is not None:  # a bank's items have no bias
             row_bias = torch.cat([row_bias, row_bias.new_zeros(len(more_rows))])
     engine: Any = sim.engine if sim.engine in ("tiled", "triton") else "auto"
-    ids = _no_match((len(rows), len(bank)), sim.device)
+    ids = no_match((len(rows), len(bank)), sim.device)
     bias = row_bias, None
     with full_precision(rows):  # autocast would round them
         return Similarity(rows, bank, *ids, normalize=sim.normalizes, engine=engine, bias=bias)
@@ -138,9 +154,9 @@ def reference_sums(candidates: Similarity, scale: float) -> Tensor:
         return candidates.logsumexp(scale)
 
 
-def fitting(bank: Tensor, side: int, sim: Similarity) -> Tensor:
+def fitting(bank: Tensor, side: int, sim: Similarity, candidates: Tensor | None) -> Tensor:
     """Return the bank of a side as (B, D) embeddings or, if ``sim`` is of scores, (C, B) scores
-    with the candidates.
+    with the candidates that exist, of a mask.
 
     In the dtype of the scores, as half precision would round a float32 bank; scores in half
     precision stay so, as they are converted by blocks. Raises an error if the bank does not fit.
@@ -157,10 +173,11 @@ def fitting(bank: Tensor, side: int, sim: Similarity) -> Tensor:
     if sim.embeddings is not None:
         return bank.to(sim.device, sim.dtype)
     bank = bank.to(sim.device)
-    return bank.T if side == 0 else bank
+    bank = bank.T if side == 0 else bank
+    return bank if candidates is None else bank[candidates]
 
 
-def _no_match(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+def no_match(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return ids of rows and columns with which none match."""
     rows, cols = torch.arange(sum(shape), device=device).split(tuple(shape))
     return rows, cols

@@ -15,10 +15,11 @@ from ..checks import IdsLike, Number, Option, as_number
 from ..engine.products import full_float32
 from ..hints import explained
 from ..metrics.labels import with_ids
+from ..metrics.matching import existing
 from ..similarity import Similarity
 from ..suspicious import UnfitScalesWarning, warn
 from .base import Reranker
-from .direction import Bias, Direction, Rule, is_extreme, reference_sums
+from .direction import Bias, Direction, Rule, for_all, is_extreme, reference_sums
 
 # the grid of calibrate(), in steps of √2
 SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)
@@ -131,7 +132,7 @@ class FastReranker(_LogSumExpReranker):
         scales = [float(x) for x in scales]
         if not scales or not all(x > 0 for x in scales):
             raise ValueError(f"scales: expected numbers above 0, got {scales}")
-        sim = with_ids("validation", validation, image_ids, text_ids).detach()
+        sim = with_ids("validation", validation, image_ids, text_ids)
         if not bool(sim.positive_counts.any()):
             raise ValueError(
                 "image_ids, text_ids: no query of the validation set has a matching candidate"
@@ -139,12 +140,16 @@ class FastReranker(_LogSumExpReranker):
         chosen = []
         ends = {min(scales), max(scales)}
         at_end = False
-        for direction, labelled in self._directions(sim):
+        masks = existing(sim)
+        views = (sim, masks), (sim.T, masks[::-1])
+        for direction, (labelled, exists) in zip(self._directions(sim), views, strict=True):
             qualities: dict[tuple[float, float], tuple[float, float]] = {}
             for scale in scales:
-                penalty = reference_sums(direction.candidates, scale)
+                penalties = for_all(Bias(-reference_sums(direction.candidates, scale)), *exists)
+                assert isinstance(penalties, Bias)
                 for factor in scales:
-                    qualities[scale, factor] = _quality(labelled.ranks(-penalty / factor)[:, 0])
+                    ranks = labelled.ranks(penalties.bias / factor)
+                    qualities[scale, factor] = _quality(ranks[:, 0])
             best = max(qualities, key=qualities.__getitem__)
             if qualities[best] < _PERFECT and not ends.isdisjoint(best):
                 at_end = True

@@ -34,7 +34,7 @@ class DualSoftmax(Reranker):
 
     def rule(self, direction: Direction) -> Rule:
         """Return the rule that multiplies scores by their share of the softmax, in logarithms."""
-        total = direction.of_all(reference_sums(direction.candidates, self.scale))
+        total = reference_sums(direction.candidates, self.scale)
 
         def in_logarithms(scores: Tensor, rows: slice) -> Tensor:
             """Return the products of a block's scores and their shares, in logarithms."""
@@ -69,12 +69,9 @@ class QueryBankNorm(Reranker):
 
     def rule(self, direction: Direction) -> Rule:
         """Return the rule that lowers the candidates of queries whose best candidate is a hub."""
-        penalty = direction.of_all(reference_sums(direction.candidates, self.scale))
+        penalty = reference_sums(direction.candidates, self.scale)
         best = direction.candidates.T.topk(min(self.k, direction.candidates.shape[0]))
-        # The k best of all candidates are among the k best of each process.
-        values = direction.of_all(best.values.T)
-        indices = direction.of_all(best.indices.T + direction.first[1])
-        hubs = indices.gather(0, values.topk(min(self.k, len(values)), 0).indices).unique()
+        hubs = best.indices.unique()
 
         def penalise_hubs(scores: Tensor, rows: slice) -> Tensor:
             """Return a block's scores, lowered where the best candidate is a hub."""
@@ -169,13 +166,11 @@ class MutualProximity(Reranker):
         """Return the rule that ranks by the log probability."""
         query = _moments(direction.queries)
         candidate = _moments(direction.candidates)
-        mean = direction.of_all(candidate.mean)
-        std = direction.of_all(candidate.std)
 
         def log_probability(scores: Tensor, rows: slice) -> Tensor:
             """Return the log probabilities of a block's scores."""
             exact = scores.double()
-            candidate_term = torch.special.log_ndtr((exact - mean).div_(std))
+            candidate_term = torch.special.log_ndtr((exact - candidate.mean).div_(candidate.std))
             query_z = exact.sub_(query.mean[rows, None]).div_(query.std[rows, None])
             return torch.special.log_ndtr(query_z).add_(candidate_term)
 
@@ -190,7 +185,6 @@ class Sinkhorn(Reranker):
     all C candidates have the same share of the reference queries. f and g are in float64.
     """
 
-    needs_all_candidates = True
     cosine_options = ("scale",)
 
     scale = Number(above=0)

@@ -1,0 +1,189 @@
+"""The re-rankers of DVSE's table IV against loops over queries and candidates."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from support import oracle, oracle_rerank
+from support.cases import embeddings, similarity
+
+from examples.retrieval.rerankers import (
+    METHODS,
+    MultiFactorReranker,
+    ReciprocalReranker,
+    numbers_above,
+)
+from itrloss import NO_ID, Similarity, comparison
+from itrloss.metrics import retrieval_metrics, retrieval_results
+
+N, M = 7, 14
+RERANKERS = {"rr": ReciprocalReranker(4, 5), "mr": MultiFactorReranker(5, 0.5, 1.1)}
+
+
+def a_bank():
+    """Embeddings of images and texts that are no queries."""
+    return embeddings(11, 9, seed=5)
+
+
+def cosine(a, b):
+    return oracle.cosine(a.numpy(), b.numpy())
+
+
+def expected(name, S, R, side):
+    """The oracle's order of the candidates of one direction."""
+    method = RERANKERS[name]
+    if name == "rr":
+        return oracle_rerank.reciprocal_order(S, R, (method.i2t_k, method.t2i_k)[side])
+    weights = method.share_weight, method.place_weight
+    return oracle_rerank.multi_factor(S, R, method.k, *weights)[0]
+
+
+@pytest.mark.parametrize("engine", ["scores", "dense", "tiled", "kept"])
+@pytest.mark.parametrize("bank", [False, True])
+@pytest.mark.parametrize("name", RERANKERS)
+def test_orders_equal_the_loops(name, bank, engine, small_tiles, monkeypatch):
+    monkeypatch.setattr(Similarity.blocks, "__defaults__", (30,))
+    method = copy.copy(RERANKERS[name])
+    v, w = embeddings(N, M)
+    bank_v, bank_w = a_bank()
+    S = cosine(v, w)
+    if engine == "scores":
+        asked = torch.from_numpy(S)
+        banks = (torch.from_numpy(cosine(bank_v, w)), torch.from_numpy(cosine(v, bank_w)))
+    else:
+        asked = similarity(v, w, (torch.zeros(N).long(), torch.zeros(M).long()), engine)
+        banks = (bank_v, bank_w)
+    if bank:
+        method.fit(*banks)
+    found = method.rerank(asked)
+    assert found.transductive == (not bank, not bank)
+    of_images = cosine(bank_v, w) if bank else S
+    of_texts = cosine(bank_w, v) if bank else S.T
+    i2t = np.argsort(-found.i2t.numpy(), axis=1, kind="stable")
+    t2i = np.argsort(-found.t2i.T.numpy(), axis=1, kind="stable")
+    assert (i2t == expected(name, S, of_images, 0)).all()
+    assert (t2i == expected(name, S.T, of_texts, 1)).all()
+    best = method.topk(asked, 4)
+    assert torch.equal(best.i2t.indices, torch.from_numpy(i2t[:, :4]))
+    assert torch.equal(best.t2i.indices, torch.from_numpy(t2i[:, :4]))
+
+
+@pytest.mark.parametrize("name", RERANKERS)
+def test_images_are_the_rows_of_a_transposed_view_too(name):
+    v, w = embeddings(N, M)
+    ids = torch.arange(N), torch.arange(M) // 2
+    method = RERANKERS[name]
+    figures = retrieval_metrics(Similarity(v, w, *ids), reranker=method)
+    assert figures == retrieval_metrics(Similarity(w, v, *ids[::-1]).T, reranker=method)
+    i2t, t2i = method.rerank(Similarity(v, w, *ids))
+    assert figures == pytest.approx(retrieval_metrics((i2t, t2i), *ids), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", RERANKERS)
+def test_padding_is_not_counted(name):
+    v, w = embeddings(N, M)
+    ids = torch.arange(N), torch.arange(M) // 2
+    wanted = retrieval_metrics(Similarity(v, w, *ids), reranker=RERANKERS[name])
+    more_v = torch.cat([v[:3], v[3:4].repeat(5, 1), v[3:]])
+    more_ids = torch.cat([ids[0][:3], torch.full((5,), NO_ID), ids[0][3:]])
+    padded = Similarity(more_v, w, more_ids, ids[1])
+    assert retrieval_metrics(padded, reranker=RERANKERS[name]) == pytest.approx(wanted)
+
+
+def test_what_is_not_reordered_keeps_its_order_below():
+    scores = torch.rand(N, M)
+    before = scores.argsort(1, descending=True)
+    for method in (ReciprocalReranker(4, 4), MultiFactorReranker(4)):
+        order = method.rerank(scores).i2t.argsort(1, descending=True)
+        assert torch.equal(order[:, 4:], before[:, 4:])
+        best = order[:, :4].sort(1).values
+        best_before = before[:, :4].sort(1).values
+        assert torch.equal(best, best_before)
+        assert not torch.equal(order, before)
+    huge = scores * 2.0**40  # so large that adding 1 is rounded away
+    method = ReciprocalReranker(4)
+    order = method.rerank(scores).i2t.argsort(1)
+    order_of_huge = method.rerank(huge).i2t.argsort(1)
+    assert torch.equal(order_of_huge, order)
+
+
+def test_of_equals_the_first_comes_first():
+    """If two texts have equal scores for all images, the reciprocal re-rankers keep their order."""
+    scores = torch.rand(N, M)
+    scores[:, 9] = scores[:, 4]
+    reranked = ReciprocalReranker(M, 4).rerank(scores).i2t
+    order = reranked.argsort(dim=1, descending=True, stable=True)
+    places_of_4 = (order == 4).nonzero()[:, 1]
+    places_of_9 = (order == 9).nonzero()[:, 1]
+    assert (places_of_4 < places_of_9).all()
+
+
+def test_what_is_reordered_stays_above_its_equals():
+    """Reordered candidates stay first if all scores are equal."""
+    equal = torch.full((N, M), 0.5)
+    reranked = ReciprocalReranker(2).rerank(equal)
+    # any two of the equal ones
+    best = reranked.i2t.topk(3).values
+    assert (best[:, 1] > best[:, 2]).all()
+
+
+def test_of_queries_with_the_same_score_none_stands_before_the_other():
+    # only the second image precedes the first, once
+    scores = torch.tensor([[5.0, 5.0], [6.0, 5.0], [1.0, 1.0]])
+    reranked = ReciprocalReranker(2, 2).rerank(scores)
+    assert reranked.i2t[0].argmax() == 1
+
+
+def test_scores_far_from_zero_keep_their_order():
+    images, texts = embeddings(N, M)
+    cosines = Similarity(images, texts, torch.arange(N), torch.arange(M) // 2).scores()
+    ids = torch.arange(N), torch.arange(M) // 2
+    for shift in (1000.0, -1000.0):
+        scores = (cosines + shift).float()
+        for method in RERANKERS.values():
+            found = retrieval_results(scores, *ids, reranker=method)
+            wanted = retrieval_results(scores.double(), *ids, reranker=method)
+            assert torch.equal(found.i2t.ranks, wanted.i2t.ranks)
+            assert torch.equal(found.t2i.ranks, wanted.t2i.ranks)
+
+
+@pytest.mark.parametrize("k", [M, 400])
+def test_multivariate_re_ranking_keeps_the_order_of_far_candidates(k):
+    """The terms of the 400th candidate are 1e-9, next to shares of 0.2."""
+    # all queries alike: shares tie, and the order is that of the other terms
+    scores = (0.5 + torch.arange(k) * 2.0**-20).repeat(5, 1)
+    method = MultiFactorReranker(k)
+    S = scores.numpy()
+    wanted, values = oracle_rerank.multi_factor(S, S, k, method.share_weight, method.place_weight)
+    descending = -np.sort(-values, axis=1)
+    assert (np.diff(descending) < 0).all()
+    top = method.topk(scores, k)
+    assert top.i2t.indices.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_numbers_above_are_counted(seed):
+    """Equal scores are not above; a row may have no score to look for, or several."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, references, pairs = torch.randint(1, 40, (3,), generator=generator).tolist()
+    block = torch.randint(5, (rows, references), generator=generator) / 4
+    row = torch.randint(rows, (pairs,), generator=generator)
+    score = torch.randint(6, (pairs,), generator=generator) / 4
+    wanted = (block[row] > score[:, None]).sum(1)
+    found = numbers_above(block, row, score)
+    assert torch.equal(found, wanted)
+
+
+def test_a_state_that_was_saved_ranks_as_before():
+    for method in RERANKERS.values():
+        method = copy.copy(method).fit(*a_bank())
+        other = type(method)().load_state_dict(method.state_dict())
+        assert repr(other) == repr(method)
+
+
+def test_tables_name_them_and_the_library_does_not():
+    assert {*METHODS.values()} == {ReciprocalReranker, MultiFactorReranker}
+    assert METHODS.keys().isdisjoint(comparison.METHODS)

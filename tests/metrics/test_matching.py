@@ -1,0 +1,491 @@
+"""Who matches and who exists is asked of the similarity, whatever says it: relations that are no
+plain ids have the figures of the same pairs by ids, and padding those of what exists.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from itrloss import NO_ID, Similarity, SuspiciousInputWarning
+from itrloss.comparison import METHODS, compare_rerankers
+from itrloss.metrics import (
+    Judgements,
+    agreement,
+    compare,
+    confidence_intervals,
+    retrieval_metrics,
+    retrieval_results,
+    save_trec,
+)
+from itrloss.related import Related
+from itrloss.rerank import CSLS, Bias, FastReranker, MutualProximity, Reranker, TwoStageReranker
+
+N, M, D = 12, 24, 6
+# Text j belongs to image OWNER[j], in its third of the images: nothing matches by its place.
+OWNER = torch.tensor([2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9]).repeat_interleave(2)
+IDS = torch.arange(N), OWNER
+pytestmark = pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+
+
+def sample(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+IMAGES = sample(N, D)
+TEXTS = IMAGES[OWNER] + 1.2 * sample(M, D, seed=1)
+BANKS = sample(20, D, seed=2), sample(30, D, seed=3)
+
+
+class Centred(Reranker):
+    """A re-ranker of one's own that is a function of a block."""
+
+    def rule(self, direction):
+        mean = direction.candidates.mean_std().mean
+        return lambda scores, rows: scores - mean
+
+
+class CentredByBias(Reranker):
+    """One that is a bias."""
+
+    def rule(self, direction):
+        return Bias(-direction.candidates.mean_std().mean)
+
+
+def scorer(images, texts):
+    return torch.sin(3.0 * images + 7.0 * texts).double()
+
+
+RERANKERS: dict[str, Reranker | None] = {
+    "none": None,
+    "two stages": TwoStageReranker(scorer, 5),
+    "own": Centred(),
+    "own bias": CentredByBias(),
+}
+for _name, _kind in METHODS.items():
+    RERANKERS[_name] = _kind().fit(*BANKS) if _kind.needs_bank else _kind()
+
+
+def with_a_bank(name):
+    """A re-ranker with a bank, if it takes one."""
+    method = copy.copy(RERANKERS[name])
+    return method.fit(*BANKS) if method is not None and method.takes_bank else method
+
+
+def takes(sim, method):
+    needs_more = method is not None and (method.needs_embeddings or method.needs_bank)
+    return sim.embeddings is not None or not needs_more
+
+
+# --- relations ------------------------------------------------------------------------------------
+
+
+def label_sets(**options):
+    """An image and its texts share one of two labels; no two share the other."""
+    rows = torch.stack([torch.arange(N) + 50, torch.arange(N)], 1)
+    cols = torch.stack([OWNER, torch.arange(M) + 100, torch.full((M,), NO_ID)], 1)
+    return Similarity(IMAGES, TEXTS, rows, cols, **options)
+
+
+def matches(**options):
+    matrix = (torch.arange(N)[:, None] == OWNER).float()
+    return Similarity(IMAGES, TEXTS, related=Related(matches=matrix), **options)
+
+
+def sparse_matches(**options):
+    matrix = (torch.arange(N)[:, None] == OWNER).float().to_sparse()
+    return Similarity(IMAGES, TEXTS, related=Related(matches=matrix), **options)
+
+
+def one_group(**options):
+    """All are in one group, or open to all, so that groups leave out no pair."""
+    groups = torch.zeros(N).long(), torch.zeros(M).long()
+    groups[0][3] = NO_ID
+    return Similarity(IMAGES, TEXTS, *IDS, related=Related(groups), **options)
+
+
+def transposed(**options):
+    rows = torch.stack([OWNER, torch.arange(M) + 100], 1)
+    cols = torch.stack([torch.arange(N), torch.arange(N) + 50], 1)
+    return Similarity(TEXTS, IMAGES, rows, cols, **options).T
+
+
+def numbers_alone(**options):
+    return Similarity(IMAGES, TEXTS, None, OWNER, **options)
+
+
+def scores_with_label_sets(**options):
+    sim = label_sets()
+    return Similarity.from_scores(sim.scores(), *sim.label_sets())
+
+
+RELATIONS = {
+    "label sets": label_sets,
+    "matches": matches,
+    "sparse matches": sparse_matches,
+    "one group": one_group,
+    "transposed": transposed,
+    "numbers alone": numbers_alone,
+    "scores": scores_with_label_sets,
+}
+
+
+def plain(**options):
+    return Similarity(IMAGES, TEXTS, *IDS, **options)
+
+
+def assert_same(found, wanted):
+    """Compare figures by name; equal queries rank alike up to the rounding of a product."""
+    assert found == pytest.approx(wanted, abs=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("name", RERANKERS)
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_a_relation_has_the_figures_of_the_same_pairs_by_ids(relation, name, engine):
+    sim = RELATIONS[relation](engine=engine)
+    method = RERANKERS[name]
+    if not takes(sim, method):
+        pytest.skip("needs embeddings, or a bank of them")
+    wanted = retrieval_metrics(plain(), reranker=method)
+    assert_same(retrieval_metrics(sim, reranker=method), wanted)
+
+
+OPTIONS = {
+    "folds": {"folds": 3},
+    "re-ranked folds": {"folds": 3, "reranker": MutualProximity()},
+    "exclude": {"exclude": ([0, 1, 2], [4, 3, 0])},
+    "candidates": {"candidates": [[*range(0, M, 2)]] * N},
+    "both": {"exclude": ([0], [4]), "candidates": [[*range(M)]] * N, "reranker": CSLS()},
+    "relevant": {"relevant": (torch.arange(N), torch.arange(N))},
+    "optimistic": {"ties": "optimistic"},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_options_go_with_a_relation(relation, option):
+    found = retrieval_metrics(RELATIONS[relation](), **OPTIONS[option])
+    assert_same(found, retrieval_metrics(plain(), **OPTIONS[option]))
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_images_are_drawn_with_the_texts_that_match_them(relation):
+    found = retrieval_results(RELATIONS[relation]())
+    wanted = retrieval_results(plain())
+    others = retrieval_results(plain(), reranker=CSLS())
+    of_relation = retrieval_results(RELATIONS[relation](), reranker=CSLS())
+    assert confidence_intervals(found, samples=50) == confidence_intervals(wanted, samples=50)
+    assert compare(of_relation, found, samples=50) == compare(others, wanted, samples=50)
+    assert found.unmatched_in_words == wanted.unmatched_in_words
+
+
+@pytest.mark.parametrize("folds", [1, 3])
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_qrels_have_the_pairs_that_match(relation, folds, tmp_path):
+    results = retrieval_results(RELATIONS[relation](), folds=folds)
+    save_trec(results, tmp_path)
+    found = set()
+    for line in Path(tmp_path, "i2t.qrels").read_text().splitlines():
+        image, _, text, _ = line.split()
+        found.add((image, text))
+    assert found == {(f"image{i}", f"text{j}") for j, i in enumerate(OWNER.tolist())}
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_calibration_knows_who_matches(relation):
+    scales = (1.0, 4.0, 16.0)
+    found = FastReranker().calibrate(RELATIONS[relation](), scales=scales)
+    wanted = FastReranker().calibrate(plain(), scales=scales)
+    assert (found.i2t, found.t2i) == (wanted.i2t, wanted.t2i)
+
+
+def test_comparisons_know_who_matches():
+    found = compare_rerankers(label_sets(), ["csls", "dual-softmax"], samples=20)
+    wanted = compare_rerankers(plain(), ["csls", "dual-softmax"], samples=20)
+    for own, other in zip(found.entries, wanted.entries, strict=True):
+        assert_same(own.results.metrics(), other.results.metrics())
+
+
+def test_a_pair_of_scores_takes_the_relation_of_the_first():
+    scores = plain().scores()
+    second = scores.flip(0)
+    found = retrieval_metrics((label_sets(), second))
+    assert_same(found, retrieval_metrics((plain(), second)))
+    sets = label_sets().label_sets()
+    assert_same(retrieval_metrics((scores, second), *sets), found)
+
+
+def test_texts_of_several_images_are_right_for_each():
+    """What one id cannot say; relevant= says it by pairs."""
+    rows = torch.stack([torch.arange(N), (torch.arange(N) + 1) % N], 1)
+    sim = Similarity(IMAGES, TEXTS, rows, torch.stack([OWNER, OWNER], 1))
+    right = (rows[:, :, None] == OWNER).any(1)
+    for method in (None, MutualProximity(), CSLS()):
+        wanted = retrieval_metrics(plain(), relevant=right.float(), reranker=method)
+        assert_same(retrieval_metrics(sim, reranker=method), wanted)
+
+
+def test_a_view_from_the_texts_has_the_numbers_of_its_columns():
+    """Images have numbers of texts here, and two of them the same."""
+    numbers = torch.arange(N) // 2
+    sim = Similarity(TEXTS, IMAGES, None, numbers).T
+    wanted = retrieval_results(Similarity(IMAGES, TEXTS, numbers, torch.arange(M)))
+    found = retrieval_results(sim)
+    assert_same(found.metrics(), wanted.metrics())
+    assert torch.equal(found.i2t.ids, numbers)
+    assert confidence_intervals(found, samples=50) == confidence_intervals(wanted, samples=50)
+
+
+WITH_NAN = torch.eye(N, M)
+WITH_NAN[0, 1] = math.nan
+REFUSED = {
+    "groups": Related((torch.arange(N) % 2, torch.arange(M) % 2)),
+    "nan in matches": Related(matches=WITH_NAN),
+    "weights": Related(matches=2 * torch.eye(N, M)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_pairs_that_are_neither_right_nor_wrong_are_refused(name):
+    ids = IDS if name == "groups" else (None, None)
+    sim = Similarity(IMAGES, TEXTS, *ids, related=REFUSED[name])
+    with pytest.raises(ValueError, match="expected neither groups nor weights or nan in matches"):
+        retrieval_metrics(sim)
+    right = (torch.arange(N), torch.arange(N))
+    wanted = retrieval_metrics(plain(), relevant=right)
+    assert_same(retrieval_metrics(sim, relevant=right), wanted)
+
+
+# --- padding --------------------------------------------------------------------------------------
+
+
+IMAGE_PLACES = torch.tensor([0, 1, 2, 4, 5, 6, 7, 8, 11, 12, 13, 14])  # of 16: some do not exist
+TEXT_PLACES = torch.tensor([x for x in range(30) if x not in (0, 7, 8, 20, 28, 29)])
+
+
+def spread(x, places, size, fill):
+    """``x`` at its places among ``size`` entries; the others are ``fill``."""
+    whole = x.new_full((size, *x.shape[1:]), fill)
+    whole[places] = x
+    return whole
+
+
+def padded_ids():
+    return spread(IDS[0], IMAGE_PLACES, 16, NO_ID), spread(IDS[1], TEXT_PLACES, 30, NO_ID)
+
+
+def padded(**options):
+    """The same with images and texts in between that do not exist, alike and close to others."""
+    images = spread(IMAGES, IMAGE_PLACES, 16, 0.7)
+    texts = spread(TEXTS, TEXT_PLACES, 30, 0.7)
+    return Similarity(images, texts, *padded_ids(), **options)
+
+
+def padded_sets(**options):
+    sets = label_sets().label_sets()
+    images = spread(IMAGES, IMAGE_PLACES, 16, 0.7)
+    texts = spread(TEXTS, TEXT_PLACES, 30, 0.7)
+    rows = spread(sets[0], IMAGE_PLACES, 16, NO_ID)
+    cols = spread(sets[1], TEXT_PLACES, 30, NO_ID)
+    return Similarity(images, texts, rows, cols, **options)
+
+
+def padded_matches(**options):
+    """A row and a column of nan are of nobody."""
+    whole = torch.full((16, 30), math.nan)
+    whole[IMAGE_PLACES[:, None], TEXT_PLACES] = (torch.arange(N)[:, None] == OWNER).float()
+    sim = padded(**options)
+    return Similarity(*sim.embeddings, related=Related(matches=whole), **options)
+
+
+def padded_view(**options):
+    sim = padded()
+    images, texts = sim.embeddings
+    return Similarity(texts, images, *sim.ids[::-1], **options).T
+
+
+def padded_scores(**options):
+    scores = spread(spread(plain().scores(), IMAGE_PLACES, 16, 0.99).T, TEXT_PLACES, 30, 0.99).T
+    return Similarity.from_scores(scores, *padded_ids())
+
+
+PADDED = {
+    "ids": padded,
+    "label sets": padded_sets,
+    "matches": padded_matches,
+    "transposed": padded_view,
+    "scores": padded_scores,
+}
+
+
+def numbers_of_existing(scored):
+    """A second scorer that sees the numbers of the padded as those of what exists."""
+
+    def second(images, texts):
+        image = torch.searchsorted(IMAGE_PLACES, images)
+        return scored(image, torch.searchsorted(TEXT_PLACES, texts))
+
+    return second
+
+
+def for_padded(name):
+    if name == "two stages":
+        return TwoStageReranker(numbers_of_existing(scorer), 5)
+    return RERANKERS[name]
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("name", RERANKERS)
+@pytest.mark.parametrize("kind", PADDED)
+def test_padding_changes_no_figure(kind, name, engine):
+    sim = PADDED[kind](engine=engine)
+    if not takes(sim, RERANKERS[name]):
+        pytest.skip("needs embeddings, or a bank of them")
+    found = retrieval_metrics(sim, reranker=for_padded(name))
+    assert_same(found, retrieval_metrics(plain(), reranker=RERANKERS[name]))
+
+
+@pytest.mark.parametrize("name", [name for name in RERANKERS if name != "none"])
+@pytest.mark.parametrize("kind", PADDED)
+def test_padding_changes_no_score_and_no_candidate(kind, name):
+    sim = PADDED[kind]()
+    method = for_padded(name)
+    if not takes(sim, method):
+        pytest.skip("needs embeddings, or a bank of them")
+    found = method.rerank(sim)
+    wanted = RERANKERS[name].rerank(plain())
+    for own, other in zip(found, wanted, strict=True):
+        assert own.shape == (16, 30)
+        torch.testing.assert_close(own[IMAGE_PLACES][:, TEXT_PLACES], other)
+        assert not own.isnan().any()
+    top = method.topk(sim, 20)
+    exact = RERANKERS[name].topk(plain(), 20)
+    assert top.i2t.indices.shape == (16, 20)
+    assert torch.equal(top.i2t.indices[IMAGE_PLACES], TEXT_PLACES[exact.i2t.indices])
+    assert torch.equal(top.t2i.indices[TEXT_PLACES][:, :N], IMAGE_PLACES[exact.t2i.indices])
+    assert (top.t2i.indices[:, N:] == -1).all()  # more than there are
+    of_nobody = torch.tensor([x for x in range(16) if x not in IMAGE_PLACES.tolist()])
+    assert (top.i2t.indices[of_nobody] == -1).all()
+    assert (top.i2t.values[of_nobody] == -math.inf).all()
+
+
+@pytest.mark.parametrize("name", ["fast", "nnn", "csls", "sinkhorn", "own bias"])
+def test_biases_are_of_what_exists(name):
+    found = RERANKERS[name].biases(padded())
+    wanted = RERANKERS[name].biases(plain())
+    assert torch.equal(found.texts, spread(wanted.texts, TEXT_PLACES, 30, 0.0))
+    assert torch.equal(found.images, spread(wanted.images, IMAGE_PLACES, 16, 0.0))
+
+
+@pytest.mark.parametrize("name", [name for name in RERANKERS if name != "none"])
+def test_banks_go_with_padding(name):
+    method = with_a_bank(name)
+    if name == "two stages":
+        method = for_padded(name)
+    wanted = retrieval_metrics(plain(), reranker=with_a_bank(name))
+    assert_same(retrieval_metrics(padded(), reranker=method), wanted)
+
+
+@pytest.mark.parametrize("name", ["fast", "qb-norm", "dual-softmax", "csls", "mutual-proximity"])
+def test_banks_of_scores_have_all_candidates(name):
+    of_images = sample(20, M, seed=4)
+    of_texts = sample(N, 20, seed=5)
+    method = METHODS[name]().fit(of_images, of_texts)
+    wanted = retrieval_metrics(plain().scores(), *IDS, reranker=method)
+    more_of_images = spread(of_images.T, TEXT_PLACES, 30, 9.0).T
+    more_of_texts = spread(of_texts, IMAGE_PLACES, 16, 9.0)
+    method = METHODS[name]().fit(more_of_images, more_of_texts)
+    assert_same(retrieval_metrics(padded_scores(), reranker=method), wanted)
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_figures_of_queries_are_in_the_numbering_of_the_input(kind, tmp_path):
+    found = retrieval_results(PADDED[kind]())
+    wanted = retrieval_results(plain())
+    assert torch.equal(found.i2t.ranks[IMAGE_PLACES], wanted.i2t.ranks)
+    assert torch.equal(found.i2t.top[IMAGE_PLACES], TEXT_PLACES[wanted.i2t.top])
+    assert torch.equal(found.t2i.exists.nonzero().squeeze(1), TEXT_PLACES)
+    rows = [row for row in found.rows() if row["direction"] == "i2t"]
+    assert [row["query"] for row in rows] == IMAGE_PLACES.tolist()
+    save_trec(found, tmp_path)
+    for line in Path(tmp_path, "t2i.run").read_text().splitlines():
+        query, _, candidate, *_ = line.split()
+        assert int(query.removeprefix("text")) in TEXT_PLACES
+        assert int(candidate.removeprefix("image")) in IMAGE_PLACES
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_intervals_and_counts_are_of_what_exists(kind):
+    found = retrieval_results(PADDED[kind]())
+    wanted = retrieval_results(plain())
+    assert confidence_intervals(found, samples=50) == confidence_intervals(wanted, samples=50)
+    assert found.unmatched_in_words == "0 of 12 images and 0 of 24 texts have no match"
+    assert found.i2t.metrics()["skewness"] == wanted.i2t.metrics()["skewness"]
+
+
+@pytest.mark.parametrize("folds", [1, 3])
+@pytest.mark.parametrize("kind", PADDED)
+def test_folds_are_of_the_images_that_exist(kind, folds):
+    assert_same(
+        retrieval_metrics(PADDED[kind](), folds=folds, reranker=CSLS()),
+        retrieval_metrics(plain(), folds=folds, reranker=CSLS()),
+    )
+
+
+def test_pairs_that_are_passed_in_are_numbered_as_the_input():
+    rows = torch.tensor([0, 3, 5])
+    cols = torch.tensor([1, 2, 9])
+    moved = IMAGE_PLACES[rows], TEXT_PLACES[cols]
+    wanted = retrieval_metrics(plain(), exclude=(rows, cols), reranker=MutualProximity())
+    found = retrieval_metrics(padded(), exclude=moved, reranker=MutualProximity())
+    assert_same(found, wanted)
+    grades = torch.tensor([1.0, 2.0, 3.0])
+    with_nobody = Judgements(
+        torch.cat([moved[0], torch.tensor([3])]),
+        torch.cat([moved[1], torch.tensor([0])]),
+        torch.cat([grades, torch.tensor([2.0])]),
+    )
+    wanted = retrieval_metrics(plain(), relevant=Judgements(rows, cols, grades))
+    assert_same(retrieval_metrics(padded(), relevant=with_nobody), wanted)
+    pytest.importorskip("scipy")
+    assert agreement(padded(), with_nobody) == agreement(plain(), Judgements(rows, cols, grades))
+
+
+def warnings_of(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SuspiciousInputWarning)
+        call()
+    return [str(warning.message) for warning in caught]
+
+
+def test_warnings_do_not_count_padding():
+    """Rows of padding are alike, have no match, and rank for nobody."""
+    more = torch.cat([IMAGES, torch.ones(40, D).double()])
+    ids = torch.cat([IDS[0], torch.full((40,), NO_ID)])
+    sim = Similarity(more, TEXTS, ids, IDS[1])
+    assert warnings_of(lambda: retrieval_metrics(sim)) == []
+    banks = torch.cat([BANKS[0], torch.ones(1, D).double()]), BANKS[1]
+    assert warnings_of(lambda: CSLS().fit(*banks).rerank(sim)) == []
+
+
+def test_one_query_that_exists_is_a_single_one():
+    ids = torch.tensor([0] + [NO_ID] * (N - 1))
+    sim = Similarity(IMAGES, TEXTS, ids, OWNER)
+    with pytest.raises(ValueError, match=r"single query.*fit\(images"):
+        CSLS().rerank(sim)
+
+
+def test_a_batch_without_a_match_is_not_matched_by_its_padding():
+    pytest.importorskip("torchmetrics")
+    from itrloss.metrics import RetrievalMetrics
+
+    metric = RetrievalMetrics()
+    v = IMAGES[:3].float()
+    assert metric(v, v, [0, 1, NO_ID], [4, 5, NO_ID]) is None
