@@ -4,6 +4,7 @@ import typing as _typing
 
 from . import compat, distributed, functional, hints, integrations, losses, metrics, rerank, terms
 from .anchors import Anchors
+from .checks import option
 from .grad_cache import grad_cache_step
 from .kmeans import OnlineKMeans
 from .losses import *  # noqa: F403 (every loss, by `losses.__all__`)
@@ -35,6 +36,7 @@ __all__ = [
     "integrations",
     "metrics",
     "mine_hard_negatives",
+    "option",
     "pair_term",
     "rerank",
     "terms",

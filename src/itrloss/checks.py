@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import operator
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from numbers import Integral, Real
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+)
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from . import hints
+from .hints import did_you_mean, unknown
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: Any) -> Any:
+        """Return a decorator that changes nothing: it is for type checkers and editors."""
+        return lambda cls: cls
+
 
 _AT_ONCE = 2**22  # elements checked at once
 _LARGEST = torch.finfo(torch.float32).max
-T = TypeVar("T")
 # What ids may be: integers of any type, or strings; see as_id_numbers.
 IdsLike: TypeAlias = Tensor | np.ndarray | Sequence[int] | Sequence[str]
 
@@ -70,6 +93,14 @@ def as_number(name: str, value: Any, positive: bool = False) -> float:
 
 def as_size(name: str, value: Any) -> int:
     """Return an integer of at least 1, of any type, as an int; raise an error for what is none."""
+    size = as_int(name, value)
+    if size < 1:
+        raise ValueError(f"{name}: expected at least 1, got {size}")
+    return size
+
+
+def as_int(name: str, value: Any) -> int:
+    """Return an integer of any type as an int; raise a TypeError for what is none."""
     if isinstance(value, np.bool_):  # an index for NumPy 1.24
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     if not isinstance(value, int):  # such as of NumPy; sums of its short ones would overflow
@@ -80,8 +111,6 @@ def as_size(name: str, value: Any) -> int:
             raise TypeError(f"{name}: expected an integer, got {got}") from None
     if isinstance(value, bool):
         raise TypeError(f"{name}: expected an integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
     return value
 
 
@@ -445,35 +474,316 @@ def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | N
     return bias.detach().to(device)
 
 
-class Option(Generic[T]):
-    """An option of a :class:`CheckedModule` or a re-ranker, declared in the body of its class."""
+REQUIRED: Any = inspect.Parameter.empty  # the default of an option that has none
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-        self.place = f"_{name}"  # of the value; the compiler of PyTorch 2.8 needs another name
 
-    def check(self, value: Any) -> None:
-        """Raise an error that names the option unless it may have the value: here, any."""
+class Learnt(NamedTuple):
+    """How an option may be learnt: as which parameter, and how one is computed from the other."""
 
-    def plain(self, value: Any) -> Any:
-        """Return an allowed value in the type in which it is kept."""
-        return value
+    parameter: str
+    value: Callable[[Tensor], Tensor]  # the option, of the parameter
+    stored: Callable[[float], float]  # what the parameter holds for a number
 
-    @overload
-    def __get__(self, module: None, owner: type) -> Option[T]: ...
-    @overload
-    def __get__(self, module: object, owner: type) -> T: ...
-    def __get__(self, module: object | None, owner: type) -> Any:
+
+def unchanged(x: Any) -> Any:
+    """Return what is passed: a parameter is the option itself."""
+    return x
+
+
+class ReadParameter:
+    """The value of an option that is computed from a parameter.
+
+    It has no ``__set__``, so that a number in the instance's ``__dict__`` comes first.
+    """
+
+    def __init__(self, learnt: Learnt):
+        self.learnt = learnt
+
+    def __get__(self, module: Any, owner: type) -> Any:
         if module is None:
             return self
-        try:
-            return module.__dict__[self.place]
-        except KeyError:
-            raise AttributeError(f"{owner.__name__} has not set its option {self.name}") from None
+        return self.learnt.value(getattr(module, self.learnt.parameter))
 
-    def __set__(self, module: Any, value: T) -> None:
-        self.check(value)
-        module.__dict__[self.place] = self.plain(value)
+
+@dataclass(eq=False)
+class Option:
+    """An option of a class of :class:`Options`; for what is passed see :func:`option`."""
+
+    default: Any = REQUIRED
+    above: float = -math.inf
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    converter: Callable[[Any], Any] | None = None
+    learnt: Learnt | None = None
+    fixed: bool = False
+    local: bool = False
+    # what the class's body says
+    name: str = ""
+    annotation: Any = Any
+    keyword_only: bool = False
+    words: tuple[Any, ...] = ()  # that the type allows, such as "mean", True or None
+    number: type | None = None  # float or int, if the type allows numbers
+
+    def declare(self, name: str, annotation: Any, kind: Any, keyword_only: bool) -> None:
+        """Set the name and the type; ``kind`` is the annotation, evaluated."""
+        self.name = name
+        self.annotation = annotation
+        self.keyword_only = keyword_only
+        words, others = parts_of_type(kind)
+        if self.learnt is not None:
+            others.discard(Tensor)  # which it then is, and is set to numbers all the same
+        if not others - {float, int}:
+            self.words = words
+            self.number = float if float in others else next(iter(others), None)
+
+    def parse(self, value: Any) -> Any:
+        """Return an allowed value in the type in which it is kept; raise an error for another."""
+        if self.converter is not None:
+            return self.converter(value)
+        if self.number is None:
+            if not self.words:  # of a type that is not checked
+                return value
+            one_of(self.name, value, *self.words)
+            return self.words[self.words.index(value)]
+        is_array = isinstance(value, (Tensor, np.ndarray))
+        if not is_array and value in self.words:
+            return value
+        if self.words and isinstance(value, str):
+            listed = ", ".join(map(repr, self.words))
+            hint = did_you_mean(value, self.words)
+            raise ValueError(f"{self.name}: expected {listed} or a number, got {value!r}{hint}")
+        number = as_int(self.name, value) if self.number is int else as_number(self.name, value)
+        if not (number > self.above and self.at_least <= number <= self.at_most):
+            raise ValueError(f"{self.name}: expected {self._bounds()}, got {value}")
+        return number
+
+    def _bounds(self) -> str:
+        """Return what numbers are allowed, in words."""
+        bounds = []
+        if self.above > -math.inf:
+            bounds.append(f"above {self.above:g}")
+        if self.at_least > -math.inf:
+            bounds.append(f"of at least {self.at_least:g}")
+        if self.at_most < math.inf:
+            bounds.append(f"at most {self.at_most:g}")
+        return f"a number {' and '.join(bounds)}"
+
+    def parameter(self) -> inspect.Parameter:
+        """Return the option as a parameter of a signature."""
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if self.keyword_only:
+            kind = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(self.name, kind, default=self.default, annotation=self.annotation)
+
+
+def option(
+    *,
+    default: Any = REQUIRED,
+    above: float = -math.inf,
+    at_least: float = -math.inf,
+    at_most: float = math.inf,
+    converter: Callable[[Any], Any] | None = None,
+    learnt: Learnt | None = None,
+    fixed: bool = False,
+    local: bool = False,
+) -> Any:
+    """Return the declaration of an option, in the body of a class: ``margin: float =
+    option(default=0.2, above=0)``.
+
+    Args:
+        default: without one, the option has to be passed.
+        above, at_least, at_most: bounds of a number.
+        converter: a function that returns the value in the type in which it is kept, and raises an
+            error for another; it takes the place of the check by the type.
+        learnt: as which parameter the option may be learnt.
+        fixed: parameters depend on it, so that it is set once.
+        local: each process of a job may have its own, and ``repr`` leaves it out.
+    """
+    return Option(default, above, at_least, at_most, converter, learnt, fixed, local)
+
+
+def parts_of_type(kind: Any) -> tuple[tuple[Any, ...], set[Any]]:
+    """Return the words that a type allows, such as those of a Literal, and the types of others."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        return get_args(kind), set()
+    if kind is bool:
+        return (True, False), set()
+    if kind is None or kind is type(None):
+        return (None,), set()
+    if origin is not Union and origin is not UnionType:
+        return (), {kind}
+    words: tuple[Any, ...] = ()
+    others = set()
+    for part in get_args(kind):
+        own, types = parts_of_type(part)
+        words += own
+        others |= types
+    return words, others
+
+
+def evaluated(annotation: Any, owner: type) -> Any:
+    """Return the type that an annotation in a class's body stands for; Any where it is not known,
+    as of a name that is imported for type checkers alone.
+    """
+    if not isinstance(annotation, str):
+        return annotation
+    module = sys.modules.get(owner.__module__)
+    try:
+        return eval(annotation, dict(vars(module)) if module else {}, dict(vars(owner)))
+    except Exception:
+        return Any
+
+
+@dataclass_transform(field_specifiers=(option,), eq_default=False)
+class Options:
+    """A class whose options are declared in its body, with a type and a default, as the fields of
+    dataclasses are.
+
+    The type says what an option may be: ``float``, ``int``, ``bool``, words in a ``Literal``, or
+    several of these; other types are not checked. :func:`option` adds bounds. What follows ``_:
+    KW_ONLY`` is passed by name. The constructor, its signature, ``repr``, and the check whenever an
+    option is set are made of the declarations. A value is in the instance's ``__dict__``, so that
+    it is read without a call.
+    """
+
+    _own_options: ClassVar[dict[str, Option]] = {}  # of one class
+    _all_options: ClassVar[dict[str, Option]] = {}
+    _signature: ClassVar[inspect.Signature] = inspect.Signature()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make the options and the signature of a class."""
+        super().__init_subclass__(**kwargs)
+        cls._own_options = own_options(cls)
+        cls._all_options = all_options(cls)
+        parameters = [x.parameter() for x in cls._all_options.values()]
+        cls._signature = inspect.Signature(parameters)
+        cls.__signature__ = cls._signature  # what inspect and help show
+        if cls.__init__ is not Options.__init__:
+            cls.__signature__ = extended_signature(cls.__init__, parameters)
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__()
+        name = type(self).__name__
+        for given in options:
+            if given not in self._all_options:
+                raise unknown(name, given, self._all_options)
+        # a constructor of one's own may set some of them later
+        bind = self._signature.bind_partial
+        if type(self).__init__ is Options.__init__:
+            bind = self._signature.bind
+        try:
+            bound = bind(*args, **options)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+        bound.apply_defaults()
+        for given, value in bound.arguments.items():
+            setattr(self, given, value)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Make what depends on the options, such as parameters; a subclass calls this one first."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; check it if it is an option."""
+        declared = self._all_options.get(name)
+        if declared is None:
+            super().__setattr__(name, value)
+        else:
+            self._set_option(declared, value)
+
+    def _set_option(self, declared: Option, value: Any) -> None:
+        """Check and keep the value of an option."""
+        name = declared.name
+        if declared.fixed and name in self.__dict__:
+            raise AttributeError(
+                f"{name}: cannot be changed, as parameters depend on it; make a new module"
+            )
+        self.__dict__[name] = declared.parse(value)
+
+    def options_in_words(self) -> str:
+        """Return the options as they are passed: those by position, and changed ones by name."""
+        parts = []
+        for name, declared in self._all_options.items():
+            value = getattr(self, name, None)
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = float(f"{value.item():.4g}")
+            is_default = repr(value) == repr(declared.default)
+            if not declared.local and not (declared.keyword_only and is_default):
+                parts.append(f"{name}={value!r}")
+        return ", ".join(parts)
+
+
+def own_options(cls: type) -> dict[str, Option]:
+    """Return the options that a class declares, and take their defaults out of its attributes."""
+    found = changed_defaults(cls)
+    keyword_only = False
+    for name, annotation in inspect.get_annotations(cls).items():
+        kind = evaluated(annotation, cls)
+        if kind is KW_ONLY:
+            keyword_only = True
+        if name not in vars(cls) or ClassVar in (kind, get_origin(kind)):
+            continue
+        given = vars(cls)[name]
+        declared = given if isinstance(given, Option) else Option(given)
+        declared.declare(name, annotation, kind, keyword_only)
+        found[name] = declared
+    for name, declared in found.items():
+        delattr(cls, name)
+        if declared.learnt is not None and declared.learnt.parameter != name:
+            setattr(cls, name, ReadParameter(declared.learnt))
+    for name, value in vars(cls).items():
+        if isinstance(value, Option):
+            raise TypeError(f"{name}: expected a type, as in {name}: float = option(...), got none")
+    return found
+
+
+def changed_defaults(cls: type) -> dict[str, Option]:
+    """Return the options of its bases to which a class gives another default, as ``margin = 0.5``
+    does.
+    """
+    inherited: dict[str, Option] = {}
+    for owner in reversed(cls.__mro__[1:]):
+        inherited |= vars(owner).get("_own_options", {})
+    found = {}
+    for name in inherited.keys() & vars(cls).keys():
+        value = vars(cls)[name]
+        if not hasattr(value, "__get__"):  # a property or a method
+            found[name] = replace(inherited[name], default=value)
+    return found
+
+
+def all_options(cls: type) -> dict[str, Option]:
+    """Return the options of a class and of its bases.
+
+    First come those by position, of the bases before its own, then those by name, its own first.
+    """
+    owners = [vars(x)["_own_options"] for x in cls.__mro__ if "_own_options" in vars(x)]
+    latest: dict[str, Option] = {}
+    by_position: dict[str, Option] = {}
+    for own in reversed(owners):
+        latest |= own
+    for name, declared in latest.items():
+        if not declared.keyword_only:
+            by_position[name] = declared
+    by_name = {}
+    for own in owners:
+        by_name |= {name: latest[name] for name in own if name not in by_position}
+    return by_position | by_name
+
+
+def extended_signature(
+    function: Callable[..., Any], options: list[inspect.Parameter]
+) -> inspect.Signature:
+    """Return the signature of a constructor, with the options that it passes on by ``**``."""
+    own = list(inspect.signature(function).parameters.values())[1:]
+    others = own[-1:] if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD else []
+    own = own[: len(own) - len(others)]
+    if others:
+        names = [x.name for x in own]
+        passed_on = [x for x in options if x.name not in names]
+        own += [x.replace(kind=inspect.Parameter.KEYWORD_ONLY) for x in passed_on]
+    return inspect.Signature([*own, *others])
 
 
 class WholeState(nn.Module):
@@ -532,163 +842,59 @@ class WholeState(nn.Module):
         return key.startswith(prefix) and self.may_differ(key.removeprefix(prefix))
 
 
-class CheckedModule(WholeState):
-    """A module whose options are checked whenever they are set."""
+class CheckedModule(Options, WholeState):
+    """A module whose options are checked whenever they are set, and may be learnt."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        option = getattr(type(self), name, None)
-        # nn.Module would register a parameter without asking them
-        if isinstance(option, (Option, property)):
-            option.__set__(self, value)
+    def _set_option(self, declared: Option, value: Any) -> None:
+        """Check and keep the value of an option, or the parameter that stands for it."""
+        name = declared.name
+        learnt = declared.learnt
+        is_free = declared.converter is None and declared.number is None and not declared.words
+        if is_free or (
+            learnt is not None and learnt.parameter == name and isinstance(value, nn.Parameter)
+        ):
+            nn.Module.__setattr__(self, name, value)  # it may be a parameter or a module
+            return
+        if learnt is None:
+            super()._set_option(declared, value)
+            return
+        number = declared.parse(value)
+        self.__dict__[f"_{name}"] = number  # for reset_learnt
+        if self._parameters.get(learnt.parameter) is None:
+            self.__dict__[name] = number
         else:
-            super().__setattr__(name, value)
+            self._fill(declared)
 
-
-class Choice(Option[T]):
-    """An option that has one of a few values."""
-
-    def __init__(self, *allowed: T):
-        self.allowed = allowed
-
-    def check(self, value: Any) -> None:
-        one_of(self.name, value, *self.allowed)
-
-    def plain(self, value: Any) -> Any:
-        return self.allowed[self.allowed.index(value)]
-
-
-class Size(Option[int]):
-    """An option that is an integer of at least 1."""
-
-    def check(self, value: Any) -> None:
-        as_size(self.name, value)
-
-    def plain(self, value: Any) -> int:
-        return as_size(self.name, value)
-
-
-class Bounded(Option[T]):
-    """An option that is a number within bounds, or what a subclass allows besides."""
-
-    def __init__(
-        self,
-        *,
-        above: float = -math.inf,
-        at_least: float = -math.inf,
-        at_most: float = math.inf,
-    ):
-        self.above = above
-        self.at_least = at_least
-        self.at_most = at_most
-
-    def check(self, value: Any) -> None:
-        """Raise an error unless a value is a number within the bounds."""
-        check_number(self.name, value)
-        if value > self.above and self.at_least <= value <= self.at_most:
-            return
-        bounds = []
-        if self.above > -math.inf:
-            bounds.append(f"above {self.above:g}")
-        if self.at_least > -math.inf:
-            bounds.append(f"of at least {self.at_least:g}")
-        if self.at_most < math.inf:
-            bounds.append(f"at most {self.at_most:g}")
-        raise ValueError(f"{self.name}: expected a number {' and '.join(bounds)}, got {value}")
-
-    def plain(self, value: Any) -> Any:
-        return as_number(self.name, value) if isinstance(value, Real) else value
-
-
-class Number(Bounded[float]):
-    """An option that is a number."""
-
-
-class NumberOr(Bounded[Any]):
-    """An option that is a number or one of some words."""
-
-    def __init__(self, *words: str | None, **bounds: float):
-        super().__init__(**bounds)
-        self.words = words
-
-    def check(self, value: Any) -> None:
-        """Raise an error unless a value is one of the words, or a number within the bounds."""
-        if value in self.words:
-            return
-        if isinstance(value, str):
-            listed = ", ".join(map(repr, self.words))
-            hint = hints.did_you_mean(value, self.words)
-            raise ValueError(f"{self.name}: expected {listed} or a number, got {value!r}{hint}")
-        super().check(value)
-
-
-class Learnable(Bounded[Any]):
-    """An option that is a number, or a parameter (1,) that holds one."""
-
-    def __get__(self, module: Any, owner: type) -> Any:
-        if module is None:
-            return self
-        # read here, as the compiler does not go on to the module's __getattr__
-        parameter = module._parameters.get(self.name)
+    @torch.no_grad()
+    def _fill(self, declared: Option) -> None:
+        """Give the parameter behind an option the number that was set last."""
+        assert declared.learnt is not None
+        parameter = self._parameters.get(declared.learnt.parameter)
         if parameter is not None:
-            return parameter
-        return super().__get__(module, owner)
+            parameter.fill_(declared.learnt.stored(self.__dict__[f"_{declared.name}"]))
 
-    def __set__(self, module: nn.Module, value: Any) -> None:
-        if isinstance(value, nn.Parameter):
-            module.__dict__.pop(self.place, None)
-            module.register_parameter(self.name, value)
-            return
-        parameter = module._parameters.get(self.name)
-        if parameter is None:
-            super().__set__(module, value)
-            return
-        self.check(value)
-        module.__dict__[self.place] = self.plain(value)
-        self.reset(module)
+    def reset_learnt(self) -> None:
+        """Give the parameters behind the options the numbers that were set last."""
+        for declared in self._all_options.values():
+            if declared.learnt is not None:
+                self._fill(declared)
 
-    def reset(self, module: nn.Module) -> None:
-        """Give a parameter the number that was set last."""
-        parameter = module._parameters.get(self.name)
-        value = module.__dict__.get(self.place)
-        if parameter is not None and value is not None:
-            with torch.no_grad():
-                parameter.fill_(value)
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; an option that is learnt as it is then read from it."""
+        super().register_parameter(name, param)
+        for declared in self._all_options.values():
+            if declared.learnt is None or declared.learnt.parameter != name:
+                continue
+            if param is None:
+                self.__dict__[declared.name] = self.__dict__[f"_{declared.name}"]
+            else:
+                self.__dict__.pop(declared.name, None)
+            if "learnable" in self._all_options:
+                self.__dict__["learnable"] = param is not None
 
-
-def reset_learnable(module: nn.Module) -> None:
-    """Give the parameters behind a module's options the numbers that were set last."""
-    for owner in type(module).__mro__:
-        for option in vars(owner).values():
-            if isinstance(option, Learnable):
-                option.reset(module)
-
-
-class Fixed(Option[T]):
-    """An option that parameters depend on, so that it is set once.
-
-    Whether a ``parameter`` is learnable is True once the module has one, by assignment, too.
-    """
-
-    def __init__(self, parameter: str | None = None):
-        self.parameter = parameter
-
-    def __get__(self, module: Any, owner: type) -> Any:
-        if module is None or self.parameter is None:
-            return super().__get__(module, owner)
-        is_parameter = module._parameters.get(self.parameter) is not None
-        return is_parameter or super().__get__(module, owner)
-
-    def check(self, value: Any) -> None:
-        hint = hints.in_place_of_option(value)
-        if hint:
-            raise TypeError(f"{self.name}: expected an option, got {hints.shown(value)}{hint}")
-
-    def __set__(self, module: Any, value: T) -> None:
-        if self.place in module.__dict__:
-            raise AttributeError(
-                f"{self.name}: cannot be changed, as parameters depend on it; make a new module"
-            )
-        super().__set__(module, value)
+    def extra_repr(self) -> str:
+        """Return the options, for ``repr``: those by position, and changed ones by name."""
+        return self.options_in_words()
 
 
 def _type(x: object) -> str:

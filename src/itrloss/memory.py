@@ -14,14 +14,12 @@ from . import checks
 from .anchors import Anchors, AnchorSide
 from .checks import (
     CheckedModule,
-    Fixed,
     IdsLike,
-    Number,
     WholeState,
-    as_size,
     check_embeddings,
     check_matrix,
     one_of,
+    option,
 )
 from .distributed import collectives
 from .distributed.consensus import digest, gather_parts, padded, world_size
@@ -59,8 +57,8 @@ class CoupledMemory(CheckedModule):
         enqueued: () int64, number of entries ever put in; the next goes to ``enqueued % size``.
     """
 
-    size = Fixed[int]()
-    dim = Fixed[int]()
+    size: int = option(at_least=1, fixed=True)
+    dim: int = option(at_least=1, fixed=True)
     images: Tensor
     texts: Tensor
     ids: Tensor
@@ -69,12 +67,10 @@ class CoupledMemory(CheckedModule):
     @explained
     def __init__(self, size: int, dim: int, *, dtype: torch.dtype = torch.float32):
         super().__init__()
-        size = as_size("size", size)
-        dim = as_size("dim", dim)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise TypeError(f"dtype: expected a floating-point type, got {dtype!r}")
         self.size = size
         self.dim = dim
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"dtype: expected a floating-point type, got {dtype!r}")
         with torch.inference_mode(False):  # inference tensors could not be written to later
             self.register_buffer("images", torch.empty(size, dim, dtype=dtype))
             self.register_buffer("texts", torch.empty(size, dim, dtype=dtype))
@@ -556,7 +552,7 @@ class MomentumEncoder(CheckedModule):
             it is called.
     """
 
-    momentum = Number(at_least=0, at_most=1)
+    momentum: float = option(at_least=0, at_most=1)
 
     def __init__(
         self,

@@ -14,14 +14,13 @@ from ..anchors import AnchorSide
 from ..checks import (
     IMAGES_AND_TEXTS,
     CheckedModule,
-    Choice,
     IdsLike,
-    Number,
     as_mask,
     as_size,
     check_embeddings,
     check_matrix,
     from_numpy,
+    option,
 )
 from ..distributed import digest, gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
@@ -61,22 +60,9 @@ class VarianceAwareLoss(SimilarityLoss):
             an accelerator synchronises or, in a CUDA graph or compiled, forms the matrices.
     """
 
-    shown = ("margin", "detach_sigma", "shared_sigma", "reduction")
-    margin = Number()
-    detach_sigma = Choice(True, False)
-    shared_sigma = Choice(True, False)
-
-    def __init__(
-        self,
-        margin: float = 0.2,
-        detach_sigma: bool = False,
-        shared_sigma: bool = True,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        self.margin = margin
-        self.detach_sigma = detach_sigma
-        self.shared_sigma = shared_sigma
+    margin: float = 0.2
+    detach_sigma: bool = False
+    shared_sigma: bool = True
 
     @explained
     def forward(
@@ -181,19 +167,8 @@ class DynamicOrthogonalLoss(Loss):
         gather, process_group: see :class:`PairLoss`.
     """
 
-    shown = ("slack", "pair_reduction", "reduction")
-    slack = Number()
-    pair_reduction: Choice[functional.PairReduction] = Choice("mean", "sum", "frobenius")
-
-    def __init__(
-        self,
-        slack: float = 0.4,
-        pair_reduction: functional.PairReduction = "mean",
-        **common: Any,
-    ):
-        super().__init__(**common)
-        self.slack = slack
-        self.pair_reduction = pair_reduction
+    slack: float = 0.4
+    pair_reduction: functional.PairReduction = "mean"
 
     @explained
     def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -231,7 +206,7 @@ class DynamicGate(CheckedModule):
             or 1 is stuck.
     """
 
-    momentum = Number(above=0)
+    momentum: float = option(above=0)
     weight: Tensor
     centre: Tensor
     on_rate: Tensor
@@ -357,7 +332,7 @@ class DVSEObjective(CheckedModule):
         options: of :class:`VarianceAwareLoss`.
     """
 
-    balance = Number(at_least=0, at_most=1)
+    balance: float = option(at_least=0, at_most=1)
 
     def __init__(
         self,
@@ -413,7 +388,3 @@ class DVSEObjective(CheckedModule):
         orthogonal = self.orthogonal(residuals, gate)
         total = self.balance * variance + (1 - self.balance) * orthogonal
         return total, DVSETerms(variance.detach(), orthogonal.detach())
-
-    def extra_repr(self) -> str:
-        """Return the balance of the two losses, for ``repr``."""
-        return f"balance={self.balance}"

@@ -9,12 +9,12 @@ import inspect
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..checks import Option, as_size, check_matrix, from_numpy
+from ..checks import Options, as_size, check_matrix, from_numpy
 from ..distributed import consensus, world_size
 from ..distributed.shards import Share
 from ..engine.ranking import Ranking, Relevance, collected
@@ -67,11 +67,12 @@ class Ruled(NamedTuple):
     rule: Rule  # a bias has the candidates of all processes
 
 
-class Reranker(ABC):
+class Reranker(Options, ABC):
     """The base class of re-rankers.
 
-    A subclass implements :meth:`rule` and stores each constructor argument in an attribute of the
-    same name. Options of the library's own are checked whenever they are set.
+    A subclass implements :meth:`rule`, and declares its options in its body, as in ``scale: float =
+    20.0``; with :func:`itrloss.option` they have bounds. They are checked whenever they are set. A
+    constructor of its own stores each argument in an attribute of the same name.
 
     Attributes:
         needs_bank: whether it requires a bank of queries other than the test queries, see
@@ -85,14 +86,14 @@ class Reranker(ABC):
             they have to be chosen, and a :class:`itrloss.SuspiciousInputWarning` says so.
     """
 
-    needs_bank: bool = False
-    takes_bank: bool = True
-    needs_embeddings: bool = False
-    needs_all_candidates: bool = False
-    cosine_options: tuple[str, ...] = ()
+    needs_bank: ClassVar[bool] = False
+    takes_bank: ClassVar[bool] = True
+    needs_embeddings: ClassVar[bool] = False
+    needs_all_candidates: ClassVar[bool] = False
+    cosine_options: ClassVar[tuple[str, ...]] = ()
 
-    _images: Tensor | None = None
-    _texts: Tensor | None = None
+    _images = None  # the banks, tensors (B, D), or (N, M) of scores
+    _texts = None
 
     @abstractmethod
     def rule(self, direction: Direction) -> Rule:
@@ -118,12 +119,7 @@ class Reranker(ABC):
 
     def _options(self) -> dict[str, Any]:
         """Return the options by name."""
-        options = {}
-        for place, value in vars(self).items():
-            name = place.removeprefix("_")
-            if isinstance(getattr(type(self), name, None), Option) or not place.startswith("_"):
-                options[name] = value
-        return options
+        return {name: x for name, x in vars(self).items() if not name.startswith("_")}
 
     @property
     def transductive(self) -> tuple[bool, bool]:

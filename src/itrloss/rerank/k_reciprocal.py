@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import Number, Size
+from ..checks import option
 from ..engine.products import full_float32
 from ..engine.vectors import full_precision
-from ..hints import explained
 from ..similarity import Similarity
 from .base import Reranker
 from .direction import Direction, Rule
@@ -39,15 +38,9 @@ class KReciprocalReranker(Reranker):
     needs_embeddings = True
     takes_bank = False
 
-    k1 = Size()
-    k2 = Size()
-    weight = Number(at_least=0, at_most=1)
-
-    @explained
-    def __init__(self, k1: int = 20, k2: int = 6, weight: float = 0.3):
-        self.k1 = k1
-        self.k2 = k2
-        self.weight = weight
+    k1: int = option(default=20, at_least=1)
+    k2: int = option(default=6, at_least=1)
+    weight: float = option(default=0.3, at_least=0, at_most=1)
 
     def description(self) -> str:
         """Raise an error, as processes cannot share the work."""

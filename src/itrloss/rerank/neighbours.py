@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import Number, Size, from_numpy
-from ..hints import explained
+from ..checks import from_numpy, option
 from .base import Reranker
 from .direction import Direction, Rule
 
@@ -130,13 +129,8 @@ class ReciprocalReranker(Reranker):
     code takes the best ρ over *all captions of the query's image*, which uses a label.
     """
 
-    i2t_k = Size()
-    t2i_k = Size()
-
-    @explained
-    def __init__(self, i2t_k: int = 15, t2i_k: int = 20):
-        self.i2t_k = i2t_k
-        self.t2i_k = t2i_k
+    i2t_k: int = option(default=15, at_least=1)
+    t2i_k: int = option(default=20, at_least=1)
 
     def rule(self, direction: Direction) -> Rule:
         """Return the rule that sorts the best candidates by the query's rank."""
@@ -153,15 +147,9 @@ class MultiFactorReranker(Reranker):
     sense where similarities are mostly positive.
     """
 
-    k = Size()
-    share_weight = Number()
-    place_weight = Number()
-
-    @explained
-    def __init__(self, k: int = 30, share_weight: float = 0.3, place_weight: float = 1.1):
-        self.k = k
-        self.share_weight = share_weight
-        self.place_weight = place_weight
+    k: int = option(default=30, at_least=1)
+    share_weight: float = 0.3
+    place_weight: float = 1.1
 
     def rule(self, direction: Direction) -> Rule:
         """Return the rule that sorts the best candidates by the three terms."""
@@ -179,6 +167,14 @@ class MultiFactorReranker(Reranker):
         by_place = (-0.05 * best.places.double()).exp()
         values = self.share_weight * share + by_score + self.place_weight * by_place
         return _in_front(best.candidates, values)
+
+
+def as_scorer(scorer: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a scorer; raise a TypeError for what is no function."""
+    if not callable(scorer):
+        expected = "a function of image and text numbers"
+        raise TypeError(f"scorer: expected {expected}, got {type(scorer).__name__}")
+    return scorer
 
 
 class TwoStageReranker(Reranker):
@@ -202,25 +198,10 @@ class TwoStageReranker(Reranker):
     takes_bank = False
     cosine_options = ("weight",)
 
-    k = Size()
-    weight = Number()
-    batch_size = Size()
-
-    @explained
-    def __init__(
-        self,
-        scorer: Callable[[Tensor, Tensor], Tensor],
-        k: int = 16,
-        weight: float = 1.0,
-        batch_size: int = 256,
-    ):
-        if not callable(scorer):
-            expected = "a function of image and text numbers"
-            raise TypeError(f"scorer: expected {expected}, got {type(scorer).__name__}")
-        self.scorer = scorer
-        self.k = k
-        self.weight = weight
-        self.batch_size = batch_size
+    scorer: Callable[[Tensor, Tensor], Tensor] = option(converter=as_scorer)
+    k: int = option(default=16, at_least=1)
+    weight: float = 1.0
+    batch_size: int = option(default=256, at_least=1)
 
     @property
     def transductive(self) -> tuple[bool, bool]:
