@@ -28,7 +28,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 
 # The layers from the bottom up: a module imports from its own layer and those below.
 FLOORS = [
-    {"hints", "checks", "files"},
+    {"checks", "files"},
     {"engine"},
     {"suspicious"},
     {"distributed"},
@@ -170,7 +170,7 @@ IN_TORCH = words(
     dist.get_process_group_ranks dist.get_rank dist.get_world_size dist.init_process_group
     dist.is_available dist.is_initialized dist.reduce_scatter_tensor nn.Module nn.Parameter
     nn.functional.normalize torch.Generator torch.OutOfMemoryError torch.Tensor
-    torch._C._len_torch_dispatch_stack torch.__version__ torch._dynamo.graph_break
+    torch._C._len_torch_dispatch_stack torch.__file__ torch.__version__ torch._dynamo.graph_break
     torch._subclasses.FakeTensor torch.accelerator.current_accelerator torch.add torch.addcmul
     torch.addmm torch.allclose torch.amax torch.amp.is_autocast_available torch.arange
     torch.as_tensor torch.autocast torch.autograd.Function torch.autograd.backward

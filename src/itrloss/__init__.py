@@ -1,8 +1,6 @@
 """Losses and re-rankers for image-text retrieval."""
 
-import typing as _typing
-
-from . import compat, distributed, functional, hints, integrations, losses, metrics, rerank, terms
+from . import compat, distributed, functional, integrations, losses, metrics, rerank, terms
 from .anchors import Anchors
 from .checks import option
 from .grad_cache import grad_cache_step
@@ -42,7 +40,3 @@ __all__ = [
     "terms",
 ]
 __all__ += losses.__all__
-
-
-if not _typing.TYPE_CHECKING:  # a checker knows which names there are
-    __getattr__ = hints.public_names(__name__, __all__)

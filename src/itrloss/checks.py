@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import inspect
 import math
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from numbers import Integral, Real
 from types import UnionType
@@ -27,9 +28,6 @@ from typing import (
 import numpy as np
 import torch
 from torch import Tensor, nn
-
-from . import hints
-from .hints import did_you_mean, unknown
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -67,15 +65,15 @@ def one_of(name: str, value: object, *allowed: object) -> None:
         listed = " or ".join([", ".join(map(repr, allowed[:-1])), repr(allowed[-1])])
         if len(allowed) == 1:
             listed = repr(allowed[0])
-        hint = hints.did_you_mean(value, allowed) or hints.in_place_of_option(value)
-        raise ValueError(f"{name}: expected {listed}, got {hints.shown(value)}{hint}")
+        hint = did_you_mean(value, allowed) or in_place_of_option(value)
+        raise ValueError(f"{name}: expected {listed}, got {shown(value)}{hint}")
 
 
 def check_number(name: str, value: object, positive: bool = False) -> None:
     """Raise an error unless ``value`` is a number, above 0 if ``positive``."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        hint = hints.in_place_of_number(value)
-        raise TypeError(f"{name}: expected a number, got {hints.shown(value)}{hint}")
+        hint = in_place_of_number(value)
+        raise TypeError(f"{name}: expected a number, got {shown(value)}{hint}")
     if positive and not float(value) > 0:
         raise ValueError(f"{name}: expected a number above 0, got {value}")
     if not abs(float(value)) <= _LARGEST:
@@ -107,7 +105,7 @@ def as_int(name: str, value: Any) -> int:
         try:
             value = operator.index(value)
         except TypeError:
-            got = hints.shown(value)
+            got = shown(value)
             raise TypeError(f"{name}: expected an integer, got {got}") from None
     if isinstance(value, bool):
         raise TypeError(f"{name}: expected an integer, got {value!r}")
@@ -123,12 +121,12 @@ def check_matrix(
     With ``empty`` there may be no rows, as in one process of several.
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        hint = hints.as_floats(name, x)
+        hint = as_floats(name, x)
         raise TypeError(f"{name}: expected a floating-point tensor {shape}, got {_type(x)}{hint}")
     if x.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got {x.layout}; write {name}.to_dense()")
     if x.dim() != dims or 0 in x.shape[int(empty) :]:
-        hint = hints.as_matrix(name, x, shape.endswith("D)")) if dims == 2 else ""
+        hint = as_matrix(name, x, shape.endswith("D)")) if dims == 2 else ""
         raise ValueError(
             f"{name}: expected shape {shape}, each at least 1, got {tuple(x.shape)}{hint}"
         )
@@ -156,7 +154,7 @@ def missing_side(rows: Any, names: Names) -> TypeError:
         got = f"{_type(rows)} and None"
         both = f"{names.rows}, {names.cols}"
         expected = "expected floating-point tensors (N, D) and (M, D)"
-        return TypeError(f"{both}: {expected}, got {got}{hints.in_place_of_images(rows)}")
+        return TypeError(f"{both}: {expected}, got {got}{in_place_of_images(rows)}")
     calls = {"texts": "loss(scores=scores)", "cols": "Similarity.from_scores(scores)"}
     hint = ""
     if names.cols in calls:
@@ -302,7 +300,7 @@ def as_integers(name: str, x: Any, size: int | None = None) -> Tensor:
     if is_other or x.dtype == torch.bool:
         # Formatted for the error alone: the compiler would specialise on the size.
         shape = "(N,)" if size is None else f"({size},)"
-        hint = hints.in_place_of_ids(name, x)
+        hint = in_place_of_ids(name, x)
         raise TypeError(f"{name}: expected an integer tensor of shape {shape}, got {got}{hint}")
     return x
 
@@ -388,7 +386,7 @@ def check_ids(
         if n != m:
             got = f"{n} {names.rows} and {m} {names.cols}"
             needed = f"needed for {got}; only N = M has a default pairing"
-            hint = hints.consecutive_ids(n, m, names.row_ids, names.col_ids)
+            hint = consecutive_ids(n, m, names.row_ids, names.col_ids)
             raise ValueError(f"{names.row_ids}, {names.col_ids}: {needed}{hint}")
         return None, None
     if row_ids is None:  # the columns' ids are numbers of rows
@@ -667,7 +665,7 @@ class Options:
         name = type(self).__name__
         for given in options:
             if given not in self._all_options:
-                raise unknown(name, given, self._all_options)
+                raise unknown_keyword(name, given, self._all_options)
         # a constructor of one's own may set some of them later
         bind = self._signature.bind_partial
         if type(self).__init__ is Options.__init__:
@@ -853,7 +851,7 @@ class CheckedModule(Options, WholeState):
         if is_free or (
             learnt is not None and learnt.parameter == name and isinstance(value, nn.Parameter)
         ):
-            nn.Module.__setattr__(self, name, value)  # it may be a parameter or a module
+            super(Options, self).__setattr__(name, value)  # it may be a parameter or a module
             return
         if learnt is None:
             super()._set_option(declared, value)
@@ -895,6 +893,163 @@ class CheckedModule(Options, WholeState):
     def extra_repr(self) -> str:
         """Return the options, for ``repr``: those by position, and changed ones by name."""
         return self.options_in_words()
+
+
+# -------------------------------------------------- what was probably meant, at the end of an error
+
+
+_SHARED_SCALE = (
+    "a loss with learnable=True shares a model's parameter: loss.log_scale = model.logit_scale"
+)
+_MULTI_HOT = (
+    "labels (N, k) are sets of ids, not multi-hot rows; for these, write "
+    "matches=(of_images.float() @ of_texts.float().T) > 0"
+)
+# What to pass, and on the command line, where scores are expected.
+EMBEDDINGS = (
+    "embeddings go in as itrloss.Similarity(images, texts), on the command line as "
+    "itrloss eval IMAGES TEXTS"
+)
+
+
+def did_you_mean(given: object, allowed: Iterable[object]) -> str:
+    """Return the end of a message that says which word was probably misspelt; empty for no idea."""
+    if not isinstance(given, str):
+        return ""
+    words = {plain_word(word): word for word in allowed if isinstance(word, str)}
+    close = difflib.get_close_matches(plain_word(given), words, 1, 0.8)
+    return f"; did you mean {words[close[0]]!r}?" if close else ""
+
+
+def plain_word(word: str) -> str:
+    """Return a word without what is often confused: case, hyphens and underscores."""
+    return word.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def unknown_keyword(name: str, given: str, allowed: Iterable[str]) -> TypeError:
+    """Return the error for a keyword that a class or a function does not know."""
+    names = list(allowed)
+    hint = did_you_mean(given, names) or f"; it has {', '.join(names)}"
+    return TypeError(f"{name}: got an unexpected keyword argument {given!r}{hint}")
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: a parameter, a tensor or an array by its shape."""
+    if isinstance(value, nn.Parameter):
+        return f"a parameter of shape {tuple(value.shape)}"
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+        kind = "a tensor" if isinstance(value, Tensor) else "an array"
+        return f"{kind} of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def in_place_of_option(value: object) -> str:
+    """Return advice where data was passed for an option of a loss; empty for other values."""
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+        return "; options go first, and data into the call: loss = Loss(...); loss(images, texts)"
+    return ""
+
+
+def in_place_of_number(value: object) -> str:
+    """Return advice where a tensor was passed for a number; empty for other values."""
+    if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
+        return f"; {_SHARED_SCALE}"
+    return in_place_of_option(value)
+
+
+def in_place_of_images(value: object) -> str:
+    """Return advice where a trainer's batch was passed for images; empty for other values."""
+    if isinstance(value, (list, tuple)) and any(isinstance(x, Mapping) for x in value):
+        return (
+            "; in the trainer of sentence-transformers, a loss goes into "
+            "itrloss.integrations.sentence_transformers.RetrievalLoss(model, loss)"
+        )
+    return ""
+
+
+def as_floats(name: str, x: Any) -> str:
+    """Return how to make a floating-point tensor of what is none; empty for no idea."""
+    if isinstance(x, Tensor) and name == "negatives" and not x.is_complex():
+        return "; for row numbers of a corpus, pass those rows: corpus[negatives]"
+    if isinstance(x, Tensor):
+        return "" if x.is_complex() else f"; write {name}.float()"
+    if isinstance(x, np.ndarray):
+        return f"; write torch.from_numpy({name})" if x.dtype.kind == "f" else ""
+    if isinstance(getattr(x, "pooler_output", None), Tensor):  # of a model of transformers
+        return f"; write {name}.pooler_output"
+    if not isinstance(x, (list, tuple)) or not len(x):
+        return ""
+    if name == "negatives" and all(isinstance(part, Tensor) for part in x):
+        return (
+            "; write torch.cat(negatives) for negatives of all images, or "
+            "torch.stack(negatives, 1) for each image's own, the i-th of each tensor"
+        )
+    if all(isinstance(part, Tensor) for part in x):
+        return f"; write torch.stack({name}), or pass the tensors one by one"
+    return f"; write torch.tensor({name})"
+
+
+def as_matrix(name: str, x: Tensor, are_embeddings: bool) -> str:
+    """Return how to make a matrix of a tensor of another shape; empty for no idea."""
+    if x.dim() == 1:
+        return f"; for a single row, write {name}[None]"
+    if x.dim() == 3 and 1 in x.shape[:2]:
+        return f"; write {name}.squeeze({list(x.shape).index(1)})"
+    if x.dim() == 3 and are_embeddings:
+        return (
+            f"; for {x.shape[1]} embeddings of each, such as captions, write {name}.flatten(0, 1) "
+            "and pass ids. Sets with one score for each pair are for "
+            "itrloss.functional.set_similarity"
+        )
+    return ""
+
+
+def consecutive_ids(n: int, m: int, row_ids: str, col_ids: str) -> str:
+    """Return the ids of as many consecutive columns for each row; empty if numbers do not fit."""
+    if n == 0 or m % n:
+        return ""
+    ids = f"{row_ids}=torch.arange({n}), {col_ids}=torch.arange({m}) // {m // n}"
+    return f"; where {m // n} consecutive ones belong to each, write {ids}"
+
+
+def repeated_rows(name: str, n: int, m: int) -> str:
+    """Return how to repeat each of n rows to have m; empty if m is no multiple of n."""
+    if n == 0 or m <= n or m % n:
+        return ""
+    rows = f"{name}.repeat_interleave({m // n}, 0)"
+    return f"; where {m // n} consecutive ones belong to each, write {rows}"
+
+
+def in_place_of_ids(name: str, x: object) -> str:
+    """Return what to pass for a scale or a mask; empty for other values."""
+    if isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point():
+        return ", a scalar as logit_scale is; pass images and texts alone"
+    if not isinstance(x, Tensor) or x.dtype != torch.bool or x.dim() != 2:
+        return ""
+    if name == "negative_ids":
+        return "; for a mask of those that exist, write torch.where(mask, -1, itrloss.NO_ID)"
+    return f"; {_MULTI_HOT}"
+
+
+def multi_hot(x: Tensor) -> str:
+    """Return what to pass for labels (N, k) that are all 0 or 1; empty for others."""
+    if x.dim() != 2 or x.shape[1] < 2 or not bool(((x == 0) | (x == 1)).all()):
+        return ""
+    return f"; {_MULTI_HOT}"
+
+
+def no_parameter(name: str, given: str, learnt: Iterable[str]) -> AttributeError:
+    """Return the error for a parameter that a loss does not learn."""
+    names = ", ".join(learnt)
+    return AttributeError(f"{name}: it has no parameter {given!r}; it learns {names or 'none'}")
+
+
+def as_similarity(name: str, x: object) -> str:
+    """Return how to pass a matrix of scores for another model; empty for other values."""
+    if isinstance(x, Tensor) and x.dim() == 2:
+        return f"; scores go in as itrloss.Similarity.from_scores({name}, image_ids, text_ids)"
+    return ""
 
 
 def _type(x: object) -> str:

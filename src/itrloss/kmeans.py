@@ -18,7 +18,6 @@ from .checks import (
 from .distributed import digest, gather_parts, world_size
 from .engine.pairs import IGNORE_ID, weighted_sums
 from .engine.vectors import host_may_read, normalized
-from .hints import explained
 from .similarity import Engine, Similarity
 
 __all__ = ["OnlineKMeans"]
@@ -66,7 +65,6 @@ class OnlineKMeans(CheckedModule):
     waiting: Tensor
     replaced: Tensor
 
-    @explained
     def __init__(
         self,
         clusters: int,

@@ -27,7 +27,6 @@ from .distributed.shards import Share
 from .engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from .engine.pairs import IGNORE_ID, Pairs
 from .engine.vectors import Embeddings, normalized
-from .hints import explained, repeated_rows
 from .similarity import SIDES, Directions, Engine, Similarity
 
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
@@ -64,7 +63,6 @@ class CoupledMemory(CheckedModule):
     ids: Tensor
     enqueued: Tensor
 
-    @explained
     def __init__(self, size: int, dim: int, *, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.size = size
@@ -104,7 +102,6 @@ class CoupledMemory(CheckedModule):
         return True  # ``if memory`` asks whether there is one, be it empty
 
     @torch.no_grad()
-    @explained
     def enqueue(
         self,
         image_keys: Tensor,
@@ -165,7 +162,7 @@ class CoupledMemory(CheckedModule):
             check_matrix(name, x, f"(B, {self.dim})", empty=empty)
             shape = image_keys.shape[0], self.dim
             if x.shape != shape:
-                hint = repeated_rows("image_keys", len(image_keys), len(text_keys))
+                hint = checks.repeated_rows("image_keys", len(image_keys), len(text_keys))
                 raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}{hint}")
         self.check_labels("ids", ids is not None)
         self.check_names("ids", ids)

@@ -16,7 +16,6 @@ from .engine.inputs import even_chunks
 from .engine.pairs import IGNORE_ID, slots
 from .engine.products import full_float32, matmul
 from .engine.vectors import compute_dtype, full_precision, normalized
-from .hints import explained
 from .similarity import TopK
 from .suspicious import warn
 
@@ -29,7 +28,6 @@ _TILE = 2**21
 
 
 @torch.no_grad()
-@explained
 def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     queries: Tensor | np.ndarray,
     corpus: Tensor | np.ndarray,

@@ -33,7 +33,6 @@ from .engine.ranking import Ranking, Relevance
 from .engine.ranking import TopK as TopK
 from .engine.relations import Labels, Matches, RelatedPairs
 from .engine.vectors import Embeddings
-from .hints import explained
 from .related import Related, related_pairs
 
 X = TypeVar("X")
@@ -87,7 +86,6 @@ class Similarity(Anchors):
         TypeError, ValueError: naming the argument, what it should be and what it was.
     """
 
-    @explained
     def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
         rows: Tensor,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import distributed, functional, hints
+from .. import distributed, functional
 from ..anchors import Anchors
 from ..checks import CheckedModule, Names, check_number, option
 from ..similarity import Similarity
@@ -144,10 +144,6 @@ class USERLoss(CheckedModule):
         return functional.hubness_aware_loss(queues, self.scale, self.margin, positives=keys)
 
 
-# The arguments of open_clip's losses.
-_OPEN_CLIP = ("image_features", "text_features", "logit_scale", "logit_bias", "output_dict")
-
-
 class ClipLoss(nn.Module):
     """open_clip (mlfoundations/open_clip, ``src/open_clip/loss.py``): the mean of two
     cross-entropies.
@@ -181,13 +177,10 @@ class ClipLoss(nn.Module):
         logit_scale,
         logit_bias=None,
         output_dict=False,
-        **unknown,
     ) -> Any:
         """Return the loss of (B, D) pairs, or with ``output_dict`` a dictionary that has it as
         ``contrastive_loss``.
         """
-        for name in unknown:
-            raise hints.unknown(type(self).__name__, name, _OPEN_CLIP)
         if not isinstance(logit_scale, Tensor):
             check_number("logit_scale", logit_scale, positive=True)
         options: dict[str, Any] = {

@@ -21,8 +21,8 @@ from ..checks import (
     option,
 )
 from ..engine.vectors import compute_dtype
-from ..losses.suspicion import may_be_read, warn_of_units, warn_of_vectors
 from ..similarity import Similarity
+from ..suspicious import may_be_read, warn_of_units, warn_of_vectors
 from ..terms import excess, identity
 
 

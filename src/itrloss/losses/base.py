@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .. import hints
 from ..anchors import Anchors
 from ..checks import (
     IMAGES_AND_TEXTS,
@@ -20,20 +19,20 @@ from ..checks import (
     Option,
     check_embeddings,
     check_matrix,
+    no_parameter,
     one_of,
     option,
+    unknown_keyword,
 )
 from ..distributed import consensus, digest, padded, world_size
 from ..distributed.collectives import replicated, total
 from ..engine.relations import Rule
 from ..functional import Reduction
-from ..hints import explained
 from ..memory import CoupledMemory, MemorySimilarity
 from ..related import Related
 from ..similarity import Directions, Engine, Similarity
-from ..suspicious import warn
+from ..suspicious import may_be_read, warn, warn_of_ids, warn_of_units, warn_of_vectors
 from ..telemetry import describe, describe_memory
-from .suspicion import may_be_read, warn_of_ids, warn_of_units, warn_of_vectors
 
 _EMPTY_CALLS = 100  # with an empty memory, until there is a warning
 LEAST_LOG = -1e30  # in place of the logarithm of 0, whose gradient would be nan
@@ -66,7 +65,7 @@ class Loss(CheckedModule):
         is_ours = type(self).__module__.startswith("itrloss.")
         is_known = name in self._all_options or name in self.learnt
         if is_ours and isinstance(value, nn.Parameter) and not is_known:
-            raise hints.no_parameter(type(self).__name__, name, self.learnt)
+            raise no_parameter(type(self).__name__, name, self.learnt)
         super().__setattr__(name, value)
 
     @property
@@ -77,7 +76,7 @@ class Loss(CheckedModule):
     def refuse(self, unknown: dict[str, Any]) -> None:
         """Raise the error for arguments of a call that ``forward`` does not name."""
         names = [x for x in inspect.signature(self.forward).parameters if x != "unknown"]
-        raise hints.unknown(type(self).__name__, next(iter(unknown)), names)
+        raise unknown_keyword(type(self).__name__, next(iter(unknown)), names)
 
     def described(self) -> str:
         """Return what has to be the same in all processes, in words; empty for one process."""
@@ -488,7 +487,6 @@ class MemoryLoss(DirectedLoss):
 
     _empty_calls = 0  # with an empty memory, in training mode
 
-    @explained
     def forward(
         self,
         images: Tensor,

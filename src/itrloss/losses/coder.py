@@ -17,7 +17,6 @@ from ..checks import (
 )
 from ..distributed import padded
 from ..engine.vectors import compute_dtype, host_may_read, normalized
-from ..hints import explained
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
@@ -161,7 +160,6 @@ class PrototypeClassificationLoss(Loss):
         """Draw the weight anew, as is needed after ``to_empty``."""
         self.weight.uniform_(-1, 1).div_(self.dim**0.5)
 
-    @explained
     def forward(self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor) -> Any:
         """Return the loss, see :func:`itrloss.functional.prototype_classification_loss`."""
         return self._of_samples((image_concepts, text_concepts, prototype_ids), self._reduced)
@@ -284,7 +282,6 @@ class CODERObjective(CheckedModule):
             process_group=self.batch.process_group,
         )
 
-    @explained
     def forward(  # noqa: PLR0913 - what the model returns, and ids
         self,
         images: Tensor,

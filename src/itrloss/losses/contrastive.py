@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import KW_ONLY
 from typing import Any, Literal
 
@@ -14,8 +13,8 @@ from .. import functional
 from ..checks import Learnt, option, unchanged
 from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
+from ..suspicious import warn, warn_of_scale
 from .base import PairLoss
-from .suspicion import warn_of_scale
 
 _INTERVAL = 50  # calls between checks for a collapse
 
@@ -123,11 +122,11 @@ class TripletLoss(PairLoss):
         per_pair = float(total / sim.total(sim.positive_counts.sum()).clamp_min(1))
         self._alike = self._alike + 1 if abs(per_pair - 2 * self.margin) < 0.01 * self.margin else 0
         if self._alike == 2:
-            warnings.warn(
+            warn(
                 f"TripletLoss: {2 * _INTERVAL} calls within 1 % of {2 * self.margin:g} per pair, "
                 "which is 2 * margin: all embeddings seem to be alike. Begin with "
                 'mining="all", or lower the learning rate.',
-                stacklevel=7,  # the caller of the module: past forward and nn.Module.__call__
+                UserWarning,
             )
 
 

@@ -25,7 +25,6 @@ from ..checks import (
 from ..distributed import digest, gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
 from ..engine.vectors import Embeddings, full_precision, normalized
-from ..hints import explained
 from ..similarity import Similarity
 from ..telemetry import describe
 from .base import Loss, SimilarityLoss
@@ -64,7 +63,6 @@ class VarianceAwareLoss(SimilarityLoss):
     detach_sigma: bool = False
     shared_sigma: bool = True
 
-    @explained
     def forward(
         self,
         image_sets: Tensor,
@@ -170,7 +168,6 @@ class DynamicOrthogonalLoss(Loss):
     slack: float = 0.4
     pair_reduction: functional.PairReduction = "mean"
 
-    @explained
     def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return the loss, see :func:`itrloss.functional.dynamic_orthogonal_loss`."""
 
@@ -233,7 +230,6 @@ class DynamicGate(CheckedModule):
         self.batches.zero_()
 
     @torch.no_grad()
-    @explained
     def forward(
         self, regions: Tensor, mask: Tensor | None = None, process_group: Any = None
     ) -> Tensor:
@@ -359,7 +355,6 @@ class DVSEObjective(CheckedModule):
             if part.reduction != "mean":
                 raise ValueError(f"reduction: expected 'mean' for a total, got {part.reduction!r}")
 
-    @explained
     def forward(
         self,
         image_sets: Tensor,

@@ -19,7 +19,6 @@ from ..checks import (
     unchanged,
 )
 from ..engine.vectors import normalized
-from ..hints import explained
 from ..similarity import Similarity
 from ..terms import identity, pair_term, softplus
 from .base import SimilarityLoss
@@ -88,7 +87,6 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
         self.reset_learnt()
 
-    @explained
     def forward(
         self,
         images_mean: Tensor,

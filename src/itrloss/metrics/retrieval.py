@@ -13,8 +13,8 @@ from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of
 from ..distributed import consensus, gather_table, world_size
 from ..distributed import gather as gather_rows
 from ..engine.ranking import Ranking
-from ..hints import explained
 from ..similarity import Similarity
+from ..suspicious import warn_of_unmatched
 from .judgements import Judgements
 from .labels import (
     fold_parts,
@@ -27,7 +27,6 @@ from .labels import (
 )
 from .relevance import Judged, Relevant, WhichPairs, judged
 from .results import RECALLS, Ks, QueryResults, RetrievalResults, as_ks, join_folds
-from .suspicion import warn_of_chance, warn_of_unmatched
 
 if TYPE_CHECKING:
     from ..rerank import Reranker
@@ -36,7 +35,6 @@ Ties = Literal["pessimistic", "optimistic"]
 AnyScores = Tensor | Similarity | tuple[Tensor | Similarity, Tensor]
 
 
-@explained
 def retrieval_metrics(  # noqa: PLR0913 - options by keyword
     scores: AnyScores,
     image_ids: IdsLike | None = None,
@@ -93,7 +91,6 @@ def retrieval_metrics(  # noqa: PLR0913 - options by keyword
     return results.metrics(ks)
 
 
-@explained
 def retrieval_results(  # noqa: PLR0913 - options by keyword
     scores: AnyScores,
     image_ids: IdsLike | None = None,
@@ -151,8 +148,7 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
 
     Warns:
         SuspiciousInputWarning: of copies of images, of embeddings passed as scores or as both
-            sides, of ids that many images or texts share with none, and of recall at chance level;
-            see :doc:`metrics`.
+            sides, and of ids that many images or texts share with none; see :doc:`metrics`.
 
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.
@@ -174,7 +170,6 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     if gather:
         results = _sharded_results(scores, reranker, hubness_k, ties, process_group)
         warn_of_unmatched(results)
-        warn_of_chance(results)
         return results
     if pair:
         sims = _pair_with_ids(scores, image_ids, text_ids, by_ids)
@@ -189,7 +184,6 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         results = _results_in_folds(sims, folds, reranker, hubness_k, ties)
     if not has_rules:
         warn_of_unmatched(results)
-    warn_of_chance(results)
     return results
 
 

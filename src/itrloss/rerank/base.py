@@ -18,14 +18,12 @@ from ..checks import Options, as_size, check_matrix, from_numpy
 from ..distributed import consensus, world_size
 from ..distributed.shards import Share
 from ..engine.ranking import Ranking, Relevance, collected
-from ..hints import explained
 from ..metrics.labels import ids_or_indices, shared, with_ids
 from ..similarity import Similarity, TopK
-from ..suspicious import UnfitScalesWarning, number_shared, warn
+from ..suspicious import UnfitScalesWarning, are_the_same, warn
 from .direction import SIDES, Bias, Direction, Rule, against, fitting, unlabelled
 
 _AT_ONCE = 2**20  # scores that are re-ranked at once, most of them in float64
-_TELL_APART = 64  # numbers of a query that tell it from others
 
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
@@ -191,7 +189,6 @@ class Reranker(Options, ABC):
         return self
 
     @torch.no_grad()
-    @explained
     def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
         """Return re-ranked scores ``(image→text, text→image)``, both (n_images, n_texts), higher is
         better.
@@ -411,18 +408,12 @@ class Reranker(Options, ABC):
         )
 
     def _warn_of_banks(self, sim: Similarity) -> None:
-        """Warn if half of a bank's queries, or of the queries that are ranked, are in the other."""
+        """Warn if a bank has the queries that are ranked."""
         for side, bank in enumerate((self._images, self._texts)):
             if bank is None:
                 continue
-            if sim.embeddings is not None:
-                queries = sim.embeddings[side]
-            else:
-                assert sim.given_scores is not None
-                queries = sim.given_scores.T if side else sim.given_scores
-                bank = bank.T if side else bank
-            parts = queries[:, :_TELL_APART], bank[:, :_TELL_APART].to(queries.device)
-            if 2 * number_shared(*parts) >= min(len(queries), len(bank)):
+            queries = sim.given_scores if sim.embeddings is None else sim.embeddings[side]
+            if queries is not None and are_the_same(queries, bank):
                 name = SIDES[side]
                 warn(
                     f"{name}: the bank has {name} of the test set, so that test queries see one "
