@@ -472,9 +472,6 @@ def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | N
     return bias.detach().to(device)
 
 
-REQUIRED: Any = inspect.Parameter.empty  # the default of an option that has none
-
-
 class Learnt(NamedTuple):
     """How an option may be learnt: as which parameter, and how one is computed from the other."""
 
@@ -507,7 +504,7 @@ class ReadParameter:
 class Option:
     """An option of a class of :class:`Options`; for what is passed see :func:`option`."""
 
-    default: Any = REQUIRED
+    default: Any = ...
     above: float = -math.inf
     at_least: float = -math.inf
     at_most: float = math.inf
@@ -517,15 +514,15 @@ class Option:
     local: bool = False
     # what the class's body says
     name: str = ""
-    annotation: Any = Any
+    kind: Any = Any  # its type
     keyword_only: bool = False
     words: tuple[Any, ...] = ()  # that the type allows, such as "mean", True or None
     number: type | None = None  # float or int, if the type allows numbers
 
-    def declare(self, name: str, annotation: Any, kind: Any, keyword_only: bool) -> None:
-        """Set the name and the type; ``kind`` is the annotation, evaluated."""
+    def declare(self, name: str, kind: Any, keyword_only: bool) -> None:
+        """Set the name and the type."""
         self.name = name
-        self.annotation = annotation
+        self.kind = kind
         self.keyword_only = keyword_only
         words, others = parts_of_type(kind)
         if self.learnt is not None:
@@ -534,13 +531,18 @@ class Option:
             self.words = words
             self.number = float if float in others else next(iter(others), None)
 
+    @property
+    def may_be_anything(self) -> bool:
+        """Whether its type is none that is checked."""
+        return self.converter is None and self.number is None and not self.words
+
     def parse(self, value: Any) -> Any:
         """Return an allowed value in the type in which it is kept; raise an error for another."""
+        if self.may_be_anything:
+            return value
         if self.converter is not None:
             return self.converter(value)
         if self.number is None:
-            if not self.words:  # of a type that is not checked
-                return value
             one_of(self.name, value, *self.words)
             return self.words[self.words.index(value)]
         is_array = isinstance(value, (Tensor, np.ndarray))
@@ -571,12 +573,13 @@ class Option:
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         if self.keyword_only:
             kind = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(self.name, kind, default=self.default, annotation=self.annotation)
+        default = inspect.Parameter.empty if self.default is ... else self.default
+        return inspect.Parameter(self.name, kind, default=default, annotation=self.kind)
 
 
 def option(
     *,
-    default: Any = REQUIRED,
+    default: Any = ...,
     above: float = -math.inf,
     at_least: float = -math.inf,
     at_most: float = math.inf,
@@ -589,7 +592,7 @@ def option(
     option(default=0.2, above=0)``.
 
     Args:
-        default: without one, the option has to be passed.
+        default: ``...``: there is none, the option has to be passed.
         above, at_least, at_most: bounds of a number.
         converter: a function that returns the value in the type in which it is kept, and raises an
             error for another; it takes the place of the check by the type.
@@ -621,8 +624,8 @@ def parts_of_type(kind: Any) -> tuple[tuple[Any, ...], set[Any]]:
 
 
 def evaluated(annotation: Any, owner: type) -> Any:
-    """Return the type that an annotation in a class's body stands for; Any where it is not known,
-    as of a name that is imported for type checkers alone.
+    """Return the type that an annotation in a class's body stands for; an unknown one as it is,
+    such as a name that is imported for type checkers alone.
     """
     if not isinstance(annotation, str):
         return annotation
@@ -630,7 +633,7 @@ def evaluated(annotation: Any, owner: type) -> Any:
     try:
         return eval(annotation, dict(vars(module)) if module else {}, dict(vars(owner)))
     except Exception:
-        return Any
+        return annotation
 
 
 @dataclass_transform(field_specifiers=(option,), eq_default=False)
@@ -699,7 +702,7 @@ class Options:
             )
         self.__dict__[name] = declared.parse(value)
 
-    def options_in_words(self) -> str:
+    def _options_in_words(self) -> str:
         """Return the options as they are passed: those by position, and changed ones by name."""
         parts = []
         for name, declared in self._all_options.items():
@@ -724,7 +727,7 @@ def own_options(cls: type) -> dict[str, Option]:
             continue
         given = vars(cls)[name]
         declared = given if isinstance(given, Option) else Option(given)
-        declared.declare(name, annotation, kind, keyword_only)
+        declared.declare(name, kind, keyword_only)
         found[name] = declared
     for name, declared in found.items():
         delattr(cls, name)
@@ -847,17 +850,15 @@ class CheckedModule(Options, WholeState):
         """Check and keep the value of an option, or the parameter that stands for it."""
         name = declared.name
         learnt = declared.learnt
-        is_free = declared.converter is None and declared.number is None and not declared.words
-        if is_free or (
-            learnt is not None and learnt.parameter == name and isinstance(value, nn.Parameter)
-        ):
-            super(Options, self).__setattr__(name, value)  # it may be a parameter or a module
+        is_itself = learnt is not None and learnt.parameter == name
+        if declared.may_be_anything or (is_itself and isinstance(value, nn.Parameter)):
+            super(Options, self).__setattr__(name, value)  # registers parameters and modules
             return
         if learnt is None:
             super()._set_option(declared, value)
             return
         number = declared.parse(value)
-        self.__dict__[f"_{name}"] = number  # for reset_learnt
+        self.__dict__[f"_{name}"] = number  # for _reset_learnt
         if self._parameters.get(learnt.parameter) is None:
             self.__dict__[name] = number
         else:
@@ -871,7 +872,7 @@ class CheckedModule(Options, WholeState):
         if parameter is not None:
             parameter.fill_(declared.learnt.stored(self.__dict__[f"_{declared.name}"]))
 
-    def reset_learnt(self) -> None:
+    def _reset_learnt(self) -> None:
         """Give the parameters behind the options the numbers that were set last."""
         for declared in self._all_options.values():
             if declared.learnt is not None:
@@ -892,7 +893,7 @@ class CheckedModule(Options, WholeState):
 
     def extra_repr(self) -> str:
         """Return the options, for ``repr``: those by position, and changed ones by name."""
-        return self.options_in_words()
+        return self._options_in_words()
 
 
 # -------------------------------------------------- what was probably meant, at the end of an error

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +33,7 @@ from torch.autograd import gradcheck
 import itrloss
 from itrloss import MemoryLoss, PairLoss, Similarity, option
 from itrloss.engine.terms import identity
-from itrloss.losses.base import Loss
+from itrloss.losses.base import Loss, SimilarityLoss
 
 ENGINES = ("dense", "tiled")
 OF_ANCHORS = [name for name, entry in LOSSES.items() if not entry.every_pair]
@@ -83,7 +86,7 @@ ELSEWHERE = {
     "VarianceAwareLoss": "test_dvse.py",
 }
 WITHOUT_VALUE = {"learnable", "max_scale", "reduction", "engine", "check_finite"}
-BASES = PairLoss, MemoryLoss, Loss
+BASES = PairLoss, MemoryLoss, SimilarityLoss, Loss
 
 
 def own_options(kind):
@@ -126,7 +129,7 @@ def test_every_option_is_in_the_signature_and_compared_by_processes(entry):
     assert entry.options.keys() <= names.keys()
     if not isinstance(loss, LateInteraction):  # whose own options are no declared ones
         compared = {name for name, x in type(loss)._all_options.items() if not x.local}
-        assert own_options(type(loss)).keys() <= compared
+        assert own_options(type(loss)).keys() - {"engine", "check_finite"} <= compared
 
 
 def test_positional_arguments_are_those_of_the_papers():
@@ -672,6 +675,52 @@ def test_a_loss_that_shares_a_models_scale_is_learnable(kind):
     v, w = embeddings(6, 6)
     loss(v, w).backward()
     assert of_model.grad != 0
+
+
+@pytest.mark.parametrize("kind", [itrloss.InfoNCELoss, itrloss.SigmoidLoss])
+def test_a_loss_without_its_parameter_has_the_number_that_was_set_last(kind):
+    loss = kind(0.2, learnable=True)
+    loss.log_scale = None
+    assert not loss.learnable and repr(loss).startswith(f"{kind.__name__}({loss_option(kind)}=0.2")
+    v, w = embeddings(6, 6)
+    torch.testing.assert_close(loss(v, w), kind(0.2, learnable=False)(v, w))
+
+
+def loss_option(kind):
+    """Return the name of a loss's first option."""
+    return next(iter(inspect.signature(kind).parameters))
+
+
+@pytest.mark.slow
+def test_editors_see_all_options_with_their_defaults(tmp_path):
+    """As pyright does, which editors ask."""
+    code = """
+import itrloss
+
+class Own(itrloss.TripletLoss):
+    weight: float = itrloss.option(default=3.0, above=0)
+
+reveal_type(itrloss.InfoNCELoss.__init__)
+Own(0.2, "all", 2.0, reduction="mean", telemetry=True).weight.hex()
+itrloss.rerank.CSLS(k=3)
+itrloss.InfoNCELoss(temprature=0.1)
+"""
+    (tmp_path / "own.py").write_text(code)
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
+    home = str(Path(itrloss.__file__).parents[1])
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [home]}))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    said = [found["message"] for found in json.loads(done.stdout)["generalDiagnostics"]]
+    seen, error = said
+    for option_seen in (
+        "temperature: float | Tensor = 0.07, learnable: bool = False, *",
+        "image_image: bool = False",
+        "margin: float | None = None",
+        "gather: bool = False",
+        "telemetry: bool | dict[str, Tensor] = False",
+    ):
+        assert option_seen in seen
+    assert error == 'No parameter named "temprature"'
 
 
 @pytest.mark.slow

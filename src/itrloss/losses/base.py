@@ -169,7 +169,7 @@ class SimilarityLoss(Loss):
     """The options that all losses of similarities share, see :class:`PairLoss`."""
 
     _looked = False  # whether a batch was looked at for what is suspicious
-    observed = False  # whether figures are kept
+    _observed = False  # whether figures are kept
 
     _: KW_ONLY
     engine: Engine = option(default="auto", local=True)
@@ -181,7 +181,7 @@ class SimilarityLoss(Loss):
         """Check and keep an option; with ``telemetry``, keep whether figures are asked for."""
         super()._set_option(declared, value)
         if declared.name == "telemetry" and not isinstance(value, dict):
-            self.observed = bool(value)
+            self._observed = bool(value)
 
     @property
     def in_cosines(self) -> bool:
@@ -197,7 +197,7 @@ class SimilarityLoss(Loss):
 
     def described(self) -> str:
         """Return what has to be the same; telemetry is, as its figures are of all processes."""
-        return f"{super().described()}, telemetry {bool(self.observed)}"
+        return f"{super().described()}, telemetry {bool(self._observed)}"
 
     def _between(
         self,
@@ -232,7 +232,7 @@ class SimilarityLoss(Loss):
         """
         if not torch.compiler.is_compiling() and not self._looked:
             self._look(loss, sim.batch if isinstance(sim, MemorySimilarity) else sim)
-        if self.observed and not torch.compiler.is_compiling():
+        if self._observed and not torch.compiler.is_compiling():
             if isinstance(sim, MemorySimilarity):
                 self.telemetry = describe_memory(sim, self.process_group)
             else:

@@ -175,7 +175,7 @@ class SigmoidLoss(PairLoss):
 
     def reset_parameters(self) -> None:
         """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
-        self.reset_learnt()
+        self._reset_learnt()
 
     def _look(self, loss: Any, sim: Similarity) -> None:
         """Warn of a batch, and of a scale in place of its logarithm."""

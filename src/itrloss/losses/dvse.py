@@ -81,7 +81,7 @@ class VarianceAwareLoss(SimilarityLoss):
             return value
         if not self._looked:
             self._look(value, frame)
-        if self.observed:
+        if self._observed:
             self.telemetry = self._described(heads, frame)
         return value
 

@@ -85,7 +85,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
 
     def reset_parameters(self) -> None:
         """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
-        self.reset_learnt()
+        self._reset_learnt()
 
     def forward(
         self,
