@@ -472,17 +472,17 @@ def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | N
     return bias.detach().to(device)
 
 
+def unchanged(x: Any) -> Any:
+    """Return what is passed: a parameter is the option itself."""
+    return x
+
+
 class Learnt(NamedTuple):
     """How an option may be learnt: as which parameter, and how one is computed from the other."""
 
     parameter: str
-    value: Callable[[Tensor], Tensor]  # the option, of the parameter
-    stored: Callable[[float], float]  # what the parameter holds for a number
-
-
-def unchanged(x: Any) -> Any:
-    """Return what is passed: a parameter is the option itself."""
-    return x
+    value: Callable[[Tensor], Tensor] = unchanged  # the option, of the parameter
+    stored: Callable[[float], float] = unchanged  # what the parameter holds for a number
 
 
 class ReadParameter:
@@ -629,9 +629,8 @@ def evaluated(annotation: Any, owner: type) -> Any:
     """
     if not isinstance(annotation, str):
         return annotation
-    module = sys.modules.get(owner.__module__)
     try:
-        return eval(annotation, dict(vars(module)) if module else {}, dict(vars(owner)))
+        return eval(annotation, vars(sys.modules[owner.__module__]), dict(vars(owner)))
     except Exception:
         return annotation
 
@@ -650,18 +649,15 @@ class Options:
 
     _own_options: ClassVar[dict[str, Option]] = {}  # of one class
     _all_options: ClassVar[dict[str, Option]] = {}
-    _signature: ClassVar[inspect.Signature] = inspect.Signature()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make the options and the signature of a class."""
         super().__init_subclass__(**kwargs)
         cls._own_options = own_options(cls)
         cls._all_options = all_options(cls)
-        parameters = [x.parameter() for x in cls._all_options.values()]
-        cls._signature = inspect.Signature(parameters)
-        cls.__signature__ = cls._signature  # what inspect and help show
+        cls.__signature__ = signature_of(cls._all_options)  # what inspect and help show
         if cls.__init__ is not Options.__init__:
-            cls.__signature__ = extended_signature(cls.__init__, parameters)
+            cls.__signature__ = extended_signature(cls.__init__, cls._all_options)
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__()
@@ -669,10 +665,10 @@ class Options:
         for given in options:
             if given not in self._all_options:
                 raise unknown_keyword(name, given, self._all_options)
-        # a constructor of one's own may set some of them later
-        bind = self._signature.bind_partial
-        if type(self).__init__ is Options.__init__:
-            bind = self._signature.bind
+        signature = signature_of(self._all_options)
+        bind = signature.bind
+        if type(self).__init__ is not Options.__init__:
+            bind = signature.bind_partial  # a constructor of one's own may set some of them later
         try:
             bound = bind(*args, **options)
         except TypeError as error:
@@ -773,18 +769,26 @@ def all_options(cls: type) -> dict[str, Option]:
     return by_position | by_name
 
 
+def signature_of(options: Mapping[str, Option]) -> inspect.Signature:
+    """Return the signature of a constructor that takes options."""
+    return inspect.Signature([x.parameter() for x in options.values()])
+
+
 def extended_signature(
-    function: Callable[..., Any], options: list[inspect.Parameter]
+    function: Callable[..., Any], options: Mapping[str, Option]
 ) -> inspect.Signature:
-    """Return the signature of a constructor, with the options that it passes on by ``**``."""
+    """Return the signature of a constructor of one's own, with the options that it passes on by
+    ``**``.
+    """
     own = list(inspect.signature(function).parameters.values())[1:]
-    others = own[-1:] if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD else []
-    own = own[: len(own) - len(others)]
-    if others:
-        names = [x.name for x in own]
-        passed_on = [x for x in options if x.name not in names]
-        own += [x.replace(kind=inspect.Parameter.KEYWORD_ONLY) for x in passed_on]
-    return inspect.Signature([*own, *others])
+    if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return inspect.Signature(own)
+    named = {x.name for x in own}
+    passed_on = []
+    for name, declared in options.items():
+        if name not in named:
+            passed_on.append(declared.parameter().replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    return inspect.Signature([*own[:-1], *passed_on, own[-1]])
 
 
 class WholeState(nn.Module):

@@ -49,8 +49,8 @@ def finite_logsumexp(anchors: Anchors, scale: float, **options: Any) -> Tensor:
 class Loss(CheckedModule):
     """A module with the options that all losses have.
 
-    ``learnt`` names the parameters of a loss of this library; others are refused, as they would not
-    be learnt.
+    Of a loss of this library, parameters are refused that it does not learn: those behind its
+    options and in ``learnt``.
     """
 
     learnt: ClassVar[tuple[str, ...]] = ()
@@ -63,9 +63,11 @@ class Loss(CheckedModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; raise an AttributeError for a parameter that a loss does not learn."""
         is_ours = type(self).__module__.startswith("itrloss.")
-        is_known = name in self._all_options or name in self.learnt
-        if is_ours and isinstance(value, nn.Parameter) and not is_known:
-            raise no_parameter(type(self).__name__, name, self.learnt)
+        if is_ours and isinstance(value, nn.Parameter) and name not in self._all_options:
+            ways = [x.learnt for x in self._all_options.values() if x.learnt is not None]
+            names = [*self.learnt, *[way.parameter for way in ways]]
+            if name not in names:
+                raise no_parameter(type(self).__name__, name, names)
         super().__setattr__(name, value)
 
     @property

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import Learnt, option, unchanged
+from ..checks import Learnt, option
 from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
 from ..suspicious import warn, warn_of_scale
@@ -149,10 +149,8 @@ class SigmoidLoss(PairLoss):
             text.
     """
 
-    learnt = ("log_scale", "bias")
-
     scale: float | Tensor = option(default=10.0, above=0, learnt=LOG_OF_SCALE)
-    bias: float | Tensor = option(default=-10.0, learnt=Learnt("bias", unchanged, unchanged))
+    bias: float | Tensor = option(default=-10.0, learnt=Learnt("bias"))
     learnable: bool = option(default=True, fixed=True)
 
     _: KW_ONLY

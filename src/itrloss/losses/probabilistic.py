@@ -16,7 +16,6 @@ from ..checks import (
     check_embeddings,
     check_matrix,
     option,
-    unchanged,
 )
 from ..engine.vectors import normalized
 from ..similarity import Similarity
@@ -63,12 +62,8 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    learnt = ("scale", "shift")
-
-    scale: float | Tensor = option(
-        default=5.0, above=0, learnt=Learnt("scale", unchanged, unchanged)
-    )
-    shift: float | Tensor = option(default=5.0, learnt=Learnt("shift", unchanged, unchanged))
+    scale: float | Tensor = option(default=5.0, above=0, learnt=Learnt("scale"))
+    shift: float | Tensor = option(default=5.0, learnt=Learnt("shift"))
     learnable: bool = option(default=True, fixed=True)
     pseudo_weight: float = option(default=0.1, at_least=0)
     vib_weight: float = option(default=1e-4, at_least=0)
