@@ -686,17 +686,16 @@ class Options:
         declared = self._all_options.get(name)
         if declared is None:
             super().__setattr__(name, value)
-        else:
-            self._set_option(declared, value)
-
-    def _set_option(self, declared: Option, value: Any) -> None:
-        """Check and keep the value of an option."""
-        name = declared.name
+            return
         if declared.fixed and name in self.__dict__:
             raise AttributeError(
                 f"{name}: cannot be changed, as parameters depend on it; make a new module"
             )
-        self.__dict__[name] = declared.parse(value)
+        self._set_option(declared, value)
+
+    def _set_option(self, declared: Option, value: Any) -> None:
+        """Check and keep the value of an option."""
+        self.__dict__[declared.name] = declared.parse(value)
 
     def _options_in_words(self) -> str:
         """Return the options as they are passed: those by position, and changed ones by name."""
@@ -743,9 +742,8 @@ def changed_defaults(cls: type) -> dict[str, Option]:
     for owner in reversed(cls.__mro__[1:]):
         inherited |= vars(owner).get("_own_options", {})
     found = {}
-    for name in inherited.keys() & vars(cls).keys():
-        value = vars(cls)[name]
-        if not hasattr(value, "__get__"):  # a property or a method
+    for name, value in vars(cls).items():
+        if name in inherited and not hasattr(value, "__get__"):  # no property, and no method
             found[name] = replace(inherited[name], default=value)
     return found
 

@@ -278,7 +278,8 @@ class PairLoss(DirectedLoss):
     A subclass implements ``compute(sim)`` of a :class:`Similarity` with images as rows: a formula
     of ``self.anchors(sim)``, the anchors whose values count, which ends with their ``reduce(values,
     self.reduction)``. Its options are declared in its body, as in ``margin: float = 0.2``; with
-    :func:`itrloss.option` they have bounds. Parameters of its own are made in ``__post_init__``,
+    :func:`itrloss.option` they have bounds. They are attributes, which may be set later, and are
+    checked whenever they are set. Parameters of its own are made in ``__post_init__``,
     which calls that of this class first, and read by :meth:`shared`.
 
     Args:
