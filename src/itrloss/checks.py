@@ -755,12 +755,15 @@ def all_options(cls: type) -> dict[str, Option]:
     """
     owners = [vars(x)["_own_options"] for x in cls.__mro__ if "_own_options" in vars(x)]
     latest: dict[str, Option] = {}
-    by_position: dict[str, Option] = {}
     for own in reversed(owners):
         latest |= own
-    for name, declared in latest.items():
-        if not declared.keyword_only:
-            by_position[name] = declared
+    by_position = {name: x for name, x in latest.items() if not x.keyword_only}
+    have_defaults = False
+    for name, declared in by_position.items():
+        if have_defaults and declared.default is ...:
+            expected = "a default, or a place behind _: KW_ONLY, as others before it have defaults"
+            raise TypeError(f"{name}: expected {expected}")
+        have_defaults = declared.default is not ...
     by_name = {}
     for own in owners:
         by_name |= {name: latest[name] for name in own if name not in by_position}

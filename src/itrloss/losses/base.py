@@ -279,8 +279,8 @@ class PairLoss(DirectedLoss):
     of ``self.anchors(sim)``, the anchors whose values count, which ends with their ``reduce(values,
     self.reduction)``. Its options are declared in its body, as in ``margin: float = 0.2``; with
     :func:`itrloss.option` they have bounds. They are attributes, which may be set later, and are
-    checked whenever they are set. Parameters of its own are made in ``__post_init__``,
-    which calls that of this class first, and read by :meth:`shared`.
+    checked whenever they are set. Parameters of its own are made in ``__post_init__``, which calls
+    that of this class first, and read by :meth:`shared`.
 
     Args:
         directions: ``"both"``, or ``"image-text"`` for the images alone as anchors, with texts as
