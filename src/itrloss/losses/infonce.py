@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -13,39 +13,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import functional, hints
+from .. import functional
 from ..anchors import Anchors
 from ..checks import (
-    Choice,
-    Fixed,
     IdsLike,
+    Learnt,
     Names,
-    Number,
-    NumberOr,
     as_id_numbers,
     as_ids,
     as_int64,
     as_number,
+    as_similarity,
     check_alike,
     check_embeddings,
     check_matrix,
     from_numpy,
+    option,
 )
 from ..distributed import numbered, padded
 from ..engine.vectors import compute_dtype, full_precision, host_may_read, normalized
 from ..memory import CoupledMemory, MemorySimilarity
 from ..related import Related, label_sets
 from ..similarity import NO_ID, SIDES, Similarity
-from ..terms import identity, softplus
-from .base import LEAST_LOG, MemoryLoss, PairLoss, SimilarityLoss
-from .suspicion import (
+from ..suspicious import (
     may_be_read,
-    warn_of_negatives,
     warn_of_scale,
     warn_of_temperature,
     warn_of_units,
     warn_of_vectors,
 )
+from ..terms import identity, softplus
+from .base import LEAST_LOG, MemoryLoss, PairLoss, SimilarityLoss
 
 ROUNDING = 32.0  # units in the last place by which two products of the same vectors may differ
 _OF_IMAGES = Names("images", "images", "image_ids", "image_ids")
@@ -97,6 +95,29 @@ class Further(NamedTuple):
 NOTHING_FURTHER = Further()
 
 
+def temperature_of_log(log_scale: Tensor) -> Tensor:
+    """Return the 0-dim temperature of a parameter (1,), the logarithm of its inverse."""
+    # in float32 at least: exp in half precision would put it up to 0.4 % off
+    return (-log_scale.to(compute_dtype(log_scale))).exp().squeeze()
+
+
+def log_of_temperature(temperature: float) -> float:
+    """Return the logarithm of the scale ``1/τ``."""
+    return -math.log(temperature)
+
+
+def as_hardness(value: float | Sequence[float]) -> float | tuple[float, float]:
+    """Return α, at least 0: a number, or one of the batch's and one of further negatives."""
+    is_pair = isinstance(value, (tuple, list, np.ndarray)) and np.ndim(value) == 1
+    numbers: Sequence[Any] = list(value) if is_pair else [value]  # type: ignore[arg-type]
+    if is_pair and len(numbers) != 2:
+        raise ValueError(f"hardness: expected a number or a pair of numbers, got {value!r}")
+    checked = [as_number("hardness", number) for number in numbers]
+    if min(checked) < 0:
+        raise ValueError(f"hardness: expected at least 0, got {value!r}")
+    return (checked[0], checked[1]) if is_pair else checked[0]
+
+
 class TemperatureLoss(SimilarityLoss):
     """A loss with a temperature, which may be learnt.
 
@@ -107,49 +128,29 @@ class TemperatureLoss(SimilarityLoss):
             back to it (CLIP's 100). None: there is no limit.
     """
 
-    learnt = ("log_scale",)
-    learnable = Fixed[bool]("log_scale")
-    max_scale = NumberOr(None, above=0)
+    temperature: float | Tensor = option(
+        default=0.07, above=0, learnt=Learnt("log_scale", temperature_of_log, log_of_temperature)
+    )
+    learnable: bool = option(default=False, fixed=True)
 
-    def __init__(
-        self,
-        temperature: float = 0.07,
-        learnable: bool = False,
-        *,
-        max_scale: float | None = None,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        self.learnable = learnable
+    _: KW_ONLY
+    max_scale: float | None = option(default=None, above=0)
+
+    def __post_init__(self) -> None:
+        """Make the parameter."""
+        super().__post_init__()
         # (1,): FSDP and the like do not shard 0-dim parameters.
-        self.log_scale = nn.Parameter(torch.zeros(1)) if learnable else None
-        self.temperature = temperature
-        self.max_scale = max_scale
+        self.log_scale = nn.Parameter(torch.zeros(1)) if self.learnable else None
+        self.reset_parameters()
 
     @property
     def in_cosines(self) -> bool:
         """Whether the temperature is one for cosines."""
         return bool(self.temperature < 0.5)
 
-    @property
-    def temperature(self) -> float | Tensor:
-        """τ: a number, or a 0-dim tensor that follows ``log_scale`` (1,). May be set later."""
-        if self.log_scale is None:
-            return self._temperature
-        # in float32 at least: exp in half precision would put it up to 0.4 % off
-        return (-self.log_scale.to(compute_dtype(self.log_scale))).exp().squeeze()
-
-    @temperature.setter
-    def temperature(self, value: float) -> None:
-        """Set τ, above 0; if it is learnable, in place."""
-        self._temperature = as_number("temperature", value, positive=True)
-        self.reset_parameters()
-
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Give a learnable τ the value that was set last, as is needed after ``to_empty``."""
-        if self.log_scale is not None:
-            self.log_scale.fill_(-math.log(self._temperature))
+        self._reset_learnt()
 
     @torch.no_grad()
     def _limit_scale(self) -> None:
@@ -215,65 +216,14 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             see :class:`PairLoss`.
     """
 
-    shown = (
-        "temperature",
-        "learnable",
-        "image_image",
-        "text_text",
-        "joint",
-        "in_batch",
-        "margin",
-        "relative",
-        "hardness",
-        "max_scale",
-        "reduction",
-    )
-    image_image = Choice(True, False)
-    text_text: Choice[bool | str] = Choice(True, False, "unfiltered")
-    joint = Choice(True, False)
-    in_batch = Choice(True, False)
-    margin = NumberOr(None)
-    relative = Choice(True, False)
-
-    def __init__(  # noqa: PLR0913 (options, by keyword)
-        self,
-        temperature: float = 0.07,
-        learnable: bool = False,
-        *,
-        image_image: bool = False,
-        text_text: bool | Literal["unfiltered"] = False,
-        joint: bool = False,
-        in_batch: bool = True,
-        margin: float | None = None,
-        relative: bool = False,
-        hardness: float | tuple[float, float] = 0.0,
-        **common: Any,
-    ):
-        super().__init__(temperature, learnable, **common)
-        self.image_image = image_image
-        self.text_text = text_text
-        self.joint = joint
-        self.in_batch = in_batch
-        self.margin = margin
-        self.relative = relative
-        self.hardness = hardness
-
-    @property
-    def hardness(self) -> float | tuple[float, float]:
-        """α: a number, or one of the batch's and one of further negatives. May be set later."""
-        return self._hardness
-
-    @hardness.setter
-    def hardness(self, value: float | tuple[float, float]) -> None:
-        """Set α, at least 0."""
-        is_pair = isinstance(value, (tuple, list, np.ndarray)) and np.ndim(value) == 1
-        numbers: Sequence[Any] = list(value) if is_pair else [value]  # type: ignore[arg-type]
-        if is_pair and len(numbers) != 2:
-            raise ValueError(f"hardness: expected a number or a pair of numbers, got {value!r}")
-        checked = [as_number("hardness", number) for number in numbers]
-        if min(checked) < 0:
-            raise ValueError(f"hardness: expected at least 0, got {value!r}")
-        self._hardness = (checked[0], checked[1]) if is_pair else checked[0]
+    _: KW_ONLY
+    image_image: bool = False
+    text_text: bool | Literal["unfiltered"] = False
+    joint: bool = False
+    in_batch: bool = True
+    margin: float | None = None
+    relative: bool = False
+    hardness: float | tuple[float, float] = option(default=0.0, converter=as_hardness)
 
     # ---------------------------------------------------------------------------------------- input
 
@@ -330,7 +280,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         if guide is None and negatives is None and not (self.image_image or self.text_text):
             return self._with_telemetry(self.compute(sim), sim)
         ids = FurtherIds.of(sim, image_ids, text_ids, negative_ids, related)
-        self._look_at_further(sim, texts, negatives, negative_ids, guide)
+        self._look_at_further(sim, guide)
         further = self._further(anchors, texts, negatives, ids, self.normalize)
         judge, judged = self._judges(guide, sim, (image_ids, text_ids), ids)
         return self._with_telemetry(self.compute(sim, further, judge, judged), sim)
@@ -339,18 +289,13 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
     def _look_at_further(
         self,
         sim: Similarity,
-        texts: Tensor | None,
-        negatives: Tensor | None,
-        negative_ids: IdsLike | None,
         guide: Similarity | Sequence[Tensor] | None,
     ) -> None:
-        """Warn of negatives that match, and of a guide in other units; see :meth:`_look`."""
+        """Warn of a guide in other units; see :meth:`_look`."""
         if self._looked or torch.compiler.is_compiling():
             return
         if not may_be_read(sim) or sim.share is not None:
             return
-        if negatives is not None and negative_ids is None and texts is not None:
-            warn_of_negatives(sim, texts, negatives)
         of_cosines = self.margin is not None and abs(self.margin) < 1 and not self.relative
         if isinstance(guide, Similarity) and of_cosines:
             warn_of_units(type(self).__name__, guide, "guide: scores")
@@ -889,7 +834,7 @@ def check_embeddings_of(name: str, model: Any, has_negatives: bool) -> None:
     expected = "(images, texts, negatives)" if has_negatives else "(images, texts)"
     if not isinstance(model, Sequence) or not all(isinstance(x, Tensor) for x in model):
         expected = f"expected a Similarity or embeddings {expected}"
-        hint = hints.as_similarity(name, model)
+        hint = as_similarity(name, model)
         raise TypeError(f"{name}: {expected}, got {type(model).__name__}{hint}")
     if len(model) != 2 + has_negatives:
         raise ValueError(f"{name}: expected embeddings {expected}, got {len(model)} tensors")
@@ -960,29 +905,9 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
             :class:`MemoryLoss`.
     """
 
-    shown = (
-        "temperature",
-        "learnable",
-        "batch_negatives",
-        "distillation",
-        "max_scale",
-        "reduction",
-    )
-    batch_negatives = Choice(True, False)
-    distillation = Number(at_least=0, at_most=1)
-
-    def __init__(
-        self,
-        temperature: float = 0.07,
-        learnable: bool = False,
-        *,
-        batch_negatives: bool = True,
-        distillation: float = 0.0,
-        **common: Any,
-    ):
-        super().__init__(temperature, learnable, **common)
-        self.batch_negatives = batch_negatives
-        self.distillation = distillation
+    _: KW_ONLY
+    batch_negatives: bool = True
+    distillation: float = option(default=0.0, at_least=0, at_most=1)
 
     def _value(
         self,
@@ -1030,14 +955,8 @@ class DistillationLoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    shown = ("temperature", "teacher_temperature", "reduction")
-    temperature = Number(above=0)
-    teacher_temperature = Number(above=0)
-
-    def __init__(self, temperature: float = 0.07, teacher_temperature: float = 0.07, **common: Any):
-        super().__init__(**common)
-        self.temperature = temperature
-        self.teacher_temperature = teacher_temperature
+    temperature: float = option(default=0.07, above=0)
+    teacher_temperature: float = option(default=0.07, above=0)
 
     @property
     def in_cosines(self) -> bool:
