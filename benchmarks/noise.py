@@ -49,12 +49,8 @@ def one_less_power(scores: Tensor, negatives: Tensor, scale: Tensor, q: Tensor) 
 class FilteredInfoNCELoss(itrloss.PairLoss):
     """InfoNCE without the negatives that score far above the positive, see the page Recipes."""
 
-    shown = ("temperature", "margin", "reduction")
-
-    def __init__(self, temperature: float, margin: float, **common: Any):
-        super().__init__(**common)
-        self.temperature = temperature
-        self.margin = margin
+    temperature: float = itrloss.option()
+    margin: float = itrloss.option()
 
     def compute(self, sim: Any) -> Any:
         anchors = self.anchors(sim)
@@ -69,12 +65,8 @@ class GeneralizedCrossEntropyLoss(itrloss.PairLoss):
     candidates.
     """
 
-    shown = ("temperature", "q", "reduction")
-
-    def __init__(self, temperature: float, q: float, **common: Any):
-        super().__init__(**common)
-        self.temperature = temperature
-        self.q = q
+    temperature: float = itrloss.option()
+    q: float = itrloss.option()
 
     def compute(self, sim: Any) -> Any:
         anchors = self.anchors(sim)

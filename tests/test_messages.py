@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import itrloss
-from itrloss import comparison, compat, files, functional, hints, metrics, rerank
+from itrloss import checks, comparison, compat, files, functional, metrics, rerank
 from itrloss.cli import main
 from itrloss.distributed.consensus import what_differs
 
@@ -111,12 +111,14 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: loss(I, T, negatives=OWN, negative_ids=torch.ones(6, 2, dtype=torch.bool)),
         r"negative_ids: .*write torch.where\(mask, -1, itrloss.NO_ID\)",
     ),
-    (lambda: loss(I, T, negatives=T, negative_mask=IDS), "did you mean 'negative_ids'"),
+    (
+        lambda: loss(I, T, negatives=T, negativ_ids=IDS),
+        "did you mean 'negative_ids'",
+    ),
     (
         lambda: loss(I, T, MULTI_HOT, MULTI_HOT),
         r"sets of ids, not multi-hot rows; for these, write matches=",
     ),
-    (lambda: it.MDCLLoss, "did you mean 'MemoryDiversityContrastiveLoss'"),
     (lambda: compat.ClipLoss()(I, T, 0), "^logit_scale: expected a number above 0, got 0"),
     (lambda: compat.ClipLoss()(I, T, None), "^logit_scale: expected a number, got None"),
     # what goes into a loss
@@ -172,34 +174,46 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: loss(I, T, IDS[:5], IDS[:5]), r"^image_ids: expected shape \(6,\), got \(5,\)"),
     (lambda: loss(I, T, IDS / 2, IDS), "^image_ids: expected an integer tensor"),
     (lambda: loss(I, T, IDS, list("abcdef")), "^text_ids: expected strings with strings"),
-    (lambda: loss(I, T, labels=IDS), "^InfoNCELoss: .*'labels'; did you mean 'image_ids'"),
+    (lambda: loss(I, T, labels=IDS), "^InfoNCELoss: .*'labels'; it has images, texts, image_ids"),
     (lambda: it.TripletLoss()(I, T, image_id=IDS), "^TripletLoss: .*did you mean 'image_ids'"),
-    (lambda: loss(image_embeddings=I), "'image_embeddings'; did you mean 'images'"),
     (lambda: loss(scores=S.numpy()), r"^scores: .*write torch.from_numpy\(scores\)"),
     (lambda: loss(I, T, scores=S), "^scores: expected either scores or images and texts"),
     (lambda: loss(I, IDS), r"^texts: .*6 numbers of torch.int64; labels are ids: loss\("),
     # options
-    (lambda: it.InfoNCELoss(I, T), r"^learnable: .*\(6, 8\); options go first, and data"),
+    (lambda: it.PrototypeClassificationLoss(8), "^PrototypeC.*missing a required argument: 'clus"),
+    (lambda: it.TripletLoss(0.2, "all", 3), "^TripletLoss: too many positional arguments"),
+    (lambda: it.TripletLoss(0.2, margin=0.2), "^TripletLoss: multiple values for argument 'mar"),
+    (lambda: it.InfoNCELoss(gather=1.5), "^gather: expected True or False, got 1.5"),
+    (lambda: it.InfoNCELoss(telemetry="all"), "^telemetry: expected True or False, got 'all'"),
+    (lambda: it.InfoNCELoss(hardness=-1), "^hardness: expected at least 0, got -1"),
+    (lambda: rerank.FastReranker(i2t=3), "^i2t: expected two numbers above 0, got 3"),
+    (lambda: rerank.CSLS(0), "^k: expected a number of at least 1, got 0"),
+    (lambda: it.InfoNCELoss(I, T), r"^temperature: .*\(6, 8\); options go first, and data"),
     (lambda: it.TripletLoss(I, T), r"^margin: .*\(6, 8\); options go first, and data"),
     (lambda: it.TripletLoss(mining=I), r"^mining: .*\(6, 8\); options go first, and data"),
     (lambda: it.InfoNCELoss(0), "^temperature: expected a number above 0, got 0"),
     (lambda: it.InfoNCELoss("0.07"), "^temperature: expected a number, got '0.07'"),
     (lambda: it.TripletLoss(-0.2), "^margin: expected a number of at least 0, got -0.2"),
     (lambda: it.InfoNCELoss(temprature=1), "'temprature'; did you mean 'temperature'"),
-    (lambda: it.InfoNCELoss(scale=20), "'scale'; did you mean 'temperature', which is 1 / scale"),
-    (lambda: it.SigmoidLoss(temperature=1), "did you mean 'scale', which is 1 / temperature"),
+    (lambda: it.InfoNCELoss(scale=20), "'scale'; it has temperature, learnable, image_image"),
+    (lambda: it.SigmoidLoss(temperature=1), "'temperature'; it has scale, bias, learnable"),
     (lambda: setattr(loss, "temperature", P), "^temperature: .*loss.log_scale = model.logit_scale"),
     (lambda: it.InfoNCELoss(P), "^temperature: .*loss.log_scale = model.logit_scale"),
-    (lambda: it.MILNCELoss(tau=1), "^MILNCELoss: .*'tau'; did you mean 'temperature'"),
-    (lambda: it.CircleLoss(gamma=80), "^CircleLoss: .*'gamma'; did you mean 'scale'"),
-    (lambda: it.TripletLoss(max_violation=True), "'max_violation'; did you mean 'mining'"),
+    (lambda: it.MILNCELoss(tau=1), "^MILNCELoss: .*'tau'; it has temperature, "),
+    (lambda: it.CircleLoss(gamma=80), "^CircleLoss: .*'gamma'; it has margin, scale, "),
+    (lambda: it.TripletLoss(max_violation=True), "'max_violation'; it has margin, mining, "),
     (lambda: it.InfoNCELoss(direction="both"), "'direction'; did you mean 'directions'"),
     (lambda: it.InfoNCELoss(zzz=1), "^InfoNCELoss: .*'zzz'; it has temperature, learnable"),
-    (lambda: it.InfoNCELoss(reduction="avg"), "^reduction: .*'avg'; did you mean 'mean'"),
-    (lambda: it.InfoNCELoss(directions="i2t"), "^directions: .*did you mean 'image-text'"),
+    (
+        lambda: it.InfoNCELoss(reduction="avg"),
+        "^reduction: expected 'mean', 'sum' or .*, got 'avg'$",
+    ),
+    (
+        lambda: it.InfoNCELoss(directions="i2t"),
+        "^directions: expected 'both', 'ima.*, got 'i2t'$",
+    ),
     (lambda: it.InfoNCELoss(engine="tilled"), "^engine: .*'tilled'; did you mean 'tiled'"),
-    (lambda: it.TripletLoss(mining="hard"), "^mining: .*'hard'; did you mean 'hardest'"),
-    (lambda: it.Matryoshka(loss, matryoshka_dims=[4]), "^Matryoshka: .*did you mean 'dims'"),
+    (lambda: it.TripletLoss(mining="hard"), "^mining: expected 'hardest' or 'all', got 'hard'$"),
     (lambda: it.Matryoshka(loss, 8), "^dims: expected numbers such as"),
     (lambda: it.InfoNCELoss(engine="reference"), "^engine: .*got 'reference'"),
     (lambda: it.HubnessAwareLoss(scale=0), "^scale: expected a number above 0, got 0"),
@@ -215,17 +229,18 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: dcl(positive_weight="half"), "^positive_weight: .*got 'half'"),
     # what other libraries call it
     (lambda: it.InfoNCELoss(max_scale=20)(I, T), "^max_scale: .*got 20; .* write temperature=1/20"),
-    (lambda: it.InfoNCELoss(logit_scale=1), "'temperature'. .*loss.log_scale = model.logit_scale"),
+    (lambda: it.InfoNCELoss(logit_scale=1), "'logit_scale'; it has temperature, learnable, "),
     (lambda: it.InfoNCELoss(temperature=SCALE), "^temperature: .*log_scale = model.logit_scale"),
     (lambda: setattr(it.InfoNCELoss(), "temperature", SCALE), "^temperature: .*loss.log_scale = "),
     (lambda: setattr(it.SigmoidLoss(), "scale", SCALE), "^scale: .*loss.log_scale = "),
-    (lambda: loss(I, T, logit_scale=SCALE), "^InfoNCELoss: .*; a loss .*loss.log_scale = "),
-    (lambda: loss(I, T, groups=IDS), "'groups'; did you mean 'image_groups'"),
+    (
+        lambda: loss(I, T, logit_scale=SCALE),
+        "^InfoNCELoss: .*'logit_scale'; it has images",
+    ),
+    (lambda: loss(I, T, groups=IDS), "'groups'; it has images, .*image_groups"),
     (lambda: loss(I, T, negatives=[T, T]), r"^negatives: .*cat\(.*torch.stack\(negatives, 1\)"),
     (lambda: loss(I, T, negatives=IDS[:, None]), r"^negatives: .*pass those rows: corpus\[neg"),
-    (lambda: it.Matryoshka(loss, matryoshka_dims=[4]), "^Matryoshka: .*did you mean 'dims'"),
     (lambda: loss([{"input_ids": I}]), r"^images, texts: .*RetrievalLoss\(model, loss\)"),
-    (lambda: compat.ClipLoss()(I, T, 9.0, image_ids=IDS), "^ClipLoss: .*take itrloss.InfoNCELoss"),
     (
         lambda: grad_cache(loss, [both_sides], [I], 2),
         r"^encoders\[0\]: .*got tuple; where one encoder .*output=lambda out",
@@ -246,8 +261,6 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: grad_cache(loss, [both_sides] * 2, [I, T], 2),
         "^encoders.0.: .*got tuple; output=... t",
     ),
-    (lambda: it.ClipLoss, "'ClipLoss'; did you mean 'InfoNCELoss'"),
-    (lambda: it.MultipleNegativesRankingLoss, "did you mean 'InfoNCELoss'"),
     # functions
     (lambda: functional.info_nce_loss(I, T), "^sim: expected .*got Tensor"),  # type: ignore[arg-type]
     (lambda: functional.std_diversity(I), "^sim: expected .*got Tensor"),  # type: ignore[arg-type]
@@ -255,17 +268,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: functional.triplet_loss(sim, mining="semi"), "^mining: .*got 'semi'"),
     (lambda: functional.triplet_loss(sim, mining="all", temperature=1), "^temperature: .*'all'"),
     (lambda: functional.diversity_contrastive_loss(sim, diversity="var"), "^diversity: .*'var'"),
-    # names
-    (lambda: it.InfoNCE, "'InfoNCE'; did you mean 'InfoNCELoss'"),
-    (lambda: it.losses.TripleLoss, "'TripleLoss'; did you mean 'TripletLoss'"),
-    (lambda: it.rerank.FastRerank, "'FastRerank'; did you mean 'FastReranker'"),
-    (lambda: it.metrics.recall, "'recall'; did you mean 'retrieval_metrics'"),
-    (lambda: it.compat.VSELoss, "'VSELoss'; did you mean 'VSEPPLoss'"),
     # similarities and terms
     (lambda: it.Similarity(S), r"^cols: .*Similarity.from_scores\(scores\)"),
-    (lambda: it.Similarity(), "^Similarity: expected rows, got no rows"),
-    (lambda: it.Similarity(I, T, normalise=True), "'normalise'; did you mean 'normalize'"),
-    (lambda: it.Similarity(I, T, image_ids=IDS), "'image_ids'; did you mean 'row_ids'"),
     (lambda: it.Similarity(I, T, memory_budget="1GB"), "^memory_budget: .*bytes.*'1GB'"),
     (lambda: it.Similarity.from_scores(I, T), "^row_ids: .*embeddings go in as itrloss.Simil"),
     (lambda: it.Similarity(I, T).topk(10), "^k: expected a number from 1 to 6, got 10"),
@@ -281,35 +285,21 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: functional.info_nce_loss(it.Similarity(I, T), 0), "^temperature: .*above 0, got 0"),
     (lambda: it.describe(S), r"^sim: expected an itrloss.Similarity\(images, texts\), got Tensor"),
     # memories, clusters, negatives, chunks
-    (lambda: it.CoupledMemory(16), "^CoupledMemory: expected size, dim, got no dim"),
     (lambda: it.CoupledMemory(16, 8, dtype="half"), "^dtype: expected a floating-point type"),
-    (lambda: memory().enqueue(I), "^CoupledMemory.enqueue: .*got no text_keys"),
     (lambda: memory().enqueue(I, T[:5]), r"^text_keys: expected shape \(6, 8\), got \(5, 8\)$"),
     (
         lambda: memory().enqueue(I, torch.cat([T, T])),
         r"got \(12, 8\); .*write image_keys.repeat_interleave\(2, 0\)$",
     ),
-    (
-        lambda: memory_loss(I, T),
-        "^MemoryDiversityContrastiveLoss: expected images, .*, memory, got no image_keys, text_key",
-    ),
-    (lambda: it.UnifiedTrainingObjective()(I, T, ids=IDS), "'ids'; did you mean 'image_ids'"),
-    (lambda: it.CODERObjective(8, 4)(I, T), "^CODERObjective: .* got no image_keys, text_keys, m"),
-    (lambda: it.PCMEPlusPlusLoss()(I, T), "^PCMEPlusPlusLoss: .* got no images_log_variance, text"),
-    (lambda: it.VarianceAwareLoss()(OWN), "^VarianceAwareLoss: .* got no texts"),
     (lambda: memory_loss(I, T, I, T, I), "^memory: expected a CoupledMemory, got Tensor"),
     (enqueued_too_early, "enqueue a batch after its backward pass"),
     (lambda: it.MomentumEncoder(I), "^encoder: expected a module, got Tensor"),
-    (lambda: it.OnlineKMeans(n_clusters=4, dim=8), "'n_clusters'; did you mean 'clusters'"),
-    (lambda: it.mine_hard_negatives(I, T), "^mine_hard_negatives: .*got no query_ids"),
-    (lambda: it.mine_hard_negatives(I, T, IDS, IDS, top_k=3), "'top_k'; did you mean 'k'"),
     (lambda: grad_cache(3, [LINEAR, LINEAR], [I, T], 2), "^loss: expected a module or a func"),
     (lambda: grad_cache(loss, [3, LINEAR], [I, T], 2), r"^encoders\[0\]: expected a module or"),
     # metrics and re-rankers
     (lambda: results(I, T), r"^image_ids: .*\(6, 8\); embeddings go in as itrloss.Similarity"),
     (lambda: results((I, T)), "^image_ids, text_ids: needed .*embeddings go in as itrloss.Sim"),
     (lambda: results(S.tolist()), r"^scores: .*got list; write torch.tensor\(scores\)"),
-    (lambda: results(S, k=5), "^retrieval_metrics: .*'k'; did you mean 'ks'"),
     (lambda: results(S, ties="pesimistic"), "^ties: .*did you mean 'pessimistic'"),
     (lambda: results(S, reranker="csls"), r"^reranker: .*itrloss.rerank.CSLS\(\), got 'csls'"),
     (lambda: results(S, reranker=rerank.CSLS), "^reranker: expected a re-ranker with its opt"),
@@ -323,9 +313,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: results(S[:, None].expand(6, 5, 6)), r"^scores: expected shape .*\(6, 5, 6\)$"),
     (lambda: rerank.CSLS(K=10), "^CSLS: .*'K'; did you mean 'k'"),  # type: ignore[call-arg]
-    (lambda: it.rerank.CSLS().rerank(I, T), "^CSLS.rerank: .*embeddings go in as itrloss.Sim"),
-    (lambda: it.rerank.DualSoftmax(temperature=1), "'temperature'; did you mean 'scale'"),
-    (lambda: compat.adapt(loss, "vse++"), "^code_base: .*'vse[+][+]'; did you mean 'vsepp'"),
+    (lambda: it.rerank.DualSoftmax(temperature=1), "^DualSoftmax: .*'temperature'; it has scale"),
+    (lambda: compat.adapt(loss, "vse++"), "^code_base: expected 'vsepp', .*, got 'vse[+][+]'$"),
     # files
     (lambda: files.read_matrix(S), "^path: expected the name of a file, got Tensor"),  # type: ignore[arg-type]
 ]
@@ -393,20 +382,9 @@ def test_a_message_says_what_to_do_about_a_wrong_command(
     assert message.replace("@", f"{tmp_path}/") in capsys.readouterr().err
 
 
-def test_hints_do_not_explain_an_error_from_inside():
-    """A TypeError of a function's own body is no wrong call of it."""
-
-    @hints.explained
-    def fails(x: int) -> int:
-        return x + "1"  # type: ignore[operator]
-
-    with pytest.raises(TypeError, match="unsupported operand"):
-        fails(1)
-
-
 @pytest.mark.parametrize("given", ["semihard", "variance", 3, None, "xyz"])
 def test_hints_guess_nothing_of_other_words(given: object):
-    assert hints.did_you_mean(given, ["hardest", "all", "std", None, True]) == ""
+    assert checks.did_you_mean(given, ["hardest", "all", "std", None, True]) == ""
 
 
 def test_messages_of_processes_say_only_what_differs():

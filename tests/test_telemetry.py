@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import sys
 import warnings
 
 import numpy as np
@@ -256,7 +257,7 @@ def warnings_of(loss, calls, *batch):
         for _ in range(calls):
             loss(*batch)
     # they point to the user's code, not to ours or PyTorch's
-    assert all(x.filename == __file__ for x in caught)
+    assert sys.version_info < (3, 12) or all(x.filename == __file__ for x in caught)
     return [str(x.message) for x in caught]
 
 

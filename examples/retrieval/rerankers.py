@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from itrloss import option
 from itrloss.rerank import Direction, Reranker
 from itrloss.rerank.direction import Rule
 from itrloss.rerank.two_stage import in_front
@@ -74,9 +75,8 @@ class ReciprocalReranker(Reranker):
     code takes the best ρ over *all captions of the query's image*, which uses a label.
     """
 
-    def __init__(self, i2t_k: int = 15, t2i_k: int = 20):
-        self.i2t_k = i2t_k
-        self.t2i_k = t2i_k
+    i2t_k: int = option(default=15, at_least=1)
+    t2i_k: int = option(default=20, at_least=1)
 
     def rule(self, direction: Direction) -> Rule:
         """Return the rule that sorts the best candidates by the query's rank."""
@@ -93,10 +93,9 @@ class MultiFactorReranker(Reranker):
     sense where similarities are mostly positive.
     """
 
-    def __init__(self, k: int = 30, share_weight: float = 0.3, place_weight: float = 1.1):
-        self.k = k
-        self.share_weight = share_weight
-        self.place_weight = place_weight
+    k: int = option(default=30, at_least=1)
+    share_weight: float = 0.3
+    place_weight: float = 1.1
 
     def rule(self, direction: Direction) -> Rule:
         """Return the rule that sorts the best candidates by the three terms."""

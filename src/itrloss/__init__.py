@@ -1,9 +1,8 @@
 """Losses and re-rankers for image-text retrieval."""
 
-import typing as _typing
-
-from . import compat, distributed, functional, hints, integrations, losses, metrics, rerank, terms
+from . import compat, distributed, functional, integrations, losses, metrics, rerank, terms
 from .anchors import Anchors
+from .checks import option
 from .grad_cache import grad_cache_step
 from .kmeans import OnlineKMeans
 from .losses import *  # noqa: F403 (every loss, by `losses.__all__`)
@@ -35,12 +34,9 @@ __all__ = [
     "integrations",
     "metrics",
     "mine_hard_negatives",
+    "option",
     "pair_term",
     "rerank",
     "terms",
 ]
 __all__ += losses.__all__
-
-
-if not _typing.TYPE_CHECKING:  # a checker knows which names there are
-    __getattr__ = hints.public_names(__name__, __all__)

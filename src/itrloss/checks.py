@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import inspect
 import math
 import operator
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from numbers import Integral, Real
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+)
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import hints
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: Any) -> Any:
+        """Return a decorator that changes nothing: it is for type checkers and editors."""
+        return lambda cls: cls
+
 
 _AT_ONCE = 2**22  # elements checked at once
 _LARGEST = torch.finfo(torch.float32).max
-T = TypeVar("T")
 # What ids may be: integers of any type, or strings; see as_id_numbers.
 IdsLike: TypeAlias = Tensor | np.ndarray | Sequence[int] | Sequence[str]
 
@@ -44,15 +65,15 @@ def one_of(name: str, value: object, *allowed: object) -> None:
         listed = " or ".join([", ".join(map(repr, allowed[:-1])), repr(allowed[-1])])
         if len(allowed) == 1:
             listed = repr(allowed[0])
-        hint = hints.did_you_mean(value, allowed) or hints.in_place_of_option(value)
-        raise ValueError(f"{name}: expected {listed}, got {hints.shown(value)}{hint}")
+        hint = did_you_mean(value, allowed) or in_place_of_option(value)
+        raise ValueError(f"{name}: expected {listed}, got {shown(value)}{hint}")
 
 
 def check_number(name: str, value: object, positive: bool = False) -> None:
     """Raise an error unless ``value`` is a number, above 0 if ``positive``."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        hint = hints.in_place_of_number(value)
-        raise TypeError(f"{name}: expected a number, got {hints.shown(value)}{hint}")
+        hint = in_place_of_number(value)
+        raise TypeError(f"{name}: expected a number, got {shown(value)}{hint}")
     if positive and not float(value) > 0:
         raise ValueError(f"{name}: expected a number above 0, got {value}")
     if not abs(float(value)) <= _LARGEST:
@@ -70,18 +91,24 @@ def as_number(name: str, value: Any, positive: bool = False) -> float:
 
 def as_size(name: str, value: Any) -> int:
     """Return an integer of at least 1, of any type, as an int; raise an error for what is none."""
+    size = as_int(name, value)
+    if size < 1:
+        raise ValueError(f"{name}: expected at least 1, got {size}")
+    return size
+
+
+def as_int(name: str, value: Any) -> int:
+    """Return an integer of any type as an int; raise a TypeError for what is none."""
     if isinstance(value, np.bool_):  # an index for NumPy 1.24
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     if not isinstance(value, int):  # such as of NumPy; sums of its short ones would overflow
         try:
             value = operator.index(value)
         except TypeError:
-            got = hints.shown(value)
+            got = shown(value)
             raise TypeError(f"{name}: expected an integer, got {got}") from None
     if isinstance(value, bool):
         raise TypeError(f"{name}: expected an integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
     return value
 
 
@@ -94,12 +121,12 @@ def check_matrix(
     With ``empty`` there may be no rows, as in one process of several.
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        hint = hints.as_floats(name, x)
+        hint = as_floats(name, x)
         raise TypeError(f"{name}: expected a floating-point tensor {shape}, got {_type(x)}{hint}")
     if x.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got {x.layout}; write {name}.to_dense()")
     if x.dim() != dims or 0 in x.shape[int(empty) :]:
-        hint = hints.as_matrix(name, x, shape.endswith("D)")) if dims == 2 else ""
+        hint = as_matrix(name, x, shape.endswith("D)")) if dims == 2 else ""
         raise ValueError(
             f"{name}: expected shape {shape}, each at least 1, got {tuple(x.shape)}{hint}"
         )
@@ -127,7 +154,7 @@ def missing_side(rows: Any, names: Names) -> TypeError:
         got = f"{_type(rows)} and None"
         both = f"{names.rows}, {names.cols}"
         expected = "expected floating-point tensors (N, D) and (M, D)"
-        return TypeError(f"{both}: {expected}, got {got}{hints.in_place_of_images(rows)}")
+        return TypeError(f"{both}: {expected}, got {got}{in_place_of_images(rows)}")
     calls = {"texts": "loss(scores=scores)", "cols": "Similarity.from_scores(scores)"}
     hint = ""
     if names.cols in calls:
@@ -276,7 +303,7 @@ def as_integers(name: str, x: Any, size: int | None = None) -> Tensor:
     if is_other or x.dtype == torch.bool:
         # Formatted for the error alone: the compiler would specialise on the size.
         shape = "(N,)" if size is None else f"({size},)"
-        hint = hints.in_place_of_ids(name, x)
+        hint = in_place_of_ids(name, x)
         raise TypeError(f"{name}: expected an integer tensor of shape {shape}, got {got}{hint}")
     return x
 
@@ -362,7 +389,7 @@ def check_ids(
         if n != m:
             got = f"{n} {names.rows} and {m} {names.cols}"
             needed = f"needed for {got}; only N = M has a default pairing"
-            hint = hints.consecutive_ids(n, m, names.row_ids, names.col_ids)
+            hint = consecutive_ids(n, m, names.row_ids, names.col_ids)
             raise ValueError(f"{names.row_ids}, {names.col_ids}: {needed}{hint}")
         return None, None
     if row_ids is None:  # the columns' ids are numbers of rows
@@ -450,35 +477,324 @@ def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | N
     return bias.detach().to(device)
 
 
-class Option(Generic[T]):
-    """An option of a :class:`CheckedModule` or a re-ranker, declared in the body of its class."""
+def unchanged(x: Any) -> Any:
+    """Return what is passed: a parameter is the option itself."""
+    return x
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-        self.place = f"_{name}"  # of the value; the compiler of PyTorch 2.8 needs another name
 
-    def check(self, value: Any) -> None:
-        """Raise an error that names the option unless it may have the value: here, any."""
+class Learnt(NamedTuple):
+    """How an option may be learnt: as which parameter, and how one is computed from the other."""
 
-    def plain(self, value: Any) -> Any:
-        """Return an allowed value in the type in which it is kept."""
-        return value
+    parameter: str
+    value: Callable[[Tensor], Tensor] = unchanged  # the option, of the parameter
+    stored: Callable[[float], float] = unchanged  # what the parameter holds for a number
 
-    @overload
-    def __get__(self, module: None, owner: type) -> Option[T]: ...
-    @overload
-    def __get__(self, module: object, owner: type) -> T: ...
-    def __get__(self, module: object | None, owner: type) -> Any:
+
+class ReadParameter:
+    """The value of an option that is computed from a parameter.
+
+    It has no ``__set__``, so that a number in the instance's ``__dict__`` comes first.
+    """
+
+    def __init__(self, learnt: Learnt):
+        self.learnt = learnt
+
+    def __get__(self, module: Any, owner: type) -> Any:
         if module is None:
             return self
-        try:
-            return module.__dict__[self.place]
-        except KeyError:
-            raise AttributeError(f"{owner.__name__} has not set its option {self.name}") from None
+        return self.learnt.value(getattr(module, self.learnt.parameter))
 
-    def __set__(self, module: Any, value: T) -> None:
-        self.check(value)
-        module.__dict__[self.place] = self.plain(value)
+
+@dataclass(eq=False)
+class Option:
+    """An option of a class of :class:`Options`; for what is passed see :func:`option`."""
+
+    default: Any = ...
+    above: float = -math.inf
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    converter: Callable[[Any], Any] | None = None
+    learnt: Learnt | None = None
+    fixed: bool = False
+    local: bool = False
+    # what the class's body says
+    name: str = ""
+    kind: Any = Any  # its type
+    keyword_only: bool = False
+    words: tuple[Any, ...] = ()  # that the type allows, such as "mean", True or None
+    number: type | None = None  # float or int, if the type allows numbers
+
+    def declare(self, name: str, kind: Any, keyword_only: bool) -> None:
+        """Set the name and the type."""
+        self.name = name
+        self.kind = kind
+        self.keyword_only = keyword_only
+        words, others = parts_of_type(kind)
+        if self.learnt is not None:
+            others.discard(Tensor)  # which it then is, and is set to numbers all the same
+        if not others - {float, int}:
+            self.words = words
+            self.number = float if float in others else next(iter(others), None)
+
+    @property
+    def may_be_anything(self) -> bool:
+        """Whether its type is none that is checked."""
+        return self.converter is None and self.number is None and not self.words
+
+    def parse(self, value: Any) -> Any:
+        """Return an allowed value in the type in which it is kept; raise an error for another."""
+        if self.may_be_anything:
+            return value
+        if self.converter is not None:
+            return self.converter(value)
+        if self.number is None:
+            one_of(self.name, value, *self.words)
+            return self.words[self.words.index(value)]
+        is_array = isinstance(value, (Tensor, np.ndarray))
+        if not is_array and value in self.words:
+            return value
+        if self.words and isinstance(value, str):
+            listed = ", ".join(map(repr, self.words))
+            hint = did_you_mean(value, self.words)
+            raise ValueError(f"{self.name}: expected {listed} or a number, got {value!r}{hint}")
+        number = as_int(self.name, value) if self.number is int else as_number(self.name, value)
+        if not (number > self.above and self.at_least <= number <= self.at_most):
+            raise ValueError(f"{self.name}: expected {self._bounds()}, got {value}")
+        return number
+
+    def _bounds(self) -> str:
+        """Return what numbers are allowed, in words."""
+        bounds = []
+        if self.above > -math.inf:
+            bounds.append(f"above {self.above:g}")
+        if self.at_least > -math.inf:
+            bounds.append(f"of at least {self.at_least:g}")
+        if self.at_most < math.inf:
+            bounds.append(f"at most {self.at_most:g}")
+        return f"a number {' and '.join(bounds)}"
+
+    def parameter(self) -> inspect.Parameter:
+        """Return the option as a parameter of a signature."""
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if self.keyword_only:
+            kind = inspect.Parameter.KEYWORD_ONLY
+        default = inspect.Parameter.empty if self.default is ... else self.default
+        return inspect.Parameter(self.name, kind, default=default, annotation=self.kind)
+
+
+def option(
+    *,
+    default: Any = ...,
+    above: float = -math.inf,
+    at_least: float = -math.inf,
+    at_most: float = math.inf,
+    converter: Callable[[Any], Any] | None = None,
+    learnt: Learnt | None = None,
+    fixed: bool = False,
+    local: bool = False,
+) -> Any:
+    """Return the declaration of an option, in the body of a class: ``margin: float =
+    option(default=0.2, above=0)``.
+
+    Args:
+        default: ``...``: there is none, the option has to be passed.
+        above, at_least, at_most: bounds of a number.
+        converter: a function that returns the value in the type in which it is kept, and raises an
+            error for another; it takes the place of the check by the type.
+        learnt: as which parameter the option may be learnt.
+        fixed: parameters depend on it, so that it is set once.
+        local: each process of a job may have its own, and ``repr`` leaves it out.
+    """
+    return Option(default, above, at_least, at_most, converter, learnt, fixed, local)
+
+
+def parts_of_type(kind: Any) -> tuple[tuple[Any, ...], set[Any]]:
+    """Return the words that a type allows, such as those of a Literal, and the types of others."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        return get_args(kind), set()
+    if kind is bool:
+        return (True, False), set()
+    if kind is None or kind is type(None):
+        return (None,), set()
+    if origin is not Union and origin is not UnionType:
+        return (), {kind}
+    words: tuple[Any, ...] = ()
+    others = set()
+    for part in get_args(kind):
+        own, types = parts_of_type(part)
+        words += own
+        others |= types
+    return words, others
+
+
+def evaluated(annotation: Any, owner: type) -> Any:
+    """Return the type that an annotation in a class's body stands for; an unknown one as it is,
+    such as a name that is imported for type checkers alone.
+    """
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, vars(sys.modules[owner.__module__]), dict(vars(owner)))
+    except Exception:
+        return annotation
+
+
+@dataclass_transform(field_specifiers=(option,), eq_default=False)
+class Options:
+    """A class whose options are declared in its body, with a type and a default, as the fields of
+    dataclasses are.
+
+    The type says what an option may be: ``float``, ``int``, ``bool``, words in a ``Literal``, or
+    several of these; other types are not checked. :func:`option` adds bounds. What follows ``_:
+    KW_ONLY`` is passed by name. The constructor, its signature, ``repr``, and the check whenever an
+    option is set are made of the declarations. A value is in the instance's ``__dict__``, so that
+    it is read without a call.
+    """
+
+    _own_options: ClassVar[dict[str, Option]] = {}  # of one class
+    _all_options: ClassVar[dict[str, Option]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make the options and the signature of a class."""
+        super().__init_subclass__(**kwargs)
+        cls._own_options = own_options(cls)
+        cls._all_options = all_options(cls)
+        cls.__signature__ = signature_of(cls._all_options)  # what inspect and help show
+        if cls.__init__ is not Options.__init__:
+            cls.__signature__ = extended_signature(cls.__init__, cls._all_options)
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__()
+        name = type(self).__name__
+        for given in options:
+            if given not in self._all_options:
+                raise unknown_keyword(name, given, self._all_options)
+        signature = signature_of(self._all_options)
+        bind = signature.bind
+        if type(self).__init__ is not Options.__init__:
+            bind = signature.bind_partial  # a constructor of one's own may set some of them later
+        try:
+            bound = bind(*args, **options)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+        bound.apply_defaults()
+        for given, value in bound.arguments.items():
+            setattr(self, given, value)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Make what depends on the options, such as parameters; a subclass calls this one first."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; check it if it is an option."""
+        declared = self._all_options.get(name)
+        if declared is None:
+            super().__setattr__(name, value)
+            return
+        if declared.fixed and name in self.__dict__:
+            raise AttributeError(
+                f"{name}: cannot be changed, as parameters depend on it; make a new module"
+            )
+        self._set_option(declared, value)
+
+    def _set_option(self, declared: Option, value: Any) -> None:
+        """Check and keep the value of an option."""
+        self.__dict__[declared.name] = declared.parse(value)
+
+    def _options_in_words(self) -> str:
+        """Return the options as they are passed: those by position, and changed ones by name."""
+        parts = []
+        for name, declared in self._all_options.items():
+            value = getattr(self, name, None)
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = float(f"{value.item():.4g}")
+            is_default = repr(value) == repr(declared.default)
+            if not declared.local and not (declared.keyword_only and is_default):
+                parts.append(f"{name}={value!r}")
+        return ", ".join(parts)
+
+
+def own_options(cls: type) -> dict[str, Option]:
+    """Return the options that a class declares, and take their defaults out of its attributes."""
+    found = changed_defaults(cls)
+    keyword_only = False
+    for name, annotation in inspect.get_annotations(cls).items():
+        kind = evaluated(annotation, cls)
+        if kind is KW_ONLY:
+            keyword_only = True
+        if name not in vars(cls) or ClassVar in (kind, get_origin(kind)):
+            continue
+        given = vars(cls)[name]
+        declared = given if isinstance(given, Option) else Option(given)
+        declared.declare(name, kind, keyword_only)
+        found[name] = declared
+    for name, declared in found.items():
+        delattr(cls, name)
+        if declared.learnt is not None and declared.learnt.parameter != name:
+            setattr(cls, name, ReadParameter(declared.learnt))
+    for name, value in vars(cls).items():
+        if isinstance(value, Option):
+            raise TypeError(f"{name}: expected a type, as in {name}: float = option(...), got none")
+    return found
+
+
+def changed_defaults(cls: type) -> dict[str, Option]:
+    """Return the options of its bases to which a class gives another default, as ``margin = 0.5``
+    does.
+    """
+    inherited: dict[str, Option] = {}
+    for owner in reversed(cls.__mro__[1:]):
+        inherited |= vars(owner).get("_own_options", {})
+    found = {}
+    for name, value in vars(cls).items():
+        if name in inherited and not hasattr(value, "__get__"):  # no property, and no method
+            found[name] = replace(inherited[name], default=value)
+    return found
+
+
+def all_options(cls: type) -> dict[str, Option]:
+    """Return the options of a class and of its bases.
+
+    First come those by position, of the bases before its own, then those by name, its own first.
+    """
+    owners = [vars(x)["_own_options"] for x in cls.__mro__ if "_own_options" in vars(x)]
+    latest: dict[str, Option] = {}
+    for own in reversed(owners):
+        latest |= own
+    by_position = {name: x for name, x in latest.items() if not x.keyword_only}
+    have_defaults = False
+    for name, declared in by_position.items():
+        if have_defaults and declared.default is ...:
+            expected = "a default, or a place behind _: KW_ONLY, as others before it have defaults"
+            raise TypeError(f"{name}: expected {expected}")
+        have_defaults = declared.default is not ...
+    by_name = {}
+    for own in owners:
+        by_name |= {name: latest[name] for name in own if name not in by_position}
+    return by_position | by_name
+
+
+def signature_of(options: Mapping[str, Option]) -> inspect.Signature:
+    """Return the signature of a constructor that takes options."""
+    return inspect.Signature([x.parameter() for x in options.values()])
+
+
+def extended_signature(
+    function: Callable[..., Any], options: Mapping[str, Option]
+) -> inspect.Signature:
+    """Return the signature of a constructor of one's own, with the options that it passes on by
+    ``**``.
+    """
+    own = list(inspect.signature(function).parameters.values())[1:]
+    if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return inspect.Signature(own)
+    named = {x.name for x in own}
+    passed_on = []
+    for name, declared in options.items():
+        if name not in named:
+            passed_on.append(declared.parameter().replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    return inspect.Signature([*own[:-1], *passed_on, own[-1]])
 
 
 class WholeState(nn.Module):
@@ -537,163 +853,214 @@ class WholeState(nn.Module):
         return key.startswith(prefix) and self.may_differ(key.removeprefix(prefix))
 
 
-class CheckedModule(WholeState):
-    """A module whose options are checked whenever they are set."""
+class CheckedModule(Options, WholeState):
+    """A module whose options are checked whenever they are set, and may be learnt."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        option = getattr(type(self), name, None)
-        # nn.Module would register a parameter without asking them
-        if isinstance(option, (Option, property)):
-            option.__set__(self, value)
+    def _set_option(self, declared: Option, value: Any) -> None:
+        """Check and keep the value of an option, or the parameter that stands for it."""
+        name = declared.name
+        learnt = declared.learnt
+        is_itself = learnt is not None and learnt.parameter == name
+        if declared.may_be_anything or (is_itself and isinstance(value, nn.Parameter)):
+            super(Options, self).__setattr__(name, value)  # registers parameters and modules
+            return
+        if learnt is None:
+            super()._set_option(declared, value)
+            return
+        number = declared.parse(value)
+        self.__dict__[f"_{name}"] = number  # for _reset_learnt
+        if self._parameters.get(learnt.parameter) is None:
+            self.__dict__[name] = number
         else:
-            super().__setattr__(name, value)
+            self._fill(declared)
 
-
-class Choice(Option[T]):
-    """An option that has one of a few values."""
-
-    def __init__(self, *allowed: T):
-        self.allowed = allowed
-
-    def check(self, value: Any) -> None:
-        one_of(self.name, value, *self.allowed)
-
-    def plain(self, value: Any) -> Any:
-        return self.allowed[self.allowed.index(value)]
-
-
-class Size(Option[int]):
-    """An option that is an integer of at least 1."""
-
-    def check(self, value: Any) -> None:
-        as_size(self.name, value)
-
-    def plain(self, value: Any) -> int:
-        return as_size(self.name, value)
-
-
-class Bounded(Option[T]):
-    """An option that is a number within bounds, or what a subclass allows besides."""
-
-    def __init__(
-        self,
-        *,
-        above: float = -math.inf,
-        at_least: float = -math.inf,
-        at_most: float = math.inf,
-    ):
-        self.above = above
-        self.at_least = at_least
-        self.at_most = at_most
-
-    def check(self, value: Any) -> None:
-        """Raise an error unless a value is a number within the bounds."""
-        check_number(self.name, value)
-        if value > self.above and self.at_least <= value <= self.at_most:
-            return
-        bounds = []
-        if self.above > -math.inf:
-            bounds.append(f"above {self.above:g}")
-        if self.at_least > -math.inf:
-            bounds.append(f"of at least {self.at_least:g}")
-        if self.at_most < math.inf:
-            bounds.append(f"at most {self.at_most:g}")
-        raise ValueError(f"{self.name}: expected a number {' and '.join(bounds)}, got {value}")
-
-    def plain(self, value: Any) -> Any:
-        return as_number(self.name, value) if isinstance(value, Real) else value
-
-
-class Number(Bounded[float]):
-    """An option that is a number."""
-
-
-class NumberOr(Bounded[Any]):
-    """An option that is a number or one of some words."""
-
-    def __init__(self, *words: str | None, **bounds: float):
-        super().__init__(**bounds)
-        self.words = words
-
-    def check(self, value: Any) -> None:
-        """Raise an error unless a value is one of the words, or a number within the bounds."""
-        if value in self.words:
-            return
-        if isinstance(value, str):
-            listed = ", ".join(map(repr, self.words))
-            hint = hints.did_you_mean(value, self.words)
-            raise ValueError(f"{self.name}: expected {listed} or a number, got {value!r}{hint}")
-        super().check(value)
-
-
-class Learnable(Bounded[Any]):
-    """An option that is a number, or a parameter (1,) that holds one."""
-
-    def __get__(self, module: Any, owner: type) -> Any:
-        if module is None:
-            return self
-        # read here, as the compiler does not go on to the module's __getattr__
-        parameter = module._parameters.get(self.name)
+    @torch.no_grad()
+    def _fill(self, declared: Option) -> None:
+        """Give the parameter behind an option the number that was set last."""
+        assert declared.learnt is not None
+        parameter = self._parameters.get(declared.learnt.parameter)
         if parameter is not None:
-            return parameter
-        return super().__get__(module, owner)
+            parameter.fill_(declared.learnt.stored(self.__dict__[f"_{declared.name}"]))
 
-    def __set__(self, module: nn.Module, value: Any) -> None:
-        if isinstance(value, nn.Parameter):
-            module.__dict__.pop(self.place, None)
-            module.register_parameter(self.name, value)
-            return
-        parameter = module._parameters.get(self.name)
-        if parameter is None:
-            super().__set__(module, value)
-            return
-        self.check(value)
-        module.__dict__[self.place] = self.plain(value)
-        self.reset(module)
+    def _reset_learnt(self) -> None:
+        """Give the parameters behind the options the numbers that were set last."""
+        for declared in self._all_options.values():
+            if declared.learnt is not None:
+                self._fill(declared)
 
-    def reset(self, module: nn.Module) -> None:
-        """Give a parameter the number that was set last."""
-        parameter = module._parameters.get(self.name)
-        value = module.__dict__.get(self.place)
-        if parameter is not None and value is not None:
-            with torch.no_grad():
-                parameter.fill_(value)
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; an option that is learnt as it is then read from it."""
+        super().register_parameter(name, param)
+        for declared in self._all_options.values():
+            if declared.learnt is None or declared.learnt.parameter != name:
+                continue
+            if param is None:
+                self.__dict__[declared.name] = self.__dict__[f"_{declared.name}"]
+            else:
+                self.__dict__.pop(declared.name, None)
+            if "learnable" in self._all_options:
+                self.__dict__["learnable"] = param is not None
 
-
-def reset_learnable(module: nn.Module) -> None:
-    """Give the parameters behind a module's options the numbers that were set last."""
-    for owner in type(module).__mro__:
-        for option in vars(owner).values():
-            if isinstance(option, Learnable):
-                option.reset(module)
+    def extra_repr(self) -> str:
+        """Return the options, for ``repr``: those by position, and changed ones by name."""
+        return self._options_in_words()
 
 
-class Fixed(Option[T]):
-    """An option that parameters depend on, so that it is set once.
+# -------------------------------------------------- what was probably meant, at the end of an error
 
-    Whether a ``parameter`` is learnable is True once the module has one, by assignment, too.
-    """
 
-    def __init__(self, parameter: str | None = None):
-        self.parameter = parameter
+_SHARED_SCALE = (
+    "a loss with learnable=True shares a model's parameter: loss.log_scale = model.logit_scale"
+)
+_MULTI_HOT = (
+    "labels (N, k) are sets of ids, not multi-hot rows; for these, write "
+    "matches=(of_images.float() @ of_texts.float().T) > 0"
+)
+# What to pass, and on the command line, where scores are expected.
+EMBEDDINGS = (
+    "embeddings go in as itrloss.Similarity(images, texts), on the command line as "
+    "itrloss eval IMAGES TEXTS"
+)
 
-    def __get__(self, module: Any, owner: type) -> Any:
-        if module is None or self.parameter is None:
-            return super().__get__(module, owner)
-        is_parameter = module._parameters.get(self.parameter) is not None
-        return is_parameter or super().__get__(module, owner)
 
-    def check(self, value: Any) -> None:
-        hint = hints.in_place_of_option(value)
-        if hint:
-            raise TypeError(f"{self.name}: expected an option, got {hints.shown(value)}{hint}")
+def did_you_mean(given: object, allowed: Iterable[object]) -> str:
+    """Return the end of a message that says which word was probably misspelt; empty for no idea."""
+    if not isinstance(given, str):
+        return ""
+    words = {plain_word(word): word for word in allowed if isinstance(word, str)}
+    close = difflib.get_close_matches(plain_word(given), words, 1, 0.8)
+    return f"; did you mean {words[close[0]]!r}?" if close else ""
 
-    def __set__(self, module: Any, value: T) -> None:
-        if self.place in module.__dict__:
-            raise AttributeError(
-                f"{self.name}: cannot be changed, as parameters depend on it; make a new module"
-            )
-        super().__set__(module, value)
+
+def plain_word(word: str) -> str:
+    """Return a word without what is often confused: case, hyphens and underscores."""
+    return word.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def unknown_keyword(name: str, given: str, allowed: Iterable[str]) -> TypeError:
+    """Return the error for a keyword that a class or a function does not know."""
+    names = list(allowed)
+    hint = did_you_mean(given, names) or f"; it has {', '.join(names)}"
+    return TypeError(f"{name}: got an unexpected keyword argument {given!r}{hint}")
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: a parameter, a tensor or an array by its shape."""
+    if isinstance(value, nn.Parameter):
+        return f"a parameter of shape {tuple(value.shape)}"
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+        kind = "a tensor" if isinstance(value, Tensor) else "an array"
+        return f"{kind} of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def in_place_of_option(value: object) -> str:
+    """Return advice where data was passed for an option of a loss; empty for other values."""
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+        return "; options go first, and data into the call: loss = Loss(...); loss(images, texts)"
+    return ""
+
+
+def in_place_of_number(value: object) -> str:
+    """Return advice where a tensor was passed for a number; empty for other values."""
+    if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
+        return f"; {_SHARED_SCALE}"
+    return in_place_of_option(value)
+
+
+def in_place_of_images(value: object) -> str:
+    """Return advice where a trainer's batch was passed for images; empty for other values."""
+    if isinstance(value, (list, tuple)) and any(isinstance(x, Mapping) for x in value):
+        return (
+            "; in the trainer of sentence-transformers, a loss goes into "
+            "itrloss.integrations.sentence_transformers.RetrievalLoss(model, loss)"
+        )
+    return ""
+
+
+def as_floats(name: str, x: Any) -> str:
+    """Return how to make a floating-point tensor of what is none; empty for no idea."""
+    if isinstance(x, Tensor) and name == "negatives" and not x.is_complex():
+        return "; for row numbers of a corpus, pass those rows: corpus[negatives]"
+    if isinstance(x, Tensor):
+        return "" if x.is_complex() else f"; write {name}.float()"
+    if isinstance(x, np.ndarray):
+        return f"; write torch.from_numpy({name})" if x.dtype.kind == "f" else ""
+    if isinstance(getattr(x, "pooler_output", None), Tensor):  # of a model of transformers
+        return f"; write {name}.pooler_output"
+    if not isinstance(x, (list, tuple)) or not len(x):
+        return ""
+    if name == "negatives" and all(isinstance(part, Tensor) for part in x):
+        return (
+            "; write torch.cat(negatives) for negatives of all images, or "
+            "torch.stack(negatives, 1) for each image's own, the i-th of each tensor"
+        )
+    if all(isinstance(part, Tensor) for part in x):
+        return f"; write torch.stack({name}), or pass the tensors one by one"
+    return f"; write torch.tensor({name})"
+
+
+def as_matrix(name: str, x: Tensor, are_embeddings: bool) -> str:
+    """Return how to make a matrix of a tensor of another shape; empty for no idea."""
+    if x.dim() == 1:
+        return f"; for a single row, write {name}[None]"
+    if x.dim() == 3 and 1 in x.shape[:2]:
+        return f"; write {name}.squeeze({list(x.shape).index(1)})"
+    if x.dim() == 3 and are_embeddings:
+        return (
+            f"; for {x.shape[1]} embeddings of each, such as captions, write {name}.flatten(0, 1) "
+            "and pass ids. Sets with one score for each pair are for "
+            "itrloss.functional.set_similarity"
+        )
+    return ""
+
+
+def consecutive_ids(n: int, m: int, row_ids: str, col_ids: str) -> str:
+    """Return the ids of as many consecutive columns for each row; empty if numbers do not fit."""
+    if n == 0 or m % n:
+        return ""
+    ids = f"{row_ids}=torch.arange({n}), {col_ids}=torch.arange({m}) // {m // n}"
+    return f"; where {m // n} consecutive ones belong to each, write {ids}"
+
+
+def repeated_rows(name: str, n: int, m: int) -> str:
+    """Return how to repeat each of n rows to have m; empty if m is no multiple of n."""
+    if n == 0 or m <= n or m % n:
+        return ""
+    rows = f"{name}.repeat_interleave({m // n}, 0)"
+    return f"; where {m // n} consecutive ones belong to each, write {rows}"
+
+
+def in_place_of_ids(name: str, x: object) -> str:
+    """Return what to pass for a scale or a mask; empty for other values."""
+    if isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point():
+        return ", a scalar as logit_scale is; pass images and texts alone"
+    if not isinstance(x, Tensor) or x.dtype != torch.bool or x.dim() != 2:
+        return ""
+    if name == "negative_ids":
+        return "; for a mask of those that exist, write torch.where(mask, -1, itrloss.NO_ID)"
+    return f"; {_MULTI_HOT}"
+
+
+def multi_hot(x: Tensor) -> str:
+    """Return what to pass for labels (N, k) that are all 0 or 1; empty for others."""
+    if x.dim() != 2 or x.shape[1] < 2 or not bool(((x == 0) | (x == 1)).all()):
+        return ""
+    return f"; {_MULTI_HOT}"
+
+
+def no_parameter(name: str, given: str, learnt: Iterable[str]) -> AttributeError:
+    """Return the error for a parameter that a loss does not learn."""
+    names = ", ".join(learnt)
+    return AttributeError(f"{name}: it has no parameter {given!r}; it learns {names or 'none'}")
+
+
+def as_similarity(name: str, x: object) -> str:
+    """Return how to pass a matrix of scores for another model; empty for other values."""
+    if isinstance(x, Tensor) and x.dim() == 2:
+        return f"; scores go in as itrloss.Similarity.from_scores({name}, image_ids, text_ids)"
+    return ""
 
 
 def _type(x: object) -> str:

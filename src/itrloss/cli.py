@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import __version__, files, report, tables
-from .checks import Names, as_size, one_of, require_finite
+from .checks import EMBEDDINGS, Names, as_size, did_you_mean, one_of, require_finite
 from .comparison import (
     CALIBRATED,
     METHODS,
@@ -34,7 +34,6 @@ from .comparison import (
     table,
 )
 from .files import Source, as_source
-from .hints import EMBEDDINGS, did_you_mean
 from .metrics import (
     Judgements,
     RetrievalResults,
@@ -48,11 +47,15 @@ from .metrics.labels import unrelated_ids
 from .metrics.protocols import check_coco
 from .metrics.relevance import folds_of
 from .metrics.results import RECALLS, as_ks
-from .metrics.suspicion import warn_of_guess
 from .report.comparison import models_page, page
 from .rerank import FastReranker
 from .similarity import Similarity
-from .suspicious import SuspiciousInputWarning, UnfitScalesWarning, warn_of_embeddings
+from .suspicious import (
+    SuspiciousInputWarning,
+    UnfitScalesWarning,
+    warn_of_embeddings,
+    warn_of_guess,
+)
 
 # Options that are files to write, and their suffixes. The last is a folder.
 _RESULTS = {

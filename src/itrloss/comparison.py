@@ -23,7 +23,7 @@ from .rerank import FastReranker, Reranker
 from .rerank.base import go_beyond_cosines, has_defaults_for_cosines
 from .rerank.fast import SCALES
 from .similarity import Similarity
-from .suspicious import UnfitScalesWarning, number_shared, warn
+from .suspicious import UnfitScalesWarning, are_the_same, warn
 from .tables import ARROWS, TESTED, Row, Table, comparison_table, samples_for
 
 METHODS: dict[str, type[Reranker]] = {
@@ -281,14 +281,11 @@ def _tried(trial: _Trial, sim: Similarity, folds: int, rules: Mapping[str, Any])
 
 
 def _pairs_in_words(sim: Similarity, validation: Similarity | None) -> str:
-    """Return what the validation pairs are; warn if half of their items, or of the test set's, are
-    in the other.
-    """
+    """Return what the validation pairs are; warn if they are those of the test set."""
     if validation is None:
         return ""
     for test, other in zip(_sides(sim), _sides(validation), strict=True):
-        shared = number_shared(test, other.to(test.device))
-        if 2 * shared >= min(len(test), len(other)):
+        if are_the_same(test, other):
             warn(
                 "validation: it has items of the test set, on which nothing may be calibrated; "
                 "pass held-out pairs"

@@ -10,18 +10,14 @@ from torch import Tensor
 from .anchors import Hardest
 from .checks import (
     CheckedModule,
-    Choice,
-    Fixed,
-    Number,
-    NumberOr,
     as_size,
     check_matrix,
     from_numpy,
+    option,
 )
 from .distributed import digest, gather_parts, world_size
 from .engine.relation import IGNORE_ID, weighted_sums
 from .engine.vectors import host_may_read, normalized
-from .hints import explained
 from .similarity import Engine, Similarity
 
 __all__ = ["OnlineKMeans"]
@@ -59,17 +55,16 @@ class OnlineKMeans(CheckedModule):
         counts: (clusters,) int64 n.
     """
 
-    clusters = Fixed[int]()
-    dim = Fixed[int]()
-    max_count = NumberOr(None, above=0)
-    patience = Number(above=0)
-    engine: Choice[Engine] = Choice("auto", "dense", "tiled", "triton")
+    clusters: int = option(at_least=1, fixed=True)
+    dim: int = option(at_least=1, fixed=True)
+    max_count: float | None = option(above=0)
+    patience: float = option(above=0)
+    engine: Engine = option()
     centroids: Tensor
     counts: Tensor
     waiting: Tensor
     replaced: Tensor
 
-    @explained
     def __init__(
         self,
         clusters: int,
@@ -80,8 +75,8 @@ class OnlineKMeans(CheckedModule):
         engine: Engine = "auto",
     ):
         super().__init__()
-        self.clusters = as_size("clusters", clusters)
-        self.dim = as_size("dim", dim)
+        self.clusters = clusters
+        self.dim = dim
         self.max_count = max_count
         self.patience = patience
         self.engine = engine

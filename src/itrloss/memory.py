@@ -14,14 +14,12 @@ from . import checks
 from .anchors import Anchors, AnchorSide
 from .checks import (
     CheckedModule,
-    Fixed,
     IdsLike,
-    Number,
     WholeState,
-    as_size,
     check_embeddings,
     check_matrix,
     one_of,
+    option,
 )
 from .distributed import collectives
 from .distributed.consensus import digest, gather_parts, padded, world_size
@@ -37,7 +35,6 @@ from .engine.matrix import (
 )
 from .engine.relation import IGNORE_ID, Relation
 from .engine.vectors import Embeddings, normalized
-from .hints import explained, repeated_rows
 from .related import relation_of
 from .similarity import SIDES, Directions, Engine, Similarity
 
@@ -68,22 +65,19 @@ class CoupledMemory(CheckedModule):
         enqueued: () int64, number of entries ever put in; the next goes to ``enqueued % size``.
     """
 
-    size = Fixed[int]()
-    dim = Fixed[int]()
+    size: int = option(at_least=1, fixed=True)
+    dim: int = option(at_least=1, fixed=True)
     images: Tensor
     texts: Tensor
     ids: Tensor
     enqueued: Tensor
 
-    @explained
     def __init__(self, size: int, dim: int, *, dtype: torch.dtype = torch.float32):
         super().__init__()
-        size = as_size("size", size)
-        dim = as_size("dim", dim)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise TypeError(f"dtype: expected a floating-point type, got {dtype!r}")
         self.size = size
         self.dim = dim
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"dtype: expected a floating-point type, got {dtype!r}")
         with torch.inference_mode(False):  # inference tensors could not be written to later
             self.register_buffer("images", torch.empty(size, dim, dtype=dtype))
             self.register_buffer("texts", torch.empty(size, dim, dtype=dtype))
@@ -117,7 +111,6 @@ class CoupledMemory(CheckedModule):
         return True  # ``if memory`` asks whether there is one, be it empty
 
     @torch.no_grad()
-    @explained
     def enqueue(
         self,
         image_keys: Tensor,
@@ -178,7 +171,7 @@ class CoupledMemory(CheckedModule):
             check_matrix(name, x, f"(B, {self.dim})", empty=empty)
             shape = image_keys.shape[0], self.dim
             if x.shape != shape:
-                hint = repeated_rows("image_keys", len(image_keys), len(text_keys))
+                hint = checks.repeated_rows("image_keys", len(image_keys), len(text_keys))
                 raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}{hint}")
         self.check_labels("ids", ids is not None)
         self.check_names("ids", ids)
@@ -630,7 +623,7 @@ class MomentumEncoder(CheckedModule):
             it is called.
     """
 
-    momentum = Number(at_least=0, at_most=1)
+    momentum: float = option(at_least=0, at_most=1)
 
     def __init__(
         self,

@@ -24,7 +24,6 @@ from .engine.inputs import even_chunks
 from .engine.products import full_float32, matmul
 from .engine.relation import IGNORE_ID, slots
 from .engine.vectors import compute_dtype, full_precision, normalized
-from .hints import explained
 from .related import label_sets
 from .similarity import TopK
 from .suspicious import warn
@@ -38,7 +37,6 @@ _TILE = 2**21
 
 
 @torch.no_grad()
-@explained
 def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     queries: Tensor | np.ndarray,
     corpus: Tensor | np.ndarray,

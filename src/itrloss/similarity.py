@@ -32,7 +32,6 @@ from .engine.ranking import Ranking, Relevance
 from .engine.ranking import TopK as TopK
 from .engine.relation import IGNORE_ID, Ids, Relation, segment_sum
 from .engine.vectors import Embeddings
-from .hints import explained
 from .related import Related, relation_of
 
 X = TypeVar("X")
@@ -86,7 +85,6 @@ class Similarity(Anchors):
         TypeError, ValueError: naming the argument, what it should be and what it was.
     """
 
-    @explained
     def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
         rows: Tensor,

@@ -1,24 +1,39 @@
-"""The warning of input that can be computed with, but is probably not what was meant."""
+"""Warnings of input that can be computed with, but is probably not what was meant."""
 
 from __future__ import annotations
 
-import inspect
+import math
+import sys
 import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .engine.vectors import CHUNK, chunks, compute_dtype
-from .hints import EMBEDDINGS
+from .checks import EMBEDDINGS, multi_hot
+from .engine.vectors import chunks, compute_dtype, host_may_read
 
-_INSIDE = ("itrloss", "torch")  # packages whose lines a user did not write
+if TYPE_CHECKING:
+    from .metrics.results import RetrievalResults
+    from .similarity import Similarity
+
+# Folders of packages whose lines a user did not write.
+_INSIDE = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+# Cosines are at most 1, and SCAN's log-sum-exp of cosines 1.6; cosines times CLIP's first scale
+# of 14.3 are more.
+_LARGEST = 5.0
+# CLIP learns scales of at most 100.
+_LARGEST_SCALE = 1e4
+_MOST_TEXTS = 20  # of an image, in the data sets that give each image as many
+_MOST_UNMATCHED = 0.1  # share of images, or of texts, that are there as wrong candidates only
 
 
 class SuspiciousInputWarning(UserWarning):
     """Input that can be computed with, but is probably not what was meant.
 
-    The filters of ``warnings`` show it once for each line of yours that causes it, hide it, or
-    make it an error.
+    The filters of ``warnings`` show it once, hide it, or make it an error. From Python 3.12 on it
+    names the line of yours that causes it.
     """
 
 
@@ -30,13 +45,114 @@ class UnfitScalesWarning(SuspiciousInputWarning):
 
 
 def warn(message: str, category: type[Warning] = SuspiciousInputWarning) -> None:
-    """Warn of input, at the line of the user's code that passed it."""
-    level = 1
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
-        frame = frame.f_back
-        level += 1
-    warnings.warn(message, category, stacklevel=level)
+    """Warn of input, at the line of the user's code that passed it where Python can find it."""
+    if sys.version_info >= (3, 12):
+        warnings.warn(message, category, skip_file_prefixes=_INSIDE)
+    else:
+        warnings.warn(message, category, stacklevel=2)
+
+
+# -------------------------------------------------------------------------------- batches of losses
+
+
+def may_be_read(sim: Similarity) -> bool:
+    """Return whether the host may read scores and ids at no cost: on the CPU, uncompiled."""
+    if sim.embeddings is None:
+        scores = sim.given_scores
+        return scores is not None and host_may_read(scores)
+    return all(host_may_read(x) for x in sim.embeddings)
+
+
+def warn_of_ids(name: str, loss: Any, sim: Similarity) -> None:
+    """Warn if no image has a positive; or if none has a negative, so that the loss is 0."""
+    n, m = sim.shape
+    if n == 0:  # a process without images
+        return
+    counts = sim.positive_counts.detach()
+    if not bool(counts.any()):
+        warn(
+            f"{name}: no image has a matching text, as image_ids and text_ids have no id in "
+            "common. Equal ids are a match; if image i matches text i, leave out both"
+        )
+    elif bool((counts == m).all()) and _is_zero(loss):
+        meant = "".join({multi_hot(labels) for labels in sim.label_sets()})
+        warn(
+            f"{name}: every image matches every text, so that the loss is 0 whatever is learnt. "
+            "Pass batches of more than one pair, with ids that differ where image and text do "
+            f"not match{meant}"
+        )
+
+
+def _is_zero(loss: Any) -> bool:
+    """Return whether a loss, or the losses of all anchors, are 0 up to rounding."""
+    parts = loss if isinstance(loss, tuple) else (loss,)
+    values = [x.detach() for x in parts if isinstance(x, Tensor)]
+    return bool(values) and all(bool((x.abs() <= 1e-6).all()) for x in values)
+
+
+def warn_of_units(name: str, sim: Similarity, what: str = "scores") -> None:
+    """Warn of scores too large for cosines: given ones, or of embeddings that are not
+    normalised.
+    """
+    scores = sim.given_scores
+    if sim.embeddings is not None:
+        if sim.normalizes or sim.bias is not None or not sim.one_to_one:
+            return
+        scores = sim.detach().positive_scores()  # as large as others, and not N times M
+    if scores is not None and bool(scores.detach().abs().amax() > _LARGEST):
+        warn(
+            f"{name}: {what} above {_LARGEST:g}, as of logits, where the loss's options are in "
+            "units of cosine similarity. Pass cosines, before they are multiplied by a scale or "
+            "divided by a temperature"
+        )
+
+
+def warn_of_temperature(temperature: float | Tensor, sim: Similarity) -> None:
+    """Warn of a temperature for cosines that is probably a scale, its inverse."""
+    if sim.embeddings is not None and sim.normalizes and bool(temperature > _LARGEST):
+        value = float(temperature)
+        warn(
+            f"temperature: {value:g} makes cosines almost equal. A scale of {value:g}, as other "
+            f"libraries have, is temperature=1/{value:g}"
+        )
+
+
+def warn_of_scale(log_scale: float | Tensor) -> None:
+    """Warn of the logarithm of a scale, 1 / temperature, that is probably the scale itself."""
+    if bool(log_scale > math.log(_LARGEST_SCALE)):
+        value = float(log_scale)
+        warn(
+            f"log_scale: {value:.4g} is a scale of {math.exp(min(value, 700.0)):.4g}, by which "
+            "cosines are multiplied, where CLIP learns scales up to 100. If it is meant as the "
+            f"scale itself, its logarithm is {math.log(value):.4g}"
+        )
+
+
+def warn_of_vectors(sim: Similarity) -> None:
+    """Warn of embeddings in place of scores, and of those that are all zero."""
+    if sim.given_scores is not None:
+        warn_of_embeddings("scores", sim.given_scores)
+        return
+    assert sim.embeddings is not None
+    images, texts = (x.detach() for x in sim.embeddings)
+    if _is_transpose(images, texts):
+        warn(
+            "images, texts: a matrix and its transpose, as of logits_per_image and "
+            "logits_per_text. Pass the embeddings, or scores=cosines"
+        )
+    for name, x in zip(("images", "texts"), sim.embeddings, strict=True):
+        if len(x) and not bool(x.detach().any()):
+            warn(f"{name}: all embeddings are zero, so that they get no gradient")
+
+
+def _is_transpose(images: Tensor, texts: Tensor) -> bool:
+    """Return whether a matrix is another one's transpose, but not symmetric."""
+    if images.shape != texts.T.shape or not torch.equal(images, texts.T):
+        return False
+    return not torch.equal(images, texts)
+
+
+# ---------------------------------------------------------------------------------------- test sets
 
 
 def warn_of_embeddings(name: str, scores: Tensor) -> None:
@@ -60,38 +176,43 @@ def warn_of_embeddings(name: str, scores: Tensor) -> None:
         )
 
 
-def row_labels(x: Tensor) -> Tensor:
-    """Return (N,) int64 numbers of the rows (N, D), the same for rows that are equal.
-
-    They need to be equal up to rounding.
-    """
-    x = x.detach()
-    rtol = max(1e-5, 2 * torch.finfo(x.dtype).eps)
-    generator = torch.Generator("cpu").manual_seed(0)
-    direction = torch.randn(x.shape[1], generator=generator, dtype=torch.float64, device="cpu")
-    direction = direction.to(x.device)
-    keys = torch.empty(len(x), dtype=torch.float64, device=x.device)
-    lengths = torch.empty_like(keys)
-    for part in chunks(x):
-        rows = x[part].double()
-        keys[part] = rows @ direction
-        lengths[part] = rows.norm(dim=1)
-    order = keys.argsort()  # copies are neighbours in this order
-    near = keys[order].diff().abs() <= 1e-6 + rtol * lengths[order[1:]]
-    candidates = near.nonzero().squeeze(1)
-    same = torch.zeros_like(near)
-    step = max(1, CHUNK // max(1, x.shape[1]))
-    for some in candidates.split(step):
-        pairs = x[order[some]], x[order[some + 1]]
-        same[some] = torch.isclose(*pairs, rtol, 1e-6).all(1)
-    labels = torch.zeros_like(order)
-    labels[order[1:]] = (~same).cumsum(0)
-    return labels
+def warn_of_guess(n: int, m: int) -> None:
+    """Warn if n images and m texts make an unlikely number of consecutive texts for each image."""
+    if n > 1 and m // n > _MOST_TEXTS:
+        warn(
+            f"image_ids, text_ids: without them, {n} images and {m} texts are {m // n} consecutive "
+            "texts an image, more than is usual. If they are not, pass image_ids and text_ids; "
+            "rows are images."
+        )
 
 
-def number_shared(x: Tensor, others: Tensor) -> int:
-    """Return how many rows of (N, D) are rows of (M, E), too, up to rounding; 0 if D is not E."""
-    if x.shape[1] != others.shape[1]:
-        return 0
-    labels = row_labels(torch.cat([x, others.to(x.dtype)]))
-    return int(torch.isin(labels[: len(x)], labels[len(x) :]).sum())
+def warn_of_one_side(sim: Similarity) -> None:
+    """Warn if images and texts are the same embeddings."""
+    if sim.embeddings is None:
+        return
+    images, texts = sim.embeddings
+    n = len(images)
+    m = len(texts)
+    if n > 1 and m % n == 0 and torch.equal(images, texts[:: m // n]):
+        warn(
+            "images, texts: both are the same embeddings, so that each is compared with itself. "
+            "Pass the images' and the texts'."
+        )
+
+
+def warn_of_unmatched(results: RetrievalResults) -> None:
+    """Warn if many images or texts have no match, as of ids in two spellings."""
+    shares = []
+    for own in results.ways.values():
+        shares.append(own.unmatched / max(1, int(own.exists.sum())))
+    if max(shares) >= _MOST_UNMATCHED:
+        warn(
+            f"image_ids, text_ids: {results.unmatched_in_words}, so that they are no queries. "
+            "Equal ids are a match; names have to be spelt in the same way. If they are there as "
+            "wrong candidates alone, that is right"
+        )
+
+
+def are_the_same(x: Tensor, others: Tensor) -> bool:
+    """Return whether two tensors hold the same numbers, as of one file that was read twice."""
+    return x.shape == others.shape and torch.equal(x, others.to(x))

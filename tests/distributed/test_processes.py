@@ -260,9 +260,25 @@ words = list("abcd")
 pair = itrloss.InfoNCELoss
 mdcl = itrloss.MemoryDiversityContrastiveLoss
 classifier = itrloss.PrototypeClassificationLoss
+
+
+class WithOption(itrloss.PairLoss):
+    """A loss of one's own with an option."""
+
+    weight: float = 1.0
+
+    def compute(self, sim: itrloss.Similarity) -> Any:
+        return sim.both.reduce(self.weight * sim.both.logsumexp(), self.reduction)
+
+
 # What a process calls, the odd one with True, and what the error says of the others and of it.
 DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
     "temperature": (lambda odd: pair(0.06 if odd else 0.05, gather=True)(*pairs()), "0.05", "0.06"),
+    "option of one's own": (
+        lambda odd: WithOption(2.0 if odd else 1.0, gather=True)(*pairs()),
+        "'weight': 1.0",
+        "'weight': 2.0",
+    ),
     "reduction": (
         lambda odd: pair(reduction=("mean", "sum")[odd], gather=True)(*pairs()),
         "'mean'",
@@ -347,15 +363,15 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
     ),
     "directions": (
         lambda odd: pair(directions=("image-text", "text-image")[odd], gather=True)(*pairs()),
-        "directions image-text",
-        "directions text-image",
+        "'directions': 'image-text'",
+        "'directions': 'text-image'",
     ),
     "directions next to a memory": (
         lambda odd: mdcl(directions=("both", "image-text")[odd], gather=True)(
             *pairs(), *pairs(), memory()
         ),
-        "directions both",
-        "directions image-text",
+        "'directions': 'both'",
+        "'directions': 'image-text'",
     ),
     "size of the memory": (
         lambda odd: mdcl(gather=True)(*pairs(), *pairs(), memory(9 + odd)),

@@ -16,7 +16,6 @@ from itrloss.metrics import retrieval_metrics
 from itrloss.mining import mine_hard_negatives
 from itrloss.rerank import MutualProximity
 
-pytestmark = pytest.mark.filterwarnings("ignore:recall is at chance level")
 CUDA = torch.device("cuda:0")
 SETTINGS = torch.backends.cuda.matmul
 

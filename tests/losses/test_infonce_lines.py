@@ -20,7 +20,7 @@ def test_lines_of_other_projects(name, engine, small_tiles, monkeypatch):
     """Their values and gradients, in float64 and with ten digits."""
     # whatever a line's losses were made with
     chosen = property(lambda loss: engine, lambda loss, value: None)
-    monkeypatch.setattr(PairLoss, "engine", chosen)
+    monkeypatch.setattr(PairLoss, "engine", chosen, raising=False)
     case = CASES[name]
     x = {}
     for key, numbers in case["inputs"].items():

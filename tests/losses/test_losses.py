@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
 import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -26,10 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import gradcheck
 
 import itrloss
-from itrloss import MemoryLoss, PairLoss, Similarity
-from itrloss.checks import Choice, Number
+from itrloss import MemoryLoss, PairLoss, Similarity, option
 from itrloss.engine.terms import identity
-from itrloss.losses.base import Loss
+from itrloss.losses.base import Loss, SimilarityLoss
 
 ENGINES = ("dense", "tiled")
 OF_ANCHORS = [name for name, entry in LOSSES.items() if not entry.every_pair]
@@ -82,19 +86,19 @@ ELSEWHERE = {
     "VarianceAwareLoss": "test_dvse.py",
 }
 WITHOUT_VALUE = {"learnable", "max_scale", "reduction", "engine", "check_finite"}
-BASES = PairLoss, MemoryLoss, Loss, nn.Module
+BASES = PairLoss, MemoryLoss, SimilarityLoss, Loss
 
 
 def own_options(kind):
     """Return the options of a loss with their defaults, without those that all losses have."""
+    common = set()
+    for base in BASES:
+        if issubclass(kind, base):
+            common |= inspect.signature(base).parameters.keys()
     found = {}
-    for owner in kind.__mro__:
-        if owner in BASES:
-            break
-        if "__init__" in vars(owner):
-            for option in inspect.signature(owner.__init__).parameters.values():
-                if option.default is not option.empty:
-                    found[option.name] = option.default
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if name not in common and parameter.default is not parameter.empty:
+            found[name] = parameter.default
     return found
 
 
@@ -114,11 +118,48 @@ def test_every_option_is_compared_with_loops_at_another_value_than_its_default()
             assert not left, f"{kind.__name__}: an entry with other values of {sorted(left)}"
 
 
-def test_every_option_is_shown_and_so_compared_by_processes():
-    kinds = {type(entry.make()) for entry in REGISTRY.values()}
-    for kind in kinds - {LateInteraction}:
-        if issubclass(kind, (PairLoss, MemoryLoss)):
-            assert own_options(kind).keys() <= set(kind.shown), kind.__name__
+@pytest.mark.parametrize("entry", REGISTRY.values(), ids=REGISTRY)
+def test_every_option_is_in_the_signature_and_compared_by_processes(entry):
+    loss = entry.make()
+    if not isinstance(loss, Loss):
+        return
+    names = inspect.signature(type(loss)).parameters
+    assert not any(x.kind is x.VAR_POSITIONAL for x in names.values())
+    assert {"reduction", "gather", "process_group"} <= names.keys()
+    assert entry.options.keys() <= names.keys()
+    if not isinstance(loss, LateInteraction):  # whose own options are no declared ones
+        compared = {name for name, x in type(loss)._all_options.items() if not x.local}
+        assert own_options(type(loss)).keys() - {"engine", "check_finite"} <= compared
+
+
+def test_positional_arguments_are_those_of_the_papers():
+    def positional(kind):
+        parameters = inspect.signature(kind).parameters.values()
+        return [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+
+    dcl = ["temperature", "margin", "diversity", "epsilon", "detach_diversity"]
+    dcl += ["positive_weight", "positive"]
+    assert positional(itrloss.TripletLoss) == ["margin", "mining"]
+    assert positional(itrloss.InfoNCELoss) == ["temperature", "learnable"]
+    assert positional(itrloss.MemoryInfoNCELoss) == ["temperature", "learnable"]
+    assert positional(itrloss.SigmoidLoss) == ["scale", "bias", "learnable"]
+    assert positional(itrloss.HubnessAwareLoss) == ["scale", "margin", "positive"]
+    assert positional(itrloss.DiversityContrastiveLoss) == dcl
+    assert positional(itrloss.MemoryDiversityContrastiveLoss) == dcl
+    assert positional(itrloss.VarianceAwareLoss) == ["margin", "detach_sigma", "shared_sigma"]
+    assert positional(itrloss.PairLoss) == positional(itrloss.MemoryLoss) == []
+
+
+def test_an_option_is_read_without_a_call():
+    loss = itrloss.InfoNCELoss(0.2, margin=0.1, telemetry=True)
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
+    try:
+        _ = loss.temperature, loss.learnable, loss.margin, loss.reduction, loss.engine
+        _ = loss.telemetry
+    finally:
+        sys.setprofile(None)
+    assert not calls
 
 
 # -------------------------------------------------------------------------------- values, gradients
@@ -479,16 +520,10 @@ def value_of(loss, sim):
 class Own(itrloss.PairLoss):
     """A loss of one's own, with options that are checked and one that may be anything."""
 
-    shown = ("margin", "form", "anything", "reduction")
-    margin = Number(above=0, at_most=1)
-    form = Choice("a", "b")
+    margin: float = option(default=0.2, above=0, at_most=1)
+    form: Literal["a", "b"] = "a"
+    anything: Any = None
     compute = value_of
-
-    def __init__(self, margin=0.2, form="a", anything=None, **common):
-        super().__init__(**common)
-        self.margin = margin
-        self.form = form
-        self.anything = anything
 
 
 @pytest.mark.parametrize("value", [None, 0.1, 3, (0.1, 0.2), torch.ones(3), abs, "text"])
@@ -530,11 +565,35 @@ def test_options_that_a_loss_does_not_have_are_refused():
 
 
 def test_an_option_that_was_not_set_is_named():
-    class Forgetful(itrloss.PairLoss):
-        margin = Number()
+    class Needy(itrloss.PairLoss):
+        margin: float = option()
 
+    class Forgetful(Needy):
+        def __init__(self):
+            super().__init__()
+
+    with pytest.raises(TypeError, match="Needy: missing a required argument: 'margin'"):
+        Needy()
+    assert Needy(0.3).margin == 0.3
     with pytest.raises(AttributeError, match="margin"):
         _ = Forgetful().margin
+
+
+def test_an_option_has_a_type():
+    with pytest.raises(TypeError, match="margin: expected a type, as in margin: float = option"):
+
+        class Untyped(itrloss.PairLoss):
+            margin = option(default=0.2)
+
+
+def test_a_subclass_may_change_a_default():
+    class Wide(itrloss.TripletLoss):
+        margin = 0.5
+
+    assert Wide().margin == 0.5 and Wide(0.3).margin == 0.3
+    assert inspect.signature(Wide).parameters["margin"].default == 0.5
+    with pytest.raises(ValueError, match="margin: expected a number of at least 0, got -1"):
+        Wide(margin=-1)
 
 
 def test_your_own_loss_may_have_modules_and_parameters():
@@ -544,7 +603,7 @@ def test_your_own_loss_may_have_modules_and_parameters():
     assert [*weight.state_dict()] == ["anything"]
     for loss in (head, weight):
         assert copy.deepcopy(loss)(*embeddings(4, 4)).isfinite()
-        assert "reduction='mean'" in repr(loss)
+        assert "margin=0.2" in repr(loss)
 
 
 @pytest.mark.parametrize("base", ["TripletLoss", "HubnessAwareLoss", "DiversityContrastiveLoss"])
@@ -552,8 +611,6 @@ def test_a_loss_of_the_librarys_may_get_another_option(base):
     kind = getattr(itrloss, base)
 
     class Weighted(kind):
-        shown = ("weight", *kind.shown)
-
         def __init__(self, weight=3.0, **options):
             super().__init__(**options)
             self.weight = weight
@@ -563,7 +620,16 @@ def test_a_loss_of_the_librarys_may_get_another_option(base):
 
     v, w = embeddings(6, 6)
     torch.testing.assert_close(Weighted(margin=0.4)(v, w), 3 * kind(margin=0.4)(v, w))
-    assert "weight=3.0" in repr(Weighted())
+    assert {"weight", "margin", "reduction"} <= inspect.signature(Weighted).parameters.keys()
+
+    class Declared(kind):
+        weight: float = 3.0
+
+        def compute(self, sim):
+            return self.weight * super().compute(sim)
+
+    torch.testing.assert_close(Declared(margin=0.4)(v, w), 3 * kind(margin=0.4)(v, w))
+    assert "weight=3.0" in repr(Declared())
 
 
 LATER = [
@@ -609,6 +675,52 @@ def test_a_loss_that_shares_a_models_scale_is_learnable(kind):
     v, w = embeddings(6, 6)
     loss(v, w).backward()
     assert of_model.grad != 0
+
+
+@pytest.mark.parametrize("kind", [itrloss.InfoNCELoss, itrloss.SigmoidLoss])
+def test_a_loss_without_its_parameter_has_the_number_that_was_set_last(kind):
+    loss = kind(0.2, learnable=True)
+    loss.log_scale = None
+    assert not loss.learnable and repr(loss).startswith(f"{kind.__name__}({loss_option(kind)}=0.2")
+    v, w = embeddings(6, 6)
+    torch.testing.assert_close(loss(v, w), kind(0.2, learnable=False)(v, w))
+
+
+def loss_option(kind):
+    """Return the name of a loss's first option."""
+    return next(iter(inspect.signature(kind).parameters))
+
+
+@pytest.mark.slow
+def test_editors_see_all_options_with_their_defaults(tmp_path):
+    """As pyright does, which editors ask."""
+    code = """
+import itrloss
+
+class Own(itrloss.TripletLoss):
+    weight: float = itrloss.option(default=3.0, above=0)
+
+reveal_type(itrloss.InfoNCELoss.__init__)
+Own(0.2, "all", 2.0, reduction="mean", telemetry=True).weight.hex()
+itrloss.rerank.CSLS(k=3)
+itrloss.InfoNCELoss(temprature=0.1)
+"""
+    (tmp_path / "own.py").write_text(code)
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
+    home = str(Path(itrloss.__file__).parents[1])
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [home]}))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    said = [found["message"] for found in json.loads(done.stdout)["generalDiagnostics"]]
+    seen, error = said
+    for option_seen in (
+        "temperature: float | Tensor = 0.07, learnable: bool = False, *",
+        "image_image: bool = False",
+        "margin: float | None = None",
+        "gather: bool = False",
+        "telemetry: bool | dict[str, Tensor] = False",
+    ):
+        assert option_seen in seen
+    assert error == 'No parameter named "temprature"'
 
 
 @pytest.mark.slow

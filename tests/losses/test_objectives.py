@@ -111,7 +111,7 @@ def test_options_reach_what_they_are_for():
             loss.diversity is None
             and loss.engine == "tiled"
             and loss.check_finite
-            and loss.observed
+            and loss._observed
         )
     for loss in (
         objective.classifier,

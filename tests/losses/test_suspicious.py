@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 
 import numpy as np
@@ -13,7 +14,7 @@ import itrloss
 from itrloss import Similarity, SuspiciousInputWarning, compat
 from itrloss.cli import main
 from itrloss.functional import set_similarity
-from itrloss.metrics import fold_repeated, retrieval_metrics, retrieval_results
+from itrloss.metrics import retrieval_metrics, retrieval_results
 from itrloss.rerank import CSLS
 
 
@@ -30,49 +31,13 @@ def embeddings(n=40, captions=5, dim=16, noise=0.5, seed=0):
 
 
 def said(function, *args, **kwargs):
-    """Return the texts of the library's warnings of a call, which point here."""
+    """Return the texts of the library's warnings of a call, which point here if Python can."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function(*args, **kwargs)
     ours = [x for x in caught if issubclass(x.category, SuspiciousInputWarning)]
-    assert all(x.filename == __file__ for x in ours)
+    assert sys.version_info < (3, 12) or all(x.filename == __file__ for x in ours)
     return [str(x.message) for x in ours]
-
-
-def per_caption(order, **options):
-    images, texts = embeddings(**options)
-    return images.repeat_interleave(len(texts) // len(images), 0)[order], texts[order]
-
-
-ORDERS = {
-    "shuffled": torch.randperm(200, generator=generator(1)),
-    "captions one after the other": torch.arange(200).view(40, 5).T.flatten(),
-    "back and forth": torch.cat([torch.arange(0, 200, 2), torch.arange(199, 0, -2)]),
-    "groups of five that begin in the middle of one": torch.arange(200).roll(2),
-    "without ten rows": torch.randperm(200, generator=generator(2))[:190],
-    "pairs": torch.arange(200).view(40, 5)[:, :2].T.flatten(),
-}
-
-
-@pytest.mark.parametrize("form", ["similarity", "scores", "float64", "half", "rounded", "fold"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_copies_of_images_in_any_order_are_noticed(order, form):
-    images, texts = per_caption(ORDERS[order])
-    if form == "rounded":
-        images = images * (1 + 1e-6 * torch.rand(images.shape, generator=generator(3)))
-    if form == "float64":
-        images, texts = images.double(), texts.double()
-    if form == "half":
-        images, texts = images.half(), texts.half()
-    if form == "fold":
-        messages = said(fold_repeated, images)
-    elif form == "scores":
-        messages = said(retrieval_metrics, images @ texts.T)
-    else:
-        messages = said(retrieval_metrics, Similarity(images, texts))
-    (message,) = messages
-    assert message.startswith(f"images: {len(images)} rows are 40 different ones")
-    assert "image_ids and text_ids" in message
 
 
 def nearly(noise, form, n=40, captions=5):
@@ -167,44 +132,6 @@ def test_right_data_is_evaluated_without_a_word(form, captions):
         assert not said(retrieval_metrics, sim.scores())
 
 
-def test_weak_models_and_small_sets_are_no_chance():
-    images, texts = embeddings(captions=5, noise=4.0, n=200)
-    ids = torch.arange(200), torch.arange(1000) // 5
-    figures = retrieval_metrics(Similarity(images, texts, *ids))
-    assert figures["i2t_r1"] < 15 and not said(retrieval_metrics, Similarity(images, texts, *ids))
-    assert not said(retrieval_metrics, torch.rand(10, 10, generator=generator()))
-    assert not said(retrieval_metrics, torch.eye(30))
-
-
-def by_chance():
-    images, texts = embeddings(n=128, captions=1, dim=128, noise=1.0)
-    images = torch.nn.functional.normalize(images)
-    texts = torch.nn.functional.normalize(texts)
-    ids = torch.arange(128)
-    wrong = torch.randperm(128, generator=generator(4))
-    scores = images @ texts.T
-    return {
-        "random": (torch.rand(60, 300, generator=generator()),),
-        "shuffled texts": (Similarity(images, texts[wrong]),),
-        "wrong ids": (scores, ids, wrong),
-        "distances": (1 - scores,),
-        "all embeddings alike": (
-            Similarity(images[:1].expand(128, -1), texts[:1].expand(128, -1)),
-        ),
-        "embeddings not of length 1": (3 * torch.randn(128, 128, generator=generator(5)),),
-        "images of another model": (Similarity(images, texts.roll(7, 1)),),
-    }
-
-
-@pytest.mark.parametrize("case", by_chance())
-def test_recall_at_chance_level_is_noticed(case):
-    given = by_chance()[case]
-    (message,) = said(retrieval_metrics, *given)
-    assert message.startswith("recall is at chance level")
-    (message,) = said(retrieval_results, *given, folds=2)
-    assert message.startswith("recall is at chance level")
-
-
 def test_a_temperature_that_is_probably_a_scale_is_noticed():
     images, texts = embeddings(captions=1)
     (message,) = said(itrloss.InfoNCELoss(20), images, texts)
@@ -219,8 +146,8 @@ def test_a_temperature_that_is_probably_a_scale_is_noticed():
 def test_unit_vectors_are_no_scores(seed, dtype):
     x = torch.nn.functional.normalize(torch.randn(64, 64 * (1 + seed), generator=generator(seed)))
     messages = said(retrieval_metrics, x.to(dtype))
-    assert messages[0].startswith("scores: each row has length 1, as embeddings have")
-    assert not [m for m in messages[1:] if not m.startswith("recall is at chance")]
+    (message,) = messages
+    assert message.startswith("scores: each row has length 1, as embeddings have")
 
 
 def test_images_against_themselves_are_noticed():
@@ -240,28 +167,28 @@ def test_images_against_themselves_are_noticed():
 
 def test_an_unusual_number_of_texts_an_image_is_noticed():
     for n, m in ((2, 100), (5, 500), (30, 900), (3, 63), (10, 1280)):
-        messages = said(retrieval_metrics, torch.rand(n, m, generator=generator()))
-        assert messages[0].startswith("image_ids, text_ids: without them")
-        assert f"{m // n} consecutive texts an image" in messages[0]
+        (message,) = said(retrieval_metrics, torch.rand(n, m, generator=generator()))
+        assert message.startswith("image_ids, text_ids: without them")
+        assert f"{m // n} consecutive texts an image" in message
     ids = torch.arange(5), torch.arange(500) // 100
     assert not said(retrieval_metrics, torch.rand(5, 500), *ids)
     assert not said(retrieval_metrics, torch.rand(1, 500))
 
 
 def test_the_filters_of_python_apply():
-    random = torch.rand(50, 50, generator=generator())
+    many = torch.rand(5, 500, generator=generator())
     with warnings.catch_warnings():
         warnings.simplefilter("error", SuspiciousInputWarning)
-        with pytest.raises(SuspiciousInputWarning, match="chance"):
-            retrieval_metrics(random)
+        with pytest.raises(SuspiciousInputWarning, match="500 texts"):
+            retrieval_metrics(many)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(5):
-            retrieval_metrics(random)
+            retrieval_metrics(many)
     assert len(caught) == 1
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore", SuspiciousInputWarning)
-        retrieval_metrics(random)
+        retrieval_metrics(many)
     assert not caught
 
 
@@ -516,14 +443,6 @@ SUSPICIOUS = {
         ),
         "guide: scores above 5",
     ),
-    "negatives that match": (
-        lambda: itrloss.InfoNCELoss()(IMAGES, TEXTS, negatives=TEXTS.clone()),
-        "negatives: 40 of them are texts of the batch",
-    ),
-    "own negatives that match": (
-        lambda: itrloss.InfoNCELoss()(IMAGES, TEXTS, negatives=TEXTS[:, None].clone()),
-        "negatives: 40 of them are texts of the batch",
-    ),
     "a matrix and its transpose": (
         lambda: itrloss.InfoNCELoss()(SQUARE, SQUARE.T),
         "images, texts: a matrix and its transpose",
@@ -583,12 +502,6 @@ RIGHT = {
         IMAGES, TEXTS, 100 * COSINES
     ),
     "other negatives": lambda: itrloss.InfoNCELoss()(IMAGES, TEXTS, negatives=OTHERS),
-    "negatives with ids": lambda: itrloss.InfoNCELoss()(
-        IMAGES, TEXTS, IDS, IDS, negatives=TEXTS, negative_ids=IDS
-    ),
-    "own negatives that are texts of others": lambda: itrloss.InfoNCELoss()(
-        IMAGES, TEXTS, negatives=TEXTS.roll(1, 0)[:, None]
-    ),
     "some empty sets": lambda: set_similarity(HEADS, HEADS, image_lengths=[0] + [2] * 39),
     "a corpus with few right answers": lambda: itrloss.mine_hard_negatives(
         IMAGES, TEXTS, IDS, [0] + [99] * 39, 3
@@ -619,11 +532,8 @@ def saved(tmp_path, monkeypatch):
     os.symlink("test_scores.npy", "link.npy")
     os.link("test_scores.npy", "hard.npy")
     np.savez("again.npz", sims=np.load("test_scores.npy"))
-    np.save("shuffled.npy", np.load("test_scores.npy")[::-1])
     np.save("double.npy", np.load("test_scores.npy").astype(np.float64))
-    np.save("more.npy", np.concatenate([np.load("other_images.npy"), np.load("test_images.npy")]))
     np.save("copied_images.npy", np.load("test_images.npy"))
-    np.save("some_texts.npy", np.load("test_texts.npy")[:50])
     return tmp_path
 
 
@@ -643,15 +553,12 @@ EVAL = ("eval", "test_images.npy", "test_texts.npy")
         ("rerank", "test_scores.npy", "--val", "link.npy"),
         ("rerank", "test_scores.npy", "--val", "hard.npy"),
         ("rerank", "test_scores.npy", "--val", "again.npz"),
-        ("rerank", "test_scores.npy", "--val", "shuffled.npy"),
         ("rerank", "test_scores.npy", "--val", "double.npy"),
         (*EVAL, "--val", "test_images.npy", "test_texts.npy"),
         (*EVAL, "--val", "copied_images.npy", "other_texts.npy"),
         ("rerank", "test_scores.npy", "--bank-images", "test_scores.npy"),
         ("rerank", "test_scores.npy", "--bank-texts", "again.npz"),
         (*EVAL, "--bank-images", "test_images.npy"),
-        (*EVAL, "--bank-images", "more.npy"),
-        (*EVAL, "--bank-texts", "some_texts.npy"),
     ],
 )
 def test_the_test_set_as_its_own_validation_or_bank_is_noticed(arguments, saved, capsys):

@@ -545,7 +545,6 @@ def test_images_that_repeat_otherwise_are_as_many_as_there_are():
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # copies in another order have a warning of their own, and all these are at chance level
         warnings.filterwarnings("error", message="images: every")
         for x in cases:
             assert (

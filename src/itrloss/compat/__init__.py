@@ -5,9 +5,6 @@ because those code bases normalise in their models. If a value differs from the 
 class says so. In all classes, scores and losses are float32 at least, and nothing is printed.
 """
 
-import typing as _typing
-
-from .. import hints
 from .adapter import adapt
 from .contrastive import ClipLoss, HALLoss, SigLipLoss, USERLoss
 from .hinge import CHANLoss, HREMLoss, SCANLoss, SGRAFLoss, VSEInfinityLoss, VSEPPLoss
@@ -28,7 +25,3 @@ __all__ = [
     "VSEPPLoss",
     "adapt",
 ]
-
-
-if not _typing.TYPE_CHECKING:  # a checker knows which names there are
-    __getattr__ = hints.public_names(__name__, __all__)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import distributed, functional, hints
+from .. import distributed, functional
 from ..anchors import Anchors
-from ..checks import CheckedModule, Names, Number, Size, check_number
+from ..checks import CheckedModule, Names, check_number, option
 from ..similarity import Similarity
-from .hinge import VSEPPLoss, option, required, required_ids, similarity
+from .hinge import VSEPPLoss, required, required_ids, setting, similarity
 
 
 class HALLoss(CheckedModule):
@@ -26,27 +26,27 @@ class HALLoss(CheckedModule):
     tensors.
     """
 
-    scale = Number(above=0)
-    margin = Number()
-    alpha = Number()
-    beta = Number()
-    ep_posi = Number()
-    ep_nega = Number()
-    k = Size()
+    scale: float = option(above=0)
+    margin: float = option()
+    alpha: float = option()
+    beta: float = option()
+    ep_posi: float = option()
+    ep_nega: float = option()
+    k: int = option(at_least=1)
 
     def __init__(self, opt: Any):
         super().__init__()
-        self.scale = option(opt, "local_alpha")
-        self.margin = option(opt, "local_ep")
-        self.alpha = option(opt, "global_alpha", 40.0)
-        self.beta = option(opt, "global_beta", 40.0)
-        self.ep_posi = option(opt, "global_ep_posi", 0.2)
-        self.ep_nega = option(opt, "global_ep_nega", 0.1)
-        self.k = option(opt, "mb_k", 250)
-        hardest = option(opt, "max_violation", False)
-        triplet = VSEPPLoss(option(opt, "margin", 0.2), option(opt, "measure", None), hardest)
+        self.scale = setting(opt, "local_alpha")
+        self.margin = setting(opt, "local_ep")
+        self.alpha = setting(opt, "global_alpha", 40.0)
+        self.beta = setting(opt, "global_beta", 40.0)
+        self.ep_posi = setting(opt, "global_ep_posi", 0.2)
+        self.ep_nega = setting(opt, "global_ep_nega", 0.1)
+        self.k = setting(opt, "mb_k", 250)
+        hardest = setting(opt, "max_violation", False)
+        triplet = VSEPPLoss(setting(opt, "margin", 0.2), setting(opt, "measure", None), hardest)
         self.order = triplet.order
-        replaced = hardest or option(opt, "sum_violation", False)
+        replaced = hardest or setting(opt, "sum_violation", False)
         self.triplet = triplet if replaced else None
 
     def forward(
@@ -111,13 +111,13 @@ class USERLoss(CheckedModule):
     Differences: `Masked pairs`_, `Positive term`_.
     """
 
-    scale = Number(above=0)
-    margin = Number()
+    scale: float = option(above=0)
+    margin: float = option()
 
     def __init__(self, opt: Any):
         super().__init__()
-        self.scale = option(opt, "mu")
-        self.margin = option(opt, "gama")
+        self.scale = setting(opt, "mu")
+        self.margin = setting(opt, "gama")
 
     def forward(self, im: Tensor, s: Tensor) -> Tensor:
         """Return the loss of (B, D) images and (B, D) texts."""
@@ -142,10 +142,6 @@ class USERLoss(CheckedModule):
             similarity(t_q, v_k, ("t_q", "v_k")),
         )
         return functional.hubness_aware_loss(queues, self.scale, self.margin, positives=keys)
-
-
-# The arguments of open_clip's losses.
-_OPEN_CLIP = ("image_features", "text_features", "logit_scale", "logit_bias", "output_dict")
 
 
 class ClipLoss(nn.Module):
@@ -181,13 +177,10 @@ class ClipLoss(nn.Module):
         logit_scale,
         logit_bias=None,
         output_dict=False,
-        **unknown,
     ) -> Any:
         """Return the loss of (B, D) pairs, or with ``output_dict`` a dictionary that has it as
         ``contrastive_loss``.
         """
-        for name in unknown:
-            raise hints.unknown(type(self).__name__, name, _OPEN_CLIP)
         if not isinstance(logit_scale, Tensor):
             check_number("logit_scale", logit_scale, positive=True)
         options: dict[str, Any] = {

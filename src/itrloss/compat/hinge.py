@@ -13,20 +13,20 @@ from .. import functional
 from ..checks import (
     CheckedModule,
     Names,
-    Number,
     as_id_numbers,
     as_int64,
     check_embeddings,
     check_matrix,
     one_of,
+    option,
 )
 from ..engine.vectors import compute_dtype
-from ..losses.suspicion import may_be_read, warn_of_units, warn_of_vectors
 from ..similarity import Similarity
+from ..suspicious import may_be_read, warn_of_units, warn_of_vectors
 from ..terms import excess, identity
 
 
-def option(opt: Any, name: str, *default: Any) -> Any:
+def setting(opt: Any, name: str, *default: Any) -> Any:
     """Return an attribute of a code base's settings, or an entry of a dictionary of them; or the
     default; an error without both.
     """
@@ -102,7 +102,7 @@ class HingeLoss(Switched):
     hardest one.
     """
 
-    margin = Number()
+    margin: float = option()
     _looked = False  # whether a batch was looked at for what is suspicious
 
     def __init__(self, margin: float = 0, max_violation: bool = False):
@@ -213,8 +213,8 @@ class CHANLoss(HingeLoss):
 
     def __init__(self, opt: Any = None, margin: float = 0.2, max_violation: bool = False):
         if opt is not None:
-            margin = option(opt, "margin")
-            max_violation = option(opt, "max_violation")
+            margin = setting(opt, "margin")
+            max_violation = setting(opt, "max_violation")
         super().__init__(margin, max_violation)
 
     def forward(self, sims: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ class HREMLoss(HingeLoss):
 
     def __init__(self, opt: Any, margin: float = 0.2, max_violation: bool = False):
         super().__init__(margin, max_violation)
-        self.mask_repeat = bool(option(opt, "mask_repeat"))
+        self.mask_repeat = bool(setting(opt, "mask_repeat"))
 
     def forward(
         self, im: Tensor, s: Tensor, img_ids: Any = None, sims: Tensor | None = None

@@ -12,7 +12,7 @@ from .. import functional
 from ..checks import one_of
 from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
-from .hinge import HingeLoss, option, required, similarity
+from .hinge import HingeLoss, required, setting, similarity
 
 Parts = dict[str, Tensor]
 
@@ -65,14 +65,14 @@ class Regularizers:
         self.reduction = reduction
         kinds = ("unif", "div", "mmd")
         if code_base == "dive":
-            self.sizes = (option(opt, "img_num_embeds"), option(opt, "txt_num_embeds"))
+            self.sizes = (setting(opt, "img_num_embeds"), setting(opt, "txt_num_embeds"))
         else:
-            k = option(opt, "num_embeds", 1)
+            k = setting(opt, "num_embeds", 1)
             self.sizes = (k, k)
             kinds = ("div", "mmd") if k > 1 else ()
-        weights = {name: option(opt, f"{name}_weight", 0.0) for name in kinds}
+        weights = {name: setting(opt, f"{name}_weight", 0.0) for name in kinds}
         self.weights = {name: weight for name, weight in weights.items() if weight > 0}
-        self.unif_residual = bool(option(opt, "unif_residual", False))
+        self.unif_residual = bool(setting(opt, "unif_residual", False))
 
     def check_sizes(self, img: Tensor, txt: Tensor) -> None:
         """Raise an error unless sets are (N, K, D), or (N, D) for K = 1, with the K of ``opt``."""
@@ -136,8 +136,8 @@ class PVSELoss(HingeLoss):
     """
 
     def __init__(self, opt: Any, reduction: Any = "mean"):
-        super().__init__(option(opt, "margin", 1.0), option(opt, "max_violation", False))
-        self.order = bool(option(opt, "order", False))
+        super().__init__(setting(opt, "margin", 1.0), setting(opt, "max_violation", False))
+        self.order = bool(setting(opt, "order", False))
         self.regularizers = Regularizers(opt, "pvse", reduction)
 
     def forward(
@@ -183,16 +183,16 @@ class DivELoss(HingeLoss):
         reduction: Any = "mean",
         txt_per_img=5,
     ):
-        super().__init__(option(opt, "margin", 1.0), option(opt, "max_violation", False))
-        if option(opt, "semi_hard_triplet", False):
+        super().__init__(setting(opt, "margin", 1.0), setting(opt, "max_violation", False))
+        if setting(opt, "semi_hard_triplet", False):
             raise ValueError("opt: semi_hard_triplet is not supported")
         self.temperature: Any = None
         if similarity_fn is None:
-            denominator = option(opt, "denominator", 2)
-            if (denominator, option(opt, "temperature_txt_scale", 1)) != (2, 1):
+            denominator = setting(opt, "denominator", 2)
+            if (denominator, setting(opt, "temperature_txt_scale", 1)) != (2, 1):
                 expected = "a function for this denominator or text temperature"
                 raise ValueError(f"similarity_fn: expected {expected}, got None")
-            self.temperature = option(opt, "temperature")
+            self.temperature = setting(opt, "temperature")
         self.similarity_fn = similarity_fn
         self.set_sizes = (img_set_size, txt_set_size)
         self.regularizers = Regularizers(opt, "dive", reduction)

@@ -108,7 +108,7 @@ class Matrix:
     are multiplied block by block in each pass.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 — made in this module alone, always by name
         self,
         relation: Relation,
         engine: str,
@@ -633,7 +633,7 @@ class Matrix:
 # -------------------------------------------------------------------------- matrices of embeddings
 
 
-def large_matrix(
+def large_matrix(  # noqa: PLR0913 — one object; all but five have defaults
     rows: Embeddings,
     cols: Embeddings,
     relation: Relation,

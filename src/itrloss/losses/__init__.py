@@ -4,9 +4,6 @@ methods.
 What is named here is also a name of :mod:`itrloss`.
 """
 
-import typing as _typing
-
-from .. import hints
 from .base import MemoryLoss, PairLoss
 from .coder import (
     CODERObjective,
@@ -55,7 +52,3 @@ __all__ = [
     "UnifiedTrainingObjective",
     "VarianceAwareLoss",
 ]
-
-
-if not _typing.TYPE_CHECKING:  # a checker knows which names there are
-    __getattr__ = hints.public_names(__name__, __all__)

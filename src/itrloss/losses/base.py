@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import KW_ONLY
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .. import hints
 from ..anchors import Anchors
 from ..checks import (
     IMAGES_AND_TEXTS,
     CheckedModule,
-    Choice,
     IdsLike,
     Names,
+    Option,
     check_embeddings,
     check_matrix,
+    no_parameter,
     one_of,
+    option,
+    unknown_keyword,
 )
 from ..distributed import consensus, digest, padded, world_size
 from ..distributed.collectives import replicated, total
 from ..engine.relation import Rule
 from ..functional import Reduction
-from ..hints import explained
 from ..memory import CoupledMemory, MemorySimilarity
 from ..related import Related
-from ..similarity import DIRECTIONS, Directions, Engine, Similarity
-from ..suspicious import warn
+from ..similarity import Directions, Engine, Similarity
+from ..suspicious import may_be_read, warn, warn_of_ids, warn_of_units, warn_of_vectors
 from ..telemetry import describe, describe_memory
-from .suspicion import may_be_read, warn_of_ids, warn_of_units, warn_of_vectors
 
 _EMPTY_CALLS = 100  # with an empty memory, until there is a warning
 LEAST_LOG = -1e30  # in place of the logarithm of 0, whose gradient would be nan
@@ -48,36 +49,25 @@ def finite_logsumexp(anchors: Anchors, scale: float, **options: Any) -> Tensor:
 class Loss(CheckedModule):
     """A module with the options that all losses have.
 
-    ``shown`` names the options that ``repr`` shows, and that processes compare. ``learnt`` names
-    the parameters of a loss of this library; others are refused, as they would not be learnt.
+    Of a loss of this library, parameters are refused that it does not learn: those behind its
+    options and in ``learnt``.
     """
 
-    shown: tuple[str, ...] = ("reduction",)
-    learnt: tuple[str, ...] = ()
-    reduction: Choice[Reduction] = Choice("mean", "sum", "none")
-    gather = Choice(True, False)
+    learnt: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(
-        self,
-        *,
-        reduction: Reduction = "mean",
-        gather: bool = False,
-        process_group: Any = None,
-        **unknown: Any,
-    ):
-        for name in unknown:
-            raise hints.unknown(type(self).__name__, name, hints.options_of(type(self)))
-        super().__init__()
-        self.reduction = reduction
-        self.gather = gather
-        self.process_group = process_group
+    _: KW_ONLY
+    reduction: Reduction = "mean"
+    gather: bool = option(default=False, local=True)
+    process_group: Any = option(default=None, local=True)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; raise an AttributeError for a parameter that a loss does not learn."""
         is_ours = type(self).__module__.startswith("itrloss.")
-        is_known = hasattr(type(self), name) or name in self.learnt
-        if is_ours and isinstance(value, nn.Parameter) and not is_known:
-            raise hints.no_parameter(type(self).__name__, name, self.learnt)
+        if is_ours and isinstance(value, nn.Parameter) and name not in self._all_options:
+            ways = [x.learnt for x in self._all_options.values() if x.learnt is not None]
+            names = [*self.learnt, *[way.parameter for way in ways]]
+            if name not in names:
+                raise no_parameter(type(self).__name__, name, names)
         super().__setattr__(name, value)
 
     @property
@@ -91,7 +81,7 @@ class Loss(CheckedModule):
 
         def check() -> str:
             """Raise the error, in a job so that all processes raise one."""
-            raise hints.unknown(type(self).__name__, next(iter(unknown)), names)
+            raise unknown_keyword(type(self).__name__, next(iter(unknown)), names)
 
         self.agree(check)
 
@@ -100,9 +90,9 @@ class Loss(CheckedModule):
         if not self.sharded or torch.compiler.is_compiling():
             return ""
         options = {}
-        for name in self.shown:
+        for name, declared in self._all_options.items():
             value = getattr(self, name)
-            if not isinstance(value, Tensor):
+            if not declared.local and not isinstance(value, Tensor):
                 options[name] = value
         trained = [name for name, p in self.named_parameters() if p.requires_grad]
         values = [f"{name} {digest(p)}" for name, p in self.named_parameters()]
@@ -168,60 +158,37 @@ class Loss(CheckedModule):
         loss, samples = total(torch.stack([whole, count]), self.process_group)
         return loss / samples.clamp_min(1) if self.reduction == "mean" else loss
 
-    def extra_repr(self) -> str:
-        """Return the options in ``shown`` with their values, for ``repr``."""
-        parts = []
-        for name in self.shown:
-            value = getattr(self, name)
-            if isinstance(value, Tensor) and value.numel() == 1:
-                value = float(f"{value.item():.4g}")
-            parts.append(f"{name}={value!r}")
-        return ", ".join(parts)
-
 
 def nothing() -> str:
     """Check nothing."""
     return ""
 
 
+def as_figures(value: bool | dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the figures that ``telemetry`` is set to; none for True and False."""
+    if isinstance(value, dict):
+        return value
+    one_of("telemetry", value, True, False)
+    return {}
+
+
 class SimilarityLoss(Loss):
     """The options that all losses of similarities share, see :class:`PairLoss`."""
 
-    engine: Choice[Engine] = Choice("auto", "dense", "tiled", "triton")
-    check_finite = Choice(True, False)
     _looked = False  # whether a batch was looked at for what is suspicious
+    _observed = False  # whether figures are kept
 
-    def __init__(
-        self,
-        *,
-        engine: Engine = "auto",
-        check_finite: bool = False,
-        telemetry: bool = False,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        self.engine = engine
-        self.check_finite = check_finite
-        self.observed = False
-        self._figures: dict[str, Tensor] = {}
-        self.telemetry = telemetry
+    _: KW_ONLY
+    engine: Engine = option(default="auto", local=True)
+    check_finite: bool = option(default=False, local=True)
+    # The figures of the last call; empty without the option. It may be set later, to True or False.
+    telemetry: dict[str, Tensor] = option(default=False, converter=as_figures, local=True)
 
-    @property
-    def telemetry(self) -> dict[str, Tensor]:
-        """The figures of the last call; empty without the option. It may be set later, to True or
-        False.
-        """
-        return self._figures
-
-    @telemetry.setter
-    def telemetry(self, value: bool | dict[str, Tensor]) -> None:
-        """Say whether figures are kept, or keep some."""
-        if isinstance(value, dict):
-            self._figures = value
-            return
-        one_of("telemetry", value, True, False)
-        self.observed = bool(value)
-        self._figures = {}
+    def _set_option(self, declared: Option, value: Any) -> None:
+        """Check and keep an option; with ``telemetry``, keep whether figures are asked for."""
+        super()._set_option(declared, value)
+        if declared.name == "telemetry" and not isinstance(value, dict):
+            self._observed = bool(value)
 
     @property
     def in_cosines(self) -> bool:
@@ -237,7 +204,7 @@ class SimilarityLoss(Loss):
 
     def described(self) -> str:
         """Return what has to be the same; telemetry is, as its figures are of all processes."""
-        return f"{super().described()}, telemetry {bool(self.observed)}"
+        return f"{super().described()}, telemetry {bool(self._observed)}"
 
     def _between(
         self,
@@ -273,7 +240,7 @@ class SimilarityLoss(Loss):
         """
         if not torch.compiler.is_compiling() and not self._looked:
             self._look(loss, sim.batch if isinstance(sim, MemorySimilarity) else sim)
-        if self.observed and not torch.compiler.is_compiling():
+        if self._observed and not torch.compiler.is_compiling():
             if isinstance(sim, MemorySimilarity):
                 self.telemetry = describe_memory(sim, self.process_group)
             else:
@@ -298,21 +265,8 @@ class DirectedLoss(SimilarityLoss):
     :class:`PairLoss`.
     """
 
-    directions: Choice[Directions] = Choice(*DIRECTIONS)
-
-    def __init__(self, *, directions: Directions = "both", **common: Any):
-        super().__init__(**common)
-        self.directions = directions
-
-    def described(self) -> str:
-        """Return what has to be the same in all processes, in words; empty for one process."""
-        return f"{super().described()}, directions {self.directions}"
-
-    def extra_repr(self) -> str:
-        """Return the options in ``shown``, and the directions if they are not both."""
-        if self.directions == "both":
-            return super().extra_repr()
-        return f"{super().extra_repr()}, directions={self.directions!r}"
+    _: KW_ONLY
+    directions: Directions = "both"
 
     def _with_telemetry(self, loss: Any, sim: Similarity | MemorySimilarity) -> Any:
         """Return a loss as :meth:`SimilarityLoss._with_telemetry` does; values of one direction are
@@ -329,9 +283,10 @@ class PairLoss(DirectedLoss):
 
     A subclass implements ``compute(sim)`` of a :class:`Similarity` with images as rows: a formula
     of ``self.anchors(sim)``, the anchors whose values count, which ends with their ``reduce(values,
-    self.reduction)``. If it has options, its ``__init__`` passes ``**common`` on to this one and
-    stores them, and ``shown`` names them: ``shown = ("margin", "reduction")``. Parameters of its
-    own are read by :meth:`shared`.
+    self.reduction)``. Its options are declared in its body, as in ``margin: float = 0.2``; with
+    :func:`itrloss.option` they have bounds. They are attributes, which may be set later, and are
+    checked whenever they are set. Parameters of its own are made in ``__post_init__``, which calls
+    that of this class first, and read by :meth:`shared`.
 
     Args:
         directions: ``"both"``, or ``"image-text"`` for the images alone as anchors, with texts as
@@ -353,32 +308,9 @@ class PairLoss(DirectedLoss):
         process_group: the processes that take part; by default, all.
     """
 
-    groups: Choice[Rule] = Choice("same", "other")
-    normalize = Choice(True, False)
-
-    def __init__(
-        self,
-        *,
-        groups: Rule = "same",
-        normalize: bool = True,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        self.groups = groups
-        self.normalize = normalize
-
-    def described(self) -> str:
-        """Return what has to be the same in all processes, in words; empty for one process."""
-        return f"{super().described()}, normalize {self.normalize}, groups {self.groups}"
-
-    def extra_repr(self) -> str:
-        """Return the options in ``shown`` and others that are not left at their defaults."""
-        parts = [super().extra_repr()]
-        if self.groups != "same":
-            parts.append(f"groups={self.groups!r}")
-        if not self.normalize and "normalize" not in self.shown:
-            parts.append(f"normalize={self.normalize!r}")
-        return ", ".join(parts)
+    _: KW_ONLY
+    groups: Rule = "same"
+    normalize: bool = True
 
     def anchors(self, sim: Similarity) -> Anchors:
         """Return the anchors whose values count, of a similarity with images as rows."""
@@ -569,7 +501,6 @@ class MemoryLoss(DirectedLoss):
 
     _empty_calls = 0  # with an empty memory, in training mode
 
-    @explained
     def forward(
         self,
         images: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY
 from typing import Any, NamedTuple
 
 import torch
@@ -10,17 +11,12 @@ from torch import Tensor, nn
 from .. import functional
 from ..checks import (
     CheckedModule,
-    Choice,
-    Fixed,
     IdsLike,
-    Number,
-    NumberOr,
-    as_size,
     check_matrix,
+    option,
 )
 from ..distributed import padded
 from ..engine.vectors import compute_dtype, host_may_read, normalized
-from ..hints import explained
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Engine, Similarity
@@ -30,48 +26,16 @@ from .base import Loss, MemoryLoss, PairLoss, SimilarityLoss
 class DiversityOptions(SimilarityLoss):
     """The options of DCL and M-DCL."""
 
-    shown = (
-        "temperature",
-        "margin",
-        "diversity",
-        "epsilon",
-        "detach_diversity",
-        "positive_weight",
-        "positive",
-        "entropy_temperature",
-        "reduction",
-    )
-    temperature = Number(above=0)
-    margin = Number()
-    diversity: Choice[functional.Diversity] = Choice("std", "entropy", None)
-    epsilon = Number(above=0)
-    detach_diversity = Choice(True, False)
-    positive_weight = NumberOr("paper")
-    positive: Choice[functional.PositiveForm] = Choice("clamp", "relu")
-    entropy_temperature = Number(above=0)
+    temperature: float = option(default=0.1, above=0)
+    margin: float = 0.3
+    diversity: functional.Diversity = "std"
+    epsilon: float = option(default=0.1, above=0)
+    detach_diversity: bool = True
+    positive_weight: functional.PositiveWeight = "paper"
+    positive: functional.PositiveForm = "clamp"
 
-    def __init__(
-        self,
-        temperature: float = 0.1,
-        margin: float = 0.3,
-        diversity: functional.Diversity = "std",
-        epsilon: float = 0.1,
-        detach_diversity: bool = True,
-        positive_weight: functional.PositiveWeight = "paper",
-        positive: functional.PositiveForm = "clamp",
-        *,
-        entropy_temperature: float = 1.0,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        self.temperature = temperature
-        self.margin = margin
-        self.diversity = diversity
-        self.epsilon = epsilon
-        self.detach_diversity = detach_diversity
-        self.positive_weight = positive_weight
-        self.positive = positive
-        self.entropy_temperature = entropy_temperature
+    _: KW_ONLY
+    entropy_temperature: float = option(default=1.0, above=0)
 
     @property
     def in_cosines(self) -> bool:
@@ -142,20 +106,9 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
         others: see :class:`DiversityContrastiveLoss` and :class:`MemoryLoss`.
     """
 
-    shown = (*DiversityOptions.shown, "positive_from", "diversity_from")
-    positive_from: Choice[functional.PositiveFrom] = Choice("key", "batch")
-    diversity_from: Choice[functional.DiversityFrom] = Choice("both", "batch")
-
-    def __init__(
-        self,
-        *options: Any,
-        positive_from: functional.PositiveFrom = "key",
-        diversity_from: functional.DiversityFrom = "both",
-        **others: Any,
-    ):
-        super().__init__(*options, **others)
-        self.positive_from = positive_from
-        self.diversity_from = diversity_from
+    _: KW_ONLY
+    positive_from: functional.PositiveFrom = "key"
+    diversity_from: functional.DiversityFrom = "both"
 
     def compute(self, sims: MemorySimilarity) -> Any:
         """Return M-DCL (CODER Eq. 6)."""
@@ -187,30 +140,19 @@ class PrototypeClassificationLoss(Loss):
         weight: (clusters, dim) P, a parameter: pass it to the optimiser.
     """
 
-    shown = ("dim", "clusters", "reduction")
     learnt = ("weight",)
-    dim = Fixed[int]()
-    clusters = Fixed[int]()
-    engine: Choice[Engine] = Choice("auto", "dense", "tiled", "triton")
-    check_finite = Choice(True, False)
 
-    def __init__(
-        self,
-        dim: int,
-        clusters: int,
-        *,
-        engine: Engine = "auto",
-        check_finite: bool = False,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        dim = as_size("dim", dim)
-        clusters = as_size("clusters", clusters)
-        self.dim = dim
-        self.clusters = clusters
-        self.engine = engine
-        self.check_finite = check_finite
-        self.weight = nn.Parameter(torch.empty(clusters, dim))
+    dim: int = option(at_least=1, fixed=True)
+    clusters: int = option(at_least=1, fixed=True)
+
+    _: KW_ONLY
+    engine: Engine = option(default="auto", local=True)
+    check_finite: bool = option(default=False, local=True)
+
+    def __post_init__(self) -> None:
+        """Make the parameter."""
+        super().__post_init__()
+        self.weight = nn.Parameter(torch.empty(self.clusters, self.dim))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -218,7 +160,6 @@ class PrototypeClassificationLoss(Loss):
         """Draw the weight anew, as is needed after ``to_empty``."""
         self.weight.uniform_(-1, 1).div_(self.dim**0.5)
 
-    @explained
     def forward(self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor) -> Any:
         """Return the loss, see :func:`itrloss.functional.prototype_classification_loss`."""
         return self._of_samples((image_concepts, text_concepts, prototype_ids), self._reduced)
@@ -303,10 +244,10 @@ class CODERObjective(CheckedModule):
             which has a parameter.
     """
 
-    batch_weight = Number()
-    memory_weight = Number()
-    concept_weight = Number()
-    prototype_weight = Number()
+    batch_weight: float = option()
+    memory_weight: float = option()
+    concept_weight: float = option()
+    prototype_weight: float = option()
 
     def __init__(
         self,
@@ -341,7 +282,6 @@ class CODERObjective(CheckedModule):
             process_group=self.batch.process_group,
         )
 
-    @explained
     def forward(  # noqa: PLR0913 - what the model returns, and ids
         self,
         images: Tensor,
@@ -421,13 +361,6 @@ class CODERObjective(CheckedModule):
         ids = self.prototypes.update(pairs, self.batch.process_group)
         self.classifier.reset(self.prototypes.reseeded, self.prototypes.centroids)
         return ids
-
-    def extra_repr(self) -> str:
-        """Return the weights of the four terms, for ``repr``."""
-        return (
-            f"batch_weight={self.batch_weight}, memory_weight={self.memory_weight}, "
-            f"concept_weight={self.concept_weight}, prototype_weight={self.prototype_weight}"
-        )
 
 
 def check_total(part: Loss) -> None:

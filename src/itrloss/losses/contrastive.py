@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import math
-import warnings
-from typing import Any
+from dataclasses import KW_ONLY
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..checks import Choice, Fixed, Learnable, Number, NumberOr, as_number, reset_learnable
+from ..checks import Learnt, option
 from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
+from ..suspicious import warn, warn_of_scale
 from .base import PairLoss
-from .suspicion import warn_of_scale
 
 _INTERVAL = 50  # calls between checks for a collapse
+
+
+def scale_of_log(log_scale: Tensor) -> Tensor:
+    """Return the 0-dim scale of a parameter (1,), its logarithm."""
+    # in float32 at least: exp in half precision would put it up to 0.4 % off
+    return log_scale.to(compute_dtype(log_scale)).exp().squeeze()
+
+
+LOG_OF_SCALE = Learnt("log_scale", scale_of_log, math.log)
 
 
 class TripletLoss(PairLoss):
@@ -41,24 +50,16 @@ class TripletLoss(PairLoss):
         engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    shown = ("margin", "mining", "temperature", "reduction")
-    margin = Number(at_least=0)
-    mining: Choice[functional.Mining] = Choice("hardest", "all")  #: May be set later.
-    temperature = NumberOr(None, above=0)
+    margin: float = option(default=0.2, at_least=0)
+    mining: functional.Mining = "hardest"
 
-    def __init__(
-        self,
-        margin: float = 0.2,
-        mining: functional.Mining = "hardest",
-        *,
-        temperature: float | None = None,
-        reduction: functional.Reduction = "sum",
-        **common: Any,
-    ):
-        super().__init__(reduction=reduction, **common)
-        self.margin = margin
-        self.mining = mining
-        self.temperature = temperature
+    _: KW_ONLY
+    temperature: float | None = option(default=None, above=0)
+    reduction: functional.Reduction = "sum"
+
+    def __post_init__(self) -> None:
+        """Check that the options go together, and begin to count calls."""
+        super().__post_init__()
         functional.check_mining(self.mining, self.temperature)
         self._calls = 0  # in training mode
         self._shared_calls = 0  # those whose batch processes shared, which check together
@@ -121,11 +122,11 @@ class TripletLoss(PairLoss):
         per_pair = float(total / sim.total(sim.positive_counts.sum()).clamp_min(1))
         self._alike = self._alike + 1 if abs(per_pair - 2 * self.margin) < 0.01 * self.margin else 0
         if self._alike == 2:
-            warnings.warn(
+            warn(
                 f"TripletLoss: {2 * _INTERVAL} calls within 1 % of {2 * self.margin:g} per pair, "
                 "which is 2 * margin: all embeddings seem to be alike. Begin with "
                 'mining="all", or lower the learning rate.',
-                stacklevel=7,  # the caller of the module: past forward and nn.Module.__call__
+                UserWarning,
             )
 
 
@@ -148,52 +149,31 @@ class SigmoidLoss(PairLoss):
             text.
     """
 
-    shown = ("scale", "bias", "learnable", "reduction")
-    directions = Choice("both")  # a pair has one value, which is of both
-    learnt = ("log_scale", "bias")
-    learnable = Fixed[bool]("log_scale")
-    bias = Learnable()
+    scale: float | Tensor = option(default=10.0, above=0, learnt=LOG_OF_SCALE)
+    bias: float | Tensor = option(default=-10.0, learnt=Learnt("bias"))
+    learnable: bool = option(default=True, fixed=True)
 
-    def __init__(
-        self, scale: float = 10.0, bias: float = -10.0, learnable: bool = True, **common: Any
-    ):
-        super().__init__(**common)
-        self.learnable = learnable
+    _: KW_ONLY
+    # a pair has one value, which is of both
+    directions: Literal["both"] = "both"  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        """Make the parameters."""
+        super().__post_init__()
         self.log_scale = None
-        if learnable:
+        if self.learnable:
             self.log_scale = nn.Parameter(torch.zeros(1))
             self.bias = nn.Parameter(torch.zeros(1))
-        self.scale = scale
-        self.bias = bias
+            self.reset_parameters()
 
     @property
     def in_cosines(self) -> bool:
         """Whether the scale is one for cosines."""
         return bool(self.scale > 2)
 
-    @property
-    def scale(self) -> float | Tensor:
-        """a: a number, or a 0-dim tensor that follows ``log_scale`` (1,). May be set later."""
-        if self.log_scale is None:
-            return self._scale
-        # in float32 at least: exp in half precision would put it up to 0.4 % off
-        return self.log_scale.to(compute_dtype(self.log_scale)).exp().squeeze()
-
-    @scale.setter
-    def scale(self, value: float) -> None:
-        """Set a, above 0; if it is learnable, in place."""
-        self._scale = as_number("scale", value, positive=True)
-        self._reset_scale()
-
-    @torch.no_grad()
-    def _reset_scale(self) -> None:
-        if self.log_scale is not None:
-            self.log_scale.fill_(math.log(self._scale))
-
     def reset_parameters(self) -> None:
         """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
-        self._reset_scale()
-        reset_learnable(self)
+        self._reset_learnt()
 
     def _look(self, loss: Any, sim: Similarity) -> None:
         """Warn of a batch, and of a scale in place of its logarithm."""

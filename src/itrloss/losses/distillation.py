@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ..checks import IdsLike, Names, Number, check_matrix
+from ..checks import IdsLike, Names, check_matrix, option
 from ..related import Related
 from ..similarity import Similarity
+from ..suspicious import may_be_read, warn_of_units, warn_of_vectors
 from .base import PairLoss
 from .other_model import (
     as_tensors,
@@ -21,7 +22,6 @@ from .other_model import (
     described_model,
     has_candidates_of,
 )
-from .suspicion import may_be_read, warn_of_units, warn_of_vectors
 
 _OF_TEACHER = Names("teacher[0]", "teacher[1]", "image_ids", "text_ids")
 
@@ -43,14 +43,8 @@ class DistillationLoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    shown = ("temperature", "teacher_temperature", "reduction")
-    temperature = Number(above=0)
-    teacher_temperature = Number(above=0)
-
-    def __init__(self, temperature: float = 0.07, teacher_temperature: float = 0.07, **common: Any):
-        super().__init__(**common)
-        self.temperature = temperature
-        self.teacher_temperature = teacher_temperature
+    temperature: float = option(default=0.07, above=0)
+    teacher_temperature: float = option(default=0.07, above=0)
 
     @property
     def in_cosines(self) -> bool:

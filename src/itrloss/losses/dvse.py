@@ -14,19 +14,17 @@ from ..anchors import AnchorSide
 from ..checks import (
     IMAGES_AND_TEXTS,
     CheckedModule,
-    Choice,
     IdsLike,
-    Number,
     as_mask,
     as_size,
     check_embeddings,
     check_matrix,
     from_numpy,
+    option,
 )
 from ..distributed import digest, gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine, large_matrix
 from ..engine.vectors import Embeddings, full_precision, normalized
-from ..hints import explained
 from ..similarity import Similarity
 from ..telemetry import describe
 from .base import Loss, SimilarityLoss
@@ -61,24 +59,10 @@ class VarianceAwareLoss(SimilarityLoss):
             an accelerator synchronises or, in a CUDA graph or compiled, forms the matrices.
     """
 
-    shown = ("margin", "detach_sigma", "shared_sigma", "reduction")
-    margin = Number()
-    detach_sigma = Choice(True, False)
-    shared_sigma = Choice(True, False)
+    margin: float = 0.2
+    detach_sigma: bool = False
+    shared_sigma: bool = True
 
-    def __init__(
-        self,
-        margin: float = 0.2,
-        detach_sigma: bool = False,
-        shared_sigma: bool = True,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        self.margin = margin
-        self.detach_sigma = detach_sigma
-        self.shared_sigma = shared_sigma
-
-    @explained
     def forward(
         self,
         image_sets: Tensor,
@@ -97,7 +81,7 @@ class VarianceAwareLoss(SimilarityLoss):
             return value
         if not self._looked:
             self._look(value, frame)
-        if self.observed:
+        if self._observed:
             self.telemetry = self._described(heads, frame)
         return value
 
@@ -180,21 +164,9 @@ class DynamicOrthogonalLoss(Loss):
         gather, process_group: see :class:`PairLoss`.
     """
 
-    shown = ("slack", "pair_reduction", "reduction")
-    slack = Number()
-    pair_reduction: Choice[functional.PairReduction] = Choice("mean", "sum", "frobenius")
+    slack: float = 0.4
+    pair_reduction: functional.PairReduction = "mean"
 
-    def __init__(
-        self,
-        slack: float = 0.4,
-        pair_reduction: functional.PairReduction = "mean",
-        **common: Any,
-    ):
-        super().__init__(**common)
-        self.slack = slack
-        self.pair_reduction = pair_reduction
-
-    @explained
     def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return the loss, see :func:`itrloss.functional.dynamic_orthogonal_loss`."""
 
@@ -230,7 +202,7 @@ class DynamicGate(CheckedModule):
             or 1 is stuck.
     """
 
-    momentum = Number(above=0)
+    momentum: float = option(above=0)
     weight: Tensor
     centre: Tensor
     on_rate: Tensor
@@ -257,7 +229,6 @@ class DynamicGate(CheckedModule):
         self.batches.zero_()
 
     @torch.no_grad()
-    @explained
     def forward(
         self, regions: Tensor, mask: Tensor | None = None, process_group: Any = None
     ) -> Tensor:
@@ -356,7 +327,7 @@ class DVSEObjective(CheckedModule):
         options: of :class:`VarianceAwareLoss`.
     """
 
-    balance = Number(at_least=0, at_most=1)
+    balance: float = option(at_least=0, at_most=1)
 
     def __init__(
         self,
@@ -383,7 +354,6 @@ class DVSEObjective(CheckedModule):
             if part.reduction != "mean":
                 raise ValueError(f"reduction: expected 'mean' for a total, got {part.reduction!r}")
 
-    @explained
     def forward(
         self,
         image_sets: Tensor,
@@ -412,7 +382,3 @@ class DVSEObjective(CheckedModule):
         orthogonal = self.orthogonal(residuals, gate)
         total = self.balance * variance + (1 - self.balance) * orthogonal
         return total, DVSETerms(variance.detach(), orthogonal.detach())
-
-    def extra_repr(self) -> str:
-        """Return the balance of the two losses, for ``repr``."""
-        return f"balance={self.balance}"

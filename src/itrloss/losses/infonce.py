@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import KW_ONLY
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from .. import functional
 from ..anchors import Anchors
-from ..checks import Choice, IdsLike, Names, Number, NumberOr, are_strings, as_number
+from ..checks import IdsLike, Names, are_strings, as_number, option
 from ..engine.vectors import compute_dtype
 from ..memory import CoupledMemory, MemorySimilarity
 from ..related import Related
 from ..similarity import SIDES, Directions, Similarity
+from ..suspicious import may_be_read, warn_of_units
 from ..terms import identity, softplus
 from .base import LEAST_LOG, MemoryLoss, PairLoss
 from .further import (
@@ -40,7 +42,6 @@ from .other_model import (
     has_relation,
     zero_or_nan,
 )
-from .suspicion import may_be_read, warn_of_negatives, warn_of_units
 from .temperature import TemperatureLoss
 
 ROUNDING = 32.0  # units in the last place by which two products of the same vectors may differ
@@ -102,6 +103,18 @@ class Guide(NamedTuple):
     zero_or_nan: Tensor  # (): nan if one of its numbers is
 
 
+def as_hardness(value: float | Sequence[float]) -> float | tuple[float, float]:
+    """Return α, at least 0: a number, or one of the batch's and one of further negatives."""
+    is_pair = isinstance(value, (tuple, list, np.ndarray)) and np.ndim(value) == 1
+    numbers: Sequence[Any] = list(value) if is_pair else [value]  # type: ignore[arg-type]
+    if is_pair and len(numbers) != 2:
+        raise ValueError(f"hardness: expected a number or a pair of numbers, got {value!r}")
+    checked = [as_number("hardness", number) for number in numbers]
+    if min(checked) < 0:
+        raise ValueError(f"hardness: expected at least 0, got {value!r}")
+    return (checked[0], checked[1]) if is_pair else checked[0]
+
+
 class InfoNCELoss(TemperatureLoss, PairLoss):
     r"""InfoNCE, with any number of positives per anchor, in one or in both directions.
 
@@ -139,65 +152,14 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             see :class:`PairLoss`.
     """
 
-    shown = (
-        "temperature",
-        "learnable",
-        "image_image",
-        "text_text",
-        "joint",
-        "in_batch",
-        "margin",
-        "relative",
-        "hardness",
-        "max_scale",
-        "reduction",
-    )
-    image_image = Choice(True, False)
-    text_text: Choice[bool | str] = Choice(True, False, "unfiltered")
-    joint = Choice(True, False)
-    in_batch = Choice(True, False)
-    margin = NumberOr(None)
-    relative = Choice(True, False)
-
-    def __init__(  # noqa: PLR0913 (options, by keyword)
-        self,
-        temperature: float = 0.07,
-        learnable: bool = False,
-        *,
-        image_image: bool = False,
-        text_text: bool | Literal["unfiltered"] = False,
-        joint: bool = False,
-        in_batch: bool = True,
-        margin: float | None = None,
-        relative: bool = False,
-        hardness: float | tuple[float, float] = 0.0,
-        **common: Any,
-    ):
-        super().__init__(temperature, learnable, **common)
-        self.image_image = image_image
-        self.text_text = text_text
-        self.joint = joint
-        self.in_batch = in_batch
-        self.margin = margin
-        self.relative = relative
-        self.hardness = hardness
-
-    @property
-    def hardness(self) -> float | tuple[float, float]:
-        """α: a number, or one of the batch's and one of further negatives. May be set later."""
-        return self._hardness
-
-    @hardness.setter
-    def hardness(self, value: float | tuple[float, float]) -> None:
-        """Set α, at least 0."""
-        is_pair = isinstance(value, (tuple, list, np.ndarray)) and np.ndim(value) == 1
-        numbers: Sequence[Any] = list(value) if is_pair else [value]  # type: ignore[arg-type]
-        if is_pair and len(numbers) != 2:
-            raise ValueError(f"hardness: expected a number or a pair of numbers, got {value!r}")
-        checked = [as_number("hardness", number) for number in numbers]
-        if min(checked) < 0:
-            raise ValueError(f"hardness: expected at least 0, got {value!r}")
-        self._hardness = (checked[0], checked[1]) if is_pair else checked[0]
+    _: KW_ONLY
+    image_image: bool = False
+    text_text: bool | Literal["unfiltered"] = False
+    joint: bool = False
+    in_batch: bool = True
+    margin: float | None = None
+    relative: bool = False
+    hardness: float | tuple[float, float] = option(default=0.0, converter=as_hardness)
 
     # ---------------------------------------------------------------------------------------- input
 
@@ -257,7 +219,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         sim = self._similarity(images, texts, *ids, scores, check=check, related=related)
         if guide is None and negatives is None and not (self.image_image or self.text_text):
             return self._with_telemetry(self.compute(sim), sim)
-        self._look_at_further(sim, texts, negatives, negative_ids, guide)
+        self._look_at_further(sim, guide)
         models = [model]
         judge: Guide | None = None
         if guide is not None:
@@ -272,18 +234,13 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
     def _look_at_further(
         self,
         sim: Similarity,
-        texts: Tensor | None,
-        negatives: Tensor | None,
-        negative_ids: IdsLike | None,
         guide: Similarity | Sequence[Tensor] | None,
     ) -> None:
-        """Warn of negatives that match, and of a guide in other units; see :meth:`_look`."""
+        """Warn of a guide in other units; see :meth:`_look`."""
         if self._looked or torch.compiler.is_compiling():
             return
         if not may_be_read(sim) or sim.share is not None:
             return
-        if negatives is not None and negative_ids is None and texts is not None:
-            warn_of_negatives(sim, texts, negatives)
         of_cosines = self.margin is not None and abs(self.margin) < 1 and not self.relative
         if isinstance(guide, Similarity) and of_cosines:
             warn_of_units(type(self).__name__, guide, "guide: scores")
@@ -650,29 +607,9 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
             :class:`MemoryLoss`.
     """
 
-    shown = (
-        "temperature",
-        "learnable",
-        "batch_negatives",
-        "distillation",
-        "max_scale",
-        "reduction",
-    )
-    batch_negatives = Choice(True, False)
-    distillation = Number(at_least=0, at_most=1)
-
-    def __init__(
-        self,
-        temperature: float = 0.07,
-        learnable: bool = False,
-        *,
-        batch_negatives: bool = True,
-        distillation: float = 0.0,
-        **common: Any,
-    ):
-        super().__init__(temperature, learnable, **common)
-        self.batch_negatives = batch_negatives
-        self.distillation = distillation
+    _: KW_ONLY
+    batch_negatives: bool = True
+    distillation: float = option(default=0.0, at_least=0, at_most=1)
 
     def _value(
         self,

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..checks import WholeState, as_size, check_number
-from ..hints import explained
 from ..memory import CoupledMemory
 from .base import Loss, PairLoss
 
@@ -36,7 +35,6 @@ class Matryoshka(WholeState):
         ValueError: for other numbers of dimensions or weights.
     """
 
-    @explained
     def __init__(
         self, loss: nn.Module, dims: Sequence[int], weights: Sequence[float] | None = None
     ):

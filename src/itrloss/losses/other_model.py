@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import hints
-from ..checks import Names, from_numpy, require_finite
+from ..checks import Names, as_similarity, from_numpy, require_finite
 from ..engine.vectors import compute_dtype, host_may_read
 from ..similarity import Similarity
 
@@ -27,7 +26,7 @@ def check_embeddings_of(name: str, model: Any, has_negatives: bool) -> None:
     expected = "(images, texts, negatives)" if has_negatives else "(images, texts)"
     if not isinstance(model, Sequence) or not all(isinstance(x, Tensor) for x in model):
         expected = f"expected a Similarity or embeddings {expected}"
-        hint = hints.as_similarity(name, model)
+        hint = as_similarity(name, model)
         raise TypeError(f"{name}: {expected}, got {type(model).__name__}{hint}")
     if len(model) != 2 + has_negatives:
         raise ValueError(f"{name}: expected embeddings {expected}, got {len(model)} tensors")

@@ -9,19 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import (
-    Choice,
-    Fixed,
     IdsLike,
-    Learnable,
+    Learnt,
     Names,
-    Number,
     check_alike,
     check_embeddings,
     check_matrix,
-    reset_learnable,
+    option,
 )
 from ..engine.vectors import normalized
-from ..hints import explained
 from ..similarity import Similarity
 from ..terms import identity, pair_term, softplus
 from .base import SimilarityLoss
@@ -66,49 +62,26 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    shown = (
-        "scale",
-        "shift",
-        "learnable",
-        "pseudo_weight",
-        "vib_weight",
-        "normalize",
-        "reduction",
-    )
-    scale = Learnable(above=0)
-    shift = Learnable()
-    learnable = Fixed[bool]()
-    pseudo_weight = Number(at_least=0)
-    vib_weight = Number(at_least=0)
-    normalize = Choice(True, False)
+    scale: float | Tensor = option(default=5.0, above=0, learnt=Learnt("scale"))
+    shift: float | Tensor = option(default=5.0, learnt=Learnt("shift"))
+    learnable: bool = option(default=True, fixed=True)
+    pseudo_weight: float = option(default=0.1, at_least=0)
+    vib_weight: float = option(default=1e-4, at_least=0)
+    normalize: bool = True
 
-    def __init__(
-        self,
-        scale: float = 5.0,
-        shift: float = 5.0,
-        learnable: bool = True,
-        pseudo_weight: float = 0.1,
-        vib_weight: float = 1e-4,
-        normalize: bool = True,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        self.learnable = learnable
-        if learnable:
+    def __post_init__(self) -> None:
+        """Make the parameters."""
+        super().__post_init__()
+        if self.learnable:
             # (1,): FSDP and the like do not shard 0-dim parameters.
             self.scale = nn.Parameter(torch.zeros(1))
             self.shift = nn.Parameter(torch.zeros(1))
-        self.scale = scale
-        self.shift = shift
-        self.pseudo_weight = pseudo_weight
-        self.vib_weight = vib_weight
-        self.normalize = normalize
+            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
-        reset_learnable(self)
+        self._reset_learnt()
 
-    @explained
     def forward(
         self,
         images_mean: Tensor,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import Number
+from ..checks import option
 from ..similarity import Similarity
 from ..terms import pair_term
 from .base import PairLoss
@@ -66,16 +66,13 @@ class RINCELoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    shown = ("temperature", "q", "lam", "reduction")
-    temperature = Number(above=0)
-    q = Number(above=0, at_most=1)
-    lam = Number(above=0, at_most=1)
+    temperature: float = option(default=0.07, above=0)
+    q: float = option(default=0.5, above=0, at_most=1)
+    lam: float = option(default=0.01, above=0, at_most=1)
 
-    def __init__(self, temperature: float = 0.07, q: float = 0.5, lam: float = 0.01, **common: Any):
-        super().__init__(**common)
-        self.temperature = temperature
-        self.q = q
-        self.lam = lam
+    def __post_init__(self) -> None:
+        """Check that the options go together."""
+        super().__post_init__()
         self._check_range()
 
     @property
@@ -117,12 +114,7 @@ class ComplementaryContrastiveLoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    shown = ("temperature", "reduction")
-    temperature = Number(above=0)
-
-    def __init__(self, temperature: float = 0.05, **common: Any):
-        super().__init__(**common)
-        self.temperature = temperature
+    temperature: float = option(default=0.05, above=0)
 
     @property
     def in_cosines(self) -> bool:

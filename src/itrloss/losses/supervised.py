@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..anchors import Anchors
-from ..checks import Choice, Number, NumberOr
+from ..checks import option
 from ..similarity import Similarity
 from ..terms import identity, pair_term
 from .base import PairLoss, finite_logsumexp
@@ -52,14 +52,8 @@ class SupConLoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    shown = ("temperature", "inside", "reduction")
-    temperature = Number(above=0)
-    inside = Choice(True, False)
-
-    def __init__(self, temperature: float = 0.1, inside: bool = False, **common: Any):
-        super().__init__(**common)
-        self.temperature = temperature
-        self.inside = inside
+    temperature: float = option(default=0.1, above=0)
+    inside: bool = False
 
     @property
     def in_cosines(self) -> bool:
@@ -94,12 +88,7 @@ class MILNCELoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    shown = ("temperature", "reduction")
-    temperature = Number(above=0)
-
-    def __init__(self, temperature: float = 0.07, **common: Any):
-        super().__init__(**common)
-        self.temperature = temperature
+    temperature: float = option(default=0.07, above=0)
 
     @property
     def in_cosines(self) -> bool:
@@ -141,14 +130,8 @@ class SDMLoss(PairLoss):
             see :class:`PairLoss`.
     """
 
-    shown = ("temperature", "epsilon", "reduction")
-    temperature = Number(above=0)
-    epsilon = Number(above=0)
-
-    def __init__(self, temperature: float = 0.02, epsilon: float = 1e-8, **common: Any):
-        super().__init__(**common)
-        self.temperature = temperature
-        self.epsilon = epsilon
+    temperature: float = option(default=0.02, above=0)
+    epsilon: float = option(default=1e-8, above=0)
 
     @property
     def in_cosines(self) -> bool:
@@ -193,25 +176,10 @@ class MultiSimilarityLoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    shown = ("alpha", "beta", "base", "epsilon", "reduction")
-    alpha = Number(above=0)
-    beta = Number(above=0)
-    base = Number()
-    epsilon = NumberOr(None)
-
-    def __init__(
-        self,
-        alpha: float = 2.0,
-        beta: float = 50.0,
-        base: float = 0.5,
-        epsilon: float | None = None,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        self.alpha = alpha
-        self.beta = beta
-        self.base = base
-        self.epsilon = epsilon
+    alpha: float = option(default=2.0, above=0)
+    beta: float = option(default=50.0, above=0)
+    base: float = 0.5
+    epsilon: float | None = None
 
     @property
     def in_cosines(self) -> bool:
@@ -272,14 +240,8 @@ class CircleLoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    shown = ("margin", "scale", "reduction")
-    margin = Number()
-    scale = Number(above=0)
-
-    def __init__(self, margin: float = 0.4, scale: float = 80.0, **common: Any):
-        super().__init__(**common)
-        self.margin = margin
-        self.scale = scale
+    margin: float = 0.4
+    scale: float = option(default=80.0, above=0)
 
     @property
     def in_cosines(self) -> bool:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import Fixed, NumberOr, as_number
+from ..checks import Learnt, option
 from ..engine.vectors import compute_dtype, host_may_read
 from ..similarity import Similarity
+from ..suspicious import warn_of_scale, warn_of_temperature
 from .base import SimilarityLoss
-from .suspicion import warn_of_scale, warn_of_temperature
+
+
+def temperature_of_log(log_scale: Tensor) -> Tensor:
+    """Return the 0-dim temperature of a parameter (1,), the logarithm of its inverse."""
+    # in float32 at least: exp in half precision would put it up to 0.4 % off
+    return (-log_scale.to(compute_dtype(log_scale))).exp().squeeze()
+
+
+def log_of_temperature(temperature: float) -> float:
+    """Return the logarithm of the scale ``1/τ``."""
+    return -math.log(temperature)
 
 
 class TemperatureLoss(SimilarityLoss):
@@ -25,49 +37,29 @@ class TemperatureLoss(SimilarityLoss):
             back to it (CLIP's 100). None: there is no limit.
     """
 
-    learnt = ("log_scale",)
-    learnable = Fixed[bool]("log_scale")
-    max_scale = NumberOr(None, above=0)
+    temperature: float | Tensor = option(
+        default=0.07, above=0, learnt=Learnt("log_scale", temperature_of_log, log_of_temperature)
+    )
+    learnable: bool = option(default=False, fixed=True)
 
-    def __init__(
-        self,
-        temperature: float = 0.07,
-        learnable: bool = False,
-        *,
-        max_scale: float | None = None,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        self.learnable = learnable
+    _: KW_ONLY
+    max_scale: float | None = option(default=None, above=0)
+
+    def __post_init__(self) -> None:
+        """Make the parameter."""
+        super().__post_init__()
         # (1,): FSDP and the like do not shard 0-dim parameters.
-        self.log_scale = nn.Parameter(torch.zeros(1)) if learnable else None
-        self.temperature = temperature
-        self.max_scale = max_scale
+        self.log_scale = nn.Parameter(torch.zeros(1)) if self.learnable else None
+        self.reset_parameters()
 
     @property
     def in_cosines(self) -> bool:
         """Whether the temperature is one for cosines."""
         return bool(self.temperature < 0.5)
 
-    @property
-    def temperature(self) -> float | Tensor:
-        """τ: a number, or a 0-dim tensor that follows ``log_scale`` (1,). May be set later."""
-        if self.log_scale is None:
-            return self._temperature
-        # in float32 at least: exp in half precision would put it up to 0.4 % off
-        return (-self.log_scale.to(compute_dtype(self.log_scale))).exp().squeeze()
-
-    @temperature.setter
-    def temperature(self, value: float) -> None:
-        """Set τ, above 0; if it is learnable, in place."""
-        self._temperature = as_number("temperature", value, positive=True)
-        self.reset_parameters()
-
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Give a learnable τ the value that was set last, as is needed after ``to_empty``."""
-        if self.log_scale is not None:
-            self.log_scale.fill_(-math.log(self._temperature))
+        self._reset_learnt()
 
     @torch.no_grad()
     def _limit_scale(self) -> None:

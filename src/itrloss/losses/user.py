@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY
 from typing import Any
 
 from .. import functional
-from ..checks import Choice, Number
+from ..checks import option
 from ..memory import MemorySimilarity
 from ..similarity import Similarity
 from .base import MemoryLoss, PairLoss
@@ -29,22 +30,9 @@ class HubnessAwareLoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    shown = ("scale", "margin", "positive", "reduction")
-    scale = Number(above=0)
-    margin = Number()
-    positive: Choice[functional.PositiveForm] = Choice("clamp", "relu")
-
-    def __init__(
-        self,
-        scale: float = 90.0,
-        margin: float = 0.5,
-        positive: functional.PositiveForm = "clamp",
-        **common: Any,
-    ):
-        super().__init__(**common)
-        self.scale = scale
-        self.margin = margin
-        self.positive = positive
+    scale: float = option(default=90.0, above=0)
+    margin: float = 0.5
+    positive: functional.PositiveForm = "clamp"
 
     @property
     def in_cosines(self) -> bool:
@@ -78,40 +66,14 @@ class UnifiedTrainingObjective(MemoryLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`MemoryLoss`.
     """
 
-    shown = (
-        "scale",
-        "margin",
-        "batch_weight",
-        "positive",
-        "image_memory_weight",
-        "text_memory_weight",
-        "reduction",
-    )
-    scale = Number(above=0)
-    margin = Number()
-    batch_weight = Number()
-    positive: Choice[functional.PositiveForm] = Choice("clamp", "relu")
-    image_memory_weight = Number()
-    text_memory_weight = Number()
+    scale: float = option(default=90.0, above=0)
+    margin: float = 0.5
+    batch_weight: float = 1.0
+    positive: functional.PositiveForm = "clamp"
 
-    def __init__(
-        self,
-        scale: float = 90.0,
-        margin: float = 0.5,
-        batch_weight: float = 1.0,
-        positive: functional.PositiveForm = "clamp",
-        *,
-        image_memory_weight: float = 1.0,
-        text_memory_weight: float = 1.0,
-        **common: Any,
-    ):
-        super().__init__(**common)
-        self.scale = scale
-        self.margin = margin
-        self.batch_weight = batch_weight
-        self.positive = positive
-        self.image_memory_weight = image_memory_weight
-        self.text_memory_weight = text_memory_weight
+    _: KW_ONLY
+    image_memory_weight: float = 1.0
+    text_memory_weight: float = 1.0
 
     def compute(self, sims: MemorySimilarity) -> Any:
         """Return UTO (USER Eq. 18-21)."""

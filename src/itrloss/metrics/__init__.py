@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from ..hints import public_names
 from .agreements import Agreement, agreement
 from .judgements import Judgements
 from .labels import default_ids, fold_repeated
@@ -39,4 +38,4 @@ def __getattr__(name: str) -> object:
         from .batches import RetrievalMetrics
 
         return RetrievalMetrics
-    return public_names(__name__, __all__)(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

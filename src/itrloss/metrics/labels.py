@@ -10,17 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import (
+    EMBEDDINGS,
     IMAGES_AND_TEXTS,
     IdsLike,
     check_matrix,
     from_numpy,
     ids_of_one_side,
 )
-from ..hints import EMBEDDINGS
 from ..similarity import Similarity
-from ..suspicious import warn, warn_of_embeddings
+from ..suspicious import warn, warn_of_embeddings, warn_of_guess, warn_of_one_side
 from .matching import all_others_are_wrong, existing, part_of, query_ids
-from .suspicion import warn_of_copies, warn_of_guess, warn_of_one_side
 
 _ROWS = 256  # number of rows compared at once
 _COLUMNS = 2**12  # numbers of a row that tell whether it is nearly the same as the next
@@ -56,9 +55,9 @@ def fold_repeated(images: Tensor) -> Tensor:
 
     Many code bases save the embedding, or the row of scores, of an image once per caption. Taken
     for different images, the copies would be wrong candidates that score as high as the right one.
-    A warning says what was folded, or that most rows have copies in another order, or that every c
-    consecutive rows are nearly equal, which are not folded. If all rows are equal, the model cannot
-    tell images apart, and ``images`` is returned unchanged.
+    A warning says what was folded, or that every c consecutive rows are nearly equal, which are not
+    folded. If all rows are equal, the model cannot tell images apart, and ``images`` is returned
+    unchanged.
     """
     images = from_numpy(images)
     check_matrix("images", images, "(N, D)")
@@ -77,8 +76,6 @@ def fold_repeated(images: Tensor) -> Tensor:
             "candidate about as good as the right one. Pass image_ids and text_ids, and of copies "
             f"one row for each image: images[::{c}]"
         )
-    else:
-        warn_of_copies(images)
     return images
 
 

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of
 from ..engine.ranking import Ranking
-from ..hints import explained
 from ..similarity import NO_ID, Similarity
+from ..suspicious import warn_of_unmatched
 from .labels import fold_repeated, has_no_ids, warn_of_repeated, with_ids
 from .matching import part_of, query_ids, with_plain_ids
 from .relevance import Judged, Relevant, WhichPairs, folds_of, judged
 from .results import RECALLS, Ks, QueryResults, RetrievalResults, as_ks, join_folds
-from .suspicion import warn_of_chance, warn_of_unmatched
 
 if TYPE_CHECKING:
     from ..rerank import Reranker
@@ -24,7 +23,6 @@ Ties = Literal["pessimistic", "optimistic"]
 AnyScores = Tensor | Similarity | tuple[Tensor | Similarity, Tensor]
 
 
-@explained
 def retrieval_metrics(  # noqa: PLR0913 - options by keyword
     scores: AnyScores,
     image_ids: IdsLike | None = None,
@@ -77,7 +75,6 @@ def retrieval_metrics(  # noqa: PLR0913 - options by keyword
     return results.metrics(ks)
 
 
-@explained
 def retrieval_results(  # noqa: PLR0913 - options by keyword
     scores: AnyScores,
     image_ids: IdsLike | None = None,
@@ -126,8 +123,7 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
 
     Warns:
         SuspiciousInputWarning: of copies of images, of embeddings passed as scores or as both
-            sides, of ids that many images or texts share with none, and of recall at chance level;
-            see :doc:`metrics`.
+            sides, and of ids that many images or texts share with none; see :doc:`metrics`.
 
     Raises:
         TypeError, ValueError: naming the argument, also for nan or infinite scores or embeddings.
@@ -157,7 +153,6 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         results = _results_in_folds(sims, folds, reranker, hubness_k, ties)
     if not has_rules:
         warn_of_unmatched(results)
-    warn_of_chance(results)
     return results
 
 

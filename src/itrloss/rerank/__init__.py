@@ -5,9 +5,6 @@ query r and candidate c; r is one of the test queries, or of the bank after :met
 All other names are parameters of the class.
 """
 
-import typing as _typing
-
-from .. import hints
 from .base import RerankBiases, Reranked, Reranker
 from .direction import Bias, Direction
 from .fast import FastReranker, InvertedSoftmax
@@ -43,7 +40,3 @@ __all__ = [
     "Sinkhorn",
     "TwoStageReranker",
 ]
-
-
-if not _typing.TYPE_CHECKING:  # a checker knows which names there are
-    __getattr__ = hints.public_names(__name__, __all__)

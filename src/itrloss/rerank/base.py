@@ -7,19 +7,18 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..checks import Option, as_size, check_matrix, from_numpy
+from ..checks import Options, as_size, check_matrix, from_numpy
 from ..engine.ranking import Ranking, Relevance, collected
-from ..hints import explained
 from ..metrics.labels import with_ids
 from ..metrics.matching import existing, existing_part, places, with_plain_ids
 from ..metrics.relevance import judged
 from ..similarity import NO_ID, Similarity, TopK
-from ..suspicious import UnfitScalesWarning, number_shared, warn
+from ..suspicious import UnfitScalesWarning, are_the_same, warn
 from .direction import (
     SIDES,
     Bias,
@@ -33,7 +32,6 @@ from .direction import (
 )
 
 _AT_ONCE = 2**20  # scores that are re-ranked at once, most of them in float64
-_TELL_APART = 64  # numbers of a query that tell it from others
 
 T = TypeVar("T", Tensor, TopK)
 R = TypeVar("R", bound="Reranker")
@@ -75,11 +73,12 @@ class Ruled(NamedTuple):
     rule: Rule
 
 
-class Reranker(ABC):
+class Reranker(Options, ABC):
     """The base class of re-rankers.
 
-    A subclass implements :meth:`rule` and stores each constructor argument in an attribute of the
-    same name. Options of the library's own are checked whenever they are set.
+    A subclass implements :meth:`rule`, and declares its options in its body, as in ``scale: float =
+    20.0``; with :func:`itrloss.option` they have bounds. They are checked whenever they are set. A
+    constructor of its own stores each argument in an attribute of the same name.
 
     Attributes:
         needs_bank: whether it requires a bank of queries other than the test queries, see
@@ -91,13 +90,13 @@ class Reranker(ABC):
             they have to be chosen, and a :class:`itrloss.SuspiciousInputWarning` says so.
     """
 
-    needs_bank: bool = False
-    takes_bank: bool = True
-    needs_embeddings: bool = False
-    cosine_options: tuple[str, ...] = ()
+    needs_bank: ClassVar[bool] = False
+    takes_bank: ClassVar[bool] = True
+    needs_embeddings: ClassVar[bool] = False
+    cosine_options: ClassVar[tuple[str, ...]] = ()
 
-    _images: Tensor | None = None
-    _texts: Tensor | None = None
+    _images = None  # the banks, tensors (B, D), or (N, M) of scores
+    _texts = None
 
     @abstractmethod
     def rule(self, direction: Direction) -> Rule:
@@ -123,12 +122,7 @@ class Reranker(ABC):
 
     def _options(self) -> dict[str, Any]:
         """Return the options by name."""
-        options = {}
-        for place, value in vars(self).items():
-            name = place.removeprefix("_")
-            if isinstance(getattr(type(self), name, None), Option) or not place.startswith("_"):
-                options[name] = value
-        return options
+        return {name: x for name, x in vars(self).items() if not name.startswith("_")}
 
     @property
     def transductive(self) -> tuple[bool, bool]:
@@ -200,7 +194,6 @@ class Reranker(ABC):
         return self
 
     @torch.no_grad()
-    @explained
     def rerank(self, scores: Tensor | Similarity) -> Reranked[Tensor]:
         """Return re-ranked scores ``(image→text, text→image)``, both (n_images, n_texts), higher is
         better; 0 for an image or text that does not exist.
@@ -377,7 +370,7 @@ class Reranker(ABC):
         )
 
     def _warn_of_banks(self, directions: Sequence[Direction]) -> None:
-        """Warn if half of a bank's queries, or of the queries that are ranked, are in the other."""
+        """Warn if a bank has the queries that are ranked."""
         for name, direction, other in zip(SIDES, directions, directions[::-1], strict=True):
             bank = other.gallery
             if bank is None:
@@ -388,8 +381,7 @@ class Reranker(ABC):
                 assert direction.queries.given_scores is not None
                 queries = direction.queries.given_scores
                 bank = bank.T
-            shared = number_shared(queries[:, :_TELL_APART], bank[:, :_TELL_APART])
-            if 2 * shared >= min(len(queries), len(bank)):
+            if are_the_same(queries, bank):
                 warn(
                     f"{name}: the bank has {name} of the test set, so that test queries see one "
                     "another; fit others, such as the training set's, or leave the bank out"

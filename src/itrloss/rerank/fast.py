@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..anchors import Anchors
-from ..checks import IdsLike, Number, Option, as_number
+from ..checks import IdsLike, as_number, option
 from ..engine.products import full_float32
-from ..hints import explained
 from ..metrics.labels import with_ids
 from ..metrics.matching import existing
 from ..similarity import Similarity
@@ -58,21 +58,14 @@ class _LogSumExpReranker(Reranker):
         return [Bias(-x, factor) for x, (_, factor) in zip(sums, options, strict=True)]
 
 
-class Scales(Option[tuple[float, float]]):
-    """An option that is a pair of numbers above 0."""
-
-    def check(self, value: Any) -> None:
-        """Raise an error unless it is a tuple, a list or an array of two."""
-        if not isinstance(value, (tuple, list, np.ndarray, Tensor)) or len(value) != 2:
-            raise ValueError(f"{self.name}: expected two numbers above 0, got {value!r}")
-        self.plain(value)
-
-    def plain(self, value: Any) -> tuple[float, float]:
-        """Return Python numbers."""
-        if isinstance(value, Tensor):
-            value = value.tolist()
-        first, second = (as_number(self.name, x, positive=True) for x in value)
-        return first, second
+def as_scales(name: str, value: Any) -> tuple[float, float]:
+    """Return two numbers above 0, of a tuple, a list or an array; raise an error for others."""
+    if not isinstance(value, (tuple, list, np.ndarray, Tensor)) or len(value) != 2:
+        raise ValueError(f"{name}: expected two numbers above 0, got {value!r}")
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    first, second = (as_number(name, x, positive=True) for x in value)
+    return first, second
 
 
 class FastReranker(_LogSumExpReranker):
@@ -91,15 +84,8 @@ class FastReranker(_LogSumExpReranker):
 
     cosine_options = ("i2t", "t2i")
 
-    i2t = Scales()
-    t2i = Scales()
-
-    @explained
-    def __init__(
-        self, i2t: tuple[float, float] = (25.0, 25.0), t2i: tuple[float, float] = (20.0, 20.0)
-    ):
-        self.i2t = i2t
-        self.t2i = t2i
+    i2t: tuple[float, float] = option(default=(25.0, 25.0), converter=partial(as_scales, "i2t"))
+    t2i: tuple[float, float] = option(default=(20.0, 20.0), converter=partial(as_scales, "t2i"))
 
     def _options_of(self, side: int) -> tuple[float, float]:
         return self.t2i if side else self.i2t
@@ -180,11 +166,7 @@ class InvertedSoftmax(_LogSumExpReranker):
 
     cosine_options = ("scale",)
 
-    scale = Number(above=0)
-
-    @explained
-    def __init__(self, scale: float = 20.0):
-        self.scale = scale
+    scale: float = option(default=20.0, above=0)
 
     def _options_of(self, side: int) -> tuple[float, float]:
         return self.scale, self.scale

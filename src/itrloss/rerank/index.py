@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..checks import as_bias, as_size, check_matrix, from_numpy
 from ..engine.vectors import normalized
-from ..hints import explained
 from ..similarity import TopK
 
 
@@ -30,7 +29,6 @@ class BiasedIndex:
         ImportError: without FAISS.
     """
 
-    @explained
     def __init__(
         self,
         candidates: Tensor,

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..anchors import MeanStd
-from ..checks import Number, Size
+from ..checks import option
 from ..engine.products import full_float32
-from ..hints import explained
 from ..similarity import Similarity
 from .base import Reranker
 from .direction import AT_ONCE, Bias, Direction, Rule, against, log_sum_exp, reference_sums
@@ -26,11 +25,7 @@ class DualSoftmax(Reranker):
 
     cosine_options = ("scale",)
 
-    scale = Number(above=0)
-
-    @explained
-    def __init__(self, scale: float = 20.0):
-        self.scale = scale
+    scale: float = option(default=20.0, above=0)
 
     def rule(self, direction: Direction) -> Rule:
         """Return the rule that multiplies scores by their share of the softmax, in logarithms."""
@@ -59,13 +54,8 @@ class QueryBankNorm(Reranker):
     needs_bank = True
     cosine_options = ("scale",)
 
-    scale = Number(above=0)
-    k = Size()
-
-    @explained
-    def __init__(self, scale: float = 20.0, k: int = 1):
-        self.scale = scale
-        self.k = k
+    scale: float = option(default=20.0, above=0)
+    k: int = option(default=1, at_least=1)
 
     def rule(self, direction: Direction) -> Rule:
         """Return the rule that lowers the candidates of queries whose best candidate is a hub."""
@@ -94,13 +84,8 @@ class DualBankNorm(Reranker):
     needs_embeddings = True
     cosine_options = ("query_scale", "gallery_scale")
 
-    query_scale = Number(above=0)
-    gallery_scale = Number(above=0)
-
-    @explained
-    def __init__(self, query_scale: float = 1 / 1.99, gallery_scale: float = 3.0):
-        self.query_scale = query_scale
-        self.gallery_scale = gallery_scale
+    query_scale: float = option(default=1 / 1.99, above=0)
+    gallery_scale: float = option(default=3.0, above=0)
 
     def rule(self, direction: Direction) -> Rule:
         """Return minus the log-sum-exps over both banks as each candidate's bias."""
@@ -119,13 +104,8 @@ class NearestNeighborNorm(Reranker):
     there are fewer.
     """
 
-    alpha = Number()
-    k = Size()
-
-    @explained
-    def __init__(self, alpha: float = 0.75, k: int = 128):
-        self.alpha = alpha
-        self.k = k
+    alpha: float = 0.75
+    k: int = option(default=128, at_least=1)
 
     def rule(self, direction: Direction) -> Bias:
         """Return minus the mean of each candidate's highest scores, times alpha, as its bias."""
@@ -143,11 +123,7 @@ class CSLS(Reranker):
     scores, is the same for all candidates and is left out.
     """
 
-    k = Size()
-
-    @explained
-    def __init__(self, k: int = 10):
-        self.k = k
+    k: int = option(default=10, at_least=1)
 
     def rule(self, direction: Direction) -> Rule:
         """Return minus the mean of each candidate's highest scores as its bias."""
@@ -187,13 +163,8 @@ class Sinkhorn(Reranker):
 
     cosine_options = ("scale",)
 
-    scale = Number(above=0)
-    iterations = Size()
-
-    @explained
-    def __init__(self, scale: float = 100.0, iterations: int = 10):
-        self.scale = scale
-        self.iterations = iterations
+    scale: float = option(default=100.0, above=0)
+    iterations: int = option(default=10, at_least=1)
 
     def rule(self, direction: Direction) -> Bias:
         """Return g, after the last iteration, as each candidate's bias."""

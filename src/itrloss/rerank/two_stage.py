@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import Number, Size, from_numpy
-from ..hints import explained
+from ..checks import from_numpy, option
 from .base import Reranker
 from .direction import Direction, Rule
 
@@ -45,6 +44,14 @@ def _levels(values: Tensor) -> Tensor:
     return torch.empty_like(levels).scatter_(1, order, levels)
 
 
+def as_scorer(scorer: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a scorer; raise a TypeError for what is no function."""
+    if not callable(scorer):
+        expected = "a function of image and text numbers"
+        raise TypeError(f"scorer: expected {expected}, got {type(scorer).__name__}")
+    return scorer
+
+
 class TwoStageReranker(Reranker):
     """Two stages: the k best candidates of a query are sorted by a second, expensive scorer.
 
@@ -66,25 +73,10 @@ class TwoStageReranker(Reranker):
     takes_bank = False
     cosine_options = ("weight",)
 
-    k = Size()
-    weight = Number()
-    batch_size = Size()
-
-    @explained
-    def __init__(
-        self,
-        scorer: Callable[[Tensor, Tensor], Tensor],
-        k: int = 16,
-        weight: float = 1.0,
-        batch_size: int = 256,
-    ):
-        if not callable(scorer):
-            expected = "a function of image and text numbers"
-            raise TypeError(f"scorer: expected {expected}, got {type(scorer).__name__}")
-        self.scorer = scorer
-        self.k = k
-        self.weight = weight
-        self.batch_size = batch_size
+    scorer: Callable[[Tensor, Tensor], Tensor] = option(converter=as_scorer)
+    k: int = option(default=16, at_least=1)
+    weight: float = 1.0
+    batch_size: int = option(default=256, at_least=1)
 
     @property
     def transductive(self) -> tuple[bool, bool]:
