@@ -313,8 +313,6 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: results(S, ties="pesimistic"), "^ties: .*did you mean 'pessimistic'"),
     (lambda: results(S, reranker="csls"), r"^reranker: .*itrloss.rerank.CSLS\(\), got 'csls'"),
     (lambda: results(S, reranker=rerank.CSLS), "^reranker: expected a re-ranker with its opt"),
-    (lambda: metrics.latex_table(results(S)), "^systems: expected results or metrics for each"),
-    (lambda: metrics.latex_table([S]), "^systems: expected results or .*, got list"),
     (lambda: metrics.compare_all([S], baseline="a"), "^systems: expected results of .* got list"),
     (lambda: metrics.compare_all({"a": S}, baseline="a"), "^systems: .* got Tensor for 'a'"),
     (lambda: comparison.compare_models({"a": S, "b": S}), "^results: .* got Tensor for 'a'"),

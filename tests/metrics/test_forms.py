@@ -7,7 +7,6 @@ from __future__ import annotations
 import builtins
 import importlib
 import math
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from itrloss.metrics import (
     Judgements,
     compare,
     compare_all,
-    latex_table,
     retrieval_metrics,
     retrieval_results,
     save_trec,
@@ -212,18 +210,6 @@ def test_a_frame_has_the_rows():
     assert 100 * hits == pytest.approx(found.metrics()["t2i_r5"]) and isinstance(
         frame, pandas.DataFrame
     )
-
-
-def test_a_latex_table_has_the_best_in_bold():
-    good, bad = results(0.5), results(9.0).metrics()
-    lines = latex_table({"R_1 & co": good, "50%": bad}, digits=2).splitlines()
-    first, second = (line for line in lines if line.startswith(("R", "50")))
-    assert first.startswith(r"R\_1 \& co & \textbf{") and second.startswith(r"50\% & ")
-    assert first.endswith(r" \\") and second.count("textbf") == 0 and first.count("textbf") == 7
-    assert float(second.removesuffix(r"\\").split("&")[-1]) == round(bad["rsum"], 2)
-    assert {len(re.findall(r"(?<!\\)&", line)) for line in (first, second, lines[3])} == {7}
-    tied = latex_table({"a": good, "b": good})
-    assert tied.count("textbf") == 14 and lines[0] == r"\begin{tabular}{lrrrrrrr}"
 
 
 def read_trec(folder, way):

@@ -18,7 +18,6 @@ from itrloss.metrics import (
     RetrievalResults,
     compare,
     confidence_intervals,
-    latex_table,
     retrieval_metrics,
     retrieval_results,
     save_trec,
@@ -558,7 +557,7 @@ def test_metrics_of_single_queries_have_the_names_of_the_means():
             results.i2t.per_query(name)
 
 
-def test_intervals_comparisons_and_tables_have_any_k():
+def test_intervals_and_comparisons_have_any_k():
     made = system(4)
     results = evaluated(made)
     perfect = evaluated(made._replace(scores=made.grades.double()))
@@ -574,11 +573,6 @@ def test_intervals_comparisons_and_tables_have_any_k():
     changes = compare(perfect, results, ks=(2, 7), samples=50)
     change = changes["i2t_ndcg_at_2"]
     assert change.difference == pytest.approx(100 - found["i2t_ndcg_at_2"])
-
-    lines = latex_table({"a": results}, ks=(2, 7)).splitlines()
-    assert lines[0] == r"\begin{tabular}{lrrrrr}"
-    assert lines[3] == r" & R@2 & R@7 & R@2 & R@7 & RSUM \\"
-    assert rf"\textbf{{{found['t2i_r7']:.1f}}}" in lines[5]
 
 
 def test_batches_have_any_k():

@@ -7,7 +7,7 @@ from .agreements import Agreement, agreement
 from .judgements import Judgements
 from .labels import default_ids, fold_repeated
 from .protocols import coco_protocol
-from .results import QueryResults, RetrievalResults, latex_table, save_trec, skewness
+from .results import QueryResults, RetrievalResults, save_trec, skewness
 from .retrieval import retrieval_metrics, retrieval_results
 from .uncertainty import Comparison, compare, compare_all, confidence_intervals
 
@@ -27,7 +27,6 @@ __all__ = [
     "confidence_intervals",
     "default_ids",
     "fold_repeated",
-    "latex_table",
     "retrieval_metrics",
     "retrieval_results",
     "save_trec",

@@ -393,61 +393,14 @@ def skewness(counts: Tensor) -> Tensor:
     return torch.where(variance > 0, (x**3).mean() / variance**1.5, 0.0)
 
 
-def check_systems(
-    name: str,
-    systems: Any,
-    kinds: tuple[type, ...] = (RetrievalResults,),
-    what: str = "results of retrieval_results",
-) -> None:
-    """Raise a TypeError unless there is an object of one of some kinds for each name."""
-    expected = f"{what} for each name, as in {{'model': results}}"
+def check_systems(name: str, systems: Any) -> None:
+    """Raise a TypeError unless there are results for each name."""
+    expected = "results of retrieval_results for each name, as in {'model': results}"
     if not isinstance(systems, Mapping):
         raise TypeError(f"{name}: expected {expected}, got {type(systems).__name__}")
     for system, x in systems.items():
-        if not isinstance(x, kinds):
+        if not isinstance(x, RetrievalResults):
             raise TypeError(f"{name}: expected {expected}, got {type(x).__name__} for {system!r}")
-
-
-def latex_table(
-    systems: Mapping[str, RetrievalResults | Mapping[str, float]],
-    *,
-    digits: int = 1,
-    ks: Ks = RECALLS,
-) -> str:
-    """Return a LaTeX table (booktabs) of R@K and RSUM with a row for each system.
-
-    The best of each column is bold.
-
-    Args:
-        systems: results, or dictionaries from :func:`retrieval_metrics`, by name.
-        digits: number of decimals.
-        ks: the K, which dictionaries need to have.
-    """
-    check_systems("systems", systems, (RetrievalResults, Mapping), "results or metrics")
-    ks = as_ks(ks)
-    columns = [*recall_names(ks), "rsum"]
-    rows = {}
-    for name, x in systems.items():
-        metrics = x.metrics(ks) if isinstance(x, RetrievalResults) else x
-        rows[name] = [f"{metrics[column]:.{digits}f}" for column in columns]
-    best = [max(column, key=float) for column in zip(*rows.values(), strict=True)]
-    ways = [
-        rf"\multicolumn{{{len(ks)}}}{{c}}{{{way}}}" for way in ("image to text", "text to image")
-    ]
-    heads = [f"R@{k}" for k in (*ks, *ks)]
-    lines = [
-        rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
-        r"\toprule",
-        rf" & {' & '.join(ways)} & \\",
-        rf" & {' & '.join(heads)} & RSUM \\",
-        r"\midrule",
-    ]
-    for name, row in rows.items():
-        cells = [tex(name)]
-        for cell, highest in zip(row, best, strict=True):
-            cells.append(rf"\textbf{{{cell}}}" if cell == highest else cell)
-        lines.append(" & ".join(cells) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
 def tex(text: str) -> str:
