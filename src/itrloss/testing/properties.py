@@ -276,13 +276,11 @@ def low_temperature(subject: Subject) -> None:
     An exponential of scores without their maximum overflows, and the logarithm of a softmax that is
     0 is -inf.
     """
-    pairs = subject.batch(pairs=True)
     try:
         loss = subject.fresh(torch.float32, temperature=0.004)
-        subject.value(pairs.to(torch.float32), copy.deepcopy(loss))
+        _finite(subject, *_extreme(subject.batch(pairs=True)), loss=loss)
     except (AttributeError, ValueError):
-        return  # refused when it is set or used, or a property that follows a parameter
-    _finite(subject, *_extreme(pairs), loss=loss)
+        pass  # refused when it is set or used, or a property that follows a parameter
 
 
 # ------------------------------------------------------------------------------------ wrong batches

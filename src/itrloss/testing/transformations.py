@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .registry import Results, Trial, altered, same_after
-from .subject import Result, result_of, total
+from .subject import Batch, Result, result_of, total
 
 
 def _order(size: int) -> Tensor:
@@ -59,9 +59,8 @@ def renamed_ids(trial: Trial) -> Results:
     They are keys of a database or file numbers. As indices, in float32 or in small integers they
     would collide.
     """
-    yield trial.result(trial.batch.relabelled(lambda x: 3 - 7 * x))
-    yield trial.result(trial.batch.relabelled(lambda x: 256 * x + 2**53))
-    yield trial.result(trial.batch.relabelled(Tensor.int))
+    for renamed in (lambda x: 3 - 7 * x, lambda x: 256 * x + 2**53, Tensor.int):
+        yield trial.result(trial.batch.relabelled(renamed))
 
 
 @same_after("ids", "pairing", pairs=True)
@@ -95,12 +94,8 @@ def long_embeddings(trial: Trial) -> Results:
 @same_after()
 def non_contiguous_inputs(trial: Trial) -> Results:
     """Strided tensors are read as what they hold, not as what lies in memory."""
-
-    def strided(x: Tensor) -> Tensor:
-        """Return a tensor that is every other number in memory."""
-        return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
-
-    yield trial.result(trial.batch.map(strided).relabelled(strided))
+    strided = (torch.stack([x, 0 * x], -1)[..., 0] for x in trial.batch)
+    yield trial.result(Batch(*strided))
 
 
 @same_after()
