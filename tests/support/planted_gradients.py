@@ -289,16 +289,7 @@ class AutocastScores(InfoNCE):
         return scores if images.dtype == torch.float64 else scores.float()
 
 
-@planted("long_embeddings")
-class SquaresOverflow(InfoNCE):
-    """Squares of long embeddings are infinite in float32."""
-
-    def unit(self, x):
-        x = x.double() if x.dtype == torch.float64 else x.float()
-        return x / x.square().sum(1, keepdim=True).clamp_min(1e-24).sqrt()
-
-
-@planted("scaled_embeddings")
+@planted("short_embeddings")
 class LargeEpsilon(InfoNCE):
     """1e-6 is added to lengths."""
 

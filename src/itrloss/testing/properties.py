@@ -413,17 +413,17 @@ def _saved_bytes(subject: Subject, n: int) -> int:
     loss = subject.fresh(torch.float32)
     if hasattr(loss, "engine"):
         loss.engine = "tiled"
-    saved = {}  # by the address
+    storages = {}  # by address; they are kept, so that none is used again
 
     def note(x: Tensor) -> Tensor:
-        """Note a tensor's size; return the tensor."""
+        """Keep a tensor's storage; return the tensor."""
         storage = x.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
+        storages[storage.data_ptr()] = storage
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         subject.value(batch, loss)
-    return sum(saved.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @check()
