@@ -120,7 +120,7 @@ def check_step(loss: Any, encoders: Any, inputs: Any, chunk_size: int, **options
 # ---------------------------------------------------------------------------------------- gradients
 
 
-# `check_loss` has a step of each loss.
+# `tests/losses/test_programs.py` has a step of each loss.
 @pytest.mark.parametrize("chunk_size", [1, 4, 5, N, 99])
 def test_value_and_gradients_are_those_of_the_whole_batch(chunk_size):
     encoders = towers()

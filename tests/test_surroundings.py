@@ -81,7 +81,7 @@ def mined() -> Tensor:
     return itrloss.mine_hard_negatives(IMAGES, TEXTS, NUMBERS, NUMBERS, 3).values
 
 
-# `check_loss` has the same of the losses of the registry.
+# `losses/test_programs.py` has the losses of the registry in another default dtype.
 RESULTS: dict[str, Callable[[], Tensor]] = {
     "the best of sets": lambda: functional.set_similarity(SETS, SETS.flip(0), "max"),
     "the mean of sets": lambda: functional.set_similarity(SETS, SETS.flip(0), "mean"),

@@ -156,7 +156,7 @@ def tiles(session: Session) -> None:
                     both_kernels(session, asked, dim, tile)
 
 
-FREQUENT_FORMS = [Asked((exponential,), each=False), Asked((softplus,), each=False, trained=True)]
+FREQUENT_FORMS = [Asked(exponential, each=False), Asked(softplus, each=False, trained=True)]
 
 
 def tiled_by(session: Session, tile: str) -> contextlib.AbstractContextManager[object]:

@@ -470,7 +470,6 @@ WRONG = {
     "sims: ": lambda: compat.adapt(NCE, "chan")(sims=unit(B)),
     "scores: expected shape": lambda: compat.adapt(NCE, "sgraf")(unit(B, B + 1)),
     "sim_matrix: ": lambda: compat.adapt(NCE, "clip4clip")(unit(B, B + 1)),
-    "length: expected a number": lambda: compat.adapt(NCE, "sgraf")(unit(B, B), unit(B, B)),
 }
 
 
@@ -488,12 +487,15 @@ def test_the_adapted_criterion_has_the_call_of_the_original():
     assert model.loss().isfinite()
 
 
-@pytest.mark.parametrize("code_base", ["vsepp", "scan", "sgraf", "chan", "hal"])
-def test_another_call_is_answered_with_the_call_of_the_code_base(code_base):
+@pytest.mark.parametrize(
+    ("code_base", "call"),
+    [("vsepp", "pairs"), ("scan", "scan"), ("sgraf", "sgraf"), ("chan", "chan"), ("hal", "hal")],
+)
+def test_another_call_is_answered_with_the_call_of_the_code_base(code_base, call):
     scores = unit(B, B)
     score = (lambda im, s, lengths: scores) if code_base == "scan" else None
     criterion = compat.adapt(NCE, code_base, score)
-    with pytest.raises(TypeError, match=rf"code_base '{code_base}': expected criterion\("):
+    with pytest.raises(TypeError, match=rf"^{call}\(\) takes .* positional arguments?"):
         criterion(unit(B, D), unit(B, D), range(B), scores, 1, 2, 3)
 
 

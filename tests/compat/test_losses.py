@@ -502,7 +502,7 @@ def test_a_bank_may_hold_less_than_k_entries():
     criterion = compat.HALLoss(hal_options())
     # all but the first are of the batch
     found = criterion(im, s, images, texts, (0, 1, 2, 3), (1, 2, 3, 4, 5, 6))
-    wanted = criterion(im, s, images[:1], texts[:1], (0,), (7,))
+    wanted = criterion(im, s, images[:1], texts[:1], (0,), (7,) * 6)
     torch.testing.assert_close(found, wanted)
 
 
@@ -809,7 +809,9 @@ def test_a_scale_in_half_precision_is_not_inverted_in_it(dtype):
         "img_r": lambda im, s, opt: compat.PVSELoss(opt)(
             *[x[:, None].repeat(1, 2, 1) for x in (im, s)], None, None
         ),
-        "txt_embs": lambda im, s, opt: compat.DivELoss(1, 1, torch.matmul, opt)(im, s, None, None),
+        "txt_embs": lambda im, s, opt: compat.DivELoss(1, 1, torch.matmul, opt)(
+            im[:, None], s[:3, None], None, None
+        ),
         "similarity_fn": lambda im, s, opt: compat.DivELoss(
             1, 1, None, Namespace(**vars(opt), denominator=1)
         ),
@@ -872,7 +874,7 @@ def test_settings_may_be_a_dictionary():
     ("criterion", "option", "value"),
     [
         (compat.VSEPPLoss(), "margin", "0.2"),
-        (compat.HALLoss(hal_options()), "scale", -30.0),
+        (compat.HALLoss(hal_options()).loss, "scale", -30.0),
         (compat.HALLoss(hal_options()), "k", 0),
         (user(), "margin", None),
     ],

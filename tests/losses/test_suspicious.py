@@ -495,7 +495,7 @@ RIGHT = {
     "heads": lambda: itrloss.VarianceAwareLoss()(HEADS, TEXTS, IDS, IDS),
     "unit vectors": lambda: itrloss.InfoNCELoss(normalize=False)(VECTORS, VECTORS.flip(0)),
     "long embeddings and wide margins": lambda: compat.VSEPPLoss(20)(*LONG),
-    "order embeddings": lambda: compat.VSEPPLoss(0.05, "order")(9 * IMAGES.abs(), 9 * TEXTS.abs()),
+    "order embeddings": lambda: compat.VSEPPLoss(0.05, "order")(IMAGES.abs() / 4, TEXTS.abs() / 4),
     "cosines of a code base": lambda: compat.SGRAFLoss(0.2)(COSINES),
     "a teacher's cosines": lambda: itrloss.DistillationLoss()(IMAGES, TEXTS, COSINES),
     "a teacher's logits in their units": lambda: itrloss.DistillationLoss(teacher_temperature=1.0)(

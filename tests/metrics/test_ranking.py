@@ -557,7 +557,7 @@ def test_metrics_of_single_queries_have_the_names_of_the_means():
             results.i2t.per_query(name)
 
 
-def test_intervals_comparisons_and_tables_have_any_k():
+def test_intervals_and_comparisons_have_any_k():
     made = system(4)
     results = evaluated(made)
     perfect = evaluated(made._replace(scores=made.grades.double()))

@@ -143,16 +143,11 @@ def matryoshka(**options: Any) -> nn.Module:
 
 
 # Checks of ``check_loss`` that fail, with their reason.
-NUMERICAL = "gradcheck", "finite_differences"
 CONSTANT = dict.fromkeys(
-    [*NUMERICAL, "uneven_upstream"], "weights that the gradient takes for constants"
+    ["gradcheck", "uneven_upstream"], "weights that the gradient takes for constants"
 )
 OF_IMAGES = {"swapped_sides": "images and texts are not treated alike"}
-NEGATIVES_ALONE = {
-    "float32_error": "1 - p cancels where p is near 1, see the loss",
-    "learns_classes": "it learns from negatives alone: an image that starts far from its positives "
-    "stays there",
-}
+NEGATIVES_ALONE = {"float32_error": "1 - p cancels where p is near 1, see the loss"}
 SHARP = {"float32_error": "its temperature multiplies the rounding of scores by 250"}
 TINY = {
     "float32_error": "its scale multiplies the rounding of scores by 256",
@@ -160,18 +155,11 @@ TINY = {
 }
 DENSE = {"memory_grows_linearly": "its scores, of a teacher or of sets, are a matrix"}
 PREFIXES = {"rotation": "prefixes are of coordinates"}
-OTHER_SCORES = {
-    "learns_pairs": "models with this loss retrieve by other scores than inner products"
-}
 COORDINATES = {"rotation": "its input is made of coordinates of the embeddings"}
-SETS = OTHER_SCORES | COORDINATES
-CLASSES = {"learns_classes": OTHER_SCORES["learns_pairs"]}
 TWO_KINDS = {"swapped_sides": "images and texts take different parts in it"}
 FIXED = "its keys and its memory stay as they are"
 MEMORY = dict.fromkeys(["rotation", "swapped_sides", "renamed_ids"], FIXED)
-APART = dict.fromkeys(
-    ["learns_pairs", "learns_classes"], "only the memory has negatives, so pairs are not parted"
-)
+APART = {"prefers_its_own_texts": "only the memory has negatives"}
 PROTOTYPES = dict.fromkeys(["rotation", "swapped_sides", "order_of_pairs"], FIXED)
 PROTOTYPES |= {"compiled_as_one_graph": "in evaluation mode it asks how many prototypes there are"}
 
@@ -315,7 +303,6 @@ OF_PAIRS = {
         {"temperature": 0.1},
         oracle=oracle_supervised.sdm,
         without_negatives=True,
-        failures={"learns_classes": "from some starts its descent ends in another minimum"},
     ),
     "mil-nce soft": Entry(
         itrloss.MILNCELoss,
@@ -425,7 +412,7 @@ OF_MORE_THAN_PAIRS = {
         itrloss.PCMEPlusPlusLoss,
         {"scale": 0.5, "shift": 4.0},
         takes="distributions",
-        failures=COORDINATES | CLASSES,
+        failures=COORDINATES,
         tables=ALL & {"conforming"},
     ),
 }
@@ -526,7 +513,7 @@ OF_SETS_AND_CLASSES = {
         LateInteraction,
         {"temperature": 0.1},
         takes="tokens",
-        failures=DENSE | SETS | CLASSES | TWO_KINDS,
+        failures=DENSE | COORDINATES | TWO_KINDS,
         tables=ALL - {"sharded"},
     ),
     "late interaction smooth": Entry(
@@ -540,7 +527,7 @@ OF_SETS_AND_CLASSES = {
         itrloss.VarianceAwareLoss,
         takes="heads",
         oracle=oracle_more.variance_aware,
-        failures=SETS | TWO_KINDS,
+        failures=COORDINATES | TWO_KINDS,
         tables=ALL - {"compiled"},
     ),
     "variance aware, own sigma": Entry(
@@ -553,7 +540,7 @@ OF_SETS_AND_CLASSES = {
         itrloss.DVSEObjective,
         {"slack": 0.0},
         takes="heads and residuals",
-        failures=SETS | TWO_KINDS,
+        failures=COORDINATES | TWO_KINDS,
         tables=ALL - {"sharded"},
     ),
     # it has no texts
@@ -571,7 +558,7 @@ OF_SETS_AND_CLASSES = {
         oracle=oracle_more.prototype_classification,
         oracle_options={},
         sized=True,
-        failures=SETS,
+        failures=COORDINATES | {"prefers_its_own_texts": "it compares no pairs"},
         tables=ALL - {"compiled"},
     ),
     "gate": Entry(

@@ -196,7 +196,7 @@ class NegativeIdsMatchNothing(InfoNCE):
         return (image_ids[:, None] == text_ids) & (text_ids >= 0)
 
 
-@planted("integer_types_of_ids")
+@planted("renamed_ids")
 class IdsMustBeLong(InfoNCE):
     """Only int64 ids match."""
 
@@ -204,7 +204,7 @@ class IdsMustBeLong(InfoNCE):
         return (image_ids[:, None] == text_ids) & (text_ids.dtype == torch.int64)
 
 
-@planted("more_texts_than_images")
+@planted("order_of_each_side")
 class SquareOnly(InfoNCE):
     """The mask has as many columns as rows."""
 
@@ -232,21 +232,6 @@ class NoNegatives(InfoNCE):
         return (logits.exp() * ~positive).sum(1).log()
 
 
-@planted("ids_used_again")
-class IdsReadInBackward(InfoNCE):
-    """The mask is made anew in the backward pass, from ids that the loader has overwritten."""
-
-    def positive(self, image_ids, text_ids):
-        self.ids = image_ids, text_ids
-        return super().positive(image_ids, text_ids)
-
-    def unit(self, x):
-        x = super().unit(x)
-        if x.requires_grad:
-            x.register_hook(lambda grad: grad * self.ids[1].ne(0).any())
-        return x
-
-
 # ------------------------------------------------------------------------------------- wrong values
 
 
@@ -258,7 +243,7 @@ class SoftmaxAlongOneAxis(InfoNCE):
         return scores, positive
 
 
-@planted("learns_pairs")
+@planted("prefers_its_own_texts")
 class WrongSign(InfoNCE):
     """Similarity is minimised."""
 
@@ -266,7 +251,7 @@ class WrongSign(InfoNCE):
         return -super().scores(images, texts)
 
 
-@planted("every_row_counts")
+@planted("order_of_pairs")
 class TailDropped(InfoNCE):
     """Blocks of 16 rows; the last rows are in none (lightly drops the tail of a batch in its memory
     bank).

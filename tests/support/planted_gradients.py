@@ -46,7 +46,7 @@ class _Ones(torch.autograd.Function):
         return torch.ones_like(grad)
 
 
-@planted("upstream_gradient")
+@planted("gradcheck")
 class UpstreamIgnored(InfoNCE):
     """The gradient is found in the forward pass, and not scaled in the backward pass."""
 
@@ -81,7 +81,7 @@ class _Filtered(torch.autograd.Function):
         return torch.where(grad.abs() < 2**-8, 0.0, grad)
 
 
-@planted("finite_differences")
+@planted("gradcheck")
 class SmallGradientsSkipped(InfoNCE):
     """Gradients below a threshold are skipped, as in cut cross-entropy (cut-cross-entropy#14)."""
 
@@ -149,23 +149,6 @@ class BackwardOverwrites(InfoNCE):
     def scores(self, images, texts):
         scores = super().scores(images, texts)
         return _InPlace.apply(scores + 2)
-
-
-@planted("no_gradient_where_none_is_required")
-class AlwaysAGraph(InfoNCE):
-    """Frozen inputs are made to require a gradient."""
-
-    def unit(self, x):
-        return super().unit(x if x.requires_grad else x.clone().requires_grad_())
-
-
-@planted("nothing_is_kept")
-class LastBatchKept(InfoNCE):
-    """The scores stay in an attribute, with their graph."""
-
-    def scores(self, images, texts):
-        self.last = images, super().scores(images, texts)
-        return self.last[1]
 
 
 @planted("result_is_a_number")
@@ -306,15 +289,6 @@ class AutocastScores(InfoNCE):
         return scores if images.dtype == torch.float64 else scores.float()
 
 
-@planted("long_embeddings")
-class SquaresOverflow(InfoNCE):
-    """Squares of long embeddings are infinite in float32."""
-
-    def unit(self, x):
-        x = x.double() if x.dtype == torch.float64 else x.float()
-        return x / x.square().sum(1, keepdim=True).clamp_min(1e-24).sqrt()
-
-
 @planted("short_embeddings")
 class LargeEpsilon(InfoNCE):
     """1e-6 is added to lengths."""
@@ -324,7 +298,7 @@ class LargeEpsilon(InfoNCE):
         return x / (x.norm(dim=1, keepdim=True) + 1e-8)
 
 
-@planted("duplicates")
+@planted("extreme_scores")
 class DistanceOfEqual(InfoNCE):
     """The slope of a distance of 0 is infinite (pytorch-metric-learning#233)."""
 

@@ -57,7 +57,7 @@ class Queue(InfoNCE):
         return super().scores(images, texts) * (1 + 0.1 * self.ring[0].sum())
 
 
-@planted("resumed_training")
+@planted("state_dict_round_trip")
 class QueueWithoutItsPlace(Queue):
     """The queue's place is not in the state_dict (pytorch-metric-learning's CrossBatchMemory)."""
 
@@ -92,22 +92,13 @@ class QueueOverwritten(InfoNCE):
         return Product.apply(images, texts)
 
 
-@planted("deterministic")
+@planted("repeated_calls")
 class Noise(InfoNCE):
     """Noise is added to scores."""
 
     def scores(self, images, texts):
         scores = super().scores(images, texts)
         return scores + 1e-3 * torch.randn_like(scores)
-
-
-@planted("random_state")
-class RandomOrder(InfoNCE):
-    """Rows are shuffled with the global generator, for nothing."""
-
-    def prepared(self, images, texts, image_ids, text_ids):
-        torch.randperm(len(images))
-        return super().prepared(images, texts, image_ids, text_ids)
 
 
 @planted("training_and_evaluation")
@@ -139,7 +130,7 @@ class LambdaInside(InfoNCE):
         self.form = lambda x: x
 
 
-@planted("deepcopy")
+@planted("repeated_calls")
 class CopiedByReference(WithBias):
     """A copy shares its parameters."""
 
@@ -149,21 +140,6 @@ class CopiedByReference(WithBias):
         return twin
 
 
-@planted("threads")
-class SharedAttribute(InfoNCE):
-    """What a later step needs lies in an attribute, which another thread overwrites."""
-
-    def positive(self, image_ids, text_ids):
-        self.mask = super().positive(image_ids, text_ids)
-        return self.mask
-
-    def values(self, scores, positive):
-        self.logits = scores / self.temperature
-        negatives = self.log_of_negatives(self.logits, positive)
-        terms = torch.where(positive, F.softplus(negatives[:, None] - self.logits), 0.0)
-        return terms.sum(1) / positive.sum(1).clamp_min(1)
-
-
 @planted("non_contiguous_inputs")
 class Strides(InfoNCE):
     """Memory is read as if it were contiguous, as a kernel without strides does."""
@@ -171,14 +147,6 @@ class Strides(InfoNCE):
     def prepared(self, images, texts, image_ids, text_ids):
         images, texts = (torch.as_strided(x, x.shape, (x.shape[1], 1)) for x in (images, texts))
         return super().prepared(images, texts, image_ids, text_ids)
-
-
-@planted("default_dtype")
-class DefaultDtype(InfoNCE):
-    """A constant has PyTorch's default dtype."""
-
-    def values(self, scores, positive):
-        return super().values(scores * torch.tensor([1 / 3]).to(scores.dtype), positive)
 
 
 @planted("compiled_as_one_graph")
@@ -203,7 +171,7 @@ class EnginesDiffer(InfoNCE):
         return scores
 
 
-@planted("cached_step")
+@planted("result_is_a_number")
 class DependsOnRequiresGrad(InfoNCE):
     """Embeddings that are leaves, as with gradient caching, are detached."""
 

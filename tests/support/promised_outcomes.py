@@ -67,12 +67,12 @@ def loss_outcome(case: Any, state: dict[str, Any] | None = None) -> list[float]:
         batch.texts + 2 * normal(*batch.texts.shape, seed=16),
     )
     result = subject.result(batch, loss)
-    return projections([result.value, *result.gradients])
+    return projections(result.values())
 
 
 def set_weights(loss: Any) -> None:
     """Set matrices of weights, which are drawn when a loss is made."""
-    for parameter in trained(loss):
+    for parameter in trained(loss).values():
         if parameter.dim() > 1:
             parameter.data.copy_(normal(*parameter.shape, seed=17))
 
@@ -180,7 +180,7 @@ def states() -> dict[str, Any]:
     for name, case in LOSSES.items():
         loss = Subject(case.loss).fresh()
         set_weights(loss)
-        for parameter in trained(loss):
+        for parameter in trained(loss).values():
             parameter.data += 0.01
         if isinstance(loss, nn.Module) and loss.state_dict():
             found[f"loss {name}"] = loss.state_dict()

@@ -23,8 +23,6 @@ from itrloss.testing import ConformanceError, check_loss, loss_checks
 from itrloss.testing.registry import CHECKS
 
 COMPILED = ["compiled", "compiled_as_one_graph"]
-LEARNING = ["learns_pairs", "learns_classes"]
-LONG = ["memory_grows_linearly", "threads"]
 PRECISION = [
     "float32_error",
     "bfloat16_error",
@@ -46,8 +44,7 @@ def passes(case, checks):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_our_losses_pass(name):
-    left_out = COMPILED + LEARNING + LONG
-    passes(LOSSES[name], [check for check in CHECKS if check not in left_out])
+    passes(LOSSES[name], [check for check in CHECKS if check not in COMPILED])
 
 
 def test_other_options_of_our_losses_keep_their_precision():
@@ -64,26 +61,6 @@ def test_other_options_of_our_losses_agree_with_their_formula():
 def test_a_formula_is_given_where_differences_do_not_tell_the_gradient():
     for name, entry in REGISTRY.items():
         assert ("gradcheck" in entry.failures) == (entry.reference is not None), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
-def test_our_losses_pass_what_takes_long(name):
-    passes(LOSSES[name], LONG)
-
-
-LEARNERS = "infonce tiled", "dcl"
-
-
-@pytest.mark.parametrize("name", LEARNERS)
-def test_two_of_our_losses_learn(name):
-    passes(LOSSES[name], LEARNING)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {*LEARNERS}))
-def test_our_losses_learn(name):
-    passes(LOSSES[name], LEARNING)
 
 
 @pytest.mark.slow
@@ -122,9 +99,9 @@ PLAIN = {"memory_grows_linearly": "scores are a matrix"}
 CAUGHT = [name for name, bug in planted.BUGS.items() if bug.caught_by]
 
 
-def test_at_least_57_of_60_bugs_are_caught():
+def test_all_but_two_of_more_than_60_bugs_are_caught():
     assert len(planted.BUGS) >= 60
-    assert len(CAUGHT) >= len(planted.BUGS) * 57 / 60
+    assert len(CAUGHT) == len(planted.BUGS) - 2
 
 
 @pytest.mark.parametrize(
@@ -135,7 +112,7 @@ def test_at_least_57_of_60_bugs_are_caught():
     ],
 )
 def test_the_bug_is_caught(name, monkeypatch):
-    monkeypatch.setattr("itrloss.testing.behaviour.spawn", start)
+    monkeypatch.setattr("itrloss.testing.properties.spawn", start)
     make, caught_by, options = planted.BUGS[name]
     with pytest.raises(ConformanceError) as caught:
         check_loss(make(), only=[caught_by], **options)
@@ -183,9 +160,7 @@ def test_what_bugs_of_memory_and_state_are_planted_in_is_right():
     check_loss(
         planted_programs.ByChunks(), only=["memory_grows_linearly", "gradcheck", "order_of_pairs"]
     )
-    check_loss(
-        planted_programs.Queue(), only=["resumed_training", "state_dict_round_trip", "deepcopy"]
-    )
+    check_loss(planted_programs.Queue(), only=["state_dict_round_trip", "pickled"])
 
 
 # ---------------------------------------------------------------------------------------- interface
@@ -253,7 +228,7 @@ def test_the_loss_is_left_as_it_was():
     before = [p.clone() for p in loss.parameters()]
     check_loss(
         loss,
-        only=["gradients_of_parameters", "state_dict_round_trip", "resumed_training", "deepcopy"],
+        only=["gradients_of_parameters", "state_dict_round_trip", "repeated_calls", "gradcheck"],
     )
     assert all(
         torch.equal(a, b) and a.dtype == b.dtype
@@ -271,8 +246,9 @@ def test_the_loss_is_left_as_it_was():
             "expected_failures: expected names of checks, got 'x'",
             {"expected_failures": {"x": ""}},
         ),
-        (ValueError, "processes: expected an integer of at least 1, got 0", {"processes": 0}),
+        (ValueError, "processes: expected at least 1, got 0", {"processes": 0}),
         (TypeError, "loss: expected a module or function, got float", {"loss": 1.0}),
+        (TypeError, r"loss: .* got the class: pass TripletLoss", {"loss": itrloss.TripletLoss}),
         (TypeError, "call: expected a function, got str", {"call": "loss(x, y)"}),
         (TypeError, "reference: expected a function, got Tensor", {"reference": torch.ones(1)}),
     ],

@@ -6,9 +6,18 @@ class says so. In all classes, scores and losses are float32 at least, and nothi
 """
 
 from .adapter import adapt
-from .contrastive import ClipLoss, HALLoss, SigLipLoss, USERLoss
-from .hinge import CHANLoss, HREMLoss, SCANLoss, SGRAFLoss, VSEInfinityLoss, VSEPPLoss
-from .sets import DivELoss, PVSELoss
+from .contrastive import HALLoss, USERLoss
+from .hinge import (
+    CHANLoss,
+    DivELoss,
+    HREMLoss,
+    PVSELoss,
+    SCANLoss,
+    SGRAFLoss,
+    VSEInfinityLoss,
+    VSEPPLoss,
+)
+from .open_clip import ClipLoss, SigLipLoss
 
 __all__ = [
     "CHANLoss",

@@ -10,90 +10,103 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ..checks import Names, as_ids, check_embeddings, one_of
+from ..checks import CheckedModule, Names, check_embeddings, one_of
 from ..losses import MemoryLoss
 from ..losses.matryoshka import check_scalar, inner_loss
 from ..memory import CoupledMemory
-from .hinge import Switched, check_square, required, required_ids
-from .sets import Regularizers, members_of, zero_of
+from .arguments import (
+    check_pairs,
+    check_square,
+    members_of,
+    required,
+    required_ids,
+    zero_of,
+)
+from .regularizers import Parts, Regularizers
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What a code base passes, as inputs of a score function or of a loss."""
 
     # images, texts and what else a score function takes; or a score matrix alone
     inputs: tuple[Any, ...]
-    image_ids: Any = None
-    text_ids: Any = None
+    labels: dict[str, Any] = {}  # noqa: RUF012 - of a loss, by the names of its arguments
     more: tuple[Any, ...] = ()  # HAL's bank; the residuals of sets
 
 
 # How each code base calls its criterion; the arguments have the names of the originals.
 
 
-def _pairs(im, s):
-    return _Call((im, s))
+def pairs(im, s):
+    """Return the call of VSE++, VSE∞ and USER."""
+    return Call((im, s))
 
 
-def _words(im, s, s_l):
-    return _Call((im, s, s_l))
+def scan(im, s, s_l):
+    """Return the call of SCAN."""
+    return Call((im, s, s_l))
 
 
-def _scores(scores, length=None):
+def sgraf(scores, length=None):
+    """Return the call of SGRAF; NAAF passes a length."""
     check_square("scores", scores)
-    if isinstance(length, Tensor) and length.dim() > 0:
-        raise ValueError(
-            f"length: expected a number, as there are scores, got {tuple(length.shape)}"
-        )
-    return _Call((scores,))
+    return Call((scores,))
 
 
-def _sims(sims):
+def chan(sims):
+    """Return the call of CHAN."""
     check_square("sims", sims)
-    return _Call((sims,))
+    return Call((sims,))
 
 
-def _sim_matrix(sim_matrix):
+def clip4clip(sim_matrix):
+    """Return the call of CLIP4Clip."""
     check_square("sim_matrix", sim_matrix)
-    return _Call((sim_matrix,))
+    return Call((sim_matrix,))
 
 
-def _with_ids(im, s, img_ids=None, sims=None):
-    # LAPS passes sets of embeddings and the scores that its model computed of them
+def hrem(im, s, img_ids=None, sims=None):
+    """Return the call of HREM; LAPS passes sets of embeddings and the scores that its model
+    computed of them.
+    """
     inputs = (im, s) if sims is None else (sims,)
-    return _Call(inputs, img_ids, img_ids)
+    return Call(inputs, {"image_ids": img_ids, "text_ids": img_ids})
 
 
-def _with_bank(im, s, mb_img=None, mb_cap=None, mb_ind=None, indices=None):
-    return _Call((im, s), more=(mb_img, mb_cap, mb_ind, indices))
+def hal(im, s, mb_img=None, mb_cap=None, mb_ind=None, indices=None):
+    """Return the call of HAL."""
+    return Call((im, s), more=(mb_img, mb_cap, mb_ind, indices))
 
 
-def _sets(img, txt, img_r=None, txt_r=None):
-    return _Call((img, txt), more=(img_r, txt_r))
+def pvse(img, txt, img_r=None, txt_r=None):
+    """Return the call of PVSE."""
+    return Call((img, txt), more=(img_r, txt_r))
 
 
-def _captions(img_embs, txt_embs, img_r=None, txt_r=None, img_query=None, txt_query=None):
+def dive(img_embs, txt_embs, img_r=None, txt_r=None, img_query=None, txt_query=None):
+    """Return the call of DivE."""
     n = len(img_embs)
     m = len(txt_embs)
     if m % n:
         raise ValueError(f"txt_embs: expected as many texts for each of {n} images, got {m}")
     ids = torch.arange(n, device=img_embs.device)
-    return _Call((img_embs, txt_embs), ids, ids.repeat_interleave(m // n), (img_r, txt_r))
+    labels = {"image_ids": ids, "text_ids": ids.repeat_interleave(m // n)}
+    return Call((img_embs, txt_embs), labels, (img_r, txt_r))
 
 
-_CALLS: dict[str, Callable[..., _Call]] = {
-    "vsepp": _pairs,
-    "vse_inf": _pairs,
-    "scan": _words,
-    "sgraf": _scores,
-    "naaf": _scores,
-    "chan": _sims,
-    "clip4clip": _sim_matrix,
-    "hrem": _with_ids,
-    "hal": _with_bank,
-    "user": _pairs,
-    "pvse": _sets,
-    "dive": _captions,
+_CALLS: dict[str, Callable[..., Call]] = {
+    "vsepp": pairs,
+    "vse_inf": pairs,
+    "scan": scan,
+    "sgraf": sgraf,
+    "naaf": sgraf,
+    "chan": chan,
+    "clip4clip": clip4clip,
+    "hrem": hrem,
+    "hal": hal,
+    "user": pairs,
+    "pvse": pvse,
+    "dive": dive,
 }
 _OF_SCORES = ("sgraf", "naaf", "chan", "clip4clip")
 _OF_SETS = ("pvse", "dive")
@@ -105,8 +118,6 @@ def _memory(images: Tensor, texts: Tensor, ids: Tensor | None = None) -> Coupled
     if len(images) != len(texts):
         expected = f"{len(images)} entries as of the images"
         raise ValueError(f"mb_cap, t_queue: expected {expected}, got {len(texts)}")
-    if ids is not None:
-        ids = as_ids("mb_ind", ids, len(images), images.device)
     with images.device:
         memory = CoupledMemory(*images.shape, dtype=images.dtype)
     memory.enqueue_alone(images, texts, ids)
@@ -166,20 +177,37 @@ def adapt(
         if scored and "scores" not in inspect.signature(loss.forward).parameters:
             expected = "one that takes scores, such as itrloss.InfoNCELoss()"
             raise ValueError(f"loss: expected {expected}, got {loss!r}")
-    return AdaptedLoss(loss, code_base, score_function, opt)
+    regularizers = None if opt is None else Regularizers(opt, code_base)
+    return AdaptedLoss(loss, code_base, score_function, regularizers)
 
 
-class AdaptedLoss(Switched):
+class AdaptedLoss(CheckedModule):
     """A criterion of a code base; :func:`adapt` makes it, and says what it does."""
 
-    def __init__(self, loss: Any, code_base: str, score_function: Any, opt: Any):
+    def __init__(
+        self,
+        loss: Any,
+        code_base: str,
+        score_function: Callable[..., Tensor] | None = None,
+        regularizers: Regularizers | None = None,
+    ):
         super().__init__()
         self.loss = loss
         self.code_base = code_base
         self.score_function = score_function
-        self.regularizers = None
-        if opt is not None:
-            self.regularizers = Regularizers(opt, code_base)
+        self.regularizers = regularizers
+        # of set_similarity, for sets without a score function
+        self._aggregation: tuple[Any, ...] = ()
+
+    @property
+    def margin(self) -> float:
+        """The margin of the loss, if it has one."""
+        return self.loss.margin
+
+    @margin.setter
+    def margin(self, margin: float) -> None:
+        """Set the margin of the loss."""
+        self.loss.margin = margin
 
     @property
     def max_violation(self) -> bool:
@@ -194,53 +222,61 @@ class AdaptedLoss(Switched):
             if hasattr(part, "mining"):
                 part.mining = mining
 
+    def max_violation_on(self) -> None:
+        """Count each anchor's hardest negative alone."""
+        self.max_violation = True
+
+    def max_violation_off(self) -> None:
+        """Count all negatives."""
+        self.max_violation = False
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the code base's criterion does, from its arguments."""
-        check_scalar(self.loss)
-        call = self._call(args, kwargs)
-        if isinstance(self.loss, MemoryLoss):
-            if self.code_base == "hal":
-                return self._of_bank(*call.inputs, *call.more)
-            return zero_of(call.inputs[0])
+        call = _CALLS[self.code_base](*args, **kwargs)
         if self.regularizers is not None:
             self.regularizers.check_sizes(*call.inputs)
-        loss = self._of_batch(call)
+        parts = self._parts(call)
         if self.code_base not in _OF_SETS:
-            return loss
-        total = loss
-        parts = {"ranking_loss": loss.detach()}
+            return parts["ranking"]
         if self.regularizers is not None:
-            total, parts = self.regularizers.total({"ranking": loss}, *call.inputs, *call.more)
+            total, parts = self.regularizers.total(parts, *call.inputs, *call.more)
+        else:
+            total = parts["ranking"]
+            parts = {"ranking_loss": total.detach()}
         if self.code_base == "dive":  # whose trainer knows no such part
-            del parts["ranking_loss"]
+            parts.pop("ranking_loss", None)
         return total, parts
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        """Return the arguments of the code base's criterion; raise an error for others."""
-        made_of = _CALLS[self.code_base]
-        signature = inspect.signature(made_of)
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            expected = f"criterion({', '.join(signature.parameters)})"
-            raise TypeError(f"code_base {self.code_base!r}: expected {expected}: {error}") from None
-        return made_of(*args, **kwargs)
+    def _parts(self, call: Call) -> Parts:
+        """Return the parts of the loss without regularisers, by name."""
+        check_scalar(self.loss)
+        if not isinstance(self.loss, MemoryLoss):
+            loss = self._of_batch(call)
+        elif self.code_base == "hal":
+            loss = self._of_bank(*call.inputs, *call.more)
+        else:
+            loss = zero_of(call.inputs[0])
+        return {"ranking": loss}
 
-    def _of_batch(self, call: _Call) -> Tensor:
+    def _of_batch(self, call: Call) -> Any:
         """Return the loss of the call's embeddings or scores."""
         inputs = call.inputs
-        if self.score_function is not None and len(inputs) > 1:
-            if self.code_base == "dive":
-                inputs = [members_of(x) for x in inputs]
+        if len(inputs) == 1:
+            return self.loss(scores=inputs[0], **call.labels)
+        if self.code_base == "dive" and self.score_function is not None:
+            scores = self.score_function(*map(members_of, inputs))
+        elif self.score_function is not None:
             scores = self.score_function(*inputs)
-        elif len(inputs) == 1:
-            scores = inputs[0]
+            check_square("score_function", scores)
         elif self.code_base in _OF_SETS:
             sets = [x if x.dim() == 3 else x[:, None] for x in inputs]
-            scores = functional.set_similarity(*sets)
+            scores = functional.set_similarity(
+                *sets, *self._aggregation, normalize=self.loss.normalize
+            )
         else:
-            return self.loss(*inputs, call.image_ids, call.text_ids)
-        return self.loss(image_ids=call.image_ids, text_ids=call.text_ids, scores=scores)
+            check_pairs(*inputs)
+            return self.loss(*inputs, **call.labels)
+        return self.loss(scores=scores, **call.labels)
 
     def _of_bank(
         self, im: Tensor, s: Tensor, mb_img: Any, mb_cap: Any, mb_ind: Any, indices: Any
@@ -252,8 +288,8 @@ class AdaptedLoss(Switched):
             with im.device:
                 empty = CoupledMemory(1, im.shape[1], dtype=im.dtype)
             return self.loss(im, s, im, s, empty)
-        entries = required_ids("mb_ind", mb_ind, im.device)  # (M,)
-        ids = required_ids("indices", indices, im.device)  # (B,)
+        entries = required_ids("mb_ind", mb_ind, len(mb_img), im.device)
+        ids = required_ids("indices", indices, len(im), im.device)
         memory = _memory(mb_img, required("mb_cap", mb_cap), entries)
         return self.loss(im, s, im, s, memory, ids, ids)
 
@@ -270,5 +306,5 @@ class AdaptedLoss(Switched):
         return self.loss(v_q, t_q, v_k, t_k, _memory(v_queue.T, t_queue.T))
 
     def extra_repr(self) -> str:
-        """Return the code base, for ``repr``."""
-        return f"code_base={self.code_base!r}"
+        """Return the code base, and which negatives count, for ``repr``."""
+        return f"code_base={self.code_base!r}, max_violation={self.max_violation}"

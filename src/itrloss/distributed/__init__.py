@@ -12,7 +12,6 @@ from .consensus import consensus as consensus
 from .consensus import digest as digest
 from .consensus import gather as gather
 from .consensus import gather_parts as gather_parts
-from .consensus import gather_table as gather_table
 from .consensus import is_trained as is_trained
 from .consensus import numbered as numbered
 from .consensus import padded as padded

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..engine.vectors import host_may_read
@@ -189,12 +188,6 @@ def padded(x: Tensor, size: int, value: float = 0.0) -> Tensor:
     # PyTorch 2.8 cannot pad a tensor without elements.
     further = x.new_full((size - len(x), *x.shape[1:]), value)
     return torch.cat([x, further])
-
-
-def gather_table(x: Tensor, group: Any = None) -> Tensor:
-    """Return :func:`gather` of ``x`` (B, C), padded with zeros where numbers of columns differ."""
-    width = int(gather(torch.tensor([x.shape[1]], device=x.device), group).amax())
-    return gather(F.pad(x, (0, width - x.shape[1])), group)
 
 
 def numbered(ids: Tensor, images: int, first: int) -> Tensor:

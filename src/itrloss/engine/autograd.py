@@ -412,9 +412,11 @@ class Sums(torch.autograd.Function):
         return sums, pairs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_sums: Tensor | None, grad_pairs: Tensor | None
+    ) -> tuple[Any, ...]:
         """Return the gradient of each tensor that ``forward`` took, from the gradients of both."""
-        if grads == (None, None):
+        if grad_sums is None and grad_pairs is None:
             return (None,) * len(ctx.needs_input_grad)
         tensors = saved_tensors(ctx)
         targets = Targets(*tensors[:5])  # type: ignore[call-arg]
@@ -422,9 +424,10 @@ class Sums(torch.autograd.Function):
         slopes = tensors[5:stop]
         request: Request = ctx.request.with_tensors(tensors[stop:])
         if torch.is_grad_enabled():  # create_graph=True
-            return None, *second_derivatives(request, targets, *grads)
+            return None, *second_derivatives(request, targets, grad_sums, grad_pairs)
         needs = needs_of(request, targets, ctx.needs_input_grad)
-        return in_places(request, first_derivatives(request, needs, *grads, slopes))
+        gradients = first_derivatives(request, needs, grad_sums, grad_pairs, slopes)
+        return in_places(request, gradients)
 
 
 def needs_of(request: Request, targets: Targets, needed: Sequence[bool]) -> Needs:

@@ -157,6 +157,7 @@ def scores_of_tiles(inputs: Inputs, places: Sequence[Places]) -> Iterator[Tensor
     size = (r.stop - r.start + 1) * (c.stop - c.start + 1)  # of the largest
     space = torch.empty(size, dtype=inputs.dtype, device=inputs.like.device)
     known: slice | None = None
+    right = space  # of the first block's columns, below
     # Columns change in the outer loop: their wide block is normalised once, the narrow blocks of
     # rows again for each of them.
     for r, c in places:

@@ -367,7 +367,8 @@ class Relation:
             i = torch.arange(min(self.shape), device=self.device)
             return i, i
         if self._is_small:
-            return self.all_positive().nonzero(as_tuple=True)
+            rows, cols = self.all_positive().nonzero(as_tuple=True)
+            return rows, cols
         if not self.by_ids:
             return self._listed_by_masks()
         # The ids of the shorter side are searched for in the sorted ids of the other.

@@ -14,8 +14,9 @@ from unittest import SkipTest
 
 import torch
 
-from . import behaviour, gradients, precision, values  # noqa: F401 — register the checks
-from .registry import CHECKS, Check
+from ..checks import as_size
+from . import properties, transformations  # noqa: F401 — register the checks
+from .registry import CHECKS
 from .subject import Subject
 
 Status = Literal["passed", "failed", "expected failure", "skipped"]
@@ -94,30 +95,36 @@ class LossCheck:
     def run(self) -> Outcome:
         """Return the outcome."""
         start = time.perf_counter()
-        status, reason = self._tried(CHECKS[self.name])
+        status: Status = "passed"
+        reason = ""
+        try:
+            self._check()
+        except SkipTest as skip:
+            status = "skipped"
+            reason = str(skip)
+        except AssertionError as error:
+            status = "failed"
+            reason = str(error)
+        except Exception as error:  # a loss that cannot be called as the check does
+            status = "failed"
+            reason = f"{type(error).__name__}: {error}"
         if self.expected is not None and status == "failed":
             status = "expected failure"
             reason = self.expected
         elif self.expected is not None and status == "passed":
             status = "failed"
             reason = f"passed, but was expected to fail: {self.expected}"
+        reason = textwrap.shorten(reason, 200, placeholder=" …")
         return Outcome(self.name, status, reason, time.perf_counter() - start)
 
-    def _tried(self, check: Check) -> tuple[Status, str]:
-        """Return the outcome as such, whatever is expected, and its reason."""
-        try:
-            for need in check.needs:
-                self.subject.require(need)
-            with on_the_cpu(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of losses about odd batches
-                check.function(self.subject)
-        except SkipTest as skip:
-            return "skipped", str(skip)
-        except AssertionError as error:
-            return "failed", _brief(str(error))
-        except Exception as error:  # a loss that cannot be called as the check does
-            return "failed", _brief(f"{type(error).__name__}: {error}")
-        return "passed", ""
+    def _check(self) -> None:
+        """Raise what the check raises, or a SkipTest if it does not apply."""
+        check = CHECKS[self.name]
+        for need in check.needs:
+            self.subject.require(need)
+        with on_the_cpu(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of losses about odd batches
+            check.function(self.subject)
 
 
 def on_the_cpu() -> AbstractContextManager[Any]:
@@ -126,11 +133,6 @@ def on_the_cpu() -> AbstractContextManager[Any]:
     if torch.empty(0).device.type == "cpu":
         return nullcontext()
     return torch.device("cpu")
-
-
-def _brief(message: str) -> str:
-    """Return a message in one line of at most 200 characters."""
-    return textwrap.shorten(message, 200, placeholder=" …")
 
 
 def loss_checks(
@@ -149,14 +151,16 @@ def loss_checks(
     ``@pytest.mark.parametrize("check", loss_checks(loss), ids=str)`` makes a test of each; its body
     is ``check()``. It takes the arguments of :func:`check_loss`.
     """
+    if isinstance(loss, type):
+        name = loss.__name__
+        raise TypeError(f"loss: expected a module or function, got the class: pass {name}(...)")
     if not callable(loss):
         raise TypeError(f"loss: expected a module or function, got {type(loss).__name__}")
     for argument, function in (("call", call), ("reference", reference)):
         if function is not None and not callable(function):
             got = type(function).__name__
             raise TypeError(f"{argument}: expected a function, got {got}")
-    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
-        raise ValueError(f"processes: expected an integer of at least 1, got {processes!r}")
+    processes = as_size("processes", processes)
     expected = dict(expected_failures or {})
     chosen = CHECKS.keys() if only is None else set(only)
     for argument, names in (("expected_failures", expected.keys()), ("only", chosen)):

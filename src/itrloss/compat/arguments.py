@@ -1,0 +1,93 @@
+"""Arguments of public code bases: their settings, embeddings, scores and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import Names, as_ids, check_embeddings, check_matrix
+from ..engine.vectors import compute_dtype
+from ..similarity import Similarity
+
+
+def setting(opt: Any, name: str, *default: Any) -> Any:
+    """Return an attribute of a code base's settings, or an entry of a dictionary of them; or the
+    default; an error without both.
+    """
+    if isinstance(opt, Mapping):
+        opt = SimpleNamespace(**opt)
+    try:
+        return getattr(opt, name, *default)
+    except AttributeError:
+        raise ValueError(f"opt: expected an attribute {name!r}, got none") from None
+
+
+def required(name: str, x: Any) -> Any:
+    """Return an argument that is optional in the signature but needed here, so it is not None."""
+    if x is None:
+        raise ValueError(f"{name}: expected a tensor, got None")
+    return x
+
+
+def required_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
+    """Return ids of any form, but not None, as (size,) integers on the device."""
+    return as_ids(name, required(name, ids), size, device)
+
+
+def check_square(name: str, scores: Any) -> None:
+    """Raise an error unless scores are a (B, B) floating-point tensor."""
+    check_matrix(name, scores, "(B, B)")
+    if scores.shape[0] != scores.shape[1]:
+        raise ValueError(f"{name}: expected shape (B, B), got {tuple(scores.shape)}")
+
+
+def check_pairs(x: Any, y: Any, names: tuple[str, str] = ("im", "s")) -> None:
+    """Raise an error unless embeddings (N, D) and (N, D) are given, which errors call by names."""
+    check_embeddings(x, y, False, Names(*names, "", ""))
+    if len(x) != len(y):
+        expected = f"shape {tuple(x.shape)} like {names[0]}"
+        raise ValueError(f"{names[1]}: expected {expected}, got {tuple(y.shape)}")
+
+
+def similarity(
+    x: Tensor, y: Tensor, names: tuple[str, str], ids: tuple[Any, Any] = (None, None)
+) -> Similarity:
+    """Return the similarity of (N, D) and (M, D) embeddings, which errors call by names, as they
+    are, not normalised.
+    """
+    called = Names(*names, "", "")
+    check_embeddings(x, y, False, called)
+    return Similarity(x, y, *ids, normalize=False, names=called)
+
+
+def inner_products(x: Tensor, y: Tensor) -> Tensor:
+    """Return the (N, M) inner products of (N, D) and (M, D) embeddings, float32 at least."""
+    unrelated = (torch.zeros(len(x)).long(), torch.zeros(len(y)).long())
+    return similarity(x, y, ("im, s", "mb_cap, mb_img"), unrelated).scores()
+
+
+def order_scores_of_pairs(im: Tensor, s: Tensor) -> Tensor:
+    """Return the (B, B) scores of order embeddings (B, D)."""
+    check_pairs(im, s)
+    return order_scores(im, s)
+
+
+def order_scores(x: Tensor, y: Tensor) -> Tensor:
+    """Return the (N, M) scores ``-|max(0, y - x)|`` of (N, D) and (M, D) order embeddings."""
+    dtype = compute_dtype(x)
+    violations = (y.to(dtype) - x.to(dtype)[:, None]).clamp_min(0)  # (N, M, D)
+    return -torch.linalg.vector_norm(violations, dim=2)
+
+
+def members_of(sets: Tensor) -> Tensor:
+    """Return the members (N K, D) of sets (N, K, D)."""
+    return sets.reshape(-1, sets.shape[-1])
+
+
+def zero_of(x: Tensor) -> Tensor:
+    """Return the value of a part that a loss of embeddings ``x`` does not have."""
+    return x.new_zeros((), dtype=compute_dtype(x))

@@ -1,0 +1,104 @@
+"""The regularisers of PVSE and DivE on sets of embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import functional
+from ..checks import one_of
+from ..engine.vectors import compute_dtype
+from .arguments import members_of, required, setting, zero_of
+
+Parts = dict[str, Tensor]
+
+
+def _kernel(x: Tensor, y: Tensor) -> Tensor:
+    """Return ``exp(-|a - b| / 2)`` of all rows a and b; these code bases do not square the
+    distance.
+    """
+    distances = torch.cdist(x, y)
+    if x is y:  # cdist has the root of a rounding error there, 8e-4 in float32
+        distances = distances.masked_fill(torch.eye(len(x), dtype=torch.bool, device=x.device), 0.0)
+    return torch.exp(-0.5 * distances)
+
+
+class Regularizers:
+    """The weighted regularisers of PVSE and DivE on the sets of images and of texts.
+
+    Args:
+        opt: the code base's settings.
+        code_base: ``"pvse"``, which has no uniformity, and none at all for one embedding a set; or
+            ``"dive"``.
+        reduction: of the orthogonal loss and of the kernels, ``"mean"`` or ``"sum"``.
+    """
+
+    def __init__(self, opt: Any, code_base: str, reduction: Any = "mean"):
+        one_of("reduction", reduction, "mean", "sum")
+        self.reduction = reduction
+        kinds = ("unif", "div", "mmd")
+        if code_base == "dive":
+            self.sizes = (setting(opt, "img_num_embeds"), setting(opt, "txt_num_embeds"))
+        else:
+            k = setting(opt, "num_embeds", 1)
+            self.sizes = (k, k)
+            kinds = ("div", "mmd") if k > 1 else ()
+        weights = {name: setting(opt, f"{name}_weight", 0.0) for name in kinds}
+        self.weights = {name: weight for name, weight in weights.items() if weight > 0}
+        self.unif_residual = bool(setting(opt, "unif_residual", False))
+
+    def check_sizes(self, img: Tensor, txt: Tensor) -> None:
+        """Raise an error unless sets are (N, K, D), or (N, D) for K = 1, with the K of ``opt``."""
+        for name, x, k in zip(("img", "txt"), (img, txt), self.sizes, strict=True):
+            single = k == 1 and x.dim() == 2
+            if x.shape[1:-1] != (k,) and not single:
+                expected = f"shape (N, {k}, D), as K is {k} in opt"
+                raise ValueError(f"{name}: expected {expected}, got {tuple(x.shape)}")
+
+    def total(
+        self, parts: Parts, img: Tensor, txt: Tensor, img_r: Any, txt_r: Any
+    ) -> tuple[Tensor, Parts]:
+        """Return the sum of parts and weighted regularisers, and each of these unweighted and
+        detached.
+        """
+        zero = zero_of(img)
+        several = []  # the sides with sets of more than one member
+        if self.sizes[0] > 1:
+            several.append(("img_r", img, img_r))
+        if self.sizes[1] > 1:
+            several.append(("txt_r", txt, txt_r))
+        if "unif" in self.weights:
+            parts["unif"] = sum((self._crowding(*side) for side in several), zero)
+        if "div" in self.weights:
+            parts["div"] = sum((self._correlation(*side) for side in several), zero)
+        if "mmd" in self.weights:
+            parts["mmd"] = self._discrepancy(img, txt)
+        loss = torch.stack([self.weights.get(name, 1.0) * x for name, x in parts.items()]).sum()
+        return loss, {f"{name}_loss": x.detach() for name, x in parts.items()}
+
+    def _crowding(self, name: str, members: Tensor, residuals: Tensor | None) -> Tensor:
+        """Return the mean of ``exp(-2 |a - b|²)`` over the pairs of members of a set, or of the
+        residuals, which are the argument ``name``.
+        """
+        x = members.to(compute_dtype(members))
+        if self.unif_residual:
+            x = F.normalize(required(name, residuals).to(x.dtype), dim=-1)
+        first, second = torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device)
+        distances = (x[:, first] - x[:, second]).square().sum(-1)
+        return (-2 * distances).exp().mean()
+
+    def _correlation(self, name: str, _: Tensor, residuals: Tensor | None) -> Tensor:
+        """Return the orthogonal loss without slack, of the residuals."""
+        sets = required(name, residuals)
+        return functional.dynamic_orthogonal_loss(sets, None, 0.0, "frobenius", self.reduction)
+
+    def _discrepancy(self, img: Tensor, txt: Tensor) -> Tensor:
+        """Return the maximum mean discrepancy of all images' members and all texts'."""
+        x = members_of(img).to(compute_dtype(img))
+        y = members_of(txt).to(compute_dtype(txt))
+        reduce = torch.mean if self.reduction == "mean" else torch.sum
+        within = reduce(_kernel(x, x)) + reduce(_kernel(y, y))
+        return within - 2 * reduce(_kernel(x, y))
