@@ -354,7 +354,9 @@ class Similarity(Anchors):
 
     @property
     def ids(self) -> Ids:
-        """The (N,) and (M,) int64 ids that were passed in; None where they were left out."""
+        """The (N,) and (M,) int64 ids that were passed in, where they alone say who matches; None
+        where they were left out, and with sets of labels, groups or a matrix of matches.
+        """
         rows, cols = self._matrix.relation.ids_as_passed
         return self._turned(rows, cols)
 

@@ -167,24 +167,6 @@ def test_a_gradient_found_early_is_of_the_vectors_that_were_multiplied():
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("engine", ["dense", "kept"])
-def test_gradients_are_of_what_was_scored_before_changes_that_nobody_counts(engine):
-    v, w = (x.requires_grad_() for x in embeddings(6, 6))
-
-    def gradients(sim):
-        of_negatives = sim.both.logsumexp(5.0)
-        of_positives = sim.both.sum_of_positives(log1p_clamp)
-        total = (of_negatives + of_positives).sum()
-        return torch.autograd.grad(total, (v, w))
-
-    wanted = gradients(similarity(v, w, (None, None), engine))
-    sim = similarity(v, w, (None, None), engine)
-    sim.sum_of_positives(identity)
-    v.data.mul_(20)
-    w.data.mul_(0.1)
-    torch.testing.assert_close(gradients(sim), wanted)
-
-
 # ------------------------------------------------------------------------------------------ copies
 
 COPIES = {

@@ -60,7 +60,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(engine, "_mm", product_on_meta)
 
     def numbers(pairs):
-        return Numbers(max(pairs.shape), (1, 1))
+        return Numbers(max(pairs.shape), (1, 1), (1, 1))
 
     def listed(pairs):
         places = meta(max(pairs.shape), dtype=torch.int64)

@@ -269,7 +269,7 @@ def test_pairs_are_mined_by_the_lowest_positive_itself_where_several_score_the_s
         ("supcon", 6, 8),
         ("supcon inside", 6, 8),
         ("mil-nce", 6, 8),
-        ("sdm", 6, 8),
+        ("sdm", 6, 16),
         ("multi-similarity", 6, 8),
         ("multi-similarity mined", 6, 18),
         ("circle", 6, 10),

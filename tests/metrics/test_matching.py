@@ -98,11 +98,6 @@ def matches(**options):
     return Similarity(IMAGES, TEXTS, related=Related(matches=matrix), **options)
 
 
-def sparse_matches(**options):
-    matrix = (torch.arange(N)[:, None] == OWNER).float().to_sparse()
-    return Similarity(IMAGES, TEXTS, related=Related(matches=matrix), **options)
-
-
 def one_group(**options):
     """All are in one group, or open to all, so that groups leave out no pair."""
     groups = torch.zeros(N).long(), torch.zeros(M).long()
@@ -128,7 +123,6 @@ def scores_with_label_sets(**options):
 RELATIONS = {
     "label sets": label_sets,
     "matches": matches,
-    "sparse matches": sparse_matches,
     "one group": one_group,
     "transposed": transposed,
     "numbers alone": numbers_alone,

@@ -255,7 +255,7 @@ LOSSES = {
     "vse++ order": published(
         compat.VSEPPLoss(0.2, "order"), failures=HELD | COORDINATES | TWO_KINDS
     ),
-    "vse∞ hardest": published(compat.VSEInfinityLoss(margin=0.2, max_violation=True), failures={}),
+    "vse∞ hardest": published(compat.VSEInfinityLoss(margin=0.2, max_violation=True)),
     "adapted": published(compat.adapt(itrloss.InfoNCELoss(learnable=True), "hrem"), numbered),
     "scan": published(compat.SCANLoss(cosines, 0.2), scored),
     "sgraf": published(compat.SGRAFLoss(0.2), of_scores),
@@ -264,7 +264,7 @@ LOSSES = {
     "published hal": published(compat.HALLoss(OPT)),
     "hal with a bank": published(compat.HALLoss(OPT), with_bank, HELD | BANK),
     "user": published(compat.USERLoss(OPT)),
-    "user's queues": Case(compat.USERLoss(OPT), {"call": with_queues}, MEMORY),
+    "user's queues": Case(compat.USERLoss(OPT), {"call": with_queues}, HELD | MEMORY),
     "clip": published(compat.ClipLoss(), scaled),
     "siglip": published(compat.SigLipLoss(), scaled),
     "pvse": published(compat.PVSELoss(OPT), of_published_sets, HELD | COORDINATES | REGULARISED),

@@ -518,18 +518,20 @@ class Matrix:
         The gradient of a score goes to the embeddings of its pair alone.
         """
         self.check_unchanged()
+        all_have_one = self.bounded and not question.limited
+        all_have_one = all_have_one and self.relation.one_to_one and min(self.shape) > 1
         with torch.no_grad():
             if self.engine == "dense":
                 best = Best(*dense.hardest(question, self.scores()))
             else:
                 inputs = self.inputs()
                 with full_precision(inputs.like):
-                    best = tiled.hardest(question, inputs)
+                    best = tiled.hardest(question, inputs, all_have_one)
         if not torch.is_grad_enabled() or not self.targets().any_trained():
             return best
         rows, cols = self._pairs_of(question.sides, best.indices.clamp_min(0))
         scores = self._pair_and_positive_scores(rows, cols)
-        if self.relation.one_to_one and min(self.shape) > 1 and not question.limited:
+        if all_have_one:
             return Best(scores, best.indices)
         return Best(torch.where(best.indices < 0, -math.inf, scores), best.indices)
 

@@ -79,7 +79,8 @@ class Relation:
     ):
         self.shape = shape
         self.device = device
-        self.ids_as_passed = ids
+        #: The ids that were passed in, if they alone say who matches.
+        self.ids_as_passed = ids if groups is None and not are_sets(ids) else (None, None)
         self.groups = groups
         self.rule: Rule = rule
         self.has_weights = has_weights
@@ -131,7 +132,12 @@ class Relation:
         return host_may_read(like)
 
     def exists(self, side: int) -> Tensor | None:
-        """Return the (A,) bool mask of the rows (0) or columns (1) that exist; None: all do."""
+        """Return the (A,) bool mask of the rows (0) or columns (1) that exist; None: all do.
+
+        With ``matches``, those do that take part in a pair.
+        """
+        if self.matches is not None:
+            return self._cached(("exists", side), lambda: (self.matches != 2).any(1 - side))
         ignored = self.ignored[side]
         return None if ignored is None else ~ignored
 
@@ -457,6 +463,11 @@ class Relation:
 
 
 # ------------------------------------------------------------------------------------------ helpers
+
+
+def are_sets(ids: Ids) -> bool:
+    """Return whether rows or columns have sets of labels."""
+    return any([x is not None and x.dim() == 2 for x in ids])
 
 
 def states_of(matches: Tensor) -> Tensor:

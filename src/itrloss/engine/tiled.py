@@ -92,8 +92,11 @@ class Best(NamedTuple):
     indices: Tensor
 
 
-def hardest(question: Question, inputs: Inputs) -> Best:
-    """Return the highest score that counts of each anchor, and its candidate."""
+def hardest(question: Question, inputs: Inputs, all_have_one: bool) -> Best:
+    """Return the highest score that counts of each anchor, and its candidate; -inf and -1 if none.
+
+    ``all_have_one``: all anchors certainly have a finite one.
+    """
     values = torch.full((question.size,), -math.inf, dtype=inputs.dtype, device=inputs.like.device)
     known = Best(values, torch.zeros_like(values, dtype=torch.int64))
     for tile in tiles(inputs):
@@ -105,8 +108,8 @@ def hardest(question: Question, inputs: Inputs) -> Best:
                 continue
             for side, best in zip(view.sides, of_sides, strict=True):
                 join_best_(known, view, side, best)
-    if question.relation.one_to_one and min(inputs.shape) > 1 and not question.limited:
-        return known  # each anchor has a negative
+    if all_have_one:
+        return known
     return known._replace(indices=known.indices.masked_fill(known.values == -math.inf, -1))
 
 
