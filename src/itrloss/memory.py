@@ -24,7 +24,7 @@ from .checks import (
 from .distributed import collectives
 from .distributed.consensus import digest, gather_parts, padded, world_size
 from .distributed.shards import Share
-from .engine.autograd import Layout, Place, Step, StepPart
+from .engine.autograd import NO_COLUMNS, Layout, Place, Step, StepPart
 from .engine.matrix import (
     MEMORY_BUDGET,
     Matrix,
@@ -422,10 +422,10 @@ def matrices_of_step(
     of_texts = slice(n, trained)
     of_text_keys = slice(trained, trained + m)
     of_image_keys = slice(trained + m, 2 * trained)
-    places = [Place(of_images, of_texts)]
+    places: list[Place] = [(of_images, of_texts)]
     memories: list[Tensor | None] = [None]
     if memory_is_small:
-        places += [Place(of_images, None), Place(of_texts, None)]
+        places += [(of_images, NO_COLUMNS), (of_texts, NO_COLUMNS)]
         memories += [memory.texts, memory.images]
     layout = Layout(trained, True, tuple(places))
     vectors = images.target, texts.target, text_keys, image_keys

@@ -143,7 +143,7 @@ WORK = {
     "infonce": {"dense": (6, 4), "tiled": (8, 6)},
     "hal": {"dense": (6, 4), "tiled": (8, 6)},
     "dcl": {"dense": (6, 4), "tiled": (10, 8)},
-    "dcl entropy": {"dense": (6, 4), "tiled": (10, 8)},
+    "dcl entropy": {"dense": (6, 4), "tiled": (12, 10)},
     "dcl through diversity": {"dense": (6, 4), "tiled": (24, 18)},
     "sigmoid": {"dense": (6, 4), "tiled": (8, 6)},
     # In eager mode, products take less time than copies of the vectors of listed pairs.

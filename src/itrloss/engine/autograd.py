@@ -27,11 +27,11 @@ from .vectors import EPS, compute_dtype, full_precision, may_keep, plain_unit
 # ----------------------------------------------------------------------- the scores of a small step
 
 
-class Place(NamedTuple):
-    """Where a small matrix has its vectors among those of a step."""
-
-    rows: slice  # of the vectors that are trained
-    cols: slice | None  # of all vectors; None: a memory's
+#: Where a small matrix has its rows, among the vectors that are trained, and its columns, among all
+#: vectors of a step; NO_COLUMNS if they are a memory's.
+Place = tuple[slice, slice]
+# Not None: code that compares a slice with it is compiled again for each batch size.
+NO_COLUMNS = slice(0, 0)
 
 
 class Layout(NamedTuple):
@@ -43,12 +43,11 @@ class Layout(NamedTuple):
 
     def columns(self, k: int, unit: Tensor, memories: Sequence[Tensor | None]) -> Tensor:
         """Return the columns (M, D) of a matrix."""
-        place = self.places[k].cols
-        if place is not None:
-            return unit[place]
         memory = memories[k]
-        assert memory is not None
-        return memory.to(unit.dtype)
+        if memory is not None:
+            return memory.to(unit.dtype)
+        _, cols = self.places[k]
+        return unit[cols]
 
 
 class StepScores(torch.autograd.Function):
@@ -76,9 +75,9 @@ class StepScores(torch.autograd.Function):
                 norms = torch.threshold(lengths, EPS, math.inf)
                 unit.div_(norms)
             scores = []
-            for k, place in enumerate(layout.places):
+            for k, (rows, _) in enumerate(layout.places):
                 columns = layout.columns(k, unit, memories)
-                scores.append(matmul(unit[place.rows], columns.T))
+                scores.append(matmul(unit[rows], columns.T))
         ctx.set_materialize_grads(False)
         trained: list[Tensor | None] = []
         ctx.sizes = []
@@ -148,13 +147,13 @@ def gradient_of_units(
     """Return the gradient (T, D) of the unit vectors that are trained, a new tensor."""
     trained = unit[: layout.trained]
     total = torch.zeros_like(trained) if grad is None else grad[: layout.trained].clone()
-    for k, (place, g) in enumerate(zip(layout.places, of_scores, strict=True)):
+    for k, ((rows, cols), g) in enumerate(zip(layout.places, of_scores, strict=True)):
         if g is None:
             continue
-        if place.rows.start in starts:
-            add_matmul_(total[place.rows], g, layout.columns(k, unit, memories))
-        if place.cols is not None and place.cols.start in starts:
-            add_matmul_(total[place.cols], g.T, unit[place.rows])
+        if rows.start in starts:
+            add_matmul_(total[rows], g, layout.columns(k, unit, memories))
+        if memories[k] is None and cols.start in starts:
+            add_matmul_(total[cols], g.T, unit[rows])
     return total
 
 
@@ -172,8 +171,8 @@ def scores_of_units(
     unit = torch.cat(list(units))
     scores = []
     with full_precision(unit):
-        for k, place in enumerate(layout.places):
-            scores.append(unit[place.rows] @ layout.columns(k, unit, memories).T)
+        for k, (rows, _) in enumerate(layout.places):
+            scores.append(unit[rows] @ layout.columns(k, unit, memories).T)
     return unit, *scores
 
 
@@ -224,7 +223,12 @@ class StepPart(NamedTuple):
     step: Step
     number: int | None  # None: its scores are no output of the step
     rows: slice
-    cols: slice | None  # None: a memory's
+    cols: slice  # NO_COLUMNS: a memory's
+
+    @property
+    def of_memory(self) -> bool:
+        """Whether the columns are a memory's."""
+        return self.number is not None and self.step.memories[self.number] is not None
 
     def detach(self) -> StepPart:
         """Return the same part of a step without a gradient."""
@@ -237,13 +241,11 @@ class StepPart(NamedTuple):
         unit, *scores = self.step.outputs()
         if self.number is not None:
             return scores[self.number]
-        assert self.cols is not None
         with full_precision(unit):
             return unit[self.rows] @ unit[self.cols].T
 
     def pairs(self, i: Index, j: Index) -> Tensor:
         """Return the (P,) scores of rows i with columns j, with their graph; None: the diagonal."""
-        assert self.cols is not None
         unit = self.step.unit()
         if i is None or j is None:
             return PairsOfUnits.apply(unit, self.rows, self.cols)  # type: ignore[return-value]

@@ -624,9 +624,9 @@ def exponential(z):
 
 @triton.jit
 def information(z):
-    """``z e^z``."""
-    e = _exp(z)
-    z = tl.maximum(z, SMALLEST_LOG)  # -inf times exp(-inf) would be nan
+    """``z log(2) 2^z``: units of log 2, so that it rounds as the exponential does."""
+    e = tl.exp2(z)
+    z = tl.maximum(z / LOG2E, SMALLEST_LOG)  # -inf times exp(-inf) would be nan
     return z * e, (z + 1.0) * e
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..checks import one_of
 from . import dense, devices, moments, tiled
 from .autograd import (
+    NO_COLUMNS,
     Layout,
-    Place,
     Request,
     Step,
     StepPart,
@@ -588,7 +588,7 @@ class Matrix:
     def _scores_pairs_by_vectors(self) -> bool:
         """Return whether the gradient of some pairs' scores goes straight to their vectors."""
         part = self._part
-        if part is None or part.cols is None or self.bias != (None, None):
+        if part is None or part.of_memory or self.bias != (None, None):
             return False
         if torch.compiler.is_compiling():
             return False
@@ -702,7 +702,7 @@ def memory_matrix(
         return large_matrix(
             rows, bank, relation, engine, budget, bounded=True, strict=strict, is_memory=True
         )
-    place = Place(slice(0, len(rows)), None)
+    place = slice(0, len(rows)), NO_COLUMNS
     step = Step(Layout(len(rows), True, (place,)), [bank.x], (rows.target,))
     part = StepPart(step, 0, *place)
     return Matrix(relation, engine, rows, part=part, bounded=True, strict=strict, is_memory=True)
@@ -712,7 +712,7 @@ def step_of(rows: Tensor, cols: Tensor, normalize: bool) -> Step:
     """Return a step with one matrix of rows and columns."""
     n = len(rows)
     stop = n + len(cols)
-    layout = Layout(stop, normalize, (Place(slice(0, n), slice(n, stop)),))
+    layout = Layout(stop, normalize, ((slice(0, n), slice(n, stop)),))
     return Step(layout, [None], (rows, cols))
 
 

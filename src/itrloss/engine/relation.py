@@ -87,6 +87,9 @@ class Relation:
         self._cache: dict[Any, Any] = {}
         self.matches = None if matches is None else states_of(matches)
         self._weights: Tensor | None = None
+        self._weight_dtype = torch.float32
+        if matches is not None and matches.is_floating_point():
+            self._weight_dtype = matches.dtype
         if matches is not None and has_weights:
             self._weights = matches.detach().nan_to_num(0.0)
         rows, cols = ids
@@ -142,7 +145,13 @@ class Relation:
         return None if ignored is None else ~ignored
 
     def _cached(self, key: Any, compute: Callable[[], Result]) -> Result:
-        """Return a result that is computed once, in tensors that autograd may save."""
+        """Return a result that is computed once, in tensors that autograd may save.
+
+        A compiler finds equal expressions itself, and refuses tensors that leave the graph of an
+        autograd function.
+        """
+        if torch.compiler.is_compiling():
+            return compute()
         if key not in self._cache:
             context = contextlib.nullcontext() if may_keep() else torch.inference_mode(False)
             with context:
@@ -440,7 +449,7 @@ class Relation:
         """Return the (N, M) weights of the pairs that match, 0 elsewhere."""
         if self._weights is not None:
             return self._weights
-        return self.positive().float()
+        return self.positive().to(self._weight_dtype)
 
     def matrix(self) -> Tensor:
         """Return the (N, M) matrix of matches again: nan for pairs that are neither."""

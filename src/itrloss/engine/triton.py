@@ -576,7 +576,7 @@ class Pass:
             SHARED=not any(has_each(x) for x in question.values),
             ROWS=0 in question.sides,
             COLS=1 in question.sides,
-            BASE_2=self.form is kernels.exponential,
+            BASE_2=self.form in (kernels.exponential, kernels.information),
         )
 
     def _kernel_inputs(self) -> kernels.Inputs:
@@ -623,7 +623,8 @@ class Pass:
         if not self.compared.mask:
             return kernels.Loaded(products)
         excluded = self.question.relation.excluded(self.question.over, *places)
-        assert excluded is not None
+        if excluded is None:
+            excluded = torch.zeros(sizes(places), dtype=torch.bool, device=self.device)
         mask = excluded.view(torch.uint8)
         return kernels.Loaded(products, kernels.Panel(mask, mask.stride(0), mask.shape[1]))
 

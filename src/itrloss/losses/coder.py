@@ -300,6 +300,9 @@ class CODERObjective(CheckedModule):
             images, texts: (B, dim) instance embeddings.
             image_keys, text_keys, memory, image_ids, text_ids: as in :meth:`MemoryLoss.forward`.
             image_concepts, text_concepts: (B, dim) concept embeddings.
+
+        Pairs with :data:`itrloss.NO_ID` have no prototype, but in a compiled graph, whose sizes are
+        fixed.
         """
 
         def check() -> str:
@@ -390,9 +393,10 @@ def _pairs_exist(
 ) -> Tensor | None:
     """Return the (B,) bool mask of the pairs whose image and text exist; None: all do.
 
-    An accelerator that has ids has to synchronise for what is made of it.
+    An accelerator that has ids has to synchronise for what is made of it. A compiled graph has
+    fixed sizes, so that nothing is left out there.
     """
-    if text_ids is None:
+    if text_ids is None or torch.compiler.is_compiling():
         return None
     pairs = Similarity(images.detach(), texts.detach(), image_ids, text_ids).pairs
     masks = [mask for mask in (pairs.exists(0), pairs.exists(1)) if mask is not None]

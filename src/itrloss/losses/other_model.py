@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import Names, as_similarity, from_numpy, require_finite
+from ..engine.relation import are_sets
 from ..engine.vectors import compute_dtype, host_may_read
 from ..similarity import Similarity
 
@@ -84,7 +85,7 @@ def described_model(name: str, other: Similarity, images: Any, texts: Any, shard
 
 def has_relation(sim: Similarity) -> bool:
     """Return whether sets of labels, groups or a matrix say who matches, and not ids alone."""
-    return not sim.pairs.others_are_negatives
+    return not sim.pairs.others_are_negatives or are_sets(sim.pairs.ids)
 
 
 def has_ids_of(sim: Similarity, other: Similarity) -> bool:
