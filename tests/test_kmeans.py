@@ -307,7 +307,7 @@ def test_a_failed_load_changes_nothing():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"clusters": 0}, ValueError, "clusters: expected at least 1"),
+        ({"clusters": 0}, ValueError, "clusters: expected a number of at least 1"),
         ({"dim": 2.5}, TypeError, "dim: expected an integer"),
         ({"patience": 0}, ValueError, "patience"),
         ({"max_count": -1}, ValueError, "max_count"),

@@ -53,11 +53,14 @@ def check(
         torch.testing.assert_close(part["values"], whole["values"], **compared)
     for what, wanted in whole["grads"].items():
         of_processes = [part["grads"][what] for part in found]
+        size = wanted.norm()
         if what in ("images", "texts"):  # averaged over the processes, as DDP does
             of_processes = [torch.cat(of_processes) / len(found)]
+        else:  # a parameter's is a sum of terms of about 1 that cancel
+            size = size + 1
         for grad in of_processes:
             error = (grad - wanted).norm()
-            assert error <= tolerance * wanted.norm() + 1e-14, f"{what} {config}"
+            assert error <= tolerance * size + 1e-14, f"{what} {config}"
 
 
 @pytest.mark.parametrize(

@@ -28,16 +28,17 @@ def test_kernels_compile_for_gpus(tmp_path):
         assert not kernel["LOCAL"], kernel
         assert kernel["DYNAMIC"] <= 97 * 2**10, kernel
         assert not kernel["STACK"] or not kernel["name"].startswith("project_kernel"), kernel
-        # Two terms, and gradients by each anchor's learnt scale, hold more, and may take all
-        # registers. What is only launched to return at once may spill.
+        # Gradients by each anchor's learnt scale hold more, and may take all registers.
         of_one = "learnt" not in kernel["name"] or kernel["SHARED"]
-        alone = "_kernel exponential {" in kernel["name"] and not kernel["RARE"]
+        alone = "_kernel exponential {" in kernel["name"]
         limited = alone and of_one
         siglip = "_kernel softplus {" in kernel["name"] and "'total': True" in kernel["name"]
         if kernel["GPU"] == 90 and (limited or siglip):
             # SigLIP's total with its gradient spills 112 bytes. An H100 runs it at 341 TFLOP/s all
             # the same, like InfoNCE's gradient (benchmarks/results/gpu_*_first.json).
             most = 112 if siglip else 64
+            if "'limits'" in kernel["name"]:
+                most = 208  # a limit of each anchor is held next to its scale and shift
             assert kernel["STACK"] <= most, kernel
             assert kernel["REG"] <= 128 or kernel["WARPS"] == 4, kernel
             # a logarithm and a division in place of the polynomial: 3,561

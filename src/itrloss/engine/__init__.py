@@ -3,17 +3,17 @@
 =========== ========================================================================================
 terms       the functions of scores that are summed
 vectors     lengths, precision, and the gradient that goes back to vectors
-pairs       which rows and columns belong together, from ids
+relation    which rows and columns belong together, by ids, sets of labels, groups or a matrix
 inputs      the inputs of a score matrix, and its tiles
 question    what is computed from a matrix, and how the anchors of a side see a tile
-tiled       the answers, added up tile by tile, and their gradient in closed form
+tiled       the one loop: answers, added up tile by tile, and their gradient in closed form
 moments     sums of scores and of their squares, without the scores
-dense       the same answers in plain PyTorch: the specification, for small matrices, compilers and
-            second derivatives
+dense       the same answers in plain PyTorch: the specification, for compilers and second
+            derivatives
 pair_scores scores of listed pairs, whose gradient skips the matrix
 
-autograd    the autograd function around all of it, and the one around the scores of a small matrix
-saved       how an autograd function keeps a value with tensors in it
+autograd    the autograd function around a question, and the one around all small matrices of a step
+early       sums of the Triton engine that are found with their gradient
 matrix      a score matrix with its engine, and what is kept of it between questions
 ranking     the best candidate, and ranks
 sets        scores of sets of embeddings from the scores of their elements

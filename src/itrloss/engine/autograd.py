@@ -187,6 +187,18 @@ class Step:
         self.vectors = vectors
         self._known: tuple[Tensor, ...] | None = None
         self._vectors_alone: Step | None = None
+        self._detached: Step | None = None
+
+    def detach(self) -> Step:
+        """Return the same step without a gradient, one for all of its matrices."""
+        if not any([x.requires_grad for x in self.vectors]):
+            return self
+        if self._detached is None:
+            vectors = [x.detach() for x in self.vectors]
+            self._detached = Step(self.layout, self.memories, vectors)
+            if self._known is not None:
+                self._detached._known = tuple([x.detach() for x in self._known])
+        return self._detached
 
     def unit(self) -> Tensor:
         """Return the unit vectors (V, D) with their graph; no matrix is multiplied for them."""
@@ -232,17 +244,19 @@ class StepPart(NamedTuple):
 
     def detach(self) -> StepPart:
         """Return the same part of a step without a gradient."""
-        step = self.step
-        vectors = [x.detach() for x in step.vectors]
-        return self._replace(step=Step(step.layout, step.memories, vectors))
+        return self._replace(step=self.step.detach())
 
     def scores(self) -> Tensor:
         """Return the (N, M) scores with their graph."""
         unit, *scores = self.step.outputs()
         if self.number is not None:
             return scores[self.number]
+        constant = unit.detach()  # a product with constants has the gradient of one side alone
+        trained = self.step.layout.trained
+        rows = unit if self.rows.start < trained else constant
+        cols = unit if self.cols.start < trained else constant
         with full_precision(unit):
-            return unit[self.rows] @ unit[self.cols].T
+            return rows[self.rows] @ cols[self.cols].T
 
     def pairs(self, i: Index, j: Index) -> Tensor:
         """Return the (P,) scores of rows i with columns j, with their graph; None: the diagonal."""

@@ -467,8 +467,8 @@ def _slopes(
     axis = rows if AXIS == 1 else cols
     candidates = cols if AXIS == 1 else rows
     LAST: tl.constexpr = 1 if C.GRAD_SHIFT else 0
-    g = _upstream(grad, axis, cols, AXIS, C)
     value, slope = FORM(_affine(s, values, axis, AXIS, C))
+    g = _upstream(grad, axis, cols, AXIS, C)
     by_z = _within(slope * g, s, values, axis, AXIS, C)
     if C.TIMES_SCALE:
         total += by_z * _load(values.scale, axis, AXIS, C.SHARED)

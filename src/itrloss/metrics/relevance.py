@@ -141,7 +141,7 @@ class Fold(NamedTuple):
 def folds_of(sim: Similarity, folds: int) -> list[Fold]:
     """Return the folds of the images that exist."""
     numbers, _ = places(sim)
-    if len(numbers) % folds:
+    if folds < 1 or len(numbers) % folds:
         raise ValueError(f"folds: expected a divisor of the {len(numbers)} images, got {folds}")
     images, texts = right_pairs(sim)
     parts = []
