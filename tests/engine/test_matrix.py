@@ -11,7 +11,7 @@ import torch
 from support.cases import ENGINES, case, embeddings, similarity
 
 from itrloss import Similarity
-from itrloss.engine.terms import identity, log1p_clamp, log1p_relu
+from itrloss.engine.terms import identity, log1p_relu
 from itrloss.metrics import retrieval_metrics
 
 # ------------------------------------------------------------------------ what is returned or given

@@ -350,8 +350,8 @@ class PairLoss(DirectedLoss):
                 those of texts are left out, they are the images'.
             matches: (N, M), in place of ids and groups: above 0 where image and text match, 0 where
                 they are negatives, and nan where they are neither; bool will do. A match that is
-                not 1 has a weight: means over positives are by weights, and sums multiply by them, but
-                for log-sum-exps. ``TripletLoss(mining="all")`` refuses weights.
+                not 1 has a weight: means over positives are by weights, and sums multiply by them,
+                but for log-sum-exps. ``TripletLoss(mining="all")`` refuses weights.
 
         The first batch that is on the CPU and not compiled is looked at: a
         :class:`itrloss.SuspiciousInputWarning` says if no image has a positive, if none has a
