@@ -174,6 +174,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: loss(I, T, IDS[:5], IDS[:5]), r"^image_ids: expected shape \(6,\), got \(5,\)"),
     (lambda: loss(I, T, IDS / 2, IDS), "^image_ids: expected an integer tensor"),
     (lambda: loss(I, T, IDS, list("abcdef")), "^text_ids: expected strings with strings"),
+    (
+        lambda: loss(I, T, image_groups=IDS, text_groups=list("abcdef")),
+        "^text_groups: expected strings with strings in image_groups",
+    ),
     (lambda: loss(I, T, labels=IDS), "^InfoNCELoss: .*'labels'; it has images, texts, image_ids"),
     (lambda: it.TripletLoss()(I, T, image_id=IDS), "^TripletLoss: .*did you mean 'image_ids'"),
     (lambda: loss(scores=S.numpy()), r"^scores: .*write torch.from_numpy\(scores\)"),

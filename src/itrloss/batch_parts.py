@@ -141,6 +141,8 @@ def agreed(
         agreement.numbers = [*part.sizes, int(known.has_weights), *part.widths()]
         agreement.text = f"{part.described(known)}, {options}; {also}"
     every = [numbers[:5] for numbers in agreement.every]
+    if len(part.tensors) == 1 and known.matches is not None:
+        divide_columns(every)
     total = sum(m for _, m, *_ in every)
     for name, place in (("matches", 3), ("scores", 4)):
         widths = [numbers[place] for numbers in every]
@@ -149,6 +151,18 @@ def agreed(
             raise ValueError(f"{name}: {expected}, got {widths}")
     weighted = any(numbers[2] for numbers in every)
     return known._replace(has_weights=weighted), [numbers[:2] for numbers in every]
+
+
+def divide_columns(every: list[list[int]]) -> None:
+    """Set how many columns of scores each process has, where a matrix of matches does not say it:
+    as many as rows or, if these are not all, an even share.
+    """
+    of_scores = every[0][4]
+    if sum(numbers[1] for numbers in every) == of_scores:
+        return
+    world = len(every)
+    for rank, numbers in enumerate(every):
+        numbers[1] = (rank + 1) * of_scores // world - rank * of_scores // world
 
 
 def processes_of(

@@ -33,7 +33,7 @@ from .engine.matrix import (
     large_matrix,
     memory_matrix,
 )
-from .engine.relation import IGNORE_ID, Relation
+from .engine.relation import IGNORE_ID, Relation, are_sets
 from .engine.vectors import Embeddings, normalized
 from .related import relation_of
 from .similarity import SIDES, Directions, Engine, Similarity
@@ -453,16 +453,25 @@ def relations_to_memory(relation: Relation, memory: CoupledMemory) -> tuple[Rela
     """Return which of the memory's entries match the images of a batch, and which its texts."""
     n, m = relation.shape
     image_ids, text_ids = relation.ids_as_passed
+    if are_sets(relation.ids):
+        image_ids, text_ids = relation.ids
     if relation.one_to_one:  # the ids are the same on both sides
         image_ids = text_ids
         if text_ids is None:
             image_ids = text_ids = torch.arange(n, device=relation.device)
     if image_ids is None:  # those of the texts are numbers of images
         image_ids = torch.arange(n, device=relation.device)
-    of_images = Relation((n, memory.size), (image_ids, memory.ids), relation.device)
+    of_images = relation_to_entries(n, image_ids, memory)
     if text_ids is image_ids:
         return of_images, of_images
-    return of_images, Relation((m, memory.size), (text_ids, memory.ids), relation.device)
+    return of_images, relation_to_entries(m, text_ids, memory)
+
+
+def relation_to_entries(size: int, ids: Tensor | None, memory: CoupledMemory) -> Relation:
+    """Return which of a memory's entries match anchors with ids (A,) or sets of labels (A, k)."""
+    assert ids is not None
+    entries = memory.ids if ids.dim() == 1 else memory.ids[:, None]
+    return Relation((size, memory.size), (ids, entries), ids.device)
 
 
 def several_processes(
@@ -497,8 +506,8 @@ def several_processes(
         matrix = Matrix.of_embeddings(own, found, relation, batch.engine, budget, strict=strict)
         sides.append(AnchorSide(matrix, 0, Share(processes, None, (size,))))
     to_memory = (
-        Relation((n, memory.size), (image_ids, memory.ids), device),
-        Relation((m, memory.size), (text_ids, memory.ids), device),
+        relation_to_entries(n, image_ids, memory),
+        relation_to_entries(m, text_ids, memory),
     )
     of_memory = []
     matrices = memory_matrices((images, texts), memory, to_memory, engine)

@@ -12,6 +12,7 @@ from torch import Tensor
 from .checks import (
     IdsLike,
     Names,
+    are_strings,
     as_id_numbers,
     as_ids,
     check_ids,
@@ -108,6 +109,10 @@ def groups_of(
     if rows is None:
         raise ValueError(f"{row_name}: expected groups to go with {col_name}, got None")
     own = as_ids(row_name, rows, n, device)
+    if cols is not None and are_strings(rows) != are_strings(cols):
+        raise TypeError(
+            f"{col_name}: expected strings with strings in {row_name}, and integers with integers"
+        )
     if cols is None:
         if n != m:
             got = f"{n} {names.rows} and {m} {names.cols}"

@@ -565,10 +565,9 @@ def computed(kind: str, form: str, rank: int, sizes: list[tuple[int, int]]) -> d
     return found
 
 
-KINDS_OF_SCORES = [kind for kind in SHARED if kind not in ("matches", "weights", "label sets")]
 ALL_CASES = [
     *((kind, "embeddings") for kind in SHARED),
-    *((kind, "scores") for kind in KINDS_OF_SCORES),
+    *((kind, "scores") for kind in SHARED),
     *((kind, "at hand") for kind in SHARED),
 ]
 
