@@ -20,7 +20,7 @@ from .inputs import NO_INPUTS, NUMBER_OF_TENSORS, Inputs, Side, whole_scores
 from .pair_scores import Index, ListedPairs, pair_scores
 from .products import add_matmul_, matmul
 from .question import Question, Value, is_trained
-from .relation import add_segments_
+from .relation import weighted_sums
 from .tiled import Gradients, Needs
 from .vectors import EPS, compute_dtype, full_precision, may_keep, plain_unit
 
@@ -258,42 +258,52 @@ class StepPart(NamedTuple):
         with full_precision(unit):
             return rows[self.rows] @ cols[self.cols].T
 
-    def pairs(self, i: Index, j: Index) -> Tensor:
-        """Return the (P,) scores of rows i with columns j, with their graph; None: the diagonal."""
+    def pairs(self, i: Index, j: Index, known: Tensor | None) -> Tensor:
+        """Return the (P,) scores of rows i with columns j, with their graph; None: the diagonal.
+
+        ``known``: these scores, if the matrix has them.
+        """
         unit = self.step.unit()
         if i is None or j is None:
-            return PairsOfUnits.apply(unit, self.rows, self.cols)  # type: ignore[return-value]
+            return PairsOfUnits.apply(unit, self.rows, self.cols, known)  # type: ignore[return-value]
         places = i + self.rows.start, j + self.cols.start
-        return PairsOfUnits.apply(unit, *places)  # type: ignore[return-value]
+        return PairsOfUnits.apply(unit, *places, known)  # type: ignore[return-value]
 
 
 class PairsOfUnits(torch.autograd.Function):
     """The scores (P,) of pairs of unit vectors (V, D) of a step; their gradient forms no matrix."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Tensor, i: Tensor | slice, j: Tensor | slice) -> Tensor:
+    def forward(
+        ctx: Any, unit: Tensor, i: Tensor | slice, j: Tensor | slice, known: Tensor | None
+    ) -> Tensor:
         """Return the products of the vectors at i and at j, (P,) indices or slices."""
         ctx.save_for_backward(unit, *[x if isinstance(x, Tensor) else None for x in (i, j)])
         ctx.slices = i, j
+        if known is not None:
+            return known.clone()
         with full_precision(unit):
             return torch.linalg.vecdot(unit[i], unit[j])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """Return the gradient (V, D) of the vectors."""
         (grad,) = grads
         unit, *index = saved_tensors(ctx)
         i, j = (x if y is None else y for x, y in zip(ctx.slices, index, strict=True))
         if torch.is_grad_enabled():  # create_graph=True
             scores = (unit[i] * unit[j]).sum(1)
-            return second_gradients([scores], [grad], [unit])[0], None, None  # type: ignore[return-value]
-        total = torch.zeros_like(unit)
-        for own, other in ((i, j), (j, i)):
-            if isinstance(own, slice):
-                total[own].addcmul_(unit[other], grad[:, None])
-            else:
-                add_segments_(total, own, unit[other] * grad[:, None])
-        return total, None, None
+            of_units = second_gradients([scores], [grad], [unit])[0]
+            return of_units, None, None, None  # type: ignore[return-value]
+        if isinstance(i, slice) or isinstance(j, slice):
+            total = torch.zeros_like(unit)
+            total[i].addcmul_(unit[j], grad[:, None])
+            total[j].addcmul_(unit[i], grad[:, None])
+            return total, None, None, None
+        own = torch.cat([i, j])
+        others = torch.cat([j, i])
+        weights = torch.cat([grad, grad])
+        return weighted_sums(unit, others, weights, own, len(unit)), None, None, None
 
 
 # ------------------------------------------------------------------------- sums and scores of pairs

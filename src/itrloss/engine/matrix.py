@@ -576,7 +576,8 @@ class Matrix:
         self.check_unchanged()
         if not self._summed and self._scores_pairs_by_vectors():
             assert self._part is not None
-            return self._part.pairs(i, j)
+            known = None if self._scores is None else pairs_of(self._scores.detach(), i, j)
+            return self._part.pairs(i, j, known)
         if self.engine == "dense":
             scores = self.scores_in_graph()
             assert scores is not None
