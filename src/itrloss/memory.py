@@ -24,7 +24,7 @@ from .checks import (
 from .distributed import collectives
 from .distributed.consensus import digest, gather_parts, padded, world_size
 from .distributed.shards import Share
-from .engine.autograd import NO_COLUMNS, Layout, Place, Step, StepPart
+from .engine.step import NO_COLUMNS, Layout, Place, Step, StepPart
 from .engine.matrix import (
     MEMORY_BUDGET,
     Matrix,

@@ -14,11 +14,10 @@ from .autograd import (
     first_derivatives,
     in_places,
     needs_of,
-    raise_second_derivative,
-    saved_tensors,
 )
 from .pair_scores import ListedPairs, pair_scores
 from .question import Value
+from .step import raise_second_derivative, saved_tensors
 from .vectors import full_precision
 
 

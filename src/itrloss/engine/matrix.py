@@ -13,22 +13,13 @@ from torch import Tensor
 
 from ..checks import one_of
 from . import dense, devices, moments, tiled
-from .autograd import (
-    NO_COLUMNS,
-    Layout,
-    Request,
-    Step,
-    StepPart,
-    Targets,
-    ask,
-    pairs_of,
-    with_biases,
-)
+from .autograd import Request, Targets, ask, with_biases
 from .inputs import NO_SIDE, TILE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
 from .products import full_float32, matmul, rounds_float32
 from .question import Question, Value, is_trained, joined
 from .relation import Relation, segment_sum
+from .step import NO_COLUMNS, BlockSums, Layout, Step, StepPart, pairs_of
 from .terms import identity, square
 from .tiled import Best
 from .vectors import (
@@ -101,6 +92,11 @@ def is_small(engine: str, numel: int, budget: int, dtype: torch.dtype) -> bool:
     return engine == "tiled" and numel <= SMALL and numel * dtype.itemsize <= budget
 
 
+def is_one_block(shape: tuple[int, int]) -> bool:
+    """Return whether sums over scores (N, M) in the graph keep their slopes."""
+    return math.prod(shape) <= SMALL and not torch.compiler.is_compiling()
+
+
 class Matrix:
     """A score matrix (N, M), of embeddings or precomputed. All anchors of it share this object.
 
@@ -143,6 +139,7 @@ class Matrix:
         self._summed = False  # whether a sum puts all scores into the graph
         #: Whether scores are a tensor in the graph.
         self.in_graph = given is not None or part is not None
+        self._is_one_block = self.in_graph and engine == "tiled" and is_one_block(relation.shape)
         self._sources = vectors or (like,)
 
     @classmethod
@@ -236,11 +233,13 @@ class Matrix:
             return self._scores
         keep = may_keep()
         with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
-            if self.given is not None:
+            if self._part is None:
+                assert self.given is not None
                 scores = self.given.x.to(self.dtype)
             else:
-                assert self._part is not None
-                scores = with_biases(self._part.scores(), *self.bias)
+                scores = self._part.scores()
+                if self.bias != (None, None):
+                    scores = with_biases(scores, *self.bias)
         if keep:
             self._scores = scores
         return scores
@@ -329,22 +328,34 @@ class Matrix:
             scores = self.scores_in_graph()
             assert scores is not None
             return dense.sums(question, scores, other)
+        if self._is_one_block and guide is None and question.term.slope is not None:
+            return self._sums_of_block(question)
         if guide is None and self._has_gain_by_moments(question):
             return moments.squares(question, self.inputs_of_vectors())
-        small = self.in_graph and math.prod(self.shape) <= SMALL
         request = Request(
             question,
             self.inputs(),
             guide=None if guide is None else guide.inputs(),
             pairs=self._positives_along(question),
             by_triton=guide is None and self._has_kernel(question),
-            keeps_slopes=small and guide is None and question.term.slope is not None,
         )
         if request.by_triton and self._finds_early(question, is_total=False):
             from . import early
 
             return self._answered(request, early.ask(request, None, self.targets()))
         return self._answered(request, ask(request, self.targets()))
+
+    def _sums_of_block(self, question: Question) -> Tensor:
+        """Return the sums (A,) over the only block, whose scores are in the graph."""
+        scores = self.scores_in_graph()
+        assert scores is not None
+        if not torch.is_grad_enabled():
+            return tiled.sums_of_block(question, scores)[0]
+        pairs = self._positives_along(question)
+        sums, positives = BlockSums.apply(question, pairs, scores, *question.values)
+        if pairs is not None:
+            self._positives = positives
+        return sums
 
     def _answered(self, request: Request, answer: tuple[Tensor | None, Tensor | None]) -> Tensor:
         """Return the sums of an answer, and keep the scores of positives that came along."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -40,9 +39,24 @@ class Question(NamedTuple):
         """The numbers that may differ between anchors."""
         return self.scale, self.shift, self.below, self.above, *self.params
 
-    def with_values(self, values: Sequence[Value | None]) -> Question:
-        """Return the question with other values, as :attr:`values` has them."""
+    def tensors(self) -> list[Tensor | None]:
+        """Return the values that are tensors, which autograd is to save; None for the others."""
+        return [x if isinstance(x, Tensor) else None for x in self.values]
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Question:
+        """Return the question with tensors in their places, as :meth:`tensors` has them."""
+        values: list[Any] = []
+        for own, tensor in zip(self.values, tensors, strict=True):
+            values.append(own if tensor is None else tensor)
         scale, shift, below, above, *params = values
+        return self._replace(
+            scale=scale, shift=shift, below=below, above=above, params=tuple(params)
+        )
+
+    def without_tensors(self) -> Question:
+        """Return what is left of the question for :meth:`with_tensors`."""
+        numbers: list[Any] = [None if isinstance(x, Tensor) else x for x in self.values]
+        scale, shift, below, above, *params = numbers
         return self._replace(
             scale=scale, shift=shift, below=below, above=above, params=tuple(params)
         )
@@ -59,15 +73,6 @@ class Question(NamedTuple):
     def limited(self) -> bool:
         """Whether scores decide which candidates count."""
         return self.below is not None or self.above is not None
-
-    def asked_by(self) -> tuple[tuple[int, ...], ...]:
-        """Return the sides that ask: together, if they ask the same, or else one by one."""
-        if len(self.sides) == 1:
-            return (self.sides,)
-        for x in self.values:
-            if isinstance(x, Tensor) and x.numel() > 1:
-                return (0,), (1,)
-        return (self.sides,)
 
     def anchors(self, side: int, place: slice) -> slice:
         """Return where the rows or columns at a place are among all anchors (A,)."""
@@ -168,8 +173,10 @@ class View(NamedTuple):
 
 
 def views(question: Question, tile: Tile) -> list[View]:
-    """Return a block as the sides that ask see it."""
-    return list(map(partial(View, question, tile), question.asked_by()))
+    """Return a block as the sides that ask see it: together, if they ask the same."""
+    if len(question.sides) == 1 or not any(map(has_each, question.values)):
+        return [View(question, tile, question.sides)]
+    return [View(question, tile, (0,)), View(question, tile, (1,))]
 
 
 def affine(scores: Tensor, scale: Value, shift: Value | None) -> Tensor:

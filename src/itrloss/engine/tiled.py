@@ -11,13 +11,13 @@ the gradient of the embeddings. So nothing of the size of the matrix is held but
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .inputs import Inputs, Side, tiles
+from .inputs import Inputs, Side, Tile, tiles
 from .pair_scores import ListedPairs, add_pair_gradient
 from .products import add_matmul_, matmul
 from .question import Question, Value, View, joined, views
@@ -26,63 +26,61 @@ from .relation import Places
 from .vectors import chunks, compute_dtype, project
 
 
-class Totals:
-    """The sums, or maxima, (A,) of a question's anchors, joined from blocks."""
-
-    def __init__(self, question: Question, inputs: Inputs, empty: float):
-        self.values = torch.empty(question.size, dtype=inputs.dtype, device=inputs.like.device)
-        if 0 in inputs.shape:  # there is no block
-            self.values.fill_(empty)
-
-    def add(self, view: View, x: Tensor) -> None:
-        """Add the sums of x (r, c) by anchor; the first block of an anchor overwrites."""
-        places = view.tile.places
-        for side in view.sides:
-            own = self.values[view.question.anchors(side, places[side])]
-            if places[1 - side].start == 0:
-                torch.sum(x, 1 - side, out=own)
-            else:
-                own += x.sum(1 - side)
-
-    def maximise(self, view: View, x: Tensor) -> None:
-        """Take the maxima of x (r, c) by anchor; the first block of an anchor overwrites."""
-        places = view.tile.places
-        for side in view.sides:
-            own = self.values[view.question.anchors(side, places[side])]
-            if places[1 - side].start == 0:
-                torch.amax(x, 1 - side, out=own)
-            else:
-                torch.maximum(own, x.amax(1 - side), out=own)
+def join_(
+    totals: Tensor,  # (A,)
+    view: View,
+    x: Tensor,  # (r, c)
+    reduce: Callable[..., Tensor] = torch.sum,
+    join: Callable[..., Tensor] = torch.add,
+) -> None:
+    """Join the sums, or the maxima, of x by anchor; the first block of an anchor overwrites."""
+    places = view.tile.places
+    for side in view.sides:
+        own = totals[view.question.anchors(side, places[side])]
+        if places[1 - side].start == 0:
+            reduce(x, 1 - side, out=own)
+        else:
+            join(own, reduce(x, 1 - side), out=own)
 
 
 def sums(question: Question, inputs: Inputs, guide: Inputs | None = None) -> Tensor:
     """Return the sums (A,) of a question."""
-    total = Totals(question, inputs, 0.0)
+    if 0 in inputs.shape:  # there is no block
+        return torch.zeros(question.size, dtype=inputs.dtype, device=inputs.like.device)
+    totals = torch.empty(question.size, dtype=inputs.dtype, device=inputs.like.device)
     for tile in tiles(inputs, guide):
         for view in views(question, tile):
-            total.add(view, view.values())
-    return total.values
+            join_(totals, view, view.values())
+    return totals
 
 
-def sums_and_slopes(question: Question, inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
-    """Return the sums (A,), and the slopes (r, c) of each view of all blocks."""
-    total = Totals(question, inputs, 0.0)
-    kept: list[Tensor] = []
-    for tile in tiles(inputs):
-        for view in views(question, tile):
-            values, slopes = view.values_and_slopes()
-            total.add(view, values)
-            kept.append(slopes)
-    return total.values, kept
+def block_of(scores: Tensor) -> Tile:
+    """Return a whole matrix (N, M) as one block."""
+    n, m = scores.shape
+    return Tile((slice(0, n), slice(0, m)), scores)
+
+
+def sums_of_block(question: Question, scores: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the sums (A,) over one block, and the slopes (N, M) of each view of it."""
+    totals = scores.new_empty(question.size)
+    slopes: list[Tensor] = []
+    for view in views(question, block_of(scores)):
+        values, of_view = view.values_and_slopes()
+        join_(totals, view, values)
+        slopes.append(of_view)
+    return totals, slopes
 
 
 def highest(question: Question, inputs: Inputs, guide: Inputs | None = None) -> Tensor:
     """Return the highest of the scores (A,) that count, times the scale; -inf without any."""
-    total = Totals(question, inputs, -math.inf)
+    totals = torch.full(
+        (question.size,), -math.inf, dtype=inputs.dtype, device=inputs.like.device
+    )
     for tile in tiles(inputs, guide):
         for view in views(question, tile):
-            total.maximise(view, view.exclude_(view.exponents(), -math.inf))
-    return total.values
+            highest_of_view = view.exclude_(view.exponents(), -math.inf)
+            join_(totals, view, highest_of_view, torch.amax, torch.maximum)
+    return totals
 
 
 class Best(NamedTuple):
@@ -162,16 +160,14 @@ def gradients(
     grad: Tensor,  # (A,) of the sums
     needs: Needs,
     listed: ListedPairs | None = None,  # pairs whose scores have a gradient of their own
-    kept: Sequence[Tensor] = (),  # slopes (r, c) of each view of all blocks; none: computed again
 ) -> Gradients:
     """Return the gradients of a question's inputs and values, from the gradient of its sums."""
-    of_question = QuestionGradients(question, grad, needs)
+    of_question = QuestionGradients(question, grad, needs.scale, needs.shift, needs.params)
     scores = ScoreGradients(inputs, needs)
-    slopes = iter(kept)
     for tile in tiles(inputs, guide):
         total: Tensor | None = None
         for view in views(question, tile):  # one at a time, so that two blocks are held at most
-            of_view = of_question.of_scores(view, next(slopes, None))
+            of_view = of_question.of_scores(view)
             total = of_view if total is None else total.add_(of_view)
         assert total is not None
         if listed is not None and total.shape == inputs.shape:  # they ride on the only block
@@ -180,12 +176,35 @@ def gradients(
         scores.add(tile.places, total)
     if listed is not None:
         scores.add_pairs(listed)
-    found = scores.finish()
-    if of_question.folds_scale:
-        return found
-    return found._replace(
+    return scores.finish()._replace(
         scale=of_question.scale, shift=of_question.shift, params=tuple(of_question.params)
     )
+
+
+class BlockGradients(NamedTuple):
+    """The gradients of a block's scores (N, M), and of a question's scale and shift if needed."""
+
+    scores: Tensor
+    scale: Tensor | None
+    shift: Tensor | None
+
+
+def gradients_of_block(
+    question: Question,
+    scores: Tensor,  # (N, M)
+    slopes: Sequence[Tensor],  # (N, M) of each view
+    grad: Tensor | None,  # (A,) of the sums; None: zeros
+    needed: tuple[bool, bool],  # whether the scale, and the shift, have a gradient
+) -> BlockGradients:
+    """Return the gradients of one block, from the slopes that were kept."""
+    if grad is None:
+        return BlockGradients(torch.zeros_like(scores), None, None)
+    of_question = QuestionGradients(question, grad, *needed)
+    own = views(question, block_of(scores))
+    total = of_question.of_scores(own[0], slopes[0])
+    if len(own) > 1:
+        total += of_question.of_scores(own[1], slopes[1])
+    return BlockGradients(total, of_question.scale, of_question.shift)
 
 
 def pair_gradients(inputs: Inputs, needs: Needs, listed: ListedPairs) -> Gradients:
@@ -201,27 +220,38 @@ class QuestionGradients:
     The gradients of limits are zero.
     """
 
-    def __init__(self, question: Question, grad: Tensor, needs: Needs):
+    def __init__(
+        self,
+        question: Question,
+        grad: Tensor,  # (A,) of the sums
+        needs_scale: bool,
+        needs_shift: bool,
+        needs_params: Sequence[bool] = (),
+    ):
         self.question = question
         self.grad = grad
         # Where no value gets a gradient, the scale is multiplied in before blocks are visited.
-        self.folds_scale = not (needs.scale or needs.shift or True in needs.params)
+        self.folds_scale = not (needs_scale or needs_shift or True in needs_params)
         scale = question.scale
         if self.folds_scale and (isinstance(scale, Tensor) or scale != 1.0):
             self.grad = grad * scale
-        self.scale = zeros_like_value(question.scale, grad) if needs.scale else None
-        self.shift = zeros_like_value(question.shift, grad) if needs.shift else None
-        self.params: list[Tensor | None] = []
-        for param, needed in zip(question.params, needs.params, strict=True):
-            self.params.append(zeros_like_value(param, grad) if needed else None)
+        self.scale = zeros_like_value(question.scale, grad) if needs_scale else None
+        self.shift = zeros_like_value(question.shift, grad) if needs_shift else None
+        self.params: list[Tensor | None] = [None] * len(question.params)
+        for k, needed in enumerate(needs_params):
+            if needed:
+                self.params[k] = zeros_like_value(question.params[k], grad)
 
-    def of_scores(self, view: View, slopes: Tensor | None) -> Tensor:
-        """Return dL/dS (r, c) as a view asks for it; add up the gradients of values."""
+    def of_scores(self, view: View, slopes: Tensor | None = None) -> Tensor:
+        """Return dL/dS (r, c) as a view asks for it; add up the gradients of values.
+
+        ``slopes``: those of the view, if they were kept; they may be needed once more.
+        """
         upstream = view.upstream(self.grad)
         if self.question.term.slope is None:
             by_z = self._by_autograd(view, upstream)
         elif slopes is not None:
-            by_z = slopes * upstream  # kept ones may be needed once more
+            by_z = slopes * upstream
         else:
             by_z = view.slopes().mul_(upstream)
         if self.folds_scale:
