@@ -88,6 +88,20 @@ class AnchorSide(NamedTuple):
         return self.matrix.shape[self.side]
 
 
+class Where(NamedTuple):
+    """Which candidates count: negatives, positives or all, within limits of their scores."""
+
+    over: Over = "negatives"
+    below: Value | None = None  # number or (A,), without a gradient
+    above: Value | None = None
+    guide: Anchors | None = None  # whose scores the limits are of
+
+    @property
+    def limited(self) -> bool:
+        """Whether there are limits."""
+        return self.below is not None or self.above is not None
+
+
 class Block(NamedTuple):
     """A matrix whose rows, columns or both are anchors, computed in one pass."""
 
@@ -102,19 +116,29 @@ class Block(NamedTuple):
             return Block(self.matrix, (0, 1), (group, *self.groups), (first, *self.firsts))
         return Block(self.matrix, (0, 1), (*self.groups, group), (*self.firsts, first))
 
-
-class Where(NamedTuple):
-    """Which candidates count: negatives, positives or all, within limits of their scores."""
-
-    over: Over = "negatives"
-    below: Value | None = None  # number or (A,), without a gradient
-    above: Value | None = None
-    guide: Anchors | None = None  # whose scores the limits are of
-
-    @property
-    def limited(self) -> bool:
-        """Whether there are limits."""
-        return self.below is not None or self.above is not None
+    def question(
+        self,
+        term: Term,
+        where: Where,
+        scale: Value | None = 1.0,
+        shift: Value | None = None,
+        params: Sequence[Any] = (),
+        teaches: bool = False,
+    ) -> Question:
+        """Return what the anchors ask; ``teaches``: of scores of another matrix, too."""
+        assert scale is not None
+        return Question(
+            self.matrix.relation,
+            self.sides,
+            term,
+            where.over,
+            scale,
+            shift,
+            where.below,
+            where.above,
+            tuple(params),
+            teaches,
+        )
 
 
 NEGATIVES = Where()
@@ -181,8 +205,14 @@ class Anchors:
         self.sizes = self.whole_sizes if self.exchange is None else self.exchange.sizes
         # The compiler specialises on what `len` returns, but not on this sum.
         self._size = sum(self.sizes)
+        #: Whether all groups have as many anchors.
+        self.of_one_size = True
+        for size in self.sizes:  # one by one: a set would have the compiler specialise on each
+            self.of_one_size = self.of_one_size and size == self.sizes[0]
         #: Whether all anchors certainly have a positive and a negative; None: not looked at.
         self._known_complete: bool | None = None
+        if self.one_to_one:
+            self._known_complete = min(self.sizes) > 1
         self._index: Tensor | None = None  # (P,) anchors of the positive pairs
         self._known_counts: dict[bool, Tensor] = {}  # (A,) numbers of positives (True), negatives
 
@@ -196,7 +226,7 @@ class Anchors:
     def _is_complete(self) -> bool:
         """Return what :attr:`_complete` keeps."""
         if self.exchange is not None:
-            return self.one_to_one and min(self.sizes) > 1
+            return False
         for group in self._groups:
             matrix, side, _ = group[0]
             if len(group) > 1 or matrix.is_memory or not matrix.relation.is_complete(side):
@@ -286,15 +316,16 @@ class Anchors:
             and teacher is None
             and self.exchange is None
         ):
-            question = self._question(self._blocks[0], term, where, scale, shift, params)
-            return self._blocks[0].matrix.sums(question)
+            block = self._blocks[0]
+            question = block.question(term, where, scale, shift, params)
+            return block.matrix.sums(question)
         second = self._others(where.guide if teacher is None else teacher)
         values = self._gathered([scale, shift, where.below, where.above, *params])
         answers = []
         for block, other in zip(self._blocks, second, strict=True):
             a, b, below, above, *more = [self._of_block(x, block) for x in values]
             own = Where(where.over, below, above)
-            question = self._question(block, term, own, a, b, more, teacher is not None)
+            question = block.question(term, own, a, b, more, teacher is not None)
             answers.append(block.matrix.sums(question, other))
         total = self._joined(answers, torch.add)
         return total if self.exchange is None else self.exchange.merged(total)
@@ -309,37 +340,12 @@ class Anchors:
         for block, other in zip(self._blocks, second, strict=True):
             own_scale, below, above = [self._of_block(x, block) for x in values]
             own = Where(where.over, below, above)
-            question = self._question(block, identity, own, own_scale)
+            question = block.question(identity, own, own_scale)
             answers.append(block.matrix.highest(question, other))
         top = self._joined(answers, torch.maximum)
         if self.exchange is not None:
             top = self.exchange.merged_largest(top)
         return top.masked_fill(top == -math.inf, 0.0)
-
-    def _question(
-        self,
-        block: Block,
-        term: Term,
-        where: Where,
-        scale: Value | None = 1.0,
-        shift: Value | None = None,
-        params: Sequence[Any] = (),
-        teaches: bool = False,
-    ) -> Question:
-        """Return what a block's anchors ask."""
-        assert scale is not None
-        return Question(
-            block.matrix.relation,
-            block.sides,
-            term,
-            where.over,
-            scale,
-            shift,
-            where.below,
-            where.above,
-            tuple(params),
-            teaches,
-        )
 
     def _gathered(self, values: Sequence[Value | None]) -> list[Value | None]:
         """Return the values of the matrices' anchors from the values of own anchors."""
@@ -693,7 +699,7 @@ class Anchors:
         totals = []
         for block in self._blocks:
             own = [self._of_block(x, block) for x in (scale, shift, *params)]
-            question = self._question(block, term, where, own[0], own[1], own[2:])
+            question = block.question(term, where, own[0], own[1], own[2:])
             own_weights = self._of_block(weights, block)
             assert own_weights is not None
             totals.append(block.matrix.weighted_sum(question, own_weights))
@@ -730,7 +736,7 @@ class Anchors:
         answers = []
         for block in self._blocks:
             own = Where("negatives", self._of_block(limit, block))
-            answers.append(block.matrix.hardest(self._question(block, identity, own)))
+            answers.append(block.matrix.hardest(block.question(identity, own)))
         best = self._joined_best(answers)
         if self.exchange is not None:
             best = Best(*self.exchange.merged_best(*best))
@@ -779,8 +785,7 @@ class Anchors:
             weights = "parameter"
         # Values of each anchor are gathered below, in which all processes of a batch have to take
         # part. Whether sums by class are the faster way is decided by each process on its own.
-        one_for_all = not has_each(a) and not has_each(b)
-        if term is identity and one_for_all and self._sums_by_class():
+        if term is identity and not has_each(a) and not has_each(b) and self._sums_by_class():
             return self._sum_of_positive_scores(a, b)
         if not self._lists_positives():
             matches = self._weights_of_matches() if weights == "parameter" else None
@@ -964,17 +969,11 @@ class Anchors:
             )
         answers = []
         for block in self._blocks:
-            question = self._question(block, identity, NEGATIVES)
+            question = block.question(identity, NEGATIVES)
             answers.append(block.matrix.sorted_excesses(question, margin))
         return self._joined(answers, torch.add)
 
     # ---------------------------------------------------------------------------------- reduction
-
-    @property
-    def of_one_size(self) -> bool:
-        """Whether all groups have as many anchors."""
-        # Compared one by one: a set of sizes would have the compiler specialise on each.
-        return all([size == self.sizes[0] for size in self.sizes])
 
     def valid(self) -> Tensor | None:
         """Return the (A,) bool mask of anchors with a positive and a negative; None: all."""

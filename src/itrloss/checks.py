@@ -134,6 +134,20 @@ def check_matrix(
         require_finite(name, x)
 
 
+def as_embeddings(
+    rows: Any, cols: Any, check_finite: bool, names: Names
+) -> tuple[Tensor, Tensor]:
+    """Return (N, D) and (M, D) embeddings, which may be NumPy arrays, as tensors; raise an error
+    as :func:`check_embeddings` does.
+    """
+    if not isinstance(rows, Tensor):
+        rows = from_numpy(rows)
+    if not isinstance(cols, Tensor):
+        cols = from_numpy(cols)
+    check_embeddings(rows, cols, check_finite, names)
+    return rows, cols
+
+
 def check_embeddings(
     rows: Any, cols: Any, check_finite: bool, names: Names, empty: bool = False
 ) -> None:
@@ -983,6 +997,8 @@ def as_floats(name: str, x: Any) -> str:
     """Return how to make a floating-point tensor of what is none; empty for no idea."""
     if isinstance(x, Tensor) and name == "negatives" and not x.is_complex():
         return "; for row numbers of a corpus, pass those rows: corpus[negatives]"
+    if isinstance(x, Tensor) and name == "texts" and x.dim() == 1 and not x.is_complex():
+        return "; labels are ids: loss(images, texts, image_ids, text_ids)"
     if isinstance(x, Tensor):
         return "" if x.is_complex() else f"; write {name}.float()"
     if isinstance(x, np.ndarray):

@@ -463,7 +463,8 @@ def prototype_classification_loss(
 
 def _anchors(sim: Any) -> Anchors:
     """Return the rows and columns of a similarity; raise an error if it is none."""
-    _check_similarity("sim", sim)
+    if not isinstance(sim, Anchors):
+        _check_similarity("sim", sim)
     return sim.both
 
 

@@ -46,18 +46,18 @@ def relation_of(
     shape: tuple[int, int], ids: Sides, related: Related | None, device: torch.device, names: Names
 ) -> Relation:
     """Return who matches in a matrix, by all that was passed in; raise an error for wrong input."""
-    if related is not None and related.matches is not None:
+    row_ids, col_ids = ids
+    n, m = shape
+    if related is None and row_ids is None and col_ids is None and n == m:
+        return Relation(shape, device=device)  # row i matches column i
+    if related is None and not is_label_sets(row_ids) and not is_label_sets(col_ids):
+        return Relation(shape, check_ids(row_ids, col_ids, n, m, device, names), device)
+    if related is None:
+        related = Related()
+    if related.matches is not None:
         check_matches(related, shape, ids, names, device)
         has_weights = weights_of(related.matches)
         return Relation(shape, device=device, matches=related.matches, has_weights=has_weights)
-    if related is None and not any([is_label_sets(x) for x in ids]):
-        n, m = shape
-        own: Any = (None, None)
-        if n != m or ids[0] is not None or ids[1] is not None:
-            own = check_ids(*ids, n, m, device, names)
-        return Relation(shape, own, device)
-    if related is None:
-        related = Related()
     rows, cols = labels_of(shape, ids, device, names)
     groups = groups_of(shape, related, device, names)
     return Relation(shape, (rows, cols), device, groups=groups, rule=related.rule)

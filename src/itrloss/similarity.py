@@ -100,10 +100,7 @@ class Similarity(Anchors):
         names: checks.Names = checks.ROWS_AND_COLUMNS,
         related: Related | None = None,
     ):
-        rows = checks.from_numpy(rows)
-        cols = checks.from_numpy(cols)
-        checks.check_embeddings(rows, cols, check_finite, names)
-        assert cols is not None  # as was just checked
+        rows, cols = checks.as_embeddings(rows, cols, check_finite, names)
         n = len(rows)
         m = len(cols)
         if cols is rows:
@@ -396,9 +393,9 @@ class Similarity(Anchors):
 
         ``"image-text"`` has the rows, whose candidates are texts, ``"text-image"`` the columns.
         """
-        one_of("directions", directions, *DIRECTIONS)
         if directions == "both":
             return self.both
+        one_of("directions", directions, *DIRECTIONS)
         side = self._side if directions == "image-text" else 1 - self._side
         return Anchors([AnchorSide(self._matrix, side, self.share)])
 

@@ -45,23 +45,28 @@ class Request(NamedTuple):
     pairs: tuple[Index, Index] | None = None
     by_triton: bool = False
 
-    def tensors(self) -> list[Tensor | None]:
-        """Return all tensors of the request, which autograd is to save."""
+    def without_tensors(self) -> tuple[Request, list[Tensor | None]]:
+        """Return what is left of the request without its tensors, and these, or None in their
+        places: autograd is to save them.
+        """
         guide = NO_INPUTS if self.guide is None else self.guide
-        tensors = [*self.inputs.tensors(), *guide.tensors(), *(self.pairs or (None, None))]
-        if self.question is not None:
-            tensors += self.question.tensors()
-        return tensors
-
-    def without_tensors(self) -> Request:
-        """Return what is left of the request for :meth:`with_tensors`."""
-        question = None if self.question is None else self.question.without_tensors()
-        guide = None if self.guide is None else NO_INPUTS
-        pairs = None if self.pairs is None else (None, None)
-        return Request(question, NO_INPUTS, guide, pairs, self.by_triton)
+        i, j = self.pairs or (None, None)
+        tensors = [*self.inputs.tensors(), *guide.tensors(), i, j]
+        question = self.question
+        if question is not None:
+            question, of_question = question.without_tensors()
+            tensors += of_question
+        rest = Request(
+            question,
+            NO_INPUTS,
+            None if self.guide is None else NO_INPUTS,
+            None if self.pairs is None else (None, None),
+            self.by_triton,
+        )
+        return rest, tensors
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> Request:
-        """Return the request again, with tensors as :meth:`tensors` has them."""
+        """Return the request with tensors in their places again."""
         size = NUMBER_OF_TENSORS
         question = self.question
         if question is not None:
@@ -122,8 +127,8 @@ class Sums(torch.autograd.Function):
         """Return the sums (A,) and the scores (P,), from the request alone."""
         targets = rows, cols, row_bias, col_bias, scores
         sums, pairs = answer(request)
-        ctx.save_for_backward(*targets, *request.tensors())
-        ctx.request = request.without_tensors()
+        ctx.request, tensors = request.without_tensors()
+        ctx.save_for_backward(*targets, *tensors)
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
         return sums, pairs
 

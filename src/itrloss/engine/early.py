@@ -57,8 +57,8 @@ class EarlySums(torch.autograd.Function):
         with full_precision(inputs.like):
             sums, found = triton.sums_and_gradients(request.question, inputs, weights, needs)
             scores = None if request.pairs is None else pair_scores(inputs, *request.pairs)
-        ctx.save_for_backward(*found, *request.tensors())
-        ctx.request = request.without_tensors()
+        ctx.request, tensors = request.without_tensors()
+        ctx.save_for_backward(*found, *tensors)
         ctx.needs = needs
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
         return sums, scores

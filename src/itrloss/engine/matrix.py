@@ -92,11 +92,6 @@ def is_small(engine: str, numel: int, budget: int, dtype: torch.dtype) -> bool:
     return engine == "tiled" and numel <= SMALL and numel * dtype.itemsize <= budget
 
 
-def is_one_block(shape: tuple[int, int]) -> bool:
-    """Return whether sums over scores (N, M) in the graph keep their slopes."""
-    return math.prod(shape) <= SMALL and not torch.compiler.is_compiling()
-
-
 class Matrix:
     """A score matrix (N, M), of embeddings or precomputed. All anchors of it share this object.
 
@@ -139,7 +134,10 @@ class Matrix:
         self._summed = False  # whether a sum puts all scores into the graph
         #: Whether scores are a tensor in the graph.
         self.in_graph = given is not None or part is not None
-        self._is_one_block = self.in_graph and engine == "tiled" and is_one_block(relation.shape)
+        #: Whether sums keep the slopes of the only block.
+        self._keeps_slopes = self.in_graph and engine == "tiled"
+        if math.prod(self.shape) > SMALL or torch.compiler.is_compiling():
+            self._keeps_slopes = False
         self._sources = vectors or (like,)
 
     @classmethod
@@ -161,10 +159,18 @@ class Matrix:
         strict: bool = False,
     ) -> Matrix:
         """Return the matrix of the products of embeddings, with a bias."""
-        numel = math.prod(relation.shape)
-        if is_small(engine, numel, budget, rows.dtype):
-            return small_matrix(rows, cols, relation, engine, bias, strict)
-        return large_matrix(rows, cols, relation, engine, budget, bias, strict=strict)
+        if not is_small(engine, math.prod(relation.shape), budget, rows.dtype):
+            return large_matrix(rows, cols, relation, engine, budget, bias, strict=strict)
+        return cls(
+            relation,
+            engine,
+            rows,
+            vectors=(rows, cols),
+            part=part_of(rows.target, cols.target, rows.normalize),
+            bias=bias if bias == (None, None) else in_dtype(bias, rows.dtype),
+            bounded=rows.normalize and bias == (None, None),
+            strict=strict,
+        )
 
     def of_weights(self) -> Matrix:
         """Return a matrix with the weights of matches in place of the scores."""
@@ -229,7 +235,10 @@ class Matrix:
 
         None where there are none: they are multiplied in each pass.
         """
-        if self._scores is not None or not self.in_graph:
+        if not self.in_graph:
+            return None
+        self.check_unchanged()
+        if self._scores is not None:
             return self._scores
         keep = may_keep()
         with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
@@ -263,6 +272,7 @@ class Matrix:
 
     def inputs_of_vectors(self) -> Inputs:
         """Return the inputs of a pass over the vectors alone."""
+        self.check_unchanged()
         assert self.embeddings is not None
         sides: list[Side] = []
         for vectors, bias in zip(self.embeddings, self.bias, strict=True):
@@ -299,8 +309,8 @@ class Matrix:
         """Return the (N, M) scores of a large matrix with their graph."""
         assert self.embeddings is not None
         rows, cols = (vectors.target for vectors in self.embeddings)
-        step = step_of(rows, cols, self.embeddings[0].normalize)
-        return with_biases(step.outputs()[1], *self.bias)
+        part = part_of(rows, cols, self.embeddings[0].normalize)
+        return with_biases(part.scores(), *self.bias)
 
     def _exact_inputs(self) -> Inputs:
         """Return the inputs of scores without a gradient: no setting for training rounds them."""
@@ -309,6 +319,7 @@ class Matrix:
         is_rounded = any([vectors.x is not vectors.given for vectors in self.embeddings])
         if not is_rounded and not rounds_float32(self.device):
             return self.inputs()
+        self.check_unchanged()
         sides: list[Side] = []
         for vectors, bias in zip(self.embeddings, self.bias, strict=True):
             given = Embeddings(vectors.given.detach(), vectors.normalize)
@@ -319,16 +330,13 @@ class Matrix:
 
     def sums(self, question: Question, guide: Matrix | None = None) -> Tensor:
         """Return the sums (A,) of a question; a ``guide`` has the scores of its limits."""
-        self.check_unchanged()
-        if guide is not None:
-            guide.check_unchanged()
         self._summed = self._summed or torch.is_grad_enabled()
         if self.engine == "dense":
             other = None if guide is None else guide.scores().detach().to(self.dtype)
             scores = self.scores_in_graph()
             assert scores is not None
             return dense.sums(question, scores, other)
-        if self._is_one_block and guide is None and question.term.slope is not None:
+        if self._keeps_slopes and guide is None and question.term.slope is not None:
             return self._sums_of_block(question)
         if guide is None and self._has_gain_by_moments(question):
             return moments.squares(question, self.inputs_of_vectors())
@@ -350,7 +358,7 @@ class Matrix:
         scores = self.scores_in_graph()
         assert scores is not None
         if not torch.is_grad_enabled():
-            return tiled.sums_of_block(question, scores)[0]
+            return tiled.sums_of_block(question, scores)
         pairs = self._positives_along(question)
         sums, positives = BlockSums.apply(question, pairs, scores, *question.values)
         if pairs is not None:
@@ -386,7 +394,6 @@ class Matrix:
             return (self.sums(question) * weights).sum()
         from . import early
 
-        self.check_unchanged()
         if not isinstance(weights, Tensor):
             weights = torch.full((1,), weights, dtype=self.dtype, device=self.device)
         self._summed = True
@@ -441,7 +448,6 @@ class Matrix:
 
     def highest(self, question: Question, guide: Matrix | None = None) -> Tensor:
         """Return the highest ``scale S`` (A,) that counts, -inf without any. No gradient."""
-        self.check_unchanged()
         with torch.no_grad():
             if self.engine == "dense":
                 other = None if guide is None else guide.scores().to(self.dtype)
@@ -460,7 +466,6 @@ class Matrix:
         Where no matrix is formed for them, they are float64: of few negatives among many positives
         nothing but digits of float32 would be left.
         """
-        self.check_unchanged()
         with torch.no_grad():
             if self.in_graph or not self.relation.others_are_negatives:
                 return self.sums(Question(self.relation, sides, identity))
@@ -528,7 +533,6 @@ class Matrix:
 
         The gradient of a score goes to the embeddings of its pair alone.
         """
-        self.check_unchanged()
         all_have_one = self.bounded and not question.limited
         all_have_one = all_have_one and self.relation.one_to_one and min(self.shape) > 1
         with torch.no_grad():
@@ -608,7 +612,6 @@ class Matrix:
 
     def positive_scores(self) -> Tensor:
         """Return the (P,) scores of the positive pairs in the order of ``relation.listed``."""
-        self.check_unchanged()
         if self._positives is not None:
             return self._positives
         pairs = (None, None) if self.relation.one_to_one else self.relation.listed
@@ -679,28 +682,6 @@ def large_matrix(  # noqa: PLR0913 — one object; all but five have defaults
     )
 
 
-def small_matrix(
-    rows: Embeddings,
-    cols: Embeddings,
-    relation: Relation,
-    engine: str,
-    bias: Bias = (None, None),
-    strict: bool = False,
-) -> Matrix:
-    """Return a matrix whose scores are in the graph."""
-    step = step_of(rows.target, cols.target, rows.normalize)
-    return Matrix(
-        relation,
-        engine,
-        rows,
-        vectors=(rows, cols),
-        part=StepPart(step, 0, *step.layout.places[0]),
-        bias=in_dtype(bias, rows.dtype),
-        bounded=rows.normalize and bias == (None, None),
-        strict=strict,
-    )
-
-
 def memory_matrix(
     rows: Embeddings,
     bank: Embeddings,  # of unit length, without a gradient
@@ -720,12 +701,13 @@ def memory_matrix(
     return Matrix(relation, engine, rows, part=part, bounded=True, strict=strict, is_memory=True)
 
 
-def step_of(rows: Tensor, cols: Tensor, normalize: bool) -> Step:
-    """Return a step with one matrix of rows and columns."""
-    n = len(rows)
-    stop = n + len(cols)
-    layout = Layout(stop, normalize, ((slice(0, n), slice(n, stop)),))
-    return Step(layout, [None], (rows, cols))
+def part_of(rows: Tensor, cols: Tensor, normalize: bool) -> StepPart:
+    """Return the matrix of rows (N, D) and columns (M, D) as the only one of a step."""
+    n = rows.shape[0]
+    stop = n + cols.shape[0]
+    place = slice(0, n), slice(n, stop)
+    step = Step(Layout(stop, normalize, (place,)), [None], (rows, cols))
+    return StepPart(step, 0, *place)
 
 
 def in_dtype(bias: Bias, dtype: torch.dtype) -> Bias:

@@ -39,24 +39,28 @@ class Question(NamedTuple):
         """The numbers that may differ between anchors."""
         return self.scale, self.shift, self.below, self.above, *self.params
 
-    def tensors(self) -> list[Tensor | None]:
-        """Return the values that are tensors, which autograd is to save; None for the others."""
-        return [x if isinstance(x, Tensor) else None for x in self.values]
+    def without_tensors(self) -> tuple[Question, list[Tensor | None]]:
+        """Return what is left of the question without its tensors, and these, or None in their
+        places: autograd is to save them.
+        """
+        numbers: list[Value | None] = []
+        tensors: list[Tensor | None] = []
+        for x in self.values:
+            is_tensor = isinstance(x, Tensor)
+            numbers.append(None if is_tensor else x)
+            tensors.append(x if is_tensor else None)
+        return self._with_values(numbers), tensors
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> Question:
-        """Return the question with tensors in their places, as :meth:`tensors` has them."""
-        values: list[Any] = []
-        for own, tensor in zip(self.values, tensors, strict=True):
-            values.append(own if tensor is None else tensor)
-        scale, shift, below, above, *params = values
-        return self._replace(
-            scale=scale, shift=shift, below=below, above=above, params=tuple(params)
-        )
+        """Return the question with tensors in their places again."""
+        values: list[Value | None] = []
+        for number, tensor in zip(self.values, tensors, strict=True):
+            values.append(number if tensor is None else tensor)
+        return self._with_values(values)
 
-    def without_tensors(self) -> Question:
-        """Return what is left of the question for :meth:`with_tensors`."""
-        numbers: list[Any] = [None if isinstance(x, Tensor) else x for x in self.values]
-        scale, shift, below, above, *params = numbers
+    def _with_values(self, values: Sequence[Any]) -> Question:
+        """Return the question with other values, as :attr:`values` has them."""
+        scale, shift, below, above, *params = values
         return self._replace(
             scale=scale, shift=shift, below=below, above=above, params=tuple(params)
         )
@@ -120,7 +124,7 @@ class View(NamedTuple):
         """Fill the pairs (r, c) that do not count; return them."""
         question = self.question
         question.relation.exclude_(x, self.tile.places, value, question.over)
-        if not question.limited:
+        if question.below is None and question.above is None:
             return x
         judged = self.tile.scores if self.tile.other is None else self.tile.other
         if question.below is not None:
@@ -138,7 +142,10 @@ class View(NamedTuple):
         return term.value(self.exclude_(z, term.zero))
 
     def values_and_slopes(self) -> tuple[Tensor, Tensor]:
-        """Return the values and the derivatives (r, c) of a term that has them in closed form."""
+        """Return the values and the derivatives (r, c) of a term that has them in closed form.
+
+        Both are 0 for pairs that do not count.
+        """
         term = self.question.term
         z = self.exponents()
         if term.zero is not None:
@@ -174,9 +181,12 @@ class View(NamedTuple):
 
 def views(question: Question, tile: Tile) -> list[View]:
     """Return a block as the sides that ask see it: together, if they ask the same."""
-    if len(question.sides) == 1 or not any(map(has_each, question.values)):
+    if len(question.sides) == 1:
         return [View(question, tile, question.sides)]
-    return [View(question, tile, (0,)), View(question, tile, (1,))]
+    for x in question.values:
+        if isinstance(x, Tensor) and x.numel() > 1:
+            return [View(question, tile, (0,)), View(question, tile, (1,))]
+    return [View(question, tile, question.sides)]
 
 
 def affine(scores: Tensor, scale: Value, shift: Value | None) -> Tensor:

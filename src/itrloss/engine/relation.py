@@ -85,35 +85,36 @@ class Relation:
         self.rule: Rule = rule
         self.has_weights = has_weights
         self._cache: dict[Any, Any] = {}
-        self.matches = None if matches is None else states_of(matches)
+        self.matches: Tensor | None = None
         self._weights: Tensor | None = None
         self._weight_dtype = torch.float32
-        if matches is not None and matches.is_floating_point():
-            self._weight_dtype = matches.dtype
-        if matches is not None and has_weights:
-            self._weights = matches.detach().nan_to_num(0.0)
-        rows, cols = ids
-        if rows is None and cols is not None:
-            rows = torch.arange(shape[0], device=device)
-        #: Whether row i matches column i, and all other pairs are negatives.
-        self.one_to_one = False
-        if matches is None and groups is None:
-            self.one_to_one = rows is None or cols is None
-            if rows is not None and cols is not None and shape[0] == shape[1]:
-                self.one_to_one = is_diagonal(rows, cols)
+        if matches is not None:
+            self._keep_matches(matches)
         #: (N,) and (M,) ids or (N, k) and (M, l) labels; None where they are not needed.
-        self.ids: Ids = (None, None)
-        if rows is not None and cols is not None and not self.one_to_one:
-            self.ids = rows.contiguous(), cols.contiguous()
+        self.ids = compared_ids(shape, ids, device)
+        own, others = self.ids
+        #: Whether row i matches column i, and all other pairs are negatives.
+        self.one_to_one = matches is None and groups is None and is_diagonal(shape, own, others)
+        if self.one_to_one:
+            own = others = None
+            self.ids = None, None
         #: (N,) and (M,) bool: entries that do not exist; None where there certainly are none.
-        row_missing = missing_mask(self.ids[0])
-        same = self.ids[0] is self.ids[1]
-        self.ignored = row_missing, row_missing if same else missing_mask(self.ids[1])
-        own = self.ids[0]
+        row_missing = None if own is None else missing_mask(own)
+        self.ignored: Ids = (row_missing, row_missing)
+        if others is not None and others is not own:
+            self.ignored = row_missing, missing_mask(others)
         #: Whether one id of each entry alone says who matches, so that pairs are found by sorting.
         #: Sets of labels, groups and matrices take masks, block by block.
         self.by_ids = own is not None and own.dim() == 1 and groups is None
         self._is_small = shape[0] * shape[1] <= BY_MASK and (own is None or host_may_read(own))
+
+    def _keep_matches(self, matches: Tensor) -> None:
+        """Keep a matrix of matches (N, M), and its weights if there are any."""
+        self.matches = states_of(matches)
+        if matches.is_floating_point():
+            self._weight_dtype = matches.dtype
+        if self.has_weights:
+            self._weights = matches.detach().nan_to_num(0.0)
 
     @property
     def others_are_negatives(self) -> bool:
@@ -476,7 +477,20 @@ class Relation:
 
 def are_sets(ids: Ids) -> bool:
     """Return whether rows or columns have sets of labels."""
-    return any([x is not None and x.dim() == 2 for x in ids])
+    rows, cols = ids
+    return (rows is not None and rows.dim() == 2) or (cols is not None and cols.dim() == 2)
+
+
+def compared_ids(shape: tuple[int, int], ids: Ids, device: torch.device | None) -> Ids:
+    """Return the ids of rows and of columns, where the rows' are by default their numbers; (None,
+    None) without any.
+    """
+    rows, cols = ids
+    if cols is None:
+        return None, None
+    if rows is None:
+        rows = torch.arange(shape[0], device=device)
+    return rows.contiguous(), cols.contiguous()
 
 
 def states_of(matches: Tensor) -> Tensor:
@@ -559,19 +573,21 @@ def may_meet(groups: tuple[Tensor, Tensor], rule: Rule, rows: slice, cols: slice
     return meet
 
 
-def is_diagonal(rows: Tensor, cols: Tensor) -> bool:
+def is_diagonal(shape: tuple[int, int], rows: Tensor | None, cols: Tensor | None) -> bool:
     """Return whether ids only say that row i matches column i; False if the host may not read."""
-    if rows.dim() > 1 or cols.dim() > 1 or not host_may_read(rows) or not torch.equal(rows, cols):
+    if rows is None or cols is None:
+        return True
+    if shape[0] != shape[1] or rows.dim() > 1 or cols.dim() > 1:
+        return False
+    if not host_may_read(rows) or not torch.equal(rows, cols):
         return False
     ordered = rows.sort().values
     repeated = bool((ordered[1:] == ordered[:-1]).any())
     return not repeated and int(ordered[0]) != IGNORE_ID
 
 
-def missing_mask(ids: Tensor | None) -> Tensor | None:
+def missing_mask(ids: Tensor) -> Tensor | None:
     """Return the (A,) bool mask of entries without any id; None where there certainly are none."""
-    if ids is None:
-        return None
     if host_may_read(ids) and (ids.numel() == 0 or int(ids.amin()) != IGNORE_ID):
         return None
     mask = ids == IGNORE_ID

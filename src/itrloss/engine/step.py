@@ -319,10 +319,10 @@ class BlockSums(torch.autograd.Function):
         *values: Value | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the sums (A,) of the question, whose values these are, and the pairs' scores."""
-        sums, slopes = tiled.sums_of_block(question, scores)
+        sums, slopes = tiled.sums_and_slopes(question, scores)
         i, j = pairs or (None, None)
-        ctx.save_for_backward(scores, i, j, *question.tensors(), *slopes)
-        ctx.question = question.without_tensors()
+        ctx.question, tensors = question.without_tensors()
+        ctx.save_for_backward(scores, i, j, *tensors, *slopes)
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
         if pairs is None:
             return sums, None

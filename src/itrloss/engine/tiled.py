@@ -60,7 +60,15 @@ def block_of(scores: Tensor) -> Tile:
     return Tile((slice(0, n), slice(0, m)), scores)
 
 
-def sums_of_block(question: Question, scores: Tensor) -> tuple[Tensor, list[Tensor]]:
+def sums_of_block(question: Question, scores: Tensor) -> Tensor:
+    """Return the sums (A,) over one block."""
+    totals = scores.new_empty(question.size)
+    for view in views(question, block_of(scores)):
+        join_(totals, view, view.values())
+    return totals
+
+
+def sums_and_slopes(question: Question, scores: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the sums (A,) over one block, and the slopes (N, M) of each view of it."""
     totals = scores.new_empty(question.size)
     slopes: list[Tensor] = []

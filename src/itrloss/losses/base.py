@@ -236,7 +236,8 @@ class SimilarityLoss(Loss):
     def _with_telemetry(self, loss: Any, sim: Similarity | MemorySimilarity) -> Any:
         """Return a loss; with the option ``telemetry``, keep the figures of its similarities.
 
-        The first batch on the CPU is looked at for what is suspicious.
+        The first batch on the CPU is looked at for what is suspicious. Values of one direction
+        alone are a tensor.
         """
         if not torch.compiler.is_compiling() and not self._looked:
             self._look(loss, sim.batch if isinstance(sim, MemorySimilarity) else sim)
@@ -245,6 +246,8 @@ class SimilarityLoss(Loss):
                 self.telemetry = describe_memory(sim, self.process_group)
             else:
                 self.telemetry = describe(sim, self.active_margin)
+        if isinstance(loss, tuple) and len(loss) == 1:
+            return loss[0]
         return loss
 
     @torch.no_grad()  # or a checkpoint would find more saved tensors than in the second pass
@@ -267,15 +270,6 @@ class DirectedLoss(SimilarityLoss):
 
     _: KW_ONLY
     directions: Directions = "both"
-
-    def _with_telemetry(self, loss: Any, sim: Similarity | MemorySimilarity) -> Any:
-        """Return a loss as :meth:`SimilarityLoss._with_telemetry` does; values of one direction are
-        a tensor.
-        """
-        loss = super()._with_telemetry(loss, sim)
-        if isinstance(loss, tuple) and len(loss) == 1:
-            return loss[0]
-        return loss
 
 
 class PairLoss(DirectedLoss):
@@ -427,15 +421,9 @@ class PairLoss(DirectedLoss):
                 images.check_finite()
             return images
 
-        def checked() -> str:
-            """Do `check`, for texts that may be something else."""
-            if isinstance(images, Tensor):
-                check_texts(texts)
-            return check()
-
         options["normalize"] = self.normalize
         # Similarity refuses None, which is no tensor, in all processes at once.
-        return self._between(images, texts, ids, checked, **options)  # type: ignore[arg-type]
+        return self._between(images, texts, ids, check, **options)  # type: ignore[arg-type]
 
     def _of_scores(
         self,
@@ -460,16 +448,6 @@ class PairLoss(DirectedLoss):
             return Similarity.from_scores(scores, *ids, **options)
         group = self.process_group
         return Similarity.sharded_scores(scores, *ids, process_group=group, same=checked, **options)
-
-
-def check_texts(texts: Any) -> None:
-    """Raise an error for what is passed in place of texts, and say where it belongs."""
-    expected = "expected embeddings (M, D), as images are embeddings"
-    if texts is None:
-        raise TypeError(f"texts: {expected}, got None; a score matrix is passed as scores=...")
-    if isinstance(texts, Tensor) and texts.dim() == 1 and not texts.is_floating_point():
-        use = "labels are ids: loss(images, texts, image_ids, text_ids)"
-        raise TypeError(f"texts: {expected}, got {len(texts)} numbers of {texts.dtype}; {use}")
 
 
 def check_left_out(**others: Any) -> None:
