@@ -176,10 +176,10 @@ class Anchors:
         """Store groups of anchors; each has its candidates in one or several matrices."""
         self._groups = groups
         self._blocks = blocks_of(groups)
-        #: Whether one matrix has all groups in order, so that its answers are in order, too.
-        self._has_one_block = False
-        if len(self._blocks) == 1:
-            self._has_one_block = self._blocks[0].groups == tuple(range(len(groups)))
+        #: Whether the blocks have all groups in order, so that their answers are in order, too.
+        every = [g for block in self._blocks for g in block.groups]
+        self._in_order = every == list(range(len(groups)))
+        self._has_one_block = self._in_order and len(self._blocks) == 1
         first = groups[0][0].matrix
         self.dtype = first.dtype
         self.device = first.device
@@ -320,12 +320,12 @@ class Anchors:
             question = block.question(term, where, scale, shift, params)
             return block.matrix.sums(question)
         second = self._others(where.guide if teacher is None else teacher)
-        values = self._gathered([scale, shift, where.below, where.above, *params])
+        values = self._of_blocks([scale, shift, where.below, where.above, *params])
         answers = []
-        for block, other in zip(self._blocks, second, strict=True):
-            a, b, below, above, *more = [self._of_block(x, block) for x in values]
-            own = Where(where.over, below, above)
-            question = block.question(term, own, a, b, more, teacher is not None)
+        for block, own, other in zip(self._blocks, values, second, strict=True):
+            a, b, below, above, *more = own
+            limits = Where(where.over, below, above)
+            question = block.question(term, limits, a, b, more, teacher is not None)
             answers.append(block.matrix.sums(question, other))
         total = self._joined(answers, torch.add)
         return total if self.exchange is None else self.exchange.merged(total)
@@ -335,30 +335,34 @@ class Anchors:
         if isinstance(scale, Tensor):
             scale = scale.detach()
         second = self._others(where.guide)
-        values = self._gathered([scale, where.below, where.above])
+        values = self._of_blocks([scale, where.below, where.above])
         answers = []
-        for block, other in zip(self._blocks, second, strict=True):
-            own_scale, below, above = [self._of_block(x, block) for x in values]
-            own = Where(where.over, below, above)
-            question = block.question(identity, own, own_scale)
+        for block, own, other in zip(self._blocks, values, second, strict=True):
+            own_scale, below, above = own
+            question = block.question(identity, Where(where.over, below, above), own_scale)
             answers.append(block.matrix.highest(question, other))
         top = self._joined(answers, torch.maximum)
         if self.exchange is not None:
             top = self.exchange.merged_largest(top)
         return top.masked_fill(top == -math.inf, 0.0)
 
-    def _gathered(self, values: Sequence[Value | None]) -> list[Value | None]:
+    def _gathered(self, values: Sequence[Value | None]) -> Sequence[Value | None]:
         """Return the values of the matrices' anchors from the values of own anchors."""
         if self.exchange is None:
-            return list(values)
+            return values
         return [self.exchange.gathered(x) if has_each(x) else x for x in values]
 
-    def _of_block(self, x: Value | None, block: Block) -> Value | None:
-        """Return a block's part of the values (..., A) of all anchors."""
-        if not has_each(x) or self._has_one_block:
-            return x
-        parts = x.split_with_sizes(self.whole_sizes, -1)
-        return joined([parts[g] for g in block.groups], -1)
+    def _of_blocks(self, values: Sequence[Value | None]) -> list[list[Value | None]]:
+        """Return each block's part of the values (..., A) of own anchors."""
+        of_blocks: list[list[Value | None]] = [[] for _ in self._blocks]
+        for x in self._gathered(values):
+            parts: Sequence[Value | None] = [x] * len(self._blocks)
+            if has_each(x) and not self._has_one_block:
+                of_groups = x.split_with_sizes(self.whole_sizes, -1)
+                parts = [joined([of_groups[g] for g in b.groups], -1) for b in self._blocks]
+            for own, part in zip(of_blocks, parts, strict=True):
+                own.append(part)
+        return of_blocks
 
     def _others(self, guide: Anchors | None) -> list[Matrix | None]:
         """Return, for each block, the guide's matrix with the scores of the same pairs."""
@@ -390,6 +394,8 @@ class Anchors:
         """Return the answers (..., A) of all anchors of the matrices."""
         if self._has_one_block:
             return answers[0]
+        if self._in_order:
+            return torch.cat(list(answers), -1)
         parts: list[list[Tensor]] = [[] for _ in self.whole_sizes]
         for block, answer in zip(self._blocks, answers, strict=True):
             of_groups = [answer]
@@ -562,6 +568,9 @@ class Anchors:
 
     def std(self) -> Tensor:
         """Return the (A,) standard deviations of :meth:`mean_std`, without the means."""
+        if self.exchange is None and not torch.is_grad_enabled() and self._in_order:
+            parts = [block.matrix.std(block.sides) for block in self._blocks]
+            return self._joined(parts, torch.add).clamp_min(1e-6)
         count = self._negative_counts()
         # About the mean, no digits of the squares cancel. Its own gradient is 0 there, but not its
         # second derivative.
@@ -697,12 +706,11 @@ class Anchors:
         if where is None:
             where = NEGATIVES
         totals = []
-        for block in self._blocks:
-            own = [self._of_block(x, block) for x in (scale, shift, *params)]
-            question = block.question(term, where, own[0], own[1], own[2:])
-            own_weights = self._of_block(weights, block)
-            assert own_weights is not None
-            totals.append(block.matrix.weighted_sum(question, own_weights))
+        values = self._of_blocks([weights, scale, shift, *params])
+        for block, (w, a, b, *more) in zip(self._blocks, values, strict=True):
+            assert w is not None
+            question = block.question(term, where, a, b, more)
+            totals.append(block.matrix.weighted_sum(question, w))
         return functools.reduce(torch.add, totals)
 
     def _where(self, over: Over, below: Limit, above: Limit, guide: Anchors | None) -> Where:
@@ -732,10 +740,10 @@ class Anchors:
             raise ValueError(
                 "hardest_negatives: expected one matrix of candidates where processes share a batch"
             )
-        (limit,) = self._gathered([self._limit("below", below)])
+        limits = self._of_blocks([self._limit("below", below)])
         answers = []
-        for block in self._blocks:
-            own = Where("negatives", self._of_block(limit, block))
+        for block, (limit,) in zip(self._blocks, limits, strict=True):
+            own = Where("negatives", limit)
             answers.append(block.matrix.hardest(block.question(identity, own)))
         best = self._joined_best(answers)
         if self.exchange is not None:

@@ -240,18 +240,21 @@ class Matrix:
         self.check_unchanged()
         if self._scores is not None:
             return self._scores
-        keep = may_keep()
-        with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
-            if self._part is None:
-                assert self.given is not None
-                scores = self.given.x.to(self.dtype)
-            else:
-                scores = self._part.scores()
-                if self.bias != (None, None):
-                    scores = with_biases(scores, *self.bias)
-        if keep:
+        if self._part is not None and self.bias == (None, None):
+            scores = self._part.scores()
+        else:
+            with torch.set_grad_enabled(may_keep()):  # also if first used under no_grad
+                scores = self._given_or_biased_scores()
+        if may_keep():
             self._scores = scores
         return scores
+
+    def _given_or_biased_scores(self) -> Tensor:
+        """Return the (N, M) scores that were passed in, in their dtype, or those with biases."""
+        if self._part is not None:
+            return with_biases(self._part.scores(), *self.bias)
+        assert self.given is not None
+        return self.given.x.to(self.dtype)
 
     def inputs(self) -> Inputs:
         """Return the inputs of a pass. Scores that are kept are computed at the first call.
@@ -460,6 +463,21 @@ class Matrix:
                     return triton.highest(question, inputs)
                 return tiled.highest(question, inputs, None if guide is None else guide.inputs())
 
+    def std(self, sides: tuple[int, ...]) -> Tensor:
+        """Return the (A,) standard deviations of each anchor's negatives' scores. No gradient.
+
+        A small matrix is one block that is visited once, in place of a sum and a sum of squares.
+        """
+        with torch.no_grad():
+            if self._keeps_slopes:
+                scores = self.scores_in_graph()
+                assert scores is not None
+                return tiled.std_of_block(self.relation, scores, sides)
+            count = joined([self.relation.counts(side)[1] for side in sides]).clamp_min(1)
+            shift = (self.summed_negatives(sides) / -count).to(self.dtype)
+            squares = self.sums(Question(self.relation, sides, square, shift=shift))
+            return (squares / count).sqrt()
+
     def summed_negatives(self, sides: tuple[int, ...]) -> Tensor:
         """Return the sums (A,) of the scores of each anchor's negatives. No gradient.
 
@@ -613,6 +631,7 @@ class Matrix:
     def positive_scores(self) -> Tensor:
         """Return the (P,) scores of the positive pairs in the order of ``relation.listed``."""
         if self._positives is not None:
+            self.check_unchanged()
             return self._positives
         pairs = (None, None) if self.relation.one_to_one else self.relation.listed
         scores = self.pair_scores(*pairs)

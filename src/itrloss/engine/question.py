@@ -193,6 +193,8 @@ def affine(scores: Tensor, scale: Value, shift: Value | None) -> Tensor:
     """Return ``scale S + shift``, a new tensor."""
     if shift is None:
         return scores * scale
+    if isinstance(scale, Tensor) and isinstance(shift, Tensor):
+        return torch.addcmul(shift, scores, scale)
     if isinstance(scale, Tensor):
         return scores * scale + shift
     if isinstance(shift, Tensor):

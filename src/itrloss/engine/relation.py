@@ -285,6 +285,14 @@ class Relation:
             return self._cached(("counts", side), lambda: self._counts_by_ids(side))
         return self._cached("counts", self._counts_by_masks)[side]
 
+    def negative_counts(self, side: int, dtype: torch.dtype) -> Any:
+        """Return how many negatives each row (0) or column (1) has, at least 1, to divide by: (A,)
+        or one number for all.
+        """
+        if self.one_to_one and self.shape[0] == self.shape[1]:
+            return max(1, self.shape[0] - 1)
+        return self.counts(side)[1].clamp_min(1).to(dtype)
+
     def _counts_by_ids(self, side: int) -> tuple[Tensor, Tensor]:
         """Return what :meth:`counts` keeps of one side."""
         own = self.ids[side]

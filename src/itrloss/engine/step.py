@@ -316,13 +316,14 @@ class BlockSums(torch.autograd.Function):
         question: Question,
         pairs: tuple[Index, Index] | None,
         scores: Tensor,  # (N, M)
-        *values: Value | None,
+        *values: Value | None,  # scale, shift and limits of the question
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the sums (A,) of the question, whose values these are, and the pairs' scores."""
+        """Return the sums (A,) of the question, and the pairs' scores."""
         sums, slopes = tiled.sums_and_slopes(question, scores)
         i, j = pairs or (None, None)
-        ctx.question, tensors = question.without_tensors()
-        ctx.save_for_backward(scores, i, j, *tensors, *slopes)
+        # The values are saved for a check alone: that nobody modifies them before backward.
+        ctx.save_for_backward(scores, i, j, *slopes, *[x for x in values if isinstance(x, Tensor)])
+        ctx.question = question
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
         if pairs is None:
             return sums, None
@@ -334,22 +335,18 @@ class BlockSums(torch.autograd.Function):
         ctx: Any, grad_sums: Tensor | None, grad_pairs: Tensor | None
     ) -> tuple[Any, ...]:
         """Return the gradients of the scores and of the question's values."""
-        places = len(ctx.needs_input_grad)
-        if grad_sums is None and grad_pairs is None:
-            return (None,) * places
-        scores, i, j, *rest = saved_tensors(ctx)
-        question = ctx.question.with_tensors(rest[: places - 3])
+        _, _, _, needs_scale, needs_shift, *_ = ctx.needs_input_grad
+        question: Question = ctx.question
+        scores, i, j, *slopes = saved_tensors(ctx)
         if torch.is_grad_enabled():  # create_graph=True
             outputs = dense.sums(question, scores), pairs_of(scores, i, j)
             grads = grad_sums, grad_pairs
             return None, None, *second_gradients(outputs, grads, (scores, *question.values))
-        _, _, _, scale, shift, *_ = ctx.needs_input_grad
-        slopes = rest[places - 3 :]
-        of_block = tiled.gradients_of_block(question, scores, slopes, grad_sums, (scale, shift))
+        needed = needs_scale, needs_shift
+        of_block = tiled.gradients_of_block(question, scores, slopes, grad_sums, needed)
         if grad_pairs is not None:
             ListedPairs(i, j, grad_pairs).add_to_(of_block.scores)
-        of_values = of_block.scale, of_block.shift, None, None
-        return None, None, of_block.scores, *of_values
+        return None, None, *of_block, None, None
 
 
 # ------------------------------------------------------------------------------------------ helpers

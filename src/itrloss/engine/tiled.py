@@ -22,7 +22,7 @@ from .pair_scores import ListedPairs, add_pair_gradient
 from .products import add_matmul_, matmul
 from .question import Question, Value, View, joined, views
 from .ranking import argmax
-from .relation import Places
+from .relation import Places, Relation
 from .vectors import chunks, compute_dtype, project
 
 
@@ -77,6 +77,23 @@ def sums_and_slopes(question: Question, scores: Tensor) -> tuple[Tensor, list[Te
         join_(totals, view, values)
         slopes.append(of_view)
     return totals, slopes
+
+
+def std_of_block(relation: Relation, scores: Tensor, sides: Sequence[int]) -> Tensor:
+    """Return the (A,) standard deviations of each anchor's negatives in one block, 0 without any.
+
+    They are about the mean, so that no digits of the squares cancel.
+    """
+    places = block_of(scores).places
+    negatives = relation.exclude_(scores.clone(), places, 0.0)
+    of_sides = []
+    for side in sides:
+        count = relation.negative_counts(side, scores.dtype)
+        mean = negatives.sum(1 - side) / count
+        about = scores - (mean if side else mean[:, None])
+        length = torch.linalg.vector_norm(relation.exclude_(about, places, 0.0), dim=1 - side)
+        of_sides.append(length / count**0.5)
+    return joined(of_sides)
 
 
 def highest(question: Question, inputs: Inputs, guide: Inputs | None = None) -> Tensor:

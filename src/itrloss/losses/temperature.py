@@ -61,14 +61,13 @@ class TemperatureLoss(SimilarityLoss):
         """Give a learnable τ the value that was set last, as is needed after ``to_empty``."""
         self._reset_learnt()
 
-    @torch.no_grad()
     def _limit_scale(self) -> None:
         """Set a learnt scale that has become too large back to the largest one; look at it before
         the first batch.
         """
         log_scale = self.log_scale
         if log_scale is not None and not self._looked and host_may_read(log_scale):
-            warn_of_scale(log_scale)
+            warn_of_scale(log_scale.detach())
         if self.max_scale is None:
             return
         if self.log_scale is None:
