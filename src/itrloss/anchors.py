@@ -177,7 +177,13 @@ class Anchors:
         self._groups = groups
         self._blocks = blocks_of(groups)
         #: Whether the blocks have all groups in order, so that their answers are in order, too.
-        every = [g for block in self._blocks for g in block.groups]
+        every: list[int] = []
+        self._block_sizes: list[int] = []
+        for block in self._blocks:
+            every += block.groups
+            self._block_sizes.append(0)
+            for side in block.sides:
+                self._block_sizes[-1] += block.matrix.shape[side]
         self._in_order = every == list(range(len(groups)))
         self._has_one_block = self._in_order and len(self._blocks) == 1
         first = groups[0][0].matrix
@@ -357,12 +363,21 @@ class Anchors:
         of_blocks: list[list[Value | None]] = [[] for _ in self._blocks]
         for x in self._gathered(values):
             parts: Sequence[Value | None] = [x] * len(self._blocks)
-            if has_each(x) and not self._has_one_block:
-                of_groups = x.split_with_sizes(self.whole_sizes, -1)
-                parts = [joined([of_groups[g] for g in b.groups], -1) for b in self._blocks]
+            if has_each(x):
+                parts = self._split_by_block(x)
             for own, part in zip(of_blocks, parts, strict=True):
                 own.append(part)
         return of_blocks
+
+    def _split_by_block(self, x: Tensor) -> Sequence[Tensor]:
+        """Return each block's part of the values (..., A) of the matrices' anchors."""
+        if self._in_order:
+            return x.split_with_sizes(self._block_sizes, -1)
+        of_groups = x.split_with_sizes(self.whole_sizes, -1)
+        parts = []
+        for block in self._blocks:
+            parts.append(joined([of_groups[g] for g in block.groups], -1))
+        return parts
 
     def _others(self, guide: Anchors | None) -> list[Matrix | None]:
         """Return, for each block, the guide's matrix with the scores of the same pairs."""

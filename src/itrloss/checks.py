@@ -59,6 +59,11 @@ ROWS_AND_COLUMNS = Names()
 IMAGES_AND_TEXTS = Names("images", "texts", "image_ids", "text_ids")
 
 
+def nothing() -> str:
+    """Check nothing, and return no words."""
+    return ""
+
+
 def one_of(name: str, value: object, *allowed: object) -> None:
     """Raise a ValueError unless ``value`` is one of those allowed."""
     if isinstance(value, (Tensor, np.ndarray)) or value not in allowed:
@@ -247,7 +252,7 @@ def as_id_numbers(name: str, ids: Any, size: int | None = None) -> Tensor:
     """Return ids as a tensor of integers: a tensor or an array of any integer type, or a list of
     integers; or strings, whose numbers are the same in every call, process and file.
     """
-    if are_strings(ids):
+    if not isinstance(ids, Tensor) and are_strings(ids):
         return _numbers_of_strings(_id_array(ids))
     return as_integers(name, ids, size)
 
@@ -307,14 +312,15 @@ def _numbers_of_strings(strings: np.ndarray) -> Tensor:
 
 def as_integers(name: str, x: Any, size: int | None = None) -> Tensor:
     """Return a tensor, an array or a list of integers as a tensor; raise a TypeError for others."""
-    got = _type(x)
+    given = x
     if not isinstance(x, Tensor):
-        array = _id_array(x)
-        x = from_numpy(array)
-        if array.dtype.kind not in "fiub":
-            got = f"{got} of {'strings' if array.dtype.kind == 'U' else array.dtype}"
+        x = from_numpy(_id_array(x))
     is_other = not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex()
     if is_other or x.dtype == torch.bool:
+        got = _type(given)
+        if not isinstance(x, Tensor):
+            kind = _id_array(given).dtype
+            got = f"{got} of {'strings' if kind.kind == 'U' else kind}"
         # Formatted for the error alone: the compiler would specialise on the size.
         shape = "(N,)" if size is None else f"({size},)"
         hint = in_place_of_ids(name, x)

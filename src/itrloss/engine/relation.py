@@ -234,7 +234,7 @@ class Relation:
             if -x.shape[-2] < offset < x.shape[-1]:
                 x.diagonal(offset, -2, -1).fill_(value)
             return x
-        if over == "negatives" and self._fills_entries(x):
+        if over == "negatives" and not self._is_small and self._fills_entries(x):
             i, j = self._listed_within(rows, cols)
             if len(i) * 16 <= x.shape[-1] * x.shape[-2]:
                 x[..., i, j] = value
@@ -249,7 +249,7 @@ class Relation:
 
     def _fills_entries(self, x: Tensor) -> bool:
         """Return whether positives may be filled one by one: listed, and at hand on the CPU."""
-        if not self.by_ids or self._is_small or x.device.type != "cpu":
+        if not self.by_ids or x.device.type != "cpu":
             return False
         return self.listable and self.are_few
 

@@ -273,8 +273,11 @@ class PairsOfUnits(torch.autograd.Function):
         ctx: Any, unit: Tensor, i: Tensor | slice, j: Tensor | slice, known: Tensor | None
     ) -> Tensor:
         """Return the products of the vectors at i and at j, (P,) indices or slices."""
-        ctx.save_for_backward(unit, *[x if isinstance(x, Tensor) else None for x in (i, j)])
-        ctx.slices = i, j
+        if isinstance(i, Tensor):
+            ctx.save_for_backward(unit, i, j)
+        else:
+            ctx.save_for_backward(unit, None, None)
+            ctx.slices = i, j
         if known is not None:
             return known.clone()
         with full_precision(unit):
@@ -285,7 +288,9 @@ class PairsOfUnits(torch.autograd.Function):
         """Return the gradient (V, D) of the vectors."""
         (grad,) = grads
         unit, *index = saved_tensors(ctx)
-        i, j = (x if y is None else y for x, y in zip(ctx.slices, index, strict=True))
+        i, j = index
+        if i is None:
+            i, j = ctx.slices
         if torch.is_grad_enabled():  # create_graph=True
             scores = (unit[i] * unit[j]).sum(1)
             of_units = second_gradients([scores], [grad], [unit])[0]

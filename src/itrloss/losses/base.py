@@ -20,6 +20,7 @@ from ..checks import (
     check_embeddings,
     check_matrix,
     no_parameter,
+    nothing,
     one_of,
     option,
     unknown_keyword,
@@ -157,11 +158,6 @@ class Loss(CheckedModule):
         count = torch.full_like(whole, size)
         loss, samples = total(torch.stack([whole, count]), self.process_group)
         return loss / samples.clamp_min(1) if self.reduction == "mean" else loss
-
-
-def nothing() -> str:
-    """Check nothing."""
-    return ""
 
 
 def as_figures(value: bool | dict[str, Tensor]) -> dict[str, Tensor]:
@@ -548,7 +544,7 @@ class MemoryLoss(DirectedLoss):
             check_finite=self.check_finite,
             gather=self.sharded,
             process_group=self.process_group,
-            same=self.described(),
+            same=self.described,
         )
 
     def compute(self, sims: MemorySimilarity) -> Any:
