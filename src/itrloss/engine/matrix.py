@@ -305,8 +305,11 @@ class Matrix:
             return whole_scores(inputs.rows, inputs.cols)
 
     def _is_trained(self) -> bool:
-        """Return whether vectors or biases get a gradient."""
-        return any([is_trained(x) for x in (*(x.target for x in self._sources), *self.bias)])
+        """Return whether vectors, given scores or biases get a gradient."""
+        for source in self._sources:
+            if source.target.requires_grad:
+                return True
+        return any([is_trained(x) for x in self.bias])
 
     def _differentiable_scores(self) -> Tensor:
         """Return the (N, M) scores of a large matrix with their graph."""
@@ -554,19 +557,29 @@ class Matrix:
         all_have_one = self.bounded and not question.limited
         all_have_one = all_have_one and self.relation.one_to_one and min(self.shape) > 1
         with torch.no_grad():
-            if self.engine == "dense":
-                best = Best(*dense.hardest(question, self.scores()))
-            else:
-                inputs = self.inputs()
-                with full_precision(inputs.like):
-                    best = tiled.hardest(question, inputs, all_have_one)
-        if not torch.is_grad_enabled() or not self.targets().any_trained():
+            best = self._hardest(question)
+            if not all_have_one:
+                missing = best.values == -math.inf
+                best = best._replace(indices=best.indices.masked_fill(missing, -1))
+        if not torch.is_grad_enabled() or not self._is_trained():
             return best
         rows, cols = self._pairs_of(question.sides, best.indices.clamp_min(0))
         scores = self._pair_and_positive_scores(rows, cols)
         if all_have_one:
             return Best(scores, best.indices)
         return Best(torch.where(best.indices < 0, -math.inf, scores), best.indices)
+
+    def _hardest(self, question: Question) -> Best:
+        """Return what :meth:`hardest` does, without a gradient; any index where there is none."""
+        if self.engine == "dense":
+            return Best(*dense.hardest(question, self.scores()))
+        if self._keeps_slopes:
+            scores = self.scores_in_graph()
+            assert scores is not None
+            return tiled.hardest_of_block(question, scores)
+        inputs = self.inputs()
+        with full_precision(inputs.like):
+            return tiled.hardest(question, inputs)
 
     def _pairs_of(self, sides: tuple[int, ...], others: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows and columns (A,) of anchors of some sides with a candidate each."""
@@ -611,7 +624,7 @@ class Matrix:
             assert self._part is not None
             known = None if self._scores is None else pairs_of(self._scores.detach(), i, j)
             return self._part.pairs(i, j, known)
-        if self.engine == "dense":
+        if self.engine == "dense" or self._keeps_slopes:
             scores = self.scores_in_graph()
             assert scores is not None
             return pairs_of(scores, i, j)

@@ -26,6 +26,13 @@ from .relation import Places, Relation
 from .vectors import chunks, compute_dtype, project
 
 
+class Best(NamedTuple):
+    """The highest score of each anchor and its candidate, (A,)."""
+
+    values: Tensor
+    indices: Tensor
+
+
 def join_(
     totals: Tensor,  # (A,)
     view: View,
@@ -62,21 +69,35 @@ def block_of(scores: Tensor) -> Tile:
 
 def sums_of_block(question: Question, scores: Tensor) -> Tensor:
     """Return the sums (A,) over one block."""
-    totals = scores.new_empty(question.size)
+    parts: list[Tensor] = []
     for view in views(question, block_of(scores)):
-        join_(totals, view, view.values())
-    return totals
+        values = view.values()
+        parts += [values.sum(1 - side) for side in view.sides]
+    return joined(parts)
 
 
 def sums_and_slopes(question: Question, scores: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the sums (A,) over one block, and the slopes (N, M) of each view of it."""
-    totals = scores.new_empty(question.size)
+    parts: list[Tensor] = []
     slopes: list[Tensor] = []
     for view in views(question, block_of(scores)):
         values, of_view = view.values_and_slopes()
-        join_(totals, view, values)
+        parts += [values.sum(1 - side) for side in view.sides]
         slopes.append(of_view)
-    return totals, slopes
+    return joined(parts), slopes
+
+
+def hardest_of_block(question: Question, scores: Tensor) -> Best:
+    """Return the highest score that counts of each anchor in one block, and its candidate."""
+    values: list[Tensor] = []
+    indices: list[Tensor] = []
+    for view in views(question, block_of(scores)):
+        counted = view.exclude_(scores.clone(), -math.inf)
+        for side in view.sides:
+            value, index = argmax(counted, 1 - side)
+            values.append(value)
+            indices.append(index)
+    return Best(joined(values), joined(indices))
 
 
 def std_of_block(relation: Relation, scores: Tensor, sides: Sequence[int]) -> Tensor:
@@ -108,32 +129,16 @@ def highest(question: Question, inputs: Inputs, guide: Inputs | None = None) -> 
     return totals
 
 
-class Best(NamedTuple):
-    """The highest score of each anchor and its candidate, (A,); -inf and -1 without one."""
-
-    values: Tensor
-    indices: Tensor
-
-
-def hardest(question: Question, inputs: Inputs, all_have_one: bool) -> Best:
-    """Return the highest score that counts of each anchor, and its candidate; -inf and -1 if none.
-
-    ``all_have_one``: all anchors certainly have a finite one.
-    """
+def hardest(question: Question, inputs: Inputs) -> Best:
+    """Return the highest score that counts of each anchor, and its candidate; -inf if none."""
     values = torch.full((question.size,), -math.inf, dtype=inputs.dtype, device=inputs.like.device)
     known = Best(values, torch.zeros_like(values, dtype=torch.int64))
     for tile in tiles(inputs):
         for view in views(question, tile):
             scores = view.exclude_(tile.scores.clone(), -math.inf)
-            of_sides = [Best(*argmax(scores, 1 - side)) for side in view.sides]
-            if scores.shape == inputs.shape and view.sides == question.sides:  # the only block
-                known = Best(*map(joined, zip(*of_sides, strict=True)))
-                continue
-            for side, best in zip(view.sides, of_sides, strict=True):
-                join_best_(known, view, side, best)
-    if all_have_one:
-        return known
-    return known._replace(indices=known.indices.masked_fill(known.values == -math.inf, -1))
+            for side in view.sides:
+                join_best_(known, view, side, Best(*argmax(scores, 1 - side)))
+    return known
 
 
 def join_best_(known: Best, view: View, side: int, best: Best) -> None:
