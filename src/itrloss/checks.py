@@ -706,13 +706,18 @@ class Options:
         """Return the options as they are passed: those by position, and changed ones by name."""
         parts = []
         for name, declared in self._all_options.items():
-            value = getattr(self, name, None)
-            if isinstance(value, Tensor) and value.numel() == 1:
-                value = float(f"{value.item():.4g}")
-            is_default = repr(value) == repr(declared.default)
+            value = self._shown(declared)
+            is_default = value == repr(declared.default)
             if not declared.local and not (declared.keyword_only and is_default):
-                parts.append(f"{name}={value!r}")
+                parts.append(f"{name}={value}")
         return ", ".join(parts)
+
+    def _shown(self, declared: Option) -> str:
+        """Return the value of an option in words."""
+        value = getattr(self, declared.name, None)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = float(f"{value.item():.4g}")
+        return repr(value)
 
 
 def own_options(cls: type) -> dict[str, Option]:
@@ -856,18 +861,35 @@ class WholeState(nn.Module):
 class CheckedModule(Options, WholeState):
     """A module whose options are checked whenever they are set, and may be learnt."""
 
+    # The parameters in shards, which the optimiser moves, by name: in a forward pass,
+    # ``fully_shard`` puts gathered copies in their place.
+    _shards: ClassVar[Mapping[str, Any]] = {}
+
+    def _to_write(self, name: str) -> list[Tensor]:
+        """Return what a change of a parameter is written to: it and, if it is a gathered copy, the
+        shards.
+        """
+        own = getattr(self, name)
+        shards = self._shards.get(name)
+        return [own] if shards is None or shards is own else [own, shards]
+
     def _set_option(self, declared: Option, value: Any) -> None:
         """Check and keep the value of an option, or the parameter that stands for it."""
         name = declared.name
         learnt = declared.learnt
         is_itself = learnt is not None and learnt.parameter == name
-        if declared.may_be_anything or (is_itself and isinstance(value, nn.Parameter)):
+        # the replicas of nn.DataParallel have computed copies in place of parameters
+        kind = Tensor if getattr(self, "_is_replica", False) else nn.Parameter
+        if declared.may_be_anything or (is_itself and isinstance(value, kind)):
             super(Options, self).__setattr__(name, value)  # registers parameters and modules
             return
         if learnt is None:
             super()._set_option(declared, value)
             return
         number = declared.parse(value)
+        if self.__dict__.get("learnable") and learnt.parameter not in self._parameters:
+            expected = f"a value of {learnt.parameter}, which a parametrization computes"
+            raise AttributeError(f"{name}: cannot be set, as it is {expected}")
         self.__dict__[f"_{name}"] = number  # for _reset_learnt
         if self._parameters.get(learnt.parameter) is None:
             self.__dict__[name] = number
@@ -891,6 +913,8 @@ class CheckedModule(Options, WholeState):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; an option that is learnt as it is then read from it."""
         super().register_parameter(name, param)
+        if is_sharded(param):
+            self.__dict__["_shards"] = {**self._shards, name: param}
         for declared in self._all_options.values():
             if declared.learnt is None or declared.learnt.parameter != name:
                 continue
@@ -901,9 +925,24 @@ class CheckedModule(Options, WholeState):
             if "learnable" in self._all_options:
                 self.__dict__["learnable"] = param is not None
 
+    def _shown(self, declared: Option) -> str:
+        """Return the value of an option in words.
+
+        Shards are not read: that takes all processes, and one alone may be asked.
+        """
+        learnt = declared.learnt
+        if learnt is not None and is_sharded(self._parameters.get(learnt.parameter)):
+            return "in shards"
+        return super()._shown(declared)
+
     def extra_repr(self) -> str:
         """Return the options, for ``repr``: those by position, and changed ones by name."""
         return self._options_in_words()
+
+
+def is_sharded(x: object) -> bool:
+    """Return whether a tensor is a DTensor, whose module is imported by those who make one."""
+    return hasattr(x, "device_mesh")
 
 
 # -------------------------------------------------- what was probably meant, at the end of an error
