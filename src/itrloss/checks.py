@@ -209,13 +209,14 @@ def from_numpy(x: Any) -> Any:
     else as it is.
 
     The tensor has the memory of the array, which may be a file's: the library never writes to what
-    it is given. Only a layout or a number type that PyTorch does not know is copied.
+    it is given. Only a layout or a number type that PyTorch does not know is copied. An array with
+    masked entries, which have no value, is no tensor.
     """
     if isinstance(x, Tensor):
         return x
     if hasattr(x, "to_numpy"):
         x = x.to_numpy()
-    if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiub":
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiub" or np.ma.is_masked(x):
         return x
     size = min(x.dtype.itemsize, 8)  # of long doubles, too
     # by its size: NumPy has two types of 64 bits, of which PyTorch knows one
@@ -247,10 +248,7 @@ def _id_array(ids: Any) -> np.ndarray:
     """Return ids that are no tensor as an array, of strings if all are strings."""
     if isinstance(ids, (list, tuple)) and any(isinstance(x, Tensor) for x in ids):
         ids = [x.tolist() if isinstance(x, Tensor) else x for x in ids]
-    try:
-        array = np.asarray(ids)
-    except ValueError:  # lists of different lengths
-        return np.array(None)
+    array = _as_array(ids)
     if isinstance(ids, (list, tuple)) and not array.size:
         return array.astype(np.int64)
     if array.dtype.kind == "S":  # as of h5py
@@ -268,6 +266,16 @@ def _id_array(ids: Any) -> np.ndarray:
         if fit and not any(isinstance(x, bool) for x in values):
             return array.astype(np.int64)
     return array
+
+
+def _as_array(ids: Any) -> np.ndarray:
+    """Return ids as an array, of None where lists have different lengths or entries are masked."""
+    if np.ma.is_masked(ids):
+        return np.array(None)
+    try:
+        return np.asarray(ids)
+    except ValueError:
+        return np.array(None)
 
 
 def _decoded(array: np.ndarray) -> np.ndarray:
@@ -397,7 +405,9 @@ def check_ids(
     return ids_of_both(row_ids, col_ids, n, m, device, names)
 
 
-def check_biases(bias: Any, n: int, m: int) -> tuple[Tensor | None, Tensor | None]:
+def check_biases(
+    bias: Any, n: int, m: int, check_finite: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the (N,) and (M,) biases; raise an error unless they are a pair of tensors or None."""
     if bias is None:
         return None, None
@@ -410,6 +420,8 @@ def check_biases(bias: Any, n: int, m: int) -> tuple[Tensor | None, Tensor | Non
         if not isinstance(x, Tensor) or x.shape != (size,) or not x.is_floating_point():
             got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else repr(x)
             raise ValueError(f"bias: expected ({size},) floating-point numbers, got {got}")
+        if check_finite and size:
+            require_finite("bias", x[None])
     return biases
 
 
@@ -426,13 +438,18 @@ def ids_of_one_side(row_ids: Any, names: Names) -> Exception:
     return ValueError(f"{names.col_ids}: expected ids to go with {names.row_ids}, got None")
 
 
+def check_same_kind(name: str, ids: Any, other_name: str, others: Any) -> None:
+    """Raise a TypeError for strings beside integers, which never match."""
+    if are_strings(ids) != are_strings(others):
+        expected = f"strings with strings in {name}, integers with integers"
+        raise TypeError(f"{other_name}: expected {expected}")
+
+
 def ids_of_both(
     row_ids: Any, col_ids: Any, n: int, m: int, device: torch.device, names: Names
 ) -> tuple[Tensor, Tensor]:
     """Return the (N,) and (M,) int64 ids of both sides, both of strings or neither."""
-    if are_strings(row_ids) != are_strings(col_ids):
-        expected = f"strings with strings in {names.row_ids}, integers with integers"
-        raise TypeError(f"{names.col_ids}: expected {expected}")
+    check_same_kind(names.row_ids, row_ids, names.col_ids, col_ids)
     rows = as_ids(names.row_ids, row_ids, n, device)
     if col_ids is row_ids and n == m:
         return rows, rows  # what is computed of one serves both
@@ -1024,6 +1041,8 @@ def as_floats(name: str, x: Any) -> str:
         return "; for row numbers of a corpus, pass those rows: corpus[negatives]"
     if isinstance(x, Tensor):
         return "" if x.is_complex() else f"; write {name}.float()"
+    if np.ma.is_masked(x):
+        return ", of which some entries are masked and have no value"
     if isinstance(x, np.ndarray):
         return f"; write torch.from_numpy({name})" if x.dtype.kind == "f" else ""
     if isinstance(getattr(x, "pooler_output", None), Tensor):  # of a model of transformers

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .vectors import host_may_read, may_keep
+from .vectors import compute_dtype, host_may_read, may_keep
 
 IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist: it matches nothing
 
@@ -92,7 +92,8 @@ class Relation:
         if matches is not None and matches.is_floating_point():
             self._weight_dtype = matches.dtype
         if matches is not None and has_weights:
-            self._weights = matches.detach().nan_to_num(0.0)
+            # half types would round the sums of weights
+            self._weights = matches.detach().nan_to_num(0.0).to(compute_dtype(matches))
         rows, cols = ids
         if rows is None and cols is not None:
             rows = torch.arange(shape[0], device=device)

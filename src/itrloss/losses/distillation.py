@@ -163,6 +163,8 @@ class DistillationLoss(PairLoss):
             check_matrix("teacher", scores, "(N, M)", self.check_finite, empty=self.sharded)
             if scores.shape != sim.shape:
                 raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(scores.shape)}")
+            if scores.device != sim.device:
+                raise ValueError(f"teacher: expected device {sim.device}, got {scores.device}")
             return "teacher"
 
         if sim.share is None:

@@ -43,6 +43,8 @@ def check_rows(names: Names, images: Tensor, texts: Tensor, sim: Similarity) -> 
         if x.shape[:1] != (sizes[side],):
             expected = f"as many rows as there are {side}, {sizes[side]}"
             raise ValueError(f"{name}: expected {expected}, got shape {tuple(x.shape)}")
+        if x.device != sim.device:
+            raise ValueError(f"{name}: expected device {sim.device}, got {x.device}")
 
 
 def check_finite(name: str, model: Similarity) -> None:
