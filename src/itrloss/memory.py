@@ -141,7 +141,8 @@ class CoupledMemory(CheckedModule):
 
         dtype = str(self.images.dtype).removeprefix("torch.")
         same = (
-            f"memory ({self.size}, {self.dim}) of {dtype}, entries so far {digest(self.enqueued)}"
+            f"memory ({self.size}, {self.dim}) of {dtype}, entries so far {digest(self.enqueued)}, "
+            f"ids of strings {_are_names(ids)}"
         )
         parts = gather_parts(checked, process_group, same)
         self._store(*[torch.cat(x) for x in parts])
@@ -309,14 +310,15 @@ class MemorySimilarity(NamedTuple):
             "check_finite": check_finite,
             "names": checks.IMAGES_AND_TEXTS,
         }
-        keys = image_keys.detach(), text_keys.detach()
         if gather:
             ids = image_ids, text_ids
             options |= {"process_group": process_group, "same": checked}
             batch = Similarity.sharded(images, texts, *ids, **options)
+            keys = image_keys.detach(), text_keys.detach()
             sides = several_processes(batch, keys, memory, engine)
         else:
             checked()
+            keys = image_keys.detach(), text_keys.detach()
             shape = len(images), len(texts)
             ids = image_ids, text_ids
             relation = relation_of(shape, ids, None, images.device, checks.IMAGES_AND_TEXTS)
