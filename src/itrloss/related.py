@@ -150,8 +150,11 @@ def weights_of(matches: Tensor) -> bool:
     """Return whether matches have weights that are not 1; raise an error for values below 0 or
     infinite ones.
 
-    An accelerator has to synchronise.
+    An accelerator has to synchronise. In a compiled graph nothing is read: there may be weights.
     """
+    is_fake = matches.is_meta or isinstance(matches, torch._subclasses.FakeTensor)
+    if is_fake or torch.compiler.is_compiling():  # there are no values yet
+        return matches.dtype != torch.bool
     weights = matches[(matches != 0) & ~matches.isnan()]
     if bool(((weights < 0) | (weights == torch.inf)).any()):
         expected = "above 0 for a match, which are weights, 0 for a negative, and nan for neither"
