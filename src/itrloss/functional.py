@@ -480,6 +480,8 @@ def check_other_model(name: str, other: Any, sim: Any) -> Any:
         raise ValueError(
             f"{name}: expected similarities of the same images and texts, got a matrix of {got}"
         )
+    if other.device != sim.device:
+        raise ValueError(f"{name}: expected device {sim.device}, got {other.device}")
     return other
 
 

@@ -25,7 +25,6 @@ from .checks import (
 from .distributed import collectives
 from .distributed.consensus import digest, gather_parts, padded, world_size
 from .distributed.shards import Share
-from .engine.step import NO_COLUMNS, Layout, Place, Step, StepPart
 from .engine.matrix import (
     MEMORY_BUDGET,
     Matrix,
@@ -35,6 +34,7 @@ from .engine.matrix import (
     memory_matrix,
 )
 from .engine.relation import IGNORE_ID, Relation, are_sets
+from .engine.step import NO_COLUMNS, Layout, Place, Step, StepPart
 from .engine.vectors import Embeddings, normalized
 from .related import relation_of
 from .similarity import SIDES, Directions, Engine, Similarity
@@ -142,7 +142,8 @@ class CoupledMemory(CheckedModule):
 
         dtype = str(self.images.dtype).removeprefix("torch.")
         same = (
-            f"memory ({self.size}, {self.dim}) of {dtype}, entries so far {digest(self.enqueued)}"
+            f"memory ({self.size}, {self.dim}) of {dtype}, entries so far {digest(self.enqueued)}, "
+            f"ids of strings {_are_names(ids)}"
         )
         parts = gather_parts(checked, process_group, same)
         self._store(*[torch.cat(x) for x in parts])

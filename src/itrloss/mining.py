@@ -14,10 +14,10 @@ from torch import Tensor
 from .checks import (
     IdsLike,
     Names,
-    are_strings,
     as_size,
     as_tensor,
     check_matrix,
+    check_same_kind,
     from_numpy,
 )
 from .engine.inputs import even_chunks
@@ -88,15 +88,15 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     total = len(corpus)
     device = query_vectors.device
     dtype = compute_dtype(query_vectors)
-    if _are_names(query_ids) != _are_names(corpus_ids):
-        expected = "strings with strings in query_ids, integers with integers"
-        raise TypeError(f"corpus_ids: expected {expected}")
+    check_same_kind("query_ids", query_ids, "corpus_ids", corpus_ids)
     labels = label_sets("query_ids", query_ids, size, device)
     corpus_labels = label_sets("corpus_ids", corpus_ids, total, device)
     _warn_of_labels(labels, corpus_labels)
     limits = None
     if below is not None:
         limits = as_tensor("below", below, size, dtype, device).expand(size)
+        if bool(limits.isnan().any()):
+            raise ValueError("below: expected numbers, got nan, below which there is nothing")
     values = query_vectors.new_full((size, k), -torch.inf, dtype=dtype)
     best = TopK(values, torch.full_like(values, -1, dtype=torch.int64))
     search = _Search(normalized(query_vectors, normalize), labels, limits, best)
@@ -106,12 +106,6 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
         if progress is not None:
             progress(end, total)
     return best
-
-
-def _are_names(ids: Any) -> bool:
-    """Return whether ids, or the labels of sets, are strings."""
-    is_list_of_lists = isinstance(ids, (list, tuple)) and any(isinstance(x, list) for x in ids)
-    return are_strings(ids[0] if is_list_of_lists else ids)
 
 
 def _warn_of_labels(labels: Tensor, corpus_labels: Tensor) -> None:

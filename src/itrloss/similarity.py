@@ -117,7 +117,7 @@ class Similarity(Anchors):
             relation,
             choose_engine(engine, n * m, int(memory_budget), rows),
             int(memory_budget),
-            checks.check_biases(bias, n, m),
+            checks.check_biases(bias, n, m, check_finite),
             strict=engine == "triton",
         )
         self._start(AnchorSide(matrix, 0))
@@ -493,6 +493,9 @@ class Similarity(Anchors):
             rows, cols = self.embeddings
             checks.require_finite("rows", rows)
             checks.require_finite("cols", cols)
+            for bias in self.bias or ():
+                if bias is not None:
+                    checks.require_finite("bias", bias[None])
 
     def check_unchanged(self) -> None:
         """Raise a RuntimeError if the input was modified in place after this object was made."""

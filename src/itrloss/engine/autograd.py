@@ -1,6 +1,7 @@
 """Sums over a matrix that is visited block by block, differentiable.
 
-Their gradient is in closed form: :func:`itrloss.engine.tiled.gradients`, or Triton's. As one node, the sums and the positives add their gradients to the same tensors, so that backward holds one
+Their gradient is in closed form: :func:`itrloss.engine.tiled.gradients`, or Triton's. As one node,
+the sums and the positives add their gradients to the same tensors, so that backward holds one
 gradient of all embeddings less at a time: 34 MB of 105 for InfoNCE at 8192 x 8192 x 512 (``pytest
 tests/engine/test_costs.py -k memory``).
 """
@@ -259,5 +260,3 @@ def with_biases(scores: Tensor, row_bias: Tensor | None, col_bias: Tensor | None
     if col_bias is not None:
         scores = scores + col_bias
     return scores
-
-

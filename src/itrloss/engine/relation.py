@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .vectors import host_may_read, may_keep
+from .vectors import compute_dtype, host_may_read, may_keep
 
 IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist: it matches nothing
 
@@ -20,6 +20,7 @@ KEPT_MASK = 2**20  # pairs of a mask that is kept, at most
 # place of 40 for InfoNCE of 32 x 160 with ids (python -m benchmarks.launches).
 BY_MASK = 2**16
 AT_ONCE = 2**20  # pairs whose masks are made at once, to be counted or listed
+POPULAR = 2**-6  # share of all pairs that share a label from which it is popular
 
 # Positives of an anchor up to which pairs are listed. Each listed pair takes copies of two vectors,
 # and on a GPU those of an anchor are added one after the other. Of 2048 pairs in 10 classes,
@@ -114,7 +115,8 @@ class Relation:
         if matches.is_floating_point():
             self._weight_dtype = matches.dtype
         if self.has_weights:
-            self._weights = matches.detach().nan_to_num(0.0)
+            # half types would round the sums of weights
+            self._weights = matches.detach().nan_to_num(0.0).to(compute_dtype(matches))
 
     @property
     def others_are_negatives(self) -> bool:
@@ -530,15 +532,21 @@ def as_sets(labels: Tensor) -> Tensor:
 
 
 def shares_label(rows: Tensor, cols: Tensor) -> Tensor:
-    """Return the (r, c) bool mask of the sets (r, k) and (c, l) that share a label."""
+    """Return the (r, c) bool mask of the sets (r, k) and (c, l) that share a label.
+
+    On the CPU, popular labels are found by a product of indicators, and the others, of which few
+    are equal, by sorting. Sets of 16 labels take 0.03 of the time of comparing each with each, 1024
+    x 1024 sets of 5000 labels (``pytest benchmarks/test_micro.py --benchmark-enable -k
+    label_sets``).
+    """
     rows = as_sets(rows)
     cols = as_sets(cols)
+    if host_may_read(rows):
+        popular = popular_labels(rows, cols)
+        shared = indicators(rows, popular) @ indicators(cols, popular).T > 0
+        shared[equal_labels(rows, cols, popular)] = True
+        return shared
     shared = torch.zeros(len(rows), len(cols), dtype=torch.bool, device=rows.device)
-    if rows.shape[1] > 1 and cols.shape[1] > 1 and host_may_read(rows):
-        found = equal_labels(rows, cols, at_most=shared.numel())
-        if found is not None:
-            shared[found] = True
-            return shared
     for own in rows.unbind(1):
         exists = (own != IGNORE_ID)[:, None]
         for other in cols.unbind(1):
@@ -546,22 +554,36 @@ def shares_label(rows: Tensor, cols: Tensor) -> Tensor:
     return shared
 
 
-def equal_labels(rows: Tensor, cols: Tensor, at_most: int) -> tuple[Tensor, Tensor] | None:
-    """Return the row and the column of each two equal labels in sets (r, k) and (c, l).
+def popular_labels(rows: Tensor, cols: Tensor) -> Tensor:
+    """Return the labels that more than ``POPULAR`` of all pairs of sets (r, k) and (c, l) share.
 
-    The labels of the rows are searched for in the sorted ones of the columns. Sets of 16 labels
-    take 0.03 of the time of comparing each with each, 1024 x 1024 sets of 5000 labels (``pytest
-    benchmarks/test_micro.py --benchmark-enable -k label_sets``). None if they are more than
-    ``at_most``.
+    They are at most ``sqrt(k l / POPULAR)``, and the pairs that share another label at most
+    ``sqrt(k l POPULAR)`` times r c.
+    """
+    labels, in_rows = rows.unique(return_counts=True)
+    ordered = cols.flatten().sort().values
+    in_cols = torch.searchsorted(ordered, labels, right=True) - torch.searchsorted(ordered, labels)
+    is_popular = in_rows * in_cols > POPULAR * len(rows) * len(cols)
+    return labels[is_popular & (labels != IGNORE_ID)]
+
+
+def indicators(sets: Tensor, labels: Tensor) -> Tensor:
+    """Return (A, K) float32, 1 where a set (A, k) has a label (K,) and 0 elsewhere."""
+    return (sets[:, :, None] == labels).any(1).float()
+
+
+def equal_labels(rows: Tensor, cols: Tensor, but: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the row and the column of each two equal labels in sets (r, k) and (c, l), without the
+    labels ``but``.
+
+    The labels of the rows are searched for in the sorted ones of the columns.
     """
     ordered, order = torch.sort(cols.flatten())
     own = rows.flatten()
     first = torch.searchsorted(ordered, own)
     count = torch.searchsorted(ordered, own, right=True) - first
-    count.masked_fill_(own == IGNORE_ID, 0)
+    count.masked_fill_((own == IGNORE_ID) | torch.isin(own, but), 0)
     total = int(count.sum())
-    if total > at_most:
-        return None
     index = torch.repeat_interleave(count, output_size=total)
     number = torch.arange(total, device=own.device)
     slot = number - (count.cumsum(0) - count)[index]

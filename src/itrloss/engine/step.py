@@ -1,8 +1,8 @@
 """The small matrices of a step, whose scores are in the graph, and the sums over them.
 
 All vectors of a step go through one node of the graph, :class:`StepScores`, which multiplies them.
-A sum over a small matrix is one node more, :class:`BlockSums`: the matrix is one block, whose slopes
-are kept for the backward pass.
+A sum over a small matrix is one node more, :class:`BlockSums`: the matrix is one block, whose
+slopes are kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .pair_scores import Index, ListedPairs
 from .products import add_matmul_, matmul
 from .question import Question, Value, is_trained
 from .relation import weighted_sums
-from .vectors import EPS, compute_dtype, full_precision, may_keep, plain_unit
+from .vectors import EPS, compute_dtype, full_precision, plain_unit
 
 # ----------------------------------------------------------------------- the scores of a small step
 
@@ -213,14 +213,14 @@ class Step:
         if self._known is not None:
             return self._known
         if torch.compiler.is_compiling():
-            self._known = step_scores(self.layout, self.memories, *self.vectors)
+            outputs = step_scores(self.layout, self.memories, *self.vectors)
         elif torch.is_inference_mode_enabled():  # autograd cannot save its tensors later on
             return StepScores.apply(self.layout, self.memories, *self.vectors)  # type: ignore[return-value]
         else:
             with torch.enable_grad():
-                outputs: Any = StepScores.apply(self.layout, self.memories, *self.vectors)
-            self._known = outputs
-        return self._known
+                outputs = StepScores.apply(self.layout, self.memories, *self.vectors)
+        self._known = outputs  # type: ignore[assignment]
+        return outputs  # type: ignore[return-value]
 
 
 class StepPart(NamedTuple):

@@ -260,7 +260,7 @@ def _log1p_clamp_slope(z: Tensor) -> Tensor:
 def log1p_clamp(scores: Tensor) -> Tensor:
     """Return ``log(1 + S)`` with S kept above -1 + 1e-6."""
     # one operator of autograd's, where a clamp has four
-    return F.threshold(scores, FLOOR, FLOOR).log1p()
+    return torch.threshold(scores, FLOOR, FLOOR).log1p()
 
 
 def _log1p_relu_slope(z: Tensor) -> Tensor:

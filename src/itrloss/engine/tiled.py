@@ -119,9 +119,7 @@ def std_of_block(relation: Relation, scores: Tensor, sides: Sequence[int]) -> Te
 
 def highest(question: Question, inputs: Inputs, guide: Inputs | None = None) -> Tensor:
     """Return the highest of the scores (A,) that count, times the scale; -inf without any."""
-    totals = torch.full(
-        (question.size,), -math.inf, dtype=inputs.dtype, device=inputs.like.device
-    )
+    totals = torch.full((question.size,), -math.inf, dtype=inputs.dtype, device=inputs.like.device)
     for tile in tiles(inputs, guide):
         for view in views(question, tile):
             highest_of_view = view.exclude_(view.exponents(), -math.inf)

@@ -19,6 +19,7 @@ from ..checks import (
     Option,
     check_embeddings,
     check_matrix,
+    from_numpy,
     no_parameter,
     nothing,
     one_of,
@@ -339,9 +340,10 @@ class PairLoss(DirectedLoss):
                 otherwise they are nothing to each other. :data:`itrloss.NO_ID` is open to all. If
                 those of texts are left out, they are the images'.
             matches: (N, M), in place of ids and groups: above 0 where image and text match, 0 where
-                they are negatives, and nan where they are neither; bool will do. A match that is
-                not 1 has a weight: means over positives are by weights, and sums multiply by them,
-                but for log-sum-exps. ``TripletLoss(mining="all")`` refuses weights.
+                they are negatives, and nan where they are neither; bool will do, and so will a
+                NumPy array or a sparse matrix of SciPy, of which a dense one is made. A match that
+                is not 1 has a weight: means over positives are by weights, and sums multiply by
+                them, but for log-sum-exps. ``TripletLoss(mining="all")`` refuses weights.
 
         The first batch that is on the CPU and not compiled is looked at: a
         :class:`itrloss.SuspiciousInputWarning` says if no image has a positive, if none has a
@@ -366,7 +368,8 @@ class PairLoss(DirectedLoss):
         """Return what decides, besides ids, who matches or may be a negative; None: nothing."""
         if image_groups is None and text_groups is None and matches is None:
             return None
-        return Related((image_groups, text_groups), self.groups, matches)
+        dense = getattr(matches, "toarray", lambda: matches)()  # of a sparse matrix of SciPy
+        return Related((image_groups, text_groups), self.groups, from_numpy(dense))
 
     def compute(self, sim: Similarity) -> Any:
         """Return the loss of similarities, with images as rows and texts as columns.

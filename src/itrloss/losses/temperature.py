@@ -77,7 +77,13 @@ class TemperatureLoss(SimilarityLoss):
         if self.training:
             # In place, but no new version: a compiled model that computes with the same parameter
             # has saved it for its backward pass, which refuses other versions.
-            self.log_scale.data.clamp_(max=math.log(self.max_scale))
+            for log_scale in self._to_write("log_scale"):
+                log_scale.data.clamp_(max=math.log(self.max_scale))
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        """Return a replica, for ``nn.DataParallel``, which limits its own copy of the scale."""
+        self._limit_scale()
+        return super()._replicate_for_data_parallel()  # type: ignore[no-any-return]
 
     def _look(self, loss: Any, sim: Similarity) -> None:
         """Warn of a batch, and of a temperature that is probably a scale."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..checks import (
     IMAGES_AND_TEXTS,
     IdsLike,
+    are_strings,
     as_id_numbers,
     as_size,
     check_embeddings,
@@ -56,6 +57,7 @@ class RetrievalMetrics(Metric):
     texts: list[Tensor]
     image_ids: list[Tensor]
     text_ids: list[Tensor]
+    are_names: list[Tensor]  # 1 if ids are strings; backends do not all exchange bools
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class RetrievalMetrics(Metric):
             "hubness_k": as_size("hubness_k", hubness_k),
             "folds": as_size("folds", folds),
         }
-        for name in ("images", "texts", "image_ids", "text_ids"):
+        for name in ("images", "texts", "image_ids", "text_ids", "are_names"):
             self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(
@@ -110,6 +112,11 @@ class RetrievalMetrics(Metric):
         else:
             sizes = len(images), len(texts)
             ids = ids_of_both(image_ids, text_ids, *sizes, images.device, IMAGES_AND_TEXTS)
+            named = are_strings(image_ids)
+            if len(self.are_names) and bool(self.are_names[0]) != named:
+                expected = "strings in all batches, or integers in all"
+                raise TypeError(f"image_ids, text_ids: expected {expected}")
+            self.are_names.append(torch.tensor([int(named)], device=images.device))
             self.image_ids.append(ids[0])
             self.text_ids.append(ids[1])
         self.images.append(images.detach())
@@ -159,8 +166,9 @@ class RetrievalMetrics(Metric):
                         "RetrievalMetrics: expected a call of update() first, got none"
                     )
                 kind = described(self.images[0]), described(self.texts[0])
-                with_ids = len(self.image_ids) > 0
-                agreed.text = f"{kind}, ids {with_ids}, normalize {self.normalize}, {self.options}"
+                named = [bool(self.are_names[0])] if len(self.are_names) else []
+                with_ids = f"ids {len(self.image_ids) > 0}, of strings {named}"
+                agreed.text = f"{kind}, {with_ids}, normalize {self.normalize}, {self.options}"
         super().sync(*args, **kwargs)
 
     def compute(self) -> dict[str, Tensor]:
