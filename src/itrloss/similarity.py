@@ -448,7 +448,7 @@ class Similarity(Anchors):
             *ids,
             normalize=rows.normalize,
             engine="auto" if self.engine == "dense" else self.engine,  # type: ignore[arg-type]
-            bias=None if bias == (None, None) else bias,
+            bias=bias,
             related=related,
         )
 

@@ -66,7 +66,7 @@ class EarlySums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Return the gradient of each tensor that ``forward`` took, from the gradients of both."""
-        if grads == (None, None):
+        if grads[0] is None and grads[1] is None:
             return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled():
             raise_second_derivative()

@@ -123,6 +123,7 @@ class Matrix:
         self.given = given
         self._like = like
         self.bias = bias
+        self.is_biased = is_biased(bias)
         self.bounded = bounded
         self.strict = strict
         self.is_memory = is_memory
@@ -167,8 +168,8 @@ class Matrix:
             rows,
             vectors=(rows, cols),
             part=part_of(rows.target, cols.target, rows.normalize),
-            bias=bias if bias == (None, None) else in_dtype(bias, rows.dtype),
-            bounded=rows.normalize and bias == (None, None),
+            bias=in_dtype(bias, rows.dtype),
+            bounded=rows.normalize and not is_biased(bias),
             strict=strict,
         )
 
@@ -240,7 +241,7 @@ class Matrix:
         self.check_unchanged()
         if self._scores is not None:
             return self._scores
-        if self._part is not None and self.bias == (None, None):
+        if self._part is not None and not self.is_biased:
             scores = self._part.scores()
         else:
             with torch.set_grad_enabled(may_keep()):  # also if first used under no_grad
@@ -381,7 +382,7 @@ class Matrix:
 
     def _has_gain_by_moments(self, question: Question) -> bool:
         """Return whether sums of squares are best computed without the scores."""
-        if self.in_graph or self.bias != (None, None) or question.term is not square:
+        if self.in_graph or self.is_biased or question.term is not square:
             return False
         if self.device.type != "cpu" or self.dtype == torch.float64:
             return False
@@ -446,7 +447,7 @@ class Matrix:
 
     def _has_kernel(self, question: Question) -> bool:
         """Return whether Triton answers a question; none of its kernels adds biases."""
-        if self.engine != "triton" or self.bias != (None, None):
+        if self.engine != "triton" or self.is_biased:
             return False
         from . import triton
 
@@ -460,7 +461,7 @@ class Matrix:
                 return dense.highest(question, self.scores(), other)
             inputs = self.inputs()
             with full_precision(inputs.like):
-                if guide is None and self.engine == "triton" and self.bias == (None, None):
+                if guide is None and self.engine == "triton" and not self.is_biased:
                     from . import triton
 
                     return triton.highest(question, inputs)
@@ -635,7 +636,7 @@ class Matrix:
     def _scores_pairs_by_vectors(self) -> bool:
         """Return whether the gradient of some pairs' scores goes straight to their vectors."""
         part = self._part
-        if part is None or part.of_memory or self.bias != (None, None):
+        if part is None or part.of_memory or self.is_biased:
             return False
         if torch.compiler.is_compiling():
             return False
@@ -695,11 +696,11 @@ def large_matrix(  # noqa: PLR0913 — one object; all but five have defaults
     is_memory: bool = False,
 ) -> Matrix:
     """Return a matrix that is multiplied block by block; its scores are kept if they fit."""
-    if engine == "triton" and bias == (None, None):
+    if engine == "triton" and not is_biased(bias):
         rows = as_multiplied(rows)
         cols = as_multiplied(cols)
     if bounded is None:
-        bounded = rows.normalize and cols.normalize and bias == (None, None)
+        bounded = rows.normalize and cols.normalize and not is_biased(bias)
     size = math.prod(relation.shape) * rows.dtype.itemsize
     return Matrix(
         relation,
@@ -740,6 +741,12 @@ def part_of(rows: Tensor, cols: Tensor, normalize: bool) -> StepPart:
     place = slice(0, n), slice(n, stop)
     step = Step(Layout(stop, normalize, (place,)), [None], (rows, cols))
     return StepPart(step, 0, *place)
+
+
+def is_biased(bias: Bias) -> bool:
+    """Return whether rows or columns have a bias."""
+    # not by a comparison: of a tensor with None, PyTorch makes one by a C++ exception
+    return bias[0] is not None or bias[1] is not None
 
 
 def in_dtype(bias: Bias, dtype: torch.dtype) -> Bias:

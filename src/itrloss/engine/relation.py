@@ -104,6 +104,8 @@ class Relation:
         self.ignored: Ids = (row_missing, row_missing)
         if others is not None and others is not own:
             self.ignored = row_missing, missing_mask(others)
+        #: Whether all entries certainly exist.
+        self.all_exist = self.ignored[0] is None and self.ignored[1] is None
         #: Whether one id of each entry alone says who matches, so that pairs are found by sorting.
         #: Sets of labels, groups and matrices take masks, block by block.
         self.by_ids = own is not None and own.dim() == 1 and groups is None
@@ -194,7 +196,7 @@ class Relation:
         """Return the (r, c) bool mask of the pairs that a sum leaves out; None: it has all."""
         if over == "positives":
             return ~self.positive(rows, cols)
-        if self.others_are_negatives and self.ignored == (None, None):
+        if self.others_are_negatives and self.all_exist:
             if over == "all":
                 return None
             is_whole = rows == ALL and cols == ALL
@@ -240,7 +242,7 @@ class Relation:
             i, j = self._listed_within(rows, cols)
             if len(i) * 16 <= x.shape[-1] * x.shape[-2]:
                 x[..., i, j] = value
-                if self.ignored == (None, None):
+                if self.all_exist:
                     return x
                 over = "all"
         if x.shape[-2] == self.shape[0] and x.shape[-1] == self.shape[1]:
@@ -318,7 +320,7 @@ class Relation:
         if self._is_small:
             positive = self.all_positive()
             of_rows, of_cols = positive.sum(1), positive.sum(0)
-            if self.others_are_negatives and self.ignored == (None, None):
+            if self.others_are_negatives and self.all_exist:
                 n, m = self.shape
                 return [(of_rows, m - of_rows), (of_cols, n - of_cols)]
             negative = self.negative()
@@ -370,7 +372,7 @@ class Relation:
         """Return whether each row (0) or column (1) certainly has a positive and a negative."""
         if self.one_to_one:
             return min(self.shape) > 1
-        if not self.others_are_negatives or self.ignored != (None, None):
+        if not self.others_are_negatives or not self.all_exist:
             return False
         if not self.listable or self.device is None or self.device.type != "cpu":
             return False

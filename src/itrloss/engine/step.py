@@ -91,8 +91,8 @@ class StepScores(torch.autograd.Function):
         grad, *of_scores = grads
         layout: Layout = ctx.layout
         needed = ctx.needs_input_grad[2:]
-        if grads == (None,) * len(grads):
-            return None, None, *(None,) * len(needed)
+        if all([x is None for x in grads]):
+            return (None,) * len(ctx.needs_input_grad)
         unit, norms, *rest = saved_tensors(ctx)
         memories = rest[: len(layout.places)]
         vectors = rest[len(layout.places) :]
