@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -20,6 +20,14 @@ ListedPairs = tuple[Tensor, Tensor]
 #: Pairs, a (N, M) bool matrix, or the candidates of each image as lists.
 WhichPairs = ListedPairs | Tensor | Sequence[Sequence[int]]
 Relevant = ListedPairs | Judgements | Tensor
+
+
+class Rules(TypedDict, total=False):
+    """The arguments of ``retrieval_results`` that say who is right, and who is ranked at all."""
+
+    relevant: Relevant
+    exclude: WhichPairs
+    candidates: WhichPairs
 
 
 class Rule(NamedTuple):
