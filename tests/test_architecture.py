@@ -164,7 +164,8 @@ def words(text: str) -> set[str]:
 # before you add a name: what is newer goes to LATER, with what the source takes without it.
 IN_TORCH = words(
     """
-    F.embedding_bag F.normalize F.pad F.softplus dist.ReduceOp.MAX dist.all_gather_into_tensor
+    F.embedding_bag F.normalize F.pad F.softplus dist.ProcessGroup dist.ReduceOp.MAX
+    dist.all_gather_into_tensor
     dist.all_gather_object dist.all_reduce dist.barrier dist.destroy_process_group
     dist.distributed_c10d._get_default_store dist.get_backend_config dist.get_process_group_ranks
     dist.get_rank dist.get_world_size dist.init_process_group dist.is_available dist.is_initialized

@@ -217,10 +217,7 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
     """
     rerankers = _by_name(methods, fast or FastReranker())
     rules = rules or Rules()
-    if not isinstance(banks, (tuple, list)) or len(banks) != 2:
-        expected = "a pair, queries of images and of texts, or None for one of them"
-        raise TypeError(f"banks: expected {expected}, got {type(banks).__name__}")
-    banks = banks[0], banks[1]
+    banks = _checked_banks(banks)
     if validation is not None and "fast" not in rerankers:
         raise ValueError("validation: expected 'fast' among methods, which is calibrated on it")
     sim = _with_ids("sim", sim)
@@ -244,6 +241,14 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
     if samples is None:
         samples = samples_for(len(entries) - 1)
     return RerankerComparison(sim, _compared(entries, samples), left_out, rules, samples)
+
+
+def _checked_banks(banks: Banks) -> Banks:
+    """Return a pair of banks; raise a TypeError for what is none."""
+    if not isinstance(banks, (tuple, list)) or len(banks) != 2:
+        expected = "a pair, queries of images and of texts, or None for one of them"
+        raise TypeError(f"banks: expected {expected}, got {type(banks).__name__}")
+    return banks[0], banks[1]
 
 
 class _Trial(NamedTuple):

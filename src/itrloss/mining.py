@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +46,7 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     below: float | Tensor | None = None,
     normalize: bool = True,
     block: int = 2**11,
-    progress: Callable[[int, int], Any] | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> TopK:
     """Return the (Q, k) scores and corpus indices of each query's highest-scoring negatives, best
     first; exact.
@@ -88,12 +87,7 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     total = len(corpus)
     device = query_vectors.device
     dtype = compute_dtype(query_vectors)
-    if _are_names(query_ids) != _are_names(corpus_ids):
-        expected = "strings with strings in query_ids, integers with integers"
-        raise TypeError(f"corpus_ids: expected {expected}")
-    labels = label_sets("query_ids", query_ids, size, device)
-    corpus_labels = label_sets("corpus_ids", corpus_ids, total, device)
-    _warn_of_labels(labels, corpus_labels)
+    labels, corpus_labels = _labels_of_both(query_ids, corpus_ids, size, total, device)
     limits = None
     if below is not None:
         limits = as_tensor("below", below, size, dtype, device).expand(size)
@@ -108,7 +102,20 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     return best
 
 
-def _are_names(ids: Any) -> bool:
+def _labels_of_both(
+    query_ids: IdsLike, corpus_ids: IdsLike, size: int, total: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the labels of the queries (Q, k) and of the corpus (N, l), checked."""
+    if _are_names(query_ids) != _are_names(corpus_ids):
+        expected = "strings with strings in query_ids, integers with integers"
+        raise TypeError(f"corpus_ids: expected {expected}")
+    labels = label_sets("query_ids", query_ids, size, device)
+    corpus_labels = label_sets("corpus_ids", corpus_ids, total, device)
+    _warn_of_labels(labels, corpus_labels)
+    return labels, corpus_labels
+
+
+def _are_names(ids: IdsLike) -> bool:
     """Return whether ids, or the labels of sets, are strings."""
     is_list_of_lists = isinstance(ids, (list, tuple)) and any(isinstance(x, list) for x in ids)
     return are_strings(ids[0] if is_list_of_lists else ids)
