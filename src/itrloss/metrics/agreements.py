@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from torch import Tensor
@@ -60,10 +60,9 @@ def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 1
     if not bool(gains.any()):
         raise ValueError("judgements: expected at least two different grades")
     values = sim.pair_scores(images.to(sim.device), texts.to(sim.device)).double().cpu()
-    result: Any = kendalltau(values.numpy(), grades.numpy())  # nan if all scores are equal
+    tau = cast(float, kendalltau(values.numpy(), grades.numpy())[0])  # nan if all scores are equal
     i2t, t2i = _ndcg(sim, images, texts, gains, k)
-    tau = float(np.nan_to_num(result.statistic))
-    return Agreement(tau, i2t_ndcg=i2t, t2i_ndcg=t2i)
+    return Agreement(float(np.nan_to_num(tau)), i2t_ndcg=i2t, t2i_ndcg=t2i)
 
 
 def _ndcg(

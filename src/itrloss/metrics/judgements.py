@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ class Judgements(NamedTuple):
         images, texts, grades = grades_of_pairs("judgements", self)
         # 0.7 as float32 is less than 0.7: the limit is rounded as the grades are.
         given = _as_tensor(self.grades)
-        dtype = given.dtype if given.is_floating_point() else torch.float64
+        dtype = torch.float64
+        if isinstance(given, Tensor) and given.is_floating_point():
+            dtype = given.dtype
         relevant = grades >= torch.tensor(grade, dtype=dtype, device=grades.device)
         if not bool(relevant.any()):
             raise ValueError(f"grade: no pair has a grade of {grade} or above")
@@ -41,12 +43,12 @@ def grades_of_pairs(
     """Return checked images, texts and mean grades on the CPU, sorted, each pair once."""
     images, texts, grades = judgements
     images = as_integers(f"{name}.images", images)
-    grades = _as_tensor(grades)
+    of_pairs = _as_tensor(grades)
     pairs, index = distinct_pairs(name, images, texts, shape)
-    got = tuple(grades.shape) if isinstance(grades, Tensor) else type(grades).__name__
-    if got != tuple(images.shape):
+    if not isinstance(of_pairs, Tensor) or of_pairs.shape != images.shape:
+        got = tuple(of_pairs.shape) if isinstance(of_pairs, Tensor) else type(grades).__name__
         raise ValueError(f"{name}.grades: expected shape {tuple(images.shape)}, got {got}")
-    values = grades.detach().cpu().double()
+    values = of_pairs.detach().cpu().double()
     require_finite(f"{name}.grades", values[None])
 
     def reduced(how: str) -> Tensor:
@@ -59,7 +61,7 @@ def grades_of_pairs(
     return pairs[0], pairs[1], mean
 
 
-def _as_tensor(grades: Any) -> Any:
+def _as_tensor(grades: object) -> object:
     """Return a list, an array or a column of pandas as a tensor; anything else as it is."""
     return from_numpy(np.array(grades) if isinstance(grades, (list, tuple)) else grades)
 

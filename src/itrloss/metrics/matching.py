@@ -8,12 +8,13 @@ query, no candidate and no reference.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..similarity import NO_ID, Similarity
+from ..checks import IdsLike
+from ..similarity import NO_ID, Engine, Similarity
 
 Masks = tuple[Tensor | None, Tensor | None]
 
@@ -111,7 +112,9 @@ def _marked(ids: Tensor, exists: Tensor | None) -> Tensor:
     return ids if exists is None else ids.masked_fill(~exists, NO_ID)
 
 
-def part_of(sim: Similarity, rows: Tensor, cols: Tensor, ids: tuple[Any, Any]) -> Similarity:
+def part_of(
+    sim: Similarity, rows: Tensor, cols: Tensor, ids: tuple[IdsLike | None, IdsLike | None]
+) -> Similarity:
     """Return the similarities of some rows and columns.
 
     Args:
@@ -131,7 +134,7 @@ def part_of(sim: Similarity, rows: Tensor, cols: Tensor, ids: tuple[Any, Any]) -
             None if image_bias is None else image_bias[rows],
             None if text_bias is None else text_bias[cols],
         )
-    engine: Any = sim.engine
+    engine = cast(Engine, sim.engine)
     return Similarity(
         images[rows], texts[cols], *ids, normalize=sim.normalizes, engine=engine, bias=bias
     )

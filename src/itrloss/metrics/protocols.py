@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -15,6 +15,8 @@ from .results import RECALL_NAMES, RECALLS, WAYS, QueryResults, RetrievalResults
 from .retrieval import retrieval_metrics, retrieval_results
 
 if TYPE_CHECKING:
+    from eccv_caption import Metrics
+
     from ..rerank import Reranker
 
 _SHAPE = (5000, 25000)  # images and captions of Karpathy's test split
@@ -66,7 +68,7 @@ def _shortened(results: QueryResults) -> QueryResults:
     return replace(results, top=results.top[:, :_HUBNESS_K])
 
 
-def _judged(results: RetrievalResults, package: Any) -> dict[str, dict[str, float]]:
+def _judged(results: RetrievalResults, package: Metrics) -> dict[str, dict[str, float]]:
     """Return the figures of CxC and ECCV Caption, which ``package`` computes."""
     captions = package.coco_ids.tolist()
     images = list(dict.fromkeys(package.coco_gts["t2i"][caption][0] for caption in captions))

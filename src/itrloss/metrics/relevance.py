@@ -253,7 +253,7 @@ def _not_of_scipy(matrix: Any) -> Any:
     return torch.sparse_coo_tensor(places, values, tuple(matrix.shape), check_invariants=True)
 
 
-def _of_lists(name: str, lists: Sequence[Any], n: int) -> tuple[list[int], list[int]]:
+def _of_lists(name: str, lists: list, n: int) -> tuple[list[int], list[int]]:
     """Return the images and texts of the pairs in lists of each image's texts."""
     if len(lists) != n:
         raise ValueError(
