@@ -31,7 +31,7 @@ class Call(NamedTuple):
     # images, texts and what else a score function takes; or a score matrix alone
     inputs: tuple[Tensor, ...]
     # of a loss, by the names of its arguments
-    labels: Mapping[str, IdsLike | None] = {}  # noqa: RUF012
+    labels: Mapping[str, IdsLike | None] = {}
     more: tuple[Tensor | None, ...] = ()  # HAL's bank; the residuals of sets
 
 
