@@ -441,27 +441,27 @@ def _run(args: argparse.Namespace) -> None:
         report.check()
     n, m = sim.shape
     names = (_names(args.image_names, "image", n), _names(args.text_names, "text", m))
-    title = ", ".join(map(str, sources))
-    if args.folds != 1:
-        title += f", in {args.folds} parts"
-    print(f"{title}: {n} images, {m} texts ({_pairing(args, sim)})", flush=True)
+    title = ", ".join(map(str, sources)) + _parts(args)
+    print(f"{title}: {_about(args, sim)}", flush=True)
     fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
     comparison = compare_rerankers(
-        sim,
-        args.methods,
-        banks,
-        validation,
-        fast,
-        _show_progress,
-        args.folds,
-        rules,
-        args.samples,
+        sim, args.methods, banks, validation, fast, _show_progress, args.folds, rules, args.samples
     )
     _show_progress("")
     comparison = replace(comparison, warnings=tuple(args.warnings))
     print(table(comparison, args.ks))
-    if not args.protocol and not outputs:
-        return
+    if args.protocol or outputs:
+        _put_out(args, comparison, outputs, title, names)
+
+
+def _put_out(
+    args: argparse.Namespace,
+    comparison: RerankerComparison,
+    outputs: Sequence[Path],
+    title: str,
+    names: Sequence[Sequence[str]],  # of images and of texts
+) -> None:
+    """Print the figures of a protocol, and write all files."""
     entry = _entry(args, comparison)
     if args.protocol:
         _print_protocol(comparison, entry)
@@ -516,16 +516,14 @@ def _model_results(
         _show_progress(f"{source} …")
         scores, transductive = _model_scores(args, source, ids)
         sim = scores[0] if isinstance(scores, tuple) else scores
-        n, m = sim.shape
         if first is None:
-            first = n, m
-            about = f"{n} images, {m} texts ({_pairing(args, sim)})"
+            first = sim.shape
+            about = _about(args, sim) + _parts(args)
             if args.folds != 1:
-                about += f", in {args.folds} parts"
                 _check_folds(args, sim, ())
-        if (n, m) != first:
+        if sim.shape != first:
             raise ValueError(
-                f"{source}: expected shape {first} like {args.scores[0]}, got {(n, m)}"
+                f"{source}: expected shape {first} like {args.scores[0]}, got {sim.shape}"
             )
         results[name] = retrieval_results(scores, folds=args.folds, **rules)
         if transductive:
@@ -584,13 +582,20 @@ def _short_names(sources: Sequence[Source]) -> list[str]:
     return names
 
 
-def _pairing(args: argparse.Namespace, sim: Similarity) -> str:
-    """Return what says which texts are an image's, in words."""
+def _about(args: argparse.Namespace, sim: Similarity) -> str:
+    """Return how many images and texts there are, and what says which of them match."""
+    n, m = sim.shape
+    pairing = f"{m // n} an image, one behind the other"
     if args.relevant:
-        return f"right by {args.relevant}"
-    if args.image_ids:
-        return "by the ids given"
-    return f"{sim.shape[1] // sim.shape[0]} an image, one behind the other"
+        pairing = f"right by {args.relevant}"
+    elif args.image_ids:
+        pairing = "by the ids given"
+    return f"{n} images, {m} texts ({pairing})"
+
+
+def _parts(args: argparse.Namespace) -> str:
+    """Return the words for retrieval within parts of the images; empty for all of them."""
+    return f", in {args.folds} parts" if args.folds != 1 else ""
 
 
 def _show_progress(text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from ..rerank import Reranker
 
 _SHAPE = (5000, 25000)  # images and captions of Karpathy's test split
-_HUBNESS_K = 10  # the default of retrieval_metrics
 
 
 def check_coco(shape: tuple[int, int]) -> None:
@@ -51,21 +49,18 @@ def coco_protocol(
     """
     sim = with_ids("scores", scores, None, None)
     check_coco(sim.shape)
-    figures = {"1K": retrieval_metrics(sim, reranker=reranker, folds=5)}
+    figures = {
+        "1K": retrieval_metrics(sim, reranker=reranker, folds=5),
+        "5K": retrieval_metrics(sim, reranker=reranker),
+    }
     try:
         from eccv_caption import Metrics
     except ImportError:
-        return figures | {"5K": retrieval_metrics(sim, reranker=reranker)}
+        return figures
     package = Metrics()
     longest = max(len(right) for way in WAYS for right in package.eccv_gts[way].values())
-    results = retrieval_results(sim, reranker=reranker, hubness_k=max(longest, _HUBNESS_K))
-    figures["5K"] = RetrievalResults(_shortened(results.i2t), _shortened(results.t2i)).metrics()
+    results = retrieval_results(sim, reranker=reranker, hubness_k=longest)
     return figures | _judged(results, package)
-
-
-def _shortened(results: QueryResults) -> QueryResults:
-    """Return results with as many best candidates as :func:`retrieval_metrics` has by default."""
-    return replace(results, top=results.top[:, :_HUBNESS_K])
 
 
 def _judged(results: RetrievalResults, package: Metrics) -> dict[str, dict[str, float]]:
