@@ -120,7 +120,7 @@ class Reranker(Options, ABC):
         options = ", ".join(f"{name}={value!r}" for name, value in self._options().items())
         return f"{type(self).__name__}({options})"
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, object]:
         """Return the options by name."""
         return {name: x for name, x in vars(self).items() if not name.startswith("_")}
 
@@ -307,8 +307,8 @@ class Reranker(Options, ABC):
         named = with_plain_ids(sim)
         sides = zip(queries, (named, named.T), (exists, exists[::-1]), strict=True)
         ruled = []
-        rules = self._rules_together(directions)
-        for rule, (own, view, masks) in zip(rules, sides, strict=True):
+        for direction, (own, view, masks) in zip(directions, sides, strict=True):
+            rule = self.rule(direction)
             if not callable(rule):
                 expected = "a Bias, or a function of scores and rows"
                 raise TypeError(f"rule: expected {expected}, got {type(rule).__name__}")
@@ -316,9 +316,6 @@ class Reranker(Options, ABC):
                 raise ValueError(f"scores: too large for {self!r}")
             ruled.append(Ruled(own, view, for_all(rule, *masks)))
         return ruled
-
-    def _rules_together(self, directions: Sequence[Direction]) -> Sequence[Rule]:
-        return [self.rule(direction) for direction in directions]
 
     @torch.no_grad()
     def _directions(self, sim: Similarity) -> list[Direction]:

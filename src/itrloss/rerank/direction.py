@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ..engine.products import full_float32, rounds_float32
 from ..engine.vectors import full_precision
-from ..similarity import Similarity
+from ..similarity import Engine, Similarity
 
 SIDES = ("images", "texts")  # the queries of image→text and of text→image
 # Scores that a pass in float64 takes at once: they fit into a cache, which halves its time. Its
@@ -93,7 +93,7 @@ def unlabelled(sim: Similarity) -> Similarity:
     if not is_rounded and not rounds_float32(sim.device):
         return sim.relabelled(*ids)
     rows, cols = sim.embeddings
-    engine: Any = sim.engine
+    engine = cast(Engine, sim.engine)
     with full_precision(rows):
         return Similarity(
             rows, cols, *ids, normalize=sim.normalizes, engine=engine, bias=sim.bias
@@ -112,7 +112,7 @@ def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> S
         rows = torch.cat([rows.to(more_rows.dtype), more_rows])  # neither is rounded
         if row_bias is not None:  # a bank's items have no bias
             row_bias = torch.cat([row_bias, row_bias.new_zeros(len(more_rows))])
-    engine: Any = sim.engine if sim.engine in ("tiled", "triton") else "auto"
+    engine = cast(Engine, sim.engine if sim.engine in ("tiled", "triton") else "auto")
     ids = no_match((len(rows), len(bank)), sim.device)
     bias = row_bias, None
     with full_precision(rows):  # autocast would round them
