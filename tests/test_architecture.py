@@ -46,7 +46,7 @@ FLOORS = [
         "mining",
     },
     {"losses", "compat", "grad_cache"},
-    {"comparison", "tables", "report", "testing", "integrations"},
+    {"comparison", "tables", "testing", "integrations"},
     {"cli"},
     {"__main__"},
 ]

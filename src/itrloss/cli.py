@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import __version__, files, report, tables
+from . import __version__, files, tables
 from .checks import EMBEDDINGS, Names, as_size, did_you_mean, one_of, require_finite
 from .comparison import (
     CALIBRATED,
@@ -34,6 +34,8 @@ from .comparison import (
     protocol_table,
     table,
 )
+from .comparison.pages import check as check_report
+from .comparison.report import models_page, page
 from .files import Source, as_source
 from .metrics import (
     Judgements,
@@ -48,7 +50,6 @@ from .metrics.labels import unrelated_ids
 from .metrics.protocols import check_coco
 from .metrics.relevance import Rules, folds_of
 from .metrics.results import RECALLS, as_ks
-from .report.comparison import models_page, page
 from .rerank import FastReranker
 from .similarity import Similarity
 from .suspicious import (
@@ -438,7 +439,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.protocol:
         check_coco(sim.shape)
     if args.report:
-        report.check()
+        check_report()
     n, m = sim.shape
     names = (_names(args.image_names, "image", n), _names(args.text_names, "text", m))
     title = ", ".join(map(str, sources)) + _parts(args)
@@ -483,7 +484,7 @@ def _run_models(args: argparse.Namespace) -> None:
     ids = _ids(args)
     rules = _rules(args)
     if args.report:
-        report.check()
+        check_report()
     results, marked, about = _model_results(args, names, ids, rules)
     marked += args.transductive
     comparison = compare_models(results, transductive=marked, samples=args.samples)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import check
+from .pages import check
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
