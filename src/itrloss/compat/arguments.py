@@ -47,12 +47,11 @@ def check_square(name: str, scores: Tensor) -> None:
         raise ValueError(f"{name}: expected shape (B, B), got {tuple(scores.shape)}")
 
 
-def check_pairs(x: Tensor, y: Tensor, names: tuple[str, str] = ("im", "s")) -> None:
-    """Raise an error unless embeddings (N, D) and (N, D) are given, which errors call by names."""
-    check_embeddings(x, y, False, Names(*names, "", ""))
-    if len(x) != len(y):
-        expected = f"shape {tuple(x.shape)} like {names[0]}"
-        raise ValueError(f"{names[1]}: expected {expected}, got {tuple(y.shape)}")
+def check_pairs(im: Tensor, s: Tensor) -> None:
+    """Raise an error unless embeddings are (N, D) and (N, D)."""
+    check_embeddings(im, s, False, Names("im", "s", "", ""))
+    if len(im) != len(s):
+        raise ValueError(f"s: expected shape {tuple(im.shape)} like im, got {tuple(s.shape)}")
 
 
 def similarity(

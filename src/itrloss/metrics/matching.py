@@ -85,7 +85,7 @@ def query_ids(sim: Similarity) -> tuple[Tensor, Tensor]:
     of_images = _numbers(n, sim)
     of_texts = (n + _numbers(m, sim)).scatter_reduce(0, texts, images, "amin")
     exists = existing(sim)
-    return _marked(of_images, exists[0]), _marked(of_texts, exists[1])
+    return marked(of_images, exists[0]), marked(of_texts, exists[1])
 
 
 def has_plain_ids(sim: Similarity) -> bool:
@@ -107,7 +107,7 @@ def _numbers(size: int, sim: Similarity) -> Tensor:
     return torch.arange(size, device=sim.device)
 
 
-def _marked(ids: Tensor, exists: Tensor | None) -> Tensor:
+def marked(ids: Tensor, exists: Tensor | None) -> Tensor:
     """Return ids with NO_ID in place of those that do not exist."""
     return ids if exists is None else ids.masked_fill(~exists, NO_ID)
 
