@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..checks import as_indices, as_integers, check_range, from_numpy, require_finite
 
+IndicesLike = Tensor | np.ndarray | Sequence[int]
 _ANY = (2**31, 2**31)  # a shape whose pairs can still be numbered
 
 
@@ -67,21 +69,30 @@ def _as_tensor(grades: object) -> object:
 
 
 def distinct_pairs(
-    name: str, images: Tensor, texts: Tensor, shape: tuple[int, int]
+    name: str, images: IndicesLike, texts: IndicesLike, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
     """Return the (2, P) distinct pairs, checked and sorted, and the index of each input pair there.
 
     Both are on the CPU.
     """
-    images = as_integers(f"{name}.images", images)
-    size = images.numel()
-    if size == 0:
+    numbers = pair_numbers(name, images, texts, shape)
+    if not len(numbers):
         raise ValueError(f"{name}.images: expected at least 1 index, got 0")
-    n, m = shape
-    cpu = torch.device("cpu")
-    rows = as_indices(f"{name}.images", images, size, cpu)
-    cols = as_indices(f"{name}.texts", texts, size, cpu)
-    check_range(f"{name}.images", rows, n - 1)
-    check_range(f"{name}.texts", cols, m - 1)
-    numbers, index = torch.unique(rows * m + cols, return_inverse=True)
+    numbers, index = numbers.unique(return_inverse=True)
+    m = shape[1]
     return torch.stack([numbers // m, numbers % m]), index
+
+
+def pair_numbers(
+    name: str, images: IndicesLike, texts: IndicesLike, shape: tuple[int, int]
+) -> Tensor:
+    """Return the (P,) numbers ``image n_texts + text`` of pairs, checked, on the CPU."""
+    n, m = shape
+    rows = as_integers(f"{name}.images", images)
+    cpu = torch.device("cpu")
+    rows = as_indices(f"{name}.images", rows, rows.numel(), cpu)
+    cols = as_indices(f"{name}.texts", texts, len(rows), cpu)
+    if len(rows):
+        check_range(f"{name}.images", rows, n - 1)
+        check_range(f"{name}.texts", cols, m - 1)
+    return rows * m + cols
