@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +46,7 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     below: float | Tensor | None = None,
     normalize: bool = True,
     block: int = 2**11,
-    progress: Callable[[int, int], Any] | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> TopK:
     """Return the (Q, k) scores and corpus indices of each query's highest-scoring negatives, best
     first; exact.
@@ -88,10 +87,7 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     total = len(corpus)
     device = query_vectors.device
     dtype = compute_dtype(query_vectors)
-    check_same_kind("query_ids", query_ids, "corpus_ids", corpus_ids)
-    labels = label_sets("query_ids", query_ids, size, device)
-    corpus_labels = label_sets("corpus_ids", corpus_ids, total, device)
-    _warn_of_labels(labels, corpus_labels)
+    labels, corpus_labels = _labels_of_both(query_ids, corpus_ids, size, total, device)
     limits = None
     if below is not None:
         limits = as_tensor("below", below, size, dtype, device).expand(size)
@@ -106,6 +102,17 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
         if progress is not None:
             progress(end, total)
     return best
+
+
+def _labels_of_both(
+    query_ids: IdsLike, corpus_ids: IdsLike, size: int, total: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the labels of the queries (Q, k) and of the corpus (N, l), checked."""
+    check_same_kind("query_ids", query_ids, "corpus_ids", corpus_ids)
+    labels = label_sets("query_ids", query_ids, size, device)
+    corpus_labels = label_sets("corpus_ids", corpus_ids, total, device)
+    _warn_of_labels(labels, corpus_labels)
+    return labels, corpus_labels
 
 
 def _warn_of_labels(labels: Tensor, corpus_labels: Tensor) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,20 @@ except ImportError:
     raise ImportError(
         "RetrievalMetrics needs TorchMetrics: install itrloss with the extra 'metrics'"
     ) from None
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class _Options(TypedDict):
+    """Arguments of ``retrieval_metrics``."""
+
+    ks: Ks
+    reranker: Reranker | None
+    ties: Ties
+    hubness_k: int
+    folds: int
 
 
 class RetrievalMetrics(Metric):
@@ -68,14 +83,14 @@ class RetrievalMetrics(Metric):
         ties: Ties = "pessimistic",
         hubness_k: int = 10,
         folds: int = 1,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         super().__init__(**kwargs)
         one_of("ties", ties, "pessimistic", "optimistic")  # now, not after the last batch
         if reranker is not None:
             check_reranker(reranker, False)
         self.normalize = normalize
-        self.options: dict[str, Any] = {
+        self.options: _Options = {
             "ks": as_ks(ks),
             "reranker": reranker,
             "ties": ties,
@@ -136,7 +151,7 @@ class RetrievalMetrics(Metric):
         texts: Tensor,
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
-    ) -> Any:
+    ) -> dict[str, Tensor] | None:
         """Add a batch as :meth:`update` does, and return the metrics of it alone.
 
         With folds or a re-ranker, which belong to the whole data and which a batch may be too small
@@ -190,8 +205,10 @@ class RetrievalMetrics(Metric):
         }
 
     def plot(
-        self, val: dict[str, Tensor] | Sequence[dict[str, Tensor]] | None = None, ax: Any = None
-    ) -> Any:
+        self,
+        val: dict[str, Tensor] | Sequence[dict[str, Tensor]] | None = None,
+        ax: Axes | None = None,
+    ) -> tuple[Figure, Axes | np.ndarray]:
         """Return the figure and axes of a plot of R@K of both directions.
 
         ``val``: one result of :meth:`compute`, or a sequence of them; by default the present one.

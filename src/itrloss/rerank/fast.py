@@ -5,21 +5,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..anchors import Anchors
 from ..checks import IdsLike, as_number, option
-from ..engine.products import full_float32
 from ..metrics.labels import with_ids
 from ..metrics.matching import existing
 from ..similarity import Similarity
 from ..suspicious import UnfitScalesWarning, warn
 from .base import Reranker
-from .direction import Bias, Direction, Rule, for_all, is_extreme, reference_sums
+from .direction import Bias, Direction, for_all, reference_sums
 
 # the grid of calibrate(), in steps of √2
 SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)
@@ -33,32 +30,13 @@ class _LogSumExpReranker(Reranker):
     def _options_of(self, side: int) -> tuple[float, float]:
         """Return the scale and the factor of image→text (0) or text→image (1)."""
 
-    def rule(self, direction: Direction) -> Rule:
+    def rule(self, direction: Direction) -> Bias:
         """Return minus the log-sum-exp of each candidate as its bias."""
-        return self._rules_together([direction])[0]
-
-    def _rules_together(self, directions: Sequence[Direction]) -> list[Rule]:
-        options = [self._options_of(direction.side) for direction in directions]
-        given = directions[0].candidates.embeddings is None
-        if given or any(is_extreme(scale) for scale, _ in options):
-            rules: list[Rule] = []
-            for direction, (scale, factor) in zip(directions, options, strict=True):
-                rules.append(Bias(-reference_sums(direction.candidates, scale), factor))
-            return rules
-        # one product where there is one matrix
-        candidates = Anchors.together(*(direction.candidates for direction in directions))
-        each = torch.cat(
-            [
-                torch.full((size,), scale, dtype=candidates.dtype, device="cpu")
-                for (scale, _), size in zip(options, candidates.sizes, strict=True)
-            ]
-        )
-        with full_float32(candidates.device):
-            sums = candidates.split(candidates.logsumexp(each))
-        return [Bias(-x, factor) for x, (_, factor) in zip(sums, options, strict=True)]
+        scale, factor = self._options_of(direction.side)
+        return Bias(-reference_sums(direction.candidates, scale), factor)
 
 
-def as_scales(name: str, value: Any) -> tuple[float, float]:
+def as_scales(name: str, value: object) -> tuple[float, float]:
     """Return two numbers above 0, of a tuple, a list or an array; raise an error for others."""
     if not isinstance(value, (tuple, list, np.ndarray, Tensor)) or len(value) != 2:
         raise ValueError(f"{name}: expected two numbers above 0, got {value!r}")
