@@ -412,12 +412,7 @@ def summed_scores(inputs: Inputs, side: int, missing: Tensor | None = None) -> T
     ``missing``: (C,) bool, the others that do not exist.
     """
     own, others = inputs.sides(side)
-    total = torch.zeros(others.like.shape[1], dtype=torch.float64, device=others.like.device)
-    for part in chunks(others.like):
-        vectors = others.vectors(part).double()
-        if missing is not None:
-            vectors = vectors.masked_fill(missing[part, None], 0.0)
-        total += vectors.sum(0)
+    total = summed_vectors(others, missing)
     sums = torch.cat([own.vectors(part).double() @ total for part in chunks(own.like)])
     number: int | Tensor = len(others.like) if missing is None else (~missing).sum()
     if own.bias is not None:
@@ -426,3 +421,16 @@ def summed_scores(inputs: Inputs, side: int, missing: Tensor | None = None) -> T
         bias = others.bias if missing is None else others.bias.masked_fill(missing, 0.0)
         sums = sums + bias.sum()
     return sums
+
+
+def summed_vectors(side: Side, missing: Tensor | None = None) -> Tensor:
+    """Return the float64 sum (D,) of a side's vectors, without those that are missing (N,)."""
+    if side.inv is None and missing is None:  # they are held as they are summed
+        return side.like.sum(0, dtype=torch.float64)
+    total = torch.zeros(side.like.shape[1], dtype=torch.float64, device=side.like.device)
+    for part in chunks(side.like):
+        vectors = side.vectors(part)
+        if missing is not None:
+            vectors = vectors.masked_fill(missing[part, None], 0.0)
+        total += vectors.sum(0, dtype=torch.float64)
+    return total
