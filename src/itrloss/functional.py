@@ -133,7 +133,7 @@ def diversity_contrastive_loss(  # noqa: PLR0913 (the options of the module)
     own = anchors if positives is None else positives
     attraction = own.mean_of_positives(ATTRACTIONS[positive])
     weight = temperature if positive_weight == "paper" else float(positive_weight)
-    values = torch.sub(temperature * repulsion, attraction, alpha=weight)
+    values = torch.add(temperature * repulsion, attraction, alpha=-weight)
     valid = None if positives is None else _valid(anchors, positives)
     return anchors.reduce(values, reduction, valid)
 
@@ -183,7 +183,7 @@ def hubness_aware_loss(
         return anchors.reduce(values, reduction, _valid(anchors, positives))
     repulsion = anchors.log1p_sum_exp(scale, margin) / scale
     attraction = anchors.per_pair(anchors.sum_of_positives(ATTRACTIONS[positive], weights="factor"))
-    return anchors.reduce(torch.sub(repulsion, attraction, alpha=0.5), reduction)
+    return anchors.reduce(torch.add(repulsion, attraction, alpha=-0.5), reduction)
 
 
 def _against_queues(

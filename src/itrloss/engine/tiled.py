@@ -263,12 +263,12 @@ class QuestionGradients:
         scale = question.scale
         if self.folds_scale and (isinstance(scale, Tensor) or scale != 1.0):
             self.grad = grad * scale
-        self.scale = zeros_like_value(question.scale, grad) if needs_scale else None
-        self.shift = zeros_like_value(question.shift, grad) if needs_shift else None
+        self.needs_scale = needs_scale
+        self.needs_shift = needs_shift
+        self.needs_params = needs_params
+        self.scale: Tensor | None = None
+        self.shift: Tensor | None = None
         self.params: list[Tensor | None] = [None] * len(question.params)
-        for k, needed in enumerate(needs_params):
-            if needed:
-                self.params[k] = zeros_like_value(question.params[k], grad)
 
     def of_scores(self, view: View, slopes: Tensor | None = None) -> Tensor:
         """Return dL/dS (r, c) as a view asks for it; add up the gradients of values.
@@ -284,11 +284,12 @@ class QuestionGradients:
             by_z = view.slopes().mul_(upstream)
         if self.folds_scale:
             return by_z
-        if self.shift is not None:
-            view.add_(self.shift, by_z)
-        if self.scale is not None:
-            view.add_(self.scale, by_z * view.tile.scores)
-        return by_z.mul_(view.own(self.question.scale))
+        question = self.question
+        if self.needs_shift:
+            self.shift = view.added(self.shift, question.shift, by_z)
+        if self.needs_scale:
+            self.scale = view.added(self.scale, question.scale, by_z * view.tile.scores)
+        return by_z.mul_(view.own(question.scale))
 
     def _by_autograd(self, view: View, upstream: Tensor) -> Tensor:
         """Return the gradient (r, c) of z of a user's term; add up those of its parameters."""
@@ -296,9 +297,10 @@ class QuestionGradients:
         by_z, *by_params = question.term.gradients(view.exponents(), view.params(), upstream)
         if question.teaches:
             by_params = by_params[1:]
-        for total, by_param in zip(self.params, by_params, strict=True):
-            if total is not None:
-                view.add_(total, view.exclude_(by_param))
+        for k, needed in enumerate(self.needs_params):
+            if needed:
+                own = view.exclude_(by_params[k])
+                self.params[k] = view.added(self.params[k], question.params[k], own)
         return view.exclude_(by_z)
 
 
@@ -397,12 +399,6 @@ def of_vectors(grad: Tensor | None, side: Side) -> Tensor:
     for part in chunks(grad):  # temporaries stay small
         grad[part] = project(grad[part], side.vectors(part), side.inv[part])
     return grad
-
-
-def zeros_like_value(value: Value | None, grad: Tensor) -> Tensor:
-    """Return zeros of the shape of a value, which gets a gradient."""
-    assert isinstance(value, Tensor)
-    return torch.zeros_like(value, dtype=grad.dtype)
 
 
 def summed_scores(inputs: Inputs, side: int, missing: Tensor | None = None) -> Tensor:
