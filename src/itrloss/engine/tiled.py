@@ -20,7 +20,7 @@ from torch import Tensor
 from .inputs import Inputs, Side, Tile, tiles
 from .pair_scores import ListedPairs, add_pair_gradient
 from .products import add_matmul_, matmul
-from .question import Question, Value, View, joined, views
+from .question import Question, View, joined, views
 from .ranking import argmax
 from .relation import Places, Relation
 from .vectors import chunks, compute_dtype, project
