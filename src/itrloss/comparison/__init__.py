@@ -17,7 +17,7 @@ from ..checks import one_of
 from ..metrics import Comparison, RetrievalResults, compare_all, retrieval_results
 from ..metrics.labels import check_whole, with_ids
 from ..metrics.relevance import Rules
-from ..metrics.results import RECALL_NAMES, RECALLS, Ks, check_systems
+from ..metrics.results import RECALL_NAMES, RECALLS, WAYS, Ks, check_systems
 from ..metrics.retrieval import as_pair
 from ..rerank import FastReranker, Reranker
 from ..rerank.base import go_beyond_cosines, has_defaults_for_cosines
@@ -133,14 +133,11 @@ class Entry:
         """
         if self.reranker is None:
             return ""
-        i2t, t2i = self.reranker.transductive
-        if i2t and t2i:
-            return "test"
-        if i2t:
-            return "bank t2i"
-        if t2i:
-            return "bank i2t"
-        return "bank"
+        looks_at_test = self.reranker.transductive
+        by_bank = [way for way, test in zip(WAYS, looks_at_test, strict=True) if not test]
+        if len(by_bank) == 1:
+            return f"bank {by_bank[0]}"
+        return "bank" if by_bank else "test"
 
     @property
     def looks_at(self) -> str:
