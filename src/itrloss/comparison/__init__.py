@@ -16,6 +16,7 @@ from .. import rerank, tables
 from ..checks import one_of
 from ..metrics import Comparison, RetrievalResults, compare_all, retrieval_results
 from ..metrics.labels import check_whole, with_ids
+from ..metrics.matching import rows_of
 from ..metrics.relevance import Rules
 from ..metrics.results import RECALL_NAMES, RECALLS, WAYS, Ks, check_systems
 from ..metrics.retrieval import as_pair
@@ -290,8 +291,8 @@ def _pairs_in_words(sim: Similarity, validation: Similarity | None) -> str:
     """Return what the validation pairs are; warn if they are those of the test set."""
     if validation is None:
         return ""
-    for test, other in zip(_sides(sim), _sides(validation), strict=True):
-        if are_the_same(test, other):
+    for test, other in ((sim, validation), (sim.T, validation.T)):
+        if are_the_same(rows_of(test), rows_of(other)):
             warn(
                 "validation: it has items of the test set, on which nothing may be calibrated; "
                 "pass held-out pairs"
@@ -309,14 +310,6 @@ def _warn_of_units(sim: Similarity, rerankers: Mapping[str, Reranker]) -> None:
             f"{', '.join(found)} are for cosine similarities. Divide logits by the model's logit "
             "scale"
         )
-
-
-def _sides(sim: Similarity) -> Sequence[Tensor]:
-    """Return what images and texts are recognised by: embeddings, or rows and columns of scores."""
-    if sim.embeddings is not None:
-        return sim.embeddings
-    scores = sim.scores()
-    return scores, scores.T
 
 
 def _without_bank(banks: Banks | None, validation: Similarity) -> str:
