@@ -32,21 +32,23 @@ SOURCE = Path("src/itrloss")
 
 # Tests of a module or a package, from the nearest on. Others have ``tests/NAME`` or
 # ``tests/test_NAME.py``.
-LOSSES = ["tests/losses"]
-CORE = ["tests/engine", "tests/losses", "tests/test_similarity.py"]
+SPINE = "tests/test_random_cases.py"
+LOSSES = [SPINE, "tests/losses"]
+CORE = [SPINE, "tests/engine", "tests/losses", "tests/test_similarity.py"]
 TESTS = {
+    "losses": LOSSES,
     "engine/triton": ["tests/engine"],
     "engine/kernels": ["tests/engine"],
     "engine/sets": ["tests/losses/test_late_interaction.py", "tests/engine"],
     "engine": CORE,
     "anchors": CORE,
-    "similarity": ["tests/test_similarity.py", "tests/engine", "tests/losses", "tests/distributed"],
+    "similarity": [*CORE, "tests/distributed"],
     "related": [*CORE, "tests/test_input_forms.py"],
-    "batch_parts": ["tests/losses", "tests/distributed"],
-    "distributed": ["tests/distributed", "tests/losses"],
+    "batch_parts": [*LOSSES, "tests/distributed"],
+    "distributed": [SPINE, "tests/distributed", "tests/losses"],
     "functional": LOSSES,
-    "memory": ["tests/test_memory.py", "tests/test_momentum_encoder.py", "tests/losses"],
-    "sets": ["tests/test_sets.py", "tests/losses"],
+    "memory": ["tests/test_memory.py", "tests/test_momentum_encoder.py", *LOSSES],
+    "sets": ["tests/test_sets.py", *LOSSES],
     "suspicious": LOSSES,
     "checks": ["tests/test_options.py", "tests/test_messages.py", "tests/test_input_forms.py"],
     "tables": ["tests/cli"],

@@ -1,0 +1,268 @@
+"""All answers of anchors and all losses in random batches: the spine of the tests.
+
+A case has a shape, who matches whom, options, an engine, sizes of tiles and lists, what is trained,
+and how the input is passed. Its values and gradients in float64 are compared with the reference and
+with loops, with another engine, and with two processes that share the batch. What fails names its
+case; ``Case(name, seed)`` and ``LossCase(name, seed)`` draw it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.answers import ANSWERS, TOTALS, assert_equal, gradients
+from support.cases import ENGINES, similarity
+from support.drawn_losses import LossCase, memory_of
+from support.draws import Batch, Draw, draw_workings, drawn_batch
+from support.losses_registry import REGISTRY
+from support.processes import run
+from support.reference import Reference
+from torch import Tensor
+
+from itrloss import NO_ID, Anchors
+
+DRAWS = 6  # of an answer or a loss in each test
+
+# ----------------------------------------------------------------------------------------- answers
+
+
+def rows_pooled(make: Callable[..., Any], case: Case) -> Any:
+    """The rows, whose candidates are in two matrices, and then the columns."""
+    if case.engine == "reference":
+        whole = make(slice(None))
+        return Reference(*whole.groups, *whole.T.groups)
+    parts = [make(slice(case.cut)), make(slice(case.cut, None))]
+    return Anchors.together(Anchors.pooled(*parts), make(slice(None)).T)
+
+
+def twice(make: Callable[..., Any], case: Case) -> Any:
+    """The columns, and then the rows twice."""
+    whole = make(slice(None))
+    if case.engine == "reference":
+        return Reference(*whole.T.groups, *whole.groups, *whole.groups)
+    return Anchors.together(whole.T, whole, whole)
+
+
+VIEWS: dict[str, Callable[..., Any]] = {
+    "rows": lambda make, case: make(slice(None)),
+    "columns": lambda make, case: make(slice(None)).T,
+    "both": lambda make, case: make(slice(None)).both,
+    "pooled": rows_pooled,
+    "twice": twice,
+}
+
+
+@dataclass
+class Case:
+    """A question, drawn for a name and a seed."""
+
+    name: str
+    seed: int
+    engine: str = "reference"
+
+    def __post_init__(self) -> None:
+        draw = Draw(self.name, self.seed)
+        self.draw = draw
+        self.batch = drawn_batch(draw)
+        self.view = draw.pick([*VIEWS])
+        if self.view == "pooled" and (self.batch.m < 2 or not self.can_be_cut):
+            self.view = "both"
+        self.cut = self.batch.m // 2
+        self.options: dict[str, Any] = {"normalize": draw.chance(0.8)}
+        dim = draw.pick([1, 4, 6])
+        scale = 1.0 if self.options["normalize"] else 0.3
+        n, m = self.batch.n, self.batch.m
+        self.vectors = [scale * draw.vectors(n, dim), scale * draw.vectors(m, dim)]
+        self.bias = [0.2 * draw.normal(n), 0.2 * draw.normal(m)] if draw.chance(0.3) else []
+        self.parameters = 2 + 4 * torch.rand(2 * n + m, generator=draw.generator).double()
+        self.trained = [draw.chance(0.8) for _ in range(5)]
+        self.grad = draw.normal(2 * n + m)
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether parts of the columns know who matches: not where row i matches column i."""
+        return self.batch.kind not in ("pairs",)
+
+    def outcome(self, engine: str, answers: Any) -> list[Tensor]:
+        """Return the values, and the gradients of what is trained."""
+        self.engine = engine
+        given = [*self.vectors, *self.bias, self.parameters]
+        leaves = [x.clone() for x in given]
+        for x, trained in zip(leaves, self.trained, strict=False):
+            x.requires_grad_(trained)
+        v, w, *bias, p = leaves
+
+        def make(cols: slice) -> Any:
+            part: Batch = self.batch.part(slice(None), cols)
+            options = dict(self.options, related=part.related)
+            if bias:
+                options["bias"] = (bias[0], bias[1][cols])
+            return similarity(v, w[cols], part.ids, engine, **options)
+
+        anchors = VIEWS[self.view](make, self)
+        values = answers(anchors, p[: len(anchors)]).reshape(-1)
+        trained = [x for x in leaves if x.requires_grad]
+        grad = self.grad[: len(values)]
+        return [values.detach(), *(gradients(values, trained, grad) if trained else [])]
+
+    def __str__(self) -> str:
+        trained = "".join("-+"[x] for x in self.trained)
+        return (
+            f"{self.name}, seed {self.seed}: {self.batch.kind} {self.batch.n} x {self.batch.m}, "
+            f"{self.view}, {self.options}, biased {bool(self.bias)}, trained {trained}"
+        )
+
+
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("name", [*ANSWERS, *(f"total: {name}" for name in TOTALS)])
+def test_answers_of_random_batches_are_those_of_the_reference(name, turn, poisoned, monkeypatch):
+    for seed in range(turn * DRAWS, (turn + 1) * DRAWS):
+        case = Case(name, seed)
+        workings = draw_workings(case.draw, monkeypatch)
+        answers = ANSWERS[name] if name in ANSWERS else TOTALS[name.removeprefix("total: ")]
+        if name not in ANSWERS and case.view == "pooled":
+            case.view = "twice"
+        wanted = case.outcome("reference", answers)
+        for engine in ENGINES:
+            about = f"{case}, {workings}, {engine}"
+            assert_equal(case.outcome(engine, answers), wanted, about)
+
+
+# ------------------------------------------------------------------------------------------ losses
+
+LOSSES = [name for name, entry in REGISTRY.items() if entry.takes != "features"]  # a gate
+
+
+def outcome(case: LossCase, engine: str) -> list[Tensor]:
+    """Values, and gradients of a total of them by the input and by parameters."""
+    loss = case.loss(engine)
+    leaves = [x.clone().requires_grad_() for x in case.input]
+    values = case.ours(loss, leaves)
+    trained = [*leaves, *loss.parameters()]
+    total = case.total(values)
+    if not total.requires_grad:  # no anchor counts
+        return [*values, *(torch.zeros_like(x) for x in trained)]
+    found = torch.autograd.grad(total, trained, materialize_grads=True)
+    return [*(x.detach() for x in values), *found]
+
+
+def slope_of_reference(case: LossCase) -> float | None:
+    """The derivative of a loss whose gradient takes weights for constants; None if that needs
+    other input than ids.
+    """
+    if case.batch.kind not in ("pairs", "ids", "same") or not case.normalizes:
+        return None
+    if case.takes not in ("pairs", "memory") or "directions" in case.common:
+        return None
+    leaves = [x.clone().requires_grad_() for x in case.input]
+    ids = [
+        torch.arange(len(x)) if own is None else own
+        for x, own in zip(leaves, case.batch.ids, strict=True)
+    ]
+    more = [] if case.takes == "pairs" else [*case.keys, memory_of(case)]
+    if more and (case.entry_ids is None or (case.entry_ids == NO_ID).any()):
+        return None
+    assert case.entry.reference is not None
+    values = case.entry.reference(case.loss("dense"), *leaves, *more, *ids)
+    total = case.total(values if isinstance(values, tuple) else (values,))
+    grads = torch.autograd.grad(total, leaves, materialize_grads=True)
+    return slope(grads, case.direction)
+
+
+def slope(grads: Iterable[Tensor], direction: list[Tensor]) -> float:
+    return float(sum((g * d).sum() for g, d in zip(grads, direction, strict=False)))
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("turn", range(6))
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_random_batches_are_those_of_loops(name, turn, poisoned, monkeypatch):
+    for seed in range(turn * DRAWS, (turn + 1) * DRAWS):
+        case = LossCase(name, seed)
+        about = f"{case}, {draw_workings(case.draw, monkeypatch)}"
+        found = outcome(case, case.engine)
+        wanted = case.loops(case.input)
+        assert_equal(found[: len(wanted)], [*wanted], about, tolerance=1e-7)
+        assert_equal(found, outcome(case, "dense"), about, tolerance=1e-8)
+        exact = case.slope_of_loops() if case.entry.reference is None else slope_of_reference(case)
+        if exact is not None:
+            grads = found[len(wanted) :]
+            size = sum(
+                float((g * d).abs().sum()) for g, d in zip(grads, case.direction, strict=False)
+            )
+            error = abs(slope(grads, case.direction) - exact)
+            assert error <= 1e-5 * (size + 1), f"{about}: {error} of {size}"
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [name for name in LOSSES if REGISTRY[name].takes == "pairs"])
+def test_losses_in_lower_precision_are_those_of_the_rounded_input(name, dtype, monkeypatch):
+    for seed in range(DRAWS):
+        case = LossCase(name, seed)
+        case.form = "embeddings"
+        case.common.pop("normalize", None)  # as inner products leave the range of some losses
+        about = f"{case}, {dtype}, {draw_workings(case.draw, monkeypatch)}"
+        rounded = [x.to(dtype) for x in case.input]
+        case.input = [x.double() for x in rounded]
+        exact = outcome(case, "dense")
+        leaves = [x.requires_grad_() for x in rounded]
+        values = case.ours(case.loss(case.engine).float(), leaves)
+        assert all(x.dtype == torch.float32 for x in values), about
+        torch.testing.assert_close(
+            [x.double() for x in values], exact[: len(values)], rtol=1e-3, atol=1e-3, msg=about
+        )
+        total = case.total(values)
+        if total.requires_grad:
+            gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
+            for found, wanted in zip(gradients, exact[len(values) :], strict=False):
+                assert (found - wanted).norm() <= 0.03 * wanted.norm() + 1e-3, about
+
+
+# --------------------------------------------------------------------------------------- processes
+
+
+def shared_cases(turn: int) -> list[LossCase]:
+    """A case of each loss whose batch two processes share."""
+    cases = [LossCase(name, turn, in_processes=True) for name in LOSSES]
+    return [case for case in cases if case.can_be_shared]
+
+
+def shared_outcome(case: LossCase, **options: Any) -> list[Tensor]:
+    """Values, and gradients of a total of them; both of what a process has."""
+    loss = case.loss(case.engine, **options)
+    leaves = [x.clone().requires_grad_() for x in case.input]
+    values = case.ours(loss, leaves)
+    trained = [*leaves, *loss.parameters()]
+    found = torch.autograd.grad(case.total(values), trained, materialize_grads=True)
+    return [*(x.detach() for x in values), *found]
+
+
+def of_a_process(rank: int, turn: int) -> list[list[Tensor]]:
+    return [shared_outcome(case.of_process(rank), gather=True) for case in shared_cases(turn)]
+
+
+@pytest.mark.parametrize("turn", range(6))
+def test_two_processes_have_the_losses_of_one(turn, tmp_path):
+    """Each has the values of its own anchors; gradients are averaged, as DDP does."""
+    parts = run(of_a_process, tmp_path, turn)
+    for case, first, second in zip(shared_cases(turn), *parts, strict=True):
+        case.form = "embeddings"
+        whole = shared_outcome(case)
+        leaves = len(case.input)
+        values = len(whole) - leaves - len([*case.loss("auto").parameters()])
+        for k, wanted in enumerate(whole):
+            of_each = case.common["reduction"] == "none"  # the total is a sum over processes
+            found = first[k]
+            if k < values and of_each:
+                found = torch.cat([first[k], second[k]])
+            elif values <= k < values + leaves:
+                found = torch.cat([first[k], second[k]])
+                found = found if of_each else found / 2
+            elif k >= values and of_each:
+                found = first[k] + second[k]
+            assert_equal(found, wanted, f"{case}, {k}")
