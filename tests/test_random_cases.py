@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.answers import ANSWERS, TOTALS, assert_equal, gradients
 from support.cases import ENGINES, similarity
+from support.drawn_infonce import InfoNCECase
 from support.drawn_losses import LossCase, memory_of
 from support.draws import Batch, Draw, draw_workings, drawn_batch
 from support.losses_registry import REGISTRY
@@ -221,6 +222,68 @@ def test_losses_in_lower_precision_are_those_of_the_rounded_input(name, dtype, m
             gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
             for found, wanted in zip(gradients, exact[len(values) :], strict=False):
                 assert (found - wanted).norm() <= 0.03 * wanted.norm() + 1e-3, about
+
+
+# ----------------------------------------------------------------------------------------- InfoNCE
+
+
+def weighted(values: Iterable[Tensor]) -> Tensor:
+    """A total of values with a weight for each."""
+    total = torch.zeros((), dtype=torch.float64)
+    for value in values:
+        total = total + value.reshape(-1) @ torch.linspace(-1, 2, value.numel(), dtype=value.dtype)
+    return total
+
+
+def values_and_gradients(values: Any, leaves: list[Tensor]) -> list[Tensor]:
+    values = values if isinstance(values, tuple) else (values,)
+    total = weighted(values)
+    if not total.requires_grad:  # no anchor counts
+        return [*values, *(torch.zeros_like(x) for x in leaves)]
+    found = torch.autograd.grad(total, leaves, materialize_grads=True)
+    return [*(x.detach() for x in values), *found]
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("turn", range(20))
+def test_infonce_with_random_options_is_that_of_loops(turn, poisoned, monkeypatch):
+    """With the gradient of the temperature."""
+    for seed in range(30 * turn, 30 * turn + 30):
+        case = InfoNCECase(seed)
+        loss = case.loss(case.draw.pick(["auto", "dense", "tiled"])).double()
+        about = f"{case}, {loss.engine}, {draw_workings(case.draw, monkeypatch)}"
+        inputs = [x.clone().requires_grad_() for x in case.inputs.values()]
+        given = dict(zip(case.inputs, inputs, strict=True))
+        found = values_and_gradients(loss(**given, **case.call), [*inputs, loss.log_scale])
+        log_scale = loss.log_scale.detach().clone().requires_grad_()
+        exact = case.loops(inputs, (-log_scale[0]).exp())
+        wanted = values_and_gradients(exact, [*inputs, log_scale])
+        assert_equal(found, wanted, about)
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("turn", range(2))
+def test_infonce_with_random_options_in_lower_precision(turn, dtype, monkeypatch):
+    """Rounded input is the exact input of both; near a limit, rounding may decide who counts."""
+    for seed in range(30 * turn, 30 * turn + 30):
+        case = InfoNCECase(seed)
+        engine = case.draw.pick(["auto", "dense", "tiled"])
+        about = f"{case}, {engine}, {draw_workings(case.draw, monkeypatch)}"
+        call = dict(case.call)
+        if "guide" in call:
+            call["guide"] = tuple(x.to(dtype) for x in call["guide"])
+        inputs = {name: x.to(dtype).requires_grad_() for name, x in case.inputs.items()}
+        found = case.loss(engine, reduction="mean")(**inputs, **call)
+        if "guide" in call:
+            call["guide"] = tuple(x.double() for x in call["guide"])
+        exact = {name: x.detach().double() for name, x in inputs.items()}
+        wanted = case.loss("dense", reduction="mean").double()(**exact, **call)
+        assert found.dtype == torch.float32, about
+        assert_equal(found.double(), wanted, about, tolerance=5e-5)
+        if found.requires_grad:
+            for gradient in torch.autograd.grad(found, [*inputs.values()], materialize_grads=True):
+                assert gradient.isfinite().all(), about
 
 
 # --------------------------------------------------------------------------------------- processes

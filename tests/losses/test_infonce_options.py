@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support import oracle_contrast
 from support.embedders import GIST, QWEN, one_way
 from support.losses_registry import select
-from support.oracle_contrast import Model, Options
 from support.processes import run
 from torch import Tensor
 
@@ -21,170 +17,6 @@ import itrloss
 from itrloss import NO_ID, InfoNCELoss, Similarity
 
 ENGINES = "dense", "tiled"
-
-
-# ------------------------------------------------------------------------------ random combinations
-
-
-class Draw:
-    """A batch with options, drawn by a seed."""
-
-    def __init__(self, seed: int):
-        self.random = random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
-        pick = self.random.choice
-        self.n = pick([2, 3, 4, 6])
-        self.one_to_one = pick([True, False])
-        self.m = self.n if self.one_to_one else pick([2, 5, 7])
-        self.images = self.vectors(self.n)
-        self.texts = self.vectors(self.m)
-        self.image_ids: list[int] | None = None
-        self.text_ids: list[int] | None = None
-        if not self.one_to_one:
-            self.image_ids = [pick([1, 2, 3, 3, 4]) for _ in range(self.n)]
-            self.text_ids = [pick([1, 2, 3, 4, 5]) for _ in range(self.m)]
-            if pick([True, False, False]):
-                self.text_ids[0] = NO_ID
-        self.unit = pick([True, True, False])
-        self.options = self.some_options()
-        self.negatives = self.some_negatives()
-        self.negative_ids = self.some_negative_ids()
-        self.guide: tuple[Tensor, ...] | None = None
-        if self.options.margin is not None and pick([True, False]):
-            self.guide = (self.vectors(self.n, 5), self.vectors(self.m, 5))
-            if self.negatives is not None:
-                shape = (*self.negatives.shape[:-1], 5)
-                self.guide += (self.vectors(*shape),)
-
-    def vectors(self, *shape: int) -> Tensor:
-        """Draw vectors; the last number is their dimension, by default 4."""
-        if len(shape) == 1:
-            shape = (*shape, 4)
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
-
-    def some_options(self) -> Options:
-        pick = self.random.choice
-        found = Options(temperature=pick([0.1, 0.5, 1.0]))
-        found.directions = pick(["both", "image-text", "text-image"])
-        found.hardness = pick([0.0, 0.0, 3.0, (0.0, 2.0), (1.5, 0.0)])
-        found.margin = pick([None, None, 0.1, -0.2, 0.0])
-        if found.margin is not None:
-            found.relative = pick([True, False])
-        if found.directions == "image-text" and pick([True, False, False]):
-            found.in_batch = False
-            return found
-        found.image_image = pick([True, False])
-        found.text_text = pick([True, False])
-        if found.margin is not None and pick([True, False]):
-            found.text_text = "unfiltered"
-        if found.directions == "both":
-            found.joint = pick([True, False])
-        return found
-
-    def some_negatives(self) -> Tensor | None:
-        kind = self.random.choice(["none", "shared", "own"])
-        if not self.options.in_batch and kind == "none":
-            kind = "own"
-        if self.options.directions == "text-image" and not self.options.text_text:
-            kind = "none"  # nothing would use them
-        if kind == "none":
-            return None
-        if self.options.directions == "text-image":
-            kind = "shared"
-        return self.vectors(3, 4) if kind == "shared" else self.vectors(self.n, 2, 4)
-
-    def some_negative_ids(self) -> Any:
-        if self.negatives is None or self.random.choice([True, False]):
-            return None
-        choices = [0, 1, 2, 7, NO_ID]
-        if self.negatives.dim() == 2:
-            return [self.random.choice(choices) for _ in range(3)]
-        return [[self.random.choice(choices) for _ in range(2)] for _ in range(self.n)]
-
-    def loss(self, engine: str, reduction: str) -> InfoNCELoss:
-        options = asdict(self.options)
-        return InfoNCELoss(engine=engine, reduction=reduction, normalize=self.unit, **options)  # type: ignore
-
-    def leaves(self) -> list[Tensor]:
-        leaves = [self.images, self.texts]
-        if self.negatives is not None:
-            leaves.append(self.negatives)
-        return [x.clone().requires_grad_() for x in leaves]
-
-    def ours(self, leaves: list[Tensor], loss: InfoNCELoss) -> Any:
-        images, texts, *more = leaves
-        ids = [None if x is None else torch.tensor(x) for x in (self.image_ids, self.text_ids)]
-        options: dict[str, Any] = {}
-        if more:
-            options["negatives"] = more[0]
-        if self.negative_ids is not None:
-            options["negative_ids"] = self.negative_ids
-        if self.guide is not None:
-            options["guide"] = self.guide
-        return loss(images, texts, *ids, **options)
-
-    def loops(self, leaves: list[Tensor]) -> list[tuple[list[Tensor], list[bool]]]:
-        images, texts, *more = leaves
-        model = Model.of(images, texts, more[0] if more else None, self.unit)
-        judge = model
-        if self.guide is not None:
-            guide_images, guide_texts, *others = self.guide
-            judge = Model.of(guide_images, guide_texts, others[0] if others else None, True)
-        image_ids = self.image_ids or list(range(self.n))
-        text_ids = self.text_ids or list(range(self.m))
-        return oracle_contrast.Loss(
-            model, judge, self.options, image_ids, text_ids, self.negative_ids
-        ).groups()
-
-
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
-@pytest.mark.parametrize("seed", range(300))
-def test_random_combinations_of_options_equal_loops(seed, small_tiles):
-    draw = Draw(seed)
-    engine = ENGINES[seed % 2]
-    exact_leaves = draw.leaves()
-    groups = draw.loops(exact_leaves)
-    wanted = [torch.stack(values) for values, _ in groups]
-    leaves = draw.leaves()
-    found = draw.ours(leaves, draw.loss(engine, "none"))
-    if not isinstance(found, tuple):
-        found = (found,)
-    torch.testing.assert_close([*found], wanted, rtol=1e-9, atol=1e-9)
-    gradients = torch.autograd.grad(weighted(found), leaves, materialize_grads=True)
-    exact = torch.autograd.grad(weighted(wanted), exact_leaves, materialize_grads=True)
-    torch.testing.assert_close(gradients, exact, rtol=1e-9, atol=1e-9)
-    counts = [max(1, sum(counted)) for _, counted in groups]
-    mean = sum(values.sum() / count for values, count in zip(wanted, counts, strict=True))
-    torch.testing.assert_close(draw.ours(leaves, draw.loss(engine, "mean")), mean)
-    total = sum(values.sum() for values in wanted)
-    torch.testing.assert_close(draw.ours(leaves, draw.loss(engine, "sum")), total)
-
-
-def weighted(values: Any) -> Tensor:
-    """A sum with a weight for each anchor."""
-    weights = [torch.linspace(-1, 2, len(x), dtype=torch.float64) for x in values]
-    return sum(weight @ x for weight, x in zip(weights, values, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("seed", range(300, 320))
-def test_random_combinations_in_lower_precision(seed, dtype, small_tiles):
-    """Rounded input is the exact input of both; near a limit, rounding may decide who counts."""
-    draw = Draw(seed)
-    loss = draw.loss(ENGINES[seed % 2], "mean")
-    leaves = [x.detach().to(dtype).requires_grad_() for x in draw.leaves()]
-    guide = draw.guide
-    if guide is not None:
-        draw.guide = tuple(x.to(dtype) for x in guide)
-    found = draw.ours(leaves, loss)
-    if guide is not None:
-        draw.guide = tuple(x.double() for x in draw.guide)
-    exact = draw.ours([x.double() for x in leaves], loss)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
-    (gradient,) = torch.autograd.grad(found, leaves[:1])
-    assert gradient.isfinite().all()
 
 
 # ---------------------------------------------------------------------------------------- processes

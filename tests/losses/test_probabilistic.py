@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cases import SHAPES, embeddings, make_ids, pairwise, sample, upstream
+from support.cases import embeddings, make_ids, sample
 from support.plain_formulas import divergence, pcme
 from support.processes import run
 from support.reference import unit
@@ -36,28 +36,6 @@ def distributions(n, m, d=6, dtype=torch.float64):
     """Means of any length, and log-variances about -2."""
     logs = [(0.5 * x - 2).clamp(-6, 1) for x in embeddings(n, m, d, seed=7, dtype=dtype)]
     return [*embeddings(n, m, d, dtype=dtype), *logs]
-
-
-def outcome(call, n, m):
-    """Values of images and texts, and gradients of a sum with a weight for each."""
-    inputs = [x.requires_grad_() for x in distributions(n, m)]
-    rows, cols = call(inputs)
-    of_rows, of_cols = upstream(n, m)
-    total = of_rows @ rows + of_cols @ cols
-    return [rows, cols, *torch.autograd.grad(total, inputs)]
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "engine"), pairwise(name=OPTIONS, shape=SHAPES, engine=ENGINES)
-)
-def test_values_and_gradients_equal_loops_over_pairs(name, shape, engine, small_tiles, poisoned):
-    n, m, kind = SHAPES[shape]
-    ids = make_ids(kind, n, m)
-    options = OPTIONS[name]
-    loss = PCMEPlusPlusLoss(**options, reduction="none", engine=engine)
-    found = outcome(lambda inputs: loss(*inputs, *ids), n, m)
-    wanted = outcome(lambda inputs: pcme(inputs, ids, **options), n, m)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_reductions_count_all_anchors():

@@ -114,6 +114,7 @@ class Batch:
         return Batch(self.kind, n, m, cut(self.ids), cut(self.groups), self.rule, matches)
 
 
+# In addition to these, "weights" is a matrix with other numbers than 1 for matches.
 KINDS = ["pairs", "ids", "padding", "numbers", "same", "labels", "groups", "matches"]
 OF_IDS = ["pairs", "ids", "padding", "numbers", "same"]  # one of each item
 
@@ -143,8 +144,11 @@ def drawn_batch(draw: Draw, kinds: Sequence[str] = KINDS) -> Batch:
     if kind == "groups":
         groups = (draw.marked(draw.integers(3, n), 0.2), draw.marked(draw.integers(3, m), 0.2))
         return Batch(kind, n, m, ids, groups, draw.pick(["same", "other"]))
-    matches = draw.integers(4, n, m).clamp_max(2).double()  # half of the pairs are neither
-    return Batch(kind, n, m, matches=matches.masked_fill(matches == 2, torch.nan))
+    matches = draw.integers(4, n, m).clamp_max(2).double()
+    matches = matches.masked_fill(matches == 2, torch.nan)  # half of the pairs are neither
+    if kind == "weights":
+        matches = matches * torch.tensor([0.3, 1.0, 2.5])[draw.integers(3, n, m)]
+    return Batch(kind, n, m, matches=matches)
 
 
 def draw_workings(draw: Draw, monkeypatch: Any) -> str:

@@ -8,7 +8,6 @@ inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import itrloss
-from support import oracle, oracle_contrast, oracle_more
+from support import oracle, oracle_embedders, oracle_more
 from support.reference import matches, unit
 
 NONE = -1e5  # the exponent of a pair that does not count; with -inf, gradients would be nan
@@ -52,16 +51,22 @@ def of_both_sides(loss: Any, inputs: Sequence[Tensor], of_anchors: OfAnchors) ->
     return reduced(values, counts, loss.reduction)
 
 
-def infonce(loss: Any, images: Tensor, texts: Tensor, *ids: Tensor, negatives: Any = None) -> Any:
+INFONCE = ["temperature", "directions", "in_batch", "image_image", "text_text", "joint"]
+INFONCE += ["margin", "relative", "hardness", "normalize", "reduction"]
+
+
+def infonce(
+    loss: Any,
+    images: Tensor,
+    texts: Tensor,
+    image_ids: Tensor,
+    text_ids: Tensor,
+    negatives: Tensor | None = None,
+) -> Any:
     """Return InfoNCE, whose weights of hard negatives are constants."""
-    names = [x.name for x in fields(oracle_contrast.Options)]
-    options = oracle_contrast.Options(**{name: getattr(loss, name) for name in names})
-    model = oracle_contrast.Model.of(images, texts, negatives, loss.normalize)
-    numbers = [x.tolist() for x in ids]
-    groups = oracle_contrast.Loss(model, model, options, *numbers).groups()
-    values = [torch.stack(of_side) for of_side, _ in groups]
-    counts = [torch.tensor(of_side) for _, of_side in groups]
-    return reduced(values, counts, loss.reduction)
+    options = {name: getattr(loss, name) for name in INFONCE}
+    ids = {"image_ids": image_ids, "text_ids": text_ids}
+    return oracle_embedders.contrastive(images, texts, negatives=negatives, **ids, **options)
 
 
 def dcl_values(
