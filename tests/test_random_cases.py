@@ -295,6 +295,11 @@ def shared_cases(turn: int) -> list[LossCase]:
     return [case for case in cases if case.can_be_shared]
 
 
+def shared_options(turn: int) -> list[InfoNCECase]:
+    cases = [InfoNCECase(seed) for seed in range(30 * turn, 30 * turn + 30)]
+    return [case for case in cases if case.can_be_shared]
+
+
 def shared_outcome(case: LossCase, **options: Any) -> list[Tensor]:
     """Values, and gradients of a total of them; both of what a process has."""
     loss = case.loss(case.engine, **options)
@@ -305,27 +310,50 @@ def shared_outcome(case: LossCase, **options: Any) -> list[Tensor]:
     return [*(x.detach() for x in values), *found]
 
 
+def shared_infonce(case: InfoNCECase, **options: Any) -> list[Tensor]:
+    """The loss, and its gradients; the values of anchors are compared in `LossCase`."""
+    loss = case.loss("auto", reduction="mean", **options).double()
+    inputs = {name: x.clone().requires_grad_() for name, x in case.inputs.items()}
+    value = loss(**inputs, **case.call)
+    return values_and_gradients(value, [*inputs.values(), loss.log_scale])
+
+
 def of_a_process(rank: int, turn: int) -> list[list[Tensor]]:
-    return [shared_outcome(case.of_process(rank), gather=True) for case in shared_cases(turn)]
+    found = [shared_outcome(case.of_process(rank), gather=True) for case in shared_cases(turn)]
+    for case in shared_options(turn):
+        found.append(shared_infonce(case.of_process(rank), gather=True))
+    return found
 
 
+def assert_shared(
+    parts: tuple[list[Tensor], ...], whole: list[Tensor], leaves: int, values: int, about: str
+) -> None:
+    """Compare values, gradients of embeddings and those of parameters of two processes.
+
+    Several values are of own anchors, and their total is a sum over processes; otherwise gradients
+    are averaged over the processes, as DDP does.
+    """
+    of_each = whole[0].dim() > 0
+    for k, wanted in enumerate(whole):
+        first, second = (part[k] for part in parts)
+        if k < values:
+            found = torch.cat([first, second]) if of_each else first
+        elif k < values + leaves:
+            found = torch.cat([first, second]) / (1 if of_each else 2)
+        else:
+            found = first + second if of_each else first
+        assert_equal(found, wanted, f"{about}, {k}")
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("turn", range(6))
 def test_two_processes_have_the_losses_of_one(turn, tmp_path):
-    """Each has the values of its own anchors; gradients are averaged, as DDP does."""
-    parts = run(of_a_process, tmp_path, turn)
-    for case, first, second in zip(shared_cases(turn), *parts, strict=True):
+    parts = zip(*run(of_a_process, tmp_path, turn), strict=True)
+    for case in shared_cases(turn):
         case.form = "embeddings"
         whole = shared_outcome(case)
         leaves = len(case.input)
         values = len(whole) - leaves - len([*case.loss("auto").parameters()])
-        for k, wanted in enumerate(whole):
-            of_each = case.common["reduction"] == "none"  # the total is a sum over processes
-            found = first[k]
-            if k < values and of_each:
-                found = torch.cat([first[k], second[k]])
-            elif values <= k < values + leaves:
-                found = torch.cat([first[k], second[k]])
-                found = found if of_each else found / 2
-            elif k >= values and of_each:
-                found = first[k] + second[k]
-            assert_equal(found, wanted, f"{case}, {k}")
+        assert_shared(next(parts), whole, leaves, values, str(case))
+    for case in shared_options(turn):
+        assert_shared(next(parts), shared_infonce(case), len(case.inputs), 1, str(case))

@@ -15,11 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support import oracle
 from support.cases import each, embeddings, make_ids
 from support.losses_registry import IN_LOOPS as LOSSES
 from support.losses_registry import REGISTRY, LateInteraction, public_losses
@@ -39,13 +37,6 @@ of_engines = pytest.mark.parametrize("engine", ENGINES)
 
 def make(name, **extra):
     return LOSSES[name].make(**extra)
-
-
-def numbers(ids, n, m):
-    """Ids in the oracle's form."""
-    if ids[0] is None:
-        return np.arange(n), np.arange(m)
-    return ids[0].numpy(), ids[1].numpy()
 
 
 def leaves(n, m, **options):
@@ -238,15 +229,6 @@ def weighted_by_diversity(v, w, diversity):
     return total
 
 
-def test_diversity_is_a_constant_weight_unless_asked_otherwise():
-    v, w = leaves(6, 6)
-    wanted = weighted_by_diversity(v, w, itrloss.functional.std_diversity)
-    found = itrloss.DiversityContrastiveLoss()(v, w)
-    torch.testing.assert_close(found, wanted)
-    gradients = torch.autograd.grad(found, (v, w))
-    torch.testing.assert_close(gradients, torch.autograd.grad(wanted, (v, w)))
-
-
 def test_entropy_temperature_reaches_the_diversity():
     v, w = embeddings(9, 9)
 
@@ -257,34 +239,6 @@ def test_entropy_temperature_reaches_the_diversity():
     torch.testing.assert_close(loss(v, w), weighted_by_diversity(v, w, diversity))
     default = itrloss.DiversityContrastiveLoss(diversity="entropy")
     assert abs(loss(v, w) - default(v, w)) > 1e-4
-
-
-DIVERSITIES = {
-    "std": (itrloss.functional.std_diversity, oracle.std_diversity, {}),
-    "entropy": (
-        itrloss.functional.entropy_diversity,
-        oracle.entropy_diversity,
-        {"temperature": 0.1},
-    ),
-}
-
-
-@of_engines
-@pytest.mark.parametrize("name", DIVERSITIES)
-def test_diversity_equals_the_oracle(name, engine):
-    ours, theirs, options = DIVERSITIES[name]
-    v, w = embeddings(9, 14)
-    ids = make_ids("random", 9, 14)
-    scores = oracle.cosine(v.numpy(), w.numpy())
-    image_ids, text_ids = numbers(ids, 9, 14)
-    sim = Similarity(v, w, *ids, engine=engine)
-    rows = ours(sim, 0.2, **options)
-    np.testing.assert_allclose(rows, theirs(scores, image_ids, text_ids, 0.2, **options), rtol=1e-9)
-    cols = ours(sim.T, 0.2, **options)
-    wanted = theirs(scores.T, text_ids, image_ids, 0.2, **options)
-    np.testing.assert_allclose(cols, wanted, rtol=1e-9)
-    assert (rows > 0.5).all()
-    assert rows.max() == 1
 
 
 # ------------------------------------------------------------------------------ call forms, modules

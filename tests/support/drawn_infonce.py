@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from itrloss import InfoNCELoss
-from support.draws import Draw, drawn_batch
+from support.draws import Draw, drawn_batch, places_of_process
 from support.oracle_embedders import contrastive
 
 KINDS = ["pairs", "ids", "padding", "numbers", "labels", "groups", "matches", "weights"]
@@ -86,6 +87,34 @@ class InfoNCECase:
         if self.shape_of_ids is not None:
             guide.append(self.draw.normal(*self.shape_of_ids, 3))
         self.call["guide"] = tuple(guide)
+
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether two processes may each have a part of the batch."""
+        ids = self.shape_of_ids
+        is_one = ids is not None and len(ids) == 1 and ids[0] == 1  # negative of everybody
+        # Without ids of images, those of negatives are numbers of a process's images.
+        are_numbers = self.batch.kind == "pairs" and "negative_ids" in self.call
+        are_numbers = are_numbers or self.batch.kind == "numbers"
+        return self.kind != "scores" and not are_numbers and not is_one
+
+    def of_process(self, rank: int) -> InfoNCECase:
+        """Return what one of two processes has."""
+        part = copy.copy(self)
+        rows, cols = places_of_process(Draw(self.seed, "processes"), self.batch, rank)
+        part.batch = self.batch.of_process(rows, cols)
+        further = rows
+        if self.shape_of_ids is not None and len(self.shape_of_ids) == 1:
+            further = slice(1) if rank == 0 else slice(1, None)
+        places = {"images": rows, "texts": cols, "negatives": further}
+        part.inputs = {name: x[places[name]] for name, x in self.inputs.items()}
+        part.call = dict(part.batch.given)
+        if "negative_ids" in self.call:
+            part.call["negative_ids"] = self.call["negative_ids"][further]
+        if "guide" in self.call:
+            guide = zip(self.call["guide"], (rows, cols, further), strict=False)
+            part.call["guide"] = tuple(x[place] for x, place in guide)
+        return part
 
     def loss(self, engine: Any, **options: Any) -> InfoNCELoss:
         """Return the module, whose temperature is learnt."""

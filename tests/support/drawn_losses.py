@@ -20,7 +20,7 @@ from torch import Tensor
 import itrloss
 from itrloss import NO_ID, Similarity
 from support import oracle, oracle_embedders, oracle_more, plain_formulas
-from support.draws import KINDS, OF_IDS, Batch, Draw, drawn_batch
+from support.draws import KINDS, OF_IDS, Batch, Draw, drawn_batch, places_of_process
 from support.losses_registry import ONE_TO_ONE, REGISTRY, Entry
 
 STEP = 1e-6  # of differences
@@ -165,19 +165,12 @@ class LossCase:
         return self.takes not in ("coder", "heads and residuals", "tokens") and own_negatives
 
     def of_process(self, rank: int) -> LossCase:
-        """Return what one of two processes has: of each side, the first ones or the rest."""
+        """Return what one of two processes has."""
         draw = Draw(self.name, self.seed, "processes")
-        first_rows = draw.random.randint(0, self.batch.n)
-        first_cols = draw.random.randint(0, self.batch.m)
-        if self.batch.kind in ("pairs", "same"):
-            first_cols = first_rows
-        rows = slice(first_rows) if rank == 0 else slice(first_rows, None)
-        cols = slice(first_cols) if rank == 0 else slice(first_cols, None)
+        rows, cols = places_of_process(draw, self.batch, rank)
         part = copy.copy(self)
         part.form = "embeddings"
-        part.batch = self.batch.part(rows, cols)
-        if self.batch.matches is not None:
-            part.batch.matches = self.batch.matches[rows]
+        part.batch = self.batch.of_process(rows, cols)
         places = [rows if len(x) == self.batch.n else cols for x in self.input]
         places[:2] = [rows, cols][: len(places)]
         if self.takes == "distributions":

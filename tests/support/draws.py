@@ -113,6 +113,24 @@ class Batch:
         n, m = len(range(self.n)[rows]), len(range(self.m)[cols])
         return Batch(self.kind, n, m, cut(self.ids), cut(self.groups), self.rule, matches)
 
+    def of_process(self, rows: slice, cols: slice) -> Batch:
+        """Return what a process has, whose part of a matrix has the columns of all."""
+        found = self.part(rows, cols)
+        if self.matches is not None:
+            found.matches = self.matches[rows]
+        return found
+
+
+def places_of_process(draw: Draw, batch: Batch, rank: int) -> tuple[slice, slice]:
+    """Draw which rows and columns one of two processes has: of each side, the first or the rest."""
+    rows = draw.random.randint(0, batch.n)
+    cols = draw.random.randint(0, batch.m)
+    if batch.kind in ("pairs", "same"):
+        cols = rows
+    if rank == 0:
+        return slice(rows), slice(cols)
+    return slice(rows, None), slice(cols, None)
+
 
 # In addition to these, "weights" is a matrix with other numbers than 1 for matches.
 KINDS = ["pairs", "ids", "padding", "numbers", "same", "labels", "groups", "matches"]
