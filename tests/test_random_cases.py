@@ -3,134 +3,43 @@
 A case has a shape, who matches whom, options, an engine, sizes of tiles and lists, what is trained,
 and how the input is passed. Its values and gradients in float64 are compared with the reference and
 with loops, with another engine, and with two processes that share the batch. What fails names its
-case; ``Case(name, seed)`` and ``LossCase(name, seed)`` draw it again.
+case; ``AnswerCase(name, seed)`` and ``LossCase(name, seed)`` draw it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from support.answers import ANSWERS, TOTALS, assert_equal, gradients
-from support.cases import ENGINES, similarity
+from support.answers import assert_equal
+from support.cases import ENGINES
+from support.drawn_answers import ASKED, AnswerCase
 from support.drawn_infonce import InfoNCECase
 from support.drawn_losses import LossCase, memory_of
-from support.draws import Batch, Draw, draw_workings, drawn_batch
+from support.draws import draw_workings
 from support.losses_registry import REGISTRY
 from support.processes import run
-from support.reference import Reference
 from torch import Tensor
 
-from itrloss import NO_ID, Anchors
+from itrloss import NO_ID
 
 DRAWS = 6  # of an answer or a loss in each test
 
 # ----------------------------------------------------------------------------------------- answers
 
 
-def rows_pooled(make: Callable[..., Any], case: Case) -> Any:
-    """The rows, whose candidates are in two matrices, and then the columns."""
-    if case.engine == "reference":
-        whole = make(slice(None))
-        return Reference(*whole.groups, *whole.T.groups)
-    parts = [make(slice(case.cut)), make(slice(case.cut, None))]
-    return Anchors.together(Anchors.pooled(*parts), make(slice(None)).T)
-
-
-def twice(make: Callable[..., Any], case: Case) -> Any:
-    """The columns, and then the rows twice."""
-    whole = make(slice(None))
-    if case.engine == "reference":
-        return Reference(*whole.T.groups, *whole.groups, *whole.groups)
-    return Anchors.together(whole.T, whole, whole)
-
-
-VIEWS: dict[str, Callable[..., Any]] = {
-    "rows": lambda make, case: make(slice(None)),
-    "columns": lambda make, case: make(slice(None)).T,
-    "both": lambda make, case: make(slice(None)).both,
-    "pooled": rows_pooled,
-    "twice": twice,
-}
-
-
-@dataclass
-class Case:
-    """A question, drawn for a name and a seed."""
-
-    name: str
-    seed: int
-    engine: str = "reference"
-
-    def __post_init__(self) -> None:
-        draw = Draw(self.name, self.seed)
-        self.draw = draw
-        self.batch = drawn_batch(draw)
-        self.view = draw.pick([*VIEWS])
-        if self.view == "pooled" and (self.batch.m < 2 or not self.can_be_cut):
-            self.view = "both"
-        self.cut = self.batch.m // 2
-        self.options: dict[str, Any] = {"normalize": draw.chance(0.8)}
-        dim = draw.pick([1, 4, 6])
-        scale = 1.0 if self.options["normalize"] else 0.3
-        n, m = self.batch.n, self.batch.m
-        self.vectors = [scale * draw.vectors(n, dim), scale * draw.vectors(m, dim)]
-        self.bias = [0.2 * draw.normal(n), 0.2 * draw.normal(m)] if draw.chance(0.3) else []
-        self.parameters = 2 + 4 * torch.rand(2 * n + m, generator=draw.generator).double()
-        self.trained = [draw.chance(0.8) for _ in range(5)]
-        self.grad = draw.normal(2 * n + m)
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether parts of the columns know who matches: not where row i matches column i."""
-        return self.batch.kind not in ("pairs",)
-
-    def outcome(self, engine: str, answers: Any) -> list[Tensor]:
-        """Return the values, and the gradients of what is trained."""
-        self.engine = engine
-        given = [*self.vectors, *self.bias, self.parameters]
-        leaves = [x.clone() for x in given]
-        for x, trained in zip(leaves, self.trained, strict=False):
-            x.requires_grad_(trained)
-        v, w, *bias, p = leaves
-
-        def make(cols: slice) -> Any:
-            part: Batch = self.batch.part(slice(None), cols)
-            options = dict(self.options, related=part.related)
-            if bias:
-                options["bias"] = (bias[0], bias[1][cols])
-            return similarity(v, w[cols], part.ids, engine, **options)
-
-        anchors = VIEWS[self.view](make, self)
-        values = answers(anchors, p[: len(anchors)]).reshape(-1)
-        trained = [x for x in leaves if x.requires_grad]
-        grad = self.grad[: len(values)]
-        return [values.detach(), *(gradients(values, trained, grad) if trained else [])]
-
-    def __str__(self) -> str:
-        trained = "".join("-+"[x] for x in self.trained)
-        return (
-            f"{self.name}, seed {self.seed}: {self.batch.kind} {self.batch.n} x {self.batch.m}, "
-            f"{self.view}, {self.options}, biased {bool(self.bias)}, trained {trained}"
-        )
-
-
 @pytest.mark.parametrize("turn", range(3))
-@pytest.mark.parametrize("name", [*ANSWERS, *(f"total: {name}" for name in TOTALS)])
+@pytest.mark.parametrize("name", ASKED)
 def test_answers_of_random_batches_are_those_of_the_reference(name, turn, poisoned, monkeypatch):
     for seed in range(turn * DRAWS, (turn + 1) * DRAWS):
-        case = Case(name, seed)
+        case = AnswerCase(name, seed)
         workings = draw_workings(case.draw, monkeypatch)
-        answers = ANSWERS[name] if name in ANSWERS else TOTALS[name.removeprefix("total: ")]
-        if name not in ANSWERS and case.view == "pooled":
-            case.view = "twice"
-        wanted = case.outcome("reference", answers)
+        wanted = case.outcome("reference")
         for engine in ENGINES:
             about = f"{case}, {workings}, {engine}"
-            assert_equal(case.outcome(engine, answers), wanted, about)
+            assert_equal(case.outcome(engine), wanted, about)
 
 
 # ------------------------------------------------------------------------------------------ losses

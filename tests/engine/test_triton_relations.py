@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from support import losses_registry
-from support.cases import each, embeddings, pairwise, slow_but_one_of_each
+from support.cases import embeddings, pairwise, slow_but_one_of_each
 from support.on_triton import (
     ASKED_TERMS,
     DEVICE,
@@ -16,7 +16,6 @@ from support.on_triton import (
     OF_KERNELS,
     assert_close,
     assert_near,
-    distance,
     moved,
 )
 from support.reference import formula, unit
@@ -277,38 +276,6 @@ def loss_input(kind, n, m):
 
 
 RELATED_LOSSES = losses_registry.where(lambda entry: entry.takes == "pairs" and entry.oracle)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "dtype"),
-    each(
-        name=RELATED_LOSSES,
-        kind=[*RELATIONS],
-        dtype=[torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float16],
-    ),
-)
-def test_losses_of_related_pairs(name, kind, dtype, few_tiles, poisoned):
-    """They are those of plain PyTorch in float64."""
-    make = RELATED_LOSSES[name].make
-    given = embeddings(19, 22, 8, dtype=dtype)
-    who, rule = loss_input(kind, 19, 22)
-    options = {"groups": rule} if rule == "other" else {}
-
-    def outcome(engine_name, dtype, device):
-        leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in given]
-        who_there = {name: x.to(device) for name, x in who.items()}
-        loss = make(engine=engine_name, **options).to(device)
-        value = loss(*leaves, **who_there)
-        gradients = torch.autograd.grad(value, leaves)
-        return [value.detach(), *gradients]
-
-    exact = outcome("dense", torch.float64, "cpu")
-    tiles = outcome("tiled", dtype, DEVICE)
-    found = outcome("triton", dtype, DEVICE)
-    bound = {torch.float32: 2e-4, torch.bfloat16: 8e-3, torch.float16: 2e-3}[dtype]
-    for got, other, wanted in zip(found, tiles, exact, strict=True):
-        error_of_tiles = distance(other, wanted)
-        assert_near([got], [wanted], bound, 4 * error_of_tiles + 1e-6)
 
 
 @pytest.mark.parametrize("dtype", HALF)

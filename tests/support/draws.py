@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -112,6 +112,15 @@ class Batch:
         matches = None if self.matches is None else self.matches[rows, cols]
         n, m = len(range(self.n)[rows]), len(range(self.m)[cols])
         return Batch(self.kind, n, m, cut(self.ids), cut(self.groups), self.rule, matches)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the same on a device."""
+
+        def moved(*given: Tensor | None) -> Any:
+            return tuple(None if x is None else x.to(device) for x in given)
+
+        (matches,) = moved(self.matches)
+        return replace(self, ids=moved(*self.ids), groups=moved(*self.groups), matches=matches)
 
     def of_process(self, rows: slice, cols: slice) -> Batch:
         """Return what a process has, whose part of a matrix has the columns of all."""
