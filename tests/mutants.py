@@ -37,8 +37,8 @@ LOSSES = [SPINE, "tests/losses"]
 CORE = [SPINE, "tests/engine", "tests/losses", "tests/test_similarity.py"]
 TESTS = {
     "losses": LOSSES,
-    "engine/triton": ["tests/engine"],
-    "engine/kernels": ["tests/engine"],
+    "engine/triton": ["tests/engine/test_triton_random.py", "tests/engine"],
+    "engine/kernels": ["tests/engine/test_triton_random.py", "tests/engine"],
     "engine/sets": ["tests/losses/test_late_interaction.py", "tests/engine"],
     "engine": CORE,
     "anchors": CORE,

@@ -20,15 +20,13 @@ import torch
 import torch.nn.functional as F
 from support.cases import each, embeddings, make_ids
 from support.losses_registry import IN_LOOPS as LOSSES
-from support.losses_registry import REGISTRY, LateInteraction, public_losses
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import gradcheck
 
 import itrloss
-from itrloss import MemoryLoss, PairLoss, Similarity, option
+from itrloss import Similarity, option
 from itrloss.engine.terms import identity
-from itrloss.losses.base import Loss, SimilarityLoss
 
 ENGINES = ("dense", "tiled")
 OF_ANCHORS = [name for name, entry in LOSSES.items() if not entry.every_pair]
@@ -42,82 +40,6 @@ def make(name, **extra):
 def leaves(n, m, **options):
     v, w = embeddings(n, m, **options)
     return v.requires_grad_(), w.requires_grad_()
-
-
-def test_every_public_loss_is_in_the_registry():
-    public = public_losses()
-    own = {"LateInteraction"}  # a loss that users put together
-    assert {entry.public_name for entry in REGISTRY.values()} - own == public
-    named = {name for name in itrloss.__all__ if name.endswith(("Loss", "Objective"))}
-    assert named - {"PairLoss", "MemoryLoss"} <= public <= set(itrloss.__all__)
-
-
-@pytest.mark.parametrize("name", [name for name, x in REGISTRY.items() if x.oracle is not None])
-def test_every_oracle_takes_the_options_of_its_loss(name):
-    entry = REGISTRY[name]
-    options = entry.options if entry.oracle_options is None else entry.oracle_options
-    inspect.signature(entry.oracle).bind_partial(**options, reduction="none")
-
-
-# Options that tests of their own compare at other values than their defaults.
-ELSEWHERE = {
-    "CODERObjective": "test_objectives.py",
-    "DiversityContrastiveLoss": "test_entropy_temperature_reaches_the_diversity",
-    "DVSEObjective": "test_objectives.py",
-    "DynamicGate": "test_dvse.py",
-    "DynamicOrthogonalLoss": "test_dvse.py",
-    "DistillationLoss": "test_infonce.py",
-    "InfoNCELoss": "test_infonce_options.py",
-    "LateInteraction": "test_late_interaction.py",
-    "Matryoshka": "test_matryoshka.py",
-    "PCMEPlusPlusLoss": "test_probabilistic.py",
-    "VarianceAwareLoss": "test_dvse.py",
-}
-WITHOUT_VALUE = {"learnable", "max_scale", "reduction", "engine", "check_finite"}
-BASES = PairLoss, MemoryLoss, SimilarityLoss, Loss
-
-
-def own_options(kind):
-    """Return the options of a loss with their defaults, without those that all losses have."""
-    common = set()
-    for base in BASES:
-        if issubclass(kind, base):
-            common |= inspect.signature(base).parameters.keys()
-    found = {}
-    for name, parameter in inspect.signature(kind).parameters.items():
-        if name not in common and parameter.default is not parameter.empty:
-            found[name] = parameter.default
-    return found
-
-
-def test_every_option_is_compared_with_loops_at_another_value_than_its_default():
-    changed = {}
-    for entry in REGISTRY.values():
-        kind = type(entry.make())
-        seen = changed.setdefault(kind, set())
-        if entry.oracle is not None:
-            defaults = own_options(kind)
-            seen |= {x for x, value in entry.options.items() if value != defaults.get(x)}
-    for kind, seen in changed.items():
-        left = own_options(kind).keys() - seen - WITHOUT_VALUE
-        if kind.__name__ in ELSEWHERE:
-            assert left, f"{kind.__name__}: all options are compared here, too"
-        else:
-            assert not left, f"{kind.__name__}: an entry with other values of {sorted(left)}"
-
-
-@pytest.mark.parametrize("entry", REGISTRY.values(), ids=REGISTRY)
-def test_every_option_is_in_the_signature_and_compared_by_processes(entry):
-    loss = entry.make()
-    if not isinstance(loss, Loss):
-        return
-    names = inspect.signature(type(loss)).parameters
-    assert not any(x.kind is x.VAR_POSITIONAL for x in names.values())
-    assert {"reduction", "gather", "process_group"} <= names.keys()
-    assert entry.options.keys() <= names.keys()
-    if not isinstance(loss, LateInteraction):  # whose own options are no declared ones
-        compared = {name for name, x in type(loss)._all_options.items() if not x.local}
-        assert own_options(type(loss)).keys() - {"engine", "check_finite"} <= compared
 
 
 def test_positional_arguments_are_those_of_the_papers():
