@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import itrloss
-from support.oracle import triplet
 from support.oracle_embedders import (
     NO_ID,
     contrastive,
@@ -421,101 +420,10 @@ def test_loops_are_the_projects_formulas(name: str) -> None:
 
 # ------------------------------------------------------------------- rules that no case has alone
 
-ALL_SUMS = {"temperature": 0.3, "image_image": True, "text_text": True, "margin": 0.4}
-
 
 def normal(seed: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def test_three_ways_to_say_who_matches() -> None:
-    """Ids, label sets with padding, and a matrix, here without sums among images or texts."""
-    images = normal(0, 4, 3)
-    texts = normal(1, 5, 3)
-    image_ids = torch.tensor([0, 0, 1, 2])
-    text_ids = torch.tensor([2, 1, 0, 0, 7])
-    options = {"temperature": 0.3, "margin": 0.4}
-    by_ids = contrastive(images, texts, image_ids=image_ids, text_ids=text_ids, **options)
-    image_sets = torch.stack([image_ids, torch.full_like(image_ids, NO_ID)], 1)
-    by_sets = contrastive(images, texts, image_ids=image_sets, text_ids=text_ids, **options)
-    matches = image_ids[:, None] == text_ids
-    by_matches = contrastive(images, texts, matches=matches, **options)
-    assert by_sets == by_ids
-    assert by_matches == by_ids
-
-
-def test_weights_are_those_of_a_mean() -> None:
-    """Of two positives one counts three times; 2 as the only match's weight changes nothing."""
-    images = normal(0, 2, 3)
-    texts = normal(1, 3, 3)
-    matches = torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 2.0]])
-    compute = partial(one, images, texts, temperature=0.3, reduction="none")
-    first = compute(matches=torch.tensor([[1.0, torch.nan, 0.0], [0.0, 0.0, 1.0]]))
-    second = compute(matches=torch.tensor([[torch.nan, 1.0, 0.0], [0.0, 0.0, 1.0]]))
-    wanted = torch.stack([(first[0] + 3 * second[0]) / 4, first[1]])
-    torch.testing.assert_close(compute(matches=matches), wanted)
-
-
-def test_groups_are_batches_of_their_own() -> None:
-    """In all sums: members of another group are nobody's negatives, nor images among images."""
-    images = normal(0, 6, 3)
-    texts = normal(1, 6, 3)
-    group = torch.tensor([0, 0, 1, 1, 1, 0])
-    compute = partial(contrastive, **ALL_SUMS, reduction="sum")
-    wanted = sum(compute(images[group == g], texts[group == g]) for g in (0, 1))
-    torch.testing.assert_close(compute(images, texts, image_groups=group), wanted)
-
-
-def test_groups_do_not_undo_a_match() -> None:
-    images = normal(0, 3, 3)
-    texts = normal(1, 3, 3)
-    groups = torch.tensor([4, 4, 4])
-    other = contrastive(images, texts, image_groups=groups, negative_groups="other")
-    assert other == 0  # everybody has a match and nobody a negative
-    mixed = one(images, texts, image_groups=groups, text_groups=[5, 4, 4], temperature=0.3)
-    matches = torch.tensor([[1.0, 0, 0], [torch.nan, 1, 0], [torch.nan, 0, 1]])
-    assert mixed == one(images, texts, matches=matches, temperature=0.3)
-
-
-def test_own_negatives_that_are_the_same_for_all() -> None:
-    images = normal(0, 4, 3)
-    texts = normal(1, 4, 3)
-    negatives = normal(2, 2, 3)
-    options = {"temperature": 0.3, "image_image": True, "hardness": (1.0, 2.0), "margin": 0.4}
-    shared = contrastive(images, texts, negatives=negatives, **options)
-    own = contrastive(images, texts, negatives=negatives.expand(4, 2, 3), **options)
-    torch.testing.assert_close(own, shared)
-
-
-def test_a_negative_with_a_label_of_the_image_is_left_out() -> None:
-    images = normal(0, 3, 3)
-    texts = normal(1, 3, 3)
-    negatives = normal(2, 3, 1, 3)
-    ids = torch.tensor([[1, 2], [3, NO_ID], [4, 5]])
-    compute = partial(one, images, texts, image_ids=ids, text_ids=[1, 3, 4], negatives=negatives)
-    given = compute(negative_ids=torch.tensor([[2], [9], [NO_ID]]))
-    wanted = compute(negative_ids=torch.tensor([[NO_ID], [-1], [NO_ID]]))
-    assert given == wanted
-    assert given != compute()
-
-
-def test_sdm_without_a_text() -> None:
-    """A text that is in no pair might as well not be there."""
-    images = normal(0, 3, 3)
-    texts = normal(1, 4, 3)
-    matches = torch.eye(3, 4, dtype=torch.float64)
-    matches[:, 3] = torch.nan
-    compute = partial(sdm, images, temperature=0.3, directions="image-text")
-    assert compute(texts=texts, matches=matches) == compute(texts=texts[:3])
-
-
-def test_the_soft_triplet_has_the_hinge_as_its_limit() -> None:
-    scores = normal(0, 5, 4)
-    ids = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([1, 0, 2, 1])
-    soft = soft_triplet(scores=scores, temperature=1e-4, image_ids=ids[0], text_ids=ids[1])
-    hinge = triplet(scores, *(i.numpy() for i in ids))
-    assert 1e-4 * soft.item() == pytest.approx(hinge, abs=1e-6)
 
 
 # ------------------------------------------------------------------- random options of the library

@@ -94,9 +94,8 @@ PLAIN = {"memory_grows_linearly": "scores are a matrix"}
 CAUGHT = [name for name, bug in planted.BUGS.items() if bug.caught_by]
 
 
-def test_all_but_two_of_more_than_60_bugs_are_caught():
-    assert len(planted.BUGS) >= 60
-    assert len(CAUGHT) == len(planted.BUGS) - 2
+def test_all_but_two_bugs_are_caught():
+    assert len(CAUGHT) == len(planted.BUGS) - 2 >= 40
 
 
 @pytest.mark.parametrize(
