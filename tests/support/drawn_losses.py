@@ -29,7 +29,7 @@ ONE_ID = ["pairs", "ids", "same"]  # all items exist, and their ids are given or
 
 # Relations of losses by what they take; others take all.
 RELATIONS = {
-    "memory": ["pairs", "ids", "padding", "same"],
+    "memory": ["pairs", "ids", "padding", "same", "labels"],
     "coder": ["pairs", "ids", "same"],
     "heads": ONE_ID,
     "heads and residuals": ONE_ID,
@@ -37,7 +37,7 @@ RELATIONS = {
     "prototypes": ["pairs"],
     "distributions": ONE_ID,
     "tokens": [*ONE_ID, "padding", "numbers"],
-    "teacher": [*ONE_ID, "padding", "numbers"],
+    "teacher": [*ONE_ID, "padding", "numbers", "groups"],
     "negatives": [*OF_IDS, "labels", "groups"],
     "guide": [*OF_IDS, "labels", "groups"],
 }
@@ -84,6 +84,9 @@ class LossCase:
             found["normalize"] = False
         if "groups" in taken and self.batch.kind == "groups":
             found["groups"] = self.batch.rule
+        if self.takes == "teacher":
+            found["temperature"] = draw.pick([0.07, 1.0])
+            found["teacher_temperature"] = draw.pick([0.07, 0.5])
         if self.takes == "coder":
             found["detach_diversity"] = False  # its gradient is that of differences
         if self.name == "matryoshka":
@@ -313,28 +316,31 @@ def of_teacher(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 
 
 def loops_of_teacher(case: LossCase, leaves: list[Tensor]) -> Any:
-    """The cross-entropy of two softmaxes, over all candidates that exist."""
+    """The cross-entropy of two softmaxes, over all candidates: of groups, those that may meet."""
+    temperature = case.common["temperature"]
+    of_teacher = case.common["teacher_temperature"]
     scores = torch.from_numpy(scores_of(case, leaves))
-    own_ids, other_ids = case.items(0), case.items(1)
-    rows = [bool(item.labels) for item in own_ids]
-    cols = [bool(item.labels) for item in other_ids]
+    items = case.batch.items()
     found = []
-    for s, t, own, others in (
-        (scores, case.teacher, rows, cols),
-        (scores.T, case.teacher.T, cols, rows),
-    ):
+    counts = []
+    sides = ((scores, case.teacher, *items), (scores.T, case.teacher.T, *items[::-1]))
+    for s, t, own, others in sides:
         values = torch.zeros(len(own), dtype=torch.float64)
-        for i in range(len(own)):
-            if own[i] and any(others):
-                q = (t[i, others] / 0.07).softmax(0)
-                values[i] = -(q * (s[i, others] / 0.07).log_softmax(0)).sum()
+        for i, item in enumerate(own):
+            meet = [oracle.match(item, x) or oracle.differ(item, x) for x in others]
+            if any(meet):
+                q = (t[i, meet] / of_teacher).softmax(0)
+                values[i] = -(q * (s[i, meet] / temperature).log_softmax(0)).sum()
         found.append(values)
+        counts.append(max(1, sum(map(oracle.exists, own))))
 
     def compute(reduction: str) -> Any:
         if reduction == "none":
             return tuple(found)
-        counts = (max(1, sum(rows)), max(1, sum(cols))) if reduction == "mean" else (1, 1)
-        return sum(float(x.sum()) / count for x, count in zip(found, counts, strict=True))
+        sums = [float(x.sum()) for x in found]
+        if reduction == "sum":
+            return sum(sums)
+        return sum(x / count for x, count in zip(sums, counts, strict=True))
 
     return case.of_directions(compute)
 
