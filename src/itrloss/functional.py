@@ -371,7 +371,9 @@ def sigmoid_loss(
         total = total + positives.sum()
         if reduction == "sum":
             return sim.total(total)
-        if sim.share is None and sim.pairs.exists(0) is None and sim.pairs.exists(1) is None:
+        pairs = sim.pairs
+        everyone = pairs.groups is None and pairs.exists(0) is None and pairs.exists(1) is None
+        if sim.share is None and everyone:
             n, m = [max(1, size) for size in sim.totals]
             return total * (0.5 / n + 0.5 / m)
         rows, cols = [side.positive_counts + side.negative_counts > 0 for side in (sim, sim.T)]
