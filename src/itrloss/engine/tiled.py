@@ -17,13 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .inputs import Inputs, Side, Tile, tiles
+from .inputs import Inputs, Side, Tile, even_chunks, tiles
 from .pair_scores import ListedPairs, add_pair_gradient
 from .products import add_matmul_, matmul
 from .question import Question, View, joined, views
 from .ranking import argmax
 from .relation import Places, Relation
 from .vectors import chunks, compute_dtype, project
+
+
+# Elements of vectors that are summed at once, in float64: 8 MB.
+SUMMED_AT_ONCE = 2**20
 
 
 class Best(NamedTuple):
@@ -421,12 +425,11 @@ def summed_scores(inputs: Inputs, side: int, missing: Tensor | None = None) -> T
 
 def summed_vectors(side: Side, missing: Tensor | None = None) -> Tensor:
     """Return the float64 sum (D,) of a side's vectors, without those that are missing (N,)."""
-    if side.inv is None and missing is None:  # they are held as they are summed
-        return side.like.sum(0, dtype=torch.float64)
     total = torch.zeros(side.like.shape[1], dtype=torch.float64, device=side.like.device)
-    for part in chunks(side.like):
+    step = max(1, SUMMED_AT_ONCE // side.like.shape[1])
+    for part in even_chunks(len(side.like), step):
         vectors = side.vectors(part)
         if missing is not None:
             vectors = vectors.masked_fill(missing[part, None], 0.0)
-        total += vectors.sum(0, dtype=torch.float64)
+        total += vectors.sum(0, dtype=torch.float64)  # PyTorch copies them in that type
     return total
