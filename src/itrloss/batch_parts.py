@@ -84,15 +84,11 @@ class BatchPart(NamedTuple):
                 matches = matches.float()  # which has a nan, for padding
             has_weights = weights_of(matches)
             return Known((None, None), matches=matches, has_weights=has_weights)
-        if self.related is None and not any(checks.is_label_sets(x) for x in self.ids):
-            return Known(checks.check_ids(*self.ids, n, m, device, self.names))
-        related = Related() if self.related is None else self.related
-        rows, cols = labels_of((n, m), self.ids, device, self.names)
-        groups = groups_of((n, m), related, device, self.names)
-        row_ids, col_ids = self.ids
-        # numbers of this process would be no ids
-        known = None if row_ids is None else rows, None if col_ids is None else cols
-        return Known(known, groups, related.rule)
+        ids = labels_of((n, m), self.ids, device, self.names)
+        if self.related is None:
+            return Known(ids)
+        groups = groups_of((n, m), self.related, device, self.names)
+        return Known(ids, groups, self.related.rule)
 
     def widths(self) -> tuple[int, int]:
         """Return how many columns a matrix of matches and one of scores have; -1 for none."""

@@ -162,7 +162,8 @@ def check_embeddings(
     if rows.shape[1] != cols.shape[1]:
         expected = f"embeddings of dimension {rows.shape[1]} like {names.rows}"
         raise ValueError(f"{names.cols}: expected {expected}, got shape {tuple(cols.shape)}")
-    check_alike(names.cols, cols, names.rows, rows)
+    if rows.dtype != cols.dtype or rows.device != cols.device:
+        check_alike(names.cols, cols, names.rows, rows)
 
 
 def missing_side(rows: Any, names: Names) -> TypeError:
@@ -247,16 +248,18 @@ def from_numpy(x: Any) -> Any:
         return torch.from_numpy(x)
 
 
-def as_id_numbers(name: str, ids: Any, size: int | None = None) -> Tensor:
+def as_id_numbers(name: str, ids: object, size: int | None = None) -> Tensor:
     """Return ids as a tensor of integers: a tensor or an array of any integer type, or a list of
     integers; or strings, whose numbers are the same in every call, process and file.
     """
-    if not isinstance(ids, Tensor) and are_strings(ids):
-        return _numbers_of_strings(_id_array(ids))
+    if not isinstance(ids, Tensor):
+        array = _id_array(ids)
+        if array.dtype.kind == "U":
+            return _numbers_of_strings(array)
     return as_integers(name, ids, size)
 
 
-def are_strings(ids: Any) -> bool:
+def are_strings(ids: object) -> bool:
     """Return whether ids are strings."""
     return not isinstance(ids, Tensor) and _id_array(ids).dtype.kind == "U"
 
@@ -316,46 +319,36 @@ def _numbers_of_strings(strings: np.ndarray) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(strings.shape)
 
 
-def as_integers(name: str, x: Any, size: int | None = None) -> Tensor:
+def as_integers(name: str, given: object, size: int | None = None) -> Tensor:
     """Return a tensor, an array or a list of integers as a tensor; raise a TypeError for others."""
-    given = x
+    x = given
     if not isinstance(x, Tensor):
-        x = from_numpy(_id_array(x))
-    is_other = not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex()
-    if is_other or x.dtype == torch.bool:
-        got = _type(given)
+        array = _id_array(given)
+        x = from_numpy(array)
         if not isinstance(x, Tensor):
-            kind = _id_array(given).dtype
-            got = f"{got} of {'strings' if kind.kind == 'U' else kind}"
-        # Formatted for the error alone: the compiler would specialise on the size.
-        shape = "(N,)" if size is None else f"({size},)"
-        hint = in_place_of_ids(name, x)
-        raise TypeError(f"{name}: expected an integer tensor of shape {shape}, got {got}{hint}")
+            kind = "strings" if array.dtype.kind == "U" else array.dtype
+            raise no_integers(name, x, size, f"{type(given).__name__} of {kind}")
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise no_integers(name, x, size, _type(given))
     return x
 
 
-def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
+def no_integers(name: str, x: object, size: int | None, got: str) -> TypeError:
+    """Return the error for what are no integers."""
+    # Formatted for the error alone: the compiler would specialise on the size.
+    shape = "(N,)" if size is None else f"({size},)"
+    hint = in_place_of_ids(name, x)
+    return TypeError(f"{name}: expected an integer tensor of shape {shape}, got {got}{hint}")
+
+
+def as_ids(name: str, ids: object, size: int, device: torch.device) -> Tensor:
     """Return a copy of the ids as a (size,) int64 tensor on the device; see
     :func:`as_id_numbers`. A column (size, 1) of a table will do.
     """
     return _copied(name, as_id_numbers(name, ids, size), size, device)
 
 
-def is_label_sets(ids: Any) -> bool:
-    """Return whether ids are sets of labels (N, k) of more than one label."""
-    if ids is None or isinstance(ids, str):
-        return False
-    shape = getattr(ids, "shape", None)
-    if shape is None:
-        return isinstance(ids, (list, tuple)) and any(
-            isinstance(x, (list, tuple)) and len(x) > 1 for x in ids
-        )
-    if len(shape) != 2 or shape[1] < 2:
-        return False
-    return not isinstance(ids, Tensor) or not (ids.is_floating_point() or ids.dtype == torch.bool)
-
-
-def as_indices(name: str, x: Any, size: int, device: torch.device) -> Tensor:
+def as_indices(name: str, x: object, size: int, device: torch.device) -> Tensor:
     """Return a copy of integers that are no ids as a (size,) int64 tensor on the device."""
     return _copied(name, as_integers(name, x, size), size, device)
 
@@ -366,6 +359,19 @@ def _copied(name: str, x: Tensor, size: int, device: torch.device) -> Tensor:
         x = x[:, 0]
     if x.shape != (size,):
         raise ValueError(f"{name}: expected shape ({size},), got {tuple(x.shape)}")
+    return as_int64(name, x).to(device, copy=True)
+
+
+def as_labels(name: str, ids: object, size: int, device: torch.device) -> Tensor:
+    """Return a copy of ids as (size,) int64 on the device, or of sets of labels as (size, k).
+
+    A column (size, 1) of a table is one of ids.
+    """
+    x = as_id_numbers(name, ids, size)
+    if x.dim() != 2 or x.shape[1] < 2:
+        return _copied(name, x, size, device)
+    if len(x) != size:
+        raise ValueError(f"{name}: expected shape ({size}, k), got {tuple(x.shape)}")
     return as_int64(name, x).to(device, copy=True)
 
 
@@ -401,28 +407,6 @@ def check_range(name: str, x: Tensor, largest: int) -> None:
         raise ValueError(f"{name}: expected integers from 0 to {largest}, got {low} to {high}")
 
 
-def check_ids(
-    row_ids: Any, col_ids: Any, n: int, m: int, device: torch.device, names: Names
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the (N,) and (M,) int64 ids, or None where they are left out; column ids may come
-    alone.
-    """
-    if col_ids is None:
-        if row_ids is not None:
-            raise ids_of_one_side(row_ids, names)
-        if n != m and not names.col_ids:
-            raise ValueError(f"{names.cols}: expected as many as {names.rows}, {n}, got {m}")
-        if n != m:
-            got = f"{n} {names.rows} and {m} {names.cols}"
-            needed = f"needed for {got}; only N = M has a default pairing"
-            hint = consecutive_ids(n, m, names.row_ids, names.col_ids)
-            raise ValueError(f"{names.row_ids}, {names.col_ids}: {needed}{hint}")
-        return None, None
-    if row_ids is None:  # the columns' ids are numbers of rows
-        return None, as_indices(names.col_ids, col_ids, m, device)
-    return ids_of_both(row_ids, col_ids, n, m, device, names)
-
-
 def check_biases(
     bias: Any, n: int, m: int, check_finite: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -443,7 +427,7 @@ def check_biases(
     return biases
 
 
-def ids_of_one_side(row_ids: Any, names: Names) -> Exception:
+def ids_of_one_side(row_ids: object, names: Names) -> Exception:
     """Return the error for ids of rows alone, which may be something else."""
     shape = tuple(getattr(row_ids, "shape", ()))
     if len(shape) == 2 and 1 not in shape:
@@ -454,6 +438,16 @@ def ids_of_one_side(row_ids: Any, names: Names) -> Exception:
         return ValueError(f"{names.row_ids}: expected ids, a row of integers, got {got}; {hint}")
     as_id_numbers(names.row_ids, row_ids)  # raises its own error for what is none
     return ValueError(f"{names.col_ids}: expected ids to go with {names.row_ids}, got None")
+
+
+def no_default_pairing(n: int, m: int, names: Names) -> ValueError:
+    """Return the error for n rows and m columns without ids, which have no default pairing."""
+    if not names.col_ids:
+        return ValueError(f"{names.cols}: expected as many as {names.rows}, {n}, got {m}")
+    got = f"{n} {names.rows} and {m} {names.cols}"
+    needed = f"needed for {got}; only N = M has a default pairing"
+    hint = consecutive_ids(n, m, names.row_ids, names.col_ids)
+    return ValueError(f"{names.row_ids}, {names.col_ids}: {needed}{hint}")
 
 
 def check_same_kind(name: str, ids: Any, other_name: str, others: Any) -> None:

@@ -15,6 +15,7 @@ from ..checks import (
     IMAGES_AND_TEXTS,
     CheckedModule,
     IdsLike,
+    as_labels,
     as_mask,
     as_size,
     check_embeddings,
@@ -26,7 +27,6 @@ from ..distributed import digest, gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine, large_matrix
 from ..engine.relation import missing_mask
 from ..engine.vectors import Embeddings, full_precision, normalized
-from ..related import label_sets
 from ..similarity import Similarity
 from ..telemetry import describe
 from .base import Loss, SimilarityLoss
@@ -412,5 +412,5 @@ def _images_exist(image_ids: IdsLike | None, size: int, device: torch.device) ->
     """
     if image_ids is None or torch.compiler.is_compiling():
         return None
-    missing = missing_mask(label_sets("image_ids", image_ids, size, device))
+    missing = missing_mask(as_labels("image_ids", image_ids, size, device))
     return None if missing is None else ~missing
