@@ -13,7 +13,7 @@ from torch import Tensor
 from . import checks
 from .checks import IdsLike
 from .distributed import collectives
-from .distributed.collectives import world_size
+from .distributed.collectives import ProcessGroup, world_size
 from .distributed.consensus import consensus, described, is_trained, numbered, padded
 from .distributed.shards import Processes
 from .engine.matrix import Bias
@@ -119,7 +119,7 @@ class BatchPart(NamedTuple):
 
 
 def agreed(
-    part: BatchPart, group: Any, same: str | Callable[[], str], options: dict[str, Any]
+    part: BatchPart, group: ProcessGroup, same: str | Callable[[], str], options: dict[str, Any]
 ) -> tuple[Known, list[list[int]]]:
     """Return who matches in this process's part, and the numbers of all processes' rows and
     columns.
@@ -162,7 +162,7 @@ def divide_columns(every: list[list[int]]) -> None:
 
 
 def processes_of(
-    known: Known, sizes: list[list[int]], group: Any, device: torch.device
+    known: Known, sizes: list[list[int]], group: ProcessGroup, device: torch.device
 ) -> Processes:
     """Return the processes of a batch, with the ids and groups of all."""
     processes = Processes(group, sizes)

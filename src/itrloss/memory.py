@@ -22,7 +22,7 @@ from .checks import (
     one_of,
     option,
 )
-from .distributed import collectives
+from .distributed import ProcessGroup, collectives
 from .distributed.consensus import digest, gather_parts, padded, world_size
 from .distributed.shards import Share
 from .engine.matrix import (
@@ -117,7 +117,7 @@ class CoupledMemory(CheckedModule):
         image_keys: Tensor,
         text_keys: Tensor,
         ids: IdsLike | None = None,
-        process_group: Any = None,
+        process_group: ProcessGroup = None,
     ) -> None:
         """Store a batch of pairs in place of the oldest entries.
 
@@ -288,7 +288,7 @@ class MemorySimilarity(NamedTuple):
         engine: Engine = "auto",
         check_finite: bool = False,
         gather: bool = False,
-        process_group: Any = None,
+        process_group: ProcessGroup = None,
         same: Callable[[], str] = nothing,
     ) -> MemorySimilarity:
         """Return the similarities of a batch, from the arguments of :class:`MemoryLoss`.

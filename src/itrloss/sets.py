@@ -21,7 +21,7 @@ from .checks import (
     from_numpy,
     one_of,
 )
-from .distributed import consensus, is_trained, rows_of_all, world_size
+from .distributed import ProcessGroup, consensus, is_trained, rows_of_all, world_size
 from .engine.sets import Sets, own_set_scores, set_scores
 from .engine.vectors import full_precision, host_may_read, normalized
 from .similarity import Similarity
@@ -228,7 +228,7 @@ def set_similarity(  # noqa: PLR0913 - options by keyword
     image_mask: Tensor | None = None,
     text_mask: Tensor | None = None,
     gather: bool = False,
-    process_group: Any = None,
+    process_group: ProcessGroup = None,
 ) -> Tensor:
     r"""Return the (N, M) similarity of sets of embeddings by the cosines of their elements.
 
@@ -390,7 +390,7 @@ def _lengths(name: str, lengths: Any, sets: Tensor) -> Tensor:
 
 
 def _with_texts_of_all(
-    check: Callable[[], tuple[Sets, Sets]], said: str, group: Any
+    check: Callable[[], tuple[Sets, Sets]], said: str, group: ProcessGroup
 ) -> tuple[Sets, Sets]:
     """Return this process's images (N, K, D) and the texts (M, L, D) of all, which are padded to
     the longest.
@@ -416,7 +416,7 @@ def _with_texts_of_all(
 
 
 def _compared(
-    check: Callable[[], tuple[Sets, Sets]], said: str, group: Any
+    check: Callable[[], tuple[Sets, Sets]], said: str, group: ProcessGroup
 ) -> tuple[Sets, Sets, list[list[int]]]:
     """Return the sets of both sides and, for each process, how many texts it has, their size, and
     whether it says which elements exist. All processes raise an error, or none.

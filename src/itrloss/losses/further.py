@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -25,7 +23,9 @@ from ..related import Related, label_sets
 from ..similarity import NO_ID, Similarity
 from .base import LEAST_LOG
 
-Relation = tuple[tuple[Any, Any], Related | None]  # ids of rows and columns, and what else decides
+Relation = tuple[
+    tuple[IdsLike | None, IdsLike | None], Related | None
+]  # ids of rows and columns, and what else decides
 _ID_NAMES = "image_ids", "text_ids"
 
 
@@ -213,8 +213,8 @@ def as_negative_ids(
 
 
 def check_negatives(
-    images: Any,  # (N, D), or (N, M) scores
-    negatives: Any,
+    images: Tensor,  # (N, D), or (N, M) scores
+    negatives: Tensor,
     names: Names,  # of images and negatives
     *,
     are_scores: bool,
