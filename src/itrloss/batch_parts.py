@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .checks import IdsLike
 from .distributed import collectives
 from .distributed.collectives import ProcessGroup, world_size
 from .distributed.consensus import consensus, described, is_trained, numbered, padded
@@ -19,7 +18,7 @@ from .distributed.shards import Processes
 from .engine.matrix import Bias
 from .engine.relation import IGNORE_ID, Relation, Rule
 from .engine.vectors import autocast_dtype
-from .related import Related, check_matches, groups_of, labels_of, weights_of
+from .related import PassedIds, Related, check_matches, groups_of, labels_of, weights_of
 
 
 class Known(NamedTuple):
@@ -48,7 +47,7 @@ class BatchPart(NamedTuple):
     """A process's part of a batch: embeddings of rows and columns, or its rows of scores."""
 
     tensors: tuple[Tensor, ...]  # (N_r, D) and (M_r, D), or (N_r, M) scores
-    ids: tuple[IdsLike | None, IdsLike | None]  # of own rows and columns
+    ids: PassedIds  # of own rows and columns
     bias: Any
     related: Related | None
     names: checks.Names

@@ -59,11 +59,6 @@ ROWS_AND_COLUMNS = Names()
 IMAGES_AND_TEXTS = Names("images", "texts", "image_ids", "text_ids")
 
 
-def nothing() -> str:
-    """Check nothing, and return no words."""
-    return ""
-
-
 def one_of(name: str, value: object, *allowed: object) -> None:
     """Raise a ValueError unless ``value`` is one of those allowed."""
     if isinstance(value, (Tensor, np.ndarray)) or value not in allowed:

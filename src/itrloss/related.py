@@ -20,7 +20,7 @@ from .checks import (
 )
 from .engine.relation import Ids, Relation, Rule, as_sets
 
-Sides = tuple[IdsLike | None, IdsLike | None]  # of rows and of columns, as passed in
+PassedIds = tuple[IdsLike | None, IdsLike | None]  # of rows and of columns, as passed in
 
 
 class Related(NamedTuple):
@@ -35,13 +35,17 @@ class Related(NamedTuple):
     checked, so an accelerator has to synchronise.
     """
 
-    groups: tuple[IdsLike | None, IdsLike | None] = (None, None)
+    groups: PassedIds = (None, None)
     rule: Rule = "same"
     matches: Tensor | None = None
 
 
 def relation_of(
-    shape: tuple[int, int], ids: Sides, related: Related | None, device: torch.device, names: Names
+    shape: tuple[int, int],
+    ids: PassedIds,
+    related: Related | None,
+    device: torch.device,
+    names: Names,
 ) -> Relation:
     """Return who matches in a matrix, by all that was passed in; raise an error for wrong input."""
     if related is not None and related.matches is not None:
@@ -66,7 +70,7 @@ def relation_of(
     return Relation(shape, (rows, cols), device, groups=groups, rule=related.rule)
 
 
-def labels_of(shape: tuple[int, int], ids: Sides, device: torch.device, names: Names) -> Ids:
+def labels_of(shape: tuple[int, int], ids: PassedIds, device: torch.device, names: Names) -> Ids:
     """Return the int64 ids (N,) and (M,), or sets of labels (N, k) and (M, l), of rows and columns.
 
     Ids of columns may come alone, as numbers of rows; those that are left out are None.
@@ -124,7 +128,7 @@ def group_names(names: Names) -> tuple[str, str]:
 
 
 def check_matches(
-    related: Related, shape: tuple[int, int], ids: Sides, names: Names, device: torch.device
+    related: Related, shape: tuple[int, int], ids: PassedIds, names: Names, device: torch.device
 ) -> None:
     """Raise an error unless a matrix says alone who matches."""
     matches = related.matches

@@ -32,7 +32,7 @@ from ..engine.question import Value
 from ..engine.relation import Rule
 from ..functional import Reduction, Values
 from ..memory import CoupledMemory, MemorySimilarity
-from ..related import Related
+from ..related import PassedIds, Related
 from ..similarity import Directions, Engine, Similarity
 from ..suspicious import may_be_read, warn, warn_of_ids, warn_of_units, warn_of_vectors
 from ..telemetry import describe, describe_memory
@@ -201,7 +201,7 @@ class SimilarityLoss(Loss):
         self,
         rows: Tensor,
         cols: Tensor,
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
         names: Names,
         check: Callable[[], str] | None = None,
         *,
@@ -391,7 +391,7 @@ class PairLoss(DirectedLoss):
         self,
         images: Tensor | Similarity | None,
         texts: Tensor | None,
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
         scores: Tensor | None,
         related: Related | None,
         check: Callable[[], str] | None = None,
@@ -422,7 +422,7 @@ class PairLoss(DirectedLoss):
     def _check_alone(
         self,
         texts: Tensor | None,
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
         related: Related | None,
         check: Callable[[], str] | None,
     ) -> None:
@@ -451,7 +451,7 @@ class PairLoss(DirectedLoss):
         self,
         scores: Tensor,
         embeddings: tuple[object, object],  # None if there are scores
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
         related: Related | None,
         check: Callable[[], str] | None,
     ) -> Similarity:
@@ -544,7 +544,7 @@ class MemoryLoss(DirectedLoss):
         sims: MemorySimilarity,
         keys: tuple[Tensor, Tensor],
         memory: CoupledMemory,
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
     ) -> Values:
         """Return the loss of the similarities; one that needs others, too, makes them here."""
         return self.compute(sims)
@@ -554,7 +554,7 @@ class MemoryLoss(DirectedLoss):
         batch: tuple[Tensor, Tensor],
         keys: tuple[Tensor, Tensor],
         memory: CoupledMemory,
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
     ) -> MemorySimilarity:
         """Return the similarities of a batch with itself, with its keys and with the memory."""
         return MemorySimilarity.of(

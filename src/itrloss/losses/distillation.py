@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import functional
 from ..checks import IdsLike, Names, check_matrix, option
 from ..functional import Values
-from ..related import Related
+from ..related import PassedIds, Related
 from ..similarity import Similarity
 from ..suspicious import may_be_read, warn_of_units, warn_of_vectors
 from .base import PairLoss
@@ -117,7 +117,7 @@ class DistillationLoss(PairLoss):
         self,
         teacher: object,  # a Similarity, scores or embeddings
         sim: Similarity,
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
         related: Related | None,
     ) -> Similarity:
         """Return a teacher's scores or embeddings as a similarity, and a similarity as it is."""
@@ -156,7 +156,7 @@ class DistillationLoss(PairLoss):
         self,
         scores: Tensor,
         sim: Similarity,
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
         related: Related | None,
     ) -> Similarity:
         """Return a teacher's scores of the same images and texts as a similarity."""

@@ -28,6 +28,7 @@ from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine, large_matrix
 from ..engine.relation import missing_mask
 from ..engine.vectors import Embeddings, full_precision, normalized
 from ..functional import Values
+from ..related import PassedIds
 from ..similarity import Similarity
 from ..telemetry import describe
 from .base import Loss, SimilarityLoss
@@ -89,7 +90,7 @@ class VarianceAwareLoss(SimilarityLoss):
         return value
 
     def _heads(
-        self, images: Tensor, texts: Tensor, ids: tuple[IdsLike | None, IdsLike | None]
+        self, images: Tensor, texts: Tensor, ids: PassedIds
     ) -> tuple[list[Similarity], Similarity]:
         """Return the similarities of each head, and one of the first head from embeddings."""
 

@@ -19,13 +19,11 @@ from ..checks import (
 )
 from ..distributed import gather, numbered, padded
 from ..engine.vectors import full_precision, normalized
-from ..related import Related, label_sets
+from ..related import PassedIds, Related, label_sets
 from ..similarity import NO_ID, Similarity
 from .base import LEAST_LOG
 
-Relation = tuple[
-    tuple[IdsLike | None, IdsLike | None], Related | None
-]  # ids of rows and columns, and what else decides
+Relation = tuple[PassedIds, Related | None]  # ids of rows and columns, and what else decides
 _ID_NAMES = "image_ids", "text_ids"
 
 
@@ -81,7 +79,7 @@ class ByIds:
 
     def __init__(
         self,
-        ids: tuple[IdsLike | None, IdsLike | None],  # of images and texts
+        ids: PassedIds,  # of images and texts
         related: Related | None,  # with their groups
         negatives: Tensor | None,  # (K,) or (N, K) int64
     ):
@@ -171,7 +169,7 @@ class ByMatches(ByIds):
 
 def relation_of(
     sim: Similarity,
-    ids: tuple[IdsLike | None, IdsLike | None],  # as passed in
+    ids: PassedIds,  # as passed in
     related: Related | None,
     negative_ids: Tensor | None,
 ) -> ByIds:

@@ -18,7 +18,7 @@ from ..checks import IdsLike, Names, are_strings, as_number, option
 from ..engine.vectors import compute_dtype
 from ..functional import Values
 from ..memory import CoupledMemory, MemorySimilarity
-from ..related import Related
+from ..related import PassedIds, Related
 from ..similarity import SIDES, Directions, Similarity
 from ..suspicious import may_be_read, warn_of_units
 from ..terms import identity, softplus
@@ -243,7 +243,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         self,
         sim: Similarity,
         further: Further,
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
         related: Related | None,
         relation: ByIds,
     ) -> Values:
@@ -365,7 +365,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         guide: object,  # a Similarity or embeddings
         sim: Similarity,
         model: Model,  # of the loss
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
         related: Related | None,
     ) -> Guide:
         """Return a guide with its similarity of the batch; raise an error for a wrong one."""
@@ -643,7 +643,7 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
         sims: MemorySimilarity,
         keys: tuple[Tensor, Tensor],
         memory: CoupledMemory,
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
     ) -> Values:
         """Return the loss, with the keys in place of the batch as a teacher."""
         if self.distillation and not self.batch_negatives:
