@@ -48,7 +48,7 @@ class BatchPart(NamedTuple):
 
     tensors: tuple[Tensor, ...]  # (N_r, D) and (M_r, D), or (N_r, M) scores
     ids: PassedIds  # of own rows and columns
-    bias: Any
+    bias: Bias | None
     related: Related | None
     names: checks.Names
     check_finite: bool
@@ -106,7 +106,7 @@ class BatchPart(NamedTuple):
         dtypes = ", ".join(described(x) for x in self.tensors[:2])
         if len(self.tensors) == 1:
             dtypes = f"scores {str(self.tensors[0].dtype).removeprefix('torch.')}"
-        labels: list[Any] = [*self.ids]
+        labels: list[object] = [*self.ids]
         if self.related is not None:
             labels += self.related.groups
         words = [x is not None and checks.are_strings(x) for x in labels]

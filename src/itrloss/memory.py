@@ -33,7 +33,7 @@ from .engine.matrix import (
     large_matrix,
     memory_matrix,
 )
-from .engine.relation import IGNORE_ID, Relation, are_sets
+from .engine.relation import IGNORE_ID, Ids, Relation, are_sets
 from .engine.step import NO_COLUMNS, Layout, Place, Step, StepPart
 from .engine.vectors import Embeddings, normalized
 from .related import PassedIds, relation_of
@@ -491,6 +491,15 @@ def relations_to_memory(relation: Relation, memory: CoupledMemory) -> tuple[Rela
             image_ids = text_ids = torch.arange(n, device=relation.device)
     if image_ids is None:  # those of the texts are numbers of images
         image_ids = torch.arange(n, device=relation.device)
+    return relations_to_entries((n, m), (image_ids, text_ids), memory)
+
+
+def relations_to_entries(
+    shape: tuple[int, int], ids: Ids, memory: CoupledMemory
+) -> tuple[Relation, Relation]:
+    """Return which of a memory's entries match n images, and which m texts."""
+    n, m = shape
+    image_ids, text_ids = ids
     of_images = relation_to_entries(n, image_ids, memory)
     if text_ids is image_ids:
         return of_images, of_images
@@ -514,9 +523,8 @@ def several_processes(
     images, _ = batch.vectors
     both = images, Embeddings(share.cols)
     n, m = processes.padded
-    all_image_ids, all_text_ids = processes.ids
-    image_ids = processes.own(all_image_ids)
-    text_ids = processes.own(all_text_ids)
+    image_ids, text_ids = [processes.own(ids) for ids in processes.ids]
+    all_image_ids, _ = processes.ids
     image_keys = collectives.gather(padded(keys[0], n), processes.group)
     text_keys = collectives.gather(padded(keys[1], m), processes.group)
     to_images = Relation((m, len(all_image_ids)), (text_ids, all_image_ids), batch.device)
@@ -528,10 +536,7 @@ def several_processes(
         cols = keys_like(own, others, batch.engine)
         matrix = Matrix.of_embeddings(own, cols, relation, batch.engine, budget, strict=strict)
         matrices.append(matrix)
-    to_memory = (
-        relation_to_entries(n, image_ids, memory),
-        relation_to_entries(m, text_ids, memory),
-    )
+    to_memory = relations_to_entries((n, m), (image_ids, text_ids), memory)
     matrices += memory_matrices(both, memory, to_memory, engine)
     sides = []
     for matrix, size in zip(matrices, [*share.unpadded, *share.unpadded], strict=True):

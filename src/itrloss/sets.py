@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ def variance_aware_loss(
     detach_sigma: bool = False,
     shared_sigma: bool = True,
     reduction: Reduction = "mean",
-) -> Any:
+) -> Tensor | tuple[Tensor, ...]:
     """Return the variance-aware weighting loss of K heads of the images; see
     :class:`itrloss.VarianceAwareLoss`.
 
@@ -301,9 +301,9 @@ class _Given(NamedTuple):
     """The arguments of :func:`set_similarity` of one side."""
 
     side: str
-    sets: Any
-    lengths: Any
-    mask: Any
+    sets: object
+    lengths: object
+    mask: object
 
     @property
     def name(self) -> str:
@@ -375,7 +375,7 @@ def _existing(given: _Given, sets: Tensor) -> Sets:
     return Sets(sets, None, exists)
 
 
-def _lengths(name: str, lengths: Any, sets: Tensor) -> Tensor:
+def _lengths(name: str, lengths: object, sets: Tensor) -> Tensor:
     """Return the (...) int64 numbers of elements of sets (..., K, D)."""
     shape = tuple(sets.shape[:-2])
     lengths = as_integers(name, lengths)

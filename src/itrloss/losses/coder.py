@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY
 from typing import Any, NamedTuple
 
@@ -335,14 +336,11 @@ class CODERObjective(CheckedModule):
         prototype = zero
         # In evaluation mode there may be no prototypes yet.
         if self.prototype_weight and (self.training or len(self.prototypes)):
-            given = images, texts, image_concepts, text_concepts
+            rows = images, texts, image_concepts, text_concepts
             exist = _pairs_exist(images, texts, image_ids, text_ids)
             if exist is not None:
-                given = [x[exist] for x in given]
-            images, texts, image_concepts, text_concepts = given
-            ids = self._prototypes_of(images, texts)
-            if len(ids) or self.classifier.sharded:
-                prototype = self.classifier(image_concepts, text_concepts, ids)
+                rows = [x[exist] for x in rows]
+            prototype = self._prototype_term(rows, zero)
         total = (
             self.batch_weight * batch
             + self.memory_weight * against_memory
@@ -351,6 +349,14 @@ class CODERObjective(CheckedModule):
         )
         terms = batch, against_memory, concept, prototype
         return total, CODERTerms(*(term.detach() for term in terms))
+
+    def _prototype_term(self, rows: Sequence[Tensor], zero: Tensor) -> Tensor:
+        """Return the classification of pairs by their prototypes; ``zero`` without pairs."""
+        images, texts, image_concepts, text_concepts = rows
+        ids = self._prototypes_of(images, texts)
+        if len(ids) or self.classifier.sharded:
+            return self.classifier(image_concepts, text_concepts, ids)
+        return zero
 
     def _described(self) -> str:
         """Return what has to be the same in all processes, in words."""

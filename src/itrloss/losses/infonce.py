@@ -235,8 +235,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         sim = self._similarity(images, texts, ids, scores, related, check)
         if further is None:
             return self._with_telemetry(self.compute(sim), sim)
-        relation = relation_of(sim, ids, related, numbers[0])
-        value = self._with_further(sim, further, ids, related, relation)
+        value = self._with_further(sim, further, ids, related, numbers[0])
         return self._with_telemetry(value, sim)
 
     def _with_further(
@@ -245,7 +244,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         further: Further,
         ids: PassedIds,
         related: Related | None,
-        relation: ByIds,
+        negative_ids: Tensor | None,
     ) -> Values:
         """Return the loss with candidates outside the batch, or a guide."""
         guide = further.guide
@@ -256,6 +255,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             judge = self._judge(guide, sim, further.model, ids, related)
         if isinstance(guide, list):
             models.append(Model(*guide))
+        relation = relation_of(sim, ids, related, negative_ids)
         return self.compute(sim, self._further(sim, models, relation), judge)
 
     @torch.no_grad()
