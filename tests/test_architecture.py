@@ -174,7 +174,8 @@ IN_TORCH = words(
     torch.__version__
     torch.__file__ torch._dynamo.graph_break torch._subclasses.FakeTensor
     torch.accelerator.current_accelerator
-    torch.add torch.addcmul torch.addmm torch.allclose torch.amax torch.amp.is_autocast_available
+    torch.add torch.addcmul torch.addmm torch.allclose torch.amax torch.amp.GradScaler
+    torch.amp.is_autocast_available
     torch.arange torch.as_tensor torch.autocast torch.autograd.Function torch.autograd.backward
     torch.autograd.grad torch.autograd.gradcheck torch.autograd.graph.saved_tensors_hooks
     torch.backends.cpu.get_cpu_capability torch.backends.cuda.matmul torch.backends.mkldnn.enabled

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .checks import IdsLike
 from .distributed import collectives
-from .distributed.collectives import world_size
+from .distributed.collectives import ProcessGroup, world_size
 from .distributed.consensus import consensus, described, is_trained, numbered, padded
 from .distributed.shards import Processes
 from .engine.matrix import Bias
 from .engine.relation import IGNORE_ID, Relation, Rule
 from .engine.vectors import autocast_dtype
-from .related import Related, check_matches, groups_of, labels_of, weights_of
+from .related import PassedIds, Related, check_matches, groups_of, labels_of, weights_of
 
 
 class Known(NamedTuple):
@@ -48,8 +47,8 @@ class BatchPart(NamedTuple):
     """A process's part of a batch: embeddings of rows and columns, or its rows of scores."""
 
     tensors: tuple[Tensor, ...]  # (N_r, D) and (M_r, D), or (N_r, M) scores
-    ids: tuple[IdsLike | None, IdsLike | None]  # of own rows and columns
-    bias: Any
+    ids: PassedIds  # of own rows and columns
+    bias: Bias | None
     related: Related | None
     names: checks.Names
     check_finite: bool
@@ -84,15 +83,11 @@ class BatchPart(NamedTuple):
                 matches = matches.float()  # which has a nan, for padding
             has_weights = weights_of(matches)
             return Known((None, None), matches=matches, has_weights=has_weights)
-        if self.related is None and not any(checks.is_label_sets(x) for x in self.ids):
-            return Known(checks.check_ids(*self.ids, n, m, device, self.names))
-        related = Related() if self.related is None else self.related
-        rows, cols = labels_of((n, m), self.ids, device, self.names)
-        groups = groups_of((n, m), related, device, self.names)
-        row_ids, col_ids = self.ids
-        # numbers of this process would be no ids
-        known = None if row_ids is None else rows, None if col_ids is None else cols
-        return Known(known, groups, related.rule)
+        ids = labels_of((n, m), self.ids, device, self.names)
+        if self.related is None:
+            return Known(ids)
+        groups = groups_of((n, m), self.related, device, self.names)
+        return Known(ids, groups, self.related.rule)
 
     def widths(self) -> tuple[int, int]:
         """Return how many columns a matrix of matches and one of scores have; -1 for none."""
@@ -111,7 +106,7 @@ class BatchPart(NamedTuple):
         dtypes = ", ".join(described(x) for x in self.tensors[:2])
         if len(self.tensors) == 1:
             dtypes = f"scores {str(self.tensors[0].dtype).removeprefix('torch.')}"
-        labels: list[Any] = [*self.ids]
+        labels: list[object] = [*self.ids]
         if self.related is not None:
             labels += self.related.groups
         words = [x is not None and checks.are_strings(x) for x in labels]
@@ -123,7 +118,7 @@ class BatchPart(NamedTuple):
 
 
 def agreed(
-    part: BatchPart, group: Any, same: str | Callable[[], str], options: dict[str, Any]
+    part: BatchPart, group: ProcessGroup, same: str | Callable[[], str], options: dict[str, Any]
 ) -> tuple[Known, list[list[int]]]:
     """Return who matches in this process's part, and the numbers of all processes' rows and
     columns.
@@ -166,7 +161,7 @@ def divide_columns(every: list[list[int]]) -> None:
 
 
 def processes_of(
-    known: Known, sizes: list[list[int]], group: Any, device: torch.device
+    known: Known, sizes: list[list[int]], group: ProcessGroup, device: torch.device
 ) -> Processes:
     """Return the processes of a batch, with the ids and groups of all."""
     processes = Processes(group, sizes)

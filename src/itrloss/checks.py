@@ -20,6 +20,7 @@ from typing import (
     Literal,
     NamedTuple,
     TypeAlias,
+    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -38,6 +39,7 @@ else:
         return lambda cls: cls
 
 
+X = TypeVar("X")
 _AT_ONCE = 2**22  # elements checked at once
 _LARGEST = torch.finfo(torch.float32).max
 # What ids may be: integers of any type, or strings; see as_id_numbers.
@@ -57,11 +59,6 @@ class Names(NamedTuple):
 
 ROWS_AND_COLUMNS = Names()
 IMAGES_AND_TEXTS = Names("images", "texts", "image_ids", "text_ids")
-
-
-def nothing() -> str:
-    """Check nothing, and return no words."""
-    return ""
 
 
 def one_of(name: str, value: object, *allowed: object) -> None:
@@ -94,7 +91,7 @@ def as_number(name: str, value: Any, positive: bool = False) -> float:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-def as_size(name: str, value: Any) -> int:
+def as_size(name: str, value: object) -> int:
     """Return an integer of at least 1, of any type, as an int; raise an error for what is none."""
     size = as_int(name, value)
     if size < 1:
@@ -162,10 +159,11 @@ def check_embeddings(
     if rows.shape[1] != cols.shape[1]:
         expected = f"embeddings of dimension {rows.shape[1]} like {names.rows}"
         raise ValueError(f"{names.cols}: expected {expected}, got shape {tuple(cols.shape)}")
-    check_alike(names.cols, cols, names.rows, rows)
+    if rows.dtype != cols.dtype or rows.device != cols.device:
+        check_alike(names.cols, cols, names.rows, rows)
 
 
-def missing_side(rows: Any, names: Names) -> TypeError:
+def missing_side(rows: object, names: Names) -> TypeError:
     """Return the error for embeddings of one side alone, which may be scores."""
     if not isinstance(rows, Tensor):
         got = f"{_type(rows)} and None"
@@ -247,21 +245,23 @@ def from_numpy(x: Any) -> Any:
         return torch.from_numpy(x)
 
 
-def as_id_numbers(name: str, ids: Any, size: int | None = None) -> Tensor:
+def as_id_numbers(name: str, ids: object, size: int | None = None) -> Tensor:
     """Return ids as a tensor of integers: a tensor or an array of any integer type, or a list of
     integers; or strings, whose numbers are the same in every call, process and file.
     """
-    if not isinstance(ids, Tensor) and are_strings(ids):
-        return _numbers_of_strings(_id_array(ids))
+    if not isinstance(ids, Tensor):
+        array = _id_array(ids)
+        if array.dtype.kind == "U":
+            return _numbers_of_strings(array)
     return as_integers(name, ids, size)
 
 
-def are_strings(ids: Any) -> bool:
+def are_strings(ids: object) -> bool:
     """Return whether ids are strings."""
     return not isinstance(ids, Tensor) and _id_array(ids).dtype.kind == "U"
 
 
-def _id_array(ids: Any) -> np.ndarray:
+def _id_array(ids: object) -> np.ndarray:
     """Return ids that are no tensor as an array, of strings if all are strings."""
     if isinstance(ids, (list, tuple)) and any(isinstance(x, Tensor) for x in ids):
         ids = [x.tolist() if isinstance(x, Tensor) else x for x in ids]
@@ -285,7 +285,7 @@ def _id_array(ids: Any) -> np.ndarray:
     return array
 
 
-def _as_array(ids: Any) -> np.ndarray:
+def _as_array(ids: object) -> np.ndarray:
     """Return ids as an array, of None where lists have different lengths or entries are masked."""
     if np.ma.is_masked(ids):
         return np.array(None)
@@ -316,46 +316,36 @@ def _numbers_of_strings(strings: np.ndarray) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(strings.shape)
 
 
-def as_integers(name: str, x: Any, size: int | None = None) -> Tensor:
+def as_integers(name: str, given: object, size: int | None = None) -> Tensor:
     """Return a tensor, an array or a list of integers as a tensor; raise a TypeError for others."""
-    given = x
+    x = given
     if not isinstance(x, Tensor):
-        x = from_numpy(_id_array(x))
-    is_other = not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex()
-    if is_other or x.dtype == torch.bool:
-        got = _type(given)
+        array = _id_array(given)
+        x = from_numpy(array)
         if not isinstance(x, Tensor):
-            kind = _id_array(given).dtype
-            got = f"{got} of {'strings' if kind.kind == 'U' else kind}"
-        # Formatted for the error alone: the compiler would specialise on the size.
-        shape = "(N,)" if size is None else f"({size},)"
-        hint = in_place_of_ids(name, x)
-        raise TypeError(f"{name}: expected an integer tensor of shape {shape}, got {got}{hint}")
+            kind = "strings" if array.dtype.kind == "U" else array.dtype
+            raise no_integers(name, x, size, f"{type(given).__name__} of {kind}")
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise no_integers(name, x, size, _type(given))
     return x
 
 
-def as_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
+def no_integers(name: str, x: object, size: int | None, got: str) -> TypeError:
+    """Return the error for what are no integers."""
+    # Formatted for the error alone: the compiler would specialise on the size.
+    shape = "(N,)" if size is None else f"({size},)"
+    hint = in_place_of_ids(name, x)
+    return TypeError(f"{name}: expected an integer tensor of shape {shape}, got {got}{hint}")
+
+
+def as_ids(name: str, ids: object, size: int, device: torch.device) -> Tensor:
     """Return a copy of the ids as a (size,) int64 tensor on the device; see
     :func:`as_id_numbers`. A column (size, 1) of a table will do.
     """
     return _copied(name, as_id_numbers(name, ids, size), size, device)
 
 
-def is_label_sets(ids: Any) -> bool:
-    """Return whether ids are sets of labels (N, k) of more than one label."""
-    if ids is None or isinstance(ids, str):
-        return False
-    shape = getattr(ids, "shape", None)
-    if shape is None:
-        return isinstance(ids, (list, tuple)) and any(
-            isinstance(x, (list, tuple)) and len(x) > 1 for x in ids
-        )
-    if len(shape) != 2 or shape[1] < 2:
-        return False
-    return not isinstance(ids, Tensor) or not (ids.is_floating_point() or ids.dtype == torch.bool)
-
-
-def as_indices(name: str, x: Any, size: int, device: torch.device) -> Tensor:
+def as_indices(name: str, x: object, size: int, device: torch.device) -> Tensor:
     """Return a copy of integers that are no ids as a (size,) int64 tensor on the device."""
     return _copied(name, as_integers(name, x, size), size, device)
 
@@ -369,6 +359,19 @@ def _copied(name: str, x: Tensor, size: int, device: torch.device) -> Tensor:
     return as_int64(name, x).to(device, copy=True)
 
 
+def as_labels(name: str, ids: object, size: int, device: torch.device) -> Tensor:
+    """Return a copy of ids as (size,) int64 on the device, or of sets of labels as (size, k).
+
+    A column (size, 1) of a table is one of ids.
+    """
+    x = as_id_numbers(name, ids, size)
+    if x.dim() != 2 or x.shape[1] < 2:
+        return _copied(name, x, size, device)
+    if len(x) != size:
+        raise ValueError(f"{name}: expected shape ({size}, k), got {tuple(x.shape)}")
+    return as_int64(name, x).to(device, copy=True)
+
+
 def as_int64(name: str, x: Tensor) -> Tensor:
     """Return integers as int64; raise a ValueError for larger ones."""
     if x.dtype == torch.uint64 and (x.view(torch.int64) < 0).any():
@@ -378,7 +381,7 @@ def as_int64(name: str, x: Tensor) -> Tensor:
     return x.long()
 
 
-def as_mask(name: str, mask: Any, shape: tuple[int, ...]) -> Tensor:
+def as_mask(name: str, mask: object, shape: tuple[int, ...]) -> Tensor:
     """Return a mask of bools, or of integers 0 and 1: a tensor, an array or nested lists."""
     if isinstance(mask, (list, tuple)):
         mask = np.array(mask)
@@ -401,30 +404,8 @@ def check_range(name: str, x: Tensor, largest: int) -> None:
         raise ValueError(f"{name}: expected integers from 0 to {largest}, got {low} to {high}")
 
 
-def check_ids(
-    row_ids: Any, col_ids: Any, n: int, m: int, device: torch.device, names: Names
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the (N,) and (M,) int64 ids, or None where they are left out; column ids may come
-    alone.
-    """
-    if col_ids is None:
-        if row_ids is not None:
-            raise ids_of_one_side(row_ids, names)
-        if n != m and not names.col_ids:
-            raise ValueError(f"{names.cols}: expected as many as {names.rows}, {n}, got {m}")
-        if n != m:
-            got = f"{n} {names.rows} and {m} {names.cols}"
-            needed = f"needed for {got}; only N = M has a default pairing"
-            hint = consecutive_ids(n, m, names.row_ids, names.col_ids)
-            raise ValueError(f"{names.row_ids}, {names.col_ids}: {needed}{hint}")
-        return None, None
-    if row_ids is None:  # the columns' ids are numbers of rows
-        return None, as_indices(names.col_ids, col_ids, m, device)
-    return ids_of_both(row_ids, col_ids, n, m, device, names)
-
-
 def check_biases(
-    bias: Any, n: int, m: int, check_finite: bool = False
+    bias: object, n: int, m: int, check_finite: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the (N,) and (M,) biases; raise an error unless they are a pair of tensors or None."""
     if bias is None:
@@ -443,7 +424,7 @@ def check_biases(
     return biases
 
 
-def ids_of_one_side(row_ids: Any, names: Names) -> Exception:
+def ids_of_one_side(row_ids: object, names: Names) -> Exception:
     """Return the error for ids of rows alone, which may be something else."""
     shape = tuple(getattr(row_ids, "shape", ()))
     if len(shape) == 2 and 1 not in shape:
@@ -456,7 +437,17 @@ def ids_of_one_side(row_ids: Any, names: Names) -> Exception:
     return ValueError(f"{names.col_ids}: expected ids to go with {names.row_ids}, got None")
 
 
-def check_same_kind(name: str, ids: Any, other_name: str, others: Any) -> None:
+def no_default_pairing(n: int, m: int, names: Names) -> ValueError:
+    """Return the error for n rows and m columns without ids, which have no default pairing."""
+    if not names.col_ids:
+        return ValueError(f"{names.cols}: expected as many as {names.rows}, {n}, got {m}")
+    got = f"{n} {names.rows} and {m} {names.cols}"
+    needed = f"needed for {got}; only N = M has a default pairing"
+    hint = consecutive_ids(n, m, names.row_ids, names.col_ids)
+    return ValueError(f"{names.row_ids}, {names.col_ids}: {needed}{hint}")
+
+
+def check_same_kind(name: str, ids: object, other_name: str, others: object) -> None:
     """Raise a TypeError for strings beside integers, which never match."""
     if are_strings(ids) != are_strings(others):
         expected = f"strings with strings in {name}, integers with integers"
@@ -464,7 +455,7 @@ def check_same_kind(name: str, ids: Any, other_name: str, others: Any) -> None:
 
 
 def ids_of_both(
-    row_ids: Any, col_ids: Any, n: int, m: int, device: torch.device, names: Names
+    row_ids: object, col_ids: object, n: int, m: int, device: torch.device, names: Names
 ) -> tuple[Tensor, Tensor]:
     """Return the (N,) and (M,) int64 ids of both sides, both of strings or neither."""
     check_same_kind(names.row_ids, row_ids, names.col_ids, col_ids)
@@ -475,7 +466,7 @@ def ids_of_both(
 
 
 def as_value(
-    name: str, value: Any, size: int, dtype: torch.dtype, device: torch.device
+    name: str, value: object, size: int, dtype: torch.dtype, device: torch.device
 ) -> float | Tensor:
     """Return a number as a float, or a tensor of one or ``size`` values as (1,) or (size,)."""
     if isinstance(value, list):
@@ -485,14 +476,15 @@ def as_value(
     if type(value) is float and abs(value) <= _LARGEST:
         return value
     if not isinstance(value, Tensor):
-        check_number(name, value)
-        return float(value)
+        return float(as_number(name, value))
     if value.numel() != 1 and value.shape != (size,):
         raise ValueError(f"{name}: expected a number or shape ({size},), got {tuple(value.shape)}")
     return value.flatten().to(device, dtype)
 
 
-def as_tensor(name: str, value: Any, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def as_tensor(
+    name: str, value: object, size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Return a number, or a tensor of one or ``size`` values, as a tensor (1,) or (size,)."""
     checked = as_value(name, value, size, dtype, device)
     if isinstance(checked, Tensor):
@@ -500,7 +492,7 @@ def as_tensor(name: str, value: Any, size: int, dtype: torch.dtype, device: torc
     return torch.full((1,), checked, dtype=dtype, device=device)
 
 
-def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | None:
+def as_bias(name: str, bias: object, size: int, device: torch.device) -> Tensor | None:
     """Return the (size,) bias of candidates, detached, on the device; None if there is none."""
     if bias is None:
         return None
@@ -512,7 +504,7 @@ def as_bias(name: str, bias: Any, size: int, device: torch.device) -> Tensor | N
     return bias.detach().to(device)
 
 
-def unchanged(x: Any) -> Any:
+def unchanged(x: X) -> X:
     """Return what is passed: a parameter is the option itself."""
     return x
 
@@ -534,7 +526,7 @@ class ReadParameter:
     def __init__(self, learnt: Learnt):
         self.learnt = learnt
 
-    def __get__(self, module: Any, owner: type) -> Any:
+    def __get__(self, module: object, owner: type) -> object:
         if module is None:
             return self
         return self.learnt.value(getattr(module, self.learnt.parameter))
@@ -544,7 +536,7 @@ class ReadParameter:
 class Option:
     """An option of a class of :class:`Options`; for what is passed see :func:`option`."""
 
-    default: Any = ...
+    default: object = ...
     above: float = -math.inf
     at_least: float = -math.inf
     at_most: float = math.inf
@@ -554,12 +546,12 @@ class Option:
     local: bool = False
     # what the class's body says
     name: str = ""
-    kind: Any = Any  # its type
+    kind: object = None  # its type
     keyword_only: bool = False
-    words: tuple[Any, ...] = ()  # that the type allows, such as "mean", True or None
+    words: tuple[object, ...] = ()  # that the type allows, such as "mean", True or None
     number: type | None = None  # float or int, if the type allows numbers
 
-    def declare(self, name: str, kind: Any, keyword_only: bool) -> None:
+    def declare(self, name: str, kind: object, keyword_only: bool) -> None:
         """Set the name and the type."""
         self.name = name
         self.kind = kind
@@ -569,14 +561,17 @@ class Option:
             others.discard(Tensor)  # which it then is, and is set to numbers all the same
         if not others - {float, int}:
             self.words = words
-            self.number = float if float in others else next(iter(others), None)
+            if float in others:
+                self.number = float
+            elif int in others:
+                self.number = int
 
     @property
     def may_be_anything(self) -> bool:
         """Whether its type is none that is checked."""
         return self.converter is None and self.number is None and not self.words
 
-    def parse(self, value: Any) -> Any:
+    def parse(self, value: object) -> object:
         """Return an allowed value in the type in which it is kept; raise an error for another."""
         if self.may_be_anything:
             return value
@@ -619,7 +614,7 @@ class Option:
 
 def option(
     *,
-    default: Any = ...,
+    default: object = ...,
     above: float = -math.inf,
     at_least: float = -math.inf,
     at_most: float = math.inf,
@@ -643,7 +638,7 @@ def option(
     return Option(default, above, at_least, at_most, converter, learnt, fixed, local)
 
 
-def parts_of_type(kind: Any) -> tuple[tuple[Any, ...], set[Any]]:
+def parts_of_type(kind: object) -> tuple[tuple[object, ...], set[object]]:
     """Return the words that a type allows, such as those of a Literal, and the types of others."""
     origin = get_origin(kind)
     if origin is Literal:
@@ -654,8 +649,8 @@ def parts_of_type(kind: Any) -> tuple[tuple[Any, ...], set[Any]]:
         return (None,), set()
     if origin is not Union and origin is not UnionType:
         return (), {kind}
-    words: tuple[Any, ...] = ()
-    others = set()
+    words: tuple[object, ...] = ()
+    others: set[object] = set()
     for part in get_args(kind):
         own, types = parts_of_type(part)
         words += own
@@ -663,7 +658,7 @@ def parts_of_type(kind: Any) -> tuple[tuple[Any, ...], set[Any]]:
     return words, others
 
 
-def evaluated(annotation: Any, owner: type) -> Any:
+def evaluated(annotation: object, owner: type) -> object:
     """Return the type that an annotation in a class's body stands for; an unknown one as it is,
     such as a name that is imported for type checkers alone.
     """
@@ -690,7 +685,7 @@ class Options:
     _own_options: ClassVar[dict[str, Option]] = {}  # of one class
     _all_options: ClassVar[dict[str, Option]] = {}
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Make the options and the signature of a class."""
         super().__init_subclass__(**kwargs)
         cls._own_options = own_options(cls)
@@ -721,7 +716,7 @@ class Options:
     def __post_init__(self) -> None:
         """Make what depends on the options, such as parameters; a subclass calls this one first."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; check it if it is an option."""
         declared = self._all_options.get(name)
         if declared is None:
@@ -733,7 +728,7 @@ class Options:
             )
         self._set_option(declared, value)
 
-    def _set_option(self, declared: Option, value: Any) -> None:
+    def _set_option(self, declared: Option, value: object) -> None:
         """Check and keep the value of an option."""
         self.__dict__[declared.name] = declared.parse(value)
 
@@ -821,7 +816,7 @@ def signature_of(options: Mapping[str, Option]) -> inspect.Signature:
 
 
 def extended_signature(
-    function: Callable[..., Any], options: Mapping[str, Option]
+    function: Callable[..., object], options: Mapping[str, Option]
 ) -> inspect.Signature:
     """Return the signature of a constructor of one's own, with the options that it passes on by
     ``**``.
@@ -848,14 +843,14 @@ class WholeState(nn.Module):
         """Return whether a key of the state, from this module on, may be missing or unexpected."""
         return name.split(".")[-1] == "_extra_state"
 
-    def before_assignment(self, loaded: Mapping[str, Any]) -> None:
+    def before_assignment(self, loaded: Mapping[str, Tensor]) -> None:
         """Prepare for a state, by keys from this module on, that is loaded with ``assign=True``."""
 
     def _load_from_state_dict(
         self,
         state_dict: Mapping[str, Any],
         prefix: str,
-        local_metadata: Any,
+        local_metadata: dict[str, Any],
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
@@ -880,7 +875,7 @@ class WholeState(nn.Module):
         for keys in (missing_keys, unexpected_keys):
             keys[:] = [key for key in keys if not self._excused(key, prefix)]
 
-    def _misfit(self, loaded: Mapping[str, Any]) -> str:
+    def _misfit(self, loaded: Mapping[str, Tensor]) -> str:
         """Return what is wrong with a buffer of a state; nothing if all fit."""
         for name, own in self._buffers.items():
             new = loaded.get(name)
@@ -898,7 +893,7 @@ class CheckedModule(Options, WholeState):
 
     # The parameters in shards, which the optimiser moves, by name: in a forward pass,
     # ``fully_shard`` puts gathered copies in their place.
-    _shards: ClassVar[Mapping[str, Any]] = {}
+    _shards: ClassVar[Mapping[str, Tensor]] = {}
 
     def _to_write(self, name: str) -> list[Tensor]:
         """Return what a change of a parameter is written to: it and, if it is a gathered copy, the
@@ -1053,7 +1048,7 @@ def in_place_of_images(value: object) -> str:
     return ""
 
 
-def as_floats(name: str, x: Any) -> str:
+def as_floats(name: str, x: object) -> str:
     """Return how to make a floating-point tensor of what is none; empty for no idea."""
     if isinstance(x, Tensor) and name == "negatives" and not x.is_complex():
         return "; for row numbers of a corpus, pass those rows: corpus[negatives]"

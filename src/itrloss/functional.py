@@ -11,7 +11,7 @@ does not count in a mean.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from .sets import variance_aware_loss as variance_aware_loss
 from .similarity import SIDES, Engine, Similarity
 from .terms import excess, log1p_clamp, log1p_relu, pair_term, softplus
 
+#: A loss: a 0-dim tensor or, with ``reduction="none"``, the values of each anchor.
+Values = Tensor | tuple[Tensor, ...]
+Similarities = TypeVar("Similarities", bound=Anchors)
 Diversity = Literal["std", "entropy", None]
 Mining = Literal["hardest", "all"]
 PositiveWeight = float | Literal["paper"]
@@ -51,6 +54,7 @@ def std_diversity(sim: Anchors, epsilon: float = 0.1) -> Tensor:
     row. Differentiable. For the columns pass ``sim.T``; for both ``sim.both``, where each side is
     divided by its own maximum.
     """
+    _check_similarity("sim", sim)
     return _diversity([sim], "std", epsilon)
 
 
@@ -63,6 +67,7 @@ def entropy_diversity(sim: Anchors, epsilon: float = 0.1, temperature: float = 1
     temperature 1, with 128 candidates, H is within about 2 % of log2 128 and every score
     practically 1. One of the order of the scores' spread is informative.
     """
+    _check_similarity("sim", sim)
     return _diversity([sim], "entropy", epsilon, temperature)
 
 
@@ -77,23 +82,17 @@ def _diversity(
 
     ``several``: the same anchors with the candidates over which diversities are averaged.
     """
-    for anchors in several:
-        _check_similarity("sim", anchors)
-    one_of("diversity", kind, "std", "entropy", None)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
         together = several[0] if len(several) == 1 else Anchors.together(*several)
-        spread = _spread(together, kind, temperature)
+        if kind == "std":
+            spread = together.std()
+        else:
+            one_of("diversity", kind, "std", "entropy", None)
+            spread = together.entropy(temperature).clamp_min(1e-6)
         diversity = together.over_group_amax(torch.exp(-epsilon / spread) + 1)
         if len(several) == 1:
             return diversity
         return diversity.view(len(several), -1).mean(0)
-
-
-def _spread(anchors: Anchors, kind: Diversity, temperature: float) -> Tensor:
-    """Return the (A,) standard deviations of each anchor's negatives, or their entropies."""
-    if kind == "std":
-        return anchors.std()
-    return anchors.entropy(temperature).clamp_min(1e-6)
 
 
 def diversity_contrastive_loss(  # noqa: PLR0913 (the options of the module)
@@ -126,7 +125,7 @@ def diversity_contrastive_loss(  # noqa: PLR0913 (the options of the module)
         diversity = _diversity(diversity_of or [anchors], *settings)
         if epsilon >= 0:  # then a diversity is in [1/2, 1]
             at_most = 2 / temperature
-    scale: Any = 1 / temperature
+    scale: float | Tensor = 1 / temperature
     if diversity is not None:
         scale = (temperature * diversity).reciprocal()
     repulsion = anchors.log1p_sum_exp(scale, margin, at_most=at_most)
@@ -263,7 +262,7 @@ def _valid(anchors: Anchors, positives: Anchors) -> Tensor:
 
 def hard_logsumexp(
     anchors: Anchors,
-    scale: Any,
+    scale: float | Tensor,
     hardness: float,
     below: Limit,
     guide: Anchors | None,
@@ -275,7 +274,7 @@ def hard_logsumexp(
         return anchors.logsumexp(scale, below=below, guide=guide)
     share = scale / (scale + hardness)
     rest = hardness / (scale + hardness)  # 1 - share could be 0: times an empty sum's -inf, nan
-    if isinstance(scale, Tensor):
+    if isinstance(share, Tensor) and isinstance(rest, Tensor):
         share = share.detach()
         rest = rest.detach()
     whole = anchors.logsumexp(scale / share, below=below, guide=guide)
@@ -340,9 +339,9 @@ def memory_info_nce_loss(
     return weighted_mean(contrast, imitation, distillation)
 
 
-def weighted_mean(first: Any, second: Any, weight: float) -> Any:
+def weighted_mean(first: Values, second: Values, weight: float) -> Values:
     """Return ``(1 - w) a + w b`` of two losses, or of two tuples of values of each anchor."""
-    if isinstance(first, Tensor):
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.lerp(first, second, weight)
     return tuple(torch.lerp(a, b, weight) for a, b in zip(first, second, strict=True))
 
@@ -369,18 +368,7 @@ def sigmoid_loss(
         total = sim.weighted_sum(softplus, scale=scale, shift=bias)
         positives = sim.sum_of_positives(softplus, scale=-scale, shift=-bias, weights="factor")
         total = total + positives.sum()
-        if reduction == "sum":
-            return sim.total(total)
-        pairs = sim.pairs
-        everyone = pairs.groups is None and pairs.exists(0) is None and pairs.exists(1) is None
-        if sim.share is None and everyone:
-            n, m = [max(1, size) for size in sim.totals]
-            return total * (0.5 / n + 0.5 / m)
-        rows, cols = [side.positive_counts + side.negative_counts > 0 for side in (sim, sim.T)]
-        numbers = torch.stack([total, rows.sum().to(total), cols.sum().to(total)])
-        total, n, m = sim.total(numbers)
-        # The batches of several processes may all be empty.
-        return total * (0.5 / n.clamp_min(1) + 0.5 / m.clamp_min(1))
+        return sim.total(total) if reduction == "sum" else _per_row_and_column(sim, total)
     # Values of anchors need the columns, too.
     anchors = sim.both
     values = anchors.sum(softplus, scale=scale, shift=bias)
@@ -390,6 +378,21 @@ def sigmoid_loss(
     # One half of a pair's value counts for its row and the other for its column.
     existing = anchors.counts(positive=True) + anchors.counts(positive=False) > 0
     return anchors.reduce(0.5 * values, reduction, existing)
+
+
+def _per_row_and_column(sim: Similarity, total: Tensor) -> Tensor:
+    """Return a total of pairs, divided by the numbers of rows and of columns that exist, one half
+    by each.
+    """
+    pairs = sim.pairs
+    if sim.share is None and pairs.others_are_negatives and pairs.all_exist:
+        n, m = pairs.shape
+        return total * (0.5 / n + 0.5 / m)
+    rows, cols = [side.positive_counts + side.negative_counts > 0 for side in (sim, sim.T)]
+    numbers = torch.stack([total, rows.sum().to(total), cols.sum().to(total)])
+    total, n, m = sim.total(numbers)
+    # The batches of several processes may all be empty.
+    return total * (0.5 / n.clamp_min(1) + 0.5 / m.clamp_min(1))
 
 
 def triplet_loss(
@@ -417,7 +420,7 @@ def triplet_loss(
     return anchors.reduce(values, reduction)
 
 
-def check_mining(mining: Any, temperature: float | None) -> None:
+def check_mining(mining: str, temperature: float | None) -> None:
     """Raise a ValueError unless the negatives that count are known, and fit the temperature."""
     one_of("mining", mining, "hardest", "all")
     if mining == "all" and temperature is not None:
@@ -465,14 +468,14 @@ def prototype_classification_loss(
     return total / batch if reduction == "mean" else total
 
 
-def _anchors(sim: Any) -> Anchors:
+def _anchors(sim: Anchors) -> Anchors:
     """Return the rows and columns of a similarity; raise an error if it is none."""
     if not isinstance(sim, Anchors):
         _check_similarity("sim", sim)
     return sim.both
 
 
-def check_other_model(name: str, other: Any, sim: Any) -> Any:
+def check_other_model(name: str, other: Similarities, sim: Anchors) -> Similarities:
     """Return another model's similarities, which have to be of as many rows and columns."""
     _check_similarity(name, other)
     own_shapes = sim.both.shapes

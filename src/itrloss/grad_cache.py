@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from .suspicious import warn
 
 __all__ = ["grad_cache_step"]
 
+Tree: TypeAlias = Any  # a tensor, or nested tuples, lists and mappings of tensors and flags
+Split: TypeAlias = Callable[[Tree, int], Sequence[Tree]]
 # Methods that modules have whose gradients are exchanged: DDP and FSDP, FSDP2.
 _EXCHANGES = ("no_sync", "set_requires_gradient_sync")
 # What is passed on with every chunk as it is.
@@ -41,16 +43,16 @@ _OUTPUT = (
 
 
 def grad_cache_step(
-    loss: Callable[..., Any],
-    encoders: Sequence[Callable[..., Any]],
-    inputs: Sequence[Any],
+    loss: Callable[..., Tree],
+    encoders: Sequence[Callable[..., Tree]],
+    inputs: Sequence[Tree],
     chunk_size: int,
     *,
-    scaler: Any = None,
-    output: Callable[[Any], Any] | None = None,
-    split: Callable[[Any, int], Sequence[Any]] | None = None,
-    **loss_kwargs: Any,
-) -> Any:
+    scaler: torch.amp.GradScaler | None = None,
+    output: Callable[[Any], Tree] | None = None,
+    split: Split | None = None,
+    **loss_kwargs: object,
+) -> Tree:
     """Run forward and backward of ``loss(encoders[0](inputs[0]), encoders[1](inputs[1]), ...,
     **loss_kwargs)``.
 
@@ -111,7 +113,7 @@ def grad_cache_step(
     return result
 
 
-def _check_lists(encoders: Any, inputs: Any) -> None:
+def _check_lists(encoders: Sequence[object], inputs: Sequence[object]) -> None:
     """Raise an error unless there is one input for each encoder."""
     for name, x in (("encoders", encoders), ("inputs", inputs)):
         if not isinstance(x, (tuple, list)):
@@ -122,7 +124,9 @@ def _check_lists(encoders: Any, inputs: Any) -> None:
         raise ValueError(f"inputs: expected {expected}, got {len(inputs)}")
 
 
-def _check_callables(loss: Any, encoders: Sequence[Any], output: Any, split: Any) -> None:
+def _check_callables(
+    loss: object, encoders: Sequence[object], output: object, split: object
+) -> None:
     """Raise an error unless all can be called; None stands for no output and no split."""
     for name, x in (("loss", loss), *((f"encoders[{i}]", x) for i, x in enumerate(encoders))):
         if not callable(x):
@@ -174,7 +178,7 @@ def _warn_of_untrained(towers: Sequence[_Tower]) -> None:
 
 
 def _checked_embeddings(
-    towers: Sequence[_Tower], loss: Callable[..., Any], embeddings: Sequence[Any]
+    towers: Sequence[_Tower], loss: Callable[..., object], embeddings: Sequence[object]
 ) -> None:
     """Raise an error if a loss of this library would get what is no tensor from an encoder."""
     if not isinstance(loss, (Loss, Matryoshka)):
@@ -195,8 +199,11 @@ def _checked_embeddings(
 
 
 def _loss_backward(
-    towers: list[_Tower], loss: Callable[..., Any], loss_kwargs: dict[str, Any], scaler: Any
-) -> Any:
+    towers: list[_Tower],
+    loss: Callable[..., Tree],
+    loss_kwargs: Mapping[str, object],
+    scaler: torch.amp.GradScaler | None,
+) -> Tree:
     """Return what the loss returns, detached; leave the embeddings' gradients in the towers."""
     embeddings = [tower.first_pass() for tower in towers]
     _checked_embeddings(towers, loss, embeddings)
@@ -250,7 +257,7 @@ def _give_parameters(towers: list[_Tower], gradients: dict[Tensor, Tensor]) -> N
             p.grad += gradient
 
 
-def _checked_total(result: Any) -> Tensor:
+def _checked_total(result: object) -> Tensor:
     """Return the scalar of what a loss returned; raise an error if there is none."""
     total = result[0] if isinstance(result, (tuple, list)) else result
     if not isinstance(total, Tensor):
@@ -271,9 +278,9 @@ class _Tower:
     def __init__(
         self,
         name: str,
-        encoder: Callable[..., Any],
-        chunks: list[Any],
-        output: Callable[[Any], Any] | None,
+        encoder: Callable[..., Tree],
+        chunks: list[Tree],
+        output: Callable[[Any], Tree] | None,
         *,
         by_rows: bool,  # a chunk's tensors have one row for each row that the encoder returns
     ):
@@ -294,7 +301,7 @@ class _Tower:
         """Whether the loss depends on the embeddings."""
         return any(gradient is not None for gradient in self.gradients)
 
-    def first_pass(self) -> Any:
+    def first_pass(self) -> Tree:
         """Return the embeddings of all rows, without a graph."""
         self.before = _state(self.modules)
         with torch.no_grad():
@@ -343,10 +350,10 @@ class _Tower:
                 _backward(outputs, needed)
         return trains
 
-    def encode(self, i: int) -> Any:
+    def encode(self, i: int) -> Tree:
         """Return what the loss needs of the encoder's output for chunk i, checked."""
         # cloned, as an encoder may write to it
-        chunk: Any = tree_map_only(Tensor, Tensor.clone, self.chunks[i])
+        chunk: Tree = tree_map_only(Tensor, Tensor.clone, self.chunks[i])
         if isinstance(chunk, dict):
             output = self.encoder(**chunk)
         elif isinstance(chunk, (tuple, list)):
@@ -374,7 +381,7 @@ class _Tower:
                 raise ValueError(f"{expected} shape ({rows}, ...), got {got}; {_OUTPUT}")
         return output
 
-    def joined(self, *parts: Any) -> Any:
+    def joined(self, *parts: Tree) -> Tree:
         """Return an output of all chunks, concatenated; what is no tensor, of the last."""
         if not any(isinstance(part, Tensor) for part in parts):
             return parts[-1]
@@ -390,7 +397,7 @@ class _Tower:
         return torch.cat(parts)
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: Tree) -> Tree:
     """Return nested containers with dictionaries in place of other mappings, such as a tokenizer's
     ``BatchEncoding``.
     """
@@ -399,14 +406,12 @@ def _plain(x: Any) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-def _tensors(x: Any) -> list[Tensor]:
+def _tensors(x: Tree) -> list[Tensor]:
     """Return the tensors in nested containers."""
     return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
 
 
-def _chunks(
-    name: str, inputs: Any, chunk_size: int, split: Callable[[Any, int], Any] | None
-) -> list[Any]:
+def _chunks(name: str, inputs: Tree, chunk_size: int, split: Split | None) -> list[Tree]:
     """Return the chunks of an encoder's input, checked: some rows each, or as ``split`` cuts it."""
     if split is None:
         inputs = _checked_inputs(name, inputs)
@@ -423,7 +428,7 @@ def _chunks(
     return [_checked_inputs(f"split({name})[{i}]", chunk) for i, chunk in enumerate(chunks)]
 
 
-def _checked_inputs(name: str, inputs: Any) -> Any:
+def _checked_inputs(name: str, inputs: Tree) -> Tree:
     """Return inputs with dictionaries for other mappings; raise an error if they have no tensors,
     or tensors with a graph.
     """
@@ -442,7 +447,7 @@ def _checked_inputs(name: str, inputs: Any) -> Any:
     return inputs
 
 
-def _batch_size(name: str, inputs: Any) -> int:
+def _batch_size(name: str, inputs: Tree) -> int:
     """Return the number of rows of an encoder's input, which all its tensors have."""
     shapes = [tuple(x.shape) for x in _tensors(inputs)]
     if len({shape[:1] for shape in shapes}) != 1 or not any(shapes[0][:1]):
@@ -455,7 +460,7 @@ def _batch_size(name: str, inputs: Any) -> int:
     return shapes[0][0]
 
 
-def _modules(encoder: Any) -> list[nn.Module]:
+def _modules(encoder: object) -> list[nn.Module]:
     """Return the module that an encoder is, or whose method it is, and all modules in it; none of
     other callables.
     """

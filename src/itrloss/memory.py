@@ -16,13 +16,13 @@ from .checks import (
     CheckedModule,
     IdsLike,
     WholeState,
+    check_alike,
     check_embeddings,
     check_matrix,
-    nothing,
     one_of,
     option,
 )
-from .distributed import collectives
+from .distributed import ProcessGroup, collectives
 from .distributed.consensus import digest, gather_parts, padded, world_size
 from .distributed.shards import Share
 from .engine.matrix import (
@@ -33,10 +33,10 @@ from .engine.matrix import (
     large_matrix,
     memory_matrix,
 )
-from .engine.relation import IGNORE_ID, Relation, are_sets
+from .engine.relation import IGNORE_ID, Ids, Relation, are_sets
 from .engine.step import NO_COLUMNS, Layout, Place, Step, StepPart
 from .engine.vectors import Embeddings, normalized
-from .related import relation_of
+from .related import PassedIds, relation_of
 from .similarity import SIDES, Directions, Engine, Similarity
 
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
@@ -117,7 +117,7 @@ class CoupledMemory(CheckedModule):
         image_keys: Tensor,
         text_keys: Tensor,
         ids: IdsLike | None = None,
-        process_group: Any = None,
+        process_group: ProcessGroup = None,
     ) -> None:
         """Store a batch of pairs in place of the oldest entries.
 
@@ -248,7 +248,7 @@ def _are_names(ids: IdsLike | None) -> bool | None:
     return None if ids is None else checks.are_strings(ids)
 
 
-def find_labels(memory: CoupledMemory, _: Any) -> None:
+def find_labels(memory: CoupledMemory, _: object) -> None:
     """Find whether the entries that a memory loaded have ids. Synchronises with an accelerator.
 
     Entries without ids are numbered from the least int64 on.
@@ -288,29 +288,30 @@ class MemorySimilarity(NamedTuple):
         engine: Engine = "auto",
         check_finite: bool = False,
         gather: bool = False,
-        process_group: Any = None,
-        same: Callable[[], str] = nothing,
+        process_group: ProcessGroup = None,
+        same: Callable[[], str] | None = None,
     ) -> MemorySimilarity:
         """Return the similarities of a batch, from the arguments of :class:`MemoryLoss`.
 
         With ``gather``, it is a batch that several processes share; ``same``: see
         :meth:`itrloss.Similarity.sharded`.
         """
-        own_keys = image_keys, text_keys
+        batch = images, texts
+        keys = image_keys, text_keys
         ids = image_ids, text_ids
 
         def checked() -> str:
             """Check the input; return what has to be the same in all processes."""
-            check_memory_input((images, texts), own_keys, ids, memory, check_finite, empty=True)
-            dtypes = [x.dtype for x in (memory.images, *own_keys)]
+            check_memory_input(batch, keys, ids, memory, check_finite, empty=True)
+            dtypes = [x.dtype for x in (memory.images, *keys)]
             types = " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             size = f"memory ({memory.size}, {memory.dim})"
-            return f"{size}; types of memory and keys {types}; {same()}"
+            words = f"{size}; types of memory and keys {types}"
+            return words if same is None else f"{words}; {same()}"
 
         if gather:
-            batch = Similarity.sharded(
-                images,
-                texts,
+            sim = Similarity.sharded(
+                *batch,
                 *ids,
                 process_group=process_group,
                 same=checked,
@@ -318,32 +319,19 @@ class MemorySimilarity(NamedTuple):
                 check_finite=check_finite,
                 names=checks.IMAGES_AND_TEXTS,
             )
-            keys = image_keys.detach(), text_keys.detach()
-            sides = several_processes(batch, keys, memory, engine)
-        else:
-            check_memory_input((images, texts), own_keys, ids, memory, check_finite, empty=False)
-            shape = len(images), len(texts)
-            relation = relation_of(shape, ids, None, images.device, checks.IMAGES_AND_TEXTS)
-            keys = image_keys.detach(), text_keys.detach()
-            batch, sides = one_process((images, texts), keys, memory, relation, engine)
-        keys_as_groups = []
-        memory_as_groups = []
-        for side in SIDES[directions]:
-            keys_as_groups.append([sides.keys[side]])
-            memory_as_groups.append([sides.memory[side]])
-        return cls(
-            batch,
-            batch.towards(directions),
-            Anchors(*keys_as_groups),
-            Anchors(*memory_as_groups),
-            directions,
-        )
+            constants = image_keys.detach(), text_keys.detach()
+            return several_processes(sim, constants, memory, engine).towards(directions)
+        check_memory_input(batch, keys, ids, memory, check_finite, empty=False)
+        shape = len(images), len(texts)
+        relation = relation_of(shape, ids, None, images.device, checks.IMAGES_AND_TEXTS)
+        constants = image_keys.detach(), text_keys.detach()
+        return one_process(batch, constants, memory, relation, engine).towards(directions)
 
 
 def check_memory_input(
     batch: tuple[Tensor, Tensor],
     keys: tuple[Tensor, Tensor],
-    ids: tuple[IdsLike | None, IdsLike | None],
+    ids: PassedIds,
     memory: CoupledMemory,
     check_finite: bool,
     empty: bool,
@@ -364,15 +352,29 @@ def check_memory_input(
         if own_keys.shape != own.shape:
             expected = f"expected shape {tuple(own.shape)} like {side}s"
             raise ValueError(f"{side}_keys: {expected}, got {tuple(own_keys.shape)}")
-    names = checks.Names("images", "memory")
-    check_embeddings(batch[0], memory.images, False, names, empty=empty)
+    images, _ = batch
+    if images.shape[1] != memory.dim:
+        expected = f"embeddings of dimension {images.shape[1]} like images"
+        raise ValueError(f"memory: expected {expected}, got {memory.dim}")
+    check_alike("memory", memory.images, "images", images)
 
 
 class MemorySides(NamedTuple):
-    """This process's images and texts as anchors, with candidates that get no gradient."""
+    """A batch, and this process's images and texts with candidates that get no gradient."""
 
+    batch: Similarity
     keys: tuple[AnchorSide, AnchorSide]  # images with text keys, and texts with image keys
     memory: tuple[AnchorSide, AnchorSide]  # images with the memory's texts, texts with its images
+
+    def towards(self, directions: Directions) -> MemorySimilarity:
+        """Return the similarities of the anchors of one direction, or of both."""
+        keys = []
+        memory = []
+        for side in SIDES[directions]:
+            keys.append([self.keys[side]])
+            memory.append([self.memory[side]])
+        anchors = self.batch.towards(directions)
+        return MemorySimilarity(self.batch, anchors, Anchors(*keys), Anchors(*memory), directions)
 
 
 def one_process(
@@ -381,66 +383,55 @@ def one_process(
     memory: CoupledMemory,
     relation: Relation,  # of the batch
     engine: Engine,
-) -> tuple[Similarity, MemorySides]:
-    """Return the similarity of a batch that this process has alone, and its anchors."""
-    images = Embeddings(batch[0])
-    texts = Embeddings(batch[1])
+) -> MemorySides:
+    """Return a batch that this process has alone, as anchors."""
+    both = Embeddings(batch[0]), Embeddings(batch[1])
+    x = both[0].x
+    dtype = both[0].dtype
     n, m = relation.shape
     budget = 0 if engine == "tiled" else MEMORY_BUDGET
-    strict = engine == "triton"
-    chosen = choose_engine(engine, n * m, MEMORY_BUDGET, images.x)
+    chosen = choose_engine(engine, n * m, MEMORY_BUDGET, x)
     to_memory = relations_to_memory(relation, memory)
-    if not is_small(chosen, n * m, budget, images.dtype):
-        whole = large_matrix(images, texts, relation, chosen, budget, strict=strict)
-        image_keys, text_keys = (
-            keys_like(x, own, chosen) for x, own in zip((images, texts), keys, strict=True)
-        )
-        to_text_keys = large_matrix(images, text_keys, relation, chosen, budget, strict=strict)
-        to_image_keys = large_matrix(image_keys, texts, relation, chosen, budget, strict=strict)
-        of_memory = memory_matrices((images, texts), memory, to_memory, engine)
-    else:
+    if is_small(chosen, n * m, budget, dtype):
         numel = max(n, m) * memory.size
-        engine_of_memory = choose_engine(engine, numel, MEMORY_BUDGET, images.x)
-        also_small = is_small(engine_of_memory, numel, budget, images.dtype)
-        whole, to_text_keys, to_image_keys, *found = matrices_of_step(
-            (images, texts), keys, memory, relation, to_memory, chosen, also_small
-        )
-        of_memory = found or memory_matrices((images, texts), memory, to_memory, engine)
-    sides = MemorySides(
+        engine_of_memory = choose_engine(engine, numel, MEMORY_BUDGET, x)
+        banks: tuple[Tensor, ...] = ()
+        if is_small(engine_of_memory, numel, budget, dtype):
+            banks = memory.texts, memory.images
+        matrices = matrices_of_step(both, keys, banks, (relation, *to_memory), chosen)
+    else:
+        matrices = matrices_of_keys(both, keys, relation, chosen, engine)
+    if len(matrices) == 3:
+        matrices += memory_matrices(both, memory, to_memory, engine)
+    whole, to_text_keys, to_image_keys, to_texts, to_images = matrices
+    return MemorySides(
+        Similarity.of_anchors(AnchorSide(whole, 0)),
         (AnchorSide(to_text_keys, 0), AnchorSide(to_image_keys, 1)),
-        (AnchorSide(of_memory[0], 0), AnchorSide(of_memory[1], 0)),
+        (AnchorSide(to_texts, 0), AnchorSide(to_images, 0)),
     )
-    return Similarity.of_anchors(AnchorSide(whole, 0)), sides
 
 
 def matrices_of_step(
     batch: tuple[Embeddings, Embeddings],
     keys: tuple[Tensor, Tensor],
-    memory: CoupledMemory,
-    relation: Relation,
-    to_memory: tuple[Relation, Relation],
+    banks: tuple[Tensor, ...],  # a memory's texts and images, if these are small, too
+    relations: tuple[Relation, ...],  # of the batch, and of images and texts to the memory
     engine: str,
-    memory_is_small: bool,
 ) -> list[Matrix]:
     """Return the small matrices of a step from one node: the batch with itself, images with text
     keys, image keys with texts and, if they are small, images and texts with the memory.
     """
     images, texts = batch
     image_keys, text_keys = keys
+    relation = relations[0]
     n, m = relation.shape
-    trained = n + m
-    of_images = slice(0, n)
-    of_texts = slice(n, trained)
-    of_text_keys = slice(trained, trained + m)
-    of_image_keys = slice(trained + m, 2 * trained)
+    of_images, of_texts, of_text_keys, of_image_keys = consecutive(n, m, m, n)
     places: list[Place] = [(of_images, of_texts)]
-    memories: list[Tensor | None] = [None]
-    if memory_is_small:
+    if banks:
         places += [(of_images, NO_COLUMNS), (of_texts, NO_COLUMNS)]
-        memories += [memory.texts, memory.images]
-    layout = Layout(trained, True, tuple(places))
+    layout = Layout(n + m, True, tuple(places))
     vectors = images.target, texts.target, text_keys, image_keys
-    step = Step(layout, memories, vectors)
+    step = Step(layout, [None, *banks], vectors)
     whole = StepPart(step, 0, of_images, of_texts)
     to_text_keys = StepPart(step, None, of_images, of_text_keys)
     to_image_keys = StepPart(step, None, of_image_keys, of_texts)
@@ -449,14 +440,42 @@ def matrices_of_step(
         Matrix(relation, engine, images, part=to_text_keys, bounded=True),
         Matrix(relation, engine, texts, part=to_image_keys, bounded=True),
     ]
-    if memory_is_small:
-        of_memory = zip(to_memory, (images, texts), places[1:], (1, 2), strict=True)
-        for related, vectors_of_side, place, number in of_memory:
-            part = StepPart(step, number, *place)
-            memory_side = Matrix(
-                related, engine, vectors_of_side, part=part, bounded=True, is_memory=True
-            )
-            matrices.append(memory_side)
+    for number in range(1, len(places)):
+        own = batch[number - 1]
+        part = StepPart(step, number, *places[number])
+        related = relations[number]
+        matrices.append(Matrix(related, engine, own, part=part, bounded=True, is_memory=True))
+    return matrices
+
+
+def consecutive(*sizes: int) -> list[slice]:
+    """Return where parts of these sizes are, one after the other."""
+    parts = []
+    stop = 0
+    for size in sizes:
+        parts.append(slice(stop, stop + size))
+        stop += size
+    return parts
+
+
+def matrices_of_keys(
+    batch: tuple[Embeddings, Embeddings],
+    keys: tuple[Tensor, Tensor],
+    relation: Relation,
+    chosen: str,
+    engine: Engine,
+) -> list[Matrix]:
+    """Return the large matrices of a batch: with itself, images with text keys, image keys with
+    texts.
+    """
+    images, texts = batch
+    image_keys = keys_like(images, keys[0], chosen)
+    text_keys = keys_like(texts, keys[1], chosen)
+    budget = 0 if engine == "tiled" else MEMORY_BUDGET
+    strict = engine == "triton"
+    matrices = []
+    for rows, cols in ((images, texts), (images, text_keys), (image_keys, texts)):
+        matrices.append(large_matrix(rows, cols, relation, chosen, budget, strict=strict))
     return matrices
 
 
@@ -472,6 +491,15 @@ def relations_to_memory(relation: Relation, memory: CoupledMemory) -> tuple[Rela
             image_ids = text_ids = torch.arange(n, device=relation.device)
     if image_ids is None:  # those of the texts are numbers of images
         image_ids = torch.arange(n, device=relation.device)
+    return relations_to_entries((n, m), (image_ids, text_ids), memory)
+
+
+def relations_to_entries(
+    shape: tuple[int, int], ids: Ids, memory: CoupledMemory
+) -> tuple[Relation, Relation]:
+    """Return which of a memory's entries match n images, and which m texts."""
+    n, m = shape
+    image_ids, text_ids = ids
     of_images = relation_to_entries(n, image_ids, memory)
     if text_ids is image_ids:
         return of_images, of_images
@@ -493,38 +521,27 @@ def several_processes(
     assert share is not None and share.cols is not None
     processes = share.processes
     images, _ = batch.vectors
-    texts = Embeddings(share.cols)
+    both = images, Embeddings(share.cols)
     n, m = processes.padded
-    all_image_ids, all_text_ids = processes.ids
-    image_ids = processes.own(all_image_ids)
-    text_ids = processes.own(all_text_ids)
+    image_ids, text_ids = [processes.own(ids) for ids in processes.ids]
+    all_image_ids, _ = processes.ids
     image_keys = collectives.gather(padded(keys[0], n), processes.group)
     text_keys = collectives.gather(padded(keys[1], m), processes.group)
-    device = batch.device
-    to_images = Relation((m, len(all_image_ids)), (text_ids, all_image_ids), device)
+    to_images = Relation((m, len(all_image_ids)), (text_ids, all_image_ids), batch.device)
     budget = 0 if engine == "tiled" else MEMORY_BUDGET
+    strict = engine == "triton"
+    matrices = []
+    parts = zip(both, (text_keys, image_keys), (batch.pairs, to_images), strict=True)
+    for own, others, relation in parts:
+        cols = keys_like(own, others, batch.engine)
+        matrix = Matrix.of_embeddings(own, cols, relation, batch.engine, budget, strict=strict)
+        matrices.append(matrix)
+    to_memory = relations_to_entries((n, m), (image_ids, text_ids), memory)
+    matrices += memory_matrices(both, memory, to_memory, engine)
     sides = []
-    parts = zip(
-        (images, texts),
-        (text_keys, image_keys),
-        (batch.pairs, to_images),
-        share.unpadded,
-        strict=True,
-    )
-    for own, others, relation, size in parts:
-        found = keys_like(own, others, batch.engine)
-        strict = engine == "triton"
-        matrix = Matrix.of_embeddings(own, found, relation, batch.engine, budget, strict=strict)
+    for matrix, size in zip(matrices, [*share.unpadded, *share.unpadded], strict=True):
         sides.append(AnchorSide(matrix, 0, Share(processes, None, (size,))))
-    to_memory = (
-        relation_to_entries(n, image_ids, memory),
-        relation_to_entries(m, text_ids, memory),
-    )
-    of_memory = []
-    matrices = memory_matrices((images, texts), memory, to_memory, engine)
-    for matrix, side in zip(matrices, sides, strict=True):
-        of_memory.append(AnchorSide(matrix, 0, side.share))
-    return MemorySides((sides[0], sides[1]), (of_memory[0], of_memory[1]))
+    return MemorySides(batch, (sides[0], sides[1]), (sides[2], sides[3]))
 
 
 def keys_like(vectors: Embeddings, keys: Tensor, engine: str, normalize: bool = True) -> Embeddings:
@@ -588,7 +605,7 @@ class FloatAverages(WholeState):
         average.lerp_(new.float(), weight)
         own.copy_(average)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> FloatAverages:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FloatAverages:
         """Move the averages between devices; they stay float32."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
@@ -602,7 +619,7 @@ class FloatAverages(WholeState):
         """Return True, for any average: the tensors themselves are in the encoder's state."""
         return True
 
-    def before_assignment(self, loaded: Mapping[str, Any]) -> None:
+    def before_assignment(self, loaded: Mapping[str, Tensor]) -> None:
         """Make room for the averages of a state, whose tensors may be in another precision."""
         for place, x in loaded.items():
             if place not in self._buffers:
@@ -685,7 +702,7 @@ class MomentumEncoder(CheckedModule):
             else:
                 own.copy_(own.lerp(new.to(own.dtype), 1 - self.momentum))
 
-    def _check_alike(self, encoder: Any) -> None:
+    def _check_alike(self, encoder: nn.Module) -> None:
         """Raise an error unless an encoder has the parameters and buffers of the module."""
         if not isinstance(encoder, nn.Module):
             raise TypeError(f"encoder: expected a module, got {type(encoder).__name__}")
@@ -704,7 +721,7 @@ class MomentumEncoder(CheckedModule):
                     tensors[name] = x
         return tensors
 
-    def _apply(self, fn: Any, recurse: bool = True) -> MomentumEncoder:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MomentumEncoder:
         """Move or cast the module; what is then in half precision gets a float32 average."""
         super()._apply(fn, recurse)
         self.averages.follow(self._averaged(self.module))
@@ -735,6 +752,6 @@ def names_and_shapes(module: nn.Module) -> list[NamedShape]:
     return [NamedShape(name, tuple(x.shape)) for name, x in tensors]
 
 
-def find_averages(encoder: MomentumEncoder, _: Any) -> None:
+def find_averages(encoder: MomentumEncoder, _: object) -> None:
     """Hold averages of what is in half precision after a load, which may have changed it."""
     encoder.averages.follow(encoder._averaged(encoder.module))

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .checks import (
     IdsLike,
     Names,
-    as_id_numbers,
     as_ids,
-    as_int64,
-    check_ids,
+    as_integers,
+    as_labels,
     check_same_kind,
     ids_of_one_side,
-    is_label_sets,
+    no_default_pairing,
     one_of,
 )
-from .engine.relation import Relation, Rule
+from .engine.relation import Ids, Relation, Rule, as_sets
 
-Sides = tuple[Any, Any]  # of rows and of columns
+PassedIds = tuple[IdsLike | None, IdsLike | None]  # of rows and of columns, as passed in
 
 
 class Related(NamedTuple):
@@ -38,64 +35,69 @@ class Related(NamedTuple):
     checked, so an accelerator has to synchronise.
     """
 
-    groups: tuple[IdsLike | None, IdsLike | None] = (None, None)
+    groups: PassedIds = (None, None)
     rule: Rule = "same"
     matches: Tensor | None = None
 
 
 def relation_of(
-    shape: tuple[int, int], ids: Sides, related: Related | None, device: torch.device, names: Names
+    shape: tuple[int, int],
+    ids: PassedIds,
+    related: Related | None,
+    device: torch.device,
+    names: Names,
 ) -> Relation:
     """Return who matches in a matrix, by all that was passed in; raise an error for wrong input."""
-    row_ids, col_ids = ids
-    n, m = shape
-    if related is None and row_ids is None and col_ids is None and n == m:
-        return Relation(shape, device=device)  # row i matches column i
-    if related is None and not is_label_sets(row_ids) and not is_label_sets(col_ids):
-        return Relation(shape, check_ids(row_ids, col_ids, n, m, device, names), device)
-    if related is None:
-        related = Related()
-    if related.matches is not None:
+    if related is not None and related.matches is not None:
         check_matches(related, shape, ids, names, device)
         has_weights = weights_of(related.matches)
         return Relation(shape, device=device, matches=related.matches, has_weights=has_weights)
     rows, cols = labels_of(shape, ids, device, names)
+    if related is None and (cols is None or cols.dim() == 1):
+        return Relation(shape, (rows, cols), device)
+    n, m = shape
+    # groups and sets of labels go with ids of both sides
+    if rows is None:
+        rows = torch.arange(n, device=device)
+    if cols is None:
+        cols = torch.arange(m, device=device)
+    if rows.dim() != cols.dim():
+        rows = as_sets(rows)
+        cols = as_sets(cols)
+    if related is None:
+        return Relation(shape, (rows, cols), device)
     groups = groups_of(shape, related, device, names)
     return Relation(shape, (rows, cols), device, groups=groups, rule=related.rule)
 
 
-def labels_of(
-    shape: tuple[int, int], ids: Sides, device: torch.device, names: Names
-) -> tuple[Tensor, Tensor]:
-    """Return the ids (N,) and (M,) or sets of labels (N, k) and (M, l) of rows and columns."""
+def labels_of(shape: tuple[int, int], ids: PassedIds, device: torch.device, names: Names) -> Ids:
+    """Return the int64 ids (N,) and (M,), or sets of labels (N, k) and (M, l), of rows and columns.
+
+    Ids of columns may come alone, as numbers of rows; those that are left out are None.
+    """
     n, m = shape
     row_ids, col_ids = ids
-    if col_ids is None and row_ids is not None:
-        raise ids_of_one_side(row_ids, names)
-    if row_ids is None:
-        row_ids = torch.arange(n, device=device)
     if col_ids is None:
-        check_ids(None, None, n, m, device, names)  # an error unless N = M
-        col_ids = torch.arange(m, device=device)
-    rows = label_sets(names.row_ids, row_ids, n, device)
-    cols = label_sets(names.col_ids, col_ids, m, device)
-    check_same_kind(names.row_ids, row_ids, names.col_ids, col_ids)
-    if rows.shape[1] == cols.shape[1] == 1:
-        return rows[:, 0], cols[:, 0]
+        if row_ids is not None:
+            raise ids_of_one_side(row_ids, names)
+        if n != m:
+            raise no_default_pairing(n, m, names)
+        return None, None
+    if row_ids is None:
+        numbers = as_integers(names.col_ids, col_ids, m)
+        return None, as_labels(names.col_ids, numbers, m, device)
+    rows = as_labels(names.row_ids, row_ids, n, device)
+    if col_ids is row_ids and n == m:
+        return rows, rows  # what is computed of one serves both
+    cols = as_labels(names.col_ids, col_ids, m, device)
+    if not isinstance(row_ids, Tensor) or not isinstance(col_ids, Tensor):  # these are no strings
+        check_same_kind(names.row_ids, row_ids, names.col_ids, col_ids)
     return rows, cols
 
 
-def label_sets(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
+def label_sets(name: str, ids: object, size: int, device: torch.device) -> Tensor:
     """Return the (size, k) int64 labels of ids (size,) or of sets (size, k)."""
-    if isinstance(ids, (list, tuple)):
-        with contextlib.suppress(ValueError):  # of lists of different lengths, for the error below
-            ids = np.asarray(ids)  # of lists of strings, an array of strings
-    if not is_label_sets(ids):
-        return as_ids(name, ids, size, device)[:, None]
-    numbers = as_id_numbers(name, ids)
-    if numbers.dim() != 2 or len(numbers) != size:
-        raise ValueError(f"{name}: expected shape ({size}, k), got {tuple(numbers.shape)}")
-    return as_int64(name, numbers).to(device, copy=True)
+    return as_sets(as_labels(name, ids, size, device))
 
 
 def groups_of(
@@ -126,7 +128,7 @@ def group_names(names: Names) -> tuple[str, str]:
 
 
 def check_matches(
-    related: Related, shape: tuple[int, int], ids: Sides, names: Names, device: torch.device
+    related: Related, shape: tuple[int, int], ids: PassedIds, names: Names, device: torch.device
 ) -> None:
     """Raise an error unless a matrix says alone who matches."""
     matches = related.matches

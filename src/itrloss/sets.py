@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from .checks import (
     from_numpy,
     one_of,
 )
-from .distributed import consensus, is_trained, rows_of_all, world_size
+from .distributed import ProcessGroup, consensus, is_trained, rows_of_all, world_size
 from .engine.sets import Sets, own_set_scores, set_scores
 from .engine.vectors import full_precision, host_may_read, normalized
 from .similarity import Similarity
@@ -41,7 +41,7 @@ def variance_aware_loss(
     detach_sigma: bool = False,
     shared_sigma: bool = True,
     reduction: Reduction = "mean",
-) -> Any:
+) -> Tensor | tuple[Tensor, ...]:
     """Return the variance-aware weighting loss of K heads of the images; see
     :class:`itrloss.VarianceAwareLoss`.
 
@@ -228,7 +228,7 @@ def set_similarity(  # noqa: PLR0913 - options by keyword
     image_mask: Tensor | None = None,
     text_mask: Tensor | None = None,
     gather: bool = False,
-    process_group: Any = None,
+    process_group: ProcessGroup = None,
 ) -> Tensor:
     r"""Return the (N, M) similarity of sets of embeddings by the cosines of their elements.
 
@@ -301,9 +301,9 @@ class _Given(NamedTuple):
     """The arguments of :func:`set_similarity` of one side."""
 
     side: str
-    sets: Any
-    lengths: Any
-    mask: Any
+    sets: object
+    lengths: object
+    mask: object
 
     @property
     def name(self) -> str:
@@ -375,7 +375,7 @@ def _existing(given: _Given, sets: Tensor) -> Sets:
     return Sets(sets, None, exists)
 
 
-def _lengths(name: str, lengths: Any, sets: Tensor) -> Tensor:
+def _lengths(name: str, lengths: object, sets: Tensor) -> Tensor:
     """Return the (...) int64 numbers of elements of sets (..., K, D)."""
     shape = tuple(sets.shape[:-2])
     lengths = as_integers(name, lengths)
@@ -390,7 +390,7 @@ def _lengths(name: str, lengths: Any, sets: Tensor) -> Tensor:
 
 
 def _with_texts_of_all(
-    check: Callable[[], tuple[Sets, Sets]], said: str, group: Any
+    check: Callable[[], tuple[Sets, Sets]], said: str, group: ProcessGroup
 ) -> tuple[Sets, Sets]:
     """Return this process's images (N, K, D) and the texts (M, L, D) of all, which are padded to
     the longest.
@@ -416,7 +416,7 @@ def _with_texts_of_all(
 
 
 def _compared(
-    check: Callable[[], tuple[Sets, Sets]], said: str, group: Any
+    check: Callable[[], tuple[Sets, Sets]], said: str, group: ProcessGroup
 ) -> tuple[Sets, Sets, list[list[int]]]:
     """Return the sets of both sides and, for each process, how many texts it has, their size, and
     whether it says which elements exist. All processes raise an error, or none.

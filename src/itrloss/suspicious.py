@@ -6,7 +6,7 @@ import math
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ def may_be_read(sim: Similarity) -> bool:
     return all(host_may_read(x) for x in sim.embeddings)
 
 
-def warn_of_ids(name: str, loss: Any, sim: Similarity) -> None:
+def warn_of_ids(name: str, loss: object, sim: Similarity) -> None:
     """Warn if no image has a positive; or if none has a negative, so that the loss is 0."""
     if sim.shape[0] == 0:  # a process without images
         return
@@ -94,7 +94,7 @@ def _all_match(sim: Similarity, counts: Tensor) -> bool:
     return bool(((counts if rows is None else counts[rows]) == number).all())
 
 
-def _is_zero(loss: Any) -> bool:
+def _is_zero(loss: object) -> bool:
     """Return whether a loss, or the losses of all anchors, are 0 up to rounding."""
     parts = loss if isinstance(loss, tuple) else (loss,)
     values = [x.detach() for x in parts if isinstance(x, Tensor)]

@@ -7,6 +7,7 @@ shards      a batch that processes share: whose anchors are where, and what they
 =========== ========================================================================================
 """
 
+from .collectives import ProcessGroup as ProcessGroup
 from .collectives import world_size as world_size
 from .consensus import consensus as consensus
 from .consensus import digest as digest

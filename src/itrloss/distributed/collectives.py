@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,12 @@ from torch import Tensor
 
 PATIENCE = 2.0  # seconds to find out which process is lost
 
-Collective = Callable[[Tensor, Any], Tensor]  # of a tensor and a process group
+#: The processes that take part; None stands for all.
+ProcessGroup: TypeAlias = "dist.ProcessGroup | None"
+Collective: TypeAlias = "Callable[[Tensor, ProcessGroup], Tensor]"
 
 
-def world_size(group: Any = None) -> int:
+def world_size(group: ProcessGroup = None) -> int:
     """Return the number of processes in the group, by default of all; 1 without a job."""
     if not dist.is_available() or not dist.is_initialized():
         return 1
@@ -26,17 +28,18 @@ def world_size(group: Any = None) -> int:
     return size
 
 
-def communicate(collective: Any, *args: Any, group: Any) -> Any:
+def communicate(collective: Callable[..., object], *args: object, group: ProcessGroup) -> None:
     """Run a collective; if it fails, the error says which processes do not answer."""
     if torch.compiler.is_compiling():
-        return collective(*args, group=group)
+        collective(*args, group=group)
+        return
     try:
-        return collective(*args, group=group)
+        collective(*args, group=group)
     except RuntimeError as error:
         raise RuntimeError(f"gather: {who_is_lost(group)}") from error
 
 
-def who_is_lost(group: Any) -> str:
+def who_is_lost(group: ProcessGroup) -> str:
     """Return who does not answer.
 
     Processes in which a collective failed say so in the store, which still works. A process that
@@ -59,7 +62,7 @@ def who_is_lost(group: Any) -> str:
 # ------------------------------------------------------------------ without a gradient of their own
 
 
-def all_gather(x: Tensor, group: Any) -> Tensor:
+def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the (W B, ...) concatenation of ``x`` (B, ...) by rank."""
     whole = x.new_empty(len(x) * world_size(group), *x.shape[1:])
     if hasattr(dist, "all_gather_single"):  # its name from PyTorch 2.13 on
@@ -70,7 +73,7 @@ def all_gather(x: Tensor, group: Any) -> Tensor:
     return whole
 
 
-def reduce_scatter(x: Tensor, group: Any) -> Tensor:
+def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return this process's part (B, ...) of the sum of ``x`` (W B, ...), rounded once."""
     whole = x.contiguous()
     if x.is_floating_point() and x.itemsize < 4:
@@ -84,21 +87,21 @@ def reduce_scatter(x: Tensor, group: Any) -> Tensor:
     return part.to(x.dtype)
 
 
-def all_reduce(x: Tensor, group: Any) -> Tensor:
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of ``x`` over all processes."""
     total = x.clone(memory_format=torch.contiguous_format)
     communicate(dist.all_reduce, total, group=group)
     return total
 
 
-def largest(x: Tensor, group: Any = None) -> Tensor:
+def largest(x: Tensor, group: ProcessGroup = None) -> Tensor:
     """Return the elementwise maximum of ``x`` over all processes, without a gradient."""
     x = x.detach().clone(memory_format=torch.contiguous_format)
     communicate(dist.all_reduce, x, dist.ReduceOp.MAX, group=group)
     return x
 
 
-def merge_largest(x: Tensor, group: Any = None) -> Tensor:
+def merge_largest(x: Tensor, group: ProcessGroup = None) -> Tensor:
     """Return this process's part (B, ...) of the maximum of ``x`` (W B, ...), without a
     gradient.
     """
@@ -117,7 +120,7 @@ class Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Any, collective: Collective, transpose: Collective
+        ctx: Any, x: Tensor, group: ProcessGroup, collective: Collective, transpose: Collective
     ) -> Tensor:
         """Return ``collective(x, group)``."""
         ctx.group = group
@@ -136,7 +139,7 @@ class Replicated(torch.autograd.Function):
     """A tensor that all processes have; its gradient is the mean of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         """Return a view of ``x``."""
         ctx.group = group
         return x.view_as(x)
@@ -147,21 +150,21 @@ class Replicated(torch.autograd.Function):
         return total(grads[0], ctx.group) / world_size(ctx.group), None
 
 
-def gather(x: Tensor, group: Any = None) -> Tensor:
+def gather(x: Tensor, group: ProcessGroup = None) -> Tensor:
     """Return the (W B, ...) concatenation by rank of ``x`` (B, ...), of one shape everywhere."""
     return Exchanged.apply(x, group, all_gather, reduce_scatter)  # type: ignore[return-value]
 
 
-def merge(x: Tensor, group: Any = None) -> Tensor:
+def merge(x: Tensor, group: ProcessGroup = None) -> Tensor:
     """Return this process's part (B, ...) of the sum of ``x`` (W B, ...) over all processes."""
     return Exchanged.apply(x, group, reduce_scatter, all_gather)  # type: ignore[return-value]
 
 
-def total(x: Tensor, group: Any = None) -> Tensor:
+def total(x: Tensor, group: ProcessGroup = None) -> Tensor:
     """Return the sum of ``x`` over all processes."""
     return Exchanged.apply(x, group, all_reduce, all_reduce)  # type: ignore[return-value]
 
 
-def replicated(x: Tensor, group: Any = None) -> Tensor:
+def replicated(x: Tensor, group: ProcessGroup = None) -> Tensor:
     """Return ``x``, which is the same on all processes, with the mean of their gradients."""
     return Replicated.apply(x, group)  # type: ignore[return-value]

@@ -6,7 +6,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ..engine.vectors import host_may_read
 from . import collectives
-from .collectives import world_size
+from .collectives import ProcessGroup, world_size
 
 NUMBERS = 6  # that processes exchange at most
 
@@ -28,7 +27,7 @@ class Consensus:
 
 
 @contextmanager
-def consensus(group: Any = None) -> Iterator[Consensus]:
+def consensus(group: ProcessGroup = None) -> Iterator[Consensus]:
     """Run a block that checks a process's input, and raise an error in all processes or in none.
 
     They raise one if the block fails in one of them, or if their texts differ: no process waits in
@@ -60,7 +59,7 @@ def consensus(group: Any = None) -> Iterator[Consensus]:
     raise ValueError(f"gather: {difference(texts, failed, dist.get_process_group_ranks(group))}")
 
 
-def exchange_device(group: Any) -> Any:
+def exchange_device(group: ProcessGroup) -> torch.device | str | None:
     """Return the device of numbers that are exchanged: the CPU, if the job can."""
     if "cpu" in str(dist.get_backend_config(group)):
         return "cpu"
@@ -96,7 +95,7 @@ def what_differs(texts: Sequence[str]) -> list[str]:
     return [", ".join(x.strip() for x in parts) for parts in zip(*kept, strict=True)]
 
 
-def gather(x: Tensor, process_group: Any = None) -> Tensor:
+def gather(x: Tensor, process_group: ProcessGroup = None) -> Tensor:
     """Return the concatenation of ``x`` (B_r, ...) from all processes by rank, differentiable.
 
     Its gradient is the sum of the processes' gradients: as if their losses were added.
@@ -115,7 +114,7 @@ def gather(x: Tensor, process_group: Any = None) -> Tensor:
 
 
 def gather_parts(
-    check: Callable[[], Sequence[Tensor]], group: Any = None, text: str = ""
+    check: Callable[[], Sequence[Tensor]], group: ProcessGroup = None, text: str = ""
 ) -> list[list[Tensor]]:
     """Return, of each tensor that ``check`` returns, the parts of all processes by rank.
 
@@ -139,14 +138,14 @@ def gather_parts(
     return gathered
 
 
-def parts_of_all(x: Tensor, sizes: Sequence[int], group: Any = None) -> list[Tensor]:
+def parts_of_all(x: Tensor, sizes: Sequence[int], group: ProcessGroup = None) -> list[Tensor]:
     """Return the parts ``x`` (B_r, ...) of all processes, whose numbers of rows all know."""
     most = max(1, *sizes)
     parts = collectives.gather(padded(x, most), group).split(most)
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
-def rows_of_all(x: Tensor, sizes: Sequence[int], group: Any = None) -> Tensor:
+def rows_of_all(x: Tensor, sizes: Sequence[int], group: ProcessGroup = None) -> Tensor:
     """Return the concatenation of :func:`parts_of_all`, without a copy where all are of a size."""
     if len(set(sizes)) == 1:
         return collectives.gather(x, group)

@@ -7,16 +7,15 @@ asks for all columns, and its own columns' answers are merged from the answers o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..engine.relation import IGNORE_ID, Relation
-from .collectives import gather, largest, merge, merge_largest, total
+from .collectives import Collective, ProcessGroup, gather, largest, merge, merge_largest, total
 from .consensus import padded
 
 
@@ -27,7 +26,7 @@ class Processes:
     that do not exist.
     """
 
-    def __init__(self, group: Any, sizes: Sequence[Sequence[int]]):
+    def __init__(self, group: ProcessGroup, sizes: Sequence[Sequence[int]]):
         """Store the processes; ``sizes`` are their numbers of rows and columns before padding."""
         self.group = group
         self.sizes = sizes
@@ -160,9 +159,7 @@ class Exchange:
         self.whole_sizes = [shard.size for shard in shards]
         self.sizes = [shard.own_size for shard in shards]
 
-    def _exchanged(
-        self, x: Tensor, sizes: Sequence[int], collective: Callable[[Tensor, Any], Tensor]
-    ) -> Tensor:
+    def _exchanged(self, x: Tensor, sizes: Sequence[int], collective: Collective) -> Tensor:
         """Return ``x`` (..., A) with a collective of the spread groups' parts, all at once."""
         parts = list(x.split(sizes, -1))
         spread = [g for g, shard in enumerate(self.shards) if shard.is_spread]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,31 +22,24 @@ from ..checks import (
     check_matrix,
     from_numpy,
     no_parameter,
-    nothing,
     one_of,
     option,
     unknown_keyword,
 )
-from ..distributed import consensus, digest, padded, world_size
+from ..distributed import ProcessGroup, consensus, digest, padded, world_size
 from ..distributed.collectives import replicated, total
+from ..engine.question import Value
 from ..engine.relation import Rule
-from ..functional import Reduction
+from ..functional import Reduction, Values
 from ..memory import CoupledMemory, MemorySimilarity
-from ..related import Related
+from ..related import PassedIds, Related
 from ..similarity import Directions, Engine, Similarity
 from ..suspicious import may_be_read, warn, warn_of_ids, warn_of_units, warn_of_vectors
 from ..telemetry import describe, describe_memory
 
+Parameter = TypeVar("Parameter", bound=Value)  # of a loss, or what is computed from one
 _EMPTY_CALLS = 100  # with an empty memory, until there is a warning
 LEAST_LOG = -1e30  # in place of the logarithm of 0, whose gradient would be nan
-
-
-def finite_logsumexp(anchors: Anchors, scale: float, **options: Any) -> Tensor:
-    """Return :meth:`itrloss.Anchors.logsumexp` with a finite number for anchors without candidates.
-
-    Of -inf minus -inf, value and gradient would be nan, also for anchors that do not count.
-    """
-    return anchors.logsumexp(scale, **options).clamp_min(LEAST_LOG)
 
 
 class Loss(CheckedModule):
@@ -60,9 +54,9 @@ class Loss(CheckedModule):
     _: KW_ONLY
     reduction: Reduction = "mean"
     gather: bool = option(default=False, local=True)
-    process_group: Any = option(default=None, local=True)
+    process_group: ProcessGroup = option(default=None, local=True)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; raise an AttributeError for a parameter that a loss does not learn."""
         is_ours = type(self).__module__.startswith("itrloss.")
         if is_ours and isinstance(value, nn.Parameter) and name not in self._all_options:
@@ -77,7 +71,7 @@ class Loss(CheckedModule):
         """Whether the batch is spread over several processes."""
         return bool(self.gather) and world_size(self.process_group) > 1
 
-    def refuse(self, unknown: dict[str, Any]) -> None:
+    def refuse(self, unknown: Mapping[str, object]) -> None:
         """Raise the error for arguments of a call that ``forward`` does not name."""
         names = [x for x in inspect.signature(self.forward).parameters if x != "unknown"]
 
@@ -115,21 +109,21 @@ class Loss(CheckedModule):
         with consensus(self.process_group) as agreed:
             agreed.text = check()
 
-    def shared(self, x: Any) -> Any:
+    def shared(self, x: Parameter) -> Parameter:
         """Return a parameter of this loss, or what is computed from one.
 
         In a job of several processes its gradient is the mean of their gradients. A number is
         returned as it is.
         """
-        if not self.sharded or not isinstance(x, Tensor) or not x.requires_grad:
+        if not self.gather or not isinstance(x, Tensor) or not x.requires_grad:
             return x
-        return replicated(x, self.process_group)
+        return replicated(x, self.process_group) if self.sharded else x  # type: ignore[return-value]
 
     def _of_samples(
         self,
         inputs: Sequence[Tensor | None],  # (B, ...) each
-        function: Callable[..., Any],
-    ) -> Any:
+        function: Callable[..., Values],
+    ) -> Values:
         """Return the loss of samples that do not depend on one another.
 
         ``function(*inputs, reduction)`` returns the loss of this process, with ``"none"`` a tensor
@@ -181,7 +175,7 @@ class SimilarityLoss(Loss):
     # The figures of the last call; empty without the option. It may be set later, to True or False.
     telemetry: dict[str, Tensor] = option(default=False, converter=as_figures, local=True)
 
-    def _set_option(self, declared: Option, value: Any) -> None:
+    def _set_option(self, declared: Option, value: object) -> None:
         """Check and keep an option; with ``telemetry``, keep whether figures are asked for."""
         super()._set_option(declared, value)
         if declared.name == "telemetry" and not isinstance(value, dict):
@@ -207,30 +201,44 @@ class SimilarityLoss(Loss):
         self,
         rows: Tensor,
         cols: Tensor,
-        ids: tuple[IdsLike | None, IdsLike | None],
-        check: Callable[[], str] = nothing,
-        **options: Any,
+        ids: PassedIds,
+        names: Names,
+        check: Callable[[], str] | None = None,
+        *,
+        normalize: bool = True,
+        related: Related | None = None,
+        bias: tuple[Tensor, Tensor] | None = None,
     ) -> Similarity:
         """Return the similarity of embeddings; in a job, with the columns of all processes.
 
         ``check``: see :meth:`agree`.
         """
-        options["engine"] = self.engine
+        options: dict[str, Any] = {
+            "names": names,
+            "normalize": normalize,
+            "related": related,
+            "bias": bias,
+            "engine": self.engine,
+            "check_finite": self.check_finite,
+        }
         if not self.gather:
-            check()
+            if check is not None:
+                check()
             if not (isinstance(rows, Tensor) and isinstance(cols, Tensor)):
                 # A Similarity takes NumPy arrays, too, but training on them would train nothing.
-                check_embeddings(rows, cols, False, options["names"])
+                check_embeddings(rows, cols, False, names)
             return Similarity(rows, cols, *ids, **options)
+        same = partial(self._same, check)
+        return Similarity.sharded(
+            rows, cols, *ids, process_group=self.process_group, same=same, **options
+        )
 
-        def same() -> str:
-            """Check the input; return what has to be the same in all processes."""
-            return f"{check()} {self.described()}"
+    def _same(self, check: Callable[[], str] | None) -> str:
+        """Check the input; return what has to be the same in all processes."""
+        words = "" if check is None else check()
+        return f"{words} {self.described()}"
 
-        group = self.process_group
-        return Similarity.sharded(rows, cols, *ids, process_group=group, same=same, **options)
-
-    def _with_telemetry(self, loss: Any, sim: Similarity | MemorySimilarity) -> Any:
+    def _with_telemetry(self, loss: Values, sim: Similarity | MemorySimilarity) -> Values:
         """Return a loss; with the option ``telemetry``, keep the figures of its similarities.
 
         The first batch on the CPU is looked at for what is suspicious. Values of one direction
@@ -248,7 +256,7 @@ class SimilarityLoss(Loss):
         return loss
 
     @torch.no_grad()  # or a checkpoint would find more saved tensors than in the second pass
-    def _look(self, loss: Any, sim: Similarity) -> None:
+    def _look(self, loss: Values, sim: Similarity) -> None:
         """Warn of a batch that is probably not what was meant; on accelerators, do nothing."""
         if not may_be_read(sim):
             return
@@ -319,7 +327,7 @@ class PairLoss(DirectedLoss):
         text_groups: IdsLike | None = None,
         matches: Tensor | None = None,
         **unknown: Any,
-    ) -> Any:
+    ) -> Values:
         """Return the loss of embeddings, of a score matrix, or of a :class:`itrloss.Similarity`.
 
         Args:
@@ -356,7 +364,7 @@ class PairLoss(DirectedLoss):
         if unknown:
             self.refuse(unknown)
         related = self._related(image_groups, text_groups, matches)
-        sim = self._similarity(images, texts, image_ids, text_ids, scores, related=related)
+        sim = self._similarity(images, texts, (image_ids, text_ids), scores, related)
         return self._with_telemetry(self.compute(sim), sim)
 
     def _related(
@@ -371,7 +379,7 @@ class PairLoss(DirectedLoss):
         dense = getattr(matches, "toarray", lambda: matches)()  # of a sparse matrix of SciPy
         return Related((image_groups, text_groups), self.groups, from_numpy(dense))
 
-    def compute(self, sim: Similarity) -> Any:
+    def compute(self, sim: Similarity) -> Values:
         """Return the loss of similarities, with images as rows and texts as columns.
 
         Every subclass implements it, and applies ``self.reduction``. One whose ``forward`` takes
@@ -383,54 +391,69 @@ class PairLoss(DirectedLoss):
         self,
         images: Tensor | Similarity | None,
         texts: Tensor | None,
-        image_ids: IdsLike | None,
-        text_ids: IdsLike | None,
-        scores: Tensor | None = None,
-        *,
-        names: Names = IMAGES_AND_TEXTS,
-        check: Callable[[], str] = nothing,
-        related: Related | None = None,
+        ids: PassedIds,
+        scores: Tensor | None,
+        related: Related | None,
+        check: Callable[[], str] | None = None,
     ) -> Similarity:
         """Return the input as a similarity.
 
         ``check`` checks what else there is, and returns what has to be the same in all processes.
         """
-        options: dict[str, Any] = {"check_finite": self.check_finite, "names": names}
-        if related is not None:
-            options["related"] = related
-
-        def check_alone() -> str:
-            """Do `check`; refuse a Similarity in a job of several processes."""
-            if self.sharded:
-                expected = "expected embeddings or scores, as a Similarity cannot be gathered"
-                raise ValueError(f"gather: {expected}")
-            return check()
-
-        ids = image_ids, text_ids
         if scores is not None:
-            embeddings = images, texts
-            return self._of_scores(scores, embeddings, ids, check, **options)
+            return self._of_scores(scores, (images, texts), ids, related, check)
         if isinstance(images, Similarity):
-            self.agree(check_alone)
-            check_left_out(texts=texts, image_ids=image_ids, text_ids=text_ids)
-            if related is not None:
-                expected = "None with a Similarity, which stands for all of the input"
-                raise ValueError(f"image_groups, text_groups, matches: expected {expected}")
+            self._check_alone(texts, ids, related, check)
             if self.check_finite:
                 images.check_finite()
             return images
-
-        options["normalize"] = self.normalize
         # Similarity refuses None, which is no tensor, in all processes at once.
-        return self._between(images, texts, ids, check, **options)  # type: ignore[arg-type]
+        normalize = self.normalize
+        return self._between(
+            images,  # type: ignore[arg-type]
+            texts,  # type: ignore[arg-type]
+            ids,
+            IMAGES_AND_TEXTS,
+            check,
+            normalize=normalize,
+            related=related,
+        )
+
+    def _check_alone(
+        self,
+        texts: Tensor | None,
+        ids: PassedIds,
+        related: Related | None,
+        check: Callable[[], str] | None,
+    ) -> None:
+        """Raise an error if there is other input with a Similarity, or several processes."""
+        others = {
+            "texts": texts,
+            "image_ids": ids[0],
+            "text_ids": ids[1],
+            "image_groups, text_groups, matches": related,
+        }
+
+        def checked() -> str:
+            """Check the input; there are no several processes that have to agree."""
+            if self.sharded:
+                expected = "expected embeddings or scores, as a Similarity cannot be gathered"
+                raise ValueError(f"gather: {expected}")
+            for name, x in others.items():
+                if x is not None:
+                    expected = "None with a Similarity, which stands for all of the input"
+                    raise ValueError(f"{name}: expected {expected}")
+            return "" if check is None else check()
+
+        self.agree(checked)
 
     def _of_scores(
         self,
         scores: Tensor,
-        embeddings: tuple[Any, Any],  # None if there are scores
-        ids: tuple[IdsLike | None, IdsLike | None],
-        check: Callable[[], str],
-        **options: Any,
+        embeddings: tuple[object, object],  # None if there are scores
+        ids: PassedIds,
+        related: Related | None,
+        check: Callable[[], str] | None,
     ) -> Similarity:
         """Return the similarity of precomputed scores; in a job, of this process's rows of them."""
 
@@ -439,22 +462,19 @@ class PairLoss(DirectedLoss):
             if any(x is not None for x in embeddings):
                 raise ValueError("scores: expected either scores or images and texts, got both")
             check_matrix("scores", scores, "(N, M)", empty=self.sharded)
-            return f"{check()} {self.described()}"
+            return self._same(check)
 
-        options["engine"] = self.engine
+        options: dict[str, Any] = {
+            "names": IMAGES_AND_TEXTS,
+            "related": related,
+            "engine": self.engine,
+            "check_finite": self.check_finite,
+        }
         if not self.gather:
             checked()
             return Similarity.from_scores(scores, *ids, **options)
         group = self.process_group
         return Similarity.sharded_scores(scores, *ids, process_group=group, same=checked, **options)
-
-
-def check_left_out(**others: Any) -> None:
-    """Raise an error if there is other input with a Similarity."""
-    for name, x in others.items():
-        if x is not None:
-            expected = "None with a Similarity, which stands for all of the input"
-            raise ValueError(f"{name}: expected {expected}")
 
 
 class MemoryLoss(DirectedLoss):
@@ -486,7 +506,7 @@ class MemoryLoss(DirectedLoss):
         memory: CoupledMemory,
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
-    ) -> Any:
+    ) -> Values:
         """Return the loss of a batch with the memory of former ones, as :meth:`PairLoss.forward`
         does.
 
@@ -524,8 +544,8 @@ class MemoryLoss(DirectedLoss):
         sims: MemorySimilarity,
         keys: tuple[Tensor, Tensor],
         memory: CoupledMemory,
-        ids: tuple[IdsLike | None, IdsLike | None],
-    ) -> Any:
+        ids: PassedIds,
+    ) -> Values:
         """Return the loss of the similarities; one that needs others, too, makes them here."""
         return self.compute(sims)
 
@@ -534,7 +554,7 @@ class MemoryLoss(DirectedLoss):
         batch: tuple[Tensor, Tensor],
         keys: tuple[Tensor, Tensor],
         memory: CoupledMemory,
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
     ) -> MemorySimilarity:
         """Return the similarities of a batch with itself, with its keys and with the memory."""
         return MemorySimilarity.of(
@@ -550,7 +570,7 @@ class MemoryLoss(DirectedLoss):
             same=self.described,
         )
 
-    def compute(self, sims: MemorySimilarity) -> Any:
+    def compute(self, sims: MemorySimilarity) -> Values:
         """Return the loss of the similarities with the batch, with its keys and with the memory.
 
         Every subclass implements it, and applies ``self.reduction``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ..checks import (
 )
 from ..distributed import padded
 from ..engine.vectors import compute_dtype, host_may_read, normalized
+from ..functional import Values
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity, sharded_like
 from ..similarity import Engine, Similarity
@@ -82,7 +84,7 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    def compute(self, sim: Similarity) -> Any:
+    def compute(self, sim: Similarity) -> Values:
         """Return DCL (CODER Eq. 4-5)."""
         return functional.diversity_contrastive_loss(self.anchors(sim), **self._options())
 
@@ -111,7 +113,7 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
     positive_from: functional.PositiveFrom = "key"
     diversity_from: functional.DiversityFrom = "both"
 
-    def compute(self, sims: MemorySimilarity) -> Any:
+    def compute(self, sims: MemorySimilarity) -> Values:
         """Return M-DCL (CODER Eq. 6)."""
         return functional.memory_diversity_contrastive_loss(
             sims,
@@ -161,13 +163,15 @@ class PrototypeClassificationLoss(Loss):
         """Draw the weight anew, as is needed after ``to_empty``."""
         self.weight.uniform_(-1, 1).div_(self.dim**0.5)
 
-    def forward(self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor) -> Any:
+    def forward(
+        self, image_concepts: Tensor, text_concepts: Tensor, prototype_ids: Tensor
+    ) -> Values:
         """Return the loss, see :func:`itrloss.functional.prototype_classification_loss`."""
         return self._of_samples((image_concepts, text_concepts, prototype_ids), self._reduced)
 
     def _reduced(
         self, images: Tensor, texts: Tensor, ids: Tensor, reduction: functional.Reduction
-    ) -> Any:
+    ) -> Values:
         """Return the loss of this process's samples."""
         for name, x in (("image_concepts", images), ("text_concepts", texts)):
             check_matrix(name, x, f"(B, {self.dim})", self.check_finite)
@@ -332,14 +336,11 @@ class CODERObjective(CheckedModule):
         prototype = zero
         # In evaluation mode there may be no prototypes yet.
         if self.prototype_weight and (self.training or len(self.prototypes)):
-            given = images, texts, image_concepts, text_concepts
+            rows = images, texts, image_concepts, text_concepts
             exist = _pairs_exist(images, texts, image_ids, text_ids)
             if exist is not None:
-                given = [x[exist] for x in given]
-            images, texts, image_concepts, text_concepts = given
-            ids = self._prototypes_of(images, texts)
-            if len(ids) or self.classifier.sharded:
-                prototype = self.classifier(image_concepts, text_concepts, ids)
+                rows = [x[exist] for x in rows]
+            prototype = self._prototype_term(rows, zero)
         total = (
             self.batch_weight * batch
             + self.memory_weight * against_memory
@@ -348,6 +349,14 @@ class CODERObjective(CheckedModule):
         )
         terms = batch, against_memory, concept, prototype
         return total, CODERTerms(*(term.detach() for term in terms))
+
+    def _prototype_term(self, rows: Sequence[Tensor], zero: Tensor) -> Tensor:
+        """Return the classification of pairs by their prototypes; ``zero`` without pairs."""
+        images, texts, image_concepts, text_concepts = rows
+        ids = self._prototypes_of(images, texts)
+        if len(ids) or self.classifier.sharded:
+            return self.classifier(image_concepts, text_concepts, ids)
+        return zero
 
     def _described(self) -> str:
         """Return what has to be the same in all processes, in words."""
@@ -377,7 +386,9 @@ def check_total(part: Loss) -> None:
         raise ValueError("reduction: expected 'mean' or 'sum' for a total, got 'none'")
 
 
-def check_rows(dim: int, images: Any, texts: Any, image_concepts: Any, text_concepts: Any) -> None:
+def check_rows(
+    dim: int, images: Tensor, texts: Tensor, image_concepts: Tensor, text_concepts: Tensor
+) -> None:
     """Raise an error unless all embeddings are (B, dim)."""
     parts = {
         "images": images,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..checks import Learnt, option
 from ..engine.vectors import compute_dtype
+from ..functional import Values
 from ..similarity import Similarity
 from ..suspicious import warn, warn_of_scale
 from .base import PairLoss
@@ -88,7 +89,7 @@ class TripletLoss(PairLoss):
         """Restore which negatives count from ``get_extra_state``."""
         self.mining = "hardest" if bool(state) else "all"
 
-    def compute(self, sim: Similarity) -> Any:
+    def compute(self, sim: Similarity) -> Values:
         """Return the triplet ranking loss of VSE++; now and then, check for a collapse."""
         anchors = self.anchors(sim)
         loss = functional.triplet_loss(
@@ -175,13 +176,13 @@ class SigmoidLoss(PairLoss):
         """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
         self._reset_learnt()
 
-    def _look(self, loss: Any, sim: Similarity) -> None:
+    def _look(self, loss: Values, sim: Similarity) -> None:
         """Warn of a batch, and of a scale in place of its logarithm."""
         super()._look(loss, sim)
         if self._looked and self.log_scale is not None:
             warn_of_scale(self.log_scale.detach())
 
-    def compute(self, sim: Similarity) -> Any:
+    def compute(self, sim: Similarity) -> Values:
         """Return the sigmoid loss, SigLIP."""
         scale = self.shared(self.scale)
         return functional.sigmoid_loss(sim, scale, self.shared(self.bias), self.reduction)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .. import functional
 from ..checks import IdsLike, Names, check_matrix, option
-from ..related import Related
+from ..functional import Values
+from ..related import PassedIds, Related
 from ..similarity import Similarity
 from ..suspicious import may_be_read, warn_of_units, warn_of_vectors
 from .base import PairLoss
@@ -63,7 +64,7 @@ class DistillationLoss(PairLoss):
         image_groups: IdsLike | None = None,
         text_groups: IdsLike | None = None,
         **unknown: Any,
-    ) -> Any:
+    ) -> Values:
         """Return the loss of (N, D) images and (M, D) texts, or of a score matrix.
 
         Args:
@@ -81,7 +82,7 @@ class DistillationLoss(PairLoss):
 
         def check() -> str:
             """Check the input; return what has to be the same in all processes."""
-            return self._checked(given, images, texts, scores)
+            return self._checked(given, images, texts, scores)  # type: ignore[arg-type]
 
         related = self._related(image_groups, text_groups, None)
         ids = image_ids, text_ids
@@ -91,13 +92,15 @@ class DistillationLoss(PairLoss):
             n, m = own.shape if texts is None else (len(own), len(texts))
             if n != m:
                 ids = torch.arange(n, device=own.device), torch.arange(m, device=own.device)
-        sim = self._similarity(images, texts, *ids, scores, check=check, related=related)
+        sim = self._similarity(images, texts, ids, scores, related, check)
         model = self._model(given, sim, ids, related)
         if not self._looked and not torch.compiler.is_compiling():
             self._look_at_teacher(model)
         return self._with_telemetry(self.compute(sim, model), sim)
 
-    def _checked(self, teacher: Any, images: Any, texts: Any, scores: Any) -> str:
+    def _checked(
+        self, teacher: object, images: Tensor, texts: Tensor | None, scores: Tensor | None
+    ) -> str:
         """Return what a teacher is, in words; raise an error for a wrong one."""
         if isinstance(teacher, Similarity):
             if self.check_finite:
@@ -112,9 +115,9 @@ class DistillationLoss(PairLoss):
 
     def _model(
         self,
-        teacher: Any,
+        teacher: object,  # a Similarity, scores or embeddings
         sim: Similarity,
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
         related: Related | None,
     ) -> Similarity:
         """Return a teacher's scores or embeddings as a similarity, and a similarity as it is."""
@@ -124,6 +127,7 @@ class DistillationLoss(PairLoss):
             functional.check_other_model("teacher", teacher, sim)
             self._check_candidates(teacher, sim)
             return teacher
+        assert isinstance(teacher, list)
         images, texts = teacher
 
         def check() -> str:
@@ -131,8 +135,7 @@ class DistillationLoss(PairLoss):
             check_rows(_OF_TEACHER, images, texts, sim)
             return ""
 
-        options = {"names": _OF_TEACHER, "related": related, "check_finite": self.check_finite}
-        return self._between(images, texts, ids, check, **options)
+        return self._between(images, texts, ids, _OF_TEACHER, check, related=related)
 
     def _check_candidates(self, teacher: Similarity, sim: Similarity) -> None:
         """Raise an error unless a teacher's softmax is over the candidates of the loss."""
@@ -153,7 +156,7 @@ class DistillationLoss(PairLoss):
         self,
         scores: Tensor,
         sim: Similarity,
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
         related: Related | None,
     ) -> Similarity:
         """Return a teacher's scores of the same images and texts as a similarity."""
@@ -174,17 +177,17 @@ class DistillationLoss(PairLoss):
         return Similarity.sharded_scores(scores, *sim.own_ids, **options)
 
     @torch.no_grad()
-    def _look_at_teacher(self, teacher: Any) -> None:
+    def _look_at_teacher(self, teacher: Similarity) -> None:
         """Warn of a teacher in other units, or of its embeddings; see :meth:`_look`."""
-        if not isinstance(teacher, Similarity) or not may_be_read(teacher):
+        if not may_be_read(teacher):
             return
         warn_of_vectors(teacher)
         if self.teacher_temperature < 0.5:
             warn_of_units(type(self).__name__, teacher, "teacher: scores")
 
     def compute(  # type: ignore[override]
-        self, sim: Similarity, teacher: Similarity | None
-    ) -> Any:
+        self, sim: Similarity, teacher: Similarity
+    ) -> Values:
         """Return the loss of the similarities of two models."""
         taught = functional.check_other_model("teacher", teacher, sim)
         return functional.distillation_loss(

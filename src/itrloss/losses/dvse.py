@@ -15,6 +15,7 @@ from ..checks import (
     IMAGES_AND_TEXTS,
     CheckedModule,
     IdsLike,
+    as_labels,
     as_mask,
     as_size,
     check_embeddings,
@@ -22,11 +23,12 @@ from ..checks import (
     from_numpy,
     option,
 )
-from ..distributed import digest, gather_parts, world_size
+from ..distributed import ProcessGroup, digest, gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine, large_matrix
 from ..engine.relation import missing_mask
 from ..engine.vectors import Embeddings, full_precision, normalized
-from ..related import label_sets
+from ..functional import Values
+from ..related import PassedIds
 from ..similarity import Similarity
 from ..telemetry import describe
 from .base import Loss, SimilarityLoss
@@ -71,7 +73,7 @@ class VarianceAwareLoss(SimilarityLoss):
         texts: Tensor,
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
-    ) -> Any:
+    ) -> Values:
         """Return the loss of sets of image embeddings (N, K, D) of any length; else see
         :meth:`PairLoss.forward`.
         """
@@ -88,7 +90,7 @@ class VarianceAwareLoss(SimilarityLoss):
         return value
 
     def _heads(
-        self, images: Tensor, texts: Tensor, ids: tuple[IdsLike | None, IdsLike | None]
+        self, images: Tensor, texts: Tensor, ids: PassedIds
     ) -> tuple[list[Similarity], Similarity]:
         """Return the similarities of each head, and one of the first head from embeddings."""
 
@@ -101,7 +103,7 @@ class VarianceAwareLoss(SimilarityLoss):
             return f"{images.shape[1]} heads, {self.described()}"
 
         self.agree(check)
-        frame = self._between(images[:, 0], texts, ids, names=_NAMES)
+        frame = self._between(images[:, 0], texts, ids, _NAMES)
         units = normalized(images.transpose(0, 1))  # (K, N, D)
         n = frame.pairs.shape[0]
         if n > units.shape[1]:  # padding of a batch that processes share
@@ -169,7 +171,7 @@ class DynamicOrthogonalLoss(Loss):
     slack: float = 0.4
     pair_reduction: functional.PairReduction = "mean"
 
-    def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Tensor:
+    def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Values:
         """Return the loss, see :func:`itrloss.functional.dynamic_orthogonal_loss`."""
 
         def reduced(
@@ -232,7 +234,7 @@ class DynamicGate(CheckedModule):
 
     @torch.no_grad()
     def forward(
-        self, regions: Tensor, mask: Tensor | None = None, process_group: Any = None
+        self, regions: Tensor, mask: Tensor | None = None, process_group: ProcessGroup = None
     ) -> Tensor:
         """Return the gates (N, heads), float32 zeros and ones without a gradient.
 
@@ -412,5 +414,5 @@ def _images_exist(image_ids: IdsLike | None, size: int, device: torch.device) ->
     """
     if image_ids is None or torch.compiler.is_compiling():
         return None
-    missing = missing_mask(label_sets("image_ids", image_ids, size, device))
+    missing = missing_mask(as_labels("image_ids", image_ids, size, device))
     return None if missing is None else ~missing

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,11 +19,11 @@ from ..checks import (
 )
 from ..distributed import gather, numbered, padded
 from ..engine.vectors import full_precision, normalized
-from ..related import Related, label_sets
+from ..related import PassedIds, Related, label_sets
 from ..similarity import NO_ID, Similarity
 from .base import LEAST_LOG
 
-Relation = tuple[tuple[Any, Any], Related | None]  # ids of rows and columns, and what else decides
+Relation = tuple[PassedIds, Related | None]  # ids of rows and columns, and what else decides
 _ID_NAMES = "image_ids", "text_ids"
 
 
@@ -81,7 +79,7 @@ class ByIds:
 
     def __init__(
         self,
-        ids: tuple[IdsLike | None, IdsLike | None],  # of images and texts
+        ids: PassedIds,  # of images and texts
         related: Related | None,  # with their groups
         negatives: Tensor | None,  # (K,) or (N, K) int64
     ):
@@ -171,7 +169,7 @@ class ByMatches(ByIds):
 
 def relation_of(
     sim: Similarity,
-    ids: tuple[IdsLike | None, IdsLike | None],  # as passed in
+    ids: PassedIds,  # as passed in
     related: Related | None,
     negative_ids: Tensor | None,
 ) -> ByIds:
@@ -213,8 +211,8 @@ def as_negative_ids(
 
 
 def check_negatives(
-    images: Any,  # (N, D), or (N, M) scores
-    negatives: Any,
+    images: Tensor,  # (N, D), or (N, M) scores
+    negatives: Tensor,
     names: Names,  # of images and negatives
     *,
     are_scores: bool,

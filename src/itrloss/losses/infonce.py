@@ -16,8 +16,9 @@ from .. import functional
 from ..anchors import Anchors
 from ..checks import IdsLike, Names, are_strings, as_number, option
 from ..engine.vectors import compute_dtype
+from ..functional import Values
 from ..memory import CoupledMemory, MemorySimilarity
-from ..related import Related
+from ..related import PassedIds, Related
 from ..similarity import SIDES, Directions, Similarity
 from ..suspicious import may_be_read, warn_of_units
 from ..terms import identity, softplus
@@ -69,7 +70,7 @@ class Part(NamedTuple):
         """Return the log-sum-exps of each side's anchors, about ``LEAST_LOG`` for none."""
         anchors, *guides = self.scores
         limit: Tensor | None = None
-        guide: Any = None
+        guide: Anchors | OwnNegatives | None = None
         if limits and self.limited:
             limit = torch.cat([limits[side] for side in self.sides])
             guide = guides[0] if guides else None
@@ -92,7 +93,7 @@ class Model(NamedTuple):
 
     images: Tensor  # (N, D), or scores (N, M)
     texts: Tensor | None  # (M, D)
-    negatives: Tensor | None  # (K, D) or (N, K, D); of scores, (N, K)
+    negatives: Tensor | None = None  # (K, D) or (N, K, D); of scores, (N, K)
     normalize: bool = True
 
 
@@ -103,10 +104,19 @@ class Guide(NamedTuple):
     zero_or_nan: Tensor  # (): nan if one of its numbers is
 
 
+class Further(NamedTuple):
+    """What is passed in, or computed, beyond the similarities of images and texts."""
+
+    model: Model  # of the loss
+    are_scores: bool  # whether the model has scores
+    negative_ids: IdsLike | None
+    guide: object  # a Similarity or embeddings
+
+
 def as_hardness(value: float | Sequence[float]) -> float | tuple[float, float]:
     """Return α, at least 0: a number, or one of the batch's and one of further negatives."""
     is_pair = isinstance(value, (tuple, list, np.ndarray)) and np.ndim(value) == 1
-    numbers: Sequence[Any] = list(value) if is_pair else [value]  # type: ignore[arg-type]
+    numbers = list(value) if is_pair else [value]  # type: ignore[arg-type]
     if is_pair and len(numbers) != 2:
         raise ValueError(f"hardness: expected a number or a pair of numbers, got {value!r}")
     checked = [as_number("hardness", number) for number in numbers]
@@ -178,7 +188,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         text_groups: IdsLike | None = None,
         matches: Tensor | None = None,
         **unknown: Any,
-    ) -> Any:
+    ) -> Values:
         """Return the loss as :meth:`PairLoss.forward` does.
 
         Args:
@@ -201,42 +211,55 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         """
         if unknown:
             self.refuse(unknown)
-        if guide is not None:
-            guide = as_tensors(guide)
-        given = images if scores is None else scores
-        model = Model(given, texts, negatives, self.normalize)  # type: ignore[arg-type]
+        further: Further | None = None
+        among = self.image_image or self.text_text
+        if among or not (negatives is None and negative_ids is None and guide is None):
+            given = images if scores is None else scores
+            model = Model(given, texts, negatives, self.normalize)  # type: ignore[arg-type]
+            further = Further(model, scores is not None, negative_ids, as_tensors(guide))
         ids = image_ids, text_ids
-        parsed: list[Tensor | None] = []  # the negatives' ids
+        numbers: list[Tensor | None] = []  # the negatives' ids, parsed
 
         def check() -> str:
             """Check the input; return what has to be the same in all processes."""
             self._limit_scale()
-            self._check_options(negatives, guide, isinstance(images, Tensor))
-            described, numbers = self._checked(model, image_ids, negative_ids, scores is not None)
-            parsed.append(numbers)
-            return f"{described}, {self._described_guide(guide, model)}"
+            self._check_options(negatives is not None)
+            if further is None:
+                return "without negatives, guide False"
+            self._check_further(further)
+            words, parsed = self._checked_negatives(further, image_ids)
+            numbers.append(parsed)
+            return f"{words}, {self._described_guide(further)}"
 
         related = self._related(image_groups, text_groups, matches)
-        sim = self._similarity(images, texts, *ids, scores, check=check, related=related)
-        if guide is None and negatives is None and not (self.image_image or self.text_text):
+        sim = self._similarity(images, texts, ids, scores, related, check)
+        if further is None:
             return self._with_telemetry(self.compute(sim), sim)
-        self._look_at_further(sim, guide)
-        models = [model]
-        judge: Guide | None = None
-        if guide is not None:
-            judge = self._judge(guide, sim, model, ids, related)
-        if isinstance(guide, list):
-            models.append(Model(guide[0], guide[1], guide[2] if negatives is not None else None))
-        relation = relation_of(sim, ids, related, parsed[0])
-        parts = self._further(sim, models, relation)
-        return self._with_telemetry(self.compute(sim, parts, judge), sim)
+        value = self._with_further(sim, further, ids, related, numbers[0])
+        return self._with_telemetry(value, sim)
 
-    @torch.no_grad()
-    def _look_at_further(
+    def _with_further(
         self,
         sim: Similarity,
-        guide: Similarity | Sequence[Tensor] | None,
-    ) -> None:
+        further: Further,
+        ids: PassedIds,
+        related: Related | None,
+        negative_ids: Tensor | None,
+    ) -> Values:
+        """Return the loss with candidates outside the batch, or a guide."""
+        guide = further.guide
+        self._look_at_further(sim, guide)
+        models = [further.model]
+        judge: Guide | None = None
+        if guide is not None:
+            judge = self._judge(guide, sim, further.model, ids, related)
+        if isinstance(guide, list):
+            models.append(Model(*guide))
+        relation = relation_of(sim, ids, related, negative_ids)
+        return self.compute(sim, self._further(sim, models, relation), judge)
+
+    @torch.no_grad()
+    def _look_at_further(self, sim: Similarity, guide: object) -> None:
         """Warn of a guide in other units; see :meth:`_look`."""
         if self._looked or torch.compiler.is_compiling():
             return
@@ -246,94 +269,103 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         if isinstance(guide, Similarity) and of_cosines:
             warn_of_units(type(self).__name__, guide, "guide: scores")
 
-    def _check_options(
-        self,
-        negatives: Tensor | None,
-        guide: Similarity | Sequence[Tensor] | None,
-        has_images: bool,  # whether there are embeddings of images and texts
-    ) -> None:
-        """Raise an error for options and input that do not go together."""
-        among = self.image_image or self.text_text
-        self._check_directions(negatives)
-        if not self.in_batch and (among or self.joint):
+    def _check_options(self, has_negatives: bool) -> None:
+        """Raise an error for options that do not go together."""
+        if self.joint and self.directions != "both":
+            expected = "expected False, or directions='both', whose denominators it adds up"
+            raise ValueError(f"joint: {expected}, got directions={self.directions!r}")
+        if not self.in_batch:
+            self._check_without_batch(has_negatives)
+        if self.margin is not None:
+            return
+        if self.relative:
+            raise ValueError("relative: expected a margin with relative=True, got None")
+        if self.text_text == "unfiltered":
+            raise ValueError("text_text: expected a margin with text_text='unfiltered', got None")
+
+    def _check_without_batch(self, has_negatives: bool) -> None:
+        """Raise an error for options that ``in_batch=False`` does not go with."""
+        if self.directions != "image-text":
+            expected = "expected True, or directions='image-text', as negatives are of images"
+            raise ValueError(f"in_batch: {expected}, got directions={self.directions!r}")
+        if self.image_image or self.text_text or self.joint:
             raise ValueError("in_batch: expected True with image_image, text_text and joint")
-        if not self.in_batch and negatives is None:
+        if not has_negatives:
             raise ValueError("in_batch: expected True, or negatives of the images, got none")
-        if among and not has_images:
+
+    def _check_further(self, further: Further) -> None:
+        """Raise an error for options and further input that do not go together."""
+        among = self.image_image or self.text_text
+        model = further.model
+        if among and (further.are_scores or not isinstance(model.images, Tensor)):
             expected = "expected False without embeddings of images and texts"
             raise ValueError(f"image_image, text_text: {expected}")
-        for name in ("relative", "text_text"):
-            value = getattr(self, name)
-            if self.margin is None and (value == "unfiltered" or (name == "relative" and value)):
-                raise ValueError(f"{name}: expected a margin with {name}={value!r}, got None")
-        if guide is None:
+        negatives = model.negatives
+        # those of all images are candidates of texts, too
+        are_of_texts = self.text_text and getattr(negatives, "ndim", 0) != 3
+        if self.directions == "text-image" and negatives is not None and not are_of_texts:
+            expected = "expected directions='both' or 'image-text', as they are of images"
+            meant = "with texts as queries, pass these as images"
+            raise ValueError(f"negatives: {expected}, got 'text-image'; {meant}")
+        if further.guide is None:
             return
         if self.margin is None:
             raise ValueError(
                 "guide: expected None without a margin, as the margin is for its scores"
             )
-        if not isinstance(guide, Similarity):
-            check_embeddings_of("guide", guide, negatives is not None)
+        if not isinstance(further.guide, Similarity):
+            check_embeddings_of("guide", further.guide, negatives is not None)
         elif negatives is not None or among:
             expected = "expected embeddings with negatives, image_image and text_text"
             raise ValueError(f"guide: {expected}, got a Similarity")
 
-    def _check_directions(self, negatives: Tensor | None) -> None:
-        """Raise an error for options and input that need another direction."""
-        if self.joint and self.directions != "both":
-            expected = "expected False, or directions='both', whose denominators it adds up"
-            raise ValueError(f"joint: {expected}, got directions={self.directions!r}")
-        if not self.in_batch and self.directions != "image-text":
-            expected = "expected True, or directions='image-text', as negatives are of images"
-            raise ValueError(f"in_batch: {expected}, got directions={self.directions!r}")
-        if self.directions != "text-image" or negatives is None:
-            return
-        if not self.text_text or (isinstance(negatives, Tensor) and negatives.dim() == 3):
-            expected = "expected directions='both' or 'image-text', as they are of images"
-            meant = "with texts as queries, pass these as images"
-            raise ValueError(f"negatives: {expected}, got 'text-image'; {meant}")
-
-    def _checked(
-        self,
-        model: Model,
-        image_ids: IdsLike | None,
-        negative_ids: IdsLike | None,
-        are_scores: bool,
+    def _checked_negatives(
+        self, further: Further, image_ids: IdsLike | None
     ) -> tuple[str, Tensor | None]:
         """Return what the negatives of a shared batch are, in words, and their int64 ids."""
-        negatives = model.negatives
+        negatives = further.model.negatives
+        negative_ids = further.negative_ids
         if negatives is None:
             if negative_ids is not None:
                 raise ValueError("negative_ids: expected None without negatives")
             return "without negatives", None
-        check_negatives(
-            model.images,
-            negatives,
-            _OF_NEGATIVES,
-            are_scores=are_scores,
-            check_finite=self.check_finite,
-            empty=self.sharded,
-        )
+        are_scores = further.are_scores
+        self._check_negatives(further.model.images, negatives, _OF_NEGATIVES, are_scores)
         numbers = as_negative_ids(negative_ids, image_ids, negatives, are_scores)
         kind = None if negative_ids is None else are_strings(negative_ids)
         has_ids = numbers is not None
         words = f"negatives of {negatives.dim()} dimensions with ids {has_ids}, of strings {kind}"
         return words, numbers
 
-    def _described_guide(self, guide: Any, model: Model) -> str:
+    def _check_negatives(
+        self, images: Tensor, negatives: Tensor, names: Names, are_scores: bool = False
+    ) -> None:
+        """Raise an error unless there are negatives of images."""
+        check_negatives(
+            images,
+            negatives,
+            names,
+            are_scores=are_scores,
+            check_finite=self.check_finite,
+            empty=self.sharded,
+        )
+
+    def _described_guide(self, further: Further) -> str:
         """Return what the guide of a shared batch is, in words; raise an error for a wrong one."""
+        guide = further.guide
         if not isinstance(guide, Similarity):
             return f"guide {guide is not None}"
         if self.check_finite:
             check_finite("guide", guide)
-        return described_model("guide", guide, model.images, model.texts, self.sharded)
+        images, texts, *_ = further.model
+        return described_model("guide", guide, images, texts, self.sharded)
 
     def _judge(
         self,
-        guide: Any,  # a Similarity or embeddings
+        guide: object,  # a Similarity or embeddings
         sim: Similarity,
         model: Model,  # of the loss
-        ids: tuple[IdsLike | None, IdsLike | None],
+        ids: PassedIds,
         related: Related | None,
     ) -> Guide:
         """Return a guide with its similarity of the batch; raise an error for a wrong one."""
@@ -341,6 +373,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             functional.check_other_model("guide", guide, sim)
             self._check_relation(guide, sim)
             return Guide(guide, zero_or_nan(guide))
+        assert isinstance(guide, list)
         images, texts, *negatives = guide
 
         def check() -> str:
@@ -350,19 +383,12 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
                 self._check_negatives_of_guide(images, negatives[0], model)
             return ""
 
-        options = {"names": _OF_GUIDE, "related": related, "check_finite": self.check_finite}
-        return Guide(self._between(images, texts, ids, check, **options), zero_or_nan(guide))
+        of_batch = self._between(images, texts, ids, _OF_GUIDE, check, related=related)
+        return Guide(of_batch, zero_or_nan(guide))
 
     def _check_negatives_of_guide(self, images: Tensor, negatives: Tensor, model: Model) -> None:
         """Raise an error unless a guide has embeddings of the same negatives."""
-        check_negatives(
-            images,
-            negatives,
-            _OF_GUIDE_AND_NEGATIVES,
-            are_scores=False,
-            check_finite=self.check_finite,
-            empty=self.sharded,
-        )
+        self._check_negatives(images, negatives, _OF_GUIDE_AND_NEGATIVES)
         assert model.negatives is not None
         shape = model.negatives.shape if model.texts is None else model.negatives.shape[:-1]
         if negatives.shape[:-1] != shape:
@@ -419,7 +445,8 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
 
     def _among(self, side: int, model: Model, relation: ByIds) -> Anchors:
         """Return the images of a model (``side`` 0), or its texts, with one another."""
-        own: Any = model[side]
+        own = model.texts if side else model.images
+        assert own is not None
         names = (_OF_IMAGES, _OF_TEXTS)[side]
         return self._compared(own, own, relation.among(side), names, model.normalize)
 
@@ -438,14 +465,13 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
     ) -> Similarity:
         """Return the similarity of candidates outside the batch."""
         ids, related = relation
-        options = {"normalize": normalize, "check_finite": self.check_finite, "related": related}
-        return self._between(rows, cols, ids, names=names, **options)
+        return self._between(rows, cols, ids, names, normalize=normalize, related=related)
 
     # -------------------------------------------------------------------------------------- formula
 
     def compute(
         self, sim: Similarity, further: Sequence[Part] = (), guide: Guide | None = None
-    ) -> Any:
+    ) -> Values:
         """Return InfoNCE of the candidates in the batch and of ``further`` ones; ``guide``: what
         the margin is for, if it is not the loss's own scores.
         """
@@ -617,8 +643,8 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
         sims: MemorySimilarity,
         keys: tuple[Tensor, Tensor],
         memory: CoupledMemory,
-        ids: tuple[IdsLike | None, IdsLike | None],
-    ) -> Any:
+        ids: PassedIds,
+    ) -> Values:
         """Return the loss, with the keys in place of the batch as a teacher."""
         if self.distillation and not self.batch_negatives:
             expected = "expected 0 with batch_negatives=False, as q is over the batch, too"
@@ -629,7 +655,7 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
             teacher = self._similarities(keys, keys, memory, ids)
         return self.compute(sims, teacher)
 
-    def compute(self, sims: MemorySimilarity, teacher: MemorySimilarity | None = None) -> Any:
+    def compute(self, sims: MemorySimilarity, teacher: MemorySimilarity | None = None) -> Values:
         """Return the loss; ``teacher``: the similarities with the keys in place of the batch."""
         return functional.memory_info_nce_loss(
             sims,

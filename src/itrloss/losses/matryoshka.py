@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..checks import WholeState, as_size, check_number
+from ..functional import Values
 from ..memory import CoupledMemory
 from .base import Loss, PairLoss
 
@@ -54,7 +55,7 @@ class Matryoshka(WholeState):
         self.dims = [d for d, _ in ordered]
         self.weights = [float(weight) for _, weight in ordered]
 
-    def forward(self, images: Tensor, texts: Tensor, *args: Any, **options: Any) -> Any:
+    def forward(self, images: Tensor, texts: Tensor, *args: object, **options: object) -> Values:
         """Return the loss of (N, D) images and (M, D) texts.
 
         Negatives, keys and the entries of a memory are cut to the same dimensions; what else the
@@ -86,7 +87,8 @@ class Matryoshka(WholeState):
             named = {name: first_dimensions(name, x, d) for name, x in options.items()}
             parts.append(self.loss(images[..., :d], texts[..., :d], *more, **named))
         if not isinstance(parts[0], tuple):
-            return sum(weight * part for weight, part in zip(self.weights, parts, strict=True))
+            weighted = [w * part for w, part in zip(self.weights, parts, strict=True)]
+            return sum(weighted)  # type: ignore[return-value]
         values: list[Tensor] = []
         for weight, part in zip(self.weights, parts, strict=True):
             values.extend(weight * x for x in part)
@@ -102,7 +104,7 @@ def argument_names(loss: nn.Module) -> list[str]:
     return list(inspect.signature(loss.forward).parameters)
 
 
-def first_dimensions(name: str, x: Any, d: int) -> Any:
+def first_dimensions(name: str, x: object, d: int) -> object:
     """Return the first d dimensions of embeddings, or of the entries of a memory; an argument of
     another name as it is.
     """
@@ -126,7 +128,7 @@ def check_dims(dims: Sequence[int], weights: Sequence[float]) -> None:
         raise ValueError(f"dims: expected numbers that differ, got {list(dims)}")
 
 
-def check_dimensions(images: Any, texts: Any, least: int) -> None:
+def check_dimensions(images: Tensor, texts: Tensor, least: int) -> None:
     """Raise an error unless embeddings have as many dimensions, at least so many."""
     for name, x in (("images", images), ("texts", texts)):
         if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] < least:
@@ -138,7 +140,7 @@ def check_dimensions(images: Any, texts: Any, least: int) -> None:
         raise ValueError(f"texts: expected {expected}, got {texts.shape[-1]}")
 
 
-def takes_pairs(loss: Any) -> bool:
+def takes_pairs(loss: object) -> bool:
     """Return whether a loss is of images and texts, and needs nothing but their similarity."""
     if not isinstance(loss, PairLoss) or len(needed_by(loss.compute)) > 1:
         return False
@@ -146,7 +148,7 @@ def takes_pairs(loss: Any) -> bool:
     return names == ["images", "texts"] and set(needed_by(loss.forward)) <= {"images", "texts"}
 
 
-def needed_by(function: Callable[..., Any]) -> list[str]:
+def needed_by(function: Callable[..., object]) -> list[str]:
     """Return the names of a function's arguments that have no default."""
     parameters = inspect.signature(function).parameters.values()
     several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD

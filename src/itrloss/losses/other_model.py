@@ -23,7 +23,7 @@ def as_tensors(model: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def check_embeddings_of(name: str, model: Any, has_negatives: bool) -> None:
+def check_embeddings_of(name: str, model: object, has_negatives: bool) -> None:
     """Raise an error unless another model has embeddings of all candidates."""
     expected = "(images, texts, negatives)" if has_negatives else "(images, texts)"
     if not isinstance(model, Sequence) or not all(isinstance(x, Tensor) for x in model):
@@ -69,7 +69,9 @@ def zero_or_nan(model: Similarity | Sequence[Tensor]) -> Tensor:
     return torch.stack(totals).sum() * 0
 
 
-def described_model(name: str, other: Similarity, images: Any, texts: Any, sharded: bool) -> str:
+def described_model(
+    name: str, other: Similarity, images: Tensor, texts: Tensor | None, sharded: bool
+) -> str:
     """Return what another model's similarity is, in words.
 
     Raise an error unless that of a shared batch is of this process's images and texts.
@@ -79,7 +81,7 @@ def described_model(name: str, other: Similarity, images: Any, texts: Any, shard
     if other.share is None:
         expected = "expected a Similarity.sharded in a job of several processes"
         raise TypeError(f"{name}: {expected}, got {type(other).__name__}")
-    sizes = len(images), len(texts)
+    sizes = len(images), 0 if texts is None else len(texts)
     got = other.shape[0], other.T.shape[0]
     if got != sizes:
         raise ValueError(f"{name}: expected {sizes} images and texts of this process, got {got}")

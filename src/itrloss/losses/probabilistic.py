@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from ..checks import (
     option,
 )
 from ..engine.vectors import normalized
+from ..functional import Values
 from ..similarity import Similarity
 from ..terms import identity, pair_term, softplus
 from .base import SimilarityLoss
@@ -90,7 +89,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         texts_log_variance: Tensor,
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
-    ) -> Any:
+    ) -> Values:
         """Return the loss of normal distributions with independent dimensions.
 
         Args:
@@ -138,9 +137,9 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         rows, cols = (2**0.5 * m for m in means)
         bias = -sums[0], -sums[1]
         ids = image_ids, text_ids
-        return self._between(rows, cols, ids, names=_NAMES, normalize=False, bias=bias)
+        return self._between(rows, cols, ids, _NAMES, normalize=False, bias=bias)
 
-    def compute(self, sim: Similarity, divergence: Tensor | None = None) -> Any:
+    def compute(self, sim: Similarity, divergence: Tensor | None = None) -> Values:
         """Return the loss of the similarities -d; ``divergence``: (A,), of each anchor."""
         anchors = sim.both
         a = self.shared(self.scale)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import option
+from ..functional import Values
 from ..similarity import Similarity
 from ..terms import pair_term
 from .base import PairLoss
@@ -88,7 +88,7 @@ class RINCELoss(PairLoss):
                 f"temperature: {expected}, as float32 would overflow, got {self.temperature}"
             )
 
-    def compute(self, sim: Similarity) -> Any:
+    def compute(self, sim: Similarity) -> Values:
         """Return robust InfoNCE, RINCE."""
         self._check_range()
         anchors = self.anchors(sim)
@@ -121,7 +121,7 @@ class ComplementaryContrastiveLoss(PairLoss):
         """Whether the temperature is one for cosines."""
         return self.temperature < 0.5
 
-    def compute(self, sim: Similarity) -> Any:
+    def compute(self, sim: Similarity) -> Values:
         """Return the complementary contrastive loss, RCL."""
         anchors = self.anchors(sim)
         scale = 1 / self.temperature

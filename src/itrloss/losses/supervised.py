@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +10,10 @@ from torch import Tensor
 
 from ..anchors import Anchors
 from ..checks import option
+from ..functional import Values
 from ..similarity import Similarity
 from ..terms import identity, pair_term
-from .base import PairLoss, finite_logsumexp
+from .base import LEAST_LOG, PairLoss
 
 _SHARP = 2.0**20  # so sharp a soft minimum of scores is their minimum, but for rounding
 
@@ -22,8 +22,11 @@ def _mil_nce(anchors: Anchors, scale: float) -> Tensor:
     """Return (A,) ``-log`` of the positives' share of the softmax over all, exact also where that
     is nearly 1.
     """
-    ahead = finite_logsumexp(anchors, scale) - finite_logsumexp(anchors, scale, over="positives")
-    return F.softplus(ahead, threshold=40)
+    # finite without candidates: of -inf minus -inf, value and gradient would be nan, also for
+    # anchors that do not count
+    of_negatives = anchors.logsumexp(scale).clamp_min(LEAST_LOG)
+    of_positives = anchors.logsumexp(scale, over="positives").clamp_min(LEAST_LOG)
+    return F.softplus(of_negatives - of_positives, threshold=40)
 
 
 def _lowest_positives(anchors: Anchors) -> Tensor:
@@ -60,7 +63,7 @@ class SupConLoss(PairLoss):
         """Whether the temperature is one for cosines."""
         return self.temperature < 0.5
 
-    def compute(self, sim: Similarity) -> Any:
+    def compute(self, sim: Similarity) -> Values:
         """Return SupCon, with the mean over positives outside or inside the logarithm."""
         anchors = self.anchors(sim)
         scale = 1 / self.temperature
@@ -95,7 +98,7 @@ class MILNCELoss(PairLoss):
         """Whether the temperature is one for cosines."""
         return self.temperature < 0.5
 
-    def compute(self, sim: Similarity) -> Any:
+    def compute(self, sim: Similarity) -> Values:
         """Return MIL-NCE."""
         anchors = self.anchors(sim)
         return anchors.reduce(_mil_nce(anchors, 1 / self.temperature), self.reduction)
@@ -138,7 +141,7 @@ class SDMLoss(PairLoss):
         """Whether the temperature is one for cosines."""
         return self.temperature < 0.5
 
-    def compute(self, sim: Similarity) -> Any:
+    def compute(self, sim: Similarity) -> Values:
         """Return the divergence, summed over negatives, whose label is 0, and over positives."""
         anchors = self.anchors(sim)
         scale = 1 / self.temperature
@@ -186,7 +189,7 @@ class MultiSimilarityLoss(PairLoss):
         """Whether the base is a cosine."""
         return self.base < 1
 
-    def compute(self, sim: Similarity) -> Any:
+    def compute(self, sim: Similarity) -> Values:
         """Return the multi-similarity loss."""
         anchors = self.anchors(sim)
         a = self.alpha
@@ -202,7 +205,7 @@ class MultiSimilarityLoss(PairLoss):
         return anchors.reduce(values, self.reduction)
 
 
-def _exponent(x: Tensor, scale: Any, margin: Any) -> Tensor:
+def _exponent(x: Tensor, scale: float | Tensor, margin: float | Tensor) -> Tensor:
     """Return ``γ [x + m]_+ (x - m)``, where the gradient takes ``[x + m]_+`` for a constant."""
     return scale * (x.detach() + margin).relu() * (x - margin)
 
@@ -248,7 +251,7 @@ class CircleLoss(PairLoss):
         """Whether the margin is one for cosines."""
         return self.margin < 1
 
-    def compute(self, sim: Similarity) -> Any:
+    def compute(self, sim: Similarity) -> Values:
         """Return the circle loss."""
         anchors = self.anchors(sim)
         options = self.scale, self.margin

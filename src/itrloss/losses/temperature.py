@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..checks import Learnt, option
 from ..engine.vectors import compute_dtype, host_may_read
+from ..functional import Values
 from ..similarity import Similarity
 from ..suspicious import warn_of_scale, warn_of_temperature
 from .base import SimilarityLoss
@@ -85,7 +85,7 @@ class TemperatureLoss(SimilarityLoss):
         self._limit_scale()
         return super()._replicate_for_data_parallel()  # type: ignore[no-any-return]
 
-    def _look(self, loss: Any, sim: Similarity) -> None:
+    def _look(self, loss: Values, sim: Similarity) -> None:
         """Warn of a batch, and of a temperature that is probably a scale."""
         super()._look(loss, sim)
         if self._looked:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY
-from typing import Any
 
 from .. import functional
 from ..checks import option
+from ..functional import Values
 from ..memory import MemorySimilarity
 from ..similarity import Similarity
 from .base import MemoryLoss, PairLoss
@@ -39,7 +39,7 @@ class HubnessAwareLoss(PairLoss):
         """Whether the scale is one for cosines."""
         return self.scale > 2
 
-    def compute(self, sim: Similarity) -> Any:
+    def compute(self, sim: Similarity) -> Values:
         """Return HAL (USER Eq. 17)."""
         return functional.hubness_aware_loss(
             self.anchors(sim), self.scale, self.margin, self.reduction, positive=self.positive
@@ -75,7 +75,7 @@ class UnifiedTrainingObjective(MemoryLoss):
     image_memory_weight: float = 1.0
     text_memory_weight: float = 1.0
 
-    def compute(self, sims: MemorySimilarity) -> Any:
+    def compute(self, sims: MemorySimilarity) -> Values:
         """Return UTO (USER Eq. 18-21)."""
         return functional.unified_training_objective(
             sims,
