@@ -6,9 +6,9 @@ queries.
 
 Runs that differ in the seed only share one line of the table, with mean and standard deviation.
 
-The page uses the template of :mod:`itrloss.report`, with figures as inline SVG and pictures as
-inline JPEG. Pictures are optional: without `DATA/pictures/dev_00000.png` etc., the gallery shows
-captions only.
+The page uses the template of :mod:`itrloss.comparison.pages`, with figures as inline SVG and
+pictures as inline JPEG. Pictures are optional: without `DATA/pictures/dev_00000.png` etc., the
+gallery shows captions only.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 
 from torch import Tensor
 
+from itrloss.comparison.charts import Series, lines
+from itrloss.comparison.pages import Block, number, render
+from itrloss.comparison.report import hubness
 from itrloss.metrics import RetrievalResults, retrieval_results
-from itrloss.report import Block, number, render
-from itrloss.report.charts import Series, lines
-from itrloss.report.comparison import hubness
 from itrloss.rerank import Reranker
 
 from .config import NO_EFFECT

@@ -88,21 +88,6 @@ class AnchorSide(NamedTuple):
         return self.matrix.shape[self.side]
 
 
-class Block(NamedTuple):
-    """A matrix whose rows, columns or both are anchors, computed in one pass."""
-
-    matrix: Matrix
-    sides: tuple[int, ...]  # the rows first
-    groups: tuple[int, ...]  # for each side, the number of its group of anchors
-    firsts: tuple[int, ...]  # for each side, the number of its first candidate in the group
-
-    def with_side(self, side: int, group: int, first: int) -> Block:
-        """Return the block with its other side as anchors, too."""
-        if side == 0:
-            return Block(self.matrix, (0, 1), (group, *self.groups), (first, *self.firsts))
-        return Block(self.matrix, (0, 1), (*self.groups, group), (*self.firsts, first))
-
-
 class Where(NamedTuple):
     """Which candidates count: negatives, positives or all, within limits of their scores."""
 
@@ -115,6 +100,53 @@ class Where(NamedTuple):
     def limited(self) -> bool:
         """Whether there are limits."""
         return self.below is not None or self.above is not None
+
+
+class Block(NamedTuple):
+    """A matrix whose rows, columns or both are anchors, computed in one pass."""
+
+    matrix: Matrix
+    sides: tuple[int, ...]  # the rows first
+    groups: tuple[int, ...]  # for each side, the number of its group of anchors
+    firsts: tuple[int, ...]  # for each side, the number of its first candidate in the group
+
+    @property
+    def size(self) -> int:
+        """The number of anchors."""
+        n, m = self.matrix.shape
+        if len(self.sides) == 2:
+            return n + m
+        return m if self.sides[0] else n
+
+    def with_side(self, side: int, group: int, first: int) -> Block:
+        """Return the block with its other side as anchors, too."""
+        if side == 0:
+            return Block(self.matrix, (0, 1), (group, *self.groups), (first, *self.firsts))
+        return Block(self.matrix, (0, 1), (*self.groups, group), (*self.firsts, first))
+
+    def question(
+        self,
+        term: Term,
+        where: Where,
+        scale: Value | None = 1.0,
+        shift: Value | None = None,
+        params: Sequence[Any] = (),
+        teaches: bool = False,
+    ) -> Question:
+        """Return what the anchors ask; ``teaches``: of scores of another matrix, too."""
+        assert scale is not None
+        return Question(
+            self.matrix.relation,
+            self.sides,
+            term,
+            where.over,
+            scale,
+            shift,
+            where.below,
+            where.above,
+            tuple(params),
+            teaches,
+        )
 
 
 NEGATIVES = Where()
@@ -152,10 +184,12 @@ class Anchors:
         """Store groups of anchors; each has its candidates in one or several matrices."""
         self._groups = groups
         self._blocks = blocks_of(groups)
-        #: Whether one matrix has all groups in order, so that its answers are in order, too.
-        self._has_one_block = False
-        if len(self._blocks) == 1:
-            self._has_one_block = self._blocks[0].groups == tuple(range(len(groups)))
+        #: Whether the blocks have all groups in order, so that their answers are in order, too.
+        of_blocks: tuple[int, ...] = ()
+        for block in self._blocks:
+            of_blocks += block.groups
+        self._in_order = of_blocks == tuple(range(len(groups)))
+        self._has_one_block = self._in_order and len(self._blocks) == 1
         first = groups[0][0].matrix
         self.dtype = first.dtype
         self.device = first.device
@@ -181,8 +215,12 @@ class Anchors:
         self.sizes = self.whole_sizes if self.exchange is None else self.exchange.sizes
         # The compiler specialises on what `len` returns, but not on this sum.
         self._size = sum(self.sizes)
+        #: Whether all groups have as many anchors.
+        self.of_one_size = True
+        for size in self.sizes:  # one by one: a set would have the compiler specialise on each
+            self.of_one_size = self.of_one_size and size == self.sizes[0]
         #: Whether all anchors certainly have a positive and a negative; None: not looked at.
-        self._known_complete: bool | None = None
+        self._known_complete = min(self.sizes) > 1 if self.one_to_one else None
         self._index: Tensor | None = None  # (P,) anchors of the positive pairs
         self._known_counts: dict[bool, Tensor] = {}  # (A,) numbers of positives (True), negatives
 
@@ -196,7 +234,7 @@ class Anchors:
     def _is_complete(self) -> bool:
         """Return what :attr:`_complete` keeps."""
         if self.exchange is not None:
-            return self.one_to_one and min(self.sizes) > 1
+            return False
         for group in self._groups:
             matrix, side, _ = group[0]
             if len(group) > 1 or matrix.is_memory or not matrix.relation.is_complete(side):
@@ -286,15 +324,16 @@ class Anchors:
             and teacher is None
             and self.exchange is None
         ):
-            question = self._question(self._blocks[0], term, where, scale, shift, params)
-            return self._blocks[0].matrix.sums(question)
+            block = self._blocks[0]
+            question = block.question(term, where, scale, shift, params)
+            return block.matrix.sums(question)
         second = self._others(where.guide if teacher is None else teacher)
-        values = self._gathered([scale, shift, where.below, where.above, *params])
+        values = self._of_blocks([scale, shift, where.below, where.above, *params])
         answers = []
-        for block, other in zip(self._blocks, second, strict=True):
-            a, b, below, above, *more = [self._of_block(x, block) for x in values]
-            own = Where(where.over, below, above)
-            question = self._question(block, term, own, a, b, more, teacher is not None)
+        for block, own, other in zip(self._blocks, values, second, strict=True):
+            a, b, below, above, *more = own
+            limits = Where(where.over, below, above)
+            question = block.question(term, limits, a, b, more, teacher is not None)
             answers.append(block.matrix.sums(question, other))
         total = self._joined(answers, torch.add)
         return total if self.exchange is None else self.exchange.merged(total)
@@ -304,55 +343,43 @@ class Anchors:
         if isinstance(scale, Tensor):
             scale = scale.detach()
         second = self._others(where.guide)
-        values = self._gathered([scale, where.below, where.above])
+        values = self._of_blocks([scale, where.below, where.above])
         answers = []
-        for block, other in zip(self._blocks, second, strict=True):
-            own_scale, below, above = [self._of_block(x, block) for x in values]
-            own = Where(where.over, below, above)
-            question = self._question(block, identity, own, own_scale)
+        for block, own, other in zip(self._blocks, values, second, strict=True):
+            own_scale, below, above = own
+            question = block.question(identity, Where(where.over, below, above), own_scale)
             answers.append(block.matrix.highest(question, other))
         top = self._joined(answers, torch.maximum)
         if self.exchange is not None:
             top = self.exchange.merged_largest(top)
         return top.masked_fill(top == -math.inf, 0.0)
 
-    def _question(
-        self,
-        block: Block,
-        term: Term,
-        where: Where,
-        scale: Value | None = 1.0,
-        shift: Value | None = None,
-        params: Sequence[Any] = (),
-        teaches: bool = False,
-    ) -> Question:
-        """Return what a block's anchors ask."""
-        assert scale is not None
-        return Question(
-            block.matrix.relation,
-            block.sides,
-            term,
-            where.over,
-            scale,
-            shift,
-            where.below,
-            where.above,
-            tuple(params),
-            teaches,
-        )
-
-    def _gathered(self, values: Sequence[Value | None]) -> list[Value | None]:
+    def _gathered(self, values: Sequence[Value | None]) -> Sequence[Value | None]:
         """Return the values of the matrices' anchors from the values of own anchors."""
         if self.exchange is None:
-            return list(values)
+            return values
         return [self.exchange.gathered(x) if has_each(x) else x for x in values]
 
-    def _of_block(self, x: Value | None, block: Block) -> Value | None:
-        """Return a block's part of the values (..., A) of all anchors."""
-        if not has_each(x) or self._has_one_block:
-            return x
-        parts = x.split_with_sizes(self.whole_sizes, -1)
-        return joined([parts[g] for g in block.groups], -1)
+    def _of_blocks(self, values: Sequence[Value | None]) -> list[list[Value | None]]:
+        """Return each block's part of the values (..., A) of own anchors."""
+        of_blocks: list[list[Value | None]] = [[] for _ in self._blocks]
+        for x in self._gathered(values):
+            parts: Sequence[Value | None] = [x] * len(self._blocks)
+            if has_each(x):
+                parts = self._split_by_block(x)
+            for own, part in zip(of_blocks, parts, strict=True):
+                own.append(part)
+        return of_blocks
+
+    def _split_by_block(self, x: Tensor) -> Sequence[Tensor]:
+        """Return each block's part of the values (..., A) of the matrices' anchors."""
+        if self._in_order:
+            return x.split_with_sizes([block.size for block in self._blocks], -1)
+        of_groups = x.split_with_sizes(self.whole_sizes, -1)
+        parts = []
+        for block in self._blocks:
+            parts.append(joined([of_groups[g] for g in block.groups], -1))
+        return parts
 
     def _others(self, guide: Anchors | None) -> list[Matrix | None]:
         """Return, for each block, the guide's matrix with the scores of the same pairs."""
@@ -366,9 +393,9 @@ class Anchors:
             raise ValueError(f"guide: expected the same anchors and candidates, got {got}")
         return [block.matrix for block in guide._blocks]
 
-    def _layout(self) -> list[Any]:
+    def _layout(self) -> list[object]:
         """Return what two sets of anchors have alike if they have the same candidates."""
-        layout: list[Any] = []
+        layout: list[object] = []
         for block in self._blocks:
             layout.append((block.matrix.shape, block.sides, block.groups, block.firsts))
         for group in self._groups:
@@ -384,6 +411,8 @@ class Anchors:
         """Return the answers (..., A) of all anchors of the matrices."""
         if self._has_one_block:
             return answers[0]
+        if self._in_order:
+            return torch.cat(list(answers), -1)
         parts: list[list[Tensor]] = [[] for _ in self.whole_sizes]
         for block, answer in zip(self._blocks, answers, strict=True):
             of_groups = [answer]
@@ -556,6 +585,9 @@ class Anchors:
 
     def std(self) -> Tensor:
         """Return the (A,) standard deviations of :meth:`mean_std`, without the means."""
+        if self.exchange is None and not torch.is_grad_enabled() and self._in_order:
+            parts = [block.matrix.std(block.sides) for block in self._blocks]
+            return self._joined(parts, torch.add).clamp_min(1e-6)
         count = self._negative_counts()
         # About the mean, no digits of the squares cancel. Its own gradient is 0 there, but not its
         # second derivative.
@@ -691,12 +723,11 @@ class Anchors:
         if where is None:
             where = NEGATIVES
         totals = []
-        for block in self._blocks:
-            own = [self._of_block(x, block) for x in (scale, shift, *params)]
-            question = self._question(block, term, where, own[0], own[1], own[2:])
-            own_weights = self._of_block(weights, block)
-            assert own_weights is not None
-            totals.append(block.matrix.weighted_sum(question, own_weights))
+        values = self._of_blocks([weights, scale, shift, *params])
+        for block, (w, a, b, *more) in zip(self._blocks, values, strict=True):
+            assert w is not None
+            question = block.question(term, where, a, b, more)
+            totals.append(block.matrix.weighted_sum(question, w))
         return functools.reduce(torch.add, totals)
 
     def _where(self, over: Over, below: Limit, above: Limit, guide: Anchors | None) -> Where:
@@ -726,11 +757,11 @@ class Anchors:
             raise ValueError(
                 "hardest_negatives: expected one matrix of candidates where processes share a batch"
             )
-        (limit,) = self._gathered([self._limit("below", below)])
+        limits = self._of_blocks([self._limit("below", below)])
         answers = []
-        for block in self._blocks:
-            own = Where("negatives", self._of_block(limit, block))
-            answers.append(block.matrix.hardest(self._question(block, identity, own)))
+        for block, (limit,) in zip(self._blocks, limits, strict=True):
+            own = Where("negatives", limit)
+            answers.append(block.matrix.hardest(block.question(identity, own)))
         best = self._joined_best(answers)
         if self.exchange is not None:
             best = Best(*self.exchange.merged_best(*best))
@@ -779,27 +810,33 @@ class Anchors:
             weights = "parameter"
         # Values of each anchor are gathered below, in which all processes of a batch have to take
         # part. Whether sums by class are the faster way is decided by each process on its own.
-        one_for_all = not has_each(a) and not has_each(b)
-        if term is identity and one_for_all and self._sums_by_class():
+        if term is identity and not has_each(a) and not has_each(b) and self._sums_by_class():
             return self._sum_of_positive_scores(a, b)
         if not self._lists_positives():
             matches = self._weights_of_matches() if weights == "parameter" else None
             return self._sum(term, a, b, Where("positives"), tensors, matches)
+        return self._sum_of_listed(term, [a, b, *tensors], weights == "parameter")
+
+    def _sum_of_listed(
+        self, term: Term, values: Sequence[Value | None], takes_weights: bool
+    ) -> Tensor:
+        """Return (A,) sums of a term over listed positives; ``values``: scale, shift and
+        parameters.
+        """
         scores, index = self._positives()
-        values = [a, b, *tensors]
         if index is not None:
             values = [x[index] if has_each(x) else x for x in self._gathered(values)]
-        own_scale, own_shift, *own_params = values
-        assert own_scale is not None
-        z = affine(scores, own_scale, own_shift)
-        if weights == "parameter":
-            own_params.insert(0, self._listed_weights())
-        values = term.computed(z, own_params)
-        if values.shape != z.shape:  # a user's function may return a parameter
-            values = values.expand_as(z)
+        scale, shift, *params = values
+        assert scale is not None
+        z = affine(scores, scale, shift)
+        if takes_weights:
+            params.insert(0, self._listed_weights())
+        terms = term.computed(z, params)
+        if terms.shape != z.shape:  # a user's function may return a parameter
+            terms = terms.expand_as(z)
         if index is None:
-            return values
-        total = segment_sum(values, index, sum(self.whole_sizes))
+            return terms
+        total = segment_sum(terms, index, sum(self.whole_sizes))
         return total if self.exchange is None else self.exchange.merged(total)
 
     def _weights_of_matches(self) -> Anchors:
@@ -868,7 +905,8 @@ class Anchors:
             for side in group:
                 scores.append(side.matrix.positive_scores())
                 if not self.one_to_one and self._index is None:
-                    index.append(side.matrix.relation.listed[side.side] + first)
+                    own = side.matrix.relation.listed[side.side]
+                    index.append(own + first if first else own)
             first += size
         if self.one_to_one:
             return torch.cat(scores), None
@@ -964,17 +1002,11 @@ class Anchors:
             )
         answers = []
         for block in self._blocks:
-            question = self._question(block, identity, NEGATIVES)
+            question = block.question(identity, NEGATIVES)
             answers.append(block.matrix.sorted_excesses(question, margin))
         return self._joined(answers, torch.add)
 
     # ---------------------------------------------------------------------------------- reduction
-
-    @property
-    def of_one_size(self) -> bool:
-        """Whether all groups have as many anchors."""
-        # Compared one by one: a set of sizes would have the compiler specialise on each.
-        return all([size == self.sizes[0] for size in self.sizes])
 
     def valid(self) -> Tensor | None:
         """Return the (A,) bool mask of anchors with a positive and a negative; None: all."""

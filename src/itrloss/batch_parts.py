@@ -74,7 +74,7 @@ class BatchPart(NamedTuple):
             rows, cols = self.tensors
             checks.check_embeddings(rows, cols, self.check_finite, self.names, empty=True)
         n, m = self.sizes
-        checks.check_biases(self.bias, n, m)
+        checks.check_biases(self.bias, n, m, self.check_finite)
         device = self.tensors[0].device
         if self.related is not None and self.related.matches is not None:
             matches = self.related.matches
@@ -105,9 +105,9 @@ class BatchPart(NamedTuple):
     def described(self, known: Known) -> str:
         """Return what has to be alike in the processes' parts of a batch, in words."""
         trained = [is_trained(x) for x in self.tensors]
-        biases: list[bool] = []
+        biases: list[str] = []
         if self.bias is not None:
-            biases = [x is not None for x in self.bias]
+            biases = ["none" if x is None else f"gradient {is_trained(x)}" for x in self.bias]
         dtypes = ", ".join(described(x) for x in self.tensors[:2])
         if len(self.tensors) == 1:
             dtypes = f"scores {str(self.tensors[0].dtype).removeprefix('torch.')}"

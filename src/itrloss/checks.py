@@ -59,6 +59,11 @@ ROWS_AND_COLUMNS = Names()
 IMAGES_AND_TEXTS = Names("images", "texts", "image_ids", "text_ids")
 
 
+def nothing() -> str:
+    """Check nothing, and return no words."""
+    return ""
+
+
 def one_of(name: str, value: object, *allowed: object) -> None:
     """Raise a ValueError unless ``value`` is one of those allowed."""
     if isinstance(value, (Tensor, np.ndarray)) or value not in allowed:
@@ -132,6 +137,18 @@ def check_matrix(
         )
     if check_finite and len(x):
         require_finite(name, x)
+
+
+def as_embeddings(rows: Any, cols: Any, check_finite: bool, names: Names) -> tuple[Tensor, Tensor]:
+    """Return (N, D) and (M, D) embeddings, which may be NumPy arrays, as tensors; raise an error
+    as :func:`check_embeddings` does.
+    """
+    if not isinstance(rows, Tensor):
+        rows = from_numpy(rows)
+    if not isinstance(cols, Tensor):
+        cols = from_numpy(cols)
+    check_embeddings(rows, cols, check_finite, names)
+    return rows, cols
 
 
 def check_embeddings(
@@ -209,13 +226,14 @@ def from_numpy(x: Any) -> Any:
     else as it is.
 
     The tensor has the memory of the array, which may be a file's: the library never writes to what
-    it is given. Only a layout or a number type that PyTorch does not know is copied.
+    it is given. Only a layout or a number type that PyTorch does not know is copied. An array with
+    masked entries, which have no value, is no tensor.
     """
     if isinstance(x, Tensor):
         return x
     if hasattr(x, "to_numpy"):
         x = x.to_numpy()
-    if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiub":
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiub" or np.ma.is_masked(x):
         return x
     size = min(x.dtype.itemsize, 8)  # of long doubles, too
     # by its size: NumPy has two types of 64 bits, of which PyTorch knows one
@@ -233,7 +251,7 @@ def as_id_numbers(name: str, ids: Any, size: int | None = None) -> Tensor:
     """Return ids as a tensor of integers: a tensor or an array of any integer type, or a list of
     integers; or strings, whose numbers are the same in every call, process and file.
     """
-    if are_strings(ids):
+    if not isinstance(ids, Tensor) and are_strings(ids):
         return _numbers_of_strings(_id_array(ids))
     return as_integers(name, ids, size)
 
@@ -247,10 +265,7 @@ def _id_array(ids: Any) -> np.ndarray:
     """Return ids that are no tensor as an array, of strings if all are strings."""
     if isinstance(ids, (list, tuple)) and any(isinstance(x, Tensor) for x in ids):
         ids = [x.tolist() if isinstance(x, Tensor) else x for x in ids]
-    try:
-        array = np.asarray(ids)
-    except ValueError:  # lists of different lengths
-        return np.array(None)
+    array = _as_array(ids)
     if isinstance(ids, (list, tuple)) and not array.size:
         return array.astype(np.int64)
     if array.dtype.kind == "S":  # as of h5py
@@ -268,6 +283,16 @@ def _id_array(ids: Any) -> np.ndarray:
         if fit and not any(isinstance(x, bool) for x in values):
             return array.astype(np.int64)
     return array
+
+
+def _as_array(ids: Any) -> np.ndarray:
+    """Return ids as an array, of None where lists have different lengths or entries are masked."""
+    if np.ma.is_masked(ids):
+        return np.array(None)
+    try:
+        return np.asarray(ids)
+    except ValueError:
+        return np.array(None)
 
 
 def _decoded(array: np.ndarray) -> np.ndarray:
@@ -293,14 +318,15 @@ def _numbers_of_strings(strings: np.ndarray) -> Tensor:
 
 def as_integers(name: str, x: Any, size: int | None = None) -> Tensor:
     """Return a tensor, an array or a list of integers as a tensor; raise a TypeError for others."""
-    got = _type(x)
+    given = x
     if not isinstance(x, Tensor):
-        array = _id_array(x)
-        x = from_numpy(array)
-        if array.dtype.kind not in "fiub":
-            got = f"{got} of {'strings' if array.dtype.kind == 'U' else array.dtype}"
+        x = from_numpy(_id_array(x))
     is_other = not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex()
     if is_other or x.dtype == torch.bool:
+        got = _type(given)
+        if not isinstance(x, Tensor):
+            kind = _id_array(given).dtype
+            got = f"{got} of {'strings' if kind.kind == 'U' else kind}"
         # Formatted for the error alone: the compiler would specialise on the size.
         shape = "(N,)" if size is None else f"({size},)"
         hint = in_place_of_ids(name, x)
@@ -397,7 +423,9 @@ def check_ids(
     return ids_of_both(row_ids, col_ids, n, m, device, names)
 
 
-def check_biases(bias: Any, n: int, m: int) -> tuple[Tensor | None, Tensor | None]:
+def check_biases(
+    bias: Any, n: int, m: int, check_finite: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the (N,) and (M,) biases; raise an error unless they are a pair of tensors or None."""
     if bias is None:
         return None, None
@@ -410,6 +438,8 @@ def check_biases(bias: Any, n: int, m: int) -> tuple[Tensor | None, Tensor | Non
         if not isinstance(x, Tensor) or x.shape != (size,) or not x.is_floating_point():
             got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else repr(x)
             raise ValueError(f"bias: expected ({size},) floating-point numbers, got {got}")
+        if check_finite and size:
+            require_finite("bias", x[None])
     return biases
 
 
@@ -426,13 +456,18 @@ def ids_of_one_side(row_ids: Any, names: Names) -> Exception:
     return ValueError(f"{names.col_ids}: expected ids to go with {names.row_ids}, got None")
 
 
+def check_same_kind(name: str, ids: Any, other_name: str, others: Any) -> None:
+    """Raise a TypeError for strings beside integers, which never match."""
+    if are_strings(ids) != are_strings(others):
+        expected = f"strings with strings in {name}, integers with integers"
+        raise TypeError(f"{other_name}: expected {expected}")
+
+
 def ids_of_both(
     row_ids: Any, col_ids: Any, n: int, m: int, device: torch.device, names: Names
 ) -> tuple[Tensor, Tensor]:
     """Return the (N,) and (M,) int64 ids of both sides, both of strings or neither."""
-    if are_strings(row_ids) != are_strings(col_ids):
-        expected = f"strings with strings in {names.row_ids}, integers with integers"
-        raise TypeError(f"{names.col_ids}: expected {expected}")
+    check_same_kind(names.row_ids, row_ids, names.col_ids, col_ids)
     rows = as_ids(names.row_ids, row_ids, n, device)
     if col_ids is row_ids and n == m:
         return rows, rows  # what is computed of one serves both
@@ -706,13 +741,18 @@ class Options:
         """Return the options as they are passed: those by position, and changed ones by name."""
         parts = []
         for name, declared in self._all_options.items():
-            value = getattr(self, name, None)
-            if isinstance(value, Tensor) and value.numel() == 1:
-                value = float(f"{value.item():.4g}")
-            is_default = repr(value) == repr(declared.default)
+            value = self._shown(declared)
+            is_default = value == repr(declared.default)
             if not declared.local and not (declared.keyword_only and is_default):
-                parts.append(f"{name}={value!r}")
+                parts.append(f"{name}={value}")
         return ", ".join(parts)
+
+    def _shown(self, declared: Option) -> str:
+        """Return the value of an option in words."""
+        value = getattr(self, declared.name, None)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = float(f"{value.item():.4g}")
+        return repr(value)
 
 
 def own_options(cls: type) -> dict[str, Option]:
@@ -856,18 +896,35 @@ class WholeState(nn.Module):
 class CheckedModule(Options, WholeState):
     """A module whose options are checked whenever they are set, and may be learnt."""
 
+    # The parameters in shards, which the optimiser moves, by name: in a forward pass,
+    # ``fully_shard`` puts gathered copies in their place.
+    _shards: ClassVar[Mapping[str, Any]] = {}
+
+    def _to_write(self, name: str) -> list[Tensor]:
+        """Return what a change of a parameter is written to: it and, if it is a gathered copy, the
+        shards.
+        """
+        own = getattr(self, name)
+        shards = self._shards.get(name)
+        return [own] if shards is None or shards is own else [own, shards]
+
     def _set_option(self, declared: Option, value: Any) -> None:
         """Check and keep the value of an option, or the parameter that stands for it."""
         name = declared.name
         learnt = declared.learnt
         is_itself = learnt is not None and learnt.parameter == name
-        if declared.may_be_anything or (is_itself and isinstance(value, nn.Parameter)):
+        # the replicas of nn.DataParallel have computed copies in place of parameters
+        kind = Tensor if getattr(self, "_is_replica", False) else nn.Parameter
+        if declared.may_be_anything or (is_itself and isinstance(value, kind)):
             super(Options, self).__setattr__(name, value)  # registers parameters and modules
             return
         if learnt is None:
             super()._set_option(declared, value)
             return
         number = declared.parse(value)
+        if self.__dict__.get("learnable") and learnt.parameter not in self._parameters:
+            expected = f"a value of {learnt.parameter}, which a parametrization computes"
+            raise AttributeError(f"{name}: cannot be set, as it is {expected}")
         self.__dict__[f"_{name}"] = number  # for _reset_learnt
         if self._parameters.get(learnt.parameter) is None:
             self.__dict__[name] = number
@@ -891,6 +948,8 @@ class CheckedModule(Options, WholeState):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; an option that is learnt as it is then read from it."""
         super().register_parameter(name, param)
+        if is_sharded(param):
+            self.__dict__["_shards"] = {**self._shards, name: param}
         for declared in self._all_options.values():
             if declared.learnt is None or declared.learnt.parameter != name:
                 continue
@@ -901,9 +960,24 @@ class CheckedModule(Options, WholeState):
             if "learnable" in self._all_options:
                 self.__dict__["learnable"] = param is not None
 
+    def _shown(self, declared: Option) -> str:
+        """Return the value of an option in words.
+
+        Shards are not read: that takes all processes, and one alone may be asked.
+        """
+        learnt = declared.learnt
+        if learnt is not None and is_sharded(self._parameters.get(learnt.parameter)):
+            return "in shards"
+        return super()._shown(declared)
+
     def extra_repr(self) -> str:
         """Return the options, for ``repr``: those by position, and changed ones by name."""
         return self._options_in_words()
+
+
+def is_sharded(x: object) -> bool:
+    """Return whether a tensor is a DTensor, whose module is imported by those who make one."""
+    return hasattr(x, "device_mesh")
 
 
 # -------------------------------------------------- what was probably meant, at the end of an error
@@ -983,8 +1057,12 @@ def as_floats(name: str, x: Any) -> str:
     """Return how to make a floating-point tensor of what is none; empty for no idea."""
     if isinstance(x, Tensor) and name == "negatives" and not x.is_complex():
         return "; for row numbers of a corpus, pass those rows: corpus[negatives]"
+    if isinstance(x, Tensor) and name == "texts" and x.dim() == 1 and not x.is_complex():
+        return "; labels are ids: loss(images, texts, image_ids, text_ids)"
     if isinstance(x, Tensor):
         return "" if x.is_complex() else f"; write {name}.float()"
+    if np.ma.is_masked(x):
+        return ", of which some entries are masked and have no value"
     if isinstance(x, np.ndarray):
         return f"; write torch.from_numpy({name})" if x.dtype.kind == "f" else ""
     if isinstance(getattr(x, "pooler_output", None), Tensor):  # of a model of transformers

@@ -13,14 +13,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import __version__, files, report, tables
+from . import __version__, files, tables
 from .checks import EMBEDDINGS, Names, as_size, did_you_mean, one_of, require_finite
 from .comparison import (
     CALIBRATED,
@@ -33,6 +34,8 @@ from .comparison import (
     protocol_table,
     table,
 )
+from .comparison.pages import check as check_report
+from .comparison.report import models_page, page
 from .files import Source, as_source
 from .metrics import (
     Judgements,
@@ -45,9 +48,8 @@ from .metrics import (
 )
 from .metrics.labels import unrelated_ids
 from .metrics.protocols import check_coco
-from .metrics.relevance import folds_of
+from .metrics.relevance import Rules, folds_of
 from .metrics.results import RECALLS, as_ks
-from .report.comparison import models_page, page
 from .rerank import FastReranker
 from .similarity import Similarity
 from .suspicious import (
@@ -56,6 +58,7 @@ from .suspicious import (
     warn_of_embeddings,
     warn_of_guess,
 )
+from .tables import Table
 
 # Options that are files to write, and their suffixes. The last is a folder.
 _RESULTS = {
@@ -68,7 +71,11 @@ _RESULTS = {
     "trec": "",
 }
 # Options that say who is right, and who is ranked at all.
-_RULES = ("relevant", "exclude", "candidates")
+_RULES: tuple[Literal["relevant", "exclude", "candidates"], ...] = (
+    "relevant",
+    "exclude",
+    "candidates",
+)
 # Arguments of the library, which the command line has as options; not as parts of a path.
 _ARGUMENTS = re.compile(
     r"(?<![\w/.-])((?:val_)?(?:image|text)_ids|(?:folds|ks|validation)(?=:))(?![./-]?\w)"
@@ -164,12 +171,13 @@ def refuse(parser: argparse.ArgumentParser, others: Sequence[str]) -> None:
     parser.error(f"unrecognized arguments: {' '.join(others)}{hint}")
 
 
-def _near(path: Any) -> str:
+def _near(path: str | bytes) -> str:
     """Return a hint at the file that was probably meant, of those in a missing one's folder."""
-    folder = Path(os.fsdecode(path)).parent
+    missing = Path(os.fsdecode(path))
+    folder = missing.parent
     if not folder.is_dir():
         return f"; there is no directory {folder}"
-    return did_you_mean(Path(path).name, os.listdir(folder))
+    return did_you_mean(missing.name, os.listdir(folder))
 
 
 def _one_of(*allowed: str) -> Callable[[str], str]:
@@ -211,7 +219,6 @@ def _parser() -> argparse.ArgumentParser:
     rerank = commands.add_parser(
         "rerank", help=f"re-rank {scores}", description=about.format(scores)
     )
-    rerank.add_argument("--transpose", action="store_true", help="the matrices have texts as rows")
     _add_inputs(rerank, ["scores"])
     _add_banks(rerank, "scores (B, n_texts)", "scores (n_images, B)")
     embeddings = "saved embeddings (n_images, D), (n_texts, D)"
@@ -221,11 +228,6 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(transpose=False)
     _add_inputs(evaluate, ["images", "texts"])
     _add_banks(evaluate, "embeddings", "embeddings")
-    for command in (rerank, evaluate):
-        _add_ids(command)
-        _add_methods(command)
-        _add_results(command)
-        command.set_defaults(run=_run, parser=command)
     compare = commands.add_parser(
         "compare",
         help="compare the saved scores of several models",
@@ -233,31 +235,20 @@ def _parser() -> argparse.ArgumentParser:
         "the first one, with intervals and corrected p-values.",
     )
     _add_models(compare)
-    _add_ids(compare)
-    _add_tables(compare)
+    for command in (rerank, compare):
+        command.add_argument(
+            "--transpose", action="store_true", help="the matrices have texts as rows"
+        )
+    for command in (rerank, evaluate, compare):
+        _add_test_set(command)
+        _add_tables(command)
+        command.set_defaults(run=_run, parser=command)
+    for command in (rerank, evaluate):
+        _add_methods(command)
+        _add_results(command)
     # what only re-rankers have
-    compare.set_defaults(run=_run_models, parser=compare, protocol=None, out=None, rankings=None)
+    compare.set_defaults(run=_run_models, protocol=None, out=None, rankings=None)
     return parser
-
-
-def _add_models(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "scores",
-        type=as_source,
-        nargs="+",
-        help="saved matrices (n_images, n_texts), the base first",
-    )
-    add("--transpose", action="store_true", help="the matrices have texts as rows")
-    add("--names", nargs="+", metavar="NAME", help="of the models, in place of the files'")
-    add(
-        "--transductive",
-        nargs="+",
-        default=(),
-        metavar="NAME",
-        help="models whose scores depend on the other test queries: they get a dagger",
-    )
-    _add_folds(parser)
 
 
 def _add_inputs(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
@@ -274,41 +265,60 @@ def _add_inputs(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         metavar=tuple(name.upper() for name in names),
         help="the same of held-out pairs: calibrate Fast Re-ranking on them",
     )
-    for name in ("image", "text"):
-        about = f"of the {name}s of --val, as --{name}-ids are of the others"
-        parser.add_argument(f"--val-{name}-ids", type=as_source, metavar="FILE", help=about)
+    about = "of the {0}s of --val, as --{0}-ids are of the others"
+    _add_input_files(
+        parser,
+        {"--val-image-ids": about.format("image"), "--val-text-ids": about.format("text")},
+    )
 
 
 def _add_banks(parser: argparse.ArgumentParser, images: str, texts: str) -> None:
     """Add the options of banks, whose files hold what ``images`` and ``texts`` say."""
-    for name, kind in (("images", images), ("texts", texts)):
-        what = f"other {name}: look for hubs in their {kind}, not in the test queries"
-        parser.add_argument(f"--bank-{name}", type=as_source, metavar="FILE", help=what)
+    about = "other {}: look for hubs in their {}, not in the test queries"
+    _add_input_files(
+        parser,
+        {
+            "--bank-images": about.format("images", images),
+            "--bank-texts": about.format("texts", texts),
+        },
+    )
 
 
-def _add_ids(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--image-ids",
-        type=as_source,
-        metavar="FILE",
-        help="integers or names, equal where image and text match; a line each in .txt",
+def _add_test_set(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which pairs are right, and who is ranked."""
+    _add_input_files(
+        parser,
+        {
+            "--image-ids": "integers or names, equal where image and text match; a line each in "
+            ".txt",
+            "--text-ids": "default: as many consecutive texts an image as there are",
+            "--relevant": "the right pairs, in place of ids: an image and a text a line, from 0, "
+            "and perhaps a grade",
+            "--exclude": "pairs that are not ranked",
+            "--candidates": "the only pairs that are ranked",
+        },
     )
-    add(
-        "--text-ids",
-        type=as_source,
-        metavar="FILE",
-        help="default: as many consecutive texts an image as there are",
+    parser.add_argument(
+        "--folds",
+        type=_whole_number,
+        default=1,
+        metavar="N",
+        help="retrieve within each Nth of the images; 5: MSCOCO's 5-fold 1K",
     )
-    add(
-        "--relevant",
-        type=as_source,
-        metavar="FILE",
-        help="the right pairs, in place of ids: an image and a text a line, from 0, and perhaps a "
-        "grade",
-    )
-    add("--exclude", type=as_source, metavar="FILE", help="pairs that are not ranked")
-    add("--candidates", type=as_source, metavar="FILE", help="the only pairs that are ranked")
+
+
+def _add_input_files(parser: argparse.ArgumentParser, abouts: Mapping[str, str]) -> None:
+    """Add options that are files to read, each with what it is about."""
+    for option, about in abouts.items():
+        parser.add_argument(option, type=as_source, metavar="FILE", help=about)
+
+
+def _add_output_files(parser: argparse.ArgumentParser, abouts: Mapping[str, str]) -> None:
+    """Add options that are files to write, by their names in ``_RESULTS``."""
+    for name, about in abouts.items():
+        suffix = _RESULTS[name]
+        metavar = f"FILE{suffix}" if suffix else "FOLDER"
+        parser.add_argument(f"--{name}", type=Path, metavar=metavar, help=about)
 
 
 def _add_methods(parser: argparse.ArgumentParser) -> None:
@@ -325,16 +335,23 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     about = "of Fast Re-ranking %(default)s"
     add("--i2t", type=float, nargs=2, default=fast.i2t, metavar=("γ1", "γ2"), help=about)
     add("--t2i", type=float, nargs=2, default=fast.t2i, metavar=("λ1", "λ2"), help=about)
-    _add_folds(parser)
 
 
-def _add_folds(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--folds",
-        type=_whole_number,
-        default=1,
-        metavar="N",
-        help="retrieve within each Nth of the images; 5: MSCOCO's 5-fold 1K",
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "scores",
+        type=as_source,
+        nargs="+",
+        help="saved matrices (n_images, n_texts), the base first",
+    )
+    add("--names", nargs="+", metavar="NAME", help="of the models, in place of the files'")
+    add(
+        "--transductive",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="models whose scores depend on the other test queries: they get a dagger",
     )
 
 
@@ -355,25 +372,32 @@ def _add_tables(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the bootstrap (2000 for each test, so that p can be below 0.001)",
     )
-    add("--metrics", type=Path, metavar="FILE.csv", help="all metrics of all methods")
-    add("--latex", type=Path, metavar="FILE.tex", help="the table of all methods in LaTeX")
-    add("--report", type=Path, metavar="FILE.html", help="a page with the table and charts")
+    _add_output_files(
+        parser,
+        {
+            "metrics": "all metrics of all methods",
+            "latex": "the table of all methods in LaTeX",
+            "report": "a page with the table and charts",
+        },
+    )
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
-    _add_tables(parser)
+    """Add the options of the results of one method."""
     add = parser.add_argument
     add(
         "--write",
         metavar="METHOD",
         help="whose results go into files; default: the first of --methods, calibrated by --val",
     )
-    add("--out", type=Path, metavar="FILE.npz", help="its scores i2t and t2i, (n_images, n_texts)")
-    add(
-        "--rankings",
-        type=Path,
-        metavar="FILE.npz",
-        help="its best candidates i2t (n_images, k) and t2i (n_texts, k)",
+    _add_output_files(
+        parser,
+        {
+            "out": "its scores i2t and t2i, (n_images, n_texts)",
+            "rankings": "its best candidates i2t (n_images, k) and t2i (n_texts, k)",
+            "queries": "ranks and precisions of every query",
+            "trec": "its --top best candidates, as run and qrels files; made if need be",
+        },
     )
     add(
         "--top",
@@ -381,13 +405,6 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
         default=10,
         metavar="K",
         help="how many for --rankings and --trec (10)",
-    )
-    add("--queries", type=Path, metavar="FILE.csv", help="ranks and precisions of every query")
-    add(
-        "--trec",
-        type=Path,
-        metavar="FOLDER",
-        help="its --top best candidates, as run and qrels files; made if need be",
     )
     add(
         "--protocol",
@@ -422,30 +439,40 @@ def _run(args: argparse.Namespace) -> None:
     if args.protocol:
         check_coco(sim.shape)
     if args.report:
-        report.check()
+        check_report()
     n, m = sim.shape
     names = (_names(args.image_names, "image", n), _names(args.text_names, "text", m))
-    title = ", ".join(map(str, sources))
-    if args.folds != 1:
-        title += f", in {args.folds} parts"
-    print(f"{title}: {n} images, {m} texts ({_pairing(args, sim)})", flush=True)
+    title = ", ".join(map(str, sources)) + _parts(args)
+    print(f"{title}: {_about(args, sim)}", flush=True)
     fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
     comparison = compare_rerankers(
-        sim,
-        args.methods,
-        banks,
-        validation,
-        fast,
-        _show_progress,
-        args.folds,
-        rules,
-        args.samples,
+        sim, args.methods, banks, validation, fast, _show_progress, args.folds, rules, args.samples
     )
     _show_progress("")
     comparison = replace(comparison, warnings=tuple(args.warnings))
     print(table(comparison, args.ks))
     if args.protocol or outputs:
         _put_out(args, comparison, outputs, title, names)
+
+
+def _put_out(
+    args: argparse.Namespace,
+    comparison: RerankerComparison,
+    outputs: Sequence[Path],
+    title: str,
+    names: Sequence[Sequence[str]],  # of images and of texts
+) -> None:
+    """Print the figures of a protocol, and write all files."""
+    entry = _entry(args, comparison)
+    if args.protocol:
+        _print_protocol(comparison, entry)
+    _write_results(args, comparison, entry)
+    systems = {(entry.name, entry.hubs): entry.results for entry in comparison.entries}
+    _write_metrics(args, systems, ["method", "hubs"])
+    _write_table(args, comparison.table(args.ks), partial(page, comparison, entry, title, names))
+    if outputs:
+        by = PLAIN if entry.name == PLAIN else f"{entry.name}, hubs of {entry.looks_at}"
+        print(f"written ({by}): {', '.join(map(str, outputs))}")
 
 
 def _run_models(args: argparse.Namespace) -> None:
@@ -457,21 +484,16 @@ def _run_models(args: argparse.Namespace) -> None:
     ids = _ids(args)
     rules = _rules(args)
     if args.report:
-        report.check()
+        check_report()
     results, marked, about = _model_results(args, names, ids, rules)
     marked += args.transductive
     comparison = compare_models(results, transductive=marked, samples=args.samples)
     comparison = replace(comparison, warnings=tuple(args.warnings))
     table = comparison.table(args.ks)
     print(f"{about}\n{tables.text(table)}")
-    if args.metrics:
-        _write_metrics(args, {(row.name,): row.results for row in comparison.rows}, ["method"])
-    if args.latex:
-        with files.written(args.latex) as file:
-            file.write(tables.latex(table))
-    if args.report:
-        with files.written(args.report) as file:
-            file.write(models_page(comparison, ", ".join(names), f"{about}. Recalls in percent."))
+    _write_metrics(args, {(row.name,): row.results for row in comparison.rows}, ["method"])
+    about += ". Recalls in percent."
+    _write_table(args, table, partial(models_page, comparison, ", ".join(names), about))
     if outputs:
         print(f"written: {', '.join(map(str, outputs))}")
 
@@ -480,7 +502,7 @@ def _model_results(
     args: argparse.Namespace,
     names: Sequence[str],
     ids: _Ids,
-    rules: dict[str, Any],
+    rules: Rules,
 ) -> tuple[dict[str, RetrievalResults], list[str], str]:
     """Return the results of each model by its name, the names of those whose files say that they
     are transductive, and what is compared, in words.
@@ -495,16 +517,14 @@ def _model_results(
         _show_progress(f"{source} …")
         scores, transductive = _model_scores(args, source, ids)
         sim = scores[0] if isinstance(scores, tuple) else scores
-        n, m = sim.shape
         if first is None:
-            first = n, m
-            about = f"{n} images, {m} texts ({_pairing(args, sim)})"
+            first = sim.shape
+            about = _about(args, sim) + _parts(args)
             if args.folds != 1:
-                about += f", in {args.folds} parts"
                 _check_folds(args, sim, ())
-        if (n, m) != first:
+        if sim.shape != first:
             raise ValueError(
-                f"{source}: expected shape {first} like {args.scores[0]}, got {(n, m)}"
+                f"{source}: expected shape {first} like {args.scores[0]}, got {sim.shape}"
             )
         results[name] = retrieval_results(scores, folds=args.folds, **rules)
         if transductive:
@@ -563,34 +583,20 @@ def _short_names(sources: Sequence[Source]) -> list[str]:
     return names
 
 
-def _pairing(args: argparse.Namespace, sim: Similarity) -> str:
-    """Return what says which texts are an image's, in words."""
+def _about(args: argparse.Namespace, sim: Similarity) -> str:
+    """Return how many images and texts there are, and what says which of them match."""
+    n, m = sim.shape
+    pairing = f"{m // n} an image, one behind the other"
     if args.relevant:
-        return f"right by {args.relevant}"
-    if args.image_ids:
-        return "by the ids given"
-    return f"{sim.shape[1] // sim.shape[0]} an image, one behind the other"
+        pairing = f"right by {args.relevant}"
+    elif args.image_ids:
+        pairing = "by the ids given"
+    return f"{n} images, {m} texts ({pairing})"
 
 
-def _put_out(
-    args: argparse.Namespace,
-    comparison: RerankerComparison,
-    outputs: Sequence[Path],
-    title: str,
-    names: Sequence[Sequence[str]],  # of images and of texts
-) -> None:
-    """Print the figures of a protocol, and write all files."""
-    entry = _entry(args, comparison)
-    if args.protocol:
-        _print_protocol(comparison, entry)
-    if not outputs:
-        return
-    _write(args, comparison, entry)
-    if args.report:
-        with files.written(args.report) as file:
-            file.write(page(comparison, entry, title, names))
-    by = "no re-ranking" if entry.name == PLAIN else f"{entry.name}, hubs of {entry.looks_at}"
-    print(f"written ({by}): {', '.join(map(str, outputs))}")
+def _parts(args: argparse.Namespace) -> str:
+    """Return the words for retrieval within parts of the images; empty for all of them."""
+    return f", in {args.folds} parts" if args.folds != 1 else ""
 
 
 def _show_progress(text: str) -> None:
@@ -644,7 +650,7 @@ def _check_choice(args: argparse.Namespace) -> None:
         raise ValueError("--val: expected fast among --methods, which is calibrated on it")
     for name in ("image_names", "text_names"):
         if vars(args)[name] is not None and args.report is None:
-            raise ValueError(f"--{name.replace('_', '-')}: expected --report, too")
+            raise ValueError(f"{_option(name)}: expected --report, too")
     if args.write is not None:
         calibrated = [CALIBRATED] if args.val and "fast" in args.methods else []
         one_of("--write", args.write, PLAIN, *args.methods, *calibrated)
@@ -732,7 +738,7 @@ class _Ids(NamedTuple):
 def _ids(args: argparse.Namespace, val: str = "") -> _Ids:
     """Return the ids in files: of held-out pairs if ``val`` is ``"val_"``."""
     names = f"{val}image_ids", f"{val}text_ids"
-    images, texts = ("--" + name.replace("_", "-") for name in names)
+    images, texts = map(_option, names)
     sources = [getattr(args, name) for name in names]
     are_right = bool(val) or args.relevant is None
     if sources == [None, None]:
@@ -764,9 +770,9 @@ def _check_count(option: str, source: Source, ids: Tensor, size: int) -> None:
     )
 
 
-def _rules(args: argparse.Namespace) -> dict[str, Any]:
+def _rules(args: argparse.Namespace) -> Rules:
     """Return the arguments of ``retrieval_results`` on who is right and who is ranked."""
-    rules: dict[str, Any] = {}
+    rules: Rules = {}
     for name in _RULES:
         source = getattr(args, name)
         if source is None:
@@ -776,7 +782,7 @@ def _rules(args: argparse.Namespace) -> dict[str, Any]:
         pairs = files.read_pairs(*source)
         images = pairs[:, 0].long()
         texts = pairs[:, 1].long()
-        rules[name] = (images, texts)
+        rules[name] = images, texts
         if pairs.shape[1] == 3:
             if name != "relevant":
                 raise ValueError(f"{source}: expected an image and a text a line, got grades, too")
@@ -846,10 +852,12 @@ def _validation(args: argparse.Namespace) -> Similarity | None:
         return None
     show = warnings.showwarning
 
-    def show_of_val(message: Warning | str, *others: Any, **options: Any) -> None:
+    def show_of_val(
+        message: Warning | str, category: type[Warning], file: str, line: int, *_: object
+    ) -> None:
         """Show a warning of the validation pairs as one of ``--val``."""
         text = re.sub("(image|text)_ids", r"val_\g<0>", str(message))
-        show(f"--val: {text}", *others, **options)
+        show(f"--val: {text}", category, file, line)
 
     with warnings.catch_warnings():
         warnings.showwarning = show_of_val
@@ -936,8 +944,8 @@ def _entry(args: argparse.Namespace, comparison: RerankerComparison) -> Entry:
     return entries[name]
 
 
-def _write(args: argparse.Namespace, comparison: RerankerComparison, entry: Entry) -> None:
-    """Write the results of an entry, and the table of all."""
+def _write_results(args: argparse.Namespace, comparison: RerankerComparison, entry: Entry) -> None:
+    """Write the results of an entry."""
     sim = comparison.sim
     if args.rankings or args.trec:
         best = retrieval_results(
@@ -961,17 +969,14 @@ def _write(args: argparse.Namespace, comparison: RerankerComparison, entry: Entr
     if args.queries:
         with files.written(args.queries) as file:
             entry.results.write(file)
-    _write_tables(args, comparison)
 
 
-def _write_tables(args: argparse.Namespace, comparison: RerankerComparison) -> None:
-    """Write the metrics of all methods, as CSV and in LaTeX."""
-    if args.metrics:
-        systems = {(entry.name, entry.hubs): entry.results for entry in comparison.entries}
-        _write_metrics(args, systems, ["method", "hubs"])
-    if args.latex:
-        with files.written(args.latex) as file:
-            file.write(tables.latex(comparison.table(args.ks)))
+def _write_table(args: argparse.Namespace, table: Table, page: Callable[[], str]) -> None:
+    """Write the table of all methods in LaTeX, and the page that it is in."""
+    for path, text in ((args.latex, partial(tables.latex, table)), (args.report, page)):
+        if path:
+            with files.written(path) as file:
+                file.write(text())
 
 
 def _write_metrics(
@@ -980,6 +985,8 @@ def _write_metrics(
     heads: Sequence[str],  # of the first columns
 ) -> None:
     """Write all metrics of all methods as CSV."""
+    if not args.metrics:
+        return
     with files.written(args.metrics) as file:
         writer = csv.writer(file, lineterminator="\n")
         for number, (names, results) in enumerate(systems.items()):

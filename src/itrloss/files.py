@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
+import importlib
 import io
 import json
 import os
@@ -17,10 +18,11 @@ import re
 import secrets
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from types import ModuleType
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -71,7 +73,7 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
 
     Args:
         path: ``.npy``, ``.npz``, ``.pt``/``.pth``/``.pth.tar``, ``.pkl``/``.pickle``,
-            ``.safetensors``, ``.csv`` (also with a header, or as pandas writes it), ``.mat`` and
+            ``.csv`` (also with a header, or as pandas writes it), ``.safetensors``, ``.mat`` and
             ``.h5``/``.hdf5`` (with the extra ``files``), or ``.npy`` with a pickled
             dictionary in it. Letters of the suffix may be upper-case.
         key: the entry, if the file has several. By default ``sims``, or the only one.
@@ -131,9 +133,9 @@ def read_ids(path: str | Path, key: str | None = None) -> Tensor:
     flattened.
     """
     path = _as_path(path)
-    content = _saved_ids(path, key)
     if _suffix(path) in TEXTS:
-        return _ids_of_texts(path, content)
+        return _ids_of_texts(path, _text_ids(path, key))
+    content = _saved_ids(path, key)
     if _holds_strings(content):
         ids = _numbers_of_names(path, content)
     else:
@@ -151,14 +153,10 @@ def first_id(path: Path, key: str | None = None) -> str:
     return str(np.asarray(_saved_ids(path, key)).ravel()[0])
 
 
-def _saved_ids(path: Path, key: str | None) -> Any:
+def _saved_ids(path: Path, key: str | None) -> object:
     """Return the ids in a file as they are: strings in files of text, and arrays or lists."""
-    suffix = _suffix(path)
-    if suffix == ".txt":
-        _check_unnamed(path, key)
-        return _text_ids(path)
-    if suffix == ".csv":
-        return _csv_column(path, key)
+    if _suffix(path) in TEXTS:
+        return _text_ids(path, key)
     content = _read(path, key)
     if isinstance(content, np.ndarray) and content.dtype.kind == "S":
         with _reading(path):
@@ -178,13 +176,13 @@ def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
     suffix = _suffix(path)
     if suffix in TEXTS:
         _check_unnamed(path, key)
-        rows = [line.split() for line in _text(path).splitlines() if line.strip()]
         if suffix == ".csv":
             _, rows = _table(path)
+        else:
+            rows = [line.split() for line in _text(path).splitlines() if line.strip()]
         if not rows:
             return torch.empty(0, 2, dtype=torch.float64, device="cpu")
-        with _reading(path):
-            pairs = torch.from_numpy(np.array([[float(x) for x in row] for row in rows]))
+        pairs = torch.from_numpy(_numbers(path, rows))
     else:
         pairs = _tensor(path, _read(path, key)).double()
     if pairs.ndim != 2 or pairs.shape[1] not in (2, 3):
@@ -218,8 +216,13 @@ def _text(path: Path) -> str:
         raise ValueError(f"{path}: expected UTF-8: {error}") from None
 
 
-def _text_ids(path: Path) -> list[str]:
-    """Return the ids in a text file: one a line, or integers that blanks separate."""
+def _text_ids(path: Path, key: str | None) -> list[str]:
+    """Return the ids in a text file: a column of a .csv file, and otherwise one a line, or integers
+    that blanks separate.
+    """
+    if _suffix(path) == ".csv":
+        return _csv_column(path, key)
+    _check_unnamed(path, key)
     text = _text(path)
     words = text.split()
     if not words:
@@ -261,7 +264,7 @@ def _ids_of_texts(path: Path, ids: list[str]) -> Tensor:
         raise ValueError(f"{path}: expected integers of 64 bits, or strings") from None
 
 
-def _numbers_of_names(path: Path, names: Any) -> Tensor:
+def _numbers_of_names(path: Path, names: object) -> Tensor:
     """Return the numbers of strings; raise a ValueError for empty ones, which are missing: they
     would match each other.
     """
@@ -271,7 +274,7 @@ def _numbers_of_names(path: Path, names: Any) -> Tensor:
     return as_id_numbers(str(path), names)
 
 
-def _holds_strings(content: Any) -> bool:
+def _holds_strings(content: object) -> bool:
     """Return whether an entry of a file is an array or a list of strings."""
     if isinstance(content, np.ndarray):
         return content.dtype.kind == "U"
@@ -319,7 +322,7 @@ def _suffix(path: Path) -> str:
     return path.suffix.lower()
 
 
-def _read(path: Path, key: str | None) -> Any:
+def _read(path: Path, key: str | None) -> object:
     """Return the array named ``key`` in a file, or by default ``sims`` or the only one."""
     path.stat()  # of a file that is missing, the suffix does not matter
     suffix = _suffix(path)
@@ -353,16 +356,16 @@ def _check_unnamed(path: Path, key: str | None) -> None:
         raise ValueError(f"{path}: expected no name, as the file has one array, got {key!r}")
 
 
-def _array_name(path: Path, content: dict[Any, Any], key: str | None) -> Any:
+def _array_name(path: Path, content: Mapping[str, object], key: str | None) -> str:
     """Return the name of the array that is read: ``key`` or, if it is None, ``sims`` or the only
     one.
     """
-    kinds = np.ndarray | Tensor | _Later | _Pickled
     names = []
     for name, value in content.items():
-        if isinstance(value, list) or (isinstance(value, kinds) and value.ndim):
+        is_array = isinstance(value, (np.ndarray, Tensor, _Later, _Pickled)) and value.ndim > 0
+        if is_array or isinstance(value, list):
             names.append(name)
-    if key in names:
+    if key is not None and key in names:
         return key
     if not names:
         expected = "a list" if _suffix(path) == ".json" else "an array"
@@ -380,7 +383,7 @@ def _array_name(path: Path, content: dict[Any, Any], key: str | None) -> Any:
     raise ValueError(f"{path}: expected one array, or one of the name sims; it has {got}; {hint}")
 
 
-def _loaded(x: Any) -> Any:
+def _loaded(x: object) -> object:
     """Return an entry of a file; an array of which only the header was read is read now."""
     return x.load() if isinstance(x, (_Later, _Pickled)) else x
 
@@ -399,7 +402,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: not a readable {_suffix(path)} file: {text}") from None
 
 
-def _read_npy(path: Path) -> Any:
+def _read_npy(path: Path) -> object:
     """Return the array of a .npy file, mapped into memory, or the object that was pickled in it."""
     with open(path, "rb") as file:
         if _header(file)[1].hasobject:  # np.save of a dictionary
@@ -429,7 +432,7 @@ class _Later(NamedTuple):
     """An array in a file that is read when it is chosen: others may be larger than memory."""
 
     ndim: int
-    load: Callable[[], Any]
+    load: Callable[[], object]
 
 
 def _read_npz(path: Path) -> dict[str, _Later]:
@@ -443,65 +446,45 @@ def _read_npz(path: Path) -> dict[str, _Later]:
     return arrays
 
 
-def _from_npz(path: Path, name: str) -> Any:
+def _from_npz(path: Path, name: str) -> object:
     """Return an array of an archive, or one number as such."""
     with np.load(path) as arrays:  # refuses Python objects
         return arrays[name][()]
 
 
-# The types of the safetensors format; https://github.com/huggingface/safetensors describes it.
-_SAFETENSORS_TYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
-
-
 def _read_safetensors(path: Path) -> dict[str, _Later]:
-    """Return the tensors of a safetensors file: 8 bytes with the size of a header in JSON, which
-    says where each is.
-    """
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > path.stat().st_size:
-            raise ValueError("its header is longer than the file")
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
+    """Return the tensors of a safetensors file by name."""
     arrays = {}
-    for name, entry in header.items():
-        load = partial(_from_safetensors, path, 8 + size, entry)
-        arrays[name] = _Later(len(entry["shape"]), load)
+    with _package(path, "safetensors").safe_open(path, framework="pt") as file:
+        for name in list(file.keys()):
+            dims = len(file.get_slice(name).get_shape())
+            arrays[name] = _Later(dims, partial(_from_safetensors, path, name))
     return arrays
 
 
-def _from_safetensors(path: Path, start: int, entry: dict[str, Any]) -> Tensor:
-    """Return the tensor that an entry of the header describes."""
-    dtype = _SAFETENSORS_TYPES.get(entry["dtype"])
-    if dtype is None:
-        raise ValueError(f"expected numbers of 16 bits at least, got {entry['dtype']}")
-    begin, end = entry["data_offsets"]
-    with open(path, "rb") as file:
-        file.seek(start + begin)
-        data = bytearray(file.read(end - begin))
-    return torch.frombuffer(data, dtype=dtype).reshape(entry["shape"])
+def _from_safetensors(path: Path, name: str) -> Tensor:
+    """Return a tensor of a safetensors file."""
+    with _package(path, "safetensors").safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
 
 
-def _read_mat(path: Path) -> dict[str, Any]:
+def _package(path: Path, name: str) -> ModuleType:
+    """Return a package that reads a file; raise an ImportError that names the extra with it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        raise ImportError(
+            f"{path}: needs {package}: install itrloss with the extra 'files'"
+        ) from None
+
+
+def _read_mat(path: Path) -> Mapping[str, object]:
     """Return the arrays of a MATLAB file; those of version 7.3 are HDF5."""
     if _is_hdf5(path):
         return _read_hdf5(path, transposed=True)
-    try:
-        from scipy.io import loadmat
-    except ImportError:
-        raise ImportError(f"{path}: needs SciPy: install itrloss with the extra 'files'") from None
-    return {name: x for name, x in loadmat(path).items() if not name.startswith("__")}
+    arrays = _package(path, "scipy.io").loadmat(path)
+    return {name: x for name, x in arrays.items() if not name.startswith("__")}
 
 
 def _is_hdf5(path: Path) -> bool:
@@ -516,10 +499,7 @@ _HDF5 = b"\x89HDF\r\n\x1a\n"
 
 def _read_hdf5(path: Path, transposed: bool = False) -> dict[str, _Later]:
     """Return the data sets of a file by their paths in it; MATLAB's are transposed."""
-    try:
-        import h5py  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ImportError(f"{path}: needs h5py: install itrloss with the extra 'files'") from None
+    h5py = _package(path, "h5py")
     arrays: dict[str, _Later] = {}
 
     def add(name: str, entry: Any) -> None:
@@ -533,12 +513,11 @@ def _read_hdf5(path: Path, transposed: bool = False) -> dict[str, _Later]:
     return arrays
 
 
-def _from_hdf5(path: Path, name: str, transposed: bool) -> Any:
+def _from_hdf5(path: Path, name: str, transposed: bool) -> object:
     """Return a data set of a file, or one number as such."""
-    import h5py  # pyright: ignore[reportMissingImports]
-
+    h5py = _package(path, "h5py")
     with h5py.File(path, "r") as file:
-        entry: Any = file[name]
+        entry = file[name]
         if h5py.check_string_dtype(entry.dtype):
             return list(entry.asstr()[()].flat)
         array = entry[()]
@@ -572,6 +551,11 @@ def _csv_matrix(path: Path, key: str | None) -> np.ndarray:
     """Return the matrix in a file of separated values."""
     _check_unnamed(path, key)
     _, rows = _table(path)
+    return _numbers(path, rows)
+
+
+def _numbers(path: Path, rows: list[list[str]]) -> np.ndarray:
+    """Return the numbers in the rows of a text."""
     with _reading(path):
         return np.array([[float(x) for x in row] for row in rows])
 
@@ -601,11 +585,11 @@ def _csv_column(path: Path, key: str | None) -> list[str]:
     return column
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path) -> object:
     return json.loads(_text(path))
 
 
-def _read_torch(path: Path) -> Any:
+def _read_torch(path: Path) -> object:
     try:
         with warnings.catch_warnings():
             # PyTorch 2.15 says that it checks sparse tensors, which are refused later.
@@ -615,7 +599,7 @@ def _read_torch(path: Path) -> Any:
         raise ValueError("damaged, or more in it than tensors and containers of them") from None
 
 
-def _read_pickle(path: Path) -> Any:
+def _read_pickle(path: Path) -> object:
     with open(path, "rb") as file:
         return _unpickled(file)
 
@@ -625,10 +609,10 @@ class _Type:
     as addresses.
     """
 
-    def __init__(self, name: object, *_: object):
-        self.parts = (name,)
+    def __init__(self, name: str, *_: object):
+        self.parts: tuple[str, ...] = (name,)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: tuple[int, str]) -> None:
         self.parts = state[1], *self.parts  # with the order of bytes
 
 
@@ -636,7 +620,12 @@ class _Pickled:
     """An array in a pickle, which is made when it is chosen, and only of numbers."""
 
     def __init__(
-        self, data: Any = None, kind: Any = None, shape: Any = (), order: Any = "C", *_: object
+        self,
+        data: bytes | str | list[object] = b"",
+        kind: _Type | None = None,
+        shape: tuple[int, ...] = (),
+        order: Literal["C", "F"] = "C",
+        *_: object,
     ):
         self.data = data
         self.kind = kind
@@ -644,12 +633,13 @@ class _Pickled:
         self.order = order
         self.ndim = len(shape)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: tuple[int, tuple[int, ...], _Type, bool, bytes]) -> None:
         shape, kind, fortran, data = state[-4:]
         _Pickled.__init__(self, data, kind, shape, "F" if fortran else "C")
 
-    def load(self) -> Any:
+    def load(self) -> object:
         """Return the array, or one number as such."""
+        assert self.kind is not None
         # refuses all but strings; str() of lists in lists may take for ever
         dtype = np.dtype("".join(self.kind.parts))
         listed = dtype.kind == "O" and isinstance(self.data, list)
@@ -657,25 +647,30 @@ class _Pickled:
             return self.data
         if dtype.kind not in "fiubSU":
             raise ValueError(f"expected numbers, got an array of {dtype}, which is not read")
-        data: Any = self.data
-        if isinstance(data, str):
-            data = data.encode(_ENCODING)
+        assert not isinstance(self.data, list)
+        data = self.data.encode(_ENCODING) if isinstance(self.data, str) else self.data
         return np.frombuffer(data, dtype).copy().reshape(self.shape, order=self.order)[()]
 
 
-def _stored(data: bytes) -> Any:
+def _stored(data: bytes) -> object:
     """Return the storage of a pickled tensor."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _strided(storage: Any, offset: Any, shape: Any, stride: Any, *_: object) -> Tensor:
+def _strided(
+    storage: torch.TypedStorage,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    *_: object,
+) -> Tensor:
     """Return a pickled tensor; raise a RuntimeError if it is larger than its storage."""
     whole = torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage)
     return whole.as_strided(shape, stride, offset)
 
 
 # The names that pickled arrays and tensors refer to, and their replacements here.
-_REPLACED: dict[str, Any] = {
+_REPLACED: dict[str, object] = {
     "numpy.core.multiarray._reconstruct": lambda *_: _Pickled(),
     "numpy.core.multiarray.scalar": lambda kind, data: _Pickled(data, kind),
     "numpy.core.numeric._frombuffer": _Pickled,
@@ -694,7 +689,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
     can name.
     """
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """Return the replacement of a name; raise a ValueError for one that is not read."""
         # as it was called before NumPy 2
         full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
@@ -703,7 +698,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
         return _REPLACED[full]
 
 
-def _unpickled(file: IO[bytes]) -> Any:
+def _unpickled(file: IO[bytes]) -> object:
     """Return what was pickled; of a list with one entry, the entry."""
     value = _Unpickler(file, encoding=_ENCODING).load()  # as written by Python 2, too
     if isinstance(value, _Pickled) and isinstance(value.data, list) and len(value.data) == 1:
@@ -724,7 +719,7 @@ def _checked_tensor(path: Path, x: Tensor) -> Tensor:
     return x.detach()
 
 
-def _tensor(path: Path, array: Any) -> Tensor:
+def _tensor(path: Path, array: object) -> Tensor:
     """Return what a file has as a tensor, if it is an array of numbers."""
     if isinstance(array, Tensor):
         return _checked_tensor(path, array)
@@ -738,7 +733,7 @@ def _tensor(path: Path, array: Any) -> Tensor:
     return from_numpy(array)
 
 
-_READERS: dict[str, Callable[[Path], Any]] = {
+_READERS: dict[str, Callable[[Path], object]] = {
     ".npy": _read_npy,
     ".npz": _read_npz,
     ".pt": _read_torch,

@@ -133,12 +133,8 @@ def diversity_contrastive_loss(  # noqa: PLR0913 (the options of the module)
     own = anchors if positives is None else positives
     attraction = own.mean_of_positives(ATTRACTIONS[positive])
     weight = temperature if positive_weight == "paper" else float(positive_weight)
-    values = torch.sub(temperature * repulsion, attraction, alpha=weight)
-    if positives is None:
-        return anchors.reduce(values, reduction)
-    valid = anchors.counts(positive=False) > 0
-    if not positives.one_to_one:
-        valid = valid & (positives.counts(positive=True) > 0)
+    values = torch.add(temperature * repulsion, attraction, alpha=-weight)
+    valid = None if positives is None else _valid(anchors, positives)
     return anchors.reduce(values, reduction, valid)
 
 
@@ -180,50 +176,50 @@ def hubness_aware_loss(
     :func:`diversity_contrastive_loss`. Then the mean of ``log(1 + S)`` is over each anchor's own
     positives, as in the memory's terms of :class:`itrloss.UnifiedTrainingObjective`.
     """
-    if positives is not None:  # DCL without diversity
-        return diversity_contrastive_loss(
-            sim,
-            1 / scale,
-            margin,
-            diversity=None,
-            positive_weight=1.0,
-            positive=positive,
-            reduction=reduction,
-            positives=positives,
-        )
     anchors = _anchors(sim)
     one_of("positive", positive, *ATTRACTIONS)
+    if positives is not None:
+        values = _against_queues(anchors, positives, scale, margin, positive)
+        return anchors.reduce(values, reduction, _valid(anchors, positives))
     repulsion = anchors.log1p_sum_exp(scale, margin) / scale
     attraction = anchors.per_pair(anchors.sum_of_positives(ATTRACTIONS[positive], weights="factor"))
-    return anchors.reduce(repulsion - 0.5 * attraction, reduction)
+    return anchors.reduce(torch.add(repulsion, attraction, alpha=-0.5), reduction)
+
+
+def _against_queues(
+    queues: Anchors, keys: Anchors, scale: float, margin: float, positive: PositiveForm
+) -> Tensor:
+    """Return the (A,) values of anchors with a memory's negatives and momentum keys as positives
+    (USER Eq. 19 and 20).
+    """
+    repulsion = queues.log1p_sum_exp(scale, margin) / scale
+    return repulsion - keys.mean_of_positives(ATTRACTIONS[positive])
 
 
 def unified_training_objective(
     sims: MemorySimilarity,
+    scale: float = 90.0,
+    margin: float = 0.5,
+    reduction: Reduction = "mean",
     *,
+    positive: PositiveForm = "clamp",
     batch_weight: float = 1.0,
     image_memory_weight: float = 1.0,
     text_memory_weight: float = 1.0,
-    **options: Any,
 ) -> Any:
-    """Return the unified training objective, UTO; see :class:`itrloss.UnifiedTrainingObjective`.
-
-    ``options``: see :func:`hubness_aware_loss`.
-    """
+    """Return the unified training objective, UTO; see :class:`itrloss.UnifiedTrainingObjective`."""
     _check_similarity("sims", sims, MemorySimilarity)
-    batch = hubness_aware_loss(sims.anchors, **options)
+    batch = hubness_aware_loss(sims.anchors, scale, margin, reduction, positive=positive)
+    values = _against_queues(sims.memory, sims.keys, scale, margin, positive)
     # images have the memory's texts as negatives, and texts its images
     weights = text_memory_weight, image_memory_weight
-    queues = []
-    groups = zip(SIDES[sims.directions], sims.memory.groups(), sims.keys.groups(), strict=True)
-    for side, memory, keys in groups:
-        queue = hubness_aware_loss(memory, **options, positives=keys)
-        values = queue if isinstance(queue, Tensor) else queue[0]
-        queues.append(weights[side] * values)
-    if isinstance(batch, Tensor):
-        return batch_weight * batch + sum(queues)
+    parts = zip(SIDES[sims.directions], sims.memory.split(values), strict=True)
+    weighted = torch.cat([weights[side] * part for side, part in parts])
+    queues = sims.memory.reduce(weighted, reduction, _valid(sims.memory, sims.keys))
+    if reduction != "none":
+        return batch_weight * batch + queues
     pairs = zip(batch, queues, strict=True)
-    return tuple(batch_weight * of_batch + queue for of_batch, queue in pairs)
+    return tuple(batch_weight * of_batch + of_queue for of_batch, of_queue in pairs)
 
 
 def info_nce_loss(
@@ -253,10 +249,16 @@ def info_nce_loss(
     own = anchors if positives is None else positives
     # -log p = log(1 + exp(L - a S)) with the negatives' log-sum-exp L
     values = own.mean_of_positives(softplus, scale=-scale, shift=negatives)
-    valid = None
-    if positives is not None:
-        valid = (anchors.counts(positive=False) > 0) & (positives.counts(positive=True) > 0)
+    valid = None if positives is None else _valid(anchors, positives)
     return anchors.reduce(values, reduction, valid)
+
+
+def _valid(anchors: Anchors, positives: Anchors) -> Tensor:
+    """Return the (A,) mask of anchors with a negative, and with a positive among others."""
+    valid = anchors.counts(positive=False) > 0
+    if positives.one_to_one:
+        return valid
+    return valid & (positives.counts(positive=True) > 0)
 
 
 def hard_logsumexp(
@@ -465,7 +467,8 @@ def prototype_classification_loss(
 
 def _anchors(sim: Any) -> Anchors:
     """Return the rows and columns of a similarity; raise an error if it is none."""
-    _check_similarity("sim", sim)
+    if not isinstance(sim, Anchors):
+        _check_similarity("sim", sim)
     return sim.both
 
 
@@ -479,6 +482,8 @@ def check_other_model(name: str, other: Any, sim: Any) -> Any:
         raise ValueError(
             f"{name}: expected similarities of the same images and texts, got a matrix of {got}"
         )
+    if other.device != sim.device:
+        raise ValueError(f"{name}: expected device {sim.device}, got {other.device}")
     return other
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import KW_ONLY
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .anchors import Hardest
@@ -57,30 +59,19 @@ class OnlineKMeans(CheckedModule):
 
     clusters: int = option(at_least=1, fixed=True)
     dim: int = option(at_least=1, fixed=True)
-    max_count: float | None = option(above=0)
-    patience: float = option(above=0)
-    engine: Engine = option()
-    centroids: Tensor
-    counts: Tensor
-    waiting: Tensor
-    replaced: Tensor
+    _: KW_ONLY
+    max_count: float | None = option(default=None, above=0)
+    patience: float = option(default=10, above=0)
+    engine: Engine = "auto"
 
-    def __init__(
-        self,
-        clusters: int,
-        dim: int,
-        *,
-        max_count: float | None = None,
-        patience: float = 10,
-        engine: Engine = "auto",
-    ):
-        super().__init__()
-        self.clusters = clusters
-        self.dim = dim
-        self.max_count = max_count
-        self.patience = patience
-        self.engine = engine
-        self.register_buffer("centroids", torch.empty(clusters, dim, dtype=torch.float32))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.centroids: Tensor
+        self.counts: Tensor
+        self.waiting: Tensor
+        self.replaced: Tensor
+        clusters = self.clusters
+        self.register_buffer("centroids", torch.empty(clusters, self.dim, dtype=torch.float32))
         self.register_buffer("counts", torch.empty(clusters, dtype=torch.int64))
         # points seen since a cluster's last one
         self.register_buffer("waiting", torch.empty(clusters, dtype=torch.int64))
@@ -127,7 +118,7 @@ class OnlineKMeans(CheckedModule):
         return self._nearest(x, self.waiting < _NEVER).indices
 
     @torch.no_grad()
-    def update(self, x: Tensor, process_group: Any = None) -> Tensor:
+    def update(self, x: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
         """Move the centroids by a batch ``x`` (B, dim) of points of any length, without a gradient.
 
         In a distributed job, by the points of all processes of the group, so that centroids are the
@@ -150,7 +141,7 @@ class OnlineKMeans(CheckedModule):
         ids = self._step(points, patience)
         if len(parts) == 1:
             return ids
-        return ids.split([len(part) for part in parts])[torch.distributed.get_rank(process_group)]
+        return ids.split([len(part) for part in parts])[dist.get_rank(process_group)]
 
     @torch.no_grad()
     def fit(self, x: Tensor, iterations: int = 20) -> Tensor:
@@ -276,17 +267,10 @@ class OnlineKMeans(CheckedModule):
         self.centroids.index_copy_(0, which, torch.where(moved, new, old))
         self.counts.index_copy_(0, which, counts + sizes)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> OnlineKMeans:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnlineKMeans:
         """Move the module between devices; centroids keep their dtype."""
         before = self.centroids
         super()._apply(fn, recurse)
         if self.centroids.dtype != before.dtype:
             self.centroids = before.to(self.centroids.device)
         return self
-
-    def extra_repr(self) -> str:
-        """Return the options for the representation of the module."""
-        return (
-            f"clusters={self.clusters}, dim={self.dim}, max_count={self.max_count}, "
-            f"patience={self.patience}, engine={self.engine!r}"
-        )

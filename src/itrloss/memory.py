@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
@@ -18,13 +18,13 @@ from .checks import (
     WholeState,
     check_embeddings,
     check_matrix,
+    nothing,
     one_of,
     option,
 )
 from .distributed import collectives
 from .distributed.consensus import digest, gather_parts, padded, world_size
 from .distributed.shards import Share
-from .engine.autograd import NO_COLUMNS, Layout, Place, Step, StepPart
 from .engine.matrix import (
     MEMORY_BUDGET,
     Matrix,
@@ -34,6 +34,7 @@ from .engine.matrix import (
     memory_matrix,
 )
 from .engine.relation import IGNORE_ID, Relation, are_sets
+from .engine.step import NO_COLUMNS, Layout, Place, Step, StepPart
 from .engine.vectors import Embeddings, normalized
 from .related import relation_of
 from .similarity import SIDES, Directions, Engine, Similarity
@@ -141,7 +142,8 @@ class CoupledMemory(CheckedModule):
 
         dtype = str(self.images.dtype).removeprefix("torch.")
         same = (
-            f"memory ({self.size}, {self.dim}) of {dtype}, entries so far {digest(self.enqueued)}"
+            f"memory ({self.size}, {self.dim}) of {dtype}, entries so far {digest(self.enqueued)}, "
+            f"ids of strings {_are_names(ids)}"
         )
         parts = gather_parts(checked, process_group, same)
         self._store(*[torch.cat(x) for x in parts])
@@ -287,46 +289,53 @@ class MemorySimilarity(NamedTuple):
         check_finite: bool = False,
         gather: bool = False,
         process_group: Any = None,
-        same: str = "",
+        same: Callable[[], str] = nothing,
     ) -> MemorySimilarity:
         """Return the similarities of a batch, from the arguments of :class:`MemoryLoss`.
 
         With ``gather``, it is a batch that several processes share; ``same``: see
         :meth:`itrloss.Similarity.sharded`.
         """
+        own_keys = image_keys, text_keys
+        ids = image_ids, text_ids
 
         def checked() -> str:
             """Check the input; return what has to be the same in all processes."""
-            memory_input = (images, texts), (image_keys, text_keys), (image_ids, text_ids)
-            check_memory_input(*memory_input, memory, check_finite, gather)
-            dtypes = [x.dtype for x in (memory.images, image_keys, text_keys)]
+            check_memory_input((images, texts), own_keys, ids, memory, check_finite, empty=True)
+            dtypes = [x.dtype for x in (memory.images, *own_keys)]
             types = " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             size = f"memory ({memory.size}, {memory.dim})"
-            return f"{size}; types of memory and keys {types}; {same}"
+            return f"{size}; types of memory and keys {types}; {same()}"
 
-        options: dict[str, Any] = {
-            "engine": engine,
-            "check_finite": check_finite,
-            "names": checks.IMAGES_AND_TEXTS,
-        }
-        keys = image_keys.detach(), text_keys.detach()
         if gather:
-            ids = image_ids, text_ids
-            options |= {"process_group": process_group, "same": checked}
-            batch = Similarity.sharded(images, texts, *ids, **options)
+            batch = Similarity.sharded(
+                images,
+                texts,
+                *ids,
+                process_group=process_group,
+                same=checked,
+                engine=engine,
+                check_finite=check_finite,
+                names=checks.IMAGES_AND_TEXTS,
+            )
+            keys = image_keys.detach(), text_keys.detach()
             sides = several_processes(batch, keys, memory, engine)
         else:
-            checked()
+            check_memory_input((images, texts), own_keys, ids, memory, check_finite, empty=False)
             shape = len(images), len(texts)
-            ids = image_ids, text_ids
             relation = relation_of(shape, ids, None, images.device, checks.IMAGES_AND_TEXTS)
+            keys = image_keys.detach(), text_keys.detach()
             batch, sides = one_process((images, texts), keys, memory, relation, engine)
-        counted = SIDES[directions]
+        keys_as_groups = []
+        memory_as_groups = []
+        for side in SIDES[directions]:
+            keys_as_groups.append([sides.keys[side]])
+            memory_as_groups.append([sides.memory[side]])
         return cls(
             batch,
             batch.towards(directions),
-            Anchors(*[[sides.keys[side]] for side in counted]),
-            Anchors(*[[sides.memory[side]] for side in counted]),
+            Anchors(*keys_as_groups),
+            Anchors(*memory_as_groups),
             directions,
         )
 
@@ -347,7 +356,8 @@ def check_memory_input(
         raise ValueError("image_ids: expected ids for images and texts or for neither, got None")
     memory.check_labels("image_ids, text_ids", image_ids is not None)
     memory.check_names("image_ids", image_ids)
-    memory.check_names("text_ids", text_ids)
+    if text_ids is not image_ids:
+        memory.check_names("text_ids", text_ids)
     for side, own, own_keys in zip(("image", "text"), batch, keys, strict=True):
         names = checks.Names(f"{side}s", f"{side}_keys")
         check_embeddings(own, own_keys, check_finite, names, empty=empty)
@@ -373,7 +383,8 @@ def one_process(
     engine: Engine,
 ) -> tuple[Similarity, MemorySides]:
     """Return the similarity of a batch that this process has alone, and its anchors."""
-    images, texts = (Embeddings(x) for x in batch)
+    images = Embeddings(batch[0])
+    texts = Embeddings(batch[1])
     n, m = relation.shape
     budget = 0 if engine == "tiled" else MEMORY_BUDGET
     strict = engine == "triton"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +13,10 @@ from torch import Tensor
 from .checks import (
     IdsLike,
     Names,
-    are_strings,
     as_size,
     as_tensor,
     check_matrix,
+    check_same_kind,
     from_numpy,
 )
 from .engine.inputs import even_chunks
@@ -47,7 +46,7 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     below: float | Tensor | None = None,
     normalize: bool = True,
     block: int = 2**11,
-    progress: Callable[[int, int], Any] | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> TopK:
     """Return the (Q, k) scores and corpus indices of each query's highest-scoring negatives, best
     first; exact.
@@ -88,15 +87,12 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     total = len(corpus)
     device = query_vectors.device
     dtype = compute_dtype(query_vectors)
-    if _are_names(query_ids) != _are_names(corpus_ids):
-        expected = "strings with strings in query_ids, integers with integers"
-        raise TypeError(f"corpus_ids: expected {expected}")
-    labels = label_sets("query_ids", query_ids, size, device)
-    corpus_labels = label_sets("corpus_ids", corpus_ids, total, device)
-    _warn_of_labels(labels, corpus_labels)
+    labels, corpus_labels = _labels_of_both(query_ids, corpus_ids, size, total, device)
     limits = None
     if below is not None:
         limits = as_tensor("below", below, size, dtype, device).expand(size)
+        if bool(limits.isnan().any()):
+            raise ValueError("below: expected numbers, got nan, below which there is nothing")
     values = query_vectors.new_full((size, k), -torch.inf, dtype=dtype)
     best = TopK(values, torch.full_like(values, -1, dtype=torch.int64))
     search = _Search(normalized(query_vectors, normalize), labels, limits, best)
@@ -108,10 +104,15 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     return best
 
 
-def _are_names(ids: Any) -> bool:
-    """Return whether ids, or the labels of sets, are strings."""
-    is_list_of_lists = isinstance(ids, (list, tuple)) and any(isinstance(x, list) for x in ids)
-    return are_strings(ids[0] if is_list_of_lists else ids)
+def _labels_of_both(
+    query_ids: IdsLike, corpus_ids: IdsLike, size: int, total: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the labels of the queries (Q, k) and of the corpus (N, l), checked."""
+    check_same_kind("query_ids", query_ids, "corpus_ids", corpus_ids)
+    labels = label_sets("query_ids", query_ids, size, device)
+    corpus_labels = label_sets("corpus_ids", corpus_ids, total, device)
+    _warn_of_labels(labels, corpus_labels)
+    return labels, corpus_labels
 
 
 def _warn_of_labels(labels: Tensor, corpus_labels: Tensor) -> None:

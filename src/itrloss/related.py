@@ -12,10 +12,11 @@ from torch import Tensor
 from .checks import (
     IdsLike,
     Names,
-    are_strings,
     as_id_numbers,
     as_ids,
+    as_int64,
     check_ids,
+    check_same_kind,
     ids_of_one_side,
     is_label_sets,
     one_of,
@@ -46,18 +47,18 @@ def relation_of(
     shape: tuple[int, int], ids: Sides, related: Related | None, device: torch.device, names: Names
 ) -> Relation:
     """Return who matches in a matrix, by all that was passed in; raise an error for wrong input."""
-    if related is not None and related.matches is not None:
+    row_ids, col_ids = ids
+    n, m = shape
+    if related is None and row_ids is None and col_ids is None and n == m:
+        return Relation(shape, device=device)  # row i matches column i
+    if related is None and not is_label_sets(row_ids) and not is_label_sets(col_ids):
+        return Relation(shape, check_ids(row_ids, col_ids, n, m, device, names), device)
+    if related is None:
+        related = Related()
+    if related.matches is not None:
         check_matches(related, shape, ids, names, device)
         has_weights = weights_of(related.matches)
         return Relation(shape, device=device, matches=related.matches, has_weights=has_weights)
-    if related is None and not any([is_label_sets(x) for x in ids]):
-        n, m = shape
-        own: Any = (None, None)
-        if n != m or ids[0] is not None or ids[1] is not None:
-            own = check_ids(*ids, n, m, device, names)
-        return Relation(shape, own, device)
-    if related is None:
-        related = Related()
     rows, cols = labels_of(shape, ids, device, names)
     groups = groups_of(shape, related, device, names)
     return Relation(shape, (rows, cols), device, groups=groups, rule=related.rule)
@@ -78,6 +79,7 @@ def labels_of(
         col_ids = torch.arange(m, device=device)
     rows = label_sets(names.row_ids, row_ids, n, device)
     cols = label_sets(names.col_ids, col_ids, m, device)
+    check_same_kind(names.row_ids, row_ids, names.col_ids, col_ids)
     if rows.shape[1] == cols.shape[1] == 1:
         return rows[:, 0], cols[:, 0]
     return rows, cols
@@ -93,7 +95,7 @@ def label_sets(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
     numbers = as_id_numbers(name, ids)
     if numbers.dim() != 2 or len(numbers) != size:
         raise ValueError(f"{name}: expected shape ({size}, k), got {tuple(numbers.shape)}")
-    return numbers.to(device, torch.int64, copy=True)
+    return as_int64(name, numbers).to(device, copy=True)
 
 
 def groups_of(
@@ -109,15 +111,12 @@ def groups_of(
     if rows is None:
         raise ValueError(f"{row_name}: expected groups to go with {col_name}, got None")
     own = as_ids(row_name, rows, n, device)
-    if cols is not None and are_strings(rows) != are_strings(cols):
-        raise TypeError(
-            f"{col_name}: expected strings with strings in {row_name}, and integers with integers"
-        )
     if cols is None:
         if n != m:
             got = f"{n} {names.rows} and {m} {names.cols}"
             raise ValueError(f"{col_name}: needed for {got}; only N = M has a default")
         return own, own
+    check_same_kind(row_name, rows, col_name, cols)
     return own, as_ids(col_name, cols, m, device)
 
 
@@ -137,6 +136,8 @@ def check_matches(
         raise ValueError(f"matches: expected None with {' and '.join(group_names(names))}")
     if not isinstance(matches, Tensor):
         raise TypeError(f"matches: expected a tensor (N, M), got {type(matches).__name__}")
+    if matches.is_complex():
+        raise TypeError(f"matches: expected real numbers, got {matches.dtype}")
     if matches.shape != shape:
         raise ValueError(f"matches: expected shape {shape}, got {tuple(matches.shape)}")
     if matches.layout != torch.strided:
@@ -149,8 +150,11 @@ def weights_of(matches: Tensor) -> bool:
     """Return whether matches have weights that are not 1; raise an error for values below 0 or
     infinite ones.
 
-    An accelerator has to synchronise.
+    An accelerator has to synchronise. In a compiled graph nothing is read: there may be weights.
     """
+    is_fake = matches.is_meta or isinstance(matches, torch._subclasses.FakeTensor)
+    if is_fake or torch.compiler.is_compiling():  # there are no values yet
+        return matches.dtype != torch.bool
     weights = matches[(matches != 0) & ~matches.isnan()]
     if bool(((weights < 0) | (weights == torch.inf)).any()):
         expected = "above 0 for a match, which are weights, 0 for a negative, and nan for neither"

@@ -100,10 +100,7 @@ class Similarity(Anchors):
         names: checks.Names = checks.ROWS_AND_COLUMNS,
         related: Related | None = None,
     ):
-        rows = checks.from_numpy(rows)
-        cols = checks.from_numpy(cols)
-        checks.check_embeddings(rows, cols, check_finite, names)
-        assert cols is not None  # as was just checked
+        rows, cols = checks.as_embeddings(rows, cols, check_finite, names)
         n = len(rows)
         m = len(cols)
         if cols is rows:
@@ -120,7 +117,7 @@ class Similarity(Anchors):
             relation,
             choose_engine(engine, n * m, int(memory_budget), rows),
             int(memory_budget),
-            checks.check_biases(bias, n, m),
+            checks.check_biases(bias, n, m, check_finite),
             strict=engine == "triton",
         )
         self._start(AnchorSide(matrix, 0))
@@ -396,9 +393,9 @@ class Similarity(Anchors):
 
         ``"image-text"`` has the rows, whose candidates are texts, ``"text-image"`` the columns.
         """
-        one_of("directions", directions, *DIRECTIONS)
         if directions == "both":
             return self.both
+        one_of("directions", directions, *DIRECTIONS)
         side = self._side if directions == "image-text" else 1 - self._side
         return Anchors([AnchorSide(self._matrix, side, self.share)])
 
@@ -451,7 +448,7 @@ class Similarity(Anchors):
             *ids,
             normalize=rows.normalize,
             engine="auto" if self.engine == "dense" else self.engine,  # type: ignore[arg-type]
-            bias=None if bias == (None, None) else bias,
+            bias=bias,
             related=related,
         )
 
@@ -496,6 +493,9 @@ class Similarity(Anchors):
             rows, cols = self.embeddings
             checks.require_finite("rows", rows)
             checks.require_finite("cols", cols)
+            for bias in self.bias or ():
+                if bias is not None:
+                    checks.require_finite("bias", bias[None])
 
     def check_unchanged(self) -> None:
         """Raise a RuntimeError if the input was modified in place after this object was made."""

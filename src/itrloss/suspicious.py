@@ -65,8 +65,7 @@ def may_be_read(sim: Similarity) -> bool:
 
 def warn_of_ids(name: str, loss: Any, sim: Similarity) -> None:
     """Warn if no image has a positive; or if none has a negative, so that the loss is 0."""
-    n, m = sim.shape
-    if n == 0:  # a process without images
+    if sim.shape[0] == 0:  # a process without images
         return
     counts = sim.positive_counts.detach()
     if not bool(counts.any()):
@@ -74,13 +73,25 @@ def warn_of_ids(name: str, loss: Any, sim: Similarity) -> None:
             f"{name}: no image has a matching text, as image_ids and text_ids have no id in "
             "common. Equal ids are a match; if image i matches text i, leave out both"
         )
-    elif bool((counts == m).all()) and _is_zero(loss):
+    elif _all_match(sim, counts) and _is_zero(loss):
         meant = "".join({multi_hot(labels) for labels in sim.label_sets()})
         warn(
             f"{name}: every image matches every text, so that the loss is 0 whatever is learnt. "
             "Pass batches of more than one pair, with ids that differ where image and text do "
             f"not match{meant}"
         )
+
+
+def _exist(sim: Similarity) -> list[Tensor | None]:
+    """Return the (N,) and (M,) bool masks of rows and columns that exist; None: all do."""
+    return [sim.pairs.exists(side) for side in (sim.side, 1 - sim.side)]
+
+
+def _all_match(sim: Similarity, counts: Tensor) -> bool:
+    """Return whether every row that exists, of ``counts`` positives, matches every column."""
+    rows, cols = _exist(sim)
+    number = sim.shape[1] if cols is None else int(cols.sum())
+    return bool(((counts if rows is None else counts[rows]) == number).all())
 
 
 def _is_zero(loss: Any) -> bool:
@@ -95,11 +106,14 @@ def warn_of_units(name: str, sim: Similarity, what: str = "scores") -> None:
     normalised.
     """
     scores = sim.given_scores
+    if scores is not None:
+        for mask in _exist(sim):
+            scores = scores.T if mask is None else scores[mask].T
     if sim.embeddings is not None:
         if sim.normalizes or sim.bias is not None or not sim.one_to_one:
             return
         scores = sim.detach().positive_scores()  # as large as others, and not N times M
-    if scores is not None and bool(scores.detach().abs().amax() > _LARGEST):
+    if scores is not None and bool((scores.detach().abs() > _LARGEST).any()):
         warn(
             f"{name}: {what} above {_LARGEST:g}, as of logits, where the loss's options are in "
             "units of cosine similarity. Pass cosines, before they are multiplied by a scale or "

@@ -1,6 +1,6 @@
 """Tables that compare methods: what they hold, and the same as text and in LaTeX.
 
-:mod:`itrloss.report` shows them as HTML.
+:mod:`itrloss.comparison.report` shows them as HTML.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ used.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .anchors import Anchors
@@ -74,7 +73,9 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
 
 
 @torch.no_grad()
-def describe_memory(sims: MemorySimilarity, process_group: Any = None) -> dict[str, Tensor]:
+def describe_memory(
+    sims: MemorySimilarity, process_group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
     """Return :func:`describe` of a batch and figures of its memory: 0-dim tensors by name.
 
     ``memory_entries``: how many are valid. ``memory_age``: how many batches of this size ago an

@@ -61,10 +61,10 @@ CONTENT = {
     "text.mat": (b"not MATLAB", "not a readable .mat"),
     "large.pkl": (tensor_beyond_its_storage(), "not a readable .pkl"),
     "code.pkl": (pickle.dumps(collections.Counter), "collections.Counter, which is not read"),
-    "long.safetensors": (struct.pack("<Q", 2**60), "its header is longer than the file"),
+    "long.safetensors": (struct.pack("<Q", 2**60), "not a readable .safetensors"),
     "eight.safetensors": (
         safetensors(b'{"s":{"dtype":"F8_E4M3","shape":[1,1],"data_offsets":[0,1]}}', b"0"),
-        "of 16 bits at least, got F8_E4M3",
+        "of 16 bits a number at least, got torch.float8_e4m3fn",
     ),
     "short.safetensors": (
         safetensors(b'{"s":{"dtype":"F32","shape":[9,9],"data_offsets":[0,4]}}', b"0000"),

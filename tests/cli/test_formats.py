@@ -394,7 +394,9 @@ def test_lines_have_no_byte_order_mark(start: bytes, tmp_path: Path):
 # --- surroundings ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("module", "name"), [("scipy.io", "s.mat"), ("h5py", "s.h5")])
+@pytest.mark.parametrize(
+    ("module", "name"), [("scipy.io", "s.mat"), ("h5py", "s.h5"), ("safetensors", "s.safetensors")]
+)
 def test_an_extra_that_is_missing_is_named(module: str, name: str, tmp_path: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     path = tmp_path / name

@@ -21,6 +21,7 @@ from itrloss.comparison import (
     compare_models,
     compare_rerankers,
 )
+from itrloss.comparison.report import models_page, page
 from itrloss.files import read_reranked
 from itrloss.metrics import (
     Comparison,
@@ -31,7 +32,6 @@ from itrloss.metrics import (
     confidence_intervals,
     retrieval_results,
 )
-from itrloss.report.comparison import models_page, page
 from itrloss.rerank import CSLS, FastReranker
 from itrloss.tables import TESTED, Cell, Grid, Row, Table, p_text
 

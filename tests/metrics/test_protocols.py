@@ -91,9 +91,9 @@ def test_without_the_package_there_are_the_two_protocols_of_ids(small):
     )
     table = protocol_table(found).splitlines()
     assert (
-        len(table) == 3
+        len(table) == 4
         and max(map(len, table)) <= 100
-        and f"{found['5K']['rsum']:5.1f}" in table[2]
+        and f"{found['5K']['rsum']:5.1f}" in table[3]
     )
 
 

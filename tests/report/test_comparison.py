@@ -12,8 +12,8 @@ import torch
 from support.command_line import C, N, Page, run, scores
 
 from itrloss import Similarity, comparison, rerank
+from itrloss.comparison.report import page
 from itrloss.metrics import QueryResults, RetrievalResults, compare, retrieval_results
-from itrloss.report.comparison import page
 
 
 @pytest.fixture

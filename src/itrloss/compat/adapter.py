@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import functional
-from ..checks import CheckedModule, Names, check_embeddings, one_of
+from ..checks import CheckedModule, IdsLike, Names, check_embeddings, one_of
 from ..losses import MemoryLoss
 from ..losses.matryoshka import check_scalar, inner_loss
 from ..memory import CoupledMemory
@@ -29,9 +29,10 @@ class Call(NamedTuple):
     """What a code base passes, as inputs of a score function or of a loss."""
 
     # images, texts and what else a score function takes; or a score matrix alone
-    inputs: tuple[Any, ...]
-    labels: dict[str, Any] = {}  # noqa: RUF012 - of a loss, by the names of its arguments
-    more: tuple[Any, ...] = ()  # HAL's bank; the residuals of sets
+    inputs: tuple[Tensor, ...]
+    # of a loss, by the names of its arguments
+    labels: Mapping[str, IdsLike | None] = {}
+    more: tuple[Tensor | None, ...] = ()  # HAL's bank; the residuals of sets
 
 
 # How each code base calls its criterion; the arguments have the names of the originals.
@@ -125,7 +126,10 @@ def _memory(images: Tensor, texts: Tensor, ids: Tensor | None = None) -> Coupled
 
 
 def adapt(
-    loss: Any, code_base: str, score_function: Callable[..., Tensor] | None = None, opt: Any = None
+    loss: nn.Module,
+    code_base: str,
+    score_function: Callable[..., Tensor] | None = None,
+    opt: object = None,
 ) -> AdaptedLoss:
     """Return a loss of this library as a criterion of a public code base, with its call, its result
     and its switches.
@@ -186,18 +190,18 @@ class AdaptedLoss(CheckedModule):
 
     def __init__(
         self,
-        loss: Any,
+        loss: nn.Module,
         code_base: str,
         score_function: Callable[..., Tensor] | None = None,
         regularizers: Regularizers | None = None,
     ):
         super().__init__()
-        self.loss = loss
+        self.loss: Any = loss  # which has further attributes
         self.code_base = code_base
         self.score_function = score_function
         self.regularizers = regularizers
-        # of set_similarity, for sets without a score function
-        self._aggregation: tuple[Any, ...] = ()
+        # for sets without a score function
+        self._scores_of_sets: Callable[..., Tensor] = functional.set_similarity
 
     @property
     def margin(self) -> float:
@@ -230,7 +234,7 @@ class AdaptedLoss(CheckedModule):
         """Count all negatives."""
         self.max_violation = False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Parts]:
         """Return what the code base's criterion does, from its arguments."""
         call = _CALLS[self.code_base](*args, **kwargs)
         if self.regularizers is not None:
@@ -258,7 +262,7 @@ class AdaptedLoss(CheckedModule):
             loss = zero_of(call.inputs[0])
         return {"ranking": loss}
 
-    def _of_batch(self, call: Call) -> Any:
+    def _of_batch(self, call: Call) -> Tensor:
         """Return the loss of the call's embeddings or scores."""
         inputs = call.inputs
         if len(inputs) == 1:
@@ -270,16 +274,21 @@ class AdaptedLoss(CheckedModule):
             check_square("score_function", scores)
         elif self.code_base in _OF_SETS:
             sets = [x if x.dim() == 3 else x[:, None] for x in inputs]
-            scores = functional.set_similarity(
-                *sets, *self._aggregation, normalize=self.loss.normalize
-            )
+            scores = self._scores_of_sets(*sets, normalize=self.loss.normalize)
         else:
-            check_pairs(*inputs)
-            return self.loss(*inputs, **call.labels)
+            im, s = inputs
+            check_pairs(im, s)
+            return self.loss(im, s, **call.labels)
         return self.loss(scores=scores, **call.labels)
 
     def _of_bank(
-        self, im: Tensor, s: Tensor, mb_img: Any, mb_cap: Any, mb_ind: Any, indices: Any
+        self,
+        im: Tensor,
+        s: Tensor,
+        mb_img: Tensor | None,
+        mb_cap: Tensor | None,
+        mb_ind: IdsLike | None,
+        indices: IdsLike | None,
     ) -> Tensor:
         """Return the loss of (B, D) pairs and HAL's bank (M, D); entries of the same number are no
         negatives.
@@ -295,7 +304,7 @@ class AdaptedLoss(CheckedModule):
 
     def moco_forward(
         self, v_q: Tensor, t_k: Tensor, t_q: Tensor, v_k: Tensor, v_queue: Tensor, t_queue: Tensor
-    ) -> Any:
+    ) -> Tensor:
         """Return the loss of USER's (B, D) embeddings, keys and (D, K) queues; 0 for a loss of the
         batch alone.
 

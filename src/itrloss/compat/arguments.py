@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..checks import Names, as_ids, check_embeddings, check_matrix
+from ..checks import IdsLike, Names, as_ids, check_embeddings, check_matrix
 from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
 
+T = TypeVar("T")
 
-def setting(opt: Any, name: str, *default: Any) -> Any:
+
+def setting(opt: object, name: str, *default: object) -> Any:
     """Return an attribute of a code base's settings, or an entry of a dictionary of them; or the
     default; an error without both.
     """
@@ -26,35 +28,37 @@ def setting(opt: Any, name: str, *default: Any) -> Any:
         raise ValueError(f"opt: expected an attribute {name!r}, got none") from None
 
 
-def required(name: str, x: Any) -> Any:
+def required(name: str, x: T | None) -> T:
     """Return an argument that is optional in the signature but needed here, so it is not None."""
     if x is None:
         raise ValueError(f"{name}: expected a tensor, got None")
     return x
 
 
-def required_ids(name: str, ids: Any, size: int, device: torch.device) -> Tensor:
+def required_ids(name: str, ids: IdsLike | None, size: int, device: torch.device) -> Tensor:
     """Return ids of any form, but not None, as (size,) integers on the device."""
     return as_ids(name, required(name, ids), size, device)
 
 
-def check_square(name: str, scores: Any) -> None:
+def check_square(name: str, scores: Tensor) -> None:
     """Raise an error unless scores are a (B, B) floating-point tensor."""
     check_matrix(name, scores, "(B, B)")
     if scores.shape[0] != scores.shape[1]:
         raise ValueError(f"{name}: expected shape (B, B), got {tuple(scores.shape)}")
 
 
-def check_pairs(x: Any, y: Any, names: tuple[str, str] = ("im", "s")) -> None:
-    """Raise an error unless embeddings (N, D) and (N, D) are given, which errors call by names."""
-    check_embeddings(x, y, False, Names(*names, "", ""))
-    if len(x) != len(y):
-        expected = f"shape {tuple(x.shape)} like {names[0]}"
-        raise ValueError(f"{names[1]}: expected {expected}, got {tuple(y.shape)}")
+def check_pairs(im: Tensor, s: Tensor) -> None:
+    """Raise an error unless embeddings are (N, D) and (N, D)."""
+    check_embeddings(im, s, False, Names("im", "s", "", ""))
+    if len(im) != len(s):
+        raise ValueError(f"s: expected shape {tuple(im.shape)} like im, got {tuple(s.shape)}")
 
 
 def similarity(
-    x: Tensor, y: Tensor, names: tuple[str, str], ids: tuple[Any, Any] = (None, None)
+    x: Tensor,
+    y: Tensor,
+    names: tuple[str, str],
+    ids: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Similarity:
     """Return the similarity of (N, D) and (M, D) embeddings, which errors call by names, as they
     are, not normalised.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import functional
 from ..anchors import Anchors
@@ -43,9 +41,9 @@ class HALLoss(AdaptedLoss):
     ep_nega: float = option()
     k: int = option(at_least=1)
 
-    def __init__(self, opt: Any):
+    def __init__(self, opt: object):
         scale = setting(opt, "local_alpha")
-        loss: Any = HubnessAwareLoss(scale, setting(opt, "local_ep"), normalize=False)
+        loss: nn.Module = HubnessAwareLoss(scale, setting(opt, "local_ep"), normalize=False)
         hardest = setting(opt, "max_violation", False)
         if hardest or setting(opt, "sum_violation", False):
             loss = hinges(setting(opt, "margin", 0.2), hardest)
@@ -67,7 +65,8 @@ class HALLoss(AdaptedLoss):
             return super()._of_batch(call)
         check_pairs(im, s)
         size = len(mb_img)
-        if len(required("mb_cap", mb_cap)) != size:
+        mb_cap = required("mb_cap", mb_cap)
+        if len(mb_cap) != size:
             raise ValueError(f"mb_cap: expected {size} entries as in mb_img, got {len(mb_cap)}")
         entries = required_ids("mb_ind", mb_ind, size, im.device)
         batch = required_ids("indices", indices, len(im), im.device)
@@ -109,13 +108,13 @@ class USERLoss(AdaptedLoss):
     Differences: `Masked pairs`_, `Positive term`_.
     """
 
-    def __init__(self, opt: Any):
+    def __init__(self, opt: object):
         loss = HubnessAwareLoss(setting(opt, "mu"), setting(opt, "gama"), normalize=False)
         super().__init__(loss, "user")
 
     def moco_forward(
         self, v_q: Tensor, t_k: Tensor, t_q: Tensor, v_k: Tensor, v_queue: Tensor, t_queue: Tensor
-    ) -> Any:
+    ) -> Tensor:
         """Return the terms of the (D, K) queues, without the batch's, for (B, D) embeddings and
         keys.
         """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from torch import Tensor
 
+from .. import functional
 from ..checks import one_of
 from ..losses import TripletLoss
 from .adapter import AdaptedLoss, Call
@@ -49,7 +51,7 @@ class VSEInfinityLoss(AdaptedLoss):
     unused ``opt``.
     """
 
-    def __init__(self, opt: Any = None, margin: float = 0, max_violation: bool = False):
+    def __init__(self, opt: object = None, margin: float = 0, max_violation: bool = False):
         super().__init__(hinges(margin, max_violation), "vse_inf")
 
 
@@ -82,7 +84,7 @@ class CHANLoss(AdaptedLoss):
     ``opt`` replace the two arguments.
     """
 
-    def __init__(self, opt: Any = None, margin: float = 0.2, max_violation: bool = False):
+    def __init__(self, opt: object = None, margin: float = 0.2, max_violation: bool = False):
         if opt is not None:
             margin = setting(opt, "margin")
             max_violation = setting(opt, "max_violation")
@@ -98,7 +100,7 @@ class HREMLoss(AdaptedLoss):
     products, as LAPS passes them with its sets.
     """
 
-    def __init__(self, opt: Any, margin: float = 0.2, max_violation: bool = False):
+    def __init__(self, opt: object, margin: float = 0.2, max_violation: bool = False):
         super().__init__(hinges(margin, max_violation, groups="other"), "hrem")
         self.mask_repeat = bool(setting(opt, "mask_repeat"))
 
@@ -119,7 +121,7 @@ class PVSELoss(AdaptedLoss):
     ``mmd_loss``. ``opt`` and ``reduction`` are the original's. Difference: detached `Parts`_.
     """
 
-    def __init__(self, opt: Any, reduction: Any = "mean"):
+    def __init__(self, opt: object, reduction: Literal["mean", "sum"] = "mean"):
         loss = hinges(setting(opt, "margin", 1.0), setting(opt, "max_violation", False))
         scores = _best_order_scores if setting(opt, "order", False) else None
         super().__init__(loss, "pvse", scores, Regularizers(opt, "pvse", reduction))
@@ -162,8 +164,8 @@ class DivELoss(AdaptedLoss):
         img_set_size,
         txt_set_size,
         similarity_fn,
-        opt: Any,
-        reduction: Any = "mean",
+        opt: object,
+        reduction: Literal["mean", "sum"] = "mean",
         txt_per_img=5,
     ):
         if setting(opt, "semi_hard_triplet", False):
@@ -176,7 +178,11 @@ class DivELoss(AdaptedLoss):
             if (denominator, setting(opt, "temperature_txt_scale", 1)) != (2, 1):
                 expected = "a function for this denominator or text temperature"
                 raise ValueError(f"similarity_fn: expected {expected}, got None")
-            self._aggregation = ("smooth_chamfer", setting(opt, "temperature"))
+            self._scores_of_sets = partial(
+                functional.set_similarity,
+                aggregation="smooth_chamfer",
+                alpha=setting(opt, "temperature"),
+            )
 
     def _parts(self, call: Call) -> Parts:
         """Return the means of the hinges of the texts and of the images."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -44,24 +44,21 @@ class ClipLoss(nn.Module):
         logit_scale,
         logit_bias=None,
         output_dict=False,
-    ) -> Any:
+    ) -> Tensor | dict[str, Tensor]:
         """Return the loss of (B, D) pairs, or with ``output_dict`` a dictionary that has it as
         ``contrastive_loss``.
         """
         if not isinstance(logit_scale, Tensor):
             check_number("logit_scale", logit_scale, positive=True)
-        options: dict[str, Any] = {
-            "normalize": False,
-            "names": Names("image_features", "text_features", "", ""),
-        }
-        if self.world_size == 1:
-            sim = Similarity(image_features, text_features, **options)
-        else:
+        make = Similarity
+        if self.world_size > 1:
             same = type(self).__name__
             for name, x in (("logit_scale", logit_scale), ("logit_bias", logit_bias)):
                 value = distributed.digest(x) if isinstance(x, Tensor) else x
                 same += f", {name} {type(x).__name__} {value}"
-            sim = Similarity.sharded(image_features, text_features, same=same, **options)
+            make = partial(Similarity.sharded, same=same)
+        names = Names("image_features", "text_features", "", "")
+        sim = make(image_features, text_features, normalize=False, names=names)
         if logit_bias is None:
             logit_bias = 0.0
         loss = self._loss(sim, logit_scale, logit_bias)
@@ -69,7 +66,7 @@ class ClipLoss(nn.Module):
             return {"contrastive_loss": loss}
         return loss
 
-    def _loss(self, sim: Similarity, scale: Any, bias: Any) -> Tensor:
+    def _loss(self, sim: Similarity, scale: float | Tensor, bias: float | Tensor) -> Tensor:
         """Return the loss of scores times ``scale`` plus ``bias``."""
         if isinstance(scale, Tensor):
             scale = scale.to(sim.dtype)  # 1 / scale would be far off in half
@@ -92,6 +89,6 @@ class SigLipLoss(ClipLoss):
     def __init__(self, cache_labels=False, rank=0, world_size=1, dist_impl=None, chunk_size=0):
         super().__init__(world_size=world_size)
 
-    def _loss(self, sim: Similarity, scale: Any, bias: Any) -> Tensor:
+    def _loss(self, sim: Similarity, scale: float | Tensor, bias: float | Tensor) -> Tensor:
         # with as many images as texts, its mean divides by B
         return functional.sigmoid_loss(sim, scale, bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +36,9 @@ class Regularizers:
         reduction: of the orthogonal loss and of the kernels, ``"mean"`` or ``"sum"``.
     """
 
-    def __init__(self, opt: Any, code_base: str, reduction: Any = "mean"):
+    def __init__(self, opt: object, code_base: str, reduction: Literal["mean", "sum"] = "mean"):
         one_of("reduction", reduction, "mean", "sum")
-        self.reduction = reduction
+        self.reduction: Literal["mean", "sum"] = reduction
         kinds = ("unif", "div", "mmd")
         if code_base == "dive":
             self.sizes = (setting(opt, "img_num_embeds"), setting(opt, "txt_num_embeds"))
@@ -59,7 +59,7 @@ class Regularizers:
                 raise ValueError(f"{name}: expected {expected}, got {tuple(x.shape)}")
 
     def total(
-        self, parts: Parts, img: Tensor, txt: Tensor, img_r: Any, txt_r: Any
+        self, parts: Parts, img: Tensor, txt: Tensor, img_r: Tensor | None, txt_r: Tensor | None
     ) -> tuple[Tensor, Parts]:
         """Return the sum of parts and weighted regularisers, and each of these unweighted and
         detached.

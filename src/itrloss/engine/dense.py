@@ -101,14 +101,14 @@ def highest(question: Question, scores: Tensor, other: Tensor | None = None) -> 
 
 
 def hardest(question: Question, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each anchor's highest score that counts, and its candidate; -inf and -1 if none."""
+    """Return each anchor's highest score that counts, and its candidate; -inf if none."""
     values = []
     indices = []
     for side in question.sides:
         own = SideQuestion(question, side, scores)
         value, index = own.exclude(own.scores, -math.inf).max(1)
         values.append(value)
-        indices.append(index.masked_fill(value == -math.inf, -1))
+        indices.append(index)
     return joined(values), joined(indices)
 
 

@@ -14,11 +14,10 @@ from .autograd import (
     first_derivatives,
     in_places,
     needs_of,
-    raise_second_derivative,
-    saved_tensors,
 )
 from .pair_scores import ListedPairs, pair_scores
 from .question import Value
+from .step import raise_second_derivative, saved_tensors
 from .vectors import full_precision
 
 
@@ -58,8 +57,8 @@ class EarlySums(torch.autograd.Function):
         with full_precision(inputs.like):
             sums, found = triton.sums_and_gradients(request.question, inputs, weights, needs)
             scores = None if request.pairs is None else pair_scores(inputs, *request.pairs)
-        ctx.save_for_backward(*found, *request.tensors())
-        ctx.request = request.without_tensors()
+        ctx.request, tensors = request.without_tensors()
+        ctx.save_for_backward(*found, *tensors)
         ctx.needs = needs
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
         return sums, scores
@@ -67,7 +66,7 @@ class EarlySums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Return the gradient of each tensor that ``forward`` took, from the gradients of both."""
-        if grads == (None, None):
+        if grads[0] is None and grads[1] is None:
             return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled():
             raise_second_derivative()

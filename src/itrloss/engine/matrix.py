@@ -13,22 +13,13 @@ from torch import Tensor
 
 from ..checks import one_of
 from . import dense, devices, moments, tiled
-from .autograd import (
-    NO_COLUMNS,
-    Layout,
-    Request,
-    Step,
-    StepPart,
-    Targets,
-    ask,
-    pairs_of,
-    with_biases,
-)
+from .autograd import Request, Targets, ask, with_biases
 from .inputs import NO_SIDE, TILE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
 from .products import full_float32, matmul, rounds_float32
 from .question import Question, Value, is_trained, joined
 from .relation import Relation, segment_sum
+from .step import NO_COLUMNS, BlockSums, Layout, Step, StepPart, pairs_of
 from .terms import identity, square
 from .tiled import Best
 from .vectors import (
@@ -132,6 +123,7 @@ class Matrix:
         self.given = given
         self._like = like
         self.bias = bias
+        self.is_biased = is_biased(bias)
         self.bounded = bounded
         self.strict = strict
         self.is_memory = is_memory
@@ -143,6 +135,10 @@ class Matrix:
         self._summed = False  # whether a sum puts all scores into the graph
         #: Whether scores are a tensor in the graph.
         self.in_graph = given is not None or part is not None
+        #: Whether sums keep the slopes of the only block.
+        self._keeps_slopes = self.in_graph and engine == "tiled"
+        if math.prod(self.shape) > SMALL or torch.compiler.is_compiling():
+            self._keeps_slopes = False
         self._sources = vectors or (like,)
 
     @classmethod
@@ -164,10 +160,18 @@ class Matrix:
         strict: bool = False,
     ) -> Matrix:
         """Return the matrix of the products of embeddings, with a bias."""
-        numel = math.prod(relation.shape)
-        if is_small(engine, numel, budget, rows.dtype):
-            return small_matrix(rows, cols, relation, engine, bias, strict)
-        return large_matrix(rows, cols, relation, engine, budget, bias, strict=strict)
+        if not is_small(engine, math.prod(relation.shape), budget, rows.dtype):
+            return large_matrix(rows, cols, relation, engine, budget, bias, strict=strict)
+        return cls(
+            relation,
+            engine,
+            rows,
+            vectors=(rows, cols),
+            part=part_of(rows.target, cols.target, rows.normalize),
+            bias=in_dtype(bias, rows.dtype),
+            bounded=rows.normalize and not is_biased(bias),
+            strict=strict,
+        )
 
     def of_weights(self) -> Matrix:
         """Return a matrix with the weights of matches in place of the scores."""
@@ -232,18 +236,26 @@ class Matrix:
 
         None where there are none: they are multiplied in each pass.
         """
-        if self._scores is not None or not self.in_graph:
+        if not self.in_graph:
+            return None
+        self.check_unchanged()
+        if self._scores is not None:
             return self._scores
-        keep = may_keep()
-        with torch.set_grad_enabled(keep):  # with their graph, even if first used under no_grad
-            if self.given is not None:
-                scores = self.given.x.to(self.dtype)
-            else:
-                assert self._part is not None
-                scores = with_biases(self._part.scores(), *self.bias)
-        if keep:
+        if self._part is not None and not self.is_biased:
+            scores = self._part.scores()
+        else:
+            with torch.set_grad_enabled(may_keep()):  # also if first used under no_grad
+                scores = self._given_or_biased_scores()
+        if may_keep():
             self._scores = scores
         return scores
+
+    def _given_or_biased_scores(self) -> Tensor:
+        """Return the (N, M) scores that were passed in, in their dtype, or those with biases."""
+        if self._part is not None:
+            return with_biases(self._part.scores(), *self.bias)
+        assert self.given is not None
+        return self.given.x.to(self.dtype)
 
     def inputs(self) -> Inputs:
         """Return the inputs of a pass. Scores that are kept are computed at the first call.
@@ -264,6 +276,7 @@ class Matrix:
 
     def inputs_of_vectors(self) -> Inputs:
         """Return the inputs of a pass over the vectors alone."""
+        self.check_unchanged()
         assert self.embeddings is not None
         sides: list[Side] = []
         for vectors, bias in zip(self.embeddings, self.bias, strict=True):
@@ -293,15 +306,18 @@ class Matrix:
             return whole_scores(inputs.rows, inputs.cols)
 
     def _is_trained(self) -> bool:
-        """Return whether vectors or biases get a gradient."""
-        return any([is_trained(x) for x in (*(x.target for x in self._sources), *self.bias)])
+        """Return whether vectors, given scores or biases get a gradient."""
+        for source in self._sources:
+            if source.target.requires_grad:
+                return True
+        return any([is_trained(x) for x in self.bias])
 
     def _differentiable_scores(self) -> Tensor:
         """Return the (N, M) scores of a large matrix with their graph."""
         assert self.embeddings is not None
         rows, cols = (vectors.target for vectors in self.embeddings)
-        step = step_of(rows, cols, self.embeddings[0].normalize)
-        return with_biases(step.outputs()[1], *self.bias)
+        part = part_of(rows, cols, self.embeddings[0].normalize)
+        return with_biases(part.scores(), *self.bias)
 
     def _exact_inputs(self) -> Inputs:
         """Return the inputs of scores without a gradient: no setting for training rounds them."""
@@ -310,6 +326,7 @@ class Matrix:
         is_rounded = any([vectors.x is not vectors.given for vectors in self.embeddings])
         if not is_rounded and not rounds_float32(self.device):
             return self.inputs()
+        self.check_unchanged()
         sides: list[Side] = []
         for vectors, bias in zip(self.embeddings, self.bias, strict=True):
             given = Embeddings(vectors.given.detach(), vectors.normalize)
@@ -320,31 +337,40 @@ class Matrix:
 
     def sums(self, question: Question, guide: Matrix | None = None) -> Tensor:
         """Return the sums (A,) of a question; a ``guide`` has the scores of its limits."""
-        self.check_unchanged()
-        if guide is not None:
-            guide.check_unchanged()
         self._summed = self._summed or torch.is_grad_enabled()
         if self.engine == "dense":
             other = None if guide is None else guide.scores().detach().to(self.dtype)
             scores = self.scores_in_graph()
             assert scores is not None
             return dense.sums(question, scores, other)
+        if self._keeps_slopes and guide is None and question.term.slope is not None:
+            return self._sums_of_block(question)
         if guide is None and self._has_gain_by_moments(question):
             return moments.squares(question, self.inputs_of_vectors())
-        small = self.in_graph and math.prod(self.shape) <= SMALL
         request = Request(
             question,
             self.inputs(),
             guide=None if guide is None else guide.inputs(),
             pairs=self._positives_along(question),
             by_triton=guide is None and self._has_kernel(question),
-            keeps_slopes=small and guide is None and question.term.slope is not None,
         )
         if request.by_triton and self._finds_early(question, is_total=False):
             from . import early
 
             return self._answered(request, early.ask(request, None, self.targets()))
         return self._answered(request, ask(request, self.targets()))
+
+    def _sums_of_block(self, question: Question) -> Tensor:
+        """Return the sums (A,) over the only block, whose scores are in the graph."""
+        scores = self.scores_in_graph()
+        assert scores is not None
+        if not torch.is_grad_enabled():
+            return tiled.sums_of_block(question, scores)
+        pairs = self._positives_along(question)
+        sums, positives = BlockSums.apply(question, pairs, scores, *question.values)
+        if pairs is not None:
+            self._positives = positives
+        return sums
 
     def _answered(self, request: Request, answer: tuple[Tensor | None, Tensor | None]) -> Tensor:
         """Return the sums of an answer, and keep the scores of positives that came along."""
@@ -356,7 +382,7 @@ class Matrix:
 
     def _has_gain_by_moments(self, question: Question) -> bool:
         """Return whether sums of squares are best computed without the scores."""
-        if self.in_graph or self.bias != (None, None) or question.term is not square:
+        if self.in_graph or self.is_biased or question.term is not square:
             return False
         if self.device.type != "cpu" or self.dtype == torch.float64:
             return False
@@ -375,7 +401,6 @@ class Matrix:
             return (self.sums(question) * weights).sum()
         from . import early
 
-        self.check_unchanged()
         if not isinstance(weights, Tensor):
             weights = torch.full((1,), weights, dtype=self.dtype, device=self.device)
         self._summed = True
@@ -422,7 +447,7 @@ class Matrix:
 
     def _has_kernel(self, question: Question) -> bool:
         """Return whether Triton answers a question; none of its kernels adds biases."""
-        if self.engine != "triton" or self.bias != (None, None):
+        if self.engine != "triton" or self.is_biased:
             return False
         from . import triton
 
@@ -430,18 +455,32 @@ class Matrix:
 
     def highest(self, question: Question, guide: Matrix | None = None) -> Tensor:
         """Return the highest ``scale S`` (A,) that counts, -inf without any. No gradient."""
-        self.check_unchanged()
         with torch.no_grad():
             if self.engine == "dense":
                 other = None if guide is None else guide.scores().to(self.dtype)
                 return dense.highest(question, self.scores(), other)
             inputs = self.inputs()
             with full_precision(inputs.like):
-                if guide is None and self.engine == "triton" and self.bias == (None, None):
+                if guide is None and self.engine == "triton" and not self.is_biased:
                     from . import triton
 
                     return triton.highest(question, inputs)
                 return tiled.highest(question, inputs, None if guide is None else guide.inputs())
+
+    def std(self, sides: tuple[int, ...]) -> Tensor:
+        """Return the (A,) standard deviations of each anchor's negatives' scores. No gradient.
+
+        A small matrix is one block that is visited once, in place of a sum and a sum of squares.
+        """
+        with torch.no_grad():
+            if self._keeps_slopes:
+                scores = self.scores_in_graph()
+                assert scores is not None
+                return tiled.std_of_block(self.relation, scores, sides)
+            count = joined([self.relation.counts(side)[1] for side in sides]).clamp_min(1)
+            shift = (self.summed_negatives(sides) / -count).to(self.dtype)
+            squares = self.sums(Question(self.relation, sides, square, shift=shift))
+            return (squares / count).sqrt()
 
     def summed_negatives(self, sides: tuple[int, ...]) -> Tensor:
         """Return the sums (A,) of the scores of each anchor's negatives. No gradient.
@@ -449,7 +488,6 @@ class Matrix:
         Where no matrix is formed for them, they are float64: of few negatives among many positives
         nothing but digits of float32 would be left.
         """
-        self.check_unchanged()
         with torch.no_grad():
             if self.in_graph or not self.relation.others_are_negatives:
                 return self.sums(Question(self.relation, sides, identity))
@@ -517,23 +555,32 @@ class Matrix:
 
         The gradient of a score goes to the embeddings of its pair alone.
         """
-        self.check_unchanged()
         all_have_one = self.bounded and not question.limited
         all_have_one = all_have_one and self.relation.one_to_one and min(self.shape) > 1
         with torch.no_grad():
-            if self.engine == "dense":
-                best = Best(*dense.hardest(question, self.scores()))
-            else:
-                inputs = self.inputs()
-                with full_precision(inputs.like):
-                    best = tiled.hardest(question, inputs, all_have_one)
-        if not torch.is_grad_enabled() or not self.targets().any_trained():
+            best = self._hardest(question)
+            if not all_have_one:
+                missing = best.values == -math.inf
+                best = best._replace(indices=best.indices.masked_fill(missing, -1))
+        if not torch.is_grad_enabled() or not self._is_trained():
             return best
         rows, cols = self._pairs_of(question.sides, best.indices.clamp_min(0))
         scores = self._pair_and_positive_scores(rows, cols)
         if all_have_one:
             return Best(scores, best.indices)
         return Best(torch.where(best.indices < 0, -math.inf, scores), best.indices)
+
+    def _hardest(self, question: Question) -> Best:
+        """Return what :meth:`hardest` does, without a gradient; any index where there is none."""
+        if self.engine == "dense":
+            return Best(*dense.hardest(question, self.scores()))
+        if self._keeps_slopes:
+            scores = self.scores_in_graph()
+            assert scores is not None
+            return tiled.hardest_of_block(question, scores)
+        inputs = self.inputs()
+        with full_precision(inputs.like):
+            return tiled.hardest(question, inputs)
 
     def _pairs_of(self, sides: tuple[int, ...], others: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows and columns (A,) of anchors of some sides with a candidate each."""
@@ -578,7 +625,7 @@ class Matrix:
             assert self._part is not None
             known = None if self._scores is None else pairs_of(self._scores.detach(), i, j)
             return self._part.pairs(i, j, known)
-        if self.engine == "dense":
+        if self.engine == "dense" or self._keeps_slopes:
             scores = self.scores_in_graph()
             assert scores is not None
             return pairs_of(scores, i, j)
@@ -589,7 +636,7 @@ class Matrix:
     def _scores_pairs_by_vectors(self) -> bool:
         """Return whether the gradient of some pairs' scores goes straight to their vectors."""
         part = self._part
-        if part is None or part.of_memory or self.bias != (None, None):
+        if part is None or part.of_memory or self.is_biased:
             return False
         if torch.compiler.is_compiling():
             return False
@@ -597,8 +644,8 @@ class Matrix:
 
     def positive_scores(self) -> Tensor:
         """Return the (P,) scores of the positive pairs in the order of ``relation.listed``."""
-        self.check_unchanged()
         if self._positives is not None:
+            self.check_unchanged()
             return self._positives
         pairs = (None, None) if self.relation.one_to_one else self.relation.listed
         scores = self.pair_scores(*pairs)
@@ -649,11 +696,11 @@ def large_matrix(  # noqa: PLR0913 — one object; all but five have defaults
     is_memory: bool = False,
 ) -> Matrix:
     """Return a matrix that is multiplied block by block; its scores are kept if they fit."""
-    if engine == "triton" and bias == (None, None):
+    if engine == "triton" and not is_biased(bias):
         rows = as_multiplied(rows)
         cols = as_multiplied(cols)
     if bounded is None:
-        bounded = rows.normalize and cols.normalize and bias == (None, None)
+        bounded = rows.normalize and cols.normalize and not is_biased(bias)
     size = math.prod(relation.shape) * rows.dtype.itemsize
     return Matrix(
         relation,
@@ -665,28 +712,6 @@ def large_matrix(  # noqa: PLR0913 — one object; all but five have defaults
         bounded=bounded,
         strict=strict,
         is_memory=is_memory,
-    )
-
-
-def small_matrix(
-    rows: Embeddings,
-    cols: Embeddings,
-    relation: Relation,
-    engine: str,
-    bias: Bias = (None, None),
-    strict: bool = False,
-) -> Matrix:
-    """Return a matrix whose scores are in the graph."""
-    step = step_of(rows.target, cols.target, rows.normalize)
-    return Matrix(
-        relation,
-        engine,
-        rows,
-        vectors=(rows, cols),
-        part=StepPart(step, 0, *step.layout.places[0]),
-        bias=in_dtype(bias, rows.dtype),
-        bounded=rows.normalize and bias == (None, None),
-        strict=strict,
     )
 
 
@@ -709,12 +734,19 @@ def memory_matrix(
     return Matrix(relation, engine, rows, part=part, bounded=True, strict=strict, is_memory=True)
 
 
-def step_of(rows: Tensor, cols: Tensor, normalize: bool) -> Step:
-    """Return a step with one matrix of rows and columns."""
-    n = len(rows)
-    stop = n + len(cols)
-    layout = Layout(stop, normalize, ((slice(0, n), slice(n, stop)),))
-    return Step(layout, [None], (rows, cols))
+def part_of(rows: Tensor, cols: Tensor, normalize: bool) -> StepPart:
+    """Return the matrix of rows (N, D) and columns (M, D) as the only one of a step."""
+    n = rows.shape[0]
+    stop = n + cols.shape[0]
+    place = slice(0, n), slice(n, stop)
+    step = Step(Layout(stop, normalize, (place,)), [None], (rows, cols))
+    return StepPart(step, 0, *place)
+
+
+def is_biased(bias: Bias) -> bool:
+    """Return whether rows or columns have a bias."""
+    # not by a comparison: of a tensor with None, PyTorch makes one by a C++ exception
+    return bias[0] is not None or bias[1] is not None
 
 
 def in_dtype(bias: Bias, dtype: torch.dtype) -> Bias:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -40,7 +39,26 @@ class Question(NamedTuple):
         """The numbers that may differ between anchors."""
         return self.scale, self.shift, self.below, self.above, *self.params
 
-    def with_values(self, values: Sequence[Value | None]) -> Question:
+    def without_tensors(self) -> tuple[Question, list[Tensor | None]]:
+        """Return what is left of the question without its tensors, and these, or None in their
+        places: autograd is to save them.
+        """
+        numbers: list[Value | None] = []
+        tensors: list[Tensor | None] = []
+        for x in self.values:
+            is_tensor = isinstance(x, Tensor)
+            numbers.append(None if is_tensor else x)
+            tensors.append(x if is_tensor else None)
+        return self._with_values(numbers), tensors
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Question:
+        """Return the question with tensors in their places again."""
+        values: list[Value | None] = []
+        for number, tensor in zip(self.values, tensors, strict=True):
+            values.append(number if tensor is None else tensor)
+        return self._with_values(values)
+
+    def _with_values(self, values: Sequence[Any]) -> Question:
         """Return the question with other values, as :attr:`values` has them."""
         scale, shift, below, above, *params = values
         return self._replace(
@@ -59,15 +77,6 @@ class Question(NamedTuple):
     def limited(self) -> bool:
         """Whether scores decide which candidates count."""
         return self.below is not None or self.above is not None
-
-    def asked_by(self) -> tuple[tuple[int, ...], ...]:
-        """Return the sides that ask: together, if they ask the same, or else one by one."""
-        if len(self.sides) == 1:
-            return (self.sides,)
-        for x in self.values:
-            if isinstance(x, Tensor) and x.numel() > 1:
-                return (0,), (1,)
-        return (self.sides,)
 
     def anchors(self, side: int, place: slice) -> slice:
         """Return where the rows or columns at a place are among all anchors (A,)."""
@@ -115,7 +124,7 @@ class View(NamedTuple):
         """Fill the pairs (r, c) that do not count; return them."""
         question = self.question
         question.relation.exclude_(x, self.tile.places, value, question.over)
-        if not question.limited:
+        if question.below is None and question.above is None:
             return x
         judged = self.tile.scores if self.tile.other is None else self.tile.other
         if question.below is not None:
@@ -133,7 +142,10 @@ class View(NamedTuple):
         return term.value(self.exclude_(z, term.zero))
 
     def values_and_slopes(self) -> tuple[Tensor, Tensor]:
-        """Return the values and the derivatives (r, c) of a term that has them in closed form."""
+        """Return the values and the derivatives (r, c) of a term that has them in closed form.
+
+        Both are 0 for pairs that do not count.
+        """
         term = self.question.term
         z = self.exponents()
         if term.zero is not None:
@@ -158,24 +170,38 @@ class View(NamedTuple):
         of_columns = grad[self.question.anchors(1, c)]
         return of_columns if self.sides == (1,) else grad[r, None] + of_columns
 
-    def add_(self, total: Tensor, x: Tensor) -> None:
-        """Add the sums of (r, c) by anchor to a gradient (A,), or all of it to one number (1,)."""
-        if total.numel() == 1:
-            total += x.sum()
-            return
+    def added(self, total: Tensor | None, value: Value | None, x: Tensor) -> Tensor:
+        """Return the gradient of a value, (1,) or (A,), with x (r, c) added by anchor.
+
+        ``total``: what other blocks have added; None: nothing yet.
+        """
+        assert isinstance(value, Tensor)
+        if value.numel() == 1:
+            own = x.sum().reshape(value.shape)
+            return own if total is None else total.add_(own)
+        if total is None:
+            total = torch.zeros_like(value, dtype=x.dtype)
         (side,) = self.sides
         total[self.question.anchors(side, self.tile.places[side])] += x.sum(1 - side)
+        return total
 
 
 def views(question: Question, tile: Tile) -> list[View]:
-    """Return a block as the sides that ask see it."""
-    return list(map(partial(View, question, tile), question.asked_by()))
+    """Return a block as the sides that ask see it: together, if they ask the same."""
+    if len(question.sides) == 1:
+        return [View(question, tile, question.sides)]
+    for x in question.values:
+        if isinstance(x, Tensor) and x.numel() > 1:
+            return [View(question, tile, (0,)), View(question, tile, (1,))]
+    return [View(question, tile, question.sides)]
 
 
 def affine(scores: Tensor, scale: Value, shift: Value | None) -> Tensor:
     """Return ``scale S + shift``, a new tensor."""
     if shift is None:
         return scores * scale
+    if isinstance(scale, Tensor) and isinstance(shift, Tensor):
+        return torch.addcmul(shift, scores, scale)
     if isinstance(scale, Tensor):
         return scores * scale + shift
     if isinstance(shift, Tensor):

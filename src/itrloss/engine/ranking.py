@@ -19,6 +19,10 @@ from .vectors import chunks, host_may_read
 # Number of positives of an anchor beyond which sorting its rivals beats comparing them with each.
 MANY = 32
 RUN = 64  # length of the runs in `argmax`
+# Numbers of a matrix from which `argmax` is faster than PyTorch: at 256 x 256 it takes twice as
+# long, at 512 x 512 0.6 of the time (``pytest benchmarks/test_micro.py --benchmark-enable -k
+# argmax``).
+RUNS_FROM = 2**17
 
 
 def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -28,7 +32,7 @@ def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     of the time along rows of 1024 x 1024, 0.2 along columns (``pytest benchmarks/test_micro.py
     --benchmark-enable -k argmax``).
     """
-    if x.device.type != "cpu" or x.shape[dim] % RUN:
+    if x.device.type != "cpu" or x.shape[dim] % RUN or x.numel() < RUNS_FROM:
         return x.max(dim)
     if x.stride(0) < x.stride(1):  # as it lies in memory, which takes a tenth of the time
         return argmax(x.T, 1 - dim)

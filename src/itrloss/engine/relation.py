@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .vectors import host_may_read, may_keep
+from .vectors import compute_dtype, host_may_read, may_keep
 
 IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist: it matches nothing
 
@@ -20,6 +21,7 @@ KEPT_MASK = 2**20  # pairs of a mask that is kept, at most
 # place of 40 for InfoNCE of 32 x 160 with ids (python -m benchmarks.launches).
 BY_MASK = 2**16
 AT_ONCE = 2**20  # pairs whose masks are made at once, to be counted or listed
+POPULAR = 2**-6  # share of all pairs that share a label from which it is popular
 
 # Positives of an anchor up to which pairs are listed. Each listed pair takes copies of two vectors,
 # and on a GPU those of an anchor are added one after the other. Of 2048 pairs in 10 classes,
@@ -85,35 +87,39 @@ class Relation:
         self.rule: Rule = rule
         self.has_weights = has_weights
         self._cache: dict[Any, Any] = {}
-        self.matches = None if matches is None else states_of(matches)
+        self.matches: Tensor | None = None
         self._weights: Tensor | None = None
         self._weight_dtype = torch.float32
-        if matches is not None and matches.is_floating_point():
-            self._weight_dtype = matches.dtype
-        if matches is not None and has_weights:
-            self._weights = matches.detach().nan_to_num(0.0)
-        rows, cols = ids
-        if rows is None and cols is not None:
-            rows = torch.arange(shape[0], device=device)
-        #: Whether row i matches column i, and all other pairs are negatives.
-        self.one_to_one = False
-        if matches is None and groups is None:
-            self.one_to_one = rows is None or cols is None
-            if rows is not None and cols is not None and shape[0] == shape[1]:
-                self.one_to_one = is_diagonal(rows, cols)
+        if matches is not None:
+            self._keep_matches(matches)
         #: (N,) and (M,) ids or (N, k) and (M, l) labels; None where they are not needed.
-        self.ids: Ids = (None, None)
-        if rows is not None and cols is not None and not self.one_to_one:
-            self.ids = rows.contiguous(), cols.contiguous()
+        self.ids = compared_ids(shape, ids, device)
+        own, others = self.ids
+        #: Whether row i matches column i, and all other pairs are negatives.
+        self.one_to_one = matches is None and groups is None and is_diagonal(shape, own, others)
+        if self.one_to_one:
+            own = others = None
+            self.ids = None, None
         #: (N,) and (M,) bool: entries that do not exist; None where there certainly are none.
-        row_missing = missing_mask(self.ids[0])
-        same = self.ids[0] is self.ids[1]
-        self.ignored = row_missing, row_missing if same else missing_mask(self.ids[1])
-        own = self.ids[0]
+        row_missing = None if own is None else missing_mask(own)
+        self.ignored: Ids = (row_missing, row_missing)
+        if others is not None and others is not own:
+            self.ignored = row_missing, missing_mask(others)
+        #: Whether all entries certainly exist.
+        self.all_exist = self.ignored[0] is None and self.ignored[1] is None
         #: Whether one id of each entry alone says who matches, so that pairs are found by sorting.
         #: Sets of labels, groups and matrices take masks, block by block.
         self.by_ids = own is not None and own.dim() == 1 and groups is None
         self._is_small = shape[0] * shape[1] <= BY_MASK and (own is None or host_may_read(own))
+
+    def _keep_matches(self, matches: Tensor) -> None:
+        """Keep a matrix of matches (N, M), and its weights if there are any."""
+        self.matches = states_of(matches)
+        if matches.is_floating_point():
+            self._weight_dtype = matches.dtype
+        if self.has_weights:
+            # half types would round the sums of weights
+            self._weights = matches.detach().nan_to_num(0.0).to(compute_dtype(matches))
 
     @property
     def others_are_negatives(self) -> bool:
@@ -191,7 +197,7 @@ class Relation:
         """Return the (r, c) bool mask of the pairs that a sum leaves out; None: it has all."""
         if over == "positives":
             return ~self.positive(rows, cols)
-        if self.others_are_negatives and self.ignored == (None, None):
+        if self.others_are_negatives and self.all_exist:
             if over == "all":
                 return None
             is_whole = rows == ALL and cols == ALL
@@ -233,11 +239,12 @@ class Relation:
             if -x.shape[-2] < offset < x.shape[-1]:
                 x.diagonal(offset, -2, -1).fill_(value)
             return x
-        if over == "negatives" and self._fills_entries(x):
+        if over == "negatives" and not self._is_small and self._fills_entries(x):
             i, j = self._listed_within(rows, cols)
             if len(i) * 16 <= x.shape[-1] * x.shape[-2]:
-                x[..., i, j] = value
-                if self.ignored == (None, None):
+                if len(i):
+                    x[..., i, j] = value
+                if self.all_exist:
                     return x
                 over = "all"
         if x.shape[-2] == self.shape[0] and x.shape[-1] == self.shape[1]:
@@ -248,24 +255,32 @@ class Relation:
 
     def _fills_entries(self, x: Tensor) -> bool:
         """Return whether positives may be filled one by one: listed, and at hand on the CPU."""
-        if not self.by_ids or self._is_small or x.device.type != "cpu":
+        if not self.by_ids or x.device.type != "cpu":
             return False
         return self.listable and self.are_few
 
     def _listed_within(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
-        """Return the positive pairs of a block, as places in it."""
-        i, j = self.listed
+        """Return the positive pairs of a block on the CPU, as places in it."""
         n, m = self.shape
-        if rows.start > 0 or rows.stop < n:
-            ends = torch.tensor([rows.start, rows.stop], device=i.device)
-            start, stop = torch.searchsorted(i, ends).tolist()
-            i = i[start:stop] - rows.start
-            j = j[start:stop]
+        if rows.start == 0 and rows.stop == n:
+            i, j = self._cached("listed by column", self._listed_by_column)
+            part = between(j, cols)
+            return i[part], j[part] - cols.start
+        i, j = self.listed
+        part = between(i, rows)
+        i = i[part] - rows.start
+        j = j[part]
         if cols.start > 0 or cols.stop < m:
             inside = (j >= cols.start) & (j < cols.stop)
             i = i[inside]
             j = j[inside] - cols.start
         return i, j
+
+    def _listed_by_column(self) -> tuple[Tensor, Tensor]:
+        """Return the positive pairs, sorted by column."""
+        i, j = self.listed
+        j, order = torch.sort(j, stable=True)
+        return i[order], j
 
     def _blocks(self) -> Iterator[slice]:
         """Yield slices of the rows whose masks are made at once."""
@@ -283,6 +298,14 @@ class Relation:
                 side = 0
             return self._cached(("counts", side), lambda: self._counts_by_ids(side))
         return self._cached("counts", self._counts_by_masks)[side]
+
+    def negative_counts(self, side: int, dtype: torch.dtype) -> Any:
+        """Return how many negatives each row (0) or column (1) has, at least 1, to divide by: (A,)
+        or one number for all.
+        """
+        if self.one_to_one and self.shape[0] == self.shape[1]:
+            return max(1, self.shape[0] - 1)
+        return self.counts(side)[1].clamp_min(1).to(dtype)
 
     def _counts_by_ids(self, side: int) -> tuple[Tensor, Tensor]:
         """Return what :meth:`counts` keeps of one side."""
@@ -307,7 +330,7 @@ class Relation:
         if self._is_small:
             positive = self.all_positive()
             of_rows, of_cols = positive.sum(1), positive.sum(0)
-            if self.others_are_negatives and self.ignored == (None, None):
+            if self.others_are_negatives and self.all_exist:
                 n, m = self.shape
                 return [(of_rows, m - of_rows), (of_cols, n - of_cols)]
             negative = self.negative()
@@ -359,7 +382,7 @@ class Relation:
         """Return whether each row (0) or column (1) certainly has a positive and a negative."""
         if self.one_to_one:
             return min(self.shape) > 1
-        if not self.others_are_negatives or self.ignored != (None, None):
+        if not self.others_are_negatives or not self.all_exist:
             return False
         if not self.listable or self.device is None or self.device.type != "cpu":
             return False
@@ -476,7 +499,20 @@ class Relation:
 
 def are_sets(ids: Ids) -> bool:
     """Return whether rows or columns have sets of labels."""
-    return any([x is not None and x.dim() == 2 for x in ids])
+    rows, cols = ids
+    return (rows is not None and rows.dim() == 2) or (cols is not None and cols.dim() == 2)
+
+
+def compared_ids(shape: tuple[int, int], ids: Ids, device: torch.device | None) -> Ids:
+    """Return the ids of rows and of columns, where the rows' are by default their numbers; (None,
+    None) without any.
+    """
+    rows, cols = ids
+    if cols is None:
+        return None, None
+    if rows is None:
+        rows = torch.arange(shape[0], device=device)
+    return rows.contiguous(), cols.contiguous()
 
 
 def states_of(matches: Tensor) -> Tensor:
@@ -508,15 +544,21 @@ def as_sets(labels: Tensor) -> Tensor:
 
 
 def shares_label(rows: Tensor, cols: Tensor) -> Tensor:
-    """Return the (r, c) bool mask of the sets (r, k) and (c, l) that share a label."""
+    """Return the (r, c) bool mask of the sets (r, k) and (c, l) that share a label.
+
+    On the CPU, popular labels are found by a product of indicators, and the others, of which few
+    are equal, by sorting. Sets of 16 labels take 0.03 of the time of comparing each with each, 1024
+    x 1024 sets of 5000 labels (``pytest benchmarks/test_micro.py --benchmark-enable -k
+    label_sets``).
+    """
     rows = as_sets(rows)
     cols = as_sets(cols)
+    if host_may_read(rows):
+        popular = popular_labels(rows, cols)
+        shared = indicators(rows, popular) @ indicators(cols, popular).T > 0
+        shared[equal_labels(rows, cols, popular)] = True
+        return shared
     shared = torch.zeros(len(rows), len(cols), dtype=torch.bool, device=rows.device)
-    if rows.shape[1] > 1 and cols.shape[1] > 1 and host_may_read(rows):
-        found = equal_labels(rows, cols, at_most=shared.numel())
-        if found is not None:
-            shared[found] = True
-            return shared
     for own in rows.unbind(1):
         exists = (own != IGNORE_ID)[:, None]
         for other in cols.unbind(1):
@@ -524,22 +566,36 @@ def shares_label(rows: Tensor, cols: Tensor) -> Tensor:
     return shared
 
 
-def equal_labels(rows: Tensor, cols: Tensor, at_most: int) -> tuple[Tensor, Tensor] | None:
-    """Return the row and the column of each two equal labels in sets (r, k) and (c, l).
+def popular_labels(rows: Tensor, cols: Tensor) -> Tensor:
+    """Return the labels that more than ``POPULAR`` of all pairs of sets (r, k) and (c, l) share.
 
-    The labels of the rows are searched for in the sorted ones of the columns. Sets of 16 labels
-    take 0.03 of the time of comparing each with each, 1024 x 1024 sets of 5000 labels (``pytest
-    benchmarks/test_micro.py --benchmark-enable -k label_sets``). None if they are more than
-    ``at_most``.
+    They are at most ``sqrt(k l / POPULAR)``, and the pairs that share another label at most
+    ``sqrt(k l POPULAR)`` times r c.
+    """
+    labels, in_rows = rows.unique(return_counts=True)
+    ordered = cols.flatten().sort().values
+    in_cols = torch.searchsorted(ordered, labels, right=True) - torch.searchsorted(ordered, labels)
+    is_popular = in_rows * in_cols > POPULAR * len(rows) * len(cols)
+    return labels[is_popular & (labels != IGNORE_ID)]
+
+
+def indicators(sets: Tensor, labels: Tensor) -> Tensor:
+    """Return (A, K) float32, 1 where a set (A, k) has a label (K,) and 0 elsewhere."""
+    return (sets[:, :, None] == labels).any(1).float()
+
+
+def equal_labels(rows: Tensor, cols: Tensor, but: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the row and the column of each two equal labels in sets (r, k) and (c, l), without the
+    labels ``but``.
+
+    The labels of the rows are searched for in the sorted ones of the columns.
     """
     ordered, order = torch.sort(cols.flatten())
     own = rows.flatten()
     first = torch.searchsorted(ordered, own)
     count = torch.searchsorted(ordered, own, right=True) - first
-    count.masked_fill_(own == IGNORE_ID, 0)
+    count.masked_fill_((own == IGNORE_ID) | torch.isin(own, but), 0)
     total = int(count.sum())
-    if total > at_most:
-        return None
     index = torch.repeat_interleave(count, output_size=total)
     number = torch.arange(total, device=own.device)
     slot = number - (count.cumsum(0) - count)[index]
@@ -559,23 +615,31 @@ def may_meet(groups: tuple[Tensor, Tensor], rule: Rule, rows: slice, cols: slice
     return meet
 
 
-def is_diagonal(rows: Tensor, cols: Tensor) -> bool:
+def is_diagonal(shape: tuple[int, int], rows: Tensor | None, cols: Tensor | None) -> bool:
     """Return whether ids only say that row i matches column i; False if the host may not read."""
-    if rows.dim() > 1 or cols.dim() > 1 or not host_may_read(rows) or not torch.equal(rows, cols):
+    if rows is None or cols is None:
+        return True
+    if shape[0] != shape[1] or rows.dim() > 1 or cols.dim() > 1:
+        return False
+    if not host_may_read(rows) or not torch.equal(rows, cols):
         return False
     ordered = rows.sort().values
     repeated = bool((ordered[1:] == ordered[:-1]).any())
     return not repeated and int(ordered[0]) != IGNORE_ID
 
 
-def missing_mask(ids: Tensor | None) -> Tensor | None:
+def missing_mask(ids: Tensor) -> Tensor | None:
     """Return the (A,) bool mask of entries without any id; None where there certainly are none."""
-    if ids is None:
-        return None
     if host_may_read(ids) and (ids.numel() == 0 or int(ids.amin()) != IGNORE_ID):
         return None
     mask = ids == IGNORE_ID
     return mask.all(1) if mask.dim() == 2 else mask
+
+
+def between(ordered: Tensor, part: slice) -> slice:
+    """Return where those numbers are among ordered ones (P,) on the CPU that are in a range."""
+    start, stop = np.searchsorted(ordered.numpy(), [part.start, part.stop]).tolist()
+    return slice(start, stop)
 
 
 def slots(anchors: Tensor) -> Tensor:

@@ -259,7 +259,8 @@ def _log1p_clamp_slope(z: Tensor) -> Tensor:
 @_with(slope=_log1p_clamp_slope)
 def log1p_clamp(scores: Tensor) -> Tensor:
     """Return ``log(1 + S)`` with S kept above -1 + 1e-6."""
-    return scores.clamp_min(FLOOR).log1p()
+    # one operator of autograd's, where a clamp has four
+    return torch.threshold(scores, FLOOR, FLOOR).log1p()
 
 
 def _log1p_relu_slope(z: Tensor) -> Tensor:

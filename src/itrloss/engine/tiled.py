@@ -11,106 +11,132 @@ the gradient of the embeddings. So nothing of the size of the matrix is held but
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .inputs import Inputs, Side, tiles
+from .inputs import Inputs, Side, Tile, tiles
 from .pair_scores import ListedPairs, add_pair_gradient
 from .products import add_matmul_, matmul
-from .question import Question, Value, View, joined, views
+from .question import Question, View, joined, views
 from .ranking import argmax
-from .relation import Places
+from .relation import Places, Relation
 from .vectors import chunks, compute_dtype, project
 
 
-class Totals:
-    """The sums, or maxima, (A,) of a question's anchors, joined from blocks."""
-
-    def __init__(self, question: Question, inputs: Inputs, empty: float):
-        self.values = torch.empty(question.size, dtype=inputs.dtype, device=inputs.like.device)
-        if 0 in inputs.shape:  # there is no block
-            self.values.fill_(empty)
-
-    def add(self, view: View, x: Tensor) -> None:
-        """Add the sums of x (r, c) by anchor; the first block of an anchor overwrites."""
-        places = view.tile.places
-        for side in view.sides:
-            own = self.values[view.question.anchors(side, places[side])]
-            if places[1 - side].start == 0:
-                torch.sum(x, 1 - side, out=own)
-            else:
-                own += x.sum(1 - side)
-
-    def maximise(self, view: View, x: Tensor) -> None:
-        """Take the maxima of x (r, c) by anchor; the first block of an anchor overwrites."""
-        places = view.tile.places
-        for side in view.sides:
-            own = self.values[view.question.anchors(side, places[side])]
-            if places[1 - side].start == 0:
-                torch.amax(x, 1 - side, out=own)
-            else:
-                torch.maximum(own, x.amax(1 - side), out=own)
-
-
-def sums(question: Question, inputs: Inputs, guide: Inputs | None = None) -> Tensor:
-    """Return the sums (A,) of a question."""
-    total = Totals(question, inputs, 0.0)
-    for tile in tiles(inputs, guide):
-        for view in views(question, tile):
-            total.add(view, view.values())
-    return total.values
-
-
-def sums_and_slopes(question: Question, inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
-    """Return the sums (A,), and the slopes (r, c) of each view of all blocks."""
-    total = Totals(question, inputs, 0.0)
-    kept: list[Tensor] = []
-    for tile in tiles(inputs):
-        for view in views(question, tile):
-            values, slopes = view.values_and_slopes()
-            total.add(view, values)
-            kept.append(slopes)
-    return total.values, kept
-
-
-def highest(question: Question, inputs: Inputs, guide: Inputs | None = None) -> Tensor:
-    """Return the highest of the scores (A,) that count, times the scale; -inf without any."""
-    total = Totals(question, inputs, -math.inf)
-    for tile in tiles(inputs, guide):
-        for view in views(question, tile):
-            total.maximise(view, view.exclude_(view.exponents(), -math.inf))
-    return total.values
-
-
 class Best(NamedTuple):
-    """The highest score of each anchor and its candidate, (A,); -inf and -1 without one."""
+    """The highest score of each anchor and its candidate, (A,)."""
 
     values: Tensor
     indices: Tensor
 
 
-def hardest(question: Question, inputs: Inputs, all_have_one: bool) -> Best:
-    """Return the highest score that counts of each anchor, and its candidate; -inf and -1 if none.
+def join_(
+    totals: Tensor,  # (A,)
+    view: View,
+    x: Tensor,  # (r, c)
+    reduce: Callable[..., Tensor] = torch.sum,
+    join: Callable[..., Tensor] = torch.add,
+) -> None:
+    """Join the sums, or the maxima, of x by anchor; the first block of an anchor overwrites."""
+    places = view.tile.places
+    for side in view.sides:
+        own = totals[view.question.anchors(side, places[side])]
+        if places[1 - side].start == 0:
+            reduce(x, 1 - side, out=own)
+        else:
+            join(own, reduce(x, 1 - side), out=own)
 
-    ``all_have_one``: all anchors certainly have a finite one.
+
+def sums(question: Question, inputs: Inputs, guide: Inputs | None = None) -> Tensor:
+    """Return the sums (A,) of a question."""
+    if 0 in inputs.shape:  # there is no block
+        return torch.zeros(question.size, dtype=inputs.dtype, device=inputs.like.device)
+    totals = torch.empty(question.size, dtype=inputs.dtype, device=inputs.like.device)
+    for tile in tiles(inputs, guide):
+        for view in views(question, tile):
+            join_(totals, view, view.values())
+    return totals
+
+
+def block_of(scores: Tensor) -> Tile:
+    """Return a whole matrix (N, M) as one block."""
+    n, m = scores.shape
+    return Tile((slice(0, n), slice(0, m)), scores)
+
+
+def sums_of_block(question: Question, scores: Tensor) -> Tensor:
+    """Return the sums (A,) over one block."""
+    parts: list[Tensor] = []
+    for view in views(question, block_of(scores)):
+        values = view.values()
+        parts += [values.sum(1 - side) for side in view.sides]
+    return joined(parts)
+
+
+def sums_and_slopes(question: Question, scores: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the sums (A,) over one block, and the slopes (N, M) of each view of it."""
+    parts: list[Tensor] = []
+    slopes: list[Tensor] = []
+    for view in views(question, block_of(scores)):
+        values, of_view = view.values_and_slopes()
+        parts += [values.sum(1 - side) for side in view.sides]
+        slopes.append(of_view)
+    return joined(parts), slopes
+
+
+def hardest_of_block(question: Question, scores: Tensor) -> Best:
+    """Return the highest score that counts of each anchor in one block, and its candidate."""
+    values: list[Tensor] = []
+    indices: list[Tensor] = []
+    for view in views(question, block_of(scores)):
+        counted = view.exclude_(scores.clone(), -math.inf)
+        for side in view.sides:
+            value, index = argmax(counted, 1 - side)
+            values.append(value)
+            indices.append(index)
+    return Best(joined(values), joined(indices))
+
+
+def std_of_block(relation: Relation, scores: Tensor, sides: Sequence[int]) -> Tensor:
+    """Return the (A,) standard deviations of each anchor's negatives in one block, 0 without any.
+
+    They are about the mean, so that no digits of the squares cancel.
     """
+    places = block_of(scores).places
+    negatives = relation.exclude_(scores.clone(), places, 0.0)
+    of_sides = []
+    for side in sides:
+        count = relation.negative_counts(side, scores.dtype)
+        mean = negatives.sum(1 - side) / count
+        about = scores - (mean if side else mean[:, None])
+        length = torch.linalg.vector_norm(relation.exclude_(about, places, 0.0), dim=1 - side)
+        of_sides.append(length / count**0.5)
+    return joined(of_sides)
+
+
+def highest(question: Question, inputs: Inputs, guide: Inputs | None = None) -> Tensor:
+    """Return the highest of the scores (A,) that count, times the scale; -inf without any."""
+    totals = torch.full((question.size,), -math.inf, dtype=inputs.dtype, device=inputs.like.device)
+    for tile in tiles(inputs, guide):
+        for view in views(question, tile):
+            highest_of_view = view.exclude_(view.exponents(), -math.inf)
+            join_(totals, view, highest_of_view, torch.amax, torch.maximum)
+    return totals
+
+
+def hardest(question: Question, inputs: Inputs) -> Best:
+    """Return the highest score that counts of each anchor, and its candidate; -inf if none."""
     values = torch.full((question.size,), -math.inf, dtype=inputs.dtype, device=inputs.like.device)
     known = Best(values, torch.zeros_like(values, dtype=torch.int64))
     for tile in tiles(inputs):
         for view in views(question, tile):
             scores = view.exclude_(tile.scores.clone(), -math.inf)
-            of_sides = [Best(*argmax(scores, 1 - side)) for side in view.sides]
-            if scores.shape == inputs.shape and view.sides == question.sides:  # the only block
-                known = Best(*map(joined, zip(*of_sides, strict=True)))
-                continue
-            for side, best in zip(view.sides, of_sides, strict=True):
-                join_best_(known, view, side, best)
-    if all_have_one:
-        return known
-    return known._replace(indices=known.indices.masked_fill(known.values == -math.inf, -1))
+            for side in view.sides:
+                join_best_(known, view, side, Best(*argmax(scores, 1 - side)))
+    return known
 
 
 def join_best_(known: Best, view: View, side: int, best: Best) -> None:
@@ -162,16 +188,14 @@ def gradients(
     grad: Tensor,  # (A,) of the sums
     needs: Needs,
     listed: ListedPairs | None = None,  # pairs whose scores have a gradient of their own
-    kept: Sequence[Tensor] = (),  # slopes (r, c) of each view of all blocks; none: computed again
 ) -> Gradients:
     """Return the gradients of a question's inputs and values, from the gradient of its sums."""
-    of_question = QuestionGradients(question, grad, needs)
+    of_question = QuestionGradients(question, grad, needs.scale, needs.shift, needs.params)
     scores = ScoreGradients(inputs, needs)
-    slopes = iter(kept)
     for tile in tiles(inputs, guide):
         total: Tensor | None = None
         for view in views(question, tile):  # one at a time, so that two blocks are held at most
-            of_view = of_question.of_scores(view, next(slopes, None))
+            of_view = of_question.of_scores(view)
             total = of_view if total is None else total.add_(of_view)
         assert total is not None
         if listed is not None and total.shape == inputs.shape:  # they ride on the only block
@@ -180,12 +204,35 @@ def gradients(
         scores.add(tile.places, total)
     if listed is not None:
         scores.add_pairs(listed)
-    found = scores.finish()
-    if of_question.folds_scale:
-        return found
-    return found._replace(
+    return scores.finish()._replace(
         scale=of_question.scale, shift=of_question.shift, params=tuple(of_question.params)
     )
+
+
+class BlockGradients(NamedTuple):
+    """The gradients of a block's scores (N, M), and of a question's scale and shift if needed."""
+
+    scores: Tensor
+    scale: Tensor | None
+    shift: Tensor | None
+
+
+def gradients_of_block(
+    question: Question,
+    scores: Tensor,  # (N, M)
+    slopes: Sequence[Tensor],  # (N, M) of each view
+    grad: Tensor | None,  # (A,) of the sums; None: zeros
+    needed: tuple[bool, bool],  # whether the scale, and the shift, have a gradient
+) -> BlockGradients:
+    """Return the gradients of one block, from the slopes that were kept."""
+    if grad is None:
+        return BlockGradients(torch.zeros_like(scores), None, None)
+    of_question = QuestionGradients(question, grad, *needed)
+    own = views(question, block_of(scores))
+    total = of_question.of_scores(own[0], slopes[0])
+    if len(own) > 1:
+        total += of_question.of_scores(own[1], slopes[1])
+    return BlockGradients(total, of_question.scale, of_question.shift)
 
 
 def pair_gradients(inputs: Inputs, needs: Needs, listed: ListedPairs) -> Gradients:
@@ -201,36 +248,48 @@ class QuestionGradients:
     The gradients of limits are zero.
     """
 
-    def __init__(self, question: Question, grad: Tensor, needs: Needs):
+    def __init__(
+        self,
+        question: Question,
+        grad: Tensor,  # (A,) of the sums
+        needs_scale: bool,
+        needs_shift: bool,
+        needs_params: Sequence[bool] = (),
+    ):
         self.question = question
         self.grad = grad
         # Where no value gets a gradient, the scale is multiplied in before blocks are visited.
-        self.folds_scale = not (needs.scale or needs.shift or True in needs.params)
+        self.folds_scale = not (needs_scale or needs_shift or True in needs_params)
         scale = question.scale
         if self.folds_scale and (isinstance(scale, Tensor) or scale != 1.0):
             self.grad = grad * scale
-        self.scale = zeros_like_value(question.scale, grad) if needs.scale else None
-        self.shift = zeros_like_value(question.shift, grad) if needs.shift else None
-        self.params: list[Tensor | None] = []
-        for param, needed in zip(question.params, needs.params, strict=True):
-            self.params.append(zeros_like_value(param, grad) if needed else None)
+        self.needs_scale = needs_scale
+        self.needs_shift = needs_shift
+        self.needs_params = needs_params
+        self.scale: Tensor | None = None
+        self.shift: Tensor | None = None
+        self.params: list[Tensor | None] = [None] * len(question.params)
 
-    def of_scores(self, view: View, slopes: Tensor | None) -> Tensor:
-        """Return dL/dS (r, c) as a view asks for it; add up the gradients of values."""
+    def of_scores(self, view: View, slopes: Tensor | None = None) -> Tensor:
+        """Return dL/dS (r, c) as a view asks for it; add up the gradients of values.
+
+        ``slopes``: those of the view, if they were kept; they may be needed once more.
+        """
         upstream = view.upstream(self.grad)
         if self.question.term.slope is None:
             by_z = self._by_autograd(view, upstream)
         elif slopes is not None:
-            by_z = slopes * upstream  # kept ones may be needed once more
+            by_z = slopes * upstream
         else:
             by_z = view.slopes().mul_(upstream)
         if self.folds_scale:
             return by_z
-        if self.shift is not None:
-            view.add_(self.shift, by_z)
-        if self.scale is not None:
-            view.add_(self.scale, by_z * view.tile.scores)
-        return by_z.mul_(view.own(self.question.scale))
+        question = self.question
+        if self.needs_shift:
+            self.shift = view.added(self.shift, question.shift, by_z)
+        if self.needs_scale:
+            self.scale = view.added(self.scale, question.scale, by_z * view.tile.scores)
+        return by_z.mul_(view.own(question.scale))
 
     def _by_autograd(self, view: View, upstream: Tensor) -> Tensor:
         """Return the gradient (r, c) of z of a user's term; add up those of its parameters."""
@@ -238,9 +297,10 @@ class QuestionGradients:
         by_z, *by_params = question.term.gradients(view.exponents(), view.params(), upstream)
         if question.teaches:
             by_params = by_params[1:]
-        for total, by_param in zip(self.params, by_params, strict=True):
-            if total is not None:
-                view.add_(total, view.exclude_(by_param))
+        for k, needed in enumerate(self.needs_params):
+            if needed:
+                own = view.exclude_(by_params[k])
+                self.params[k] = view.added(self.params[k], question.params[k], own)
         return view.exclude_(by_z)
 
 
@@ -341,12 +401,6 @@ def of_vectors(grad: Tensor | None, side: Side) -> Tensor:
     return grad
 
 
-def zeros_like_value(value: Value | None, grad: Tensor) -> Tensor:
-    """Return zeros of the shape of a value, which gets a gradient."""
-    assert isinstance(value, Tensor)
-    return torch.zeros_like(value, dtype=grad.dtype)
-
-
 def summed_scores(inputs: Inputs, side: int, missing: Tensor | None = None) -> Tensor:
     """Return the float64 sums (A,) of all scores of a side's vectors.
 
@@ -354,12 +408,7 @@ def summed_scores(inputs: Inputs, side: int, missing: Tensor | None = None) -> T
     ``missing``: (C,) bool, the others that do not exist.
     """
     own, others = inputs.sides(side)
-    total = torch.zeros(others.like.shape[1], dtype=torch.float64, device=others.like.device)
-    for part in chunks(others.like):
-        vectors = others.vectors(part).double()
-        if missing is not None:
-            vectors = vectors.masked_fill(missing[part, None], 0.0)
-        total += vectors.sum(0)
+    total = summed_vectors(others, missing)
     sums = torch.cat([own.vectors(part).double() @ total for part in chunks(own.like)])
     number: int | Tensor = len(others.like) if missing is None else (~missing).sum()
     if own.bias is not None:
@@ -368,3 +417,16 @@ def summed_scores(inputs: Inputs, side: int, missing: Tensor | None = None) -> T
         bias = others.bias if missing is None else others.bias.masked_fill(missing, 0.0)
         sums = sums + bias.sum()
     return sums
+
+
+def summed_vectors(side: Side, missing: Tensor | None = None) -> Tensor:
+    """Return the float64 sum (D,) of a side's vectors, without those that are missing (N,)."""
+    if side.inv is None and missing is None:  # they are held as they are summed
+        return side.like.sum(0, dtype=torch.float64)
+    total = torch.zeros(side.like.shape[1], dtype=torch.float64, device=side.like.device)
+    for part in chunks(side.like):
+        vectors = side.vectors(part)
+        if missing is not None:
+            vectors = vectors.masked_fill(missing[part, None], 0.0)
+        total += vectors.sum(0, dtype=torch.float64)
+    return total

@@ -6,8 +6,10 @@ nothing but PyTorch.
 
 import importlib
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +29,22 @@ if TYPE_CHECKING:
 __all__ = ["open_clip", "pytorch_metric_learning", "sentence_transformers", "transformers"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> ModuleType:
     if name in __all__:  # imports the framework, and becomes an attribute
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def inner_loss(loss: Any) -> Any:
+def inner_loss(loss: nn.Module) -> nn.Module:
     """Return a loss, or that inside of Matryoshka; raise an error unless it takes images and texts
     to a scalar.
     """
     inner = loss.loss if isinstance(loss, Matryoshka) else loss
-    if _is_own_module(inner):
-        return inner
+    # a module of one's own that is called like a loss
+    if isinstance(inner, nn.Module) and not isinstance(inner, (Loss, Matryoshka)):
+        takes_ids = {"image_ids", "text_ids"} <= set(argument_names(inner))
+        if takes_ids and needed_by(inner.forward) == ["images", "texts"]:
+            return inner
     if not takes_pairs(inner):
         raise TypeError(
             "loss: expected one of images and texts alone, such as itrloss.InfoNCELoss(), or a "
@@ -50,28 +55,20 @@ def inner_loss(loss: Any) -> Any:
     return inner
 
 
-def check_without_groups(loss: Any) -> None:
+def check_without_groups(loss: nn.Module) -> None:
     """Raise an error for a loss of groups, which only batches of transformers have, and others."""
     if isinstance(inner_loss(loss), PairLoss):
         matryoshka.inner_loss(loss)
 
 
-def _is_own_module(loss: Any) -> bool:
-    """Return whether a loss is none of this library's, but is called like them."""
-    if not isinstance(loss, nn.Module) or isinstance(loss, (Loss, Matryoshka)):
-        return False
-    takes_ids = {"image_ids", "text_ids"} <= set(argument_names(loss))
-    return takes_ids and needed_by(loss.forward) == ["images", "texts"]
-
-
-def check_scalar(loss: Any) -> None:
+def check_scalar(loss: nn.Module) -> None:
     """Raise an error if a loss of this library returns values of each anchor."""
     inner = loss.loss if isinstance(loss, Matryoshka) else loss
     if isinstance(inner, Loss):
         matryoshka.check_scalar(loss)
 
 
-def gathers(loss: Any) -> bool:
+def gathers(loss: nn.Module) -> bool:
     """Return whether a loss, or each one in a module of one's own, is of all processes' batches."""
     inner = inner_loss(loss)
     if isinstance(inner, PairLoss):
@@ -79,12 +76,12 @@ def gathers(loss: Any) -> bool:
     return all(part.gather for part in inner.modules() if isinstance(part, Loss))
 
 
-def takes_negatives(loss: Any) -> bool:
+def takes_negatives(loss: nn.Module) -> bool:
     """Return whether a loss, or that inside of Matryoshka, takes further negatives."""
     return "negatives" in argument_names(inner_loss(loss))
 
 
-def warn_without_gather(loss: Any) -> None:
+def warn_without_gather(loss: nn.Module) -> None:
     """Warn in a job of several processes of a loss of the process's own part of the batch."""
     if world_size() > 1 and not gathers(loss):
         warnings.warn(
@@ -97,12 +94,12 @@ def warn_without_gather(loss: Any) -> None:
 _STATES = "retrieval_losses.pt"  # the file of a checkpoint with the states of its losses
 
 
-def save_states(states: dict[str, dict[str, Any]], folder: str) -> None:
+def save_states(states: Mapping[str, Mapping[str, object]], folder: str) -> None:
     """Save the states of losses, by the losses' names, in the folder of a checkpoint."""
     torch.save(states, Path(folder, _STATES))
 
 
-def load_states(folder: str, trainer: object) -> dict[str, dict[str, Any]] | None:
+def load_states(folder: str, trainer: object) -> dict[str, dict[str, object]] | None:
     """Return the states that a checkpoint has; None, with a warning, if there are none."""
     file = Path(folder, _STATES)
     if file.exists():
@@ -115,7 +112,7 @@ def load_states(folder: str, trainer: object) -> dict[str, dict[str, Any]] | Non
     return None
 
 
-def ids_of(labels: Any, images: Tensor) -> Tensor | None:
+def ids_of(labels: object, images: Tensor) -> Tensor | None:
     """Return the labels of a batch as (B,) ids; None without labels."""
     if labels is None:
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +51,7 @@ class RetrievalLoss(nn.Module):
         logit_scale: Tensor,
         logit_bias: Tensor | None = None,
         output_dict: bool = False,
-    ) -> Any:
+    ) -> Tensor | dict[str, Tensor]:
         """Return the loss of (B, D) pairs, or with ``output_dict`` a dictionary that has it as
         ``contrastive_loss``.
 
@@ -65,10 +64,9 @@ class RetrievalLoss(nn.Module):
         logit_scale = torch.as_tensor(logit_scale, device=image_features.device)
         # a logarithm in half would put it up to 2 % off
         exact = torch.promote_types(logit_scale.dtype, torch.float32)
-        of_model: dict[str, Any] = {
-            "log_scale": logit_scale.to(exact).log().reshape(1),
-            "bias": logit_bias,
-        }
+        of_model = {"log_scale": logit_scale.to(exact).log().reshape(1)}
+        if logit_bias is not None:
+            of_model["bias"] = logit_bias
         parameters = {name: of_model[last] for name, last in self.shared.items()}
         loss = torch.func.functional_call(self.loss, parameters, (image_features, text_features))
         # DistributedDataParallel needs a gradient for each parameter.
@@ -85,7 +83,7 @@ def _made_of(loss: nn.Module) -> type[RetrievalLoss]:
     gathers_all = gathers(loss)
 
     class Patched(RetrievalLoss):
-        def __init__(self, *_: Any, world_size: int = 1, **__: Any):
+        def __init__(self, *_: object, world_size: int = 1, **__: object):
             super().__init__(loss)
             if world_size > 1 and not gathers_all:
                 raise ValueError(
@@ -122,7 +120,7 @@ def patch_open_clip(loss: nn.Module | None = None) -> ExitStack:
             f"patch_open_clip: install itrloss with the extra 'open-clip' ({error})"
         ) from error
 
-    ours: dict[str, Any] = {"ClipLoss": ClipLoss, "SigLipLoss": SigLipLoss}
+    ours: dict[str, type[nn.Module]] = {"ClipLoss": ClipLoss, "SigLipLoss": SigLipLoss}
     if loss is not None:
         RetrievalLoss(loss)  # raises an error now, not when open_clip makes it
         ours = dict.fromkeys(ours, _made_of(loss))

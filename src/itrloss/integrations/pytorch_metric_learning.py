@@ -79,10 +79,10 @@ class ContrastiveLoss(BaseMetricLossFunction):
         self,
         embeddings: Tensor,
         labels: Tensor,
-        indices_tuple: Any,
+        indices_tuple: tuple[Tensor, ...] | None,
         ref_emb: Tensor,
         ref_labels: Tensor,
-    ) -> dict[str, Any]:
+    ) -> dict[str, dict[str, object]]:
         """Return the values of the anchors that have a positive and a negative, for the reducer."""
         _check_options(self.loss)  # again, as they may be set later
         if labels is None or ref_labels is None:
@@ -100,5 +100,9 @@ class ContrastiveLoss(BaseMetricLossFunction):
         if not len(anchors):
             return self.zero_losses()
         of_rows, _ = self.loss(sim)
-        values = {"losses": of_rows[anchors], "indices": anchors, "reduction_type": "element"}
+        values: dict[str, object] = {
+            "losses": of_rows[anchors],
+            "indices": anchors,
+            "reduction_type": "element",
+        }
         return {"loss": values}

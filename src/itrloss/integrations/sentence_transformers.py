@@ -123,7 +123,7 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
             )
 
     def calculate_loss(
-        self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False
+        self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
         """Return the loss of each column's mini-batches of embeddings, for ``CachedLossMixin``."""
         value = self._loss([torch.cat(x) for x in reps], labels)
@@ -151,7 +151,7 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
             return self.loss(images, texts, ids, ids)
         return self.loss(images, texts, ids, ids, negatives=torch.cat(others))
 
-    def get_config_dict(self) -> dict[str, Any]:
+    def get_config_dict(self) -> dict[str, object]:
         """Return the options, for the model card."""
         return {"loss": " ".join(repr(self.loss).split()), "mini_batch_size": self.mini_batch_size}
 
@@ -197,7 +197,7 @@ class RetrievalTrainer(SentenceTransformerTrainer):
             if isinstance(part, RetrievalLoss)
         }
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Save the model and, next to it, the states of the losses."""
         super()._save(output_dir, state_dict)
         states = {name: part.loss.state_dict() for name, part in self._losses().items()}
@@ -232,8 +232,8 @@ class RetrievalEvaluator(BaseEvaluator):
 
     def __init__(
         self,
-        images: Sequence[Any],
-        texts: Sequence[Any],
+        images: Sequence[object],
+        texts: Sequence[object],
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
         *,
@@ -255,8 +255,12 @@ class RetrievalEvaluator(BaseEvaluator):
         self.primary_metric = "rsum"
 
     def __call__(
-        self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1
-    ) -> dict[str, Any]:
+        self,
+        model: Any,
+        output_path: str | None = None,
+        epoch: int = -1,
+        steps: int = -1,
+    ) -> dict[str, float]:
         """Return the metrics of a model by name; nothing is written to ``output_path``."""
         images = model.encode(self.images, convert_to_tensor=True, **self.encode)
         texts = model.encode(self.texts, convert_to_tensor=True, **self.encode)
@@ -268,7 +272,7 @@ class RetrievalEvaluator(BaseEvaluator):
         self.store_metrics_in_model_card_data(model, metrics, epoch, steps)
         return metrics
 
-    def get_config_dict(self) -> dict[str, Any]:
+    def get_config_dict(self) -> dict[str, object]:
         """Return the options, for the model card."""
         options = dict(self.encode)
         if self.reranker is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from torch import Tensor, nn
 
@@ -79,9 +79,9 @@ class RetrievalTrainer(Trainer):
         *args: Any,
         loss: nn.Module,
         sides: Sequence[str] | None = None,
-        output: str | Callable[[Any], Tensor] = "pooler_output",
+        output: str | Callable[[object], Tensor] = "pooler_output",
         mini_batch_size: int | None = None,
-        split: Callable[[Any, int], Sequence[Any]] | None = None,
+        split: Callable[[object, int], Sequence[object]] | None = None,
         **kwargs: Any,
     ):
         inner_loss(loss)
@@ -103,7 +103,7 @@ class RetrievalTrainer(Trainer):
         if self.data_collator is default_data_collator:
             names = ["label", "labels", *self._passed_on()]
             self.data_collator = partial(_collated, names=names)
-        self._share_parameters(self.model)
+        self._share_parameters(cast(nn.Module, self.model))
         warn_without_gather(loss)
         self.can_return_loss = True  # evaluation has a loss without labels, too
         # a mean of the batch, which gradient accumulation has to divide
@@ -128,23 +128,23 @@ class RetrievalTrainer(Trainer):
         """Also keep the columns that the loss takes, which are no arguments of the model."""
         if self._signature_columns is None:
             super()._set_signature_columns_if_needed()
-            columns: Any = self._signature_columns
+            columns = cast(list[str], self._signature_columns)
             names = dict.fromkeys([*columns, "labels", *self._passed_on()])  # each once
             self._signature_columns = list(names)
 
     def _passed_on(self) -> list[str]:
         """Return the names in a batch that are passed on to the loss, and are not the model's."""
-        model: Any = self.model
+        model = cast(nn.Module, self.model)
         others = {*_EMBEDDINGS, *_names_of(model.forward)}
         return sorted(_names_of(inner_loss(self.loss).forward) - others)
 
-    def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
+    def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Return a new model of ``model_init``, whose parameters the loss takes over."""
         model = super().call_model_init(*args, **kwargs)
         self._share_parameters(model)
         return model
 
-    def _share_parameters(self, model: Any) -> None:
+    def _share_parameters(self, model: nn.Module) -> None:
         """Put the model's scale and bias into the loss, in place of its own."""
         inner = inner_loss(self.loss)
         of_model = {
@@ -165,20 +165,22 @@ class RetrievalTrainer(Trainer):
             if name not in shared:
                 p.requires_grad_(False)  # DistributedDataParallel may wait for its gradient
 
-    def _own_state(self) -> dict[str, Any]:
+    def _own_state(self) -> dict[str, object]:
         """Return the loss's state without its parameters, which are the model's."""
         parameters = dict(self.loss.named_parameters(remove_duplicate=False))
         state = self.loss.state_dict()
         return {name: x for name, x in state.items() if name not in parameters}
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Save the model and, next to it, the loss's own state if it has any."""
         super()._save(output_dir, state_dict)
         state = self._own_state()
         if state:
             save_states({"": state}, output_dir or str(self.args.output_dir))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         """Load the model, and the loss's own state; warn if the checkpoint has none of it."""
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if not self._own_state():
@@ -188,7 +190,10 @@ class RetrievalTrainer(Trainer):
             self.loss.load_state_dict(states[""], strict=False)
 
     def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Run forward and backward of a batch, and return its loss, detached."""
         if self.mini_batch_size is None:
@@ -201,7 +206,7 @@ class RetrievalTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         calls = self._calls(inputs)
 
-        def loss(*embeddings: Any) -> Tensor:
+        def loss(*embeddings: tuple[Tensor, ...]) -> Tensor:
             """Return the batch's loss, divided by the number of batches that accumulate."""
             value = self._loss(embeddings, inputs)
             return value / self.current_gradient_accumulation_steps
@@ -219,11 +224,11 @@ class RetrievalTrainer(Trainer):
 
     def compute_loss(
         self,
-        model: Any,
+        model: nn.Module,
         inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, Any]:
         """Return the loss of a batch; with ``return_outputs`` also the model's outputs, which are a
         dictionary of embeddings if there are sides.
         """
@@ -235,9 +240,10 @@ class RetrievalTrainer(Trainer):
             return loss
         if self.sides is None:
             return loss, outputs[0]
-        return loss, dict(zip(self.sides, embeddings, strict=True))
+        of_sides = [own for (own,) in embeddings]
+        return loss, dict(zip(self.sides, of_sides, strict=True))
 
-    def _calls(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    def _calls(self, inputs: Mapping[str, object]) -> list[dict[str, object]]:
         """Return the arguments of the model's calls for a batch: one call, or one for each side."""
         of_loss = {"labels", "return_loss", *self._passed_on()}
         others = {name: x for name, x in inputs.items() if name not in of_loss}
@@ -263,9 +269,9 @@ class RetrievalTrainer(Trainer):
             )
         return calls
 
-    def _check_names(self, call: dict[str, Any]) -> None:
+    def _check_names(self, call: Mapping[str, object]) -> None:
         """Raise an error for names of a batch that the model does not take."""
-        model: Any = self.model
+        model = cast(nn.Module, self.model)
         unknown = [name for name in call if name not in _names_of(model.forward)]
         if unknown and not _takes_any(model.forward):
             raise ValueError(
@@ -274,30 +280,30 @@ class RetrievalTrainer(Trainer):
                 "it, or leave it out of the batch"
             )
 
-    def _embeddings(self, outputs: Any) -> Any:
+    def _embeddings(self, outputs: object) -> tuple[Tensor, ...]:
         """Return the embeddings in the model's outputs: of images and texts, or of one side."""
         fields = outputs if isinstance(outputs, dict) else {}
         names = ["image_embeds", "text_embeds"]
         if self.sides is not None:
             if callable(self.output):
-                return self.output(outputs)
+                return (self.output(outputs),)
             names = [self.output]
-        found = [fields.get(name) for name in names]
-        if not all(isinstance(x, Tensor) for x in found):
+        found = [fields[name] for name in names if isinstance(fields.get(name), Tensor)]
+        if len(found) < len(names):
             got = ", ".join(fields) or type(outputs).__name__
             like = ", as CLIPModel's" if self.sides is None else ""
             raise TypeError(f"model: expected outputs with {' and '.join(names)}{like}, got {got}")
         for name, x in zip(names, found, strict=True):
-            if isinstance(x, Tensor) and x.dim() != 2:
+            if x.dim() != 2:
                 expected = f"expected {name} to be embeddings (B, D), as pooler_output is"
                 raise ValueError(f"output: {expected}, got shape {tuple(x.shape)}")
-        return found[0] if self.sides is not None else tuple(found)
+        return tuple(found)
 
-    def _loss(self, embeddings: Sequence[Any], inputs: dict[str, Any]) -> Tensor:
-        """Return the loss of what the calls of the model returned for a batch."""
-        if self.sides is None:
-            embeddings = embeddings[0]
-        images, texts, *negatives = embeddings
+    def _loss(
+        self, embeddings: Sequence[tuple[Tensor, ...]], inputs: Mapping[str, object]
+    ) -> Tensor:
+        """Return the loss of the embeddings that the calls of the model returned for a batch."""
+        images, texts, *negatives = [x for of_call in embeddings for x in of_call]
         options = {name: inputs[name] for name in self._passed_on() if name in inputs}
         ids = ids_of(inputs.get("labels"), images)
         if ids is not None:
@@ -318,7 +324,7 @@ class RetrievalTrainer(Trainer):
         return self.loss(images, texts, negatives=rows, **options)
 
 
-def _collated(rows: list[Any], names: list[str]) -> dict[str, Any]:
+def _collated(rows: list[Any], names: list[str]) -> dict[str, object]:
     """Return the batch that transformers' usual collator makes of rows.
 
     It leaves out strings, so raise an error if what the loss should get, by ``names``, is one.
@@ -334,7 +340,7 @@ def _collated(rows: list[Any], names: list[str]) -> dict[str, Any]:
     return default_data_collator(rows)
 
 
-def _names_of(forward: Callable[..., Any]) -> set[str]:
+def _names_of(forward: Callable[..., object]) -> set[str]:
     """Return the names of a function's arguments, also those of the ``**options`` that models of
     transformers declare.
     """
@@ -347,7 +353,7 @@ def _names_of(forward: Callable[..., Any]) -> set[str]:
     return names
 
 
-def _takes_any(forward: Callable[..., Any]) -> bool:
+def _takes_any(forward: Callable[..., object]) -> bool:
     """Return whether a function takes arguments of any name."""
     parameters = inspect.signature(forward).parameters.values()
     return any(x.kind is x.VAR_KEYWORD and not _declared(x) for x in parameters)
@@ -364,7 +370,7 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _lacks(model: Any, loss: Any, own: dict[str, nn.Parameter]) -> ValueError:
+def _lacks(model: nn.Module, loss: nn.Module, own: dict[str, nn.Parameter]) -> ValueError:
     """Return the error for a loss with parameters that a model does not have."""
     model_name = type(model).__name__
     missing = list(dict.fromkeys(_SHARED.get(_last(name), name) for name in own))

@@ -19,7 +19,9 @@ from ..checks import (
     Option,
     check_embeddings,
     check_matrix,
+    from_numpy,
     no_parameter,
+    nothing,
     one_of,
     option,
     unknown_keyword,
@@ -159,11 +161,6 @@ class Loss(CheckedModule):
         return loss / samples.clamp_min(1) if self.reduction == "mean" else loss
 
 
-def nothing() -> str:
-    """Check nothing."""
-    return ""
-
-
 def as_figures(value: bool | dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the figures that ``telemetry`` is set to; none for True and False."""
     if isinstance(value, dict):
@@ -236,7 +233,8 @@ class SimilarityLoss(Loss):
     def _with_telemetry(self, loss: Any, sim: Similarity | MemorySimilarity) -> Any:
         """Return a loss; with the option ``telemetry``, keep the figures of its similarities.
 
-        The first batch on the CPU is looked at for what is suspicious.
+        The first batch on the CPU is looked at for what is suspicious. Values of one direction
+        alone are a tensor.
         """
         if not torch.compiler.is_compiling() and not self._looked:
             self._look(loss, sim.batch if isinstance(sim, MemorySimilarity) else sim)
@@ -245,6 +243,8 @@ class SimilarityLoss(Loss):
                 self.telemetry = describe_memory(sim, self.process_group)
             else:
                 self.telemetry = describe(sim, self.active_margin)
+        if isinstance(loss, tuple) and len(loss) == 1:
+            return loss[0]
         return loss
 
     @torch.no_grad()  # or a checkpoint would find more saved tensors than in the second pass
@@ -267,15 +267,6 @@ class DirectedLoss(SimilarityLoss):
 
     _: KW_ONLY
     directions: Directions = "both"
-
-    def _with_telemetry(self, loss: Any, sim: Similarity | MemorySimilarity) -> Any:
-        """Return a loss as :meth:`SimilarityLoss._with_telemetry` does; values of one direction are
-        a tensor.
-        """
-        loss = super()._with_telemetry(loss, sim)
-        if isinstance(loss, tuple) and len(loss) == 1:
-            return loss[0]
-        return loss
 
 
 class PairLoss(DirectedLoss):
@@ -349,9 +340,10 @@ class PairLoss(DirectedLoss):
                 otherwise they are nothing to each other. :data:`itrloss.NO_ID` is open to all. If
                 those of texts are left out, they are the images'.
             matches: (N, M), in place of ids and groups: above 0 where image and text match, 0 where
-                they are negatives, and nan where they are neither; bool will do. A match that is
-                not 1 has a weight: means over positives are by weights, and sums multiply by them,
-                but for log-sum-exps. ``TripletLoss(mining="all")`` refuses weights.
+                they are negatives, and nan where they are neither; bool will do, and so will a
+                NumPy array or a sparse matrix of SciPy, of which a dense one is made. A match that
+                is not 1 has a weight: means over positives are by weights, and sums multiply by
+                them, but for log-sum-exps. ``TripletLoss(mining="all")`` refuses weights.
 
         The first batch that is on the CPU and not compiled is looked at: a
         :class:`itrloss.SuspiciousInputWarning` says if no image has a positive, if none has a
@@ -376,7 +368,8 @@ class PairLoss(DirectedLoss):
         """Return what decides, besides ids, who matches or may be a negative; None: nothing."""
         if image_groups is None and text_groups is None and matches is None:
             return None
-        return Related((image_groups, text_groups), self.groups, matches)
+        dense = getattr(matches, "toarray", lambda: matches)()  # of a sparse matrix of SciPy
+        return Related((image_groups, text_groups), self.groups, from_numpy(dense))
 
     def compute(self, sim: Similarity) -> Any:
         """Return the loss of similarities, with images as rows and texts as columns.
@@ -427,15 +420,9 @@ class PairLoss(DirectedLoss):
                 images.check_finite()
             return images
 
-        def checked() -> str:
-            """Do `check`, for texts that may be something else."""
-            if isinstance(images, Tensor):
-                check_texts(texts)
-            return check()
-
         options["normalize"] = self.normalize
         # Similarity refuses None, which is no tensor, in all processes at once.
-        return self._between(images, texts, ids, checked, **options)  # type: ignore[arg-type]
+        return self._between(images, texts, ids, check, **options)  # type: ignore[arg-type]
 
     def _of_scores(
         self,
@@ -460,16 +447,6 @@ class PairLoss(DirectedLoss):
             return Similarity.from_scores(scores, *ids, **options)
         group = self.process_group
         return Similarity.sharded_scores(scores, *ids, process_group=group, same=checked, **options)
-
-
-def check_texts(texts: Any) -> None:
-    """Raise an error for what is passed in place of texts, and say where it belongs."""
-    expected = "expected embeddings (M, D), as images are embeddings"
-    if texts is None:
-        raise TypeError(f"texts: {expected}, got None; a score matrix is passed as scores=...")
-    if isinstance(texts, Tensor) and texts.dim() == 1 and not texts.is_floating_point():
-        use = "labels are ids: loss(images, texts, image_ids, text_ids)"
-        raise TypeError(f"texts: {expected}, got {len(texts)} numbers of {texts.dtype}; {use}")
 
 
 def check_left_out(**others: Any) -> None:
@@ -570,7 +547,7 @@ class MemoryLoss(DirectedLoss):
             check_finite=self.check_finite,
             gather=self.sharded,
             process_group=self.process_group,
-            same=self.described(),
+            same=self.described,
         )
 
     def compute(self, sims: MemorySimilarity) -> Any:

@@ -13,12 +13,13 @@ from ..checks import (
     CheckedModule,
     IdsLike,
     check_matrix,
+    is_sharded,
     option,
 )
 from ..distributed import padded
 from ..engine.vectors import compute_dtype, host_may_read, normalized
 from ..kmeans import OnlineKMeans
-from ..memory import CoupledMemory, MemorySimilarity
+from ..memory import CoupledMemory, MemorySimilarity, sharded_like
 from ..similarity import Engine, Similarity
 from .base import Loss, MemoryLoss, PairLoss, SimilarityLoss
 
@@ -204,10 +205,14 @@ class PrototypeClassificationLoss(Loss):
         if host_may_read(self.weight) and not reseeded.any():
             return
         # the expected length of a row of uniform numbers
-        fresh = centroids.to(self.weight.dtype) / 3**0.5
-        self.weight.copy_(torch.where(reseeded[:, None], fresh, self.weight))
-        if self.weight.grad is not None:
-            self.weight.grad.masked_fill_(reseeded[:, None], 0)
+        fresh = centroids / 3**0.5
+        mask = reseeded[:, None].expand_as(fresh)
+        for weight in self._to_write("weight"):
+            if is_sharded(weight):
+                fresh, mask = [sharded_like(weight, x.contiguous()) for x in (fresh, mask)]
+            weight.copy_(torch.where(mask, fresh.to(weight.dtype), weight))
+            if weight.grad is not None:
+                weight.grad.masked_fill_(mask, 0)
 
 
 class CODERTerms(NamedTuple):

@@ -138,11 +138,10 @@ class DistillationLoss(PairLoss):
         """Raise an error unless a teacher's softmax is over the candidates of the loss."""
         if sim.one_to_one and teacher.one_to_one:
             return
-        same = has_candidates_of(sim, teacher)
 
         def check() -> str:
-            """Say whether this process's candidates are the same."""
-            if not same:
+            """Compare the candidates, of a shared batch those of this process."""
+            if not has_candidates_of(sim, teacher):
                 expected = "expected the groups and the padding of the loss"
                 meant = "its scores, or its embeddings (images, texts), get them"
                 raise ValueError(f"teacher: {expected}, got other candidates; {meant}")
@@ -164,6 +163,8 @@ class DistillationLoss(PairLoss):
             check_matrix("teacher", scores, "(N, M)", self.check_finite, empty=self.sharded)
             if scores.shape != sim.shape:
                 raise ValueError(f"teacher: expected shape {sim.shape}, got {tuple(scores.shape)}")
+            if scores.device != sim.device:
+                raise ValueError(f"teacher: expected device {sim.device}, got {scores.device}")
             return "teacher"
 
         if sim.share is None:

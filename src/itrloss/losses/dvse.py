@@ -24,7 +24,9 @@ from ..checks import (
 )
 from ..distributed import digest, gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine, large_matrix
+from ..engine.relation import missing_mask
 from ..engine.vectors import Embeddings, full_precision, normalized
+from ..related import label_sets
 from ..similarity import Similarity
 from ..telemetry import describe
 from .base import Loss, SimilarityLoss
@@ -238,7 +240,8 @@ class DynamicGate(CheckedModule):
 
         Args:
             regions: (N, R, dim) floating point.
-            mask: (N, R), True or 1 for regions that exist.
+            mask: (N, R), True or 1 for regions that exist. An image without any has all gates 0,
+                and does not count in the running means.
         """
         if not self.training or world_size(process_group) == 1:
             own = every = self._projected(regions, mask)
@@ -250,7 +253,7 @@ class DynamicGate(CheckedModule):
             own, every = parts[torch.distributed.get_rank(process_group)], torch.cat(parts)
         if self.training:
             self._follow(self.centre, every)
-            self._follow(self.on_rate, self._on(every))
+            self._follow(self.on_rate, self._on(every) + 0 * every)  # nan where that is
             self.batches.add_(every.isfinite().all(1).any())  # not one without images
         return self._on(own)
 
@@ -259,7 +262,7 @@ class DynamicGate(CheckedModule):
         return (projected > self.centre).float()  # round(sigmoid(x)) is 1 for x > 0
 
     def _projected(self, regions: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the pooled values (N, heads)."""
+        """Return the pooled values (N, heads), nan for an image without regions."""
         dim = self.weight.shape[1]
         regions = from_numpy(regions)
         if not isinstance(regions, Tensor):
@@ -278,7 +281,7 @@ class DynamicGate(CheckedModule):
         existing = torch.where(exists[:, :, None] > 0, regions.float(), 0.0)
         with full_precision(regions):  # pooling and projection commute
             sums = torch.einsum("nr,nrd->nd", exists, existing)
-            return sums / exists.sum(1, keepdim=True).clamp_min(1) @ self.weight.float().T
+            return sums / exists.sum(1, keepdim=True) @ self.weight.float().T
 
     def _follow(self, running: Tensor, values: Tensor) -> None:
         """Move a running mean (heads,) towards the mean of the finite ``values`` (N, heads): nan
@@ -370,15 +373,44 @@ class DVSEObjective(CheckedModule):
             residuals: (N, K, D') what the heads add to the global feature, before its
                 normalisation.
             gate: (N, K) of :class:`DynamicGate`; None: all heads are on.
+
+        Images with :data:`itrloss.NO_ID` have no part in either term, but in a compiled graph,
+        whose sizes are fixed, in the second one.
         """
+        exist: list[Tensor | None] = []
 
         def check() -> str:
             """Check the input; return what has to be the same in all processes."""
             self._check_reductions()
+            inputs = {"image_sets": image_sets, "residuals": residuals}
+            for name, x in inputs.items():
+                check_matrix(name, x, "(N, K, D)", dims=3, empty=self.variance_aware.sharded)
+            for name, x in (inputs | {"gate": gate}).items():
+                if isinstance(x, Tensor) and len(x) != len(image_sets):
+                    expected = f"a row for each of {len(image_sets)} images"
+                    raise ValueError(f"{name}: expected {expected}, got shape {tuple(x.shape)}")
+            exist.append(_images_exist(image_ids, len(image_sets), image_sets.device))
             return f"DVSEObjective {self.extra_repr()}"
 
         self.variance_aware.agree(check)
         variance = self.variance_aware(image_sets, texts, image_ids, text_ids)
-        orthogonal = self.orthogonal(residuals, gate)
+        if exist[0] is not None:
+            residuals = residuals[exist[0]]
+            gate = gate[exist[0]] if isinstance(gate, Tensor) else gate
+        orthogonal = torch.zeros_like(variance)
+        if len(residuals) or self.orthogonal.sharded:
+            orthogonal = self.orthogonal(residuals, gate)
         total = self.balance * variance + (1 - self.balance) * orthogonal
         return total, DVSETerms(variance.detach(), orthogonal.detach())
+
+
+def _images_exist(image_ids: IdsLike | None, size: int, device: torch.device) -> Tensor | None:
+    """Return the (N,) bool mask of the images that exist; None: all do.
+
+    An accelerator that has ids has to synchronise for what is made of it. A compiled graph has
+    fixed sizes, so that nothing is left out there.
+    """
+    if image_ids is None or torch.compiler.is_compiling():
+        return None
+    missing = missing_mask(label_sets("image_ids", image_ids, size, device))
+    return None if missing is None else ~missing

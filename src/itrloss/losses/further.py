@@ -17,6 +17,7 @@ from ..checks import (
     check_alike,
     check_embeddings,
     check_matrix,
+    check_same_kind,
 )
 from ..distributed import gather, numbered, padded
 from ..engine.vectors import full_precision, normalized
@@ -196,13 +197,11 @@ def as_negative_ids(
     """Return the (K,) or (N, K) int64 ids of negatives; raise an error for wrong ones."""
     if negative_ids is None:
         return None
-    of_strings = are_strings(negative_ids)
-    if image_ids is None and of_strings:
+    if image_ids is None and are_strings(negative_ids):
         expected = "expected integers, as without image_ids they are numbers of images"
         raise TypeError(f"negative_ids: {expected}, got strings")
-    if image_ids is not None and of_strings != are_strings(image_ids):
-        expected = "expected strings with strings in image_ids, integers with integers"
-        raise TypeError(f"negative_ids: {expected}")
+    if image_ids is not None:
+        check_same_kind("image_ids", image_ids, "negative_ids", negative_ids)
     if negatives.dim() == 2 and not are_scores:
         return as_ids("negative_ids", negative_ids, len(negatives), negatives.device)
     numbers = as_id_numbers("negative_ids", negative_ids)

@@ -201,7 +201,8 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         """
         if unknown:
             self.refuse(unknown)
-        guide = as_tensors(guide)
+        if guide is not None:
+            guide = as_tensors(guide)
         given = images if scores is None else scores
         model = Model(given, texts, negatives, self.normalize)  # type: ignore[arg-type]
         ids = image_ids, text_ids

@@ -70,6 +70,10 @@ class Matryoshka(WholeState):
             """Check the input; return what has to be the same in all processes."""
             check_dims(self.dims, self.weights)  # which are set one after the other
             check_dimensions(images, texts, max(self.dims))
+            for x in [*args, *options.values()]:
+                if isinstance(x, CoupledMemory) and x.dim != images.shape[-1]:
+                    expected = f"one of dimension {images.shape[-1]} like images"
+                    raise ValueError(f"memory: expected {expected}, got {x.dim}")
             return f"Matryoshka {self.extra_repr()}"
 
         if isinstance(self.loss, Loss):

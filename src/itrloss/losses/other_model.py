@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..checks import Names, as_similarity, from_numpy, require_finite
-from ..engine.relation import are_sets
+from ..engine.inputs import even_chunks
+from ..engine.relation import AT_ONCE, Relation, are_sets
 from ..engine.vectors import compute_dtype, host_may_read
 from ..similarity import Similarity
 
@@ -42,6 +43,8 @@ def check_rows(names: Names, images: Tensor, texts: Tensor, sim: Similarity) -> 
         if x.shape[:1] != (sizes[side],):
             expected = f"as many rows as there are {side}, {sizes[side]}"
             raise ValueError(f"{name}: expected {expected}, got shape {tuple(x.shape)}")
+        if x.device != sim.device:
+            raise ValueError(f"{name}: expected device {sim.device}, got {x.device}")
 
 
 def check_finite(name: str, model: Similarity) -> None:
@@ -118,10 +121,24 @@ def has_matches_of(sim: Similarity, other: Similarity) -> bool:
 
 
 def has_candidates_of(sim: Similarity, other: Similarity) -> bool:
-    """Return whether anchors have as many candidates in two similarities."""
-    numbers = []
-    for x in (sim, other):
-        both = x.both
-        numbers.append(both.counts(positive=True) + both.counts(positive=False))
-    own, others = numbers
-    return not (host_may_read(own) and host_may_read(others)) or torch.equal(own, others)
+    """Return whether the same pairs are positives or negatives in two similarities.
+
+    Of a shared batch, those of this process's images. On an accelerator they are not compared.
+    """
+    n, m = sim.pairs.shape
+    for rows in even_chunks(n, max(1, AT_ONCE // max(1, m))):
+        own, others = [candidates_of(x.pairs, rows) for x in (sim, other)]
+        if not host_may_read(own) or not host_may_read(others):
+            return True
+        if not torch.equal(own, others):
+            return False
+    return True
+
+
+def candidates_of(pairs: Relation, rows: slice) -> Tensor:
+    """Return the (r, M) bool mask of the pairs of some rows that are positives or negatives."""
+    excluded = pairs.excluded("all", rows)
+    if excluded is None:
+        shape = rows.stop - rows.start, pairs.shape[1]
+        return torch.ones(shape, dtype=torch.bool, device=pairs.device)
+    return ~excluded

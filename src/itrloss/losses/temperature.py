@@ -61,14 +61,13 @@ class TemperatureLoss(SimilarityLoss):
         """Give a learnable τ the value that was set last, as is needed after ``to_empty``."""
         self._reset_learnt()
 
-    @torch.no_grad()
     def _limit_scale(self) -> None:
         """Set a learnt scale that has become too large back to the largest one; look at it before
         the first batch.
         """
         log_scale = self.log_scale
         if log_scale is not None and not self._looked and host_may_read(log_scale):
-            warn_of_scale(log_scale)
+            warn_of_scale(log_scale.detach())
         if self.max_scale is None:
             return
         if self.log_scale is None:
@@ -78,7 +77,13 @@ class TemperatureLoss(SimilarityLoss):
         if self.training:
             # In place, but no new version: a compiled model that computes with the same parameter
             # has saved it for its backward pass, which refuses other versions.
-            self.log_scale.data.clamp_(max=math.log(self.max_scale))
+            for log_scale in self._to_write("log_scale"):
+                log_scale.data.clamp_(max=math.log(self.max_scale))
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        """Return a replica, for ``nn.DataParallel``, which limits its own copy of the scale."""
+        self._limit_scale()
+        return super()._replicate_for_data_parallel()  # type: ignore[no-any-return]
 
     def _look(self, loss: Any, sim: Similarity) -> None:
         """Warn of a batch, and of a temperature that is probably a scale."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from torch import Tensor
@@ -12,8 +12,7 @@ from ..similarity import Similarity
 from .judgements import Judgements, grades_of_pairs
 from .labels import with_ids
 from .matching import are_there
-from .relevance import Judged
-from .results import ndcg
+from .retrieval import retrieval_results
 
 
 class Agreement(NamedTuple):
@@ -60,25 +59,11 @@ def agreement(scores: Tensor | Similarity, judgements: Judgements, *, k: int = 1
     if not bool(gains.any()):
         raise ValueError("judgements: expected at least two different grades")
     values = sim.pair_scores(images.to(sim.device), texts.to(sim.device)).double().cpu()
-    result: Any = kendalltau(values.numpy(), grades.numpy())  # nan if all scores are equal
-    i2t, t2i = _ndcg(sim, images, texts, gains, k)
-    tau = float(np.nan_to_num(result.statistic))
-    return Agreement(tau, i2t_ndcg=i2t, t2i_ndcg=t2i)
-
-
-def _ndcg(
-    sim: Similarity, images: Tensor, texts: Tensor, gains: Tensor, k: int
-) -> tuple[float, float]:
-    """Return the mean nDCG@k of images and of texts in percent, from the (P,) gains of pairs."""
-    device = sim.device
-    graded = gains > 0
-    of_images, of_texts, of_gains = [x[graded].to(device) for x in (images, texts, gains)]
-    judged = Judged(sim.shape, of_images, of_texts, of_gains)
-    means = []
-    for queries, relevance in zip((sim, sim.T), judged.both(), strict=True):
-        found = queries.ranked(0, relevance=relevance)
-        assert found.grades is not None
-        matched = found.ranks[:, 0] > 0
-        values = ndcg(found.ranks[matched], found.grades[matched], k)
-        means.append(100 * float(values.mean()))
-    return means[0], means[1]
+    tau = cast(float, kendalltau(values.numpy(), grades.numpy())[0])  # nan if all scores are equal
+    relevant = Judgements(images, texts, gains)
+    gained = retrieval_results(sim, relevant=relevant).metrics((k,))
+    return Agreement(
+        float(np.nan_to_num(tau)),
+        i2t_ndcg=gained[f"i2t_ndcg_at_{k}"],
+        t2i_ndcg=gained[f"t2i_ndcg_at_{k}"],
+    )

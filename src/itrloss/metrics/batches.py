@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..checks import (
     IMAGES_AND_TEXTS,
     IdsLike,
+    are_strings,
     as_id_numbers,
     as_size,
     check_embeddings,
@@ -34,6 +36,20 @@ except ImportError:
         "RetrievalMetrics needs TorchMetrics: install itrloss with the extra 'metrics'"
     ) from None
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class _Options(TypedDict):
+    """Arguments of ``retrieval_metrics``."""
+
+    ks: Ks
+    reranker: Reranker | None
+    ties: Ties
+    hubness_k: int
+    folds: int
+
 
 class RetrievalMetrics(Metric):
     """Compute :func:`itrloss.metrics.retrieval_metrics` of all batches of all processes.
@@ -56,6 +72,7 @@ class RetrievalMetrics(Metric):
     texts: list[Tensor]
     image_ids: list[Tensor]
     text_ids: list[Tensor]
+    are_names: list[Tensor]  # 1 if ids are strings; backends do not all exchange bools
 
     def __init__(
         self,
@@ -66,21 +83,21 @@ class RetrievalMetrics(Metric):
         ties: Ties = "pessimistic",
         hubness_k: int = 10,
         folds: int = 1,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         super().__init__(**kwargs)
         one_of("ties", ties, "pessimistic", "optimistic")  # now, not after the last batch
         if reranker is not None:
             check_reranker(reranker, False)
         self.normalize = normalize
-        self.options: dict[str, Any] = {
+        self.options: _Options = {
             "ks": as_ks(ks),
             "reranker": reranker,
             "ties": ties,
             "hubness_k": as_size("hubness_k", hubness_k),
             "folds": as_size("folds", folds),
         }
-        for name in ("images", "texts", "image_ids", "text_ids"):
+        for name in ("images", "texts", "image_ids", "text_ids", "are_names"):
             self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(
@@ -110,6 +127,11 @@ class RetrievalMetrics(Metric):
         else:
             sizes = len(images), len(texts)
             ids = ids_of_both(image_ids, text_ids, *sizes, images.device, IMAGES_AND_TEXTS)
+            named = are_strings(image_ids)
+            if len(self.are_names) and bool(self.are_names[0]) != named:
+                expected = "strings in all batches, or integers in all"
+                raise TypeError(f"image_ids, text_ids: expected {expected}")
+            self.are_names.append(torch.tensor([int(named)], device=images.device))
             self.image_ids.append(ids[0])
             self.text_ids.append(ids[1])
         self.images.append(images.detach())
@@ -129,7 +151,7 @@ class RetrievalMetrics(Metric):
         texts: Tensor,
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
-    ) -> Any:
+    ) -> dict[str, Tensor] | None:
         """Add a batch as :meth:`update` does, and return the metrics of it alone.
 
         With folds or a re-ranker, which belong to the whole data and which a batch may be too small
@@ -159,8 +181,9 @@ class RetrievalMetrics(Metric):
                         "RetrievalMetrics: expected a call of update() first, got none"
                     )
                 kind = described(self.images[0]), described(self.texts[0])
-                with_ids = len(self.image_ids) > 0
-                agreed.text = f"{kind}, ids {with_ids}, normalize {self.normalize}, {self.options}"
+                named = [bool(self.are_names[0])] if len(self.are_names) else []
+                with_ids = f"ids {len(self.image_ids) > 0}, of strings {named}"
+                agreed.text = f"{kind}, {with_ids}, normalize {self.normalize}, {self.options}"
         super().sync(*args, **kwargs)
 
     def compute(self) -> dict[str, Tensor]:
@@ -182,8 +205,10 @@ class RetrievalMetrics(Metric):
         }
 
     def plot(
-        self, val: dict[str, Tensor] | Sequence[dict[str, Tensor]] | None = None, ax: Any = None
-    ) -> Any:
+        self,
+        val: dict[str, Tensor] | Sequence[dict[str, Tensor]] | None = None,
+        ax: Axes | None = None,
+    ) -> tuple[Figure, Axes | np.ndarray]:
         """Return the figure and axes of a plot of R@K of both directions.
 
         ``val``: one result of :meth:`compute`, or a sequence of them; by default the present one.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..checks import as_indices, as_integers, check_range, from_numpy, require_finite
 
+IndicesLike = Tensor | np.ndarray | Sequence[int]
 _ANY = (2**31, 2**31)  # a shape whose pairs can still be numbered
 
 
@@ -28,7 +30,9 @@ class Judgements(NamedTuple):
         images, texts, grades = grades_of_pairs("judgements", self)
         # 0.7 as float32 is less than 0.7: the limit is rounded as the grades are.
         given = _as_tensor(self.grades)
-        dtype = given.dtype if given.is_floating_point() else torch.float64
+        dtype = torch.float64
+        if isinstance(given, Tensor) and given.is_floating_point():
+            dtype = given.dtype
         relevant = grades >= torch.tensor(grade, dtype=dtype, device=grades.device)
         if not bool(relevant.any()):
             raise ValueError(f"grade: no pair has a grade of {grade} or above")
@@ -41,12 +45,12 @@ def grades_of_pairs(
     """Return checked images, texts and mean grades on the CPU, sorted, each pair once."""
     images, texts, grades = judgements
     images = as_integers(f"{name}.images", images)
-    grades = _as_tensor(grades)
+    of_pairs = _as_tensor(grades)
     pairs, index = distinct_pairs(name, images, texts, shape)
-    got = tuple(grades.shape) if isinstance(grades, Tensor) else type(grades).__name__
-    if got != tuple(images.shape):
+    if not isinstance(of_pairs, Tensor) or of_pairs.shape != images.shape:
+        got = tuple(of_pairs.shape) if isinstance(of_pairs, Tensor) else type(grades).__name__
         raise ValueError(f"{name}.grades: expected shape {tuple(images.shape)}, got {got}")
-    values = grades.detach().cpu().double()
+    values = of_pairs.detach().cpu().double()
     require_finite(f"{name}.grades", values[None])
 
     def reduced(how: str) -> Tensor:
@@ -59,27 +63,36 @@ def grades_of_pairs(
     return pairs[0], pairs[1], mean
 
 
-def _as_tensor(grades: Any) -> Any:
+def _as_tensor(grades: object) -> object:
     """Return a list, an array or a column of pandas as a tensor; anything else as it is."""
     return from_numpy(np.array(grades) if isinstance(grades, (list, tuple)) else grades)
 
 
 def distinct_pairs(
-    name: str, images: Tensor, texts: Tensor, shape: tuple[int, int]
+    name: str, images: IndicesLike, texts: IndicesLike, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
     """Return the (2, P) distinct pairs, checked and sorted, and the index of each input pair there.
 
     Both are on the CPU.
     """
-    images = as_integers(f"{name}.images", images)
-    size = images.numel()
-    if size == 0:
+    if not as_integers(f"{name}.images", images).numel():
         raise ValueError(f"{name}.images: expected at least 1 index, got 0")
-    n, m = shape
-    cpu = torch.device("cpu")
-    rows = as_indices(f"{name}.images", images, size, cpu)
-    cols = as_indices(f"{name}.texts", texts, size, cpu)
-    check_range(f"{name}.images", rows, n - 1)
-    check_range(f"{name}.texts", cols, m - 1)
-    numbers, index = torch.unique(rows * m + cols, return_inverse=True)
+    numbers = pair_numbers(name, images, texts, shape)
+    numbers, index = numbers.unique(return_inverse=True)
+    m = shape[1]
     return torch.stack([numbers // m, numbers % m]), index
+
+
+def pair_numbers(
+    name: str, images: IndicesLike, texts: IndicesLike, shape: tuple[int, int]
+) -> Tensor:
+    """Return the (P,) numbers ``image n_texts + text`` of pairs, checked, on the CPU."""
+    n, m = shape
+    rows = as_integers(f"{name}.images", images)
+    cpu = torch.device("cpu")
+    rows = as_indices(f"{name}.images", rows, rows.numel(), cpu)
+    cols = as_indices(f"{name}.texts", texts, len(rows), cpu)
+    if len(rows):
+        check_range(f"{name}.images", rows, n - 1)
+        check_range(f"{name}.texts", cols, m - 1)
+    return rows * m + cols

@@ -8,14 +8,23 @@ query, no candidate and no reference.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..similarity import NO_ID, Similarity
+from ..checks import IdsLike
+from ..similarity import NO_ID, Engine, Similarity
 
 Masks = tuple[Tensor | None, Tensor | None]
+
+
+def rows_of(sim: Similarity) -> Tensor:
+    """Return what the rows are made of: their embeddings (N, D), or their scores (N, M)."""
+    if sim.embeddings is not None:
+        return sim.embeddings[0]
+    assert sim.given_scores is not None
+    return sim.given_scores
 
 
 def existing(sim: Similarity) -> Masks:
@@ -84,7 +93,7 @@ def query_ids(sim: Similarity) -> tuple[Tensor, Tensor]:
     of_images = _numbers(n, sim)
     of_texts = (n + _numbers(m, sim)).scatter_reduce(0, texts, images, "amin")
     exists = existing(sim)
-    return _marked(of_images, exists[0]), _marked(of_texts, exists[1])
+    return marked(of_images, exists[0]), marked(of_texts, exists[1])
 
 
 def has_plain_ids(sim: Similarity) -> bool:
@@ -106,12 +115,14 @@ def _numbers(size: int, sim: Similarity) -> Tensor:
     return torch.arange(size, device=sim.device)
 
 
-def _marked(ids: Tensor, exists: Tensor | None) -> Tensor:
+def marked(ids: Tensor, exists: Tensor | None) -> Tensor:
     """Return ids with NO_ID in place of those that do not exist."""
     return ids if exists is None else ids.masked_fill(~exists, NO_ID)
 
 
-def part_of(sim: Similarity, rows: Tensor, cols: Tensor, ids: tuple[Any, Any]) -> Similarity:
+def part_of(
+    sim: Similarity, rows: Tensor, cols: Tensor, ids: tuple[IdsLike | None, IdsLike | None]
+) -> Similarity:
     """Return the similarities of some rows and columns.
 
     Args:
@@ -131,7 +142,7 @@ def part_of(sim: Similarity, rows: Tensor, cols: Tensor, ids: tuple[Any, Any]) -
             None if image_bias is None else image_bias[rows],
             None if text_bias is None else text_bias[cols],
         )
-    engine: Any = sim.engine
+    engine = cast(Engine, sim.engine)
     return Similarity(
         images[rows], texts[cols], *ids, normalize=sim.normalizes, engine=engine, bias=bias
     )

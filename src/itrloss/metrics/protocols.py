@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -15,10 +14,11 @@ from .results import RECALL_NAMES, RECALLS, WAYS, QueryResults, RetrievalResults
 from .retrieval import retrieval_metrics, retrieval_results
 
 if TYPE_CHECKING:
+    from eccv_caption import Metrics
+
     from ..rerank import Reranker
 
 _SHAPE = (5000, 25000)  # images and captions of Karpathy's test split
-_HUBNESS_K = 10  # the default of retrieval_metrics
 
 
 def check_coco(shape: tuple[int, int]) -> None:
@@ -49,24 +49,21 @@ def coco_protocol(
     """
     sim = with_ids("scores", scores, None, None)
     check_coco(sim.shape)
-    figures = {"1K": retrieval_metrics(sim, reranker=reranker, folds=5)}
+    figures = {
+        "1K": retrieval_metrics(sim, reranker=reranker, folds=5),
+        "5K": retrieval_metrics(sim, reranker=reranker),
+    }
     try:
         from eccv_caption import Metrics
     except ImportError:
-        return figures | {"5K": retrieval_metrics(sim, reranker=reranker)}
+        return figures
     package = Metrics()
     longest = max(len(right) for way in WAYS for right in package.eccv_gts[way].values())
-    results = retrieval_results(sim, reranker=reranker, hubness_k=max(longest, _HUBNESS_K))
-    figures["5K"] = RetrievalResults(_shortened(results.i2t), _shortened(results.t2i)).metrics()
+    results = retrieval_results(sim, reranker=reranker, hubness_k=longest)
     return figures | _judged(results, package)
 
 
-def _shortened(results: QueryResults) -> QueryResults:
-    """Return results with as many best candidates as :func:`retrieval_metrics` has by default."""
-    return replace(results, top=results.top[:, :_HUBNESS_K])
-
-
-def _judged(results: RetrievalResults, package: Any) -> dict[str, dict[str, float]]:
+def _judged(results: RetrievalResults, package: Metrics) -> dict[str, dict[str, float]]:
     """Return the figures of CxC and ECCV Caption, which ``package`` computes."""
     captions = package.coco_ids.tolist()
     images = list(dict.fromkeys(package.coco_gts["t2i"][caption][0] for caption in captions))

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import as_indices, as_integers, check_range, from_numpy, require_finite
+from ..checks import as_integers, from_numpy, require_finite
 from ..engine.ranking import Relevance
 from ..engine.relation import slots
 from ..similarity import Similarity
-from .judgements import Judgements, distinct_pairs, grades_of_pairs
+from .judgements import (
+    IndicesLike,
+    Judgements,
+    distinct_pairs,
+    grades_of_pairs,
+    pair_numbers,
+)
 from .matching import are_there, places, right_pairs
 
-ListedPairs = tuple[Tensor, Tensor]
+ListedPairs = tuple[IndicesLike, IndicesLike]
 #: Pairs, a (N, M) bool matrix, or the candidates of each image as lists.
 WhichPairs = ListedPairs | Tensor | Sequence[Sequence[int]]
 Relevant = ListedPairs | Judgements | Tensor
+
+
+class Rules(TypedDict, total=False):
+    """The arguments of ``retrieval_results`` that say who is right, and who is ranked at all."""
+
+    relevant: Relevant
+    exclude: WhichPairs
+    candidates: WhichPairs
 
 
 class Rule(NamedTuple):
@@ -164,8 +178,7 @@ def _right_pairs(
     """Return (P,) images, texts and grades of the right pairs; no grades where all are 1."""
     relevant = from_numpy(_not_of_scipy(relevant))
     if isinstance(relevant, list) and len(relevant) == shape[0]:  # a list of each image's texts
-        images, texts = _of_lists("relevant", relevant, shape[0])
-        relevant = (torch.tensor(images, device="cpu"), torch.tensor(texts, device="cpu"))
+        relevant = _of_lists("relevant", relevant, shape[0])
     if isinstance(relevant, Tensor):
         relevant = _of_matrix(relevant, shape)
     if not isinstance(relevant, Judgements):
@@ -207,7 +220,6 @@ def _pair_numbers(name: str, pairs: WhichPairs, shape: tuple[int, int]) -> Tenso
     """Return the ascending numbers (P,) of pairs: of lists, of a mask, or of two lists of
     indices.
     """
-    n, m = shape
     pairs = from_numpy(_not_of_scipy(pairs))
     if isinstance(pairs, Tensor):
         if pairs.layout != torch.strided:
@@ -218,21 +230,13 @@ def _pair_numbers(name: str, pairs: WhichPairs, shape: tuple[int, int]) -> Tenso
             raise ValueError(f"{name}: expected a bool matrix {shape}, got {got}")
         return pairs.flatten().nonzero()[:, 0]  # also of integers 0 and 1
     if isinstance(pairs, list):
-        images, texts = _of_lists(name, pairs, n)
+        images, texts = _of_lists(name, pairs, shape[0])
     elif isinstance(pairs, tuple) and len(pairs) == 2:
         images, texts = pairs
     else:
         expected = "(images, texts), a bool matrix, or a list of the texts of each image"
         raise TypeError(f"{name}: expected {expected}, got {type(pairs).__name__}")
-    images = as_integers(f"{name}.images", from_numpy(images))
-    size = images.numel()
-    cpu = torch.device("cpu")
-    rows = as_indices(f"{name}.images", images, size, cpu)
-    cols = as_indices(f"{name}.texts", texts, size, cpu)
-    if size:
-        check_range(f"{name}.images", rows, n - 1)
-        check_range(f"{name}.texts", cols, m - 1)
-    return (rows * m + cols).unique()
+    return pair_numbers(name, images, texts, shape).unique()
 
 
 def _not_of_scipy(matrix: Any) -> Any:
@@ -245,7 +249,7 @@ def _not_of_scipy(matrix: Any) -> Any:
     return torch.sparse_coo_tensor(places, values, tuple(matrix.shape), check_invariants=True)
 
 
-def _of_lists(name: str, lists: Sequence[Any], n: int) -> tuple[list[int], list[int]]:
+def _of_lists(name: str, lists: list, n: int) -> tuple[list[int], list[int]]:
     """Return the images and texts of the pairs in lists of each image's texts."""
     if len(lists) != n:
         raise ValueError(

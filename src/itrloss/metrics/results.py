@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ def recall_names(ks: Ks = RECALLS) -> list[str]:
 RECALL_NAMES = recall_names()
 
 
-def as_ks(ks: Any) -> tuple[int, ...]:
+def as_ks(ks: Ks | Tensor | np.ndarray) -> tuple[int, ...]:
     """Return distinct numbers of first candidates; raise an error unless they are 1 or more."""
     if isinstance(ks, (Tensor, np.ndarray)):
         ks = ks.tolist()
@@ -67,7 +67,8 @@ def share_names(ks: Ks) -> list[str]:
     """Return the names of all metrics of a direction that are means over queries, in percent."""
     names = []
     for measure in ("r", "recall_at_", "ndcg_at_"):
-        names += [f"{measure}{k}" for k in ks]
+        for k in ks:
+            names.append(f"{measure}{k}")
     return [*names, "mrr", "map", "r_precision", "map_at_r"]
 
 
@@ -196,45 +197,28 @@ class QueryResults:
 
         See :func:`retrieval_metrics`.
         """
-        return self._answered()._metrics(as_ks(ks))
-
-    def _metrics(self, ks: tuple[int, ...]) -> dict[str, float]:
-        """Return the metrics of queries that all have positives."""
-        shares = {}
-        for k in ks:
-            shares[f"r{k}"] = self.hits(k).double()
-        for k in ks:
-            shares[f"recall_at_{k}"] = self.recall(k)
-        for k in ks:
-            shares[f"ndcg_at_{k}"] = ndcg(self.ranks, self.grades, k)
-        shares["mrr"] = self.reciprocal_rank
-        shares["map"] = self.average_precision
-        shares["r_precision"] = self.r_precision
-        shares["map_at_r"] = self.average_precision_at_r
-        metrics = {name: 100 * float(x.mean()) for name, x in shares.items()}
-        ranks = self.best.cpu()
+        ks = as_ks(ks)
+        answered = self._answered()
+        shares = []
+        for of_first in (answered.hits, answered.recall, answered.ndcg):
+            for k in ks:
+                shares.append(of_first(k).double())
+        shares += [answered.reciprocal_rank, answered.average_precision]
+        shares += [answered.r_precision, answered.average_precision_at_r]
+        percentages = [100 * float(x.mean()) for x in shares]
+        metrics = dict(zip(share_names(ks), percentages, strict=True))
+        ranks = answered.best.cpu()
         metrics["median_rank"] = float(np.median(ranks))
         metrics["mean_rank"] = float(ranks.double().mean())
         existing = self.candidates - self.missing
-        metrics["skewness"] = float(skewness(self.occurrences, existing))
+        metrics["skewness"] = float(skewness(answered.occurrences, existing))
         return metrics
 
     def recall_sum(self) -> float:
         """Return the sum of R@1, R@5 and R@10 in percent, over queries with positives."""
-        return self._answered()._recall_sum({})
-
-    def _recall_sum(self, known: Mapping[str, float]) -> float:
-        """Return the sum of R@1, R@5 and R@10 of queries that all have positives.
-
-        ``known``: some metrics by name, which need not be computed again.
-        """
-        recalls = []
-        for k in RECALLS:
-            recall = known.get(f"r{k}")
-            if recall is None:
-                recall = 100 * float(self.hits(k).double().mean())
-            recalls.append(recall)
-        return math.fsum(recalls)
+        best = self._answered().best
+        within = [float((best <= k).sum()) for k in RECALLS]
+        return 100 * math.fsum(within) / len(best)
 
     def _answered(self) -> QueryResults:
         """Return the results of the queries that have positives."""
@@ -305,16 +289,11 @@ class RetrievalResults:
         if self.folds:
             parts = [part.metrics(ks) for part in self.folds]
             return {name: math.fsum(part[name] for part in parts) / len(parts) for name in parts[0]}
-        ks = as_ks(ks)
         metrics = {}
-        recall_sums = []
         for way, side in self.ways.items():
-            answered = side._answered()
-            own = answered._metrics(ks)
-            for name, value in own.items():
+            for name, value in side.metrics(ks).items():
                 metrics[f"{way}_{name}"] = value
-            recall_sums.append(answered._recall_sum(own))
-        metrics["rsum"] = math.fsum(recall_sums)
+        metrics["rsum"] = math.fsum(side.recall_sum() for side in self.ways.values())
         return metrics
 
     def rows(self) -> Iterator[dict[str, object]]:
@@ -423,7 +402,7 @@ def skewness(counts: Tensor, existing: int | Tensor | None = None) -> Tensor:
     return torch.where(variance > 0, third / variance**1.5, 0.0)
 
 
-def check_systems(name: str, systems: Any) -> None:
+def check_systems(name: str, systems: object) -> None:
     """Raise a TypeError unless there are results for each name."""
     expected = "results of retrieval_results for each name, as in {'model': results}"
     if not isinstance(systems, Mapping):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -156,14 +156,14 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     return results
 
 
-def as_pair(scores: Any) -> Any:
+def as_pair(scores: AnyScores) -> AnyScores:
     """Return a list of two score matrices as a pair, and anything else as it is."""
     if isinstance(scores, list) and len(scores) == 2 and hasattr(scores[0], "shape"):
-        return tuple(scores)
+        return scores[0], scores[1]
     return scores
 
 
-def check_reranker(reranker: Any, pair: bool) -> None:
+def check_reranker(reranker: object, pair: bool) -> None:
     """Raise an error unless it is a re-ranker, which does not go with a pair of scores."""
     if isinstance(reranker, type) or not hasattr(reranker, "ranked"):
         expected = "a re-ranker with its options, such as itrloss.rerank.CSLS()"

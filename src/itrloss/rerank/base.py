@@ -15,9 +15,9 @@ from torch import Tensor
 from ..checks import Options, as_size, check_matrix, from_numpy
 from ..engine.ranking import Ranking, Relevance, collected
 from ..metrics.labels import with_ids
-from ..metrics.matching import existing, existing_part, places, with_plain_ids
+from ..metrics.matching import existing, existing_part, places, query_ids, rows_of
 from ..metrics.relevance import judged
-from ..similarity import NO_ID, Similarity, TopK
+from ..similarity import Similarity, TopK
 from ..suspicious import UnfitScalesWarning, are_the_same, warn
 from .direction import (
     SIDES,
@@ -27,7 +27,6 @@ from .direction import (
     against,
     fitting,
     for_all,
-    no_match,
     unlabelled,
 )
 
@@ -63,14 +62,6 @@ class RerankBiases(NamedTuple):
 
     texts: Tensor
     images: Tensor
-
-
-class Ruled(NamedTuple):
-    """All queries and candidates of a direction, and how the candidates are ranked."""
-
-    queries: Similarity  # without labels
-    named: Similarity  # the same with ids, of what does not exist NO_ID
-    rule: Rule
 
 
 class Reranker(Options, ABC):
@@ -120,7 +111,7 @@ class Reranker(Options, ABC):
         options = ", ".join(f"{name}={value!r}" for name, value in self._options().items())
         return f"{type(self).__name__}({options})"
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, object]:
         """Return the options by name."""
         return {name: x for name, x in vars(self).items() if not name.startswith("_")}
 
@@ -213,7 +204,7 @@ class Reranker(Options, ABC):
         """
         sim = with_ids("scores", scores, None, None, by_ids=False)
         results = []
-        for side, (queries, _, rule) in enumerate(self._ruled(sim)):
+        for side, (queries, rule) in enumerate(self._ruled(sim)):
             result = torch.empty(queries.shape, dtype=sim.dtype, device=sim.device)
             for rows, block in queries.blocks():
                 result[rows] = rule(block, rows)
@@ -266,7 +257,7 @@ class Reranker(Options, ABC):
         """
         sim = with_ids("scores", scores, None, None, by_ids=False)
         biases = []
-        for _, _, rule in self._ruled(sim):
+        for _, rule in self._ruled(sim):
             if isinstance(rule, Bias):
                 biases.append((rule.bias / rule.factor).to(sim.dtype))
         if len(biases) < 2:
@@ -290,12 +281,12 @@ class Reranker(Options, ABC):
         if ties is not None:
             own = judged(sim).both() if relevance is None else relevance
         both = zip(self._ruled(sim), own, strict=True)
-        return [_ranks(ruled, k, ties, right) for ruled, right in both]
+        return [_ranks(queries, rule, k, ties, right) for (queries, rule), right in both]
 
     @torch.no_grad()
-    def _ruled(self, sim: Similarity) -> list[Ruled]:
-        """Return both directions with their rules; raise an error unless the method can re-rank
-        ``sim``.
+    def _ruled(self, sim: Similarity) -> list[tuple[Similarity, Rule]]:
+        """Return, for both directions, the scores of all queries and candidates, without labels,
+        and how they are re-ranked; raise an error unless the method can re-rank ``sim``.
         """
         directions = self._directions(sim)
         self._warn(directions)
@@ -304,21 +295,17 @@ class Reranker(Options, ABC):
         if exists != (None, None):
             every = unlabelled(sim)
             queries = [every, every.T]
-        named = with_plain_ids(sim)
-        sides = zip(queries, (named, named.T), (exists, exists[::-1]), strict=True)
         ruled = []
-        rules = self._rules_together(directions)
-        for rule, (own, view, masks) in zip(rules, sides, strict=True):
+        sides = zip(directions, queries, (exists, exists[::-1]), strict=True)
+        for direction, own, masks in sides:
+            rule = self.rule(direction)
             if not callable(rule):
                 expected = "a Bias, or a function of scores and rows"
                 raise TypeError(f"rule: expected {expected}, got {type(rule).__name__}")
             if isinstance(rule, Bias) and not bool(rule.bias.to(sim.dtype).isfinite().all()):
                 raise ValueError(f"scores: too large for {self!r}")
-            ruled.append(Ruled(own, view, for_all(rule, *masks)))
+            ruled.append((own, for_all(rule, *masks)))
         return ruled
-
-    def _rules_together(self, directions: Sequence[Direction]) -> Sequence[Rule]:
-        return [self.rule(direction) for direction in directions]
 
     @torch.no_grad()
     def _directions(self, sim: Similarity) -> list[Direction]:
@@ -375,13 +362,9 @@ class Reranker(Options, ABC):
             bank = other.gallery
             if bank is None:
                 continue
-            if direction.queries.embeddings is not None:
-                queries, _ = direction.queries.embeddings
-            else:
-                assert direction.queries.given_scores is not None
-                queries = direction.queries.given_scores
+            if direction.queries.embeddings is None:
                 bank = bank.T
-            if are_the_same(queries, bank):
+            if are_the_same(rows_of(direction.queries), bank):
                 warn(
                     f"{name}: the bank has {name} of the test set, so that test queries see one "
                     "another; fit others, such as the training set's, or leave the bank out"
@@ -422,25 +405,22 @@ def go_beyond_cosines(sim: Similarity) -> bool:
     """
     if sim.normalizes:
         return False
-    like = sim.given_scores if sim.embeddings is None else sim.embeddings[0]
-    assert like is not None
+    like = rows_of(sim)
     largest = 1 + max(1e-3, 2 * torch.finfo(like.dtype).eps)
     _, block = next(sim.blocks(_AT_ONCE), (None, like[:0]))
     return bool((block.abs() > largest).any())
 
 
 @torch.no_grad()
-def _ranks(ruled: Ruled, k: int, ties: str | None, relevance: Relevance | None) -> Ranking:
+def _ranks(
+    queries: Similarity, rule: Rule, k: int, ties: str | None, relevance: Relevance | None
+) -> Ranking:
     """Return ranks and best candidates by re-ranked score."""
-    queries, named, rule = ruled
     if isinstance(rule, Bias):
         bias = rule.bias / rule.factor
-        ranks, top, grades = named.ranked(k, bias, ties=ties, relevance=relevance)
+        ranks, top, grades = queries.ranked(k, bias, ties=ties, relevance=relevance)
         return Ranking(ranks, TopK(top.values * rule.factor, top.indices), grades)
-    ids, candidate_ids = no_match(queries.shape, queries.device)
-    _, exists = existing(named)
-    if exists is not None:
-        candidate_ids = candidate_ids.masked_fill(~exists, NO_ID)
+    ids, candidate_ids = query_ids(queries)
 
     def parts() -> Iterator[tuple[slice, Ranking]]:
         """Yield slices of the queries, each with its ranking."""
@@ -450,4 +430,4 @@ def _ranks(ruled: Ruled, k: int, ties: str | None, relevance: Relevance | None) 
             yield rows, scored.ranked(k, ties=ties, relevance=own)
 
     ranks, top, grades = collected(len(ids), parts())
-    return Ranking(ranks, TopK(top.values.to(named.dtype), top.indices), grades)
+    return Ranking(ranks, TopK(top.values.to(queries.dtype), top.indices), grades)

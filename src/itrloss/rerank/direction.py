@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ..engine.products import full_float32, rounds_float32
 from ..engine.vectors import full_precision
-from ..similarity import Similarity
+from ..metrics.matching import existing, marked
+from ..similarity import Engine, Similarity
 
 SIDES = ("images", "texts")  # the queries of image→text and of text→image
 # Scores that a pass in float64 takes at once: they fit into a cache, which halves its time. Its
@@ -82,21 +83,23 @@ def for_all(rule: Rule, queries: Tensor | None, candidates: Tensor | None) -> Ru
 
 
 def unlabelled(sim: Similarity) -> Similarity:
-    """Return the same scores without a gradient and without positives.
+    """Return the same scores without a gradient and without positives, and what does not exist.
 
     Embeddings that autocast or TF32 may have rounded for a loss are taken as they were passed in.
     """
-    ids = no_match(sim.shape, sim.device)
+    rows, cols = no_match(sim.shape, sim.device)
+    exist = existing(sim)
+    ids = marked(rows, exist[0]), marked(cols, exist[1])
     if sim.embeddings is None:
         return sim.relabelled(*ids)
     is_rounded = any(vectors.x is not vectors.given for vectors in sim.vectors)
     if not is_rounded and not rounds_float32(sim.device):
         return sim.relabelled(*ids)
-    rows, cols = sim.embeddings
-    engine: Any = sim.engine
-    with full_precision(rows):
+    images, texts = sim.embeddings
+    engine = cast(Engine, sim.engine)
+    with full_precision(images):
         return Similarity(
-            rows, cols, *ids, normalize=sim.normalizes, engine=engine, bias=sim.bias
+            images, texts, *ids, normalize=sim.normalizes, engine=engine, bias=sim.bias
         ).detach()
 
 
@@ -112,7 +115,7 @@ def against(sim: Similarity, bank: Tensor, more_rows: Tensor | None = None) -> S
         rows = torch.cat([rows.to(more_rows.dtype), more_rows])  # neither is rounded
         if row_bias is not None:  # a bank's items have no bias
             row_bias = torch.cat([row_bias, row_bias.new_zeros(len(more_rows))])
-    engine: Any = sim.engine if sim.engine in ("tiled", "triton") else "auto"
+    engine = cast(Engine, sim.engine if sim.engine in ("tiled", "triton") else "auto")
     ids = no_match((len(rows), len(bank)), sim.device)
     bias = row_bias, None
     with full_precision(rows):  # autocast would round them
@@ -133,22 +136,15 @@ def log_sum_exp(sim: Similarity, scale: float, cols: Tensor | None = None) -> Te
     return sums
 
 
-def is_extreme(scale: float) -> bool:
-    """Return whether float32 loses what tells log-sum-exps of cosines apart.
-
-    With a small scale they are the logarithm of a number of references, but for the last digits.
-    With a large one they are the highest score, from which some differ by less than its rounding.
-    """
-    return not 1 <= scale <= 100
-
-
 def reference_sums(candidates: Similarity, scale: float) -> Tensor:
     """Return the (N,) log-sum-exp of each candidate's scores with the references.
 
     Given scores are taken to be exact, and summed in float64. Those of embeddings are themselves
-    rounded to float32, and so are their sums if scales are usual.
+    rounded to float32, and so are their sums if scales are usual: with a small scale they are the
+    logarithm of a number of references, but for the last digits; with a large one they are the
+    highest score, from which some differ by less than its rounding.
     """
-    if candidates.embeddings is None or is_extreme(scale):
+    if candidates.embeddings is None or not 1 <= scale <= 100:
         return log_sum_exp(candidates, scale)
     with full_float32(candidates.device):
         return candidates.logsumexp(scale)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from .registry import check
-from .subject import Batch, Result, Subject, result_of, same, tensors, total, trained
+from .subject import Batch, Loss, Result, Subject, result_of, same, tensors, total, trained
 
 # ----------------------------------------------------------------------------- values and gradients
 
@@ -43,7 +43,7 @@ def result_is_a_number(subject: Subject) -> None:
     assert bool(value.isfinite()), f"expected a finite value, got {value.item()}"
 
 
-def _gradcheck(output: Callable[[], Any], inputs: Sequence[Tensor], **options: Any) -> None:
+def _gradcheck(output: Callable[[], object], inputs: Sequence[Tensor], **options: Any) -> None:
     """Raise an error unless the gradients of inputs equal finite differences."""
 
     def moved(*_: Tensor) -> tuple[Tensor, ...]:
@@ -120,11 +120,11 @@ def agrees_with_reference(subject: Subject) -> None:
     loss = subject.fresh()
     _agree(subject, subject.batch(), loss)
     if hasattr(loss, "reduction"):
-        loss.reduction = "none"
+        loss = subject.fresh(reduction="none")
     _agree(subject, subject.batch(70, 83), loss)
 
 
-def _agree(subject: Subject, batch: Batch, loss: Any) -> None:
+def _agree(subject: Subject, batch: Batch, loss: Loss) -> None:
     """Raise an AssertionError unless a loss and the formula have the same values and gradients."""
     assert subject.reference is not None
     leaves = batch.leaves()
@@ -183,7 +183,7 @@ def inputs_not_modified(subject: Subject) -> None:
 # ---------------------------------------------------------------------------------- unusual batches
 
 
-def _finite(subject: Subject, *batches: Batch, loss: Any = None) -> None:
+def _finite(subject: Subject, *batches: Batch, loss: Loss | None = None) -> None:
     """Raise an AssertionError unless values and their gradients are finite."""
     for number, batch in enumerate(batches, 1):
         for name, x in subject.result(batch, copy.deepcopy(loss)).items():
@@ -410,9 +410,8 @@ def autocast_error(subject: Subject) -> None:
 def _saved_bytes(subject: Subject, n: int) -> int:
     """Return the bytes that autograd saves for n pairs."""
     batch = subject.batch(n, pairs=True, d=4).to(torch.float32).leaves()
-    loss = subject.fresh(torch.float32)
-    if hasattr(loss, "engine"):
-        loss.engine = "tiled"
+    engine = {"engine": "tiled"} if hasattr(subject.loss, "engine") else {}
+    loss = subject.fresh(torch.float32, **engine)
     storages = {}  # by address; they are kept, so that none is used again
 
     def note(x: Tensor) -> Tensor:
@@ -474,10 +473,7 @@ def several_processes(subject: Subject) -> None:
         found = torch.stack([result[name] for result in results])
         if name == "value":
             expected = expected.expand(world)
-        elif name in (
-            "gradient of images",
-            "gradient of texts",
-        ):  # a process has the gradients of its own ones
+        elif name in ("gradient of images", "gradient of texts"):  # of a process's own ones
             found = found.flatten(0, 1) / world
         else:
             found = found.mean(0)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .subject import Batch, Result, Subject, result_of, same
+from .subject import Batch, Loss, Result, Subject, result_of, same
 
 CheckFunction = Callable[[Subject], None]
 Results = Iterator[Result]
@@ -54,13 +54,13 @@ class Trial:
     loss: Any  # a copy of the subject's, with other parameters, that has computed another batch
     batch: Batch  # its embeddings require gradients
 
-    def result(self, batch: Batch | None = None, loss: Any = None) -> Result:
+    def result(self, batch: Batch | None = None, loss: Loss | None = None) -> Result:
         """Return the value for a batch that was made of the trial's, and the gradients of the
         trial's embeddings; by default, of its own batch and loss.
         """
-        loss = self.loss if loss is None else loss
-        value = self.subject.value(batch or self.batch, loss)
-        return result_of(value, self.batch, loss)
+        chosen: Loss = self.loss if loss is None else loss
+        value = self.subject.value(batch or self.batch, chosen)
+        return result_of(value, self.batch, chosen)
 
 
 def same_after(
@@ -94,7 +94,7 @@ def same_after(
     return register
 
 
-def altered(loss: Any) -> Any:
+def altered(loss: Loss) -> Loss:
     """Return the loss with other parameters and floating-point buffers, if it has any."""
     if isinstance(loss, nn.Module):
         for x in (*loss.parameters(), *loss.buffers()):

@@ -17,7 +17,7 @@ import torch
 from ..checks import as_size
 from . import properties, transformations  # noqa: F401 — register the checks
 from .registry import CHECKS
-from .subject import Subject
+from .subject import Loss, Subject
 
 Status = Literal["passed", "failed", "expected failure", "skipped"]
 
@@ -127,7 +127,7 @@ class LossCheck:
             check.function(self.subject)
 
 
-def on_the_cpu() -> AbstractContextManager[Any]:
+def on_the_cpu() -> AbstractContextManager[object]:
     """Return a context in which tensors are made on the CPU, whatever the default device is."""
     # a context would get into compiled graphs
     if torch.empty(0).device.type == "cpu":
@@ -136,13 +136,13 @@ def on_the_cpu() -> AbstractContextManager[Any]:
 
 
 def loss_checks(
-    loss: Callable[..., Any],
+    loss: Loss,
     *,
-    call: Callable[..., Any] | None = None,
+    call: Callable[..., object] | None = None,
     ids: bool = True,
     normalizes: bool = True,
     processes: int = 1,
-    reference: Callable[..., Any] | None = None,
+    reference: Callable[..., object] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     only: Collection[str] | None = None,
 ) -> list[LossCheck]:
@@ -172,7 +172,7 @@ def loss_checks(
     return [LossCheck(name, subject, expected.get(name)) for name in CHECKS if name in chosen]
 
 
-def check_loss(loss: Callable[..., Any], **options: Any) -> Report:
+def check_loss(loss: Loss, **options: Any) -> Report:
     """Return the report of all checks on a contrastive loss, or raise an error that lists those
     that it fails.
 

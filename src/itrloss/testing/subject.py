@@ -7,13 +7,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import SkipTest
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+# A module, or a function. What is read of it is looked for first.
+Loss = Callable[..., object]
 # The "value" of a loss, the "gradient of images", "of texts" and of its parameters, "of loss.bias".
 Result = dict[str, Tensor]
 
@@ -64,12 +66,12 @@ class Subject:
     of it only.
     """
 
-    loss: Callable[..., Any]
-    call: Callable[..., Any] | None = None
+    loss: Loss
+    call: Callable[..., object] | None = None
     ids: bool = True
     normalizes: bool = True
     processes: int = 1
-    reference: Callable[..., Any] | None = None
+    reference: Callable[..., object] | None = None
 
     def require(self, feature: str) -> None:
         """Raise a SkipTest that says why, if a check that needs a feature does not apply."""
@@ -88,7 +90,7 @@ class Subject:
         if not holds:
             raise SkipTest(reason)
 
-    def fresh(self, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    def fresh(self, dtype: torch.dtype = torch.float64, **options: object) -> Loss:
         """Return a copy of the loss, with parameters of a dtype, and with attributes set."""
         loss = copy.deepcopy(self.loss)
         if isinstance(loss, nn.Module):
@@ -121,18 +123,18 @@ class Subject:
             images, texts = (nn.functional.normalize(x, dim=1) for x in sides)
         return Batch(images, texts, *ids)
 
-    def output(self, batch: Batch, loss: Any) -> Any:
+    def output(self, batch: Batch, loss: Loss) -> object:
         """Return what a loss returns for a batch."""
         inputs = batch if self.ids else batch[:2]
         if self.call is None:
             return loss(*inputs)
         return self.call(loss, *inputs)
 
-    def value(self, batch: Batch, loss: Any) -> Tensor:
+    def value(self, batch: Batch, loss: Loss) -> Tensor:
         """Return the 0-dim value, see :meth:`output`."""
         return total(self.output(batch, loss))
 
-    def result(self, batch: Batch, loss: Any = None) -> Result:
+    def result(self, batch: Batch, loss: Loss | None = None) -> Result:
         """Return the value and its gradients; by default, of a copy of the loss."""
         if loss is None:
             loss = self.fresh(torch.promote_types(batch.images.dtype, torch.float32))
@@ -146,26 +148,26 @@ def _lengths(x: Tensor, generator: torch.Generator) -> Tensor:
     return (0.5 + 1.5 * uniform) / math.sqrt(x.shape[1])
 
 
-def tensors(output: Any) -> list[Tensor]:
+def tensors(output: object) -> list[Tensor]:
     """Return all floating-point tensors in what a loss returned."""
     found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
     assert found, f"expected a floating-point tensor, got {type(output).__name__}"
     return found
 
 
-def total(output: Any) -> Tensor:
+def total(output: object) -> Tensor:
     """Return the 0-dim sum of all floating-point tensors in what a loss returned."""
     return torch.stack([x.sum() for x in tensors(output)]).sum()
 
 
-def trained(loss: Any) -> dict[str, Tensor]:
+def trained(loss: Loss) -> dict[str, Tensor]:
     """Return the parameters of a loss that require a gradient, by name."""
     if not isinstance(loss, nn.Module):
         return {}
     return {name: p for name, p in loss.named_parameters("loss") if p.requires_grad}
 
 
-def result_of(value: Tensor, leaves: Batch, loss: Any, keep: bool = False) -> Result:
+def result_of(value: Tensor, leaves: Batch, loss: Loss, keep: bool = False) -> Result:
     """Return a value and its gradients; with ``keep`` its graph remains."""
     assert value.requires_grad, "the value has no gradient"
     inputs = {"images": leaves.images, "texts": leaves.texts, **trained(loss)}
@@ -177,7 +179,10 @@ def result_of(value: Tensor, leaves: Batch, loss: Any, keep: bool = False) -> Re
 
 
 def same(
-    got: Mapping[str, Any], expected: Mapping[str, Any], rtol: float = 1e-7, atol: float = 1e-9
+    got: Mapping[str, object],
+    expected: Mapping[str, object],
+    rtol: float = 1e-7,
+    atol: float = 1e-9,
 ) -> None:
     """Raise an AssertionError that names what differs, unless all is equal up to rounding."""
     for name, x in expected.items():

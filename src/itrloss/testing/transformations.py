@@ -11,7 +11,7 @@ import pickle
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .registry import Results, Trial, altered, same_after
 from .subject import Batch, Result, result_of, total
@@ -154,6 +154,7 @@ def state_dict_round_trip(trial: Trial) -> Results:
     torch.save(trial.loss.state_dict(), stored)
     stored.seek(0)
     loaded = trial.subject.fresh()
+    assert isinstance(loaded, nn.Module)
     loaded.load_state_dict(torch.load(stored, weights_only=True))
     yield trial.result(loss=loaded)
 

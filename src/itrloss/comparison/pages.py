@@ -16,11 +16,10 @@ A page is a list of blocks for the template ``page.html``, which escapes all tex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-Block = str | dict[str, Any]
+Block = str | Mapping[str, object]
 
 
 def check() -> None:

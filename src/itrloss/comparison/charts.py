@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import check
+from .pages import check
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-Legend = tuple[Sequence[Any], Sequence[str]]  # matplotlib artists and their names
+Handles = Sequence[Any]  # artists and containers of matplotlib, for which it has no common type
+Legend = tuple[Handles, Sequence[str]]
 
 # Each has a contrast of at least 3 with white and with near black, for light and dark pages.
 COLOURS = ("#2f86c9", "#cf6a1c", "#1f9a70", "#b065a5", "#9a7d0a", "#7a838c")
@@ -166,22 +168,12 @@ def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         if len(names) > 1:
-            # As many columns as fit, of 7 pixels a character; the chart grows with further lines.
-            names = [textwrap.fill(name, (width - 60) // 8) for name in names]
-            longest = max(len(line) for name in names for line in name.split("\n"))
-            columns = min(4, max(1, width // (60 + 7 * longest)))
-            height += 18 * (-(-len(names) // columns) * _most_lines(names) - 1)
+            height += _add_legend(figure, handles, names, width)
             figure.set_figheight(height / 72)
-            figure.legend(handles, names, loc="outside upper left", ncols=columns)
         # equal charts give equal text
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    body = file.getvalue().partition("</defs>")[2]  # what precedes would style the whole page
-    # Drop matplotlib's ids, which repeat in every figure, except those referred to, which depend on
-    # the label's hash.
-    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', body))
-    body = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", body)
-    body = re.sub(r" font-family: [^;]*;", "", body).replace(_INK, "currentColor")
+    body = _plain(file.getvalue())
     frame = (
         f'viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{escape(label)}"'
     )
@@ -191,3 +183,26 @@ def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple
         "font-family: system-ui, sans-serif; stroke-linejoin: round"
     )
     return f'<svg {frame} style="{look}">{body}'
+
+
+def _add_legend(figure: Figure, handles: Handles, names: Sequence[str], width: int) -> int:
+    """Add a legend above a chart of a width, and return by how much it makes the chart higher.
+
+    It has as many columns as fit, of 7 pixels a character.
+    """
+    names = [textwrap.fill(name, (width - 60) // 8) for name in names]
+    longest = max(len(line) for name in names for line in name.split("\n"))
+    columns = min(4, max(1, width // (60 + 7 * longest)))
+    figure.legend(handles, names, loc="outside upper left", ncols=columns)
+    rows = -(-len(names) // columns)
+    return 18 * (rows * _most_lines(names) - 1)
+
+
+def _plain(svg: str) -> str:
+    """Return the elements of matplotlib's SVG, in the colour and the font of the page."""
+    body = svg.partition("</defs>")[2]  # what precedes would style the whole page
+    # Drop matplotlib's ids, which repeat in every figure, except those referred to, which depend on
+    # the label's hash.
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', body))
+    body = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", body)
+    return re.sub(r" font-family: [^;]*;", "", body).replace(_INK, "currentColor")

@@ -7,24 +7,25 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import rerank, tables
-from .checks import one_of
-from .metrics import Comparison, RetrievalResults, compare_all, retrieval_results
-from .metrics.labels import check_whole, with_ids
-from .metrics.results import RECALLS, WAYS, Ks, check_systems
-from .metrics.retrieval import as_pair
-from .rerank import FastReranker, Reranker
-from .rerank.base import go_beyond_cosines, has_defaults_for_cosines
-from .rerank.fast import SCALES
-from .similarity import Similarity
-from .suspicious import UnfitScalesWarning, are_the_same, warn
-from .tables import ARROWS, TESTED, Row, Table, comparison_table, samples_for
+from .. import rerank, tables
+from ..checks import one_of
+from ..metrics import Comparison, RetrievalResults, compare_all, retrieval_results
+from ..metrics.labels import check_whole, with_ids
+from ..metrics.matching import rows_of
+from ..metrics.relevance import Rules
+from ..metrics.results import RECALL_NAMES, RECALLS, WAYS, Ks, check_systems
+from ..metrics.retrieval import as_pair
+from ..rerank import FastReranker, Reranker
+from ..rerank.base import go_beyond_cosines, has_defaults_for_cosines
+from ..rerank.fast import SCALES
+from ..similarity import Similarity
+from ..suspicious import UnfitScalesWarning, are_the_same, warn
+from ..tables import ARROWS, TESTED, Cell, Grid, Row, Table, comparison_table, samples_for
 
 METHODS: dict[str, type[Reranker]] = {
     "fast": rerank.FastReranker,
@@ -55,12 +56,15 @@ TITLES = {  # names for readers who do not know the command line's
     "dbsn": "DBSN",
 }
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
-_PRECISIONS = {  # columns and their widths
-    "i2t_r_precision": 8,
-    "t2i_r_precision": 5,
-    "i2t_map_at_r": 10,
-    "t2i_map_at_r": 5,
-}
+# the figures of a protocol, in the order of its columns
+_PROTOCOL = (
+    *RECALL_NAMES,
+    "rsum",
+    "i2t_r_precision",
+    "t2i_r_precision",
+    "i2t_map_at_r",
+    "t2i_map_at_r",
+)
 
 
 @dataclass(frozen=True)
@@ -130,14 +134,11 @@ class Entry:
         """
         if self.reranker is None:
             return ""
-        i2t, t2i = self.reranker.transductive
-        if i2t and t2i:
-            return "test"
-        if i2t:
-            return "bank t2i"
-        if t2i:
-            return "bank i2t"
-        return "bank"
+        looks_at_test = self.reranker.transductive
+        by_bank = [way for way, test in zip(WAYS, looks_at_test, strict=True) if not test]
+        if len(by_bank) == 1:
+            return f"bank {by_bank[0]}"
+        return "bank" if by_bank else "test"
 
     @property
     def looks_at(self) -> str:
@@ -154,7 +155,7 @@ class RerankerComparison:
     sim: Similarity
     entries: list[Entry]
     left_out: dict[str, str]  # method: why
-    rules: Mapping[str, Any] = field(default_factory=dict)  # who is right, and who is ranked
+    rules: Rules = field(default_factory=Rules)  # who is right, and who is ranked
     samples: int = 0  # of the bootstrap behind the changes
     warnings: Sequence[str] = ()  # of the input, which the table repeats
 
@@ -188,7 +189,7 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
     fast: FastReranker | None = None,
     progress: Callable[[str], None] = lambda text: None,
     folds: int = 1,
-    rules: Mapping[str, Any] = MappingProxyType({}),
+    rules: Rules | None = None,
     samples: int | None = None,
 ) -> RerankerComparison:
     """Return what methods make of scores, with hubs of the test queries and of any banks.
@@ -213,10 +214,8 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
         TypeError, ValueError: naming the argument, also for an unknown name.
     """
     rerankers = _by_name(methods, fast or FastReranker())
-    if not isinstance(banks, (tuple, list)) or len(banks) != 2:
-        expected = "a pair, queries of images and of texts, or None for one of them"
-        raise TypeError(f"banks: expected {expected}, got {type(banks).__name__}")
-    banks = banks[0], banks[1]
+    rules = rules or Rules()
+    banks = _checked_banks(banks)
     if validation is not None and "fast" not in rerankers:
         raise ValueError("validation: expected 'fast' among methods, which is calibrated on it")
     sim = _with_ids("sim", sim)
@@ -240,6 +239,14 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
     if samples is None:
         samples = samples_for(len(entries) - 1)
     return RerankerComparison(sim, _compared(entries, samples), left_out, rules, samples)
+
+
+def _checked_banks(banks: Banks) -> Banks:
+    """Return a pair of banks; raise a TypeError for what is none."""
+    if not isinstance(banks, (tuple, list)) or len(banks) != 2:
+        expected = "a pair, queries of images and of texts, or None for one of them"
+        raise TypeError(f"banks: expected {expected}, got {type(banks).__name__}")
+    return banks[0], banks[1]
 
 
 class _Trial(NamedTuple):
@@ -269,7 +276,7 @@ def _trials(
     return trials
 
 
-def _tried(trial: _Trial, sim: Similarity, folds: int, rules: Mapping[str, Any]) -> Entry:
+def _tried(trial: _Trial, sim: Similarity, folds: int, rules: Rules) -> Entry:
     """Return what a method makes of the scores, and the time that ranking takes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnfitScalesWarning)
@@ -284,8 +291,8 @@ def _pairs_in_words(sim: Similarity, validation: Similarity | None) -> str:
     """Return what the validation pairs are; warn if they are those of the test set."""
     if validation is None:
         return ""
-    for test, other in zip(_sides(sim), _sides(validation), strict=True):
-        if are_the_same(test, other):
+    for test, other in ((sim, validation), (sim.T, validation.T)):
+        if are_the_same(rows_of(test), rows_of(other)):
             warn(
                 "validation: it has items of the test set, on which nothing may be calibrated; "
                 "pass held-out pairs"
@@ -303,14 +310,6 @@ def _warn_of_units(sim: Similarity, rerankers: Mapping[str, Reranker]) -> None:
             f"{', '.join(found)} are for cosine similarities. Divide logits by the model's logit "
             "scale"
         )
-
-
-def _sides(sim: Similarity) -> Sequence[Tensor]:
-    """Return what images and texts are recognised by: embeddings, or rows and columns of scores."""
-    if sim.embeddings is not None:
-        return sim.embeddings
-    scores = sim.scores()
-    return scores, scores.T
 
 
 def _without_bank(banks: Banks | None, validation: Similarity) -> str:
@@ -384,7 +383,7 @@ def _are_same(own: RetrievalResults, other: RetrievalResults) -> bool:
     return True
 
 
-def _with_ids(name: str, scores: Any) -> Similarity:
+def _with_ids(name: str, scores: Tensor | Similarity) -> Similarity:
     """Return scores of any form as a Similarity."""
     if isinstance(scores, Similarity):
         check_whole(name, scores)
@@ -402,7 +401,7 @@ def _by_name(
     if isinstance(methods, str) or not isinstance(methods, Iterable):
         raise TypeError(f"methods: expected a list such as ['fast', CSLS(10)], got {methods!r}")
     if isinstance(methods, Mapping):
-        return _by_own_names(methods)
+        return _by_own_names(methods.items())
     found = {}
     for method in methods:
         if isinstance(method, Reranker):
@@ -416,9 +415,10 @@ def _by_name(
     return found
 
 
-def _by_own_names(methods: Mapping[Any, Any]) -> dict[str, Reranker]:
+def _by_own_names(methods: Iterable[tuple[object, object]]) -> dict[str, Reranker]:
     """Return re-rankers by names of one's own, which are no names of this module."""
-    for name, method in methods.items():
+    found = {}
+    for name, method in methods:
         if not isinstance(method, Reranker):
             expected = "a re-ranker for each name, such as {'mine': CSLS(10)}"
             raise TypeError(f"methods: expected {expected}, got {method!r} for {name!r}")
@@ -426,7 +426,8 @@ def _by_own_names(methods: Mapping[Any, Any]) -> dict[str, Reranker]:
             raise TypeError(f"methods: expected names on one line, got {name!r}")
         if name in TITLES:
             raise ValueError(f"methods: expected other names than the library's, got {name!r}")
-    return dict(methods)
+        found[name] = method
+    return found
 
 
 def _obstacle(method: Reranker, sim: Similarity, banks: Banks) -> str:
@@ -480,41 +481,14 @@ def table(comparison: RerankerComparison, ks: Ks = RECALLS) -> str:
 
 
 def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> str:
-    """Return one line for each protocol of :func:`itrloss.metrics.coco_protocol`.
-
-    A line has at most 100 columns.
+    """Return the figures of :func:`itrloss.metrics.coco_protocol` as text: a line for each
+    protocol, of at most 100 columns.
     """
-    lines = [f"{'':12} {_head()} {'R-P i2t':>8} {'t2i':>5} {'mAP@R i2t':>10} {'t2i':>5}"]
+    rows = []
     for name, metrics in figures.items():
-        line = f"{name:12} {_recalls(metrics)}"
-        for column, width in _PRECISIONS.items():
-            value = ""
-            if column in metrics:
-                value = f"{metrics[column]:.1f}"
-            line += f" {value:>{width}}"
-        lines.append(line.rstrip())
-    return "\n".join(lines)
-
-
-def _title(way: str, ks: Ks) -> str:
-    return f"{way} {' '.join(map(str, ks))}"
-
-
-def _width(ks: Ks) -> int:
-    """Return the width of the columns of a direction: of their title, or of their numbers."""
-    return max(len(_title("image→text", ks)), 6 * len(ks) - 1)
-
-
-def _head(ks: Ks = RECALLS) -> str:
-    """Return the head of the columns that :func:`_recalls` fills."""
-    titles = [f"{_title(way, ks):>{_width(ks)}}" for way in ("image→text", "text→image")]
-    return " ".join([*titles, f"{'RSUM':>5}"])
-
-
-def _recalls(metrics: Mapping[str, float], ks: Ks = RECALLS) -> str:
-    """Return R@K of both directions, and the RSUM."""
-    groups = []
-    for way in WAYS:
-        numbers = " ".join(f"{metrics[f'{way}_r{k}']:5.1f}" for k in ks)
-        groups.append(f"{numbers:>{_width(ks)}}")
-    return " ".join([*groups, f"{metrics['rsum']:5.1f}"])
+        values = [metrics.get(figure) for figure in _PROTOCOL]
+        texts = ["" if x is None else f"{x:.1f}" for x in values]
+        rows.append((name, [Cell(text) for text in texts]))
+    groups = [(arrow, 3) for arrow in ARROWS.values()] + [("", 1), ("R-P", 2), ("mAP@R", 2)]
+    columns = ["R@1", "R@5", "R@10"] * 2 + ["RSUM"] + ["i2t", "t2i"] * 2
+    return tables.text(Table([Grid(groups, columns, rows)], []))

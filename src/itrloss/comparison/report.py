@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..comparison import TITLES, Entry, ModelComparison, RerankerComparison
 from ..metrics import QueryResults, skewness
 from ..metrics.results import WAYS
 from ..tables import ARROWS, Table
-from . import Block, number, render
+from . import TITLES, Entry, ModelComparison, RerankerComparison
 from .charts import histograms, intervals
+from .pages import Block, number, render
 
 _LISTED = 10  # hubs, queries that gained, queries that lost
 
