@@ -281,3 +281,17 @@ def test_functions_of_pairs_may_work_in_place(engine):
         if sim.one_to_one:
             assert torch.equal(of_rows, sample(n, seed=3))
             assert torch.equal(of_cols, sample(m, seed=4))
+
+
+def test_directions_have_the_words_of_results_as_synonyms():
+    rows = torch.eye(3)[:2]
+    sim = Similarity(rows, torch.eye(3), [0, 1], [0, 1, 2])
+    for word, synonym in (("image-text", "i2t"), ("text-image", "t2i")):
+        loss = itrloss.InfoNCELoss(directions=synonym)
+        assert loss.directions == word
+        assert len(sim.towards(synonym)) == len(sim.towards(word))
+    memory = itrloss.CoupledMemory(4, 3)
+    sims = itrloss.memory.MemorySimilarity.of(rows, rows, rows, rows, memory, directions="t2i")
+    assert sims.directions == "text-image"
+    with pytest.raises(ValueError, match=r"directions: expected 'both', .* got 'i2i'"):
+        sim.towards("i2i")

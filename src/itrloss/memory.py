@@ -37,7 +37,7 @@ from .engine.relation import IGNORE_ID, Ids, Relation, are_sets
 from .engine.step import NO_COLUMNS, Layout, Place, Step, StepPart
 from .engine.vectors import Embeddings, normalized
 from .related import PassedIds, relation_of
-from .similarity import SIDES, Directions, Engine, Similarity
+from .similarity import SIDES, Directions, Engine, Similarity, as_directions
 
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
 
@@ -370,6 +370,7 @@ class MemorySides(NamedTuple):
         """Return the similarities of the anchors of one direction, or of both."""
         keys = []
         memory = []
+        directions = as_directions(directions)
         for side in SIDES[directions]:
             keys.append([self.keys[side]])
             memory.append([self.memory[side]])

@@ -37,14 +37,23 @@ from .related import Related, relation_of
 X = TypeVar("X")
 #: The id of a row, a column or a negative that does not exist, such as padding: the least int64.
 NO_ID = IGNORE_ID
-Directions = Literal["both", "image-text", "text-image"]
+Directions = Literal["both", "image-text", "text-image", "i2t", "t2i"]
 DIRECTIONS: tuple[Directions, ...] = "both", "image-text", "text-image"
+#: What results call the directions; losses take these words, too.
+SYNONYMS = {"i2t": "image-text", "t2i": "text-image"}
 #: The sides whose values count: 0 for images, 1 for texts.
 SIDES: dict[Directions, tuple[int, ...]] = {
     "both": (0, 1),
     "image-text": (0,),
     "text-image": (1,),
 }
+
+
+def as_directions(value: object) -> Directions:
+    """Return the directions that are meant; raise an error for another word."""
+    meant = SYNONYMS.get(value, value) if isinstance(value, str) else value
+    one_of("directions", meant, *DIRECTIONS)
+    return meant  # type: ignore[return-value]
 
 
 class Similarity(Anchors):
@@ -391,11 +400,12 @@ class Similarity(Anchors):
     def towards(self, directions: Directions) -> Anchors:
         """Return the anchors of one direction or of both, with rows that are images.
 
-        ``"image-text"`` has the rows, whose candidates are texts, ``"text-image"`` the columns.
+        ``"image-text"`` has the rows, whose candidates are texts, ``"text-image"`` the columns;
+        ``"i2t"`` and ``"t2i"`` are the same.
         """
         if directions == "both":
             return self.both
-        one_of("directions", directions, *DIRECTIONS)
+        directions = as_directions(directions)
         side = self._side if directions == "image-text" else 1 - self._side
         return Anchors([AnchorSide(self._matrix, side, self.share)])
 

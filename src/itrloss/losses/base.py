@@ -33,7 +33,7 @@ from ..engine.relation import Rule
 from ..functional import Reduction, Values
 from ..memory import CoupledMemory, MemorySimilarity
 from ..related import PassedIds, Related
-from ..similarity import Directions, Engine, Similarity
+from ..similarity import Directions, Engine, Similarity, as_directions
 from ..suspicious import may_be_read, warn, warn_of_ids, warn_of_units, warn_of_vectors
 from ..telemetry import describe, describe_memory
 
@@ -274,7 +274,7 @@ class DirectedLoss(SimilarityLoss):
     """
 
     _: KW_ONLY
-    directions: Directions = "both"
+    directions: Directions = option(default="both", converter=as_directions)
 
 
 class PairLoss(DirectedLoss):
@@ -289,7 +289,8 @@ class PairLoss(DirectedLoss):
 
     Args:
         directions: ``"both"``, or ``"image-text"`` for the images alone as anchors, with texts as
-            candidates (as queries and documents have one direction), or ``"text-image"``.
+            candidates (as queries and documents have one direction), or ``"text-image"``. ``"i2t"``
+            and ``"t2i"``, as results call them, are synonyms.
         groups: with ``image_groups`` in the call, ``"same"`` takes negatives of the same group
             alone, ``"other"`` those of other groups.
         normalize: scale embeddings to unit length; False: scores are inner products.
