@@ -230,8 +230,10 @@ class CoupledMemory(CheckedModule):
         """Raise a TypeError for strings where the entries' ids are integers, and the other way
         round: none would match.
         """
-        named = _are_names(ids)
-        if named is None or self._named is None or named == self._named:
+        if ids is None or self._named is None:
+            return
+        named = checks.are_strings(ids)
+        if named == self._named:
             return
         if checks.as_id_numbers(name, ids).numel():
             kinds = {True: "strings", False: "integers"}
@@ -309,7 +311,7 @@ class MemorySimilarity(NamedTuple):
             words = f"{size}; types of memory and keys {types}"
             return words if same is None else f"{words}; {same()}"
 
-        if gather:
+        if gather and world_size(process_group) > 1:
             sim = Similarity.sharded(
                 *batch,
                 *ids,
