@@ -110,6 +110,14 @@ class Block(NamedTuple):
     groups: tuple[int, ...]  # for each side, the number of its group of anchors
     firsts: tuple[int, ...]  # for each side, the number of its first candidate in the group
 
+    @property
+    def size(self) -> int:
+        """The number of anchors."""
+        n, m = self.matrix.shape
+        if len(self.sides) == 2:
+            return n + m
+        return m if self.sides[0] else n
+
     def with_side(self, side: int, group: int, first: int) -> Block:
         """Return the block with its other side as anchors, too."""
         if side == 0:
@@ -177,14 +185,10 @@ class Anchors:
         self._groups = groups
         self._blocks = blocks_of(groups)
         #: Whether the blocks have all groups in order, so that their answers are in order, too.
-        every: list[int] = []
-        self._block_sizes: list[int] = []
+        of_blocks: tuple[int, ...] = ()
         for block in self._blocks:
-            every += block.groups
-            self._block_sizes.append(0)
-            for side in block.sides:
-                self._block_sizes[-1] += block.matrix.shape[side]
-        self._in_order = every == list(range(len(groups)))
+            of_blocks += block.groups
+        self._in_order = of_blocks == tuple(range(len(groups)))
         self._has_one_block = self._in_order and len(self._blocks) == 1
         first = groups[0][0].matrix
         self.dtype = first.dtype
@@ -216,9 +220,7 @@ class Anchors:
         for size in self.sizes:  # one by one: a set would have the compiler specialise on each
             self.of_one_size = self.of_one_size and size == self.sizes[0]
         #: Whether all anchors certainly have a positive and a negative; None: not looked at.
-        self._known_complete: bool | None = None
-        if self.one_to_one:
-            self._known_complete = min(self.sizes) > 1
+        self._known_complete = min(self.sizes) > 1 if self.one_to_one else None
         self._index: Tensor | None = None  # (P,) anchors of the positive pairs
         self._known_counts: dict[bool, Tensor] = {}  # (A,) numbers of positives (True), negatives
 
@@ -372,7 +374,7 @@ class Anchors:
     def _split_by_block(self, x: Tensor) -> Sequence[Tensor]:
         """Return each block's part of the values (..., A) of the matrices' anchors."""
         if self._in_order:
-            return x.split_with_sizes(self._block_sizes, -1)
+            return x.split_with_sizes([block.size for block in self._blocks], -1)
         of_groups = x.split_with_sizes(self.whole_sizes, -1)
         parts = []
         for block in self._blocks:
@@ -391,9 +393,9 @@ class Anchors:
             raise ValueError(f"guide: expected the same anchors and candidates, got {got}")
         return [block.matrix for block in guide._blocks]
 
-    def _layout(self) -> list[Any]:
+    def _layout(self) -> list[object]:
         """Return what two sets of anchors have alike if they have the same candidates."""
-        layout: list[Any] = []
+        layout: list[object] = []
         for block in self._blocks:
             layout.append((block.matrix.shape, block.sides, block.groups, block.firsts))
         for group in self._groups:
@@ -813,21 +815,28 @@ class Anchors:
         if not self._lists_positives():
             matches = self._weights_of_matches() if weights == "parameter" else None
             return self._sum(term, a, b, Where("positives"), tensors, matches)
+        return self._sum_of_listed(term, [a, b, *tensors], weights == "parameter")
+
+    def _sum_of_listed(
+        self, term: Term, values: Sequence[Value | None], takes_weights: bool
+    ) -> Tensor:
+        """Return (A,) sums of a term over listed positives; ``values``: scale, shift and
+        parameters.
+        """
         scores, index = self._positives()
-        values = [a, b, *tensors]
         if index is not None:
             values = [x[index] if has_each(x) else x for x in self._gathered(values)]
-        own_scale, own_shift, *own_params = values
-        assert own_scale is not None
-        z = affine(scores, own_scale, own_shift)
-        if weights == "parameter":
-            own_params.insert(0, self._listed_weights())
-        values = term.computed(z, own_params)
-        if values.shape != z.shape:  # a user's function may return a parameter
-            values = values.expand_as(z)
+        scale, shift, *params = values
+        assert scale is not None
+        z = affine(scores, scale, shift)
+        if takes_weights:
+            params.insert(0, self._listed_weights())
+        terms = term.computed(z, params)
+        if terms.shape != z.shape:  # a user's function may return a parameter
+            terms = terms.expand_as(z)
         if index is None:
-            return values
-        total = segment_sum(values, index, sum(self.whole_sizes))
+            return terms
+        total = segment_sum(terms, index, sum(self.whole_sizes))
         return total if self.exchange is None else self.exchange.merged(total)
 
     def _weights_of_matches(self) -> Anchors:
@@ -896,7 +905,8 @@ class Anchors:
             for side in group:
                 scores.append(side.matrix.positive_scores())
                 if not self.one_to_one and self._index is None:
-                    index.append(side.matrix.relation.listed[side.side] + first)
+                    own = side.matrix.relation.listed[side.side]
+                    index.append(own + first if first else own)
             first += size
         if self.one_to_one:
             return torch.cat(scores), None

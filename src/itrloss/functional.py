@@ -132,7 +132,7 @@ def diversity_contrastive_loss(  # noqa: PLR0913 (the options of the module)
     own = anchors if positives is None else positives
     attraction = own.mean_of_positives(ATTRACTIONS[positive])
     weight = temperature if positive_weight == "paper" else float(positive_weight)
-    values = torch.sub(temperature * repulsion, attraction, alpha=weight)
+    values = torch.add(temperature * repulsion, attraction, alpha=-weight)
     valid = None if positives is None else _valid(anchors, positives)
     return anchors.reduce(values, reduction, valid)
 
@@ -182,7 +182,7 @@ def hubness_aware_loss(
         return anchors.reduce(values, reduction, _valid(anchors, positives))
     repulsion = anchors.log1p_sum_exp(scale, margin) / scale
     attraction = anchors.per_pair(anchors.sum_of_positives(ATTRACTIONS[positive], weights="factor"))
-    return anchors.reduce(torch.sub(repulsion, attraction, alpha=0.5), reduction)
+    return anchors.reduce(torch.add(repulsion, attraction, alpha=-0.5), reduction)
 
 
 def _against_queues(
@@ -385,7 +385,7 @@ def _per_row_and_column(sim: Similarity, total: Tensor) -> Tensor:
     by each.
     """
     pairs = sim.pairs
-    if sim.share is None and pairs.matches is None and pairs.all_exist:
+    if sim.share is None and pairs.others_are_negatives and pairs.all_exist:
         n, m = pairs.shape
         return total * (0.5 / n + 0.5 / m)
     rows, cols = [side.positive_counts + side.negative_counts > 0 for side in (sim, sim.T)]

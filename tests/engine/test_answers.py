@@ -6,41 +6,17 @@ import math
 
 import pytest
 import torch
-from support.answers import ANSWERS, TOTALS, assert_equal, evaluate, evaluate_total, parameters
+from support.answers import ANSWERS, assert_equal, parameters
 from support.cases import (
     ENGINES,
-    SHAPES,
-    VIEWS,
     case,
-    each,
     embeddings,
-    finite,
     make_ids,
-    pairwise,
     similarity,
 )
 
-from itrloss import Anchors, Similarity
+from itrloss import Similarity
 from itrloss.engine.terms import hinge, softplus
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ANSWERS)
-def test_answers_and_gradients_equal_the_reference(name, shape, small_tiles, poisoned):
-    v, w, ids, grads = case(shape)
-    wanted = evaluate(ANSWERS[name], v, w, ids, "reference", grads)
-    for engine in ENGINES:
-        found = evaluate(ANSWERS[name], v, w, ids, engine, grads)
-        assert_equal(found, wanted, engine)
-
-
-@pytest.mark.parametrize(("name", "shape", "view"), pairwise(name=TOTALS, shape=SHAPES, view=VIEWS))
-def test_totals_and_gradients_equal_the_reference(name, shape, view, small_tiles, poisoned):
-    v, w, ids, _ = case(shape)
-    wanted = evaluate_total(TOTALS[name], v, w, ids, "reference", VIEWS[view])
-    for engine in ENGINES:
-        found = evaluate_total(TOTALS[name], v, w, ids, engine, VIEWS[view])
-        assert_equal(found, wanted, engine)
 
 
 def test_weights_of_a_total_get_no_gradient():
@@ -59,60 +35,6 @@ def test_wrong_arguments_of_a_total_are_refused():
         sim.weighted_sum(softplus, weights=torch.ones(3))
     with pytest.raises(ValueError, match="over"):
         sim.weighted_sum(softplus, over="some")
-
-
-@pytest.mark.parametrize(("name", "engine"), each(2, name=ANSWERS, engine=ENGINES))
-def test_both_sides_are_answered_as_each_alone(name, engine, small_tiles):
-    answer = ANSWERS[name]
-    v, w, ids, _ = case("wide")
-    sim = similarity(v, w, ids, engine)
-    p = parameters(len(v), len(w))
-    of_rows, of_cols = p.split(sim.shape)
-    rows = answer(sim, of_rows)
-    cols = answer(sim.T, of_cols)
-    rows_first = answer(sim.both, p)
-    assert_equal(rows_first, torch.cat([rows, cols]), tolerance=1e-12)
-    together = answer(Anchors.together(sim, sim.T), p)
-    assert_equal(together, rows_first, tolerance=1e-12)
-    cols_first = answer(sim.T.both, torch.cat([of_cols, of_rows]))
-    assert_equal(cols_first, torch.cat([cols, rows]), tolerance=1e-12)
-    first, second = sim.both.split(rows_first)
-    assert len(first) == len(rows)
-    assert len(second) == len(cols)
-
-
-@pytest.mark.parametrize("name", ["logsumexp", "std", "hardest", "log1p", "hinge sum"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_columns_asked_first_have_the_same_gradients(engine, name):
-    v, w, ids, _ = case("wide")
-    leaves = [v.requires_grad_(), w.requires_grad_()]
-    answer = ANSWERS[name]
-    sim = similarity(v, w, ids, engine)
-    rows_first = answer(sim.both, 2.0)
-    turned = similarity(v, w, ids, engine).T
-    of_cols, of_rows = answer(turned.both, 2.0).split([17, 5])
-    cols_first = torch.cat([of_rows, of_cols])
-    torch.testing.assert_close(cols_first, rows_first)
-    grad = torch.linspace(1, 2, 22, dtype=torch.float64)
-    found = torch.autograd.grad(finite(cols_first) @ grad, leaves)
-    wanted = torch.autograd.grad(finite(rows_first) @ grad, leaves)
-    torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_transposed_view_answers_for_the_columns(engine, small_tiles):
-    v, w, ids, _ = case()
-    row_ids, col_ids = ids
-    view = similarity(v, w, (row_ids, col_ids), engine).T
-    swapped = similarity(w, v, (col_ids, row_ids), engine)
-    assert view.shape == (14, 9)
-    assert swapped.shape == (14, 9)
-    torch.testing.assert_close(view.scores(), swapped.scores())
-    p = parameters(14, 9)
-    for name, answer in ANSWERS.items():
-        found = answer(view.both, p)
-        wanted = answer(swapped.both, p)
-        assert_equal(found, wanted, name)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.answers import ANSWERS, assert_equal, gradients, parameters
-from support.cases import ENGINES, case, each, embeddings, finite, similarity
+from support.answers import ANSWERS, gradients, parameters
+from support.cases import embeddings, similarity
 
 from itrloss.engine.relation import IGNORE_ID
 
@@ -22,41 +22,6 @@ def ids_with_ignored_ones():
     row_ids = torch.tensor([0, IGNORE_ID, 1, 2])
     col_ids = torch.tensor([0, 1, IGNORE_ID, IGNORE_ID, 2, 0])
     return row_ids, col_ids
-
-
-@pytest.mark.parametrize(("name", "engine"), each(2, name=ANSWERS, engine=ENGINES))
-def test_an_ignored_embedding_takes_part_in_nothing(name, engine, small_tiles, poisoned):
-    """The values equal those of the matrix without it; its gradient is 0."""
-    v, w, ids, grads = case()
-    p = parameters(9, 14)
-    rows = but(9, 0, 4)
-    cols = but(14, 2, 3, 13)
-    stay = torch.cat([rows, cols])
-    grad = torch.cat(grads) * stay
-
-    def outcome(vectors_and_parameters, ids, grad, engine):
-        """The values, and their gradients by vectors and parameters."""
-        leaves = [x.clone().requires_grad_() for x in vectors_and_parameters]
-        x, y, scales = leaves
-        sim = similarity(x, y, ids, engine)
-        values = ANSWERS[name](sim.both, scales)
-        assert not values.isnan().any()
-        return values.detach(), gradients(values, leaves, grad)
-
-    row_ids, col_ids = ids
-    marked_rows = row_ids.masked_fill(~rows, IGNORE_ID)
-    marked_cols = col_ids.masked_fill(~cols, IGNORE_ID)
-    values, found = outcome((v, w, p), (marked_rows, marked_cols), grad, engine)
-    if name != "std":  # the standard deviation is at least 1e-6, even without candidates
-        assert not finite(values)[~stay].any()
-    short = (v[rows], w[cols], p[stay])
-    short_ids = (row_ids[rows], col_ids[cols])
-    wanted_values, wanted = outcome(short, short_ids, grad[stay], "reference")
-    assert_equal(values[stay], wanted_values)
-    of_each_leaf = zip(found, wanted, (rows, cols, stay), strict=True)
-    for got, exact, kept in of_each_leaf:
-        assert not got[~kept].any()
-        assert_equal(got[kept], exact)
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
@@ -110,29 +75,3 @@ def test_equal_ids_with_an_ignored_one_are_not_the_same_as_no_ids(engine):
     assert sim.negative_counts.tolist() == [1, 0, 1]
     values = sim.both.logsumexp(2.0)
     assert values.isfinite().tolist() == [True, False, True] * 2
-
-
-ASKED = {
-    "logsumexp over all": lambda anchors: anchors.logsumexp(5.0, over="all"),
-    "entropy": lambda anchors: anchors.entropy(0.05),
-}
-
-
-@pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("name", ASKED)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_one_side_alone_has_an_ignored_id(engine, name, side):
-    answer = ASKED[name]
-    vectors = list(embeddings(5, 5))
-    ids = [torch.arange(5), torch.arange(5)]
-    marked = [x.clone() for x in ids]
-    marked[side][3] = IGNORE_ID
-    sim = similarity(*vectors, marked, engine)
-    found = answer(sim.both)
-    stay = but(5, 3)
-    vectors[side] = vectors[side][stay]
-    ids[side] = ids[side][stay]
-    short = similarity(*vectors, ids, "reference")
-    wanted = answer(short.both)
-    all_but_the_ignored = but(10, 5 * side + 3)
-    torch.testing.assert_close(found[all_but_the_ignored], wanted)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support.answers import ANSWERS, assert_equal, evaluate, gradients, parameters
-from support.cases import ENGINES, case, each, embeddings, pairwise, similarity
+from support.cases import ENGINES, case, each, embeddings
 
 from itrloss import Similarity
-from itrloss.engine import inputs
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -51,38 +50,6 @@ def test_strided_scores_are_read_as_contiguous_ones(engine, small_tiles):
         assert_equal(found, wanted, name, tolerance=1e-12)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_inner_products_equal_the_reference(engine, small_tiles):
-    v, w, ids, grads = case()
-    for name, answer in ANSWERS.items():
-        found = evaluate(answer, v, w, ids, engine, grads, normalize=False)
-        wanted = evaluate(answer, v, w, ids, "reference", grads, normalize=False)
-        assert_equal(found, wanted, name, tolerance=1e-8)
-
-
-@pytest.mark.parametrize(("name", "engine", "d"), each(2, name=ANSWERS, engine=ENGINES, d=[6, 40]))
-def test_matrix_in_one_tile_equals_the_reference(name, engine, d):
-    answer = ANSWERS[name]
-    for shape in ("primes", "wide"):
-        v, w, ids, grads = case(shape, d)
-        found = evaluate(answer, v, w, ids, engine, grads)
-        wanted = evaluate(answer, v, w, ids, "reference", grads)
-        assert_equal(found, wanted, shape)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tile", [(1, 1), (24, 8), (12, 3)])
-@pytest.mark.parametrize("engine", ["tiled", "kept"])
-def test_tile_size_does_not_change_the_answer(engine, tile, monkeypatch):
-    v, w, ids, grads = case((4, 9, "random"))
-    for name, answer in ANSWERS.items():
-        wanted = evaluate(answer, v, w, ids, engine, grads)
-        with monkeypatch.context() as patch:
-            patch.setitem(inputs.TILE, "cpu", tile)
-            found = evaluate(answer, v, w, ids, engine, grads)
-        assert_equal(found, wanted, name)
-
-
 def test_auto_visits_tiles_from_a_size_on():
     v, w = embeddings(300, 300, dtype=torch.float32)
     small = Similarity(v[:256], w[:256])
@@ -98,34 +65,6 @@ def test_auto_visits_tiles_from_a_size_on():
 
 
 # ------------------------------------------------------------------------------------------- biases
-
-
-@pytest.mark.parametrize(
-    ("name", "engine", "normalize", "shape"),
-    pairwise(
-        name=["logsumexp per anchor", "std", "hardest", "likelihood", "hinge sum", "sum between"],
-        engine=ENGINES,
-        normalize=[True, False],
-        shape=["primes", "wide"],
-    ),
-)
-def test_a_bias_is_part_of_answers_and_gets_its_gradient(
-    name, engine, normalize, shape, small_tiles, poisoned
-):
-    v, w, ids, grads = case(shape)
-    of_rows = torch.linspace(-0.3, 0.2, len(v), dtype=v.dtype)
-    of_cols = torch.linspace(0.4, -0.1, len(w), dtype=v.dtype)
-
-    def outcome(engine):
-        """The values, and their gradients by vectors and biases."""
-        leaves = [t.clone().requires_grad_() for t in (v, w, of_rows, of_cols)]
-        x, y, *bias = leaves
-        sim = similarity(x, y, ids, engine, normalize=normalize, bias=tuple(bias))
-        p = parameters(len(v), len(w))
-        values = ANSWERS[name](sim.both, p)
-        return [values.detach(), *gradients(values, leaves, torch.cat(grads))]
-
-    assert_equal(outcome(engine), outcome("reference"))
 
 
 def test_one_side_may_have_a_bias():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.answers import ANSWERS, TOTALS, assert_equal, gradients, parameters
-from support.cases import ENGINES, case, each, embeddings, make_ids, similarity
+from support.answers import ANSWERS, assert_equal, parameters
+from support.cases import ENGINES, case, embeddings, make_ids, similarity
 
 from itrloss import Anchors, Similarity
 from itrloss.engine import relation
@@ -27,61 +27,6 @@ def parts(v, w, ids, engine, cuts):
 def pooled(v, w, ids, engine, cuts):
     """The rows, with their candidates in several matrices."""
     return Anchors.pooled(*parts(v, w, ids, engine, cuts))
-
-
-@pytest.mark.parametrize("name", ["weighted", "shifts of anchors", "mean of hinges"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_totals_of_candidates_in_blocks_are_those_of_the_whole_matrix(engine, name, small_tiles):
-    v, w, ids, _ = case("wide")
-    p = parameters(len(v), 0)
-    total = TOTALS[name]
-    in_blocks = pooled(v, w, ids, engine, (4, 5))
-    whole = similarity(v, w, ids, engine)
-    torch.testing.assert_close(total(in_blocks, p), total(whole, p))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_totals_of_anchors_together_are_sums(engine, small_tiles):
-    v, w, ids, _ = case("wide")
-    total = TOTALS["shifts of anchors"]
-    p = parameters(len(v), len(w))
-    first = similarity(v, w, ids, engine)
-    second = similarity(w, v, ids[::-1], engine)
-    anchors = Anchors.together(first, second)
-    found = total(anchors, p)
-    of_first, of_second = p.split([len(v), len(w)])
-    wanted = total(first, of_first) + total(second, of_second)
-    torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize(
-    ("name", "engine", "groups"), each(2, name=ANSWERS, engine=ENGINES, groups=[1, 2])
-)
-def test_candidates_in_blocks_are_answered_as_the_whole_matrix(
-    name, engine, groups, small_tiles, poisoned
-):
-    """Anchors are rows whose candidates are split over several matrices, and two such groups."""
-    v, w, ids, _ = case("wide")
-    n = len(v)
-    p = parameters(n, n)[: groups * n]
-    grad = torch.linspace(-1, 2, groups * n)
-
-    row_ids, col_ids = ids
-    other_ids = (col_ids[:n], row_ids.repeat(2))
-
-    def outcome(first_cuts, second_cuts):
-        """The values and their gradients, with candidates that are cut at these places."""
-        leaves = [x.clone().requires_grad_() for x in (v, w, p)]
-        x, y, q = leaves
-        first = pooled(x, y, ids, engine, first_cuts)
-        second = pooled(y[:n], x.repeat(2, 1), other_ids, engine, second_cuts)
-        of_groups = [first, second][:groups]
-        values = ANSWERS[name](Anchors.together(*of_groups), q)
-        return [values.detach(), *gradients(values, leaves, grad)]
-
-    found = outcome((4, 5), (3,))
-    wanted = outcome((), ())
-    assert_equal(found, wanted)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -207,17 +152,6 @@ def test_of_equal_negatives_of_pooled_matrices_the_first_is_the_hardest(engine):
     sim = similarity(torch.ones(3, 2), torch.ones(4, 2), ids, engine)
     hardest = Anchors.pooled(sim, sim).hardest_negatives()
     assert hardest.indices.tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_rows_of_one_matrix_twice_have_parameters_of_their_own(engine):
-    v, w, ids, _ = case("wide")
-    sim = similarity(v, w, ids, engine)
-    scales = parameters(5, 22)
-    first, of_cols, last = scales.split([5, 17, 5])
-    wanted = [sim.logsumexp(first), sim.T.logsumexp(of_cols), sim.logsumexp(last)]
-    found = Anchors.together(sim, sim.T, sim).logsumexp(scales)
-    torch.testing.assert_close(found, torch.cat(wanted))
 
 
 def test_anchors_together_are_split_and_reduced():

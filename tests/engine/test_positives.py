@@ -4,83 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.answers import ANSWERS, assert_equal, evaluate
-from support.cases import ENGINES, case, embeddings, pairwise
+from support.cases import embeddings
 
 from itrloss import Similarity
-from itrloss.engine import inputs, relation
-from itrloss.engine.relation import IGNORE_ID
-
-OF_POSITIVES = [
-    "positives",
-    "mean of positives",
-    "positives and likelihood",
-    "log1p",
-    "log1p relu",
-    "logsumexp of positives per anchor",
-    "softplus of one number each",
-    "std",
-    "entropy",
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "engine", "kind", "biased"),
-    pairwise(
-        name=OF_POSITIVES,
-        engine=ENGINES,
-        kind=["random", "same", "ignored", "disjoint"],
-        biased=[False, True],
-    ),
-)
-def test_many_positives_are_not_listed(name, engine, kind, biased, monkeypatch):
-    """Their plain scores are summed by class, and terms of them like those of negatives."""
-    monkeypatch.setattr(relation, "FEW", -1)
-    monkeypatch.setattr(relation.Relation, "listed", property(lambda self: pytest.fail("listed")))
-    v, w, ids, grads = case((7, 12, "random" if kind == "ignored" else kind))
-    reference = "reference"
-    if kind == "ignored":  # for the reference, ignored entries would be negatives of the others
-        ids[0][2] = IGNORE_ID
-        ids[1][5:7] = IGNORE_ID
-        reference = "dense"
-    options = {}
-    if biased and engine != "scores":
-        options["bias"] = torch.linspace(-1, 1, 7).double(), torch.linspace(0.5, -1, 12).double()
-    found = evaluate(ANSWERS[name], v, w, ids, engine, grads, **options)
-    assert_equal(found, evaluate(ANSWERS[name], v, w, ids, reference, grads, **options))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["tiled", "kept"])
-@pytest.mark.parametrize("kind", ["random", "captions", "same", "ignored"])
-def test_masks_and_pair_lists_agree(engine, kind, monkeypatch):
-    """Tiles with few pairs are masked by listing them, others by comparing ids; captured graphs
-    never list.
-    """
-    monkeypatch.setitem(inputs.TILE, "cpu", (60, 10))
-    v, w, ids, grads = case((10, 40, "captions" if kind == "ignored" else kind))
-    if kind == "ignored":
-        ids[0][3] = IGNORE_ID
-        ids[1][ids[1] % 4 == 1] = IGNORE_ID
-    for name, answer in ANSWERS.items():
-        wanted = evaluate(answer, v, w, ids, engine, grads)
-        with monkeypatch.context() as patch:
-            patch.setattr(relation.Relation, "listable", False)
-            assert_equal(evaluate(answer, v, w, ids, engine, grads), wanted, name)
-
-
-@pytest.mark.parametrize("name", ["logsumexp", "logsumexp per anchor", "mean", "hardest"])
-@pytest.mark.parametrize("ignored", [False, True])
-def test_few_pairs_of_a_tile_are_masked_by_their_positions(ignored, name, monkeypatch):
-    """Tiles differ in width; some pairs are at their edges."""
-    monkeypatch.setitem(inputs.TILE, "cpu", (300, 40))
-    v, w, _, grads = case((40, 100, "disjoint"))
-    ids = torch.arange(40), torch.arange(100).roll(33)
-    if ignored:
-        ids[0][ids[0] % 9 == 3] = IGNORE_ID
-        ids[1][ids[1] % 9 == 5] = IGNORE_ID
-    wanted = evaluate(ANSWERS[name], v, w, ids, "dense", grads)
-    assert_equal(evaluate(ANSWERS[name], v, w, ids, "tiled", grads), wanted)
 
 
 def test_positives_and_negatives_are_counted():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.losses_registry import where
-from support.oracle_embedders import contrastive, sdm
+from support.oracle_embedders import contrastive
 from support.processes import run
 from torch import Tensor
 
@@ -103,38 +103,6 @@ def assert_same(found: Any, wanted: Any, given: list[Tensor]) -> None:
         assert difference.abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(12))
-def test_infonce_is_the_loops(kind: str, engine: Any, seed: int):
-    given = images_and_texts(5, 7, 4, (seed, seed + 50))
-    who = relation(kind, seed, 5, 7)
-    directions = ("both", "image-text", "text-image")
-    options: dict[str, Any] = {"temperature": 0.2, "directions": directions[seed % 3]}
-    if seed % 2:
-        options |= {"image_image": True, "text_text": True}
-    if seed % 4 > 1:
-        options["margin"] = 0.3
-    rule = "other" if seed % 5 == 0 else "same"
-    loss = InfoNCELoss(**options, groups=rule, engine=engine)
-    wanted = contrastive(*given, **options, negative_groups=rule, **who)
-    if isinstance(wanted, Tensor) and wanted.requires_grad:
-        found = loss(*given, **who)
-        assert_same(found, wanted, given)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_sdm_is_the_loops(kind: str, engine: Any):
-    loss = itrloss.SDMLoss(0.2, engine=engine)
-    for seed in range(6):
-        given = images_and_texts(5, 7, 4, (seed, seed + 50))
-        who = relation(kind, seed, 5, 7)
-        found = loss(*given, **who)
-        wanted = sdm(*given, temperature=0.2, **who)
-        assert_same(found, wanted, given)
-
-
 PAIR_LOSSES = where(lambda entry: entry.takes == "pairs" and bool(entry.oracle))
 
 
@@ -143,50 +111,6 @@ def related_of(who: dict[str, Any]) -> tuple[tuple[Any, Any], Related]:
     ids = (who.get("image_ids"), who.get("text_ids"))
     groups = (who.get("image_groups"), who.get("text_groups"))
     return ids, Related(groups, "same", who.get("matches"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", PAIR_LOSSES)
-def test_every_loss_takes_relations_on_both_engines(name: str, kind: str):
-    """Tiles give what plain PyTorch does; so do scores and a similarity."""
-    entry = PAIR_LOSSES[name]
-    if "pcme" in name:
-        return
-    given = images_and_texts(9, 7, 8)
-    who = relation(kind, 3, 9, 7)
-    if refuses(name, kind):
-        with pytest.raises(ValueError, match="matches: expected 1 for all matches"):
-            entry.make()(*given, **who)
-        return
-    in_plain_pytorch = entry.make(engine="dense")
-    wanted = in_plain_pytorch(*given, **who)
-    in_tiles = entry.make(engine="tiled")
-    assert_same(in_tiles(*given, **who), wanted, given)
-    ids, related = related_of(who)
-    sim = Similarity(*given, *ids, related=related)
-    loss = entry.make()
-    assert_same(loss(sim), wanted, given)
-
-
-@pytest.mark.parametrize("name", PAIR_LOSSES)
-def test_a_matrix_of_equal_ids_is_what_ids_are(name: str):
-    entry = PAIR_LOSSES[name]
-    if entry.ids != "any":
-        return
-    given = images_and_texts(9, 7, 8)
-    image_ids = integers(1, 5, 9)
-    text_ids = integers(2, 5, 7)
-    plain = entry.make()
-    wanted = plain(*given, image_ids, text_ids)
-    matches = image_ids[:, None] == text_ids
-    sets = [ids[:, None].repeat(1, 2) for ids in (image_ids, text_ids)]
-    one_group = {"image_groups": torch.zeros_like(image_ids)}
-    one_group["text_groups"] = torch.zeros_like(text_ids)
-    for engine in ENGINES:
-        loss = entry.make(engine=engine)
-        assert_same(loss(*given, matches=matches), wanted, given)
-        assert_same(loss(*given, *sets), wanted, given)
-        assert_same(loss(*given, image_ids, text_ids, **one_group), wanted, given)
 
 
 @pytest.mark.parametrize("kind", KINDS)

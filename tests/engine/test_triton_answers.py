@@ -6,16 +6,13 @@ import pytest
 import torch
 from support.answers import ANSWERS, evaluate
 from support.cases import (
-    SHAPES,
     VIEWS,
     case,
     embeddings,
-    pairwise,
     similarity,
-    slow_but_one_of_each,
     upstream,
 )
-from support.on_triton import ASKED, DEVICE, OF_KERNELS, compare, moved
+from support.on_triton import DEVICE, OF_KERNELS, compare, moved
 
 from itrloss import Similarity
 from itrloss.engine import terms, tiled
@@ -28,32 +25,11 @@ from itrloss.engine.terms import pair_term
 pytestmark = OF_KERNELS
 
 
-ALL = pairwise(name=ASKED, shape=SHAPES, fused=[True, False], view=VIEWS)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "fused", "view"),
-    slow_but_one_of_each(
-        ALL, lambda name, shape, fused, view: (name, fused) if SHAPES[shape][0] > 1 else None
-    ),
-)
-def test_answers_equal_the_reference(name, shape, fused, view, few_tiles, poisoned, monkeypatch):
-    """Kernels that multiply, also float32 embeddings so that rounding hides no errors; and ones
-    that read products.
-    """
-    monkeypatch.setattr(engine, "fused", lambda rows, cols: fused)
-    compare(name, shape, VIEWS[view])
-
-
 @pytest.mark.parametrize(
     "name", ["logsumexp per anchor", "std", "hinge sum", "softplus of negatives"]
 )
 def test_answers_of_given_scores_equal_the_reference(name, few_tiles, poisoned):
     compare(name, "five captions", VIEWS["rows"], on_scores=True)
-
-
-def test_inner_products_equal_the_reference(multiplying, few_tiles, poisoned):
-    compare("logsumexp", "primes", normalize=False)
 
 
 def test_a_term_of_ones_own_takes_the_tiles_of_torch(few_tiles):

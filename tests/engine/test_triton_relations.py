@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
 import pytest
 import torch
 from support import losses_registry
-from support.cases import each, embeddings, pairwise, slow_but_one_of_each
+from support.cases import embeddings
 from support.on_triton import (
-    ASKED_TERMS,
     DEVICE,
     HALF,
     OF_KERNELS,
     assert_close,
     assert_near,
-    distance,
     moved,
 )
-from support.reference import formula, unit
 
 import itrloss
 from itrloss import NO_ID, Related
-from itrloss.engine import terms, tiled
+from itrloss.engine import tiled
 from itrloss.engine import triton as engine
-from itrloss.engine.inputs import Inputs, Side
-from itrloss.engine.question import Question
 from itrloss.related import relation_of as made
 
 pytestmark = OF_KERNELS
@@ -88,47 +80,6 @@ def groups_of(kind, n, m):
     return row_groups, col_groups
 
 
-def state(i, j, ids, related):
-    """Whether pair i, j is positive, negative or None, from the meaning of the input alone."""
-    if related is not None and related.matches is not None:
-        value = related.matches[i, j].item()
-        if math.isnan(value):
-            return None
-        return "positive" if value > 0 else "negative"
-    row_ids, col_ids = ids
-    own = {*row_ids[i].reshape(-1).tolist()} - {NO_ID}
-    other = {*col_ids[j].reshape(-1).tolist()} - {NO_ID}
-    if not own or not other:
-        return None
-    if own & other:
-        return "positive"
-    if related is None:
-        return "negative"
-    row_groups, col_groups = related.groups
-    own_group = row_groups[i].item()
-    other_group = col_groups[j].item()
-    is_open = NO_ID in (own_group, other_group)
-    follows_the_rule = (own_group == other_group) == (related.rule == "same")
-    return "negative" if is_open or follows_the_rule else None
-
-
-COUNTED = {
-    "negatives": ["negative"],
-    "positives": ["positive"],
-    "all": ["negative", "positive"],
-}
-
-
-def included(kind, n, m, over):
-    """The (N, M) bool mask of the pairs of a sum."""
-    ids, related = relation_of(kind, n, m)
-    mask = torch.zeros(n, m, dtype=torch.bool)
-    for i in range(n):
-        for j in range(m):
-            mask[i, j] = state(i, j, ids, related) in COUNTED[over]
-    return mask
-
-
 def on_device(kind, n, m):
     """The pairs of a relation where kernels run."""
     ids, related = relation_of(kind, n, m)
@@ -136,133 +87,6 @@ def on_device(kind, n, m):
         groups = tuple(moved(*related.groups))
         related = related._replace(groups=groups, matches=moved(related.matches)[0])
     return made((n, m), tuple(moved(*ids)), related, DEVICE, NAMES)
-
-
-# Rows and columns: several blocks on both axes with ragged ends, one row, and one column.
-RELATED_SHAPES = [(19, 37), (1, 20), (18, 1), (33, 5)]
-
-
-ALL = pairwise(
-    kind=RELATIONS,
-    over=["negatives", "all", "positives"],
-    shape=RELATED_SHAPES,
-    key=[*ASKED_TERMS],
-    shared=[True, False],
-    sides=[(0, 1), (0,), (1,)],
-    form=["multiplied", "given"],
-)
-
-
-def summed(term, over, scores, mask, sides, scale, shift):
-    """Sums of a term over the pairs of a mask, in plain PyTorch."""
-    function = formula(term)
-    sums = []
-    begin = 0
-    for side in sides:
-        own = scores.T if side else scores
-        counted = mask.T if side else mask
-        anchors = slice(begin, begin + len(own)) if len(scale) > 1 else slice(0, 1)
-        begin += len(own)
-        z = scale[anchors, None] * own + shift[anchors, None]
-        values = function(z).expand_as(own)
-        sums.append(values.masked_fill(~counted, 0.0).sum(1))
-    return torch.cat(sums)
-
-
-class Asked(NamedTuple):
-    """A sum over related pairs in float64, and what it is computed from."""
-
-    v: torch.Tensor
-    w: torch.Tensor
-    scores: torch.Tensor
-    scale: torch.Tensor
-    shift: torch.Tensor
-    sums: torch.Tensor
-
-    def gradients(self, by_vectors):
-        """By vectors or scores, scale and shift, for `upstream`."""
-        inputs = [self.v, self.w] if by_vectors else [self.scores]
-        leaves = [*inputs, self.scale, self.shift]
-        return torch.autograd.grad(self.sums, leaves, self.upstream())
-
-    def upstream(self):
-        grad = torch.linspace(-1, 2, self.sums.numel(), dtype=torch.float64)
-        return grad.view_as(self.sums)
-
-
-def asked_in_double(kind, over, shape, key, shared, sides):
-    """Sums by plain PyTorch, of which z = scale S + shift has both signs."""
-    term, _ = ASKED_TERMS[key]
-    size = 1 if shared else sum(shape[side] for side in sides)
-    largest = 0.7 if "log1p" in key else 1.5  # log(1 + z) is steep near -1
-    scale = torch.linspace(largest, 0.3, size, dtype=torch.float64, requires_grad=True)
-    shift = torch.linspace(0.1, -0.1, size, dtype=torch.float64, requires_grad=True)
-    v, w = (unit(x).requires_grad_() for x in embeddings(*shape))
-    scores = v @ w.T
-    mask = included(kind, *shape, over)
-    sums = summed(term, over, scores, mask, sides, scale, shift)
-    return Asked(v, w, scores, scale, shift, sums[None])
-
-
-@pytest.mark.parametrize(
-    ("kind", "over", "shape", "key", "shared", "sides", "form"),
-    slow_but_one_of_each(
-        ALL, lambda kind, over, shape, *others: None if 1 in shape else (kind, over)
-    ),
-)
-@pytest.mark.usefixtures("few_tiles", "poisoned")
-def test_terms_over_related_pairs(kind, over, shape, key, shared, sides, form, monkeypatch):
-    """Sums, and gradients by vectors or scores, scale and shift, next to plain PyTorch in float64.
-
-    Kernels find pairs by an id and a group of each entry, and others by a mask. z = scale S + shift
-    has both signs.
-    """
-    by_vectors = form == "multiplied"
-    monkeypatch.setattr(engine, "fused", lambda rows, cols: by_vectors)
-    asked = asked_in_double(kind, over, shape, key, shared, sides)
-    wanted = [asked.sums, *asked.gradients(by_vectors)]
-
-    term, _ = ASKED_TERMS[key]
-    scale = on_engine(asked.scale).requires_grad_()
-    shift = on_engine(asked.shift).requires_grad_()
-    question = Question(on_device(kind, *shape), sides, term, over, scale, shift)
-    inputs = inputs_on_engine(asked, by_vectors)
-    sums = engine.sums(question, inputs)
-    needs = tiled.Needs(by_vectors, by_vectors, False, False, not by_vectors, True, True)
-    grad = on_engine(asked.upstream()).view_as(sums)
-    gradients = engine.gradients(question, inputs, grad, needs, None)
-    needed = [x for x in gradients if isinstance(x, torch.Tensor)]
-    assert_close([sums.view_as(asked.sums), *needed], wanted, 2e-4, 2e-5)
-
-
-def on_engine(x):
-    """The same in float32, where kernels run."""
-    return x.detach().float().to(DEVICE)
-
-
-def inputs_on_engine(asked, by_vectors):
-    """The vectors, or the scores."""
-    if by_vectors:
-        rows = Side(on_engine(asked.v), None, None, None)
-        cols = Side(on_engine(asked.w), None, None, None)
-        return Inputs(rows, cols, None)
-    none = Side(None, None, None, None)
-    return Inputs(none, none, on_engine(asked.scores))
-
-
-@pytest.mark.parametrize("kind", RELATIONS)
-def test_highest_scores_of_related_pairs(kind, multiplying, few_tiles, poisoned):
-    n, m = 19, 37
-    v, w = (unit(x) for x in embeddings(n, m))
-    excluded = ~included(kind, n, m, "negatives")
-    scores = (v @ w.T).masked_fill(excluded, -torch.inf)
-    wanted = 2.0 * torch.cat([scores.amax(1), scores.amax(0)])
-    rows = Side(on_engine(v), None, None, None)
-    cols = Side(on_engine(w), None, None, None)
-    inputs = Inputs(rows, cols, None)
-    question = Question(on_device(kind, n, m), (0, 1), terms.identity, scale=2.0)
-    found = engine.highest(question, inputs)
-    torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 def loss_input(kind, n, m):
@@ -277,38 +101,6 @@ def loss_input(kind, n, m):
 
 
 RELATED_LOSSES = losses_registry.where(lambda entry: entry.takes == "pairs" and entry.oracle)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "dtype"),
-    each(
-        name=RELATED_LOSSES,
-        kind=[*RELATIONS],
-        dtype=[torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float16],
-    ),
-)
-def test_losses_of_related_pairs(name, kind, dtype, few_tiles, poisoned):
-    """They are those of plain PyTorch in float64."""
-    make = RELATED_LOSSES[name].make
-    given = embeddings(19, 22, 8, dtype=dtype)
-    who, rule = loss_input(kind, 19, 22)
-    options = {"groups": rule} if rule == "other" else {}
-
-    def outcome(engine_name, dtype, device):
-        leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in given]
-        who_there = {name: x.to(device) for name, x in who.items()}
-        loss = make(engine=engine_name, **options).to(device)
-        value = loss(*leaves, **who_there)
-        gradients = torch.autograd.grad(value, leaves)
-        return [value.detach(), *gradients]
-
-    exact = outcome("dense", torch.float64, "cpu")
-    tiles = outcome("tiled", dtype, DEVICE)
-    found = outcome("triton", dtype, DEVICE)
-    bound = {torch.float32: 2e-4, torch.bfloat16: 8e-3, torch.float16: 2e-3}[dtype]
-    for got, other, wanted in zip(found, tiles, exact, strict=True):
-        error_of_tiles = distance(other, wanted)
-        assert_near([got], [wanted], bound, 4 * error_of_tiles + 1e-6)
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -7,13 +7,11 @@ import torch
 from support.answers import TOTALS, evaluate_total, parameters
 from support.cases import (
     SHAPES,
-    VIEWS,
     case,
     embeddings,
     make_ids,
     pairwise,
     similarity,
-    slow_but_one_of_each,
 )
 from support.on_triton import DEVICE, HALF, OF_KERNELS, assert_close, assert_near, distance, moved
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,7 +22,7 @@ from itrloss.engine import terms, tiled
 from itrloss.engine import triton as engine
 from itrloss.engine.inputs import Inputs, Side
 from itrloss.engine.question import Question
-from itrloss.engine.relation import IGNORE_ID, Relation
+from itrloss.engine.relation import Relation
 from itrloss.functional import sigmoid_loss
 
 pytestmark = OF_KERNELS
@@ -61,25 +59,6 @@ def of_triton(total, v, w, ids, dtype, view=lambda sim: sim.both):
     return [value.detach()[None], *found]
 
 
-ALL = pairwise(name=EARLY, shape=SHAPES, view=VIEWS, fused=[True, False])
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "view", "fused"),
-    slow_but_one_of_each(ALL, lambda name, shape, *others: name if SHAPES[shape][0] > 1 else None),
-)
-def test_totals_along_with_their_gradient(
-    name, shape, view, fused, early, few_tiles, poisoned, monkeypatch
-):
-    monkeypatch.setattr(engine, "fused", lambda rows, cols: fused)
-    v, w, ids, _ = case(shape)
-    v[0] = 0  # scores 0 with everything, and gets a zero gradient
-    wanted = evaluate_total(TOTALS[name], v, w, ids, "reference", VIEWS[view])
-    found = of_triton(TOTALS[name], v, w, ids, torch.float32, VIEWS[view])
-    assert early
-    assert_near(found, wanted, 3e-5, 2e-6)
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "dtype"),
     pairwise(name=EARLY, shape=["one row", "primes", "five captions"], dtype=HALF),
@@ -97,34 +76,6 @@ def test_totals_in_half_precision(name, shape, dtype, early, few_tiles, poisoned
         rounding = distance(wanted.to(dtype), wanted)
         assert_near([got], [wanted], 2e-3, 4 * rounding + 1e-6)
     assert_near([by_parameters], exact[3:], 5e-3, 1e-4)
-
-
-@pytest.mark.parametrize("name", ["mean of hinges", "sum of hinges"])
-def test_totals_of_several_positives(name, early, multiplying, few_tiles, poisoned):
-    v, w, ids, _ = case("five captions")
-    wanted = evaluate_total(TOTALS[name], v, w, ids, "reference")
-    found = of_triton(TOTALS[name], v, w, ids, torch.float32)
-    assert early
-    assert_near(found, wanted, 3e-5, 2e-6)
-
-
-def test_a_total_with_ignored_ids(early, few_tiles, poisoned):
-    """It is that of the matrix without the ignored entries, which get no gradient."""
-    v, w, (row_ids, col_ids), _ = case((9, 20, "random"))
-    rows = torch.arange(9) != 2
-    cols = ~torch.isin(torch.arange(20), torch.tensor([5, 19]))
-    total = TOTALS["and positives"]
-    existing = (row_ids[rows], col_ids[cols])
-    *wanted, wanted_by_parameters = evaluate_total(total, v[rows], w[cols], existing, "reference")
-    marked_rows = row_ids.masked_fill(~rows, IGNORE_ID)
-    marked_cols = col_ids.masked_fill(~cols, IGNORE_ID)
-    marked = (marked_rows, marked_cols)
-    value, by_rows, by_cols, by_parameters = of_triton(total, v, w, marked, torch.float32)
-    assert early
-    assert not by_rows[~rows].any()
-    assert not by_cols[~cols].any()
-    assert_close([value, by_rows[rows], by_cols[cols]], wanted)
-    assert_close([by_parameters.sum()], [wanted_by_parameters.sum()])
 
 
 def siglip(v, w, scale=None):

@@ -140,59 +140,6 @@ def test_zero_vectors_among_negatives(size, dtype, engine):
 # ------------------------------------------------------------------------------- left-out negatives
 
 
-def filtered_rows(
-    scores: Tensor,  # (N, M)
-    judged: Tensor,  # (N, M), of which the limits are
-    positive: Tensor,  # (N, M)
-    margin: float,
-    relative: bool,
-) -> Tensor:
-    """The values (N,) of rows in plain PyTorch; 0 without a positive or without a negative."""
-    counts = positive.sum(1, keepdim=True).clamp_min(1)
-    own = (judged * positive).sum(1, keepdim=True) / counts
-    limits = own + margin * (own.abs() if relative else 1)
-    left_out = (judged >= limits) & ~positive
-    logits = 10 * scores.masked_fill(left_out, -math.inf)
-    negatives = logits.masked_fill(positive, -math.inf).logsumexp(1, keepdim=True)
-    values = torch.logaddexp(logits, negatives) - logits
-    total = values.where(positive, torch.zeros_like(values)).sum(1)
-    has_both = positive.any(1) & ~positive.all(1)
-    return total.where(has_both, total * 0) / counts.squeeze(1)
-
-
-@pytest.mark.parametrize(
-    ("guided", "limit", "shape", "engine"),
-    pairwise(
-        guided=[False, True],
-        limit=[(0.1, False), (0.0, False), (-0.3, False), (-0.05, True)],
-        shape=SHAPES,
-        engine=ENGINES,
-    ),
-)
-def test_negatives_above_the_positive_are_left_out(
-    guided, limit, shape, engine, small_tiles, poisoned
-):
-    margin, relative = limit
-    v, w, ids, weights = given(shape)
-    judges = others(len(v), len(w)) if guided else (v, w)
-    rows, cols = (
-        torch.arange(len(x)) if y is None else y for x, y in zip((v, w), ids, strict=True)
-    )
-    positive = rows[:, None] == cols
-
-    def plain(x: Tensor, y: Tensor) -> list[Tensor]:
-        scores = cosines(x, y)
-        judged = cosines(*judges).detach()
-        return [
-            filtered_rows(scores, judged, positive, margin, relative),
-            filtered_rows(scores.T, judged.T, positive.T, margin, relative),
-        ]
-
-    criterion = filtered(0.1, margin, relative, reduction="none", engine=engine)
-    guide = Similarity(*judges, *ids, engine=engine) if guided else None
-    compare(lambda x, y: criterion(x, y, *ids, guide=guide), plain, (v, w), weights)
-
-
 @pytest.mark.parametrize(("own", "other"), [("dense", "tiled"), ("tiled", "dense")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_guide_and_a_teacher_have_an_engine_and_a_dtype_of_their_own(

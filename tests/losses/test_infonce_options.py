@@ -1,19 +1,16 @@
-"""InfoNCE with all its options, compared with loops."""
+"""InfoNCE: numbers of images as ids of negatives, distillation, limits and costs of options.
+
+The spine, `test_random_cases`, has all options next to loops.
+"""
 
 from __future__ import annotations
 
-import random
-from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support import oracle_contrast
-from support.embedders import GIST, QWEN, one_way
-from support.losses_registry import select
-from support.oracle_contrast import Model, Options
+from support.embedders import one_way
 from support.processes import run
 from torch import Tensor
 
@@ -23,265 +20,9 @@ from itrloss import NO_ID, InfoNCELoss, Similarity
 ENGINES = "dense", "tiled"
 
 
-# ------------------------------------------------------------------------------ random combinations
-
-
-class Draw:
-    """A batch with options, drawn by a seed."""
-
-    def __init__(self, seed: int):
-        self.random = random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
-        pick = self.random.choice
-        self.n = pick([2, 3, 4, 6])
-        self.one_to_one = pick([True, False])
-        self.m = self.n if self.one_to_one else pick([2, 5, 7])
-        self.images = self.vectors(self.n)
-        self.texts = self.vectors(self.m)
-        self.image_ids: list[int] | None = None
-        self.text_ids: list[int] | None = None
-        if not self.one_to_one:
-            self.image_ids = [pick([1, 2, 3, 3, 4]) for _ in range(self.n)]
-            self.text_ids = [pick([1, 2, 3, 4, 5]) for _ in range(self.m)]
-            if pick([True, False, False]):
-                self.text_ids[0] = NO_ID
-        self.unit = pick([True, True, False])
-        self.options = self.some_options()
-        self.negatives = self.some_negatives()
-        self.negative_ids = self.some_negative_ids()
-        self.guide: tuple[Tensor, ...] | None = None
-        if self.options.margin is not None and pick([True, False]):
-            self.guide = (self.vectors(self.n, 5), self.vectors(self.m, 5))
-            if self.negatives is not None:
-                shape = (*self.negatives.shape[:-1], 5)
-                self.guide += (self.vectors(*shape),)
-
-    def vectors(self, *shape: int) -> Tensor:
-        """Draw vectors; the last number is their dimension, by default 4."""
-        if len(shape) == 1:
-            shape = (*shape, 4)
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
-
-    def some_options(self) -> Options:
-        pick = self.random.choice
-        found = Options(temperature=pick([0.1, 0.5, 1.0]))
-        found.directions = pick(["both", "image-text", "text-image"])
-        found.hardness = pick([0.0, 0.0, 3.0, (0.0, 2.0), (1.5, 0.0)])
-        found.margin = pick([None, None, 0.1, -0.2, 0.0])
-        if found.margin is not None:
-            found.relative = pick([True, False])
-        if found.directions == "image-text" and pick([True, False, False]):
-            found.in_batch = False
-            return found
-        found.image_image = pick([True, False])
-        found.text_text = pick([True, False])
-        if found.margin is not None and pick([True, False]):
-            found.text_text = "unfiltered"
-        if found.directions == "both":
-            found.joint = pick([True, False])
-        return found
-
-    def some_negatives(self) -> Tensor | None:
-        kind = self.random.choice(["none", "shared", "own"])
-        if not self.options.in_batch and kind == "none":
-            kind = "own"
-        if self.options.directions == "text-image" and not self.options.text_text:
-            kind = "none"  # nothing would use them
-        if kind == "none":
-            return None
-        if self.options.directions == "text-image":
-            kind = "shared"
-        return self.vectors(3, 4) if kind == "shared" else self.vectors(self.n, 2, 4)
-
-    def some_negative_ids(self) -> Any:
-        if self.negatives is None or self.random.choice([True, False]):
-            return None
-        choices = [0, 1, 2, 7, NO_ID]
-        if self.negatives.dim() == 2:
-            return [self.random.choice(choices) for _ in range(3)]
-        return [[self.random.choice(choices) for _ in range(2)] for _ in range(self.n)]
-
-    def loss(self, engine: str, reduction: str) -> InfoNCELoss:
-        options = asdict(self.options)
-        return InfoNCELoss(engine=engine, reduction=reduction, normalize=self.unit, **options)  # type: ignore
-
-    def leaves(self) -> list[Tensor]:
-        leaves = [self.images, self.texts]
-        if self.negatives is not None:
-            leaves.append(self.negatives)
-        return [x.clone().requires_grad_() for x in leaves]
-
-    def ours(self, leaves: list[Tensor], loss: InfoNCELoss) -> Any:
-        images, texts, *more = leaves
-        ids = [None if x is None else torch.tensor(x) for x in (self.image_ids, self.text_ids)]
-        options: dict[str, Any] = {}
-        if more:
-            options["negatives"] = more[0]
-        if self.negative_ids is not None:
-            options["negative_ids"] = self.negative_ids
-        if self.guide is not None:
-            options["guide"] = self.guide
-        return loss(images, texts, *ids, **options)
-
-    def loops(self, leaves: list[Tensor]) -> list[tuple[list[Tensor], list[bool]]]:
-        images, texts, *more = leaves
-        model = Model.of(images, texts, more[0] if more else None, self.unit)
-        judge = model
-        if self.guide is not None:
-            guide_images, guide_texts, *others = self.guide
-            judge = Model.of(guide_images, guide_texts, others[0] if others else None, True)
-        image_ids = self.image_ids or list(range(self.n))
-        text_ids = self.text_ids or list(range(self.m))
-        return oracle_contrast.Loss(
-            model, judge, self.options, image_ids, text_ids, self.negative_ids
-        ).groups()
-
-
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
-@pytest.mark.parametrize("seed", range(300))
-def test_random_combinations_of_options_equal_loops(seed, small_tiles):
-    draw = Draw(seed)
-    engine = ENGINES[seed % 2]
-    exact_leaves = draw.leaves()
-    groups = draw.loops(exact_leaves)
-    wanted = [torch.stack(values) for values, _ in groups]
-    leaves = draw.leaves()
-    found = draw.ours(leaves, draw.loss(engine, "none"))
-    if not isinstance(found, tuple):
-        found = (found,)
-    torch.testing.assert_close([*found], wanted, rtol=1e-9, atol=1e-9)
-    gradients = torch.autograd.grad(weighted(found), leaves, materialize_grads=True)
-    exact = torch.autograd.grad(weighted(wanted), exact_leaves, materialize_grads=True)
-    torch.testing.assert_close(gradients, exact, rtol=1e-9, atol=1e-9)
-    counts = [max(1, sum(counted)) for _, counted in groups]
-    mean = sum(values.sum() / count for values, count in zip(wanted, counts, strict=True))
-    torch.testing.assert_close(draw.ours(leaves, draw.loss(engine, "mean")), mean)
-    total = sum(values.sum() for values in wanted)
-    torch.testing.assert_close(draw.ours(leaves, draw.loss(engine, "sum")), total)
-
-
-def weighted(values: Any) -> Tensor:
-    """A sum with a weight for each anchor."""
-    weights = [torch.linspace(-1, 2, len(x), dtype=torch.float64) for x in values]
-    return sum(weight @ x for weight, x in zip(weights, values, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("seed", range(300, 320))
-def test_random_combinations_in_lower_precision(seed, dtype, small_tiles):
-    """Rounded input is the exact input of both; near a limit, rounding may decide who counts."""
-    draw = Draw(seed)
-    loss = draw.loss(ENGINES[seed % 2], "mean")
-    leaves = [x.detach().to(dtype).requires_grad_() for x in draw.leaves()]
-    guide = draw.guide
-    if guide is not None:
-        draw.guide = tuple(x.to(dtype) for x in guide)
-    found = draw.ours(leaves, loss)
-    if guide is not None:
-        draw.guide = tuple(x.double() for x in draw.guide)
-    exact = draw.ours([x.double() for x in leaves], loss)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
-    (gradient,) = torch.autograd.grad(found, leaves[:1])
-    assert gradient.isfinite().all()
-
+N, M = 8, 10  # images and texts
 
 # ---------------------------------------------------------------------------------------- processes
-
-# Options of losses whose batch two processes share, and what they take besides images and texts:
-# arguments, and the parts of the batch that they are.
-IDS = {"image_ids": "image_ids", "text_ids": "text_ids"}
-WITH_NEGATIVES = IDS | {"negatives": "negatives", "negative_ids": "negative_ids"}
-WITH_OWN = IDS | {"negatives": "own", "negative_ids": "own_ids"}
-GUIDED = IDS | {"guide": ("guide_images", "guide_texts")}
-SHARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen": (dict(QWEN, directions="image-text"), WITH_NEGATIVES),
-    "own alone": (
-        {"directions": "image-text", "in_batch": False, "hardness": (0.0, 5.0)},
-        WITH_OWN,
-    ),
-    "own and joint": ({"joint": True, **GIST, "margin": 0.05}, WITH_OWN),
-    "guide": ({"margin": -0.1, "relative": True, **GIST}, GUIDED),
-    "text-image": ({"directions": "text-image", "image_image": True}, IDS),
-    "inner products": ({"normalize": False, "text_text": True}, WITH_NEGATIVES),
-    "groups": (
-        {"groups": "same"},
-        IDS | {"image_groups": "image_groups", "text_groups": "text_groups"},
-    ),
-    "labels": ({}, {"image_ids": "image_labels", "text_ids": "text_labels"}),
-    "matches": ({}, {"matches": "matches"}),
-}
-N, M = 8, 10
-# Of images, texts and negatives that the first of two processes has; the second has the rest.
-SIZES = {"even": (4, 5, 2), "uneven": (6, 3, 4), "empty": (0, 10, 5)}
-
-
-def batch(of_images: slice = slice(N), of_texts: slice = slice(M), of_negatives: slice = slice(5)):
-    """Return a batch, or a process's part of it, in which several match."""
-    generator = torch.Generator().manual_seed(4)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    images = {
-        "images": draw(N, 4),
-        "image_ids": torch.arange(N) % 5,
-        "image_groups": torch.arange(N) % 2,
-        "image_labels": torch.stack([torch.arange(N) % 3, 5 + torch.arange(N) % 4], 1),
-        "own": draw(N, 2, 4),
-        "own_ids": torch.tensor([[NO_ID, 7], [8, NO_ID]] * 4),
-        "guide_images": draw(N, 3),
-        "matches": torch.rand(N, M, generator=generator, dtype=torch.float64).round(),
-    }
-    texts = {
-        "texts": draw(M, 4),
-        "text_ids": torch.arange(M) % 6,
-        "text_groups": torch.arange(M) % 2,
-        "text_labels": torch.stack([torch.arange(M) % 4, 5 + torch.arange(M) % 3], 1),
-        "guide_texts": draw(M, 3),
-    }
-    negatives = {
-        "negatives": draw(5, 4),
-        "negative_ids": torch.tensor([0, 9, 2, NO_ID, 9]),
-    }
-    found = {name: x[of_images] for name, x in images.items()}
-    found |= {name: x[of_texts] for name, x in texts.items()}
-    return found | {name: x[of_negatives] for name, x in negatives.items()}
-
-
-def shared_loss(name: str, x: dict[str, Tensor], **common: Any) -> list[Tensor]:
-    """Return the loss of a batch, or of a process's part, and its gradients."""
-    options, given = SHARED[name]
-    leaves = [x["images"], x["texts"]]
-    if "negatives" in given:
-        leaves.append(x[given["negatives"]])
-    for leaf in leaves:
-        leaf.requires_grad_()
-    arguments = {}
-    for argument, part in given.items():
-        arguments[argument] = x[part] if isinstance(part, str) else tuple(x[key] for key in part)
-    loss = InfoNCELoss(0.2, **options, **common)
-    value = loss(x["images"], x["texts"], **arguments)
-    return [value.detach(), *torch.autograd.grad(value, leaves, materialize_grads=True)]
-
-
-def of_a_process(rank: int, sizes: tuple[int, ...]) -> dict[str, list[Tensor]]:
-    rows = [slice(None, size) if rank == 0 else slice(size, None) for size in sizes]
-    return {name: shared_loss(name, batch(*rows), gather=True) for name in SHARED}
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_processes_have_the_loss_and_the_gradients_of_one(sizes, tmp_path):
-    parts = run(of_a_process, tmp_path, SIZES[sizes])
-    for name in SHARED:
-        value, *exact = shared_loss(name, batch())
-        (first, *of_first), (second, *of_second) = (part[name] for part in parts)
-        assert first == second
-        torch.testing.assert_close(first, value)
-        # DistributedDataParallel divides gradients by the number of processes.
-        found = [torch.cat([a, b]) / 2 for a, b in zip(of_first, of_second, strict=True)]
-        torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
 
 
 NUMBERS = [[0, 1], [NO_ID, 1], [0, 2], [0, 9], [1, 3]]  # of images, for each image's own negatives
@@ -310,49 +51,6 @@ def test_negatives_by_numbers_of_images_of_their_process(tmp_path):
 
 # --------------------------------------------------------------------------------------- directions
 
-# Losses whose value of one direction is a part of that of both.
-DIRECTED = select(
-    "infonce",
-    "dcl",
-    "hal",
-    "triplet",
-    "triplet all",
-    "rince",
-    "complementary",
-    "supcon",
-    "supcon inside",
-    "mil-nce",
-    "multi-similarity mined",
-    "circle",
-)
-
-
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", DIRECTED)
-def test_one_direction_is_a_part_of_both(name, engine, reduction, small_tiles):
-    x = batch()
-    given = x["images"], x["texts"], x["image_ids"], x["text_ids"]
-    make = partial(DIRECTED[name].make, engine=engine, reduction=reduction)
-    parts = DIRECTED[name].make(engine=engine, reduction="none")(*given)
-    if reduction == "sum":
-        parts = [part.sum() for part in parts]
-    for directions, part in zip(("image-text", "text-image"), parts, strict=True):
-        loss = make(directions=directions)
-        torch.testing.assert_close(loss(*given), part)
-        assert f"directions='{directions}'" in repr(loss)
-        later = make()
-        later.directions = directions
-        torch.testing.assert_close(later(*given), part)
-
-
-def test_distillation_of_one_direction():
-    x = batch()
-    teacher = torch.randn(N, M, dtype=torch.float64)
-    _, wanted = itrloss.DistillationLoss(reduction="none")(x["images"], x["texts"], teacher)
-    loss = itrloss.DistillationLoss(reduction="none", directions="text-image")
-    torch.testing.assert_close(loss(x["images"], x["texts"], teacher), wanted)
-
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("rule", ["same", "other"])
@@ -376,34 +74,23 @@ def test_distillation_within_groups(engine, rule, small_tiles):
 
 
 def test_distillation_of_scores_is_that_of_their_embeddings():
-    x = batch()
+    images = torch.randn(N, 4, dtype=torch.float64)
+    texts = torch.randn(M, 4, dtype=torch.float64)
     teacher = torch.randn(N, M, dtype=torch.float64)
     loss = itrloss.DistillationLoss()
-    scores = F.normalize(x["images"]) @ F.normalize(x["texts"]).T
-    wanted = loss(x["images"], x["texts"], teacher)
+    scores = F.normalize(images) @ F.normalize(texts).T
+    wanted = loss(images, texts, teacher)
     torch.testing.assert_close(loss(scores=scores, teacher=teacher), wanted)
     model = torch.randn(N, 3, dtype=torch.float64), torch.randn(M, 3, dtype=torch.float64)
     of_model = Similarity(*model, torch.arange(N), torch.arange(M))
-    by_embeddings = loss(x["images"], x["texts"], model)
-    torch.testing.assert_close(by_embeddings, loss(x["images"], x["texts"], of_model.scores()))
+    by_embeddings = loss(images, texts, model)
+    torch.testing.assert_close(by_embeddings, loss(images, texts, of_model.scores()))
     similarity = Similarity.from_scores(teacher, torch.arange(N), torch.arange(M))
     torch.testing.assert_close(loss(scores=scores, teacher=similarity), wanted)
     with pytest.raises(TypeError, match="teacher: expected a Similarity"):
         loss(scores=scores)
     with pytest.raises(ValueError, match="teacher: expected shape"):
         loss(scores=scores, teacher=teacher[:, :4])
-
-
-@pytest.mark.parametrize("name", ["infonce", "dcl", "supcon"])
-def test_inner_products(name):
-    x = batch()
-    v = x["images"] / 3
-    w = x["texts"] / 3
-    ids = x["image_ids"], x["text_ids"]
-    loss = DIRECTED[name].make(normalize=False)
-    torch.testing.assert_close(loss(v, w, *ids), loss(Similarity(v, w, *ids, normalize=False)))
-    assert "normalize=False" in repr(loss)
-    assert loss(2 * v, w, *ids) != loss(v, w, *ids)
 
 
 # ----------------------------------------------------------------------------------------- the rest

@@ -9,31 +9,24 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import math
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support import oracle
-from support.cases import SHAPES, each, embeddings, make_ids, pairwise, upstream
+from support.cases import each, embeddings, make_ids
 from support.losses_registry import IN_LOOPS as LOSSES
-from support.losses_registry import REGISTRY, LateInteraction, public_losses
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import gradcheck
 
 import itrloss
-from itrloss import MemoryLoss, PairLoss, Similarity, option
+from itrloss import Similarity, option
 from itrloss.engine.terms import identity
-from itrloss.losses.base import Loss, SimilarityLoss
 
 ENGINES = ("dense", "tiled")
 OF_ANCHORS = [name for name, entry in LOSSES.items() if not entry.every_pair]
@@ -44,92 +37,9 @@ def make(name, **extra):
     return LOSSES[name].make(**extra)
 
 
-def numbers(ids, n, m):
-    """Ids in the oracle's form."""
-    if ids[0] is None:
-        return np.arange(n), np.arange(m)
-    return ids[0].numpy(), ids[1].numpy()
-
-
 def leaves(n, m, **options):
     v, w = embeddings(n, m, **options)
     return v.requires_grad_(), w.requires_grad_()
-
-
-def test_every_public_loss_is_in_the_registry():
-    public = public_losses()
-    own = {"LateInteraction"}  # a loss that users put together
-    assert {entry.public_name for entry in REGISTRY.values()} - own == public
-    named = {name for name in itrloss.__all__ if name.endswith(("Loss", "Objective"))}
-    assert named - {"PairLoss", "MemoryLoss"} <= public <= set(itrloss.__all__)
-
-
-@pytest.mark.parametrize("name", [name for name, x in REGISTRY.items() if x.oracle is not None])
-def test_every_oracle_takes_the_options_of_its_loss(name):
-    entry = REGISTRY[name]
-    options = entry.options if entry.oracle_options is None else entry.oracle_options
-    inspect.signature(entry.oracle).bind_partial(**options, reduction="none")
-
-
-# Options that tests of their own compare at other values than their defaults.
-ELSEWHERE = {
-    "CODERObjective": "test_objectives.py",
-    "DiversityContrastiveLoss": "test_entropy_temperature_reaches_the_diversity",
-    "DVSEObjective": "test_objectives.py",
-    "DynamicGate": "test_dvse.py",
-    "DynamicOrthogonalLoss": "test_dvse.py",
-    "DistillationLoss": "test_infonce.py",
-    "InfoNCELoss": "test_infonce_options.py",
-    "LateInteraction": "test_late_interaction.py",
-    "Matryoshka": "test_matryoshka.py",
-    "PCMEPlusPlusLoss": "test_probabilistic.py",
-    "VarianceAwareLoss": "test_dvse.py",
-}
-WITHOUT_VALUE = {"learnable", "max_scale", "reduction", "engine", "check_finite"}
-BASES = PairLoss, MemoryLoss, SimilarityLoss, Loss
-
-
-def own_options(kind):
-    """Return the options of a loss with their defaults, without those that all losses have."""
-    common = set()
-    for base in BASES:
-        if issubclass(kind, base):
-            common |= inspect.signature(base).parameters.keys()
-    found = {}
-    for name, parameter in inspect.signature(kind).parameters.items():
-        if name not in common and parameter.default is not parameter.empty:
-            found[name] = parameter.default
-    return found
-
-
-def test_every_option_is_compared_with_loops_at_another_value_than_its_default():
-    changed = {}
-    for entry in REGISTRY.values():
-        kind = type(entry.make())
-        seen = changed.setdefault(kind, set())
-        if entry.oracle is not None:
-            defaults = own_options(kind)
-            seen |= {x for x, value in entry.options.items() if value != defaults.get(x)}
-    for kind, seen in changed.items():
-        left = own_options(kind).keys() - seen - WITHOUT_VALUE
-        if kind.__name__ in ELSEWHERE:
-            assert left, f"{kind.__name__}: all options are compared here, too"
-        else:
-            assert not left, f"{kind.__name__}: an entry with other values of {sorted(left)}"
-
-
-@pytest.mark.parametrize("entry", REGISTRY.values(), ids=REGISTRY)
-def test_every_option_is_in_the_signature_and_compared_by_processes(entry):
-    loss = entry.make()
-    if not isinstance(loss, Loss):
-        return
-    names = inspect.signature(type(loss)).parameters
-    assert not any(x.kind is x.VAR_POSITIONAL for x in names.values())
-    assert {"reduction", "gather", "process_group"} <= names.keys()
-    assert entry.options.keys() <= names.keys()
-    if not isinstance(loss, LateInteraction):  # whose own options are no declared ones
-        compared = {name for name, x in type(loss)._all_options.items() if not x.local}
-        assert own_options(type(loss)).keys() - {"engine", "check_finite"} <= compared
 
 
 def test_positional_arguments_are_those_of_the_papers():
@@ -163,79 +73,6 @@ def test_an_option_is_read_without_a_call():
 
 
 # -------------------------------------------------------------------------------- values, gradients
-
-
-def assert_values_of_loops(name, shape, engine, reduction):
-    n, m, kind = SHAPES[shape]
-    ids = make_ids(kind, n, m)
-    v, w = embeddings(n, m)
-    scores = oracle.cosine(v.numpy(), w.numpy())
-    wanted = LOSSES[name].expected(scores, *numbers(ids, n, m), reduction=reduction)
-    if engine == "scores":
-        loss = make(name, reduction=reduction)
-        found = loss(scores=torch.from_numpy(scores), image_ids=ids[0], text_ids=ids[1])
-    else:
-        found = make(name, reduction=reduction, engine=engine)(v, w, *ids)
-    if reduction != "none":
-        found = [found]
-        wanted = [wanted]
-    for a, b in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(a.detach(), b, rtol=1e-6, atol=1e-8, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "engine", "reduction"),
-    pairwise(
-        name=LOSSES,
-        shape=SHAPES,
-        engine=["dense", "tiled", "scores"],
-        reduction=["none", "sum", "mean"],
-    ),
-)
-def test_values_equal_the_loop_oracle(name, shape, engine, reduction, small_tiles, poisoned):
-    assert_values_of_loops(name, shape, engine, reduction)
-
-
-@of_engines
-def test_values_of_all_losses_equal_the_loop_oracle_on_one_batch(engine, small_tiles):
-    """The quick tests run a sample of the cases above."""
-    for name in LOSSES:
-        assert_values_of_loops(name, "wide", engine, "mean")
-
-
-def outcome(name, shape, engine, given_as="embeddings"):
-    """Values, and gradients of a sum with a weight for each, by embeddings and by parameters."""
-    n, m, kind = SHAPES[shape]
-    ids = make_ids(kind, n, m)
-    loss = make(name, reduction="none", engine=engine).double()
-    v, w = leaves(n, m)
-    if given_as == "scores":
-        scores = Similarity(v, w, *ids).scores()
-        rows, cols = loss(scores=scores, image_ids=ids[0], text_ids=ids[1])
-    else:
-        rows, cols = loss(v, w, *ids)
-    of_rows, of_cols = upstream(n, m)
-    total = of_rows @ rows + of_cols @ cols
-    return [rows, cols, *torch.autograd.grad(total, [v, w, *loss.parameters()])]
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "given_as"),
-    pairwise(name=LOSSES, shape=SHAPES, given_as=["embeddings", "scores"]),
-)
-def test_gradients_of_tiles_equal_those_of_plain_pytorch(
-    name, shape, given_as, small_tiles, poisoned
-):
-    found = outcome(name, shape, "tiled", given_as)
-    wanted = outcome(name, shape, "dense", given_as)
-    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8)
-
-
-def test_gradients_of_all_losses_equal_those_of_plain_pytorch_on_one_batch(small_tiles):
-    """The quick tests run a sample of the cases above."""
-    for name in LOSSES:
-        found = outcome(name, "tall", "tiled")
-        torch.testing.assert_close(found, outcome(name, "tall", "dense"), rtol=1e-8, atol=1e-8)
 
 
 def test_gradients_of_all_losses_are_those_of_differences_on_one_batch():
@@ -314,15 +151,6 @@ def weighted_by_diversity(v, w, diversity):
     return total
 
 
-def test_diversity_is_a_constant_weight_unless_asked_otherwise():
-    v, w = leaves(6, 6)
-    wanted = weighted_by_diversity(v, w, itrloss.functional.std_diversity)
-    found = itrloss.DiversityContrastiveLoss()(v, w)
-    torch.testing.assert_close(found, wanted)
-    gradients = torch.autograd.grad(found, (v, w))
-    torch.testing.assert_close(gradients, torch.autograd.grad(wanted, (v, w)))
-
-
 def test_entropy_temperature_reaches_the_diversity():
     v, w = embeddings(9, 9)
 
@@ -335,151 +163,7 @@ def test_entropy_temperature_reaches_the_diversity():
     assert abs(loss(v, w) - default(v, w)) > 1e-4
 
 
-DIVERSITIES = {
-    "std": (itrloss.functional.std_diversity, oracle.std_diversity, {}),
-    "entropy": (
-        itrloss.functional.entropy_diversity,
-        oracle.entropy_diversity,
-        {"temperature": 0.1},
-    ),
-}
-
-
-@of_engines
-@pytest.mark.parametrize("name", DIVERSITIES)
-def test_diversity_equals_the_oracle(name, engine):
-    ours, theirs, options = DIVERSITIES[name]
-    v, w = embeddings(9, 14)
-    ids = make_ids("random", 9, 14)
-    scores = oracle.cosine(v.numpy(), w.numpy())
-    image_ids, text_ids = numbers(ids, 9, 14)
-    sim = Similarity(v, w, *ids, engine=engine)
-    rows = ours(sim, 0.2, **options)
-    np.testing.assert_allclose(rows, theirs(scores, image_ids, text_ids, 0.2, **options), rtol=1e-9)
-    cols = ours(sim.T, 0.2, **options)
-    wanted = theirs(scores.T, text_ids, image_ids, 0.2, **options)
-    np.testing.assert_allclose(cols, wanted, rtol=1e-9)
-    assert (rows > 0.5).all()
-    assert rows.max() == 1
-
-
-# --------------------------------------------------------------------------------------- invariants
-
-
-def draw(n, m, seed):
-    generator = torch.Generator().manual_seed(seed)
-    v, w = (torch.randn(size, 5, generator=generator, dtype=torch.float64) for size in (n, m))
-    ids = tuple(torch.randint(0, 4, (size,), generator=generator) for size in (n, m))
-    return v, w, ids, generator
-
-
-@pytest.mark.parametrize("mining", ["hardest", "all"])
-@given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, 1))
-@settings(max_examples=25, deadline=None)
-def test_triplet_grows_with_the_margin_and_all_is_at_least_hardest(mining, seed, a, b):
-    v, w, ids, _ = draw(6, 7, seed)
-    low, high = (itrloss.TripletLoss(margin=x, mining=mining)(v, w, *ids) for x in sorted((a, b)))
-    assert 0 <= low <= high + 1e-12
-    assert (
-        itrloss.TripletLoss(a, mining="all")(v, w, *ids)
-        >= itrloss.TripletLoss(a)(v, w, *ids) - 1e-12
-    )
-
-
-@given(st.integers(0, 10_000), st.floats(0.01, 5))
-@settings(max_examples=25, deadline=None)
-def test_infonce_is_positive_and_falls_as_the_positive_rises(seed, temperature):
-    v, w, _, _ = draw(6, 6, seed)
-    loss = itrloss.InfoNCELoss(temperature)
-    matrix = Similarity(v, w).scores()
-    assert loss(scores=matrix) > 0
-    assert loss(scores=matrix + 0.1 * torch.eye(6)) <= loss(scores=matrix)
-
-
-@given(st.integers(0, 10_000), st.floats(-0.5, 0.9), st.floats(-0.5, 0.9))
-@settings(max_examples=25, deadline=None)
-def test_hal_and_dcl_fall_with_the_margin_and_keep_their_lower_bounds(seed, a, b):
-    v, w, _, _ = draw(6, 6, seed)
-    low, high = sorted((a, b))
-    for make_loss, bound in (
-        (lambda x: itrloss.HubnessAwareLoss(20, x), -math.log(2)),
-        (lambda x: itrloss.DiversityContrastiveLoss(margin=x), -2 * 0.1 * math.log(2)),
-    ):
-        assert make_loss(high)(v, w) <= make_loss(low)(v, w) + 1e-12
-        assert make_loss(high)(v, w) >= bound
-
-
-@given(st.integers(0, 10_000), st.floats(0.02, 2), st.floats(0.02, 2))
-@settings(max_examples=25, deadline=None)
-def test_softer_negatives_weigh_more(seed, a, b):
-    """``t log(1 + sum exp(x / t))`` does not decrease in t, because its derivative is an
-    entropy.
-    """
-    v, w, ids, _ = draw(6, 7, seed)
-    low, high = sorted((a, b))
-    for make_loss in (
-        lambda t: itrloss.HubnessAwareLoss(1 / t, 0.2, reduction="none"),
-        lambda t: itrloss.DiversityContrastiveLoss(
-            t, 0.2, diversity=None, positive_weight=1.0, reduction="none"
-        ),
-    ):
-        for x, y in zip(make_loss(low)(v, w, *ids), make_loss(high)(v, w, *ids), strict=True):
-            assert (x <= y + 1e-12).all()
-
-
-@given(st.integers(0, 10_000), st.integers(1, 8), st.integers(1, 8))
-@settings(max_examples=25, deadline=None)
-def test_a_copy_of_each_positive_changes_nothing_for_its_anchor(seed, n, m):
-    v, w, ids, _ = draw(n, m, seed)
-    copied = (ids[1] == ids[0][0]).nonzero().squeeze(1)
-    more, more_ids = torch.cat([w, w[copied]]), torch.cat([ids[1], ids[1][copied]])
-    for loss in (
-        itrloss.InfoNCELoss(reduction="none"),
-        itrloss.DiversityContrastiveLoss(diversity=None, reduction="none"),
-    ):
-        torch.testing.assert_close(loss(v, more, ids[0], more_ids)[0][0], loss(v, w, *ids)[0][0])
-    hinge = itrloss.TripletLoss(reduction="none")
-    torch.testing.assert_close(hinge(v, more, ids[0], more_ids)[0][0], 2 * hinge(v, w, *ids)[0][0])
-
-
-@given(
-    st.integers(0, 10_000),
-    st.integers(1, 9),
-    st.integers(1, 9),
-    st.floats(0.01, 3),
-    st.floats(0.001, 10),
-)
-@settings(max_examples=40, deadline=None)
-def test_entropies_and_diversities_keep_their_bounds(seed, n, m, temperature, epsilon):
-    v, w, ids, _ = draw(n, m, seed)
-    sim = Similarity(v, w, *ids)
-    entropy = sim.entropy(temperature)
-    assert (entropy >= 0).all() and (entropy <= math.log2(m) + 1e-9).all()
-    for scores in (
-        itrloss.functional.std_diversity(sim, epsilon),
-        itrloss.functional.entropy_diversity(sim, epsilon, temperature),
-    ):
-        assert (scores >= 0.5).all() and scores.max() == 1  # 1/2 is attained by rounding only
-
-
-def test_infonce_with_one_positive_is_cross_entropy():
-    v, w = embeddings(8, 8)
-    logits = Similarity(v, w).scores() / 0.07
-    target = torch.arange(8)
-    wanted = F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)
-    torch.testing.assert_close(itrloss.InfoNCELoss()(v, w), wanted)
-
-
 # ------------------------------------------------------------------------------ call forms, modules
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_similarity_stands_for_the_embeddings(name):
-    ids, (v, w) = make_ids("random", 6, 9), embeddings(6, 9)
-    loss = make(name)
-    sim = Similarity(v, w, *ids)
-    torch.testing.assert_close(loss(sim), loss(v, w, *ids))
-    torch.testing.assert_close(loss(sim.T), loss(w, v, *ids[::-1]))
 
 
 def test_mining_can_be_switched_after_a_warm_up():
@@ -860,25 +544,6 @@ def test_compiles_as_one_graph(loss):
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(v, w), loss(v, w))
-
-
-@given(st.integers(0, 10**6), st.floats(0.1, 30), st.floats(-15, 15))
-@settings(deadline=None, max_examples=40)
-def test_sigmoid_loss_is_the_sum_over_all_pairs_by_hand(seed, scale, bias):
-    v, w = embeddings(5, 7, seed=seed)
-    ids = make_ids("random", 5, 7, seed)
-    z = torch.where(ids[0][:, None] == ids[1], 1.0, -1.0)
-    pairs = -F.logsigmoid(z * (scale * Similarity(v, w, *ids).scores() + bias))
-    for engine in ENGINES:
-        loss = itrloss.SigmoidLoss(scale, bias, learnable=False, engine=engine, reduction="sum")
-        torch.testing.assert_close(loss(v, w, *ids), pairs.sum())
-        rows, cols = itrloss.SigmoidLoss(scale, bias, engine=engine, reduction="none")(v, w, *ids)
-        torch.testing.assert_close(
-            (rows.double(), cols.double()),
-            (pairs.sum(1) / 2, pairs.sum(0) / 2),
-            rtol=1e-5,
-            atol=1e-5,
-        )
 
 
 @of_engines

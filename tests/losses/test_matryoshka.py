@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.cases import embeddings, make_ids
 from support.processes import run
 from torch import nn
@@ -16,14 +15,6 @@ import itrloss
 
 UNSORTED = (6, 2, 3)
 WEIGHTS = (1.0, 0.5, 2.0)
-
-
-def infonce(v, w, temperature=0.05):
-    """InfoNCE in plain PyTorch."""
-    cosines = F.normalize(v, dim=1) @ F.normalize(w, dim=1).T
-    logits = cosines / temperature
-    own = torch.arange(len(v))
-    return F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)
 
 
 def of_slices(loss, v, w, *ids):
@@ -39,16 +30,6 @@ def with_gradients(value, *leaves):
     """The value, and its gradients by the leaves."""
     gradients = torch.autograd.grad(value, leaves)
     return [value.detach(), *gradients]
-
-
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-def test_infonce_equals_plain_pytorch(engine, small_tiles, poisoned):
-    v, w = (x.requires_grad_() for x in embeddings(9, 9))
-    loss = itrloss.InfoNCELoss(0.05, engine=engine)
-    criterion = itrloss.Matryoshka(loss, UNSORTED, WEIGHTS)
-    found = criterion(v, w)
-    wanted = of_slices(infonce, v, w)
-    torch.testing.assert_close(with_gradients(found, v, w), with_gradients(wanted, v, w))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cases import sample
-from support.losses_registry import OF_MEMORIES, OF_PAIRS
 from support.processes import run
 
 import itrloss
@@ -59,21 +58,6 @@ def assert_same(loss, images, texts, *ids):
     torch.testing.assert_close(more_texts[TEXT_PLACES], of_texts)
     missing = torch.ones(11, dtype=torch.bool).index_fill(0, IMAGE_PLACES, False)
     assert not more_images[missing].any()
-
-
-PAIRS = {name: entry for name, entry in OF_PAIRS.items() if entry.takes == "pairs"}
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("labels", LABELS)
-@pytest.mark.parametrize("name", PAIRS)
-def test_losses_of_pairs(name, labels, reduction):
-    if labels == "label sets" and PAIRS[name].ids != "any":
-        pytest.skip("takes one text for each image")
-    loss = PAIRS[name].make(reduction=reduction).double()
-    images = sample(N, D, dtype=torch.float64)
-    texts = sample(M, D, seed=1, dtype=torch.float64)
-    assert_same(loss, images, texts, *LABELS[labels])
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
@@ -137,21 +121,6 @@ def test_processes_that_share_a_batch_count_what_exists(tmp_path):
     wanted = [loss(images, texts) for loss in (itrloss.SigmoidLoss(), itrloss.InfoNCELoss())]
     for found in run(shared_batch, tmp_path):
         torch.testing.assert_close(found, torch.stack(wanted).detach())
-
-
-MEMORY = {name: entry for name, entry in OF_MEMORIES.items() if entry.takes == "memory"}
-
-
-@pytest.mark.parametrize("name", MEMORY)
-def test_losses_with_a_memory(name):
-    loss = MEMORY[name].make().double()
-    memory = itrloss.CoupledMemory(9, D, dtype=torch.float64)
-    memory.enqueue(*sample(2, 9, D, seed=2, dtype=torch.float64), torch.arange(9) % 7)
-    x = sample(4, N, D, dtype=torch.float64)
-    wanted = loss(*x, memory, IMAGE_IDS, IMAGE_IDS)
-    more = [spread(vectors, IMAGE_PLACES, 11, 0.7) for vectors in x]
-    ids = spread(IMAGE_IDS, IMAGE_PLACES, 11, NO_ID)
-    torch.testing.assert_close(loss(*more, memory, ids, ids), wanted)
 
 
 @pytest.mark.parametrize("kind", ["ids", "label sets", "text ids alone"])

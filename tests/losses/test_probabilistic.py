@@ -9,9 +9,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cases import SHAPES, embeddings, make_ids, pairwise, sample, upstream
+from support.cases import embeddings, make_ids, sample
+from support.plain_formulas import divergence, pcme
 from support.processes import run
-from support.reference import matches, unit
+from support.reference import unit
 
 import itrloss
 from itrloss import PCMEPlusPlusLoss
@@ -37,84 +38,10 @@ def distributions(n, m, d=6, dtype=torch.float64):
     return [*embeddings(n, m, d, dtype=dtype), *logs]
 
 
-def distances(images, texts, images_log, texts_log):
-    """The expected squared distances (N, M) of two samples, pair by pair."""
-    rows = []
-    for x, s in zip(images, images_log.exp(), strict=True):
-        row = []
-        for y, t in zip(texts, texts_log.exp(), strict=True):
-            between_means = ((x - y) ** 2).sum()
-            row.append(between_means + s.sum() + t.sum())
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
-
-
-def of_anchor(distance, positive, scale, shift, pseudo_weight):
-    """The mean over candidates of the binary cross-entropies, with pseudo-positives: those as near
-    as the positives on average.
-    """
-    match = -F.logsigmoid(shift - scale * distance)
-    miss = -F.logsigmoid(scale * distance - shift)
-    near = positive
-    if positive.any():
-        radius = distance[positive].mean()
-        near = positive | (distance <= radius)
-    labelled = torch.where(positive, match, miss)
-    pseudo_labelled = torch.where(near, match, miss)
-    return (labelled + pseudo_weight * pseudo_labelled).mean()
-
-
-def divergence(mean, log):
-    """The divergence of each distribution from the standard normal one, per dimension."""
-    return 0.5 * (mean**2 + log.exp() - log - 1).mean(1)
-
-
-def loops(inputs, ids, scale=5.0, shift=5.0, pseudo_weight=0.1, vib_weight=1e-4, normalize=True):
-    """The values of each image and text."""
-    images, texts, images_log, texts_log = inputs
-    if normalize:
-        images = unit(images)
-        texts = unit(texts)
-    distance = distances(images, texts, images_log, texts_log)
-    positive = matches(ids, len(images), len(texts))
-
-    def of_side(distance, positive, mean, log):
-        values = []
-        for row, own in zip(distance, positive, strict=True):
-            values.append(of_anchor(row, own, scale, shift, pseudo_weight))
-        return torch.stack(values) + vib_weight * divergence(mean, log)
-
-    rows = of_side(distance, positive, images, images_log)
-    cols = of_side(distance.T, positive.T, texts, texts_log)
-    return rows, cols
-
-
-def outcome(call, n, m):
-    """Values of images and texts, and gradients of a sum with a weight for each."""
-    inputs = [x.requires_grad_() for x in distributions(n, m)]
-    rows, cols = call(inputs)
-    of_rows, of_cols = upstream(n, m)
-    total = of_rows @ rows + of_cols @ cols
-    return [rows, cols, *torch.autograd.grad(total, inputs)]
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "engine"), pairwise(name=OPTIONS, shape=SHAPES, engine=ENGINES)
-)
-def test_values_and_gradients_equal_loops_over_pairs(name, shape, engine, small_tiles, poisoned):
-    n, m, kind = SHAPES[shape]
-    ids = make_ids(kind, n, m)
-    options = OPTIONS[name]
-    loss = PCMEPlusPlusLoss(**options, reduction="none", engine=engine)
-    found = outcome(lambda inputs: loss(*inputs, *ids), n, m)
-    wanted = outcome(lambda inputs: loops(inputs, ids, **options), n, m)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-
-
 def test_reductions_count_all_anchors():
     ids = make_ids("random", 5, 8)
     inputs = distributions(5, 8)
-    rows, cols = loops(inputs, ids)
+    rows, cols = pcme(inputs, ids)
     mean = PCMEPlusPlusLoss()
     torch.testing.assert_close(mean(*inputs, *ids), rows.mean() + cols.mean())
     total = PCMEPlusPlusLoss(reduction="sum")
@@ -152,7 +79,7 @@ def test_scale_and_shift_get_their_gradients():
     inputs = distributions(5, 8)
     scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
     shift = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    rows, cols = loops(inputs, ids, scale, shift)
+    rows, cols = pcme(inputs, ids, scale, shift)
     wanted = rows.mean() + cols.mean()
     wanted.backward()
     for engine in ENGINES:
@@ -176,7 +103,7 @@ def test_a_copy_of_the_own_text_is_a_pseudo_positive():
     loss = PCMEPlusPlusLoss(**options, reduction="none")
     found, _ = loss(*inputs, *ids)
     in_double = [x.double() for x in inputs]
-    wanted, _ = loops(in_double, ids, **options)
+    wanted, _ = pcme(in_double, ids, **options)
     torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-4)
 
 

@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support import oracle_more
-from support.cases import pairwise, sample
+from support.cases import sample
 from torch import Tensor
-from torch.autograd import gradcheck
 
 from itrloss import PrototypeClassificationLoss
 from itrloss.functional import prototype_classification_loss
@@ -39,38 +37,6 @@ def concepts(pairs, clusters, dim):
         for seed, size in enumerate((pairs, pairs, clusters))
     ]
     return Concepts(*vectors, ids)
-
-
-@pytest.mark.parametrize(
-    ("shape", "engine", "reduction"),
-    pairwise(
-        shape=[(1, 1, 3), (5, 7, 4), (9, 2, 6), (4, 8, 5)],
-        engine=["dense", "tiled"],
-        reduction=["mean", "sum", "none"],
-    ),
-)
-def test_the_loss_equals_the_loop_oracle(shape, engine, reduction, small_tiles):
-    given = concepts(*shape)
-    found = prototype_classification_loss(*given, reduction, engine)
-    images, texts, weight, ids = (x.numpy() for x in given)
-    wanted = oracle_more.prototype_classification(images, texts, weight, None, ids, reduction)
-    if reduction == "none":
-        wanted = tuple(torch.from_numpy(x) for x in wanted)
-    else:
-        wanted = torch.tensor(wanted, dtype=torch.float64)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-def test_the_gradient_is_that_of_differences(engine, small_tiles):
-    given = concepts(4, 5, 3)
-    of_images, of_texts = sample(2, 4, seed=3, dtype=torch.float64)
-
-    def total(*vectors):
-        images, texts = prototype_classification_loss(*vectors, given.ids, "none", engine)
-        return of_images @ images + of_texts @ texts
-
-    assert gradcheck(total, [x.requires_grad_() for x in given[:3]])
 
 
 @pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from itrloss import Anchors, Similarity, pair_term, rerank
+from itrloss import Anchors, Related, Similarity, pair_term, rerank
 from support.reference import Reference
 
 # (rows, columns, ids): None is the diagonal, "random" has duplicates and anchors without positives
@@ -201,9 +201,8 @@ def similarity(v: Tensor, w: Tensor, ids: tuple, engine: str, **options: Any) ->
     if engine == "kept":
         return Similarity(v, w, *ids, engine="tiled", memory_budget=10**9, **options)
     if engine == "scores":
-        return Similarity.from_scores(
-            Similarity(v, w, *ids, engine="dense", **options).scores(), *ids, engine="tiled"
-        )
+        scores = Similarity(v, w, *ids, engine="dense", **options).scores()
+        return Similarity.from_scores(scores, *ids, engine="tiled", related=options.get("related"))
     return Similarity(v, w, *ids, engine=engine, **options)  # type: ignore
 
 
@@ -211,12 +210,17 @@ def guide_of(anchors: Any) -> Any:
     """The same anchors of a second matrix, with the scores cos(3 S)."""
     if isinstance(anchors, Reference):
         return Reference(
-            *((torch.cos(3 * scores.detach()), positive) for scores, positive in anchors.groups)
+            *((torch.cos(3 * scores.detach()), *masks) for scores, *masks in anchors.groups)
         )
     second = {}
     for matrix in {side.matrix for group in anchors._groups for side in group}:
         scores = torch.cos(3 * matrix.scores().detach())
-        second[matrix] = Similarity.from_scores(scores, *matrix.relation.ids_as_passed)._matrix
+        pairs = matrix.relation
+        states = torch.full_like(scores, torch.nan)
+        states[pairs.negative()] = 0.0
+        states[pairs.positive()] = 1.0
+        related = Related(matches=states)
+        second[matrix] = Similarity.from_scores(scores, related=related)._matrix
     return Anchors(
         *(
             [side._replace(matrix=second[side.matrix]) for side in group]

@@ -6,8 +6,10 @@ of up to some thirty rows.
 
 Conventions: ``S`` is an (N, M) score matrix, rows are images and columns are texts. ``row_ids``
 (N,) and ``col_ids`` (M,) are integers; the pair (i, j) is positive iff ``row_ids[i] ==
-col_ids[j]``, else negative. An anchor is *valid* iff it has at least one positive and at least one
-negative; an invalid anchor's loss is exactly 0. Equations are numbered as in the papers.
+col_ids[j]``, else negative. In place of ids there may be items of other relations, see `Item` and
+`Judged`, of which a pair may also be neither. An anchor is *valid* iff it has at least one positive
+and at least one negative; an invalid anchor's loss is exactly 0. Equations are numbered as in the
+papers.
 
 Reductions, for values ``rows`` (N,) of the image anchors and ``cols`` (M,) of the text anchors:
 
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -40,6 +43,44 @@ KS = (1, 5, 10)  # of R@K
 SD_FLOOR = 1e-6  # the variance is floored at its square, 1e-12
 ENTROPY_FLOOR = 1e-6
 SCORE_FLOOR = -1.0 + 1e-6  # log(1 + S) is finite from here upwards
+NO_ID = -(2**63)  # of a row or column that does not exist; as a group, open to all
+
+
+@dataclass(frozen=True)
+class Item:
+    """A row or a column in place of its id: it matches those with which it shares a label.
+
+    Without a label, it does not exist. One that does not match is a negative if the groups allow
+    it: with the rule ``"same"`` those of one group, with ``"other"`` those of different ones.
+    """
+
+    labels: frozenset[int]
+    group: int = NO_ID
+    rule: str = "same"
+
+    def matches(self, other: Item) -> bool:
+        return bool(self.labels & other.labels)
+
+    def differs(self, other: Item) -> bool:
+        if self.matches(other) or not self.labels or not other.labels:
+            return False
+        if NO_ID in (self.group, other.group):
+            return True
+        return (self.group == other.group) == (self.rule == "same")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A row or a column whose matches are entries of a matrix: above 0, or 0 for a negative."""
+
+    number: int
+    entries: Sequence[float]  # next to the items of the other side
+
+    def matches(self, other: Judged) -> bool:
+        return self.entries[other.number] > 0
+
+    def differs(self, other: Judged) -> bool:
+        return self.entries[other.number] == 0
 
 
 def cosine(V: ArrayLike, W: ArrayLike) -> Array:
@@ -83,18 +124,17 @@ def entropy_diversity(
 ) -> Array:
     """Entropy diversity of each row, CODER supplement Eq. 8: (N, M) -> (N,).
 
-    ``P_ij = exp(S_ij/τ) / Σ_{all columns l} exp(S_il/τ)``, ``H_i = max(−Σ_{j∈neg(i)} P_ij log2
+    ``P_ij = exp(S_ij/τ) / Σ_{l∈pos(i)∪neg(i)} exp(S_il/τ)``, ``H_i = max(−Σ_{j∈neg(i)} P_ij log2
     P_ij, 1e-6)`` in bits, ``raw_i = 1 + exp(−ε/H_i)``, ``div_i = raw_i / max_i raw_i``, the maximum
     over all rows.
     """
     S = np.asarray(S, np.float64)
     raw = []
     for i, row in enumerate(S):
-        exponents = [s / temperature for s in row]
-        log_total = _log_sum_exp(exponents)
+        exponents = [row[j] / temperature for j in _candidates(i, row_ids, col_ids)]
         bits = []
         for j in _negatives(i, row_ids, col_ids):
-            log_p = exponents[j] - log_total
+            log_p = row[j] / temperature - _log_sum_exp(exponents)
             bits.append(-math.exp(log_p) * log_p / math.log(2))
         entropy = max(math.fsum(bits), ENTROPY_FLOOR)
         raw.append(1 + math.exp(-epsilon / entropy))
@@ -410,16 +450,37 @@ def _occurrence_skewness(S: Array, positive: Array) -> float:
     return third_moment / variance**1.5
 
 
+def match(a: Any, b: Any) -> bool:
+    """Whether two items, or two ids, match."""
+    if isinstance(a, Item | Judged):
+        return a.matches(b)
+    return a == b and a != NO_ID
+
+
+def differ(a: Any, b: Any) -> bool:
+    """Whether two items, or two ids, are a negative pair."""
+    if isinstance(a, Item | Judged):
+        return a.differs(b)
+    return a != b and NO_ID not in (a, b)
+
+
+def exists(item: Any) -> bool:
+    """Whether there is an item; of ids, one that is not ``NO_ID``."""
+    return bool(item.labels) if isinstance(item, Item) else item != NO_ID
+
+
 def _positives(i: int, ids: Ids, other_ids: Ids) -> list[int]:
     anchor = np.asarray(ids)[i]
-    others = np.asarray(other_ids)
-    return [j for j in range(len(others)) if others[j] == anchor]
+    return [j for j, other in enumerate(np.asarray(other_ids)) if match(anchor, other)]
 
 
 def _negatives(i: int, ids: Ids, other_ids: Ids) -> list[int]:
     anchor = np.asarray(ids)[i]
-    others = np.asarray(other_ids)
-    return [j for j in range(len(others)) if others[j] != anchor]
+    return [j for j, other in enumerate(np.asarray(other_ids)) if differ(anchor, other)]
+
+
+def _candidates(i: int, ids: Ids, other_ids: Ids) -> list[int]:
+    return sorted(_positives(i, ids, other_ids) + _negatives(i, ids, other_ids))
 
 
 def _valid_anchors(ids: Ids, other_ids: Ids) -> list[int]:

@@ -357,6 +357,7 @@ class Contrast:
     hardness: tuple[float, float]
     image_limits: list[float | None]
     text_limits: list[float | None]
+    negatives_are_texts: bool
 
 
 def limit(
@@ -447,14 +448,15 @@ def other_texts(c: Contrast, p: int) -> list[Candidate]:
 
 
 def negatives_of_text(c: Contrast, p: int, most: float | None) -> list[Candidate]:
-    """Shared negatives are texts in that sum, too (ms-swift), but not next to a guide: GISTEmbed's
-    sum of documents is over those of the batch.
+    """Shared negatives are texts in that sum, too (ms-swift), but not GISTEmbed's, whose sum of
+    documents is over those of the batch.
     """
-    if not c.batch.relations.texts_further or c.judge is not c.batch.scores:
+    if not c.batch.relations.texts_further or not c.negatives_are_texts:
         return []
     scores = c.batch.scores.texts_further[p]
+    judged = c.judge.texts_further[p]
     return [
-        Candidate(scores[k], scores[k], most, 0.0)
+        Candidate(scores[k], judged[k], most, 0.0)
         for k, negative in enumerate(c.batch.relations.texts_further[p])
         if negative
     ]
@@ -524,6 +526,7 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
     relative: bool = False,
     hardness: float | tuple[float, float] = 0.0,
     guide: Sequence[Tensor] | Tensor | None = None,
+    negatives_are_texts: bool = True,
     reduction: str = "mean",
     **view: Any,
 ) -> Any:
@@ -548,6 +551,7 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
         margin, relative: the limit, see `limit`; each sum has that of the anchor whose sum it is.
         hardness: α, or (α₀, α₁) of the batch's and of further negatives.
         guide: embeddings of another model, whose scores are those that the limit is for.
+        negatives_are_texts: whether shared negatives are in ``text_text``.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         view: ``image_ids`` (N,) or label sets (N, k), ``text_ids``; ``matches`` (N, M), bool or
             weights, with nan for pairs in no sum, in their place; ``image_groups`` (N,),
@@ -576,6 +580,7 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
         pair,
         [limit(batch, judge, pairs, margin, relative) for pairs in row_pairs],
         [limit(batch, judge, pairs, margin, relative) for pairs in col_pairs],
+        negatives_are_texts,
     )
     like = batch.scores.pairs[0][0]
 

@@ -29,6 +29,7 @@ from support.oracle import (
     Array,
     Ids,
     PerAnchor,
+    _candidates,
     _dot,
     _log_positive,
     _log_sum_exp,
@@ -38,6 +39,7 @@ from support.oracle import (
     _positives,
     _reduce_valid,
     cosine,
+    exists,
 )
 
 # ------------------------------------------------------------------------------------ memory losses
@@ -188,8 +190,9 @@ def memory_info_nce(  # noqa: PLR0913 (the arguments and options of the loss)
     Image n: ``(1 - α) mean_p -log(e^{S_np/τ} / (e^{S_np/τ} + Z_n)) - α Σ_j q_nj log p_nj``. p over
     the text keys of its id; ``Z_n`` over the memory's texts of other ids and, with
     ``batch_negatives``, the text keys of other ids. The softmaxes ``p_n`` of the image's and
-    ``q_n`` of its key's scores are over all text keys and all entries of the memory. An anchor
-    without a positive or a negative is invalid, and its first part 0; the mean is over valid ones.
+    ``q_n`` of its key's scores are over all text keys and entries of the memory that exist. An
+    anchor without a positive or a negative is invalid, and its first part 0; the mean is over valid
+    ones.
     """
     of_images = _Side(V, W_keys, memory_texts, image_ids, text_ids, memory_ids)
     of_texts = _Side(W, V_keys, memory_images, text_ids, image_ids, memory_ids)
@@ -198,7 +201,8 @@ def memory_info_nce(  # noqa: PLR0913 (the arguments and options of the loss)
     contrasts = _reduce_valid(images, texts, valid_images, valid_texts, reduction)
     images = _imitation(of_images, V_keys, temperature)
     texts = _imitation(of_texts, W_keys, temperature)
-    imitations = _reduce_valid(images, texts, range(len(images)), range(len(texts)), reduction)
+    existing = [[n for n, item in enumerate(ids) if exists(item)] for ids in (image_ids, text_ids)]
+    imitations = _reduce_valid(images, texts, *existing, reduction)
     if reduction != "none":
         return (1 - distillation) * contrasts + distillation * imitations
     pairs = zip(contrasts, imitations, strict=True)
@@ -231,9 +235,13 @@ def _imitation(side: _Side, own_keys: ArrayLike, temperature: float) -> Array:
     taught_near = taught_by.near() / temperature
     taught_far = taught_by.far() / temperature
     values = np.zeros(len(near))
-    for n in range(len(near)):
-        scores = [*near[n], *far[n]]
-        taught = [*taught_near[n], *taught_far[n]]
+    keys = [k for k, item in enumerate(side.key_ids) if exists(item)]
+    entries = [q for q, item in enumerate(side.memory_ids) if exists(item)]
+    for n, item in enumerate(side.ids):
+        if not exists(item) or not (keys or entries):
+            continue
+        scores = [*near[n][keys], *far[n][entries]]
+        taught = [*taught_near[n][keys], *taught_far[n][entries]]
         total = _log_sum_exp(scores)
         taught_total = _log_sum_exp(taught)
         entropies = []
@@ -357,8 +365,9 @@ def sigmoid(
     """Pairwise sigmoid loss, SigLIP Eq. 1: ``ℓ_ij = log(1 + exp(−z_ij (t S_ij + b)))``, z = 1 if
     positive else −1.
 
-    All pairs count, and no anchor is invalid. Each ℓ_ij is divided equally between its image and
-    its text: ``rows_i = ½ Σ_j ℓ_ij``, ``cols_j = ½ Σ_i ℓ_ij``; ``"sum"`` is ``Σ_ij ℓ_ij``,
+    All pairs count that are positive or negative, and all anchors that have one. Each ℓ_ij is
+    divided equally between its image and its text: ``rows_i = ½ Σ_j ℓ_ij``, ``cols_j = ½ Σ_i
+    ℓ_ij``; ``"sum"`` is ``Σ_ij ℓ_ij``,
     ``"mean"`` is mean(rows) + mean(cols), which for N = M is the paper's ``(1/N) Σ_ij ℓ_ij``.
     """
     S = np.asarray(S, np.float64)
@@ -366,12 +375,14 @@ def sigmoid(
     cols = np.zeros(S.shape[1])
     for i in range(S.shape[0]):
         positives = _positives(i, row_ids, col_ids)
-        for j in range(S.shape[1]):
+        for j in _candidates(i, row_ids, col_ids):
             z = 1.0 if j in positives else -1.0
             loss = _log_sum_exp([0.0, -z * (scale * S[i, j] + bias)])
             rows[i] += loss / 2
             cols[j] += loss / 2
-    return _reduce_valid(rows, cols, range(len(rows)), range(len(cols)), reduction)
+    counted_rows = [i for i in range(len(rows)) if _candidates(i, row_ids, col_ids)]
+    counted_cols = [j for j in range(len(cols)) if _candidates(j, col_ids, row_ids)]
+    return _reduce_valid(rows, cols, counted_rows, counted_cols, reduction)
 
 
 # --------------------------------------------------------------------------------------------- sets

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from support.oracle import (
     Array,
     Ids,
+    _candidates,
     _log_sum_exp,
     _positives,
     _reduce_valid,
@@ -136,11 +137,11 @@ def sdm(
             if not positives:
                 continue
             counted.append(i)
-            exponents = [s / temperature for s in row]
-            total = _log_sum_exp(exponents)
-            for j, exponent in enumerate(exponents):
+            candidates = _candidates(i, ids, other_ids)
+            total = _log_sum_exp([row[j] / temperature for j in candidates])
+            for j in candidates:
                 label = 1 / len(positives) if j in positives else 0.0
-                log_p = exponent - total
+                log_p = row[j] / temperature - total
                 values[i] += math.exp(log_p) * (log_p - math.log(label + epsilon))
         return values, counted
 

@@ -8,7 +8,6 @@ inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import itrloss
-from support import oracle, oracle_contrast, oracle_more
+from support import oracle, oracle_embedders, oracle_more
+from support.reference import matches, unit
 
 NONE = -1e5  # the exponent of a pair that does not count; with -inf, gradients would be nan
 OfAnchors = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -51,16 +51,22 @@ def of_both_sides(loss: Any, inputs: Sequence[Tensor], of_anchors: OfAnchors) ->
     return reduced(values, counts, loss.reduction)
 
 
-def infonce(loss: Any, images: Tensor, texts: Tensor, *ids: Tensor, negatives: Any = None) -> Any:
+INFONCE = ["temperature", "directions", "in_batch", "image_image", "text_text", "joint"]
+INFONCE += ["margin", "relative", "hardness", "normalize", "reduction"]
+
+
+def infonce(
+    loss: Any,
+    images: Tensor,
+    texts: Tensor,
+    image_ids: Tensor,
+    text_ids: Tensor,
+    negatives: Tensor | None = None,
+) -> Any:
     """Return InfoNCE, whose weights of hard negatives are constants."""
-    names = [x.name for x in fields(oracle_contrast.Options)]
-    options = oracle_contrast.Options(**{name: getattr(loss, name) for name in names})
-    model = oracle_contrast.Model.of(images, texts, negatives, loss.normalize)
-    numbers = [x.tolist() for x in ids]
-    groups = oracle_contrast.Loss(model, model, options, *numbers).groups()
-    values = [torch.stack(of_side) for of_side, _ in groups]
-    counts = [torch.tensor(of_side) for _, of_side in groups]
-    return reduced(values, counts, loss.reduction)
+    options = {name: getattr(loss, name) for name in INFONCE}
+    ids = {"image_ids": image_ids, "text_ids": text_ids}
+    return oracle_embedders.contrastive(images, texts, negatives=negatives, **ids, **options)
 
 
 def dcl_values(
@@ -152,3 +158,55 @@ def circle(loss: Any, *inputs: Tensor) -> Any:
         return F.softplus(push + pull)
 
     return of_both_sides(loss, inputs, of_anchors)
+
+
+def distances(images, texts, images_log, texts_log):
+    """The expected squared distances (N, M) of two samples, pair by pair."""
+    rows = []
+    for x, s in zip(images, images_log.exp(), strict=True):
+        row = []
+        for y, t in zip(texts, texts_log.exp(), strict=True):
+            between_means = ((x - y) ** 2).sum()
+            row.append(between_means + s.sum() + t.sum())
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+def of_anchor(distance, positive, scale, shift, pseudo_weight):
+    """The mean over candidates of the binary cross-entropies, with pseudo-positives: those as near
+    as the positives on average.
+    """
+    match = -F.logsigmoid(shift - scale * distance)
+    miss = -F.logsigmoid(scale * distance - shift)
+    near = positive
+    if positive.any():
+        radius = distance[positive].mean()
+        near = positive | (distance <= radius)
+    labelled = torch.where(positive, match, miss)
+    pseudo_labelled = torch.where(near, match, miss)
+    return (labelled + pseudo_weight * pseudo_labelled).mean()
+
+
+def divergence(mean, log):
+    """The divergence of each distribution from the standard normal one, per dimension."""
+    return 0.5 * (mean**2 + log.exp() - log - 1).mean(1)
+
+
+def pcme(inputs, ids, scale=5.0, shift=5.0, pseudo_weight=0.1, vib_weight=1e-4, normalize=True):
+    """The values of each image and text by PCME++."""
+    images, texts, images_log, texts_log = inputs
+    if normalize:
+        images = unit(images)
+        texts = unit(texts)
+    distance = distances(images, texts, images_log, texts_log)
+    positive = matches(ids, len(images), len(texts))
+
+    def of_side(distance, positive, mean, log):
+        values = []
+        for row, own in zip(distance, positive, strict=True):
+            values.append(of_anchor(row, own, scale, shift, pseudo_weight))
+        return torch.stack(values) + vib_weight * divergence(mean, log)
+
+    rows = of_side(distance, positive, images, images_log)
+    cols = of_side(distance.T, positive.T, texts, texts_log)
+    return rows, cols

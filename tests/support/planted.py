@@ -6,7 +6,6 @@ Many are those of public code, told in its issue trackers; the comments name the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -171,47 +170,6 @@ class IdsInSmallIntegers(InfoNCE):
         return image_ids.to(torch.int8)[:, None] == text_ids.to(torch.int8)
 
 
-@planted("renamed_ids")
-class IdsInFloat(InfoNCE):
-    """Ids are compared in float32, where large ones are equal."""
-
-    def positive(self, image_ids, text_ids):
-        return torch.cdist(image_ids[:, None].float(), text_ids[:, None].float(), p=1) == 0
-
-
-@planted("renamed_ids")
-class IdsAsIndices(InfoNCE):
-    """Ids index a one-hot table."""
-
-    def positive(self, image_ids, text_ids):
-        table = torch.eye(int(max(image_ids.max(), text_ids.max())) + 1)
-        return (table[image_ids] @ table[text_ids].T) > 0
-
-
-@planted("renamed_ids")
-class NegativeIdsMatchNothing(InfoNCE):
-    """-1 and below are taken for "no image"."""
-
-    def positive(self, image_ids, text_ids):
-        return (image_ids[:, None] == text_ids) & (text_ids >= 0)
-
-
-@planted("renamed_ids")
-class IdsMustBeLong(InfoNCE):
-    """Only int64 ids match."""
-
-    def positive(self, image_ids, text_ids):
-        return (image_ids[:, None] == text_ids) & (text_ids.dtype == torch.int64)
-
-
-@planted("order_of_each_side")
-class SquareOnly(InfoNCE):
-    """The mask has as many columns as rows."""
-
-    def positive(self, image_ids, text_ids):
-        return super().positive(image_ids, text_ids).view(len(image_ids), len(image_ids))
-
-
 @planted("without_positives")
 class MeanOfNoPositives(InfoNCE):
     """A mean over no positives is 0 / 0; a mask behind it leaves nan in the gradient
@@ -235,14 +193,6 @@ class NoNegatives(InfoNCE):
 # ------------------------------------------------------------------------------------- wrong values
 
 
-@planted("swapped_sides")
-class SoftmaxAlongOneAxis(InfoNCE):
-    """The texts' direction is normalised over the wrong axis."""
-
-    def turned(self, scores, positive):
-        return scores, positive
-
-
 @planted("prefers_its_own_texts")
 class WrongSign(InfoNCE):
     """Similarity is minimised."""
@@ -261,28 +211,6 @@ class TailDropped(InfoNCE):
         images, texts, image_ids, text_ids = super().prepared(images, texts, image_ids, text_ids)
         n = max(1, len(images) // 16) * 16
         return images[:n], texts, image_ids[:n], text_ids
-
-
-@planted("order_of_pairs")
-class BlocksMergedWrongly(InfoNCE):
-    """The sums of blocks are merged without their own maxima."""
-
-    def log_of_negatives(self, logits, positive):
-        parts = super().log_of_negatives, logits.split(64, 1), positive.split(64, 1)
-        return torch.stack([parts[0](x, mask) for x, mask in zip(*parts[1:], strict=True)]).amax(0)
-
-
-@planted("order_of_pairs")
-class UnmaskedTail(InfoNCE):
-    """Rows are padded to multiples of 64 with what lies in memory: 0 times nan (Inf-CLIP)."""
-
-    def values(self, scores, positive):
-        pad = -len(scores) % 64
-        weight = torch.cat([torch.ones(len(scores)), torch.zeros(pad)])
-        padded = torch.cat(
-            [super().values(scores, positive), torch.full((pad,), math.nan, dtype=scores.dtype)]
-        )
-        return (padded * weight)[: len(scores)] + (padded * weight).sum() * 0
 
 
 @planted("unpaired_batches_are_refused")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -55,40 +53,6 @@ class UpstreamIgnored(InfoNCE):
         return result if self.reduction == "none" else _Ones.apply(result)
 
 
-@planted("gradcheck")
-class OneSideDetached(InfoNCE):
-    """Texts get no gradient in the images' direction."""
-
-    def values(self, scores, positive):
-        return super().values(scores, positive) + 0.2 * (scores.detach() * positive).sum(1)
-
-
-@planted("gradcheck")
-class LengthDetached(InfoNCE):
-    """The length is a constant for the gradient, which then is not tangential."""
-
-    def unit(self, x):
-        return x / super().unit(x).detach().mul(x).sum(1, keepdim=True).detach().clamp_min(1e-12)
-
-
-class _Filtered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, scores):
-        return scores.clone()
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
-        return torch.where(grad.abs() < 2**-8, 0.0, grad)
-
-
-@planted("gradcheck")
-class SmallGradientsSkipped(InfoNCE):
-    """Gradients below a threshold are skipped, as in cut cross-entropy (cut-cross-entropy#14)."""
-
-    def scores(self, images, texts):
-        return _Filtered.apply(super().scores(images, texts))
-
-
 @planted("gradients_of_parameters")
 class BiasDetached(WithBias):
     """The bias gets no gradient (cut-cross-entropy#52)."""
@@ -96,16 +60,6 @@ class BiasDetached(WithBias):
     def values(self, scores, positive):
         return F.softplus(
             InfoNCE.values(self, scores * self.scale.exp(), positive) + self.bias.detach()
-        )
-
-
-@planted("gradients_of_parameters")
-class ScaleByItem(WithBias):
-    """The scale is read as a number, and gets no gradient."""
-
-    def values(self, scores, positive):
-        return F.softplus(
-            InfoNCE.values(self, scores * math.exp(float(self.scale)), positive) + self.bias
         )
 
 
@@ -206,32 +160,6 @@ class NegativesTwice(Hard):
         return _Doubled.apply(super().log_of_negatives(logits, positive))
 
 
-@planted("agrees_with_reference", reference=hard)
-class WeightsPartlyAttached(Hard):
-    """A part of the weights gets a gradient, as if one of two calls of detach() were forgotten."""
-
-    def weights(self, logits):
-        return 0.5 * super().weights(logits) + 0.25 * logits
-
-
-@planted("agrees_with_reference", reference=hard)
-class PositivesDetached(Hard):
-    """More is taken for a constant than the weights."""
-
-    def values(self, scores, positive):
-        return super().values(
-            torch.where(positive, 0.5 * (scores + scores.detach()), scores), positive
-        )
-
-
-@planted("agrees_with_reference", reference=hard)
-class HardFirstUpstreamForAll(Hard):
-    """With reduction "none", all is scaled by the first upstream gradient."""
-
-    def values(self, scores, positive):
-        return _Scaled.apply(super().values(scores, positive))
-
-
 # ---------------------------------------------------------------------------------- range, rounding
 
 
@@ -241,16 +169,6 @@ class NoMaximum(InfoNCE):
 
     def log_of_negatives(self, logits, positive):
         return (logits.exp() * ~positive).sum(1).clamp_min(1e-30).log()
-
-
-@planted("low_temperature")
-class LogOfSoftmax(InfoNCE):
-    """The logarithm of a softmax that is 0 (lightly#1259, pytorch-metric-learning#121)."""
-
-    def values(self, scores, positive):
-        share = (scores / self.temperature).softmax(1)
-        terms = torch.where(positive, -share.log(), 0.0)
-        return terms.sum(1) / positive.sum(1).clamp_min(1)
 
 
 @planted("zero_vectors")
@@ -308,15 +226,6 @@ class DistanceOfEqual(InfoNCE):
         return 1 - torch.maximum(squares, torch.zeros_like(squares)).sqrt()
 
 
-@planted("extreme_scores")
-class ArcOfOne(InfoNCE):
-    """The slope of the arc cosine at 1 is infinite."""
-
-    def scores(self, images, texts):
-        scores = super().scores(images, texts)
-        return 1 - torch.minimum(scores, torch.ones_like(scores)).acos()
-
-
 @planted("float32_error")
 class CancelledDistance(InfoNCE):
     """Squared distances of embeddings far from the origin cancel in float32."""
@@ -325,11 +234,3 @@ class CancelledDistance(InfoNCE):
         v = images + 30
         w = texts + 30
         return 1 - (v.square().sum(1)[:, None] + w.square().sum(1) - 2 * super().scores(v, w)) / 2
-
-
-@planted("gradcheck")
-class AlwaysFloat32(InfoNCE):
-    """All is computed in float32, float64 input too."""
-
-    def unit(self, x):
-        return super().unit(x.float())

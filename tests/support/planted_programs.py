@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from support.planted import InfoNCE, WithBias, planted
+from support.planted import InfoNCE, planted
 
 # ---------------------------------------------------------------------------------- state, programs
 
@@ -92,33 +92,12 @@ class QueueOverwritten(InfoNCE):
         return Product.apply(images, texts)
 
 
-@planted("repeated_calls")
-class Noise(InfoNCE):
-    """Noise is added to scores."""
-
-    def scores(self, images, texts):
-        scores = super().scores(images, texts)
-        return scores + 1e-3 * torch.randn_like(scores)
-
-
 @planted("training_and_evaluation")
 class DropoutInside(InfoNCE):
     """Embeddings are dropped in training mode."""
 
     def unit(self, x):
         return super().unit(x * 0.5) + (0.01 * self.training)
-
-
-@planted("state_dict_round_trip")
-class TemperatureNotSaved(WithBias):
-    """A running scale is a buffer that is not saved."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("running", torch.tensor(1.0), persistent=False)
-
-    def values(self, scores, positive):
-        return super().values(scores * self.running, positive)
 
 
 @planted("pickled")
@@ -128,16 +107,6 @@ class LambdaInside(InfoNCE):
     def __init__(self):
         super().__init__()
         self.form = lambda x: x
-
-
-@planted("repeated_calls")
-class CopiedByReference(WithBias):
-    """A copy shares its parameters."""
-
-    def __deepcopy__(self, memo):
-        twin = type(self)()
-        twin.scale, twin.bias = self.scale, self.bias
-        return twin
 
 
 @planted("non_contiguous_inputs")
@@ -169,14 +138,6 @@ class EnginesDiffer(InfoNCE):
         if self.engine == "tiled":
             scores = torch.cat([scores[:, :16], scores[:, 16:].detach()], 1)
         return scores
-
-
-@planted("result_is_a_number")
-class DependsOnRequiresGrad(InfoNCE):
-    """Embeddings that are leaves, as with gradient caching, are detached."""
-
-    def unit(self, x):
-        return super().unit(x.detach() if x.is_leaf and x.requires_grad else x)
 
 
 class ByChunks(InfoNCE):

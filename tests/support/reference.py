@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+NO_ID = torch.iinfo(torch.int64).min  # of what does not exist; as a group, open to all
 
 
 class Values(NamedTuple):
@@ -68,22 +70,44 @@ def unit(x: Tensor) -> Tensor:
 
 
 def matches(ids: Sequence[Tensor | None], n: int, m: int) -> Tensor:
-    """Mask of the positive pairs, (N, M) bool."""
+    """Mask of the positive pairs, (N, M) bool, of ids (N,), (M,) or label sets (N, k), (M, l)."""
     rows, cols = (
         torch.arange(size) if x is None else x for x, size in zip(ids, (n, m), strict=True)
     )
-    return rows[:, None] == cols
+    labels = rows.reshape(n, 1, -1, 1)
+    others = cols.reshape(1, m, 1, -1)
+    return ((labels == others) & (labels != NO_ID)).any(3).any(2)
 
 
-def left_out(positive: Tensor, over: str) -> Tensor:
+def exists(ids: Tensor | None, size: int) -> Tensor:
+    """Mask of the items that have a label, (size,) bool."""
+    if ids is None:
+        return torch.ones(size, dtype=torch.bool)
+    return (ids.reshape(size, -1) != NO_ID).any(1)
+
+
+def relation(ids: Sequence[Tensor | None], related: Any, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """Masks of the positive and of the negative pairs, by ids and `itrloss.Related`."""
+    if related is not None and related.matches is not None:
+        return related.matches > 0, related.matches == 0
+    positive = matches(ids, n, m)
+    negative = ~positive & exists(ids[0], n)[:, None] & exists(ids[1], m)
+    if related is not None and related.groups[0] is not None:
+        rows, cols = (x[:, None] if k == 0 else x for k, x in enumerate(related.groups))
+        meet = (rows == cols) if related.rule == "same" else (rows != cols)
+        negative &= meet | (rows == NO_ID) | (cols == NO_ID)
+    return positive, negative
+
+
+def left_out(positive: Tensor, negative: Tensor, over: str) -> Tensor:
     """Mask of the candidates that an answer over negatives, positives or all leaves out."""
-    return {"negatives": positive, "positives": ~positive, "all": torch.zeros_like(positive)}[over]
+    return {"negatives": ~negative, "positives": ~positive, "all": ~(positive | negative)}[over]
 
 
 class Reference:
-    """Anchors: groups of rows of dense scores (A, C), with the mask of their positives."""
+    """Anchors: groups of rows of dense scores (A, C), with the masks of positives and negatives."""
 
-    def __init__(self, *groups: tuple[Tensor, Tensor]):
+    def __init__(self, *groups: tuple[Tensor, Tensor, Tensor]):
         self.groups = groups
 
     @classmethod
@@ -93,32 +117,36 @@ class Reference:
         w: Tensor,
         ids: Sequence[Tensor | None] = (None, None),
         normalize: bool = True,
-        bias=(None, None),
+        bias: Any = None,
+        related: Any = None,
     ) -> Reference:
         """Rows of the matrix of cosines, or of inner products, and a bias."""
         scores = (unit(v) @ unit(w).T) if normalize else v @ w.T
-        b, c = (x.new_zeros(len(x)) if y is None else y for x, y in zip((v, w), bias, strict=True))
-        return cls.from_scores(scores + b[:, None] + c, ids)
+        if bias is not None:
+            scores = scores + bias[0][:, None] + bias[1]
+        return cls.from_scores(scores, ids, related)
 
     @classmethod
-    def from_scores(cls, scores: Tensor, ids: Sequence[Tensor | None] = (None, None)) -> Reference:
+    def from_scores(
+        cls, scores: Tensor, ids: Sequence[Tensor | None] = (None, None), related: Any = None
+    ) -> Reference:
         """Rows of a given matrix."""
-        return cls((scores, matches(ids, *scores.shape)))
+        return cls((scores, *relation(ids, related, *scores.shape)))
 
     @property
     def T(self) -> Reference:
-        return Reference(*((s.T, p.T) for s, p in self.groups))
+        return Reference(*(tuple(x.T for x in group) for group in self.groups))  # type: ignore
 
     @property
     def both(self) -> Reference:
         return Reference(*self.groups, *self.T.groups)
 
     def __len__(self) -> int:
-        return sum(len(s) for s, _ in self.groups)
+        return sum(len(scores) for scores, _, _ in self.groups)
 
     def _each(self, answer: Callable[..., Tensor], *params: float | Tensor) -> Tensor:
-        """Apply ``answer(scores, positive, *params)`` to each group, with parameters (A, 1);
-        concatenate to (A,).
+        """Apply ``answer(scores, positive, negative, *params)`` to each group, with parameters
+        (A, 1); concatenate to (A,).
         """
         given = [
             (x.reshape(-1) if isinstance(x, Tensor) else self.groups[0][0].new_tensor([x])).expand(
@@ -126,17 +154,12 @@ class Reference:
             )
             for x in params
         ]
-        split = (
-            zip(*(x.split([len(s) for s, _ in self.groups]) for x in given), strict=True)
-            if given
-            else None
-        )
-        return torch.cat(
-            [
-                answer(s, p, *(x[:, None] for x in next(split))) if split else answer(s, p)
-                for s, p in self.groups
-            ]
-        )
+        sizes = [len(scores) for scores, _, _ in self.groups]
+        values = []
+        for k, group in enumerate(self.groups):
+            own = [x.split(sizes)[k][:, None] for x in given]
+            values.append(answer(*group, *own))
+        return torch.cat(values)
 
     def logsumexp(
         self, scale: float | Tensor = 1.0, *, over="negatives", below=None, above=None, guide=None
@@ -145,10 +168,10 @@ class Reference:
         high = -math.inf if above is None else above
         judged = iter((self if guide is None else guide).groups)
 
-        def one(s, positive, a, low, high):
+        def one(s, positive, negative, a, low, high):
             z = s * a
             t = next(judged)[0]
-            excluded = left_out(positive, over) | (t >= low) | (t <= high)
+            excluded = left_out(positive, negative, over) | (t >= low) | (t <= high)
             empty = excluded.all(1)
             # its gradient is nan for -inf only
             z = z.masked_fill(excluded, -math.inf).masked_fill(empty[:, None], 0.0)
@@ -157,30 +180,33 @@ class Reference:
         return self._each(one, scale, low, high)
 
     def mean_std(self) -> MeanStd:
-        def mean(s, positive):
-            return s.masked_fill(positive, 0.0).sum(1) / (~positive).sum(1).clamp_min(1)
+        def mean(s, positive, negative):
+            return s.masked_fill(~negative, 0.0).sum(1) / negative.sum(1).clamp_min(1)
 
-        def std(s, positive):
-            away = (s - mean(s, positive)[:, None]).masked_fill(positive, 0.0)
-            return (away.square().sum(1) / (~positive).sum(1).clamp_min(1)).clamp_min(1e-12).sqrt()
+        def std(s, positive, negative):
+            away = (s - mean(s, positive, negative)[:, None]).masked_fill(~negative, 0.0)
+            return (away.square().sum(1) / negative.sum(1).clamp_min(1)).clamp_min(1e-12).sqrt()
 
         return MeanStd(self._each(mean), self._each(std))
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
-        def one(s, positive):
-            log_p = (s / temperature).log_softmax(1)
-            return -(log_p.exp() * log_p).masked_fill(positive, 0.0).sum(1) / math.log(2)
+        def one(s, positive, negative):
+            exists = positive | negative
+            empty = ~exists.any(1, keepdim=True)
+            log_p = (s / temperature).masked_fill(~exists & ~empty, -1e30).log_softmax(1)
+            return -(log_p.exp() * log_p).masked_fill(~negative, 0.0).sum(1) / math.log(2)
 
         return self._each(one)
 
     def hardest_negatives(self, below=math.inf) -> Values:
-        def index(s, positive, below):
-            excluded = positive | (s >= below)
+        def index(s, positive, negative, below):
+            excluded = ~negative | (s >= below)
             return s.masked_fill(excluded, -math.inf).argmax(1).masked_fill(excluded.all(1), -1)
 
-        def value(s, positive, below):
-            best = s.gather(1, index(s, positive, below).clamp_min(0)[:, None]).squeeze(1)
-            return best.masked_fill((positive | (s >= below)).all(1), -math.inf)
+        def value(s, positive, negative, below):
+            place = index(s, positive, negative, below)
+            best = s.gather(1, place.clamp_min(0)[:, None]).squeeze(1)
+            return best.masked_fill(place < 0, -math.inf)
 
         return Values(self._each(value, below), self._each(index, below))
 
@@ -198,11 +224,11 @@ class Reference:
         function = formula(term)
         others = None if guide is None else iter(guide.groups)
 
-        def one(s, positive, a, b, *params):
+        def one(s, positive, negative, a, b, *params):
             *own, low, high = params
             others_scores = () if others is None else (next(others)[0],)
             values = function(a * s + b, *others_scores, *own).expand_as(s)
-            excluded = left_out(positive, over) | (s >= low) | (s <= high)
+            excluded = left_out(positive, negative, over) | (s >= low) | (s <= high)
             return values.masked_fill(excluded, 0.0).sum(1)
 
         return self._each(one, scale, shift, *params, below, above)
@@ -212,9 +238,9 @@ class Reference:
 
     def reduced_hinge_sum(self, margin: float, reduction: str) -> Tensor:
         total = self.groups[0][0].new_zeros(())
-        sums = self.hinge_sum(margin).split([len(s) for s, _ in self.groups])
-        for (_, positive), values in zip(self.groups, sums, strict=True):
-            valid = positive.any(1) & ~positive.all(1)
+        sums = self.hinge_sum(margin).split([len(scores) for scores, _, _ in self.groups])
+        for (_, positive, negative), values in zip(self.groups, sums, strict=True):
+            valid = positive.any(1) & negative.any(1)
             count = valid.sum().clamp_min(1) if reduction == "mean" else 1
             total = total + (values * valid).sum() / count
         return total
@@ -229,15 +255,15 @@ class Reference:
         return self.sum(term, *params, scale=scale, shift=shift, over="positives")
 
     def mean_of_positives(self, term: Callable[..., Tensor], *params: float | Tensor) -> Tensor:
-        count = self._each(lambda s, positive: positive.sum(1))
+        count = self._each(lambda s, positive, negative: positive.sum(1))
         return self.sum_of_positives(term, *params) / count.clamp_min(1)
 
     def hinge_sum(self, margin: float) -> Tensor:
-        def one(s, positive):
+        def one(s, positive, negative):
             sums = []
-            for row, match in zip(s, positive, strict=True):
+            for row, match, other in zip(s, positive, negative, strict=True):
                 hinge = (margin - row[:, None] + row).relu()
-                sums.append(torch.where(match[:, None] & ~match, hinge, 0.0).sum())
+                sums.append(torch.where(match[:, None] & other, hinge, 0.0).sum())
             return torch.stack(sums)
 
         return self._each(one)

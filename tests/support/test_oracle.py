@@ -17,15 +17,6 @@ TWO = [0, 1]
 THREE = [0, 1, 2]
 
 
-def test_cosine_of_a_zero_vector_is_zero():
-    scores = oracle.cosine([[3, 4], [0, 0]], [[1, 0], [0, 2]])
-    # (3, 4) has length 5.
-    against_first = 3 / 5
-    against_second = 4 / 5
-    expected = [[against_first, against_second], [0, 0]]
-    assert scores == approx(np.array(expected))
-
-
 def test_std_diversity_by_hand():
     # The positives are 9 and -9, which do not count.
     # Row 0 has negatives 0.5 and 0.1: mean 0.3, SD 0.2.
@@ -38,25 +29,6 @@ def test_std_diversity_by_hand():
     # Divided by the larger of the two, they are 1 and 5/6.
     assert found == approx([1, raw_1 / raw_0])
     assert found == approx([1, 5 / 6])
-
-
-def test_std_diversity_floors_a_row_without_spread_or_without_negatives():
-    # Row 0 has SD 0.1. The negatives of row 1 are equal, so its SD is at the floor, 1e-6.
-    S = [[9.0, 0.4, 0.6], [0.3, 9.0, 0.3]]
-    raw_0 = 3 / 2
-    raw_1 = 1  # 1 + exp(-69315)
-    found = oracle.std_diversity(S, TWO, THREE, 0.1 * log(2))
-    assert found == approx([1, raw_1 / raw_0])
-
-    # Without negatives, every raw value is 1, and so is every score.
-    without_negatives = oracle.std_diversity([[0.1, 0.5]], [4], [4, 4])
-    assert without_negatives == approx([1])
-
-    # At a tiny epsilon the floor has an effect.
-    raw_0 = 1 + 2**-1e-5  # SD 0.1
-    raw_1 = 3 / 2  # SD 1e-6
-    found = oracle.std_diversity(S, TWO, THREE, 1e-6 * log(2))
-    assert found == approx([1, raw_1 / raw_0])
 
 
 def test_entropy_diversity_by_hand():
@@ -89,27 +61,6 @@ def test_triplet_on_pairs_by_hand():
     assert mean == approx(row_1 / 2 + col_1 / 2)
 
 
-def test_triplet_with_two_captions_by_hand():
-    S = [[0.5, 0.1, 0.4], [0.2, 0.6, 0.3]]
-    row_0 = 0.1 + 0.5  # positives .5 and .1 against .4
-    row_1_against_the_first = 0.1  # positive .3 against .2
-    row_1_against_the_second = 0.5  # positive .3 against .6
-    col_0 = 0  # .5 against .2
-    col_1 = 0.7  # .1 against .6
-    col_2 = 0.3  # .3 against .4
-
-    rows, cols = oracle.triplet(S, ROWS, COLS, 0.2, "hardest", "none")
-    assert rows == approx([row_0, row_1_against_the_second])
-    assert cols == approx([col_0, col_1, col_2])
-
-    row_1 = row_1_against_the_first + row_1_against_the_second
-    rows, cols = oracle.triplet(S, ROWS, COLS, 0.2, "all", "none")
-    assert rows == approx([row_0, row_1])
-    assert cols == approx([col_0, col_1, col_2])
-    mean = oracle.triplet(S, ROWS, COLS, 0.2, "all", "mean")
-    assert mean == approx(1.2 / 2 + 1.0 / 3)
-
-
 def test_infonce_on_pairs_by_hand():
     S = 0.5 * np.log([[3.0, 1], [2, 2]])  # exp(S/tau) = [[3, 1], [2, 2]]
     row_0 = log(4 / 3)  # 3 of 3 + 1
@@ -122,19 +73,6 @@ def test_infonce_on_pairs_by_hand():
     total = log(20 / 3)
     assert oracle.infonce(S, PAIRS, PAIRS, 0.5, "sum") == approx(total)
     assert oracle.infonce(S, PAIRS, PAIRS, 0.5, "mean") == approx(total / 2)
-
-
-def test_infonce_positives_do_not_compete_with_each_other():
-    S = np.log([[3.0, 1, 2], [1, 3, 4]])
-    # Row 0 has positives 3 and 1, and the negative 2: the mean of -log 3/5 and -log 1/3.
-    row_0 = log(5) / 2
-    row_1 = log(2)  # 4 of 4 + (1 + 3)
-    col_0 = log(4 / 3)  # 3 of 3 + 1
-    col_1 = log(4)  # 1 of 1 + 3
-    col_2 = log(3 / 2)  # 4 of 4 + 2
-    rows, cols = oracle.infonce(S, ROWS, COLS, 1.0, "none")
-    assert rows == approx([row_0, row_1])
-    assert cols == approx([col_0, col_1, col_2])
 
 
 def test_hal_on_pairs_by_hand():
@@ -203,19 +141,6 @@ def test_dcl_without_diversity_by_hand():
     assert rows == approx([0, log(1 + 8 / 3) / 2])
 
 
-def test_dcl_averages_over_positives():
-    # mu = 1, gamma = 0
-    S = [[1.0, 0.0, log(2)], [0.0, log(3), exp(1) - 1]]
-    rows, cols = oracle.dcl(S, ROWS, COLS, 1.0, 0.0, None, reduction="none")
-    row_0 = log(1 + 2) - (log(2) + 0) / 2  # positives 1 and 0, negative log 2
-    row_1 = log(1 + 1 + 3) - 1  # positive e - 1, negatives 0 and log 3
-    col_0 = 0  # log(1 + 1) - log(1 + 1)
-    col_1 = log(1 + 3)  # positive 0
-    col_2 = log(1 + 2) - 1
-    assert rows == approx([row_0, row_1])
-    assert cols == approx([col_0, col_1, col_2])
-
-
 def test_dcl_divides_the_temperature_by_the_diversity():
     # The negatives of test_std_diversity_by_hand: d = 1, 5/6. Positives 0 add nothing. mu = 0.1,
     # gamma = 0.3.
@@ -239,15 +164,6 @@ def test_dcl_divides_the_temperature_by_the_diversity():
     fixed_rows, fixed_cols = oracle.dcl(S, TWO, THREE, diversity=diversity, reduction="none")
     assert fixed_rows == approx(rows)
     assert fixed_cols == approx(cols)
-
-
-def test_dcl_with_entropy_diversity_by_hand():
-    S = np.zeros((2, 2))
-    # P = 1/2 and H = 1/2 bit everywhere, so all scores are 1.
-    margin = log(2)
-    value = oracle.dcl(S, PAIRS, PAIRS, 1.0, margin, "entropy", reduction="sum")
-    # four times mu log(1 + exp(-gamma/mu))
-    assert value == approx(4 * log(1.5))
 
 
 @pytest.mark.parametrize("loss", [oracle.triplet, oracle.infonce, oracle.hal, oracle.dcl])
@@ -335,19 +251,6 @@ def test_retrieval_metrics_by_hand():
     assert figures == approx(expected)
 
 
-def test_map_at_r_weighs_the_order_and_r_precision_does_not():
-    # One image, captions 0..2 positive, ranked: negative, positive, positive | positive, negative.
-    S = [[0.4, 0.3, 0.2, 0.5, 0.1]]
-    ids = [1, 1, 1, 2, 3]
-    figures = oracle.retrieval_metrics(S, [1], ids)
-    assert figures["i2t_r_precision"] == approx(100 * 2 / 3)
-    precisions = 1 / 2 + 2 / 3  # at the positives of ranks 2 and 3
-    assert figures["i2t_map_at_r"] == approx(100 * precisions / 3)
-    assert figures["i2t_median_rank"] == 2
-    # Texts 3 and 4 have no image: they are no queries, and all others are right.
-    assert figures["t2i_r1"] == 100
-
-
 def test_ties_count_against_the_positive():
     # Image 0 ties with one negative: rank 2. Image 1 with two: rank 3.
     S = [[0.5, 0.5, 0.1], [0.7, 0.7, 0.7], [0.0, 0.0, 0.2]]
@@ -384,13 +287,3 @@ def test_metrics_without_any_answer_are_nan():
     figures = oracle.retrieval_metrics([[0.5]], [0], [1])
     assert figures["i2t_r1"] == approx(nan, nan_ok=True)
     assert figures["rsum"] == approx(nan, nan_ok=True)
-
-
-def test_large_scales_do_not_overflow():
-    # Row 0: (1/90) log(1 + exp(90 (20 - 0.5))) = 19.5 to the last digit, minus (1/2) log(1 + 0).
-    S = [[0.0, 20.0], [0.0, 0.0]]
-    rows, _ = oracle.hal(S, PAIRS, PAIRS, reduction="none")
-    assert rows[0] == approx(19.5)
-    S = [[0.0, 8.0], [0.0, 0.0]]
-    rows, _ = oracle.infonce(S, PAIRS, PAIRS, 0.01, "none")
-    assert rows[0] == approx(800)

@@ -5,7 +5,6 @@ library against the loops.
 from __future__ import annotations
 
 import json
-import random
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ import torch
 from torch import Tensor
 
 import itrloss
-from itrloss.engine import inputs as engine_inputs
-from support.oracle import triplet
 from support.oracle_embedders import (
     NO_ID,
     contrastive,
@@ -128,6 +125,7 @@ def gist(x: Inputs, _: Options, **options: Any) -> Tensor:
     if "negatives" in x:
         options["negatives"] = x["negatives"]
         guide.append(x["guide_negatives"])
+    options["negatives_are_texts"] = False
     return one(x["queries"], x["positives"], temperature=0.1, guide=guide, **options)
 
 
@@ -422,213 +420,13 @@ def test_loops_are_the_projects_formulas(name: str) -> None:
 
 # ------------------------------------------------------------------- rules that no case has alone
 
-ALL_SUMS = {"temperature": 0.3, "image_image": True, "text_text": True, "margin": 0.4}
-
 
 def normal(seed: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def test_three_ways_to_say_who_matches() -> None:
-    """Ids, label sets with padding, and a matrix, here without sums among images or texts."""
-    images = normal(0, 4, 3)
-    texts = normal(1, 5, 3)
-    image_ids = torch.tensor([0, 0, 1, 2])
-    text_ids = torch.tensor([2, 1, 0, 0, 7])
-    options = {"temperature": 0.3, "margin": 0.4}
-    by_ids = contrastive(images, texts, image_ids=image_ids, text_ids=text_ids, **options)
-    image_sets = torch.stack([image_ids, torch.full_like(image_ids, NO_ID)], 1)
-    by_sets = contrastive(images, texts, image_ids=image_sets, text_ids=text_ids, **options)
-    matches = image_ids[:, None] == text_ids
-    by_matches = contrastive(images, texts, matches=matches, **options)
-    assert by_sets == by_ids
-    assert by_matches == by_ids
-
-
-def test_weights_are_those_of_a_mean() -> None:
-    """Of two positives one counts three times; 2 as the only match's weight changes nothing."""
-    images = normal(0, 2, 3)
-    texts = normal(1, 3, 3)
-    matches = torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 2.0]])
-    compute = partial(one, images, texts, temperature=0.3, reduction="none")
-    first = compute(matches=torch.tensor([[1.0, torch.nan, 0.0], [0.0, 0.0, 1.0]]))
-    second = compute(matches=torch.tensor([[torch.nan, 1.0, 0.0], [0.0, 0.0, 1.0]]))
-    wanted = torch.stack([(first[0] + 3 * second[0]) / 4, first[1]])
-    torch.testing.assert_close(compute(matches=matches), wanted)
-
-
-def test_groups_are_batches_of_their_own() -> None:
-    """In all sums: members of another group are nobody's negatives, nor images among images."""
-    images = normal(0, 6, 3)
-    texts = normal(1, 6, 3)
-    group = torch.tensor([0, 0, 1, 1, 1, 0])
-    compute = partial(contrastive, **ALL_SUMS, reduction="sum")
-    wanted = sum(compute(images[group == g], texts[group == g]) for g in (0, 1))
-    torch.testing.assert_close(compute(images, texts, image_groups=group), wanted)
-
-
-def test_groups_do_not_undo_a_match() -> None:
-    images = normal(0, 3, 3)
-    texts = normal(1, 3, 3)
-    groups = torch.tensor([4, 4, 4])
-    other = contrastive(images, texts, image_groups=groups, negative_groups="other")
-    assert other == 0  # everybody has a match and nobody a negative
-    mixed = one(images, texts, image_groups=groups, text_groups=[5, 4, 4], temperature=0.3)
-    matches = torch.tensor([[1.0, 0, 0], [torch.nan, 1, 0], [torch.nan, 0, 1]])
-    assert mixed == one(images, texts, matches=matches, temperature=0.3)
-
-
-def test_own_negatives_that_are_the_same_for_all() -> None:
-    images = normal(0, 4, 3)
-    texts = normal(1, 4, 3)
-    negatives = normal(2, 2, 3)
-    options = {"temperature": 0.3, "image_image": True, "hardness": (1.0, 2.0), "margin": 0.4}
-    shared = contrastive(images, texts, negatives=negatives, **options)
-    own = contrastive(images, texts, negatives=negatives.expand(4, 2, 3), **options)
-    torch.testing.assert_close(own, shared)
-
-
-def test_a_negative_with_a_label_of_the_image_is_left_out() -> None:
-    images = normal(0, 3, 3)
-    texts = normal(1, 3, 3)
-    negatives = normal(2, 3, 1, 3)
-    ids = torch.tensor([[1, 2], [3, NO_ID], [4, 5]])
-    compute = partial(one, images, texts, image_ids=ids, text_ids=[1, 3, 4], negatives=negatives)
-    given = compute(negative_ids=torch.tensor([[2], [9], [NO_ID]]))
-    wanted = compute(negative_ids=torch.tensor([[NO_ID], [-1], [NO_ID]]))
-    assert given == wanted
-    assert given != compute()
-
-
-def test_sdm_without_a_text() -> None:
-    """A text that is in no pair might as well not be there."""
-    images = normal(0, 3, 3)
-    texts = normal(1, 4, 3)
-    matches = torch.eye(3, 4, dtype=torch.float64)
-    matches[:, 3] = torch.nan
-    compute = partial(sdm, images, temperature=0.3, directions="image-text")
-    assert compute(texts=texts, matches=matches) == compute(texts=texts[:3])
-
-
-def test_the_soft_triplet_has_the_hinge_as_its_limit() -> None:
-    scores = normal(0, 5, 4)
-    ids = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([1, 0, 2, 1])
-    soft = soft_triplet(scores=scores, temperature=1e-4, image_ids=ids[0], text_ids=ids[1])
-    hinge = triplet(scores, *(i.numpy() for i in ids))
-    assert 1e-4 * soft.item() == pytest.approx(hinge, abs=1e-6)
-
-
 # ------------------------------------------------------------------- random options of the library
-
-
-class Draw:
-    """A batch of random sizes and relations, with random options that may stand together."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.images = self.random.randint(2, 6)
-        self.texts = self.images
-        self.length = self.random.randint(2, 4)
-        self.options = self.draw_options()
-        self.call: dict[str, Any] = {}
-        self.inputs: Inputs = {}
-        self.draw_ids()
-        self.draw_embeddings()
-        self.draw_negative_ids()
-        self.draw_guide()
-
-    def chance(self, probability: float) -> bool:
-        return self.random.random() < probability
-
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
-
-    def integers(self, most: int, *shape: int) -> Tensor:
-        return torch.randint(0, most, shape, generator=self.generator)
-
-    def mark(self, ids: Tensor, probability: float, value: int) -> None:
-        ids[torch.rand(ids.shape, generator=self.generator) < probability] = value
-
-    def draw_options(self) -> dict[str, Any]:
-        choose = self.random.choice
-        margin = choose([None, None, -0.3, -0.05, 0.0, 0.1, 0.5])
-        options = {
-            "temperature": choose([0.05, 0.2, 1.0]),
-            "margin": margin,
-            "relative": margin is not None and self.chance(0.4),
-            "hardness": choose([0.0, 0.0, 3.0, (0.0, 4.0), (2.0, 0.0), (1.0, 5.0)]),
-            "normalize": self.chance(0.75),
-            "reduction": choose(["mean", "sum", "none"]),
-        }
-        self.kind = choose(["plain", "sums", "joint", "own alone", "scores"])
-        if self.kind == "own alone":
-            return {**options, "directions": "image-text", "in_batch": False}
-        if self.kind == "joint" or (self.kind == "scores" and self.chance(0.3)):
-            options["joint"] = True
-        else:
-            options["directions"] = choose(["both", "image-text", "text-image"])
-        if self.kind in ("sums", "joint"):
-            options["image_image"] = self.chance(0.6)
-            options["text_text"] = choose([False, True, True if margin is None else "unfiltered"])
-        return options
-
-    def draw_ids(self) -> None:
-        if self.chance(0.3):
-            return  # image i matches text i
-        self.texts = self.random.randint(2, 7)
-        labels = self.random.randint(2, 4)
-        image_ids = self.integers(labels, self.images)
-        text_ids = self.integers(labels, self.texts)
-        if self.chance(0.4):
-            self.mark(image_ids, 0.2, NO_ID)
-            self.mark(text_ids, 0.2, NO_ID)
-        self.call["image_ids"] = image_ids
-        self.call["text_ids"] = text_ids
-        if self.chance(0.2):  # text ids are numbers of images
-            del self.call["image_ids"]
-
-    def draw_embeddings(self) -> None:
-        has_negatives = self.kind == "own alone" or self.chance(0.6)
-        number = self.random.randint(1, 4)
-        own = self.kind == "own alone" or self.chance(0.5)
-        if self.options.get("directions") == "text-image":  # texts have shared ones, if any
-            has_negatives = bool(self.options.get("text_text"))
-            own = False
-        if self.kind == "scores":
-            self.inputs["scores"] = self.normal(self.images, self.texts)
-            shape = (self.images, number)
-            ids = shape
-        else:
-            self.inputs["images"] = self.normal(self.images, self.length)
-            self.inputs["texts"] = self.normal(self.texts, self.length)
-            ids = (self.images, number) if own else (number,)
-            shape = (*ids, self.length)
-        self.shape_of_ids = ids if has_negatives else None
-        if has_negatives:
-            self.inputs["negatives"] = self.normal(*shape)
-
-    def draw_negative_ids(self) -> None:
-        if self.shape_of_ids is None or self.chance(0.5):
-            return
-        ids = self.integers(5, *self.shape_of_ids)
-        self.mark(ids, 0.2, NO_ID)
-        self.mark(ids, 0.2, -1)
-        self.call["negative_ids"] = ids
-
-    def draw_guide(self) -> None:
-        """Of another length. GISTEmbed's sum of documents is without shared negatives, see
-        `oracle_embedders.negatives_of_text`: these options are not drawn together.
-        """
-        shared = self.shape_of_ids is not None and len(self.shape_of_ids) == 1
-        without = shared and self.options.get("text_text")
-        if self.options["margin"] is None or without or self.chance(0.5):
-            return
-        guide = [self.normal(self.images, 3), self.normal(self.texts, 3)]
-        if self.shape_of_ids is not None:
-            guide.append(self.normal(*self.shape_of_ids, 3))
-        self.call["guide"] = guide
 
 
 def value_and_gradients(value: Any, inputs: list[Tensor]) -> list[Tensor]:
@@ -642,58 +440,6 @@ def value_and_gradients(value: Any, inputs: list[Tensor]) -> list[Tensor]:
         return [part.detach() for part in parts] + [torch.zeros_like(x) for x in inputs]
     found = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
     return [part.detach() for part in parts] + list(found)
-
-
-@pytest.mark.filterwarnings("ignore")  # random batches are suspicious
-@pytest.mark.parametrize("seed", range(300))
-def test_library_against_loops(seed: int) -> None:
-    """Values and gradients of random options, of the temperature too, on both engines."""
-    draw = Draw(seed)
-    options = dict(draw.options)
-    for x in draw.inputs.values():
-        x.requires_grad_()
-    engine = ("dense", "tiled")[seed % 2]
-    loss = itrloss.InfoNCELoss(learnable=True, engine=engine, **options).double()
-    log_scale = loss.log_scale.detach().clone().requires_grad_()
-    options["temperature"] = (-log_scale[0]).exp()
-    inputs = list(draw.inputs.values())
-    given = value_and_gradients(loss(**draw.inputs, **draw.call), [*inputs, loss.log_scale])
-    wanted = value_and_gradients(
-        contrastive(**draw.inputs, **draw.call, **options), [*inputs, log_scale]
-    )
-    assert len(given) == len(wanted)
-    for one_given, one_wanted in zip(given, wanted, strict=True):
-        torch.testing.assert_close(one_given, one_wanted, rtol=1e-9, atol=1e-9)
-
-
-LATE = ["max_sum", "max_mean", "smooth_max_sum", "smooth_max_mean"]
-
-
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("form", LATE)
-@pytest.mark.parametrize("seed", range(6))
-def test_late_interaction_against_loops(form: Any, seed: int, own: bool, monkeypatch: Any) -> None:
-    """Scores of sets with padding anywhere, some of them empty; of all texts, or of own ones."""
-    if seed % 2:
-        monkeypatch.setitem(engine_inputs.TILE, "cpu", (24, 4))
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randn(3, 4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    shape = (3, 5, 3) if own else (5, 3)  # of the texts' elements
-    texts = torch.randn(*shape, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    options: Any = {
-        "image_mask": torch.rand(3, 4, generator=generator) < 0.6,
-        "text_mask": torch.rand(shape, generator=generator) < 0.6,
-        "alpha": 10.0,
-        "normalize": seed < 4,
-    }
-    given = itrloss.functional.set_similarity(images, texts, form, **options)
-    wanted = late_scores(images, texts, form, **options)
-    for a, b in zip(
-        value_and_gradients(given, [images, texts]),
-        value_and_gradients(wanted, [images, texts]),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
@@ -716,25 +462,6 @@ def test_soft_triplet_against_loops(engine: Any, directions: Any, seed: int) -> 
     wanted = value_and_gradients(soft_triplet(images, texts, matches=matches, **options), given)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("directions", ["both", "image-text", "text-image"])
-def test_sdm_is_the_loops(engine: Any, directions: Any) -> None:
-    for seed in range(10):
-        images = normal(seed, 5, 4)
-        texts = normal(seed + 100, 7, 4)
-        draw = torch.Generator().manual_seed(seed)
-        ids = [torch.randint(3, (n,), generator=draw) for n in (5, 7)]
-        options: dict[str, Any] = {"temperature": 0.2, "directions": directions}
-        given = [x.requires_grad_() for x in (images, texts)]
-        found = itrloss.SDMLoss(**options, engine=engine)(*given, *ids)
-        wanted = sdm(*given, **options, image_ids=ids[0], text_ids=ids[1])
-        assert found.item() == pytest.approx(float(wanted), abs=1e-9)
-        grads = [torch.autograd.grad(x, given, allow_unused=True) for x in (found, wanted)]
-        for a, b in zip(*grads, strict=True):
-            assert (a - (0 if b is None else b)).abs().max() < 1e-9
 
 
 def test_irras_sdm_is_the_library_s() -> None:

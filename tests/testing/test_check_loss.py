@@ -14,7 +14,7 @@ from support import (
     planted_programs,
 )
 from support.conforming import CALLS, LOSSES, conforming
-from support.losses_registry import REGISTRY, public_losses
+from support.losses_registry import REGISTRY
 from support.processes import start
 
 import itrloss
@@ -58,11 +58,6 @@ def test_other_options_of_our_losses_agree_with_their_formula():
             passes(conforming(name), ["agrees_with_reference"])
 
 
-def test_a_formula_is_given_where_differences_do_not_tell_the_gradient():
-    for name, entry in REGISTRY.items():
-        assert ("gradcheck" in entry.failures) == (entry.reference is not None), name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*LOSSES, *ALSO_COMPILED])
 def test_our_losses_compile(name):
@@ -72,10 +67,10 @@ def test_our_losses_compile(name):
     passes(case, ["compiled" if tiled else "compiled_as_one_graph"])
 
 
-def test_all_losses_are_here():
-    images_alone = {"DynamicOrthogonalLoss", "DynamicGate"}
-    public = public_losses() - images_alone | set(compat.__all__) - {"adapt"} | {"AdaptedLoss"}
-    assert public <= {type(case.loss).__name__ for case in LOSSES.values()}
+def test_all_losses_of_other_code_bases_are_here():
+    """`test_completeness` says it of the library's."""
+    published = set(compat.__all__) - {"adapt"} | {"AdaptedLoss"}
+    assert published <= {type(case.loss).__name__ for case in LOSSES.values()}
 
 
 @pytest.mark.slow
@@ -99,9 +94,8 @@ PLAIN = {"memory_grows_linearly": "scores are a matrix"}
 CAUGHT = [name for name, bug in planted.BUGS.items() if bug.caught_by]
 
 
-def test_all_but_two_of_more_than_60_bugs_are_caught():
-    assert len(planted.BUGS) >= 60
-    assert len(CAUGHT) == len(planted.BUGS) - 2
+def test_all_but_two_bugs_are_caught():
+    assert len(CAUGHT) == len(planted.BUGS) - 2 >= 40
 
 
 @pytest.mark.parametrize(

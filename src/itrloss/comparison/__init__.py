@@ -16,8 +16,9 @@ from .. import rerank, tables
 from ..checks import one_of
 from ..metrics import Comparison, RetrievalResults, compare_all, retrieval_results
 from ..metrics.labels import check_whole, with_ids
+from ..metrics.matching import rows_of
 from ..metrics.relevance import Rules
-from ..metrics.results import RECALL_NAMES, RECALLS, Ks, check_systems
+from ..metrics.results import RECALL_NAMES, RECALLS, WAYS, Ks, check_systems
 from ..metrics.retrieval import as_pair
 from ..rerank import FastReranker, Reranker
 from ..rerank.base import go_beyond_cosines, has_defaults_for_cosines
@@ -133,14 +134,11 @@ class Entry:
         """
         if self.reranker is None:
             return ""
-        i2t, t2i = self.reranker.transductive
-        if i2t and t2i:
-            return "test"
-        if i2t:
-            return "bank t2i"
-        if t2i:
-            return "bank i2t"
-        return "bank"
+        looks_at_test = self.reranker.transductive
+        by_bank = [way for way, test in zip(WAYS, looks_at_test, strict=True) if not test]
+        if len(by_bank) == 1:
+            return f"bank {by_bank[0]}"
+        return "bank" if by_bank else "test"
 
     @property
     def looks_at(self) -> str:
@@ -293,8 +291,8 @@ def _pairs_in_words(sim: Similarity, validation: Similarity | None) -> str:
     """Return what the validation pairs are; warn if they are those of the test set."""
     if validation is None:
         return ""
-    for test, other in zip(_sides(sim), _sides(validation), strict=True):
-        if are_the_same(test, other):
+    for test, other in ((sim, validation), (sim.T, validation.T)):
+        if are_the_same(rows_of(test), rows_of(other)):
             warn(
                 "validation: it has items of the test set, on which nothing may be calibrated; "
                 "pass held-out pairs"
@@ -312,14 +310,6 @@ def _warn_of_units(sim: Similarity, rerankers: Mapping[str, Reranker]) -> None:
             f"{', '.join(found)} are for cosine similarities. Divide logits by the model's logit "
             "scale"
         )
-
-
-def _sides(sim: Similarity) -> Sequence[Tensor]:
-    """Return what images and texts are recognised by: embeddings, or rows and columns of scores."""
-    if sim.embeddings is not None:
-        return sim.embeddings
-    scores = sim.scores()
-    return scores, scores.T
 
 
 def _without_bank(banks: Banks | None, validation: Similarity) -> str:

@@ -12,7 +12,8 @@ dense       the same answers in plain PyTorch: the specification, for compilers 
             derivatives
 pair_scores scores of listed pairs, whose gradient skips the matrix
 
-autograd    the autograd function around a question, and the one around all small matrices of a step
+step        all vectors of a step and its small matrices, and the sums over a small matrix
+autograd    sums over a large matrix, which is visited tile by tile
 early       sums of the Triton engine that are found with their gradient
 matrix      a score matrix with its engine, and what is kept of it between questions
 ranking     the best candidate, and ranks

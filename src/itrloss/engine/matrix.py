@@ -528,7 +528,7 @@ class Matrix:
         """
         self.check_unchanged()
         assert self.embeddings is not None
-        units = [normalized(x.gradient_target(), x.normalize) for x in self.embeddings]
+        units = [normalized(x.target, x.normalize) for x in self.embeddings]
         sums = []
         for side in sides:
             total = self._sums_by_class(units[side], units[1 - side], side)

@@ -170,13 +170,20 @@ class View(NamedTuple):
         of_columns = grad[self.question.anchors(1, c)]
         return of_columns if self.sides == (1,) else grad[r, None] + of_columns
 
-    def add_(self, total: Tensor, x: Tensor) -> None:
-        """Add the sums of (r, c) by anchor to a gradient (A,), or all of it to one number (1,)."""
-        if total.numel() == 1:
-            total += x.sum()
-            return
+    def added(self, total: Tensor | None, value: Value | None, x: Tensor) -> Tensor:
+        """Return the gradient of a value, (1,) or (A,), with x (r, c) added by anchor.
+
+        ``total``: what other blocks have added; None: nothing yet.
+        """
+        assert isinstance(value, Tensor)
+        if value.numel() == 1:
+            own = x.sum().reshape(value.shape)
+            return own if total is None else total.add_(own)
+        if total is None:
+            total = torch.zeros_like(value, dtype=x.dtype)
         (side,) = self.sides
         total[self.question.anchors(side, self.tile.places[side])] += x.sum(1 - side)
+        return total
 
 
 def views(question: Question, tile: Tile) -> list[View]:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -241,7 +242,8 @@ class Relation:
         if over == "negatives" and not self._is_small and self._fills_entries(x):
             i, j = self._listed_within(rows, cols)
             if len(i) * 16 <= x.shape[-1] * x.shape[-2]:
-                x[..., i, j] = value
+                if len(i):
+                    x[..., i, j] = value
                 if self.all_exist:
                     return x
                 over = "all"
@@ -258,19 +260,27 @@ class Relation:
         return self.listable and self.are_few
 
     def _listed_within(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
-        """Return the positive pairs of a block, as places in it."""
-        i, j = self.listed
+        """Return the positive pairs of a block on the CPU, as places in it."""
         n, m = self.shape
-        if rows.start > 0 or rows.stop < n:
-            ends = torch.tensor([rows.start, rows.stop], device=i.device)
-            start, stop = torch.searchsorted(i, ends).tolist()
-            i = i[start:stop] - rows.start
-            j = j[start:stop]
+        if rows.start == 0 and rows.stop == n:
+            i, j = self._cached("listed by column", self._listed_by_column)
+            part = between(j, cols)
+            return i[part], j[part] - cols.start
+        i, j = self.listed
+        part = between(i, rows)
+        i = i[part] - rows.start
+        j = j[part]
         if cols.start > 0 or cols.stop < m:
             inside = (j >= cols.start) & (j < cols.stop)
             i = i[inside]
             j = j[inside] - cols.start
         return i, j
+
+    def _listed_by_column(self) -> tuple[Tensor, Tensor]:
+        """Return the positive pairs, sorted by column."""
+        i, j = self.listed
+        j, order = torch.sort(j, stable=True)
+        return i[order], j
 
     def _blocks(self) -> Iterator[slice]:
         """Yield slices of the rows whose masks are made at once."""
@@ -624,6 +634,12 @@ def missing_mask(ids: Tensor) -> Tensor | None:
         return None
     mask = ids == IGNORE_ID
     return mask.all(1) if mask.dim() == 2 else mask
+
+
+def between(ordered: Tensor, part: slice) -> slice:
+    """Return where those numbers are among ordered ones (P,) on the CPU that are in a range."""
+    start, stop = np.searchsorted(ordered.numpy(), [part.start, part.stop]).tolist()
+    return slice(start, stop)
 
 
 def slots(anchors: Tensor) -> Tensor:

@@ -17,13 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .inputs import Inputs, Side, Tile, tiles
+from .inputs import Inputs, Side, Tile, even_chunks, tiles
 from .pair_scores import ListedPairs, add_pair_gradient
 from .products import add_matmul_, matmul
-from .question import Question, Value, View, joined, views
+from .question import Question, View, joined, views
 from .ranking import argmax
 from .relation import Places, Relation
 from .vectors import chunks, compute_dtype, project
+
+
+# Elements of vectors that are summed at once, in float64: 8 MB.
+SUMMED_AT_ONCE = 2**20
 
 
 class Best(NamedTuple):
@@ -263,12 +267,12 @@ class QuestionGradients:
         scale = question.scale
         if self.folds_scale and (isinstance(scale, Tensor) or scale != 1.0):
             self.grad = grad * scale
-        self.scale = zeros_like_value(question.scale, grad) if needs_scale else None
-        self.shift = zeros_like_value(question.shift, grad) if needs_shift else None
+        self.needs_scale = needs_scale
+        self.needs_shift = needs_shift
+        self.needs_params = needs_params
+        self.scale: Tensor | None = None
+        self.shift: Tensor | None = None
         self.params: list[Tensor | None] = [None] * len(question.params)
-        for k, needed in enumerate(needs_params):
-            if needed:
-                self.params[k] = zeros_like_value(question.params[k], grad)
 
     def of_scores(self, view: View, slopes: Tensor | None = None) -> Tensor:
         """Return dL/dS (r, c) as a view asks for it; add up the gradients of values.
@@ -284,11 +288,12 @@ class QuestionGradients:
             by_z = view.slopes().mul_(upstream)
         if self.folds_scale:
             return by_z
-        if self.shift is not None:
-            view.add_(self.shift, by_z)
-        if self.scale is not None:
-            view.add_(self.scale, by_z * view.tile.scores)
-        return by_z.mul_(view.own(self.question.scale))
+        question = self.question
+        if self.needs_shift:
+            self.shift = view.added(self.shift, question.shift, by_z)
+        if self.needs_scale:
+            self.scale = view.added(self.scale, question.scale, by_z * view.tile.scores)
+        return by_z.mul_(view.own(question.scale))
 
     def _by_autograd(self, view: View, upstream: Tensor) -> Tensor:
         """Return the gradient (r, c) of z of a user's term; add up those of its parameters."""
@@ -296,9 +301,10 @@ class QuestionGradients:
         by_z, *by_params = question.term.gradients(view.exponents(), view.params(), upstream)
         if question.teaches:
             by_params = by_params[1:]
-        for total, by_param in zip(self.params, by_params, strict=True):
-            if total is not None:
-                view.add_(total, view.exclude_(by_param))
+        for k, needed in enumerate(self.needs_params):
+            if needed:
+                own = view.exclude_(by_params[k])
+                self.params[k] = view.added(self.params[k], question.params[k], own)
         return view.exclude_(by_z)
 
 
@@ -399,12 +405,6 @@ def of_vectors(grad: Tensor | None, side: Side) -> Tensor:
     return grad
 
 
-def zeros_like_value(value: Value | None, grad: Tensor) -> Tensor:
-    """Return zeros of the shape of a value, which gets a gradient."""
-    assert isinstance(value, Tensor)
-    return torch.zeros_like(value, dtype=grad.dtype)
-
-
 def summed_scores(inputs: Inputs, side: int, missing: Tensor | None = None) -> Tensor:
     """Return the float64 sums (A,) of all scores of a side's vectors.
 
@@ -412,12 +412,7 @@ def summed_scores(inputs: Inputs, side: int, missing: Tensor | None = None) -> T
     ``missing``: (C,) bool, the others that do not exist.
     """
     own, others = inputs.sides(side)
-    total = torch.zeros(others.like.shape[1], dtype=torch.float64, device=others.like.device)
-    for part in chunks(others.like):
-        vectors = others.vectors(part).double()
-        if missing is not None:
-            vectors = vectors.masked_fill(missing[part, None], 0.0)
-        total += vectors.sum(0)
+    total = summed_vectors(others, missing)
     sums = torch.cat([own.vectors(part).double() @ total for part in chunks(own.like)])
     number: int | Tensor = len(others.like) if missing is None else (~missing).sum()
     if own.bias is not None:
@@ -426,3 +421,15 @@ def summed_scores(inputs: Inputs, side: int, missing: Tensor | None = None) -> T
         bias = others.bias if missing is None else others.bias.masked_fill(missing, 0.0)
         sums = sums + bias.sum()
     return sums
+
+
+def summed_vectors(side: Side, missing: Tensor | None = None) -> Tensor:
+    """Return the float64 sum (D,) of a side's vectors, without those that are missing (N,)."""
+    total = torch.zeros(side.like.shape[1], dtype=torch.float64, device=side.like.device)
+    step = max(1, SUMMED_AT_ONCE // side.like.shape[1])
+    for part in even_chunks(len(side.like), step):
+        vectors = side.vectors(part)
+        if missing is not None:
+            vectors = vectors.masked_fill(missing[part, None], 0.0)
+        total += vectors.sum(0, dtype=torch.float64)  # PyTorch copies them in that type
+    return total

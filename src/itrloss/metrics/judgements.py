@@ -75,9 +75,9 @@ def distinct_pairs(
 
     Both are on the CPU.
     """
-    numbers = pair_numbers(name, images, texts, shape)
-    if not len(numbers):
+    if not as_integers(f"{name}.images", images).numel():
         raise ValueError(f"{name}.images: expected at least 1 index, got 0")
+    numbers = pair_numbers(name, images, texts, shape)
     numbers, index = numbers.unique(return_inverse=True)
     m = shape[1]
     return torch.stack([numbers // m, numbers % m]), index

@@ -19,7 +19,7 @@ from ..checks import (
 )
 from ..similarity import Similarity
 from ..suspicious import warn, warn_of_embeddings, warn_of_guess, warn_of_one_side
-from .matching import all_others_are_wrong, existing, part_of, query_ids
+from .matching import all_others_are_wrong, existing, part_of, query_ids, rows_of
 
 _ROWS = 256  # number of rows compared at once
 _COLUMNS = 2**12  # numbers of a row that tell whether it is nearly the same as the next
@@ -109,8 +109,7 @@ def warn_of_repeated(sim: Similarity) -> None:
     if sim.ids[0] is None:
         return
     ids, _ = query_ids(sim)
-    images = sim.given_scores if sim.embeddings is None else sim.embeddings[0]
-    assert images is not None
+    images = rows_of(sim)
     exists, _ = existing(sim)
     if exists is not None:
         ids = ids[exists]
@@ -215,11 +214,7 @@ def folded(sim: Similarity) -> Similarity:
     """Return a similarity without ids after :func:`fold_repeated`, any other unchanged."""
     if not has_no_ids(sim):
         return sim
-    images = sim.given_scores
-    if sim.embeddings is not None:
-        images = sim.embeddings[0]
-    assert images is not None
-    images = fold_repeated(images)
+    images = fold_repeated(rows_of(sim))
     m = sim.shape[1]
     if len(images) == m:
         return sim

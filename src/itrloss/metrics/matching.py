@@ -19,6 +19,14 @@ from ..similarity import NO_ID, Engine, Similarity
 Masks = tuple[Tensor | None, Tensor | None]
 
 
+def rows_of(sim: Similarity) -> Tensor:
+    """Return what the rows are made of: their embeddings (N, D), or their scores (N, M)."""
+    if sim.embeddings is not None:
+        return sim.embeddings[0]
+    assert sim.given_scores is not None
+    return sim.given_scores
+
+
 def existing(sim: Similarity) -> Masks:
     """Return the (N,) and (M,) bool masks of rows and columns that exist; None if all do."""
     rows, cols = [_where_some_are_missing(sim.pairs.exists(side)) for side in (0, 1)]

@@ -67,7 +67,8 @@ def share_names(ks: Ks) -> list[str]:
     """Return the names of all metrics of a direction that are means over queries, in percent."""
     names = []
     for measure in ("r", "recall_at_", "ndcg_at_"):
-        names += [f"{measure}{k}" for k in ks]
+        for k in ks:
+            names.append(f"{measure}{k}")
     return [*names, "mrr", "map", "r_precision", "map_at_r"]
 
 
@@ -198,9 +199,10 @@ class QueryResults:
         """
         ks = as_ks(ks)
         answered = self._answered()
-        shares = [answered.hits(k).double() for k in ks]
-        shares += [answered.recall(k) for k in ks]
-        shares += [answered.ndcg(k) for k in ks]
+        shares = []
+        for of_first in (answered.hits, answered.recall, answered.ndcg):
+            for k in ks:
+                shares.append(of_first(k).double())
         shares += [answered.reciprocal_rank, answered.average_precision]
         shares += [answered.r_precision, answered.average_precision_at_r]
         percentages = [100 * float(x.mean()) for x in shares]
@@ -215,8 +217,8 @@ class QueryResults:
     def recall_sum(self) -> float:
         """Return the sum of R@1, R@5 and R@10 in percent, over queries with positives."""
         best = self._answered().best
-        recalls = [float((best <= k).double().mean()) for k in RECALLS]
-        return 100 * math.fsum(recalls)
+        within = [float((best <= k).sum()) for k in RECALLS]
+        return 100 * math.fsum(within) / len(best)
 
     def _answered(self) -> QueryResults:
         """Return the results of the queries that have positives."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..checks import Options, as_size, check_matrix, from_numpy
 from ..engine.ranking import Ranking, Relevance, collected
 from ..metrics.labels import with_ids
-from ..metrics.matching import existing, existing_part, places, query_ids
+from ..metrics.matching import existing, existing_part, places, query_ids, rows_of
 from ..metrics.relevance import judged
 from ..similarity import Similarity, TopK
 from ..suspicious import UnfitScalesWarning, are_the_same, warn
@@ -362,13 +362,9 @@ class Reranker(Options, ABC):
             bank = other.gallery
             if bank is None:
                 continue
-            if direction.queries.embeddings is not None:
-                queries, _ = direction.queries.embeddings
-            else:
-                assert direction.queries.given_scores is not None
-                queries = direction.queries.given_scores
+            if direction.queries.embeddings is None:
                 bank = bank.T
-            if are_the_same(queries, bank):
+            if are_the_same(rows_of(direction.queries), bank):
                 warn(
                     f"{name}: the bank has {name} of the test set, so that test queries see one "
                     "another; fit others, such as the training set's, or leave the bank out"
@@ -409,8 +405,7 @@ def go_beyond_cosines(sim: Similarity) -> bool:
     """
     if sim.normalizes:
         return False
-    like = sim.given_scores if sim.embeddings is None else sim.embeddings[0]
-    assert like is not None
+    like = rows_of(sim)
     largest = 1 + max(1e-3, 2 * torch.finfo(like.dtype).eps)
     _, block = next(sim.blocks(_AT_ONCE), (None, like[:0]))
     return bool((block.abs() > largest).any())

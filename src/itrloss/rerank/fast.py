@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 
@@ -23,19 +22,6 @@ SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)
 _PERFECT = (3.0, 1.0)  # recalls and mean reciprocal rank that no other scale can improve
 
 
-class _LogSumExpReranker(Reranker):
-    """Re-ranking by ``factor S_qc - log sum_r exp(scale R_rc)``."""
-
-    @abstractmethod
-    def _options_of(self, side: int) -> tuple[float, float]:
-        """Return the scale and the factor of image→text (0) or text→image (1)."""
-
-    def rule(self, direction: Direction) -> Bias:
-        """Return minus the log-sum-exp of each candidate as its bias."""
-        scale, factor = self._options_of(direction.side)
-        return Bias(-reference_sums(direction.candidates, scale), factor)
-
-
 def as_scales(name: str, value: object) -> tuple[float, float]:
     """Return two numbers above 0, of a tuple, a list or an array; raise an error for others."""
     if not isinstance(value, (tuple, list, np.ndarray, Tensor)) or len(value) != 2:
@@ -46,7 +32,7 @@ def as_scales(name: str, value: object) -> tuple[float, float]:
     return first, second
 
 
-class FastReranker(_LogSumExpReranker):
+class FastReranker(Reranker):
     """Fast Re-ranking (DVSE Eq. 13-15): candidates that are similar to every query move down.
 
     Image→text ranks by ``γ2 S_qc - log sum_r exp(γ1 R_rc)``, text→image by ``λ2 S_qc - log sum_r
@@ -65,8 +51,10 @@ class FastReranker(_LogSumExpReranker):
     i2t: tuple[float, float] = option(default=(25.0, 25.0), converter=partial(as_scales, "i2t"))
     t2i: tuple[float, float] = option(default=(20.0, 20.0), converter=partial(as_scales, "t2i"))
 
-    def _options_of(self, side: int) -> tuple[float, float]:
-        return self.t2i if side else self.i2t
+    def rule(self, direction: Direction) -> Bias:
+        """Return minus the log-sum-exp of each candidate as its bias."""
+        scale, factor = self.t2i if direction.side else self.i2t
+        return Bias(-reference_sums(direction.candidates, scale), factor)
 
     @torch.no_grad()
     def calibrate(
@@ -136,7 +124,7 @@ def _quality(ranks: Tensor) -> tuple[float, float]:
     return recalls, float((1 / ranks).mean())
 
 
-class InvertedSoftmax(_LogSumExpReranker):
+class InvertedSoftmax(Reranker):
     """Inverted softmax (Smith et al., ICLR 2017): ``scale S_qc - log sum_r exp(scale R_rc)``.
 
     It is :class:`FastReranker` with all four parameters the same.
@@ -146,5 +134,6 @@ class InvertedSoftmax(_LogSumExpReranker):
 
     scale: float = option(default=20.0, above=0)
 
-    def _options_of(self, side: int) -> tuple[float, float]:
-        return self.scale, self.scale
+    def rule(self, direction: Direction) -> Bias:
+        """Return minus the log-sum-exp of each candidate as its bias."""
+        return Bias(-reference_sums(direction.candidates, self.scale), self.scale)

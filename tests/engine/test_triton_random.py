@@ -1,0 +1,90 @@
+"""The random batches of `test_random_cases` on the Triton engine.
+
+Kernels multiply embeddings, or read scores. Errors are compared with those of plain PyTorch in the
+same precision.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.drawn_answers import ASKED, AnswerCase
+from support.drawn_losses import LossCase
+from support.losses_registry import where
+from support.on_triton import DEVICE, HALF, OF_KERNELS, distance
+
+from itrloss.engine import relation
+from itrloss.engine import triton as engine
+
+pytestmark = [
+    *OF_KERNELS,
+    pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning"),
+]
+
+DRAWS = 2  # of an answer or a loss in each test
+# Rounding of scores is multiplied: by 2000, or where nearly equal numbers are subtracted.
+SHARP = ["logsumexp of a scale beyond the exponential's range", "logsumexp of such scales"]
+LOSSES = where(lambda entry: entry.takes == "pairs" and entry.oracle is not None)
+
+
+def assert_as_accurate(found, plain, exact, about, bound=3e-5):
+    """Compare errors with those of plain PyTorch, by norms; both are of rounded input.
+
+    A gradient may be 0 because large parts cancel, as that of embeddings of one dimension.
+    """
+    size = max(wanted[wanted.isfinite()].norm() for wanted in exact)
+    for got, other, wanted in zip(found, plain, exact, strict=True):
+        exists = wanted.isfinite()
+        assert torch.equal(got.cpu().isfinite(), exists), about
+        error = distance(got, wanted)
+        assert error <= 4 * distance(other, wanted) + bound * size + 1e-5, f"{about}: {error}"
+
+
+@pytest.mark.parametrize("turn", range(6))
+@pytest.mark.parametrize("name", [name for name in ASKED if name not in SHARP])
+def test_answers_of_random_batches(name, turn, few_tiles, poisoned, monkeypatch):
+    for seed in range(turn * DRAWS, (turn + 1) * DRAWS):
+        case = AnswerCase(name, seed)
+        multiplies = case.draw.chance(0.6)
+        monkeypatch.setattr(engine, "fused", lambda *_, multiplies=multiplies: multiplies)
+        monkeypatch.setattr(relation, "FEW", case.draw.pick([-1, 64]))
+        case.vectors = [x.float() for x in case.vectors]
+        exact = case.outcome("reference")
+        plain = case.outcome("dense", torch.float32)
+        found = case.outcome("triton", torch.float32, DEVICE)
+        assert_as_accurate(found, plain, exact, str(case))
+
+
+def outcome_of(case, engine_name, dtype, device="cpu"):
+    """A loss, and its gradients by embeddings and parameters."""
+    batch = case.batch
+    leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in case.input]
+    loss = case.loss(engine_name)
+    loss = loss.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+    case.batch = batch.to(device)
+    total = case.total(case.ours(loss, leaves))
+    case.batch = batch
+    trained = [*leaves, *loss.parameters()]
+    if not total.requires_grad:
+        return [total, *(torch.zeros_like(x) for x in trained)]
+    gradients = torch.autograd.grad(total, trained, materialize_grads=True)
+    return [total.detach(), *gradients]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_random_batches(name, dtype, few_tiles, poisoned, monkeypatch):
+    bound = {torch.float32: 2e-4, torch.bfloat16: 8e-3, torch.float16: 2e-3}[dtype]
+    for seed in range(2 * DRAWS):
+        case = LossCase(name, seed)
+        case.form = "embeddings"
+        case.common["reduction"] = "mean"
+        case.common.pop("normalize", None)
+        # Kernels round the weights of positives that are not listed as they do those of negatives.
+        few = case.draw.pick([-1, 64]) if dtype == torch.float32 else 64
+        monkeypatch.setattr(relation, "FEW", few)
+        case.input = [x.to(dtype) for x in case.input]
+        exact = outcome_of(case, "dense", torch.float64)
+        plain = outcome_of(case, "tiled", dtype)
+        found = outcome_of(case, "triton", dtype, DEVICE)
+        assert_as_accurate(found, plain, exact, f"{case}, {dtype}", bound)

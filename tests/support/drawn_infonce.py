@@ -1,0 +1,135 @@
+"""InfoNCE with random options that may stand together, and random batches for them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from itrloss import InfoNCELoss
+from support.draws import Draw, drawn_batch, places_of_process
+from support.oracle_embedders import contrastive
+
+KINDS = ["pairs", "ids", "padding", "numbers", "labels", "groups", "matches", "weights"]
+
+
+class InfoNCECase:
+    """A loss with a batch: ``inputs`` get gradients, ``call`` has what else is passed in."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.draw = Draw("infonce", seed)
+        self.batch = drawn_batch(self.draw, KINDS)
+        self.dim = self.draw.pick([2, 4])
+        self.options = self.drawn_options()
+        self.call = dict(self.batch.given)
+        self.inputs: dict[str, Tensor] = {}
+        self.draw_embeddings()
+        self.draw_guide()
+
+    def drawn_options(self) -> dict[str, Any]:
+        pick, chance = self.draw.pick, self.draw.chance
+        margin = pick([None, None, -0.3, -0.05, 0.0, 0.1, 0.5])
+        options = {
+            "temperature": pick([0.05, 0.2, 1.0]),
+            "margin": margin,
+            "relative": margin is not None and chance(0.4),
+            "hardness": pick([0.0, 0.0, 3.0, (0.0, 4.0), (2.0, 0.0), (1.0, 5.0)]),
+            "normalize": chance(0.75),
+            "reduction": pick(["mean", "sum", "none"]),
+        }
+        self.kind = pick(["plain", "sums", "joint", "own alone", "scores"])
+        if self.batch.matches is not None and self.kind in ("sums", "joint"):
+            self.kind = "plain"  # a matrix says nothing of two images
+        if self.kind == "own alone":
+            return {**options, "directions": "image-text", "in_batch": False}
+        if self.kind == "joint" or (self.kind == "scores" and chance(0.3)):
+            options["joint"] = True
+        else:
+            options["directions"] = pick(["both", "image-text", "text-image"])
+        if self.kind in ("sums", "joint"):
+            options["image_image"] = chance(0.6)
+            options["text_text"] = pick([False, True, True if margin is None else "unfiltered"])
+        return options
+
+    def draw_embeddings(self) -> None:
+        draw = self.draw
+        n, m = self.batch.n, self.batch.m
+        has_negatives = self.kind == "own alone" or draw.chance(0.6)
+        number = draw.pick([1, 2, 4])
+        own = self.kind in ("own alone", "scores") or draw.chance(0.5)
+        if self.options.get("directions") == "text-image":  # texts have shared ones, if any
+            has_negatives = bool(self.options.get("text_text"))
+            own = False
+        ids = (n, number) if own else (number,)
+        if self.kind == "scores":
+            self.inputs["scores"] = draw.normal(n, m)
+            shape = ids
+        else:
+            self.inputs["images"] = draw.normal(n, self.dim)
+            self.inputs["texts"] = draw.normal(m, self.dim)
+            shape = (*ids, self.dim)
+        self.shape_of_ids = ids if has_negatives else None
+        if not has_negatives:
+            return
+        self.inputs["negatives"] = draw.normal(*shape)
+        if draw.chance(0.5) and self.batch.matches is None:
+            numbers = draw.marked(draw.integers(5, *ids), 0.2)
+            self.call["negative_ids"] = draw.marked(numbers, 0.2, -1)
+
+    def draw_guide(self) -> None:
+        """Of other embeddings, of another length."""
+        if self.options["margin"] is None or self.draw.chance(0.5):
+            return
+        guide = [self.draw.normal(self.batch.n, 3), self.draw.normal(self.batch.m, 3)]
+        if self.shape_of_ids is not None:
+            guide.append(self.draw.normal(*self.shape_of_ids, 3))
+        self.call["guide"] = tuple(guide)
+
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether two processes may each have a part of the batch."""
+        ids = self.shape_of_ids
+        is_one = ids is not None and len(ids) == 1 and ids[0] == 1  # negative of everybody
+        # Without ids of images, those of negatives are numbers of a process's images.
+        are_numbers = self.batch.kind == "pairs" and "negative_ids" in self.call
+        are_numbers = are_numbers or self.batch.kind == "numbers"
+        return self.kind != "scores" and not are_numbers and not is_one
+
+    def of_process(self, rank: int) -> InfoNCECase:
+        """Return what one of two processes has."""
+        part = copy.copy(self)
+        rows, cols = places_of_process(Draw(self.seed, "processes"), self.batch, rank)
+        part.batch = self.batch.of_process(rows, cols)
+        further = rows
+        if self.shape_of_ids is not None and len(self.shape_of_ids) == 1:
+            further = slice(1) if rank == 0 else slice(1, None)
+        places = {"images": rows, "texts": cols, "negatives": further}
+        part.inputs = {name: x[places[name]] for name, x in self.inputs.items()}
+        part.call = dict(part.batch.given)
+        if "negative_ids" in self.call:
+            part.call["negative_ids"] = self.call["negative_ids"][further]
+        if "guide" in self.call:
+            guide = zip(self.call["guide"], (rows, cols, further), strict=False)
+            part.call["guide"] = tuple(x[place] for x, place in guide)
+        return part
+
+    def loss(self, engine: Any, **options: Any) -> InfoNCELoss:
+        """Return the module, whose temperature is learnt."""
+        given = {**self.options, **options}
+        return InfoNCELoss(learnable=True, engine=engine, groups=self.batch.rule, **given)
+
+    def loops(self, inputs: list[Tensor], temperature: Tensor) -> tuple[Tensor, ...]:
+        options = {**self.options, "temperature": temperature, "negative_groups": self.batch.rule}
+        given = dict(zip(self.inputs, inputs, strict=True))
+        call = dict(self.call)
+        if "image_groups" in call and "image_ids" not in call:
+            call["image_ids"] = torch.arange(self.batch.n)
+        value = contrastive(**given, **call, **options)
+        return value if isinstance(value, tuple) else (value,)
+
+    def __str__(self) -> str:
+        shapes = {name: tuple(x.shape) for name, x in self.inputs.items()}
+        return f"seed {self.seed}: {self.batch.kind}, {shapes}, {[*self.call]}, {self.options}"

@@ -1,0 +1,571 @@
+"""Losses of the registry with random input, as the library computes them and as loops do.
+
+Loops return the values of all anchors, a tensor for each direction, which is differentiated by
+differences: they hold for any relation. Weights that the gradient takes for constants need the
+formula in plain PyTorch, ``Entry.reference``, which takes ids.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import itrloss
+from itrloss import NO_ID, Similarity
+from support import oracle, oracle_embedders, oracle_more, plain_formulas
+from support.draws import KINDS, OF_IDS, Batch, Draw, drawn_batch, places_of_process
+from support.losses_registry import ONE_TO_ONE, REGISTRY, Entry
+
+STEP = 1e-6  # of differences
+DIM = 4  # of embeddings
+ONE_ID = ["pairs", "ids", "same"]  # all items exist, and their ids are given or equal
+
+# Relations of losses by what they take; others take all.
+RELATIONS = {
+    "memory": ["pairs", "ids", "padding", "same", "labels"],
+    "coder": ["pairs", "ids", "same"],
+    "heads": ONE_ID,
+    "heads and residuals": ONE_ID,
+    "heads alone": ["pairs"],
+    "prototypes": ["pairs"],
+    "distributions": ONE_ID,
+    "tokens": [*ONE_ID, "padding", "numbers"],
+    "teacher": [*ONE_ID, "padding", "numbers", "groups"],
+    "negatives": [*OF_IDS, "labels", "groups"],
+    "guide": [*OF_IDS, "labels", "groups"],
+}
+
+
+class LossCase:
+    """A loss of the registry, its input and its options, drawn for a name and a seed."""
+
+    def __init__(self, name: str, seed: int, in_processes: bool = False):
+        draw = Draw(name, seed)
+        self.draw = draw
+        self.name = name
+        self.seed = seed
+        self.entry: Entry = REGISTRY[name]
+        self.takes = self.entry.takes
+        kinds = RELATIONS.get(self.takes, KINDS)
+        if self.entry.ids == ONE_TO_ONE:
+            kinds = ["pairs"]
+        if in_processes:  # whose numbers are of their own images
+            kinds = [kind for kind in kinds if kind != "numbers"]
+        self.batch: Batch = drawn_batch(draw, kinds)
+        self.engine = draw.pick(["auto", "dense", "tiled"])
+        self.form = draw.pick(["embeddings", "embeddings", "scores", "similarity"])
+        self.common = self.drawn_options()
+        self.input = INPUTS.get(self.takes, pairs)(self)
+        self.direction = [draw.normal(*x.shape) for x in self.input]
+        self.weights = [draw.normal(self.batch.n), draw.normal(self.batch.m)]
+
+    def drawn_options(self) -> dict[str, Any]:
+        """Options that all losses of a kind have."""
+        draw = self.draw
+        taken = inspect.signature(type(self.entry.make(DIM))).parameters
+        found: dict[str, Any] = {"reduction": draw.pick(["mean", "sum", "none"])}
+        if self.takes in ("coder", "heads and residuals"):
+            found["reduction"] = "mean"
+        has_one = bool(self.entry.options.keys() & {"joint", "directions"})
+        if "directions" in taken and not (has_one or self.entry.every_pair) and draw.chance(0.4):
+            found["directions"] = draw.pick(["image-text", "text-image"])
+            if self.takes == "negatives":  # they are of images
+                found["directions"] = "image-text"
+            if self.takes == "memory" and found["reduction"] == "mean":
+                found["reduction"] = "sum"
+        if "normalize" in taken and self.takes != "distributions" and draw.chance(0.2):
+            found["normalize"] = False
+        if "groups" in taken and self.batch.kind == "groups":
+            found["groups"] = self.batch.rule
+        if self.takes == "teacher":
+            found["temperature"] = draw.pick([0.07, 1.0])
+            found["teacher_temperature"] = draw.pick([0.07, 0.5])
+        if self.takes == "coder":
+            found["detach_diversity"] = False  # its gradient is that of differences
+        if self.name == "matryoshka":
+            return {"reduction": draw.pick(["mean", "sum"]), "groups": self.batch.rule}
+        return found
+
+    @property
+    def normalizes(self) -> bool:
+        return self.common.get("normalize", True)
+
+    def loss(self, engine: str, **options: Any) -> Any:
+        """Return the module, in float64."""
+        if self.takes not in ("features", "heads alone"):
+            options["engine"] = engine
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)  # weights that are drawn
+            return self.entry.make(DIM, **self.common, **options).double()
+
+    def ours(self, loss: Any, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return the values of the library."""
+        value = OURS.get(self.takes, of_pairs)(self, loss, leaves)
+        return value if isinstance(value, tuple) else (value,)
+
+    def loops(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return the same from loops."""
+        arrays = [x.detach() for x in leaves]
+        values = LOOPS.get(self.takes, loops_of_pairs)(self, arrays)
+        values = values if isinstance(values, tuple) else (values,)
+        return tuple(torch.as_tensor(x, dtype=torch.float64) for x in values)
+
+    def items(self, side: int) -> Any:
+        return self.batch.items()[side]
+
+    def of_directions(self, compute: Callable[[str], Any]) -> Any:
+        """Return the reduced values of the directions that count, from ``compute(reduction)``."""
+        reduction = self.common["reduction"]
+        chosen = self.common.get("directions", "both")
+        if chosen == "both":
+            return compute(reduction)
+        side = ("image-text", "text-image").index(chosen)
+        values = compute("none")[side]
+        if reduction == "none":
+            return values
+        count = 1
+        if reduction == "mean":
+            count = max(1, self.number_of_anchors(side))
+        return values.sum() / count
+
+    def number_of_anchors(self, side: int) -> int:
+        """How many anchors count in a mean."""
+        own, others = self.items(side), self.items(1 - side)
+        positives = [any(oracle.match(a, b) for b in others) for a in own]
+        negatives = [any(oracle.differ(a, b) for b in others) for a in own]
+        pairs = list(zip(positives, negatives, strict=True))
+        if self.takes in ("teacher", "distributions"):
+            return sum(map(oracle.exists, own))
+        if self.entry.every_pair:
+            return sum(p or n for p, n in pairs)
+        if self.entry.without_negatives:
+            return sum(positives)
+        return sum(p and n for p, n in pairs)
+
+    def total(self, values: tuple[Tensor, ...]) -> Any:
+        """A number of the values, with a weight for each."""
+        if values[0].dim() == 0:
+            return values[0]
+        weights = self.weights
+        if self.common.get("directions") == "text-image":
+            weights = weights[1:]
+        total: Any = 0.0
+        for value, weight in zip(values, weights, strict=False):
+            total = total + (value * weight).sum()
+        return total
+
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether two processes may each have a part of the batch."""
+        own_negatives = self.takes != "negatives" or self.input[2].dim() == 3
+        return self.takes not in ("coder", "heads and residuals", "tokens") and own_negatives
+
+    def of_process(self, rank: int) -> LossCase:
+        """Return what one of two processes has."""
+        draw = Draw(self.name, self.seed, "processes")
+        rows, cols = places_of_process(draw, self.batch, rank)
+        part = copy.copy(self)
+        part.form = "embeddings"
+        part.batch = self.batch.of_process(rows, cols)
+        places = [rows if len(x) == self.batch.n else cols for x in self.input]
+        places[:2] = [rows, cols][: len(places)]
+        if self.takes == "distributions":
+            places = [rows, cols, rows, cols]
+        part.input = [x[place] for x, place in zip(self.input, places, strict=True)]
+        part.weights = [x[place] for x, place in zip(self.weights, (rows, cols), strict=True)]
+        for name, place in {"classes": rows, "teacher": rows, "negative_ids": rows}.items():
+            if getattr(self, name, None) is not None:
+                setattr(part, name, getattr(self, name)[place])
+        for name in ("keys", "guide"):
+            if hasattr(self, name):
+                of_rows, of_cols = getattr(self, name)
+                setattr(part, name, (of_rows[rows], of_cols[cols]))
+        return part
+
+    def slope_of_loops(self) -> float:
+        """The derivative of the total along the direction, by differences."""
+        ahead, behind = (
+            self.total(
+                self.loops([x + step * d for x, d in zip(self.input, self.direction, strict=True)])
+            )
+            for step in (STEP, -STEP)
+        )
+        return float(ahead - behind) / (2 * STEP)
+
+    def __str__(self) -> str:
+        batch = f"{self.batch.kind} {self.batch.n} x {self.batch.m}"
+        return f"{self.name}, seed {self.seed}: {batch}, {self.engine}, {self.form}, {self.common}"
+
+
+# ------------------------------------------------------------------------------------------- pairs
+
+
+def scaled(case: LossCase, size: int, dim: int = DIM) -> Tensor:
+    """Embeddings whose inner products are about as large as cosines."""
+    return case.draw.vectors(size, dim) * (1.0 if case.normalizes else 0.2)
+
+
+def pairs(case: LossCase) -> list[Tensor]:
+    return [scaled(case, case.batch.n), scaled(case, case.batch.m)]
+
+
+def scores_of(case: LossCase, leaves: list[Tensor]) -> np.ndarray:
+    v, w = leaves[:2]
+    if case.normalizes:
+        return oracle.cosine(v.numpy(), w.numpy())
+    return (v @ w.T).numpy()
+
+
+def of_pairs(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
+    v, w = leaves
+    batch = case.batch
+    if case.entry.oracle is None or case.form == "embeddings":
+        return loss(v, w, **batch.given)
+    sim = Similarity(
+        v, w, *batch.ids, engine=loss.engine, related=batch.related, normalize=case.normalizes
+    )
+    if case.form == "similarity":
+        return loss(sim)
+    return loss(scores=sim.scores(), **batch.given)
+
+
+def loops_of_pairs(case: LossCase, leaves: list[Tensor]) -> Any:
+    if case.name == "matryoshka":
+        return loops_of_prefixes(case, leaves)
+    if case.entry.oracle is None:
+        return contrastive(case, leaves)
+    scores = scores_of(case, leaves)
+    sides = case.batch.items()
+    return case.of_directions(
+        lambda reduction: case.entry.expected(scores, *sides, reduction=reduction)
+    )
+
+
+def loops_of_prefixes(case: LossCase, leaves: list[Tensor]) -> float:
+    total = 0.0
+    for dims in (2, 4):
+        scores = scores_of(case, [x[:, :dims] for x in leaves])
+        total += oracle.infonce(scores, *case.batch.items(), reduction=case.common["reduction"])
+    return total
+
+
+def contrastive(case: LossCase, leaves: list[Tensor], **more: Any) -> Any:
+    """InfoNCE with more candidates."""
+    options = {**case.entry.options, **case.common}
+    options.pop("learnable", None)
+    rule = options.pop("groups", "same")
+    given = dict(case.batch.given)
+    if given.get("image_groups") is not None and "image_ids" not in given:
+        given["image_ids"] = torch.arange(case.batch.n)
+    return oracle_embedders.contrastive(
+        *leaves[:2], negative_groups=rule, **options, **given, **more
+    )
+
+
+# ------------------------------------------------------------------------- pairs, and more of them
+
+
+def with_negatives(case: LossCase) -> list[Tensor]:
+    own = case.draw.chance(0.5)
+    number = case.draw.pick([1, 3])
+    shape = (case.batch.n, number, DIM) if own else (number, DIM)
+    case.negative_ids = None
+    if case.draw.chance(0.5):
+        ids = case.draw.integers(5, *shape[:-1])
+        case.negative_ids = case.draw.marked(ids, 0.2)
+    scale = 1.0 if case.normalizes else 0.2
+    return [*pairs(case), scale * case.draw.normal(*shape)]
+
+
+def of_negatives(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
+    v, w, negatives = leaves
+    return loss(v, w, negatives=negatives, negative_ids=case.negative_ids, **case.batch.given)
+
+
+def loops_of_negatives(case: LossCase, leaves: list[Tensor]) -> Any:
+    return contrastive(case, leaves, negatives=leaves[2], negative_ids=case.negative_ids)
+
+
+def with_guide(case: LossCase) -> list[Tensor]:
+    case.guide = (case.draw.normal(case.batch.n, 3), case.draw.normal(case.batch.m, 3))
+    return pairs(case)
+
+
+def of_guide(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
+    return loss(*leaves, guide=case.guide, **case.batch.given)
+
+
+def loops_of_guide(case: LossCase, leaves: list[Tensor]) -> Any:
+    return contrastive(case, leaves, guide=case.guide)
+
+
+def with_teacher(case: LossCase) -> list[Tensor]:
+    case.teacher = case.draw.normal(case.batch.n, case.batch.m) / 4
+    return pairs(case)
+
+
+def of_teacher(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
+    return loss(*leaves, case.teacher, **case.batch.given)
+
+
+def loops_of_teacher(case: LossCase, leaves: list[Tensor]) -> Any:
+    """The cross-entropy of two softmaxes, over all candidates: of groups, those that may meet."""
+    temperature = case.common["temperature"]
+    of_teacher = case.common["teacher_temperature"]
+    scores = torch.from_numpy(scores_of(case, leaves))
+    items = case.batch.items()
+    found = []
+    counts = []
+    sides = ((scores, case.teacher, *items), (scores.T, case.teacher.T, *items[::-1]))
+    for s, t, own, others in sides:
+        values = torch.zeros(len(own), dtype=torch.float64)
+        for i, item in enumerate(own):
+            meet = [oracle.match(item, x) or oracle.differ(item, x) for x in others]
+            if any(meet):
+                q = (t[i, meet] / of_teacher).softmax(0)
+                values[i] = -(q * (s[i, meet] / temperature).log_softmax(0)).sum()
+        found.append(values)
+        counts.append(max(1, sum(map(oracle.exists, own))))
+
+    def compute(reduction: str) -> Any:
+        if reduction == "none":
+            return tuple(found)
+        sums = [float(x.sum()) for x in found]
+        if reduction == "sum":
+            return sum(sums)
+        return sum(x / count for x, count in zip(sums, counts, strict=True))
+
+    return case.of_directions(compute)
+
+
+def with_variances(case: LossCase) -> list[Tensor]:
+    logs = [(0.5 * case.draw.normal(size, DIM) - 2) for size in (case.batch.n, case.batch.m)]
+    return [*pairs(case), *logs]
+
+
+def of_variances(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
+    return loss(*leaves, *case.batch.ids)
+
+
+def loops_of_variances(case: LossCase, leaves: list[Tensor]) -> Any:
+    rows, cols = plain_formulas.pcme(leaves, case.batch.ids, **case.entry.options)
+
+    def compute(reduction: str) -> Any:
+        if reduction == "none":
+            return rows, cols
+        return rows.mean() + cols.mean() if reduction == "mean" else rows.sum() + cols.sum()
+
+    return case.of_directions(compute)
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+def with_memory(case: LossCase) -> list[Tensor]:
+    batch = case.batch
+    draw = case.draw
+    case.keys = [draw.vectors(batch.n, DIM), draw.vectors(batch.m, DIM)]
+    entries = draw.pick([0, 1, 6, 12])
+    case.entries = [draw.normal(entries, DIM), draw.normal(entries, DIM)]
+    case.entry_ids = None if batch.kind == "pairs" else draw.integers(6, entries)
+    if case.entry_ids is not None and draw.chance(0.3):
+        case.entry_ids = draw.marked(case.entry_ids, 0.3)
+    return [draw.vectors(batch.n, DIM), draw.vectors(batch.m, DIM)]
+
+
+def memory_of(case: LossCase) -> itrloss.CoupledMemory:
+    """The entries, and room for some more."""
+    size = len(case.entries[0])
+    memory = itrloss.CoupledMemory(size + 3, DIM, dtype=torch.float64)
+    for part in (slice(size // 2), slice(size // 2, None)):
+        ids = None if case.entry_ids is None else case.entry_ids[part]
+        memory.enqueue_alone(*(x[part] for x in case.entries), ids)
+    return memory
+
+
+def of_memory(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
+    return loss(*leaves, *case.keys, memory_of(case), *case.batch.ids)
+
+
+def loops_of_memory(case: LossCase, leaves: list[Tensor]) -> Any:
+    banks = [x.numpy() for x in (*leaves, *case.keys, *case.entries)]
+    ids = case.entry_ids
+    size = len(case.entries[0])
+    numbers = range(-size - 1, -1) if ids is None else ids.tolist()
+    entries = [oracle.Item(frozenset({number} - {NO_ID})) for number in numbers]
+    return case.of_directions(
+        lambda reduction: case.entry.expected(
+            *banks, *case.batch.items(), entries, reduction=reduction
+        )
+    )
+
+
+def with_concepts(case: LossCase) -> list[Tensor]:
+    draw = case.draw
+    case.batch = Batch("pairs", case.batch.n, case.batch.n)
+    leaves = with_memory(case)
+    case.points = draw.normal(12, DIM)
+    return [*leaves, draw.normal(case.batch.n, DIM), draw.normal(case.batch.n, DIM)]
+
+
+def of_concepts(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
+    loss.eval()
+    loss.prototypes.double().update(case.points)
+    case.module = loss
+    v, w, *concepts = leaves
+    return loss(v, w, *case.keys, memory_of(case), *concepts)[0]
+
+
+def loops_of_concepts(case: LossCase, leaves: list[Tensor]) -> Any:
+    loss = case.loss("dense")
+    of_concepts(case, loss, leaves)
+    v, w, *concepts = (x.numpy() for x in leaves)
+    sides = case.batch.items()
+    sums = F.normalize(leaves[0]) + F.normalize(leaves[1])
+    clusters = loss.prototypes.predict(sums).numpy()
+    numbers = range(-len(case.entries[0]) - 1, -1)
+    entries = [oracle.Item(frozenset({number})) for number in numbers]
+    banks = [x.numpy() for x in (*case.keys, *case.entries)]
+    weight = loss.classifier.weight.detach().numpy()
+    total = 3 * oracle.dcl(oracle.cosine(v, w), *sides)
+    total += oracle_more.memory_dcl(v, w, *banks, *sides, entries)
+    total += 2 * oracle.dcl(oracle.cosine(*concepts), *sides)
+    return total + oracle_more.prototype_classification(*concepts, weight, None, clusters)
+
+
+# -------------------------------------------------------------------------------- sets and classes
+
+
+def heads(case: LossCase, size: int, number: int = 3) -> Tensor:
+    return case.draw.vectors(size * number, DIM).reshape(size, number, DIM)
+
+
+def with_heads(case: LossCase) -> list[Tensor]:
+    return [heads(case, case.batch.n), case.draw.vectors(case.batch.m, DIM)]
+
+
+def of_heads(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
+    return loss(*leaves, *case.batch.ids)
+
+
+def loops_of_heads(case: LossCase, leaves: list[Tensor]) -> Any:
+    v, w = (x.numpy() for x in leaves)
+    return oracle_more.variance_aware(
+        v, w, *case.batch.items(), **case.entry.options, reduction=case.common["reduction"]
+    )
+
+
+def with_heads_alone(case: LossCase) -> list[Tensor]:
+    return [heads(case, case.batch.n)]
+
+
+def of_heads_alone(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
+    return loss(*leaves)
+
+
+def loops_of_heads_alone(case: LossCase, leaves: list[Tensor]) -> Any:
+    return case.entry.expected(leaves[0].numpy(), reduction=case.common["reduction"])
+
+
+def with_residuals(case: LossCase) -> list[Tensor]:
+    return [*with_heads(case), heads(case, case.batch.n)]
+
+
+def of_residuals(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
+    return loss(*leaves, None, *case.batch.ids)[0]
+
+
+def loops_of_residuals(case: LossCase, leaves: list[Tensor]) -> Any:
+    v, w, residuals = (x.numpy() for x in leaves)
+    total = 0.6 * oracle_more.variance_aware(v, w, *case.batch.items())
+    return total + 0.4 * oracle_more.dynamic_orthogonal(residuals, None, 0.0)
+
+
+def with_prototypes(case: LossCase) -> list[Tensor]:
+    case.classes = case.draw.integers(10, case.batch.n)
+    return pairs(case)
+
+
+def of_prototypes(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
+    return loss(*leaves, case.classes)
+
+
+def loops_of_prototypes(case: LossCase, leaves: list[Tensor]) -> Any:
+    weight = case.loss("dense").weight.detach().numpy()
+    v, w = (x.numpy() for x in leaves)
+    classes = case.classes.numpy()
+    return case.entry.expected(v, w, weight, None, classes, reduction=case.common["reduction"])
+
+
+def with_tokens(case: LossCase) -> list[Tensor]:
+    draw = case.draw
+    case.lengths = [draw.integers(3, size) + 1 for size in (case.batch.n, case.batch.m)]
+    return [heads(case, case.batch.n), heads(case, case.batch.m)]
+
+
+def of_tokens(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
+    return loss(*leaves, *case.lengths, *case.batch.ids)
+
+
+def loops_of_tokens(case: LossCase, leaves: list[Tensor]) -> Any:
+    form = case.entry.options.get("aggregation", "max_sum")
+    masks = [oracle_embedders.mask_of_lengths(x.tolist(), 3) for x in case.lengths]
+    alpha = case.entry.options.get("alpha", 16.0)
+    scores = oracle_embedders.late_scores(
+        *leaves, form, alpha=alpha, image_mask=masks[0], text_mask=masks[1]
+    )
+    temperature = case.entry.options["temperature"]
+    return case.of_directions(
+        lambda reduction: oracle.infonce(
+            scores.numpy(), *case.batch.items(), temperature, reduction=reduction
+        )
+    )
+
+
+# What a loss takes: its input, its call, and loops.
+INPUTS: dict[str, Callable[[LossCase], list[Tensor]]] = {
+    "negatives": with_negatives,
+    "guide": with_guide,
+    "teacher": with_teacher,
+    "distributions": with_variances,
+    "memory": with_memory,
+    "coder": with_concepts,
+    "heads": with_heads,
+    "heads alone": with_heads_alone,
+    "heads and residuals": with_residuals,
+    "prototypes": with_prototypes,
+    "tokens": with_tokens,
+}
+OURS: dict[str, Callable[[LossCase, Any, list[Tensor]], Any]] = {
+    "negatives": of_negatives,
+    "guide": of_guide,
+    "teacher": of_teacher,
+    "distributions": of_variances,
+    "memory": of_memory,
+    "coder": of_concepts,
+    "heads": of_heads,
+    "heads alone": of_heads_alone,
+    "heads and residuals": of_residuals,
+    "prototypes": of_prototypes,
+    "tokens": of_tokens,
+}
+LOOPS: dict[str, Callable[[LossCase, list[Tensor]], Any]] = {
+    "negatives": loops_of_negatives,
+    "guide": loops_of_guide,
+    "teacher": loops_of_teacher,
+    "distributions": loops_of_variances,
+    "memory": loops_of_memory,
+    "coder": loops_of_concepts,
+    "heads": loops_of_heads,
+    "heads alone": loops_of_heads_alone,
+    "heads and residuals": loops_of_residuals,
+    "prototypes": loops_of_prototypes,
+    "tokens": loops_of_tokens,
+}

@@ -1,0 +1,194 @@
+"""Random batches: shapes, who matches whom, and what decides how the engines work.
+
+A relation is drawn as losses take it, with the items that loops take in its place; see
+`oracle.Item`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from itrloss import NO_ID, Related
+from itrloss.engine import inputs, pair_scores, relation
+from support.oracle import Item, Judged
+
+T = TypeVar("T")
+Items = list[Item] | list[Judged]
+
+
+class Draw:
+    """Random choices and tensors, the same for the same names."""
+
+    def __init__(self, *names: Any):
+        self.random = random.Random(repr(names))
+        self.generator = torch.Generator().manual_seed(self.random.getrandbits(32))
+
+    def pick(self, choices: Sequence[T]) -> T:
+        return self.random.choice(choices)
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def normal(self, *shape: int) -> Tensor:
+        """Return float64 numbers."""
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=self.generator)
+
+    def vectors(self, size: int, dim: int) -> Tensor:
+        """Return embeddings whose lengths differ by a factor of up to 30."""
+        lengths = torch.rand(size, 1, generator=self.generator, dtype=torch.float64) * 3 + 0.1
+        return self.normal(size, dim) * lengths
+
+    def marked(self, ids: Tensor, probability: float, value: int = NO_ID) -> Tensor:
+        """Return ids of which some are the value."""
+        chosen = torch.rand(ids.shape, generator=self.generator) < probability
+        return ids.masked_fill(chosen, value)
+
+
+@dataclass
+class Batch:
+    """Who matches in a batch of n rows and m columns."""
+
+    kind: str
+    n: int
+    m: int
+    ids: tuple[Tensor | None, Tensor | None] = (None, None)
+    groups: tuple[Tensor | None, Tensor | None] = (None, None)
+    rule: Any = "same"
+    matches: Tensor | None = None
+
+    @property
+    def related(self) -> Related | None:
+        """What a similarity takes in addition to ids."""
+        if self.matches is None and self.groups[0] is None:
+            return None
+        return Related(self.groups, self.rule, self.matches)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What a loss of pairs takes in addition to embeddings."""
+        every = {
+            "image_ids": self.ids[0],
+            "text_ids": self.ids[1],
+            "image_groups": self.groups[0],
+            "text_groups": self.groups[1],
+            "matches": self.matches,
+        }
+        return {name: x for name, x in every.items() if x is not None}
+
+    def items(self) -> tuple[Items, Items]:
+        """Return the rows and the columns as loops take them."""
+        if self.matches is not None:
+            rows = [Judged(i, entries) for i, entries in enumerate(self.matches.tolist())]
+            cols = [Judged(j, entries) for j, entries in enumerate(self.matches.T.tolist())]
+            return rows, cols
+        return self._side(0, self.n), self._side(1, self.m)
+
+    def _side(self, side: int, size: int) -> list[Item]:
+        ids = self.ids[side]
+        labels = [[i] for i in range(size)] if ids is None else ids.reshape(size, -1).tolist()
+        groups = self.groups[side]
+        groups = [NO_ID] * size if groups is None else groups.tolist()
+        return [
+            Item(frozenset(own) - {NO_ID}, group, self.rule)
+            for own, group in zip(labels, groups, strict=True)
+        ]
+
+    def part(self, rows: slice, cols: slice) -> Batch:
+        """Return who matches of some rows and columns."""
+
+        def cut(sides: tuple[Tensor | None, Tensor | None]) -> Any:
+            places = (rows, cols)
+            return tuple(None if x is None else x[k] for x, k in zip(sides, places, strict=True))
+
+        matches = None if self.matches is None else self.matches[rows, cols]
+        n, m = len(range(self.n)[rows]), len(range(self.m)[cols])
+        return Batch(self.kind, n, m, cut(self.ids), cut(self.groups), self.rule, matches)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the same on a device."""
+
+        def moved(*given: Tensor | None) -> Any:
+            return tuple(None if x is None else x.to(device) for x in given)
+
+        (matches,) = moved(self.matches)
+        return replace(self, ids=moved(*self.ids), groups=moved(*self.groups), matches=matches)
+
+    def of_process(self, rows: slice, cols: slice) -> Batch:
+        """Return what a process has, whose part of a matrix has the columns of all."""
+        found = self.part(rows, cols)
+        if self.matches is not None:
+            found.matches = self.matches[rows]
+        return found
+
+
+def places_of_process(draw: Draw, batch: Batch, rank: int) -> tuple[slice, slice]:
+    """Draw which rows and columns one of two processes has: of each side, the first or the rest."""
+    rows = draw.random.randint(0, batch.n)
+    cols = draw.random.randint(0, batch.m)
+    if batch.kind in ("pairs", "same"):
+        cols = rows
+    if rank == 0:
+        return slice(rows), slice(cols)
+    return slice(rows, None), slice(cols, None)
+
+
+# In addition to these, "weights" is a matrix with other numbers than 1 for matches.
+KINDS = ["pairs", "ids", "padding", "numbers", "same", "labels", "groups", "matches"]
+OF_IDS = ["pairs", "ids", "padding", "numbers", "same"]  # one of each item
+
+
+def drawn_batch(draw: Draw, kinds: Sequence[str] = KINDS) -> Batch:
+    """Draw the shape of a batch, and who matches."""
+    kind = draw.pick(kinds)
+    n = draw.pick([1, 2, 3, 5, 8, 13])
+    is_square = kind in ("pairs", "same") or draw.chance(0.2)
+    m = n if is_square else draw.pick([1, 2, 4, 7, 17])
+    few = draw.pick([2, 4, 9])
+    ids = (draw.integers(few, n), draw.integers(few, m))
+    if kind == "pairs":
+        return Batch(kind, n, m)
+    if kind == "ids":
+        return Batch(kind, n, m, ids)
+    if kind == "padding":
+        return Batch(kind, n, m, (draw.marked(ids[0], 0.3), draw.marked(ids[1], 0.3)))
+    if kind == "numbers":  # of rows, or of none
+        return Batch(kind, n, m, (None, draw.integers(n + 2, m) - 1))
+    if kind == "same":
+        own = draw.integers(2 * n, n)
+        return Batch(kind, n, m, (own, own))
+    if kind == "labels":
+        sets = (draw.integers(2 * few, n, 3), draw.integers(2 * few, m, 2))
+        return Batch(kind, n, m, (draw.marked(sets[0], 0.3), draw.marked(sets[1], 0.3)))
+    if kind == "groups":
+        groups = (draw.marked(draw.integers(3, n), 0.2), draw.marked(draw.integers(3, m), 0.2))
+        return Batch(kind, n, m, ids, groups, draw.pick(["same", "other"]))
+    matches = draw.integers(4, n, m).clamp_max(2).double()
+    matches = matches.masked_fill(matches == 2, torch.nan)  # half of the pairs are neither
+    if kind == "weights":
+        matches = matches * torch.tensor([0.3, 1.0, 2.5])[draw.integers(3, n, m)]
+    return Batch(kind, n, m, matches=matches)
+
+
+def draw_workings(draw: Draw, monkeypatch: Any) -> str:
+    """Draw sizes that decide how answers are computed, and none of which changes one; return them
+    in words.
+    """
+    tile = draw.pick([(20, 5), (6, 2), (60, 10), (2**20, 2048)])
+    few = draw.pick([-1, 2, 64])
+    by_mask = draw.pick([0, 2**16])
+    at_once = draw.pick([20, 2**20])
+    monkeypatch.setitem(inputs.TILE, "cpu", tile)
+    monkeypatch.setattr(relation, "FEW", few)
+    monkeypatch.setattr(relation, "BY_MASK", by_mask)
+    monkeypatch.setattr(relation, "AT_ONCE", at_once)
+    monkeypatch.setattr(pair_scores, "GATHERED", draw.pick([20, 2**18]))
+    return f"tiles {tile}, few {few}, masks {by_mask}, at once {at_once}"

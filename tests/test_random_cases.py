@@ -1,0 +1,268 @@
+"""All answers of anchors and all losses in random batches: the spine of the tests.
+
+A case has a shape, who matches whom, options, an engine, sizes of tiles and lists, what is trained,
+and how the input is passed. Its values and gradients in float64 are compared with the reference and
+with loops, with another engine, and with two processes that share the batch. What fails names its
+case; ``AnswerCase(name, seed)`` and ``LossCase(name, seed)`` draw it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from support.answers import assert_equal
+from support.cases import ENGINES
+from support.drawn_answers import ASKED, AnswerCase
+from support.drawn_infonce import InfoNCECase
+from support.drawn_losses import LossCase, memory_of
+from support.draws import draw_workings
+from support.losses_registry import REGISTRY
+from support.processes import run
+from torch import Tensor
+
+from itrloss import NO_ID
+
+DRAWS = 6  # of an answer or a loss in each test
+
+# ----------------------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("name", ASKED)
+def test_answers_of_random_batches_are_those_of_the_reference(name, turn, poisoned, monkeypatch):
+    for seed in range(turn * DRAWS, (turn + 1) * DRAWS):
+        case = AnswerCase(name, seed)
+        workings = draw_workings(case.draw, monkeypatch)
+        wanted = case.outcome("reference")
+        for engine in ENGINES:
+            about = f"{case}, {workings}, {engine}"
+            assert_equal(case.outcome(engine), wanted, about)
+
+
+# ------------------------------------------------------------------------------------------ losses
+
+LOSSES = [name for name, entry in REGISTRY.items() if entry.takes != "features"]  # a gate
+
+
+def outcome(case: LossCase, engine: str) -> list[Tensor]:
+    """Values, and gradients of a total of them by the input and by parameters."""
+    loss = case.loss(engine)
+    leaves = [x.clone().requires_grad_() for x in case.input]
+    values = case.ours(loss, leaves)
+    trained = [*leaves, *loss.parameters()]
+    total = case.total(values)
+    if not total.requires_grad:  # no anchor counts
+        return [*values, *(torch.zeros_like(x) for x in trained)]
+    found = torch.autograd.grad(total, trained, materialize_grads=True)
+    return [*(x.detach() for x in values), *found]
+
+
+def slope_of_reference(case: LossCase) -> float | None:
+    """The derivative of a loss whose gradient takes weights for constants; None if that needs
+    other input than ids.
+    """
+    if case.batch.kind not in ("pairs", "ids", "same") or not case.normalizes:
+        return None
+    if case.takes not in ("pairs", "memory") or "directions" in case.common:
+        return None
+    leaves = [x.clone().requires_grad_() for x in case.input]
+    ids = [
+        torch.arange(len(x)) if own is None else own
+        for x, own in zip(leaves, case.batch.ids, strict=True)
+    ]
+    more = [] if case.takes == "pairs" else [*case.keys, memory_of(case)]
+    if more and (case.entry_ids is None or (case.entry_ids == NO_ID).any()):
+        return None
+    assert case.entry.reference is not None
+    values = case.entry.reference(case.loss("dense"), *leaves, *more, *ids)
+    total = case.total(values if isinstance(values, tuple) else (values,))
+    grads = torch.autograd.grad(total, leaves, materialize_grads=True)
+    return slope(grads, case.direction)
+
+
+def slope(grads: Iterable[Tensor], direction: list[Tensor]) -> float:
+    return float(sum((g * d).sum() for g, d in zip(grads, direction, strict=False)))
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("turn", range(6))
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_random_batches_are_those_of_loops(name, turn, poisoned, monkeypatch):
+    for seed in range(turn * DRAWS, (turn + 1) * DRAWS):
+        case = LossCase(name, seed)
+        about = f"{case}, {draw_workings(case.draw, monkeypatch)}"
+        found = outcome(case, case.engine)
+        wanted = case.loops(case.input)
+        assert_equal(found[: len(wanted)], [*wanted], about, tolerance=1e-7)
+        assert_equal(found, outcome(case, "dense"), about, tolerance=1e-8)
+        exact = case.slope_of_loops() if case.entry.reference is None else slope_of_reference(case)
+        if exact is not None:
+            grads = found[len(wanted) :]
+            size = sum(
+                float((g * d).abs().sum()) for g, d in zip(grads, case.direction, strict=False)
+            )
+            error = abs(slope(grads, case.direction) - exact)
+            assert error <= 1e-5 * (size + 1), f"{about}: {error} of {size}"
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [name for name in LOSSES if REGISTRY[name].takes == "pairs"])
+def test_losses_in_lower_precision_are_those_of_the_rounded_input(name, dtype, monkeypatch):
+    for seed in range(DRAWS):
+        case = LossCase(name, seed)
+        case.form = "embeddings"
+        case.common.pop("normalize", None)  # as inner products leave the range of some losses
+        about = f"{case}, {dtype}, {draw_workings(case.draw, monkeypatch)}"
+        rounded = [x.to(dtype) for x in case.input]
+        case.input = [x.double() for x in rounded]
+        exact = outcome(case, "dense")
+        leaves = [x.requires_grad_() for x in rounded]
+        values = case.ours(case.loss(case.engine).float(), leaves)
+        assert all(x.dtype == torch.float32 for x in values), about
+        torch.testing.assert_close(
+            [x.double() for x in values], exact[: len(values)], rtol=1e-3, atol=1e-3, msg=about
+        )
+        total = case.total(values)
+        if total.requires_grad:
+            gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
+            for found, wanted in zip(gradients, exact[len(values) :], strict=False):
+                assert (found - wanted).norm() <= 0.03 * wanted.norm() + 1e-3, about
+
+
+# ----------------------------------------------------------------------------------------- InfoNCE
+
+
+def weighted(values: Iterable[Tensor]) -> Tensor:
+    """A total of values with a weight for each."""
+    total = torch.zeros((), dtype=torch.float64)
+    for value in values:
+        total = total + value.reshape(-1) @ torch.linspace(-1, 2, value.numel(), dtype=value.dtype)
+    return total
+
+
+def values_and_gradients(values: Any, leaves: list[Tensor]) -> list[Tensor]:
+    values = values if isinstance(values, tuple) else (values,)
+    total = weighted(values)
+    if not total.requires_grad:  # no anchor counts
+        return [*values, *(torch.zeros_like(x) for x in leaves)]
+    found = torch.autograd.grad(total, leaves, materialize_grads=True)
+    return [*(x.detach() for x in values), *found]
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("turn", range(20))
+def test_infonce_with_random_options_is_that_of_loops(turn, poisoned, monkeypatch):
+    """With the gradient of the temperature."""
+    for seed in range(30 * turn, 30 * turn + 30):
+        case = InfoNCECase(seed)
+        loss = case.loss(case.draw.pick(["auto", "dense", "tiled"])).double()
+        about = f"{case}, {loss.engine}, {draw_workings(case.draw, monkeypatch)}"
+        inputs = [x.clone().requires_grad_() for x in case.inputs.values()]
+        given = dict(zip(case.inputs, inputs, strict=True))
+        found = values_and_gradients(loss(**given, **case.call), [*inputs, loss.log_scale])
+        log_scale = loss.log_scale.detach().clone().requires_grad_()
+        exact = case.loops(inputs, (-log_scale[0]).exp())
+        wanted = values_and_gradients(exact, [*inputs, log_scale])
+        assert_equal(found, wanted, about)
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("turn", range(2))
+def test_infonce_with_random_options_in_lower_precision(turn, dtype, monkeypatch):
+    """Rounded input is the exact input of both; near a limit, rounding may decide who counts."""
+    for seed in range(30 * turn, 30 * turn + 30):
+        case = InfoNCECase(seed)
+        engine = case.draw.pick(["auto", "dense", "tiled"])
+        about = f"{case}, {engine}, {draw_workings(case.draw, monkeypatch)}"
+        call = dict(case.call)
+        if "guide" in call:
+            call["guide"] = tuple(x.to(dtype) for x in call["guide"])
+        inputs = {name: x.to(dtype).requires_grad_() for name, x in case.inputs.items()}
+        found = case.loss(engine, reduction="mean")(**inputs, **call)
+        if "guide" in call:
+            call["guide"] = tuple(x.double() for x in call["guide"])
+        exact = {name: x.detach().double() for name, x in inputs.items()}
+        wanted = case.loss("dense", reduction="mean").double()(**exact, **call)
+        assert found.dtype == torch.float32, about
+        assert_equal(found.double(), wanted, about, tolerance=5e-5)
+        if found.requires_grad:
+            for gradient in torch.autograd.grad(found, [*inputs.values()], materialize_grads=True):
+                assert gradient.isfinite().all(), about
+
+
+# --------------------------------------------------------------------------------------- processes
+
+
+def shared_cases(turn: int) -> list[LossCase]:
+    """A case of each loss whose batch two processes share."""
+    cases = [LossCase(name, turn, in_processes=True) for name in LOSSES]
+    return [case for case in cases if case.can_be_shared]
+
+
+def shared_options(turn: int) -> list[InfoNCECase]:
+    cases = [InfoNCECase(seed) for seed in range(30 * turn, 30 * turn + 30)]
+    return [case for case in cases if case.can_be_shared]
+
+
+def shared_outcome(case: LossCase, **options: Any) -> list[Tensor]:
+    """Values, and gradients of a total of them; both of what a process has."""
+    loss = case.loss(case.engine, **options)
+    leaves = [x.clone().requires_grad_() for x in case.input]
+    values = case.ours(loss, leaves)
+    trained = [*leaves, *loss.parameters()]
+    found = torch.autograd.grad(case.total(values), trained, materialize_grads=True)
+    return [*(x.detach() for x in values), *found]
+
+
+def shared_infonce(case: InfoNCECase, **options: Any) -> list[Tensor]:
+    """The loss, and its gradients; the values of anchors are compared in `LossCase`."""
+    loss = case.loss("auto", reduction="mean", **options).double()
+    inputs = {name: x.clone().requires_grad_() for name, x in case.inputs.items()}
+    value = loss(**inputs, **case.call)
+    return values_and_gradients(value, [*inputs.values(), loss.log_scale])
+
+
+def of_a_process(rank: int, turn: int) -> list[list[Tensor]]:
+    found = [shared_outcome(case.of_process(rank), gather=True) for case in shared_cases(turn)]
+    for case in shared_options(turn):
+        found.append(shared_infonce(case.of_process(rank), gather=True))
+    return found
+
+
+def assert_shared(
+    parts: tuple[list[Tensor], ...], whole: list[Tensor], leaves: int, values: int, about: str
+) -> None:
+    """Compare values, gradients of embeddings and those of parameters of two processes.
+
+    Several values are of own anchors, and their total is a sum over processes; otherwise gradients
+    are averaged over the processes, as DDP does.
+    """
+    of_each = whole[0].dim() > 0
+    for k, wanted in enumerate(whole):
+        first, second = (part[k] for part in parts)
+        if k < values:
+            found = torch.cat([first, second]) if of_each else first
+        elif k < values + leaves:
+            found = torch.cat([first, second]) / (1 if of_each else 2)
+        else:
+            found = first + second if of_each else first
+        assert_equal(found, wanted, f"{about}, {k}")
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("turn", range(6))
+def test_two_processes_have_the_losses_of_one(turn, tmp_path):
+    parts = zip(*run(of_a_process, tmp_path, turn), strict=True)
+    for case in shared_cases(turn):
+        case.form = "embeddings"
+        whole = shared_outcome(case)
+        leaves = len(case.input)
+        values = len(whole) - leaves - len([*case.loss("auto").parameters()])
+        assert_shared(next(parts), whole, leaves, values, str(case))
+    for case in shared_options(turn):
+        assert_shared(next(parts), shared_infonce(case), len(case.inputs), 1, str(case))
