@@ -189,7 +189,8 @@ def test_a_memory_that_was_moved_and_loaded_is_counted_again():
 
 
 def test_a_process_alone_gathers_no_batch():
-    x, memory = torch.randn(6, D), filled(9)
+    x = torch.randn(6, D, dtype=torch.float64)
+    memory = filled(9)
     alone = MemorySimilarity.of(x, x, x, x, memory, gather=True)
     assert alone.batch.share is None
     assert torch.equal(
