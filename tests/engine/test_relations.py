@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.losses_registry import where
-from support.oracle_embedders import contrastive
 from support.processes import run
 from torch import Tensor
 
@@ -84,11 +82,6 @@ def weights(seed: int, n: int, m: int) -> Tensor:
 KINDS = ["label sets", "groups", "matches", "weights"]
 
 
-def refuses(name: str, kind: str) -> bool:
-    """Whether a loss takes no weights: sums over all pairs of a positive and a negative."""
-    return kind == "weights" and name == "triplet all"
-
-
 def gradients(value: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
     """Return the gradients of a value that is differentiated again."""
     return torch.autograd.grad(value, leaves, retain_graph=True, materialize_grads=True)
@@ -103,28 +96,11 @@ def assert_same(found: Any, wanted: Any, given: list[Tensor]) -> None:
         assert difference.abs().max() < 1e-9
 
 
-PAIR_LOSSES = where(lambda entry: entry.takes == "pairs" and bool(entry.oracle))
-
-
 def related_of(who: dict[str, Any]) -> tuple[tuple[Any, Any], Related]:
     """The ids, and all else that says who matches, as a similarity takes them."""
     ids = (who.get("image_ids"), who.get("text_ids"))
     groups = (who.get("image_groups"), who.get("text_groups"))
     return ids, Related(groups, "same", who.get("matches"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision_is_rounded_float64(kind: str, dtype: Any):
-    who = relation(kind, 3, 9, 7)
-    rounded = [x.detach().to(dtype) for x in images_and_texts(9, 7, 8)]
-    in_double = [x.double() for x in rounded]
-    wanted = InfoNCELoss(0.2)(*in_double, **who)
-    for engine in ENGINES:
-        loss = InfoNCELoss(0.2, engine=engine)
-        found = loss(*rounded, **who)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -360,36 +336,6 @@ def test_wrong_input_is_named(message: str):
         InfoNCELoss()(*FEW, **WRONG[message])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_pairs_are_listed_and_counted_by_parts(kind: str, monkeypatch):
-    given = images_and_texts(9, 7, 8)
-    who = relation(kind, 3, 9, 7)
-    losses = [InfoNCELoss(engine="tiled"), itrloss.SDMLoss(engine="dense")]
-    wanted = [loss(*given, **who) for loss in losses]
-    monkeypatch.setattr("itrloss.engine.relation.AT_ONCE", 20)  # two rows at a time
-    found = [loss(*given, **who) for loss in losses]
-    for got, exact in zip(found, wanted, strict=True):
-        assert_same(got, exact, given)
-
-
-@pytest.mark.parametrize("kind", ["label sets", "groups"])
-@pytest.mark.parametrize("seed", range(4))
-def test_guides_and_own_negatives_beside_relations(kind: str, seed: int):
-    given = images_and_texts(5, 7, 4, (seed, seed + 50))
-    who = relation(kind, seed, 5, 7)
-    who["negatives"] = draw(seed + 1, 5, 3, 4)
-    who["negative_ids"] = integers(seed, 6, 5, 3)
-    who["guide"] = (draw(seed + 2, 5, 6), draw(seed + 3, 7, 6), draw(seed + 4, 5, 3, 6))
-    common: dict[str, Any] = {"temperature": 0.2, "margin": 0.1}
-    for also in ({}, {"directions": "image-text", "in_batch": False}, {"text_text": True}):
-        options = {**common, **also}
-        wanted = contrastive(*given, **options, **who)
-        loss = InfoNCELoss(**options)
-        found = loss(*given, **who)
-        if wanted.requires_grad:
-            assert_same(found, wanted, given)
-
-
 # --------------------------------------------------------------------------------------- processes
 
 WHOLE = 9, 12  # images and texts
@@ -419,24 +365,6 @@ def part_of(who: dict[str, Any], rows: slice, cols: slice) -> dict[str, Any]:
     return {name: x[sides[name.split("_")[0]]] for name, x in who.items()}
 
 
-def shared_losses(kind: str) -> dict[str, Any]:
-    """Losses with the relation, by name: each of the registry with some of the kinds."""
-    made: dict[str, Any] = {}
-    first = SHARED.index(kind) % 3
-    names = list(PAIR_LOSSES)
-    for name in names[first::3]:
-        if "pcme" not in name and not refuses(name, kind):
-            made[name] = PAIR_LOSSES[name].make
-    made["infonce among all"] = lambda **options: InfoNCELoss(
-        0.2, joint=True, image_image=True, text_text=True, margin=0.2, **options
-    )
-    made["infonce, other groups"] = lambda **options: InfoNCELoss(0.2, groups="other", **options)
-    made["infonce of texts"] = lambda **options: InfoNCELoss(
-        0.2, directions="text-image", hardness=2.0, **options
-    )
-    return made
-
-
 def slices(sizes: list[tuple[int, int]], rank: int) -> tuple[slice, slice]:
     """The images and the texts of a process."""
     first_image = sum(images for images, _ in sizes[:rank])
@@ -447,51 +375,7 @@ def slices(sizes: list[tuple[int, int]], rank: int) -> tuple[slice, slice]:
     return rows, cols
 
 
-def value_and_gradients(make: Any, given: dict[str, Tensor], **options: Any) -> list[Tensor]:
-    """The loss, its gradients, and the values of each anchor."""
-    if "scores" in given:
-        leaves = [given["scores"]]
-        loss = make(engine="dense", **options)
-    else:
-        leaves = [given["images"], given["texts"]]
-        loss = make(engine="tiled", **options)
-    value = loss(**given)
-    by_leaves = torch.autograd.grad(value, leaves, materialize_grads=True)
-    loss.reduction = "none"
-    values = loss(**given)
-    if not isinstance(values, tuple):
-        values = (values,)
-    return [value.detach(), *by_leaves, *[x.detach() for x in values]]
-
-
-def computed(kind: str, form: str, rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
-    """What a process finds; of one process, the whole batch."""
-    rows, cols = slices(sizes, rank)
-    images = draw(1, WHOLE[0], 8)
-    texts = draw(2, WHOLE[1], 8)
-    given = part_of(shared_relation(kind), rows, cols)
-    if form == "scores":
-        scores = cosines([images, texts])[rows]
-        given["scores"] = scores.clone().requires_grad_()
-    else:
-        given["images"] = images[rows].clone().requires_grad_()
-        given["texts"] = texts[cols].clone().requires_grad_()
-    found = {}
-    for name, make in shared_losses(kind).items():
-        if form == "scores" and name == "infonce among all":
-            continue
-        found[name] = value_and_gradients(make, given, gather=len(sizes) > 1)
-    return found
-
-
-ALL_CASES = [
-    *((kind, "embeddings") for kind in SHARED),
-    *((kind, "scores") for kind in SHARED),
-    *((kind, "at hand") for kind in SHARED),
-]
-
-
-def at_hand(kind: str, rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
+def at_hand(kind: str, rank: int, sizes: list[tuple[int, int]]) -> list[Tensor]:
     """What own anchors have where all candidates are at hand, as for ranking."""
     rows, cols = slices(sizes, rank)
     images = draw(1, WHOLE[0], 8)[rows]
@@ -508,44 +392,28 @@ def at_hand(kind: str, rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any
         found.append(local.positive_counts[:n])
         found.append(local.negative_counts[:n])
         found.append(local.scores()[:n])
-    return {"at hand": found}
+    return found
 
 
-def case_of(kind: str, form: str, rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
-    """What a process finds in one case; of one process, the whole batch."""
-    if form == "at hand":
-        return at_hand(kind, rank, sizes)
-    return computed(kind, form, rank, sizes)
-
-
-def of_a_process(rank: int, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """What a process finds in all cases."""
-    return [case_of(kind, form, rank, sizes) for kind, form in ALL_CASES]
+def of_a_process(rank: int, sizes: list[tuple[int, int]]) -> list[list[Tensor]]:
+    """What a process finds for all relations."""
+    return [at_hand(kind, rank, sizes) for kind in SHARED]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTS)
-def test_processes_have_the_loss_of_one(parts: str, tmp_path: Path):
+def test_candidates_of_all_processes_are_at_hand(parts: str, tmp_path: Path):
+    """`test_random_cases` has the losses."""
     sizes = PARTS[parts]
     every = run(of_a_process, tmp_path, sizes, world=len(sizes))
-    for number, (kind, form) in enumerate(ALL_CASES):
-        whole = case_of(kind, form, 0, [WHOLE])
-        for name, wanted in whole.items():
-            of_each = [found[number][name] for found in every]
-            assert_parts_of(wanted, of_each, form, f"{kind} {form} {name}")
-
-
-def assert_parts_of(wanted: list[Tensor], of_each: list[Any], form: str, about: str) -> None:
-    """Compare what processes found with the whole: a value, gradients, and values of anchors."""
-    value, *tensors = wanted
-    for first, *_ in of_each:
-        torch.testing.assert_close(first, value, rtol=1e-10, atol=1e-10)
-    number_of_gradients = {"embeddings": 2, "scores": 1, "at hand": 0}[form]
-    for k, exact in enumerate(tensors):
-        got = torch.cat([own[1 + k] for own in of_each])
-        if k < number_of_gradients:  # DistributedDataParallel divides them
-            got = got / len(of_each)
-        torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-10, msg=f"{about} {k}")
+    for number, kind in enumerate(SHARED):
+        value, *tensors = at_hand(kind, 0, [WHOLE])
+        of_each = [found[number] for found in every]
+        for first, *_ in of_each:
+            torch.testing.assert_close(first, value, rtol=1e-10, atol=1e-10)
+        for k, exact in enumerate(tensors, 1):
+            got = torch.cat([own[k] for own in of_each])
+            torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-10, msg=f"{kind} {k}")
 
 
 def marks_rules_and_numbers(rank: int) -> list[Tensor]:

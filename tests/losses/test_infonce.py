@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import oracle_infonce
-from support.cases import SHAPES, embeddings, make_ids, pairwise, upstream
+from support.cases import SHAPES, embeddings, make_ids, upstream
 from torch import Tensor, nn
 
 import itrloss
@@ -214,35 +214,6 @@ def distilled(S: Tensor, T: Tensor, temperature: float, of_teacher: float) -> li
         taught = (t / of_teacher).softmax(1)
         values.append(-(taught * (s / temperature).log_softmax(1)).sum(1))
     return values
-
-
-@pytest.mark.parametrize(
-    ("temperatures", "shape", "engine"),
-    pairwise(temperatures=[(0.07, 0.07), (1.0, 0.01), (0.005, 3.0)], shape=SHAPES, engine=ENGINES),
-)
-def test_distillation_is_a_cross_entropy_whatever_the_ids(
-    temperatures, shape, engine, small_tiles, poisoned
-):
-    """From embeddings and from scores of a teacher."""
-    v, w, ids, weights = given(shape)
-    x, y = others(len(v), len(w))
-    criterion = itrloss.DistillationLoss(*temperatures, reduction="none", engine=engine)
-    T = cosines(x, y).requires_grad_()
-    known = make_ids("random", len(v), len(w))
-    of_vectors = Similarity(x, y, *ids, engine=engine)
-    for teacher, own in ((of_vectors, ids), (T, ids), (T, (None, None)), (T, known)):
-        compare(
-            lambda v, w, teacher=teacher, own=own: criterion(v, w, teacher, *own),
-            lambda v, w: distilled(cosines(v, w), T.detach(), *temperatures),
-            (v, w),
-            weights,
-        )
-    assert T.grad is None
-    rows, cols = distilled(cosines(v, w), T, *temperatures)
-    criterion.reduction = "sum"
-    torch.testing.assert_close(criterion(v, w, T), rows.sum() + cols.sum())
-    criterion.reduction = "mean"
-    torch.testing.assert_close(criterion(v, w, T), rows.mean() + cols.mean())
 
 
 @of_engines

@@ -52,27 +52,6 @@ def test_negatives_by_numbers_of_images_of_their_process(tmp_path):
 # --------------------------------------------------------------------------------------- directions
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("rule", ["same", "other"])
-def test_distillation_within_groups(engine, rule, small_tiles):
-    """By loops: a candidate counts if it matches, or if its group lets it."""
-    v, w = (torch.randn(7, 4, dtype=torch.float64).requires_grad_() for _ in range(2))
-    teacher = torch.randn(7, 7, dtype=torch.float64)
-    groups = torch.tensor([0, 1, 0, 1, 2, 0, 2])
-    loss = itrloss.DistillationLoss(0.2, 0.5, groups=rule, engine=engine, directions="image-text")
-    found = loss(v, w, teacher, image_groups=groups)
-    scores = F.normalize(v) @ F.normalize(w).T
-    values = []
-    for i in range(7):
-        own = [j for j in range(7) if i == j or (groups[i] == groups[j]) == (rule == "same")]
-        q = (teacher[i, own] / 0.5).softmax(0)
-        values.append(-(q * (scores[i, own] / 0.2).log_softmax(0)).sum())
-    wanted = torch.stack(values).mean()
-    torch.testing.assert_close(found, wanted)
-    gradients = torch.autograd.grad(found, (v, w))
-    torch.testing.assert_close(gradients, torch.autograd.grad(wanted, (v, w)))
-
-
 def test_distillation_of_scores_is_that_of_their_embeddings():
     images = torch.randn(N, 4, dtype=torch.float64)
     texts = torch.randn(M, 4, dtype=torch.float64)

@@ -214,31 +214,6 @@ def test_all_processes_raise_an_error_if_one_does(tmp_path: Path):
         assert "texts: expected embeddings of at least 6 dimensions" in dims
 
 
-def gathered(rank: int | None) -> list[torch.Tensor]:
-    """The loss of all processes' batches and this process's gradients; of one process with them for
-    rank None.
-    """
-    own = {None: slice(7), 0: slice(3), 1: slice(3, 7)}[rank]
-    v, w = (x[own].clone().requires_grad_() for x in embeddings(7, 7))
-    loss = itrloss.InfoNCELoss(engine="tiled", gather=rank is not None)
-    criterion = itrloss.Matryoshka(loss, UNSORTED, WEIGHTS)
-    return with_gradients(criterion(v, w), v, w)
-
-
-def test_over_processes(tmp_path: Path):
-    """Gradients of embeddings are averaged over the processes, as DDP does."""
-    first, second = run(gathered, tmp_path)
-    value, by_images, by_texts = gathered(None)
-    first_value, first_by_images, first_by_texts = first
-    second_value, second_by_images, second_by_texts = second
-    torch.testing.assert_close(first_value, value)
-    torch.testing.assert_close(second_value, value)
-    mean = torch.cat([first_by_images, second_by_images]) / 2
-    torch.testing.assert_close(mean, by_images, rtol=1e-9, atol=1e-12)
-    mean = torch.cat([first_by_texts, second_by_texts]) / 2
-    torch.testing.assert_close(mean, by_texts, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 def test_one_pair_of_one_dimension_is_finite():
     v, w = (x.requires_grad_() for x in embeddings(1, 1))

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 import torch._dynamo.testing
-import torch.nn.functional as F
 from support.cases import embeddings
 from support.flops import Products
 from support.losses_registry import where
@@ -91,42 +90,6 @@ def test_keys_and_memory_get_no_gradient(name):
 
 
 # -------------------------------------------------------------------------------------- invariants
-
-
-LABELS = torch.tensor([[0, 1], [2, 5], [3, itrloss.NO_ID], [7, 9]])  # of each pair
-ENTRIES = torch.tensor([2, 9, 4, 0, 8])  # the memory's ids
-
-
-@pytest.mark.parametrize("form", ["both", "texts", "one label"])
-def test_sets_of_labels_meet_the_ids_of_a_memory(form):
-    """An entry with one of the labels of an anchor is no negative of it."""
-    image_labels = LABELS[:, :1] if form == "one label" else LABELS
-    text_labels = LABELS
-    if form == "texts":
-        image_labels = LABELS[:, 0]
-    v, w, v_keys, w_keys = torch.randn(4, 4, D, dtype=torch.float64)
-    entries = torch.randn(2, 5, D, dtype=torch.float64)
-    memory = CoupledMemory(5, D, dtype=torch.float64)
-    memory.enqueue(*entries, ENTRIES)
-    loss = itrloss.MemoryInfoNCELoss(0.3, batch_negatives=False, reduction="none")
-    found = loss(v, w, v_keys, w_keys, memory, image_labels, text_labels)
-
-    def of_anchors(own, keys, bank, labels):
-        own, keys, bank = (F.normalize(x, dim=1) for x in (own, keys, bank))
-        values = []
-        for i, of_anchor in enumerate(labels.view(4, -1).tolist()):
-            logits = [own[i] @ keys[i] / 0.3]
-            for key, entry in zip(bank, ENTRIES.tolist(), strict=True):
-                if entry not in of_anchor:
-                    logits.append(own[i] @ key / 0.3)
-            values.append(torch.stack(logits).logsumexp(0) - logits[0])
-        return torch.stack(values)
-
-    wanted = (
-        of_anchors(v, w_keys, entries[1], image_labels),
-        of_anchors(w, v_keys, entries[0], text_labels),
-    )
-    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("side", ["images", "texts"])

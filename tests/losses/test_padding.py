@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cases import sample
-from support.processes import run
 
 import itrloss
 from itrloss import NO_ID, Similarity, functional
@@ -83,44 +82,6 @@ def test_deviations_of_heads_with_groups_are_of_the_candidates_that_meet():
         alone = [Similarity(head[part], texts[part]) for head in heads]
         total = total - functional.variance_aware_loss(alone, reduction="sum")
     assert abs(float(total)) < 1e-9
-
-
-@pytest.mark.parametrize("kind", ["matches", "groups"])
-def test_sigmoid_divides_by_what_takes_part(kind):
-    images = sample(6, D)
-    texts = sample(6, D, seed=1)
-    wanted = itrloss.SigmoidLoss()(images[:4], texts[:4])
-    if kind == "matches":
-        matches = torch.full((6, 6), torch.nan)
-        matches[:4, :4] = torch.eye(4)
-        found = itrloss.SigmoidLoss()(images, texts, matches=matches)
-    else:
-        ids = torch.tensor([0, 1, 2, 3, NO_ID, NO_ID])
-        groups = torch.zeros(6).long()
-        found = itrloss.SigmoidLoss()(
-            images, texts, ids, ids, image_groups=groups, text_groups=groups
-        )
-    torch.testing.assert_close(found, wanted)
-
-
-def shared_batch(rank):
-    """A loss of two processes, the second of which has more padding."""
-    images = sample(8, D)
-    texts = sample(8, D, seed=1)
-    ids = torch.tensor([0, 1, 2, 3, 4, NO_ID, NO_ID, NO_ID])
-    own = slice(4) if rank == 0 else slice(4, 8)
-    values = []
-    for loss in (itrloss.SigmoidLoss(gather=True), itrloss.InfoNCELoss(gather=True)):
-        values.append(loss(images[own], texts[own], ids[own], ids[own]).detach())
-    return torch.stack(values)
-
-
-def test_processes_that_share_a_batch_count_what_exists(tmp_path):
-    images = sample(8, D)[:5]
-    texts = sample(8, D, seed=1)[:5]
-    wanted = [loss(images, texts) for loss in (itrloss.SigmoidLoss(), itrloss.InfoNCELoss())]
-    for found in run(shared_batch, tmp_path):
-        torch.testing.assert_close(found, torch.stack(wanted).detach())
 
 
 @pytest.mark.parametrize("kind", ["ids", "label sets", "text ids alone"])

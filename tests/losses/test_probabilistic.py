@@ -11,41 +11,18 @@ import torch
 import torch.nn.functional as F
 from support.cases import embeddings, make_ids, sample
 from support.plain_formulas import divergence, pcme
-from support.processes import run
 from support.reference import unit
 
 import itrloss
 from itrloss import PCMEPlusPlusLoss
 
 ENGINES = ("dense", "tiled")
-OPTIONS = {
-    "defaults": {},
-    "all terms": {"scale": 1.5, "shift": 2.0, "pseudo_weight": 0.7, "vib_weight": 0.3},
-    "lengths": {
-        "scale": 0.25,
-        "shift": 1.0,
-        "pseudo_weight": 0.4,
-        "vib_weight": 0.2,
-        "normalize": False,
-    },
-    "matching alone": {"scale": 2.0, "shift": 4.0, "pseudo_weight": 0.0, "vib_weight": 0.0},
-}
 
 
 def distributions(n, m, d=6, dtype=torch.float64):
     """Means of any length, and log-variances about -2."""
     logs = [(0.5 * x - 2).clamp(-6, 1) for x in embeddings(n, m, d, seed=7, dtype=dtype)]
     return [*embeddings(n, m, d, dtype=dtype), *logs]
-
-
-def test_reductions_count_all_anchors():
-    ids = make_ids("random", 5, 8)
-    inputs = distributions(5, 8)
-    rows, cols = pcme(inputs, ids)
-    mean = PCMEPlusPlusLoss()
-    torch.testing.assert_close(mean(*inputs, *ids), rows.mean() + cols.mean())
-    total = PCMEPlusPlusLoss(reduction="sum")
-    torch.testing.assert_close(total(*inputs, *ids), rows.sum() + cols.sum())
 
 
 def expected_distances(x, y, x_log, y_log):
@@ -159,45 +136,6 @@ def test_hostile_input_stays_finite(dtype, engine, log_variance, kind):
     assert value.dtype == torch.float32
     for gradient in torch.autograd.grad(value, inputs):
         assert gradient.isfinite().all()
-
-
-# ---------------------------------------------------------------------------------------- processes
-
-CASES = [(options, reduction) for options in OPTIONS.values() for reduction in ("mean", "sum")]
-# of images and of texts, for three processes, of which one has no images
-PARTS = [(slice(0, 4), slice(0, 7)), (slice(4, 9), slice(7, 9)), (slice(9, 9), slice(9, 11))]
-WHOLE = slice(9), slice(11)
-
-
-def of_all_cases(rank: int | None) -> list[list[torch.Tensor]]:
-    """The value and all gradients of a process's part in each case; of the whole for None."""
-    rows, cols = WHOLE if rank is None else PARTS[rank]
-    v, w, s, t = distributions(9, 11)
-    own = (v[rows], w[cols], s[rows], t[cols])
-    image_ids, text_ids = make_ids("random", 9, 11)
-    found = []
-    for options, reduction in CASES:
-        common = {"reduction": reduction, "gather": rank is not None}
-        loss = PCMEPlusPlusLoss(**options, **common, engine="tiled").double()
-        inputs = [x.clone().requires_grad_() for x in own]
-        value = loss(*inputs, image_ids[rows], text_ids[cols])
-        leaves = [loss.scale, loss.shift, *inputs]
-        gradients = torch.autograd.grad(value, leaves)
-        found.append([value.detach(), *gradients])
-    return found
-
-
-def test_processes_share_a_batch(tmp_path):
-    processes = run(of_all_cases, tmp_path, world=3)
-    for k, (value, scale, shift, *wanted) in enumerate(of_all_cases(None)):
-        by_inputs = []
-        for found in processes:
-            own_value, own_scale, own_shift, *gradients = found[k]
-            torch.testing.assert_close([own_value, own_scale, own_shift], [value, scale, shift])
-            by_inputs.append(gradients)
-        # the mean over processes is that of one
-        together = [torch.cat(parts) / 3 for parts in zip(*by_inputs, strict=True)]
-        torch.testing.assert_close(together, wanted, rtol=1e-9, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------- errors

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import oracle_supervised
 from support.cases import SHAPES, embeddings, make_ids, upstream
 from support.losses_registry import REGISTRY, where
 from torch import Tensor
@@ -178,20 +177,6 @@ def test_the_worst_pairs_stay_finite(engine):
         assert all(x.isfinite().all() for x in torch.autograd.grad(loss, (v, w)))
 
 
-@of_engines
-def test_scores_beyond_cosines_have_the_circle_loss_of_loops(engine):
-    """Scores of another model need not lie in [-1, 1]; weights are 0 beyond -m and 1 + m."""
-    scores = 3 * torch.randn(7, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ids = make_ids("random", 7, 9)
-    criterion = itrloss.CircleLoss(scale=8.0, reduction="none", engine=engine)
-    found = criterion(scores=scores, image_ids=ids[0], text_ids=ids[1])
-    wanted = oracle_supervised.circle(
-        scores.numpy(), ids[0].numpy(), ids[1].numpy(), scale=8.0, reduction="none"
-    )
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, torch.tensor(b), rtol=1e-9, atol=1e-9)
-
-
 def test_values_of_mil_nce_near_0_keep_their_digits():
     """The logarithm of a probability of nearly 1."""
     scores = torch.tensor([[0.9, 0.8, 0.1], [0.0, 0.1, 0.7]])
@@ -205,36 +190,6 @@ def test_values_of_mil_nce_near_0_keep_their_digits():
 
 
 # ---------------------------------------------------------------------------------------- relations
-
-
-def test_the_mean_inside_is_mil_nce_but_for_the_number_of_positives():
-    v, w = embeddings(6, 9)
-    ids = torch.arange(6) % 3, torch.arange(9) // 3
-
-    def outcome(loss):
-        return with_gradients(lambda x, y: loss(x, y, *ids), v, w, upstream(6, 9))
-
-    inside = outcome(itrloss.SupConLoss(0.2, inside=True, reduction="none"))
-    multiple = outcome(itrloss.MILNCELoss(0.2, reduction="none"))
-    outside = outcome(itrloss.SupConLoss(0.2, reduction="none"))
-    # images have three positives, texts two
-    torch.testing.assert_close(inside[0] - multiple[0], torch.full((6,), 3.0).double().log())
-    torch.testing.assert_close(inside[1] - multiple[1], torch.full((9,), 2.0).double().log())
-    torch.testing.assert_close(inside[2:], multiple[2:], rtol=1e-12, atol=1e-12)
-    # Jensen
-    assert (outside[0] >= inside[0]).all()
-    assert (outside[1] >= inside[1]).all()
-
-
-def test_with_one_positive_each_three_of_the_losses_are_infonce():
-    v, w = embeddings(8, 8)
-    wanted = itrloss.InfoNCELoss(0.1)(v, w)
-    for criterion in (
-        itrloss.SupConLoss(),
-        itrloss.SupConLoss(inside=True),
-        itrloss.MILNCELoss(0.1),
-    ):
-        torch.testing.assert_close(criterion(v, w), wanted)
 
 
 def test_anchors_whose_pairs_are_all_easy_count_in_the_mean_with_0():

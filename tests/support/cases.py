@@ -11,11 +11,10 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -101,19 +100,6 @@ def each(times: int = 1, /, **axes: Sequence[Any]) -> list[tuple[Any, ...]]:
                 chosen.append(axis[(place + place // period + time) % len(axis)])
             cases.append(tuple(chosen))
     return cases
-
-
-def slow_but_one_of_each(
-    cases: Iterable[tuple[Any, ...]], kind: Callable[..., Hashable]
-) -> list[Any]:
-    """Mark cases as slow, except for the first of each kind. Cases of the kind None are slow."""
-    seen = {None}
-    marked = []
-    for case in cases:
-        own = kind(*case)
-        marked.append(pytest.param(*case, marks=[pytest.mark.slow] if own in seen else []))
-        seen.add(own)
-    return marked
 
 
 def measured_apart(code: str, *arguments: str) -> Any:

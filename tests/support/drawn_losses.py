@@ -54,6 +54,8 @@ class LossCase:
         self.entry: Entry = REGISTRY[name]
         self.takes = self.entry.takes
         kinds = RELATIONS.get(self.takes, KINDS)
+        if self.takes == "pairs" and name != "triplet all":  # whose pairs of pairs have no weight
+            kinds = [*kinds, "weights"]
         if self.entry.ids == ONE_TO_ONE:
             kinds = ["pairs"]
         if in_processes:  # whose numbers are of their own images
@@ -109,6 +111,11 @@ class LossCase:
         """Return the values of the library."""
         value = OURS.get(self.takes, of_pairs)(self, loss, leaves)
         return value if isinstance(value, tuple) else (value,)
+
+    @property
+    def is_in_loops(self) -> bool:
+        """Whether loops have the relation."""
+        return self.batch.kind != "weights" or type(self.entry.make(DIM)) in WITH_WEIGHTS
 
     def loops(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the same from loops."""
@@ -167,12 +174,21 @@ class LossCase:
         own_negatives = self.takes != "negatives" or self.input[2].dim() == 3
         return self.takes not in ("coder", "heads and residuals", "tokens") and own_negatives
 
+    def in_whole(self) -> LossCase:
+        """Return the case of one process, with a matrix of scores as input if that is its form."""
+        whole = copy.copy(self)
+        # With a matrix of matches, nobody says which columns are a process's own.
+        may_be_scores = self.entry.oracle is not None and self.batch.matches is None
+        if self.form == "scores" and self.takes == "pairs" and may_be_scores:
+            whole.input = [torch.from_numpy(scores_of(self, self.input))]
+        whole.form = "embeddings"
+        return whole
+
     def of_process(self, rank: int) -> LossCase:
         """Return what one of two processes has."""
         draw = Draw(self.name, self.seed, "processes")
         rows, cols = places_of_process(draw, self.batch, rank)
         part = copy.copy(self)
-        part.form = "embeddings"
         part.batch = self.batch.of_process(rows, cols)
         places = [rows if len(x) == self.batch.n else cols for x in self.input]
         places[:2] = [rows, cols][: len(places)]
@@ -224,8 +240,10 @@ def scores_of(case: LossCase, leaves: list[Tensor]) -> np.ndarray:
 
 
 def of_pairs(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    v, w = leaves
     batch = case.batch
+    if len(leaves) == 1:
+        return loss(scores=leaves[0], **batch.given)
+    v, w = leaves
     if case.entry.oracle is None or case.form == "embeddings":
         return loss(v, w, **batch.given)
     sim = Similarity(
@@ -239,8 +257,9 @@ def of_pairs(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 def loops_of_pairs(case: LossCase, leaves: list[Tensor]) -> Any:
     if case.name == "matryoshka":
         return loops_of_prefixes(case, leaves)
-    if case.entry.oracle is None:
-        return contrastive(case, leaves)
+    kind = type(case.entry.make(DIM))
+    if case.entry.oracle is None or (case.batch.kind == "weights" and kind in WITH_WEIGHTS):
+        return in_general(WITH_WEIGHTS[kind], case, leaves)
     scores = scores_of(case, leaves)
     sides = case.batch.items()
     return case.of_directions(
@@ -256,17 +275,22 @@ def loops_of_prefixes(case: LossCase, leaves: list[Tensor]) -> float:
     return total
 
 
-def contrastive(case: LossCase, leaves: list[Tensor], **more: Any) -> Any:
-    """InfoNCE with more candidates."""
+# Loops that take embeddings, and matches with weights.
+WITH_WEIGHTS: dict[type, Callable[..., Any]] = {
+    itrloss.InfoNCELoss: oracle_embedders.contrastive,
+    itrloss.SDMLoss: oracle_embedders.sdm,
+}
+
+
+def in_general(loops: Callable[..., Any], case: LossCase, leaves: list[Tensor], **more: Any) -> Any:
+    """A loss by loops that take all that is passed in."""
     options = {**case.entry.options, **case.common}
     options.pop("learnable", None)
     rule = options.pop("groups", "same")
     given = dict(case.batch.given)
     if given.get("image_groups") is not None and "image_ids" not in given:
         given["image_ids"] = torch.arange(case.batch.n)
-    return oracle_embedders.contrastive(
-        *leaves[:2], negative_groups=rule, **options, **given, **more
-    )
+    return loops(*leaves[:2], negative_groups=rule, **options, **given, **more)
 
 
 # ------------------------------------------------------------------------- pairs, and more of them
@@ -290,7 +314,8 @@ def of_negatives(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 
 
 def loops_of_negatives(case: LossCase, leaves: list[Tensor]) -> Any:
-    return contrastive(case, leaves, negatives=leaves[2], negative_ids=case.negative_ids)
+    more = {"negatives": leaves[2], "negative_ids": case.negative_ids}
+    return in_general(oracle_embedders.contrastive, case, leaves, **more)
 
 
 def with_guide(case: LossCase) -> list[Tensor]:
@@ -303,7 +328,7 @@ def of_guide(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 
 
 def loops_of_guide(case: LossCase, leaves: list[Tensor]) -> Any:
-    return contrastive(case, leaves, guide=case.guide)
+    return in_general(oracle_embedders.contrastive, case, leaves, guide=case.guide)
 
 
 def with_teacher(case: LossCase) -> list[Tensor]:

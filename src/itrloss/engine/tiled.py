@@ -25,7 +25,6 @@ from .ranking import argmax
 from .relation import Places, Relation
 from .vectors import chunks, compute_dtype, project
 
-
 # Elements of vectors that are summed at once, in float64: 8 MB.
 SUMMED_AT_ONCE = 2**20
 
