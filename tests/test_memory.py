@@ -188,6 +188,16 @@ def test_a_memory_that_was_moved_and_loaded_is_counted_again():
     assert len(small) == 5
 
 
+def test_a_process_alone_gathers_no_batch():
+    x = torch.randn(6, D, dtype=torch.float64)
+    memory = filled(9)
+    alone = MemorySimilarity.of(x, x, x, x, memory, gather=True)
+    assert alone.batch.share is None
+    assert torch.equal(
+        alone.memory.logsumexp(), MemorySimilarity.of(x, x, x, x, memory).memory.logsumexp()
+    )
+
+
 def test_a_memory_moves_with_its_module():
     memory = filled(4, torch.float32)
     nn.ModuleDict({"memory": memory}).to(torch.bfloat16)

@@ -356,7 +356,9 @@ def _copied(name: str, x: Tensor, size: int, device: torch.device) -> Tensor:
         x = x[:, 0]
     if x.shape != (size,):
         raise ValueError(f"{name}: expected shape ({size},), got {tuple(x.shape)}")
-    return as_int64(name, x).to(device, copy=True)
+    if x.dtype == torch.uint64:
+        x = as_int64(name, x)
+    return x.to(device, torch.int64, copy=True)
 
 
 def as_labels(name: str, ids: object, size: int, device: torch.device) -> Tensor:

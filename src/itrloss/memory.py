@@ -230,8 +230,10 @@ class CoupledMemory(CheckedModule):
         """Raise a TypeError for strings where the entries' ids are integers, and the other way
         round: none would match.
         """
-        named = _are_names(ids)
-        if named is None or self._named is None or named == self._named:
+        if ids is None or self._named is None:
+            return
+        named = checks.are_strings(ids)
+        if named == self._named:
             return
         if checks.as_id_numbers(name, ids).numel():
             kinds = {True: "strings", False: "integers"}
@@ -309,7 +311,7 @@ class MemorySimilarity(NamedTuple):
             words = f"{size}; types of memory and keys {types}"
             return words if same is None else f"{words}; {same()}"
 
-        if gather:
+        if gather and world_size(process_group) > 1:
             sim = Similarity.sharded(
                 *batch,
                 *ids,
@@ -529,20 +531,31 @@ def several_processes(
     image_keys = collectives.gather(padded(keys[0], n), processes.group)
     text_keys = collectives.gather(padded(keys[1], m), processes.group)
     to_images = Relation((m, len(all_image_ids)), (text_ids, all_image_ids), batch.device)
-    budget = 0 if engine == "tiled" else MEMORY_BUDGET
-    strict = engine == "triton"
-    matrices = []
-    parts = zip(both, (text_keys, image_keys), (batch.pairs, to_images), strict=True)
-    for own, others, relation in parts:
-        cols = keys_like(own, others, batch.engine)
-        matrix = Matrix.of_embeddings(own, cols, relation, batch.engine, budget, strict=strict)
-        matrices.append(matrix)
+    gathered = text_keys, image_keys
+    matrices = matrices_of_gathered(both, gathered, (batch.pairs, to_images), batch.engine, engine)
     to_memory = relations_to_entries((n, m), (image_ids, text_ids), memory)
     matrices += memory_matrices(both, memory, to_memory, engine)
     sides = []
     for matrix, size in zip(matrices, [*share.unpadded, *share.unpadded], strict=True):
         sides.append(AnchorSide(matrix, 0, Share(processes, None, (size,))))
     return MemorySides(batch, (sides[0], sides[1]), (sides[2], sides[3]))
+
+
+def matrices_of_gathered(
+    batch: tuple[Embeddings, Embeddings],  # of this process
+    keys: tuple[Tensor, Tensor],  # of all texts, and of all images
+    relations: tuple[Relation, Relation],
+    chosen: str,
+    engine: Engine,
+) -> list[Matrix]:
+    """Return the matrices of own images, and of own texts, with the keys of all processes."""
+    budget = 0 if engine == "tiled" else MEMORY_BUDGET
+    strict = engine == "triton"
+    matrices = []
+    for own, others, relation in zip(batch, keys, relations, strict=True):
+        cols = keys_like(own, others, chosen)
+        matrices.append(Matrix.of_embeddings(own, cols, relation, chosen, budget, strict=strict))
+    return matrices
 
 
 def keys_like(vectors: Embeddings, keys: Tensor, engine: str, normalize: bool = True) -> Embeddings:

@@ -566,7 +566,7 @@ class MemoryLoss(DirectedLoss):
             directions=self.directions,
             engine=self.engine,
             check_finite=self.check_finite,
-            gather=self.sharded,
+            gather=self.gather,
             process_group=self.process_group,
             same=self.described,
         )

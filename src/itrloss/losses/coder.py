@@ -46,18 +46,9 @@ class DiversityOptions(SimilarityLoss):
         return self.temperature < 0.5
 
     def _options(self) -> dict[str, Any]:
-        """Return the arguments of the function that computes the loss."""
-        return {
-            "temperature": self.temperature,
-            "margin": self.margin,
-            "diversity": self.diversity,
-            "epsilon": self.epsilon,
-            "detach_diversity": self.detach_diversity,
-            "positive_weight": self.positive_weight,
-            "positive": self.positive,
-            "entropy_temperature": self.entropy_temperature,
-            "reduction": self.reduction,
-        }
+        """Return the arguments of the function that computes the loss, named as the options."""
+        options = {name: getattr(self, name) for name in DiversityOptions._own_options}
+        return {**options, "reduction": self.reduction}
 
 
 class DiversityContrastiveLoss(DiversityOptions, PairLoss):

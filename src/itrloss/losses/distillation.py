@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from .base import PairLoss
 from .other_model import (
     as_tensors,
     check_embeddings_of,
-    check_finite,
     check_rows,
     described_model,
     has_candidates_of,
@@ -80,10 +80,7 @@ class DistillationLoss(PairLoss):
             self.refuse(unknown)
         given = as_tensors(teacher)
 
-        def check() -> str:
-            """Check the input; return what has to be the same in all processes."""
-            return self._checked(given, images, texts, scores)  # type: ignore[arg-type]
-
+        check = partial(self._checked, given, images, texts, scores)  # type: ignore[arg-type]
         related = self._related(image_groups, text_groups, None)
         ids = image_ids, text_ids
         own = images if scores is None else scores
@@ -103,12 +100,10 @@ class DistillationLoss(PairLoss):
     ) -> str:
         """Return what a teacher is, in words; raise an error for a wrong one."""
         if isinstance(teacher, Similarity):
-            if self.check_finite:
-                check_finite("teacher", teacher)
             if self.sharded and scores is not None:
                 expected = "expected scores in a job whose loss gets scores"
                 raise TypeError(f"teacher: {expected}, got {type(teacher).__name__}")
-            return described_model("teacher", teacher, images, texts, self.sharded)
+            return described_model("teacher", teacher, images, texts, self)
         if not isinstance(teacher, Tensor):
             check_embeddings_of("teacher", teacher, has_negatives=False)
         return f"teacher {type(teacher).__name__}"

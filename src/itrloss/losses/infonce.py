@@ -35,7 +35,6 @@ from .further import (
 from .other_model import (
     as_tensors,
     check_embeddings_of,
-    check_finite,
     check_rows,
     described_model,
     has_ids_of,
@@ -355,10 +354,8 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         guide = further.guide
         if not isinstance(guide, Similarity):
             return f"guide {guide is not None}"
-        if self.check_finite:
-            check_finite("guide", guide)
         images, texts, *_ = further.model
-        return described_model("guide", guide, images, texts, self.sharded)
+        return described_model("guide", guide, images, texts, self)
 
     def _judge(
         self,

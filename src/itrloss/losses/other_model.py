@@ -13,6 +13,7 @@ from ..engine.inputs import even_chunks
 from ..engine.relation import AT_ONCE, Relation, are_sets
 from ..engine.vectors import compute_dtype, host_may_read
 from ..similarity import Similarity
+from .base import SimilarityLoss
 
 
 def as_tensors(model: Any) -> Any:
@@ -70,13 +71,15 @@ def zero_or_nan(model: Similarity | Sequence[Tensor]) -> Tensor:
 
 
 def described_model(
-    name: str, other: Similarity, images: Tensor, texts: Tensor | None, sharded: bool
+    name: str, other: Similarity, images: Tensor, texts: Tensor | None, loss: SimilarityLoss
 ) -> str:
     """Return what another model's similarity is, in words.
 
     Raise an error unless that of a shared batch is of this process's images and texts.
     """
-    if not sharded:
+    if loss.check_finite:
+        check_finite(name, other)
+    if not loss.sharded:
         return name
     if other.share is None:
         expected = "expected a Similarity.sharded in a job of several processes"
