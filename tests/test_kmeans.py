@@ -107,7 +107,7 @@ def test_large_matrices_are_never_held(monkeypatch):
 
     def noted(matrix, *args, **options):
         begin(matrix, *args, **options)
-        formed.append((matrix.engine, matrix.keeps))
+        formed.append((matrix.engine, matrix.keeps_scores))
 
     means = trained(50, size=30)
     monkeypatch.setattr(itrloss.engine.matrix.Matrix, "__init__", noted)

@@ -295,3 +295,13 @@ def test_directions_have_the_words_of_results_as_synonyms():
     assert sims.directions == "text-image"
     with pytest.raises(ValueError, match=r"directions: expected 'both', .* got 'i2i'"):
         sim.towards("i2i")
+
+
+def test_margins_of_log1p_sum_exp_may_differ_between_anchors():
+    torch.manual_seed(0)
+    rows = torch.randn(6, 4, dtype=torch.float64)
+    sim = Similarity(rows, torch.randn(6, 4, dtype=torch.float64))
+    margins = torch.rand(6, dtype=torch.float64)
+    scores = sim.scores().fill_diagonal_(-torch.inf)
+    expected = (5 * (scores - margins[:, None])).exp().sum(1).log1p()
+    torch.testing.assert_close(sim.log1p_sum_exp(5.0, margins), expected)

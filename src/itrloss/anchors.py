@@ -495,16 +495,22 @@ class Anchors:
         return shifted_log(total, top, never_empty=False)
 
     def log1p_sum_exp(
-        self, scale: float | Tensor, margin: float, *, at_most: float | None = None
+        self, scale: float | Tensor, margin: float | Tensor, *, at_most: float | None = None
     ) -> Tensor:
-        """Return (A,) ``log(1 + sum_j exp(scale_i (S_ij - margin)))`` over each anchor's negatives.
+        """Return (A,) ``log(1 + sum_j exp(scale_i (S_ij - margin_i)))`` over each anchor's
+        negatives.
 
         Next to 1, what underflows weighs nothing, so that one pass does where exponents are at most
         60: cosines, and scales up to ``60 / (1 - margin)``. ``at_most``: see :meth:`logsumexp`.
         """
         if at_most is None:
             at_most = self._largest_size(scale)
-        if self.bounded and at_most is not None and at_most * (1 - margin) <= SAFE_EXPONENT:
+        if (
+            self.bounded
+            and at_most is not None
+            and not isinstance(margin, Tensor)
+            and at_most * (1 - margin) <= SAFE_EXPONENT
+        ):
             return self._sum(exponential, scale, -margin * scale).log1p()
         negatives = self.logsumexp(scale, at_most=at_most)
         return F.softplus(negatives - margin * scale, threshold=SOFTPLUS_LINEAR)

@@ -88,11 +88,7 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
     device = query_vectors.device
     dtype = compute_dtype(query_vectors)
     labels, corpus_labels = _labels_of_both(query_ids, corpus_ids, size, total, device)
-    limits = None
-    if below is not None:
-        limits = as_tensor("below", below, size, dtype, device).expand(size)
-        if bool(limits.isnan().any()):
-            raise ValueError("below: expected numbers, got nan, below which there is nothing")
+    limits = None if below is None else _limits(below, size, dtype, device)
     values = query_vectors.new_full((size, k), -torch.inf, dtype=dtype)
     best = TopK(values, torch.full_like(values, -1, dtype=torch.int64))
     search = _Search(normalized(query_vectors, normalize), labels, limits, best)
@@ -102,6 +98,14 @@ def mine_hard_negatives(  # noqa: PLR0913 - options by keyword
         if progress is not None:
             progress(end, total)
     return best
+
+
+def _limits(below: float | Tensor, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the (Q,) scores that negatives have to score below, checked."""
+    limits = as_tensor("below", below, size, dtype, device).expand(size)
+    if bool(limits.isnan().any()):
+        raise ValueError("below: expected numbers, got nan, below which there is nothing")
+    return limits
 
 
 def _labels_of_both(

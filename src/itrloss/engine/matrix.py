@@ -109,7 +109,7 @@ class Matrix:
         given: Embeddings | None = None,  # (N, M) scores that were passed in
         part: StepPart | None = None,  # of a small matrix
         bias: Bias = (None, None),
-        keeps: bool = False,  # whether scores are kept without a graph, with unit vectors
+        keeps_scores: bool = False,  # whether scores are kept without a graph, with unit vectors
         bounded: bool = False,  # whether scores certainly lie in [-1, 1]
         strict: bool = False,  # whether the user chose Triton
         is_memory: bool = False,  # the columns are: few are positives, and nobody asks for them
@@ -127,7 +127,7 @@ class Matrix:
         self.bounded = bounded
         self.strict = strict
         self.is_memory = is_memory
-        self.keeps = keeps
+        self.keeps_scores = keeps_scores
         self._part = part
         self._scores: Tensor | None = None  # (N, M) in the graph
         self._kept: Tensor | None = None  # (N, M) without a graph
@@ -183,7 +183,7 @@ class Matrix:
 
         ``relation``: another one of the same shape, in place of the matrix's own.
         """
-        asks = self.keeps or (self._part is not None and self._part.number is not None)
+        asks = self.keeps_scores or (self._part is not None and self._part.number is not None)
         if asks and may_keep() and not rounds_float32(self.device):
             self.inputs()  # which forms the scores
         vectors = self.embeddings
@@ -198,7 +198,7 @@ class Matrix:
             given=None if self.given is None else self.given.detach(),
             part=None if self._part is None else self._part.detach(),
             bias=(bias[0], bias[1]),
-            keeps=self.keeps,
+            keeps_scores=self.keeps_scores,
             bounded=self.bounded,
             strict=self.strict,
             is_memory=self.is_memory,
@@ -267,7 +267,7 @@ class Matrix:
         if scores is not None:
             return Inputs(NO_SIDE, NO_SIDE, scores.detach())
         inputs = self.inputs_of_vectors()
-        if not self.keeps or not may_keep():
+        if not self.keeps_scores or not may_keep():
             return inputs
         if self._kept is None:
             with torch.no_grad(), full_precision(inputs.like):
@@ -280,7 +280,7 @@ class Matrix:
         assert self.embeddings is not None
         sides: list[Side] = []
         for vectors, bias in zip(self.embeddings, self.bias, strict=True):
-            unit = vectors.unit() if self.keeps and may_keep() else None
+            unit = vectors.unit() if self.keeps_scores and may_keep() else None
             x = vectors.x if unit is None else None
             sides.append(Side(x, vectors.inverse_norms(), unit, bias))
         return Inputs(sides[0], sides[1], None)
@@ -336,7 +336,11 @@ class Matrix:
     # ------------------------------------------------------------------------------------ answers
 
     def sums(self, question: Question, guide: Matrix | None = None) -> Tensor:
-        """Return the sums (A,) of a question; a ``guide`` has the scores of its limits."""
+        """Return the sums (A,) of a question; a ``guide`` has the scores of its limits.
+
+        A small matrix, whose scores are in the graph, is one block: :meth:`_sums_of_block`. A large
+        one is visited tile by tile: :func:`itrloss.engine.autograd.ask`.
+        """
         self._summed = self._summed or torch.is_grad_enabled()
         if self.engine == "dense":
             other = None if guide is None else guide.scores().detach().to(self.dtype)
@@ -390,7 +394,7 @@ class Matrix:
             return False
         assert self.embeddings is not None
         dim = self.embeddings[0].x.shape[1]
-        return moments.answers(question) and moments.has_gain(question, dim, self.keeps)
+        return moments.answers(question) and moments.has_gain(question, dim, self.keeps_scores)
 
     def weighted_sum(self, question: Question, weights: Value) -> Tensor:
         """Return the () total of a question's sums, times weights without a gradient.
@@ -708,7 +712,7 @@ def large_matrix(  # noqa: PLR0913 — one object; all but five have defaults
         rows,
         vectors=(rows, cols),
         bias=in_dtype(bias, rows.dtype),
-        keeps=engine == "tiled" and size <= budget,
+        keeps_scores=engine == "tiled" and size <= budget,
         bounded=bounded,
         strict=strict,
         is_memory=is_memory,
@@ -735,7 +739,10 @@ def memory_matrix(
 
 
 def part_of(rows: Tensor, cols: Tensor, normalize: bool) -> StepPart:
-    """Return the matrix of rows (N, D) and columns (M, D) as the only one of a step."""
+    """Return the matrix of rows (N, D) and columns (M, D) as the only one of a step.
+
+    The first answer that needs its scores multiplies them: :class:`itrloss.engine.step.StepScores`.
+    """
     n = rows.shape[0]
     stop = n + cols.shape[0]
     place = slice(0, n), slice(n, stop)

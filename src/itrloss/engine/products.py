@@ -81,7 +81,7 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
     if _use_onednn(a, b):
         total.add_(_onednn(a, b))
     else:
-        torch.addmm(total, a, b, out=total)
+        total.addmm_(a, b)  # which refuses factors of another shape
 
 
 def _use_onednn(a: Tensor, b: Tensor) -> bool:

@@ -330,9 +330,9 @@ class ScoreGradients:
             else:
                 self._whole_scores()[places] = grad
         if self.needs.rows:
-            self.rows = with_product(self.rows, inputs, 0, r, grad, inputs.cols.vectors(c))
+            self.rows = with_product(self.rows, inputs, 0, places, grad)
         if self.needs.cols:
-            self.cols = with_product(self.cols, inputs, 1, c, grad.T, inputs.rows.vectors(r))
+            self.cols = with_product(self.cols, inputs, 1, places, grad)
         if self.row_bias is not None:
             self.row_bias[r] += grad.sum(1)
         if self.col_bias is not None:
@@ -376,20 +376,22 @@ class ScoreGradients:
 
 
 def with_product(
-    total: Tensor | None,  # (N, D), None at first
+    total: Tensor | None,  # (N, D) of a side's unit vectors, None at first
     inputs: Inputs,
     side: int,
-    place: slice,  # of the vectors
-    a: Tensor,  # (r, c) gradient of their scores
-    b: Tensor,  # (c, D) the other side's vectors
+    places: Places,  # of a block
+    grad: Tensor,  # (r, c) of its scores
 ) -> Tensor:
-    """Return the gradient of a side's unit vectors with a product added to some of them."""
-    size = inputs.shape[side]
+    """Return the gradient of a side's unit vectors with what a block contributes."""
+    own, others = inputs.sides(side)
+    a = grad.T if side else grad
+    b = others.vectors(places[1 - side])
+    size = len(own.like)
     if total is None and len(a) == size:
         return matmul(a, b)
     if total is None:
         total = b.new_zeros(size, b.shape[1])
-    add_matmul_(total[place], a, b)
+    add_matmul_(total[places[side]], a, b)
     return total
 
 
