@@ -44,7 +44,6 @@ TESTS = {
     "anchors": CORE,
     "similarity": [*CORE, "tests/distributed"],
     "related": [*CORE, "tests/test_input_forms.py"],
-    "batch_parts": [*LOSSES, "tests/distributed"],
     "distributed": [SPINE, "tests/distributed", "tests/losses"],
     "functional": LOSSES,
     "memory": ["tests/test_memory.py", "tests/test_momentum_encoder.py", *LOSSES],

@@ -30,16 +30,12 @@ TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 FLOORS = [
     {"checks", "files"},
     {"engine"},
-    {"suspicious"},
-    {"distributed"},
-    {"anchors", "terms", "related"},
-    {"batch_parts"},
+    {"suspicious", "distributed", "anchors", "terms", "related"},
     {"similarity"},
     {
         "functional",
         "sets",
         "memory",
-        "kmeans",
         "metrics",
         "rerank",
         "telemetry",

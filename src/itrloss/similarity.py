@@ -11,7 +11,10 @@ from torch import Tensor
 from . import checks
 from .anchors import Anchors, AnchorSide, Limit
 from .anchors import Reduction as Reduction
-from .batch_parts import (
+from .checks import IdsLike, as_bias, as_size, one_of
+from .distributed import collectives
+from .distributed.consensus import padded, world_size
+from .distributed.parts import (
     BatchPart,
     Known,
     agreed,
@@ -20,9 +23,6 @@ from .batch_parts import (
     related_to_all,
     spread_columns,
 )
-from .checks import IdsLike, as_bias, as_size, one_of
-from .distributed import collectives
-from .distributed.consensus import padded, world_size
 from .distributed.shards import Processes, Share
 from .engine import ranking
 from .engine.matrix import MEMORY_BUDGET, Bias, Matrix, choose_engine

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks
-from .distributed import collectives
-from .distributed.collectives import ProcessGroup, world_size
-from .distributed.consensus import consensus, described, is_trained, numbered, padded
-from .distributed.shards import Processes
-from .engine.matrix import Bias
-from .engine.relation import IGNORE_ID, Relation, Rule
-from .engine.vectors import autocast_dtype
-from .related import PassedIds, Related, check_matches, groups_of, labels_of, weights_of
+from .. import checks
+from ..engine.matrix import Bias
+from ..engine.relation import IGNORE_ID, Relation, Rule
+from ..engine.vectors import autocast_dtype
+from ..related import PassedIds, Related, check_matches, groups_of, labels_of, weights_of
+from . import collectives
+from .collectives import ProcessGroup, world_size
+from .consensus import consensus, described, is_trained, numbered, padded
+from .shards import Processes
 
 
 class Known(NamedTuple):
