@@ -123,7 +123,7 @@ class Matrix:
         self.given = given
         self._like = like
         self.bias = bias
-        self.is_biased = is_biased(bias)
+        self.is_biased = bias[0] is not None or bias[1] is not None
         self.bounded = bounded
         self.strict = strict
         self.is_memory = is_memory

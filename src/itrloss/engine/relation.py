@@ -93,10 +93,15 @@ class Relation:
         if matches is not None:
             self._keep_matches(matches)
         #: (N,) and (M,) ids or (N, k) and (M, l) labels; None where they are not needed.
-        self.ids = compared_ids(shape, ids, device)
+        self.ids: Ids = (None, None)
+        rows, cols = ids
+        if cols is not None:
+            self.ids = compared_ids(shape[0], rows, cols, device)
         own, others = self.ids
         #: Whether row i matches column i, and all other pairs are negatives.
-        self.one_to_one = matches is None and groups is None and is_diagonal(shape, own, others)
+        self.one_to_one = matches is None and groups is None
+        if own is not None and others is not None:
+            self.one_to_one = self.one_to_one and is_diagonal(shape, own, others)
         if self.one_to_one:
             own = others = None
             self.ids = None, None
@@ -503,15 +508,12 @@ def are_sets(ids: Ids) -> bool:
     return (rows is not None and rows.dim() == 2) or (cols is not None and cols.dim() == 2)
 
 
-def compared_ids(shape: tuple[int, int], ids: Ids, device: torch.device | None) -> Ids:
-    """Return the ids of rows and of columns, where the rows' are by default their numbers; (None,
-    None) without any.
-    """
-    rows, cols = ids
-    if cols is None:
-        return None, None
+def compared_ids(
+    n: int, rows: Tensor | None, cols: Tensor, device: torch.device | None
+) -> tuple[Tensor, Tensor]:
+    """Return the ids of n rows, which are by default their numbers, and of columns."""
     if rows is None:
-        rows = torch.arange(shape[0], device=device)
+        rows = torch.arange(n, device=device)
     return rows.contiguous(), cols.contiguous()
 
 
@@ -615,10 +617,8 @@ def may_meet(groups: tuple[Tensor, Tensor], rule: Rule, rows: slice, cols: slice
     return meet
 
 
-def is_diagonal(shape: tuple[int, int], rows: Tensor | None, cols: Tensor | None) -> bool:
+def is_diagonal(shape: tuple[int, int], rows: Tensor, cols: Tensor) -> bool:
     """Return whether ids only say that row i matches column i; False if the host may not read."""
-    if rows is None or cols is None:
-        return True
     if shape[0] != shape[1] or rows.dim() > 1 or cols.dim() > 1:
         return False
     if not host_may_read(rows) or not torch.equal(rows, cols):
