@@ -497,7 +497,7 @@ def with_a_bias(check: bool) -> Similarity:
 BAD: dict[str, Any] = {
     "image_ids: expected ids below 2": lambda: LOSS(IMAGES, TEXTS, TOO_LARGE, SETS[1]),
     "text_ids: expected strings with strings": lambda: LOSS(IMAGES, TEXTS, NAMES, TEXT_IDS),
-    "text_ids: expected strings with strings in image_ids, ": lambda: LOSS(
+    "text_ids: expected an integer tensor": lambda: LOSS(  # numbers of images
         IMAGES, IMAGES, None, list("abcdefg"), image_groups=IMAGE_IDS
     ),
     "corpus_ids: expected strings": lambda: itrloss.mine_hard_negatives(

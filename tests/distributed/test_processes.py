@@ -640,7 +640,7 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
     ),
     "no texts for another loss": (
         lambda odd: itrloss.TripletLoss(gather=True)(sample(4, D), ids if odd else sample(4, D)),
-        "TypeError: texts: expected embeddings",
+        "TypeError: texts: expected a floating-point tensor",
     ),
     "unknown argument": (
         lambda odd: pair(gather=True)(*pairs(), **{"label": ids} if odd else {}),

@@ -19,7 +19,7 @@ from .pair_scores import Index, ListedPairs
 from .products import add_matmul_, matmul
 from .question import Question, Value, is_trained
 from .relation import weighted_sums
-from .vectors import EPS, compute_dtype, full_precision, plain_unit
+from .vectors import EPS, compute_dtype, full_precision, may_keep, plain_unit
 
 # ----------------------------------------------------------------------- the scores of a small step
 
@@ -212,12 +212,12 @@ class Step:
         """
         if self._known is not None:
             return self._known
-        if torch.compiler.is_compiling():
-            outputs = step_scores(self.layout, self.memories, *self.vectors)
-        elif torch.is_inference_mode_enabled():  # autograd cannot save its tensors later on
+        if not may_keep():
             return StepScores.apply(self.layout, self.memories, *self.vectors)  # type: ignore[return-value]
-        else:
-            with torch.enable_grad():
+        with torch.enable_grad():
+            if torch.compiler.is_compiling():
+                outputs = step_scores(self.layout, self.memories, *self.vectors)
+            else:
                 outputs = StepScores.apply(self.layout, self.memories, *self.vectors)
         self._known = outputs  # type: ignore[assignment]
         return outputs  # type: ignore[return-value]
