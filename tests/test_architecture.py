@@ -36,6 +36,7 @@ FLOORS = [
         "functional",
         "sets",
         "memory",
+        "kmeans",
         "metrics",
         "rerank",
         "telemetry",

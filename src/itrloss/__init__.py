@@ -4,8 +4,8 @@ from . import compat, distributed, functional, integrations, losses, metrics, re
 from .anchors import Anchors
 from .checks import option
 from .grad_cache import grad_cache_step
+from .kmeans import OnlineKMeans
 from .losses import *  # noqa: F403 (every loss, by `losses.__all__`)
-from .losses.kmeans import OnlineKMeans
 from .memory import CoupledMemory, MomentumEncoder
 from .mining import mine_hard_negatives
 from .related import Related

@@ -20,10 +20,10 @@ from ..checks import (
 from ..distributed import padded
 from ..engine.vectors import compute_dtype, host_may_read, normalized
 from ..functional import Values
+from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity, sharded_like
 from ..similarity import Engine, Similarity
 from .base import Loss, MemoryLoss, PairLoss, SimilarityLoss
-from .kmeans import OnlineKMeans
 
 
 class DiversityOptions(SimilarityLoss):

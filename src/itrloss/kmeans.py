@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..anchors import Hardest
-from ..checks import (
+from .anchors import Hardest
+from .checks import (
     CheckedModule,
     as_size,
     check_matrix,
     from_numpy,
     option,
 )
-from ..distributed import digest, gather_parts, world_size
-from ..engine.relation import IGNORE_ID, weighted_sums
-from ..engine.vectors import host_may_read, normalized
-from ..similarity import Engine, Similarity
+from .distributed import digest, gather_parts, world_size
+from .engine.relation import IGNORE_ID, weighted_sums
+from .engine.vectors import host_may_read, normalized
+from .similarity import Engine, Similarity
 
 __all__ = ["OnlineKMeans"]
 
