@@ -93,10 +93,7 @@ class Relation:
         if matches is not None:
             self._keep_matches(matches)
         #: (N,) and (M,) ids or (N, k) and (M, l) labels; None where they are not needed.
-        self.ids: Ids = (None, None)
-        rows, cols = ids
-        if cols is not None:
-            self.ids = compared_ids(shape[0], rows, cols, device)
+        self.ids = compared_ids(shape[0], ids, device)
         own, others = self.ids
         #: Whether row i matches column i, and all other pairs are negatives.
         self.one_to_one = matches is None and groups is None
@@ -106,10 +103,9 @@ class Relation:
             own = others = None
             self.ids = None, None
         #: (N,) and (M,) bool: entries that do not exist; None where there certainly are none.
-        row_missing = None if own is None else missing_mask(own)
-        self.ignored: Ids = (row_missing, row_missing)
-        if others is not None and others is not own:
-            self.ignored = row_missing, missing_mask(others)
+        self.ignored: Ids = (None, None)
+        if own is not None and others is not None:
+            self.ignored = missing_masks(own, others)
         #: Whether all entries certainly exist.
         self.all_exist = self.ignored[0] is None and self.ignored[1] is None
         #: Whether one id of each entry alone says who matches, so that pairs are found by sorting.
@@ -508,10 +504,13 @@ def are_sets(ids: Ids) -> bool:
     return (rows is not None and rows.dim() == 2) or (cols is not None and cols.dim() == 2)
 
 
-def compared_ids(
-    n: int, rows: Tensor | None, cols: Tensor, device: torch.device | None
-) -> tuple[Tensor, Tensor]:
-    """Return the ids of n rows, which are by default their numbers, and of columns."""
+def compared_ids(n: int, ids: Ids, device: torch.device | None) -> Ids:
+    """Return the ids of n rows, which are by default their numbers, and of columns, if there are
+    any.
+    """
+    rows, cols = ids
+    if cols is None:
+        return None, None
     if rows is None:
         rows = torch.arange(n, device=device)
     return rows.contiguous(), cols.contiguous()
@@ -626,6 +625,12 @@ def is_diagonal(shape: tuple[int, int], rows: Tensor, cols: Tensor) -> bool:
     ordered = rows.sort().values
     repeated = bool((ordered[1:] == ordered[:-1]).any())
     return not repeated and int(ordered[0]) != IGNORE_ID
+
+
+def missing_masks(rows: Tensor, cols: Tensor) -> Ids:
+    """Return the masks of rows and of columns without any id, one for both if the ids are one."""
+    of_rows = missing_mask(rows)
+    return of_rows, of_rows if cols is rows else missing_mask(cols)
 
 
 def missing_mask(ids: Tensor) -> Tensor | None:
