@@ -453,8 +453,7 @@ class Anchors:
         for block in self._blocks:
             own = []
             for side in block.sides:
-                positives, negatives = block.matrix.relation.counts(side)
-                own.append(positives if positive else negatives)
+                own.append(block.matrix.relation.counts(side, positive))
             answers.append(joined(own))
         return self._joined(answers, torch.add)
 

@@ -35,7 +35,7 @@ from .engine.matrix import (
 )
 from .engine.relation import IGNORE_ID, Ids, Relation, are_sets
 from .engine.step import NO_COLUMNS, Layout, Place, Step, StepPart
-from .engine.vectors import Embeddings, normalized
+from .engine.vectors import Embeddings, host_may_read, normalized
 from .related import PassedIds, relation_of
 from .similarity import SIDES, Directions, Engine, Similarity, as_directions
 
@@ -432,18 +432,24 @@ def matrices_of_step(
     places: list[Place] = [(of_images, of_texts)]
     if banks:
         places += [(of_images, NO_COLUMNS), (of_texts, NO_COLUMNS)]
-    layout = Layout(n + m, True, tuple(places))
+    of_keys: tuple[Place, Place] = (of_images, of_text_keys), (of_image_keys, of_texts)
+    scores_of_keys: tuple[int, ...] = ()
+    diagonals: tuple[int, ...] = ()
+    if relation.one_to_one:
+        diagonals = 0, 1
+    elif not host_may_read(images.x):  # which positives they have is not known: all are visited
+        scores_of_keys = len(places), len(places) + 1
+        places += of_keys
+    layout = Layout(n + m, True, tuple(places), of_keys if diagonals else ())
     vectors = images.target, texts.target, text_keys, image_keys
-    step = Step(layout, [None, *banks], vectors)
+    step = Step(layout, [None, *banks, *[None for _ in scores_of_keys]], vectors)
     whole = StepPart(step, 0, of_images, of_texts)
-    to_text_keys = StepPart(step, None, of_images, of_text_keys)
-    to_image_keys = StepPart(step, None, of_image_keys, of_texts)
-    matrices = [
-        Matrix(relation, engine, images, vectors=batch, part=whole, bounded=True),
-        Matrix(relation, engine, images, part=to_text_keys, bounded=True),
-        Matrix(relation, engine, texts, part=to_image_keys, bounded=True),
-    ]
-    for number in range(1, len(places)):
+    matrices = [Matrix(relation, engine, images, vectors=batch, part=whole, bounded=True)]
+    for k, own in enumerate(batch):
+        number = scores_of_keys[k] if scores_of_keys else None
+        part = StepPart(step, number, *of_keys[k], diagonals[k] if diagonals else None)
+        matrices.append(Matrix(relation, engine, own, part=part, bounded=True))
+    for number in range(1, 1 + len(banks)):
         own = batch[number - 1]
         part = StepPart(step, number, *places[number])
         related = relations[number]

@@ -481,7 +481,8 @@ class Matrix:
                 scores = self.scores_in_graph()
                 assert scores is not None
                 return tiled.std_of_block(self.relation, scores, sides)
-            count = joined([self.relation.counts(side)[1] for side in sides]).clamp_min(1)
+            count = joined([self.relation.counts(side, positive=False) for side in sides])
+            count = count.clamp_min(1)
             shift = (self.summed_negatives(sides) / -count).to(self.dtype)
             squares = self.sums(Question(self.relation, sides, square, shift=shift))
             return (squares / count).sqrt()
@@ -538,7 +539,7 @@ class Matrix:
             total = self._sums_by_class(units[side], units[1 - side], side)
             own_bias, others_bias = self.bias[side], self.bias[1 - side]
             if own_bias is not None:
-                total = total + own_bias * self.relation.counts(side)[0]
+                total = total + own_bias * self.relation.counts(side, positive=True)
             if others_bias is not None:
                 ones = torch.ones_like(units[side][:, :1])
                 total = total + self._sums_by_class(ones, others_bias[:, None], side)

@@ -62,7 +62,7 @@ def squares(question: Question, inputs: Inputs) -> Tensor:
         positives = pair_scores(inputs, *relation.listed, dtype=torch.float64)
         of_sides = [sums_of_side(question, inputs, side, positives) for side in question.sides]
         first, second = (joined(parts) for parts in zip(*of_sides, strict=True))
-        count = joined([relation.counts(side)[1] for side in question.sides])
+        count = joined([relation.counts(side, positive=False) for side in question.sides])
         if question.shift is not None:
             shift = question.shift
             second = second + shift * (2 * first + count.double() * shift)  # in float64

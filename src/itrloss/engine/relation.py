@@ -18,7 +18,8 @@ IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist: 
 ALL = slice(None)
 KEPT_MASK = 2**20  # pairs of a mask that is kept, at most
 # Pairs up to which masks take fewer launches, and less time, than sorted ids and listed pairs: 9 in
-# place of 40 for InfoNCE of 32 x 160 with ids (python -m benchmarks.launches).
+# place of 40 for InfoNCE of 32 x 160 with ids (python -m benchmarks.launches). Where the host reads
+# no ids, as on an accelerator, all kept masks do.
 BY_MASK = 2**16
 AT_ONCE = 2**20  # pairs whose masks are made at once, to be counted or listed
 POPULAR = 2**-6  # share of all pairs that share a label from which it is popular
@@ -111,7 +112,8 @@ class Relation:
         #: Whether one id of each entry alone says who matches, so that pairs are found by sorting.
         #: Sets of labels, groups and matrices take masks, block by block.
         self.by_ids = own is not None and own.dim() == 1 and groups is None
-        self._is_small = shape[0] * shape[1] <= BY_MASK and (own is None or host_may_read(own))
+        by_mask = BY_MASK if own is None or host_may_read(own) else KEPT_MASK
+        self._is_small = shape[0] * shape[1] <= by_mask
 
     def _keep_matches(self, matches: Tensor) -> None:
         """Keep a matrix of matches (N, M), and its weights if there are any."""
@@ -169,44 +171,50 @@ class Relation:
 
     def positive(self, rows: slice = ALL, cols: slice = ALL) -> Tensor:
         """Return the (r, c) bool mask of the pairs that match."""
+        mask = self._alike(rows, cols)
+        ignored = self.ignored[0]
+        return mask if ignored is None else mask & ~ignored[rows, None]
+
+    def negative(self, rows: slice = ALL, cols: slice = ALL) -> Tensor:
+        """Return the (r, c) bool mask of the pairs that do not match and may meet."""
+        return self._not_negative(rows, cols).logical_not_()
+
+    def _alike(self, rows: slice, cols: slice) -> Tensor:
+        """Return the (r, c) bool mask of the pairs that match, and maybe of pairs that do not
+        exist.
+        """
         if self.matches is not None:
             return self.matches[rows, cols] == 1
         of_rows, of_cols = self.ids
         if of_rows is None or of_cols is None:
             return same_numbers(self.shape, self.device, rows, cols)
         if of_rows.dim() == 1 and of_cols.dim() == 1:
-            mask = of_rows[rows, None] == of_cols[None, cols]
-            ignored = self.ignored[0]
-            return mask if ignored is None else mask & ~ignored[rows, None]
+            return of_rows[rows, None] == of_cols[None, cols]
         return shares_label(of_rows[rows], of_cols[cols])
 
-    def negative(self, rows: slice = ALL, cols: slice = ALL) -> Tensor:
-        """Return the (r, c) bool mask of the pairs that do not match and may meet."""
+    def _not_negative(self, rows: slice, cols: slice) -> Tensor:
+        """Return the (r, c) bool mask of the pairs that are no negatives."""
         if self.matches is not None:
-            return self.matches[rows, cols] == 0
-        mask = self.positive(rows, cols).logical_not_()
+            return self.matches[rows, cols] != 0
+        mask = self._alike(rows, cols)
         row_ignored, col_ignored = self.ignored
         if row_ignored is not None:
-            mask &= ~row_ignored[rows, None]
+            mask |= row_ignored[rows, None]
         if col_ignored is not None:
-            mask &= ~col_ignored[cols]
+            mask |= col_ignored[cols]
         if self.groups is not None:
-            mask &= may_meet(self.groups, self.rule, rows, cols)
+            mask |= may_meet(self.groups, self.rule, rows, cols).logical_not_()
         return mask
 
     def excluded(self, over: Over, rows: slice = ALL, cols: slice = ALL) -> Tensor | None:
         """Return the (r, c) bool mask of the pairs that a sum leaves out; None: it has all."""
+        if over == "negatives":
+            return self._not_negative(rows, cols)
         if over == "positives":
-            return ~self.positive(rows, cols)
+            return self.positive(rows, cols).logical_not_()
         if self.others_are_negatives and self.all_exist:
-            if over == "all":
-                return None
-            is_whole = rows == ALL and cols == ALL
-            return self.all_positive() if is_whole else self.positive(rows, cols)
-        counted = self.negative(rows, cols)
-        if over == "all":
-            counted |= self.positive(rows, cols)
-        return counted.logical_not_()
+            return None
+        return self._not_negative(rows, cols) & ~self.positive(rows, cols)
 
     def all_positive(self) -> Tensor:
         """Return the (N, M) bool mask of all positives, to be read only; a small one is kept."""
@@ -217,8 +225,10 @@ class Relation:
     def all_excluded(self, over: Over) -> Tensor | None:
         """Return the (N, M) bool mask of the pairs that a sum leaves out, to be read only.
 
-        That of a small matrix is kept for the next question: it takes three launches.
+        That of a small matrix is kept for the next question: it takes up to five launches.
         """
+        if over == "negatives" and self.others_are_negatives and self.all_exist:
+            return self.all_positive()
         if self.shape[0] * self.shape[1] > KEPT_MASK:
             return self.excluded(over)
         return self._cached(over, lambda: self.excluded(over))
@@ -292,13 +302,19 @@ class Relation:
 
     # --------------------------------------------------------------------------- numbers and lists
 
-    def counts(self, side: int) -> tuple[Tensor, Tensor]:
-        """Return the (A,) int64 numbers of positives and of negatives of each row (0) or column."""
+    def counts(self, side: int, positive: bool) -> Tensor:
+        """Return the (A,) int64 numbers of positives, or of negatives, of each row (0) or column
+        (1).
+        """
         if self.one_to_one or (self.by_ids and not self._is_small):
             if self.ids[0] is self.ids[1] and self.shape[0] == self.shape[1]:
                 side = 0
-            return self._cached(("counts", side), lambda: self._counts_by_ids(side))
-        return self._cached("counts", self._counts_by_masks)[side]
+            count = self._counts_by_ids
+        elif self._is_small:
+            count = self._counts_in_mask
+        else:
+            return self._cached("counts", self._counts_by_masks)[side][positive]
+        return self._cached(("counts", side, positive), lambda: count(side, positive))
 
     def negative_counts(self, side: int, dtype: torch.dtype) -> Any:
         """Return how many negatives each row (0) or column (1) has, at least 1, to divide by: (A,)
@@ -306,40 +322,41 @@ class Relation:
         """
         if self.one_to_one and self.shape[0] == self.shape[1]:
             return max(1, self.shape[0] - 1)
-        return self.counts(side)[1].clamp_min(1).to(dtype)
+        counts = self.counts(side, positive=False)
+        return self._cached(("divisors", side), lambda: counts.clamp_min(1).to(dtype))
 
-    def _counts_by_ids(self, side: int) -> tuple[Tensor, Tensor]:
-        """Return what :meth:`counts` keeps of one side."""
+    def _counts_by_ids(self, side: int, positive: bool) -> Tensor:
+        """Return what :meth:`counts` keeps of one side, from sorted ids."""
         own = self.ids[side]
         if own is None:
             positives = torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
-            return positives, self.shape[1 - side] - positives
-        ordered, _ = self._sorted(1 - side)
-        positives = torch.searchsorted(ordered, own, right=True) - self._first(side)
-        candidates: Any = self.shape[1 - side]
-        others_ignored = self.ignored[1 - side]
-        if others_ignored is not None:
-            candidates = (~others_ignored).sum()
+            return positives if positive else self.shape[1 - side] - positives
         ignored = self.ignored[side]
-        if ignored is None:
-            return positives, candidates - positives
-        positives = positives.masked_fill(ignored, 0)
-        return positives, (candidates - positives).masked_fill(ignored, 0)
+        if positive:
+            ordered, _ = self._sorted(1 - side)
+            counts = torch.searchsorted(ordered, own, right=True) - self._first(side)
+        else:
+            candidates: Any = self.shape[1 - side]
+            others_ignored = self.ignored[1 - side]
+            if others_ignored is not None:
+                candidates = (~others_ignored).sum()
+            counts = candidates - self.counts(side, positive=True)
+        return counts if ignored is None else counts.masked_fill(ignored, 0)
+
+    def _counts_in_mask(self, side: int, positive: bool) -> Tensor:
+        """Return what :meth:`counts` keeps of one side, from the mask of all pairs."""
+        if positive:
+            return self.all_positive().sum(1 - side)
+        excluded = self.all_excluded("negatives")
+        assert excluded is not None
+        return self.shape[1 - side] - excluded.sum(1 - side)
 
     def _counts_by_masks(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what :meth:`counts` keeps of both sides."""
-        if self._is_small:
-            positive = self.all_positive()
-            of_rows, of_cols = positive.sum(1), positive.sum(0)
-            if self.others_are_negatives and self.all_exist:
-                n, m = self.shape
-                return [(of_rows, m - of_rows), (of_cols, n - of_cols)]
-            negative = self.negative()
-            return [(of_rows, negative.sum(1)), (of_cols, negative.sum(0))]
+        """Return the numbers of negatives and of positives of each side, from masks of blocks."""
         of_both = torch.zeros(2, sum(self.shape), dtype=torch.int64, device=self.device)
         of_rows, of_cols = of_both.split(self.shape, 1)
         for rows in self._blocks():
-            for kind, mask in enumerate((self.positive(rows), self.negative(rows))):
+            for kind, mask in enumerate((self.negative(rows), self.positive(rows))):
                 of_rows[kind, rows] = mask.sum(1)
                 of_cols[kind] += mask.sum(0)
         return [(of_rows[0], of_rows[1]), (of_cols[0], of_cols[1])]
@@ -371,8 +388,8 @@ class Relation:
             return Numbers(0, (0, 0), (0, 0))
         if self.one_to_one:
             return Numbers(min(self.shape), (1, 1), (1, 1))
-        of_rows, _ = self.counts(0)
-        of_cols, _ = self.counts(1)
+        of_rows = self.counts(0, positive=True)
+        of_cols = self.counts(1, positive=True)
         low_row, high_row = of_rows.aminmax()
         low_col, high_col = of_cols.aminmax()
         numbers = torch.stack([of_rows.sum(), low_row, high_row, low_col, high_col])
@@ -413,7 +430,7 @@ class Relation:
         # The ids of the shorter side are searched for in the sorted ids of the other.
         side = int(self.shape[1] > self.shape[0])
         _, order = self._sorted(1 - side)
-        count, _ = self.counts(side)
+        count = self.counts(side, positive=True)
         total = self.numbers().total
         # 0 0 0 1 2 2 … for counts 3, 1, 2
         own_index = torch.repeat_interleave(count, output_size=total)
@@ -484,7 +501,7 @@ class Relation:
     def weight_sums(self, side: int) -> Tensor:
         """Return the (A,) sums of the weights of each row's (0) or column's (1) matches."""
         if self._weights is None:
-            return self.counts(side)[0]
+            return self.counts(side, positive=True)
         return self._weights.sum(1 - side)
 
     def listed_weights(self) -> Tensor:
@@ -622,9 +639,8 @@ def is_diagonal(shape: tuple[int, int], rows: Tensor, cols: Tensor) -> bool:
         return False
     if not host_may_read(rows) or not torch.equal(rows, cols):
         return False
-    ordered = rows.sort().values
-    repeated = bool((ordered[1:] == ordered[:-1]).any())
-    return not repeated and int(ordered[0]) != IGNORE_ID
+    different = rows.unique()
+    return len(different) == len(rows) and int(different[0]) != IGNORE_ID
 
 
 def missing_masks(rows: Tensor, cols: Tensor) -> Ids:
