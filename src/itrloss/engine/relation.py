@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -250,7 +250,7 @@ class Relation:
             if -x.shape[-2] < offset < x.shape[-1]:
                 x.diagonal(offset, -2, -1).fill_(value)
             return x
-        if over == "negatives" and not self._is_small and self._fills_entries(x):
+        if over == "negatives" and self._cached("fills entries", self._fills_entries):
             i, j = self._listed_within(rows, cols)
             if len(i) * 16 <= x.shape[-1] * x.shape[-2]:
                 if len(i):
@@ -264,9 +264,10 @@ class Relation:
             mask = self.excluded(over, rows, cols)
         return x if mask is None else x.masked_fill_(mask, value)
 
-    def _fills_entries(self, x: Tensor) -> bool:
+    def _fills_entries(self) -> bool:
         """Return whether positives may be filled one by one: listed, and at hand on the CPU."""
-        if not self.by_ids or x.device.type != "cpu":
+        own = self.ids[0]
+        if own is None or not self.by_ids or self._is_small or own.device.type != "cpu":
             return False
         return self.listable and self.are_few
 
@@ -659,8 +660,11 @@ def missing_mask(ids: Tensor) -> Tensor | None:
 
 def between(ordered: Tensor, part: slice) -> slice:
     """Return where those numbers are among ordered ones (P,) on the CPU that are in a range."""
-    start, stop = np.searchsorted(ordered.numpy(), [part.start, part.stop]).tolist()
-    return slice(start, stop)
+    numbers: Any = ordered.numpy()
+    return slice(
+        bisect.bisect_left(numbers, part.start),
+        bisect.bisect_left(numbers, part.stop),
+    )
 
 
 def slots(anchors: Tensor) -> Tensor:
