@@ -23,9 +23,9 @@ from .vectors import compute_dtype, scaled
 # --benchmark-enable -k tile_size).
 TILE = {"cpu": (2**20, 2048)}
 ACCELERATOR_TILE = (2**24, 8192)
-# Tiles of scores that are kept are larger by this factor, as no product has to fit in with them: half
-# the visits, 3302 Python calls -> 2112 and 465 launches -> 336 of M-DCL at 512 x 16384 x 512, in the
-# same time.
+# Tiles of scores that are kept are larger by this factor, as no product has to fit in with them:
+# half the visits, and 336 launches in place of 465 for M-DCL at 512 x 16384 x 512 (``python -m
+# benchmarks.launches``), in the same time.
 KEPT_FACTOR = 2
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checks import one_of
-from . import dense, devices, moments, tiled
+from . import dense, devices, tiled
 from .autograd import Request, Targets, ask, with_biases
 from .inputs import NO_SIDE, TILE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
@@ -349,8 +349,6 @@ class Matrix:
             return dense.sums(question, scores, other)
         if self._keeps_slopes and guide is None and question.term.slope is not None:
             return self._sums_of_block(question)
-        if guide is None and self._has_gain_by_moments(question):
-            return moments.squares(question, self.inputs_of_vectors())
         request = Request(
             question,
             self.inputs(),
@@ -383,18 +381,6 @@ class Matrix:
             self._positives = positives
         assert sums is not None
         return sums
-
-    def _has_gain_by_moments(self, question: Question) -> bool:
-        """Return whether sums of squares are best computed without the scores."""
-        if self.in_graph or self.is_biased or question.term is not square:
-            return False
-        if self.device.type != "cpu" or self.dtype == torch.float64:
-            return False
-        if torch.is_grad_enabled() and self.targets().any_trained():
-            return False
-        assert self.embeddings is not None
-        dim = self.embeddings[0].x.shape[1]
-        return moments.answers(question) and moments.has_gain(question, dim, self.keeps_scores)
 
     def weighted_sum(self, question: Question, weights: Value) -> Tensor:
         """Return the () total of a question's sums, times weights without a gradient.
