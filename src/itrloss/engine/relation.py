@@ -109,6 +109,8 @@ class Relation:
             self.ignored = missing_masks(own, others)
         #: Whether all entries certainly exist.
         self.all_exist = self.ignored[0] is None and self.ignored[1] is None
+        #: Whether all pairs of entries that exist and do not match are negatives.
+        self.others_are_negatives = matches is None and groups is None
         #: Whether one id of each entry alone says who matches, so that pairs are found by sorting.
         #: Sets of labels, groups and matrices take masks, block by block.
         self.by_ids = own is not None and own.dim() == 1 and groups is None
@@ -123,11 +125,6 @@ class Relation:
         if self.has_weights:
             # half types would round the sums of weights
             self._weights = matches.detach().nan_to_num(0.0).to(compute_dtype(matches))
-
-    @property
-    def others_are_negatives(self) -> bool:
-        """Whether all pairs of entries that exist and do not match are negatives."""
-        return self.matches is None and self.groups is None
 
     @property
     def listable(self) -> bool:
@@ -153,18 +150,19 @@ class Relation:
         ignored = self.ignored[side]
         return None if ignored is None else ~ignored
 
-    def _cached(self, key: Any, compute: Callable[[], Result]) -> Result:
-        """Return a result that is computed once, in tensors that autograd may save.
+    def _cached(self, key: Any, compute: Callable[..., Result], *arguments: Any) -> Result:
+        """Return what ``compute(*arguments)`` does, computed once, in tensors that autograd may
+        save.
 
         A compiler finds equal expressions itself, and refuses tensors that leave the graph of an
         autograd function.
         """
         if torch.compiler.is_compiling():
-            return compute()
+            return compute(*arguments)
         if key not in self._cache:
             context = contextlib.nullcontext() if may_keep() else torch.inference_mode(False)
             with context:
-                self._cache[key] = compute()
+                self._cache[key] = compute(*arguments)
         return self._cache[key]
 
     # ------------------------------------------------------------------------------------- masks
@@ -209,6 +207,9 @@ class Relation:
     def excluded(self, over: Over, rows: slice = ALL, cols: slice = ALL) -> Tensor | None:
         """Return the (r, c) bool mask of the pairs that a sum leaves out; None: it has all."""
         if over == "negatives":
+            is_whole = rows == cols == ALL
+            if is_whole and self.others_are_negatives and self.all_exist:
+                return self.all_positive()
             return self._not_negative(rows, cols)
         if over == "positives":
             return self.positive(rows, cols).logical_not_()
@@ -227,11 +228,9 @@ class Relation:
 
         That of a small matrix is kept for the next question: it takes up to five launches.
         """
-        if over == "negatives" and self.others_are_negatives and self.all_exist:
-            return self.all_positive()
         if self.shape[0] * self.shape[1] > KEPT_MASK:
             return self.excluded(over)
-        return self._cached(over, lambda: self.excluded(over))
+        return self._cached(over, self.excluded, over)
 
     def exclude_(
         self,
@@ -250,7 +249,7 @@ class Relation:
             if -x.shape[-2] < offset < x.shape[-1]:
                 x.diagonal(offset, -2, -1).fill_(value)
             return x
-        if over == "negatives" and self._cached("fills entries", self._fills_entries):
+        if over == "negatives" and not self._is_small and self._fills_entries():
             i, j = self._listed_within(rows, cols)
             if len(i) * 16 <= x.shape[-1] * x.shape[-2]:
                 if len(i):
@@ -266,8 +265,7 @@ class Relation:
 
     def _fills_entries(self) -> bool:
         """Return whether positives may be filled one by one: listed, and at hand on the CPU."""
-        own = self.ids[0]
-        if own is None or not self.by_ids or self._is_small or own.device.type != "cpu":
+        if not self.by_ids or self.ids[0].device.type != "cpu":  # type: ignore[union-attr]
             return False
         return self.listable and self.are_few
 
@@ -315,7 +313,7 @@ class Relation:
             count = self._counts_in_mask
         else:
             return self._cached("counts", self._counts_by_masks)[side][positive]
-        return self._cached(("counts", side, positive), lambda: count(side, positive))
+        return self._cached(("counts", side, positive), count, side, positive)
 
     def negative_counts(self, side: int, dtype: torch.dtype) -> Any:
         """Return how many negatives each row (0) or column (1) has, at least 1, to divide by: (A,)
@@ -366,15 +364,14 @@ class Relation:
         """Return a side's ids (A,) in ascending order, and the index of each."""
         ids = self.ids[side]
         assert ids is not None
-        ordered, order = self._cached(("sorted", side), lambda: torch.sort(ids, stable=True))
-        return ordered, order
+        return self._cached(("sorted", side), sorted_with_order, ids)
 
     def _first(self, side: int) -> Tensor:
         """Return where each id (A,) of a side would begin in the sorted ids of the other side."""
         ids = self.ids[side]
         assert ids is not None
         ordered, _ = self._sorted(1 - side)
-        return self._cached(("first", side), lambda: torch.searchsorted(ordered, ids))
+        return self._cached(("first", side), torch.searchsorted, ordered, ids)
 
     def numbers(self) -> Numbers:
         """Return how many positives there are.
@@ -456,7 +453,7 @@ class Relation:
 
     def classes(self, side: int) -> Classes:
         """Return the classes of a side's entries by their ids: positives have the same."""
-        return self._cached(("classes", side), lambda: self._classes(side))
+        return self._cached(("classes", side), self._classes, side)
 
     def _classes(self, side: int) -> Classes:
         """Return what :meth:`classes` keeps."""
@@ -656,6 +653,12 @@ def missing_mask(ids: Tensor) -> Tensor | None:
         return None
     mask = ids == IGNORE_ID
     return mask.all(1) if mask.dim() == 2 else mask
+
+
+def sorted_with_order(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ids (A,) in ascending order, and the index of each."""
+    ordered, order = torch.sort(ids, stable=True)
+    return ordered, order
 
 
 def between(ordered: Tensor, part: slice) -> slice:
