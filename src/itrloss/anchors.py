@@ -222,6 +222,7 @@ class Anchors:
         #: Whether all anchors certainly have a positive and a negative; None: not looked at.
         self._known_complete = min(self.sizes) > 1 if self.one_to_one else None
         self._index: Tensor | None = None  # (P,) anchors of the positive pairs
+        self._known_valid: Tensor | None = None  # (A,) bool
         self._known_counts: dict[bool, Tensor] = {}  # (A,) numbers of positives (True), negatives
 
     @property
@@ -1017,7 +1018,12 @@ class Anchors:
         """Return the (A,) bool mask of anchors with a positive and a negative; None: all."""
         if self._complete:
             return None
-        return (self.counts(positive=True) > 0) & (self.counts(positive=False) > 0)
+        if self._known_valid is not None:
+            return self._known_valid
+        valid = (self.counts(positive=True) > 0) & (self.counts(positive=False) > 0)
+        if may_keep():
+            self._known_valid = valid
+        return valid
 
     def reduce(self, values: Tensor, reduction: Reduction, valid: Tensor | None = None) -> Any:
         """Return the values (A,) reduced: ``"mean"``, ``"sum"``, or ``"none"`` for each group's.

@@ -321,8 +321,11 @@ class Relation:
         """
         if self.one_to_one and self.shape[0] == self.shape[1]:
             return max(1, self.shape[0] - 1)
-        counts = self.counts(side, positive=False)
-        return self._cached(("divisors", side), lambda: counts.clamp_min(1).to(dtype))
+        return self._cached(("divisors", side), self._divisors, side, dtype)
+
+    def _divisors(self, side: int, dtype: torch.dtype) -> Tensor:
+        """Return what :meth:`negative_counts` keeps of one side."""
+        return self.counts(side, positive=False).clamp_min(1).to(dtype)
 
     def _counts_by_ids(self, side: int, positive: bool) -> Tensor:
         """Return what :meth:`counts` keeps of one side, from sorted ids."""
