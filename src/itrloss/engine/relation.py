@@ -423,7 +423,9 @@ class Relation:
         if self.one_to_one:
             i = torch.arange(min(self.shape), device=self.device)
             return i, i
-        if self._is_small:
+        own = self.ids[0]
+        on_host = own is None or host_may_read(own)
+        if self._is_small and on_host:  # elsewhere the host would wait a second time for it
             rows, cols = self.all_positive().nonzero(as_tuple=True)
             return rows, cols
         if not self.by_ids:
