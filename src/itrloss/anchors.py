@@ -915,7 +915,7 @@ class Anchors:
                     index.append(own + first if first else own)
             first += size
         if self.one_to_one:
-            return torch.cat(scores), None
+            return joined(scores), None
         # As columns (P, 1): torch.cat would cut a vector without entries out of the graph, and a
         # process without pairs has to take part in the exchanges of second derivatives.
         every_score = torch.cat([x[:, None] for x in scores]).squeeze(1)

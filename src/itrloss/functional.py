@@ -412,13 +412,14 @@ def triplet_loss(
     check_mining(mining, temperature)
     if mining == "all":
         return anchors.reduced_hinge_sum(margin, reduction)
-    threshold = anchors.hardest_negatives().values + margin
     term = excess
     scale = 1.0
+    shift = anchors.hardest_negatives().values + margin
     if temperature is not None:
         term = softplus
         scale = 1 / temperature
-    values = anchors.sum_of_positives(term, scale=-scale, shift=scale * threshold, weights="factor")
+        shift = scale * shift
+    values = anchors.sum_of_positives(term, scale=-scale, shift=shift, weights="factor")
     return anchors.reduce(values, reduction)
 
 

@@ -388,7 +388,8 @@ class Matrix:
         Triton finds its gradient along with it, where the vectors have one.
         """
         if not self._has_kernel(question) or not self._finds_early(question, is_total=True):
-            return (self.sums(question) * weights).sum()
+            sums = self.sums(question)
+            return (sums * weights).sum() if isinstance(weights, Tensor) else sums.sum() * weights
         from . import early
 
         if not isinstance(weights, Tensor):
