@@ -96,8 +96,10 @@ class Relation:
         #: (N,) and (M,) ids or (N, k) and (M, l) labels; None where they are not needed.
         self.ids = compared_ids(shape[0], ids, device)
         own, others = self.ids
+        #: Whether all pairs of entries that exist and do not match are negatives.
+        self.others_are_negatives = matches is None and groups is None
         #: Whether row i matches column i, and all other pairs are negatives.
-        self.one_to_one = matches is None and groups is None
+        self.one_to_one = self.others_are_negatives
         if own is not None and others is not None:
             self.one_to_one = self.one_to_one and is_diagonal(shape, own, others)
         if self.one_to_one:
@@ -109,8 +111,6 @@ class Relation:
             self.ignored = missing_masks(own, others)
         #: Whether all entries certainly exist.
         self.all_exist = self.ignored[0] is None and self.ignored[1] is None
-        #: Whether all pairs of entries that exist and do not match are negatives.
-        self.others_are_negatives = matches is None and groups is None
         #: Whether one id of each entry alone says who matches, so that pairs are found by sorting.
         #: Sets of labels, groups and matrices take masks, block by block.
         self.by_ids = own is not None and own.dim() == 1 and groups is None
