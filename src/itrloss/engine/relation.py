@@ -93,18 +93,16 @@ class Relation:
         self._weight_dtype = torch.float32
         if matches is not None:
             self._keep_matches(matches)
-        #: (N,) and (M,) ids or (N, k) and (M, l) labels; None where they are not needed.
-        self.ids = compared_ids(shape[0], ids, device)
-        own, others = self.ids
+        own, others = compared_ids(shape[0], ids, device)
         #: Whether all pairs of entries that exist and do not match are negatives.
         self.others_are_negatives = matches is None and groups is None
+        says_more = own is not None and others is not None and not is_diagonal(shape, own, others)
         #: Whether row i matches column i, and all other pairs are negatives.
-        self.one_to_one = self.others_are_negatives
-        if own is not None and others is not None:
-            self.one_to_one = self.one_to_one and is_diagonal(shape, own, others)
+        self.one_to_one = self.others_are_negatives and not says_more
         if self.one_to_one:
             own = others = None
-            self.ids = None, None
+        #: (N,) and (M,) ids or (N, k) and (M, l) labels; None where they are not needed.
+        self.ids = own, others
         #: (N,) and (M,) bool: entries that do not exist; None where there certainly are none.
         self.ignored: Ids = (None, None)
         if own is not None and others is not None:
