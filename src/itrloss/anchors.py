@@ -81,11 +81,19 @@ class AnchorSide(NamedTuple):
     matrix: Matrix
     side: int  # 0: the rows are the anchors; 1: the columns are
     share: Share | None = None  # of a batch that several processes share
+    part: slice | None = None  # which of the side's, if the matrix has those of several groups
 
     @property
     def size(self) -> int:
         """The number of anchors."""
+        if self.part is not None:
+            return self.part.stop - self.part.start
         return self.matrix.shape[self.side]
+
+    @property
+    def is_further(self) -> bool:
+        """Whether other groups of the same side come first, whose list of pairs has its own."""
+        return self.part is not None and self.part.start > 0
 
 
 class Where(NamedTuple):
@@ -107,8 +115,8 @@ class Block(NamedTuple):
 
     matrix: Matrix
     sides: tuple[int, ...]  # the rows first
-    groups: tuple[int, ...]  # for each side, the number of its group of anchors
-    firsts: tuple[int, ...]  # for each side, the number of its first candidate in the group
+    groups: tuple[int, ...]  # the numbers of its groups of anchors: one a side, or several
+    firsts: tuple[int, ...]  # for each group, the number of its first candidate in the group
 
     @property
     def size(self) -> int:
@@ -118,11 +126,18 @@ class Block(NamedTuple):
             return n + m
         return m if self.sides[0] else n
 
-    def with_side(self, side: int, group: int, first: int) -> Block:
-        """Return the block with its other side as anchors, too."""
-        if side == 0:
+    def continues(self, side: AnchorSide) -> bool:
+        """Return whether anchors are the other side of the block, or the next ones of its side."""
+        if self.matrix is not side.matrix:
+            return False
+        return side.is_further or self.sides == (1 - side.side,)
+
+    def with_side(self, side: AnchorSide, group: int, first: int) -> Block:
+        """Return the block with further anchors of the same matrix."""
+        if side.side == 0 and not side.is_further:
             return Block(self.matrix, (0, 1), (group, *self.groups), (first, *self.firsts))
-        return Block(self.matrix, (0, 1), (*self.groups, group), (*self.firsts, first))
+        sides = self.sides if side.is_further else (0, 1)
+        return Block(self.matrix, sides, (*self.groups, group), (*self.firsts, first))
 
     def question(
         self,
@@ -157,14 +172,14 @@ def blocks_of(groups: Sequence[Sequence[AnchorSide]]) -> list[Block]:
     blocks: list[Block] = []
     for number, group in enumerate(groups):
         first = 0
-        for matrix, side, _ in group:
-            for k, block in enumerate(blocks):
-                if block.matrix is matrix and block.sides == (1 - side,):
+        for side in group:
+            for k, block in reversed(list(enumerate(blocks))):
+                if block.continues(side):
                     blocks[k] = block.with_side(side, number, first)
                     break
             else:
-                blocks.append(Block(matrix, (side,), (number,), (first,)))
-            first += matrix.shape[1 - side]
+                blocks.append(Block(side.matrix, (side.side,), (number,), (first,)))
+            first += side.matrix.shape[1 - side.side]
     return blocks
 
 
@@ -202,13 +217,14 @@ class Anchors:
         self.whole_sizes: list[int] = []
         is_shared = False
         for group in groups:
-            self.whole_sizes.append(group[0].matrix.shape[group[0].side])
+            self.whole_sizes.append(group[0].size)
             self.one_to_one = self.one_to_one and len(group) == 1
-            for matrix, _, share in group:
+            for side in group:
+                matrix = side.matrix
                 self.one_to_one = self.one_to_one and matrix.relation.one_to_one
                 self.bounded = self.bounded and matrix.bounded
                 self.has_weights = self.has_weights or matrix.relation.has_weights
-                is_shared = is_shared or share is not None
+                is_shared = is_shared or side.share is not None
         #: What is exchanged with other processes; None: nothing.
         self.exchange = exchange_of(groups) if is_shared else None
         #: Number of anchors in each group.
@@ -237,8 +253,10 @@ class Anchors:
         if self.exchange is not None:
             return False
         for group in self._groups:
-            matrix, side, _ = group[0]
-            if len(group) > 1 or matrix.is_memory or not matrix.relation.is_complete(side):
+            side = group[0]
+            if len(group) > 1 or side.matrix.is_memory:
+                return False
+            if not side.matrix.relation.is_complete(side.side):
                 return False
         return True
 
@@ -851,7 +869,7 @@ class Anchors:
 
     def _listed_weights(self) -> Tensor:
         """Return the (P,) weights of the positive pairs, in the order of :meth:`_positives`."""
-        sides = [side for group in self._groups for side in group]
+        sides = [side for group in self._groups for side in group if not side.is_further]
         return torch.cat([side.matrix.relation.listed_weights() for side in sides]).to(self.dtype)
 
     @property
@@ -909,6 +927,8 @@ class Anchors:
         first = 0
         for size, group in zip(self.whole_sizes, self._groups, strict=True):
             for side in group:
+                if side.is_further:
+                    continue
                 scores.append(side.matrix.positive_scores())
                 if not self.one_to_one and self._index is None:
                     own = side.matrix.relation.listed[side.side]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import checks
@@ -33,7 +34,7 @@ from .engine.matrix import (
     large_matrix,
     memory_matrix,
 )
-from .engine.relation import IGNORE_ID, Ids, Relation, are_sets
+from .engine.relation import IGNORE_ID, Relation, are_sets, as_sets
 from .engine.step import NO_COLUMNS, Layout, Place, Step, StepPart
 from .engine.vectors import Embeddings, host_may_read, normalized
 from .related import PassedIds, relation_of
@@ -298,6 +299,7 @@ class MemorySimilarity(NamedTuple):
         With ``gather``, it is a batch that several processes share; ``same``: see
         :meth:`itrloss.Similarity.sharded`.
         """
+        directions = as_directions(directions)
         batch = images, texts
         keys = image_keys, text_keys
         ids = image_ids, text_ids
@@ -322,12 +324,12 @@ class MemorySimilarity(NamedTuple):
                 names=checks.IMAGES_AND_TEXTS,
             )
             constants = image_keys.detach(), text_keys.detach()
-            return several_processes(sim, constants, memory, engine).towards(directions)
+            return several_processes(sim, constants, memory, engine, directions)
         check_memory_input(batch, keys, ids, memory, check_finite, empty=False)
         shape = len(images), len(texts)
         relation = relation_of(shape, ids, None, images.device, checks.IMAGES_AND_TEXTS)
         constants = image_keys.detach(), text_keys.detach()
-        return one_process(batch, constants, memory, relation, engine).towards(directions)
+        return one_process(batch, constants, memory, relation, engine, directions)
 
 
 def check_memory_input(
@@ -361,23 +363,16 @@ def check_memory_input(
     check_alike("memory", memory.images, "images", images)
 
 
-class MemorySides(NamedTuple):
-    """A batch, and this process's images and texts with candidates that get no gradient."""
-
-    batch: Similarity
-    keys: tuple[AnchorSide, AnchorSide]  # images with text keys, and texts with image keys
-    memory: tuple[AnchorSide, AnchorSide]  # images with the memory's texts, texts with its images
-
-    def towards(self, directions: Directions) -> MemorySimilarity:
-        """Return the similarities of the anchors of one direction, or of both."""
-        keys = []
-        memory = []
-        directions = as_directions(directions)
-        for side in SIDES[directions]:
-            keys.append([self.keys[side]])
-            memory.append([self.memory[side]])
-        anchors = self.batch.towards(directions)
-        return MemorySimilarity(self.batch, anchors, Anchors(*keys), Anchors(*memory), directions)
+def memory_similarity(
+    batch: Similarity,
+    keys: Sequence[AnchorSide],  # images with text keys, and texts with image keys
+    memory: Sequence[AnchorSide],  # of the directions' anchors, with the entries of the other side
+    directions: Directions,
+) -> MemorySimilarity:
+    """Return the similarities of the anchors of one direction, or of both."""
+    own_keys = Anchors(*[[keys[side]] for side in SIDES[directions]])
+    entries = Anchors(*[[side] for side in memory])
+    return MemorySimilarity(batch, batch.towards(directions), own_keys, entries, directions)
 
 
 def one_process(
@@ -386,88 +381,91 @@ def one_process(
     memory: CoupledMemory,
     relation: Relation,  # of the batch
     engine: Engine,
-) -> MemorySides:
-    """Return a batch that this process has alone, as anchors."""
+    directions: Directions,
+) -> MemorySimilarity:
+    """Return the similarities of a batch that this process has alone."""
     both = Embeddings(batch[0]), Embeddings(batch[1])
-    x = both[0].x
-    dtype = both[0].dtype
+    like = both[0].x
     n, m = relation.shape
+    sides = SIDES[directions]
+    sizes = n * m, sum([relation.shape[side] for side in sides]) * memory.size
+    engines = [choose_engine(engine, size, MEMORY_BUDGET, like) for size in sizes]
     budget = 0 if engine == "tiled" else MEMORY_BUDGET
-    chosen = choose_engine(engine, n * m, MEMORY_BUDGET, x)
-    to_memory = relations_to_memory(relation, memory)
-    if is_small(chosen, n * m, budget, dtype):
-        numel = max(n, m) * memory.size
-        engine_of_memory = choose_engine(engine, numel, MEMORY_BUDGET, x)
-        banks: tuple[Tensor, ...] = ()
-        if is_small(engine_of_memory, numel, budget, dtype):
-            banks = memory.texts, memory.images
-        matrices = matrices_of_step(both, keys, banks, (relation, *to_memory), chosen)
+    are_small = [is_small(*x, budget, both[0].dtype) for x in zip(engines, sizes, strict=True)]
+    table: StepPart | None = None
+    if are_small[0]:
+        parts = parts_of_step(both, keys, memory, sides if are_small[1] else (), relation)
+        matrices = matrices_of_step(both, parts, relation, engines[0])
+        table = parts.memory
     else:
-        matrices = matrices_of_keys(both, keys, relation, chosen, engine)
-    if len(matrices) == 3:
-        matrices += memory_matrices(both, memory, to_memory, engine)
-    whole, to_text_keys, to_image_keys, to_texts, to_images = matrices
-    return MemorySides(
-        Similarity.of_anchors(AnchorSide(whole, 0)),
-        (AnchorSide(to_text_keys, 0), AnchorSide(to_image_keys, 1)),
-        (AnchorSide(to_texts, 0), AnchorSide(to_images, 0)),
-    )
+        matrices = matrices_of_keys(both, keys, relation, engines[0], engine)
+    whole, to_text_keys, to_image_keys = matrices
+    of_keys = AnchorSide(to_text_keys, 0), AnchorSide(to_image_keys, 1)
+    entries = sides_of_memory(both, memory, ids_of_anchors(relation), sides, engine, table)
+    sim = Similarity.of_anchors(AnchorSide(whole, 0))
+    return memory_similarity(sim, of_keys, entries, directions)
 
 
-def matrices_of_step(
-    batch: tuple[Embeddings, Embeddings],
-    keys: tuple[Tensor, Tensor],
-    banks: tuple[Tensor, ...],  # a memory's texts and images, if these are small, too
-    relations: tuple[Relation, ...],  # of the batch, and of images and texts to the memory
-    engine: str,
-) -> list[Matrix]:
-    """Return the small matrices of a step from one node: the batch with itself, images with text
-    keys, image keys with texts and, if they are small, images and texts with the memory.
-    """
-    relation, *to_memory = relations
-    whole, *others = parts_of_step(batch, keys, banks, relation)
-    matrices = [Matrix(relation, engine, batch[0], vectors=batch, part=whole, bounded=True)]
-    for own, part in zip(batch, others[:2], strict=True):
-        matrices.append(Matrix(relation, engine, own, part=part, bounded=True))
-    if banks:
-        for own, part, related in zip(batch, others[2:], to_memory, strict=True):
-            matrix = Matrix(related, engine, own, part=part, bounded=True, is_memory=True)
-            matrices.append(matrix)
-    return matrices
+class StepParts(NamedTuple):
+    """The small matrices of a step with a memory, whose vectors go through one node."""
+
+    batch: StepPart  # images with texts
+    text_keys: StepPart  # images with text keys
+    image_keys: StepPart  # image keys with texts
+    memory: StepPart | None  # images with a memory's texts, and then texts with its images
 
 
 def parts_of_step(
     batch: tuple[Embeddings, Embeddings],
     keys: tuple[Tensor, Tensor],
-    banks: tuple[Tensor, ...],
+    memory: CoupledMemory,
+    sides: tuple[int, ...],  # whose scores with the memory are small, too
     relation: Relation,  # of the batch
-) -> list[StepPart]:
-    """Return the parts of one step that :func:`matrices_of_step` makes matrices of."""
+) -> StepParts:
+    """Return the small matrices of a step."""
     images, texts = batch
     image_keys, text_keys = keys
+    # Of keys, the pairs are needed. Where the host may not read which, all scores are visited.
+    scores_keys = not relation.one_to_one and not host_may_read(images.x)
+    layout, of_keys = layout_of_step(relation, sides, scores_keys)
+    banks = memory.texts, memory.images
+    constants = [None, *[banks[side] for side in sides]]
+    constants += [None for _ in layout.places[len(constants) :]]
+    step = Step(layout, constants, (images.target, texts.target, text_keys, image_keys))
+    parts = []
+    for k, place in enumerate(of_keys):
+        numbers = (1 + len(sides) + k,) if scores_keys else ()
+        parts.append(StepPart(step, numbers, *place, k if layout.diagonals else None))
+    table: StepPart | None = None
+    if sides:
+        table = StepPart(step, tuple(range(1, 1 + len(sides))), slice(0, 0), NO_COLUMNS)
+    return StepParts(StepPart(step, (0,), *layout.places[0]), parts[0], parts[1], table)
+
+
+def layout_of_step(
+    relation: Relation, sides: tuple[int, ...], scores_keys: bool
+) -> tuple[Layout, tuple[Place, Place]]:
+    """Return where the images, the texts, the text keys and the image keys are in a step, and what
+    of them is multiplied; and where the images with text keys, and the image keys with texts are.
+    """
     n, m = relation.shape
     of_images, of_texts, of_text_keys, of_image_keys = consecutive(n, m, m, n)
-    places: list[Place] = [(of_images, of_texts)]
-    constants = [None, *banks]
-    if banks:
-        places += [(of_images, NO_COLUMNS), (of_texts, NO_COLUMNS)]
-    of_keys: tuple[Place, Place] = (of_images, of_text_keys), (of_image_keys, of_texts)
-    numbers: tuple[int | None, int | None] = None, None
-    diagonals: tuple[int | None, int | None] = None, None
-    if relation.one_to_one:
-        diagonals = 0, 1
-    elif not host_may_read(images.x):  # which positives they have is not known: all are visited
-        numbers = len(places), len(places) + 1
+    own = of_images, of_texts
+    of_keys = (of_images, of_text_keys), (of_image_keys, of_texts)
+    places: list[Place] = [own, *[(own[side], NO_COLUMNS) for side in sides]]
+    if scores_keys:
         places += of_keys
-        constants += [None, None]
-    layout = Layout(n + m, True, tuple(places), of_keys if relation.one_to_one else ())
-    step = Step(layout, constants, (images.target, texts.target, text_keys, image_keys))
-    parts = [StepPart(step, 0, *places[0])]
-    for place, number, diagonal in zip(of_keys, numbers, diagonals, strict=True):
-        parts.append(StepPart(step, number, *place, diagonal))
-    for number in range(1, 1 + len(banks)):
-        parts.append(StepPart(step, number, *places[number]))
-    return parts
+    return Layout(n + m, True, tuple(places), of_keys if relation.one_to_one else ()), of_keys
+
+
+def matrices_of_step(
+    batch: tuple[Embeddings, Embeddings], parts: StepParts, relation: Relation, engine: str
+) -> list[Matrix]:
+    """Return the matrices of a step: of the batch, images with text keys, image keys with texts."""
+    matrices = [Matrix(relation, engine, batch[0], vectors=batch, part=parts.batch, bounded=True)]
+    for own, part in zip(batch, (parts.text_keys, parts.image_keys), strict=True):
+        matrices.append(Matrix(relation, engine, own, part=part, bounded=True))
+    return matrices
 
 
 def consecutive(*sizes: int) -> list[slice]:
@@ -501,43 +499,83 @@ def matrices_of_keys(
     return matrices
 
 
-def relations_to_memory(relation: Relation, memory: CoupledMemory) -> tuple[Relation, Relation]:
-    """Return which of the memory's entries match the images of a batch, and which its texts."""
-    n, m = relation.shape
+def ids_of_anchors(relation: Relation) -> tuple[Tensor, Tensor]:
+    """Return the ids (A,), or the sets of labels (A, k), of the images and of the texts of a batch:
+    their numbers, if there are no ids.
+    """
     image_ids, text_ids = relation.ids_as_passed
     if are_sets(relation.ids):
         image_ids, text_ids = relation.ids
     if relation.one_to_one:  # the ids are the same on both sides
         image_ids = text_ids
-        if text_ids is None:
-            image_ids = text_ids = torch.arange(n, device=relation.device)
-    if image_ids is None:  # those of the texts are numbers of images
-        image_ids = torch.arange(n, device=relation.device)
-    return relations_to_entries((n, m), (image_ids, text_ids), memory)
+    if image_ids is None:  # those of the texts, if there are any, are numbers of images
+        image_ids = torch.arange(relation.shape[0], device=relation.device)
+    return image_ids, image_ids if text_ids is None else text_ids
+
+
+def sides_of_memory(
+    batch: tuple[Embeddings, Embeddings],
+    memory: CoupledMemory,
+    ids: tuple[Tensor, Tensor],  # of both
+    sides: tuple[int, ...],
+    engine: Engine,
+    table: StepPart | None = None,  # the scores of all sides, if they are small
+) -> list[AnchorSide]:
+    """Return the anchors of some sides, with the entries of the other side as candidates."""
+    own = tuple([batch[side] for side in sides])
+    numel = max([len(x) for x in own]) * memory.size
+    chosen = choose_engine(engine, numel, MEMORY_BUDGET, own[0].x)
+    if table is not None:
+        sizes = [len(x) for x in own]
+        relation = relation_to_entries(joined_ids([ids[side] for side in sides]), memory)
+        matrix = Matrix(
+            relation, chosen, own[0], sources=own, part=table, bounded=True, is_memory=True
+        )
+        return [AnchorSide(matrix, 0, part=part) for part in consecutive(*sizes)]
+    budget = 0 if engine == "tiled" else MEMORY_BUDGET
+    relations = relations_to_entries(ids, memory)
+    found = []
+    for side, vectors in zip(sides, own, strict=True):
+        bank = keys_like(vectors, (memory.texts, memory.images)[side], chosen, normalize=False)
+        strict = engine == "triton"
+        matrix = memory_matrix(vectors, bank, relations[side], chosen, budget, strict)
+        found.append(AnchorSide(matrix, 0))
+    return found
+
+
+def joined_ids(ids: Sequence[Tensor]) -> Tensor:
+    """Return ids (A,), or sets of labels (A, k) of the width of the largest, of several sides."""
+    if all([x.dim() == 1 for x in ids]):
+        return torch.cat(list(ids))
+    sets = [as_sets(x) for x in ids]
+    width = max([x.shape[1] for x in sets])
+    return torch.cat([F.pad(x, (0, width - x.shape[1]), value=IGNORE_ID) for x in sets])
 
 
 def relations_to_entries(
-    shape: tuple[int, int], ids: Ids, memory: CoupledMemory
+    ids: tuple[Tensor, Tensor], memory: CoupledMemory
 ) -> tuple[Relation, Relation]:
-    """Return which of a memory's entries match n images, and which m texts."""
-    n, m = shape
+    """Return which of a memory's entries match images, and which texts."""
     image_ids, text_ids = ids
-    of_images = relation_to_entries(n, image_ids, memory)
+    of_images = relation_to_entries(image_ids, memory)
     if text_ids is image_ids:
         return of_images, of_images
-    return of_images, relation_to_entries(m, text_ids, memory)
+    return of_images, relation_to_entries(text_ids, memory)
 
 
-def relation_to_entries(size: int, ids: Tensor | None, memory: CoupledMemory) -> Relation:
+def relation_to_entries(ids: Tensor, memory: CoupledMemory) -> Relation:
     """Return which of a memory's entries match anchors with ids (A,) or sets of labels (A, k)."""
-    assert ids is not None
     entries = memory.ids if ids.dim() == 1 else memory.ids[:, None]
-    return Relation((size, memory.size), (ids, entries), ids.device)
+    return Relation((ids.shape[0], memory.size), (ids, entries), ids.device)
 
 
 def several_processes(
-    batch: Similarity, keys: tuple[Tensor, Tensor], memory: CoupledMemory, engine: Engine
-) -> MemorySides:
+    batch: Similarity,
+    keys: tuple[Tensor, Tensor],
+    memory: CoupledMemory,
+    engine: Engine,
+    directions: Directions,
+) -> MemorySimilarity:
     """Return this process's anchors of a batch that several share, with the keys of all."""
     share = batch.share
     assert share is not None and share.cols is not None
@@ -552,12 +590,15 @@ def several_processes(
     to_images = Relation((m, len(all_image_ids)), (text_ids, all_image_ids), batch.device)
     gathered = text_keys, image_keys
     matrices = matrices_of_gathered(both, gathered, (batch.pairs, to_images), batch.engine, engine)
-    to_memory = relations_to_entries((n, m), (image_ids, text_ids), memory)
-    matrices += memory_matrices(both, memory, to_memory, engine)
-    sides = []
-    for matrix, size in zip(matrices, [*share.unpadded, *share.unpadded], strict=True):
-        sides.append(AnchorSide(matrix, 0, Share(processes, None, (size,))))
-    return MemorySides(batch, (sides[0], sides[1]), (sides[2], sides[3]))
+    of_keys = []
+    for matrix, size in zip(matrices, share.unpadded, strict=True):
+        of_keys.append(AnchorSide(matrix, 0, Share(processes, None, (size,))))
+    sides = SIDES[directions]
+    entries = []
+    alone = sides_of_memory(both, memory, (image_ids, text_ids), sides, engine)
+    for side, own in zip(sides, alone, strict=True):
+        entries.append(own._replace(share=Share(processes, None, (share.unpadded[side],))))
+    return memory_similarity(batch, of_keys, entries, directions)
 
 
 def matrices_of_gathered(
@@ -588,25 +629,6 @@ def keys_like(vectors: Embeddings, keys: Tensor, engine: str, normalize: bool = 
     if engine == "triton" and keys.dtype == torch.float32 and dtype != torch.float32:
         return found.rounded(dtype)
     return found
-
-
-def memory_matrices(
-    batch: tuple[Embeddings, Embeddings],
-    memory: CoupledMemory,
-    relations: tuple[Relation, Relation],
-    engine: Engine,
-) -> list[Matrix]:
-    """Return images with the memory's texts, and texts with its images."""
-    budget = 0 if engine == "tiled" else MEMORY_BUDGET
-    numel = max(len(x) for x in batch) * memory.size
-    chosen = choose_engine(engine, numel, MEMORY_BUDGET, batch[0].x)
-    matrices = []
-    banks = memory.texts, memory.images
-    for vectors, bank, relation in zip(batch, banks, relations, strict=True):
-        found = keys_like(vectors, bank, chosen, normalize=False)
-        strict = engine == "triton"
-        matrices.append(memory_matrix(vectors, found, relation, chosen, budget, strict))
-    return matrices
 
 
 class FloatAverages(WholeState):

@@ -113,6 +113,7 @@ class Matrix:
         bounded: bool = False,  # whether scores certainly lie in [-1, 1]
         strict: bool = False,  # whether the user chose Triton
         is_memory: bool = False,  # the columns are: few are positives, and nobody asks for them
+        sources: tuple[Embeddings, ...] = (),  # what the rows are made of, if it is more than one
     ):
         self.relation = relation
         self.shape = relation.shape
@@ -139,7 +140,7 @@ class Matrix:
         self._keeps_slopes = self.in_graph and engine == "tiled"
         if math.prod(self.shape) > SMALL or torch.compiler.is_compiling():
             self._keeps_slopes = False
-        self._sources = vectors or (like,)
+        self._sources = vectors or sources or (like,)
 
     @classmethod
     def of_scores(
@@ -183,7 +184,7 @@ class Matrix:
 
         ``relation``: another one of the same shape, in place of the matrix's own.
         """
-        asks = self.keeps_scores or (self._part is not None and self._part.number is not None)
+        asks = self.keeps_scores or (self._part is not None and bool(self._part.numbers))
         if asks and may_keep() and not rounds_float32(self.device):
             self.inputs()  # which forms the scores
         vectors = self.embeddings
@@ -202,6 +203,7 @@ class Matrix:
             bounded=self.bounded,
             strict=self.strict,
             is_memory=self.is_memory,
+            sources=tuple([x.detach() for x in self._sources]) if vectors is None else (),
         )
         twin._kept = self._kept
         if self._scores is not None:
@@ -241,19 +243,18 @@ class Matrix:
         self.check_unchanged()
         if self._scores is not None:
             return self._scores
-        if self._part is not None and not self.is_biased:
-            scores = self._part.scores()
-        else:
-            with torch.set_grad_enabled(may_keep()):  # also if first used under no_grad
-                scores = self._given_or_biased_scores()
-        if may_keep():
+        keeps = may_keep()
+        with torch.set_grad_enabled(keeps):  # also if first used under no_grad
+            scores = self._new_scores()
+        if keeps:
             self._scores = scores
         return scores
 
-    def _given_or_biased_scores(self) -> Tensor:
-        """Return the (N, M) scores that were passed in, in their dtype, or those with biases."""
+    def _new_scores(self) -> Tensor:
+        """Return the (N, M) scores of a part of a step with their biases, or those passed in."""
         if self._part is not None:
-            return with_biases(self._part.scores(), *self.bias)
+            scores = self._part.scores()
+            return with_biases(scores, *self.bias) if self.is_biased else scores
         assert self.given is not None
         return self.given.x.to(self.dtype)
 
@@ -722,7 +723,7 @@ def memory_matrix(
         )
     place = slice(0, len(rows)), NO_COLUMNS
     step = Step(Layout(len(rows), True, (place,)), [bank.x], (rows.target,))
-    part = StepPart(step, 0, *place)
+    part = StepPart(step, (0,), *place)
     return Matrix(relation, engine, rows, part=part, bounded=True, strict=strict, is_memory=True)
 
 
@@ -735,7 +736,7 @@ def part_of(rows: Tensor, cols: Tensor, normalize: bool) -> StepPart:
     stop = n + cols.shape[0]
     place = slice(0, n), slice(n, stop)
     step = Step(Layout(stop, normalize, (place,)), [None], (rows, cols))
-    return StepPart(step, 0, *place)
+    return StepPart(step, (0,), *place)
 
 
 def is_biased(bias: Bias) -> bool:

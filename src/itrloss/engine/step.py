@@ -17,7 +17,7 @@ from torch import Tensor
 from . import dense, tiled
 from .pair_scores import Index, ListedPairs
 from .products import add_matmul_, matmul
-from .question import Question, Value, is_trained
+from .question import Question, Value, is_trained, joined
 from .relation import weighted_sums
 from .vectors import EPS, compute_dtype, full_precision, may_keep, plain_unit
 
@@ -241,10 +241,11 @@ class Step:
 
 
 class StepPart(NamedTuple):
-    """A small matrix of a step: its number, and where its vectors are among the unit vectors."""
+    """A small matrix of a step, and where its vectors are among the unit vectors."""
 
     step: Step
-    number: int | None  # None: its scores are no output of the step
+    #: Which of the step's matrices it is made of, one above the other; (): it is none of them.
+    numbers: tuple[int, ...]
     rows: slice
     cols: slice  # NO_COLUMNS: a memory's
     diagonal: int | None = None  # the number of its diagonal, if that is an output of the step
@@ -252,7 +253,7 @@ class StepPart(NamedTuple):
     @property
     def of_memory(self) -> bool:
         """Whether the columns are a memory's."""
-        return self.number is not None and self.step.memories[self.number] is not None
+        return bool(self.numbers) and self.step.memories[self.numbers[0]] is not None
 
     def detach(self) -> StepPart:
         """Return the same part of a step without a gradient."""
@@ -261,8 +262,8 @@ class StepPart(NamedTuple):
     def scores(self) -> Tensor:
         """Return the (N, M) scores with their graph."""
         outputs = self.step.outputs()
-        if self.number is not None:
-            return outputs[1 + self.number]
+        if self.numbers:
+            return joined([outputs[1 + number] for number in self.numbers])
         unit = outputs[0]
         constant = unit.detach()  # a product with constants has the gradient of one side alone
         trained = self.step.layout.trained
