@@ -163,9 +163,6 @@ def weights_of(matches: Tensor) -> bool:
         raise ValueError(f"matches: expected numbers {expected}")
     has_weights = bool((weights != 1).any())
     if has_weights and not matches.is_floating_point():
-        got = f"{int(weights.min())} to {int(weights.max())} in {matches.dtype}"
-        advice = "of distances or grades, pass those that match: matches=distances < limit"
-        raise ValueError(
-            f"matches: expected bools, 0 and 1, or weights in float, got {got}; {advice}"
-        )
+        got = f"integers up to {int(weights.max())}; of distances, write matches=distances < limit"
+        raise ValueError(f"matches: expected bools, 0 and 1, or floats as weights, got {got}")
     return has_weights
