@@ -202,9 +202,7 @@ OF_ARRAYS = {
     "right pairs": lambda a: figures(relevant=(a(torch.arange(3)), [0, 1, 2])),
     "excluded pairs": lambda a: figures(exclude=a(EXCLUDED)),
     "excluded pairs as integers": lambda a: figures(exclude=a(EXCLUDED.long())),
-    "judgements": lambda a: metrics.agreement(
-        a(SCORES), metrics.Judgements(*(a(x) for x in JUDGED))
-    ),
+    "judgements": lambda a: figures(relevant=metrics.Judgements(*(a(x) for x in JUDGED))),
     "mining": mined,
     "a memory": keys_of_a_memory,
     "k-means": clusters,
@@ -225,10 +223,6 @@ def test_arrays_are_taken_as_tensors_are_and_not_written_to(name: str, form):
     found = OF_ARRAYS[name](form)
     torch.testing.assert_close(found, OF_ARRAYS[name](lambda x: x))
     assert all(np.array_equal(*pair) for pair in GIVEN)
-
-
-def scipy_matrix(kind: str, numbers: torch.Tensor):
-    return getattr(pytest.importorskip("scipy.sparse"), kind)(numbers.double().numpy())
 
 
 def infonce_of(matches):
@@ -274,20 +268,12 @@ FURTHER_FORMS = {
         lambda: metrics.retrieval_metrics([S, S]),
         lambda: metrics.retrieval_metrics((S, S)),
     ),
-    "right pairs in a matrix of SciPy": (
-        lambda: figures(relevant=scipy_matrix("csr_array", EXCLUDED)),
-        lambda: figures(relevant=EXCLUDED.double()),
-    ),
     "right texts in lists": (
         lambda: figures(relevant=[[i, (i + 1) % 6] for i in range(6)]),
         lambda: figures(relevant=torch.eye(6) + torch.eye(6).roll(1, 1)),
     ),
-    "excluded pairs in a matrix of SciPy": (
-        lambda: figures(exclude=scipy_matrix("coo_matrix", EXCLUDED)),
-        lambda: figures(exclude=EXCLUDED),
-    ),
     "matches in a matrix of SciPy": (
-        lambda: infonce_of(scipy_matrix("csr_array", EXCLUDED)),
+        lambda: infonce_of(pytest.importorskip("scipy.sparse").csr_array(EXCLUDED.numpy())),
         lambda: infonce_of(EXCLUDED),
     ),
     "matches in a masked array without a mask": (

@@ -8,7 +8,7 @@ from support.cases import sample
 
 import itrloss
 from itrloss import NO_ID, Similarity, functional
-from itrloss.metrics import Judgements, agreement
+from itrloss.metrics import Judgements, retrieval_metrics
 from itrloss.related import Related
 
 N, M, D = 7, 10, 8
@@ -157,9 +157,10 @@ def test_figures_by_judgements_and_of_batches():
     more = padded(*given)
     judged = torch.tensor([0, 0, 1, 2, 3, 4, 5]), torch.tensor([0, 3, 1, 2, 5, 6, 7])
     grades = torch.tensor([1.0, 0, 2, 1, 0, 3, 1])
-    wanted = agreement(Similarity(*given), Judgements(*judged, grades))
+    wanted = retrieval_metrics(Similarity(*given), relevant=Judgements(*judged, grades))
     places = IMAGE_PLACES[judged[0]], TEXT_PLACES[judged[1]]
-    assert agreement(Similarity(*more), Judgements(*places, grades)) == wanted
+    relevant = Judgements(*places, grades)
+    assert retrieval_metrics(Similarity(*more), relevant=relevant) == pytest.approx(wanted)
     found = []
     for batch in (given, more):
         metric = itrloss.metrics.RetrievalMetrics()
