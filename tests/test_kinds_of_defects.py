@@ -326,6 +326,12 @@ SHARED: list[tuple[str, Any]] = [
         "guide[0]: expected device cpu",
         lambda odd: FILTERED_OF_ALL(V, W, guide=(V.to("meta") if odd else V, W)),
     ),
+    (
+        "guide: expected the ids of the loss",
+        lambda odd: FILTERED_OF_ALL(
+            V, W, LABEL_SETS, LABEL_SETS, guide=sharded(LABEL_SETS.roll(int(odd), 0))
+        ),
+    ),
     ("teacher: expected the groups", lambda odd: teacher_of_all(odd)),
     (
         "gather: expected the same in all processes, got numbers of labels",
@@ -341,6 +347,13 @@ SHARED: list[tuple[str, Any]] = [
 OF_ALL = itrloss.InfoNCELoss(gather=True)
 FILTERED_OF_ALL = itrloss.InfoNCELoss(gather=True, margin=0.1)
 UTO_OF_ALL = itrloss.UnifiedTrainingObjective(gather=True)
+
+
+LABEL_SETS = torch.stack([torch.arange(4), torch.arange(4) + 100], 1)
+
+
+def sharded(text_ids: Tensor) -> Similarity:
+    return Similarity.sharded(V, W, LABEL_SETS, text_ids)
 
 
 def four_ids(odd: bool) -> Any:

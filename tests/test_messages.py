@@ -186,6 +186,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: loss(scores=S.int()), "^scores: .*torch.int32"),
     (lambda: it.InfoNCELoss(check_finite=True)(nan_sim), "^rows: expected finite"),
     (lambda: it.InfoNCELoss(check_finite=True)(I * torch.nan, T), "^images: expected finite"),
+    (
+        lambda: it.InfoNCELoss(check_finite=True)(I.where(I < I.max(), torch.inf), T),
+        "^images: expected finite values, got nan or infinity: 1 of 48, the first in row .*column",
+    ),
     (lambda: loss(I, T, S), r"^image_ids: .*got torch.float32 \(6, 6\); embeddings go in as"),
     (lambda: loss(I, T, I), "^image_ids: .*; embeddings go in as .*, negatives as negatives="),
     (lambda: loss(I, T, IDS), "^text_ids: expected ids to go with image_ids, got None"),

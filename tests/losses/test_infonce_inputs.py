@@ -165,25 +165,6 @@ def test_groups_change_no_positive_of_a_guide():
     torch.testing.assert_close(loss(V, W, guide=Similarity(X, Y, IDS, IDS), **options), wanted)
 
 
-def guided_by_others(rank: int) -> str:
-    """What a loss by sets of labels says of a guide whose sets are others in one process."""
-    rows = slice(0, 3) if rank == 0 else slice(3, N)
-    sets = SETS.roll(1, 0) if rank == 0 else SETS
-    guide = Similarity.sharded(X[rows], Y[rows], SETS[rows], sets[rows])
-    try:
-        InfoNCELoss(0.5, margin=0.0, gather=True)(
-            V[rows], W[rows], SETS[rows], SETS[rows], guide=guide
-        )
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_all_processes_refuse_a_guide_with_other_sets(tmp_path):
-    for said in run(guided_by_others, tmp_path):
-        assert "guide: expected the ids of the loss" in said
-
-
 def test_a_teacher_is_over_the_candidates_of_the_loss():
     """Without the groups, its probabilities would add up to less than 1 over the candidates."""
     loss = DistillationLoss(0.5, 0.5)

@@ -64,7 +64,7 @@ def _as_array(ids: object) -> np.ndarray:
     values = array.ravel().tolist()
     if values and all(isinstance(x, str) for x in values):
         return array.astype(str)
-    if all(isinstance(x, Integral) and not isinstance(x, bool) for x in values):
+    if all(isinstance(x, Integral) for x in values):
         return np.array(values, None if values else np.int64).reshape(array.shape)
     return array
 

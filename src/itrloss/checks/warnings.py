@@ -22,6 +22,7 @@ _INSIDE = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 # Cosines are at most 1, and SCAN's log-sum-exp of cosines 1.6; cosines times CLIP's first scale
 # of 14.3 are more.
 _LARGEST = 5.0
+_LOWEST = -1e4  # scores of what does not exist are often filled up with lower ones
 # CLIP learns scales of at most 100.
 _LARGEST_SCALE = 1e4
 _MOST_TEXTS = 20  # of an image, in the data sets that give each image as many
@@ -94,7 +95,8 @@ def warn_of_units(name: str, sim: Similarity, what: str = "scores") -> None:
         if sim.normalizes or sim.bias is not None or not sim.one_to_one:
             return
         scores = sim.detach().positive_scores()  # as large as others, and not N times M
-    if bool((scores > _LARGEST).any()):
+    exist = scores > _LOWEST
+    if bool((exist & (scores.abs() > _LARGEST)).any()):
         warn(
             f"{name}: {what} above {_LARGEST:g}, as of logits, where the loss's options are in "
             "units of cosine similarity. Pass cosines, before they are multiplied by a scale or "
