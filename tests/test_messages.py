@@ -177,7 +177,6 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: loss(list(I), T), r"^images: .*got list; write torch.stack\(images\)"),
     (lambda: loss(I.to_sparse(), T), r"^images: .*torch.sparse_coo; write images.to_dense\(\)"),
     (lambda: loss(I, T[:0], IDS, IDS[:0]), r"^texts: .*\(0, 8\)"),
-    (lambda: loss(I[:, :0], T[:, :0]), r"^images: .*\(6, 0\)"),
     (lambda: loss(I, T[:5], IDS[:5], IDS), r"^image_ids: expected shape \(6,\), got \(5,\)"),
     (lambda: loss(I, T, IDS > 2, IDS), "^image_ids: expected an integer tensor.*bool"),
     (lambda: loss(I, T, (-1 - IDS).view(torch.uint64), IDS), r"^image_ids: .*below 2\*\*63"),
@@ -187,7 +186,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: it.InfoNCELoss(check_finite=True)(nan_sim), "^rows: expected finite"),
     (lambda: it.InfoNCELoss(check_finite=True)(I * torch.nan, T), "^images: expected finite"),
     (
-        lambda: it.InfoNCELoss(check_finite=True)(I.where(I < I.max(), torch.inf), T),
+        lambda: it.InfoNCELoss(check_finite=True)(I.where(I.max() > I, torch.inf), T),
         "^images: expected finite values, got nan or infinity: 1 of 48, the first in row .*column",
     ),
     (lambda: loss(I, T, S), r"^image_ids: .*got torch.float32 \(6, 6\); embeddings go in as"),
@@ -204,7 +203,6 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: loss(I, T, image_groups=IDS, text_groups=list("abcdef")),
         "^text_groups: expected strings with strings in image_groups",
     ),
-    (lambda: loss(I, T, labels=IDS), "^InfoNCELoss: .*'labels'; it has images, texts, image_ids"),
     (lambda: it.TripletLoss()(I, T, image_id=IDS), "^TripletLoss: .*did you mean 'image_ids'"),
     (lambda: loss(scores=S.numpy()), r"^scores: .*write torch.from_numpy\(scores\)"),
     (lambda: loss(I, T, scores=S), "^scores: expected either scores or images and texts"),
@@ -217,17 +215,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: rerank.FastReranker(i2t=3), "^i2t: expected two numbers above 0, got 3"),
     (lambda: rerank.CSLS(0), "^k: expected a number of at least 1, got 0"),
     (lambda: it.InfoNCELoss(I, T), r"^temperature: .*\(6, 8\); options go first, and data"),
-    (lambda: it.TripletLoss(mining=I), r"^mining: .*\(6, 8\); options go first, and data"),
     (lambda: it.InfoNCELoss(0), "^temperature: expected a number above 0, got 0"),
     (lambda: it.TripletLoss(-0.2), "^margin: expected a number of at least 0, got -0.2"),
     (lambda: it.InfoNCELoss(temprature=1), "'temprature'; did you mean 'temperature'"),
-    (lambda: it.SigmoidLoss(temperature=1), "'temperature'; it has scale, bias, learnable"),
     (lambda: it.InfoNCELoss(P), "^temperature: .*loss.log_scale = model.logit_scale"),
-    (lambda: it.InfoNCELoss(direction="both"), "'direction'; did you mean 'directions'"),
-    (
-        lambda: it.InfoNCELoss(reduction="avg"),
-        "^reduction: expected 'mean', 'sum' or .*, got 'avg'$",
-    ),
     (
         lambda: it.InfoNCELoss(directions="i2i"),
         "^directions: expected 'both', 'ima.*, got 'i2i'.*",
@@ -247,7 +238,6 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: loss(I, T, logit_scale=SCALE),
         "^InfoNCELoss: .*'logit_scale'; it has images",
     ),
-    (lambda: loss(I, T, groups=IDS), "'groups'; it has images, .*image_groups"),
     (
         lambda: loss(I, T, negatives=[T, T]),
         r"^negatives: .*got list; write torch.stack\(negatives\), or torch.cat",
@@ -277,11 +267,11 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: functional.info_nce_loss(I, T), "^sim: expected .*got Tensor"),  # type: ignore[arg-type]
     (lambda: functional.triplet_loss(sim, mining="all", temperature=1), "^temperature: .*'all'"),
     # similarities and terms
+    (lambda: sim.ranks(ties="random"), "^ties: .*got 'random'"),
     (lambda: it.Similarity(S), r"^cols: .*Similarity.from_scores\(scores\)"),
     (lambda: it.Similarity(I, T, memory_budget="1GB"), "^memory_budget: .*bytes.*'1GB'"),
     (lambda: it.Similarity.from_scores(I, T), "^row_ids: .*embeddings go in as itrloss.Simil"),
     (lambda: it.Similarity(I, T).topk(10), "^k: expected a number from 1 to 6, got 10"),
-    (lambda: sim.ranks(ties="random"), "^ties: .*got 'random'"),
     (lambda: sim.entropy(0), "^temperature: expected .*above 0, got 0"),
     (lambda: sim.logsumexp(torch.ones(3)), r"^scale: .*\(6,\)"),
     (lambda: sim.sum_of_positives("square"), "^term: expected a function of scores, got 'square'"),
@@ -302,10 +292,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: grad_cache(3, [LINEAR, LINEAR], [I, T], 2), "^loss: expected a module or a func"),
     (lambda: grad_cache(loss, [3, LINEAR], [I, T], 2), r"^encoders\[0\]: expected a module or"),
     # metrics and re-rankers
+    (lambda: results(S, ties="pesimistic"), "^ties: .*did you mean 'pessimistic'"),
     (lambda: results(I, T), r"^image_ids: .*\(6, 8\); embeddings go in as itrloss.Similarity"),
     (lambda: results((I, T)), "^image_ids, text_ids: needed .*embeddings go in as itrloss.Sim"),
     (lambda: results(S.tolist()), r"^scores: .*got list; write torch.tensor\(scores\)"),
-    (lambda: results(S, ties="pesimistic"), "^ties: .*did you mean 'pessimistic'"),
     (lambda: results(S, reranker="csls"), r"^reranker: .*itrloss.rerank.CSLS\(\), got 'csls'"),
     (lambda: results(S, reranker=rerank.CSLS), "^reranker: expected a re-ranker with its opt"),
     (lambda: metrics.compare_all([S], baseline="a"), "^systems: expected results of .* got list"),
@@ -318,7 +308,6 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: results(S[:, None].expand(6, 5, 6)), r"^scores: expected shape .*\(6, 5, 6\)$"),
     (lambda: rerank.CSLS(K=10), "^CSLS: .*'K'; did you mean 'k'"),  # type: ignore[call-arg]
-    (lambda: it.rerank.DualSoftmax(temperature=1), "^DualSoftmax: .*'temperature'; it has scale"),
     (lambda: compat.adapt(loss, "vse++"), "^code_base: expected 'vsepp', .*, got 'vse[+][+]'$"),
     # ids
     *[
