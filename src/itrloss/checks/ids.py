@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .arrays import Names, from_numpy, type_name
+from .values import shown
 
 # What ids may be: integers of any type, or strings; see as_id_numbers.
 IdsLike: TypeAlias = Tensor | np.ndarray | Sequence[int] | Sequence[str]
@@ -29,7 +30,9 @@ def as_id_numbers(name: str, ids: object, size: int | None = None) -> Tensor:
         x = from_numpy(array)
     is_tensor = isinstance(x, Tensor)
     if not is_tensor or x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
-        got = type_name(ids) if isinstance(ids, Tensor) else f"{type_name(ids)} of {x.dtype}"
+        got = f"{type_name(ids)} of {x.dtype}"
+        if isinstance(ids, (Tensor, list, tuple)):
+            got = type_name(ids) if isinstance(ids, Tensor) else shown(ids)
         raise no_integers(name, x, size, got)
     return x
 

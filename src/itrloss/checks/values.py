@@ -27,14 +27,16 @@ def no_word(name: str, value: object, *allowed: str) -> ValueError:
     """Return the error for what is none of the values that are written as in ``allowed``."""
     *others, last = allowed
     listed = f"{', '.join(others)} or {last}" if others else last
-    hint = did_you_mean(value, [word.strip("'") for word in allowed])
+    words = [word.strip("'") for word in allowed]
+    hint = did_you_mean(value, words) or in_place_of_option(value)
     return ValueError(f"{name}: expected {listed}, got {shown(value)}{hint}")
 
 
 def check_number(name: str, value: object, positive: bool = False) -> None:
     """Raise an error unless ``value`` is a number, above 0 if ``positive``."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number, got {shown(value)}")
+        hint = in_place_of_option(value)
+        raise TypeError(f"{name}: expected a number, got {shown(value)}{hint}")
     if positive and not float(value) > 0:
         raise ValueError(f"{name}: expected a number above 0, got {value}")
     if not abs(float(value)) <= LARGEST:
@@ -97,17 +99,23 @@ def as_tensor(
 
 
 def shown(value: object) -> str:
-    """Return a value for a message: an array by its shape, and where data go instead."""
-    if isinstance(value, nn.Parameter):
-        shares = "a loss with learnable=True shares a model's parameter"
-        shape = tuple(value.shape)
-        return f"a parameter of shape {shape}; {shares}: loss.log_scale = model.logit_scale"
-    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
-        call = "options go first, and data into the call: loss = Loss(...); loss(images, texts)"
+    """Return a value for a message; a parameter or an array by its shape."""
+    is_parameter = isinstance(value, nn.Parameter)
+    if isinstance(value, (Tensor, np.ndarray)) and (value.ndim or is_parameter):
         kind = "a tensor" if isinstance(value, Tensor) else "an array"
-        return f"{kind} of shape {tuple(value.shape)}; {call}"
+        return f"{kind} of shape {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def in_place_of_option(value: object) -> str:
+    """Return advice where a parameter or data were passed for an option; empty for others."""
+    if isinstance(value, nn.Parameter):
+        shared = "loss.log_scale = model.logit_scale"
+        return f"; a loss with learnable=True shares a model's parameter: {shared}"
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+        return "; options go first, and data into the call: loss = Loss(...); loss(images, texts)"
+    return ""
 
 
 def did_you_mean(given: object, allowed: Iterable[object]) -> str:
