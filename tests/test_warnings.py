@@ -218,7 +218,10 @@ SUSPICIOUS: list[tuple[Any, str]] = [
     (lambda: compat.SGRAFLoss(0.2)(100 * COSINES), LOGITS),
     (lambda: compat.CHANLoss()(100 * COSINES), LOGITS),
     (lambda: itrloss.InfoNCELoss()(scores=6 * COSINES - 6), LOGITS),  # as of log-probabilities
-    (with_log_scale(itrloss.InfoNCELoss(**LEARNT), 14.3), "log_scale: 14.3 is the logarithm of a"),
+    (
+        with_log_scale(itrloss.InfoNCELoss(**LEARNT), 14.3),
+        "log_scale: 14.3 is a scale of 1.623e+06",
+    ),
     (with_log_scale(itrloss.InfoNCELoss(**LEARNT, max_scale=100), 100.0), "logarithm is 4.605"),
     (
         with_log_scale(

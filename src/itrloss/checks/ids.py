@@ -30,9 +30,9 @@ def as_id_numbers(name: str, ids: object, size: int | None = None) -> Tensor:
         x = from_numpy(array)
     is_tensor = isinstance(x, Tensor)
     if not is_tensor or x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
-        got = f"{type_name(ids)} of {x.dtype}"
-        if isinstance(ids, (Tensor, list, tuple)):
-            got = type_name(ids) if isinstance(ids, Tensor) else shown(ids)
+        got = type_name(ids) if isinstance(ids, Tensor) else f"{type_name(ids)} of {x.dtype}"
+        if isinstance(ids, (list, tuple)):
+            got = shown(ids)
         raise no_integers(name, x, size, got)
     return x
 

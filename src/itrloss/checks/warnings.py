@@ -119,9 +119,9 @@ def warn_of_scale(log_scale: float | Tensor) -> None:
     if bool(log_scale > math.log(_LARGEST_SCALE)):
         value = float(log_scale)
         warn(
-            f"log_scale: {value:.4g} is the logarithm of a scale by which cosines are multiplied, "
-            "where CLIP learns scales up to 100. If it is meant as the scale itself, its logarithm "
-            f"is {math.log(value):.4g}"
+            f"log_scale: {value:.4g} is a scale of {math.exp(min(value, 700.0)):.4g}, by which "
+            "cosines are multiplied, where CLIP learns scales up to 100. If it is meant as the "
+            f"scale itself, its logarithm is {math.log(value):.4g}"
         )
 
 
