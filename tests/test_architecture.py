@@ -30,7 +30,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 FLOORS = [
     {"checks", "files"},
     {"engine"},
-    {"suspicious", "distributed", "anchors", "terms", "related"},
+    {"distributed", "anchors", "terms", "related"},
     {"similarity"},
     {
         "functional",

@@ -125,9 +125,8 @@ class Passing(OfMine):
         super().__init__(*args, **others)
 
 
-def test_a_constructor_of_ones_own_shows_the_options_that_it_passes_on():
-    assert names(OfMine) == ["weight", "size", "scale", "anything", "common"]
-    assert names(Passing) == ["args", "size", "scale", "anything", "others"]
+def test_a_constructor_of_ones_own_passes_options_on():
+    assert names(OfMine) == ["weight", "common"]
     made = Passing(3.0, scale=5)
     assert (made.weight, made.scale, made.size) == (3.0, 5, 4)
     with pytest.raises(TypeError, match="Passing: got an unexpected keyword argument 'scal'"):
@@ -135,7 +134,7 @@ def test_a_constructor_of_ones_own_shows_the_options_that_it_passes_on():
 
 
 def test_an_option_without_a_default_comes_first_or_by_name():
-    with pytest.raises(TypeError, match="size: expected a default, or a place behind _: KW_ONLY"):
+    with pytest.raises(ValueError, match="non-default argument follows default argument"):
 
         class Late(First):
             size: int = option()

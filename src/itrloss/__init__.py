@@ -3,6 +3,7 @@
 from . import compat, distributed, functional, integrations, losses, metrics, rerank, terms
 from .anchors import Anchors
 from .checks import option
+from .checks.warnings import SuspiciousInputWarning, UnfitScalesWarning
 from .grad_cache import grad_cache_step
 from .kmeans import OnlineKMeans
 from .losses import *  # noqa: F403 (every loss, by `losses.__all__`)
@@ -10,7 +11,6 @@ from .memory import CoupledMemory, MomentumEncoder
 from .mining import mine_hard_negatives
 from .related import Related
 from .similarity import NO_ID, Similarity
-from .suspicious import SuspiciousInputWarning, UnfitScalesWarning
 from .telemetry import describe
 from .terms import pair_term
 

@@ -23,6 +23,12 @@ from torch import Tensor
 
 from . import __version__, files, tables
 from .checks import EMBEDDINGS, Names, as_size, did_you_mean, one_of, require_finite
+from .checks.warnings import (
+    SuspiciousInputWarning,
+    UnfitScalesWarning,
+    warn_of_embeddings,
+    warn_of_guess,
+)
 from .comparison import (
     CALIBRATED,
     METHODS,
@@ -52,12 +58,6 @@ from .metrics.relevance import Rules, folds_of
 from .metrics.results import RECALLS, as_ks
 from .rerank import FastReranker
 from .similarity import Similarity
-from .suspicious import (
-    SuspiciousInputWarning,
-    UnfitScalesWarning,
-    warn_of_embeddings,
-    warn_of_guess,
-)
 from .tables import Table
 
 # Options that are files to write, and their suffixes. The last is a folder.

@@ -21,11 +21,11 @@ from torch.utils._pytree import (
 )
 
 from .checks import as_size
+from .checks.warnings import warn
 from .distributed import world_size
 from .engine.inputs import even_chunks
 from .losses.base import Loss
 from .losses.matryoshka import Matryoshka
-from .suspicious import warn
 
 __all__ = ["grad_cache_step"]
 

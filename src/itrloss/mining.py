@@ -19,13 +19,13 @@ from .checks import (
     check_same_kind,
     from_numpy,
 )
+from .checks.warnings import warn
 from .engine.inputs import even_chunks
 from .engine.products import full_float32, matmul
 from .engine.relation import IGNORE_ID, slots
 from .engine.vectors import compute_dtype, full_precision, normalized
 from .related import label_sets
 from .similarity import TopK
-from .suspicious import warn
 
 _NAMES = Names("queries", "corpus", "query_ids", "corpus_ids")
 _RUN = 64  # number of neighbouring scores whose maximum is looked at first

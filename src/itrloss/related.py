@@ -149,8 +149,8 @@ def check_matches(
 
 
 def weights_of(matches: Tensor) -> bool:
-    """Return whether matches have weights that are not 1; raise an error for values below 0 or
-    infinite ones.
+    """Return whether matches have weights that are not 1; raise an error for values below 0,
+    infinite ones, and integers that are neither 0 nor 1.
 
     An accelerator has to synchronise. In a compiled graph nothing is read: there may be weights.
     """
@@ -161,4 +161,8 @@ def weights_of(matches: Tensor) -> bool:
     if bool(((weights < 0) | (weights == torch.inf)).any()):
         expected = "above 0 for a match, which are weights, 0 for a negative, and nan for neither"
         raise ValueError(f"matches: expected numbers {expected}")
-    return bool((weights != 1).any())
+    has_weights = bool((weights != 1).any())
+    if has_weights and not matches.is_floating_point():
+        got = f"integers up to {int(weights.max())}; of distances, write matches=distances < limit"
+        raise ValueError(f"matches: expected bools, 0 and 1, or floats as weights, got {got}")
+    return has_weights

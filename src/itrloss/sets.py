@@ -21,11 +21,11 @@ from .checks import (
     from_numpy,
     one_of,
 )
+from .checks.warnings import warn
 from .distributed import ProcessGroup, consensus, is_trained, rows_of_all, world_size
 from .engine.sets import Sets, own_set_scores, set_scores
 from .engine.vectors import full_precision, host_may_read, normalized
 from .similarity import Similarity
-from .suspicious import warn
 
 PairReduction = Literal["mean", "sum", "frobenius"]
 Aggregation = Literal[

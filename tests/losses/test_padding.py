@@ -8,6 +8,7 @@ from support.cases import sample
 
 import itrloss
 from itrloss import NO_ID, Similarity, functional
+from itrloss.metrics import Judgements, retrieval_metrics
 from itrloss.related import Related
 
 N, M, D = 7, 10, 8
@@ -84,6 +85,33 @@ def test_deviations_of_heads_with_groups_are_of_the_candidates_that_meet():
     assert abs(float(total)) < 1e-9
 
 
+LOGS = sample(N, D, seed=2, dtype=torch.float64), sample(M, D, seed=3, dtype=torch.float64)
+RESIDUALS = sample(N, 3, 5, seed=2, dtype=torch.float64)
+GATE = torch.arange(3 * N).view(N, 3) % 2
+HEADS_OF_ONE = torch.tensor([[1.0], [2.0], [-1.0]]) * torch.linspace(1, 2, D)
+
+
+def of_distributions(images, texts, *ids):
+    logs = LOGS
+    if len(images) > N:
+        logs = spread(LOGS[0], IMAGE_PLACES, 11, 0.7), spread(LOGS[1], TEXT_PLACES, 13, 0.7)
+    return itrloss.PCMEPlusPlusLoss(vib_weight=0.3).double()(images, texts, *logs, *ids)
+
+
+def of_residuals(images, texts, *ids):
+    """The objective of DVSE, with heads that share the images' embeddings, and a gate."""
+    own = RESIDUALS, GATE
+    if len(images) > N:
+        own = spread(RESIDUALS, IMAGE_PLACES, 11, 0.7), spread(GATE, IMAGE_PLACES, 11, 1)
+    return itrloss.DVSEObjective()(images[:, None] * HEADS_OF_ONE, texts, *own, *ids)[0]
+
+
+@pytest.mark.parametrize("loss", [of_distributions, of_residuals])
+def test_what_goes_with_images(loss):
+    images, texts = sample(N, D, dtype=torch.float64), sample(M, D, seed=1, dtype=torch.float64)
+    assert_same(loss, images, texts, IMAGE_IDS, TEXT_IDS)
+
+
 @pytest.mark.parametrize("kind", ["ids", "label sets", "text ids alone"])
 def test_prototypes_of_coder(kind):
     """Neither the clusters nor the classifier see pairs that do not exist."""
@@ -115,3 +143,39 @@ def test_a_batch_of_nobody_has_no_prototypes():
     total, terms = objective(*sample(4, 4, D), memory, *sample(2, 4, D), nobody, nobody)
     assert terms.prototype == 0 and total.isfinite()
     assert not len(objective.prototypes)
+
+
+def test_a_batch_of_nobody_has_no_orthogonal_term():
+    nobody = torch.full((N,), NO_ID)
+    heads, residuals = sample(N, 3, D), sample(N, 3, 5)
+    _, terms = itrloss.DVSEObjective()(heads, sample(M, D), residuals, None, nobody, TEXT_IDS)
+    assert terms.orthogonal == 0
+
+
+def test_figures_by_judgements_and_of_batches():
+    given = sample(N, D), sample(M, D, seed=1), IMAGE_IDS, TEXT_IDS
+    more = padded(*given)
+    judged = torch.tensor([0, 0, 1, 2, 3, 4, 5]), torch.tensor([0, 3, 1, 2, 5, 6, 7])
+    grades = torch.tensor([1.0, 0, 2, 1, 0, 3, 1])
+    wanted = retrieval_metrics(Similarity(*given), relevant=Judgements(*judged, grades))
+    places = IMAGE_PLACES[judged[0]], TEXT_PLACES[judged[1]]
+    relevant = Judgements(*places, grades)
+    assert retrieval_metrics(Similarity(*more), relevant=relevant) == pytest.approx(wanted)
+    found = []
+    for batch in (given, more):
+        metric = itrloss.metrics.RetrievalMetrics()
+        metric.update(*batch)
+        found.append(metric.compute())
+    assert found[0] == found[1]
+
+
+def test_images_without_regions_move_no_running_mean():
+    gates = [itrloss.DynamicGate(5, 3), itrloss.DynamicGate(5, 3)]
+    gates[1].load_state_dict(gates[0].state_dict())
+    regions = sample(4, 6, 5)
+    mask = torch.cat([torch.ones(4, 6), torch.zeros(2, 6)])
+    wanted = gates[0](regions)
+    found = gates[1](torch.cat([regions, sample(2, 6, 5, seed=1)]), mask)
+    assert torch.equal(found[:4], wanted) and not found[4:].any()
+    for name, x in gates[0].state_dict().items():
+        torch.testing.assert_close(gates[1].state_dict()[name], x)

@@ -71,7 +71,7 @@ def test_batches_have_the_figures_of_all(captions, options):
     assert {k: x for k, x in figures(mixed).items() if "skew" not in k} == pytest.approx(
         {k: x for k, x in wanted.items() if "skew" not in k}
     )
-    assert not plain.compute()["rsum"].requires_grad and figures(plain) == figures(plain)
+    assert not plain.images[0].requires_grad and figures(plain) == figures(plain)
     plain.reset()
     plain.update(images, texts)
     assert figures(plain) == pytest.approx(wanted)
@@ -99,36 +99,6 @@ def test_batches_of_images_once_per_caption_are_folded():
         assert figures(metric) == pytest.approx(results().metrics())
 
 
-def test_batches_that_do_not_go_together_are_refused():
-    pytest.importorskip("torchmetrics")
-    images, texts = embedded()
-    ids = torch.arange(12), torch.arange(36) // 3
-    metric = metrics.RetrievalMetrics()
-    with (
-        pytest.raises(ValueError, match="update"),
-        pytest.warns(UserWarning, match="before the ``update``"),
-    ):
-        metric.compute()
-    with pytest.raises(ValueError, match=r"12 images and 35 texts"):
-        metric.update(images, texts[:-1])
-    with pytest.raises(ValueError, match=r"image_ids.*\(12,\).*\(11,\)"):
-        metric.update(images, texts, ids[0][1:], ids[1])
-    with pytest.raises(TypeError, match="texts"):
-        metric.update(images, texts.float())
-    for lone in ((ids[0], None), (None, ids[1])):
-        with pytest.raises(ValueError, match="both in all batches"):
-            metric.update(images, texts, *lone)
-    metric.update(images, texts)
-    with pytest.raises(ValueError, match="both in all batches"):
-        metric.update(images, texts, *ids)
-    with pytest.raises(ValueError, match="different numbers of texts"):
-        metric.update(images, texts[:24])
-    metric.reset()
-    metric.update(images, texts, *ids)
-    with pytest.raises(ValueError, match="both in all batches"):
-        metric.update(images, texts)
-
-
 def test_batches_without_a_match_or_without_rows_belong_to_the_whole():
     pytest.importorskip("torchmetrics")
     images, texts = embedded(captions=1)
@@ -152,27 +122,6 @@ def test_a_batch_need_not_be_a_data_set(size, options):
     for part in torch.arange(21).split(size):
         metric(images[part], texts[part])
     assert figures(metric) == retrieval_metrics(itrloss.Similarity(images, texts), **options)
-
-
-@pytest.mark.parametrize("option", [{"ties": "worst"}, {"folds": 0}, {"reranker": CSLS}])
-def test_options_are_checked_before_the_last_batch(option):
-    pytest.importorskip("torchmetrics")
-    with pytest.raises((TypeError, ValueError), match=next(iter(option))):
-        metrics.RetrievalMetrics(**option)
-
-
-def test_recalls_are_plotted():
-    pytest.importorskip("torchmetrics")
-    plt = pytest.importorskip("matplotlib.pyplot")
-    images, texts = embedded()
-    metric = metrics.RetrievalMetrics()
-    metric.update(images, texts)
-    for value in (None, metric.compute(), [metric.compute(), metric.compute()]):
-        _, ax = metric.plot(value)
-        assert {f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10)} <= {
-            text.get_text() for text in [*ax.get_legend().get_texts()]
-        }
-    plt.close("all")
 
 
 def batches_worker(rank: int) -> dict[str, Any]:
@@ -281,13 +230,6 @@ def test_trec_eval_finds_the_same_figures_in_the_files(kind, tmp_path):
             assert mean == pytest.approx(getattr(found, way).metrics()[ours])
 
 
-def test_trec_files_have_each_query_once(tmp_path):
-    split = torch.tensor([0, 1, 5, 2, 3, 5]), torch.tensor([0, 1, 2, 3, 5])
-    with pytest.raises(ValueError, match="results: expected each t2i query once"):
-        save_trec(retrieval_results(torch.rand(6, 5), *split, folds=2), tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 # --- several systems ------------------------------------------------------------------------------
 
 
@@ -308,17 +250,9 @@ def test_comparisons_of_several_systems_are_holms():
         tuple(x) == names for x in found.values()
     )
     tests = [(name, figure) for name in found for figure in names]
-    for at in tests:
-        here, alone = (x[at[0]][at[1]] for x in (found, single))
-        assert here[:3] == alone[:3]
-        # Holm by hand: for each test, the maximum over tests with p no larger, of p times the
-        # number of p no smaller.
-        steps = [
-            p * sum(single[n][f].p_value >= p for n, f in tests)
-            for p in (single[n][f].p_value for n, f in tests)
-            if p <= alone.p_value
-        ]
-        assert here.p_value == pytest.approx(min(1.0, max(steps)))
+    corrected = holm([single[name][figure].p_value for name, figure in tests])
+    for (name, figure), p_value in zip(tests, corrected, strict=True):
+        assert found[name][figure] == single[name][figure]._replace(p_value=p_value)
     assert found["same"]["rsum"].p_value == 1 > 0.05 > found["bad"]["rsum"].p_value
     alone = compare_all(
         {"base": systems["base"], "bad": systems["bad"]}, baseline="base", samples=300
@@ -362,18 +296,6 @@ def test_a_test_counts_once():
     assert compare_all(systems, baseline="b", figures=()) == {"base": {}, "a": {}}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"baseline": "none"}, "baseline.*'a' or 'b'"),
-        ({"baseline": "a", "figures": ("r1",)}, "figures.*i2t_r1"),
-    ],
-)
-def test_unknown_systems_and_figures_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        compare_all({"a": results(), "b": results()}, **options)
-
-
 # --- the documentation ----------------------------------------------------------------------------
 
 
@@ -397,12 +319,6 @@ def test_fields_of_named_tuples_are_described(name):
     ("package", "call"),
     [
         ("pandas", lambda: results().to_frame()),
-        (
-            "scipy",
-            lambda: metrics.agreement(
-                torch.eye(2), Judgements(*torch.tensor([[0, 1], [0, 1], [1, 2]]))
-            ),
-        ),
         ("torchmetrics", lambda: metrics.RetrievalMetrics()),
     ],
 )
@@ -419,15 +335,3 @@ def test_what_the_extra_brings_is_named_where_it_is_not_there(package, call, mon
     with pytest.raises(ImportError, match=r"install itrloss with the extra 'metrics'"):
         call()
     assert importlib.import_module("itrloss.metrics").retrieval_metrics(torch.eye(2))["rsum"] == 600
-
-
-def test_batches_are_kept_without_their_gradient():
-    pytest.importorskip("torchmetrics")
-    metric = metrics.RetrievalMetrics()
-    metric.update(torch.rand(3, 4, requires_grad=True), torch.rand(3, 4, requires_grad=True))
-    assert not metric.images[0].requires_grad and not metric.texts[0].requires_grad
-
-
-def test_what_is_compared_are_results_and_not_matrices():
-    with pytest.raises(TypeError, match="results: expected those of retrieval_results, got Tensor"):
-        compare(torch.eye(3), torch.eye(3))

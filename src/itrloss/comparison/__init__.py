@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import rerank, tables
 from ..checks import one_of
+from ..checks.warnings import UnfitScalesWarning, are_the_same, warn
 from ..metrics import Comparison, RetrievalResults, compare_all, retrieval_results
 from ..metrics.labels import check_whole, with_ids
 from ..metrics.matching import rows_of
@@ -24,7 +25,6 @@ from ..rerank import FastReranker, Reranker
 from ..rerank.base import go_beyond_cosines, has_defaults_for_cosines
 from ..rerank.fast import SCALES
 from ..similarity import Similarity
-from ..suspicious import UnfitScalesWarning, are_the_same, warn
 from ..tables import ARROWS, TESTED, Cell, Grid, Row, Table, comparison_table, samples_for
 
 METHODS: dict[str, type[Reranker]] = {

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import host_may_read as host_may_read
+
 EPS = 1e-12  # a vector of at most this length counts as zero: its scores and its gradient are 0
 CHUNK = 2**17  # elements of embeddings that a pass over them processes at once
 ACCELERATOR_CHUNK = 2**23
@@ -50,13 +52,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def may_keep() -> bool:
     """Return whether tensors made now may be cached: autograd cannot save inference tensors."""
     return torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()
-
-
-def host_may_read(x: Tensor) -> bool:
-    """Return whether the host may read ``x`` without a synchronisation or a graph break."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return False
-    return type(x) is Tensor or not isinstance(x, torch._subclasses.FakeTensor)
 
 
 # ------------------------------------------------------------------------------------ unit vectors

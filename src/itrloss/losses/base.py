@@ -26,6 +26,7 @@ from ..checks import (
     option,
     unknown_keyword,
 )
+from ..checks.warnings import may_be_read, warn, warn_of_ids, warn_of_units, warn_of_vectors
 from ..distributed import ProcessGroup, consensus, digest, padded, world_size
 from ..distributed.collectives import replicated, total
 from ..engine.question import Value
@@ -34,7 +35,6 @@ from ..functional import Reduction, Values
 from ..memory import CoupledMemory, MemorySimilarity
 from ..related import PassedIds, Related
 from ..similarity import Directions, Engine, Similarity, as_directions
-from ..suspicious import may_be_read, warn, warn_of_ids, warn_of_units, warn_of_vectors
 from ..telemetry import describe, describe_memory
 
 Parameter = TypeVar("Parameter", bound=Value)  # of a loss, or what is computed from one
@@ -351,8 +351,9 @@ class PairLoss(DirectedLoss):
             matches: (N, M), in place of ids and groups: above 0 where image and text match, 0 where
                 they are negatives, and nan where they are neither; bool will do, and so will a
                 NumPy array or a sparse matrix of SciPy, of which a dense one is made. A match that
-                is not 1 has a weight: means over positives are by weights, and sums multiply by
-                them, but for log-sum-exps. ``TripletLoss(mining="all")`` refuses weights.
+                is not 1 has a weight, which no integer is: means over positives are by weights, and
+                sums multiply by them, but for log-sum-exps. ``TripletLoss(mining="all")`` refuses
+                weights.
 
         The first batch that is on the CPU and not compiled is looked at: a
         :class:`itrloss.SuspiciousInputWarning` says if no image has a positive, if none has a
@@ -507,6 +508,7 @@ class MemoryLoss(DirectedLoss):
         memory: CoupledMemory,
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
+        **unknown: Any,
     ) -> Values:
         """Return the loss of a batch with the memory of former ones, as :meth:`PairLoss.forward`
         does.
@@ -522,6 +524,8 @@ class MemoryLoss(DirectedLoss):
                 entries of the memory with an anchor's id are no negatives of it. If both are left
                 out, image i matches text i; the memory must have been filled without ids, too.
         """
+        if unknown:
+            self.refuse(unknown)
         batch = images, texts
         keys = image_keys, text_keys
         ids = image_ids, text_ids

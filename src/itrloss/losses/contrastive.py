@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..checks import Learnt, option
+from ..checks.warnings import warn, warn_of_scale
 from ..engine.vectors import compute_dtype
 from ..functional import Values
 from ..similarity import Similarity
-from ..suspicious import warn, warn_of_scale
 from .base import PairLoss
 
 _INTERVAL = 50  # calls between checks for a collapse

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .. import functional
 from ..checks import IdsLike, Names, check_matrix, option
+from ..checks.warnings import may_be_read, warn_of_units, warn_of_vectors
 from ..functional import Values
 from ..related import PassedIds, Related
 from ..similarity import Similarity
-from ..suspicious import may_be_read, warn_of_units, warn_of_vectors
 from .base import PairLoss
 from .other_model import (
     as_tensors,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import Learnt, option
+from ..checks.warnings import warn_of_scale, warn_of_temperature
 from ..engine.vectors import compute_dtype, host_may_read
 from ..functional import Values
 from ..similarity import Similarity
-from ..suspicious import warn_of_scale, warn_of_temperature
 from .base import SimilarityLoss
 
 

@@ -17,8 +17,8 @@ from ..checks import (
     from_numpy,
     ids_of_one_side,
 )
+from ..checks.warnings import warn, warn_of_embeddings, warn_of_guess, warn_of_one_side
 from ..similarity import Similarity
-from ..suspicious import warn, warn_of_embeddings, warn_of_guess, warn_of_one_side
 from .matching import all_others_are_wrong, existing, part_of, query_ids, rows_of
 
 _ROWS = 256  # number of rows compared at once

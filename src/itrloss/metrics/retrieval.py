@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of
+from ..checks.warnings import warn_of_unmatched
 from ..engine.ranking import Ranking
 from ..similarity import NO_ID, Similarity
-from ..suspicious import warn_of_unmatched
 from .labels import fold_repeated, has_no_ids, warn_of_repeated, with_ids
 from .matching import part_of, query_ids, with_plain_ids
 from .relevance import Judged, Relevant, WhichPairs, folds_of, judged

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..checks import Options, as_size, check_matrix, from_numpy
+from ..checks.warnings import UnfitScalesWarning, are_the_same, warn
 from ..engine.ranking import Ranking, Relevance, collected
 from ..metrics.labels import with_ids
 from ..metrics.matching import existing, existing_part, places, query_ids, rows_of
 from ..metrics.relevance import judged
 from ..similarity import Similarity, TopK
-from ..suspicious import UnfitScalesWarning, are_the_same, warn
 from .direction import (
     SIDES,
     Bias,

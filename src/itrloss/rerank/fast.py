@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..checks import IdsLike, as_number, option
+from ..checks.warnings import UnfitScalesWarning, warn
 from ..metrics.labels import with_ids
 from ..metrics.matching import existing
 from ..similarity import Similarity
-from ..suspicious import UnfitScalesWarning, warn
 from .base import Reranker
 from .direction import Bias, Direction, for_all, reference_sums
 

@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .checks import EMBEDDINGS, multi_hot
-from .engine.vectors import chunks, compute_dtype, host_may_read
+from .arrays import EMBEDDINGS, host_may_read
 
 if TYPE_CHECKING:
-    from .metrics.results import RetrievalResults
-    from .similarity import Similarity
+    from ..metrics.results import RetrievalResults
+    from ..similarity import Similarity
 
 # Folders of packages whose lines a user did not write.
-_INSIDE = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+_INSIDE = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 # Cosines are at most 1, and SCAN's log-sum-exp of cosines 1.6; cosines times CLIP's first scale
 # of 14.3 are more.
 _LARGEST = 5.0
+_LOWEST = -1e4  # scores of what does not exist are often filled up with lower ones
 # CLIP learns scales of at most 100.
 _LARGEST_SCALE = 1e4
 _MOST_TEXTS = 20  # of an image, in the data sets that give each image as many
+_SAMPLE = 256  # rows that tell embeddings from scores
 _MOST_UNMATCHED = 0.1  # share of images, or of texts, that are there as wrong candidates only
 
 
@@ -57,48 +58,32 @@ def warn(message: str, category: type[Warning] = SuspiciousInputWarning) -> None
 
 def may_be_read(sim: Similarity) -> bool:
     """Return whether the host may read scores and ids at no cost: on the CPU, uncompiled."""
-    if sim.embeddings is None:
-        scores = sim.given_scores
-        return scores is not None and host_may_read(scores)
-    return all(host_may_read(x) for x in sim.embeddings)
+    if sim.embeddings is not None:
+        return all(host_may_read(x) for x in sim.embeddings)
+    return sim.given_scores is not None and host_may_read(sim.given_scores)
 
 
 def warn_of_ids(name: str, loss: object, sim: Similarity) -> None:
     """Warn if no image has a positive; or if none has a negative, so that the loss is 0."""
     if sim.shape[0] == 0:  # a process without images
         return
-    counts = sim.positive_counts.detach()
-    if not bool(counts.any()):
+    if not bool(sim.positive_counts.any()):
         warn(
             f"{name}: no image has a matching text, as image_ids and text_ids have no id in "
             "common. Equal ids are a match; if image i matches text i, leave out both"
         )
-    elif _all_match(sim, counts) and _is_zero(loss):
-        meant = "".join({multi_hot(labels) for labels in sim.label_sets()})
+    elif not bool(sim.negative_counts.any()) and _is_zero(loss):
         warn(
             f"{name}: every image matches every text, so that the loss is 0 whatever is learnt. "
             "Pass batches of more than one pair, with ids that differ where image and text do "
-            f"not match{meant}"
+            "not match; multi-hot labels go in as matches=(of_images @ of_texts.T) > 0"
         )
-
-
-def _exist(sim: Similarity) -> list[Tensor | None]:
-    """Return the (N,) and (M,) bool masks of rows and columns that exist; None: all do."""
-    return [sim.pairs.exists(side) for side in (sim.side, 1 - sim.side)]
-
-
-def _all_match(sim: Similarity, counts: Tensor) -> bool:
-    """Return whether every row that exists, of ``counts`` positives, matches every column."""
-    rows, cols = _exist(sim)
-    number = sim.shape[1] if cols is None else int(cols.sum())
-    return bool(((counts if rows is None else counts[rows]) == number).all())
 
 
 def _is_zero(loss: object) -> bool:
     """Return whether a loss, or the losses of all anchors, are 0 up to rounding."""
     parts = loss if isinstance(loss, tuple) else (loss,)
-    values = [x.detach() for x in parts if isinstance(x, Tensor)]
-    return bool(values) and all(bool((x.abs() <= 1e-6).all()) for x in values)
+    return all(isinstance(x, Tensor) and bool((x.abs() <= 1e-6).all()) for x in parts)
 
 
 def warn_of_units(name: str, sim: Similarity, what: str = "scores") -> None:
@@ -106,14 +91,12 @@ def warn_of_units(name: str, sim: Similarity, what: str = "scores") -> None:
     normalised.
     """
     scores = sim.given_scores
-    if scores is not None:
-        for mask in _exist(sim):
-            scores = scores.T if mask is None else scores[mask].T
-    if sim.embeddings is not None:
+    if scores is None:
         if sim.normalizes or sim.bias is not None or not sim.one_to_one:
             return
         scores = sim.detach().positive_scores()  # as large as others, and not N times M
-    if scores is not None and bool((scores.detach().abs() > _LARGEST).any()):
+    exist = scores > _LOWEST
+    if bool((exist & (scores.abs() > _LARGEST)).any()):
         warn(
             f"{name}: {what} above {_LARGEST:g}, as of logits, where the loss's options are in "
             "units of cosine similarity. Pass cosines, before they are multiplied by a scale or "
@@ -143,27 +126,18 @@ def warn_of_scale(log_scale: float | Tensor) -> None:
 
 
 def warn_of_vectors(sim: Similarity) -> None:
-    """Warn of embeddings in place of scores, and of those that are all zero."""
+    """Warn of embeddings in place of scores, and of scores in place of embeddings."""
     if sim.given_scores is not None:
         warn_of_embeddings("scores", sim.given_scores)
         return
     assert sim.embeddings is not None
     images, texts = (x.detach() for x in sim.embeddings)
-    if _is_transpose(images, texts):
+    is_transposed = images.shape == texts.T.shape and torch.equal(images, texts.T)
+    if is_transposed and not torch.equal(images, texts):
         warn(
             "images, texts: a matrix and its transpose, as of logits_per_image and "
             "logits_per_text. Pass the embeddings, or scores=cosines"
         )
-    for name, x in zip(("images", "texts"), sim.embeddings, strict=True):
-        if len(x) and not bool(x.detach().any()):
-            warn(f"{name}: all embeddings are zero, so that they get no gradient")
-
-
-def _is_transpose(images: Tensor, texts: Tensor) -> bool:
-    """Return whether a matrix is another one's transpose, but not symmetric."""
-    if images.shape != texts.T.shape or not torch.equal(images, texts.T):
-        return False
-    return not torch.equal(images, texts)
 
 
 # ---------------------------------------------------------------------------------------- test sets
@@ -174,16 +148,12 @@ def warn_of_embeddings(name: str, scores: Tensor) -> None:
 
     A matrix with an entry of almost 1 may be a right one, such as the unit matrix.
     """
-    x = scores.detach()
-    if len(x) < 2 or x.shape[1] < 2:
+    x = scores.detach()[:_SAMPLE]
+    if min(x.shape) < 2 or bool((x.abs() >= 0.99).any()):
         return
+    lengths = torch.linalg.vector_norm(x.double(), dim=1)
     error = max(1e-3, 2 * torch.finfo(x.dtype).eps)
-    for part in chunks(x):  # half precision is converted
-        lengths = torch.linalg.vector_norm(x[part], dim=1, dtype=compute_dtype(x))
-        if bool((lengths - 1).abs().amax() > error):
-            return
-    low, high = x.aminmax()
-    if bool(torch.maximum(-low, high) < 0.99):
+    if bool(((lengths - 1).abs() <= error).all()):
         warn(
             f"{name}: each row has length 1, as embeddings have, and is taken for scores of one "
             f"image with all texts; {EMBEDDINGS}"
@@ -207,7 +177,7 @@ def warn_of_one_side(sim: Similarity) -> None:
     images, texts = sim.embeddings
     n = len(images)
     m = len(texts)
-    if n > 1 and m % n == 0 and torch.equal(images, texts[:: m // n]):
+    if n > 1 and m % n == 0 and are_the_same(images, texts[:: m // n]):
         warn(
             "images, texts: both are the same embeddings, so that each is compared with itself. "
             "Pass the images' and the texts'."
@@ -216,9 +186,7 @@ def warn_of_one_side(sim: Similarity) -> None:
 
 def warn_of_unmatched(results: RetrievalResults) -> None:
     """Warn if many images or texts have no match, as of ids in two spellings."""
-    shares = []
-    for own in results.ways.values():
-        shares.append(own.unmatched / max(1, int(own.exists.sum())))
+    shares = [own.unmatched / max(1, int(own.exists.sum())) for own in results.ways.values()]
     if max(shares) >= _MOST_UNMATCHED:
         warn(
             f"image_ids, text_ids: {results.unmatched_in_words}, so that they are no queries. "

@@ -1,0 +1,195 @@
+"""Ids, which are integers or strings, and sets of labels."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from numbers import Integral
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .arrays import Names, from_numpy, type_name
+from .values import shown
+
+# What ids may be: integers of any type, or strings; see as_id_numbers.
+IdsLike: TypeAlias = Tensor | np.ndarray | Sequence[int] | Sequence[str]
+
+
+def as_id_numbers(name: str, ids: object, size: int | None = None) -> Tensor:
+    """Return ids as a tensor of integers: a tensor or an array of any integer type, or a list of
+    integers; or strings, whose numbers are the same in every call, process and file.
+    """
+    x = ids
+    if not isinstance(x, Tensor):
+        array = _as_array(ids)
+        if array.dtype.kind == "U":
+            return _numbers_of_strings(array)
+        x = from_numpy(array)
+    is_tensor = isinstance(x, Tensor)
+    if not is_tensor or x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
+        got = type_name(ids) if isinstance(ids, Tensor) else f"{type_name(ids)} of {x.dtype}"
+        if isinstance(ids, (list, tuple)):
+            got = shown(ids)
+        raise no_integers(name, x, size, got)
+    return x
+
+
+def as_integers(name: str, given: object, size: int | None = None) -> Tensor:
+    """Return a tensor, an array or a list of integers as a tensor; raise a TypeError for others."""
+    if are_strings(given):
+        raise no_integers(name, given, size, f"{type_name(given)} of strings")
+    return as_id_numbers(name, given, size)
+
+
+def are_strings(ids: object) -> bool:
+    """Return whether ids are strings."""
+    return not isinstance(ids, Tensor) and _as_array(ids).dtype.kind == "U"
+
+
+def _as_array(ids: object) -> np.ndarray:
+    """Return ids that are no tensor as an array of integers or of strings; of objects, if they
+    are neither.
+    """
+    if np.ma.is_masked(ids):  # some have no value
+        return np.array(None)
+    if isinstance(ids, (list, tuple)):
+        ids = [x.tolist() if isinstance(x, Tensor) else x for x in ids]
+        array = np.array(ids, dtype=object)  # else numbers beside strings would become strings
+    else:
+        array = np.asarray(ids)
+    if array.dtype.kind == "S":  # as of h5py
+        return np.char.decode(array, "utf-8", "surrogateescape")
+    if array.dtype.kind != "O":
+        return array
+    values = array.ravel().tolist()
+    if values and all(isinstance(x, str) for x in values):
+        return array.astype(str)
+    if all(isinstance(x, Integral) for x in values):
+        return np.array(values, None if values else np.int64).reshape(array.shape)
+    return array
+
+
+def _numbers_of_strings(strings: np.ndarray) -> Tensor:
+    """Return int64 numbers of strings, the first 62 bits of their hashes.
+
+    They depend on nothing but the string, so that equal ones match in later batches, in memories
+    and in other processes. Among 10^6 strings, two have one number with a probability of 10^-7.
+    """
+    numbers = []
+    for x in strings.ravel().tolist():
+        digest = hashlib.blake2b(x.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        numbers.append(int.from_bytes(digest, "little") >> 2)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(strings.shape)
+
+
+def as_ids(
+    name: str, ids: object, size: int, device: torch.device, may_be_sets: bool = False
+) -> Tensor:
+    """Return a copy of the ids as a (size,) int64 tensor on the device; see
+    :func:`as_id_numbers`. A column (size, 1) of a table will do.
+
+    With ``may_be_sets``, they may also be sets of labels (size, k).
+    """
+    x = as_id_numbers(name, ids, size)
+    if x.shape == (size, 1):
+        x = x[:, 0]
+    are_sets = may_be_sets and x.dim() == 2 and x.shape[1] > 0
+    if x.shape[:1] != (size,) or x.dim() != 1 + are_sets:
+        expected = f"({size}, k)" if are_sets else f"({size},)"
+        raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
+    if x.dtype == torch.uint64:
+        x = as_int64(name, x)
+    return x.to(device, torch.int64, copy=True)
+
+
+def as_labels(name: str, ids: object, size: int, device: torch.device) -> Tensor:
+    """Return a copy of ids as (size,) int64 on the device, or of sets of labels as (size, k)."""
+    return as_ids(name, ids, size, device, may_be_sets=True)
+
+
+def as_indices(name: str, x: object, size: int, device: torch.device) -> Tensor:
+    """Return a copy of integers that are no ids as a (size,) int64 tensor on the device."""
+    return as_ids(name, as_integers(name, x, size), size, device)
+
+
+def as_int64(name: str, x: Tensor) -> Tensor:
+    """Return integers as int64; raise a ValueError for larger ones."""
+    if x.dtype == torch.uint64 and (x.view(torch.int64) < 0).any():
+        # int64 would make them negative, and 2**63 the id of padding. The host waits for these
+        # only.
+        raise ValueError(f"{name}: expected ids below 2**63, got larger ones in {x.dtype}")
+    return x.long()
+
+
+def check_range(name: str, x: Tensor, largest: int) -> None:
+    """Raise a ValueError unless all integers are from 0 to ``largest``. Synchronises with an
+    accelerator.
+    """
+    low = int(x.amin())
+    high = int(x.amax())
+    if low < 0 or high > largest:
+        raise ValueError(f"{name}: expected integers from 0 to {largest}, got {low} to {high}")
+
+
+def check_same_kind(name: str, ids: object, other_name: str, others: object) -> None:
+    """Raise a TypeError for strings beside integers, which never match."""
+    if are_strings(ids) != are_strings(others):
+        expected = f"strings with strings in {name}, integers with integers"
+        raise TypeError(f"{other_name}: expected {expected}")
+
+
+def ids_of_both(
+    row_ids: object, col_ids: object, n: int, m: int, device: torch.device, names: Names
+) -> tuple[Tensor, Tensor]:
+    """Return the (N,) and (M,) int64 ids of both sides, both of strings or neither."""
+    check_same_kind(names.row_ids, row_ids, names.col_ids, col_ids)
+    rows = as_ids(names.row_ids, row_ids, n, device)
+    return rows, as_ids(names.col_ids, col_ids, m, device)
+
+
+# ------------------------------------------------------------------------------- words of messages
+
+
+def no_integers(name: str, x: object, size: int | None, got: str) -> TypeError:
+    """Return the error for what are no integers."""
+    # Formatted for the error alone: the compiler would specialise on the size.
+    shape = "(N,)" if size is None else f"({size},)"
+    hint = ""
+    if isinstance(x, Tensor) and x.dtype == torch.bool and x.dim() == 2:
+        hint = (
+            "; a mask of the pairs that match goes in as matches=mask, multi-hot labels as "
+            "matches=(of_images.float() @ of_texts.float().T) > 0, and the id of what does not "
+            "exist is itrloss.NO_ID"
+        )
+    elif isinstance(x, Tensor) and x.dim() == 2:
+        hint = (
+            f" {tuple(x.shape)}; embeddings go in as itrloss.Similarity(images, texts), "
+            "negatives as negatives=..."
+        )
+    elif isinstance(x, Tensor) and x.dim() == 0:
+        hint = ", a scalar as logit_scale is; pass images and texts alone"
+    return TypeError(f"{name}: expected an integer tensor of shape {shape}, got {got}{hint}")
+
+
+def ids_of_one_side(row_ids: object, names: Names) -> Exception:
+    """Return the error for ids of rows alone."""
+    as_id_numbers(names.row_ids, row_ids)  # raises its own error for what is none
+    return ValueError(f"{names.col_ids}: expected ids to go with {names.row_ids}, got None")
+
+
+def no_default_pairing(n: int, m: int, names: Names) -> ValueError:
+    """Return the error for n rows and m columns without ids, which have no default pairing."""
+    if not names.col_ids:
+        return ValueError(f"{names.cols}: expected as many as {names.rows}, {n}, got {m}")
+    ids = f"{names.row_ids}, {names.col_ids}"
+    hint = ""
+    if n and m % n == 0:
+        hint = (
+            f"; where {m // n} consecutive ones belong to each, write {names.row_ids}="
+            f"torch.arange({n}), {names.col_ids}=torch.arange({m}) // {m // n}"
+        )
+    got = f"{n} {names.rows} and {m} {names.cols}"
+    return ValueError(f"{ids}: needed for {got}; only N = M has a default pairing{hint}")
