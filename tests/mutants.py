@@ -50,9 +50,7 @@ TESTS = {
     "sets": ["tests/test_sets.py", *LOSSES],
     "suspicious": LOSSES,
     "checks": ["tests/test_options.py", "tests/test_messages.py", "tests/test_input_forms.py"],
-    "tables": ["tests/cli"],
-    "files": ["tests/cli"],
-    "comparison": ["tests/cli", "tests/rerank"],
+    "cli": ["tests/cli", "tests/rerank"],
 }
 
 OPERATORS = {

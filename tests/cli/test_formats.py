@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from itrloss import Similarity
-from itrloss.files import Source, as_source, read_ids, read_lines, read_matrix
+from itrloss.cli.files import Source, as_source, read_ids, read_lines, read_matrix
 
 # --- writers --------------------------------------------------------------------------------------
 
@@ -263,13 +263,6 @@ def test_a_name_stands_behind_a_colon(text, path, key, tmp_path, monkeypatch):
     assert str(as_source(text)) == text
 
 
-@pytest.mark.parametrize("images", [6, 12])
-def test_the_images_of_an_archive_may_be_its_columns(images: int, tmp_path: Path):
-    path = tmp_path / "s.npz"
-    np.savez(path, sims=np.ones((6, 12)), npts=images)
-    assert read_matrix(path).shape == (6, 12)
-
-
 # --- ids and names --------------------------------------------------------------------------------
 
 IDS = [7, -1, 2**40, 7]
@@ -395,13 +388,19 @@ def test_lines_have_no_byte_order_mark(start: bytes, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("scipy.io", "s.mat"), ("h5py", "s.h5"), ("safetensors", "s.safetensors")]
+    ("module", "name"),
+    [
+        ("scipy.io", "s.mat"),
+        ("h5py", "s.h5"),
+        ("safetensors.torch", "s.safetensors"),
+        ("pandas", "s.csv"),
+    ],
 )
 def test_an_extra_that_is_missing_is_named(module: str, name: str, tmp_path: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     path = tmp_path / name
     path.write_bytes(b"MATLAB 5.0 MAT-file")
-    with pytest.raises(ImportError, match=r"install itrloss with the extra 'files'"):
+    with pytest.raises(ImportError, match=r"install itrloss with the extra '(files|cli)'"):
         read_matrix(path)
 
 

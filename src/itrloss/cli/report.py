@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
 from torch import Tensor
 
 from ..metrics import QueryResults, skewness
 from ..metrics.results import WAYS
-from ..tables import ARROWS, Table
-from . import TITLES, Entry, ModelComparison, RerankerComparison
 from .charts import histograms, intervals
+from .comparison import TITLES, Entry, ModelComparison, RerankerComparison
 from .pages import Block, number, render
+from .tables import ARROWS, Table, best, shown
 
 _LISTED = 10  # hubs, queries that gained, queries that lost
 
@@ -84,23 +85,18 @@ def models_page(comparison: ModelComparison, title: str, about: str) -> str:
 
 
 def _table_blocks(table: Table) -> list[Block]:
-    """Return the grids of a table, and its notes."""
+    """Return the frames of a table, and its notes."""
     blocks: list[Block] = []
-    for grid in table.grids:
-        rows = []
-        for name, cells in grid.rows:
-            figures = [{"text": cell.text.replace("-", "−"), "strong": cell.best} for cell in cells]
-            rows.append(([name], figures))
-        columns = (["method"], list(grid.columns))
-        blocks.append({"table": rows, "columns": columns, "groups": grid.groups})
+    for frame in table.frames:
+        cells = shown(frame).map(lambda text: escape(text.replace("-", "−")))
+        cells = cells.where(~best(frame), '<b class="strong">' + cells + "</b>").rename(escape)
+        blocks.append({"html": cells.to_html(escape=False, border=0)})
     return [*blocks, *({"note": note} for note in table.notes)]
 
 
 def _methods(comparison: RerankerComparison) -> list[Block]:
     """Return the table of all methods, their hubs, and a chart of what they change."""
     blocks = _table_blocks(comparison.table(timed=True))
-    for name, why in comparison.left_out.items():
-        blocks.append({"note": f"{TITLES.get(name, name)} was left out: {why}."})
     hubs = []
     for entry in comparison.entries:
         metrics = entry.results.metrics()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import rerank, tables
+from .. import rerank
 from ..checks import one_of
 from ..metrics import Comparison, RetrievalResults, compare_all, retrieval_results
 from ..metrics.labels import check_whole, with_ids
@@ -25,7 +25,8 @@ from ..rerank.base import go_beyond_cosines, has_defaults_for_cosines
 from ..rerank.fast import SCALES
 from ..similarity import Similarity
 from ..suspicious import UnfitScalesWarning, are_the_same, warn
-from ..tables import ARROWS, TESTED, Cell, Grid, Row, Table, comparison_table, samples_for
+from .tables import ARROWS, TESTED, Row, Table, comparison_table, frame, samples_for
+from .tables import text as text_of
 
 METHODS: dict[str, type[Reranker]] = {
     "fast": rerank.FastReranker,
@@ -102,10 +103,10 @@ class Entry:
     @property
     def _bank(self) -> str:
         """Return which bank was used, in words; empty for none."""
-        kind, _, way = self.hubs.partition(" ")
+        kind, *ways = self.hubs.split(" ")
         if kind != "bank":
             return ""
-        return f", bank ({ARROWS[way]})" if way else ", bank"
+        return ", bank" + "".join(f" ({ARROWS[way]})" for way in ways)
 
     @property
     def scales(self) -> str:
@@ -134,18 +135,22 @@ class Entry:
         """
         if self.reranker is None:
             return ""
-        looks_at_test = self.reranker.transductive
-        by_bank = [way for way, test in zip(WAYS, looks_at_test, strict=True) if not test]
-        if len(by_bank) == 1:
-            return f"bank {by_bank[0]}"
-        return "bank" if by_bank else "test"
+        i2t, t2i = self.reranker.transductive
+        if i2t == t2i:
+            return "test" if i2t else "bank"
+        return "bank t2i" if i2t else "bank i2t"
 
     @property
     def looks_at(self) -> str:
         """The same in words."""
-        kind, _, way = self.hubs.partition(" ")
-        words = {"": "", "test": "the test queries", "bank": "the bank"}[kind]
-        return f"{words} ({way})" if way else words
+        words = {
+            "": "",
+            "test": "the test queries",
+            "bank": "the bank",
+            "bank i2t": "the bank (i2t)",
+            "bank t2i": "the bank (t2i)",
+        }
+        return words[self.hubs]
 
 
 @dataclass(frozen=True)
@@ -176,9 +181,13 @@ class RerankerComparison:
             rows.append(Row(name, entry.results, entry.changes, transductive, seconds))
             if entry.scales:
                 scales.append(f"Scales of {name}: {entry.scales}")
-        return comparison_table(
+        table = comparison_table(
             rows, ks, samples=self.samples, scales=scales, warnings=self.warnings
         )
+        left_out = []
+        for name, why in self.left_out.items():
+            left_out.append(f"{TITLES.get(name, name) if titles else name} was left out: {why}.")
+        return replace(table, notes=[*table.notes, *left_out])
 
 
 def compare_rerankers(  # noqa: PLR0913 - options by keyword
@@ -397,35 +406,26 @@ def _with_ids(name: str, scores: Tensor | Similarity) -> Similarity:
 def _by_name(
     methods: Iterable[str | Reranker] | Mapping[str, Reranker], fast: FastReranker
 ) -> dict[str, Reranker]:
-    """Return re-rankers by their names in :data:`METHODS`, and others as they show themselves."""
+    """Return re-rankers by their names in :data:`METHODS`, by names of one's own, and others as
+    they show themselves.
+    """
     if isinstance(methods, str) or not isinstance(methods, Iterable):
         raise TypeError(f"methods: expected a list such as ['fast', CSLS(10)], got {methods!r}")
     if isinstance(methods, Mapping):
-        return _by_own_names(methods.items())
+        named = methods
+        for name in methods:
+            if not isinstance(name, str) or name in TITLES:
+                raise ValueError(f"methods: expected other names than the library's, got {name!r}")
+    else:
+        named = {x if isinstance(x, str) else repr(x): x for x in methods}
     found = {}
-    for method in methods:
-        if isinstance(method, Reranker):
-            found[repr(method)] = method
-        elif isinstance(method, str):
+    for name, method in named.items():
+        if isinstance(method, str):
             one_of("methods", method, *METHODS)
-            found[method] = fast if method == "fast" else METHODS[method]()
-        else:
+            method = fast if method == "fast" else METHODS[method]()
+        if not isinstance(method, Reranker):
             expected = "names and re-rankers with their options, such as 'csls' or CSLS(10)"
             raise TypeError(f"methods: expected {expected}, got {method!r}")
-    return found
-
-
-def _by_own_names(methods: Iterable[tuple[object, object]]) -> dict[str, Reranker]:
-    """Return re-rankers by names of one's own, which are no names of this module."""
-    found = {}
-    for name, method in methods:
-        if not isinstance(method, Reranker):
-            expected = "a re-ranker for each name, such as {'mine': CSLS(10)}"
-            raise TypeError(f"methods: expected {expected}, got {method!r} for {name!r}")
-        if not isinstance(name, str) or not name.isprintable() or not name:
-            raise TypeError(f"methods: expected names on one line, got {name!r}")
-        if name in TITLES:
-            raise ValueError(f"methods: expected other names than the library's, got {name!r}")
         found[name] = method
     return found
 
@@ -469,26 +469,15 @@ def _ready(trial: _Trial) -> Reranker | None:
     return method
 
 
-def table(comparison: RerankerComparison, ks: Ks = RECALLS) -> str:
-    """Return the table of all methods as text; without banks, of at most 100 columns for three K.
-
-    Methods have the names of the command line.
-    """
-    lines = [tables.text(comparison.table(ks, titles=False, timed=True))]
-    for name, why in comparison.left_out.items():
-        lines.append(f"{name} left out: {why}")
-    return "\n".join(lines)
-
-
 def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> str:
     """Return the figures of :func:`itrloss.metrics.coco_protocol` as text: a line for each
-    protocol, of at most 100 columns.
+    protocol.
     """
-    rows = []
-    for name, metrics in figures.items():
-        values = [metrics.get(figure) for figure in _PROTOCOL]
-        texts = ["" if x is None else f"{x:.1f}" for x in values]
-        rows.append((name, [Cell(text) for text in texts]))
-    groups = [(arrow, 3) for arrow in ARROWS.values()] + [("", 1), ("R-P", 2), ("mAP@R", 2)]
-    columns = ["R@1", "R@5", "R@10"] * 2 + ["RSUM"] + ["i2t", "t2i"] * 2
-    return tables.text(Table([Grid(groups, columns, rows)], []))
+    heads = [(arrow, f"R@{k}") for arrow in ARROWS.values() for k in RECALLS]
+    heads += [("", "RSUM")]
+    heads += [(figure, way) for figure in ("R-P", "mAP@R") for way in WAYS]
+    lines = []
+    for metrics in figures.values():
+        values = [metrics.get(figure, "") for figure in _PROTOCOL]
+        lines.append(dict(zip(heads, values, strict=True)))
+    return text_of(Table([frame(list(figures), lines)]))
