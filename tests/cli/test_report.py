@@ -80,7 +80,7 @@ def test_gains_are_ratios_and_only_answered_queries_count():
     sim = Similarity.from_scores(torch.rand(5, 5))
     found = comparison.RerankerComparison(sim, [before, after], {})
     names = [[f"{letter}{i}" for i in range(300)] for letter in "IT"]
-    text = read_page(page(found, after, "title", names))
+    text = read_page(page(found, found.table(), after, "title", names))
     moved = "2 of 4 queries rank their right candidate higher than before, 1 lower."
     assert text.count(moved) == 2
     for name, section in zip("IT", text.split("gained most")[1:], strict=True):

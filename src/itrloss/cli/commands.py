@@ -11,8 +11,7 @@ import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -115,7 +114,7 @@ def _shown_warnings(args: argparse.Namespace) -> Iterator[None]:
         printed.add(str(message))
         _say(args, message)
         if issubclass(category, SuspiciousInputWarning):
-            args.warnings.append(_in_words_of_options(message))
+            args.warnings.append(f"Warning: {_in_words_of_options(message).removesuffix('.')}.")
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
@@ -190,27 +189,19 @@ def _run(args: argparse.Namespace) -> None:
         sim, args.methods, banks, validation, fast, _show_progress, args.folds, rules, args.samples
     )
     _show_progress("")
-    comparison = replace(comparison, warnings=tuple(args.warnings))
-    print(_text(comparison.table(args.ks, titles=False, timed=True)))
-    if args.protocol or outputs:
-        _put_out(args, comparison, outputs, title, names)
-
-
-def _put_out(
-    args: argparse.Namespace,
-    comparison: RerankerComparison,
-    outputs: Sequence[Path],
-    title: str,
-    names: Sequence[Sequence[str]],  # of images and of texts
-) -> None:
-    """Print the figures of a protocol, and write all files."""
+    printed = comparison.table(args.ks, titles=False, timed=True, notes=args.warnings)
+    print(_text(printed))
+    if not args.protocol and not outputs:
+        return
     entry = _entry(args, comparison)
     if args.protocol:
         _print_protocol(comparison, entry)
     _write_results(args, comparison, entry)
-    systems = [{"method": one.name, "hubs": one.hubs} for one in comparison.entries]
-    _write_metrics(args, systems, [one.results for one in comparison.entries])
-    _write_table(args, comparison.table(args.ks), partial(page, comparison, entry, title, names))
+    table = comparison.table(args.ks, notes=args.warnings)
+    systems = []
+    for one in comparison.entries:
+        systems.append(({"method": one.name, "hubs": one.hubs}, one.results))
+    _write_table(args, table, partial(page, comparison, table, entry, title, names), systems)
     if outputs:
         by = PLAIN if entry.name == PLAIN else f"{entry.name}, hubs of {entry.looks_at}"
         print(f"written ({by}): {', '.join(map(str, outputs))}")
@@ -246,12 +237,11 @@ def _run_models(args: argparse.Namespace) -> None:
             marked.append(name)
     _show_progress("")
     comparison = compare_models(results, transductive=marked, samples=args.samples)
-    comparison = replace(comparison, warnings=tuple(args.warnings))
-    table = comparison.table(args.ks)
+    table = comparison.table(args.ks, notes=args.warnings)
     print(f"{about}\n{_text(table)}")
-    _write_metrics(args, [{"method": name} for name in names], list(results.values()))
-    about += ". Recalls in percent."
-    _write_table(args, table, partial(models_page, comparison, ", ".join(names), about))
+    title = ", ".join(names)
+    html = partial(models_page, comparison.rows, table, title, f"{about}. Recalls in percent.")
+    _write_table(args, table, html, [({"method": name}, x) for name, x in results.items()])
     if outputs:
         print(f"written: {', '.join(map(str, outputs))}")
 
@@ -607,25 +597,21 @@ def _write_results(args: argparse.Namespace, comparison: RerankerComparison, ent
             entry.results.write(file)
 
 
-def _write_metrics(
+def _write_table(
     args: argparse.Namespace,
-    systems: Sequence[Mapping[str, str]],  # the first columns
-    results: Sequence[RetrievalResults],
+    table: Table,
+    page: Callable[[], str],
+    systems: Iterable[tuple[Mapping[str, str], RetrievalResults]],  # the first columns, the results
 ) -> None:
-    """Write all metrics of all methods as CSV."""
-    if args.metrics:
-        pairs = zip(systems, results, strict=True)
-        rows = [{**system, **one.metrics(args.ks)} for system, one in pairs]
-        with files.written(args.metrics) as file:
-            require_pandas().DataFrame(rows).to_csv(file, index=False)
-
-
-def _write_table(args: argparse.Namespace, table: Table, page: Callable[[], str]) -> None:
-    """Write the table of all methods in LaTeX, and the page that it is in."""
+    """Write the table of all methods in LaTeX, the page that it is in, and all metrics as CSV."""
     for path, text in ((args.latex, partial(tables.latex, table)), (args.report, page)):
         if path:
             with files.written(path) as file:
                 file.write(text())
+    if args.metrics:
+        rows = [{**columns, **results.metrics(args.ks)} for columns, results in systems]
+        with files.written(args.metrics) as file:
+            require_pandas().DataFrame(rows).to_csv(file, index=False)
 
 
 _RUN = {"rerank": _run, "eval": _run, "compare": _run_models}

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import rerank
 from ..checks import one_of
 from ..metrics import Comparison, RetrievalResults, compare_all, retrieval_results
-from ..metrics.labels import check_whole, with_ids
+from ..metrics.labels import with_ids
 from ..metrics.matching import rows_of
 from ..metrics.relevance import Rules
 from ..metrics.results import RECALL_NAMES, RECALLS, WAYS, Ks, check_systems
@@ -162,32 +162,41 @@ class RerankerComparison:
     left_out: dict[str, str]  # method: why
     rules: Rules = field(default_factory=Rules)  # who is right, and who is ranked
     samples: int = 0  # of the bootstrap behind the changes
-    warnings: Sequence[str] = ()  # of the input, which the table repeats
 
-    def table(self, ks: Ks = RECALLS, *, titles: bool = True, timed: bool = False) -> Table:
+    def rows(self, titles: bool = True, timed: bool = False) -> list[Row]:
+        """Return the entries as rows of a table."""
+        rows = []
+        for entry in self.entries:
+            name = entry.title if titles else entry.label
+            transductive = entry.reranker is not None and any(entry.reranker.transductive)
+            seconds = entry.seconds if timed else None
+            rows.append(Row(name, entry.results, entry.changes, transductive, seconds))
+        return rows
+
+    def table(
+        self,
+        ks: Ks = RECALLS,
+        *,
+        titles: bool = True,
+        timed: bool = False,
+        notes: Sequence[str] = (),
+    ) -> Table:
         """Return the table of all entries: recalls, changes of the RSUM and of R@1, and notes.
 
         Args:
             ks: the K of R@K.
             titles: whether methods have names in words; if not, the command line's.
             timed: whether there is a column with the seconds.
+            notes: further ones, such as warnings of the input.
         """
-        rows = []
-        scales = []
-        for entry in self.entries:
-            name = entry.title if titles else entry.label
-            transductive = entry.reranker is not None and any(entry.reranker.transductive)
-            seconds = entry.seconds if timed else None
-            rows.append(Row(name, entry.results, entry.changes, transductive, seconds))
+        rows = self.rows(titles, timed)
+        own = []
+        for row, entry in zip(rows, self.entries, strict=True):
             if entry.scales:
-                scales.append(f"Scales of {name}: {entry.scales}")
-        table = comparison_table(
-            rows, ks, samples=self.samples, scales=scales, warnings=self.warnings
-        )
-        left_out = []
+                own.append(f"Scales of {row.name}: {entry.scales}")
         for name, why in self.left_out.items():
-            left_out.append(f"{TITLES.get(name, name) if titles else name} was left out: {why}.")
-        return replace(table, notes=[*table.notes, *left_out])
+            own.append(f"{TITLES.get(name, name) if titles else name} was left out: {why}.")
+        return comparison_table(rows, ks, samples=self.samples, notes=[*own, *notes])
 
 
 def compare_rerankers(  # noqa: PLR0913 - options by keyword
@@ -342,11 +351,10 @@ class ModelComparison:
 
     rows: list[Row]
     samples: int  # of the bootstrap behind the changes
-    warnings: Sequence[str] = ()  # of the input, which the table repeats
 
-    def table(self, ks: Ks = RECALLS) -> Table:
+    def table(self, ks: Ks = RECALLS, *, notes: Sequence[str] = ()) -> Table:
         """Return the table of all models: recalls, changes of the RSUM and of R@1, and notes."""
-        return comparison_table(self.rows, ks, samples=self.samples, warnings=self.warnings)
+        return comparison_table(self.rows, ks, samples=self.samples, notes=notes)
 
 
 def compare_models(
@@ -394,9 +402,6 @@ def _are_same(own: RetrievalResults, other: RetrievalResults) -> bool:
 
 def _with_ids(name: str, scores: Tensor | Similarity) -> Similarity:
     """Return scores of any form as a Similarity."""
-    if isinstance(scores, Similarity):
-        check_whole(name, scores)
-        return scores
     if isinstance(as_pair(scores), tuple):
         expected = "one matrix of scores, from which both directions are re-ranked"
         raise TypeError(f"{name}: expected {expected}, got a pair")

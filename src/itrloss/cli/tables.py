@@ -95,8 +95,7 @@ def comparison_table(
     ks: Ks = RECALLS,
     *,
     samples: int,
-    scales: Iterable[str] = (),
-    warnings: Iterable[str] = (),
+    notes: Iterable[str] = (),
 ) -> Table:
     """Return the table of methods, each compared with the first one.
 
@@ -104,8 +103,7 @@ def comparison_table(
         rows: the methods, the base first.
         ks: the K of R@K.
         samples: the number of bootstrap samples behind their changes.
-        scales: a sentence for each calibrated method with what was chosen.
-        warnings: of the input, which become notes.
+        notes: further ones, behind those on the figures.
     """
     tests = len(TESTED) * (len(rows) - 1)
     least = 2 * tests / (samples + 1)
@@ -113,9 +111,7 @@ def comparison_table(
     frames = [frame(names, [_recalls(row, ks, least) for row in rows])]
     if tests:
         frames.append(frame(names[1:], [_changes(row, least) for row in rows[1:]]))
-    notes = [*_notes(rows, tests, samples), *scales, *_falls(rows)]
-    notes += [f"Warning: {text.removesuffix('.')}." for text in warnings]
-    return Table(frames, notes)
+    return Table(frames, [*_notes(rows, tests, samples), *_falls(rows), *notes])
 
 
 def frame(names: Sequence[str], lines: Sequence[Mapping[tuple[str, str], object]]) -> pd.DataFrame:
