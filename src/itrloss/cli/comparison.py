@@ -56,6 +56,14 @@ TITLES = {  # names for readers who do not know the command line's
     "sinkhorn": "Sinkhorn",
     "dbsn": "DBSN",
 }
+# where hubs were looked for: in words, and as it stands behind the name of a method
+_HUBS = {
+    "": ("", ""),
+    "test": ("the test queries", ""),
+    "bank": ("the bank", ", bank"),
+    "bank i2t": ("the bank (i2t)", f", bank ({ARROWS['i2t']})"),
+    "bank t2i": ("the bank (t2i)", f", bank ({ARROWS['t2i']})"),
+}
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
 # the figures of a protocol, in the order of its columns
 _PROTOCOL = (
@@ -93,20 +101,12 @@ class Entry:
     @property
     def label(self) -> str:
         """The name as the command line has it, and the bank if there is one."""
-        return self.name + self._bank
+        return self.name + _HUBS[self.hubs][1]
 
     @property
     def title(self) -> str:
         """The name in words, and the bank if there is one."""
-        return TITLES.get(self.name, self.name) + self._bank
-
-    @property
-    def _bank(self) -> str:
-        """Return which bank was used, in words; empty for none."""
-        kind, *ways = self.hubs.split(" ")
-        if kind != "bank":
-            return ""
-        return ", bank" + "".join(f" ({ARROWS[way]})" for way in ways)
+        return TITLES.get(self.name, self.name) + _HUBS[self.hubs][1]
 
     @property
     def scales(self) -> str:
@@ -143,14 +143,7 @@ class Entry:
     @property
     def looks_at(self) -> str:
         """The same in words."""
-        words = {
-            "": "",
-            "test": "the test queries",
-            "bank": "the bank",
-            "bank i2t": "the bank (i2t)",
-            "bank t2i": "the bank (t2i)",
-        }
-        return words[self.hubs]
+        return _HUBS[self.hubs][0]
 
 
 @dataclass(frozen=True)

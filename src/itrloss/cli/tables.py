@@ -237,7 +237,7 @@ def best(frame: pd.DataFrame) -> pd.DataFrame:
     """Return which cells are the highest numbers of their column, as printed, of several rows."""
     numbers = shown(frame.select_dtypes("number")).astype(float)
     highest = (numbers == numbers.max()) & (len(frame) > 1)
-    return highest.reindex(columns=frame.columns, fill_value=False)
+    return highest.reindex(columns=frame.columns, fill_value=False).astype(bool)
 
 
 def text(table: Table, width: int | None = None) -> str:
