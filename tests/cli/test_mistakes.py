@@ -77,7 +77,7 @@ RERANK = [
     ("--out .", "--out: .: expected a file to write, got a directory"),
     ("--out /dev/null", "/dev/null: expected a file to write, got a device or a pipe"),
     ("--rankings /dev/null", "/dev/null: expected a file to write, got a device or a pipe"),
-    ("--rankings o.npz", "o.npz: expected a file of its own .* got that of --out"),
+    ("--rankings o.npz", "o.npz: expected a file of its own .* got that of out"),
     ("--top 0", "--top: expected an integer of at least 1, got '0'"),
     ("--ks 0", "--ks: expected an integer of at least 1, got '0'"),
     ("--samples 0", "--samples: expected an integer of at least 1, got '0'"),

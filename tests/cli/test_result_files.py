@@ -133,12 +133,12 @@ def test_a_result_does_not_replace_the_input(name, saved, capsys):
     Path("link.npz").symlink_to("s.npz")
     content = Path("s.npz").read_bytes()
     said = refused(capsys, "rerank", "s.npz", "--methods", "fast", "--out", name)
-    assert f"{name}: expected a file of its own for a result, got that of --scores" in said
+    assert f"{name}: expected a file of its own for a result, got that of scores" in said
     assert Path("s.npz").read_bytes() == content
     Path("i.csv").write_text("".join(f"{i}\n" for i in range(N)))
     ids = ("--image-ids", "i.csv", "--text-ids", "t.npy")
     said = refused(capsys, "rerank", "s.npz", *ids, "--queries", "i.csv")
-    assert "got that of --image-ids" in said
+    assert "got that of image-ids" in said
 
 
 def test_what_is_interrupted_leaves_the_old_file(saved, monkeypatch):

@@ -312,7 +312,7 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
     for name, value in vars(args).items():
         for x in value if isinstance(value, list) else [value]:
             if isinstance(x, Source):
-                uses[os.path.realpath(x.path)] = _option(name)
+                uses[os.path.realpath(x.path)] = name.replace("_", "-")
     for name, path in vars(args).items():
         if isinstance(path, Path):
             place = os.path.realpath(path / "i2t.run" if name == "trec" else path)
@@ -320,7 +320,7 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
                 raise ValueError(
                     f"{path}: expected a file of its own for a result, got that of {uses[place]}"
                 )
-            uses[place] = _option(name)
+            uses[place] = name
             outputs.append(path)
     return outputs
 

@@ -387,10 +387,8 @@ def compare_models(
 
 def _are_same(own: RetrievalResults, other: RetrievalResults) -> bool:
     """Return whether all ranks and best candidates of two models are the same."""
-    for one, two in zip(own.ways.values(), other.ways.values(), strict=True):
-        if not torch.equal(one.ranks, two.ranks) or not torch.equal(one.top, two.top):
-            return False
-    return True
+    pairs = [(own.i2t, other.i2t), (own.t2i, other.t2i)]
+    return all(torch.equal(x.ranks, y.ranks) and torch.equal(x.top, y.top) for x, y in pairs)
 
 
 def _with_ids(name: str, scores: Tensor | Similarity) -> Similarity:

@@ -131,9 +131,6 @@ def _tensor(path: Path, array: object) -> Tensor:
     """Return what a file has as a tensor, if it is an array of numbers."""
     if isinstance(array, Tensor):
         return _checked_tensor(path, array)
-    if isinstance(array, list):
-        with _reading(path):
-            array = np.array(array)
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{path}: expected an array, got {type(array).__name__}")
     if array.dtype.kind not in "fiub":
@@ -162,19 +159,14 @@ def read_ids(path: str | Path, key: str | None = None) -> Tensor:
 
     A ``.txt`` file has one id a line, a ``.csv`` file a column (``key`` chooses among several by
     their header), a ``.json`` file a list; or it is any format of :func:`read_matrix`. Equal
-    strings get equal numbers in all files. Whole floats are integers, a single column or row is
-    flattened.
+    strings get equal numbers in all files. Whole floats are integers, as are strings if all of a
+    file are numbers; a single column or row is flattened.
     """
     path = _as_path(path)
     content = _saved_ids(path, key)
-    if _suffix(path) in TEXTS:
-        content = _integers(path, content)
-    if _holds_strings(content):
-        if "" in np.asarray(content):  # they would match each other
-            raise ValueError(f"{path}: expected an id for each item, got an empty one")
-        ids = as_id_numbers(str(path), content)
-    else:
-        ids = _tensor(path, content)
+    if isinstance(content, np.ndarray) and content.dtype.kind == "U":
+        content = _numbers_of_texts(path, content.ravel().tolist())
+    ids = _tensor(path, content)
     if ids.is_floating_point() and bool((ids == ids.long()).all()):  # as MATLAB and pandas save ids
         ids = ids.long()
     is_row = ids.ndim == 1 or (ids.ndim == 2 and 1 in ids.shape)
@@ -190,19 +182,18 @@ def first_id(path: Path, key: str | None = None) -> str:
 
 
 def _saved_ids(path: Path, key: str | None) -> object:
-    """Return the ids in a file as they are: strings in files of text, and arrays or lists."""
+    """Return the ids in a file as they are: in files of text, an array of strings."""
     suffix = _suffix(path)
     if suffix == ".csv":
-        return _csv_column(path, key)
+        return np.array(_csv_column(path, key))
     if suffix == ".txt":
         _check_unnamed(path, key)
         text = _text(path).strip()
         if not text:
             raise ValueError(f"{path}: the file is empty")
         words = text.split()
-        if all(map(_INTEGER.fullmatch, words)):
-            return words
-        return [line.strip() for line in text.split("\n")]
+        are_integers = all(map(_INTEGER.fullmatch, words))
+        return np.array(words if are_integers else [line.strip() for line in text.split("\n")])
     content = _read(path, key)
     if isinstance(content, np.ndarray) and content.dtype.kind == "S":
         with _reading(path):
@@ -230,25 +221,19 @@ def _csv_column(path: Path, key: str | None) -> list[str]:
     return ids
 
 
-def _integers(path: Path, ids: Any) -> object:
-    """Return the ids in a text as integers if all are, and otherwise as they are."""
-    if not all(map(_INTEGER.fullmatch, ids)):
-        missing = [x for x in ids if x.lower() in _MISSING]
-        if missing and any(map(_INTEGER.fullmatch, ids)):  # they would match each other
-            got = f"{missing[0]!r} among integers"
-            raise ValueError(f"{path}: expected an id for each item, got {got}")
-        return ids
+def _numbers_of_texts(path: Path, ids: list[str]) -> np.ndarray | Tensor:
+    """Return ids that are texts: the integers if all are, and otherwise numbers of names."""
+    integers = [x for x in ids if _INTEGER.fullmatch(x)]
+    missing = [x for x in ids if x.lower() in _MISSING]
+    if "" in ids or (missing and integers):  # they would match each other
+        among = " among integers" if integers else ""
+        raise ValueError(f"{path}: expected an id for each item, got {missing[0]!r}{among}")
+    if len(integers) < len(ids):
+        return as_id_numbers(str(path), ids)
     try:
         return np.array([int(x.partition(".")[0]) for x in ids], dtype=np.int64)
     except (OverflowError, ValueError):
         raise ValueError(f"{path}: expected integers of 64 bits, or strings") from None
-
-
-def _holds_strings(content: object) -> bool:
-    """Return whether an entry of a file is an array or a list of strings."""
-    if isinstance(content, np.ndarray):
-        return content.dtype.kind == "U"
-    return isinstance(content, list) and all(isinstance(x, str) for x in content)
 
 
 def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
@@ -300,12 +285,13 @@ def _read(path: Path, key: str | None) -> object:
         raise ValueError(f"{path}: the file is empty")
     with _reading(path):
         content = _READERS[suffix](path)
-    if not isinstance(content, Mapping):
-        _check_unnamed(path, key)
-        return content
-    key = _array_name(path, content, key)
+    if isinstance(content, Mapping):
+        name = _array_name(path, content, key)
+        with _reading(path):
+            return _chosen(content[name])
+    _check_unnamed(path, key)
     with _reading(path):
-        return _chosen(content[key])
+        return _chosen(content)
 
 
 def _suffix(path: Path) -> str:
@@ -360,13 +346,13 @@ def _array_name(path: Path, content: Mapping[str, Any], key: str | None) -> str:
     raise ValueError(f"{path}: expected one {kind}, or one of the name sims; {got}")
 
 
-def _chosen(x: Any) -> Any:
-    """Return an entry of a file as an array or a list, and one number as such."""
+def _chosen(x: Any) -> object:
+    """Return an entry of a file, or what is in it, as an array if it is one or a list."""
     if isinstance(x, _Pickled):
-        return x.array()
-    if hasattr(x, "asstr") and x.dtype.kind == "O":  # a data set of HDF5 with strings
-        return list(x.asstr()[()].flat)
-    return x if isinstance(x, (Tensor, list)) else x[()]
+        x = x.array()
+    elif hasattr(x, "asstr"):  # a data set of HDF5
+        x = x.asstr()[()].tolist() if x.dtype.kind == "O" else x[()]
+    return np.array(x) if isinstance(x, list) else x
 
 
 def _package(path: Path, name: str, extra: str = "files") -> ModuleType:
