@@ -191,8 +191,18 @@ def _run(args: argparse.Namespace) -> None:
     _show_progress("")
     printed = comparison.table(args.ks, titles=False, timed=True, notes=args.warnings)
     print(_text(printed))
-    if not args.protocol and not outputs:
-        return
+    if args.protocol or outputs:
+        _put_out(args, comparison, outputs, title, names)
+
+
+def _put_out(
+    args: argparse.Namespace,
+    comparison: RerankerComparison,
+    outputs: Sequence[Path],
+    title: str,
+    names: Sequence[Sequence[str]],  # of images and of texts
+) -> None:
+    """Print the figures of a protocol, and write all files."""
     entry = _entry(args, comparison)
     if args.protocol:
         _print_protocol(comparison, entry)
