@@ -11,7 +11,7 @@ import re
 
 from docutils import nodes
 
-from itrloss.comparison.charts import intervals
+from itrloss.cli.charts import intervals
 
 PAGES = ("results", "ablations")
 SPREAD = "RSUM, mean ± standard deviation over seeds"

@@ -25,8 +25,8 @@ from torch import nn
 
 import itrloss
 from examples.retrieval.scenes import write_scenes
-from itrloss import tables
-from itrloss.comparison import compare_rerankers
+from itrloss.cli import tables
+from itrloss.cli.comparison import compare_rerankers
 
 sizes = {"train": 1000, "dev": 1, "test": 200}
 folder = Path(tempfile.mkdtemp())

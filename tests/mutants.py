@@ -51,9 +51,7 @@ TESTS = {
     "checks/warnings": ["tests/test_warnings.py"],
     "checks/options": ["tests/test_options.py", "tests/losses/test_losses.py"],
     "checks": ["tests/test_options.py", "tests/test_messages.py", "tests/test_input_forms.py"],
-    "tables": ["tests/cli"],
-    "files": ["tests/cli"],
-    "comparison": ["tests/cli", "tests/rerank"],
+    "cli": ["tests/cli", "tests/rerank"],
 }
 
 OPERATORS = {

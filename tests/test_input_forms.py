@@ -13,7 +13,7 @@ import torch
 
 import itrloss
 from itrloss import checks, metrics, rerank
-from itrloss.comparison import METHODS
+from itrloss.cli.comparison import METHODS
 
 X, Y = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
 NUMBERS = [3, 3, 0, 200, 200, 1]

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import itrloss
-from itrloss import checks, comparison, compat, files, functional, metrics, rerank
+from itrloss import checks, compat, functional, metrics, rerank
 from itrloss.checks import Options
-from itrloss.cli import main
+from itrloss.cli import comparison, files, main
 from itrloss.distributed.consensus import what_differs
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -479,22 +479,22 @@ WRONG_COMMANDS = [
     ("rerank @scores.npy --methods csls,fast", "separate them by blanks: csls fast"),
     ("rerank @scores.npy --write cslz --out @o.npz", "--write: expected 'no re-ranking', "),
     ("rerank @scores.npy --foldz 5", "unrecognized arguments: --foldz 5; did you mean '--folds'?"),
-    ("rerank @scores.npy --ks 1,5", "--ks: expected an integer, got '1,5'; separate them by b"),
-    ("rerank @scores.npy --folds x", "--folds: expected an integer, got 'x'\n"),
+    ("rerank @scores.npy --ks 1,5", "integer of at least 1, got '1,5'; separate them by b"),
+    ("rerank @scores.npy --folds x", "--folds: expected an integer of at least 1, got 'x'\n"),
     ("rerank @scores.npy --protocol COCO", "got 'COCO'; did you mean 'coco'?"),
     ("rerank @scores.npy @scores.npy", "embeddings are for itrloss eval"),
     ("rerank @two.npz", "it has x, y; for one of several, write @two.npz:x"),
     ("rerank @two.npz:z", "two.npz: expected an array of the name 'z'; it has x, y"),
     ("rerank @scores.npy:x", "scores.npy: expected no name, as the file has one array, got 'x'"),
     ("rerank @scores.csv:x", "scores.csv: expected no name, as the file has one array, got 'x'"),
-    ("rerank @scores.npy --exclude @ids.csv:x", "ids.csv: expected no name, "),
+    ("rerank @scores.npy --exclude @scores.csv:x", "scores.csv: expected no name, "),
     (f"{OF_IDS} @ids.txt:x", "ids.txt: expected no name, "),
     ("rerank @twos.npz:x", "twos.npz:x: there is no such file; did you mean 'two.npz'?"),
     ("rerank @out.npz", "itrloss compare takes such re-ranked scores of both directions"),
     (f"{OF_IDS} @two.npz", "two.npz: expected one array, "),
     (f"{OF_IDS} @ids.csv", "ids.csv: expected one column; it has image, caption; for one of them,"),
     (f"{OF_IDS} @ids.csv:text", "expected a column of the name 'text'; it has image, caption"),
-    (f"{OF_IDS} @ids.json", "ids.json: expected a list, or one with a name; it has none"),
+    (f"{OF_IDS} @ids.json", "ids.json: expected one list, or one of the name sims; it has none"),
 ]
 
 

@@ -6,7 +6,7 @@ queries.
 
 Runs that differ in the seed only share one line of the table, with mean and standard deviation.
 
-The page uses the template of :mod:`itrloss.comparison.pages`, with figures as inline SVG and
+The page uses the template of :mod:`itrloss.cli.pages`, with figures as inline SVG and
 pictures as inline JPEG. Pictures are optional: without `DATA/pictures/dev_00000.png` etc., the
 gallery shows captions only.
 """
@@ -22,9 +22,9 @@ from typing import Any
 
 from torch import Tensor
 
-from itrloss.comparison.charts import Series, lines
-from itrloss.comparison.pages import Block, number, render
-from itrloss.comparison.report import hubness
+from itrloss.cli.charts import Series, lines
+from itrloss.cli.pages import Block, number, render
+from itrloss.cli.report import hubness
 from itrloss.metrics import RetrievalResults, retrieval_results
 from itrloss.rerank import Reranker
 

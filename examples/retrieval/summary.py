@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from itrloss import tables
-from itrloss.tables import Cell, Grid, Table
+from itrloss.cli import tables
+from itrloss.cli.tables import ARROWS, Table, frame
 
 from .evaluate import RECALLS
 from .runs import Experiment, experiments, load_run
@@ -28,15 +28,17 @@ def cell(values: Sequence[float]) -> str:
 
 def table(found: Sequence[Experiment], split: str) -> str:
     """Two lines per experiment: before and after re-ranking."""
+    heads = [(arrow, f"R@{k}") for arrow in ARROWS.values() for k in (1, 5, 10)]
+    heads = [(" ", "seeds"), *heads, ("", "RSUM")]
+    names = []
     rows = []
     for experiment in found:
         for when, name in (("before", experiment.name), ("after", "  re-ranked")):
             texts = [cell(experiment.values(split, when, figure)) for figure in FIGURES]
             seeds = str(len(experiment.runs)) if when == "before" else ""
-            rows.append((name, [Cell(text) for text in (seeds, *texts)]))
-    groups = [("", 1), ("image→text", 3), ("text→image", 3), ("", 1)]
-    columns = ["seeds", *["R@1", "R@5", "R@10"] * 2, "RSUM"]
-    return tables.text(Table([Grid(groups, columns, rows)], [f"On the {split} split."]))
+            names.append(name)
+            rows.append(dict(zip(heads, [seeds, *texts], strict=True)))
+    return tables.text(Table([frame(names, rows)], [f"On the {split} split."]))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""``itrloss rerank`` and ``itrloss eval`` print and write the figures of the library."""
+"""What the commands print and write is what the library computes."""
 
 from __future__ import annotations
 
@@ -7,375 +7,309 @@ import io
 import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.command_line import C, N, pairs, run, scores
+from support.command_line import C, N, pairs, run, table_line
 
-from itrloss import Similarity, comparison, rerank
+import itrloss
+from itrloss import Similarity
 from itrloss.cli import main
-from itrloss.comparison import METHODS
+from itrloss.cli.comparison import METHODS, compare_rerankers
 from itrloss.metrics import Judgements, retrieval_metrics, retrieval_results
+from itrloss.rerank import CSLS, FastReranker
+
+from .conftest import ARRAYS
 
 IDS = torch.arange(N), torch.arange(N * C) // C
-PLAIN = torch.from_numpy(scores())
-WITHOUT_BANK_OR_EMBEDDINGS = [
-    name for name, kind in METHODS.items() if not (kind.needs_bank or kind.needs_embeddings)
+TENSORS = {name: torch.from_numpy(array) for name, array in ARRAYS.items()}
+PLAIN = TENSORS["sims"]
+EMBEDDED = Similarity(TENSORS["images"], TENSORS["texts"].float(), *IDS)
+HELD_OUT = TENSORS["val"], TENSORS["i"], TENSORS["val_t"]
+BANKS = TENSORS["bank_images"].float(), TENSORS["bank_texts"].float()
+ON_BANK = CSLS().fit(*BANKS)
+IDS_7 = "--image-ids i.npy --text-ids"
+FAST = {"reranker": FastReranker()}
+
+
+def fitted(**banks: torch.Tensor) -> dict:
+    return {"reranker": CSLS().fit(**banks)}
+
+
+# a command, words of its output, and figures by the names of rows: scores and options
+TRANSCRIPTS = [
+    (
+        "rerank sims.npy --methods fast csls",
+        "sims.npy: 12 images, 60 texts (5 an image, one behind the other)",
+        {"no re-ranking": (PLAIN, {}), "fast†": (PLAIN, FAST), "csls†": (PLAIN, fitted())},
+    ),
+    ("rerank transposed.npy --transpose --methods csls", "", {"no re-ranking": (PLAIN, {})}),
+    (
+        f"rerank shuffled.npy {IDS_7} shuffled_t.npy --methods fast",
+        "(by the ids given)",
+        {"no re-ranking": (PLAIN, {}), "fast†": (PLAIN, FAST)},
+    ),
+    (
+        "rerank transposed.npy --image-ids t.npy --text-ids i.npy --methods csls",
+        "60 images, 12 texts",
+        {},
+    ),
+    (
+        "rerank sims.npy --folds 3 --methods fast",
+        "in 3 parts",
+        {"no re-ranking": (PLAIN, {"folds": 3}), "fast†": (PLAIN, {**FAST, "folds": 3})},
+    ),
+    (
+        f"rerank sims.npy --folds 3 {IDS_7} t.npy --methods csls",
+        "in 3 parts",
+        {"no re-ranking": (PLAIN, {"folds": 3})},
+    ),
+    (
+        "rerank sims.npy --ks 1 3 20 50 --methods csls",
+        "R@20",
+        {"no re-ranking": (PLAIN, {"ks": (1, 3, 20, 50)})},
+    ),
+    (
+        f"rerank sims.npy --val val.npy --val-image-ids i.npy --val-text-ids val_t.npy {IDS_7} "
+        "t.npy --bank-images image_bank.npy --methods fast qb-norm",
+        "qb-norm was left out: needs banks of queries: --bank-images and --bank-texts.",
+        {
+            "fast†": (PLAIN, FAST),
+            "fast, calibrated†": (PLAIN, {"reranker": FastReranker().calibrate(*HELD_OUT)}),
+            "fast, bank (image→text)†": (
+                PLAIN,
+                {"reranker": FastReranker().fit(images=TENSORS["image_bank"])},
+            ),
+        },
+    ),
+    (
+        "rerank sims.npy --bank-images image_bank.npy --bank-texts text_bank.npy --methods csls",
+        "",
+        {
+            "csls†": (PLAIN, fitted()),
+            "csls, bank": (
+                PLAIN,
+                fitted(images=TENSORS["image_bank"], texts=TENSORS["text_bank"]),
+            ),
+        },
+    ),
+    (
+        "rerank sims.npy --bank-texts text_bank.npy --methods csls",
+        "",
+        {"csls, bank (text→image)†": (PLAIN, fitted(texts=TENSORS["text_bank"]))},
+    ),
+    (
+        "eval images.npy texts.npy --bank-images bank_images.npy --bank-texts bank_texts.npy "
+        "--val val_images.npy val_texts.npy --methods csls fast",
+        "images.npy, texts.npy: 12 images, 60 texts",
+        {
+            "no re-ranking": (EMBEDDED, {}),
+            "csls†": (EMBEDDED, fitted()),
+            "csls, bank": (EMBEDDED, {"reranker": ON_BANK}),
+            "fast, calibrated, bank": (EMBEDDED, {}),
+        },
+    ),
 ]
+CALIBRATED = FastReranker().fit(*BANKS)
+CALIBRATED.calibrate(Similarity(TENSORS["val_images"], TENSORS["val_texts"], *IDS))
+TRANSCRIPTS[-1][2]["fast, calibrated, bank"] = (EMBEDDED, {"reranker": CALIBRATED})
 
 
-def save(path: Path, x: np.ndarray) -> Path:
-    np.save(path, x)
-    return path
+@pytest.mark.parametrize(("command", "words", "figures"), TRANSCRIPTS)
+def test_printed_figures_are_those_of_the_library(command, words, figures, saved, capsys):
+    assert run(*command.split(), "--samples", 9) == 0
+    out, err = capsys.readouterr()
+    assert words in " ".join(out.split())
+    assert not err
+    for name, (sim, options) in figures.items():
+        metrics = retrieval_metrics(sim, **options)
+        names = [f"{way}_r{k}" for way in ("i2t", "t2i") for k in options.get("ks", (1, 5, 10))]
+        printed = table_line(out, name).removeprefix(name).split()
+        wanted = [f"{metrics[figure]:.1f}" for figure in (*names, "rsum")]
+        assert printed[: len(wanted)] == wanted, name
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    return save(tmp_path / "sims.npy", scores())
-
-
-def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
-    """Lines of the recalls by method, and of what was left out."""
+def test_every_method_has_a_row_or_a_reason(saved, capsys):
+    assert run("rerank", "sims.npy", "--samples", 20) == 0
     out = capsys.readouterr().out
-    table, _, _ = out.partition("\n\n")
-    left_out = re.findall("^.* left out: .*$", out, re.M)
-    found: dict[str, list[str]] = defaultdict(list)
-    for line in table.splitlines() + left_out:
-        name, *_ = re.split(r"†|, bank|  +\d| left out", line)
-        found[name].append(line)
-    return found
+    for name, kind in METHODS.items():
+        if kind.needs_bank or kind.needs_embeddings:
+            assert f"\n{name} was left out: needs " in out
+        else:
+            line = table_line(out, name + "†")
+            change, low, high = re.findall(r"[-+][\d.]+", line)
+            assert float(low) <= float(change) <= float(high)
+            assert re.search(r"\d\.\ds$", line)  # seconds
+    banks = ["--bank-images", "bank_images.npy", "--bank-texts", "bank_texts.npy"]
+    assert run("eval", "images.npy", "texts.npy", *banks, "--samples", 20) == 0
+    out = capsys.readouterr().out
+    assert "left out" not in out
+    for name, kind in METHODS.items():
+        assert table_line(out, f"{name}, bank")
+        assert (f"\n{name}†" in out) != kind.needs_bank
 
 
-def hubs(line: str) -> str:
-    """Where a line says that hubs were looked for."""
-    bank = re.search(r"bank(?: \(.*?\))?(†?)", line)
-    if bank is not None:
-        return bank[0].rstrip("†")
-    return "test" if "†" in line else ""
+def test_embeddings_are_calibrated_with_the_bank_that_they_are_re_ranked_by():
+    """Far from the held-out pairs, where it changes what is chosen."""
+    images, texts = (torch.from_numpy(x) for x in pairs(1))
+    banks = BANKS[0] + 3.0, BANKS[1][:9] - 2.0
+    validation = Similarity(images, texts, *IDS)
+    calibrated = compare_rerankers(validation, ("fast",), banks, validation).entries[-1].reranker
+    with_bank = FastReranker().fit(*banks).calibrate(validation)
+    assert repr(calibrated) == repr(with_bank) != repr(FastReranker().calibrate(validation))
 
 
-def first_line(out: str, start: str) -> str:
-    """The first line that begins with a text."""
-    return next(line for line in out.splitlines() if line.startswith(start))
-
-
-def rsum(reranker: rerank.Reranker | None = None, **options) -> str:
-    """The sum of recalls as it is printed."""
-    metrics = retrieval_metrics(PLAIN, reranker=reranker, **options)
-    return f"{metrics['rsum']:6.1f}"
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
+def read_csv(path: str) -> list[dict[str, str]]:
     with open(path, encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
+def numbers(row: Mapping[str, str]) -> dict[str, float]:
+    return {name: float(x) for name, x in row.items() if name not in ("method", "hubs")}
+
+
+def test_files_have_any_k(saved):
+    options = ("--methods", "csls", "--ks", 1, 3, 20, 50, "--metrics", "m.csv", "--latex", "t.tex")
+    assert run("rerank", "sims.npy", *options) == 0
+    plain, csls = read_csv("m.csv")
+    assert [plain["method"], plain["hubs"]] == ["no re-ranking", ""]
+    assert [csls["method"], csls["hubs"]] == ["csls", "test"]
+    ks = (1, 3, 20, 50)
+    assert numbers(plain) == retrieval_metrics(PLAIN, ks=ks)
+    assert numbers(csls) == retrieval_metrics(PLAIN, ks=ks, reranker=CSLS())
+    latex = Path("t.tex").read_text(encoding="utf-8")
+    assert "R@3 &" in latex and "R@5 &" not in latex
+
+
+def test_folds_rank_the_candidates_of_their_part(saved):
+    options = ("--folds", 3, "--methods", "csls", "--trec", ".", "--top", 4, "--queries", "q.csv")
+    assert run("rerank", "sims.npy", *options) == 0
+    wanted = retrieval_results(PLAIN, reranker=CSLS(), folds=3, hubness_k=4)
+    for way, side in wanted.ways.items():
+        candidates = []
+        for line in Path(f"{way}.run").read_text().splitlines():
+            _, _, candidate, *_ = line.split()
+            candidates.append(int(candidate.strip("imagetx")))
+        assert candidates == side.top.flatten().tolist()
+    rows = [row for row in read_csv("q.csv") if row["direction"] == "t2i"]
+    assert [int(row["id"]) for row in rows] == IDS[1].tolist()
+    assert all(int(row["id"]) // 4 == int(row["first"]) // 4 for row in rows)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "csv", "npy"])
+def test_graded_pairs_and_exclusions_come_from_files(suffix, saved, capsys):
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randperm(N * N * C, generator=generator)[:80]
+    images, texts = chosen // (N * C), chosen % (N * C)
+    grades = torch.randint(0, 4, (80,), generator=generator)
+    for name, columns in (("g", [images, texts, grades]), ("e", [images[::7], texts[::7]])):
+        table = torch.stack(columns, 1).numpy()
+        if suffix == "npy":
+            np.save(f"{name}.npy", table)
+        else:
+            np.savetxt(f"{name}.{suffix}", table, "%d", "," if suffix == "csv" else " ")
+    rules = ("--relevant", f"g.{suffix}", "--exclude", f"e.{suffix}")
+    results = ("--metrics", "m.csv", "--trec", ".", "--write", "no re-ranking", "--top", 60)
+    assert run("rerank", "sims.npy", *rules, "--methods", "fast", *results) == 0
+    assert f"right by g.{suffix}" in capsys.readouterr().out
+    excluded = images[::7], texts[::7]
+    options = {"relevant": Judgements(images, texts, grades), "exclude": excluded}
+    for row, method in zip(read_csv("m.csv"), (None, FastReranker()), strict=True):
+        wanted = retrieval_metrics(PLAIN, reranker=method, **options)
+        assert {name: float(row[name]) for name in wanted} == wanted
+    ranked = set()
+    for line in Path("i2t.run").read_text().splitlines():
+        image, _, text, *_ = line.split()
+        ranked.add(int(image.removeprefix("image")) * N * C + int(text.removeprefix("text")))
+    assert ranked == set(range(N * N * C)) - set(chosen[::7].tolist())
+
+
+# --- several models -------------------------------------------------------------------------------
+
+
+def test_re_ranked_scores_are_compared_in_both_directions(saved, capsys):
+    banks = {"images": TENSORS["image_bank"], "texts": TENSORS["text_bank"]}
+    results = {"sims": retrieval_results(PLAIN), "plain": retrieval_results(PLAIN)}
+    for name, used in {"alone": [], "bank": ["images", "texts"], "half": ["images"]}.items():
+        reranker = CSLS().fit(**{side: banks[side] for side in used})
+        results[name] = retrieval_results(PLAIN, reranker=reranker)
+    for suffix in ("", ".T"):
+        transpose = ["--transpose"] if suffix else []
+        for name in ("sims", "image_bank", "text_bank"):
+            np.save(f"{name}{suffix}.npy", ARRAYS[name].T if suffix else ARRAYS[name])
+        base = f"sims{suffix}.npy"
+        of_images = ["--bank-images", f"image_bank{suffix}.npy"]
+        options = {
+            "plain": ["--write", "no re-ranking"],
+            "alone": [],
+            "bank": [*of_images, "--bank-texts", f"text_bank{suffix}.npy"],
+            "half": of_images,
+        }
+        for name, given in options.items():
+            command = ("rerank", base, *transpose, "--methods", "csls", *given, "--samples", 9)
+            assert run(*command, "--out", f"{name}.npz") == 0
+        capsys.readouterr()
+        files = [base, *(f"{name}.npz" for name in options)]
+        names = ("--names", *results)
+        assert run("compare", *files, *names, *transpose, "--samples", 40) == 0
+        out = capsys.readouterr().out
+        for name, dagger in zip(results, ("", "", "†", "", "†"), strict=True):
+            metrics = results[name].metrics()
+            assert f"  {metrics['rsum']:.1f}" in table_line(out, name + dagger)
+    np.savez("one.npz", i2t=ARRAYS["sims"], t2i=ARRAYS["other"], transductive=[True, True])
+    assert run("compare", "one.npz:i2t", "other.npy", "--samples", 9) == 0
+    figures = retrieval_metrics(PLAIN)
+    assert f"  {figures['rsum']:.1f}" in table_line(capsys.readouterr().out, "one")
+
+
+# --- surroundings ---------------------------------------------------------------------------------
+
+
+def test_the_version_is_that_of_the_library(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"itrloss {itrloss.__version__}\n"
+
+
 @pytest.mark.slow
-def test_the_package_is_a_command():
+def test_the_package_is_a_command_without_which_pandas_is_named(saved):
     command = [sys.executable, "-m", "itrloss", "--help"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0
     assert "rerank" in done.stdout
+    code = (
+        "import sys; sys.modules['pandas'] = None; from itrloss import cli; cli.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, "rerank", "sims.npy"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr.count("\n") == 1
+    assert "pandas: install itrloss with the extra 'cli'" in done.stderr
 
 
-def test_a_terminal_without_greek_letters_gets_the_rest(saved, monkeypatch):
+def test_help_has_groups_and_examples_in_any_encoding(saved, monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    assert run("rerank", saved, "--methods", "fast") == 0
+    assert run("rerank", "sims.npy", "--methods", "fast") == 0
     with pytest.raises(SystemExit, match="0"):
         main(["rerank", "--help"])
     out.flush()
     table, _, text = out.buffer.getvalue().partition(b"usage: ")
     assert b"fast" in table
-    assert b"fast" in text
+    assert b"held-out pairs and banks:" in text and b"examples:\n  itrloss rerank sims" in text
 
 
-# --- methods --------------------------------------------------------------------------------------
-
-
-def test_every_method_has_a_line_of_its_recalls(saved, capsys):
-    assert run("rerank", saved) == 0
-    found = lines(capsys)
-    assert found.keys() >= {"no re-ranking", *METHODS}
-    assert rsum() in found["no re-ranking"][0]
-    assert rsum(rerank.FastReranker()) in found["fast"][0]
-    plain = retrieval_metrics(PLAIN)
-    fast = retrieval_metrics(PLAIN, reranker=rerank.FastReranker())
-    gain = fast["rsum"] - plain["rsum"]
-    assert f"{gain:+.1f}" in found["fast"][0]
-    for name in METHODS:
-        (line,) = found[name]
-        assert len(line) <= 100
-        assert ("left out" in line) == (name not in WITHOUT_BANK_OR_EMBEDDINGS)
-
-
-def test_every_gain_lies_in_its_interval(saved, capsys):
-    assert run("rerank", saved) == 0
-    out = capsys.readouterr().out
-    recalls, _, _ = out.partition("\n\n")
-    number = r"([-+][\d.]+)"
-    intervals = re.findall(rf"{number} \({number}, {number}\)", recalls)
-    assert len(intervals) == len(WITHOUT_BANK_OR_EMBEDDINGS)
-    for change, low, high in intervals:
-        assert float(low) <= float(change) <= float(high)
-    assert any(float(low) < float(high) for _, low, high in intervals)
-
-
-def test_embeddings_and_banks_leave_no_method_out(tmp_path, capsys):
-    for seed, name in enumerate(("", "val_", "bank_")):
-        images, texts = pairs(seed)
-        save(tmp_path / f"{name}images.npy", images.astype(np.float16))
-        save(tmp_path / f"{name}texts.npy", texts.astype(np.float16))
-    given = [tmp_path / "images.npy", tmp_path / "texts.npy"]
-    options = ["--val", tmp_path / "val_images.npy", tmp_path / "val_texts.npy"]
-    options += ["--bank-images", tmp_path / "bank_images.npy"]
-    options += ["--bank-texts", tmp_path / "bank_texts.npy"]
-    assert run("eval", *given, *options) == 0
-    found = lines(capsys)
-    wanted = {}
-    for name, kind in METHODS.items():
-        wanted[name] = ["bank"] if kind.needs_bank else ["test", "bank"]
-    wanted["fast, calibrated"] = ["test", "bank"]
-    for name, looked_for in wanted.items():
-        assert [hubs(line) for line in found[name]] == looked_for, name
-    images, texts = (torch.from_numpy(x).half() for x in pairs())
-    bank = [torch.from_numpy(x).half() for x in pairs(2)]
-    sim = Similarity(images, texts, *IDS)
-    fitted = retrieval_metrics(sim, reranker=rerank.CSLS().fit(*bank))
-    assert f"{fitted['rsum']:6.1f}" in found["csls"][1]
-
-
-def test_embeddings_may_differ_in_precision(tmp_path):
-    images, texts = pairs()
-    single = save(tmp_path / "v.npy", images)
-    double = save(tmp_path / "w.npy", texts.astype(np.float64))
-    assert run("eval", single, double, "--methods", "fast") == 0
-
-
-# --- banks and validation sets --------------------------------------------------------------------
-
-
-def test_embeddings_are_calibrated_with_the_bank_that_they_are_re_ranked_by():
-    images, texts = (torch.from_numpy(x) for x in pairs(1))
-    image_bank, text_bank = (torch.from_numpy(x) for x in pairs(2))
-    banks = (image_bank + 3.0, text_bank[:9] - 2.0)
-    validation = Similarity(images, texts, *IDS)
-    found = comparison.compare_rerankers(validation, ("fast",), banks, validation)
-    calibrated = found.entries[-1].reranker
-    with_bank = rerank.FastReranker().fit(*banks).calibrate(validation)
-    without = rerank.FastReranker().calibrate(validation)
-    assert repr(calibrated) == repr(with_bank)
-    assert repr(with_bank) != repr(without)
-
-
-def test_scores_are_calibrated_and_compared_with_a_bank(saved, tmp_path, capsys):
-    bank_scores = np.random.default_rng(0).random((30, N * C))
-    bank = save(tmp_path / "bank.npy", bank_scores)
-    val = save(tmp_path / "val.npy", scores(1))
-    options = ("--bank-images", bank, "--val", val)
-    assert run("rerank", saved, *options, "--methods", "fast", "qb-norm") == 0
-    found = lines(capsys)
-    assert len(found["fast"]) == 2
-    assert len(found["fast, calibrated"]) == 2
-    assert "needs banks" in found["qb-norm"][0]
-    chosen = rerank.FastReranker().calibrate(torch.from_numpy(scores(1)))
-    assert rsum(chosen) in found["fast, calibrated"][0]
-
-
-def test_a_validation_set_may_have_another_size_than_a_bank_of_scores(saved, tmp_path, capsys):
-    generator = np.random.default_rng(0)
-    bank = save(tmp_path / "bank.npy", generator.random((5, N * C)))
-    val = save(tmp_path / "val.npy", generator.random((4, 8)))
-    options = ("--bank-images", bank, "--val", val)
-    assert run("rerank", saved, "--methods", "fast", *options) == 0
-    found = lines(capsys)
-    assert len(found["fast, calibrated"]) == 2
-
-
-def test_held_out_pairs_have_ids_of_their_own(saved, tmp_path, capsys):
-    generator = np.random.default_rng(0)
-    order = generator.permutation(N * C)[:-7]  # images have different numbers of texts
-    val = save(tmp_path / "val.npy", scores(1)[:, order])
-    images = save(tmp_path / "i.npy", np.arange(N) + 7)
-    texts = save(tmp_path / "t.npy", order // C + 7)
-    ids = ("--val-image-ids", images, "--val-text-ids", texts)
-    assert run("rerank", saved, "--val", val, *ids, "--methods", "fast") == 0
-    chosen = rerank.FastReranker().calibrate(
-        torch.from_numpy(scores(1)[:, order]), torch.arange(N) + 7, torch.from_numpy(order // C + 7)
-    )
-    assert rsum(chosen) in lines(capsys)["fast, calibrated"][0]
-
-
-@pytest.mark.parametrize(
-    ("side", "shape", "way"),
-    [
-        ("images", (2 * N * C, N * C), "image→text"),  # as many images as if they were texts
-        ("texts", (N, N // 2), "text→image"),
-    ],
-)
-def test_a_bank_of_one_side_has_any_number_of_queries(side, shape, way, saved, tmp_path, capsys):
-    bank_scores = np.random.default_rng(0).random(shape)
-    bank = save(tmp_path / "bank.npy", bank_scores)
-    assert run("rerank", saved, "--methods", "fast", f"--bank-{side}", bank) == 0
-    _, with_bank = lines(capsys)["fast"]
-    assert hubs(with_bank) == f"bank ({way})"
-    assert "†" in with_bank  # the other direction has none
-
-
-# --- ids and folds --------------------------------------------------------------------------------
-
-
-def test_more_images_than_texts_have_ids(tmp_path):
-    transposed = save(tmp_path / "t.npy", scores().T)  # five images per text
-    images = save(tmp_path / "i.npy", IDS[1].numpy())
-    texts = save(tmp_path / "j.npy", IDS[0].numpy())
-    ids = ("--image-ids", images, "--text-ids", texts)
-    assert run("rerank", transposed, *ids, "--methods", "fast") == 0
-
-
-def test_transposed_scores_have_the_same_figures(tmp_path, capsys):
-    transposed = save(tmp_path / "t.npy", scores().T)
-    assert run("rerank", transposed, "--transpose", "--methods", "fast") == 0
-    assert rsum() in lines(capsys)["no re-ranking"][0]
-
-
-def test_texts_in_another_order_with_ids_have_the_same_figures(tmp_path, capsys):
-    order = np.random.default_rng(0).permutation(N * C)
-    shuffled = save(tmp_path / "s.npy", scores()[:, order])
-    images = save(tmp_path / "i.npy", np.arange(N) + 7)
-    texts = save(tmp_path / "j.npy", order // C + 7)
-    ids = ("--image-ids", images, "--text-ids", texts)
-    assert run("rerank", shuffled, *ids, "--methods", "fast") == 0
-    assert rsum() in lines(capsys)["no re-ranking"][0]
-
-
-def test_folds_retrieve_within_parts(saved, tmp_path, capsys):
-    report = tmp_path / "page.html"
-    queries = tmp_path / "q.csv"
-    options = ("--folds", 3, "--methods", "fast", "--report", report, "--queries", queries)
-    assert run("rerank", saved, *options) == 0
-    out = capsys.readouterr().out
-    assert f"{N} images, {N * C} texts" in out
-    assert "in 3 parts" in out
-    assert "in 3 parts" in report.read_text("utf-8")
-    for name, method in {"no re-ranking": None, "fast†": rerank.FastReranker()}.items():
-        assert rsum(method, folds=3) in first_line(out, name)
-    rows = [row for row in read_csv(queries) if row["direction"] == "t2i"]
-    owners = [int(row["id"]) for row in rows]
-    assert owners == IDS[1].tolist()
-    for row in rows:
-        part = int(row["id"]) // 4
-        part_of_first = int(row["first"]) // 4
-        assert part_of_first == part
-
-
-def test_folds_of_ids_are_those_of_their_order(saved, tmp_path, capsys):
-    images = save(tmp_path / "i.npy", IDS[0].numpy())
-    texts = save(tmp_path / "j.npy", IDS[1].numpy())
-    ids = ("--image-ids", images, "--text-ids", texts)
-    assert run("rerank", saved, "--folds", 3, *ids, "--methods", "fast") == 0
-    out = capsys.readouterr().out
-    assert rsum(folds=3) in first_line(out, "no re-ranking")
-
-
-def test_run_files_of_folds_hold_the_candidates_of_the_part(saved, tmp_path):
-    options = ("--folds", 3, "--methods", "csls", "--trec", tmp_path, "--top", 4)
-    assert run("rerank", saved, *options) == 0
-    wanted = retrieval_results(PLAIN, reranker=rerank.CSLS(), folds=3, hubness_k=4)
-    for way, side in wanted.ways.items():
-        numbers = []
-        for line in (tmp_path / f"{way}.run").read_text().splitlines():
-            _, _, candidate, *_ = line.split()
-            numbers.append(int(candidate.strip("imagetx")))
-        assert numbers == side.top.flatten().tolist()
-
-
-# --- any k, graded pairs, exclusions --------------------------------------------------------------
-
-KS = (1, 3, 20, 50)
-
-
-def test_columns_of_the_table_have_any_k(saved, capsys):
-    assert run("rerank", saved, "--methods", "csls", "--ks", *KS) == 0
-    wanted = retrieval_metrics(PLAIN, ks=KS)
-    out = capsys.readouterr().out
-    ways = first_line(out, " ")
-    _, _, below = out.partition(ways + "\n")
-    heads = below.splitlines()[0]
-    assert ways.split() == ["image→text", "text→image"]
-    of_one_way = ["R@1", "R@3", "R@20", "R@50"]
-    assert heads.split()[:9] == [*of_one_way, *of_one_way, "RSUM"]
-    line = first_line(out, "no re-ranking")
-    names = [f"{way}_r{k}" for way in ("i2t", "t2i") for k in KS]
-    figures = [f"{wanted[name]:.1f}" for name in (*names, "rsum")]
-    assert line.split()[2:-1] == figures
-    rsum_printed = f"{wanted['rsum']:.1f}"
-    end_of_rsum = line.index(rsum_printed) + 5
-    assert end_of_rsum == heads.index("RSUM") + 4
-
-
-def test_tables_in_files_have_any_k(saved, tmp_path):
-    table = tmp_path / "metrics.csv"
-    latex = tmp_path / "t.tex"
-    options = ("--methods", "csls", "--ks", *KS, "--metrics", table, "--latex", latex)
-    assert run("rerank", saved, *options) == 0
-    plain, csls = read_csv(table)
-    assert plain.pop("method") == "no re-ranking"
-    assert plain.pop("hubs") == ""
-    assert csls.pop("method") == "csls"
-    assert csls.pop("hubs") == "test"
-    found = {name: float(x) for name, x in plain.items()}
-    assert found == retrieval_metrics(PLAIN, ks=KS)
-    found = {name: float(x) for name, x in csls.items()}
-    assert found == retrieval_metrics(PLAIN, ks=KS, reranker=rerank.CSLS())
-    assert "R@3" in latex.read_text()
-    assert "R@5 &" not in latex.read_text()
-
-
-def write_pairs(path: Path, numbers: torch.Tensor) -> Path:
-    """Write rows of numbers in the format of the file's name."""
-    if path.suffix == ".npy":
-        return save(path, numbers.numpy())
-    delimiter = "," if path.suffix == ".csv" else " "
-    np.savetxt(path, numbers.numpy(), fmt="%d", delimiter=delimiter)
-    return path
-
-
-@pytest.mark.parametrize("suffix", [".txt", ".csv", ".npy"])
-def test_graded_pairs_and_exclusions_come_from_files(suffix, saved, tmp_path, capsys):
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randperm(N * N * C, generator=generator)[:80]
-    images = chosen // (N * C)
-    texts = chosen % (N * C)
-    grades = torch.randint(0, 4, (80,), generator=generator)
-    graded = write_pairs(tmp_path / f"g{suffix}", torch.stack([images, texts, grades], 1))
-    excluded = write_pairs(tmp_path / f"e{suffix}", torch.stack([images, texts], 1)[::7])
-    table = tmp_path / "metrics.csv"
-    options = ("--relevant", graded, "--exclude", excluded, "--methods", "fast", "--top", 60)
-    results = ("--metrics", table, "--trec", tmp_path, "--write", "no re-ranking")
-    assert run("rerank", saved, *options, *results) == 0
-    assert f"right by {graded}" in capsys.readouterr().out
-
-    judged = Judgements(images, texts, grades)
-    left_out = (images[::7], texts[::7])
-    for row, method in zip(read_csv(table), (None, rerank.FastReranker()), strict=True):
-        wanted = retrieval_metrics(PLAIN, reranker=method, relevant=judged, exclude=left_out)
-        found = {name: float(row[name]) for name in wanted}
-        assert found == wanted
-    every = {(i, j) for i in range(N) for j in range(N * C)}
-    excluded_pairs = set(zip(images[::7].tolist(), texts[::7].tolist(), strict=True))
-    assert ranked_pairs(tmp_path / "i2t.run") == every - excluded_pairs
-
-
-def ranked_pairs(run_file: Path) -> set[tuple[int, int]]:
-    """Images and texts of a run file of images as queries."""
-    ranked = set()
-    for line in run_file.read_text().splitlines():
-        image, _, text, *_ = line.split()
-        pair = (int(image.removeprefix("image")), int(text.removeprefix("text")))
-        ranked.add(pair)
-    return ranked
+def test_a_reader_that_has_read_enough_gets_no_message(saved):
+    """As in ``itrloss rerank … | head -n 1``."""
+    command = [sys.executable, "-m", "itrloss", "rerank", "sims.npy", "--methods", "csls"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith("sims.npy")
+        process.stdout.close()
+        assert not process.stderr.read()
+    assert process.returncode == 1

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import itrloss
-import itrloss.comparison
+import itrloss.cli.comparison
 
 D = 4
 
@@ -167,7 +167,7 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     "rerank": itrloss.rerank.CSLS().rerank,
     "topk": lambda sim: itrloss.rerank.MutualProximity().topk(sim, 2),
     "biases": itrloss.rerank.CSLS().biases,
-    "comparison": itrloss.comparison.compare_rerankers,
+    "comparison": itrloss.cli.comparison.compare_rerankers,
     "calibration": itrloss.rerank.FastReranker().calibrate,
     "protocol": itrloss.metrics.coco_protocol,
     "agreement": lambda sim: itrloss.metrics.agreement(

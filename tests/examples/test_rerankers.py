@@ -16,7 +16,8 @@ from examples.retrieval.rerankers import (
     ReciprocalReranker,
     numbers_above,
 )
-from itrloss import NO_ID, Similarity, comparison
+from itrloss import NO_ID, Similarity
+from itrloss.cli import comparison
 from itrloss.metrics import retrieval_metrics, retrieval_results
 
 N, M = 7, 14

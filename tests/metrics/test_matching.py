@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from itrloss import NO_ID, Similarity, SuspiciousInputWarning
-from itrloss.comparison import METHODS, compare_rerankers
+from itrloss.cli.comparison import METHODS, compare_rerankers
 from itrloss.metrics import (
     Judgements,
     agreement,

@@ -14,7 +14,7 @@ from support import oracle, oracle_metrics
 from support.cases import embeddings, make_ids, similarity
 
 from itrloss import Similarity, SuspiciousInputWarning
-from itrloss.comparison import compare_rerankers, table
+from itrloss.cli.comparison import compare_rerankers
 from itrloss.metrics import (
     default_ids,
     fold_repeated,
@@ -599,6 +599,6 @@ def test_many_ids_without_a_match_are_noticed():
 def test_tables_say_how_many_queries_do_not_count():
     sim = Similarity.from_scores(*ids_in_two_spellings(0.05))
     note = "2 of 40 images and 10 of 200 texts have no match: "
-    assert note in " ".join(table(compare_rerankers(sim, ["csls"], samples=9)).split())
+    assert note in " ".join(compare_rerankers(sim, ["csls"], samples=9).table().notes)
     sim = Similarity.from_scores(*ids_in_two_spellings(0))
-    assert "no match" not in table(compare_rerankers(sim, ["csls"], samples=9))
+    assert "no match" not in " ".join(compare_rerankers(sim, ["csls"], samples=9).table().notes)

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from support import oracle, oracle_rerank
 from support.cases import embeddings, public_rerankers, sample, similarity
 
-from itrloss import Similarity, comparison, rerank
+from itrloss import Similarity, rerank
+from itrloss.cli import comparison
 from itrloss.metrics import retrieval_metrics
 from itrloss.rerank import (
     CSLS,

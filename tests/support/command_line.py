@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 
 import numpy as np
@@ -32,12 +33,31 @@ def run(*arguments: object) -> int:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Return the only line of the error of a command that fails."""
+    """Return the error of a command that fails: one line, and perhaps where options are explained
+    or what was noticed before.
+    """
     capsys.readouterr()
-    assert run(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1, error
-    return error
+    try:
+        status = run(*arguments)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") <= 2, said
+    return said
+
+
+def table_line(out: str, name: str) -> str:
+    """Return the first line of a table that has a name."""
+    return next(line for line in out.splitlines() if re.match(re.escape(name) + r"\s{2,}", line))
+
+
+def read_page(html: str) -> str:
+    """Return the text of a page whose elements are all closed."""
+    parser = Page()
+    parser.feed(html)
+    assert parser.open == []
+    return parser.text
 
 
 class Page(HTMLParser):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from itrloss import cli
+from itrloss.cli import options
 
 MODULES = [
     "itrloss",
@@ -123,7 +123,7 @@ def command_line() -> Iterator[str]:
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parsers of the commands."""
-    for action in cli._parser()._actions:
+    for action in options.parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
     raise AssertionError("the command line has no commands")

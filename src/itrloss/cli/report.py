@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
 from torch import Tensor
 
 from ..metrics import QueryResults, skewness
 from ..metrics.results import WAYS
-from ..tables import ARROWS, Table
-from . import TITLES, Entry, ModelComparison, RerankerComparison
 from .charts import histograms, intervals
+from .comparison import TITLES, Entry, RerankerComparison
 from .pages import Block, number, render
+from .tables import ARROWS, Row, Table, best, shown
 
 _LISTED = 10  # hubs, queries that gained, queries that lost
 
 
 def page(
-    comparison: RerankerComparison, chosen: Entry, title: str, names: Sequence[Sequence[str]]
+    comparison: RerankerComparison,
+    table: Table,
+    chosen: Entry,
+    title: str,
+    names: Sequence[Sequence[str]],
 ) -> str:
-    """Return an HTML page, with hubs and queries before and after ``chosen``, and the names of
-    images and of texts.
+    """Return an HTML page with a table, and hubs and queries before and after ``chosen``, by the
+    names of images and of texts.
     """
     n, m = comparison.sim.shape
     about = (
@@ -40,7 +44,7 @@ def page(
         _Change("image", "text", images, texts, first.i2t, after.i2t).section(),
         _Change("text", "image", texts, images, first.t2i, after.t2i).section(),
     ]
-    methods = {"title": "All methods", "blocks": _methods(comparison)}
+    methods = {"title": "All methods", "blocks": _methods(comparison, table)}
     return render(title, [about, methods, {"title": f"What {by} changed", "blocks": changed}])
 
 
@@ -66,69 +70,42 @@ def hubness(
     )
 
 
-def models_page(comparison: ModelComparison, title: str, about: str) -> str:
+def models_page(rows: Sequence[Row], table: Table, title: str, about: str) -> str:
     """Return an HTML page with the table of several models, and a chart of their changes."""
-    compared = comparison.rows[1:]
-    values = [row.changes["rsum"][:3] for row in compared]
-    label = "Change of the RSUM by each model, with its interval"
-    chart = intervals(
-        [row.marked for row in compared],
-        {"models": values},
-        label,
-        "change of the RSUM, in points",
-        zero=True,
-    )
-    return render(
-        title, [about, *_table_blocks(comparison.table()), {"figures": [(chart, f"{label}.")]}]
-    )
+    return render(title, [about, *_table_blocks(table, rows)])
 
 
-def _table_blocks(table: Table) -> list[Block]:
-    """Return the grids of a table, and its notes."""
+def _table_blocks(table: Table, rows: Sequence[Row]) -> list[Block]:
+    """Return the frames of a table, its notes, and a chart of the changes of its rows."""
     blocks: list[Block] = []
-    for grid in table.grids:
-        rows = []
-        for name, cells in grid.rows:
-            figures = [{"text": cell.text.replace("-", "−"), "strong": cell.best} for cell in cells]
-            rows.append(([name], figures))
-        columns = (["method"], list(grid.columns))
-        blocks.append({"table": rows, "columns": columns, "groups": grid.groups})
-    return [*blocks, *({"note": note} for note in table.notes)]
+    for frame in table.frames:
+        cells = shown(frame).map(lambda text: escape(text.replace("-", "−")))
+        cells = cells.where(~best(frame), '<b class="strong">' + cells + "</b>").rename(escape)
+        blocks.append({"html": cells.to_html(escape=False, border=0)})
+    blocks += [{"note": note} for note in table.notes]
+    compared = [row for row in rows if row.changes]
+    if compared:
+        values = {"rows": [row.changes["rsum"][:3] for row in compared]}
+        label = "Change of the RSUM, with its interval"
+        names = [row.marked for row in compared]
+        chart = intervals(names, values, label, "change of the RSUM, in points", zero=True)
+        blocks.append({"figures": [(chart, f"{label}.")]})
+    return blocks
 
 
-def _methods(comparison: RerankerComparison) -> list[Block]:
-    """Return the table of all methods, their hubs, and a chart of what they change."""
-    blocks = _table_blocks(comparison.table(timed=True))
-    for name, why in comparison.left_out.items():
-        blocks.append({"note": f"{TITLES.get(name, name)} was left out: {why}."})
+def _methods(comparison: RerankerComparison, table: Table) -> list[Block]:
+    """Return the table of all methods, a chart of what they change, and their hubs."""
     hubs = []
     for entry in comparison.entries:
         metrics = entry.results.metrics()
         hubs.append(([entry.title], [number(metrics[f"{way}_skewness"], ".2f") for way in WAYS]))
     heads = [ARROWS[way] for way in WAYS]
     return [
-        *blocks,
+        *_table_blocks(table, comparison.rows()),
         {"table": hubs, "columns": (["method"], heads), "groups": [("skewness", len(WAYS))]},
-        {"figures": _changes([x for x in comparison.entries if x.reranker is not None])},
         "Compare a transductive method with others of its kind. With a bank, queries are "
         "independent.",
     ]
-
-
-def _changes(entries: Sequence[Entry]) -> list[tuple[str, str]]:
-    """Return a chart of the changes of the RSUM, with its caption; none without re-rankers."""
-    if not entries:
-        return []
-    methods = list(dict.fromkeys(TITLES.get(entry.name, entry.name) for entry in entries))
-    unknown = math.nan, math.nan, math.nan
-    values: dict[str, list[tuple[float, float, float]]] = {}
-    for entry in entries:
-        kind = values.setdefault(f"hubs of {entry.looks_at}", [unknown] * len(methods))
-        difference, low, high, _ = entry.changes["rsum"]
-        kind[methods.index(TITLES.get(entry.name, entry.name))] = difference, low, high
-    label = "Change of the RSUM by each method, with its interval"
-    chart = intervals(methods, values, label, "change of the RSUM, in points", zero=True)
-    return [(chart, f"{label}.")]
 
 
 @dataclass

@@ -19,7 +19,6 @@ from .pages import check
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Handles = Sequence[Any]  # artists and containers of matplotlib, for which it has no common type
 Legend = tuple[Handles, Sequence[str]]
@@ -121,7 +120,7 @@ def intervals(
     draws a line at 0.
     """
     names = [textwrap.fill(name, 28) for name in names]  # the axis needs room next to them
-    spaces = 10 + 12 * len(groups), 7 + 15 * _most_lines(names)
+    height = 60 + len(names) * (12 * len(groups) - 5) + 15 * _lines(names)
 
     def draw(axes: Axes) -> Legend:
         """Draw on the axes; return the legend's handles and names."""
@@ -146,11 +145,12 @@ def intervals(
             axes.axvline(0, color=_INK, linewidth=1)
         return handles, list(groups)
 
-    return _svg(draw, label, x, "", (480, 60 + max(spaces) * len(names)))
+    return _svg(draw, label, x, "", (480, height))
 
 
-def _most_lines(names: Sequence[str]) -> int:
-    return max(name.count("\n") + 1 for name in names)
+def _lines(names: Sequence[str]) -> int:
+    """Return how many lines names take, one below the other."""
+    return sum(name.count("\n") + 1 for name in names)
 
 
 def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple[int, int]) -> str:
@@ -168,7 +168,9 @@ def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         if len(names) > 1:
-            height += _add_legend(figure, handles, names, width)
+            names = [textwrap.fill(name, 52) for name in names]
+            figure.legend(handles, names, loc="outside upper left")
+            height += 18 * _lines(names)  # above the chart
             figure.set_figheight(height / 72)
         # equal charts give equal text
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -183,19 +185,6 @@ def _svg(draw: Callable[[Axes], Legend], label: str, x: str, y: str, size: tuple
         "font-family: system-ui, sans-serif; stroke-linejoin: round"
     )
     return f'<svg {frame} style="{look}">{body}'
-
-
-def _add_legend(figure: Figure, handles: Handles, names: Sequence[str], width: int) -> int:
-    """Add a legend above a chart of a width, and return by how much it makes the chart higher.
-
-    It has as many columns as fit, of 7 pixels a character.
-    """
-    names = [textwrap.fill(name, (width - 60) // 8) for name in names]
-    longest = max(len(line) for name in names for line in name.split("\n"))
-    columns = min(4, max(1, width // (60 + 7 * longest)))
-    figure.legend(handles, names, loc="outside upper left", ncols=columns)
-    rows = -(-len(names) // columns)
-    return 18 * (rows * _most_lines(names) - 1)
 
 
 def _plain(svg: str) -> str:

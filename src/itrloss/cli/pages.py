@@ -8,6 +8,7 @@ A page is a list of blocks for the template ``page.html``, which escapes all tex
 - ``{"table": rows, "columns": row, "groups": [(title, columns)]}``: a row is (texts, figures), two
   lists of cells. A cell is a string, or ``{"text": ...}`` with ``below`` (small lines), ``rows``
   (its row span), and ``strong``;
+- ``{"html": text}``: a table as pandas writes it, which is not escaped again;
 - ``{"figures": [(chart, caption)], "width": rem}``: side by side where each has at least this
   width;
 - ``{"cards": [{"title", "note", "query", "answers": [(title, items)]}]}``: queries with their

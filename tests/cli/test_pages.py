@@ -12,9 +12,9 @@ import matplotlib
 import numpy as np
 import pytest
 
-import itrloss
-from itrloss.comparison.charts import COLOURS, Series, histograms, intervals, lines
-from itrloss.comparison.pages import number, render
+import itrloss.cli
+from itrloss.cli.charts import COLOURS, Series, histograms, intervals, lines
+from itrloss.cli.pages import number, render
 
 LINK = {"xlink": "http://www.w3.org/1999/xlink"}
 
@@ -123,12 +123,12 @@ def test_charts_have_the_colour_of_the_page_and_leave_pyplot_alone(monkeypatch):
         "fill: currentColor" in chart and "#000" not in chart for chart in several().values()
     )
     # put back, as the next line's modules are
-    monkeypatch.setattr(itrloss, "comparison", itrloss.comparison)
+    monkeypatch.setattr(itrloss, "cli", itrloss.cli)
     for name in [
-        name for name in sys.modules if re.match(r"matplotlib\.pyplot$|itrloss\.comparison\b", name)
+        name for name in sys.modules if re.match(r"matplotlib\.pyplot$|itrloss\.cli\b", name)
     ]:
         monkeypatch.delitem(sys.modules, name)
-    again = importlib.import_module("itrloss.comparison.charts")
+    again = importlib.import_module("itrloss.cli.charts")
     again.lines([again.Series("a", [1], [2])], "a", "x", "y")
     assert again.lines is not lines and "matplotlib.pyplot" not in sys.modules
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import rerank, tables
+from .. import rerank
 from ..checks import one_of
 from ..checks.warnings import UnfitScalesWarning, are_the_same, warn
 from ..metrics import Comparison, RetrievalResults, compare_all, retrieval_results
-from ..metrics.labels import check_whole, with_ids
+from ..metrics.labels import with_ids
 from ..metrics.matching import rows_of
 from ..metrics.relevance import Rules
 from ..metrics.results import RECALL_NAMES, RECALLS, WAYS, Ks, check_systems
@@ -25,7 +25,8 @@ from ..rerank import FastReranker, Reranker
 from ..rerank.base import go_beyond_cosines, has_defaults_for_cosines
 from ..rerank.fast import SCALES
 from ..similarity import Similarity
-from ..tables import ARROWS, TESTED, Cell, Grid, Row, Table, comparison_table, samples_for
+from .tables import ARROWS, TESTED, Row, Table, comparison_table, frame, samples_for
+from .tables import text as text_of
 
 METHODS: dict[str, type[Reranker]] = {
     "fast": rerank.FastReranker,
@@ -54,6 +55,14 @@ TITLES = {  # names for readers who do not know the command line's
     "mutual-proximity": "Mutual proximity",
     "sinkhorn": "Sinkhorn",
     "dbsn": "DBSN",
+}
+# where hubs were looked for: in words, and as it stands behind the name of a method
+_HUBS = {
+    "": ("", ""),
+    "test": ("the test queries", ""),
+    "bank": ("the bank", ", bank"),
+    "bank i2t": ("the bank (i2t)", f", bank ({ARROWS['i2t']})"),
+    "bank t2i": ("the bank (t2i)", f", bank ({ARROWS['t2i']})"),
 }
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
 # the figures of a protocol, in the order of its columns
@@ -92,20 +101,12 @@ class Entry:
     @property
     def label(self) -> str:
         """The name as the command line has it, and the bank if there is one."""
-        return self.name + self._bank
+        return self.name + _HUBS[self.hubs][1]
 
     @property
     def title(self) -> str:
         """The name in words, and the bank if there is one."""
-        return TITLES.get(self.name, self.name) + self._bank
-
-    @property
-    def _bank(self) -> str:
-        """Return which bank was used, in words; empty for none."""
-        kind, _, way = self.hubs.partition(" ")
-        if kind != "bank":
-            return ""
-        return f", bank ({ARROWS[way]})" if way else ", bank"
+        return TITLES.get(self.name, self.name) + _HUBS[self.hubs][1]
 
     @property
     def scales(self) -> str:
@@ -134,18 +135,15 @@ class Entry:
         """
         if self.reranker is None:
             return ""
-        looks_at_test = self.reranker.transductive
-        by_bank = [way for way, test in zip(WAYS, looks_at_test, strict=True) if not test]
-        if len(by_bank) == 1:
-            return f"bank {by_bank[0]}"
-        return "bank" if by_bank else "test"
+        i2t, t2i = self.reranker.transductive
+        if i2t == t2i:
+            return "test" if i2t else "bank"
+        return "bank t2i" if i2t else "bank i2t"
 
     @property
     def looks_at(self) -> str:
         """The same in words."""
-        kind, _, way = self.hubs.partition(" ")
-        words = {"": "", "test": "the test queries", "bank": "the bank"}[kind]
-        return f"{words} ({way})" if way else words
+        return _HUBS[self.hubs][0]
 
 
 @dataclass(frozen=True)
@@ -157,28 +155,41 @@ class RerankerComparison:
     left_out: dict[str, str]  # method: why
     rules: Rules = field(default_factory=Rules)  # who is right, and who is ranked
     samples: int = 0  # of the bootstrap behind the changes
-    warnings: Sequence[str] = ()  # of the input, which the table repeats
 
-    def table(self, ks: Ks = RECALLS, *, titles: bool = True, timed: bool = False) -> Table:
+    def rows(self, titles: bool = True, timed: bool = False) -> list[Row]:
+        """Return the entries as rows of a table."""
+        rows = []
+        for entry in self.entries:
+            name = entry.title if titles else entry.label
+            transductive = entry.reranker is not None and any(entry.reranker.transductive)
+            seconds = entry.seconds if timed else None
+            rows.append(Row(name, entry.results, entry.changes, transductive, seconds))
+        return rows
+
+    def table(
+        self,
+        ks: Ks = RECALLS,
+        *,
+        titles: bool = True,
+        timed: bool = False,
+        notes: Sequence[str] = (),
+    ) -> Table:
         """Return the table of all entries: recalls, changes of the RSUM and of R@1, and notes.
 
         Args:
             ks: the K of R@K.
             titles: whether methods have names in words; if not, the command line's.
             timed: whether there is a column with the seconds.
+            notes: further ones, such as warnings of the input.
         """
-        rows = []
-        scales = []
-        for entry in self.entries:
-            name = entry.title if titles else entry.label
-            transductive = entry.reranker is not None and any(entry.reranker.transductive)
-            seconds = entry.seconds if timed else None
-            rows.append(Row(name, entry.results, entry.changes, transductive, seconds))
+        rows = self.rows(titles, timed)
+        own = []
+        for row, entry in zip(rows, self.entries, strict=True):
             if entry.scales:
-                scales.append(f"Scales of {name}: {entry.scales}")
-        return comparison_table(
-            rows, ks, samples=self.samples, scales=scales, warnings=self.warnings
-        )
+                own.append(f"Scales of {row.name}: {entry.scales}")
+        for name, why in self.left_out.items():
+            own.append(f"{TITLES.get(name, name) if titles else name} was left out: {why}.")
+        return comparison_table(rows, ks, samples=self.samples, notes=[*own, *notes])
 
 
 def compare_rerankers(  # noqa: PLR0913 - options by keyword
@@ -333,11 +344,10 @@ class ModelComparison:
 
     rows: list[Row]
     samples: int  # of the bootstrap behind the changes
-    warnings: Sequence[str] = ()  # of the input, which the table repeats
 
-    def table(self, ks: Ks = RECALLS) -> Table:
+    def table(self, ks: Ks = RECALLS, *, notes: Sequence[str] = ()) -> Table:
         """Return the table of all models: recalls, changes of the RSUM and of R@1, and notes."""
-        return comparison_table(self.rows, ks, samples=self.samples, warnings=self.warnings)
+        return comparison_table(self.rows, ks, samples=self.samples, notes=notes)
 
 
 def compare_models(
@@ -377,17 +387,12 @@ def compare_models(
 
 def _are_same(own: RetrievalResults, other: RetrievalResults) -> bool:
     """Return whether all ranks and best candidates of two models are the same."""
-    for one, two in zip(own.ways.values(), other.ways.values(), strict=True):
-        if not torch.equal(one.ranks, two.ranks) or not torch.equal(one.top, two.top):
-            return False
-    return True
+    pairs = [(own.i2t, other.i2t), (own.t2i, other.t2i)]
+    return all(torch.equal(x.ranks, y.ranks) and torch.equal(x.top, y.top) for x, y in pairs)
 
 
 def _with_ids(name: str, scores: Tensor | Similarity) -> Similarity:
     """Return scores of any form as a Similarity."""
-    if isinstance(scores, Similarity):
-        check_whole(name, scores)
-        return scores
     if isinstance(as_pair(scores), tuple):
         expected = "one matrix of scores, from which both directions are re-ranked"
         raise TypeError(f"{name}: expected {expected}, got a pair")
@@ -397,35 +402,26 @@ def _with_ids(name: str, scores: Tensor | Similarity) -> Similarity:
 def _by_name(
     methods: Iterable[str | Reranker] | Mapping[str, Reranker], fast: FastReranker
 ) -> dict[str, Reranker]:
-    """Return re-rankers by their names in :data:`METHODS`, and others as they show themselves."""
+    """Return re-rankers by their names in :data:`METHODS`, by names of one's own, and others as
+    they show themselves.
+    """
     if isinstance(methods, str) or not isinstance(methods, Iterable):
         raise TypeError(f"methods: expected a list such as ['fast', CSLS(10)], got {methods!r}")
     if isinstance(methods, Mapping):
-        return _by_own_names(methods.items())
+        named = methods
+        for name in methods:
+            if not isinstance(name, str) or name in TITLES:
+                raise ValueError(f"methods: expected other names than the library's, got {name!r}")
+    else:
+        named = {x if isinstance(x, str) else repr(x): x for x in methods}
     found = {}
-    for method in methods:
-        if isinstance(method, Reranker):
-            found[repr(method)] = method
-        elif isinstance(method, str):
+    for name, method in named.items():
+        if isinstance(method, str):
             one_of("methods", method, *METHODS)
-            found[method] = fast if method == "fast" else METHODS[method]()
-        else:
+            method = fast if method == "fast" else METHODS[method]()
+        if not isinstance(method, Reranker):
             expected = "names and re-rankers with their options, such as 'csls' or CSLS(10)"
             raise TypeError(f"methods: expected {expected}, got {method!r}")
-    return found
-
-
-def _by_own_names(methods: Iterable[tuple[object, object]]) -> dict[str, Reranker]:
-    """Return re-rankers by names of one's own, which are no names of this module."""
-    found = {}
-    for name, method in methods:
-        if not isinstance(method, Reranker):
-            expected = "a re-ranker for each name, such as {'mine': CSLS(10)}"
-            raise TypeError(f"methods: expected {expected}, got {method!r} for {name!r}")
-        if not isinstance(name, str) or not name.isprintable() or not name:
-            raise TypeError(f"methods: expected names on one line, got {name!r}")
-        if name in TITLES:
-            raise ValueError(f"methods: expected other names than the library's, got {name!r}")
         found[name] = method
     return found
 
@@ -469,26 +465,15 @@ def _ready(trial: _Trial) -> Reranker | None:
     return method
 
 
-def table(comparison: RerankerComparison, ks: Ks = RECALLS) -> str:
-    """Return the table of all methods as text; without banks, of at most 100 columns for three K.
-
-    Methods have the names of the command line.
-    """
-    lines = [tables.text(comparison.table(ks, titles=False, timed=True))]
-    for name, why in comparison.left_out.items():
-        lines.append(f"{name} left out: {why}")
-    return "\n".join(lines)
-
-
 def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> str:
     """Return the figures of :func:`itrloss.metrics.coco_protocol` as text: a line for each
-    protocol, of at most 100 columns.
+    protocol.
     """
-    rows = []
-    for name, metrics in figures.items():
-        values = [metrics.get(figure) for figure in _PROTOCOL]
-        texts = ["" if x is None else f"{x:.1f}" for x in values]
-        rows.append((name, [Cell(text) for text in texts]))
-    groups = [(arrow, 3) for arrow in ARROWS.values()] + [("", 1), ("R-P", 2), ("mAP@R", 2)]
-    columns = ["R@1", "R@5", "R@10"] * 2 + ["RSUM"] + ["i2t", "t2i"] * 2
-    return tables.text(Table([Grid(groups, columns, rows)], []))
+    heads = [(arrow, f"R@{k}") for arrow in ARROWS.values() for k in RECALLS]
+    heads += [("", "RSUM")]
+    heads += [(figure, way) for figure in ("R-P", "mAP@R") for way in WAYS]
+    lines = []
+    for metrics in figures.values():
+        values = [metrics.get(figure, "") for figure in _PROTOCOL]
+        lines.append(dict(zip(heads, values, strict=True)))
+    return text_of(Table([frame(list(figures), lines)]))

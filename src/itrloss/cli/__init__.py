@@ -1,0 +1,7 @@
+"""The command line: ``itrloss rerank``, ``itrloss eval`` and ``itrloss compare``, and what they are
+made of: files, comparisons, tables and reports.
+"""
+
+from .commands import main
+
+__all__ = ["main"]

@@ -1,0 +1,605 @@
+"""Scores, embeddings, ids and pairs out of files as people have them, and results into files.
+
+Nothing in a file is ever executed. From pickles, such as VSE code bases save, only arrays, tensors,
+numbers, strings and containers of them are read; ``.pt`` files are read with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import importlib
+import io
+import json
+import os
+import pickle
+import re
+import secrets
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..checks import as_id_numbers, as_int64, from_numpy
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import pandas as pd
+
+TEXTS = (".txt", ".csv")  # whose ids are lines
+_ENCODING = "latin1"  # of bytes in old pickle protocols
+_MISSING = ("", "nan", "na", "n/a", "<na>", "none", "null")
+_RE_RANKED = {"i2t", "t2i", "transductive"}  # what itrloss rerank --out writes
+# an integer, or a whole float, as pandas writes integers of a column with gaps: 3.0
+_INTEGER = re.compile(r"[+-]?[0-9]+(\.0*)?")
+
+
+class Source(NamedTuple):
+    """A file, and the name of an array or a column in it, if one was given."""
+
+    path: Path
+    key: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.path) if self.key is None else f"{self.path}:{self.key}"
+
+
+def as_source(text: str) -> Source:
+    """Return what ``FILE`` or ``FILE:NAME`` stands for.
+
+    A file whose own name has a colon goes first. Without a file in front of the colon, it is a part
+    of the path, as behind a drive of Windows.
+    """
+    before, _, key = text.rpartition(":")
+    if key and Path(before).is_file() and not Path(text).exists():
+        return Source(Path(before), key)
+    return Source(Path(text))
+
+
+# ----------------------------------------------------------------------------------------- matrices
+
+
+def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
+    """Return the (N, M) floating-point matrix in a file; an ``.npy`` file is memory-mapped, so
+    pages load on use.
+
+    Args:
+        path: ``.npy``, ``.npz``, ``.pt``/``.pth``/``.pth.tar``, ``.pkl``/``.pickle``,
+            ``.csv`` (also with a header, or as pandas writes it), ``.safetensors``, ``.mat`` and
+            ``.h5``/``.hdf5`` (with the extra ``files``), or ``.npy`` with a pickled
+            dictionary in it. Letters of the suffix may be upper-case.
+        key: the entry, if the file has several. By default ``sims``, or the only one.
+
+    Raises:
+        ValueError: naming the file and what was expected.
+        OSError: if it cannot be read.
+        ImportError: if a package is missing that reads the format.
+    """
+    path = _as_path(path)
+    array = _tensor(path, _read(path, key))
+    if array.ndim != 2 or 0 in array.shape:
+        raise ValueError(
+            f"{path}: expected a matrix with rows and columns, got shape {tuple(array.shape)}"
+        )
+    if not array.is_floating_point():
+        hint = "save them as floats, such as by astype('float32')"
+        raise ValueError(f"{path}: expected floating-point numbers, got {array.dtype}; {hint}")
+    return array
+
+
+class SavedScores(NamedTuple):
+    """Re-ranked scores, as ``itrloss rerank --out`` writes them."""
+
+    i2t: Tensor  #: (n_images, n_texts), to rank the texts of an image
+    t2i: Tensor  #: (n_images, n_texts), to rank the images of a text
+    transductive: bool  #: whether the result of a query depends on the other test queries
+
+
+def read_reranked(path: str | Path) -> SavedScores | None:
+    """Return the scores that ``itrloss rerank --out`` wrote; None for any other file.
+
+    Args:
+        path: an ``.npz`` file with the arrays ``i2t``, ``t2i`` and ``transductive``.
+
+    Raises:
+        ValueError, OSError: as :func:`read_matrix`.
+    """
+    path = _as_path(path)
+    if _suffix(path) != ".npz":
+        return None
+    with _reading(path), np.load(path) as arrays:
+        names = set(arrays)
+    if not names >= _RE_RANKED:
+        return None
+    flags = _tensor(path, _read(path, "transductive"))
+    return SavedScores(read_matrix(path, "i2t"), read_matrix(path, "t2i"), bool(flags.any()))
+
+
+def _as_path(path: str | Path) -> Path:
+    """Return a path; raise a TypeError for what names no file."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path: expected the name of a file, got {type(path).__name__}")
+    return Path(path)
+
+
+def _tensor(path: Path, array: object) -> Tensor:
+    """Return what a file has as a tensor, if it is an array of numbers."""
+    if isinstance(array, Tensor):
+        return _checked_tensor(path, array)
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{path}: expected an array, got {type(array).__name__}")
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"{path}: expected numbers, got {array.dtype}")
+    return from_numpy(array)
+
+
+def _checked_tensor(path: Path, x: Tensor) -> Tensor:
+    """Return a tensor that a file has, if it is dense, holds its numbers and is on the CPU."""
+    plain = x.layout == torch.strided and not x.is_nested and x.device.type == "cpu"
+    if not plain or (x.is_floating_point() and x.dtype.itemsize < 2):
+        expected = "a dense tensor of 16 bits a number at least"
+        raise ValueError(f"{path}: expected {expected}, got {x.dtype} on {x.device}, {x.layout}")
+    size = x.untyped_storage().nbytes()
+    if size < x.numel() * x.element_size():  # of a few bytes, petabytes
+        got = f"{tuple(x.shape)} on {size} bytes"
+        raise ValueError(f"{path}: expected a tensor that holds each of its numbers, got {got}")
+    return x.detach()
+
+
+# -------------------------------------------------------------------------- ids, pairs and captions
+
+
+def read_ids(path: str | Path, key: str | None = None) -> Tensor:
+    """Return (N,) int64 ids from a file of integers, or of strings such as file names.
+
+    A ``.txt`` file has one id a line, a ``.csv`` file a column (``key`` chooses among several by
+    their header), a ``.json`` file a list; or it is any format of :func:`read_matrix`. Equal
+    strings get equal numbers in all files. Whole floats are integers, as are strings if all of a
+    file are numbers; a single column or row is flattened.
+    """
+    path = _as_path(path)
+    content = _saved_ids(path, key)
+    if isinstance(content, np.ndarray) and content.dtype.kind == "U":
+        content = _numbers_of_texts(path, content.ravel().tolist())
+    ids = _tensor(path, content)
+    if ids.is_floating_point() and bool((ids == ids.long()).all()):  # as MATLAB and pandas save ids
+        ids = ids.long()
+    is_row = ids.ndim == 1 or (ids.ndim == 2 and 1 in ids.shape)
+    if not is_row or ids.dtype == torch.bool or ids.is_floating_point():
+        got = f"{ids.dtype} of shape {tuple(ids.shape)}"
+        raise ValueError(f"{path}: expected a row of integers, got {got}")
+    return as_int64(str(path), ids.flatten())
+
+
+def first_id(path: Path, key: str | None = None) -> str:
+    """Return the first id in a file of :func:`read_ids` as it stands there, for a message."""
+    return str(np.asarray(_saved_ids(path, key)).ravel()[0])
+
+
+def _saved_ids(path: Path, key: str | None) -> object:
+    """Return the ids in a file as they are: in files of text, an array of strings."""
+    suffix = _suffix(path)
+    if suffix == ".csv":
+        return np.array(_csv_column(path, key))
+    if suffix == ".txt":
+        _check_unnamed(path, key)
+        text = _text(path).strip()
+        if not text:
+            raise ValueError(f"{path}: the file is empty")
+        words = text.split()
+        are_integers = all(map(_INTEGER.fullmatch, words))
+        return np.array(words if are_integers else [line.strip() for line in text.split("\n")])
+    content = _read(path, key)
+    if isinstance(content, np.ndarray) and content.dtype.kind == "S":
+        with _reading(path):
+            content = np.char.decode(content, "utf-8")
+    return content
+
+
+def _csv_column(path: Path, key: str | None) -> list[str]:
+    """Return the column ``key`` of a file of separated values, or its only one.
+
+    A first line of a column of strings is a header if ``key`` is its name, or the rest are numbers.
+    """
+    head, rows = _table(path)
+    if key is not None and key not in head:
+        got = ", ".join(head) or "no header"
+        raise ValueError(f"{path}: expected a column of the name {key!r}; it has {got}")
+    if len(rows) == 1 and not head:
+        rows = rows.T
+    if key is None and rows.shape[1] != 1:
+        got = f"{', '.join(head)}; for one of them, write {path}:{head[0]}" if head else "no header"
+        raise ValueError(f"{path}: expected one column; it has {got}")
+    ids = [x.strip() for x in rows.iloc[:, head.index(key) if key else 0]]
+    if key is None and not all(map(_INTEGER.fullmatch, ids)):
+        return head + ids
+    return ids
+
+
+def _numbers_of_texts(path: Path, ids: list[str]) -> np.ndarray | Tensor:
+    """Return ids that are texts: the integers if all are, and otherwise numbers of names."""
+    integers = [x for x in ids if _INTEGER.fullmatch(x)]
+    missing = [x for x in ids if x.lower() in _MISSING]
+    if "" in ids or (missing and integers):  # they would match each other
+        among = " among integers" if integers else ""
+        raise ValueError(f"{path}: expected an id for each item, got {missing[0]!r}{among}")
+    if len(integers) < len(ids):
+        return as_id_numbers(str(path), ids)
+    try:
+        return np.array([int(x.partition(".")[0]) for x in ids], dtype=np.int64)
+    except (OverflowError, ValueError):
+        raise ValueError(f"{path}: expected integers of 64 bits, or strings") from None
+
+
+def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
+    """Return (P, 2) or (P, 3) float64 numbers of pairs: the indices of an image and a text, and a
+    grade.
+
+    A ``.txt`` file has a pair a line, separated by blanks; a ``.csv`` file may have a header; or it
+    is any format of :func:`read_matrix`, with an array of this shape. An empty ``.txt`` file has
+    no pairs.
+    """
+    path = _as_path(path)
+    if _suffix(path) == ".txt":
+        _check_unnamed(path, key)
+        lines = [line.split() for line in _text(path).splitlines() if line.strip()]
+        with _reading(path):
+            pairs = _tensor(path, np.array(lines or np.empty((0, 2)), dtype=float))
+    else:
+        pairs = _tensor(path, _read(path, key)).double()
+    if pairs.ndim != 2 or pairs.shape[1] not in (2, 3):
+        expected = "an image and a text a line, and perhaps a grade"
+        raise ValueError(f"{path}: expected {expected}, got shape {tuple(pairs.shape)}")
+    if not bool((pairs[:, :2] == pairs[:, :2].long()).all()):
+        raise ValueError(f"{path}: expected indices of images and texts, got other numbers")
+    return pairs
+
+
+def read_lines(path: str | Path) -> list[str]:
+    """Return the lines of a text file, split at newlines only: other Unicode line separators stay
+    in them.
+
+    A file with a byte order mark, as Excel and Notepad write it, is read in the encoding that the
+    mark says, and any other as UTF-8.
+    """
+    text = _text(_as_path(path))
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+# ------------------------------------------------------------------------------------------ formats
+
+
+def _read(path: Path, key: str | None) -> object:
+    """Return the array named ``key`` in a file, or by default ``sims`` or the only one."""
+    path.stat()  # of a file that is missing, the suffix does not matter
+    suffix = _suffix(path)
+    if suffix not in _READERS:
+        names = ", ".join("*" + s for s in _READERS)
+        raise ValueError(f"{path}: expected a file named {names}; *.txt has ids or pairs")
+    if path.is_file() and path.stat().st_size == 0:
+        raise ValueError(f"{path}: the file is empty")
+    with _reading(path):
+        content = _READERS[suffix](path)
+    if isinstance(content, Mapping):
+        name = _array_name(path, content, key)
+        with _reading(path):
+            return _chosen(content[name])
+    _check_unnamed(path, key)
+    with _reading(path):
+        return _chosen(content)
+
+
+def _suffix(path: Path) -> str:
+    """Return the suffix that tells the format of a file, in lower case."""
+    if path.name.lower().endswith(".pth.tar"):
+        return ".pth.tar"
+    return path.suffix.lower()
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Let errors name the file."""
+    try:
+        yield
+    except (FileNotFoundError, ImportError, IsADirectoryError, PermissionError):
+        raise
+    except MemoryError:
+        raise ValueError(f"{path}: speaks of more data than there is memory; damaged?") from None
+    except Exception as error:
+        text = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{path}: not a readable {_suffix(path)} file: {text}") from None
+
+
+def _check_unnamed(path: Path, key: str | None) -> None:
+    """Raise a ValueError for the name of an array in a file that has one without a name."""
+    if key is not None:
+        raise ValueError(f"{path}: expected no name, as the file has one array, got {key!r}")
+
+
+def _array_name(path: Path, content: Mapping[str, Any], key: str | None) -> str:
+    """Return the name of the array that is read: ``key`` or, if it is None, ``sims`` or the only
+    one.
+    """
+    names = list(content)
+    if isinstance(content, dict):  # of archives, entries are not looked at until they are chosen
+        names = [
+            name for name, x in content.items() if isinstance(x, list) or getattr(x, "ndim", 0)
+        ]
+    key = key or ("sims" if "sims" in names else None)
+    if key in names:
+        return key
+    if key is None and len(names) == 1:
+        return names[0]
+    got = f"it has {', '.join(map(str, names)) or 'none'}"
+    if key is not None:
+        raise ValueError(f"{path}: expected an array of the name {key!r}; {got}")
+    if set(names) >= _RE_RANKED:
+        got += "; itrloss compare takes such re-ranked scores of both directions"
+    elif names:
+        got += f"; for one of several, write {path}:{names[0]}"
+    kind = "list" if _suffix(path) == ".json" else "array"
+    raise ValueError(f"{path}: expected one {kind}, or one of the name sims; {got}")
+
+
+def _chosen(x: Any) -> object:
+    """Return an entry of a file, or what is in it, as an array if it is one or a list."""
+    if isinstance(x, _Pickled):
+        x = x.array()
+    elif hasattr(x, "asstr"):  # a data set of HDF5
+        x = x.asstr()[()].tolist() if x.dtype.kind == "O" else x[()]
+    return np.array(x) if isinstance(x, list) else x
+
+
+def _package(path: Path, name: str, extra: str = "files") -> ModuleType:
+    """Return a package that reads a file; raise an ImportError that names the extra with it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        raise ImportError(
+            f"{path}: needs {package}: install itrloss with the extra {extra!r}"
+        ) from None
+
+
+def _read_npy(path: Path) -> object:
+    """Return the array of a .npy file, mapped into memory, or the object that was pickled in it."""
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    with open(path, "rb") as file:
+        _, _, dtype = readers[np.lib.format.read_magic(file)](file)
+        if dtype.hasobject:  # np.save of a dictionary
+            return _unpickled(file)
+    # raises an error if the file is shorter than its header says
+    return np.load(path, mmap_mode="c")
+
+
+def _read_npz(path: Path) -> Mapping[str, object]:
+    """Return the arrays of a .npz file, each of which is read when it is chosen."""
+    arrays = np.load(path)  # refuses Python objects
+    if not isinstance(arrays, Mapping):
+        raise ValueError("not a zip file")
+    return arrays
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, which are mapped into memory."""
+    return _package(path, "safetensors.torch").load_file(path)
+
+
+def _read_mat(path: Path) -> dict[str, Any]:
+    """Return the arrays of a MATLAB file; those of version 7.3 are HDF5, and transposed."""
+    if _package(path, "h5py").is_hdf5(path):
+        return {name: x[()].T for name, x in _read_hdf5(path).items()}
+    arrays = _package(path, "scipy.io").loadmat(path)
+    return {name: x for name, x in arrays.items() if not name.startswith("__")}
+
+
+def _read_hdf5(path: Path) -> dict[str, Any]:
+    """Return the data sets of a file by their paths in it, each of which is read when chosen."""
+    h5py = _package(path, "h5py")
+    file = h5py.File(path, "r")  # closed with the last of its data sets
+    names: list[str] = []
+    file.visit(names.append)
+    return {name: file[name] for name in names if isinstance(file[name], h5py.Dataset)}
+
+
+def _read_csv(path: Path) -> np.ndarray:
+    """Return the matrix in a file of separated values."""
+    _, rows = _table(path)
+    return rows.to_numpy(float)
+
+
+def _table(path: Path) -> tuple[list[str], pd.DataFrame]:
+    """Return the header of a file of separated values, which may be empty, and its rows as text.
+
+    As pandas writes them, the first column is a number of the row if its header is empty, and the
+    header of a matrix is 0, 1, 2 and so on.
+    """
+    text = _text(path)
+    first = text.partition("\n")[0]
+    separator = next((x for x in "\t;," if x in first), ",")
+    pandas = _package(path, "pandas", "cli")
+    options = {"header": None, "dtype": str, "keep_default_na": False, "skipinitialspace": True}
+    with _reading(path):
+        rows = pandas.read_csv(io.StringIO(text), sep=separator, **options)
+    head = [x.strip() for x in rows.iloc[0]]
+    are_numbers = pandas.to_numeric(pandas.Series(head), errors="coerce").notna().all()
+    counted = len(head) > 1 and head == [str(i) for i in range(len(head))]
+    if are_numbers and not counted:
+        return [], rows
+    start = int(not head[0])
+    return head[start:], rows.iloc[1:, start:]
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file, without a byte order mark."""
+    with open(path, "rb") as file:
+        start = file.read(2)
+    has_wide_mark = start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    encoding = "utf-16" if has_wide_mark else "utf-8-sig"
+    try:
+        return path.read_text(encoding=encoding)
+    except UnicodeError as error:
+        raise ValueError(f"{path}: expected UTF-8: {error}") from None
+
+
+def _read_json(path: Path) -> object:
+    return json.loads(_text(path))
+
+
+def _read_torch(path: Path) -> object:
+    try:
+        with warnings.catch_warnings():
+            # PyTorch 2.15 says that it checks sparse tensors, which are refused later.
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError):  # torch's message would advise to trust the file
+        raise ValueError("damaged, or more in it than tensors and containers of them") from None
+
+
+def _read_pickle(path: Path) -> object:
+    with open(path, "rb") as file:
+        return _unpickled(file)
+
+
+_READERS: dict[str, Callable[[Path], object]] = {
+    ".npy": _read_npy,
+    ".npz": _read_npz,
+    ".pt": _read_torch,
+    ".pth": _read_torch,
+    ".pth.tar": _read_torch,
+    ".pkl": _read_pickle,
+    ".pickle": _read_pickle,
+    ".safetensors": _read_safetensors,
+    ".mat": _read_mat,
+    ".h5": _read_hdf5,
+    ".hdf5": _read_hdf5,
+    ".json": _read_json,
+    ".csv": _read_csv,
+}
+
+
+# ------------------------------------------------------------------------------------------ pickles
+
+
+class _Type:
+    """Stands in for ``numpy.dtype``: a pickle could set a real one's flags so that bytes are read
+    as addresses.
+    """
+
+    def __init__(self, name: str, *_: object):
+        self.name = name
+
+    def __setstate__(self, state: tuple[int, str]) -> None:
+        self.name = "".join([state[1], self.name])  # with the order of bytes, if it is a string
+
+
+class _Pickled:
+    """Stands in for an array, which is made when it is chosen, and only of numbers or strings."""
+
+    def __init__(
+        self, data: Any = b"", kind: Any = None, shape: tuple[int, ...] = (), order: Any = "C"
+    ):
+        self.data = data
+        self.kind = kind
+        self.shape = shape
+        self.order = order
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        *_, shape, kind, fortran, data = state
+        _Pickled.__init__(self, data, kind, shape, "F" if fortran else "C")
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def array(self) -> Any:
+        """Return the array, or one number as such; of objects, a list of them."""
+        dtype = np.dtype(self.kind.name)
+        if dtype.kind == "O" and isinstance(self.data, list):
+            return self.data
+        if dtype.kind not in "fiubSU":
+            raise ValueError(f"expected numbers, got an array of {dtype}, which is not read")
+        data = self.data.encode(_ENCODING) if isinstance(self.data, str) else self.data
+        return np.frombuffer(data, dtype).copy().reshape(self.shape, order=self.order)[()]
+
+
+def _strided(storage: torch.TypedStorage, offset: int, *shape_and_stride: Any) -> Tensor:
+    """Return a pickled tensor; raise a RuntimeError if it is larger than its storage."""
+    shape, stride, *_ = shape_and_stride
+    whole = torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage)
+    return whole.as_strided(shape, stride, offset)
+
+
+# The names that pickled arrays and tensors refer to, and their replacements here.
+_REPLACED: dict[str, object] = {
+    "numpy.core.multiarray._reconstruct": lambda *_: _Pickled(),
+    "numpy.core.multiarray.scalar": lambda kind, data: _Pickled(data, kind),
+    "numpy.core.numeric._frombuffer": _Pickled,
+    "numpy.ndarray": "ndarray",
+    "numpy.dtype": _Type,
+    "collections.OrderedDict": dict,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "torch._utils._rebuild_tensor_v2": _strided,
+    "torch.storage._load_from_bytes": lambda data: torch.load(io.BytesIO(data), weights_only=True),
+    "_codecs.encode": lambda text, _: text.encode(_ENCODING),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows nothing but numbers, strings, containers, and the replacements."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the replacement of a name; raise a ValueError for one that is not read."""
+        # as it was called before NumPy 2
+        full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
+        if full not in _REPLACED:
+            raise ValueError(f"it asks for {full}, which is not read")
+        return _REPLACED[full]
+
+
+def _unpickled(file: IO[bytes]) -> object:
+    """Return what was pickled; of an array of one object, the object."""
+    value = _Unpickler(file, encoding=_ENCODING).load()  # as written by Python 2, too
+    if isinstance(value, _Pickled):
+        value = value.array()
+        if isinstance(value, list) and len(value) == 1:
+            return value[0]  # what np.save was given
+    return value
+
+
+# ---------------------------------------------------------------------------------------- to write
+
+
+@contextlib.contextmanager
+def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """Return a context with a temporary file to write, which replaces ``path`` when complete, or is
+    removed on error.
+
+    The target of a symbolic link is replaced, not the link. A device or a pipe, such as
+    ``/dev/stdout``, is written to directly; in binary mode, whose archives need to seek, it is
+    refused.
+    """
+    path = Path(os.path.realpath(path))
+    binary = "b" in mode
+    encoding = None if binary else "utf-8"
+    if path.exists() and not path.is_file():
+        if binary:
+            raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
+        with open(path, mode, encoding=encoding) as file:
+            yield file
+        return
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(temporary, mode, encoding=encoding) as file:
+            yield file
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
