@@ -22,7 +22,7 @@ from .checks import (
     one_of,
 )
 from .distributed import ProcessGroup, consensus, is_trained, rows_of_all, world_size
-from .engine.sets import Sets, own_set_scores, set_scores
+from .engine.sets import Form, Sets, set_scores
 from .engine.vectors import full_precision, host_may_read, normalized
 from .similarity import Similarity
 from .suspicious import warn
@@ -290,8 +290,8 @@ def set_similarity(  # noqa: PLR0913 - options by keyword
         rows, cols = check()
     if aggregation == "mean":
         return _mean_scores(rows, cols, normalize)
-    score = own_set_scores if cols.x.dim() == 4 else set_scores
-    scores = score(rows, cols, _SUMS.get(aggregation, aggregation), alpha, normalize)
+    form = Form(_SUMS.get(aggregation, aggregation), float(alpha), normalize)
+    scores = set_scores(rows, cols, form)
     if aggregation in _SUMS:
         return scores / rows.numbers_of_elements()[:, None]
     return scores
@@ -372,7 +372,7 @@ def _existing(given: _Given, sets: Tensor) -> Sets:
             f"{given.side}_lengths, {given.side}_mask: all sets are empty, so that all scores are "
             "0 without a gradient. A mask is True where an element exists"
         )
-    return Sets(sets, None, exists)
+    return Sets(sets, exists)
 
 
 def _lengths(name: str, lengths: object, sets: Tensor) -> Tensor:
@@ -412,7 +412,7 @@ def _with_texts_of_all(
     if exists is None:
         exists = torch.ones(cols.x.shape[:2], dtype=torch.bool, device=cols.x.device)
     exists = F.pad(exists.to(torch.uint8), (0, longer))  # backends do not all exchange bools
-    return rows, Sets(x, None, rows_of_all(exists, numbers, group).bool())
+    return rows, Sets(x, rows_of_all(exists, numbers, group).bool())
 
 
 def _compared(
@@ -445,7 +445,7 @@ def _mean_scores(rows: Sets, cols: Sets, normalize: bool) -> Tensor:
 
 def _means(sets: Sets, normalize: bool) -> Tensor:
     """Return the (..., D) means of the elements of sets (..., K, D)."""
-    elements = sets.differentiable(normalize)
+    elements = sets.prepared(normalize).x
     if sets.exists is None:
         return elements.mean(-2)
     return elements.sum(-2) / sets.numbers_of_elements().unsqueeze(-1)
