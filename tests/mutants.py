@@ -43,7 +43,7 @@ TESTS = {
     "engine": CORE,
     "anchors": CORE,
     "similarity": [*CORE, "tests/distributed"],
-    "related": [*CORE, "tests/test_input_forms.py"],
+    "engine/related": [*CORE, "tests/test_input_forms.py"],
     "distributed": [SPINE, "tests/distributed", "tests/losses"],
     "functional": LOSSES,
     "memory": ["tests/test_memory.py", "tests/test_momentum_encoder.py", *LOSSES],

@@ -30,9 +30,9 @@ from .engine.matrix import Engine as Engine
 from .engine.question import Value, has_each
 from .engine.ranking import Ranking, Relevance
 from .engine.ranking import TopK as TopK
+from .engine.related import Related, relation_of
 from .engine.relation import IGNORE_ID, Ids, Relation, segment_sum
 from .engine.vectors import Embeddings
-from .related import Related, relation_of
 
 X = TypeVar("X")
 #: The id of a row, a column or a negative that does not exist, such as padding: the least int64.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import itrloss
 from itrloss import NO_ID, DistillationLoss, InfoNCELoss, Similarity
-from itrloss.related import Related
+from itrloss.engine.related import Related
 
 pytestmark = pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 N, K, D = 6, 3, 4

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .. import checks
 from ..engine.matrix import Bias
+from ..engine.related import PassedIds, Related, check_matches, groups_of, labels_of, weights_of
 from ..engine.relation import IGNORE_ID, Relation, Rule
 from ..engine.vectors import autocast_dtype
-from ..related import PassedIds, Related, check_matches, groups_of, labels_of, weights_of
 from . import collectives
 from .collectives import ProcessGroup, world_size
 from .consensus import consensus, described, is_trained, numbered, padded

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .. import functional
 from ..checks import IdsLike, Names, check_matrix, option
+from ..engine.related import PassedIds, Related
 from ..functional import Values
-from ..related import PassedIds, Related
 from ..similarity import Similarity
 from ..suspicious import may_be_read, warn_of_units, warn_of_vectors
 from .base import PairLoss

@@ -15,10 +15,10 @@ from torch import Tensor
 from .. import functional
 from ..anchors import Anchors
 from ..checks import IdsLike, Names, are_strings, as_number, option
+from ..engine.related import PassedIds, Related
 from ..engine.vectors import compute_dtype
 from ..functional import Values
 from ..memory import CoupledMemory, MemorySimilarity
-from ..related import PassedIds, Related
 from ..similarity import SIDES, Directions, Similarity
 from ..suspicious import may_be_read, warn_of_units
 from ..terms import identity, softplus
