@@ -47,7 +47,7 @@ TESTS = {
     "distributed": [SPINE, "tests/distributed", "tests/losses"],
     "functional": LOSSES,
     "memory": ["tests/test_memory.py", "tests/test_momentum_encoder.py", *LOSSES],
-    "sets": ["tests/test_sets.py", *LOSSES],
+    "sets": LOSSES,
     "suspicious": LOSSES,
     "checks": ["tests/test_options.py", "tests/test_messages.py", "tests/test_input_forms.py"],
     "tables": ["tests/cli"],
