@@ -86,9 +86,12 @@ def ours(images, texts, aggregation, **options):
 
 
 def both_sides(own: bool) -> tuple[Tensor, Tensor]:
-    """Sets of images, and of texts: for all images, or two for each."""
+    """Sets of images, and of texts: for all images, or two for each. Every other image has
+    negative cosines, so that padding would win.
+    """
+    signs = torch.tensor([-1, 1, -1, 1, -1]).view(5, 1, 1)
     texts = sets(10, 4, 6, seed=1).view(5, 2, 4, 6) if own else sets(4, 4, 6, seed=1)
-    return sets(5, 3, 6).requires_grad_(), texts.requires_grad_()
+    return (signs * sets(5, 3, 6)).requires_grad_(), texts.requires_grad_()
 
 
 def mask_of(x: Tensor, seed: int) -> Tensor:
