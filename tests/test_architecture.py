@@ -198,7 +198,7 @@ IN_TORCH = words(
     torch.nn.functional.pad torch.nn.utils.rnn.pad_sequence torch.no_grad torch.ones torch.ones_like
     torch.ops.mkldnn._linear_pointwise.default torch.optim.Adam torch.optim.Optimizer
     torch.optim.SGD torch.promote_types torch.rand torch.randint torch.randn torch.randperm
-    torch.repeat_interleave torch.save torch.searchsorted torch.set_default_dtype
+    torch.repeat_interleave torch.save torch.rsub torch.searchsorted torch.set_default_dtype
     torch.set_grad_enabled torch.set_num_threads torch.set_rng_state torch.sigmoid_ torch.sort
     torch.sparse_coo torch.sparse_coo_tensor torch.special.log_ndtr torch.stack torch.strided
     torch.sub torch.sum torch.take_along_dim torch.tensor torch.tensordot torch.testing.assert_close

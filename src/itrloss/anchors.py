@@ -222,6 +222,7 @@ class Anchors:
         #: Whether all anchors certainly have a positive and a negative; None: not looked at.
         self._known_complete = min(self.sizes) > 1 if self.one_to_one else None
         self._index: Tensor | None = None  # (P,) anchors of the positive pairs
+        self._known_valid: Tensor | None = None  # (A,) bool
         self._known_counts: dict[bool, Tensor] = {}  # (A,) numbers of positives (True), negatives
 
     @property
@@ -453,8 +454,7 @@ class Anchors:
         for block in self._blocks:
             own = []
             for side in block.sides:
-                positives, negatives = block.matrix.relation.counts(side)
-                own.append(positives if positive else negatives)
+                own.append(block.matrix.relation.counts(side, positive))
             answers.append(joined(own))
         return self._joined(answers, torch.add)
 
@@ -915,7 +915,7 @@ class Anchors:
                     index.append(own + first if first else own)
             first += size
         if self.one_to_one:
-            return torch.cat(scores), None
+            return joined(scores), None
         # As columns (P, 1): torch.cat would cut a vector without entries out of the graph, and a
         # process without pairs has to take part in the exchanges of second derivatives.
         every_score = torch.cat([x[:, None] for x in scores]).squeeze(1)
@@ -1018,7 +1018,12 @@ class Anchors:
         """Return the (A,) bool mask of anchors with a positive and a negative; None: all."""
         if self._complete:
             return None
-        return (self.counts(positive=True) > 0) & (self.counts(positive=False) > 0)
+        if self._known_valid is not None:
+            return self._known_valid
+        valid = (self.counts(positive=True) > 0) & (self.counts(positive=False) > 0)
+        if may_keep():
+            self._known_valid = valid
+        return valid
 
     def reduce(self, values: Tensor, reduction: Reduction, valid: Tensor | None = None) -> Any:
         """Return the values (A,) reduced: ``"mean"``, ``"sum"``, or ``"none"`` for each group's.

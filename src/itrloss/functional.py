@@ -210,11 +210,13 @@ def unified_training_objective(
     _check_similarity("sims", sims, MemorySimilarity)
     batch = hubness_aware_loss(sims.anchors, scale, margin, reduction, positive=positive)
     values = _against_queues(sims.memory, sims.keys, scale, margin, positive)
-    # images have the memory's texts as negatives, and texts its images
-    weights = text_memory_weight, image_memory_weight
-    parts = zip(SIDES[sims.directions], sims.memory.split(values), strict=True)
-    weighted = torch.cat([weights[side] * part for side, part in parts])
-    queues = sims.memory.reduce(weighted, reduction, _valid(sims.memory, sims.keys))
+    if image_memory_weight == text_memory_weight:
+        values = image_memory_weight * values
+    else:  # images have the memory's texts as negatives, and texts its images
+        weights = text_memory_weight, image_memory_weight
+        parts = zip(SIDES[sims.directions], sims.memory.split(values), strict=True)
+        values = torch.cat([weights[side] * part for side, part in parts])
+    queues = sims.memory.reduce(values, reduction, _valid(sims.memory, sims.keys))
     if reduction != "none":
         return batch_weight * batch + queues
     pairs = zip(batch, queues, strict=True)
@@ -410,13 +412,14 @@ def triplet_loss(
     check_mining(mining, temperature)
     if mining == "all":
         return anchors.reduced_hinge_sum(margin, reduction)
-    threshold = anchors.hardest_negatives().values + margin
     term = excess
     scale = 1.0
+    shift = anchors.hardest_negatives().values + margin
     if temperature is not None:
         term = softplus
         scale = 1 / temperature
-    values = anchors.sum_of_positives(term, scale=-scale, shift=scale * threshold, weights="factor")
+        shift = scale * shift
+    values = anchors.sum_of_positives(term, scale=-scale, shift=shift, weights="factor")
     return anchors.reduce(values, reduction)
 
 

@@ -36,7 +36,7 @@ from .engine.matrix import (
 from .engine.related import PassedIds, relation_of
 from .engine.relation import IGNORE_ID, Ids, Relation, are_sets
 from .engine.step import NO_COLUMNS, Layout, Place, Step, StepPart
-from .engine.vectors import Embeddings, normalized
+from .engine.vectors import Embeddings, host_may_read, normalized
 from .similarity import SIDES, Directions, Engine, Similarity, as_directions
 
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
@@ -424,31 +424,50 @@ def matrices_of_step(
     """Return the small matrices of a step from one node: the batch with itself, images with text
     keys, image keys with texts and, if they are small, images and texts with the memory.
     """
+    relation, *to_memory = relations
+    whole, *others = parts_of_step(batch, keys, banks, relation)
+    matrices = [Matrix(relation, engine, batch[0], vectors=batch, part=whole, bounded=True)]
+    for own, part in zip(batch, others[:2], strict=True):
+        matrices.append(Matrix(relation, engine, own, part=part, bounded=True))
+    if banks:
+        for own, part, related in zip(batch, others[2:], to_memory, strict=True):
+            matrix = Matrix(related, engine, own, part=part, bounded=True, is_memory=True)
+            matrices.append(matrix)
+    return matrices
+
+
+def parts_of_step(
+    batch: tuple[Embeddings, Embeddings],
+    keys: tuple[Tensor, Tensor],
+    banks: tuple[Tensor, ...],
+    relation: Relation,  # of the batch
+) -> list[StepPart]:
+    """Return the parts of one step that :func:`matrices_of_step` makes matrices of."""
     images, texts = batch
     image_keys, text_keys = keys
-    relation = relations[0]
     n, m = relation.shape
     of_images, of_texts, of_text_keys, of_image_keys = consecutive(n, m, m, n)
     places: list[Place] = [(of_images, of_texts)]
+    constants = [None, *banks]
     if banks:
         places += [(of_images, NO_COLUMNS), (of_texts, NO_COLUMNS)]
-    layout = Layout(n + m, True, tuple(places))
-    vectors = images.target, texts.target, text_keys, image_keys
-    step = Step(layout, [None, *banks], vectors)
-    whole = StepPart(step, 0, of_images, of_texts)
-    to_text_keys = StepPart(step, None, of_images, of_text_keys)
-    to_image_keys = StepPart(step, None, of_image_keys, of_texts)
-    matrices = [
-        Matrix(relation, engine, images, vectors=batch, part=whole, bounded=True),
-        Matrix(relation, engine, images, part=to_text_keys, bounded=True),
-        Matrix(relation, engine, texts, part=to_image_keys, bounded=True),
-    ]
-    for number in range(1, len(places)):
-        own = batch[number - 1]
-        part = StepPart(step, number, *places[number])
-        related = relations[number]
-        matrices.append(Matrix(related, engine, own, part=part, bounded=True, is_memory=True))
-    return matrices
+    of_keys: tuple[Place, Place] = (of_images, of_text_keys), (of_image_keys, of_texts)
+    numbers: tuple[int | None, int | None] = None, None
+    diagonals: tuple[int | None, int | None] = None, None
+    if relation.one_to_one:
+        diagonals = 0, 1
+    elif not host_may_read(images.x):  # which positives they have is not known: all are visited
+        numbers = len(places), len(places) + 1
+        places += of_keys
+        constants += [None, None]
+    layout = Layout(n + m, True, tuple(places), of_keys if relation.one_to_one else ())
+    step = Step(layout, constants, (images.target, texts.target, text_keys, image_keys))
+    parts = [StepPart(step, 0, *places[0])]
+    for place, number, diagonal in zip(of_keys, numbers, diagonals, strict=True):
+        parts.append(StepPart(step, number, *place, diagonal))
+    for number in range(1, 1 + len(banks)):
+        parts.append(StepPart(step, number, *places[number]))
+    return parts
 
 
 def consecutive(*sizes: int) -> list[slice]:

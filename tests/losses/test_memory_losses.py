@@ -15,7 +15,6 @@ from support.memories import D, filled, memory_batch
 
 import itrloss
 from itrloss import CoupledMemory
-from itrloss.engine import moments
 from itrloss.memory import MemorySimilarity
 
 # some batches have nothing in common, or one id for all
@@ -118,29 +117,22 @@ def test_an_enqueued_key_that_is_not_finite_leaves_no_trace(bad, side):
 
 @pytest.mark.parametrize("library", ["by_blas", "by_onednn"])
 @pytest.mark.parametrize(
-    ("engine", "by_moments", "products_of_scores", "products_of_moments"),
+    ("engine", "products_of_scores"),
     [
-        ("dense", False, 2, 0),
+        ("dense", 2),
         # scores are formed for each answer, and once more for the gradient
-        ("tiled", False, 4, 0),
-        # moments by D x D numbers save a product of each matrix
-        ("tiled", True, 3, 2),
+        ("tiled", 4),
     ],
 )
-def test_no_product_for_the_gradient_of_the_memory(
-    library, engine, by_moments, products_of_scores, products_of_moments, request, monkeypatch
-):
+def test_no_product_for_the_gradient_of_the_memory(library, engine, products_of_scores, request):
     request.getfixturevalue(library)
-    monkeypatch.setattr(moments, "has_gain", lambda *_: by_moments)
     batch = memory_batch("pairs", torch.float32)
     n, size = len(batch.images), batch.memory.size
     with Products() as products:
         make("mdcl", engine=engine)(*batch).backward()
     of_scores = 2 * products_of_scores * n * size
-    of_moments = products_of_moments * D * ((n + size) + (n + n))
-    if not by_moments:
-        of_moments = n * n  # keys, with the embeddings of their pairs
-    assert products.flops == 2 * D * (of_scores + of_moments)
+    of_batch = n * n
+    assert products.flops == 2 * D * (of_scores + of_batch)
 
 
 def test_nothing_of_the_size_of_the_memory_is_kept_for_backward():

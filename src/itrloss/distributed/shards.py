@@ -223,8 +223,7 @@ class Exchange:
         counts = list(local.split(self.whole_sizes))
         for g, shard in enumerate(self.shards):
             if shard.is_spread:
-                positives, negatives = processes.pairs.counts(shard.side)
-                counts[g] = processes.own(positives if positive else negatives)
+                counts[g] = processes.own(processes.pairs.counts(shard.side, positive))
         return torch.cat(counts)
 
     def earlier_positives(self, local: Tensor) -> Tensor:

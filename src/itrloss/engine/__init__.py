@@ -8,7 +8,6 @@ related     the same as it is passed in, checked
 inputs      the inputs of a score matrix, and its tiles
 question    what is computed from a matrix, and how the anchors of a side see a tile
 tiled       the one loop: answers, added up tile by tile, and their gradient in closed form
-moments     sums of scores and of their squares, without the scores
 dense       the same answers in plain PyTorch: the specification, for compilers and second
             derivatives
 pair_scores scores of listed pairs, whose gradient skips the matrix

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checks import one_of
-from . import dense, devices, moments, tiled
+from . import dense, devices, tiled
 from .autograd import Request, Targets, ask, with_biases
 from .inputs import NO_SIDE, TILE, Inputs, Side, even_chunks, tile_shape, whole_scores
 from .pair_scores import Index, pair_scores
@@ -349,8 +349,6 @@ class Matrix:
             return dense.sums(question, scores, other)
         if self._keeps_slopes and guide is None and question.term.slope is not None:
             return self._sums_of_block(question)
-        if guide is None and self._has_gain_by_moments(question):
-            return moments.squares(question, self.inputs_of_vectors())
         request = Request(
             question,
             self.inputs(),
@@ -384,25 +382,14 @@ class Matrix:
         assert sums is not None
         return sums
 
-    def _has_gain_by_moments(self, question: Question) -> bool:
-        """Return whether sums of squares are best computed without the scores."""
-        if self.in_graph or self.is_biased or question.term is not square:
-            return False
-        if self.device.type != "cpu" or self.dtype == torch.float64:
-            return False
-        if torch.is_grad_enabled() and self.targets().any_trained():
-            return False
-        assert self.embeddings is not None
-        dim = self.embeddings[0].x.shape[1]
-        return moments.answers(question) and moments.has_gain(question, dim, self.keeps_scores)
-
     def weighted_sum(self, question: Question, weights: Value) -> Tensor:
         """Return the () total of a question's sums, times weights without a gradient.
 
         Triton finds its gradient along with it, where the vectors have one.
         """
         if not self._has_kernel(question) or not self._finds_early(question, is_total=True):
-            return (self.sums(question) * weights).sum()
+            sums = self.sums(question)
+            return (sums * weights).sum() if isinstance(weights, Tensor) else sums.sum() * weights
         from . import early
 
         if not isinstance(weights, Tensor):
@@ -481,7 +468,8 @@ class Matrix:
                 scores = self.scores_in_graph()
                 assert scores is not None
                 return tiled.std_of_block(self.relation, scores, sides)
-            count = joined([self.relation.counts(side)[1] for side in sides]).clamp_min(1)
+            count = joined([self.relation.counts(side, positive=False) for side in sides])
+            count = count.clamp_min(1)
             shift = (self.summed_negatives(sides) / -count).to(self.dtype)
             squares = self.sums(Question(self.relation, sides, square, shift=shift))
             return (squares / count).sqrt()
@@ -538,7 +526,7 @@ class Matrix:
             total = self._sums_by_class(units[side], units[1 - side], side)
             own_bias, others_bias = self.bias[side], self.bias[1 - side]
             if own_bias is not None:
-                total = total + own_bias * self.relation.counts(side)[0]
+                total = total + own_bias * self.relation.counts(side, positive=True)
             if others_bias is not None:
                 ones = torch.ones_like(units[side][:, :1])
                 total = total + self._sums_by_class(ones, others_bias[:, None], side)

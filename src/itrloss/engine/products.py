@@ -86,21 +86,19 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _use_onednn(a: Tensor, b: Tensor) -> bool:
     """Return whether oneDNN is to multiply (n, k) ``a`` with (k, m) ``b``."""
-    (n, k), m = a.shape, b.shape[1]
-    large = (
-        n * k * m >= LARGE
-        and min(n, m, k) >= _THIN
-        and a.device.type == "cpu"
-        and a.dtype == b.dtype == torch.float32
-        and torch.backends.mkldnn.enabled
-        # a FLOP counter does not know oneDNN's operator
-        and not torch._C._len_torch_dispatch_stack()
-        and prefers_onednn()
-    )
+    n, k = a.shape
+    m = b.shape[1]
+    if n * k * m < LARGE or min(n, m, k) < _THIN or a.device.type != "cpu":
+        return False
+    if a.dtype != torch.float32 or b.dtype != torch.float32 or not torch.backends.mkldnn.enabled:
+        return False
+    # a FLOP counter does not know oneDNN's operator
+    if torch._C._len_torch_dispatch_stack() or not prefers_onednn():
+        return False
     shape = (n, k, m, b.is_contiguous())
-    if large and len(_seen) < _SHAPES:
+    if len(_seen) < _SHAPES:
         _seen.add(shape)
-    return large and shape in _seen
+    return shape in _seen
 
 
 def _onednn(a: Tensor, b: Tensor) -> Tensor:

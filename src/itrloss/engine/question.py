@@ -206,7 +206,7 @@ def affine(scores: Tensor, scale: Value, shift: Value | None) -> Tensor:
         return scores * scale + shift
     if isinstance(shift, Tensor):
         return torch.add(shift, scores, alpha=scale)
-    return (scores * scale).add_(shift)
+    return torch.rsub(scores, shift, alpha=-scale)  # one operator
 
 
 def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +18,8 @@ IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist: 
 ALL = slice(None)
 KEPT_MASK = 2**20  # pairs of a mask that is kept, at most
 # Pairs up to which masks take fewer launches, and less time, than sorted ids and listed pairs: 9 in
-# place of 40 for InfoNCE of 32 x 160 with ids (python -m benchmarks.launches).
+# place of 40 for InfoNCE of 32 x 160 with ids (python -m benchmarks.launches). Where the host reads
+# no ids, as on an accelerator, all kept masks do.
 BY_MASK = 2**16
 AT_ONCE = 2**20  # pairs whose masks are made at once, to be counted or listed
 POPULAR = 2**-6  # share of all pairs that share a label from which it is popular
@@ -92,16 +93,16 @@ class Relation:
         self._weight_dtype = torch.float32
         if matches is not None:
             self._keep_matches(matches)
-        #: (N,) and (M,) ids or (N, k) and (M, l) labels; None where they are not needed.
-        self.ids = compared_ids(shape[0], ids, device)
-        own, others = self.ids
+        own, others = compared_ids(shape[0], ids, device)
+        #: Whether all pairs of entries that exist and do not match are negatives.
+        self.others_are_negatives = matches is None and groups is None
+        says_more = own is not None and others is not None and not is_diagonal(shape, own, others)
         #: Whether row i matches column i, and all other pairs are negatives.
-        self.one_to_one = matches is None and groups is None
-        if own is not None and others is not None:
-            self.one_to_one = self.one_to_one and is_diagonal(shape, own, others)
+        self.one_to_one = self.others_are_negatives and not says_more
         if self.one_to_one:
             own = others = None
-            self.ids = None, None
+        #: (N,) and (M,) ids or (N, k) and (M, l) labels; None where they are not needed.
+        self.ids = own, others
         #: (N,) and (M,) bool: entries that do not exist; None where there certainly are none.
         self.ignored: Ids = (None, None)
         if own is not None and others is not None:
@@ -111,7 +112,8 @@ class Relation:
         #: Whether one id of each entry alone says who matches, so that pairs are found by sorting.
         #: Sets of labels, groups and matrices take masks, block by block.
         self.by_ids = own is not None and own.dim() == 1 and groups is None
-        self._is_small = shape[0] * shape[1] <= BY_MASK and (own is None or host_may_read(own))
+        by_mask = BY_MASK if own is None or host_may_read(own) else KEPT_MASK
+        self._is_small = shape[0] * shape[1] <= by_mask
 
     def _keep_matches(self, matches: Tensor) -> None:
         """Keep a matrix of matches (N, M), and its weights if there are any."""
@@ -121,11 +123,6 @@ class Relation:
         if self.has_weights:
             # half types would round the sums of weights
             self._weights = matches.detach().nan_to_num(0.0).to(compute_dtype(matches))
-
-    @property
-    def others_are_negatives(self) -> bool:
-        """Whether all pairs of entries that exist and do not match are negatives."""
-        return self.matches is None and self.groups is None
 
     @property
     def listable(self) -> bool:
@@ -151,62 +148,72 @@ class Relation:
         ignored = self.ignored[side]
         return None if ignored is None else ~ignored
 
-    def _cached(self, key: Any, compute: Callable[[], Result]) -> Result:
-        """Return a result that is computed once, in tensors that autograd may save.
+    def _cached(self, key: Any, compute: Callable[..., Result], *arguments: Any) -> Result:
+        """Return what ``compute(*arguments)`` does, computed once, in tensors that autograd may
+        save.
 
         A compiler finds equal expressions itself, and refuses tensors that leave the graph of an
         autograd function.
         """
         if torch.compiler.is_compiling():
-            return compute()
+            return compute(*arguments)
         if key not in self._cache:
             context = contextlib.nullcontext() if may_keep() else torch.inference_mode(False)
             with context:
-                self._cache[key] = compute()
+                self._cache[key] = compute(*arguments)
         return self._cache[key]
 
     # ------------------------------------------------------------------------------------- masks
 
     def positive(self, rows: slice = ALL, cols: slice = ALL) -> Tensor:
         """Return the (r, c) bool mask of the pairs that match."""
+        mask = self._alike(rows, cols)
+        ignored = self.ignored[0]
+        return mask if ignored is None else mask & ~ignored[rows, None]
+
+    def negative(self, rows: slice = ALL, cols: slice = ALL) -> Tensor:
+        """Return the (r, c) bool mask of the pairs that do not match and may meet."""
+        return self._not_negative(rows, cols).logical_not_()
+
+    def _alike(self, rows: slice, cols: slice) -> Tensor:
+        """Return the (r, c) bool mask of the pairs that match, and maybe of pairs that do not
+        exist.
+        """
         if self.matches is not None:
             return self.matches[rows, cols] == 1
         of_rows, of_cols = self.ids
         if of_rows is None or of_cols is None:
             return same_numbers(self.shape, self.device, rows, cols)
         if of_rows.dim() == 1 and of_cols.dim() == 1:
-            mask = of_rows[rows, None] == of_cols[None, cols]
-            ignored = self.ignored[0]
-            return mask if ignored is None else mask & ~ignored[rows, None]
+            return of_rows[rows, None] == of_cols[None, cols]
         return shares_label(of_rows[rows], of_cols[cols])
 
-    def negative(self, rows: slice = ALL, cols: slice = ALL) -> Tensor:
-        """Return the (r, c) bool mask of the pairs that do not match and may meet."""
+    def _not_negative(self, rows: slice, cols: slice) -> Tensor:
+        """Return the (r, c) bool mask of the pairs that are no negatives."""
         if self.matches is not None:
-            return self.matches[rows, cols] == 0
-        mask = self.positive(rows, cols).logical_not_()
+            return self.matches[rows, cols] != 0
+        mask = self._alike(rows, cols)
         row_ignored, col_ignored = self.ignored
         if row_ignored is not None:
-            mask &= ~row_ignored[rows, None]
+            mask |= row_ignored[rows, None]
         if col_ignored is not None:
-            mask &= ~col_ignored[cols]
+            mask |= col_ignored[cols]
         if self.groups is not None:
-            mask &= may_meet(self.groups, self.rule, rows, cols)
+            mask |= may_meet(self.groups, self.rule, rows, cols).logical_not_()
         return mask
 
     def excluded(self, over: Over, rows: slice = ALL, cols: slice = ALL) -> Tensor | None:
         """Return the (r, c) bool mask of the pairs that a sum leaves out; None: it has all."""
+        if over == "negatives":
+            is_whole = rows == cols == ALL
+            if is_whole and self.others_are_negatives and self.all_exist:
+                return self.all_positive()
+            return self._not_negative(rows, cols)
         if over == "positives":
-            return ~self.positive(rows, cols)
+            return self.positive(rows, cols).logical_not_()
         if self.others_are_negatives and self.all_exist:
-            if over == "all":
-                return None
-            is_whole = rows == ALL and cols == ALL
-            return self.all_positive() if is_whole else self.positive(rows, cols)
-        counted = self.negative(rows, cols)
-        if over == "all":
-            counted |= self.positive(rows, cols)
-        return counted.logical_not_()
+            return None
+        return self._not_negative(rows, cols) & ~self.positive(rows, cols)
 
     def all_positive(self) -> Tensor:
         """Return the (N, M) bool mask of all positives, to be read only; a small one is kept."""
@@ -217,11 +224,11 @@ class Relation:
     def all_excluded(self, over: Over) -> Tensor | None:
         """Return the (N, M) bool mask of the pairs that a sum leaves out, to be read only.
 
-        That of a small matrix is kept for the next question: it takes three launches.
+        That of a small matrix is kept for the next question: it takes up to five launches.
         """
         if self.shape[0] * self.shape[1] > KEPT_MASK:
             return self.excluded(over)
-        return self._cached(over, lambda: self.excluded(over))
+        return self._cached(over, self.excluded, over)
 
     def exclude_(
         self,
@@ -240,7 +247,7 @@ class Relation:
             if -x.shape[-2] < offset < x.shape[-1]:
                 x.diagonal(offset, -2, -1).fill_(value)
             return x
-        if over == "negatives" and not self._is_small and self._fills_entries(x):
+        if over == "negatives" and not self._is_small and self._fills_entries():
             i, j = self._listed_within(rows, cols)
             if len(i) * 16 <= x.shape[-1] * x.shape[-2]:
                 if len(i):
@@ -254,9 +261,9 @@ class Relation:
             mask = self.excluded(over, rows, cols)
         return x if mask is None else x.masked_fill_(mask, value)
 
-    def _fills_entries(self, x: Tensor) -> bool:
+    def _fills_entries(self) -> bool:
         """Return whether positives may be filled one by one: listed, and at hand on the CPU."""
-        if not self.by_ids or x.device.type != "cpu":
+        if not self.by_ids or self.ids[0].device.type != "cpu":  # type: ignore[union-attr]
             return False
         return self.listable and self.are_few
 
@@ -292,13 +299,19 @@ class Relation:
 
     # --------------------------------------------------------------------------- numbers and lists
 
-    def counts(self, side: int) -> tuple[Tensor, Tensor]:
-        """Return the (A,) int64 numbers of positives and of negatives of each row (0) or column."""
+    def counts(self, side: int, positive: bool) -> Tensor:
+        """Return the (A,) int64 numbers of positives, or of negatives, of each row (0) or column
+        (1).
+        """
         if self.one_to_one or (self.by_ids and not self._is_small):
             if self.ids[0] is self.ids[1] and self.shape[0] == self.shape[1]:
                 side = 0
-            return self._cached(("counts", side), lambda: self._counts_by_ids(side))
-        return self._cached("counts", self._counts_by_masks)[side]
+            count = self._counts_by_ids
+        elif self._is_small:
+            count = self._counts_in_mask
+        else:
+            return self._cached("counts", self._counts_by_masks)[side][positive]
+        return self._cached(("counts", side, positive), count, side, positive)
 
     def negative_counts(self, side: int, dtype: torch.dtype) -> Any:
         """Return how many negatives each row (0) or column (1) has, at least 1, to divide by: (A,)
@@ -306,40 +319,44 @@ class Relation:
         """
         if self.one_to_one and self.shape[0] == self.shape[1]:
             return max(1, self.shape[0] - 1)
-        return self.counts(side)[1].clamp_min(1).to(dtype)
+        return self._cached(("divisors", side), self._divisors, side, dtype)
 
-    def _counts_by_ids(self, side: int) -> tuple[Tensor, Tensor]:
-        """Return what :meth:`counts` keeps of one side."""
+    def _divisors(self, side: int, dtype: torch.dtype) -> Tensor:
+        """Return what :meth:`negative_counts` keeps of one side."""
+        return self.counts(side, positive=False).clamp_min(1).to(dtype)
+
+    def _counts_by_ids(self, side: int, positive: bool) -> Tensor:
+        """Return what :meth:`counts` keeps of one side, from sorted ids."""
         own = self.ids[side]
         if own is None:
             positives = torch.ones(self.shape[side], dtype=torch.int64, device=self.device)
-            return positives, self.shape[1 - side] - positives
-        ordered, _ = self._sorted(1 - side)
-        positives = torch.searchsorted(ordered, own, right=True) - self._first(side)
-        candidates: Any = self.shape[1 - side]
-        others_ignored = self.ignored[1 - side]
-        if others_ignored is not None:
-            candidates = (~others_ignored).sum()
+            return positives if positive else self.shape[1 - side] - positives
         ignored = self.ignored[side]
-        if ignored is None:
-            return positives, candidates - positives
-        positives = positives.masked_fill(ignored, 0)
-        return positives, (candidates - positives).masked_fill(ignored, 0)
+        if positive:
+            ordered, _ = self._sorted(1 - side)
+            counts = torch.searchsorted(ordered, own, right=True) - self._first(side)
+        else:
+            candidates: Any = self.shape[1 - side]
+            others_ignored = self.ignored[1 - side]
+            if others_ignored is not None:
+                candidates = (~others_ignored).sum()
+            counts = candidates - self.counts(side, positive=True)
+        return counts if ignored is None else counts.masked_fill(ignored, 0)
+
+    def _counts_in_mask(self, side: int, positive: bool) -> Tensor:
+        """Return what :meth:`counts` keeps of one side, from the mask of all pairs."""
+        if positive:
+            return self.all_positive().sum(1 - side)
+        excluded = self.all_excluded("negatives")
+        assert excluded is not None
+        return self.shape[1 - side] - excluded.sum(1 - side)
 
     def _counts_by_masks(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what :meth:`counts` keeps of both sides."""
-        if self._is_small:
-            positive = self.all_positive()
-            of_rows, of_cols = positive.sum(1), positive.sum(0)
-            if self.others_are_negatives and self.all_exist:
-                n, m = self.shape
-                return [(of_rows, m - of_rows), (of_cols, n - of_cols)]
-            negative = self.negative()
-            return [(of_rows, negative.sum(1)), (of_cols, negative.sum(0))]
+        """Return the numbers of negatives and of positives of each side, from masks of blocks."""
         of_both = torch.zeros(2, sum(self.shape), dtype=torch.int64, device=self.device)
         of_rows, of_cols = of_both.split(self.shape, 1)
         for rows in self._blocks():
-            for kind, mask in enumerate((self.positive(rows), self.negative(rows))):
+            for kind, mask in enumerate((self.negative(rows), self.positive(rows))):
                 of_rows[kind, rows] = mask.sum(1)
                 of_cols[kind] += mask.sum(0)
         return [(of_rows[0], of_rows[1]), (of_cols[0], of_cols[1])]
@@ -348,15 +365,14 @@ class Relation:
         """Return a side's ids (A,) in ascending order, and the index of each."""
         ids = self.ids[side]
         assert ids is not None
-        ordered, order = self._cached(("sorted", side), lambda: torch.sort(ids, stable=True))
-        return ordered, order
+        return self._cached(("sorted", side), sorted_with_order, ids)
 
     def _first(self, side: int) -> Tensor:
         """Return where each id (A,) of a side would begin in the sorted ids of the other side."""
         ids = self.ids[side]
         assert ids is not None
         ordered, _ = self._sorted(1 - side)
-        return self._cached(("first", side), lambda: torch.searchsorted(ordered, ids))
+        return self._cached(("first", side), torch.searchsorted, ordered, ids)
 
     def numbers(self) -> Numbers:
         """Return how many positives there are.
@@ -371,8 +387,8 @@ class Relation:
             return Numbers(0, (0, 0), (0, 0))
         if self.one_to_one:
             return Numbers(min(self.shape), (1, 1), (1, 1))
-        of_rows, _ = self.counts(0)
-        of_cols, _ = self.counts(1)
+        of_rows = self.counts(0, positive=True)
+        of_cols = self.counts(1, positive=True)
         low_row, high_row = of_rows.aminmax()
         low_col, high_col = of_cols.aminmax()
         numbers = torch.stack([of_rows.sum(), low_row, high_row, low_col, high_col])
@@ -405,7 +421,9 @@ class Relation:
         if self.one_to_one:
             i = torch.arange(min(self.shape), device=self.device)
             return i, i
-        if self._is_small:
+        own = self.ids[0]
+        on_host = own is None or host_may_read(own)
+        if self._is_small and on_host:  # elsewhere the host would wait a second time for it
             rows, cols = self.all_positive().nonzero(as_tuple=True)
             return rows, cols
         if not self.by_ids:
@@ -413,7 +431,7 @@ class Relation:
         # The ids of the shorter side are searched for in the sorted ids of the other.
         side = int(self.shape[1] > self.shape[0])
         _, order = self._sorted(1 - side)
-        count, _ = self.counts(side)
+        count = self.counts(side, positive=True)
         total = self.numbers().total
         # 0 0 0 1 2 2 … for counts 3, 1, 2
         own_index = torch.repeat_interleave(count, output_size=total)
@@ -438,7 +456,7 @@ class Relation:
 
     def classes(self, side: int) -> Classes:
         """Return the classes of a side's entries by their ids: positives have the same."""
-        return self._cached(("classes", side), lambda: self._classes(side))
+        return self._cached(("classes", side), self._classes, side)
 
     def _classes(self, side: int) -> Classes:
         """Return what :meth:`classes` keeps."""
@@ -484,7 +502,7 @@ class Relation:
     def weight_sums(self, side: int) -> Tensor:
         """Return the (A,) sums of the weights of each row's (0) or column's (1) matches."""
         if self._weights is None:
-            return self.counts(side)[0]
+            return self.counts(side, positive=True)
         return self._weights.sum(1 - side)
 
     def listed_weights(self) -> Tensor:
@@ -622,9 +640,8 @@ def is_diagonal(shape: tuple[int, int], rows: Tensor, cols: Tensor) -> bool:
         return False
     if not host_may_read(rows) or not torch.equal(rows, cols):
         return False
-    ordered = rows.sort().values
-    repeated = bool((ordered[1:] == ordered[:-1]).any())
-    return not repeated and int(ordered[0]) != IGNORE_ID
+    different = rows.unique()
+    return len(different) == len(rows) and int(different[0]) != IGNORE_ID
 
 
 def missing_masks(rows: Tensor, cols: Tensor) -> Ids:
@@ -641,10 +658,19 @@ def missing_mask(ids: Tensor) -> Tensor | None:
     return mask.all(1) if mask.dim() == 2 else mask
 
 
+def sorted_with_order(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ids (A,) in ascending order, and the index of each."""
+    ordered, order = torch.sort(ids, stable=True)
+    return ordered, order
+
+
 def between(ordered: Tensor, part: slice) -> slice:
     """Return where those numbers are among ordered ones (P,) on the CPU that are in a range."""
-    start, stop = np.searchsorted(ordered.numpy(), [part.start, part.stop]).tolist()
-    return slice(start, stop)
+    numbers: Any = ordered.numpy()
+    return slice(
+        bisect.bisect_left(numbers, part.start),
+        bisect.bisect_left(numbers, part.stop),
+    )
 
 
 def slots(anchors: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ class Layout(NamedTuple):
     trained: int  # T
     normalize: bool
     places: tuple[Place, ...]
+    #: Rows and as many columns, of whose scores only those of row p with column p are needed.
+    diagonals: tuple[Place, ...] = ()
 
     def columns(self, k: int, unit: Tensor, memories: Sequence[Tensor | None]) -> Tensor:
         """Return the columns (M, D) of a matrix."""
@@ -63,7 +65,7 @@ class StepScores(torch.autograd.Function):
         memories: Sequence[Tensor | None],  # (M, D) of each matrix
         *vectors: Tensor,  # (N, D) each
     ) -> tuple[Tensor, ...]:
-        """Return the unit vectors (V, D), and the scores (N, M) of each matrix."""
+        """Return the unit vectors (V, D), the scores (N, M) of each matrix, and the diagonals."""
         with full_precision(vectors[0]):
             unit = torch.cat(vectors).to(compute_dtype(vectors[0]))
             norms: Tensor | None = None
@@ -75,6 +77,8 @@ class StepScores(torch.autograd.Function):
             for k, (rows, _) in enumerate(layout.places):
                 columns = layout.columns(k, unit, memories)
                 scores.append(matmul(unit[rows], columns.T))
+            for rows, cols in layout.diagonals:
+                scores.append(torch.linalg.vecdot(unit[rows], unit[cols]))
         ctx.set_materialize_grads(False)
         trained: list[Tensor | None] = []
         ctx.sizes = []
@@ -88,7 +92,7 @@ class StepScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Return the gradients of the vectors from those of the unit vectors and of the scores."""
-        grad, *of_scores = grads
+        grad, *of_outputs = grads
         layout: Layout = ctx.layout
         needed = ctx.needs_input_grad[2:]
         if all([x is None for x in grads]):
@@ -104,10 +108,10 @@ class StepScores(torch.autograd.Function):
                 for x, y in zip(vectors, parts, strict=True)
             ]
             outputs = scores_of_units(layout, memories, known)
-            return None, None, *second_gradients(outputs, (grad, *of_scores), vectors)
+            return None, None, *second_gradients(outputs, grads, vectors)
         with full_precision(unit):
             total = gradient_of_units(
-                layout, unit, memories, grad, of_scores, starts_of(sizes, needed)
+                layout, unit, memories, grad, of_outputs, starts_of(sizes, needed)
             )
             trained = unit[: layout.trained]
             if norms is not None:
@@ -138,19 +142,27 @@ def gradient_of_units(
     unit: Tensor,  # (V, D)
     memories: Sequence[Tensor | None],
     grad: Tensor | None,  # (V, D)
-    of_scores: Sequence[Tensor | None],  # (N, M) of each matrix
+    of_outputs: Sequence[Tensor | None],  # (N, M) of each matrix, (N,) of each diagonal
     starts: set[int],  # where vectors begin that get a gradient
 ) -> Tensor:
     """Return the gradient (T, D) of the unit vectors that are trained, a new tensor."""
     trained = unit[: layout.trained]
     total = torch.zeros_like(trained) if grad is None else grad[: layout.trained].clone()
-    for k, ((rows, cols), g) in enumerate(zip(layout.places, of_scores, strict=True)):
+    count = len(layout.places)
+    for k, ((rows, cols), g) in enumerate(zip(layout.places, of_outputs[:count], strict=True)):
         if g is None:
             continue
         if rows.start in starts:
             add_matmul_(total[rows], g, layout.columns(k, unit, memories))
         if memories[k] is None and cols.start in starts:
             add_matmul_(total[cols], g.T, unit[rows])
+    for (rows, cols), g in zip(layout.diagonals, of_outputs[count:], strict=True):
+        if g is None:
+            continue
+        if rows.start in starts:
+            total[rows].addcmul_(unit[cols], g[:, None])
+        if cols.start in starts:
+            total[cols].addcmul_(unit[rows], g[:, None])
     return total
 
 
@@ -164,12 +176,16 @@ def step_scores(
 def scores_of_units(
     layout: Layout, memories: Sequence[Tensor | None], units: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Return the unit vectors (V, D) of a step in one tensor, and the scores of its matrices."""
+    """Return the unit vectors (V, D) of a step in one tensor, the scores of its matrices, and the
+    diagonals.
+    """
     unit = torch.cat(list(units))
     scores = []
     with full_precision(unit):
         for k, (rows, _) in enumerate(layout.places):
             scores.append(unit[rows] @ layout.columns(k, unit, memories).T)
+    for rows, cols in layout.diagonals:
+        scores.append((unit[rows] * unit[cols]).sum(1))
     return unit, *scores
 
 
@@ -206,7 +222,8 @@ class Step:
         return self._vectors_alone.outputs()[0]
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """Return the unit vectors (V, D), and the scores (N, M) of each matrix, with their graph.
+        """Return the unit vectors (V, D), the scores (N, M) of each matrix, and the diagonals, with
+        their graph.
 
         They have it even if they are first used under ``no_grad``.
         """
@@ -230,6 +247,7 @@ class StepPart(NamedTuple):
     number: int | None  # None: its scores are no output of the step
     rows: slice
     cols: slice  # NO_COLUMNS: a memory's
+    diagonal: int | None = None  # the number of its diagonal, if that is an output of the step
 
     @property
     def of_memory(self) -> bool:
@@ -258,6 +276,8 @@ class StepPart(NamedTuple):
 
         ``known``: these scores, if the matrix has them.
         """
+        if i is None and self.diagonal is not None:
+            return self.step.outputs()[1 + len(self.step.layout.places) + self.diagonal]
         unit = self.step.unit()
         if i is None or j is None:
             return PairsOfUnits.apply(unit, self.rows, self.cols, known)  # type: ignore[return-value]

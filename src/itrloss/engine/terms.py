@@ -252,11 +252,16 @@ def information(z: Tensor) -> Tensor:
 
 
 def _log1p_clamp_slope(z: Tensor) -> Tensor:
-    """Return ``1 / (1 + z)``, and 0 below the lower bound."""
-    return torch.where(z < FLOOR, 0.0, (1 + z).reciprocal())
+    """Return ``1 / (1 + z)``, and 0 at and below the lower bound."""
+    return torch.threshold(z, FLOOR, torch.inf).add_(1).reciprocal_()
 
 
-@_with(slope=_log1p_clamp_slope)
+def _log1p_clamp(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``log(1 + S)`` with S kept above the lower bound, and its derivative."""
+    return torch.threshold(z, FLOOR, FLOOR).log1p_(), _log1p_clamp_slope(z)
+
+
+@_with(slope=_log1p_clamp_slope, both=_log1p_clamp)
 def log1p_clamp(scores: Tensor) -> Tensor:
     """Return ``log(1 + S)`` with S kept above -1 + 1e-6."""
     # one operator of autograd's, where a clamp has four
@@ -264,11 +269,16 @@ def log1p_clamp(scores: Tensor) -> Tensor:
 
 
 def _log1p_relu_slope(z: Tensor) -> Tensor:
-    """Return ``1 / (1 + z)``, and 0 below 0."""
-    return torch.where(z <= 0, 0.0, (1 + z).reciprocal())
+    """Return ``1 / (1 + z)``, and 0 at and below 0."""
+    return torch.threshold(z, 0.0, torch.inf).add_(1).reciprocal_()
 
 
-@_with(slope=_log1p_relu_slope, zero=0.0)
+def _log1p_relu(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``log(1 + max(S, 0))`` and its derivative."""
+    return z.relu().log1p_(), _log1p_relu_slope(z)
+
+
+@_with(slope=_log1p_relu_slope, both=_log1p_relu, zero=0.0)
 def log1p_relu(scores: Tensor) -> Tensor:
     """Return ``log(1 + max(S, 0))``, whose gradient is 0 for a positive that scores below 0."""
     return scores.relu().log1p()
