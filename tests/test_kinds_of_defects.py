@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 import itrloss
 from itrloss import NO_ID, Similarity
+from itrloss.engine.related import Related
 from itrloss.metrics import retrieval_metrics
-from itrloss.related import Related
 
 Outcome = tuple[Any, Any]  # what is computed, and what it should be
 N, M, D = 7, 10, 8

@@ -55,7 +55,7 @@ def test_docstrings_messages_and_types_stay():
 
 
 def test_draws_are_the_same_for_a_seed():
-    paths = ["src/itrloss/related.py"]
+    paths = ["src/itrloss/engine/related.py"]
     first, second, other = (mutants.drawn(paths, 5, seed) for seed in (1, 1, 2))
     assert first == second != other
     assert all(mutants.is_a_change(mutant) for mutant in first)

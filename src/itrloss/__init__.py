@@ -4,12 +4,12 @@ from . import compat, distributed, functional, integrations, losses, metrics, re
 from .anchors import Anchors
 from .checks import option
 from .checks.warnings import SuspiciousInputWarning, UnfitScalesWarning
+from .engine.related import Related
 from .grad_cache import grad_cache_step
 from .kmeans import OnlineKMeans
 from .losses import *  # noqa: F403 (every loss, by `losses.__all__`)
 from .memory import CoupledMemory, MomentumEncoder
 from .mining import mine_hard_negatives
-from .related import Related
 from .similarity import NO_ID, Similarity
 from .telemetry import describe
 from .terms import pair_term

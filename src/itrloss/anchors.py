@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import as_tensor, as_value, check_number, one_of
-from .distributed.shards import Exchange, Shard, Share
+from .distributed.shards import AnchorGroup, Exchange, Share
 from .engine.matrix import Matrix
 from .engine.question import Question, Value, affine, has_each, joined
 from .engine.relation import FEW, Over, segment_sum, slots
@@ -1197,7 +1197,7 @@ def exchange_of(groups: Sequence[Sequence[AnchorSide]]) -> Exchange | None:
         share = group[0].share
         if share is None or not has_same_anchors(group):
             raise_other_batch()
-        shards.append(Shard(share, group[0].side, group[0].size))
+        shards.append(AnchorGroup(share, group[0].side, group[0].size))
     if not all(x.share.processes is shards[0].share.processes for x in shards):
         raise_other_batch()
     return Exchange(shards)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from operator import itemgetter
 from typing import Any, TypeAlias
@@ -24,8 +24,6 @@ from .checks import as_size
 from .checks.warnings import warn
 from .distributed import world_size
 from .engine.inputs import even_chunks
-from .losses.base import Loss
-from .losses.matryoshka import Matryoshka
 
 __all__ = ["grad_cache_step"]
 
@@ -33,8 +31,6 @@ Tree: TypeAlias = Any  # a tensor, or nested tuples, lists and mappings of tenso
 Split: TypeAlias = Callable[[Tree, int], Sequence[Tree]]
 # Methods that modules have whose gradients are exchanged: DDP and FSDP, FSDP2.
 _EXCHANGES = ("no_sync", "set_requires_gradient_sync")
-# What is passed on with every chunk as it is.
-_FLAGS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 # What to do about an encoder that returns more than embeddings.
 _OUTPUT = (
     "output=... takes the embeddings from what it returns, such as output=lambda out: out[:2] or "
@@ -87,16 +83,16 @@ def grad_cache_step(
     Under ``torch.no_grad`` or ``torch.inference_mode`` there are no gradients: the batch is encoded
     once, by chunks, for the loss alone.
     """
-    _check_lists(encoders, inputs)
-    _check_callables(loss, encoders, output, split)
     chunk_size = as_size("chunk_size", chunk_size)
+    if len(encoders) != len(inputs) or not inputs:
+        expected = f"one for each of {len(encoders)} encoders, at least one"
+        raise ValueError(f"inputs: expected {expected}, got {len(inputs)}")
     towers = []
     for i, (encoder, x) in enumerate(zip(encoders, inputs, strict=True)):
         chunks = _chunks(f"inputs[{i}]", x, chunk_size, split)
         towers.append(_Tower(f"encoders[{i}]", encoder, chunks, output, by_rows=split is None))
     if not torch.is_grad_enabled():
         embeddings = [tower.first_pass() for tower in towers]
-        _checked_embeddings(towers, loss, embeddings)
         for tower in towers:  # buffers stay as after the first pass
             tower.before.pop_all()
         result = loss(*embeddings, **loss_kwargs)
@@ -111,29 +107,6 @@ def grad_cache_step(
             tower.second_pass(last[id(tower.encoder)] is tower)
     _warn_of_untrained(used)
     return result
-
-
-def _check_lists(encoders: Sequence[object], inputs: Sequence[object]) -> None:
-    """Raise an error unless there is one input for each encoder."""
-    for name, x in (("encoders", encoders), ("inputs", inputs)):
-        if not isinstance(x, (tuple, list)):
-            expected = "a tuple or list, one for each of the loss"
-            raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
-    if len(encoders) != len(inputs) or not inputs:
-        expected = f"one for each of {len(encoders)} encoders, at least one"
-        raise ValueError(f"inputs: expected {expected}, got {len(inputs)}")
-
-
-def _check_callables(
-    loss: object, encoders: Sequence[object], output: object, split: object
-) -> None:
-    """Raise an error unless all can be called; None stands for no output and no split."""
-    for name, x in (("loss", loss), *((f"encoders[{i}]", x) for i, x in enumerate(encoders))):
-        if not callable(x):
-            raise TypeError(f"{name}: expected a module or a function, got {x!r}")
-    for name, x in (("output", output), ("split", split)):
-        if x is not None and not callable(x):
-            raise TypeError(f"{name}: expected a function or None, got {x!r}")
 
 
 def _warn_of_processes(towers: Sequence[_Tower]) -> None:
@@ -155,7 +128,7 @@ def _warn_of_untrained(towers: Sequence[_Tower]) -> None:
     """Warn of an encoder with parameters to train whose output needed no gradient.
 
     Not meant are parameters that another encoder trains, as in the methods of one model, and those
-    that the loss uses. The parameters of a function are not known.
+    that the loss uses.
     """
     trained = set()
     for tower in towers:
@@ -163,39 +136,13 @@ def _warn_of_untrained(towers: Sequence[_Tower]) -> None:
         if tower.trains:
             trained.update(tower.parameters)
     for tower in towers:
-        if tower.trains:
-            continue
         own = {p for p in tower.parameters if p.requires_grad}
-        is_left_out = bool(own) and own.isdisjoint(trained)
-        is_function_alone = not tower.modules and not trained
-        if is_left_out or is_function_alone:
+        if own and own.isdisjoint(trained):
             warn(
                 f"{tower.name}: what it returns needs no gradient, so that nothing in it is "
                 "trained. Leave out torch.no_grad() and .detach() in the encoder, or freeze its "
                 "parameters by requires_grad_(False)"
             )
-            return
-
-
-def _checked_embeddings(
-    towers: Sequence[_Tower], loss: Callable[..., object], embeddings: Sequence[object]
-) -> None:
-    """Raise an error if a loss of this library would get what is no tensor from an encoder."""
-    if not isinstance(loss, (Loss, Matryoshka)):
-        return
-    for tower, x in zip(towers, embeddings, strict=True):
-        if isinstance(x, Tensor):
-            continue
-        name = type(loss).__name__
-        if len(towers) == 1:
-            hint = (
-                "where one encoder returns both sides, pass output=lambda out: (out.image_embeds, "
-                "out.text_embeds), and as loss lambda pair, **ids: loss(*pair, **ids)"
-            )
-        else:
-            hint = "output=... takes it from there, such as output=lambda out: out.pooler_output"
-        got = tower.output_type
-        raise TypeError(f"{tower.name}: expected a tensor (B, D) for {name}, got {got}; {hint}")
 
 
 def _loss_backward(
@@ -206,65 +153,52 @@ def _loss_backward(
 ) -> Tree:
     """Return what the loss returns, detached; leave the embeddings' gradients in the towers."""
     embeddings = [tower.first_pass() for tower in towers]
-    _checked_embeddings(towers, loss, embeddings)
     # older PyTorch (2.8) would reuse weights that were cast under no_grad
     torch.clear_autocast_cache()
     for x in _tensors(embeddings):
         x.requires_grad_(x.is_floating_point())
     result = loss(*embeddings, **loss_kwargs)
     total = _checked_total(result)
-    with _set_aside(towers) as parameters:
-        _backward([total if scaler is None else scaler.scale(total)])
+    if scaler is not None:
+        total = scaler.scale(total)
+    of_parameters = _gradients_of_parameters(towers, total)
     for tower, embedding in zip(towers, embeddings, strict=True):
         tower.gradients = [x.grad for x in _tensors(embedding)]
-    _give_parameters(towers, parameters)
+    for p, gradient in of_parameters.items():
+        owners = [tower for tower in towers if tower.is_used and p in tower.parameters]
+        if owners:  # the last one that will encode again
+            owners[-1].parameter_gradients[p] = gradient
+        else:
+            p.grad = gradient if p.grad is None else p.grad + gradient
     return tree_map_only(Tensor, Tensor.detach, result)
 
 
-@contextmanager
-def _set_aside(towers: list[_Tower]) -> Iterator[dict[Tensor, Tensor]]:
-    """Collect the gradients that parameters of encoders get in here, which leave ``.grad`` alone.
+def _gradients_of_parameters(towers: list[_Tower], total: Tensor) -> dict[nn.Parameter, Tensor]:
+    """Run the loss's backward pass, and return the gradients that parameters of encoders get in it,
+    which leave ``.grad`` alone.
 
     A loss may use a parameter of an encoder, such as the scale of CLIP. Processes average the
     gradients of an encoder in the backward pass of its last chunk, and wait for that parameter
     there. Encoders that average nothing need none of this.
     """
-    parameters = set()
-    for tower in towers:
-        if tower.averages:
-            parameters |= tower.parameters
+    parameters = set().union(*(tower.parameters for tower in towers if tower.averages))
     before = {p: p.grad for p in parameters}
-    found: dict[Tensor, Tensor] = {}
     for p in parameters:
         p.grad = None
-    try:
-        yield found
-        found |= {p: p.grad for p in parameters if p.grad is not None}
-    finally:
-        for p, gradient in before.items():
-            p.grad = gradient
-
-
-def _give_parameters(towers: list[_Tower], gradients: dict[Tensor, Tensor]) -> None:
-    """Leave the gradients of encoders' parameters to the last tower that will encode again."""
-    for p, gradient in gradients.items():
-        owners = [tower for tower in towers if tower.is_used and p in tower.parameters]
-        if owners:
-            owners[-1].parameter_gradients[p] = gradient
-        elif p.grad is None:
-            p.grad = gradient
-        else:
-            p.grad += gradient
+    _backward([total])
+    found = {p: p.grad for p in parameters if p.grad is not None}
+    for p, gradient in before.items():
+        p.grad = gradient
+    return found
 
 
 def _checked_total(result: object) -> Tensor:
     """Return the scalar of what a loss returned; raise an error if there is none."""
     total = result[0] if isinstance(result, (tuple, list)) else result
-    if not isinstance(total, Tensor):
+    if not isinstance(total, Tensor) or total.numel() != 1:
         expected = "it to return a scalar tensor, or that first"
-        raise TypeError(f"loss: expected {expected}, got {type(total).__name__}")
-    if total.numel() != 1:
-        raise ValueError(f"loss: expected it to return a scalar, got shape {tuple(total.shape)}")
+        got = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise ValueError(f"loss: expected {expected}, got {got}")
     return total
 
 
@@ -272,7 +206,6 @@ class _Tower:
     """An encoder and the chunks of its input, which it encodes twice."""
 
     gradients: list[Tensor | None]  # of what the encoder returns, for all rows
-    output_type: str  # of what the encoder returned last
     trains: bool  # whether some chunk's output needed a gradient in the second pass
 
     def __init__(
@@ -294,7 +227,8 @@ class _Tower:
         self.modules = _modules(encoder)
         self.parameters = {p for module in self.modules for p in module.parameters(recurse=False)}
         self.averages = hasattr(encoder, "no_sync")  # the gradients of several processes
-        self.parameter_gradients: dict[Tensor, Tensor] = {}  # of parameters that the loss uses
+        #: Of parameters that the loss uses.
+        self.parameter_gradients: dict[nn.Parameter, Tensor] = {}
 
     @property
     def is_used(self) -> bool:
@@ -362,31 +296,24 @@ class _Tower:
             output = self.encoder(chunk)
         if self.output is not None:
             output = self.output(output)
-        self.output_type = type(output).__name__
         output = _plain(output)
         tensors = _tensors(output)
-        expected = f"{self.name}: expected it to return"
-        others = [x for x in tree_leaves(output) if not isinstance(x, (Tensor, *_FLAGS))]
-        if others or not tensors:
-            got = type(others[0] if others else output).__name__
-            raise TypeError(f"{expected} a tensor or a tuple of them, got {got}")
         size = self.sizes[i]
-        if size is None and tensors[0].dim():  # the first output says it
+        if size is None and tensors and tensors[0].dim():  # the first output says it
             size = len(tensors[0])
             self.sizes[i] = size
         for x in tensors:
             if x.shape[:1] != (size,):
-                rows = "B" if size is None else size
-                got = tuple(x.shape)
-                raise ValueError(f"{expected} shape ({rows}, ...), got {got}; {_OUTPUT}")
+                expected = f"it to return shape ({'B' if size is None else size}, ...)"
+                raise ValueError(
+                    f"{self.name}: expected {expected}, got {tuple(x.shape)}; {_OUTPUT}"
+                )
         return output
 
     def joined(self, *parts: Tree) -> Tree:
         """Return an output of all chunks, concatenated; what is no tensor, of the last."""
         if not any(isinstance(part, Tensor) for part in parts):
             return parts[-1]
-        if not all(isinstance(part, Tensor) for part in parts):
-            raise TypeError(f"{self.name}: expected a tensor from all chunks or from none")
         # such as a padding to the longest text of a chunk
         if len({part.shape[1:] for part in parts}) > 1:
             shapes = [tuple(part.shape) for part in parts]
@@ -412,39 +339,15 @@ def _tensors(x: Tree) -> list[Tensor]:
 
 
 def _chunks(name: str, inputs: Tree, chunk_size: int, split: Split | None) -> list[Tree]:
-    """Return the chunks of an encoder's input, checked: some rows each, or as ``split`` cuts it."""
-    if split is None:
-        inputs = _checked_inputs(name, inputs)
-        size = _batch_size(name, inputs)
-        slices = [slice(at, at + chunk_size) for at in range(0, size, chunk_size)]
-        if size % chunk_size == 1:  # BatchNorm, for one, fails for a single row
-            slices = even_chunks(size, chunk_size)
-        return [tree_map_only(Tensor, itemgetter(rows), inputs) for rows in slices]
-    chunks = split(inputs, chunk_size)
-    if not isinstance(chunks, (list, tuple)):
-        raise TypeError(f"split: expected it to return a list, got {type(chunks).__name__}")
-    if not chunks:
-        raise ValueError("split: expected it to return at least one chunk, got none")
-    return [_checked_inputs(f"split({name})[{i}]", chunk) for i, chunk in enumerate(chunks)]
-
-
-def _checked_inputs(name: str, inputs: Tree) -> Tree:
-    """Return inputs with dictionaries for other mappings; raise an error if they have no tensors,
-    or tensors with a graph.
-    """
+    """Return the chunks of an encoder's input: some rows each, or as ``split`` cuts it."""
+    if split is not None:
+        return [_plain(chunk) for chunk in split(inputs, chunk_size)]
     inputs = _plain(inputs)
-    expected = "a tensor, or a tuple or dict of tensors"
-    for x in tree_leaves(inputs):
-        if not isinstance(x, (Tensor, *_FLAGS)):
-            raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
-    tensors = _tensors(inputs)
-    if not tensors and tree_leaves(inputs):
-        raise TypeError(f"{name}: expected {expected}, got {type(tree_leaves(inputs)[0]).__name__}")
-    for x in tensors:
-        if x.grad_fn is not None:
-            got = x.grad_fn.name()
-            raise ValueError(f"{name}: expected tensors without a graph, got one with {got}")
-    return inputs
+    size = _batch_size(name, inputs)
+    slices = [slice(at, at + chunk_size) for at in range(0, size, chunk_size)]
+    if size % chunk_size == 1:  # BatchNorm, for one, fails for a single row
+        slices = even_chunks(size, chunk_size)
+    return [tree_map_only(Tensor, itemgetter(rows), inputs) for rows in slices]
 
 
 def _batch_size(name: str, inputs: Tree) -> int:

@@ -34,10 +34,10 @@ from .engine.matrix import (
     large_matrix,
     memory_matrix,
 )
+from .engine.related import PassedIds, relation_of
 from .engine.relation import IGNORE_ID, Relation, are_sets, as_sets
 from .engine.step import NO_COLUMNS, Layout, Place, Step, StepPart
 from .engine.vectors import Embeddings, host_may_read, normalized
-from .related import PassedIds, relation_of
 from .similarity import SIDES, Directions, Engine, Similarity, as_directions
 
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]

@@ -22,9 +22,9 @@ from .checks import (
 from .checks.warnings import warn
 from .engine.inputs import even_chunks
 from .engine.products import full_float32, matmul
+from .engine.related import label_sets
 from .engine.relation import IGNORE_ID, slots
 from .engine.vectors import compute_dtype, full_precision, normalized
-from .related import label_sets
 from .similarity import TopK
 
 _NAMES = Names("queries", "corpus", "query_ids", "corpus_ids")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ from .checks import (
 )
 from .checks.warnings import warn
 from .distributed import ProcessGroup, consensus, is_trained, rows_of_all, world_size
-from .engine.sets import Sets, own_set_scores, set_scores
+from .engine.sets import Form, Sets, set_scores
 from .engine.vectors import full_precision, host_may_read, normalized
 from .similarity import Similarity
 
@@ -277,102 +276,60 @@ def set_similarity(  # noqa: PLR0913 - options by keyword
             ``gather``, in all processes.
     """
     one_of("gather", gather, True, False)
-    image_sets = _Given("image", images, image_lengths, image_mask)
-    text_sets = _Given("text", texts, text_lengths, text_mask)
     is_shared = gather and world_size(process_group) > 1
-    check = partial(
-        _checked_sets, image_sets, text_sets, aggregation, alpha, gather=gather, is_shared=is_shared
-    )
+    are_own = getattr(texts, "ndim", 0) == 4
+
+    def checked() -> tuple[Sets, Sets]:
+        """Return the sets of both sides; raise an error if they, or options, do not fit."""
+        one_of("aggregation", aggregation, *get_args(Aggregation))
+        check_number("alpha", alpha, positive=True)
+        may_be_empty = is_shared or are_own  # in a process of several
+        rows = _sets("image", images, image_lengths, image_mask, may_be_empty)
+        cols = _sets("text", texts, text_lengths, text_mask, may_be_empty)
+        _check_together(rows.x, cols.x, gather)
+        return rows, cols
+
     if is_shared:
         said = f"aggregation {aggregation!r}, alpha {alpha}, normalize {normalize}"
-        rows, cols = _with_texts_of_all(check, said, process_group)
+        rows, cols = _with_texts_of_all(checked, said, process_group)
     else:
-        rows, cols = check()
+        rows, cols = checked()
     if aggregation == "mean":
         return _mean_scores(rows, cols, normalize)
-    score = own_set_scores if cols.x.dim() == 4 else set_scores
-    scores = score(rows, cols, _SUMS.get(aggregation, aggregation), alpha, normalize)
+    form = Form(_SUMS.get(aggregation, aggregation), float(alpha), normalize)
+    scores = set_scores(rows, cols, form)
     if aggregation in _SUMS:
         return scores / rows.numbers_of_elements()[:, None]
     return scores
 
 
-class _Given(NamedTuple):
-    """The arguments of :func:`set_similarity` of one side."""
-
-    side: str
-    sets: object
-    lengths: object
-    mask: object
-
-    @property
-    def name(self) -> str:
-        """What the caller calls the sets."""
-        return f"{self.side}s"
-
-
-def _checked_sets(
-    images: _Given,
-    texts: _Given,
-    aggregation: str,
-    alpha: float,
-    *,
-    gather: bool,
-    is_shared: bool,  # with other processes
-) -> tuple[Sets, Sets]:
-    """Return the sets of both sides; raise an error if they, or options, do not fit."""
-    one_of("aggregation", aggregation, *get_args(Aggregation))
-    check_number("alpha", alpha, positive=True)
-    v = from_numpy(images.sets)
-    w = from_numpy(texts.sets)
-    for name, x in ((images.name, v), (texts.name, w)):
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name}: expected floating-point sets of embeddings, got {got}")
-    if w.dim() == 2:
-        w = w[:, None]
-    are_own = w.dim() == 4
-    may_be_empty = is_shared or are_own  # in a process of several
-    for name, x, dims in ((images.name, v, 3), (texts.name, w, 3 + are_own)):
-        is_empty = 0 in x.shape[int(may_be_empty) :]
-        if x.dim() != dims or x.shape[-1] != v.shape[-1] or is_empty:
-            raise ValueError(
-                f"{name}: expected sets of embeddings of one dimension, got shape {tuple(x.shape)}"
-            )
-    check_alike(texts.name, w, images.name, v)
-    if are_own:
-        _check_own(v, w, gather)
-    return _existing(images, v), _existing(texts, w)
-
-
-def _check_own(images: Tensor, texts: Tensor, gather: bool) -> None:
-    """Raise an error unless there are texts (N, J, L, D) for each image (N, K, D)."""
-    if len(texts) != len(images):
-        expected = f"expected each image's own sets, ({len(images)}, J, L, D)"
-        raise ValueError(f"texts: {expected}, got shape {tuple(texts.shape)}")
-    if gather:
-        expected = "expected False for each image's own texts, which stay in their process"
-        raise ValueError(f"gather: {expected}, got {gather!r}")
-
-
-def _existing(given: _Given, sets: Tensor) -> Sets:
-    """Return sets (..., K, D) and which of their elements exist."""
+def _sets(side: str, sets: object, lengths: object, mask: object, may_be_empty: bool) -> Sets:
+    """Return the sets (N, K, D), of texts also (N, J, L, D), of one side, and which elements exist;
+    raise an error for wrong input.
+    """
+    x = from_numpy(sets)
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{side}s: expected floating-point sets of embeddings, got {got}")
+    if side == "text" and x.dim() == 2:
+        x = x[:, None]
+    may_be_own = side == "text" and x.dim() == 4
+    if not (x.dim() == 3 or may_be_own) or 0 in x.shape[int(may_be_empty) :]:
+        raise ValueError(f"{side}s: expected sets of embeddings, got shape {tuple(x.shape)}")
     exists: Tensor | None = None
-    shape = tuple(sets.shape[:-1])
-    if given.mask is not None:
-        name = f"{given.side}_mask"
-        if given.lengths is not None:
-            raise ValueError(f"{name}: expected None with {given.side}_lengths")
-        exists = as_mask(name, given.mask, shape).to(sets.device) != 0
-    elif given.lengths is not None:
-        lengths = _lengths(f"{given.side}_lengths", given.lengths, sets)
-        exists = torch.arange(sets.shape[-2], device=sets.device) < lengths[..., None]
-    if exists is not None and len(sets) and host_may_read(exists) and not bool(exists.any()):
+    if mask is not None:
+        if lengths is not None:
+            raise ValueError(f"{side}_mask: expected None with {side}_lengths")
+        exists = as_mask(f"{side}_mask", mask, tuple(x.shape[:-1])).to(x.device) != 0
+    elif lengths is not None:
+        numbers = _lengths(f"{side}_lengths", lengths, x)
+        exists = torch.arange(x.shape[-2], device=x.device) < numbers[..., None]
+    if exists is not None and len(x) and host_may_read(exists) and not bool(exists.any()):
         warn(
-            f"{given.side}_lengths, {given.side}_mask: all sets are empty, so that all scores are "
-            "0 without a gradient. A mask is True where an element exists"
+            f"{side}_lengths, {side}_mask: all sets are empty, so that all scores are 0 without a "
+            "gradient. A mask is True where an element exists"
         )
-    return Sets(sets, None, exists)
+    return Sets(x, exists)
 
 
 def _lengths(name: str, lengths: object, sets: Tensor) -> Tensor:
@@ -389,48 +346,52 @@ def _lengths(name: str, lengths: object, sets: Tensor) -> Tensor:
     return lengths
 
 
+def _check_together(images: Tensor, texts: Tensor, gather: bool) -> None:
+    """Raise an error unless sets of both sides fit together."""
+    check_alike("texts", texts, "images", images)
+    if texts.shape[-1] != images.shape[-1]:
+        expected = f"expected sets of embeddings of dimension {images.shape[-1]}, as the images'"
+        raise ValueError(f"texts: {expected}, got shape {tuple(texts.shape)}")
+    if texts.dim() == 3:
+        return
+    if len(texts) != len(images):
+        expected = f"expected each image's own sets, ({len(images)}, J, L, D)"
+        raise ValueError(f"texts: {expected}, got shape {tuple(texts.shape)}")
+    if gather:
+        expected = "expected False for each image's own texts, which stay in their process"
+        raise ValueError(f"gather: {expected}, got {gather!r}")
+
+
 def _with_texts_of_all(
     check: Callable[[], tuple[Sets, Sets]], said: str, group: ProcessGroup
 ) -> tuple[Sets, Sets]:
     """Return this process's images (N, K, D) and the texts (M, L, D) of all, which are padded to
-    the longest.
+    the longest. All processes raise an error, or none.
     """
-    rows, cols, every = _compared(check, said, group)
-    numbers = [number for number, _, _ in every]
-    sizes = [size for _, size, _ in every]
+    if torch.compiler.is_compiling():  # nothing is compared then
+        rows, cols = check()
+        every = [[len(cols.x), cols.size, int(cols.exists is not None)]] * world_size(group)
+    else:
+        with consensus(group) as agreed:
+            rows, cols = check()
+            kind = f"{cols.x.dtype}, dimension {cols.x.shape[2]}, gradient {is_trained(cols.x)}"
+            agreed.text = f"{said}, {kind}"
+            agreed.numbers = [len(cols.x), cols.size, int(cols.exists is not None)]
+        every = agreed.every
+    numbers = [own[0] for own in every]
+    sizes = [own[1] for own in every]
     if not any(numbers):
         raise ValueError("texts: expected at least one set among those of all processes, got none")
     # The compiler of PyTorch 2.8 does not trace the maximum of a list.
     longer = max(0, *sizes) - cols.size
-    x = cols.x
-    if longer:
-        x = F.pad(x, (0, 0, 0, longer))
-    x = rows_of_all(x, numbers, group)
-    if len(set(sizes)) == 1 and not any(is_masked for _, _, is_masked in every):
+    x = rows_of_all(F.pad(cols.x, (0, 0, 0, longer)), numbers, group)
+    if len(set(sizes)) == 1 and not any(own[2] for own in every):
         return rows, Sets(x)
     exists = cols.exists
     if exists is None:
         exists = torch.ones(cols.x.shape[:2], dtype=torch.bool, device=cols.x.device)
     exists = F.pad(exists.to(torch.uint8), (0, longer))  # backends do not all exchange bools
-    return rows, Sets(x, None, rows_of_all(exists, numbers, group).bool())
-
-
-def _compared(
-    check: Callable[[], tuple[Sets, Sets]], said: str, group: ProcessGroup
-) -> tuple[Sets, Sets, list[list[int]]]:
-    """Return the sets of both sides and, for each process, how many texts it has, their size, and
-    whether it says which elements exist. All processes raise an error, or none.
-    """
-    if torch.compiler.is_compiling():  # nothing is compared then
-        rows, cols = check()
-        own = [len(cols.x), cols.size, int(cols.exists is not None)]
-        return rows, cols, [own] * world_size(group)
-    with consensus(group) as agreed:
-        rows, cols = check()
-        kind = f"{cols.x.dtype}, dimension {cols.x.shape[2]}, gradient {is_trained(cols.x)}"
-        agreed.text = f"{said}, {kind}"
-        agreed.numbers = [len(cols.x), cols.size, int(cols.exists is not None)]
-    return rows, cols, [numbers[:3] for numbers in agreed.every]
+    return rows, Sets(x, rows_of_all(exists, numbers, group).bool())
 
 
 def _mean_scores(rows: Sets, cols: Sets, normalize: bool) -> Tensor:
@@ -445,7 +406,7 @@ def _mean_scores(rows: Sets, cols: Sets, normalize: bool) -> Tensor:
 
 def _means(sets: Sets, normalize: bool) -> Tensor:
     """Return the (..., D) means of the elements of sets (..., K, D)."""
-    elements = sets.differentiable(normalize)
+    elements = sets.prepared(normalize).x
     if sets.exists is None:
         return elements.mean(-2)
     return elements.sum(-2) / sets.numbers_of_elements().unsqueeze(-1)

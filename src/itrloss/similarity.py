@@ -15,8 +15,8 @@ from .checks import IdsLike, as_bias, as_size, one_of
 from .distributed import collectives
 from .distributed.consensus import padded, world_size
 from .distributed.parts import (
-    BatchPart,
-    Known,
+    LocalBatch,
+    LocalIds,
     agreed,
     gathered_bias,
     processes_of,
@@ -30,9 +30,9 @@ from .engine.matrix import Engine as Engine
 from .engine.question import Value, has_each
 from .engine.ranking import Ranking, Relevance
 from .engine.ranking import TopK as TopK
+from .engine.related import Related, relation_of
 from .engine.relation import IGNORE_ID, Ids, Relation, segment_sum
 from .engine.vectors import Embeddings
-from .related import Related, relation_of
 
 X = TypeVar("X")
 #: The id of a row, a column or a negative that does not exist, such as padding: the least int64.
@@ -190,7 +190,7 @@ class Similarity(Anchors):
         names = options.pop("names", checks.ROWS_AND_COLUMNS)
         related = options.pop("related", None)
         finite = options.get("check_finite", False)
-        part = BatchPart((rows, cols), (row_ids, col_ids), bias, related, names, finite)
+        part = LocalBatch((rows, cols), (row_ids, col_ids), bias, related, names, finite)
         known, sizes = agreed(part, process_group, same, options)
         processes = processes_of(known, sizes, process_group, rows.device)
         ids, related = related_to_all(known, processes)
@@ -236,7 +236,7 @@ class Similarity(Anchors):
         related = options.pop("related", None)
         finite = options.get("check_finite", False)
         scores = checks.from_numpy(scores)
-        part = BatchPart((scores,), (row_ids, col_ids), None, related, names, finite)
+        part = LocalBatch((scores,), (row_ids, col_ids), None, related, names, finite)
         known, sizes = agreed(part, process_group, same, options)
         processes = processes_of(known, sizes, process_group, scores.device)
         ids, related = related_to_all(known, processes)
@@ -244,7 +244,9 @@ class Similarity(Anchors):
         sim = cls.from_scores(of_all, *ids, related=related, **options)
         return sim._shared_by(processes, known, None)
 
-    def _shared_by(self, processes: Processes, known: Known, own_cols: Tensor | None) -> Similarity:
+    def _shared_by(
+        self, processes: Processes, known: LocalIds, own_cols: Tensor | None
+    ) -> Similarity:
         """Become this process's part of a batch; return it."""
         if known.has_weights:  # maybe in other processes alone
             self._matrix.relation.has_weights = True

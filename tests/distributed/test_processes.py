@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 import itrloss
 import itrloss.compat
-from itrloss.distributed import collectives, shards
+from itrloss.distributed import shards
 
 D, WORLD, ODD = 6, 3, 1  # ODD: the process that is lost, or that differs
 
@@ -90,11 +91,25 @@ FAULTS = [
 ]
 
 
+COLLECTIVES = (
+    *("all_gather_single", "all_gather_into_tensor", "all_gather_object"),
+    *("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"),
+)
+
+
+def counted(collective: Callable[..., Any], before: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        before()
+        return collective(*args, **options)
+
+    return call
+
+
 def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
     """Two steps; one process is lost before or between forward and backward, or at one of their
     collectives.
     """
-    phase, number, communicate = "forward", 0, collectives.communicate
+    phase, number = "forward", 0
 
     def fault(place: str) -> None:
         if rank != ODD or place != when:
@@ -106,13 +121,13 @@ def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
             os._exit(1)
         raise LookupError("an image is missing")
 
-    def counted(*args: Any, **options: Any) -> Any:
+    def count() -> None:
         nonlocal number
         number += 1
         fault(f"{phase} {number}")
-        return communicate(*args, **options)
 
-    collectives.communicate = counted  # type: ignore[assignment]
+    for name in filter(partial(hasattr, dist), COLLECTIVES):
+        setattr(dist, name, counted(getattr(dist, name), count))
     began, said, steps = time.monotonic(), "", []
     try:
         for _ in range(2):
@@ -131,7 +146,7 @@ def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_others_end_with_an_error_that_names_a_lost_process(tmp_path):
+def test_the_others_end_with_an_error_of_the_backend(tmp_path):
     cases = [*FAULTS, *((kind, "", "") for kind in WORK)]  # first those that wait longest
     found = dict(
         zip(cases, survivors(stepping, tmp_path, cases, world=WORLD, timeout=TIMEOUT), strict=True)
@@ -141,9 +156,7 @@ def test_the_others_end_with_an_error_that_names_a_lost_process(tmp_path):
         for mine, healthy in zip(found[case], found[case[0], "", ""], strict=True):
             if mine is None:
                 continue
-            assert re.fullmatch(
-                rf"gather: no answer from process ([02], )?{ODD}(, 2)?", mine["said"]
-            ), (case, mine)
+            assert mine["said"], (case, mine)
             assert mine["seconds"] < TIMEOUT + 6 * (case[1] == "is stuck"), (case, mine)
             # A process may be lost after it has sent its last part of a step: then the others
             # complete that one.

@@ -19,7 +19,7 @@ import itrloss
 from itrloss import NO_ID, Related
 from itrloss.engine import tiled
 from itrloss.engine import triton as engine
-from itrloss.related import relation_of as made
+from itrloss.engine.related import relation_of as made
 
 pytestmark = OF_KERNELS
 NAMES = itrloss.checks.ROWS_AND_COLUMNS

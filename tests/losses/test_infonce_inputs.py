@@ -12,7 +12,7 @@ from support.processes import run
 from torch import Tensor
 
 from itrloss import NO_ID, DistillationLoss, InfoNCELoss, Similarity
-from itrloss.related import Related
+from itrloss.engine.related import Related
 
 pytestmark = pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 N, K, D = 6, 3, 4

@@ -8,8 +8,8 @@ from support.cases import sample
 
 import itrloss
 from itrloss import NO_ID, Similarity, functional
+from itrloss.engine.related import Related
 from itrloss.metrics import Judgements, retrieval_metrics
-from itrloss.related import Related
 
 N, M, D = 7, 10, 8
 IMAGE_IDS = torch.tensor([0, 1, 2, 3, 4, 0, 5])

@@ -14,6 +14,7 @@ import torch
 
 from itrloss import NO_ID, Similarity, SuspiciousInputWarning
 from itrloss.cli.comparison import METHODS, compare_rerankers
+from itrloss.engine.related import Related
 from itrloss.metrics import (
     Judgements,
     agreement,
@@ -23,7 +24,6 @@ from itrloss.metrics import (
     retrieval_results,
     save_trec,
 )
-from itrloss.related import Related
 from itrloss.rerank import CSLS, Bias, FastReranker, MutualProximity, Reranker, TwoStageReranker
 
 N, M, D = 12, 24, 6

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-PATIENCE = 2.0  # seconds to find out which process is lost
 
 #: The processes that take part; None stands for all.
 ProcessGroup: TypeAlias = "dist.ProcessGroup | None"
@@ -28,37 +24,6 @@ def world_size(group: ProcessGroup = None) -> int:
     return size
 
 
-def communicate(collective: Callable[..., object], *args: object, group: ProcessGroup) -> None:
-    """Run a collective; if it fails, the error says which processes do not answer."""
-    if torch.compiler.is_compiling():
-        collective(*args, group=group)
-        return
-    try:
-        collective(*args, group=group)
-    except RuntimeError as error:
-        raise RuntimeError(f"gather: {who_is_lost(group)}") from error
-
-
-def who_is_lost(group: ProcessGroup) -> str:
-    """Return who does not answer.
-
-    Processes in which a collective failed say so in the store, which still works. A process that
-    still waits in the collective does not answer either, until those that failed are gone.
-    """
-    me = dist.get_rank()
-    deadline = time.monotonic() + PATIENCE
-    silent = [rank for rank in dist.get_process_group_ranks(group) if rank != me]
-    with contextlib.suppress(RuntimeError):  # the process that holds the store may end, too
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"itrloss failed {me}", "")
-        while silent and time.monotonic() < deadline:
-            time.sleep(0.05)
-            silent = [rank for rank in silent if not store.check([f"itrloss failed {rank}"])]
-    if not silent:
-        return "a collective failed in all processes"
-    return f"no answer from process {', '.join(map(str, silent))}"
-
-
 # ------------------------------------------------------------------ without a gradient of their own
 
 
@@ -69,7 +34,7 @@ def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
         collective = dist.all_gather_single
     else:
         collective = dist.all_gather_into_tensor
-    communicate(collective, whole, x.contiguous(), group=group)
+    collective(whole, x.contiguous(), group=group)
     return whole
 
 
@@ -83,21 +48,21 @@ def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
         collective = dist.reduce_scatter_single
     else:
         collective = dist.reduce_scatter_tensor
-    communicate(collective, part, whole, group=group)
+    collective(part, whole, group=group)
     return part.to(x.dtype)
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of ``x`` over all processes."""
     total = x.clone(memory_format=torch.contiguous_format)
-    communicate(dist.all_reduce, total, group=group)
+    dist.all_reduce(total, group=group)
     return total
 
 
 def largest(x: Tensor, group: ProcessGroup = None) -> Tensor:
     """Return the elementwise maximum of ``x`` over all processes, without a gradient."""
     x = x.detach().clone(memory_format=torch.contiguous_format)
-    communicate(dist.all_reduce, x, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
     return x
 
 

@@ -53,10 +53,20 @@ def consensus(group: ProcessGroup = None) -> Iterator[Consensus]:
     if not any(failed) and len(digests) == 1:
         return
     texts = [""] * len(rows)
-    collectives.communicate(dist.all_gather_object, texts, mine.text, group=group)
+    dist.all_gather_object(texts, mine.text, group=group)
     if failure is not None:
         raise failure
-    raise ValueError(f"gather: {difference(texts, failed, dist.get_process_group_ranks(group))}")
+    said: dict[str, list[str]] = {}  # by which processes
+    some = any(failed)
+    parts = texts if some else what_differs(texts)
+    for rank, text, fails in zip(dist.get_process_group_ranks(group), parts, failed, strict=True):
+        if fails or not some:
+            said.setdefault(text, []).append(str(rank))
+    if some:
+        words = [f"process {', '.join(by)} failed: {text}" for text, by in said.items()]
+        raise ValueError(f"gather: {'; '.join(words)}")
+    words = [f"{text} in process {', '.join(by)}" for text, by in said.items()]
+    raise ValueError(f"gather: expected the same in all processes, got {'; '.join(words)}")
 
 
 def exchange_device(group: ProcessGroup) -> torch.device | str | None:
@@ -64,21 +74,6 @@ def exchange_device(group: ProcessGroup) -> torch.device | str | None:
     if "cpu" in str(dist.get_backend_config(group)):
         return "cpu"
     return torch.accelerator.current_accelerator()
-
-
-def difference(texts: Sequence[str], failed: Sequence[bool], ranks: Sequence[int]) -> str:
-    """Return which processes failed, or what they said if none did."""
-    said: dict[str, list[str]] = {}  # by which processes
-    if not any(failed):
-        texts = what_differs(texts)
-    for rank, text, fails in zip(ranks, texts, failed, strict=True):
-        if fails or not any(failed):
-            said.setdefault(text, []).append(str(rank))
-    if any(failed):
-        parts = [f"process {', '.join(by)} failed: {text}" for text, by in said.items()]
-        return "; ".join(parts)
-    parts = [f"{text} in process {', '.join(by)}" for text, by in said.items()]
-    return f"expected the same in all processes, got {'; '.join(parts)}"
 
 
 def what_differs(texts: Sequence[str]) -> list[str]:

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from .. import checks
 from ..engine.matrix import Bias
+from ..engine.related import PassedIds, Related, check_matches, groups_of, labels_of, weights_of
 from ..engine.relation import IGNORE_ID, Relation, Rule
 from ..engine.vectors import autocast_dtype
-from ..related import PassedIds, Related, check_matches, groups_of, labels_of, weights_of
 from . import collectives
 from .collectives import ProcessGroup, world_size
 from .consensus import consensus, described, is_trained, numbered, padded
 from .shards import Processes
 
 
-class Known(NamedTuple):
+class LocalIds(NamedTuple):
     """Who matches in a process's part, checked: ids or labels, groups, or a matrix."""
 
     ids: tuple[Tensor | None, Tensor | None]  # (N_r,) and (M_r,), or (N_r, k) and (M_r, l) labels
@@ -43,7 +43,7 @@ class Known(NamedTuple):
         return words
 
 
-class BatchPart(NamedTuple):
+class LocalBatch(NamedTuple):
     """A process's part of a batch: embeddings of rows and columns, or its rows of scores."""
 
     tensors: tuple[Tensor, ...]  # (N_r, D) and (M_r, D), or (N_r, M) scores
@@ -65,7 +65,7 @@ class BatchPart(NamedTuple):
                 return n, len(of_columns)
         return n, n
 
-    def checked(self) -> Known:
+    def checked(self) -> LocalIds:
         """Return who matches; raise an error for wrong input."""
         if len(self.tensors) == 1:
             checks.check_matrix("scores", self.tensors[0], "(N, M)", self.check_finite, empty=True)
@@ -82,12 +82,12 @@ class BatchPart(NamedTuple):
             if not matches.is_floating_point():
                 matches = matches.float()  # which has a nan, for padding
             has_weights = weights_of(matches)
-            return Known((None, None), matches=matches, has_weights=has_weights)
+            return LocalIds((None, None), matches=matches, has_weights=has_weights)
         ids = labels_of((n, m), self.ids, device, self.names)
         if self.related is None:
-            return Known(ids)
+            return LocalIds(ids)
         groups = groups_of((n, m), self.related, device, self.names)
-        return Known(ids, groups, self.related.rule)
+        return LocalIds(ids, groups, self.related.rule)
 
     def widths(self) -> tuple[int, int]:
         """Return how many columns a matrix of matches and one of scores have; -1 for none."""
@@ -97,7 +97,7 @@ class BatchPart(NamedTuple):
         of_scores = self.tensors[0].shape[1] if len(self.tensors) == 1 else -1
         return of_matches, of_scores
 
-    def described(self, known: Known) -> str:
+    def described(self, known: LocalIds) -> str:
         """Return what has to be alike in the processes' parts of a batch, in words."""
         trained = [is_trained(x) for x in self.tensors]
         biases: list[str] = []
@@ -118,8 +118,8 @@ class BatchPart(NamedTuple):
 
 
 def agreed(
-    part: BatchPart, group: ProcessGroup, same: str | Callable[[], str], options: dict[str, Any]
-) -> tuple[Known, list[list[int]]]:
+    part: LocalBatch, group: ProcessGroup, same: str | Callable[[], str], options: dict[str, Any]
+) -> tuple[LocalIds, list[list[int]]]:
     """Return who matches in this process's part, and the numbers of all processes' rows and
     columns.
 
@@ -161,7 +161,7 @@ def divide_columns(every: list[list[int]]) -> None:
 
 
 def processes_of(
-    known: Known, sizes: list[list[int]], group: ProcessGroup, device: torch.device
+    known: LocalIds, sizes: list[list[int]], group: ProcessGroup, device: torch.device
 ) -> Processes:
     """Return the processes of a batch, with the ids and groups of all."""
     processes = Processes(group, sizes)
@@ -184,7 +184,7 @@ def processes_of(
 
 
 def ids_among_all(
-    known: Known, processes: Processes, device: torch.device
+    known: LocalIds, processes: Processes, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return ids or labels of own rows and columns that tell the items of all processes apart."""
     n, m = processes.sizes[processes.rank]
@@ -202,7 +202,7 @@ def ids_among_all(
 
 
 def related_to_all(
-    known: Known, processes: Processes
+    known: LocalIds, processes: Processes
 ) -> tuple[tuple[Tensor | None, Tensor | None], Related | None]:
     """Return the ids of own padded rows and of the columns of all, and what else says who matches
     among them.

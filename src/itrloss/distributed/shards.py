@@ -8,7 +8,7 @@ asks for all columns, and its own columns' answers are merged from the answers o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -114,8 +114,7 @@ class Processes:
         return float(largest(number, self.group))
 
 
-@dataclass(frozen=True, eq=False)
-class Share:
+class Share(NamedTuple):
     """What a process has of a matrix of a shared batch."""
 
     processes: Processes
@@ -126,8 +125,7 @@ class Share:
     cols: Tensor | None = None  # (M_r, D) this process's own columns, if candidates are spread
 
 
-@dataclass(frozen=True, eq=False)
-class Shard:
+class AnchorGroup(NamedTuple):
     """A group of a shared batch's anchors."""
 
     share: Share
@@ -152,7 +150,7 @@ class Exchange:
     merged. Elsewhere both stay as they are.
     """
 
-    def __init__(self, shards: Sequence[Shard]):
+    def __init__(self, shards: Sequence[AnchorGroup]):
         self.shards = shards
         self.processes = shards[0].share.processes
         #: Numbers of anchors of the matrices, and of this process.

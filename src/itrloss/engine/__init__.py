@@ -4,6 +4,7 @@
 terms       the functions of scores that are summed
 vectors     lengths, precision, and the gradient that goes back to vectors
 relation    which rows and columns belong together, by ids, sets of labels, groups or a matrix
+related     the same as it is passed in, checked
 inputs      the inputs of a score matrix, and its tiles
 question    what is computed from a matrix, and how the anchors of a side see a tile
 tiled       the one loop: answers, added up tile by tile, and their gradient in closed form

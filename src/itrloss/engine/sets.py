@@ -8,33 +8,25 @@ scores of the sets (n, m):
     smooth_max_sum    sum_k soft_l x
     smooth_chamfer    (mean_k soft_l x + mean_l soft_k x) / 2
 
-with ``soft_l x = log(sum_l exp(alpha x)) / alpha``. Where a maximum has a gradient, forward notes
-which element won, and backward forms no scores: it adds up the winners. The scores of the smooth
-forms are computed again in backward.
+with ``soft_l x = log(sum_l exp(alpha x)) / alpha``. Autograd differentiates a block of them, whose
+scores are computed again in backward. Where a maximum has a gradient, forward notes which element
+won instead, and backward forms no scores: it adds up the winners.
 
-Sets of the columns may also belong to one row each: row n meets its own K sets alone. All shapes
-then begin with n, and the row is one set next to K others.
+Sets of the columns may also belong to one row each: row n meets its own J sets alone. All shapes
+then begin with n, and the row is one set next to J others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .inputs import ACCELERATOR_TILE, TILE, even_chunks, taken
-from .products import add_matmul_, matmul
+from .products import matmul
 from .relation import weighted_sums
-from .vectors import (
-    compute_dtype,
-    full_precision,
-    inverse_norms,
-    normalized,
-    project,
-    scaled,
-)
+from .vectors import compute_dtype, full_precision, normalized
 
 # A winner, with its indices and what sorting them takes, needs the memory of so many scores.
 WINNER = 8
@@ -44,7 +36,6 @@ class Sets(NamedTuple):
     """Sets of embeddings. All shapes may begin with further dimensions."""
 
     x: Tensor  # (N, K, D)
-    inv: Tensor | None = None  # (N, K, 1) inverse norms; None: vectors are not normalised
     exists: Tensor | None = None  # (N, K) bool; None: all elements exist
 
     @property
@@ -57,17 +48,14 @@ class Sets(NamedTuple):
         """The number of elements of a set, K, with padding."""
         return self.x.shape[-2]
 
+    @property
+    def vectors(self) -> Tensor:
+        """The (N K, D) vectors of all elements."""
+        return self.x.flatten(-3, -2)
+
     def part(self, part: Any) -> Sets:
         """Return some of the sets, by an index."""
-        return Sets(self.x[part], taken(self.inv, part), taken(self.exists, part))
-
-    def with_norms(self) -> Sets:
-        """Return the same sets with inverse norms, for vectors at unit length."""
-        return self._replace(inv=inverse_norms(self.x.detach()))
-
-    def leaf(self, requires_grad: bool) -> Sets:
-        """Return the same sets without their graph, as the beginning of another one."""
-        return self._replace(x=self.x.detach().requires_grad_(requires_grad))
+        return Sets(self.x[part], taken(self.exists, part))
 
     def missing(self) -> Tensor | None:
         """Return the (N, K) bool mask of the elements that do not exist; None if all do."""
@@ -85,41 +73,29 @@ class Sets(NamedTuple):
             numbers = self.exists.sum(-1).clamp_min(1)
         return numbers.to(compute_dtype(self.x))
 
-    def unit(self) -> Tensor:
-        """Return the (N K, D) vectors in the compute dtype, at unit length if they are normalised.
+    def prepared(self, normalize: bool) -> Sets:
+        """Return the sets in the compute dtype, with ``normalize`` at unit length; differentiable.
 
-        Elements that do not exist are zero, whatever they hold, and add nothing to a gradient.
+        Elements that do not exist are zero, whatever they hold, and have no gradient.
         """
-        vectors = scaled(self.x, self.inv).flatten(0, 1)
-        missing = self.missing()
-        if missing is None:
-            return vectors
-        return vectors.masked_fill(missing.view(-1, 1), 0.0)
-
-    def differentiable(self, normalize: bool) -> Tensor:
-        """Return the (N, K, D) vectors in the compute dtype, as `unit` does, differentiable."""
-        missing = self.missing()
         x = self.x
+        missing = self.missing()
         if missing is not None:
             x = x.masked_fill(missing.unsqueeze(-1), 0.0)
-        return normalized(x, normalize)
+        return Sets(normalized(x, normalize), self.exists)
 
-    def gradient(self, grad: Tensor) -> Tensor:
-        """Return the gradient (N, K, D) from the gradient of the `unit` vectors (N K, D)."""
-        if self.inv is not None:
-            grad = project(grad, self.unit(), self.inv.flatten(0, 1))
-        grad = grad.to(self.x.dtype).view_as(self.x)
-        missing = self.missing()
-        if missing is not None:
-            grad.masked_fill_(missing.unsqueeze(-1), 0.0)
-        return grad
+    def leaf(self, part: Any) -> Sets:
+        """Return some of the sets in the compute dtype, as the beginning of a graph."""
+        x = self.x.detach()[part].to(compute_dtype(self.x))
+        return Sets(x.requires_grad_(self.x.requires_grad), taken(self.exists, part))
 
 
 class Form(NamedTuple):
-    """How the scores of elements are aggregated."""
+    """How the scores of sets are computed from their elements."""
 
     name: str
     alpha: float
+    normalize: bool
 
     @property
     def is_hard(self) -> bool:
@@ -127,56 +103,75 @@ class Form(NamedTuple):
         return self.name in ("max", "max_sum")
 
 
-class Block(NamedTuple):
-    """Some sets of both sides, whose elements are scored at once."""
-
-    r: slice
-    c: slice
-    rows: Sets  # n of them
-    cols: Sets  # m of them
-    right: Tensor  # (m L, D) the unit vectors of ``cols``
+# ------------------------------------------------------------------------------------ of one block
 
 
-def blocks(
-    rows: Sets,
-    cols: Sets,
-    values: int,  # that are held for each element of ``rows`` and set of ``cols``
-) -> Iterator[Block]:
-    """Yield blocks that cover every pair of sets once."""
-    if not rows.number:  # in one process of several
-        return
-    d = rows.x.shape[2]
-    numel, width = TILE.get(rows.x.device.type, ACCELERATOR_TILE)
-    by_scores = max(width, numel // (rows.number * rows.size)) // values
-    by_vectors = numel // (cols.size * d)
-    step = max(1, min(cols.number, by_scores, by_vectors))
-    col_parts = even_chunks(cols.number, step)
-    by_scores = numel // (step * values * rows.size)
-    by_vectors = numel // (rows.size * d)
-    row_parts = even_chunks(rows.number, max(1, min(rows.number, by_scores, by_vectors)))
-    for c in col_parts:  # the larger parts outside: they are normalised once
-        some_cols = cols.part(c)
-        right = some_cols.unit()
-        for r in row_parts:
-            yield Block(r, c, rows.part(r), some_cols, right)
+def element_scores(rows: Sets, cols: Sets, form: Form) -> Tensor:
+    """Return the scores (..., n, K, m, L) of prepared sets' elements, of maxima (..., m, L, n, K).
+
+    With the product, maxima take 0.78 of the time in that layout for 32 queries of 32 elements with
+    documents of 666, 0.75 for 64 sets of 49 with 64 of 20, and 1.03 for documents of 1024 (D 128,
+    one thread of Zen 3; ``pytest benchmarks/test_micro.py --benchmark-enable -k
+    late_interaction``). Exponentials would take longer.
+    """
+    first, second = (cols, rows) if form.is_hard else (rows, cols)
+    x = product(first.vectors, second.vectors.mT)
+    return x.view(*x.shape[:-2], first.number, first.size, second.number, second.size)
 
 
-# ------------------------------------------------------------------------------------------- maxima
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` of matrices, or of batches of them."""
+    if a.dim() > 2 or torch.is_grad_enabled():
+        return a @ b
+    return matmul(a, b)
+
+
+def aggregated(
+    x: Tensor, rows: Sets, cols: Sets, form: Form, keep: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scores (..., n, m) of sets from those of their elements, which are overwritten.
+
+    With ``keep``, return which elements won, too, see :func:`winning`.
+    """
+    which: Tensor | None = None
+    if form.is_hard:
+        scores, which = winning(x, rows, cols, form, keep)
+    else:
+        scores = smooth(x, rows, cols, form)
+    return of_existing(scores, rows, cols), which
+
+
+def of_existing(x: Tensor, rows: Sets, cols: Sets) -> Tensor:
+    """Return values of pairs (..., N, M) with 0 where one of the sets is empty."""
+    empty_rows = rows.empty()
+    empty_cols = cols.empty()
+    if empty_rows is not None:
+        x = x.masked_fill(empty_rows.unsqueeze(-1), 0.0)
+    if empty_cols is not None:
+        x = x.masked_fill(empty_cols.unsqueeze(-2), 0.0)
+    return x
+
+
+def plain_scores(rows: Sets, cols: Sets, form: Form) -> Tensor:
+    """Return the (..., N, M) scores in plain PyTorch, which holds the scores of all elements."""
+    rows = rows.prepared(form.normalize)
+    cols = cols.prepared(form.normalize)
+    with full_precision(rows.x):
+        return aggregated(element_scores(rows, cols, form), rows, cols, form)[0]
 
 
 def winning(
     x: Tensor,  # (..., m, L, n, K) scores of elements, overwritten
-    form: Form,
     rows: Sets,  # (..., n, K, D)
     cols: Sets,  # (..., m, L, D)
-    keep: bool = True,
+    form: Form,
+    keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the (..., n, m) maxima of elements' scores and, with ``keep``, which elements won.
 
     The second is (..., m, n, K) for the element of ``cols`` that is the best of each of ``rows``,
     or (..., m, n, 1) ``k L + l`` for the best pair of elements.
     """
-    size = x.shape[-3]
     missing_rows = rows.missing()
     missing_cols = cols.missing()
     if missing_cols is not None:
@@ -194,7 +189,7 @@ def winning(
     if form.name == "max":
         value, best = value.max(-1, keepdim=True)
         if which is not None:
-            which = which.gather(-1, best) + best * size
+            which = which.gather(-1, best) + best * cols.size
     return value.sum(-1).mT, which
 
 
@@ -211,42 +206,13 @@ def argmax_(x: Tensor) -> tuple[Tensor, Tensor]:
     return value, last - best.nan_to_num_(0.0).clamp_(0, last).long()
 
 
-class WinningPairs(NamedTuple):
-    """Pairs of elements that won, and the gradients of their scores."""
-
-    i: Tensor  # (P,) elements of the rows
-    j: Tensor  # (P,) elements of the columns
-    grad: Tensor  # (P,)
-
-
-def winning_pairs(
-    winners: Tensor,  # (m, n, K or 1), as from `winning`
-    grad: Tensor,  # (n, m)
-    block: Block,
-) -> WinningPairs:
-    """Return the pairs of elements of a block that won."""
-    m, n, k = winners.shape
-    size = block.cols.size
-    device = winners.device
-    numbers = winners.long()
-    first_of_rows = torch.arange(n * k, device=device).view(n, k) * (block.rows.size // k)
-    first_of_cols = torch.arange(m, device=device).view(m, 1, 1) * size
-    i = first_of_rows + numbers // size
-    j = first_of_cols + numbers % size
-    each = grad.T.unsqueeze(2).expand(m, n, k)
-    return WinningPairs(i.flatten(), j.flatten(), each.flatten())
-
-
-# ------------------------------------------------------------------------------------- smooth forms
-
-
 def smooth(
     x: Tensor,  # (..., n, K, m, L) scores of elements
-    form: Form,
     rows: Sets,  # (..., n, K, D)
     cols: Sets,  # (..., m, L, D)
+    form: Form,
 ) -> Tensor:
-    """Return the smooth scores (..., n, m) of sets, in plain PyTorch."""
+    """Return the smooth scores (..., n, m) of sets."""
     missing_rows = rows.missing()
     missing_cols = cols.missing()
     if missing_cols is not None:
@@ -276,31 +242,6 @@ def soft_maximum(x: Tensor, form: Form, dim: int, missing: Tensor | None) -> Ten
     return z.logsumexp(dim) / form.alpha
 
 
-def smooth_slopes(
-    x: Tensor,  # (n, K, m, L) scores of elements
-    form: Form,
-    block: Block,
-    grad: Tensor,  # (n, m) of the sets' scores
-) -> Tensor:
-    """Return the gradient (n, K, m, L) of the scores of elements."""
-    missing_rows = block.rows.missing()
-    missing_cols = block.cols.missing()
-    z = x * form.alpha
-    existing = z
-    if missing_cols is not None:
-        existing = z.masked_fill(missing_cols, lowest(x))
-    by_col = existing.softmax(3)
-    if form.name == "smooth_max_sum":
-        return by_col.mul_(grad[:, None, :, None])
-    if missing_rows is not None:
-        z.masked_fill_(missing_rows[:, :, None, None], lowest(x))
-    by_row = z.softmax(1)
-    of_rows = grad / block.rows.numbers_of_elements()[:, None] / 2
-    of_cols = grad / block.cols.numbers_of_elements() / 2
-    by_col.mul_(of_rows[:, None, :, None])
-    return by_col.addcmul_(by_row, of_cols[:, None, :, None])
-
-
 def lowest(x: Tensor) -> float:
     """Return the score of missing elements.
 
@@ -312,48 +253,60 @@ def lowest(x: Tensor) -> float:
 # --------------------------------------------------------------------------------- sums over blocks
 
 
-def of_existing(x: Tensor, rows: Sets, cols: Sets) -> Tensor:
-    """Return values of pairs (..., N, M) with 0 where one of the sets is empty."""
-    empty_rows = rows.empty()
-    empty_cols = cols.empty()
-    if empty_rows is not None:
-        x = x.masked_fill(empty_rows.unsqueeze(-1), 0.0)
-    if empty_cols is not None:
-        x = x.masked_fill(empty_cols.unsqueeze(-2), 0.0)
-    return x
+def blocks(
+    rows: Sets,
+    cols: Sets,
+    values: int,  # that are held for each element of ``rows`` and set of ``cols``
+) -> list[tuple[slice, slice]]:
+    """Return the rows and the columns of blocks that cover every pair of sets once."""
+    if not len(rows.x):  # in one process of several
+        return []
+    d = rows.x.shape[-1]
+    numel, width = TILE.get(rows.x.device.type, ACCELERATOR_TILE)
+    if are_own(cols):
+        step = numel // (cols.number * cols.size * max(rows.size, d))
+        return [(part, part) for part in even_chunks(len(rows.x), max(1, step))]
+    by_scores = max(width, numel // (rows.number * rows.size)) // values
+    by_vectors = numel // (cols.size * d)
+    step = max(1, min(cols.number, by_scores, by_vectors))
+    col_parts = even_chunks(cols.number, step)
+    by_scores = numel // (step * values * rows.size)
+    by_vectors = numel // (rows.size * d)
+    row_parts = even_chunks(rows.number, max(1, min(rows.number, by_scores, by_vectors)))
+    return [(r, c) for c in col_parts for r in row_parts]
 
 
-def block_scores(block: Block, form: Form, keep: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the (n, m) scores of a block of sets and, of maxima, which elements won.
-
-    For maxima the scores of elements are (m, L, n, K). With the product they take 0.78 of the time
-    of (n, K, m, L) for 32 queries of 32 elements with documents of 666, 0.75 for 64 sets of 49 with
-    64 of 20, and 1.03 for documents of 1024 (D 128, one thread of Zen 3; ``pytest
-    benchmarks/test_micro.py --benchmark-enable -k late_interaction``). Exponentials would take
-    longer.
-    """
-    rows = block.rows
-    cols = block.cols
-    left = rows.unit()
-    if form.is_hard:
-        x = matmul(block.right, left.T).view(cols.number, cols.size, rows.number, rows.size)
-        return winning(x, form, rows, cols, keep)
-    x = matmul(left, block.right.T).view(rows.number, rows.size, cols.number, cols.size)
-    return smooth(x, form, rows, cols), None
+def are_own(cols: Sets) -> bool:
+    """Return whether each row has sets of its own, (N, J, L, D)."""
+    return cols.x.dim() == 4
 
 
 def scores_and_winners(
     rows: Sets, cols: Sets, form: Form, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the (N, M) scores and, with ``keep``, which elements win: (M, N, K or 1) integers."""
-    scores = rows.x.new_empty(rows.number, cols.number, dtype=compute_dtype(rows.x))
-    winners = empty_winners(rows, cols, form) if keep and form.is_hard else None
+    """Return the scores (N, M), or (N, 1, J) of own sets.
+
+    With ``keep``, return which elements win, too: (M, N, K or 1) integers. Of own sets, none do.
+    """
+    shape = (*rows.x.shape[:-2], cols.number)
+    scores = rows.x.new_empty(shape, dtype=compute_dtype(rows.x))
+    winners: Tensor | None = None
+    if keep and form.is_hard and not are_own(cols):
+        winners = empty_winners(rows, cols, form)
+    right: Sets | None = None
+    known: slice | None = None
     with torch.no_grad(), full_precision(rows.x):
-        for block in blocks(rows, cols, cols.size):
-            scores[block.r, block.c], which = block_scores(block, form, keep)
+        for r, c in blocks(rows, cols, cols.size):
+            if right is None or c != known:  # the larger parts change less often
+                right = cols.part(c).prepared(form.normalize)
+                known = c
+            left = rows.part(r).prepared(form.normalize)
+            x = element_scores(left, right, form)
+            place = (r,) if are_own(cols) else (r, c)
+            scores[place], which = aggregated(x, left, right, form, winners is not None)
             if winners is not None and which is not None:
-                winners[block.c, block.r] = which
-        return of_existing(scores, rows, cols), winners
+                winners[c, r] = which
+    return scores, winners
 
 
 def empty_winners(rows: Sets, cols: Sets, form: Form) -> Tensor:
@@ -371,231 +324,193 @@ def empty_winners(rows: Sets, cols: Sets, form: Form) -> Tensor:
     return rows.x.new_empty((cols.number, rows.number, each), dtype=dtype)
 
 
-def gradients(
-    rows: Sets,
-    cols: Sets,
-    winners: Tensor | None,  # as from `scores_and_winners`
-    grad: Tensor,  # (N, M) of the scores
-    form: Form,
-    needs: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of both sides' sets, None where they are not needed."""
-    of_rows = zeros_of_elements(rows) if needs[0] else None
-    of_cols = zeros_of_elements(cols) if needs[1] else None
-    with torch.no_grad(), full_precision(rows.x):
-        grad = of_existing(grad, rows, cols)
-        for block in blocks(rows, cols, WINNER if form.is_hard else cols.size):
-            own = grad[block.r, block.c]
-            totals = BlockTotals(
-                None if of_rows is None else of_rows[block.r].flatten(0, 1),
-                None if of_cols is None else of_cols[block.c].flatten(0, 1),
-            )
-            if winners is not None:
-                pairs = winning_pairs(winners[block.c, block.r], own, block)
-                add_winners_(totals, pairs, block)
-            else:
-                add_smooth_(totals, own, block, form)
-        return (
-            None if of_rows is None else rows.gradient(of_rows.flatten(0, 1)),
-            None if of_cols is None else cols.gradient(of_cols.flatten(0, 1)),
-        )
-
-
-def zeros_of_elements(sets: Sets) -> Tensor:
-    """Return zeros (N, K, D) in the compute dtype."""
-    return torch.zeros_like(
-        sets.x, dtype=compute_dtype(sets.x), memory_format=torch.contiguous_format
-    )
-
-
-class BlockTotals(NamedTuple):
-    """The gradients of a block's unit vectors, to be added to; None where they are not needed."""
-
-    rows: Tensor | None  # (n K, D)
-    cols: Tensor | None  # (m L, D)
-
-
-def add_winners_(totals: BlockTotals, pairs: WinningPairs, block: Block) -> None:
-    """Add the gradient of the scores of elements that won."""
-    i, j, grad = pairs
-    if totals.rows is not None:
-        totals.rows.add_(weighted_sums(block.right, j, grad, i, len(totals.rows)))
-    if totals.cols is not None:
-        left = block.rows.unit()
-        totals.cols.add_(weighted_sums(left, i, grad, j, len(totals.cols)))
-
-
-def add_smooth_(totals: BlockTotals, grad: Tensor, block: Block, form: Form) -> None:
-    """Add the gradient of the scores of all elements, which are computed again."""
-    rows = block.rows
-    cols = block.cols
-    left = rows.unit()
-    products = matmul(left, block.right.T).view(rows.number, rows.size, cols.number, cols.size)
-    slopes = smooth_slopes(products, form, block, grad).view(len(left), len(block.right))
-    if totals.rows is not None:
-        add_matmul_(totals.rows, slopes, block.right)
-    if totals.cols is not None:
-        add_matmul_(totals.cols, slopes.T, left)
-
-
 class SetScores(torch.autograd.Function):
-    """The (N, M) scores of sets, twice differentiable."""
+    """The (N, M) scores of sets, or (N, 1, J) of own sets; twice differentiable."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        row_x: Tensor,  # (N, K, D), which ``rows`` hold without their graph
-        col_x: Tensor,  # (M, L, D)
-        rows: Sets,
-        cols: Sets,
+        row_x: Tensor,  # (N, K, D), or (N, 1, K, D)
+        col_x: Tensor,  # (M, L, D), or (N, J, L, D)
+        row_exists: Tensor | None,
+        col_exists: Tensor | None,
         form: Form,
     ) -> Tensor:
-        """Return the scores (N, M) of the sets."""
+        """Return the scores of the sets."""
+        rows = Sets(row_x, row_exists)
+        cols = Sets(col_x, col_exists)
         scores, winners = scores_and_winners(rows, cols, form, keep=True)
         ctx.form = form
-        ctx.save_for_backward(row_x, rows.inv, rows.exists, col_x, cols.inv, cols.exists, winners)
+        ctx.save_for_backward(row_x, row_exists, col_x, col_exists, winners)
         return scores
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of the elements (N, K, D) and (M, L, D) from the scores' (N, M)."""
-        row_x, row_inv, row_exists, col_x, col_inv, col_exists, winners = ctx.saved_tensors
-        rows = Sets(row_x, row_inv, row_exists)
-        cols = Sets(col_x, col_inv, col_exists)
-        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        """Return the gradients of both sides' elements from the scores'."""
+        row_x, row_exists, col_x, col_exists, winners = ctx.saved_tensors
+        rows = Sets(row_x, row_exists)
+        cols = Sets(col_x, col_exists)
         (grad,) = grads
         if torch.is_grad_enabled():  # create_graph=True
-            scores = plain_scores(rows, cols, ctx.form, rows.inv is not None)
-            of_rows, of_cols = gradients_by_autograd(scores, (row_x, col_x), needs, grad)
+            of_rows, of_cols = differentiable_gradients(rows, cols, grad, ctx.form)
         else:
-            of_rows, of_cols = gradients(rows, cols, winners, grad, ctx.form, needs)
+            of_rows, of_cols = gradients(rows, cols, winners, grad, ctx.form)
         return of_rows, of_cols, None, None, None
 
 
-def gradients_by_autograd(
-    scores: Tensor, inputs: tuple[Tensor, Tensor], needs: tuple[bool, bool], grad: Tensor
-) -> list[Any]:
-    """Return autograd's gradients of both inputs, None where they are not needed; differentiable
-    with ``create_graph=True`` alone.
-    """
-    trained = [x for x, needed in zip(inputs, needs, strict=True) if needed]
-    create_graph = torch.is_grad_enabled()
-    found = iter(torch.autograd.grad(scores, trained, grad, create_graph=create_graph))
-    return [next(found) if needed else None for needed in needs]
+def differentiable_gradients(
+    rows: Sets, cols: Sets, grad: Tensor, form: Form
+) -> list[Tensor | None]:
+    """Return the gradients of both sides' elements; None where they need none."""
+    scores = plain_scores(rows, cols, form)
+    both = (rows.x, cols.x)
+    trained = [x for x in both if x.requires_grad]
+    found = iter(torch.autograd.grad(scores, trained, grad, create_graph=True))
+    return [next(found) if x.requires_grad else None for x in both]
 
 
-def plain_scores(rows: Sets, cols: Sets, form: Form, normalize: bool) -> Tensor:
-    """Return the (..., N, M) scores in plain PyTorch, which holds the scores of all elements."""
-    left = rows.differentiable(normalize)
-    right = cols.differentiable(normalize)
-    with full_precision(rows.x):
-        if form.is_hard:
-            products = torch.einsum("...mld,...nkd->...mlnk", right, left)
-            scores, _ = winning(products, form, rows, cols, keep=False)
-        else:
-            products = torch.einsum("...nkd,...mld->...nkml", left, right)
-            scores = smooth(products, form, rows, cols)
-    return of_existing(scores, rows, cols)
-
-
-def set_scores(
-    rows: Sets,  # (N, K, D)
-    cols: Sets,  # (M, L, D)
-    name: str,
-    alpha: float,
-    normalize: bool,
-) -> Tensor:
-    """Return the differentiable (N, M) scores of sets."""
-    form = Form(name, float(alpha))
-    if torch.compiler.is_compiling():
-        return plain_scores(rows, cols, form, normalize)
-    if normalize:
-        rows = rows.with_norms()
-        cols = cols.with_norms()
-    if torch.is_grad_enabled() and (rows.x.requires_grad or cols.x.requires_grad):
-        return SetScores.apply(rows.x, cols.x, rows, cols, form)  # type: ignore[return-value]
-    return scores_and_winners(rows, cols, form, keep=False)[0]
-
-
-# ----------------------------------------------------------------------------- sets of one row each
-
-
-def own_set_scores(
-    rows: Sets,  # (N, A, D)
-    cols: Sets,  # (N, K, L, D)
-    name: str,
-    alpha: float,
-    normalize: bool,
-) -> Tensor:
-    """Return the differentiable (N, K) scores of each row with its own sets."""
-    form = Form(name, float(alpha))
-    parts = parts_of_own(rows, cols)
-    if len(parts) <= 1 or torch.compiler.is_compiling():
-        return plain_scores_of_own(rows, cols, form, normalize)
-    return OwnSetScores.apply(rows.x, cols.x, rows, cols, form, normalize)  # type: ignore[return-value]
-
-
-def plain_scores_of_own(rows: Sets, cols: Sets, form: Form, normalize: bool) -> Tensor:
-    """Return the (N, K) scores in plain PyTorch, which holds the scores of all elements."""
-    one_each = rows.part((slice(None), None))  # (N, 1, A, D)
-    return plain_scores(one_each, cols, form, normalize).squeeze(1)
-
-
-def parts_of_own(rows: Sets, cols: Sets) -> list[slice]:
-    """Return parts of the rows that are scored at once, with their sets."""
-    number, own, size, d = cols.x.shape
-    numel, _ = TILE.get(cols.x.device.type, ACCELERATOR_TILE)
-    step = numel // (own * size * max(rows.size, d))
-    return even_chunks(number, max(1, step))
-
-
-class OwnSetScores(torch.autograd.Function):
-    """The (N, K) scores of rows with their own sets, a few rows at a time, twice differentiable.
-
-    Nothing is held for backward, which computes the scores of each part again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        row_x: Tensor,  # (N, A, D), which ``rows`` hold without their graph
-        col_x: Tensor,  # (N, K, L, D)
-        rows: Sets,
-        cols: Sets,
-        form: Form,
-        normalize: bool,
-    ) -> Tensor:
-        """Return the scores (N, K)."""
-        ctx.form = form
-        ctx.normalize = normalize
-        ctx.save_for_backward(row_x, rows.exists, col_x, cols.exists)
-        scores = []
-        for part in parts_of_own(rows, cols):
-            scores.append(plain_scores_of_own(rows.part(part), cols.part(part), form, normalize))
-        return torch.cat(scores)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of the elements (N, A, D) and (N, K, L, D) from the scores'."""
-        row_x, row_exists, col_x, col_exists = ctx.saved_tensors
-        rows = Sets(row_x, None, row_exists)
-        cols = Sets(col_x, None, col_exists)
-        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-        (grad,) = grads
-        if torch.is_grad_enabled():  # create_graph=True
-            scores = plain_scores_of_own(rows, cols, ctx.form, ctx.normalize)
-            of_rows, of_cols = gradients_by_autograd(scores, (row_x, col_x), needs, grad)
-            return of_rows, of_cols, None, None, None, None
-        of_rows = torch.empty_like(row_x) if needs[0] else None
-        of_cols = torch.empty_like(col_x) if needs[1] else None
-        for part in parts_of_own(rows, cols):
-            some_rows = rows.part(part).leaf(needs[0])
-            some_cols = cols.part(part).leaf(needs[1])
+def gradients(
+    rows: Sets,
+    cols: Sets,
+    winners: Tensor | None,  # as from `scores_and_winners`
+    grad: Tensor,  # of the scores
+    form: Form,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of both sides' elements; None where they need none."""
+    of_rows = zeros_of_elements(rows)
+    of_cols = zeros_of_elements(cols)
+    with torch.no_grad(), full_precision(rows.x):
+        for r, c in blocks(rows, cols, cols.size if winners is None else WINNER):
+            row_leaf = rows.leaf(r)
+            col_leaf = cols.leaf(c)
             with torch.enable_grad():
-                scores = plain_scores_of_own(some_rows, some_cols, ctx.form, ctx.normalize)
-            found = gradients_by_autograd(scores, (some_rows.x, some_cols.x), needs, grad[part])
+                left = row_leaf.prepared(form.normalize)
+                right = col_leaf.prepared(form.normalize)
+            if winners is None:
+                own = grad[r] if are_own(cols) else grad[r, c]
+                slopes = slopes_of_elements(left, right, own, form)
+            else:
+                slopes = winning_pairs(left, right, grad[r, c], winners[c, r])
             if of_rows is not None:
-                of_rows[part] = found[0]
+                of_rows[r] += gradient_of_block(row_leaf, left, right, slopes)
             if of_cols is not None:
-                of_cols[part] = found[1]
-        return of_rows, of_cols, None, None, None, None
+                of_cols[c] += gradient_of_block(col_leaf, right, left, slopes.mT)
+    if of_rows is not None:
+        of_rows = of_rows.to(rows.x.dtype)
+    if of_cols is not None:
+        of_cols = of_cols.to(cols.x.dtype)
+    return of_rows, of_cols
+
+
+def zeros_of_elements(sets: Sets) -> Tensor | None:
+    """Return zeros (N, K, D) in the compute dtype; None for sets that need no gradient."""
+    if not sets.x.requires_grad:
+        return None
+    return torch.zeros(sets.x.shape, dtype=compute_dtype(sets.x), device=sets.x.device)
+
+
+class WinningPairs(NamedTuple):
+    """The pairs of elements that won, and the gradients of their scores; all others' are 0."""
+
+    i: Tensor  # (P,) elements of one side
+    j: Tensor  # (P,) elements of the other
+    grad: Tensor  # (P,)
+
+    @property
+    def mT(self) -> WinningPairs:
+        """The same pairs, seen from the other side."""
+        return WinningPairs(self.j, self.i, self.grad)
+
+
+def winning_pairs(
+    rows: Sets,
+    cols: Sets,
+    grad: Tensor,  # (n, m)
+    winners: Tensor,  # (m, n, K or 1), as from `winning`
+) -> WinningPairs:
+    """Return the pairs of elements of a block that won."""
+    m, n, k = winners.shape
+    device = winners.device
+    numbers = winners.long()
+    first_of_rows = torch.arange(n * k, device=device).view(n, k) * (rows.size // k)
+    first_of_cols = torch.arange(m, device=device).view(m, 1, 1) * cols.size
+    i = first_of_rows + numbers // cols.size
+    j = first_of_cols + numbers % cols.size
+    each = of_existing(grad, rows, cols).T.unsqueeze(2).expand(m, n, k)
+    return WinningPairs(i.flatten(), j.flatten(), each.flatten())
+
+
+def slopes_of_elements(rows: Sets, cols: Sets, grad: Tensor, form: Form) -> Tensor:
+    """Return the gradient (..., n K, m L) of the scores of a block's elements."""
+    x = element_scores(rows, cols, form)
+    if not form.is_hard:
+        slopes = smooth_slopes(x, rows, cols, form, grad)
+        return slopes.flatten(-2, -1).flatten(-3, -2)
+    x.requires_grad_()
+    with torch.enable_grad():
+        scores, _ = aggregated(x.clone(), rows, cols, form)
+    (slopes,) = torch.autograd.grad(scores, x, grad)
+    return slopes.flatten(-2, -1).flatten(-3, -2).mT
+
+
+def smooth_slopes(x: Tensor, rows: Sets, cols: Sets, form: Form, grad: Tensor) -> Tensor:
+    """Return the gradient (..., n, K, m, L) of the scores of elements, which are overwritten.
+
+    Autograd would hold four blocks of scores, and take 1.5 times as long.
+    """
+    grad = of_existing(grad, rows, cols)
+    missing_rows = rows.missing()
+    missing_cols = cols.missing()
+    z = x.mul_(form.alpha)
+    existing = z
+    if missing_cols is not None:
+        existing = z.masked_fill(missing_cols[..., None, None, :, :], lowest(x))
+    by_col = existing.softmax(-1)
+    if form.name == "smooth_max_sum":
+        return by_col.mul_(grad[..., :, None, :, None])
+    if missing_rows is not None:
+        z.masked_fill_(missing_rows[..., None, None], lowest(x))
+    by_row = z.softmax(-3)
+    of_rows = grad / rows.numbers_of_elements()[..., None] / 2
+    of_cols = grad / cols.numbers_of_elements().unsqueeze(-2) / 2
+    by_col.mul_(of_rows[..., :, None, :, None])
+    return by_col.addcmul_(by_row, of_cols[..., :, None, :, None])
+
+
+def gradient_of_block(
+    leaf: Sets,  # (n, K, D)
+    prepared: Sets,
+    others: Sets,  # prepared, (m, L, D)
+    slopes: Tensor | WinningPairs,  # of the scores of their elements, (n K, m L)
+) -> Tensor:
+    """Return the gradient (n, K, D) of a block's elements on one side."""
+    if isinstance(slopes, WinningPairs):
+        i, j, grad = slopes
+        of_vectors = weighted_sums(others.vectors, j, grad, i, len(prepared.vectors))
+    else:
+        of_vectors = product(slopes, others.vectors)
+    return torch.autograd.grad(prepared.x, leaf.x, of_vectors.view_as(leaf.x))[0]
+
+
+# ------------------------------------------------------------------------------------------- scores
+
+
+def set_scores(rows: Sets, cols: Sets, form: Form) -> Tensor:
+    """Return the differentiable scores (N, M) of sets (N, K, D) and (M, L, D), or (N, J) of sets
+    (N, K, D) and their own (N, J, L, D).
+    """
+    if cols.x.dim() == 4:
+        one_each = rows.part((slice(None), None))  # (N, 1, K, D)
+        return scores_by_blocks(one_each, cols, form).squeeze(1)
+    return scores_by_blocks(rows, cols, form)
+
+
+def scores_by_blocks(rows: Sets, cols: Sets, form: Form) -> Tensor:
+    """Return the scores (N, M), or (N, 1, J) of own sets."""
+    has_one = len(blocks(rows, cols, cols.size)) <= 1
+    chooses = form.is_hard and not are_own(cols)
+    if torch.compiler.is_compiling() or (has_one and not chooses):
+        return plain_scores(rows, cols, form)
+    if torch.is_grad_enabled() and (rows.x.requires_grad or cols.x.requires_grad):
+        return SetScores.apply(rows.x, cols.x, rows.exists, cols.exists, form)  # type: ignore[return-value]
+    return scores_and_winners(rows, cols, form, keep=False)[0]

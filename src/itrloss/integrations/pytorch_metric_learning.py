@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.related import Related
 from ..losses import PairLoss
 from ..losses.matryoshka import takes_pairs
-from ..related import Related
 from ..similarity import Similarity
 
 try:

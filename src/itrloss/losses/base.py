@@ -30,10 +30,10 @@ from ..checks.warnings import may_be_read, warn, warn_of_ids, warn_of_units, war
 from ..distributed import ProcessGroup, consensus, digest, padded, world_size
 from ..distributed.collectives import replicated, total
 from ..engine.question import Value
+from ..engine.related import PassedIds, Related
 from ..engine.relation import Rule
 from ..functional import Reduction, Values
 from ..memory import CoupledMemory, MemorySimilarity
-from ..related import PassedIds, Related
 from ..similarity import Directions, Engine, Similarity, as_directions
 from ..telemetry import describe, describe_memory
 

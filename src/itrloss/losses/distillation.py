@@ -12,8 +12,8 @@ from torch import Tensor
 from .. import functional
 from ..checks import IdsLike, Names, check_matrix, option
 from ..checks.warnings import may_be_read, warn_of_units, warn_of_vectors
+from ..engine.related import PassedIds, Related
 from ..functional import Values
-from ..related import PassedIds, Related
 from ..similarity import Similarity
 from .base import PairLoss
 from .other_model import (

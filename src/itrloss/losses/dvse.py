@@ -25,10 +25,10 @@ from ..checks import (
 )
 from ..distributed import ProcessGroup, digest, gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine, large_matrix
+from ..engine.related import PassedIds
 from ..engine.relation import missing_mask
 from ..engine.vectors import Embeddings, full_precision, normalized
 from ..functional import Values
-from ..related import PassedIds
 from ..similarity import Similarity
 from ..telemetry import describe
 from .base import Loss, SimilarityLoss

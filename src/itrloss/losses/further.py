@@ -18,8 +18,8 @@ from ..checks import (
     check_same_kind,
 )
 from ..distributed import gather, numbered, padded
+from ..engine.related import PassedIds, Related, label_sets
 from ..engine.vectors import full_precision, normalized
-from ..related import PassedIds, Related, label_sets
 from ..similarity import NO_ID, Similarity
 from .base import LEAST_LOG
 

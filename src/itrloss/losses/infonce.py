@@ -16,10 +16,10 @@ from .. import functional
 from ..anchors import Anchors
 from ..checks import IdsLike, Names, are_strings, as_number, option
 from ..checks.warnings import may_be_read, warn_of_units
+from ..engine.related import PassedIds, Related
 from ..engine.vectors import compute_dtype
 from ..functional import Values
 from ..memory import CoupledMemory, MemorySimilarity
-from ..related import PassedIds, Related
 from ..similarity import SIDES, Directions, Similarity
 from ..terms import identity, softplus
 from .base import LEAST_LOG, MemoryLoss, PairLoss

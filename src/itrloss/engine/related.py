@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import (
+from ..checks import (
     IdsLike,
     Names,
     as_ids,
@@ -18,7 +18,7 @@ from .checks import (
     no_default_pairing,
     one_of,
 )
-from .engine.relation import Ids, Relation, Rule, as_sets
+from .relation import Ids, Relation, Rule, as_sets
 
 PassedIds = tuple[IdsLike | None, IdsLike | None]  # of rows and of columns, as passed in
 
