@@ -279,6 +279,7 @@ def loops_of_prefixes(case: LossCase, leaves: list[Tensor]) -> float:
 WITH_WEIGHTS: dict[type, Callable[..., Any]] = {
     itrloss.InfoNCELoss: oracle_embedders.contrastive,
     itrloss.SDMLoss: oracle_embedders.sdm,
+    itrloss.TripletLoss: oracle_embedders.triplet,
 }
 
 

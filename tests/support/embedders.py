@@ -360,3 +360,4 @@ LINES = {
     "label-sets": several_labels,
     "several-positives-own-filter": several_positives,
 }
+assert LINES.keys() == CASES.keys()

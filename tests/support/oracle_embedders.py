@@ -96,12 +96,10 @@ def scores_of_scores(scores: Tensor, negatives: Tensor | None) -> Scores:
     return Scores([list(row) for row in scores], further=further)
 
 
-def scores_of_guide(guide: Sequence[Tensor] | Tensor) -> Scores:
+def scores_of_guide(guide: Sequence[Tensor]) -> Scores:
     """What another model says, without a gradient: cosines of its embeddings ``(images, texts)`` or
-    ``(images, texts, negatives)``, or an (N, M) matrix of its scores (GISTEmbed).
+    ``(images, texts, negatives)`` (GISTEmbed).
     """
-    if isinstance(guide, Tensor):
-        return scores_of_scores(guide.detach(), None)
     images, texts, *negatives = [x.detach() for x in guide]
     return scores_of_embeddings(images, texts, negatives[0] if negatives else None, normalize=True)
 
@@ -152,8 +150,6 @@ def weight_by_labels(image: Item, text: Item, rule: str) -> float | None:
 
 def weight_by_matches(entry: float) -> float | None:
     """A number above 0 is the weight of a match, 0 is a negative, nan is a pair in no sum."""
-    if entry < 0:
-        raise ValueError(f"matches: expected weights of at least 0, or nan, got {entry}")
     return None if math.isnan(entry) else entry
 
 
@@ -246,7 +242,6 @@ def make_batch(  # noqa: PLR0913 (all that a loss is called with)
         known = scores_of_embeddings(images, texts, negatives, normalize)
     n = len(known.pairs)
     m = len(known.pairs[0])
-    check_relations(n, m, image_ids, text_ids, image_groups, text_groups, matches)
     if text_groups is None:
         text_groups = image_groups
     rows = items(image_ids, image_groups, n)
@@ -273,30 +268,6 @@ def make_batch(  # noqa: PLR0913 (all that a loss is called with)
         among(cols, more, rule) if shared else [],
     )
     return Batch(known, relations)
-
-
-def check_relations(
-    n: int,
-    m: int,
-    image_ids: Any,
-    text_ids: Any,
-    image_groups: Any,
-    text_groups: Any,
-    matches: Tensor | None,
-) -> None:
-    """What has no meaning is refused."""
-    ids_given = image_ids is not None or text_ids is not None
-    groups_given = image_groups is not None or text_groups is not None
-    if matches is not None and (ids_given or groups_given):
-        raise ValueError("matches: expected without ids and groups, which it is in place of")
-    if matches is None and not ids_given and n != m:
-        raise ValueError("image_ids, text_ids: expected unless there are as many texts as images")
-    if image_ids is not None and text_ids is None:
-        raise ValueError("text_ids: expected with image_ids")
-    if image_groups is None and text_groups is not None:
-        raise ValueError("image_groups: expected with text_groups")
-    if text_groups is None and image_groups is not None and n != m:
-        raise ValueError("text_groups: expected unless there are as many texts as images")
 
 
 # --------------------------------------------------------------------------------------- arithmetic
@@ -357,7 +328,6 @@ class Contrast:
     hardness: tuple[float, float]
     image_limits: list[float | None]
     text_limits: list[float | None]
-    negatives_are_texts: bool
 
 
 def limit(
@@ -448,10 +418,8 @@ def other_texts(c: Contrast, p: int) -> list[Candidate]:
 
 
 def negatives_of_text(c: Contrast, p: int, most: float | None) -> list[Candidate]:
-    """Shared negatives are texts in that sum, too (ms-swift), but not GISTEmbed's, whose sum of
-    documents is over those of the batch.
-    """
-    if not c.batch.relations.texts_further or not c.negatives_are_texts:
+    """Shared negatives are texts in that sum, too (ms-swift)."""
+    if not c.batch.relations.texts_further:
         return []
     scores = c.batch.scores.texts_further[p]
     judged = c.judge.texts_further[p]
@@ -525,8 +493,7 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
     margin: float | None = None,
     relative: bool = False,
     hardness: float | tuple[float, float] = 0.0,
-    guide: Sequence[Tensor] | Tensor | None = None,
-    negatives_are_texts: bool = True,
+    guide: Sequence[Tensor] | None = None,
     reduction: str = "mean",
     **view: Any,
 ) -> Any:
@@ -551,7 +518,6 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
         margin, relative: the limit, see `limit`; each sum has that of the anchor whose sum it is.
         hardness: α, or (α₀, α₁) of the batch's and of further negatives.
         guide: embeddings of another model, whose scores are those that the limit is for.
-        negatives_are_texts: whether shared negatives are in ``text_text``.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         view: ``image_ids`` (N,) or label sets (N, k), ``text_ids``; ``matches`` (N, M), bool or
             weights, with nan for pairs in no sum, in their place; ``image_groups`` (N,),
@@ -560,11 +526,6 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
             (N, K), or sets of them; ``normalize``.
     """
     batch = make_batch(images, texts, **view)
-    has_scores = view.get("scores") is not None
-    check_options(batch, directions, in_batch, image_image, text_text, joint)
-    check_filter(margin, relative, text_text, guide)
-    if has_scores and (image_image or text_text):
-        raise ValueError("scores: expected embeddings for sums of images or texts alone")
     judge = batch.scores if guide is None else scores_of_guide(guide)
     pair = hardness if isinstance(hardness, tuple) else (hardness, hardness)
     row_pairs = [batch.pairs_of_image(i) for i in batch.images]
@@ -580,7 +541,6 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
         pair,
         [limit(batch, judge, pairs, margin, relative) for pairs in row_pairs],
         [limit(batch, judge, pairs, margin, relative) for pairs in col_pairs],
-        negatives_are_texts,
     )
     like = batch.scores.pairs[0][0]
 
@@ -595,33 +555,6 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
     if joint:
         return rows()
     return of_directions(directions, rows, cols, reduction)
-
-
-def check_options(
-    batch: Batch,
-    directions: str,
-    in_batch: bool,
-    image_image: bool,
-    text_text: bool | str,
-    joint: bool,
-) -> None:
-    """Denominators that have no meaning are refused."""
-    if joint and directions != "both":
-        raise ValueError("joint: expected with both directions")
-    if in_batch:
-        return
-    if directions != "image-text":
-        raise ValueError("in_batch: expected True unless directions='image-text'")
-    if not batch.scores.further:
-        raise ValueError("in_batch: expected True without negatives")
-    if image_image or text_text or joint:
-        raise ValueError("in_batch: expected True next to sums over the batch")
-
-
-def check_filter(margin: float | None, relative: bool, text_text: bool | str, guide: Any) -> None:
-    """Options of the filter want a margin."""
-    if margin is None and (relative or text_text == "unfiltered" or guide is not None):
-        raise ValueError("margin: expected a number next to relative, 'unfiltered' or a guide")
 
 
 # ----------------------------------------------------------------- other losses of the same batches
@@ -705,11 +638,10 @@ def sdm(
     return over_anchors(batch, value, directions, reduction)
 
 
-def soft_triplet_of_anchor(
-    candidates: list[Weighted], temperature: Any, margin: float
-) -> Tensor | None:
-    """``Σ_p w_p log(1 + e^{(S⁻ − S_p + m)/τ})`` with the hardest negative ``S⁻``, the first of
-    equal ones. None without a positive or a negative.
+def triplet_of_anchor(candidates: list[Weighted], temperature: Any, margin: float) -> Tensor | None:
+    """``Σ_p w_p [S⁻ − S_p + m]_+`` with the hardest negative ``S⁻``, the first of equal ones; with
+    a temperature, ``log(1 + e^{x/τ})`` in place of ``[x]_+``. None without a positive or a
+    negative.
     """
     positives = [x for x in candidates if x.weight > 0]
     negatives = [x.score for x in candidates if x.weight == 0]
@@ -718,28 +650,29 @@ def soft_triplet_of_anchor(
     hardest = max(negatives, key=Tensor.item)
     value = 0
     for x in positives:
-        z = (hardest - x.score + margin) / temperature
-        value = value + x.weight * log_sum_exp([z * 0, z])
+        z = hardest - x.score + margin
+        hinge = z.relu() if temperature is None else log_sum_exp([z * 0, z / temperature])
+        value = value + x.weight * hinge
     return value
 
 
-def soft_triplet(
+def triplet(
     images: Tensor | None = None,
     texts: Tensor | None = None,
     *,
-    temperature: Any,
+    temperature: Any = None,
     margin: float = 0.2,
     directions: str = "both",
     reduction: str = "sum",
     **view: Any,
 ) -> Any:
-    """The triplet loss of the hardest negative with a softplus in place of the hinge (colpali): the
-    hinge of `oracle.triplet` is its limit for τ → 0, times τ. For ``view`` see `contrastive`.
+    """The triplet loss of the hardest negative, whose hinges weigh as their matches do; with a
+    temperature, its softplus (colpali). For ``view`` see `contrastive`.
     """
     batch = make_batch(images, texts, **view)
 
     def value(candidates: list[Weighted]) -> Tensor | None:
-        return soft_triplet_of_anchor(candidates, temperature, margin)
+        return triplet_of_anchor(candidates, temperature, margin)
 
     return over_anchors(batch, value, directions, reduction)
 

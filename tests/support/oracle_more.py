@@ -569,28 +569,6 @@ def _correlation(scores: Sequence[float], K: int, pair_reduction: str) -> float:
     return math.fsum(scores) / (K * (K - 1)) if K > 1 else 0.0
 
 
-def set_max(S: ArrayLike) -> Array:
-    """``max_k S^k_ij``: (N, K, M) -> (N, M)."""
-    S = np.asarray(S, np.float64)
-    N, _, M = S.shape
-    result = np.zeros((N, M))
-    for i in range(N):
-        for j in range(M):
-            result[i, j] = max(S[i, :, j])
-    return result
-
-
-def set_mean(S: ArrayLike) -> Array:
-    """``(1/K) Σ_k S^k_ij``: (N, K, M) -> (N, M)."""
-    S = np.asarray(S, np.float64)
-    N, K, M = S.shape
-    result = np.zeros((N, M))
-    for i in range(N):
-        for j in range(M):
-            result[i, j] = math.fsum(S[i, :, j]) / K
-    return result
-
-
 def smooth_chamfer(V_sets: ArrayLike, W_sets: ArrayLike, alpha: float = 16.0) -> Array:
     """Smooth-Chamfer similarity of two sets, DivE: (N, K, D) and (M, L, D) -> (N, M).
 
