@@ -107,7 +107,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("file", [None, SCENES])
 @pytest.mark.parametrize("paper", PAPERS)
-def test_every_row_is_a_run_that_can_be_built(paper: str, file: Path | None, tmp_path: Path):
+def test_every_row_is_a_run_that_can_be_built(paper, file, tmp_path):
     grid = Grid(paper, file, [*TINY, "data=somewhere"], out=tmp_path)
     configs = [config for config, _ in grid.runs().values()]
     assert len(configs) >= 9
@@ -117,7 +117,7 @@ def test_every_row_is_a_run_that_can_be_built(paper: str, file: Path | None, tmp
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_the_baseline_of_a_table_is_the_full_model(paper: str, tmp_path: Path):
+def test_the_baseline_of_a_table_is_the_full_model(paper, tmp_path):
     grid = Grid(paper, out=tmp_path)
     full = grid.config(Row("full model"), 0)
     for table in grid.tables.values():
@@ -126,7 +126,7 @@ def test_the_baseline_of_a_table_is_the_full_model(paper: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_tables_are_whole(paper: str):
+def test_tables_are_whole(paper):
     for table in load_paper(paper).tables.values():
         rows = set(table.rows)
         assert table.baseline in rows
@@ -145,7 +145,7 @@ def test_tables_are_whole(paper: str):
 
 
 @pytest.mark.parametrize("paper", ["coder", "user"])
-def test_printed_recalls_sum_to_the_printed_rsum(paper: str):
+def test_printed_recalls_sum_to_the_printed_rsum(paper):
     for table in load_paper(paper).tables.values():
         for printed in table.printed.values():
             assert printed.keys() == table.rows.keys()
@@ -154,7 +154,7 @@ def test_printed_recalls_sum_to_the_printed_rsum(paper: str):
                 assert row["rsum"] == pytest.approx(total, abs=0.11)
 
 
-def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_paper(tmp_path: Path):
+def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_paper(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('loss = "coder"\nconcepts = 7\n[loss_options]\nclusters = 40\nmargin = 0.1\n')
     rows = load_paper("coder").tables["4"].rows
@@ -164,7 +164,7 @@ def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_paper(
     assert Grid("coder", out=tmp_path).config(rows["5000"], 0).loss_options == {"clusters": 100}
 
 
-def test_options_of_the_full_models_loss_are_not_those_of_another(tmp_path: Path):
+def test_options_of_the_full_models_loss_are_not_those_of_another(tmp_path):
     row = load_paper("coder").tables["2"].rows["1"]
     config = Grid("coder", common=["loss_options.margin=0.2"], out=tmp_path).config(row, 0)
     assert config.loss == "triplet"
@@ -183,7 +183,7 @@ def test_a_multiple_of_a_number_stays_what_it_was():
 # --- the grid -------------------------------------------------------------------------------------
 
 
-def test_a_grid_runs_once_and_goes_on(tiny: list[str], tmp_path: Path, trained: list[str]):
+def test_a_grid_runs_once_and_goes_on(tiny, tmp_path, trained):
     grid = Grid("coder", common=tiny, seeds=[0, 1], out=tmp_path)
     assert {state(config) for config, _ in grid.runs().values()} == {"to run"}
     run(grid)
@@ -199,7 +199,7 @@ def test_a_grid_runs_once_and_goes_on(tiny: list[str], tmp_path: Path, trained: 
     assert (first / "log.jsonl").read_text() == log  # nothing was trained again
 
 
-def test_other_settings_are_other_runs(tiny: list[str], tmp_path: Path, trained: list[str]):
+def test_other_settings_are_other_runs(tiny, tmp_path, trained):
     run(Grid("coder", common=tiny, out=tmp_path, only=["2"]))
     assert len(trained) == 1
 
@@ -212,9 +212,7 @@ def test_other_settings_are_other_runs(tiny: list[str], tmp_path: Path, trained:
     assert state_with("threads=2", "final_test=true") == "finished"
 
 
-def test_a_row_that_diverges_does_not_end_the_grid(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_a_row_that_diverges_does_not_end_the_grid(tiny, tmp_path, monkeypatch, capsys):
     def diverge(config: Config) -> None:
         raise FloatingPointError("epoch 1")
 
@@ -224,7 +222,7 @@ def test_a_row_that_diverges_does_not_end_the_grid(
     assert capsys.readouterr().out.count("diverged: epoch 1") == 2
 
 
-def test_a_row_is_re_ranked_by_its_own_numbers(data: Path, tmp_path: Path):
+def test_a_row_is_re_ranked_by_its_own_numbers(data, tmp_path):
     split = load_split(data, "dev")
     scores = torch.rand(20, 100, generator=torch.Generator().manual_seed(0))
     np.save(tmp_path / "dev_scores.npy", scores.numpy())
@@ -242,9 +240,7 @@ def test_a_row_is_re_ranked_by_its_own_numbers(data: Path, tmp_path: Path):
         seen.append(found["after"])
 
 
-def test_a_report_holds_measured_and_printed_figures(
-    tiny: list[str], tmp_path: Path, trained: list[str]
-):
+def test_a_report_holds_measured_and_printed_figures(tiny, tmp_path, trained):
     grid = Grid("coder", common=tiny, seeds=[0, 1], out=tmp_path)
     assert "no runs" in write_report(grid)
     run(grid)
@@ -277,7 +273,7 @@ def test_a_report_holds_measured_and_printed_figures(
 
 
 def test_losses_are_judged_before_re_ranking_and_re_rankings_after_it(
-    tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path, trained, monkeypatch
 ):
     def seeds(before: float, after: float) -> dict[int, Figures]:
         return {
@@ -311,9 +307,7 @@ def test_losses_are_judged_before_re_ranking_and_re_rankings_after_it(
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_lists_reports_or_runs(
-    tmp_path: Path, trained: list[str], tiny: list[str], capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_lists_reports_or_runs(tmp_path, trained, tiny, capsys):
     # settings may stand anywhere, even after the seeds
     command = ["coder", "--out", str(tmp_path), "--seeds", "0", "1", *tiny, "--tables", "1"]
     main([*command, "--dry-run"])
@@ -338,9 +332,7 @@ def test_the_command_lists_reports_or_runs(
         (["loss_options.nothing=1"], "nothing"),
     ],
 )
-def test_the_command_names_wrong_words(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_names_wrong_words(words, message, capsys):
     with pytest.raises(SystemExit):
         main(["coder", "--dry-run", *words])
     assert message in capsys.readouterr().err
@@ -383,7 +375,7 @@ def planted(*rows: tuple[float, ...]) -> dict[str, dict[int, Figures]]:
         ((), UNKNOWN),
     ],
 )
-def test_a_claim_of_a_difference_is_judged_by_the_interval(a: tuple[float, ...], expected: str):
+def test_a_claim_of_a_difference_is_judged_by_the_interval(a, expected):
     rows = planted(a, (100.0, 110.0, 120.0))
     assert verdict(Claim("", above=[("a", "b")]), rows, "before")[0] == expected
 
@@ -399,9 +391,7 @@ def test_a_claim_of_a_difference_is_judged_by_the_interval(a: tuple[float, ...],
         ((100.4, 111.0, 121.6), 2.6, HOLDS),
     ],
 )
-def test_a_claim_of_closeness_needs_the_whole_interval(
-    a: tuple[float, ...], apart: float, expected: str
-):
+def test_a_claim_of_closeness_needs_the_whole_interval(a, apart, expected):
     rows = planted(a, (100.0, 110.0, 120.0))
     for pair in (("a", "b"), ("b", "a")):
         assert verdict(Claim("", within=[pair], apart=apart), rows, "before")[0] == expected
@@ -421,7 +411,7 @@ def test_a_claim_is_judged_by_its_own_figure():
     ("pairs", "expected"),
     [("ab da", HOLDS), ("ab cb", UNKNOWN), ("cb ba", FAILS)],
 )
-def test_all_pairs_of_a_claim_must_hold_and_one_refutes_it(pairs: str, expected: str):
+def test_all_pairs_of_a_claim_must_hold_and_one_refutes_it(pairs, expected):
     rows = planted(
         (110.0, 120.1, 130.0), (100.0, 110.0, 120.0), (99.0, 111.0, 121.0), (200.0, 210.1, 220.0)
     )

@@ -31,7 +31,7 @@ def said(data: Path) -> tuple[str, bool]:
     return text, report.ready
 
 
-def test_a_whole_directory_is_ready(features: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_whole_directory_is_ready(features, capsys):
     with pytest.raises(SystemExit) as ended:
         main([str(features)])
     out = capsys.readouterr().out
@@ -43,7 +43,7 @@ def test_a_whole_directory_is_ready(features: Path, capsys: pytest.CaptureFixtur
     assert "LOOK AT" not in out
 
 
-def test_missing_files_are_named(features: Path):
+def test_missing_files_are_named(features):
     (features / "test_ims.npy").unlink()
     out, ready = said(features)
     assert ready
@@ -55,12 +55,12 @@ def test_missing_files_are_named(features: Path):
     assert "{split}_ims.npy" in out
 
 
-def test_a_missing_directory_is_named(tmp_path: Path):
+def test_a_missing_directory_is_named(tmp_path):
     nowhere = tmp_path / "nowhere"
     assert said(nowhere) == (f"{nowhere}\n  no such directory", False)
 
 
-def test_wrong_files_are_named(features: Path):
+def test_wrong_files_are_named(features):
     (features / "dev_caps.txt").write_text("a dog\n" * 14)
     (features / "train_global.npy").unlink()
     np.save(features / "test_ims.npy", np.ones((2, 4, 5), np.float16))
@@ -72,7 +72,7 @@ def test_wrong_files_are_named(features: Path):
     assert "the splits' features have different dimensions" in out
 
 
-def test_features_and_captions_that_cannot_be_meant_are_pointed_at(features: Path):
+def test_features_and_captions_that_cannot_be_meant_are_pointed_at(features):
     regions = np.ones((4, 4, 8), np.float32)
     regions[1] = 0
     regions[2, 0, 0] = np.nan
@@ -86,7 +86,7 @@ def test_features_and_captions_that_cannot_be_meant_are_pointed_at(features: Pat
     assert "all 0" in out
 
 
-def test_raw_images_are_ready(pictures: Path):
+def test_raw_images_are_ready(pictures):
     out, ready = said(pictures)
     assert ready
     assert "train  16 raw images, the first " in out
@@ -94,14 +94,14 @@ def test_raw_images_are_ready(pictures: Path):
     assert f"data={pictures} backbone=microsoft/resnet-50" in out
 
 
-def test_birds_are_ready(tmp_path: Path):
+def test_birds_are_ready(tmp_path):
     out, ready = said(drawn.cub(tmp_path))
     assert ready
     assert "train  6 raw images" in out
     assert "60 captions, 10 an image, of 4.0 words (at most 4); 3 classes" in out
 
 
-def test_images_that_are_missing_or_broken_are_named(pictures: Path):
+def test_images_that_are_missing_or_broken_are_named(pictures):
     (pictures / "images" / "train2014" / "train_3.png").unlink()
     (pictures / "images" / "val2014" / "val_0.png").write_bytes(b"no picture")
     out, ready = said(pictures)
@@ -113,7 +113,7 @@ def test_images_that_are_missing_or_broken_are_named(pictures: Path):
     assert "they belong in images/" in out
 
 
-def test_missing_lists_of_birds_are_named(tmp_path: Path):
+def test_missing_lists_of_birds_are_named(tmp_path):
     birds = drawn.cub(tmp_path)
     (birds / "trainvalclasses.txt").unlink()
     out, ready = said(birds)

@@ -96,7 +96,7 @@ def worker(rank: int, data: str, out: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_processes_train_what_one_trains_with_twice_the_batch(data: Path, tmp_path: Path):
+def test_two_processes_train_what_one_trains_with_twice_the_batch(data, tmp_path):
     (tmp_path / "exchange").mkdir()
     first, second = run(worker, tmp_path / "exchange", str(data), str(tmp_path / "two"))
     for name in SYSTEMS:
@@ -188,7 +188,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_two_processes_resumes_in_any_number(data: Path, tmp_path: Path):
+def test_a_killed_run_of_two_processes_resumes_in_any_number(data, tmp_path):
     runs = Runs(data, tmp_path)
     wholes, _ = run(trained, runs.exchange("whole"), runs.of("whole"), WORLD)
     left = survivors(killed, runs.exchange("killed"), runs.of("killed"), world=WORLD, timeout=60.0)
@@ -233,7 +233,7 @@ def normalised_by(rank: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_batch_normalisation_is_that_of_the_whole_batch(tmp_path: Path):
+def test_batch_normalisation_is_that_of_the_whole_batch(tmp_path):
     parts = run(normalised_by, tmp_path)
     norm = torch.nn.BatchNorm1d(3)
     for k, wanted in enumerate(normalised(norm, slice(None))):

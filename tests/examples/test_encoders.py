@@ -139,7 +139,7 @@ def test_image_encoder_of_whole_pictures_ignores_regions():
     torch.testing.assert_close(found, wanted)
 
 
-def test_text_encoder_runs_in_groups_as_it_would_in_one(monkeypatch: pytest.MonkeyPatch):
+def test_text_encoder_runs_in_groups_as_it_would_in_one(monkeypatch):
     torch.manual_seed(0)
     text = TextEncoder(20, 8, 16)
     sizes = torch.randint(1, 12, (30,)).tolist()
@@ -160,7 +160,7 @@ def test_text_encoder_runs_in_groups_as_it_would_in_one(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_shared_dropout_takes_a_feature_from_the_whole_set(shared: bool):
+def test_shared_dropout_takes_a_feature_from_the_whole_set(shared):
     torch.manual_seed(0)
     dropout = SetDropout(0.3, shared)
     kept = dropout(torch.ones(200, 6, 50))

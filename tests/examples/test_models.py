@@ -70,7 +70,7 @@ def test_concept_branch_is_that_of_the_equations():
 
 
 @pytest.mark.parametrize("share", [0.1, 0.0])
-def test_similarity_of_coder_is_the_weighted_sum_of_both_cosines(config: Config, share: float):
+def test_similarity_of_coder_is_the_weighted_sum_of_both_cosines(config, share):
     model = model_of(config, loss="coder", concept_share=share)
     images, texts, image_concepts, text_concepts = model(REGIONS, *CAPTIONS)
     wanted = (1 - share) * cosines(images, texts) + share * cosines(image_concepts, text_concepts)
@@ -78,7 +78,7 @@ def test_similarity_of_coder_is_the_weighted_sum_of_both_cosines(config: Config,
     torch.testing.assert_close(found, wanted)
 
 
-def test_similarity_of_dvse_is_that_of_the_best_head(config: Config):
+def test_similarity_of_dvse_is_that_of_the_best_head(config):
     model = model_of(config, loss="dvse", heads=3)
     sets, texts, residuals, gate = model(REGIONS, *CAPTIONS)
     assert sets.shape == residuals.shape == (3, 3, 16)
@@ -89,7 +89,7 @@ def test_similarity_of_dvse_is_that_of_the_best_head(config: Config):
     torch.testing.assert_close(found, torch.stack(heads).amax(0))
 
 
-def test_similarity_of_views_is_the_mean_of_theirs(config: Config):
+def test_similarity_of_views_is_the_mean_of_theirs(config):
     model = model_of(config, loss="dvse", views="regions+whole")
     wholes = torch.rand(3, 7)
     outputs = model(REGIONS, *CAPTIONS, wholes)
@@ -140,7 +140,7 @@ def take_steps(trainer: Trainer, steps: int) -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_training_reaches_every_parameter(system: str, config: Config):
+def test_training_reaches_every_parameter(system, config):
     trainer = trainer_of(config, system)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     take_steps(trainer, 2)  # the memory is empty in the first step
@@ -148,7 +148,7 @@ def test_training_reaches_every_parameter(system: str, config: Config):
     assert not still
 
 
-def test_coder_can_be_trained_without_its_concepts(config: Config):
+def test_coder_can_be_trained_without_its_concepts(config):
     trainer = trainer_of(config, "coder")
     trainer.objective.criterion.concept_weight = 0.0
     trainer.objective.criterion.prototype_weight = 0.0
@@ -158,7 +158,7 @@ def test_coder_can_be_trained_without_its_concepts(config: Config):
 
 
 @pytest.mark.parametrize("system", ["user cge", "coder", "two views", "dvse and the whole"])
-def test_a_stored_system_answers_as_the_trained_one(system: str, config: Config, tmp_path: Path):
+def test_a_stored_system_answers_as_the_trained_one(system, config, tmp_path):
     trainer = trainer_of(config, system)
     trainer.run()
     model, words, config = load_model(tmp_path / "run" / "best.pt")  # of the only epoch
@@ -169,7 +169,7 @@ def test_a_stored_system_answers_as_the_trained_one(system: str, config: Config,
     assert np.array_equal(scores, np.load(tmp_path / "run" / "dev_scores.npy"))
 
 
-def test_coder_stores_its_concepts(config: Config, tmp_path: Path):
+def test_coder_stores_its_concepts(config, tmp_path):
     trainer = trainer_of(config, "coder")
     stored = Concepts(**json.loads((tmp_path / "run" / "concepts.json").read_text()))
     wanted = normalized_graph(stored.graph(0.3))
@@ -177,9 +177,7 @@ def test_coder_stores_its_concepts(config: Config, tmp_path: Path):
 
 
 @pytest.mark.parametrize("system", ["vse", "coder, two views"])
-def test_exported_embeddings_have_the_models_similarities(
-    system: str, config: Config, tmp_path: Path
-):
+def test_exported_embeddings_have_the_models_similarities(system, config, tmp_path):
     trainer_of(config, system).run()
     files = export(tmp_path / "run", ["dev", "train"], tmp_path / "out")
     names = ["dev_images.npy", "dev_texts.npy", "train_images.npy", "train_texts.npy"]
@@ -190,13 +188,13 @@ def test_exported_embeddings_have_the_models_similarities(
     np.testing.assert_allclose(np.linalg.norm(texts, axis=1), 1, atol=1e-5)
 
 
-def test_sets_are_not_exported(config: Config, tmp_path: Path):
+def test_sets_are_not_exported(config, tmp_path):
     trainer_of(config, "dvse and the whole").run()
     with pytest.raises(SystemExit, match="sets of embeddings is no cosine"):
         main(["--out", str(tmp_path / "out"), str(tmp_path / "run")])
 
 
-def test_views_are_trained_as_each_would_be_alone(config: Config):
+def test_views_are_trained_as_each_would_be_alone(config):
     config = replace(
         config,
         **SYSTEMS["coder, two views"],
@@ -224,7 +222,7 @@ def test_views_are_trained_as_each_would_be_alone(config: Config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["mdcl", "uto", "coder", "dvse"])
-def test_models_of_the_papers_learn(config: Config, loss: str):
+def test_models_of_the_papers_learn(config, loss):
     # the printed weight is too small here
     options = {"mdcl": {"positive_weight": 1.0}}.get(loss, {})
     result = train(replace(config, loss=loss, loss_options=options, epochs=5))
@@ -247,9 +245,7 @@ def other(data: Path, tmp_path: Path) -> Path:
         ({"enhancement": "cge"}, r"enhancement = 'cge': needs .*dev_global\.npy"),
     ],
 )
-def test_missing_features_of_whole_pictures_are_named(
-    config: Config, other: Path, settings: dict[str, str], message: str
-):
+def test_missing_features_of_whole_pictures_are_named(config, other, settings, message):
     (other / "dev_global.npy").unlink()
     with pytest.raises(ValueError, match=message):
         Trainer(replace(config, data=str(other), **settings))
@@ -263,9 +259,7 @@ def test_missing_features_of_whole_pictures_are_named(
         ("dev_ims.npy", (20, 4, 9), r"dev_ims\.npy: 9 features, must be 8 as in train_ims"),
     ],
 )
-def test_features_of_another_size_are_named(
-    config: Config, other: Path, name: str, shape: tuple[int, ...], message: str
-):
+def test_features_of_another_size_are_named(config, other, name, shape, message):
     np.save(other / name, np.ones(shape, np.float32))
     with pytest.raises(ValueError, match=message):
         Trainer(replace(config, data=str(other), views="regions+whole"))

@@ -42,9 +42,7 @@ def fill_memories(trainer: Trainer) -> None:
         ("dvse", 2, "regions+whole"),
     ],
 )
-def test_micro_batches_give_the_gradients_of_the_batch(
-    config: Config, loss: str, per_image: int, views: str
-):
+def test_micro_batches_give_the_gradients_of_the_batch(config, loss, per_image, views):
     found = []
     for micro_batch in (0, 7):
         trainer = Trainer(
@@ -97,9 +95,7 @@ def loss_of_captions(texts: Tensor, image_ids: Tensor, per_image: int) -> float:
 
 @pytest.mark.parametrize("per_image", [2, 3])
 @pytest.mark.parametrize("loss", ["infonce", "mdcl"])
-def test_the_first_two_captions_of_an_image_belong_together(
-    config: Config, loss: str, per_image: int
-):
+def test_the_first_two_captions_of_an_image_belong_together(config, loss, per_image):
     config = replace(config, loss=loss, captions_per_image=per_image)
     trainer = Trainer(replace(config, caption_weight=0.5))
     batch = first_batch(trainer)
@@ -117,7 +113,7 @@ def test_the_first_two_captions_of_an_image_belong_together(
 
 
 @pytest.mark.parametrize("loss", WITH_MEMORY)
-def test_captions_enter_the_memory_beside_the_keys_of_their_image(config: Config, loss: str):
+def test_captions_enter_the_memory_beside_the_keys_of_their_image(config, loss):
     trainer = Trainer(replace(config, loss=loss, captions_per_image=3, memory=200, **DRY))
     objective, batch = trainer.objective, first_batch(trainer)
     images, texts = (normalize(keys) for keys in objective.keys(*batch.inputs)[:2])
@@ -130,7 +126,7 @@ def test_captions_enter_the_memory_beside_the_keys_of_their_image(config: Config
     torch.testing.assert_close(objective.memory.texts[:96], texts)
 
 
-def test_keys_follow_the_model_before_each_step(config: Config):
+def test_keys_follow_the_model_before_each_step(config):
     trainer = Trainer(replace(config, loss="uto", momentum=0.5))
     keys = trainer.objective.keys
     batches = trainer.batches.epoch(0)
@@ -142,7 +138,7 @@ def test_keys_follow_the_model_before_each_step(config: Config):
     torch.testing.assert_close(keys.module.text.embedding.weight, (start + after) / 2)
 
 
-def test_keys_enter_the_memory_after_each_step(config: Config):
+def test_keys_enter_the_memory_after_each_step(config):
     trainer = Trainer(replace(config, loss="uto", memory=40))
     memory = trainer.objective.memory
     first, second, *_ = trainer.batches.epoch(0)
@@ -154,7 +150,7 @@ def test_keys_enter_the_memory_after_each_step(config: Config):
     assert torch.equal(memory.ids[32:], second.text_ids[:8])
 
 
-def test_keys_are_not_trained(config: Config):
+def test_keys_are_not_trained(config):
     trainer = Trainer(replace(config, loss="uto"))
     assert not any(p.requires_grad for p in trainer.objective.keys.parameters())
     trained = [p for group in trainer.optimizer.param_groups for p in group["params"]]
@@ -164,14 +160,14 @@ def test_keys_are_not_trained(config: Config):
 # --- warm-up --------------------------------------------------------------------------------------
 
 
-def test_every_view_warms_up_on_all_negatives(config: Config):
+def test_every_view_warms_up_on_all_negatives(config):
     objective = Trainer(replace(config, loss="triplet", views="regions+regions")).objective
     for epoch, mining in enumerate(("all", "hardest")):
         objective.begin_epoch(epoch)
         assert [each.criterion.mining for each in objective] == [mining, mining]
 
 
-def test_triplet_may_warm_up_with_infonce(config: Config):
+def test_triplet_may_warm_up_with_infonce(config):
     trainer = Trainer(replace(config, loss="triplet", warmup="infonce"))
     batch = first_batch(trainer)
     outputs = trainer.model(*batch.inputs)
@@ -218,14 +214,14 @@ class TestDVSE:
         torch.testing.assert_close(found, infonce.mean() + 10 * apart)
 
     @pytest.mark.parametrize("gated", [True, False])
-    def test_heads_are_weighted_by_their_variance(self, gated: bool):
+    def test_heads_are_weighted_by_their_variance(self, gated):
         loss = itrloss.DVSEObjective(0.4, slack=0.0)
         gate = self.gate if gated else None
         wanted, _ = loss(self.sets, self.texts, self.residuals, gate, self.ids, self.ids)
         torch.testing.assert_close(self.value(5, gate=gated), wanted)
 
     @pytest.mark.parametrize("gated", [True, False])
-    def test_heads_may_have_equal_weights(self, gated: bool):
+    def test_heads_may_have_equal_weights(self, gated):
         apart = self.orthogonal(self.residuals, self.gate if gated else None)
         wanted = 0.4 * self.hinges("hardest").sum() + 0.6 * apart
         torch.testing.assert_close(self.value(5, variance_weights=False, gate=gated), wanted)

@@ -30,7 +30,7 @@ def names(root: Path, split: str) -> list[str]:
 # --- Karpathy's JSON ------------------------------------------------------------------------------
 
 
-def test_images_of_restval_join_the_training_set(photos: Path):
+def test_images_of_restval_join_the_training_set(photos):
     assert layout(photos) == "karpathy"
     train = [f"train_{i}.png" for i in range(12)]
     restval = [f"restval_{i}.png" for i in range(4)]
@@ -39,13 +39,13 @@ def test_images_of_restval_join_the_training_set(photos: Path):
     assert names(photos, "test") == [f"test_{i}.png" for i in range(8)]
 
 
-def test_an_unknown_split_is_named(photos: Path):
+def test_an_unknown_split_is_named(photos):
     with pytest.raises(ValueError, match="split 'val': must be one of train, dev, test"):
         listed_images(photos, "val")
 
 
 @pytest.mark.parametrize("per_image", [1, 3, 5])
-def test_every_image_keeps_as_many_captions_as_all_have(tmp_path: Path, per_image: int):
+def test_every_image_keeps_as_many_captions_as_all_have(tmp_path, per_image):
     root = drawn.karpathy(tmp_path, per_image)
     split = load_split(root, "train")
     listed = json.loads((root / "dataset_coco.json").read_text())
@@ -62,7 +62,7 @@ def test_every_image_keeps_as_many_captions_as_all_have(tmp_path: Path, per_imag
 
 
 @pytest.mark.parametrize("folder", ["", "train2014"])
-def test_images_are_found_below_images(tmp_path: Path, folder: str):
+def test_images_are_found_below_images(tmp_path, folder):
     drawn.draw(tmp_path / "images" / folder / "1.png", "red", "blue")
     image = {"filename": "1.png", "split": "test", "sentences": [{"raw": "Red."}]}
     if folder:
@@ -84,13 +84,13 @@ def test_images_are_found_below_images(tmp_path: Path, folder: str):
         ),
     ],
 )
-def test_a_list_of_images_that_is_wrong_is_named(tmp_path: Path, text: str, message: str):
+def test_a_list_of_images_that_is_wrong_is_named(tmp_path, text, message):
     (tmp_path / "dataset_flickr8k.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         listed_images(tmp_path, "train")
 
 
-def test_two_lists_of_images_are_refused(tmp_path: Path):
+def test_two_lists_of_images_are_refused(tmp_path):
     for name in ("dataset_a.json", "dataset_b.json"):
         (tmp_path / name).write_text("{}")
     with pytest.raises(ValueError, match=r"dataset_a\.json, dataset_b\.json: must be one file"):
@@ -100,7 +100,7 @@ def test_two_lists_of_images_are_refused(tmp_path: Path):
 # --- CUB ------------------------------------------------------------------------------------------
 
 
-def test_captions_of_birds_match_every_image_of_their_class(birds: Path):
+def test_captions_of_birds_match_every_image_of_their_class(birds):
     split = load_split(birds, "train")
     assert split.captions_per_image == 10
     kinds = [0, 0, 1, 1, 2, 2]
@@ -116,7 +116,7 @@ def test_captions_of_birds_match_every_image_of_their_class(birds: Path):
     assert figures["i2t_r_precision"] == 100
 
 
-def test_images_of_birds_are_held_out_for_development(birds: Path):
+def test_images_of_birds_are_held_out_for_development(birds):
     assert layout(birds) == "cub"
     assert names(birds, "dev") == [f"{kind}_0.jpg" for kind in ("red", "green", "blue")]
     assert names(birds, "test") == [f"white_{i}.jpg" for i in range(3)]
@@ -127,7 +127,7 @@ def test_images_of_birds_are_held_out_for_development(birds: Path):
 # --- pictures -------------------------------------------------------------------------------------
 
 
-def test_a_picture_is_scaled_for_evaluation(tmp_path: Path):
+def test_a_picture_is_scaled_for_evaluation(tmp_path):
     drawn.draw(tmp_path / "a.png", "red", "blue")
     Image.new("L", (5, 9), 51).save(tmp_path / "grey.png")
     images = Images([tmp_path / "a.png", tmp_path / "grey.png"], 16)
@@ -139,7 +139,7 @@ def test_a_picture_is_scaled_for_evaluation(tmp_path: Path):
     torch.testing.assert_close(images.read(1), torch.full((3, 16, 16), 0.2))
 
 
-def test_a_picture_is_flipped_one_time_in_two_for_training(tmp_path: Path):
+def test_a_picture_is_flipped_one_time_in_two_for_training(tmp_path):
     drawn.draw(tmp_path / "a.png", "red", "blue")
     images = Images([tmp_path / "a.png"], 16)
     kept = 0
@@ -172,7 +172,7 @@ def test_cuts_stay_in_the_picture():
     assert abs(correlation) < 0.15
 
 
-def test_a_picture_is_cut_anew_in_every_epoch_and_by_every_seed(tmp_path: Path):
+def test_a_picture_is_cut_anew_in_every_epoch_and_by_every_seed(tmp_path):
     # no two crops of it are equal
     noise = np.random.default_rng(0).integers(256, size=(40, 48, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "noise.png")
@@ -194,7 +194,7 @@ def test_a_picture_is_cut_anew_in_every_epoch_and_by_every_seed(tmp_path: Path):
     assert not any(torch.equal(a, b) for a, b in combinations(first, 2))
 
 
-def test_a_resumed_epoch_and_several_processes_have_the_crops_of_one(photos: Path):
+def test_a_resumed_epoch_and_several_processes_have_the_crops_of_one(photos):
     split = load_split(photos, "train", image_size=8)
     words = Vocabulary.from_captions(split.captions, 1)
 
@@ -212,7 +212,7 @@ def test_a_resumed_epoch_and_several_processes_have_the_crops_of_one(photos: Pat
     assert torch.equal(whole[0], torch.cat([first_of_0, first_of_1]))
 
 
-def test_a_file_that_is_no_picture_is_named(tmp_path: Path):
+def test_a_file_that_is_no_picture_is_named(tmp_path):
     path = tmp_path / "broken.jpg"
     path.write_bytes(b"no picture")
     images = Images([path], 8)

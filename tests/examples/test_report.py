@@ -99,9 +99,7 @@ def seeds(write_run: Callable[..., Path]) -> list[Path]:
     return seeds
 
 
-def test_seeds_of_one_experiment_are_one_line_with_their_spread(
-    scenes: Path, runs: list[Path], seeds: list[Path]
-):
+def test_seeds_of_one_experiment_are_one_line_with_their_spread(scenes, runs, seeds):
     page = page_of([*runs, *seeds], scenes)
     assert "seeds 0, 1, 2, on" in page
     assert "Figures are of 1 seed and 3 seeds" in page
@@ -113,13 +111,13 @@ def test_seeds_of_one_experiment_are_one_line_with_their_spread(
         assert f"±\u00a0{np.std(values, ddof=1):.1f}<" in row
 
 
-def test_curves_of_seeds_are_thin_beside_their_mean(scenes: Path, seeds: list[Path]):
+def test_curves_of_seeds_are_thin_beside_their_mean(scenes, seeds):
     curves = between(page_of(seeds, scenes), "Learning curves", "Hubness")
     assert curves.count("stroke-opacity: 0.6") == 3
     assert "thick ones their means" in curves
 
 
-def test_experiments_are_named_after_their_directories(runs: list[Path], seeds: list[Path]):
+def test_experiments_are_named_after_their_directories(runs, seeds):
     found = experiments(map(load_run, [*runs, *seeds]))
     assert [experiment.name for experiment in found] == ["triplet", "dcl", "hal"]
     assert found[2].seconds == pytest.approx(1.5 * 8)
@@ -128,7 +126,7 @@ def test_experiments_are_named_after_their_directories(runs: list[Path], seeds: 
 # --- table ----------------------------------------------------------------------------------------
 
 
-def test_table_holds_the_figures_of_metrics_json(scenes: Path, runs: list[Path]):
+def test_table_holds_the_figures_of_metrics_json(scenes, runs):
     page = page_of(runs, scenes)
     rows = iter(rows_of(page))
     for run in runs:
@@ -142,7 +140,7 @@ def test_table_holds_the_figures_of_metrics_json(scenes: Path, runs: list[Path])
     assert "queries of the dev split" in page
 
 
-def test_the_best_of_each_column_is_marked(scenes: Path, runs: list[Path]):
+def test_the_best_of_each_column_is_marked(scenes, runs):
     page = page_of(runs, scenes)
     for when in ("before", "after"):
         low, high = sorted(metrics_of(run)[when]["rsum"] for run in runs)
@@ -157,9 +155,7 @@ def test_the_best_value_depends_on_the_column():
     assert best_value("t2i_skewness", [-2.0, 1.0, 3.0]) == 1.0
 
 
-def test_the_test_split_is_reported_where_all_runs_have_it(
-    scenes: Path, runs: list[Path], write_run: Callable[..., Path]
-):
+def test_the_test_split_is_reported_where_all_runs_have_it(scenes, runs, write_run):
     tested = [write_run(f"{loss}2", loss, 0.1, "test") for loss in ("hal", "infonce")]
     assert "queries of the test split" in page_of(tested, scenes)
     assert "queries of the dev split" in page_of([*tested, *runs], scenes)
@@ -192,7 +188,7 @@ class Checker(HTMLParser):
 
 
 @pytest.mark.parametrize("pictures", [False, True])
-def test_page_is_well_formed_and_self_contained(scenes: Path, runs: list[Path], pictures: bool):
+def test_page_is_well_formed_and_self_contained(scenes, runs, pictures):
     if pictures:
         (scenes / "pictures").mkdir()
         for i in range(IMAGES):
@@ -213,7 +209,7 @@ def test_page_is_well_formed_and_self_contained(scenes: Path, runs: list[Path], 
 # --- gallery --------------------------------------------------------------------------------------
 
 
-def test_right_captions_are_marked_and_no_others(scenes: Path, runs: list[Path]):
+def test_right_captions_are_marked_and_no_others(scenes, runs):
     cards = between(page_of(runs, scenes), "Pictures asking", "Captions asking")
     for card in cards.split("<article")[1:]:
         image = int(re.search(r"picture (\d+), captioned", card).group(1))
@@ -223,7 +219,7 @@ def test_right_captions_are_marked_and_no_others(scenes: Path, runs: list[Path])
             assert bool(edge) == bool(check) == (int(caption) // 5 == image)
 
 
-def test_right_pictures_are_marked_and_no_others(scenes: Path, runs: list[Path]):
+def test_right_pictures_are_marked_and_no_others(scenes, runs):
     cards = between(page_of(runs, scenes), "Captions asking", "How to read this")
     for card in cards.split("<article")[1:]:
         caption = int(re.search(r"“caption (\d+) ", card).group(1))
@@ -256,13 +252,13 @@ def test_queries_are_drawn_from_their_groups_and_the_same_every_time():
 
 
 @pytest.mark.parametrize("missing", FILES)
-def test_a_missing_run_file_is_named(scenes: Path, runs: list[Path], missing: str):
+def test_a_missing_run_file_is_named(scenes, runs, missing):
     (runs[1] / missing).unlink()
     with pytest.raises(ValueError, match=f"dcl: no finished run, {re.escape(missing)} is missing"):
         page_of(runs, scenes)
 
 
-def test_missing_or_other_data_are_named(scenes: Path, runs: list[Path]):
+def test_missing_or_other_data_are_named(scenes, runs):
     with pytest.raises(ValueError, match="at least one run"):
         page_of([], scenes)
     np.save(runs[1] / "dev_scores.npy", np.zeros((3, 15), np.float32))
@@ -273,9 +269,7 @@ def test_missing_or_other_data_are_named(scenes: Path, runs: list[Path]):
         page_of(runs, scenes)
 
 
-def test_the_command_writes_the_page(
-    tmp_path: Path, scenes: Path, runs: list[Path], capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_writes_the_page(tmp_path, scenes, runs, capsys):
     command = ["--data", str(scenes), "--out", str(tmp_path / "r.html")]
     main([*command, *map(str, runs)])
     assert "<h1>" in (tmp_path / "r.html").read_text()

@@ -32,9 +32,7 @@ def lines_of(*runs: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [line.split() for line in lines[2:-2]]
 
 
-def test_seeds_are_averaged_and_losses_kept_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_seeds_are_averaged_and_losses_kept_apart(tmp_path, capsys):
     values = (90.0, 100.0, 110.0)
     seeds = [write(tmp_path / f"hal_{s}", x, seed=s) for s, x in enumerate(values)]
     dcl = write(tmp_path / "dcl_0", 70.0, loss="dcl")
@@ -45,18 +43,18 @@ def test_seeds_are_averaged_and_losses_kept_apart(
     assert lines[3] == ["re-ranked", *["10.0"] * 6, "75.0"]
 
 
-def test_another_setting_is_another_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_another_setting_is_another_line(tmp_path, capsys):
     a = write(tmp_path / "a", 90.0)
     b = write(tmp_path / "b", 100.0, lr=2e-3)
     assert [line[0] for line in lines_of(a, b, capsys=capsys)[::2]] == ["a", "b"]
 
 
-def test_an_unfinished_run_is_named(tmp_path: Path):
+def test_an_unfinished_run_is_named(tmp_path):
     with pytest.raises(SystemExit, match=r"nothing: no finished run, config\.json is missing"):
         summary.main([str(tmp_path / "nothing")])
 
 
-def test_a_split_that_was_not_measured_is_named(tmp_path: Path):
+def test_a_split_that_was_not_measured_is_named(tmp_path):
     run = write(tmp_path / "a", 90.0)
     with pytest.raises(SystemExit, match="has no metrics on test, only on dev"):
         summary.main([run, "--split", "test"])
