@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.stored import assert_stored
 
 from examples.retrieval import ablate, ablate_report
 from examples.retrieval.ablate import (
@@ -117,41 +118,31 @@ def test_every_row_is_a_run_that_can_be_built(paper, file, tmp_path):
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_the_baseline_of_a_table_is_the_full_model(paper, tmp_path):
+def test_tables_are_whole(paper, tmp_path):
     grid = Grid(paper, out=tmp_path)
     full = grid.config(Row("full model"), 0)
     for table in grid.tables.values():
+        rows = table.rows
         if table.baseline != "none":  # of CODER's table S3
-            assert grid.config(table.rows[table.baseline], 0) == full
-
-
-@pytest.mark.parametrize("paper", PAPERS)
-def test_tables_are_whole(paper):
-    for table in load_paper(paper).tables.values():
-        rows = set(table.rows)
-        assert table.baseline in rows
-        for printed in table.printed.values():
-            assert printed.keys() <= rows
+            assert grid.config(rows[table.baseline], 0) == full
         for claim in table.claims:
-            assert {name for pair in claim.pairs for name in pair} <= rows
+            assert {name for pair in claim.pairs for name in pair} <= rows.keys()
             assert bool(claim.above) != bool(claim.within)
             assert (claim.apart > 0) == bool(claim.within)
-        for row in table.rows.values():
-            if table.reranks:
-                named = isinstance(row.rerank, str)
-                assert row.rerank in METHODS if named else len(row.rerank) in (0, 4)
+        for row in rows.values():
+            if isinstance(row.rerank, str):
+                assert row.rerank in METHODS
             else:
-                assert not row.rerank
-
-
-@pytest.mark.parametrize("paper", ["coder", "user"])
-def test_printed_recalls_sum_to_the_printed_rsum(paper):
-    for table in load_paper(paper).tables.values():
+                assert len(row.rerank) in (0, 4)
+            assert table.reranks or not row.rerank
         for printed in table.printed.values():
-            assert printed.keys() == table.rows.keys()
-            for row in printed.values():
-                total = sum(row[recall] for recall in RECALLS)
-                assert row["rsum"] == pytest.approx(total, abs=0.11)
+            assert printed.keys() <= rows.keys()
+            if paper == "dvse":  # whose tables leave figures out
+                continue
+            assert printed.keys() == rows.keys()
+            for figures in printed.values():
+                total = sum(figures[recall] for recall in RECALLS)
+                assert figures["rsum"] == pytest.approx(total, abs=0.11)
 
 
 def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_paper(tmp_path):
@@ -240,7 +231,7 @@ def test_a_row_is_re_ranked_by_its_own_numbers(data, tmp_path):
         seen.append(found["after"])
 
 
-def test_a_report_holds_measured_and_printed_figures(tiny, tmp_path, trained):
+def test_figures_are_those_of_the_runs(tiny, tmp_path, trained):
     grid = Grid("coder", common=tiny, seeds=[0, 1], out=tmp_path)
     assert "no runs" in write_report(grid)
     run(grid)
@@ -251,25 +242,6 @@ def test_a_report_holds_measured_and_printed_figures(tiny, tmp_path, trained):
     assert reranked["plain"][0]["after"] == ours["dcl"][0]["before"]
     # FR's settings are the defaults
     assert reranked["FR"][1]["after"] == pytest.approx(ours["dcl"][1]["after"])
-
-    text = write_report(grid)
-    assert (tmp_path / "report.md").read_text() == text
-    changes = [
-        ours["triplet"][seed]["before"]["rsum"] - ours["dcl"][seed]["before"]["rsum"]
-        for seed in (0, 1)
-    ]
-    half = 12.706 * abs(changes[0] - changes[1]) / 2
-    for expected in (
-        "Table 1: losses",
-        "cannot be run: another method",
-        "A note.",
-        f"{np.mean(changes):+.1f} ± {half:.1f}",
-        "| 500.0",
-        "| -10.5",
-        "dcl − triplet: ",
-        "(printed +10.5 on Flickr30K)",
-    ):
-        assert expected in text
 
 
 def test_losses_are_judged_before_re_ranking_and_re_rankings_after_it(
@@ -288,20 +260,12 @@ def test_losses_are_judged_before_re_ranking_and_re_rankings_after_it(
         "plain": seeds(105, 100),
         "FR": seeds(100, 110),
     }
-
-    def planted(grid: Grid, table: Table) -> dict[str, dict[int, Figures]]:
-        return {name: found[name] for name in table.rows}
-
-    monkeypatch.setattr(ablate_report, "measured", planted)
+    monkeypatch.setattr(
+        ablate_report, "measured", lambda grid, table: {name: found[name] for name in table.rows}
+    )
     text = write_report(Grid("coder", seeds=[0, 1, 2], out=tmp_path))
-    for line in (
-        f"* **{HOLDS}**: DCL is better",
-        "  * dcl − triplet: +10.0 ± 0.0 ",
-        f"* **{UNKNOWN}**: and than SCAN",
-        f"* **{HOLDS}**: it helps",
-        "  * FR − plain: +10.0 ± 0.0 ",
-    ):
-        assert line in text
+    assert (tmp_path / "report.md").read_text() == text
+    assert_stored("ablations", text)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -356,63 +320,59 @@ def test_one_seed_has_no_interval():
     assert paired({4: 1.0}, {5: 3.0}) is None
 
 
-def planted(*rows: tuple[float, ...]) -> dict[str, dict[int, Figures]]:
-    """Rows "a", "b", ... with these RSUMs over the seeds."""
-    named = zip("abcd", rows, strict=False)
-    return {
+def judged(claim: Claim, **rows: tuple[float, ...]) -> str:
+    """The verdict on a claim for rows with these RSUMs over the seeds."""
+    runs = {
         name: {seed: {"before": {"rsum": value}} for seed, value in enumerate(row)}
-        for name, row in named
+        for name, row in rows.items()
     }
+    return verdict(claim, runs, "before")[0]
 
 
 @pytest.mark.parametrize(
-    ("a", "expected"),
+    ("apart", "a", "expected"),
     [
-        ((105.0, 115.5, 124.5), HOLDS),
-        ((95.0, 104.5, 115.5), FAILS),
-        ((99.0, 111.0, 121.0), UNKNOWN),
-        ((105.0,), UNKNOWN),  # one seed has no standard deviation
-        ((), UNKNOWN),
-    ],
-)
-def test_a_claim_of_a_difference_is_judged_by_the_interval(a, expected):
-    rows = planted(a, (100.0, 110.0, 120.0))
-    assert verdict(Claim("", above=[("a", "b")]), rows, "before")[0] == expected
-
-
-@pytest.mark.parametrize(
-    ("a", "apart", "expected"),
-    [
-        ((100.1, 110.0, 119.9), 3.0, HOLDS),
-        ((100.1, 110.0, 119.9), 0.1, UNKNOWN),
-        ((110.0, 120.1, 130.0), 3.0, FAILS),
+        (None, (105.0, 115.5, 124.5), HOLDS),
+        (None, (95.0, 104.5, 115.5), FAILS),
+        (None, (99.0, 111.0, 121.0), UNKNOWN),
+        (None, (105.0,), UNKNOWN),  # one seed has no standard deviation
+        (None, (), UNKNOWN),
+        (3.0, (100.1, 110.0, 119.9), HOLDS),
+        (0.1, (100.1, 110.0, 119.9), UNKNOWN),
+        (3.0, (110.0, 120.1, 130.0), FAILS),
         # 1 ± 1.5
-        ((100.4, 111.0, 121.6), 2.0, UNKNOWN),
-        ((100.4, 111.0, 121.6), 2.6, HOLDS),
+        (2.0, (100.4, 111.0, 121.6), UNKNOWN),
+        (2.6, (100.4, 111.0, 121.6), HOLDS),
     ],
 )
-def test_a_claim_of_closeness_needs_the_whole_interval(a, apart, expected):
-    rows = planted(a, (100.0, 110.0, 120.0))
-    for pair in (("a", "b"), ("b", "a")):
-        assert verdict(Claim("", within=[pair], apart=apart), rows, "before")[0] == expected
+def test_a_claim_is_judged_by_the_whole_interval(apart, a, expected):
+    """Of a difference, or of closeness, which has no order."""
+    if apart is None:
+        claims = [Claim("", above=["ab"])]
+    else:
+        claims = [Claim("", within=[pair], apart=apart) for pair in ("ab", "ba")]
+    for claim in claims:
+        assert judged(claim, a=a, b=(100.0, 110.0, 120.0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"), [("ab da", HOLDS), ("ab cb", UNKNOWN), ("cb ba", FAILS)]
+)
+def test_all_pairs_of_a_claim_must_hold_and_one_refutes_it(pairs, expected):
+    rows = {
+        "a": (110.0, 120.1, 130.0),
+        "b": (100.0, 110.0, 120.0),
+        "c": (99.0, 111.0, 121.0),
+        "d": (200.0, 210.1, 220.0),
+    }
+    assert judged(Claim("", above=pairs.split()), **rows) == expected
 
 
 def test_a_claim_is_judged_by_its_own_figure():
     rows = {}
     for name, rsum, r1 in (("a", 400.0, 60.0), ("b", 420.0, 50.0)):
         rows[name] = {s: {"before": {"rsum": rsum + s, "i2t_r1": r1 + 1.1 * s}} for s in range(3)}
-    found, differences = verdict(Claim("", above=[("a", "b")], figure="i2t_r1"), rows, "before")
+    found, differences = verdict(Claim("", above=["ab"], figure="i2t_r1"), rows, "before")
     assert found == HOLDS
     assert differences == [pytest.approx(Difference(10.0, 0.0, 3))]
-    assert verdict(Claim("", above=[("a", "b")]), rows, "before")[0] == FAILS
-
-
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [("ab da", HOLDS), ("ab cb", UNKNOWN), ("cb ba", FAILS)],
-)
-def test_all_pairs_of_a_claim_must_hold_and_one_refutes_it(pairs, expected):
-    rows = planted(
-        (110.0, 120.1, 130.0), (100.0, 110.0, 120.0), (99.0, 111.0, 121.0), (200.0, 210.1, 220.0)
-    )
-    assert verdict(Claim("", above=pairs.split()), rows, "before")[0] == expected
+    assert verdict(Claim("", above=["ab"]), rows, "before")[0] == FAILS
