@@ -163,14 +163,7 @@ def test_training_reaches_every_parameter(raw, bert, loss):
     trainer = Trainer(
         replace(raw, bert=bert, loss=loss, loss_options=options, enhancement=enhancement)
     )
-    begun = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.objective.begin_epoch(1)
-    trainer.model.train()
-    batches = trainer.batches.epoch(0)
-    for _ in range(2):  # the memory is empty in the first step
-        trainer.train_step(next(batches))
-    still = [n for n, p in trainer.model.named_parameters() if torch.equal(p, begun[n])]
-    assert not still
+    assert not drawn.take_steps(trainer, 2)  # the memory is empty in the first step
 
 
 def test_a_run_is_stored_whole_and_goes_on(raw, bert, tmp_path):
