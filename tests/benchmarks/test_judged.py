@@ -52,22 +52,29 @@ def data() -> Data:
 # --- what is right --------------------------------------------------------------------------------
 
 
-def test_sums_of_parts_are_those_of_loops_over_pairs(data):
-    """They are stored: loops over queries and candidates had the same."""
-    sums = data.relevance.sums(data.scores).sum(0)
-    found = {f"part {k}": row.tolist() for k, row in enumerate(sums)}
+def values(data: Data) -> dict[str, float]:
+    """All measures."""
+    totals = data.relevance.sums(data.scores).sum(0)
+    found = {}
+    for name, measure in MEASURES.items():
+        hits, queries = totals[measure.parts].T
+        found[name] = measure.factor * float((100 * hits / queries).sum())
+    return found
+
+
+def test_measures_are_those_of_loops_over_pairs(data):
+    """They are stored: loops over queries and candidates had the same sums."""
+    found = {f"part {k}": x.tolist() for k, x in enumerate(data.relevance.sums(data.scores).sum(0))}
     found["other right pairs"] = data.relevance.others.nonzero().flatten().tolist()
+    found |= {name: [value] for name, value in values(data).items()}
     assert_stored_numbers("judged", found)
 
 
 def test_recalls_of_own_pairs_are_those_of_the_library(data):
-    totals = data.relevance.sums(data.scores).sum(0)
-    wanted = retrieval_metrics(data.scores)
+    found, wanted = values(data), retrieval_metrics(data.scores)
+    assert found["RSUM, own pairs"] == pytest.approx(wanted["rsum"])
     r1 = (wanted["i2t_r1"] + wanted["t2i_r1"]) / 2
-    for name, value in (("RSUM, own pairs", wanted["rsum"]), ("R@1, own pairs", r1)):
-        measure = MEASURES[name]
-        hits, queries = totals[measure.parts].T
-        assert float((100 * hits / queries).sum()) * measure.factor == pytest.approx(value)
+    assert found["R@1, own pairs"] == pytest.approx(r1)
 
 
 def test_hubs_are_right_for_many_where_scores_favour_them(data):
