@@ -257,9 +257,9 @@ def of_pairs(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 def loops_of_pairs(case: LossCase, leaves: list[Tensor]) -> Any:
     if case.name == "matryoshka":
         return loops_of_prefixes(case, leaves)
-    kind = type(case.entry.make(DIM))
-    if case.entry.oracle is None or (case.batch.kind == "weights" and kind in WITH_WEIGHTS):
-        return in_general(WITH_WEIGHTS[kind], case, leaves)
+    is_infonce = type(case.entry.make(DIM)) is itrloss.InfoNCELoss
+    if case.entry.oracle is None or (case.batch.kind == "weights" and is_infonce):
+        return in_general(oracle_embedders.contrastive, case, leaves)
     scores = scores_of(case, leaves)
     sides = case.batch.items()
     return case.of_directions(
@@ -275,12 +275,8 @@ def loops_of_prefixes(case: LossCase, leaves: list[Tensor]) -> float:
     return total
 
 
-# Loops that take embeddings, and matches with weights.
-WITH_WEIGHTS: dict[type, Callable[..., Any]] = {
-    itrloss.InfoNCELoss: oracle_embedders.contrastive,
-    itrloss.SDMLoss: oracle_embedders.sdm,
-    itrloss.TripletLoss: oracle_embedders.triplet,
-}
+# Losses whose loops have matches with weights.
+WITH_WEIGHTS = (itrloss.InfoNCELoss, itrloss.SDMLoss, itrloss.TripletLoss)
 
 
 def in_general(loops: Callable[..., Any], case: LossCase, leaves: list[Tensor], **more: Any) -> Any:

@@ -88,7 +88,7 @@ LOSSES = {
     "triplet, its mean": (partial(oracle.triplet, HINGES, *PAIRS, 0.2, "hardest", "mean"), 0.2),
     # 3 of 3 + 1 and 2 of 2 + 2; 3 of 3 + 2 and 2 of 1 + 2
     "infonce": (
-        partial(oracle.infonce, ODDS, *PAIRS, 0.5, "none"),
+        partial(oracle.infonce, ODDS, *PAIRS, 0.5, **none),
         ([log(4 / 3), log(2)], [log(5 / 3), log(3 / 2)]),
     ),
     # half of each positive, times n_valid/P, which is 2/3 for rows and 3/3 for columns
