@@ -285,7 +285,7 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
     col_ids: Ids,
     temperature: float = 0.1,
     margin: float = 0.3,
-    diversity: str | tuple[ArrayLike, ArrayLike] | None = "std",
+    diversity: str | None = "std",
     epsilon: float = 0.1,
     positive_weight: str | float = "paper",
     positive: str = "clamp",
@@ -296,8 +296,6 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
     ``ℓ_i = μ log(1 + Σ_{j∈neg(i)} exp((S_ij − γ)/(μ d_i))) − w mean_{p∈pos(i)} log(1 + S_ip)``, w =
     μ for ``"paper"``. Texts are anchors of the transposed matrix; their diversities are divided by
     their own maximum. ``positive="clamp"`` floors S at −1 + 1e-6 in the last term, ``"relu"`` at 0.
-    ``diversity`` may also be the two arrays of scores, (N,) and (M,): held fixed, they make finite
-    differences agree with gradients that treat the diversity as a constant.
     """
     _one_of("positive", positive, ("clamp", "relu"))
     S = np.asarray(S, np.float64)
@@ -322,18 +320,11 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
 
 
 def _diversities(
-    S: Array,
-    row_ids: Ids,
-    col_ids: Ids,
-    diversity: str | tuple[ArrayLike, ArrayLike] | None,
-    epsilon: float,
+    S: Array, row_ids: Ids, col_ids: Ids, diversity: str | None, epsilon: float
 ) -> PerAnchor:
-    """The diversities of rows and of columns: of a name, as given, or 1."""
+    """The diversities of rows and of columns: of a name, or 1."""
     if diversity is None:
         return np.ones(S.shape[0]), np.ones(S.shape[1])
-    if isinstance(diversity, tuple):
-        row_div, col_div = diversity
-        return np.asarray(row_div, np.float64), np.asarray(col_div, np.float64)
     _one_of("diversity", diversity, ("std", "entropy"))
     score = std_diversity if diversity == "std" else entropy_diversity
     row_div = score(S, row_ids, col_ids, epsilon)

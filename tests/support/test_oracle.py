@@ -216,9 +216,8 @@ MORE = {
         partial(orthogonal, PARALLEL, [[1, 1, 0], [1, 0, 0]], 0, **none),
         [1 / 3, 0],
     ),
-    # (0.6, 0.8, 0) and (0.6, -0.8, 0) without the second dimension: 0.36; 1 if normalised after it
+    # (0.6, 0.8, 0) and (0.6, -0.8, 0) without the second dimension
     "orthogonal with gated dimensions": (partial(orthogonal, LEANING, [[1, 0, 1]], 0), 0.36),
-    "orthogonal, gated first": (partial(orthogonal, LEANING, [[1, 0, 1]], 0, gate_first=True), 1),
     "k-means": (STEP, ([0, 0, 1, 1], MOVED, [5, 2, 7])),
     # a member opposite to a centroid of count 1 cancels it: the centroid stays
     "k-means of opposites": (
@@ -237,11 +236,6 @@ MORE = {
             "none",
         ),
         ([log(5 / 3), log(3 / 2)], [log(1 + 2 * 3), log(1 + 3 / 2)]),
-    ),
-    # A = {e1, e2}, B = {e1}: (1 + 0)/4 from A, log(exp α + 1)/(2 α) from B
-    "Smooth-Chamfer": (
-        partial(oracle_more.smooth_chamfer, [AXES[:2]], [2 * AXES[:1]], 0.5),
-        [[1 / 4 + log(exp(0.5) + 1)]],
     ),
 }
 
