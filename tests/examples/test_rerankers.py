@@ -17,7 +17,6 @@ from examples.retrieval.rerankers import (
     METHODS,
     MultiFactorReranker,
     ReciprocalReranker,
-    numbers_above,
 )
 from itrloss import Similarity, comparison
 from itrloss.metrics import retrieval_results
@@ -143,19 +142,6 @@ def test_multivariate_re_ranking_keeps_the_order_of_far_candidates(k):
     assert (np.diff(descending) < 0).all()
     top = method.topk(scores, k)
     assert top.i2t.indices.tolist() == wanted.tolist()
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_numbers_above_are_counted(seed):
-    """Equal scores are not above; a row may have no score to look for, or several."""
-    generator = torch.Generator().manual_seed(seed)
-    rows, references, pairs = torch.randint(1, 40, (3,), generator=generator).tolist()
-    block = torch.randint(5, (rows, references), generator=generator) / 4
-    row = torch.randint(rows, (pairs,), generator=generator)
-    score = torch.randint(6, (pairs,), generator=generator) / 4
-    wanted = (block[row] > score[:, None]).sum(1)
-    found = numbers_above(block, row, score)
-    assert torch.equal(found, wanted)
 
 
 def test_tables_name_them_and_the_library_does_not():
