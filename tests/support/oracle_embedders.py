@@ -592,16 +592,12 @@ def existing(elements: Tensor, mask: Tensor | None) -> list[Tensor]:
     return [x for x, exists in zip(elements, mask, strict=True) if exists]
 
 
-def late_score(
-    image: list[Tensor], text: list[Tensor], form: str, alpha: float, normalize: bool
-) -> Tensor | None:
+def late_score(image: list[Tensor], text: list[Tensor], form: str, alpha: float) -> Tensor:
     """``Σ_a max_b s(a, b)`` (ColBERT), divided by the number of the image's elements in the forms
-    of ``_mean`` (colpali), or with the smooth maximum. None if one of the sets is empty.
+    of ``_mean`` (colpali), or with the smooth maximum.
     """
-    if not image or not text:
-        return None
     sharpness = alpha if form.startswith("smooth") else None
-    parts = [best_of([score(a, b, normalize) for b in text], sharpness) for a in image]
+    parts = [best_of([score(a, b, normalize=True) for b in text], sharpness) for a in image]
     total = torch.stack(parts).sum()
     return total / len(image) if form.endswith("mean") else total
 
@@ -619,26 +615,18 @@ def late_scores(
     alpha: float = 16.0,
     image_mask: Tensor | None = None,
     text_mask: Tensor | None = None,
-    normalize: bool = True,
 ) -> Tensor:
-    """Scores of sets by late interaction.
+    """Scores of sets by late interaction, (N, M).
 
     Args:
-        images: (N, K, D) sets, whose elements are summed up.
-        texts: (M, L, D), the result is (N, M); or (N, K, L, D), each image's own, it is (N, K).
+        images, texts: (N, K, D) sets, whose elements are summed up, and (M, L, D).
         form: ``"max_sum"``, ``"max_mean"``, ``"smooth_max_sum"`` or ``"smooth_max_mean"``.
-        image_mask, text_mask: (N, K), and (M, L) or (N, K, L), true where an element exists. An
-            empty set scores 0, without a gradient.
+        image_mask, text_mask: (N, K) and (M, L), true where an element exists; each set has one.
     """
-    own = texts.dim() == 4
-    zero = images.new_zeros(())
-    rows = []
-    for i, image in enumerate(images):
-        elements = existing(image, None if image_mask is None else image_mask[i])
-        row = []
-        for j, text in enumerate(texts[i] if own else texts):
-            mask = None if text_mask is None else (text_mask[i][j] if own else text_mask[j])
-            value = late_score(elements, existing(text, mask), form, alpha, normalize)
-            row.append(zero if value is None else value)
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
+    of_images, of_texts = (
+        [existing(x, None if mask is None else mask[k]) for k, x in enumerate(sets)]
+        for sets, mask in ((images, image_mask), (texts, text_mask))
+    )
+    return torch.stack(
+        [torch.stack([late_score(a, b, form, alpha) for b in of_texts]) for a in of_images]
+    )
