@@ -7,13 +7,8 @@ an independent judge, deliberately simple and slow, for batches of up to some te
 Images are queries and rows (N), texts are documents and columns (M); S are their scores, V those of
 images among themselves, W those of texts. τ is the temperature, sg means without a gradient.
 
-Two questions say what two items are to each other. For an image and a text the answer is one
-number, the *weight* of the pair:
-
-* Do they match? They do if they have a label in common: equal ids, or sets of labels that share
-  one; or if ``matches`` has a number above 0, which is the weight (1 for ids).
-* If they do not, may one be a negative of the other? It may if their groups allow it: weight 0.
-* Otherwise the pair is in no sum: the weight is None.
+What two items are to each other say `oracle.match`, `oracle.differ` and `oracle.weight`: a pair
+matches, with a weight, or one may be a negative of the other, or it is in no sum.
 
 Sources: InfoNCE with several positives (CPC, van den Oord et al., 2018, Eq. 4, as in
 `oracle.infonce`), GTE (Li et al., arXiv 2308.03281), Qwen3-Embedding (Zhang et al., arXiv
@@ -24,7 +19,6 @@ arXiv 2402.16829), LLaVE (Lan et al., arXiv 2503.04812), EmbeddingGemma (arXiv 2
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -32,13 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-NO_ID = -(2**63)
-"""As an id: padding of a label set, or an item that does not exist. As a group: open to all."""
+from support import oracle
 
 Matrix = list[list[Tensor]]  # of 0-dim scores
-Labels = frozenset  # the ids of one item; empty: it does not exist
-Weights = list[list[float | None]]
-MATCHES_NOTHING: Labels = frozenset({"matches nothing"})
 
 # ------------------------------------------------------------------------------------------- scores
 
@@ -104,170 +94,61 @@ def scores_of_guide(guide: Sequence[Tensor]) -> Scores:
     return scores_of_embeddings(images, texts, negatives[0] if negatives else None, normalize=True)
 
 
-# -------------------------------------------------------------------------------- who is whose what
-
-
-def label_sets(ids: Any) -> list[Labels]:
-    """The labels of each item, of ids (N,) or label sets (N, k), without ``NO_ID``."""
-    rows = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-    sets = [row if isinstance(row, list) else [row] for row in rows]
-    return [frozenset(label for label in row if label != NO_ID) for row in sets]
-
-
-def match(a: Labels, b: Labels) -> bool:
-    """Two items match if they have a label in common."""
-    return bool(a & b)
-
-
-def groups_meet(a: int, b: int, rule: str) -> bool:
-    """Whether members of two groups may be negatives of each other: with ``"same"`` those of one
-    group, with ``"other"`` those of different ones. ``NO_ID`` is open to all.
-    """
-    if NO_ID in (a, b):
-        return True
-    return (a == b) == (rule == "same")
-
-
-class Item(NamedTuple):
-    """What is known of an image, a text or a negative next to its scores."""
-
-    labels: Labels
-    group: int
-
-
-def may_be_negative(a: Item, b: Item, rule: str) -> bool:
-    """Both exist, they do not match, and their groups allow it."""
-    exist = bool(a.labels) and bool(b.labels)
-    return exist and not match(a.labels, b.labels) and groups_meet(a.group, b.group, rule)
-
-
-def weight_by_labels(image: Item, text: Item, rule: str) -> float | None:
-    """1 for a match, which groups do not undo; 0 for a negative; None for what is neither."""
-    if match(image.labels, text.labels):
-        return 1.0
-    return 0.0 if may_be_negative(image, text, rule) else None
-
-
-def weight_by_matches(entry: float) -> float | None:
-    """A number above 0 is the weight of a match, 0 is a negative, nan is a pair in no sum."""
-    return None if math.isnan(entry) else entry
-
-
-@dataclass
-class Relations:
-    """For each score of `Scores`, what it is for."""
-
-    pairs: Weights  # (N, M)
-    images: list[list[bool]]  # (N, N), whether one may be a negative of the other
-    texts: list[list[bool]]  # (M, M)
-    further: list[list[bool]]  # (N, K)
-    texts_further: list[list[bool]]  # (M, K), empty if negatives are each image's own
-
-
-def items(ids: Any, groups: Any, number: int) -> list[Item]:
-    """The items of one side. Without ids no two are equal, without groups all are open to all."""
-    labels = label_sets(range(number) if ids is None else ids)
-    if groups is None:
-        groups = [NO_ID] * number
-    return [Item(own, int(group)) for own, group in zip(labels, groups, strict=True)]
-
-
-def negative_items(negatives: Tensor | None, negative_ids: Any, shared: bool) -> list[Any]:
-    """K items, or K items of each image. Without ids they match nothing. Their groups are open: a
-    shared negative is everybody's, and an own one is the image's, whatever its group.
-    """
-    if negatives is None:
-        return []
-    if negative_ids is None:
-        one = Item(MATCHES_NOTHING, NO_ID)
-        number = negatives.shape[0] if shared else negatives.shape[1]
-        return [one] * number if shared else [[one] * number] * len(negatives)
-    if shared:
-        return [Item(labels, NO_ID) for labels in label_sets(negative_ids)]
-    return [[Item(labels, NO_ID) for labels in label_sets(row)] for row in negative_ids]
-
-
-def among(own: list[Item], others: list[Item], rule: str) -> list[list[bool]]:
-    """Whether each of the others may be a negative of each of one's own."""
-    return [[may_be_negative(a, b, rule) for b in others] for a in own]
-
-
 # --------------------------------------------------------------------------------------- the batch
 
 
 @dataclass
 class Batch:
-    """The scores of a batch and what they are for: the *view* that all losses of pairs have."""
+    """The scores of a batch, and its items as `oracle` has them: ids, `oracle.Item` or
+    `oracle.Judged`.
+    """
 
     scores: Scores
-    relations: Relations
+    rows: Sequence[Any]
+    cols: Sequence[Any]
+    # K items of negatives that all images share, or K of each image; None: they match nothing
+    more: Sequence[Any] | None
 
     @property
     def images(self) -> range:
-        return range(len(self.scores.pairs))
+        return range(len(self.rows))
 
     @property
     def texts(self) -> range:
-        return range(len(self.scores.pairs[0]))
+        return range(len(self.cols))
 
     def pairs_of_image(self, i: int) -> list[tuple[int, int]]:
-        return [(i, p) for p in self.texts if self.weight(i, p)]
+        return [(i, p) for p in self.texts if oracle.match(self.rows[i], self.cols[p])]
 
     def pairs_of_text(self, p: int) -> list[tuple[int, int]]:
-        return [(i, p) for i in self.images if self.weight(i, p)]
+        return [(i, p) for i in self.images if oracle.match(self.rows[i], self.cols[p])]
 
-    def weight(self, i: int, p: int) -> float | None:
-        return self.relations.pairs[i][p]
+    def weight(self, i: int, p: int) -> float:
+        return oracle.weight(i, p, self.rows, self.cols)
 
+    def negatives(self, item: Any, others: Sequence[Any]) -> list[int]:
+        """The places of those that may be an item's negatives."""
+        return [j for j, other in enumerate(others) if oracle.differ(item, other)]
 
-def make_batch(  # noqa: PLR0913 (all that a loss is called with)
-    images: Tensor | None,
-    texts: Tensor | None,
-    *,
-    image_ids: Any = None,
-    text_ids: Any = None,
-    image_groups: Any = None,
-    text_groups: Any = None,
-    negative_groups: str = "same",
-    matches: Tensor | None = None,
-    negatives: Tensor | None = None,
-    negative_ids: Any = None,
-    scores: Tensor | None = None,
-    normalize: bool = True,
-) -> Batch:
-    """Scores and relations of the arguments of a call, see `contrastive`."""
-    if scores is not None:
-        known = scores_of_scores(scores, negatives)
-    else:
-        known = scores_of_embeddings(images, texts, negatives, normalize)
-    n = len(known.pairs)
-    m = len(known.pairs[0])
-    if text_groups is None:
-        text_groups = image_groups
-    rows = items(image_ids, image_groups, n)
-    cols = items(text_ids, text_groups, m)
-    shared = negatives is not None and scores is None and negatives.dim() == 2
-    more = negative_items(negatives, negative_ids, shared)
-    rule = negative_groups
-    if matches is not None:
-        pairs = [[weight_by_matches(float(entry)) for entry in row] for row in matches]
-    else:
-        pairs = [[weight_by_labels(a, b, rule) for b in cols] for a in rows]
-    if shared:
-        further = among(rows, more, rule)
-    else:
-        further = [
-            [may_be_negative(row, negative, rule) for negative in own]
-            for row, own in zip(rows, more, strict=bool(more))
-        ]
-    relations = Relations(
-        pairs,
-        among(rows, rows, rule),
-        among(cols, cols, rule),
-        further,
-        among(cols, more, rule) if shared else [],
-    )
-    return Batch(known, relations)
+    def among(self, own: Sequence[Any], i: int) -> list[int]:
+        """The places of an item's negatives of its own side, of which a matrix says nothing."""
+        if isinstance(own[i], oracle.Judged):
+            return [j for j in range(len(own)) if j != i]
+        return self.negatives(own[i], own)
+
+    def further(self, i: int) -> list[int]:
+        """The places of the further negatives that count for an image."""
+        if self.more is None:
+            return [*range(len(self.scores.further[i]))] if oracle.exists(self.rows[i]) else []
+        own = self.more[i] if isinstance(self.more[0], list) else self.more
+        return self.negatives(self.rows[i], own)
+
+    def further_of_text(self, p: int) -> list[int]:
+        """The places of the shared negatives that count for a text."""
+        if self.more is None:
+            exists = oracle.exists(self.cols[p])
+            return [*range(len(self.scores.texts_further[p]))] if exists else []
+        return self.negatives(self.cols[p], self.more)
 
 
 # --------------------------------------------------------------------------------------- arithmetic
@@ -367,8 +248,7 @@ def texts_beside(c: Contrast, i: int) -> list[Candidate]:
         return []
     return [
         Candidate(c.batch.scores.pairs[i][j], c.judge.pairs[i][j], c.image_limits[i], c.hardness[0])
-        for j in c.batch.texts
-        if c.batch.weight(i, j) == 0
+        for j in c.batch.negatives(c.batch.rows[i], c.batch.cols)
     ]
 
 
@@ -376,8 +256,7 @@ def images_beside(c: Contrast, p: int) -> list[Candidate]:
     """The images that are negatives of text p: ``Σ_neg e^{S_jp/τ + α₀ sg S_jp}``."""
     return [
         Candidate(c.batch.scores.pairs[j][p], c.judge.pairs[j][p], c.text_limits[p], c.hardness[0])
-        for j in c.batch.images
-        if c.batch.weight(j, p) == 0
+        for j in c.batch.negatives(c.batch.cols[p], c.batch.rows)
     ]
 
 
@@ -391,8 +270,7 @@ def further_negatives(c: Contrast, i: int) -> list[Candidate]:
     judged = c.judge.further[i]
     return [
         Candidate(scores[k], judged[k], c.image_limits[i], c.hardness[1])
-        for k, negative in enumerate(c.batch.relations.further[i])
-        if negative
+        for k in c.batch.further(i)
     ]
 
 
@@ -400,8 +278,7 @@ def other_images(c: Contrast, i: int) -> list[Candidate]:
     """Images that do not match image i, for ``image_image``: ``Σ_j e^{V_ij/τ}`` (GTE)."""
     return [
         Candidate(c.batch.scores.images[i][j], c.judge.images[i][j], c.image_limits[i], 0.0)
-        for j in c.batch.images
-        if c.batch.relations.images[i][j]
+        for j in c.batch.among(c.batch.rows, i)
     ]
 
 
@@ -412,22 +289,17 @@ def other_texts(c: Contrast, p: int) -> list[Candidate]:
     most = None if c.text_text == "unfiltered" else c.text_limits[p]
     return [
         Candidate(c.batch.scores.texts[p][j], c.judge.texts[p][j], most, 0.0)
-        for j in c.batch.texts
-        if c.batch.relations.texts[p][j]
+        for j in c.batch.among(c.batch.cols, p)
     ] + negatives_of_text(c, p, most)
 
 
 def negatives_of_text(c: Contrast, p: int, most: float | None) -> list[Candidate]:
     """Shared negatives are texts in that sum, too (ms-swift)."""
-    if not c.batch.relations.texts_further:
+    if not c.batch.scores.texts_further:
         return []
     scores = c.batch.scores.texts_further[p]
     judged = c.judge.texts_further[p]
-    return [
-        Candidate(scores[k], judged[k], most, 0.0)
-        for k, negative in enumerate(c.batch.relations.texts_further[p])
-        if negative
-    ]
+    return [Candidate(scores[k], judged[k], most, 0.0) for k in c.batch.further_of_text(p)]
 
 
 def among_themselves(c: Contrast, i: int, p: int) -> list[Candidate]:
@@ -495,7 +367,12 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
     hardness: float | tuple[float, float] = 0.0,
     guide: Sequence[Tensor] | None = None,
     reduction: str = "mean",
-    **view: Any,
+    rows: Sequence[Any],
+    cols: Sequence[Any],
+    more: Sequence[Any] | None = None,
+    negatives: Tensor | None = None,
+    scores: Tensor | None = None,
+    normalize: bool = True,
 ) -> Any:
     """InfoNCE with all that embedding models put into its denominator.
 
@@ -519,13 +396,14 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
         hardness: α, or (α₀, α₁) of the batch's and of further negatives.
         guide: embeddings of another model, whose scores are those that the limit is for.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        view: ``image_ids`` (N,) or label sets (N, k), ``text_ids``; ``matches`` (N, M), bool or
-            weights, with nan for pairs in no sum, in their place; ``image_groups`` (N,),
-            ``text_groups`` (M,) with ``negative_groups="same"`` or ``"other"``; ``negatives``
-            (K, D), (N, K, D), or (N, K) scores next to ``scores`` (N, M); ``negative_ids`` (K,) or
-            (N, K), or sets of them; ``normalize``.
+        rows, cols, more: the items of images, of texts, and of negatives, see `Batch`.
+        negatives: (K, D), (N, K, D), or (N, K) scores next to ``scores`` (N, M).
     """
-    batch = make_batch(images, texts, **view)
+    if scores is not None:
+        known = scores_of_scores(scores, negatives)
+    else:
+        known = scores_of_embeddings(images, texts, negatives, normalize)
+    batch = Batch(known, rows, cols, more)
     judge = batch.scores if guide is None else scores_of_guide(guide)
     pair = hardness if isinstance(hardness, tuple) else (hardness, hardness)
     row_pairs = [batch.pairs_of_image(i) for i in batch.images]
@@ -544,17 +422,17 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
     )
     like = batch.scores.pairs[0][0]
 
-    def rows() -> Tensor:
+    def of_images() -> Tensor:
         values = [value_of_anchor(c, pairs, candidates_of_image) for pairs in row_pairs]
         return reduced(values, reduction, like)
 
-    def cols() -> Tensor:
+    def of_texts() -> Tensor:
         values = [value_of_anchor(c, pairs, candidates_of_text) for pairs in col_pairs]
         return reduced(values, reduction, like)
 
     if joint:
-        return rows()
-    return of_directions(directions, rows, cols, reduction)
+        return of_images()
+    return of_directions(directions, of_images, of_texts, reduction)
 
 
 # ------------------------------------------------------------------------------------ distillation
