@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from itrloss import InfoNCELoss
-from support.draws import Draw, drawn_batch, items_of_negatives, places_of_process
-from support.oracle_embedders import contrastive
+from support.draws import Draw, drawn_batch, places_of_process
+from support.oracle_embedders import contrastive, items_of_negatives
 
 KINDS = ["pairs", "ids", "padding", "numbers", "labels", "groups", "matches", "weights"]
 

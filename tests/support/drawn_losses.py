@@ -20,15 +20,7 @@ from torch import Tensor
 import itrloss
 from itrloss import NO_ID, Similarity
 from support import oracle, oracle_embedders, oracle_more, plain_formulas
-from support.draws import (
-    KINDS,
-    OF_IDS,
-    Batch,
-    Draw,
-    drawn_batch,
-    items_of_negatives,
-    places_of_process,
-)
+from support.draws import KINDS, OF_IDS, Batch, Draw, drawn_batch, places_of_process
 from support.losses_registry import ONE_TO_ONE, REGISTRY, Entry
 
 STEP = 1e-6  # of differences
@@ -317,7 +309,8 @@ def of_negatives(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 
 
 def loops_of_negatives(case: LossCase, leaves: list[Tensor]) -> Any:
-    return in_general(case, leaves, negatives=leaves[2], more=items_of_negatives(case.negative_ids))
+    more = oracle_embedders.items_of_negatives(case.negative_ids)
+    return in_general(case, leaves, negatives=leaves[2], more=more)
 
 
 def with_guide(case: LossCase) -> list[Tensor]:

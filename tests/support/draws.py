@@ -16,7 +16,7 @@ from torch import Tensor
 
 from itrloss import NO_ID, Related
 from itrloss.engine import inputs, pair_scores, relation
-from support.oracle import Item, Judged, items
+from support.oracle import Item, Judged
 
 T = TypeVar("T")
 Items = list[Item] | list[Judged]
@@ -139,14 +139,6 @@ def places_of_process(draw: Draw, batch: Batch, rank: int) -> tuple[slice, slice
     if rank == 0:
         return slice(rows), slice(cols)
     return slice(rows, None), slice(cols, None)
-
-
-def items_of_negatives(ids: Tensor | None) -> Any:
-    """Return negatives as loops take them: of all rows, or of each."""
-    if ids is None:
-        return None
-    numbers = ids.tolist()
-    return items(numbers) if ids.dim() == 1 else [items(own) for own in numbers]
 
 
 # In addition to these, "weights" is a matrix with other numbers than 1 for matches.

@@ -485,12 +485,6 @@ def weight(i: int, j: int, ids: Ids, other_ids: Ids) -> float:
     return anchor.weight(np.asarray(other_ids)[j]) if isinstance(anchor, Judged) else 1.0
 
 
-def items(ids: Sequence[Any]) -> list[Item]:
-    """Items of ids, or of sets of them, without ``NO_ID``."""
-    sets = [x if isinstance(x, list) else [x] for x in ids]
-    return [Item(frozenset(own) - {NO_ID}) for own in sets]
-
-
 def exists(item: Any) -> bool:
     """Whether there is an item; of ids, one that is not ``NO_ID``."""
     return bool(item.labels) if isinstance(item, Item) else item != NO_ID

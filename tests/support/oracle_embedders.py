@@ -151,6 +151,15 @@ class Batch:
         return self.negatives(self.cols[p], self.more)
 
 
+def items_of_negatives(ids: Tensor | None) -> Any:
+    """Items of (K,) or (N, K) ids of negatives, see `Batch`."""
+    if ids is None:
+        return None
+    if ids.dim() == 2:
+        return [items_of_negatives(own) for own in ids]
+    return [oracle.Item(frozenset({label}) - {oracle.NO_ID}) for label in ids.tolist()]
+
+
 # --------------------------------------------------------------------------------------- arithmetic
 
 
