@@ -22,7 +22,7 @@ from support.processes import start
 
 from benchmarks import cases, mining, peers, processes, report, reranking, runner
 from benchmarks.__main__ import main
-from benchmarks.cases import KINDS, LOSSES, SUITES, Case, embeddings, parse_shape, problem
+from benchmarks.cases import KINDS, LOSSES, SUITES, Case, embeddings, problem
 from itrloss import files
 from itrloss.engine import products
 from itrloss.engine.matrix import Matrix
@@ -160,12 +160,7 @@ def test_variants_take_turns_in_changing_order():
     assert [len(seconds) for seconds in times.values()] == [30] * 3
     assert len(rounds) == 30
     assert set(rounds) == set(itertools.permutations(names))
-
-
-def test_there_are_many_rounds_whose_ratios_have_a_median():
-    (row,) = runner.measure(Case("infonce", (4, 4, 4)), [], seconds=0.5)
-    assert row["rounds"] > 30
-    assert runner._ratio([1.0, 20.0, 3.0], [1.0, 10.0, 1.0]) == 2.0
+    assert runner._ratio([1.0, 20.0, 3.0], [1.0, 10.0, 1.0]) == 2.0  # the median of rounds
 
 
 def test_peak_of_memory_is_that_of_the_step():
@@ -510,11 +505,6 @@ def test_a_single_pair_is_no_number_and_no_reason_to_stop(tmp_path):
     command = "--losses infonce --shapes 1x8 --seconds 0.001 --out"
     assert main([*command.split(), str(out)]) == 0
     assert json.loads(out.read_text())["rows"][1]["gradient difference"] in (0.0, None)
-
-
-def test_shapes_are_read():
-    assert parse_shape("8x4", "pairs") == (8, 8, 4)
-    assert parse_shape("8x40x4", "pairs") == parse_shape("8x40x4", "memory") == (8, 40, 4)
 
 
 # ----------------------------------------------------------------------------------- other commands
