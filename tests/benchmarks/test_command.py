@@ -29,6 +29,7 @@ from itrloss.engine.matrix import Matrix
 
 SHAPES = {"pairs": (12, 12, 8), "memory": (6, 20, 8), "sets": (6, 3, 8), "prototypes": (6, 9, 8)}
 QUICK = ["infonce", "mdcl"]
+SLOW = pytest.mark.slow
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-9, torch.bfloat16: 0.05, torch.float16: 0.05}
 OTHER_TYPES = ["dcl std", "mdcl", "variance aware", "pgc"]
 
@@ -58,33 +59,28 @@ def measured(case: Case, *variants: str, **more: Any) -> dict[str, dict]:
 # -------------------------------------------------------------------------------------------- rows
 
 
-def slow_but(names: list[str], quick: list[str]) -> list[Any]:
-    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in names]
+CASES = [
+    pytest.param(loss, dtype, marks=[] if dtype == torch.float32 and loss in QUICK else SLOW)
+    for loss in LOSSES
+    for dtype in (TOLERANCES if loss in OTHER_TYPES else [torch.float32])
+]
 
 
-@pytest.mark.parametrize("loss", slow_but([*LOSSES], QUICK))
-def test_rows_of_a_loss(loss):
+@pytest.mark.parametrize(("loss", "dtype"), CASES)
+def test_rows_of_a_loss(loss, dtype):
     """Ours, of each engine, and eager PyTorch are one loss, and each row says how long it took."""
-    rows = measured(small(loss), "eager", "matmul_bound", "ours tiled")
+    rows = measured(small(loss, dtype), "eager", "matmul_bound", "ours tiled")
     assert list(rows) == ["ours", "eager", "matmul_bound", "ours tiled"]
     for name, row in rows.items():
+        assert row["dtype"] == str(dtype).removeprefix("torch.")
         assert row["rounds"] >= 3
         assert min(row[key] for key in ("seconds", "to ours", "to matmul_bound")) > 0
-        assert row.get("gradient difference", 0.0) < 1e-5
+        assert row.get("gradient difference", 0.0) < TOLERANCES[dtype]
         assert ("gradient difference" in row) == (name in ("eager", "ours tiled"))
         assert ("products" in row) == name.startswith("ours")
     assert rows["ours"]["to ours"] == rows["matmul_bound"]["to matmul_bound"] == 1
     if LOSSES[loss].kind != "prototypes":  # these have no score matrix
         assert rows["ours"]["engine"] == rows["ours tiled"]["engine"] == "tiled"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("loss", OTHER_TYPES)
-def test_other_types(loss, dtype):
-    rows = measured(small(loss, dtype), "eager", "matmul_bound")
-    assert {row["dtype"] for row in rows.values()} == {str(dtype).removeprefix("torch.")}
-    assert rows["eager"]["gradient difference"] < TOLERANCES[dtype]
 
 
 @pytest.mark.slow
