@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import difflib
 import itertools
-import json
 import os
 import random
 import shutil
@@ -24,11 +24,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path("src/itrloss")
+TIMEOUT = 600.0  # seconds for the tests of a mutant
 
 # Tests of a module or a package, from the nearest on. Others have ``tests/NAME`` or
 # ``tests/test_NAME.py``.
@@ -54,29 +55,19 @@ TESTS = {
     "cli": ["tests/cli", "tests/rerank"],
 }
 
-OPERATORS = {
-    ast.Lt: "<=",
-    ast.LtE: "<",
-    ast.Gt: ">=",
-    ast.GtE: ">",
-    ast.Eq: "!=",
-    ast.NotEq: "==",
-    ast.Is: "is not",
-    ast.IsNot: "is",
-    ast.In: "not in",
-    ast.NotIn: "in",
-    ast.Add: "-",
-    ast.Sub: "+",
-    ast.Mult: "/",
-    ast.Div: "*",
-    ast.FloorDiv: "*",
-    ast.Mod: "*",
-    ast.Pow: "*",
-    ast.BitAnd: "|",
-    ast.BitOr: "&",
-    ast.And: "or",
-    ast.Or: "and",
+OPERATORS: dict[type, type] = {
+    ast.Lt: ast.LtE,
+    ast.Gt: ast.GtE,
+    ast.Eq: ast.NotEq,
+    ast.Is: ast.IsNot,
+    ast.In: ast.NotIn,
+    ast.Add: ast.Sub,
+    ast.Mult: ast.Div,
+    ast.BitAnd: ast.BitOr,
+    ast.And: ast.Or,
 }
+OPERATORS |= {other: operator for operator, other in OPERATORS.items()}
+OPERATORS |= dict.fromkeys((ast.FloorDiv, ast.Mod, ast.Pow), ast.Mult)
 OPPOSITES = {
     "min": "max",
     "amin": "amax",
@@ -95,110 +86,106 @@ class Mutant:
     """A change of one place of a module."""
 
     path: str
-    line: int
-    start: int  # offsets in bytes
-    end: int
-    text: str
+    module: ast.Module
+    parent: ast.AST
+    field: str
+    index: int | None  # of a list
+    old: ast.AST
+    new: ast.AST
 
-    def apply(self, source: bytes) -> bytes:
-        """Return the module with the change."""
-        return source[: self.start] + self.text.encode() + source[self.end :]
+    @property
+    def line(self) -> int:
+        return self.old.lineno  # type: ignore
 
-    def diff(self, source: bytes) -> str:
-        """Return the lines that change."""
-        before = source.decode().splitlines()
-        after = self.apply(source).decode().splitlines()
-        lines = difflib.unified_diff(before, after, lineterm="", n=0)
+    def put(self, node: ast.AST) -> None:
+        """Put a node into the place."""
+        if self.index is None:
+            setattr(self.parent, self.field, node)
+        else:
+            getattr(self.parent, self.field)[self.index] = node
+
+    def text(self) -> str:
+        """Return the module with the change, and without comments."""
+        self.put(self.new)
+        text = ast.unparse(ast.fix_missing_locations(self.module))
+        self.put(self.old)
+        return text + "\n"
+
+    def diff(self) -> str:
+        """Return the lines that change; empty if it is the same program."""
+        before = ast.unparse(self.module).splitlines()
+        lines = difflib.unified_diff(before, self.text().splitlines(), lineterm="", n=0)
         return "\n".join(list(lines)[3:])
 
 
-class Places:
-    """The places of a module that a mutant may change."""
+def mutants(path: str, source: str) -> Iterator[Mutant]:
+    """Yield all mutants of a module."""
+    module = ast.parse(source)
+    for parent, field, index, node in places(module):
+        for new in changes(node):
+            yield Mutant(path, module, parent, field, index, node, new)
 
-    def __init__(self, path: str, source: bytes):
-        self.path = path
-        self.source = source
-        self.lengths = [0]  # bytes up to the beginning of each line
-        for line in source.splitlines(keepends=True):
-            self.lengths.append(self.lengths[-1] + len(line))
 
-    def start(self, node: ast.AST) -> int:
-        """Return the offset where a node begins."""
-        return self.lengths[node.lineno - 1] + node.col_offset  # type: ignore
+def places(parent: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
+    """Yield the nodes below one with their places, but for those that stay and type hints."""
+    for name, value in ast.iter_fields(parent):
+        if name in ("annotation", "returns"):
+            continue
+        nodes = enumerate(value) if isinstance(value, list) else [(None, value)]
+        for index, node in nodes:
+            if isinstance(node, ast.AST) and not stays(node):
+                yield parent, name, index, node
+                yield from places(node)
 
-    def end(self, node: ast.AST) -> int:
-        """Return the offset where a node ends."""
-        return self.lengths[node.end_lineno - 1] + node.end_col_offset  # type: ignore
 
-    def text(self, node: ast.AST) -> str:
-        """Return the source of a node."""
-        return self.source[self.start(node) : self.end(node)].decode()
+def changed(node: ast.AST, **fields: object) -> ast.AST:
+    """Return a copy of a node with other fields."""
+    new = copy.copy(node)
+    vars(new).update(fields)
+    return new
 
-    def replaced(self, node: ast.AST, text: str) -> Mutant:
-        """Return a mutant with another text in the place of a node."""
-        start, end = self.start(node), self.end(node)
-        return Mutant(self.path, node.lineno, start, end, text)  # type: ignore
 
-    def between(self, left: ast.AST, right: ast.AST, operator: str) -> Mutant:
-        """Return a mutant with another operator between two nodes; brackets around them stay."""
-        start, end = self.end(left), self.start(right)
-        brackets = [x for x in self.source[start:end].decode() if x in "()"]
-        closing = "".join(x for x in brackets if x == ")")
-        opening = "".join(x for x in brackets if x == "(")
-        text = f"{closing} {operator} {opening}"
-        return Mutant(self.path, left.lineno, start, end, text)  # type: ignore
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what may stand in the place of a node."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        yield changed(node, ops=[OPERATORS[type(node.ops[0])]()])
+    elif isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in OPERATORS:
+        yield changed(node, op=OPERATORS[type(node.op)]())
+    elif isinstance(node, ast.UnaryOp):
+        yield node.operand
+    elif isinstance(node, ast.Constant):
+        yield from changed_constants(node)
+    elif isinstance(node, ast.Call):
+        yield from changed_calls(node)
+    elif isinstance(node, ast.If | ast.IfExp | ast.While):
+        yield changed(node, test=ast.UnaryOp(ast.Not(), node.test))
+    elif isinstance(node, ast.AugAssign | ast.Expr):
+        yield ast.Pass()
 
-    def mutants(self) -> list[Mutant]:
-        """Return all mutants of the module; some may be no Python."""
-        found: list[Mutant] = []
-        for node in mutable(ast.parse(self.source)):
-            found += self.of(node)
-        return found
 
-    def of(self, node: ast.AST) -> Iterator[Mutant]:
-        """Yield the mutants of one node."""
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            operator = OPERATORS[type(node.ops[0])]
-            yield self.between(node.left, node.comparators[0], operator)
-        elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            yield self.between(node.left, node.right, OPERATORS[type(node.op)])
-        elif isinstance(node, ast.BoolOp):
-            yield self.between(node.values[0], node.values[1], OPERATORS[type(node.op)])
-        elif isinstance(node, ast.UnaryOp):
-            yield self.replaced(node, f"({self.text(node.operand)})")
-        elif isinstance(node, ast.Constant):
-            yield from self.of_constant(node)
-        elif isinstance(node, ast.Call):
-            yield from self.of_call(node)
-        elif isinstance(node, ast.If | ast.IfExp | ast.While):
-            yield self.replaced(node.test, f"(not ({self.text(node.test)}))")
-        elif isinstance(node, ast.AugAssign | ast.Expr):
-            yield self.replaced(node, "pass")
+def changed_constants(node: ast.Constant) -> Iterator[ast.AST]:
+    """Yield another number, or the other truth value."""
+    value = node.value
+    if isinstance(value, bool):
+        yield changed(node, value=not value)
+    elif isinstance(value, int):
+        yield changed(node, value=0 if value == 1 else value + 1)
+    elif isinstance(value, float):
+        yield changed(node, value=2 * value or 1.0)
 
-    def of_constant(self, node: ast.Constant) -> Iterator[Mutant]:
-        """Yield another number, or the other truth value."""
-        value = node.value
-        if isinstance(value, bool):
-            yield self.replaced(node, str(not value))
-        elif isinstance(value, int):
-            yield self.replaced(node, "0" if value == 1 else str(value + 1))
-        elif isinstance(value, float):
-            yield self.replaced(node, repr(2 * value or 1.0))
 
-    def of_call(self, node: ast.Call) -> Iterator[Mutant]:
-        """Yield the opposite function, its arguments swapped, and one left out."""
-        function = node.func
-        name = getattr(function, "id", None) or getattr(function, "attr", None)
-        if name in OPPOSITES:
-            before = self.text(function)[: -len(name)]
-            yield self.replaced(function, before + OPPOSITES[name])
-        if len(node.args) > 1 and not any(isinstance(x, ast.Starred) for x in node.args[:2]):
-            first, second, *others = map(self.text, [*node.args, *node.keywords])
-            arguments = ", ".join([second, first, *others])
-            yield self.replaced(node, f"{self.text(function)}({arguments})")
-        if node.keywords and node.keywords[0].arg != "strict":
-            arguments = ", ".join(map(self.text, [*node.args, *node.keywords[1:]]))
-            yield self.replaced(node, f"{self.text(function)}({arguments})")
+def changed_calls(node: ast.Call) -> Iterator[ast.AST]:
+    """Yield the opposite function, its arguments swapped, and one left out."""
+    function = node.func
+    if isinstance(function, ast.Attribute) and function.attr in OPPOSITES:
+        yield changed(node, func=changed(function, attr=OPPOSITES[function.attr]))
+    if isinstance(function, ast.Name) and function.id in OPPOSITES:
+        yield changed(node, func=changed(function, id=OPPOSITES[function.id]))
+    if len(node.args) > 1 and not any(isinstance(x, ast.Starred) for x in node.args[:2]):
+        first, second, *others = node.args
+        yield changed(node, args=[second, first, *others])
+    if node.keywords and node.keywords[0].arg != "strict":
+        yield changed(node, keywords=node.keywords[1:])
 
 
 # They have no effect that a test should see: messages, types, and checks of what cannot be.
@@ -219,19 +206,6 @@ def stays(node: ast.AST) -> bool:
     if isinstance(node, ast.BinOp):
         return ast.unparse(node.right) == "None"  # a type
     return isinstance(node, STAY)
-
-
-def mutable(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and those in it, but for those that stay and type hints."""
-    if stays(node):
-        return
-    yield node
-    for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns"):
-            continue
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST):
-                yield from mutable(child)
 
 
 def tests_of(path: str) -> list[str]:
@@ -269,47 +243,37 @@ def modules(names: list[str]) -> list[str]:
     return found
 
 
-def is_a_change(mutant: Mutant) -> bool:
-    """Return whether a mutant is Python, and another program than the module."""
-    source = (ROOT / mutant.path).read_bytes()
-    try:
-        changed = ast.parse(mutant.apply(source))
-    except SyntaxError:
-        return False
-    return ast.dump(changed) != ast.dump(ast.parse(source))
-
-
 def drawn(paths: list[str], count: int, seed: int) -> list[Mutant]:
-    """Draw mutants, each place with the same probability."""
+    """Draw mutants that are other programs, each place with the same probability."""
     every: list[Mutant] = []
     for path in paths:
-        every += Places(path, (ROOT / path).read_bytes()).mutants()
+        every += mutants(path, (ROOT / path).read_text(encoding="utf-8"))
     random.Random(seed).shuffle(every)
-    return list(itertools.islice(filter(is_a_change, every), count))
+    return list(itertools.islice(filter(Mutant.diff, every), count))
 
 
 def copied(folder: str) -> Path:
     """Copy the files of the checkout, as they are now, and return where they are."""
-    copy = Path(folder) / "checkout"
+    checkout = Path(folder) / "checkout"
     for name in git("ls-files", "--cached", "--others", "--exclude-standard"):
         if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, copy / name)
-    return copy
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, checkout / name)
+    return checkout
 
 
-def notices(copy: Path, tests: list[str], options: list[str], timeout: float) -> str | None:
+def notices(folder: Path, tests: list[str], *options: str) -> str | None:
     """Return the first test that fails, or another reason, or None if all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
             [*command, *options, *tests],
-            cwd=copy,
+            cwd=folder,
             env=environment,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=TIMEOUT,
         )
     except subprocess.TimeoutExpired:
         return "they do not end"
@@ -321,51 +285,46 @@ def notices(copy: Path, tests: list[str], options: list[str], timeout: float) ->
     return f"pytest's exit status {done.returncode}"
 
 
+def survives(mutant: Mutant, folder: Path, tests: list[str] | None, *options: str) -> bool:
+    """Run the tests of a module with a change in it, and print which one notices."""
+    file = folder / mutant.path
+    source = file.read_bytes()
+    begin = time.monotonic()
+    file.write_text(mutant.text(), encoding="utf-8")
+    reason = notices(folder, tests or tests_of(mutant.path), *options)
+    file.write_bytes(source)
+    print(f"  {reason or 'survived'} ({time.monotonic() - begin:.0f} s)", flush=True)
+    return reason is None
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__)
+    add = made.add_argument
+    add("files", nargs="*", help="modules or folders of src")
+    add("--since", default="HEAD", help="a commit; default: HEAD")
+    add("--count", type=int, default=20, help="number of mutants; default: 20")
+    add("--seed", type=int, default=0)
+    add("--tests", nargs="+", help="in place of those of each module")
+    add("--thorough", action="store_true", help="all cases, not those of --fast")
+    add("--only", type=int, nargs="+", help="numbers of the mutants that are run")
+    return made
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the number of survivors."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", help="modules or folders of src")
-    parser.add_argument("--since", default="HEAD", help="a commit; default: HEAD")
-    parser.add_argument("--count", type=int, default=20, help="number of mutants; default: 20")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tests", nargs="+", help="in place of those of each module")
-    parser.add_argument("--thorough", action="store_true", help="all cases, not those of --fast")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each mutant")
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of the mutants that are run")
-    parser.add_argument("--results", type=Path, help="a JSON file to write")
-    parser.add_argument("--list", action="store_true", help="print the mutants, and run nothing")
-    options = parser.parse_args(arguments)
-    paths = modules(options.files) if options.files else changed_since(options.since)
-    mutants = drawn(paths, options.count, options.seed)
-    results = []
+    args = parser().parse_args(arguments)
+    paths = modules(args.files) if args.files else changed_since(args.since)
+    chosen = dict(enumerate(drawn(paths, args.count, args.seed)))
+    if args.only:
+        chosen = {number: chosen[number] for number in args.only}
+    options = [] if args.thorough else ["--fast"]
+    survivors = 0
     with tempfile.TemporaryDirectory() as folder:
-        copy = copied(folder)
-        for number, mutant in enumerate(mutants):
-            if options.only and number not in options.only:
-                continue
-            source = (copy / mutant.path).read_bytes()
-            print(f"{number}: {mutant.path}:{mutant.line}\n{mutant.diff(source)}", flush=True)
-            if options.list:
-                continue
-            begin = time.monotonic()
-            (copy / mutant.path).write_bytes(mutant.apply(source))
-            chosen = options.tests or tests_of(mutant.path)
-            reason = notices(copy, chosen, [] if options.thorough else ["--fast"], options.timeout)
-            (copy / mutant.path).write_bytes(source)
-            seconds = round(time.monotonic() - begin)
-            print(f"  {'survived' if reason is None else reason} ({seconds} s)", flush=True)
-            results.append(
-                {
-                    **asdict(mutant),
-                    "number": number,
-                    "diff": mutant.diff(source),
-                    "caught_by": reason,
-                }
-            )
-            if options.results:
-                options.results.write_text(json.dumps(results, indent=1))
-    survivors = sum(result["caught_by"] is None for result in results)
-    print(f"{len(results)} mutants, {survivors} survived")
+        checkout = copied(folder)
+        for number, mutant in chosen.items():
+            print(f"{number}: {mutant.path}:{mutant.line}\n{mutant.diff()}", flush=True)
+            survivors += survives(mutant, checkout, args.tests, *options)
+    print(f"{len(chosen)} mutants, {survivors} survived")
     return survivors
 
 

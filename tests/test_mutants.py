@@ -25,10 +25,8 @@ def clamped(x: int | None, low=0.5, *, strict=False):
 
 def changes() -> set[str]:
     """Return the lines of the source as mutants have them."""
-    places = mutants.Places("module.py", SOURCE.encode())
-    return {
-        mutant.diff(SOURCE.encode()).splitlines()[-1][1:].strip() for mutant in places.mutants()
-    }
+    found = mutants.mutants("module.py", SOURCE)
+    return {mutant.diff().splitlines()[-1][1:].strip() for mutant in found}
 
 
 def test_operators_numbers_conditions_arguments_and_statements_change():
@@ -36,11 +34,11 @@ def test_operators_numbers_conditions_arguments_and_statements_change():
         "LIMIT: Final = 4",
         "def clamped(x: int | None, low=1.0, *, strict=False):",
         "def clamped(x: int | None, low=0.5, *, strict=True):",
-        "if x is not None or x < (low + 1):",
-        "if x is None and x < (low + 1):",
-        "if x is None or x <= (low + 1):",
-        "if x is None or x < (low - 1):",
-        "if (not (x is None or x < (low + 1))):",
+        "if x is not None or x < low + 1:",
+        "if x is None and x < low + 1:",
+        "if x is None or x <= low + 1:",
+        "if x is None or x < low - 1:",
+        "if not (x is None or x < low + 1):",
         "pass",
         "return min(min(x, LIMIT), low, key=abs)",
         "return max(min(LIMIT, x), low, key=abs)",
@@ -56,9 +54,11 @@ def test_docstrings_messages_and_types_stay():
 
 def test_draws_are_the_same_for_a_seed():
     paths = ["src/itrloss/engine/related.py"]
-    first, second, other = (mutants.drawn(paths, 5, seed) for seed in (1, 1, 2))
+    first, second, other = (
+        [mutant.diff() for mutant in mutants.drawn(paths, 5, seed)] for seed in (1, 1, 2)
+    )
     assert first == second != other
-    assert all(mutants.is_a_change(mutant) for mutant in first)
+    assert all(first)
 
 
 def test_tests_of_a_module_exist():
@@ -73,6 +73,6 @@ def test_a_mistake_is_noticed(tmp_path: Path):
     """In a checkout of one module and one test."""
     test = tmp_path / "test_sum.py"
     test.write_text("def test_sum():\n    assert 1 + 1 == 2\n")
-    assert mutants.notices(tmp_path, ["test_sum.py"], [], 60) is None
+    assert mutants.notices(tmp_path, ["test_sum.py"]) is None
     test.write_text("def test_sum():\n    assert 1 - 1 == 2\n")
-    assert "test_sum" in str(mutants.notices(tmp_path, ["test_sum.py"], [], 60))
+    assert "test_sum" in str(mutants.notices(tmp_path, ["test_sum.py"]))

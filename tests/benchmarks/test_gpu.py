@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.stored import assert_stored
 
 from benchmarks import peers
 from benchmarks.__main__ import main
@@ -33,59 +34,98 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+STEPS = plan.all_steps()
 
 
 def session(step: str, part: str | None = None, seconds: float = 300) -> Session:
     return Session(step, dry=True, seconds=seconds, part=part)
 
 
+def finished(step: str, part: str | None = None, seconds: float = 300) -> Session:
+    """A session whose step was run."""
+    run = session(step, part, seconds)
+    child.run(run)
+    return run
+
+
 # -------------------------------------------------------------------------------------- every step
 
 # One part of many is enough: tests/engine/test_triton_*.py have all kernels.
 PARTS = {"correct": ["siglip, bfloat16"], "compile": list(plan.TILES)[:1]}
-RUNS = [(name, part) for name in plan.all_steps() for part in PARTS.get(name, [None])]
+RUNS = [(name, part) for name in STEPS for part in PARTS.get(name, [None])]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "part"), RUNS)
 def test_every_step_runs_at_toy_sizes(name, part):
-    run = session(name, part)
-    child.run(run)
+    run = finished(name, part)
     assert run.figures and not run.failed, run.figures
     assert all(row["step"] == name and "error" not in row for row in run.figures)
     json.loads(json.dumps([record.finite(row) for row in run.figures], allow_nan=False))
 
 
-def test_steps_are_in_the_modules_that_the_plan_names():
-    for step in plan.all_steps().values():
-        module = importlib.import_module(f"benchmarks.gpu.{step.module}")
-        assert step.name in module.STEPS
-
-
-def test_steps_of_a_slot_fit_into_its_time():
+def test_the_plan_is_of_steps_that_exist_and_fit_into_their_time(capsys):
+    for step in STEPS.values():
+        assert step.name in importlib.import_module(f"benchmarks.gpu.{step.module}").STEPS
     for steps in plan.SLOTS.values():
         assert steps[0].name == "machine"
         assert sum(step.seconds for step in steps) <= 1.1 * plan.TOTAL
         assert all(plan.LEAST <= step.seconds <= plan.TOTAL - plan.RESERVE for step in steps)
-
-
-def test_chosen_steps_begin_with_the_machine():
     assert [step.name for step in plan.chosen(["correct"])] == ["machine", "correct"]
-
-
-def test_correct_has_a_part_for_each_loss_and_dtype():
-    parts = plan.all_steps()["correct"].parts
-    assert len(set(parts)) == len(LOSSES) * 3 == 24
-
-
-def test_the_help_names_all_steps(capsys):
+    assert len(set(STEPS["correct"].parts)) == len(LOSSES) * 3 == 24
     with pytest.raises(SystemExit):
         main(["gpu", "--help"])
     shown = capsys.readouterr().out
-    assert all(f"  {step.name} " in shown for step in plan.all_steps().values())
+    assert all(f"  {name} " in shown for name in STEPS)
 
 
 # ------------------------------------------------------------------------------------- correctness
+
+NAN = float("nan")
+
+
+def compared(monkeypatch, *results):
+    """The row of a loss with these results: dense, and twice of the kernels."""
+    left = list(results)
+    monkeypatch.setattr(works, "results", lambda *given: left.pop(0))
+    return works.compared(session("correct"), "siglip", (4, 4, 4), torch.float32, "rows")
+
+
+@pytest.mark.parametrize(
+    ("values", "same_bits"),
+    [((1, 1, 1 + 1e-6), False), ((1, NAN, NAN), False), ((NAN, 1, 1), True)],
+)
+def test_other_bits_and_nan_are_not_right(values, same_bits, monkeypatch):
+    row = compared(monkeypatch, *([torch.full((2,), float(x))] for x in values))
+    assert not row["right"]
+    assert row["same bits"] == same_bits
+
+
+def test_gradients_of_parameters_are_compared(monkeypatch):
+    leaves = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+    loss = LOSSES["siglip"](engine="dense")
+    assert len(works.results(loss, leaves, {})) == 5  # the value, and of the scale and the bias
+    ones = torch.ones(2)
+    row = compared(monkeypatch, *([ones, ones, torch.full((1,), x)] for x in (1.0, 1.01, 1.01)))
+    assert not row["right"]
+    assert row["same bits"]
+    assert row["errors"][:2] == [0, 0]
+
+
+def test_an_engine_that_stands_in_for_triton_is_not_right(monkeypatch):
+    ones = [torch.ones(2)]
+    assert compared(monkeypatch, ones, ones, ones)["right"]
+    dense = [ones]
+
+    def results(*given):
+        if dense:
+            return dense.pop()
+        warnings.warn("itrloss: the Triton engine fails; the tiled one stands in", stacklevel=1)
+        return ones
+
+    monkeypatch.setattr(works, "results", results)
+    with pytest.raises(UserWarning, match="stands in"):
+        works.compared(session("correct"), "hal", (4, 4, 4), torch.float32, "rows")
 
 
 def test_a_wrong_engine_is_not_correct(monkeypatch):
@@ -93,68 +133,34 @@ def test_a_wrong_engine_is_not_correct(monkeypatch):
 
     right = engine.sums
     monkeypatch.setattr(engine, "sums", lambda *given: 1.01 * right(*given))
-    run = session("correct", "infonce, float32")
-    child.run(run)
+    run = finished("correct", "infonce, float32")
+    assert run.failed
     wrong = [row for row in run.figures if row.get("right") is False]
-    assert run.failed and len(wrong) == len(works.TOY_SHAPES)
+    assert len(wrong) == len(works.TOY_SHAPES)
     assert any("ArithmeticError" in row.get("error", "") for row in run.figures)
 
 
-def test_gradients_of_parameters_are_compared(monkeypatch):
-    leaves = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
-    loss = LOSSES["siglip"](engine="dense")
-    assert len(works.results(loss, leaves, {})) == 5  # the value, and of the scale and the bias
-    found = [[torch.ones(2), torch.ones(2), torch.full((1,), x)] for x in (1.0, 1.01, 1.01)]
-    monkeypatch.setattr(works, "results", lambda *given: found.pop(0))
-    row = works.compared(session("correct"), "siglip", (4, 4, 4), torch.float32, "rows")
-    assert not row["right"] and row["same bits"] and row["errors"][:2] == [0, 0]
-
-
-NAN = float("nan")
-
-
-@pytest.mark.parametrize("values", [(1, 1, 1 + 1e-6), (1, NAN, NAN), (NAN, 1, 1)])
-def test_other_bits_and_nan_are_not_right(monkeypatch, values):
-    """Of the exact result, and of two runs."""
-    found = [[torch.full((2,), float(x))] for x in values]
-    monkeypatch.setattr(works, "results", lambda *given: found.pop(0))
-    row = works.compared(session("correct"), "siglip", (4, 4, 4), torch.float32, "rows")
-    assert not row["right"] and row["same bits"] == (values[1] == values[2])
-
-
 def test_what_was_not_compared_is_not_correct():
-    run = session("correct", "infonce, float32", seconds=0)
-    child.run(run)
-    assert run.failed and run.figures[0]["stopped"]
+    run = finished("correct", "infonce, float32", seconds=0)
+    assert run.failed
+    assert run.figures[0]["stopped"]
 
 
 @pytest.mark.parametrize("value", [1.0, float("inf")])
 def test_a_first_step_has_to_be_finite(monkeypatch, value):
     monkeypatch.setattr(works, "results", lambda *given: [torch.full((1,), value)])
-    run = session("works")
-    child.run(run)
-    assert run.failed == (value > 1) and len(run.figures) == 3
+    run = finished("works")
+    assert run.failed == (value > 1)
+    assert len(run.figures) == 3
     assert ("seconds" in run.figures[0]) != run.failed
-
-
-def test_an_engine_that_stands_in_for_triton_is_not_right(monkeypatch):
-    def warned(*given):
-        warnings.warn("itrloss: the Triton engine fails; the tiled one stands in", stacklevel=1)
-        return [torch.ones(2)]
-
-    monkeypatch.setattr(works, "results", lambda *given: [torch.ones(2)])
-    assert works.compared(session("correct"), "hal", (4, 4, 4), torch.float32, "rows")["right"]
-    dense = [[torch.ones(2)]]
-    monkeypatch.setattr(works, "results", lambda *x: dense.pop() if dense else warned(*x))
-    with pytest.raises(UserWarning, match="stands in"):
-        works.compared(session("correct"), "hal", (4, 4, 4), torch.float32, "rows")
 
 
 def test_other_gradients_in_a_mode_fail_the_step(monkeypatch):
     monkeypatch.setattr(modes, "distance", lambda a, b: 0.02)
-    step = speed.Step(LOSSES["infonce"](engine="dense"), session("modes").pair(4, 4, 4))
+    run = session("modes")
+    step = speed.Step(LOSSES["infonce"](engine="dense"), run.pair(4, 4, 4))
     with pytest.raises(ArithmeticError, match="differ"):
-        modes.same_gradients(session("modes"), step, lambda step: step, {"loss": "infonce"})
+        modes.same_gradients(run, step, lambda step: step, {"loss": "infonce"})
 
 
 @pytest.mark.parametrize(("step", "fails"), [("tiles", False), ("kernels", True)])
@@ -166,12 +172,23 @@ def test_only_tiles_of_production_have_to_fit(monkeypatch, step, fails):
     def large(*given):
         raise OutOfResources(147456, 101376, "shared memory")
 
-    monkeypatch.setattr(engine, "sums", large)
-    monkeypatch.setattr(engine, "visit", large)
-    run = session(step)
-    child.run(run)
+    for name in ("sums", "visit"):
+        monkeypatch.setattr(engine, name, large)
+    run = finished(step)
+    assert run.failed == fails
     key = "error" if fails else "skipped"
-    assert run.failed == fails and all("shared memory" in row[key] for row in run.figures)
+    assert all("shared memory" in row[key] for row in run.figures)
+
+
+def test_an_error_in_an_item_fails_the_step_and_the_next_item_runs():
+    run = session("machine")
+    with run.attempt(item=1):
+        raise ValueError("broken")
+    with run.attempt(item=2):
+        run.say(item=2)
+    assert run.failed
+    assert run.figures[0]["error"] == "ValueError: broken"
+    assert run.figures[1] == {"step": "machine", "item": 2}
 
 
 # ------------------------------------------------------------------------------- what needs a GPU
@@ -179,27 +196,23 @@ def test_only_tiles_of_production_have_to_fit(monkeypatch, step, fails):
 
 @pytest.fixture
 def on_cuda(monkeypatch):
-    """A session on a GPU that is not there; yields it and the names of what was called."""
-    calls = []
+    """A session on a GPU that is not there, and the names of what was called."""
+    calls: list[str] = []
     about = types.SimpleNamespace(
         name="a GPU", major=9, minor=0, multi_processor_count=132, total_memory=80e9
     )
     stream = types.SimpleNamespace(wait_stream=lambda other: calls.append("wait"))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
-    for name in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda given: contextlib.nullcontext())
+    fakes = {
+        "get_device_properties": lambda index: about,
+        "synchronize": lambda: calls.append("synchronize"),
+        "empty_cache": lambda: calls.append("empty_cache"),
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda given: contextlib.nullcontext(),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
     return Session("modes", dry=False, seconds=60), calls
-
-
-def test_the_device_is_described(on_cuda):
-    run, _ = on_cuda
-    assert run.device.type == "cuda"
-    described = works.device(run)
-    assert described["device"] == "a GPU" and described["capability"] == "9.0"
-    assert described["memory GB"] == 80
 
 
 def test_calls_are_timed_in_bursts_between_synchronisations(on_cuda):
@@ -211,27 +224,20 @@ def test_calls_are_timed_in_bursts_between_synchronisations(on_cuda):
     assert calls.count("call") > 10 * calls.count("synchronize")
 
 
-def test_a_step_waits_for_the_other_stream(on_cuda):
+def test_the_device_is_described_waited_for_and_given_back(on_cuda):
     run, calls = on_cuda
+    described = works.device(run)
+    assert (described["device"], described["capability"]) == ("a GPU", "9.0")
+    assert described["memory GB"] == 80
     modes.on_other_stream(run, lambda: calls.append("step"))()
     assert calls == ["wait", "step", "wait"]
-
-
-def test_kernels_are_told_from_operators(on_cuda):
-    run, _ = on_cuda
-    event = types.SimpleNamespace(
-        self_device_time_total=5.0, device_type=torch.profiler.DeviceType.CUDA
-    )
-    assert speed.own_time(event, run) == 5
-    event.device_type = torch.profiler.DeviceType.CPU
-    assert speed.own_time(event, run) == 0
-
-
-def test_memory_is_given_back_after_an_item(on_cuda):
-    run, calls = on_cuda
     with run.attempt():
-        pass
+        calls.clear()
     assert calls == ["synchronize", "empty_cache"]
+    for kind, own in (("CUDA", 5), ("CPU", 0)):  # kernels are told from operators
+        device = getattr(torch.profiler.DeviceType, kind)
+        event = types.SimpleNamespace(self_device_time_total=5.0, device_type=device)
+        assert speed.own_time(event, run) == own
 
 
 # ------------------------------------------------------------------------------------- the command
@@ -245,37 +251,35 @@ def test_the_command_leaves_a_record_in_which_a_failing_step_is_failing(
     bug = "from itrloss.engine import triton as e; s = e.sums; e.sums = lambda *x: 1.01 * s(*x)"
     (tmp_path / "sitecustomize.py").write_text(bug)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    steps = plan.all_steps()
-    slot = steps["machine"], steps["correct"]._replace(parts=("infonce, float32",)), steps["ncu"]
-    monkeypatch.setitem(plan.SLOTS, 1, slot)
+    correct = STEPS["correct"]._replace(parts=("infonce, float32",))
+    monkeypatch.setitem(plan.SLOTS, 1, (STEPS["machine"], correct, STEPS["ncu"]))
     assert main(["gpu", "--dry", "--out", str(tmp_path)]) == 1
     path = tmp_path / "gpu_dry_slot1.json"
     found = record.load(path)
-    assert found.correct is False and found.failures() == ["correct"]
-    assert [(x["name"], x["rc"]) for x in found.steps] == [
-        ("machine", 0),
-        ("correct", 1),
-        ("ncu", 0),
-    ]
-    assert found.dry and found.capability is None and found.slot == 1
-    assert found.torch == torch.__version__ and found.triton and found.date
-    assert {row["step"] for row in found.figures} == {"machine", "correct", "ncu"}
+    assert found.correct is False
+    assert found.failures() == ["correct"]
+    codes = {step["name"]: step["rc"] for step in found.steps}
+    assert codes == {"machine": 0, "correct": 1, "ncu": 0}
+    assert (found.dry, found.capability, found.slot) == (True, None, 1)
+    assert (found.torch, found.triton is None, found.date is None) == (
+        torch.__version__,
+        False,
+        False,
+    )
+    assert {row["step"] for row in found.figures} == codes.keys()
     assert any("ArithmeticError" in row.get("error", "") for row in found.figures)
     printed = capsys.readouterr().out
-    assert "FAILED  correct" in printed and "not measured  InfoNCE 32768 x 512" in printed
-    assert path.with_suffix(".txt").read_text() in printed
+    for words in (
+        "FAILED  correct",
+        "not measured  InfoNCE 32768 x 512",
+        path.with_suffix(".txt").read_text(),
+        f"0 of {len(works.TOY_SHAPES)} cases are right",
+    ):
+        assert words in printed
     assert path.with_suffix(".svg").stat().st_size > 1000
-    assert f"0 of {len(works.TOY_SHAPES)} cases are right" in printed
 
 
-@pytest.mark.parametrize(("code", "correct"), [("0", True), ("1", False), ("os._exit(3)", False)])
-def test_losses_are_correct_if_their_step_says_so(monkeypatch, setup, code, correct):
-    fake(monkeypatch, f"import os; raise SystemExit({code})")
-    steps = [STEP, STEP._replace(name="correct")]
-    found = command.measured(1, steps, setup, 100)
-    assert found.correct is correct
-    assert command.measured(1, steps[:1], setup, 100).correct is None
-    assert command.measured(1, steps, setup, plan.LEAST).correct is False  # there was no time
+STEP = plan.Step("machine", "works", 60, "")
 
 
 @pytest.fixture
@@ -283,29 +287,69 @@ def setup(tmp_path):
     return command.Setup(tmp_path, tmp_path / "log.txt", tmp_path, True, {"PATH": "/usr/bin:/bin"})
 
 
-STEP = plan.Step("machine", "works", 60, "")
+def fake(monkeypatch, code: str, *arguments: str) -> None:
+    """Run Python code in place of a step, whose part is its first argument."""
+
+    def words(step, part, *given):
+        return [sys.executable, "-c", f"import os, sys, subprocess; {code}", str(part), *arguments]
+
+    monkeypatch.setattr(command, "command", words)
 
 
-def fake(monkeypatch, code: str) -> None:
-    """Run Python code in place of a step."""
-    monkeypatch.setattr(command, "command", lambda *given: [sys.executable, "-c", code])
+@pytest.mark.parametrize(("code", "correct"), [("0", True), ("1", False), ("os._exit(3)", False)])
+def test_losses_are_correct_if_their_step_says_so(monkeypatch, setup, code, correct):
+    fake(monkeypatch, f"raise SystemExit({code})")
+    steps = [STEP, STEP._replace(name="correct")]
+    assert command.measured(1, steps, setup, 100).correct is correct
+    assert command.measured(1, steps[:1], setup, 100).correct is None
+    assert command.measured(1, steps, setup, plan.LEAST).correct is False  # there was no time
 
 
-@pytest.mark.parametrize("code", [3, 1, -9])
-def test_exit_statuses_are_recorded(monkeypatch, setup, code):
-    end = f"raise SystemExit({code})" if code > 0 else "import os; os.kill(os.getpid(), 9)"
-    fake(monkeypatch, end)
-    row, figures = command.outcome(STEP, 100, setup)
-    assert row["rc"] == code and figures == []
+# What is run in place of a step, how it differs from one, what its row says, and whether that is a
+# failure.
+OUTCOMES = {
+    "an exit status": ("raise SystemExit(3)", {}, {"rc": 3}, True),
+    "a signal": ("os.kill(os.getpid(), 9)", {}, {"rc": -9}, True),
+    "a part": ("raise SystemExit(int(sys.argv[1]))", {"parts": ("0", "7", "0")}, {"rc": 7}, True),
+    "a package": (
+        "raise SystemExit(1)",
+        {"needs": "no_such_package"},
+        {"skipped": "no_such_package is not installed"},
+        False,
+    ),
+    "a program": (
+        "raise SystemExit(1)",
+        {"tool": ("no-such-program",)},
+        {"skipped": "no-such-program is not installed"},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_outcomes_of_steps_are_recorded(name, monkeypatch, setup):
+    code, changes, wanted, is_failure = OUTCOMES[name]
+    fake(monkeypatch, code)
+    row, figures = command.outcome(STEP._replace(**changes), 100, setup._replace(dry=False))
+    assert row.items() >= wanted.items()
+    assert figures == []
+    assert Record(1, True, steps=[row]).failures() == ["machine"] * is_failure
+
+
+def test_a_step_without_time_is_not_begun(monkeypatch, setup):
+    fake(monkeypatch, "raise SystemExit(1)")
+    row, _ = command.outcome(STEP, plan.LEAST - 1, setup)
+    assert row["skipped"] == "no time"
+    assert "rc" not in row
     assert Record(1, True, steps=[row]).failures() == ["machine"]
 
 
-def test_a_part_that_fails_fails_its_step(monkeypatch, setup):
-    codes = {"a": 0, "b": 7, "c": 0}
-    words = [sys.executable, "-c", "import sys; raise SystemExit(int(sys.argv[1]))"]
-    monkeypatch.setattr(command, "command", lambda step, part, *_: [*words, str(codes[part])])
-    row, _ = command.outcome(STEP._replace(parts=("a", "b", "c")), 100, setup)
-    assert row["rc"] == 7
+def test_figures_of_a_step_that_is_killed_are_kept(setup, monkeypatch):
+    path = setup.folder / "machine0.jsonl"
+    fake(monkeypatch, f"open({str(path)!r}, 'w').write('{{\"a\": 1}}\\n{{\"b\"'); 1 / 0")
+    row, figures = command.outcome(STEP, 100, setup)
+    assert row["rc"] == 1
+    assert figures == [{"a": 1}]
 
 
 def test_a_program_runs_the_step(tmp_path, monkeypatch, setup):
@@ -316,66 +360,32 @@ def test_a_program_runs_the_step(tmp_path, monkeypatch, setup):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     step = STEP._replace(tool=("a-sanitizer", "--log", "{out}/seen.csv"))
     row, _ = command.outcome(step, 100, setup._replace(dry=False))
+    assert row["rc"] == 9
     called = f"--log {tmp_path}/seen.csv {sys.executable} -m benchmarks.gpu.child machine"
-    assert row["rc"] == 9 and called in setup.log.read_text()
+    assert called in setup.log.read_text()
 
 
 @pytest.mark.slow
 def test_a_step_that_takes_too_long_is_killed_with_its_children(monkeypatch, setup):
     mark = setup.folder / "mark"
     grandchild = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
-    fake(
-        monkeypatch,
-        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])",
-    )
+    fake(monkeypatch, "subprocess.run([sys.executable, '-c', sys.argv[2]])", grandchild)
     monkeypatch.setattr(plan, "DRY", 1)
     start = time.monotonic()
     row, _ = command.outcome(STEP._replace(seconds=1), 100, setup)
-    assert row["rc"] == command.TOOK_TOO_LONG and time.monotonic() - start < 2.5
+    assert row["rc"] == command.TOOK_TOO_LONG
+    assert time.monotonic() - start < 2.5
     time.sleep(3)
     assert not mark.exists()
-
-
-def test_a_step_without_time_is_not_begun(monkeypatch, setup):
-    fake(monkeypatch, "raise SystemExit(1)")
-    row, _ = command.outcome(STEP, plan.LEAST - 1, setup)
-    assert row["skipped"] == "no time" and "rc" not in row
-    assert Record(1, True, steps=[row]).failures() == ["machine"]
-
-
-def test_figures_of_a_step_that_is_killed_are_kept(setup, monkeypatch):
-    path = setup.folder / "machine0.jsonl"
-    fake(monkeypatch, f"open({str(path)!r}, 'w').write('{{\"a\": 1}}\\n{{\"b\"'); 1 / 0")
-    row, figures = command.outcome(STEP, 100, setup)
-    assert row["rc"] == 1 and figures == [{"a": 1}]
-
-
-def test_a_missing_package_or_program_skips_a_step(monkeypatch, setup):
-    fake(monkeypatch, "raise SystemExit(1)")
-    row, _ = command.outcome(STEP._replace(needs="no_such_package"), 100, setup)
-    assert row == {"name": "machine", "skipped": "no_such_package is not installed"}
-    assert Record(1, True, steps=[row]).failures() == []
-    production = setup._replace(dry=False)
-    row, _ = command.outcome(STEP._replace(tool=("no-such-program",)), 100, production)
-    assert row["skipped"] == "no-such-program is not installed"
-
-
-def test_an_error_in_an_item_fails_the_step_and_the_next_item_runs():
-    run = session("machine")
-    with run.attempt(item=1):
-        raise ValueError("broken")
-    with run.attempt(item=2):
-        run.say(item=2)
-    assert run.failed and run.figures[0]["error"] == "ValueError: broken"
-    assert run.figures[1] == {"step": "machine", "item": 2}
 
 
 # -------------------------------------------------------------------------------------- the record
 
 
-def example() -> Record:
-    figures = [{"step": "machine", "x": float("nan")}]
-    return Record(2, False, "NVIDIA H100 80GB HBM3", "9.0", correct=True, figures=figures)
+def example(**more) -> Record:
+    figures = [{"step": "machine", "x": NAN}]
+    about = {"correct": True, "figures": figures, **more}
+    return Record(2, False, "NVIDIA H100 80GB HBM3", "9.0", **about)
 
 
 def test_records_are_read_as_they_were_written(tmp_path):
@@ -393,7 +403,7 @@ def test_records_are_read_as_they_were_written(tmp_path):
 )
 def test_other_files_are_refused(tmp_path, key, value):
     path = tmp_path / "a.json"
-    found = dataclasses.asdict(example()) | {"figures": [], key: value}
+    found = dataclasses.asdict(example(figures=[])) | {key: value}
     if value is None:
         del found[key]
     path.write_text(json.dumps(found))
@@ -404,11 +414,12 @@ def test_other_files_are_refused(tmp_path, key, value):
 def test_committed_records_are_of_devices():
     for path in RESULTS.glob("gpu_*.json"):
         found = record.load(path)
-        assert not found.dry and found.capability
+        assert not found.dry
+        assert found.capability
         assert path.stem.startswith(Path(found.name).stem)  # earlier ones are kept under more words
 
 
-# --------------------------------------------------------------------------------------- the goals
+# ----------------------------------------------------------------------------- goals, text and plot
 
 
 def test_goals_are_judged_by_the_worst_figure():
@@ -417,24 +428,15 @@ def test_goals_are_judged_by_the_worst_figure():
     others = [about | {"variant": "matmul_bound", "seconds": 1.0}, {"step": "machine"}]
     rows = goals.judged(figures + others)
     assert [row["met"] for row in rows] == [True] + [None] * (len(rows) - 1)
-    figures.append(about | {"variant": "triton", "seconds": 0.0091})
-    assert goals.judged(figures)[0] == {
-        "goal": "InfoNCE 32768 x 512",
-        "most": 9.0,
-        "unit": "ms",
-        "found": 9.1,
-        "met": False,
-    }
+    worst, *_ = goals.judged([*figures, about | {"variant": "triton", "seconds": 0.0091}])
+    assert worst["goal"] == "InfoNCE 32768 x 512"
+    assert (worst["most"], worst["unit"], worst["found"], worst["met"]) == (9.0, "ms", 9.1, False)
 
 
 @pytest.mark.slow
 def test_goals_look_for_figures_that_steps_write():
     """With the toy shape in place of the large one."""
-    found = []
-    for name in ("goals", "amp"):
-        run = session(name)
-        child.run(run)
-        found += run.figures
+    found = finished("goals").figures + finished("amp").figures
     timed = [row for row in found if "seconds" in row]
     for goal in goals.GOALS:
         where = dict(goal.figures)
@@ -442,42 +444,40 @@ def test_goals_look_for_figures_that_steps_write():
         if where.get("loss") in ("infonce", "siglip"):
             where["loss"] = "infonce learnable"
         matching = [row for row in timed if where.items() <= row.items()]
-        assert matching and all(goal.key in row for row in matching), goal.name
-
-
-# --------------------------------------------------------------------------------------- the text
+        assert matching, goal.name
+        assert all(goal.key in row for row in matching), goal.name
 
 
 def test_the_text_names_what_is_wrong():
-    right = {"step": "correct", "loss": "hal", "right": True}
-    wrong = {"step": "correct", "loss": "siglip", "right": False, "errors": [0.5]}
-    late = {"step": "correct", "loss": "dcl std", "stopped": "no time"}
+    figures = [
+        {"step": "correct", "loss": "hal", "right": True},
+        {"step": "correct", "loss": "siglip", "right": False, "errors": [0.5]},
+        {"step": "correct", "loss": "dcl std", "stopped": "no time"},
+    ]
     steps = [
         {"name": "correct", "limit": 80, "rc": 1, "seconds": 3.5},
         {"name": "ncu", "skipped": "ncu is not installed"},
     ]
-    found = dataclasses.replace(example(), steps=steps, figures=[right, wrong, late])
-    found.goals = [{"goal": "a", "most": 1.5, "unit": "ms", "found": 2.0, "met": False}]
-    text = summary.text(found)
-    assert "correct     rc 1     3.5 s of 80\nncu         skipped: ncu is not installed" in text
-    assert "MISSED        a: 2, at most 1.5 ms" in text
-    assert "1 of 2 cases are right\nloss siglip, right False, errors [0.5]" in text
-    assert "loss dcl std, stopped no time" in text and "NVIDIA H100 80GB HBM3" in text
+    missed = {"goal": "a", "most": 1.5, "unit": "ms", "found": 2.0, "met": False}
+    found = example(steps=steps, figures=figures, goals=[missed])
+    assert_stored("gpu_record", summary.text(found))
 
 
 def test_the_plot_has_a_bar_for_every_throughput(tmp_path):
-    row = {"shape": [4, 4, 4], "dtype": "bfloat16", "seconds": 1.0}
-    rows = [
-        row | {"step": "goals", "loss": "hal", "variant": "triton", "gflops": 1000},
-        row | {"step": "peers", "loss": "infonce", "variant": "open_clip", "gflops": 500},
-        row | {"step": "peers", "loss": "infonce", "variant": "matmul_bound", "gflops": 900},
-        {"step": "modes", "loss": "infonce"},
+    bars = [
+        ("goals", "hal", "triton", "tab:blue"),
+        ("peers", "infonce", "open_clip", "tab:gray"),
+        ("peers", "infonce", "matmul_bound", "black"),
     ]
-    summary.plot(dataclasses.replace(example(), figures=rows), tmp_path / "a.svg")
+    rows = [{"step": "modes", "loss": "infonce"}]
+    for step, loss, variant, colour in bars:
+        row = {"step": step, "loss": loss, "variant": variant, "gflops": 1000}
+        assert summary.colour(row) == colour
+        rows.append(row | {"shape": [4, 4, 4], "dtype": "bfloat16", "seconds": 1.0})
+    summary.plot(example(figures=rows), tmp_path / "a.svg")
     drawn = (tmp_path / "a.svg").read_text()
-    for words in ("goals 4x4x4 · hal · triton", "peers 4x4x4 · infonce · matmul_bound"):
-        assert words in drawn
-    assert [summary.colour(x) for x in rows[:3]] == ["tab:blue", "tab:gray", "black"]
+    for step, loss, variant, _ in bars:
+        assert f"{step} 4x4x4 · {loss} · {variant}" in drawn
 
 
 # ---------------------------------------------------------------------------------- other libraries
@@ -489,37 +489,38 @@ def test_wheels_are_unpacked_for_the_steps(tmp_path):
     with zipfile.ZipFile(wheels / "peer-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("peer/__init__.py", "NUMBER = 5")
     args = command.parser().parse_args(["--dry", "--wheels", str(wheels)])
+    words = [sys.executable, "-c", "import peer; print(peer.NUMBER)"]
     variables = command.environment(tmp_path, args)
-    code = "import peer; print(peer.NUMBER)"
-    words = [sys.executable, "-c", code]
     done = subprocess.run(words, env=variables, capture_output=True, text=True, check=True)
     assert done.stdout == "5\n"
 
 
+def open_clip_of(monkeypatch, make) -> None:
+    monkeypatch.setitem(peers.PEERS, "open_clip", peers.Peer(("infonce",), make))
+
+
 @pytest.mark.slow
 def test_open_clip_is_timed_under_autocast(monkeypatch):
-    seen = []
+    seen = set()
 
     def loss(images, texts):
-        seen.append((torch.is_autocast_enabled("cpu"), images.dtype))
+        seen.add((torch.is_autocast_enabled("cpu"), images.dtype))
         return (images @ texts.T).float().sum()
 
-    peer = peers.Peer(("infonce",), lambda case, problem: loss)
-    monkeypatch.setitem(peers.PEERS, "open_clip", peer)
-    run = session("amp")
-    child.run(run)
-    assert not run.failed and set(seen) == {(True, torch.float32)}
+    open_clip_of(monkeypatch, lambda case, problem: loss)
+    run = finished("amp")
+    assert not run.failed
+    assert seen == {(True, torch.float32)}
     assert [row["variant"] for row in run.figures][:2] == ["open_clip", "ours"]
 
 
 @pytest.mark.slow
-def test_a_library_that_is_missing_is_skipped(monkeypatch):
+@pytest.mark.parametrize("step", ["encoders", "amp"])
+def test_a_library_that_is_missing_is_skipped(step, monkeypatch):
     def missing(case, problem):
         raise peers.Unavailable("is not installed")
 
-    monkeypatch.setitem(peers.PEERS, "open_clip", peers.Peer(("infonce",), missing))
-    for step in ("encoders", "amp"):
-        run = session(step)
-        child.run(run)
-        skipped = [row for row in run.figures if "skipped" in row]
-        assert not run.failed and {row["variant"] for row in skipped} == {"open_clip"}
+    open_clip_of(monkeypatch, missing)
+    run = finished(step)
+    assert not run.failed
+    assert {row["variant"] for row in run.figures if "skipped" in row} == {"open_clip"}

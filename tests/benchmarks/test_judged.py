@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from support.stored import assert_stored_numbers
 
 from benchmarks import judged, linear
 from benchmarks.judged import MEASURES, Measure, Relevance
@@ -17,23 +16,13 @@ from itrloss.metrics import Judgements, compare, retrieval_metrics, retrieval_re
 N, C = 12, 2  # images, and captions of each
 OWNER = torch.arange(N).repeat_interleave(C)
 OWN = torch.arange(N)[:, None] == OWNER
-JUDGED_TEXTS = range(0, N * C, C)  # the first caption of each image is judged
-PARTS = {"others, R@1": 18, "order, experts": 24, "nDCG@10, experts": 28}
 
 
 class Data(NamedTuple):
-    """Scores of both directions, judgements, and the same judgements as dictionaries of pairs."""
+    """Scores of both directions, and what is relevant."""
 
     scores: tuple[torch.Tensor, torch.Tensor]
     relevance: Relevance
-    experts: dict[tuple[int, int], float]
-    crowd: dict[tuple[int, int], float]
-
-    def is_right(self, image: int, text: int) -> bool:
-        """Experts decide, and where there are none, more than half of the crowd."""
-        if (image, text) in self.experts:
-            return self.experts[image, text] >= 3
-        return self.crowd.get((image, text), 0) > 0.5
 
 
 def by_pair(judgements: Judgements) -> dict[tuple[int, int], float]:
@@ -51,113 +40,41 @@ def data() -> Data:
     t2i = torch.randn(N, N * C, generator=generator) + 2 * OWN
     pairs = torch.randperm(N * N, generator=generator)[:80]
     images = pairs // N
-    texts = pairs % N * C
+    texts = pairs % N * C  # the first caption of each image is judged
     # The experts judge the first 40 pairs, the crowd the last 50.
     grades = torch.randint(3, 13, (40,), generator=generator).double() / 3
     shares = torch.randint(0, 4, (50,), generator=generator).double() / 3
     experts = Judgements(images[:40], texts[:40], grades)
     crowd = Judgements(images[30:], texts[30:], shares)
-    relevance = Relevance(OWNER, experts, crowd)
-    return Data((i2t, t2i), relevance, by_pair(experts), by_pair(crowd))
-
-
-def value(data: Data, name: str) -> float:
-    """A measure in percent."""
-    measure = MEASURES[name]
-    of_all_queries = data.relevance.sums(data.scores).sum(0)
-    totals = of_all_queries[measure.parts]
-    percentages = 100 * totals[:, 0] / totals[:, 1]
-    return measure.factor * float(percentages.sum())
-
-
-def part(data: Data, number: int) -> list[float]:
-    """The numerator and the denominator of a part."""
-    of_each_query = data.relevance.sums(data.scores)[:, number]
-    return of_each_query.sum(0).tolist()
+    return Data((i2t, t2i), Relevance(OWNER, experts, crowd))
 
 
 # --- what is right --------------------------------------------------------------------------------
 
 
-def test_right_pairs_are_those_of_the_judgements(data):
-    found = set()
-    for image, number in data.relevance.others.nonzero().tolist():
-        text = int(data.relevance.texts[number])
-        found.add((image, text))
-    wanted = set()
-    for image, text in itertools.product(range(N), JUDGED_TEXTS):
-        is_own = text // C == image
-        if data.is_right(image, text) and not is_own:
-            wanted.add((image, text))
-    assert found == wanted
+def values(data: Data) -> dict[str, float]:
+    """All measures."""
+    totals = data.relevance.sums(data.scores).sum(0)
+    found = {}
+    for name, measure in MEASURES.items():
+        hits, queries = totals[measure.parts].T
+        found[name] = measure.factor * float((100 * hits / queries).sum())
+    return found
+
+
+def test_measures_are_those_of_loops_over_pairs(data):
+    """They are stored: loops over queries and candidates had the same sums."""
+    found = {f"part {k}": x.tolist() for k, x in enumerate(data.relevance.sums(data.scores).sum(0))}
+    found["other right pairs"] = data.relevance.others.nonzero().flatten().tolist()
+    found |= {name: [value] for name, value in values(data).items()}
+    assert_stored_numbers("judged", found)
 
 
 def test_recalls_of_own_pairs_are_those_of_the_library(data):
-    plain = retrieval_metrics(data.scores)
-    r1 = (plain["i2t_r1"] + plain["t2i_r1"]) / 2
-    assert value(data, "RSUM, own pairs") == pytest.approx(plain["rsum"])
-    assert value(data, "R@1, own pairs") == pytest.approx(r1)
-
-
-def test_recalls_of_judged_pairs_are_those_of_the_library(data):
-    right = torch.zeros(N, N, dtype=torch.bool)
-    for image, text in itertools.product(range(N), JUDGED_TEXTS):
-        owner = text // C
-        right[image, owner] = data.is_right(image, text) or owner == image
-    i2t, t2i = data.scores
-    judged_scores = (i2t[:, ::C], t2i[:, ::C])
-    pairs = right.nonzero(as_tuple=True)
-    wanted = retrieval_metrics(judged_scores, relevant=pairs)
-    assert value(data, "RSUM, judged pairs") == pytest.approx(wanted["rsum"])
-
-
-def test_first_candidates_of_others_are_those_of_the_loops(data):
-    hits = []
-    for image in range(N):
-        others = [text for text in JUDGED_TEXTS if text // C != image]
-        right = [text for text in others if data.is_right(image, text)]
-        if right:
-            row = data.scores[0][image].tolist()
-            first = max(others, key=row.__getitem__)
-            hits.append(first in right)
-    assert part(data, PARTS["others, R@1"]) == [sum(hits), len(hits)]
-
-
-@pytest.mark.parametrize("side", [0, 1], ids=["i2t", "t2i"])
-def test_the_order_of_judged_candidates_is_that_of_the_loops(side, data):
-    scores = data.scores[side]
-    others = [pair for pair in data.experts if pair[0] != pair[1] // C]
-    right = 0
-    total = 0
-    for a, b in itertools.permutations(others, 2):
-        of_one_query = a[side] == b[side]
-        if of_one_query and data.experts[a] > data.experts[b]:
-            right += bool(scores[a] > scores[b])
-            total += 1
-    assert part(data, PARTS["order, experts"] + side) == [right, total]
-
-
-def gain(grades: list[float]) -> float:
-    """The discounted gain of a list, best first."""
-    total = 0.0
-    for place, grade in enumerate(grades[:10], 1):
-        total += (grade - 1) / math.log2(place + 1)
-    return total
-
-
-@pytest.mark.parametrize("side", [0, 1], ids=["i2t", "t2i"])
-def test_the_gain_of_judged_candidates_is_that_of_the_loops(side, data):
-    scores = data.scores[side]
-    ratios = []
-    for query in {pair[side] for pair in data.experts}:
-        own = [pair for pair in data.experts if pair[side] == query]
-        own.sort(key=lambda pair: -float(scores[pair]))
-        grades = [data.experts[pair] for pair in own]
-        ideal = gain(sorted(grades, reverse=True))
-        if ideal > 0:
-            ratios.append(gain(grades) / ideal)
-    wanted = [sum(ratios), len(ratios)]
-    assert part(data, PARTS["nDCG@10, experts"] + side) == pytest.approx(wanted)
+    found, wanted = values(data), retrieval_metrics(data.scores)
+    assert found["RSUM, own pairs"] == pytest.approx(wanted["rsum"])
+    r1 = (wanted["i2t_r1"] + wanted["t2i_r1"]) / 2
+    assert found["R@1, own pairs"] == pytest.approx(r1)
 
 
 def test_hubs_are_right_for_many_where_scores_favour_them(data):
@@ -181,16 +98,9 @@ def test_intervals_are_those_of_the_library(data):
     after = retrieval_results(better)
     wanted = compare(after, before, samples=500)["rsum"]
     rsum_before = before.metrics()["rsum"]
-    assert found.before.flatten().tolist() == of_all_systems(rsum_before)
-    assert found.gain.flatten().tolist() == of_all_systems(wanted.difference, abs=1e-3)
-    assert found.low.flatten().tolist() == of_all_systems(wanted.low, abs=1e-3)
-    assert found.high.flatten().tolist() == of_all_systems(wanted.high, abs=1e-3)
-    assert found.p.flatten().tolist() == of_all_systems(3 * wanted.p_value)
-
-
-def of_all_systems(value: float, **tolerance: float) -> Any:
-    """One value for two systems and their mean."""
-    return pytest.approx([value] * 3, **tolerance)
+    every = (rsum_before, wanted.difference, wanted.low, wanted.high, 3 * wanted.p_value)
+    for values, value in zip(found, every, strict=True):  # for two systems and their mean
+        assert values.flatten().tolist() == pytest.approx([value] * 3, abs=1e-3)
 
 
 def test_the_last_system_is_the_mean_of_all():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.stored import assert_stored_numbers
 
 import itrloss
 from benchmarks import negatives, noise
@@ -70,62 +71,42 @@ def expect_chosen(rows):
     assert mined["to plain"]["difference"] == [pytest.approx(expected, abs=0.02)]
 
 
-def test_the_loss_of_every_form_without_further_negatives(data):
+def test_losses_and_what_is_mined_are_those_of_loops(data):
+    """They are stored: loops over anchors and candidates, and the library's loss, had the same."""
     split, model, ids = data
-    rows = torch.arange(0, 300, 7)
     groups = torch.arange(60) // 4
-    own_ids = ids[rows]
-    v, w = model(split.pictures[own_ids], split.words[rows], split.weights[rows])
-
-    options = Options(margin=0.05, hardness=2.0, groups="other")
-    of_all_forms = Loss(options, split, ids, None, groups)
-    found = of_all_forms(model, rows)
-    loss = itrloss.InfoNCELoss(0.1, margin=0.05, hardness=2.0, groups="other")
-    expected = loss(v, w, own_ids, own_ids, image_groups=groups[own_ids])
-    torch.testing.assert_close(found, expected)
-
-    plain = Loss(Options(), split, ids, None, None)
-    without = itrloss.InfoNCELoss(0.1)(v, w, own_ids, own_ids)
-    torch.testing.assert_close(plain(model, rows), without)
-    assert not torch.isclose(found, without)
-
-
-def test_the_loss_with_further_negatives(data):
-    split, model, ids = data
-    rows = torch.tensor([0, 5, 6, 150, 299])  # of pictures 0, 1, 1, 30, 59
+    every = torch.arange(0, 300, 7)
+    # of pictures 0, 1, 1, 30, 59, of which the second is twice in the batch
+    rows = torch.tensor([0, 5, 6, 150, 299])
     pictures = torch.full((300, 3), -1)
     captions = torch.full((60, 3), -1)
     pictures[rows, 0] = torch.tensor([30, 7, 8, 1, -1])
     captions[[0, 1, 30, 59], 0] = torch.tensor([296, 3, -1, 17])
-    loss = Loss(Options(), split, ids, Hard(pictures, captions), None)
-    found = loss(model, rows)
-
-    v, w = model(split.pictures, split.words, split.weights)
-    v = F.normalize(v)
-    w = F.normalize(w)
-    own_captions = rows.tolist()
-    own_pictures = ids[rows].tolist()
-    all_captions = [*own_captions, 296, 3, 3, 17]  # picture 1 is twice in the batch
-    all_pictures = [*own_pictures, 30, 7, 8, 1]
-    expected = torch.zeros((), dtype=torch.float64)
-    for caption, picture in zip(own_captions, own_pictures, strict=True):
-        positives = [c for c in own_captions if ids[c] == picture]
-        others = [c for c in all_captions if ids[c] != picture]
-        expected += anchor(v[picture], w, positives, others)
-        positives = [p for p in own_pictures if p == picture]
-        others = [p for p in all_pictures if p != picture]
-        expected += anchor(w[caption], v, positives, others)
-    torch.testing.assert_close(found, expected / len(rows))
-
-
-def anchor(vector, candidates, positives, others):
-    """Return the mean over positives of InfoNCE at τ = 0.1."""
-    logits = candidates @ vector / 0.1
-    losses = []
-    for positive in positives:
-        row = logits[[positive, *others]]
-        losses.append(row.logsumexp(0) - row[0])
-    return torch.stack(losses).mean()
+    options = Options(margin=0.05, hardness=2.0, groups="other")
+    losses = {
+        "plain": Loss(Options(), split, ids, None, None)(model, every),
+        "of all forms": Loss(options, split, ids, None, groups)(model, every),
+        "hard": Loss(Options(), split, ids, Hard(pictures, captions), None)(model, rows),
+    }
+    found = {name: [loss.item()] for name, loss in losses.items()}
+    v, w = model(*split)
+    scores = F.normalize(v) @ F.normalize(w).T
+    halves = torch.arange(60) // 30
+    for name, of_pictures, more in (
+        ("the hardest", torch.arange(60), {}),
+        ("below half of the own score", torch.arange(60), {"below": 0.5}),
+        ("of other groups", halves, {}),
+    ):
+        three = Options(negatives=3, **more)
+        hard = negatives.mined(model, split, ids, of_pictures, three)
+        assert hard.captions.shape == (60, 3)
+        assert hard.pictures.shape == (300, 3)
+        for side, numbers in hard._asdict().items():
+            own = scores if side == "captions" else scores.T
+            existing = numbers >= 0
+            kept = own.gather(1, numbers.clamp_min(0))[existing]  # numbers may tie
+            found[f"{name}, {side}"] = [existing.sum().item(), *kept[::7].tolist()]
+    assert_stored_numbers("negatives", found)
 
 
 def test_negatives_are_drawn_from_those_that_exist():
@@ -137,56 +118,6 @@ def test_negatives_are_drawn_from_those_that_exist():
     assert set(of_first) == {4, 5, 6}
     assert set(of_second) == {7}
     assert set(of_third) == {-1}
-
-
-PICTURES = torch.arange(60)
-
-
-def scores_of(data):
-    """Scores of all pictures and captions, and of each caption with its own picture."""
-    split, model, ids = data
-    v, w = model(*split)
-    scores = F.normalize(v) @ F.normalize(w).T
-    return scores, scores[ids, torch.arange(300)]
-
-
-def mined(data, groups=PICTURES, **options):
-    """Three negatives of each picture and of each caption."""
-    split, model, ids = data
-    three = Options(negatives=3, **options)
-    return negatives.mined(model, split, ids, groups, three)
-
-
-@pytest.mark.parametrize("picture", [0, 17, 59])
-def test_the_hardest_captions_are_mined(picture, data):
-    _, _, ids = data
-    scores, _ = scores_of(data)
-    others = scores[picture].masked_fill(ids == picture, -torch.inf)
-    captions = mined(data).captions[picture]
-    torch.testing.assert_close(scores[picture, captions], others.topk(3).values)
-
-
-def test_mined_candidates_lie_below_a_share_of_their_own_score(data):
-    scores, of_captions = scores_of(data)
-    of_pictures = of_captions.view(60, 5).mean(1)
-    hard = mined(data, below=0.5)
-    for picture, captions in enumerate(hard.captions):
-        existing = captions[captions >= 0]
-        assert (scores[picture, existing] < 0.5 * of_pictures[picture]).all()
-    for caption, pictures in enumerate(hard.pictures):
-        existing = pictures[pictures >= 0]
-        assert (scores[existing, caption] < 0.5 * of_captions[caption]).all()
-    assert len(hard.captions) == 60
-    assert len(hard.pictures) == 300
-
-
-def test_mined_candidates_are_of_other_groups(data):
-    _, _, ids = data
-    groups = PICTURES // 30  # one half of the pictures has its negatives in the other
-    groups_of_captions = groups[ids]
-    hard = mined(data, groups)
-    assert (groups[hard.pictures] != groups_of_captions[:, None]).all()
-    assert (groups_of_captions[hard.captions] != groups[:, None]).all()
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.stored import assert_stored
 
 from examples.retrieval import ablate, ablate_report
 from examples.retrieval.ablate import (
@@ -107,7 +108,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("file", [None, SCENES])
 @pytest.mark.parametrize("paper", PAPERS)
-def test_every_row_is_a_run_that_can_be_built(paper: str, file: Path | None, tmp_path: Path):
+def test_every_row_is_a_run_that_can_be_built(paper, file, tmp_path):
     grid = Grid(paper, file, [*TINY, "data=somewhere"], out=tmp_path)
     configs = [config for config, _ in grid.runs().values()]
     assert len(configs) >= 9
@@ -117,44 +118,34 @@ def test_every_row_is_a_run_that_can_be_built(paper: str, file: Path | None, tmp
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_the_baseline_of_a_table_is_the_full_model(paper: str, tmp_path: Path):
+def test_tables_are_whole(paper, tmp_path):
     grid = Grid(paper, out=tmp_path)
     full = grid.config(Row("full model"), 0)
     for table in grid.tables.values():
+        rows = table.rows
         if table.baseline != "none":  # of CODER's table S3
-            assert grid.config(table.rows[table.baseline], 0) == full
-
-
-@pytest.mark.parametrize("paper", PAPERS)
-def test_tables_are_whole(paper: str):
-    for table in load_paper(paper).tables.values():
-        rows = set(table.rows)
-        assert table.baseline in rows
-        for printed in table.printed.values():
-            assert printed.keys() <= rows
+            assert grid.config(rows[table.baseline], 0) == full
         for claim in table.claims:
-            assert {name for pair in claim.pairs for name in pair} <= rows
+            assert {name for pair in claim.pairs for name in pair} <= rows.keys()
             assert bool(claim.above) != bool(claim.within)
             assert (claim.apart > 0) == bool(claim.within)
-        for row in table.rows.values():
-            if table.reranks:
-                named = isinstance(row.rerank, str)
-                assert row.rerank in METHODS if named else len(row.rerank) in (0, 4)
+        for row in rows.values():
+            if isinstance(row.rerank, str):
+                assert row.rerank in METHODS
             else:
-                assert not row.rerank
-
-
-@pytest.mark.parametrize("paper", ["coder", "user"])
-def test_printed_recalls_sum_to_the_printed_rsum(paper: str):
-    for table in load_paper(paper).tables.values():
+                assert len(row.rerank) in (0, 4)
+            assert table.reranks or not row.rerank
         for printed in table.printed.values():
-            assert printed.keys() == table.rows.keys()
-            for row in printed.values():
-                total = sum(row[recall] for recall in RECALLS)
-                assert row["rsum"] == pytest.approx(total, abs=0.11)
+            assert printed.keys() <= rows.keys()
+            if paper == "dvse":  # whose tables leave figures out
+                continue
+            assert printed.keys() == rows.keys()
+            for figures in printed.values():
+                total = sum(figures[recall] for recall in RECALLS)
+                assert figures["rsum"] == pytest.approx(total, abs=0.11)
 
 
-def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_paper(tmp_path: Path):
+def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_paper(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('loss = "coder"\nconcepts = 7\n[loss_options]\nclusters = 40\nmargin = 0.1\n')
     rows = load_paper("coder").tables["4"].rows
@@ -164,7 +155,7 @@ def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_paper(
     assert Grid("coder", out=tmp_path).config(rows["5000"], 0).loss_options == {"clusters": 100}
 
 
-def test_options_of_the_full_models_loss_are_not_those_of_another(tmp_path: Path):
+def test_options_of_the_full_models_loss_are_not_those_of_another(tmp_path):
     row = load_paper("coder").tables["2"].rows["1"]
     config = Grid("coder", common=["loss_options.margin=0.2"], out=tmp_path).config(row, 0)
     assert config.loss == "triplet"
@@ -183,7 +174,7 @@ def test_a_multiple_of_a_number_stays_what_it_was():
 # --- the grid -------------------------------------------------------------------------------------
 
 
-def test_a_grid_runs_once_and_goes_on(tiny: list[str], tmp_path: Path, trained: list[str]):
+def test_a_grid_runs_once_and_goes_on(tiny, tmp_path, trained):
     grid = Grid("coder", common=tiny, seeds=[0, 1], out=tmp_path)
     assert {state(config) for config, _ in grid.runs().values()} == {"to run"}
     run(grid)
@@ -199,7 +190,7 @@ def test_a_grid_runs_once_and_goes_on(tiny: list[str], tmp_path: Path, trained: 
     assert (first / "log.jsonl").read_text() == log  # nothing was trained again
 
 
-def test_other_settings_are_other_runs(tiny: list[str], tmp_path: Path, trained: list[str]):
+def test_other_settings_are_other_runs(tiny, tmp_path, trained):
     run(Grid("coder", common=tiny, out=tmp_path, only=["2"]))
     assert len(trained) == 1
 
@@ -212,9 +203,7 @@ def test_other_settings_are_other_runs(tiny: list[str], tmp_path: Path, trained:
     assert state_with("threads=2", "final_test=true") == "finished"
 
 
-def test_a_row_that_diverges_does_not_end_the_grid(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_a_row_that_diverges_does_not_end_the_grid(tiny, tmp_path, monkeypatch, capsys):
     def diverge(config: Config) -> None:
         raise FloatingPointError("epoch 1")
 
@@ -224,7 +213,7 @@ def test_a_row_that_diverges_does_not_end_the_grid(
     assert capsys.readouterr().out.count("diverged: epoch 1") == 2
 
 
-def test_a_row_is_re_ranked_by_its_own_numbers(data: Path, tmp_path: Path):
+def test_a_row_is_re_ranked_by_its_own_numbers(data, tmp_path):
     split = load_split(data, "dev")
     scores = torch.rand(20, 100, generator=torch.Generator().manual_seed(0))
     np.save(tmp_path / "dev_scores.npy", scores.numpy())
@@ -242,9 +231,7 @@ def test_a_row_is_re_ranked_by_its_own_numbers(data: Path, tmp_path: Path):
         seen.append(found["after"])
 
 
-def test_a_report_holds_measured_and_printed_figures(
-    tiny: list[str], tmp_path: Path, trained: list[str]
-):
+def test_figures_are_those_of_the_runs(tiny, tmp_path, trained):
     grid = Grid("coder", common=tiny, seeds=[0, 1], out=tmp_path)
     assert "no runs" in write_report(grid)
     run(grid)
@@ -256,28 +243,9 @@ def test_a_report_holds_measured_and_printed_figures(
     # FR's settings are the defaults
     assert reranked["FR"][1]["after"] == pytest.approx(ours["dcl"][1]["after"])
 
-    text = write_report(grid)
-    assert (tmp_path / "report.md").read_text() == text
-    changes = [
-        ours["triplet"][seed]["before"]["rsum"] - ours["dcl"][seed]["before"]["rsum"]
-        for seed in (0, 1)
-    ]
-    half = 12.706 * abs(changes[0] - changes[1]) / 2
-    for expected in (
-        "Table 1: losses",
-        "cannot be run: another method",
-        "A note.",
-        f"{np.mean(changes):+.1f} ± {half:.1f}",
-        "| 500.0",
-        "| -10.5",
-        "dcl − triplet: ",
-        "(printed +10.5 on Flickr30K)",
-    ):
-        assert expected in text
-
 
 def test_losses_are_judged_before_re_ranking_and_re_rankings_after_it(
-    tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path, trained, monkeypatch
 ):
     def seeds(before: float, after: float) -> dict[int, Figures]:
         return {
@@ -292,28 +260,18 @@ def test_losses_are_judged_before_re_ranking_and_re_rankings_after_it(
         "plain": seeds(105, 100),
         "FR": seeds(100, 110),
     }
-
-    def planted(grid: Grid, table: Table) -> dict[str, dict[int, Figures]]:
-        return {name: found[name] for name in table.rows}
-
-    monkeypatch.setattr(ablate_report, "measured", planted)
+    monkeypatch.setattr(
+        ablate_report, "measured", lambda grid, table: {name: found[name] for name in table.rows}
+    )
     text = write_report(Grid("coder", seeds=[0, 1, 2], out=tmp_path))
-    for line in (
-        f"* **{HOLDS}**: DCL is better",
-        "  * dcl − triplet: +10.0 ± 0.0 ",
-        f"* **{UNKNOWN}**: and than SCAN",
-        f"* **{HOLDS}**: it helps",
-        "  * FR − plain: +10.0 ± 0.0 ",
-    ):
-        assert line in text
+    assert (tmp_path / "report.md").read_text() == text
+    assert_stored("ablations", text)
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_lists_reports_or_runs(
-    tmp_path: Path, trained: list[str], tiny: list[str], capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_lists_reports_or_runs(tmp_path, trained, tiny, capsys):
     # settings may stand anywhere, even after the seeds
     command = ["coder", "--out", str(tmp_path), "--seeds", "0", "1", *tiny, "--tables", "1"]
     main([*command, "--dry-run"])
@@ -338,9 +296,7 @@ def test_the_command_lists_reports_or_runs(
         (["loss_options.nothing=1"], "nothing"),
     ],
 )
-def test_the_command_names_wrong_words(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_names_wrong_words(words, message, capsys):
     with pytest.raises(SystemExit):
         main(["coder", "--dry-run", *words])
     assert message in capsys.readouterr().err
@@ -364,65 +320,59 @@ def test_one_seed_has_no_interval():
     assert paired({4: 1.0}, {5: 3.0}) is None
 
 
-def planted(*rows: tuple[float, ...]) -> dict[str, dict[int, Figures]]:
-    """Rows "a", "b", ... with these RSUMs over the seeds."""
-    named = zip("abcd", rows, strict=False)
-    return {
+def judged(claim: Claim, **rows: tuple[float, ...]) -> str:
+    """The verdict on a claim for rows with these RSUMs over the seeds."""
+    runs = {
         name: {seed: {"before": {"rsum": value}} for seed, value in enumerate(row)}
-        for name, row in named
+        for name, row in rows.items()
     }
+    return verdict(claim, runs, "before")[0]
 
 
 @pytest.mark.parametrize(
-    ("a", "expected"),
+    ("apart", "a", "expected"),
     [
-        ((105.0, 115.5, 124.5), HOLDS),
-        ((95.0, 104.5, 115.5), FAILS),
-        ((99.0, 111.0, 121.0), UNKNOWN),
-        ((105.0,), UNKNOWN),  # one seed has no standard deviation
-        ((), UNKNOWN),
-    ],
-)
-def test_a_claim_of_a_difference_is_judged_by_the_interval(a: tuple[float, ...], expected: str):
-    rows = planted(a, (100.0, 110.0, 120.0))
-    assert verdict(Claim("", above=[("a", "b")]), rows, "before")[0] == expected
-
-
-@pytest.mark.parametrize(
-    ("a", "apart", "expected"),
-    [
-        ((100.1, 110.0, 119.9), 3.0, HOLDS),
-        ((100.1, 110.0, 119.9), 0.1, UNKNOWN),
-        ((110.0, 120.1, 130.0), 3.0, FAILS),
+        (None, (105.0, 115.5, 124.5), HOLDS),
+        (None, (95.0, 104.5, 115.5), FAILS),
+        (None, (99.0, 111.0, 121.0), UNKNOWN),
+        (None, (105.0,), UNKNOWN),  # one seed has no standard deviation
+        (None, (), UNKNOWN),
+        (3.0, (100.1, 110.0, 119.9), HOLDS),
+        (0.1, (100.1, 110.0, 119.9), UNKNOWN),
+        (3.0, (110.0, 120.1, 130.0), FAILS),
         # 1 ± 1.5
-        ((100.4, 111.0, 121.6), 2.0, UNKNOWN),
-        ((100.4, 111.0, 121.6), 2.6, HOLDS),
+        (2.0, (100.4, 111.0, 121.6), UNKNOWN),
+        (2.6, (100.4, 111.0, 121.6), HOLDS),
     ],
 )
-def test_a_claim_of_closeness_needs_the_whole_interval(
-    a: tuple[float, ...], apart: float, expected: str
-):
-    rows = planted(a, (100.0, 110.0, 120.0))
-    for pair in (("a", "b"), ("b", "a")):
-        assert verdict(Claim("", within=[pair], apart=apart), rows, "before")[0] == expected
+def test_a_claim_is_judged_by_the_whole_interval(apart, a, expected):
+    """Of a difference, or of closeness, which has no order."""
+    if apart is None:
+        claims = [Claim("", above=["ab"])]
+    else:
+        claims = [Claim("", within=[pair], apart=apart) for pair in ("ab", "ba")]
+    for claim in claims:
+        assert judged(claim, a=a, b=(100.0, 110.0, 120.0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"), [("ab da", HOLDS), ("ab cb", UNKNOWN), ("cb ba", FAILS)]
+)
+def test_all_pairs_of_a_claim_must_hold_and_one_refutes_it(pairs, expected):
+    rows = {
+        "a": (110.0, 120.1, 130.0),
+        "b": (100.0, 110.0, 120.0),
+        "c": (99.0, 111.0, 121.0),
+        "d": (200.0, 210.1, 220.0),
+    }
+    assert judged(Claim("", above=pairs.split()), **rows) == expected
 
 
 def test_a_claim_is_judged_by_its_own_figure():
     rows = {}
     for name, rsum, r1 in (("a", 400.0, 60.0), ("b", 420.0, 50.0)):
         rows[name] = {s: {"before": {"rsum": rsum + s, "i2t_r1": r1 + 1.1 * s}} for s in range(3)}
-    found, differences = verdict(Claim("", above=[("a", "b")], figure="i2t_r1"), rows, "before")
+    found, differences = verdict(Claim("", above=["ab"], figure="i2t_r1"), rows, "before")
     assert found == HOLDS
     assert differences == [pytest.approx(Difference(10.0, 0.0, 3))]
-    assert verdict(Claim("", above=[("a", "b")]), rows, "before")[0] == FAILS
-
-
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [("ab da", HOLDS), ("ab cb", UNKNOWN), ("cb ba", FAILS)],
-)
-def test_all_pairs_of_a_claim_must_hold_and_one_refutes_it(pairs: str, expected: str):
-    rows = planted(
-        (110.0, 120.1, 130.0), (100.0, 110.0, 120.0), (99.0, 111.0, 121.0), (200.0, 210.1, 220.0)
-    )
-    assert verdict(Claim("", above=pairs.split()), rows, "before")[0] == expected
+    assert verdict(Claim("", above=["ab"]), rows, "before")[0] == FAILS

@@ -30,7 +30,7 @@ def raw(config: Config, photos: Path, resnet: str) -> Config:
 # --- BERT -----------------------------------------------------------------------------------------
 
 
-def test_captions_are_cut_into_the_pieces_of_the_checkpoint(bert: str):
+def test_captions_are_cut_into_the_pieces_of_the_checkpoint(bert):
     pieces = WordPieces.of_checkpoint(bert)
     said = [drawn.PIECES[i] for i in pieces.encode("Left reds, blue")]
     assert said == ["[CLS]", "left", "red", "##s", "[UNK]", "blue", "[SEP]"]
@@ -40,7 +40,7 @@ def test_captions_are_cut_into_the_pieces_of_the_checkpoint(bert: str):
     assert long[-1] == 3
 
 
-def test_word_pieces_are_rebuilt_from_their_state(bert: str):
+def test_word_pieces_are_rebuilt_from_their_state(bert):
     pieces = WordPieces.of_checkpoint(bert)
     again = WordPieces(**pieces.state())
     assert again.encode("Left reds, blue") == pieces.encode("Left reds, blue")
@@ -48,7 +48,7 @@ def test_word_pieces_are_rebuilt_from_their_state(bert: str):
     assert "transformers_version" not in pieces.sizes  # a newer one may resume the run
 
 
-def test_bert_is_pooled_over_all_its_pieces(bert: str):
+def test_bert_is_pooled_over_all_its_pieces(bert):
     from transformers import BertModel
 
     encoder = BertEncoder(WordPieces.of_checkpoint(bert), 16, with_queries=True).eval()
@@ -60,7 +60,7 @@ def test_bert_is_pooled_over_all_its_pieces(bert: str):
     torch.testing.assert_close(query, encoder.query_pool(hidden, lengths))  # type: ignore[misc]
 
 
-def test_bert_leaves_padding_out(bert: str):
+def test_bert_leaves_padding_out(bert):
     torch.manual_seed(0)
     encoder = BertEncoder(WordPieces.of_checkpoint(bert), 16, word_dropout=0.5).eval()
     captions = [[2, 7, 10, 3], [2, 3], [2, 8, 9, 5, 11, 12, 3]]
@@ -70,9 +70,7 @@ def test_bert_leaves_padding_out(bert: str):
     torch.testing.assert_close(encoder(longer, lengths), alone, rtol=0, atol=1e-6)
 
 
-def test_word_dropout_hides_pieces_but_never_the_first_or_the_last(
-    bert: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_word_dropout_hides_pieces_but_never_the_first_or_the_last(bert, monkeypatch):
     torch.manual_seed(0)
     pieces = WordPieces.of_checkpoint(bert)
     encoder = BertEncoder(pieces, 16, word_dropout=0.3)
@@ -98,7 +96,7 @@ def test_word_dropout_hides_pieces_but_never_the_first_or_the_last(
 # --- images ---------------------------------------------------------------------------------------
 
 
-def test_regions_are_the_places_of_the_last_feature_map(resnet: str):
+def test_regions_are_the_places_of_the_last_feature_map(resnet):
     backbone = Backbone(network_sizes(resnet)).eval()
     backbone.load_weights(resnet)
     pictures = torch.rand(2, 3, 64, 96)
@@ -111,7 +109,7 @@ def test_regions_are_the_places_of_the_last_feature_map(resnet: str):
     torch.testing.assert_close(found[1, 4], maps[1, :, 1, 1])
 
 
-def test_pre_trained_statistics_stay_and_weights_are_trained(raw: Config):
+def test_pre_trained_statistics_stay_and_weights_are_trained(raw):
     trainer = Trainer(replace(raw, backbone_lr_factor=0.5, loss="uto"))
     network = trainer.model.image.backbone.network  # type: ignore[union-attr]
     begun = copy.deepcopy(network.state_dict())
@@ -123,7 +121,7 @@ def test_pre_trained_statistics_stay_and_weights_are_trained(raw: Config):
         assert torch.equal(x, begun[name]) == stays, name
 
 
-def test_a_backbone_without_a_rate_stays(raw: Config):
+def test_a_backbone_without_a_rate_stays(raw):
     trainer = Trainer(replace(raw, backbone_lr_factor=0.0))
     begun = copy.deepcopy(trainer.model.image.backbone.state_dict())  # type: ignore[union-attr]
     trainer.model.train()
@@ -135,7 +133,7 @@ def test_a_backbone_without_a_rate_stays(raw: Config):
 # --- both -----------------------------------------------------------------------------------------
 
 
-def test_every_view_begins_with_pre_trained_weights_at_their_own_rates(raw: Config, bert: str):
+def test_every_view_begins_with_pre_trained_weights_at_their_own_rates(raw, bert):
     from transformers import BertModel, ResNetBackbone
 
     words = BertModel.from_pretrained(bert).state_dict()
@@ -159,23 +157,16 @@ def test_every_view_begins_with_pre_trained_weights_at_their_own_rates(raw: Conf
 
 
 @pytest.mark.parametrize("loss", ["infonce", "uto", "coder", "dvse"])
-def test_training_reaches_every_parameter(raw: Config, bert: str, loss: str):
+def test_training_reaches_every_parameter(raw, bert, loss):
     options = {"coder": {"clusters": 5}}.get(loss, {})
     enhancement = "sge" if loss == "uto" else ""
     trainer = Trainer(
         replace(raw, bert=bert, loss=loss, loss_options=options, enhancement=enhancement)
     )
-    begun = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.objective.begin_epoch(1)
-    trainer.model.train()
-    batches = trainer.batches.epoch(0)
-    for _ in range(2):  # the memory is empty in the first step
-        trainer.train_step(next(batches))
-    still = [n for n, p in trainer.model.named_parameters() if torch.equal(p, begun[n])]
-    assert not still
+    assert not drawn.take_steps(trainer, 2)  # the memory is empty in the first step
 
 
-def test_a_run_is_stored_whole_and_goes_on(raw: Config, bert: str, tmp_path: Path):
+def test_a_run_is_stored_whole_and_goes_on(raw, bert, tmp_path):
     copies = tmp_path / "bert", tmp_path / "resnet"
     for source, copied in zip((bert, raw.backbone), copies, strict=True):
         shutil.copytree(source, copied)
@@ -207,7 +198,7 @@ def test_a_run_is_stored_whole_and_goes_on(raw: Config, bert: str, tmp_path: Pat
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_what_is_no_bert_is_named(config: Config, bert: str, tmp_path: Path):
+def test_what_is_no_bert_is_named(config, bert, tmp_path):
     with pytest.raises(
         ValueError, match=r"bert = '.*nowhere': must be a BERT, as a local directory"
     ):
@@ -225,7 +216,7 @@ def test_what_is_no_bert_is_named(config: Config, bert: str, tmp_path: Path):
         Trainer(replace(config, bert=str(tmp_path)))
 
 
-def test_what_is_no_backbone_is_named(raw: Config, data: Path, tmp_path: Path):
+def test_what_is_no_backbone_is_named(raw, data, tmp_path):
     with pytest.raises(ValueError, match="backbone = '': must be the name of one, for the raw"):
         Trainer(replace(raw, backbone=""))
     with pytest.raises(ValueError, match=r"backbone = .*must be empty for the features"):
@@ -237,7 +228,7 @@ def test_what_is_no_backbone_is_named(raw: Config, data: Path, tmp_path: Path):
         Trainer(replace(raw, backbone=str(tmp_path)))
 
 
-def test_a_missing_package_is_named(config: Config, bert: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_package_is_named(config, bert, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     message = r"bert and backbone need transformers: install itrloss with the extra 'bert'"
     with pytest.raises(ImportError, match=message):

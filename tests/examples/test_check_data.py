@@ -3,120 +3,89 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 from support import drawn
+from support.stored import assert_stored
 
 from examples.retrieval.check_data import Report, main
 
+SUSPICIOUS = np.ones((4, 4, 8), np.float32)
+SUSPICIOUS[1] = 0
+SUSPICIOUS[2, 0, 0] = np.nan
+
+# A kind of directory, and files that are other ones, or, with None, not there.
+CASES = {
+    "features": ("features", {}),
+    "features without a test split": ("features", {"test_ims.npy": None}),
+    "features without captions": ("features", {"dev_caps.txt": None}),
+    "features that do not fit": (
+        "features",
+        {
+            "dev_caps.txt": "a dog\n" * 14,
+            "train_global.npy": None,
+            "test_ims.npy": np.ones((2, 4, 5), np.float16),
+        },
+    ),
+    "features and captions that cannot be meant": (
+        "features",
+        {"train_ims.npy": SUSPICIOUS, "train_caps.txt": "a dog runs\n" * 19 + "...\n"},
+    ),
+    "pictures": ("photos", {}),
+    "pictures that are missing or broken": (
+        "photos",
+        {"images/train2014/train_3.png": None, "images/val2014/val_0.png": "no picture"},
+    ),
+    "birds": ("birds", {}),
+    "birds without a list": ("birds", {"trainvalclasses.txt": None}),
+}
+
 
 @pytest.fixture
-def features(tmp_path: Path) -> Path:
-    root = tmp_path / "features"
-    root.mkdir()
-    return drawn.features(root, {"train": 4, "dev": 3, "test": 2})
+def folders(tmp_path, photos):
+    """Return a copy of a kind of directory, with some files changed."""
+
+    def make(name, kind, files):
+        root = tmp_path / name
+        if kind == "photos":
+            shutil.copytree(photos, root)
+        else:
+            root.mkdir()
+        if kind == "features":
+            drawn.features(root, {"train": 4, "dev": 3, "test": 2})
+        elif kind == "birds":
+            drawn.cub(root)
+        for file, content in files.items():
+            if content is None:
+                (root / file).unlink()
+            elif isinstance(content, str):
+                (root / file).write_text(content)
+            else:
+                np.save(root / file, content)
+        return root
+
+    return make
 
 
-@pytest.fixture
-def pictures(photos: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(photos, tmp_path / "pictures")
+def test_what_is_said_of_directories(folders, tmp_path):
+    parts = []
+    for name, (kind, files) in CASES.items():
+        root = folders(name, kind, files)
+        report = Report(root, min_count=2)
+        text = "\n".join(report.lines)
+        assert len(text.split("\n")) <= 24  # fits on one screen
+        parts += [f"# {name}: ready {report.ready}", text.replace(str(root), "DATA"), ""]
+    assert_stored("check_data", "\n".join(parts))
+    nowhere = Report(tmp_path / "nowhere", min_count=2)
+    assert nowhere.lines == [str(tmp_path / "nowhere"), "  no such directory"]
+    assert not nowhere.ready
 
 
-def said(data: Path) -> tuple[str, bool]:
-    report = Report(data, min_count=2)
-    text = "\n".join(report.lines)
-    assert len(text.split("\n")) <= 24  # fits on one screen
-    return text, report.ready
-
-
-def test_a_whole_directory_is_ready(features: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        main([str(features)])
-    out = capsys.readouterr().out
-    assert ended.value.code == 0
-    assert "4 images: 4 regions x 8 float16, whole pictures: 7" in out
-    assert "20 captions, 5 an image, of " in out
-    assert "that occur 2 times or more" in out
-    assert f"data={features} out=" in out
-    assert "LOOK AT" not in out
-
-
-def test_missing_files_are_named(features: Path):
-    (features / "test_ims.npy").unlink()
-    out, ready = said(features)
-    assert ready
-    assert "not there: test_ims.npy (for final_test=true)" in out
-    (features / "dev_caps.txt").unlink()
-    out, ready = said(features)
-    assert not ready
-    assert "MISSING: dev_caps.txt (to choose the checkpoint by)" in out
-    assert "{split}_ims.npy" in out
-
-
-def test_a_missing_directory_is_named(tmp_path: Path):
-    nowhere = tmp_path / "nowhere"
-    assert said(nowhere) == (f"{nowhere}\n  no such directory", False)
-
-
-def test_wrong_files_are_named(features: Path):
-    (features / "dev_caps.txt").write_text("a dog\n" * 14)
-    (features / "train_global.npy").unlink()
-    np.save(features / "test_ims.npy", np.ones((2, 4, 5), np.float16))
-    out, ready = said(features)
-    assert not ready
-    assert "dev    WRONG: " in out
-    assert "14 captions" in out
-    assert "MISSING: train_global.npy, for views=regions" in out
-    assert "the splits' features have different dimensions" in out
-
-
-def test_features_and_captions_that_cannot_be_meant_are_pointed_at(features: Path):
-    regions = np.ones((4, 4, 8), np.float32)
-    regions[1] = 0
-    regions[2, 0, 0] = np.nan
-    np.save(features / "train_ims.npy", regions)
-    (features / "train_caps.txt").write_text("a dog runs\n" * 19 + "...\n")
-    out, ready = said(features)
-    assert ready
-    assert out.count("LOOK AT") == 3
-    assert "1 captions without a word" in out
-    assert "nan or infinite" in out
-    assert "all 0" in out
-
-
-def test_raw_images_are_ready(pictures: Path):
-    out, ready = said(pictures)
-    assert ready
-    assert "train  16 raw images, the first " in out
-    assert "80 captions, 5 an image, of " in out
-    assert f"data={pictures} backbone=microsoft/resnet-50" in out
-
-
-def test_birds_are_ready(tmp_path: Path):
-    out, ready = said(drawn.cub(tmp_path))
-    assert ready
-    assert "train  6 raw images" in out
-    assert "60 captions, 10 an image, of 4.0 words (at most 4); 3 classes" in out
-
-
-def test_images_that_are_missing_or_broken_are_named(pictures: Path):
-    (pictures / "images" / "train2014" / "train_3.png").unlink()
-    (pictures / "images" / "val2014" / "val_0.png").write_bytes(b"no picture")
-    out, ready = said(pictures)
-    assert not ready
-    assert "MISSING: 1 of the images, the first " in out
-    assert "train_3.png" in out
-    assert "WRONG: " in out
-    assert "val_0.png: no image that can be read" in out
-    assert "they belong in images/" in out
-
-
-def test_missing_lists_of_birds_are_named(tmp_path: Path):
-    birds = drawn.cub(tmp_path)
-    (birds / "trainvalclasses.txt").unlink()
-    out, ready = said(birds)
-    assert not ready
-    assert "trainvalclasses.txt: no such file" in out
-    assert "seen_test_images.txt" in out
+def test_the_command_tells_by_its_status(folders, capsys):
+    for name, status in (("features", 0), ("features without captions", 1)):
+        root = folders(name, *CASES[name])
+        with pytest.raises(SystemExit) as ended:
+            main([str(root)])
+        assert ended.value.code == status
+        assert capsys.readouterr().out.startswith(f"{root}\n  train  4 images: ")

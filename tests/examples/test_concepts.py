@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -68,9 +67,7 @@ def test_captions_with_too_few_words_are_refused():
         find_concepts([f"a {noun}" for noun in NOUNS], 27)
 
 
-def test_the_command_lists_and_stores_concepts(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_lists_and_stores_concepts(data, tmp_path, capsys):
     file = tmp_path / "concepts.json"
     concepts.main([str(data), "--size", "8", "--out", str(file)])
     said = capsys.readouterr().out

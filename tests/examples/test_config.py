@@ -13,7 +13,7 @@ from examples.retrieval.objectives import LOSSES, build_loss
 CONFIGS = Path(train.__file__).parent / "configs"
 
 
-def test_overrides_win_over_the_file(tmp_path: Path):
+def test_overrides_win_over_the_file(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text('loss = "dcl"\nlr = 1\n[loss_options]\nmargin = 0.3\nepsilon = 0.1\n')
     overrides = ["out=1", "seed=7", "loss_options.margin=0.2", "loss=dcl", "progress=false"]
@@ -23,7 +23,7 @@ def test_overrides_win_over_the_file(tmp_path: Path):
     assert type(config.lr) is float
 
 
-def test_another_loss_drops_the_loss_options_of_the_file(tmp_path: Path):
+def test_another_loss_drops_the_loss_options_of_the_file(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text('loss = "dcl"\n[loss_options]\nmargin = 0.3\n')
     assert load_config(file, ["loss=hal"]).loss_options == {}
@@ -54,7 +54,7 @@ def test_another_loss_drops_the_loss_options_of_the_file(tmp_path: Path):
         ("caption_weight=0.5", ValueError, "captions_per_image = 1: must be at least 2"),
     ],
 )
-def test_a_wrong_setting_is_named(override: str, error: type[Exception], message: str):
+def test_a_wrong_setting_is_named(override, error, message):
     with pytest.raises(error, match=message):
         load_config(None, [override])
 
@@ -66,12 +66,12 @@ def test_a_wrong_setting_is_named(override: str, error: type[Exception], message
         (["loss=dvse", "views=whole"], "views = 'whole': must be 'regions' too for loss = 'dvse'"),
     ],
 )
-def test_settings_that_exclude_each_other_are_named(overrides: list[str], message: str):
+def test_settings_that_exclude_each_other_are_named(overrides, message):
     with pytest.raises(ValueError, match=message):
         load_config(None, overrides)
 
 
-def test_a_file_that_is_no_toml_is_named(tmp_path: Path):
+def test_a_file_that_is_no_toml_is_named(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text("loss = dcl")
     with pytest.raises(ValueError, match=r"a\.toml: "):
@@ -79,7 +79,7 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
-def test_a_shipped_file_has_valid_settings(file: Path):
+def test_a_shipped_file_has_valid_settings(file):
     config = load_config(file)
     loss = build_loss(config)
     assert type(loss) is LOSSES[config.loss]
@@ -98,7 +98,7 @@ def test_a_shipped_file_has_valid_settings(file: Path):
         (Config(loss="coder", loss_options={"nothing": 1}), TypeError, "nothing"),
     ],
 )
-def test_an_unknown_loss_or_option_is_named(config: Config, error: type, message: str):
+def test_an_unknown_loss_or_option_is_named(config, error, message):
     with pytest.raises(error, match=message):
         build_loss(config)
 
@@ -110,7 +110,7 @@ def test_loss_options_reach_the_loss_and_its_parts():
     assert coder.memory.diversity is None
 
 
-def test_the_command_names_a_wrong_setting(capsys: pytest.CaptureFixture[str]):
+def test_the_command_names_a_wrong_setting(capsys):
     with pytest.raises(SystemExit):
         train.main(["seed=1", "--config", str(CONFIGS / "scenes.toml"), "loss=softmax"])
     assert "loss = 'softmax'" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from examples.retrieval.data import (
 
 
 @pytest.mark.parametrize(("captions", "per_image"), [(30, 5), (6, 1)])
-def test_captions_belong_to_images_in_order(tmp_path: Path, captions: int, per_image: int):
+def test_captions_belong_to_images_in_order(tmp_path, captions, per_image):
     np.save(tmp_path / "dev_ims.npy", np.zeros((6, 2, 3), np.float16))
     lines = [f"caption\x0c {i}\n" for i in range(captions)]
     (tmp_path / "dev_caps.txt").write_text("".join(lines))
@@ -36,7 +35,7 @@ def test_captions_belong_to_images_in_order(tmp_path: Path, captions: int, per_i
     assert split.image_ids.tolist() == list(range(6))
 
 
-def test_files_that_do_not_fit_are_named(tmp_path: Path):
+def test_files_that_do_not_fit_are_named(tmp_path):
     np.save(tmp_path / "dev_ims.npy", np.zeros((6, 2, 3), np.float16))
     (tmp_path / "dev_caps.txt").write_text("one\n" * 29)
     message = r"dev_caps\.txt has 29 captions and .*dev_ims\.npy has 6 images"
@@ -98,7 +97,7 @@ def test_idf_weighs_rare_words():
     assert idf[ids].mean() == pytest.approx(1)
 
 
-def test_word_vectors_are_read_from_gloves_format(tmp_path: Path):
+def test_word_vectors_are_read_from_gloves_format(tmp_path):
     (tmp_path / "glove.2d.txt").write_text("dog 1.0 2.0\ncat 3.0 -4\n")
     vectors = word_vectors(tmp_path / "glove.2d.txt")
     lists = {word: vector.tolist() for word, vector in vectors.items()}
@@ -151,7 +150,7 @@ def captions_in(batches: Batches, batch: Batch) -> list[str]:
 
 
 @pytest.mark.parametrize("per_sample", [1, 2, 5])
-def test_an_epoch_shows_every_caption_beside_its_image(per_sample: int):
+def test_an_epoch_shows_every_caption_beside_its_image(per_sample):
     batches = batches_of(split_of(8), 4, per_sample, 0)
     shown = []
     for batch in batches.epoch(0):
@@ -169,7 +168,7 @@ def test_an_epoch_shows_every_caption_beside_its_image(per_sample: int):
 
 
 @pytest.mark.parametrize("per_sample", [2, 3, 4])
-def test_captions_of_a_sample_differ_and_are_drawn_anew_in_every_epoch(per_sample: int):
+def test_captions_of_a_sample_differ_and_are_drawn_anew_in_every_epoch(per_sample):
     def together(seed: int, epoch: int) -> set[frozenset[str]]:
         """Captions of each sample, independent of the order of samples and of captions in them."""
         batches = batches_of(split_of(8), 4, per_sample, seed)
@@ -189,7 +188,7 @@ def test_captions_of_a_sample_differ_and_are_drawn_anew_in_every_epoch(per_sampl
 
 
 @pytest.mark.parametrize("per_sample", [1, 2])
-def test_batches_follow_from_seed_epoch_and_step(per_sample: int):
+def test_batches_follow_from_seed_epoch_and_step(per_sample):
     def words(seed: int, epoch: int, first_step: int = 0) -> list[list[list[int]]]:
         batches = batches_of(split_of(9), 10, per_sample, seed)
         return [batch.words.tolist() for batch in batches.epoch(epoch, first_step)]
@@ -217,7 +216,7 @@ def test_batches_leave_the_random_numbers_of_training_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_several_processes_share_the_samples_of_one(data: Path):
+def test_several_processes_share_the_samples_of_one(data):
     split = load_split(data, "train")
     of_one = batches_of(split, 8, 2, 3)
     whole = next(of_one.epoch(2))

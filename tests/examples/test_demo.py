@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
 from examples.retrieval import demo
 
 
-def test_demo_runs_differ_in_the_loss_only(tmp_path: Path):
+def test_demo_runs_differ_in_the_loss_only(tmp_path):
     configs = [asdict(demo.demo_config(loss, tmp_path)) for loss in demo.LOSSES]
     assert [config["loss"] for config in configs] == ["triplet", "infonce", "hal", "dcl"]
     for config in configs:
@@ -19,7 +18,7 @@ def test_demo_runs_differ_in_the_loss_only(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_quick_demo_runs_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_quick_demo_runs_to_the_end(tmp_path, capsys):
     demo.main(["--out", str(tmp_path), "--quick"])
     said = capsys.readouterr().out
     page = (tmp_path / "report.html").read_text()

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,15 +19,9 @@ from examples.retrieval.encoders import BatchNorm
 from examples.retrieval.train import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from support import drawn
 from support.processes import WORLD, run, survivors
 
-CAPTIONS = [
-    "a brown dog runs",
-    "two dogs on grass",
-    "a black dog jumping",
-    "a man rides a bike",
-    "a woman sits",
-]
 SYSTEMS: dict[str, dict[str, Any]] = {
     "infonce": {"loss": "infonce", "loss_options": {"learnable": True}, "views": "regions+whole"},
     "triplet": {"loss": "triplet"},
@@ -39,41 +32,22 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data set of 30 + 12 images of 4 regions, with global features."""
-    root = tmp_path_factory.mktemp("data")
-    rng = np.random.default_rng(0)
-    for split, n in {"train": 30, "dev": 12}.items():
-        np.save(root / f"{split}_ims.npy", rng.normal(size=(n, 4, 6)).astype(np.float32))
-        np.save(root / f"{split}_global.npy", rng.uniform(size=(n, 5)).astype(np.float32))
+@pytest.fixture
+def small(config, tmp_path) -> Config:
+    """Settings of runs that differ in nothing that depends on the number of processes."""
+    root = drawn.features(tmp_path, {"train": 30, "dev": 12})
+    for split in ("train", "dev"):
         # All captions differ, because rounding would decide between equal hardest negatives.
-        lines = [f"{CAPTIONS[(i + c) % 5]} {i} {c}\n" for i in range(n) for c in range(5)]
-        (root / f"{split}_caps.txt").write_text("".join(lines))
-    return root
+        file = root / f"{split}_caps.txt"
+        lines = file.read_text().splitlines()
+        file.write_text("".join(f"{line} {number}\n" for number, line in enumerate(lines)))
+    dropouts = ("feature_dropout", "whole_dropout", "word_dropout", "embedding_dropout")
+    more = dict.fromkeys(dropouts, 0.0)
+    return replace(config, data=str(root), dim=8, epochs=2, lr=1e-3, momentum=0.9, **more)
 
 
-def settings(data: str, out: str, system: str, batch_size: int) -> Config:
-    config = Config(
-        data=data,
-        out=out,
-        dim=8,
-        word_dim=6,
-        epochs=2,
-        warmup_epochs=1,
-        batch_size=batch_size,
-        lr=1e-3,
-        min_count=1,
-        memory=64,
-        momentum=0.9,
-        feature_dropout=0.0,
-        whole_dropout=0.0,
-        word_dropout=0.0,
-        embedding_dropout=0.0,
-        tensorboard=False,
-        progress=False,
-    )
-    return replace(config, **SYSTEMS[system])
+def settings(small: Config, out: str, system: str, batch_size: int) -> Config:
+    return replace(small, out=out, batch_size=batch_size, **SYSTEMS[system])
 
 
 def outcome(config: Config) -> dict[str, Any]:
@@ -91,16 +65,16 @@ def outcome(config: Config) -> dict[str, Any]:
     return {"history": found["history"], "metrics": found["metrics"], "state": state}
 
 
-def worker(rank: int, data: str, out: str) -> dict[str, Any]:
-    return {name: outcome(settings(data, f"{out}/{name}", name, 16)) for name in SYSTEMS}
+def worker(rank: int, small: Config, out: str) -> dict[str, Any]:
+    return {name: outcome(settings(small, f"{out}/{name}", name, 16)) for name in SYSTEMS}
 
 
 @pytest.mark.slow
-def test_two_processes_train_what_one_trains_with_twice_the_batch(data: Path, tmp_path: Path):
+def test_two_processes_train_what_one_trains_with_twice_the_batch(small, tmp_path):
     (tmp_path / "exchange").mkdir()
-    first, second = run(worker, tmp_path / "exchange", str(data), str(tmp_path / "two"))
+    first, second = run(worker, tmp_path / "exchange", small, str(tmp_path / "two"))
     for name in SYSTEMS:
-        alone = outcome(settings(str(data), str(tmp_path / "one" / name), name, 16 * WORLD))
+        alone = outcome(settings(small, str(tmp_path / "one" / name), name, 16 * WORLD))
         found = first[name]
         assert found["metrics"] == second[name]["metrics"]
         for mine, other in zip(found["history"], alone["history"], strict=True):
@@ -124,12 +98,14 @@ BATCH, KILLED = 48, 5  # samples in all processes; the step of six in which a pr
 CASES = [("user", 0.4), ("user", 0.0), ("coder", 0.0)]  # systems and their dropout
 
 
-def resumable(data: str, out: str, system: str, dropout: float, world: int) -> Config:
-    config = settings(data, out, system, BATCH // world)
+def resumable(small: Config, out: str, system: str, dropout: float, world: int) -> Config:
+    config = settings(small, out, system, BATCH // world)
     return replace(config, feature_dropout=dropout, word_dropout=dropout, save_steps=2, resume=True)
 
 
-def trained(rank: int, runs: list[tuple[str, str, str, float]], world: int) -> list[dict[str, Any]]:
+def trained(
+    rank: int, runs: list[tuple[Config, str, str, float]], world: int
+) -> list[dict[str, Any]]:
     found = []
     for case in runs:
         result = outcome(resumable(*case, world))
@@ -159,13 +135,13 @@ def killed(rank: int, *run: Any) -> bool:
 class Runs:
     """Runs of all cases, in folders of one place."""
 
-    def __init__(self, data: Path, root: Path) -> None:
-        self.data = data
+    def __init__(self, small: Config, root: Path) -> None:
+        self.small = small
         self.root = root
 
-    def of(self, name: str) -> list[tuple[str, str, str, float]]:
+    def of(self, name: str) -> list[tuple[Config, str, str, float]]:
         folder = self.root / name
-        return [(str(self.data), f"{folder}/{case[0]} {case[1]}", *case) for case in CASES]
+        return [(self.small, f"{folder}/{case[0]} {case[1]}", *case) for case in CASES]
 
     def exchange(self, name: str) -> Path:
         folder = self.root / f"exchange of {name}"
@@ -188,8 +164,8 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_two_processes_resumes_in_any_number(data: Path, tmp_path: Path):
-    runs = Runs(data, tmp_path)
+def test_a_killed_run_of_two_processes_resumes_in_any_number(small, tmp_path):
+    runs = Runs(small, tmp_path)
     wholes, _ = run(trained, runs.exchange("whole"), runs.of("whole"), WORLD)
     left = survivors(killed, runs.exchange("killed"), runs.of("killed"), world=WORLD, timeout=60.0)
     assert left == [[True, None]] * len(CASES)
@@ -233,7 +209,7 @@ def normalised_by(rank: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_batch_normalisation_is_that_of_the_whole_batch(tmp_path: Path):
+def test_batch_normalisation_is_that_of_the_whole_batch(tmp_path):
     parts = run(normalised_by, tmp_path)
     norm = torch.nn.BatchNorm1d(3)
     for k, wanted in enumerate(normalised(norm, slice(None))):

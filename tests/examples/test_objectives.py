@@ -42,9 +42,7 @@ def fill_memories(trainer: Trainer) -> None:
         ("dvse", 2, "regions+whole"),
     ],
 )
-def test_micro_batches_give_the_gradients_of_the_batch(
-    config: Config, loss: str, per_image: int, views: str
-):
+def test_micro_batches_give_the_gradients_of_the_batch(config, loss, per_image, views):
     found = []
     for micro_batch in (0, 7):
         trainer = Trainer(
@@ -80,26 +78,9 @@ def test_micro_batches_give_the_gradients_of_the_batch(
 # --- captions -------------------------------------------------------------------------------------
 
 
-def loss_of_captions(texts: Tensor, image_ids: Tensor, per_image: int) -> float:
-    """InfoNCE between the first two captions of each image, in both directions."""
-    texts = normalize(texts, dim=1).detach().double()
-    total = 0.0
-    firsts, seconds = texts[::per_image], texts[1::per_image]
-    for this, other in ((firsts, seconds), (seconds, firsts)):
-        scores = (this @ other.T / 0.07).exp()
-        for i, own in enumerate(image_ids):
-            negatives = scores[i][image_ids != own].sum()
-            positives = scores[i][image_ids == own]
-            terms = -torch.log(positives / (positives + negatives))
-            total += terms.mean().item() / len(this)
-    return total
-
-
 @pytest.mark.parametrize("per_image", [2, 3])
 @pytest.mark.parametrize("loss", ["infonce", "mdcl"])
-def test_the_first_two_captions_of_an_image_belong_together(
-    config: Config, loss: str, per_image: int
-):
+def test_the_first_two_captions_of_an_image_belong_together(config, loss, per_image):
     config = replace(config, loss=loss, captions_per_image=per_image)
     trainer = Trainer(replace(config, caption_weight=0.5))
     batch = first_batch(trainer)
@@ -108,7 +89,9 @@ def test_the_first_two_captions_of_an_image_belong_together(
     value, figures = trainer.objective(outputs, batch.image_ids, batch.text_ids)
     trainer.objective.config = config
     alone, _ = trainer.objective(outputs, batch.image_ids, batch.text_ids)
-    expected = loss_of_captions(outputs[1], batch.image_ids, per_image)
+    texts = outputs[1].detach()
+    pairs = texts[::per_image], texts[1::per_image]
+    expected = itrloss.InfoNCELoss()(*pairs, batch.image_ids, batch.image_ids).item()
     assert figures["captions"].item() == pytest.approx(expected, rel=1e-4)
     assert value.item() == pytest.approx(alone.item() + 0.5 * expected, rel=1e-4)
 
@@ -117,7 +100,7 @@ def test_the_first_two_captions_of_an_image_belong_together(
 
 
 @pytest.mark.parametrize("loss", WITH_MEMORY)
-def test_captions_enter_the_memory_beside_the_keys_of_their_image(config: Config, loss: str):
+def test_captions_enter_the_memory_beside_the_keys_of_their_image(config, loss):
     trainer = Trainer(replace(config, loss=loss, captions_per_image=3, memory=200, **DRY))
     objective, batch = trainer.objective, first_batch(trainer)
     images, texts = (normalize(keys) for keys in objective.keys(*batch.inputs)[:2])
@@ -130,33 +113,22 @@ def test_captions_enter_the_memory_beside_the_keys_of_their_image(config: Config
     torch.testing.assert_close(objective.memory.texts[:96], texts)
 
 
-def test_keys_follow_the_model_before_each_step(config: Config):
-    trainer = Trainer(replace(config, loss="uto", momentum=0.5))
-    keys = trainer.objective.keys
-    batches = trainer.batches.epoch(0)
-    start = trainer.model.text.embedding.weight.detach().clone()
-    trainer.train_step(next(batches))
-    assert torch.equal(keys.module.text.embedding.weight, start)
-    after = trainer.model.text.embedding.weight.detach().clone()
-    trainer.train_step(next(batches))
-    torch.testing.assert_close(keys.module.text.embedding.weight, (start + after) / 2)
-
-
-def test_keys_enter_the_memory_after_each_step(config: Config):
-    trainer = Trainer(replace(config, loss="uto", memory=40))
-    memory = trainer.objective.memory
+def test_keys_follow_the_model_before_each_step_and_are_enqueued_after_it(config):
+    trainer = Trainer(replace(config, loss="uto", momentum=0.5, memory=40))
+    keys, memory = trainer.objective.keys, trainer.objective.memory
+    own, followed = trainer.model.text.embedding, keys.module.text.embedding
     first, second, *_ = trainer.batches.epoch(0)
+    start = own.weight.detach().clone()
     trainer.train_step(first)
+    assert torch.equal(followed.weight, start)
     assert len(memory) == 32
     assert torch.equal(memory.ids[:32], first.text_ids)
+    after = own.weight.detach().clone()
     trainer.train_step(second)
+    torch.testing.assert_close(followed.weight, (start + after) / 2)
     assert len(memory) == 40
     assert torch.equal(memory.ids[32:], second.text_ids[:8])
-
-
-def test_keys_are_not_trained(config: Config):
-    trainer = Trainer(replace(config, loss="uto"))
-    assert not any(p.requires_grad for p in trainer.objective.keys.parameters())
+    assert not any(p.requires_grad for p in keys.parameters())
     trained = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     assert set(map(id, trained)) == set(map(id, trainer.model.parameters()))
 
@@ -164,14 +136,14 @@ def test_keys_are_not_trained(config: Config):
 # --- warm-up --------------------------------------------------------------------------------------
 
 
-def test_every_view_warms_up_on_all_negatives(config: Config):
+def test_every_view_warms_up_on_all_negatives(config):
     objective = Trainer(replace(config, loss="triplet", views="regions+regions")).objective
     for epoch, mining in enumerate(("all", "hardest")):
         objective.begin_epoch(epoch)
         assert [each.criterion.mining for each in objective] == [mining, mining]
 
 
-def test_triplet_may_warm_up_with_infonce(config: Config):
+def test_triplet_may_warm_up_with_infonce(config):
     trainer = Trainer(replace(config, loss="triplet", warmup="infonce"))
     batch = first_batch(trainer)
     outputs = trainer.model(*batch.inputs)
@@ -183,54 +155,55 @@ def test_triplet_may_warm_up_with_infonce(config: Config):
         torch.testing.assert_close(trainer.objective(outputs, *ids)[0], loss(*outputs, *ids))
 
 
-class TestDVSE:
-    """Its loss in and after the warm-up, with and without its parts."""
+SETS, RESIDUALS = torch.randn(2, 6, 3, 8, generator=torch.Generator().manual_seed(0))
+TEXTS = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+GATE = torch.tensor([1.0, 1.0, 0.0]).expand(6, 3)
+IDS = torch.arange(6)
+ALL, HARDEST = (itrloss.TripletLoss(0.2, mining, reduction="mean") for mining in ("all", "hardest"))
 
-    sets = torch.randn(6, 3, 8, generator=torch.Generator().manual_seed(0))
-    texts = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    residuals = torch.randn(6, 3, 8, generator=torch.Generator().manual_seed(2))
-    gate = torch.tensor([1.0, 1.0, 0.0]).expand(6, 3)
-    ids = torch.arange(6)
-    orthogonal = itrloss.DynamicOrthogonalLoss(0.0)
 
-    def value(self, epoch: int, balance: float = 0.4, **settings) -> Tensor:
-        options = {"balance": balance, "slack": 0.0}
-        config = Config(loss="dvse", dim=8, heads=3, loss_options=options, **settings)
-        objective = build_objective(config, torch.nn.Module())  # type: ignore[arg-type]
-        objective.begin_epoch(epoch)
-        outputs = [self.sets, self.texts, self.residuals, self.gate]
-        return objective(outputs, self.ids, self.ids)[0] / 6  # summed over the batch
+def of_heads(loss: torch.nn.Module) -> Tensor:
+    return torch.stack([loss(head, TEXTS) for head in SETS.unbind(1)])
 
-    def of_heads(self, loss: torch.nn.Module) -> Tensor:
-        return torch.stack([loss(head, self.texts) for head in self.sets.unbind(1)])
 
-    def hinges(self, mining: str) -> Tensor:
-        return self.of_heads(itrloss.TripletLoss(0.2, mining, reduction="mean"))
+def apart(gate: Tensor | None = GATE) -> Tensor:
+    return itrloss.DynamicOrthogonalLoss(0.0)(RESIDUALS, gate)
 
-    def test_all_negatives_warm_up(self):
-        apart = self.orthogonal(self.residuals, self.gate)
-        torch.testing.assert_close(self.value(0), self.hinges("all").mean() + 10 * apart)
 
-    def test_infonce_may_warm_up(self):
-        infonce = self.of_heads(itrloss.InfoNCELoss(0.07))
-        apart = self.orthogonal(self.residuals, self.gate)
-        found = self.value(0, warmup="infonce")
-        torch.testing.assert_close(found, infonce.mean() + 10 * apart)
+def weighted(gate: Tensor | None = GATE) -> Tensor:
+    return itrloss.DVSEObjective(0.4, slack=0.0)(SETS, TEXTS, RESIDUALS, gate, IDS, IDS)[0]
 
-    @pytest.mark.parametrize("gated", [True, False])
-    def test_heads_are_weighted_by_their_variance(self, gated: bool):
-        loss = itrloss.DVSEObjective(0.4, slack=0.0)
-        gate = self.gate if gated else None
-        wanted, _ = loss(self.sets, self.texts, self.residuals, gate, self.ids, self.ids)
-        torch.testing.assert_close(self.value(5, gate=gated), wanted)
 
-    @pytest.mark.parametrize("gated", [True, False])
-    def test_heads_may_have_equal_weights(self, gated: bool):
-        apart = self.orthogonal(self.residuals, self.gate if gated else None)
-        wanted = 0.4 * self.hinges("hardest").sum() + 0.6 * apart
-        torch.testing.assert_close(self.value(5, variance_weights=False, gate=gated), wanted)
+EQUAL = {"variance_weights": False}
+# The epoch, of which the first is a warm-up, settings, the weight of the hinges, and the loss.
+DVSE = {
+    "warm-up": (0, {}, 0.4, lambda: of_heads(ALL).mean() + 10 * apart()),
+    "warm-up by InfoNCE": (
+        0,
+        {"warmup": "infonce"},
+        0.4,
+        lambda: of_heads(itrloss.InfoNCELoss(0.07)).mean() + 10 * apart(),
+    ),
+    "warm-up of heads alone": (0, {}, 1.0, lambda: of_heads(ALL).mean()),
+    "weights by variance": (5, {}, 0.4, weighted),
+    "no gate": (5, {"gate": False}, 0.4, lambda: weighted(None)),
+    "equal weights": (5, EQUAL, 0.4, lambda: 0.4 * of_heads(HARDEST).sum() + 0.6 * apart()),
+    "equal weights, no gate": (
+        5,
+        {**EQUAL, "gate": False},
+        0.4,
+        lambda: 0.4 * of_heads(HARDEST).sum() + 0.6 * apart(None),
+    ),
+    "heads alone": (5, EQUAL, 1.0, lambda: of_heads(HARDEST).sum()),
+}
 
-    def test_without_an_orthogonal_loss_there_is_none_in_the_warm_up(self):
-        torch.testing.assert_close(self.value(0, balance=1.0), self.hinges("all").mean())
-        found = self.value(5, balance=1.0, variance_weights=False)
-        torch.testing.assert_close(found, self.hinges("hardest").sum())
+
+@pytest.mark.parametrize("case", DVSE)
+def test_dvse_in_and_after_the_warm_up(case):
+    epoch, settings, balance, wanted = DVSE[case]
+    options = {"balance": balance, "slack": 0.0}
+    config = Config(loss="dvse", dim=8, heads=3, loss_options=options, **settings)
+    objective = build_objective(config, torch.nn.Module())  # type: ignore[arg-type]
+    objective.begin_epoch(epoch)
+    found = objective([SETS, TEXTS, RESIDUALS, GATE], IDS, IDS)[0] / 6  # summed over the batch
+    torch.testing.assert_close(found, wanted())

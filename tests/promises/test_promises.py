@@ -46,18 +46,12 @@ def test_names_arguments_and_defaults_are_those_promised():
     assert interface.listing().splitlines() == promised, STORE
 
 
-def test_values_are_those_promised():
+def test_values_are_those_promised_of_all_losses_rerankers_and_metrics():
     promised = json.loads(VALUES.read_text(encoding="utf-8"))
     found = outcomes.values()
     changed = [name for name in promised if not is_close(found[name], promised[name])]
     assert changed == []
     assert found.keys() == promised.keys(), STORE
-
-
-def test_every_public_loss_and_reranker_has_a_promise():
-    text = VALUES.read_text(encoding="utf-8")
-    for name in outcomes.rerankers():
-        assert f'"{name}"' in text
 
 
 @pytest.mark.parametrize("path", sorted(STORED.glob("states-*.pt")), ids=lambda path: path.stem)

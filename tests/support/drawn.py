@@ -1,4 +1,4 @@
-"""Small data sets, and tiny pre-trained networks, for the tests of the trainer."""
+"""Small data sets, tiny pre-trained networks, and a few steps, for the tests of the trainer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+
+from examples.retrieval.train import Trainer
 
 COLOURS = {
     "red": (220, 30, 30),
@@ -137,3 +139,14 @@ def tiny_resnet(root: Path) -> Path:
             statistics.uniform_(-0.1, 0.1)
     network.save_pretrained(root)
     return root
+
+
+def take_steps(trainer: Trainer, steps: int) -> set[str]:
+    """Train for some steps, after the warm-up; return the names of parameters that did not move."""
+    begun = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.objective.begin_epoch(1)
+    trainer.model.train()
+    batches = trainer.batches.epoch(0)
+    for _ in range(steps):
+        trainer.train_step(next(batches))
+    return {name for name, p in trainer.model.named_parameters() if torch.equal(p, begun[name])}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from itrloss import InfoNCELoss
 from support.draws import Draw, drawn_batch, places_of_process
-from support.oracle_embedders import contrastive
+from support.oracle_embedders import contrastive, items_of_negatives
 
 KINDS = ["pairs", "ids", "padding", "numbers", "labels", "groups", "matches", "weights"]
 
@@ -122,12 +121,15 @@ class InfoNCECase:
         return InfoNCELoss(learnable=True, engine=engine, groups=self.batch.rule, **given)
 
     def loops(self, inputs: list[Tensor], temperature: Tensor) -> tuple[Tensor, ...]:
-        options = {**self.options, "temperature": temperature, "negative_groups": self.batch.rule}
-        given = dict(zip(self.inputs, inputs, strict=True))
-        call = dict(self.call)
-        if "image_groups" in call and "image_ids" not in call:
-            call["image_ids"] = torch.arange(self.batch.n)
-        value = contrastive(**given, **call, **options)
+        rows, cols = self.batch.items()
+        value = contrastive(
+            **dict(zip(self.inputs, inputs, strict=True)),
+            rows=rows,
+            cols=cols,
+            more=items_of_negatives(self.call.get("negative_ids")),
+            guide=self.call.get("guide"),
+            **{**self.options, "temperature": temperature},
+        )
         return value if isinstance(value, tuple) else (value,)
 
     def __str__(self) -> str:

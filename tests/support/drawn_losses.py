@@ -257,9 +257,9 @@ def of_pairs(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 def loops_of_pairs(case: LossCase, leaves: list[Tensor]) -> Any:
     if case.name == "matryoshka":
         return loops_of_prefixes(case, leaves)
-    kind = type(case.entry.make(DIM))
-    if case.entry.oracle is None or (case.batch.kind == "weights" and kind in WITH_WEIGHTS):
-        return in_general(WITH_WEIGHTS[kind], case, leaves)
+    is_infonce = type(case.entry.make(DIM)) is itrloss.InfoNCELoss
+    if case.entry.oracle is None or (case.batch.kind == "weights" and is_infonce):
+        return in_general(case, leaves)
     scores = scores_of(case, leaves)
     sides = case.batch.items()
     return case.of_directions(
@@ -275,22 +275,17 @@ def loops_of_prefixes(case: LossCase, leaves: list[Tensor]) -> float:
     return total
 
 
-# Loops that take embeddings, and matches with weights.
-WITH_WEIGHTS: dict[type, Callable[..., Any]] = {
-    itrloss.InfoNCELoss: oracle_embedders.contrastive,
-    itrloss.SDMLoss: oracle_embedders.sdm,
-}
+# Losses whose loops have matches with weights.
+WITH_WEIGHTS = (itrloss.InfoNCELoss, itrloss.SDMLoss, itrloss.TripletLoss)
 
 
-def in_general(loops: Callable[..., Any], case: LossCase, leaves: list[Tensor], **more: Any) -> Any:
-    """A loss by loops that take all that is passed in."""
+def in_general(case: LossCase, leaves: list[Tensor], **more: Any) -> Any:
+    """InfoNCE by loops that take all that is passed in."""
     options = {**case.entry.options, **case.common}
-    options.pop("learnable", None)
-    rule = options.pop("groups", "same")
-    given = dict(case.batch.given)
-    if given.get("image_groups") is not None and "image_ids" not in given:
-        given["image_ids"] = torch.arange(case.batch.n)
-    return loops(*leaves[:2], negative_groups=rule, **options, **given, **more)
+    for name in ("learnable", "groups"):
+        options.pop(name, None)
+    rows, cols = case.batch.items()
+    return oracle_embedders.contrastive(*leaves[:2], rows=rows, cols=cols, **options, **more)
 
 
 # ------------------------------------------------------------------------- pairs, and more of them
@@ -314,8 +309,8 @@ def of_negatives(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 
 
 def loops_of_negatives(case: LossCase, leaves: list[Tensor]) -> Any:
-    more = {"negatives": leaves[2], "negative_ids": case.negative_ids}
-    return in_general(oracle_embedders.contrastive, case, leaves, **more)
+    more = oracle_embedders.items_of_negatives(case.negative_ids)
+    return in_general(case, leaves, negatives=leaves[2], more=more)
 
 
 def with_guide(case: LossCase) -> list[Tensor]:
@@ -328,7 +323,7 @@ def of_guide(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 
 
 def loops_of_guide(case: LossCase, leaves: list[Tensor]) -> Any:
-    return in_general(oracle_embedders.contrastive, case, leaves, guide=case.guide)
+    return in_general(case, leaves, guide=case.guide)
 
 
 def with_teacher(case: LossCase) -> list[Tensor]:

@@ -32,86 +32,83 @@ Settings = dict[str, Any]
 Line = Callable[[X, Settings], Tensor]
 
 
-def queries(loss: PairLoss, x: X, *ids: Tensor, **options: Any) -> Tensor:
-    return loss(x["queries"], x["positives"], *ids, **options)
+def line(names: tuple[str, str], loss: PairLoss, **arguments: Callable[[X, Settings], Any]) -> Line:
+    """A loss of two sets of vectors, and how its further arguments follow from a case."""
+
+    def compute(x: X, o: Settings) -> Tensor:
+        return loss(*(x[name] for name in names), **{k: f(x, o) for k, f in arguments.items()})
+
+    return compute
 
 
-def captions(loss: PairLoss, x: X, *ids: Tensor, **options: Any) -> Tensor:
-    return loss(x["images"], x["texts"], *ids, **options)
+queries = partial(line, ("queries", "positives"))
+captions = partial(line, ("images", "texts"))
 
 
-def numbered(values: Any) -> Tensor:
-    """Numbers, of which a process may have none."""
-    return torch.tensor(values, dtype=torch.int64)
+def numbers(name: str) -> Callable[[X, Settings], Tensor]:
+    """Numbers of a setting, of which a process may have none."""
+    return lambda x, o: torch.tensor(o[name], dtype=torch.int64)
 
 
-def flat(x: X) -> Tensor:
+def marks(exists: Any) -> Tensor:
+    """Ids of negatives that match nothing, where they exist."""
+    return torch.where(torch.as_tensor(exists).bool(), -1, NO_ID)
+
+
+def flat(x: X, o: Settings) -> Tensor:
     """Hard negatives of each query, as candidates of all."""
     return x["negatives"].flatten(0, 1)
 
 
-def alone(loss: PairLoss) -> Line:
-    return lambda x, o: queries(loss, x)
-
-
-def shared(loss: PairLoss) -> Line:
-    """Hard negatives are candidates of all queries."""
-    return lambda x, o: queries(loss, x, negatives=flat(x))
-
-
-def own(loss: PairLoss) -> Line:
+def of_each(x: X, o: Settings) -> Tensor:
     """Each query has hard negatives of its own."""
-    return lambda x, o: queries(loss, x, negatives=x["negatives"])
+    return x["negatives"]
 
 
-def masked(loss: PairLoss) -> Line:
+def mask(x: X, o: Settings) -> Tensor:
     """A mask says which of a query's own negatives exist."""
-
-    def line(x: X, o: Settings) -> Tensor:
-        mask = torch.tensor(o["negatives_mask"]).bool().view(x["negatives"].shape[:2])
-        ids = torch.where(mask, -1, NO_ID)
-        return queries(loss, x, negatives=x["negatives"], negative_ids=ids)
-
-    return line
+    return marks(o["negatives_mask"]).view(x["negatives"].shape[:2])
 
 
-def guided(loss: PairLoss) -> Line:
-    def line(x: X, o: Settings) -> Tensor:
-        guide = x["guide_queries"].detach(), x["guide_positives"].detach()
-        return queries(loss, x, guide=guide)
-
-    return line
-
-
-def guided_with_negatives(x: X, o: Settings) -> Tensor:
-    """The same negatives for each query, which are not next to documents then."""
-    size = len(x["queries"])
-    of_negatives = x["guide_negatives"].detach().expand(size, -1, -1)
-    guide = x["guide_queries"].detach(), x["guide_positives"].detach(), of_negatives
-    loss = one_way(0.1, margin=-0.05, relative=True, **GIST)
-    return queries(loss, x, negatives=x["negatives"].expand(size, -1, -1), guide=guide)
-
-
-def padded(x: X, o: Settings) -> Tensor:
-    """Queries have different numbers of own negatives; what is missing has no id."""
-    ids = [[-1 if k < size else NO_ID for k in range(2)] for size in o["numbers_of_negatives"]]
-    ids = numbered(ids).view(-1, 2)
-    return queries(of_own(0.1), x, negatives=x["negatives"], negative_ids=ids)
+def lengths(x: X, o: Settings) -> Tensor:
+    """Queries have different numbers of own negatives."""
+    sizes = torch.tensor(o["numbers_of_negatives"], dtype=torch.int64)
+    return marks(torch.arange(2) < sizes[:, None])
 
 
 def ragged(x: X, o: Settings) -> Tensor:
     """Queries have different numbers of negatives, which are candidates of all."""
     sizes = o["numbers_of_negatives"]
     parts = [of_query[:size] for of_query, size in zip(x["negatives"], sizes, strict=True)]
-    nothing = flat(x)[:0]
-    return queries(one_way(0.1, **QWEN), x, negatives=torch.cat([nothing, *parts]))
+    return torch.cat([flat(x, o)[:0], *parts])
 
 
-def same_document(x: X, o: Settings) -> Tensor:
-    documents = numbered(o["document_ids"])
-    of_negatives = documents.view(-1, 3)[:, 1:].flatten()
-    ids = documents[::3], documents[::3]
-    return queries(one_way(0.1), x, *ids, negatives=flat(x), negative_ids=of_negatives)
+def document(x: X, o: Settings) -> Tensor:
+    """The number of a query's document, which is in front of those of its negatives."""
+    return numbers("document_ids")(x, o)[::3]
+
+
+def documents_of_negatives(x: X, o: Settings) -> Tensor:
+    return numbers("document_ids")(x, o).view(-1, 3)[:, 1:].flatten()
+
+
+def guide(x: X, o: Settings) -> tuple[Tensor, ...]:
+    return x["guide_queries"].detach(), x["guide_positives"].detach()
+
+
+def same_negatives(x: X, o: Settings) -> Tensor:
+    """The same for each query, which are not next to documents then."""
+    return x["negatives"].expand(len(x["queries"]), -1, -1)
+
+
+def guide_of_negatives(x: X, o: Settings) -> tuple[Tensor, ...]:
+    of_negatives = x["guide_negatives"].detach().expand(len(x["queries"]), -1, -1)
+    return *guide(x, o), of_negatives
+
+
+shared = partial(queries, negatives=flat)
+own = partial(queries, negatives=of_each)
+masked = partial(own, negative_ids=mask)
 
 
 def one_negative_a_time(x: X, o: Settings) -> Tensor:
@@ -169,8 +166,8 @@ def with_padding(x: X, o: Settings) -> Tensor:
     lengths = zip(o["document_lengths"], o["other_lengths"], strict=True)
     mask = torch.arange(5) < torch.tensor([*lengths]).view(-1, 1)
     scores = late(x["queries"], documents, "max_sum", text_mask=mask)
-    numbers = [[k, -1] for k in range(len(x["queries"]))]  # the second is nobody's
-    return one_way(0.5)(scores=scores, text_ids=numbered(numbers).flatten())
+    ids = [number for k in range(len(x["queries"])) for number in (k, -1)]  # -1 is nobody's
+    return one_way(0.5)(scores=scores, text_ids=torch.tensor(ids, dtype=torch.int64))
 
 
 hardest = itrloss.TripletLoss(0.0, temperature=0.1, directions="image-text", reduction="mean")
@@ -216,10 +213,6 @@ def of_regions(x: X, o: Settings) -> Tensor:
     return of_own(0.1)(x["images"], x["texts"][:, 0], negatives=x["texts"][:, 1:])
 
 
-def half_of_both_directions(x: X, o: Settings) -> Tensor:
-    return 0.5 * captions(InfoNCELoss(0.1), x)
-
-
 # Distillation.
 
 
@@ -235,8 +228,7 @@ def taught(x: X, o: Settings) -> Tensor:
     in_batch, negatives = with_own(x)
     scores = torch.cat([in_batch.diagonal()[:, None], negatives], 1)
     loss = itrloss.DistillationLoss(0.1, 1.0, directions="image-text")
-    contrast = queries(one_way(0.1), x, negatives=flat(x))
-    return contrast + loss(scores=scores, teacher=x["teacher"].detach())
+    return shared(one_way(0.1))(x, o) + loss(scores=scores, teacher=x["teacher"].detach())
 
 
 def divergence(x: X, o: Settings) -> Tensor:
@@ -254,47 +246,29 @@ def with_no_ids(values: Any) -> Tensor:
     """Numbers, in place of which the file has "none" for what is not there."""
     if any(isinstance(value, list) for value in values):
         return torch.stack([with_no_ids(value) for value in values])
-    return numbered([NO_ID if x == "none" else x for x in values])
+    return torch.tensor([NO_ID if x == "none" else x for x in values], dtype=torch.int64)
 
 
-def grouped(rule: Any) -> Line:
-    loss = InfoNCELoss(0.1, groups=rule)
-    return lambda x, o: captions(loss, x, image_groups=with_no_ids(o["groups"]))
+def groups(name: str) -> Callable[[X, Settings], Tensor]:
+    return lambda x, o: with_no_ids(o[name])
 
 
-def open_groups(x: X, o: Settings) -> Tensor:
-    groups = {key: with_no_ids(o[key]) for key in ("image_groups", "text_groups")}
-    return captions(one_way(0.1), x, **groups)
+def labels(name: str) -> Callable[[X, Settings], Tensor]:
+    return lambda x, o: with_no_ids(o[name]).view(-1, 2)
 
 
-def matching(loss: PairLoss) -> Line:
+def matches(x: X, o: Settings) -> Tensor:
     """A matrix says which pairs match; below 0 is neither, in the file."""
-
-    def line(x: X, o: Settings) -> Tensor:
-        matches = torch.tensor(o["matches"], dtype=torch.float64).view(-1, 4)
-        return captions(loss, x, matches=matches.masked_fill(matches < 0, torch.nan))
-
-    return line
+    found = torch.tensor(o["matches"], dtype=torch.float64).view(-1, 4)
+    return found.masked_fill(found < 0, torch.nan)
 
 
-def several_labels(x: X, o: Settings) -> Tensor:
-    labels = (with_no_ids(o[key]).view(-1, 2) for key in ("image_ids", "text_ids"))
-    return captions(InfoNCELoss(0.1), x, *labels)
-
-
-def persons(x: X, o: Settings) -> Tensor:
-    ids = numbered(o["ids"])
-    return captions(itrloss.SDMLoss(0.1), x, ids, ids)
-
-
-def several_positives(x: X, o: Settings) -> Tensor:
-    ids = numbered(o["image_ids"]), numbered(o["text_ids"])
-    return captions(InfoNCELoss(0.1, margin=0.2), x, *ids, negatives=x["negatives"])
-
-
-def half(line: Line) -> Line:
+def half(whole: Line) -> Line:
     """Their mean over the two directions, of which our loss is the sum."""
-    return lambda x, o: 0.5 * line(x, o)
+    return lambda x, o: 0.5 * whole(x, o)
+
+
+both_ways = half(captions(InfoNCELoss(0.1)))
 
 
 LINES = {
@@ -305,25 +279,29 @@ LINES = {
     "gradcache": shared(one_way(1.0)),
     "ms-swift": shared(one_way(0.1)),
     "ms-swift-own": own(of_own(0.1)),
-    "ms-swift-own-ragged": padded,
+    "ms-swift-own-ragged": own(of_own(0.1), negative_ids=lengths),
     "ms-swift-filter": shared(one_way(0.1, margin=0.1)),
     "ms-swift-qq-dd": shared(one_way(0.1, **GIST)),
     "qwen3": shared(one_way(0.1, **QWEN)),
-    "qwen3-ragged": ragged,
+    "qwen3-ragged": queries(one_way(0.1, **QWEN), negatives=ragged),
     "flagembedding": shared(one_way(0.1)),
     "flagembedding-own": own(of_own(0.1)),
     "flagembedding-kd": taught,
     "contrastors": shared(one_way(0.1)),
-    "contrastors-both": alone(InfoNCELoss(0.1)),
+    "contrastors-both": queries(InfoNCELoss(0.1)),
     "st-mnrl": shared(one_way(0.1)),
-    "st-symmetric": half(alone(InfoNCELoss(0.1))),
+    "st-symmetric": half(queries(InfoNCELoss(0.1))),
     "st-symmetric-negatives": half(shared(InfoNCELoss(0.1))),
-    "gte": alone(InfoNCELoss(0.1, joint=True, **GIST)),
+    "gte": queries(InfoNCELoss(0.1, joint=True, **GIST)),
     "st-hardness-all": shared(one_way(0.1, hardness=9.0)),
     "embeddinggemma": own(one_way(0.1, hardness=(0.0, 5.0))),
-    "gist": guided(one_way(0.1, margin=0.0, **GIST)),
-    "gist-plain": guided(one_way(0.1, margin=0.0)),
-    "gist-negatives": guided_with_negatives,
+    "gist": queries(one_way(0.1, margin=0.0, **GIST), guide=guide),
+    "gist-plain": queries(one_way(0.1, margin=0.0), guide=guide),
+    "gist-negatives": queries(
+        one_way(0.1, margin=-0.05, relative=True, **GIST),
+        negatives=same_negatives,
+        guide=guide_of_negatives,
+    ),
     "colpali": of_late(one_way(0.1)),
     "colpali-gathered": of_some_queries,
     "colpali-sum": of_late(one_way(1.0), "max_sum"),
@@ -332,31 +310,46 @@ LINES = {
     "colpali-negatives-half": half_with_a_late_negative,
     "colpali-hardest": of_late(hardest),
     "colpali-sigmoid": late_sigmoid,
-    "colpali-dense": alone(one_way(0.1)),
-    "colpali-dense-both": half(alone(InfoNCELoss(0.1))),
+    "colpali-dense": queries(one_way(0.1)),
+    "colpali-dense-both": half(queries(InfoNCELoss(0.1))),
     "colpali-dense-negatives": one_negative_a_time,
-    "colpali-dense-hardest": alone(hardest),
+    "colpali-dense-hardest": queries(hardest),
     "pylate": with_padding,
     "late-padding": with_padding,
     "nemo": masked(one_way(0.1)),
     "nemo-own": masked(of_own(0.1)),
     "nemo-symmetric": half(masked(InfoNCELoss(0.1))),
-    "nemo-same-document": same_document,
+    "nemo-same-document": shared(
+        one_way(0.1),
+        image_ids=document,
+        text_ids=document,
+        negative_ids=documents_of_negatives,
+    ),
     "nemo-maxsim": with_late_negatives,
     "nemo-distill": divergence,
     "clip4clip": of_logits,
-    "clap": half_of_both_directions,
+    "clap": both_ways,
     "clap-mlp": of_both_towers,
     "clap-weighted": weights_of_both_towers,
     "fgclip-hard": of_regions,
-    "fgclip-region": half_of_both_directions,
-    "irra-itc": half_of_both_directions,
-    "irra-sdm": persons,
-    "sdm-weights": matching(itrloss.SDMLoss(0.1)),
-    "matches": matching(InfoNCELoss(0.1)),
-    "groups-same": grouped("same"),
-    "groups-other": grouped("other"),
-    "groups-open": open_groups,
-    "label-sets": several_labels,
-    "several-positives-own-filter": several_positives,
+    "fgclip-region": both_ways,
+    "irra-itc": both_ways,
+    "irra-sdm": captions(itrloss.SDMLoss(0.1), image_ids=numbers("ids"), text_ids=numbers("ids")),
+    "sdm-weights": captions(itrloss.SDMLoss(0.1), matches=matches),
+    "matches": captions(InfoNCELoss(0.1), matches=matches),
+    "groups-same": captions(InfoNCELoss(0.1, groups="same"), image_groups=groups("groups")),
+    "groups-other": captions(InfoNCELoss(0.1, groups="other"), image_groups=groups("groups")),
+    "groups-open": captions(
+        one_way(0.1), image_groups=groups("image_groups"), text_groups=groups("text_groups")
+    ),
+    "label-sets": captions(
+        InfoNCELoss(0.1), image_ids=labels("image_ids"), text_ids=labels("text_ids")
+    ),
+    "several-positives-own-filter": captions(
+        InfoNCELoss(0.1, margin=0.2),
+        image_ids=numbers("image_ids"),
+        text_ids=numbers("text_ids"),
+        negatives=of_each,
+    ),
 }
+assert LINES.keys() == CASES.keys()

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import itrloss
 from support import (
     oracle,
-    oracle_infonce,
     oracle_more,
     oracle_robust,
     oracle_supervised,
@@ -166,11 +165,10 @@ PROTOTYPES |= {"compiled_as_one_graph": "in evaluation mode it asks how many pro
 TRIPLET = {"oracle": oracle.triplet}
 INFONCE = {"oracle": oracle.infonce}
 HARD = {
-    "oracle": oracle_infonce.hard,
+    "oracle": oracle.infonce,
     "reference": plain_formulas.infonce,
     "failures": CONSTANT,
 }
-FILTERED = {"oracle": oracle_infonce.filtered}
 SIGMOID = {"oracle": oracle_more.sigmoid, "every_pair": True}
 HAL = {"oracle": oracle.hal}
 DCL = {"oracle": oracle.dcl, "reference": plain_formulas.dcl, "failures": CONSTANT}
@@ -256,7 +254,7 @@ OF_PAIRS = {
         itrloss.InfoNCELoss,
         {"margin": -0.05, "relative": True, "temperature": 0.01},
         tables=ALL - {"conforming"},
-        **FILTERED,
+        **INFONCE,
     ),
     # the tests of the compiler take it as their example
     "infonce": Entry(itrloss.InfoNCELoss, tables=ALL & {"conforming"}, **INFONCE),
@@ -338,7 +336,7 @@ OF_PAIRS = {
         itrloss.InfoNCELoss,
         {"temperature": 0.05, "margin": 0.1},
         tables=ALL - {"compiled"},
-        **FILTERED,
+        **INFONCE,
     ),
     "rince": Entry(
         itrloss.RINCELoss,

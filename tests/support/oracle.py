@@ -82,6 +82,9 @@ class Judged:
     def differs(self, other: Judged) -> bool:
         return self.entries[other.number] == 0
 
+    def weight(self, other: Judged) -> float:
+        return self.entries[other.number]
+
 
 def cosine(V: ArrayLike, W: ArrayLike) -> Array:
     """``S_ij = ⟨v_i, w_j⟩ / (|v_i| |w_j|)``, (N, D) and (M, D) -> (N, M); a zero vector scores
@@ -174,7 +177,8 @@ def triplet(
 
     ``hardest``: ``ℓ_i = Σ_{p∈pos(i)} [α − S_ip + max_{n∈neg(i)} S_in]_+``;
     ``all``: ``ℓ_i = Σ_{p∈pos(i)} Σ_{n∈neg(i)} [α − S_ip + S_in]_+``.
-    With a temperature, ``log(1 + e^{x/τ})`` in place of ``[x]_+``.
+    With a temperature, ``log(1 + e^{x/τ})`` in place of ``[x]_+``. The hinges of a match count as
+    often as its weight says.
     """
 
     _one_of("mining", mining, ("hardest", "all"))
@@ -184,28 +188,48 @@ def triplet(
             return max(0.0, x)
         return float(np.logaddexp(0.0, x / temperature))
 
-    def value(positives: list[float], negatives: list[float]) -> float:
-        competitors = [max(negatives)] if mining == "hardest" else negatives
-        hinges = []
-        for positive in positives:
-            for competitor in competitors:
-                hinges.append(hinge(margin - positive + competitor))
-        return math.fsum(hinges)
+    def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
+        values = np.zeros(len(S))
+        for i in _valid_anchors(ids, other_ids):
+            negatives = [S[i, n] for n in _negatives(i, ids, other_ids)]
+            competitors = [max(negatives)] if mining == "hardest" else negatives
+            for p in _positives(i, ids, other_ids):
+                hinges = [hinge(margin - S[i, p] + competitor) for competitor in competitors]
+                values[i] += weight(i, p, ids, other_ids) * math.fsum(hinges)
+        return values
 
-    return of_anchors(S, row_ids, col_ids, reduction, value)
+    S = np.asarray(S, np.float64)
+    rows = anchors(S, row_ids, col_ids)
+    cols = anchors(S.T, col_ids, row_ids)
+    return _reduce(rows, cols, row_ids, col_ids, reduction)
 
 
 def infonce(
-    S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.07, reduction: str = "mean"
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    temperature: float = 0.07,
+    hardness: float = 0.0,
+    margin: float | None = None,
+    relative: bool = False,
+    reduction: str = "mean",
 ) -> Any:
     """InfoNCE, CPC Eq. 4, averaged over an anchor's positives.
 
     ``ℓ_i = mean_{p∈pos(i)} −log( exp(S_ip/τ) / (exp(S_ip/τ) + Σ_{n∈neg(i)} exp(S_in/τ)) )``: the
     denominator of a positive includes the negatives, but not the anchor's other positives.
+
+    With a hardness α, a negative counts ``exp(α S_in)`` times (LLaVE, Lan et al., 2025). With a
+    margin m, negatives from ``P + m``, or ``P + m |P|``, upwards are left out; P is the positives'
+    mean score (Qwen3-Embedding, Zhang et al., 2025; NV-Retriever, Moreira et al., 2024).
     """
 
     def value(positives: list[float], negatives: list[float]) -> float:
-        exponents = [s / temperature for s in negatives]
+        own = _mean(positives)
+        limit = math.inf
+        if margin is not None:
+            limit = own + margin * (abs(own) if relative else 1)
+        exponents = [s / temperature + hardness * s for s in negatives if s < limit]
         terms = []
         for score in positives:
             exponent = score / temperature
@@ -261,7 +285,7 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
     col_ids: Ids,
     temperature: float = 0.1,
     margin: float = 0.3,
-    diversity: str | tuple[ArrayLike, ArrayLike] | None = "std",
+    diversity: str | None = "std",
     epsilon: float = 0.1,
     positive_weight: str | float = "paper",
     positive: str = "clamp",
@@ -272,8 +296,6 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
     ``ℓ_i = μ log(1 + Σ_{j∈neg(i)} exp((S_ij − γ)/(μ d_i))) − w mean_{p∈pos(i)} log(1 + S_ip)``, w =
     μ for ``"paper"``. Texts are anchors of the transposed matrix; their diversities are divided by
     their own maximum. ``positive="clamp"`` floors S at −1 + 1e-6 in the last term, ``"relu"`` at 0.
-    ``diversity`` may also be the two arrays of scores, (N,) and (M,): held fixed, they make finite
-    differences agree with gradients that treat the diversity as a constant.
     """
     _one_of("positive", positive, ("clamp", "relu"))
     S = np.asarray(S, np.float64)
@@ -298,18 +320,11 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
 
 
 def _diversities(
-    S: Array,
-    row_ids: Ids,
-    col_ids: Ids,
-    diversity: str | tuple[ArrayLike, ArrayLike] | None,
-    epsilon: float,
+    S: Array, row_ids: Ids, col_ids: Ids, diversity: str | None, epsilon: float
 ) -> PerAnchor:
-    """The diversities of rows and of columns: of a name, as given, or 1."""
+    """The diversities of rows and of columns: of a name, or 1."""
     if diversity is None:
         return np.ones(S.shape[0]), np.ones(S.shape[1])
-    if isinstance(diversity, tuple):
-        row_div, col_div = diversity
-        return np.asarray(row_div, np.float64), np.asarray(col_div, np.float64)
     _one_of("diversity", diversity, ("std", "entropy"))
     score = std_diversity if diversity == "std" else entropy_diversity
     row_div = score(S, row_ids, col_ids, epsilon)
@@ -462,6 +477,12 @@ def differ(a: Any, b: Any) -> bool:
     if isinstance(a, Item | Judged):
         return a.differs(b)
     return a != b and NO_ID not in (a, b)
+
+
+def weight(i: int, j: int, ids: Ids, other_ids: Ids) -> float:
+    """The weight of a match: that of its entry in a matrix, else 1."""
+    anchor = np.asarray(ids)[i]
+    return anchor.weight(np.asarray(other_ids)[j]) if isinstance(anchor, Judged) else 1.0
 
 
 def exists(item: Any) -> bool:

@@ -7,13 +7,8 @@ an independent judge, deliberately simple and slow, for batches of up to some te
 Images are queries and rows (N), texts are documents and columns (M); S are their scores, V those of
 images among themselves, W those of texts. τ is the temperature, sg means without a gradient.
 
-Two questions say what two items are to each other. For an image and a text the answer is one
-number, the *weight* of the pair:
-
-* Do they match? They do if they have a label in common: equal ids, or sets of labels that share
-  one; or if ``matches`` has a number above 0, which is the weight (1 for ids).
-* If they do not, may one be a negative of the other? It may if their groups allow it: weight 0.
-* Otherwise the pair is in no sum: the weight is None.
+What two items are to each other say `oracle.match`, `oracle.differ` and `oracle.weight`: a pair
+matches, with a weight, or one may be a negative of the other, or it is in no sum.
 
 Sources: InfoNCE with several positives (CPC, van den Oord et al., 2018, Eq. 4, as in
 `oracle.infonce`), GTE (Li et al., arXiv 2308.03281), Qwen3-Embedding (Zhang et al., arXiv
@@ -24,7 +19,6 @@ arXiv 2402.16829), LLaVE (Lan et al., arXiv 2503.04812), EmbeddingGemma (arXiv 2
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -32,13 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-NO_ID = -(2**63)
-"""As an id: padding of a label set, or an item that does not exist. As a group: open to all."""
+from support import oracle
 
 Matrix = list[list[Tensor]]  # of 0-dim scores
-Labels = frozenset  # the ids of one item; empty: it does not exist
-Weights = list[list[float | None]]
-MATCHES_NOTHING: Labels = frozenset({"matches nothing"})
 
 # ------------------------------------------------------------------------------------------- scores
 
@@ -96,104 +86,12 @@ def scores_of_scores(scores: Tensor, negatives: Tensor | None) -> Scores:
     return Scores([list(row) for row in scores], further=further)
 
 
-def scores_of_guide(guide: Sequence[Tensor] | Tensor) -> Scores:
+def scores_of_guide(guide: Sequence[Tensor]) -> Scores:
     """What another model says, without a gradient: cosines of its embeddings ``(images, texts)`` or
-    ``(images, texts, negatives)``, or an (N, M) matrix of its scores (GISTEmbed).
+    ``(images, texts, negatives)`` (GISTEmbed).
     """
-    if isinstance(guide, Tensor):
-        return scores_of_scores(guide.detach(), None)
     images, texts, *negatives = [x.detach() for x in guide]
     return scores_of_embeddings(images, texts, negatives[0] if negatives else None, normalize=True)
-
-
-# -------------------------------------------------------------------------------- who is whose what
-
-
-def label_sets(ids: Any) -> list[Labels]:
-    """The labels of each item, of ids (N,) or label sets (N, k), without ``NO_ID``."""
-    rows = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-    sets = [row if isinstance(row, list) else [row] for row in rows]
-    return [frozenset(label for label in row if label != NO_ID) for row in sets]
-
-
-def match(a: Labels, b: Labels) -> bool:
-    """Two items match if they have a label in common."""
-    return bool(a & b)
-
-
-def groups_meet(a: int, b: int, rule: str) -> bool:
-    """Whether members of two groups may be negatives of each other: with ``"same"`` those of one
-    group, with ``"other"`` those of different ones. ``NO_ID`` is open to all.
-    """
-    if NO_ID in (a, b):
-        return True
-    return (a == b) == (rule == "same")
-
-
-class Item(NamedTuple):
-    """What is known of an image, a text or a negative next to its scores."""
-
-    labels: Labels
-    group: int
-
-
-def may_be_negative(a: Item, b: Item, rule: str) -> bool:
-    """Both exist, they do not match, and their groups allow it."""
-    exist = bool(a.labels) and bool(b.labels)
-    return exist and not match(a.labels, b.labels) and groups_meet(a.group, b.group, rule)
-
-
-def weight_by_labels(image: Item, text: Item, rule: str) -> float | None:
-    """1 for a match, which groups do not undo; 0 for a negative; None for what is neither."""
-    if match(image.labels, text.labels):
-        return 1.0
-    return 0.0 if may_be_negative(image, text, rule) else None
-
-
-def weight_by_matches(entry: float) -> float | None:
-    """A number above 0 is the weight of a match, 0 is a negative, nan is a pair in no sum."""
-    if entry < 0:
-        raise ValueError(f"matches: expected weights of at least 0, or nan, got {entry}")
-    return None if math.isnan(entry) else entry
-
-
-@dataclass
-class Relations:
-    """For each score of `Scores`, what it is for."""
-
-    pairs: Weights  # (N, M)
-    images: list[list[bool]]  # (N, N), whether one may be a negative of the other
-    texts: list[list[bool]]  # (M, M)
-    further: list[list[bool]]  # (N, K)
-    texts_further: list[list[bool]]  # (M, K), empty if negatives are each image's own
-
-
-def items(ids: Any, groups: Any, number: int) -> list[Item]:
-    """The items of one side. Without ids no two are equal, without groups all are open to all."""
-    labels = label_sets(range(number) if ids is None else ids)
-    if groups is None:
-        groups = [NO_ID] * number
-    return [Item(own, int(group)) for own, group in zip(labels, groups, strict=True)]
-
-
-def negative_items(negatives: Tensor | None, negative_ids: Any, shared: bool) -> list[Any]:
-    """K items, or K items of each image. Without ids they match nothing. Their groups are open: a
-    shared negative is everybody's, and an own one is the image's, whatever its group.
-    """
-    if negatives is None:
-        return []
-    if negative_ids is None:
-        one = Item(MATCHES_NOTHING, NO_ID)
-        number = negatives.shape[0] if shared else negatives.shape[1]
-        return [one] * number if shared else [[one] * number] * len(negatives)
-    if shared:
-        return [Item(labels, NO_ID) for labels in label_sets(negative_ids)]
-    return [[Item(labels, NO_ID) for labels in label_sets(row)] for row in negative_ids]
-
-
-def among(own: list[Item], others: list[Item], rule: str) -> list[list[bool]]:
-    """Whether each of the others may be a negative of each of one's own."""
-    return [[may_be_negative(a, b, rule) for b in others] for a in own]
 
 
 # --------------------------------------------------------------------------------------- the batch
@@ -201,102 +99,65 @@ def among(own: list[Item], others: list[Item], rule: str) -> list[list[bool]]:
 
 @dataclass
 class Batch:
-    """The scores of a batch and what they are for: the *view* that all losses of pairs have."""
+    """The scores of a batch, and its items as `oracle` has them: ids, `oracle.Item` or
+    `oracle.Judged`.
+    """
 
     scores: Scores
-    relations: Relations
+    rows: Sequence[Any]
+    cols: Sequence[Any]
+    # K items of negatives that all images share, or K of each image; None: they match nothing
+    more: Sequence[Any] | None
 
     @property
     def images(self) -> range:
-        return range(len(self.scores.pairs))
+        return range(len(self.rows))
 
     @property
     def texts(self) -> range:
-        return range(len(self.scores.pairs[0]))
+        return range(len(self.cols))
 
     def pairs_of_image(self, i: int) -> list[tuple[int, int]]:
-        return [(i, p) for p in self.texts if self.weight(i, p)]
+        return [(i, p) for p in self.texts if oracle.match(self.rows[i], self.cols[p])]
 
     def pairs_of_text(self, p: int) -> list[tuple[int, int]]:
-        return [(i, p) for i in self.images if self.weight(i, p)]
+        return [(i, p) for i in self.images if oracle.match(self.rows[i], self.cols[p])]
 
-    def weight(self, i: int, p: int) -> float | None:
-        return self.relations.pairs[i][p]
+    def weight(self, i: int, p: int) -> float:
+        return oracle.weight(i, p, self.rows, self.cols)
 
+    def negatives(self, item: Any, others: Sequence[Any]) -> list[int]:
+        """The places of those that may be an item's negatives."""
+        return [j for j, other in enumerate(others) if oracle.differ(item, other)]
 
-def make_batch(  # noqa: PLR0913 (all that a loss is called with)
-    images: Tensor | None,
-    texts: Tensor | None,
-    *,
-    image_ids: Any = None,
-    text_ids: Any = None,
-    image_groups: Any = None,
-    text_groups: Any = None,
-    negative_groups: str = "same",
-    matches: Tensor | None = None,
-    negatives: Tensor | None = None,
-    negative_ids: Any = None,
-    scores: Tensor | None = None,
-    normalize: bool = True,
-) -> Batch:
-    """Scores and relations of the arguments of a call, see `contrastive`."""
-    if scores is not None:
-        known = scores_of_scores(scores, negatives)
-    else:
-        known = scores_of_embeddings(images, texts, negatives, normalize)
-    n = len(known.pairs)
-    m = len(known.pairs[0])
-    check_relations(n, m, image_ids, text_ids, image_groups, text_groups, matches)
-    if text_groups is None:
-        text_groups = image_groups
-    rows = items(image_ids, image_groups, n)
-    cols = items(text_ids, text_groups, m)
-    shared = negatives is not None and scores is None and negatives.dim() == 2
-    more = negative_items(negatives, negative_ids, shared)
-    rule = negative_groups
-    if matches is not None:
-        pairs = [[weight_by_matches(float(entry)) for entry in row] for row in matches]
-    else:
-        pairs = [[weight_by_labels(a, b, rule) for b in cols] for a in rows]
-    if shared:
-        further = among(rows, more, rule)
-    else:
-        further = [
-            [may_be_negative(row, negative, rule) for negative in own]
-            for row, own in zip(rows, more, strict=bool(more))
-        ]
-    relations = Relations(
-        pairs,
-        among(rows, rows, rule),
-        among(cols, cols, rule),
-        further,
-        among(cols, more, rule) if shared else [],
-    )
-    return Batch(known, relations)
+    def among(self, own: Sequence[Any], i: int) -> list[int]:
+        """The places of an item's negatives of its own side, of which a matrix says nothing."""
+        if isinstance(own[i], oracle.Judged):
+            return [j for j in range(len(own)) if j != i]
+        return self.negatives(own[i], own)
+
+    def further(self, i: int) -> list[int]:
+        """The places of the further negatives that count for an image."""
+        if self.more is None:
+            return [*range(len(self.scores.further[i]))] if oracle.exists(self.rows[i]) else []
+        own = self.more[i] if isinstance(self.more[0], list) else self.more
+        return self.negatives(self.rows[i], own)
+
+    def further_of_text(self, p: int) -> list[int]:
+        """The places of the shared negatives that count for a text."""
+        if self.more is None:
+            exists = oracle.exists(self.cols[p])
+            return [*range(len(self.scores.texts_further[p]))] if exists else []
+        return self.negatives(self.cols[p], self.more)
 
 
-def check_relations(
-    n: int,
-    m: int,
-    image_ids: Any,
-    text_ids: Any,
-    image_groups: Any,
-    text_groups: Any,
-    matches: Tensor | None,
-) -> None:
-    """What has no meaning is refused."""
-    ids_given = image_ids is not None or text_ids is not None
-    groups_given = image_groups is not None or text_groups is not None
-    if matches is not None and (ids_given or groups_given):
-        raise ValueError("matches: expected without ids and groups, which it is in place of")
-    if matches is None and not ids_given and n != m:
-        raise ValueError("image_ids, text_ids: expected unless there are as many texts as images")
-    if image_ids is not None and text_ids is None:
-        raise ValueError("text_ids: expected with image_ids")
-    if image_groups is None and text_groups is not None:
-        raise ValueError("image_groups: expected with text_groups")
-    if text_groups is None and image_groups is not None and n != m:
-        raise ValueError("text_groups: expected unless there are as many texts as images")
+def items_of_negatives(ids: Tensor | None) -> Any:
+    """Items of (K,) or (N, K) ids of negatives, see `Batch`."""
+    if ids is None:
+        return None
+    if ids.dim() == 2:
+        return [items_of_negatives(own) for own in ids]
+    return [oracle.Item(frozenset({label}) - {oracle.NO_ID}) for label in ids.tolist()]
 
 
 # --------------------------------------------------------------------------------------- arithmetic
@@ -357,7 +218,6 @@ class Contrast:
     hardness: tuple[float, float]
     image_limits: list[float | None]
     text_limits: list[float | None]
-    negatives_are_texts: bool
 
 
 def limit(
@@ -397,8 +257,7 @@ def texts_beside(c: Contrast, i: int) -> list[Candidate]:
         return []
     return [
         Candidate(c.batch.scores.pairs[i][j], c.judge.pairs[i][j], c.image_limits[i], c.hardness[0])
-        for j in c.batch.texts
-        if c.batch.weight(i, j) == 0
+        for j in c.batch.negatives(c.batch.rows[i], c.batch.cols)
     ]
 
 
@@ -406,8 +265,7 @@ def images_beside(c: Contrast, p: int) -> list[Candidate]:
     """The images that are negatives of text p: ``Σ_neg e^{S_jp/τ + α₀ sg S_jp}``."""
     return [
         Candidate(c.batch.scores.pairs[j][p], c.judge.pairs[j][p], c.text_limits[p], c.hardness[0])
-        for j in c.batch.images
-        if c.batch.weight(j, p) == 0
+        for j in c.batch.negatives(c.batch.cols[p], c.batch.rows)
     ]
 
 
@@ -421,8 +279,7 @@ def further_negatives(c: Contrast, i: int) -> list[Candidate]:
     judged = c.judge.further[i]
     return [
         Candidate(scores[k], judged[k], c.image_limits[i], c.hardness[1])
-        for k, negative in enumerate(c.batch.relations.further[i])
-        if negative
+        for k in c.batch.further(i)
     ]
 
 
@@ -430,8 +287,7 @@ def other_images(c: Contrast, i: int) -> list[Candidate]:
     """Images that do not match image i, for ``image_image``: ``Σ_j e^{V_ij/τ}`` (GTE)."""
     return [
         Candidate(c.batch.scores.images[i][j], c.judge.images[i][j], c.image_limits[i], 0.0)
-        for j in c.batch.images
-        if c.batch.relations.images[i][j]
+        for j in c.batch.among(c.batch.rows, i)
     ]
 
 
@@ -442,24 +298,17 @@ def other_texts(c: Contrast, p: int) -> list[Candidate]:
     most = None if c.text_text == "unfiltered" else c.text_limits[p]
     return [
         Candidate(c.batch.scores.texts[p][j], c.judge.texts[p][j], most, 0.0)
-        for j in c.batch.texts
-        if c.batch.relations.texts[p][j]
+        for j in c.batch.among(c.batch.cols, p)
     ] + negatives_of_text(c, p, most)
 
 
 def negatives_of_text(c: Contrast, p: int, most: float | None) -> list[Candidate]:
-    """Shared negatives are texts in that sum, too (ms-swift), but not GISTEmbed's, whose sum of
-    documents is over those of the batch.
-    """
-    if not c.batch.relations.texts_further or not c.negatives_are_texts:
+    """Shared negatives are texts in that sum, too (ms-swift)."""
+    if not c.batch.scores.texts_further:
         return []
     scores = c.batch.scores.texts_further[p]
     judged = c.judge.texts_further[p]
-    return [
-        Candidate(scores[k], judged[k], most, 0.0)
-        for k, negative in enumerate(c.batch.relations.texts_further[p])
-        if negative
-    ]
+    return [Candidate(scores[k], judged[k], most, 0.0) for k in c.batch.further_of_text(p)]
 
 
 def among_themselves(c: Contrast, i: int, p: int) -> list[Candidate]:
@@ -525,10 +374,14 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
     margin: float | None = None,
     relative: bool = False,
     hardness: float | tuple[float, float] = 0.0,
-    guide: Sequence[Tensor] | Tensor | None = None,
-    negatives_are_texts: bool = True,
+    guide: Sequence[Tensor] | None = None,
     reduction: str = "mean",
-    **view: Any,
+    rows: Sequence[Any],
+    cols: Sequence[Any],
+    more: Sequence[Any] | None = None,
+    negatives: Tensor | None = None,
+    scores: Tensor | None = None,
+    normalize: bool = True,
 ) -> Any:
     """InfoNCE with all that embedding models put into its denominator.
 
@@ -551,20 +404,15 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
         margin, relative: the limit, see `limit`; each sum has that of the anchor whose sum it is.
         hardness: α, or (α₀, α₁) of the batch's and of further negatives.
         guide: embeddings of another model, whose scores are those that the limit is for.
-        negatives_are_texts: whether shared negatives are in ``text_text``.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        view: ``image_ids`` (N,) or label sets (N, k), ``text_ids``; ``matches`` (N, M), bool or
-            weights, with nan for pairs in no sum, in their place; ``image_groups`` (N,),
-            ``text_groups`` (M,) with ``negative_groups="same"`` or ``"other"``; ``negatives``
-            (K, D), (N, K, D), or (N, K) scores next to ``scores`` (N, M); ``negative_ids`` (K,) or
-            (N, K), or sets of them; ``normalize``.
+        rows, cols, more: the items of images, of texts, and of negatives, see `Batch`.
+        negatives: (K, D), (N, K, D), or (N, K) scores next to ``scores`` (N, M).
     """
-    batch = make_batch(images, texts, **view)
-    has_scores = view.get("scores") is not None
-    check_options(batch, directions, in_batch, image_image, text_text, joint)
-    check_filter(margin, relative, text_text, guide)
-    if has_scores and (image_image or text_text):
-        raise ValueError("scores: expected embeddings for sums of images or texts alone")
+    if scores is not None:
+        known = scores_of_scores(scores, negatives)
+    else:
+        known = scores_of_embeddings(images, texts, negatives, normalize)
+    batch = Batch(known, rows, cols, more)
     judge = batch.scores if guide is None else scores_of_guide(guide)
     pair = hardness if isinstance(hardness, tuple) else (hardness, hardness)
     row_pairs = [batch.pairs_of_image(i) for i in batch.images]
@@ -580,168 +428,23 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
         pair,
         [limit(batch, judge, pairs, margin, relative) for pairs in row_pairs],
         [limit(batch, judge, pairs, margin, relative) for pairs in col_pairs],
-        negatives_are_texts,
     )
     like = batch.scores.pairs[0][0]
 
-    def rows() -> Tensor:
+    def of_images() -> Tensor:
         values = [value_of_anchor(c, pairs, candidates_of_image) for pairs in row_pairs]
         return reduced(values, reduction, like)
 
-    def cols() -> Tensor:
+    def of_texts() -> Tensor:
         values = [value_of_anchor(c, pairs, candidates_of_text) for pairs in col_pairs]
         return reduced(values, reduction, like)
 
     if joint:
-        return rows()
-    return of_directions(directions, rows, cols, reduction)
+        return of_images()
+    return of_directions(directions, of_images, of_texts, reduction)
 
 
-def check_options(
-    batch: Batch,
-    directions: str,
-    in_batch: bool,
-    image_image: bool,
-    text_text: bool | str,
-    joint: bool,
-) -> None:
-    """Denominators that have no meaning are refused."""
-    if joint and directions != "both":
-        raise ValueError("joint: expected with both directions")
-    if in_batch:
-        return
-    if directions != "image-text":
-        raise ValueError("in_batch: expected True unless directions='image-text'")
-    if not batch.scores.further:
-        raise ValueError("in_batch: expected True without negatives")
-    if image_image or text_text or joint:
-        raise ValueError("in_batch: expected True next to sums over the batch")
-
-
-def check_filter(margin: float | None, relative: bool, text_text: bool | str, guide: Any) -> None:
-    """Options of the filter want a margin."""
-    if margin is None and (relative or text_text == "unfiltered" or guide is not None):
-        raise ValueError("margin: expected a number next to relative, 'unfiltered' or a guide")
-
-
-# ----------------------------------------------------------------- other losses of the same batches
-
-
-class Weighted(NamedTuple):
-    """A candidate of an anchor with the weight of their match, 0 for a negative."""
-
-    score: Tensor
-    weight: float
-
-
-def candidates_of_row(batch: Batch, i: int) -> list[Weighted]:
-    """All candidates of image i: texts that match or are negatives, and further negatives."""
-    pairs = [(batch.scores.pairs[i][j], batch.weight(i, j)) for j in batch.texts]
-    if batch.scores.further:
-        kept = zip(batch.scores.further[i], batch.relations.further[i], strict=True)
-        pairs += [(score, 0.0 if negative else None) for score, negative in kept]
-    return [Weighted(score, weight) for score, weight in pairs if weight is not None]
-
-
-def candidates_of_column(batch: Batch, p: int) -> list[Weighted]:
-    """All candidates of text p: images that match it or are its negatives."""
-    pairs = [(batch.scores.pairs[i][p], batch.weight(i, p)) for i in batch.images]
-    return [Weighted(score, weight) for score, weight in pairs if weight is not None]
-
-
-def over_anchors(
-    batch: Batch,
-    value: Callable[[list[Weighted]], Tensor | None],
-    directions: str,
-    reduction: str,
-) -> Any:
-    """A loss whose value of an anchor is a function of its candidates."""
-    like = batch.scores.pairs[0][0]
-
-    def rows() -> Tensor:
-        values = [value(candidates_of_row(batch, i)) for i in batch.images]
-        return reduced(values, reduction, like)
-
-    def cols() -> Tensor:
-        values = [value(candidates_of_column(batch, p)) for p in batch.texts]
-        return reduced(values, reduction, like)
-
-    return of_directions(directions, rows, cols, reduction)
-
-
-def sdm_of_anchor(candidates: list[Weighted], temperature: Any, epsilon: float) -> Tensor | None:
-    """``Σ_j p_j (log p_j − log(q_j + ε))`` with ``p = softmax(S/τ)`` and q the weights divided by
-    their sum. An anchor without a match has no q: None. One without a negative has a value.
-    """
-    total = sum(x.weight for x in candidates)
-    if total == 0:
-        return None
-    logits = [x.score / temperature for x in candidates]
-    norm = log_sum_exp(logits)
-    value = 0
-    for x, z in zip(candidates, logits, strict=True):
-        value = value + (z - norm).exp() * (z - norm - math.log(x.weight / total + epsilon))
-    return value
-
-
-def sdm(
-    images: Tensor | None = None,
-    texts: Tensor | None = None,
-    *,
-    temperature: Any = 0.02,
-    epsilon: float = 1e-8,
-    directions: str = "both",
-    reduction: str = "mean",
-    **view: Any,
-) -> Any:
-    """Similarity distribution matching, IRRA: the divergence of the softmax over all candidates
-    from the labels. For ``view`` see `contrastive`.
-    """
-    batch = make_batch(images, texts, **view)
-
-    def value(candidates: list[Weighted]) -> Tensor | None:
-        return sdm_of_anchor(candidates, temperature, epsilon)
-
-    return over_anchors(batch, value, directions, reduction)
-
-
-def soft_triplet_of_anchor(
-    candidates: list[Weighted], temperature: Any, margin: float
-) -> Tensor | None:
-    """``Σ_p w_p log(1 + e^{(S⁻ − S_p + m)/τ})`` with the hardest negative ``S⁻``, the first of
-    equal ones. None without a positive or a negative.
-    """
-    positives = [x for x in candidates if x.weight > 0]
-    negatives = [x.score for x in candidates if x.weight == 0]
-    if not positives or not negatives:
-        return None
-    hardest = max(negatives, key=Tensor.item)
-    value = 0
-    for x in positives:
-        z = (hardest - x.score + margin) / temperature
-        value = value + x.weight * log_sum_exp([z * 0, z])
-    return value
-
-
-def soft_triplet(
-    images: Tensor | None = None,
-    texts: Tensor | None = None,
-    *,
-    temperature: Any,
-    margin: float = 0.2,
-    directions: str = "both",
-    reduction: str = "sum",
-    **view: Any,
-) -> Any:
-    """The triplet loss of the hardest negative with a softplus in place of the hinge (colpali): the
-    hinge of `oracle.triplet` is its limit for τ → 0, times τ. For ``view`` see `contrastive`.
-    """
-    batch = make_batch(images, texts, **view)
-
-    def value(candidates: list[Weighted]) -> Tensor | None:
-        return soft_triplet_of_anchor(candidates, temperature, margin)
-
-    return over_anchors(batch, value, directions, reduction)
+# ------------------------------------------------------------------------------------ distillation
 
 
 def distillation(
@@ -776,16 +479,12 @@ def existing(elements: Tensor, mask: Tensor | None) -> list[Tensor]:
     return [x for x, exists in zip(elements, mask, strict=True) if exists]
 
 
-def late_score(
-    image: list[Tensor], text: list[Tensor], form: str, alpha: float, normalize: bool
-) -> Tensor | None:
+def late_score(image: list[Tensor], text: list[Tensor], form: str, alpha: float) -> Tensor:
     """``Σ_a max_b s(a, b)`` (ColBERT), divided by the number of the image's elements in the forms
-    of ``_mean`` (colpali), or with the smooth maximum. None if one of the sets is empty.
+    of ``_mean`` (colpali), or with the smooth maximum.
     """
-    if not image or not text:
-        return None
     sharpness = alpha if form.startswith("smooth") else None
-    parts = [best_of([score(a, b, normalize) for b in text], sharpness) for a in image]
+    parts = [best_of([score(a, b, normalize=True) for b in text], sharpness) for a in image]
     total = torch.stack(parts).sum()
     return total / len(image) if form.endswith("mean") else total
 
@@ -803,26 +502,18 @@ def late_scores(
     alpha: float = 16.0,
     image_mask: Tensor | None = None,
     text_mask: Tensor | None = None,
-    normalize: bool = True,
 ) -> Tensor:
-    """Scores of sets by late interaction.
+    """Scores of sets by late interaction, (N, M).
 
     Args:
-        images: (N, K, D) sets, whose elements are summed up.
-        texts: (M, L, D), the result is (N, M); or (N, K, L, D), each image's own, it is (N, K).
+        images, texts: (N, K, D) sets, whose elements are summed up, and (M, L, D).
         form: ``"max_sum"``, ``"max_mean"``, ``"smooth_max_sum"`` or ``"smooth_max_mean"``.
-        image_mask, text_mask: (N, K), and (M, L) or (N, K, L), true where an element exists. An
-            empty set scores 0, without a gradient.
+        image_mask, text_mask: (N, K) and (M, L), true where an element exists; each set has one.
     """
-    own = texts.dim() == 4
-    zero = images.new_zeros(())
-    rows = []
-    for i, image in enumerate(images):
-        elements = existing(image, None if image_mask is None else image_mask[i])
-        row = []
-        for j, text in enumerate(texts[i] if own else texts):
-            mask = None if text_mask is None else (text_mask[i][j] if own else text_mask[j])
-            value = late_score(elements, existing(text, mask), form, alpha, normalize)
-            row.append(zero if value is None else value)
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
+    of_images, of_texts = (
+        [existing(x, None if mask is None else mask[k]) for k, x in enumerate(sets)]
+        for sets, mask in ((images, image_mask), (texts, text_mask))
+    )
+    return torch.stack(
+        [torch.stack([late_score(a, b, form, alpha) for b in of_texts]) for a in of_images]
+    )

@@ -10,7 +10,7 @@ where an invalid anchor's value is exactly 0. Embeddings are not normalised, eve
 cosine, and a zero vector scores 0.
 
 Papers: CODER (Wang et al., ECCV 2022), USER (Zhang et al., 2023), DVSE (Wei et al., 2023), SigLIP
-(Zhai et al., ICCV 2023), DivE (Kim et al., CVPR 2023), spherical k-means (Dhillon & Modha, 2001).
+(Zhai et al., ICCV 2023), spherical k-means (Dhillon & Modha, 2001).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     *,
     temperature: float = 0.1,
     margin: float = 0.3,
-    diversity: str | tuple[ArrayLike, ArrayLike] | None = "std",
+    diversity: str | None = "std",
     epsilon: float = 0.1,
     entropy_temperature: float = 1.0,
     positive_weight: str | float = "paper",
@@ -75,9 +75,8 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     the text keys of the anchor's id (``positive_from="batch"``: over the texts w_p themselves), w =
     μ for ``"paper"``. Memory entries of the anchor's id are neither negatives nor positives. Text
     anchors have the memory *images* as negatives, and positives from ``V_keys``. d is
-    `memory_diversity` (``diversity_from="batch"``: of an empty memory), or the two arrays (N,) and
-    (M,) given as ``diversity``, or 1 for None. An anchor without a positive or without a negative
-    in the memory is invalid.
+    `memory_diversity` (``diversity_from="batch"``: of an empty memory), or 1 for None. An anchor
+    without a positive or without a negative in the memory is invalid.
 
     Eq. 6 prints ``L_DCL(V, B_w) + L_DCL(W, B_v)``; ``L_DCL`` of Eq. 5 is a sum of two directions,
     of which one would have memory entries as anchors. This is only the direction whose anchors are
@@ -89,8 +88,6 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     if diversity is None:
         image_div = np.ones(len(np.asarray(V)))
         text_div = np.ones(len(np.asarray(W)))
-    elif isinstance(diversity, tuple):
-        image_div, text_div = (np.asarray(d, np.float64) for d in diversity)
     else:
         estimated_in = memory_ids if diversity_from == "both" else []
         embeddings = (V, W, memory_images, memory_texts, image_ids, text_ids, estimated_in)
@@ -327,23 +324,11 @@ def uto(  # noqa: PLR0913 (the arguments and options of the loss)
     """
 
     floor = SCORE_FLOOR if positive == "clamp" else 0.0
-
-    def anchors(side: _Side) -> Array:
-        """``Q_i`` of the anchors of a side."""
-        near = side.near()
-        far = side.far()
-        values = np.zeros(len(near))
-        for i in side.valid():
-            exponents = [scale * (far[i, q] - margin) for q in side.negatives(i)]
-            repulsion = _log_sum_exp([0.0, *exponents]) / scale
-            logs = [_log_positive(near[i, p], floor) for p in side.positives(i)]
-            values[i] = repulsion - _mean(logs)
-        return values
-
+    anchors = _DclOfMemory(1 / scale, margin, 1.0, floor)
     of_images = _Side(V, W_keys, memory_texts, image_ids, text_ids, memory_ids)
     of_texts = _Side(W, V_keys, memory_images, text_ids, image_ids, memory_ids)
-    images = text_memory_weight * anchors(of_images)
-    texts = image_memory_weight * anchors(of_texts)
+    images = text_memory_weight * anchors(of_images, np.ones(len(V)))
+    texts = image_memory_weight * anchors(of_texts, np.ones(len(W)))
     batch = oracle.hal(cosine(V, W), image_ids, text_ids, scale, margin, reduction, positive)
     if reduction == "none":
         return batch_weight * batch[0] + images, batch_weight * batch[1] + texts
@@ -497,7 +482,6 @@ def dynamic_orthogonal(
     slack: float = 0.4,
     pair_reduction: str = "mean",
     reduction: str = "mean",
-    gate_first: bool = False,
 ) -> Any:
     """Dynamic orthogonal constraint loss, DVSE Eq. 4: residual sub-embeddings (N, K, D), gate (N,
     K) or (N, D).
@@ -512,9 +496,7 @@ def dynamic_orthogonal(
 
     A gate (N, D) masks dimensions, the same ones for every head: ``c_ij = |Σ_d (m_d u_id)(m_d
     u_jd)|``. Heads are normalised *first* (as on the design page), so that switching dimensions or
-    heads off can only lower the loss. ``gate_first=True`` is the alternative: mask, then normalise,
-    c_ij = |cosine of the dimensions that are on|. For a gate of ones, and for any 0/1 gate (N, K),
-    the two are equal. If K = D, a gate is (N, K).
+    heads off can only lower the loss. If K = D, a gate is (N, K).
 
     Against the paper: Eq. 3 does not say what shape ``round(s(h(w² z)))`` has, and Eq. 4 writes it
     as a function of a head, ``‖F_mask((v̂^i)^T) F_mask(v̂^j)‖``; Eq. 4 is for one image, sums where
@@ -530,7 +512,7 @@ def dynamic_orthogonal(
     for n in range(N):
         vectors = []
         for head, mask in zip(heads[n], per_entry[n], strict=True):
-            vectors.append(_unit(head * mask) if gate_first else _unit(head) * mask)
+            vectors.append(_unit(head) * mask)
         scores = []
         for i in range(K):
             for j in range(K):
@@ -567,51 +549,6 @@ def _correlation(scores: Sequence[float], K: int, pair_reduction: str) -> float:
     if pair_reduction == "frobenius":
         return math.sqrt(math.fsum(c * c for c in scores)) / K**2
     return math.fsum(scores) / (K * (K - 1)) if K > 1 else 0.0
-
-
-def set_max(S: ArrayLike) -> Array:
-    """``max_k S^k_ij``: (N, K, M) -> (N, M)."""
-    S = np.asarray(S, np.float64)
-    N, _, M = S.shape
-    result = np.zeros((N, M))
-    for i in range(N):
-        for j in range(M):
-            result[i, j] = max(S[i, :, j])
-    return result
-
-
-def set_mean(S: ArrayLike) -> Array:
-    """``(1/K) Σ_k S^k_ij``: (N, K, M) -> (N, M)."""
-    S = np.asarray(S, np.float64)
-    N, K, M = S.shape
-    result = np.zeros((N, M))
-    for i in range(N):
-        for j in range(M):
-            result[i, j] = math.fsum(S[i, :, j]) / K
-    return result
-
-
-def smooth_chamfer(V_sets: ArrayLike, W_sets: ArrayLike, alpha: float = 16.0) -> Array:
-    """Smooth-Chamfer similarity of two sets, DivE: (N, K, D) and (M, L, D) -> (N, M).
-
-    ``(1/(2αK)) Σ_{a∈A} log Σ_{b∈B} exp(α cos(a, b)) + (1/(2αL)) Σ_{b∈B} log Σ_{a∈A} exp(α cos(a,
-    b))``, A the K vectors of an image and B the L vectors of a text. The sums inside the logarithms
-    are not averaged, so a score may exceed 1, by up to ``log(K L)/(2α)``.
-    """
-    images = np.asarray(V_sets, np.float64)
-    texts = np.asarray(W_sets, np.float64)
-    K = images.shape[1]
-    L = texts.shape[1]
-    result = np.zeros((len(images), len(texts)))
-    for i in range(len(images)):
-        for j in range(len(texts)):
-            exponents = alpha * cosine(images[i], texts[j])
-            of_image = [_log_sum_exp(row) for row in exponents]
-            of_text = [_log_sum_exp(column) for column in exponents.T]
-            forth = math.fsum(of_image) / (2 * alpha * K)
-            back = math.fsum(of_text) / (2 * alpha * L)
-            result[i, j] = forth + back
-    return result
 
 
 # --------------------------------------------------------------------------------------- prototypes

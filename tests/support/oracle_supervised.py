@@ -21,6 +21,7 @@ from support.oracle import (
     _positives,
     _reduce_valid,
     of_anchors,
+    weight,
 )
 
 
@@ -125,7 +126,7 @@ def sdm(
     reduction: str = "mean",
 ) -> Any:
     """``Σ_j p_j log(p_j / (q_j + ε))``; p is the softmax of all ``S_ij / τ``, q the positives'
-    share. An anchor without a negative counts.
+    weights divided by their sum. An anchor without a negative counts.
     """
 
     def anchors(S: Array, ids: Ids, other_ids: Ids) -> tuple[Array, list[int]]:
@@ -139,8 +140,9 @@ def sdm(
             counted.append(i)
             candidates = _candidates(i, ids, other_ids)
             total = _log_sum_exp([row[j] / temperature for j in candidates])
+            weights = {p: weight(i, p, ids, other_ids) for p in positives}
             for j in candidates:
-                label = 1 / len(positives) if j in positives else 0.0
+                label = weights.get(j, 0.0) / math.fsum(weights.values())
                 log_p = row[j] / temperature - total
                 values[i] += math.exp(log_p) * (log_p - math.log(label + epsilon))
         return values, counted

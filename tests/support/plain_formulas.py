@@ -65,7 +65,7 @@ def infonce(
 ) -> Any:
     """Return InfoNCE, whose weights of hard negatives are constants."""
     options = {name: getattr(loss, name) for name in INFONCE}
-    ids = {"image_ids": image_ids, "text_ids": text_ids}
+    ids = {"rows": image_ids.tolist(), "cols": text_ids.tolist()}
     return oracle_embedders.contrastive(images, texts, negatives=negatives, **ids, **options)
 
 

@@ -4,14 +4,11 @@ see :mod:`planted`.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from support.planted import InfoNCE, planted
 
@@ -138,40 +135,6 @@ class EnginesDiffer(InfoNCE):
         if self.engine == "tiled":
             scores = torch.cat([scores[:, :16], scores[:, 16:].detach()], 1)
         return scores
-
-
-class ByChunks(InfoNCE):
-    """Sigmoid loss in chunks of 32 rows, which are computed again in the backward pass; flat in
-    memory.
-    """
-
-    keep = False
-
-    def __init__(self):
-        super().__init__()
-        del self.reduction
-
-    def forward(self, images, texts, image_ids=None, text_ids=None):
-        images, texts, image_ids, text_ids = self.prepared(images, texts, image_ids, text_ids)
-        v = self.unit(images)
-        w = self.unit(texts)
-        total = v.new_zeros(())
-        for rows, ids in zip(v.split(32), image_ids.split(32), strict=True):
-            part = self.part if self.keep else partial(checkpoint, self.part, use_reentrant=False)
-            total = total + part(rows, w, ids, text_ids)
-        return total / len(v) + total / len(w)
-
-    def part(self, rows, w, ids, text_ids):
-        return F.softplus(
-            torch.where(self.positive(ids, text_ids), -1.0, 1.0) * (self.scores(rows, w) * 10 - 5)
-        ).sum()
-
-
-@planted("memory_grows_linearly", expected_failures={})
-class ChunksKept(ByChunks):
-    """Chunks bound nothing, as autograd keeps all of them (open_clip#1214)."""
-
-    keep = True
 
 
 # ---------------------------------------------------------------------------------------- processes

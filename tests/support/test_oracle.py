@@ -1,289 +1,298 @@
-"""The oracle against values computed by hand on 2x2 and 2x3 matrices."""
+"""The loops of `oracle` and `oracle_more` next to values computed by hand, one example of each."""
 
+from __future__ import annotations
+
+from functools import partial
 from math import exp, log, log2, nan, sqrt
+from typing import Any
 
 import numpy as np
 import pytest
-from pytest import approx
 
-from support import oracle
+from support import oracle, oracle_more
 
-# Images 7 and 9; two captions of image 7, one of image 9.
-ROWS = [7, 9]
-COLS = [7, 7, 9]
-PAIRS = [0, 1]  # ids of a one-to-one 2x2 batch
-# Ids of a 2x3 batch in which the third column belongs to no row.
-TWO = [0, 1]
-THREE = [0, 1, 2]
+AXES = np.eye(3)
+PAIRS = ([0, 1], [0, 1])  # ids of a batch of two pairs
+THREE = ([0, 1], [0, 1, 2])  # of which the third column belongs to no row
+CAPTIONS = ([7, 9], [7, 7, 9])  # two captions of the first image, one of the second
+none = {"reduction": "none"}
 
 
-def test_std_diversity_by_hand():
-    # The positives are 9 and -9, which do not count.
-    # Row 0 has negatives 0.5 and 0.1: mean 0.3, SD 0.2.
-    # Row 1 has negatives 0.4 and 0.6: SD 0.1.
-    S = [[9.0, 0.5, 0.1], [0.4, -9.0, 0.6]]
-    epsilon = 0.2 * log(2)
-    raw_0 = 1 + 1 / 2  # 1 + exp(-epsilon / 0.2)
-    raw_1 = 1 + 1 / 4  # 1 + exp(-epsilon / 0.1)
-    found = oracle.std_diversity(S, TWO, THREE, epsilon)
-    # Divided by the larger of the two, they are 1 and 5/6.
-    assert found == approx([1, raw_1 / raw_0])
-    assert found == approx([1, 5 / 6])
+def unit_columns(S: Any) -> np.ndarray:
+    """Unit vectors w_j with cos(e_1, w_j) = S_0j and cos(e_2, w_j) = S_1j."""
+    a, b = np.array(S)
+    return np.stack([a, b, np.sqrt(1 - a**2 - b**2)], axis=1)
 
 
-def test_entropy_diversity_by_hand():
-    # Row 0: exp(S) = 2, 1, 1, so P = 1/2, 1/4, 1/4; its negatives give H = 2 (1/4) 2 = 1 bit.
-    # Row 1: exp(S) = 1, 6, 1, so P = 1/8, 3/4, 1/8; its negatives give H = 2 (1/8) 3 = 3/4 bit.
-    S = np.log([[2.0, 1, 1], [1, 6, 1]])
-    epsilon = log(2)
-    raw_0 = 1 + 1 / 2  # 1 + exp(-epsilon / 1)
-    raw_1 = 1 + 2 ** (-4 / 3)  # 1 + exp(-epsilon / (3/4))
-    expected = [1, raw_1 / raw_0]
-    found = oracle.entropy_diversity(S, TWO, THREE, epsilon)
-    assert found == approx(expected)
-    # Half the scores at half the temperature have the same probabilities.
-    halved = oracle.entropy_diversity(S / 2, TWO, THREE, epsilon, 0.5)
-    assert halved == approx(expected)
+# ------------------------------------------------------------------------------------- diversities
+
+# Row 0 has negatives 0.5 and 0.1: mean 0.3, SD 0.2. Row 1 has 0.4 and 0.6: SD 0.1. With this ε, raw
+# is 1 + 1/2 and 1 + 1/4; divided by the larger of the two, 1 and 5/6.
+SPREAD = [[0, 0.5, 0.1], [0.4, 0, 0.6]]
+EPSILON = 0.2 * log(2)
+# Columns 0 and 1 have one negative each, SD at the floor, raw 1. Column 2 (no positive) has 0.1 and
+# 0.6, SD 0.25: an anchor without a positive enters the maximum, but contributes 0.
+OF_COLUMN = 1 / (1 + 2**-0.8)
+# Row 0: exp(S) = 2, 1, 1, so P = 1/2, 1/4, 1/4; its negatives give H = 2 (1/4) 2 = 1 bit.
+# Row 1: exp(S) = 1, 6, 1, so P = 1/8, 3/4, 1/8; its negatives give H = 2 (1/8) 3 = 3/4 bit.
+PROBABILITIES = np.log([[2.0, 1, 1], [1, 6, 1]])
+
+# The batch has the diversities above, (1, 5/6); the memory, with SD 0.1 and 0.2, (5/6, 1).
+IN_MEMORY = unit_columns([[0.4, 0.6], [0.5, 0.1]])
+UNUSED = np.zeros((2, 3))
+OF_SPREAD = (3 * AXES[:2], unit_columns(SPREAD), UNUSED, IN_MEMORY, *THREE, [5, 6])
+# τ = 1/ln 3. Batch: all scores 0, H = 1/2 bit on both rows, so (1, 1). Memory: row 0 has P = 3/4,
+# 1/4, both negatives; row 1 has P = 1/2, 1/2, its second entry masked: H = 1/2 bit.
+OF_ENTROPY = (AXES[:2], AXES[[2, 2]], AXES[[0, 2]], AXES[[0, 2]], *PAIRS, [5, 1])
+RAW = [1 + exp(-0.1 / bits) for bits in (0.75 * log2(4 / 3) + 0.5, 0.5)]
+MEAN_OF_ENTROPIES = [1, (1 + RAW[1] / RAW[0]) / 2]
+
+DIVERSITIES = {
+    "std": (partial(oracle.std_diversity, SPREAD, *THREE, EPSILON), [1, 5 / 6]),
+    "entropy": (
+        partial(oracle.entropy_diversity, PROBABILITIES / 2, *THREE, log(2), 0.5),
+        [1, (1 + 2 ** (-4 / 3)) / (1 + 1 / 2)],  # ε/H is ln 2, and 4/3 of it
+    ),
+    "of a memory": (
+        lambda: oracle_more.memory_diversity(*OF_SPREAD, "std", EPSILON)[0],
+        [11 / 12, 11 / 12],  # an average, which is not divided by its maximum
+    ),
+    "of a memory by entropy": (
+        partial(oracle_more.memory_diversity, *OF_ENTROPY, "entropy", 0.1, 1 / log(3)),
+        (MEAN_OF_ENTROPIES, MEAN_OF_ENTROPIES),
+    ),
+}
+
+# --------------------------------------------------------------------------------- losses of pairs
+
+HINGES = [[0.8, 0.5], [0.3, 0.4]]
+ODDS = 0.5 * np.log([[3.0, 1], [2, 2]])  # exp(S/τ) = [[3, 1], [2, 2]]
+# log(1 + S) of the positives: log 2, 0 and 1; exp of the negatives: 2 in row 0, 1 and 3 in row 1
+HUBS = [[1.0, 0.0, log(2)], [0.0, log(3), exp(1) - 1]]
+HUBS_ROWS = [log(1 + 2), log(1 + 1 + 3)]
+HUBS_COLS = [log(1 + 1), log(1 + 3), log(1 + 2)]
+# μ = 1/2, γ = 0: exp(2 S) of the negatives is 3 and 8; the positives are 1 and -2, at the floor
+CLAMPED = [[1.0, log(3) / 2], [log(8) / 2, -2.0]]
+# exp(S), at scale 1 and bias 0: a positive costs log(1 + 1/x), a negative log(1 + x)
+SIGMOID = np.log([[3.0, 3], [1, 2], [1, 1]])
+SIGMOID_ROWS = np.array([log(4 / 3) + log(4), log(2) + log(3 / 2), 2 * log(2)])
+SIGMOID_COLS = np.array([log(4 / 3) + 2 * log(2), log(4) + log(3 / 2) + log(2)])
+
+LOSSES = {
+    # row 1: [.2 - .4 + .3]+; column 1: [.2 - .4 + .5]+
+    "triplet": (
+        partial(oracle.triplet, HINGES, *PAIRS, 0.2, "hardest", "none"),
+        ([0, 0.1], [0, 0.3]),
+    ),
+    # 3 of 3 + 1 and 2 of 2 + 2; 3 of 3 + 2 and 2 of 1 + 2
+    "infonce": (
+        partial(oracle.infonce, ODDS, *PAIRS, 0.5, **none),
+        ([log(4 / 3), log(2)], [log(5 / 3), log(3 / 2)]),
+    ),
+    # half of each positive, times n_valid/P, which is 2/3 for rows and 3/3 for columns
+    "hal": (
+        partial(oracle.hal, HUBS, *CAPTIONS, 1.0, 0.0, "none"),
+        (
+            [HUBS_ROWS[0] - log(2) / 3, HUBS_ROWS[1] - 1 / 3],
+            [HUBS_COLS[0] - log(2) / 2, HUBS_COLS[1], HUBS_COLS[2] - 1 / 2],
+        ),
+    ),
+    "hal, a mean over pairs": (
+        partial(oracle.hal, HUBS, *CAPTIONS, 1.0, 0.0, "mean"),
+        sum(HUBS_ROWS) / 2 + sum(HUBS_COLS) / 3 - (log(2) + 1) / 3,
+    ),
+    "dcl": (
+        partial(oracle.dcl, CLAMPED, *PAIRS, 0.5, 0.0, None, **none),
+        (
+            [log(4) / 2 - log(2) / 2, log(9) / 2 - log(1e-6) / 2],
+            [log(9) / 2 - log(2) / 2, log(4) / 2 - log(1e-6) / 2],
+        ),
+    ),
+    # γ = (1/2) log 3 takes 3 to 1 and 8 to 8/3
+    "dcl with a margin and a weight": (
+        lambda: oracle.dcl(
+            CLAMPED, *PAIRS, 0.5, log(3) / 2, None, positive_weight=3.0, positive="relu", **none
+        )[0],
+        [log(2) / 2 - 3 * log(2), log(11 / 3) / 2],
+    ),
+    # Positives 0 add nothing. Rows: 0.5 and 0.1, less 0.3, over 0.1; 0.1 and 0.3 over 0.1 (5/6).
+    "dcl divides the temperature by the diversity": (
+        partial(oracle.dcl, SPREAD, *THREE, epsilon=EPSILON, **none),
+        (
+            [0.1 * log(1 + exp(2) + exp(-2)), 0.1 * log(1 + exp(1.2) + exp(3.6))],
+            [0.1 * log(1 + exp(1 / OF_COLUMN)), 0.1 * log(1 + exp(2 / OF_COLUMN)), 0],
+        ),
+    ),
+    # half of each row's and of each column's sum
+    "sigmoid": (
+        partial(oracle_more.sigmoid, SIGMOID, [0, 1, 5], [0, 1], 1.0, 0.0, "none"),
+        (SIGMOID_ROWS / 2, SIGMOID_COLS / 2),
+    ),
+}
+
+# ------------------------------------------------------------------- memories, sets and prototypes
+
+# One pair of id 1, whose third entry in the memory is masked. cos(v, w) = 0, cos(v, w key) =
+# cos(w, v key) = 0.6; cosines of v with the memory's texts: 0, 0.8, of w with its images: 1, 0.8.
+PAIR = ([[2, 0]], [[0, 1]], [[4, 3]], [[3, 4]])
+ENTRIES = ([[0, 2], [3, 4], [1, 0]], [[0, 5], [4, 3], [1, 0]])
+MEMORY = (*PAIR, *ENTRIES, [1], [1], [2, 3, 1])
+
+# Texts are the axes, so that scores are the coordinates of images. Image 2, of zeros, has no text.
+HEADS = np.array([[[3.0, 0, 4]], [[0, 4, 3]], [[0, 0, 0]]])
+SIGMA = 1 + 0.4 * sqrt(2)  # of the pairs (0, 0) and (1, 2): without 0.6, 0 and 0.8 are left
+OTHER_SIGMA = 1 + 0.1 * sqrt(2)  # of the pair (0, 1)
+SMALL_HINGE = 0.4 / SIGMA**2 + log(SIGMA)  # 0.2 - 0.6 + 0.8
+LARGE_HINGE = 1 / OTHER_SIGMA**2 + log(OTHER_SIGMA)  # 0.2 - 0 + 0.8
+
+RESIDUALS = [[[2.0, 0], [-3, 4]], [[0, 1], [5, 0]]]  # |cos| 0.6 and 0
+PARALLEL = np.ones((2, 3, 4))
+LEANING = [[[3.0, 4, 0], [3, -4, 0]]]
+orthogonal = oracle_more.dynamic_orthogonal
+
+POINTS = [[2.0, 0], [3, 3], [0, 5], [-3, 4]]  # (3, 3) ties between the first two centroids
+STEP = partial(oracle_more.spherical_kmeans_step, [[1.0, 0], [0, 1], [-1, 0]], [3, 0, 7], POINTS)
+# Three times the old centroid, (1, 0), and (3, 3) normalised.
+FIRST = np.array([4 + sqrt(0.5), sqrt(0.5)])
+# (0, 1) and (-0.6, 0.8); the old centroid counts 0.
+SECOND = np.array([-0.6, 1.8])
+MOVED = np.array([FIRST / np.linalg.norm(FIRST), SECOND / np.linalg.norm(SECOND), [-1, 0]])
+
+MORE = {
+    # μ = 0.5, γ = 0.3: exponents -0.6 and 1 for the image, 1.4 and 1 for the text
+    "memory dcl": (
+        partial(oracle_more.memory_dcl, *MEMORY, temperature=0.5, diversity=None, **none),
+        (
+            [0.5 * log(1 + exp(-0.6) + exp(1)) - 0.5 * log(1.6)],
+            [0.5 * log(1 + exp(1.4) + exp(1)) - 0.5 * log(1.6)],
+        ),
+    ),
+    # γ = 2, ε = 0.5: image exponents -1 and 0.6, text exponents 1 and 0.6; HAL has no negatives
+    "uto": (
+        partial(oracle_more.uto, *MEMORY, scale=2.0, **none),
+        (
+            [0.5 * log(1 + exp(-1) + exp(0.6)) - log(1.6)],
+            [0.5 * log(1 + exp(1) + exp(0.6)) - log(1.6)],
+        ),
+    ),
+    # (0, 0, 3) has mean 1 and the sample variance 6/2
+    "sigma": (
+        lambda: oracle_more.variance_sigma(np.array([[[9.0, 0, 0, 3]]]))[0][0, 0, 0],
+        1 + sqrt(3),
+    ),
+    "variance aware": (
+        partial(oracle_more.variance_aware, HEADS, 2 * AXES, [7, 9, 8], [7, 7, 9], **none),
+        ([SMALL_HINGE + LARGE_HINGE, SMALL_HINGE, 0], [log(SIGMA), LARGE_HINGE, SMALL_HINGE]),
+    ),
+    "variance aware, a mean over pairs": (
+        partial(oracle_more.variance_aware, HEADS, 2 * AXES, [7, 9, 8], [7, 7, 9]),
+        (log(SIGMA) + 2 * LARGE_HINGE + 3 * SMALL_HINGE) / 3,
+    ),
+    "orthogonal": (partial(orthogonal, RESIDUALS), (0.6 - 0.4) / 2),
+    "orthogonal, Frobenius": (
+        partial(orthogonal, RESIDUALS, None, 0.1, "frobenius", "sum"),
+        sqrt(2 * 0.36) / 4 - 0.1,
+    ),
+    # heads that are off count as zeros: 2 of the 6 ordered pairs remain
+    "orthogonal with gated heads": (
+        partial(orthogonal, PARALLEL, [[1, 1, 0], [1, 0, 0]], 0, **none),
+        [1 / 3, 0],
+    ),
+    # (0.6, 0.8, 0) and (0.6, -0.8, 0) without the second dimension
+    "orthogonal with gated dimensions": (partial(orthogonal, LEANING, [[1, 0, 1]], 0), 0.36),
+    "k-means": (STEP, ([0, 0, 1, 1], MOVED, [5, 2, 7])),
+    # logits (log 3, 0) and (0, 0) of images, (0, log 3) and (log 3, 0) of texts
+    "prototypes": (
+        partial(
+            oracle_more.prototype_classification,
+            [[log(3), 0], [0, 0]],
+            [[0, log(3)], [log(3), 0]],
+            np.eye(2),
+            [0, log(2)],  # 3 of 3 + 2, and 2 of 1 + 2
+            [0, 1],
+            "none",
+        ),
+        ([log(5 / 3), log(3 / 2)], [log(1 + 2 * 3), log(1 + 3 / 2)]),
+    ),
+}
+
+# -------------------------------------------------------------------------- rankings and re-ranking
+
+SCORES = [[0.9, 0.1, 0.4], [0.2, 0.6, 0.3]]
+EXP_A = np.array([[1.0, 2], [3, 1]])
 
 
-def test_triplet_on_pairs_by_hand():
-    S = [[0.8, 0.5], [0.3, 0.4]]
-    row_0 = 0  # [.2 - .8 + .5]+
-    row_1 = 0.1  # [.2 - .4 + .3]+
-    col_0 = 0  # [.2 - .8 + .3]+
-    col_1 = 0.3  # [.2 - .4 + .5]+
-    rows, cols = oracle.triplet(S, PAIRS, PAIRS, 0.2, "hardest", "none")
-    assert rows == approx([row_0, row_1])
-    assert cols == approx([col_0, col_1])
-    total = oracle.triplet(S, PAIRS, PAIRS, 0.2, "hardest", "sum")
-    assert total == approx(0.4)
-    mean = oracle.triplet(S, PAIRS, PAIRS, 0.2, "hardest", "mean")
-    assert mean == approx(row_1 / 2 + col_1 / 2)
+def figures(S: Any, ids: Any, *names: str) -> list[float]:
+    every = oracle.retrieval_metrics(S, *ids)
+    return [every[name] for name in names]
 
 
-def test_infonce_on_pairs_by_hand():
-    S = 0.5 * np.log([[3.0, 1], [2, 2]])  # exp(S/tau) = [[3, 1], [2, 2]]
-    row_0 = log(4 / 3)  # 3 of 3 + 1
-    row_1 = log(2)  # 2 of 2 + 2
-    col_0 = log(5 / 3)  # 3 of 3 + 2
-    col_1 = log(3 / 2)  # 2 of 1 + 2
-    rows, cols = oracle.infonce(S, PAIRS, PAIRS, 0.5, "none")
-    assert rows == approx([row_0, row_1])
-    assert cols == approx([col_0, col_1])
-    total = log(20 / 3)
-    assert oracle.infonce(S, PAIRS, PAIRS, 0.5, "sum") == approx(total)
-    assert oracle.infonce(S, PAIRS, PAIRS, 0.5, "mean") == approx(total / 2)
+# Image 7 has its captions 1st and 3rd: average precision 5/6, mAP@2 = (1/1 + 0)/2. Image 9 has its
+# caption 2nd. A positive at rank r has the gain 1/log2(1 + r).
+OF_IMAGES = {
+    "i2t_r1": 50,
+    "i2t_r5": 100,
+    "i2t_median_rank": 1.5,
+    "i2t_mean_rank": 1.5,
+    "i2t_r_precision": 25,
+    "i2t_map_at_r": 25,
+    "i2t_mrr": 75,
+    "i2t_map": 100 * (5 / 6 + 1 / 2) / 2,
+    "i2t_recall_at_1": 25,
+    "i2t_recall_at_5": 100,
+    "i2t_ndcg_at_1": 50,
+    "i2t_ndcg_at_5": 50 * ((1 + 1 / 2) / (1 + 1 / log2(3)) + 1 / log2(3)),
+    "t2i_r1": 100 / 3,
+    "t2i_mean_rank": 5 / 3,
+    "rsum": 50 + 100 / 3 + 400,
+}
+# Query 0 ties all twelve items and therefore omits its own, 0, and the last other, 11. Query 1
+# omits 5 and 11. So N = 0 once, 1 twice, 2 nine times: the mean is 5/3.
+HUBNESS = np.zeros((2, 12))
+HUBNESS[1, [5, 11]] = -1
+HUBNESS[1, [1, 2]] = 1
+VARIANCE = (25 + 2 * 4 + 9) / 9 / 12
+THIRD_MOMENT = (-125 - 2 * 8 + 9) / 27 / 12
+TIES = [[0.5, 0.5, 0.1], [0.7, 0.7, 0.7], [0.0, 0.0, 0.2]]
+
+RANKINGS = {
+    "metrics": (partial(figures, SCORES, CAPTIONS, *OF_IMAGES), [*OF_IMAGES.values()]),
+    # image 0 ties with one negative: rank 2; image 1 with two: rank 3
+    "ties count against the positive": (
+        partial(figures, TIES, ([0, 1, 2], [0, 1, 2]), "i2t_r1", "i2t_median_rank"),
+        [100 / 3, 2],
+    ),
+    "skewness": (
+        partial(figures, HUBNESS, ([0, 1], range(12)), "i2t_skewness"),
+        [THIRD_MOMENT / VARIANCE**1.5],
+    ),
+    "nothing to find": (partial(figures, [[0.5]], ([0], [1]), "i2t_r1", "rsum"), [nan, nan]),
+    # the second parameter scales A only
+    "fast re-ranking": (
+        partial(oracle.fast_rerank, np.log(EXP_A), (2, 1), (1, 3)),
+        (np.log(EXP_A / [10, 5]), np.log(EXP_A**3 / [[3], [4]])),
+    ),
+}
+
+EXAMPLES = {**DIVERSITIES, **LOSSES, **MORE, **RANKINGS}
 
 
-def test_hal_on_pairs_by_hand():
-    S = [[1.0, log(2)], [log(3), 0.0]]
-    # At scale 1 and margin 0, the negatives give log(1 + 2) and log(1 + 3).
-    low = log(3)
-    high = log(4)
-    # The positives give log(1 + 1) and log(1 + 0).
-    positive_0 = log(2)
-    rows, cols = oracle.hal(S, PAIRS, PAIRS, 1.0, 0.0, "none")
-    assert rows == approx([low - positive_0 / 2, high])
-    assert cols == approx([high - positive_0 / 2, low])
-    # Eq. 17: (1/2) [(log 3 + log 4) + (log 4 + log 3) - (log 2 + 0)]
-    mean = oracle.hal(S, PAIRS, PAIRS, 1.0, 0.0, "mean")
-    assert mean == approx(log(12) - log(2) / 2)
-
-    # At scale 2 and margin (1/2) log 2, row 0 has (1/2) log(1 + exp(2 (1/2) log 2)).
-    rows, _ = oracle.hal(S, PAIRS, PAIRS, 2.0, log(2) / 2, "none")
-    assert rows[0] == approx(log(3) / 2 - positive_0 / 2)
-
-
-def test_hal_with_two_captions_is_a_mean_over_pairs():
-    S = [[1.0, 0.0, log(2)], [0.0, log(3), exp(1) - 1]]
-    # log(1 + S) of the positives 1, 0 and e - 1
-    first = log(2)
-    second = 0
-    third = 1
-    # exp of the negatives: 2 in row 0, 1 and 3 in row 1
-    row_0 = log(1 + 2)
-    row_1 = log(1 + 1 + 3)
-    col_0 = log(1 + 1)
-    col_1 = log(1 + 3)
-    col_2 = log(1 + 2)
-    rows, cols = oracle.hal(S, ROWS, COLS, 1.0, 0.0, "none")
-    # Half of each positive, times n_valid/P, which is 2/3 for rows and 3/3 for columns.
-    assert rows == approx([row_0 - (first + second) / 3, row_1 - third / 3])
-    assert cols == approx([col_0 - first / 2, col_1 - second / 2, col_2 - third / 2])
-
-    of_rows = (row_0 + row_1) / 2
-    of_cols = (col_0 + col_1 + col_2) / 3
-    of_positives = (first + second + third) / 3
-    mean = oracle.hal(S, ROWS, COLS, 1.0, 0.0, "mean")
-    assert mean == approx(of_rows + of_cols - of_positives)
-
-
-def test_dcl_without_diversity_by_hand():
-    # mu = 1/2, gamma = 0. Negatives: exp(2 S) = 3 (row 0, column 1), 8 (row 1, column 0).
-    S = [[1.0, log(3) / 2], [log(8) / 2, -2.0]]
-    options = {"temperature": 0.5, "margin": 0.0, "diversity": None}
-    first = log(1 + 3) / 2
-    second = log(1 + 8) / 2
-    # The positives are 1, and -2, which is clamped.
-    positive_0 = log(2) / 2
-    positive_1 = log(1e-6) / 2
-    rows, cols = oracle.dcl(S, PAIRS, PAIRS, **options, reduction="none")
-    assert rows == approx([first - positive_0, second - positive_1])
-    assert cols == approx([second - positive_0, first - positive_1])
-
-    options |= {"positive": "relu", "reduction": "none"}
-    rows, _ = oracle.dcl(S, PAIRS, PAIRS, **options, positive_weight=3.0)
-    assert rows == approx([first - 3 * log(2), second])
-
-    # gamma = (1/2) log 3 takes 3 to 1 and 8 to 8/3; with 1 for row 0, both terms cancel.
-    options["margin"] = log(3) / 2
-    rows, _ = oracle.dcl(S, PAIRS, PAIRS, **options)
-    assert rows == approx([0, log(1 + 8 / 3) / 2])
-
-
-def test_dcl_divides_the_temperature_by_the_diversity():
-    # The negatives of test_std_diversity_by_hand: d = 1, 5/6. Positives 0 add nothing. mu = 0.1,
-    # gamma = 0.3.
-    S = [[0.0, 0.5, 0.1], [0.4, 0.0, 0.6]]
-    epsilon = 0.2 * log(2)
-    rows, cols = oracle.dcl(S, TWO, THREE, epsilon=epsilon, reduction="none")
-    # 0.5 and 0.1, less 0.3, over 0.1
-    assert rows[0] == approx(0.1 * log(1 + exp(2) + exp(-2)))
-    # 0.1 and 0.3 over 0.1 (5/6)
-    assert rows[1] == approx(0.1 * log(1 + exp(1.2) + exp(3.6)))
-
-    # Columns 0 and 1 have one negative each, SD at the floor, raw 1. Column 2 (no positive): 0.1
-    # and 0.6, SD 0.25, raw 1 + 2^(-0.8): an anchor without a positive enters the maximum, but
-    # contributes 0.
-    d = 1 / (1 + 2**-0.8)
-    col_0 = 0.1 * log(1 + exp(1 / d))  # 0.4 - 0.3 over 0.1 d
-    col_1 = 0.1 * log(1 + exp(2 / d))  # 0.5 - 0.3 over 0.1 d
-    assert cols == approx([col_0, col_1, 0])
-
-    diversity = ([1, 5 / 6], [d, d, 1])
-    fixed_rows, fixed_cols = oracle.dcl(S, TWO, THREE, diversity=diversity, reduction="none")
-    assert fixed_rows == approx(rows)
-    assert fixed_cols == approx(cols)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_by_hand(name):
+    compute, wanted = EXAMPLES[name]
+    found = compute()
+    if not isinstance(wanted, tuple):
+        found, wanted = (found,), (wanted,)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("loss", [oracle.triplet, oracle.infonce, oracle.hal, oracle.dcl])
 def test_invalid_anchors_contribute_nothing_and_are_not_counted(loss):
-    # Row 1 (id 5) has no positive, column 1 (id 6) neither; row 0 and column 0 are the only valid
-    # anchors.
-    S = [[0.3, 0.9], [0.8, 0.7]]
-    rows, cols = loss(S, [1, 5], [1, 6], reduction="none")
-    assert rows[0] != 0
-    assert rows[1] == 0
-    assert cols[0] != 0
-    assert cols[1] == 0
-    mean = loss(S, [1, 5], [1, 6], reduction="mean")
-    assert mean == approx(rows[0] + cols[0])
-    # Only positives, or only negatives: there is no valid anchor.
-    only_positives = loss(S, [1, 1], [1, 1], reduction="mean")
-    assert only_positives == 0
-    only_negatives = loss(S, [1, 2], [3, 4], reduction="mean")
-    assert only_negatives == 0
-    with pytest.raises(ValueError, match="reduction"):
-        loss(S, [1, 5], [1, 6], reduction="median")
-
-
-def test_fast_rerank_by_hand():
-    # The second parameter scales A only.
-    exp_A = np.array([[1.0, 2], [3, 1]])
-    column_sums = [4, 3]
-    row_sums = [[3], [4]]
-    i2t, t2i = oracle.fast_rerank(np.log(exp_A), i2t=(1, 2), t2i=(1, 3))
-    assert i2t == approx(np.log(exp_A**2 / column_sums))
-    assert t2i == approx(np.log(exp_A**3 / row_sums))
-    sharp_column_sums = [10, 5]  # of exp(2 A)
-    i2t, _ = oracle.fast_rerank(np.log(exp_A), i2t=(2, 1))
-    assert i2t == approx(np.log(exp_A / sharp_column_sums))
-
-
-def test_retrieval_metrics_by_hand():
-    S = [[0.9, 0.1, 0.4], [0.2, 0.6, 0.3]]
-    third = 100 / 3
-    expected = {
-        # Image 7 ranks its captions 1st and 3rd: rank 1, R-Precision 1/2, mAP@2 = (1/1 + 0)/2.
-        # Image 9 ranks its caption 2nd: rank 2, R-Precision 0, mAP@1 = 0.
-        "i2t_r1": 50,
-        "i2t_r5": 100,
-        "i2t_r10": 100,
-        "i2t_median_rank": 1.5,
-        "i2t_mean_rank": 1.5,
-        "i2t_r_precision": 25,
-        "i2t_map_at_r": 25,
-        "i2t_mrr": 75,
-        "i2t_map": 200 / 3,  # average precisions 5/6 and 1/2
-        # Of both images, a quarter of the captions is found first on average.
-        "i2t_recall_at_1": 25,
-        "i2t_recall_at_5": 100,
-        "i2t_recall_at_10": 100,
-        "i2t_skewness": 0,
-        # Texts as queries: caption 0 finds image 7 first, caption 1 second, caption 2 second.
-        "t2i_r1": third,
-        "t2i_r5": 100,
-        "t2i_r10": 100,
-        "t2i_median_rank": 2,
-        "t2i_mean_rank": 5 / 3,
-        "t2i_r_precision": third,
-        "t2i_map_at_r": third,
-        "t2i_mrr": 200 / 3,
-        "t2i_map": 200 / 3,
-        "t2i_recall_at_1": third,
-        "t2i_recall_at_5": 100,
-        "t2i_recall_at_10": 100,
-        "t2i_skewness": 0,
-        "rsum": 50 + third + 400,
-    }
-    # A positive at rank r has the gain 1/log2(1 + r).
-    second_gain = 1 / log2(3)
-    third_gain = 1 / 2
-    ideal_of_two = 1 + second_gain
-    of_image_7 = (1 + third_gain) / ideal_of_two
-    of_image_9 = second_gain
-    expected["i2t_ndcg_at_1"] = 50
-    expected["t2i_ndcg_at_1"] = third
-    for k in (5, 10):
-        expected[f"i2t_ndcg_at_{k}"] = 50 * (of_image_7 + of_image_9)
-        expected[f"t2i_ndcg_at_{k}"] = third * (1 + second_gain + second_gain)
-    figures = oracle.retrieval_metrics(S, ROWS, COLS)
-    assert figures == approx(expected)
-
-
-def test_ties_count_against_the_positive():
-    # Image 0 ties with one negative: rank 2. Image 1 with two: rank 3.
-    S = [[0.5, 0.5, 0.1], [0.7, 0.7, 0.7], [0.0, 0.0, 0.2]]
-    figures = oracle.retrieval_metrics(S, THREE, THREE)
-    assert figures["i2t_r1"] == approx(100 / 3)
-    assert figures["i2t_median_rank"] == 2
-    assert figures["i2t_map_at_r"] == approx(100 / 3)
-    # A tie among positives has no cost.
-    figures = oracle.retrieval_metrics([[0.5, 0.5]], [0], [0, 0])
-    assert figures["i2t_r_precision"] == 100
-
-
-def test_skewness_by_hand():
-    # One query, eleven items: ten occur once and one never. A Bernoulli variable with p = 10/11 has
-    # skewness (1 - 2p)/sqrt(p (1 - p)) = (-9/11)/(sqrt(10)/11).
-    S = np.linspace(1, 0, 11)[None]
-    figures = oracle.retrieval_metrics(S, [0], range(11))
-    assert figures["i2t_skewness"] == approx(-9 / sqrt(10))
-    assert figures["t2i_skewness"] == 0  # eleven queries, one item
-
-    # Query 0 ties all twelve items and therefore omits its own, 0, and the last other, 11.
-    # Query 1 omits 5 and 11.
-    S = np.zeros((2, 12))
-    S[1, [5, 11]] = -1
-    S[1, [1, 2]] = 1
-    figures = oracle.retrieval_metrics(S, [0, 1], range(12))
-    # N = 0 once, 1 twice, 2 nine times: the mean is 5/3.
-    variance = (25 + 2 * 4 + 9) / 9 / 12
-    third_moment = (-125 - 2 * 8 + 9) / 27 / 12
-    assert figures["i2t_skewness"] == approx(third_moment / variance**1.5)
-
-
-def test_metrics_without_any_answer_are_nan():
-    figures = oracle.retrieval_metrics([[0.5]], [0], [1])
-    assert figures["i2t_r1"] == approx(nan, nan_ok=True)
-    assert figures["rsum"] == approx(nan, nan_ok=True)
+    # only row 0 and column 0 have a positive
+    inputs = ([[0.3, 0.9], [0.8, 0.7]], [1, 5], [1, 6])
+    rows, cols = loss(*inputs, **none)
+    assert [x != 0 for x in (*rows, *cols)] == [True, False, True, False]
+    assert loss(*inputs, reduction="mean") == pytest.approx(rows[0] + cols[0])
+    for ids in (([1, 1], [1, 1]), ([1, 2], [3, 4])):  # no negatives, or no positives
+        assert loss(inputs[0], *ids, reduction="mean") == 0
