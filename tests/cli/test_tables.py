@@ -116,7 +116,7 @@ def test_one_of_several_equal_models_differs_in_at_most_a_twentieth_of_cases():
 
 def shares_of_images(model: RetrievalResults) -> np.ndarray:
     """The share of each image in the RSUM."""
-    hits = [side.hits(k).double() for side in model.ways.values() for k in (1, 5, 10)]
+    hits = [side.per_query()[f"r{k}"] for side in model.ways.values() for k in (1, 5, 10)]
     return 100 * torch.stack(hits).sum(0).numpy()
 
 

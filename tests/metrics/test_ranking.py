@@ -547,14 +547,13 @@ def test_metrics_of_single_queries_have_the_names_of_the_means():
     for way, side in results.ways.items():
         matched = side.positives > 0
         for name in names:
-            values = side.per_query(name)
+            values = side.per_query(KS)[name]
             assert values.dtype == torch.float64
             assert not values[~matched].any()
             percentage = 100 * float(values[matched].mean())
             assert found[f"{way}_{name}"] == pytest.approx(percentage)
-    for name in ("r0", "recall", "precision_at_3", "r05"):
-        with pytest.raises(ValueError, match=f"name: .*{name}"):
-            results.i2t.per_query(name)
+    with pytest.raises(ValueError, match="ks"):
+        results.i2t.per_query((0,))
 
 
 def test_intervals_and_comparisons_have_any_k():

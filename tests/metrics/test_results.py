@@ -702,8 +702,8 @@ def test_a_table_has_a_row_for_each_query(way, tmp_path):
         "best_rank": side.best,
         "positives": side.positives,
         "first": side.top[:, 0],
-        "r_precision": side.r_precision,
-        "average_precision_at_r": side.average_precision_at_r,
+        "r_precision": side.per_query()["r_precision"],
+        "average_precision_at_r": side.per_query()["map_at_r"],
     }
     for name, values in columns.items():
         written = [float(row[name]) for row in rows]

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import csv
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -63,15 +62,6 @@ def as_ks(ks: Ks | Tensor | np.ndarray) -> tuple[int, ...]:
     return tuple(dict.fromkeys([as_size("ks", k) for k in ks]))
 
 
-def share_names(ks: Ks) -> list[str]:
-    """Return the names of all metrics of a direction that are means over queries, in percent."""
-    names = []
-    for measure in ("r", "recall_at_", "ndcg_at_"):
-        for k in ks:
-            names.append(f"{measure}{k}")
-    return [*names, "mrr", "map", "r_precision", "map_at_r"]
-
-
 @dataclass(frozen=True, repr=False)
 class QueryResults:
     """The results of each query of one direction.
@@ -117,143 +107,82 @@ class QueryResults:
         """The number of queries without a positive, which do not count."""
         return int((self.exists & (self.positives == 0)).sum())
 
-    def hits(self, k: int) -> Tensor:
-        """Return the (Q,) bool R@K: whether a positive is among the first k."""
-        return (self.best > 0) & (self.best <= k)
-
-    def recall(self, k: int) -> Tensor:
-        """Return the (Q,) float64 share of positives that are among the first k."""
-        return self._within(k).sum(1).double() / self.positives.clamp_min(1)
-
-    def ndcg(self, k: int) -> Tensor:
-        """Return the (Q,) float64 normalised discounted cumulative gains of the first k.
-
-        The gain of a positive is its grade.
-        """
-        return ndcg(self.ranks, self.grades, k)
-
-    @property
-    def reciprocal_rank(self) -> Tensor:
-        """The (Q,) float64 inverse rank of the best positive; 0 where there is none."""
-        return (self.best > 0) / self.best.clamp_min(1).double()
-
-    @property
-    def average_precision(self) -> Tensor:
-        """The (Q,) float64 mean of the precisions at the ranks of all positives."""
-        return self._mean_precision(self.ranks > 0)
-
-    @property
-    def r_precision(self) -> Tensor:
-        """The (Q,) float64 share of positives among the first R candidates; 0 if R is 0.
-
-        R is the number of positives.
-        """
-        return self._within(self.positives[:, None]).sum(1).double() / self.positives.clamp_min(1)
-
-    @property
-    def average_precision_at_r(self) -> Tensor:
-        """The (Q,) float64 average precision at R; 0 if R is 0."""
-        return self._mean_precision(self._within(self.positives[:, None]))
-
     @property
     def occurrences(self) -> Tensor:
         """The (candidates,) int64 k-occurrences: how many queries have a candidate in their top."""
-        return torch.bincount(self.top[self.top >= 0], minlength=self.candidates)
+        return occurrences(self.top, self.candidates)
 
-    def _within(self, k: int | Tensor) -> Tensor:
-        """Return the (Q, P) bool: whether a positive is among the first k."""
-        return (self.ranks > 0) & (self.ranks <= k)
-
-    def _mean_precision(self, counted: Tensor) -> Tensor:
-        """Return the (Q,) sums of the precisions at the counted ranks, by the positives."""
-        size = self.ranks.shape[1]
-        found = torch.arange(1, size + 1, device=self.ranks.device).double()  # up to each rank
-        precision = torch.where(counted, found / self.ranks.clamp_min(1), 0.0)
-        return precision.sum(1) / self.positives.clamp_min(1)
-
-    def per_query(self, name: str) -> Tensor:
-        """Return (Q,) float64 values from 0 to 1 of a metric; 0 for a query without positives.
-
-        ``name``: ``"r5"``, ``"recall_at_5"``, ``"ndcg_at_5"``, with any number, ``"mrr"``,
-        ``"map"``, ``"r_precision"`` or ``"map_at_r"``.
-        """
-        whole = {
-            "mrr": "reciprocal_rank",
-            "map": "average_precision",
-            "r_precision": "r_precision",
-            "map_at_r": "average_precision_at_r",
-        }
-        if name in whole:
-            return getattr(self, whole[name])
-        match = re.fullmatch(r"(r|recall_at_|ndcg_at_)([1-9]\d*)", name)
-        if match is None:
-            expected = "r5, recall_at_5, ndcg_at_5 with any number, " + ", ".join(whole)
-            raise ValueError(f"name: expected {expected}; got {name!r}")
-        at_k = {"r": self.hits, "recall_at_": self.recall, "ndcg_at_": self.ndcg}
-        return at_k[match[1]](int(match[2])).double()
-
-    def metrics(self, ks: Ks = RECALLS) -> dict[str, float]:
-        """Return the metrics of this direction over queries with positives.
+    def per_query(self, ks: Ks = RECALLS) -> dict[str, Tensor]:
+        """Return the (Q,) float64 values of metrics that are means over queries, by name, from 0
+        to 1; and ``rsum``, the sum of R@1, R@5 and R@10. They are 0 for a query without positives.
 
         See :func:`retrieval_metrics`.
         """
         ks = as_ks(ks)
-        answered = self._answered()
-        shares = []
-        for of_first in (answered.hits, answered.recall, answered.ndcg):
-            for k in ks:
-                shares.append(of_first(k).double())
-        shares += [answered.reciprocal_rank, answered.average_precision]
-        shares += [answered.r_precision, answered.average_precision_at_r]
-        percentages = [100 * float(x.mean()) for x in shares]
-        metrics = dict(zip(share_names(ks), percentages, strict=True))
-        ranks = answered.best.cpu()
-        metrics["median_rank"] = float(np.median(ranks))
-        metrics["mean_rank"] = float(ranks.double().mean())
-        existing = self.candidates - self.missing
-        metrics["skewness"] = float(skewness(answered.occurrences, existing))
-        return metrics
+        ranks = self.ranks
+        is_right = ranks > 0
+        total = self.positives.clamp_min(1)
+        has_best = self.best > 0
+        values = {}
+        for k in ks:
+            values[f"r{k}"] = (has_best & (self.best <= k)).double()
+        for k in ks:
+            values[f"recall_at_{k}"] = (is_right & (ranks <= k)).sum(1).double() / total
+        values |= self._ndcg(ks)
+        number = torch.arange(1, ranks.shape[1] + 1, device=ranks.device)  # of the right ones
+        precision = torch.where(is_right, number / ranks.clamp_min(1).double(), 0.0)
+        within_r = is_right & (ranks <= total[:, None])
+        values["mrr"] = precision[:, :1].sum(1)
+        values["map"] = precision.sum(1) / total
+        values["r_precision"] = within_r.sum(1).double() / total
+        values["map_at_r"] = torch.where(within_r, precision, 0.0).sum(1) / total
+        ends = torch.tensor(RECALLS, device=ranks.device)
+        within = has_best[:, None] & (self.best[:, None] <= ends)
+        values["rsum"] = within.sum(1).double()
+        return values
 
-    def recall_sum(self) -> float:
-        """Return the sum of R@1, R@5 and R@10 in percent, over queries with positives."""
-        best = self._answered().best
-        within = [float((best <= k).sum()) for k in RECALLS]
-        return 100 * math.fsum(within) / len(best)
+    def _ndcg(self, ks: Ks) -> dict[str, Tensor]:
+        """Return the (Q,) normalised discounted cumulative gains of the first k, by name.
 
-    def _answered(self) -> QueryResults:
-        """Return the results of the queries that have positives."""
+        The gain of a positive is its grade.
+        """
+        ranks = self.ranks
+        gains = (ranks > 0).double() if self.grades is None else self.grades
+        discounted = gains / (ranks + 1).clamp_min(2).double().log2()
+        place = torch.arange(1, ranks.shape[1] + 1, device=ranks.device)
+        ideal = gains.sort(dim=1, descending=True).values / (place + 1).double().log2()
+        values = {}
+        for k in ks:
+            gained = torch.where(ranks <= k, discounted, 0.0).sum(1)
+            most = ideal[:, :k].sum(1)
+            values[f"ndcg_at_{k}"] = torch.where(most > 0, gained / most, 0.0)
+        return values
+
+    def metrics(self, ks: Ks = RECALLS) -> dict[str, float]:
+        """Return the metrics of this direction over queries with positives, and their part of the
+        RSUM.
+
+        See :func:`retrieval_metrics`.
+        """
         matched = self.positives > 0
-        if bool(matched.all()) and len(matched):
-            return self
         if not bool(matched.any()):
             raise ValueError("image_ids, text_ids: no query has a matching candidate")
-        grades = None if self.grades is None else self.grades[matched]
-        return replace(
-            self,
-            ids=self.ids[matched],
-            ranks=self.ranks[matched],
-            top=self.top[matched],
-            grades=grades,
-        )
+        values = self.per_query(ks)
+        means = 100 * torch.stack([x[matched] for x in values.values()]).mean(1)
+        metrics = dict(zip(values, means.tolist(), strict=True))
+        ranks = self.best[matched].cpu()
+        metrics["median_rank"] = float(np.median(ranks))
+        metrics["mean_rank"] = float(ranks.double().mean())
+        counts = occurrences(self.top[matched], self.candidates)
+        metrics["skewness"] = float(skewness(counts, self.candidates - self.missing))
+        return metrics
 
 
-def ndcg(ranks: Tensor, grades: Tensor | None, k: int) -> Tensor:
-    """Return (Q,) float64 normalised discounted cumulative gains of the first k candidates.
-
-    Args:
-        ranks: (Q, P) int64 ranks of the right candidates, 0 for none.
-        grades: (Q, P) float64 gains of these, 0 for none; None: all 1.
-        k: number of candidates.
+def occurrences(top: Tensor, candidates: int) -> Tensor:
+    """Return the (candidates,) int64 numbers of queries that have a candidate in their top (Q, k);
+    -1 is none.
     """
-    if grades is None:
-        grades = (ranks > 0).double()
-    discounts = 1 / (ranks + 1).clamp_min(2).double().log2()
-    counted = (ranks > 0) & (ranks <= k)
-    gained = torch.where(counted, grades * discounts, 0.0).sum(1)
-    ideal = grades.sort(dim=1, descending=True).values[:, :k]
-    places = torch.arange(2, ideal.shape[1] + 2, device=ideal.device).double()
-    most = (ideal / places.log2()).sum(1)
-    return torch.where(most > 0, gained / most, 0.0)
+    return torch.bincount(top[top >= 0], minlength=candidates)
 
 
 @dataclass(frozen=True)
@@ -293,7 +222,7 @@ class RetrievalResults:
         for way, side in self.ways.items():
             for name, value in side.metrics(ks).items():
                 metrics[f"{way}_{name}"] = value
-        metrics["rsum"] = math.fsum(side.recall_sum() for side in self.ways.values())
+        metrics["rsum"] = metrics.pop("i2t_rsum") + metrics.pop("t2i_rsum")
         return metrics
 
     def rows(self) -> Iterator[dict[str, object]]:
@@ -303,14 +232,9 @@ class RetrievalResults:
         its best candidate, -1 if it has none.
         """
         for way, side in self.ways.items():
-            columns = (
-                side.ids,
-                side.best,
-                side.positives,
-                side.r_precision,
-                side.average_precision_at_r,
-                side.top[:, 0],
-            )
+            shares = side.per_query()
+            precisions = shares["r_precision"], shares["map_at_r"]
+            columns = (side.ids, side.best, side.positives, *precisions, side.top[:, 0])
             values = [column.tolist() for column in columns]
             exists = side.exists.tolist()
             for query, row in enumerate(zip(*values, strict=True)):
