@@ -184,17 +184,13 @@ def figures(**options):
     return metrics.retrieval_metrics(SCORES.tanh(), **options)
 
 
-def agreement(scores, judged):
-    return metrics.agreement(scores, metrics.Judgements(*judged))
+def by_judgements(scores, judged):
+    return metrics.retrieval_metrics(scores, relevant=metrics.Judgements(*judged))
 
 
 def by_a_bank(images, texts, image_bank, text_bank):
     method = rerank.CSLS(2).fit(images=image_bank, texts=text_bank)
     return method.topk(itrloss.Similarity(images, texts), 2).i2t.indices
-
-
-def scipy_matrix(kind: str, numbers: np.ndarray):
-    return getattr(pytest.importorskip("scipy.sparse"), kind)(numbers)
 
 
 def pandas_table(numbers: np.ndarray):
@@ -220,8 +216,8 @@ FURTHER_FORMS = {
         lambda: figures(relevant=(torch.arange(3), torch.arange(3))),
     ),
     "judgements of scores in an array": (
-        lambda: agreement(SCORES.numpy(), map(np.array, JUDGED)),
-        lambda: agreement(SCORES, map(torch.tensor, JUDGED)),
+        lambda: by_judgements(SCORES.numpy(), map(np.array, JUDGED)),
+        lambda: by_judgements(SCORES, map(torch.tensor, JUDGED)),
     ),
     "judgements in lists": (
         lambda: metrics.Judgements(*JUDGED).at_least(0.7),
@@ -291,17 +287,9 @@ FURTHER_FORMS = {
         lambda: metrics.retrieval_metrics([S, S]),
         lambda: metrics.retrieval_metrics((S, S)),
     ),
-    "right pairs in a matrix of SciPy": (
-        lambda: figures(relevant=scipy_matrix("csr_array", EXCLUDED.astype(float))),
-        lambda: figures(relevant=torch.from_numpy(EXCLUDED).double()),
-    ),
     "right texts in lists": (
         lambda: figures(relevant=[[i, (i + 1) % 6] for i in range(6)]),
         lambda: figures(relevant=torch.eye(6) + torch.eye(6).roll(1, 1)),
-    ),
-    "excluded pairs in a matrix of SciPy": (
-        lambda: figures(exclude=scipy_matrix("coo_matrix", EXCLUDED.astype(float))),
-        lambda: figures(exclude=EXCLUDED),
     ),
     "excluded pairs as integers": (
         lambda: figures(exclude=EXCLUDED.astype(int)),

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 import itrloss
 from itrloss import NO_ID, Similarity, functional
-from itrloss.metrics import Judgements, agreement, retrieval_metrics
+from itrloss.metrics import Judgements, retrieval_metrics
 from itrloss.related import Related
 
 Outcome = tuple[Any, Any]  # what is computed, and what it should be
@@ -287,9 +287,11 @@ def test_figures_by_judgements_and_of_batches_leave_padding_out():
     padded = rows(IMAGES), cols(TEXTS), *PADDED_IDS
     judged = torch.tensor([0, 0, 1, 2, 3, 4, 5]), torch.tensor([0, 3, 1, 2, 5, 6, 7])
     grades = torch.tensor([1.0, 0, 2, 1, 0, 3, 1])
-    wanted = agreement(Similarity(IMAGES, TEXTS, *IDS), Judgements(*judged, grades))
+    by_judgements = Judgements(*judged, grades)
+    wanted = retrieval_metrics(Similarity(IMAGES, TEXTS, *IDS), relevant=by_judgements)
     places = IMAGE_PLACES[judged[0]], TEXT_PLACES[judged[1]]
-    assert agreement(Similarity(*padded), Judgements(*places, grades)) == wanted
+    by_judgements = Judgements(*places, grades)
+    assert retrieval_metrics(Similarity(*padded), relevant=by_judgements) == wanted
     found = []
     for batch in ((IMAGES, TEXTS, *IDS), padded):
         metric = itrloss.metrics.RetrievalMetrics()

@@ -397,12 +397,6 @@ def test_fields_of_named_tuples_are_described(name):
     ("package", "call"),
     [
         ("pandas", lambda: results().to_frame()),
-        (
-            "scipy",
-            lambda: metrics.agreement(
-                torch.eye(2), Judgements(*torch.tensor([[0, 1], [0, 1], [1, 2]]))
-            ),
-        ),
         ("torchmetrics", lambda: metrics.RetrievalMetrics()),
     ],
 )

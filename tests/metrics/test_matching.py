@@ -16,7 +16,6 @@ from itrloss import NO_ID, Similarity, SuspiciousInputWarning
 from itrloss.comparison import METHODS, compare_rerankers
 from itrloss.metrics import (
     Judgements,
-    agreement,
     compare,
     confidence_intervals,
     retrieval_metrics,
@@ -448,8 +447,6 @@ def test_pairs_that_are_passed_in_are_numbered_as_the_input():
     )
     wanted = retrieval_metrics(plain(), relevant=Judgements(rows, cols, grades))
     assert_same(retrieval_metrics(padded(), relevant=with_nobody), wanted)
-    pytest.importorskip("scipy")
-    assert agreement(padded(), with_nobody) == agreement(plain(), Judgements(rows, cols, grades))
 
 
 def warnings_of(call):

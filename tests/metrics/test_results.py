@@ -20,7 +20,6 @@ from itrloss.metrics import (
     Judgements,
     QueryResults,
     RetrievalResults,
-    agreement,
     compare,
     confidence_intervals,
     retrieval_metrics,
@@ -331,93 +330,27 @@ def test_what_does_not_exist_is_in_no_fold():
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", range(3))
-def test_agreement_equals_the_loops(seed, engine, tiny_blocks):
-    pytest.importorskip("scipy")
+def test_a_pair_that_is_judged_again_has_the_mean_of_its_grades(seed, engine, tiny_blocks):
     judgements = judged(seed)
-    v, w = embeddings(N, M, seed=seed)
-    S = oracle.cosine(v.numpy(), w.numpy())
-    asked = torch.from_numpy(S) if engine == "scores" else similarity(v, w, ragged(seed), engine)
-    for k in (1, 3, 10, 40):
-        found = agreement(asked, judgements, k=k)
-        i2t_ndcg, t2i_ndcg = oracle_metrics.ndcg(S, triples(judgements), k)
-        assert found.i2t_ndcg == pytest.approx(i2t_ndcg)
-        assert found.t2i_ndcg == pytest.approx(t2i_ndcg)
-    tau = oracle_metrics.kendall(S, triples(judgements))
-    assert found.tau == pytest.approx(tau)
-
-
-@pytest.mark.parametrize("levels", ["four levels", "all different", "two levels"])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", range(3))
-def test_agreement_of_tied_scores_equals_the_loops(seed, engine, levels, tiny_blocks):
-    pytest.importorskip("scipy")
-    judgements = judged(seed, 200)
-    grades = {
-        "four levels": judgements.grades,
-        "all different": torch.rand(200, generator=generator(seed)),
-        "two levels": judgements.grades > 2,
-    }
-    judgements = judgements._replace(grades=grades[levels])
-    _, _, scores = tied_scores(seed)
-    wanted = oracle_metrics.kendall(scores.numpy(), triples(judgements))
     asked = tied(engine, seed=seed)
-    found = agreement(asked, judgements)
-    assert found.tau == pytest.approx(wanted)
-
-
-def every_pair(n, m):
-    """Images and texts of all pairs."""
-    images = torch.arange(n).repeat_interleave(m)
-    texts = torch.arange(m).repeat(n)
-    return images, texts
-
-
-ORDER = torch.randperm(24, generator=generator(0))
-ORDERED = Judgements(*every_pair(4, 6), ORDER)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_scores_in_the_order_of_the_grades_agree(dtype):
-    pytest.importorskip("scipy")
-    scores = ORDER.view(4, 6).to(dtype)
-    by_columns = scores.T.contiguous().T
-    assert agreement(scores, ORDERED) == pytest.approx((1, 100, 100))
-    assert agreement(by_columns, ORDERED) == pytest.approx((1, 100, 100))
-
-
-def test_scores_in_the_opposite_order_disagree():
-    pytest.importorskip("scipy")
-    found = agreement(-ORDER.view(4, 6).double(), ORDERED)
-    assert found.tau == -1
-    assert found.i2t_ndcg < 100
-
-
-def test_equal_scores_order_nothing():
-    pytest.importorskip("scipy")
-    found = agreement(torch.zeros(4, 6), ORDERED)
-    assert found.tau == 0
-
-
-def test_2000_random_scores_do_not_agree():
-    pytest.importorskip("scipy")
-    scores, grades = torch.rand(2, 2000, generator=generator(1))
-    judgements = Judgements(*every_pair(40, 50), grades)
-    found = agreement(scores.view(40, 50), judgements)
-    assert found.tau == pytest.approx(0, abs=0.1)
+    mean = torch.zeros(N, M).double()
+    for pair, grade in oracle_metrics._mean_grades(triples(judgements)).items():
+        mean[pair] = grade
+    found = retrieval_metrics(asked, relevant=judgements)
+    assert found == pytest.approx(retrieval_metrics(asked, relevant=mean))
 
 
 def test_indices_of_small_integer_types_do_not_overflow():
     """249 x 50 + 49 is no number of a byte."""
-    pytest.importorskip("scipy")
     images = torch.arange(250)
     texts = torch.arange(50).repeat(5)
     grades = torch.arange(250)
     scores = torch.rand(250, 50, generator=generator(2))
-    wanted = agreement(scores, Judgements(images, texts, grades))
+    wanted = retrieval_metrics(scores, relevant=Judgements(images, texts, grades))
     in_bytes = Judgements(images.byte(), texts.byte(), grades)
-    assert agreement(scores, in_bytes) == wanted
+    assert retrieval_metrics(scores, relevant=in_bytes) == wanted
     in_two_types = Judgements(images.short(), texts.byte(), grades)
-    assert agreement(scores, in_two_types) == wanted
+    assert retrieval_metrics(scores, relevant=in_two_types) == wanted
 
 
 @pytest.mark.parametrize("k", [3, M])
@@ -733,7 +666,6 @@ def asked_with(scores=PERFECT, relevant=1.0, **changed):
 
     def call():
         retrieval_results(scores, relevant=pairs.at_least(relevant))
-        agreement(scores, pairs)
 
     return call
 
@@ -768,14 +700,17 @@ UNANSWERED = retrieval_results(PERFECT, torch.arange(4), torch.arange(20) + 9)
             ValueError,
             r"judgements\.texts.*from 0 to .*, got -1 to 4",
         ),
-        (asked_with(images=torch.tensor([]).long()), ValueError, r"judgements\.images.*got 0"),
+        (
+            lambda: retrieval_results(PERFECT, relevant=([], [])),
+            ValueError,
+            "relevant: expected grades above 0, got none",
+        ),
         (asked_with(grades=torch.tensor([1.0])), ValueError, r"judgements\.grades.*\(2,\).*\(1,\)"),
         (
             asked_with(grades=torch.tensor([1.0, math.nan])),
             ValueError,
             r"judgements\.grades.*finite",
         ),
-        (asked_with(grades=torch.tensor([2.0, 2.0])), ValueError, "judgements.*two different"),
         (asked_with(relevant=2.1), ValueError, r"grade.*2\.1"),
         (asked_with(scores=torch.full((4, 7), math.nan)), ValueError, "scores.*finite"),
         (
@@ -793,9 +728,6 @@ UNANSWERED = retrieval_results(PERFECT, torch.arange(4), torch.arange(20) + 9)
             ValueError,
             r"relevant\.texts.*49",
         ),
-        (lambda: agreement(PERFECT[:, :3], FEW), ValueError, r"judgements\.texts.*0 to 2"),
-        (lambda: agreement(PERFECT, FEW, k=0), ValueError, "k: .*0"),
-        (lambda: agreement(torch.rand(4), FEW), ValueError, "scores"),
         (lambda: retrieval_metrics(PERFECT, folds=3), ValueError, "folds.*divisor of the 4.*3"),
         (lambda: retrieval_results(PERFECT, folds=3), ValueError, "folds.*divisor of the 4.*3"),
         (lambda: retrieval_results(PERFECT, folds=0), ValueError, "folds.*0"),
@@ -851,21 +783,19 @@ def test_flickr8k_experts_agree_with_a_linear_model():
     """Captions that three experts found suitable for other pictures retrieve these pictures before
     their own.
     """
-    pytest.importorskip("scipy")
     judgements = flickr8k_judgements()
     v = torch.from_numpy(np.load(SHARED / "cca" / "test_image_emb.npy")).float()
     w = torch.from_numpy(np.load(SHARED / "cca" / "test_text_emb.npy")).float()
     image_ids = torch.arange(1000)
     text_ids = image_ids.repeat_interleave(5)
     sim = Similarity(v, w, image_ids, text_ids, engine="tiled")
-    found = agreement(sim, judgements)
-    assert found.tau > 0.3
-    assert found.i2t_ndcg > 5
-    assert found.t2i_ndcg > 10
+    gains = judgements._replace(grades=judgements.grades - 1)
+    found = retrieval_metrics(sim, relevant=gains)
+    assert found["i2t_ndcg_at_10"] > 5
+    assert found["t2i_ndcg_at_10"] > 10
     other_texts = (judgements.texts + 2500) % 5000
-    shuffled = agreement(sim, judgements._replace(texts=other_texts))
-    assert abs(shuffled.tau) < 0.1
-    assert shuffled.t2i_ndcg < found.t2i_ndcg / 3
+    shuffled = retrieval_metrics(sim, relevant=gains._replace(texts=other_texts))
+    assert shuffled["t2i_ndcg_at_10"] < found["t2i_ndcg_at_10"] / 3
     results = retrieval_results(sim, relevant=judgements.at_least(3))
     answered = results.i2t.positives > 0
     assert 0 < answered.sum() < 1000

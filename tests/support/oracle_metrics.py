@@ -154,49 +154,6 @@ def rsum(found: dict[str, float]) -> float:
     return math.fsum(recalls)
 
 
-def kendall(S: ArrayLike, judged: Judged) -> float:
-    """τ-b over all pairs of judged pairs: ``(P − Q) / sqrt((n₀ − n₁)(n₀ − n₂))``."""
-    S = np.asarray(S, np.float64)
-    grades = _mean_grades(judged)
-    pairs = list(grades)
-    difference = 0
-    untied_scores = 0
-    untied_grades = 0
-    for number, pair in enumerate(pairs):
-        for other in pairs[:number]:
-            by_score = np.sign(S[pair] - S[other])
-            by_grade = np.sign(grades[pair] - grades[other])
-            difference += int(by_score * by_grade)
-            untied_scores += int(by_score != 0)
-            untied_grades += int(by_grade != 0)
-    return difference / math.sqrt(untied_scores * untied_grades)
-
-
-def ndcg(S: ArrayLike, judged: Judged, k: int = 10) -> tuple[float, float]:
-    """nDCG@k of images and of texts as queries, in percent; the gain is the grade minus the lowest,
-    0 if not judged.
-    """
-    S = np.asarray(S, np.float64)
-    grades = _mean_grades(judged)
-    lowest = min(grades.values())
-    gains = np.zeros(S.shape)
-    for pair, grade in grades.items():
-        gains[pair] = grade - lowest
-    return _ndcg_one_way(S, gains, k), _ndcg_one_way(S.T, gains.T, k)
-
-
-def _ndcg_one_way(S: Array, gains: Array, k: int) -> float:
-    """nDCG@k of queries in rows that have a gain, in percent."""
-    values = []
-    for scores, gain in zip(S, gains, strict=True):
-        if max(gain) > 0:
-            order = np.argsort(-scores, kind="stable")
-            found = [gain[c] for c in order[:k]]
-            best = sorted(gain, reverse=True)[:k]
-            values.append(_dcg(found) / _dcg(best))
-    return 100 * math.fsum(values) / len(values)
-
-
 def _dcg(gains: Sequence[float]) -> float:
     """Discounted cumulative gain of the gains at places 1, 2, ..."""
     discounted = [gain / math.log2(place + 1) for place, gain in enumerate(gains, 1)]

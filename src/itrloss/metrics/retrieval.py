@@ -11,31 +11,37 @@ from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of
 from ..engine.ranking import Ranking
 from ..similarity import NO_ID, Similarity
 from ..suspicious import warn_of_unmatched
+from .judgements import Pairs
 from .labels import fold_repeated, has_no_ids, warn_of_repeated, with_ids
 from .matching import part_of, query_ids, with_plain_ids
-from .relevance import Judged, Relevant, WhichPairs, folds_of, judged
-from .results import RECALLS, Ks, QueryResults, RetrievalResults, as_ks, join_folds
+from .relevance import Judged, Rules, folds_of, judged
+from .results import RECALLS, Ks, QueryResults, RetrievalResults, join_folds
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ..rerank import Reranker
 
 Ties = Literal["pessimistic", "optimistic"]
 AnyScores = Tensor | Similarity | tuple[Tensor | Similarity, Tensor]
 
 
-def retrieval_metrics(  # noqa: PLR0913 - options by keyword
+class Options(Rules, total=False):
+    """The options of :func:`retrieval_results`."""
+
+    reranker: Reranker | None
+    ties: Ties
+    hubness_k: int
+    folds: int
+
+
+def retrieval_metrics(
     scores: AnyScores,
     image_ids: IdsLike | None = None,
     text_ids: IdsLike | None = None,
     *,
     ks: Ks = RECALLS,
-    relevant: Relevant | None = None,
-    exclude: WhichPairs | None = None,
-    candidates: WhichPairs | None = None,
-    reranker: Reranker | None = None,
-    ties: Ties = "pessimistic",
-    hubness_k: int = 10,
-    folds: int = 1,
+    **options: Unpack[Options],
 ) -> dict[str, float]:
     """Return the metrics of image→text (``i2t_``) and text→image retrieval (``t2i_``) by name.
 
@@ -53,26 +59,13 @@ def retrieval_metrics(  # noqa: PLR0913 - options by keyword
     Args:
         scores, image_ids, text_ids: see :func:`retrieval_results`.
         ks: numbers of first candidates, of at least 1.
-        relevant, exclude, candidates: see :func:`retrieval_results`.
-        reranker, ties, hubness_k, folds: see :func:`retrieval_results`.
+        options: ``relevant``, ``exclude``, ``candidates``, ``reranker``, ``ties``, ``hubness_k``
+            and ``folds`` of :func:`retrieval_results`.
 
     Raises:
         TypeError, ValueError: as :func:`retrieval_results`; also if no query has a positive.
     """
-    ks = as_ks(ks)
-    results = retrieval_results(
-        scores,
-        image_ids,
-        text_ids,
-        relevant=relevant,
-        exclude=exclude,
-        candidates=candidates,
-        reranker=reranker,
-        ties=ties,
-        hubness_k=hubness_k,
-        folds=folds,
-    )
-    return results.metrics(ks)
+    return retrieval_results(scores, image_ids, text_ids, **options).metrics(ks)
 
 
 def retrieval_results(  # noqa: PLR0913 - options by keyword
@@ -80,9 +73,9 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     image_ids: IdsLike | None = None,
     text_ids: IdsLike | None = None,
     *,
-    relevant: Relevant | None = None,
-    exclude: WhichPairs | None = None,
-    candidates: WhichPairs | None = None,
+    relevant: Pairs | None = None,
+    exclude: Pairs | None = None,
+    candidates: Pairs | None = None,
     reranker: Reranker | None = None,
     ties: Ties = "pessimistic",
     hubness_k: int = 10,
@@ -99,12 +92,12 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
             n_images`` means c consecutive texts per image, and consecutive copies of an image count
             once: see :func:`fold_repeated`.
         relevant: the positive pairs, instead of those with equal ids: (P,) image and (P,) text
-            indices, such as :meth:`Judgements.at_least` returns; or graded, as :class:`Judgements`
-            or as a dense or sparse matrix (n_images, n_texts) of grades. Pairs with a grade above 0
-            are right, and grades are the gains of nDCG. Not with folds.
+            indices, such as :meth:`Judgements.at_least` returns; a list with a list of text indices
+            for each image; or graded, as :class:`Judgements` or as a matrix (n_images, n_texts) of
+            grades. Pairs with a grade above 0 are right, and grades are the gains of nDCG. Not with
+            folds.
         exclude: pairs that are not ranked, in either direction, such as an image with itself or the
-            reference of a composed query: (P,) image and (P,) text indices, a bool matrix
-            (n_images, n_texts), or a list with a list of text indices for each image. A right
+            reference of a composed query, in the same forms; a matrix is one of bools. A right
             candidate that is excluded does not exist. Not with folds.
         candidates: the only pairs that are ranked, in the same forms, such as a first stage's best
             for each query. Not with folds.
