@@ -282,7 +282,7 @@ def test_what_folds_cannot_do_is_named(arguments, message, saved, capsys):
         ("--relevant", "0 1.5\n", "expected indices of images and texts"),
         ("--relevant", "a b\n", "not a readable .txt file"),
         ("--candidates", "0 60\n", "candidates.texts: expected integers from 0 to 59, got 60"),
-        ("--relevant", "", "relevant.images: expected at least 1 index, got 0"),
+        ("--relevant", "", "relevant: expected pairs with a grade above 0, got none"),
         ("--relevant", "0 1 -1\n", "relevant: expected grades of at least 0, got -1"),
     ],
 )

@@ -161,20 +161,6 @@ def test_options_are_checked_before_the_last_batch(option):
         metrics.RetrievalMetrics(**option)
 
 
-def test_recalls_are_plotted():
-    pytest.importorskip("torchmetrics")
-    plt = pytest.importorskip("matplotlib.pyplot")
-    images, texts = embedded()
-    metric = metrics.RetrievalMetrics()
-    metric.update(images, texts)
-    for value in (None, metric.compute(), [metric.compute(), metric.compute()]):
-        _, ax = metric.plot(value)
-        assert {f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10)} <= {
-            text.get_text() for text in [*ax.get_legend().get_texts()]
-        }
-    plt.close("all")
-
-
 def batches_worker(rank: int) -> dict[str, Any]:
     images, texts = embedded()
     found = {}
@@ -279,13 +265,6 @@ def test_trec_eval_finds_the_same_figures_in_the_files(kind, tmp_path):
         ):
             mean = 100 * math.fsum(x[name] for x in each) / len(each)
             assert mean == pytest.approx(getattr(found, way).metrics()[ours])
-
-
-def test_trec_files_have_each_query_once(tmp_path):
-    split = torch.tensor([0, 1, 5, 2, 3, 5]), torch.tensor([0, 1, 2, 3, 5])
-    with pytest.raises(ValueError, match="results: expected each t2i query once"):
-        save_trec(retrieval_results(torch.rand(6, 5), *split, folds=2), tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 # --- several systems ------------------------------------------------------------------------------

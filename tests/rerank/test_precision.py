@@ -301,8 +301,6 @@ EVERY = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", EVERY)
 def test_half_scores_have_the_figures_of_their_numbers(name, dtype, folds, monkeypatch):
-    if folds > 1 and name in ("qb-norm", "two stages"):
-        pytest.skip("a bank of scores, or a second scorer, has all candidates")
     scores = (100 * cosines(n=20, m=40)).to(dtype)
     if name == "qb-norm":
         scores = (100 * cosines()).to(dtype)

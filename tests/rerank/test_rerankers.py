@@ -21,7 +21,7 @@ from support import oracle, oracle_rerank
 from support.cases import embeddings, public_rerankers, sample, similarity
 
 from itrloss import Similarity, comparison, rerank
-from itrloss.metrics import retrieval_metrics
+from itrloss.metrics import retrieval_metrics, retrieval_results
 from itrloss.rerank import (
     CSLS,
     DualBankNorm,
@@ -426,12 +426,12 @@ def test_blocks_whose_queries_have_different_numbers_of_positives(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(6, 10, generator=generator)
     sim = Similarity.from_scores(scores, image_ids, text_ids)
-    wanted = DualSoftmax().ranked(sim, 2, "pessimistic")
+    wanted = retrieval_results(sim, reranker=DualSoftmax(), hubness_k=2)
     monkeypatch.setattr("itrloss.rerank.base._AT_ONCE", 10)
-    found = DualSoftmax().ranked(sim, 2, "pessimistic")
-    for a, b in zip(found, wanted, strict=True):
-        assert torch.equal(a.ranks, b.ranks)
-        assert torch.equal(a.top.indices, b.top.indices)
+    found = retrieval_results(sim, reranker=DualSoftmax(), hubness_k=2)
+    for way, own in found.ways.items():
+        assert torch.equal(own.ranks, wanted.ways[way].ranks)
+        assert torch.equal(own.top, wanted.ways[way].top)
 
 
 @pytest.mark.parametrize("name", names(transductive=True))

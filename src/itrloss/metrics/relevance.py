@@ -12,7 +12,7 @@ from ..engine.ranking import Relevance
 from ..engine.relation import slots
 from ..similarity import Similarity
 from .judgements import Judgements, Pairs, as_judgements
-from .matching import are_there, places, right_pairs
+from .matching import existing, right_pairs
 
 
 class Rules(TypedDict, total=False):
@@ -45,11 +45,16 @@ class CandidateFilter(NamedTuple):
         listed = torch.isin(queries * self.shape[1] + candidates, self.numbers)
         return listed if self.only else ~listed
 
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Return the (P,) queries and (P,) candidates."""
+        return self.numbers // self.shape[1], self.numbers % self.shape[1]
+
     @property
     def T(self) -> CandidateFilter:
         """The same with the candidates as queries."""
         rows, cols = self.shape
-        numbers = self.numbers % cols * rows + self.numbers // cols
+        queries, candidates = self.pairs()
+        numbers = candidates * rows + queries
         return CandidateFilter((cols, rows), numbers.sort().values, self.only)
 
 
@@ -67,6 +72,20 @@ class Judged(NamedTuple):
         grades = torch.ones_like(self.images) if self.grades is None else self.grades
         return Judgements(self.images, self.texts, grades)
 
+    def within(self, rows: Tensor, cols: Tensor) -> Judged:
+        """Return the same among some images (n,) and texts (m,), by their places among these."""
+        shape = len(rows), len(cols)
+        if shape == self.shape:
+            return self
+        images, texts, kept = _places_of(self.images, self.texts, rows, cols)
+        grades = None if self.grades is None else self.grades[kept]
+        ranked = None
+        if self.ranked is not None:
+            queries, candidates, _ = _places_of(*self.ranked.pairs(), rows, cols)
+            numbers = queries * len(cols) + candidates
+            ranked = CandidateFilter(shape, numbers, self.ranked.only)
+        return Judged(shape, images, texts, grades, ranked)
+
     @property
     def T(self) -> Judged:
         """The same with the texts as queries."""
@@ -74,11 +93,7 @@ class Judged(NamedTuple):
         turned = None if self.ranked is None else self.ranked.T
         return Judged((m, n), self.texts, self.images, self.grades, turned)
 
-    def both(self) -> tuple[Relevance, Relevance]:
-        """Return the relevance for images, and for texts, as queries."""
-        return self.of_queries(), self.T.of_queries()
-
-    def of_queries(self) -> Relevance:
+    def relevance(self) -> Relevance:
         """Return who is right for each query, and who is no candidate."""
         slot = slots(self.images)
         width = int(slot.amax()) + 1 if len(slot) else 0
@@ -90,6 +105,16 @@ class Judged(NamedTuple):
             grades = self.grades.new_zeros(size)
             grades[self.images, slot] = self.grades
         return Relevance(positives, grades, None if self.ranked is None else self.ranked.excluded)
+
+
+def _places_of(
+    images: Tensor, texts: Tensor, rows: Tensor, cols: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the places of pairs (P,) among rows (n,) and columns (m,), both ascending, and the
+    (P,) mask of the pairs that are among them.
+    """
+    kept = torch.isin(images, rows) & torch.isin(texts, cols)
+    return torch.searchsorted(rows, images[kept]), torch.searchsorted(cols, texts[kept]), kept
 
 
 def judged(
@@ -104,7 +129,8 @@ def judged(
         images, texts = right_pairs(sim)
     else:
         images, texts, grades = (x.to(sim.device) for x in _right_pairs(relevant, sim.shape))
-        kept = (grades > 0) & are_there(sim, images, texts)
+        rows, cols = existing(sim)
+        kept = (grades > 0) & torch.isin(images, rows) & torch.isin(texts, cols)
         images, texts, grades = images[kept], texts[kept], grades[kept]
     ranked = _candidate_filter(sim, exclude, candidates)
     if ranked is not None:
@@ -120,7 +146,7 @@ def _right_pairs(relevant: Pairs, shape: tuple[int, int]) -> Judgements:
     """Return the pairs that are right by their grades, of at least 0."""
     pairs = as_judgements("relevant", relevant, shape)
     if not bool((pairs.grades != 0).any()):
-        raise ValueError("relevant: expected grades above 0, got none")
+        raise ValueError("relevant: expected pairs with a grade above 0, got none")
     lowest = float(pairs.grades.amin())
     if lowest < 0:
         raise ValueError(f"relevant: expected grades of at least 0, got {lowest:g}")
@@ -157,24 +183,24 @@ class Fold(NamedTuple):
 
     rows: Tensor  # (n,) indices
     cols: Tensor  # (m,) indices, ascending
-    right: Judged  # whose indices are places among these
 
 
 def folds_of(sim: Similarity, folds: int) -> list[Fold]:
-    """Return the folds of the images that exist."""
-    numbers, _ = places(sim)
-    if folds < 1 or len(numbers) % folds:
-        raise ValueError(f"folds: expected a divisor of the {len(numbers)} images, got {folds}")
+    """Return the folds of the images that exist; one fold has all texts that exist."""
+    rows, cols = existing(sim)
+    if folds == 1:
+        return [Fold(rows, cols)]
+    if folds < 1 or len(rows) % folds:
+        raise ValueError(f"folds: expected a divisor of the {len(rows)} images, got {folds}")
     images, texts = right_pairs(sim)
     parts = []
-    for rows in numbers.split(len(numbers) // folds):
-        inside = torch.isin(images, rows)
-        if not bool(inside.any()):
+    for part in rows.split(len(rows) // folds):
+        own = texts[torch.isin(images, part)].unique()
+        if not len(own):
             raise ValueError(
-                f"folds: images {int(rows[0])} to {int(rows[-1])} are a part without a text"
+                f"folds: images {int(part[0])} to {int(part[-1])} are a part without a text"
             )
-        cols, text = texts[inside].unique(return_inverse=True)
-        image = torch.searchsorted(rows, images[inside])
-        right = Judged((len(rows), len(cols)), image, text)
-        parts.append(Fold(rows, cols, right))
+        parts.append(Fold(part, own))
+    if bool((torch.cat([part.cols for part in parts]).bincount() > 1).any()):
+        raise ValueError("folds: expected each text to have its images in one part")
     return parts

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -19,9 +19,9 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ..checks import as_size
+from ..engine.ranking import Ranking
 from ..similarity import NO_ID
 from .judgements import Judgements
 
@@ -107,10 +107,21 @@ class QueryResults:
         """The number of queries without a positive, which do not count."""
         return int((self.exists & (self.positives == 0)).sum())
 
+    def part(self, queries: Tensor, candidates: Tensor) -> QueryResults:
+        """Return the results of some queries, whose candidates were these."""
+        return replace(
+            self,
+            ids=self.ids[queries],
+            ranks=self.ranks[queries],
+            top=self.top[queries],
+            grades=None if self.grades is None else self.grades[queries],
+            missing=self.candidates - len(candidates),
+        )
+
     @property
     def occurrences(self) -> Tensor:
         """The (candidates,) int64 k-occurrences: how many queries have a candidate in their top."""
-        return occurrences(self.top, self.candidates)
+        return torch.bincount(self.top[self.top >= 0], minlength=self.candidates)
 
     def per_query(self, ks: Ks = RECALLS) -> dict[str, Tensor]:
         """Return the (Q,) float64 values of metrics that are means over queries, by name, from 0
@@ -118,7 +129,6 @@ class QueryResults:
 
         See :func:`retrieval_metrics`.
         """
-        ks = as_ks(ks)
         ranks = self.ranks
         is_right = ranks > 0
         total = self.positives.clamp_min(1)
@@ -168,21 +178,15 @@ class QueryResults:
         if not bool(matched.any()):
             raise ValueError("image_ids, text_ids: no query has a matching candidate")
         values = self.per_query(ks)
-        means = 100 * torch.stack([x[matched] for x in values.values()]).mean(1)
+        means = 100 * torch.stack(list(values.values()))[:, matched].mean(1)
         metrics = dict(zip(values, means.tolist(), strict=True))
         ranks = self.best[matched].cpu()
         metrics["median_rank"] = float(np.median(ranks))
         metrics["mean_rank"] = float(ranks.double().mean())
-        counts = occurrences(self.top[matched], self.candidates)
+        top = self.top[matched]
+        counts = torch.bincount(top[top >= 0], minlength=self.candidates)
         metrics["skewness"] = float(skewness(counts, self.candidates - self.missing))
         return metrics
-
-
-def occurrences(top: Tensor, candidates: int) -> Tensor:
-    """Return the (candidates,) int64 numbers of queries that have a candidate in their top (Q, k);
-    -1 is none.
-    """
-    return torch.bincount(top[top >= 0], minlength=candidates)
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,7 @@ class RetrievalResults:
 
     def metrics(self, ks: Ks = RECALLS) -> dict[str, float]:
         """Return the metrics of both directions, see :func:`retrieval_metrics`."""
+        ks = as_ks(ks)
         if self.folds:
             parts = [part.metrics(ks) for part in self.folds]
             return {name: math.fsum(part[name] for part in parts) / len(parts) for name in parts[0]}
@@ -263,45 +268,39 @@ class RetrievalResults:
         writer.writerows(row.values() for row in self.rows())
 
 
-def join_folds(
-    folds: list[RetrievalResults],
-    parts: list[tuple[Tensor, Tensor]],
-    shape: tuple[int, int],
-    relevant: Judgements,
-) -> RetrievalResults:
-    """Return the results of all queries, from the results of each fold.
-
-    ``parts``: the image and text indices of each fold; ``shape``: numbers of images and of texts;
-    ``relevant``: the right pairs of all.
-    """
-    n, m = shape
-    images = [rows for rows, _ in parts]
-    texts = [cols for _, cols in parts]
-    i2t = _joined([fold.i2t for fold in folds], images, texts, m)
-    t2i = _joined([fold.t2i for fold in folds], texts, images, n)
-    return RetrievalResults(i2t, t2i, tuple(folds), relevant)
-
-
-def _joined(
-    folds: list[QueryResults], queries: list[Tensor], candidates: list[Tensor], size: int
+def joined(
+    rankings: Sequence[Ranking],
+    queries: Sequence[Tensor],
+    candidates: Sequence[Tensor],
+    ids: Tensor,
+    size: int,
 ) -> QueryResults:
-    """Return the results of all queries of one direction, in their order.
+    """Return the results of all queries of one direction, from the rankings of parts.
 
     Args:
-        folds: the results of each fold.
-        queries: the indices of the queries of each fold.
-        candidates: the indices of the candidates of each fold.
-        size: number of candidates of all folds.
+        rankings: of each part.
+        queries, candidates: the indices of the queries and of the candidates of each part.
+        ids: (Q,) of all queries.
+        size: number of candidates, with those that are in no part.
     """
-    order = torch.cat(queries).argsort(stable=True)
-    k = min(fold.top.shape[1] for fold in folds)
-    ids = torch.cat([fold.ids for fold in folds])
-    ranks = pad_sequence([row for fold in folds for row in fold.ranks], batch_first=True)
-    top = []
-    for fold, own in zip(folds, candidates, strict=True):
-        top.append(own[fold.top[:, :k]])
-    missing = size - len(torch.cat(candidates).unique())  # they are in no fold
-    return QueryResults(ids[order], ranks[order], torch.cat(top)[order], size, missing=missing)
+    width = 0  # of ranks
+    k = 0
+    for ranking in rankings:
+        width = max(width, ranking.ranks.shape[1])
+        k = max(k, ranking.top.indices.shape[1])
+    ranks = ids.new_zeros(len(ids), width)
+    grades = None
+    if rankings[0].grades is not None:
+        grades = rankings[0].grades.new_zeros(ranks.shape)
+    top = ids.new_full((len(ids), k), -1)
+    for ranking, rows, cols in zip(rankings, queries, candidates, strict=True):
+        best = ranking.top.indices
+        top[rows, : best.shape[1]] = cols[best].masked_fill(best < 0, -1)
+        ranks[rows, : ranking.ranks.shape[1]] = ranking.ranks
+        if grades is not None and ranking.grades is not None:
+            grades[rows, : ranking.grades.shape[1]] = ranking.grades
+    missing = size - sum(map(len, candidates))
+    return QueryResults(ids, ranks, top, size, grades, missing)
 
 
 def skewness(counts: Tensor, existing: int | Tensor | None = None) -> Tensor:
@@ -352,8 +351,7 @@ def save_trec(results: RetrievalResults, folder: str | Path, tag: str = "itrloss
         tag: the name of the run.
 
     Raises:
-        ValueError: for grades that are no whole numbers, which the format has no place for; if a
-            text is a query of several folds.
+        ValueError: for grades that are no whole numbers, which the format has no place for.
     """
     if not isinstance(results, RetrievalResults):
         got = type(results).__name__
@@ -366,18 +364,9 @@ def save_trec(results: RetrievalResults, folder: str | Path, tag: str = "itrloss
     if not bool((grades == grades.long()).all()):
         raise ValueError("results: expected grades that are whole numbers, got others")
     grades = grades.long()
-    _check_positives("i2t", i2t, images)
-    _check_positives("t2i", t2i, texts)
     Path(folder).mkdir(parents=True, exist_ok=True)
     _save_trec(Path(folder, "i2t"), i2t, ("image", "text"), (images, texts, grades), tag)
     _save_trec(Path(folder, "t2i"), t2i, ("text", "image"), (texts, images, grades), tag)
-
-
-def _check_positives(way: str, results: QueryResults, queries: Tensor) -> None:
-    """Raise a ValueError unless each query has as many pairs as positives."""
-    counts = torch.bincount(queries, minlength=len(results.ids))
-    if not torch.equal(counts.cpu(), results.positives.cpu()):
-        raise ValueError(f"results: expected each {way} query once, got one of several folds")
 
 
 def _save_trec(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checks import as_size, check_number, one_of
 from ..similarity import NO_ID
-from .results import RECALLS, WAYS, Ks, RetrievalResults, check_systems
+from .results import RECALLS, WAYS, Ks, RetrievalResults, as_ks, check_systems
 
 _DRAWN = 2**16  # ids drawn at a time
 _ROUNDING = 1e-9  # sums of equal values in another order differ by some 1e-13
@@ -170,6 +170,7 @@ def _bootstrap(
     A sample draws ids with replacement, the same for all runs.
     """
     samples = as_size("samples", samples)
+    ks = as_ks(ks)
     sums = torch.stack([_sums_by_id(run, runs[0], ks) for run in runs], 1)
     n = len(sums)  # ids, of (ids, runs, 2, columns)
     drawn_sums = [sums.sum(0, keepdim=True)]
