@@ -9,7 +9,6 @@ import io
 import itertools
 import math
 import pickle
-import sys
 from fractions import Fraction
 
 import numpy as np
@@ -736,57 +735,19 @@ def test_calibration_uses_the_bank():
 # --- an index -------------------------------------------------------------------------------------
 
 
-def test_an_exact_index_finds_what_re_ranking_finds():
+def test_a_bias_as_one_more_dimension_finds_what_re_ranking_finds():
     v, w = embeddings(20, 60, dtype=torch.float32)
     fast = FastReranker((9.0, 8.0), (8.0, 17.0))
     sim = unlabelled(v, w)
     wanted = fast.topk(sim, 5)
     biases = fast.biases(sim)
-
-    of_texts = rerank.BiasedIndex(w, biases.texts)
-    found = of_texts.search(v, 5)
-    assert torch.equal(found.indices, wanted.i2t.indices)
-    torch.testing.assert_close(8.0 * found.values, wanted.i2t.values, rtol=1e-5, atol=1e-4)
-
-    of_images = rerank.BiasedIndex(v, biases.images)
-    found = of_images.search(w, 5)
-    assert torch.equal(found.indices, wanted.t2i.indices)
-    torch.testing.assert_close(17.0 * found.values, wanted.t2i.values, rtol=1e-5, atol=1e-4)
-
-    in_half = rerank.BiasedIndex(w.half())
-    found = in_half.search(v.double(), 3)
-    # half precision may swap two of them
-    same = found.indices == sim.topk(3).indices
-    assert same.float().mean() > 0.95
-
-
-def test_an_index_of_cells_finds_most_and_says_what_it_misses():
-    v, w = embeddings(50, 400, dtype=torch.float32)
-    fast = FastReranker()
-    sim = unlabelled(v, w)
-    exact = fast.topk(sim, 5).i2t.indices
-    bias = fast.biases(sim).texts
-
-    def share_found(index):
-        """The share of the best texts that an index finds."""
-        found = index.search(v, 5).indices
-        same = found[:, :, None] == exact[:, None]
-        return float(same.any(2).float().mean())
-
-    of_one_cell = rerank.BiasedIndex(w, bias, "IVF8,Flat", nprobe=1)
-    assert share_found(of_one_cell) < 1.0
-    of_all_cells = rerank.BiasedIndex(w, bias, "IVF8,Flat", nprobe=8)
-    assert share_found(of_all_cells) == 1.0
-    few = of_one_cell.search(v, 200)
-    missing = few.indices == -1
-    assert missing.any()
-    assert (missing == (few.values == -math.inf)).all()
-
-
-def test_without_faiss_an_index_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ImportError, match=r"install itrloss with the extra 'faiss'"):
-        rerank.BiasedIndex(torch.rand(4, 3))
+    sides = ((v, w, biases.texts, 8.0), (w, v, biases.images, 17.0))
+    for (queries, candidates, bias, factor), top in zip(sides, wanted, strict=True):
+        extended = torch.cat([torch.nn.functional.normalize(candidates), bias[:, None]], 1)
+        ones = torch.ones(len(queries), 1)
+        found = torch.cat([torch.nn.functional.normalize(queries), ones], 1) @ extended.T
+        assert torch.equal(found.topk(5).indices, top.indices)
+        torch.testing.assert_close(factor * found.topk(5).values, top.values, rtol=1e-5, atol=1e-4)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -851,35 +812,9 @@ def test_a_single_query_without_a_bank_is_refused(name):
             ValueError,
             "images.*8 candidates",
         ),
-        (
-            lambda: rerank.BiasedIndex(torch.rand(4, 3), torch.rand(3)),
-            ValueError,
-            r"bias: expected shape \(4,\)",
-        ),
-        (
-            lambda: rerank.BiasedIndex(torch.rand(4, 3), factory="Heap"),
-            ValueError,
-            "factory.*'Heap'",
-        ),
-        (
-            lambda: rerank.BiasedIndex(torch.rand(4, 3), factory="IVF8,Flat"),
-            ValueError,
-            "factory.*with 4 candidates",
-        ),
-        (
-            lambda: rerank.BiasedIndex(torch.rand(4, 3), nprobe=2),
-            ValueError,
-            "factory.*'Flat'.*nprobe = 2",
-        ),
         (lambda: FastReranker(("a", 2.0)), TypeError, "i2t.*'a'"),  # type: ignore[arg-type]
         (lambda: CSLS().topk(torch.rand(4, 9), 2.5), TypeError, "k.*2.5"),  # type: ignore[arg-type]
         (lambda: retrieval_metrics(torch.rand(4, 8), hubness_k=2.5), TypeError, "hubness_k"),  # type: ignore[arg-type]
-        (
-            lambda: rerank.BiasedIndex(torch.rand(4, 3)).search(torch.rand(2, 4), 2),
-            ValueError,
-            r"queries.*\(Q, 3\)",
-        ),
-        (lambda: rerank.BiasedIndex(torch.rand(4, 3)).search(torch.rand(2, 3), 0), ValueError, "k"),
         (lambda: FastReranker().calibrate(torch.rand(4, 7)), ValueError, "image_ids, text_ids"),
         (lambda: FastReranker().calibrate(torch.rand(4, 8), scales=()), ValueError, "scales"),
         (

@@ -202,8 +202,9 @@ class Reranker(Options, ABC):
             if isinstance(rule, Bias) and not bool(result.isfinite().all()):
                 raise ValueError(f"scores: too large for {self!r}")
             if result.shape != own.shape:
-                of_candidates = own.T.among_all(result.T, len(result), 0.0)
-                result = own.among_all(of_candidates.T, own.shape[1], 0.0)
+                some = result
+                result = some.new_zeros(own.shape)
+                result[own.rows[:, None], own.cols] = some
             results.append(result.T if direction.side else result)
         return self._pair(results)
 
