@@ -14,7 +14,6 @@ from support import oracle_ranking
 from itrloss import Similarity, metrics
 from itrloss.engine import inputs
 from itrloss.metrics import (
-    Judgements,
     RetrievalResults,
     compare,
     confidence_intervals,
@@ -100,46 +99,6 @@ def means_over_queries(found: dict[str, float]) -> dict[str, float]:
 # --- against the loops ----------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["few positives", "many positives"])
-def positives(request, monkeypatch):
-    """Many positives are compared with their rivals by sorting, and all is sorted as on a GPU."""
-    if request.param == "many positives":
-        monkeypatch.setattr("itrloss.engine.ranking.MANY", 0)
-        monkeypatch.setattr("itrloss.engine.ranking.host_may_read", lambda x: False)
-
-
-@pytest.mark.parametrize("ties", ["pessimistic", "optimistic"])
-@pytest.mark.parametrize("seed", range(60))
-def test_graded_lists_with_exclusions_equal_the_loops(seed, ties, positives, tiny_blocks):
-    made = system(seed)
-    found = evaluated(made, ties=ties)
-    means = means_over_queries(found.metrics(KS))
-    assert means == pytest.approx(made.figures(ties=ties))
-    for way, side in found.ways.items():
-        width = side.top.shape[1]
-        filled = []
-        for best in made.lists(way, ties):
-            missing = width - len(best)
-            filled.append(best + [-1] * missing)
-        assert side.top.tolist() == filled
-
-
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("seed", range(5))
-def test_scores_of_embeddings_are_ranked_like_their_matrix(seed, engine, tiny_blocks):
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randint(-1, 2, (9, 3), generator=generator).double()
-    texts = torch.randint(-1, 2, (14, 3), generator=generator).double()
-    grades = torch.randint(-3, 3, (9, 14), generator=generator).clamp_min(0)
-    excluded = torch.rand(9, 14, generator=generator) < 0.3
-    ids = (torch.arange(9), torch.arange(14))
-    sim = Similarity(images, texts, *ids, normalize=False, engine=engine)
-    results = retrieval_results(sim, relevant=grades, exclude=excluded)
-    found = means_over_queries(results.metrics(KS))
-    of_matrix = System(images @ texts.T, grades, excluded)
-    assert found == pytest.approx(of_matrix.figures())
-
-
 @pytest.mark.parametrize("reranker", [FastReranker(), CSLS(k=3), DualSoftmax()])
 def test_reranked_scores_are_ranked_by_the_same_rule(reranker, tiny_blocks):
     made = system(3)
@@ -177,39 +136,6 @@ def test_the_sum_of_recalls_has_its_own_ks():
 
 
 # Forms of a mask.
-FORMS = {
-    "tensor": lambda mask: mask,
-    "array": lambda mask: mask.numpy(),
-    "pairs": lambda mask: mask.nonzero(as_tuple=True),
-    "pairs in lists": lambda mask: tuple(mask.nonzero().T.tolist()),
-    "texts of each image": lambda mask: [row.nonzero()[:, 0].tolist() for row in mask],
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("seed", range(8))
-def test_exclusions_and_candidates_are_masks_pairs_or_lists(seed, form):
-    made = system(seed)
-    excluded = FORMS[form](made.excluded)
-    kept = FORMS[form](~made.excluded)
-    options = {"relevant": made.grades, "ks": KS}
-    by_exclusion = retrieval_metrics(made.scores, exclude=excluded, **options)
-    by_candidates = retrieval_metrics(made.scores, candidates=kept, **options)
-    assert by_exclusion == by_candidates
-    assert means_over_queries(by_exclusion) == pytest.approx(made.figures())
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("seed", range(8))
-def test_candidates_may_be_excluded(seed, form):
-    made = system(seed)
-    generator = torch.Generator().manual_seed(seed)
-    more = torch.rand(made.scores.shape, generator=generator) < 0.1
-    more[0, 0] = False
-    chosen = {"candidates": FORMS[form](~made.excluded), "exclude": FORMS[form](more)}
-    found = retrieval_metrics(made.scores, relevant=made.grades, ks=KS, **chosen)
-    with_all_exclusions = made._replace(excluded=made.excluded | more)
-    assert means_over_queries(found) == pytest.approx(with_all_exclusions.figures())
 
 
 def test_what_is_excluded_ties_with_nobody():
@@ -222,34 +148,6 @@ def test_what_is_excluded_ties_with_nobody():
     assert found.t2i.ranks.tolist() == [[1], [1], [0]]
     assert found.t2i.top.tolist() == [[0, -1], [1, -1], [-1, -1]]
     assert found.t2i.occurrences.tolist() == [1, 1]
-
-
-def test_ids_say_who_is_right_beside_exclusions():
-    """As in composed retrieval: row i asks with picture i, which is no candidate."""
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.rand(6, 6, generator=generator) + 9 * torch.eye(6)
-    ids = torch.tensor([0, 0, 1, 1, 2, 2])
-    itself = (torch.arange(6), torch.arange(6))
-    found = retrieval_metrics(scores, ids, ids, exclude=itself)
-    grades = (ids[:, None] == ids).long()
-    by_loops = System(scores, grades, torch.eye(6) > 0)
-    wanted = by_loops.figures((1, 5, 10))
-    assert means_over_queries(found) == pytest.approx(wanted)
-    assert found["i2t_r1"] < 100
-    without_exclusions = retrieval_metrics(scores, ids, ids)
-    assert without_exclusions["i2t_r1"] == 100
-
-
-def test_a_right_candidate_that_is_excluded_does_not_exist():
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.rand(3, 4, generator=generator)
-    ids = (torch.arange(3), torch.tensor([0, 1, 2, 0]))
-    excluded = (torch.tensor([0, 1]), torch.tensor([3, 1]))
-    found = retrieval_results(scores, *ids, exclude=excluded)
-    assert found.i2t.positives.tolist() == [1, 0, 1]
-    assert found.t2i.positives.tolist() == [1, 0, 1, 0]
-    with pytest.raises(ValueError, match="no query"):
-        retrieval_metrics(scores, *ids, candidates=([0], [1]))
 
 
 # --- ties -----------------------------------------------------------------------------------------
@@ -301,23 +199,6 @@ def test_the_best_are_stable_where_the_host_may_not_read():
     scores = torch.randint(0, 3, (6, 30), generator=generator).float()
     order = scores.sort(dim=1, descending=True, stable=True).indices
     assert torch.equal(five_best(scores).indices, order[:, :5])
-
-
-@pytest.mark.parametrize(
-    ("ties", "top", "ranks", "found_grades"),
-    [
-        ("pessimistic", [0, 2, 4, 3, 1], [4, 5], [1, 2]),
-        ("optimistic", [1, 3, 0, 2, 4], [1, 2], [2, 1]),
-    ],
-)
-def test_stored_candidates_follow_the_rule_of_the_ranks(ties, top, ranks, found_grades):
-    scores = torch.zeros(2, 5)
-    grades = torch.tensor([[0, 2, 0, 1, 0], [0, 0, 0, 0, 1]])
-    found = retrieval_results(scores, relevant=grades, ties=ties)
-    assert found.i2t.top[0].tolist() == top
-    assert found.i2t.ranks[0].tolist() == ranks
-    assert found.i2t.grades is not None
-    assert found.i2t.grades[0].tolist() == found_grades
 
 
 # --- the exported run, by other tools -------------------------------------------------------------
@@ -411,66 +292,6 @@ def test_ranx_finds_our_figures(tmp_path):
                 check(files.ours, name, theirs)
 
 
-def _vectors(files: Files) -> list[tuple[list[float], list[int]]]:
-    """The scores of each answered query's candidates, and their grades, in no special order."""
-    vectors = []
-    for query, right in files.qrels.items():
-        run = files.run[query]
-        assert set(right) <= set(run)
-        documents = sorted(run)
-        scores = [run[document] for document in documents]
-        grades = [right.get(document, 0) for document in documents]
-        vectors.append((scores, grades))
-    return vectors
-
-
-def test_scikit_learn_finds_our_average_precision(exported):
-    tools = pytest.importorskip("sklearn.metrics")
-    for files in exported:
-        each = []
-        for scores, grades in _vectors(files):
-            binary = [int(grade > 0) for grade in grades]
-            each.append(float(tools.average_precision_score(binary, scores)))
-        check(files.ours, "map", each)
-
-
-def test_scikit_learn_finds_our_ndcg(exported):
-    tools = pytest.importorskip("sklearn.metrics")
-    for files in exported:
-        each = []
-        for scores, grades in _vectors(files):
-            if len(scores) > 1:
-                each.append(float(tools.ndcg_score([grades], [scores], k=5)))
-            else:
-                each.append(1.0)  # scikit-learn refuses single candidates
-        check(files.ours, "ndcg_at_5", each)
-
-
-@pytest.mark.parametrize("exported", range(0, SYSTEMS, 5), indirect=True)
-def test_torchmetrics_finds_our_figures(exported):
-    """It computes in float32."""
-    tools = pytest.importorskip("torchmetrics.functional.retrieval")
-    for files in exported:
-        theirs = defaultdict(list)
-        for scores, grades in _vectors(files):
-            preds = torch.tensor(scores)
-            target = torch.tensor(grades)
-            right = target > 0
-            found = {
-                "mrr": tools.retrieval_reciprocal_rank(preds, right),
-                "map": tools.retrieval_average_precision(preds, right),
-                "r_precision": tools.retrieval_r_precision(preds, right),
-            }
-            for k in KS:
-                found[f"r{k}"] = tools.retrieval_hit_rate(preds, right, top_k=k)
-                found[f"recall_at_{k}"] = tools.retrieval_recall(preds, right, top_k=k)
-                found[f"ndcg_at_{k}"] = tools.retrieval_normalized_dcg(preds, target, top_k=k)
-            for name, value in found.items():
-                theirs[name].append(float(value))
-        for name, each in theirs.items():
-            check(files.ours, name, each, rel=1e-5)
-
-
 def test_tools_that_break_ties_by_name_would_find_other_figures(tmp_path):
     """The scores as they were have ties that trec_eval resolves by the names of documents."""
     trec = pytest.importorskip("pytrec_eval")
@@ -502,24 +323,6 @@ def with_scores(run: dict[str, dict[str, float]], scores: torch.Tensor) -> dict[
 
 
 # --- grades ---------------------------------------------------------------------------------------
-
-
-def test_grades_are_a_matrix_or_judgements():
-    made = system(5)
-    images, texts = made.grades.nonzero(as_tuple=True)
-    wanted = retrieval_metrics(made.scores, relevant=made.grades)
-    forms = (
-        made.grades.float(),
-        made.grades.numpy(),
-        Judgements(images, texts, made.grades[images, texts]),
-    )
-    for relevant in forms:
-        assert retrieval_metrics(made.scores, relevant=relevant) == wanted
-    binary = retrieval_metrics(made.scores, relevant=made.grades > 0)
-    of_pairs = retrieval_metrics(made.scores, relevant=(images, texts))
-    assert binary == of_pairs
-    assert binary["i2t_ndcg_at_5"] != wanted["i2t_ndcg_at_5"]
-    assert binary["i2t_map"] <= 100
 
 
 def test_grades_of_run_files_are_whole(tmp_path):

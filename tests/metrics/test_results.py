@@ -11,10 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import oracle, oracle_metrics
-from support.cases import embeddings, make_ids, sample, similarity
+from support import oracle_metrics
 
-import itrloss
 from itrloss import Similarity
 from itrloss.metrics import (
     Judgements,
@@ -26,17 +24,11 @@ from itrloss.metrics import (
     retrieval_results,
     save_trec,
 )
-from itrloss.rerank import FastReranker, InvertedSoftmax, TwoStageReranker
+from itrloss.rerank import FastReranker
 
 N, M = 9, 17
-ENGINES = ["scores", "dense", "tiled", "kept"]
 PERFECT = torch.eye(4).repeat_interleave(5, 1)
 SHARED = Path(__file__).parents[2] / ".." / "shared" / "data"
-
-
-@pytest.fixture
-def tiny_blocks(small_tiles, monkeypatch):
-    monkeypatch.setattr(Similarity.blocks, "__defaults__", (30,))
 
 
 def generator(seed):
@@ -55,27 +47,6 @@ def random_scores(seed):
     return torch.rand(N, M, generator=generator(seed))
 
 
-def random_bank(n, m):
-    return torch.rand(n, m, generator=generator(n), dtype=torch.float64)
-
-
-def tied_scores(seed=0):
-    """Embeddings of small integers, whose scores tie exactly, and these scores."""
-    v = torch.randint(-1, 2, (N, 4), generator=generator(seed + N)).double()
-    w = torch.randint(-1, 2, (M, 4), generator=generator(seed + M)).double()
-    return v, w, v @ w.T
-
-
-def tied(engine, ids=None, seed=0):
-    """What metrics are asked of, without ids for scores."""
-    v, w, scores = tied_scores(seed)
-    if engine == "scores":
-        return scores
-    if ids is None:  # no pair matches
-        ids = (torch.arange(N), torch.arange(N, N + M))
-    return similarity(v, w, ids, engine, normalize=False)
-
-
 def judged(seed, count=50, n=N, m=M):
     """Judgements from 1 to 4, some of the same pair; the last two of each side have none."""
     g = generator(seed)
@@ -83,27 +54,6 @@ def judged(seed, count=50, n=N, m=M):
     texts = torch.randint(0, m - 2, (count,), generator=g)
     grades = torch.randint(1, 5, (count,), generator=g)
     return Judgements(images, texts, grades)
-
-
-def triples(judgements):
-    """Image, text and grade of each judgement."""
-    columns = [column.tolist() for column in judgements]
-    return list(zip(*columns, strict=True))
-
-
-def right_pairs(judgements, least):
-    """Pairs whose mean grade is high enough."""
-    grades = oracle_metrics._mean_grades(triples(judgements))
-    return {pair for pair, grade in grades.items() if grade >= least}
-
-
-def of(way, figures):
-    """The figures of one direction."""
-    return {name: x for name, x in figures.items() if name.startswith(way)}
-
-
-def without_skewness(found):
-    return {name: x for name, x in found.items() if "skewness" not in name}
 
 
 def chance(seed, n=12, captions=3, better=0.0):
@@ -116,255 +66,7 @@ def chance(seed, n=12, captions=3, better=0.0):
     return retrieval_results(scores, image_ids, text_ids)
 
 
-# --- figures --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ties", ["pessimistic", "optimistic"])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", range(3))
-def test_figures_by_ragged_ids_equal_the_loops(seed, engine, ties, tiny_blocks):
-    image_ids, text_ids = ragged(seed)
-    asked = tied(engine, (image_ids, text_ids), seed)
-    given_ids = (image_ids, text_ids) if engine == "scores" else ()
-    found = retrieval_metrics(asked, *given_ids, ties=ties)
-    matches = image_ids[:, None] == text_ids
-    pairs = [(i, j) for i, j in matches.nonzero().tolist()]
-    _, _, scores = tied_scores(seed)
-    wanted = oracle_metrics.listed(scores.numpy(), pairs, ties)
-    assert without_skewness(found) == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize("least", [2, 2.5, 4])
-@pytest.mark.parametrize("ties", ["pessimistic", "optimistic"])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", range(3))
-def test_figures_by_judgements_equal_the_loops(seed, engine, ties, least, tiny_blocks):
-    judgements = judged(seed)
-    options = {"relevant": judgements.at_least(least), "ties": ties}
-    asked = tied(engine, seed=seed)
-    found = retrieval_results(asked, **options)
-    pairs = right_pairs(judgements, least)
-    _, _, scores = tied_scores(seed)
-    wanted = oracle_metrics.listed(scores.numpy(), pairs, ties)
-    assert without_skewness(found.metrics()) == pytest.approx(wanted)
-    assert found.t2i.candidates == N
-    assert int(found.i2t.occurrences.sum()) == 10 * N
-
-    # with other scores of text→image
-    others = scores.flip(0, 1)
-    found = retrieval_results((asked, others), **options)
-    wanted = oracle_metrics.listed(others.numpy(), pairs, ties)
-    figures = without_skewness(found.metrics())
-    assert of("t2i", figures) == pytest.approx(of("t2i", wanted))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_untied_ragged_metrics_equal_the_oracle_to_the_last_figure(seed):
-    S = torch.rand(N, 23, generator=generator(seed), dtype=torch.float64)
-    image_ids, text_ids = ragged(seed, m=23)
-    found = retrieval_metrics(S, image_ids, text_ids)
-    wanted = oracle.retrieval_metrics(S.numpy(), image_ids.numpy(), text_ids.numpy())
-    assert found == pytest.approx(wanted)
-    # Queries without a right candidate do not count: the figures equal those without these queries.
-    answered = torch.isin(image_ids, text_ids)
-    alone = retrieval_metrics(S[answered], image_ids[answered], text_ids)
-    assert of("i2t", found) == of("i2t", alone)
-
-
-# --- folds ----------------------------------------------------------------------------------------
-
-
-def in_folds(engine, kind):
-    """Arguments of the metrics of eight images, their scores, and their ids."""
-    ids = make_ids("captions", 8, 40)
-    if kind == "ragged":  # some texts match no image
-        ids = (torch.arange(8), torch.randint(0, 9, (40,), generator=generator(3)))
-    v, w = embeddings(8, 40)
-    scores = torch.from_numpy(oracle.cosine(v.numpy(), w.numpy()))
-    if engine == "scores":
-        return (scores, *ids), scores, ids
-    return (similarity(v, w, ids, engine),), scores, ids
-
-
-KINDS = pytest.mark.parametrize("kind", ["captions", "ragged"])
-
-
-@KINDS
-@pytest.mark.parametrize("engine", ENGINES)
-def test_figures_of_folds_equal_the_oracle(engine, kind, tiny_blocks):
-    asked, scores, ids = in_folds(engine, kind)
-    wanted = oracle_metrics.folds(scores.numpy(), *ids, 4)
-    in_four = retrieval_metrics(*asked, folds=4)
-    assert in_four == pytest.approx(wanted)
-    whole = retrieval_metrics(*asked)
-    assert whole != pytest.approx(wanted)
-    in_one = retrieval_metrics(*asked, folds=1)
-    assert in_one == whole
-
-
-@KINDS
-@pytest.mark.parametrize("engine", ENGINES)
-def test_figures_of_folds_of_two_matrices_equal_the_oracle(engine, kind, tiny_blocks):
-    asked, scores, ids = in_folds(engine, kind)
-    other = torch.rand(8, 40, generator=generator(1)).double()
-    found = retrieval_metrics((asked[0], other), *asked[1:], folds=4)
-    wanted = oracle_metrics.folds(scores.numpy(), *ids, 4)
-    assert of("i2t", found) == pytest.approx(of("i2t", wanted))
-    wanted = oracle_metrics.folds(other.numpy(), *ids, 4)
-    assert of("t2i", found) == pytest.approx(of("t2i", wanted))
-
-
-METHODS = {
-    "fast": FastReranker(),
-    "inverted softmax": InvertedSoftmax(scale=9.0),
-    "a bank of scores": FastReranker().fit(random_bank(5, 40), random_bank(8, 6)),
-    "two stages": TwoStageReranker(lambda i, t: (i * 7 + t * 3) % 11 / 1.0, k=3),
-}
-
-
-def within(name, rows, cols):
-    """A method for a part of the images and texts."""
-    method = METHODS[name]
-    if name == "a bank of scores":
-        return FastReranker().fit(random_bank(5, 40)[:, cols], random_bank(8, 6)[rows])
-    if name == "two stages":
-        return TwoStageReranker(lambda i, t: method.scorer(rows[i], cols[t]), k=3)
-    return method
-
-
-@pytest.mark.parametrize("name", METHODS)
-@KINDS
-@pytest.mark.parametrize("engine", ENGINES)
-def test_re_ranked_figures_of_folds_are_means_of_the_parts(engine, kind, name, tiny_blocks):
-    if name == "a bank of scores" and engine != "scores":
-        pytest.skip("a bank of scores is for scores")
-    asked, scores, (image_ids, text_ids) = in_folds(engine, kind)
-    parts = []
-    for rows in torch.arange(8).split(2):
-        cols = torch.isin(text_ids, image_ids[rows]).nonzero().squeeze(1)
-        own_scores = scores[rows][:, cols]
-        method = within(name, rows, cols)
-        part = retrieval_metrics(own_scores, image_ids[rows], text_ids[cols], reranker=method)
-        parts.append(part)
-    found = retrieval_metrics(*asked, folds=4, reranker=METHODS[name])
-    for name, value in found.items():
-        mean = sum(part[name] for part in parts) / 4
-        assert value == pytest.approx(mean), name
-
-
-COUNTS = {  # of the texts of each of eight images
-    "two texts": [2] * 8,
-    "pairs": [1] * 8,
-    "pairs by number": [1] * 8,
-    "ragged": [1, 2, 1, 1, 4, 1, 1, 2],
-    "ties": [2] * 8,
-}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"ties": "pessimistic"},
-        {"ties": "optimistic"},
-        {"ties": "optimistic", "reranker": InvertedSoftmax(scale=9.0)},
-    ],
-)
-@pytest.mark.parametrize("kind", COUNTS)
-def test_queries_of_folds_are_those_of_their_parts(kind, options):
-    image_ids = torch.arange(8) + 3
-    text_ids = image_ids.repeat_interleave(torch.tensor(COUNTS[kind]))
-    if not kind.startswith("pairs"):
-        text_ids = text_ids.flip(0)
-    S = torch.rand(8, len(text_ids), generator=generator(2), dtype=torch.float64)
-    if kind == "ties":
-        S = (4 * S).round()
-    given = (S, image_ids, text_ids)
-    if kind == "pairs by number":
-        given = (Similarity.from_scores(S),)
-
-    found = retrieval_results(*given, folds=4, hubness_k=2, **options)
-    whole = retrieval_results(*given)
-    assert torch.equal(found.i2t.ids, whole.i2t.ids)
-    assert torch.equal(found.t2i.ids, whole.t2i.ids)
-    assert (found.i2t.candidates, found.t2i.candidates) == (len(text_ids), 8)
-    averaged = retrieval_metrics(*given, folds=4, **options)
-    assert without_skewness(found.metrics()) == without_skewness(averaged)
-
-    for rows in torch.arange(8).split(2):
-        cols = torch.isin(text_ids, image_ids[rows]).nonzero().squeeze(1)
-        own_scores = S[rows][:, cols]
-        own_ids = (image_ids[rows], text_ids[cols])
-        part = retrieval_results(own_scores, *own_ids, hubness_k=2, **options)
-        expect_part(found.i2t, part.i2t, queries=rows, candidates=cols)
-        expect_part(found.t2i, part.t2i, queries=cols, candidates=rows)
-
-
-def expect_part(found, part, queries, candidates):
-    """Check that the ranks and the best of some queries are those of their part."""
-    width = part.ranks.shape[1]
-    assert torch.equal(found.ranks[queries, :width], part.ranks)
-    assert not found.ranks[queries, width:].any()
-    assert torch.equal(found.top[queries], candidates[part.top])
-
-
-def test_queries_of_folds_with_fewer_candidates_have_shorter_lists():
-    scores = torch.rand(4, 9)
-    image_ids = torch.arange(4)
-    text_ids = torch.tensor([0, 1, 1, 1, 2, 2, 2, 2, 3])
-    found = retrieval_results(scores, image_ids, text_ids, folds=2, hubness_k=10)
-    assert (found.i2t.top >= 0).sum(1).tolist() == [4, 4, 5, 5]
-    assert found.t2i.top.shape == (9, 2)
-
-
-def test_texts_without_an_image_are_in_no_fold():
-    S = torch.rand(6, 5)
-    image_ids = torch.tensor([0, 1, 5, 2, 3, 4])
-    text_ids = torch.tensor([0, 1, 2, 3, 7])
-    found = retrieval_results(S, image_ids, text_ids, folds=2)
-    assert found.t2i.ids.tolist() == text_ids.tolist()
-    assert found.t2i.top[4].tolist() == [-1, -1, -1]
-    assert not (found.i2t.top == 4).any()
-    wanted = oracle_metrics.folds(S.numpy(), image_ids, text_ids, 2)
-    assert found.metrics() == pytest.approx(wanted)
-
-
-def test_folds_of_inner_products_are_those_of_their_matrix():
-    lengths = torch.arange(1, 17)[:, None]
-    v = lengths[:8] * torch.randn(8, 3, generator=generator(8))
-    w = lengths * torch.randn(16, 3, generator=generator(16))
-    ids = (torch.arange(8), torch.arange(16) // 2)
-    sim = Similarity(v, w, *ids, normalize=False)
-    found = retrieval_metrics(sim, folds=2)
-    of_matrix = retrieval_metrics(v @ w.T, *ids, folds=2)
-    assert found == of_matrix
-
-
-def test_what_does_not_exist_is_in_no_fold():
-    images = torch.tensor([0, itrloss.NO_ID, 1, 2, 3])
-    texts = torch.tensor([0, 0, 1, itrloss.NO_ID, 1, 2, 3, itrloss.NO_ID])
-    scores = sample(5, 8).tanh()
-    results = retrieval_results(scores, images, texts, folds=2, hubness_k=2)
-    assert sorted(results.i2t.top[-1].tolist()) == [5, 6]
-    exist = images != itrloss.NO_ID, texts != itrloss.NO_ID
-    wanted = retrieval_metrics(
-        scores[exist[0]][:, exist[1]], images[exist[0]], texts[exist[1]], folds=2, hubness_k=2
-    )
-    assert results.metrics() == wanted
-
-
 # --- judgements -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_pair_that_is_judged_again_has_the_mean_of_its_grades(seed, engine, tiny_blocks):
-    judgements = judged(seed)
-    asked = tied(engine, seed=seed)
-    mean = torch.zeros(N, M).double()
-    for pair, grade in oracle_metrics._mean_grades(triples(judgements)).items():
-        mean[pair] = grade
-    found = retrieval_metrics(asked, relevant=judgements)
-    assert found == pytest.approx(retrieval_metrics(asked, relevant=mean))
 
 
 def test_indices_of_small_integer_types_do_not_overflow():
@@ -384,7 +86,7 @@ def test_indices_of_small_integer_types_do_not_overflow():
 def test_a_relevant_pair_counts_once_however_often_it_is_listed(k, tmp_path):
     pairs = torch.tensor([[0, 0, 3, 0, 2, 3], [5, 1, 8, 5, 8, 8]])
     once = pairs[:, [0, 1, 2, 4]]
-    scores = tied("scores")
+    scores = random_scores(0)
     wanted = retrieval_results(scores, relevant=tuple(once), hubness_k=k)
     found = retrieval_results(scores, relevant=tuple(pairs), hubness_k=k)
     assert found.metrics() == wanted.metrics()
