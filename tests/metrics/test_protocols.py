@@ -154,21 +154,6 @@ def test_the_command_prints_the_protocol_before_and_after(small, tmp_path, capsy
     assert after in [line for line in lines if line.startswith("1K")][1]
 
 
-def test_the_command_writes_latex_and_trec_files(tmp_path, capsys):
-    scores = torch.randn(6, 12, generator=torch.Generator().manual_seed(0))
-    np.save(tmp_path / "s.npy", scores.numpy())
-    out = ["--latex", str(tmp_path / "t.tex"), "--trec", str(tmp_path), "--top", "5"]
-    assert main(["rerank", str(tmp_path / "s.npy"), "--methods", "csls", *out]) == 0
-    text = (tmp_path / "t.tex").read_text()
-    assert "No re-ranking &" in text and r"CSLS\ensuremath{^\dagger} &" in text
-    run = [line.split() for line in (tmp_path / "t2i.run").read_text().splitlines()]
-    top = rerank.CSLS().topk(scores, 5).t2i.indices
-    assert [line[2] for line in run if line[0] == "text3"] == [f"image{i}" for i in top[3].tolist()]
-    assert (tmp_path / "i2t.qrels").read_text().splitlines()[0] == "image0 0 text0 1"
-    assert main(["rerank", str(tmp_path / "s.npy"), "--trec", str(tmp_path / "no/trec")]) == 2
-    assert "there is no directory" in capsys.readouterr().err
-
-
 def test_the_command_folds_images_saved_once_per_caption(tmp_path, capsys):
     generator = torch.Generator().manual_seed(0)
     images, texts = torch.randn(6, 8, generator=generator), torch.randn(30, 8, generator=generator)

@@ -5,7 +5,6 @@ invariants.
 from __future__ import annotations
 
 import csv
-import math
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +23,8 @@ from itrloss.metrics import (
     retrieval_results,
     save_trec,
 )
-from itrloss.rerank import FastReranker
 
 N, M = 9, 17
-PERFECT = torch.eye(4).repeat_interleave(5, 1)
 SHARED = Path(__file__).parents[2] / ".." / "shared" / "data"
 
 
@@ -45,15 +42,6 @@ def ragged(seed, n=N, m=M):
 
 def random_scores(seed):
     return torch.rand(N, M, generator=generator(seed))
-
-
-def judged(seed, count=50, n=N, m=M):
-    """Judgements from 1 to 4, some of the same pair; the last two of each side have none."""
-    g = generator(seed)
-    images = torch.randint(0, n - 2, (count,), generator=g)
-    texts = torch.randint(0, m - 2, (count,), generator=g)
-    grades = torch.randint(1, 5, (count,), generator=g)
-    return Judgements(images, texts, grades)
 
 
 def chance(seed, n=12, captions=3, better=0.0):
@@ -384,117 +372,6 @@ def test_rows_of_a_table_without_a_right_candidate_have_rank_0():
         assert row["best_rank"] == 0
     mean = np.mean([row["average_precision_at_r"] for row in answered])
     assert 100 * mean == pytest.approx(results.metrics()["i2t_map_at_r"])
-
-
-def asked_with(scores=PERFECT, relevant=1.0, **changed):
-    """Return a call with two judgements, of which something is changed."""
-    images = torch.tensor([0, 1])
-    texts = torch.tensor([0, 1])
-    grades = torch.tensor([1.0, 2.0])
-    pairs = Judgements(images, texts, grades)._replace(**changed)
-
-    def call():
-        retrieval_results(scores, relevant=pairs.at_least(relevant))
-
-    return call
-
-
-ONE = retrieval_results(PERFECT)
-FEW = judged(0, n=4, m=9)
-UNANSWERED = retrieval_results(PERFECT, torch.arange(4), torch.arange(20) + 9)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            asked_with(images=torch.tensor([0.0, 1.0])),
-            TypeError,
-            r"judgements\.images.*integer.*float32",
-        ),
-        (
-            asked_with(images=torch.tensor([True, False])),
-            TypeError,
-            r"judgements\.images.*integer.*bool",
-        ),
-        (asked_with(texts=torch.tensor([[0, 1]])), ValueError, r"judgements\.texts.*\(1, 2\)"),
-        (asked_with(texts=torch.tensor([0])), ValueError, r"judgements\.texts.*got \(1,\)"),
-        (
-            asked_with(images=torch.tensor([0, 4])),
-            ValueError,
-            r"relevant\.images.*0 to 3, got 0 to 4",
-        ),
-        (
-            asked_with(texts=torch.tensor([-1, 4])),
-            ValueError,
-            r"judgements\.texts.*from 0 to .*, got -1 to 4",
-        ),
-        (
-            lambda: retrieval_results(PERFECT, relevant=([], [])),
-            ValueError,
-            "relevant: expected pairs with a grade above 0, got none",
-        ),
-        (asked_with(grades=torch.tensor([1.0])), ValueError, r"judgements\.grades.*\(2,\).*\(1,\)"),
-        (
-            asked_with(grades=torch.tensor([1.0, math.nan])),
-            ValueError,
-            r"judgements\.grades.*finite",
-        ),
-        (asked_with(relevant=2.1), ValueError, r"grade.*2\.1"),
-        (asked_with(scores=torch.full((4, 7), math.nan)), ValueError, "scores.*finite"),
-        (
-            lambda: retrieval_results((PERFECT, PERFECT), reranker=FastReranker()),
-            ValueError,
-            "reranker.*pair of scores",
-        ),
-        (
-            lambda: retrieval_results(PERFECT, relevant=FEW[:2], folds=2),
-            ValueError,
-            "folds.*relevant",
-        ),
-        (
-            lambda: retrieval_results(PERFECT, relevant=(FEW.images, FEW.texts[1:])),
-            ValueError,
-            r"relevant\.texts.*49",
-        ),
-        (lambda: retrieval_metrics(PERFECT, folds=3), ValueError, "folds.*divisor of the 4.*3"),
-        (
-            lambda: retrieval_metrics(torch.rand(2, 2), [0, 0], [0, 0], folds=2),
-            ValueError,
-            "folds: expected each text to have its images in one part",
-        ),
-        (lambda: retrieval_results(PERFECT, folds=0), ValueError, "folds.*0"),
-        (lambda: retrieval_metrics(PERFECT, folds=0), ValueError, "folds.*0"),
-        (lambda: retrieval_metrics(PERFECT, folds=2.0), TypeError, r"folds.*2\.0"),  # type: ignore[arg-type]
-        (
-            lambda: retrieval_metrics(PERFECT[:, :2], torch.arange(4), torch.arange(2), folds=2),
-            ValueError,
-            "2 to 3",
-        ),
-        *(
-            (lambda x=x: confidence_intervals(ONE, level=x), ValueError, f"level.*{x}")
-            for x in (0, 1, 1.5, math.nan)
-        ),
-        (lambda: compare(ONE, ONE, level="high"), TypeError, "level.*high"),  # type: ignore[arg-type]
-        (lambda: confidence_intervals(ONE, samples=0), ValueError, "samples.*0"),
-        (lambda: compare(ONE, ONE, samples=1.5), TypeError, r"samples.*1\.5"),  # type: ignore[arg-type]
-        (lambda: compare(ONE, retrieval_results(PERFECT[:2, :10])), ValueError, "others.*i2t"),
-        (
-            lambda: compare(ONE, retrieval_results(PERFECT, torch.arange(4), torch.arange(20) % 4)),
-            ValueError,
-            "t2i",
-        ),
-        (
-            lambda: compare(ONE, retrieval_results(PERFECT, relevant=FEW.at_least(4))),
-            ValueError,
-            "others.*i2t",
-        ),
-        (lambda: confidence_intervals(UNANSWERED), ValueError, "results.*no query"),
-    ],
-)
-def test_bad_input_is_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
 
 
 @pytest.mark.skipif(

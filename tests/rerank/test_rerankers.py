@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import math
 import pickle
 from fractions import Fraction
 
@@ -655,94 +654,6 @@ def test_a_bias_as_one_more_dimension_finds_what_re_ranking_finds():
         found = torch.cat([torch.nn.functional.normalize(queries), ones], 1) @ extended.T
         assert torch.equal(found.topk(5).indices, top.indices)
         torch.testing.assert_close(factor * found.topk(5).values, top.values, rtol=1e-5, atol=1e-4)
-
-
-# --- errors ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [n for n in METHODS if METHODS[n].needs_bank])
-def test_methods_that_need_a_bank_say_so(name):
-    sim = unlabelled(*embeddings(N, M))
-    method = METHODS[name]
-    message = r"images: .* needs a bank of queries; call fit\(images=...\)"
-    with pytest.raises(ValueError, match=message):
-        method.rerank(sim)
-    with pytest.raises(ValueError, match=message):
-        method.topk(sim, 3)
-    with pytest.raises(ValueError, match=message):
-        retrieval_metrics(sim, reranker=method)
-    bank, _ = a_bank()
-    with_images = copy.copy(method).fit(images=bank)
-    with pytest.raises(ValueError, match=r"texts: .* needs a bank"):
-        with_images.rerank(sim)
-
-
-@pytest.mark.parametrize("name", [n for n in METHODS if METHODS[n].needs_embeddings])
-def test_methods_that_need_embeddings_say_so(name):
-    with pytest.raises(ValueError, match=r"scores: .* needs a Similarity of embeddings"):
-        METHODS[name].rerank(torch.rand(N, M))
-
-
-@pytest.mark.parametrize("name", names(transductive=True))
-def test_a_single_query_without_a_bank_is_refused(name):
-    for shape, missing in (((1, M), "images"), ((N, 1), "texts")):
-        sim = unlabelled(*embeddings(*shape))
-        with pytest.raises(ValueError, match=rf"single query.*fit\({missing}"):
-            METHODS[name].rerank(sim)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: InvertedSoftmax(0.0), ValueError, "scale"),
-        (lambda: DualSoftmax("warm"), TypeError, "scale"),  # type: ignore[arg-type]
-        (lambda: QueryBankNorm(k=0), ValueError, "k"),
-        (lambda: DualBankNorm(gallery_scale=-1.0), ValueError, "gallery_scale"),
-        (lambda: NearestNeighborNorm(k=1.5), TypeError, "k"),  # type: ignore[arg-type]
-        (lambda: CSLS(-3), ValueError, "k"),
-        (lambda: Sinkhorn(iterations=0), ValueError, "iterations"),
-        (lambda: Sinkhorn(math.nan), ValueError, "scale"),
-        (lambda: CSLS().topk(torch.rand(4, 9), 0), ValueError, "k"),
-        (lambda: DualSoftmax().topk(torch.rand(4, 9), 0), ValueError, "k"),
-        (
-            lambda: MutualProximity().rerank(torch.full((4, 4), math.nan)),
-            ValueError,
-            "scores.*finite",
-        ),
-        (
-            lambda: Sinkhorn().rerank(torch.full((4, 4), 3e38)),
-            ValueError,
-            r"scores: too large for Sinkhorn\(scale=100",
-        ),
-        (
-            lambda: MutualProximity().fit(torch.rand(9, 5)).rerank(torch.rand(4, 8)),
-            ValueError,
-            "images.*8 candidates",
-        ),
-        (lambda: FastReranker(("a", 2.0)), TypeError, "i2t.*'a'"),  # type: ignore[arg-type]
-        (lambda: CSLS().topk(torch.rand(4, 9), 2.5), TypeError, "k.*2.5"),  # type: ignore[arg-type]
-        (lambda: retrieval_metrics(torch.rand(4, 8), hubness_k=2.5), TypeError, "hubness_k"),  # type: ignore[arg-type]
-        (lambda: FastReranker().calibrate(torch.rand(4, 7)), ValueError, "image_ids, text_ids"),
-        (lambda: FastReranker().calibrate(torch.rand(4, 8), scales=()), ValueError, "scales"),
-        (
-            lambda: FastReranker().calibrate(torch.rand(3, 2), torch.arange(3), torch.arange(7, 9)),
-            ValueError,
-            "image_ids, text_ids: no query",
-        ),
-        (lambda: CSLS().fit(torch.full((2, 4), math.nan)), ValueError, "images: expected finite"),
-        (lambda: CSLS().fit(texts=torch.rand(4)), ValueError, "texts: expected shape"),
-        (lambda: CSLS().fit(torch.arange(4)), TypeError, "images: expected a floating-point"),
-        (lambda: CSLS().fit(texts=[[0.5]]), TypeError, "texts: expected a floating-point"),  # type: ignore[arg-type]
-        (
-            lambda: FastReranker().calibrate(torch.full((4, 8), math.nan)),
-            ValueError,
-            "validation.*finite",
-        ),
-    ],
-)
-def test_bad_input_is_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
 
 
 # --- what functions of users may do, and options of other types -----------------------------------
