@@ -193,10 +193,6 @@ def test_a_comparison_turned_round_has_the_other_sign(seed):
         assert 0 < found.p_value <= 1
 
 
-
-
-
-
 def test_five_times_the_same_caption_is_one_witness():
     S = torch.rand(40, 40, generator=generator(0)) + 0.6 * torch.eye(40)
     one = retrieval_results(S)
@@ -349,7 +345,3 @@ def test_rows_of_a_table_without_a_right_candidate_have_rank_0():
         assert row["best_rank"] == 0
     mean = np.mean([row["average_precision_at_r"] for row in answered])
     assert 100 * mean == pytest.approx(results.metrics()["i2t_map_at_r"])
-
-
-
-

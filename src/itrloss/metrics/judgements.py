@@ -27,16 +27,20 @@ class Judgements(NamedTuple):
     texts: Tensor  #: integers, column indices
     grades: Tensor  #: any numbers, higher is more relevant
 
+    def only(self, kept: Tensor) -> Judgements:
+        """Return some of the judgements, of a bool mask (P,)."""
+        return Judgements(self.images[kept], self.texts[kept], self.grades[kept])
+
     def at_least(self, grade: float) -> tuple[Tensor, Tensor]:
         """Return the (P,) images and (P,) texts of the pairs with this grade or a higher one."""
-        images, texts, grades = mean_grades("judgements", self, _ANY)
+        pairs = mean_grades("judgements", self, _ANY)
         # 0.7 as float32 is less than 0.7: the limit is rounded as the grades are.
         given = as_grades("judgements", self.grades, len(self.images))
         dtype = given.dtype if given.is_floating_point() else torch.float64
-        relevant = grades >= torch.tensor(grade, dtype=dtype, device=CPU)
-        if not bool(relevant.any()):
+        relevant = pairs.only(pairs.grades >= torch.tensor(grade, dtype=dtype, device=CPU))
+        if not len(relevant.images):
             raise ValueError(f"grade: no pair has a grade of {grade} or above")
-        return images[relevant], texts[relevant]
+        return relevant.images, relevant.texts
 
 
 #: Pairs, a (N, M) matrix, or the candidates of each image as lists.

@@ -62,49 +62,42 @@ class Judged(NamedTuple):
     """The right pairs, and which pairs are ranked at all."""
 
     shape: tuple[int, int]  # (n_images, n_texts)
-    images: Tensor  # (P,)
-    texts: Tensor  # (P,)
-    grades: Tensor | None = None  # (P,) float64 above 0; None: all 1
-    ranked: CandidateFilter | None = None  # of images as queries; None: all pairs
-
-    def listed(self) -> Judgements:
-        """Return the right pairs with their grades."""
-        grades = torch.ones_like(self.images) if self.grades is None else self.grades
-        return Judgements(self.images, self.texts, grades)
+    right: Judgements  # with float64 grades above 0
+    ranked: CandidateFilter | None  # of images as queries; None: all pairs
 
     def within(self, rows: Tensor, cols: Tensor) -> Judged:
         """Return the same among some images (n,) and texts (m,), by their places among these."""
         shape = len(rows), len(cols)
         if shape == self.shape:
             return self
-        images, texts, kept = _places_of(self.images, self.texts, rows, cols)
-        grades = None if self.grades is None else self.grades[kept]
+        images, texts, kept = _places_of(self.right.images, self.right.texts, rows, cols)
         ranked = None
         if self.ranked is not None:
             queries, candidates, _ = _places_of(*self.ranked.pairs(), rows, cols)
             numbers = queries * len(cols) + candidates
             ranked = CandidateFilter(shape, numbers, self.ranked.only)
-        return Judged(shape, images, texts, grades, ranked)
+        return Judged(shape, Judgements(images, texts, self.right.grades[kept]), ranked)
 
     @property
     def T(self) -> Judged:
         """The same with the texts as queries."""
         n, m = self.shape
+        images, texts, grades = self.right
         turned = None if self.ranked is None else self.ranked.T
-        return Judged((m, n), self.texts, self.images, self.grades, turned)
+        return Judged((m, n), Judgements(texts, images, grades), turned)
 
     def relevance(self) -> Relevance:
         """Return who is right for each query, and who is no candidate."""
-        slot = slots(self.images)
+        queries, candidates, grades = self.right
+        slot = slots(queries)
         width = int(slot.amax()) + 1 if len(slot) else 0
-        size = self.shape[0], width
-        positives = torch.full(size, -1, device=self.images.device)
-        positives[self.images, slot] = self.texts
-        grades = None
-        if self.grades is not None:
-            grades = self.grades.new_zeros(size)
-            grades[self.images, slot] = self.grades
-        return Relevance(positives, grades, None if self.ranked is None else self.ranked.excluded)
+        positives = torch.full((self.shape[0], width), -1, device=queries.device)
+        positives[queries, slot] = candidates
+        table = None
+        if not bool((grades == 1).all()):
+            table = grades.new_zeros(positives.shape)
+            table[queries, slot] = grades
+        return Relevance(positives, table, None if self.ranked is None else self.ranked.excluded)
 
 
 def _places_of(
@@ -124,33 +117,30 @@ def judged(
     candidates: Pairs | None = None,
 ) -> Judged:
     """Return the right pairs, those that match if ``relevant`` is None, and the ranked ones."""
-    grades = None
     if relevant is None:
         images, texts = right_pairs(sim)
+        ones = torch.ones(len(images), dtype=torch.float64, device=sim.device)
+        right = Judgements(images, texts, ones)
     else:
-        images, texts, grades = (x.to(sim.device) for x in _right_pairs(relevant, sim.shape))
-        rows, cols = existing(sim)
-        kept = (grades > 0) & torch.isin(images, rows) & torch.isin(texts, cols)
-        images, texts, grades = images[kept], texts[kept], grades[kept]
+        right = _right_pairs(relevant, sim)
     ranked = _candidate_filter(sim, exclude, candidates)
     if ranked is not None:
-        kept = ranked.keeps(images, texts)
-        images, texts = images[kept], texts[kept]
-        grades = None if grades is None else grades[kept]
-    if grades is not None and bool((grades == 1).all()):
-        grades = None
-    return Judged(sim.shape, images, texts, grades, ranked)
+        right = right.only(ranked.keeps(right.images, right.texts))
+    return Judged(sim.shape, right, ranked)
 
 
-def _right_pairs(relevant: Pairs, shape: tuple[int, int]) -> Judgements:
-    """Return the pairs that are right by their grades, of at least 0."""
-    pairs = as_judgements("relevant", relevant, shape)
+def _right_pairs(relevant: Pairs, sim: Similarity) -> Judgements:
+    """Return the pairs of images and texts that exist, and that are right by their grades."""
+    pairs = as_judgements("relevant", relevant, sim.shape)
     if not bool((pairs.grades != 0).any()):
         raise ValueError("relevant: expected pairs with a grade above 0, got none")
     lowest = float(pairs.grades.amin())
     if lowest < 0:
         raise ValueError(f"relevant: expected grades of at least 0, got {lowest:g}")
-    return pairs
+    images, texts, grades = (x.to(sim.device) for x in pairs)
+    rows, cols = existing(sim)
+    kept = (grades > 0) & torch.isin(images, rows) & torch.isin(texts, cols)
+    return Judgements(images, texts, grades).only(kept)
 
 
 def _candidate_filter(

@@ -356,36 +356,23 @@ def save_trec(results: RetrievalResults, folder: str | Path, tag: str = "itrloss
     if not isinstance(results, RetrievalResults):
         got = type(results).__name__
         raise TypeError(f"results: expected those of retrieval_results, got {got}")
-    i2t = results.i2t
-    t2i = results.t2i
     if results.relevant is None:
         raise ValueError("results: expected their right pairs (relevant), got None")
     images, texts, grades = results.relevant
     if not bool((grades == grades.long()).all()):
         raise ValueError("results: expected grades that are whole numbers, got others")
-    grades = grades.long()
     Path(folder).mkdir(parents=True, exist_ok=True)
-    _save_trec(Path(folder, "i2t"), i2t, ("image", "text"), (images, texts, grades), tag)
-    _save_trec(Path(folder, "t2i"), t2i, ("text", "image"), (texts, images, grades), tag)
-
-
-def _save_trec(
-    path: Path,  # without a suffix
-    results: QueryResults,
-    names: tuple[str, str],  # of a query and of a candidate
-    judged: tuple[Tensor, Tensor, Tensor],  # the right queries (P,), candidates and grades
-    tag: str,
-) -> None:
-    """Write the run and qrels files of one direction."""
-    query, candidate = names
-    k = results.top.shape[1]
-    run = []
-    for q, best in enumerate(results.top.tolist()):
-        for place, c in enumerate(best):
-            if c >= 0:
-                run.append(f"{query}{q} Q0 {candidate}{c} {place + 1} {k - place} {tag}\n")
-    qrels = []
-    for q, c, grade in torch.stack(judged, 1).tolist():
-        qrels.append(f"{query}{q} 0 {candidate}{c} {grade}\n")
-    path.with_suffix(".run").write_text("".join(run), encoding="utf-8")
-    path.with_suffix(".qrels").write_text("".join(qrels), encoding="utf-8")
+    for way, query, candidate in (("i2t", "image", "text"), ("t2i", "text", "image")):
+        top = results.ways[way].top
+        k = top.shape[1]
+        run = []
+        for q, best in enumerate(top.tolist()):
+            for place, c in enumerate(best):
+                if c >= 0:
+                    run.append(f"{query}{q} Q0 {candidate}{c} {place + 1} {k - place} {tag}\n")
+        pairs = (images, texts) if way == "i2t" else (texts, images)
+        qrels = []
+        for q, c, grade in torch.stack([*pairs, grades.long()], 1).tolist():
+            qrels.append(f"{query}{q} 0 {candidate}{c} {grade}\n")
+        Path(folder, f"{way}.run").write_text("".join(run), encoding="utf-8")
+        Path(folder, f"{way}.qrels").write_text("".join(qrels), encoding="utf-8")

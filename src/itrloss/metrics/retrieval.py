@@ -139,13 +139,13 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         sims = [with_ids("scores", scores, image_ids, text_ids, by_ids)]
     if by_ids:
         warn_of_repeated(sims[0])
-    right = judged(sims[0], relevant, exclude, candidates)
+    pairs = judged(sims[0], relevant, exclude, candidates)
     parts = folds_of(sims[0], folds)
     rankings = []
     for rows, cols in parts:
         inside = [part_of(sim, rows, cols) for sim in sims]
-        rankings.append(_rankings(inside, right.within(rows, cols), reranker, hubness_k, ties))
-    results = _results(rankings, parts, query_ids(sims[0]), right.listed())
+        rankings.append(_rankings(inside, pairs.within(rows, cols), reranker, hubness_k, ties))
+    results = _results(rankings, parts, query_ids(sims[0]), pairs.right)
     if not has_rules:
         warn_of_unmatched(results)
     return results
