@@ -151,18 +151,6 @@ def p_value(differences):
     return min(1, 2 * (1 + tail) / (1 + samples))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_intervals_hold_the_figures_and_grow_with_the_level(seed):
-    results = chance(seed)
-    narrow = confidence_intervals(results, level=0.5, samples=400)
-    wide = confidence_intervals(results, level=0.99, samples=400)
-    figures = results.metrics()
-    for name, (low, high) in narrow.items():
-        lowest, highest = wide[name]
-        assert 0 <= lowest <= low <= high <= highest
-        assert lowest <= figures[name] <= highest
-
-
 def test_intervals_depend_on_the_seed_alone():
     first = confidence_intervals(chance(0), samples=20)
     again = confidence_intervals(chance(0), samples=20)
@@ -174,35 +162,6 @@ def test_intervals_depend_on_the_seed_alone():
 def test_a_model_does_not_differ_from_itself():
     found = compare(chance(0), chance(0), samples=100)
     assert set(found.values()) == {(0, 0, 0, 1)}
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_comparison_turned_round_has_the_other_sign(seed):
-    a = chance(seed)
-    b = chance(seed + 1, better=0.2)
-    forth = compare(a, b, samples=200)
-    back = compare(b, a, samples=200)
-    figures_of_a = a.metrics()
-    figures_of_b = b.metrics()
-    for name, found in forth.items():
-        other = back[name]
-        turned = (-other.difference, -other.high, -other.low, other.p_value)
-        assert found == pytest.approx(turned)
-        difference = figures_of_a[name] - figures_of_b[name]
-        assert found.difference == pytest.approx(difference)
-        assert 0 < found.p_value <= 1
-
-
-def test_five_times_the_same_caption_is_one_witness():
-    S = torch.rand(40, 40, generator=generator(0)) + 0.6 * torch.eye(40)
-    one = retrieval_results(S)
-    five = retrieval_results(S.repeat_interleave(5, 1))
-    intervals = confidence_intervals(one, samples=300)
-    intervals_of_five = confidence_intervals(five, samples=300)
-    for name in ("t2i_r1", "t2i_r5", "t2i_r10"):
-        low, high = intervals[name]
-        assert intervals_of_five[name] == pytest.approx((low, high))
-        assert low < high
 
 
 def simulated(seed, n=80, captions=5):

@@ -99,19 +99,6 @@ def test_two_stages_leave_equal_scores_equal(ties, ranks):
     assert found.i2t.best.tolist() == ranks
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-def test_a_second_scorer_ranks_as_its_scores_would_alone(engine):
-    second = with_one_at(-1e9)
-    ids = (torch.arange(N), torch.arange(M) // 2)
-    method = TwoStageReranker(lambda i, t: second[i, t], k=M, weight=0.0)
-    images = sample(N, 8)
-    texts = sample(M, 8, seed=1)
-    sim = Similarity(images, texts, *ids, engine=engine)
-    in_two_stages = retrieval_metrics(sim, reranker=method)
-    alone = retrieval_metrics(second, *ids)
-    assert in_two_stages == alone
-
-
 # --- scores of any scale --------------------------------------------------------------------------
 
 
