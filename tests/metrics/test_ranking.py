@@ -169,16 +169,6 @@ def test_the_best_of_ties_are_in_the_order_of_their_columns(k):
     assert torch.equal(top_of_columns.indices, wanted.indices[:, :k])
 
 
-@pytest.mark.parametrize("i", [0, 7, 299])
-@pytest.mark.parametrize("k", [1, 2, 9, 70])
-def test_the_best_of_ties_are_the_same_alone_and_in_a_batch(k, i):
-    row_ids, col_ids = TIED_IDS
-    of_batch = Similarity.from_scores(TIED, row_ids, col_ids)
-    alone = Similarity.from_scores(TIED[i : i + 1], row_ids[:1], col_ids)
-    wanted = of_batch.topk(k).indices[i : i + 1]
-    assert torch.equal(alone.topk(k).indices, wanted)
-
-
 def test_the_best_of_ties_below_a_limit_are_in_the_order_of_their_columns():
     below = Similarity.from_scores(TIED, *TIED_IDS).topk(20, below=2)
     for row, found in zip(TIED, below.indices.tolist(), strict=True):
