@@ -40,42 +40,6 @@ def said(function, *args, **kwargs):
     return [str(x.message) for x in ours]
 
 
-def nearly(noise, form, n=40, captions=5):
-    """Images once per caption that differ by noise, or their scores."""
-    images, texts = embeddings(n=n, captions=captions)
-    images, texts = (torch.nn.functional.normalize(x) for x in (images, texts))
-    copies = images.repeat_interleave(captions, 0)
-    copies = copies + noise * torch.randn(copies.shape, generator=generator(6))
-    if form == "half":
-        return (copies + noise).half() @ texts.T.half()
-    return copies @ texts.T if form == "scores" else Similarity(copies, texts)
-
-
-@pytest.mark.parametrize("form", ["similarity", "scores", "half"])
-@pytest.mark.parametrize("noise", [1e-6, 1e-5, 1e-4, 1e-3])
-def test_near_copies_of_images_are_noticed(noise, form):
-    (message,) = said(retrieval_metrics, nearly(noise, form, n=140))
-    if "taken for 140 images" not in message:  # half precision rounds small noise away
-        assert message.startswith("images: every 5 consecutive ones are nearly the same")
-        assert message.endswith("images[::5]")
-
-
-@pytest.mark.parametrize("form", ["similarity", "scores"])
-def test_images_that_differ_more_are_no_near_copies(form):
-    assert not said(retrieval_metrics, nearly(0.03, form))
-    images, texts = embeddings(n=200, captions=1)
-    similar = 200 + images  # with cosines above 0.9999
-    rows = Similarity(similar, texts + 200) if form == "similarity" else 200 + images @ texts.T
-    assert not said(retrieval_metrics, rows)
-    frames = images[torch.arange(200) // 3]  # groups that are not of equal size
-    frames = frames[:-2] + 1e-3 * torch.randn(198, 16, generator=generator(7))
-    frames = torch.cat([frames[:4], frames[5:11], frames[12:]])
-    rows = Similarity(frames, texts[:196]) if form == "similarity" else frames @ texts[:196].T
-    assert not [message for message in said(retrieval_metrics, rows) if "nearly" in message]
-    ids = torch.arange(200)
-    assert not said(retrieval_metrics, nearly(1e-3, "scores"), ids, ids)
-
-
 @pytest.mark.parametrize("form", ["embeddings", "scores"])
 def test_copies_with_the_id_of_an_image_are_noticed(form):
     """As in an evaluation of pairs, whose images with five captions are in five rows."""
