@@ -201,7 +201,7 @@ def recalls(scores: Pair, relevant: Pair, owner: Tensor) -> Tensor:
     results, parts = retrieval_results(scores, relevant=relevant), []
     for queries, image in ((results.i2t, None), (results.t2i, owner)):
         answered = (queries.positives > 0).double()
-        found = torch.stack([queries.per_query(f"r{k}") for k in (1, 5, 10)], 1)
+        found = torch.stack([queries.per_query()[f"r{k}"] for k in (1, 5, 10)], 1)
         hits = torch.stack([found, answered[:, None].expand(-1, 3)], 2)
         parts.append(
             _by_image(hits.flatten(1), torch.arange(len(hits)), image, len(scores[0])).view(

@@ -176,7 +176,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "judgements from a grade": lambda: metrics.Judgements(
         [0, 1], [1, 0], np.array([1.0, 2.0])
     ).at_least(1.5),
-    "agreement": lambda: metrics.agreement(SCORES.numpy(), JUDGED),
     "candidates": lambda: metrics.retrieval_metrics(
         SCORES, NUMBERS, NUMBERS, candidates=[NUMBERS] * N
     ),

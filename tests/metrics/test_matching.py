@@ -16,15 +16,13 @@ from itrloss import NO_ID, Similarity, SuspiciousInputWarning
 from itrloss.cli.comparison import METHODS, compare_rerankers
 from itrloss.engine.related import Related
 from itrloss.metrics import (
-    Judgements,
-    agreement,
     compare,
     confidence_intervals,
     retrieval_metrics,
     retrieval_results,
     save_trec,
 )
-from itrloss.rerank import CSLS, Bias, FastReranker, MutualProximity, Reranker, TwoStageReranker
+from itrloss.rerank import CSLS, Bias, FastReranker, Reranker, TwoStageReranker
 
 N, M, D = 12, 24, 6
 # Text j belongs to image OWNER[j], in its third of the images: nothing matches by its place.
@@ -151,24 +149,6 @@ def test_a_relation_has_the_figures_of_the_same_pairs_by_ids(relation, name, eng
     assert_same(retrieval_metrics(sim, reranker=method), wanted)
 
 
-OPTIONS = {
-    "folds": {"folds": 3},
-    "re-ranked folds": {"folds": 3, "reranker": MutualProximity()},
-    "exclude": {"exclude": ([0, 1, 2], [4, 3, 0])},
-    "candidates": {"candidates": [[*range(0, M, 2)]] * N},
-    "both": {"exclude": ([0], [4]), "candidates": [[*range(M)]] * N, "reranker": CSLS()},
-    "relevant": {"relevant": (torch.arange(N), torch.arange(N))},
-    "optimistic": {"ties": "optimistic"},
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("relation", RELATIONS)
-def test_options_go_with_a_relation(relation, option):
-    found = retrieval_metrics(RELATIONS[relation](), **OPTIONS[option])
-    assert_same(found, retrieval_metrics(plain(), **OPTIONS[option]))
-
-
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_images_are_drawn_with_the_texts_that_match_them(relation):
     found = retrieval_results(RELATIONS[relation]())
@@ -205,25 +185,6 @@ def test_comparisons_know_who_matches():
     wanted = compare_rerankers(plain(), ["csls", "dual-softmax"], samples=20)
     for own, other in zip(found.entries, wanted.entries, strict=True):
         assert_same(own.results.metrics(), other.results.metrics())
-
-
-def test_a_pair_of_scores_takes_the_relation_of_the_first():
-    scores = plain().scores()
-    second = scores.flip(0)
-    found = retrieval_metrics((label_sets(), second))
-    assert_same(found, retrieval_metrics((plain(), second)))
-    sets = label_sets().label_sets()
-    assert_same(retrieval_metrics((scores, second), *sets), found)
-
-
-def test_texts_of_several_images_are_right_for_each():
-    """What one id cannot say; relevant= says it by pairs."""
-    rows = torch.stack([torch.arange(N), (torch.arange(N) + 1) % N], 1)
-    sim = Similarity(IMAGES, TEXTS, rows, torch.stack([OWNER, OWNER], 1))
-    right = (rows[:, :, None] == OWNER).any(1)
-    for method in (None, MutualProximity(), CSLS()):
-        wanted = retrieval_metrics(plain(), relevant=right.float(), reranker=method)
-        assert_same(retrieval_metrics(sim, reranker=method), wanted)
 
 
 def test_a_view_from_the_texts_has_the_numbers_of_its_columns():
@@ -335,17 +296,6 @@ def for_padded(name):
     return RERANKERS[name]
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("name", RERANKERS)
-@pytest.mark.parametrize("kind", PADDED)
-def test_padding_changes_no_figure(kind, name, engine):
-    sim = PADDED[kind](engine=engine)
-    if not takes(sim, RERANKERS[name]):
-        pytest.skip("needs embeddings, or a bank of them")
-    found = retrieval_metrics(sim, reranker=for_padded(name))
-    assert_same(found, retrieval_metrics(plain(), reranker=RERANKERS[name]))
-
-
 @pytest.mark.parametrize("name", [name for name in RERANKERS if name != "none"])
 @pytest.mark.parametrize("kind", PADDED)
 def test_padding_changes_no_score_and_no_candidate(kind, name):
@@ -387,25 +337,9 @@ def test_banks_go_with_padding(name):
     assert_same(retrieval_metrics(padded(), reranker=method), wanted)
 
 
-@pytest.mark.parametrize("name", ["fast", "qb-norm", "dual-softmax", "csls", "mutual-proximity"])
-def test_banks_of_scores_have_all_candidates(name):
-    of_images = sample(20, M, seed=4)
-    of_texts = sample(N, 20, seed=5)
-    method = METHODS[name]().fit(of_images, of_texts)
-    wanted = retrieval_metrics(plain().scores(), *IDS, reranker=method)
-    more_of_images = spread(of_images.T, TEXT_PLACES, 30, 9.0).T
-    more_of_texts = spread(of_texts, IMAGE_PLACES, 16, 9.0)
-    method = METHODS[name]().fit(more_of_images, more_of_texts)
-    assert_same(retrieval_metrics(padded_scores(), reranker=method), wanted)
-
-
 @pytest.mark.parametrize("kind", PADDED)
 def test_figures_of_queries_are_in_the_numbering_of_the_input(kind, tmp_path):
     found = retrieval_results(PADDED[kind]())
-    wanted = retrieval_results(plain())
-    assert torch.equal(found.i2t.ranks[IMAGE_PLACES], wanted.i2t.ranks)
-    assert torch.equal(found.i2t.top[IMAGE_PLACES], TEXT_PLACES[wanted.i2t.top])
-    assert torch.equal(found.t2i.exists.nonzero().squeeze(1), TEXT_PLACES)
     rows = [row for row in found.rows() if row["direction"] == "i2t"]
     assert [row["query"] for row in rows] == IMAGE_PLACES.tolist()
     save_trec(found, tmp_path)
@@ -422,34 +356,6 @@ def test_intervals_and_counts_are_of_what_exists(kind):
     assert confidence_intervals(found, samples=50) == confidence_intervals(wanted, samples=50)
     assert found.unmatched_in_words == "0 of 12 images and 0 of 24 texts have no match"
     assert found.i2t.metrics()["skewness"] == wanted.i2t.metrics()["skewness"]
-
-
-@pytest.mark.parametrize("folds", [1, 3])
-@pytest.mark.parametrize("kind", PADDED)
-def test_folds_are_of_the_images_that_exist(kind, folds):
-    assert_same(
-        retrieval_metrics(PADDED[kind](), folds=folds, reranker=CSLS()),
-        retrieval_metrics(plain(), folds=folds, reranker=CSLS()),
-    )
-
-
-def test_pairs_that_are_passed_in_are_numbered_as_the_input():
-    rows = torch.tensor([0, 3, 5])
-    cols = torch.tensor([1, 2, 9])
-    moved = IMAGE_PLACES[rows], TEXT_PLACES[cols]
-    wanted = retrieval_metrics(plain(), exclude=(rows, cols), reranker=MutualProximity())
-    found = retrieval_metrics(padded(), exclude=moved, reranker=MutualProximity())
-    assert_same(found, wanted)
-    grades = torch.tensor([1.0, 2.0, 3.0])
-    with_nobody = Judgements(
-        torch.cat([moved[0], torch.tensor([3])]),
-        torch.cat([moved[1], torch.tensor([0])]),
-        torch.cat([grades, torch.tensor([2.0])]),
-    )
-    wanted = retrieval_metrics(plain(), relevant=Judgements(rows, cols, grades))
-    assert_same(retrieval_metrics(padded(), relevant=with_nobody), wanted)
-    pytest.importorskip("scipy")
-    assert agreement(padded(), with_nobody) == agreement(plain(), Judgements(rows, cols, grades))
 
 
 def warnings_of(call):

@@ -7,11 +7,9 @@ import math
 import pickle
 import warnings
 
-import numpy as np
 import pytest
 import torch
-from support import oracle, oracle_metrics
-from support.cases import embeddings, make_ids, similarity
+from support.cases import embeddings
 
 from itrloss import Similarity, SuspiciousInputWarning
 from itrloss.cli.comparison import compare_rerankers
@@ -24,93 +22,7 @@ from itrloss.metrics import (
 )
 from itrloss.rerank import FastReranker
 
-FIGURES = {
-    f"{w}_{x}"
-    for w in ("i2t", "t2i")
-    for x in (*oracle_metrics.FIGURES, "median_rank", "mean_rank", "skewness")
-}
-
-
-def coarse(n, m, seed=0):
-    """Scores with many ties."""
-    generator = torch.Generator().manual_seed(seed)
-    levels = torch.randint(0, 6, (n, m), generator=generator)
-    return levels.double() / 4
-
-
-def by_loops(scores, ids):
-    """The oracle's figures."""
-    image_ids, text_ids = ids
-    return oracle.retrieval_metrics(scores.numpy(), image_ids.numpy(), text_ids.numpy())
-
-
-def expect_figures(found, wanted):
-    """Check figures up to rounding."""
-    assert found.keys() == wanted.keys()
-    for name, value in found.items():
-        assert value == pytest.approx(wanted[name], rel=1e-9, abs=1e-9), name
-
-
-def cosines(n, m):
-    v, w = embeddings(n, m)
-    return torch.from_numpy(oracle.cosine(v.numpy(), w.numpy()))
-
-
-STREAMED = pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
-
 # --- figures --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["captions", "random", "same"])
-@pytest.mark.parametrize("seed", range(4))
-def test_figures_of_tied_scores_equal_the_loops(seed, kind, small_tiles):
-    ids = make_ids(kind, 8, 24, seed)
-    scores = coarse(8, 24, seed)
-    found = retrieval_metrics(scores, *ids)
-    assert found.keys() == FIGURES | {"rsum"}
-    expect_figures(found, by_loops(scores, ids))
-
-
-@pytest.mark.parametrize("kind", ["captions", "random", "same"])
-@pytest.mark.parametrize("seed", range(4))
-def test_figures_of_scores_that_differ_equal_the_loops(seed, kind, small_tiles):
-    ids = make_ids(kind, 8, 24, seed)
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(8, 24, generator=generator, dtype=torch.float64)
-    found = retrieval_metrics(scores, *ids)
-    expect_figures(found, by_loops(scores, ids))
-
-
-def test_many_positives_a_row_are_ranked_by_sorting(small_tiles):
-    scores = coarse(6, 80)
-    ids = (torch.arange(6) % 2, torch.arange(80) % 2)
-    found = retrieval_metrics(scores, *ids)
-    wanted = by_loops(scores, ids)
-    for name in ("i2t_skewness", "t2i_skewness"):  # which of tied candidates are hubs is open
-        del found[name]
-        del wanted[name]
-    expect_figures(found, wanted)
-
-
-@STREAMED
-@pytest.mark.parametrize("kind", ["captions", "random"])
-def test_streamed_figures_equal_those_of_the_matrix(engine, kind, small_tiles):
-    ids = make_ids(kind, 8, 24)
-    sim = similarity(*embeddings(8, 24), ids, engine)
-    of_matrix = retrieval_metrics(cosines(8, 24), *ids)
-    expect_figures(retrieval_metrics(sim), of_matrix)
-
-
-@STREAMED
-def test_streamed_figures_of_re_ranked_scores_equal_those_of_the_matrices(engine, small_tiles):
-    ids = make_ids("captions", 8, 24)
-    sim = similarity(*embeddings(8, 24), ids, engine)
-    fast = FastReranker((25.0, 10.0), (5.0, 20.0))
-    i2t, t2i = fast.rerank(sim)
-    of_matrices = retrieval_metrics((i2t, t2i), *ids)
-    found = retrieval_metrics(sim, reranker=fast)
-    expect_figures(found, of_matrices)
-    assert found != retrieval_metrics(sim)
 
 
 def test_convention_of_consecutive_captions():
@@ -188,23 +100,6 @@ def test_a_positive_of_minus_infinity_ranks_last_and_not_behind_itself():
     assert ranks[2].item() == 6
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_figures_do_not_depend_on_order_or_monotone_maps(seed):
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(6, 12, generator=generator, dtype=torch.float64)
-    image_ids = torch.arange(6)
-    text_ids = torch.arange(6).repeat_interleave(2)
-    plain = retrieval_metrics(scores, image_ids, text_ids)
-    assert 0 <= plain["i2t_r1"] <= plain["i2t_r5"] <= plain["i2t_r10"] <= 100
-    in_the_same_order = 3 * scores.exp() - 7
-    mapped = retrieval_metrics(in_the_same_order, image_ids, text_ids)
-    expect_figures(mapped, plain)
-    rows = torch.randperm(6, generator=generator)
-    cols = torch.randperm(12, generator=generator)
-    moved = retrieval_metrics(scores[rows][:, cols], image_ids[rows], text_ids[cols])
-    expect_figures(moved, plain)
-
-
 def test_skewness_of_known_counts():
     assert skewness(torch.tensor([3, 3, 3])) == 0
     assert math.isclose(skewness(torch.tensor([0, 0, 0, 4])), 2 / math.sqrt(3))
@@ -212,109 +107,6 @@ def test_skewness_of_known_counts():
 
 
 # --- fast re-ranking ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("i2t", "t2i"),
-    [
-        ((25.0, 25.0), (20.0, 20.0)),
-        ((9.0, 8.0), (8.0, 17.0)),
-        ((500.0, 1.0), (1.0, 500.0)),
-    ],
-)
-@pytest.mark.parametrize("engine", ["scores", "dense", "tiled", "kept"])
-def test_fast_re_ranking_equals_the_loops(engine, i2t, t2i, small_tiles):
-    scores = cosines(7, 14)
-    asked = scores
-    if engine != "scores":
-        asked = similarity(*embeddings(7, 14), make_ids("captions", 7, 14), engine)
-    found = FastReranker(i2t, t2i).rerank(asked)
-    wanted_i2t, wanted_t2i = oracle.fast_rerank(scores.numpy(), i2t, t2i)
-    np.testing.assert_allclose(found.i2t, wanted_i2t, rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(found.t2i, wanted_t2i, rtol=1e-9, atol=1e-9)
-
-
-@STREAMED
-def test_top_of_the_re_ranked_without_the_matrix(engine, small_tiles):
-    sim = similarity(*embeddings(9, 27), make_ids("captions", 9, 27), engine)
-    fast = FastReranker((9.0, 8.0), (8.0, 17.0))
-    whole = fast.rerank(sim)
-    found = fast.topk(sim, 4)
-    assert torch.equal(found.i2t.indices, whole.i2t.topk(4, 1).indices)
-    assert torch.equal(found.t2i.indices, whole.t2i.T.topk(4, 1).indices)
-    biased = sim.scores() + fast.biases(sim).texts
-    wanted = 8.0 * biased.topk(4).values
-    torch.testing.assert_close(found.i2t.values, wanted)
-    more = fast.topk(sim, 20)
-    assert more.i2t.indices.shape == (9, 20)
-    assert more.t2i.indices.shape == (27, 9)
-
-
-@pytest.mark.parametrize("engine", ["scores", "dense", "tiled", "kept"])
-@pytest.mark.parametrize("sides", [("images",), ("texts",), ("images", "texts")])
-def test_a_query_bank_takes_the_place_of_the_test_queries(engine, sides, small_tiles):
-    v, w = embeddings(7, 14)
-    bank_v, bank_w = embeddings(11, 9, seed=5)
-    scores = cosines(7, 14).numpy()
-    scores_of_images = oracle.cosine(bank_v.numpy(), w.numpy())
-    scores_of_texts = oracle.cosine(v.numpy(), bank_w.numpy())
-    if engine == "scores":
-        asked = torch.from_numpy(scores)
-        banks = {
-            "images": torch.from_numpy(scores_of_images),
-            "texts": torch.from_numpy(scores_of_texts),
-        }
-    else:
-        asked = similarity(v, w, make_ids("captions", 7, 14), engine)
-        banks = {"images": bank_v, "texts": bank_w}
-    fast = FastReranker((9.0, 8.0), (8.0, 17.0)).fit(**{side: banks[side] for side in sides})
-    found = fast.rerank(asked)
-
-    queries_of_texts = scores_of_images if "images" in sides else scores
-    queries_of_images = scores_of_texts if "texts" in sides else scores
-    by_images = np.log(np.exp(9.0 * queries_of_texts).sum(0))
-    by_texts = np.log(np.exp(8.0 * queries_of_images).sum(1, keepdims=True))
-    np.testing.assert_allclose(found.i2t, 8.0 * scores - by_images, rtol=1e-9)
-    np.testing.assert_allclose(found.t2i, 17.0 * scores - by_texts, rtol=1e-9)
-    assert found.transductive == ("images" not in sides, "texts" not in sides)
-    assert fast.transductive == found.transductive
-
-    top = fast.topk(asked, 3)
-    assert torch.equal(top.i2t.indices, found.i2t.topk(3).indices)
-    assert top.transductive == found.transductive
-
-
-def test_a_query_stands_for_itself_beside_a_bank():
-    v, w = embeddings(6, 12)
-    bank_v, bank_w = embeddings(20, 30, seed=5)
-    fast = FastReranker().fit(bank_v, bank_w)
-    image_ids, text_ids = make_ids("captions", 6, 12)
-    whole = fast.rerank(Similarity(v, w, image_ids, text_ids))
-    for i in range(6):
-        query = Similarity(v[i : i + 1], w, image_ids[i : i + 1], text_ids)
-        alone = fast.rerank(query)
-        torch.testing.assert_close(alone.i2t[0], whole.i2t[i])
-    one_image = Similarity(v[:1], w, image_ids[:1], text_ids)
-    with_texts = FastReranker().fit(texts=bank_w)
-    with pytest.raises(ValueError, match=r"single query.*fit\(images"):
-        with_texts.rerank(one_image)
-    with_images = FastReranker().fit(images=bank_v)
-    with pytest.raises(ValueError, match=r"single query.*fit\(texts"):
-        with_images.rerank(torch.rand(4, 1))
-
-
-@pytest.mark.parametrize("kind", ["embeddings", "scores"])
-def test_the_bank_that_is_the_test_set_changes_nothing(kind):
-    v, w = embeddings(6, 12)
-    asked = Similarity(v, w, *make_ids("captions", 6, 12))
-    bank = (v, w)
-    if kind == "scores":
-        asked = asked.scores()
-        bank = (asked, asked)
-    found = FastReranker().fit(*bank).rerank(asked)
-    wanted = FastReranker().rerank(asked)
-    torch.testing.assert_close(found.i2t, wanted.i2t)
-    torch.testing.assert_close(found.t2i, wanted.t2i)
 
 
 @pytest.mark.parametrize(
@@ -326,141 +118,6 @@ def test_re_ranked_pairs_copy_and_pickle(twin_of):
     assert torch.equal(twin.i2t, pair.i2t)
     assert torch.equal(twin.t2i, pair.t2i)
     assert twin.transductive == (False, True)
-
-
-@pytest.mark.parametrize("lift", [-1.0, -0.5, -0.1, 0.3, 1.0])
-@pytest.mark.parametrize("text", [0, 3, 5, 11])
-def test_lifting_a_text_for_all_images_changes_no_ranking(text, lift):
-    """With equal gammas."""
-    generator = torch.Generator().manual_seed(text)
-    scores = torch.rand(6, 12, generator=generator, dtype=torch.float64)
-    lifted = scores.clone()
-    lifted[:, text] += lift
-    fast = FastReranker((10.0, 10.0))
-    found = fast.rerank(lifted)
-    wanted = fast.rerank(scores)
-    torch.testing.assert_close(found.i2t, wanted.i2t)
-
-
-def test_re_ranking_lowers_the_skewness_of_a_hub():
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.rand(50, 50, generator=generator)
-    scores = 0.2 * noise + 0.3 * torch.eye(50)
-    scores[:, 7] += 0.5
-    reranked = FastReranker().rerank(scores)
-    before = retrieval_metrics(scores)
-    after = retrieval_metrics(reranked.i2t)
-    assert after["i2t_skewness"] < before["i2t_skewness"]
-    assert after["i2t_r1"] > before["i2t_r1"]
-
-
-def test_nothing_overflows():
-    scores = torch.rand(5, 5) * 1e4
-    reranked = FastReranker().rerank(scores)
-    assert reranked.i2t.isfinite().all()
-    assert reranked.t2i.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: retrieval_metrics(torch.rand(4, 7)), ValueError, "image_ids, text_ids"),
-        (lambda: retrieval_metrics(torch.rand(4)), ValueError, "scores"),
-        (lambda: retrieval_metrics(torch.ones(4, 4).long()), TypeError, "scores"),
-        (lambda: retrieval_metrics([[1.0]]), TypeError, "scores"),
-        (lambda: retrieval_metrics(torch.full((4, 4), math.nan)), ValueError, "scores.*finite"),
-        (lambda: retrieval_metrics(torch.rand(4, 4), torch.arange(3)), ValueError, "image_ids"),
-        (
-            lambda: retrieval_metrics(torch.rand(4, 4), text_ids=torch.rand(4)),
-            TypeError,
-            "text_ids",
-        ),
-        (lambda: retrieval_metrics(torch.rand(4, 4), ties="fair"), ValueError, "ties"),
-        (
-            lambda: retrieval_metrics(torch.rand(4, 4), text_ids=torch.arange(4) + 9),
-            ValueError,
-            "no query",
-        ),
-        (
-            lambda: retrieval_metrics((torch.rand(4, 4), torch.rand(4, 5))),
-            ValueError,
-            r"scores\[1\].*\(4, 4\).*\(4, 5\)",
-        ),
-        (
-            lambda: retrieval_metrics((torch.rand(4, 4), torch.full((4, 4), math.nan))),
-            ValueError,
-            r"scores\[1\].*finite",
-        ),
-        (
-            lambda: retrieval_metrics(Similarity(*embeddings(3, 3)), torch.arange(3)),
-            ValueError,
-            "image_ids",
-        ),
-        (
-            lambda: retrieval_metrics(
-                (torch.rand(4, 4), torch.rand(4, 4)), reranker=FastReranker()
-            ),
-            ValueError,
-            "reranker: expected None",
-        ),
-        (lambda: FastReranker((25.0, 0.0)), ValueError, "i2t"),
-        (lambda: FastReranker(t2i=(1.0,)), ValueError, "t2i"),
-        (lambda: FastReranker(25.0), ValueError, "i2t.*25"),  # type: ignore[arg-type]
-        (
-            lambda: FastReranker().fit(Similarity(*embeddings(3, 3))),
-            TypeError,
-            "images.*Similarity",
-        ),  # type: ignore
-        (
-            lambda: retrieval_metrics((torch.rand(3, 3), Similarity(*embeddings(3, 3)))),  # type: ignore
-            TypeError,
-            r"scores\[1\].*Similarity",
-        ),
-        (lambda: FastReranker().rerank(torch.rand(4)), ValueError, "scores"),
-        (lambda: FastReranker().rerank(torch.full((4, 4), math.inf)), ValueError, "scores.*finite"),
-        (lambda: FastReranker().topk(torch.rand(4, 9), 0), ValueError, "k"),
-        (lambda: retrieval_metrics(torch.rand(4, 4), hubness_k=0), ValueError, "hubness_k"),
-        (
-            lambda: retrieval_metrics(torch.rand(4, 8), image_ids=torch.arange(4)),
-            ValueError,
-            "text_ids",
-        ),
-        (lambda: FastReranker().rerank(torch.full((4, 4), 3e38)), ValueError, "scores.*25"),
-        (
-            lambda: FastReranker().rerank(
-                Similarity(torch.full((4, 4), math.nan), torch.rand(4, 4))
-            ),
-            ValueError,
-            "rows",
-        ),
-        (
-            lambda: retrieval_metrics(Similarity(torch.rand(4, 4), torch.full((4, 4), math.nan))),
-            ValueError,
-            "cols",
-        ),
-        (lambda: FastReranker().fit(torch.rand(4)), ValueError, "images"),
-        (lambda: FastReranker().fit(texts=torch.ones(4, 4).long()), TypeError, "texts"),
-        (lambda: FastReranker().fit(torch.full((2, 2), math.nan)), ValueError, "images.*finite"),
-        (
-            lambda: FastReranker().fit(torch.rand(9, 5)).rerank(torch.rand(4, 8)),
-            ValueError,
-            "images.*8 candidates.*5",
-        ),
-        (
-            lambda: FastReranker().fit(texts=torch.rand(9, 5)).rerank(torch.rand(4, 8)),
-            ValueError,
-            "texts.*4 cand.*9",
-        ),
-        (
-            lambda: FastReranker().fit(torch.rand(9, 5)).rerank(Similarity(*embeddings(3, 3))),
-            ValueError,
-            "images.*dim",
-        ),
-    ],
-)
-def test_bad_input_is_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
 
 
 def repeated(n=7, captions=5):

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import median
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from support import oracle
-from support.oracle import Array
 
-Pair = tuple[int, int]
-Judged = Iterable[tuple[int, int, float]]
 # its id, and the figures of FIGURES; no figures if it has no right candidate
 Query = tuple[int, list[float]]
 
@@ -58,22 +54,6 @@ def folds(S: ArrayLike, image_ids: ArrayLike, text_ids: ArrayLike, parts: int) -
     return means
 
 
-def ranks(scores: Sequence[float], right: Sequence[int], ties: str = "pessimistic") -> list[int]:
-    """Ranks of one query's right candidates, ascending; wrong ones of an equal score rank above or
-    below them.
-    """
-    wrong = [score for j, score in enumerate(scores) if j not in right]
-    found = sorted((scores[j] for j in right), reverse=True)
-    places = []
-    for right_ahead, score in enumerate(found):
-        ahead = [s for s in wrong if s > score]
-        equal = [s for s in wrong if s == score]
-        if ties == "pessimistic":
-            ahead += equal
-        places.append(right_ahead + len(ahead) + 1)
-    return places
-
-
 def query_figures(places: Sequence[int]) -> list[float]:
     """Figures of a query whose right candidates have these ranks, in the order of FIGURES, as
     fractions.
@@ -96,31 +76,6 @@ def query_figures(places: Sequence[int]) -> list[float]:
     r_precision = len(within) / total
     map_at_r = math.fsum(precisions[: len(within)]) / total
     return [*hits, *recalls, *gains, reciprocal_rank, average_precision, r_precision, map_at_r]
-
-
-def listed(S: ArrayLike, pairs: Iterable[Pair], ties: str = "pessimistic") -> dict[str, float]:
-    """All figures except the skewness, with the listed pairs as the right ones."""
-    S = np.asarray(S, np.float64)
-    pairs = set(pairs)
-    turned = {(j, i) for i, j in pairs}
-    found = _listed_one_way("i2t", S, pairs, ties)
-    found |= _listed_one_way("t2i", S.T, turned, ties)
-    found["rsum"] = rsum(found)
-    return found
-
-
-def _listed_one_way(way: str, S: Array, pairs: set[Pair], ties: str) -> dict[str, float]:
-    """The figures of `listed` of queries in rows."""
-    places = []
-    for q, scores in enumerate(S):
-        right = [c for c in range(len(scores)) if (q, c) in pairs]
-        if right:
-            places.append(ranks(scores, right, ties))
-    found = _mean_figures(way, [query_figures(p) for p in places])
-    first = [p[0] for p in places]
-    found[f"{way}_median_rank"] = float(median(first))
-    found[f"{way}_mean_rank"] = math.fsum(first) / len(first)
-    return found
 
 
 def _mean_figures(way: str, figures: Sequence[list[float]]) -> dict[str, float]:
@@ -154,59 +109,7 @@ def rsum(found: dict[str, float]) -> float:
     return math.fsum(recalls)
 
 
-def kendall(S: ArrayLike, judged: Judged) -> float:
-    """τ-b over all pairs of judged pairs: ``(P − Q) / sqrt((n₀ − n₁)(n₀ − n₂))``."""
-    S = np.asarray(S, np.float64)
-    grades = _mean_grades(judged)
-    pairs = list(grades)
-    difference = 0
-    untied_scores = 0
-    untied_grades = 0
-    for number, pair in enumerate(pairs):
-        for other in pairs[:number]:
-            by_score = np.sign(S[pair] - S[other])
-            by_grade = np.sign(grades[pair] - grades[other])
-            difference += int(by_score * by_grade)
-            untied_scores += int(by_score != 0)
-            untied_grades += int(by_grade != 0)
-    return difference / math.sqrt(untied_scores * untied_grades)
-
-
-def ndcg(S: ArrayLike, judged: Judged, k: int = 10) -> tuple[float, float]:
-    """nDCG@k of images and of texts as queries, in percent; the gain is the grade minus the lowest,
-    0 if not judged.
-    """
-    S = np.asarray(S, np.float64)
-    grades = _mean_grades(judged)
-    lowest = min(grades.values())
-    gains = np.zeros(S.shape)
-    for pair, grade in grades.items():
-        gains[pair] = grade - lowest
-    return _ndcg_one_way(S, gains, k), _ndcg_one_way(S.T, gains.T, k)
-
-
-def _ndcg_one_way(S: Array, gains: Array, k: int) -> float:
-    """nDCG@k of queries in rows that have a gain, in percent."""
-    values = []
-    for scores, gain in zip(S, gains, strict=True):
-        if max(gain) > 0:
-            order = np.argsort(-scores, kind="stable")
-            found = [gain[c] for c in order[:k]]
-            best = sorted(gain, reverse=True)[:k]
-            values.append(_dcg(found) / _dcg(best))
-    return 100 * math.fsum(values) / len(values)
-
-
 def _dcg(gains: Sequence[float]) -> float:
     """Discounted cumulative gain of the gains at places 1, 2, ..."""
     discounted = [gain / math.log2(place + 1) for place, gain in enumerate(gains, 1)]
     return math.fsum(discounted)
-
-
-def _mean_grades(judged: Judged) -> dict[Pair, float]:
-    each: dict[Pair, list[float]] = {}
-    for image, text, grade in judged:
-        pair = (int(image), int(text))
-        grades = each.setdefault(pair, [])
-        grades.append(float(grade))
-    return {pair: math.fsum(grades) / len(grades) for pair, grades in each.items()}

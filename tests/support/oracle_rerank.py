@@ -36,13 +36,7 @@ def fast(S: ArrayLike, R: ArrayLike, gamma_sum: float, gamma_score: float) -> Ar
 
 def inverted_softmax(S: ArrayLike, R: ArrayLike, scale: float) -> Array:
     """``β S_qc − log Σ_r exp(β R_rc)``."""
-    S, R = _matrices(S, R)
-    log_sums = _log_sum_of_each_column(R, scale)
-
-    def score(q: int, c: int) -> float:
-        return scale * S[q, c] - log_sums[c]
-
-    return _each_pair(S, score)
+    return fast(S, R, scale, scale)
 
 
 def dual_softmax(S: ArrayLike, R: ArrayLike, scale: float) -> Array:

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from .agreements import Agreement, agreement
 from .judgements import Judgements
 from .labels import default_ids, fold_repeated
 from .protocols import coco_protocol
@@ -14,12 +13,10 @@ if TYPE_CHECKING:
     from .batches import RetrievalMetrics as RetrievalMetrics
 
 __all__ = [
-    "Agreement",
     "Comparison",
     "Judgements",
     "QueryResults",
     "RetrievalResults",
-    "agreement",
     "coco_protocol",
     "compare",
     "compare_all",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +24,8 @@ from ..distributed.consensus import described
 from ..rerank import Reranker
 from ..similarity import NO_ID, Similarity
 from .labels import default_ids
-from .results import RECALLS, Ks, as_ks, recall_names
-from .retrieval import Ties, check_reranker, retrieval_metrics
+from .results import RECALLS, Ks, as_ks
+from .retrieval import Options, Ties, check_reranker, retrieval_metrics
 
 try:
     from torchmetrics import Metric
@@ -35,20 +34,6 @@ except ImportError:
     raise ImportError(
         "RetrievalMetrics needs TorchMetrics: install itrloss with the extra 'metrics'"
     ) from None
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-class _Options(TypedDict):
-    """Arguments of ``retrieval_metrics``."""
-
-    ks: Ks
-    reranker: Reranker | None
-    ties: Ties
-    hubness_k: int
-    folds: int
 
 
 class RetrievalMetrics(Metric):
@@ -90,8 +75,8 @@ class RetrievalMetrics(Metric):
         if reranker is not None:
             check_reranker(reranker, False)
         self.normalize = normalize
-        self.options: _Options = {
-            "ks": as_ks(ks),
+        self.ks = as_ks(ks)
+        self.options: Options = {
             "reranker": reranker,
             "ties": ties,
             "hubness_k": as_size("hubness_k", hubness_k),
@@ -160,10 +145,10 @@ class RetrievalMetrics(Metric):
         batch = images, texts, image_ids, text_ids
         matches = len(images) > 0 and len(texts) > 0
         if matches and image_ids is not None and text_ids is not None:
-            own = as_id_numbers("image_ids", image_ids).flatten()
-            others = as_id_numbers("text_ids", text_ids).flatten()
+            own = as_id_numbers("image_ids", image_ids)
+            others = as_id_numbers("text_ids", text_ids)
             matches = bool(torch.isin(own[own != NO_ID], others).any())
-        if matches and self.options["folds"] == 1 and self.options["reranker"] is None:
+        if matches and self.options.get("folds") == 1 and self.options.get("reranker") is None:
             return super().forward(*batch)
         self.update(*batch)
         return None
@@ -181,9 +166,10 @@ class RetrievalMetrics(Metric):
                         "RetrievalMetrics: expected a call of update() first, got none"
                     )
                 kind = described(self.images[0]), described(self.texts[0])
-                named = [bool(self.are_names[0])] if len(self.are_names) else []
-                with_ids = f"ids {len(self.image_ids) > 0}, of strings {named}"
-                agreed.text = f"{kind}, {with_ids}, normalize {self.normalize}, {self.options}"
+                names = [bool(x) for x in self.are_names[:1]]
+                with_ids = f"ids {len(self.image_ids) > 0}, of strings {names}"
+                agreed.text = f"{kind}, {with_ids}, normalize {self.normalize}, "
+                agreed.text += f"ks {self.ks}, {self.options}"
         super().sync(*args, **kwargs)
 
     def compute(self) -> dict[str, Tensor]:
@@ -198,27 +184,5 @@ class RetrievalMetrics(Metric):
         elif len(images) != len(texts):
             ids = default_ids(len(images), len(texts))
         sim = Similarity(images, texts, *ids, normalize=self.normalize)
-        metrics = retrieval_metrics(sim, **self.options)
-        cpu = torch.device("cpu")
-        return {
-            name: torch.tensor(x, dtype=torch.float64, device=cpu) for name, x in metrics.items()
-        }
-
-    def plot(
-        self,
-        val: dict[str, Tensor] | Sequence[dict[str, Tensor]] | None = None,
-        ax: Axes | None = None,
-    ) -> tuple[Figure, Axes | np.ndarray]:
-        """Return the figure and axes of a plot of R@K of both directions.
-
-        ``val``: one result of :meth:`compute`, or a sequence of them; by default the present one.
-        """
-        if val is None:
-            val = self.compute()
-        if isinstance(val, dict):
-            return self._plot(self._recalls(val), ax)
-        return self._plot([self._recalls(x) for x in val], ax)
-
-    def _recalls(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return R@K of both directions of all metrics."""
-        return {name: metrics[name] for name in recall_names(self.options["ks"])}
+        metrics = retrieval_metrics(sim, ks=self.ks, **self.options)
+        return {name: torch.from_numpy(np.array(x)) for name, x in metrics.items()}

@@ -1,4 +1,4 @@
-"""Relevance by human judgements instead of ids."""
+"""Relevance by human judgements instead of ids, and the forms in which pairs are listed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from ..checks import as_indices, as_integers, check_range, from_numpy, require_finite
 
 IndicesLike = Tensor | np.ndarray | Sequence[int]
+ListedPairs = tuple[IndicesLike, IndicesLike]
 _ANY = (2**31, 2**31)  # a shape whose pairs can still be numbered
+CPU = torch.device("cpu")
 
 
 class Judgements(NamedTuple):
@@ -25,62 +27,105 @@ class Judgements(NamedTuple):
     texts: Tensor  #: integers, column indices
     grades: Tensor  #: any numbers, higher is more relevant
 
+    def only(self, kept: Tensor) -> Judgements:
+        """Return some of the judgements, of a bool mask (P,)."""
+        return Judgements(self.images[kept], self.texts[kept], self.grades[kept])
+
     def at_least(self, grade: float) -> tuple[Tensor, Tensor]:
         """Return the (P,) images and (P,) texts of the pairs with this grade or a higher one."""
-        images, texts, grades = grades_of_pairs("judgements", self)
+        pairs = mean_grades("judgements", self, _ANY)
         # 0.7 as float32 is less than 0.7: the limit is rounded as the grades are.
-        given = _as_tensor(self.grades)
-        dtype = torch.float64
-        if isinstance(given, Tensor) and given.is_floating_point():
-            dtype = given.dtype
-        relevant = grades >= torch.tensor(grade, dtype=dtype, device=grades.device)
-        if not bool(relevant.any()):
+        given = as_grades("judgements", self.grades, len(self.images))
+        dtype = given.dtype if given.is_floating_point() else torch.float64
+        relevant = pairs.only(pairs.grades >= torch.tensor(grade, dtype=dtype, device=CPU))
+        if not len(relevant.images):
             raise ValueError(f"grade: no pair has a grade of {grade} or above")
-        return images[relevant], texts[relevant]
+        return relevant.images, relevant.texts
 
 
-def grades_of_pairs(
-    name: str, judgements: Judgements, shape: tuple[int, int] = _ANY
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return checked images, texts and mean grades on the CPU, sorted, each pair once."""
-    images, texts, grades = judgements
-    images = as_integers(f"{name}.images", images)
-    of_pairs = _as_tensor(grades)
-    pairs, index = distinct_pairs(name, images, texts, shape)
-    if not isinstance(of_pairs, Tensor) or of_pairs.shape != images.shape:
-        got = tuple(of_pairs.shape) if isinstance(of_pairs, Tensor) else type(grades).__name__
-        raise ValueError(f"{name}.grades: expected shape {tuple(images.shape)}, got {got}")
-    values = of_pairs.detach().cpu().double()
-    require_finite(f"{name}.grades", values[None])
-
-    def reduced(how: str) -> Tensor:
-        """Return the mean, the least or the greatest of the grades of each pair."""
-        zeros = torch.zeros(pairs.shape[1], dtype=torch.float64, device="cpu")
-        return zeros.scatter_reduce(0, index, values, how, include_self=False)
-
-    # the mean of equal grades is exact
-    mean = reduced("mean").clamp(reduced("amin"), reduced("amax"))
-    return pairs[0], pairs[1], mean
+#: Pairs, a (N, M) matrix, or the candidates of each image as lists.
+Pairs = ListedPairs | Judgements | Tensor | Sequence[Sequence[int]]
 
 
-def _as_tensor(grades: object) -> object:
-    """Return a list, an array or a column of pandas as a tensor; anything else as it is."""
-    return from_numpy(np.array(grades) if isinstance(grades, (list, tuple)) else grades)
+def as_judgements(name: str, pairs: Pairs, shape: tuple[int, int]) -> Judgements:
+    """Return pairs in any form as judgements on the CPU, in the order of their numbers ``image
+    n_texts + text``, each once with the mean of its grades, which are by default 1.
 
+    Args:
+        name: of the argument.
+        pairs: (P,) image and (P,) text indices, :class:`Judgements`, a matrix (n_images, n_texts)
+            of grades, or a list with a list of text indices for each image.
+        shape: (n_images, n_texts).
 
-def distinct_pairs(
-    name: str, images: IndicesLike, texts: IndicesLike, shape: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """Return the (2, P) distinct pairs, checked and sorted, and the index of each input pair there.
-
-    Both are on the CPU.
+    Raises:
+        TypeError, ValueError: naming the argument.
     """
-    if not as_integers(f"{name}.images", images).numel():
-        raise ValueError(f"{name}.images: expected at least 1 index, got 0")
+    pairs = from_numpy(pairs)
+    if isinstance(pairs, Judgements):
+        return mean_grades(name, pairs, shape)
+    if isinstance(pairs, Tensor):
+        if tuple(pairs.shape) != shape or pairs.layout != torch.strided:
+            got = f"{tuple(pairs.shape)} and {pairs.layout}"
+            raise ValueError(f"{name}: expected a dense matrix of shape {shape}, got {got}")
+        matrix = pairs.detach()
+        images, texts = matrix.nonzero(as_tuple=True)
+        grades = matrix[images, texts].cpu().double()
+        if len(grades):
+            require_finite(name, grades[None])
+        return Judgements(images.cpu(), texts.cpu(), grades)
+    if isinstance(pairs, list):
+        images, texts = _of_lists(name, pairs, shape[0])
+    elif isinstance(pairs, tuple) and len(pairs) == 2:
+        images, texts = pairs
+    else:
+        forms = f"(images, texts), Judgements, a matrix {shape} or a list of each image's texts"
+        raise TypeError(f"{name}: expected {forms}, got {type(pairs).__name__}")
+    numbers = pair_numbers(name, images, texts, shape).unique()
+    ones = torch.ones(len(numbers), dtype=torch.float64, device=CPU)
+    return Judgements(numbers // shape[1], numbers % shape[1], ones)
+
+
+def _of_lists(name: str, lists: list, n: int) -> tuple[Tensor, list[int]]:
+    """Return the images and texts of the pairs in lists of each image's texts."""
+    if len(lists) != n:
+        raise ValueError(
+            f"{name}: expected a list of texts for each of {n} images, got {len(lists)}"
+        )
+    counts = []
+    texts = []
+    for own in lists:
+        if isinstance(own, int):
+            raise TypeError(f"{name}: expected a list of the texts of each image, got {own}")
+        counts.append(len(own))
+        if len(own):
+            texts += as_integers(name, from_numpy(own)).tolist()
+    return torch.arange(n, device=CPU).repeat_interleave(torch.tensor(counts, device=CPU)), texts
+
+
+def mean_grades(name: str, judgements: Judgements, shape: tuple[int, int]) -> Judgements:
+    """Return checked judgements on the CPU, sorted, each pair once with the mean of its grades."""
+    images, texts, grades = judgements
     numbers = pair_numbers(name, images, texts, shape)
+    values = as_grades(name, grades, len(numbers)).detach().cpu().double()
+    if len(values):
+        require_finite(f"{name}.grades", values[None])
     numbers, index = numbers.unique(return_inverse=True)
-    m = shape[1]
-    return torch.stack([numbers // m, numbers % m]), index
+    zeros = torch.zeros(len(numbers), dtype=torch.float64, device=CPU)
+    mean, least, greatest = [
+        zeros.scatter_reduce(0, index, values, how, include_self=False)
+        for how in ("mean", "amin", "amax")
+    ]
+    mean = mean.clamp(least, greatest)  # that of equal grades is exact
+    return Judgements(numbers // shape[1], numbers % shape[1], mean)
+
+
+def as_grades(name: str, grades: object, count: int) -> Tensor:
+    """Return a list, an array or a column of pandas as a tensor (count,)."""
+    values = from_numpy(np.array(grades) if isinstance(grades, (list, tuple)) else grades)
+    if not isinstance(values, Tensor) or values.shape != (count,):
+        got = tuple(values.shape) if isinstance(values, Tensor) else type(grades).__name__
+        raise ValueError(f"{name}.grades: expected shape ({count},), got {got}")
+    return values
 
 
 def pair_numbers(
@@ -89,9 +134,8 @@ def pair_numbers(
     """Return the (P,) numbers ``image n_texts + text`` of pairs, checked, on the CPU."""
     n, m = shape
     rows = as_integers(f"{name}.images", images)
-    cpu = torch.device("cpu")
-    rows = as_indices(f"{name}.images", rows, rows.numel(), cpu)
-    cols = as_indices(f"{name}.texts", texts, len(rows), cpu)
+    rows = as_indices(f"{name}.images", rows, rows.numel(), CPU)
+    cols = as_indices(f"{name}.texts", texts, len(rows), CPU)
     if len(rows):
         check_range(f"{name}.images", rows, n - 1)
         check_range(f"{name}.texts", cols, m - 1)

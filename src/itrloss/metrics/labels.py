@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import (
@@ -19,11 +18,10 @@ from ..checks import (
 )
 from ..checks.warnings import warn, warn_of_embeddings, warn_of_guess, warn_of_one_side
 from ..similarity import Similarity
-from .matching import all_others_are_wrong, existing, part_of, query_ids, rows_of
+from .matching import all_others_are_wrong, existing, query_ids, rows_of, selected
 
 _ROWS = 256  # number of rows compared at once
-_COLUMNS = 2**12  # numbers of a row that tell whether it is nearly the same as the next
-_NEARLY = 0.999  # cosine
+_COLUMNS = 64  # of rows that may be copies
 
 
 def default_ids(n_images: int, n_texts: int) -> tuple[Tensor, Tensor]:
@@ -55,44 +53,35 @@ def fold_repeated(images: Tensor) -> Tensor:
 
     Many code bases save the embedding, or the row of scores, of an image once per caption. Taken
     for different images, the copies would be wrong candidates that score as high as the right one.
-    A warning says what was folded, or that every c consecutive rows are nearly equal, which are not
-    folded. If all rows are equal, the model cannot tell images apart, and ``images`` is returned
-    unchanged.
+    A warning says what was folded. If all rows are equal, the model cannot tell images apart, and
+    ``images`` is returned unchanged.
     """
     images = from_numpy(images)
     check_matrix("images", images, "(N, D)")
-    c = _consecutive_copies(images)
-    if c > 1:
-        warn(
-            f"images: every {c} consecutive ones are the same, as if saved once per caption; "
-            f"taken for {len(images) // c} images. If they are not, pass image_ids and text_ids."
-        )
-        return images[::c]
-    c = _consecutive_near_copies(images)
-    if c > 1:
-        warn(
-            f"images: every {c} consecutive ones are nearly the same, as if saved once per caption "
-            "and computed or rounded differently; each is taken for another image, and is a wrong "
-            "candidate about as good as the right one. Pass image_ids and text_ids, and of copies "
-            f"one row for each image: images[::{c}]"
-        )
-    return images
+    return fold_checked(images)
+
+
+def fold_checked(images: Tensor) -> Tensor:
+    """Return :func:`fold_repeated` of a checked matrix."""
+    c = _consecutive_copies(images.detach())
+    if c == 1:
+        return images
+    warn(
+        f"images: every {c} consecutive ones are the same, as if saved once per caption; "
+        f"taken for {len(images) // c} images. If they are not, pass image_ids and text_ids."
+    )
+    return images[::c]
 
 
 def _consecutive_copies(images: Tensor) -> int:
     """Return the c for which every c consecutive rows (N, D) are equal; 1 if all or none are."""
     n = len(images)
-    if n < 2 or not _equal_to_previous(images[:2]).all():
+    numbers = torch.arange(n, device=images.device)
+    if n < 2 or not _are_equal(images, numbers[1:2], numbers[:1]).all():
         return 1
-    changes = (~_equal_to_previous(images)).nonzero().squeeze(1) + 1
+    changes = (~_are_equal(images, numbers[1:], numbers[:-1])).nonzero()[:, 0] + 1
     c = math.gcd(n, *changes.tolist())
     return 1 if c == n else c
-
-
-def _equal_to_previous(images: Tensor) -> Tensor:
-    """Return (N - 1,) whether a row (N, D) is equal to the one before, up to rounding."""
-    places = torch.arange(len(images), device=images.device)
-    return _are_equal(images.detach(), places[1:], places[:-1])
 
 
 def _are_equal(x: Tensor, rows: Tensor, others: Tensor) -> Tensor:
@@ -109,42 +98,22 @@ def warn_of_repeated(sim: Similarity) -> None:
     if sim.ids[0] is None:
         return
     ids, _ = query_ids(sim)
-    images = rows_of(sim)
-    exists, _ = existing(sim)
-    if exists is not None:
-        ids = ids[exists]
-        images = images[exists]
-    order = ids.argsort(stable=True)
-    of_same_image = (ids[order].diff() == 0).nonzero().squeeze(1)
-    if 2 * len(of_same_image) < max(2, len(ids)):  # leaves the rows alone
+    rows, _ = existing(sim)
+    rows = rows[ids[rows].argsort(stable=True)]
+    of_same_image = (ids[rows].diff() == 0).nonzero()[:, 0]
+    if 2 * len(of_same_image) < max(2, len(rows)):
         return
-    pairs = order[of_same_image + 1], order[of_same_image]
-    # A few columns tell most rows apart: whole rows of 5000 x 25 000 scores would take 1.0 s of the
+    # A few columns tell rows apart: whole rows of 5000 x 25 000 scores would take 1.0 s of the
     # 3.3 s of `retrieval_results` where five images share an id.
-    copies = int(_are_equal(images.detach()[:, :64], *pairs).sum())
-    if 2 * copies >= len(ids):
-        copies = int(_are_equal(images.detach(), *pairs).sum())
-    if 2 * copies >= len(ids):
+    columns = rows_of(sim).detach()[:, :_COLUMNS]
+    copies = int(_are_equal(columns, rows[of_same_image + 1], rows[of_same_image]).sum())
+    if 2 * copies >= len(rows):
         warn(
-            f"images: {copies} of {len(ids)} rows are copies of another with the same id; each is "
+            f"images: {copies} of {len(rows)} rows are copies of another with the same id; each is "
             "ranked, so that an image that is wrong for a text takes as many places as it has "
             "copies. Pass one row for each image: _, first = numpy.unique(images, axis=0, "
             "return_index=True) says which."
         )
-
-
-def _consecutive_near_copies(images: Tensor) -> int:
-    """Return the c for which every c consecutive rows (N, D) are nearly the same; 1 if none are.
-
-    A part of the first rows is looked at. Their mean is taken away, as any images have similar
-    scores with all texts, and similar embeddings in some models.
-    """
-    x = images.detach()[:_ROWS, :_COLUMNS].double()
-    x = F.normalize(x - x.mean(0), dim=1)
-    cosines = (x[1:] * x[:-1]).sum(1)
-    changes = (cosines < _NEARLY).nonzero().squeeze(1) + 1
-    c = math.gcd(*changes.tolist())
-    return c if c > 1 and len(images) % c == 0 else 1
 
 
 def with_ids(
@@ -180,19 +149,22 @@ def with_ids(
     matrix = matrix.detach()
     if image_ids is None and text_ids is None:
         if by_ids:
-            matrix = fold_repeated(matrix)
+            matrix = fold_checked(matrix)
         n, m = matrix.shape
-        if by_ids and m % n:
-            needed = f"needed for {n} images and {m} texts, which is not a whole number of texts"
-            raise ValueError(
-                f"image_ids, text_ids: {needed} per image (images are the rows); {EMBEDDINGS}"
-            )
-        if by_ids:
-            warn_of_guess(n, m)
-        image_ids, text_ids = default_ids(n, m) if by_ids else unrelated_ids(n, m)
-        if n == m:  # row i matches column i, which needs no ids
-            image_ids = text_ids = None
+        if n != m:  # otherwise row i matches column i
+            image_ids, text_ids = _ids_of(n, m) if by_ids else unrelated_ids(n, m)
     return Similarity.from_scores(matrix, image_ids, text_ids, names=IMAGES_AND_TEXTS)
+
+
+def _ids_of(n: int, m: int) -> tuple[Tensor, Tensor]:
+    """Return :func:`default_ids` of scores, which embeddings may have been taken for."""
+    if m % n:
+        needed = f"needed for {n} images and {m} texts, which is not a whole number of texts"
+        raise ValueError(
+            f"image_ids, text_ids: {needed} per image (images are the rows); {EMBEDDINGS}"
+        )
+    warn_of_guess(n, m)
+    return default_ids(n, m)
 
 
 def check_whole(name: str, sim: Similarity) -> None:
@@ -214,10 +186,10 @@ def folded(sim: Similarity) -> Similarity:
     """Return a similarity without ids after :func:`fold_repeated`, any other unchanged."""
     if not has_no_ids(sim):
         return sim
-    images = fold_repeated(rows_of(sim))
+    images = fold_checked(rows_of(sim))
     m = sim.shape[1]
     if len(images) == m:
         return sim
     copies = m // len(images)
     texts = torch.arange(m, device=sim.device)
-    return part_of(sim, texts[::copies], texts, (None, texts // copies))
+    return selected(sim, texts[::copies], texts, (None, texts // copies))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,9 +19,9 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ..checks import as_size
+from ..engine.ranking import Ranking
 from ..similarity import NO_ID
 from .judgements import Judgements
 
@@ -61,15 +60,6 @@ def as_ks(ks: Ks | Tensor | np.ndarray) -> tuple[int, ...]:
     if not len(ks):
         raise ValueError("ks: expected at least one number, got none")
     return tuple(dict.fromkeys([as_size("ks", k) for k in ks]))
-
-
-def share_names(ks: Ks) -> list[str]:
-    """Return the names of all metrics of a direction that are means over queries, in percent."""
-    names = []
-    for measure in ("r", "recall_at_", "ndcg_at_"):
-        for k in ks:
-            names.append(f"{measure}{k}")
-    return [*names, "mrr", "map", "r_precision", "map_at_r"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -117,143 +107,86 @@ class QueryResults:
         """The number of queries without a positive, which do not count."""
         return int((self.exists & (self.positives == 0)).sum())
 
-    def hits(self, k: int) -> Tensor:
-        """Return the (Q,) bool R@K: whether a positive is among the first k."""
-        return (self.best > 0) & (self.best <= k)
-
-    def recall(self, k: int) -> Tensor:
-        """Return the (Q,) float64 share of positives that are among the first k."""
-        return self._within(k).sum(1).double() / self.positives.clamp_min(1)
-
-    def ndcg(self, k: int) -> Tensor:
-        """Return the (Q,) float64 normalised discounted cumulative gains of the first k.
-
-        The gain of a positive is its grade.
-        """
-        return ndcg(self.ranks, self.grades, k)
-
-    @property
-    def reciprocal_rank(self) -> Tensor:
-        """The (Q,) float64 inverse rank of the best positive; 0 where there is none."""
-        return (self.best > 0) / self.best.clamp_min(1).double()
-
-    @property
-    def average_precision(self) -> Tensor:
-        """The (Q,) float64 mean of the precisions at the ranks of all positives."""
-        return self._mean_precision(self.ranks > 0)
-
-    @property
-    def r_precision(self) -> Tensor:
-        """The (Q,) float64 share of positives among the first R candidates; 0 if R is 0.
-
-        R is the number of positives.
-        """
-        return self._within(self.positives[:, None]).sum(1).double() / self.positives.clamp_min(1)
-
-    @property
-    def average_precision_at_r(self) -> Tensor:
-        """The (Q,) float64 average precision at R; 0 if R is 0."""
-        return self._mean_precision(self._within(self.positives[:, None]))
+    def part(self, queries: Tensor, candidates: Tensor) -> QueryResults:
+        """Return the results of some queries, whose candidates were these."""
+        return replace(
+            self,
+            ids=self.ids[queries],
+            ranks=self.ranks[queries],
+            top=self.top[queries],
+            grades=None if self.grades is None else self.grades[queries],
+            missing=self.candidates - len(candidates),
+        )
 
     @property
     def occurrences(self) -> Tensor:
         """The (candidates,) int64 k-occurrences: how many queries have a candidate in their top."""
         return torch.bincount(self.top[self.top >= 0], minlength=self.candidates)
 
-    def _within(self, k: int | Tensor) -> Tensor:
-        """Return the (Q, P) bool: whether a positive is among the first k."""
-        return (self.ranks > 0) & (self.ranks <= k)
-
-    def _mean_precision(self, counted: Tensor) -> Tensor:
-        """Return the (Q,) sums of the precisions at the counted ranks, by the positives."""
-        size = self.ranks.shape[1]
-        found = torch.arange(1, size + 1, device=self.ranks.device).double()  # up to each rank
-        precision = torch.where(counted, found / self.ranks.clamp_min(1), 0.0)
-        return precision.sum(1) / self.positives.clamp_min(1)
-
-    def per_query(self, name: str) -> Tensor:
-        """Return (Q,) float64 values from 0 to 1 of a metric; 0 for a query without positives.
-
-        ``name``: ``"r5"``, ``"recall_at_5"``, ``"ndcg_at_5"``, with any number, ``"mrr"``,
-        ``"map"``, ``"r_precision"`` or ``"map_at_r"``.
-        """
-        whole = {
-            "mrr": "reciprocal_rank",
-            "map": "average_precision",
-            "r_precision": "r_precision",
-            "map_at_r": "average_precision_at_r",
-        }
-        if name in whole:
-            return getattr(self, whole[name])
-        match = re.fullmatch(r"(r|recall_at_|ndcg_at_)([1-9]\d*)", name)
-        if match is None:
-            expected = "r5, recall_at_5, ndcg_at_5 with any number, " + ", ".join(whole)
-            raise ValueError(f"name: expected {expected}; got {name!r}")
-        at_k = {"r": self.hits, "recall_at_": self.recall, "ndcg_at_": self.ndcg}
-        return at_k[match[1]](int(match[2])).double()
-
-    def metrics(self, ks: Ks = RECALLS) -> dict[str, float]:
-        """Return the metrics of this direction over queries with positives.
+    def per_query(self, ks: Ks = RECALLS) -> dict[str, Tensor]:
+        """Return the (Q,) float64 values of metrics that are means over queries, by name, from 0
+        to 1; and ``rsum``, the sum of R@1, R@5 and R@10. They are 0 for a query without positives.
 
         See :func:`retrieval_metrics`.
         """
-        ks = as_ks(ks)
-        answered = self._answered()
-        shares = []
-        for of_first in (answered.hits, answered.recall, answered.ndcg):
-            for k in ks:
-                shares.append(of_first(k).double())
-        shares += [answered.reciprocal_rank, answered.average_precision]
-        shares += [answered.r_precision, answered.average_precision_at_r]
-        percentages = [100 * float(x.mean()) for x in shares]
-        metrics = dict(zip(share_names(ks), percentages, strict=True))
-        ranks = answered.best.cpu()
-        metrics["median_rank"] = float(np.median(ranks))
-        metrics["mean_rank"] = float(ranks.double().mean())
-        existing = self.candidates - self.missing
-        metrics["skewness"] = float(skewness(answered.occurrences, existing))
-        return metrics
+        ranks = self.ranks
+        is_right = ranks > 0
+        total = self.positives.clamp_min(1)
+        has_best = self.best > 0
+        values = {}
+        for k in ks:
+            values[f"r{k}"] = (has_best & (self.best <= k)).double()
+        for k in ks:
+            values[f"recall_at_{k}"] = (is_right & (ranks <= k)).sum(1).double() / total
+        values |= self._ndcg(ks)
+        number = torch.arange(1, ranks.shape[1] + 1, device=ranks.device)  # of the right ones
+        precision = torch.where(is_right, number / ranks.clamp_min(1).double(), 0.0)
+        within_r = is_right & (ranks <= total[:, None])
+        values["mrr"] = precision[:, :1].sum(1)
+        values["map"] = precision.sum(1) / total
+        values["r_precision"] = within_r.sum(1).double() / total
+        values["map_at_r"] = torch.where(within_r, precision, 0.0).sum(1) / total
+        ends = torch.tensor(RECALLS, device=ranks.device)
+        within = has_best[:, None] & (self.best[:, None] <= ends)
+        values["rsum"] = within.sum(1).double()
+        return values
 
-    def recall_sum(self) -> float:
-        """Return the sum of R@1, R@5 and R@10 in percent, over queries with positives."""
-        best = self._answered().best
-        within = [float((best <= k).sum()) for k in RECALLS]
-        return 100 * math.fsum(within) / len(best)
+    def _ndcg(self, ks: Ks) -> dict[str, Tensor]:
+        """Return the (Q,) normalised discounted cumulative gains of the first k, by name.
 
-    def _answered(self) -> QueryResults:
-        """Return the results of the queries that have positives."""
+        The gain of a positive is its grade.
+        """
+        ranks = self.ranks
+        gains = (ranks > 0).double() if self.grades is None else self.grades
+        discounted = gains / (ranks + 1).clamp_min(2).double().log2()
+        place = torch.arange(1, ranks.shape[1] + 1, device=ranks.device)
+        ideal = gains.sort(dim=1, descending=True).values / (place + 1).double().log2()
+        values = {}
+        for k in ks:
+            gained = torch.where(ranks <= k, discounted, 0.0).sum(1)
+            most = ideal[:, :k].sum(1)
+            values[f"ndcg_at_{k}"] = torch.where(most > 0, gained / most, 0.0)
+        return values
+
+    def metrics(self, ks: Ks = RECALLS) -> dict[str, float]:
+        """Return the metrics of this direction over queries with positives, and their part of the
+        RSUM.
+
+        See :func:`retrieval_metrics`.
+        """
         matched = self.positives > 0
-        if bool(matched.all()) and len(matched):
-            return self
         if not bool(matched.any()):
             raise ValueError("image_ids, text_ids: no query has a matching candidate")
-        grades = None if self.grades is None else self.grades[matched]
-        return replace(
-            self,
-            ids=self.ids[matched],
-            ranks=self.ranks[matched],
-            top=self.top[matched],
-            grades=grades,
-        )
-
-
-def ndcg(ranks: Tensor, grades: Tensor | None, k: int) -> Tensor:
-    """Return (Q,) float64 normalised discounted cumulative gains of the first k candidates.
-
-    Args:
-        ranks: (Q, P) int64 ranks of the right candidates, 0 for none.
-        grades: (Q, P) float64 gains of these, 0 for none; None: all 1.
-        k: number of candidates.
-    """
-    if grades is None:
-        grades = (ranks > 0).double()
-    discounts = 1 / (ranks + 1).clamp_min(2).double().log2()
-    counted = (ranks > 0) & (ranks <= k)
-    gained = torch.where(counted, grades * discounts, 0.0).sum(1)
-    ideal = grades.sort(dim=1, descending=True).values[:, :k]
-    places = torch.arange(2, ideal.shape[1] + 2, device=ideal.device).double()
-    most = (ideal / places.log2()).sum(1)
-    return torch.where(most > 0, gained / most, 0.0)
+        values = self.per_query(ks)
+        means = 100 * torch.stack(list(values.values()))[:, matched].mean(1)
+        metrics = dict(zip(values, means.tolist(), strict=True))
+        ranks = self.best[matched].cpu()
+        metrics["median_rank"] = float(np.median(ranks))
+        metrics["mean_rank"] = float(ranks.double().mean())
+        top = self.top[matched]
+        counts = torch.bincount(top[top >= 0], minlength=self.candidates)
+        metrics["skewness"] = float(skewness(counts, self.candidates - self.missing))
+        return metrics
 
 
 @dataclass(frozen=True)
@@ -286,6 +219,7 @@ class RetrievalResults:
 
     def metrics(self, ks: Ks = RECALLS) -> dict[str, float]:
         """Return the metrics of both directions, see :func:`retrieval_metrics`."""
+        ks = as_ks(ks)
         if self.folds:
             parts = [part.metrics(ks) for part in self.folds]
             return {name: math.fsum(part[name] for part in parts) / len(parts) for name in parts[0]}
@@ -293,7 +227,7 @@ class RetrievalResults:
         for way, side in self.ways.items():
             for name, value in side.metrics(ks).items():
                 metrics[f"{way}_{name}"] = value
-        metrics["rsum"] = math.fsum(side.recall_sum() for side in self.ways.values())
+        metrics["rsum"] = metrics.pop("i2t_rsum") + metrics.pop("t2i_rsum")
         return metrics
 
     def rows(self) -> Iterator[dict[str, object]]:
@@ -303,14 +237,9 @@ class RetrievalResults:
         its best candidate, -1 if it has none.
         """
         for way, side in self.ways.items():
-            columns = (
-                side.ids,
-                side.best,
-                side.positives,
-                side.r_precision,
-                side.average_precision_at_r,
-                side.top[:, 0],
-            )
+            shares = side.per_query()
+            precisions = shares["r_precision"], shares["map_at_r"]
+            columns = (side.ids, side.best, side.positives, *precisions, side.top[:, 0])
             values = [column.tolist() for column in columns]
             exists = side.exists.tolist()
             for query, row in enumerate(zip(*values, strict=True)):
@@ -339,45 +268,39 @@ class RetrievalResults:
         writer.writerows(row.values() for row in self.rows())
 
 
-def join_folds(
-    folds: list[RetrievalResults],
-    parts: list[tuple[Tensor, Tensor]],
-    shape: tuple[int, int],
-    relevant: Judgements,
-) -> RetrievalResults:
-    """Return the results of all queries, from the results of each fold.
-
-    ``parts``: the image and text indices of each fold; ``shape``: numbers of images and of texts;
-    ``relevant``: the right pairs of all.
-    """
-    n, m = shape
-    images = [rows for rows, _ in parts]
-    texts = [cols for _, cols in parts]
-    i2t = _joined([fold.i2t for fold in folds], images, texts, m)
-    t2i = _joined([fold.t2i for fold in folds], texts, images, n)
-    return RetrievalResults(i2t, t2i, tuple(folds), relevant)
-
-
-def _joined(
-    folds: list[QueryResults], queries: list[Tensor], candidates: list[Tensor], size: int
+def joined(
+    rankings: Sequence[Ranking],
+    queries: Sequence[Tensor],
+    candidates: Sequence[Tensor],
+    ids: Tensor,
+    size: int,
 ) -> QueryResults:
-    """Return the results of all queries of one direction, in their order.
+    """Return the results of all queries of one direction, from the rankings of parts.
 
     Args:
-        folds: the results of each fold.
-        queries: the indices of the queries of each fold.
-        candidates: the indices of the candidates of each fold.
-        size: number of candidates of all folds.
+        rankings: of each part.
+        queries, candidates: the indices of the queries and of the candidates of each part.
+        ids: (Q,) of all queries.
+        size: number of candidates, with those that are in no part.
     """
-    order = torch.cat(queries).argsort(stable=True)
-    k = min(fold.top.shape[1] for fold in folds)
-    ids = torch.cat([fold.ids for fold in folds])
-    ranks = pad_sequence([row for fold in folds for row in fold.ranks], batch_first=True)
-    top = []
-    for fold, own in zip(folds, candidates, strict=True):
-        top.append(own[fold.top[:, :k]])
-    missing = size - len(torch.cat(candidates).unique())  # they are in no fold
-    return QueryResults(ids[order], ranks[order], torch.cat(top)[order], size, missing=missing)
+    width = 0  # of ranks
+    k = 0
+    for ranking in rankings:
+        width = max(width, ranking.ranks.shape[1])
+        k = max(k, ranking.top.indices.shape[1])
+    ranks = ids.new_zeros(len(ids), width)
+    grades = None
+    if rankings[0].grades is not None:
+        grades = rankings[0].grades.new_zeros(ranks.shape)
+    top = ids.new_full((len(ids), k), -1)
+    for ranking, rows, cols in zip(rankings, queries, candidates, strict=True):
+        best = ranking.top.indices
+        top[rows, : best.shape[1]] = cols[best].masked_fill(best < 0, -1)
+        ranks[rows, : ranking.ranks.shape[1]] = ranking.ranks
+        if grades is not None and ranking.grades is not None:
+            grades[rows, : ranking.grades.shape[1]] = ranking.grades
+    missing = size - sum(map(len, candidates))
+    return QueryResults(ids, ranks, top, size, grades, missing)
 
 
 def skewness(counts: Tensor, existing: int | Tensor | None = None) -> Tensor:
@@ -428,51 +351,28 @@ def save_trec(results: RetrievalResults, folder: str | Path, tag: str = "itrloss
         tag: the name of the run.
 
     Raises:
-        ValueError: for grades that are no whole numbers, which the format has no place for; if a
-            text is a query of several folds.
+        ValueError: for grades that are no whole numbers, which the format has no place for.
     """
     if not isinstance(results, RetrievalResults):
         got = type(results).__name__
         raise TypeError(f"results: expected those of retrieval_results, got {got}")
-    i2t = results.i2t
-    t2i = results.t2i
     if results.relevant is None:
         raise ValueError("results: expected their right pairs (relevant), got None")
     images, texts, grades = results.relevant
     if not bool((grades == grades.long()).all()):
         raise ValueError("results: expected grades that are whole numbers, got others")
-    grades = grades.long()
-    _check_positives("i2t", i2t, images)
-    _check_positives("t2i", t2i, texts)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    _save_trec(Path(folder, "i2t"), i2t, ("image", "text"), (images, texts, grades), tag)
-    _save_trec(Path(folder, "t2i"), t2i, ("text", "image"), (texts, images, grades), tag)
-
-
-def _check_positives(way: str, results: QueryResults, queries: Tensor) -> None:
-    """Raise a ValueError unless each query has as many pairs as positives."""
-    counts = torch.bincount(queries, minlength=len(results.ids))
-    if not torch.equal(counts.cpu(), results.positives.cpu()):
-        raise ValueError(f"results: expected each {way} query once, got one of several folds")
-
-
-def _save_trec(
-    path: Path,  # without a suffix
-    results: QueryResults,
-    names: tuple[str, str],  # of a query and of a candidate
-    judged: tuple[Tensor, Tensor, Tensor],  # the right queries (P,), candidates and grades
-    tag: str,
-) -> None:
-    """Write the run and qrels files of one direction."""
-    query, candidate = names
-    k = results.top.shape[1]
-    run = []
-    for q, best in enumerate(results.top.tolist()):
-        for place, c in enumerate(best):
-            if c >= 0:
-                run.append(f"{query}{q} Q0 {candidate}{c} {place + 1} {k - place} {tag}\n")
-    qrels = []
-    for q, c, grade in torch.stack(judged, 1).tolist():
-        qrels.append(f"{query}{q} 0 {candidate}{c} {grade}\n")
-    path.with_suffix(".run").write_text("".join(run), encoding="utf-8")
-    path.with_suffix(".qrels").write_text("".join(qrels), encoding="utf-8")
+    for way, query, candidate in (("i2t", "image", "text"), ("t2i", "text", "image")):
+        top = results.ways[way].top
+        k = top.shape[1]
+        run = []
+        for q, best in enumerate(top.tolist()):
+            for place, c in enumerate(best):
+                if c >= 0:
+                    run.append(f"{query}{q} Q0 {candidate}{c} {place + 1} {k - place} {tag}\n")
+        pairs = (images, texts) if way == "i2t" else (texts, images)
+        qrels = []
+        for q, c, grade in torch.stack([*pairs, grades.long()], 1).tolist():
+            qrels.append(f"{query}{q} 0 {candidate}{c} {grade}\n")
+        Path(folder, f"{way}.run").write_text("".join(run), encoding="utf-8")
+        Path(folder, f"{way}.qrels").write_text("".join(qrels), encoding="utf-8")

@@ -10,32 +10,38 @@ from torch import Tensor
 from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of
 from ..checks.warnings import warn_of_unmatched
 from ..engine.ranking import Ranking
-from ..similarity import NO_ID, Similarity
+from ..similarity import Similarity
+from .judgements import Judgements, Pairs
 from .labels import fold_repeated, has_no_ids, warn_of_repeated, with_ids
-from .matching import part_of, query_ids, with_plain_ids
-from .relevance import Judged, Relevant, WhichPairs, folds_of, judged
-from .results import RECALLS, Ks, QueryResults, RetrievalResults, as_ks, join_folds
+from .matching import Part, part_of, query_ids
+from .relevance import Fold, Judged, Rules, folds_of, judged
+from .results import RECALLS, Ks, RetrievalResults, joined
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ..rerank import Reranker
 
 Ties = Literal["pessimistic", "optimistic"]
 AnyScores = Tensor | Similarity | tuple[Tensor | Similarity, Tensor]
 
 
-def retrieval_metrics(  # noqa: PLR0913 - options by keyword
+class Options(Rules, total=False):
+    """The options of :func:`retrieval_results`."""
+
+    reranker: Reranker | None
+    ties: Ties
+    hubness_k: int
+    folds: int
+
+
+def retrieval_metrics(
     scores: AnyScores,
     image_ids: IdsLike | None = None,
     text_ids: IdsLike | None = None,
     *,
     ks: Ks = RECALLS,
-    relevant: Relevant | None = None,
-    exclude: WhichPairs | None = None,
-    candidates: WhichPairs | None = None,
-    reranker: Reranker | None = None,
-    ties: Ties = "pessimistic",
-    hubness_k: int = 10,
-    folds: int = 1,
+    **options: Unpack[Options],
 ) -> dict[str, float]:
     """Return the metrics of image→text (``i2t_``) and text→image retrieval (``t2i_``) by name.
 
@@ -53,26 +59,13 @@ def retrieval_metrics(  # noqa: PLR0913 - options by keyword
     Args:
         scores, image_ids, text_ids: see :func:`retrieval_results`.
         ks: numbers of first candidates, of at least 1.
-        relevant, exclude, candidates: see :func:`retrieval_results`.
-        reranker, ties, hubness_k, folds: see :func:`retrieval_results`.
+        options: ``relevant``, ``exclude``, ``candidates``, ``reranker``, ``ties``, ``hubness_k``
+            and ``folds`` of :func:`retrieval_results`.
 
     Raises:
         TypeError, ValueError: as :func:`retrieval_results`; also if no query has a positive.
     """
-    ks = as_ks(ks)
-    results = retrieval_results(
-        scores,
-        image_ids,
-        text_ids,
-        relevant=relevant,
-        exclude=exclude,
-        candidates=candidates,
-        reranker=reranker,
-        ties=ties,
-        hubness_k=hubness_k,
-        folds=folds,
-    )
-    return results.metrics(ks)
+    return retrieval_results(scores, image_ids, text_ids, **options).metrics(ks)
 
 
 def retrieval_results(  # noqa: PLR0913 - options by keyword
@@ -80,9 +73,9 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
     image_ids: IdsLike | None = None,
     text_ids: IdsLike | None = None,
     *,
-    relevant: Relevant | None = None,
-    exclude: WhichPairs | None = None,
-    candidates: WhichPairs | None = None,
+    relevant: Pairs | None = None,
+    exclude: Pairs | None = None,
+    candidates: Pairs | None = None,
     reranker: Reranker | None = None,
     ties: Ties = "pessimistic",
     hubness_k: int = 10,
@@ -99,12 +92,12 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
             n_images`` means c consecutive texts per image, and consecutive copies of an image count
             once: see :func:`fold_repeated`.
         relevant: the positive pairs, instead of those with equal ids: (P,) image and (P,) text
-            indices, such as :meth:`Judgements.at_least` returns; or graded, as :class:`Judgements`
-            or as a dense or sparse matrix (n_images, n_texts) of grades. Pairs with a grade above 0
-            are right, and grades are the gains of nDCG. Not with folds.
+            indices, such as :meth:`Judgements.at_least` returns; a list with a list of text indices
+            for each image; or graded, as :class:`Judgements` or as a matrix (n_images, n_texts) of
+            grades. Pairs with a grade above 0 are right, and grades are the gains of nDCG. Not with
+            folds.
         exclude: pairs that are not ranked, in either direction, such as an image with itself or the
-            reference of a composed query: (P,) image and (P,) text indices, a bool matrix
-            (n_images, n_texts), or a list with a list of text indices for each image. A right
+            reference of a composed query, in the same forms; a matrix is one of bools. A right
             candidate that is excluded does not exist. Not with folds.
         candidates: the only pairs that are ranked, in the same forms, such as a first stage's best
             for each query. Not with folds.
@@ -118,8 +111,8 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
             candidates. Where a query has fewer, they are padded with -1.
         folds: split the images into this many consecutive parts, each with its texts, and retrieve
             within each part, as in MSCOCO's "5-fold 1K". A transductive reranker sees only the
-            queries of the part. A text that matches images in two parts is a query in both; one
-            that matches none is in no part. Not with banks of scores.
+            queries of the part. A text that matches no image is in no part; one that matches images
+            of two parts is refused.
 
     Warns:
         SuspiciousInputWarning: of copies of images, of embeddings passed as scores or as both
@@ -146,14 +139,48 @@ def retrieval_results(  # noqa: PLR0913 - options by keyword
         sims = [with_ids("scores", scores, image_ids, text_ids, by_ids)]
     if by_ids:
         warn_of_repeated(sims[0])
-    if folds == 1:
-        right = judged(sims[0], relevant, exclude, candidates)
-        results = _ranked(sims, right, reranker, hubness_k, ties)
-    else:
-        results = _results_in_folds(sims, folds, reranker, hubness_k, ties)
+    pairs = judged(sims[0], relevant, exclude, candidates)
+    parts = folds_of(sims[0], folds)
+    rankings = []
+    for rows, cols in parts:
+        inside = [part_of(sim, rows, cols) for sim in sims]
+        rankings.append(_rankings(inside, pairs.within(rows, cols), reranker, hubness_k, ties))
+    results = _results(rankings, parts, query_ids(sims[0]), pairs.right)
     if not has_rules:
         warn_of_unmatched(results)
     return results
+
+
+def _rankings(
+    parts: Sequence[Part], right: Judged, reranker: Reranker | None, k: int, ties: Ties
+) -> Sequence[Ranking]:
+    """Return the rankings of the images and of the texts of a part, of one matrix or of two."""
+    of_images = right.relevance()
+    of_texts = right.T.relevance()
+    if reranker is not None:
+        return reranker.ranked(parts[0], k, ties, (of_images, of_texts))
+    return (
+        parts[0].sim.ranked(k, ties=ties, relevance=of_images),
+        parts[-1].sim.T.ranked(k, ties=ties, relevance=of_texts),
+    )
+
+
+def _results(
+    rankings: Sequence[Sequence[Ranking]],
+    parts: Sequence[Fold],
+    ids: tuple[Tensor, Tensor],
+    relevant: Judgements,
+) -> RetrievalResults:
+    """Return the results of all queries from the rankings of each part."""
+    of_images, of_texts = zip(*rankings, strict=True)
+    rows, cols = zip(*parts, strict=True)
+    image_ids, text_ids = ids
+    i2t = joined(of_images, rows, cols, image_ids, len(text_ids))
+    t2i = joined(of_texts, cols, rows, text_ids, len(image_ids))
+    folds = []
+    if len(parts) > 1:
+        folds = [RetrievalResults(i2t.part(*part), t2i.part(*part[::-1])) for part in parts]
+    return RetrievalResults(i2t, t2i, tuple(folds), relevant)
 
 
 def as_pair(scores: AnyScores) -> AnyScores:
@@ -195,51 +222,3 @@ def _pair_with_ids(
     if i2t.shape != tuple(second.shape):
         raise ValueError("scores[1]: expected repeated images like scores[0], or ids")
     return [i2t, Similarity.from_scores(second, *query_ids(i2t))]
-
-
-def _results_in_folds(
-    sims: Sequence[Similarity], folds: int, reranker: Reranker | None, k: int, ties: Ties
-) -> RetrievalResults:
-    """Return the results of one similarity, or of two, within consecutive parts of the images."""
-    if reranker is not None and not all(reranker.transductive) and sims[0].embeddings is None:
-        raise ValueError("folds: banks of scores contain all candidates, a part only some of them")
-    image_ids, text_ids = query_ids(sims[0])
-    parts = []
-    results = []
-    for rows, cols, right in folds_of(sims[0], folds):
-        ids = image_ids[rows], text_ids[cols]
-        inside = [part_of(sim, rows, cols, ids) for sim in sims]
-        results.append(_ranked(inside, right, reranker, k, ties))
-        parts.append((rows, cols))
-    whole = judged(sims[0]).listed()
-    return join_folds(results, parts, sims[0].shape, whole)
-
-
-def _ranked(
-    sims: Sequence[Similarity],
-    right: Judged,
-    reranker: Reranker | None,
-    k: int,
-    ties: Ties,
-) -> RetrievalResults:
-    """Return the results of one similarity, or of two for image→text and text→image."""
-    sim = with_plain_ids(sims[0])
-    of_images, of_texts = right.both()
-    if reranker is not None:
-        i2t_ranking, t2i_ranking = reranker.ranked(sim, k, ties, (of_images, of_texts))
-    else:
-        i2t_ranking = sim.ranked(k, ties=ties, relevance=of_images)
-        t2i_ranking = with_plain_ids(sims[-1]).T.ranked(k, ties=ties, relevance=of_texts)
-    image_ids, text_ids = query_ids(sim)
-    return RetrievalResults(
-        i2t=_of_queries(image_ids, text_ids, i2t_ranking),
-        t2i=_of_queries(text_ids, image_ids, t2i_ranking),
-        relevant=right.listed(),
-    )
-
-
-def _of_queries(ids: Tensor, candidate_ids: Tensor, ranking: Ranking) -> QueryResults:
-    """Return the results of one direction; a query that does not exist has no candidates."""
-    top = ranking.top.indices.masked_fill((ids == NO_ID)[:, None], -1)
-    missing = int((candidate_ids == NO_ID).sum())
-    return QueryResults(ids, ranking.ranks, top, len(candidate_ids), ranking.grades, missing)

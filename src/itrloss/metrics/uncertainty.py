@@ -10,16 +10,10 @@ from torch import Tensor
 
 from ..checks import as_size, check_number, one_of
 from ..similarity import NO_ID
-from .results import RECALLS, WAYS, Ks, RetrievalResults, as_ks, check_systems, share_names
+from .results import RECALLS, WAYS, Ks, RetrievalResults, as_ks, check_systems
 
 _DRAWN = 2**16  # ids drawn at a time
 _ROUNDING = 1e-9  # sums of equal values in another order differ by some 1e-13
-_SUMMED = tuple(f"r{k}" for k in RECALLS)  # in the RSUM
-
-
-def _names(ks: Ks) -> list[str]:
-    """Return the names of the metrics that have intervals."""
-    return [*(f"{way}_{name}" for way in WAYS for name in share_names(as_ks(ks))), "rsum"]
 
 
 class Comparison(NamedTuple):
@@ -55,11 +49,9 @@ def confidence_intervals(
     Raises:
         ValueError: naming the argument, also if no query has a positive.
     """
-    names = _names(ks)
-    (drawn,) = _bootstrap([results], names, samples, seed)
-    low, high = _interval(drawn[1:], level)
-    intervals = zip(low.tolist(), high.tolist(), strict=True)
-    return dict(zip(names, intervals, strict=True))
+    ends = _ends(level)
+    values = _bootstrap([results], ks, samples, seed)
+    return {name: _interval(x[0, 1:], ends) for name, x in values.items()}
 
 
 def compare(
@@ -84,8 +76,9 @@ def compare(
     Raises:
         ValueError: if the queries differ, or none has a positive.
     """
-    (differences,) = _differences([results], others, _names(ks), level, samples, seed)
-    return differences
+    ends = _ends(level)
+    values = _bootstrap([results, others], ks, samples, seed)
+    return {name: _compared(own, other, ends) for name, (own, other) in values.items()}
 
 
 def compare_all(
@@ -121,20 +114,22 @@ def compare_all(
     """
     check_systems("systems", systems)
     one_of("baseline", baseline, *systems)
+    ends = _ends(level)
+    names = list(systems)
+    comparisons: dict[str, dict[str, Comparison]] = {name: {} for name in names if name != baseline}
+    if not comparisons or not figures:
+        return comparisons
+    values = _bootstrap(list(systems.values()), ks, samples, seed)
     for figure in figures:
-        one_of("figures", figure, *_names(ks))
-    figures = list(dict.fromkeys(figures))
-    others = [name for name in systems if name != baseline]
-    if not others or not figures:
-        return {name: {} for name in others}
-    results = [systems[name] for name in others]
-    differences = _differences(results, systems[baseline], figures, level, samples, seed)
-    corrected = iter(holm([x.p_value for every in differences for x in every.values()]))
-    comparisons: dict[str, dict[str, Comparison]] = {}
-    for name, every in zip(others, differences, strict=True):
-        comparisons[name] = {
-            figure: x._replace(p_value=next(corrected)) for figure, x in every.items()
-        }
+        one_of("figures", figure, *values)
+        of_systems = dict(zip(names, values[figure], strict=True))
+        for name, compared in comparisons.items():
+            compared[figure] = _compared(of_systems[name], of_systems[baseline], ends)
+    p_values = [x.p_value for compared in comparisons.values() for x in compared.values()]
+    corrected = iter(holm(p_values))
+    for compared in comparisons.values():
+        for figure, x in compared.items():
+            compared[figure] = x._replace(p_value=next(corrected))
     return comparisons
 
 
@@ -153,45 +148,32 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _differences(
-    systems: Sequence[RetrievalResults],
-    baseline: RetrievalResults,
-    figures: Sequence[str],
-    level: float,
-    samples: int,
-    seed: int,
-) -> list[dict[str, Comparison]]:
-    """Return the differences of figures between each system and the baseline, uncorrected."""
-    *runs, base = _bootstrap([*systems, baseline], figures, samples, seed)
-    found = []
-    for run in runs:
-        every = run - base
-        every[every.abs() < _ROUNDING] = 0.0
-        exact = every[0]
-        differences = every[1:]
-        # a sample whose queries all lack positives has no metrics
-        valid = differences.isfinite().sum(0)
-        tail = torch.minimum((differences <= 0).sum(0), (differences >= 0).sum(0))
-        p = (2 * (tail + 1).double() / (valid + 1)).clamp_max(1.0)
-        low, high = _interval(differences, level)
-        columns = torch.stack([exact, low, high, p], 1).tolist()
-        rows = zip(figures, columns, strict=True)
-        found.append({figure: Comparison(*values) for figure, values in rows})
-    return found
+def _compared(own: Tensor, other: Tensor, ends: Tensor) -> Comparison:
+    """Return the difference of a metric's values (1 + samples,) between two models."""
+    differences = own - other
+    differences[differences.abs() < _ROUNDING] = 0.0
+    samples = differences[1:]
+    # a sample whose queries all lack positives has no metrics
+    valid = int(samples.isfinite().sum())
+    tail = min(int((samples <= 0).sum()), int((samples >= 0).sum()))
+    p_value = min(1.0, 2 * (tail + 1) / (valid + 1))
+    low, high = _interval(samples, ends)
+    return Comparison(float(differences[0]), low, high, p_value)
 
 
 def _bootstrap(
-    runs: Sequence[RetrievalResults], figures: Sequence[str], samples: int, seed: int
-) -> Tensor:
-    """Return (runs, 1 + samples, figures) percentages of all queries, and of bootstrap samples.
+    runs: Sequence[RetrievalResults], ks: Ks, samples: int, seed: int
+) -> dict[str, Tensor]:
+    """Return (runs, 1 + samples) values of each metric, over all queries and over those of
+    bootstrap samples, in percent.
 
     A sample draws ids with replacement, the same for all runs.
     """
     samples = as_size("samples", samples)
-    columns = _columns(figures)
-    sums = torch.stack([_sums_by_id(run, runs[0], columns) for run in runs], 1)
-    n = len(sums)  # ids, of (ids, runs, 2, columns + 1)
-    found = [_figures(sums.sum(0, keepdim=True), figures, columns)]
+    ks = as_ks(ks)
+    sums = torch.stack([_sums_by_id(run, runs[0], ks) for run in runs], 1)
+    n = len(sums)  # ids, of (ids, runs, 2, columns)
+    drawn_sums = [sums.sum(0, keepdim=True)]
     generator = torch.Generator("cpu").manual_seed(seed)
     step = max(1, _DRAWN // n)
     for start in range(0, samples, step):
@@ -200,34 +182,18 @@ def _bootstrap(
         drawn = torch.randint(n, (count, n), generator=generator, device="cpu")
         drawn += n * torch.arange(count, device="cpu")[:, None]
         times = drawn.flatten().bincount(minlength=count * n).view(count, n).double()
-        found.append(_figures(torch.tensordot(times, sums, 1), figures, columns))
-    return torch.cat(found, 1)
+        drawn_sums.append(torch.tensordot(times, sums, 1))
+    of_samples = torch.cat(drawn_sums)  # (1 + samples, runs, 2, columns)
+    means = 100 * of_samples[..., :-1] / of_samples[..., -1:]
+    values = {}
+    for side, way in enumerate(WAYS):
+        for column, name in enumerate(runs[0].i2t.per_query(ks)):
+            values[f"{way}_{name}"] = means[:, :, side, column].T
+    values["rsum"] = values.pop("i2t_rsum") + values.pop("t2i_rsum")
+    return values
 
 
-def _columns(figures: Sequence[str]) -> list[str]:
-    """Return the names of the metrics of a direction that figures are made of."""
-    columns: dict[str, None] = {}
-    for figure in figures:
-        parts = _SUMMED if figure == "rsum" else (figure.partition("_")[2],)
-        columns.update(dict.fromkeys(parts))
-    return list(columns)
-
-
-def _figures(sums: Tensor, figures: Sequence[str], columns: Sequence[str]) -> Tensor:
-    """Return (runs, samples, figures) percentages from the (samples, runs, 2, columns + 1) sums."""
-    means = 100 * sums[..., :-1] / sums[..., -1:]
-    found = []
-    for figure in figures:
-        if figure == "rsum":
-            summed = [columns.index(name) for name in _SUMMED]
-            found.append(means[..., summed].sum((-2, -1)))
-        else:
-            way, _, name = figure.partition("_")
-            found.append(means[..., WAYS.index(way), columns.index(name)])
-    return torch.stack(found, -1).transpose(0, 1)
-
-
-def _sums_by_id(results: RetrievalResults, first: RetrievalResults, names: Sequence[str]) -> Tensor:
+def _sums_by_id(results: RetrievalResults, first: RetrievalResults, ks: Ks) -> Tensor:
     """Return (ids, 2, columns + 1) sums over the queries with positives of each id and direction.
 
     Summed are the metrics, and last the queries. The same queries must have positives in
@@ -239,27 +205,34 @@ def _sums_by_id(results: RetrievalResults, first: RetrievalResults, names: Seque
     image_ids = first.i2t.ids
     ids = torch.cat([image_ids, first.t2i.ids]).cpu()
     unique, inverse = ids.unique(return_inverse=True)
-    shape = len(unique), len(WAYS), len(names) + 1
-    sums = torch.zeros(shape, dtype=torch.float64, device="cpu")
     indices = inverse.tensor_split([len(image_ids)])
-    for side, (way, queries) in enumerate(results.ways.items()):
+    sums = []
+    for (way, queries), index in zip(results.ways.items(), indices, strict=True):
         expected = first.ways[way]
         matched = queries.positives > 0
         alike = torch.equal(queries.ids, expected.ids)
         if not alike or not torch.equal(matched, expected.positives > 0):
             raise ValueError(f"others: expected results of the same queries; those of {way} differ")
-        columns = [queries.per_query(name) for name in names]  # 0 for a query without positives
-        values = torch.stack([*columns, matched.double()], 1)
-        sums[:, side].index_add_(0, indices[side], values.cpu())
-    if not bool(sums[..., -1].any()):
+        # the values are 0 for a query without positives
+        values = torch.stack([*queries.per_query(ks).values(), matched.double()], 1).cpu()
+        zeros = values.new_zeros(len(unique), values.shape[1])
+        sums.append(zeros.index_add_(0, index, values))
+    of_ids = torch.stack(sums, 1)
+    if not bool(of_ids[..., -1].any()):
         raise ValueError("results: no query has a right candidate")
-    return sums[unique != NO_ID]  # what does not exist is not drawn
+    return of_ids[unique != NO_ID]  # what does not exist is not drawn
 
 
-def _interval(samples: Tensor, level: float) -> Tensor:
-    """Return the (2, F) ends of intervals that contain ``level`` of the (samples, F) values."""
+def _ends(level: float) -> Tensor:
+    """Return the (2,) shares of samples below the ends of an interval, of a checked level."""
     check_number("level", level, positive=True)
     if level >= 1:
         raise ValueError(f"level: expected a number below 1, got {level}")
-    ends = samples.new_tensor([(1 - level) / 2, (1 + level) / 2])
-    return samples.nanquantile(ends, dim=0)
+    shares = [(1 - level) / 2, (1 + level) / 2]
+    return torch.tensor(shares, dtype=torch.float64, device="cpu")
+
+
+def _interval(samples: Tensor, ends: Tensor) -> tuple[float, float]:
+    """Return the ends of the interval of values (samples,)."""
+    low, high = samples.nanquantile(ends).tolist()
+    return low, high

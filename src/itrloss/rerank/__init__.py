@@ -8,7 +8,6 @@ All other names are parameters of the class.
 from .base import RerankBiases, Reranked, Reranker
 from .direction import Bias, Direction
 from .fast import FastReranker, InvertedSoftmax
-from .index import BiasedIndex
 from .normalization import (
     CSLS,
     DualBankNorm,
@@ -23,7 +22,6 @@ from .two_stage import TwoStageReranker
 
 __all__ = [
     "Bias",
-    "BiasedIndex",
     "CSLS",
     "Direction",
     "DualBankNorm",

@@ -16,19 +16,9 @@ from ..checks import Options, as_size, check_matrix, from_numpy
 from ..checks.warnings import UnfitScalesWarning, are_the_same, warn
 from ..engine.ranking import Ranking, Relevance, collected
 from ..metrics.labels import with_ids
-from ..metrics.matching import existing, existing_part, places, query_ids, rows_of
-from ..metrics.relevance import judged
+from ..metrics.matching import Part, existing_part, rows_of
 from ..similarity import Similarity, TopK
-from .direction import (
-    SIDES,
-    Bias,
-    Direction,
-    Rule,
-    against,
-    fitting,
-    for_all,
-    unlabelled,
-)
+from .direction import SIDES, Bias, Direction, Rule, against, fitting, no_match, unlabelled
 
 _AT_ONCE = 2**20  # scores that are re-ranked at once, most of them in float64
 
@@ -202,15 +192,20 @@ class Reranker(Options, ABC):
             TypeError, ValueError: naming the argument; for nan and infinity; for a single query
                 without a bank; for a missing bank or embeddings that the method needs.
         """
-        sim = with_ids("scores", scores, None, None, by_ids=False)
+        part = self._part(scores)
         results = []
-        for side, (queries, rule) in enumerate(self._ruled(sim)):
-            result = torch.empty(queries.shape, dtype=sim.dtype, device=sim.device)
+        for own, direction, rule in self._ruled(part):
+            queries = direction.queries
+            result = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
             for rows, block in queries.blocks():
                 result[rows] = rule(block, rows)
             if isinstance(rule, Bias) and not bool(result.isfinite().all()):
                 raise ValueError(f"scores: too large for {self!r}")
-            results.append(result.T if side else result)
+            if result.shape != own.shape:
+                some = result
+                result = some.new_zeros(own.shape)
+                result[own.rows[:, None], own.cols] = some
+            results.append(result.T if direction.side else result)
         return self._pair(results)
 
     def topk(self, scores: Tensor | Similarity, k: int) -> Reranked[TopK]:
@@ -231,16 +226,17 @@ class Reranker(Options, ABC):
             TypeError, ValueError: as :meth:`rerank`.
         """
         k = as_size("k", k)
-        sim = with_ids("scores", scores, None, None, by_ids=False)
         best = []
-        for ranking, exists in zip(self.ranked(sim, k, None), existing(sim), strict=True):
-            top = ranking.top
-            if exists is not None:
-                missing = ~exists[:, None]
-                values = top.values.masked_fill(missing, -torch.inf)
-                top = TopK(values, top.indices.masked_fill(missing, -1))
-            best.append(top)
+        for own, direction, rule in self._ruled(self._part(scores)):
+            values, indices = _ranking(direction, rule, k, None, None).top
+            width = min(k, own.shape[1])
+            values = own.among_all(values, width, -torch.inf)
+            best.append(TopK(values, own.among_all(own.cols[indices], width, -1)))
         return self._pair(best)
+
+    def _part(self, scores: Tensor | Similarity) -> Part:
+        """Return the images and texts that exist, of checked scores."""
+        return existing_part(with_ids("scores", scores, None, None, by_ids=False))
 
     def _pair(self, results: Iterable[T]) -> Reranked[T]:
         """Return the results of both directions, which say whether they are transductive."""
@@ -255,75 +251,64 @@ class Reranker(Options, ABC):
         Raises:
             ValueError: as :meth:`rerank`, and for a method that is not a bias per candidate.
         """
-        sim = with_ids("scores", scores, None, None, by_ids=False)
         biases = []
-        for _, rule in self._ruled(sim):
+        for own, _, rule in self._ruled(self._part(scores)):
             if isinstance(rule, Bias):
-                biases.append((rule.bias / rule.factor).to(sim.dtype))
+                bias = (rule.bias / rule.factor).to(own.sim.dtype)
+                biases.append(own.T.among_all(bias[:, None], 1, 0.0)[:, 0])
         if len(biases) < 2:
             raise ValueError(f"biases: {type(self).__name__} is not a bias per candidate")
         return RerankBiases(*biases)
 
     def ranked(
-        self,
-        sim: Similarity,
-        k: int,
-        ties: str | None,
-        relevance: tuple[Relevance, Relevance] | None = None,
+        self, part: Part, k: int, ties: str | None, relevance: tuple[Relevance, Relevance]
     ) -> list[Ranking]:
-        """Return the ranks (empty for ``ties=None``) and the k best candidates of all images, and
-        of all texts; see :meth:`itrloss.Similarity.ranked`.
+        """Return the ranks and the k best candidates of all images, and of all texts, of a part;
+        see :meth:`itrloss.Similarity.ranked`.
 
         ``relevance``, of the images and of the texts, is for the ranks alone: re-ranking sees all
-        scores. None: those that match by ``sim`` are right.
+        scores.
         """
-        own: Sequence[Relevance | None] = (None, None)
-        if ties is not None:
-            own = judged(sim).both() if relevance is None else relevance
-        both = zip(self._ruled(sim), own, strict=True)
-        return [_ranks(queries, rule, k, ties, right) for (queries, rule), right in both]
+        rankings = []
+        for (_, direction, rule), right in zip(self._ruled(part), relevance, strict=True):
+            rankings.append(_ranking(direction, rule, k, ties, right))
+        return rankings
 
     @torch.no_grad()
-    def _ruled(self, sim: Similarity) -> list[tuple[Similarity, Rule]]:
-        """Return, for both directions, the scores of all queries and candidates, without labels,
-        and how they are re-ranked; raise an error unless the method can re-rank ``sim``.
+    def _ruled(self, part: Part) -> list[tuple[Part, Direction, Rule]]:
+        """Return, for both directions, a part with the queries as rows, its similarities and how
+        they are re-ranked; raise an error unless the method can re-rank them.
         """
-        directions = self._directions(sim)
+        directions = self._directions(part)
         self._warn(directions)
-        exists = existing(sim)
-        queries = [direction.queries for direction in directions]
-        if exists != (None, None):
-            every = unlabelled(sim)
-            queries = [every, every.T]
         ruled = []
-        sides = zip(directions, queries, (exists, exists[::-1]), strict=True)
-        for direction, own, masks in sides:
+        for own, direction in zip((part, part.T), directions, strict=True):
             rule = self.rule(direction)
             if not callable(rule):
                 expected = "a Bias, or a function of scores and rows"
                 raise TypeError(f"rule: expected {expected}, got {type(rule).__name__}")
-            if isinstance(rule, Bias) and not bool(rule.bias.to(sim.dtype).isfinite().all()):
-                raise ValueError(f"scores: too large for {self!r}")
-            ruled.append((own, for_all(rule, *masks)))
+            if isinstance(rule, Bias):
+                bias = rule.bias.to(direction.queries.dtype)
+                if not bool(bias.isfinite().all()):
+                    raise ValueError(f"scores: too large for {self!r}")
+            ruled.append((own, direction, rule))
         return ruled
 
     @torch.no_grad()
-    def _directions(self, sim: Similarity) -> list[Direction]:
-        """Return image→text and text→image, with what exists.
+    def _directions(self, part: Part) -> list[Direction]:
+        """Return image→text and text→image.
 
-        Raises an error unless the method can re-rank ``sim``.
+        Raises an error unless the method can re-rank the part.
         """
-        present = existing_part(sim)
-        self._check(present)
+        self._check(part.sim)
+        images = unlabelled(part.sim)
+        views = images, images.T  # of the same matrix, so that all sums take one product
         banks = [self._images, self._texts]
         for side, bank in enumerate(banks):
             if bank is not None:
-                banks[side] = fitting(bank, side, sim, existing(sim)[1 - side])
-        images = unlabelled(present)
-        views = images, images.T  # of the same matrix, so that all sums take one product
-        rows, cols = places(sim)
+                banks[side] = fitting(bank, side, part)
         directions = []
-        for side, bank in enumerate(banks):
+        for side, (own, bank) in enumerate(zip((part, part.T), banks, strict=True)):
             candidates = views[1 - side]
             if bank is not None:
                 candidates = against(candidates, bank)
@@ -334,7 +319,7 @@ class Reranker(Options, ABC):
                     candidates,
                     transductive=bank is None,
                     gallery=banks[1 - side],
-                    numbers=(cols, rows) if side else (rows, cols),
+                    numbers=(own.rows, own.cols),
                 )
             )
         return directions
@@ -412,22 +397,23 @@ def go_beyond_cosines(sim: Similarity) -> bool:
 
 
 @torch.no_grad()
-def _ranks(
-    queries: Similarity, rule: Rule, k: int, ties: str | None, relevance: Relevance | None
+def _ranking(
+    direction: Direction, rule: Rule, k: int, ties: str | None, relevance: Relevance | None
 ) -> Ranking:
     """Return ranks and best candidates by re-ranked score."""
+    queries = direction.queries
     if isinstance(rule, Bias):
         bias = rule.bias / rule.factor
         ranks, top, grades = queries.ranked(k, bias, ties=ties, relevance=relevance)
         return Ranking(ranks, TopK(top.values * rule.factor, top.indices), grades)
-    ids, candidate_ids = query_ids(queries)
 
     def parts() -> Iterator[tuple[slice, Ranking]]:
         """Yield slices of the queries, each with its ranking."""
         for rows, block in queries.blocks(_AT_ONCE):
-            scored = Similarity.from_scores(rule(block, rows), ids[rows], candidate_ids)
+            scores = rule(block, rows)
+            scored = Similarity.from_scores(scores, *no_match(scores.shape, scores.device))
             own = None if relevance is None else relevance.part(rows)
             yield rows, scored.ranked(k, ties=ties, relevance=own)
 
-    ranks, top, grades = collected(len(ids), parts())
+    ranks, top, grades = collected(queries.shape[0], parts())
     return Ranking(ranks, TopK(top.values.to(queries.dtype), top.indices), grades)

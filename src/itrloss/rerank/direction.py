@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..engine.products import full_float32, rounds_float32
 from ..engine.vectors import full_precision
-from ..metrics.matching import existing, marked
+from ..metrics.matching import Part
 from ..similarity import Engine, Similarity
 
 SIDES = ("images", "texts")  # the queries of image→text and of text→image
@@ -49,47 +49,12 @@ class Bias(NamedTuple):
 Rule = Callable[[Tensor, slice], Tensor]  # a bias or another function
 
 
-def for_all(rule: Rule, queries: Tensor | None, candidates: Tensor | None) -> Rule:
-    """Return the rule for all queries and candidates from the rule for those that exist.
-
-    ``queries`` (Q,) and ``candidates`` (C,) are bool masks of them; None: all exist. The scores of
-    others become 0.
-    """
-    if queries is None and candidates is None:
-        return rule
-    if isinstance(rule, Bias):
-        if candidates is None:
-            return rule
-        bias = rule.bias.new_zeros(len(candidates))
-        bias[candidates] = rule.bias
-        return rule._replace(bias=bias)
-
-    def rerank_existing(scores: Tensor, rows: slice) -> Tensor:
-        """Return the re-ranked scores of a block's queries and candidates that exist."""
-        count, size = scores.shape
-        row = torch.arange(count, device=scores.device)
-        start = rows.start
-        if queries is not None:
-            row = row[queries[rows]]
-            start = int(queries[: rows.start].sum())
-        col = torch.arange(size, device=scores.device)
-        if candidates is not None:
-            col = col[candidates]
-        place = row[:, None], col
-        found = rule(scores[place], slice(start, start + len(row)))
-        return found.new_zeros(scores.shape).index_put_(place, found)
-
-    return rerank_existing
-
-
 def unlabelled(sim: Similarity) -> Similarity:
-    """Return the same scores without a gradient and without positives, and what does not exist.
+    """Return the same scores without a gradient and without positives.
 
     Embeddings that autocast or TF32 may have rounded for a loss are taken as they were passed in.
     """
-    rows, cols = no_match(sim.shape, sim.device)
-    exist = existing(sim)
-    ids = marked(rows, exist[0]), marked(cols, exist[1])
+    ids = no_match(sim.shape, sim.device)
     if sim.embeddings is None:
         return sim.relabelled(*ids)
     is_rounded = any(vectors.x is not vectors.given for vectors in sim.vectors)
@@ -150,15 +115,16 @@ def reference_sums(candidates: Similarity, scale: float) -> Tensor:
         return candidates.logsumexp(scale)
 
 
-def fitting(bank: Tensor, side: int, sim: Similarity, candidates: Tensor | None) -> Tensor:
-    """Return the bank of a side as (B, D) embeddings or, if ``sim`` is of scores, (C, B) scores
-    with the candidates that exist, of a mask.
+def fitting(bank: Tensor, side: int, part: Part) -> Tensor:
+    """Return the bank of a side as (B, D) embeddings or, of scores, as (C, B) scores with the
+    candidates of a part.
 
     In the dtype of the scores, as half precision would round a float32 bank; scores in half
     precision stay so, as they are converted by blocks. Raises an error if the bank does not fit.
     """
+    sim = part.sim
     axis = 1 - side
-    size = sim.shape[axis]
+    size = part.shape[axis]
     expected = f"scores with the {size} candidates"
     if sim.embeddings is not None:
         axis = 1
@@ -169,8 +135,9 @@ def fitting(bank: Tensor, side: int, sim: Similarity, candidates: Tensor | None)
     if sim.embeddings is not None:
         return bank.to(sim.device, sim.dtype)
     bank = bank.to(sim.device)
-    bank = bank.T if side == 0 else bank
-    return bank if candidates is None else bank[candidates]
+    candidates = part.rows if side else part.cols
+    bank = bank if side else bank.T
+    return bank if len(candidates) == size else bank[candidates]
 
 
 def no_match(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,10 @@ from torch import Tensor
 from ..checks import IdsLike, as_number, option
 from ..checks.warnings import UnfitScalesWarning, warn
 from ..metrics.labels import with_ids
-from ..metrics.matching import existing
+from ..metrics.matching import existing_part
 from ..similarity import Similarity
 from .base import Reranker
-from .direction import Bias, Direction, for_all, reference_sums
+from .direction import Bias, Direction, reference_sums
 
 # the grid of calibrate(), in steps of √2
 SCALES = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 57.0, 80.0)
@@ -92,15 +92,14 @@ class FastReranker(Reranker):
         chosen = []
         ends = {min(scales), max(scales)}
         at_end = False
-        masks = existing(sim)
-        views = (sim, masks), (sim.T, masks[::-1])
-        for direction, (labelled, exists) in zip(self._directions(sim), views, strict=True):
+        part = existing_part(sim)
+        views = part.sim, part.sim.T
+        for direction, labelled in zip(self._directions(part), views, strict=True):
             qualities: dict[tuple[float, float], tuple[float, float]] = {}
             for scale in scales:
-                penalties = for_all(Bias(-reference_sums(direction.candidates, scale)), *exists)
-                assert isinstance(penalties, Bias)
+                penalties = -reference_sums(direction.candidates, scale)
                 for factor in scales:
-                    ranks = labelled.ranks(penalties.bias / factor)
+                    ranks = labelled.ranks(penalties / factor)
                     qualities[scale, factor] = _quality(ranks[:, 0])
             best = max(qualities, key=qualities.__getitem__)
             if qualities[best] < _PERFECT and not ends.isdisjoint(best):

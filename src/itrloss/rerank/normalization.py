@@ -7,9 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..anchors import MeanStd
 from ..checks import option
-from ..engine.products import full_float32
 from ..similarity import Similarity
 from .base import Reranker
 from .direction import AT_ONCE, Bias, Direction, Rule, against, log_sum_exp, reference_sums
@@ -140,14 +138,14 @@ class MutualProximity(Reranker):
 
     def rule(self, direction: Direction) -> Rule:
         """Return the rule that ranks by the log probability."""
-        query = _moments(direction.queries)
-        candidate = _moments(direction.candidates)
+        query_mean, query_std = _moments(direction.queries)
+        mean, std = _moments(direction.candidates)
 
         def log_probability(scores: Tensor, rows: slice) -> Tensor:
             """Return the log probabilities of a block's scores."""
             exact = scores.double()
-            candidate_term = torch.special.log_ndtr((exact - candidate.mean).div_(candidate.std))
-            query_z = exact.sub_(query.mean[rows, None]).div_(query.std[rows, None])
+            candidate_term = torch.special.log_ndtr((exact - mean).div_(std))
+            query_z = exact.sub_(query_mean[rows, None]).div_(query_std[rows, None])
             return torch.special.log_ndtr(query_z).add_(candidate_term)
 
         return log_probability
@@ -196,13 +194,10 @@ class DualBankSinkhorn(Sinkhorn):
         return Bias(bias[: candidates.shape[0]], factor)
 
 
-def _moments(sim: Similarity) -> MeanStd:
-    """Return the (N,) means and standard deviations of scores; given ones are read by blocks."""
-    if sim.embeddings is not None:
-        with full_float32(sim.device):
-            return sim.mean_std()
+def _moments(sim: Similarity) -> tuple[Tensor, Tensor]:
+    """Return the (N,) float64 means and standard deviations of scores, of at least 1e-6."""
     means = torch.empty(sim.shape[0], dtype=torch.float64, device=sim.device)
     variances = torch.empty_like(means)
     for rows, block in sim.blocks(AT_ONCE):
         variances[rows], means[rows] = torch.var_mean(block.double(), 1, correction=0)
-    return MeanStd(means, variances.clamp_min_(1e-12).sqrt_())
+    return means, variances.clamp_min_(1e-12).sqrt_()
