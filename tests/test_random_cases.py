@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.answers import assert_equal
 from support.cases import ENGINES
-from support.drawn_answers import ASKED, AnswerCase
+from support.drawn_answers import ASKED, IN_PROCESSES, AnswerCase
 from support.drawn_infonce import InfoNCECase
 from support.drawn_losses import LossCase, memory_of
 from support.draws import draw_workings
@@ -272,3 +272,23 @@ def test_two_processes_have_the_losses_of_one(turn, tmp_path):
         assert_shared(next(parts), whole, leaves, values, str(case))
     for case in shared_options(turn):
         assert_shared(next(parts), shared_infonce(case), len(case.inputs), 1, str(case))
+
+
+def shared_answers(turn: int) -> list[AnswerCase]:
+    """A case of each answer of a batch that two processes share."""
+    cases = [AnswerCase(name, turn, in_processes=True) for name in IN_PROCESSES]
+    for case in cases:
+        case.engine = case.draw.pick(["auto", "dense", "tiled"])
+    return cases
+
+
+def answers_of_a_process(rank: int, turn: int) -> list[list[Tensor]]:
+    return [case.of_process(rank).shared_outcome() for case in shared_answers(turn)]
+
+
+@pytest.mark.parametrize("turn", range(6))
+def test_two_processes_have_the_answers_of_one(turn, tmp_path):
+    parts = run(answers_of_a_process, tmp_path, turn)
+    for case, first, second in zip(shared_answers(turn), *parts, strict=True):
+        found = [torch.cat(pair) for pair in zip(first, second, strict=True)]
+        assert_equal(found, case.shared_outcome(), f"{case}, {case.engine}")

@@ -176,9 +176,28 @@ ENGINES = ("dense", "tiled", "kept", "scores")
 VIEWS = {"rows": lambda sim: sim, "columns": lambda sim: sim.T, "both": lambda sim: sim.both}
 
 
-def similarity(v: Tensor, w: Tensor, ids: tuple, engine: str, **options: Any) -> Any:
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same numbers, with others between those of a row."""
+    return torch.stack([x, x], 2).flatten(1)[:, ::2]
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same numbers, column by column."""
+    return x.T.contiguous().T
+
+
+LAYOUTS = (as_it_is, strided, transposed)
+
+
+def similarity(
+    v: Tensor, w: Tensor, ids: tuple, engine: str, layout: Any = as_it_is, **options: Any
+) -> Any:
     """Similarity on an engine; ``"kept"``: the tiled engine with cached scores; ``"scores"``: from
-    a given matrix.
+    a given matrix, of a layout in memory.
 
     ``"reference"`` is the specification of the tests.
     """
@@ -187,7 +206,7 @@ def similarity(v: Tensor, w: Tensor, ids: tuple, engine: str, **options: Any) ->
     if engine == "kept":
         return Similarity(v, w, *ids, engine="tiled", memory_budget=10**9, **options)
     if engine == "scores":
-        scores = Similarity(v, w, *ids, engine="dense", **options).scores()
+        scores = layout(Similarity(v, w, *ids, engine="dense", **options).scores())
         return Similarity.from_scores(scores, *ids, engine="tiled", related=options.get("related"))
     return Similarity(v, w, *ids, engine=engine, **options)  # type: ignore
 
