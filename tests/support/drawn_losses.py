@@ -24,7 +24,6 @@ from support.draws import KINDS, OF_IDS, Batch, Draw, drawn_batch, places_of_pro
 from support.losses_registry import ONE_TO_ONE, REGISTRY, Entry
 
 STEP = 1e-6  # of differences
-DIM = 4  # of embeddings
 ONE_ID = ["pairs", "ids", "same"]  # all items exist, and their ids are given or equal
 
 # Relations of losses by what they take; others take all.
@@ -46,7 +45,11 @@ RELATIONS = {
 class LossCase:
     """A loss of the registry, its input and its options, drawn for a name and a seed."""
 
-    def __init__(self, name: str, seed: int, in_processes: bool = False):
+    dim = 4  # of embeddings
+
+    def __init__(
+        self, name: str, seed: int, in_processes: bool = False, batch: Batch | None = None
+    ):
         draw = Draw(name, seed)
         self.draw = draw
         self.name = name
@@ -60,18 +63,19 @@ class LossCase:
             kinds = ["pairs"]
         if in_processes:  # whose numbers are of their own images
             kinds = [kind for kind in kinds if kind != "numbers"]
-        self.batch: Batch = drawn_batch(draw, kinds)
+        self.batch: Batch = drawn_batch(draw, kinds) if batch is None else batch
         self.engine = draw.pick(["auto", "dense", "tiled"])
         self.form = draw.pick(["embeddings", "embeddings", "scores", "similarity"])
         self.common = self.drawn_options()
         self.input = INPUTS.get(self.takes, pairs)(self)
-        self.direction = [draw.normal(*x.shape) for x in self.input]
+        # a vector of length 0 has no derivative
+        self.direction = [draw.normal(*x.shape) * x.any(-1, keepdim=True) for x in self.input]
         self.weights = [draw.normal(self.batch.n), draw.normal(self.batch.m)]
 
     def drawn_options(self) -> dict[str, Any]:
         """Options that all losses of a kind have."""
         draw = self.draw
-        taken = inspect.signature(type(self.entry.make(DIM))).parameters
+        taken = inspect.signature(type(self.entry.make(self.dim))).parameters
         found: dict[str, Any] = {"reduction": draw.pick(["mean", "sum", "none"])}
         if self.takes in ("coder", "heads and residuals"):
             found["reduction"] = "mean"
@@ -105,7 +109,7 @@ class LossCase:
             options["engine"] = engine
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)  # weights that are drawn
-            return self.entry.make(DIM, **self.common, **options).double()
+            return self.entry.make(self.dim, **self.common, **options).double()
 
     def ours(self, loss: Any, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the values of the library."""
@@ -115,7 +119,7 @@ class LossCase:
     @property
     def is_in_loops(self) -> bool:
         """Whether loops have the relation."""
-        return self.batch.kind != "weights" or type(self.entry.make(DIM)) in WITH_WEIGHTS
+        return self.batch.kind != "weights" or type(self.entry.make(self.dim)) in WITH_WEIGHTS
 
     def loops(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the same from loops."""
@@ -184,10 +188,10 @@ class LossCase:
         whole.form = "embeddings"
         return whole
 
-    def of_process(self, rank: int) -> LossCase:
-        """Return what one of two processes has."""
+    def of_process(self, rank: int, world: int = 2) -> LossCase:
+        """Return what a process has."""
         draw = Draw(self.name, self.seed, "processes")
-        rows, cols = places_of_process(draw, self.batch, rank)
+        rows, cols = places_of_process(draw, self.batch, rank, world)
         part = copy.copy(self)
         part.batch = self.batch.of_process(rows, cols)
         places = [rows if len(x) == self.batch.n else cols for x in self.input]
@@ -196,14 +200,28 @@ class LossCase:
             places = [rows, cols, rows, cols]
         part.input = [x[place] for x, place in zip(self.input, places, strict=True)]
         part.weights = [x[place] for x, place in zip(self.weights, (rows, cols), strict=True)]
-        for name, place in {"classes": rows, "teacher": rows, "negative_ids": rows}.items():
+        for name in ("classes", "teacher", "negative_ids", "gate"):  # of rows
             if getattr(self, name, None) is not None:
-                setattr(part, name, getattr(self, name)[place])
+                setattr(part, name, getattr(self, name)[rows])
         for name in ("keys", "guide"):
             if hasattr(self, name):
                 of_rows, of_cols = getattr(self, name)
                 setattr(part, name, (of_rows[rows], of_cols[cols]))
         return part
+
+    def rounded(self, dtype: torch.dtype) -> LossCase:
+        """Return the case with input of a dtype."""
+
+        def convert(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return type(x)(convert(part) for part in x)
+            return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+        found = copy.copy(self)
+        for name in ("input", "keys", "entries", "guide", "teacher", "gate", "points"):
+            if hasattr(self, name):
+                setattr(found, name, convert(getattr(self, name)))
+        return found
 
     def slope_of_loops(self) -> float:
         """The derivative of the total along the direction, by differences."""
@@ -223,9 +241,9 @@ class LossCase:
 # ------------------------------------------------------------------------------------------- pairs
 
 
-def scaled(case: LossCase, size: int, dim: int = DIM) -> Tensor:
+def scaled(case: LossCase, size: int) -> Tensor:
     """Embeddings whose inner products are about as large as cosines."""
-    return case.draw.vectors(size, dim) * (1.0 if case.normalizes else 0.2)
+    return case.draw.vectors(size, case.dim) * (1.0 if case.normalizes else 0.2)
 
 
 def pairs(case: LossCase) -> list[Tensor]:
@@ -257,7 +275,7 @@ def of_pairs(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 def loops_of_pairs(case: LossCase, leaves: list[Tensor]) -> Any:
     if case.name == "matryoshka":
         return loops_of_prefixes(case, leaves)
-    kind = type(case.entry.make(DIM))
+    kind = type(case.entry.make(case.dim))
     if case.entry.oracle is None or (case.batch.kind == "weights" and kind in WITH_WEIGHTS):
         return in_general(WITH_WEIGHTS[kind], case, leaves)
     scores = scores_of(case, leaves)
@@ -299,7 +317,7 @@ def in_general(loops: Callable[..., Any], case: LossCase, leaves: list[Tensor], 
 def with_negatives(case: LossCase) -> list[Tensor]:
     own = case.draw.chance(0.5)
     number = case.draw.pick([1, 3])
-    shape = (case.batch.n, number, DIM) if own else (number, DIM)
+    shape = (case.batch.n, number, case.dim) if own else (number, case.dim)
     case.negative_ids = None
     if case.draw.chance(0.5):
         ids = case.draw.integers(5, *shape[:-1])
@@ -324,7 +342,15 @@ def with_guide(case: LossCase) -> list[Tensor]:
 
 
 def of_guide(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    return loss(*leaves, guide=case.guide, **case.batch.given)
+    guide = judged(case, loss, case.guide) if case.form == "similarity" else case.guide
+    return loss(*leaves, guide=guide, **case.batch.given)
+
+
+def judged(case: LossCase, loss: Any, vectors: Any) -> Similarity:
+    """What another model says of the batch, with an engine of its own."""
+    make: Any = Similarity.sharded if loss.gather else Similarity
+    engine = "dense" if loss.engine == "tiled" else "tiled"
+    return make(*vectors, *case.batch.ids, engine=engine, related=case.batch.related)
 
 
 def loops_of_guide(case: LossCase, leaves: list[Tensor]) -> Any:
@@ -371,7 +397,7 @@ def loops_of_teacher(case: LossCase, leaves: list[Tensor]) -> Any:
 
 
 def with_variances(case: LossCase) -> list[Tensor]:
-    logs = [(0.5 * case.draw.normal(size, DIM) - 2) for size in (case.batch.n, case.batch.m)]
+    logs = [(0.5 * case.draw.normal(size, case.dim) - 2) for size in (case.batch.n, case.batch.m)]
     return [*pairs(case), *logs]
 
 
@@ -396,19 +422,20 @@ def loops_of_variances(case: LossCase, leaves: list[Tensor]) -> Any:
 def with_memory(case: LossCase) -> list[Tensor]:
     batch = case.batch
     draw = case.draw
-    case.keys = [draw.vectors(batch.n, DIM), draw.vectors(batch.m, DIM)]
+    case.keys = [draw.vectors(batch.n, case.dim), draw.vectors(batch.m, case.dim)]
     entries = draw.pick([0, 1, 6, 12])
-    case.entries = [draw.normal(entries, DIM), draw.normal(entries, DIM)]
+    case.entries = [draw.normal(entries, case.dim), draw.normal(entries, case.dim)]
     case.entry_ids = None if batch.kind == "pairs" else draw.integers(6, entries)
     if case.entry_ids is not None and draw.chance(0.3):
         case.entry_ids = draw.marked(case.entry_ids, 0.3)
-    return [draw.vectors(batch.n, DIM), draw.vectors(batch.m, DIM)]
+    return [draw.vectors(batch.n, case.dim), draw.vectors(batch.m, case.dim)]
 
 
 def memory_of(case: LossCase) -> itrloss.CoupledMemory:
     """The entries, and room for some more."""
     size = len(case.entries[0])
-    memory = itrloss.CoupledMemory(size + 3, DIM, dtype=torch.float64)
+    dtype = torch.promote_types(case.keys[0].dtype, torch.float32)
+    memory = itrloss.CoupledMemory(size + 3, case.dim, dtype=dtype)
     for part in (slice(size // 2), slice(size // 2, None)):
         ids = None if case.entry_ids is None else case.entry_ids[part]
         memory.enqueue_alone(*(x[part] for x in case.entries), ids)
@@ -436,8 +463,8 @@ def with_concepts(case: LossCase) -> list[Tensor]:
     draw = case.draw
     case.batch = Batch("pairs", case.batch.n, case.batch.n)
     leaves = with_memory(case)
-    case.points = draw.normal(12, DIM)
-    return [*leaves, draw.normal(case.batch.n, DIM), draw.normal(case.batch.n, DIM)]
+    case.points = draw.normal(12, case.dim)
+    return [*leaves, draw.normal(case.batch.n, case.dim), draw.normal(case.batch.n, case.dim)]
 
 
 def of_concepts(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
@@ -469,11 +496,15 @@ def loops_of_concepts(case: LossCase, leaves: list[Tensor]) -> Any:
 
 
 def heads(case: LossCase, size: int, number: int = 3) -> Tensor:
-    return case.draw.vectors(size * number, DIM).reshape(size, number, DIM)
+    """Sets of vectors, none of length 0, whose scores would have no deviation."""
+    vectors = case.draw.vectors(size * number, case.dim, zeros=False)
+    return vectors.reshape(size, number, case.dim)
 
 
 def with_heads(case: LossCase) -> list[Tensor]:
-    return [heads(case, case.batch.n), case.draw.vectors(case.batch.m, DIM)]
+    case.common["margin"] = case.draw.pick([0.2, 0.7])
+    of_images = heads(case, case.batch.n, case.draw.pick([1, 3, 4]))
+    return [of_images, heads(case, case.batch.m, 1)[:, 0]]
 
 
 def of_heads(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
@@ -483,24 +514,32 @@ def of_heads(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 def loops_of_heads(case: LossCase, leaves: list[Tensor]) -> Any:
     v, w = (x.numpy() for x in leaves)
     return oracle_more.variance_aware(
-        v, w, *case.batch.items(), **case.entry.options, reduction=case.common["reduction"]
+        v, w, *case.batch.items(), **case.entry.options, **case.common
     )
 
 
 def with_heads_alone(case: LossCase) -> list[Tensor]:
-    return [heads(case, case.batch.n)]
+    case.common["pair_reduction"] = case.draw.pick(["mean", "sum", "frobenius"])
+    case.common["slack"] = case.draw.pick([0.0, 0.1, 0.4])
+    n, number = case.batch.n, case.draw.pick([1, 2, 6])
+    case.gate = None
+    if case.draw.chance(0.7):  # of heads, or of dimensions
+        case.gate = case.draw.integers(2, n, case.draw.pick([number, case.dim])).double()
+    return [heads(case, n, number)]
 
 
 def of_heads_alone(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    return loss(*leaves)
+    return loss(*leaves, case.gate)
 
 
 def loops_of_heads_alone(case: LossCase, leaves: list[Tensor]) -> Any:
-    return case.entry.expected(leaves[0].numpy(), reduction=case.common["reduction"])
+    gate = None if case.gate is None else case.gate.numpy()
+    return oracle_more.dynamic_orthogonal(leaves[0].numpy(), gate, **case.common)
 
 
 def with_residuals(case: LossCase) -> list[Tensor]:
-    return [*with_heads(case), heads(case, case.batch.n)]
+    texts = heads(case, case.batch.m, 1)[:, 0]
+    return [heads(case, case.batch.n), texts, heads(case, case.batch.n)]
 
 
 def of_residuals(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:

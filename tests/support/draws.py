@@ -42,10 +42,10 @@ class Draw:
     def integers(self, high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=self.generator)
 
-    def vectors(self, size: int, dim: int) -> Tensor:
+    def vectors(self, size: int, dim: int, zeros: bool = True) -> Tensor:
         """Return embeddings whose lengths differ by a factor of up to 30; some may be 0."""
         lengths = torch.rand(size, 1, generator=self.generator, dtype=torch.float64) * 3 + 0.1
-        if self.chance(0.2):
+        if zeros and self.chance(0.2):
             lengths *= self.integers(4, size, 1) > 0
         return self.normal(size, dim) * lengths
 
