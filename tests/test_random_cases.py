@@ -24,6 +24,7 @@ from support.processes import run
 from torch import Tensor
 
 from itrloss import NO_ID
+from itrloss.engine import relation
 
 DRAWS = 6  # of an answer or a loss in each test
 
@@ -207,10 +208,64 @@ def test_infonce_with_random_options_in_lower_precision(turn, dtype, monkeypatch
 # --------------------------------------------------------------------------------------- processes
 
 
-def shared_cases(turn: int) -> list[LossCase]:
-    """A case of each loss whose batch two processes share."""
+def shared_cases(turn: int, dtype: torch.dtype) -> list[LossCase]:
+    """A case of each loss whose batch several processes share."""
     cases = [LossCase(name, turn, in_processes=True) for name in LOSSES]
-    return [case.in_whole() for case in cases if case.can_be_shared]
+    return [case.in_whole().rounded(dtype) for case in cases if case.can_be_shared]
+
+
+def losses_of_a_process(
+    rank: int, turn: int, world: int, dtype: torch.dtype, lists: bool
+) -> list[list[Tensor]]:
+    if rank and not lists:  # the positives, as the first process does
+        relation.FEW = -1
+    cases = shared_cases(turn, dtype)
+    return [outcome(case.of_process(rank, world), case.engine, gather=True) for case in cases]
+
+
+def assert_shared(
+    parts: tuple[list[Tensor], ...], whole: list[Tensor], leaves: int, values: int, about: str
+) -> None:
+    """Compare values, gradients of embeddings and those of parameters of all processes.
+
+    Several values are of own anchors, and their total is a sum over processes; otherwise gradients
+    are averaged over the processes, as DDP does.
+    """
+    of_each = whole[0].dim() > 0
+    for k, wanted in enumerate(whole):
+        of_processes = [part[k] for part in parts]
+        found = of_processes[0]
+        if k < values + leaves and (of_each or k >= values):
+            found = torch.cat(of_processes)
+        elif of_each:
+            found = torch.stack(of_processes).sum(0)
+        if values <= k < values + leaves and not of_each:
+            found = found / len(parts)
+        if wanted.dtype == torch.float64:
+            assert_equal(found, wanted, f"{about}, {k}")
+        else:
+            assert (found - wanted).norm() <= 1e-4 * (wanted.norm() + 1), f"{about}, {k}"
+
+
+# How many processes there are, and whether each lists its positives.
+JOBS = [
+    *((turn, 2, torch.float64, True) for turn in range(6)),
+    *(pytest.param(turn, 3, torch.float64, True, marks=pytest.mark.slow) for turn in range(6, 10)),
+    pytest.param(10, 2, torch.float64, False, marks=pytest.mark.slow),
+    pytest.param(11, 2, torch.float32, True, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize(("turn", "world", "dtype", "lists"), JOBS)
+def test_processes_have_the_losses_of_one(turn, world, dtype, lists, tmp_path):
+    found = run(losses_of_a_process, tmp_path, turn, world, dtype, lists, world=world)
+    parts = zip(*found, strict=True)
+    for case in shared_cases(turn, dtype):
+        whole = outcome(case, case.engine)
+        leaves = len(case.input)
+        values = len(whole) - leaves - len([*case.loss("auto").parameters()])
+        assert_shared(next(parts), whole, leaves, values, str(case))
 
 
 def shared_options(turn: int) -> list[InfoNCECase]:
@@ -226,42 +281,14 @@ def shared_infonce(case: InfoNCECase, **options: Any) -> list[Tensor]:
     return values_and_gradients(value, [*inputs.values(), loss.log_scale])
 
 
-def of_a_process(rank: int, turn: int) -> list[list[Tensor]]:
-    found = [outcome(case.of_process(rank), case.engine, gather=True) for case in shared_cases(turn)]
-    for case in shared_options(turn):
-        found.append(shared_infonce(case.of_process(rank), gather=True))
-    return found
-
-
-def assert_shared(
-    parts: tuple[list[Tensor], ...], whole: list[Tensor], leaves: int, values: int, about: str
-) -> None:
-    """Compare values, gradients of embeddings and those of parameters of two processes.
-
-    Several values are of own anchors, and their total is a sum over processes; otherwise gradients
-    are averaged over the processes, as DDP does.
-    """
-    of_each = whole[0].dim() > 0
-    for k, wanted in enumerate(whole):
-        first, second = (part[k] for part in parts)
-        if k < values:
-            found = torch.cat([first, second]) if of_each else first
-        elif k < values + leaves:
-            found = torch.cat([first, second]) / (1 if of_each else 2)
-        else:
-            found = first + second if of_each else first
-        assert_equal(found, wanted, f"{about}, {k}")
+def infonce_of_a_process(rank: int, turn: int) -> list[list[Tensor]]:
+    return [shared_infonce(case.of_process(rank), gather=True) for case in shared_options(turn)]
 
 
 @pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("turn", range(6))
-def test_two_processes_have_the_losses_of_one(turn, tmp_path):
-    parts = zip(*run(of_a_process, tmp_path, turn), strict=True)
-    for case in shared_cases(turn):
-        whole = outcome(case, case.engine)
-        leaves = len(case.input)
-        values = len(whole) - leaves - len([*case.loss("auto").parameters()])
-        assert_shared(next(parts), whole, leaves, values, str(case))
+def test_two_processes_have_infonce_of_one(turn, tmp_path):
+    parts = zip(*run(infonce_of_a_process, tmp_path, turn), strict=True)
     for case in shared_options(turn):
         assert_shared(next(parts), shared_infonce(case), len(case.inputs), 1, str(case))
 
@@ -275,12 +302,15 @@ def shared_answers(turn: int) -> list[AnswerCase]:
 
 
 def answers_of_a_process(rank: int, turn: int) -> list[list[Tensor]]:
-    return [case.of_process(rank).shared_outcome() for case in shared_answers(turn)]
+    cases = [case.of_process(rank) for case in shared_answers(turn)]
+    return [[*case.shared_outcome(), *case.at_hand(), case.figures()] for case in cases]
 
 
 @pytest.mark.parametrize("turn", range(6))
 def test_two_processes_have_the_answers_of_one(turn, tmp_path):
     parts = run(answers_of_a_process, tmp_path, turn)
     for case, first, second in zip(shared_answers(turn), *parts, strict=True):
-        found = [torch.cat(pair) for pair in zip(first, second, strict=True)]
-        assert_equal(found, case.shared_outcome(), f"{case}, {case.engine}")
+        *found, _ = (torch.cat(pair) for pair in zip(first, second, strict=True))
+        about = f"{case}, {case.engine}"
+        assert_equal(found, case.shared_outcome() + case.at_hand(), about)
+        assert_equal([first[-1], second[-1]], [case.figures()] * 2, about)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.processes import run
 from torch import Tensor
 
 import itrloss
@@ -334,112 +332,3 @@ WRONG: dict[str, dict[str, Any]] = {
 def test_wrong_input_is_named(message: str):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         InfoNCELoss()(*FEW, **WRONG[message])
-
-
-# --------------------------------------------------------------------------------------- processes
-
-WHOLE = 9, 12  # images and texts
-# Numbers of images and texts of each process.
-PARTS: dict[str, list[tuple[int, int]]] = {
-    "uneven": [(2, 10), (7, 2)],
-    "empty": [(0, 0), (9, 12)],
-    "three": [(2, 5), (3, 0), (4, 7)],
-}
-SHARED = [*KINDS, "open groups", "ids"]
-
-
-def shared_relation(kind: str) -> dict[str, Any]:
-    """Input for a whole batch that says who matches."""
-    if kind == "ids":
-        return {"image_ids": integers(1, 4, WHOLE[0]), "text_ids": integers(2, 4, WHOLE[1])}
-    if kind == "open groups":
-        who = relation("groups", 7, *WHOLE)
-        who["image_groups"][::3] = NO_ID
-        return who
-    return relation(kind, 7, *WHOLE)
-
-
-def part_of(who: dict[str, Any], rows: slice, cols: slice) -> dict[str, Any]:
-    """What a process passes in: rows of a matrix of matches, and otherwise its own items."""
-    sides = {"image": rows, "text": cols, "matches": rows}
-    return {name: x[sides[name.split("_")[0]]] for name, x in who.items()}
-
-
-def slices(sizes: list[tuple[int, int]], rank: int) -> tuple[slice, slice]:
-    """The images and the texts of a process."""
-    first_image = sum(images for images, _ in sizes[:rank])
-    first_text = sum(texts for _, texts in sizes[:rank])
-    images, texts = sizes[rank]
-    rows = slice(first_image, first_image + images)
-    cols = slice(first_text, first_text + texts)
-    return rows, cols
-
-
-def at_hand(kind: str, rank: int, sizes: list[tuple[int, int]]) -> list[Tensor]:
-    """What own anchors have where all candidates are at hand, as for ranking."""
-    rows, cols = slices(sizes, rank)
-    images = draw(1, WHOLE[0], 8)[rows]
-    texts = draw(2, WHOLE[1], 8)[cols]
-    who = part_of(shared_relation(kind), rows, cols)
-    ids, related = related_of(who)
-    make = Similarity.sharded if len(sizes) > 1 else Similarity
-    sim = make(images, texts, *ids, related=related)
-    statistics = itrloss.describe(sim)
-    found = [torch.stack([*statistics.values()])]
-    for view in (sim, sim.T):
-        local = view.local()
-        n = view.shape[0]
-        found.append(local.positive_counts[:n])
-        found.append(local.negative_counts[:n])
-        found.append(local.scores()[:n])
-    return found
-
-
-def of_a_process(rank: int, sizes: list[tuple[int, int]]) -> list[list[Tensor]]:
-    """What a process finds for all relations."""
-    return [at_hand(kind, rank, sizes) for kind in SHARED]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", PARTS)
-def test_candidates_of_all_processes_are_at_hand(parts: str, tmp_path: Path):
-    """`test_random_cases` has the losses."""
-    sizes = PARTS[parts]
-    every = run(of_a_process, tmp_path, sizes, world=len(sizes))
-    for number, kind in enumerate(SHARED):
-        value, *tensors = at_hand(kind, 0, [WHOLE])
-        of_each = [found[number] for found in every]
-        for first, *_ in of_each:
-            torch.testing.assert_close(first, value, rtol=1e-10, atol=1e-10)
-        for k, exact in enumerate(tensors, 1):
-            got = torch.cat([own[k] for own in of_each])
-            torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-10, msg=f"{kind} {k}")
-
-
-def marks_rules_and_numbers(rank: int) -> list[Tensor]:
-    """Counts with texts of no image, ranks by groups, and an error of other numbers of labels."""
-    images = torch.randn(3, 4)
-    texts = torch.randn(3, 4)
-    numbers_of_each = [[2, NO_ID, 0], [0, 1, NO_ID]]
-    own_images = torch.tensor(numbers_of_each[rank])
-    sim = Similarity.sharded(images, texts, None, own_images)
-    found = [sim.T.positive_counts[:3], sim.T.negative_counts[:3]]
-    groups_of_each = [[0, 0, 1], [1, 2, NO_ID]]
-    groups = torch.tensor(groups_of_each[rank])
-    related = Related((groups, None), "other")
-    sim = Similarity.sharded(images, texts, related=related)
-    found += [sim.local().negative_counts, sim.T.local().negative_counts]
-    labels = torch.zeros(3, 2 + rank, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"numbers of labels \[2, 2\] in process 0"):
-        Similarity.sharded(images, texts, labels, labels)
-    return found
-
-
-def test_marks_rules_and_numbers_of_labels_over_processes(tmp_path: Path):
-    every = run(marks_rules_and_numbers, tmp_path)
-    positives, negatives, of_rows, of_cols = (torch.cat(x) for x in zip(*every, strict=True))
-    assert positives.tolist() == [1, 0, 1, 1, 1, 0]
-    assert negatives.tolist() == [5, 0, 5, 5, 5, 0]  # a text that does not exist has none
-    # of six, those of the own group are none, nor is the own text of what is open to all
-    assert of_rows.tolist() == [4, 4, 4, 4, 5, 5]
-    assert of_cols.tolist() == [4, 4, 4, 4, 5, 5]

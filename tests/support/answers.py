@@ -141,9 +141,7 @@ def gradients(values, leaves, grad, retain_graph=False):
     if not values.requires_grad:
         return [torch.zeros_like(x) for x in leaves]
     total = (finite(values) * grad[: len(values)].to(values)).sum()
-    found = torch.autograd.grad(
-        total, leaves, retain_graph=retain_graph, materialize_grads=True
-    )
+    found = torch.autograd.grad(total, leaves, retain_graph=retain_graph, materialize_grads=True)
     return [*found]
 
 

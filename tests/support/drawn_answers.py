@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from itrloss import Anchors, Similarity
+from itrloss import Anchors, Similarity, describe
 from itrloss.engine.terms import hinge, negative_log_likelihood, softplus
 from support.answers import ANSWERS, TOTALS, assert_equal, gradients
 from support.cases import LAYOUTS, finite, plane, similarity
@@ -36,10 +36,8 @@ SHARED: dict[str, Callable[..., Any]] = {
 }
 OF_TOTALS = {f"total: {name}": total for name, total in TOTALS.items()}
 ASKED = {**ANSWERS, **SHARED, **OF_TOTALS}
-# Answers for each anchor, from its own parameter and the candidates of all processes.
-IN_PROCESSES = [
-    name for name in ASKED if name not in OF_TOTALS and "shared" not in name and "guide" not in name
-]
+# Answers for each anchor from its own parameter.
+IN_PROCESSES = [name for name in ASKED if name not in OF_TOTALS and "shared" not in name]
 
 
 def rows_pooled(make: Callable[..., Any], case: AnswerCase) -> Any:
@@ -159,7 +157,9 @@ class AnswerCase:
         places = (rows, cols, rows, cols)
         part.vectors = [x[k] for x, k in zip(self.vectors, places, strict=False)]
         part.bias = [x[k] for x, k in zip(self.bias, places, strict=False)]
-        part.of_groups = [x[k] for x, k in zip(self.of_groups, self.places(rows, cols), strict=True)]
+        part.of_groups = [
+            x[k] for x, k in zip(self.of_groups, self.places(rows, cols), strict=True)
+        ]
         return part
 
     def of_process(self, rank: int) -> AnswerCase:
@@ -178,15 +178,32 @@ class AnswerCase:
         n, m = self.batch.n, self.batch.m
         return [whole[:size] for size in {"rows": [n], "columns": [m], "both": [n, m]}[self.view]]
 
+    def shared(self, leaves: list[Tensor]) -> Similarity:
+        v, w, *bias = leaves
+        options = dict(self.options, related=self.batch.related, engine=self.engine)
+        if bias:
+            options["bias"] = tuple(bias)
+        return Similarity.sharded(v, w, *self.batch.ids, **options)
+
+    def at_hand(self) -> list[Tensor]:
+        """Return what own rows and columns have where all candidates are at hand."""
+        sim = self.shared([*self.vectors, *self.bias])
+        found = []
+        for view, size in ((sim, self.batch.n), (sim.T, len(self.vectors[1]))):
+            local = view.local()
+            for x in (view.scores(), local.positive_counts, local.negative_counts):
+                found.append(x[:size])
+        return found
+
+    def figures(self) -> Tensor:
+        """Return what telemetry says of the whole batch, but for counts of the best, which tie."""
+        found = describe(self.shared([*self.vectors, *self.bias]))
+        return torch.stack([x for name, x in found.items() if "hubness" not in name])
+
     def shared_outcome(self) -> list[Tensor]:
         """Return the values of own anchors of each group, and the gradients of what is given."""
         leaves = [x.clone().requires_grad_() for x in (*self.vectors, *self.bias)]
-        v, w, *bias = leaves
-        options = dict(self.options, related=self.batch.related)
-        if bias:
-            options["bias"] = tuple(bias)
-        engine: Any = self.engine
-        sim = Similarity.sharded(v, w, *self.batch.ids, engine=engine, **options)
+        sim = self.shared(leaves)
         anchors = VIEWS[self.view](lambda _: sim, self)
         own = [x[:, 0].clone().requires_grad_() for x in self.of_groups]
         # processes pad their anchors to the same number

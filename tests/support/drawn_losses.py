@@ -185,13 +185,17 @@ class LossCase:
         may_be_scores = self.entry.oracle is not None and self.batch.matches is None
         if self.form == "scores" and self.takes == "pairs" and may_be_scores:
             whole.input = [torch.from_numpy(scores_of(self, self.input))]
-        whole.form = "embeddings"
+        if self.takes == "pairs":
+            whole.form = "embeddings"
         return whole
 
     def of_process(self, rank: int, world: int = 2) -> LossCase:
         """Return what a process has."""
         draw = Draw(self.name, self.seed, "processes")
-        rows, cols = places_of_process(draw, self.batch, rank, world)
+        return self.part(*places_of_process(draw, self.batch, rank, world))
+
+    def part(self, rows: slice, cols: slice) -> LossCase:
+        """Return what a process with some rows and columns has."""
         part = copy.copy(self)
         part.batch = self.batch.of_process(rows, cols)
         places = [rows if len(x) == self.batch.n else cols for x in self.input]
@@ -358,12 +362,17 @@ def loops_of_guide(case: LossCase, leaves: list[Tensor]) -> Any:
 
 
 def with_teacher(case: LossCase) -> list[Tensor]:
+    with_guide(case)
     case.teacher = case.draw.normal(case.batch.n, case.batch.m) / 4
+    if case.form == "similarity":
+        of_images, of_texts = map(F.normalize, case.guide)
+        case.teacher = of_images @ of_texts.T
     return pairs(case)
 
 
 def of_teacher(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    return loss(*leaves, case.teacher, **case.batch.given)
+    teacher = judged(case, loss, case.guide) if case.form == "similarity" else case.teacher
+    return loss(*leaves, teacher, **case.batch.given)
 
 
 def loops_of_teacher(case: LossCase, leaves: list[Tensor]) -> Any:
