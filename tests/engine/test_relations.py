@@ -94,13 +94,6 @@ def assert_same(found: Any, wanted: Any, given: list[Tensor]) -> None:
         assert difference.abs().max() < 1e-9
 
 
-def related_of(who: dict[str, Any]) -> tuple[tuple[Any, Any], Related]:
-    """The ids, and all else that says who matches, as a similarity takes them."""
-    ids = (who.get("image_ids"), who.get("text_ids"))
-    groups = (who.get("image_groups"), who.get("text_groups"))
-    return ids, Related(groups, "same", who.get("matches"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_relations_compile_as_one_graph(kind: str):

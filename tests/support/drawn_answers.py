@@ -132,7 +132,12 @@ class AnswerCase:
             if engine == "reference":
                 return Reference.of(v, w[cols], part.ids, **options)
             own, others = (layout(x) for layout, x in zip(self.layouts, (v, w[cols]), strict=True))
-            return similarity(own, others, part.ids, engine, self.layouts[0], **options)
+            sim = similarity(own, others, part.ids, engine, self.layouts[0], **options)
+            if self.before:
+                with MODES[self.mode]():
+                    sim.scores()
+                    ANSWERS[self.before](sim, p[: len(sim)].detach())
+            return sim
 
         anchors = VIEWS[self.view](make, self)
         own = p[: len(anchors)]
