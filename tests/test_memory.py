@@ -144,37 +144,6 @@ def test_a_memory_keeps_its_size(option):
 
 
 KEYS = torch.ones(3, D)
-WRONG_KEYS = {
-    "other dimensions": (
-        (KEYS[:, :4], KEYS[:, :4]),
-        ValueError,
-        r"image_keys: expected .*\(3, 6\)",
-    ),
-    "fewer texts": ((KEYS, KEYS[:2]), ValueError, r"text_keys: expected shape \(3, 6\)"),
-    "integers": ((KEYS, KEYS.long()), TypeError, "text_keys"),
-    "fewer ids": ((KEYS, KEYS, torch.arange(2)), ValueError, r"ids: expected shape \(3,\)"),
-    "ids of another type": ((KEYS, KEYS, torch.ones(3)), TypeError, "ids"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_KEYS)
-def test_wrong_keys_are_named(name):
-    given, error, message = WRONG_KEYS[name]
-    with pytest.raises(error, match=message):
-        CoupledMemory(2, D).enqueue(*given)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"size": 0, "dim": 4}, ValueError, "size"),
-        ({"size": 2.5, "dim": 4}, TypeError, "size"),
-        ({"size": 2, "dim": 4, "dtype": torch.int64}, TypeError, "dtype"),
-    ],
-)
-def test_wrong_options_are_named(options, error, message):
-    with pytest.raises(error, match=message):
-        CoupledMemory(**options)
 
 
 # ------------------------------------------------------------------------------- states and devices

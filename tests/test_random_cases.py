@@ -104,7 +104,7 @@ def test_losses_of_random_batches_are_those_of_loops(name, turn, poisoned, monke
         case = LossCase(name, seed)
         about = f"{case}, {draw_workings(case.draw, monkeypatch)}"
         with torch.autograd.set_detect_anomaly(case.draw.chance(0.3)):  # a nan on the way
-            found = outcome(case, case.engine)
+            found = outcome(case, case.engine, **case.switches)
         assert_equal(found, outcome(case, "dense"), about, tolerance=1e-8)
         if not case.is_in_loops:
             continue

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,6 +69,7 @@ class LossCase:
         self.engine = draw.pick(["auto", "dense", "tiled"])
         self.form = draw.pick(["embeddings", "embeddings", "scores", "similarity"])
         self.common = self.drawn_options()
+        self.switches = self.drawn_switches()
         self.input = INPUTS.get(self.takes, pairs)(self)
         # a vector of length 0 has no derivative
         self.direction = [draw.normal(*x.shape) * x.any(-1, keepdim=True) for x in self.input]
@@ -98,6 +101,12 @@ class LossCase:
         if self.name == "matryoshka":
             return {"reduction": draw.pick(["mean", "sum"]), "groups": self.batch.rule}
         return found
+
+    def drawn_switches(self) -> dict[str, Any]:
+        """Draw options that change no value in one process."""
+        taken = inspect.signature(type(self.entry.make(self.dim))).parameters
+        names = [x for x in ("gather", "telemetry", "check_finite") if x in taken]
+        return {name: self.draw.chance(0.2) for name in names}
 
     @property
     def normalizes(self) -> bool:
@@ -326,8 +335,8 @@ def with_negatives(case: LossCase) -> list[Tensor]:
     if case.draw.chance(0.5):
         ids = case.draw.integers(5, *shape[:-1])
         case.negative_ids = case.draw.marked(ids, 0.2)
-    scale = 1.0 if case.normalizes else 0.2
-    return [*pairs(case), scale * case.draw.normal(*shape)]
+    further = scaled(case, math.prod(shape[:-1])).reshape(shape)
+    return [*pairs(case), further]
 
 
 def of_negatives(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
@@ -364,6 +373,10 @@ def loops_of_guide(case: LossCase, leaves: list[Tensor]) -> Any:
 def with_teacher(case: LossCase) -> list[Tensor]:
     with_guide(case)
     case.teacher = case.draw.normal(case.batch.n, case.batch.m) / 4
+    rows, cols = case.batch.items()
+    for i, j in itertools.product(range(case.batch.n), range(case.batch.m)):
+        if not (oracle.match(rows[i], cols[j]) or oracle.differ(rows[i], cols[j])):
+            case.teacher[i, j] = 400.0  # counts for nothing
     if case.form == "similarity":
         of_images, of_texts = map(F.normalize, case.guide)
         case.teacher = of_images @ of_texts.T
@@ -468,11 +481,17 @@ def loops_of_memory(case: LossCase, leaves: list[Tensor]) -> Any:
     )
 
 
+WEIGHTS = "batch_weight", "memory_weight", "concept_weight", "prototype_weight"
+
+
 def with_concepts(case: LossCase) -> list[Tensor]:
     draw = case.draw
     case.batch = Batch("pairs", case.batch.n, case.batch.n)
     leaves = with_memory(case)
     case.points = draw.normal(12, case.dim)
+    for name in WEIGHTS:
+        case.common[name] = draw.pick([0.5, 1.0, 3.0])
+    case.common["temperature"] = draw.pick([0.1, 0.2])
     return [*leaves, draw.normal(case.batch.n, case.dim), draw.normal(case.batch.n, case.dim)]
 
 
@@ -481,7 +500,9 @@ def of_concepts(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
     loss.prototypes.double().update(case.points)
     case.module = loss
     v, w, *concepts = leaves
-    return loss(v, w, *case.keys, memory_of(case), *concepts)[0]
+    total, terms = loss(v, w, *case.keys, memory_of(case), *concepts)
+    assert_sum(total, terms, [getattr(loss, name) for name in WEIGHTS])
+    return total
 
 
 def loops_of_concepts(case: LossCase, leaves: list[Tensor]) -> Any:
@@ -495,10 +516,14 @@ def loops_of_concepts(case: LossCase, leaves: list[Tensor]) -> Any:
     entries = [oracle.Item(frozenset({number})) for number in numbers]
     banks = [x.numpy() for x in (*case.keys, *case.entries)]
     weight = loss.classifier.weight.detach().numpy()
-    total = 3 * oracle.dcl(oracle.cosine(v, w), *sides)
-    total += oracle_more.memory_dcl(v, w, *banks, *sides, entries)
-    total += 2 * oracle.dcl(oracle.cosine(*concepts), *sides)
-    return total + oracle_more.prototype_classification(*concepts, weight, None, clusters)
+    temperature = case.common["temperature"]
+    terms = [
+        oracle.dcl(oracle.cosine(v, w), *sides, temperature),
+        oracle_more.memory_dcl(v, w, *banks, *sides, entries, temperature=temperature),
+        oracle.dcl(oracle.cosine(*concepts), *sides, temperature),
+        oracle_more.prototype_classification(*concepts, weight, None, clusters),
+    ]
+    return sum(case.common[name] * x for name, x in zip(WEIGHTS, terms, strict=True))
 
 
 # -------------------------------------------------------------------------------- sets and classes
@@ -512,6 +537,7 @@ def heads(case: LossCase, size: int, number: int = 3) -> Tensor:
 
 def with_heads(case: LossCase) -> list[Tensor]:
     case.common["margin"] = case.draw.pick([0.2, 0.7])
+    case.common["detach_sigma"] = case.draw.chance(0.5)
     of_images = heads(case, case.batch.n, case.draw.pick([1, 3, 4]))
     return [of_images, heads(case, case.batch.m, 1)[:, 0]]
 
@@ -522,9 +548,13 @@ def of_heads(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 
 def loops_of_heads(case: LossCase, leaves: list[Tensor]) -> Any:
     v, w = (x.numpy() for x in leaves)
-    return oracle_more.variance_aware(
-        v, w, *case.batch.items(), **case.entry.options, **case.common
-    )
+    options = {**case.entry.options, **case.common}
+    if options.pop("detach_sigma"):  # it is that of the input itself
+        scores = oracle_more.set_cosine(*(x.numpy() for x in case.input))
+        by_image, by_text = oracle_more.variance_sigma(scores)
+        is_shared = options.get("shared_sigma", True)
+        options["sigma"] = by_image, by_image if is_shared else by_text
+    return oracle_more.variance_aware(v, w, *case.batch.items(), **options)
 
 
 def with_heads_alone(case: LossCase) -> list[Tensor]:
@@ -547,18 +577,32 @@ def loops_of_heads_alone(case: LossCase, leaves: list[Tensor]) -> Any:
 
 
 def with_residuals(case: LossCase) -> list[Tensor]:
+    case.common["balance"] = case.draw.pick([0.6, 0.3])
+    case.common["margin"] = case.draw.pick([0.2, 0.4])
+    case.gate = case.draw.pick([None, case.draw.integers(2, case.batch.n, 3).double()])
     texts = heads(case, case.batch.m, 1)[:, 0]
     return [heads(case, case.batch.n), texts, heads(case, case.batch.n)]
 
 
 def of_residuals(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    return loss(*leaves, None, *case.batch.ids)[0]
+    total, terms = loss(*leaves, case.gate, *case.batch.ids)
+    assert_sum(total, terms, (loss.balance, 1 - loss.balance))
+    return total
+
+
+def assert_sum(total: Tensor, terms: Any, weights: Sequence[float]) -> None:
+    """Check that a total is the sum of its terms, which have no gradient."""
+    assert not any(x.requires_grad for x in terms)
+    wanted = sum(weight * x for weight, x in zip(weights, terms, strict=True))
+    torch.testing.assert_close(total.detach(), wanted)
 
 
 def loops_of_residuals(case: LossCase, leaves: list[Tensor]) -> Any:
     v, w, residuals = (x.numpy() for x in leaves)
-    total = 0.6 * oracle_more.variance_aware(v, w, *case.batch.items())
-    return total + 0.4 * oracle_more.dynamic_orthogonal(residuals, None, 0.0)
+    gate = None if case.gate is None else case.gate.numpy()
+    balance, margin = case.common["balance"], case.common["margin"]
+    total = balance * oracle_more.variance_aware(v, w, *case.batch.items(), margin)
+    return total + (1 - balance) * oracle_more.dynamic_orthogonal(residuals, gate, 0.0)
 
 
 def with_prototypes(case: LossCase) -> list[Tensor]:

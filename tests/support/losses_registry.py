@@ -222,7 +222,7 @@ OF_PAIRS = {
     "hal": Entry(itrloss.HubnessAwareLoss, **HAL),
     "dcl entropy": Entry(
         itrloss.DiversityContrastiveLoss,
-        {"diversity": "entropy"},
+        {"diversity": "entropy", "entropy_temperature": 0.2},
         tables=ALL & {"compiled"},
         **DCL,
     ),

@@ -266,6 +266,7 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
     positive_weight: str | float = "paper",
     positive: str = "clamp",
     reduction: str = "mean",
+    entropy_temperature: float = 1.0,
 ) -> Any:
     """Diversity-sensitive contrastive loss, CODER Eq. 5 (Eq. 4 with ``diversity=None``).
 
@@ -279,7 +280,7 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
     S = np.asarray(S, np.float64)
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     floor = SCORE_FLOOR if positive == "clamp" else 0.0
-    row_div, col_div = _diversities(S, row_ids, col_ids, diversity, epsilon)
+    row_div, col_div = _diversities(S, row_ids, col_ids, diversity, epsilon, entropy_temperature)
 
     def anchors(S: Array, ids: Ids, other_ids: Ids, div: Array) -> Array:
         values = np.zeros(len(S))
@@ -303,6 +304,7 @@ def _diversities(
     col_ids: Ids,
     diversity: str | tuple[ArrayLike, ArrayLike] | None,
     epsilon: float,
+    temperature: float,
 ) -> PerAnchor:
     """The diversities of rows and of columns: of a name, as given, or 1."""
     if diversity is None:
@@ -311,10 +313,11 @@ def _diversities(
         row_div, col_div = diversity
         return np.asarray(row_div, np.float64), np.asarray(col_div, np.float64)
     _one_of("diversity", diversity, ("std", "entropy"))
-    score = std_diversity if diversity == "std" else entropy_diversity
-    row_div = score(S, row_ids, col_ids, epsilon)
-    col_div = score(S.T, col_ids, row_ids, epsilon)
-    return row_div, col_div
+    if diversity == "std":
+        row_div = std_diversity(S, row_ids, col_ids, epsilon)
+        return row_div, std_diversity(S.T, col_ids, row_ids, epsilon)
+    row_div = entropy_diversity(S, row_ids, col_ids, epsilon, temperature)
+    return row_div, entropy_diversity(S.T, col_ids, row_ids, epsilon, temperature)
 
 
 def fast_rerank(
