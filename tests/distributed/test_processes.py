@@ -975,6 +975,7 @@ class System(nn.Module):
         self.against_memory = itrloss.MemoryDiversityContrastiveLoss(telemetry=True, **options)
         self.classifier = itrloss.PrototypeClassificationLoss(D, CLUSTERS, **options)
         self.orthogonal = itrloss.DynamicOrthogonalLoss(slack=0.1, **options)
+        self.coder = itrloss.CODERObjective(D, CLUSTERS, memory_weight=0, **options).double()
 
     def step(self, number: int, rank: int) -> float:
         """Train with a process's part of a batch; return the loss."""
@@ -995,6 +996,7 @@ class System(nn.Module):
             + self.classifier(v, w, clusters)
             + self.orthogonal(torch.stack([v, w, v * w], 1), gates)
         )
+        loss = loss + self.coder(v, w, *keys, None, v, w)[0]
         loss.backward()
         for p in self.encoder.parameters():
             if self.world > 1:

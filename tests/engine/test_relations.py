@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.draws import RELATIONS, Draw, of_weights
 from torch import Tensor
 
 import itrloss
-from itrloss import NO_ID, InfoNCELoss, Related, Similarity
+from itrloss import InfoNCELoss, Related, Similarity
 
 ENGINES = ["dense", "tiled"]
 
@@ -31,53 +32,11 @@ def images_and_texts(n: int, m: int, dim: int, seeds: tuple[int, int] = (1, 2)) 
     return [images.requires_grad_(), texts.requires_grad_()]
 
 
-def relation(kind: str, seed: int, n: int, m: int) -> dict[str, Any]:
-    """Input that says who matches, as losses take it."""
-    if kind == "label sets":
-        return label_sets(seed, n, m)
-    if kind == "groups":
-        return groups_and_ids(seed, n, m)
-    if kind == "weights":
-        return {"matches": weights(seed, n, m)}
-    matches = integers(seed, 3, n, m).double()
-    unjudged = matches == 2
-    return {"matches": matches.masked_fill(unjudged, torch.nan)}
-
-
-def label_sets(seed: int, n: int, m: int) -> dict[str, Any]:
-    """Up to three labels of images, and up to two of texts."""
-    image_ids = integers(seed, 6, n, 3)
-    text_ids = integers(seed + 1, 6, m, 2)
-    for ids in (image_ids, text_ids):
-        has_one_less = integers(seed + 2, 2, len(ids)).bool()
-        ids[has_one_less, -1] = NO_ID
-    image_ids[0] = NO_ID  # an image that does not exist
-    return {"image_ids": image_ids, "text_ids": text_ids}
-
-
-def groups_and_ids(seed: int, n: int, m: int) -> dict[str, Any]:
-    """Groups of both sides, of which one is open to all, and ids."""
-    image_groups = integers(seed, 3, n)
-    text_groups = integers(seed + 1, 3, m)
-    text_groups[0] = NO_ID
-    return {
-        "image_groups": image_groups,
-        "text_groups": text_groups,
-        "image_ids": integers(seed + 2, 4, n),
-        "text_ids": integers(seed + 3, 4, m),
-    }
-
-
 def weights(seed: int, n: int, m: int) -> Tensor:
-    """A matrix of matches with weights, of which a quarter is not judged."""
-    levels = torch.tensor([0.3, 1.0, 2.5])
-    matches = integers(seed, 3, n, m).double()
-    matches *= levels[integers(seed + 1, 3, n, m)]
-    unjudged = integers(seed + 2, 4, n, m) == 0
-    return matches.masked_fill(unjudged, torch.nan)
-
-
-KINDS = ["label sets", "groups", "matches", "weights"]
+    """A matrix of matches with weights, of which half is not judged."""
+    matches = of_weights(Draw(seed), n, m).matches
+    assert matches is not None
+    return matches
 
 
 def gradients(value: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -95,13 +54,14 @@ def assert_same(found: Any, wanted: Any, given: list[Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RELATIONS)
 def test_relations_compile_as_one_graph(kind: str):
     torch.compiler.reset()
-    given = [x.detach() for x in images_and_texts(9, 7, 8)]
-    who = relation(kind, 3, 9, 7)
+    batch = RELATIONS[kind](Draw(kind), 9, 9)
+    given = [x.detach() for x in images_and_texts(9, 9, 8)]
+    who = batch.given
     for make in (InfoNCELoss, itrloss.DiversityContrastiveLoss):
-        loss = make(engine="dense")
+        loss = make(engine="dense", groups=batch.rule)
         wanted = loss(*given, **who)
         compiled = torch.compile(loss, backend="eager", fullgraph=True)
         found = compiled(*given, **who)
@@ -250,7 +210,8 @@ def test_a_weight_of_a_mean_alone_changes_nothing():
 @pytest.mark.parametrize("engine", ENGINES)
 def test_matches_may_be_modified_before_the_backward_pass(kind: str, engine: Any):
     given = images_and_texts(6, 8, 4)
-    matches = relation(kind, 5, 6, 8)["matches"]
+    matches = RELATIONS[kind](Draw(5), 6, 8).matches
+    assert matches is not None
     loss = InfoNCELoss(engine=engine)
     unmodified = loss(*given, matches=matches)
     wanted = torch.autograd.grad(unmodified, given)

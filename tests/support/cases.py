@@ -196,8 +196,8 @@ LAYOUTS = (as_it_is, strided, transposed)
 def similarity(
     v: Tensor, w: Tensor, ids: tuple, engine: str, layout: Any = as_it_is, **options: Any
 ) -> Any:
-    """Similarity on an engine; ``"kept"``: the tiled engine with cached scores; ``"scores"``: from
-    a given matrix, of a layout in memory.
+    """Similarity on an engine; ``"kept"``: the tiled engine with cached scores; ``"scores"`` and
+    ``"triton scores"``: from a given matrix, of a layout in memory.
 
     ``"reference"`` is the specification of the tests.
     """
@@ -205,9 +205,10 @@ def similarity(
         return Reference.of(v, w, ids, **options)
     if engine == "kept":
         return Similarity(v, w, *ids, engine="tiled", memory_budget=10**9, **options)
-    if engine == "scores":
+    if engine in ("scores", "triton scores"):
+        chosen: Any = "tiled" if engine == "scores" else "triton"
         scores = layout(Similarity(v, w, *ids, engine="dense", **options).scores())
-        return Similarity.from_scores(scores, *ids, engine="tiled", related=options.get("related"))
+        return Similarity.from_scores(scores, *ids, engine=chosen, related=options.get("related"))
     return Similarity(v, w, *ids, engine=engine, **options)  # type: ignore
 
 

@@ -25,6 +25,8 @@ SHARED: dict[str, Callable[..., Any]] = {
     "logsumexp, shared": lambda a, p: a.logsumexp(p[:1]),
     "logsumexp shifted, shared": lambda a, p: a.logsumexp(40 * p[:1]),
     "softplus, shared": lambda a, p: a.sum(softplus, scale=p[:1], shift=-p[-1:]),
+    "softplus, shared, of a negative scale": lambda a, p: a.sum(softplus, scale=-p[:1], shift=1.5),
+    "softplus, shared, of scale 0": lambda a, p: a.sum(softplus, scale=p[:1] - p[:1].detach()),
     "hinge, shared": lambda a, p: a.sum(hinge, p[:1] / 9),
     "plane, shared": lambda a, p: a.sum(plane, p[:1], -p[-1:]),
     "likelihood, shared": lambda a, p: a.sum_of_positives(negative_log_likelihood, p[:1], p[-1:]),
@@ -97,7 +99,8 @@ class AnswerCase:
         self.vectors = [scale * draw.vectors(n, dim), scale * draw.vectors(m, dim)]
         self.bias = [0.2 * draw.normal(n), 0.2 * draw.normal(m)] if draw.chance(0.3) else []
         self.parameters = 2 + 4 * torch.rand(2 * n + m, generator=draw.generator).double()
-        self.trained = [draw.chance(0.8) for _ in range(5)]
+        probability = draw.pick([0.9, 0.4])
+        self.trained = [draw.chance(probability) for _ in range(5)]
         self.grad = draw.normal(2 * n + m)
         self.layouts = [draw.pick(LAYOUTS) for _ in range(2)]
         self.before = draw.pick(["", "", *ANSWERS])  # another answer, if any
@@ -119,7 +122,9 @@ class AnswerCase:
         self.engine = engine
         batch = self.batch.to(device)
         given = [*self.vectors, *self.bias, self.parameters]
-        leaves = [x.to(device, dtype, copy=True) for x in given]
+        # next to half types, parameters are float32
+        types = [dtype] * (len(given) - 1) + [torch.promote_types(dtype, torch.float32)]
+        leaves = [x.to(device, own, copy=True) for x, own in zip(given, types, strict=True)]
         for x, trained in zip(leaves, self.trained, strict=False):
             x.requires_grad_(trained)
         v, w, *bias, p = leaves
