@@ -54,11 +54,14 @@ def outcome(case: LossCase, engine: str, compiled: bool = False, **options: Any)
     called = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
     leaves = [x.clone().requires_grad_() for x in case.input]
     values = case.ours(called, leaves)
-    trained = [*leaves, *loss.parameters()]
-    total = case.total(values)
-    if not total.requires_grad:  # no anchor counts
-        return [*values, *(torch.zeros_like(x) for x in trained)]
-    found = torch.autograd.grad(total, trained, materialize_grads=True)
+    return differentiated(values, case.total(values), [*leaves, *loss.parameters()])
+
+
+def differentiated(values: Iterable[Tensor], total: Any, leaves: list[Tensor]) -> list[Tensor]:
+    """Return values, and the gradients of a total of them, 0 where no anchor counts."""
+    if not total.requires_grad:
+        return [*values, *(torch.zeros_like(x) for x in leaves)]
+    found = torch.autograd.grad(total, leaves, materialize_grads=True)
     return [*(x.detach() for x in values), *found]
 
 
@@ -156,11 +159,7 @@ def weighted(values: Iterable[Tensor]) -> Tensor:
 
 def values_and_gradients(values: Any, leaves: list[Tensor]) -> list[Tensor]:
     values = values if isinstance(values, tuple) else (values,)
-    total = weighted(values)
-    if not total.requires_grad:  # no anchor counts
-        return [*values, *(torch.zeros_like(x) for x in leaves)]
-    found = torch.autograd.grad(total, leaves, materialize_grads=True)
-    return [*(x.detach() for x in values), *found]
+    return differentiated(values, weighted(values), leaves)
 
 
 @pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")

@@ -63,13 +63,12 @@ def test_a_common_offset_of_the_prototypes_changes_nothing():
 # ----------------------------------------------------------------------------------- half precision
 
 
-def test_types_of_the_two_sides_may_differ():
+def test_types_of_the_two_sides_may_differ_and_the_classifier_is_not_rounded():
     given = concepts(5, 7, 64).to(torch.float32)
-    half = given._replace(images=given.images.bfloat16())
-    rounded = half._replace(images=half.images.float())
-    torch.testing.assert_close(
-        prototype_classification_loss(*half), prototype_classification_loss(*rounded)
-    )
+    module = PrototypeClassificationLoss(64, 7)
+    half = given.images.bfloat16()
+    found = module(half, given.texts, given.ids)
+    torch.testing.assert_close(found, module(half.float(), given.texts, given.ids))
 
 
 # -------------------------------------------------------------------------------------------- reset

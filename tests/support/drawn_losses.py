@@ -12,7 +12,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ class LossCase:
         self.form = draw.pick(["embeddings", "embeddings", "scores", "similarity"])
         self.common = self.drawn_options()
         self.switches = self.drawn_switches()
-        self.input = INPUTS.get(self.takes, pairs)(self)
+        self.input = TAKES[self.takes].input(self)
         # a vector of length 0 has no derivative
         self.direction = [draw.normal(*x.shape) * x.any(-1, keepdim=True) for x in self.input]
         self.weights = [draw.normal(self.batch.n), draw.normal(self.batch.m)]
@@ -122,7 +122,7 @@ class LossCase:
 
     def ours(self, loss: Any, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the values of the library."""
-        value = OURS.get(self.takes, of_pairs)(self, loss, leaves)
+        value = TAKES[self.takes].ours(self, loss, leaves)
         return value if isinstance(value, tuple) else (value,)
 
     @property
@@ -133,7 +133,7 @@ class LossCase:
     def loops(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the same from loops."""
         arrays = [x.detach() for x in leaves]
-        values = LOOPS.get(self.takes, loops_of_pairs)(self, arrays)
+        values = TAKES[self.takes].loops(self, arrays)
         values = values if isinstance(values, tuple) else (values,)
         return tuple(torch.as_tensor(x, dtype=torch.float64) for x in values)
 
@@ -646,43 +646,25 @@ def loops_of_tokens(case: LossCase, leaves: list[Tensor]) -> Any:
     )
 
 
-# What a loss takes: its input, its call, and loops.
-INPUTS: dict[str, Callable[[LossCase], list[Tensor]]] = {
-    "negatives": with_negatives,
-    "guide": with_guide,
-    "teacher": with_teacher,
-    "distributions": with_variances,
-    "memory": with_memory,
-    "coder": with_concepts,
-    "heads": with_heads,
-    "heads alone": with_heads_alone,
-    "heads and residuals": with_residuals,
-    "prototypes": with_prototypes,
-    "tokens": with_tokens,
-}
-OURS: dict[str, Callable[[LossCase, Any, list[Tensor]], Any]] = {
-    "negatives": of_negatives,
-    "guide": of_guide,
-    "teacher": of_teacher,
-    "distributions": of_variances,
-    "memory": of_memory,
-    "coder": of_concepts,
-    "heads": of_heads,
-    "heads alone": of_heads_alone,
-    "heads and residuals": of_residuals,
-    "prototypes": of_prototypes,
-    "tokens": of_tokens,
-}
-LOOPS: dict[str, Callable[[LossCase, list[Tensor]], Any]] = {
-    "negatives": loops_of_negatives,
-    "guide": loops_of_guide,
-    "teacher": loops_of_teacher,
-    "distributions": loops_of_variances,
-    "memory": loops_of_memory,
-    "coder": loops_of_concepts,
-    "heads": loops_of_heads,
-    "heads alone": loops_of_heads_alone,
-    "heads and residuals": loops_of_residuals,
-    "prototypes": loops_of_prototypes,
-    "tokens": loops_of_tokens,
+class Kind(NamedTuple):
+    """How losses are drawn, called and computed in loops that take the same."""
+
+    input: Callable[[LossCase], list[Tensor]]
+    ours: Callable[[LossCase, Any, list[Tensor]], Any]
+    loops: Callable[[LossCase, list[Tensor]], Any]
+
+
+TAKES = {
+    "pairs": Kind(pairs, of_pairs, loops_of_pairs),
+    "negatives": Kind(with_negatives, of_negatives, loops_of_negatives),
+    "guide": Kind(with_guide, of_guide, loops_of_guide),
+    "teacher": Kind(with_teacher, of_teacher, loops_of_teacher),
+    "distributions": Kind(with_variances, of_variances, loops_of_variances),
+    "memory": Kind(with_memory, of_memory, loops_of_memory),
+    "coder": Kind(with_concepts, of_concepts, loops_of_concepts),
+    "heads": Kind(with_heads, of_heads, loops_of_heads),
+    "heads alone": Kind(with_heads_alone, of_heads_alone, loops_of_heads_alone),
+    "heads and residuals": Kind(with_residuals, of_residuals, loops_of_residuals),
+    "prototypes": Kind(with_prototypes, of_prototypes, loops_of_prototypes),
+    "tokens": Kind(with_tokens, of_tokens, loops_of_tokens),
 }
