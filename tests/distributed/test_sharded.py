@@ -76,10 +76,6 @@ def refused_teachers(rank: int) -> None:
     """Scores of a teacher that are not those of the whole batch."""
     v, w, _ = own_batch(rank)
     loss = itrloss.DistillationLoss(gather=True)
-    of_one_process = Similarity(v, w)
-    message = r"teacher: expected a Similarity\.sharded in a job of several processes"
-    with pytest.raises(TypeError, match=message):
-        loss(v, w, of_one_process)
     with pytest.raises(ValueError, match=r"teacher: expected shape \(4, 8\), got \(4, 7\)"):
         loss(v, w, torch.randn(4, 7))
 

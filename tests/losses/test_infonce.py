@@ -1,7 +1,6 @@
 """Forms of InfoNCE, and distillation, next to plain PyTorch and sentence-transformers.
 
-`test_losses` has the hardness and the filter next to loop oracles, `test_sharded` all forms over
-processes.
+`test_random_cases` has all options next to loops, in one process and in two.
 """
 
 from __future__ import annotations

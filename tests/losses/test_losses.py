@@ -1,7 +1,6 @@
-"""Losses of pairs: values of the loop oracle, bounds and relations, call forms, options, losses
-of your own.
+"""Losses of pairs: options, losses of your own, compilation, dry runs.
 
-`check_loss` has what holds of every loss: gradients, invariants, precision, copies, compilation.
+`test_random_cases` has their values, `check_loss` what holds of every loss.
 """
 
 from __future__ import annotations

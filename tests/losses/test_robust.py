@@ -1,6 +1,6 @@
 """RINCE and RCL: limits, hostile input, options.
 
-`test_losses` has their values next to the loop oracle, `test_sharded` several processes.
+`test_random_cases` has their values next to loops, in one process and in several.
 """
 
 from __future__ import annotations

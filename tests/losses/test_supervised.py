@@ -1,7 +1,7 @@
 """SupCon, MIL-NCE, multi-similarity and circle loss next to pytorch-metric-learning, at their
 extremes, and how they relate.
 
-`test_losses` has their values next to the loop oracle.
+`test_random_cases` has their values next to loops.
 """
 
 from __future__ import annotations

@@ -185,8 +185,8 @@ class AnswerCase:
     def of_groups(self) -> list[Tensor]:
         """The parameters, and the upstream gradients, of the anchors of each group, (A, 2)."""
         whole = torch.stack([self.parameters, self.grad], 1)
-        n, m = self.batch.n, self.batch.m
-        return [whole[:size] for size in {"rows": [n], "columns": [m], "both": [n, m]}[self.view]]
+        places = self.places(slice(self.batch.n), slice(self.batch.m))
+        return [whole[place] for place in places]
 
     def shared(self, leaves: list[Tensor]) -> Similarity:
         v, w, *bias = leaves

@@ -11,7 +11,7 @@ import copy
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,17 +68,19 @@ class LossCase:
         self.batch: Batch = drawn_batch(draw, kinds) if batch is None else batch
         self.engine = draw.pick(["auto", "dense", "tiled"])
         self.form = draw.pick(["embeddings", "embeddings", "scores", "similarity"])
-        self.common = self.drawn_options()
-        self.switches = self.drawn_switches()
+        taken = inspect.signature(type(self.entry.make(self.dim))).parameters
+        self.common = self.drawn_options(taken)
+        # They change no value in one process.
+        switches = [x for x in ("gather", "telemetry", "check_finite") if x in taken]
+        self.switches = {x: draw.chance(0.2) for x in switches}
         self.input = TAKES[self.takes].input(self)
         # a vector of length 0 has no derivative
         self.direction = [draw.normal(*x.shape) * x.any(-1, keepdim=True) for x in self.input]
         self.weights = [draw.normal(self.batch.n), draw.normal(self.batch.m)]
 
-    def drawn_options(self) -> dict[str, Any]:
+    def drawn_options(self, taken: Container[str]) -> dict[str, Any]:
         """Options that all losses of a kind have."""
         draw = self.draw
-        taken = inspect.signature(type(self.entry.make(self.dim))).parameters
         found: dict[str, Any] = {"reduction": draw.pick(["mean", "sum", "none"])}
         if self.takes in ("coder", "heads and residuals"):
             found["reduction"] = "mean"
@@ -101,12 +103,6 @@ class LossCase:
         if self.name == "matryoshka":
             return {"reduction": draw.pick(["mean", "sum"]), "groups": self.batch.rule}
         return found
-
-    def drawn_switches(self) -> dict[str, Any]:
-        """Draw options that change no value in one process."""
-        taken = inspect.signature(type(self.entry.make(self.dim))).parameters
-        names = [x for x in ("gather", "telemetry", "check_finite") if x in taken]
-        return {name: self.draw.chance(0.2) for name in names}
 
     @property
     def normalizes(self) -> bool:
