@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.answers import assert_equal
 from support.cases import ENGINES
-from support.drawn_answers import ASKED, AnswerCase
+from support.drawn_answers import ASKED, IN_PROCESSES, AnswerCase
 from support.drawn_infonce import InfoNCECase
 from support.drawn_losses import LossCase, memory_of
 from support.draws import draw_workings
@@ -24,6 +24,7 @@ from support.processes import run
 from torch import Tensor
 
 from itrloss import NO_ID
+from itrloss.engine import relation
 
 DRAWS = 6  # of an answer or a loss in each test
 
@@ -47,17 +48,26 @@ def test_answers_of_random_batches_are_those_of_the_reference(name, turn, poison
 LOSSES = [name for name, entry in REGISTRY.items() if entry.takes != "features"]  # a gate
 
 
-def outcome(case: LossCase, engine: str) -> list[Tensor]:
+def outcome(case: LossCase, engine: str, compiled: bool = False, **options: Any) -> list[Tensor]:
     """Values, and gradients of a total of them by the input and by parameters."""
-    loss = case.loss(engine)
+    loss = case.loss(engine, **options).to(loss_type(case))
+    called = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
     leaves = [x.clone().requires_grad_() for x in case.input]
-    values = case.ours(loss, leaves)
-    trained = [*leaves, *loss.parameters()]
-    total = case.total(values)
-    if not total.requires_grad:  # no anchor counts
-        return [*values, *(torch.zeros_like(x) for x in trained)]
-    found = torch.autograd.grad(total, trained, materialize_grads=True)
+    values = case.ours(called, leaves)
+    return differentiated(values, case.total(values), [*leaves, *loss.parameters()])
+
+
+def differentiated(values: Iterable[Tensor], total: Any, leaves: list[Tensor]) -> list[Tensor]:
+    """Return values, and the gradients of a total of them, 0 where no anchor counts."""
+    if not total.requires_grad:
+        return [*values, *(torch.zeros_like(x) for x in leaves)]
+    found = torch.autograd.grad(total, leaves, materialize_grads=True)
     return [*(x.detach() for x in values), *found]
+
+
+def loss_type(case: LossCase) -> torch.dtype:
+    """The type of parameters: float32 next to half types."""
+    return torch.promote_types(case.input[0].dtype, torch.float32)
 
 
 def slope_of_reference(case: LossCase) -> float | None:
@@ -96,7 +106,8 @@ def test_losses_of_random_batches_are_those_of_loops(name, turn, poisoned, monke
     for seed in range(turn * DRAWS, (turn + 1) * DRAWS):
         case = LossCase(name, seed)
         about = f"{case}, {draw_workings(case.draw, monkeypatch)}"
-        found = outcome(case, case.engine)
+        with torch.autograd.set_detect_anomaly(case.draw.chance(0.3)):  # a nan on the way
+            found = outcome(case, case.engine, **case.switches)
         assert_equal(found, outcome(case, "dense"), about, tolerance=1e-8)
         if not case.is_in_loops:
             continue
@@ -114,27 +125,25 @@ def test_losses_of_random_batches_are_those_of_loops(name, turn, poisoned, monke
 
 @pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [name for name in LOSSES if REGISTRY[name].takes == "pairs"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_losses_in_lower_precision_are_those_of_the_rounded_input(name, dtype, monkeypatch):
     for seed in range(DRAWS):
         case = LossCase(name, seed)
         case.form = "embeddings"
         case.common.pop("normalize", None)  # as inner products leave the range of some losses
         about = f"{case}, {dtype}, {draw_workings(case.draw, monkeypatch)}"
-        rounded = [x.to(dtype) for x in case.input]
-        case.input = [x.double() for x in rounded]
-        exact = outcome(case, "dense")
-        leaves = [x.requires_grad_() for x in rounded]
-        values = case.ours(case.loss(case.engine).float(), leaves)
-        assert all(x.dtype == torch.float32 for x in values), about
+        rounded = case.rounded(dtype)
+        exact = outcome(rounded.rounded(torch.float64), "dense")
+        found = outcome(rounded, case.engine)
+        gradients = len(case.input)
+        of_parameters = len([*case.loss("auto").parameters()])
+        count = len(found) - gradients - of_parameters
+        assert all(x.dtype == torch.float32 for x in found[:count]), about
         torch.testing.assert_close(
-            [x.double() for x in values], exact[: len(values)], rtol=1e-3, atol=1e-3, msg=about
+            [x.double() for x in found[:count]], exact[:count], rtol=1e-3, atol=1e-3, msg=about
         )
-        total = case.total(values)
-        if total.requires_grad:
-            gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
-            for found, wanted in zip(gradients, exact[len(values) :], strict=False):
-                assert (found - wanted).norm() <= 0.03 * wanted.norm() + 1e-3, about
+        for got, wanted in zip(found[count:], exact[count:], strict=True):
+            assert (got - wanted).norm() <= 0.03 * wanted.norm() + 1e-3, about
 
 
 # ----------------------------------------------------------------------------------------- InfoNCE
@@ -150,11 +159,7 @@ def weighted(values: Iterable[Tensor]) -> Tensor:
 
 def values_and_gradients(values: Any, leaves: list[Tensor]) -> list[Tensor]:
     values = values if isinstance(values, tuple) else (values,)
-    total = weighted(values)
-    if not total.requires_grad:  # no anchor counts
-        return [*values, *(torch.zeros_like(x) for x in leaves)]
-    found = torch.autograd.grad(total, leaves, materialize_grads=True)
-    return [*(x.detach() for x in values), *found]
+    return differentiated(values, weighted(values), leaves)
 
 
 @pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
@@ -202,28 +207,69 @@ def test_infonce_with_random_options_in_lower_precision(turn, dtype, monkeypatch
 # --------------------------------------------------------------------------------------- processes
 
 
-def shared_cases(turn: int) -> list[LossCase]:
-    """A case of each loss whose batch two processes share."""
+def shared_cases(turn: int, dtype: torch.dtype) -> list[LossCase]:
+    """A case of each loss whose batch several processes share."""
     cases = [LossCase(name, turn, in_processes=True) for name in LOSSES]
-    return [case.in_whole() for case in cases if case.can_be_shared]
+    return [case.in_whole().rounded(dtype) for case in cases if case.can_be_shared]
+
+
+def losses_of_a_process(
+    rank: int, turn: int, world: int, dtype: torch.dtype, lists: bool
+) -> list[list[Tensor]]:
+    if rank and not lists:  # the positives, as the first process does
+        relation.FEW = -1
+    cases = shared_cases(turn, dtype)
+    return [outcome(case.of_process(rank, world), case.engine, gather=True) for case in cases]
+
+
+def assert_shared(
+    parts: tuple[list[Tensor], ...], whole: list[Tensor], leaves: int, values: int, about: str
+) -> None:
+    """Compare values, gradients of embeddings and those of parameters of all processes.
+
+    Several values are of own anchors, and their total is a sum over processes; otherwise gradients
+    are averaged over the processes, as DDP does.
+    """
+    of_each = whole[0].dim() > 0
+    for k, wanted in enumerate(whole):
+        of_processes = [part[k] for part in parts]
+        found = of_processes[0]
+        if k < values + leaves and (of_each or k >= values):
+            found = torch.cat(of_processes)
+        elif of_each:
+            found = torch.stack(of_processes).sum(0)
+        if values <= k < values + leaves and not of_each:
+            found = found / len(parts)
+        if wanted.dtype == torch.float64:
+            assert_equal(found, wanted, f"{about}, {k}")
+        else:
+            assert (found - wanted).norm() <= 1e-4 * (wanted.norm() + 1), f"{about}, {k}"
+
+
+# How many processes there are, and whether each lists its positives.
+JOBS = [
+    *((turn, 2, torch.float64, True) for turn in range(6)),
+    *(pytest.param(turn, 3, torch.float64, True, marks=pytest.mark.slow) for turn in range(6, 10)),
+    pytest.param(10, 2, torch.float64, False, marks=pytest.mark.slow),
+    pytest.param(11, 2, torch.float32, True, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize(("turn", "world", "dtype", "lists"), JOBS)
+def test_processes_have_the_losses_of_one(turn, world, dtype, lists, tmp_path):
+    found = run(losses_of_a_process, tmp_path, turn, world, dtype, lists, world=world)
+    parts = zip(*found, strict=True)
+    for case in shared_cases(turn, dtype):
+        whole = outcome(case, case.engine)
+        leaves = len(case.input)
+        values = len(whole) - leaves - len([*case.loss("auto").parameters()])
+        assert_shared(next(parts), whole, leaves, values, str(case))
 
 
 def shared_options(turn: int) -> list[InfoNCECase]:
     cases = [InfoNCECase(seed) for seed in range(30 * turn, 30 * turn + 30)]
     return [case for case in cases if case.can_be_shared]
-
-
-def shared_outcome(case: LossCase, **options: Any) -> list[Tensor]:
-    """Values, and gradients of a total of them; both of what a process has."""
-    loss = case.loss(case.engine, **options)
-    leaves = [x.clone().requires_grad_() for x in case.input]
-    values = case.ours(loss, leaves)
-    trained = [*leaves, *loss.parameters()]
-    total = case.total(values)
-    if not total.requires_grad:  # no anchor counts
-        return [*values, *(torch.zeros_like(x) for x in trained)]
-    found = torch.autograd.grad(total, trained, materialize_grads=True)
-    return [*(x.detach() for x in values), *found]
 
 
 def shared_infonce(case: InfoNCECase, **options: Any) -> list[Tensor]:
@@ -234,41 +280,37 @@ def shared_infonce(case: InfoNCECase, **options: Any) -> list[Tensor]:
     return values_and_gradients(value, [*inputs.values(), loss.log_scale])
 
 
-def of_a_process(rank: int, turn: int) -> list[list[Tensor]]:
-    found = [shared_outcome(case.of_process(rank), gather=True) for case in shared_cases(turn)]
-    for case in shared_options(turn):
-        found.append(shared_infonce(case.of_process(rank), gather=True))
-    return found
-
-
-def assert_shared(
-    parts: tuple[list[Tensor], ...], whole: list[Tensor], leaves: int, values: int, about: str
-) -> None:
-    """Compare values, gradients of embeddings and those of parameters of two processes.
-
-    Several values are of own anchors, and their total is a sum over processes; otherwise gradients
-    are averaged over the processes, as DDP does.
-    """
-    of_each = whole[0].dim() > 0
-    for k, wanted in enumerate(whole):
-        first, second = (part[k] for part in parts)
-        if k < values:
-            found = torch.cat([first, second]) if of_each else first
-        elif k < values + leaves:
-            found = torch.cat([first, second]) / (1 if of_each else 2)
-        else:
-            found = first + second if of_each else first
-        assert_equal(found, wanted, f"{about}, {k}")
+def infonce_of_a_process(rank: int, turn: int) -> list[list[Tensor]]:
+    return [shared_infonce(case.of_process(rank), gather=True) for case in shared_options(turn)]
 
 
 @pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("turn", range(6))
-def test_two_processes_have_the_losses_of_one(turn, tmp_path):
-    parts = zip(*run(of_a_process, tmp_path, turn), strict=True)
-    for case in shared_cases(turn):
-        whole = shared_outcome(case)
-        leaves = len(case.input)
-        values = len(whole) - leaves - len([*case.loss("auto").parameters()])
-        assert_shared(next(parts), whole, leaves, values, str(case))
+def test_two_processes_have_infonce_of_one(turn, tmp_path):
+    parts = zip(*run(infonce_of_a_process, tmp_path, turn), strict=True)
     for case in shared_options(turn):
         assert_shared(next(parts), shared_infonce(case), len(case.inputs), 1, str(case))
+
+
+def shared_answers(turn: int) -> list[AnswerCase]:
+    """Cases of every second answer of a batch that two processes share."""
+    names = IN_PROCESSES[turn % 2 :: 2]
+    cases = [AnswerCase(name, turn, in_processes=True) for name in names]
+    for case in cases:
+        case.engine = case.draw.pick(["auto", "dense", "tiled"])
+    return cases
+
+
+def answers_of_a_process(rank: int, turn: int) -> list[list[Tensor]]:
+    cases = [case.of_process(rank) for case in shared_answers(turn)]
+    return [[*case.shared_outcome(), *case.at_hand(), case.figures()] for case in cases]
+
+
+@pytest.mark.parametrize("turn", range(6))
+def test_two_processes_have_the_answers_of_one(turn, tmp_path):
+    parts = run(answers_of_a_process, tmp_path, turn)
+    for case, first, second in zip(shared_answers(turn), *parts, strict=True):
+        *found, _ = (torch.cat(pair) for pair in zip(first, second, strict=True))
+        about = f"{case}, {case.engine}"
+        assert_equal(found, case.shared_outcome() + case.at_hand(), about)
+        assert_equal([first[-1], second[-1]], [case.figures()] * 2, about)

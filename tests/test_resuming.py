@@ -51,6 +51,7 @@ class Model(nn.Module):
         self.infonce = itrloss.InfoNCELoss(learnable=True, **common)
         self.sigmoid = itrloss.SigmoidLoss(**common)
         self.triplet = itrloss.TripletLoss(mining="all", **common)
+        self.prefixes = itrloss.Matryoshka(self.triplet, (4, D))
         self.memory = itrloss.CoupledMemory(20, D)
         self.against_memory = itrloss.MemoryDiversityContrastiveLoss(**common)
         self.prototypes = itrloss.OnlineKMeans(3, D)
@@ -64,7 +65,7 @@ class Model(nn.Module):
         text_keys = self.text_keys.module(x.to(self.text_keys.module.weight.dtype))
         keys = image_keys.float(), text_keys.float()
         clusters = self.prototypes.update(keys[0] + keys[1])
-        total = self.infonce(v, w) + self.sigmoid(v, w) + self.triplet(v, w)
+        total = self.infonce(v, w) + self.sigmoid(v, w) + self.prefixes(v, w)
         total = total + self.against_memory(v, w, *keys, self.memory)
         return total + self.classifier(v, w, clusters), *keys
 

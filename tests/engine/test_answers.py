@@ -6,10 +6,7 @@ import math
 
 import pytest
 import torch
-from support.answers import ANSWERS, assert_equal, parameters
 from support.cases import (
-    ENGINES,
-    case,
     embeddings,
     make_ids,
     similarity,
@@ -35,40 +32,6 @@ def test_wrong_arguments_of_a_total_are_refused():
         sim.weighted_sum(softplus, weights=torch.ones(3))
     with pytest.raises(ValueError, match="over"):
         sim.weighted_sum(softplus, over="some")
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_detached_similarity_has_the_same_answers_without_gradient(engine, biased, small_tiles):
-    v, w, ids, _ = case()
-    v.requires_grad_()
-    w.requires_grad_()
-    bias = None
-    if biased:
-        of_rows = torch.linspace(-0.1, 0.2, 9).to(v).requires_grad_()
-        of_cols = torch.linspace(-0.1, 0.2, 14).to(v).requires_grad_()
-        bias = (of_rows, of_cols)
-    sim = similarity(v, w, ids, engine, bias=bias)
-    p = parameters(9, 14)
-    for name, answer in ANSWERS.items():
-        # With a gradient, a hardest negative is the product of its pair; without one, it is an
-        # entry of the tile.
-        wanted = answer(sim.both, p).detach()
-        for detached in (sim.detach().both, sim.both.detach()):
-            found = answer(detached, p)
-            assert not found.requires_grad
-            assert_equal(found, wanted, name, tolerance=1e-12)
-
-
-@pytest.mark.parametrize("scale", [2.0, 200.0])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_logsumexp_of_no_negatives_is_minus_infinity(engine, scale):
-    v, w = embeddings(3, 2)
-    ids = (torch.tensor([1, 1, 2]), torch.tensor([1, 1]))
-    first, second, third = similarity(v, w, ids, engine).logsumexp(scale)
-    assert first == -math.inf
-    assert second == -math.inf
-    assert third.isfinite()
 
 
 # with and without subtraction of the maximum

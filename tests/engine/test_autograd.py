@@ -6,18 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import answers
-from support.answers import ANSWERS, assert_equal, gradients, parameters
+from support.answers import ANSWERS, parameters
 from support.cases import (
-    ENGINES,
-    VIEWS,
-    case,
     embeddings,
     finite,
     guide_of,
     make_ids,
-    pairwise,
     similarity,
-    upstream,
 )
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -79,66 +74,6 @@ def test_scores_and_pairs_have_their_gradient_after_use_without_one(engine, aske
     scores = F.normalize(v) @ F.normalize(w).T
     wanted = torch.autograd.grad(scores.diagonal().sum() + scores.square().sum(), v)
     torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize(
-    ("engine", "view", "side"), pairwise(engine=["dense", "tiled", "kept"], view=VIEWS, side=[0, 1])
-)
-def test_only_the_gradient_that_is_needed_is_computed(engine, view, side, small_tiles, poisoned):
-    v, w, ids, grads = case()
-
-    def outcome(answer, kind):
-        given = [v.clone(), w.clone()]
-        given[side].requires_grad_()
-        anchors = VIEWS[view](similarity(*given, ids, kind))
-        p = parameters(9, 14)[: len(anchors)].requires_grad_()
-        values = answer(anchors, p)
-        found = gradients(values, [given[side], p], torch.cat(grads))
-        assert given[1 - side].grad is None
-        return [values.detach(), *found]
-
-    for name, answer in ANSWERS.items():
-        assert_equal(outcome(answer, engine), outcome(answer, "reference"), name)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_backward_twice_gives_the_same_gradient(engine, small_tiles):
-    v, w = leaves_of(*embeddings(9, 9))
-    sim = similarity(v, w, (None, None), engine)
-    total = sum(answer(sim.both, parameters(9, 9)).sum() for answer in ANSWERS.values())
-    first = torch.autograd.grad(total, (v, w), retain_graph=True)
-    second = torch.autograd.grad(total, (v, w))
-    assert_equal(second, first, tolerance=0)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("answer", ["logsumexp", "hardest_negatives"])
-def test_an_answer_without_gradient_leaves_the_others_theirs(engine, answer):
-    v, w = leaves_of(*embeddings(7, 7))
-    sim = similarity(v, w, (None, None), engine)
-    with torch.no_grad():
-        getattr(sim.both, answer)()
-
-    def gradients_of(sim):
-        value = sim.sum_of_positives(identity) + sim.logsumexp(2.0)
-        return torch.autograd.grad(value.sum(), (v, w))
-
-    reference = similarity(v, w, (None, None), "reference")
-    torch.testing.assert_close(gradients_of(sim), gradients_of(reference))
-
-
-@pytest.mark.parametrize("kind", [None, "random"])
-def test_positives_alone_get_their_gradient_after_an_answer_that_nobody_uses(kind):
-    """Their gradient is normally computed together with the other answer's, which has none here."""
-    v, w = leaves_of(*embeddings(9, 9))
-
-    def outcome(engine):
-        anchors = similarity(v, w, make_ids(kind, 9, 9), engine).both
-        anchors.logsumexp(3.0)
-        values = anchors.sum_of_positives(log1p_clamp)
-        return [values, *gradients(values, [v, w], torch.cat(upstream(9, 9)))]
-
-    assert_equal(outcome("tiled"), outcome("reference"))
 
 
 # Sums over positives next to a threshold of each anchor.

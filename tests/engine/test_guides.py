@@ -6,52 +6,19 @@ import math
 
 import pytest
 import torch
-from support.answers import assert_equal, parameters
+from support.answers import parameters
 from support.cases import (
     ENGINES,
-    VIEWS,
     case,
     embeddings,
     finite,
     make_ids,
-    pairwise,
     similarity,
     weighted_by_guide,
 )
 from torch.autograd import gradgradcheck
 
 from itrloss import Anchors, Similarity
-
-
-@pytest.mark.parametrize(
-    ("engine", "second", "view"),
-    pairwise(engine=ENGINES, second=[*ENGINES, "float32"], view=VIEWS),
-)
-def test_a_guide_has_embeddings_and_an_engine_of_its_own(engine, second, view, small_tiles):
-    v, w, ids, _ = case("wide")
-    leaves = [v.requires_grad_(), w.requires_grad_()]
-    teacher = [x.requires_grad_() for x in embeddings(len(v), len(w), d=3, seed=5)]
-
-    def gradients(engine, guide):
-        """Those of a limited and of a weighted sum."""
-        sim = similarity(v, w, ids, engine)
-        own = VIEWS[view](sim)
-        p = parameters(len(v), len(w))[: len(own)]
-        limited = finite(own.logsumexp(p, below=p / 8, guide=guide))
-        weighted = own.sum(weighted_by_guide, p, guide.logsumexp(p), guide=guide)
-        total = limited.sum() + weighted.sum()
-        return torch.autograd.grad(total, leaves)
-
-    if second == "float32":
-        single = [x.float() for x in teacher]
-        guide = similarity(*single, ids, "tiled")
-    else:
-        guide = similarity(*teacher, ids, second)
-    reference = similarity(*teacher, ids, "reference")
-    found = gradients(engine, VIEWS[view](guide))
-    wanted = gradients("reference", VIEWS[view](reference))
-    assert_equal(found, wanted, tolerance=1e-5 if second == "float32" else 1e-9)
-
 
 GUIDED = {
     "limited": lambda own, p, guide: own.logsumexp(p, below=0.4, above=-0.5, guide=guide),

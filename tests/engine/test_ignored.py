@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.answers import ANSWERS, gradients, parameters
 from support.cases import embeddings, similarity
 
 from itrloss.engine.relation import IGNORE_ID
-
-
-def but(size, *places):
-    """Return a mask (size,) of all entries but some."""
-    mask = torch.ones(size, dtype=torch.bool)
-    mask[list(places)] = False
-    return mask
 
 
 def ids_with_ignored_ones():
@@ -22,31 +14,6 @@ def ids_with_ignored_ones():
     row_ids = torch.tensor([0, IGNORE_ID, 1, 2])
     col_ids = torch.tensor([0, 1, IGNORE_ID, IGNORE_ID, 2, 0])
     return row_ids, col_ids
-
-
-@pytest.mark.parametrize("engine", ["dense", "tiled", "kept"])
-def test_gradients_of_ignored_anchors_are_zero_whatever_comes_from_above(engine, small_tiles):
-    v, w = (x.requires_grad_() for x in embeddings(5, 6))
-    row_ids = torch.tensor([0, IGNORE_ID, 1, 2, 3])
-    col_ids = torch.tensor([0, 1, IGNORE_ID, IGNORE_ID, 2, 3])
-    p = parameters(5, 6)
-    for name, answer in ANSWERS.items():
-        sim = similarity(v, w, (row_ids, col_ids), engine)
-        values = answer(sim.both, p)
-        by_rows, by_cols = gradients(values, [v, w], torch.ones(11))
-        assert by_rows.isfinite().all(), name
-        assert not by_rows[1].any(), name
-        assert not by_cols[2:4].any(), name
-
-
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-def test_ignored_entries_are_not_counted(engine):
-    v, w = embeddings(4, 6)
-    sim = similarity(v, w, ids_with_ignored_ones(), engine)
-    assert sim.positive_counts.tolist() == [2, 0, 1, 1]
-    assert sim.negative_counts.tolist() == [2, 0, 3, 3]
-    assert sim.T.positive_counts.tolist() == [1, 1, 0, 0, 1, 1]
-    assert sim.valid().tolist() == [True, False, True, True]
 
 
 @pytest.mark.parametrize("engine", ["dense", "tiled"])

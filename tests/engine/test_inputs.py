@@ -4,50 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.answers import ANSWERS, assert_equal, evaluate, gradients, parameters
-from support.cases import ENGINES, case, each, embeddings
+from support.cases import case, embeddings
 
 from itrloss import Similarity
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_strided_vectors_are_read_as_contiguous_ones(engine, small_tiles):
-    """How inputs are read depends on the engine, and on the answer."""
-    v, w, ids, grads = case(d=12)
-    # No duplicate embeddings: another rounding would make another one the hardest.
-    x = torch.cat([v, v], 1)[:, ::2]
-    twice = w.repeat_interleave(2, 0)
-    y = twice.T.contiguous().T[::2]
-    assert not x.is_contiguous()
-    assert not y.is_contiguous()
-    plain_x = x.contiguous()
-    plain_y = y.contiguous()
-    for name, with_engine in each(2, name=ANSWERS, engine=ENGINES):
-        if with_engine == engine:
-            answer = ANSWERS[name]
-            found = evaluate(answer, x, y, ids, engine, grads)
-            wanted = evaluate(answer, plain_x, plain_y, ids, engine, grads)
-            assert_equal(found, wanted, name, tolerance=1e-11)
-
-
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-def test_strided_scores_are_read_as_contiguous_ones(engine, small_tiles):
-    v, w, ids, grads = case()
-    scores = Similarity(v, w, *ids).scores()
-    twice = torch.stack([scores, scores], 2).flatten(1)
-    strided = twice[:, ::2]
-    p = parameters(9, 14)
-
-    def gradient(answer, scores):
-        leaf = scores.detach().requires_grad_()
-        sim = Similarity.from_scores(leaf, *ids, engine=engine)
-        values = answer(sim.both, p)
-        return gradients(values, [leaf], torch.cat(grads))
-
-    for name, answer in ANSWERS.items():
-        found = gradient(answer, strided)
-        wanted = gradient(answer, scores)
-        assert_equal(found, wanted, name, tolerance=1e-12)
 
 
 def test_auto_visits_tiles_from_a_size_on():

@@ -9,9 +9,7 @@ import torch
 from support.cases import ENGINES, case, embeddings, finite, similarity
 
 import itrloss
-from itrloss import Similarity
-from itrloss.engine.terms import identity, log1p_clamp, softplus
-from itrloss.metrics import retrieval_metrics
+from itrloss.engine.terms import identity, log1p_clamp
 
 OF_EMBEDDINGS = ["dense", "tiled", "kept"]
 
@@ -55,30 +53,6 @@ def test_a_thread_that_asks_while_another_goes_backward_gets_its_answer(engine):
 
 
 @pytest.mark.parametrize("engine", OF_EMBEDDINGS)
-def test_moments_of_both_sides_asked_first_in_inference_mode(engine):
-    v, w = leaves()
-    wanted = torch.autograd.grad(Similarity(v, w).both.mean_std().std.sum(), v)
-    sim = similarity(v, w, (None, None), engine)
-    with torch.inference_mode():
-        sim.both.mean_std()
-    torch.testing.assert_close(torch.autograd.grad(sim.both.mean_std().std.sum(), v), wanted)
-
-
-@pytest.mark.parametrize("engine", OF_EMBEDDINGS)
-def test_inference_mode_leaves_the_gradient_to_later_questions(engine):
-    v, w = leaves()
-    wanted = torch.autograd.grad(total_of(Similarity(v, w)), v)
-    sim = similarity(v, w, (None, None), engine)
-    with torch.inference_mode():
-        sim.scores()
-        sim.hardest_negatives()
-        sim.sum_of_positives(identity)
-        sim.detach().topk(2)
-        sim.mean_std()
-    torch.testing.assert_close(torch.autograd.grad(total_of(sim), v), wanted)
-
-
-@pytest.mark.parametrize("engine", OF_EMBEDDINGS)
 def test_a_similarity_made_without_gradient_has_none(engine):
     with torch.no_grad():
         sim = similarity(*leaves(), (None, None), engine)
@@ -94,49 +68,6 @@ def test_blocks_in_inference_mode_are_those_of_the_scores(engine):
         for view in (sim, sim.T):
             found = torch.cat([block for _, block in view.blocks(17)])
             torch.testing.assert_close(found, view.scores())
-
-
-@pytest.mark.parametrize("asked", [False, True], ids=["new", "asked before"])
-@pytest.mark.parametrize("engine", OF_EMBEDDINGS)
-def test_anchors_asked_first_in_inference_mode(engine, asked):
-    """Tensors that they cache must not be inference tensors."""
-    v, w, ids, _ = case((6, 5, "random"))
-    vectors = [v.requires_grad_(), w.requires_grad_()]
-
-    def gradients(anchors):
-        values = anchors.logsumexp(2.0) + anchors.logsumexp(2.0, over="all")
-        values = values + anchors.hinge_sum(0.2) + anchors.mean_std().std
-        return torch.autograd.grad(finite(values).sum(), vectors)
-
-    both = similarity(v, w, ids, engine).both
-    if asked:
-        both.logsumexp(1.0)
-        both.sum(identity)
-    with torch.inference_mode():
-        both.hardest_negatives()
-        both.mean_std()
-        both.sum_of_positives(identity)
-        both.logsumexp(2.0, over="all")
-    wanted = gradients(similarity(v, w, ids, engine).both)
-    torch.testing.assert_close(gradients(both), wanted)
-
-
-@pytest.mark.parametrize("engine", OF_EMBEDDINGS)
-def test_a_scale_learns_after_questions_in_inference_mode(engine):
-    scale = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
-
-    def gradient(sim):
-        positives = sim.sum_of_positives(softplus, scale=scale, shift=1.0)
-        return torch.autograd.grad(total_of(sim, scale) + positives.sum(), scale)
-
-    v, w = embeddings(5, 5)
-    sim = similarity(v, w, (None, None), engine)
-    with torch.inference_mode():
-        retrieval_metrics(sim)
-        sim.both.logsumexp(2.0)
-        sim.sum_of_positives(identity)
-    reference = similarity(v, w, (None, None), "reference")
-    torch.testing.assert_close(gradient(sim), gradient(reference))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

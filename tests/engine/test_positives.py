@@ -9,18 +9,6 @@ from support.cases import embeddings
 from itrloss import Similarity
 
 
-def test_positives_and_negatives_are_counted():
-    ids = torch.tensor([0, 0, 1, 5]), torch.tensor([0, 1, 1, 2, 0])
-    sim = Similarity(*embeddings(4, 5), *ids)
-    assert sim.positive_counts.tolist() == [2, 2, 2, 0]
-    assert sim.T.positive_counts.tolist() == [2, 1, 1, 0, 2]
-    assert sim.T.both.positive_counts.tolist() == [2, 1, 1, 0, 2, 2, 2, 2, 0]
-    assert sim.negative_counts.tolist() == [3, 3, 3, 5]
-    assert sim.both.negative_counts.tolist() == [3, 3, 3, 5, 2, 3, 3, 4, 2]
-    assert len(sim) == 4
-    assert len(sim.both) == 9
-
-
 def test_row_ids_may_be_left_out():
     v, w = embeddings(3, 6)
     captions = torch.arange(3).repeat_interleave(2)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.processes import run
+from support.draws import RELATIONS, Draw, of_weights
 from torch import Tensor
 
 import itrloss
-from itrloss import NO_ID, InfoNCELoss, Related, Similarity
+from itrloss import InfoNCELoss, Related, Similarity
 
 ENGINES = ["dense", "tiled"]
 
@@ -33,53 +32,11 @@ def images_and_texts(n: int, m: int, dim: int, seeds: tuple[int, int] = (1, 2)) 
     return [images.requires_grad_(), texts.requires_grad_()]
 
 
-def relation(kind: str, seed: int, n: int, m: int) -> dict[str, Any]:
-    """Input that says who matches, as losses take it."""
-    if kind == "label sets":
-        return label_sets(seed, n, m)
-    if kind == "groups":
-        return groups_and_ids(seed, n, m)
-    if kind == "weights":
-        return {"matches": weights(seed, n, m)}
-    matches = integers(seed, 3, n, m).double()
-    unjudged = matches == 2
-    return {"matches": matches.masked_fill(unjudged, torch.nan)}
-
-
-def label_sets(seed: int, n: int, m: int) -> dict[str, Any]:
-    """Up to three labels of images, and up to two of texts."""
-    image_ids = integers(seed, 6, n, 3)
-    text_ids = integers(seed + 1, 6, m, 2)
-    for ids in (image_ids, text_ids):
-        has_one_less = integers(seed + 2, 2, len(ids)).bool()
-        ids[has_one_less, -1] = NO_ID
-    image_ids[0] = NO_ID  # an image that does not exist
-    return {"image_ids": image_ids, "text_ids": text_ids}
-
-
-def groups_and_ids(seed: int, n: int, m: int) -> dict[str, Any]:
-    """Groups of both sides, of which one is open to all, and ids."""
-    image_groups = integers(seed, 3, n)
-    text_groups = integers(seed + 1, 3, m)
-    text_groups[0] = NO_ID
-    return {
-        "image_groups": image_groups,
-        "text_groups": text_groups,
-        "image_ids": integers(seed + 2, 4, n),
-        "text_ids": integers(seed + 3, 4, m),
-    }
-
-
 def weights(seed: int, n: int, m: int) -> Tensor:
-    """A matrix of matches with weights, of which a quarter is not judged."""
-    levels = torch.tensor([0.3, 1.0, 2.5])
-    matches = integers(seed, 3, n, m).double()
-    matches *= levels[integers(seed + 1, 3, n, m)]
-    unjudged = integers(seed + 2, 4, n, m) == 0
-    return matches.masked_fill(unjudged, torch.nan)
-
-
-KINDS = ["label sets", "groups", "matches", "weights"]
+    """A matrix of matches with weights, of which half is not judged."""
+    matches = of_weights(Draw(seed), n, m).matches
+    assert matches is not None
+    return matches
 
 
 def gradients(value: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -96,21 +53,15 @@ def assert_same(found: Any, wanted: Any, given: list[Tensor]) -> None:
         assert difference.abs().max() < 1e-9
 
 
-def related_of(who: dict[str, Any]) -> tuple[tuple[Any, Any], Related]:
-    """The ids, and all else that says who matches, as a similarity takes them."""
-    ids = (who.get("image_ids"), who.get("text_ids"))
-    groups = (who.get("image_groups"), who.get("text_groups"))
-    return ids, Related(groups, "same", who.get("matches"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RELATIONS)
 def test_relations_compile_as_one_graph(kind: str):
     torch.compiler.reset()
-    given = [x.detach() for x in images_and_texts(9, 7, 8)]
-    who = relation(kind, 3, 9, 7)
+    batch = RELATIONS[kind](Draw(kind), 9, 9)
+    given = [x.detach() for x in images_and_texts(9, 9, 8)]
+    who = batch.given
     for make in (InfoNCELoss, itrloss.DiversityContrastiveLoss):
-        loss = make(engine="dense")
+        loss = make(engine="dense", groups=batch.rule)
         wanted = loss(*given, **who)
         compiled = torch.compile(loss, backend="eager", fullgraph=True)
         found = compiled(*given, **who)
@@ -259,7 +210,8 @@ def test_a_weight_of_a_mean_alone_changes_nothing():
 @pytest.mark.parametrize("engine", ENGINES)
 def test_matches_may_be_modified_before_the_backward_pass(kind: str, engine: Any):
     given = images_and_texts(6, 8, 4)
-    matches = relation(kind, 5, 6, 8)["matches"]
+    matches = RELATIONS[kind](Draw(5), 6, 8).matches
+    assert matches is not None
     loss = InfoNCELoss(engine=engine)
     unmodified = loss(*given, matches=matches)
     wanted = torch.autograd.grad(unmodified, given)
@@ -334,112 +286,3 @@ WRONG: dict[str, dict[str, Any]] = {
 def test_wrong_input_is_named(message: str):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         InfoNCELoss()(*FEW, **WRONG[message])
-
-
-# --------------------------------------------------------------------------------------- processes
-
-WHOLE = 9, 12  # images and texts
-# Numbers of images and texts of each process.
-PARTS: dict[str, list[tuple[int, int]]] = {
-    "uneven": [(2, 10), (7, 2)],
-    "empty": [(0, 0), (9, 12)],
-    "three": [(2, 5), (3, 0), (4, 7)],
-}
-SHARED = [*KINDS, "open groups", "ids"]
-
-
-def shared_relation(kind: str) -> dict[str, Any]:
-    """Input for a whole batch that says who matches."""
-    if kind == "ids":
-        return {"image_ids": integers(1, 4, WHOLE[0]), "text_ids": integers(2, 4, WHOLE[1])}
-    if kind == "open groups":
-        who = relation("groups", 7, *WHOLE)
-        who["image_groups"][::3] = NO_ID
-        return who
-    return relation(kind, 7, *WHOLE)
-
-
-def part_of(who: dict[str, Any], rows: slice, cols: slice) -> dict[str, Any]:
-    """What a process passes in: rows of a matrix of matches, and otherwise its own items."""
-    sides = {"image": rows, "text": cols, "matches": rows}
-    return {name: x[sides[name.split("_")[0]]] for name, x in who.items()}
-
-
-def slices(sizes: list[tuple[int, int]], rank: int) -> tuple[slice, slice]:
-    """The images and the texts of a process."""
-    first_image = sum(images for images, _ in sizes[:rank])
-    first_text = sum(texts for _, texts in sizes[:rank])
-    images, texts = sizes[rank]
-    rows = slice(first_image, first_image + images)
-    cols = slice(first_text, first_text + texts)
-    return rows, cols
-
-
-def at_hand(kind: str, rank: int, sizes: list[tuple[int, int]]) -> list[Tensor]:
-    """What own anchors have where all candidates are at hand, as for ranking."""
-    rows, cols = slices(sizes, rank)
-    images = draw(1, WHOLE[0], 8)[rows]
-    texts = draw(2, WHOLE[1], 8)[cols]
-    who = part_of(shared_relation(kind), rows, cols)
-    ids, related = related_of(who)
-    make = Similarity.sharded if len(sizes) > 1 else Similarity
-    sim = make(images, texts, *ids, related=related)
-    statistics = itrloss.describe(sim)
-    found = [torch.stack([*statistics.values()])]
-    for view in (sim, sim.T):
-        local = view.local()
-        n = view.shape[0]
-        found.append(local.positive_counts[:n])
-        found.append(local.negative_counts[:n])
-        found.append(local.scores()[:n])
-    return found
-
-
-def of_a_process(rank: int, sizes: list[tuple[int, int]]) -> list[list[Tensor]]:
-    """What a process finds for all relations."""
-    return [at_hand(kind, rank, sizes) for kind in SHARED]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", PARTS)
-def test_candidates_of_all_processes_are_at_hand(parts: str, tmp_path: Path):
-    """`test_random_cases` has the losses."""
-    sizes = PARTS[parts]
-    every = run(of_a_process, tmp_path, sizes, world=len(sizes))
-    for number, kind in enumerate(SHARED):
-        value, *tensors = at_hand(kind, 0, [WHOLE])
-        of_each = [found[number] for found in every]
-        for first, *_ in of_each:
-            torch.testing.assert_close(first, value, rtol=1e-10, atol=1e-10)
-        for k, exact in enumerate(tensors, 1):
-            got = torch.cat([own[k] for own in of_each])
-            torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-10, msg=f"{kind} {k}")
-
-
-def marks_rules_and_numbers(rank: int) -> list[Tensor]:
-    """Counts with texts of no image, ranks by groups, and an error of other numbers of labels."""
-    images = torch.randn(3, 4)
-    texts = torch.randn(3, 4)
-    numbers_of_each = [[2, NO_ID, 0], [0, 1, NO_ID]]
-    own_images = torch.tensor(numbers_of_each[rank])
-    sim = Similarity.sharded(images, texts, None, own_images)
-    found = [sim.T.positive_counts[:3], sim.T.negative_counts[:3]]
-    groups_of_each = [[0, 0, 1], [1, 2, NO_ID]]
-    groups = torch.tensor(groups_of_each[rank])
-    related = Related((groups, None), "other")
-    sim = Similarity.sharded(images, texts, related=related)
-    found += [sim.local().negative_counts, sim.T.local().negative_counts]
-    labels = torch.zeros(3, 2 + rank, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"numbers of labels \[2, 2\] in process 0"):
-        Similarity.sharded(images, texts, labels, labels)
-    return found
-
-
-def test_marks_rules_and_numbers_of_labels_over_processes(tmp_path: Path):
-    every = run(marks_rules_and_numbers, tmp_path)
-    positives, negatives, of_rows, of_cols = (torch.cat(x) for x in zip(*every, strict=True))
-    assert positives.tolist() == [1, 0, 1, 1, 1, 0]
-    assert negatives.tolist() == [5, 0, 5, 5, 5, 0]  # a text that does not exist has none
-    # of six, those of the own group are none, nor is the own text of what is open to all
-    assert of_rows.tolist() == [4, 4, 4, 4, 5, 5]
-    assert of_cols.tolist() == [4, 4, 4, 4, 5, 5]

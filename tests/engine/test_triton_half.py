@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.answers import ANSWERS, evaluate, parameters
-from support.cases import each, embeddings, make_ids, similarity, upstream
-from support.on_triton import DEVICE, HALF, OF_KERNELS, assert_close, assert_near, distance, moved
+from support.cases import embeddings, similarity
+from support.on_triton import DEVICE, HALF, OF_KERNELS, assert_close
 
 from itrloss import Similarity
 from itrloss.engine import terms, tiled, vectors
@@ -19,38 +18,6 @@ from itrloss.engine.question import Question
 from itrloss.engine.relation import Relation
 
 pytestmark = OF_KERNELS
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "dtype", "held"),
-    each(
-        name=["logsumexp", "logsumexp per anchor", "logsumexp sharp", "std", "logsumexp over all"],
-        kind=["random", None],
-        dtype=HALF,
-        held=[2**27, 0],  # bytes of held sums: enough for one side, or none
-    ),
-)
-def test_answers_in_half_precision(name, kind, dtype, held, few_tiles, poisoned, monkeypatch):
-    monkeypatch.setattr(engine, "held_bytes", lambda device: held)
-    n, m = (18, 18) if kind is None else (12, 18)
-    v, w = embeddings(n, m, 20, dtype=dtype)
-    ids = make_ids(kind, n, m)
-    grads = upstream(n, m)
-    p = parameters(n, m, torch.float32).to(DEVICE)  # those of `evaluate` have half precision
-
-    answer = ANSWERS[name]
-
-    def asked(anchors, _):
-        own = p[: len(anchors)]
-        return answer(anchors, own)
-
-    values, *found, _ = evaluate(asked, *moved(v, w), moved(*ids), "triton", grads)
-    wanted_values, *wanted, _ = evaluate(answer, v.double(), w.double(), ids, "reference", grads)
-    assert_close([values], [wanted_values], 1e-4, 1e-4)
-    for got, exact in zip(found, wanted, strict=True):
-        assert got.dtype == dtype
-        rounding = distance(exact.to(dtype), exact)
-        assert_near([got], [exact], 2e-3, 4 * rounding)
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from support.cases import embeddings
-from support.on_triton import DEVICE, OF_KERNELS
+from support.on_triton import ASKED_TERMS, DEVICE, OF_KERNELS
 
 from itrloss.engine import kernels, vectors
 
@@ -77,3 +77,8 @@ def test_inverse_norms():
     long, _ = embeddings(3, 1, 2000)
     half = long.bfloat16()
     assert_inverse_norms(half, 1 / half.float().norm(dim=1))
+
+
+def test_what_losses_ask_has_a_form():
+    asked = {terms for terms, _ in ASKED_TERMS.values()}
+    assert asked == set(kernels.FORMS)

@@ -5,42 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from support.answers import ANSWERS, evaluate, gradients
-from support.cases import case, embeddings
+from support.cases import case
 from support.on_triton import DEVICE, OF_KERNELS, assert_close, assert_near, moved
 
 from itrloss import Similarity
 from itrloss.engine import triton as engine
 
 pytestmark = OF_KERNELS
-
-
-def strided(x):
-    """The same numbers, with others between those of a row."""
-    twice = torch.stack([x, x], 2).flatten(1)
-    return twice[:, ::2]
-
-
-def transposed(x):
-    """The same numbers, column by column."""
-    return x.T.contiguous().T
-
-
-@pytest.mark.parametrize("layout", [strided, transposed])
-@pytest.mark.parametrize("side", [0, 1])
-def test_embeddings_are_read_as_they_lie(side, layout, multiplying, few_tiles):
-    given = moved(*embeddings(13, 13, 10, dtype=torch.float32))
-
-    def outcome(vectors):
-        leaves = [x.detach().requires_grad_() for x in vectors]
-        sim = Similarity(*leaves, engine="triton")
-        values = sim.both.logsumexp(5.0)
-        gradients = torch.autograd.grad(values.square().sum(), leaves)
-        return [values.detach(), *gradients]
-
-    wanted = outcome(given)
-    given[side] = layout(given[side])
-    assert not given[side].is_contiguous()
-    torch.testing.assert_close(outcome(given), wanted)
 
 
 @pytest.mark.parametrize("dim", [40, 48, 80])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from support.answers import gradients
-from support.cases import SHAPES, VIEWS, each, embeddings, finite, similarity
+from support.cases import VIEWS, embeddings, finite, similarity
 from support.on_triton import (
-    ASKED,
     DEVICE,
     OF_KERNELS,
     assert_near,
-    compare,
     distance,
     moved,
 )
@@ -33,23 +31,6 @@ def unread(monkeypatch, multiplying, few_tiles, poisoned):
 def stop_reading(replace):
     replace(itrloss.anchors, "host_may_read", lambda x: False)
     replace(Matrix, "host_may_read", lambda matrix: False)
-
-
-OF_EXPONENTIALS = [name for name in ASKED if name.startswith("logsumexp") and "guide" not in name]
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "view", "normalize"),
-    each(
-        3,
-        name=OF_EXPONENTIALS,
-        shape=[shape for shape in SHAPES if SHAPES[shape][0] > 1],
-        view=VIEWS,
-        normalize=[True, True, False],
-    ),
-)
-def test_scales_that_the_host_does_not_read(name, shape, view, normalize, unread):
-    compare(name, shape, VIEWS[view], normalize=normalize)
 
 
 def aligned_embeddings(kind, n, m, d=6):

@@ -10,16 +10,13 @@ import math
 
 import pytest
 import torch
-from support import oracle_more
-from support.cases import SHAPES, make_ids, pairwise, sample, sets, upstream
-from torch.autograd import gradcheck
+from support.cases import SHAPES, make_ids, sample, sets
 
 import itrloss
 from itrloss import DynamicGate, DynamicOrthogonalLoss, VarianceAwareLoss, functional
 
 # some batches have nothing in common, or one id for all
 pytestmark = pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
-REDUCTIONS = ["mean", "sum", "none"]
 
 # ------------------------------------------------------------------------------ variance-aware loss
 
@@ -31,101 +28,6 @@ def heads_batch(shape, heads=3, dim=5):
     n, m, kind = HEADS_SHAPES[shape]
     texts = 3 * sample(m, dim, dtype=torch.float64) + 0.3
     return sets(n, heads, dim), texts, make_ids(kind, n, m)
-
-
-def known(ids, n, m):
-    """Ids as arrays, also where image i matches text i."""
-    image_ids = torch.arange(n) if ids[0] is None else ids[0]
-    text_ids = torch.arange(m) if ids[1] is None else ids[1]
-    return image_ids.numpy(), text_ids.numpy()
-
-
-@pytest.mark.parametrize(
-    ("shape", "heads", "engine", "shared", "reduction"),
-    pairwise(
-        shape=HEADS_SHAPES,
-        heads=[1, 3, 4],
-        engine=["dense", "tiled"],
-        shared=[True, False],
-        reduction=REDUCTIONS,
-    ),
-)
-def test_variance_aware_loss_equals_the_loop_oracle(shape, heads, engine, shared, reduction):
-    images, texts, ids = heads_batch(shape, heads)
-    numbers = known(ids, len(images), len(texts))
-    for margin, detached in ((0.2, False), (0.7, True)):
-        loss = VarianceAwareLoss(margin, detached, shared, reduction=reduction, engine=engine)
-        found = loss(images, texts, *ids)
-        wanted = oracle_more.variance_aware(
-            images.numpy(), texts.numpy(), *numbers, margin, shared, reduction
-        )
-        if reduction == "none":
-            wanted = tuple(torch.from_numpy(x) for x in wanted)
-        else:
-            wanted = torch.tensor(wanted, dtype=torch.float64)
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
-
-
-class OfHeads:
-    """A sum of a loss's values with uneven weights, and the same with deviations held fixed."""
-
-    def __init__(self, shape, engine, shared):
-        self.images, self.texts, self.ids = heads_batch(shape, heads=2, dim=4)
-        self.engine, self.shared = engine, shared
-        self.of_images, self.of_texts = upstream(len(self.images), len(self.texts))
-        cosines = oracle_more.set_cosine(self.images.numpy(), self.texts.numpy())
-        by_image, by_text = oracle_more.variance_sigma(cosines)
-        self.deviations = by_image, by_image if shared else by_text
-
-    def value(self, images, texts, detached=False):
-        loss = VarianceAwareLoss(0.5, detached, self.shared, reduction="none", engine=self.engine)
-        of_images, of_texts = loss(images, texts, *self.ids)
-        return self.of_images @ of_images + self.of_texts @ of_texts
-
-    def value_with_fixed_deviations(self, images, texts):
-        numbers = known(self.ids, len(images), len(texts))
-        of_images, of_texts = oracle_more.variance_aware(
-            images.numpy(), texts.numpy(), *numbers, 0.5, self.shared, "none", self.deviations
-        )
-        return float(self.of_images.numpy() @ of_images + self.of_texts.numpy() @ of_texts)
-
-
-of_heads = pytest.mark.parametrize(
-    ("shape", "engine", "shared"),
-    [
-        (shape, engine, shared)
-        for shape in ("one row", "two captions")
-        for engine in ("dense", "tiled")
-        for shared in (True, False)
-    ],
-)
-
-
-@of_heads
-def test_variance_aware_gradient_is_that_of_differences(shape, engine, shared):
-    case = OfHeads(shape, engine, shared)
-    inputs = case.images.requires_grad_(), case.texts.requires_grad_()
-    assert gradcheck(case.value, inputs, fast_mode=True)
-
-
-@of_heads
-def test_detached_deviations_are_constants_of_the_gradient(shape, engine, shared):
-    case = OfHeads(shape, engine, shared)
-    inputs = case.images.clone().requires_grad_(), case.texts.clone().requires_grad_()
-    value = case.value(*inputs, detached=True)
-    gradients = torch.autograd.grad(value, inputs, materialize_grads=True)
-    size = 1e-6
-    for seed in range(2):
-        by_images = sample(*case.images.shape, seed=seed, dtype=torch.float64)
-        by_texts = sample(*case.texts.shape, seed=seed + 2, dtype=torch.float64)
-        ahead, behind = (
-            case.value_with_fixed_deviations(
-                case.images + step * by_images, case.texts + step * by_texts
-            )
-            for step in (size, -size)
-        )
-        slope = (gradients[0] * by_images).sum() + (gradients[1] * by_texts).sum()
-        assert slope.item() == pytest.approx((ahead - behind) / (2 * size), rel=1e-5, abs=1e-7)
 
 
 def test_heads_may_have_ids_of_their_own():
@@ -168,87 +70,15 @@ def test_the_memory_budget_is_that_of_all_heads(heads, kept, monkeypatch):
     assert formed == ([(300, 300)] * heads if kept else [])
 
 
-SETS = torch.ones(3, 2, 4)
-TEXTS = torch.ones(3, 4)
-IDS = torch.arange(3)
-strict = VarianceAwareLoss(check_finite=True)
-loss = VarianceAwareLoss()
-WRONG_HEADS = {
-    "no sets": (lambda: loss(TEXTS, TEXTS), ValueError, r"image_sets: expected shape \(N, K, D\)"),
-    "a list": (lambda: loss([1], TEXTS), TypeError, "image_sets: expected a floating-point tensor"),
-    "integers": (
-        lambda: loss(SETS.long(), TEXTS.long()),
-        TypeError,
-        r"image_sets: expected a floating-point tensor \(N, K, D\), got torch.int64",
-    ),
-    "dimensions": (
-        lambda: loss(SETS, TEXTS[:, :3]),
-        ValueError,
-        "texts: expected embeddings of dimension 4 like image_sets",
-    ),
-    "nan in texts": (lambda: strict(SETS, TEXTS * math.nan), ValueError, "texts: expected finite"),
-    "inf in sets": (
-        lambda: strict(SETS * math.inf, TEXTS),
-        ValueError,
-        "image_sets: expected finite",
-    ),
-    "unpaired": (lambda: loss(SETS, TEXTS[:2]), ValueError, "image_ids, text_ids: needed for 3"),
-    "fewer ids": (lambda: loss(SETS, TEXTS, IDS, IDS[:2]), ValueError, "text_ids: expected shape"),
-    "margin": (lambda: VarianceAwareLoss(margin="x"), TypeError, "margin"),
-    "no heads": (
-        lambda: functional.variance_aware_loss([]),
-        TypeError,
-        "heads: expected similarities",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_HEADS)
-def test_wrong_input_of_the_variance_aware_loss_is_named(name):
-    call, error, message = WRONG_HEADS[name]
-    with pytest.raises(error, match=message):
-        call()
-
-
 # ---------------------------------------------------------------------------- orthogonal constraint
 
 PAIR_REDUCTIONS = ["mean", "sum", "frobenius"]
 
 
-def random_gates(n, size, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, (n, size), generator=generator).double()
-
-
-@pytest.mark.parametrize(
-    ("shape", "gate", "pairs", "reduction", "slack"),
-    pairwise(
-        shape=[(5, 4, 7), (1, 2, 3), (3, 1, 4), (2, 6, 2)],
-        gate=["off", "heads", "dimensions"],
-        pairs=PAIR_REDUCTIONS,
-        reduction=REDUCTIONS,
-        slack=[0.0, 0.1, 0.4],
-    ),
-)
-def test_orthogonal_loss_equals_the_loop_oracle(shape, gate, pairs, reduction, slack):
-    n, heads, dim = shape
-    residuals = sets(*shape)
-    gates = {"off": None, "heads": random_gates(n, heads), "dimensions": random_gates(n, dim)}[gate]
-    found = DynamicOrthogonalLoss(slack, pairs, reduction=reduction)(residuals, gates)
-    wanted = oracle_more.dynamic_orthogonal(
-        residuals.numpy(), None if gates is None else gates.numpy(), slack, pairs, reduction
-    )
-    wanted = torch.as_tensor(wanted, dtype=torch.float64)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("pairs", PAIR_REDUCTIONS)
-def test_orthogonal_loss_has_a_gradient_for_the_heads_alone(pairs):
-    loss = DynamicOrthogonalLoss(0.01, pairs, reduction="none")
+def test_a_gate_has_no_gradient():
     residuals = sets(3, 4, 5).requires_grad_()
-    gates = random_gates(3, 4, seed=2).requires_grad_()
-    assert gradcheck(lambda x: loss(x, gates.detach()), residuals)
-    loss(residuals, gates).sum().backward()
+    gates = torch.ones(3, 4).double().requires_grad_()
+    DynamicOrthogonalLoss(0.01)(residuals, gates).backward()
     assert gates.grad is None
 
 
@@ -398,35 +228,3 @@ def test_gate_of_a_half_precision_model_has_float32_means(dtype):
     assert half.centre.dtype == torch.float32
     assert half.on_rate.dtype == torch.float32
     torch.testing.assert_close(half.centre, gate.centre, rtol=0.02, atol=0.002)
-
-
-X = torch.ones(2, 3, 4)
-WRONG = {
-    "residuals": (
-        lambda: DynamicOrthogonalLoss()(X[0]),
-        ValueError,
-        r"residuals: expected shape \(N, K, D\)",
-    ),
-    "gate": (
-        lambda: DynamicOrthogonalLoss()(X, torch.ones(2, 5)),
-        ValueError,
-        r"gate: expected shape \(2, 3\) or",
-    ),
-    "pairs": (lambda: DynamicOrthogonalLoss(pair_reduction="max"), ValueError, "pair_reduction"),
-    "slack": (lambda: DynamicOrthogonalLoss("0.4"), TypeError, "slack"),
-    "reduction": (lambda: DynamicOrthogonalLoss(reduction="all"), ValueError, "reduction"),
-    "heads": (lambda: DynamicGate(3, 0), ValueError, "heads"),
-    "regions": (lambda: DynamicGate(3, 2)(X), ValueError, r"regions: expected shape \(N, R, 3\)"),
-    "mask": (
-        lambda: DynamicGate(4, 2)(X, torch.ones(2, 4)),
-        ValueError,
-        r"mask: expected shape \(2, 3\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_of_the_constraint_and_its_gate_is_named(name):
-    call, error, message = WRONG[name]
-    with pytest.raises(error, match=message):
-        call()

@@ -1,13 +1,11 @@
 """Forms of InfoNCE, and distillation, next to plain PyTorch and sentence-transformers.
 
-`test_losses` has the hardness and the filter next to loop oracles, `test_sharded` all forms over
-processes.
+`test_random_cases` has all options next to loops, in one process and in two.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +17,7 @@ from support.cases import SHAPES, embeddings, make_ids, upstream
 from torch import Tensor, nn
 
 import itrloss
-from itrloss import Anchors, Similarity, functional
-from itrloss.engine.relation import IGNORE_ID
+from itrloss import Similarity, functional
 
 ENGINES = ("dense", "tiled")
 of_engines = pytest.mark.parametrize("engine", ENGINES)
@@ -102,59 +99,7 @@ def test_weighted_negatives_count_within_the_limits_of_a_guide():
         torch.testing.assert_close(found, wanted)
 
 
-@of_engines
-def test_negatives_are_those_of_negclip_in_one_direction(engine):
-    """One matrix of the images with all texts, whose targets are the own texts, and one of the
-    texts with images.
-    """
-    v, w = embeddings(6, 6)
-    negatives = embeddings(6, 6, seed=5)[0]
-    rows = F.cross_entropy(cosines(v, torch.cat([w, negatives])) / 0.07, torch.arange(6))
-    cols = F.cross_entropy(cosines(w, v) / 0.07, torch.arange(6))
-    torch.testing.assert_close(
-        itrloss.InfoNCELoss(engine=engine)(v, w, negatives=negatives), rows + cols
-    )
-
-
-@of_engines
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [(3,), (4, 2)])
-def test_zero_vectors_among_negatives(size, dtype, engine):
-    negatives = torch.zeros(*size, 8)
-    negatives[..., -1:, :] = 1
-    negatives[0] = 0
-    batch = torch.ones(4, 8), torch.eye(8)[:4], negatives
-    x, y, z = (a.to(dtype).requires_grad_() for a in batch)
-    criterion = itrloss.InfoNCELoss(hardness=9.0, engine=engine)
-    loss = criterion(x, y, negatives=z)
-    exact = criterion(x.double(), y.double(), negatives=z.double())
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(criterion(x, y, negatives=z), loss)
-    gradients = torch.autograd.grad(loss, (x, y, z))
-    assert all(a.isfinite().all() for a in gradients)
-    assert (gradients[2][0] == 0).all()
-
-
 # ------------------------------------------------------------------------------- left-out negatives
-
-
-@pytest.mark.parametrize(("own", "other"), [("dense", "tiled"), ("tiled", "dense")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_guide_and_a_teacher_have_an_engine_and_a_dtype_of_their_own(
-    own, other, dtype, small_tiles
-):
-    v, w, ids, _ = given("five captions")
-    x, y = (a.to(dtype) for a in others(len(v), len(w)))
-    judge = Similarity(x, y, *ids, engine=other)
-    exact = Similarity(x.double(), y.double(), *ids)
-    criterion = filtered(margin=0.0, engine=own)
-    wanted = criterion(v, w, *ids, guide=exact)
-    torch.testing.assert_close(criterion(v, w, *ids, guide=judge), wanted)
-    distilling = itrloss.DistillationLoss(engine=own)
-    wanted = distilling(v, w, exact, *ids)
-    torch.testing.assert_close(distilling(v, w, judge, *ids), wanted, rtol=1e-5, atol=1e-5)
 
 
 @of_engines
@@ -178,13 +123,7 @@ def test_a_guide_gets_no_gradient_and_may_be_scores(engine):
 
 
 @of_engines
-def test_an_anchor_whose_negatives_are_all_left_out_counts_with_0_and_has_no_gradient(engine):
-    v, w = (x.requires_grad_() for x in embeddings(5, 5))
-    loss = filtered(margin=-3.0, engine=engine)(v, w)
-    loss.backward()
-    assert loss == 0
-    assert (v.grad == 0).all()
-    assert (w.grad == 0).all()
+def test_an_anchor_whose_negatives_are_all_left_out_counts_with_0(engine):
     scores = torch.tensor([[0.5, 0.9], [0.1, 0.2]], dtype=torch.float64)
     rows, _ = filtered(reduction="none", engine=engine)(scores=scores)
     assert rows[0] == 0
@@ -194,14 +133,6 @@ def test_an_anchor_whose_negatives_are_all_left_out_counts_with_0_and_has_no_gra
     for positives in (None, sim.both):  # also where positives are of other candidates
         mean = functional.info_nce_loss(sim, 0.05, below=limits, positives=positives)
         torch.testing.assert_close(mean, filtered()(scores=scores))
-
-
-def test_scores_of_the_guide_that_are_equal_to_the_limit_are_left_out():
-    scores, judged = torch.zeros(2, 2), torch.tensor([[1.0, 1.0], [0.0, 1.0]])
-    rows, _ = filtered(margin=0.0, reduction="none")(
-        scores=scores, guide=Similarity.from_scores(judged)
-    )
-    torch.testing.assert_close(rows, torch.tensor([0.0, 2.0]).log().clamp_min(0))
 
 
 # ------------------------------------------------------------------------------------- distillation
@@ -229,311 +160,6 @@ def test_the_temperature_of_distillation_may_be_learnt(engine):
 
     plain = lambda x, y, temperature: distilled(cosines(x, y), T, temperature, 0.5)  # noqa: E731
     compare(ours, plain, (v, w, torch.tensor(0.3, dtype=v.dtype)), grads)
-
-
-@of_engines
-def test_padding_is_no_candidate_of_the_teacher_either(engine):
-    """Neither a teacher's probability nor an overflow of its scores counts."""
-    v, w = embeddings(5, 7)
-    T = cosines(*others(5, 7))
-    T[:, 5:] = 400.0
-    ids = torch.arange(5), torch.tensor([0, 1, 2, 3, 4, IGNORE_ID, IGNORE_ID])
-    criterion = itrloss.DistillationLoss(reduction="none", engine=engine)
-    wanted = distilled(cosines(v, w[:5]), T[:, :5], 0.07, 0.07)
-    for dtype in (torch.float64, torch.float32):
-        x, y = (z.clone().to(dtype).requires_grad_() for z in (v, w))
-        rows, cols = criterion(x, y, T.to(dtype), *ids)
-        (rows.sum() + cols.sum()).backward()
-        torch.testing.assert_close(rows.double(), wanted[0], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(cols[:5].double(), wanted[1], rtol=1e-4, atol=1e-4)
-        assert (cols[5:] == 0).all()
-        assert x.grad.isfinite().all()
-        assert (y.grad[5:] == 0).all()
-    whole = itrloss.DistillationLoss(engine=engine)(v, w, Similarity.from_scores(T, *ids), *ids)
-    torch.testing.assert_close(whole, wanted[0].mean() + wanted[1].mean())
-
-
-ZEROS = torch.cat([torch.zeros(2, 8), torch.ones(3, 8), torch.eye(8)[:3]]).to(torch.bfloat16)
-
-
-@of_engines
-@pytest.mark.parametrize(
-    "teacher",
-    [Similarity(ZEROS, ZEROS), torch.full((8, 8), 1e4), torch.eye(8).to(torch.bfloat16)],
-    ids=["zeros", "large", "half"],
-)
-def test_distillation_of_zero_vectors_in_half_precision(teacher, engine):
-    v = ZEROS.clone().requires_grad_()
-    w = ZEROS.flip(0).requires_grad_()
-    loss = itrloss.DistillationLoss(0.01, 0.01, engine=engine)(v, w, teacher)
-    loss.backward()
-    assert loss.dtype == torch.float32
-    assert loss.isfinite()
-    assert v.grad.isfinite().all()
-    assert w.grad.isfinite().all()
-    assert (v.grad[:2] == 0).all()
-
-
-def test_a_student_like_its_teacher_has_the_entropy_and_no_gradient():
-    v, w = (x.requires_grad_() for x in embeddings(6, 9))
-    S = cosines(v, w).detach()
-    loss = itrloss.DistillationLoss()(v, w, S)
-    of_rows = torch.distributions.Categorical(logits=S / 0.07).entropy()
-    of_cols = torch.distributions.Categorical(logits=S.T / 0.07).entropy()
-    torch.testing.assert_close(loss, of_rows.mean() + of_cols.mean())
-    for gradient in torch.autograd.grad(loss, (v, w)):
-        assert gradient.abs().amax() < 1e-12
-
-
-# ------------------------------------------------------------------------------------------- errors
-
-
-def forward(module: Any, *args: Any, **options: Any) -> Any:
-    v, w = (x.float() for x in embeddings(4, 4))
-    return lambda: module()(v, w, *args, **options)
-
-
-FILTERED, DISTILLED, NEGATIVES = (
-    partial(forward, x) for x in (filtered, itrloss.DistillationLoss, itrloss.InfoNCELoss)
-)
-
-
-def INFONCE(**options: Any) -> Any:
-    return forward(partial(itrloss.InfoNCELoss, **options))
-
-
-X = embeddings(3, 4, dtype=torch.float32)
-Y = embeddings(4, 4, dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (
-            lambda: itrloss.InfoNCELoss(hardness=-1),
-            ValueError,
-            "hardness: expected at least 0, got -1",
-        ),
-        (
-            lambda: itrloss.InfoNCELoss(hardness="9"),
-            TypeError,
-            "hardness: expected a number, got '9'",
-        ),  # type: ignore
-        (
-            lambda: itrloss.InfoNCELoss(hardness=float("nan")),
-            ValueError,
-            "hardness: expected a number in the range",
-        ),
-        (
-            NEGATIVES(negatives=torch.randn(3, 7)),
-            ValueError,
-            "negatives: expected embeddings of dimension 6 like images",
-        ),
-        (NEGATIVES(negatives=[1.0]), TypeError, "negatives: expected a floating-point tensor"),
-        (
-            NEGATIVES(negatives=torch.randn(0, 6)),
-            ValueError,
-            r"negatives: expected shape \(M, D\), each at least 1",
-        ),
-        (
-            NEGATIVES(negatives=torch.randn(3, 6).double()),
-            TypeError,
-            "negatives: expected the dtype of images, torch.float32, got torch.float64",
-        ),
-        (
-            NEGATIVES(negatives=torch.randn(3, 2, 6)),
-            ValueError,
-            r"negatives: expected shape \(K, D\) or \(4, K, 6\)",
-        ),
-        (
-            NEGATIVES(negatives=torch.randn(4, 0, 6)),
-            ValueError,
-            r"negatives: expected shape \(N, K, D\), each at least 1",
-        ),
-        (
-            lambda: itrloss.InfoNCELoss()(Similarity(*Y), negatives=Y[0]),
-            ValueError,
-            "negatives: expected images with them",
-        ),
-        (lambda: filtered(margin="0"), ValueError, "margin: expected None or a number"),  # type: ignore
-        (
-            lambda: filtered(0.0),
-            ValueError,
-            "temperature: expected a number above 0",
-        ),
-        (FILTERED(guide=torch.eye(4)), TypeError, "guide: expected a Similarity"),
-        (
-            FILTERED(guide=Similarity(*X, *map(torch.arange, (3, 4)))),
-            ValueError,
-            r"guide: .* a matrix of \(3, 4\) with",
-        ),
-        (
-            FILTERED(guide=Similarity(*Y, *[torch.arange(4)] * 2)),
-            ValueError,
-            "guide: expected the ids of the loss",
-        ),
-        (
-            lambda: itrloss.DistillationLoss(0.1, -1.0),
-            ValueError,
-            "teacher_temperature: expected a number above 0",
-        ),
-        (
-            DISTILLED(torch.eye(4)[:3]),
-            ValueError,
-            r"teacher: expected shape \(4, 4\), got \(3, 4\)",
-        ),
-        (DISTILLED(torch.zeros(4, 4, 2)), ValueError, r"teacher: expected shape \(N, M\)"),
-        (
-            DISTILLED(torch.eye(4).long()),
-            TypeError,
-            r"teacher: expected a floating-point tensor \(N, M\)",
-        ),
-        (DISTILLED(None), TypeError, "teacher: expected a Similarity"),
-        (
-            DISTILLED(Similarity(*X, *map(torch.arange, (3, 4)))),
-            ValueError,
-            r"teacher: .* a matrix of \(3, 4\) with",
-        ),
-        (
-            lambda: functional.distillation_loss(Similarity(*Y), Y),
-            TypeError,
-            "teacher: expected a Similarity",
-        ),  # type: ignore
-        (
-            lambda: itrloss.InfoNCELoss(directions="all"),
-            ValueError,
-            "directions: expected 'both', 'image-text' or 'text-image', got 'all'",
-        ),
-        (
-            lambda: itrloss.SigmoidLoss(directions="image-text"),
-            ValueError,
-            "directions: expected 'both'",
-        ),
-        (lambda: itrloss.InfoNCELoss(joint="yes"), ValueError, "joint: expected True or False"),  # type: ignore
-        (
-            lambda: itrloss.InfoNCELoss(hardness=(1.0, 2.0, 3.0)),  # type: ignore
-            ValueError,
-            "hardness: expected a number or a pair of numbers",
-        ),
-        (INFONCE(joint=True, directions="image-text"), ValueError, "joint: expected False, or dir"),
-        (
-            INFONCE(in_batch=False),
-            ValueError,
-            "in_batch: expected True, or directions='image-text'",
-        ),
-        (
-            INFONCE(in_batch=False, directions="image-text"),
-            ValueError,
-            "in_batch: expected True, or negatives",
-        ),
-        (
-            INFONCE(in_batch=False, directions="image-text", image_image=True),
-            ValueError,
-            "in_batch: expected True with image_image",
-        ),
-        (INFONCE(relative=True), ValueError, "relative: expected a margin"),
-        (INFONCE(text_text="unfiltered"), ValueError, "text_text: expected a margin with"),
-        (FILTERED(negative_ids=torch.arange(4)), ValueError, "negative_ids: expected None without"),
-        (
-            FILTERED(negatives=torch.randn(3, 6), negative_ids=torch.arange(4)),
-            ValueError,
-            r"negative_ids: expected shape \(3,\), got \(4,\)",
-        ),
-        (
-            FILTERED(negatives=torch.randn(4, 2, 6), negative_ids=torch.arange(4)),
-            ValueError,
-            r"negative_ids: expected shape \(4, 2\), got \(4,\)",
-        ),
-        (
-            FILTERED(negatives=torch.randn(3, 6), guide=Similarity(*Y)),
-            ValueError,
-            "guide: expected embeddings with negatives",
-        ),
-        (
-            FILTERED(negatives=torch.randn(3, 6), guide=Y),
-            ValueError,
-            r"guide: expected embeddings \(images, texts, negatives\), got 2 tensors",
-        ),
-        (
-            lambda: itrloss.InfoNCELoss()(*Y, guide=Y),
-            ValueError,
-            "guide: expected None without a margin",
-        ),
-        (
-            lambda: itrloss.InfoNCELoss(image_image=True)(scores=torch.eye(4)),
-            ValueError,
-            "image_image, text_text: expected False without embeddings",
-        ),
-        (
-            lambda: itrloss.InfoNCELoss()(scores=torch.eye(4), negatives=torch.eye(3)),
-            ValueError,
-            "negatives: expected a row of scores for each of 4 images",
-        ),
-    ],
-)
-def test_errors(call, kind, message):
-    with pytest.raises(kind, match=message):
-        call()
-
-
-# ----------------------------------------------------------------------------- compiler, call forms
-
-
-def calls(**options: Any) -> dict[str, Any]:
-    v, w = embeddings(8, 8, dtype=torch.float32)
-    x, y = (a.float() for a in others(8, 8))
-    ids = torch.arange(8) % 5
-    every = embeddings(24, 1, dtype=torch.float32)[0]
-    return {
-        "negatives": (
-            itrloss.InfoNCELoss(hardness=9.0, **options),
-            (v, w, ids, ids),
-            {"negatives": x[:, :6]},
-        ),
-        "negatives of each": (
-            itrloss.InfoNCELoss(**options),
-            (v, w),
-            {"negatives": every.view(8, 3, 6)},
-        ),
-        "guide": (
-            filtered(**options),
-            (v, w, ids, ids),
-            {"guide": Similarity(x, y, ids, ids)},
-        ),
-        "teacher": (itrloss.DistillationLoss(**options), (v, w, x @ y.T / 9), {}),
-        "joint": (
-            itrloss.InfoNCELoss(joint=True, image_image=True, text_text=True, **options),
-            (v, w, ids, ids),
-            {},
-        ),
-        "among": (
-            itrloss.InfoNCELoss(image_image=True, text_text=True, margin=0.1, **options),
-            (v, w),
-            {"negatives": x[:, :6], "guide": (x, y, x)},
-        ),
-        "own": (
-            itrloss.InfoNCELoss(directions="image-text", in_batch=False, **options),
-            (v, w),
-            {"negatives": every.view(8, 3, 6)},
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", calls())
-def test_telemetry_gather_in_one_process_and_representation(name):
-    wanted = None
-    for extra in ({}, {"telemetry": True}, {"gather": True}, {"check_finite": True}):
-        criterion, args, options = calls(**extra)[name]
-        value = criterion(*args, **options)
-        wanted = value if wanted is None else wanted
-        torch.testing.assert_close(value, wanted)
-        assert bool(criterion.telemetry) == ("telemetry" in extra)
-        assert "temperature=" in repr(criterion)
-    v, w, *more = args
-    bad = v.clone()
-    bad[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="images: expected finite values"):
-        criterion(bad, w, *more, **options)
 
 
 # ---------------------------------------------------------------------------- sentence-transformers
@@ -663,12 +289,6 @@ def test_distillation_is_that_of_sentence_transformers(engine):
         return loss.compute_loss_from_embeddings([v, *(text.expand_as(v) for text in w)], T)
 
     same(lambda v, w: 0.2**2 * (ours(v, w, T)[0].mean() - entropy), theirs, embeddings(9, 11))
-
-
-def test_candidates_of_another_batch_pool_with_one_of_the_same_anchors_only():
-    v, w = embeddings(4, 4)
-    with pytest.raises(ValueError, match="anchors: expected as many anchors in each block"):
-        Anchors.pooled(Similarity(v, w), Similarity(v[:3], w[:3]))
 
 
 @pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")

@@ -130,44 +130,6 @@ def test_a_prefix_may_be_a_zero_vector():
     assert (grad[0] != 0).any()
 
 
-@pytest.mark.parametrize(
-    ("dims", "weights", "error"),
-    [
-        ((2, 7), None, "images: expected embeddings of at least 7 dimensions"),
-        ((2, 2), None, "dims: expected numbers that differ"),
-        ((), None, "dims: expected numbers that differ"),
-        ((0, 2), None, "dims: expected"),
-        ((2, 2.5), None, "dims: expected"),
-        ((2, 3), (1.0,), "weights: expected 2"),
-        ((2, 3), (1.0, "one"), "weights: expected"),
-    ],
-)
-def test_wrong_dims_and_weights(dims, weights, error):
-    v, w = embeddings(5, 5)
-    loss = itrloss.InfoNCELoss()
-    with pytest.raises((TypeError, ValueError), match=error):
-        itrloss.Matryoshka(loss, dims, weights)(v, w)
-    criterion = itrloss.Matryoshka(loss, (2, 3))
-    criterion.dims = dims
-    criterion.weights = weights or [1.0] * len(dims)
-    with pytest.raises((TypeError, ValueError), match=error):
-        criterion(v, w)
-
-
-def test_wrong_losses_and_inputs():
-    v, w = embeddings(5, 5)
-    for loss in (itrloss.InfoNCELoss, None):
-        with pytest.raises(TypeError, match="loss: expected a module"):
-            itrloss.Matryoshka(loss, (2, 3))  # type: ignore[arg-type]
-    criterion = itrloss.Matryoshka(itrloss.InfoNCELoss(check_finite=True), (2, 3))
-    with pytest.raises(ValueError, match="images"):
-        criterion(v * torch.nan, w)
-    with pytest.raises(ValueError, match="texts: expected embeddings of at least 3 dimensions"):
-        criterion(v, w[:, :2])
-    with pytest.raises(ValueError, match="images: expected embeddings"):
-        criterion(itrloss.Similarity(v, w), w)
-
-
 def test_sentence_transformers_agree():
     """Their loss has one direction, and takes a model."""
     pytest.importorskip("sentence_transformers")

@@ -11,11 +11,10 @@ import torch._dynamo.testing
 from support.cases import embeddings
 from support.flops import Products
 from support.losses_registry import where
-from support.memories import D, filled, memory_batch
+from support.memories import D, memory_batch
 
 import itrloss
 from itrloss import CoupledMemory
-from itrloss.memory import MemorySimilarity
 
 # some batches have nothing in common, or one id for all
 pytestmark = pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
@@ -27,28 +26,7 @@ def make(name, **options):
     return LOSSES[name].make(**options)
 
 
-def expected(name, batch, **options):
-    """Return what the loss's oracle computes."""
-    ids = batch.image_ids, batch.text_ids
-    if ids[0] is None:
-        ids = torch.arange(len(batch.images)), torch.arange(len(batch.texts))
-    memory = batch.memory
-    count = len(memory)
-    vectors = [*batch[:4], memory.images[:count], memory.texts[:count]]
-    arrays = [x.detach().double().numpy() for x in vectors]
-    numbers = [x.numpy() for x in (*ids, memory.ids[:count])]
-    return LOSSES[name].expected(*arrays, *numbers, **options)
-
-
 # ---------------------------------------------------------------------------- values and gradients
-
-
-def test_distillation_needs_the_batch():
-    loss = itrloss.MemoryInfoNCELoss(batch_negatives=False, distillation=0.4)
-    with pytest.raises(ValueError, match="distillation: expected 0 with batch_negatives=False"):
-        loss(*memory_batch("pairs"))
-    with pytest.raises(ValueError, match=r"distillation: expected .*1\.5"):
-        itrloss.MemoryInfoNCELoss(distillation=1.5)
 
 
 def test_a_learnt_temperature_has_its_gradient():
@@ -64,13 +42,6 @@ def test_a_learnt_temperature_has_its_gradient():
     distilled = itrloss.MemoryInfoNCELoss(0.2, learnable=True, distillation=0.3).double()
     distilled(*batch).backward()
     assert distilled.log_scale.grad.item() != pytest.approx(slope, rel=1e-3)
-
-
-def test_a_learnt_temperature_is_limited():
-    loss = itrloss.MemoryInfoNCELoss(learnable=True, max_scale=20.0).double()
-    torch.nn.init.constant_(loss.log_scale, 9.0)
-    loss(*memory_batch("pairs"))
-    assert loss.log_scale.item() == pytest.approx(math.log(20.0))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -215,74 +186,3 @@ def test_a_compiled_run_goes_on_bit_for_bit_after_a_load():
     resumed.load_state_dict(state, strict=False)  # between calls of a compiled step
     found = [step(resumed, *batch) for batch in batches[8:]]
     assert found == wanted
-
-
-# ------------------------------------------------------------------------------------- wrong input
-
-KEYS = torch.ones(3, D)
-IDS = torch.arange(3)
-LABELLED = filled(2, torch.float32, torch.arange(2))
-WITHOUT_IDS = filled(2, torch.float32)
-WRONG = {
-    "no memory": ((KEYS,) * 5, TypeError, "memory: expected a CoupledMemory"),
-    "too few keys": (
-        (KEYS, KEYS, KEYS[:2], KEYS, WITHOUT_IDS),
-        ValueError,
-        "image_keys.* like images",
-    ),
-    "dimensions": (
-        (*[KEYS[:, :4]] * 4, WITHOUT_IDS),
-        ValueError,
-        "memory: expected embeddings of dimension 4",
-    ),
-    "types": (
-        (*[KEYS] * 4, filled(2)),
-        TypeError,
-        "memory: expected the dtype of images, torch.float32",
-    ),
-    "ids next to a memory without": (
-        (*[KEYS] * 4, WITHOUT_IDS, IDS, IDS),
-        ValueError,
-        "image_ids, text_ids: expected None",
-    ),
-    "no ids next to a memory with ids": (
-        (*[KEYS] * 4, LABELLED),
-        ValueError,
-        "image_ids, text_ids: expected ids",
-    ),
-    "too few ids": (
-        (*[KEYS] * 4, LABELLED, IDS, IDS[:2]),
-        ValueError,
-        "text_ids: expected shape",
-    ),
-    "ids of one side alone": (
-        (*[KEYS] * 4, LABELLED, None, IDS),
-        ValueError,
-        "image_ids: expected ids for images and texts or for neither",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_is_named(name):
-    given, error, message = WRONG[name]
-    with pytest.raises(error, match=message):
-        make("uto")(*given)
-
-
-@pytest.mark.parametrize("option", ["positive_from", "diversity_from"])
-def test_an_unknown_source_is_named(option):
-    with pytest.raises(ValueError, match=option):
-        itrloss.MemoryDiversityContrastiveLoss(**{option: "queue"})
-    sims = MemorySimilarity.of(KEYS, KEYS, KEYS, KEYS, CoupledMemory(4, D), IDS, IDS)
-    with pytest.raises(ValueError, match=f"{option}: expected .* or 'batch', got 'queue'"):
-        itrloss.functional.memory_diversity_contrastive_loss(sims, **{option: "queue"})
-
-
-@pytest.mark.parametrize(
-    "name", ["memory_diversity_contrastive_loss", "unified_training_objective"]
-)
-def test_functions_refuse_what_is_no_memory_similarity(name):
-    function = getattr(itrloss.functional, name)
-    with pytest.raises(TypeError, match=r"sims: expected a MemorySimilarity .* got Similarity"):
-        function(itrloss.Similarity(KEYS, KEYS))

@@ -1,5 +1,5 @@
 """Modules next to the losses that `check_loss` takes, and losses with a state: compilation, copies,
-types, autocast, two processes.
+types, autocast. `test_processes` has them over processes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import pytest
 import torch
 from support.cases import embeddings
 from support.losses_registry import REGISTRY, public_losses
-from support.processes import run
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import itrloss
 
@@ -101,15 +99,12 @@ def make(name: str) -> nn.Module:
     return MODULES[name].make()
 
 
-def inputs(step: int = 0, dtype: torch.dtype = torch.float32, processes: int = 1) -> Inputs:
+def inputs(step: int = 0, dtype: torch.dtype = torch.float32) -> Inputs:
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(B, 8 * D, generator=generator) + 0.3
     stored = itrloss.CoupledMemory(ENTRIES, D, dtype=dtype)
     keys = torch.randn(2, 7, D, generator=generator).to(dtype)
-    # as if enqueued by each process
-    image_keys, text_keys = keys.repeat(1, processes, 1)
-    ids = torch.arange(7).repeat(processes)
-    stored.enqueue(image_keys, text_keys, ids)
+    stored.enqueue(*keys, torch.arange(7))
     return Inputs(x.to(dtype).requires_grad_(), stored)
 
 
@@ -228,102 +223,3 @@ def test_learnt_scale_in_half_precision_is_not_rounded_again(name, dtype):
     found = half(images, texts)
     wanted = single(images, texts)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
-
-
-# ------------------------------------------------------------------------------------ two processes
-
-
-class Step(nn.Module):
-    """Encoder and module in one, as DDP wraps them."""
-
-    def __init__(self, name: str):
-        super().__init__()
-        torch.manual_seed(1)
-        self.name = name
-        self.encoder = nn.Linear(5, 8 * D)
-        self.module = make(name)
-
-    def forward(self, x: Tensor, stored: itrloss.CoupledMemory) -> Tensor:
-        made = self.encoder(x)
-        value = MODULES[self.name].call(self.module, Inputs(made, stored))
-        return value.float().sum() + 0 * made.sum()
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Copies of the gradients of all parameters that have one."""
-        found = {}
-        for name, parameter in self.named_parameters():
-            if parameter.grad is not None:
-                found[name] = parameter.grad.clone()
-        return found
-
-
-def drawn(step: int, rank: int) -> Tensor:
-    """A process's inputs of the encoder."""
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(B, 5, generator=generator)
-
-
-def worker(rank: int) -> dict[str, dict[str, Any]]:
-    """What a process has of each module after three steps."""
-    found = {}
-    for name in MODULES:
-        model = DistributedDataParallel(Step(name))
-        gradients = []
-        for step in range(3):
-            model.zero_grad()
-            model(drawn(step, rank), inputs(step).memory).backward()
-            gradients.append(model.module.gradients())
-        buffers = dict(model.module.module.named_buffers())
-        buffers = {key: x.clone() for key, x in buffers.items()}
-        found[name] = {"gradients": gradients, "buffers": buffers}
-    return found
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    return run(worker, tmp_path_factory.mktemp("gloo"))
-
-
-@pytest.mark.slow
-@every_module
-def test_module_stays_equal_in_two_processes(name, two_processes):
-    first, second = (run[name] for run in two_processes)
-    assert first["gradients"][0]
-    assert_identical(second["gradients"], first["gradients"])
-    for gradients in first["gradients"]:
-        for gradient in gradients.values():
-            assert gradient.isfinite().all()
-    # running statistics of the gate are of each process's own images, as with BatchNorm
-    if name != "gate":
-        assert_identical(second["buffers"], first["buffers"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["infonce", "prototypes", "orthogonal", "gate", "momentum"])
-def test_module_that_exchanges_nothing_has_the_mean_gradient(name, two_processes):
-
-    def of_process(rank: int) -> dict[str, Tensor]:
-        """The gradients of a process's part by itself."""
-        model = Step(name)
-        value = model(drawn(0, rank), inputs(0, processes=2).memory)
-        value.backward()
-        return model.gradients()
-
-    first = of_process(0)
-    second = of_process(1)
-    of_both, _ = two_processes
-    for key, found in of_both[name]["gradients"][0].items():
-        mean = (first[key] + second[key]) / 2
-        torch.testing.assert_close(found, mean, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_clusters_of_two_processes_are_those_of_one(two_processes):
-    model = Step("means")
-    for step in range(3):
-        whole = torch.cat([drawn(step, 0), drawn(step, 1)])
-        made = Inputs(model.encoder(whole), None)
-        model.module.update(made.part(0))
-    first, _ = two_processes
-    wanted = dict(model.module.named_buffers())
-    torch.testing.assert_close(first["means"]["buffers"], wanted)

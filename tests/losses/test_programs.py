@@ -91,16 +91,6 @@ def test_a_tensor_on_both_sides_gets_both_gradients(name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradients_grow_with_what_comes_from_above(name):
-    subject = subject_of(name)
-    leaves = subject.batch().leaves()
-    loss = subject.fresh()
-    weighted = result_of(-3.7 * subject.value(leaves, loss), leaves, loss)
-    plain = {key: -3.7 * x for key, x in subject.result(leaves).items()}
-    same(weighted, plain)
-
-
-@pytest.mark.parametrize("name", LOSSES)
 def test_ids_may_be_overwritten_before_the_backward_pass(name):
     subject = subject_of(name)
     leaves = subject.batch().leaves().relabelled(torch.clone)

@@ -1,6 +1,6 @@
 """RINCE and RCL: limits, hostile input, options.
 
-`test_losses` has their values next to the loop oracle, `test_sharded` several processes.
+`test_random_cases` has their values next to loops, in one process and in several.
 """
 
 from __future__ import annotations
@@ -77,32 +77,6 @@ def test_extreme_temperatures_leave_hostile_input_finite(loss, dtype, engine, ki
     assert v.grad.isfinite().all()
     assert w.grad.isfinite().all()
     assert (v.grad[:2] == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RINCELoss(q=1.5), "q: expected a number above 0 and at most 1, got 1.5"),
-        (lambda: RINCELoss(q=0.0), "q: expected a number above 0"),
-        (lambda: RINCELoss(lam=2.0), "lam: expected a number above 0 and at most 1, got 2.0"),
-        (lambda: RINCELoss(lam=0.0), "lam: expected a number above 0"),
-        (lambda: RINCELoss(0.005), "temperature: expected at least q / 70 = 0.0071"),
-        (lambda: ComplementaryContrastiveLoss(0.0), "temperature: expected a number above 0"),
-    ],
-)
-def test_options_are_checked(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_options_that_are_set_later_are_checked():
-    loss = RINCELoss()
-    with pytest.raises(ValueError, match="q: expected a number above 0 and at most 1, got 2"):
-        loss.q = 2
-    assert loss.q == 0.5
-    loss.temperature = 0.005  # q may follow
-    with pytest.raises(ValueError, match="temperature: expected at least q / 70"):
-        loss(torch.eye(4), torch.eye(4))
 
 
 def test_wrong_pairs_that_are_nearly_certain_have_accurate_gradients():

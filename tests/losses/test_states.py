@@ -74,6 +74,12 @@ def test_a_state_holds_tensors_that_others_can_copy_average_and_store(name: str)
     stored.seek(0)
     twin.load_state_dict(torch.load(stored, weights_only=True))
     same_state(twin, model)
+    numbers = {key: x.clone() for key, x in state.items()}
+    for assign in (False, True):
+        fresh = Model(MODULES[name]())
+        fresh = fresh.to("meta") if assign else fresh
+        fresh.load_state_dict(numbers, assign=assign)
+        same_state(fresh, model)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -138,83 +144,7 @@ def test_a_state_loads_with_and_without_the_scale_of_a_model(assign: bool):
     assert of_model.item() == 4
 
 
-# -------------------------------------------------------------------------------- annealing resumes
-
-
-def through_file(model: nn.Module, fresh: nn.Module, folder: Any) -> nn.Module:
-    torch.save(model.state_dict(), folder / "model.pt")
-    fresh.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
-    return fresh
-
-
-def through_safetensors(model: nn.Module, fresh: nn.Module, folder: Any) -> nn.Module:
-    safetensors = pytest.importorskip("safetensors.torch")
-    safetensors.save_model(model, folder / "model.safetensors")
-    safetensors.load_model(fresh, folder / "model.safetensors")
-    return fresh
-
-
-def assigned(model: nn.Module, fresh: nn.Module, folder: Any) -> nn.Module:
-    fresh.to("meta").load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    return fresh
-
-
-def in_numpy(model: nn.Module, fresh: nn.Module, folder: Any) -> nn.Module:
-    state = {key: x.numpy() for key, x in model.state_dict().items()}
-    fresh.load_state_dict({key: torch.from_numpy(x.copy()) for key, x in state.items()})
-    return fresh
-
-
-def distributed_checkpoint(model: nn.Module, fresh: nn.Module, folder: Any) -> nn.Module:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder, no_dist=True)
-    state = {"model": get_model_state_dict(fresh)}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    set_model_state_dict(fresh, state["model"])
-    return fresh
-
-
-WAYS = [through_file, through_safetensors, assigned, in_numpy, distributed_checkpoint]
-
-
-def steps(model: Model, some: range, memory: bool = False) -> None:
-    """Train by steps, each with a batch of its own; half way through, the hardest negatives count
-    alone.
-    """
-    criterion = itrloss.MemoryDiversityContrastiveLoss()
-    optimizer = torch.optim.SGD([*model.images.parameters(), *model.texts.parameters()], lr=0.1)
-    for step in some:
-        if step == 3 and not memory:
-            annealed(next(x for x in model.part.modules() if isinstance(x, TripletLoss)))
-        draw = torch.Generator().manual_seed(step)
-        x = torch.randn(4, D, generator=draw)
-        v = model.images(x)
-        w = model.texts(x)
-        loss = criterion(v, w, v, w, model.part) if memory else model.part(v, w)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if memory:
-            model.part.enqueue(v, w)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["triplet", "matryoshka", "memory"])
-@pytest.mark.parametrize("saved", [2, 3, 5])
-def test_a_resumed_run_is_the_same_bit_for_bit(way: Any, name: str, saved: int, tmp_path):
-    parts: dict[str, Callable[[], nn.Module]] = {
-        "triplet": lambda: TripletLoss(mining="all"),
-        "matryoshka": lambda: itrloss.Matryoshka(TripletLoss(mining="all"), [4, D]),
-        "memory": lambda: CoupledMemory(6, D),
-    }
-    model = Model(parts[name]())
-    steps(model, range(saved), name == "memory")
-    resumed = way(model, Model(parts[name]()), tmp_path)
-    for each in (model, resumed):
-        steps(each, range(saved, 8), name == "memory")
-    same_state(resumed, model)
+# --------------------------------------------------------------------------- which negatives count
 
 
 def test_a_pretrained_model_holds_which_negatives_count(tmp_path):

@@ -133,7 +133,7 @@ def evaluate(answer, v, w, ids, engine, grads, view=lambda sim: sim.both, **opti
     return [values.detach(), *gradients(values, leaves, torch.cat(tuple(grads)))]
 
 
-def gradients(values, leaves, grad):
+def gradients(values, leaves, grad, retain_graph=False):
     """Return the gradients of values by leaves, 0 where there is none.
 
     Values that do not exist have no gradient. Others have the first entries of ``grad``.
@@ -141,7 +141,8 @@ def gradients(values, leaves, grad):
     if not values.requires_grad:
         return [torch.zeros_like(x) for x in leaves]
     total = (finite(values) * grad[: len(values)].to(values)).sum()
-    return list(torch.autograd.grad(total, leaves, materialize_grads=True))
+    found = torch.autograd.grad(total, leaves, retain_graph=retain_graph, materialize_grads=True)
+    return [*found]
 
 
 def assert_equal(found, wanted, about="", tolerance=1e-9):

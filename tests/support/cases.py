@@ -176,9 +176,28 @@ ENGINES = ("dense", "tiled", "kept", "scores")
 VIEWS = {"rows": lambda sim: sim, "columns": lambda sim: sim.T, "both": lambda sim: sim.both}
 
 
-def similarity(v: Tensor, w: Tensor, ids: tuple, engine: str, **options: Any) -> Any:
-    """Similarity on an engine; ``"kept"``: the tiled engine with cached scores; ``"scores"``: from
-    a given matrix.
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same numbers, with others between those of a row."""
+    return torch.stack([x, x], 2).flatten(1)[:, ::2]
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same numbers, column by column."""
+    return x.T.contiguous().T
+
+
+LAYOUTS = (as_it_is, strided, transposed)
+
+
+def similarity(
+    v: Tensor, w: Tensor, ids: tuple, engine: str, layout: Any = as_it_is, **options: Any
+) -> Any:
+    """Similarity on an engine; ``"kept"``: the tiled engine with cached scores; ``"scores"`` and
+    ``"triton scores"``: from a given matrix, of a layout in memory.
 
     ``"reference"`` is the specification of the tests.
     """
@@ -186,9 +205,10 @@ def similarity(v: Tensor, w: Tensor, ids: tuple, engine: str, **options: Any) ->
         return Reference.of(v, w, ids, **options)
     if engine == "kept":
         return Similarity(v, w, *ids, engine="tiled", memory_budget=10**9, **options)
-    if engine == "scores":
-        scores = Similarity(v, w, *ids, engine="dense", **options).scores()
-        return Similarity.from_scores(scores, *ids, engine="tiled", related=options.get("related"))
+    if engine in ("scores", "triton scores"):
+        chosen: Any = "tiled" if engine == "scores" else "triton"
+        scores = layout(Similarity(v, w, *ids, engine="dense", **options).scores())
+        return Similarity.from_scores(scores, *ids, engine=chosen, related=options.get("related"))
     return Similarity(v, w, *ids, engine=engine, **options)  # type: ignore
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +26,6 @@ from support.draws import KINDS, OF_IDS, Batch, Draw, drawn_batch, places_of_pro
 from support.losses_registry import ONE_TO_ONE, REGISTRY, Entry
 
 STEP = 1e-6  # of differences
-DIM = 4  # of embeddings
 ONE_ID = ["pairs", "ids", "same"]  # all items exist, and their ids are given or equal
 
 # Relations of losses by what they take; others take all.
@@ -46,7 +47,11 @@ RELATIONS = {
 class LossCase:
     """A loss of the registry, its input and its options, drawn for a name and a seed."""
 
-    def __init__(self, name: str, seed: int, in_processes: bool = False):
+    dim = 4  # of embeddings
+
+    def __init__(
+        self, name: str, seed: int, in_processes: bool = False, batch: Batch | None = None
+    ):
         draw = Draw(name, seed)
         self.draw = draw
         self.name = name
@@ -60,18 +65,22 @@ class LossCase:
             kinds = ["pairs"]
         if in_processes:  # whose numbers are of their own images
             kinds = [kind for kind in kinds if kind != "numbers"]
-        self.batch: Batch = drawn_batch(draw, kinds)
+        self.batch: Batch = drawn_batch(draw, kinds) if batch is None else batch
         self.engine = draw.pick(["auto", "dense", "tiled"])
         self.form = draw.pick(["embeddings", "embeddings", "scores", "similarity"])
-        self.common = self.drawn_options()
-        self.input = INPUTS.get(self.takes, pairs)(self)
-        self.direction = [draw.normal(*x.shape) for x in self.input]
+        taken = inspect.signature(type(self.entry.make(self.dim))).parameters
+        self.common = self.drawn_options(taken)
+        # They change no value in one process.
+        switches = [x for x in ("gather", "telemetry", "check_finite") if x in taken]
+        self.switches = {x: draw.chance(0.2) for x in switches}
+        self.input = TAKES[self.takes].input(self)
+        # a vector of length 0 has no derivative
+        self.direction = [draw.normal(*x.shape) * x.any(-1, keepdim=True) for x in self.input]
         self.weights = [draw.normal(self.batch.n), draw.normal(self.batch.m)]
 
-    def drawn_options(self) -> dict[str, Any]:
+    def drawn_options(self, taken: Container[str]) -> dict[str, Any]:
         """Options that all losses of a kind have."""
         draw = self.draw
-        taken = inspect.signature(type(self.entry.make(DIM))).parameters
         found: dict[str, Any] = {"reduction": draw.pick(["mean", "sum", "none"])}
         if self.takes in ("coder", "heads and residuals"):
             found["reduction"] = "mean"
@@ -105,22 +114,22 @@ class LossCase:
             options["engine"] = engine
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)  # weights that are drawn
-            return self.entry.make(DIM, **self.common, **options).double()
+            return self.entry.make(self.dim, **self.common, **options).double()
 
     def ours(self, loss: Any, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the values of the library."""
-        value = OURS.get(self.takes, of_pairs)(self, loss, leaves)
+        value = TAKES[self.takes].ours(self, loss, leaves)
         return value if isinstance(value, tuple) else (value,)
 
     @property
     def is_in_loops(self) -> bool:
         """Whether loops have the relation."""
-        return self.batch.kind != "weights" or type(self.entry.make(DIM)) in WITH_WEIGHTS
+        return self.batch.kind != "weights" or type(self.entry.make(self.dim)) in WITH_WEIGHTS
 
     def loops(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the same from loops."""
         arrays = [x.detach() for x in leaves]
-        values = LOOPS.get(self.takes, loops_of_pairs)(self, arrays)
+        values = TAKES[self.takes].loops(self, arrays)
         values = values if isinstance(values, tuple) else (values,)
         return tuple(torch.as_tensor(x, dtype=torch.float64) for x in values)
 
@@ -181,13 +190,17 @@ class LossCase:
         may_be_scores = self.entry.oracle is not None and self.batch.matches is None
         if self.form == "scores" and self.takes == "pairs" and may_be_scores:
             whole.input = [torch.from_numpy(scores_of(self, self.input))]
-        whole.form = "embeddings"
+        if self.takes == "pairs":
+            whole.form = "embeddings"
         return whole
 
-    def of_process(self, rank: int) -> LossCase:
-        """Return what one of two processes has."""
+    def of_process(self, rank: int, world: int = 2) -> LossCase:
+        """Return what a process has."""
         draw = Draw(self.name, self.seed, "processes")
-        rows, cols = places_of_process(draw, self.batch, rank)
+        return self.part(*places_of_process(draw, self.batch, rank, world))
+
+    def part(self, rows: slice, cols: slice) -> LossCase:
+        """Return what a process with some rows and columns has."""
         part = copy.copy(self)
         part.batch = self.batch.of_process(rows, cols)
         places = [rows if len(x) == self.batch.n else cols for x in self.input]
@@ -196,14 +209,28 @@ class LossCase:
             places = [rows, cols, rows, cols]
         part.input = [x[place] for x, place in zip(self.input, places, strict=True)]
         part.weights = [x[place] for x, place in zip(self.weights, (rows, cols), strict=True)]
-        for name, place in {"classes": rows, "teacher": rows, "negative_ids": rows}.items():
+        for name in ("classes", "teacher", "negative_ids", "gate"):  # of rows
             if getattr(self, name, None) is not None:
-                setattr(part, name, getattr(self, name)[place])
+                setattr(part, name, getattr(self, name)[rows])
         for name in ("keys", "guide"):
             if hasattr(self, name):
                 of_rows, of_cols = getattr(self, name)
                 setattr(part, name, (of_rows[rows], of_cols[cols]))
         return part
+
+    def rounded(self, dtype: torch.dtype) -> LossCase:
+        """Return the case with input of a dtype."""
+
+        def convert(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return type(x)(convert(part) for part in x)
+            return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+        found = copy.copy(self)
+        for name in ("input", "keys", "entries", "guide", "teacher", "gate", "points"):
+            if hasattr(self, name):
+                setattr(found, name, convert(getattr(self, name)))
+        return found
 
     def slope_of_loops(self) -> float:
         """The derivative of the total along the direction, by differences."""
@@ -223,9 +250,9 @@ class LossCase:
 # ------------------------------------------------------------------------------------------- pairs
 
 
-def scaled(case: LossCase, size: int, dim: int = DIM) -> Tensor:
+def scaled(case: LossCase, size: int) -> Tensor:
     """Embeddings whose inner products are about as large as cosines."""
-    return case.draw.vectors(size, dim) * (1.0 if case.normalizes else 0.2)
+    return case.draw.vectors(size, case.dim) * (1.0 if case.normalizes else 0.2)
 
 
 def pairs(case: LossCase) -> list[Tensor]:
@@ -257,7 +284,7 @@ def of_pairs(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 def loops_of_pairs(case: LossCase, leaves: list[Tensor]) -> Any:
     if case.name == "matryoshka":
         return loops_of_prefixes(case, leaves)
-    is_infonce = type(case.entry.make(DIM)) is itrloss.InfoNCELoss
+    is_infonce = type(case.entry.make(case.dim)) is itrloss.InfoNCELoss
     if case.entry.oracle is None or (case.batch.kind == "weights" and is_infonce):
         return in_general(case, leaves)
     scores = scores_of(case, leaves)
@@ -294,13 +321,13 @@ def in_general(case: LossCase, leaves: list[Tensor], **more: Any) -> Any:
 def with_negatives(case: LossCase) -> list[Tensor]:
     own = case.draw.chance(0.5)
     number = case.draw.pick([1, 3])
-    shape = (case.batch.n, number, DIM) if own else (number, DIM)
+    shape = (case.batch.n, number, case.dim) if own else (number, case.dim)
     case.negative_ids = None
     if case.draw.chance(0.5):
         ids = case.draw.integers(5, *shape[:-1])
         case.negative_ids = case.draw.marked(ids, 0.2)
-    scale = 1.0 if case.normalizes else 0.2
-    return [*pairs(case), scale * case.draw.normal(*shape)]
+    further = scaled(case, math.prod(shape[:-1])).reshape(shape)
+    return [*pairs(case), further]
 
 
 def of_negatives(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
@@ -319,7 +346,15 @@ def with_guide(case: LossCase) -> list[Tensor]:
 
 
 def of_guide(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    return loss(*leaves, guide=case.guide, **case.batch.given)
+    guide = judged(case, loss, case.guide) if case.form == "similarity" else case.guide
+    return loss(*leaves, guide=guide, **case.batch.given)
+
+
+def judged(case: LossCase, loss: Any, vectors: Any) -> Similarity:
+    """What another model says of the batch, with an engine of its own."""
+    make: Any = Similarity.sharded if loss.gather else Similarity
+    engine = "dense" if loss.engine == "tiled" else "tiled"
+    return make(*vectors, *case.batch.ids, engine=engine, related=case.batch.related)
 
 
 def loops_of_guide(case: LossCase, leaves: list[Tensor]) -> Any:
@@ -327,12 +362,21 @@ def loops_of_guide(case: LossCase, leaves: list[Tensor]) -> Any:
 
 
 def with_teacher(case: LossCase) -> list[Tensor]:
+    with_guide(case)
     case.teacher = case.draw.normal(case.batch.n, case.batch.m) / 4
+    rows, cols = case.batch.items()
+    for i, j in itertools.product(range(case.batch.n), range(case.batch.m)):
+        if not (oracle.match(rows[i], cols[j]) or oracle.differ(rows[i], cols[j])):
+            case.teacher[i, j] = 400.0  # counts for nothing
+    if case.form == "similarity":
+        of_images, of_texts = map(F.normalize, case.guide)
+        case.teacher = of_images @ of_texts.T
     return pairs(case)
 
 
 def of_teacher(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    return loss(*leaves, case.teacher, **case.batch.given)
+    teacher = judged(case, loss, case.guide) if case.form == "similarity" else case.teacher
+    return loss(*leaves, teacher, **case.batch.given)
 
 
 def loops_of_teacher(case: LossCase, leaves: list[Tensor]) -> Any:
@@ -366,7 +410,7 @@ def loops_of_teacher(case: LossCase, leaves: list[Tensor]) -> Any:
 
 
 def with_variances(case: LossCase) -> list[Tensor]:
-    logs = [(0.5 * case.draw.normal(size, DIM) - 2) for size in (case.batch.n, case.batch.m)]
+    logs = [(0.5 * case.draw.normal(size, case.dim) - 2) for size in (case.batch.n, case.batch.m)]
     return [*pairs(case), *logs]
 
 
@@ -391,19 +435,20 @@ def loops_of_variances(case: LossCase, leaves: list[Tensor]) -> Any:
 def with_memory(case: LossCase) -> list[Tensor]:
     batch = case.batch
     draw = case.draw
-    case.keys = [draw.vectors(batch.n, DIM), draw.vectors(batch.m, DIM)]
+    case.keys = [draw.vectors(batch.n, case.dim), draw.vectors(batch.m, case.dim)]
     entries = draw.pick([0, 1, 6, 12])
-    case.entries = [draw.normal(entries, DIM), draw.normal(entries, DIM)]
+    case.entries = [draw.normal(entries, case.dim), draw.normal(entries, case.dim)]
     case.entry_ids = None if batch.kind == "pairs" else draw.integers(6, entries)
     if case.entry_ids is not None and draw.chance(0.3):
         case.entry_ids = draw.marked(case.entry_ids, 0.3)
-    return [draw.vectors(batch.n, DIM), draw.vectors(batch.m, DIM)]
+    return [draw.vectors(batch.n, case.dim), draw.vectors(batch.m, case.dim)]
 
 
 def memory_of(case: LossCase) -> itrloss.CoupledMemory:
     """The entries, and room for some more."""
     size = len(case.entries[0])
-    memory = itrloss.CoupledMemory(size + 3, DIM, dtype=torch.float64)
+    dtype = torch.promote_types(case.keys[0].dtype, torch.float32)
+    memory = itrloss.CoupledMemory(size + 3, case.dim, dtype=dtype)
     for part in (slice(size // 2), slice(size // 2, None)):
         ids = None if case.entry_ids is None else case.entry_ids[part]
         memory.enqueue_alone(*(x[part] for x in case.entries), ids)
@@ -427,12 +472,18 @@ def loops_of_memory(case: LossCase, leaves: list[Tensor]) -> Any:
     )
 
 
+WEIGHTS = "batch_weight", "memory_weight", "concept_weight", "prototype_weight"
+
+
 def with_concepts(case: LossCase) -> list[Tensor]:
     draw = case.draw
     case.batch = Batch("pairs", case.batch.n, case.batch.n)
     leaves = with_memory(case)
-    case.points = draw.normal(12, DIM)
-    return [*leaves, draw.normal(case.batch.n, DIM), draw.normal(case.batch.n, DIM)]
+    case.points = draw.normal(12, case.dim)
+    for name in WEIGHTS:
+        case.common[name] = draw.pick([0.5, 1.0, 3.0])
+    case.common["temperature"] = draw.pick([0.1, 0.2])
+    return [*leaves, draw.normal(case.batch.n, case.dim), draw.normal(case.batch.n, case.dim)]
 
 
 def of_concepts(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
@@ -440,7 +491,9 @@ def of_concepts(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
     loss.prototypes.double().update(case.points)
     case.module = loss
     v, w, *concepts = leaves
-    return loss(v, w, *case.keys, memory_of(case), *concepts)[0]
+    total, terms = loss(v, w, *case.keys, memory_of(case), *concepts)
+    assert_sum(total, terms, [getattr(loss, name) for name in WEIGHTS])
+    return total
 
 
 def loops_of_concepts(case: LossCase, leaves: list[Tensor]) -> Any:
@@ -454,21 +507,30 @@ def loops_of_concepts(case: LossCase, leaves: list[Tensor]) -> Any:
     entries = [oracle.Item(frozenset({number})) for number in numbers]
     banks = [x.numpy() for x in (*case.keys, *case.entries)]
     weight = loss.classifier.weight.detach().numpy()
-    total = 3 * oracle.dcl(oracle.cosine(v, w), *sides)
-    total += oracle_more.memory_dcl(v, w, *banks, *sides, entries)
-    total += 2 * oracle.dcl(oracle.cosine(*concepts), *sides)
-    return total + oracle_more.prototype_classification(*concepts, weight, None, clusters)
+    temperature = case.common["temperature"]
+    terms = [
+        oracle.dcl(oracle.cosine(v, w), *sides, temperature),
+        oracle_more.memory_dcl(v, w, *banks, *sides, entries, temperature=temperature),
+        oracle.dcl(oracle.cosine(*concepts), *sides, temperature),
+        oracle_more.prototype_classification(*concepts, weight, None, clusters),
+    ]
+    return sum(case.common[name] * x for name, x in zip(WEIGHTS, terms, strict=True))
 
 
 # -------------------------------------------------------------------------------- sets and classes
 
 
 def heads(case: LossCase, size: int, number: int = 3) -> Tensor:
-    return case.draw.vectors(size * number, DIM).reshape(size, number, DIM)
+    """Sets of vectors, none of length 0, whose scores would have no deviation."""
+    vectors = case.draw.vectors(size * number, case.dim, zeros=False)
+    return vectors.reshape(size, number, case.dim)
 
 
 def with_heads(case: LossCase) -> list[Tensor]:
-    return [heads(case, case.batch.n), case.draw.vectors(case.batch.m, DIM)]
+    case.common["margin"] = case.draw.pick([0.2, 0.7])
+    case.common["detach_sigma"] = case.draw.chance(0.5)
+    of_images = heads(case, case.batch.n, case.draw.pick([1, 3, 4]))
+    return [of_images, heads(case, case.batch.m, 1)[:, 0]]
 
 
 def of_heads(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
@@ -477,35 +539,61 @@ def of_heads(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 
 def loops_of_heads(case: LossCase, leaves: list[Tensor]) -> Any:
     v, w = (x.numpy() for x in leaves)
-    return oracle_more.variance_aware(
-        v, w, *case.batch.items(), **case.entry.options, reduction=case.common["reduction"]
-    )
+    options = {**case.entry.options, **case.common}
+    if options.pop("detach_sigma"):  # it is that of the input itself
+        scores = oracle_more.set_cosine(*(x.numpy() for x in case.input))
+        by_image, by_text = oracle_more.variance_sigma(scores)
+        is_shared = options.get("shared_sigma", True)
+        options["sigma"] = by_image, by_image if is_shared else by_text
+    return oracle_more.variance_aware(v, w, *case.batch.items(), **options)
 
 
 def with_heads_alone(case: LossCase) -> list[Tensor]:
-    return [heads(case, case.batch.n)]
+    case.common["pair_reduction"] = case.draw.pick(["mean", "sum", "frobenius"])
+    case.common["slack"] = case.draw.pick([0.0, 0.1, 0.4])
+    n, number = case.batch.n, case.draw.pick([1, 2, 6])
+    case.gate = None
+    if case.draw.chance(0.7):  # of heads, or of dimensions
+        case.gate = case.draw.integers(2, n, case.draw.pick([number, case.dim])).double()
+    return [heads(case, n, number)]
 
 
 def of_heads_alone(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    return loss(*leaves)
+    return loss(*leaves, case.gate)
 
 
 def loops_of_heads_alone(case: LossCase, leaves: list[Tensor]) -> Any:
-    return case.entry.expected(leaves[0].numpy(), reduction=case.common["reduction"])
+    gate = None if case.gate is None else case.gate.numpy()
+    return oracle_more.dynamic_orthogonal(leaves[0].numpy(), gate, **case.common)
 
 
 def with_residuals(case: LossCase) -> list[Tensor]:
-    return [*with_heads(case), heads(case, case.batch.n)]
+    case.common["balance"] = case.draw.pick([0.6, 0.3])
+    case.common["margin"] = case.draw.pick([0.2, 0.4])
+    case.gate = case.draw.pick([None, case.draw.integers(2, case.batch.n, 3).double()])
+    texts = heads(case, case.batch.m, 1)[:, 0]
+    return [heads(case, case.batch.n), texts, heads(case, case.batch.n)]
 
 
 def of_residuals(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    return loss(*leaves, None, *case.batch.ids)[0]
+    total, terms = loss(*leaves, case.gate, *case.batch.ids)
+    assert_sum(total, terms, (loss.balance, 1 - loss.balance))
+    return total
+
+
+def assert_sum(total: Tensor, terms: Any, weights: Sequence[float]) -> None:
+    """Check that a total is the sum of its terms, which have no gradient."""
+    assert not any(x.requires_grad for x in terms)
+    wanted = sum(weight * x for weight, x in zip(weights, terms, strict=True))
+    torch.testing.assert_close(total.detach(), wanted)
 
 
 def loops_of_residuals(case: LossCase, leaves: list[Tensor]) -> Any:
     v, w, residuals = (x.numpy() for x in leaves)
-    total = 0.6 * oracle_more.variance_aware(v, w, *case.batch.items())
-    return total + 0.4 * oracle_more.dynamic_orthogonal(residuals, None, 0.0)
+    gate = None if case.gate is None else case.gate.numpy()
+    balance, margin = case.common["balance"], case.common["margin"]
+    total = balance * oracle_more.variance_aware(v, w, *case.batch.items(), margin)
+    return total + (1 - balance) * oracle_more.dynamic_orthogonal(residuals, gate, 0.0)
 
 
 def with_prototypes(case: LossCase) -> list[Tensor]:
@@ -549,43 +637,25 @@ def loops_of_tokens(case: LossCase, leaves: list[Tensor]) -> Any:
     )
 
 
-# What a loss takes: its input, its call, and loops.
-INPUTS: dict[str, Callable[[LossCase], list[Tensor]]] = {
-    "negatives": with_negatives,
-    "guide": with_guide,
-    "teacher": with_teacher,
-    "distributions": with_variances,
-    "memory": with_memory,
-    "coder": with_concepts,
-    "heads": with_heads,
-    "heads alone": with_heads_alone,
-    "heads and residuals": with_residuals,
-    "prototypes": with_prototypes,
-    "tokens": with_tokens,
-}
-OURS: dict[str, Callable[[LossCase, Any, list[Tensor]], Any]] = {
-    "negatives": of_negatives,
-    "guide": of_guide,
-    "teacher": of_teacher,
-    "distributions": of_variances,
-    "memory": of_memory,
-    "coder": of_concepts,
-    "heads": of_heads,
-    "heads alone": of_heads_alone,
-    "heads and residuals": of_residuals,
-    "prototypes": of_prototypes,
-    "tokens": of_tokens,
-}
-LOOPS: dict[str, Callable[[LossCase, list[Tensor]], Any]] = {
-    "negatives": loops_of_negatives,
-    "guide": loops_of_guide,
-    "teacher": loops_of_teacher,
-    "distributions": loops_of_variances,
-    "memory": loops_of_memory,
-    "coder": loops_of_concepts,
-    "heads": loops_of_heads,
-    "heads alone": loops_of_heads_alone,
-    "heads and residuals": loops_of_residuals,
-    "prototypes": loops_of_prototypes,
-    "tokens": loops_of_tokens,
+class Kind(NamedTuple):
+    """How losses are drawn, called and computed in loops that take the same."""
+
+    input: Callable[[LossCase], list[Tensor]]
+    ours: Callable[[LossCase, Any, list[Tensor]], Any]
+    loops: Callable[[LossCase, list[Tensor]], Any]
+
+
+TAKES = {
+    "pairs": Kind(pairs, of_pairs, loops_of_pairs),
+    "negatives": Kind(with_negatives, of_negatives, loops_of_negatives),
+    "guide": Kind(with_guide, of_guide, loops_of_guide),
+    "teacher": Kind(with_teacher, of_teacher, loops_of_teacher),
+    "distributions": Kind(with_variances, of_variances, loops_of_variances),
+    "memory": Kind(with_memory, of_memory, loops_of_memory),
+    "coder": Kind(with_concepts, of_concepts, loops_of_concepts),
+    "heads": Kind(with_heads, of_heads, loops_of_heads),
+    "heads alone": Kind(with_heads_alone, of_heads_alone, loops_of_heads_alone),
+    "heads and residuals": Kind(with_residuals, of_residuals, loops_of_residuals),
+    "prototypes": Kind(with_prototypes, of_prototypes, loops_of_prototypes),
+    "tokens": Kind(with_tokens, of_tokens, loops_of_tokens),
 }

@@ -42,9 +42,11 @@ class Draw:
     def integers(self, high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=self.generator)
 
-    def vectors(self, size: int, dim: int) -> Tensor:
-        """Return embeddings whose lengths differ by a factor of up to 30."""
+    def vectors(self, size: int, dim: int, zeros: bool = True) -> Tensor:
+        """Return embeddings whose lengths differ by a factor of up to 30; some may be 0."""
         lengths = torch.rand(size, 1, generator=self.generator, dtype=torch.float64) * 3 + 0.1
+        if zeros and self.chance(0.2):
+            lengths *= self.integers(4, size, 1) > 0
         return self.normal(size, dim) * lengths
 
     def marked(self, ids: Tensor, probability: float, value: int = NO_ID) -> Tensor:
@@ -130,19 +132,88 @@ class Batch:
         return found
 
 
-def places_of_process(draw: Draw, batch: Batch, rank: int) -> tuple[slice, slice]:
-    """Draw which rows and columns one of two processes has: of each side, the first or the rest."""
-    rows = draw.random.randint(0, batch.n)
-    cols = draw.random.randint(0, batch.m)
+def places_of_process(draw: Draw, batch: Batch, rank: int, world: int = 2) -> tuple[slice, slice]:
+    """Draw which rows and columns a process has: of each side consecutive ones, or none."""
     if batch.kind in ("pairs", "same"):
-        cols = rows
-    if rank == 0:
-        return slice(rows), slice(cols)
-    return slice(rows, None), slice(cols, None)
+        place = drawn_part(draw, batch.n, rank, world)
+        return place, place
+    return drawn_part(draw, batch.n, rank, world), drawn_part(draw, batch.m, rank, world)
 
 
-# In addition to these, "weights" is a matrix with other numbers than 1 for matches.
-KINDS = ["pairs", "ids", "padding", "numbers", "same", "labels", "groups", "matches"]
+def drawn_part(draw: Draw, size: int, rank: int, world: int) -> slice:
+    cuts = sorted(draw.random.randint(0, size) for _ in range(world - 1))
+    ends = [0, *cuts, size]
+    return slice(ends[rank], ends[rank + 1])
+
+
+# --------------------------------------------------------------------------------- drawn relations
+
+
+def of_pairs(draw: Draw, n: int, m: int) -> Batch:
+    return Batch("pairs", n, m)
+
+
+def of_ids(draw: Draw, n: int, m: int) -> Batch:
+    few = draw.pick([1, 2, 4, 9])
+    return Batch("ids", n, m, (draw.integers(few, n), draw.integers(few, m)))
+
+
+def with_padding(draw: Draw, n: int, m: int) -> Batch:
+    batch = of_ids(draw, n, m)
+    rows, cols = batch.ids
+    ids = (draw.marked(rows, 0.3), draw.marked(cols, 0.3))
+    return replace(batch, kind="padding", ids=ids)
+
+
+def of_numbers(draw: Draw, n: int, m: int) -> Batch:
+    """Columns have the number of a row, or of none."""
+    return Batch("numbers", n, m, (None, draw.integers(n + 2, m) - 1))
+
+
+def of_one_tensor(draw: Draw, n: int, m: int) -> Batch:
+    own = draw.integers(2 * n, n)
+    return Batch("same", n, m, (own, own))
+
+
+def of_label_sets(draw: Draw, n: int, m: int) -> Batch:
+    labels = draw.pick([4, 8, 18])
+    rows = draw.marked(draw.integers(labels, n, 3), 0.3)
+    cols = draw.marked(draw.integers(labels, m, 2), 0.3)
+    return Batch("labels", n, m, (rows, cols))
+
+
+def of_groups(draw: Draw, n: int, m: int) -> Batch:
+    """Some are open to all groups."""
+    batch = of_ids(draw, n, m)
+    groups = (draw.marked(draw.integers(3, n), 0.2), draw.marked(draw.integers(3, m), 0.2))
+    return replace(batch, kind="groups", groups=groups, rule=draw.pick(["same", "other"]))
+
+
+def of_matches(draw: Draw, n: int, m: int) -> Batch:
+    """Half of the pairs are neither positive nor negative."""
+    matches = draw.integers(4, n, m).clamp_max(2).double()
+    return Batch("matches", n, m, matches=matches.masked_fill(matches == 2, torch.nan))
+
+
+def of_weights(draw: Draw, n: int, m: int) -> Batch:
+    """Matches have other numbers than 1."""
+    batch = of_matches(draw, n, m)
+    weights = torch.tensor([0.3, 1.0, 2.5], dtype=torch.float64)[draw.integers(3, n, m)]
+    return replace(batch, kind="weights", matches=batch.matches * weights)
+
+
+RELATIONS = {
+    "pairs": of_pairs,
+    "ids": of_ids,
+    "padding": with_padding,
+    "numbers": of_numbers,
+    "same": of_one_tensor,
+    "labels": of_label_sets,
+    "groups": of_groups,
+    "matches": of_matches,
+    "weights": of_weights,
+}
+KINDS = [kind for kind in RELATIONS if kind != "weights"]
 OF_IDS = ["pairs", "ids", "padding", "numbers", "same"]  # one of each item
 
 
@@ -152,30 +223,7 @@ def drawn_batch(draw: Draw, kinds: Sequence[str] = KINDS) -> Batch:
     n = draw.pick([1, 2, 3, 5, 8, 13])
     is_square = kind in ("pairs", "same") or draw.chance(0.2)
     m = n if is_square else draw.pick([1, 2, 4, 7, 17])
-    few = draw.pick([2, 4, 9])
-    ids = (draw.integers(few, n), draw.integers(few, m))
-    if kind == "pairs":
-        return Batch(kind, n, m)
-    if kind == "ids":
-        return Batch(kind, n, m, ids)
-    if kind == "padding":
-        return Batch(kind, n, m, (draw.marked(ids[0], 0.3), draw.marked(ids[1], 0.3)))
-    if kind == "numbers":  # of rows, or of none
-        return Batch(kind, n, m, (None, draw.integers(n + 2, m) - 1))
-    if kind == "same":
-        own = draw.integers(2 * n, n)
-        return Batch(kind, n, m, (own, own))
-    if kind == "labels":
-        sets = (draw.integers(2 * few, n, 3), draw.integers(2 * few, m, 2))
-        return Batch(kind, n, m, (draw.marked(sets[0], 0.3), draw.marked(sets[1], 0.3)))
-    if kind == "groups":
-        groups = (draw.marked(draw.integers(3, n), 0.2), draw.marked(draw.integers(3, m), 0.2))
-        return Batch(kind, n, m, ids, groups, draw.pick(["same", "other"]))
-    matches = draw.integers(4, n, m).clamp_max(2).double()
-    matches = matches.masked_fill(matches == 2, torch.nan)  # half of the pairs are neither
-    if kind == "weights":
-        matches = matches * torch.tensor([0.3, 1.0, 2.5])[draw.integers(3, n, m)]
-    return Batch(kind, n, m, matches=matches)
+    return RELATIONS[kind](draw, n, m)
 
 
 def draw_workings(draw: Draw, monkeypatch: Any) -> str:

@@ -3,7 +3,7 @@ are filters over ``REGISTRY``.
 
 A loss of your own gets one entry, and a function that computes it in loops, as those of `oracle`
 do. All tests of the tables then run on it. An entry whose loss takes another input than the kinds
-of ``Takes`` needs a way to feed it in `conforming` and `sharded` as well.
+of ``Takes`` needs a way to feed it in `conforming` and `drawn_losses` as well.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LateInteraction(itrloss.InfoNCELoss):
 
 ANY_IDS = "any"
 ONE_TO_ONE = "one to one"
-ALL = frozenset({"compiled", "conforming", "sharded"})
+ALL = frozenset({"compiled", "conforming"})
 NONE: frozenset[str] = frozenset()
 
 
@@ -96,10 +96,9 @@ class Entry:
             cannot do from ids.
         failures: checks of ``check_loss`` that it fails, with reasons.
         tables: the tests that take seconds for each entry, and have this one: ``"compiled"``,
-            ``"conforming"`` (`check_loss`), ``"sharded"`` (several processes). A new loss is in all
-            of them. One that differs from another only in a number or in a function of single
-            scores may be in none, and one that cannot be tested there, or is in tests of its own,
-            says so.
+            ``"conforming"`` (`check_loss`). A new loss is in both. One that differs from another
+            only in a number or in a function of single scores may be in none, and one that cannot
+            be tested there, or is in tests of its own, says so.
     """
 
     kind: Callable[..., nn.Module]
@@ -221,7 +220,7 @@ OF_PAIRS = {
     "hal": Entry(itrloss.HubnessAwareLoss, **HAL),
     "dcl entropy": Entry(
         itrloss.DiversityContrastiveLoss,
-        {"diversity": "entropy"},
+        {"diversity": "entropy", "entropy_temperature": 0.2},
         tables=ALL & {"compiled"},
         **DCL,
     ),
@@ -263,7 +262,7 @@ OF_PAIRS = {
         itrloss.InfoNCELoss,
         {"temperature": 0.004},
         failures=SHARP,
-        tables=ALL & {"sharded"},
+        tables=NONE,
         **INFONCE,
     ),
     "hard infonce": Entry(
@@ -273,7 +272,7 @@ OF_PAIRS = {
     "hal soft": Entry(
         itrloss.HubnessAwareLoss,
         {"scale": 8.0, "positive": "relu"},
-        tables=ALL & {"sharded"},
+        tables=NONE,
         **HAL,
     ),
     # it is compiled by the default backend
@@ -289,7 +288,7 @@ OF_PAIRS = {
     "dcl implicit cold": Entry(
         itrloss.DiversityContrastiveLoss,
         {"diversity": None, "temperature": 0.01},
-        tables=ALL & {"sharded"},
+        tables=NONE,
         **ATTACHED_DCL,
     ),
     # all of it is a part of "supcon inside"
@@ -316,7 +315,7 @@ OF_PAIRS = {
         tables=NONE,
     ),
     "multi-similarity": Entry(
-        itrloss.MultiSimilarityLoss, tables=ALL - {"compiled", "sharded"}, **MULTI_SIMILARITY
+        itrloss.MultiSimilarityLoss, tables=ALL - {"compiled"}, **MULTI_SIMILARITY
     ),
     "circle wide": Entry(
         itrloss.CircleLoss,
@@ -357,7 +356,7 @@ OF_PAIRS = {
     "complementary soft": Entry(
         itrloss.ComplementaryContrastiveLoss,
         {"temperature": 0.5},
-        tables=ALL & {"sharded"},
+        tables=NONE,
         **COMPLEMENTARY,
     ),
     "infonce joint": Entry(
@@ -381,7 +380,6 @@ OF_PAIRS = {
         reference=plain_formulas.infonce,
         tables=ALL - {"compiled"},
     ),
-    # it is sharded in test_matryoshka.py
     "matryoshka": Entry(
         matryoshka,
         {"learnable": True},
@@ -405,7 +403,6 @@ OF_MORE_THAN_PAIRS = {
     "distillation": Entry(
         itrloss.DistillationLoss, takes="teacher", failures=DENSE, tables=ALL - {"compiled"}
     ),
-    # it is sharded in test_probabilistic.py
     "pcme++": Entry(
         itrloss.PCMEPlusPlusLoss,
         {"scale": 0.5, "shift": 4.0},
@@ -416,7 +413,7 @@ OF_MORE_THAN_PAIRS = {
 }
 OF_MEMORIES = {
     # it is compiled in test_memory_losses.py
-    "mdcl": Entry(itrloss.MemoryDiversityContrastiveLoss, tables=ALL & {"sharded"}, **MDCL),
+    "mdcl": Entry(itrloss.MemoryDiversityContrastiveLoss, tables=NONE, **MDCL),
     "mdcl implicit": Entry(
         itrloss.MemoryDiversityContrastiveLoss, {"diversity": None}, tables=NONE, **ATTACHED_MDCL
     ),
@@ -458,7 +455,7 @@ OF_MEMORIES = {
         itrloss.MemoryDiversityContrastiveLoss,
         {"positive_from": "batch", "diversity_from": "batch", "detach_diversity": False},
         oracle_options={"positive_from": "batch", "diversity_from": "batch"},
-        tables=ALL & {"sharded"},
+        tables=NONE,
         **ATTACHED_MDCL,
     ),
     "albef": Entry(
@@ -467,9 +464,7 @@ OF_MEMORIES = {
         failures=MEMORY,
         **QUEUE,
     ),
-    "memory infonce": Entry(
-        itrloss.MemoryInfoNCELoss, {"temperature": 0.1}, tables=ALL & {"sharded"}, **QUEUE
-    ),
+    "memory infonce": Entry(itrloss.MemoryInfoNCELoss, {"temperature": 0.1}, tables=NONE, **QUEUE),
     "moco": Entry(
         itrloss.MemoryInfoNCELoss,
         {"temperature": 0.2, "batch_negatives": False},
@@ -495,24 +490,20 @@ OF_MEMORIES = {
         tables=NONE,
         **UTO,
     ),
-    # the processes' parts are tested in test_processes.py
     "coder": Entry(
         itrloss.CODERObjective,
         {"clusters": 10},
         takes="coder",
         sized=True,
         failures=PROTOTYPES,
-        tables=ALL - {"sharded"},
     ),
 }
 OF_SETS_AND_CLASSES = {
-    # several processes cannot share its sets
     "late interaction": Entry(
         LateInteraction,
         {"temperature": 0.1},
         takes="tokens",
         failures=DENSE | COORDINATES | TWO_KINDS,
-        tables=ALL - {"sharded"},
     ),
     "late interaction smooth": Entry(
         LateInteraction,
@@ -539,9 +530,7 @@ OF_SETS_AND_CLASSES = {
         {"slack": 0.0},
         takes="heads and residuals",
         failures=COORDINATES | TWO_KINDS,
-        tables=ALL - {"sharded"},
     ),
-    # it has no texts
     "orthogonal": Entry(
         itrloss.DynamicOrthogonalLoss,
         {"slack": 0.0},

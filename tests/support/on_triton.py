@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from itrloss import Similarity
 from itrloss.engine import terms
-from support.answers import ANSWERS, evaluate
-from support.cases import case
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
@@ -28,25 +25,6 @@ def moved(*given):
     return [None if x is None else x.to(DEVICE) for x in given]
 
 
-# Answers without a function here are computed by others, or not by the engine.
-OTHERS = (
-    "hardest",
-    "log1p",
-    "log1p relu",
-    "likelihood",
-    "hinge",
-    "straight lines",
-    "plane of negatives",
-)
-
-
-ASKED = [
-    name
-    for name in ANSWERS
-    if "positives" not in name and name not in OTHERS and "alone" not in name
-]
-
-
 # The term of a question, a key of `kernels.FORMS`, and which of its values get a gradient.
 ASKED_TERMS = {
     "exponential": (terms.exponential, {"scale": True}),
@@ -58,40 +36,6 @@ ASKED_TERMS = {
     "log1p": (terms.log1p_clamp, {"scale": True}),
     "log1p relu": (terms.log1p_relu, {"shift": True}),
 }
-
-
-def compare(name, shape, view=lambda sim: sim.both, on_scores=False, **options):
-    """Compare errors with those of PyTorch in float32, dense in two orders of sums and in tiles.
-
-    A single order may have no rounding error at all, as on some processors for the few negatives of
-    "no positive".
-    """
-    v, w, ids, grads = case(shape)
-
-    def outcome(v, w, engine, question=ANSWERS[name], ids=ids):
-        return evaluate(question, v, w, ids, engine, grads, view, **options)
-
-    def of_scores(anchors, p):
-        sim = Similarity.from_scores(anchors.scores(), *moved(*ids), engine="triton")
-        return ANSWERS[name](sim, p)
-
-    v = v.float()
-    w = w.float()
-    exact = outcome(v.double(), w.double(), "reference")
-    in_order = outcome(v, w, "dense")
-    turned = outcome(v.flip(1), w.flip(1), "dense")
-    turned = [x.flip(1) if x.dim() == 2 else x for x in turned]
-    in_tiles = outcome(v, w, "tiled")
-    if on_scores:
-        ours = outcome(*moved(v, w), "dense", of_scores, moved(*ids))
-    else:
-        ours = outcome(*moved(v, w), "triton", ids=moved(*ids))
-    for got, wanted, *others in zip(ours, exact, in_order, turned, in_tiles, strict=True):
-        exists = wanted.isfinite()
-        assert torch.equal(got.cpu().isfinite(), exists)
-        noise = max(distance(other, wanted) for other in others)
-        size = wanted[exists].norm()
-        assert distance(got, wanted) <= 4 * noise + 2e-6 * size + 1e-7
 
 
 def distance(got, wanted):

@@ -290,6 +290,7 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
     positive_weight: str | float = "paper",
     positive: str = "clamp",
     reduction: str = "mean",
+    entropy_temperature: float = 1.0,
 ) -> Any:
     """Diversity-sensitive contrastive loss, CODER Eq. 5 (Eq. 4 with ``diversity=None``).
 
@@ -301,7 +302,7 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
     S = np.asarray(S, np.float64)
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     floor = SCORE_FLOOR if positive == "clamp" else 0.0
-    row_div, col_div = _diversities(S, row_ids, col_ids, diversity, epsilon)
+    row_div, col_div = _diversities(S, row_ids, col_ids, diversity, epsilon, entropy_temperature)
 
     def anchors(S: Array, ids: Ids, other_ids: Ids, div: Array) -> Array:
         values = np.zeros(len(S))
@@ -320,16 +321,22 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
 
 
 def _diversities(
-    S: Array, row_ids: Ids, col_ids: Ids, diversity: str | None, epsilon: float
+    S: Array,
+    row_ids: Ids,
+    col_ids: Ids,
+    diversity: str | None,
+    epsilon: float,
+    temperature: float,
 ) -> PerAnchor:
     """The diversities of rows and of columns: of a name, or 1."""
     if diversity is None:
         return np.ones(S.shape[0]), np.ones(S.shape[1])
     _one_of("diversity", diversity, ("std", "entropy"))
-    score = std_diversity if diversity == "std" else entropy_diversity
-    row_div = score(S, row_ids, col_ids, epsilon)
-    col_div = score(S.T, col_ids, row_ids, epsilon)
-    return row_div, col_div
+    if diversity == "std":
+        row_div = std_diversity(S, row_ids, col_ids, epsilon)
+        return row_div, std_diversity(S.T, col_ids, row_ids, epsilon)
+    row_div = entropy_diversity(S, row_ids, col_ids, epsilon, temperature)
+    return row_div, entropy_diversity(S.T, col_ids, row_ids, epsilon, temperature)
 
 
 def fast_rerank(

@@ -161,6 +161,14 @@ class Reference:
             values.append(answer(*group, *own))
         return torch.cat(values)
 
+    @property
+    def positive_counts(self) -> Tensor:
+        return self._each(lambda s, positive, negative: positive.sum(1))
+
+    @property
+    def negative_counts(self) -> Tensor:
+        return self._each(lambda s, positive, negative: negative.sum(1))
+
     def logsumexp(
         self, scale: float | Tensor = 1.0, *, over="negatives", below=None, above=None, guide=None
     ) -> Tensor:
@@ -255,8 +263,7 @@ class Reference:
         return self.sum(term, *params, scale=scale, shift=shift, over="positives")
 
     def mean_of_positives(self, term: Callable[..., Tensor], *params: float | Tensor) -> Tensor:
-        count = self._each(lambda s, positive, negative: positive.sum(1))
-        return self.sum_of_positives(term, *params) / count.clamp_min(1)
+        return self.sum_of_positives(term, *params) / self.positive_counts.clamp_min(1)
 
     def hinge_sum(self, margin: float) -> Tensor:
         def one(s, positive, negative):
