@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import ClipLoss, SigLipLoss
-from . import check_scalar, check_without_groups, gathers
+from . import check_without_groups, gathers
 
 
 class RetrievalLoss(nn.Module):
@@ -57,7 +57,6 @@ class RetrievalLoss(nn.Module):
 
         ``logit_scale``: the scale itself, of one element, as ``logit_bias``.
         """
-        check_scalar(self.loss)
         if logit_bias is None and "bias" in self.shared.values():
             expected = f"that of the model, which {self.loss!r} trains (--siglip)"
             raise ValueError(f"logit_bias: expected {expected}, got None")
