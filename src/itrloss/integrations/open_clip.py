@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import ClipLoss, SigLipLoss
-from . import check_without_groups, gathers
+from . import check_without_groups, warn_without_gather
 
 
 class RetrievalLoss(nn.Module):
@@ -43,6 +43,7 @@ class RetrievalLoss(nn.Module):
                 f"parameters of its model alone, got {', '.join(own)} of {loss!r}"
             )
         self.loss = loss
+        warn_without_gather(loss)
 
     def forward(
         self,
@@ -77,21 +78,6 @@ class RetrievalLoss(nn.Module):
         return loss
 
 
-def _made_of(loss: nn.Module) -> type[RetrievalLoss]:
-    """Return a class that open_clip calls with its options; only ``world_size`` has an effect."""
-    gathers_all = gathers(loss)
-
-    class Patched(RetrievalLoss):
-        def __init__(self, *_: object, world_size: int = 1, **__: object):
-            super().__init__(loss)
-            if world_size > 1 and not gathers_all:
-                raise ValueError(
-                    f"loss: expected gather=True for {world_size} processes, got {loss!r}"
-                )
-
-    return Patched
-
-
 def patch_open_clip(loss: nn.Module | None = None) -> ExitStack:
     """Put losses of this library into open_clip, and return what undoes it: its ``close()``, or the
     end of a ``with``.
@@ -122,7 +108,12 @@ def patch_open_clip(loss: nn.Module | None = None) -> ExitStack:
     ours: dict[str, type[nn.Module]] = {"ClipLoss": ClipLoss, "SigLipLoss": SigLipLoss}
     if loss is not None:
         RetrievalLoss(loss)  # raises an error now, not when open_clip makes it
-        ours = dict.fromkeys(ours, _made_of(loss))
+
+        class Patched(RetrievalLoss):
+            def __init__(self, *_: object, **__: object):  # open_clip's options have no effect
+                super().__init__(loss)
+
+        ours = dict.fromkeys(ours, Patched)
     for module in modules:
         for name, replacement in ours.items():
             if hasattr(module, name):
