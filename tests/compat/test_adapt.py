@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from argparse import Namespace
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +12,6 @@ import torch.nn.functional as F
 from support.losses_registry import select
 from support.processes import run
 from support.vse_trainers import (
-    CHAN,
     HAL,
     TRAINERS,
     B,
@@ -94,65 +90,6 @@ def test_losses_with_a_memory_train_where_there_is_one(name, loss):
 
 
 # --------------------------------------------------------------------------- what the loss is given
-
-
-@dataclass(frozen=True)
-class Original:
-    """A published loss, the arguments of its call, and options of the adapter."""
-
-    loss: torch.nn.Module
-    inputs: tuple[Any, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-def originals(x: torch.Tensor, y: torch.Tensor) -> dict[str, Original]:
-    """The triplet losses of code bases, of images and texts that are not normalised."""
-    sets = unit(B, 2, D, seed=3)
-    words = unit(B, 4, D, seed=2)
-    lengths = [4, 1, 2, *[3] * (B - 3)]
-    opt = Namespace(mask_repeat=False, margin=0.2, num_embeds=2, max_violation=True)
-    im = F.normalize(x, dim=1)
-    s = F.normalize(y, dim=1)
-    scores = im @ s.T
-    function = {"score_function": xattn_score}
-    return {
-        "vsepp": Original(compat.VSEPPLoss(0.2), (im, s)),
-        "vse_inf": Original(compat.VSEInfinityLoss(None, 0.2), (im, s)),
-        "scan": Original(compat.SCANLoss(xattn_score, 0.2), (sets, words, lengths), function),
-        "sgraf": Original(compat.SGRAFLoss(0.2), (scores,)),
-        "naaf": Original(compat.SGRAFLoss(0.2), (scores, B)),
-        "chan": Original(compat.CHANLoss(margin=0.2), (scores,)),
-        "hrem": Original(compat.HREMLoss(opt, 0.2), (im, s, torch.arange(B))),
-        "pvse": Original(compat.PVSELoss(opt, "sum"), (sets, words[:, :2], None, None)),
-    }
-
-
-def ranking_loss(criterion, inputs):
-    """The loss, without the parts that some return next to it."""
-    value = criterion(*inputs)
-    return value[0] if isinstance(value, tuple) else value
-
-
-@pytest.mark.parametrize("hardest", [False, True])
-@pytest.mark.parametrize("name", originals(unit(B, D), unit(B, D, seed=1)))
-def test_a_triplet_loss_is_the_originals_own(name, hardest):
-    """With a margin and mining of the original; gradients beyond the models' normalisation."""
-    x = unit(B, D)
-    y = unit(B, D, seed=1)
-    original = originals(x, y)[name]
-    adapted = compat.adapt(itrloss.TripletLoss(0.2, mining="all"), name, **original.options)
-    for criterion in (original.loss, adapted):
-        if hardest:
-            criterion.max_violation_on()
-        else:
-            criterion.max_violation_off()
-    found = ranking_loss(adapted, original.inputs)
-    wanted = ranking_loss(original.loss, original.inputs)
-    torch.testing.assert_close(found, wanted)
-    if name != "scan" and name != "pvse":  # whose sets are not made of these
-        gradients = torch.autograd.grad(found, (x, y), retain_graph=True)
-        wanted_gradients = torch.autograd.grad(wanted, (x, y))
-        torch.testing.assert_close(gradients, wanted_gradients)
 
 
 def test_infonce_is_clip4clips_cross_entropy_of_logits():
@@ -299,22 +236,6 @@ def test_entries_of_the_batch_in_a_bank_are_no_negatives():
 
 
 # -------------------------------------------------------------------------- parameters, checkpoints
-
-
-def test_parameters_are_trained_saved_and_resumed_where_the_code_base_does():
-    model = trainer("chan", itrloss.InfoNCELoss(0.1, learnable=True))
-    for _ in range(5):
-        model.train_emb()
-    assert isinstance(model, CHAN)
-    change = model.criterion.loss.temperature - 0.1
-    assert abs(change) > 1e-3
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file)
-    resumed = trainer("chan", itrloss.InfoNCELoss(0.1, learnable=True))
-    resumed.load_state_dict(saved["model"])
-    assert resumed.loss().item() == model.loss().item()
 
 
 SETTINGS = Namespace(margin=0.2, max_violation=False, mask_repeat=False, num_embeds=2)
