@@ -422,12 +422,14 @@ def queue_of(size: int, seed: int) -> Tensor:
     return fixed(size, 6, seed=seed).T.contiguous()
 
 
-@pytest.mark.parametrize(("n", "size"), [(1, 4), (3, 8), (8, 3), (6, 4096)])
+@pytest.mark.parametrize(("n", "size"), [(1, 4), (3, 8), (8, 3), (264, 4096)])
 def test_user_contrasts_with_queues(n, size):
     """USER's model enqueues the batch as soon as it has the loss, before the backward pass."""
     v, w = pairs(n)
     v_k, w_k = v.detach(), w.detach()
-    v_queue, w_queue = (queue_of(size, seed).requires_grad_() for seed in (3, 4))
+    # in memory as in USER's code, and the other way round, where nothing copies it
+    v_queue = queue_of(size, 3).requires_grad_()
+    w_queue = fixed(size, 6, seed=4).T.requires_grad_()
 
     def of_side(x: Tensor, key: Tensor, queue: Tensor) -> Tensor:
         others = (7.0 * (x @ queue.detach().clone() - 0.2)).exp().sum(1)
@@ -657,6 +659,7 @@ def test_a_scale_in_half_precision_is_not_inverted_in_it(dtype):
         "mask_repeat": lambda im, s, opt: compat.HREMLoss(Namespace()),
         "img_ids": lambda im, s, opt: compat.HREMLoss(opt)(im, s),
         "local_alpha": lambda im, s, opt: compat.HALLoss(Namespace(mu=1)),
+        "mb_k: expected at least 1": lambda im, s, opt: compat.HALLoss({**opt, "mb_k": 0}),
         "mb_cap": lambda im, s, opt: compat.HALLoss(opt)(im, s, im, None, range(5), range(5)),
         "mb_cap: expected 5": lambda im, s, opt: compat.HALLoss(opt)(
             im, s, im, s[:1], *[range(5)] * 2
@@ -709,7 +712,6 @@ def test_settings_may_be_a_dictionary():
     [
         (compat.VSEPPLoss(), "margin", "0.2"),
         (compat.HALLoss(hal_options()).loss, "scale", -30.0),
-        (compat.HALLoss(hal_options()), "k", 0),
         (user(), "margin", None),
     ],
 )

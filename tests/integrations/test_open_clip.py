@@ -318,7 +318,6 @@ def test_a_bias_that_is_trained_has_to_be_there():
 @pytest.fixture(autouse=True)
 def package(monkeypatch):
     """open_clip; where it is not installed, the stand-ins under its name."""
-    monkeypatch.delenv("ITRLOSS_DISABLE", raising=False)
     if open_clip().ClipLoss is published.ClipLoss:
         for name in ("factory", "loss"):
             monkeypatch.setattr(published, name, published, raising=False)
@@ -364,14 +363,6 @@ def test_a_patch_changes_what_they_make_until_it_is_undone():
     undo.close()
     assert {name: type(made(name)) for name in kinds} == kinds
     assert type(made(siglip=True)) is theirs.SigLipLoss
-
-
-def test_a_switch_turns_the_patch_off(monkeypatch):
-    theirs = type(made())
-    for switch, wanted in (("1", theirs), ("0", compat.ClipLoss), ("", compat.ClipLoss)):
-        monkeypatch.setenv("ITRLOSS_DISABLE", switch)
-        with patch_open_clip():
-            assert type(made()) is wanted
 
 
 def test_a_patch_needs_open_clip(monkeypatch):

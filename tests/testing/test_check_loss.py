@@ -243,8 +243,12 @@ def test_the_loss_is_left_as_it_was():
         (ValueError, "processes: expected at least 1, got 0", {"processes": 0}),
         (TypeError, "loss: expected a module or function, got float", {"loss": 1.0}),
         (TypeError, r"loss: .* got the class: pass TripletLoss", {"loss": itrloss.TripletLoss}),
-        (TypeError, "call: expected a function, got str", {"call": "loss(x, y)"}),
-        (TypeError, "reference: expected a function, got Tensor", {"reference": torch.ones(1)}),
+        (TypeError, "call: expected a module or function, got str", {"call": "loss(x, y)"}),
+        (
+            TypeError,
+            "reference: expected a module or function, got Tensor",
+            {"reference": torch.ones(1)},
+        ),
     ],
 )
 def test_wrong_arguments_are_named(error, message, options):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..anchors import Anchors
-from ..checks import CheckedModule, as_ids, option
+from ..checks import as_ids, as_size
 from ..losses import HubnessAwareLoss
 from ..similarity import Similarity
 from .adapter import HALCriterion, USERCriterion
@@ -15,7 +15,7 @@ from .arguments import inner_products, order_scores, setting, similarity
 from .hinge import hinges
 
 
-class HALLoss(HALCriterion, CheckedModule):
+class HALLoss(HALCriterion):
     """HAL (hardyqr/HAL, ``model.py``), called as ``criterion(im, s, mb_img, mb_cap, mb_ind,
     indices)``.
 
@@ -26,12 +26,6 @@ class HALLoss(HALCriterion, CheckedModule):
     fewer than ``mb_k`` other entries. Under ``torch.compile``, ``mb_ind`` and ``indices`` should be
     tensors.
     """
-
-    alpha: float = option()
-    beta: float = option()
-    ep_posi: float = option()
-    ep_nega: float = option()
-    k: int = option(at_least=1)
 
     def __init__(self, opt: object):
         scale = setting(opt, "local_alpha")
@@ -45,7 +39,7 @@ class HALLoss(HALCriterion, CheckedModule):
         self.beta = setting(opt, "global_beta", 40.0)
         self.ep_posi = setting(opt, "global_ep_posi", 0.2)
         self.ep_nega = setting(opt, "global_ep_nega", 0.1)
-        self.k = setting(opt, "mb_k", 250)
+        self.k = as_size("mb_k", setting(opt, "mb_k", 250))
 
     def forward(self, im, s, mb_img=None, mb_cap=None, mb_ind=None, indices=None) -> Tensor:
         """Return the loss of (B, D) pairs; entries of the (M, D) bank whose number is in

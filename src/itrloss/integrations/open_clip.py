@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from contextlib import ExitStack
 
 import torch
@@ -84,8 +83,7 @@ def patch_open_clip(loss: nn.Module | None = None) -> ExitStack:
 
     Losses that open_clip makes from then on, in its tasks and by ``create_loss``, are
     :class:`itrloss.compat.ClipLoss` and :class:`itrloss.compat.SigLipLoss`, or ``loss``. Its
-    losses of CoCa and of distillation stay as they are. With the environment variable
-    ``ITRLOSS_DISABLE=1``, nothing changes. Of several patches, undo the latest first.
+    losses of CoCa and of distillation stay as they are. Of several patches, undo the latest first.
 
     Args:
         loss: see :class:`RetrievalLoss`; all training losses share it.
@@ -94,9 +92,6 @@ def patch_open_clip(loss: nn.Module | None = None) -> ExitStack:
         ImportError: without open_clip.
         TypeError, ValueError: for losses that :class:`RetrievalLoss` does not take.
     """
-    undo = ExitStack()
-    if os.environ.get("ITRLOSS_DISABLE", "0") not in ("", "0"):
-        return undo
     try:
         names = ("open_clip", "open_clip.factory", "open_clip.loss")
         modules = [importlib.import_module(name) for name in names]
@@ -114,6 +109,7 @@ def patch_open_clip(loss: nn.Module | None = None) -> ExitStack:
                 super().__init__(loss)
 
         ours = dict.fromkeys(ours, Patched)
+    undo = ExitStack()
     for module in modules:
         for name, replacement in ours.items():
             if hasattr(module, name):
