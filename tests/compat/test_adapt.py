@@ -133,7 +133,7 @@ def test_a_score_function_replaces_cosines_and_is_trained():
     function = Scores(D, D).double()
     im = unit(B, D)
     s = unit(B, D, seed=1)
-    own = itrloss.InfoNCELoss()
+    own = itrloss.InfoNCELoss(directions="image-text")  # tells rows from columns
     criterion = compat.adapt(own, "vsepp", function)
     wanted = own(scores=function(im, s))
     torch.testing.assert_close(criterion(im, s), wanted)
