@@ -120,21 +120,3 @@ def test_two_processes_train_as_one_does(tmp_path):
         for found in processes:
             torch.testing.assert_close(found[name][0], model.values, rtol=0, atol=1e-5)
             assert found[name][1] == pytest.approx(trainer.callback_metrics["rsum"].item())
-
-
-def test_a_learnt_temperature_is_resumed_from_a_checkpoint(tmp_path):
-    def fit(steps: int, checkpoint: str | None = None) -> tuple[Model, Any]:
-        loader = torch.utils.data.DataLoader(data(), batch_size=BATCH)
-        model = Model(LOSSES["infonce learnable"].make())
-        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-        settings: Any = {"max_steps": steps, "accelerator": "cpu", "limit_val_batches": 0}
-        trainer = lightning.Trainer(**settings, **quiet, default_root_dir=tmp_path)
-        trainer.fit(model, loader, ckpt_path=checkpoint)
-        return model, trainer
-
-    trained, trainer = fit(4)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    resumed, _ = fit(4, str(tmp_path / "last.ckpt"))  # no further step
-    scale = trained.criterion.log_scale
-    assert torch.equal(resumed.criterion.log_scale, scale)
-    assert not torch.equal(LOSSES["infonce learnable"].make().log_scale, scale)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from functools import partial
 from typing import Any
@@ -10,8 +9,18 @@ from typing import Any
 import pytest
 import torch
 from support.pages import snippet
-from support.processes import WORLD, run, set_environment
-from torch import Tensor
+from support.processes import WORLD, set_environment
+from support.trainers import (
+    BATCH,
+    IN_TWO_PROCESSES,
+    SETTINGS,
+    SIZES_OF_LAYERS,
+    Curve,
+    assert_resumes,
+    assert_same,
+    assert_same_in_two_processes,
+    curve,
+)
 
 import itrloss
 from itrloss.metrics import confidence_intervals, retrieval_results
@@ -44,7 +53,6 @@ from itrloss.integrations.sentence_transformers import (
 COLOURS = ["red", "green", "blue", "black", "white", "grey", "brown", "pink"]
 THINGS = ["dog", "cat", "car", "tree", "house", "boat", "bird", "shoe"]
 PAIRS = [(f"{c} {t}", f"the {t} was {c}", f"no {t} is {c}") for c in COLOURS for t in THINGS]
-STEPS, BATCH = 16, 8
 BOTH = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
 
 
@@ -68,15 +76,9 @@ def folder(tmp_path_factory):
     (root / "vocab.txt").write_text("\n".join(words))
     BertTokenizerFast(vocab=str(root / "vocab.txt")).save_pretrained(root)
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-    }
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     BertModel(
-        BertConfig(vocab_size=len(words), max_position_embeddings=16, **sizes, **off)
+        BertConfig(vocab_size=len(words), max_position_embeddings=16, **SIZES_OF_LAYERS, **off)
     ).save_pretrained(root)
     return root
 
@@ -96,156 +98,115 @@ def data(columns: int, **more: Any) -> Dataset:
 
 
 def train(
-    folder, loss: Any, tmp_path, columns: int = 2, dataset: Any = None, **options: Any
-) -> tuple[Any, Any]:
-    """The losses of 16 steps of their trainer, and the trainer; ``loss`` takes the model."""
-    settings: Any = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": BATCH,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "lr_scheduler_type": "constant",
-    }
+    folder,
+    loss: Any,
+    tmp_path,
+    columns: int = 2,
+    dataset: Any = None,
+    kind: Any = SentenceTransformerTrainer,
+    checkpoint: str | None = None,
+    **options: Any,
+) -> tuple[Curve, Any]:
+    """The curve of their trainer, and the trainer; ``loss`` takes the model."""
     evaluator = options.pop("evaluator", None)
-    args = SentenceTransformerTrainingArguments(output_dir=str(tmp_path), **settings | options)
-    model, dataset = make(folder), data(columns) if dataset is None else dataset
-    trainer = SentenceTransformerTrainer(
-        model, args, train_dataset=dataset, loss=loss(model), evaluator=evaluator
-    )
-    trainer.train()
-    return [x["loss"] for x in trainer.state.log_history if "loss" in x], trainer
+    settings = SETTINGS | {"learning_rate": 1e-3} | options
+    args = SentenceTransformerTrainingArguments(output_dir=str(tmp_path), **settings)
+    model = make(folder)
+    rows = data(columns) if dataset is None else dataset
+    trainer = kind(model, args, train_dataset=rows, loss=loss(model), evaluator=evaluator)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return curve(trainer, model), trainer
 
 
-def parameters(trainer: Any) -> list[Tensor]:
-    return [p.detach() for p in trainer.loss.parameters()]
+def ours(criterion: Any, **options: Any) -> Any:
+    """A function of the model that returns our loss."""
+    return lambda model: RetrievalLoss(model, criterion, **options)
 
 
-def test_a_direction_has_their_curve(folder, tmp_path):
-    forward = itrloss.InfoNCELoss(0.05, directions="image-text")
-    theirs, trainer = train(
-        folder, MultipleNegativesRankingLoss, tmp_path, optim="adamw_torch", max_grad_norm=1.0
-    )
-    ours, other = train(
-        folder,
-        lambda model: RetrievalLoss(model, forward),
-        tmp_path,
-        optim="adamw_torch",
-        max_grad_norm=1.0,
-    )
-    assert len(ours) == STEPS and ours[-1] < 0.9 * ours[0]
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    torch.testing.assert_close(parameters(other), parameters(trainer), rtol=0, atol=1e-5)
+def around(loss: Any) -> Any:
+    """Their Matryoshka around a loss of the model."""
+    return lambda model: MatryoshkaLoss(model, loss(model), DIMS)
 
 
-def test_both_directions_with_hard_negatives_have_twice_their_curve(folder, tmp_path):
-    """The directions are added, so half of the rate makes the same step."""
-    theirs, _ = train(
-        folder,
-        lambda model: MultipleNegativesRankingLoss(model, **BOTH),
-        tmp_path,
-        columns=3,
-        learning_rate=0.002,
-    )
-    ours, _ = train(
-        folder,
-        lambda model: RetrievalLoss(model, itrloss.InfoNCELoss(0.05)),
-        tmp_path,
-        columns=3,
-        learning_rate=0.001,
-    )
-    torch.testing.assert_close([x / 2 for x in ours], theirs, rtol=0, atol=1e-5)
+DIMS = [4, 8, 16]
+one_way = itrloss.InfoNCELoss(0.05, directions="image-text")
+both_ways = itrloss.InfoNCELoss(0.05)
+their_both = partial(MultipleNegativesRankingLoss, **BOTH)
 
 
-@pytest.mark.slow
-def test_matryoshka_inside_or_around_has_their_curve(folder, tmp_path):
-    forward, dims = itrloss.InfoNCELoss(0.05), [4, 8, 16]
-    ways = [
-        lambda model: MatryoshkaLoss(model, MultipleNegativesRankingLoss(model, **BOTH), dims),
-        lambda model: RetrievalLoss(model, itrloss.Matryoshka(forward, dims)),
-        lambda model: MatryoshkaLoss(model, RetrievalLoss(model, forward), dims),
-        lambda model: MatryoshkaLoss(model, RetrievalLoss(model, forward, mini_batch_size=3), dims),
-    ]
-    rates = 2e-3, 1e-3, 1e-3, 1e-3
-    theirs, *ours = (
-        train(folder, way, tmp_path, learning_rate=rate)[0]
-        for way, rate in zip(ways, rates, strict=True)
-    )
-    for found in ours:
-        torch.testing.assert_close([x / 2 for x in found], theirs, rtol=0, atol=1e-5)
+class Sum(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.ModuleList([itrloss.InfoNCELoss(), itrloss.TripletLoss()])
+
+    def forward(self, images, texts, image_ids=None, text_ids=None):
+        return sum(part(images, texts, image_ids, text_ids) for part in self.parts)
 
 
-def test_matryoshka_takes_a_column_of_negatives(folder, tmp_path):
-    forward = itrloss.InfoNCELoss(0.05, directions="image-text")
-    dims = [4, 8, 16]
+class OfPairs(itrloss.PairLoss):
+    def compute(self, sim):
+        return sum(part.compute(sim) for part in Sum().parts)
 
-    def theirs(model: Any) -> Any:
-        return MatryoshkaLoss(model, MultipleNegativesRankingLoss(model), dims)
 
-    def ours(model: Any) -> Any:
-        return RetrievalLoss(model, itrloss.Matryoshka(forward, dims))
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
-    expected, _ = train(folder, theirs, tmp_path, columns=3)
-    found, _ = train(folder, ours, tmp_path, columns=3)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+@pytest.mark.parametrize(
+    ("theirs", "own", "columns", "factor"),
+    [
+        (MultipleNegativesRankingLoss, ours(one_way), 2, 1),
+        (their_both, ours(both_ways), 3, 2),
+        (around(MultipleNegativesRankingLoss), ours(itrloss.Matryoshka(one_way, DIMS)), 3, 1),
+        slow(around(their_both), ours(itrloss.Matryoshka(both_ways, DIMS)), 2, 2),
+        slow(around(their_both), around(ours(both_ways)), 2, 2),
+        slow(around(their_both), around(ours(both_ways, mini_batch_size=3)), 2, 2),
+        slow(ours(OfPairs()), ours(Sum()), 2, 1),
+        slow(ours(OfPairs()), ours(Sum(), mini_batch_size=3), 2, 1),
+    ],
+)
+def test_the_curve_is_that_of_theirs(theirs, own, columns, factor, folder, tmp_path):
+    """Directions are added, so half of the rate makes the same step."""
+    options = {"columns": columns, "optim": "adamw_torch" if factor == 1 else "sgd"}
+    wanted, _ = train(folder, theirs, tmp_path, learning_rate=1e-3 * factor, **options)
+    found, _ = train(folder, own, tmp_path, **options)
+    assert_same(found, wanted, factor)
 
 
 def test_cached_gradients_are_those_of_the_whole_batch_also_of_the_losss_own_parameters(
     folder, tmp_path
 ):
-    def loss(mini_batch_size):
-        criterion = itrloss.InfoNCELoss(0.1, learnable=True)
-        return lambda model: RetrievalLoss(model, criterion, mini_batch_size=mini_batch_size)
-
     options = {"gradient_accumulation_steps": 2, "columns": 3, "learning_rate": 0.01}
-    (whole, first), (cached, second) = (
-        train(folder, loss(size), tmp_path, **options) for size in (None, 3)
-    )
-    assert whole[-1] < 0.9 * whole[0]
-    torch.testing.assert_close(cached, whole, rtol=0, atol=1e-5)
-    torch.testing.assert_close(parameters(second), parameters(first), rtol=1e-4, atol=1e-5)
+    runs = []
+    for size in (None, 3):
+        loss = ours(itrloss.InfoNCELoss(0.1, learnable=True), mini_batch_size=size)
+        runs.append(train(folder, loss, tmp_path, **options))
+    (whole, first), (cached, second) = runs
+    assert_same(cached, whole)
+    assert second.loss.loss.temperature.item() == pytest.approx(first.loss.loss.temperature.item())
     assert abs(second.loss.loss.temperature.item() - 0.1) > 0.01
 
 
-def losses(gather: bool) -> list[Any]:
-    ways = (
-        itrloss.InfoNCELoss(0.1, learnable=True, gather=gather),
-        itrloss.DiversityContrastiveLoss(gather=gather),
-    )
-    return [
-        lambda model: RetrievalLoss(model, ways[0], mini_batch_size=3),
-        lambda model: RetrievalLoss(model, ways[1]),
-    ]
+def curves(folder, tmp_path, gather: bool, **options: Any) -> dict[str, Curve]:
+    """The curves of two losses, one with a parameter and in mini-batches."""
+    learnt = itrloss.InfoNCELoss(0.1, learnable=True, gather=gather)
+    cached = ours(learnt, mini_batch_size=3)
+    first, trainer = train(folder, cached, tmp_path, columns=3, **options)
+    assert trainer.args.world_size == (WORLD if gather else 1)
+    dcl = ours(itrloss.DiversityContrastiveLoss(gather=gather))
+    second, _ = train(folder, dcl, tmp_path, **options)
+    first[1].extend(p.detach() for p in learnt.parameters())
+    return {"infonce": first, "dcl": second}
 
 
-def in_a_process(rank: int, folder: str, tmp_path: str) -> list[Any]:
+def in_a_process(rank: int, folder: str, tmp_path: str) -> dict[str, Curve]:
     set_environment(rank)
-    found = []
-    for columns, loss in zip((3, 2), losses(gather=True), strict=True):
-        options = {
-            "per_device_train_batch_size": BATCH // WORLD,
-            "ddp_backend": "gloo",
-            "columns": columns,
-        }
-        values, trainer = train(folder, loss, tmp_path, **options)
-        assert trainer.args.world_size == WORLD
-        found.append((values, parameters(trainer)))
-    return found
+    return curves(folder, tmp_path, True, **IN_TWO_PROCESSES)
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(folder, tmp_path):
-    found = run(in_a_process, tmp_path, str(folder), str(tmp_path))
-    for i, (columns, loss) in enumerate(zip((3, 2), losses(gather=False), strict=True)):
-        values, trainer = train(folder, loss, tmp_path, columns=columns)
-        torch.testing.assert_close(found[0][i][0], values, rtol=0, atol=1e-5)
-        for result in found:
-            torch.testing.assert_close(result[i][1], parameters(trainer), rtol=0, atol=1e-5)
+    wanted = curves(folder, tmp_path, False)
+    assert_same_in_two_processes(in_a_process, wanted, tmp_path, str(folder), str(tmp_path))
 
 
 def test_labels_are_ids(folder):
@@ -277,13 +238,7 @@ def test_a_column_of_labels_reaches_the_loss(folder, tmp_path):
             return super().compute(sim, *further)
 
     labels = [i % 3 for i in range(len(PAIRS))]
-    train(
-        folder,
-        lambda model: RetrievalLoss(model, Noted()),
-        tmp_path,
-        dataset=data(2, label=labels),
-        max_steps=1,
-    )
+    train(folder, ours(Noted()), tmp_path, dataset=data(2, label=labels), max_steps=1)
     assert seen[0].shape == (BATCH,) and set(seen[0].tolist()) <= {0, 1, 2}
 
 
@@ -324,9 +279,7 @@ def test_the_evaluator_reports_intervals_and_re_ranks(folder, tmp_path):
         "eval_steps": 1,
         "max_steps": 2,
     }
-    _, trainer = train(
-        folder, lambda model: RetrievalLoss(model, itrloss.InfoNCELoss()), tmp_path, **settings
-    )
+    _, trainer = train(folder, ours(itrloss.InfoNCELoss()), tmp_path, **settings)
     sim = encoded(trainer.model)
     of_plain = plain(trainer.model)
     assert_metrics_of(of_plain, retrieval_results(sim))
@@ -358,9 +311,7 @@ def test_the_model_card_has_the_options_and_the_citation(folder, tmp_path):
         "evaluator": RetrievalEvaluator(images, texts, reranker=FastReranker()),
         "max_steps": 2,
     }
-    _, trainer = train(
-        folder, lambda model: RetrievalLoss(model, loss, mini_batch_size=4), tmp_path, **options
-    )
+    _, trainer = train(folder, ours(loss, mini_batch_size=4), tmp_path, **options)
     trainer.evaluate()
     trainer.model.save_pretrained(str(tmp_path / "saved"))
     card = (tmp_path / "saved" / "README.md").read_text()
@@ -399,50 +350,22 @@ def test_other_losses_are_refused(loss, error):
     assert error in str(found.value)
 
 
-def test_other_columns_are_refused(folder):
-    model = make(folder)
-    column = model.preprocess(["red dog", "blue cat"])
-    with pytest.raises(ValueError, match="mini_batch_size: expected at least 1, got 0"):
-        RetrievalLoss(model, itrloss.InfoNCELoss(), mini_batch_size=0)
-    for loss, columns, expected in (
+@pytest.mark.parametrize(
+    ("loss", "columns", "expected"),
+    [
         (itrloss.InfoNCELoss(), 1, "two or more columns for InfoNCELoss"),
         (itrloss.TripletLoss(), 3, "two columns for TripletLoss"),
         (itrloss.Matryoshka(itrloss.TripletLoss(), [4]), 3, "two columns for Matryoshka"),
-    ):
-        advice = "; InfoNCELoss takes columns of negatives, .*select_columns" if columns > 2 else ""
-        with pytest.raises(
-            ValueError, match=f"sentence_features: expected {expected}.*, got {columns}{advice}"
-        ):
-            RetrievalLoss(model, loss)([dict(column) for _ in range(columns)])
-
-
-def test_a_model_of_several_vectors_is_refused(folder):
-    sentence_transformers = pytest.importorskip("sentence_transformers", "6.2")
-    model = sentence_transformers.MultiVectorEncoder(str(folder), device="cpu")
-    with pytest.raises(TypeError, match=r"model: .* got MultiVectorEncoder; .*set_similarity"):
-        RetrievalLoss(model, itrloss.InfoNCELoss())
-
-
-@pytest.mark.slow
-def test_a_sum_of_losses_has_the_curve_of_a_pair_loss_of_both(folder, tmp_path):
-    class Sum(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = torch.nn.ModuleList([itrloss.InfoNCELoss(), itrloss.TripletLoss()])
-
-        def forward(self, images, texts, image_ids=None, text_ids=None):
-            return sum(part(images, texts, image_ids, text_ids) for part in self.parts)
-
-    class OfPairs(itrloss.PairLoss):
-        def compute(self, sim):
-            return sum(part.compute(sim) for part in Sum().parts)
-
-    for options in ({}, {"mini_batch_size": 3}):
-        expected, found = (
-            train(folder, partial(RetrievalLoss, loss=loss, **options), tmp_path)[0]
-            for loss in (OfPairs(), Sum())
-        )
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    ],
+)
+def test_other_columns_are_refused(loss, columns, expected, folder):
+    model = make(folder)
+    features = [model.preprocess(["red dog", "blue cat"]) for _ in range(columns)]
+    message = f"sentence_features: expected {expected}.*, got {columns}; .*select_columns"
+    with pytest.raises(ValueError, match=message):
+        RetrievalLoss(model, loss)(features)
+    with pytest.raises(ValueError, match="mini_batch_size: expected at least 1, got 0"):
+        RetrievalLoss(model, loss, mini_batch_size=0)
 
 
 @pytest.mark.parametrize("columns", [pytest.param(2, marks=pytest.mark.slow), 3])
@@ -455,7 +378,7 @@ def test_the_guided_loss_of_the_page_has_the_curve_of_theirs(columns, folder, tm
     for p in guide.parameters():
         p.data += 0.05 * torch.randn_like(p)
 
-    def ours(model: Any) -> Any:
+    def guided(model: Any) -> Any:
         loss = names["GuidedLoss"](model, guide)
         # as theirs, which also takes queries with queries and documents with documents
         same = {"image_image": True, "text_text": columns == 2, "directions": "image-text"}
@@ -465,99 +388,83 @@ def test_the_guided_loss_of_the_page_has_the_curve_of_theirs(columns, folder, tm
     before = [p.clone() for p in guide.parameters()]
     theirs = partial(GISTEmbedLoss, guide=guide, contrast_positives=columns == 2)
     expected, _ = train(folder, theirs, tmp_path, columns)
-    found, _ = train(folder, ours, tmp_path, columns)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    found, _ = train(folder, guided, tmp_path, columns)
+    assert_same(found, expected)
     assert all(map(torch.equal, guide.parameters(), before))
     # as printed, with ids
     labels = [i // 2 for i in range(len(PAIRS))]
     rows = data(columns, label=labels)
-    found, _ = train(folder, lambda m: names["GuidedLoss"](m, guide), tmp_path, dataset=rows)
+    (found, _), _ = train(folder, partial(names["GuidedLoss"], guide=guide), tmp_path, dataset=rows)
     assert found[-1] < found[0]
 
 
 # ----------------------------------------------------------------------------------------- resuming
 
-
-def criterion(name: str) -> Any:
-    return {
-        "infonce": lambda: itrloss.InfoNCELoss(0.1, learnable=True),
-        "sigmoid": itrloss.SigmoidLoss,
-        "matryoshka": lambda: itrloss.Matryoshka(itrloss.InfoNCELoss(0.1, learnable=True), [8, 16]),
-        "triplet": lambda: itrloss.TripletLoss(mining="all"),
-    }[name]()
+CRITERIA: dict[str, Any] = {
+    "infonce": partial(itrloss.InfoNCELoss, 0.1, learnable=True),
+    "sigmoid": itrloss.SigmoidLoss,
+    "matryoshka": lambda: itrloss.Matryoshka(CRITERIA["infonce"](), [8, 16]),
+    "triplet": partial(itrloss.TripletLoss, mining="all"),
+}
+CASES: dict[str, Any] = {
+    **CRITERIA,
+    "infonce in mini-batches": CRITERIA["infonce"],
+    "infonce around": CRITERIA["infonce"],
+    "infonce several": CRITERIA["infonce"],
+    "infonce sgd": CRITERIA["infonce"],
+}
 
 
 def resumable(
-    folder, out, name: str, trainer_class: Any, steps: int, checkpoint: Any, **options: Any
-) -> Any:
-    """A trainer after some steps; one that does not resume switches to the hardest negatives."""
-    args = SentenceTransformerTrainingArguments(
-        output_dir=str(out),
-        max_steps=steps,
-        per_device_train_batch_size=BATCH,
-        report_to="none",
-        save_strategy="steps",
-        save_steps=3,
-        use_cpu=True,
-        disable_tqdm=True,
-        learning_rate=0.05,
-        optim=options.pop("optim", "adamw_torch"),
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-    )
-    model = make(folder)
-    loss: Any = RetrievalLoss(model, criterion(name), **options.pop("loss", {}))
-    if options.pop("around", False):
-        loss = MatryoshkaLoss(model, loss, [8, 16])
-    dataset: Any = data(2)
-    if options.pop("several", False):
-        loss = {"a": loss, "b": RetrievalLoss(model, criterion("sigmoid"))}
-        dataset = {"a": dataset, "b": dataset}
-    if name == "triplet" and checkpoint is None:
-        loss.loss.mining = "hardest"
-    trainer = trainer_class(model, args, train_dataset=dataset, loss=loss, **options)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    return trainer
-
-
-CASES = {
-    "infonce": {},
-    "sigmoid": {},
-    "matryoshka": {},
-    "triplet": {},
-    "infonce in mini-batches": {"loss": {"mini_batch_size": 3}},
-    "infonce around": {"around": True},
-    "infonce several": {"several": True},
-    "infonce sgd": {"optim": "sgd"},
-}
+    folder,
+    out,
+    case: str,
+    steps: int,
+    checkpoint: Any = None,
+    kind: Any = RetrievalTrainer,
+) -> tuple[Curve, Any]:
+    """A training of some steps; one that does not resume switches to the hardest negatives."""
+    criterion = CASES[case]()
+    if case == "triplet" and checkpoint is None:
+        criterion.mining = "hardest"
+    loss: Any = ours(criterion, mini_batch_size=3 if "mini" in case else None)
+    rows: Any = data(2)
+    if "around" in case:
+        loss = around(loss)
+    if "several" in case:
+        of_a = loss
+        loss = lambda model: {"a": of_a(model), "b": ours(CRITERIA["sigmoid"]())(model)}  # noqa: E731
+        rows = {"a": rows, "b": rows}
+    options = {
+        "max_steps": steps,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "learning_rate": 0.05,
+        "optim": "sgd" if "sgd" in case else "adamw_torch",
+    }
+    return train(folder, loss, out, dataset=rows, kind=kind, checkpoint=checkpoint, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_goes_on_with_the_parameters_of_the_loss(case, folder, tmp_path):
-    name = case.split()[0]
-
-    def run(out: str, steps: int, checkpoint: Any = None) -> Any:
-        options = copy.deepcopy(CASES[case])
-        return resumable(
-            folder, tmp_path / out, name, RetrievalTrainer, steps, checkpoint, **options
-        )
-
-    whole = run("whole", 5)
-    first = run("part", 3)
-    resumed = run("part", 5, str(tmp_path / "part" / "checkpoint-3"))
-    states = [[x.loss.state_dict() for x in t._losses().values()] for t in (whole, resumed, first)]
-    assert states[0] == states[1] and len(states[0]) == 1 + ("several" in case)
-    assert (states[0] != states[2]) == (name != "triplet")
-    for p, wanted in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(p, wanted)
+    whole, trainer = resumable(folder, tmp_path / "whole", case, 5)
+    _, first = resumable(folder, tmp_path / "part", case, 3)
+    checkpoint = str(tmp_path / "part" / "checkpoint-3")
+    resumed, second = resumable(folder, tmp_path / "part", case, 5, checkpoint)
+    assert_resumes(whole, resumed)
+    states = [[x.loss.state_dict() for x in t._losses().values()] for t in (trainer, second, first)]
+    assert states[0] == states[1]
+    assert len(states[0]) == 1 + ("several" in case)
+    assert (states[0] != states[2]) == (case != "triplet")
 
 
 def test_their_trainer_does_not_save_parameters_of_the_loss_and_that_is_said(folder, tmp_path):
+    fit = partial(resumable, folder, tmp_path)
     with pytest.warns(UserWarning, match="parameters of the loss, log_scale, but its checkpoints"):
-        resumable(folder, tmp_path, "infonce", SentenceTransformerTrainer, 3, None)
+        fit("infonce", 3, kind=SentenceTransformerTrainer)
     with pytest.warns(UserWarning, match="checkpoint-3 has no retrieval_losses.pt"):
-        resumable(folder, tmp_path, "infonce", RetrievalTrainer, 4, str(tmp_path / "checkpoint-3"))
+        fit("infonce", 4, str(tmp_path / "checkpoint-3"))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "RetrievalLoss")
-        resumable(folder, tmp_path, "triplet", SentenceTransformerTrainer, 1, None)
+        fit("triplet", 1, kind=SentenceTransformerTrainer)

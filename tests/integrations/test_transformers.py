@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from support.pages import snippet
 from support.processes import WORLD, run, set_environment
+from support.trainers import (
+    BATCH,
+    IN_TWO_PROCESSES,
+    SETTINGS,
+    SIZE,
+    SIZES_OF_LAYERS,
+    Curve,
+    assert_resumes,
+    assert_same,
+    assert_same_in_two_processes,
+    curve,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import itrloss
+from itrloss.metrics import retrieval_metrics
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -34,34 +51,57 @@ from transformers import (
     default_data_collator,
 )
 
-from itrloss.integrations import inner_loss
 from itrloss.integrations.transformers import RetrievalTrainer
 
-STEPS, BATCH, SIZE = 16, 8, 64
-KINDS: dict[str, Any] = {"clip": (CLIPConfig, CLIPModel), "siglip": (SiglipConfig, SiglipModel)}
+SIDES = ("query_", "doc_", "neg_")
+IDS = [i // 5 for i in range(SIZE)]  # five captions an image
 
 
-def make(kind: str) -> Any:
+def two_towers(config: Any, model: Any) -> Any:
     """A model with random weights in float64: 16 steps multiply rounding errors."""
-    config, model = KINDS[kind]
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    text = sizes | {
+    text = {
         "vocab_size": 32,
         "max_position_embeddings": 8,
         "projection_dim": 16,
         "projection_size": 16,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
     }
-    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    vision = sizes | {"image_size": 8, "patch_size": 4, "projection_dim": 16}
+    vision = {"image_size": 8, "patch_size": 4, "projection_dim": 16}
     torch.manual_seed(0)
     return model(
-        config(text_config=text | tokens, vision_config=vision, projection_dim=16)
+        config(
+            text_config=SIZES_OF_LAYERS | text,
+            vision_config=SIZES_OF_LAYERS | vision,
+            projection_dim=16,
+        )
     ).double()
+
+
+def clip_with_a_bias() -> Any:
+    """CLIP with the bias of the sigmoid loss, which it lacks, as the message says."""
+    model = make("clip")
+    model.logit_bias = nn.Parameter(torch.tensor(-10.0, dtype=torch.float64))
+    return model
+
+
+def one_tower() -> Any:
+    torch.manual_seed(0)
+    dropout: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertModel(BertConfig(vocab_size=32, **SIZES_OF_LAYERS, **dropout)).double()
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "clip": partial(two_towers, CLIPConfig, CLIPModel),
+    "siglip": partial(two_towers, SiglipConfig, SiglipModel),
+    "clip with a bias": clip_with_a_bias,
+    "tower": one_tower,
+}
+
+
+def make(kind: str) -> Any:
+    return MODELS[kind]()
 
 
 def data(**more: list[Any]) -> list[dict[str, Any]]:
@@ -75,74 +115,86 @@ def data(**more: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def with_loss(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return default_data_collator(rows) | {"return_loss": True}
+def batch_of(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return default_data_collator(rows) | more
 
 
-def train(
-    kind: str, folder: Path | str, loss: Any = None, rows: Any = None, **options: Any
-) -> tuple[Any, Any]:
-    """The losses of 16 steps of their trainer, or of ours with a loss, and the trainer."""
-    settings: Any = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": BATCH,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "lr_scheduler_type": "constant",
-    }
-    checkpoint = options.pop("checkpoint", None)
-    of_trainer = ("eval_dataset", "model_init", "data_collator")
-    more = {name: options.pop(name) for name in of_trainer if name in options}
-    own = ("sides", "output", "mini_batch_size", "split")
-    more |= {name: options.pop(name) for name in own if name in options}
-    args = TrainingArguments(output_dir=str(folder), **settings | options)
-    usual = {
-        "args": args,
-        "train_dataset": rows or data(),
-        "data_collator": default_data_collator if loss else with_loss,
-    }
-    more = usual | more
-    model = None if "model_init" in more else make(kind)
-    trainer = Trainer(model, **more) if loss is None else RetrievalTrainer(model, loss=loss, **more)
+def questions(count: int = SIZE) -> list[dict[str, Any]]:
+    """Rows with a query, a document and two negatives."""
+    draw = torch.Generator().manual_seed(1)
+    rows = []
+    for _ in range(count):
+        query, doc, *neg = torch.randint(2, 32, (4, 6), generator=draw)
+        mask = (torch.arange(6) < 4).long()
+        row = {"query_input_ids": query, "doc_input_ids": doc, "doc_attention_mask": mask}
+        rows.append(row | {"neg_input_ids": torch.stack(neg)})
+    return rows
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    batch["neg_input_ids"] = batch["neg_input_ids"].flatten(0, 1)
+    return batch
+
+
+def last_word(outputs: Any) -> Tensor:
+    return outputs.last_hidden_state[:, -1]
+
+
+def trainer_of(
+    kind: str,
+    folder: Path | str,
+    loss: Any = None,
+    rows: Any = None,
+    own: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """Our trainer or, without a loss, theirs; ``own``: its further arguments."""
+    usual: dict[str, Any] = SETTINGS | {"learning_rate": 1e-2}
+    given: dict[str, Any] = {"train_dataset": rows or data()}
+    if loss is None:
+        given["data_collator"] = partial(batch_of, return_loss=True)
+    if kind == "tower":
+        usual["remove_unused_columns"] = False
+        given = {"train_dataset": questions(), "data_collator": collate, "sides": SIDES}
+    given |= own or {}
+    args = TrainingArguments(output_dir=str(folder), **usual | settings)
+    model = None if "model_init" in given else make(kind)
+    if loss is None:
+        return Trainer(model, args, **given)
+    return RetrievalTrainer(model, args, loss=loss, **given)
+
+
+def train(*args: Any, checkpoint: str | None = None, **options: Any) -> tuple[Curve, Any]:
+    """The curve of a trainer, and the trainer."""
+    trainer = trainer_of(*args, **options)
     trainer.train(resume_from_checkpoint=checkpoint)
-    return [x["loss"] for x in trainer.state.log_history if "loss" in x], trainer
+    return curve(trainer, trainer.model), trainer
 
 
-def parameters(trainer: Any) -> list[Tensor]:
-    return [p.detach() for p in trainer.model.parameters()]
+# ------------------------------------------------------------------------------- curves like theirs
 
 
 def test_infonce_has_twice_clips_curve(tmp_path):
     """The directions are added, so half of the rate makes the same step, of the model's scale,
     too.
     """
-    theirs, first = train("clip", tmp_path, learning_rate=0.02)
-    ours, second = train("clip", tmp_path, itrloss.InfoNCELoss(learnable=True), learning_rate=0.01)
-    assert len(ours) == STEPS and ours[-1] < ours[0]
-    torch.testing.assert_close([x / 2 for x in ours], theirs, rtol=0, atol=1e-5)
-    torch.testing.assert_close(parameters(second), parameters(first), rtol=0, atol=1e-6)
-    assert second.model.logit_scale.item() != make("clip").logit_scale.item()
-    assert second.loss.log_scale is second.model.logit_scale
+    theirs, _ = train("clip", tmp_path, learning_rate=0.02)
+    ours, trainer = train("clip", tmp_path, itrloss.InfoNCELoss(learnable=True), learning_rate=0.01)
+    assert_same(ours, theirs, factor=2)
+    assert trainer.model.logit_scale.item() != make("clip").logit_scale.item()
+    assert trainer.loss.log_scale is trainer.model.logit_scale
 
 
 def test_the_sigmoid_loss_has_siglips_curve(tmp_path):
     options = {"optim": "adamw_torch", "max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
-    theirs, first = train("siglip", tmp_path, **options)
+    theirs, _ = train("siglip", tmp_path, **options)
     # Distinct labels change nothing; but the trainer counts them, and might leave it to the loss to
     # divide by that.
-    ours, second = train(
-        "siglip", tmp_path, itrloss.SigmoidLoss(), data(label=[*range(SIZE)]), **options
-    )
-    assert ours[-1] < 0.9 * ours[0]
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    torch.testing.assert_close(parameters(second), parameters(first), rtol=0, atol=1e-6)
-    assert second.loss.bias is second.model.logit_bias
+    rows = data(label=[*range(SIZE)])
+    ours, trainer = train("siglip", tmp_path, itrloss.SigmoidLoss(), rows, **options)
+    assert_same(ours, theirs)
+    assert trainer.loss.bias is trainer.model.logit_bias
 
 
 def test_other_losses_train_the_encoders_alone(tmp_path):
@@ -150,178 +202,22 @@ def test_other_losses_train_the_encoders_alone(tmp_path):
         itrloss.TripletLoss(reduction="mean"),
         itrloss.Matryoshka(itrloss.InfoNCELoss(), [8, 16]),
     ):
-        values, trainer = train(
-            "siglip", tmp_path, loss, learning_rate=1e-3, optim="adamw_torch", weight_decay=0.1
-        )
+        options = {"learning_rate": 1e-3, "optim": "adamw_torch", "weight_decay": 0.1}
+        (values, _), trainer = train("siglip", tmp_path, loss, **options)
         assert values[-1] < values[0]
         for name in ("logit_scale", "logit_bias"):
             assert torch.equal(getattr(trainer.model, name), getattr(make("siglip"), name))
-    _, trainer = train(
-        "clip",
-        tmp_path,
-        itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), [8, 16]),
-        max_steps=1,
-    )
+    matryoshka = itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), [8, 16])
+    trainer = trainer_of("clip", tmp_path, matryoshka)
     assert trainer.loss.loss.log_scale is trainer.model.logit_scale
 
 
-def test_a_column_label_holds_ids_and_evaluation_has_a_loss(tmp_path):
-    rows = data(label=[i // 4 for i in range(SIZE)])
-    loss = itrloss.SupConLoss()
-    _, trainer = train("clip", tmp_path, loss, rows, eval_dataset=rows[:BATCH], max_steps=1)
-    found = trainer.evaluate()["eval_loss"]
-    with torch.no_grad():
-        outputs = trainer.model(**default_data_collator(data()[:BATCH]))
-    ids = torch.arange(BATCH) // 4
-    assert found == pytest.approx(loss(outputs.image_embeds, outputs.text_embeds, ids, ids).item())
-    assert found != pytest.approx(loss(outputs.image_embeds, outputs.text_embeds).item())
-
-
-IDS = [i // 5 for i in range(SIZE)]  # five captions an image
-
-
-@pytest.mark.parametrize("kind", ["rows", "columns"])
-@pytest.mark.parametrize("names", [("label",), ("labels",), ("image_ids", "text_ids")])
-def test_columns_of_ids_reach_the_loss(kind: str, names: tuple[str, ...], tmp_path):
-    """Also those that are no arguments of the model, which the Trainer would take out."""
-    rows: Any = data(**dict.fromkeys(names, IDS), note=IDS)  # nobody takes a note
-    if kind == "columns":
-        datasets = pytest.importorskip("datasets")
-        lists = [{name: np.asarray(x).tolist() for name, x in row.items()} for row in rows]
-        rows = datasets.Dataset.from_list(lists).with_format("torch")
-    model = make("clip").float() if kind == "columns" else make("clip")  # datasets have float32
-    loss = itrloss.InfoNCELoss()
-    values, trainer = train(
-        "clip", tmp_path, loss, rows, eval_dataset=rows, model_init=lambda: model, max_steps=1
-    )
-    with torch.no_grad():
-        batch = default_data_collator([rows[i] for i in order(tmp_path)[:BATCH]])
-        inputs = {name: batch[name] for name in ("pixel_values", "input_ids")}
-        first = make("clip").to(model.dtype)(**inputs)
-        found = trainer.evaluate(rows.select(range(BATCH)) if kind == "columns" else rows[:BATCH])
-        last = trainer.model(**default_data_collator([rows[i] for i in range(BATCH)]))
-    ids = batch["labels" if "labels" in batch else "image_ids"]
-    expected = loss(first.image_embeds, first.text_embeds, ids, ids)
-    assert values[0] == pytest.approx(expected.item(), abs=1e-4)
-    assert values[0] != pytest.approx(loss(first.image_embeds, first.text_embeds).item(), abs=0.01)
-    ids = torch.tensor(IDS[:BATCH])
-    expected = loss(last.image_embeds, last.text_embeds, ids, ids)
-    assert found["eval_loss"] == pytest.approx(expected.item(), abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(("label",), marks=pytest.mark.slow),
-        pytest.param(("labels",), marks=pytest.mark.slow),
-        ("image_ids", "text_ids"),
-    ],
-)
-def test_ids_that_are_strings_are_not_left_out(names: tuple[str, ...], tmp_path):
-    """The usual collator leaves them out; one of one's own puts them into the batch."""
-    words = [f"image {number}" for number in IDS]
-    rows = data(**dict.fromkeys(names, words))
-    with pytest.raises(TypeError, match=f"^{names[0]}: expected integers, .*got 'image"):
-        train("clip", tmp_path, itrloss.InfoNCELoss(), rows, max_steps=1)
-
-    def collate_words(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        others = [{name: x for name, x in row.items() if name not in names} for row in rows]
-        batch = default_data_collator(others)
-        for name in names:
-            batch["labels" if name == "label" else name] = [row[name] for row in rows]
-        return batch
-
-    numbers = data(**dict.fromkeys(names, IDS))
-    expected, _ = train("clip", tmp_path, itrloss.InfoNCELoss(), numbers, max_steps=2)
-    found, _ = train(
-        "clip", tmp_path, itrloss.InfoNCELoss(), rows, max_steps=2, data_collator=collate_words
-    )
-    assert found == pytest.approx(expected)
-
-
-def test_what_the_loss_takes_is_passed_on(tmp_path):
-    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    loss = itrloss.InfoNCELoss(margin=0.0, groups="other")
-    batch = default_data_collator(data()[:BATCH])
-    output = make("clip")(**batch)
-    pair = output.image_embeds, output.text_embeds
-    draw = torch.Generator().manual_seed(0)
-    guide = list(torch.randn(2, BATCH, 4, generator=draw, dtype=torch.float64))
-    more = {"image_groups": torch.arange(BATCH) % 2, "guide": guide}
-    expected = loss(*pair, **more).item()
-    assert expected != pytest.approx(loss(*pair).item())
-    trainer = RetrievalTrainer(make("clip"), args, loss=loss)
-    assert trainer.compute_loss(trainer.model, batch | more).item() == pytest.approx(expected)
-    mini = RetrievalTrainer(make("clip"), args, loss=loss, mini_batch_size=3)
-    mini.create_optimizer()
-    mini.current_gradient_accumulation_steps = 1
-    assert mini.training_step(mini.model, batch | more).item() == pytest.approx(expected)
-
-
-def test_names_that_neither_model_nor_loss_takes_are_refused(tmp_path):
-    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    trainer = RetrievalTrainer(make("clip"), args, loss=itrloss.TripletLoss())
-    batch = default_data_collator(data()[:BATCH])
-    with pytest.raises(ValueError, match=r"CLIPModel or the loss takes \(labels, .*got image_id;"):
-        trainer.compute_loss(trainer.model, batch | {"image_id": torch.arange(BATCH)})
-    with pytest.raises(ValueError, match=r"inputs: expected a batch with names .*, got negatives;"):
-        trainer.compute_loss(trainer.model, batch | {"negatives": torch.ones(BATCH, 16)})
-    ids = torch.arange(BATCH)
-    with pytest.raises(ValueError, match="labels: expected either labels or image_ids"):
-        trainer.compute_loss(trainer.model, batch | {"labels": ids, "image_ids": ids})
-
-    class OfIds(nn.Module):
-        def forward(self, pixel_values: Tensor, text_ids: Tensor) -> Any:
-            return {"image_embeds": pixel_values, "text_embeds": text_ids}
-
-    pairs = torch.eye(BATCH)
-    trainer = RetrievalTrainer(OfIds(), args, loss=itrloss.TripletLoss())
-    trainer.compute_loss(trainer.model, {"pixel_values": pairs, "text_ids": pairs})  # the model's
-
-    class Anything(nn.Module):
-        def forward(self, **batch: Any) -> Any:
-            return {"image_embeds": batch["image_id"], "text_embeds": batch["image_id"]}
-
-    trainer = RetrievalTrainer(Anything(), args, loss=itrloss.TripletLoss())
-    trainer.compute_loss(trainer.model, {"image_id": pairs})
-
-
-def test_the_metrics_of_the_page_are_a_plain_count(tmp_path):
-    names: dict[str, Any] = {"itrloss": itrloss}
-    code = snippet("integrations.rst", "def compute_metrics").partition("\nargs = ")[0]
-    exec(code, names)
-    rows = data(labels=IDS)
-    for i, row in enumerate(rows):
-        row["pixel_values"] = rows[i // 5 * 5]["pixel_values"]  # the image of five captions
-    args: Any = TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, report_to="none", label_names=["labels"]
-    )
-    trainer = RetrievalTrainer(
-        make("clip"),
-        args,
-        eval_dataset=rows,  # type: ignore[arg-type] # a list of rows
-        loss=itrloss.InfoNCELoss(),
-        compute_metrics=names["compute_metrics"],
-        data_collator=default_data_collator,
-    )
-    found = trainer.evaluate()
-    with torch.no_grad():
-        output = trainer.model(**default_data_collator([{**row, "labels": 0} for row in rows]))
-    images = F.normalize(output.image_embeds[::5], dim=1)
-    scores = images @ F.normalize(output.text_embeds, dim=1).T
-    own = torch.tensor(IDS) == torch.arange(len(images))[:, None]
-    for direction, table, right in (("i2t", scores, own), ("t2i", scores.T, own.T)):
-        best = torch.where(right, table, -1.0).amax(1, keepdim=True)
-        better = (table > best).sum(1)
-        for k in (1, 5, 10):
-            expected = 100 * (better < k).double().mean().item()
-            assert found[f"eval_{direction}_r{k}"] == pytest.approx(expected), (direction, k)
-
-
-# ------------------------------------------------------------------------------ losses of one's own
+# ------------------------------------------------- the whole batch, mini-batches and two processes
 
 
 class SumOfPairLosses(itrloss.PairLoss):
+    """The sum of the page as a loss of pairs."""
+
     def __init__(self):
         super().__init__()
         self.contrast = itrloss.InfoNCELoss(learnable=True)
@@ -331,36 +227,168 @@ class SumOfPairLosses(itrloss.PairLoss):
         return self.contrast.compute(sim) + 0.5 * self.diversity.compute(sim)
 
 
-def sum_of_the_page() -> Any:
+def sum_of_the_page(gather: bool = True) -> Any:
     names: dict[str, Any] = {"torch": torch}
     exec(snippet("integrations.rst", "class Sum"), names)
-    return names["Sum"]()
+    loss = names["Sum"]()
+    loss.contrast.gather = loss.diversity.gather = gather
+    return loss
 
 
-def sums_in_a_process(rank: int, folder: str) -> Any:
-    set_environment(rank)
-    options = {"per_device_train_batch_size": BATCH // WORLD, "ddp_backend": "gloo"}
-    options["ddp_find_unused_parameters"] = False
-    rows = data(image_ids=IDS, text_ids=IDS)
-    values, trainer = train("clip", folder, sum_of_the_page(), rows, **options)
-    return values, parameters(trainer)
+class Case(NamedTuple):
+    """A model, a loss and options of a training."""
+
+    kind: str
+    loss: Callable[..., Any]  # of ``gather``
+    settings: dict[str, Any]
+    own: Mapping[str, Any] = MappingProxyType({})
+
+
+ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 1.0}
+# In DDP all that are trained need a gradient, unless it looks for those without.
+ALL = {"ddp_find_unused_parameters": False}
+one_way = partial(itrloss.InfoNCELoss, 0.1, directions="image-text")
+CASES = {
+    "infonce": Case("clip", partial(itrloss.InfoNCELoss, learnable=True), ALL),
+    "infonce, accumulated": Case(
+        "clip",
+        partial(itrloss.InfoNCELoss, learnable=True),
+        {**ADAMW, "gradient_accumulation_steps": 2, "ddp_find_unused_parameters": True},
+    ),
+    "sigmoid": Case("siglip", itrloss.SigmoidLoss, ALL | {"gradient_accumulation_steps": 2}),
+    "a bias of one's own": Case("clip with a bias", itrloss.SigmoidLoss, ALL),
+    "triplet": Case("clip", partial(itrloss.TripletLoss, reduction="mean"), ALL | ADAMW),
+    "matryoshka": Case(
+        "clip",
+        lambda **gather: itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True, **gather), [8, 16]),
+        ALL | ADAMW,
+    ),
+    "sum": Case("clip", sum_of_the_page, ALL, {"train_dataset": data(image_ids=IDS, text_ids=IDS)}),
+    "tower": Case("tower", one_way, {"gradient_accumulation_steps": 2}, {"output": last_word}),
+    "tower, own negatives": Case("tower", partial(one_way, in_batch=False), {}),
+}
+
+
+def trained(case: Case, folder: Path | str, gather: bool, own: Any, **more: Any) -> Curve:
+    loss = case.loss(gather=gather)
+    settings = {"max_steps": 8} | case.settings | more
+    found, trainer = train(case.kind, folder, loss, own={**case.own, **own}, **settings)
+    assert trainer.args.world_size == (WORLD if gather else 1)
+    for name in {"logit_scale", "logit_bias"} & dict(trainer.model.named_parameters()).keys():
+        trains = any(x.endswith(name[6:]) for x, _ in loss.named_parameters())
+        start = getattr(make(case.kind), name).item()
+        assert (getattr(trainer.model, name).item() != start) == trains
+    return found
+
+
+def by_pieces(inputs: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    """Chunks of one row, and of the others."""
+    assert size == 3
+    rows = len(inputs["input_ids"])
+    parts = [slice(1), slice(1, rows)]
+    return [{name: x[part] for name, x in inputs.items()} for part in parts]
 
 
 @pytest.mark.slow
-def test_a_sum_of_losses_trains_the_models_scale_in_one_process_and_in_two(tmp_path):
-    ids = data(label=IDS)
-    expected, whole = train("clip", tmp_path, SumOfPairLosses(), ids)
-    assert expected[-1] < expected[0]
-    assert whole.model.logit_scale.item() != make("clip").logit_scale.item()
-    assert whole.loss.contrast.log_scale is whole.model.logit_scale
-    for options in ({}, {"mini_batch_size": 3}):
-        found, trainer = train("clip", tmp_path, sum_of_the_page(), ids, **options)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-        torch.testing.assert_close(parameters(trainer), parameters(whole), rtol=0, atol=1e-9)
-        assert not trainer._own_state()
-    for result in run(sums_in_a_process, tmp_path, str(tmp_path)):
-        torch.testing.assert_close(result[0], expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(result[1], parameters(whole), rtol=0, atol=1e-6)
+@pytest.mark.parametrize("name", CASES)
+def test_mini_batches_change_nothing(name: str, tmp_path):
+    case = CASES[name]
+    whole = trained(case, tmp_path, False, {})
+    mini: dict[str, Any] = {"mini_batch_size": 3}
+    assert_same(trained(case, tmp_path, False, mini), whole, atol=1e-6)
+    if case.kind == "tower":
+        split = Mock(side_effect=by_pieces)
+        assert_same(trained(case, tmp_path, False, mini | {"split": split}), whole, atol=1e-6)
+        batches = 8 * case.settings.get("gradient_accumulation_steps", 1)
+        assert split.call_count == batches * len(SIDES)
+    if name == "sum":
+        options = {"own": dict(case.own), "max_steps": 8}
+        as_pairs, _ = train("clip", tmp_path, SumOfPairLosses(), **options)
+        assert_same(whole, as_pairs, atol=1e-6)
+
+
+def in_a_process(rank: int, folder: str) -> dict[str, Curve]:
+    set_environment(rank)
+    return {
+        f"{name} {size}": trained(case, folder, True, {"mini_batch_size": size}, **IN_TWO_PROCESSES)
+        for name, case in CASES.items()
+        for size in (None, 3)
+    }
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(tmp_path):
+    wanted = {}
+    for name, case in CASES.items():
+        whole = trained(case, tmp_path, False, {})
+        wanted |= {f"{name} {size}": whole for size in (None, 3)}
+    assert_same_in_two_processes(in_a_process, wanted, tmp_path, str(tmp_path))
+
+
+def test_the_model_sees_mini_batches(tmp_path):
+    sizes: list[int] = []
+
+    def model_init() -> Any:
+        model = make("clip")
+        see = lambda module, args, options: sizes.append(len(options["pixel_values"]))  # noqa: E731
+        model.register_forward_pre_hook(see, with_kwargs=True)
+        return model
+
+    own = {"model_init": model_init, "mini_batch_size": 3}
+    train("clip", tmp_path, itrloss.InfoNCELoss(), own=own, max_steps=1)
+    assert sizes == [3, 3, 2, 3, 3, 2]  # each twice
+
+
+@pytest.mark.parametrize("output", ["pooler_output", last_word])
+@pytest.mark.parametrize("in_batch", [True, False])
+def test_sides_are_calls_of_one_model(output: Any, in_batch: bool, tmp_path):
+    loss = one_way(in_batch=in_batch)
+    trainer = trainer_of("tower", tmp_path, loss, own={"output": output})
+    batch = collate(questions(BATCH))
+    embeddings = []
+    for side in SIDES:
+        mask = batch.get(f"{side}attention_mask")
+        outputs = trainer.model(batch[f"{side}input_ids"], attention_mask=mask)
+        embeddings.append(outputs.pooler_output if output == "pooler_output" else output(outputs))
+    images, texts, negatives = embeddings
+    own = negatives if in_batch else negatives.view(BATCH, 2, -1)
+    value, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    assert value.item() == pytest.approx(loss(images, texts, negatives=own).item())
+    torch.testing.assert_close(outputs, dict(zip(SIDES, embeddings, strict=True)))
+    assert trainer.evaluate(questions(BATCH))["eval_loss"] == pytest.approx(value.item())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["infonce", "sigmoid", "triplet", "matryoshka"])
+def test_a_resumed_run_is_the_same_bit_for_bit(name: str, tmp_path):
+    """It begins with all negatives; the run that is saved has switched to the hardest ones."""
+    hinges = partial(itrloss.TripletLoss, mining="all")
+    criteria: dict[str, Any] = {
+        "infonce": lambda: itrloss.InfoNCELoss(learnable=True),
+        "sigmoid": itrloss.SigmoidLoss,
+        "triplet": hinges,
+        "matryoshka": lambda: itrloss.Matryoshka(hinges(), [8, 16]),
+    }
+    options = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "cosine"}
+    options |= {"optim": "adamw_torch", "max_steps": 6}
+    kind = "siglip" if name == "sigmoid" else "clip"
+
+    def fit(folder: str, checkpoint: str | None = None) -> Curve:
+        loss = criteria[name]()
+        for part in loss.modules():
+            if isinstance(part, itrloss.TripletLoss) and checkpoint is None:
+                part.mining = "hardest"
+        return train(kind, tmp_path / folder, loss, checkpoint=checkpoint, **options)[0]
+
+    whole = fit("whole")
+    checkpoint = tmp_path / "whole" / "checkpoint-3"
+    assert_resumes(whole, fit("part", str(checkpoint)))
+    states = checkpoint / "retrieval_losses.pt"
+    assert states.exists() == (name in ("triplet", "matryoshka"))
+    if states.exists():
+        states.unlink()
+        with pytest.warns(UserWarning, match="checkpoint-3 has no retrieval_losses.pt"):
+            fit("without", str(checkpoint))
 
 
 def test_each_loss_of_a_sum_gets_the_parameters_of_a_new_model(tmp_path):
@@ -373,227 +401,116 @@ def test_each_loss_of_a_sum_gets_the_parameters_of_a_new_model(tmp_path):
             batch = images, texts, image_ids, text_ids
             return self.first(*batch) + self.second(*batch)
 
-    _, trainer = train("clip", tmp_path, Twice(), model_init=lambda: make("clip"), max_steps=1)
-    trainer.train()
+    own = {"model_init": lambda: make("clip")}
+    _, trainer = train("clip", tmp_path, Twice(), own=own, max_steps=1)
     for part in (trainer.loss.first, trainer.loss.second):
         assert part.log_scale is trainer.model.logit_scale
-
-
-def test_a_model_init_trains_the_parameters_of_its_last_model(tmp_path):
-    loss = itrloss.InfoNCELoss(learnable=True)
-    _, trainer = train("clip", tmp_path, loss, model_init=lambda: make("clip"), max_steps=2)
-    assert loss.log_scale is trainer.model.logit_scale
     assert trainer.model.logit_scale.item() != make("clip").logit_scale.item()
 
 
-MINI: dict[str, Any] = {"mini_batch_size": 3}
+# ---------------------------------------------------------------------- what the loss gets, and ids
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("name", ["infonce", "sigmoid", "triplet", "matryoshka"])
-def test_mini_batches_change_nothing(name: str, accumulation: int, tmp_path):
-    criteria: dict[str, Any] = {
-        "infonce": itrloss.InfoNCELoss(learnable=True),
-        "sigmoid": itrloss.SigmoidLoss(),
-        "triplet": itrloss.TripletLoss(reduction="mean"),
-        "matryoshka": itrloss.Matryoshka(itrloss.InfoNCELoss(learnable=True), [8, 16]),
-    }
-    kind = "siglip" if name == "sigmoid" else "clip"
-    options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 1.0}
-    options |= {"learning_rate": 1e-3, "optim": "adamw_torch"}
-    wanted, whole = train(kind, tmp_path, criteria[name], **options)
-    found, trainer = train(kind, tmp_path, criteria[name], **options, **MINI)
-    assert len(found) == STEPS and found[-1] < found[0]
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
-    torch.testing.assert_close(parameters(trainer), parameters(whole), rtol=0, atol=1e-9)
+@pytest.mark.parametrize("kind", ["rows", "columns"])
+@pytest.mark.parametrize("names", [("label",), ("labels",), ("image_ids", "text_ids")])
+def test_columns_of_ids_reach_the_loss(kind: str, names: tuple[str, ...], tmp_path):
+    """Also those that are no arguments of the model, which the Trainer would take out."""
+    rows: Any = data(**dict.fromkeys(names, IDS), note=IDS)[:BATCH]  # nobody takes a note
+    if kind == "columns":
+        datasets = pytest.importorskip("datasets")
+        lists = [{name: np.asarray(x).tolist() for name, x in row.items()} for row in rows]
+        rows = datasets.Dataset.from_list(lists).with_format("torch")
+    model = make("clip").float() if kind == "columns" else make("clip")  # datasets have float32
+    loss = itrloss.InfoNCELoss()
+    own = {"model_init": lambda: model}
+    trainer = trainer_of("clip", tmp_path, loss, rows, own=own, max_steps=1)
+    inputs = default_data_collator([*data()[:BATCH]])
+    inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    with torch.no_grad():
+        outputs = model(**inputs)
+    pair = outputs.image_embeds, outputs.text_embeds
+    ids = torch.tensor(IDS[:BATCH])
+    expected = loss(*pair, ids, ids).item()
+    assert expected != pytest.approx(loss(*pair).item(), abs=0.01)
+    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(expected, abs=1e-4)
+    trainer.train()  # of one batch, in another order
+    values, _ = curve(trainer, model)
+    assert values == pytest.approx([expected], abs=1e-4)
 
 
-def test_the_model_sees_mini_batches(tmp_path):
-    sizes: list[int] = []
-
-    def see(module: Any, args: Any, options: Any) -> None:
-        sizes.append(len(options["pixel_values"]))
-
-    def model_init() -> Any:
-        model = make("clip")
-        model.register_forward_pre_hook(see, with_kwargs=True)
-        return model
-
-    train("clip", tmp_path, itrloss.InfoNCELoss(), max_steps=1, model_init=model_init, **MINI)
-    assert sizes == [3, 3, 2, 3, 3, 2]  # each twice
-
-
-SIDES = ("query_", "doc_", "neg_")
-
-
-def one_tower() -> Any:
-    sizes: Any = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    torch.manual_seed(0)
-    dropout: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertModel(BertConfig(vocab_size=32, **sizes, **dropout)).double()
-
-
-def questions(count: int = SIZE, negatives: int = 2) -> list[dict[str, Any]]:
-    draw = torch.Generator().manual_seed(1)
-    rows = []
-    for _ in range(count):
-        query, doc = torch.randint(2, 32, (2, 6), generator=draw)
-        neg = torch.randint(2, 32, (negatives, 6), generator=draw)
-        mask = torch.ones_like(doc)
-        mask[4:] = 0
-        rows.append(
-            {
-                "query_input_ids": query,
-                "doc_input_ids": doc,
-                "doc_attention_mask": mask,
-                "neg_input_ids": neg,
-            }
-        )
-    return rows
-
-
-def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    batch["neg_input_ids"] = batch["neg_input_ids"].flatten(0, 1)
-    return batch
-
-
-def train_one_tower(
-    folder: Path, loss: Any, sides: Any = SIDES, **options: Any
-) -> tuple[list[float], Any]:
-    """The losses of eight steps with one encoder for queries and documents, and the trainer."""
-    own = {
-        name: options.pop(name)
-        for name in ("output", "mini_batch_size", "split")
-        if name in options
-    }
-    settings: Any = {
-        "max_steps": 8,
-        "per_device_train_batch_size": BATCH,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "lr_scheduler_type": "constant",
-        "remove_unused_columns": False,
-    }
-    trainer = RetrievalTrainer(
-        one_tower(),
-        TrainingArguments(output_dir=str(folder), **settings | options),
-        loss=loss,
-        sides=sides,
-        train_dataset=questions(),  # type: ignore[arg-type] # a list of rows
-        data_collator=collate,
-        **own,
+@pytest.mark.parametrize("names", [("label",), ("labels",), ("image_ids", "text_ids")])
+def test_ids_that_are_strings_are_not_left_out(names: tuple[str, ...], tmp_path):
+    """The usual collator leaves them out; one of one's own puts them into the batch."""
+    loss = itrloss.InfoNCELoss()
+    words = [f"image {number}" for number in IDS]
+    with pytest.raises(TypeError, match=f"^{names[0]}: expected integers, .*got 'image"):
+        train("clip", tmp_path, loss, data(**dict.fromkeys(names, words)), max_steps=1)
+    batch = default_data_collator(data()[:BATCH])
+    trainer = trainer_of("clip", tmp_path, loss)
+    into = ["labels"] if names == ("label",) else names
+    found, expected = (
+        trainer.compute_loss(trainer.model, batch | dict.fromkeys(into, ids[:BATCH]))
+        for ids in (words, torch.tensor(IDS))
     )
-    trainer.train()
-    return [x["loss"] for x in trainer.state.log_history if "loss" in x], trainer
+    assert found.item() == pytest.approx(expected.item())
 
 
-def last_word(outputs: Any) -> Tensor:
-    return outputs.last_hidden_state[:, -1]
+def test_what_the_loss_takes_is_passed_on(tmp_path):
+    loss = itrloss.InfoNCELoss(margin=0.0, groups="other")
+    batch = default_data_collator(data()[:BATCH])
+    output = make("clip")(**batch)
+    pair = output.image_embeds, output.text_embeds
+    draw = torch.Generator().manual_seed(0)
+    guide = list(torch.randn(2, BATCH, 4, generator=draw, dtype=torch.float64))
+    more = {"image_groups": torch.arange(BATCH) % 2, "guide": guide}
+    expected = loss(*pair, **more).item()
+    assert expected != pytest.approx(loss(*pair).item())
+    trainer = trainer_of("clip", tmp_path, loss)
+    assert trainer.compute_loss(trainer.model, batch | more).item() == pytest.approx(expected)
+    mini = trainer_of("clip", tmp_path, loss, own={"mini_batch_size": 3})
+    mini.create_optimizer()
+    mini.current_gradient_accumulation_steps = 1
+    assert mini.training_step(mini.model, batch | more).item() == pytest.approx(expected)
 
 
-def by_pieces(inputs: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
-    """Chunks of one row, and of the others."""
-    rows = len(inputs["input_ids"])
-    parts = [slice(1), slice(1, rows)]
-    return [{name: x[part] for name, x in inputs.items()} for part in parts]
+def test_the_metrics_of_the_page_are_those_of_each_image_once(tmp_path):
+    names: dict[str, Any] = {"itrloss": itrloss}
+    code = snippet("integrations.rst", "def compute_metrics").partition("\nargs = ")[0]
+    exec(code, names)
+    rows = data(labels=IDS)
+    for i, row in enumerate(rows):
+        row["pixel_values"] = rows[i // 5 * 5]["pixel_values"]  # the image of five captions
+    own = {
+        "eval_dataset": rows,
+        "compute_metrics": names["compute_metrics"],
+        "data_collator": default_data_collator,
+    }
+    trainer = trainer_of("clip", tmp_path, itrloss.InfoNCELoss(), own=own, label_names=["labels"])
+    found = trainer.evaluate()
+    with torch.no_grad():
+        output = trainer.model(**default_data_collator([{**row, "labels": 0} for row in rows]))
+    ids = torch.tensor(IDS)
+    sim = itrloss.Similarity(output.image_embeds[::5], output.text_embeds, ids[::5], ids)
+    for name, wanted in retrieval_metrics(sim).items():
+        assert found[f"eval_{name}"] == pytest.approx(wanted), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("output", ["pooler_output", last_word])
-@pytest.mark.parametrize("in_batch", [True, False])
-def test_sides_are_calls_of_one_model(output: Any, in_batch: bool, tmp_path):
-    loss = itrloss.InfoNCELoss(0.1, directions="image-text", in_batch=in_batch)
-    wanted, whole = train_one_tower(tmp_path, loss, output=output)
-    model = one_tower()
-    batch = collate([questions()[i] for i in order(tmp_path)[:BATCH]])
-    names = ("query", "doc", "neg")
-    masks = [None, batch["doc_attention_mask"], None]
-    outputs = [
-        model(batch[f"{name}_input_ids"], attention_mask=mask)
-        for name, mask in zip(names, masks, strict=True)
-    ]
-    embeddings = [x.pooler_output if output == "pooler_output" else last_word(x) for x in outputs]
-    negatives = embeddings[2] if in_batch else embeddings[2].view(BATCH, 2, -1)
-    first = loss(embeddings[0], embeddings[1], negatives=negatives)
-    assert wanted[0] == pytest.approx(first.item(), abs=1e-4) and wanted[-1] < wanted[0]
-    cut: list[int] = []
-
-    def and_count(inputs: Any, size: int) -> Any:
-        cut.append(size)
-        return by_pieces(inputs, size)
-
-    for split in (None, and_count):
-        mini = {"output": output, "mini_batch_size": 3, "split": split}
-        found, trainer = train_one_tower(tmp_path, loss, **mini)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
-        torch.testing.assert_close(parameters(trainer), parameters(whole), rtol=0, atol=1e-9)
-    assert cut == 8 * 3 * [3]  # at each step, for each side
-
-
-def order(folder: Path) -> list[int]:
-    """The order in which the trainer takes the rows of its first epoch."""
-    args: Any = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
-    rows: Any = [{"number": i} for i in range(SIZE)]
-    trainer = Trainer(torch.nn.Linear(1, 1), args, train_dataset=rows, data_collator=list)
-    trainer.args.remove_unused_columns = False
-    return [row["number"] for batch in trainer.get_train_dataloader() for row in batch]
-
-
-def in_a_process(rank: int, folder: str) -> dict[str, Any]:
-    set_environment(rank)
-    found = {}
-    for name, kind, loss in losses(gather=True):
-        options = {"per_device_train_batch_size": BATCH // WORLD, "ddp_backend": "gloo"}
-        options["ddp_find_unused_parameters"] = False  # then all that are trained need a gradient
-        values, trainer = train(kind, folder, loss, **options)
-        assert trainer.args.world_size == WORLD
-        found[name] = values, parameters(trainer)
-    return found
-
-
-def losses(gather: bool) -> list[tuple[str, str, Any]]:
-    return [
-        ("infonce", "clip", itrloss.InfoNCELoss(learnable=True, gather=gather)),
-        ("sigmoid", "siglip", itrloss.SigmoidLoss(gather=gather)),
-        ("dcl", "clip", itrloss.DiversityContrastiveLoss(gather=gather)),
-    ]
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one_does(tmp_path):
-    found = run(in_a_process, tmp_path, str(tmp_path))
-    for name, kind, loss in losses(gather=False):
-        values, trainer = train(kind, tmp_path, loss)
-        torch.testing.assert_close(found[0][name][0], values, rtol=0, atol=1e-5)
-        for result in found:
-            torch.testing.assert_close(result[name][1], parameters(trainer), rtol=0, atol=1e-6)
+# ------------------------------------------------------------------------------- loops of one's own
 
 
 def wrapped_clip_step(batch: dict[str, Any], loss: Any, mini_batch: int | None = None) -> Any:
     """The scale and the gradients after two steps of CLIP in a training loop of one's own."""
     model = make("clip")
     loss.log_scale = model.logit_scale
-    trained = torch.nn.parallel.DistributedDataParallel(model) if loss.gather else model
+    trained = DistributedDataParallel(model) if loss.gather else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def of_output(output: Any) -> Tensor:
         return loss(output.image_embeds, output.text_embeds)
 
+    rank = dist.get_rank() if loss.gather else 0
     names: dict[str, Any] = {"itrloss": itrloss, "model": model, "batch": batch}
-    names["ids"] = torch.arange(len(batch["input_ids"])) + 100 * (
-        dist.get_rank() if loss.gather else 0
-    )
+    names["ids"] = torch.arange(len(batch["input_ids"])) + 100 * rank
     names["DistributedDataParallel"] = lambda model: trained
     code = snippet("grad_cache.rst", "def embeddings").replace(
         "chunk_size=64", f"chunk_size={mini_batch}"
@@ -608,36 +525,13 @@ def wrapped_clip_step(batch: dict[str, Any], loss: Any, mini_batch: int | None =
     return [p.grad for p in model.parameters()], model.logit_scale.item()
 
 
-ROWS = 10  # five in a process, so that the last of its chunks is smaller
-
-
-def own_loops_in_a_process(rank: int) -> list[Any]:
-    part = slice(rank * ROWS // WORLD, (rank + 1) * ROWS // WORLD)
-    batch = default_data_collator(data()[:ROWS][part])
-    loss = itrloss.InfoNCELoss(learnable=True, max_scale=100, gather=True)
-    return [wrapped_clip_step(batch, loss), wrapped_clip_step(batch, loss, 3)]
-
-
-@pytest.mark.slow
-def test_a_loop_of_ones_own_trains_clip_with_its_scale_in_two_processes(tmp_path):
-    loss = itrloss.InfoNCELoss(learnable=True, max_scale=100)
-    batch = default_data_collator(data()[:ROWS])
-    expected = wrapped_clip_step(batch, loss)
-    torch.testing.assert_close(wrapped_clip_step(batch, loss, 4), expected, rtol=1e-6, atol=1e-9)
-    assert expected[1] != make("clip").logit_scale.item()
-    for found in run(own_loops_in_a_process, tmp_path):
-        for result in found:
-            torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-9)
-
-
-def sharded_in_a_process(rank: int) -> Any:
+def sharded_clip_step(batch: dict[str, Any], loss: Any) -> list[Tensor | None]:
     """The gradients of CLIP in FSDP2, whose scale is left out, as the page on several GPUs says."""
-    part = slice(rank * ROWS // WORLD, (rank + 1) * ROWS // WORLD)
     model = make("clip")
-    fully_shard(model, ignored_params={model.logit_scale})
-    loss = itrloss.InfoNCELoss(learnable=True, max_scale=100, gather=True)
+    if loss.gather:
+        fully_shard(model, ignored_params={model.logit_scale})
     loss.log_scale = model.logit_scale
-    output = model(**default_data_collator(data()[:ROWS][part]))
+    output = model(**batch)
     loss(output.image_embeds, output.text_embeds).backward()
     return [
         p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
@@ -645,16 +539,31 @@ def sharded_in_a_process(rank: int) -> Any:
     ]
 
 
+ROWS = 10  # five in a process, so that the last of its chunks is smaller
+
+
+def clip_loss(gather: bool) -> itrloss.InfoNCELoss:
+    return itrloss.InfoNCELoss(learnable=True, max_scale=100, gather=gather)
+
+
+def own_loops_in_a_process(rank: int) -> list[Any]:
+    part = slice(rank * ROWS // WORLD, (rank + 1) * ROWS // WORLD)
+    batch = default_data_collator(data()[:ROWS][part])
+    steps = [wrapped_clip_step(batch, clip_loss(True), size) for size in (None, 3)]
+    return [steps, sharded_clip_step(batch, clip_loss(True))]
+
+
 @pytest.mark.slow
-def test_a_sharded_clip_has_the_gradients_of_one_process_also_of_its_scale(tmp_path):
-    model = make("clip")
-    loss = itrloss.InfoNCELoss(learnable=True, max_scale=100)
-    loss.log_scale = model.logit_scale
-    output = model(**default_data_collator(data()[:ROWS]))
-    loss(output.image_embeds, output.text_embeds).backward()
-    expected = [p.grad for p in model.parameters()]
-    for found in run(sharded_in_a_process, tmp_path):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+def test_a_loop_of_ones_own_trains_clip_with_its_scale_in_two_processes(tmp_path):
+    batch = default_data_collator(data()[:ROWS])
+    close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-9)
+    expected = wrapped_clip_step(batch, clip_loss(False))
+    close(wrapped_clip_step(batch, clip_loss(False), 4), expected)
+    assert expected[1] != make("clip").logit_scale.item()
+    gradients = sharded_clip_step(batch, clip_loss(False))
+    for steps, sharded in run(own_loops_in_a_process, tmp_path):
+        close(steps, [expected] * 2)
+        close(sharded, gradients)
 
 
 def captioned(images: slice) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
@@ -674,8 +583,7 @@ def side_by_side(images: slice) -> tuple[float, list[Tensor]]:
     """The loss and the gradients of the page's step, in DDP if there are several processes."""
     several = images.stop - images.start < 10
     names: dict[str, Any] = {"itrloss": itrloss, "torch": torch, "model": make("clip")}
-    wrapper = torch.nn.parallel.DistributedDataParallel
-    names["DistributedDataParallel"] = wrapper if several else lambda side: side
+    names["DistributedDataParallel"] = DistributedDataParallel if several else lambda side: side
     inputs = ("images", "texts", "image_ids", "text_ids")
     names |= dict(zip(inputs, captioned(images), strict=True))
     code = snippet("grad_cache.rst", "class Side").replace("chunk_size=64", "chunk_size=4")
@@ -687,159 +595,78 @@ def sides_in_a_process(rank: int) -> tuple[float, list[Tensor]]:
     return side_by_side([slice(0, 4), slice(4, 10)][rank])
 
 
-def captions_at_once() -> tuple[float, list[Tensor]]:
-    """The loss and the gradients of one pass over the whole batch."""
+@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_chunks_of_the_page_take_five_captions_an_image(several, tmp_path):
     images, texts, image_ids, text_ids = captioned(slice(0, 10))
     model = make("clip")
-    criterion = itrloss.InfoNCELoss(learnable=True, max_scale=100)
+    criterion = clip_loss(False)
     criterion.log_scale = model.logit_scale
     output = model(**images, **texts)
     loss = criterion(output.image_embeds, output.text_embeds, image_ids, text_ids)
     loss.backward()
-    return loss.item(), [p.grad for p in model.parameters()]
-
-
-def test_the_chunks_of_the_page_take_five_captions_an_image():
-    found = side_by_side(slice(0, 10))
-    torch.testing.assert_close(found, captions_at_once(), rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_two_processes_take_five_captions_an_image_in_chunks(tmp_path):
-    expected = captions_at_once()
-    for found in run(sides_in_a_process, tmp_path):
+    expected = loss.item(), [p.grad for p in model.parameters()]
+    processes = run(sides_in_a_process, tmp_path) if several else [side_by_side(slice(0, 10))]
+    for found in processes:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
-def train_a_given_bias(folder: str, gather: bool, **options: Any) -> tuple[list[float], Any]:
-    """Train CLIP with the sigmoid loss, whose bias it does not have, as the message says."""
-
-    def with_bias() -> Any:
-        model = make("clip")
-        model.logit_bias = torch.nn.Parameter(torch.tensor(-10.0, dtype=torch.float64))
-        return model
-
-    loss = itrloss.SigmoidLoss(gather=gather)
-    values, trainer = train("clip", folder, loss, model_init=with_bias, max_steps=4, **options)
-    return values, trainer.model.logit_bias.detach()
+# -------------------------------------------------------------------------------------- wrong input
 
 
 def test_a_loss_of_each_process_alone_is_noticed(tmp_path, monkeypatch):
-    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     monkeypatch.setattr("itrloss.integrations.world_size", lambda: 2)
-    with pytest.warns(UserWarning, match="loss: each process takes negatives .*gather=True"):
-        RetrievalTrainer(make("clip"), args, loss=itrloss.InfoNCELoss())
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        RetrievalTrainer(make("clip"), args, loss=itrloss.InfoNCELoss(gather=True))
-        RetrievalTrainer(make("clip"), args, loss=sum_of_the_page())
+        for loss in (itrloss.InfoNCELoss(gather=True), sum_of_the_page()):
+            trainer_of("clip", tmp_path, loss)
     parts = sum_of_the_page()
     parts.diversity.gather = False
-    with pytest.warns(UserWarning, match="loss: each process takes negatives"):
-        RetrievalTrainer(make("clip"), args, loss=parts)
+    for loss in (itrloss.InfoNCELoss(), parts):
+        with pytest.warns(UserWarning, match="loss: each process takes negatives .*gather=True"):
+            trainer_of("clip", tmp_path, loss)
 
 
-def given_bias_in_a_process(rank: int, folder: str) -> Any:
-    set_environment(rank)
-    options = {"per_device_train_batch_size": BATCH // WORLD, "ddp_backend": "gloo"}
-    return train_a_given_bias(folder, True, ddp_find_unused_parameters=False, **options)
-
-
-@pytest.mark.slow
-def test_a_parameter_that_the_model_is_given_is_trained_in_two_processes(tmp_path):
-    expected = train_a_given_bias(str(tmp_path), False)
-    assert expected[1].item() != -10
-    for found in run(given_bias_in_a_process, tmp_path, str(tmp_path)):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-def cases_of_mini_batches(gather: bool) -> list[tuple[str, Any, dict[str, Any]]]:
-    """The model, the loss, and options. The scale of CLIP has a gradient of the loss alone."""
-    infonce = itrloss.InfoNCELoss(learnable=True, gather=gather)
-    one = itrloss.InfoNCELoss(0.1, directions="image-text", gather=gather)
-    return [
-        ("clip", infonce, {"ddp_find_unused_parameters": False}),
-        ("clip", infonce, {"ddp_find_unused_parameters": True, "gradient_accumulation_steps": 2}),
-        ("siglip", itrloss.SigmoidLoss(gather=gather), {"gradient_accumulation_steps": 2}),
-        ("one tower", one, {}),
-        ("one tower", one, {"gradient_accumulation_steps": 2}),
-    ]
-
-
-def train_case(kind: str, folder: Path | str, loss: Any, options: Any) -> tuple[Any, Any]:
-    if kind == "one tower":
-        return train_one_tower(Path(folder), loss, output=last_word, **options)
-    return train(kind, folder, loss, learning_rate=1e-3, **options)
-
-
-def mini_batches_in_a_process(rank: int, folder: str) -> list[Any]:
-    set_environment(rank)
-    found = []
-    for kind, loss, options in cases_of_mini_batches(gather=True):
-        shared = {"per_device_train_batch_size": BATCH // WORLD, "ddp_backend": "gloo"}
-        values, trainer = train_case(kind, folder, loss, shared | options | MINI)
-        assert trainer.args.world_size == WORLD
-        found.append((values, parameters(trainer)))
-    return found
-
-
-@pytest.mark.slow
-def test_mini_batches_of_two_processes_train_as_one_batch_does(tmp_path):
-    found = run(mini_batches_in_a_process, tmp_path, str(tmp_path))
-    for i, (kind, loss, options) in enumerate(cases_of_mini_batches(gather=False)):
-        values, trainer = train_case(kind, tmp_path, loss, options)
-        torch.testing.assert_close(found[0][i][0], values, rtol=0, atol=1e-6)
-        for result in found:
-            torch.testing.assert_close(result[i][1], parameters(trainer), rtol=0, atol=1e-6)
-        if kind == "clip":
-            assert trainer.model.logit_scale.item() != make("clip").logit_scale.item()
-
-
-def test_evaluation_has_the_loss_and_the_embeddings_of_the_sides(tmp_path):
-    loss = itrloss.InfoNCELoss(0.1, directions="image-text")
-    _, trainer = train_one_tower(tmp_path, loss, max_steps=1, mini_batch_size=3)
-    batch = collate(questions(BATCH))
-    value, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
-    found = trainer.evaluate(questions(BATCH))["eval_loss"]
-    assert found == pytest.approx(value.item())
-    assert {name: x.shape for name, x in outputs.items()} == {
-        "query_": (BATCH, 16),
-        "doc_": (BATCH, 16),
-        "neg_": (2 * BATCH, 16),
-    }
+NCE = itrloss.InfoNCELoss()
+MINI = {"mini_batch_size": 4}
 
 
 @pytest.mark.parametrize(
-    "options, error, message",
+    ("kind", "loss", "own", "message"),
     [
-        ({"sides": "query_"}, TypeError, "sides: expected two or three strings, got 'query_'"),
-        ({"sides": ["a", 1]}, TypeError, "sides: expected two or three strings"),
-        ({"sides": ["a"]}, ValueError, r"sides: expected two or three strings .*, got \['a'\]"),
-        ({"mini_batch_size": 0}, ValueError, "mini_batch_size"),
-        ({"mini_batch_size": 2.0}, TypeError, "mini_batch_size"),
-        ({"sides": SIDES, "output": None}, TypeError, "output: expected the name .*, got None"),
         (
-            {"split": by_pieces},
-            ValueError,
-            "mini_batch_size: expected a number with split, got None",
+            "tower",
+            NCE,
+            {"sides": "query_"},
+            "sides: expected two or three strings .*, got 'query_'",
+        ),
+        ("tower", NCE, {"sides": ["a"]}, r"sides: expected two or three strings .*, got \['a'\]"),
+        ("tower", itrloss.TripletLoss(), {}, "sides: expected two strings for TripletLoss"),
+        ("clip", NCE, {"mini_batch_size": 0}, "mini_batch_size"),
+        ("clip", NCE, {"mini_batch_size": 2.0}, "mini_batch_size"),
+        ("clip", NCE, {"split": by_pieces}, "mini_batch_size: expected a number with split, got N"),
+        (
+            "clip",
+            "InfoNCELoss",
+            {},
+            "loss: expected one of images and texts alone, such as .*, got",
+        ),
+        (
+            "clip",
+            itrloss.SigmoidLoss(),
+            {},
+            r"got SigmoidLoss\(scale=10.0, bias=-10.0.* CLIPModel has no logit_bias\. "
+            r".*model.logit_bias = torch.nn.Parameter\(torch.tensor\(-10.0\)\)",
         ),
     ],
 )
-def test_options_are_checked(options: Any, error: Any, message: str, tmp_path):
-    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    with pytest.raises(error, match=message):
-        RetrievalTrainer(one_tower(), args, loss=itrloss.InfoNCELoss(), **options)
-    with pytest.raises(ValueError, match="sides: expected two strings for TripletLoss"):
-        RetrievalTrainer(one_tower(), args, loss=itrloss.TripletLoss(), sides=SIDES)
+def test_other_options_and_losses_are_refused(kind, loss, own, message, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=message):
+        trainer_of(kind, tmp_path, loss, own=own)
 
 
 def test_backward_passes_of_others_are_refused_for_mini_batches(tmp_path, monkeypatch):
-    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    loss = itrloss.InfoNCELoss()
-    args.optim = "adalomo"
     with pytest.raises(ValueError, match=r"mini_batch_size: expected None .*, got 4 with .* LOMO"):
-        RetrievalTrainer(make("clip"), args, loss=loss, mini_batch_size=4)
-    args.optim = "adamw_torch"
+        trainer_of("clip", tmp_path, NCE, own=MINI, optim="adalomo")
     create = Trainer.create_accelerator_and_postprocess
 
     def with_deepspeed(self: Any) -> None:
@@ -847,97 +674,62 @@ def test_backward_passes_of_others_are_refused_for_mini_batches(tmp_path, monkey
         self.is_deepspeed_enabled = True
 
     monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", with_deepspeed)
-    with pytest.raises(
-        ValueError, match=r"mini_batch_size: expected None .*, got 4 with DeepSpeed"
-    ):
-        RetrievalTrainer(make("clip"), args, loss=loss, mini_batch_size=4)
+    with pytest.raises(ValueError, match=r"mini_batch_size: .*, got 4 with DeepSpeed"):
+        trainer_of("clip", tmp_path, NCE, own=MINI)
 
 
-def test_batches_that_do_not_fit_the_sides_are_refused(tmp_path):
-    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    own = itrloss.InfoNCELoss(directions="image-text", in_batch=False)
-    trainer = RetrievalTrainer(one_tower(), args, loss=own, sides=SIDES)
-    batch = collate(questions(4))
-    with pytest.raises(ValueError, match=r"sides: .* begin with 'query_', got doc_input_ids"):
-        trainer.compute_loss(trainer.model, {"doc_input_ids": batch["doc_input_ids"]})
-    with pytest.raises(ValueError, match=r"sides: .* begin with .*'neg_'.*, got data_set"):
-        trainer.compute_loss(trainer.model, batch | {"data_set": torch.zeros(4)})
-    with pytest.raises(ValueError, match=r"negatives: .* each of 4 images, got 7 rows"):
-        fewer = batch["neg_input_ids"][:7]
-        trainer.compute_loss(trainer.model, batch | {"neg_input_ids": fewer})
-    with pytest.raises(ValueError, match=r"sides: expected each name .*, got group, note;"):
-        trainer.compute_loss(trainer.model, batch | {"group": batch["doc_input_ids"], "note": 1})
-    trainer.output = "last_hidden_state"
-    with pytest.raises(ValueError, match=r"output: expected last_hidden_state .*\(4, 6, 16\)"):
-        trainer.compute_loss(trainer.model, batch)
-    trainer.output = "embeddings"
-    with pytest.raises(TypeError, match="model: expected outputs with embeddings, got last_hidden"):
-        trainer.compute_loss(trainer.model, batch)
+class Anything(nn.Module):
+    def forward(self, **batch: Any) -> Any:
+        return {"image_embeds": batch["image_id"], "text_embeds": batch["image_id"]}
 
 
-def test_other_losses_and_models_are_refused(tmp_path):
-    args: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    with pytest.raises(
-        TypeError,
-        match=r"loss: expected one of images and texts alone, such as .*, got 'InfoNCELoss'",
-    ):
-        RetrievalTrainer(make("clip"), args, loss="InfoNCELoss")  # type: ignore
-    sigmoid = itrloss.SigmoidLoss()
-    with pytest.raises(ValueError) as found:
-        RetrievalTrainer(make("clip"), args, loss=sigmoid)
-    message = str(found.value)
-    assert "got SigmoidLoss(scale=10.0, bias=-10.0" in message  # as it was passed
-    assert "CLIPModel has no logit_bias." in message
-    assert "model.logit_bias = torch.nn.Parameter(torch.tensor(-10.0))" in message
-    assert sigmoid.scale == 10
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    trainer = RetrievalTrainer(
-        BertForSequenceClassification(BertConfig(vocab_size=8, **sizes)),
-        args,
-        loss=itrloss.InfoNCELoss(),
-    )
-    with pytest.raises(
-        TypeError, match=r"model: expected outputs with image_embeds and text_embeds.*, got logits"
-    ):
-        trainer.compute_loss(trainer.model, {"input_ids": torch.ones(2, 3, dtype=torch.int64)})
+class OfIds(nn.Module):
+    def forward(self, pixel_values: Tensor, text_ids: Tensor) -> Any:
+        return {"image_embeds": pixel_values, "text_embeds": text_ids}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["infonce", "sigmoid", "triplet", "matryoshka"])
-def test_a_resumed_run_is_the_same_bit_for_bit(name: str, tmp_path):
-    """It begins with all negatives; the run that is saved has switched to the hardest ones."""
-    criteria: dict[str, Any] = {
-        "infonce": lambda: itrloss.InfoNCELoss(learnable=True),
-        "sigmoid": itrloss.SigmoidLoss,
-        "triplet": lambda: itrloss.TripletLoss(mining="all"),
-        "matryoshka": lambda: itrloss.Matryoshka(itrloss.TripletLoss(mining="all"), [8, 16]),
-    }
-    options: Any = {
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "optim": "adamw_torch",
-        "lr_scheduler_type": "cosine",
-    }
+EIGHT = torch.arange(BATCH)
+SEQUENCES = {"input_ids": torch.ones(2, 3, dtype=torch.int64)}
 
-    def run(folder: str, checkpoint: Any = None) -> tuple[Any, Any]:
-        loss = criteria[name]()
-        if name in ("triplet", "matryoshka") and checkpoint is None:
-            inner_loss(loss).mining = "hardest"
-        kind = "siglip" if name == "sigmoid" else "clip"
-        more = {"max_steps": 6, "checkpoint": checkpoint, **options}
-        return train(kind, tmp_path / folder, loss, **more)
 
-    wanted, whole = run("whole")
-    found, resumed = run("part", str(tmp_path / "whole" / "checkpoint-3"))
-    assert found == wanted and len(found) == 6
-    for p, expected in zip(parameters(resumed), parameters(whole), strict=True):
-        assert torch.equal(p, expected)
-    if name in ("triplet", "matryoshka"):
-        (tmp_path / "whole" / "checkpoint-3" / "retrieval_losses.pt").unlink()
-        with pytest.warns(UserWarning, match="checkpoint-3 has no retrieval_losses.pt"):
-            run("without", str(tmp_path / "whole" / "checkpoint-3"))
+@pytest.mark.parametrize(
+    ("kind", "more", "message"),
+    [
+        ("clip", {"image_id": EIGHT}, r"CLIPModel or the loss takes \(labels, .*got image_id"),
+        ("clip", {"negatives": EIGHT}, "inputs: expected a batch with names .*, got negatives"),
+        ("clip", {"labels": EIGHT, "image_ids": EIGHT}, "labels: expected either labels or image_"),
+        ("tower", {"neg_input_ids": questions(1)[0]["neg_input_ids"][:1]}, "unflatten"),
+        ("tower", {"group": EIGHT, "note": 1}, "sides: expected each name .*, got group, note;"),
+        ("tower last_hidden_state", {}, r"expected shape \(N, D\)"),
+        ("tower embeddings", {}, "model: expected outputs with embeddings, got last_hidden"),
+        (
+            "classifier",
+            {},
+            "model: expected outputs with image_embeds and text_embeds.*, got logit",
+        ),
+    ],
+)
+def test_batches_and_outputs_that_do_not_fit_are_refused(kind, more, message, tmp_path):
+    kind, _, output = kind.partition(" ")
+    batch = default_data_collator(data()[:BATCH])
+    own = {}
+    if kind == "classifier":
+        batch = SEQUENCES
+        config = BertConfig(vocab_size=8, **SIZES_OF_LAYERS)
+        own["model_init"] = lambda: BertForSequenceClassification(config)
+    if kind == "tower":
+        batch = collate(questions(4))
+        own = {"output": output} if output else {}
+    loss = one_way(in_batch=False) if kind == "tower" else itrloss.TripletLoss()
+    trainer = trainer_of(kind, tmp_path, loss, own=own)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+        trainer.compute_loss(trainer.model, batch | more)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"), [(OfIds, ("pixel_values", "text_ids")), (Anything, ("image_id",))]
+)
+def test_names_that_the_model_takes_are_its_own(model, names, tmp_path):
+    own = {"model_init": lambda: model()}
+    trainer = trainer_of("", tmp_path, itrloss.TripletLoss(), own=own)
+    trainer.compute_loss(trainer.model, dict.fromkeys(names, torch.eye(BATCH)))

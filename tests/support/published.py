@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,45 +13,12 @@ from torch import Tensor, nn
 
 
 def open_clip() -> Any:
-    """Return the model, losses and loop of the package; where it is not installed, those below."""
+    """Return the losses of the package; where it is not installed, those below."""
     try:
-        from open_clip import CLIP
         from open_clip.loss import ClipLoss, SigLipLoss
-        from open_clip_train.train import train_one_epoch
     except (ImportError, RuntimeError):  # RuntimeError: its torchvision was built for another torch
         return SimpleNamespace(**globals())
-    return SimpleNamespace(
-        CLIP=CLIP, ClipLoss=ClipLoss, SigLipLoss=SigLipLoss, train_one_epoch=train_one_epoch
-    )
-
-
-class CLIP(nn.Module):
-    """The parameters and the output of open_clip's model, with simpler towers."""
-
-    def __init__(
-        self,
-        embed_dim,
-        vision_cfg,
-        text_cfg,
-        init_logit_scale,
-        init_logit_bias=None,
-        output_dict=True,
-    ):
-        super().__init__()
-        self.visual = nn.Linear(3 * vision_cfg["image_size"] ** 2, embed_dim)
-        self.text = nn.EmbeddingBag(text_cfg["vocab_size"], embed_dim)
-        self.logit_scale = nn.Parameter(torch.tensor(init_logit_scale))
-        self.logit_bias = (
-            None if init_logit_bias is None else nn.Parameter(torch.tensor(init_logit_bias))
-        )
-
-    def forward(self, image, text):
-        out = {
-            "image_features": F.normalize(self.visual(image.flatten(1)), dim=-1),
-            "text_features": F.normalize(self.text(text), dim=-1),
-            "logit_scale": self.logit_scale.exp(),
-        }
-        return out if self.logit_bias is None else {**out, "logit_bias": self.logit_bias}
+    return SimpleNamespace(ClipLoss=ClipLoss, SigLipLoss=SigLipLoss)
 
 
 class ClipLoss(nn.Module):
@@ -145,18 +111,3 @@ def create_loss(args):
     if "coca" in args.model.lower():
         return CoCaLoss(args.coca_caption_loss_weight, args.coca_contrastive_loss_weight, **shared)
     return ClipLoss(use_horovod=args.horovod, **shared)
-
-
-def train_one_epoch(  # noqa: PLR0913 (as open_clip calls it)
-    model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args
-):
-    model.train()
-    data["train"].set_epoch(epoch)
-    for images, texts in data["train"].dataloader:
-        optimizer.zero_grad()
-        losses = loss(**model(images, texts), output_dict=True)
-        total_loss = sum(losses.values())
-        total_loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            model.module.logit_scale.clamp_(0, math.log(100))

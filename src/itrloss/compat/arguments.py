@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import IdsLike, Names, as_ids, check_embeddings, check_matrix
+from ..checks import Names, check_embeddings
 from ..engine.vectors import compute_dtype
 from ..similarity import Similarity
 
@@ -35,25 +35,6 @@ def required(name: str, x: T | None) -> T:
     return x
 
 
-def required_ids(name: str, ids: IdsLike | None, size: int, device: torch.device) -> Tensor:
-    """Return ids of any form, but not None, as (size,) integers on the device."""
-    return as_ids(name, required(name, ids), size, device)
-
-
-def check_square(name: str, scores: Tensor) -> None:
-    """Raise an error unless scores are a (B, B) floating-point tensor."""
-    check_matrix(name, scores, "(B, B)")
-    if scores.shape[0] != scores.shape[1]:
-        raise ValueError(f"{name}: expected shape (B, B), got {tuple(scores.shape)}")
-
-
-def check_pairs(im: Tensor, s: Tensor) -> None:
-    """Raise an error unless embeddings are (N, D) and (N, D)."""
-    check_embeddings(im, s, False, Names("im", "s", "", ""))
-    if len(im) != len(s):
-        raise ValueError(f"s: expected shape {tuple(im.shape)} like im, got {tuple(s.shape)}")
-
-
 def similarity(
     x: Tensor,
     y: Tensor,
@@ -63,9 +44,7 @@ def similarity(
     """Return the similarity of (N, D) and (M, D) embeddings, which errors call by names, as they
     are, not normalised.
     """
-    called = Names(*names, "", "")
-    check_embeddings(x, y, False, called)
-    return Similarity(x, y, *ids, normalize=False, names=called)
+    return Similarity(x, y, *ids, normalize=False, names=Names(*names, "", ""))
 
 
 def inner_products(x: Tensor, y: Tensor) -> Tensor:
@@ -74,14 +53,9 @@ def inner_products(x: Tensor, y: Tensor) -> Tensor:
     return similarity(x, y, ("im, s", "mb_cap, mb_img"), unrelated).scores()
 
 
-def order_scores_of_pairs(im: Tensor, s: Tensor) -> Tensor:
-    """Return the (B, B) scores of order embeddings (B, D)."""
-    check_pairs(im, s)
-    return order_scores(im, s)
-
-
 def order_scores(x: Tensor, y: Tensor) -> Tensor:
     """Return the (N, M) scores ``-|max(0, y - x)|`` of (N, D) and (M, D) order embeddings."""
+    check_embeddings(x, y, False, Names("im", "s", "", ""))
     dtype = compute_dtype(x)
     violations = (y.to(dtype) - x.to(dtype)[:, None]).clamp_min(0)  # (N, M, D)
     return -torch.linalg.vector_norm(violations, dim=2)
@@ -90,6 +64,11 @@ def order_scores(x: Tensor, y: Tensor) -> Tensor:
 def members_of(sets: Tensor) -> Tensor:
     """Return the members (N K, D) of sets (N, K, D)."""
     return sets.reshape(-1, sets.shape[-1])
+
+
+def as_sets(x: Tensor) -> Tensor:
+    """Return sets (N, K, D) as they are, and embeddings (N, D) as sets of one."""
+    return x if x.dim() == 3 else x[:, None]
 
 
 def zero_of(x: Tensor) -> Tensor:

@@ -7,23 +7,15 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..anchors import Anchors
-from ..checks import option
+from ..checks import as_ids, as_size
 from ..losses import HubnessAwareLoss
 from ..similarity import Similarity
-from .adapter import AdaptedLoss, Call
-from .arguments import (
-    check_pairs,
-    inner_products,
-    order_scores,
-    required,
-    required_ids,
-    setting,
-    similarity,
-)
+from .adapter import HALCriterion, USERCriterion
+from .arguments import inner_products, order_scores, setting, similarity
 from .hinge import hinges
 
 
-class HALLoss(AdaptedLoss):
+class HALLoss(HALCriterion):
     """HAL (hardyqr/HAL, ``model.py``), called as ``criterion(im, s, mb_img, mb_cap, mb_ind,
     indices)``.
 
@@ -34,12 +26,6 @@ class HALLoss(AdaptedLoss):
     fewer than ``mb_k`` other entries. Under ``torch.compile``, ``mb_ind`` and ``indices`` should be
     tensors.
     """
-
-    alpha: float = option()
-    beta: float = option()
-    ep_posi: float = option()
-    ep_nega: float = option()
-    k: int = option(at_least=1)
 
     def __init__(self, opt: object):
         scale = setting(opt, "local_alpha")
@@ -53,26 +39,22 @@ class HALLoss(AdaptedLoss):
         self.beta = setting(opt, "global_beta", 40.0)
         self.ep_posi = setting(opt, "global_ep_posi", 0.2)
         self.ep_nega = setting(opt, "global_ep_nega", 0.1)
-        self.k = setting(opt, "mb_k", 250)
+        self.k = as_size("mb_k", setting(opt, "mb_k", 250))
 
-    def _of_batch(self, call: Call) -> Tensor:
+    def forward(self, im, s, mb_img=None, mb_cap=None, mb_ind=None, indices=None) -> Tensor:
         """Return the loss of (B, D) pairs; entries of the (M, D) bank whose number is in
         ``indices`` are left out.
         """
-        im, s = call.inputs
-        mb_img, mb_cap, mb_ind, indices = call.more
         if mb_img is None or not isinstance(self.loss, HubnessAwareLoss):
-            return super()._of_batch(call)
-        check_pairs(im, s)
+            return super().forward(im, s)
         size = len(mb_img)
-        mb_cap = required("mb_cap", mb_cap)
-        if len(mb_cap) != size:
-            raise ValueError(f"mb_cap: expected {size} entries as in mb_img, got {len(mb_cap)}")
-        entries = required_ids("mb_ind", mb_ind, size, im.device)
-        batch = required_ids("indices", indices, len(im), im.device)
+        if mb_cap is None or len(mb_cap) != size:
+            raise ValueError(f"mb_cap: expected {size} entries as in mb_img, got {mb_cap!r}")
+        entries = as_ids("mb_ind", mb_ind, size, im.device)
+        batch = as_ids("indices", indices, len(im), im.device)
         score = self.score_function or inner_products
         scores = score(im, s)  # (B, B)
-        k = min(self.k, len(im), len(mb_img))
+        k = min(self.k, len(im), size)
         with torch.no_grad():
             excluded = torch.isin(entries, batch)
             near = []  # the (B, k) highest scores with the bank, -inf where there are no more
@@ -99,7 +81,7 @@ class HALLoss(AdaptedLoss):
         return negative.diagonal_scatter(positive)
 
 
-class USERLoss(AdaptedLoss):
+class USERLoss(USERCriterion):
     """USER (zhangy0822/USER, ``lib/loss.py``, ``UTO``): ``criterion(im, s)`` is HAL with scale
     ``mu``, margin ``gama``.
 

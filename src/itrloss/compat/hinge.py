@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
 
 from .. import functional
-from ..checks import one_of
+from ..checks import IdsLike, as_ids, one_of
 from ..losses import TripletLoss
-from .adapter import AdaptedLoss, Call
-from .arguments import (
-    members_of,
-    order_scores,
-    order_scores_of_pairs,
-    required_ids,
-    setting,
+from .adapter import (
+    DivECriterion,
+    HREMCriterion,
+    PVSECriterion,
+    SCANCriterion,
+    ScoresCriterion,
+    VSECriterion,
 )
-from .regularizers import Parts, Regularizers
+from .arguments import as_sets, members_of, order_scores, setting
+from .regularizers import Parts
 
 
 def hinges(margin: float, max_violation: bool, **options: Any) -> TripletLoss:
@@ -30,7 +30,7 @@ def hinges(margin: float, max_violation: bool, **options: Any) -> TripletLoss:
     return TripletLoss(margin, mining, normalize=False, **options)
 
 
-class VSEPPLoss(AdaptedLoss):
+class VSEPPLoss(VSECriterion):
     """VSE++ (fartashf/vsepp, ``model.py``), on inner products, or on ``-|max(0, s - im)|`` for
     ``measure="order"``; called as ``criterion(im, s)``.
 
@@ -42,11 +42,11 @@ class VSEPPLoss(AdaptedLoss):
         self, margin: float = 0, measure: str | bool | None = False, max_violation: bool = False
     ):
         one_of("measure", measure, "cosine", "order", False, None)
-        scores = order_scores_of_pairs if measure == "order" else None
+        scores = order_scores if measure == "order" else None
         super().__init__(hinges(margin, max_violation), "vsepp", scores)
 
 
-class VSEInfinityLoss(AdaptedLoss):
+class VSEInfinityLoss(VSECriterion):
     """VSE∞ (woodfrog/vse_infty, ``lib/loss.py``) and its descendants: :class:`VSEPPLoss` with an
     unused ``opt``.
     """
@@ -55,7 +55,7 @@ class VSEInfinityLoss(AdaptedLoss):
         super().__init__(hinges(margin, max_violation), "vse_inf")
 
 
-class SCANLoss(AdaptedLoss):
+class SCANLoss(SCANCriterion):
     """SCAN (kuanghuei/SCAN, ``model.py``), on ``score_function(im, s, s_l)``, (B, B) scores with
     images as rows, of (B, R, D) regions and (B, L, D) words with the lengths ``s_l``.
     """
@@ -70,7 +70,7 @@ class SCANLoss(AdaptedLoss):
         super().__init__(hinges(margin, max_violation), "scan", score_function)
 
 
-class SGRAFLoss(AdaptedLoss):
+class SGRAFLoss(ScoresCriterion):
     """SGRAF (Paranioar/SGRAF) and NAAF (CrossmodalGroup/NAAF, which passes the ``length``), on (B,
     B) scores with images as rows.
     """
@@ -79,7 +79,7 @@ class SGRAFLoss(AdaptedLoss):
         super().__init__(hinges(margin, max_violation), "sgraf")
 
 
-class CHANLoss(AdaptedLoss):
+class CHANLoss(ScoresCriterion):
     """CHAN (ppanzx/CHAN, ``lib/loss.py``), on (B, B) scores with images as rows. Attributes of an
     ``opt`` replace the two arguments.
     """
@@ -91,7 +91,7 @@ class CHANLoss(AdaptedLoss):
         super().__init__(hinges(margin, max_violation), "chan")
 
 
-class HREMLoss(AdaptedLoss):
+class HREMLoss(HREMCriterion):
     """HREM (CrossmodalGroup/HREM, ``lib/loss.py``), called as ``criterion(im, s, img_ids)``.
 
     With ``opt.mask_repeat`` a text of the same image, by the (B,) integers ``img_ids``, is neither
@@ -104,16 +104,14 @@ class HREMLoss(AdaptedLoss):
         super().__init__(hinges(margin, max_violation, groups="other"), "hrem")
         self.mask_repeat = bool(setting(opt, "mask_repeat"))
 
-    def _of_batch(self, call: Call) -> Tensor:
-        """Return the loss, in which images of one group are no negatives of each other."""
-        groups = None
-        if self.mask_repeat:
-            x = call.inputs[0]
-            groups = required_ids("img_ids", call.labels["image_ids"], len(x), x.device)
-        return super()._of_batch(call._replace(labels={"image_groups": groups}))
+    def _labels(self, img_ids: IdsLike | None, im: Tensor) -> dict[str, IdsLike | None]:
+        """Return the groups of images that are no negatives of each other."""
+        if not self.mask_repeat:
+            return {}
+        return {"image_groups": as_ids("img_ids", img_ids, len(im), im.device)}
 
 
-class PVSELoss(AdaptedLoss):
+class PVSELoss(PVSECriterion):
     """PVSE (yalesong/pvse, ``loss.py``): hinges on the best of K x K scores, and two regularisers.
 
     Called as ``criterion(img, txt, img_r, txt_r)`` with (B, K, D) embeddings, or (B, D) if K = 1,
@@ -124,15 +122,15 @@ class PVSELoss(AdaptedLoss):
     def __init__(self, opt: object, reduction: Literal["mean", "sum"] = "mean"):
         loss = hinges(setting(opt, "margin", 1.0), setting(opt, "max_violation", False))
         scores = _best_order_scores if setting(opt, "order", False) else None
-        super().__init__(loss, "pvse", scores, Regularizers(opt, "pvse", reduction))
+        super().__init__(loss, "pvse", scores, opt, reduction)
         self.is_mean = reduction == "mean"
 
-    def _of_batch(self, call: Call) -> Tensor:
+    def _ranking(self, scores: Tensor) -> Tensor:
         """Return the sum of the hinges, or their mean."""
-        loss = super()._of_batch(call)
+        loss = super()._ranking(scores)
         if not self.is_mean:
             return loss
-        n = len(call.inputs[0])
+        n = len(scores)
         # This also counts the n pairs themselves, whose hinges are 0.
         return loss / (n if self.max_violation else n * n)
 
@@ -144,7 +142,7 @@ def _best_order_scores(img: Tensor, txt: Tensor) -> Tensor:
     return scores.view(n, -1, n, scores.shape[1] // n).amax((1, 3))
 
 
-class DivELoss(AdaptedLoss):
+class DivELoss(DivECriterion):
     """DivE (kdwonn/DivE, ``loss.py``, ``TripletLoss``): an image's set against the sets of all its
     texts.
 
@@ -172,22 +170,31 @@ class DivELoss(AdaptedLoss):
             raise ValueError("opt: semi_hard_triplet is not supported")
         margin = setting(opt, "margin", 1.0)
         loss = hinges(margin, setting(opt, "max_violation", False), reduction="none")
-        super().__init__(loss, "dive", similarity_fn, Regularizers(opt, "dive", reduction))
+        super().__init__(loss, "dive", similarity_fn, opt, reduction)
         if similarity_fn is None:
             denominator = setting(opt, "denominator", 2)
             if (denominator, setting(opt, "temperature_txt_scale", 1)) != (2, 1):
                 expected = "a function for this denominator or text temperature"
                 raise ValueError(f"similarity_fn: expected {expected}, got None")
-            self._scores_of_sets = partial(
-                functional.set_similarity,
-                aggregation="smooth_chamfer",
-                alpha=setting(opt, "temperature"),
-            )
+            self.alpha = setting(opt, "temperature")
 
-    def _parts(self, call: Call) -> Parts:
+    def _scores(self, img: Tensor, txt: Tensor) -> Tensor:
+        """Return the (N, M) scores of sets."""
+        if self.score_function is not None:
+            return super()._scores(img, txt)
+        return functional.set_similarity(
+            as_sets(img),
+            as_sets(txt),
+            aggregation="smooth_chamfer",
+            alpha=self.alpha,
+            normalize=False,
+        )
+
+    def _parts(self, scores: Tensor, image_ids: Tensor, text_ids: Tensor) -> Parts:
         """Return the means of the hinges of the texts and of the images."""
-        n, m = map(len, call.inputs)
-        of_images, of_texts = self._of_batch(call)  # (N,) and (M,)
+        n, m = scores.shape
+        # (N,) and (M,)
+        of_images, of_texts = self.loss(scores=scores, image_ids=image_ids, text_ids=text_ids)
         i2t = of_images.sum() / m
         t2i = of_texts.sum() / m
         if not self.max_violation:

@@ -30,7 +30,7 @@ class Regularizers:
     """The weighted regularisers of PVSE and DivE on the sets of images and of texts.
 
     Args:
-        opt: the code base's settings.
+        opt: the code base's settings; None for no regularisers.
         code_base: ``"pvse"``, which has no uniformity, and none at all for one embedding a set; or
             ``"dive"``.
         reduction: of the orthogonal loss and of the kernels, ``"mean"`` or ``"sum"``.
@@ -40,23 +40,11 @@ class Regularizers:
         one_of("reduction", reduction, "mean", "sum")
         self.reduction: Literal["mean", "sum"] = reduction
         kinds = ("unif", "div", "mmd")
-        if code_base == "dive":
-            self.sizes = (setting(opt, "img_num_embeds"), setting(opt, "txt_num_embeds"))
-        else:
-            k = setting(opt, "num_embeds", 1)
-            self.sizes = (k, k)
-            kinds = ("div", "mmd") if k > 1 else ()
+        if code_base == "pvse":
+            kinds = ("div", "mmd") if setting(opt, "num_embeds", 1) > 1 else ()
         weights = {name: setting(opt, f"{name}_weight", 0.0) for name in kinds}
         self.weights = {name: weight for name, weight in weights.items() if weight > 0}
         self.unif_residual = bool(setting(opt, "unif_residual", False))
-
-    def check_sizes(self, img: Tensor, txt: Tensor) -> None:
-        """Raise an error unless sets are (N, K, D), or (N, D) for K = 1, with the K of ``opt``."""
-        for name, x, k in zip(("img", "txt"), (img, txt), self.sizes, strict=True):
-            single = k == 1 and x.dim() == 2
-            if x.shape[1:-1] != (k,) and not single:
-                expected = f"shape (N, {k}, D), as K is {k} in opt"
-                raise ValueError(f"{name}: expected {expected}, got {tuple(x.shape)}")
 
     def total(
         self, parts: Parts, img: Tensor, txt: Tensor, img_r: Tensor | None, txt_r: Tensor | None
@@ -65,11 +53,8 @@ class Regularizers:
         detached.
         """
         zero = zero_of(img)
-        several = []  # the sides with sets of more than one member
-        if self.sizes[0] > 1:
-            several.append(("img_r", img, img_r))
-        if self.sizes[1] > 1:
-            several.append(("txt_r", txt, txt_r))
+        sides = (("img_r", img, img_r), ("txt_r", txt, txt_r))
+        several = [side for side in sides if side[1].dim() == 3 and side[1].shape[1] > 1]
         if "unif" in self.weights:
             parts["unif"] = sum((self._crowding(*side) for side in several), zero)
         if "div" in self.weights:

@@ -6,10 +6,9 @@ nothing but PyTorch.
 
 import importlib
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +60,6 @@ def check_without_groups(loss: nn.Module) -> None:
         matryoshka.inner_loss(loss)
 
 
-def check_scalar(loss: nn.Module) -> None:
-    """Raise an error if a loss of this library returns values of each anchor."""
-    inner = loss.loss if isinstance(loss, Matryoshka) else loss
-    if isinstance(inner, Loss):
-        matryoshka.check_scalar(loss)
-
-
 def gathers(loss: nn.Module) -> bool:
     """Return whether a loss, or each one in a module of one's own, is of all processes' batches."""
     inner = inner_loss(loss)
@@ -92,24 +84,43 @@ def warn_without_gather(loss: nn.Module) -> None:
 
 
 _STATES = "retrieval_losses.pt"  # the file of a checkpoint with the states of its losses
+State = dict[str, object]
 
 
-def save_states(states: Mapping[str, Mapping[str, object]], folder: str) -> None:
-    """Save the states of losses, by the losses' names, in the folder of a checkpoint."""
-    torch.save(states, Path(folder, _STATES))
+class SavesLosses:
+    """What a ``transformers.Trainer`` inherits from first to have the states of losses in its
+    checkpoints.
+    """
 
+    args: Any  # of the trainer
 
-def load_states(folder: str, trainer: object) -> dict[str, dict[str, object]] | None:
-    """Return the states that a checkpoint has; None, with a warning, if there are none."""
-    file = Path(folder, _STATES)
-    if file.exists():
-        return torch.load(file, map_location="cpu", weights_only=True)
-    warnings.warn(
-        f"{type(trainer).__name__}: {folder} has no {_STATES}, as another trainer saved it: "
-        "the loss keeps its own state.",
-        stacklevel=3,
-    )
-    return None
+    def _own_states(self) -> dict[str, State]:
+        """Return what is saved, by the losses' names; none is written if it is empty."""
+        raise NotImplementedError
+
+    def _load_own_states(self, states: dict[str, State]) -> None:
+        """Put back what was saved."""
+        raise NotImplementedError
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Save the model and, next to it, the states of the losses if they have any."""
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        states = self._own_states()
+        if states:
+            torch.save(states, Path(output_dir or str(self.args.output_dir), _STATES))
+
+    def _load_from_checkpoint(self, folder: str, *model: nn.Module) -> None:
+        """Load the model, and the states of the losses; warn if the checkpoint has none."""
+        super()._load_from_checkpoint(folder, *model)  # type: ignore[misc]
+        file = Path(folder, _STATES)
+        if file.exists():
+            self._load_own_states(torch.load(file, map_location="cpu", weights_only=True))
+        elif self._own_states():
+            warnings.warn(
+                f"{type(self).__name__}: {folder} has no {_STATES}, as another trainer saved it: "
+                "the loss keeps its own state.",
+                stacklevel=2,
+            )
 
 
 def ids_of(labels: object, images: Tensor) -> Tensor | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
 from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 
 from ..compat import ClipLoss, SigLipLoss
-from . import check_scalar, check_without_groups, gathers
+from . import check_without_groups, warn_without_gather
 
 
 class RetrievalLoss(nn.Module):
@@ -43,6 +42,7 @@ class RetrievalLoss(nn.Module):
                 f"parameters of its model alone, got {', '.join(own)} of {loss!r}"
             )
         self.loss = loss
+        warn_without_gather(loss)
 
     def forward(
         self,
@@ -57,7 +57,6 @@ class RetrievalLoss(nn.Module):
 
         ``logit_scale``: the scale itself, of one element, as ``logit_bias``.
         """
-        check_scalar(self.loss)
         if logit_bias is None and "bias" in self.shared.values():
             expected = f"that of the model, which {self.loss!r} trains (--siglip)"
             raise ValueError(f"logit_bias: expected {expected}, got None")
@@ -78,29 +77,13 @@ class RetrievalLoss(nn.Module):
         return loss
 
 
-def _made_of(loss: nn.Module) -> type[RetrievalLoss]:
-    """Return a class that open_clip calls with its options; only ``world_size`` has an effect."""
-    gathers_all = gathers(loss)
-
-    class Patched(RetrievalLoss):
-        def __init__(self, *_: object, world_size: int = 1, **__: object):
-            super().__init__(loss)
-            if world_size > 1 and not gathers_all:
-                raise ValueError(
-                    f"loss: expected gather=True for {world_size} processes, got {loss!r}"
-                )
-
-    return Patched
-
-
 def patch_open_clip(loss: nn.Module | None = None) -> ExitStack:
     """Put losses of this library into open_clip, and return what undoes it: its ``close()``, or the
     end of a ``with``.
 
     Losses that open_clip makes from then on, in its tasks and by ``create_loss``, are
     :class:`itrloss.compat.ClipLoss` and :class:`itrloss.compat.SigLipLoss`, or ``loss``. Its
-    losses of CoCa and of distillation stay as they are. With the environment variable
-    ``ITRLOSS_DISABLE=1``, nothing changes. Of several patches, undo the latest first.
+    losses of CoCa and of distillation stay as they are. Of several patches, undo the latest first.
 
     Args:
         loss: see :class:`RetrievalLoss`; all training losses share it.
@@ -109,9 +92,6 @@ def patch_open_clip(loss: nn.Module | None = None) -> ExitStack:
         ImportError: without open_clip.
         TypeError, ValueError: for losses that :class:`RetrievalLoss` does not take.
     """
-    undo = ExitStack()
-    if os.environ.get("ITRLOSS_DISABLE", "0") not in ("", "0"):
-        return undo
     try:
         names = ("open_clip", "open_clip.factory", "open_clip.loss")
         modules = [importlib.import_module(name) for name in names]
@@ -123,7 +103,13 @@ def patch_open_clip(loss: nn.Module | None = None) -> ExitStack:
     ours: dict[str, type[nn.Module]] = {"ClipLoss": ClipLoss, "SigLipLoss": SigLipLoss}
     if loss is not None:
         RetrievalLoss(loss)  # raises an error now, not when open_clip makes it
-        ours = dict.fromkeys(ours, _made_of(loss))
+
+        class Patched(RetrievalLoss):
+            def __init__(self, *_: object, **__: object):  # open_clip's options have no effect
+                super().__init__(loss)
+
+        ours = dict.fromkeys(ours, Patched)
+    undo = ExitStack()
     for module in modules:
         for name, replacement in ours.items():
             if hasattr(module, name):

@@ -19,18 +19,16 @@ from ..metrics.results import RECALLS, as_ks
 from ..rerank import Reranker
 from ..similarity import Similarity
 from . import (
-    check_scalar,
+    SavesLosses,
+    State,
     check_without_groups,
     ids_of,
     inner_loss,
-    load_states,
-    save_states,
     takes_negatives,
     warn_without_gather,
 )
 
 try:
-    import sentence_transformers
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
     from sentence_transformers.base.evaluation import BaseEvaluator
     from sentence_transformers.base.losses import CachedLossMixin
@@ -71,13 +69,6 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
     ):
         super().__init__()
         check_without_groups(loss)
-        # the newer versions have one
-        if isinstance(model, getattr(sentence_transformers, "MultiVectorEncoder", ())):
-            raise TypeError(
-                "model: expected one that returns a vector for each text, got MultiVectorEncoder; "
-                "in a training loop of your own, itrloss.functional.set_similarity makes scores of "
-                "several vectors, for loss(scores=...)"
-            )
         if mini_batch_size is not None:
             mini_batch_size = as_size("mini_batch_size", mini_batch_size)
         self.model = model
@@ -134,17 +125,15 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
 
     def _loss(self, columns: Sequence[Tensor], labels: Tensor | None) -> Tensor:
         """Return the loss of the columns' (B, D) embeddings."""
-        check_scalar(self.loss)
         several = takes_negatives(self.loss)
         if len(columns) < 2 or (len(columns) > 2 and not several):
             expected = "two or more columns" if several else "two columns"
-            loss, got = " ".join(repr(self.loss).split()), str(len(columns))
-            if len(columns) > 2:
-                got += (
-                    "; InfoNCELoss takes columns of negatives, or leave them out: "
-                    "dataset.select_columns([...])"
-                )
-            raise ValueError(f"sentence_features: expected {expected} for {loss}, got {got}")
+            loss = " ".join(repr(self.loss).split())
+            raise ValueError(
+                f"sentence_features: expected {expected} for {loss}, got {len(columns)}; "
+                "InfoNCELoss takes columns of negatives, dataset.select_columns([...]) leaves out "
+                "others"
+            )
         images, texts, *others = columns
         ids = ids_of(labels, images)
         if not others:
@@ -172,7 +161,7 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
 """
 
 
-class RetrievalTrainer(SentenceTransformerTrainer):
+class RetrievalTrainer(SavesLosses, SentenceTransformerTrainer):  # type: ignore[override]
     """A ``SentenceTransformerTrainer`` whose checkpoints also hold the states of the losses.
 
     These are the parameters of each :class:`RetrievalLoss`, such as a learnt temperature, and which
@@ -197,18 +186,12 @@ class RetrievalTrainer(SentenceTransformerTrainer):
             if isinstance(part, RetrievalLoss)
         }
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Save the model and, next to it, the states of the losses."""
-        super()._save(output_dir, state_dict)
-        states = {name: part.loss.state_dict() for name, part in self._losses().items()}
-        save_states(states, output_dir or str(self.args.output_dir))
+    def _own_states(self) -> dict[str, State]:
+        """Return the states of the losses by name."""
+        return {name: part.loss.state_dict() for name, part in self._losses().items()}
 
-    def _load_from_checkpoint(self, checkpoint_path: str) -> None:
-        """Load the model and the states of the losses; warn if the checkpoint has none of these."""
-        super()._load_from_checkpoint(checkpoint_path)
-        states = load_states(checkpoint_path, self)
-        if states is None:
-            return
+    def _load_own_states(self, states: dict[str, State]) -> None:
+        """Load the states of the losses."""
         for name, part in self._losses().items():
             part.loss.load_state_dict(states[name])
 

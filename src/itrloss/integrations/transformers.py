@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from ..checks import as_size
 from ..grad_cache import grad_cache_step
+from ..losses.matryoshka import argument_names
 from . import (
-    check_scalar,
+    SavesLosses,
+    State,
     ids_of,
     inner_loss,
-    load_states,
-    save_states,
     takes_negatives,
     warn_without_gather,
 )
@@ -34,7 +34,7 @@ _SHARED = {"log_scale": "logit_scale", "bias": "logit_bias"}
 _EMBEDDINGS = ("images", "texts", "negatives", "scores")
 
 
-class RetrievalTrainer(Trainer):
+class RetrievalTrainer(SavesLosses, Trainer):  # type: ignore[override]
     """A ``transformers.Trainer`` of a loss of this library on the embeddings of CLIP, SigLIP and
     similar models.
 
@@ -89,15 +89,12 @@ class RetrievalTrainer(Trainer):
         self.sides = None
         if sides is not None:
             self.sides = _checked_sides(sides, loss)
-            if not callable(output) and not isinstance(output, str):
-                expected = "the name of the embeddings in the model's output, or a function of it"
-                raise TypeError(f"output: expected {expected}, got {output!r}")
         self.output = output
-        self.mini_batch_size = mini_batch_size
         if mini_batch_size is not None:
-            self.mini_batch_size = as_size("mini_batch_size", mini_batch_size)
-        if split is not None and mini_batch_size is None:
+            mini_batch_size = as_size("mini_batch_size", mini_batch_size)
+        elif split is not None:
             raise ValueError("mini_batch_size: expected a number with split, got None")
+        self.mini_batch_size = mini_batch_size
         self.split = split
         super().__init__(*args, **kwargs)
         if self.data_collator is default_data_collator:
@@ -113,16 +110,16 @@ class RetrievalTrainer(Trainer):
 
     def _check_backward(self) -> None:
         """Raise an error where the backward pass of mini-batches is not PyTorch's own."""
-        other = None
-        if self.is_deepspeed_enabled:
-            other = "DeepSpeed"
-        elif self.args.optim in ("lomo", "adalomo"):  # they step in the backward pass
-            other = "the optimizer LOMO"
-        if other is not None:
-            raise ValueError(
-                "mini_batch_size: expected None for a backward pass that is not PyTorch's own, "
-                f"got {self.mini_batch_size} with {other}"
-            )
+        others = {
+            "DeepSpeed": self.is_deepspeed_enabled,
+            "the optimizer LOMO": self.args.optim in ("lomo", "adalomo"),  # steps in the backward
+        }
+        for name, is_used in others.items():
+            if is_used:
+                raise ValueError(
+                    "mini_batch_size: expected None for a backward pass that is not PyTorch's own, "
+                    f"got {self.mini_batch_size} with {name}"
+                )
 
     def _set_signature_columns_if_needed(self) -> None:
         """Also keep the columns that the loss takes, which are no arguments of the model."""
@@ -134,9 +131,8 @@ class RetrievalTrainer(Trainer):
 
     def _passed_on(self) -> list[str]:
         """Return the names in a batch that are passed on to the loss, and are not the model's."""
-        model = cast(nn.Module, self.model)
-        others = {*_EMBEDDINGS, *_names_of(model.forward)}
-        return sorted(_names_of(inner_loss(self.loss).forward) - others)
+        others = {*_EMBEDDINGS, *argument_names(cast(nn.Module, self.model))}
+        return sorted(set(argument_names(inner_loss(self.loss))) - others)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Return a new model of ``model_init``, whose parameters the loss takes over."""
@@ -165,29 +161,15 @@ class RetrievalTrainer(Trainer):
             if name not in shared:
                 p.requires_grad_(False)  # DistributedDataParallel may wait for its gradient
 
-    def _own_state(self) -> dict[str, object]:
+    def _own_states(self) -> dict[str, State]:
         """Return the loss's state without its parameters, which are the model's."""
         parameters = dict(self.loss.named_parameters(remove_duplicate=False))
-        state = self.loss.state_dict()
-        return {name: x for name, x in state.items() if name not in parameters}
+        state = {x: y for x, y in self.loss.state_dict().items() if x not in parameters}
+        return {"": state} if state else {}
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Save the model and, next to it, the loss's own state if it has any."""
-        super()._save(output_dir, state_dict)
-        state = self._own_state()
-        if state:
-            save_states({"": state}, output_dir or str(self.args.output_dir))
-
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
-        """Load the model, and the loss's own state; warn if the checkpoint has none of it."""
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if not self._own_state():
-            return
-        states = load_states(resume_from_checkpoint, self)
-        if states is not None:
-            self.loss.load_state_dict(states[""], strict=False)
+    def _load_own_states(self, states: dict[str, State]) -> None:
+        """Load the loss's state without its parameters."""
+        self.loss.load_state_dict(states[""], strict=False)
 
     def training_step(
         self,
@@ -198,7 +180,6 @@ class RetrievalTrainer(Trainer):
         """Run forward and backward of a batch, and return its loss, detached."""
         if self.mini_batch_size is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        check_scalar(self.loss)
         model.train()
         switch = getattr(self.optimizer, "train", None)  # schedule-free optimizers have one
         if switch is not None:
@@ -232,7 +213,6 @@ class RetrievalTrainer(Trainer):
         """Return the loss of a batch; with ``return_outputs`` also the model's outputs, which are a
         dictionary of embeddings if there are sides.
         """
-        check_scalar(self.loss)
         outputs = [model(**call) for call in self._calls(inputs)]
         embeddings = [self._embeddings(x) for x in outputs]
         loss = self._loss(embeddings, inputs)
@@ -250,34 +230,26 @@ class RetrievalTrainer(Trainer):
         if self.sides is None:
             self._check_names(others)
             return [others]
-        calls = []
-        for side in self.sides:
-            call = {name[len(side) :]: x for name, x in others.items() if name.startswith(side)}
-            if not call:
-                raise ValueError(
-                    f"sides: expected a batch with names that begin with {side!r}, got "
-                    f"{', '.join(others)}; the trainer leaves out columns that the model does not "
-                    "take, unless remove_unused_columns=False"
-                )
-            calls.append(call)
         left = [name for name in others if not name.startswith(self.sides)]
         if left:
             raise ValueError(
                 f"sides: expected each name of the batch to begin with one of {self.sides}, got "
-                f"{', '.join(left)}; add its side, or leave it out of the batch. What goes to the "
-                f"loss has these names: labels, {', '.join(self._passed_on())}"
+                f"{', '.join(left)}; what goes to the loss has these names: labels, "
+                f"{', '.join(self._passed_on())}"
             )
-        return calls
+        return [
+            {name[len(side) :]: x for name, x in others.items() if name.startswith(side)}
+            for side in self.sides
+        ]
 
     def _check_names(self, call: Mapping[str, object]) -> None:
         """Raise an error for names of a batch that the model does not take."""
         model = cast(nn.Module, self.model)
-        unknown = [name for name in call if name not in _names_of(model.forward)]
-        if unknown and not _takes_any(model.forward):
+        unknown = [name for name in call if name not in argument_names(model)]
+        if unknown and not _takes_any(model):
             raise ValueError(
                 f"inputs: expected a batch with names that {type(model).__name__} or the loss "
-                f"takes (labels, {', '.join(self._passed_on())}), got {', '.join(unknown)}; rename "
-                "it, or leave it out of the batch"
+                f"takes (labels, {', '.join(self._passed_on())}), got {', '.join(unknown)}"
             )
 
     def _embeddings(self, outputs: object) -> tuple[Tensor, ...]:
@@ -293,10 +265,6 @@ class RetrievalTrainer(Trainer):
             got = ", ".join(fields) or type(outputs).__name__
             like = ", as CLIPModel's" if self.sides is None else ""
             raise TypeError(f"model: expected outputs with {' and '.join(names)}{like}, got {got}")
-        for name, x in zip(names, found, strict=True):
-            if x.dim() != 2:
-                expected = f"expected {name} to be embeddings (B, D), as pooler_output is"
-                raise ValueError(f"output: {expected}, got shape {tuple(x.shape)}")
         return tuple(found)
 
     def _loss(
@@ -311,17 +279,11 @@ class RetrievalTrainer(Trainer):
                 expected = "either labels or image_ids and text_ids"
                 raise ValueError(f"labels: expected {expected} in a batch, got both")
             options["image_ids"] = options["text_ids"] = ids
-        if not negatives:
-            return self.loss(images, texts, **options)
-        rows = negatives[0]
-        if not getattr(inner_loss(self.loss), "in_batch", True):  # each image's own
-            if len(rows) % len(images):
-                raise ValueError(
-                    f"negatives: expected as many for each of {len(images)} images, "
-                    f"got {len(rows)} rows"
-                )
-            rows = rows.unflatten(0, (len(images), -1))
-        return self.loss(images, texts, negatives=rows, **options)
+        for rows in negatives:  # none, or those of the third side
+            if not getattr(inner_loss(self.loss), "in_batch", True):  # each image's own
+                rows = rows.unflatten(0, (len(images), -1))
+            options["negatives"] = rows
+        return self.loss(images, texts, **options)
 
 
 def _collated(rows: list[Any], names: list[str]) -> dict[str, object]:
@@ -340,29 +302,10 @@ def _collated(rows: list[Any], names: list[str]) -> dict[str, object]:
     return default_data_collator(rows)
 
 
-def _names_of(forward: Callable[..., object]) -> set[str]:
-    """Return the names of a function's arguments, also those of the ``**options`` that models of
-    transformers declare.
-    """
-    names = set()
-    for name, x in inspect.signature(forward).parameters.items():
-        if x.kind is x.VAR_KEYWORD:
-            names |= set(_declared(x))
-        elif x.kind is not x.VAR_POSITIONAL:
-            names.add(name)
-    return names
-
-
-def _takes_any(forward: Callable[..., object]) -> bool:
-    """Return whether a function takes arguments of any name."""
-    parameters = inspect.signature(forward).parameters.values()
-    return any(x.kind is x.VAR_KEYWORD and not _declared(x) for x in parameters)
-
-
-def _declared(options: inspect.Parameter) -> list[str]:
-    """Return the names that ``**options: Unpack[...]`` declares; none without that."""
-    declared = get_args(options.annotation)
-    return list(getattr(declared[0], "__annotations__", ())) if declared else []
+def _takes_any(model: nn.Module) -> bool:
+    """Return whether a model takes arguments of any name; those of transformers declare theirs."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(x.kind is x.VAR_KEYWORD and not get_args(x.annotation) for x in parameters)
 
 
 def _last(name: str) -> str:
@@ -373,28 +316,20 @@ def _last(name: str) -> str:
 def _lacks(model: nn.Module, loss: nn.Module, own: dict[str, nn.Parameter]) -> ValueError:
     """Return the error for a loss with parameters that a model does not have."""
     model_name = type(model).__name__
-    missing = list(dict.fromkeys(_SHARED.get(_last(name), name) for name in own))
-    value = round(next(iter(own.values())).sum().item(), 4)
-    message = (
-        f"loss: expected parameters that {model_name} has, as the trainer trains the model's "
-        f"alone, got {loss!r}, and {model_name} has no {', '.join(missing)}. "
-    )
-    if any(_last(name) not in _SHARED for name in own):
-        return ValueError(f"{message}Take a loss without parameters")
+    name, parameter = next(iter(own.items()))
+    name = _SHARED.get(_last(name), name)
+    value = round(parameter.sum().item(), 4)
     return ValueError(
-        f"{message}To train them, put them into the model before, such as model.{missing[0]} = "
-        f"torch.nn.Parameter(torch.tensor({value})), in several "
-        "processes with ddp_find_unused_parameters=False in the arguments; or take a loss with "
-        "learnable=False"
+        f"loss: expected parameters that {model_name} has, as the trainer trains the model's "
+        f"alone, got {loss!r}, and {model_name} has no {name}. Take a loss without parameters, "
+        "such as one with learnable=False; or put a scale or bias into the model before, such as "
+        f"model.{name} = torch.nn.Parameter(torch.tensor({value})), in several processes with "
+        "ddp_find_unused_parameters=False in the arguments"
     )
 
 
 def _checked_sides(sides: Sequence[str], loss: nn.Module) -> tuple[str, ...]:
-    """Return the sides as a tuple; raise an error unless they are strings, and as many as the loss
-    takes.
-    """
-    if isinstance(sides, str) or not all(isinstance(side, str) for side in sides):
-        raise TypeError(f"sides: expected two or three strings, got {sides!r}")
+    """Return the sides as a tuple; raise an error unless they are as many as the loss takes."""
     most = 3 if takes_negatives(loss) else 2
     if len(sides) not in (2, most):
         expected = "two strings" if most == 2 else "two or three strings"

@@ -117,24 +117,18 @@ def agrees_with_reference(subject: Subject) -> None:
 
     No other check knows the gradient of a loss with weights that it takes for constants.
     """
-    loss = subject.fresh()
-    _agree(subject, subject.batch(), loss)
-    if hasattr(loss, "reduction"):
-        loss = subject.fresh(reduction="none")
-    _agree(subject, subject.batch(70, 83), loss)
-
-
-def _agree(subject: Subject, batch: Batch, loss: Loss) -> None:
-    """Raise an AssertionError unless a loss and the formula have the same values and gradients."""
     assert subject.reference is not None
-    leaves = batch.leaves()
-    results = []
-    for formula in (loss, partial(subject.reference, loss)):
-        values = tensors(subject.output(leaves, formula))
-        numbers = torch.cat([x.flatten() for x in values])
-        weights = torch.linspace(0.5, 1.5, len(numbers), dtype=numbers.dtype)
-        results.append({"values": values, **result_of(numbers @ weights, leaves, loss)})
-    same(*results)
+    reductions = {"reduction": "none"} if hasattr(subject.loss, "reduction") else {}
+    for batch, options in ((subject.batch(), {}), (subject.batch(70, 83), reductions)):
+        loss = subject.fresh(torch.float64, **options)
+        leaves = batch.leaves()
+        results = []
+        for formula in (loss, partial(subject.reference, loss)):
+            values = tensors(subject.output(leaves, formula))
+            numbers = torch.cat([x.flatten() for x in values])
+            weights = torch.linspace(0.5, 1.5, len(numbers), dtype=numbers.dtype)
+            results.append({"values": values, **result_of(numbers @ weights, leaves, loss)})
+        same(*results)
 
 
 @check("ids")
@@ -330,15 +324,11 @@ def nan_is_not_hidden(subject: Subject) -> None:
 _HALF = 0.4
 
 
-def _gradient(result: Result) -> Tensor:
-    """Return the gradients of images and texts in one tensor."""
-    return torch.cat([result["gradient of images"], result["gradient of texts"]]).double()
-
-
-def _distances(a: Result, b: Result) -> Tensor:
-    """Return relative distances: of the values, and of the gradients in the Frobenius norm."""
-    value = (a["value"] - b["value"]).abs() / b["value"].abs().clamp_min(1e-3)
-    first, second = (_gradient(x) for x in (a, b))
+def _errors(found: Result, exact: Result) -> Tensor:
+    """Return relative errors: of the value, and of the gradients in the Frobenius norm."""
+    value = (found["value"] - exact["value"]).abs() / exact["value"].abs().clamp_min(1e-3)
+    names = ("gradient of images", "gradient of texts")
+    first, second = (torch.cat([x[name] for name in names]).double() for x in (found, exact))
     size = second.norm().clamp_min(torch.finfo(torch.float64).tiny)
     return torch.stack([value, (first - second).norm() / size])
 
@@ -353,11 +343,11 @@ def _rounding(subject: Subject, dtype: torch.dtype, times: float, autocast: bool
         batch = subject.batch(48, 60, d=64, seed=seed)
         rounded = batch.to(dtype)
         exact = subject.result(rounded.to(torch.float64))
-        plain.append(_distances(exact, subject.result(batch)))
+        plain.append(_errors(exact, subject.result(batch)))
         if autocast:
             rounded = rounded.to(torch.float32)
         with torch.autocast("cpu", dtype, enabled=autocast):
-            errors.append(_distances(subject.result(rounded), exact))
+            errors.append(_errors(subject.result(rounded), exact))
     largest = torch.stack(errors).amax(0)
     allowed = times * (torch.stack(plain).amax(0) + torch.finfo(dtype).eps)
     for name, error, limit in zip(("value", "gradient"), largest, allowed, strict=True):
