@@ -452,6 +452,7 @@ OWN = torch.ones(2, 5, 3, 4)
 WRONG_SHARES: dict[str, Callable[[int], tuple[Tensor, Tensor, dict[str, Any]]]] = {
     "aggregation 'max' in process 0": lambda rank: (X, X, {"aggregation": ("max", "mean")[rank]}),
     "dimension 3 in process 0": lambda rank: (X[..., : 3 + rank], X[..., : 3 + rank], {}),
+    "gradient False in process 0": lambda rank: (X, X.clone().requires_grad_(rank == 1), {}),
     "torch.float16 in": lambda rank: (*[X.to((torch.half, torch.float)[rank])] * 2, {}),
     "alpha: expected a number": lambda rank: (X, X, {"alpha": 1.0 - rank}),
     "gather: expected False for each image's own texts": lambda rank: (X, OWN, {}),
