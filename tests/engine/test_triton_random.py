@@ -74,8 +74,6 @@ def test_answers_of_random_batches(name, turn, few_tiles, poisoned, monkeypatch)
         dtype = torch.float32
         if kind == "triton" and not case.bias:
             dtype = case.draw.pick([torch.float32, *HALF])
-        if dtype in HALF and case.mode == "inference":  # `Embeddings.gradient_target` keeps it
-            case.mode = "no_grad"
         case.vectors = [x.to(dtype) for x in case.vectors]
         exact = case.outcome("reference")
         plain = case.outcome("dense", dtype)

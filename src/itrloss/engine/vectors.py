@@ -222,7 +222,7 @@ class Embeddings:
         target = self.target
         if target.dtype == self.dtype or not target.requires_grad:
             return target
-        if target.numel() > STAND_IN:
+        if target.numel() > STAND_IN or not may_keep():  # in inference mode, nothing has a gradient
             return target
         if self._stand_in is None:
             with torch.enable_grad():  # even if first used under no_grad

@@ -405,6 +405,8 @@ def _pairs_exist(
     """
     if text_ids is None or torch.compiler.is_compiling():
         return None
+    if len(images) == 0:  # as one process of several may have
+        return None
     pairs = Similarity(images.detach(), texts.detach(), image_ids, text_ids).pairs
     masks = [mask for mask in (pairs.exists(0), pairs.exists(1)) if mask is not None]
     return torch.stack(masks).all(0) if masks else None
