@@ -170,9 +170,6 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     "comparison": itrloss.cli.comparison.compare_rerankers,
     "calibration": itrloss.rerank.FastReranker().calibrate,
     "protocol": itrloss.metrics.coco_protocol,
-    "agreement": lambda sim: itrloss.metrics.agreement(
-        sim, itrloss.metrics.Judgements(torch.arange(2), torch.arange(2), torch.arange(2))
-    ),
 }
 
 

@@ -117,8 +117,6 @@ def compare_all(
     ends = _ends(level)
     names = list(systems)
     comparisons: dict[str, dict[str, Comparison]] = {name: {} for name in names if name != baseline}
-    if not comparisons or not figures:
-        return comparisons
     values = _bootstrap(list(systems.values()), ks, samples, seed)
     for figure in figures:
         one_of("figures", figure, *values)
