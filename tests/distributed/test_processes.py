@@ -931,7 +931,7 @@ class System(nn.Module):
             + self.classifier(v, w, clusters)
             + self.orthogonal(torch.stack([v, w, v * w], 1), gates)
         )
-        loss = loss + self.coder(v, w, *keys, None, v, w)[0]
+        loss = loss + self.coder(v, w, *keys, None, v, w, ids, ids)[0]
         loss.backward()
         for p in self.encoder.parameters():
             if self.world > 1:
