@@ -289,10 +289,6 @@ class Anchors:
             groups.append(group)
         return Anchors(*groups)
 
-    def groups(self) -> list[Anchors]:
-        """Return the anchors of each group by themselves."""
-        return [Anchors(group) for group in self._groups]
-
     @property
     def both(self) -> Anchors:
         """These anchors; of a :class:`itrloss.Similarity`, its rows and its columns."""

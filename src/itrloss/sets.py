@@ -107,7 +107,7 @@ class _Pairs:
     def __init__(self, heads: Sequence[Similarity]):
         first = heads[0]
         pairs = first.pairs
-        self.sides = first.both.groups()
+        self.sides = first, first.T
         self.totals = first.totals
         self.one_to_one = pairs.one_to_one
         self.negatives = [anchors.negative_counts for anchors in self.sides]
