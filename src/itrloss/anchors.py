@@ -81,19 +81,15 @@ class AnchorSide(NamedTuple):
     matrix: Matrix
     side: int  # 0: the rows are the anchors; 1: the columns are
     share: Share | None = None  # of a batch that several processes share
-    part: slice | None = None  # which of the side's, if the matrix has those of several groups
+    # Of a matrix with several groups of anchors on this side: how many are in groups before, whose
+    # answers come with those of the first group, and how many are in this one.
+    before: int = 0
+    own_size: int | None = None
 
     @property
     def size(self) -> int:
         """The number of anchors."""
-        if self.part is not None:
-            return self.part.stop - self.part.start
-        return self.matrix.shape[self.side]
-
-    @property
-    def is_further(self) -> bool:
-        """Whether other groups of the same side come first, whose list of pairs has its own."""
-        return self.part is not None and self.part.start > 0
+        return self.matrix.shape[self.side] if self.own_size is None else self.own_size
 
 
 class Where(NamedTuple):
@@ -126,18 +122,13 @@ class Block(NamedTuple):
             return n + m
         return m if self.sides[0] else n
 
-    def continues(self, side: AnchorSide) -> bool:
-        """Return whether anchors are the other side of the block, or the next ones of its side."""
-        if self.matrix is not side.matrix:
-            return False
-        return side.is_further or self.sides == (1 - side.side,)
-
     def with_side(self, side: AnchorSide, group: int, first: int) -> Block:
         """Return the block with further anchors of the same matrix."""
-        if side.side == 0 and not side.is_further:
+        if side.before:
+            return Block(self.matrix, self.sides, (*self.groups, group), (*self.firsts, first))
+        if side.side == 0:
             return Block(self.matrix, (0, 1), (group, *self.groups), (first, *self.firsts))
-        sides = self.sides if side.is_further else (0, 1)
-        return Block(self.matrix, sides, (*self.groups, group), (*self.firsts, first))
+        return Block(self.matrix, (0, 1), (*self.groups, group), (*self.firsts, first))
 
     def question(
         self,
@@ -174,7 +165,9 @@ def blocks_of(groups: Sequence[Sequence[AnchorSide]]) -> list[Block]:
         first = 0
         for side in group:
             for k, block in reversed(list(enumerate(blocks))):
-                if block.continues(side):
+                if block.matrix is not side.matrix:
+                    continue
+                if block.sides == (1 - side.side,) or side.before:
                     blocks[k] = block.with_side(side, number, first)
                     break
             else:
@@ -865,7 +858,7 @@ class Anchors:
 
     def _listed_weights(self) -> Tensor:
         """Return the (P,) weights of the positive pairs, in the order of :meth:`_positives`."""
-        sides = [side for group in self._groups for side in group if not side.is_further]
+        sides = [side for group in self._groups for side in group if not side.before]
         return torch.cat([side.matrix.relation.listed_weights() for side in sides]).to(self.dtype)
 
     @property
@@ -923,7 +916,7 @@ class Anchors:
         first = 0
         for size, group in zip(self.whole_sizes, self._groups, strict=True):
             for side in group:
-                if side.is_further:
+                if side.before:
                     continue
                 scores.append(side.matrix.positive_scores())
                 if not self.one_to_one and self._index is None:

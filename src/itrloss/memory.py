@@ -401,7 +401,11 @@ def one_process(
         matrices = matrices_of_keys(both, keys, relation, engines[0], engine)
     whole, to_text_keys, to_image_keys = matrices
     of_keys = AnchorSide(to_text_keys, 0), AnchorSide(to_image_keys, 1)
-    entries = sides_of_memory(both, memory, ids_of_anchors(relation), sides, engine, table)
+    ids = ids_of_anchors(relation)
+    if table is None:
+        entries = sides_of_memory(both, memory, ids, sides, engine)
+    else:
+        entries = sides_of_table(both, memory, ids, sides, engines[1], table)
     sim = Similarity.of_anchors(AnchorSide(whole, 0))
     return memory_similarity(sim, of_keys, entries, directions)
 
@@ -513,32 +517,46 @@ def ids_of_anchors(relation: Relation) -> tuple[Tensor, Tensor]:
     return image_ids, image_ids if text_ids is None else text_ids
 
 
+def sides_of_table(
+    batch: tuple[Embeddings, Embeddings],
+    memory: CoupledMemory,
+    ids: tuple[Tensor, Tensor],  # of both
+    sides: tuple[int, ...],
+    engine: str,
+    table: StepPart,  # the scores of all of them
+) -> list[AnchorSide]:
+    """Return the anchors of some sides, with the entries of the other side as candidates, where all
+    scores are one small matrix.
+    """
+    own = tuple([batch[side] for side in sides])
+    relation = relation_to_entries(joined_ids([ids[side] for side in sides]), memory)
+    matrix = Matrix(relation, engine, own[0], sources=own, part=table, bounded=True, is_memory=True)
+    found = []
+    before = 0
+    for vectors in own:
+        found.append(AnchorSide(matrix, 0, before=before, own_size=len(vectors)))
+        before += len(vectors)
+    return found
+
+
 def sides_of_memory(
     batch: tuple[Embeddings, Embeddings],
     memory: CoupledMemory,
     ids: tuple[Tensor, Tensor],  # of both
     sides: tuple[int, ...],
     engine: Engine,
-    table: StepPart | None = None,  # the scores of all sides, if they are small
 ) -> list[AnchorSide]:
     """Return the anchors of some sides, with the entries of the other side as candidates."""
-    own = tuple([batch[side] for side in sides])
-    numel = max([len(x) for x in own]) * memory.size
-    chosen = choose_engine(engine, numel, MEMORY_BUDGET, own[0].x)
-    if table is not None:
-        sizes = [len(x) for x in own]
-        relation = relation_to_entries(joined_ids([ids[side] for side in sides]), memory)
-        matrix = Matrix(
-            relation, chosen, own[0], sources=own, part=table, bounded=True, is_memory=True
-        )
-        return [AnchorSide(matrix, 0, part=part) for part in consecutive(*sizes)]
+    numel = max([len(x) for x in batch]) * memory.size
+    chosen = choose_engine(engine, numel, MEMORY_BUDGET, batch[0].x)
     budget = 0 if engine == "tiled" else MEMORY_BUDGET
     relations = relations_to_entries(ids, memory)
+    banks = memory.texts, memory.images
     found = []
-    for side, vectors in zip(sides, own, strict=True):
-        bank = keys_like(vectors, (memory.texts, memory.images)[side], chosen, normalize=False)
+    for side in sides:
+        bank = keys_like(batch[side], banks[side], chosen, normalize=False)
         strict = engine == "triton"
-        matrix = memory_matrix(vectors, bank, relations[side], chosen, budget, strict)
+        matrix = memory_matrix(batch[side], bank, relations[side], chosen, budget, strict)
         found.append(AnchorSide(matrix, 0))
     return found
 

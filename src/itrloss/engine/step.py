@@ -262,6 +262,8 @@ class StepPart(NamedTuple):
     def scores(self) -> Tensor:
         """Return the (N, M) scores with their graph."""
         outputs = self.step.outputs()
+        if len(self.numbers) == 1:
+            return outputs[1 + self.numbers[0]]
         if self.numbers:
             return joined([outputs[1 + number] for number in self.numbers])
         unit = outputs[0]
