@@ -49,8 +49,8 @@ def grad_cache_step(
     split: Split | None = None,
     **loss_kwargs: object,
 ) -> Tree:
-    """Run forward and backward of ``loss(encoders[0](inputs[0]), encoders[1](inputs[1]), ...,
-    **loss_kwargs)``.
+    """Return ``loss(encoders[0](inputs[0]), encoders[1](inputs[1]), ..., **loss_kwargs)`` after its
+    backward pass, detached.
 
     The loss sees the whole batch, the encoders ``chunk_size`` rows of it at a time (GradCache: Gao
     et al., *Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup*, 2021).
@@ -62,7 +62,7 @@ def grad_cache_step(
         loss: takes one argument per encoder: what the encoder returned, for the whole batch.
             Returns a scalar, or a tuple or list with the scalar first.
         encoders: callables; each returns a (B, ...) tensor or a tuple or mapping of them, whose row
-            i belongs to row i of its input. There may be None or flags besides.
+            i belongs to row i of its input. There may also be None or flags.
         inputs: one per encoder: a (B, ...) tensor, a tuple of them (passed on as arguments) or a
             mapping of them, such as a tokenizer returns (passed on by name). What is no tensor in
             it, such as None or a flag, is passed on with every chunk. B may differ between

@@ -110,7 +110,7 @@ class CoupledMemory(CheckedModule):
         return self._labelled is None
 
     def __bool__(self) -> bool:
-        return True  # ``if memory`` asks whether there is one, be it empty
+        return True  # ``if memory`` is to say whether there is one, be it empty
 
     @torch.no_grad()
     def enqueue(
@@ -693,7 +693,7 @@ class FloatAverages(WholeState):
         return True
 
     def before_assignment(self, loaded: Mapping[str, Tensor]) -> None:
-        """Make room for the averages of a state, whose tensors may be in another precision."""
+        """Register the averages of a state, whose tensors may be in another precision."""
         for place, x in loaded.items():
             if place not in self._buffers:
                 self.register_buffer(place, torch.empty_like(x))

@@ -72,10 +72,10 @@ class Similarity(Anchors):
             will do where no gradient is needed.
         cols: (M, D) embeddings; required. Of scores, see :meth:`from_scores`.
         row_ids, col_ids: (N,) and (M,) integers of any type, or strings, as tensors, NumPy arrays
-            or lists. If both are left out, row i matches column i, and
-            N must be M. ``col_ids`` alone are row numbers. With sets of labels, (N, k) and (M, l),
-            a pair is positive if it shares a label. :data:`itrloss.NO_ID` marks a row or
-            column that does not exist: it is neither positive nor negative to anything.
+            or lists. If both are left out, row i matches column i, and N must be M. ``col_ids``
+            alone are row numbers. With sets of labels, (N, k) and (M, l), a pair is positive if it
+            shares a label. :data:`itrloss.NO_ID` marks a row or column that does not exist: it is
+            neither positive nor negative to anything.
         normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no
             gradient). Lengths may be anything from 1e-12, below which a vector counts as zero, to
             1e18.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 class Names(NamedTuple):
-    """What the caller calls the two sides of a similarity matrix, and their ids: nothing, if it
-    does not take any.
+    """What the caller calls the two sides of a similarity matrix, and their ids; the names of ids
+    are empty if it takes none.
     """
 
     rows: str = "rows"
@@ -24,7 +24,7 @@ class Names(NamedTuple):
 
 ROWS_AND_COLUMNS = Names()
 IMAGES_AND_TEXTS = Names("images", "texts", "image_ids", "text_ids")
-# What to pass, and on the command line, where scores are expected.
+# What to write, in Python and on the command line, to pass embeddings where scores are expected.
 EMBEDDINGS = (
     "embeddings go in as itrloss.Similarity(images, texts), on the command line as "
     "itrloss eval IMAGES TEXTS"

@@ -57,7 +57,7 @@ def _as_array(ids: object) -> np.ndarray:
         return np.array(None)
     if isinstance(ids, (list, tuple)):
         ids = [x.tolist() if isinstance(x, Tensor) else x for x in ids]
-        array = np.array(ids, dtype=object)  # else numbers beside strings would become strings
+        array = np.array(ids, dtype=object)  # else numbers among strings would become strings
     else:
         array = np.asarray(ids)
     if array.dtype.kind == "S":  # as of h5py
@@ -135,7 +135,7 @@ def check_range(name: str, x: Tensor, largest: int) -> None:
 
 
 def check_same_kind(name: str, ids: object, other_name: str, others: object) -> None:
-    """Raise a TypeError for strings beside integers, which never match."""
+    """Raise a TypeError for strings on one side and integers on the other, which never match."""
     if are_strings(ids) != are_strings(others):
         expected = f"strings with strings in {name}, integers with integers"
         raise TypeError(f"{other_name}: expected {expected}")

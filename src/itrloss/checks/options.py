@@ -325,7 +325,7 @@ class WholeState(nn.Module):
     """A module that loads all of its state dict or, if a buffer's shape differs, nothing of it.
 
     Some keys may be missing or unexpected: so a module loads the state of another one that has the
-    same parameters, and neither needs what the other holds besides, its ``extra_state``.
+    same parameters, and neither needs what else the other holds, its ``extra_state``.
     """
 
     def may_differ(self, name: str) -> bool:
@@ -447,7 +447,7 @@ class CheckedModule(Options, WholeState):
     def _shown(self, declared: Option) -> str:
         """Return the value of an option in words.
 
-        Shards are not read: that takes all processes, and one alone may be asked.
+        Shards are not read: that takes all processes, and ``repr`` may be called in one alone.
         """
         learnt = declared.learnt
         if learnt is not None and is_sharded(self._parameters.get(learnt.parameter)):

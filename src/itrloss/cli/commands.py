@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         # a reader such as head has read enough; the interpreter's last flush must not fail, too
-        with contextlib.suppress(io.UnsupportedOperation):  # what is no file has none to be closed
+        with contextlib.suppress(io.UnsupportedOperation):  # a stream that is no file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1  # what came after was not printed, and may not be written
     except (ImportError, OSError, ValueError) as error:
@@ -98,12 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(args: argparse.Namespace, message: object) -> None:
+    """Print a message for standard error, with options in place of arguments."""
     print(f"itrloss {args.command}: {_in_words_of_options(message)}", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def _shown_warnings(args: argparse.Namespace) -> Iterator[None]:
-    """Print each warning once, and keep those of the input in ``args.warnings``, for tables."""
+    """Return a context that prints each warning once, and keeps those of the input in
+    ``args.warnings``, for tables.
+    """
     args.warnings = []
     printed = set()
 
@@ -496,7 +499,7 @@ def _validation(args: argparse.Namespace) -> Similarity | None:
 
 @contextlib.contextmanager
 def _of_held_out_pairs() -> Iterator[None]:
-    """Let errors and warnings speak of held-out pairs and their ids."""
+    """Return a context in which errors and warnings name held-out pairs and their ids."""
     show = warnings.showwarning
 
     def renamed(message: object) -> str:
@@ -512,7 +515,7 @@ def _of_held_out_pairs() -> Iterator[None]:
 
 
 def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None:
-    """Return the bank of images (side 0) or texts (1), checked before anything is worked out."""
+    """Return the bank of images (side 0) or texts (1), checked before anything is computed."""
     source = args.bank_texts if side else args.bank_images
     if source is None:
         if sim.shape[side] == 1:

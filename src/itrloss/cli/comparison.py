@@ -1,4 +1,6 @@
-"""All re-rankers on one set of scores, which ``itrloss rerank`` and ``itrloss eval`` compare."""
+"""Comparisons of re-rankers on one set of scores (``itrloss rerank`` and ``itrloss eval``), and of
+several models (``itrloss compare``).
+"""
 
 from __future__ import annotations
 
@@ -81,8 +83,8 @@ class Entry:
     """A method, and what it makes of the scores.
 
     Attributes:
-        name: of the method, a key of :data:`METHODS`, a re-ranker of one's own as it shows itself,
-            or one of the two other lines.
+        name: a key of :data:`METHODS`; ``"no re-ranking"``, or ``"fast, calibrated"``; or a name
+            of one's own, by default the re-ranker's ``repr``.
         reranker: None: no re-ranking.
         results: the results of all queries.
         seconds: how long they took.
@@ -215,9 +217,10 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
         validation: held-out pairs that ``"fast"`` is calibrated on, too: as ``sim``. A warning says
             so if half of them are in the test set.
         fast: Fast Re-ranking as it is to be tried; its defaults if left out.
-        progress: told what is done next.
+        progress: called with a text on what is computed next.
         folds: see :func:`itrloss.metrics.retrieval_results`.
-        rules: its arguments ``relevant``, ``exclude`` and ``candidates``.
+        rules: the arguments ``relevant``, ``exclude`` and ``candidates`` of the same function, by
+            name.
         samples: number of bootstrap samples behind intervals and p-values; by default, 2000 for
             each test, so that p can fall below 0.001 after the correction.
 

@@ -1,4 +1,4 @@
-"""Scores, embeddings, ids and pairs out of files as people have them, and results into files.
+"""Scores, embeddings, ids and pairs from files of many formats, and results into files.
 
 Nothing in a file is ever executed. From pickles, such as VSE code bases save, only arrays, tensors,
 numbers, strings and containers of them are read; ``.pt`` files are read with ``weights_only=True``.
@@ -303,7 +303,7 @@ def _suffix(path: Path) -> str:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Let errors name the file."""
+    """Return a context whose errors name the file."""
     try:
         yield
     except (FileNotFoundError, ImportError, IsADirectoryError, PermissionError):
@@ -356,7 +356,7 @@ def _chosen(x: Any) -> object:
 
 
 def _package(path: Path, name: str, extra: str = "files") -> ModuleType:
-    """Return a package that reads a file; raise an ImportError that names the extra with it."""
+    """Return a package that reads a file; raise an ImportError that names the extra it is in."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -451,10 +451,12 @@ def _text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> object:
+    """Return the contents of a JSON file."""
     return json.loads(_text(path))
 
 
 def _read_torch(path: Path) -> object:
+    """Return the tensors, and containers of them, of a file of ``torch.save``."""
     try:
         with warnings.catch_warnings():
             # PyTorch 2.15 says that it checks sparse tensors, which are refused later.
@@ -465,6 +467,7 @@ def _read_torch(path: Path) -> object:
 
 
 def _read_pickle(path: Path) -> object:
+    """Return the object in a pickle."""
     with open(path, "rb") as file:
         return _unpickled(file)
 

@@ -1,6 +1,7 @@
 """Tables that compare methods: data frames with notes, and the same as text and in LaTeX.
 
-:mod:`itrloss.cli.report` shows them as HTML. They need pandas, which comes with the extra ``cli``.
+:mod:`itrloss.cli.report` shows them as HTML. They need pandas, and LaTeX also needs jinja2; both
+come with the extra ``cli``.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class Table:
     """The recalls, the changes of R@1, and what readers have to know of them.
 
     Attributes:
-        frames: with the names of methods as index and two levels of columns. Numbers are printed
-            in one decimal, and the highest of each column is marked in LaTeX and HTML.
+        frames: data frames with the names of methods as index and two levels of columns. Numbers
+            are printed in one decimal, and the highest of each column is bold in LaTeX and HTML.
         notes: sentences below the frames.
     """
 
@@ -115,14 +116,14 @@ def comparison_table(
 
 
 def frame(names: Sequence[str], lines: Sequence[Mapping[tuple[str, str], object]]) -> pd.DataFrame:
-    """Return lines by (upper head, head) of a column as a data frame with an index of names."""
+    """Return a data frame with an index of names; lines have cells by (upper head, head)."""
     pandas = require_pandas()
     columns = pandas.MultiIndex.from_tuples(list(lines[0]))
     return pandas.DataFrame([list(line.values()) for line in lines], list(names), columns)
 
 
 def require_pandas():
-    """Return pandas; raise an ImportError that names the extra with it."""
+    """Return pandas; raise an ImportError that names the extra it is in."""
     try:
         import pandas
     except ImportError:
@@ -234,16 +235,17 @@ def shown(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def best(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return which cells are the highest numbers of their column, as printed, of several rows."""
+    """Return which cells are the highest of their column as printed; none in a single row."""
     numbers = shown(frame.select_dtypes("number")).astype(float)
     highest = (numbers == numbers.max()) & (len(frame) > 1)
     return highest.reindex(columns=frame.columns, fill_value=False).astype(bool)
 
 
 def text(table: Table, width: int | None = None) -> str:
-    """Return the table for a terminal of so many columns, which may stand one below the other.
+    """Return the table as plain text for a terminal of ``width`` characters.
 
-    ``width=None``: the rows are as long as they are, and the notes have up to 100 columns.
+    What is wider is divided into parts, one below the other. ``width=None``: rows may have any
+    length, and the notes up to 100 characters a line.
     """
     lines = []
     with require_pandas().option_context("display.unicode.east_asian_width", True):

@@ -4,6 +4,7 @@
 collectives the collectives with their gradients
 consensus   what processes compare before they compute, and gathered tensors
 shards      a batch that processes share: whose anchors are where, and what they exchange
+parts       a process's part of such a batch as it is passed in, and what it learns of the others'
 =========== ========================================================================================
 """
 

@@ -1,4 +1,4 @@
-"""What a process passes in of a batch that several processes share, and what it gets to know of the
+"""What a process passes in of a batch that several processes share, and what it learns of the
 others' parts.
 """
 

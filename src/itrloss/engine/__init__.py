@@ -11,14 +11,14 @@ tiled       the one loop: answers, added up tile by tile, and their gradient in 
 dense       the same answers in plain PyTorch: the specification, for compilers and second
             derivatives
 pair_scores scores of listed pairs, whose gradient skips the matrix
-
 step        all vectors of a step and its small matrices, and the sums over a small matrix
 autograd    sums over a large matrix, which is visited tile by tile
-early       sums of the Triton engine that are found with their gradient
+early       sums that the Triton engine computes together with their gradient
 matrix      a score matrix with its engine, and what is kept of it between questions
 ranking     the best candidate, and ranks
 sets        scores of sets of embeddings from the scores of their elements
 products    which library multiplies on the CPU: a fixed rule
 triton      the answers on CUDA, around cuBLAS products; its template kernels are in kernels
+devices     the GPUs on which a committed record says that the kernels passed their checks
 =========== ========================================================================================
 """

@@ -1,4 +1,4 @@
-"""Sums whose gradient Triton finds along with them, so that scores are visited once."""
+"""Sums that Triton computes together with their gradient, so that scores are visited once."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from .vectors import compute_dtype, scaled
 TILE = {"cpu": (2**20, 2048)}
 ACCELERATOR_TILE = (2**24, 8192)
 # Tiles of scores that are kept are larger by this factor, as no product has to fit in with them:
-# half the visits, and 336 launches in place of 465 for M-DCL at 512 x 16384 x 512 (``python -m
-# benchmarks.launches``), in the same time.
+# half the visits, and 356 operators in place of 500 for M-DCL at 512 x 16384 x 512 on the CPU
+# (counted as in benchmarks/launches.py), in the same time.
 KEPT_FACTOR = 2
 
 

@@ -1,4 +1,4 @@
-"""What is asked of a score matrix, and how its anchors see a block of it."""
+"""What is computed from a score matrix, and how its anchors see a block of it."""
 
 from __future__ import annotations
 

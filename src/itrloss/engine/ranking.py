@@ -78,7 +78,7 @@ class TopK(NamedTuple):
 class Ranking(NamedTuple):
     """Where the right candidates of each anchor are, and its best candidates."""
 
-    ranks: Tensor  #: (A, P) from 1, ascending, padded with 0; empty where nobody asked for them
+    ranks: Tensor  #: (A, P) from 1, ascending, padded with 0; empty where they are not needed
     top: TopK
     grades: Tensor | None = None  #: (A, P) of the candidates at these ranks; None: all 1
 

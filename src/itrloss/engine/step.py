@@ -190,7 +190,7 @@ def scores_of_units(
 
 
 class Step:
-    """The vectors of a step and its small matrices, whose scores are computed when one is asked."""
+    """The vectors of a step and its small matrices, whose scores are computed when first needed."""
 
     def __init__(
         self, layout: Layout, memories: Sequence[Tensor | None], vectors: Sequence[Tensor]

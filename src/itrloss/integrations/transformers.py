@@ -42,13 +42,12 @@ class RetrievalTrainer(SavesLosses, Trainer):  # type: ignore[override]
     in a ``TripletLoss``; a run that is resumed goes on with that.
 
     The model's outputs need ``image_embeds`` and ``text_embeds``; for a model of one tower there
-    are ``sides``. The model's scale and bias
-    replace the loss's learnable ones: ``InfoNCELoss(learnable=True)`` is twice CLIP's own loss,
-    which averages the directions, and ``SigmoidLoss()`` is SigLIP's. With other losses, the model's
-    scale and bias are not trained. ``labels`` in a batch, (B,) integers, are ids: rows with equal
-    ones match, too. What else the loss takes, such as ``image_ids``, ``image_groups`` or ``guide``,
-    is passed on to it by name. To combine it with another subclass of ``Trainer``, inherit from
-    this one first.
+    are ``sides``. The model's scale and bias replace the loss's learnable ones:
+    ``InfoNCELoss(learnable=True)`` is twice CLIP's own loss, which averages the directions, and
+    ``SigmoidLoss()`` is SigLIP's. With other losses, the model's scale and bias are not trained.
+    ``labels`` in a batch, (B,) integers, are ids: rows with equal ones match, too. What else the
+    loss takes, such as ``image_ids``, ``image_groups`` or ``guide``, is passed on to it by name. To
+    combine it with another subclass of ``Trainer``, inherit from this one first.
 
     Args:
         args, kwargs: of ``transformers.Trainer``.

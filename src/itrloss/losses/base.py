@@ -176,7 +176,7 @@ class SimilarityLoss(Loss):
     telemetry: dict[str, Tensor] = option(default=False, converter=as_figures, local=True)
 
     def _set_option(self, declared: Option, value: object) -> None:
-        """Check and keep an option; with ``telemetry``, keep whether figures are asked for."""
+        """Check and keep an option; with ``telemetry``, keep whether there are figures."""
         super()._set_option(declared, value)
         if declared.name == "telemetry" and not isinstance(value, dict):
             self._observed = bool(value)
@@ -350,10 +350,10 @@ class PairLoss(DirectedLoss):
                 those of texts are left out, they are the images'.
             matches: (N, M), in place of ids and groups: above 0 where image and text match, 0 where
                 they are negatives, and nan where they are neither; bool will do, and so will a
-                NumPy array or a sparse matrix of SciPy, of which a dense one is made. A match that
-                is not 1 has a weight, which no integer is: means over positives are by weights, and
-                sums multiply by them, but for log-sum-exps. ``TripletLoss(mining="all")`` refuses
-                weights.
+                NumPy array or a sparse matrix of SciPy, of which a dense one is made. Floats other
+                than 1 are weights of matches: means over positives are by weights, and sums
+                multiply by them, but for log-sum-exps. Integers are 0 or 1.
+                ``TripletLoss(mining="all")`` refuses weights.
 
         The first batch that is on the CPU and not compiled is looked at: a
         :class:`itrloss.SuspiciousInputWarning` says if no image has a positive, if none has a

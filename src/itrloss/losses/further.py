@@ -28,7 +28,7 @@ _ID_NAMES = "image_ids", "text_ids"
 
 
 class OwnNegatives:
-    """Negatives that each image has for itself; they are asked as :class:`Anchors` are."""
+    """Negatives that each image has for itself, with methods like those of :class:`Anchors`."""
 
     def __init__(
         self,

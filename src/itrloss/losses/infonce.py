@@ -197,7 +197,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
                 are of their groups, too; ``negatives`` are open to all groups.
             negatives: further candidates of the images, which are no anchors: (K, D) texts for all
                 images, in a job of several processes those of all processes (NegCLIP,
-                https://arxiv.org/abs/2210.01936); or (N, K, D), for each image its own. Beside
+                https://arxiv.org/abs/2210.01936); or (N, K, D), for each image its own. Next to
                 ``scores``, (N, K) scores of each image's own.
             negative_ids: (K,) or (N, K) integers: one that equals the image's id is left out, and
                 :data:`itrloss.NO_ID` marks padding. Left out, negatives match no image. Without

@@ -1,5 +1,5 @@
-"""Which images and texts exist, and which of them match: asked of a similarity here, and nowhere
-else in the metrics and re-rankers.
+"""Which images and texts exist, and which of them match: the only module of metrics and re-rankers
+that reads it from a similarity.
 
 Ids are one way to say who matches; sets of labels, groups and matrices are others, which
 ``Similarity.ids`` knows nothing of. An entry with :data:`itrloss.NO_ID` does not exist: it is no

@@ -1,4 +1,4 @@
-"""Results of each query, before they are averaged, and what is written of them.
+"""Results of each query, before they are averaged, and their files and data frames.
 
 What papers on image-text retrieval call R@K is the *hit rate*: whether any right candidate is among
 the first K. Here it is named so, ``r1``. The *recall* of information retrieval, the share of right
@@ -341,7 +341,7 @@ def save_trec(results: RetrievalResults, folder: str | Path, tag: str = "itrloss
     They are named ``i2t.run``, ``i2t.qrels``, ``t2i.run`` and ``t2i.qrels``. Images and texts are
     named by their indices: ``image0``, ``text12``. A run lists the stored best candidates of each
     query, ``hubness_k`` of them; for metrics of all places, such as MRR, store all. Its scores are
-    whole numbers that fall from place to place, in the order of the ranks: any tool finds the
+    whole numbers that fall from place to place, in the order of the ranks: any tool computes the
     metrics of the results, whatever it does with equal scores. Qrels have the right pairs that were
     ranked, with their grades.
 
