@@ -274,6 +274,24 @@ def test_detached_anchors_serve_parameters_that_learn():
     torch.testing.assert_close(dense, gradient_of_scale(asked("dense")[1]))
 
 
+def test_a_memory_pooled_with_itself_has_each_entry_twice():
+    memory = asked("auto")[1]
+    twice = itrloss.Anchors.pooled(memory, memory).logsumexp(2.0)
+    torch.testing.assert_close(twice, memory.logsumexp(2.0) + np.log(2))
+
+
+def test_ids_that_are_the_memorys_by_chance_give_no_other_numbers():
+    images, texts, keys, entries = [sample(3, D, seed=k, dtype=torch.float64) for k in range(4)]
+    memory = CoupledMemory(6, D, dtype=torch.float64)
+    memory.enqueue(torch.cat([keys, entries]), torch.cat([entries, keys]), torch.arange(6))
+    ids = torch.arange(3), torch.arange(3, 6)
+    own = [
+        MemorySimilarity.of(images, texts, keys, keys, memory, *ids, engine=engine).memory
+        for engine in ("auto", "tiled")
+    ]
+    torch.testing.assert_close(own[0].mean_std(), own[1].mean_std())
+
+
 LATER_ANSWERS = {
     "logsumexp": lambda anchors: anchors.logsumexp(5.0),
     "moments": lambda anchors: anchors.mean_std().std,

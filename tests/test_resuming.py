@@ -50,8 +50,7 @@ class Model(nn.Module):
         self.text_keys = MomentumEncoder(self.texts, 0.9).to(dtype)
         self.infonce = itrloss.InfoNCELoss(learnable=True, **common)
         self.sigmoid = itrloss.SigmoidLoss(**common)
-        self.triplet = itrloss.TripletLoss(mining="all", **common)
-        self.prefixes = itrloss.Matryoshka(self.triplet, (4, D))
+        self.prefixes = itrloss.Matryoshka(itrloss.TripletLoss(mining="all", **common), (4, D))
         self.memory = itrloss.CoupledMemory(20, D)
         self.against_memory = itrloss.MemoryDiversityContrastiveLoss(**common)
         self.prototypes = itrloss.OnlineKMeans(3, D)
@@ -92,7 +91,7 @@ class Run:
     def step(self, number: int, rank: int) -> float:
         model = self.model
         if number == SAVED - 1:
-            model.triplet.mining = "hardest"
+            model.prefixes.loss.mining = "hardest"
         draw = torch.Generator().manual_seed(10 * number + rank)
         model.image_keys.update(model.images)
         model.text_keys.update(model.texts)
@@ -198,7 +197,7 @@ def test_a_run_is_resumed(way: Callable[..., Run], dtype: torch.dtype, tmp_path)
     run = Run(0, dtype=dtype)
     run.steps(range(SAVED))
     resumed = way(run, Run(1, dtype=dtype), tmp_path)
-    assert resumed.model.triplet.mining == "hardest"
+    assert resumed.model.prefixes.loss.mining == "hardest"
     assert same_state(resumed.model, run.model)
     assert resumed.steps(range(SAVED, STEPS)) == run.steps(range(SAVED, STEPS))
     assert same_state(resumed.model, run.model)
@@ -228,7 +227,7 @@ def accelerated(folder: Path, saved: int, resumes: bool) -> tuple[list[float], n
             values.append(accelerated_step(accelerator, run.model, parts, x))
             done += 1
             if done == saved:
-                run.model.triplet.mining = "hardest"
+                run.model.prefixes.loss.mining = "hardest"
                 accelerator.save_state(str(folder))
     return values, run.model
 

@@ -81,8 +81,8 @@ class AnchorSide(NamedTuple):
     matrix: Matrix
     side: int  # 0: the rows are the anchors; 1: the columns are
     share: Share | None = None  # of a batch that several processes share
-    # Of a matrix with several groups of anchors on this side: how many are in groups before, whose
-    # answers come with those of the first group, and how many are in this one.
+    # Of a matrix with several groups of anchors on this side: how many groups come before, with the
+    # first of which the matrix lists its pairs, and how many anchors are in this one.
     before: int = 0
     own_size: int | None = None
 
@@ -167,7 +167,11 @@ def blocks_of(groups: Sequence[Sequence[AnchorSide]]) -> list[Block]:
             for k, block in reversed(list(enumerate(blocks))):
                 if block.matrix is not side.matrix:
                     continue
-                if block.sides == (1 - side.side,) or side.before:
+                if side.before:
+                    is_next = len(block.groups) == side.before
+                else:
+                    is_next = block.sides == (1 - side.side,)
+                if is_next:
                     blocks[k] = block.with_side(side, number, first)
                     break
             else:
@@ -214,7 +218,8 @@ class Anchors:
             self.one_to_one = self.one_to_one and len(group) == 1
             for side in group:
                 matrix = side.matrix
-                self.one_to_one = self.one_to_one and matrix.relation.one_to_one
+                is_whole = side.own_size is None
+                self.one_to_one = self.one_to_one and is_whole and matrix.relation.one_to_one
                 self.bounded = self.bounded and matrix.bounded
                 self.has_weights = self.has_weights or matrix.relation.has_weights
                 is_shared = is_shared or side.share is not None
@@ -306,8 +311,13 @@ class Anchors:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """The shapes of the matrices of each group."""
-        return [side.matrix.shape for group in self._groups for side in group]
+        """The shapes of the matrices of each group; of a part of one, that of the part."""
+        shapes = []
+        for group in self._groups:
+            for side in group:
+                n, m = side.matrix.shape
+                shapes.append((n if side.own_size is None else side.own_size, m))
+        return shapes
 
     # ----------------------------------------------------------------------------- asking matrices
 

@@ -210,17 +210,15 @@ def unified_training_objective(
     _check_similarity("sims", sims, MemorySimilarity)
     batch = hubness_aware_loss(sims.anchors, scale, margin, reduction, positive=positive)
     values = _against_queues(sims.memory, sims.keys, scale, margin, positive)
-    if image_memory_weight == text_memory_weight:
-        values = image_memory_weight * values
-    else:  # images have the memory's texts as negatives, and texts its images
-        weights = text_memory_weight, image_memory_weight
-        parts = zip(SIDES[sims.directions], sims.memory.split(values), strict=True)
-        values = torch.cat([weights[side] * part for side, part in parts])
-    queues = sims.memory.reduce(values, reduction, _valid(sims.memory, sims.keys))
+    # images have the memory's texts as negatives, and texts its images
+    weights = text_memory_weight, image_memory_weight
+    parts = zip(SIDES[sims.directions], sims.memory.split(values), strict=True)
+    weighted = torch.cat([weights[side] * part for side, part in parts])
+    queues = sims.memory.reduce(weighted, reduction, _valid(sims.memory, sims.keys))
     if reduction != "none":
-        return torch.add(queues, batch, alpha=batch_weight)
-    pairs = zip(queues, batch, strict=True)
-    return tuple([torch.add(a, b, alpha=batch_weight) for a, b in pairs])
+        return batch_weight * batch + queues
+    pairs = zip(batch, queues, strict=True)
+    return tuple(batch_weight * of_batch + of_queue for of_batch, of_queue in pairs)
 
 
 def info_nce_loss(

@@ -531,12 +531,7 @@ def sides_of_table(
     own = tuple([batch[side] for side in sides])
     relation = relation_to_entries(joined_ids([ids[side] for side in sides]), memory)
     matrix = Matrix(relation, engine, own[0], sources=own, part=table, bounded=True, is_memory=True)
-    found = []
-    before = 0
-    for vectors in own:
-        found.append(AnchorSide(matrix, 0, before=before, own_size=len(vectors)))
-        before += len(vectors)
-    return found
+    return [AnchorSide(matrix, 0, before=k, own_size=len(x)) for k, x in enumerate(own)]
 
 
 def sides_of_memory(

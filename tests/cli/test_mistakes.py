@@ -125,7 +125,7 @@ RERANK = [
     ("--relevant halves.txt", "halves.txt: expected indices of images and texts"),
     ("--relevant words.txt", "words.txt: not a readable .txt file"),
     ("--candidates beyond.txt", "candidates.texts: expected integers from 0 to 59, got 60"),
-    ("--relevant empty.txt", "relevant.images: expected at least 1 index, got 0"),
+    ("--relevant empty.txt", "relevant: expected pairs with a grade above 0, got none"),
     ("--relevant below.txt", "relevant: expected grades of at least 0, got -1"),
 ]
 # whole commands

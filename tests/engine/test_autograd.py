@@ -16,6 +16,7 @@ from support.cases import (
 )
 from torch.autograd import gradcheck, gradgradcheck
 
+import itrloss
 from itrloss import Similarity
 from itrloss.engine import relation
 from itrloss.engine.relation import IGNORE_ID
@@ -170,3 +171,29 @@ def test_one_scale_for_all_anchors_gets_the_gradient_of_all_tiles_and_both_views
         gradients.append(torch.autograd.grad(total, leaves))
     torch.testing.assert_close(gradients[1], gradients[0])
     torch.testing.assert_close(gradients[2], gradients[0])
+
+
+OF_ONE_INPUT = {
+    "columns computed from rows": lambda x: Similarity(x, 2 * x + 1).logsumexp(3.0),
+    "rows and columns are one": lambda x: Similarity(x, x).both.logsumexp(3.0),
+    "a large matrix": lambda x: Similarity(x, 2 * x + 1, engine="tiled").logsumexp(3.0),
+    "a scale computed from the scores": lambda x: scaled_by_itself(Similarity(x, 2 * x + 1)),
+    "sets": lambda x: itrloss.functional.set_similarity(*[x.view(2, 2, 3)] * 2, "max_sum"),
+    "own weights": lambda x: itrloss.ComplementaryContrastiveLoss()(x, x + 1),
+    "further candidates": lambda x: itrloss.InfoNCELoss(image_image=True)(x, x.flip(1)),
+}
+
+
+def scaled_by_itself(sim):
+    scale = 1 + sim.std()
+    return sim.log1p_sum_exp(scale, scale / 4)
+
+
+@pytest.mark.parametrize("name", OF_ONE_INPUT)
+def test_a_gradient_with_a_graph_counts_each_way_once(name):
+    (x,) = leaves_of(embeddings(4, 5, d=3)[0])
+    call = OF_ONE_INPUT[name]
+    gradients = []
+    for create_graph in (False, True):
+        gradients += torch.autograd.grad(call(x).sum(), x, create_graph=create_graph)
+    torch.testing.assert_close(gradients[1], gradients[0])

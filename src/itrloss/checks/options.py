@@ -212,7 +212,7 @@ class Options:
     _own_options: ClassVar[dict[str, Option]] = {}  # of one class
     _all_options: ClassVar[dict[str, Option]] = {}
     _signature: ClassVar[inspect.Signature]
-    __signature__: ClassVar[inspect.Signature | None]
+    __signature__: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Make the options and the signature of a class."""
@@ -220,8 +220,9 @@ class Options:
         cls._own_options = own_options(cls)
         cls._all_options = all_options(cls)
         cls._signature = inspect.Signature([x.parameter() for x in cls._all_options.values()])
-        # What inspect and help show: of a constructor of one's own, its own parameters.
-        cls.__signature__ = cls._signature if cls.__init__ is Options.__init__ else None
+        cls.__signature__ = cls._signature  # what inspect and help show
+        if cls.__init__ is not Options.__init__:
+            cls.__signature__ = extended_signature(cls.__init__, cls._all_options)
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__()
@@ -230,7 +231,8 @@ class Options:
             if given not in self._all_options:
                 raise unknown_keyword(name, given, self._all_options)
         bind = self._signature.bind
-        if self.__signature__ is None:  # a constructor of one's own may set some of them later
+        # a constructor of one's own may set some of them later
+        if type(self).__init__ is not Options.__init__:
             bind = self._signature.bind_partial
         try:
             bound = bind(*args, **options)
@@ -319,6 +321,23 @@ def all_options(cls: type) -> dict[str, Option]:
     for own in owners:
         ordered |= {name: latest[name] for name in own}
     return ordered
+
+
+def extended_signature(
+    function: Callable[..., object], options: Mapping[str, Option]
+) -> inspect.Signature:
+    """Return the signature of a constructor of one's own, with the options that it passes on by
+    ``**``.
+    """
+    own = list(inspect.signature(function).parameters.values())[1:]
+    if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return inspect.Signature(own)
+    named = {x.name for x in own}
+    passed_on = []
+    for name, declared in options.items():
+        if name not in named:
+            passed_on.append(declared.parameter().replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    return inspect.Signature([*own[:-1], *passed_on, own[-1]])
 
 
 class WholeState(nn.Module):

@@ -18,7 +18,13 @@ from . import dense, tiled
 from .inputs import NO_INPUTS, NUMBER_OF_TENSORS, Inputs, Side, whole_scores
 from .pair_scores import Index, ListedPairs, pair_scores
 from .question import Question, Value, is_trained
-from .step import pairs_of, raise_second_derivative, saved_tensors, second_gradients
+from .step import (
+    aliases,
+    pairs_of,
+    raise_second_derivative,
+    saved_tensors,
+    second_gradients,
+)
 from .tiled import Gradients, Needs
 from .vectors import full_precision, plain_unit
 
@@ -202,11 +208,13 @@ def second_derivatives(
     """Return the gradients with a graph of their own, from plain PyTorch."""
     question = request.question
     pairs = request.pairs
+    targets = Targets(*aliases(targets))
     scores = plain_scores(request.inputs, targets)
     outputs: list[Tensor | None] = []
-    values: tuple[Value | None, ...] = ()
+    values: Sequence[Value | None] = ()
     if question is not None:
-        values = question.values
+        values = aliases(question.values)
+        question = question.with_values(values)
         other = None if request.guide is None else scores_of_guide(request.guide)
         outputs.append(None if grad_sums is None else dense.sums(question, scores, other))
     if pairs is not None:

@@ -49,16 +49,16 @@ class Question(NamedTuple):
             is_tensor = isinstance(x, Tensor)
             numbers.append(None if is_tensor else x)
             tensors.append(x if is_tensor else None)
-        return self._with_values(numbers), tensors
+        return self.with_values(numbers), tensors
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> Question:
         """Return the question with tensors in their places again."""
         values: list[Value | None] = []
         for number, tensor in zip(self.values, tensors, strict=True):
             values.append(number if tensor is None else tensor)
-        return self._with_values(values)
+        return self.with_values(values)
 
-    def _with_values(self, values: Sequence[Any]) -> Question:
+    def with_values(self, values: Sequence[Any]) -> Question:
         """Return the question with other values, as :attr:`values` has them."""
         scale, shift, below, above, *params = values
         return self._replace(

@@ -319,7 +319,7 @@ class Relation:
         """
         if self.one_to_one and self.shape[0] == self.shape[1]:
             return max(1, self.shape[0] - 1)
-        return self._cached(("divisors", side), self._divisors, side, dtype)
+        return self._cached(("divisors", side, dtype), self._divisors, side, dtype)
 
     def _divisors(self, side: int, dtype: torch.dtype) -> Tensor:
         """Return what :meth:`negative_counts` keeps of one side."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from .inputs import ACCELERATOR_TILE, TILE, even_chunks, taken
 from .products import matmul
 from .relation import weighted_sums
+from .step import aliases
 from .vectors import compute_dtype, full_precision, normalized
 
 # A winner, with its indices and what sorting them takes, needs the memory of so many scores.
@@ -362,8 +363,8 @@ def differentiable_gradients(
     rows: Sets, cols: Sets, grad: Tensor, form: Form
 ) -> list[Tensor | None]:
     """Return the gradients of both sides' elements; None where they need none."""
-    scores = plain_scores(rows, cols, form)
-    both = (rows.x, cols.x)
+    both = aliases((rows.x, cols.x))
+    scores = plain_scores(rows._replace(x=both[0]), cols._replace(x=both[1]), form)
     trained = [x for x in both if x.requires_grad]
     found = iter(torch.autograd.grad(scores, trained, grad, create_graph=True))
     return [next(found) if x.requires_grad else None for x in both]

@@ -103,12 +103,13 @@ class StepScores(torch.autograd.Function):
         sizes = ctx.sizes
         if torch.is_grad_enabled():  # create_graph=True
             parts = unit.split(sizes)
+            places = aliases(vectors)
             known = [
                 y.detach() if x is None else plain_unit(x, layout.normalize)
-                for x, y in zip(vectors, parts, strict=True)
+                for x, y in zip(places, parts, strict=True)
             ]
             outputs = scores_of_units(layout, memories, known)
-            return None, None, *second_gradients(outputs, grads, vectors)
+            return None, None, *second_gradients(outputs, grads, places)
         with full_precision(unit):
             total = gradient_of_units(
                 layout, unit, memories, grad, of_outputs, starts_of(sizes, needed)
@@ -367,9 +368,13 @@ class BlockSums(torch.autograd.Function):
         question: Question = ctx.question
         scores, i, j, *slopes = saved_tensors(ctx)
         if torch.is_grad_enabled():  # create_graph=True
-            outputs = dense.sums(question, scores), pairs_of(scores, i, j)
-            grads = grad_sums, grad_pairs
-            return None, None, *second_gradients(outputs, grads, (scores, *question.values))
+            scores, *values = aliases((scores, *question.values))
+            outputs = dense.sums(question.with_values(values), scores), pairs_of(scores, i, j)
+            return (
+                None,
+                None,
+                *second_gradients(outputs, (grad_sums, grad_pairs), (scores, *values)),
+            )
         needed = needs_scale, needs_shift
         of_block = tiled.gradients_of_block(question, scores, slopes, grad_sums, needed)
         if grad_pairs is not None:
@@ -393,12 +398,23 @@ def saved_tensors(ctx: Any) -> tuple[Any, ...]:
         ) from error
 
 
+def aliases(places: Sequence[Any]) -> list[Any]:
+    """Return the places of a node's input, of which the trained ones are tensors of their own.
+
+    Where one of them is computed from another, or is the same tensor, a gradient by the tensors
+    themselves would count the way between them once more.
+    """
+    return [x.view_as(x) if is_trained(x) else x for x in places]
+
+
 def second_gradients(
     outputs: Sequence[Tensor | None],
     grads: Sequence[Tensor | None],
     places: Sequence[Value | None],
 ) -> list[Tensor | None]:
-    """Return the gradients, with a graph of their own, of what is trained among ``places``."""
+    """Return the gradients, with a graph of their own, of what is trained among ``places``, which
+    are :func:`aliases`.
+    """
     trained = [x for x in places if is_trained(x)]
     known = [(y, g) for y, g in zip(outputs, grads, strict=True) if y is not None and g is not None]
     gradients = iter(
