@@ -125,8 +125,9 @@ class Passing(OfMine):
         super().__init__(*args, **others)
 
 
-def test_a_constructor_of_ones_own_passes_options_on():
-    assert names(OfMine) == ["weight", "common"]
+def test_a_constructor_of_ones_own_shows_the_options_that_it_passes_on():
+    assert names(OfMine) == ["weight", "size", "scale", "anything", "common"]
+    assert names(Passing) == ["args", "size", "scale", "anything", "others"]
     made = Passing(3.0, scale=5)
     assert (made.weight, made.scale, made.size) == (3.0, 5, 4)
     with pytest.raises(TypeError, match="Passing: got an unexpected keyword argument 'scal'"):
