@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from itrloss.cli.files import written
+from itrloss.files import written
 
 from .peers import INSTALL
 from .runner import Row

@@ -52,6 +52,7 @@ TESTS = {
     "checks/warnings": ["tests/test_warnings.py"],
     "checks/options": ["tests/test_options.py", "tests/losses/test_losses.py"],
     "checks": ["tests/test_options.py", "tests/test_messages.py", "tests/test_input_forms.py"],
+    "files": ["tests/cli"],
     "cli": ["tests/cli", "tests/rerank"],
 }
 

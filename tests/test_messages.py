@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import itrloss
-from itrloss import checks, compat, functional, metrics, rerank
+from itrloss import checks, compat, files, functional, metrics, rerank
 from itrloss.checks import Options
-from itrloss.cli import comparison, files, main
+from itrloss.cli import comparison, main
 from itrloss.distributed.consensus import what_differs
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from itrloss.cli.files import written
+from itrloss.files import written
 
 Row = dict[str, Any]
 LISTS = "steps", "goals", "figures"

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from itrloss.cli.files import read_lines
+from itrloss.files import read_lines
 
 from .pictures import Images, layout, listed_images
 

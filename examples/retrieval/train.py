@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import MultiStepLR
 from tqdm import tqdm
 
-from itrloss.cli.files import written
 from itrloss.distributed import world_size
+from itrloss.files import written
 
 from .config import RESUMABLE, Config, load_config
 from .data import Batch, Batches, Split, load_split

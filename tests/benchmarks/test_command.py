@@ -23,7 +23,7 @@ from support.processes import start
 from benchmarks import cases, mining, peers, processes, report, reranking, runner
 from benchmarks.__main__ import main
 from benchmarks.cases import KINDS, LOSSES, SUITES, Case, embeddings, problem
-from itrloss.cli import files
+from itrloss import files
 from itrloss.engine import products
 from itrloss.engine.matrix import Matrix
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.command_line import C, N, refused, scores
 
-from itrloss.cli.files import read_matrix
+from itrloss.files import read_matrix
 
 # --- content --------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from scipy.io import savemat
 
 from itrloss import Similarity
-from itrloss.cli.files import Source, as_source, read_ids, read_lines, read_matrix
+from itrloss.files import Source, as_source, read_ids, read_lines, read_matrix
 
 
 def save(folder: Path, name: str, content: Any) -> Path:

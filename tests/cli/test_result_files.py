@@ -15,7 +15,7 @@ import torch
 from support.command_line import C, N, refused, run, scores
 
 from itrloss import rerank
-from itrloss.cli.files import written
+from itrloss.files import written
 from itrloss.metrics import retrieval_results
 
 from .conftest import ARRAYS

@@ -23,9 +23,9 @@ from itrloss.cli.comparison import (
     compare_models,
     compare_rerankers,
 )
-from itrloss.cli.files import read_reranked
 from itrloss.cli.report import models_page, page
 from itrloss.cli.tables import TESTED, Row, Table, p_text
+from itrloss.files import read_reranked
 from itrloss.metrics import (
     Comparison,
     QueryResults,

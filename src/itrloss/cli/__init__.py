@@ -1,5 +1,5 @@
 """The command line: ``itrloss rerank``, ``itrloss eval`` and ``itrloss compare``, and what they are
-made of: files, comparisons, tables and reports.
+made of: comparisons, tables and reports.
 """
 
 from .commands import main

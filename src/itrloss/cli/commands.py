@@ -19,12 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import files
 from ..checks import EMBEDDINGS, Names, did_you_mean, one_of, require_finite
 from ..checks.warnings import (
     SuspiciousInputWarning,
     UnfitScalesWarning,
     warn_of_guess,
 )
+from ..files import Source
 from ..metrics import (
     Judgements,
     RetrievalResults,
@@ -39,7 +41,7 @@ from ..metrics.protocols import check_coco
 from ..metrics.relevance import Rules, folds_of
 from ..rerank import FastReranker
 from ..similarity import Similarity
-from . import files, tables
+from . import tables
 from .comparison import (
     CALIBRATED,
     PLAIN,
@@ -49,7 +51,6 @@ from .comparison import (
     compare_rerankers,
     protocol_table,
 )
-from .files import Source
 from .options import parser
 from .pages import check as check_report
 from .report import models_page, page

@@ -10,10 +10,10 @@ from typing import NoReturn, TypedDict
 
 from .. import __version__
 from ..checks import did_you_mean
+from ..files import as_source
 from ..metrics.results import RECALLS
 from ..rerank import FastReranker
 from .comparison import METHODS
-from .files import as_source
 
 
 class Settings(TypedDict, total=False):

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import as_id_numbers, as_int64, from_numpy
+from .checks import as_id_numbers, as_int64, from_numpy
 
 if TYPE_CHECKING:
     from types import ModuleType
