@@ -215,11 +215,10 @@ class Anchors:
         is_shared = False
         for group in groups:
             self.whole_sizes.append(group[0].size)
-            self.one_to_one = self.one_to_one and len(group) == 1
             for side in group:
                 matrix = side.matrix
-                is_whole = side.own_size is None
-                self.one_to_one = self.one_to_one and is_whole and matrix.relation.one_to_one
+                is_alone = len(group) == 1 and side.own_size is None
+                self.one_to_one = self.one_to_one and is_alone and matrix.relation.one_to_one
                 self.bounded = self.bounded and matrix.bounded
                 self.has_weights = self.has_weights or matrix.relation.has_weights
                 is_shared = is_shared or side.share is not None
