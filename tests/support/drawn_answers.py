@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -112,6 +112,23 @@ class AnswerCase:
         """Whether parts of the columns know who matches: not where row i matches column i."""
         return self.batch.kind != "pairs" and self.name not in OF_TOTALS
 
+    def similarity_of(self, engine: str, batch: Batch, leaves: list[Tensor], cols: slice) -> Any:
+        """The similarity of some columns, which was asked another question before."""
+        v, w, *bias, p = leaves
+        part: Batch = batch.part(slice(None), cols)
+        options = dict(self.options, related=part.related)
+        if bias:
+            options["bias"] = (bias[0], bias[1][cols])
+        if engine == "reference":
+            return Reference.of(v, w[cols], part.ids, **options)
+        own, others = (layout(x) for layout, x in zip(self.layouts, (v, w[cols]), strict=True))
+        sim = similarity(own, others, part.ids, engine, self.layouts[0], **options)
+        if self.before:
+            with MODES[self.mode]():
+                sim.scores()
+                ANSWERS[self.before](sim, p[: len(sim)].detach())
+        return sim
+
     def outcome(
         self,
         engine: str,
@@ -127,23 +144,8 @@ class AnswerCase:
         leaves = [x.to(device, own, copy=True) for x, own in zip(given, types, strict=True)]
         for x, trained in zip(leaves, self.trained, strict=False):
             x.requires_grad_(trained)
-        v, w, *bias, p = leaves
-
-        def make(cols: slice) -> Any:
-            part: Batch = batch.part(slice(None), cols)
-            options = dict(self.options, related=part.related)
-            if bias:
-                options["bias"] = (bias[0], bias[1][cols])
-            if engine == "reference":
-                return Reference.of(v, w[cols], part.ids, **options)
-            own, others = (layout(x) for layout, x in zip(self.layouts, (v, w[cols]), strict=True))
-            sim = similarity(own, others, part.ids, engine, self.layouts[0], **options)
-            if self.before:
-                with MODES[self.mode]():
-                    sim.scores()
-                    ANSWERS[self.before](sim, p[: len(sim)].detach())
-            return sim
-
+        p = leaves[-1]
+        make = partial(self.similarity_of, engine, batch, leaves)
         anchors = VIEWS[self.view](make, self)
         own = p[: len(anchors)]
         if engine != "reference" and self.before:
