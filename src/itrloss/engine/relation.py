@@ -45,6 +45,18 @@ class Numbers(NamedTuple):
     least: tuple[int, int]
 
 
+class Occurrences(NamedTuple):
+    """Where the ids of the longer side are among those of the shorter one, in ascending order.
+
+    To sort the shorter side is much less work where the other one is a memory.
+    """
+
+    ordered: Tensor  # (a,) ids of the shorter side
+    order: Tensor  # (a,) the entry of each
+    first: Tensor  # (b,) where the id of each entry of the longer side is, or would be
+    counts: Tensor  # (b,) how often it is there
+
+
 class Classes(NamedTuple):
     """The entries of a side by their ids."""
 
@@ -155,12 +167,13 @@ class Relation:
         A compiler finds equal expressions itself, and refuses tensors that leave the graph of an
         autograd function.
         """
+        if key in self._cache:
+            return self._cache[key]
         if torch.compiler.is_compiling():
             return compute(*arguments)
-        if key not in self._cache:
-            context = contextlib.nullcontext() if may_keep() else torch.inference_mode(False)
-            with context:
-                self._cache[key] = compute(*arguments)
+        context = contextlib.nullcontext() if may_keep() else torch.inference_mode(False)
+        with context:
+            self._cache[key] = compute(*arguments)
         return self._cache[key]
 
     # ------------------------------------------------------------------------------------- masks
@@ -247,7 +260,8 @@ class Relation:
             if -x.shape[-2] < offset < x.shape[-1]:
                 x.diagonal(offset, -2, -1).fill_(value)
             return x
-        if over == "negatives" and not self._is_small and self._fills_entries():
+        fills = not self._is_small and self._cached("fills entries", self._fills_entries)
+        if over == "negatives" and fills:
             i, j = self._listed_within(rows, cols)
             if len(i) * 16 <= x.shape[-1] * x.shape[-2]:
                 if len(i):
@@ -333,8 +347,7 @@ class Relation:
             return positives if positive else self.shape[1 - side] - positives
         ignored = self.ignored[side]
         if positive:
-            ordered, _ = self._sorted(1 - side)
-            counts = torch.searchsorted(ordered, own, right=True) - self._first(side)
+            counts = self._counts_of_classes(side)
         else:
             candidates: Any = self.shape[1 - side]
             others_ignored = self.ignored[1 - side]
@@ -342,6 +355,18 @@ class Relation:
                 candidates = (~others_ignored).sum()
             counts = candidates - self.counts(side, positive=True)
         return counts if ignored is None else counts.masked_fill(ignored, 0)
+
+    def _counts_of_classes(self, side: int) -> Tensor:
+        """Return the (A,) numbers of entries of the other side with each id."""
+        found = self._occurrences()
+        if side != self._shorter:
+            return found.counts
+        own = self.ids[side]
+        assert own is not None
+        # Entries of no class add 0, some of them behind the last one.
+        of_class = found.counts.new_zeros(len(own) + 1)
+        of_class.index_add_(0, found.first, (found.counts > 0).to(of_class.dtype))
+        return of_class[torch.searchsorted(found.ordered, own)]
 
     def _counts_in_mask(self, side: int, positive: bool) -> Tensor:
         """Return what :meth:`counts` keeps of one side, from the mask of all pairs."""
@@ -361,18 +386,27 @@ class Relation:
                 of_cols[kind] += mask.sum(0)
         return [(of_rows[0], of_rows[1]), (of_cols[0], of_cols[1])]
 
-    def _sorted(self, side: int) -> tuple[Tensor, Tensor]:
-        """Return a side's ids (A,) in ascending order, and the index of each."""
-        ids = self.ids[side]
-        assert ids is not None
-        return self._cached(("sorted", side), sorted_with_order, ids)
+    @property
+    def _shorter(self) -> int:
+        """The side with fewer entries, or the columns."""
+        return int(self.shape[1] <= self.shape[0])
 
-    def _first(self, side: int) -> Tensor:
-        """Return where each id (A,) of a side would begin in the sorted ids of the other side."""
-        ids = self.ids[side]
-        assert ids is not None
-        ordered, _ = self._sorted(1 - side)
-        return self._cached(("first", side), torch.searchsorted, ordered, ids)
+    def _occurrences(self) -> Occurrences:
+        """Return where the ids of the longer side are among the sorted ones of the shorter."""
+        return self._cached("occurrences", self._find_occurrences)
+
+    def _find_occurrences(self) -> Occurrences:
+        """Return what :meth:`_occurrences` keeps."""
+        own = self.ids[self._shorter]
+        others = self.ids[1 - self._shorter]
+        assert own is not None and others is not None
+        ordered, order = torch.sort(own, stable=True)
+        first = torch.searchsorted(ordered, others)
+        count = torch.searchsorted(ordered, others, right=True).sub_(first)
+        ignored = self.ignored[1 - self._shorter]
+        if ignored is not None:
+            count.masked_fill_(ignored, 0)
+        return Occurrences(ordered, order, first, count)
 
     def numbers(self) -> Numbers:
         """Return how many positives there are.
@@ -428,20 +462,18 @@ class Relation:
             return rows, cols
         if not self.by_ids:
             return self._listed_by_masks()
-        # The ids of the shorter side are searched for in the sorted ids of the other.
-        side = int(self.shape[1] > self.shape[0])
-        _, order = self._sorted(1 - side)
-        count = self.counts(side, positive=True)
+        # Of each entry of the longer side, those of the shorter one are next to each other.
+        _, order, first, count = self._occurrences()
         total = self.numbers().total
         # 0 0 0 1 2 2 … for counts 3, 1, 2
-        own_index = torch.repeat_interleave(count, output_size=total)
+        long_index = torch.repeat_interleave(count, output_size=total)
         number = torch.arange(total, device=self.device)
-        slot = number - (count.cumsum(0) - count)[own_index]  # 0 1 2 0 0 1 …
-        other_index = order[self._first(side)[own_index] + slot]
-        if side == 0:
-            return own_index, other_index
-        other_index, order = torch.sort(other_index, stable=True)
-        return other_index, own_index[order]
+        slot = number - (count.cumsum(0) - count)[long_index]  # 0 1 2 0 0 1 …
+        short_index = order[first[long_index] + slot]
+        if self._shorter == 1:
+            return long_index, short_index
+        short_index, order = torch.sort(short_index, stable=True)
+        return short_index, long_index[order]
 
     def _listed_by_masks(self) -> tuple[Tensor, Tensor]:
         """Return what :attr:`listed` keeps, from masks."""
@@ -462,15 +494,17 @@ class Relation:
         """Return what :meth:`classes` keeps."""
         ids = self.ids[side]
         assert ids is not None
-        n = self.shape[0]
-        ordered, _ = self._sorted(0)
-        place = torch.searchsorted(ordered, ids)
-        known = ids != IGNORE_ID
-        if n > 0:
-            known = known & (ordered[place.clamp_max(n - 1)] == ids)
+        found = self._occurrences()
+        size = len(found.ordered) + 1
+        if side == self._shorter:
+            place = torch.searchsorted(found.ordered, ids)
+            known = ids != IGNORE_ID
+        else:
+            place = found.first
+            known = found.counts > 0
         # Entries of no class are many in a memory: with one number, they would be added one by one.
-        spread = torch.arange(len(ids), device=self.device) % (n + 1)
-        return Classes(n + 1, torch.where(known, place, spread), known)
+        spread = torch.arange(len(ids), device=self.device) % size
+        return Classes(size, torch.where(known, place, spread), known)
 
     def places(self, side: int) -> Tensor:
         """Return the (A, P) positives of each row (0) or column (1), padded with -1.
@@ -656,12 +690,6 @@ def missing_mask(ids: Tensor) -> Tensor | None:
         return None
     mask = ids == IGNORE_ID
     return mask.all(1) if mask.dim() == 2 else mask
-
-
-def sorted_with_order(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids (A,) in ascending order, and the index of each."""
-    ordered, order = torch.sort(ids, stable=True)
-    return ordered, order
 
 
 def between(ordered: Tensor, part: slice) -> slice:
