@@ -120,13 +120,13 @@ class Similarity(Anchors):
         elif not isinstance(memory_budget, SupportsIndex) or memory_budget < 0:
             got = repr(memory_budget)
             raise ValueError(f"memory_budget: expected a number of bytes, 0 at least, got {got}")
+        row_bias, col_bias = checks.check_biases(bias, n, m, check_finite)
         matrix = Matrix.of_embeddings(
-            Embeddings(rows, normalize),
-            Embeddings(cols, normalize),
+            Embeddings(rows, normalize, row_bias),
+            Embeddings(cols, normalize, col_bias),
             relation,
             choose_engine(engine, n * m, int(memory_budget), rows),
             int(memory_budget),
-            checks.check_biases(bias, n, m, check_finite),
             strict=engine == "triton",
         )
         self._start(AnchorSide(matrix, 0))

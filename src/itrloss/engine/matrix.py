@@ -108,7 +108,6 @@ class Matrix:
         vectors: tuple[Embeddings, Embeddings] | None = None,
         given: Embeddings | None = None,  # (N, M) scores that were passed in
         part: StepPart | None = None,  # of a small matrix
-        bias: Bias = (None, None),
         keeps_scores: bool = False,  # whether scores are kept without a graph, with unit vectors
         bounded: bool = False,  # whether scores certainly lie in [-1, 1]
         strict: bool = False,  # whether the user chose Triton
@@ -123,8 +122,10 @@ class Matrix:
         self.embeddings = vectors
         self.given = given
         self._like = like
-        self.bias = bias
-        self.is_biased = bias[0] is not None or bias[1] is not None
+        self.bias: Bias = (None, None)
+        if vectors is not None:
+            self.bias = vectors[0].bias, vectors[1].bias
+        self.is_biased = self.bias[0] is not None or self.bias[1] is not None
         self.bounded = bounded
         self.strict = strict
         self.is_memory = is_memory
@@ -157,20 +158,18 @@ class Matrix:
         relation: Relation,
         engine: str,
         budget: int,  # bytes of scores that may be kept
-        bias: Bias = (None, None),
         strict: bool = False,
     ) -> Matrix:
-        """Return the matrix of the products of embeddings, with a bias."""
+        """Return the matrix of the products of embeddings, with their biases."""
         if not is_small(engine, math.prod(relation.shape), budget, rows.dtype):
-            return large_matrix(rows, cols, relation, engine, budget, bias, strict=strict)
+            return large_matrix(rows, cols, relation, engine, budget, strict=strict)
         return cls(
             relation,
             engine,
             rows,
             vectors=(rows, cols),
             part=part_of(rows.target, cols.target, rows.normalize),
-            bias=in_dtype(bias, rows.dtype),
-            bounded=rows.normalize and not is_biased(bias),
+            bounded=rows.normalize and rows.bias is None and cols.bias is None,
             strict=strict,
         )
 
@@ -190,7 +189,6 @@ class Matrix:
         vectors = self.embeddings
         if vectors is not None:
             vectors = vectors[0].detach(), vectors[1].detach()
-        bias = [None if b is None else b.detach() for b in self.bias]
         twin = Matrix(
             self.relation if relation is None else relation,
             self.engine,
@@ -198,7 +196,6 @@ class Matrix:
             vectors=vectors,
             given=None if self.given is None else self.given.detach(),
             part=None if self._part is None else self._part.detach(),
-            bias=(bias[0], bias[1]),
             keeps_scores=self.keeps_scores,
             bounded=self.bounded,
             strict=self.strict,
@@ -212,8 +209,9 @@ class Matrix:
 
     def without_bias(self) -> Matrix:
         """Return the inner products of the embeddings alone, without a gradient."""
+        self.check_unchanged()
         assert self.embeddings is not None
-        rows, cols = (vectors.detach() for vectors in self.embeddings)
+        rows, cols = (Embeddings(x.given.detach(), x.normalize) for x in self.embeddings)
         return large_matrix(rows, cols, self.relation, "tiled", 0)
 
     def host_may_read(self) -> bool:
@@ -280,10 +278,10 @@ class Matrix:
         self.check_unchanged()
         assert self.embeddings is not None
         sides: list[Side] = []
-        for vectors, bias in zip(self.embeddings, self.bias, strict=True):
+        for vectors in self.embeddings:
             unit = vectors.unit() if self.keeps_scores and may_keep() else None
             x = vectors.x if unit is None else None
-            sides.append(Side(x, vectors.inverse_norms(), unit, bias))
+            sides.append(Side(x, vectors.inverse_norms(), unit, vectors.bias))
         return Inputs(sides[0], sides[1], None)
 
     def targets(self) -> Targets:
@@ -329,9 +327,9 @@ class Matrix:
             return self.inputs()
         self.check_unchanged()
         sides: list[Side] = []
-        for vectors, bias in zip(self.embeddings, self.bias, strict=True):
+        for vectors in self.embeddings:
             given = Embeddings(vectors.given.detach(), vectors.normalize)
-            sides.append(Side(given.x, given.inverse_norms(), None, bias))
+            sides.append(Side(given.x, given.inverse_norms(), None, vectors.bias))
         return Inputs(sides[0], sides[1], None)
 
     # ------------------------------------------------------------------------------------ answers
@@ -676,31 +674,30 @@ class Matrix:
 # -------------------------------------------------------------------------- matrices of embeddings
 
 
-def large_matrix(  # noqa: PLR0913 — one object; all but five have defaults
+def large_matrix(
     rows: Embeddings,
     cols: Embeddings,
     relation: Relation,
     engine: str,
     budget: int,  # bytes of scores that may be kept
-    bias: Bias = (None, None),
     *,
     bounded: bool | None = None,
     strict: bool = False,
     is_memory: bool = False,
 ) -> Matrix:
     """Return a matrix that is multiplied block by block; its scores are kept if they fit."""
-    if engine == "triton" and not is_biased(bias):
+    is_biased = rows.bias is not None or cols.bias is not None
+    if engine == "triton" and not is_biased:
         rows = as_multiplied(rows)
         cols = as_multiplied(cols)
     if bounded is None:
-        bounded = rows.normalize and cols.normalize and not is_biased(bias)
+        bounded = rows.normalize and cols.normalize and not is_biased
     size = math.prod(relation.shape) * rows.dtype.itemsize
     return Matrix(
         relation,
         engine,
         rows,
         vectors=(rows, cols),
-        bias=in_dtype(bias, rows.dtype),
         keeps_scores=engine == "tiled" and size <= budget,
         bounded=bounded,
         strict=strict,
@@ -737,22 +734,6 @@ def part_of(rows: Tensor, cols: Tensor, normalize: bool) -> StepPart:
     place = slice(0, n), slice(n, stop)
     step = Step(Layout(stop, normalize, (place,)), [None], (rows, cols))
     return StepPart(step, (0,), *place)
-
-
-def is_biased(bias: Bias) -> bool:
-    """Return whether rows or columns have a bias."""
-    # not by a comparison: of a tensor with None, PyTorch makes one by a C++ exception
-    return bias[0] is not None or bias[1] is not None
-
-
-def in_dtype(bias: Bias, dtype: torch.dtype) -> Bias:
-    """Return biases in the dtype of scores."""
-    of_rows, of_cols = bias
-    if of_rows is not None:
-        of_rows = of_rows.to(dtype)
-    if of_cols is not None:
-        of_cols = of_cols.to(dtype)
-    return of_rows, of_cols
 
 
 def contiguous_copy(x: Tensor, dtype: torch.dtype) -> Tensor:

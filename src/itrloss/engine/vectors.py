@@ -51,7 +51,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def may_keep() -> bool:
     """Return whether tensors made now may be cached: autograd cannot save inference tensors."""
-    return torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()
+    return not torch.is_inference_mode_enabled() or torch.compiler.is_compiling()
 
 
 # ------------------------------------------------------------------------------------ unit vectors
@@ -159,9 +159,16 @@ class RoundOnce(torch.autograd.Function):
 
 
 class Embeddings:
-    """The vectors (N, D) of one side; matrices that share this object share its lengths."""
+    """The vectors (N, D) of one side, and a bias of each; matrices that share this object share its
+    lengths.
+    """
 
-    def __init__(self, x: Tensor, normalize: bool = True):
+    def __init__(
+        self,
+        x: Tensor,
+        normalize: bool = True,
+        bias: Tensor | None = None,  # (N,) added to the scores of a vector
+    ):
         compiling = torch.compiler.is_compiling()
         if not torch.is_grad_enabled():  # what is made under no_grad has no gradient outside either
             x = x.detach()
@@ -172,6 +179,7 @@ class Embeddings:
         self.x = x  # what is multiplied
         self.normalize = normalize
         self.dtype = compute_dtype(x)
+        self.bias = None if bias is None else bias.to(self.dtype)
         self.version = None
         if not compiling and not x.is_inference():
             self.version = x._version
@@ -189,7 +197,7 @@ class Embeddings:
 
     def rounded(self, dtype: torch.dtype) -> Embeddings:
         """Return the same vectors, multiplied in another dtype; their gradient is not rounded."""
-        twin = Embeddings(self.given, self.normalize)
+        twin = Embeddings(self.given, self.normalize, self.bias)
         if self.normalize and dtype == torch.float16:  # lengths may leave its range
             twin.target = twin.given * inverse_norms(twin.given.detach())
         twin.x = twin.target.detach().to(dtype)
@@ -231,7 +239,8 @@ class Embeddings:
 
     def detach(self) -> Embeddings:
         """Return the same embeddings without a gradient."""
-        twin = Embeddings(self.given.detach(), self.normalize)
+        bias = None if self.bias is None else self.bias.detach()
+        twin = Embeddings(self.given.detach(), self.normalize, bias)
         twin.target = self.target.detach()
         twin.x = self.x.detach()
         twin.version = self.version
