@@ -198,6 +198,8 @@ def views(question: Question, tile: Tile) -> list[View]:
 
 def affine(scores: Tensor, scale: Value, shift: Value | None) -> Tensor:
     """Return ``scale S + shift``, a new tensor."""
+    if shift is None and not isinstance(scale, Tensor) and scale == 1:
+        return scores.clone()  # whose backward pass does nothing
     if shift is None:
         return scores * scale
     if isinstance(scale, Tensor) and isinstance(shift, Tensor):

@@ -51,7 +51,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def may_keep() -> bool:
     """Return whether tensors made now may be cached: autograd cannot save inference tensors."""
-    return not torch.is_inference_mode_enabled() or torch.compiler.is_compiling()
+    # in this order, as the compiler refuses the second question
+    return torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()
 
 
 # ------------------------------------------------------------------------------------ unit vectors
