@@ -124,6 +124,8 @@ class Relation:
         #: Whether one id of each entry alone says who matches, so that pairs are found by sorting.
         #: Sets of labels, groups and matrices take masks, block by block.
         self.by_ids = own is not None and own.dim() == 1 and groups is None
+        #: Whether rows and columns are alike, so that each has as many positives as the other.
+        self._is_symmetric = self.others_are_negatives and own is others and shape[0] == shape[1]
         by_mask = BY_MASK if own is None or host_may_read(own) else KEPT_MASK
         self._is_small = shape[0] * shape[1] <= by_mask
 
@@ -217,13 +219,13 @@ class Relation:
 
     def excluded(self, over: Over, rows: slice = ALL, cols: slice = ALL) -> Tensor | None:
         """Return the (r, c) bool mask of the pairs that a sum leaves out; None: it has all."""
+        is_whole = rows == cols == ALL
         if over == "negatives":
-            is_whole = rows == cols == ALL
             if is_whole and self.others_are_negatives and self.all_exist:
                 return self.all_positive()
             return self._not_negative(rows, cols)
         if over == "positives":
-            return self.positive(rows, cols).logical_not_()
+            return ~(self.all_positive() if is_whole else self.positive(rows, cols))
         if self.others_are_negatives and self.all_exist:
             return None
         return self._not_negative(rows, cols) & ~self.positive(rows, cols)
@@ -317,9 +319,9 @@ class Relation:
         """Return the (A,) int64 numbers of positives, or of negatives, of each row (0) or column
         (1).
         """
+        if self._is_symmetric:
+            side = 0
         if self.one_to_one or (self.by_ids and not self._is_small):
-            if self.ids[0] is self.ids[1] and self.shape[0] == self.shape[1]:
-                side = 0
             count = self._counts_by_ids
         elif self._is_small:
             count = self._counts_in_mask
@@ -333,6 +335,8 @@ class Relation:
         """
         if self.one_to_one and self.shape[0] == self.shape[1]:
             return max(1, self.shape[0] - 1)
+        if self._is_symmetric:
+            side = 0
         return self._cached(("divisors", side, dtype), self._divisors, side, dtype)
 
     def _divisors(self, side: int, dtype: torch.dtype) -> Tensor:
