@@ -79,7 +79,8 @@ class Step:
                 self._inputs.append(x)
             own.append(x)
         self._args, self._kwargs = tree_unflatten(own, structure)
-        #: Whether each input and each parameter gets a gradient.
+        self._trained = trained([*self._inputs, *self._criterion.parameters()])
+        #: Whether each of the trained tensors gets a gradient: a loss may leave some out.
         self.has_gradient: list[bool] = []
         with recording():
             self._graph = graph(self._outputs, self._device)
@@ -90,18 +91,15 @@ class Step:
         # without its cache, which would keep the parameters of this call in half precision
         with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
             leaves, _ = tree_flatten(self._criterion(*self._args, **self._kwargs))
-        sources = [*self._inputs, *self._criterion.parameters()]
-        trained = [x for x in sources if x.requires_grad]
-        grads = iter(torch.autograd.grad(leaves[0], trained, allow_unused=True))
-        of_sources = [next(grads) if x.requires_grad else None for x in sources]
-        self.has_gradient = [x is not None for x in of_sources]
-        return [x.detach() for x in (*leaves, *of_sources) if x is not None]
+        grads = torch.autograd.grad(leaves[0], self._trained, allow_unused=True)
+        self.has_gradient = [x is not None for x in grads]
+        return [x.detach() for x in (*leaves, *grads) if x is not None]
 
-    def replay(self, sources: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        """Return the outputs for inputs, which parameters follow, as new tensors: there may be
-        another call before the backward pass.
+    def replay(self, inputs: list[Tensor]) -> Sequence[Tensor]:
+        """Return the outputs for other inputs, as new tensors: there may be a further call before
+        the backward pass.
         """
-        torch._foreach_copy_(self._inputs, sources[: len(self._inputs)])  # type: ignore[attr-defined]
+        torch._foreach_copy_(self._inputs, inputs)  # type: ignore[attr-defined]
         self._graph.replay()
         # one operator for all copies
         return torch._foreach_mul(self._graph.outputs, 1.0)  # type: ignore[attr-defined]
@@ -111,9 +109,9 @@ class Replayed(torch.autograd.Function):
     """A replayed step, whose gradients are those of the recording times the incoming one."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step, *sources: Tensor) -> tuple[Tensor, ...]:
-        """Return the leaves of the result for inputs, which parameters follow."""
-        outputs = step.replay(sources)
+    def forward(ctx: Any, step: Step, inputs: list[Tensor], *trained: Tensor) -> tuple[Tensor, ...]:
+        """Return the leaves of the result; ``trained``: what gets a gradient."""
+        outputs = step.replay(inputs)
         ctx.has_gradient = step.has_gradient
         ctx.save_for_backward(*outputs[step.size :])
         ctx.mark_non_differentiable(*outputs[1 : step.size])
@@ -122,13 +120,13 @@ class Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of inputs and parameters."""
+        """Return the gradients of the trained tensors."""
         if torch.is_grad_enabled():
             expected = "second derivatives need the criterion itself, without Graphed"
             raise RuntimeError(f"create_graph: {expected}")
         of_loss = grads[0]
         scaled = iter(torch._foreach_mul(ctx.saved_tensors, of_loss))  # type: ignore[attr-defined]
-        return None, *[next(scaled) if has else None for has in ctx.has_gradient]
+        return None, None, *[next(scaled) if has else None for has in ctx.has_gradient]
 
 
 class Graphed(CheckedModule):
@@ -179,11 +177,14 @@ class Graphed(CheckedModule):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.criterion(*args, **kwargs)
         given, structure = tree_flatten((args, kwargs))
-        kind = self._kind(given, structure)
+        inputs = [x for x in given if isinstance(x, Tensor)]
+        sources = trained([*inputs, *self.criterion.parameters()])
+        kind: Hashable | None = None
+        if inputs and sources:
+            kind = self._kind(given, structure, inputs[0].device)
         step = self._steps.get(kind)
         if step is not None:
-            inputs = [x for x in given if isinstance(x, Tensor)]
-            leaves = Replayed.apply(step, *inputs, *self.criterion.parameters())
+            leaves = Replayed.apply(step, inputs, *sources)
             return tree_unflatten(leaves, step.structure)
         if kind is None or kind in self._steps or len(self._steps) >= self.most:
             return self.criterion(*args, **kwargs)
@@ -195,15 +196,12 @@ class Graphed(CheckedModule):
         self._steps[kind] = step
         return result
 
-    def _kind(self, given: Sequence[object], structure: TreeSpec) -> Hashable | None:
+    def _kind(
+        self, given: Iterable[object], structure: TreeSpec, device: torch.device
+    ) -> Hashable | None:
         """Return what decides which kernels run and what they read; None for a call that is not
         recorded.
         """
-        inputs = [x for x in given if isinstance(x, Tensor)]
-        sources = [*inputs, *self.criterion.parameters()]
-        if not inputs or not any([x.requires_grad for x in sources]):
-            return None
-        device = inputs[0].device
         if device.type != self._device or is_recorded(device):
             return None
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
@@ -217,6 +215,11 @@ class Graphed(CheckedModule):
     def extra_repr(self) -> str:
         """Return the options and the number of recorded steps, for ``repr``."""
         return f"most={self.most}, recorded={len([x for x in self._steps.values() if x])}"
+
+
+def trained(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return those tensors that get a gradient."""
+    return [x for x in tensors if x.requires_grad]
 
 
 def kind_of(x: object) -> Hashable | None:
@@ -258,8 +261,8 @@ def is_loss(result: object) -> bool:
     leaves, _ = tree_flatten(result)
     if not all([isinstance(x, Tensor) and x.is_floating_point() for x in leaves]):
         return False
-    trained = [x.requires_grad for x in leaves]
-    return leaves[0].dim() == 0 and trained[0] and not any(trained[1:])
+    loss, *others = leaves
+    return loss.dim() == 0 and loss.requires_grad and not trained(others)
 
 
 def versions(modules: Iterable[nn.Module]) -> list[int]:
