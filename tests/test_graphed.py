@@ -204,6 +204,17 @@ def test_ids_are_inputs(accelerator):
     assert recorded(graphed) == 1
 
 
+def test_arguments_by_name_in_another_order(accelerator):
+    graphed = Taped(itrloss.InfoNCELoss(directions="image-text"))
+    first, second = torch.arange(N) // 2, torch.arange(N) // 3
+    pair = batch()
+    for _ in range(2):
+        assert agrees(graphed, *pair, image_ids=first, text_ids=second)
+        assert agrees(graphed, *pair, text_ids=first, image_ids=second)
+        assert agrees(graphed, *pair, first, text_ids=second)
+    assert recorded(graphed) == 3
+
+
 def test_the_incoming_gradient_is_a_factor():
     graphed = OnCPU(itrloss.DiversityContrastiveLoss())
     for factor in (1.0, 0.25, 65536.0, 0.0):  # powers of two round nothing
@@ -819,19 +830,31 @@ def test_a_call_that_waits_for_the_device_cannot_be_recorded(accelerator):
 # ------------------------------------------------------------------------------ autocast, threads
 
 
-@pytest.mark.parametrize("name", ["infonce", "prototypes"])
+class Linear(nn.Linear):
+    """A loss whose weight autocast converts, and keeps."""
+
+    def forward(self, images: Tensor, texts: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(images - texts).square().sum()
+
+
+AUTOCAST = {
+    "infonce": lambda: itrloss.InfoNCELoss(learnable=True),
+    "linear": lambda: Linear(D, 3),
+}
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
 def test_autocast_is_part_of_the_kind_and_keeps_no_parameter(name, accelerator):
     torch.manual_seed(0)
-    criterion = itrloss.InfoNCELoss(learnable=True)
-    if name == "prototypes":
-        criterion = itrloss.PrototypeClassificationLoss(D, 3)
+    criterion = AUTOCAST[name]()
     graphed = Taped(criterion)
-    arguments = batch()
-    if name == "prototypes":
-        arguments.append(torch.arange(N) % 3)
     for enabled in (False, True, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            assert agrees(graphed, *arguments)
+        for call in (criterion, graphed):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                found = outcome(call(*(pair := batch())), [*pair, *criterion.parameters()])
+            if call is criterion:
+                expected = found
+        assert are_equal(found, expected)
         with torch.no_grad():
             for p in criterion.parameters():
                 p.mul_(1.5)
