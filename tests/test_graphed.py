@@ -204,6 +204,39 @@ def test_ids_are_inputs(accelerator):
     assert recorded(graphed) == 1
 
 
+def test_gradients_go_on_to_encoders(accelerator):
+    torch.manual_seed(0)
+    encoders = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])
+    criterion = itrloss.InfoNCELoss(learnable=True)
+    graphed = Taped(criterion)
+    leaves = [*encoders.parameters(), *criterion.parameters()]
+    for seed in range(3):
+        found = []
+        for call in (criterion, graphed):
+            embedded = [f(x.detach()) for f, x in zip(encoders, batch(seed=seed), strict=True)]
+            found.append(outcome(call(*embedded), leaves))
+        assert are_equal(*found)
+    assert recorded(graphed) == 1
+
+
+def test_a_gradient_cache_takes_it():
+    torch.manual_seed(0)
+    encoders = nn.Linear(D, D), nn.Linear(D, D)
+    criterion = itrloss.InfoNCELoss(learnable=True)
+    leaves = [p for module in (*encoders, criterion) for p in module.parameters()]
+    pair = [x.detach() for x in batch()]
+    graphed = OnCPU(criterion)
+    found = []
+    for call in (criterion, graphed, graphed):
+        for x in leaves:
+            x.grad = None
+        loss = itrloss.grad_cache_step(call, encoders, pair, chunk_size=2)
+        found.append([loss, *[x.grad for x in leaves]])
+    assert are_equal(found[0], found[1])
+    assert are_equal(found[0], found[2])
+    assert recorded(graphed) == 1
+
+
 def test_arguments_by_name_in_another_order(accelerator):
     graphed = Taped(itrloss.InfoNCELoss(directions="image-text"))
     first, second = torch.arange(N) // 2, torch.arange(N) // 3
@@ -543,8 +576,8 @@ def test_a_loss_that_fills_the_memory_fills_it_once_a_call():
     assert recorded(graphed) == 0
 
 
-def test_a_memory_with_loaded_labels_is_checked_again():
-    graphed = OnCPU(itrloss.UnifiedTrainingObjective())
+def test_a_memory_with_loaded_labels_is_checked_again(accelerator):
+    graphed = Taped(itrloss.UnifiedTrainingObjective())
     memory = filled()
     for _ in range(2):
         graphed(*memory_arguments(0), memory)
