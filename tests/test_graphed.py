@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support.conforming import CALLS, conforming
-from support.graphs import Idling, OnCPU, Operators, Taped, read_nothing
+from support.graphs import Idling, OnCPU, Operators, Tape, Taped, read_nothing
 from support.losses_registry import REGISTRY, where
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -766,12 +766,16 @@ def test_attributes_that_are_tensors_may_change():
     assert recorded(graphed) == 0
 
 
-def test_a_graph_inside_of_a_graph_is_one(accelerator):
+def test_a_graph_inside_of_a_graph_is_one(accelerator, monkeypatch):
+    made = []
+    make = Tape.__init__
+    monkeypatch.setattr(Tape, "__init__", lambda self, *x: (made.append(self), make(self, *x))[1])
     inner = Taped(itrloss.SupConLoss())
     graphed = Taped(itrloss.Matryoshka(inner, (4, 8)))
     for seed in range(3):
         assert agrees(graphed, *batch(seed=seed))
     assert recorded(graphed) == 1
+    assert len(made) == 1 + recorded(inner) == 3  # inner ones are those of calls outside
 
 
 @pytest.mark.slow
