@@ -262,6 +262,14 @@ def test_an_input_that_is_changed_before_backward_has_the_gradient_of_the_call(a
     assert torch.equal(pair[0].grad, again[0].grad)
 
 
+def test_no_input_is_written_to(accelerator):
+    graphed = Taped(itrloss.InfoNCELoss())
+    first = batch(seed=1)
+    graphed(*first)
+    graphed(*batch(seed=2))
+    assert are_equal(first, batch(seed=1))
+
+
 def test_embeddings_in_other_layouts(accelerator):
     graphed = Taped(itrloss.InfoNCELoss())
     for seed in range(3):
