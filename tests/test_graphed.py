@@ -622,6 +622,13 @@ def test_ids_that_are_no_tensors_go_to_the_criterion(name):
     assert recorded(graphed) == 0
 
 
+class Several(nn.Module):
+    """Two losses, each with a gradient."""
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        return images.sum(), (images * texts).sum()
+
+
 PASSED_ON: dict[str, Callable[[], tuple[Graphed, Sequence[Any]]]] = {
     "similarity": lambda: (OnCPU(itrloss.InfoNCELoss()), [itrloss.Similarity(*batch())]),
     "values of anchors": lambda: (OnCPU(itrloss.InfoNCELoss(reduction="none")), batch()),
@@ -629,6 +636,7 @@ PASSED_ON: dict[str, Callable[[], tuple[Graphed, Sequence[Any]]]] = {
         OnCPU(itrloss.InfoNCELoss(reduction="none", directions="image-text")),
         batch(),
     ),
+    "several losses": lambda: (OnCPU(Several()), batch()),
     "gather": lambda: (OnCPU(itrloss.InfoNCELoss(gather=True)), batch()),
     "telemetry": lambda: (OnCPU(itrloss.InfoNCELoss(telemetry=True)), batch()),
     "check_finite": lambda: (OnCPU(itrloss.InfoNCELoss(check_finite=True)), batch()),
@@ -651,6 +659,13 @@ def test_other_calls_go_to_the_criterion(name):
         parts = [x if isinstance(x, tuple) else (x,) for x in (found, expected)]
         assert are_equal(*parts)
     assert recorded(graphed) == 0
+
+
+def test_calls_that_train_nothing_take_no_place():
+    graphed = OnCPU(itrloss.InfoNCELoss(), most=1)
+    graphed(*[x.detach() for x in batch()])
+    graphed(*batch())
+    assert recorded(graphed) == 1
 
 
 def test_telemetry_is_kept_when_it_is_set_later():
@@ -984,7 +999,7 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "Stream", lambda: self)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
-        monkeypatch.setattr(torch.random, "fork_rng", self.context("numbers"))
+        monkeypatch.setattr(torch.random, "fork_rng", self.drawn_again)
 
     def context(self, name: str) -> Callable[..., Any]:
         def enter(*_: object, **options: object) -> Any:
@@ -992,6 +1007,10 @@ class FakeCuda:
             return nullcontext()
 
         return enter
+
+    def drawn_again(self, devices: Sequence[torch.device]) -> Any:
+        self.log.append(f"numbers of {devices[0]}")
+        return nullcontext()
 
     def wait_stream(self, other: object) -> None:
         self.log.append("wait")
@@ -1009,7 +1028,7 @@ def test_a_capture_follows_warm_ups_on_a_stream_of_its_own(monkeypatch):
 
     graph = CUDAGraph(function, torch.device("cuda", 0))
     graph.replay()
-    warm_up = ["device", "numbers", "wait", "stream", "call", "call", "call", "wait"]
+    warm_up = ["device", "numbers of cuda:0", "wait", "stream", "call", "call", "call", "wait"]
     assert fake.log == [*warm_up, "graph", "call", "replay"]
     assert torch.equal(graph.outputs[0], torch.ones(()))
 
