@@ -42,7 +42,7 @@ FLOORS = [
         "telemetry",
         "mining",
     },
-    {"losses", "compat", "grad_cache"},
+    {"losses", "compat", "grad_cache", "graphed"},
     {"testing", "integrations"},
     {"cli"},
     {"__main__"},
@@ -170,7 +170,7 @@ IN_TORCH = words(
     dist.get_rank dist.get_world_size dist.init_process_group dist.is_available dist.is_initialized
     dist.reduce_scatter_tensor nn.Module nn.Parameter nn.functional.normalize torch.Generator
     torch.OutOfMemoryError torch.Tensor torch.TypedStorage torch._C._len_torch_dispatch_stack
-    torch.__version__
+    torch.__version__ torch._foreach_copy_ torch._foreach_mul
     torch.__file__ torch._dynamo.graph_break torch._subclasses.FakeTensor
     torch.accelerator.current_accelerator
     torch.add torch.addcmul torch.addmm torch.allclose torch.amax torch.amp.GradScaler
@@ -180,10 +180,12 @@ IN_TORCH = words(
     torch.backends.cpu.get_cpu_capability torch.backends.cuda.matmul torch.backends.mkldnn.enabled
     torch.backends.mkldnn.is_available torch.backends.mps.is_available torch.bfloat16 torch.bincount
     torch.bool torch.cat torch.cdist torch.clear_autocast_cache torch.compile
-    torch.compiler.is_compiling torch.compiler.reset torch.contiguous_format torch.cuda.device_of
+    torch.compiler.is_compiling torch.compiler.reset torch.contiguous_format torch.cuda.CUDAGraph
+    torch.cuda.Stream torch.cuda.current_stream torch.cuda.device torch.cuda.device_of
+    torch.cuda.graph
     torch.cuda.get_device_capability torch.cuda.get_device_properties torch.cuda.get_rng_state_all
     torch.cuda.is_available torch.cuda.is_current_stream_capturing torch.cuda.is_initialized
-    torch.cuda.set_rng_state_all torch.device torch.distributed.get_rank
+    torch.cuda.set_rng_state_all torch.cuda.stream torch.device torch.distributed.get_rank
     torch.distributed.tensor.DTensor torch.distributed.tensor.distribute_tensor torch.div
     torch.dtype torch.einsum torch.empty torch.empty_like torch.enable_grad torch.equal torch.exp
     torch.exp_ torch.eye torch.finfo torch.float16 torch.float32 torch.float64 torch.from_numpy
@@ -198,13 +200,15 @@ IN_TORCH = words(
     torch.nn.functional.pad torch.nn.utils.rnn.pad_sequence torch.no_grad torch.ones torch.ones_like
     torch.ops.mkldnn._linear_pointwise.default torch.optim.Adam torch.optim.Optimizer
     torch.optim.SGD torch.promote_types torch.rand torch.randint torch.randn torch.randperm
+    torch.random.fork_rng
     torch.repeat_interleave torch.save torch.rsub torch.searchsorted torch.set_default_dtype
     torch.set_grad_enabled torch.set_num_threads torch.set_rng_state torch.sigmoid_ torch.sort
     torch.sparse_coo torch.sparse_coo_tensor torch.special.log_ndtr torch.stack torch.strided
     torch.sub torch.sum torch.take_along_dim torch.tensor torch.tensordot torch.testing.assert_close
     torch.threshold torch.triu_indices torch.uint64 torch.uint8 torch.unique
-    torch.utils._pytree.tree_flatten torch.utils._pytree.tree_leaves torch.utils._pytree.tree_map
-    torch.utils._pytree.tree_map_only torch.utils._pytree.tree_unflatten torch.var_mean
+    torch.utils._pytree.TreeSpec torch.utils._pytree.tree_flatten torch.utils._pytree.tree_leaves
+    torch.utils._pytree.tree_map torch.utils._pytree.tree_map_only
+    torch.utils._pytree.tree_unflatten torch.var_mean
     torch.version.hip torch.where torch.zeros torch.zeros_like
     """
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from itrloss import InfoNCELoss
+from itrloss import Graphed, InfoNCELoss
 
 from .record import Row
 from .session import Session, gflops
@@ -63,6 +63,8 @@ def modes(session: Session) -> None:
         "other stream": (step, lambda x: on_other_stream(session, x)),
         "graph": (step, lambda x: session.graph(x, x.trained)),
         "graph with ids": (with_ids, lambda x: session.graph(x, x.trained)),
+        "recorded": (step, recorded),
+        "recorded, with ids": (with_ids, recorded),
         "compiled": (step, lambda x: compiled(session, x, "default")),
         "compiled, reduce-overhead": (step, lambda x: compiled(session, x, "reduce-overhead")),
     }
@@ -123,6 +125,13 @@ def on_other_stream(session: Session, step: Step) -> Callable[[], None]:
         torch.cuda.current_stream().wait_stream(side)
 
     return run
+
+
+def recorded(step: Step) -> Callable[[], None]:
+    """Return the step with a recorded loss, after its first call, which is the loss's own."""
+    replayed = Step(Graphed(InfoNCELoss(engine="triton")), step.leaves, step.ids)
+    replayed()
+    return replayed
 
 
 def compiled(session: Session, step: Step, mode: str) -> Callable[[], None]:

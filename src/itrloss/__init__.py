@@ -6,6 +6,7 @@ from .checks import option
 from .checks.warnings import SuspiciousInputWarning, UnfitScalesWarning
 from .engine.related import Related
 from .grad_cache import grad_cache_step
+from .graphed import Graphed
 from .kmeans import OnlineKMeans
 from .losses import *  # noqa: F403 (every loss, by `losses.__all__`)
 from .memory import CoupledMemory, MomentumEncoder
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Anchors",
     "CoupledMemory",
+    "Graphed",
     "MomentumEncoder",
     "NO_ID",
     "OnlineKMeans",

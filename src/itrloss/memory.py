@@ -84,7 +84,8 @@ class CoupledMemory(CheckedModule):
             self.register_buffer("images", torch.empty(size, dim, dtype=dtype))
             self.register_buffer("texts", torch.empty(size, dim, dtype=dtype))
             self.register_buffer("ids", torch.empty(size, dtype=torch.int64))
-            self.register_buffer("enqueued", torch.tensor(0))
+            # not torch.tensor(0), which a CUDA graph cannot copy from the host
+            self.register_buffer("enqueued", torch.zeros((), dtype=torch.int64))
         self.reset_parameters()
         self.register_load_state_dict_post_hook(find_labels)
 

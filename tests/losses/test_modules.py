@@ -82,6 +82,7 @@ class Module(NamedTuple):
 
 MODULES = {
     "infonce": Module(REGISTRY["infonce learnable"].make, pair),
+    "graphed": Module(lambda: itrloss.Graphed(REGISTRY["infonce learnable"].make()), pair),
     "coder": Module(REGISTRY["coder"].make, coder),
     "prototypes": Module(REGISTRY["prototypes"].make, classify),
     "orthogonal": Module(REGISTRY["orthogonal"].make, heads),

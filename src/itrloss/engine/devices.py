@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -67,3 +70,27 @@ def advise(platform: Platform) -> None:
         "engine='triton' takes them; python -m benchmarks gpu checks them first.",
         stacklevel=4,
     )
+
+
+_RECORDS: ContextVar[bool] = ContextVar("_RECORDS", default=False)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Let calls choose as in a CUDA graph: those that warm up for one run its kernels."""
+    token = _RECORDS.set(True)
+    try:
+        yield
+    finally:
+        _RECORDS.reset(token)
+
+
+def is_recorded(device: torch.device) -> bool:
+    """Return whether what runs on a device goes into a CUDA graph: the host must not wait for it
+    then, and launches cost no time.
+    """
+    if _RECORDS.get():
+        return True
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return False
+    return torch.cuda.is_current_stream_capturing()

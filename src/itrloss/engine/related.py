@@ -18,6 +18,7 @@ from ..checks import (
     no_default_pairing,
     one_of,
 )
+from .devices import is_recorded
 from .relation import Ids, Relation, Rule, as_sets
 
 PassedIds = tuple[IdsLike | None, IdsLike | None]  # of rows and of columns, as passed in
@@ -152,10 +153,12 @@ def weights_of(matches: Tensor) -> bool:
     """Return whether matches have weights that are not 1; raise an error for values below 0,
     infinite ones, and integers that are neither 0 nor 1.
 
-    An accelerator has to synchronise. In a compiled graph nothing is read: there may be weights.
+    An accelerator has to synchronise. In a graph, compiled or recorded, nothing is read: there may
+    be weights.
     """
     is_fake = matches.is_meta or isinstance(matches, torch._subclasses.FakeTensor)
-    if is_fake or torch.compiler.is_compiling():  # there are no values yet
+    # there are no values yet
+    if is_fake or torch.compiler.is_compiling() or is_recorded(matches.device):
         return matches.dtype != torch.bool
     weights = matches[(matches != 0) & ~matches.isnan()]
     if bool(((weights < 0) | (weights == torch.inf)).any()):

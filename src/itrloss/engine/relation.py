@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .devices import is_recorded
 from .vectors import compute_dtype, host_may_read, may_keep
 
 IGNORE_ID = torch.iinfo(torch.int64).min  # id of an entry that does not exist: it matches nothing
@@ -149,7 +150,7 @@ class Relation:
         like = self.ids[0] if self.matches is None else self.matches
         assert like is not None
         if like.device.type == "cuda" and not torch.compiler.is_compiling():
-            return not torch.cuda.is_current_stream_capturing()
+            return not is_recorded(like.device)
         return host_may_read(like)
 
     def exists(self, side: int) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..checks import Learnt, option
 from ..checks.warnings import warn, warn_of_scale
+from ..engine.devices import is_recorded
 from ..engine.vectors import compute_dtype
 from ..functional import Values
 from ..similarity import Similarity
@@ -115,9 +116,7 @@ class TripletLoss(PairLoss):
         """Warn if embeddings are all alike in two checks in a row, a hundred calls. Each check
         synchronises.
         """
-        if sim.device.type == "meta" or (
-            sim.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        ):
+        if sim.device.type == "meta" or is_recorded(sim.device):
             return
         total = functional.triplet_loss(sim, self.margin, "hardest", "sum")
         per_pair = float(total / sim.total(sim.positive_counts.sum()).clamp_min(1))

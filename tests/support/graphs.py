@@ -1,0 +1,110 @@
+"""Stand-ins for CUDA graphs on the CPU, by which a `itrloss.Graphed` replays there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import itrloss
+from itrloss.graphed import CUDAGraph
+
+# What a capture cannot hold: the host waits for the device, or sizes depend on numbers.
+WAITING = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select"}
+
+
+class Rerun(CUDAGraph):
+    """A graph that computes the function again, and writes to the same tensors."""
+
+    def __init__(self, function: Callable[[], list[Tensor]], device: torch.device):
+        self.function = function
+        with torch.random.fork_rng([]):
+            self.outputs = [x.clone() for x in function()]
+
+    def replay(self) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            found = self.function()
+        torch._foreach_copy_(self.outputs, found)  # type: ignore[attr-defined]
+
+
+class Tape(CUDAGraph):
+    """A graph that runs the recorded operators again, on the memory where they ran: nothing of
+    Python is run again, as in a CUDA graph.
+    """
+
+    def __init__(self, function: Callable[[], list[Tensor]], device: torch.device):
+        with torch.random.fork_rng([]):
+            function()  # what a capture must not do, warm-ups do
+        with torch.random.fork_rng([]), Operators() as operators:
+            self.outputs = function()
+        self.operators = operators.ran
+
+    @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)  # its conversions are recorded
+    def replay(self) -> None:  # type: ignore[override]
+        for function, args, kwargs, results in self.operators:
+            found = tree_leaves(function(*args, **kwargs))
+            for own, new in zip(results, found, strict=True):
+                if isinstance(own, Tensor) and own.data_ptr() != new.data_ptr():
+                    own.copy_(new)
+
+
+class Operators(TorchDispatchMode):
+    """Keeps the operators that run; raises the error of CUDA where a capture would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[tuple[Any, Any, Any, list[Any]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        by_mask = name == "index" and any(
+            isinstance(x, Tensor) and x.dtype == torch.bool for x in args[1]
+        )
+        if name in WAITING or "unique" in name or by_mask:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        result = func(*args, **(kwargs or {}))
+        held = tree_map_only(Tensor, Tensor.detach, (args, kwargs or {}, tree_leaves(result)))
+        self.ran.append((func, *held))
+        return result
+
+
+class Idle(CUDAGraph):
+    """A graph whose replay does nothing: what is left is the work of the host."""
+
+    def __init__(self, function: Callable[[], list[Tensor]], device: torch.device):
+        self.outputs = [x.clone() for x in function()]
+
+    def replay(self) -> None:  # type: ignore[override]
+        pass
+
+
+class OnCPU(itrloss.Graphed):
+    """It computes steps again."""
+
+    _device = "cpu"
+    _graph = Rerun
+
+
+class Taped(OnCPU):
+    """It runs recorded operators again."""
+
+    _graph = Tape
+
+
+class Idling(OnCPU):
+    """It replays nothing."""
+
+    _graph = Idle
+
+
+def read_nothing(monkeypatch: Any) -> None:
+    """Let the host read no tensor on the CPU, as on an accelerator."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("itrloss") and hasattr(module, "host_may_read"):
+            monkeypatch.setattr(module, "host_may_read", lambda x: False)
