@@ -38,6 +38,7 @@ VARIANTS = {
     **{f"ours {engine}": f"engine={engine!r}" for engine in ENGINES},
     "ours compiled": "ours under torch.compile",
     "ours graphed": "ours as a CUDA graph, forward and backward",
+    "ours recorded": "ours by itrloss.Graphed, with what the host does in each call",
     "eager": "the loss in plain PyTorch; for half precision under autocast",
     "eager graphed": "the loss in plain PyTorch as a CUDA graph",
     "eager compiled": "the loss in plain PyTorch under torch.compile",
@@ -188,6 +189,10 @@ def loss(name: str, case: Case, problem: Problem) -> Callable[..., Tensor]:
     """
     if name.startswith("ours"):
         ours = cases.module(case, problem, _engine(name) or "auto").to(case.device)
+        if name == "ours recorded":
+            if case.torch_device.type != "cuda":
+                raise Unavailable("runs on CUDA only")
+            ours = itrloss.Graphed(ours)
         ours = torch.compile(ours, fullgraph=True) if name == "ours compiled" else ours
         return lambda *leaves: ours(*leaves, *problem.arguments)
     if name in PEERS:
