@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from support import transcripts
 
 from itrloss.cli import main
 
@@ -45,6 +48,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     said = capsys.readouterr().err
     assert said.count("\n") <= 2, said
     return said
+
+
+def replay(name: str, **programs: Callable[..., str]) -> None:
+    """Compare what the commands of a transcript print; others may show what they wrote."""
+    transcripts.replay(name, itrloss=partial(transcripts.printed, main), **programs)
 
 
 def table_line(out: str, name: str) -> str:
