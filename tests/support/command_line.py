@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from support import transcripts
 
 from itrloss.cli import main
+from support import transcripts
 
 N, C, D = 12, 5, 8
 
