@@ -38,6 +38,8 @@ def test_what_commands_print(saved):
     np.savez("one.npz", i2t=scores(), t2i=scores(1), transductive=[True, True])
     for path in ("run_1/sims", "run_2/sims", "third", "sims", "image_bank", "text_bank"):
         np.save(f"{path}.T.npy", np.load(f"{path}.npy").T)
+    for name, array in {"_images": "images", "": "sims", "_bank": "text_bank"}.items():
+        np.save(f"repeated{name}.npy", np.load(f"{array}.npy").repeat(C, 0))
     np.save("random.npy", np.random.default_rng(0).random((9, 198)))
     np.save("logits.npy", 100 * scores())
     np.save("other_logits.npy", 100 * scores(1))

@@ -18,8 +18,8 @@ from support.cases import similarity
 from support.draws import OF_IDS, Draw, draw_workings, drawn_batch
 from support.oracle import Array, exists, match
 from support.rerankers import (
-    METHODS,
-    ORDERS,
+    EVERY,
+    OWN,
     Direction,
     as_scores,
     assert_same_scores,
@@ -74,7 +74,7 @@ class Evaluation:
         self.there = [[i for i, x in enumerate(own) if exists(x)] for own in (items, others)]
         self.right = torch.tensor([[match(a, b) for b in others] for a in items])
         self.options: dict[str, Any] = {}
-        self.reranker = draw.pick([None] * 4 + ["two stages", *METHODS, *ORDERS])
+        self.reranker = draw.pick([None] * 4 + ["two stages", *EVERY])
         self.grades = self.right.long()
         self.excluded = torch.zeros_like(self.right)
         if draw.chance(0.5):
@@ -145,7 +145,8 @@ class Evaluation:
             self.method = TwoStageReranker(lambda i, t: grid(99, 99)[i, t], k=3)
         elif self.reranker:
             self.method = method_of(self.reranker)
-            self.has_bank = self.method.needs_bank or self.draw.chance(0.5)
+            may_have = self.reranker not in OWN and self.draw.chance(0.5)
+            self.has_bank = self.method.needs_bank or may_have
         if self.has_bank:
             self.banks = [
                 torch.nn.functional.normalize(self.draw.normal(size, 3)) for size in (5, 6)
@@ -167,7 +168,8 @@ class Evaluation:
             first = similarity(*self.embeddings[::-1], ids[::-1], "tiled", normalize=False).T
         else:
             engine = "dense" if form == "transposed" else form
-            first = similarity(*self.embeddings, ids, engine, normalize=False)
+            related = self._one_group() if draw.chance(0.3) else None
+            first = similarity(*self.embeddings, ids, engine, normalize=False, related=related)
         if self.has_bank:
             self._fit(isinstance(first, Similarity) and first.embeddings is not None)
         return ((first, self.scores[1]) if self.has_two else first), *args
@@ -179,6 +181,12 @@ class Evaluation:
             self.method.fit(bank_images, bank_texts)
         else:
             self.method.fit(bank_images @ texts.T, images @ bank_texts.T)
+
+    def _one_group(self) -> Related:
+        """Groups that leave out no pair: some items are open to all."""
+        draw = self.draw
+        sizes = self.batch.n, self.batch.m
+        return Related(tuple(draw.marked(torch.zeros(size).long(), 0.2) for size in sizes))
 
     def _matches(self) -> Related:
         matches = self.right.double()
@@ -273,14 +281,18 @@ def skewness(counts: Sequence[int]) -> float:
 
 
 def assert_reranked(case: Evaluation) -> None:
-    """Compare all new scores with those of loops, where all items exist."""
-    everything = [*range(case.batch.n)], [*range(case.batch.m)]
-    if case.reranker in (None, "two stages") or case.there != [*everything]:
+    """Compare the new scores of what exists with those of loops."""
+    if case.reranker in (None, "two stages"):
         return
-    found = case.method.rerank(case.asked()[0])
+    first, *ids = case.asked()
+    found = case.method.rerank(Similarity.from_scores(first, *ids) if ids else first)
     assert found.transductive == (not case.has_bank,) * 2
-    for side, scores in enumerate((found.i2t, found.t2i.T)):
-        assert_same_scores(case.reranker, scores, case.reranked(side, everything))
+    images, texts = map(torch.tensor, case.there)
+    for side, scores in enumerate((found.i2t, found.t2i)):
+        assert not scores.isnan().any()
+        of_existing = scores[images[:, None], texts]
+        of_queries = of_existing if side == 0 else of_existing.T
+        assert_same_scores(case.reranker, of_queries, case.reranked(side, tuple(case.there)))
 
 
 @pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.cases import embeddings, public_rerankers, sample
-from support.rerankers import METHODS
+from support.rerankers import METHODS, Centred, CentredByBlocks
 
 from itrloss import Similarity, rerank
 from itrloss.cli import comparison
@@ -243,15 +243,7 @@ def test_a_state_of_another_method_is_refused_and_nothing_taken_over():
     assert method.k == 3
 
 
-class _Centred(rerank.Reranker):
-    """User-defined bias: the mean of a candidate's scores."""
-
-    def rule(self, direction):
-        mean = direction.candidates.mean_std().mean
-        return rerank.Bias(-mean)
-
-
-class _Precise(_Centred):
+class _Precise(Centred):
     """The same in double precision."""
 
     def rule(self, direction):
@@ -259,15 +251,7 @@ class _Precise(_Centred):
         return rerank.Bias(single.bias.double())
 
 
-class _CentredByBlocks(rerank.Reranker):
-    """The same as a function of a block of scores."""
-
-    def rule(self, direction):
-        mean = direction.candidates.mean_std().mean
-        return lambda scores, rows: scores.sub_(mean)
-
-
-class _NoRule(_Centred):
+class _NoRule(Centred):
     """The new scores, where a function that returns them is expected."""
 
     def rule(self, direction):
@@ -283,20 +267,20 @@ def test_re_rankers_of_ones_own_are_a_bias_or_a_function_of_a_block():
     v, w = embeddings(N, M)
     sim = Similarity(v, w, torch.arange(N) % 3, torch.arange(M) % 3)
     scores = sim.scores()
-    for method in (_Centred(), _CentredByBlocks()):
+    for method in (Centred(), CentredByBlocks()):
         found = method.rerank(sim)
         torch.testing.assert_close(found.i2t, scores - scores.mean(0))
         torch.testing.assert_close(found.t2i, scores - scores.mean(1, keepdim=True))
         top = method.topk(sim, 4)
         assert torch.equal(top.t2i.indices, found.t2i.T.topk(4).indices)
-    by_a_bias = retrieval_metrics(sim, reranker=_Centred())
-    by_a_function = retrieval_metrics(sim, reranker=_CentredByBlocks())
+    by_a_bias = retrieval_metrics(sim, reranker=Centred())
+    by_a_function = retrieval_metrics(sim, reranker=CentredByBlocks())
     assert by_a_bias == by_a_function
     single = torch.rand(N, M)
     # both directions in the dtype of the scores
-    assert_all_close(_Precise().rerank(single), _Centred().rerank(single))
-    with pytest.raises(ValueError, match="_CentredByBlocks is not a bias per candidate"):
-        _CentredByBlocks().biases(sim)
+    assert_all_close(_Precise().rerank(single), Centred().rerank(single))
+    with pytest.raises(ValueError, match="CentredByBlocks is not a bias per candidate"):
+        CentredByBlocks().biases(sim)
 
 
 # --- two stages -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor
 from examples.retrieval.rerankers import MultiFactorReranker, ReciprocalReranker
 from itrloss.rerank import (
     CSLS,
+    Bias,
     DualBankNorm,
     DualBankSinkhorn,
     DualSoftmax,
@@ -45,6 +46,25 @@ ORDERS: dict[str, Any] = {
     "reciprocal": ReciprocalReranker(4, 5),
     "multivariate": MultiFactorReranker(5, 0.5, 1.1),
 }
+
+
+class Centred(Reranker):
+    """A re-ranker of a user's own: scores less the mean of their candidate."""
+
+    def rule(self, direction):
+        return Bias(-direction.candidates.mean_std().mean)
+
+
+class CentredByBlocks(Reranker):
+    """The same as a function of a block of scores."""
+
+    def rule(self, direction):
+        mean = direction.candidates.mean_std().mean
+        return lambda scores, rows: scores.sub_(mean)
+
+
+OWN: dict[str, Any] = {"own": Centred(), "own by blocks": CentredByBlocks()}
+EVERY = METHODS | ORDERS | OWN
 
 
 @dataclass
@@ -104,6 +124,8 @@ BY_LOOPS: dict[str, Callable[[Direction, Any], Array]] = {
     "mutual proximity": lambda one, m: loops.mutual_proximity(one.scores, one.references),
     "sinkhorn": of_sinkhorn,
     "dbsn": of_two_banks,
+    "own": lambda one, m: one.scores - one.scores.mean(0),
+    "own by blocks": lambda one, m: one.scores - one.scores.mean(0),
     "reciprocal": of_reciprocal,
     "multivariate": of_multivariate,
 }
@@ -111,12 +133,12 @@ BY_LOOPS: dict[str, Callable[[Direction, Any], Array]] = {
 
 def method_of(name: str) -> Reranker:
     """Return a re-ranker without a bank, which may get one."""
-    return copy.copy((METHODS | ORDERS)[name])
+    return copy.copy(EVERY[name])
 
 
 def by_loops(name: str, direction: Direction) -> Array:
     """Return the new scores (queries, candidates) of a direction."""
-    return BY_LOOPS[name](direction, (METHODS | ORDERS)[name])
+    return BY_LOOPS[name](direction, EVERY[name])
 
 
 def assert_same_scores(name: str, found: Tensor, expected: Array) -> None:
