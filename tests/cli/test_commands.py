@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import subprocess
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from support.command_line import C, N, pairs, run
@@ -18,7 +14,6 @@ import itrloss
 from itrloss import Similarity
 from itrloss.cli import main
 from itrloss.cli.comparison import compare_rerankers
-from itrloss.metrics import Judgements, retrieval_metrics, retrieval_results
 from itrloss.rerank import CSLS, FastReranker
 
 from .conftest import ARRAYS
@@ -42,71 +37,6 @@ def test_embeddings_are_calibrated_with_the_bank_that_they_are_re_ranked_by():
     calibrated = compare_rerankers(validation, ("fast",), banks, validation).entries[-1].reranker
     with_bank = FastReranker().fit(*banks).calibrate(validation)
     assert repr(calibrated) == repr(with_bank) != repr(FastReranker().calibrate(validation))
-
-
-def read_csv(path: str) -> list[dict[str, str]]:
-    with open(path, encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def numbers(row: Mapping[str, str]) -> dict[str, float]:
-    return {name: float(x) for name, x in row.items() if name not in ("method", "hubs")}
-
-
-def test_files_have_any_k(saved):
-    options = ("--methods", "csls", "--ks", 1, 3, 20, 50, "--metrics", "m.csv", "--latex", "t.tex")
-    assert run("rerank", "sims.npy", *options) == 0
-    plain, csls = read_csv("m.csv")
-    assert [plain["method"], plain["hubs"]] == ["no re-ranking", ""]
-    assert [csls["method"], csls["hubs"]] == ["csls", "test"]
-    ks = (1, 3, 20, 50)
-    assert numbers(plain) == retrieval_metrics(PLAIN, ks=ks)
-    assert numbers(csls) == retrieval_metrics(PLAIN, ks=ks, reranker=CSLS())
-    latex = Path("t.tex").read_text(encoding="utf-8")
-    assert "R@3 &" in latex and "R@5 &" not in latex
-
-
-def test_folds_rank_the_candidates_of_their_part(saved):
-    options = ("--folds", 3, "--methods", "csls", "--trec", ".", "--top", 4, "--queries", "q.csv")
-    assert run("rerank", "sims.npy", *options) == 0
-    wanted = retrieval_results(PLAIN, reranker=CSLS(), folds=3, hubness_k=4)
-    for way, side in wanted.ways.items():
-        candidates = []
-        for line in Path(f"{way}.run").read_text().splitlines():
-            _, _, candidate, *_ = line.split()
-            candidates.append(int(candidate.strip("imagetx")))
-        assert candidates == side.top.flatten().tolist()
-    rows = [row for row in read_csv("q.csv") if row["direction"] == "t2i"]
-    assert [int(row["id"]) for row in rows] == IDS[1].tolist()
-    assert all(int(row["id"]) // 4 == int(row["first"]) // 4 for row in rows)
-
-
-@pytest.mark.parametrize("suffix", ["txt", "csv", "npy"])
-def test_graded_pairs_and_exclusions_come_from_files(suffix, saved, capsys):
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randperm(N * N * C, generator=generator)[:80]
-    images, texts = chosen // (N * C), chosen % (N * C)
-    grades = torch.randint(0, 4, (80,), generator=generator)
-    for name, columns in (("g", [images, texts, grades]), ("e", [images[::7], texts[::7]])):
-        table = torch.stack(columns, 1).numpy()
-        if suffix == "npy":
-            np.save(f"{name}.npy", table)
-        else:
-            np.savetxt(f"{name}.{suffix}", table, "%d", "," if suffix == "csv" else " ")
-    rules = ("--relevant", f"g.{suffix}", "--exclude", f"e.{suffix}")
-    results = ("--metrics", "m.csv", "--trec", ".", "--write", "no re-ranking", "--top", 60)
-    assert run("rerank", "sims.npy", *rules, "--methods", "fast", *results) == 0
-    assert f"right by g.{suffix}" in capsys.readouterr().out
-    excluded = images[::7], texts[::7]
-    options = {"relevant": Judgements(images, texts, grades), "exclude": excluded}
-    for row, method in zip(read_csv("m.csv"), (None, FastReranker()), strict=True):
-        wanted = retrieval_metrics(PLAIN, reranker=method, **options)
-        assert {name: float(row[name]) for name in wanted} == wanted
-    ranked = set()
-    for line in Path("i2t.run").read_text().splitlines():
-        image, _, text, *_ = line.split()
-        ranked.add(int(image.removeprefix("image")) * N * C + int(text.removeprefix("text")))
-    assert ranked == set(range(N * N * C)) - set(chosen[::7].tolist())
 
 
 # --- surroundings ---------------------------------------------------------------------------------

@@ -29,9 +29,15 @@ def csv(path: str) -> str:
     return pd.read_csv(path).round(6).T.to_string(header=False)
 
 
-# pytest shows what Python hides: matplotlib's calls of NumPy, in some versions of both
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_commands_print(saved):
+def npz(path: str) -> str:
+    """Return the shapes of an archive's arrays, and their numbers in the corners."""
+    with np.load(path) as arrays, np.printoptions(precision=4, threshold=20, edgeitems=4):
+        return "\n".join(f"{name} {x.shape}\n{x}" for name, x in arrays.items())
+
+
+@pytest.fixture
+def more(saved):
+    """More files in the working directory."""
     for seed, path in enumerate(("run_1/sims", "run_2/sims", "third")):
         Path(path).parent.mkdir(exist_ok=True)
         np.save(f"{path}.npy", scores(seed))
@@ -40,8 +46,20 @@ def test_what_commands_print(saved):
         np.save(f"{path}.T.npy", np.load(f"{path}.npy").T)
     for name, array in {"_images": "images", "": "sims", "_bank": "text_bank"}.items():
         np.save(f"repeated{name}.npy", np.load(f"{array}.npy").repeat(C, 0))
+    graded = np.random.default_rng(2).permutation(N * N * C)[:80]
+    graded = np.stack([graded // (N * C), graded % (N * C), graded % 4], 1)
+    for name, table in {"graded": graded, "left_out": graded[::7, :2]}.items():
+        np.save(f"{name}.npy", table)
+        np.savetxt(f"{name}.txt", table, "%d")
+        np.savetxt(f"{name}.csv", table, "%d", ",")
     np.save("random.npy", np.random.default_rng(0).random((9, 198)))
     np.save("logits.npy", 100 * scores())
     np.save("other_logits.npy", 100 * scores(1))
     Path("captions.txt").write_text("\n".join(f"caption <b{i}> & co" for i in range(N * C)))
-    replay("commands", cat=cat, page=page, csv=csv)
+
+
+# pytest shows what Python hides: matplotlib's calls of NumPy, in some versions of both
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["commands", "written"])
+def test_commands_are_those_that_were_read(name, more):
+    replay(name, cat=cat, page=page, csv=csv, npz=npz)
