@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -130,44 +129,3 @@ def test_views_are_trained_as_each_would_be_alone(config):
         for name, p in trainer.model.named_parameters():
             own = view.get_parameter(name)
             torch.testing.assert_close(own, p, rtol=1e-4, atol=1e-5, msg=name)
-
-
-# --- data that do not fit -------------------------------------------------------------------------
-
-BOTH_VIEWS = {"views": "regions+whole"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "file", "shape", "message"),
-    [
-        (BOTH_VIEWS, "dev_global.npy", None, r"views = 'regions\+whole': needs .*dev_global\.npy"),
-        (
-            {"enhancement": "cge"},
-            "dev_global.npy",
-            None,
-            r"enhancement = 'cge': needs .*dev_global\.npy",
-        ),
-        (
-            BOTH_VIEWS,
-            "dev_global.npy",
-            (20, 6),
-            r"dev_global\.npy: 6 features, must be 7 as in train_global",
-        ),
-        (
-            BOTH_VIEWS,
-            "dev_ims.npy",
-            (20, 4, 9),
-            r"dev_ims\.npy: 9 features, must be 8 as in train_ims",
-        ),
-    ],
-)
-def test_features_that_do_not_fit_are_named(settings, file, shape, message, config, tmp_path):
-    other = shutil.copytree(config.data, tmp_path / "other")
-    if shape is None:
-        (other / file).unlink()
-    else:
-        np.save(other / file, np.ones(shape, np.float32))
-    with pytest.raises(ValueError, match=message):
-        Trainer(replace(config, data=str(other), **settings))
-    if shape is None:
-        Trainer(replace(config, data=str(other)))  # the model ignores them
