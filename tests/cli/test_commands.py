@@ -14,19 +14,13 @@ import itrloss
 from itrloss import Similarity
 from itrloss.cli import main
 from itrloss.cli.comparison import compare_rerankers
-from itrloss.rerank import CSLS, FastReranker
+from itrloss.rerank import FastReranker
 
 from .conftest import ARRAYS
 
 IDS = torch.arange(N), torch.arange(N * C) // C
 TENSORS = {name: torch.from_numpy(array) for name, array in ARRAYS.items()}
-PLAIN = TENSORS["sims"]
-EMBEDDED = Similarity(TENSORS["images"], TENSORS["texts"].float(), *IDS)
-HELD_OUT = TENSORS["val"], TENSORS["i"], TENSORS["val_t"]
 BANKS = TENSORS["bank_images"].float(), TENSORS["bank_texts"].float()
-ON_BANK = CSLS().fit(*BANKS)
-IDS_7 = "--image-ids i.npy --text-ids"
-FAST = {"reranker": FastReranker()}
 
 
 def test_embeddings_are_calibrated_with_the_bank_that_they_are_re_ranked_by():

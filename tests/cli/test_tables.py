@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from support.command_line import C, N, pairs, scores
+from support.command_line import scores
 from support.stored import assert_stored
 
 from itrloss.cli import tables
@@ -28,9 +28,6 @@ from itrloss.metrics import (
     retrieval_results,
 )
 from itrloss.rerank import FastReranker
-
-IDS = torch.arange(N), torch.arange(N * C) // C
-BANKS = tuple(torch.from_numpy(x) for x in pairs(2))
 
 
 def made(i2t: object, t2i: object) -> RetrievalResults:

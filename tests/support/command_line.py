@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from html.parser import HTMLParser
@@ -53,11 +52,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def replay(name: str, **programs: Callable[..., str]) -> None:
     """Compare what the commands of a transcript print; others may show what they wrote."""
     transcripts.replay(name, itrloss=partial(transcripts.printed, main), **programs)
-
-
-def table_line(out: str, name: str) -> str:
-    """Return the first line of a table that has a name."""
-    return next(line for line in out.splitlines() if re.match(re.escape(name) + r"\s{2,}", line))
 
 
 def read_page(html: str) -> str:
