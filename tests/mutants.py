@@ -34,6 +34,7 @@ TIMEOUT = 600.0  # seconds for the tests of a mutant
 # Tests of a module or a package, from the nearest on. Others have ``tests/NAME`` or
 # ``tests/test_NAME.py``.
 SPINE = "tests/test_random_cases.py"
+EVALUATIONS = "tests/metrics/test_random_evaluations.py"
 LOSSES = [SPINE, "tests/losses"]
 CORE = [SPINE, "tests/engine", "tests/losses", "tests/test_similarity.py"]
 TESTS = {
@@ -41,6 +42,7 @@ TESTS = {
     "engine/triton": ["tests/engine/test_triton_random.py", "tests/engine"],
     "engine/kernels": ["tests/engine/test_triton_random.py", "tests/engine"],
     "engine/sets": ["tests/losses/test_late_interaction.py", "tests/engine"],
+    "engine/ranking": [EVALUATIONS, *CORE],
     "engine": CORE,
     "anchors": CORE,
     "similarity": [*CORE, "tests/distributed"],
@@ -53,6 +55,8 @@ TESTS = {
     "checks/options": ["tests/test_options.py", "tests/losses/test_losses.py"],
     "checks": ["tests/test_options.py", "tests/test_messages.py", "tests/test_input_forms.py"],
     "files": ["tests/cli"],
+    "metrics": [EVALUATIONS, "tests/metrics"],
+    "rerank": [EVALUATIONS, "tests/rerank"],
     "cli": ["tests/cli", "tests/rerank"],
 }
 

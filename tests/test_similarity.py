@@ -249,23 +249,6 @@ def test_terms_may_overwrite_the_scores_of_a_guide(engine, small_tiles):
     torch.testing.assert_close(found, (3 * guiding * scores).sum(1))
 
 
-ANSWERS = {
-    "scores of positives": lambda sim: sim.positive_scores(),
-    "numbers of positives": lambda sim: sim.positive_counts,
-    "numbers of negatives": lambda sim: sim.negative_counts,
-}
-
-
-@every_engine
-@pytest.mark.parametrize("name", ANSWERS)
-def test_answers_may_be_overwritten(name, engine):
-    for sim in matrices(engine):
-        answer = ANSWERS[name](sim)
-        before = answer.clone()
-        answer.zero_()
-        assert torch.equal(ANSWERS[name](sim), before)
-
-
 @every_engine
 def test_functions_of_pairs_may_work_in_place(engine):
     def value(scores, of_row, of_col):

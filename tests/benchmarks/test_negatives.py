@@ -71,9 +71,8 @@ def expect_chosen(rows):
     assert mined["to plain"]["difference"] == [pytest.approx(expected, abs=0.02)]
 
 
-def test_losses_and_what_is_mined_are_those_of_loops(data):
-    """They are stored: loops over anchors and candidates, and the library's loss, had the same."""
-    split, model, ids = data
+def losses_of(split, model, ids):
+    """The losses of all pairs and of a batch with mined ones, by name."""
     groups = torch.arange(60) // 4
     every = torch.arange(0, 300, 7)
     # of pictures 0, 1, 1, 30, 59, of which the second is twice in the batch
@@ -88,7 +87,12 @@ def test_losses_and_what_is_mined_are_those_of_loops(data):
         "of all forms": Loss(options, split, ids, None, groups)(model, every),
         "hard": Loss(Options(), split, ids, Hard(pictures, captions), None)(model, rows),
     }
-    found = {name: [loss.item()] for name, loss in losses.items()}
+    return {name: [loss.item()] for name, loss in losses.items()}
+
+
+def mined_of(split, model, ids):
+    """How many pictures and captions are mined, and the scores of some of them."""
+    found = {}
     v, w = model(*split)
     scores = F.normalize(v) @ F.normalize(w).T
     halves = torch.arange(60) // 30
@@ -106,7 +110,12 @@ def test_losses_and_what_is_mined_are_those_of_loops(data):
             existing = numbers >= 0
             kept = own.gather(1, numbers.clamp_min(0))[existing]  # numbers may tie
             found[f"{name}, {side}"] = [existing.sum().item(), *kept[::7].tolist()]
-    assert_stored_numbers("negatives", found)
+    return found
+
+
+def test_losses_and_what_is_mined_are_those_of_loops(data):
+    """They are stored: loops over anchors and candidates, and the library's loss, had the same."""
+    assert_stored_numbers("negatives", losses_of(*data) | mined_of(*data))
 
 
 def test_negatives_are_drawn_from_those_that_exist():

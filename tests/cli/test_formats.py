@@ -115,31 +115,43 @@ def laid_out(x: np.ndarray, layout: str) -> np.ndarray:
     return x
 
 
+def alone(x: Any) -> Any:
+    return x
+
+
+def named(x: Any) -> dict[str, Any]:
+    return {"sims": x}
+
+
+def as_floats(x: np.ndarray) -> np.ndarray:
+    return x.astype(float)
+
+
 # what a file has of an array or, below, of a tensor
 OF_ARRAYS = {
-    "s.npy": lambda x: x,
-    "S.NPY": lambda x: x,
+    "s.npy": alone,
+    "S.NPY": alone,
     "pickled.npy": lambda x: np.array({"sims": x}, dtype=object),
-    "s.npz": lambda x: {"sims": x},
-    "small.npz": lambda x: {"sims": x},
-    "s.pkl": lambda x: {"sims": x},
-    "old.pickle": lambda x: x,
-    "s.csv": lambda x: x.astype(float),
+    "s.npz": named,
+    "small.npz": named,
+    "s.pkl": named,
+    "old.pickle": alone,
+    "s.csv": as_floats,
     "header.csv": lambda x: pd.DataFrame(x.astype(float)).add_prefix("text "),
-    "s.json": lambda x: x.astype(float),
-    "s.h5": lambda x: {"sims": x},
-    "small.hdf5": lambda x: {"sims": x},
-    "v4.mat": lambda x: {"sims": x},
-    "v5.MAT": lambda x: {"sims": x},
+    "s.json": as_floats,
+    "s.h5": named,
+    "small.hdf5": named,
+    "v4.mat": named,
+    "v5.MAT": named,
     "v7.3.mat": lambda x: {"sims": x.T},  # MATLAB's are transposed
 }
 OF_TENSORS = {
-    "s.pt": lambda x: x,
-    "S.PTH": lambda x: {"sims": x},
-    "OLD.PTH.TAR": lambda x: x,
+    "s.pt": alone,
+    "S.PTH": named,
+    "OLD.PTH.TAR": alone,
     "s.pth.tar": lambda x: {"sims": x, "epoch": 3},
-    "pickled.pkl": lambda x: x,
-    "s.SafeTensors": lambda x: {"sims": x},
+    "pickled.pkl": alone,
+    "s.SafeTensors": named,
 }
 # what a format has not, or PyTorch has hardly any operator for
 MISSING = {name: {torch.bfloat16} for name in OF_ARRAYS}

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 import pytest
+from support.stored import assert_stored
 
 import itrloss.cli
 from itrloss.cli.charts import COLOURS, Series, histograms, intervals, lines
@@ -170,23 +171,10 @@ def test_pages_escape_text_and_keep_charts():
             },
         ],
     )
-    names = re.findall("&lt;(.*?)&gt;", page)
-    assert {
-        "title",
-        "p&amp;",
-        "note",
-        "name",
-        "fact",
-        "section",
-        "caption",
-        "cell",
-        "below",
-        "figure",
-    } <= set(names)
-    assert {"head", "group", "card", "q", "answer", "item"} <= set(names)
-    assert not re.search("<(note|name|fact|cell|below|group|card|q|answer|item)>", page)
-    assert chart in page and 'rowspan="2"' in page and 'colspan="2"' in page
+    assert chart in page
     assert "prefers-color-scheme: dark" in page
+    body = page[page.index("<body") :].replace(chart, "CHART")
+    assert_stored("page", "\n".join(line.strip() for line in body.splitlines()))
 
 
 def test_numbers_have_a_true_minus_sign_but_zero_has_none():

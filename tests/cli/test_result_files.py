@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import signal
 import subprocess
@@ -11,77 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from support.command_line import C, N, refused, run, scores
 
-from itrloss import rerank
 from itrloss.files import written
-from itrloss.metrics import retrieval_results
-
-from .conftest import ARRAYS
-
-# --- content --------------------------------------------------------------------------------------
-
-SCALES = ("--i2t", 9, 8, "--t2i", 8, 17)
-FAST = rerank.FastReranker((9, 8), (8, 17))
-
-
-BANK = torch.from_numpy(ARRAYS["image_bank"])
-WRITTEN = [
-    ("--methods csls fast --write fast", "fast, hubs of the test queries", FAST),
-    ("--val other.npy --methods fast --write fast", "fast, hubs of the test queries", FAST),
-    (
-        "--val other.npy --methods fast csls",
-        "fast, calibrated, hubs of the test queries",
-        rerank.FastReranker().calibrate(torch.from_numpy(scores(1))),
-    ),
-    (
-        "--methods csls --bank-images image_bank.npy",
-        "csls, hubs of the bank (i2t)",
-        rerank.CSLS().fit(images=BANK),
-    ),
-]
-
-
-@pytest.mark.parametrize(("options", "words", "reranker"), WRITTEN)
-def test_scores_are_those_of_the_library(options, words, reranker, saved, capsys):
-    command = ["rerank", "sims.npy", *options.split(), *SCALES, "--out", "o.npz"]
-    assert run(*command) == 0
-    assert f"written ({words}): o.npz" in capsys.readouterr().out
-    wanted = reranker.rerank(torch.from_numpy(scores()))
-    with np.load("o.npz") as arrays:
-        np.testing.assert_allclose(arrays["i2t"], wanted.i2t, rtol=1e-5)
-        np.testing.assert_allclose(arrays["t2i"], wanted.t2i, rtol=1e-5)
-        assert tuple(arrays["transductive"]) == reranker.transductive
-    assert run(*command, "--write", "no re-ranking") == 0
-    np.testing.assert_allclose(np.load("o.npz")["t2i"], scores())
-
-
-def test_rankings_are_those_of_the_library(saved):
-    command = ("rerank", "sims.npy", "--methods", "fast", "--rankings", "r.npz", *SCALES)
-    assert run(*command, "--top", 3) == 0
-    wanted = FAST.topk(torch.from_numpy(scores()), 3)
-    with np.load("r.npz") as arrays:
-        assert arrays["i2t"].tolist() == wanted.i2t.indices.tolist()
-        assert arrays["t2i"].tolist() == wanted.t2i.indices.tolist()
-    for method in ("no re-ranking", "fast"):
-        assert run(*command, "--write", method, "--top", 20) == 0
-        found = np.load("r.npz")  # all candidates where there are fewer
-        assert found["i2t"].shape == (N, 20)
-        assert found["t2i"].shape == (N * C, N)
-
-
-def test_queries_have_the_ranks_of_the_library(saved):
-    assert run("rerank", "sims.npy", "--methods", "fast", *SCALES, "--queries", "Q.CSV") == 0
-    with open("Q.CSV", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    plain = torch.from_numpy(scores())
-    found: dict[str, list[int]] = {"i2t": [], "t2i": []}
-    for row in rows:
-        found[row["direction"]].append(int(row["best_rank"]))
-    wanted = retrieval_results(plain, reranker=FAST).ways
-    assert found == {way: side.best.tolist() for way, side in wanted.items()}
-    assert found["t2i"] != retrieval_results(plain).t2i.best.tolist()
 
 
 def test_a_folder_of_run_files_is_made(saved):

@@ -12,7 +12,7 @@ from support.cases import ENGINES, embeddings, make_ids, sample, similarity
 from support.reference import Reference
 
 from itrloss import Similarity
-from itrloss.engine import inputs, ranking
+from itrloss.engine import inputs
 
 # ------------------------------------------------------------------------------- hardest negatives
 
@@ -133,50 +133,3 @@ def test_best_candidates_below_a_limit(engine, one, small_tiles):
     torch.testing.assert_close(found.values, wanted.values)
     missing = wanted.values == -math.inf
     assert torch.equal(found.indices, wanted.indices.masked_fill(missing, -1))
-
-
-# ------------------------------------------------------------------------------------------- ranks
-
-
-@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 30))
-@settings(deadline=None, max_examples=30)
-@pytest.mark.parametrize("ties", ["optimistic", "pessimistic"])
-@pytest.mark.parametrize(
-    ("engine", "many"), [("dense", ranking.MANY), ("tiled", ranking.MANY), ("dense", 0)]
-)
-def test_ranks_are_those_of_sorted_scores(engine, many, ties, seed, n, m):
-    """Scores of few values, so that many tie."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randint(0, 6, (n, m), generator=generator).double()
-    ids = make_ids("random", n, m, seed)
-    sim = Similarity.from_scores(scores, *ids, engine=engine)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranking, "MANY", many)
-        found = sim.ranks(ties=ties)
-    row_ids, col_ids = ids
-    for i, row in enumerate(found.tolist()):
-        positive = row_ids[i] == col_ids
-        rivals = scores[i][~positive]
-        own_scores = scores[i][positive].sort(descending=True).values
-        wanted = []
-        for place, own in enumerate(own_scores, 1):
-            ahead = rivals > own if ties == "optimistic" else rivals >= own
-            wanted.append(place + int(ahead.sum()))
-        ranks = [rank for rank in row if rank]
-        assert ranks == wanted
-
-
-def test_the_only_positive_is_found_in_every_corner_of_a_tile(monkeypatch):
-    monkeypatch.setitem(inputs.TILE, "cpu", (12, 4))
-    v, w = embeddings(9, 11)
-    places = [(i, j) for i in range(9) for j in range(11) if (i + j) % 2]
-    for i, j in places:
-        row_ids = torch.arange(9)
-        col_ids = torch.arange(11) + 20
-        col_ids[j] = i
-        tiled = Similarity(v, w, row_ids, col_ids, engine="tiled")
-        dense = Similarity(v, w, row_ids, col_ids, engine="dense")
-        assert torch.equal(tiled.ranks(), dense.ranks())
-        assert torch.equal(tiled.T.ranks(), dense.T.ranks())
-        assert tiled.ranks()[i] > 0
-        assert tiled.T.ranks()[j] > 0

@@ -222,17 +222,6 @@ def test_matches_may_be_modified_before_the_backward_pass(kind: str, engine: Any
         torch.testing.assert_close(got, exact)
 
 
-def test_metrics_take_no_pairs_that_are_neither_right_nor_wrong():
-    given = draw(1, 4, 3), draw(2, 4, 3)
-    sim = Similarity(*given, related=Related(matches=torch.eye(4)))
-    found = itrloss.metrics.retrieval_metrics(sim)
-    assert found == itrloss.metrics.retrieval_metrics(Similarity(*given))
-    groups = torch.arange(4) // 2
-    sim = Similarity(*given, related=Related((groups, groups)))
-    with pytest.raises(ValueError, match="scores: expected neither groups nor weights"):
-        itrloss.metrics.retrieval_metrics(sim)
-
-
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_relation_says_what_exists(side):
     missing = torch.tensor([False, True, False, True])

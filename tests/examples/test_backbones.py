@@ -198,36 +198,6 @@ def test_a_run_is_stored_whole_and_goes_on(raw, bert, tmp_path):
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_what_is_no_bert_is_named(config, bert, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"bert = '.*nowhere': must be a BERT, as a local directory"
-    ):
-        Trainer(replace(config, bert=str(tmp_path / "nowhere")))
-    for file in ("config.json", "vocab.txt"):
-        shutil.copy(Path(bert, file), tmp_path / file)
-    with pytest.raises(ValueError, match=r"bert = .*must be a BERT with weights"):
-        Trainer(replace(config, bert=str(tmp_path)))
-    misfit = "with a tokeniser that fits it, .*a bert of 14 pieces, a tokeniser of"
-    (tmp_path / "vocab.txt").write_text("\n".join([*drawn.PIECES, "more"]))
-    with pytest.raises(ValueError, match=f"{misfit} 15"):
-        Trainer(replace(config, bert=str(tmp_path)))
-    (tmp_path / "vocab.txt").unlink()
-    with pytest.raises(ValueError, match=f"{misfit} 5"):
-        Trainer(replace(config, bert=str(tmp_path)))
-
-
-def test_what_is_no_backbone_is_named(raw, data, tmp_path):
-    with pytest.raises(ValueError, match="backbone = '': must be the name of one, for the raw"):
-        Trainer(replace(raw, backbone=""))
-    with pytest.raises(ValueError, match=r"backbone = .*must be empty for the features"):
-        Trainer(replace(raw, data=str(data)))
-    with pytest.raises(ValueError, match=r"backbone = .*nowhere': must be a network for images"):
-        Trainer(replace(raw, backbone=str(tmp_path / "nowhere")))
-    shutil.copy(Path(raw.backbone, "config.json"), tmp_path)
-    with pytest.raises(ValueError, match="must be a network for images with weights"):
-        Trainer(replace(raw, backbone=str(tmp_path)))
-
-
 def test_a_missing_package_is_named(config, bert, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     message = r"bert and backbone need transformers: install itrloss with the extra 'bert'"

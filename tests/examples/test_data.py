@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.stored import assert_stored
 
 from examples.retrieval.data import (
     Batch,
@@ -33,21 +34,6 @@ def test_captions_belong_to_images_in_order(tmp_path, captions, per_image):
     assert split.captions[captions - 1] == f"caption\x0c {captions - 1}"
     assert split.text_ids.tolist() == [line // per_image for line in range(captions)]
     assert split.image_ids.tolist() == list(range(6))
-
-
-def test_files_that_do_not_fit_are_named(tmp_path):
-    np.save(tmp_path / "dev_ims.npy", np.zeros((6, 2, 3), np.float16))
-    (tmp_path / "dev_caps.txt").write_text("one\n" * 29)
-    message = r"dev_caps\.txt has 29 captions and .*dev_ims\.npy has 6 images"
-    with pytest.raises(ValueError, match=message):
-        load_split(tmp_path, "dev")
-    (tmp_path / "dev_caps.txt").write_text("one\n" * 30)
-    np.save(tmp_path / "dev_global.npy", np.zeros((5, 7), np.float32))
-    with pytest.raises(ValueError, match=r"dev_global\.npy: float32 \(5, 7\), .* \(6, d\)"):
-        load_split(tmp_path, "dev")
-    np.save(tmp_path / "dev_ims.npy", np.zeros((6, 3), np.float16))
-    with pytest.raises(ValueError, match=r"dev_ims\.npy.*\(n, regions, d\)"):
-        load_split(tmp_path, "dev")
 
 
 def test_feature_statistics_are_of_all_regions():
@@ -140,73 +126,45 @@ def batches_of(split: Split, *settings: int, **options: int) -> Batches:
 
 
 def captions_in(batches: Batches, batch: Batch) -> list[str]:
-    """The captions of a batch in words."""
+    """The captions of a batch in words, after a check that each is of its image."""
+    assert torch.equal(batch.regions[:, 0, 0], batch.image_ids.float())
+    assert torch.equal(batch.wholes, batch.regions[:, 0])
     vocabulary = Vocabulary.from_captions(batches.split.captions, 1)
     captions = []
-    for row in batch.words.tolist():
+    for row, image in zip(batch.words.tolist(), batch.text_ids.tolist(), strict=True):
         words = [vocabulary.words[i] for i in row if i]
+        assert words[0] == str(image)
         captions.append(" ".join(words))
+    assert batch.lengths.tolist() == [2] * len(captions)
     return captions
 
 
-@pytest.mark.parametrize("per_sample", [1, 2, 5])
-def test_an_epoch_shows_every_caption_beside_its_image(per_sample):
-    batches = batches_of(split_of(8), 4, per_sample, 0)
-    shown = []
-    for batch in batches.epoch(0):
-        assert torch.equal(batch.regions[:, 0, 0], batch.image_ids.float())
-        assert torch.equal(batch.wholes, batch.regions[:, 0])
-        assert torch.equal(batch.text_ids, batch.image_ids.repeat_interleave(per_sample))
-        captions = captions_in(batches, batch)
-        images = [int(caption.split()[0]) for caption in captions]
-        assert images == batch.text_ids.tolist()
-        assert batch.lengths.tolist() == [2] * len(captions)
-        shown += captions
-    assert set(shown) == set(batches.split.captions)
-    # with two, five captions make three samples, of which one repeats a caption
-    assert len(shown) == (48 if per_sample == 2 else 40)
+# images; batch size, captions per image and seed; other settings; epoch and first step
+EPOCHS = {
+    "one caption a sample": (8, (4, 1, 0), {}, (0, 0)),
+    "two captions, of which one is shown twice": (8, (4, 2, 0), {}, (0, 0)),
+    "another epoch": (8, (4, 2, 0), {}, (1, 0)),
+    "another seed": (8, (4, 2, 1), {}, (0, 0)),
+    "all captions": (8, (4, 5, 0), {}, (0, 0)),
+    "without the incomplete last batch": (9, (10, 1, 0), {}, (3, 0)),
+    "from its second step": (9, (10, 1, 0), {}, (3, 1)),
+    "with helpers": (9, (10, 2, 0), {"workers": 2}, (1, 0)),
+    "without helpers": (9, (10, 2, 0), {}, (1, 0)),
+    "the first of two processes": (9, (5, 2, 0), {"rank": 0, "world": 2}, (1, 0)),
+    "the second of two processes": (9, (5, 2, 0), {"rank": 1, "world": 2}, (1, 0)),
+}
 
 
-@pytest.mark.parametrize("per_sample", [2, 3, 4])
-def test_captions_of_a_sample_differ_and_are_drawn_anew_in_every_epoch(per_sample):
-    def together(seed: int, epoch: int) -> set[frozenset[str]]:
-        """Captions of each sample, independent of the order of samples and of captions in them."""
-        batches = batches_of(split_of(8), 4, per_sample, seed)
-        found = set()
-        for batch in batches.epoch(epoch):
-            said = captions_in(batches, batch)
-            for start in range(0, len(said), per_sample):
-                sample = frozenset(said[start : start + per_sample])
-                assert len(sample) == per_sample
-                found.add(sample)
-        return found
-
-    first = together(0, 0)
-    assert first == together(0, 0)
-    assert first != together(0, 1)
-    assert first != together(1, 0)
-
-
-@pytest.mark.parametrize("per_sample", [1, 2])
-def test_batches_follow_from_seed_epoch_and_step(per_sample):
-    def words(seed: int, epoch: int, first_step: int = 0) -> list[list[list[int]]]:
-        batches = batches_of(split_of(9), 10, per_sample, seed)
-        return [batch.words.tolist() for batch in batches.epoch(epoch, first_step)]
-
-    whole = words(0, 3)
-    assert len(whole) == {1: 4, 2: 2}[per_sample]  # the incomplete last batch is dropped
-    assert words(0, 3, first_step=1) == whole[1:]
-    assert words(0, 4) != whole
-    assert words(1, 3) != whole
-
-
-def test_workers_load_the_same_batches():
-    alone = batches_of(split_of(9), 10, 2, 0)
-    helped = batches_of(split_of(9), 10, 2, 0, workers=2)
-    both = zip(alone.epoch(1), helped.epoch(1), strict=True)
-    for batch, other in both:
-        assert torch.equal(batch.regions, other.regions)
-        assert torch.equal(batch.words, other.words)
+def test_batches_are_those_that_were_read():
+    """Epochs show every caption; samples hold different ones, anew in every epoch; all follows from
+    seed, epoch and step; processes share the samples of one.
+    """
+    lines = []
+    for name, (images, settings, options, epoch) in EPOCHS.items():
+        batches = batches_of(split_of(images), *settings, **options)
+        lines.append(f"# {name}")
+        lines += [", ".join(captions_in(batches, batch)) for batch in batches.epoch(*epoch)]
+    assert_stored("batches", "\n".join(lines))
 
 
 def test_batches_leave_the_random_numbers_of_training_alone():
@@ -214,19 +172,6 @@ def test_batches_leave_the_random_numbers_of_training_alone():
     batches = batches_of(split_of(9), 10, 2, 0)
     list(batches.epoch(0))
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_several_processes_share_the_samples_of_one(data):
-    split = load_split(data, "train")
-    of_one = batches_of(split, 8, 2, 3)
-    whole = next(of_one.epoch(2))
-    halves = []
-    for rank in (0, 1):
-        of_process = batches_of(split, 4, 2, 3, rank=rank, world=2)
-        halves.append(next(of_process.epoch(2)))
-    for name in ("regions", "wholes", "image_ids", "text_ids"):
-        joined = torch.cat([getattr(half, name) for half in halves])
-        assert torch.equal(joined, getattr(whole, name))
 
 
 def test_settings_that_the_data_do_not_allow_are_named():

@@ -188,33 +188,3 @@ def test_a_killed_run_of_two_processes_resumes_in_any_number(small, tmp_path):
     message = "was trained with batch_size of all processes = 48: cannot resume"
     with pytest.raises(ValueError, match=message):
         Trainer(replace(config, batch_size=47)).run()
-
-
-# --- batch normalisation --------------------------------------------------------------------------
-
-
-def normalised(norm: torch.nn.Module, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and gradients for some rows of a batch."""
-    torch.manual_seed(0)
-    x = (torch.randn(6, 3) * 2 + 1)[rows].requires_grad_()
-    out = norm(x)
-    (out**3 * torch.arange(1.0, 7.0)[rows, None]).sum().backward()
-    return out.detach(), x.grad
-
-
-def normalised_by(rank: int) -> list[torch.Tensor]:
-    norm = BatchNorm(3)
-    rows = slice(3 * rank, 3 * (rank + 1))
-    return [*normalised(norm, rows), norm.running_mean, norm.running_var]
-
-
-@pytest.mark.slow
-def test_batch_normalisation_is_that_of_the_whole_batch(tmp_path):
-    parts = run(normalised_by, tmp_path)
-    norm = torch.nn.BatchNorm1d(3)
-    for k, wanted in enumerate(normalised(norm, slice(None))):
-        found = torch.cat([part[k] for part in parts])
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    for part in parts:
-        torch.testing.assert_close(part[2], norm.running_mean)
-        torch.testing.assert_close(part[3], norm.running_var)

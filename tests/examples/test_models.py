@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
-import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from support.drawn import take_steps
-from torch.nn.functional import cosine_similarity
+from support.stored import assert_stored_numbers
 
 from examples.retrieval.concepts import Concepts, normalized_graph
 from examples.retrieval.config import Config
 from examples.retrieval.data import pad
 from examples.retrieval.evaluate import model_scores
 from examples.retrieval.export import export, main
-from examples.retrieval.models import VSE, ConceptBranch, build_model
+from examples.retrieval.models import VSE, build_model
 from examples.retrieval.preparation import load_model
-from examples.retrieval.train import Trainer, train
+from examples.retrieval.train import Trainer
 
 CODER = {"loss": "coder", "loss_options": {"clusters": 5}}
 SYSTEMS = {
@@ -45,82 +43,26 @@ def model_of(config: Config, **settings) -> VSE:
     return model.eval().requires_grad_(False)
 
 
-def cosines(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-    return cosine_similarity(images[:, None], texts[None], dim=2)
-
-
-# --- equations ------------------------------------------------------------------------------------
-
-
-def test_concept_branch_is_that_of_the_equations():
-    torch.manual_seed(0)
-    branch = ConceptBranch(6, 4, 5).double().requires_grad_(False)
-    branch.graph.copy_(normalized_graph((torch.rand(4, 4) > 0.5).double()))
-    answers = []
-    for row in branch.graph:
-        mixed = sum(share * vector for share, vector in zip(row, branch.vectors, strict=True))
-        y = torch.tanh(branch.convolution.weight @ mixed)
-        answers.append(y / y.norm())
-    queries = torch.randn(3, 6, dtype=torch.float64)
-    for query, found in zip(queries, branch("text", queries), strict=True):
-        asked = branch.queries["text"].weight @ query  # type: ignore[union-attr]
-        powers = [math.exp(10 * float(asked @ y) / float(asked.norm())) for y in answers]
-        wanted = sum(p / sum(powers) * y for p, y in zip(powers, answers, strict=True))
-        torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("share", [0.1, 0.0])
-def test_similarity_of_coder_is_the_weighted_sum_of_both_cosines(config, share):
-    model = model_of(config, loss="coder", concept_share=share)
-    images, texts, image_concepts, text_concepts = model(REGIONS, *CAPTIONS)
-    wanted = (1 - share) * cosines(images, texts) + share * cosines(image_concepts, text_concepts)
-    found = model.similarity(model.embed_images(REGIONS), model.embed_texts(*CAPTIONS))
-    torch.testing.assert_close(found, wanted)
-
-
-def test_similarity_of_dvse_is_that_of_the_best_head(config):
-    model = model_of(config, loss="dvse", heads=3)
-    sets, texts, residuals, gate = model(REGIONS, *CAPTIONS)
-    assert sets.shape == residuals.shape == (3, 3, 16)
-    assert texts.shape == (4, 16)
-    assert gate.shape == (3, 3)
-    heads = [cosines(images, texts) for images in sets.unbind(1)]
-    found = model.similarity(model.embed_images(REGIONS), model.embed_texts(*CAPTIONS))
-    torch.testing.assert_close(found, torch.stack(heads).amax(0))
-
-
-def test_similarity_of_views_is_the_mean_of_theirs(config):
-    model = model_of(config, loss="dvse", views="regions+whole")
-    wholes = torch.rand(3, 7)
-    outputs = model(REGIONS, *CAPTIONS, wholes)
-    assert len(outputs) == model.outputs
-    assert [k for k, x in enumerate(outputs) if len(x) == 4] == list(model.of_texts)
-    sets, texts, _, _, images, texts_of_wholes = outputs
-    heads = [cosines(head, texts) for head in sets.unbind(1)]
-    wanted = (torch.stack(heads).amax(0) + cosines(images, texts_of_wholes)) / 2
-    embedded = model.embed_images(REGIONS, wholes)
-    torch.testing.assert_close(model.similarity(embedded, model.embed_texts(*CAPTIONS)), wanted)
-
-
-def test_parameters_at_the_papers_sizes():
-    """Sizes: 36 regions of 2048 dimensions, words of 300, a space of 1024, 400 concepts; counts by
-    layer.
+def test_numbers_are_those_that_loops_over_the_equations_had(config):
+    """Outputs and similarities of small models, and the parameters of large ones: of 36 regions of
+    2048 dimensions, words of 300, a space of 1024, 400 concepts.
     """
-    region, word, space, words = 2048, 300, 1024, 12000
-    gpo = 3 * 2 * (32 * 32 + 32 * 32 + 2 * 32) + 32
-    image = (region + 1) * space + region * 512 + 2 * 512 + (512 + 1) * space + gpo
-    text = words * word + 2 * 3 * (word * space + space * space + 2 * space) + gpo
-    sge = 2 * region * region + 4 * region + region
-    branch = 400 * word + word * space + 2 * space * space
-    config = Config(dim=space, word_dim=word, bag_of_words=False, concepts=400)
-    for change, wanted in (
-        ({"loss": "triplet"}, image + text),
-        ({"loss": "uto", "enhancement": "sge"}, image + text + sge),
-        ({"loss": "coder"}, image + text + gpo + branch),
-    ):
+    torch.manual_seed(0)
+    wholes = torch.rand(3, 7)
+    large = Config(dim=1024, word_dim=300, bag_of_words=False, concepts=400)
+    numbers = {}
+    for name, settings in {**SYSTEMS, "instances alone": {**CODER, "concept_share": 0.0}}.items():
+        model = model_of(config, **settings)
+        embedded = model.embed_images(REGIONS, wholes), model.embed_texts(*CAPTIONS)
+        outputs = model(REGIONS, *CAPTIONS, wholes)
+        assert len(outputs) == model.outputs
+        assert [k for k, x in enumerate(outputs) if len(x) == 4] == list(model.of_texts)
+        numbers[name] = model.similarity(*embedded).flatten().tolist()
+        numbers[f"outputs of {name}"] = [x.mean().item() for x in outputs]
         with torch.device("meta"):
-            model = build_model(replace(config, **change), region, words)
-        assert sum(p.numel() for p in model.parameters()) == wanted
+            model = build_model(replace(large, **settings), 2048, 12000, 2048)
+        numbers[f"parameters of {name}"] = [float(sum(p.numel() for p in model.parameters()))]
+    assert_stored_numbers("models", numbers, 1e-3)
 
 
 # --- whole systems --------------------------------------------------------------------------------
@@ -187,53 +129,3 @@ def test_views_are_trained_as_each_would_be_alone(config):
         for name, p in trainer.model.named_parameters():
             own = view.get_parameter(name)
             torch.testing.assert_close(own, p, rtol=1e-4, atol=1e-5, msg=name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", ["mdcl", "uto", "coder", "dvse"])
-def test_models_of_the_papers_learn(config, loss):
-    # the printed weight is too small here
-    options = {"mdcl": {"positive_weight": 1.0}}.get(loss, {})
-    result = train(replace(config, loss=loss, loss_options=options, epochs=5))
-    assert result["best_rsum"] > 200  # for 20 images; chance level is 155
-
-
-# --- data that do not fit -------------------------------------------------------------------------
-
-BOTH_VIEWS = {"views": "regions+whole"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "file", "shape", "message"),
-    [
-        (BOTH_VIEWS, "dev_global.npy", None, r"views = 'regions\+whole': needs .*dev_global\.npy"),
-        (
-            {"enhancement": "cge"},
-            "dev_global.npy",
-            None,
-            r"enhancement = 'cge': needs .*dev_global\.npy",
-        ),
-        (
-            BOTH_VIEWS,
-            "dev_global.npy",
-            (20, 6),
-            r"dev_global\.npy: 6 features, must be 7 as in train_global",
-        ),
-        (
-            BOTH_VIEWS,
-            "dev_ims.npy",
-            (20, 4, 9),
-            r"dev_ims\.npy: 9 features, must be 8 as in train_ims",
-        ),
-    ],
-)
-def test_features_that_do_not_fit_are_named(settings, file, shape, message, config, tmp_path):
-    other = shutil.copytree(config.data, tmp_path / "other")
-    if shape is None:
-        (other / file).unlink()
-    else:
-        np.save(other / file, np.ones(shape, np.float32))
-    with pytest.raises(ValueError, match=message):
-        Trainer(replace(config, data=str(other), **settings))
-    if shape is None:
-        Trainer(replace(config, data=str(other)))  # the model ignores them

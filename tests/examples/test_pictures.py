@@ -64,31 +64,6 @@ def test_images_without_a_folder_are_found_below_images(tmp_path):
     assert split.regions(0).shape == (3, 8, 8)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "must have images with filename"),
-        ('{"images": [{"split": "train"}]}', r"sentences with raw \('filename'\)"),
-        ('{"images": []}', "no image of the split 'train'"),
-        (
-            '{"images": [{"split": "train", "filename": "1.jpg", "sentences": []}]}',
-            r"1\.jpg: has no caption",
-        ),
-    ],
-)
-def test_a_list_of_images_that_is_wrong_is_named(tmp_path, text, message):
-    (tmp_path / "dataset_flickr8k.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        listed_images(tmp_path, "train")
-
-
-def test_two_lists_of_images_are_refused(tmp_path):
-    for name in ("dataset_a.json", "dataset_b.json"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match=r"dataset_a\.json, dataset_b\.json: must be one file"):
-        listed_images(tmp_path, "train")
-
-
 def test_batches_of_birds_have_the_numbers_of_their_classes(birds):
     split = load_split(birds, "train")
     batches = Batches(split, Vocabulary.from_captions(split.captions, 1), 6, 10, seed=0)

@@ -6,12 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import subprocess
 import sys
-from collections import Counter
-from dataclasses import fields
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +19,6 @@ from examples.retrieval import scenes as module
 from examples.retrieval.scenes import (
     DIM,
     REGIONS,
-    SPLITS,
     Scene,
     SceneObject,
     captions,
@@ -131,27 +126,18 @@ def test_order_of_regions_carries_no_information():
     assert 5 <= whole.min() <= whole.max() <= 35  # about 200 / 12 each
 
 
-def test_captions_are_five_distinct_english_sentences(described):
-    for _, texts in described:
-        assert len(texts) == len(set(texts)) == 5
-        for text in texts:
-            assert re.fullmatch(r"[a-z][a-z, -]+\.", text), text
-            assert not re.search(r"\ba [aeiou]|\ban [^aeiou]|  ", text), text
-
-
 def test_captions_are_distinct_even_where_objects_look_alike():
     stars = tuple(SceneObject("star", "red", "small", x, 0.2) for x in (0.2, 0.5, 0.8))
     for i in range(2840, 2900):  # seed 2880 draws the same words twice
         assert len(set(captions(Scene("sea", stars, 0), np.random.default_rng(i)))) == 5
 
 
-def test_captions_use_a_vocabulary_of_some_size(described):
-    text = " ".join(text for _, texts in described for text in texts)
-    assert len(set(re.findall(r"[a-z-]+", text))) >= 120
-
-
 def test_captions_are_those_that_were_read(described):
-    """The first ones in words, and a sum of all."""
+    """The first ones in words, and a sum of all.
+
+    Each is five different sentences; scenes of a family differ in one attribute, and those of two
+    splits in more.
+    """
     lines = []
     for scene, texts in described[::9]:
         things = [f"{x.size} {x.colour} {x.shape} {x.column}{x.row}" for x in scene.objects]
@@ -159,48 +145,6 @@ def test_captions_are_those_that_were_read(described):
     every = "".join(text for _, texts in described for text in texts)
     lines.append(hashlib.sha256(every.encode()).hexdigest())
     assert_stored("captions", "\n".join(lines) + "\n")
-
-
-def _differences(a: Scene, b: Scene) -> list[str]:
-    """Attributes of objects that differ; a position is one attribute."""
-    assert a.background == b.background and len(a.objects) == len(b.objects)
-    return [
-        "place" if field.name in "xy" else field.name
-        for x, y in zip(a.objects, b.objects, strict=True)
-        for field in fields(SceneObject)
-        if getattr(x, field.name) != getattr(y, field.name)
-    ]
-
-
-def test_members_of_a_family_differ_from_the_first_in_one_attribute():
-    families: dict[int, list[Scene]] = {}
-    for scene in generate_scenes("train", 250):
-        families.setdefault(scene.family, []).append(scene)
-    kinds = Counter()
-    for first, *siblings in families.values():
-        assert len({first, *siblings}) == 1 + len(siblings)
-        for sibling in siblings:
-            difference = _differences(first, sibling)
-            assert len(difference) == 1
-            kinds.update(difference)
-    assert set(kinds) == {"colour", "shape", "size", "place"}
-    assert sum(len(members) for members in families.values() if len(members) > 1) == 0.4 * 250
-    assert {len(members) for members in families.values()} == {1, 2, 3}
-
-
-def test_no_family_straddles_two_splits():
-    """Members of a family agree in all objects but one; scenes of different splits never do."""
-
-    def traces(split: str) -> set:
-        return {
-            (scene.background, scene.objects[:i] + scene.objects[i + 1 :])
-            for scene in generate_scenes(split, 150)
-            for i in range(len(scene.objects))
-        }
-
-    seen = {split: traces(split) for split in SPLITS}
-    for a, b in combinations(SPLITS, 2):
-        assert not seen[a] & seen[b]
 
 
 def test_different_scenes_have_different_pictures():

@@ -1,19 +1,19 @@
-"""Who matches and who exists is asked of the similarity, whatever says it: relations that are no
-plain ids have the figures of the same pairs by ids, and padding those of what exists.
+"""Who matches and who exists is asked of the similarity, whatever says it: what is built on figures
+knows relations that are no plain ids, and padding.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from support.rerankers import EVERY
 
 from itrloss import NO_ID, Similarity, SuspiciousInputWarning
-from itrloss.cli.comparison import METHODS, compare_rerankers
+from itrloss.cli.comparison import compare_rerankers
 from itrloss.engine.related import Related
 from itrloss.metrics import (
     compare,
@@ -22,7 +22,7 @@ from itrloss.metrics import (
     retrieval_results,
     save_trec,
 )
-from itrloss.rerank import CSLS, Bias, FastReranker, Reranker, TwoStageReranker
+from itrloss.rerank import CSLS, FastReranker
 
 N, M, D = 12, 24, 6
 # Text j belongs to image OWNER[j], in its third of the images: nothing matches by its place.
@@ -39,46 +39,6 @@ def sample(*shape, seed=0):
 IMAGES = sample(N, D)
 TEXTS = IMAGES[OWNER] + 1.2 * sample(M, D, seed=1)
 BANKS = sample(20, D, seed=2), sample(30, D, seed=3)
-
-
-class Centred(Reranker):
-    """A re-ranker of one's own that is a function of a block."""
-
-    def rule(self, direction):
-        mean = direction.candidates.mean_std().mean
-        return lambda scores, rows: scores - mean
-
-
-class CentredByBias(Reranker):
-    """One that is a bias."""
-
-    def rule(self, direction):
-        return Bias(-direction.candidates.mean_std().mean)
-
-
-def scorer(images, texts):
-    return torch.sin(3.0 * images + 7.0 * texts).double()
-
-
-RERANKERS: dict[str, Reranker | None] = {
-    "none": None,
-    "two stages": TwoStageReranker(scorer, 5),
-    "own": Centred(),
-    "own bias": CentredByBias(),
-}
-for _name, _kind in METHODS.items():
-    RERANKERS[_name] = _kind().fit(*BANKS) if _kind.needs_bank else _kind()
-
-
-def with_a_bank(name):
-    """A re-ranker with a bank, if it takes one."""
-    method = copy.copy(RERANKERS[name])
-    return method.fit(*BANKS) if method is not None and method.takes_bank else method
-
-
-def takes(sim, method):
-    needs_more = method is not None and (method.needs_embeddings or method.needs_bank)
-    return sim.embeddings is not None or not needs_more
 
 
 # --- relations ------------------------------------------------------------------------------------
@@ -135,18 +95,6 @@ def plain(**options):
 def assert_same(found, wanted):
     """Compare figures by name; equal queries rank alike up to the rounding of a product."""
     assert found == pytest.approx(wanted, abs=1e-9)
-
-
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-@pytest.mark.parametrize("name", RERANKERS)
-@pytest.mark.parametrize("relation", RELATIONS)
-def test_a_relation_has_the_figures_of_the_same_pairs_by_ids(relation, name, engine):
-    sim = RELATIONS[relation](engine=engine)
-    method = RERANKERS[name]
-    if not takes(sim, method):
-        pytest.skip("needs embeddings, or a bank of them")
-    wanted = retrieval_metrics(plain(), reranker=method)
-    assert_same(retrieval_metrics(sim, reranker=method), wanted)
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
@@ -260,81 +208,19 @@ def padded_matches(**options):
     return Similarity(*sim.embeddings, related=Related(matches=whole), **options)
 
 
-def padded_view(**options):
-    sim = padded()
-    images, texts = sim.embeddings
-    return Similarity(texts, images, *sim.ids[::-1], **options).T
-
-
-def padded_scores(**options):
-    scores = spread(spread(plain().scores(), IMAGE_PLACES, 16, 0.99).T, TEXT_PLACES, 30, 0.99).T
-    return Similarity.from_scores(scores, *padded_ids())
-
-
 PADDED = {
     "ids": padded,
     "label sets": padded_sets,
     "matches": padded_matches,
-    "transposed": padded_view,
-    "scores": padded_scores,
 }
 
 
-def numbers_of_existing(scored):
-    """A second scorer that sees the numbers of the padded as those of what exists."""
-
-    def second(images, texts):
-        image = torch.searchsorted(IMAGE_PLACES, images)
-        return scored(image, torch.searchsorted(TEXT_PLACES, texts))
-
-    return second
-
-
-def for_padded(name):
-    if name == "two stages":
-        return TwoStageReranker(numbers_of_existing(scorer), 5)
-    return RERANKERS[name]
-
-
-@pytest.mark.parametrize("name", [name for name in RERANKERS if name != "none"])
-@pytest.mark.parametrize("kind", PADDED)
-def test_padding_changes_no_score_and_no_candidate(kind, name):
-    sim = PADDED[kind]()
-    method = for_padded(name)
-    if not takes(sim, method):
-        pytest.skip("needs embeddings, or a bank of them")
-    found = method.rerank(sim)
-    wanted = RERANKERS[name].rerank(plain())
-    for own, other in zip(found, wanted, strict=True):
-        assert own.shape == (16, 30)
-        torch.testing.assert_close(own[IMAGE_PLACES][:, TEXT_PLACES], other)
-        assert not own.isnan().any()
-    top = method.topk(sim, 20)
-    exact = RERANKERS[name].topk(plain(), 20)
-    assert top.i2t.indices.shape == (16, 20)
-    assert torch.equal(top.i2t.indices[IMAGE_PLACES], TEXT_PLACES[exact.i2t.indices])
-    assert torch.equal(top.t2i.indices[TEXT_PLACES][:, :N], IMAGE_PLACES[exact.t2i.indices])
-    assert (top.t2i.indices[:, N:] == -1).all()  # more than there are
-    of_nobody = torch.tensor([x for x in range(16) if x not in IMAGE_PLACES.tolist()])
-    assert (top.i2t.indices[of_nobody] == -1).all()
-    assert (top.i2t.values[of_nobody] == -math.inf).all()
-
-
-@pytest.mark.parametrize("name", ["fast", "nnn", "csls", "sinkhorn", "own bias"])
+@pytest.mark.parametrize("name", ["fast", "nnn", "csls", "sinkhorn", "own"])
 def test_biases_are_of_what_exists(name):
-    found = RERANKERS[name].biases(padded())
-    wanted = RERANKERS[name].biases(plain())
+    found = EVERY[name].biases(padded())
+    wanted = EVERY[name].biases(plain())
     assert torch.equal(found.texts, spread(wanted.texts, TEXT_PLACES, 30, 0.0))
     assert torch.equal(found.images, spread(wanted.images, IMAGE_PLACES, 16, 0.0))
-
-
-@pytest.mark.parametrize("name", [name for name in RERANKERS if name != "none"])
-def test_banks_go_with_padding(name):
-    method = with_a_bank(name)
-    if name == "two stages":
-        method = for_padded(name)
-    wanted = retrieval_metrics(plain(), reranker=with_a_bank(name))
-    assert_same(retrieval_metrics(padded(), reranker=method), wanted)
 
 
 @pytest.mark.parametrize("kind", PADDED)

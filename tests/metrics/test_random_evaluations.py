@@ -16,23 +16,24 @@ import torch
 from support import oracle_ranking, oracle_rerank
 from support.cases import similarity
 from support.draws import OF_IDS, Draw, draw_workings, drawn_batch
-from support.oracle import exists, match
+from support.oracle import Array, exists, match
+from support.rerankers import (
+    EVERY,
+    OWN,
+    Direction,
+    as_scores,
+    assert_same_scores,
+    by_loops,
+    method_of,
+)
 
 from itrloss import Related, Similarity
 from itrloss.metrics import Judgements, retrieval_results
-from itrloss.rerank import (
-    CSLS,
-    DualSoftmax,
-    FastReranker,
-    NearestNeighborNorm,
-    Sinkhorn,
-    TwoStageReranker,
-)
+from itrloss.rerank import Reranker, TwoStageReranker
 
 KS = (1, 5, 10, 2)
 WAYS = ("i2t", "t2i")
-SEEDS = 30  # of a test
-SCALES = ((9.0, 8.0), (8.0, 17.0))
+SEEDS = 40  # of a test
 
 
 def grid(n, m):
@@ -40,36 +41,6 @@ def grid(n, m):
     return torch.sin(torch.arange(n)[:, None] * 17.0 + torch.arange(m) * 5.0).double()
 
 
-def in_two_stages(S, side, part):
-    second = grid(99, 99).numpy()[np.ix_(*part)]
-    orders = oracle_rerank.two_stages(S, second if side == 0 else second.T, 3, 1.0)
-    return -orders.argsort(1)
-
-
-def with_a_bank(S, side, part):
-    bank = grid(5, 99).numpy() if side == 0 else grid(99, 6).numpy().T
-    return oracle_rerank.fast(S, bank[:, part[1 - side]], *SCALES[side])
-
-
-# Scores (queries, candidates) of a part by loops, from those of the first stage.
-BY_LOOPS = {
-    "fast": lambda S, side, part: oracle_rerank.fast(S, S, *SCALES[side]),
-    "csls": lambda S, side, part: oracle_rerank.csls(S, S, 2),
-    "nnn": lambda S, side, part: oracle_rerank.nearest_neighbor_norm(S, S, 0.6, 4),
-    "sinkhorn": lambda S, side, part: oracle_rerank.sinkhorn(S, S, 12.0, 3),
-    "dual softmax": lambda S, side, part: oracle_rerank.dual_softmax(S, S, 15.0),
-    "two stages": in_two_stages,
-    "a bank": with_a_bank,
-}
-RERANKERS = {
-    "fast": lambda n, m: FastReranker(*SCALES),
-    "csls": lambda n, m: CSLS(2),
-    "nnn": lambda n, m: NearestNeighborNorm(0.6, 4),
-    "sinkhorn": lambda n, m: Sinkhorn(12.0, 3),
-    "dual softmax": lambda n, m: DualSoftmax(15.0),
-    "two stages": lambda n, m: TwoStageReranker(lambda i, t: grid(99, 99)[i, t], k=3),
-    "a bank": lambda n, m: FastReranker(*SCALES).fit(grid(5, m), grid(n, 6)),
-}
 Part = tuple[list[int], list[int]]  # images and texts
 
 # Forms of a mask, and of grades.
@@ -103,7 +74,7 @@ class Evaluation:
         self.there = [[i for i, x in enumerate(own) if exists(x)] for own in (items, others)]
         self.right = torch.tensor([[match(a, b) for b in others] for a in items])
         self.options: dict[str, Any] = {}
-        self.reranker = draw.pick([None, None, *RERANKERS])
+        self.reranker = draw.pick([None] * 4 + ["two stages", *EVERY])
         self.grades = self.right.long()
         self.excluded = torch.zeros_like(self.right)
         if draw.chance(0.5):
@@ -114,6 +85,7 @@ class Evaluation:
         self.ties = draw.pick(["pessimistic", "optimistic"])
         self.k = draw.pick([1, 3, 40])
         self._draw_scores()
+        self._draw_bank()
 
     def _draw_rules(self) -> None:
         draw = self.draw
@@ -164,12 +136,28 @@ class Evaluation:
         if self.has_two:
             self.scores[1] = draw.integers(4, self.batch.n, self.batch.m).double()
 
+    def _draw_bank(self) -> None:
+        """Draw embeddings that are no queries, which some methods need."""
+        self.method: Reranker | None = None
+        self.banks = [torch.empty(0, 3, dtype=torch.float64)] * 2
+        self.has_bank = False
+        if self.reranker == "two stages":
+            self.method = TwoStageReranker(lambda i, t: grid(99, 99)[i, t], k=3)
+        elif self.reranker:
+            self.method = method_of(self.reranker)
+            may_have = self.reranker not in OWN and self.draw.chance(0.5)
+            self.has_bank = self.method.needs_bank or may_have
+        if self.has_bank:
+            self.banks = [
+                torch.nn.functional.normalize(self.draw.normal(size, 3)) for size in (5, 6)
+            ]
+
     def asked(self) -> tuple[Any, ...]:
         """The scores in a form that is drawn, and ids where these do not go in with them."""
         draw = self.draw
         form = draw.pick(["matrix", "scores", "dense", "tiled", "kept", "matches", "transposed"])
-        if self.reranker == "a bank":  # of scores
-            form = "scores"
+        if self.method is not None and self.method.needs_embeddings:
+            form = draw.pick(["dense", "tiled", "kept", "matches", "transposed"])
         ids: Any = self.batch.ids
         args: tuple[Any, ...] = ()
         if form == "matrix" and ids[1] is not None:
@@ -180,8 +168,25 @@ class Evaluation:
             first = similarity(*self.embeddings[::-1], ids[::-1], "tiled", normalize=False).T
         else:
             engine = "dense" if form == "transposed" else form
-            first = similarity(*self.embeddings, ids, engine, normalize=False)
+            related = self._one_group() if draw.chance(0.3) else None
+            first = similarity(*self.embeddings, ids, engine, normalize=False, related=related)
+        if self.has_bank:
+            self._fit(isinstance(first, Similarity) and first.embeddings is not None)
         return ((first, self.scores[1]) if self.has_two else first), *args
+
+    def _fit(self, to_embeddings: bool) -> None:
+        images, texts = self.embeddings
+        bank_images, bank_texts = self.banks
+        if to_embeddings:
+            self.method.fit(bank_images, bank_texts)
+        else:
+            self.method.fit(bank_images @ texts.T, images @ bank_texts.T)
+
+    def _one_group(self) -> Related:
+        """Groups that leave out no pair: some items are open to all."""
+        draw = self.draw
+        sizes = self.batch.n, self.batch.m
+        return Related(tuple(draw.marked(torch.zeros(size).long(), 0.2) for size in sizes))
 
     def _matches(self) -> Related:
         matches = self.right.double()
@@ -192,9 +197,24 @@ class Evaluation:
 
     def found(self) -> Any:
         options = {"ties": self.ties, "hubness_k": self.k} | self.options
-        if self.reranker:
-            options["reranker"] = RERANKERS[self.reranker](self.batch.n, self.batch.m)
-        return retrieval_results(*self.asked(), **options)
+        return retrieval_results(*self.asked(), reranker=self.method, **options)
+
+    def reranked(self, side: int, part: Part) -> Array:
+        """The new scores (queries, candidates) of a part by loops."""
+        images, texts = (x[own] for x, own in zip(self.embeddings, part, strict=True))
+        bank_images, bank_texts = self.banks
+        scores = (images @ texts.T).numpy()
+        of_images, of_texts = (bank_images @ texts.T).numpy(), (bank_texts @ images.T).numpy()
+        between = (bank_images @ bank_texts.T).numpy()
+        second = grid(99, 99).numpy()[np.ix_(*part)]
+        gallery = (bank_texts @ texts.T).numpy()
+        if side == 1:
+            scores, of_images, between, second = scores.T, of_texts, between.T, second.T
+            gallery = (bank_images @ images.T).numpy()
+        if self.reranker == "two stages":
+            return as_scores(oracle_rerank.two_stages(scores, second, 3, 1.0))
+        references = of_images if self.has_bank else scores
+        return by_loops(self.reranker, Direction(side, scores, references, gallery, between))
 
     def lists(self, side: int, part: Part) -> dict[int, list[int]]:
         """Each query's candidates in a part, best first."""
@@ -205,7 +225,7 @@ class Evaluation:
             for x in (self.scores[side], self.grades, self.excluded)
         )
         if self.reranker:
-            scores = BY_LOOPS[self.reranker](scores, side, part)
+            scores = self.reranked(side, part)
         lists = {}
         for q, row in enumerate(scores):
             out = excluded[q].nonzero()[0].tolist()
@@ -249,7 +269,8 @@ class Evaluation:
         return all(self.figures(side, part) for side in (0, 1) for part in self.parts)
 
     def __repr__(self) -> str:
-        return f"Evaluation({self.seed}): {self.batch.kind}, {self.reranker}, {[*self.options]}"
+        by = f"{self.reranker} with{'' if self.has_bank else 'out'} a bank"
+        return f"Evaluation({self.seed}): {self.batch.kind}, {by}, {[*self.options]}"
 
 
 def skewness(counts: Sequence[int]) -> float:
@@ -257,6 +278,21 @@ def skewness(counts: Sequence[int]) -> float:
     variance = math.fsum((c - mean) ** 2 for c in counts) / len(counts)
     third = math.fsum((c - mean) ** 3 for c in counts) / len(counts)
     return third / variance**1.5 if variance > 1e-12 else 0.0
+
+
+def assert_reranked(case: Evaluation) -> None:
+    """Compare the new scores of what exists with those of loops."""
+    if case.reranker in (None, "two stages"):
+        return
+    first, *ids = case.asked()
+    found = case.method.rerank(Similarity.from_scores(first, *ids) if ids else first)
+    assert found.transductive == (not case.has_bank,) * 2
+    images, texts = map(torch.tensor, case.there)
+    for side, scores in enumerate((found.i2t, found.t2i)):
+        assert not scores.isnan().any()
+        of_existing = scores[images[:, None], texts]
+        of_queries = of_existing if side == 0 else of_existing.T
+        assert_same_scores(case.reranker, of_queries, case.reranked(side, tuple(case.there)))
 
 
 @pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
@@ -272,6 +308,7 @@ def test_random_evaluations_are_those_of_loops(turn, poisoned, monkeypatch):
         monkeypatch.setattr("itrloss.engine.ranking.MANY", case.draw.pick([0, 32]))
         found = case.found()
         assert found.metrics(KS) == pytest.approx(case.all_figures(), abs=1e-9), about
+        assert_reranked(case)
         for side, way in enumerate(WAYS):
             top = found.ways[way].top
             expected = torch.full_like(top, -1).tolist()

@@ -11,17 +11,14 @@ import pytest
 import torch
 from support import oracle_ranking
 
-from itrloss import Similarity, metrics
-from itrloss.engine import inputs
+from itrloss import Similarity
 from itrloss.metrics import (
     RetrievalResults,
     compare,
     confidence_intervals,
-    retrieval_metrics,
     retrieval_results,
     save_trec,
 )
-from itrloss.rerank import CSLS, DualSoftmax, FastReranker
 
 KS = (1, 3, 5, 20)
 WAYS = ("i2t", "t2i")
@@ -49,18 +46,6 @@ class System(NamedTuple):
             ranked.append(order)
         return ranked
 
-    def figures(self, ks=KS, ties: str = "pessimistic") -> dict[str, float]:
-        """The loops' figures of both directions."""
-        found = {}
-        for way in WAYS:
-            grades = self.of(way).grades.tolist()
-            ranked = []
-            for own, best in zip(grades, self.lists(way, ties), strict=True):
-                ranked.append([own[c] for c in best])
-            for name, value in oracle_ranking.figures(ranked, ks).items():
-                found[f"{way}_{name}"] = value
-        return found
-
 
 def system(seed: int) -> System:
     """A system of 3 to 12 images and texts."""
@@ -83,49 +68,6 @@ def evaluated(made: System, **options: Any) -> RetrievalResults:
     )
 
 
-@pytest.fixture
-def tiny_blocks(small_tiles, monkeypatch):
-    """A few rows of scores at a time."""
-    monkeypatch.setitem(inputs.TILE, "cpu", (10, 2))
-    monkeypatch.setattr("itrloss.engine.matrix.CONVERTED_AT_ONCE", 20)
-    monkeypatch.setattr(Similarity.blocks, "__defaults__", (30,))
-
-
-def means_over_queries(found: dict[str, float]) -> dict[str, float]:
-    """All figures but the skewness and the sum of recalls."""
-    return {name: x for name, x in found.items() if "skewness" not in name and name != "rsum"}
-
-
-# --- against the loops ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reranker", [FastReranker(), CSLS(k=3), DualSoftmax()])
-def test_reranked_scores_are_ranked_by_the_same_rule(reranker, tiny_blocks):
-    made = system(3)
-    made = made._replace(scores=made.scores.round())
-    found = retrieval_metrics(
-        made.scores, ks=KS, relevant=made.grades, exclude=made.excluded, reranker=reranker
-    )
-    i2t, t2i = reranker.rerank(made.scores)
-    for way, scores in zip(WAYS, (i2t, t2i), strict=True):
-        wanted = made._replace(scores=scores).figures()
-        for name, value in means_over_queries(found).items():
-            if name.startswith(way):
-                assert value == pytest.approx(wanted[name]), name
-
-
-def test_hit_rate_and_recall_have_their_own_names():
-    scores = torch.tensor([[5.0, 0, 0, 0, 0, 4, 3, 2, 1]])
-    right = (torch.zeros(5).long(), torch.arange(5))
-    found = retrieval_metrics(scores, relevant=right, ks=(1, 9))
-    assert found["i2t_r1"] == 100
-    assert found["i2t_recall_at_1"] == pytest.approx(20)
-    assert found["i2t_r9"] == 100
-    assert found["i2t_recall_at_9"] == 100
-    assert "i2t_r5" not in found
-    assert "i2t_ndcg_at_9" in found
-
-
 def test_the_sum_of_recalls_has_its_own_ks():
     results = evaluated(system(1))
     of_another_k = results.metrics((2,))
@@ -133,9 +75,6 @@ def test_the_sum_of_recalls_has_its_own_ks():
 
 
 # --- exclusions and candidates --------------------------------------------------------------------
-
-
-# Forms of a mask.
 
 
 def test_what_is_excluded_ties_with_nobody():
@@ -335,16 +274,3 @@ def test_intervals_and_comparisons_have_any_k():
     changes = compare(perfect, results, ks=(2, 7), samples=50)
     change = changes["i2t_ndcg_at_2"]
     assert change.difference == pytest.approx(100 - found["i2t_ndcg_at_2"])
-
-
-def test_batches_have_any_k():
-    pytest.importorskip("torchmetrics")
-    generator = torch.Generator().manual_seed(0)
-    images, texts = torch.randn(2, 12, 8, generator=generator)
-    metric = metrics.RetrievalMetrics(ks=(2, 7))
-    metric.update(images, texts)
-    found = {name: float(x) for name, x in metric.compute().items()}
-    sim = Similarity(images, texts)
-    assert found == retrieval_metrics(sim, ks=(2, 7))
-    with pytest.raises(ValueError, match="ks"):
-        metrics.RetrievalMetrics(ks=(0,))

@@ -290,17 +290,3 @@ def test_a_table_has_a_row_for_each_query(way, tmp_path):
     for name, values in columns.items():
         written = [float(row[name]) for row in rows]
         assert written == values.tolist(), name
-
-
-def test_rows_of_a_table_without_a_right_candidate_have_rank_0():
-    results = retrieval_results(random_scores(0), *ragged(0))
-    rows = [row for row in results.rows() if row["direction"] == "i2t"]
-    answered = [row for row in rows if row["positives"] > 0]
-    unanswered = [row for row in rows if row["positives"] == 0]
-    assert answered
-    assert unanswered
-    assert len(answered) + len(unanswered) == N
-    for row in unanswered:
-        assert row["best_rank"] == 0
-    mean = np.mean([row["average_precision_at_r"] for row in answered])
-    assert 100 * mean == pytest.approx(results.metrics()["i2t_map_at_r"])

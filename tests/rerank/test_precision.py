@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import oracle_rerank
 from support.cases import sample
+from support.rerankers import BY_LOOPS, ORDERS, Direction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from itrloss import Similarity
@@ -145,11 +146,8 @@ def keys(name, S):
     """What float64 ranks the candidates of each query by: lists of numbers or of pairs."""
     if name == "dual softmax":
         return dual_softmax_order(S, S, 20.0)
-    if name == "sinkhorn":
-        return oracle_rerank.sinkhorn(S, S, 100.0, 5).tolist()
-    if name == "fast":
-        return oracle_rerank.fast(S, S, 25.0, 10.0).tolist()
-    return oracle_rerank.inverted_softmax(S, S, 20.0).tolist()
+    direction = Direction(0, S, S, S, S)
+    return BY_LOOPS[name](direction, METHODS[name]).tolist()
 
 
 METHODS = {
@@ -245,6 +243,7 @@ SHIFTED = {
     "csls": CSLS(),
     "nnn": NearestNeighborNorm(),
     "inverted softmax": InvertedSoftmax(),
+    **ORDERS,
 }
 
 

@@ -1,5 +1,6 @@
-"""Every re-ranker against loops over queries and candidates, and the guarantees of the
-interface.
+"""The guarantees of the interface of re-rankers.
+
+Their scores are those of loops, see ``tests/metrics/test_random_evaluations.py``.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from support import oracle, oracle_rerank
-from support.cases import embeddings, public_rerankers, sample, similarity
+from support.cases import embeddings, public_rerankers, sample
+from support.rerankers import METHODS, Centred, CentredByBlocks
 
 from itrloss import Similarity, rerank
 from itrloss.cli import comparison
@@ -26,7 +27,6 @@ from itrloss.rerank import (
     DualSoftmax,
     FastReranker,
     InvertedSoftmax,
-    MutualProximity,
     NearestNeighborNorm,
     QueryBankNorm,
     Sinkhorn,
@@ -34,18 +34,6 @@ from itrloss.rerank import (
 )
 
 N, M = 7, 14
-METHODS = {
-    "fast": FastReranker((9.0, 8.0), (8.0, 17.0)),
-    "inverted softmax": InvertedSoftmax(15.0),
-    "dual softmax": DualSoftmax(15.0),
-    "qb-norm": QueryBankNorm(15.0, 2),
-    "dbnorm": DualBankNorm(2.0, 3.0),
-    "nnn": NearestNeighborNorm(0.6, 4),
-    "csls": CSLS(3),
-    "mutual proximity": MutualProximity(),
-    "sinkhorn": Sinkhorn(12.0, 4),
-    "dbsn": DualBankSinkhorn(12.0, 4),
-}
 
 
 def unlabelled(v, w, **options):
@@ -71,134 +59,10 @@ def a_bank(**options):
     return embeddings(11, 9, seed=5, **options)
 
 
-def fitted(name):
-    """A re-ranker with a bank, if it takes one."""
-    return copy.copy(METHODS[name]).fit(*a_bank())
-
-
 def assert_all_close(found, wanted, **tolerance):
     """Compare both directions."""
     for own, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(own, exact, **tolerance)
-
-
-# the oracles of the others, which treat both directions alike and take no more than one bank
-ORACLES = {
-    "inverted softmax": lambda m, S, R: oracle_rerank.inverted_softmax(S, R, m.scale),
-    "dual softmax": lambda m, S, R: oracle_rerank.dual_softmax(S, R, m.scale),
-    "qb-norm": lambda m, S, R: oracle_rerank.query_bank_norm(S, R, m.scale, m.k),
-    "nnn": lambda m, S, R: oracle_rerank.nearest_neighbor_norm(S, R, m.alpha, m.k),
-    "csls": lambda m, S, R: oracle_rerank.csls(S, R, m.k),
-    "mutual proximity": lambda m, S, R: oracle_rerank.mutual_proximity(S, R),
-    "sinkhorn": lambda m, S, R: oracle_rerank.sinkhorn(S, R, m.scale, m.iterations),
-}
-
-
-def expected(name, S, R, side, G=None, B=None):
-    """The oracle's scores or order for one direction; G: gallery bank x candidates, B: query x
-    gallery bank.
-    """
-    method = METHODS[name]
-    if name == "fast":
-        scales = (method.i2t, method.t2i)[side]
-        return oracle_rerank.fast(S, R, *scales)
-    if name == "dbnorm":
-        return oracle_rerank.dual_bank_norm(S, R, G, method.query_scale, method.gallery_scale)
-    if name == "dbsn":
-        # The gallery bank's items are candidates, too, which get no score.
-        candidates = S.shape[1]
-        no_scores = np.zeros((len(S), B.shape[1]))
-        of_queries = np.c_[S, no_scores]
-        of_bank = np.c_[R, B]
-        found = oracle_rerank.sinkhorn(of_queries, of_bank, method.scale, method.iterations)
-        return found[:, :candidates]
-    return ORACLES[name](method, S, R)
-
-
-def centred(x):
-    """Scores (queries, candidates) less the mean of each query."""
-    return x - x.mean(1, keepdims=True)
-
-
-def agrees(name, found, wanted):
-    """Compare ``found`` (queries, candidates): orders directly, scores up to a constant of each
-    query.
-    """
-    found = np.asarray(found)
-    if name == "dual softmax":
-        size = np.log(np.abs(wanted))
-        least = size.min(1, keepdims=True)
-        wanted = np.sign(wanted) * (1 + size - least)
-        np.testing.assert_allclose(found, wanted, rtol=1e-8, atol=1e-9)
-    else:
-        np.testing.assert_allclose(centred(found), centred(wanted), rtol=1e-8, atol=1e-9)
-
-
-def cosine(a, b):
-    return oracle.cosine(a.numpy(), b.numpy())
-
-
-def kinds_of_input():
-    """Valid combinations of bank and input, embeddings or a matrix; others raise errors (below)."""
-    for name, method in METHODS.items():
-        forms = ["dense", "tiled", "kept", "transposed"]
-        if not method.needs_embeddings:
-            forms.insert(0, "scores")
-        for bank in (False, True):
-            if method.needs_bank and not bank:
-                continue
-            for engine in forms:
-                yield name, bank, engine
-
-
-@pytest.mark.parametrize(("name", "bank", "engine"), list(kinds_of_input()))
-def test_every_method_equals_its_loops(name, bank, engine, small_tiles, monkeypatch):
-    method = copy.copy(METHODS[name])
-    monkeypatch.setattr(Similarity.blocks, "__defaults__", (30,))
-    v, w = embeddings(N, M)
-    bank_v, bank_w = a_bank()
-    if engine == "scores":
-        asked = torch.from_numpy(cosine(v, w))
-        banks = (torch.from_numpy(cosine(bank_v, w)), torch.from_numpy(cosine(v, bank_w)))
-    else:
-        ids = (torch.zeros(N).long(), torch.zeros(M).long())
-        if engine == "transposed":
-            asked = similarity(w, v, ids[::-1], "tiled").T
-        else:
-            asked = similarity(v, w, ids, engine)
-        banks = (bank_v, bank_w)
-    if bank:
-        method.fit(*banks)
-    found = method.rerank(asked)
-    assert found.i2t.shape == (N, M)
-    assert found.t2i.shape == (N, M)
-    assert found.transductive == (not bank, not bank)
-    equals_loops(name, found, bank)
-    assert_best(method.topk(asked, 4), found)
-
-
-def equals_loops(name, found, bank):
-    """Compare both directions with the oracle."""
-    v, w = embeddings(N, M)
-    bank_v, bank_w = a_bank()
-    S = cosine(v, w)
-    of_images = cosine(bank_v, w) if bank else S
-    of_texts = cosine(bank_w, v) if bank else S.T
-    gallery = cosine(bank_w, w)
-    i2t = expected(name, S, of_images, 0, gallery, cosine(bank_v, bank_w))
-    agrees(name, found.i2t, i2t)
-    gallery = cosine(bank_v, v)
-    t2i = expected(name, S.T, of_texts, 1, gallery, cosine(bank_w, bank_v))
-    agrees(name, found.t2i.T, t2i)
-
-
-def assert_best(top, found):
-    """Compare the four best of each query with those of all scores."""
-    assert top.transductive == found.transductive
-    assert torch.equal(top.i2t.indices, found.i2t.topk(4).indices)
-    assert torch.equal(top.t2i.indices, found.t2i.T.topk(4).indices)
-    descending = top.t2i.values.argsort(1, descending=True)
-    torch.testing.assert_close(descending, torch.arange(4).expand(M, 4))
 
 
 @pytest.mark.parametrize("name", names(matrix=True))
@@ -218,17 +82,6 @@ def test_scores_and_embeddings_stay_as_they_are_and_without_a_gradient(name):
     turned = scores.detach().T.contiguous().T
     assert_all_close(method.rerank(scores), method.rerank(turned))
     assert torch.equal(turned, scores)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_beside_a_bank_a_query_stands_for_itself(name):
-    v, w = embeddings(N, M)
-    method = fitted(name)
-    whole = method.rerank(unlabelled(v, w))
-    for i in range(N):
-        query = unlabelled(v[i : i + 1], w)
-        alone = method.rerank(query)
-        torch.testing.assert_close(alone.i2t[0], whole.i2t[i], rtol=1e-8, atol=1e-8)
 
 
 def test_a_penalty_that_overflows_leaves_queries_alone_whose_best_is_no_hub():
@@ -390,15 +243,7 @@ def test_a_state_of_another_method_is_refused_and_nothing_taken_over():
     assert method.k == 3
 
 
-class _Centred(rerank.Reranker):
-    """User-defined bias: the mean of a candidate's scores."""
-
-    def rule(self, direction):
-        mean = direction.candidates.mean_std().mean
-        return rerank.Bias(-mean)
-
-
-class _Precise(_Centred):
+class _Precise(Centred):
     """The same in double precision."""
 
     def rule(self, direction):
@@ -406,15 +251,7 @@ class _Precise(_Centred):
         return rerank.Bias(single.bias.double())
 
 
-class _CentredByBlocks(rerank.Reranker):
-    """The same as a function of a block of scores."""
-
-    def rule(self, direction):
-        mean = direction.candidates.mean_std().mean
-        return lambda scores, rows: scores.sub_(mean)
-
-
-class _NoRule(_Centred):
+class _NoRule(Centred):
     """The new scores, where a function that returns them is expected."""
 
     def rule(self, direction):
@@ -430,20 +267,20 @@ def test_re_rankers_of_ones_own_are_a_bias_or_a_function_of_a_block():
     v, w = embeddings(N, M)
     sim = Similarity(v, w, torch.arange(N) % 3, torch.arange(M) % 3)
     scores = sim.scores()
-    for method in (_Centred(), _CentredByBlocks()):
+    for method in (Centred(), CentredByBlocks()):
         found = method.rerank(sim)
         torch.testing.assert_close(found.i2t, scores - scores.mean(0))
         torch.testing.assert_close(found.t2i, scores - scores.mean(1, keepdim=True))
         top = method.topk(sim, 4)
         assert torch.equal(top.t2i.indices, found.t2i.T.topk(4).indices)
-    by_a_bias = retrieval_metrics(sim, reranker=_Centred())
-    by_a_function = retrieval_metrics(sim, reranker=_CentredByBlocks())
+    by_a_bias = retrieval_metrics(sim, reranker=Centred())
+    by_a_function = retrieval_metrics(sim, reranker=CentredByBlocks())
     assert by_a_bias == by_a_function
     single = torch.rand(N, M)
     # both directions in the dtype of the scores
-    assert_all_close(_Precise().rerank(single), _Centred().rerank(single))
-    with pytest.raises(ValueError, match="_CentredByBlocks is not a bias per candidate"):
-        _CentredByBlocks().biases(sim)
+    assert_all_close(_Precise().rerank(single), Centred().rerank(single))
+    with pytest.raises(ValueError, match="CentredByBlocks is not a bias per candidate"):
+        CentredByBlocks().biases(sim)
 
 
 # --- two stages -----------------------------------------------------------------------------------

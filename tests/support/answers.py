@@ -111,12 +111,6 @@ TOTALS = {
 }
 
 
-def evaluate_total(total, v, w, ids, engine, view=lambda sim: sim.both, **options):
-    """Return a total and its gradients, as `evaluate` does; the upstream gradient is not 1."""
-    grads = [torch.full((1,), 1.5)] * 2
-    return evaluate(lambda a, p: total(a, p)[None], v, w, ids, engine, grads, view, **options)
-
-
 def parameters(n, m, dtype=torch.float64):
     """One parameter for each row and column."""
     return torch.cat([torch.linspace(2, 6, size, dtype=dtype) for size in (n, m)])

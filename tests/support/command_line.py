@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
+from functools import partial
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
 from itrloss.cli import main
+from support import transcripts
 
 N, C, D = 12, 5, 8
 
@@ -47,9 +49,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return said
 
 
-def table_line(out: str, name: str) -> str:
-    """Return the first line of a table that has a name."""
-    return next(line for line in out.splitlines() if re.match(re.escape(name) + r"\s{2,}", line))
+def replay(name: str, **programs: Callable[..., str]) -> None:
+    """Compare what the commands of a transcript print; others may show what they wrote."""
+    transcripts.replay(name, itrloss=partial(transcripts.printed, main), **programs)
 
 
 def read_page(html: str) -> str:
@@ -69,9 +71,11 @@ class Page(HTMLParser):
         self.text = ""
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
-        if tag != "meta":
+        if tag not in ("meta", "img"):
             self.open.append(tag)
-        assert not any(name in ("src", "href") for name, _ in attrs)  # the page loads nothing
+        for name, value in attrs:  # the page loads nothing
+            if name in ("src", "srcset", "href", "action"):
+                assert value.startswith("data:image/jpeg;base64,"), value
 
     def handle_startendtag(self, tag: str, attrs: list) -> None:
         pass
