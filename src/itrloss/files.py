@@ -311,6 +311,8 @@ def _reading(path: Path) -> Iterator[None]:
     except MemoryError:
         raise ValueError(f"{path}: speaks of more data than there is memory; damaged?") from None
     except Exception as error:
+        if str(error).startswith(f"{path}: "):  # it names the file already
+            raise
         text = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{path}: not a readable {_suffix(path)} file: {text}") from None
 

@@ -408,9 +408,10 @@ def _ids(
         ("image", "text"), (image_ids, text_ids), shape, sources, first, strict=True
     ):
         if len(ids) == size + 1 and not word.isdecimal():
+            way = f", or write {source}:{word}" if source.path.suffix.lower() == ".csv" else ""
             raise ValueError(
                 f"{side}_ids: expected {size} ids, got {len(ids)}; if the first of {source}, "
-                f"{word!r}, is a header, remove it, or of a .csv file write {source}:{word}"
+                f"{word!r}, is a header, remove it{way}"
             )
     return image_ids, text_ids
 
