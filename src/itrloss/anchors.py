@@ -633,7 +633,9 @@ class Anchors:
     def entropy(self, temperature: float = 1.0) -> Tensor:
         """Return (A,) ``-sum_j P_ij log2 P_ij`` over each anchor's negatives.
 
-        ``P_i`` is the softmax of ``S_i / temperature`` over all candidates.
+        ``P_i`` is the softmax of ``S_i / temperature`` over all candidates. For embeddings in half
+        precision, Triton rounds the gradients of three sums, up to ``1 / temperature`` times as
+        large as the gradient of the entropy, to that precision before they cancel.
         """
         check_number("temperature", temperature, positive=True)
         scale = 1 / temperature

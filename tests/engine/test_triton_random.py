@@ -65,8 +65,9 @@ def draw_kernels(case, monkeypatch):
     return draw.pick(["triton", "triton", "triton scores"])
 
 
-# Its gradient was 12 % off in bfloat16 (seed 9); why is not known.
-ROUGH_IN_HALF = "sharp entropy"
+# The gradients of its three sums are up to a hundred times as large as the gradient of the answer,
+# and each is rounded to the half type of its panel before they cancel.
+ROUGH_IN_HALF = {"sharp entropy": 64}
 
 
 @pytest.mark.parametrize("turn", range(6))
@@ -76,13 +77,15 @@ def test_answers_of_random_batches(name, turn, few_tiles, poisoned, monkeypatch)
         case = AnswerCase(name, seed)
         kind = draw_kernels(case, monkeypatch)
         dtype = torch.float32
-        if kind == "triton" and not case.bias and name != ROUGH_IN_HALF:
+        if kind == "triton" and not case.bias:
             dtype = case.draw.pick([torch.float32, *HALF])
         case.vectors = [x.to(dtype) for x in case.vectors]
         exact = case.outcome("reference")
         plain = case.outcome("dense", dtype)
         found = case.outcome(kind, dtype, DEVICE)
-        bound = BOUNDS[dtype] if dtype != torch.float32 else 3e-5
+        bound = 3e-5
+        if dtype in HALF:
+            bound = BOUNDS[dtype] * ROUGH_IN_HALF.get(name, 1)
         assert_as_accurate(found, plain, exact, f"{case}, {kind}, {dtype}", bound)
 
 
