@@ -64,6 +64,7 @@ SLOTS: dict[int, tuple[Step, ...]] = {
         Step("compile", "kernels", 60, "compiles what follows", parts=(PRODUCTION, *TILES)),
         Step("kernels", "kernels", 45, "each kernel alone: which is far from the bare product"),
         Step("profile", "speed", 30, "time by kernel: copies above 8 % are worth a fusion"),
+        Step("others", "speed", 25, "PGC's online k-means, re-rankers and metrics"),
         Step("memory", "speed", 35, "peaks; above 270 MB beyond gradients: a regression"),
         Step("tiles", "kernels", 35, "other tiles; one that is 5 % faster: PRODUCT_TILES"),
         Step("products", "kernels", 25, "a panel's products below 500 TFLOP/s: BLOCK_ROWS"),

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from itrloss import OnlineKMeans, Similarity
+from itrloss.metrics import retrieval_metrics
+from itrloss.rerank import CSLS, FastReranker, Reranker, Sinkhorn
 
 from .. import cases, runner
 from ..cases import Case
@@ -33,9 +38,10 @@ TOYS: tuple[tuple[str, Shape], ...] = (("infonce learnable", (20, 20, 16)),)
 def goals(session: Session) -> None:
     """Time a step of the losses that have goals, next to the products that plain PyTorch makes."""
     shape = session.pick((4096, 65536, 1024), (4, 24, 16))
-    with session.attempt(loss="mdcl", shape=shape):
-        case = Case("mdcl", shape, HALF, session.device.type)
-        measured(session, case, ("ours triton", "matmul_bound"))
+    for loss in ("mdcl", "uto"):
+        with session.attempt(loss=loss, shape=shape):
+            case = Case(loss, shape, HALF, session.device.type)
+            measured(session, case, ("ours triton", "matmul_bound"))
     last: Shape | None = None
     for loss, shape in session.pick(LARGE, TOYS):
         if session.is_late(loss=loss, shape=shape):
@@ -102,6 +108,40 @@ def measured(
 def case_fields(loss: str, shape: Shape, dtype: torch.dtype = HALF) -> Row:
     """Return the columns of a row that say what it is about."""
     return {"loss": loss, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+
+
+# ---------------------------------------------------------------------- what is not a loss of pairs
+
+
+def others(session: Session) -> None:
+    """Time the online k-means of PGC, and re-rankers and metrics of a test set's size."""
+    points, dim, clusters = session.pick((512, 1024, 10_000), (8, 4, 3))
+    with session.attempt(loss="online k-means"):
+        prototypes = OnlineKMeans(clusters, dim).to(session.device)
+        batch = torch.randn(points, dim, device=session.device)
+        shape = points, clusters, dim
+        timed_call(session, "online k-means", shape, partial(prototypes.update, batch))
+    n, captions, dim = session.pick((5000, 5, 1024), (6, 2, 8))
+    shape = n, n * captions, dim
+    v, w = (x.detach().float() for x in session.pair(*shape))
+    ids = torch.arange(n, device=session.device)
+    sim = Similarity(v, w, ids, ids.repeat_interleave(captions))
+    methods: dict[str, Reranker | None] = {
+        "metrics": None,
+        "fast and metrics": FastReranker(),
+        "csls and metrics": CSLS(),
+        "sinkhorn and metrics": Sinkhorn(),
+    }
+    for name, method in methods.items():
+        if session.is_late(loss=name, shape=shape):
+            return
+        with session.attempt(loss=name, shape=shape):
+            timed_call(session, name, shape, partial(retrieval_metrics, sim, reranker=method))
+
+
+def timed_call(session: Session, name: str, shape: Shape, call: Callable[[], object]) -> None:
+    """Write the row of a call in float32."""
+    session.say(**case_fields(name, shape, torch.float32), variant="ours", **session.timed(call))
 
 
 # ------------------------------------------------------------------------------------------ memory
@@ -175,4 +215,4 @@ def own_time(event: Any, session: Session) -> float:
     return event.self_device_time_total
 
 
-STEPS = {"goals": goals, "memory": memory, "profile": profile}
+STEPS = {"goals": goals, "others": others, "memory": memory, "profile": profile}

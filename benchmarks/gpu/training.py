@@ -263,6 +263,8 @@ def small(session: Session) -> None:
         ("dcl std", (512, 512, 1024)),
         ("mdcl", (128, 4096, 1024)),
         ("mdcl", (512, 16384, 512)),
+        ("uto", (128, 4096, 1024)),
+        ("uto", (512, 16384, 512)),
     )
     launched = ("eager", "ours recorded", "ours graphed", "eager graphed")
     compiled = ("ours compiled", "eager compiled")
