@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support import oracle_metrics, oracle_more
+from support import oracle_more
 from support.cases import sample
 from support.processes import run
 from torch import Tensor, nn
@@ -86,20 +86,6 @@ def memory_and_sets_on_one_side() -> Outcome:
     return loss(IMAGES, TEXTS, *keys, memory, SETS[0], TEXT_IDS), wanted
 
 
-def folds_of_two_matrices() -> Outcome:
-    scores = numbers(6, 12), numbers(6, 12, seed=1)
-    image_ids = torch.arange(6)
-    text_ids = torch.tensor([0, 1, 0, 1, 3, 2, 3, 2, 5, 4, 4, 5])
-    sets = torch.stack([image_ids, image_ids + 100], 1), torch.stack([text_ids, text_ids + 200], 1)
-    found = retrieval_metrics(scores, *sets, folds=3)
-    first, second = [oracle_metrics.folds(x.numpy(), image_ids, text_ids, 3) for x in scores]
-    names = [x for x in found if x != "rsum"]
-    wanted = [(first if name.startswith("i2t") else second).get(name) for name in names]
-    known = [k for k, x in enumerate(wanted) if x is not None]
-    assert len(known) > 20
-    return [found[names[k]] for k in known], [wanted[k] for k in known]
-
-
 def gradient_cache() -> Outcome:
     tower = nn.Linear(D, D).double()
     loss = itrloss.InfoNCELoss(0.2)
@@ -115,7 +101,6 @@ RELATIONS = [
     distributions,
     heads,
     memory_and_sets_on_one_side,
-    folds_of_two_matrices,
     gradient_cache,
 ]
 

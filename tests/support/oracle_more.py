@@ -35,7 +35,6 @@ from support.oracle import (
     _log_sum_exp,
     _mean,
     _negatives,
-    _one_of,
     _positives,
     _reduce_valid,
     cosine,
@@ -82,9 +81,6 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     of which one would have memory entries as anchors. This is only the direction whose anchors are
     in the batch.
     """
-    _one_of("positive", positive, ("clamp", "relu"))
-    _one_of("positive_from", positive_from, ("key", "batch"))
-    _one_of("diversity_from", diversity_from, ("both", "batch"))
     if diversity is None:
         image_div = np.ones(len(np.asarray(V)))
         text_div = np.ones(len(np.asarray(W)))
@@ -270,7 +266,6 @@ def memory_diversity(  # noqa: PLR0913 (the arguments and options of the loss)
     ``"entropy"`` runs over all entries of its matrix, those of the anchor's own id too. With an
     empty memory (no anchor is valid then) d = div^batch.
     """
-    _one_of("diversity", diversity, ("std", "entropy"))
 
     def score(S: Array, ids: Ids, other_ids: Ids) -> Array:
         if diversity == "std":
@@ -414,7 +409,6 @@ def variance_aware(
 
     Eq. 10 takes the maximum over all j, including the target; here it excludes all positives.
     """
-    _one_of("reduction", reduction, ("mean", "sum", "none"))
     S = set_cosine(V_sets, W)
     if sigma is None:
         image_sigma, text_sigma = variance_sigma(S)
@@ -503,8 +497,6 @@ def dynamic_orthogonal(
     the default here averages, puts norm bars round a scalar, and does not normalise v̂ (then β =
     0.4 would have no scale).
     """
-    _one_of("pair_reduction", pair_reduction, ("mean", "sum", "frobenius"))
-    _one_of("reduction", reduction, ("mean", "sum", "none"))
     heads = np.asarray(residuals, np.float64)
     N, K, D = heads.shape
     per_entry = _gate_of_entries(gate, N, K, D)
