@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -128,32 +127,6 @@ def test_a_prefix_may_be_a_zero_vector():
     assert grad.isfinite().all()
     assert (grad[1] == 0).all()
     assert (grad[0] != 0).any()
-
-
-def test_sentence_transformers_agree():
-    """Their loss has one direction, and takes a model."""
-    pytest.importorskip("sentence_transformers")
-    from sentence_transformers.sentence_transformer.losses import (
-        MatryoshkaLoss,
-        MultipleNegativesRankingLoss,
-    )
-
-    class Model(nn.Module):
-        def forward(self, features):
-            return {"sentence_embedding": features["x"]}
-
-        def get_embedding_dimension(self):
-            return 6
-
-    v, w = (x.requires_grad_() for x in embeddings(9, 9))
-    model: Any = Model()
-    loss = MultipleNegativesRankingLoss(model)
-    theirs = MatryoshkaLoss(model, loss, list(UNSORTED), list(WEIGHTS))
-    ours = itrloss.InfoNCELoss(1 / 20, directions="image-text")
-    criterion = itrloss.Matryoshka(ours, UNSORTED, WEIGHTS)
-    found = criterion(v, w)
-    wanted = theirs([{"x": v}, {"x": w}], torch.zeros(9))
-    torch.testing.assert_close(with_gradients(found, v, w), with_gradients(wanted, v, w))
 
 
 def disagreeing(rank: int) -> list[str]:

@@ -35,7 +35,7 @@ class InfoNCECase:
             "temperature": pick([0.05, 0.2, 1.0]),
             "margin": margin,
             "relative": margin is not None and chance(0.4),
-            "hardness": pick([0.0, 0.0, 3.0, (0.0, 4.0), (2.0, 0.0), (1.0, 5.0)]),
+            "hardness": pick([0.0, 0.0, 3.0, 1e-20, 200.0, (0.0, 4.0), (2.0, 0.0), (1.0, 5.0)]),
             "normalize": chance(0.75),
             "reduction": pick(["mean", "sum", "none"]),
         }
