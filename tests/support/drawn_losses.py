@@ -26,21 +26,21 @@ from support.draws import KINDS, OF_IDS, Batch, Draw, drawn_batch, places_of_pro
 from support.losses_registry import ONE_TO_ONE, REGISTRY, Entry
 
 STEP = 1e-6  # of differences
-ONE_ID = ["pairs", "ids", "same"]  # all items exist, and their ids are given or equal
 
+BY_IDS = [*OF_IDS, "labels"]
 # Relations of losses by what they take; others take all.
 RELATIONS = {
     "memory": ["pairs", "ids", "padding", "same", "labels"],
     "coder": ["pairs", "ids", "same"],
-    "heads": ONE_ID,
-    "heads and residuals": ONE_ID,
+    "heads": BY_IDS,
+    "heads and residuals": BY_IDS,
     "heads alone": ["pairs"],
     "prototypes": ["pairs"],
-    "distributions": ONE_ID,
-    "tokens": [*ONE_ID, "padding", "numbers"],
-    "teacher": [*ONE_ID, "padding", "numbers", "groups"],
-    "negatives": [*OF_IDS, "labels", "groups"],
-    "guide": [*OF_IDS, "labels", "groups"],
+    "distributions": BY_IDS,
+    "tokens": BY_IDS,
+    "teacher": [*OF_IDS, "groups"],
+    "negatives": [*BY_IDS, "groups"],
+    "guide": [*BY_IDS, "groups"],
 }
 
 
@@ -420,11 +420,14 @@ def of_variances(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 
 def loops_of_variances(case: LossCase, leaves: list[Tensor]) -> Any:
     rows, cols = plain_formulas.pcme(leaves, case.batch.ids, **case.entry.options)
+    counts = [max(1, case.number_of_anchors(side)) for side in (0, 1)]
 
     def compute(reduction: str) -> Any:
         if reduction == "none":
             return rows, cols
-        return rows.mean() + cols.mean() if reduction == "mean" else rows.sum() + cols.sum()
+        if reduction == "sum":
+            return rows.sum() + cols.sum()
+        return rows.sum() / counts[0] + cols.sum() / counts[1]
 
     return case.of_directions(compute)
 
@@ -542,7 +545,7 @@ def loops_of_heads(case: LossCase, leaves: list[Tensor]) -> Any:
     options = {**case.entry.options, **case.common}
     if options.pop("detach_sigma"):  # it is that of the input itself
         scores = oracle_more.set_cosine(*(x.numpy() for x in case.input))
-        by_image, by_text = oracle_more.variance_sigma(scores)
+        by_image, by_text = oracle_more.variance_sigma(scores, *case.batch.items())
         is_shared = options.get("shared_sigma", True)
         options["sigma"] = by_image, by_image if is_shared else by_text
     return oracle_more.variance_aware(v, w, *case.batch.items(), **options)
@@ -590,7 +593,9 @@ def assert_sum(total: Tensor, terms: Any, weights: Sequence[float]) -> None:
 
 def loops_of_residuals(case: LossCase, leaves: list[Tensor]) -> Any:
     v, w, residuals = (x.numpy() for x in leaves)
-    gate = None if case.gate is None else case.gate.numpy()
+    there = [k for k, item in enumerate(case.items(0)) if oracle.exists(item)]
+    residuals = residuals[there]
+    gate = None if case.gate is None else case.gate.numpy()[there]
     balance, margin = case.common["balance"], case.common["margin"]
     total = balance * oracle_more.variance_aware(v, w, *case.batch.items(), margin)
     return total + (1 - balance) * oracle_more.dynamic_orthogonal(residuals, gate, 0.0)

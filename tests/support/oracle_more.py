@@ -411,7 +411,7 @@ def variance_aware(
     """
     S = set_cosine(V_sets, W)
     if sigma is None:
-        image_sigma, text_sigma = variance_sigma(S)
+        image_sigma, text_sigma = variance_sigma(S, image_ids, text_ids)
         text_sigma = image_sigma if shared_sigma else text_sigma
     else:
         image_sigma, text_sigma = sigma
@@ -448,13 +448,13 @@ def _weighted_by_sigma(hinge: float, sigma: float) -> float:
     return hinge / sigma**2 + math.log(sigma)
 
 
-def variance_sigma(S: ArrayLike) -> PerAnchor:
+def variance_sigma(S: ArrayLike, image_ids: Ids, text_ids: Ids) -> PerAnchor:
     """σ of every head and pair, DVSE Eq. 8 on raw cosines: (N, K, M) -> two arrays of that shape.
 
     Image direction ``σ_ikp = 1 + Std_{texts j ≠ p} S^k_ij``, text direction ``1 + Std_{images l ≠
     i} S^k_lp``: sample standard deviation (divisor count − 1; 0 for fewer than two values) over all
-    values except the target itself, and so including the image's other captions, or the other
-    images of the text's id (Eq. 7).
+    candidates except the target itself, and so including the image's other captions, or the
+    other images of the text's id (Eq. 7).
     """
     S = np.asarray(S, np.float64)
     N, K, M = S.shape
@@ -463,8 +463,10 @@ def variance_sigma(S: ArrayLike) -> PerAnchor:
     for i in range(N):
         for k in range(K):
             for p in range(M):
-                other_texts = [S[i, k, j] for j in range(M) if j != p]
-                other_images = [S[n, k, p] for n in range(N) if n != i]
+                texts_of_image = _candidates(i, image_ids, text_ids)
+                images_of_text = _candidates(p, text_ids, image_ids)
+                other_texts = [S[i, k, j] for j in texts_of_image if j != p]
+                other_images = [S[n, k, p] for n in images_of_text if n != i]
                 images[i, k, p] = 1 + _sample_std(other_texts)
                 texts[i, k, p] = 1 + _sample_std(other_images)
     return images, texts
@@ -516,7 +518,7 @@ def dynamic_orthogonal(
         return values
     if reduction == "sum":
         return math.fsum(values)
-    return math.fsum(values) / N
+    return math.fsum(values) / max(N, 1)
 
 
 def _gate_of_entries(gate: ArrayLike | None, N: int, K: int, D: int) -> Array:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import itrloss
 from support import oracle, oracle_embedders, oracle_more
-from support.reference import matches, unit
+from support.reference import exists, matches, unit
 
 NONE = -1e5  # the exponent of a pair that does not count; with -inf, gradients would be nan
 OfAnchors = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -201,12 +201,19 @@ def pcme(inputs, ids, scale=5.0, shift=5.0, pseudo_weight=0.1, vib_weight=1e-4, 
     distance = distances(images, texts, images_log, texts_log)
     positive = matches(ids, len(images), len(texts))
 
-    def of_side(distance, positive, mean, log):
-        values = []
-        for row, own in zip(distance, positive, strict=True):
-            values.append(of_anchor(row, own, scale, shift, pseudo_weight))
-        return torch.stack(values) + vib_weight * divergence(mean, log)
+    image_exists, text_exists = (
+        exists(own, len(x)) for own, x in zip(ids, (images, texts), strict=True)
+    )
 
-    rows = of_side(distance, positive, images, images_log)
-    cols = of_side(distance.T, positive.T, texts, texts_log)
+    def of_side(distance, positive, mean, log, own, others):
+        """Values of those that exist and have candidates, 0 of others."""
+        values = [
+            of_anchor(row[others], right[others], scale, shift, pseudo_weight)
+            for row, right in zip(distance, positive, strict=True)
+        ]
+        counts = own & others.any()
+        return (torch.stack(values) + vib_weight * divergence(mean, log)).where(counts, 0.0)
+
+    rows = of_side(distance, positive, images, images_log, image_exists, text_exists)
+    cols = of_side(distance.T, positive.T, texts, texts_log, text_exists, image_exists)
     return rows, cols

@@ -177,7 +177,7 @@ MORE = {
     ),
     # (0, 0, 3) has mean 1 and the sample variance 6/2
     "sigma": (
-        lambda: oracle_more.variance_sigma(np.array([[[9.0, 0, 0, 3]]]))[0][0, 0, 0],
+        lambda: oracle_more.variance_sigma([[[9.0, 0, 0, 3]]], [0], range(4))[0][0, 0, 0],
         1 + sqrt(3),
     ),
     "variance aware": (
