@@ -1,8 +1,8 @@
 """Losses of the registry with random input, as the library computes them and as loops do.
 
 Loops return the values of all anchors, a tensor for each direction, which is differentiated by
-differences: they hold for any relation. Weights that the gradient takes for constants need the
-formula in plain PyTorch, ``Entry.reference``, which takes ids.
+differences: they hold for any relation. Weights that the gradient takes for constants are those of
+the case's own input then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 import itrloss
 from itrloss import NO_ID, Similarity
-from support import oracle, oracle_embedders, oracle_more, plain_formulas
+from support import oracle, oracle_embedders, oracle_more, oracle_pcme
 from support.draws import KINDS, OF_IDS, Batch, Draw, drawn_batch, places_of_process
 from support.losses_registry import ONE_TO_ONE, REGISTRY, Entry
 
@@ -120,6 +120,17 @@ class LossCase:
         """Return the values of the library."""
         value = TAKES[self.takes].ours(self, loss, leaves)
         return value if isinstance(value, tuple) else (value,)
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether loops take weights for constants; `InfoNCECase` has those of InfoNCE."""
+        is_infonce = isinstance(self.entry.make(self.dim), itrloss.InfoNCELoss)
+        return self.entry.has_constants and not is_infonce
+
+    @property
+    def has_differences(self) -> bool:
+        """Whether the gradient is that of differences of the loops."""
+        return self.holds_weights or not self.entry.has_constants
 
     @property
     def is_in_loops(self) -> bool:
@@ -284,13 +295,13 @@ def of_pairs(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 def loops_of_pairs(case: LossCase, leaves: list[Tensor]) -> Any:
     if case.name == "matryoshka":
         return loops_of_prefixes(case, leaves)
-    is_infonce = type(case.entry.make(case.dim)) is itrloss.InfoNCELoss
-    if case.entry.oracle is None or (case.batch.kind == "weights" and is_infonce):
+    if case.entry.oracle is None:
         return in_general(case, leaves)
     scores = scores_of(case, leaves)
+    options = {"held": scores_of(case, case.input)} if case.holds_weights else {}
     sides = case.batch.items()
     return case.of_directions(
-        lambda reduction: case.entry.expected(scores, *sides, reduction=reduction)
+        lambda reduction: case.entry.expected(scores, *sides, reduction=reduction, **options)
     )
 
 
@@ -298,7 +309,8 @@ def loops_of_prefixes(case: LossCase, leaves: list[Tensor]) -> float:
     total = 0.0
     for dims in (2, 4):
         scores = scores_of(case, [x[:, :dims] for x in leaves])
-        total += oracle.infonce(scores, *case.batch.items(), reduction=case.common["reduction"])
+        options = {"reduction": case.common["reduction"]}
+        total += oracle_embedders.infonce(scores, *case.batch.items(), **options)
     return total
 
 
@@ -419,7 +431,7 @@ def of_variances(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 
 
 def loops_of_variances(case: LossCase, leaves: list[Tensor]) -> Any:
-    rows, cols = plain_formulas.pcme(leaves, case.batch.ids, **case.entry.options)
+    rows, cols = oracle_pcme.pcme(leaves, case.batch.ids, **case.entry.options)
     counts = [max(1, case.number_of_anchors(side)) for side in (0, 1)]
 
     def compute(reduction: str) -> Any:
@@ -468,9 +480,10 @@ def loops_of_memory(case: LossCase, leaves: list[Tensor]) -> Any:
     size = len(case.entries[0])
     numbers = range(-size - 1, -1) if ids is None else ids.tolist()
     entries = [oracle.Item(frozenset({number} - {NO_ID})) for number in numbers]
+    options = {"held": [x.numpy() for x in case.input]} if case.holds_weights else {}
     return case.of_directions(
         lambda reduction: case.entry.expected(
-            *banks, *case.batch.items(), entries, reduction=reduction
+            *banks, *case.batch.items(), entries, reduction=reduction, **options
         )
     )
 
@@ -543,11 +556,8 @@ def of_heads(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 def loops_of_heads(case: LossCase, leaves: list[Tensor]) -> Any:
     v, w = (x.numpy() for x in leaves)
     options = {**case.entry.options, **case.common}
-    if options.pop("detach_sigma"):  # it is that of the input itself
-        scores = oracle_more.set_cosine(*(x.numpy() for x in case.input))
-        by_image, by_text = oracle_more.variance_sigma(scores, *case.batch.items())
-        is_shared = options.get("shared_sigma", True)
-        options["sigma"] = by_image, by_image if is_shared else by_text
+    if options.pop("detach_sigma"):
+        options["held"] = [x.numpy() for x in case.input]
     return oracle_more.variance_aware(v, w, *case.batch.items(), **options)
 
 
@@ -636,8 +646,8 @@ def loops_of_tokens(case: LossCase, leaves: list[Tensor]) -> Any:
     )
     temperature = case.entry.options["temperature"]
     return case.of_directions(
-        lambda reduction: oracle.infonce(
-            scores.numpy(), *case.batch.items(), temperature, reduction=reduction
+        lambda reduction: oracle_embedders.infonce(
+            scores, *case.batch.items(), temperature, reduction=reduction
         )
     )
 

@@ -18,6 +18,9 @@ Reductions, for values ``rows`` (N,) of the image anchors and ``cols`` (M,) of t
 * ``"mean"``: mean of ``rows`` over valid images + mean of ``cols`` over valid texts (0 where none
   is valid).
 
+Weights that a loss's gradient takes for constants are those of ``held``, scores like ``S``, where
+they are passed in: differences of the loss are then in the scores alone.
+
 Papers: CODER (Wang et al., ECCV 2022), USER (Zhang et al., 2023), DVSE (Wei et al., 2023),
 VSE++ (Faghri et al., BMVC 2018), CPC (van den Oord et al., 2018).
 """
@@ -36,7 +39,7 @@ Array = NDArray[np.float64]
 Ids = ArrayLike
 PerAnchor = tuple[Array, Array]
 # a loss of one anchor, from the scores of its positives and of its negatives
-OfAnchor = Callable[[list[float], list[float]], float]
+OfAnchor = Callable[..., float]
 
 SD_FLOOR = 1e-6  # the variance is floored at its square, 1e-12
 ENTROPY_FLOOR = 1e-6
@@ -142,22 +145,31 @@ def entropy_diversity(
     return np.array(raw) / max(raw)
 
 
-def of_anchors(S: ArrayLike, row_ids: Ids, col_ids: Ids, reduction: str, value: OfAnchor) -> Any:
+def of_anchors(
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    reduction: str,
+    value: OfAnchor,
+    held: ArrayLike | None = None,
+) -> Any:
     """Reduce ``value(scores of positives, scores of negatives)`` of all valid anchors, of both
-    sides.
+    sides; with ``held``, these scores follow.
     """
 
-    def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
-        values = np.zeros(len(S))
+    def anchors(matrices: list[Array], ids: Ids, other_ids: Ids) -> Array:
+        values = np.zeros(len(matrices[0]))
         for i in _valid_anchors(ids, other_ids):
-            positives = [S[i, p] for p in _positives(i, ids, other_ids)]
-            negatives = [S[i, n] for n in _negatives(i, ids, other_ids)]
-            values[i] = value(positives, negatives)
+            scores = []
+            for S in matrices:
+                scores.append([S[i, p] for p in _positives(i, ids, other_ids)])
+                scores.append([S[i, n] for n in _negatives(i, ids, other_ids)])
+            values[i] = value(*scores)
         return values
 
-    S = np.asarray(S, np.float64)
-    rows = anchors(S, row_ids, col_ids)
-    cols = anchors(S.T, col_ids, row_ids)
+    matrices = [np.asarray(x, np.float64) for x in (S, held) if x is not None]
+    rows = anchors(matrices, row_ids, col_ids)
+    cols = anchors([x.T for x in matrices], col_ids, row_ids)
     return _reduce(rows, cols, row_ids, col_ids, reduction)
 
 
@@ -198,41 +210,6 @@ def triplet(
     rows = anchors(S, row_ids, col_ids)
     cols = anchors(S.T, col_ids, row_ids)
     return _reduce(rows, cols, row_ids, col_ids, reduction)
-
-
-def infonce(
-    S: ArrayLike,
-    row_ids: Ids,
-    col_ids: Ids,
-    temperature: float = 0.07,
-    hardness: float = 0.0,
-    margin: float | None = None,
-    relative: bool = False,
-    reduction: str = "mean",
-) -> Any:
-    """InfoNCE, CPC Eq. 4, averaged over an anchor's positives.
-
-    ``ℓ_i = mean_{p∈pos(i)} −log( exp(S_ip/τ) / (exp(S_ip/τ) + Σ_{n∈neg(i)} exp(S_in/τ)) )``: the
-    denominator of a positive includes the negatives, but not the anchor's other positives.
-
-    With a hardness α, a negative counts ``exp(α S_in)`` times (LLaVE, Lan et al., 2025). With a
-    margin m, negatives from ``P + m``, or ``P + m |P|``, upwards are left out; P is the positives'
-    mean score (Qwen3-Embedding, Zhang et al., 2025; NV-Retriever, Moreira et al., 2024).
-    """
-
-    def value(positives: list[float], negatives: list[float]) -> float:
-        own = _mean(positives)
-        limit = math.inf
-        if margin is not None:
-            limit = own + margin * (abs(own) if relative else 1)
-        exponents = [s / temperature + hardness * s for s in negatives if s < limit]
-        terms = []
-        for score in positives:
-            exponent = score / temperature
-            terms.append(_log_sum_exp([exponent, *exponents]) - exponent)
-        return _mean(terms)
-
-    return of_anchors(S, row_ids, col_ids, reduction, value)
 
 
 def hal(
@@ -286,6 +263,7 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
     positive: str = "clamp",
     reduction: str = "mean",
     entropy_temperature: float = 1.0,
+    held: ArrayLike | None = None,
 ) -> Any:
     """Diversity-sensitive contrastive loss, CODER Eq. 5 (Eq. 4 with ``diversity=None``).
 
@@ -296,7 +274,9 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
     S = np.asarray(S, np.float64)
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     floor = SCORE_FLOOR if positive == "clamp" else 0.0
-    row_div, col_div = _diversities(S, row_ids, col_ids, diversity, epsilon, entropy_temperature)
+    estimated = S if held is None else np.asarray(held, np.float64)
+    options = diversity, epsilon, entropy_temperature
+    row_div, col_div = _diversities(estimated, row_ids, col_ids, *options)
 
     def anchors(S: Array, ids: Ids, other_ids: Ids, div: Array) -> Array:
         values = np.zeros(len(S))

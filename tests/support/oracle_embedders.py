@@ -10,11 +10,11 @@ images among themselves, W those of texts. τ is the temperature, sg means witho
 What two items are to each other say `oracle.match`, `oracle.differ` and `oracle.weight`: a pair
 matches, with a weight, or one may be a negative of the other, or it is in no sum.
 
-Sources: InfoNCE with several positives (CPC, van den Oord et al., 2018, Eq. 4, as in
-`oracle.infonce`), GTE (Li et al., arXiv 2308.03281), Qwen3-Embedding (Zhang et al., arXiv
-2506.05176) as in ms-swift, NV-Retriever (Moreira et al., arXiv 2407.15831), GISTEmbed (Solatorio,
-arXiv 2402.16829), LLaVE (Lan et al., arXiv 2503.04812), EmbeddingGemma (arXiv 2509.20354), IRRA
-(Jiang & Ye, CVPR 2023), ColBERT (Khattab & Zaharia, SIGIR 2020), colpali.
+Sources: InfoNCE with several positives (CPC, van den Oord et al., 2018, Eq. 4), GTE (Li et al.,
+arXiv 2308.03281), Qwen3-Embedding (Zhang et al., arXiv 2506.05176) as in ms-swift, NV-Retriever
+(Moreira et al., arXiv 2407.15831), GISTEmbed (Solatorio, arXiv 2402.16829), LLaVE (Lan et al.,
+arXiv 2503.04812), EmbeddingGemma (arXiv 2509.20354), IRRA (Jiang & Ye, CVPR 2023), ColBERT (Khattab
+& Zaharia, SIGIR 2020), colpali.
 """
 
 from __future__ import annotations
@@ -442,6 +442,13 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
     if joint:
         return of_images()
     return of_directions(directions, of_images, of_texts, reduction)
+
+
+def infonce(S: Any, row_ids: Any, col_ids: Any, temperature: float = 0.07, **options: Any) -> Any:
+    """InfoNCE of a matrix of scores, in the manner of `oracle`."""
+    scores = torch.as_tensor(S, dtype=torch.float64)
+    given = {"rows": row_ids, "cols": col_ids, "temperature": temperature}
+    return contrastive(scores=scores, **given, **options)
 
 
 # ------------------------------------------------------------------------------------ distillation

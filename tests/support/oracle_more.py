@@ -65,6 +65,7 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     positive_from: str = "key",
     diversity_from: str = "both",
     reduction: str = "mean",
+    held: Sequence[ArrayLike] | None = None,
 ) -> Any:
     """Memory-aided diversity-sensitive contrastive loss, CODER Eq. 6: V (N, D), W (M, D), memories
     (Q, D).
@@ -74,7 +75,8 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     the text keys of the anchor's id (``positive_from="batch"``: over the texts w_p themselves), w =
     μ for ``"paper"``. Memory entries of the anchor's id are neither negatives nor positives. Text
     anchors have the memory *images* as negatives, and positives from ``V_keys``. d is
-    `memory_diversity` (``diversity_from="batch"``: of an empty memory), or 1 for None. An anchor
+    `memory_diversity` (``diversity_from="batch"``: of an empty memory), or 1 for None; of the
+    embeddings ``held`` in place of V and W, if there are any. An anchor
     without a positive or without a negative in the memory is invalid.
 
     Eq. 6 prints ``L_DCL(V, B_w) + L_DCL(W, B_v)``; ``L_DCL`` of Eq. 5 is a sum of two directions,
@@ -86,7 +88,8 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
         text_div = np.ones(len(np.asarray(W)))
     else:
         estimated_in = memory_ids if diversity_from == "both" else []
-        embeddings = (V, W, memory_images, memory_texts, image_ids, text_ids, estimated_in)
+        embeddings = (*(held or (V, W)), memory_images, memory_texts)
+        embeddings += image_ids, text_ids, estimated_in
         image_div, text_div = memory_diversity(*embeddings, diversity, epsilon, entropy_temperature)
     of_anchors = _DclOfMemory(
         temperature=temperature,
@@ -386,7 +389,7 @@ def variance_aware(
     margin: float = 0.2,
     shared_sigma: bool = True,
     reduction: str = "mean",
-    sigma: PerAnchor | None = None,
+    held: Sequence[ArrayLike] | None = None,
 ) -> Any:
     """Variance-aware weighting loss, DVSE Eq. 11, over heads k and positive pairs (i, p): (N, K, D)
     and (M, D).
@@ -395,11 +398,8 @@ def variance_aware(
     * text direction: ``σ^-2 [α − S^k_ip + max_{l∈neg(p)} S^k_lp]_+ + log σ``, with the same σ_ikp
       (``shared_sigma``, as printed) or the text's own;
 
-    σ as in `variance_sigma`, or held fixed at the two (N, K, M) arrays of ``sigma`` (image
-    direction, text direction; ``shared_sigma`` is then ignored), so that finite differences agree
-    with gradients that treat σ as a constant. A direction whose anchor has no negative drops the
-    pair, including its log σ. (If an image has no negatives, all texts have its id, so a direction
-    drops all pairs or none.)
+    σ as in `variance_sigma`, of the embeddings ``held`` in place of V_sets and W if there are any.
+    A direction whose anchor has no negative drops the pair, including its log σ.
 
     * ``"mean"``: ``Σ_k [mean over the image direction's pairs + mean over the text direction's
       pairs]``;
@@ -410,11 +410,9 @@ def variance_aware(
     Eq. 10 takes the maximum over all j, including the target; here it excludes all positives.
     """
     S = set_cosine(V_sets, W)
-    if sigma is None:
-        image_sigma, text_sigma = variance_sigma(S, image_ids, text_ids)
-        text_sigma = image_sigma if shared_sigma else text_sigma
-    else:
-        image_sigma, text_sigma = sigma
+    estimated = S if held is None else set_cosine(*held)
+    image_sigma, text_sigma = variance_sigma(estimated, image_ids, text_ids)
+    text_sigma = image_sigma if shared_sigma else text_sigma
     images = np.zeros(S.shape[0])
     texts = np.zeros(S.shape[2])
     image_pairs = 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support import oracle, oracle_more, oracle_ranking
+from support import oracle, oracle_embedders, oracle_more, oracle_ranking
 
 AXES = np.eye(3)
 PAIRS = ([0, 1], [0, 1])  # ids of a batch of two pairs
@@ -86,7 +86,7 @@ LOSSES = {
     ),
     # 3 of 3 + 1 and 2 of 2 + 2; 3 of 3 + 2 and 2 of 1 + 2
     "infonce": (
-        partial(oracle.infonce, ODDS, *PAIRS, 0.5, **none),
+        partial(oracle_embedders.infonce, ODDS, *PAIRS, 0.5, **none),
         ([log(4 / 3), log(2)], [log(5 / 3), log(3 / 2)]),
     ),
     # half of each positive, times n_valid/P, which is 2/3 for rows and 3/3 for columns
@@ -261,7 +261,7 @@ def test_by_hand(name):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss", [oracle.triplet, oracle.infonce, oracle.hal, oracle.dcl])
+@pytest.mark.parametrize("loss", [oracle.triplet, oracle_embedders.infonce, oracle.hal, oracle.dcl])
 def test_invalid_anchors_contribute_nothing_and_are_not_counted(loss):
     # only row 0 and column 0 have a positive
     inputs = ([[0.3, 0.9], [0.8, 0.7]], [1, 5], [1, 6])
