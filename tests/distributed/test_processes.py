@@ -47,6 +47,15 @@ def pairs(seed: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
     return sample(4, D, seed=2 * seed, **options), sample(4, D, seed=2 * seed + 1, **options)
 
 
+def same(found: Any, other: Any) -> bool:
+    """Whether nested results are equal bit for bit."""
+    leaves, others = tree_leaves(found), tree_leaves(other)
+    return len(leaves) == len(others) and all(
+        torch.equal(x, y) if isinstance(x, Tensor) else x == y
+        for x, y in zip(leaves, others, strict=True)
+    )
+
+
 # --- a process is lost ----------------------------------------------------------------------------
 
 TIMEOUT = 7.0  # seconds
@@ -77,24 +86,26 @@ WORK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "enqueue": enqueued,
     "k-means": clustered,
 }
+# What is done, how a process is lost, and at which collective, begin or end of a forward pass.
 FAULTS = [
-    *((kind, "is stuck", "before") for kind in ("batch", "enqueue")),
-    *(
-        (kind, how, when)
-        for kind in WORK
-        for how, when in [("raises", "before"), ("is killed", "forward 2")]
-    ),
-    *((kind, "is killed", "forward 6") for kind in list(WORK)[:2]),
-    *((kind, "raises", "between") for kind in list(WORK)[:2]),
-    *((kind, "is killed", "backward 1") for kind in list(WORK)[:2]),
-    *((kind, "is killed", "backward 6") for kind in ("batch",)),
+    *((kind, "is killed", 3) for kind in WORK),
+    *((kind, "is killed", 8) for kind in ("batch", "memory")),
+    ("batch", "is stuck", 1),
+    ("enqueue", "raises", 1),
 ]
-
-
 COLLECTIVES = (
     *("all_gather_single", "all_gather_into_tensor", "all_gather_object"),
     *("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"),
 )
+
+
+def lose(how: str) -> None:
+    if how == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "is stuck":
+        time.sleep(TIMEOUT + 3)
+        os._exit(1)
+    raise LookupError("an image is missing")
 
 
 def counted(collective: Callable[..., Any], before: Callable[[], None]) -> Callable[..., Any]:
@@ -105,26 +116,13 @@ def counted(collective: Callable[..., Any], before: Callable[[], None]) -> Calla
     return call
 
 
-def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
-    """Two steps; one process is lost before or between forward and backward, or at one of their
-    collectives.
-    """
-    phase, number = "forward", 0
-
-    def fault(place: str) -> None:
-        if rank != ODD or place != when:
-            return
-        if how == "is killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "is stuck":
-            time.sleep(TIMEOUT + 3)
-            os._exit(1)
-        raise LookupError("an image is missing")
+def stepping(rank: int, kind: str, how: str, at: int) -> dict[str, Any]:
+    """Two steps, in which one process is lost."""
+    moments = itertools.count(1)
 
     def count() -> None:
-        nonlocal number
-        number += 1
-        fault(f"{phase} {number}")
+        if next(moments) == at and rank == ODD:
+            lose(how)
 
     for name in filter(partial(hasattr, dist), COLLECTIVES):
         setattr(dist, name, counted(getattr(dist, name), count))
@@ -132,13 +130,11 @@ def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
     try:
         for _ in range(2):
             v, w = pairs(rank)
-            fault("before")
+            count()
             value = WORK[kind](v, w)
-            fault("between")
-            phase, number = "backward", 0
+            count()
             if value.requires_grad:
                 value.backward()
-            phase, number = "forward", 0
             steps.append([x for x in (value.detach(), v.grad, w.grad) if x is not None])
     except RuntimeError as error:
         said = str(error)
@@ -147,22 +143,20 @@ def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_others_end_with_an_error_of_the_backend(tmp_path):
-    cases = [*FAULTS, *((kind, "", "") for kind in WORK)]  # first those that wait longest
-    found = dict(
-        zip(cases, survivors(stepping, tmp_path, cases, world=WORLD, timeout=TIMEOUT), strict=True)
-    )
-    for case in FAULTS:
-        assert found[case][ODD] is None, case
-        for mine, healthy in zip(found[case], found[case[0], "", ""], strict=True):
-            if mine is None:
-                continue
-            assert mine["said"], (case, mine)
-            assert mine["seconds"] < TIMEOUT + 6 * (case[1] == "is stuck"), (case, mine)
-            # A process may be lost after it has sent its last part of a step: then the others
-            # complete that one.
-            assert len(mine["steps"]) < 2 and not healthy["said"], case
-            for step, wanted in zip(mine["steps"], healthy["steps"], strict=False):
-                assert all(torch.equal(x, y) for x, y in zip(step, wanted, strict=True)), case
+    cases = [*FAULTS, *((kind, "", 0) for kind in WORK)]
+    every = survivors(stepping, tmp_path, cases, world=WORLD, timeout=TIMEOUT)
+    found = dict(zip(cases, every, strict=True))
+    for kind, how, at in FAULTS:
+        survived = found[kind, how, at]
+        about = kind, how, at, survived
+        assert survived[ODD] is None, about
+        for mine, healthy in zip(survived, found[kind, "", 0], strict=True):
+            assert not healthy["said"], about
+            if mine is not None:
+                assert mine["said"] and mine["seconds"] < TIMEOUT + 6 * (how == "is stuck"), about
+                # A process may be lost after it has sent its last part of a step: then the others
+                # complete that one.
+                assert mine["steps"] == [] or same(mine["steps"], healthy["steps"][:1]), about
 
 
 def test_numbers_are_exchanged_where_the_embeddings_are(monkeypatch):
@@ -962,15 +956,6 @@ def stepped(rank: int, world: int, first: int, last: int, state: Any, group: Any
     measured = itrloss.metrics.retrieval_metrics(sim, hubness_k=2)
     figures = system.pair.telemetry, system.against_memory.telemetry, measured
     return (losses, dict(system.state_dict()), figures), saved
-
-
-def same(found: Any, other: Any) -> bool:
-    """Whether nested results are equal bit for bit."""
-    leaves, others = tree_leaves(found), tree_leaves(other)
-    return len(leaves) == len(others) > 20 and all(
-        torch.equal(x, y) if isinstance(x, Tensor) else x == y
-        for x, y in zip(leaves, others, strict=True)
-    )
 
 
 @pytest.fixture(scope="module")
