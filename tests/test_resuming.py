@@ -52,9 +52,9 @@ class Model(nn.Module):
         self.sigmoid = itrloss.SigmoidLoss(**common)
         self.prefixes = itrloss.Matryoshka(itrloss.TripletLoss(mining="all", **common), (4, D))
         self.memory = itrloss.CoupledMemory(20, D)
-        self.against_memory = itrloss.MemoryDiversityContrastiveLoss(**common)
-        self.prototypes = itrloss.OnlineKMeans(3, D)
-        self.classifier = itrloss.PrototypeClassificationLoss(D, 3, **common)
+        self.coder = itrloss.CODERObjective(D, 6, **common)
+        self.gate = itrloss.DynamicGate(D, 2)
+        self.orthogonal = itrloss.DynamicOrthogonalLoss(slack=0.0, **common)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sum of the losses, and the keys."""
@@ -63,10 +63,10 @@ class Model(nn.Module):
         image_keys = self.image_keys.module(x.to(self.image_keys.module[0].weight.dtype))
         text_keys = self.text_keys.module(x.to(self.text_keys.module.weight.dtype))
         keys = image_keys.float(), text_keys.float()
-        clusters = self.prototypes.update(keys[0] + keys[1])
+        heads = torch.stack([v, w], 1)
         total = self.infonce(v, w) + self.sigmoid(v, w) + self.prefixes(v, w)
-        total = total + self.against_memory(v, w, *keys, self.memory)
-        return total + self.classifier(v, w, clusters), *keys
+        total = total + self.coder(v, w, *keys, self.memory, v, w)[0]
+        return total + self.orthogonal(heads, self.gate(heads.detach())), *keys
 
 
 class Run:

@@ -899,12 +899,10 @@ class System(nn.Module):
         self.world, self.group = world, group
         self.encoder = nn.Linear(7, D).double()
         self.memory = itrloss.CoupledMemory(17, D, dtype=torch.float64)
-        self.means, self.gate = itrloss.OnlineKMeans(CLUSTERS, D), itrloss.DynamicGate(7, 3)
+        self.gate = itrloss.DynamicGate(7, 3)
         self.pair = itrloss.InfoNCELoss(0.5, learnable=True, telemetry=True, **options)
-        self.against_memory = itrloss.MemoryDiversityContrastiveLoss(telemetry=True, **options)
-        self.classifier = itrloss.PrototypeClassificationLoss(D, CLUSTERS, **options)
         self.orthogonal = itrloss.DynamicOrthogonalLoss(slack=0.1, **options)
-        self.coder = itrloss.CODERObjective(D, CLUSTERS, memory_weight=0, **options).double()
+        self.coder = itrloss.CODERObjective(D, CLUSTERS, telemetry=True, **options).double()
 
     def step(self, number: int, rank: int) -> float:
         """Train with a process's part of a batch; return the loss."""
@@ -916,16 +914,9 @@ class System(nn.Module):
         x, y, ids = (part.split(SPLITS[self.world][number])[rank] for part in (x, y, ids))
         v, w = self.encoder(x), self.encoder(y)
         keys = v.detach() + 0.1, w.detach() - 0.1
-        clusters = self.means.update(keys[0] + keys[1], self.group)
-        self.classifier.reset(self.means.reseeded, self.means.centroids)
         gates = self.gate(torch.stack([x, x * y], 1), process_group=self.group)
-        loss = self.pair(v, w, ids, ids) + self.against_memory(v, w, *keys, self.memory, ids, ids)
-        loss = (
-            loss
-            + self.classifier(v, w, clusters)
-            + self.orthogonal(torch.stack([v, w, v * w], 1), gates)
-        )
-        loss = loss + self.coder(v, w, *keys, None, v, w, ids, ids)[0]
+        loss = self.pair(v, w, ids, ids) + self.orthogonal(torch.stack([v, w, v * w], 1), gates)
+        loss = loss + self.coder(v, w, *keys, self.memory, v, w, ids, ids)[0]
         loss.backward()
         for p in self.encoder.parameters():
             if self.world > 1:
@@ -954,7 +945,7 @@ def stepped(rank: int, world: int, first: int, last: int, state: Any, group: Any
     v, w = (x.detach().chunk(world)[rank] for x in (sample(12, D), sample(12, D, seed=1)))
     sim = itrloss.Similarity(*(itrloss.distributed.gather(x, group) for x in (v, w)))
     measured = itrloss.metrics.retrieval_metrics(sim, hubness_k=2)
-    figures = system.pair.telemetry, system.against_memory.telemetry, measured
+    figures = system.pair.telemetry, system.coder.memory.telemetry, measured
     return (losses, dict(system.state_dict()), figures), saved
 
 
