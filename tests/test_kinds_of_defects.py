@@ -1,8 +1,9 @@
 """Cases of kinds of defects that were found before, thought of from the kind alone.
 
-They are where a young feature meets an old assumption: a parameter that is not plain, a fault in
-one process alone, and the cost of sets of labels. `test_random_cases` draws relations that are no
-plain ids, and padding in a count; input by another way is in ``test_messages.py``.
+They are where a young feature meets an old assumption: a parameter that is not plain, and the cost
+of sets of labels. `test_random_cases` draws relations that are no plain ids, and padding in a
+count; input by another way is in ``test_messages.py``, a fault in one process alone in
+``distributed/test_processes.py``.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ import math
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from support.cases import sample
 from support.processes import run
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 
 import itrloss
 from itrloss import NO_ID, Similarity
-from itrloss.engine.related import Related
 from itrloss.metrics import retrieval_metrics
 
 
@@ -186,127 +184,11 @@ def test_weights_in_half_precision_are_not_rounded_again(make, dtype):
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
 
 
-# -------------------------------------------------------------------- 5: wrong in one process alone
+# ------------------------------------------------------------------ 6: the cost of sets of labels
 
 
 def trained(*shape: int, seed: int = 0) -> Tensor:
     return sample(*shape, seed=seed).requires_grad_()
-
-
-V, W = sample(2, 4, D)
-#: What is said by the process whose input is wrong, or by all if they differ.
-SHARED: list[tuple[str, Any]] = [
-    (
-        "gather: expected the same in all processes, got biases ['none', 'gradient",
-        lambda odd: Similarity.sharded(V, W, bias=(None, torch.zeros(4, requires_grad=not odd))),
-    ),
-    (
-        "gather: expected the same in all processes, got biases ['gradient False",
-        lambda odd: itrloss.PCMEPlusPlusLoss(gather=True, learnable=False)(
-            V, W, V, W.clone().requires_grad_(not odd)
-        ),
-    ),
-    (
-        "image_keys: expected a floating-point tensor",
-        lambda odd: UTO_OF_ALL(V, W, V.numpy() if odd else V, W, itrloss.CoupledMemory(4, D)),
-    ),
-    (
-        "gather: expected the same in all processes, got ids of strings",
-        lambda odd: itrloss.CoupledMemory(8, D).enqueue(V, W, four_ids(odd)),
-    ),
-    (
-        "gather: expected the same in all processes, got of strings",
-        lambda odd: metric_of(four_ids(odd)),
-    ),
-    (
-        "memory: expected one of dimension 8",
-        lambda odd: itrloss.Matryoshka(UTO_OF_ALL, (3, D))(
-            V, W, V, W, itrloss.CoupledMemory(4, D - odd)
-        ),
-    ),
-    (
-        "image_ids: expected an integer tensor",
-        lambda odd: OF_ALL(V, W, np.ma.array(np.arange(4), mask=np.arange(4) < odd), np.arange(4)),
-    ),
-    (
-        "guide: expected a Similarity or embeddings",
-        lambda odd: FILTERED_OF_ALL(
-            V, W, guide=(np.ma.array(V.numpy(), mask=(V > 0).numpy()) if odd else V, W)
-        ),
-    ),
-    (
-        "guide[0]: expected device cpu",
-        lambda odd: FILTERED_OF_ALL(V, W, guide=(V.to("meta") if odd else V, W)),
-    ),
-    (
-        "guide: expected the ids of the loss",
-        lambda odd: FILTERED_OF_ALL(
-            V, W, LABEL_SETS, LABEL_SETS, guide=sharded(LABEL_SETS.roll(int(odd), 0))
-        ),
-    ),
-    ("teacher: expected the groups", lambda odd: teacher_of_all(odd)),
-    (
-        "gather: expected the same in all processes, got numbers of labels",
-        lambda odd: OF_ALL(V, W, *[torch.arange(8 + 4 * odd).view(4, -1)] * 2),
-    ),
-    (
-        "residuals: expected a row for each",
-        lambda odd: itrloss.DVSEObjective(gather=True)(
-            V[:, None].expand(4, 3, D), W, sample(4 - odd, 3, 5)
-        ),
-    ),
-]
-OF_ALL = itrloss.InfoNCELoss(gather=True)
-FILTERED_OF_ALL = itrloss.InfoNCELoss(gather=True, margin=0.1)
-UTO_OF_ALL = itrloss.UnifiedTrainingObjective(gather=True)
-
-
-LABEL_SETS = torch.stack([torch.arange(4), torch.arange(4) + 100], 1)
-
-
-def sharded(text_ids: Tensor) -> Similarity:
-    return Similarity.sharded(V, W, LABEL_SETS, text_ids)
-
-
-def four_ids(odd: bool) -> Any:
-    return list("abcd") if odd else torch.arange(4)
-
-
-def metric_of(ids: Any) -> Any:
-    metric = itrloss.metrics.RetrievalMetrics()
-    metric.update(V, W, ids, ids)
-    return metric.compute()
-
-
-def teacher_of_all(odd: bool) -> Any:
-    ids = torch.arange(4)
-    groups = ids // 2
-    teacher = Similarity.sharded(V, W, ids, ids, related=Related((groups, groups)))
-    own = ids % 2 if odd else groups
-    loss = itrloss.DistillationLoss(gather=True)
-    return loss(V, W, teacher, ids, ids, image_groups=own, text_groups=own)
-
-
-def errors(rank: int) -> list[str]:
-    said = []
-    for _, call in SHARED:
-        try:
-            call(rank == 1)
-            said.append("")
-        except (TypeError, ValueError) as error:
-            said.append(str(error))
-        dist.barrier()
-    return said
-
-
-def test_what_one_process_refuses_all_refuse(tmp_path):
-    first, second = run(errors, tmp_path)
-    for (message, _), of_first, of_second in zip(SHARED, first, second, strict=True):
-        assert of_second.startswith(message)
-        assert message in of_first
-
-
-# ------------------------------------------------------------------ 6: the cost of sets of labels
 
 
 class Written(TorchDispatchMode):

@@ -52,7 +52,7 @@ class Model(nn.Module):
         self.sigmoid = itrloss.SigmoidLoss(**common)
         self.prefixes = itrloss.Matryoshka(itrloss.TripletLoss(mining="all", **common), (4, D))
         self.memory = itrloss.CoupledMemory(20, D)
-        self.coder = itrloss.CODERObjective(D, 6, **common)
+        self.coder = itrloss.CODERObjective(D, 40, **common)
         self.gate = itrloss.DynamicGate(D, 2)
         self.orthogonal = itrloss.DynamicOrthogonalLoss(slack=0.0, **common)
 
@@ -117,8 +117,8 @@ def whole(x: Any) -> Any:
 
 
 def same_state(model: nn.Module, wanted: nn.Module) -> bool:
-    expected = wanted.state_dict()
-    got = model.state_dict()
+    expected = {**wanted.state_dict(), **dict(wanted.named_buffers())}
+    got = {**model.state_dict(), **dict(model.named_buffers())}
     equal = [torch.equal(whole(got[key]), whole(x)) for key, x in expected.items()]
     return got.keys() == expected.keys() and all(equal)
 

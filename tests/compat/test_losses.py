@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from support.oracle_embedders import late_scores
 from torch import Tensor
 
 import itrloss
@@ -132,21 +133,6 @@ def bank_weights(
     weight = (opt.global_alpha * (own - opt.global_ep_posi)).exp()
     positive = 1 - weight / (weight + near_too)
     return negative, positive
-
-
-def set_scores(images: Tensor, texts: Tensor, score) -> Tensor:
-    """The scores (N, M) of sets, from the scores of their elements."""
-    rows = []
-    for x in images:
-        row = [score(x @ y.T) for y in texts]
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
-
-
-def smooth_chamfer(alpha: float, c: Tensor) -> Tensor:
-    forth = (alpha * c).logsumexp(1).mean()
-    back = (alpha * c).logsumexp(0).mean()
-    return (forth + back) / (2 * alpha)
 
 
 def reduced(x: Tensor, reduction: str) -> Tensor:
@@ -471,7 +457,7 @@ def test_pvse(n, k, hardest, reduction):
     img, txt = (F.normalize(x, dim=2) for x in raw[:2])  # as in its model
     residuals = raw[2:]
     opt = Namespace(margin=0.3, num_embeds=k, mmd_weight=0.2, div_weight=0.7, max_violation=hardest)
-    scores = set_scores(img, txt, torch.amax)
+    scores = late_scores(img, txt, "max", normalize=False)
     ranking = hinge_sum(scores, 0.3, hardest)
     if reduction == "mean":
         hinges = n if hardest else n * n
@@ -546,9 +532,9 @@ def test_dive(n, per, k, l, hardest, residual, own, reduction):  # noqa: E741
     def similarity(x: Tensor, y: Tensor) -> Tensor:
         assert x.shape == (n * k, 6)
         assert y.shape == (m * l, 6)
-        return set_scores(x.view(n, k, 6), y.view(m, l, 6), dive_score)
+        return dive_scores(x.view(n, k, 6), y.view(m, l, 6))
 
-    i2t, t2i = dive_hinges(set_scores(img, txt, dive_score), per, 0.2, hardest)
+    i2t, t2i = dive_hinges(dive_scores(img, txt), per, 0.2, hardest)
     spread = [F.normalize(x, dim=2) for x in residuals] if residual else [img, txt]
     parts = {
         "i2t_loss": i2t,
@@ -568,9 +554,7 @@ def test_dive(n, per, k, l, hardest, residual, own, reduction):  # noqa: E741
     assert_same_parts(found, parts)
 
 
-def dive_score(products: Tensor) -> Tensor:
-    """The score of two sets at a temperature of 4."""
-    return smooth_chamfer(4.0, products)
+dive_scores = partial(late_scores, form="smooth_chamfer", alpha=4.0, normalize=False)
 
 
 def sum_of_sets(sides: list[Tensor], function) -> Tensor:

@@ -16,6 +16,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -257,9 +258,30 @@ half = {False: torch.bfloat16, True: torch.float16}
 floats = {False: torch.float32, True: torch.float64}
 ids = torch.arange(4)
 words = list("abcd")
+labels = torch.stack([ids, ids + 100], 1)
 pair = itrloss.InfoNCELoss
+filtered: Any = itrloss.InfoNCELoss(gather=True, margin=0.1)
+uto: Any = itrloss.UnifiedTrainingObjective(gather=True)
 mdcl = itrloss.MemoryDiversityContrastiveLoss
 classifier = itrloss.PrototypeClassificationLoss
+
+
+def masked(x: Tensor) -> Any:
+    array = x.detach().numpy()
+    return np.ma.array(array, mask=array > 0)
+
+
+def teacher_with_groups(odd: bool) -> Any:
+    groups = ids // 2
+    related = itrloss.Related((groups, groups))
+    teacher = itrloss.Similarity.sharded(*pairs(), ids, ids, related=related)
+    own = ids % 2 if odd else groups
+    return itrloss.DistillationLoss(gather=True)(*pairs(), teacher, ids, ids, image_groups=own)
+
+
+def of_sets(dim: int = D, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
+    images, texts = sample(4, 2, dim, dtype=dtype), sample(4, 3, dim, dtype=dtype)
+    return itrloss.functional.set_similarity(images, texts, gather=True, **options)
 
 
 class WithOption(itrloss.PairLoss):
@@ -516,6 +538,71 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "autocast None",
         "autocast torch.bfloat16",
     ),
+    "gradient of a bias": (
+        lambda odd: itrloss.Similarity.sharded(*pairs(), bias=(None, sample(4, trained=not odd))),
+        "biases ['none', 'gradient True",
+        "biases ['none', 'gradient False",
+    ),
+    "gradient of a variance": (
+        lambda odd: itrloss.PCMEPlusPlusLoss(gather=True, learnable=False)(
+            *(x.detach() for x in (*pairs(), *pairs())[:3]), sample(4, D, trained=not odd)
+        ),
+        "biases ['gradient False', 'gradient True",
+        "biases ['gradient False', 'gradient False",
+    ),
+    "enqueued words": (
+        lambda odd: memory().enqueue(*pairs(), words if odd else ids),
+        "ids of strings False",
+        "ids of strings True",
+    ),
+    "words of a metric": (
+        lambda odd: metric_of_batches(*[words if odd else ids] * 2),
+        "of strings [False]",
+        "of strings [True]",
+    ),
+    "groups": (
+        lambda odd: pair(gather=True)(*pairs(), image_groups=None if odd else ids),
+        "with groups",
+        "without",
+    ),
+    "words as groups": (
+        lambda odd: pair(gather=True)(*pairs(), image_groups=words if odd else ids),
+        "of strings",
+        "of strings",
+    ),
+    "number of labels": (
+        lambda odd: pair(gather=True)(*pairs(), *[torch.arange(8 + 4 * odd).view(4, -1)] * 2),
+        "numbers of labels",
+        "numbers of labels",
+    ),
+    "type of matches": (
+        lambda odd: pair(gather=True)(*pairs(), matches=torch.ones(4, 12, dtype=floats[odd])),
+        "with matches of torch.float32",
+        "with matches of torch.float64",
+    ),
+    "rule of groups": (
+        lambda odd: itrloss.Similarity.sharded(
+            *pairs(), related=itrloss.Related((ids, ids), "other" if odd else "same")
+        ),
+        "rule same",
+        "rule other",
+    ),
+    "weights of prefixes": (
+        lambda odd: itrloss.Matryoshka(pair(gather=True), (2, 4), (1.0, 1.0 + odd))(*pairs()),
+        "weights=[1.0, 1.0]",
+        "weights=[1.0, 2.0]",
+    ),
+    "aggregation of sets": (
+        lambda odd: of_sets(aggregation="mean" if odd else "max"),
+        "aggregation 'max'",
+        "aggregation 'mean'",
+    ),
+    "dimension of sets": (lambda odd: of_sets(D + odd), "dimension 6", "dimension 7"),
+    "type of sets": (
+        lambda odd: of_sets(dtype=floats[odd]),
+        "torch.float32",
+        "torch.float64",
+    ),
 }
 # What the odd process refuses, and how its error begins.
 REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
@@ -641,9 +728,84 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         ),
         "TypeError: text_concepts:",
     ),
+    "array as keys": (
+        lambda odd: uto(
+            *pairs(), pairs()[0].detach().numpy() if odd else pairs()[0], pairs()[1], memory()
+        ),
+        "TypeError: image_keys: expected a floating-point tensor",
+    ),
+    "prefixes of a memory": (
+        lambda odd: itrloss.Matryoshka(uto, (3, D))(
+            *pairs(), *pairs(), itrloss.CoupledMemory(4, D - odd)
+        ),
+        "ValueError: memory: expected one of dimension 6",
+    ),
+    "short texts": (
+        lambda odd: itrloss.Matryoshka(pair(gather=True), (2, D))(sample(4, D), sample(4, D - odd)),
+        "ValueError: texts: expected embeddings of at least 6 dimensions",
+    ),
+    "masked ids": (
+        lambda odd: pair(gather=True)(*pairs(), np.ma.array(ids, mask=ids < odd), ids),
+        "TypeError: image_ids: expected an integer tensor",
+    ),
+    "masked guide": (
+        lambda odd: filtered(*pairs(), guide=[masked(x) if odd else x for x in pairs()]),
+        "TypeError: guide: expected a Similarity or embeddings",
+    ),
+    "device of the guide": (
+        lambda odd: filtered(*pairs(), guide=(pairs()[0].to("meta" if odd else "cpu"), pairs()[1])),
+        "ValueError: guide[0]: expected device cpu",
+    ),
+    "scores of a teacher": (
+        lambda odd: itrloss.DistillationLoss(gather=True)(*pairs(), sample(4, 12 - odd)),
+        "ValueError: teacher: expected shape (4, 12), got (4, 11)",
+    ),
+    "residuals": (
+        lambda odd: itrloss.DVSEObjective(gather=True)(
+            sample(4, 3, D), sample(4, D), sample(4 - odd, 3, 5)
+        ),
+        "ValueError: residuals: expected a row for each",
+    ),
+    "features of open_clip": (
+        lambda odd: itrloss.compat.ClipLoss(world_size=WORLD)(
+            sample(4, D)[0 if odd else slice(None)], sample(4, D), 9.0
+        ),
+        "ValueError: image_features: expected shape (N, D)",
+    ),
+    "alpha of sets": (lambda odd: of_sets(alpha=1.0 - odd), "ValueError: alpha: expected a number"),
     "metric without batches": (
         lambda odd: metric_without_batches(odd),
         "ValueError: RetrievalMetrics: expected a call of update() first, got none",
+    ),
+}
+
+# What all say.
+ALIKE: dict[str, tuple[Callable[[bool], Any], str]] = {
+    "labels of the guide": (
+        lambda odd: filtered(
+            *pairs(),
+            *[labels] * 2,
+            guide=itrloss.Similarity.sharded(*pairs(), labels, labels.roll(int(odd), 0)),
+        ),
+        "ValueError: guide: expected the ids of the loss",
+    ),
+    "groups of the teacher": (
+        teacher_with_groups,
+        "ValueError: teacher: expected the groups",
+    ),
+    "columns of scores": (
+        lambda odd: pair(gather=True)(scores=sample(4, 12 - odd)),
+        "ValueError: scores: expected 12 columns",
+    ),
+    "columns of matches": (
+        lambda odd: pair(gather=True)(*pairs(), matches=torch.eye(4)),
+        "ValueError: matches: expected 12 columns",
+    ),
+    "no sets": (
+        lambda odd: itrloss.functional.set_similarity(
+            sample(4, 2, D), sample(0, 2, D), gather=True
+        ),
+        "ValueError: texts: expected at least one set",
     ),
 }
 
@@ -651,7 +813,7 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
 def disagreeing(rank: int) -> dict[str, tuple[str, float]]:
     """What each case raises, and the loss of a good step after it."""
     found = {}
-    for name, (call, *_) in {**DIFFERENT, **REFUSED}.items():
+    for name, (call, *_) in {**DIFFERENT, **REFUSED, **ALIKE}.items():
         said = "no error"
         try:
             call(rank == ODD)
@@ -668,6 +830,9 @@ def test_all_raise_an_error_if_processes_disagree_and_go_on(tmp_path):
     for name in found[0]:
         texts, afterwards = zip(*(mine[name] for mine in found), strict=True)
         assert afterwards == pytest.approx([whole] * WORLD, rel=1e-5), name
+        if name in ALIKE:
+            assert len(set(texts)) == 1 and texts[0].startswith(ALIKE[name][1]), (name, texts)
+            continue
         if name in REFUSED:
             assert texts[ODD].startswith(REFUSED[name][1]), (name, texts)
             quoted = f"ValueError: gather: process {ODD} failed: {texts[ODD]}"

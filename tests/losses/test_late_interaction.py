@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.cases import measured_apart, sets
 from support.flops import Products
+from support.oracle_embedders import late_scores
 from support.processes import run
 from torch import Tensor
 from torch.autograd import gradgradcheck
@@ -30,42 +30,6 @@ AGGREGATIONS = (
 )
 ALPHA = 4.0
 every_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS)
-
-
-def of_two_sets(a: Tensor, b: Tensor, aggregation: str) -> Tensor:
-    """The definition for the products (K, L) of the elements of two sets; an empty set scores 0."""
-    if not len(a) or not len(b):
-        return a.new_zeros(())
-    products = torch.stack([torch.stack([(u * v).sum() for v in b]) for u in a])
-    best = products.amax(1)
-    exponentials = (ALPHA * products).exp()
-    smooth_rows = exponentials.sum(1).log() / ALPHA
-    smooth_columns = exponentials.sum(0).log() / ALPHA
-    scores = {
-        "max": products.max(),
-        "mean": products.mean(),
-        "max_sum": best.sum(),
-        "max_mean": best.mean(),
-        "smooth_max_sum": smooth_rows.sum(),
-        "smooth_max_mean": smooth_rows.mean(),
-        "smooth_chamfer": (smooth_rows.mean() + smooth_columns.mean()) / 2,
-    }
-    return scores[aggregation]
-
-
-def loop(images, texts, aggregation, image_mask=None, text_mask=None, normalize=True) -> Tensor:
-    """The definition, pair by pair; texts (N, J, L, D) are each image's own."""
-    rows = []
-    for i, image in enumerate(images):
-        a = image if image_mask is None else image[image_mask[i]]
-        row = []
-        for j, text in enumerate(texts[i] if texts.dim() == 4 else texts):
-            place = (i, j) if texts.dim() == 4 else j
-            b = text if text_mask is None else text[text_mask[place]]
-            both = [F.normalize(x, dim=-1) if normalize else x for x in (a, b)]
-            row.append(of_two_sets(*both, aggregation))
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
 
 
 def assert_same(found, wanted, leaves) -> None:
@@ -122,7 +86,7 @@ def test_values_and_gradients_are_those_of_the_definition(
         mask = mask_of(leaves[side], side)
         options[("image_mask", "text_mask")[side]] = mask
         filled[side] = leaves[side].masked_fill(~mask.unsqueeze(-1), padding)
-    wanted = loop(*leaves, aggregation, **options)
+    wanted = late_scores(*leaves, aggregation, alpha=ALPHA, **options)
     v, w = filled
     for numel in (1, 60, 150, 2**20):
         small_tiles(monkeypatch, numel)
@@ -178,7 +142,7 @@ def test_texts_may_be_single_vectors(aggregation):
     v = sets(5, 3, 6)
     w = sets(4, 1, 6, seed=1)
     found = functional.set_similarity(v, w[:, 0], aggregation)
-    torch.testing.assert_close(found, loop(v, w, aggregation))
+    torch.testing.assert_close(found, late_scores(v, w, aggregation))
 
 
 @pytest.mark.parametrize("size", [1, 64, 257, 8000])
@@ -448,35 +412,6 @@ def test_a_process_of_two_computes_half(tmp_path):
 
 X = torch.ones(2, 3, 4)
 OWN = torch.ones(2, 5, 3, 4)
-# Words of the message, and images, texts and an option of a process.
-WRONG_SHARES: dict[str, Callable[[int], tuple[Tensor, Tensor, dict[str, Any]]]] = {
-    "aggregation 'max' in process 0": lambda rank: (X, X, {"aggregation": ("max", "mean")[rank]}),
-    "dimension 3 in process 0": lambda rank: (X[..., : 3 + rank], X[..., : 3 + rank], {}),
-    "gradient False in process 0": lambda rank: (X, X.clone().requires_grad_(rank == 1), {}),
-    "torch.float16 in": lambda rank: (*[X.to((torch.half, torch.float)[rank])] * 2, {}),
-    "alpha: expected a number": lambda rank: (X, X, {"alpha": 1.0 - rank}),
-    "gather: expected False for each image's own texts": lambda rank: (X, OWN, {}),
-    "texts: expected at least one set": lambda rank: (X, X[:0], {}),
-}
-
-
-def wrong_shares(rank: int) -> list[str]:
-    """What is said of shares that differ between processes."""
-    said = []
-    for share_of in WRONG_SHARES.values():
-        images, texts, options = share_of(rank)
-        with pytest.raises(ValueError) as error:
-            functional.set_similarity(images, texts, gather=True, **options)
-        said.append(str(error.value))
-    return said
-
-
-def test_processes_that_differ_all_raise_the_error(tmp_path):
-    for found in run(wrong_shares, tmp_path):
-        for message, words in zip(found, WRONG_SHARES, strict=True):
-            assert words in message
-
-
 # ------------------------------------------------------------------------------------- wrong input
 
 ONES = torch.ones(2, 3, dtype=torch.bool)

@@ -39,14 +39,11 @@ def unit(vector: Tensor) -> Tensor:
     return vector * 0 if length.item() == 0 else vector / length
 
 
-def score(a: Tensor, b: Tensor, normalize: bool) -> Tensor:
-    """The cosine of two vectors, or their inner product."""
-    return (unit(a) * unit(b)).sum() if normalize else (a * b).sum()
-
-
 def score_matrix(rows: Sequence[Tensor], cols: Sequence[Tensor], normalize: bool) -> Matrix:
-    """The scores of all rows with all columns."""
-    return [[score(a, b, normalize) for b in cols] for a in rows]
+    """The cosines of all rows with all columns, or their inner products."""
+    if normalize:
+        rows, cols = ([unit(x) for x in side] for side in (rows, cols))
+    return [[(a * b).sum() for b in cols] for a in rows]
 
 
 @dataclass
@@ -76,7 +73,7 @@ def scores_of_embeddings(
         result.texts_further = score_matrix(texts, negatives, normalize)
     else:  # each image's own
         for image, own in zip(images, negatives, strict=True):
-            result.further.append([score(image, negative, normalize) for negative in own])
+            result.further += score_matrix([image], [*own], normalize)
     return result
 
 
@@ -486,14 +483,26 @@ def existing(elements: Tensor, mask: Tensor | None) -> list[Tensor]:
     return [x for x, exists in zip(elements, mask, strict=True) if exists]
 
 
-def late_score(image: list[Tensor], text: list[Tensor], form: str, alpha: float) -> Tensor:
+def late_score(
+    image: list[Tensor], text: list[Tensor], form: str, alpha: float, normalize: bool
+) -> Tensor:
     """``Σ_a max_b s(a, b)`` (ColBERT), divided by the number of the image's elements in the forms
-    of ``_mean`` (colpali), or with the smooth maximum.
+    of ``_mean`` (colpali), or with the smooth maximum; the maximum or mean of all products (PVSE);
+    or the smooth Chamfer similarity (DivE). An empty set scores 0.
     """
+    if not image or not text:
+        return torch.zeros((), dtype=torch.float64)
+    products = score_matrix(image, text, normalize)
     sharpness = alpha if form.startswith("smooth") else None
-    parts = [best_of([score(a, b, normalize=True) for b in text], sharpness) for a in image]
-    total = torch.stack(parts).sum()
-    return total / len(image) if form.endswith("mean") else total
+    best = torch.stack([best_of(row, sharpness) for row in products])
+    if form == "max":
+        return best.max()
+    if form == "mean":
+        return torch.stack([torch.stack(row).mean() for row in products]).mean()
+    if form == "smooth_chamfer":
+        of_text = torch.stack([best_of([*col], sharpness) for col in zip(*products, strict=True)])
+        return (best.mean() + of_text.mean()) / 2
+    return best.mean() if form.endswith("mean") else best.sum()
 
 
 def mask_of_lengths(lengths: Sequence[int], most: int) -> Tensor:
@@ -509,18 +518,22 @@ def late_scores(
     alpha: float = 16.0,
     image_mask: Tensor | None = None,
     text_mask: Tensor | None = None,
+    normalize: bool = True,
 ) -> Tensor:
     """Scores of sets by late interaction, (N, M).
 
     Args:
-        images, texts: (N, K, D) sets, whose elements are summed up, and (M, L, D).
-        form: ``"max_sum"``, ``"max_mean"``, ``"smooth_max_sum"`` or ``"smooth_max_mean"``.
-        image_mask, text_mask: (N, K) and (M, L), true where an element exists; each set has one.
+        images, texts: (N, K, D) sets, and (M, L, D), or each image's own (N, M, L, D).
+        form: see `late_score`.
+        image_mask, text_mask: (N, K) and (M, L) or (N, M, L), true where an element exists.
     """
-    of_images, of_texts = (
-        [existing(x, None if mask is None else mask[k]) for k, x in enumerate(sets)]
-        for sets, mask in ((images, image_mask), (texts, text_mask))
-    )
-    return torch.stack(
-        [torch.stack([late_score(a, b, form, alpha) for b in of_texts]) for a in of_images]
-    )
+    rows = []
+    for i, image in enumerate(images):
+        own = existing(image, None if image_mask is None else image_mask[i])
+        row = []
+        for j in range(texts.shape[-3]):
+            place = (i, j) if texts.dim() == 4 else j
+            text = existing(texts[place], None if text_mask is None else text_mask[place])
+            row.append(late_score(own, text, form, alpha, normalize))
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
