@@ -823,7 +823,6 @@ def disagreeing(rank: int) -> dict[str, tuple[str, float]]:
     return found
 
 
-@pytest.mark.slow
 def test_all_raise_an_error_if_processes_disagree_and_go_on(tmp_path):
     found = run(disagreeing, tmp_path, world=WORLD)
     whole = pair()(*(torch.cat(x) for x in zip(*map(pairs, range(WORLD)), strict=True))).item()
