@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.processes import run
 from torch import Tensor
 
 from itrloss import NO_ID, DistillationLoss, InfoNCELoss, Similarity
@@ -29,88 +27,6 @@ SHARED, OWN = vectors(K, seed=4), vectors(N, K, seed=5)  # negatives
 OF_GUIDE = {2: vectors(K, seed=6), 3: vectors(N, K, seed=7)}  # by their dimensions
 
 # ---------------------------------------------------------------- relations that are no plain ids
-
-IMAGE_IDS = torch.arange(6)
-TEXT_IDS = torch.tensor([1, 0, 3, 2, 5, 4])
-MATCHES = IMAGE_IDS[:, None] == TEXT_IDS
-AMONG = {"image_image": True, "text_text": True}
-FORMS: dict[str, dict[str, Any]] = {
-    "images": {"image_image": True},
-    "texts": {"text_text": True},
-    "joint": {"joint": True, **AMONG},
-    "margin": {"margin": 0.2, "image_image": True, "text_text": "unfiltered"},
-    "texts as anchors": {"directions": "text-image", **AMONG},
-    "images as anchors": {"directions": "image-text", "hardness": (0.0, 3.0), **AMONG},
-    "alone": {"directions": "image-text", "in_batch": False},
-}
-
-
-def as_forms(matches: Tensor) -> list[Tensor]:
-    """A matrix as bools, and as weights."""
-    return [matches, 0.5 * matches]
-
-
-@pytest.mark.parametrize("negatives", [None, SHARED, OWN], ids=["none", "shared", "own"])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_matrix_of_matches_says_what_ids_say(form, negatives):
-    """Of images and texts among themselves and of negatives, which are numbers of images then."""
-    loss = InfoNCELoss(0.5, **FORMS[form])
-    by_ids: dict[str, Any] = {}
-    by_numbers: dict[str, Any] = {}
-    if negatives is None and not loss.in_batch:
-        return
-    if negatives is not None:
-        if form == "texts as anchors" and negatives.dim() == 3:
-            return
-        ids = torch.arange(negatives[..., 0].numel()).view(negatives.shape[:-1]) % 5
-        ids[ids == 4] = 99  # of a further image
-        ids.view(-1)[1] = NO_ID
-        by_ids = {"negatives": negatives, "negative_ids": ids}
-        by_numbers = by_ids
-    wanted = loss(V, W, IMAGE_IDS, TEXT_IDS, **by_ids)
-    for matches in as_forms(MATCHES):
-        torch.testing.assert_close(loss(V, W, matches=matches, **by_numbers), wanted)
-
-
-def test_a_negative_of_an_image_is_neither_for_texts_that_are_neither_to_the_image():
-    matches = torch.eye(N)
-    matches[2, 1] = torch.nan
-    loss = InfoNCELoss(0.5, text_text=True, reduction="none", directions="text-image")
-    found = loss(V, W, matches=matches, negatives=SHARED, negative_ids=[2, 2, 4])
-    of_others = loss(V, W, matches=matches, negatives=SHARED[2:], negative_ids=[4])
-    of_all = loss(V, W, matches=matches, negatives=SHARED)
-    assert found[1] == of_others[1]
-    assert found[0] == of_all[0]
-
-
-def loss_by_matches(rank: int | None) -> list[Tensor]:
-    """The losses by a matrix with all forms; ``rank`` None: of the whole batch."""
-    rows = {0: slice(2), 1: slice(2, N), None: slice(N)}[rank]
-    first = rows.start or 0
-    found = []
-    for form, negatives in itertools.product(FORMS, (SHARED, OWN)):
-        if form == "texts as anchors" and negatives is OWN:
-            continue
-        loss = InfoNCELoss(0.5, gather=rank is not None, **FORMS[form])
-        numbers = torch.tensor([0, 1, 0])
-        own = negatives[rows] if negatives is OWN else negatives
-        if negatives is OWN:
-            numbers = (torch.arange(N * K) % 2 + (torch.arange(N * K) >= 2 * K) * 2).view(N, K)
-            numbers = numbers[rows] - first  # of images of the own process
-        elif rank is None:
-            own = negatives.repeat(2, 1)
-            numbers = torch.cat([numbers, numbers + 2])
-        options = {"negatives": own, "negative_ids": numbers}
-        value = loss(V[rows], W[rows], matches=MATCHES[rows], **options)
-        found.append(value)
-    return found
-
-
-def test_processes_have_the_loss_by_a_matrix_of_one(tmp_path):
-    wanted = loss_by_matches(None)
-    for found in run(loss_by_matches, tmp_path):
-        torch.testing.assert_close(found, wanted)
-
 
 SETS = torch.stack([torch.arange(N), torch.arange(N) + 100], 1)
 IDS = torch.arange(N) % 4

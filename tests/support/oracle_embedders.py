@@ -103,7 +103,8 @@ class Batch:
     scores: Scores
     rows: Sequence[Any]
     cols: Sequence[Any]
-    # K items of negatives that all images share, or K of each image; None: they match nothing
+    # K items of negatives that all images share, or K of each image; next to a matrix of matches,
+    # numbers of images; None: they match nothing
     more: Sequence[Any] | None
 
     @property
@@ -138,6 +139,8 @@ class Batch:
         if self.more is None:
             return [*range(len(self.scores.further[i]))] if oracle.exists(self.rows[i]) else []
         own = self.more[i] if isinstance(self.more[0], list) else self.more
+        if isinstance(self.rows[i], oracle.Judged):
+            return [k for k, number in enumerate(own) if number not in (i, oracle.NO_ID)]
         return self.negatives(self.rows[i], own)
 
     def further_of_text(self, p: int) -> list[int]:
@@ -145,7 +148,15 @@ class Batch:
         if self.more is None:
             exists = oracle.exists(self.cols[p])
             return [*range(len(self.scores.texts_further[p]))] if exists else []
+        if isinstance(self.cols[p], oracle.Judged):
+            return [k for k, number in enumerate(self.more) if self.is_apart(p, number)]
         return self.negatives(self.cols[p], self.more)
+
+    def is_apart(self, p: int, number: int) -> bool:
+        """Whether a text differs from an image with a number, or there is no such image."""
+        if number in self.images:
+            return self.cols[p].entries[number] == 0
+        return number != oracle.NO_ID
 
 
 def items_of_negatives(ids: Tensor | None) -> Any:
