@@ -31,45 +31,28 @@ OF_GUIDE = {2: vectors(K, seed=6), 3: vectors(N, K, seed=7)}  # by their dimensi
 SETS = torch.stack([torch.arange(N), torch.arange(N) + 100], 1)
 IDS = torch.arange(N) % 4
 GROUPS = torch.arange(N) % 2
-# What the loss is given, and the same of a Similarity.
-RELATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "matches": (
-        {"matches": torch.eye(N).roll(1, 0)},
-        {"related": Related(matches=torch.eye(N).roll(1, 0))},
-    ),
-    "weights": (
-        {"matches": torch.eye(N) + torch.eye(N).roll(1, 0) / 2},
-        {"related": Related(matches=torch.eye(N) + torch.eye(N).roll(1, 0) / 2)},
-    ),
-    "sets": (
-        {"image_ids": SETS, "text_ids": SETS.roll(1, 0)},
-        {"row_ids": SETS, "col_ids": SETS.roll(1, 0)},
-    ),
-    "groups": (
-        {"image_ids": IDS, "text_ids": IDS, "image_groups": GROUPS},
-        {"row_ids": IDS, "col_ids": IDS, "related": Related((GROUPS, GROUPS))},
-    ),
-}
-OTHERS: dict[str, dict[str, Any]] = {
-    "diagonal": {},
-    "ids": {"row_ids": IDS, "col_ids": IDS.roll(1)},
-    "matches": {"related": Related(matches=torch.eye(N).roll(2, 0))},
-    "unweighted": {"related": Related(matches=(torch.eye(N) + torch.eye(N).roll(1, 0)) > 0)},
-    "sets": {"row_ids": SETS, "col_ids": SETS.roll(2, 0)},
-}
+ROLLED = torch.eye(N).roll(1, 0)
+# What the loss is given, and what a guide has of another.
+RELATIONS: list[dict[str, Any]] = [
+    {"matches": ROLLED},
+    {"matches": torch.eye(N) + ROLLED / 2},
+    {"image_ids": SETS, "text_ids": SETS.roll(1, 0)},
+    {"image_ids": IDS, "text_ids": IDS, "image_groups": GROUPS},
+]
+OTHERS: list[dict[str, Any]] = [
+    {},
+    {"row_ids": IDS, "col_ids": IDS.roll(1)},
+    {"related": Related(matches=torch.eye(N).roll(2, 0))},
+    {"related": Related(matches=(torch.eye(N) + ROLLED) > 0)},  # without weights
+    {"row_ids": SETS, "col_ids": SETS.roll(2, 0)},
+]
 
 
-@pytest.mark.parametrize("name", RELATIONS)
-def test_a_guide_has_the_positives_of_the_loss(name):
-    given, of_guide = RELATIONS[name]
+@pytest.mark.parametrize("given", RELATIONS)
+def test_a_guide_has_the_positives_of_the_loss(given):
+    """`test_random_cases` has guides that do."""
     loss = InfoNCELoss(0.5, margin=0.0)
-    wanted = loss(V, W, guide=(X, Y), **given)
-    torch.testing.assert_close(loss(V, W, guide=Similarity(X, Y, **of_guide), **given), wanted)
-    sim = Similarity(V, W, **of_guide)
-    found = loss(sim, guide=Similarity(X, Y, **of_guide))
-    torch.testing.assert_close(found, wanted)
-    assert loss(sim.T, guide=Similarity(X, Y, **of_guide).T).isfinite()
-    for other in OTHERS.values():
+    for other in OTHERS:
         with pytest.raises(ValueError, match="guide: expected the ids of the loss"):
             loss(V, W, guide=Similarity(X, Y, **other), **given)
 
@@ -85,9 +68,6 @@ def test_a_teacher_is_over_the_candidates_of_the_loss():
     """Without the groups, its probabilities would add up to less than 1 over the candidates."""
     loss = DistillationLoss(0.5, 0.5)
     groups = {"image_groups": GROUPS}
-    wanted = loss(V, W, (X, Y), **groups)
-    same = Similarity(X, Y, related=Related((GROUPS, GROUPS)))
-    torch.testing.assert_close(loss(V, W, same, **groups), wanted)
     padded = torch.arange(N).masked_fill(torch.arange(N) == 2, NO_ID)
     whole = Similarity(X, Y)
     others = Similarity(X, Y, related=Related((1 - GROUPS, GROUPS)))
@@ -98,8 +78,6 @@ def test_a_teacher_is_over_the_candidates_of_the_loss():
     ):
         with pytest.raises(ValueError, match="teacher: expected the groups and the padding of"):
             loss(V, W, teacher, **options)
-    same = Similarity(X, Y, padded, padded)
-    torch.testing.assert_close(loss(V, W, same, padded, padded), loss(V, W, (X, Y), padded, padded))
 
 
 # ------------------------------------------------------------------------------- input is checked

@@ -40,7 +40,7 @@ RELATIONS = {
     "tokens": BY_IDS,
     "teacher": [*OF_IDS, "groups"],
     "negatives": [*BY_IDS, "groups"],
-    "guide": [*BY_IDS, "groups"],
+    "guide": [*KINDS, "weights"],
 }
 
 
