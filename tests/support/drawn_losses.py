@@ -192,7 +192,7 @@ class LossCase:
     def can_be_shared(self) -> bool:
         """Whether two processes may each have a part of the batch."""
         own_negatives = self.takes != "negatives" or self.input[2].dim() == 3
-        return self.takes not in ("coder", "heads and residuals", "tokens") and own_negatives
+        return self.takes not in ("coder", "heads and residuals") and own_negatives
 
     def in_whole(self) -> LossCase:
         """Return the case of one process, with a matrix of scores as input if that is its form."""
@@ -223,7 +223,7 @@ class LossCase:
         for name in ("classes", "teacher", "negative_ids", "gate"):  # of rows
             if getattr(self, name, None) is not None:
                 setattr(part, name, getattr(self, name)[rows])
-        for name in ("keys", "guide"):
+        for name in ("keys", "guide", "lengths"):
             if hasattr(self, name):
                 of_rows, of_cols = getattr(self, name)
                 setattr(part, name, (of_rows[rows], of_cols[cols]))
@@ -629,25 +629,39 @@ def loops_of_prototypes(case: LossCase, leaves: list[Tensor]) -> Any:
 
 def with_tokens(case: LossCase) -> list[Tensor]:
     draw = case.draw
-    case.lengths = [draw.integers(3, size) + 1 for size in (case.batch.n, case.batch.m)]
+    lowest, highest = draw.pick([(0, 3), (1, 2), (3, 3)])
+    case.lengths = [
+        draw.integers(highest - lowest + 1, size) + lowest for size in (case.batch.n, case.batch.m)
+    ]
+    if case.name == "late interaction":
+        case.common["aggregation"] = draw.pick(oracle_embedders.FORMS)
     return [heads(case, case.batch.n), heads(case, case.batch.m)]
 
 
 def of_tokens(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    return loss(*leaves, *case.lengths, *case.batch.ids)
+    """A process's sets are as long as its longest one, which needs no lengths if all are."""
+    sets: list[Tensor] = []
+    lengths: list[Tensor | None] = []
+    for x, own in zip(leaves, case.lengths, strict=True):
+        longest = max([1, *own.tolist()])
+        sets.append(x[:, :longest])
+        lengths.append(None if (own == longest).all() else own)
+    return loss(*sets, *lengths, *case.batch.ids)
 
 
 def loops_of_tokens(case: LossCase, leaves: list[Tensor]) -> Any:
-    form = case.entry.options.get("aggregation", "max_sum")
+    options = {"aggregation": "max_sum", "alpha": 16.0, **case.entry.options, **case.common}
     masks = [oracle_embedders.mask_of_lengths(x.tolist(), 3) for x in case.lengths]
-    alpha = case.entry.options.get("alpha", 16.0)
     scores = oracle_embedders.late_scores(
-        *leaves, form, alpha=alpha, image_mask=masks[0], text_mask=masks[1]
+        *leaves,
+        options["aggregation"],
+        alpha=options["alpha"],
+        image_mask=masks[0],
+        text_mask=masks[1],
     )
-    temperature = case.entry.options["temperature"]
     return case.of_directions(
         lambda reduction: oracle_embedders.infonce(
-            scores, *case.batch.items(), temperature, reduction=reduction
+            scores, *case.batch.items(), options["temperature"], reduction=reduction
         )
     )
 

@@ -64,6 +64,8 @@ class LateInteraction(itrloss.InfoNCELoss):
             self.alpha,
             image_lengths=image_lengths,
             text_lengths=text_lengths,
+            gather=self.gather,
+            process_group=self.process_group,
         )
         return super().forward(scores=scores, image_ids=image_ids, text_ids=text_ids)
 

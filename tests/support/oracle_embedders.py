@@ -494,6 +494,10 @@ def existing(elements: Tensor, mask: Tensor | None) -> list[Tensor]:
     return [x for x, exists in zip(elements, mask, strict=True) if exists]
 
 
+FORMS = ["max", "mean", "max_sum", "max_mean"]
+FORMS += ["smooth_max_sum", "smooth_max_mean", "smooth_chamfer"]
+
+
 def late_score(
     image: list[Tensor], text: list[Tensor], form: str, alpha: float, normalize: bool
 ) -> Tensor:
