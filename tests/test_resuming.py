@@ -89,15 +89,18 @@ class Run:
         return [self.step(number, rank) for number in some]
 
     def step(self, number: int, rank: int) -> float:
-        model = self.model
         if number == SAVED - 1:
-            model.prefixes.loss.mining = "hardest"
+            self.model.prefixes.loss.mining = "hardest"
         draw = torch.Generator().manual_seed(10 * number + rank)
+        return self.train(torch.randn(BATCH, D, generator=draw))
+
+    def train(self, x: Tensor, backward: Callable[[Tensor], Any] = Tensor.backward) -> float:
+        model = self.model
         model.image_keys.update(model.images)
         model.text_keys.update(model.texts)
-        loss, *keys = self.called(torch.randn(BATCH, D, generator=draw))
+        loss, *keys = self.called(x)
         self.optimizer.zero_grad()
-        loss.backward()
+        backward(loss)
         self.optimizer.step()
         self.scheduler.step()
         model.memory.enqueue(*keys)
@@ -216,6 +219,7 @@ def accelerated(folder: Path, saved: int, resumes: bool) -> tuple[list[float], n
     own = torch.Generator().manual_seed(0)
     loader = torch.utils.data.DataLoader(data, BATCH, shuffle=True, generator=own)
     loader, *parts = accelerator.prepare(loader, run.model, run.optimizer, run.scheduler)
+    run.called, run.optimizer, run.scheduler = parts
     if resumes:
         accelerator.load_state(str(folder))
     done = saved if resumes else 0
@@ -224,25 +228,12 @@ def accelerated(folder: Path, saved: int, resumes: bool) -> tuple[list[float], n
         loader.set_epoch(epoch)
         batches = accelerator.skip_first_batches(loader, done % 4)
         for x in batches:
-            values.append(accelerated_step(accelerator, run.model, parts, x))
+            values.append(run.train(x, accelerator.backward))
             done += 1
             if done == saved:
                 run.model.prefixes.loss.mining = "hardest"
                 accelerator.save_state(str(folder))
     return values, run.model
-
-
-def accelerated_step(accelerator: Any, model: Model, parts: list[Any], x: Tensor) -> float:
-    called, optimizer, scheduler = parts
-    model.image_keys.update(model.images)
-    model.text_keys.update(model.texts)
-    loss, *keys = called(x)
-    optimizer.zero_grad()
-    accelerator.backward(loss)
-    optimizer.step()
-    scheduler.step()
-    model.memory.enqueue(*keys)
-    return loss.item()
 
 
 @pytest.mark.skipif(

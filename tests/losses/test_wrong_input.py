@@ -260,11 +260,13 @@ UNCHECKED = "features", "tokens", "heads alone", "heads and residuals"
 
 @pytest.mark.parametrize("name", [x for x, e in REGISTRY.items() if e.takes not in UNCHECKED])
 def test_what_is_not_finite_is_named_if_asked(name: str):
-    case = LossCase(name, 0)
-    case.form = "embeddings"
-    for x in case.input:
-        before = x.clone()
-        x.view(-1)[-1] = math.nan
-        with pytest.raises(ValueError, match=r"^[a-z_]+: expected finite values"):
-            case.ours(case.loss("auto", check_finite=True), case.input)
-        x.copy_(before)
+    for seed, bad in ((0, math.nan), (1, math.inf), (2, math.nan)):
+        case = LossCase(name, seed)
+        case.form = "embeddings"
+        others = getattr(case, case.takes, [])  # a guide's embeddings, or a teacher's scores
+        for x in [*case.input, *([others] if case.takes == "teacher" else others)]:
+            before = x.clone()
+            x.view(-1)[-1] = bad
+            with pytest.raises(ValueError, match=r"^[a-z_]+(\[\d\])?: expected finite values"):
+                case.ours(case.loss("auto", check_finite=True), case.input)
+            x.copy_(before)
