@@ -92,7 +92,7 @@ def without_samples(rank: int) -> dict[str, list[float]]:
     for name in LOSSES:
         for reduction in ("mean", "sum"):
             case = case_of(name, 0, reduction)
-            if case.can_be_shared:
+            if case.can_be_shared and case.takes != "tokens":  # which need a set among all
                 found[f"{name} {reduction}"] = [float(x.abs().sum()) for x in outcome(case)]
     return found | coder_without_samples(rank)
 
