@@ -127,7 +127,7 @@ def check_step(loss: Any, encoders: Any, inputs: Any, chunk_size: int, **options
 def test_batches_of_any_sizes_can_be_cut_anywhere(n, m, chunk_size, seed):
     """The value and the gradients are those of the whole batch; a learnt scale has one, too."""
     torch.manual_seed(seed)
-    ids = {"image_ids": torch.randint(0, 4, (n,)), "text_ids": torch.randint(0, 4, (m,))}
+    ids = {"image_ids": torch.randint(0, 9, (n, 2)), "text_ids": torch.randint(0, 9, (m, 3))}
     loss = itrloss.InfoNCELoss(learnable=True).double()
     encoders = towers()
     inputs = batch(n, m)

@@ -1,8 +1,9 @@
 """Cases of kinds of defects that were found before, thought of from the kind alone.
 
-They are where a young feature meets an old assumption: a relation that is no plain id, a parameter
-that is not plain, a fault in one process alone, and the cost of sets of labels. Padding in a count
-is in ``losses/test_padding.py``, input by another way in ``test_messages.py``.
+They are where a young feature meets an old assumption: a parameter that is not plain, and the cost
+of sets of labels. `test_random_cases` draws relations that are no plain ids, and padding in a
+count; input by another way is in ``test_messages.py``, a fault in one process alone in
+``distributed/test_processes.py``.
 """
 
 from __future__ import annotations
@@ -11,11 +12,8 @@ import math
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from support import oracle_metrics, oracle_more
 from support.cases import sample
 from support.processes import run
 from torch import Tensor, nn
@@ -27,106 +25,16 @@ from torch.utils._pytree import tree_leaves
 
 import itrloss
 from itrloss import NO_ID, Similarity
-from itrloss.engine.related import Related
 from itrloss.metrics import retrieval_metrics
-
-Outcome = tuple[Any, Any]  # what is computed, and what it should be
-N, M, D = 7, 10, 8
-IMAGE_IDS = torch.tensor([0, 1, 2, 3, 4, 0, 5])
-TEXT_IDS = torch.tensor([0, 1, 2, 3, 4, 5, 1, 2, 8, 0])
-IDS = IMAGE_IDS, TEXT_IDS
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     return sample(*shape, seed=seed, dtype=torch.float64)
 
 
+N, M, D = 7, 10, 8
 IMAGES = numbers(N, D)
 TEXTS = numbers(M, D, seed=1)
-
-# ------------------------------------------------------------- 1: relations that are no plain ids
-
-# The same pairs by sets, whose other labels are on one side alone.
-SETS = (
-    torch.stack([IMAGE_IDS, IMAGE_IDS + 100], 1),
-    torch.stack([torch.full((M,), NO_ID), TEXT_IDS + 200, TEXT_IDS], 1),
-)
-MATCHES = torch.tensor([[float(a == b) for b in TEXT_IDS] for a in IMAGE_IDS]).double()
-
-
-def distributions() -> Outcome:
-    logs = numbers(N, D, seed=2), numbers(M, D, seed=3)
-    loss = itrloss.PCMEPlusPlusLoss(pseudo_weight=0.0, vib_weight=0.0, normalize=False)
-    pairs = {}
-    for i in range(N):
-        for j in range(M):
-            distance = (IMAGES[i] - TEXTS[j]).square().sum()
-            distance = distance + logs[0][i].exp().sum() + logs[1][j].exp().sum()
-            sign = 1 if IMAGE_IDS[i] == TEXT_IDS[j] else -1
-            pairs[i, j] = math.log1p(math.exp(min(700.0, float(sign * 5 * (distance - 1)))))
-    total = math.fsum(pairs.values())
-    return loss.double()(IMAGES, TEXTS, *logs, *SETS), total / M / N * 2
-
-
-def heads() -> Outcome:
-    images = numbers(N, 3, D, seed=2)
-    wanted = oracle_more.variance_aware(images.numpy(), TEXTS.numpy(), *IDS)
-    return itrloss.VarianceAwareLoss()(images, TEXTS, *SETS), wanted
-
-
-def memory_and_sets_on_one_side() -> Outcome:
-    memory = itrloss.CoupledMemory(9, D, dtype=torch.float64)
-    memory.enqueue(numbers(9, D, seed=4), numbers(9, D, seed=5), torch.arange(9))
-    keys = numbers(N, D, seed=2), numbers(M, D, seed=3)
-    loss = itrloss.MemoryInfoNCELoss(0.2, distillation=0.4)
-    banks = memory.images.numpy(), memory.texts.numpy()
-    given = [x.numpy() for x in (IMAGES, TEXTS, *keys)]
-    options = {"temperature": 0.2, "distillation": 0.4}
-    wanted = oracle_more.memory_info_nce(*given, *banks, *IDS, memory.ids, **options)
-    return loss(IMAGES, TEXTS, *keys, memory, SETS[0], TEXT_IDS), wanted
-
-
-def folds_of_two_matrices() -> Outcome:
-    scores = numbers(6, 12), numbers(6, 12, seed=1)
-    image_ids = torch.arange(6)
-    text_ids = torch.tensor([0, 1, 0, 1, 3, 2, 3, 2, 5, 4, 4, 5])
-    sets = torch.stack([image_ids, image_ids + 100], 1), torch.stack([text_ids, text_ids + 200], 1)
-    found = retrieval_metrics(scores, *sets, folds=3)
-    first, second = [oracle_metrics.folds(x.numpy(), image_ids, text_ids, 3) for x in scores]
-    names = [x for x in found if x != "rsum"]
-    wanted = [(first if name.startswith("i2t") else second).get(name) for name in names]
-    known = [k for k, x in enumerate(wanted) if x is not None]
-    assert len(known) > 20
-    return [found[names[k]] for k in known], [wanted[k] for k in known]
-
-
-def gradient_cache() -> Outcome:
-    tower = nn.Linear(D, D).double()
-    loss = itrloss.InfoNCELoss(0.2)
-    options = {"image_ids": SETS[0], "text_ids": SETS[1]}
-    itrloss.grad_cache_step(loss, (tower, tower), (IMAGES, TEXTS), 3, **options)
-    found = tower.weight.grad
-    tower.zero_grad()
-    loss(tower(IMAGES), tower(TEXTS), matches=MATCHES).backward()
-    return found, tower.weight.grad
-
-
-RELATIONS = [
-    distributions,
-    heads,
-    memory_and_sets_on_one_side,
-    folds_of_two_matrices,
-    gradient_cache,
-]
-
-
-@pytest.mark.parametrize("case", RELATIONS, ids=lambda x: x.__name__)
-def test_a_relation_is_what_the_loops_say(case):
-    found, wanted = case()
-    torch.testing.assert_close(
-        torch.as_tensor(found).detach().double(), torch.as_tensor(wanted).double()
-    )
-
 
 # ----------------------------------------------------------------- 3: parameters that are not plain
 
@@ -270,132 +178,17 @@ def test_shards_are_limited_and_reset(tmp_path):
 @pytest.mark.parametrize("make", [itrloss.SDMLoss, itrloss.InfoNCELoss, itrloss.HubnessAwareLoss])
 def test_weights_in_half_precision_are_not_rounded_again(make, dtype):
     """Their sums would be, where an anchor has several: 0.1 + 0.2 in bfloat16 is 1 % off."""
-    weights = (MATCHES * torch.rand(N, M, dtype=torch.float64)).to(dtype)
+    matches = torch.arange(N)[:, None] == torch.arange(M) // 2
+    weights = (matches * torch.rand(N, M, dtype=torch.float64)).to(dtype)
     found, wanted = [make()(IMAGES, TEXTS, matches=x) for x in (weights, weights.double())]
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
 
 
-# -------------------------------------------------------------------- 5: wrong in one process alone
+# ------------------------------------------------------------------ 6: the cost of sets of labels
 
 
 def trained(*shape: int, seed: int = 0) -> Tensor:
     return sample(*shape, seed=seed).requires_grad_()
-
-
-V, W = sample(2, 4, D)
-#: What is said by the process whose input is wrong, or by all if they differ.
-SHARED: list[tuple[str, Any]] = [
-    (
-        "gather: expected the same in all processes, got biases ['none', 'gradient",
-        lambda odd: Similarity.sharded(V, W, bias=(None, torch.zeros(4, requires_grad=not odd))),
-    ),
-    (
-        "gather: expected the same in all processes, got biases ['gradient False",
-        lambda odd: itrloss.PCMEPlusPlusLoss(gather=True, learnable=False)(
-            V, W, V, W.clone().requires_grad_(not odd)
-        ),
-    ),
-    (
-        "image_keys: expected a floating-point tensor",
-        lambda odd: UTO_OF_ALL(V, W, V.numpy() if odd else V, W, itrloss.CoupledMemory(4, D)),
-    ),
-    (
-        "gather: expected the same in all processes, got ids of strings",
-        lambda odd: itrloss.CoupledMemory(8, D).enqueue(V, W, four_ids(odd)),
-    ),
-    (
-        "gather: expected the same in all processes, got of strings",
-        lambda odd: metric_of(four_ids(odd)),
-    ),
-    (
-        "memory: expected one of dimension 8",
-        lambda odd: itrloss.Matryoshka(UTO_OF_ALL, (3, D))(
-            V, W, V, W, itrloss.CoupledMemory(4, D - odd)
-        ),
-    ),
-    (
-        "image_ids: expected an integer tensor",
-        lambda odd: OF_ALL(V, W, np.ma.array(np.arange(4), mask=np.arange(4) < odd), np.arange(4)),
-    ),
-    (
-        "guide: expected a Similarity or embeddings",
-        lambda odd: FILTERED_OF_ALL(
-            V, W, guide=(np.ma.array(V.numpy(), mask=(V > 0).numpy()) if odd else V, W)
-        ),
-    ),
-    (
-        "guide[0]: expected device cpu",
-        lambda odd: FILTERED_OF_ALL(V, W, guide=(V.to("meta") if odd else V, W)),
-    ),
-    (
-        "guide: expected the ids of the loss",
-        lambda odd: FILTERED_OF_ALL(
-            V, W, LABEL_SETS, LABEL_SETS, guide=sharded(LABEL_SETS.roll(int(odd), 0))
-        ),
-    ),
-    ("teacher: expected the groups", lambda odd: teacher_of_all(odd)),
-    (
-        "gather: expected the same in all processes, got numbers of labels",
-        lambda odd: OF_ALL(V, W, *[torch.arange(8 + 4 * odd).view(4, -1)] * 2),
-    ),
-    (
-        "residuals: expected a row for each",
-        lambda odd: itrloss.DVSEObjective(gather=True)(
-            V[:, None].expand(4, 3, D), W, sample(4 - odd, 3, 5)
-        ),
-    ),
-]
-OF_ALL = itrloss.InfoNCELoss(gather=True)
-FILTERED_OF_ALL = itrloss.InfoNCELoss(gather=True, margin=0.1)
-UTO_OF_ALL = itrloss.UnifiedTrainingObjective(gather=True)
-
-
-LABEL_SETS = torch.stack([torch.arange(4), torch.arange(4) + 100], 1)
-
-
-def sharded(text_ids: Tensor) -> Similarity:
-    return Similarity.sharded(V, W, LABEL_SETS, text_ids)
-
-
-def four_ids(odd: bool) -> Any:
-    return list("abcd") if odd else torch.arange(4)
-
-
-def metric_of(ids: Any) -> Any:
-    metric = itrloss.metrics.RetrievalMetrics()
-    metric.update(V, W, ids, ids)
-    return metric.compute()
-
-
-def teacher_of_all(odd: bool) -> Any:
-    ids = torch.arange(4)
-    groups = ids // 2
-    teacher = Similarity.sharded(V, W, ids, ids, related=Related((groups, groups)))
-    own = ids % 2 if odd else groups
-    loss = itrloss.DistillationLoss(gather=True)
-    return loss(V, W, teacher, ids, ids, image_groups=own, text_groups=own)
-
-
-def errors(rank: int) -> list[str]:
-    said = []
-    for _, call in SHARED:
-        try:
-            call(rank == 1)
-            said.append("")
-        except (TypeError, ValueError) as error:
-            said.append(str(error))
-        dist.barrier()
-    return said
-
-
-def test_what_one_process_refuses_all_refuse(tmp_path):
-    first, second = run(errors, tmp_path)
-    for (message, _), of_first, of_second in zip(SHARED, first, second, strict=True):
-        assert of_second.startswith(message)
-        assert message in of_first
-
-
-# ------------------------------------------------------------------ 6: the cost of sets of labels
 
 
 class Written(TorchDispatchMode):

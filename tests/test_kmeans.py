@@ -269,18 +269,6 @@ def test_fit_tells_all_that_was_reseeded():
 # ------------------------------------------------------------------------------- states and options
 
 
-def test_a_loaded_state_reseeds_as_the_original_does():
-    means = trained(5, batches=3, patience=0.5)
-    other = OnlineKMeans(5, D, patience=0.5)
-    other.load_state_dict(means.state_dict())
-    assert len(other) == len(means)
-    for batch in range(20):
-        x = points(4, seed=50 + batch)
-        assert torch.equal(other.update(x), means.update(x))
-    for name, wanted in means.state_dict().items():
-        assert torch.equal(other.state_dict()[name], wanted), name
-
-
 def test_a_failed_load_changes_nothing():
     means = trained(10)
     before = copy.deepcopy(means.state_dict())

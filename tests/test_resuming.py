@@ -52,9 +52,9 @@ class Model(nn.Module):
         self.sigmoid = itrloss.SigmoidLoss(**common)
         self.prefixes = itrloss.Matryoshka(itrloss.TripletLoss(mining="all", **common), (4, D))
         self.memory = itrloss.CoupledMemory(20, D)
-        self.against_memory = itrloss.MemoryDiversityContrastiveLoss(**common)
-        self.prototypes = itrloss.OnlineKMeans(3, D)
-        self.classifier = itrloss.PrototypeClassificationLoss(D, 3, **common)
+        self.coder = itrloss.CODERObjective(D, 40, **common)
+        self.gate = itrloss.DynamicGate(D, 2)
+        self.orthogonal = itrloss.DynamicOrthogonalLoss(slack=0.0, **common)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sum of the losses, and the keys."""
@@ -63,10 +63,10 @@ class Model(nn.Module):
         image_keys = self.image_keys.module(x.to(self.image_keys.module[0].weight.dtype))
         text_keys = self.text_keys.module(x.to(self.text_keys.module.weight.dtype))
         keys = image_keys.float(), text_keys.float()
-        clusters = self.prototypes.update(keys[0] + keys[1])
+        heads = torch.stack([v, w], 1)
         total = self.infonce(v, w) + self.sigmoid(v, w) + self.prefixes(v, w)
-        total = total + self.against_memory(v, w, *keys, self.memory)
-        return total + self.classifier(v, w, clusters), *keys
+        total = total + self.coder(v, w, *keys, self.memory, v, w)[0]
+        return total + self.orthogonal(heads, self.gate(heads.detach())), *keys
 
 
 class Run:
@@ -89,15 +89,18 @@ class Run:
         return [self.step(number, rank) for number in some]
 
     def step(self, number: int, rank: int) -> float:
-        model = self.model
         if number == SAVED - 1:
-            model.prefixes.loss.mining = "hardest"
+            self.model.prefixes.loss.mining = "hardest"
         draw = torch.Generator().manual_seed(10 * number + rank)
+        return self.train(torch.randn(BATCH, D, generator=draw))
+
+    def train(self, x: Tensor, backward: Callable[[Tensor], Any] = Tensor.backward) -> float:
+        model = self.model
         model.image_keys.update(model.images)
         model.text_keys.update(model.texts)
-        loss, *keys = self.called(torch.randn(BATCH, D, generator=draw))
+        loss, *keys = self.called(x)
         self.optimizer.zero_grad()
-        loss.backward()
+        backward(loss)
         self.optimizer.step()
         self.scheduler.step()
         model.memory.enqueue(*keys)
@@ -117,8 +120,8 @@ def whole(x: Any) -> Any:
 
 
 def same_state(model: nn.Module, wanted: nn.Module) -> bool:
-    expected = wanted.state_dict()
-    got = model.state_dict()
+    expected = {**wanted.state_dict(), **dict(wanted.named_buffers())}
+    got = {**model.state_dict(), **dict(model.named_buffers())}
     equal = [torch.equal(whole(got[key]), whole(x)) for key, x in expected.items()]
     return got.keys() == expected.keys() and all(equal)
 
@@ -216,6 +219,7 @@ def accelerated(folder: Path, saved: int, resumes: bool) -> tuple[list[float], n
     own = torch.Generator().manual_seed(0)
     loader = torch.utils.data.DataLoader(data, BATCH, shuffle=True, generator=own)
     loader, *parts = accelerator.prepare(loader, run.model, run.optimizer, run.scheduler)
+    run.called, run.optimizer, run.scheduler = parts
     if resumes:
         accelerator.load_state(str(folder))
     done = saved if resumes else 0
@@ -224,25 +228,12 @@ def accelerated(folder: Path, saved: int, resumes: bool) -> tuple[list[float], n
         loader.set_epoch(epoch)
         batches = accelerator.skip_first_batches(loader, done % 4)
         for x in batches:
-            values.append(accelerated_step(accelerator, run.model, parts, x))
+            values.append(run.train(x, accelerator.backward))
             done += 1
             if done == saved:
                 run.model.prefixes.loss.mining = "hardest"
                 accelerator.save_state(str(folder))
     return values, run.model
-
-
-def accelerated_step(accelerator: Any, model: Model, parts: list[Any], x: Tensor) -> float:
-    called, optimizer, scheduler = parts
-    model.image_keys.update(model.images)
-    model.text_keys.update(model.texts)
-    loss, *keys = called(x)
-    optimizer.zero_grad()
-    accelerator.backward(loss)
-    optimizer.step()
-    scheduler.step()
-    model.memory.enqueue(*keys)
-    return loss.item()
 
 
 @pytest.mark.skipif(

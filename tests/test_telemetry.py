@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from support import oracle
-from support.cases import SHAPES, make_ids, sample, similarity
+from support.cases import ENGINES, sample, similarity
 from support.cases import sets as sample_sets
+from support.draws import OF_IDS, Draw, draw_workings, drawn_batch
+from support.oracle import differ, match
 from support.processes import run
 
 import itrloss
@@ -29,64 +31,64 @@ def mean(values):
     return float(np.mean(values)) if values else 0.0
 
 
-def anchors_of(scores, image_ids, text_ids):
-    """Yield the scores of each anchor's positives, and those of its negatives."""
-    for rows, own_ids, other_ids in (
-        (scores, image_ids, text_ids),
-        (scores.T, text_ids, image_ids),
-    ):
-        for row, own in zip(rows, own_ids, strict=True):
-            yield row[other_ids == own], row[other_ids != own]
-
-
-def skewness_of_counts(scores):
-    """How unevenly the columns are among the ten best of the rows."""
-    best = np.argsort(-scores, axis=1)[:, :10]
-    counts = np.bincount(best.ravel(), minlength=scores.shape[1])
+def skewness_of_counts(scores, own, others, k):
+    """How unevenly the columns are among the k best of the rows, of those that have candidates."""
+    pairs = np.array([[match(a, b) or differ(a, b) for b in others] for a in own])
+    counts = np.zeros(len(others))
+    for row, candidates in zip(scores, pairs, strict=True):
+        best = sorted(np.flatnonzero(candidates), key=lambda j: -row[j])
+        counts[best[:k]] += 1
+    counts = counts[pairs.any(0)]
     deviations = counts - counts.mean()
     variance = (deviations**2).mean()
     return (deviations**3).mean() / variance**1.5 if variance > 0 else 0.0
 
 
-def wanted_figures(scores, image_ids, text_ids, margin):
-    positives = scores[image_ids[:, None] == text_ids]
-    hardest, gaps, active = [], [], []
-    for own, others in anchors_of(scores, image_ids, text_ids):
-        if len(others):
-            hardest.append(others.max())
-        if len(own) and len(others):
-            gaps.append(own.mean() - others.max())
-            active += list(own < others.max() + margin)
+def wanted_figures(scores, rows, cols, margin, k):
+    positives, hardest, gaps, active, diversities = [], [], [], [], []
+    for S, own, others in ((scores, rows, cols), (scores.T, cols, rows)):
+        spread = oracle.std_diversity(S, own, others)
+        for row, item, diversity in zip(S, own, spread, strict=True):
+            right = [s for s, other in zip(row, others, strict=True) if match(item, other)]
+            wrong = [s for s, other in zip(row, others, strict=True) if differ(item, other)]
+            positives += right
+            if right or wrong:
+                diversities.append(diversity)
+            if wrong:
+                hardest.append(max(wrong))
+            if right and wrong:
+                gaps.append(mean(right) - max(wrong))
+                active += [s < max(wrong) + margin for s in right]
     return {
         "positive": mean(positives),
         "hardest_negative": mean(hardest),
         "gap": mean(gaps),
         "active": mean(active),
-        "hubness_i2t": skewness_of_counts(scores),
-        "hubness_t2i": skewness_of_counts(scores.T),
+        "hubness_i2t": skewness_of_counts(scores, rows, cols, k),
+        "hubness_t2i": skewness_of_counts(scores.T, cols, rows, k),
+        "diversity_min": min(diversities),
     }
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled", "kept", "scores"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_figures_equal_loops(shape, engine):
-    n, m, kind = SHAPES[shape]
-    images = sample(n, 8, seed=3, dtype=torch.float64).requires_grad_()
-    texts = sample(m, 8, seed=4, dtype=torch.float64)
-    image_ids, text_ids = make_ids(kind, n, m)
-    found = describe(similarity(images, texts, (image_ids, text_ids), engine), 0.1)
-    assert all(x.dim() == 0 and not x.requires_grad for x in found.values())
-    if kind is None:
-        image_ids, text_ids = torch.arange(n), torch.arange(m)
-    scores = oracle.cosine(images.detach().numpy(), texts.numpy())
-    known = image_ids.numpy(), text_ids.numpy()
-    for name, value in wanted_figures(scores, *known, 0.1).items():
-        assert found[name].item() == pytest.approx(value, rel=1e-9, abs=1e-12), name
-    if kind in (None, "captions", "strided") and min(n, m) > 2:
-        of_images = oracle.std_diversity(scores, *known)
-        of_texts = oracle.std_diversity(scores.T, *known[::-1])
-        lowest = min(of_images.min(), of_texts.min())
-        assert found["diversity_min"].item() == pytest.approx(lowest, rel=1e-9)
+@pytest.mark.parametrize("turn", range(4))
+def test_figures_of_random_batches_are_those_of_loops(turn, poisoned, monkeypatch):
+    for seed in range(20 * turn, 20 * turn + 20):
+        draw = Draw("figures", seed)
+        batch = drawn_batch(draw, [*OF_IDS, "labels"])
+        rows, cols = batch.items()
+        if not any(match(a, b) or differ(a, b) for a in rows for b in cols):
+            continue
+        engine = draw.pick(ENGINES)
+        k = draw.pick([2, 10])
+        about = f"{batch}, {engine}, {draw_workings(draw, monkeypatch)}"
+        images = draw.normal(batch.n, 8).requires_grad_()
+        texts = draw.normal(batch.m, 8)
+        sim = similarity(images, texts, batch.ids, engine)
+        found = describe(sim, 0.1, hubness_k=k)
+        assert all(x.dim() == 0 and not x.requires_grad for x in found.values())
+        scores = oracle.cosine(images.detach().numpy(), texts.numpy())
+        wanted = wanted_figures(scores, rows, cols, 0.1, k)
+        assert {name: x.item() for name, x in found.items()} == pytest.approx(wanted), about
 
 
 IMAGES, TEXTS = sample(12, 8), sample(12, 8, seed=1)
@@ -180,31 +182,6 @@ def test_telemetry_of_a_memory():
     torch.testing.assert_close(loss.telemetry["memory_hardest"], torch.cat(hardest).mean())
     of_batch = describe(Similarity(images, texts))
     torch.testing.assert_close(loss.telemetry["gap"], of_batch["gap"])
-
-
-PLACES = torch.tensor([1, 2, 3, 5, 6, 7, 10])  # of 11; the others do not exist
-IDS = torch.tensor([0, 1, 2, 3, 0, 5, 6])
-
-
-def spread(x, fill):
-    """``x`` at some places among others."""
-    whole = x.new_full((11, *x.shape[1:]), fill)
-    whole[PLACES] = x
-    return whole
-
-
-@pytest.mark.parametrize("hubness_k", [2, 10])
-@pytest.mark.parametrize("sides", [(True, True), (True, False), (False, True)])
-def test_what_does_not_exist_changes_no_figure(sides, hubness_k):
-    images, texts = sample(2, 7, 4, dtype=torch.float64)
-    wanted = describe(Similarity(images, texts, IDS, IDS), hubness_k=hubness_k)
-    given = []
-    for x, padded in zip((images, texts), sides, strict=True):
-        given.append(spread(x, 0.7) if padded else x)
-    ids = [spread(IDS, itrloss.NO_ID) if padded else IDS for padded in sides]
-    found = describe(Similarity(*given, *ids), hubness_k=hubness_k)
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, msg=name)
 
 
 def test_the_age_of_a_memory_is_in_batches_of_what_exists():

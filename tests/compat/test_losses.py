@@ -11,6 +11,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from support.answers import assert_same_step
+from support.oracle_embedders import late_scores
 from torch import Tensor
 
 import itrloss
@@ -38,17 +40,6 @@ def pairs(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     s = F.normalize(im + 0.5 * fixed(n, 6, seed=seed + 1), dim=1)
     assert ((im * s).sum(1) > 0).all()
     return im.requires_grad_(), s.requires_grad_()
-
-
-def assert_same(
-    ours: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...], tolerance: float = 1e-9
-) -> None:
-    """Compare values, and gradients of all inputs."""
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-    options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
-    found = torch.autograd.grad(3 * ours, inputs, **options)
-    wanted = torch.autograd.grad(3 * theirs, inputs, **options)
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 # ------------------------------------------------------------------------ reference implementations
@@ -134,21 +125,6 @@ def bank_weights(
     return negative, positive
 
 
-def set_scores(images: Tensor, texts: Tensor, score) -> Tensor:
-    """The scores (N, M) of sets, from the scores of their elements."""
-    rows = []
-    for x in images:
-        row = [score(x @ y.T) for y in texts]
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
-
-
-def smooth_chamfer(alpha: float, c: Tensor) -> Tensor:
-    forth = (alpha * c).logsumexp(1).mean()
-    back = (alpha * c).logsumexp(0).mean()
-    return (forth + back) / (2 * alpha)
-
-
 def reduced(x: Tensor, reduction: str) -> Tensor:
     return x.mean() if reduction == "mean" else x.sum()
 
@@ -222,7 +198,7 @@ def test_hinges_of_all_negatives_by_default_and_of_the_hardest_when_switched(nam
     def compare(criterion, hardest):
         assert criterion.max_violation == hardest
         assert f"max_violation={hardest}" in repr(criterion)
-        assert_same(criterion(*inputs), wanted[hardest], (im, s))
+        assert_same_step(criterion(*inputs), wanted[hardest], (im, s))
 
     compare(HINGES[name](max_violation=True), True)
     criterion = HINGES[name]()
@@ -247,7 +223,7 @@ def test_order_embeddings_of_vsepp(hardest):
     im, s = order_embeddings()
     criterion = compat.VSEPPLoss(0.1, "order", hardest)
     wanted = hinge_sum(order_scores(im, s), 0.1, hardest)
-    assert_same(criterion(im, s), wanted, (im, s))
+    assert_same_step(criterion(im, s), wanted, (im, s))
 
 
 @of_modes
@@ -264,7 +240,7 @@ def test_order_embeddings_of_pvse(hardest):
     criterion = compat.PVSELoss(opt, "sum")
     loss, _ = criterion(images, texts, None, None)
     wanted = hinge_sum(best, 0.1, hardest)
-    assert_same(loss, wanted, (images, texts))
+    assert_same_step(loss, wanted, (images, texts))
 
 
 def test_order_embeddings_of_hal():
@@ -273,7 +249,7 @@ def test_order_embeddings_of_hal():
     opt = Namespace(local_alpha=5.0, local_ep=0.1, measure="order")
     criterion = compat.HALLoss(opt)
     wanted = hal(order_scores(im, s), 5.0, 0.1)
-    assert_same(criterion(im, s), wanted, (im, s))
+    assert_same_step(criterion(im, s), wanted, (im, s))
 
 
 def word_scores(im: Tensor, s: Tensor, lengths: list[int], sharpness: float = 1.0) -> Tensor:
@@ -295,7 +271,7 @@ def test_scan_takes_the_scores_of_its_own_function(hardest):
     function = partial(word_scores, sharpness=2.0)
     criterion = compat.SCANLoss(function, margin=0.2, max_violation=hardest)
     wanted = hinge_sum(function(im, s, lengths), 0.2, hardest)
-    assert_same(criterion(im, s, lengths), wanted, (im, s))
+    assert_same_step(criterion(im, s, lengths), wanted, (im, s))
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 2, 3, 4, 5], [0, 0, 2, 2, 2, 5], [7, 7, 7, 7, 7, 7]])
@@ -311,8 +287,8 @@ def test_hrem_has_no_texts_of_the_same_image_among_the_negatives(ids, hardest):
     wanted = hinge_sum(scores, 1.2, hardest, same_image)
     alone = hinge_sum(scores, 1.2, hardest)
     assert (wanted < alone) == (different < 6)  # the ids have an effect
-    assert_same(criterion(im, s, labels), wanted, (im, s))
-    assert_same(criterion(im, s, ids), wanted, (im, s))
+    assert_same_step(criterion(im, s, labels), wanted, (im, s))
+    assert_same_step(criterion(im, s, ids), wanted, (im, s))
     # but they are not positives either, unlike in our own loss
     mining = "hardest" if hardest else "all"
     own_loss = itrloss.TripletLoss(1.2, mining)
@@ -356,9 +332,9 @@ def test_hal_and_user_in_the_batch(n, sign):
     scores = im @ s.T
     wanted = hal(scores, 8.0, 0.3)
     of_hal = compat.HALLoss(hal_options())
-    assert_same(of_hal(im, s, None, None, None, range(n)), wanted, (im, s))
+    assert_same_step(of_hal(im, s, None, None, None, range(n)), wanted, (im, s))
     of_user = user()
-    assert_same(of_user(im, s), wanted, (im, s))
+    assert_same_step(of_user(im, s), wanted, (im, s))
     if sign < 0:
         return
     # a deliberate difference: theirs is larger by the pair's own entry in the sums …
@@ -393,7 +369,7 @@ def test_hal_with_a_memory_bank(n, size, k):
     criterion = compat.HALLoss(opt)
     for convert in (tuple, torch.tensor):
         ours = criterion(im, s, mb_img, mb_cap, convert(mb_ind), convert(indices))
-        assert_same(ours, wanted, (im, s))
+        assert_same_step(ours, wanted, (im, s))
     # theirs has 1 in each sum for the pair itself
     theirs = weighted_hal(scores, *weights, 8.0, 0.3, leak=1.0)
     assert theirs > wanted + 0.01
@@ -441,7 +417,7 @@ def test_user_contrasts_with_queues(n, size):
     with torch.no_grad():
         v_queue[:, :3] = 1
         w_queue[:, :3] = 1
-    assert_same(found, wanted, (v, w))
+    assert_same_step(found, wanted, (v, w))
     found.backward()
     assert v_queue.grad is None is w_queue.grad
 
@@ -471,7 +447,7 @@ def test_pvse(n, k, hardest, reduction):
     img, txt = (F.normalize(x, dim=2) for x in raw[:2])  # as in its model
     residuals = raw[2:]
     opt = Namespace(margin=0.3, num_embeds=k, mmd_weight=0.2, div_weight=0.7, max_violation=hardest)
-    scores = set_scores(img, txt, torch.amax)
+    scores = late_scores(img, txt, "max", normalize=False)
     ranking = hinge_sum(scores, 0.3, hardest)
     if reduction == "mean":
         hinges = n if hardest else n * n
@@ -486,7 +462,7 @@ def test_pvse(n, k, hardest, reduction):
     criterion = compat.PVSELoss(opt, reduction)
     loss, found = criterion(*given, *residuals)
     # including gradients of unnormalised embeddings
-    assert_same(loss, wanted, (img, txt, *raw), 1e-6)
+    assert_same_step(loss, wanted, (img, txt, *raw), 1e-6)
     assert_same_parts(found, parts)
 
 
@@ -546,9 +522,9 @@ def test_dive(n, per, k, l, hardest, residual, own, reduction):  # noqa: E741
     def similarity(x: Tensor, y: Tensor) -> Tensor:
         assert x.shape == (n * k, 6)
         assert y.shape == (m * l, 6)
-        return set_scores(x.view(n, k, 6), y.view(m, l, 6), dive_score)
+        return dive_scores(x.view(n, k, 6), y.view(m, l, 6))
 
-    i2t, t2i = dive_hinges(set_scores(img, txt, dive_score), per, 0.2, hardest)
+    i2t, t2i = dive_hinges(dive_scores(img, txt), per, 0.2, hardest)
     spread = [F.normalize(x, dim=2) for x in residuals] if residual else [img, txt]
     parts = {
         "i2t_loss": i2t,
@@ -564,13 +540,11 @@ def test_dive(n, per, k, l, hardest, residual, own, reduction):  # noqa: E741
     function = similarity if own else None
     criterion = compat.DivELoss(k, l, function, opt, reduction, txt_per_img=per)
     loss, found = criterion(img, txt, *residuals)
-    assert_same(loss, wanted, (img, txt, *raw), 1e-6)
+    assert_same_step(loss, wanted, (img, txt, *raw), 1e-6)
     assert_same_parts(found, parts)
 
 
-def dive_score(products: Tensor) -> Tensor:
-    """The score of two sets at a temperature of 4."""
-    return smooth_chamfer(4.0, products)
+dive_scores = partial(late_scores, form="smooth_chamfer", alpha=4.0, normalize=False)
 
 
 def sum_of_sets(sides: list[Tensor], function) -> Tensor:
@@ -617,10 +591,10 @@ def test_open_clip(name, n, bias):
         wanted = -F.logsigmoid(signs * logits).sum() / n
     criterion = vars(compat)[name]()
     inputs = tuple(given.values())
-    assert_same(criterion(*inputs), wanted, inputs)
+    assert_same_step(criterion(*inputs), wanted, inputs)
     found = criterion(**given, output_dict=True)  # with the call of its trainer
     assert list(found) == ["contrastive_loss"]
-    assert_same(found["contrastive_loss"], wanted, inputs)
+    assert_same_step(found["contrastive_loss"], wanted, inputs)
     torch.testing.assert_close(criterion(im, s, 9.0, bias), wanted)
 
 

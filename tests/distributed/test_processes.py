@@ -16,6 +16,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,6 +46,15 @@ def sample(
 
 def pairs(seed: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
     return sample(4, D, seed=2 * seed, **options), sample(4, D, seed=2 * seed + 1, **options)
+
+
+def same(found: Any, other: Any) -> bool:
+    """Whether nested results are equal bit for bit."""
+    leaves, others = tree_leaves(found), tree_leaves(other)
+    return len(leaves) == len(others) and all(
+        torch.equal(x, y) if isinstance(x, Tensor) else x == y
+        for x, y in zip(leaves, others, strict=True)
+    )
 
 
 # --- a process is lost ----------------------------------------------------------------------------
@@ -77,24 +87,26 @@ WORK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "enqueue": enqueued,
     "k-means": clustered,
 }
+# What is done, how a process is lost, and at which collective, begin or end of a forward pass.
 FAULTS = [
-    *((kind, "is stuck", "before") for kind in ("batch", "enqueue")),
-    *(
-        (kind, how, when)
-        for kind in WORK
-        for how, when in [("raises", "before"), ("is killed", "forward 2")]
-    ),
-    *((kind, "is killed", "forward 6") for kind in list(WORK)[:2]),
-    *((kind, "raises", "between") for kind in list(WORK)[:2]),
-    *((kind, "is killed", "backward 1") for kind in list(WORK)[:2]),
-    *((kind, "is killed", "backward 6") for kind in ("batch",)),
+    *((kind, "is killed", 3) for kind in WORK),
+    *((kind, "is killed", 8) for kind in ("batch", "memory")),
+    ("batch", "is stuck", 1),
+    ("enqueue", "raises", 1),
 ]
-
-
 COLLECTIVES = (
     *("all_gather_single", "all_gather_into_tensor", "all_gather_object"),
     *("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"),
 )
+
+
+def lose(how: str) -> None:
+    if how == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "is stuck":
+        time.sleep(TIMEOUT + 3)
+        os._exit(1)
+    raise LookupError("an image is missing")
 
 
 def counted(collective: Callable[..., Any], before: Callable[[], None]) -> Callable[..., Any]:
@@ -105,26 +117,13 @@ def counted(collective: Callable[..., Any], before: Callable[[], None]) -> Calla
     return call
 
 
-def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
-    """Two steps; one process is lost before or between forward and backward, or at one of their
-    collectives.
-    """
-    phase, number = "forward", 0
-
-    def fault(place: str) -> None:
-        if rank != ODD or place != when:
-            return
-        if how == "is killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "is stuck":
-            time.sleep(TIMEOUT + 3)
-            os._exit(1)
-        raise LookupError("an image is missing")
+def stepping(rank: int, kind: str, how: str, at: int) -> dict[str, Any]:
+    """Two steps, in which one process is lost."""
+    moments = itertools.count(1)
 
     def count() -> None:
-        nonlocal number
-        number += 1
-        fault(f"{phase} {number}")
+        if next(moments) == at and rank == ODD:
+            lose(how)
 
     for name in filter(partial(hasattr, dist), COLLECTIVES):
         setattr(dist, name, counted(getattr(dist, name), count))
@@ -132,13 +131,11 @@ def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
     try:
         for _ in range(2):
             v, w = pairs(rank)
-            fault("before")
+            count()
             value = WORK[kind](v, w)
-            fault("between")
-            phase, number = "backward", 0
+            count()
             if value.requires_grad:
                 value.backward()
-            phase, number = "forward", 0
             steps.append([x for x in (value.detach(), v.grad, w.grad) if x is not None])
     except RuntimeError as error:
         said = str(error)
@@ -147,22 +144,20 @@ def stepping(rank: int, kind: str, how: str, when: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_others_end_with_an_error_of_the_backend(tmp_path):
-    cases = [*FAULTS, *((kind, "", "") for kind in WORK)]  # first those that wait longest
-    found = dict(
-        zip(cases, survivors(stepping, tmp_path, cases, world=WORLD, timeout=TIMEOUT), strict=True)
-    )
-    for case in FAULTS:
-        assert found[case][ODD] is None, case
-        for mine, healthy in zip(found[case], found[case[0], "", ""], strict=True):
-            if mine is None:
-                continue
-            assert mine["said"], (case, mine)
-            assert mine["seconds"] < TIMEOUT + 6 * (case[1] == "is stuck"), (case, mine)
-            # A process may be lost after it has sent its last part of a step: then the others
-            # complete that one.
-            assert len(mine["steps"]) < 2 and not healthy["said"], case
-            for step, wanted in zip(mine["steps"], healthy["steps"], strict=False):
-                assert all(torch.equal(x, y) for x, y in zip(step, wanted, strict=True)), case
+    cases = [*FAULTS, *((kind, "", 0) for kind in WORK)]
+    every = survivors(stepping, tmp_path, cases, world=WORLD, timeout=TIMEOUT)
+    found = dict(zip(cases, every, strict=True))
+    for kind, how, at in FAULTS:
+        survived = found[kind, how, at]
+        about = kind, how, at, survived
+        assert survived[ODD] is None, about
+        for mine, healthy in zip(survived, found[kind, "", 0], strict=True):
+            assert not healthy["said"], about
+            if mine is not None:
+                assert mine["said"] and mine["seconds"] < TIMEOUT + 6 * (how == "is stuck"), about
+                # A process may be lost after it has sent its last part of a step: then the others
+                # complete that one.
+                assert mine["steps"] == [] or same(mine["steps"], healthy["steps"][:1]), about
 
 
 def test_numbers_are_exchanged_where_the_embeddings_are(monkeypatch):
@@ -263,9 +258,30 @@ half = {False: torch.bfloat16, True: torch.float16}
 floats = {False: torch.float32, True: torch.float64}
 ids = torch.arange(4)
 words = list("abcd")
+labels = torch.stack([ids, ids + 100], 1)
 pair = itrloss.InfoNCELoss
+filtered: Any = itrloss.InfoNCELoss(gather=True, margin=0.1)
+uto: Any = itrloss.UnifiedTrainingObjective(gather=True)
 mdcl = itrloss.MemoryDiversityContrastiveLoss
 classifier = itrloss.PrototypeClassificationLoss
+
+
+def masked(x: Tensor) -> Any:
+    array = x.detach().numpy()
+    return np.ma.array(array, mask=array > 0)
+
+
+def teacher_with_groups(odd: bool) -> Any:
+    groups = ids // 2
+    related = itrloss.Related((groups, groups))
+    teacher = itrloss.Similarity.sharded(*pairs(), ids, ids, related=related)
+    own = ids % 2 if odd else groups
+    return itrloss.DistillationLoss(gather=True)(*pairs(), teacher, ids, ids, image_groups=own)
+
+
+def of_sets(dim: int = D, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
+    images, texts = sample(4, 2, dim, dtype=dtype), sample(4, 3, dim, dtype=dtype)
+    return itrloss.functional.set_similarity(images, texts, gather=True, **options)
 
 
 class WithOption(itrloss.PairLoss):
@@ -522,6 +538,71 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "autocast None",
         "autocast torch.bfloat16",
     ),
+    "gradient of a bias": (
+        lambda odd: itrloss.Similarity.sharded(*pairs(), bias=(None, sample(4, trained=not odd))),
+        "biases ['none', 'gradient True",
+        "biases ['none', 'gradient False",
+    ),
+    "gradient of a variance": (
+        lambda odd: itrloss.PCMEPlusPlusLoss(gather=True, learnable=False)(
+            *(x.detach() for x in (*pairs(), *pairs())[:3]), sample(4, D, trained=not odd)
+        ),
+        "biases ['gradient False', 'gradient True",
+        "biases ['gradient False', 'gradient False",
+    ),
+    "enqueued words": (
+        lambda odd: memory().enqueue(*pairs(), words if odd else ids),
+        "ids of strings False",
+        "ids of strings True",
+    ),
+    "words of a metric": (
+        lambda odd: metric_of_batches(*[words if odd else ids] * 2),
+        "of strings [False]",
+        "of strings [True]",
+    ),
+    "groups": (
+        lambda odd: pair(gather=True)(*pairs(), image_groups=None if odd else ids),
+        "with groups",
+        "without",
+    ),
+    "words as groups": (
+        lambda odd: pair(gather=True)(*pairs(), image_groups=words if odd else ids),
+        "of strings",
+        "of strings",
+    ),
+    "number of labels": (
+        lambda odd: pair(gather=True)(*pairs(), *[torch.arange(8 + 4 * odd).view(4, -1)] * 2),
+        "numbers of labels",
+        "numbers of labels",
+    ),
+    "type of matches": (
+        lambda odd: pair(gather=True)(*pairs(), matches=torch.ones(4, 12, dtype=floats[odd])),
+        "with matches of torch.float32",
+        "with matches of torch.float64",
+    ),
+    "rule of groups": (
+        lambda odd: itrloss.Similarity.sharded(
+            *pairs(), related=itrloss.Related((ids, ids), "other" if odd else "same")
+        ),
+        "rule same",
+        "rule other",
+    ),
+    "weights of prefixes": (
+        lambda odd: itrloss.Matryoshka(pair(gather=True), (2, 4), (1.0, 1.0 + odd))(*pairs()),
+        "weights=[1.0, 1.0]",
+        "weights=[1.0, 2.0]",
+    ),
+    "aggregation of sets": (
+        lambda odd: of_sets(aggregation="mean" if odd else "max"),
+        "aggregation 'max'",
+        "aggregation 'mean'",
+    ),
+    "dimension of sets": (lambda odd: of_sets(D + odd), "dimension 6", "dimension 7"),
+    "type of sets": (
+        lambda odd: of_sets(dtype=floats[odd]),
+        "torch.float32",
+        "torch.float64",
+    ),
 }
 # What the odd process refuses, and how its error begins.
 REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
@@ -647,9 +728,84 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         ),
         "TypeError: text_concepts:",
     ),
+    "array as keys": (
+        lambda odd: uto(
+            *pairs(), pairs()[0].detach().numpy() if odd else pairs()[0], pairs()[1], memory()
+        ),
+        "TypeError: image_keys: expected a floating-point tensor",
+    ),
+    "prefixes of a memory": (
+        lambda odd: itrloss.Matryoshka(uto, (3, D))(
+            *pairs(), *pairs(), itrloss.CoupledMemory(4, D - odd)
+        ),
+        "ValueError: memory: expected one of dimension 6",
+    ),
+    "short texts": (
+        lambda odd: itrloss.Matryoshka(pair(gather=True), (2, D))(sample(4, D), sample(4, D - odd)),
+        "ValueError: texts: expected embeddings of at least 6 dimensions",
+    ),
+    "masked ids": (
+        lambda odd: pair(gather=True)(*pairs(), np.ma.array(ids, mask=ids < odd), ids),
+        "TypeError: image_ids: expected an integer tensor",
+    ),
+    "masked guide": (
+        lambda odd: filtered(*pairs(), guide=[masked(x) if odd else x for x in pairs()]),
+        "TypeError: guide: expected a Similarity or embeddings",
+    ),
+    "device of the guide": (
+        lambda odd: filtered(*pairs(), guide=(pairs()[0].to("meta" if odd else "cpu"), pairs()[1])),
+        "ValueError: guide[0]: expected device cpu",
+    ),
+    "scores of a teacher": (
+        lambda odd: itrloss.DistillationLoss(gather=True)(*pairs(), sample(4, 12 - odd)),
+        "ValueError: teacher: expected shape (4, 12), got (4, 11)",
+    ),
+    "residuals": (
+        lambda odd: itrloss.DVSEObjective(gather=True)(
+            sample(4, 3, D), sample(4, D), sample(4 - odd, 3, 5)
+        ),
+        "ValueError: residuals: expected a row for each",
+    ),
+    "features of open_clip": (
+        lambda odd: itrloss.compat.ClipLoss(world_size=WORLD)(
+            sample(4, D)[0 if odd else slice(None)], sample(4, D), 9.0
+        ),
+        "ValueError: image_features: expected shape (N, D)",
+    ),
+    "alpha of sets": (lambda odd: of_sets(alpha=1.0 - odd), "ValueError: alpha: expected a number"),
     "metric without batches": (
         lambda odd: metric_without_batches(odd),
         "ValueError: RetrievalMetrics: expected a call of update() first, got none",
+    ),
+}
+
+# What all say.
+ALIKE: dict[str, tuple[Callable[[bool], Any], str]] = {
+    "labels of the guide": (
+        lambda odd: filtered(
+            *pairs(),
+            *[labels] * 2,
+            guide=itrloss.Similarity.sharded(*pairs(), labels, labels.roll(int(odd), 0)),
+        ),
+        "ValueError: guide: expected the ids of the loss",
+    ),
+    "groups of the teacher": (
+        teacher_with_groups,
+        "ValueError: teacher: expected the groups",
+    ),
+    "columns of scores": (
+        lambda odd: pair(gather=True)(scores=sample(4, 12 - odd)),
+        "ValueError: scores: expected 12 columns",
+    ),
+    "columns of matches": (
+        lambda odd: pair(gather=True)(*pairs(), matches=torch.eye(4)),
+        "ValueError: matches: expected 12 columns",
+    ),
+    "no sets": (
+        lambda odd: itrloss.functional.set_similarity(
+            sample(4, 2, D), sample(0, 2, D), gather=True
+        ),
+        "ValueError: texts: expected at least one set",
     ),
 }
 
@@ -657,7 +813,7 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
 def disagreeing(rank: int) -> dict[str, tuple[str, float]]:
     """What each case raises, and the loss of a good step after it."""
     found = {}
-    for name, (call, *_) in {**DIFFERENT, **REFUSED}.items():
+    for name, (call, *_) in {**DIFFERENT, **REFUSED, **ALIKE}.items():
         said = "no error"
         try:
             call(rank == ODD)
@@ -667,13 +823,15 @@ def disagreeing(rank: int) -> dict[str, tuple[str, float]]:
     return found
 
 
-@pytest.mark.slow
 def test_all_raise_an_error_if_processes_disagree_and_go_on(tmp_path):
     found = run(disagreeing, tmp_path, world=WORLD)
     whole = pair()(*(torch.cat(x) for x in zip(*map(pairs, range(WORLD)), strict=True))).item()
     for name in found[0]:
         texts, afterwards = zip(*(mine[name] for mine in found), strict=True)
         assert afterwards == pytest.approx([whole] * WORLD, rel=1e-5), name
+        if name in ALIKE:
+            assert len(set(texts)) == 1 and texts[0].startswith(ALIKE[name][1]), (name, texts)
+            continue
         if name in REFUSED:
             assert texts[ODD].startswith(REFUSED[name][1]), (name, texts)
             quoted = f"ValueError: gather: process {ODD} failed: {texts[ODD]}"
@@ -905,12 +1063,10 @@ class System(nn.Module):
         self.world, self.group = world, group
         self.encoder = nn.Linear(7, D).double()
         self.memory = itrloss.CoupledMemory(17, D, dtype=torch.float64)
-        self.means, self.gate = itrloss.OnlineKMeans(CLUSTERS, D), itrloss.DynamicGate(7, 3)
+        self.gate = itrloss.DynamicGate(7, 3)
         self.pair = itrloss.InfoNCELoss(0.5, learnable=True, telemetry=True, **options)
-        self.against_memory = itrloss.MemoryDiversityContrastiveLoss(telemetry=True, **options)
-        self.classifier = itrloss.PrototypeClassificationLoss(D, CLUSTERS, **options)
         self.orthogonal = itrloss.DynamicOrthogonalLoss(slack=0.1, **options)
-        self.coder = itrloss.CODERObjective(D, CLUSTERS, memory_weight=0, **options).double()
+        self.coder = itrloss.CODERObjective(D, CLUSTERS, telemetry=True, **options).double()
 
     def step(self, number: int, rank: int) -> float:
         """Train with a process's part of a batch; return the loss."""
@@ -922,16 +1078,9 @@ class System(nn.Module):
         x, y, ids = (part.split(SPLITS[self.world][number])[rank] for part in (x, y, ids))
         v, w = self.encoder(x), self.encoder(y)
         keys = v.detach() + 0.1, w.detach() - 0.1
-        clusters = self.means.update(keys[0] + keys[1], self.group)
-        self.classifier.reset(self.means.reseeded, self.means.centroids)
         gates = self.gate(torch.stack([x, x * y], 1), process_group=self.group)
-        loss = self.pair(v, w, ids, ids) + self.against_memory(v, w, *keys, self.memory, ids, ids)
-        loss = (
-            loss
-            + self.classifier(v, w, clusters)
-            + self.orthogonal(torch.stack([v, w, v * w], 1), gates)
-        )
-        loss = loss + self.coder(v, w, *keys, None, v, w, ids, ids)[0]
+        loss = self.pair(v, w, ids, ids) + self.orthogonal(torch.stack([v, w, v * w], 1), gates)
+        loss = loss + self.coder(v, w, *keys, self.memory, v, w, ids, ids)[0]
         loss.backward()
         for p in self.encoder.parameters():
             if self.world > 1:
@@ -960,17 +1109,8 @@ def stepped(rank: int, world: int, first: int, last: int, state: Any, group: Any
     v, w = (x.detach().chunk(world)[rank] for x in (sample(12, D), sample(12, D, seed=1)))
     sim = itrloss.Similarity(*(itrloss.distributed.gather(x, group) for x in (v, w)))
     measured = itrloss.metrics.retrieval_metrics(sim, hubness_k=2)
-    figures = system.pair.telemetry, system.against_memory.telemetry, measured
+    figures = system.pair.telemetry, system.coder.memory.telemetry, measured
     return (losses, dict(system.state_dict()), figures), saved
-
-
-def same(found: Any, other: Any) -> bool:
-    """Whether nested results are equal bit for bit."""
-    leaves, others = tree_leaves(found), tree_leaves(other)
-    return len(leaves) == len(others) > 20 and all(
-        torch.equal(x, y) if isinstance(x, Tensor) else x == y
-        for x, y in zip(leaves, others, strict=True)
-    )
 
 
 @pytest.fixture(scope="module")

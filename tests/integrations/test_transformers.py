@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from support.pages import snippet
 from support.processes import WORLD, run, set_environment
 from support.trainers import (
@@ -30,6 +29,7 @@ from support.trainers import (
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import itrloss
@@ -497,116 +497,67 @@ def test_the_metrics_of_the_page_are_those_of_each_image_once(tmp_path):
 
 # ------------------------------------------------------------------------------- loops of one's own
 
-
-def wrapped_clip_step(batch: dict[str, Any], loss: Any, mini_batch: int | None = None) -> Any:
-    """The scale and the gradients after two steps of CLIP in a training loop of one's own."""
-    model = make("clip")
-    loss.log_scale = model.logit_scale
-    trained = DistributedDataParallel(model) if loss.gather else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def of_output(output: Any) -> Tensor:
-        return loss(output.image_embeds, output.text_embeds)
-
-    rank = dist.get_rank() if loss.gather else 0
-    names: dict[str, Any] = {"itrloss": itrloss, "model": model, "batch": batch}
-    names["ids"] = torch.arange(len(batch["input_ids"])) + 100 * rank
-    names["DistributedDataParallel"] = lambda model: trained
-    code = snippet("grad_cache.rst", "def embeddings").replace(
-        "chunk_size=64", f"chunk_size={mini_batch}"
-    )
-    for _ in range(2):
-        optimizer.zero_grad()
-        if mini_batch is None:
-            of_output(trained(**batch)).backward()
-        else:
-            exec(code, names)
-        optimizer.step()
-    return [p.grad for p in model.parameters()], model.logit_scale.item()
+ALL_IMAGES = slice(0, 10)
+PARTS = (slice(0, 4), slice(4, 10))  # of two processes, so that a last chunk is smaller
+# Snippets of the page on mini-batches, and how many captions their images have.
+SNIPPETS = {"def embeddings": 1, "class Side": 5}
 
 
-def sharded_clip_step(batch: dict[str, Any], loss: Any) -> list[Tensor | None]:
-    """The gradients of CLIP in FSDP2, whose scale is left out, as the page on several GPUs says."""
-    model = make("clip")
-    if loss.gather:
-        fully_shard(model, ignored_params={model.logit_scale})
-    loss.log_scale = model.logit_scale
-    output = model(**batch)
-    loss(output.image_embeds, output.text_embeds).backward()
-    return [
-        p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        for p in model.parameters()
-    ]
-
-
-ROWS = 10  # five in a process, so that the last of its chunks is smaller
-
-
-def clip_loss(gather: bool) -> itrloss.InfoNCELoss:
-    return itrloss.InfoNCELoss(learnable=True, max_scale=100, gather=gather)
-
-
-def own_loops_in_a_process(rank: int) -> list[Any]:
-    part = slice(rank * ROWS // WORLD, (rank + 1) * ROWS // WORLD)
-    batch = default_data_collator(data()[:ROWS][part])
-    steps = [wrapped_clip_step(batch, clip_loss(True), size) for size in (None, 3)]
-    return [steps, sharded_clip_step(batch, clip_loss(True))]
-
-
-@pytest.mark.slow
-def test_a_loop_of_ones_own_trains_clip_with_its_scale_in_two_processes(tmp_path):
-    batch = default_data_collator(data()[:ROWS])
-    close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-9)
-    expected = wrapped_clip_step(batch, clip_loss(False))
-    close(wrapped_clip_step(batch, clip_loss(False), 4), expected)
-    assert expected[1] != make("clip").logit_scale.item()
-    gradients = sharded_clip_step(batch, clip_loss(False))
-    for steps, sharded in run(own_loops_in_a_process, tmp_path):
-        close(steps, [expected] * 2)
-        close(sharded, gradients)
-
-
-def captioned(images: slice) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
-    """Images with five captions each, and the ids of both."""
+def captioned(images: slice, captions: int) -> list[Any]:
+    """Images with their captions, and the ids of both."""
     rows = default_data_collator(data()[:50])
     ids = torch.arange(10)
-    texts = slice(5 * images.start, 5 * images.stop)
-    return (
+    texts = slice(captions * images.start, captions * images.stop)
+    return [
         {"pixel_values": rows["pixel_values"][images]},
         {"input_ids": rows["input_ids"][texts]},
         ids[images],
-        ids.repeat_interleave(5)[texts],
-    )
+        ids.repeat_interleave(captions)[texts],
+    ]
 
 
-def side_by_side(images: slice) -> tuple[float, list[Tensor]]:
-    """The loss and the gradients of the page's step, in DDP if there are several processes."""
-    several = images.stop - images.start < 10
+def plainly(model: Any, images: slice, captions: int, gather: bool = False) -> list[Any]:
+    """The loss and the gradients of a step without chunks."""
+    loss = itrloss.InfoNCELoss(learnable=True, max_scale=100, gather=gather)
+    loss.log_scale = model.logit_scale
+    of_images, of_texts, *ids = captioned(images, captions)
+    output = model(**of_images, **of_texts)
+    value = loss(output.image_embeds, output.text_embeds, *ids)
+    value.backward()
+    return [value.detach(), *(p.grad for p in model.parameters())]
+
+
+def by_the_page(text: str, images: slice) -> list[Any]:
+    """The same of the page's step, in DDP if there are several processes."""
     names: dict[str, Any] = {"itrloss": itrloss, "torch": torch, "model": make("clip")}
+    several = images != ALL_IMAGES
     names["DistributedDataParallel"] = DistributedDataParallel if several else lambda side: side
-    inputs = ("images", "texts", "image_ids", "text_ids")
-    names |= dict(zip(inputs, captioned(images), strict=True))
-    code = snippet("grad_cache.rst", "class Side").replace("chunk_size=64", "chunk_size=4")
-    exec(code, names)
-    return names["loss"].item(), [p.grad for p in names["model"].parameters()]
+    given = captioned(images, SNIPPETS[text])
+    names |= zip(("images", "texts", "image_ids", "text_ids"), given, strict=True)
+    names |= {"batch": given[0] | given[1], "ids": given[2]}
+    exec(snippet("grad_cache.rst", text).replace("chunk_size=64", "chunk_size=4"), names)
+    return [names["loss"], *(p.grad for p in names["model"].parameters())]
 
 
-def sides_in_a_process(rank: int) -> tuple[float, list[Tensor]]:
-    return side_by_side([slice(0, 4), slice(4, 10)][rank])
+def own_loops_in_a_process(rank: int) -> list[list[Any]]:
+    """The page's steps, and one of CLIP in FSDP2, whose scale is left out, as the page on several
+    GPUs says.
+    """
+    found = [by_the_page(text, PARTS[rank]) for text in SNIPPETS]
+    model = make("clip")
+    fully_shard(model, ignored_params={model.logit_scale})
+    sharded = plainly(model, PARTS[rank], 1, gather=True)
+    return [*found, [x.full_tensor() if isinstance(x, DTensor) else x for x in sharded]]
 
 
 @pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_chunks_of_the_page_take_five_captions_an_image(several, tmp_path):
-    images, texts, image_ids, text_ids = captioned(slice(0, 10))
-    model = make("clip")
-    criterion = clip_loss(False)
-    criterion.log_scale = model.logit_scale
-    output = model(**images, **texts)
-    loss = criterion(output.image_embeds, output.text_embeds, image_ids, text_ids)
-    loss.backward()
-    expected = loss.item(), [p.grad for p in model.parameters()]
-    processes = run(sides_in_a_process, tmp_path) if several else [side_by_side(slice(0, 10))]
+def test_loops_of_the_pages_train_clip_with_its_scale(several, tmp_path):
+    processes = [[by_the_page(text, ALL_IMAGES) for text in SNIPPETS]]
+    if several:
+        processes = run(own_loops_in_a_process, tmp_path)
+    of_one, of_five = (plainly(make("clip"), ALL_IMAGES, number) for number in SNIPPETS.values())
     for found in processes:
+        expected = [of_one, of_five, of_one][: len(found)]
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 

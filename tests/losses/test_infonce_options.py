@@ -1,4 +1,4 @@
-"""InfoNCE: numbers of images as ids of negatives, distillation, limits and costs of options.
+"""InfoNCE: distillation, limits and costs of options.
 
 The spine, `test_random_cases`, has all options next to loops.
 """
@@ -11,43 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.embedders import one_way
-from support.processes import run
-from torch import Tensor
 
 import itrloss
-from itrloss import NO_ID, InfoNCELoss, Similarity
+from itrloss import InfoNCELoss, Similarity
 
 ENGINES = "dense", "tiled"
 
 
 N, M = 8, 10  # images and texts
-
-# ---------------------------------------------------------------------------------------- processes
-
-
-NUMBERS = [[0, 1], [NO_ID, 1], [0, 2], [0, 9], [1, 3]]  # of images, for each image's own negatives
-
-
-def loss_of_numbered(rank: int | None) -> list[Tensor]:
-    """The loss where ids of negatives are numbers of own images; ``rank`` None: of the whole."""
-    whole = torch.randn(5, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    rows = {0: slice(2), 1: slice(2, 5), None: slice(5)}[rank]
-    images, texts, negatives = (x[rows] for x in (whole[:, 0], whole[:, 1], whole[:, 2:]))
-    numbers = torch.tensor(NUMBERS)
-    if rank is None:
-        numbers[2:] = torch.where(numbers[2:] < 3, numbers[2:] + 2, -1)  # the second process's
-        numbers[:2] = torch.where(numbers[:2] < 2, numbers[:2], -1)
-        numbers[1, 0] = NO_ID
-    loss = InfoNCELoss(0.5, directions="image-text", gather=rank is not None)
-    return [loss(images, texts, negatives=negatives, negative_ids=numbers[rows])]
-
-
-def test_negatives_by_numbers_of_images_of_their_process(tmp_path):
-    parts = run(loss_of_numbered, tmp_path)
-    (wanted,) = loss_of_numbered(None)
-    for (found,) in parts:
-        torch.testing.assert_close(found, wanted)
-
 
 # --------------------------------------------------------------------------------------- directions
 

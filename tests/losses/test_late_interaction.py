@@ -1,12 +1,11 @@
 """Late interaction: scores of sets of token embeddings, own ones and those of all processes.
 
-`check_loss` has InfoNCE of such scores.
+`check_loss` has InfoNCE of such scores, `test_random_cases` over processes, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.cases import measured_apart, sets
 from support.flops import Products
+from support.oracle_embedders import FORMS, late_scores
 from support.processes import run
 from torch import Tensor
 from torch.autograd import gradgradcheck
@@ -24,48 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from itrloss import functional
 from itrloss.engine import inputs as engine_inputs
 
-AGGREGATIONS = (
-    *("max", "mean", "smooth_chamfer"),
-    *("max_sum", "max_mean", "smooth_max_sum", "smooth_max_mean"),
-)
 ALPHA = 4.0
-every_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS)
-
-
-def of_two_sets(a: Tensor, b: Tensor, aggregation: str) -> Tensor:
-    """The definition for the products (K, L) of the elements of two sets; an empty set scores 0."""
-    if not len(a) or not len(b):
-        return a.new_zeros(())
-    products = torch.stack([torch.stack([(u * v).sum() for v in b]) for u in a])
-    best = products.amax(1)
-    exponentials = (ALPHA * products).exp()
-    smooth_rows = exponentials.sum(1).log() / ALPHA
-    smooth_columns = exponentials.sum(0).log() / ALPHA
-    scores = {
-        "max": products.max(),
-        "mean": products.mean(),
-        "max_sum": best.sum(),
-        "max_mean": best.mean(),
-        "smooth_max_sum": smooth_rows.sum(),
-        "smooth_max_mean": smooth_rows.mean(),
-        "smooth_chamfer": (smooth_rows.mean() + smooth_columns.mean()) / 2,
-    }
-    return scores[aggregation]
-
-
-def loop(images, texts, aggregation, image_mask=None, text_mask=None, normalize=True) -> Tensor:
-    """The definition, pair by pair; texts (N, J, L, D) are each image's own."""
-    rows = []
-    for i, image in enumerate(images):
-        a = image if image_mask is None else image[image_mask[i]]
-        row = []
-        for j, text in enumerate(texts[i] if texts.dim() == 4 else texts):
-            place = (i, j) if texts.dim() == 4 else j
-            b = text if text_mask is None else text[text_mask[place]]
-            both = [F.normalize(x, dim=-1) if normalize else x for x in (a, b)]
-            row.append(of_two_sets(*both, aggregation))
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
+every_aggregation = pytest.mark.parametrize("aggregation", FORMS)
 
 
 def assert_same(found, wanted, leaves) -> None:
@@ -122,7 +82,7 @@ def test_values_and_gradients_are_those_of_the_definition(
         mask = mask_of(leaves[side], side)
         options[("image_mask", "text_mask")[side]] = mask
         filled[side] = leaves[side].masked_fill(~mask.unsqueeze(-1), padding)
-    wanted = loop(*leaves, aggregation, **options)
+    wanted = late_scores(*leaves, aggregation, alpha=ALPHA, **options)
     v, w = filled
     for numel in (1, 60, 150, 2**20):
         small_tiles(monkeypatch, numel)
@@ -178,7 +138,7 @@ def test_texts_may_be_single_vectors(aggregation):
     v = sets(5, 3, 6)
     w = sets(4, 1, 6, seed=1)
     found = functional.set_similarity(v, w[:, 0], aggregation)
-    torch.testing.assert_close(found, loop(v, w, aggregation))
+    torch.testing.assert_close(found, late_scores(v, w, aggregation))
 
 
 @pytest.mark.parametrize("size", [1, 64, 257, 8000])
@@ -298,7 +258,7 @@ def test_no_images_have_no_scores_of_own_sets():
     """As in a process of several whose share of the batch is empty."""
     v = torch.randn(0, 3, 4, requires_grad=True)
     w = torch.randn(0, 2, 5, 4, requires_grad=True)
-    for aggregation in AGGREGATIONS:
+    for aggregation in FORMS:
         scores = ours(v, w, aggregation)
         assert scores.shape == (0, 2)
         by_v, by_w = torch.autograd.grad(scores.sum(), (v, w))
@@ -318,113 +278,34 @@ def test_own_sets_are_scored_with_their_image_alone():
 
 # -------------------------------------------------------------------------------- several processes
 
-# Sets (N, K) and (M, L) of each process.
-SHARES = {
-    "even": [(3, 2, 3, 4), (3, 2, 3, 4)],
-    "one masked": [(3, 2, 3, 4), (3, 2, 3, 4)],
-    "longer": [(3, 2, 3, 2), (3, 2, 3, 4)],
-    "uneven": [(4, 2, 1, 4), (2, 5, 3, 2)],
-    "no images": [(0, 2, 3, 4), (5, 2, 2, 3)],
-    "no texts": [(2, 2, 0, 4), (3, 2, 5, 3)],
-}
-
-
-def share(name: str, rank: int) -> dict[str, Any]:
-    """A process's images and texts, and which of their elements exist; some cosines are negative
-    alone, so that padding would win.
-    """
-    n, k, m, size = SHARES[name][rank]
-    generator = torch.Generator().manual_seed(5 + rank)
-    mask = torch.rand(m, size, generator=generator) < 0.7
-    is_masked = rank == 0 and name not in ("even", "longer")
-    return {
-        "images": -sets(n, k, 4, 10 + rank).requires_grad_(),
-        "texts": sets(m, size, 4, 20 + rank).requires_grad_(),
-        "mask": mask if is_masked else None,
-    }
-
-
-def scores_of(x: dict[str, Any], aggregation: Any, **options: Any) -> Tensor:
-    """The scores of a share."""
-    options["text_mask"] = x["mask"]
-    return functional.set_similarity(x["images"], x["texts"], aggregation, ALPHA, **options)
-
-
-def gathering(rank: int, name: str) -> dict[str, list[Tensor]]:
-    """Scores of own images with all texts, and gradients of a sum over processes; the first and
-    the last of three processes share a batch.
-    """
-    group = dist.new_group([0, 2])
-    found: dict[str, list[Tensor]] = {}
-    if rank == 1:
-        return found
-    x = share(name, rank // 2)
-    for aggregation in AGGREGATIONS:
-        scores = scores_of(x, aggregation, gather=True, process_group=group)
-        grads = torch.autograd.grad(weighted(scores, rank // 2), (x["images"], x["texts"]))
-        found[aggregation] = [scores.detach(), *grads]
-    return found
-
-
-def weighted(scores: Tensor, rank: int) -> Tensor:
-    """A sum whose terms differ between processes."""
-    weights = torch.arange(1, 1 + scores.numel(), dtype=scores.dtype).view_as(scores)
-    return ((rank + 1) * weights * scores.sin()).sum()
-
-
-def wanted_scores(own: dict[str, Any], parts: list[dict[str, Any]], aggregation: str) -> Tensor:
-    """Scores (N, M) of a process's images with the texts of each process by themselves."""
-    images = own["images"]
-    columns = []
-    for other in parts:
-        if len(images) and len(other["texts"]):
-            together = {**other, "images": images}
-            columns.append(scores_of(together, aggregation))
-        else:
-            shape = (len(images), len(other["texts"]))
-            columns.append(torch.zeros(shape, dtype=torch.float64))
-    return torch.cat(columns, 1)
-
-
-@pytest.mark.parametrize("name", SHARES)
-def test_processes_score_their_images_with_the_texts_of_all(name, tmp_path):
-    """Values and gradients are those of one process, which sees the texts of each by themselves."""
-    first, nothing, last = run(gathering, tmp_path, name, world=3)
-    found = first, last
-    assert not nothing
-    for aggregation in AGGREGATIONS:
-        parts = [share(name, rank) for rank in range(2)]
-        wanted = [wanted_scores(own, parts, aggregation) for own in parts]
-        total = sum(weighted(scores, rank) for rank, scores in enumerate(wanted))
-        for rank, part in enumerate(parts):
-            leaves = (part["images"], part["texts"])
-            gradients = torch.autograd.grad(
-                total, leaves, retain_graph=True, materialize_grads=True
-            )
-            scores, of_images, of_texts = found[rank][aggregation]
-            torch.testing.assert_close(scores, wanted[rank], rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close((of_images, of_texts), gradients, rtol=1e-9, atol=1e-9)
-
 
 def compiled(rank: int) -> list[list[Tensor]]:
-    """Scores and gradients of one graph and of eager mode; processes are not compared then."""
-    x = share("even", rank)
-    leaves = x["images"], x["texts"]
+    """Scores and gradients of one graph and of eager mode, where processes are not compared; the
+    first and the last of three processes share a batch.
+    """
+    group = dist.new_group([0, 2])
+    leaves = sets(3, 2, 4, 10 + rank).requires_grad_(), sets(3, 4, 4, 20 + rank).requires_grad_()
     mask = torch.arange(4) < torch.tensor([[2], [4], [3]])
 
     def step(v: Tensor, w: Tensor) -> Tensor:
-        return ours(v, w, "max_mean", text_mask=mask, gather=True)
+        return ours(v, w, "max_mean", text_mask=mask, gather=True, process_group=group)
 
-    found = []
+    found: list[list[Tensor]] = []
+    if rank == 1:
+        return found
     for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
         scores = call(*leaves)
-        found.append([scores.detach(), *torch.autograd.grad(weighted(scores, rank), leaves)])
+        weights = (rank + 1) * torch.arange(1, 19).view(3, 6)
+        gradients = torch.autograd.grad((weights * scores.sin()).sum(), leaves)
+        found.append([scores.detach(), *gradients])
     return found
 
 
 @pytest.mark.slow
 def test_processes_compile_without_a_graph_break(tmp_path):
-    for eager, graph in run(compiled, tmp_path):
+    first, nothing, last = run(compiled, tmp_path, world=3)
+    assert not nothing
+    for eager, graph in (first, last):
         torch.testing.assert_close(graph, eager)
 
 
@@ -448,35 +329,6 @@ def test_a_process_of_two_computes_half(tmp_path):
 
 X = torch.ones(2, 3, 4)
 OWN = torch.ones(2, 5, 3, 4)
-# Words of the message, and images, texts and an option of a process.
-WRONG_SHARES: dict[str, Callable[[int], tuple[Tensor, Tensor, dict[str, Any]]]] = {
-    "aggregation 'max' in process 0": lambda rank: (X, X, {"aggregation": ("max", "mean")[rank]}),
-    "dimension 3 in process 0": lambda rank: (X[..., : 3 + rank], X[..., : 3 + rank], {}),
-    "gradient False in process 0": lambda rank: (X, X.clone().requires_grad_(rank == 1), {}),
-    "torch.float16 in": lambda rank: (*[X.to((torch.half, torch.float)[rank])] * 2, {}),
-    "alpha: expected a number": lambda rank: (X, X, {"alpha": 1.0 - rank}),
-    "gather: expected False for each image's own texts": lambda rank: (X, OWN, {}),
-    "texts: expected at least one set": lambda rank: (X, X[:0], {}),
-}
-
-
-def wrong_shares(rank: int) -> list[str]:
-    """What is said of shares that differ between processes."""
-    said = []
-    for share_of in WRONG_SHARES.values():
-        images, texts, options = share_of(rank)
-        with pytest.raises(ValueError) as error:
-            functional.set_similarity(images, texts, gather=True, **options)
-        said.append(str(error.value))
-    return said
-
-
-def test_processes_that_differ_all_raise_the_error(tmp_path):
-    for found in run(wrong_shares, tmp_path):
-        for message, words in zip(found, WRONG_SHARES, strict=True):
-            assert words in message
-
-
 # ------------------------------------------------------------------------------------- wrong input
 
 ONES = torch.ones(2, 3, dtype=torch.bool)

@@ -463,24 +463,7 @@ def test_a_dry_run_leaves_no_trace(name, engine, with_ids):
 
 
 def test_no_parameter_is_without_a_dimension():
-    """``fully_shard`` does not accept 0-dimensional parameters."""
+    """``fully_shard`` does not accept 0-dimensional parameters; `test_processes` shards them."""
     for loss in (itrloss.SigmoidLoss(), itrloss.InfoNCELoss(learnable=True)):
         assert list(loss.parameters()) and all(p.dim() > 0 for p in loss.parameters())
     assert itrloss.InfoNCELoss(learnable=True).temperature.dim() == 0
-
-
-@pytest.mark.slow
-def test_losses_are_sharded(tmp_path):
-    """One process is enough for ``fully_shard`` to check the parameters."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        v, w = (x.float().requires_grad_() for x in embeddings(6, 6))
-        for loss in (itrloss.SigmoidLoss(), itrloss.InfoNCELoss(learnable=True)):
-            wanted = loss(v, w)
-            fully_shard(loss, mesh=dist.init_device_mesh("cpu", (1,)))
-            torch.testing.assert_close(loss(v, w), wanted)
-    finally:
-        dist.destroy_process_group()

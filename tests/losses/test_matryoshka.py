@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from support.cases import embeddings, make_ids
-from support.processes import run
 from torch import nn
 
 import itrloss
@@ -128,52 +124,6 @@ def test_a_prefix_may_be_a_zero_vector():
     assert grad.isfinite().all()
     assert (grad[1] == 0).all()
     assert (grad[0] != 0).any()
-
-
-def test_sentence_transformers_agree():
-    """Their loss has one direction, and takes a model."""
-    pytest.importorskip("sentence_transformers")
-    from sentence_transformers.sentence_transformer.losses import (
-        MatryoshkaLoss,
-        MultipleNegativesRankingLoss,
-    )
-
-    class Model(nn.Module):
-        def forward(self, features):
-            return {"sentence_embedding": features["x"]}
-
-        def get_embedding_dimension(self):
-            return 6
-
-    v, w = (x.requires_grad_() for x in embeddings(9, 9))
-    model: Any = Model()
-    loss = MultipleNegativesRankingLoss(model)
-    theirs = MatryoshkaLoss(model, loss, list(UNSORTED), list(WEIGHTS))
-    ours = itrloss.InfoNCELoss(1 / 20, directions="image-text")
-    criterion = itrloss.Matryoshka(ours, UNSORTED, WEIGHTS)
-    found = criterion(v, w)
-    wanted = theirs([{"x": v}, {"x": w}], torch.zeros(9))
-    torch.testing.assert_close(with_gradients(found, v, w), with_gradients(wanted, v, w))
-
-
-def disagreeing(rank: int) -> list[str]:
-    """The errors of all processes where one has other weights, or texts that are too short."""
-    v, w = embeddings(7, 7)
-    loss = itrloss.InfoNCELoss(gather=True)
-    of_other_weights = itrloss.Matryoshka(loss, (2, 6), (1.0, 1.0 + rank))
-    with pytest.raises(ValueError) as weights_differ:
-        of_other_weights(v, w)
-    criterion = itrloss.Matryoshka(loss, (2, 6), (1.0, 1.0))
-    with pytest.raises(ValueError) as too_short:
-        criterion(v, w[:, : 6 - rank])
-    return [str(weights_differ.value), str(too_short.value)]
-
-
-@pytest.mark.slow
-def test_all_processes_raise_an_error_if_one_does(tmp_path: Path):
-    for weights, dims in run(disagreeing, tmp_path):
-        assert "weights=[1.0, 2.0]" in weights
-        assert "texts: expected embeddings of at least 6 dimensions" in dims
 
 
 @pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")

@@ -1,12 +1,10 @@
-"""Modules next to the losses that `check_loss` takes, and losses with a state: compilation, copies,
-types, autocast. `test_processes` has them over processes.
+"""Modules next to the losses that `check_loss` takes, and losses with a state: compilation, types,
+autocast. `test_processes` has them over processes, `test_resuming` their copies and states.
 """
 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -146,31 +144,6 @@ def test_module_compiles_without_a_graph_break(name):
         found = outcome(name, twin, inputs(step), compiled)
         torch.testing.assert_close(found, wanted)
     torch.testing.assert_close([*twin.buffers()], [*module.buffers()])
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "state_dict", "torch.save"])
-@every_module
-def test_copy_of_a_module_goes_on_as_the_original_does(name, way):
-    module = make(name)
-    for step in range(2):
-        outcome(name, module, inputs(step))
-    if way == "deepcopy":
-        twin = copy.deepcopy(module)
-    elif way == "pickle":
-        twin = pickle.loads(pickle.dumps(module))
-    else:
-        state = module.state_dict()
-        if way == "torch.save":
-            stored = io.BytesIO()
-            torch.save(state, stored)
-            stored.seek(0)
-            state = torch.load(stored, weights_only=True)
-        twin = MODULES[name].make()
-        twin.load_state_dict(state)
-    for step in range(2, 4):
-        wanted = outcome(name, module, inputs(step))
-        assert_identical(outcome(name, twin, inputs(step)), wanted)
-    assert_identical(dict(twin.named_buffers()), dict(module.named_buffers()))
 
 
 @pytest.mark.parametrize("name", {**REGISTRY, **MODULES})

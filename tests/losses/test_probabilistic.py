@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cases import embeddings, make_ids, sample
-from support.plain_formulas import divergence, pcme
+from support.oracle_pcme import divergence, pcme
 from support.reference import unit
 
 import itrloss

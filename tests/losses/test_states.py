@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -90,18 +89,6 @@ def test_a_state_goes_through_safetensors(name: str, tmp_path):
     safetensors.save_model(model, tmp_path / "model.safetensors")
     safetensors.load_model(twin, tmp_path / "model.safetensors")
     same_state(twin, model)
-
-
-@pytest.mark.parametrize("name", ["annealed", "matryoshka", "full memory"])
-def test_a_state_is_saved_by_accelerate(name: str, tmp_path):
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = accelerator.prepare(Model(MODULES[name]()))
-    wanted = copy.deepcopy(model)
-    accelerator.save_state(str(tmp_path), safe_serialization=True)
-    model.load_state_dict(Model(MODULES[name.replace("full ", "")]()).state_dict())
-    accelerator.load_state(str(tmp_path))
-    same_state(model, wanted)
 
 
 def same_state(model: nn.Module, wanted: nn.Module) -> None:

@@ -1,7 +1,6 @@
-"""SupCon, MIL-NCE, multi-similarity and circle loss next to pytorch-metric-learning, at their
-extremes, and how they relate.
+"""SupCon, MIL-NCE, multi-similarity and circle loss at their extremes, and how they relate.
 
-`test_random_cases` has their values next to loops.
+`test_random_cases` has their values next to loops, `test_pytorch_metric_learning` those of others.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cases import SHAPES, embeddings, make_ids, upstream
-from support.losses_registry import REGISTRY, where
+from support.cases import embeddings, upstream
+from support.losses_registry import REGISTRY
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,72 +28,6 @@ def with_gradients(call: Any, v: Tensor, w: Tensor, grads: tuple[Tensor, Tensor]
     rows, cols = call(x, y)
     total = (rows * grads[0].to(rows.dtype)).sum() + (cols * grads[1].to(rows.dtype)).sum()
     return [rows, cols, *torch.autograd.grad(total, (x, y))]
-
-
-# -------------------------------------------------------------------------- pytorch-metric-learning
-
-
-PUBLISHED = where(
-    lambda entry: (
-        entry.kind in (itrloss.MultiSimilarityLoss, itrloss.CircleLoss)
-        or (entry.kind is itrloss.SupConLoss and "inside" not in entry.options)
-    )
-)
-OTHER_NAMES = {"margin": "m", "scale": "gamma"}  # of the circle loss's options
-
-
-def published(name: str) -> tuple[Any, Any]:
-    """The loss of the same name in pytorch-metric-learning, which returns a value for each anchor,
-    and its miner.
-    """
-    pytest.importorskip("pytorch_metric_learning")
-    from pytorch_metric_learning import losses, miners, reducers
-
-    options = dict(PUBLISHED[name].options)
-    miner = None
-    if "epsilon" in options:
-        miner = miners.MultiSimilarityMiner(epsilon=options.pop("epsilon"))
-    if PUBLISHED[name].kind is itrloss.MultiSimilarityLoss:
-        options = {"alpha": 2.0, "beta": 50.0, "base": 0.5} | options
-    if PUBLISHED[name].kind is itrloss.CircleLoss:
-        options = {"margin": 0.4, "scale": 80.0} | options
-    theirs = {OTHER_NAMES.get(key, key): value for key, value in options.items()}
-    make = vars(losses)[PUBLISHED[name].public_name]
-    return make(**theirs, reducer=reducers.DoNothingReducer()), miner
-
-
-@of_engines
-@pytest.mark.parametrize(
-    "shape", ["primes", "square with duplicates", "five captions", "wide", "tall"]
-)
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_values_and_gradients_are_those_of_pytorch_metric_learning(
-    name, shape, engine, small_tiles
-):
-    n, m, kind = SHAPES[shape]
-    v, w = embeddings(n, m)
-    image_ids, text_ids = make_ids(kind, n, m)
-    if image_ids is None:
-        # two tensors: one tensor of labels would mean one set of embeddings
-        image_ids = torch.arange(n)
-        text_ids = torch.arange(n)
-    theirs, miner = published(name)
-
-    def one_side(x, y, labels, others):
-        pairs = None if miner is None else miner(x, labels, y, others)
-        values = theirs(x, labels, pairs, y, others)["loss"]["losses"].reshape(-1)
-        positive = labels[:, None] == others
-        counts = positive.any(1) & ~positive.all(1)
-        assert counts.any()
-        return torch.where(counts, values, 0.0)
-
-    def both_sides(x, y):
-        return one_side(x, y, image_ids, text_ids), one_side(y, x, text_ids, image_ids)
-
-    criterion = PUBLISHED[name].make(reduction="none", engine=engine)
-    wanted = with_gradients(both_sides, v, w, upstream(n, m))
-    found = with_gradients(lambda x, y: criterion(x, y, image_ids, text_ids), v, w, upstream(n, m))
-    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8)
 
 
 # ----------------------------------------------------------------------------------------- extremes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from itrloss.engine.terms import (
     exponential,
@@ -144,3 +145,14 @@ def assert_equal(found, wanted, about="", tolerance=1e-9):
     torch.testing.assert_close(
         found, wanted, rtol=tolerance, atol=tolerance, msg=lambda text: f"{about}: {text}"
     )
+
+
+def assert_same_step(
+    ours: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...], tolerance: float = 1e-9
+) -> None:
+    """Compare values, and gradients of all inputs."""
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+    found = torch.autograd.grad(3 * ours, inputs, **options)
+    wanted = torch.autograd.grad(3 * theirs, inputs, **options)
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)

@@ -243,9 +243,8 @@ def conforming(name: str, **options: Any) -> Case:
     how = dict(CALLS[entry.takes])
     if entry.ids == ONE_TO_ONE:
         how["ids"] = False
-    if entry.reference is not None:
-        how["reference"] = entry.reference
-    return Case(loss, how, entry.failures)
+    failures = {**entry.failures, **CONSTANT} if entry.has_constants else entry.failures
+    return Case(loss, how, failures)
 
 
 LOSSES = {

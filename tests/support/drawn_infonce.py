@@ -35,13 +35,11 @@ class InfoNCECase:
             "temperature": pick([0.05, 0.2, 1.0]),
             "margin": margin,
             "relative": margin is not None and chance(0.4),
-            "hardness": pick([0.0, 0.0, 3.0, (0.0, 4.0), (2.0, 0.0), (1.0, 5.0)]),
+            "hardness": pick([0.0, 0.0, 3.0, 1e-20, 200.0, (0.0, 4.0), (2.0, 0.0), (1.0, 5.0)]),
             "normalize": chance(0.75),
             "reduction": pick(["mean", "sum", "none"]),
         }
         self.kind = pick(["plain", "sums", "joint", "own alone", "scores"])
-        if self.batch.matches is not None and self.kind in ("sums", "joint"):
-            self.kind = "plain"  # a matrix says nothing of two images
         if self.kind == "own alone":
             return {**options, "directions": "image-text", "in_batch": False}
         if self.kind == "joint" or (self.kind == "scores" and chance(0.3)):
@@ -74,7 +72,7 @@ class InfoNCECase:
         if not has_negatives:
             return
         self.inputs["negatives"] = draw.normal(*shape)
-        if draw.chance(0.5) and self.batch.matches is None:
+        if draw.chance(0.5):
             numbers = draw.marked(draw.integers(5, *ids), 0.2)
             self.call["negative_ids"] = draw.marked(numbers, 0.2, -1)
 
@@ -92,24 +90,44 @@ class InfoNCECase:
         """Whether two processes may each have a part of the batch."""
         ids = self.shape_of_ids
         is_one = ids is not None and len(ids) == 1 and ids[0] == 1  # negative of everybody
-        # Without ids of images, those of negatives are numbers of a process's images.
-        are_numbers = self.batch.kind == "pairs" and "negative_ids" in self.call
-        are_numbers = are_numbers or self.batch.kind == "numbers"
-        return self.kind != "scores" and not are_numbers and not is_one
+        return self.kind != "scores" and self.batch.kind != "numbers" and not is_one
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether ids of negatives are numbers of images, of a process's own ones."""
+        return "negative_ids" in self.call and self.batch.ids[0] is None
+
+    def places(self, rank: int) -> tuple[slice, slice, slice]:
+        """Return which images, texts and negatives one of two processes has."""
+        rows, cols = places_of_process(Draw(self.seed, "processes"), self.batch, rank)
+        if self.shape_of_ids is not None and len(self.shape_of_ids) == 1:
+            return rows, cols, slice(1) if rank == 0 else slice(1, None)
+        return rows, cols, rows
+
+    def in_whole(self) -> InfoNCECase:
+        """Return the case of one process, where negatives match no images of another."""
+        whole = copy.copy(self)
+        if self.has_numbers:
+            numbers = self.call["negative_ids"].clone()
+            for rank in (0, 1):
+                rows, _, further = self.places(rank)
+                own = numbers[further]
+                foreign = (own >= 0) & ((own < rows.start) | (own >= rows.stop))
+                numbers[further] = own.masked_fill(foreign, -1)
+            whole.call = {**self.call, "negative_ids": numbers}
+        return whole
 
     def of_process(self, rank: int) -> InfoNCECase:
         """Return what one of two processes has."""
         part = copy.copy(self)
-        rows, cols = places_of_process(Draw(self.seed, "processes"), self.batch, rank)
+        rows, cols, further = self.places(rank)
         part.batch = self.batch.of_process(rows, cols)
-        further = rows
-        if self.shape_of_ids is not None and len(self.shape_of_ids) == 1:
-            further = slice(1) if rank == 0 else slice(1, None)
         places = {"images": rows, "texts": cols, "negatives": further}
         part.inputs = {name: x[places[name]] for name, x in self.inputs.items()}
         part.call = dict(part.batch.given)
         if "negative_ids" in self.call:
-            part.call["negative_ids"] = self.call["negative_ids"][further]
+            own = self.call["negative_ids"][further]
+            part.call["negative_ids"] = own.where(own < 0, own - rows.start * self.has_numbers)
         if "guide" in self.call:
             guide = zip(self.call["guide"], (rows, cols, further), strict=False)
             part.call["guide"] = tuple(x[place] for x, place in guide)
@@ -122,11 +140,15 @@ class InfoNCECase:
 
     def loops(self, inputs: list[Tensor], temperature: Tensor) -> tuple[Tensor, ...]:
         rows, cols = self.batch.items()
+        ids = self.call.get("negative_ids")
+        more = items_of_negatives(ids)
+        if ids is not None and self.batch.matches is not None:
+            more = ids.tolist()
         value = contrastive(
             **dict(zip(self.inputs, inputs, strict=True)),
             rows=rows,
             cols=cols,
-            more=items_of_negatives(self.call.get("negative_ids")),
+            more=more,
             guide=self.call.get("guide"),
             **{**self.options, "temperature": temperature},
         )

@@ -1,8 +1,8 @@
 """Losses of the registry with random input, as the library computes them and as loops do.
 
 Loops return the values of all anchors, a tensor for each direction, which is differentiated by
-differences: they hold for any relation. Weights that the gradient takes for constants need the
-formula in plain PyTorch, ``Entry.reference``, which takes ids.
+differences: they hold for any relation. Weights that the gradient takes for constants are those of
+the case's own input then.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from torch import Tensor
 
 import itrloss
 from itrloss import NO_ID, Similarity
-from support import oracle, oracle_embedders, oracle_more, plain_formulas
+from support import oracle, oracle_embedders, oracle_more, oracle_pcme
 from support.draws import KINDS, OF_IDS, Batch, Draw, drawn_batch, places_of_process
 from support.losses_registry import ONE_TO_ONE, REGISTRY, Entry
 
 STEP = 1e-6  # of differences
-ONE_ID = ["pairs", "ids", "same"]  # all items exist, and their ids are given or equal
 
+BY_IDS = [*OF_IDS, "labels"]
 # Relations of losses by what they take; others take all.
 RELATIONS = {
     "memory": ["pairs", "ids", "padding", "same", "labels"],
     "coder": ["pairs", "ids", "same"],
-    "heads": ONE_ID,
-    "heads and residuals": ONE_ID,
+    "heads": BY_IDS,
+    "heads and residuals": BY_IDS,
     "heads alone": ["pairs"],
     "prototypes": ["pairs"],
-    "distributions": ONE_ID,
-    "tokens": [*ONE_ID, "padding", "numbers"],
-    "teacher": [*ONE_ID, "padding", "numbers", "groups"],
-    "negatives": [*OF_IDS, "labels", "groups"],
-    "guide": [*OF_IDS, "labels", "groups"],
+    "distributions": BY_IDS,
+    "tokens": BY_IDS,
+    "teacher": [*OF_IDS, "groups"],
+    "negatives": [*BY_IDS, "groups"],
+    "guide": [*KINDS, "weights"],
 }
 
 
@@ -122,6 +122,17 @@ class LossCase:
         return value if isinstance(value, tuple) else (value,)
 
     @property
+    def holds_weights(self) -> bool:
+        """Whether loops take weights for constants; `InfoNCECase` has those of InfoNCE."""
+        is_infonce = isinstance(self.entry.make(self.dim), itrloss.InfoNCELoss)
+        return self.entry.has_constants and not is_infonce
+
+    @property
+    def has_differences(self) -> bool:
+        """Whether the gradient is that of differences of the loops."""
+        return self.holds_weights or not self.entry.has_constants
+
+    @property
     def is_in_loops(self) -> bool:
         """Whether loops have the relation."""
         return self.batch.kind != "weights" or type(self.entry.make(self.dim)) in WITH_WEIGHTS
@@ -181,7 +192,7 @@ class LossCase:
     def can_be_shared(self) -> bool:
         """Whether two processes may each have a part of the batch."""
         own_negatives = self.takes != "negatives" or self.input[2].dim() == 3
-        return self.takes not in ("coder", "heads and residuals", "tokens") and own_negatives
+        return self.takes not in ("coder", "heads and residuals") and own_negatives
 
     def in_whole(self) -> LossCase:
         """Return the case of one process, with a matrix of scores as input if that is its form."""
@@ -212,7 +223,7 @@ class LossCase:
         for name in ("classes", "teacher", "negative_ids", "gate"):  # of rows
             if getattr(self, name, None) is not None:
                 setattr(part, name, getattr(self, name)[rows])
-        for name in ("keys", "guide"):
+        for name in ("keys", "guide", "lengths"):
             if hasattr(self, name):
                 of_rows, of_cols = getattr(self, name)
                 setattr(part, name, (of_rows[rows], of_cols[cols]))
@@ -284,13 +295,13 @@ def of_pairs(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 def loops_of_pairs(case: LossCase, leaves: list[Tensor]) -> Any:
     if case.name == "matryoshka":
         return loops_of_prefixes(case, leaves)
-    is_infonce = type(case.entry.make(case.dim)) is itrloss.InfoNCELoss
-    if case.entry.oracle is None or (case.batch.kind == "weights" and is_infonce):
+    if case.entry.oracle is None:
         return in_general(case, leaves)
     scores = scores_of(case, leaves)
+    options = {"held": scores_of(case, case.input)} if case.holds_weights else {}
     sides = case.batch.items()
     return case.of_directions(
-        lambda reduction: case.entry.expected(scores, *sides, reduction=reduction)
+        lambda reduction: case.entry.expected(scores, *sides, reduction=reduction, **options)
     )
 
 
@@ -298,7 +309,8 @@ def loops_of_prefixes(case: LossCase, leaves: list[Tensor]) -> float:
     total = 0.0
     for dims in (2, 4):
         scores = scores_of(case, [x[:, :dims] for x in leaves])
-        total += oracle.infonce(scores, *case.batch.items(), reduction=case.common["reduction"])
+        options = {"reduction": case.common["reduction"]}
+        total += oracle_embedders.infonce(scores, *case.batch.items(), **options)
     return total
 
 
@@ -419,12 +431,15 @@ def of_variances(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 
 
 def loops_of_variances(case: LossCase, leaves: list[Tensor]) -> Any:
-    rows, cols = plain_formulas.pcme(leaves, case.batch.ids, **case.entry.options)
+    rows, cols = oracle_pcme.pcme(leaves, case.batch.ids, **case.entry.options)
+    counts = [max(1, case.number_of_anchors(side)) for side in (0, 1)]
 
     def compute(reduction: str) -> Any:
         if reduction == "none":
             return rows, cols
-        return rows.mean() + cols.mean() if reduction == "mean" else rows.sum() + cols.sum()
+        if reduction == "sum":
+            return rows.sum() + cols.sum()
+        return rows.sum() / counts[0] + cols.sum() / counts[1]
 
     return case.of_directions(compute)
 
@@ -465,9 +480,10 @@ def loops_of_memory(case: LossCase, leaves: list[Tensor]) -> Any:
     size = len(case.entries[0])
     numbers = range(-size - 1, -1) if ids is None else ids.tolist()
     entries = [oracle.Item(frozenset({number} - {NO_ID})) for number in numbers]
+    options = {"held": [x.numpy() for x in case.input]} if case.holds_weights else {}
     return case.of_directions(
         lambda reduction: case.entry.expected(
-            *banks, *case.batch.items(), entries, reduction=reduction
+            *banks, *case.batch.items(), entries, reduction=reduction, **options
         )
     )
 
@@ -540,11 +556,8 @@ def of_heads(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 def loops_of_heads(case: LossCase, leaves: list[Tensor]) -> Any:
     v, w = (x.numpy() for x in leaves)
     options = {**case.entry.options, **case.common}
-    if options.pop("detach_sigma"):  # it is that of the input itself
-        scores = oracle_more.set_cosine(*(x.numpy() for x in case.input))
-        by_image, by_text = oracle_more.variance_sigma(scores)
-        is_shared = options.get("shared_sigma", True)
-        options["sigma"] = by_image, by_image if is_shared else by_text
+    if options.pop("detach_sigma"):
+        options["held"] = [x.numpy() for x in case.input]
     return oracle_more.variance_aware(v, w, *case.batch.items(), **options)
 
 
@@ -590,7 +603,9 @@ def assert_sum(total: Tensor, terms: Any, weights: Sequence[float]) -> None:
 
 def loops_of_residuals(case: LossCase, leaves: list[Tensor]) -> Any:
     v, w, residuals = (x.numpy() for x in leaves)
-    gate = None if case.gate is None else case.gate.numpy()
+    there = [k for k, item in enumerate(case.items(0)) if oracle.exists(item)]
+    residuals = residuals[there]
+    gate = None if case.gate is None else case.gate.numpy()[there]
     balance, margin = case.common["balance"], case.common["margin"]
     total = balance * oracle_more.variance_aware(v, w, *case.batch.items(), margin)
     return total + (1 - balance) * oracle_more.dynamic_orthogonal(residuals, gate, 0.0)
@@ -614,25 +629,39 @@ def loops_of_prototypes(case: LossCase, leaves: list[Tensor]) -> Any:
 
 def with_tokens(case: LossCase) -> list[Tensor]:
     draw = case.draw
-    case.lengths = [draw.integers(3, size) + 1 for size in (case.batch.n, case.batch.m)]
+    lowest, highest = draw.pick([(0, 3), (1, 2), (3, 3)])
+    case.lengths = [
+        draw.integers(highest - lowest + 1, size) + lowest for size in (case.batch.n, case.batch.m)
+    ]
+    if case.name == "late interaction":
+        case.common["aggregation"] = draw.pick(oracle_embedders.FORMS)
     return [heads(case, case.batch.n), heads(case, case.batch.m)]
 
 
 def of_tokens(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    return loss(*leaves, *case.lengths, *case.batch.ids)
+    """A process's sets are as long as its longest one, which needs no lengths if all are."""
+    sets: list[Tensor] = []
+    lengths: list[Tensor | None] = []
+    for x, own in zip(leaves, case.lengths, strict=True):
+        longest = max([1, *own.tolist()])
+        sets.append(x[:, :longest])
+        lengths.append(None if (own == longest).all() else own)
+    return loss(*sets, *lengths, *case.batch.ids)
 
 
 def loops_of_tokens(case: LossCase, leaves: list[Tensor]) -> Any:
-    form = case.entry.options.get("aggregation", "max_sum")
+    options = {"aggregation": "max_sum", "alpha": 16.0, **case.entry.options, **case.common}
     masks = [oracle_embedders.mask_of_lengths(x.tolist(), 3) for x in case.lengths]
-    alpha = case.entry.options.get("alpha", 16.0)
     scores = oracle_embedders.late_scores(
-        *leaves, form, alpha=alpha, image_mask=masks[0], text_mask=masks[1]
+        *leaves,
+        options["aggregation"],
+        alpha=options["alpha"],
+        image_mask=masks[0],
+        text_mask=masks[1],
     )
-    temperature = case.entry.options["temperature"]
     return case.of_directions(
-        lambda reduction: oracle.infonce(
-            scores.numpy(), *case.batch.items(), temperature, reduction=reduction
+        lambda reduction: oracle_embedders.infonce(
+            scores, *case.batch.items(), options["temperature"], reduction=reduction
         )
     )
 

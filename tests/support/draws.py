@@ -179,6 +179,8 @@ def of_label_sets(draw: Draw, n: int, m: int) -> Batch:
     labels = draw.pick([4, 8, 18])
     rows = draw.marked(draw.integers(labels, n, 3), 0.3)
     cols = draw.marked(draw.integers(labels, m, 2), 0.3)
+    if draw.chance(0.2):  # sets on one side alone
+        cols = cols[:, 0]
     return Batch("labels", n, m, (rows, cols))
 
 

@@ -46,8 +46,8 @@ captions = partial(line, ("images", "texts"))
 
 
 def numbers(name: str) -> Callable[[X, Settings], Tensor]:
-    """Numbers of a setting, of which a process may have none."""
-    return lambda x, o: torch.tensor(o[name], dtype=torch.int64)
+    """Numbers of a setting."""
+    return lambda x, o: torch.tensor(o[name])
 
 
 def marks(exists: Any) -> Tensor:
@@ -72,7 +72,7 @@ def mask(x: X, o: Settings) -> Tensor:
 
 def lengths(x: X, o: Settings) -> Tensor:
     """Queries have different numbers of own negatives."""
-    sizes = torch.tensor(o["numbers_of_negatives"], dtype=torch.int64)
+    sizes = torch.tensor(o["numbers_of_negatives"])
     return marks(torch.arange(2) < sizes[:, None])
 
 
@@ -80,7 +80,7 @@ def ragged(x: X, o: Settings) -> Tensor:
     """Queries have different numbers of negatives, which are candidates of all."""
     sizes = o["numbers_of_negatives"]
     parts = [of_query[:size] for of_query, size in zip(x["negatives"], sizes, strict=True)]
-    return torch.cat([flat(x, o)[:0], *parts])
+    return torch.cat(parts)
 
 
 def document(x: X, o: Settings) -> Tensor:
@@ -120,10 +120,7 @@ def one_negative_a_time(x: X, o: Settings) -> Tensor:
 # Late interaction: scores of sets of vectors.
 
 
-def late(queries: Tensor, documents: Tensor, form: Any, alpha: float = 1.0, **mask: Any) -> Tensor:
-    """Scores of queries with the documents of all processes, or with own ones."""
-    shared = documents.dim() == 3
-    return itrloss.functional.set_similarity(queries, documents, form, alpha, gather=shared, **mask)
+late = itrloss.functional.set_similarity
 
 
 def mean_late(x: X) -> Tensor:
@@ -167,7 +164,7 @@ def with_padding(x: X, o: Settings) -> Tensor:
     mask = torch.arange(5) < torch.tensor([*lengths]).view(-1, 1)
     scores = late(x["queries"], documents, "max_sum", text_mask=mask)
     ids = [number for k in range(len(x["queries"])) for number in (k, -1)]  # -1 is nobody's
-    return one_way(0.5)(scores=scores, text_ids=torch.tensor(ids, dtype=torch.int64))
+    return one_way(0.5)(scores=scores, text_ids=torch.tensor(ids))
 
 
 hardest = itrloss.TripletLoss(0.0, temperature=0.1, directions="image-text", reduction="mean")

@@ -18,6 +18,9 @@ Reductions, for values ``rows`` (N,) of the image anchors and ``cols`` (M,) of t
 * ``"mean"``: mean of ``rows`` over valid images + mean of ``cols`` over valid texts (0 where none
   is valid).
 
+Weights that a loss's gradient takes for constants are those of ``held``, scores like ``S``, where
+they are passed in: differences of the loss are then in the scores alone.
+
 Papers: CODER (Wang et al., ECCV 2022), USER (Zhang et al., 2023), DVSE (Wei et al., 2023),
 VSE++ (Faghri et al., BMVC 2018), CPC (van den Oord et al., 2018).
 """
@@ -27,7 +30,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -37,9 +39,8 @@ Array = NDArray[np.float64]
 Ids = ArrayLike
 PerAnchor = tuple[Array, Array]
 # a loss of one anchor, from the scores of its positives and of its negatives
-OfAnchor = Callable[[list[float], list[float]], float]
+OfAnchor = Callable[..., float]
 
-KS = (1, 5, 10)  # of R@K
 SD_FLOOR = 1e-6  # the variance is floored at its square, 1e-12
 ENTROPY_FLOOR = 1e-6
 SCORE_FLOOR = -1.0 + 1e-6  # log(1 + S) is finite from here upwards
@@ -144,22 +145,31 @@ def entropy_diversity(
     return np.array(raw) / max(raw)
 
 
-def of_anchors(S: ArrayLike, row_ids: Ids, col_ids: Ids, reduction: str, value: OfAnchor) -> Any:
+def of_anchors(
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    reduction: str,
+    value: OfAnchor,
+    held: ArrayLike | None = None,
+) -> Any:
     """Reduce ``value(scores of positives, scores of negatives)`` of all valid anchors, of both
-    sides.
+    sides; with ``held``, these scores follow.
     """
 
-    def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
-        values = np.zeros(len(S))
+    def anchors(matrices: list[Array], ids: Ids, other_ids: Ids) -> Array:
+        values = np.zeros(len(matrices[0]))
         for i in _valid_anchors(ids, other_ids):
-            positives = [S[i, p] for p in _positives(i, ids, other_ids)]
-            negatives = [S[i, n] for n in _negatives(i, ids, other_ids)]
-            values[i] = value(positives, negatives)
+            scores = []
+            for S in matrices:
+                scores.append([S[i, p] for p in _positives(i, ids, other_ids)])
+                scores.append([S[i, n] for n in _negatives(i, ids, other_ids)])
+            values[i] = value(*scores)
         return values
 
-    S = np.asarray(S, np.float64)
-    rows = anchors(S, row_ids, col_ids)
-    cols = anchors(S.T, col_ids, row_ids)
+    matrices = [np.asarray(x, np.float64) for x in (S, held) if x is not None]
+    rows = anchors(matrices, row_ids, col_ids)
+    cols = anchors([x.T for x in matrices], col_ids, row_ids)
     return _reduce(rows, cols, row_ids, col_ids, reduction)
 
 
@@ -180,8 +190,6 @@ def triplet(
     With a temperature, ``log(1 + e^{x/τ})`` in place of ``[x]_+``. The hinges of a match count as
     often as its weight says.
     """
-
-    _one_of("mining", mining, ("hardest", "all"))
 
     def hinge(x: float) -> float:
         if temperature is None:
@@ -204,41 +212,6 @@ def triplet(
     return _reduce(rows, cols, row_ids, col_ids, reduction)
 
 
-def infonce(
-    S: ArrayLike,
-    row_ids: Ids,
-    col_ids: Ids,
-    temperature: float = 0.07,
-    hardness: float = 0.0,
-    margin: float | None = None,
-    relative: bool = False,
-    reduction: str = "mean",
-) -> Any:
-    """InfoNCE, CPC Eq. 4, averaged over an anchor's positives.
-
-    ``ℓ_i = mean_{p∈pos(i)} −log( exp(S_ip/τ) / (exp(S_ip/τ) + Σ_{n∈neg(i)} exp(S_in/τ)) )``: the
-    denominator of a positive includes the negatives, but not the anchor's other positives.
-
-    With a hardness α, a negative counts ``exp(α S_in)`` times (LLaVE, Lan et al., 2025). With a
-    margin m, negatives from ``P + m``, or ``P + m |P|``, upwards are left out; P is the positives'
-    mean score (Qwen3-Embedding, Zhang et al., 2025; NV-Retriever, Moreira et al., 2024).
-    """
-
-    def value(positives: list[float], negatives: list[float]) -> float:
-        own = _mean(positives)
-        limit = math.inf
-        if margin is not None:
-            limit = own + margin * (abs(own) if relative else 1)
-        exponents = [s / temperature + hardness * s for s in negatives if s < limit]
-        terms = []
-        for score in positives:
-            exponent = score / temperature
-            terms.append(_log_sum_exp([exponent, *exponents]) - exponent)
-        return _mean(terms)
-
-    return of_anchors(S, row_ids, col_ids, reduction, value)
-
-
 def hal(
     S: ArrayLike,
     row_ids: Ids,
@@ -256,7 +229,6 @@ def hal(
     half of the positive term: ``ℓ_i = r_i − ½ (n_valid / P) Σ_{p∈pos(i)} log(1 + S_ip)``, P =
     positive pairs whose anchor is valid.
     """
-    _one_of("positive", positive, ("clamp", "relu"))
     floor = SCORE_FLOOR if positive == "clamp" else 0.0
 
     def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
@@ -291,6 +263,7 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
     positive: str = "clamp",
     reduction: str = "mean",
     entropy_temperature: float = 1.0,
+    held: ArrayLike | None = None,
 ) -> Any:
     """Diversity-sensitive contrastive loss, CODER Eq. 5 (Eq. 4 with ``diversity=None``).
 
@@ -298,11 +271,12 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
     μ for ``"paper"``. Texts are anchors of the transposed matrix; their diversities are divided by
     their own maximum. ``positive="clamp"`` floors S at −1 + 1e-6 in the last term, ``"relu"`` at 0.
     """
-    _one_of("positive", positive, ("clamp", "relu"))
     S = np.asarray(S, np.float64)
     weight = temperature if positive_weight == "paper" else float(positive_weight)
     floor = SCORE_FLOOR if positive == "clamp" else 0.0
-    row_div, col_div = _diversities(S, row_ids, col_ids, diversity, epsilon, entropy_temperature)
+    estimated = S if held is None else np.asarray(held, np.float64)
+    options = diversity, epsilon, entropy_temperature
+    row_div, col_div = _diversities(estimated, row_ids, col_ids, *options)
 
     def anchors(S: Array, ids: Ids, other_ids: Ids, div: Array) -> Array:
         values = np.zeros(len(S))
@@ -331,145 +305,11 @@ def _diversities(
     """The diversities of rows and of columns: of a name, or 1."""
     if diversity is None:
         return np.ones(S.shape[0]), np.ones(S.shape[1])
-    _one_of("diversity", diversity, ("std", "entropy"))
     if diversity == "std":
         row_div = std_diversity(S, row_ids, col_ids, epsilon)
         return row_div, std_diversity(S.T, col_ids, row_ids, epsilon)
     row_div = entropy_diversity(S, row_ids, col_ids, epsilon, temperature)
     return row_div, entropy_diversity(S.T, col_ids, row_ids, epsilon, temperature)
-
-
-def fast_rerank(
-    A: ArrayLike, i2t: tuple[float, float] = (25.0, 25.0), t2i: tuple[float, float] = (20.0, 20.0)
-) -> PerAnchor:
-    """Fast Re-ranking, DVSE Eq. 14 and 15 in log space: A (n_images, n_texts) -> two matrices of
-    that shape.
-
-    Image→text ``γ2 A_ij − log Σ_{images l} exp(γ1 A_lj)``, ``i2t = (γ1, γ2)``;
-    text→image ``λ2 A_ij − log Σ_{texts l} exp(λ1 A_il)``, ``t2i = (λ1, λ2)``.
-    """
-    A = np.asarray(A, np.float64)
-    images, texts = A.shape
-    image_to_text = np.zeros_like(A)
-    text_to_image = np.zeros_like(A)
-    for i in range(images):
-        for j in range(texts):
-            of_column = _log_sum_exp([i2t[0] * A[k, j] for k in range(images)])
-            image_to_text[i, j] = i2t[1] * A[i, j] - of_column
-            of_row = _log_sum_exp([t2i[0] * A[i, k] for k in range(texts)])
-            text_to_image[i, j] = t2i[1] * A[i, j] - of_row
-    return image_to_text, text_to_image
-
-
-def retrieval_metrics(S: ArrayLike, image_ids: Ids, text_ids: Ids) -> dict[str, float]:
-    """Retrieval figures of S (n_images, n_texts), named ``i2t_*`` (image queries) and ``t2i_*``
-    (text queries).
-
-    Per direction ``r1 r5 r10``, ``recall_at_1`` and ``ndcg_at_1`` and so on, ``mrr``, ``map``,
-    ``r_precision``, ``map_at_r``, in percent, ``median_rank``, ``mean_rank`` and ``skewness``; and
-    ``rsum``, the sum of the six R@K. Equations: see `_query_metrics`.
-    """
-    S = np.asarray(S, np.float64)
-    of_images = _query_metrics(S, image_ids, text_ids)
-    of_texts = _query_metrics(S.T, text_ids, image_ids)
-    figures = {f"i2t_{name}": value for name, value in of_images.items()}
-    figures |= {f"t2i_{name}": value for name, value in of_texts.items()}
-    recalls = [figures[f"{way}_r{k}"] for way in ("i2t", "t2i") for k in KS]
-    figures["rsum"] = math.fsum(recalls)
-    return figures
-
-
-def _query_metrics(S: Array, query_ids: Ids, item_ids: Ids) -> dict[str, float]:
-    """Figures of one direction, queries in rows; items by descending score, negatives ahead of
-    equal positives.
-
-    * rank of a query: 1-based place of its first positive; R@K: percentage of queries with rank ≤
-      K; reciprocal rank: 1 by it;
-    * recall at K: share of the positives that are among the first K items; nDCG at K: ``Σ 1 / log2
-      (place + 1)`` over the positives among the first K, by the same of the best order;
-    * average precision: the mean over the positives of (positives up to its place) / place;
-    * R-Precision: with R positives, the share of positives in the first R items (Musgrave et al.,
-      ECCV 2020);
-    * mAP@R: ``(1/R) Σ_{k=1..R} [item k is positive] · (positives among the first k)/k`` (the same
-      paper);
-    * skewness: see `_occurrence_skewness`.
-
-    Queries without a positive are left out; with no query left the figures are NaN.
-    """
-    queries = np.asarray(query_ids)
-    items = np.asarray(item_ids)
-    asked = [i for i, query in enumerate(queries) if query in items]
-    places = [_places_of_positives(S[i], items == queries[i]) for i in asked]
-    ranks = [float(own[0]) for own in places]
-    figures: dict[str, float] = {}
-    for k in KS:
-        figures[f"r{k}"] = 100 * _mean([float(rank <= k) for rank in ranks])
-        figures[f"recall_at_{k}"] = 100 * _mean([_recall(own, k) for own in places])
-        figures[f"ndcg_at_{k}"] = 100 * _mean([_ndcg(own, k) for own in places])
-    figures["mrr"] = 100 * _mean([1 / rank for rank in ranks])
-    figures["map"] = 100 * _mean([_average_precision(own) for own in places])
-    figures["median_rank"] = median(ranks) if ranks else math.nan
-    figures["mean_rank"] = _mean(ranks)
-    figures["r_precision"] = 100 * _mean([_recall(own, len(own)) for own in places])
-    figures["map_at_r"] = 100 * _mean([_average_precision_at_r(own) for own in places])
-    positive = queries[asked][:, None] == items
-    figures["skewness"] = _occurrence_skewness(S[asked], positive)
-    return figures
-
-
-def _places_of_positives(scores: Array, positive: NDArray[np.bool_]) -> list[int]:
-    """1-based places of a query's positives, behind negatives of an equal score."""
-    order = sorted(zip(-scores, positive, strict=True))
-    return [place for place, (_, own) in enumerate(order, 1) if own]
-
-
-def _recall(places: list[int], k: int) -> float:
-    """The share of the positives that are among the first k items."""
-    among_k = [place for place in places if place <= k]
-    return len(among_k) / len(places)
-
-
-def _ndcg(places: list[int], k: int) -> float:
-    """The discounted gain of the positives among the first k items, by that of the best order."""
-    gained = [1 / math.log2(place + 1) for place in places if place <= k]
-    best_places = range(1, min(k, len(places)) + 1)
-    best = [1 / math.log2(place + 1) for place in best_places]
-    return math.fsum(gained) / math.fsum(best)
-
-
-def _average_precision(places: list[int]) -> float:
-    """The mean over the positives of the precision at their places."""
-    precisions = [found / place for found, place in enumerate(places, 1)]
-    return math.fsum(precisions) / len(places)
-
-
-def _average_precision_at_r(places: list[int]) -> float:
-    """The same of the positives among the first R items, over R, the number of positives."""
-    total = len(places)
-    precisions = [found / place for found, place in enumerate(places, 1) if place <= total]
-    return math.fsum(precisions) / total
-
-
-def _occurrence_skewness(S: Array, positive: Array) -> float:
-    """Hubness as skewness of the k-occurrence, Radovanović et al., JMLR 2010, k = min(10, number of
-    items).
-
-    ``N_k(j)`` = number of queries (rows) with item j among their k highest scores; where scores are
-    equal, negatives come first, and then the lower index. ``E[(N_k − μ)³] / σ³`` over the items,
-    population moments, 0 when σ = 0.
-    """
-    items = S.shape[1]
-    occurrences = [0] * items
-    for row, own in zip(S, positive, strict=True):
-        order = sorted((-row[j], own[j], j) for j in range(items))
-        for _, _, j in order[:10]:
-            occurrences[j] += 1
-    mean = sum(occurrences) / items
-    variance = _mean([(n - mean) ** 2 for n in occurrences])
-    if variance == 0:
-        return 0.0
-    third_moment = _mean([(n - mean) ** 3 for n in occurrences])
-    return third_moment / variance**1.5
 
 
 def match(a: Any, b: Any) -> bool:
@@ -553,7 +393,6 @@ def _reduce_valid(
     rows: Array, cols: Array, valid_rows: Sequence[int], valid_cols: Sequence[int], reduction: str
 ) -> Any:
     """Apply a reduction, with the caller's lists of the valid anchors."""
-    _one_of("reduction", reduction, ("mean", "sum", "none"))
     if reduction == "none":
         return rows, cols
     if reduction == "sum":
@@ -565,8 +404,3 @@ def _mean_of_valid(values: Array, valid: Sequence[int]) -> float:
     """The mean over valid anchors, 0 if there is none."""
     total = math.fsum(values[i] for i in valid)
     return total / max(len(valid), 1)
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")

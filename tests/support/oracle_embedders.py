@@ -10,11 +10,11 @@ images among themselves, W those of texts. τ is the temperature, sg means witho
 What two items are to each other say `oracle.match`, `oracle.differ` and `oracle.weight`: a pair
 matches, with a weight, or one may be a negative of the other, or it is in no sum.
 
-Sources: InfoNCE with several positives (CPC, van den Oord et al., 2018, Eq. 4, as in
-`oracle.infonce`), GTE (Li et al., arXiv 2308.03281), Qwen3-Embedding (Zhang et al., arXiv
-2506.05176) as in ms-swift, NV-Retriever (Moreira et al., arXiv 2407.15831), GISTEmbed (Solatorio,
-arXiv 2402.16829), LLaVE (Lan et al., arXiv 2503.04812), EmbeddingGemma (arXiv 2509.20354), IRRA
-(Jiang & Ye, CVPR 2023), ColBERT (Khattab & Zaharia, SIGIR 2020), colpali.
+Sources: InfoNCE with several positives (CPC, van den Oord et al., 2018, Eq. 4), GTE (Li et al.,
+arXiv 2308.03281), Qwen3-Embedding (Zhang et al., arXiv 2506.05176) as in ms-swift, NV-Retriever
+(Moreira et al., arXiv 2407.15831), GISTEmbed (Solatorio, arXiv 2402.16829), LLaVE (Lan et al.,
+arXiv 2503.04812), EmbeddingGemma (arXiv 2509.20354), IRRA (Jiang & Ye, CVPR 2023), ColBERT (Khattab
+& Zaharia, SIGIR 2020), colpali.
 """
 
 from __future__ import annotations
@@ -39,14 +39,11 @@ def unit(vector: Tensor) -> Tensor:
     return vector * 0 if length.item() == 0 else vector / length
 
 
-def score(a: Tensor, b: Tensor, normalize: bool) -> Tensor:
-    """The cosine of two vectors, or their inner product."""
-    return (unit(a) * unit(b)).sum() if normalize else (a * b).sum()
-
-
 def score_matrix(rows: Sequence[Tensor], cols: Sequence[Tensor], normalize: bool) -> Matrix:
-    """The scores of all rows with all columns."""
-    return [[score(a, b, normalize) for b in cols] for a in rows]
+    """The cosines of all rows with all columns, or their inner products."""
+    if normalize:
+        rows, cols = ([unit(x) for x in side] for side in (rows, cols))
+    return [[(a * b).sum() for b in cols] for a in rows]
 
 
 @dataclass
@@ -76,7 +73,7 @@ def scores_of_embeddings(
         result.texts_further = score_matrix(texts, negatives, normalize)
     else:  # each image's own
         for image, own in zip(images, negatives, strict=True):
-            result.further.append([score(image, negative, normalize) for negative in own])
+            result.further += score_matrix([image], [*own], normalize)
     return result
 
 
@@ -106,7 +103,8 @@ class Batch:
     scores: Scores
     rows: Sequence[Any]
     cols: Sequence[Any]
-    # K items of negatives that all images share, or K of each image; None: they match nothing
+    # K items of negatives that all images share, or K of each image; next to a matrix of matches,
+    # numbers of images; None: they match nothing
     more: Sequence[Any] | None
 
     @property
@@ -141,6 +139,8 @@ class Batch:
         if self.more is None:
             return [*range(len(self.scores.further[i]))] if oracle.exists(self.rows[i]) else []
         own = self.more[i] if isinstance(self.more[0], list) else self.more
+        if isinstance(self.rows[i], oracle.Judged):
+            return [k for k, number in enumerate(own) if number not in (i, oracle.NO_ID)]
         return self.negatives(self.rows[i], own)
 
     def further_of_text(self, p: int) -> list[int]:
@@ -148,7 +148,15 @@ class Batch:
         if self.more is None:
             exists = oracle.exists(self.cols[p])
             return [*range(len(self.scores.texts_further[p]))] if exists else []
+        if isinstance(self.cols[p], oracle.Judged):
+            return [k for k, number in enumerate(self.more) if self.is_apart(p, number)]
         return self.negatives(self.cols[p], self.more)
+
+    def is_apart(self, p: int, number: int) -> bool:
+        """Whether a text differs from an image with a number, or there is no such image."""
+        if number in self.images:
+            return self.cols[p].entries[number] == 0
+        return number != oracle.NO_ID
 
 
 def items_of_negatives(ids: Tensor | None) -> Any:
@@ -444,6 +452,13 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
     return of_directions(directions, of_images, of_texts, reduction)
 
 
+def infonce(S: Any, row_ids: Any, col_ids: Any, temperature: float = 0.07, **options: Any) -> Any:
+    """InfoNCE of a matrix of scores, in the manner of `oracle`."""
+    scores = torch.as_tensor(S, dtype=torch.float64)
+    given = {"rows": row_ids, "cols": col_ids, "temperature": temperature}
+    return contrastive(scores=scores, **given, **options)
+
+
 # ------------------------------------------------------------------------------------ distillation
 
 
@@ -479,14 +494,30 @@ def existing(elements: Tensor, mask: Tensor | None) -> list[Tensor]:
     return [x for x, exists in zip(elements, mask, strict=True) if exists]
 
 
-def late_score(image: list[Tensor], text: list[Tensor], form: str, alpha: float) -> Tensor:
+FORMS = ["max", "mean", "max_sum", "max_mean"]
+FORMS += ["smooth_max_sum", "smooth_max_mean", "smooth_chamfer"]
+
+
+def late_score(
+    image: list[Tensor], text: list[Tensor], form: str, alpha: float, normalize: bool
+) -> Tensor:
     """``Σ_a max_b s(a, b)`` (ColBERT), divided by the number of the image's elements in the forms
-    of ``_mean`` (colpali), or with the smooth maximum.
+    of ``_mean`` (colpali), or with the smooth maximum; the maximum or mean of all products (PVSE);
+    or the smooth Chamfer similarity (DivE). An empty set scores 0.
     """
+    if not image or not text:
+        return torch.zeros((), dtype=torch.float64)
+    products = score_matrix(image, text, normalize)
     sharpness = alpha if form.startswith("smooth") else None
-    parts = [best_of([score(a, b, normalize=True) for b in text], sharpness) for a in image]
-    total = torch.stack(parts).sum()
-    return total / len(image) if form.endswith("mean") else total
+    best = torch.stack([best_of(row, sharpness) for row in products])
+    if form == "max":
+        return best.max()
+    if form == "mean":
+        return torch.stack([torch.stack(row).mean() for row in products]).mean()
+    if form == "smooth_chamfer":
+        of_text = torch.stack([best_of([*col], sharpness) for col in zip(*products, strict=True)])
+        return (best.mean() + of_text.mean()) / 2
+    return best.mean() if form.endswith("mean") else best.sum()
 
 
 def mask_of_lengths(lengths: Sequence[int], most: int) -> Tensor:
@@ -502,18 +533,22 @@ def late_scores(
     alpha: float = 16.0,
     image_mask: Tensor | None = None,
     text_mask: Tensor | None = None,
+    normalize: bool = True,
 ) -> Tensor:
     """Scores of sets by late interaction, (N, M).
 
     Args:
-        images, texts: (N, K, D) sets, whose elements are summed up, and (M, L, D).
-        form: ``"max_sum"``, ``"max_mean"``, ``"smooth_max_sum"`` or ``"smooth_max_mean"``.
-        image_mask, text_mask: (N, K) and (M, L), true where an element exists; each set has one.
+        images, texts: (N, K, D) sets, and (M, L, D), or each image's own (N, M, L, D).
+        form: see `late_score`.
+        image_mask, text_mask: (N, K) and (M, L) or (N, M, L), true where an element exists.
     """
-    of_images, of_texts = (
-        [existing(x, None if mask is None else mask[k]) for k, x in enumerate(sets)]
-        for sets, mask in ((images, image_mask), (texts, text_mask))
-    )
-    return torch.stack(
-        [torch.stack([late_score(a, b, form, alpha) for b in of_texts]) for a in of_images]
-    )
+    rows = []
+    for i, image in enumerate(images):
+        own = existing(image, None if image_mask is None else image_mask[i])
+        row = []
+        for j in range(texts.shape[-3]):
+            place = (i, j) if texts.dim() == 4 else j
+            text = existing(texts[place], None if text_mask is None else text_mask[place])
+            row.append(late_score(own, text, form, alpha, normalize))
+        rows.append(torch.stack(row))
+    return torch.stack(rows)

@@ -35,7 +35,6 @@ from support.oracle import (
     _log_sum_exp,
     _mean,
     _negatives,
-    _one_of,
     _positives,
     _reduce_valid,
     cosine,
@@ -66,6 +65,7 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     positive_from: str = "key",
     diversity_from: str = "both",
     reduction: str = "mean",
+    held: Sequence[ArrayLike] | None = None,
 ) -> Any:
     """Memory-aided diversity-sensitive contrastive loss, CODER Eq. 6: V (N, D), W (M, D), memories
     (Q, D).
@@ -75,22 +75,21 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     the text keys of the anchor's id (``positive_from="batch"``: over the texts w_p themselves), w =
     μ for ``"paper"``. Memory entries of the anchor's id are neither negatives nor positives. Text
     anchors have the memory *images* as negatives, and positives from ``V_keys``. d is
-    `memory_diversity` (``diversity_from="batch"``: of an empty memory), or 1 for None. An anchor
+    `memory_diversity` (``diversity_from="batch"``: of an empty memory), or 1 for None; of the
+    embeddings ``held`` in place of V and W, if there are any. An anchor
     without a positive or without a negative in the memory is invalid.
 
     Eq. 6 prints ``L_DCL(V, B_w) + L_DCL(W, B_v)``; ``L_DCL`` of Eq. 5 is a sum of two directions,
     of which one would have memory entries as anchors. This is only the direction whose anchors are
     in the batch.
     """
-    _one_of("positive", positive, ("clamp", "relu"))
-    _one_of("positive_from", positive_from, ("key", "batch"))
-    _one_of("diversity_from", diversity_from, ("both", "batch"))
     if diversity is None:
         image_div = np.ones(len(np.asarray(V)))
         text_div = np.ones(len(np.asarray(W)))
     else:
         estimated_in = memory_ids if diversity_from == "both" else []
-        embeddings = (V, W, memory_images, memory_texts, image_ids, text_ids, estimated_in)
+        embeddings = (*(held or (V, W)), memory_images, memory_texts)
+        embeddings += image_ids, text_ids, estimated_in
         image_div, text_div = memory_diversity(*embeddings, diversity, epsilon, entropy_temperature)
     of_anchors = _DclOfMemory(
         temperature=temperature,
@@ -270,7 +269,6 @@ def memory_diversity(  # noqa: PLR0913 (the arguments and options of the loss)
     ``"entropy"`` runs over all entries of its matrix, those of the anchor's own id too. With an
     empty memory (no anchor is valid then) d = div^batch.
     """
-    _one_of("diversity", diversity, ("std", "entropy"))
 
     def score(S: Array, ids: Ids, other_ids: Ids) -> Array:
         if diversity == "std":
@@ -391,7 +389,7 @@ def variance_aware(
     margin: float = 0.2,
     shared_sigma: bool = True,
     reduction: str = "mean",
-    sigma: PerAnchor | None = None,
+    held: Sequence[ArrayLike] | None = None,
 ) -> Any:
     """Variance-aware weighting loss, DVSE Eq. 11, over heads k and positive pairs (i, p): (N, K, D)
     and (M, D).
@@ -400,11 +398,8 @@ def variance_aware(
     * text direction: ``σ^-2 [α − S^k_ip + max_{l∈neg(p)} S^k_lp]_+ + log σ``, with the same σ_ikp
       (``shared_sigma``, as printed) or the text's own;
 
-    σ as in `variance_sigma`, or held fixed at the two (N, K, M) arrays of ``sigma`` (image
-    direction, text direction; ``shared_sigma`` is then ignored), so that finite differences agree
-    with gradients that treat σ as a constant. A direction whose anchor has no negative drops the
-    pair, including its log σ. (If an image has no negatives, all texts have its id, so a direction
-    drops all pairs or none.)
+    σ as in `variance_sigma`, of the embeddings ``held`` in place of V_sets and W if there are any.
+    A direction whose anchor has no negative drops the pair, including its log σ.
 
     * ``"mean"``: ``Σ_k [mean over the image direction's pairs + mean over the text direction's
       pairs]``;
@@ -414,13 +409,10 @@ def variance_aware(
 
     Eq. 10 takes the maximum over all j, including the target; here it excludes all positives.
     """
-    _one_of("reduction", reduction, ("mean", "sum", "none"))
     S = set_cosine(V_sets, W)
-    if sigma is None:
-        image_sigma, text_sigma = variance_sigma(S)
-        text_sigma = image_sigma if shared_sigma else text_sigma
-    else:
-        image_sigma, text_sigma = sigma
+    estimated = S if held is None else set_cosine(*held)
+    image_sigma, text_sigma = variance_sigma(estimated, image_ids, text_ids)
+    text_sigma = image_sigma if shared_sigma else text_sigma
     images = np.zeros(S.shape[0])
     texts = np.zeros(S.shape[2])
     image_pairs = 0
@@ -454,13 +446,13 @@ def _weighted_by_sigma(hinge: float, sigma: float) -> float:
     return hinge / sigma**2 + math.log(sigma)
 
 
-def variance_sigma(S: ArrayLike) -> PerAnchor:
+def variance_sigma(S: ArrayLike, image_ids: Ids, text_ids: Ids) -> PerAnchor:
     """σ of every head and pair, DVSE Eq. 8 on raw cosines: (N, K, M) -> two arrays of that shape.
 
     Image direction ``σ_ikp = 1 + Std_{texts j ≠ p} S^k_ij``, text direction ``1 + Std_{images l ≠
     i} S^k_lp``: sample standard deviation (divisor count − 1; 0 for fewer than two values) over all
-    values except the target itself, and so including the image's other captions, or the other
-    images of the text's id (Eq. 7).
+    candidates except the target itself, and so including the image's other captions, or the
+    other images of the text's id (Eq. 7).
     """
     S = np.asarray(S, np.float64)
     N, K, M = S.shape
@@ -469,8 +461,10 @@ def variance_sigma(S: ArrayLike) -> PerAnchor:
     for i in range(N):
         for k in range(K):
             for p in range(M):
-                other_texts = [S[i, k, j] for j in range(M) if j != p]
-                other_images = [S[n, k, p] for n in range(N) if n != i]
+                texts_of_image = _candidates(i, image_ids, text_ids)
+                images_of_text = _candidates(p, text_ids, image_ids)
+                other_texts = [S[i, k, j] for j in texts_of_image if j != p]
+                other_images = [S[n, k, p] for n in images_of_text if n != i]
                 images[i, k, p] = 1 + _sample_std(other_texts)
                 texts[i, k, p] = 1 + _sample_std(other_images)
     return images, texts
@@ -503,8 +497,6 @@ def dynamic_orthogonal(
     the default here averages, puts norm bars round a scalar, and does not normalise v̂ (then β =
     0.4 would have no scale).
     """
-    _one_of("pair_reduction", pair_reduction, ("mean", "sum", "frobenius"))
-    _one_of("reduction", reduction, ("mean", "sum", "none"))
     heads = np.asarray(residuals, np.float64)
     N, K, D = heads.shape
     per_entry = _gate_of_entries(gate, N, K, D)
@@ -524,7 +516,7 @@ def dynamic_orthogonal(
         return values
     if reduction == "sum":
         return math.fsum(values)
-    return math.fsum(values) / N
+    return math.fsum(values) / max(N, 1)
 
 
 def _gate_of_entries(gate: ArrayLike | None, N: int, K: int, D: int) -> Array:

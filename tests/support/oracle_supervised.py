@@ -98,23 +98,26 @@ def circle(
     margin: float = 0.4,
     scale: float = 80.0,
     reduction: str = "mean",
+    held: ArrayLike | None = None,
 ) -> Any:
     """``log(1 + Σ_np exp(γ (α_n (S_n - Δ_n) - α_p (S_p - Δ_p))))``; O_p = 1 + m, O_n = -m, Δ_p = 1
     - m, Δ_n = m.
     """
 
-    def value(positives: list[float], negatives: list[float]) -> float:
+    def value(
+        positives: list[float], negatives: list[float], held_p: list[float], held_n: list[float]
+    ) -> float:
         exponents = [0.0]
-        for s_n in negatives:
-            alpha_n = max(s_n + margin, 0)
+        for s_n, of_weight in zip(negatives, held_n, strict=True):
+            alpha_n = max(of_weight + margin, 0)
             logit_n = scale * alpha_n * (s_n - margin)
-            for s_p in positives:
-                alpha_p = max(1 + margin - s_p, 0)
+            for s_p, of_weight in zip(positives, held_p, strict=True):
+                alpha_p = max(1 + margin - of_weight, 0)
                 logit_p = -scale * alpha_p * (s_p - (1 - margin))
                 exponents.append(logit_n + logit_p)
         return _log_sum_exp(exponents)
 
-    return of_anchors(S, row_ids, col_ids, reduction, value)
+    return of_anchors(S, row_ids, col_ids, reduction, value, S if held is None else held)
 
 
 def sdm(
