@@ -19,8 +19,15 @@ from support.cases import LAYOUTS, finite, plane, similarity
 from support.draws import KINDS, Batch, Draw, drawn_batch, places_of_process
 from support.reference import Reference
 
-# In addition to those of all tests: parameters that all anchors share, planes of positives, and
-# whole numbers.
+
+def std_alone(anchors: Any) -> Tensor:
+    """The standard deviations as constants, as in DCL, which are computed in another way."""
+    with torch.no_grad():
+        return anchors.mean_std().std
+
+
+# In addition to those of all tests: parameters that all anchors share, planes of positives, whole
+# numbers, and deviations without a gradient.
 SHARED: dict[str, Callable[..., Any]] = {
     "logsumexp, shared": lambda a, p: a.logsumexp(p[:1]),
     "logsumexp shifted, shared": lambda a, p: a.logsumexp(40 * p[:1]),
@@ -32,6 +39,7 @@ SHARED: dict[str, Callable[..., Any]] = {
     "likelihood, shared": lambda a, p: a.sum_of_positives(negative_log_likelihood, p[:1], p[-1:]),
     "likelihood of negatives": lambda a, p: a.sum(negative_log_likelihood, p, 2 * p),
     "plane of positives": lambda a, p: a.sum_of_positives(plane, p, -p),
+    "std without a gradient": lambda a, p: p * std_alone(a),
     "index of the hardest": lambda a, p: a.hardest_negatives().indices.to(p),
     "number of positives": lambda a, p: a.positive_counts.to(p),
     "number of negatives": lambda a, p: a.negative_counts.to(p),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import one_of
@@ -524,19 +525,22 @@ class Matrix:
         self.check_unchanged()
         assert self.embeddings is not None
         units = [normalized(x.target, x.normalize) for x in self.embeddings]
-        sums = []
-        for side in sides:
-            total = self._sums_by_class(units[side], units[1 - side], side)
-            own_bias, others_bias = self.bias[side], self.bias[1 - side]
-            if own_bias is not None:
-                total = total + own_bias * self.relation.counts(side, positive=True)
-            if others_bias is not None:
-                ones = torch.ones_like(units[side][:, :1])
-                total = total + self._sums_by_class(ones, others_bias[:, None], side)
-            sums.append(total)
-        return joined(sums)
+        return joined([self._sums_by_class(units[side], units[1 - side], side) for side in sides])
 
     def _sums_by_class(self, own: Tensor, others: Tensor, side: int) -> Tensor:
+        """Return the (A,) sums of the scores of positives, of vectors (A, D) and (C, D) of unit
+        length.
+        """
+        own_bias, others_bias = self.bias[side], self.bias[1 - side]
+        if others_bias is not None:  # as one more dimension
+            own = F.pad(own, (0, 1), value=1.0)
+            others = torch.cat([others, others_bias[:, None].to(others.dtype)], 1)
+        total = self._products_by_class(own, others, side)
+        if own_bias is not None:
+            total = total + own_bias * self.relation.counts(side, positive=True)
+        return total
+
+    def _products_by_class(self, own: Tensor, others: Tensor, side: int) -> Tensor:
         """Return the (A,) sums of the products of vectors (A, D) with their positives (C, D)."""
         classes = self.relation.classes(side)
         of_others = self.relation.classes(1 - side)
