@@ -141,6 +141,20 @@ def test_scores_changed_meanwhile_are_refused(engine):
         sim.sum_of_positives(identity)
 
 
+@pytest.mark.parametrize("times", [0, 1])  # that embeddings are modified before
+def test_a_copy_of_a_similarity_is_checked_by_itself(times):
+    images = torch.randn(5, 3)
+    for _ in range(times):
+        images.add_(1)
+    sim = Similarity(images, torch.randn(5, 3))
+    copied = copy.deepcopy(sim)
+    assert torch.equal(copied.logsumexp(3.0), sim.logsumexp(3.0))
+    copied.embeddings[0].add_(1)
+    sim.logsumexp(2.0)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        copied.logsumexp(2.0)
+
+
 @pytest.mark.parametrize(
     ("engine", "asked"),
     [("dense", False), ("dense", True), ("tiled", False), ("kept", False), ("kept", True)],
