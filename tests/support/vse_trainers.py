@@ -74,9 +74,6 @@ class VSEModel:
         else:
             self.criterion.max_violation_off()
 
-    def state_dict(self) -> list[Any]:
-        return [self.img_enc.state_dict(), self.txt_enc.state_dict()]
-
 
 class VSEInfinity(VSEModel):
     name = "vse_inf"
@@ -106,7 +103,7 @@ class NAAF(VSEModel):
 
 
 class CHAN(VSEModel):
-    """It trains and saves the criterion, too."""
+    """It trains the criterion, too."""
 
     name = "chan"
 
@@ -115,15 +112,6 @@ class CHAN(VSEModel):
 
     def parameters(self):
         return super().parameters() + list(self.criterion.parameters())
-
-    def state_dict(self):
-        return [*super().state_dict(), self.criterion.state_dict()]
-
-    def load_state_dict(self, state_dict):
-        for module, state in zip(
-            (self.img_enc, self.txt_enc, self.criterion), state_dict, strict=True
-        ):
-            module.load_state_dict(state, strict=False)
 
 
 class HREM(VSEModel):
@@ -168,7 +156,6 @@ class USER(VSEModel):
         loss_moco = self.criterion.moco_forward(
             img_emb, t_k, cap_emb, v_k, self.v_queue, self.t_queue
         )
-        self.moco = loss_moco.data.item()
         with torch.no_grad():
             self.v_queue[:, :B], self.t_queue[:, :B] = v_k.T, t_k.T
         return self.forward_loss(img_emb, cap_emb) * 20 + loss_moco
@@ -185,8 +172,7 @@ class PVSE(VSEModel):
         loss, loss_dict = self.criterion(
             img_emb, cap_emb, self.img_enc(self.x).sigmoid(), self.txt_enc(self.y)
         )
-        self.parts = {key: val.item() for key, val in loss_dict.items()}
-        assert set(self.parts) <= set(self.meters)
+        assert set(loss_dict) <= set(self.meters)
         return loss
 
 
