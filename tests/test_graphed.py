@@ -109,7 +109,7 @@ class Several(nn.Module):
 class Penalty(nn.Linear):
     """A loss of its parameters alone."""
 
-    def forward(self) -> Tensor:  # type: ignore[override]
+    def forward(self, *inputs: Tensor) -> Tensor:  # type: ignore[override]
         return self.weight.square().sum()
 
 
@@ -293,9 +293,7 @@ INPUTS = {
     "mdcl": Row(itrloss.MemoryDiversityContrastiveLoss, 1, [with_memory]),
     "two memories": Row(uto, 2, [with_memory, lambda seed, memory: with_memory(seed, OTHER)]),
     "coder": Row(lambda: itrloss.CODERObjective(D, 3, prototype_weight=0), 1, [coder]),
-    "an input that is left out": Row(
-        lambda: itrloss.CODERObjective(D, 3, prototype_weight=0, concept_weight=0), 1, [coder]
-    ),
+    "inputs that are left out": Row(lambda: Penalty(2, 3), 1),
     "dvse": Row(itrloss.DVSEObjective, 1, [dvse]),
 }
 CHANGES = {
@@ -318,7 +316,7 @@ CHANGES = {
     "parameter": Row(
         learnable,
         2,
-        change=lambda loss, memory: setattr(loss, "log_scale", nn.Parameter(torch.ones(()))),
+        change=lambda loss, memory: setattr(loss, "log_scale", nn.Parameter(torch.ones(1))),
     ),
     "dtype of a parameter": Row(learnable, 2, change=lambda loss, memory: loss.double()),
     "frozen": Row(learnable, 2, change=lambda loss, memory: loss.requires_grad_(False)),
