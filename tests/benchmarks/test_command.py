@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import itertools
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.graphs import FakeCuda
 from support.processes import start
 from support.transcripts import printed, replay
 
@@ -185,25 +185,19 @@ def test_steps_begin_without_gradients(loss):
 
 
 def test_a_graph_is_recorded_once_and_leaves_its_gradients(monkeypatch):
-    stream = types.SimpleNamespace(wait_stream=lambda other: None)
-    calls: list[str] = []
-    graph = types.SimpleNamespace(replay=lambda: calls.append("replay"))
-    for name in ("device", "stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, lambda *given: contextlib.nullcontext())
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda: stream)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    fake = FakeCuda(monkeypatch)
     leaf = torch.zeros(2, requires_grad=True)
 
     def run():
-        calls.append("run")
+        fake.log.append("run")
         leaf.grad = torch.ones(2)
 
     replay = runner.graphed(run, torch.device("cuda"), [leaf])
     recorded = leaf.grad
     leaf.grad = None
     replay()
-    assert calls == ["run"] * 4 + ["replay"]
+    calls = [name for name in fake.log if name in ("run", "graph", "replay")]
+    assert calls == ["run"] * 3 + ["graph", "run", "replay"]
     assert leaf.grad is recorded
 
 

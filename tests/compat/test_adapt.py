@@ -12,16 +12,7 @@ import torch.nn.functional as F
 from support.answers import assert_same_step
 from support.losses_registry import select
 from support.processes import run
-from support.vse_trainers import (
-    HAL,
-    TRAINERS,
-    B,
-    D,
-    DivE,
-    VSEModel,
-    smooth_chamfer,
-    xattn_score,
-)
+from support.vse_trainers import CODE_BASES, B, D, Trainer, smooth_chamfer, xattn_score
 
 import itrloss
 from itrloss import compat
@@ -40,13 +31,6 @@ LOSSES = select(
 MEMORY_LOSSES = select("uto mild", "mdcl")
 
 
-def trainer(name: str, loss: torch.nn.Module) -> VSEModel:
-    """The model of a code base with an adapted loss."""
-    kind = TRAINERS[name]
-    criterion = compat.adapt(loss, name, **kind.options)
-    return kind(criterion)
-
-
 def unit(*shape: int, seed: int = 0) -> torch.Tensor:
     """Unit vectors that get a gradient."""
     generator = torch.Generator().manual_seed(seed)
@@ -58,20 +42,20 @@ def unit(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", CODE_BASES)
 def test_every_loss_trains_in_every_code_base(name, loss):
-    model = trainer(name, LOSSES[loss].make())
-    twin = pickle.loads(pickle.dumps(model.criterion))
-    assert f"code_base='{name}'" in repr(twin) == repr(model.criterion)
-    for _ in range(6):
-        model.train_emb()
-    assert model.logged[-1] < model.logged[0]
+    model = Trainer(name, LOSSES[loss].make())
+    criterion = model.criterion
+    twin = pickle.loads(pickle.dumps(criterion))
+    assert f"code_base='{name}'" in repr(twin) == repr(criterion)
+    values = [model.train_emb() for _ in range(6)]
+    assert values[-1] < values[0]
+    has_mining = loss == "triplet all"
     for on in (True, False):
         before = model.loss().item()
-        model.set_max_violation(on)
-        is_switched = on and loss == "triplet all"
-        assert model.criterion.max_violation == is_switched
-        if loss != "triplet all" and name != "user":  # whose queues move on
+        criterion.max_violation = on
+        assert criterion.max_violation == (on and has_mining)
+        if not has_mining and name != "user":  # whose queues move on
             assert model.loss().item() == before
         model.train_emb()
 
@@ -79,15 +63,14 @@ def test_every_loss_trains_in_every_code_base(name, loss):
 @pytest.mark.parametrize("loss", MEMORY_LOSSES)
 @pytest.mark.parametrize("name", ["hal", "user"])
 def test_losses_with_a_memory_train_where_there_is_one(name, loss):
-    model = trainer(name, MEMORY_LOSSES[loss].make())
+    model = Trainer(name, MEMORY_LOSSES[loss].make())
     model.train_emb()  # without a bank in HAL
-    if isinstance(model, HAL):
-        model.load_memory_bank()
+    model.load_memory_bank()
     first = model.loss().item()
     for _ in range(6):
         model.train_emb()
     assert model.loss().item() < first
-    model.set_max_violation(True)
+    model.criterion.max_violation_on()
 
 
 # --------------------------------------------------------------------------- what the loss is given
@@ -106,21 +89,16 @@ def test_infonce_is_clip4clips_cross_entropy_of_logits():
     assert_same_step(found, wanted, (logits,))
 
 
-def test_a_triplet_loss_is_that_of_dive_up_to_its_means():
-    n = B
-    m = 5 * B
-    sets = unit(n, 2, D, seed=3)
-    captions = unit(m, 2, D, seed=4)
-    dive = compat.adapt(itrloss.TripletLoss(0.2, mining="all"), "dive", smooth_chamfer)
-    value, parts = dive(sets, captions, None, None, None, None)
+def test_dive_has_as_many_texts_of_each_image():
+    images = unit(B, 2, D, seed=3)
+    texts = unit(5 * B, 2, D, seed=4)
+    own = itrloss.TripletLoss(0.2, mining="all")
+    value, parts = compat.adapt(own, "dive", smooth_chamfer)(images, texts, None, None, None, None)
     assert parts == {}
-    opt = Namespace(img_num_embeds=2, txt_num_embeds=2, margin=0.2)
-    original = compat.DivELoss(2, 2, smooth_chamfer, opt, "sum")
-    _, means = original(sets, captions)
-    # DivE's means are over as many triplets.
-    i2t = means["i2t_loss"] * m * (m - 5)
-    t2i = means["t2i_loss"] * m * (n - 1)
-    torch.testing.assert_close(value, i2t + t2i)
+    scores = smooth_chamfer(images.flatten(0, 1), texts.flatten(0, 1))
+    ids = torch.arange(B)
+    wanted = own(scores=scores, image_ids=ids, text_ids=ids.repeat_interleave(5))
+    torch.testing.assert_close(value, wanted)
 
 
 def test_a_score_function_replaces_cosines_and_is_trained():
@@ -164,8 +142,8 @@ def test_sets_are_scored_by_their_best_pair_and_may_have_one_element():
 )
 def test_regularisers_are_those_of_the_original(name, texts, added):
     given = [unit(size, 2, D, seed=i) for i, size in enumerate((B, texts, B, texts))]
-    opt = TRAINERS[name].options["opt"]
-    function = TRAINERS[name].options.get("score_function")
+    options = CODE_BASES[name].options
+    opt, function = options["opt"], options.get("score_function")
     without_options = compat.adapt(itrloss.InfoNCELoss(), name, function)
     with_options = compat.adapt(itrloss.InfoNCELoss(), name, function, opt)
     original = compat.PVSELoss(opt) if name == "pvse" else compat.DivELoss(2, 2, function, opt)
@@ -181,15 +159,10 @@ def test_regularisers_are_those_of_the_original(name, texts, added):
 
 
 @pytest.mark.parametrize("size", [16, 4096])
-@pytest.mark.parametrize(
-    "loss",
-    [itrloss.UnifiedTrainingObjective(20.0, 0.1), itrloss.MemoryDiversityContrastiveLoss()],
-    ids=["uto", "mdcl"],
-)
-def test_queues_are_those_of_the_objective_and_may_be_overwritten(loss, size):
+def test_queues_are_those_of_the_objective_and_may_be_overwritten(size):
+    loss = itrloss.MemoryDiversityContrastiveLoss()
     v, w, v_k, t_k = (unit(B, D, seed=i) for i in range(4))
-    v_queue = unit(size, D, seed=5).detach().T.contiguous()
-    t_queue = unit(size, D, seed=6).detach().T.contiguous()
+    v_queue, t_queue = (unit(size, D, seed=i).detach().T.contiguous() for i in (5, 6))
     memory = itrloss.CoupledMemory(size, D).double()
     memory.enqueue(v_queue.T, t_queue.T)
     wanted = loss(v, w, v_k, t_k, memory)
@@ -199,15 +172,9 @@ def test_queues_are_those_of_the_objective_and_may_be_overwritten(loss, size):
     t_queue[:, :B] = 0
     assert_same_step(found, wanted, (v, w))
     assert criterion(v, w).item() == 0
-
-
-def test_queues_add_nothing_to_a_loss_without_a_memory():
-    v = unit(B, D)
-    w = unit(B, D, seed=1)
-    queue = unit(16, D, seed=5).T
-    criterion = compat.adapt(itrloss.InfoNCELoss(), "user")
-    value = criterion.moco_forward(v, w, w, v, queue, queue)
-    assert value.item() == 0
+    # and add nothing to a loss without a memory
+    of_batch = compat.adapt(itrloss.InfoNCELoss(), "user")
+    assert of_batch.moco_forward(v, t_k, w, v_k, v_queue, t_queue).item() == 0
 
 
 def test_entries_of_the_batch_in_a_bank_are_no_negatives():
@@ -317,9 +284,7 @@ WRONG = {
         *[unit(2, D)] * 4, [0], [0, 1]
     ),
     "takes scores": lambda: compat.adapt(itrloss.Matryoshka(NCE, [2]), "sgraf"),
-    "txt_embs: expected as many texts": lambda: DivE(compat.adapt(NCE, "dive")).criterion(
-        unit(2, D), unit(3, D)
-    ),
+    "txt_embs: expected as many texts": lambda: compat.adapt(NCE, "dive")(unit(2, D), unit(3, D)),
     "scores: expected shape": lambda: compat.adapt(NCE, "chan")(unit(B)),
     "10 images and 11 texts": lambda: compat.adapt(NCE, "clip4clip")(unit(B, B + 1)),
     r"ScoresCriterion.forward\(\) takes": lambda: compat.adapt(NCE, "sgraf")(*range(7)),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -108,3 +109,33 @@ def read_nothing(monkeypatch: Any) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("itrloss") and hasattr(module, "host_may_read"):
             monkeypatch.setattr(module, "host_may_read", lambda x: False)
+
+
+class FakeCuda:
+    """What a capture calls of ``torch.cuda``, in the order of the calls."""
+
+    def __init__(self, monkeypatch: Any):
+        self.log: list[str] = []
+        for name in ("device", "stream", "graph"):
+            monkeypatch.setattr(torch.cuda, name, self.context(name))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: self)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch.random, "fork_rng", self.drawn_again)
+
+    def context(self, name: str) -> Callable[..., Any]:
+        def enter(*_: object, **options: object) -> Any:
+            self.log.append(name)
+            return nullcontext()
+
+        return enter
+
+    def drawn_again(self, devices: Sequence[torch.device]) -> Any:
+        self.log.append(f"numbers of {devices[0]}")
+        return nullcontext()
+
+    def wait_stream(self, other: object) -> None:
+        self.log.append("wait")
+
+    def replay(self) -> None:
+        self.log.append("replay")

@@ -1,15 +1,17 @@
-"""Stand-ins for the trainers of VSE code bases: how they make, call, switch, log and save their
-criterion.
-"""
+"""Stand-ins for the trainers of VSE code bases: how they make and call their criterion."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from itrloss import compat
 
 B, D, K, R, L = 10, 6, 2, 3, 4  # pairs, dimensions, elements of a set, regions, words
 
@@ -27,199 +29,104 @@ def smooth_chamfer(img_embs: Tensor, txt_embs: Tensor) -> Tensor:
     return z.sum(3).log().sum(1) / (2 * K * 4) + z.sum(1).log().sum(2) / (2 * K * 4)
 
 
-class VSEModel:
-    """VSE++: two encoders, and a criterion that is no part of the optimiser. The others change what
-    is said.
-    """
+class Trainer:
+    """Two encoders, and a criterion; HAL has a bank, and USER queues."""
 
-    name = "vsepp"
-    options: ClassVar[dict[str, Any]] = {}  # of ``adapt``
-    images, texts = (B, D), (B, D)  # of the encoders' output
-
-    def __init__(self, criterion: Any):
+    def __init__(self, name: str, loss: nn.Module):
+        self.code_base = CODE_BASES[name]
+        self.criterion: Any = compat.adapt(loss, name, **self.code_base.options)
         generator = torch.Generator().manual_seed(0)
-        self.x, self.y = (
-            torch.randn(*n, D, generator=generator) for n in (self.images[:-1], self.texts[:-1])
-        )
-        self.img_enc, self.txt_enc = (nn.Linear(D, D, dtype=torch.float32) for _ in range(2))
+        self.inputs: list[Tensor] = []
+        self.encoders = nn.ModuleList()
+        for shape in (self.code_base.images, self.code_base.texts):
+            self.inputs.append(torch.randn(*shape, generator=generator))
+            self.encoders.append(nn.Linear(D, D))
         with torch.no_grad():
-            for p in (*self.img_enc.parameters(), *self.txt_enc.parameters()):
+            for p in self.encoders.parameters():
                 p.copy_(torch.randn(p.shape, generator=generator) / 2)
-        self.criterion, self.logged = criterion, []
-        self.optimizer = torch.optim.Adam(self.parameters(), lr=0.03)
+        self.bank: Any = None, None, None  # in the first epoch
+        self.queues = [F.normalize(torch.rand(D, 4 * B), dim=0) for _ in "vt"]
+        trained = [*self.encoders.parameters(), *self.criterion.parameters()]
+        self.optimizer = torch.optim.Adam(trained, lr=0.03)
 
-    def parameters(self) -> list[Any]:
-        return [*self.txt_enc.parameters(), *self.img_enc.parameters()]
-
-    def forward_emb(self) -> tuple[Tensor, Tensor]:
-        return F.normalize(self.img_enc(self.x), dim=-1), F.normalize(self.txt_enc(self.y), dim=-1)
-
-    def forward_loss(self, img_emb: Tensor, cap_emb: Tensor) -> Tensor:
-        return self.criterion(img_emb, cap_emb)
+    def outputs(self) -> list[Tensor]:
+        """The encoders' outputs before they are normalised."""
+        return [f(x) for f, x in zip(self.encoders, self.inputs, strict=True)]
 
     def loss(self) -> Tensor:
-        return self.forward_loss(*self.forward_emb())
+        return self.code_base.loss(self, *[F.normalize(x, dim=-1) for x in self.outputs()])
 
-    def train_emb(self) -> None:
+    def train_emb(self) -> float:
+        """Train for one step; return the loss."""
         self.optimizer.zero_grad()
         loss = self.loss()
-        self.logged.append(loss.data.item())
+        value = loss.data.item()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.parameters(), 2.0)
+        nn.utils.clip_grad_norm_(self.encoders.parameters(), 2.0)
         self.optimizer.step()
-
-    def set_max_violation(self, max_violation: bool) -> None:
-        if max_violation:
-            self.criterion.max_violation_on()
-        else:
-            self.criterion.max_violation_off()
-
-    def state_dict(self) -> list[Any]:
-        return [self.img_enc.state_dict(), self.txt_enc.state_dict()]
-
-
-class VSEInfinity(VSEModel):
-    name = "vse_inf"
-
-
-class SCAN(VSEModel):
-    name = "scan"
-    options: ClassVar = {"score_function": xattn_score}
-    images, texts = (B, R, D), (B, L, D)
-
-    def forward_loss(self, img_emb, cap_emb):
-        return self.criterion(img_emb, cap_emb, [L, 1, 2, *[3] * (B - 3)])
-
-
-class SGRAF(VSEModel):
-    name = "sgraf"
-
-    def forward_loss(self, img_emb, cap_emb):
-        return self.criterion(torch.sigmoid(img_emb @ cap_emb.T))
-
-
-class NAAF(VSEModel):
-    name = "naaf"
-
-    def forward_loss(self, img_emb, cap_emb):
-        return self.criterion(img_emb @ cap_emb.T, img_emb.size(0))
-
-
-class CHAN(VSEModel):
-    """It trains and saves the criterion, too."""
-
-    name = "chan"
-
-    def forward_loss(self, img_emb, cap_emb):
-        return self.criterion(img_emb @ cap_emb.T)
-
-    def parameters(self):
-        return super().parameters() + list(self.criterion.parameters())
-
-    def state_dict(self):
-        return [*super().state_dict(), self.criterion.state_dict()]
-
-    def load_state_dict(self, state_dict):
-        for module, state in zip(
-            (self.img_enc, self.txt_enc, self.criterion), state_dict, strict=True
-        ):
-            module.load_state_dict(state, strict=False)
-
-
-class HREM(VSEModel):
-    """Batches may have several captions of an image; their ids come by position."""
-
-    name = "hrem"
-
-    def forward_loss(self, img_emb, cap_emb):
-        return self.criterion(img_emb, cap_emb, torch.arange(B) // 3)
-
-
-class HAL(VSEModel):
-    """The bank is a list of numbers and embeddings of the epoch's beginning; None in the first
-    epoch.
-    """
-
-    name = "hal"
-    mb_img = mb_cap = mb_ind = None
-
-    def forward_loss(self, img_emb, cap_emb):
-        indices = tuple(range(3, 3 + B))
-        return self.criterion(img_emb, cap_emb, self.mb_img, self.mb_cap, self.mb_ind, indices)
+        return value
 
     def load_memory_bank(self) -> None:
-        with torch.no_grad():
-            self.mb_img, self.mb_cap = (torch.cat([x, x.flip(1)]) for x in self.forward_emb())
-        self.mb_ind = tuple(range(2 * B))
+        """Keep the embeddings of the epoch's beginning, and numbers."""
+        images, texts = (F.normalize(x.detach(), dim=-1) for x in self.outputs())
+        both = [torch.cat([x, x.flip(1)]) for x in (images, texts)]
+        self.bank = *both, tuple(range(2 * B))
 
 
-class USER(VSEModel):
+def hal(model: Trainer, v: Tensor, w: Tensor) -> Tensor:
+    return model.criterion(v, w, *model.bank, tuple(range(3, 3 + B)))
+
+
+def user(model: Trainer, v: Tensor, w: Tensor) -> Tensor:
     """The queues' term comes first, and the queues are overwritten before the backward pass."""
-
-    name = "user"
-
-    def __init__(self, criterion):
-        super().__init__(criterion)
-        self.v_queue, self.t_queue = (F.normalize(torch.rand(D, 4 * B), dim=0) for _ in range(2))
-
-    def loss(self):
-        img_emb, cap_emb = self.forward_emb()
-        v_k, t_k = img_emb.detach() + 0.01, cap_emb.detach() + 0.01
-        loss_moco = self.criterion.moco_forward(
-            img_emb, t_k, cap_emb, v_k, self.v_queue, self.t_queue
-        )
-        self.moco = loss_moco.data.item()
-        with torch.no_grad():
-            self.v_queue[:, :B], self.t_queue[:, :B] = v_k.T, t_k.T
-        return self.forward_loss(img_emb, cap_emb) * 20 + loss_moco
+    keys = [x.detach() + 0.01 for x in (v, w)]
+    of_queues = model.criterion.moco_forward(v, keys[1], w, keys[0], *model.queues)
+    for queue, x in zip(model.queues, keys, strict=True):
+        queue[:, :B] = x.T
+    return model.criterion(v, w) * 20 + of_queues
 
 
-class PVSE(VSEModel):
-    """The criterion returns a dictionary, whose items go to the meters that the trainer has."""
-
-    name = "pvse"
-    options: ClassVar = {"opt": Namespace(num_embeds=K, div_weight=0.1, mmd_weight=0.01)}
-    images, texts, meters = (B, K, D), (B, K, D), ("ranking_loss", "div_loss", "mmd_loss")
-
-    def forward_loss(self, img_emb, cap_emb):
-        loss, loss_dict = self.criterion(
-            img_emb, cap_emb, self.img_enc(self.x).sigmoid(), self.txt_enc(self.y)
-        )
-        self.parts = {key: val.item() for key, val in loss_dict.items()}
-        assert set(self.parts) <= set(self.meters)
-        return loss
+def of_sets(model: Trainer, v: Tensor, w: Tensor) -> Tensor:
+    """Of a loss and its parts, whose items are logged, the loss, multiplied in place as by DivE."""
+    images, texts = model.outputs()
+    loss, parts = model.criterion(v, w, images.sigmoid(), texts)
+    assert all(x.dim() == 0 for x in parts.values())
+    loss *= 1.0
+    return loss
 
 
-class DivE(PVSE):
-    """Five captions an image; the loss is multiplied in place, and ``max_violation`` set."""
+class CodeBase(NamedTuple):
+    """How a code base calls its criterion, options of ``adapt``, and the shapes of embeddings."""
 
-    name = "dive"
-    options: ClassVar = {
-        "score_function": smooth_chamfer,
-        "opt": Namespace(
-            img_num_embeds=K,
-            txt_num_embeds=K,
-            unif_weight=0.01,
-            mmd_weight=0.01,
-            unif_residual=False,
-        ),
-    }
-    images, texts, meters = (
-        (B, K, D),
-        (5 * B, K, D),
-        ("t2i_loss", "i2t_loss", "mmd_loss", "unif_loss"),
-    )
-
-    def forward_loss(self, img_emb, cap_emb):
-        loss = super().forward_loss(img_emb, cap_emb)
-        loss *= 1.0
-        return loss
-
-    def set_max_violation(self, max_violation):
-        self.criterion.max_violation = max_violation
+    loss: Callable[[Trainer, Tensor, Tensor], Tensor]
+    options: Mapping[str, Any] = MappingProxyType({})
+    images: tuple[int, ...] = (B, D)
+    texts: tuple[int, ...] = (B, D)
 
 
-TRAINERS = {
-    trainer.name: trainer
-    for trainer in (VSEModel, VSEInfinity, SCAN, SGRAF, NAAF, CHAN, HREM, HAL, USER, PVSE, DivE)
+LENGTHS = [L, 1, 2, *[3] * (B - 3)]
+OF_PVSE = Namespace(num_embeds=K, div_weight=0.1, mmd_weight=0.01)
+OF_DIVE = Namespace(
+    img_num_embeds=K, txt_num_embeds=K, unif_weight=0.01, mmd_weight=0.01, unif_residual=False
+)
+CODE_BASES = {
+    "vsepp": CodeBase(lambda model, v, w: model.criterion(v, w)),
+    "vse_inf": CodeBase(lambda model, v, w: model.criterion(v, w)),
+    "scan": CodeBase(
+        lambda model, v, w: model.criterion(v, w, LENGTHS),
+        {"score_function": xattn_score},
+        (B, R, D),
+        (B, L, D),
+    ),
+    "sgraf": CodeBase(lambda model, v, w: model.criterion(torch.sigmoid(v @ w.T))),
+    "naaf": CodeBase(lambda model, v, w: model.criterion(v @ w.T, len(v))),
+    "chan": CodeBase(lambda model, v, w: model.criterion(v @ w.T)),
+    # batches may have several captions of an image, whose ids come by position
+    "hrem": CodeBase(lambda model, v, w: model.criterion(v, w, torch.arange(B) // 3)),
+    "hal": CodeBase(hal),
+    "user": CodeBase(user),
+    "pvse": CodeBase(of_sets, {"opt": OF_PVSE}, (B, K, D), (B, K, D)),
+    "dive": CodeBase(
+        of_sets, {"score_function": smooth_chamfer, "opt": OF_DIVE}, (B, K, D), (5 * B, K, D)
+    ),
 }
