@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from support.cases import ENGINES, case, embeddings, similarity
 
 from itrloss import Similarity
-from itrloss.engine.terms import identity, log1p_relu
+from itrloss.engine.terms import exponential, identity, log1p_relu
 from itrloss.metrics import retrieval_metrics
 
 # ------------------------------------------------------------------------ what is returned or given
@@ -218,3 +219,52 @@ def test_a_similarity_is_copied_and_stored(engine, way, asked):
     torch.testing.assert_close(answers(twin), wanted, rtol=0, atol=0)
     assert repr(twin) == repr(sim)
     assert torch.equal(twin.ids[1], ids[1])
+
+
+# ------------------------------------------------------------------------------------------ biases
+
+
+@pytest.mark.parametrize("trained", [(True, True), (False, True)])
+def test_second_derivatives_of_biased_scores(trained):
+    vectors = [x.double() for x in embeddings(4, 5)]
+    found = []
+    for engine in ("dense", "tiled"):
+        leaves = [x.clone().requires_grad_(trained[0]) for x in vectors]
+        biases = [torch.linspace(0, 1, n, dtype=torch.float64).requires_grad_() for n in (4, 5)]
+        ids = torch.arange(4) % 3, torch.arange(5) % 3
+        sim = Similarity(*leaves, *ids, bias=tuple(biases), engine=engine)
+        own = [x for x in (*leaves, *biases) if x.requires_grad]
+        first = torch.autograd.grad(sim.both.logsumexp(3.0).square().sum(), own, create_graph=True)
+        total = sum(x.square().sum() for x in first)
+        found.append([*first, *torch.autograd.grad(total, own)])
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected)
+
+
+def test_biases_changed_meanwhile_are_refused():
+    biases = torch.zeros(5, dtype=torch.float64), None
+    sim = Similarity(*embeddings(5, 5), bias=biases, engine="tiled")
+    sim.logsumexp(1.0)
+    biases[0].add_(1.0)
+    with pytest.raises(RuntimeError, match=r"biases.*modified in place"):
+        sim.logsumexp(1.0)
+
+
+def test_biases_without_a_gradient_and_of_inference_mode():
+    trained = torch.zeros(5, requires_grad=True)
+    with torch.no_grad():
+        sim = Similarity(*embeddings(5, 5), bias=(trained, None), engine="tiled")
+    assert not sim.logsumexp(1.0).requires_grad
+    with torch.inference_mode():
+        made = torch.ones(5)
+    rows, cols = embeddings(5, 5)
+    sim = Similarity(rows.requires_grad_(), cols, bias=(made, None), engine="tiled")
+    sim.logsumexp(1.0).sum().backward()
+
+
+def test_a_similarity_that_was_asked_before_compiles():
+    ids = torch.arange(300) // 2
+    sim = Similarity(*embeddings(300, 300), ids, ids.clone(), engine="tiled")
+    before = sim.sum(exponential, scale=0.5)
+    ask = torch.compile(partial(sim.sum, exponential, scale=0.5), fullgraph=True, backend="eager")
+    torch.testing.assert_close(ask(), before)

@@ -237,7 +237,7 @@ def plain_scores(inputs: Inputs, targets: Targets) -> Tensor:
         return targets.scores
     rows = plain_side(inputs.rows, targets.rows)
     cols = plain_side(inputs.cols, targets.cols)
-    return plain_product(rows, cols, inputs.rows.bias, inputs.cols.bias)
+    return plain_product(rows, cols, targets.row_bias, targets.col_bias)
 
 
 def plain_side(side: Side, target: Tensor | None) -> Tensor:

@@ -227,12 +227,16 @@ class Matrix:
         """Raise an error if inputs were modified in place that are still to be read."""
         if torch.compiler.is_compiling():
             return
+        what = ""
         for x in self._sources:
             if x.version is not None and x.version != x.given._version:
                 what = "embeddings were" if self.given is None else "scores were"
-                raise RuntimeError(
-                    f"the {what} modified in place after this Similarity was made; make another one"
-                )
+        if self.is_biased and any([x.bias_changed for x in self._sources]):
+            what = "biases were"
+        if what:
+            raise RuntimeError(
+                f"the {what} modified in place after this Similarity was made; make another one"
+            )
 
     # ------------------------------------------------------------------------------------- inputs
 

@@ -264,7 +264,8 @@ class Relation:
                 x.diagonal(offset, -2, -1).fill_(value)
             return x
         fills = not self._is_small and self._cached("fills entries", self._fills_entries)
-        if over == "negatives" and fills:
+        # what was kept may be asked for in a compiled graph, where the host reads nothing
+        if over == "negatives" and fills and not torch.compiler.is_compiling():
             i, j = self._listed_within(rows, cols)
             if len(i) * 16 <= x.shape[-1] * x.shape[-2]:
                 if len(i):

@@ -159,6 +159,24 @@ class RoundOnce(torch.autograd.Function):
         return grads[0].to(ctx.dtype)
 
 
+def savable(x: Tensor) -> Tensor:
+    """Return a tensor that autograd can save; one that is passed in under no_grad has no gradient
+    outside either.
+    """
+    if not torch.is_grad_enabled():
+        x = x.detach()
+    if not torch.compiler.is_compiling() and x.is_inference():
+        return x if torch.is_inference_mode_enabled() else x.clone()
+    return x
+
+
+def version_of(x: Tensor) -> int | None:
+    """Return how often a tensor was modified in place; None if that is not known."""
+    if torch.compiler.is_compiling() or x.is_inference():
+        return None
+    return x._version
+
+
 class Embeddings:
     """The vectors (N, D) of one side, and a bias of each; matrices that share this object share its
     lengths.
@@ -170,20 +188,19 @@ class Embeddings:
         normalize: bool = True,
         bias: Tensor | None = None,  # (N,) added to the scores of a vector
     ):
-        compiling = torch.compiler.is_compiling()
-        if not torch.is_grad_enabled():  # what is made under no_grad has no gradient outside either
-            x = x.detach()
-        if not compiling and x.is_inference() and not torch.is_inference_mode_enabled():
-            x = x.clone()  # inference tensors cannot be saved for backward
+        x = savable(x)
         self.given = x  # as passed in
         self.target = x  # what gets the gradient
         self.x = x  # what is multiplied
         self.normalize = normalize
         self.dtype = compute_dtype(x)
-        self.bias = None if bias is None else bias.to(self.dtype)
-        self.version = None
-        if not compiling and not x.is_inference():
-            self.version = x._version
+        self.bias: Tensor | None = None
+        if bias is not None:
+            self.bias = savable(bias).to(self.dtype)
+        self.version = version_of(x)
+        self._bias_version: int | None = None
+        if self.bias is not None:
+            self._bias_version = version_of(self.bias)
         self._inverse_norms: Tensor | None = None
         self._unit: Tensor | None = None
         self._stand_in: Tensor | None = None
@@ -195,6 +212,13 @@ class Embeddings:
     def changed(self) -> bool:
         """Whether the vectors were modified in place."""
         return self.version is not None and self.version != self.given._version
+
+    @property
+    def bias_changed(self) -> bool:
+        """Whether the biases were modified in place."""
+        if self.bias is None or self._bias_version is None:
+            return False
+        return self._bias_version != self.bias._version
 
     def rounded(self, dtype: torch.dtype) -> Embeddings:
         """Return the same vectors, multiplied in another dtype; their gradient is not rounded."""
@@ -245,12 +269,14 @@ class Embeddings:
         twin.target = self.target.detach()
         twin.x = self.x.detach()
         twin.version = self.version
+        twin._bias_version = self._bias_version
         twin._inverse_norms = self._inverse_norms
         twin._unit = self._unit
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.version = None
-        if not self.given.is_inference():  # a copied tensor has its own version counter
-            self.version = self.given._version
+        # a copied tensor has its own version counter
+        self.version = version_of(self.given)
+        if self.bias is not None:
+            self._bias_version = version_of(self.bias)
