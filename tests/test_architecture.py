@@ -169,7 +169,8 @@ IN_TORCH = words(
     dist.distributed_c10d._get_default_store dist.get_backend_config dist.get_process_group_ranks
     dist.get_rank dist.get_world_size dist.init_process_group dist.is_available dist.is_initialized
     dist.reduce_scatter_tensor nn.Module nn.Parameter nn.functional.normalize torch.Generator
-    torch.OutOfMemoryError torch.Tensor torch.TypedStorage torch._C._len_torch_dispatch_stack
+    torch.OutOfMemoryError torch.Tensor torch.TypedStorage
+    torch._C._autograd._top_saved_tensors_default_hooks torch._C._len_torch_dispatch_stack
     torch.__version__ torch._foreach_copy_ torch._foreach_mul
     torch.__file__ torch._dynamo.graph_break torch._subclasses.FakeTensor
     torch.accelerator.current_accelerator

@@ -133,12 +133,10 @@ class Running(nn.Module):
 
 
 class Noisy(itrloss.InfoNCELoss):
-    """InfoNCE with a number that is drawn in each call, which it counts."""
+    """InfoNCE with a number that is drawn in each call."""
 
     def compute(self, sim: itrloss.Similarity, *more: Any) -> Any:
-        self._drawn = torch.rand(())
-        self._calls = getattr(self, "_calls", 0) + 1
-        return super().compute(sim, *more) * (1 + self._drawn)
+        return super().compute(sim, *more) * (1 + torch.rand(()))
 
 
 class Weighted(itrloss.InfoNCELoss):
@@ -679,8 +677,8 @@ def test_an_error_in_the_middle_leaves_nothing_half_done(call):
             assert not devices.is_recorded(torch.device("cpu"))
             continue
         assert torch.equal(found, InfoNCE()(*batch()))
-    assert recorded(graphed) == 1
-    assert Failing.calls > call
+    assert recorded(graphed) == int(call == 1)  # a recording that failed is not tried again
+    assert Failing.calls >= call
 
 
 def test_a_call_that_waits_for_the_device_cannot_be_recorded(accelerator):

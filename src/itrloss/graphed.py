@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -13,14 +14,27 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .checks import CheckedModule, option
 from .engine.devices import is_recorded, recording
+from .engine.vectors import version_of
 from .memory import CoupledMemory
 
 __all__ = ["Graphed"]
 
 _WARM_UPS = 3  # calls before a capture: they compile, choose and allocate what a capture must not
-_OF_PROCESSES = "gather", "process_group"
-# What the host reads, keeps or runs in each call; the first of them is telemetry.
-_OF_THE_HOST = "_observed", "check_finite", "_forward_hooks", "_forward_pre_hooks"
+_MOST_REFUSED = 64  # kinds of calls that are known not to be recorded, until they are forgotten
+# Attributes that lead to what no graph holds: exchanges, and what the host reads, keeps or runs in
+# each call. ``_observed`` is telemetry.
+_NOT_RECORDED = (
+    "gather",
+    "process_group",
+    "_observed",
+    "check_finite",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_PLAIN = bool, int, float, str, type(None), torch.dtype, torch.device
 
 
 class CUDAGraph:
@@ -46,8 +60,8 @@ class Step:
     """A loss and its gradients for one kind of call, recorded.
 
     Args:
-        criterion: the loss. Its parameters and buffers, and memories, are read where they are; its
-            options are those of now.
+        criterion: a copy of the loss, see :func:`copied`. Its parameters and buffers, and memories,
+            are read where they are.
         given, structure: the arguments of a call, flat. Tensors are copied into tensors of the step
             at each replay.
         result: what the criterion returned for them.
@@ -65,12 +79,7 @@ class Step:
         leaves, self.structure = tree_flatten(result)
         self.size = len(leaves)
         self._device = leaves[0].device
-        # Other parameters of the same memory: what accumulates the gradients of the criterion's
-        # belongs to another stream, which a capture cannot wait for.
-        shared: dict[int, Tensor] = {id(x): x for x in criterion.buffers()}
-        for p in criterion.parameters():
-            shared[id(p)] = nn.Parameter(p.detach(), p.requires_grad)
-        self._criterion = copy.deepcopy(criterion, shared)
+        self._criterion = criterion
         own: list[object] = []
         self._inputs: list[Tensor] = []
         for x in given:
@@ -139,10 +148,11 @@ class Graphed(CheckedModule):
     kernels run: shapes, dtypes, what requires a gradient, autocast, the memory, where parameters
     are, and the options and the mode of the criterion. See :doc:`graphed`.
 
-    The criterion itself is called on other devices; without a gradient; under ``torch.compile`` or
-    inside of another graph; with ``gather=True``, ``telemetry``, ``check_finite``, hooks, or
-    ``reduction="none"``; for float16; while a memory is new; if a call changes parameters or
-    buffers; and for arguments that are no tensors, memories or None, such as lists of ids.
+    The criterion itself is called on other devices; without a gradient; under ``torch.compile``,
+    with hooks of saved tensors, or inside of another graph; with ``gather=True``, ``telemetry``,
+    ``check_finite``, hooks, or ``reduction="none"``; for float16; while a memory is new; if a call
+    changes the criterion; and for arguments that are no tensors, memories or None, such as lists of
+    ids. So is one that holds more than parameters, buffers, modules, numbers and words.
 
     Args:
         criterion: a loss of this library or of yours, the attribute ``criterion``. It returns a
@@ -165,16 +175,16 @@ class Graphed(CheckedModule):
             raise TypeError(f"criterion: expected a module, got {type(criterion).__name__}")
         self.criterion = criterion
         self.most = most
-        # None: calls of a kind are the criterion's own
-        self._steps: dict[Hashable, Step | None] = {}
+        self._steps: dict[Hashable, Step] = {}
+        self._refused: set[Hashable] = set()  # kinds whose calls are the criterion's own
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is copied: no step, as it reads the parameters of the original."""
-        return {**vars(self), "_steps": {}}
+        return {**vars(self), "_steps": {}, "_refused": set()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the criterion returns."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or has_saved_tensor_hooks():
             return self.criterion(*args, **kwargs)
         given, structure = tree_flatten((args, kwargs))
         inputs = [x for x in given if isinstance(x, Tensor)]
@@ -186,15 +196,43 @@ class Graphed(CheckedModule):
         if step is not None:
             leaves = Replayed.apply(step, inputs, *sources)
             return tree_unflatten(leaves, step.structure)
-        if kind is None or kind in self._steps or len(self._steps) >= self.most:
+        if kind is None or kind in self._refused or len(self._steps) >= self.most:
             return self.criterion(*args, **kwargs)
         modules = [self.criterion, *[x for x in given if isinstance(x, CoupledMemory)]]
         before = versions(modules)
         result = self.criterion(*args, **kwargs)
-        if is_loss(result) and versions(modules) == before:
-            step = Step(self.criterion, given, structure, result, self._graph)
-        self._steps[kind] = step
+        is_changed = versions(modules) != before
+        is_changed = is_changed or self._kind(given, structure, inputs[0].device) != kind
+        if len(self._refused) >= _MOST_REFUSED:
+            self._refused.clear()
+        self._refused.add(kind)  # unless it is recorded without an error
+        if not is_changed and is_loss(result) and not trains_others(result, inputs, sources):
+            step = self._recorded(given, structure, result)
+        if step is not None:
+            self._steps[kind] = step
+            self._refused.remove(kind)
         return result
+
+    def _recorded(
+        self, given: Iterable[object], structure: TreeSpec, result: object
+    ) -> Step | None:
+        """Return the step of a call with its result; None if it cannot be recorded."""
+        criterion = copied(self.criterion)
+        if criterion is None:
+            return None
+        buffers = list(self.criterion.buffers())
+        kept = [x.clone() for x in buffers]
+        before = versions([self.criterion])
+        try:
+            step = Step(criterion, given, structure, result, self._graph)
+        except ValueError:  # what the host does not read may be wrong input
+            return None
+        if versions([self.criterion]) == before:
+            return step
+        with torch.no_grad():
+            for x, own in zip(buffers, kept, strict=True):
+                x.copy_(own)
+        return None
 
     def _kind(
         self, given: Iterable[object], structure: TreeSpec, device: torch.device
@@ -205,16 +243,19 @@ class Graphed(CheckedModule):
         if device.type != self._device or is_recorded(device):
             return None
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-        # each thread has steps of its own, whose tensors no other one refills
-        found: list[Hashable] = [threading.get_ident(), repr(structure), autocast]
-        for module in self.criterion.modules():
-            found += [options_of(module), *places_of(module)]
+        if autocast is torch.float16:
+            return None  # as for embeddings in float16
+        # each thread and stream has steps of its own, whose tensors no other one refills
+        stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+        found: list[Hashable] = [threading.get_ident(), stream, repr(structure), autocast]
+        for _, module in self.criterion.named_modules(remove_duplicate=False):
+            found += [id(module), type(module), state_of(module), *places_of(module, device)]
         found += [kind_of(x) for x in given]
         return None if None in found else tuple(found)
 
     def extra_repr(self) -> str:
         """Return the options and the number of recorded steps, for ``repr``."""
-        return f"most={self.most}, recorded={len([x for x in self._steps.values() if x])}"
+        return f"most={self.most}, recorded={len(self._steps)}"
 
 
 def trained(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -229,7 +270,10 @@ def kind_of(x: object) -> Hashable | None:
     if x is None:
         return ()
     if isinstance(x, CoupledMemory):
-        return None if x.is_new else (id(x), x._labelled, x._named, *places_of(x))
+        if x.is_new:
+            return None
+        found = id(x), type(x), x._labelled, x._named, state_of(x), *places_of(x, x.images.device)
+        return None if None in found[4:] else found
     if not isinstance(x, Tensor) or type(x) not in (Tensor, nn.Parameter):
         return None
     if x.requires_grad and x.dtype == torch.float16:
@@ -237,23 +281,85 @@ def kind_of(x: object) -> Hashable | None:
     return x.shape, x.dtype, x.device, x.requires_grad
 
 
-def places_of(module: nn.Module) -> list[Hashable | None]:
-    """Return the kinds and the addresses of a module's own parameters and buffers."""
+def places_of(module: nn.Module, device: torch.device) -> list[Hashable | None]:
+    """Return what of a module's own parameters and buffers decides what is computed; None for those
+    that a graph of the device does not read where they are.
+    """
     found: list[Hashable | None] = []
     for x in (*module._parameters.values(), *module._buffers.values()):
         kind = kind_of(x)
-        found.append((kind, x.data_ptr()) if x is not None and kind is not None else kind)
+        if x is not None and kind is not None:
+            kind = (id(x), kind, x.data_ptr(), x.stride()) if x.device == device else None
+        found.append(kind)
     return found
 
 
-def options_of(module: nn.Module) -> str | None:
-    """Return the options and the mode of a module, in words; None if its calls are not recorded."""
-    state = vars(module)
-    if any([state.get(name) for name in _OF_PROCESSES + _OF_THE_HOST]):
+def state_of(module: nn.Module) -> Hashable | None:
+    """Return the options, the mode and other numbers and words of a module; None if there is more,
+    which may change unnoticed, or if its calls are not recorded.
+    """
+    counters = counters_of(type(module))
+    found: list[Hashable] = []
+    for name, x in vars(module).items():
+        if name in _NOT_RECORDED and x:
+            return None
+        if name in _OF_MODULES or (name[0] == "_" and (counters is None or name in counters)):
+            continue
+        if type(x) in _PLAIN:
+            found.append((name, x))
+        elif type(x) in (list, tuple) and all([type(y) in _PLAIN for y in x]):
+            found.append((name, tuple(x)))
+        elif type(x) is not dict or x:  # telemetry is an empty one
+            return None
+    return tuple(found)
+
+
+@functools.cache
+def counters_of(kind: type[nn.Module]) -> frozenset[str] | None:
+    """Return the private attributes that a subclass of this library's losses has from them, none of
+    which decides what is computed; None for the library's own classes: all.
+    """
+    if issubclass(kind, Graphed) or kind.__module__.startswith("itrloss."):
         return None
-    public = {name: x for name, x in state.items() if not name.startswith("_")}
-    has_tensors = any([isinstance(x, Tensor) for x in public.values()])
-    return None if has_tensors else repr(public)
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("itrloss.")]
+    return frozenset([name for base in bases for name in vars(base)])
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether what autograd saves goes elsewhere, as in a checkpoint."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return hooks is not None
+
+
+def copied(criterion: nn.Module) -> nn.Module | None:
+    """Return a copy of a criterion that reads the same parameters and buffers; None for one that
+    cannot be copied.
+    """
+    # Other parameters of the same memory: what accumulates the gradients of the criterion's belongs
+    # to another stream, which a capture cannot wait for.
+    shared: dict[int, Tensor] = {id(x): x for x in criterion.buffers()}
+    for p in criterion.parameters():
+        shared[id(p)] = nn.Parameter(p.detach(), p.requires_grad)
+    try:
+        return copy.deepcopy(criterion, shared)
+    except (RuntimeError, TypeError):  # a tensor with a graph, a lock
+        return None
+
+
+def trains_others(result: object, inputs: Sequence[Tensor], sources: Sequence[Tensor]) -> bool:
+    """Return whether a loss has a gradient of other tensors than its inputs and ``sources``."""
+    known = {id(x) for x in sources}
+    seen: set[Any] = {x.grad_fn for x in inputs}  # what they are computed from is not looked at
+    nodes: list[Any] = [tree_flatten(result)[0][0].grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", sources[0])) not in known:
+            return True
+        nodes += [before for before, _ in node.next_functions]
+    return False
 
 
 def is_loss(result: object) -> bool:
@@ -261,10 +367,12 @@ def is_loss(result: object) -> bool:
     leaves, _ = tree_flatten(result)
     if not all([isinstance(x, Tensor) and x.is_floating_point() for x in leaves]):
         return False
+    if not leaves:
+        return False
     loss, *others = leaves
     return loss.dim() == 0 and loss.requires_grad and not trained(others)
 
 
-def versions(modules: Iterable[nn.Module]) -> list[int]:
+def versions(modules: Iterable[nn.Module]) -> list[int | None]:
     """Return the versions of all parameters and buffers; writing to one gives it another."""
-    return [x._version for m in modules for x in (*m.parameters(), *m.buffers())]
+    return [version_of(x) for m in modules for x in (*m.parameters(), *m.buffers())]

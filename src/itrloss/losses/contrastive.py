@@ -52,6 +52,10 @@ class TripletLoss(PairLoss):
         engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
+    _calls = 0  # in training mode
+    _shared_calls = 0  # those whose batch processes shared, which check together
+    _alike = 0  # consecutive checks with embeddings alike
+
     margin: float = option(default=0.2, at_least=0)
     mining: functional.Mining = "hardest"
 
@@ -60,12 +64,9 @@ class TripletLoss(PairLoss):
     reduction: functional.Reduction = "sum"
 
     def __post_init__(self) -> None:
-        """Check that the options go together, and begin to count calls."""
+        """Check that the options go together."""
         super().__post_init__()
         functional.check_mining(self.mining, self.temperature)
-        self._calls = 0  # in training mode
-        self._shared_calls = 0  # those whose batch processes shared, which check together
-        self._alike = 0  # consecutive checks with embeddings alike
 
     @property
     def in_cosines(self) -> bool:
