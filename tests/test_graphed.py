@@ -84,11 +84,15 @@ def are_equal(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 
 
 def agrees(graphed: Graphed, *args: Any, factor: float = 1.0, **kwargs: Any) -> bool:
-    """Whether a recorded step has the values and the gradients of its criterion."""
+    """Whether a recorded step has the values and the gradients of its criterion, and leaves the
+    same in its inputs and parameters.
+    """
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
     leaves = [*given, *graphed.criterion.parameters()]
+    found = outcome(graphed(*args, **kwargs), leaves, factor)
+    after = [x.detach().clone() for x in leaves]
     expected = outcome(graphed.criterion(*args, **kwargs), leaves, factor)
-    return are_equal(outcome(graphed(*args, **kwargs), leaves, factor), expected)
+    return are_equal([*found, *after], [*expected, *leaves])
 
 
 def recorded(graphed: Graphed) -> int:
@@ -311,6 +315,11 @@ CHANGES = {
     "list": Row(nested, 2, change=setting("weights", [1.0, 9.0])),
     "entry of a list": Row(nested, 2, change=lambda loss, memory: loss.dims.__setitem__(0, 2)),
     "learnt": Row(learnable, 1, change=setting("temperature", 0.5)),
+    "scale above its limit": Row(
+        lambda: InfoNCE(learnable=True, max_scale=20),
+        1,
+        change=lambda loss, memory: loss.log_scale.data.fill_(9.0),
+    ),
     "parameter": Row(
         learnable,
         2,
@@ -519,16 +528,6 @@ def test_most_is_checked_and_may_be_raised():
     assert recorded(graphed) == 2
     with pytest.raises(ValueError, match="most: expected a number of at least 0, got -1"):
         Graphed(InfoNCE(), most=-1)
-
-
-def test_a_learnt_scale_is_limited(accelerator):
-    criterion = InfoNCE(learnable=True, max_scale=20)
-    graphed = Taped(criterion)
-    graphed(*batch())
-    with torch.no_grad():
-        criterion.log_scale.fill_(9.0)
-    graphed(*batch())
-    assert criterion.log_scale.detach().exp().item() == pytest.approx(20)
 
 
 def test_hooks_of_tensors_and_accumulation():

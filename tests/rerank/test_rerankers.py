@@ -202,10 +202,10 @@ def test_all_are_compared_by_the_command_line():
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_state_that_was_saved_ranks_as_before(name, tmp_path):
+def test_a_state_that_was_saved_ranks_as_before(name):
     method = copy.deepcopy(METHODS[name])
     method.fit(*a_bank())
-    state = saved_and_loaded(method, tmp_path)
+    state = saved_and_loaded(method)
     other = copy.deepcopy(method) if name == "mutual proximity" else type(method)()
     other.load_state_dict(state)
     assert repr(other) == repr(method)
@@ -215,10 +215,11 @@ def test_a_state_that_was_saved_ranks_as_before(name, tmp_path):
     assert_all_close(other.rerank(sim), method.rerank(sim), rtol=0, atol=0)
 
 
-def saved_and_loaded(method, folder):
+def saved_and_loaded(method):
     """The state of a re-ranker out of a file."""
-    file = folder / "state.pt"
+    file = io.BytesIO()
     torch.save(method.state_dict(), file)
+    file.seek(0)
     return torch.load(file, weights_only=True)
 
 
@@ -465,11 +466,7 @@ OPTIONS_OF_ANY_TYPE = {
 @pytest.mark.parametrize("name", OPTIONS_OF_ANY_TYPE)
 def test_a_state_holds_plain_numbers_whatever_the_type_of_an_option(name, number):
     method = OPTIONS_OF_ANY_TYPE[name](number)
-    file = io.BytesIO()
-    torch.save(method.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    loaded = type(method)().load_state_dict(state)
+    loaded = type(method)().load_state_dict(saved_and_loaded(method))
     assert repr(loaded) == repr(method)
     assert "np." not in repr(method)
 
