@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_leaves
 
 import itrloss
 from itrloss import NO_ID, Similarity
-from itrloss.engine.related import Related
 from itrloss.metrics import retrieval_metrics
 
 Outcome = tuple[Any, Any]  # what is computed, and what it should be
@@ -318,7 +317,7 @@ SHARED: list[tuple[str, Any]] = [
         lambda odd: OF_ALL(V, W, np.ma.array(np.arange(4), mask=np.arange(4) < odd), np.arange(4)),
     ),
     (
-        "guide: expected a Similarity or embeddings",
+        "guide: expected (N, M) scores or embeddings",
         lambda odd: FILTERED_OF_ALL(
             V, W, guide=(np.ma.array(V.numpy(), mask=(V > 0).numpy()) if odd else V, W)
         ),
@@ -328,12 +327,9 @@ SHARED: list[tuple[str, Any]] = [
         lambda odd: FILTERED_OF_ALL(V, W, guide=(V.to("meta") if odd else V, W)),
     ),
     (
-        "guide: expected the ids of the loss",
-        lambda odd: FILTERED_OF_ALL(
-            V, W, LABEL_SETS, LABEL_SETS, guide=sharded(LABEL_SETS.roll(int(odd), 0))
-        ),
+        "teacher: expected shape (4, 8)",
+        lambda odd: itrloss.DistillationLoss(gather=True)(V, W, sample(4 - odd, 8)),
     ),
-    ("teacher: expected the groups", lambda odd: teacher_of_all(odd)),
     (
         "gather: expected the same in all processes, got numbers of labels",
         lambda odd: OF_ALL(V, W, *[torch.arange(8 + 4 * odd).view(4, -1)] * 2),
@@ -350,13 +346,6 @@ FILTERED_OF_ALL = itrloss.InfoNCELoss(gather=True, margin=0.1)
 UTO_OF_ALL = itrloss.UnifiedTrainingObjective(gather=True)
 
 
-LABEL_SETS = torch.stack([torch.arange(4), torch.arange(4) + 100], 1)
-
-
-def sharded(text_ids: Tensor) -> Similarity:
-    return Similarity.sharded(V, W, LABEL_SETS, text_ids)
-
-
 def four_ids(odd: bool) -> Any:
     return list("abcd") if odd else torch.arange(4)
 
@@ -365,15 +354,6 @@ def metric_of(ids: Any) -> Any:
     metric = itrloss.metrics.RetrievalMetrics()
     metric.update(V, W, ids, ids)
     return metric.compute()
-
-
-def teacher_of_all(odd: bool) -> Any:
-    ids = torch.arange(4)
-    groups = ids // 2
-    teacher = Similarity.sharded(V, W, ids, ids, related=Related((groups, groups)))
-    own = ids % 2 if odd else groups
-    loss = itrloss.DistillationLoss(gather=True)
-    return loss(V, W, teacher, ids, ids, image_groups=own, text_groups=own)
 
 
 def errors(rank: int) -> list[str]:

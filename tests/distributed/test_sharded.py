@@ -169,32 +169,6 @@ def test_batches_may_be_empty_in_all_processes(tmp_path):
         assert not_zero == {}
 
 
-def guided(rank: int) -> list[str]:
-    """What a loss says of guides with its own ids, with others, and without any."""
-    v, w, x, y = (torch.randn(4, 5, generator=torch.Generator().manual_seed(k)) for k in range(4))
-    own = torch.arange(4) + 4 * rank
-    others = own.flip(0) if rank else own
-    coarse = own // 2
-    loss = itrloss.InfoNCELoss(margin=0.1, gather=True)
-    found = []
-    for ids in ((own, own), (own, others), (None, None), (coarse, coarse)):
-        guide = Similarity.sharded(x, y, *ids)
-        try:
-            loss(v, w, own, own, guide=guide)
-            found.append("")
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-def test_all_processes_refuse_a_guide_with_other_ids(tmp_path):
-    for own, others, without, coarse in run(guided, tmp_path):
-        assert own == ""
-        assert without == ""  # without ids, row i has the number of row i
-        assert others == coarse
-        assert others.startswith("guide: expected the ids of the loss")
-
-
 def tied(rank: int) -> list[torch.Tensor]:
     """The hardest negatives of alike images and texts, of which processes have 4 and 2."""
     size = 4 - 2 * rank

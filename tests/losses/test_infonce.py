@@ -107,17 +107,15 @@ def test_a_guide_gets_no_gradient_and_may_be_scores(engine):
     v, w, ids, weights = given("wide")
     x, y = others(len(v), len(w))
     x.requires_grad_()
-    of_scores = Similarity.from_scores(cosines(x, y), *ids, engine=engine)
-    of_vectors = Similarity(x, y, *ids, engine=engine)
     criterion = filtered(0.1, reduction="none", engine=engine)
     compare(
-        lambda v, w: criterion(Similarity(v, w, *ids), guide=of_scores),
-        lambda v, w: criterion(v, w, *ids, guide=of_vectors),
+        lambda v, w: criterion(Similarity(v, w, *ids), guide=cosines(x, y)),
+        lambda v, w: criterion(v, w, *ids, guide=(x, y)),
         (v, w),
         weights,
     )
     v.requires_grad_()
-    sum(values.sum() for values in criterion(v, w, *ids, guide=of_vectors)).backward()
+    sum(values.sum() for values in criterion(v, w, *ids, guide=(x, y))).backward()
     assert v.grad.any()
     assert x.grad is None
 
@@ -256,7 +254,6 @@ def test_the_guide_is_that_of_sentence_transformers(margin, relative, engine, sm
     loss = GISTEmbedLoss(*models, 0.05, contrast_anchors=False, contrast_positives=False, **options)
     x, y = others(9, 9)
     y = x + y
-    guide = Similarity(x, y, engine=engine)
     ours = filtered(0.05, -margin, relative, reduction="none", engine=engine)
     G = cosines(x, y)
     own = G.diagonal()[:, None]
@@ -266,7 +263,7 @@ def test_the_guide_is_that_of_sentence_transformers(margin, relative, engine, sm
     def theirs(v, w):
         return loss([{"own": v, "guide": x}, {"own": w, "guide": y}], None)  # type: ignore
 
-    same(lambda v, w: ours(v, w, guide=guide)[0].mean(), theirs, embeddings(9, 9))
+    same(lambda v, w: ours(v, w, guide=(x, y))[0].mean(), theirs, embeddings(9, 9))
 
 
 @of_engines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -134,56 +135,34 @@ RELATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"row_ids": IDS, "col_ids": IDS, "related": Related((GROUPS, GROUPS))},
     ),
 }
-OTHERS: dict[str, dict[str, Any]] = {
-    "diagonal": {},
-    "ids": {"row_ids": IDS, "col_ids": IDS.roll(1)},
-    "matches": {"related": Related(matches=torch.eye(N).roll(2, 0))},
-    "unweighted": {"related": Related(matches=(torch.eye(N) + torch.eye(N).roll(1, 0)) > 0)},
-    "sets": {"row_ids": SETS, "col_ids": SETS.roll(2, 0)},
-}
 
 
 @pytest.mark.parametrize("name", RELATIONS)
 def test_a_guide_has_the_positives_of_the_loss(name):
-    given, of_guide = RELATIONS[name]
+    given, of_sim = RELATIONS[name]
     loss = InfoNCELoss(0.5, margin=0.0)
+    by_anchor = partial(InfoNCELoss(0.5, margin=0.0, reduction="none"), V, W)
     wanted = loss(V, W, guide=(X, Y), **given)
-    torch.testing.assert_close(loss(V, W, guide=Similarity(X, Y, **of_guide), **given), wanted)
-    sim = Similarity(V, W, **of_guide)
-    found = loss(sim, guide=Similarity(X, Y, **of_guide))
-    torch.testing.assert_close(found, wanted)
-    assert loss(sim.T, guide=Similarity(X, Y, **of_guide).T).isfinite()
-    for other in OTHERS.values():
-        with pytest.raises(ValueError, match="guide: expected the ids of the loss"):
-            loss(V, W, guide=Similarity(X, Y, **other), **given)
-
-
-def test_groups_change_no_positive_of_a_guide():
-    loss = InfoNCELoss(0.5, margin=0.0)
-    options = {"image_ids": IDS, "text_ids": IDS, "image_groups": GROUPS}
-    wanted = loss(V, W, guide=(X, Y), **options)
-    torch.testing.assert_close(loss(V, W, guide=Similarity(X, Y, IDS, IDS), **options), wanted)
+    scores = F.normalize(X) @ F.normalize(Y).T
+    torch.testing.assert_close(loss(V, W, guide=scores, **given), wanted)
+    sim = Similarity(V, W, **of_sim)
+    for guide, turned in ((scores, scores.T), ((X, Y), (Y, X))):
+        torch.testing.assert_close(loss(sim, guide=guide), wanted)
+        swapped = InfoNCELoss(0.5, margin=0.0, reduction="none")(sim.T, guide=turned)
+        torch.testing.assert_close(swapped[::-1], by_anchor(guide=guide, **given))
 
 
 def test_a_teacher_is_over_the_candidates_of_the_loss():
     """Without the groups, its probabilities would add up to less than 1 over the candidates."""
     loss = DistillationLoss(0.5, 0.5)
-    groups = {"image_groups": GROUPS}
-    wanted = loss(V, W, (X, Y), **groups)
-    same = Similarity(X, Y, related=Related((GROUPS, GROUPS)))
-    torch.testing.assert_close(loss(V, W, same, **groups), wanted)
-    padded = torch.arange(N).masked_fill(torch.arange(N) == 2, NO_ID)
-    whole = Similarity(X, Y)
-    others = Similarity(X, Y, related=Related((1 - GROUPS, GROUPS)))
-    for teacher, options in (
-        (whole, groups),
-        (whole, {"image_ids": padded, "text_ids": padded}),
-        (others, groups),
-    ):
-        with pytest.raises(ValueError, match="teacher: expected the groups and the padding of"):
-            loss(V, W, teacher, **options)
-    same = Similarity(X, Y, padded, padded)
-    torch.testing.assert_close(loss(V, W, same, padded, padded), loss(V, W, (X, Y), padded, padded))
+    scores = F.normalize(X) @ F.normalize(Y).T
+    other = scores.clone()
+    other[GROUPS[:, None] != GROUPS] = 9.0  # no candidates
+    wanted = loss(V, W, (X, Y), image_groups=GROUPS)
+    for teacher in (scores, other):
+        torch.testing.assert_close(loss(V, W, teacher, image_groups=GROUPS), wanted)
+    sim = Similarity(V, W, related=Related((GROUPS, GROUPS)))
+    torch.testing.assert_close(loss(sim, teacher=(X, Y)), wanted)
 
 
 # ------------------------------------------------------------------------------- input is checked
@@ -210,12 +189,7 @@ GUIDED: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "own negatives": (OF_OWN, OWN, lambda bad: (X, Y, bad(OF_GUIDE[3]))),
     "shared negatives": ({}, SHARED, lambda bad: (X, Y, bad(OF_GUIDE[2]))),
     "texts among": ({"text_text": True}, SHARED, lambda bad: (X, bad(Y), OF_GUIDE[2])),
-    "similarity": ({}, None, lambda bad: Similarity(bad(X), Y)),
-    "scores": (
-        {},
-        None,
-        lambda bad: Similarity.from_scores(with_nan(F.normalize(X) @ F.normalize(Y).T)),
-    ),
+    "scores": ({}, None, lambda bad: with_nan(F.normalize(X) @ F.normalize(Y).T)),
 }
 
 
@@ -259,7 +233,7 @@ def test_a_guide_may_score_minus_infinity():
     low = lowest.clone()
     low[0, 1] = -1.0
     loss = InfoNCELoss(0.5, margin=0.0)
-    found, wanted = (loss(V, W, guide=Similarity.from_scores(x)) for x in (lowest, low))
+    found, wanted = (loss(V, W, guide=x) for x in (lowest, low))
     torch.testing.assert_close(found, wanted)
 
 
@@ -280,8 +254,6 @@ def test_further_input_is_checked_as_the_batch_is(bad):
         ("teacher", bad(S)),
         (r"teacher\[0\]", (bad(X), Y)),
         (r"teacher\[1\]", (X, bad(Y))),
-        (r"teacher\[1\]", Similarity(X, bad(Y))),
-        ("teacher", Similarity.from_scores(bad(S))),
     ):
         calls.append((name, lambda teacher=teacher: distilling(V, W, teacher)))
     for name, call in calls:

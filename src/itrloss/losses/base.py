@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -24,7 +23,6 @@ from ..checks import (
     no_parameter,
     one_of,
     option,
-    unknown_keyword,
 )
 from ..checks.warnings import may_be_read, warn, warn_of_ids, warn_of_units, warn_of_vectors
 from ..distributed import ProcessGroup, consensus, digest, padded, world_size
@@ -70,16 +68,6 @@ class Loss(CheckedModule):
     def sharded(self) -> bool:
         """Whether the batch is spread over several processes."""
         return bool(self.gather) and world_size(self.process_group) > 1
-
-    def refuse(self, unknown: Mapping[str, object]) -> None:
-        """Raise the error for arguments of a call that ``forward`` does not name."""
-        names = [x for x in inspect.signature(self.forward).parameters if x != "unknown"]
-
-        def check() -> str:
-            """Raise the error, in a job so that all processes raise one."""
-            raise unknown_keyword(type(self).__name__, next(iter(unknown)), names)
-
-        self.agree(check)
 
     def described(self) -> str:
         """Return what has to be the same in all processes, in words; empty for one process."""
@@ -327,7 +315,6 @@ class PairLoss(DirectedLoss):
         image_groups: IdsLike | None = None,
         text_groups: IdsLike | None = None,
         matches: Tensor | None = None,
-        **unknown: Any,
     ) -> Values:
         """Return the loss of embeddings, of a score matrix, or of a :class:`itrloss.Similarity`.
 
@@ -363,8 +350,6 @@ class PairLoss(DirectedLoss):
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with
             ``reduction="none"``.
         """
-        if unknown:
-            self.refuse(unknown)
         related = self._related(image_groups, text_groups, matches)
         sim = self._similarity(images, texts, (image_ids, text_ids), scores, related)
         return self._with_telemetry(self.compute(sim), sim)
@@ -508,7 +493,6 @@ class MemoryLoss(DirectedLoss):
         memory: CoupledMemory,
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
-        **unknown: Any,
     ) -> Values:
         """Return the loss of a batch with the memory of former ones, as :meth:`PairLoss.forward`
         does.
@@ -524,8 +508,6 @@ class MemoryLoss(DirectedLoss):
                 entries of the memory with an anchor's id are no negatives of it. If both are left
                 out, image i matches text i; the memory must have been filled without ids, too.
         """
-        if unknown:
-            self.refuse(unknown)
         batch = images, texts
         keys = image_keys, text_keys
         ids = image_ids, text_ids
