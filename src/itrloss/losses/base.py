@@ -17,6 +17,7 @@ from ..checks import (
     IdsLike,
     Names,
     Option,
+    as_labels,
     check_embeddings,
     check_matrix,
     from_numpy,
@@ -29,7 +30,7 @@ from ..distributed import ProcessGroup, consensus, digest, padded, world_size
 from ..distributed.collectives import replicated, total
 from ..engine.question import Value
 from ..engine.related import PassedIds, Related
-from ..engine.relation import Rule
+from ..engine.relation import Rule, missing_mask
 from ..functional import Reduction, Values
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Directions, Engine, Similarity, as_directions
@@ -53,6 +54,26 @@ class Loss(CheckedModule):
     reduction: Reduction = "mean"
     gather: bool = option(default=False, local=True)
     process_group: ProcessGroup = option(default=None, local=True)
+
+    def __post_init__(self) -> None:
+        """Make the parameters of the options that are learnt."""
+        super().__post_init__()
+        for declared in self._all_options.values():
+            if declared.learnt is None:
+                continue
+            name = declared.learnt.parameter
+            if getattr(self, "learnable", False):
+                # (1,): FSDP and the like do not shard 0-dim parameters.
+                setattr(self, name, nn.Parameter(torch.zeros(1)))
+            elif name != declared.name:
+                setattr(self, name, None)
+        self._reset_learnt()
+
+    def reset_parameters(self) -> None:
+        """Give parameters the values that they had first, or of learnt options those that were set
+        last, as is needed after ``to_empty``.
+        """
+        self._reset_learnt()
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; raise an AttributeError for a parameter that a loss does not learn."""
@@ -172,9 +193,10 @@ class SimilarityLoss(Loss):
     @property
     def in_cosines(self) -> bool:
         """Whether the options are for scores of the size of cosines; a warning says if given scores
-        are larger.
+        are larger. A temperature tells it; a loss with a scale or a margin says it itself.
         """
-        return False
+        temperature = getattr(self, "temperature", None)
+        return temperature is not None and bool(temperature < 0.5)
 
     @property
     def active_margin(self) -> float:
@@ -563,3 +585,19 @@ class MemoryLoss(DirectedLoss):
         Every subclass implements it, and applies ``self.reduction``.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement compute(sims)")
+
+
+def existing(size: int, device: torch.device, **several: IdsLike | None) -> Tensor | None:
+    """Return the (size,) bool mask of the items that exist by all of their ids; None: all do.
+
+    An accelerator that has ids has to synchronise for what is made of it. A compiled graph has
+    fixed sizes, so that nothing is left out there.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    missing: list[Tensor] = []
+    for name, ids in several.items():
+        mask = None if ids is None else missing_mask(as_labels(name, ids, size, device))
+        if mask is not None:
+            missing.append(mask)
+    return ~torch.stack(missing).any(0) if missing else None

@@ -36,11 +36,6 @@ class DistillationLoss(PairLoss):
     temperature: float = option(default=0.07, above=0)
     teacher_temperature: float = option(default=0.07, above=0)
 
-    @property
-    def in_cosines(self) -> bool:
-        """Whether the temperature is one for cosines."""
-        return self.temperature < 0.5
-
     def forward(  # type: ignore[override]
         self,
         images: Tensor | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checks import (
     IdsLike,
@@ -67,19 +67,6 @@ class PCMEPlusPlusLoss(SimilarityLoss):
     pseudo_weight: float = option(default=0.1, at_least=0)
     vib_weight: float = option(default=1e-4, at_least=0)
     normalize: bool = True
-
-    def __post_init__(self) -> None:
-        """Make the parameters."""
-        super().__post_init__()
-        if self.learnable:
-            # (1,): FSDP and the like do not shard 0-dim parameters.
-            self.scale = nn.Parameter(torch.zeros(1))
-            self.shift = nn.Parameter(torch.zeros(1))
-            self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
-        self._reset_learnt()
 
     def forward(
         self,
