@@ -209,39 +209,33 @@ class SimilarityLoss(Loss):
 
     def _between(
         self,
-        rows: Tensor,
-        cols: Tensor,
+        tensors: Sequence[Tensor],  # embeddings of rows and columns, or scores
         ids: PassedIds,
         names: Names,
         check: Callable[[], str] | None = None,
-        *,
-        normalize: bool = True,
-        related: Related | None = None,
-        bias: tuple[Tensor, Tensor] | None = None,
+        **options: Any,
     ) -> Similarity:
-        """Return the similarity of embeddings; in a job, with the columns of all processes.
+        """Return the similarity of embeddings or of scores; in a job, with the columns of all
+        processes.
 
-        ``check``: see :meth:`agree`.
+        ``check``: see :meth:`agree`. ``options``: of :class:`Similarity`.
         """
-        options: dict[str, Any] = {
-            "names": names,
-            "normalize": normalize,
-            "related": related,
-            "bias": bias,
-            "engine": self.engine,
-            "check_finite": self.check_finite,
-        }
-        if not self.gather:
-            if check is not None:
-                check()
-            if not (isinstance(rows, Tensor) and isinstance(cols, Tensor)):
-                # A Similarity takes NumPy arrays, too, but training on them would train nothing.
-                check_embeddings(rows, cols, False, names)
-            return Similarity(rows, cols, *ids, **options)
-        same = partial(self._same, check)
-        return Similarity.sharded(
-            rows, cols, *ids, process_group=self.process_group, same=same, **options
-        )
+        options |= {"names": names, "engine": self.engine, "check_finite": self.check_finite}
+        if self.gather:
+            options["process_group"] = self.process_group
+            options["same"] = partial(self._same, check)
+        elif check is not None:
+            check()
+        if len(tensors) == 1:
+            make = Similarity.sharded_scores if self.gather else Similarity.from_scores
+            return make(tensors[0], *ids, **options)
+        rows, cols = tensors
+        if self.gather:
+            return Similarity.sharded(rows, cols, *ids, **options)
+        if not (isinstance(rows, Tensor) and isinstance(cols, Tensor)):
+            # A Similarity takes NumPy arrays, too, but training on them would train nothing.
+            check_embeddings(rows, cols, False, names)
+        return Similarity(rows, cols, *ids, **options)
 
     def _same(self, check: Callable[[], str] | None) -> str:
         """Check the input; return what has to be the same in all processes."""
@@ -254,8 +248,10 @@ class SimilarityLoss(Loss):
         The first batch on the CPU is looked at for what is suspicious. Values of one direction
         alone are a tensor.
         """
-        if not torch.compiler.is_compiling() and not self._looked:
-            self._look(loss, sim.batch if isinstance(sim, MemorySimilarity) else sim)
+        if not self._looked:
+            batch = sim.batch if isinstance(sim, MemorySimilarity) else sim
+            if self.is_to_look(batch):
+                self._look(loss, batch)
         if self._observed and not torch.compiler.is_compiling():
             if isinstance(sim, MemorySimilarity):
                 self.telemetry = describe_memory(sim, self.process_group)
@@ -265,11 +261,13 @@ class SimilarityLoss(Loss):
             return loss[0]
         return loss
 
+    def is_to_look(self, sim: Similarity) -> bool:
+        """Return whether no batch was looked at yet, and this one is on the CPU, uncompiled."""
+        return not (self._looked or torch.compiler.is_compiling()) and may_be_read(sim)
+
     @torch.no_grad()  # or a checkpoint would find more saved tensors than in the second pass
     def _look(self, loss: Values, sim: Similarity) -> None:
-        """Warn of a batch that is probably not what was meant; on accelerators, do nothing."""
-        if not may_be_read(sim):
-            return
+        """Warn of a batch that is probably not what was meant."""
         self._looked = True
         name = type(self).__name__
         warn_of_ids(name, loss, sim)
@@ -417,16 +415,9 @@ class PairLoss(DirectedLoss):
                 images.check_finite()
             return images
         # Similarity refuses None, which is no tensor, in all processes at once.
-        normalize = self.normalize
-        return self._between(
-            images,  # type: ignore[arg-type]
-            texts,  # type: ignore[arg-type]
-            ids,
-            IMAGES_AND_TEXTS,
-            check,
-            normalize=normalize,
-            related=related,
-        )
+        options = {"normalize": self.normalize, "related": related}
+        tensors: Any = images, texts
+        return self._between(tensors, ids, IMAGES_AND_TEXTS, check, **options)
 
     def _check_alone(
         self,
@@ -471,19 +462,9 @@ class PairLoss(DirectedLoss):
             if any(x is not None for x in embeddings):
                 raise ValueError("scores: expected either scores or images and texts, got both")
             check_matrix("scores", scores, "(N, M)", empty=self.sharded)
-            return self._same(check)
+            return "" if check is None else check()
 
-        options: dict[str, Any] = {
-            "names": IMAGES_AND_TEXTS,
-            "related": related,
-            "engine": self.engine,
-            "check_finite": self.check_finite,
-        }
-        if not self.gather:
-            checked()
-            return Similarity.from_scores(scores, *ids, **options)
-        group = self.process_group
-        return Similarity.sharded_scores(scores, *ids, process_group=group, same=checked, **options)
+        return self._between((scores,), ids, IMAGES_AND_TEXTS, checked, related=related)
 
 
 class MemoryLoss(DirectedLoss):

@@ -347,12 +347,10 @@ class CODERObjective(CheckedModule):
 
     def _described(self) -> str:
         """Return what has to be the same in all processes, in words."""
-        parts = self.batch, self.memory, self.concept, self.classifier
-        options = "; ".join(part.described() for part in parts)
         known = ""
         if self.prototype_weight and not self.training:
             known = f", prototypes found before {len(self.prototypes) > 0}"
-        return f"CODERObjective {self.extra_repr()}, training {self.training}{known}; {options}"
+        return f"CODERObjective {self.extra_repr()}, training {self.training}{known}"
 
     @torch.no_grad()
     def _prototypes_of(self, images: Tensor, texts: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ class SigmoidLoss(PairLoss):
         """Warn of a batch, and of a scale in place of its logarithm."""
         super()._look(loss, sim)
         log_scale: Tensor | None = getattr(self, "log_scale", None)
-        if self._looked and log_scale is not None:
+        if log_scale is not None:
             warn_of_scale(log_scale.detach())
 
     def compute(self, sim: Similarity) -> Values:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .. import functional
 from ..checks import IdsLike, option
-from ..checks.warnings import may_be_read, warn_of_units, warn_of_vectors
 from ..functional import Values
 from ..similarity import Similarity
 from .base import PairLoss
@@ -75,19 +74,9 @@ class DistillationLoss(PairLoss):
             if n != m:
                 ids = torch.arange(n, device=own.device), torch.arange(m, device=own.device)
         sim = self._similarity(images, texts, ids, scores, related, check)
-        taught = similarity_of("teacher", model, sim, self)
-        if not self._looked and not torch.compiler.is_compiling():
-            self._look_at_teacher(taught)
+        in_cosines = self.teacher_temperature < 0.5
+        taught = similarity_of("teacher", model, sim, self, in_cosines)
         return self._with_telemetry(self.compute(sim, taught), sim)
-
-    @torch.no_grad()
-    def _look_at_teacher(self, teacher: Similarity) -> None:
-        """Warn of a teacher in other units, or of its embeddings; see :meth:`_look`."""
-        if not may_be_read(teacher):
-            return
-        warn_of_vectors(teacher)
-        if self.teacher_temperature < 0.5:
-            warn_of_units(type(self).__name__, teacher, "teacher: scores")
 
     def compute(  # type: ignore[override]
         self, sim: Similarity, teacher: Similarity

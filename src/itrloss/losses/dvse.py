@@ -81,7 +81,7 @@ class VarianceAwareLoss(SimilarityLoss):
         )
         if torch.compiler.is_compiling():
             return value
-        if not self._looked:
+        if self.is_to_look(frame):
             self._look(value, frame)
         if self._observed:
             self.telemetry = self._described(heads, frame)
@@ -101,7 +101,7 @@ class VarianceAwareLoss(SimilarityLoss):
             return f"{images.shape[1]} heads, {self.described()}"
 
         self.agree(check)
-        frame = self._between(images[:, 0], texts, ids, _NAMES)
+        frame = self._between((images[:, 0], texts), ids, _NAMES)
         units = normalized(images.transpose(0, 1))  # (K, N, D)
         n = frame.pairs.shape[0]
         if n > units.shape[1]:  # padding of a batch that processes share

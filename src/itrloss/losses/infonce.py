@@ -15,29 +15,25 @@ from torch import Tensor
 from .. import functional
 from ..anchors import Anchors
 from ..checks import IdsLike, Names, are_strings, as_number, option
-from ..checks.warnings import may_be_read, warn_of_units
 from ..engine.related import PassedIds
 from ..engine.vectors import compute_dtype
 from ..functional import Values
 from ..memory import CoupledMemory, MemorySimilarity
-from ..similarity import SIDES, Directions, Similarity
+from ..similarity import SIDES, Similarity
 from ..terms import identity, softplus
 from .base import LEAST_LOG, MemoryLoss, PairLoss
 from .further import (
-    ByIds,
+    FurtherRelation,
     OwnNegatives,
     Relation,
     as_negative_ids,
     check_negatives,
-    relation_of,
     scores_of_own,
 )
 from .other_model import as_tensors, check_kind, similarity_of, zero_or_nan
 from .temperature import TemperatureLoss
 
 ROUNDING = 32.0  # units in the last place by which two products of the same vectors may differ
-#: The direction in which a side's anchors have values.
-TOWARDS: dict[int, Directions] = {0: "image-text", 1: "text-image"}
 _OF_IMAGES = Names("images", "images", "image_ids", "image_ids")
 _OF_TEXTS = Names("texts", "texts", "text_ids", "text_ids")
 _OF_NEGATIVES = Names("images", "negatives", "image_ids", "negative_ids")
@@ -220,30 +216,22 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         sim = self._similarity(images, texts, ids, scores, related, check)
         if further is None:
             return self._with_telemetry(self.compute(sim), sim)
-        relation = relation_of(sim, ids, related, numbers[0])
+        relation = FurtherRelation(sim, ids, related, numbers[0])
         value = self._with_further(sim, further, relation)
         return self._with_telemetry(value, sim)
 
-    def _with_further(self, sim: Similarity, further: Further, relation: ByIds) -> Values:
+    def _with_further(self, sim: Similarity, further: Further, relation: FurtherRelation) -> Values:
         """Return the loss with candidates outside the batch, or a guide."""
         guide: Any = further.guide
         models = [further.model]
         judge: Guide | None = None
         if guide is not None:
-            of_batch = similarity_of("guide", guide, sim, self)
-            self._look_at_guide(of_batch)
+            in_cosines = self.margin is not None and abs(self.margin) < 1 and not self.relative
+            of_batch = similarity_of("guide", guide, sim, self, in_cosines)
             judge = Guide(of_batch, zero_or_nan(guide))
         if isinstance(guide, list):
             models.append(Model(*guide))
         return self.compute(sim, self._further(sim, models, relation), judge)
-
-    @torch.no_grad()
-    def _look_at_guide(self, guide: Similarity) -> None:
-        """Warn of a guide in other units; see :meth:`_look`."""
-        if self._looked or torch.compiler.is_compiling() or not may_be_read(guide):
-            return
-        if self.margin is not None and abs(self.margin) < 1 and not self.relative:
-            warn_of_units(type(self).__name__, guide, "guide: scores")
 
     def _check_options(self, has_negatives: bool) -> None:
         """Raise an error for options that do not go together."""
@@ -307,36 +295,25 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
                 raise ValueError("negative_ids: expected None without negatives")
             return "without negatives", None
         are_scores = further.are_scores
-        self._check_negatives(further.model.images, negatives, _OF_NEGATIVES, are_scores)
+        check_negatives(self, further.model.images, negatives, _OF_NEGATIVES, are_scores)
         numbers = as_negative_ids(negative_ids, image_ids, negatives, are_scores)
         kind = None if negative_ids is None else are_strings(negative_ids)
         has_ids = numbers is not None
         words = f"negatives of {negatives.dim()} dimensions with ids {has_ids}, of strings {kind}"
         return words, numbers
 
-    def _check_negatives(
-        self, images: Tensor, negatives: Tensor, names: Names, are_scores: bool = False
-    ) -> None:
-        """Raise an error unless there are negatives of images."""
-        check_negatives(
-            images,
-            negatives,
-            names,
-            are_scores=are_scores,
-            check_finite=self.check_finite,
-            empty=self.sharded,
-        )
-
     def _check_negatives_of_guide(self, images: Tensor, negatives: Tensor, model: Model) -> None:
         """Raise an error unless a guide has embeddings of the same negatives."""
-        self._check_negatives(images, negatives, _OF_GUIDE_AND_NEGATIVES)
+        check_negatives(self, images, negatives, _OF_GUIDE_AND_NEGATIVES)
         assert model.negatives is not None
         shape = model.negatives.shape if model.texts is None else model.negatives.shape[:-1]
         if negatives.shape[:-1] != shape:
             expected = f"expected shape {(*shape, images.shape[1])}, as of negatives"
             raise ValueError(f"guide[2]: {expected}, got {tuple(negatives.shape)}")
 
-    def _further(self, sim: Similarity, models: Sequence[Model], relation: ByIds) -> list[Part]:
+    def _further(
+        self, sim: Similarity, models: Sequence[Model], relation: FurtherRelation
+    ) -> list[Part]:
         """Return the parts of denominators that are outside the batch.
 
         ``models``: the loss's own, and the guide's, if it has embeddings.
@@ -355,7 +332,9 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             parts.append(Part((1,), among, limited=limited, for_partners=True))
         return parts
 
-    def _negatives(self, sim: Similarity, model: Model, relation: ByIds) -> Anchors | OwnNegatives:
+    def _negatives(
+        self, sim: Similarity, model: Model, relation: FurtherRelation
+    ) -> Anchors | OwnNegatives:
         """Return the images of a model with their negatives."""
         images, texts, negatives, normalize = model
         assert negatives is not None
@@ -368,14 +347,14 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         related = relation.with_negatives(0, len(images), negatives)
         return self._compared(images, negatives, related, _OF_NEGATIVES, normalize)
 
-    def _among(self, side: int, model: Model, relation: ByIds) -> Anchors:
+    def _among(self, side: int, model: Model, relation: FurtherRelation) -> Anchors:
         """Return the images of a model (``side`` 0), or its texts, with one another."""
         own = model.texts if side else model.images
         assert own is not None
         names = (_OF_IMAGES, _OF_TEXTS)[side]
         return self._compared(own, own, relation.among(side), names, model.normalize)
 
-    def _texts(self, model: Model, relation: ByIds) -> Anchors:
+    def _texts(self, model: Model, relation: FurtherRelation) -> Anchors:
         """Return the texts of a model with one another and with negatives of all images."""
         among = self._among(1, model, relation)
         _, texts, negatives, normalize = model
@@ -390,7 +369,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
     ) -> Similarity:
         """Return the similarity of candidates outside the batch."""
         ids, related = relation
-        return self._between(rows, cols, ids, names, normalize=normalize, related=related)
+        return self._between((rows, cols), ids, names, normalize=normalize, related=related)
 
     # -------------------------------------------------------------------------------------- formula
 

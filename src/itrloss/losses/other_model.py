@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..anchors import AnchorSide
 from ..checks import Names, check_embeddings, check_matrix, from_numpy
+from ..checks.warnings import warn_of_units, warn_of_vectors
 from ..distributed import padded
 from ..distributed.collectives import gather
 from ..distributed.consensus import described
@@ -66,11 +67,16 @@ def check_sizes(name: str, model: OtherModel, sim: Similarity, loss: SimilarityL
 
 
 def similarity_of(
-    name: str, model: OtherModel, sim: Similarity, loss: SimilarityLoss
+    name: str,
+    model: OtherModel,
+    sim: Similarity,
+    loss: SimilarityLoss,
+    in_cosines: bool,  # whether the loss takes the scores for cosines
 ) -> Similarity:
     """Return another model's similarities of the images and texts of ``sim``, with its relation.
 
-    Wrong input is an error, of a shared batch in all processes.
+    Wrong input is an error, of a shared batch in all processes. There is a warning for what is
+    probably not what was meant.
     """
 
     def check() -> str:
@@ -89,7 +95,7 @@ def similarity_of(
             scores = spread_columns(scores, share.processes, 0.0)
         engine = choose_engine(loss.engine, numel, 8 * numel, scores)  # they are held anyway
         matrix = Matrix.of_scores(Embeddings(scores, False), sim.pairs, engine, strict)
-        return Similarity.of_anchors(AnchorSide(matrix, sim.side, share))
+        return looked_at(name, AnchorSide(matrix, sim.side, share), loss, in_cosines)
     rows, cols = model[1::-1] if sim.side else model[:2]
     if share is not None:
         n, m = share.processes.padded
@@ -104,7 +110,18 @@ def similarity_of(
         budget,
         strict,
     )
-    return Similarity.of_anchors(AnchorSide(matrix, sim.side, share))
+    return looked_at(name, AnchorSide(matrix, sim.side, share), loss, in_cosines)
+
+
+@torch.no_grad()  # see `SimilarityLoss._look`
+def looked_at(name: str, anchors: AnchorSide, loss: SimilarityLoss, in_cosines: bool) -> Similarity:
+    """Return another model's similarities; before the first batch, warn of vectors and units."""
+    sim = Similarity.of_anchors(anchors)
+    if loss.is_to_look(sim):
+        warn_of_vectors(sim)
+        if in_cosines:
+            warn_of_units(type(loss).__name__, sim, f"{name}: scores")
+    return sim
 
 
 def zero_or_nan(model: OtherModel) -> Tensor:

@@ -124,7 +124,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         rows, cols = (2**0.5 * m for m in means)
         bias = -sums[0], -sums[1]
         ids = image_ids, text_ids
-        return self._between(rows, cols, ids, _NAMES, normalize=False, bias=bias)
+        return self._between((rows, cols), ids, _NAMES, normalize=False, bias=bias)
 
     def compute(self, sim: Similarity, divergence: Tensor | None = None) -> Values:
         """Return the loss of the similarities -d; ``divergence``: (A,), of each anchor."""

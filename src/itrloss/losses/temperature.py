@@ -72,6 +72,5 @@ class TemperatureLoss(SimilarityLoss):
     def _look(self, loss: Values, sim: Similarity) -> None:
         """Warn of a batch, and of a temperature that is probably a scale."""
         super()._look(loss, sim)
-        if self._looked:
-            with torch.no_grad():  # later calls save no tensor for it either
-                warn_of_temperature(self.temperature, sim)
+        with torch.no_grad():  # later calls save no tensor for it either
+            warn_of_temperature(self.temperature, sim)
