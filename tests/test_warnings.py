@@ -235,9 +235,7 @@ SUSPICIOUS: list[tuple[Any, str]] = [
     (lambda: itrloss.DistillationLoss()(IMAGES, TEXTS, 100 * COSINES), "teacher: scores above 5"),
     (lambda: itrloss.DistillationLoss()(UNIT, UNIT.flip(1), UNIT), UNIT_ROWS),
     (
-        lambda: itrloss.InfoNCELoss(margin=0.1)(
-            IMAGES, TEXTS, guide=Similarity.from_scores(100 * COSINES)
-        ),
+        lambda: itrloss.InfoNCELoss(margin=0.1)(IMAGES, TEXTS, guide=100 * COSINES),
         "guide: scores above 5",
     ),
     (infonce(SQUARE, SQUARE.T), "images, texts: a matrix and its transpose"),

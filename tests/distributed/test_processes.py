@@ -192,11 +192,6 @@ def without_gradient(call: Callable[[], Any], odd: bool) -> Any:
         return call()
 
 
-def others() -> tuple[itrloss.Similarity, itrloss.Similarity]:
-    """Another model's similarities, of all processes and of this one."""
-    return itrloss.Similarity.sharded(*pairs()), itrloss.Similarity(*pairs())
-
-
 def coder(objective: itrloss.CODERObjective) -> Any:
     return objective(*pairs(), *pairs(), memory(), *pairs())
 
@@ -269,14 +264,6 @@ classifier = itrloss.PrototypeClassificationLoss
 def masked(x: Tensor) -> Any:
     array = x.detach().numpy()
     return np.ma.array(array, mask=array > 0)
-
-
-def teacher_with_groups(odd: bool) -> Any:
-    groups = ids // 2
-    related = itrloss.Related((groups, groups))
-    teacher = itrloss.Similarity.sharded(*pairs(), ids, ids, related=related)
-    own = ids % 2 if odd else groups
-    return itrloss.DistillationLoss(gather=True)(*pairs(), teacher, ids, ids, image_groups=own)
 
 
 def of_sets(dim: int = D, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
@@ -408,10 +395,10 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
     ),
     "guide": (
         lambda odd: itrloss.InfoNCELoss(margin=0.1, gather=True)(
-            *pairs(), guide=None if odd else others()[0]
+            *pairs(), guide=None if odd else pairs()
         ),
-        "guide of (12, 12) images and texts",
-        "without a guide",
+        "guide True",
+        "guide False",
     ),
     "mode": (
         lambda odd: itrloss.TripletLoss(gather=True).train(not odd)(*pairs()),
@@ -619,14 +606,10 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         "ValueError: text_ids:",
     ),
     "guide": (
-        lambda odd: itrloss.InfoNCELoss(margin=0.1, gather=True)(*pairs(), guide=others()[odd]),
-        "TypeError: guide: expected a Similarity.sharded",
-    ),
-    "size of the guide": (
         lambda odd: itrloss.InfoNCELoss(margin=0.1, gather=True)(
-            *pairs(), guide=itrloss.Similarity.sharded(*(sample(4 + odd, D) for _ in range(2)))
+            *pairs(), guide=sample(4) if odd else pairs()
         ),
-        "ValueError: guide: expected (4, 4) images and texts of this process, got (5, 5)",
+        "ValueError: guide: expected shape (N, M)",
     ),
     "rows of the guide": (
         lambda odd: itrloss.InfoNCELoss(margin=0.1, gather=True)(
@@ -635,8 +618,8 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         "ValueError: guide[1]: expected as many rows as there are texts, 4, got shape (5,",
     ),
     "teacher": (
-        lambda odd: itrloss.DistillationLoss(gather=True)(*pairs(), others()[odd]),
-        "TypeError: teacher: expected a Similarity.sharded",
+        lambda odd: itrloss.DistillationLoss(gather=True)(*pairs(), "odd" if odd else pairs()),
+        "TypeError: teacher: expected (N, M) scores",
     ),
     "negatives of each": (
         lambda odd: pair(gather=True)(*pairs(), negatives=sample(4 + odd, 2, D)),
@@ -669,16 +652,6 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
     "no texts": (
         lambda odd: pair(gather=True)(sample(4, D), None if odd else sample(4, D)),
         "TypeError: texts: expected embeddings",
-    ),
-    "unknown argument": (
-        lambda odd: pair(gather=True)(*pairs(), **{"label": ids} if odd else {}),
-        "TypeError: InfoNCELoss: ",
-    ),
-    "unknown argument of distillation": (
-        lambda odd: itrloss.DistillationLoss(gather=True)(
-            *pairs(), pairs(), **{"matches": torch.eye(4)} if odd else {}
-        ),
-        "TypeError: DistillationLoss: ",
     ),
     "limit of a scale": (
         lambda odd: pair(max_scale=20 if odd else None, gather=True)(*pairs()),
@@ -750,7 +723,7 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
     ),
     "masked guide": (
         lambda odd: filtered(*pairs(), guide=[masked(x) if odd else x for x in pairs()]),
-        "TypeError: guide: expected a Similarity or embeddings",
+        "TypeError: guide: expected (N, M) scores or embeddings",
     ),
     "device of the guide": (
         lambda odd: filtered(*pairs(), guide=(pairs()[0].to("meta" if odd else "cpu"), pairs()[1])),
@@ -781,18 +754,6 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
 
 # What all say.
 ALIKE: dict[str, tuple[Callable[[bool], Any], str]] = {
-    "labels of the guide": (
-        lambda odd: filtered(
-            *pairs(),
-            *[labels] * 2,
-            guide=itrloss.Similarity.sharded(*pairs(), labels, labels.roll(int(odd), 0)),
-        ),
-        "ValueError: guide: expected the ids of the loss",
-    ),
-    "groups of the teacher": (
-        teacher_with_groups,
-        "ValueError: teacher: expected the groups",
-    ),
     "columns of scores": (
         lambda odd: pair(gather=True)(scores=sample(4, 12 - odd)),
         "ValueError: scores: expected 12 columns",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,53 +32,53 @@ OF_GUIDE = {2: vectors(K, seed=6), 3: vectors(N, K, seed=7)}  # by their dimensi
 SETS = torch.stack([torch.arange(N), torch.arange(N) + 100], 1)
 IDS = torch.arange(N) % 4
 GROUPS = torch.arange(N) % 2
-ROLLED = torch.eye(N).roll(1, 0)
-# What the loss is given, and what a guide has of another.
-RELATIONS: list[dict[str, Any]] = [
-    {"matches": ROLLED},
-    {"matches": torch.eye(N) + ROLLED / 2},
-    {"image_ids": SETS, "text_ids": SETS.roll(1, 0)},
-    {"image_ids": IDS, "text_ids": IDS, "image_groups": GROUPS},
-]
-OTHERS: list[dict[str, Any]] = [
-    {},
-    {"row_ids": IDS, "col_ids": IDS.roll(1)},
-    {"related": Related(matches=torch.eye(N).roll(2, 0))},
-    {"related": Related(matches=(torch.eye(N) + ROLLED) > 0)},  # without weights
-    {"row_ids": SETS, "col_ids": SETS.roll(2, 0)},
-]
+# What the loss is given, and the same of a Similarity.
+RELATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "matches": (
+        {"matches": torch.eye(N).roll(1, 0)},
+        {"related": Related(matches=torch.eye(N).roll(1, 0))},
+    ),
+    "weights": (
+        {"matches": torch.eye(N) + torch.eye(N).roll(1, 0) / 2},
+        {"related": Related(matches=torch.eye(N) + torch.eye(N).roll(1, 0) / 2)},
+    ),
+    "sets": (
+        {"image_ids": SETS, "text_ids": SETS.roll(1, 0)},
+        {"row_ids": SETS, "col_ids": SETS.roll(1, 0)},
+    ),
+    "groups": (
+        {"image_ids": IDS, "text_ids": IDS, "image_groups": GROUPS},
+        {"row_ids": IDS, "col_ids": IDS, "related": Related((GROUPS, GROUPS))},
+    ),
+}
 
 
-@pytest.mark.parametrize("given", RELATIONS)
-def test_a_guide_has_the_positives_of_the_loss(given):
-    """`test_random_cases` has guides that do."""
+@pytest.mark.parametrize("name", RELATIONS)
+def test_a_guide_has_the_positives_of_the_loss(name):
+    given, of_sim = RELATIONS[name]
     loss = InfoNCELoss(0.5, margin=0.0)
-    for other in OTHERS:
-        with pytest.raises(ValueError, match="guide: expected the ids of the loss"):
-            loss(V, W, guide=Similarity(X, Y, **other), **given)
-
-
-def test_groups_change_no_positive_of_a_guide():
-    loss = InfoNCELoss(0.5, margin=0.0)
-    options = {"image_ids": IDS, "text_ids": IDS, "image_groups": GROUPS}
-    wanted = loss(V, W, guide=(X, Y), **options)
-    torch.testing.assert_close(loss(V, W, guide=Similarity(X, Y, IDS, IDS), **options), wanted)
+    by_anchor = partial(InfoNCELoss(0.5, margin=0.0, reduction="none"), V, W)
+    wanted = loss(V, W, guide=(X, Y), **given)
+    scores = F.normalize(X) @ F.normalize(Y).T
+    torch.testing.assert_close(loss(V, W, guide=scores, **given), wanted)
+    sim = Similarity(V, W, **of_sim)
+    for guide, turned in ((scores, scores.T), ((X, Y), (Y, X))):
+        torch.testing.assert_close(loss(sim, guide=guide), wanted)
+        swapped = InfoNCELoss(0.5, margin=0.0, reduction="none")(sim.T, guide=turned)
+        torch.testing.assert_close(swapped[::-1], by_anchor(guide=guide, **given))
 
 
 def test_a_teacher_is_over_the_candidates_of_the_loss():
     """Without the groups, its probabilities would add up to less than 1 over the candidates."""
     loss = DistillationLoss(0.5, 0.5)
-    groups = {"image_groups": GROUPS}
-    padded = torch.arange(N).masked_fill(torch.arange(N) == 2, NO_ID)
-    whole = Similarity(X, Y)
-    others = Similarity(X, Y, related=Related((1 - GROUPS, GROUPS)))
-    for teacher, options in (
-        (whole, groups),
-        (whole, {"image_ids": padded, "text_ids": padded}),
-        (others, groups),
-    ):
-        with pytest.raises(ValueError, match="teacher: expected the groups and the padding of"):
-            loss(V, W, teacher, **options)
+    scores = F.normalize(X) @ F.normalize(Y).T
+    other = scores.clone()
+    other[GROUPS[:, None] != GROUPS] = 9.0  # no candidates
+    wanted = loss(V, W, (X, Y), image_groups=GROUPS)
+    for teacher in (scores, other):
+        torch.testing.assert_close(loss(V, W, teacher, image_groups=GROUPS), wanted)
+    sim = Similarity(V, W, related=Related((GROUPS, GROUPS)))
+    torch.testing.assert_close(loss(sim, teacher=(X, Y)), wanted)
 
 
 # ------------------------------------------------------------------------------- input is checked
@@ -104,12 +105,7 @@ GUIDED: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "own negatives": (OF_OWN, OWN, lambda bad: (X, Y, bad(OF_GUIDE[3]))),
     "shared negatives": ({}, SHARED, lambda bad: (X, Y, bad(OF_GUIDE[2]))),
     "texts among": ({"text_text": True}, SHARED, lambda bad: (X, bad(Y), OF_GUIDE[2])),
-    "similarity": ({}, None, lambda bad: Similarity(bad(X), Y)),
-    "scores": (
-        {},
-        None,
-        lambda bad: Similarity.from_scores(with_nan(F.normalize(X) @ F.normalize(Y).T)),
-    ),
+    "scores": ({}, None, lambda bad: with_nan(F.normalize(X) @ F.normalize(Y).T)),
 }
 
 
@@ -153,14 +149,13 @@ def test_a_guide_may_score_minus_infinity():
     low = lowest.clone()
     low[0, 1] = -1.0
     loss = InfoNCELoss(0.5, margin=0.0)
-    found, wanted = (loss(V, W, guide=Similarity.from_scores(x)) for x in (lowest, low))
+    found, wanted = (loss(V, W, guide=x) for x in (lowest, low))
     torch.testing.assert_close(found, wanted)
 
 
 TEACHERS = {
     "embeddings": lambda x: (x, Y),
-    "similarity": lambda x: Similarity(X, x),
-    "scores": lambda x: Similarity.from_scores(x @ Y.T),
+    "scores": lambda x: x @ Y.T,
 }
 
 

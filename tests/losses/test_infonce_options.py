@@ -32,12 +32,10 @@ def test_distillation_of_scores_is_that_of_their_embeddings():
     wanted = loss(images, texts, teacher)
     torch.testing.assert_close(loss(scores=scores, teacher=teacher), wanted)
     model = torch.randn(N, 3, dtype=torch.float64), torch.randn(M, 3, dtype=torch.float64)
-    of_model = Similarity(*model, torch.arange(N), torch.arange(M))
+    of_model = F.normalize(model[0]) @ F.normalize(model[1]).T
     by_embeddings = loss(images, texts, model)
-    torch.testing.assert_close(by_embeddings, loss(images, texts, of_model.scores()))
-    similarity = Similarity.from_scores(teacher, torch.arange(N), torch.arange(M))
-    torch.testing.assert_close(loss(scores=scores, teacher=similarity), wanted)
-    with pytest.raises(TypeError, match="teacher: expected a Similarity"):
+    torch.testing.assert_close(by_embeddings, loss(images, texts, of_model))
+    with pytest.raises(TypeError, match="teacher: expected"):
         loss(scores=scores)
     with pytest.raises(ValueError, match="teacher: expected shape"):
         loss(scores=scores, teacher=teacher[:, :4])

@@ -41,7 +41,7 @@ def test_deviations_of_heads_with_groups_are_of_the_candidates_that_meet():
     assert abs(float(total)) < 1e-9
 
 
-@pytest.mark.parametrize("kind", ["ids", "label sets", "text ids alone"])
+@pytest.mark.parametrize("kind", ["ids", "label sets", "text ids alone", "image or text"])
 def test_prototypes_of_coder(kind):
     """Neither the clusters nor the classifier see pairs that do not exist."""
     x = sample(6, N, D, dtype=torch.float64)
@@ -53,6 +53,10 @@ def test_prototypes_of_coder(kind):
     given = (missing, missing)
     if kind == "text ids alone":
         given = None, torch.arange(11).where(missing != NO_ID, NO_ID)
+    if kind == "image or text":  # one of which exists
+        numbers = torch.arange(11)
+        exists = [(missing != NO_ID) | (numbers % 2 == side) for side in range(2)]
+        given = tuple((numbers + 90).where(mask, NO_ID) for mask in exists)
     terms = []
     for vectors, own in ((x, (ids, ids)), (more, given)):
         torch.manual_seed(0)

@@ -358,15 +358,7 @@ def with_guide(case: LossCase) -> list[Tensor]:
 
 
 def of_guide(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    guide = judged(case, loss, case.guide) if case.form == "similarity" else case.guide
-    return loss(*leaves, guide=guide, **case.batch.given)
-
-
-def judged(case: LossCase, loss: Any, vectors: Any) -> Similarity:
-    """What another model says of the batch, with an engine of its own."""
-    make: Any = Similarity.sharded if loss.gather else Similarity
-    engine = "dense" if loss.engine == "tiled" else "tiled"
-    return make(*vectors, *case.batch.ids, engine=engine, related=case.batch.related)
+    return loss(*leaves, guide=case.guide, **case.batch.given)
 
 
 def loops_of_guide(case: LossCase, leaves: list[Tensor]) -> Any:
@@ -387,7 +379,7 @@ def with_teacher(case: LossCase) -> list[Tensor]:
 
 
 def of_teacher(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    teacher = judged(case, loss, case.guide) if case.form == "similarity" else case.teacher
+    teacher = case.guide if case.form == "similarity" else case.teacher
     return loss(*leaves, teacher, **case.batch.given)
 
 

@@ -26,8 +26,8 @@ from support import (
 Takes = Literal[
     "pairs",  # images, texts, and ids if there are any
     "negatives",  # pairs, and more texts that match no image
-    "guide",  # pairs, and a similarity that decides which negatives count
-    "teacher",  # pairs, and the similarity that they are to have
+    "guide",  # pairs, and another model, whose scores decide which negatives count
+    "teacher",  # pairs, and another model, whose scores they are to have
     "memory",  # pairs, their momentum keys, and a CoupledMemory
     "coder",  # the same, and the concepts of images and texts
     "heads",  # several embeddings of each image, and texts

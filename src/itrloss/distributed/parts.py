@@ -166,17 +166,9 @@ def processes_of(
     """Return the processes of a batch, with the ids and groups of all."""
     processes = Processes(group, sizes)
     ids = ids_among_all(known, processes, device)
-    if known.groups is None:
-        processes.gather_ids(*ids)
-    else:  # groups are a further column of labels, so that one message has both
-        tables = []
-        for own_ids, own_groups in zip(ids, known.groups, strict=True):
-            labels = own_ids if own_ids.dim() == 2 else own_ids[:, None]
-            tables.append(torch.cat([labels, own_groups[:, None]], 1))
-        processes.gather_ids(*tables)
-        of_rows, of_cols = processes.ids
-        processes.groups = of_rows[:, -1], of_cols[:, -1]
-        processes.ids = of_rows[:, :-1], of_cols[:, :-1]
+    processes.ids = processes.of_all(*ids)
+    if known.groups is not None:
+        processes.groups = processes.of_all(*known.groups)
     of_rows, of_cols = processes.ids
     if known.groups is None and known.matches is None and of_rows.dim() == of_cols.dim() == 1:
         processes.pairs = Relation((len(of_rows), len(of_cols)), processes.ids, device)

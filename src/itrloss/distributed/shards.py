@@ -45,15 +45,17 @@ class Processes:
         #: Their pairs; None where more than an id of each entry says who matches.
         self.pairs: Relation | None = None
 
-    def gather_ids(self, rows: Tensor, cols: Tensor) -> None:
-        """Gather the ids (N_r,) and (M_r,) of all processes, or tables (N_r, k) and (M_r, l)."""
+    def of_all(self, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ids (N,) and (M,) of all processes, padded, from own ones (N_r,) and (M_r,);
+        or labels (N, k) and (M, l).
+        """
         n, m = self.padded
         own_rows = padded(rows, n, IGNORE_ID)
         own_cols = padded(cols, m, IGNORE_ID)
         own = torch.cat([own_rows.flatten(), own_cols.flatten()])
         every = gather(own, self.group).view(self.world, -1)
         of_rows, of_cols = every.split([own_rows.numel(), own_cols.numel()], 1)
-        self.ids = of_rows.reshape(-1, *rows.shape[1:]), of_cols.reshape(-1, *cols.shape[1:])
+        return of_rows.reshape(-1, *rows.shape[1:]), of_cols.reshape(-1, *cols.shape[1:])
 
     def is_even(self, side: int) -> bool:
         """Return whether no process's rows (``side`` 0) or columns (1) are padded."""

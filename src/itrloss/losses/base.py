@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -18,20 +17,20 @@ from ..checks import (
     IdsLike,
     Names,
     Option,
+    as_labels,
     check_embeddings,
     check_matrix,
     from_numpy,
     no_parameter,
     one_of,
     option,
-    unknown_keyword,
 )
 from ..checks.warnings import may_be_read, warn, warn_of_ids, warn_of_units, warn_of_vectors
 from ..distributed import ProcessGroup, consensus, digest, padded, world_size
 from ..distributed.collectives import replicated, total
 from ..engine.question import Value
 from ..engine.related import PassedIds, Related
-from ..engine.relation import Rule
+from ..engine.relation import Rule, missing_mask
 from ..functional import Reduction, Values
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Directions, Engine, Similarity, as_directions
@@ -56,6 +55,26 @@ class Loss(CheckedModule):
     gather: bool = option(default=False, local=True)
     process_group: ProcessGroup = option(default=None, local=True)
 
+    def __post_init__(self) -> None:
+        """Make the parameters of the options that are learnt."""
+        super().__post_init__()
+        for declared in self._all_options.values():
+            if declared.learnt is None:
+                continue
+            name = declared.learnt.parameter
+            if getattr(self, "learnable", False):
+                # (1,): FSDP and the like do not shard 0-dim parameters.
+                setattr(self, name, nn.Parameter(torch.zeros(1)))
+            elif name != declared.name:
+                setattr(self, name, None)
+        self._reset_learnt()
+
+    def reset_parameters(self) -> None:
+        """Give parameters the values that they had first, or of learnt options those that were set
+        last, as is needed after ``to_empty``.
+        """
+        self._reset_learnt()
+
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; raise an AttributeError for a parameter that a loss does not learn."""
         is_ours = type(self).__module__.startswith("itrloss.")
@@ -70,16 +89,6 @@ class Loss(CheckedModule):
     def sharded(self) -> bool:
         """Whether the batch is spread over several processes."""
         return bool(self.gather) and world_size(self.process_group) > 1
-
-    def refuse(self, unknown: Mapping[str, object]) -> None:
-        """Raise the error for arguments of a call that ``forward`` does not name."""
-        names = [x for x in inspect.signature(self.forward).parameters if x != "unknown"]
-
-        def check() -> str:
-            """Raise the error, in a job so that all processes raise one."""
-            raise unknown_keyword(type(self).__name__, next(iter(unknown)), names)
-
-        self.agree(check)
 
     def described(self) -> str:
         """Return what has to be the same in all processes, in words; empty for one process."""
@@ -184,9 +193,10 @@ class SimilarityLoss(Loss):
     @property
     def in_cosines(self) -> bool:
         """Whether the options are for scores of the size of cosines; a warning says if given scores
-        are larger.
+        are larger. A temperature tells it; a loss with a scale or a margin says it itself.
         """
-        return False
+        temperature = getattr(self, "temperature", None)
+        return temperature is not None and bool(temperature < 0.5)
 
     @property
     def active_margin(self) -> float:
@@ -199,39 +209,33 @@ class SimilarityLoss(Loss):
 
     def _between(
         self,
-        rows: Tensor,
-        cols: Tensor,
+        tensors: Sequence[Tensor],  # embeddings of rows and columns, or scores
         ids: PassedIds,
         names: Names,
         check: Callable[[], str] | None = None,
-        *,
-        normalize: bool = True,
-        related: Related | None = None,
-        bias: tuple[Tensor, Tensor] | None = None,
+        **options: Any,
     ) -> Similarity:
-        """Return the similarity of embeddings; in a job, with the columns of all processes.
+        """Return the similarity of embeddings or of scores; in a job, with the columns of all
+        processes.
 
-        ``check``: see :meth:`agree`.
+        ``check``: see :meth:`agree`. ``options``: of :class:`Similarity`.
         """
-        options: dict[str, Any] = {
-            "names": names,
-            "normalize": normalize,
-            "related": related,
-            "bias": bias,
-            "engine": self.engine,
-            "check_finite": self.check_finite,
-        }
-        if not self.gather:
-            if check is not None:
-                check()
-            if not (isinstance(rows, Tensor) and isinstance(cols, Tensor)):
-                # A Similarity takes NumPy arrays, too, but training on them would train nothing.
-                check_embeddings(rows, cols, False, names)
-            return Similarity(rows, cols, *ids, **options)
-        same = partial(self._same, check)
-        return Similarity.sharded(
-            rows, cols, *ids, process_group=self.process_group, same=same, **options
-        )
+        options |= {"names": names, "engine": self.engine, "check_finite": self.check_finite}
+        if self.gather:
+            options["process_group"] = self.process_group
+            options["same"] = partial(self._same, check)
+        elif check is not None:
+            check()
+        if len(tensors) == 1:
+            make = Similarity.sharded_scores if self.gather else Similarity.from_scores
+            return make(tensors[0], *ids, **options)
+        rows, cols = tensors
+        if self.gather:
+            return Similarity.sharded(rows, cols, *ids, **options)
+        if not (isinstance(rows, Tensor) and isinstance(cols, Tensor)):
+            # A Similarity takes NumPy arrays, too, but training on them would train nothing.
+            check_embeddings(rows, cols, False, names)
+        return Similarity(rows, cols, *ids, **options)
 
     def _same(self, check: Callable[[], str] | None) -> str:
         """Check the input; return what has to be the same in all processes."""
@@ -244,8 +248,10 @@ class SimilarityLoss(Loss):
         The first batch on the CPU is looked at for what is suspicious. Values of one direction
         alone are a tensor.
         """
-        if not torch.compiler.is_compiling() and not self._looked:
-            self._look(loss, sim.batch if isinstance(sim, MemorySimilarity) else sim)
+        if not self._looked:
+            batch = sim.batch if isinstance(sim, MemorySimilarity) else sim
+            if self.is_to_look(batch):
+                self._look(loss, batch)
         if self._observed and not torch.compiler.is_compiling():
             if isinstance(sim, MemorySimilarity):
                 self.telemetry = describe_memory(sim, self.process_group)
@@ -255,11 +261,13 @@ class SimilarityLoss(Loss):
             return loss[0]
         return loss
 
+    def is_to_look(self, sim: Similarity) -> bool:
+        """Return whether no batch was looked at yet, and this one is on the CPU, uncompiled."""
+        return not (self._looked or torch.compiler.is_compiling()) and may_be_read(sim)
+
     @torch.no_grad()  # or a checkpoint would find more saved tensors than in the second pass
     def _look(self, loss: Values, sim: Similarity) -> None:
-        """Warn of a batch that is probably not what was meant; on accelerators, do nothing."""
-        if not may_be_read(sim):
-            return
+        """Warn of a batch that is probably not what was meant."""
         self._looked = True
         name = type(self).__name__
         warn_of_ids(name, loss, sim)
@@ -327,7 +335,6 @@ class PairLoss(DirectedLoss):
         image_groups: IdsLike | None = None,
         text_groups: IdsLike | None = None,
         matches: Tensor | None = None,
-        **unknown: Any,
     ) -> Values:
         """Return the loss of embeddings, of a score matrix, or of a :class:`itrloss.Similarity`.
 
@@ -363,8 +370,6 @@ class PairLoss(DirectedLoss):
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with
             ``reduction="none"``.
         """
-        if unknown:
-            self.refuse(unknown)
         related = self._related(image_groups, text_groups, matches)
         sim = self._similarity(images, texts, (image_ids, text_ids), scores, related)
         return self._with_telemetry(self.compute(sim), sim)
@@ -410,16 +415,9 @@ class PairLoss(DirectedLoss):
                 images.check_finite()
             return images
         # Similarity refuses None, which is no tensor, in all processes at once.
-        normalize = self.normalize
-        return self._between(
-            images,  # type: ignore[arg-type]
-            texts,  # type: ignore[arg-type]
-            ids,
-            IMAGES_AND_TEXTS,
-            check,
-            normalize=normalize,
-            related=related,
-        )
+        options = {"normalize": self.normalize, "related": related}
+        tensors: Any = images, texts
+        return self._between(tensors, ids, IMAGES_AND_TEXTS, check, **options)
 
     def _check_alone(
         self,
@@ -464,19 +462,9 @@ class PairLoss(DirectedLoss):
             if any(x is not None for x in embeddings):
                 raise ValueError("scores: expected either scores or images and texts, got both")
             check_matrix("scores", scores, "(N, M)", empty=self.sharded)
-            return self._same(check)
+            return "" if check is None else check()
 
-        options: dict[str, Any] = {
-            "names": IMAGES_AND_TEXTS,
-            "related": related,
-            "engine": self.engine,
-            "check_finite": self.check_finite,
-        }
-        if not self.gather:
-            checked()
-            return Similarity.from_scores(scores, *ids, **options)
-        group = self.process_group
-        return Similarity.sharded_scores(scores, *ids, process_group=group, same=checked, **options)
+        return self._between((scores,), ids, IMAGES_AND_TEXTS, checked, related=related)
 
 
 class MemoryLoss(DirectedLoss):
@@ -508,7 +496,6 @@ class MemoryLoss(DirectedLoss):
         memory: CoupledMemory,
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
-        **unknown: Any,
     ) -> Values:
         """Return the loss of a batch with the memory of former ones, as :meth:`PairLoss.forward`
         does.
@@ -524,8 +511,6 @@ class MemoryLoss(DirectedLoss):
                 entries of the memory with an anchor's id are no negatives of it. If both are left
                 out, image i matches text i; the memory must have been filled without ids, too.
         """
-        if unknown:
-            self.refuse(unknown)
         batch = images, texts
         keys = image_keys, text_keys
         ids = image_ids, text_ids
@@ -581,3 +566,19 @@ class MemoryLoss(DirectedLoss):
         Every subclass implements it, and applies ``self.reduction``.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement compute(sims)")
+
+
+def existing(size: int, device: torch.device, **several: IdsLike | None) -> Tensor | None:
+    """Return the (size,) bool mask of the items that exist by all of their ids; None: all do.
+
+    An accelerator that has ids has to synchronise for what is made of it. A compiled graph has
+    fixed sizes, so that nothing is left out there.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    missing: list[Tensor] = []
+    for name, ids in several.items():
+        mask = None if ids is None else missing_mask(as_labels(name, ids, size, device))
+        if mask is not None:
+            missing.append(mask)
+    return ~torch.stack(missing).any(0) if missing else None

@@ -23,7 +23,7 @@ from ..functional import Values
 from ..kmeans import OnlineKMeans
 from ..memory import CoupledMemory, MemorySimilarity, sharded_like
 from ..similarity import Engine, Similarity
-from .base import Loss, MemoryLoss, PairLoss, SimilarityLoss
+from .base import Loss, MemoryLoss, PairLoss, SimilarityLoss, existing
 
 
 class DiversityOptions(SimilarityLoss):
@@ -39,11 +39,6 @@ class DiversityOptions(SimilarityLoss):
 
     _: KW_ONLY
     entropy_temperature: float = option(default=1.0, above=0)
-
-    @property
-    def in_cosines(self) -> bool:
-        """Whether the temperature is one for cosines."""
-        return self.temperature < 0.5
 
     def _options(self) -> dict[str, Any]:
         """Return the arguments of the function that computes the loss, named as the options."""
@@ -328,7 +323,8 @@ class CODERObjective(CheckedModule):
         # In evaluation mode there may be no prototypes yet.
         if self.prototype_weight and (self.training or len(self.prototypes)):
             rows = images, texts, image_concepts, text_concepts
-            exist = _pairs_exist(images, texts, image_ids, text_ids)
+            ids = {"image_ids": image_ids, "text_ids": text_ids}
+            exist = existing(len(images), images.device, **ids)
             if exist is not None:
                 rows = [x[exist] for x in rows]
             prototype = self._prototype_term(rows, zero)
@@ -351,12 +347,10 @@ class CODERObjective(CheckedModule):
 
     def _described(self) -> str:
         """Return what has to be the same in all processes, in words."""
-        parts = self.batch, self.memory, self.concept, self.classifier
-        options = "; ".join(part.described() for part in parts)
         known = ""
         if self.prototype_weight and not self.training:
             known = f", prototypes found before {len(self.prototypes) > 0}"
-        return f"CODERObjective {self.extra_repr()}, training {self.training}{known}; {options}"
+        return f"CODERObjective {self.extra_repr()}, training {self.training}{known}"
 
     @torch.no_grad()
     def _prototypes_of(self, images: Tensor, texts: Tensor) -> Tensor:
@@ -393,20 +387,3 @@ def check_rows(
         if x.shape != shape:
             expected = f"expected shape {shape}, a row for each image"
             raise ValueError(f"{name}: {expected}, got {tuple(x.shape)}")
-
-
-def _pairs_exist(
-    images: Tensor, texts: Tensor, image_ids: IdsLike | None, text_ids: IdsLike | None
-) -> Tensor | None:
-    """Return the (B,) bool mask of the pairs whose image and text exist; None: all do.
-
-    An accelerator that has ids has to synchronise for what is made of it. A compiled graph has
-    fixed sizes, so that nothing is left out there.
-    """
-    if text_ids is None or torch.compiler.is_compiling():
-        return None
-    if len(images) == 0:  # as one process of several may have
-        return None
-    pairs = Similarity(images.detach(), texts.detach(), image_ids, text_ids).pairs
-    masks = [mask for mask in (pairs.exists(0), pairs.exists(1)) if mask is not None]
-    return torch.stack(masks).all(0) if masks else None

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import functional
 from ..checks import Learnt, option
@@ -158,29 +158,17 @@ class SigmoidLoss(PairLoss):
     # a pair has one value, which is of both
     directions: Literal["both"] = "both"  # type: ignore[assignment]
 
-    def __post_init__(self) -> None:
-        """Make the parameters."""
-        super().__post_init__()
-        self.log_scale = None
-        if self.learnable:
-            self.log_scale = nn.Parameter(torch.zeros(1))
-            self.bias = nn.Parameter(torch.zeros(1))
-            self.reset_parameters()
-
     @property
     def in_cosines(self) -> bool:
         """Whether the scale is one for cosines."""
         return bool(self.scale > 2)
 
-    def reset_parameters(self) -> None:
-        """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
-        self._reset_learnt()
-
     def _look(self, loss: Values, sim: Similarity) -> None:
         """Warn of a batch, and of a scale in place of its logarithm."""
         super()._look(loss, sim)
-        if self._looked and self.log_scale is not None:
-            warn_of_scale(self.log_scale.detach())
+        log_scale: Tensor | None = getattr(self, "log_scale", None)
+        if log_scale is not None:
+            warn_of_scale(log_scale.detach())
 
     def compute(self, sim: Similarity) -> Values:
         """Return the sigmoid loss, SigLIP."""

@@ -15,7 +15,6 @@ from ..checks import (
     IMAGES_AND_TEXTS,
     CheckedModule,
     IdsLike,
-    as_labels,
     as_mask,
     as_size,
     check_embeddings,
@@ -26,12 +25,11 @@ from ..checks import (
 from ..distributed import ProcessGroup, digest, gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine, large_matrix
 from ..engine.related import PassedIds
-from ..engine.relation import missing_mask
 from ..engine.vectors import Embeddings, full_precision, normalized
 from ..functional import Values
 from ..similarity import Similarity
 from ..telemetry import describe
-from .base import Loss, SimilarityLoss
+from .base import Loss, SimilarityLoss, existing
 
 _NAMES = IMAGES_AND_TEXTS._replace(rows="image_sets")
 
@@ -83,7 +81,7 @@ class VarianceAwareLoss(SimilarityLoss):
         )
         if torch.compiler.is_compiling():
             return value
-        if not self._looked:
+        if self.is_to_look(frame):
             self._look(value, frame)
         if self._observed:
             self.telemetry = self._described(heads, frame)
@@ -103,7 +101,7 @@ class VarianceAwareLoss(SimilarityLoss):
             return f"{images.shape[1]} heads, {self.described()}"
 
         self.agree(check)
-        frame = self._between(images[:, 0], texts, ids, _NAMES)
+        frame = self._between((images[:, 0], texts), ids, _NAMES)
         units = normalized(images.transpose(0, 1))  # (K, N, D)
         n = frame.pairs.shape[0]
         if n > units.shape[1]:  # padding of a batch that processes share
@@ -391,7 +389,7 @@ class DVSEObjective(CheckedModule):
                 if isinstance(x, Tensor) and len(x) != len(image_sets):
                     expected = f"a row for each of {len(image_sets)} images"
                     raise ValueError(f"{name}: expected {expected}, got shape {tuple(x.shape)}")
-            exist.append(_images_exist(image_ids, len(image_sets), image_sets.device))
+            exist.append(existing(len(image_sets), image_sets.device, image_ids=image_ids))
             return f"DVSEObjective {self.extra_repr()}"
 
         self.variance_aware.agree(check)
@@ -404,15 +402,3 @@ class DVSEObjective(CheckedModule):
             orthogonal = self.orthogonal(residuals, gate)
         total = self.balance * variance + (1 - self.balance) * orthogonal
         return total, DVSETerms(variance.detach(), orthogonal.detach())
-
-
-def _images_exist(image_ids: IdsLike | None, size: int, device: torch.device) -> Tensor | None:
-    """Return the (N,) bool mask of the images that exist; None: all do.
-
-    An accelerator that has ids has to synchronise for what is made of it. A compiled graph has
-    fixed sizes, so that nothing is left out there.
-    """
-    if image_ids is None or torch.compiler.is_compiling():
-        return None
-    missing = missing_mask(as_labels("image_ids", image_ids, size, device))
-    return None if missing is None else ~missing

@@ -21,7 +21,7 @@ from ..distributed import gather, numbered, padded
 from ..engine.related import PassedIds, Related, label_sets
 from ..engine.vectors import full_precision, normalized
 from ..similarity import NO_ID, Similarity
-from .base import LEAST_LOG
+from .base import LEAST_LOG, SimilarityLoss
 
 Relation = tuple[PassedIds, Related | None]  # ids of rows and columns, and what else decides
 _ID_NAMES = "image_ids", "text_ids"
@@ -74,15 +74,39 @@ def scores_of_own(images: Tensor, negatives: Tensor, normalize: bool) -> Tensor:
 # --------------------------------------------------------------------------------- who matches whom
 
 
-class ByIds:
-    """What images, texts and negatives are to each other by ids, sets of labels or numbers."""
+class FurtherRelation:
+    """What images, texts and negatives of this process are to each other, and to those of the other
+    processes of a shared batch, by ids, sets of labels or numbers.
+
+    With ``matches`` their ids are their numbers, so that an image matches no other image, and a
+    text no other text. Those of negatives then are numbers of images: one matches its image, and
+    the texts of this image.
+    """
 
     def __init__(
         self,
+        sim: Similarity,
         ids: PassedIds,  # of images and texts
-        related: Related | None,  # with their groups
+        related: Related | None,  # with their groups, or with matches
         negatives: Tensor | None,  # (K,) or (N, K) int64
     ):
+        share = sim.share
+        first = (0, 0) if share is None else (share.processes.first(0), share.processes.first(1))
+        if share is not None:
+            if ids[0] is None and negatives is not None:  # numbers of this process's images
+                among_all = numbered(negatives, sim.shape[0], first[0])
+                negatives = among_all.masked_fill(negatives == NO_ID, NO_ID)
+            ids = sim.own_ids
+        self.matches: Tensor | None = None
+        if related is not None and related.matches is not None:
+            self.matches = related.matches.detach()
+            sizes = len(self.matches), sim.T.shape[0]
+            of_images, of_texts = [
+                torch.arange(start, start + size, device=sim.device)
+                for start, size in zip(first, sizes, strict=True)
+            ]
+            ids = of_images, of_texts
+        self.share = share
         self.ids = ids
         self.related = related
         self.negatives = negatives
@@ -90,7 +114,7 @@ class ByIds:
     def among(self, side: int) -> Relation:
         """Return what images (``side`` 0), or texts, are to each other."""
         same = self.ids[side], self.ids[side]
-        if self.related is None:
+        if self.related is None or self.matches is not None:
             return same, None
         of_images, of_texts = self.related.groups
         groups = of_images if side == 0 or of_texts is None else of_texts
@@ -104,7 +128,15 @@ class ByIds:
             return (zeros, torch.ones(len(negatives), dtype=torch.int64, device=device)), None
         labels = self._labels(side, size, device)
         own = labels[:, 0] if labels.shape[1] == 1 else labels
-        return (own, self.negatives), None
+        matches = self.matches
+        if side == 0 or matches is None:
+            return (own, self.negatives), None
+        table = self._of_all(matches if matches.is_floating_point() else matches.float())
+        numbers = self._of_all(self.negatives)
+        exist = (numbers >= 0) & (numbers < len(table))
+        found = table[numbers.clamp(0, len(table) - 1)][:, own].masked_fill(~exist[:, None], 0.0)
+        found = found.masked_fill((numbers == NO_ID)[:, None], torch.nan)
+        return (None, None), Related(matches=found.T)
 
     def exist(self, scores: Tensor) -> Tensor:
         """Return the (N, K) bool mask of own negatives that exist and do not match their image."""
@@ -120,70 +152,9 @@ class ByIds:
             return torch.arange(size, device=device)[:, None]
         return label_sets(_ID_NAMES[side], self.ids[side], size, device)
 
-
-class ByMatches(ByIds):
-    """The same by a matrix: an image matches no other image, and a text no other text.
-
-    ``negatives`` are numbers of images: one matches its image, and the texts of this image.
-    """
-
-    def __init__(self, sim: Similarity, matches: Tensor, negatives: Tensor | None):
-        super().__init__((None, None), None, negatives)
-        self.sim = sim
-        self.own_matches = matches
-
     def _of_all(self, x: Tensor) -> Tensor:
         """Return the rows of all processes that share the batch."""
-        share = self.sim.share
-        return x if share is None else gather(x, share.processes.group)
-
-    def _numbers(self, side: int, size: int, device: torch.device) -> Tensor:
-        """Return the (A,) numbers of own images (``side`` 0), or texts, among all processes'."""
-        view = self.sim.T if side else self.sim
-        first = 0 if view.share is None else view.share.processes.first(side)
-        return torch.arange(first, first + size, device=device)
-
-    def among(self, side: int) -> Relation:
-        """Return what images (``side`` 0), or texts, are to each other."""
-        return (None, None), None
-
-    def with_negatives(self, side: int, size: int, negatives: Tensor) -> Relation:
-        """Return what images, or texts, are to the negatives (K, D) of all images."""
-        if self.negatives is None:
-            return super().with_negatives(side, size, negatives)
-        own = self._numbers(side, size, negatives.device)
-        if side == 0:
-            return (own, self.negatives), None
-        matches = self.own_matches.detach()
-        table = self._of_all(matches if matches.is_floating_point() else matches.float())
-        numbers = self._of_all(self.negatives)
-        exist = (numbers >= 0) & (numbers < len(table))
-        found = table[numbers.clamp(0, len(table) - 1)][:, own].masked_fill(~exist[:, None], 0.0)
-        found = found.masked_fill((numbers == NO_ID)[:, None], torch.nan)
-        return (None, None), Related(matches=found.T)
-
-    def _labels(self, side: int, size: int, device: torch.device) -> Tensor:
-        """Return the numbers (A, 1) of images, or of texts."""
-        return self._numbers(side, size, device)[:, None]
-
-
-def relation_of(
-    sim: Similarity,
-    ids: PassedIds,  # as passed in
-    related: Related | None,
-    negative_ids: Tensor | None,
-) -> ByIds:
-    """Return what images, texts and negatives of this process are to each other, and to those of
-    the other processes of a shared batch.
-    """
-    if sim.share is not None:
-        if ids[0] is None and negative_ids is not None:  # numbers of this process's images
-            among_all = numbered(negative_ids, sim.shape[0], sim.share.processes.first(0))
-            negative_ids = among_all.masked_fill(negative_ids == NO_ID, NO_ID)
-        ids = sim.own_ids
-    if related is not None and related.matches is not None:
-        return ByMatches(sim, related.matches, negative_ids)
-    return ByIds(ids, related, negative_ids)
+        return x if self.share is None else gather(x, self.share.processes.group)
 
 
 # ------------------------------------------------------------------------------------------ checks
@@ -211,16 +182,16 @@ def as_negative_ids(
 
 
 def check_negatives(
+    loss: SimilarityLoss,
     images: Tensor,  # (N, D), or (N, M) scores
     negatives: Tensor,
     names: Names,  # of images and negatives
-    *,
-    are_scores: bool,
-    check_finite: bool,
-    empty: bool,  # whether there may be none, as in one process of several
+    are_scores: bool = False,
 ) -> None:
     """Raise an error unless negatives are (K, D) or (N, K, D), or where scores are given (N, K)."""
     name = names.cols
+    check_finite = loss.check_finite
+    empty = loss.sharded  # in one process of several there may be none
     if are_scores:
         check_matrix(name, negatives, "(N, K), as of scores", check_finite, empty=empty)
         if len(negatives) != len(images):

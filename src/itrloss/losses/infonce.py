@@ -15,43 +15,29 @@ from torch import Tensor
 from .. import functional
 from ..anchors import Anchors
 from ..checks import IdsLike, Names, are_strings, as_number, option
-from ..checks.warnings import may_be_read, warn_of_units
-from ..engine.related import PassedIds, Related
+from ..engine.related import PassedIds
 from ..engine.vectors import compute_dtype
 from ..functional import Values
 from ..memory import CoupledMemory, MemorySimilarity
-from ..similarity import SIDES, Directions, Similarity
+from ..similarity import SIDES, Similarity
 from ..terms import identity, softplus
 from .base import LEAST_LOG, MemoryLoss, PairLoss
 from .further import (
-    ByIds,
+    FurtherRelation,
     OwnNegatives,
     Relation,
     as_negative_ids,
     check_negatives,
-    relation_of,
     scores_of_own,
 )
-from .other_model import (
-    as_tensors,
-    check_embeddings_of,
-    check_rows,
-    described_model,
-    has_ids_of,
-    has_matches_of,
-    has_relation,
-    zero_or_nan,
-)
+from .other_model import as_tensors, check_kind, similarity_of, zero_or_nan
 from .temperature import TemperatureLoss
 
 ROUNDING = 32.0  # units in the last place by which two products of the same vectors may differ
-#: The direction in which a side's anchors have values.
-TOWARDS: dict[int, Directions] = {0: "image-text", 1: "text-image"}
 _OF_IMAGES = Names("images", "images", "image_ids", "image_ids")
 _OF_TEXTS = Names("texts", "texts", "text_ids", "text_ids")
 _OF_NEGATIVES = Names("images", "negatives", "image_ids", "negative_ids")
 _OF_TEXTS_AND_NEGATIVES = Names("texts", "negatives", "text_ids", "negative_ids")
-_OF_GUIDE = Names("guide[0]", "guide[1]", "image_ids", "text_ids")
 _OF_GUIDE_AND_NEGATIVES = Names("guide[0]", "guide[2]", "image_ids", "negative_ids")
 
 
@@ -109,7 +95,7 @@ class Further(NamedTuple):
     model: Model  # of the loss
     are_scores: bool  # whether the model has scores
     negative_ids: IdsLike | None
-    guide: object  # a Similarity or embeddings
+    guide: object  # scores or embeddings
 
 
 def as_hardness(value: float | Sequence[float]) -> float | tuple[float, float]:
@@ -182,11 +168,10 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         scores: Tensor | None = None,
         negatives: Tensor | None = None,
         negative_ids: IdsLike | None = None,
-        guide: Similarity | Sequence[Tensor] | None = None,
+        guide: Tensor | Sequence[Tensor] | None = None,
         image_groups: IdsLike | None = None,
         text_groups: IdsLike | None = None,
         matches: Tensor | None = None,
-        **unknown: Any,
     ) -> Values:
         """Return the loss as :meth:`PairLoss.forward` does.
 
@@ -203,13 +188,10 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
                 :data:`itrloss.NO_ID` marks padding. Left out, negatives match no image. Without
                 ``image_ids``, they are row numbers of images. Strings go with strings.
             guide: another model, whose scores the ``margin`` is for: its embeddings ``(images,
-                texts)`` or ``(images, texts, negatives)``, which may have another dimension; or a
-                :class:`Similarity` of the same images and texts, with the same ids, where there
-                are no other candidates. In a job, that is a :meth:`Similarity.sharded`. The loss is
-                nan if a number of the guide is.
+                texts)`` or ``(images, texts, negatives)``, which may have another dimension; or,
+                where there are no other candidates, its (N, M) scores, in a job with the texts of
+                all processes. The loss is nan if a number of the guide is.
         """
-        if unknown:
-            self.refuse(unknown)
         further: Further | None = None
         among = self.image_image or self.text_text
         if among or not (negatives is None and negative_ids is None and guide is None):
@@ -228,45 +210,28 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             self._check_further(further)
             words, parsed = self._checked_negatives(further, image_ids)
             numbers.append(parsed)
-            return f"{words}, {self._described_guide(further)}"
+            return f"{words}, guide {guide is not None}"
 
         related = self._related(image_groups, text_groups, matches)
         sim = self._similarity(images, texts, ids, scores, related, check)
         if further is None:
             return self._with_telemetry(self.compute(sim), sim)
-        value = self._with_further(sim, further, ids, related, numbers[0])
+        relation = FurtherRelation(sim, ids, related, numbers[0])
+        value = self._with_further(sim, further, relation)
         return self._with_telemetry(value, sim)
 
-    def _with_further(
-        self,
-        sim: Similarity,
-        further: Further,
-        ids: PassedIds,
-        related: Related | None,
-        negative_ids: Tensor | None,
-    ) -> Values:
+    def _with_further(self, sim: Similarity, further: Further, relation: FurtherRelation) -> Values:
         """Return the loss with candidates outside the batch, or a guide."""
-        guide = further.guide
-        self._look_at_further(sim, guide)
+        guide: Any = further.guide
         models = [further.model]
         judge: Guide | None = None
         if guide is not None:
-            judge = self._judge(guide, sim, further.model, ids, related)
+            in_cosines = self.margin is not None and abs(self.margin) < 1 and not self.relative
+            of_batch = similarity_of("guide", guide, sim, self, in_cosines)
+            judge = Guide(of_batch, zero_or_nan(guide))
         if isinstance(guide, list):
             models.append(Model(*guide))
-        relation = relation_of(sim, ids, related, negative_ids)
         return self.compute(sim, self._further(sim, models, relation), judge)
-
-    @torch.no_grad()
-    def _look_at_further(self, sim: Similarity, guide: object) -> None:
-        """Warn of a guide in other units; see :meth:`_look`."""
-        if self._looked or torch.compiler.is_compiling():
-            return
-        if not may_be_read(sim) or sim.share is not None:
-            return
-        of_cosines = self.margin is not None and abs(self.margin) < 1 and not self.relative
-        if isinstance(guide, Similarity) and of_cosines:
-            warn_of_units(type(self).__name__, guide, "guide: scores")
 
     def _check_options(self, has_negatives: bool) -> None:
         """Raise an error for options that do not go together."""
@@ -312,11 +277,12 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             raise ValueError(
                 "guide: expected None without a margin, as the margin is for its scores"
             )
-        if not isinstance(further.guide, Similarity):
-            check_embeddings_of("guide", further.guide, negatives is not None)
-        elif negatives is not None or among:
+        check_kind("guide", further.guide, negatives is not None)
+        if isinstance(further.guide, Tensor) and (negatives is not None or among):
             expected = "expected embeddings with negatives, image_image and text_text"
-            raise ValueError(f"guide: {expected}, got a Similarity")
+            raise ValueError(f"guide: {expected}, got scores")
+        if isinstance(further.guide, list) and negatives is not None:
+            self._check_negatives_of_guide(further.guide[0], further.guide[2], model)
 
     def _checked_negatives(
         self, further: Further, image_ids: IdsLike | None
@@ -329,86 +295,25 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
                 raise ValueError("negative_ids: expected None without negatives")
             return "without negatives", None
         are_scores = further.are_scores
-        self._check_negatives(further.model.images, negatives, _OF_NEGATIVES, are_scores)
+        check_negatives(self, further.model.images, negatives, _OF_NEGATIVES, are_scores)
         numbers = as_negative_ids(negative_ids, image_ids, negatives, are_scores)
         kind = None if negative_ids is None else are_strings(negative_ids)
         has_ids = numbers is not None
         words = f"negatives of {negatives.dim()} dimensions with ids {has_ids}, of strings {kind}"
         return words, numbers
 
-    def _check_negatives(
-        self, images: Tensor, negatives: Tensor, names: Names, are_scores: bool = False
-    ) -> None:
-        """Raise an error unless there are negatives of images."""
-        check_negatives(
-            images,
-            negatives,
-            names,
-            are_scores=are_scores,
-            check_finite=self.check_finite,
-            empty=self.sharded,
-        )
-
-    def _described_guide(self, further: Further) -> str:
-        """Return what the guide of a shared batch is, in words; raise an error for a wrong one."""
-        guide = further.guide
-        if not isinstance(guide, Similarity):
-            return f"guide {guide is not None}"
-        images, texts, *_ = further.model
-        return described_model("guide", guide, images, texts, self)
-
-    def _judge(
-        self,
-        guide: object,  # a Similarity or embeddings
-        sim: Similarity,
-        model: Model,  # of the loss
-        ids: PassedIds,
-        related: Related | None,
-    ) -> Guide:
-        """Return a guide with its similarity of the batch; raise an error for a wrong one."""
-        if isinstance(guide, Similarity):
-            functional.check_other_model("guide", guide, sim)
-            self._check_relation(guide, sim)
-            return Guide(guide, zero_or_nan(guide))
-        assert isinstance(guide, list)
-        images, texts, *negatives = guide
-
-        def check() -> str:
-            """Check the guide; return nothing that has to be the same in all processes."""
-            check_rows(_OF_GUIDE, images, texts, sim)
-            if negatives:
-                self._check_negatives_of_guide(images, negatives[0], model)
-            return ""
-
-        of_batch = self._between(images, texts, ids, _OF_GUIDE, check, related=related)
-        return Guide(of_batch, zero_or_nan(guide))
-
     def _check_negatives_of_guide(self, images: Tensor, negatives: Tensor, model: Model) -> None:
         """Raise an error unless a guide has embeddings of the same negatives."""
-        self._check_negatives(images, negatives, _OF_GUIDE_AND_NEGATIVES)
+        check_negatives(self, images, negatives, _OF_GUIDE_AND_NEGATIVES)
         assert model.negatives is not None
         shape = model.negatives.shape if model.texts is None else model.negatives.shape[:-1]
         if negatives.shape[:-1] != shape:
             expected = f"expected shape {(*shape, images.shape[1])}, as of negatives"
             raise ValueError(f"guide[2]: {expected}, got {tuple(negatives.shape)}")
 
-    def _check_relation(self, guide: Similarity, sim: Similarity) -> None:
-        """Raise an error unless the same pairs match for a guide; on an accelerator, if one of them
-        has ids and the other has none.
-        """
-
-        def check() -> str:
-            """Compare the pairs, of a shared batch this process's."""
-            by_ids = not (has_relation(sim) or has_relation(guide))
-            same = has_ids_of(sim, guide) if by_ids else has_matches_of(sim, guide)
-            if not same:
-                expected = "expected the ids of the loss, as its positives' scores are limits"
-                raise ValueError(f"guide: {expected}")
-            return "ids of the guide"
-
-        self.agree(check)
-
-    def _further(self, sim: Similarity, models: Sequence[Model], relation: ByIds) -> list[Part]:
+    def _further(
+        self, sim: Similarity, models: Sequence[Model], relation: FurtherRelation
+    ) -> list[Part]:
         """Return the parts of denominators that are outside the batch.
 
         ``models``: the loss's own, and the guide's, if it has embeddings.
@@ -427,7 +332,9 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             parts.append(Part((1,), among, limited=limited, for_partners=True))
         return parts
 
-    def _negatives(self, sim: Similarity, model: Model, relation: ByIds) -> Anchors | OwnNegatives:
+    def _negatives(
+        self, sim: Similarity, model: Model, relation: FurtherRelation
+    ) -> Anchors | OwnNegatives:
         """Return the images of a model with their negatives."""
         images, texts, negatives, normalize = model
         assert negatives is not None
@@ -440,14 +347,14 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         related = relation.with_negatives(0, len(images), negatives)
         return self._compared(images, negatives, related, _OF_NEGATIVES, normalize)
 
-    def _among(self, side: int, model: Model, relation: ByIds) -> Anchors:
+    def _among(self, side: int, model: Model, relation: FurtherRelation) -> Anchors:
         """Return the images of a model (``side`` 0), or its texts, with one another."""
         own = model.texts if side else model.images
         assert own is not None
         names = (_OF_IMAGES, _OF_TEXTS)[side]
         return self._compared(own, own, relation.among(side), names, model.normalize)
 
-    def _texts(self, model: Model, relation: ByIds) -> Anchors:
+    def _texts(self, model: Model, relation: FurtherRelation) -> Anchors:
         """Return the texts of a model with one another and with negatives of all images."""
         among = self._among(1, model, relation)
         _, texts, negatives, normalize = model
@@ -462,7 +369,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
     ) -> Similarity:
         """Return the similarity of candidates outside the batch."""
         ids, related = relation
-        return self._between(rows, cols, ids, names, normalize=normalize, related=related)
+        return self._between((rows, cols), ids, names, normalize=normalize, related=related)
 
     # -------------------------------------------------------------------------------------- formula
 

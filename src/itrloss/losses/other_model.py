@@ -1,4 +1,4 @@
-"""Checks of another model's scores or embeddings: those of a guide, and of a teacher."""
+"""Another model's similarities of the same images and texts: those of a guide, and of a teacher."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import Names, as_similarity, from_numpy, require_finite
-from ..engine.inputs import even_chunks
-from ..engine.relation import AT_ONCE, Relation, are_sets
-from ..engine.vectors import compute_dtype, host_may_read
+from ..anchors import AnchorSide
+from ..checks import Names, check_embeddings, check_matrix, from_numpy
+from ..checks.warnings import warn_of_units, warn_of_vectors
+from ..distributed import padded
+from ..distributed.collectives import gather
+from ..distributed.consensus import described
+from ..distributed.parts import spread_columns
+from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine
+from ..engine.vectors import Embeddings, compute_dtype
 from ..similarity import Similarity
 from .base import SimilarityLoss
+
+OtherModel = Tensor | Sequence[Tensor]  # (N, M) scores, or embeddings (N, D) and (M, D)
 
 
 def as_tensors(model: Any) -> Any:
@@ -24,126 +31,103 @@ def as_tensors(model: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def check_embeddings_of(name: str, model: object, has_negatives: bool) -> None:
-    """Raise an error unless another model has embeddings of all candidates."""
+def check_kind(name: str, model: object, has_negatives: bool = False) -> None:
+    """Raise an error unless another model has scores, or embeddings of all candidates."""
+    if isinstance(model, Tensor):
+        return
     expected = "(images, texts, negatives)" if has_negatives else "(images, texts)"
     if not isinstance(model, Sequence) or not all(isinstance(x, Tensor) for x in model):
-        expected = f"expected a Similarity or embeddings {expected}"
-        hint = as_similarity(name, model)
-        raise TypeError(f"{name}: {expected}, got {type(model).__name__}{hint}")
+        expected = f"expected (N, M) scores or embeddings {expected}"
+        raise TypeError(f"{name}: {expected}, got {type(model).__name__}")
     if len(model) != 2 + has_negatives:
         raise ValueError(f"{name}: expected embeddings {expected}, got {len(model)} tensors")
 
 
-def check_rows(names: Names, images: Tensor, texts: Tensor, sim: Similarity) -> None:
-    """Raise an error unless another model has embeddings of as many images and texts as there are
-    in this process.
+def check_sizes(name: str, model: OtherModel, sim: Similarity, loss: SimilarityLoss) -> None:
+    """Raise an error unless another model has scores or embeddings of this process's images and
+    texts.
     """
+    finite = loss.check_finite
+    if isinstance(model, Tensor):
+        check_matrix(name, model, "(N, M)", finite, empty=loss.sharded)
+        if model.shape != sim.shape:
+            raise ValueError(f"{name}: expected shape {sim.shape}, got {tuple(model.shape)}")
+        if model.device != sim.device:
+            raise ValueError(f"{name}: expected device {sim.device}, got {model.device}")
+        return
     sizes = {"images": sim.shape[0], "texts": sim.T.shape[0]}
-    for name, x, side in zip(names[:2], (images, texts), sizes, strict=True):
+    names = Names(f"{name}[0]", f"{name}[1]", "image_ids", "text_ids")
+    for place, x, side in zip(names[:2], model[:2], sizes, strict=True):
         if x.shape[:1] != (sizes[side],):
             expected = f"as many rows as there are {side}, {sizes[side]}"
-            raise ValueError(f"{name}: expected {expected}, got shape {tuple(x.shape)}")
+            raise ValueError(f"{place}: expected {expected}, got shape {tuple(x.shape)}")
         if x.device != sim.device:
-            raise ValueError(f"{name}: expected device {sim.device}, got {x.device}")
+            raise ValueError(f"{place}: expected device {sim.device}, got {x.device}")
+    check_embeddings(model[0], model[1], finite, names, empty=loss.sharded)
 
 
-def check_finite(name: str, model: Similarity) -> None:
-    """Raise a ValueError for scores or embeddings that are nan or infinite. Synchronises."""
-    if model.embeddings is None:
-        assert model.given_scores is not None
-        require_finite(name, model.given_scores)
-        return
-    for k, x in enumerate(model.embeddings):
-        require_finite(f"{name}[{k}]", x)
+def similarity_of(
+    name: str,
+    model: OtherModel,
+    sim: Similarity,
+    loss: SimilarityLoss,
+    in_cosines: bool,  # whether the loss takes the scores for cosines
+) -> Similarity:
+    """Return another model's similarities of the images and texts of ``sim``, with its relation.
+
+    Wrong input is an error, of a shared batch in all processes. There is a warning for what is
+    probably not what was meant.
+    """
+
+    def check() -> str:
+        """Check the input; return what has to be the same in all processes."""
+        check_sizes(name, model, sim, loss)
+        parts = [model] if isinstance(model, Tensor) else model
+        return f"{name} {[described(x) for x in parts]}"
+
+    loss.agree(check)
+    numel = sim.pairs.shape[0] * sim.pairs.shape[1]
+    strict = loss.engine == "triton"
+    share = sim.share
+    if isinstance(model, Tensor):
+        scores = model.T if sim.side else model
+        if share is not None:
+            scores = spread_columns(scores, share.processes, 0.0)
+        engine = choose_engine(loss.engine, numel, 8 * numel, scores)  # they are held anyway
+        matrix = Matrix.of_scores(Embeddings(scores, False), sim.pairs, engine, strict)
+        return looked_at(name, AnchorSide(matrix, sim.side, share), loss, in_cosines)
+    rows, cols = model[1::-1] if sim.side else model[:2]
+    if share is not None:
+        n, m = share.processes.padded
+        rows = padded(rows, n)
+        cols = gather(padded(cols, m), share.processes.group)
+    budget = 0 if loss.engine == "tiled" else MEMORY_BUDGET
+    matrix = Matrix.of_embeddings(
+        Embeddings(rows, True),
+        Embeddings(cols, True),
+        sim.pairs,
+        choose_engine(loss.engine, numel, budget, rows),
+        budget,
+        strict,
+    )
+    return looked_at(name, AnchorSide(matrix, sim.side, share), loss, in_cosines)
 
 
-def zero_or_nan(model: Similarity | Sequence[Tensor]) -> Tensor:
+@torch.no_grad()  # see `SimilarityLoss._look`
+def looked_at(name: str, anchors: AnchorSide, loss: SimilarityLoss, in_cosines: bool) -> Similarity:
+    """Return another model's similarities; before the first batch, warn of vectors and units."""
+    sim = Similarity.of_anchors(anchors)
+    if loss.is_to_look(sim):
+        warn_of_vectors(sim)
+        if in_cosines:
+            warn_of_units(type(loss).__name__, sim, f"{name}: scores")
+    return sim
+
+
+def zero_or_nan(model: OtherModel) -> Tensor:
     """Return (): 0, or nan if an embedding of a model is nan or infinite, or a score nan."""
-    if isinstance(model, Similarity) and model.embeddings is None:
-        assert model.given_scores is not None
-        is_nan = model.given_scores.detach().isnan().any()
+    if isinstance(model, Tensor):
+        is_nan = model.isnan().any()
         return torch.zeros((), device=model.device).masked_fill(is_nan, torch.nan)
-    tensors = model.embeddings if isinstance(model, Similarity) else model
-    assert tensors is not None
-    totals = [x.detach().sum(dtype=compute_dtype(x)) for x in tensors]
+    totals = [x.sum(dtype=compute_dtype(x)) for x in model]
     return torch.stack(totals).sum() * 0
-
-
-def described_model(
-    name: str, other: Similarity, images: Tensor, texts: Tensor | None, loss: SimilarityLoss
-) -> str:
-    """Return what another model's similarity is, in words.
-
-    Raise an error unless that of a shared batch is of this process's images and texts.
-    """
-    if loss.check_finite:
-        check_finite(name, other)
-    if not loss.sharded:
-        return name
-    if other.share is None:
-        expected = "expected a Similarity.sharded in a job of several processes"
-        raise TypeError(f"{name}: {expected}, got {type(other).__name__}")
-    sizes = len(images), 0 if texts is None else len(texts)
-    got = other.shape[0], other.T.shape[0]
-    if got != sizes:
-        raise ValueError(f"{name}: expected {sizes} images and texts of this process, got {got}")
-    return f"{name} of {other.totals} images and texts"
-
-
-def has_relation(sim: Similarity) -> bool:
-    """Return whether sets of labels, groups or a matrix say who matches, and not ids alone."""
-    return not sim.pairs.others_are_negatives or are_sets(sim.pairs.ids)
-
-
-def has_ids_of(sim: Similarity, other: Similarity) -> bool:
-    """Return whether two similarities have the same ids; on an accelerator, whether both have
-    any.
-    """
-    ids = zip(sim.ids, other.ids, strict=True)
-    if sim.share is not None:  # the ids of all processes, so that all raise the error
-        ids = zip(sim.all_ids, other.all_ids, strict=True)
-    for own, others in ids:
-        if own is None or others is None:
-            if own is not others:
-                return False
-        elif host_may_read(own) and host_may_read(others) and not torch.equal(own, others):
-            return False
-    return True
-
-
-def has_matches_of(sim: Similarity, other: Similarity) -> bool:
-    """Return whether the same pairs match in two similarities, with the same weights."""
-    own = sim.pairs
-    others = other.pairs
-    if not (own.listable and others.listable):
-        return True
-    places = torch.stack(own.listed)
-    weights = own.listed_weights().float()
-    if not torch.equal(places, torch.stack(others.listed)):
-        return False
-    return torch.equal(weights, others.listed_weights().float())
-
-
-def has_candidates_of(sim: Similarity, other: Similarity) -> bool:
-    """Return whether the same pairs are positives or negatives in two similarities.
-
-    Of a shared batch, those of this process's images. On an accelerator they are not compared.
-    """
-    n, m = sim.pairs.shape
-    for rows in even_chunks(n, max(1, AT_ONCE // max(1, m))):
-        own, others = [candidates_of(x.pairs, rows) for x in (sim, other)]
-        if not host_may_read(own) or not host_may_read(others):
-            return True
-        if not torch.equal(own, others):
-            return False
-    return True
-
-
-def candidates_of(pairs: Relation, rows: slice) -> Tensor:
-    """Return the (r, M) bool mask of the pairs of some rows that are positives or negatives."""
-    excluded = pairs.excluded("all", rows)
-    if excluded is None:
-        shape = rows.stop - rows.start, pairs.shape[1]
-        return torch.ones(shape, dtype=torch.bool, device=pairs.device)
-    return ~excluded

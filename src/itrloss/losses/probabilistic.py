@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checks import (
     IdsLike,
@@ -68,19 +68,6 @@ class PCMEPlusPlusLoss(SimilarityLoss):
     vib_weight: float = option(default=1e-4, at_least=0)
     normalize: bool = True
 
-    def __post_init__(self) -> None:
-        """Make the parameters."""
-        super().__post_init__()
-        if self.learnable:
-            # (1,): FSDP and the like do not shard 0-dim parameters.
-            self.scale = nn.Parameter(torch.zeros(1))
-            self.shift = nn.Parameter(torch.zeros(1))
-            self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Give learnable a and b the values that were set last, as is needed after ``to_empty``."""
-        self._reset_learnt()
-
     def forward(
         self,
         images_mean: Tensor,
@@ -137,7 +124,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         rows, cols = (2**0.5 * m for m in means)
         bias = -sums[0], -sums[1]
         ids = image_ids, text_ids
-        return self._between(rows, cols, ids, _NAMES, normalize=False, bias=bias)
+        return self._between((rows, cols), ids, _NAMES, normalize=False, bias=bias)
 
     def compute(self, sim: Similarity, divergence: Tensor | None = None) -> Values:
         """Return the loss of the similarities -d; ``divergence``: (A,), of each anchor."""

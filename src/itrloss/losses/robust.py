@@ -75,11 +75,6 @@ class RINCELoss(PairLoss):
         super().__post_init__()
         self._check_range()
 
-    @property
-    def in_cosines(self) -> bool:
-        """Whether the temperature is one for cosines."""
-        return self.temperature < 0.5
-
     def _check_range(self) -> None:
         """Raise an error if the loss overflows; at each call, as options are set one by one."""
         if self.q / self.temperature > _RANGE:
@@ -115,11 +110,6 @@ class ComplementaryContrastiveLoss(PairLoss):
     """
 
     temperature: float = option(default=0.05, above=0)
-
-    @property
-    def in_cosines(self) -> bool:
-        """Whether the temperature is one for cosines."""
-        return self.temperature < 0.5
 
     def compute(self, sim: Similarity) -> Values:
         """Return the complementary contrastive loss, RCL."""

@@ -58,11 +58,6 @@ class SupConLoss(PairLoss):
     temperature: float = option(default=0.1, above=0)
     inside: bool = False
 
-    @property
-    def in_cosines(self) -> bool:
-        """Whether the temperature is one for cosines."""
-        return self.temperature < 0.5
-
     def compute(self, sim: Similarity) -> Values:
         """Return SupCon, with the mean over positives outside or inside the logarithm."""
         anchors = self.anchors(sim)
@@ -92,11 +87,6 @@ class MILNCELoss(PairLoss):
     """
 
     temperature: float = option(default=0.07, above=0)
-
-    @property
-    def in_cosines(self) -> bool:
-        """Whether the temperature is one for cosines."""
-        return self.temperature < 0.5
 
     def compute(self, sim: Similarity) -> Values:
         """Return MIL-NCE."""
@@ -135,11 +125,6 @@ class SDMLoss(PairLoss):
 
     temperature: float = option(default=0.02, above=0)
     epsilon: float = option(default=1e-8, above=0)
-
-    @property
-    def in_cosines(self) -> bool:
-        """Whether the temperature is one for cosines."""
-        return self.temperature < 0.5
 
     def compute(self, sim: Similarity) -> Values:
         """Return the divergence, summed over negatives, whose label is 0, and over positives."""

@@ -45,32 +45,16 @@ class TemperatureLoss(SimilarityLoss):
     _: KW_ONLY
     max_scale: float | None = option(default=None, above=0)
 
-    def __post_init__(self) -> None:
-        """Make the parameter."""
-        super().__post_init__()
-        # (1,): FSDP and the like do not shard 0-dim parameters.
-        self.log_scale = nn.Parameter(torch.zeros(1)) if self.learnable else None
-        self.reset_parameters()
-
-    @property
-    def in_cosines(self) -> bool:
-        """Whether the temperature is one for cosines."""
-        return bool(self.temperature < 0.5)
-
-    def reset_parameters(self) -> None:
-        """Give a learnable τ the value that was set last, as is needed after ``to_empty``."""
-        self._reset_learnt()
-
     def _limit_scale(self) -> None:
         """Set a learnt scale that has become too large back to the largest one; look at it before
         the first batch.
         """
-        log_scale = self.log_scale
+        log_scale: Tensor | None = getattr(self, "log_scale", None)
         if log_scale is not None and not self._looked and host_may_read(log_scale):
             warn_of_scale(log_scale.detach())
         if self.max_scale is None:
             return
-        if self.log_scale is None:
+        if log_scale is None:
             expected = "expected None with a temperature that is not learnable"
             meant = f"for a scale of {self.max_scale:g}, write temperature=1/{self.max_scale:g}"
             raise ValueError(f"max_scale: {expected}, got {self.max_scale:g}; {meant}")
@@ -88,6 +72,5 @@ class TemperatureLoss(SimilarityLoss):
     def _look(self, loss: Values, sim: Similarity) -> None:
         """Warn of a batch, and of a temperature that is probably a scale."""
         super()._look(loss, sim)
-        if self._looked:
-            with torch.no_grad():  # later calls save no tensor for it either
-                warn_of_temperature(self.temperature, sim)
+        with torch.no_grad():  # later calls save no tensor for it either
+            warn_of_temperature(self.temperature, sim)
