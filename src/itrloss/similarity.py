@@ -378,16 +378,6 @@ class Similarity(Anchors):
         return self._turned(processes.own(row_ids)[:n], processes.own(col_ids)[:m])
 
     @property
-    def all_ids(self) -> tuple[Tensor, Tensor]:
-        """The int64 ids of the rows and columns of all processes; for a shared batch."""
-        assert self.share is not None
-        processes = self.share.processes
-        row_ids, col_ids = processes.ids
-        rows = processes.existing(row_ids, 0)
-        cols = processes.existing(col_ids, 1)
-        return self._turned(rows, cols)
-
-    @property
     def T(self) -> Similarity:
         """The same similarities with the columns as anchors."""
         return self.of_anchors(AnchorSide(self._matrix, 1 - self._side, self.share))

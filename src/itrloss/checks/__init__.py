@@ -11,7 +11,6 @@ from .arrays import (
     as_bias,
     as_embeddings,
     as_mask,
-    as_similarity,
     check_alike,
     check_biases,
     check_embeddings,

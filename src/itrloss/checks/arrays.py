@@ -236,10 +236,3 @@ def repeated_rows(name: str, n: int, m: int) -> str:
         return ""
     rows = f"{name}.repeat_interleave({m // n}, 0)"
     return f"; where {m // n} consecutive ones belong to each, write {rows}"
-
-
-def as_similarity(name: str, x: object) -> str:
-    """Return how to pass a matrix of scores for another model; empty for other values."""
-    if isinstance(x, Tensor) and x.dim() == 2:
-        return f"; scores go in as itrloss.Similarity.from_scores({name}, image_ids, text_ids)"
-    return ""

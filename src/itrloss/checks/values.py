@@ -131,8 +131,6 @@ def unknown_keyword(name: str, given: str, allowed: Iterable[str]) -> TypeError:
     """Return the error for a keyword that a class or a function does not know."""
     names = list(allowed)
     hint = did_you_mean(given, names) or f"; it has {', '.join(names)}"
-    if given == "matches":  # with a memory, whose entries have ids
-        hint = "; ids say who matches: image_ids and text_ids, which may be sets of labels (N, k)"
     return TypeError(f"{name}: got an unexpected keyword argument {given!r}{hint}")
 
 
