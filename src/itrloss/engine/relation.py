@@ -82,6 +82,10 @@ class Relation:
         has_weights: whether there are such weights.
     """
 
+    matches: Tensor | None = None  # (N, M) uint8, see :func:`states_of`
+    _weights: Tensor | None = None  # (N, M), where matches have them
+    _weight_dtype = torch.float32
+
     def __init__(
         self,
         shape: tuple[int, int],
@@ -101,9 +105,6 @@ class Relation:
         self.rule: Rule = rule
         self.has_weights = has_weights
         self._cache: dict[Any, Any] = {}
-        self.matches: Tensor | None = None
-        self._weights: Tensor | None = None
-        self._weight_dtype = torch.float32
         if matches is not None:
             self._keep_matches(matches)
         own, others = compared_ids(shape[0], ids, device)
