@@ -444,12 +444,12 @@ class Anchors:
     @property
     def positive_counts(self) -> Tensor:
         """The (A,) int64 number of candidates that match each anchor; a copy."""
-        return self.counts(positive=True).clone()
+        return self.counts(positive=True).to(torch.int64, copy=True)
 
     @property
     def negative_counts(self) -> Tensor:
         """The (A,) int64 number of candidates that do not match each anchor; a copy."""
-        return self.counts(positive=False).clone()
+        return self.counts(positive=False).to(torch.int64, copy=True)
 
     def counts(self, positive: bool) -> Tensor:
         """Return the (A,) numbers of positives, or of negatives, counted once: not to be written

@@ -54,8 +54,8 @@ class Occurrences(NamedTuple):
 
     ordered: Tensor  # (a,) ids of the shorter side
     order: Tensor  # (a,) the entry of each
-    first: Tensor  # (b,) where the id of each entry of the longer side is, or would be
-    counts: Tensor  # (b,) how often it is there
+    first: Tensor  # (b,) int32: where the id of each entry of the longer side is, or would be
+    counts: Tensor  # (b,) int32: how often it is there
 
 
 class Classes(NamedTuple):
@@ -319,8 +319,8 @@ class Relation:
     # --------------------------------------------------------------------------- numbers and lists
 
     def counts(self, side: int, positive: bool) -> Tensor:
-        """Return the (A,) int64 numbers of positives, or of negatives, of each row (0) or column
-        (1).
+        """Return the (A,) int32 or int64 numbers of positives, or of negatives, of each row (0) or
+        column (1).
         """
         if self._is_symmetric:
             side = 0
@@ -408,8 +408,9 @@ class Relation:
         others = self.ids[1 - self._shorter]
         assert own is not None and others is not None
         ordered, order = torch.sort(own, stable=True)
-        first = torch.searchsorted(ordered, others)
-        count = torch.searchsorted(ordered, others, right=True).sub_(first)
+        # int32 takes half the memory: of a million entries, 8 MB for 16.
+        first = torch.searchsorted(ordered, others, out_int32=True)
+        count = torch.searchsorted(ordered, others, right=True, out_int32=True).sub_(first)
         ignored = self.ignored[1 - self._shorter]
         if ignored is not None:
             count.masked_fill_(ignored, 0)
@@ -473,9 +474,9 @@ class Relation:
         _, order, first, count = self._occurrences()
         total = self.numbers().total
         # 0 0 0 1 2 2 … for counts 3, 1, 2
-        long_index = torch.repeat_interleave(count, output_size=total)
+        long_index = torch.repeat_interleave(count, output_size=total).long()
         number = torch.arange(total, device=self.device)
-        slot = number - (count.cumsum(0) - count)[long_index]  # 0 1 2 0 0 1 …
+        slot = number - torch.searchsorted(long_index, long_index)  # 0 1 2 0 0 1 …
         short_index = order[first[long_index] + slot]
         if self._shorter == 1:
             return long_index, short_index
