@@ -198,16 +198,25 @@ class Graphed(CheckedModule):
             return tree_unflatten(leaves, step.structure)
         if kind is None or kind in self._refused or len(self._steps) >= self.most:
             return self.criterion(*args, **kwargs)
+        return self._first(kind, given, structure, sources)
+
+    def _first(
+        self, kind: Hashable, given: list[Any], structure: TreeSpec, sources: list[Tensor]
+    ) -> object:
+        """Return what the criterion returns for the first call of a kind, and record its step."""
+        inputs = [x for x in given if isinstance(x, Tensor)]
         modules = [self.criterion, *[x for x in given if isinstance(x, CoupledMemory)]]
         before = versions(modules)
+        args, kwargs = tree_unflatten(given, structure)
         result = self.criterion(*args, **kwargs)
         is_changed = versions(modules) != before
         is_changed = is_changed or self._kind(given, structure, inputs[0].device) != kind
         if len(self._refused) >= _MOST_REFUSED:
             self._refused.clear()
         self._refused.add(kind)  # unless it is recorded without an error
-        if not is_changed and is_loss(result) and not trains_others(result, inputs, sources):
-            step = self._recorded(given, structure, result)
+        if is_changed or not is_loss(result) or trains_others(result, inputs, sources):
+            return result
+        step = self._recorded(given, structure, result)
         if step is not None:
             self._steps[kind] = step
             self._refused.remove(kind)
