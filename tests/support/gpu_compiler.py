@@ -174,7 +174,9 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     pairs = Relation((size, size), which, torch.device("cpu"))
     if relation is not None:
         pairs = relation_of(size, relation)
-    scale = torch.ones(1 if shared else anchors)
+    scale: float | torch.Tensor = torch.ones(1 if shared else anchors)
+    if shared and asked == EXPONENTIAL and not learnt:
+        scale = 2.5  # an argument of the launch
     shift = None
     if shifted:
         shift = torch.ones(anchors) if asked == terms.excess else scale
@@ -190,7 +192,7 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     engine.sums(question, inputs)
     needs = needs_of(asked, learnt, dtype)
     if total:
-        engine.sums_and_gradients(question, inputs, torch.ones(1), needs)
+        engine.sums_and_gradients(question, inputs, 1.0, needs)
         return
     grad = torch.ones(anchors)
     listed = ListedPairs(*which, torch.ones(size))
