@@ -196,7 +196,8 @@ IN_TORCH = words(
     torch.is_autocast_enabled torch.is_grad_enabled torch.is_inference_mode_enabled torch.isclose
     torch.isin torch.lerp torch.linalg.qr torch.linalg.vecdot torch.linalg.vector_norm
     torch.linspace torch.load torch.logaddexp torch.matmul torch.maximum torch.mean torch.minimum
-    torch.mm torch.mps.get_rng_state torch.mps.set_rng_state torch.multiprocessing.spawn.spawn
+    torch.mm torch.mps.get_rng_state torch.mps.set_rng_state torch.mul
+    torch.multiprocessing.spawn.spawn
     torch.mv torch.nan torch.ne torch.nn.Module torch.nn.functional.normalize
     torch.nn.functional.pad torch.nn.utils.rnn.pad_sequence torch.no_grad torch.ones torch.ones_like
     torch.ops.mkldnn._linear_pointwise.default torch.optim.Adam torch.optim.Optimizer

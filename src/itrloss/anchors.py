@@ -1107,12 +1107,9 @@ class Anchors:
         anchors = self._group_sums(valid)
         pairs = self._group_sums(self.positive_weights * valid)
         totals = self.total(torch.stack([anchors, pairs]))
-        anchors, pairs = totals.masked_fill(totals == 0, 1)
-        parts = []
-        for x, anchor_count, pair_count in zip(self.split(sums), anchors, pairs, strict=True):
-            # Multiplied first: a quotient of integers would be float32 even for float64 sums.
-            parts.append(x * anchor_count / pair_count)
-        return torch.cat(parts)
+        anchors, pairs = totals.masked_fill(totals == 0, 1).to(self.dtype)
+        factors = (anchors / pairs).unbind()
+        return sums * torch.cat([x.expand(n) for x, n in zip(factors, self.sizes, strict=True)])
 
     def total(self, x: Tensor) -> Tensor:
         """Return ``x``; of a batch that processes share, its sum over all of them."""

@@ -212,9 +212,10 @@ def unified_training_objective(
     values = _against_queues(sims.memory, sims.keys, scale, margin, positive)
     # images have the memory's texts as negatives, and texts its images
     weights = text_memory_weight, image_memory_weight
-    parts = zip(SIDES[sims.directions], sims.memory.split(values), strict=True)
-    weighted = torch.cat([weights[side] * part for side, part in parts])
-    queues = sims.memory.reduce(weighted, reduction, _valid(sims.memory, sims.keys))
+    if weights != (1.0, 1.0):
+        parts = zip(SIDES[sims.directions], sims.memory.split(values), strict=True)
+        values = torch.cat([weights[side] * part for side, part in parts])
+    queues = sims.memory.reduce(values, reduction, _valid(sims.memory, sims.keys))
     if reduction != "none":
         return batch_weight * batch + queues
     pairs = zip(batch, queues, strict=True)

@@ -56,7 +56,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *_, **__: None)
     monkeypatch.setattr(engine, "INTERPRETED", False)
     # cuBLAS needs no memory from PyTorch's allocator
-    monkeypatch.setattr(engine, "_addmm", lambda total, a, b: None)
+    monkeypatch.setattr(engine, "_addmm", lambda total, a, b, beta: None)
     monkeypatch.setattr(engine, "_mm", product_on_meta)
 
     def numbers(pairs):
@@ -167,7 +167,7 @@ class Work:
         if inputs.rows.x is not None:
             self.flops += 2 * size_m * size_n * inputs.dim
 
-    def multiplied(self, total, a, b):
+    def multiplied(self, total, a, b, beta=1):
         """Count a product of cuBLAS."""
         self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
         self.panels += a.nbytes
@@ -358,3 +358,35 @@ def test_memory_of_a_total(dtype, as_on_a_gpu, monkeypatch):
         LARGE["siglip, learnt"](Similarity(v, w, engine="triton")).backward()
     gradients = 2 * n * d * v.element_size()
     assert 0 < peak.bytes - gradients - 2 * n * d * 4 <= 256 * 2**20
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("InfoNCELoss", 25),
+        ("HubnessAwareLoss", 32),
+        ("DiversityContrastiveLoss", 49),
+        ("SigmoidLoss", 40),
+        ("MemoryDiversityContrastiveLoss", 98),
+        ("UnifiedTrainingObjective", 129),
+    ],
+)
+def test_launches_of_steps(name, most, monkeypatch):
+    """Kernels and operators that launch one, of 2048 pairs, or of 512 and a memory of 16384."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    monkeypatch.setattr(engine, "INTERPRETED", False)
+    kernels_launched = []
+    monkeypatch.setattr(
+        interpreter.GridExecutor, "__call__", lambda *_, **__: kernels_launched.append(1)
+    )
+    n = 512 if most > 90 else 2048
+    given = [meta(n, 64, dtype=torch.bfloat16, requires_grad=k < 2) for k in range(2)]
+    if most > 90:
+        memory = itrloss.CoupledMemory(16384, 64, dtype=torch.bfloat16).to("meta")
+        ids = meta(n, dtype=torch.int64)
+        given += [meta(n, 64, dtype=torch.bfloat16) for _ in range(2)] + [memory, ids, ids]
+    loss = getattr(itrloss, name)(engine="triton").to("meta")
+    with Operators(lambda x: False) as operators:
+        loss(*given).backward()
+    assert 0 < operators.count + len(kernels_launched) <= most

@@ -51,6 +51,13 @@ OF_LOSSES = [
     {"limits": 1},  # filtered InfoNCE and multi-similarity
     {"sides": (0,), "learnt": True},  # DCL through its diversities
 ]
+# Standard deviations of negatives' scores: of DCL, M-DCL, and with groups.
+OF_MOMENTS = [
+    {"ids": False},
+    {"sides": (0,)},
+    {"relation": "same"},
+    {"dtype": torch.float32, "relation": "mask"},
+]
 # How relations say who may be a negative.
 OF_RELATIONS = [
     {**CLIP, "relation": "same"},  # the rule of groups
@@ -99,6 +106,7 @@ def cases_of(gpus: Sequence[int]) -> list[tuple[int, dict]]:
     excess = terms.excess
     for gpu in gpus:
         cases += [(gpu, options) for options in OF_LOSSES + OF_RELATIONS]
+        cases += [(gpu, {"moments": True, **options}) for options in OF_MOMENTS]
         cases += [
             (gpu, {"asked": excess, "dtype": torch.float32}),
             (gpu, {"asked": SOFTPLUS, "total": True, **SIGLIP}),
@@ -155,6 +163,7 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     total=False,
     shifted=True,
     relation=None,
+    moments=False,
     tile=engine.PRODUCT_TILES[0],
 ) -> None:
     """Call the engine's sums and their gradient, or their total; nothing is computed."""
@@ -165,7 +174,9 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     pairs = Relation((size, size), which, torch.device("cpu"))
     if relation is not None:
         pairs = relation_of(size, relation)
-    scale = torch.ones(1 if shared else anchors)
+    scale: float | torch.Tensor = torch.ones(1 if shared else anchors)
+    if shared and asked == EXPONENTIAL and not learnt:
+        scale = 2.5  # an argument of the launch
     shift = None
     if shifted:
         shift = torch.ones(anchors) if asked == terms.excess else scale
@@ -173,10 +184,15 @@ def ask(  # noqa: PLR0913 (what a kernel is compiled for, by keyword)
     question = Question(pairs, sides, asked, over, scale, shift, *bounds)
     side = Side(torch.zeros(size, dim, dtype=dtype), torch.ones(size, 1), None, None)
     inputs = Inputs(side, side, None)
+    if moments:
+        engine.inverse_norms(inputs.rows.x)
+        engine.pair_scores(inputs, *which)
+        engine.std(question, inputs)
+        return
     engine.sums(question, inputs)
     needs = needs_of(asked, learnt, dtype)
     if total:
-        engine.sums_and_gradients(question, inputs, torch.ones(1), needs)
+        engine.sums_and_gradients(question, inputs, 1.0, needs)
         return
     grad = torch.ones(anchors)
     listed = ListedPairs(*which, torch.ones(size))

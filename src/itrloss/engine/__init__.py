@@ -13,7 +13,6 @@ dense       the same answers in plain PyTorch: the specification, for compilers 
 pair_scores scores of listed pairs, whose gradient skips the matrix
 step        all vectors of a step and its small matrices, and the sums over a small matrix
 autograd    sums over a large matrix, which is visited tile by tile
-early       sums that the Triton engine computes together with their gradient
 matrix      a score matrix with its engine, and what is kept of it between questions
 ranking     the best candidate, and ranks
 sets        scores of sets of embeddings from the scores of their elements

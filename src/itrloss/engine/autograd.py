@@ -25,7 +25,7 @@ from .step import (
     saved_tensors,
     second_gradients,
 )
-from .tiled import Gradients, Needs
+from .tiled import EarlyGradients, Gradients, Needs
 from .vectors import full_precision, plain_unit
 
 
@@ -38,10 +38,6 @@ class Targets(NamedTuple):
     col_bias: Tensor | None = None  # (M,)
     scores: Tensor | None = None  # (N, M)
 
-    def any_trained(self) -> bool:
-        """Return whether one of them gets a gradient."""
-        return any([is_trained(x) for x in self])
-
 
 class Request(NamedTuple):
     """A question of a matrix, or pairs whose scores are requested, or both."""
@@ -51,6 +47,11 @@ class Request(NamedTuple):
     guide: Inputs | None = None
     pairs: tuple[Index, Index] | None = None
     by_triton: bool = False
+    #: Whether the gradient of vectors is found along with sums, up to one factor for each.
+    early: bool = False
+    weights: Value | None = (
+        None  # of the sums in one total, without a gradient; None: there is none
+    )
 
     def without_tensors(self) -> tuple[Request, list[Tensor | None]]:
         """Return what is left of the request without its tensors, and these, or None in their
@@ -69,6 +70,7 @@ class Request(NamedTuple):
             None if self.guide is None else NO_INPUTS,
             None if self.pairs is None else (None, None),
             self.by_triton,
+            self.early,
         )
         return rest, tensors
 
@@ -82,7 +84,7 @@ class Request(NamedTuple):
         guide = None if self.guide is None else Inputs.of_tensors(tensors[size : 2 * size])
         i, j = tensors[2 * size : 2 * size + 2]
         pairs = None if self.pairs is None else (i, j)
-        return Request(question, inputs, guide, pairs, self.by_triton)
+        return Request(question, inputs, guide, pairs, self.by_triton, self.early)
 
 
 def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
@@ -90,13 +92,15 @@ def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
     inputs = request.inputs
     question = request.question
     with torch.no_grad(), full_precision(inputs.like):
-        pairs = None if request.pairs is None else pair_scores(inputs, *request.pairs)
-        if question is None:
-            return None, pairs
         if request.by_triton:
             from . import triton
 
+            assert question is not None
+            pairs = None if request.pairs is None else triton.pair_scores(inputs, *request.pairs)
             return triton.sums(question, inputs), pairs
+        pairs = None if request.pairs is None else pair_scores(inputs, *request.pairs)
+        if question is None:
+            return None, pairs
         return tiled.sums(question, inputs, request.guide), pairs
 
 
@@ -117,8 +121,24 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
     return Sums.apply(request, *targets, *values)  # type: ignore[return-value]
 
 
+def early_answer(request: Request, needs: Needs) -> tuple[Tensor, Tensor | None, EarlyGradients]:
+    """Return the sums (A,), or their () weighted total, the scores (P,) of pairs, and what their
+    gradients are made of.
+    """
+    from . import triton
+
+    inputs = request.inputs
+    assert request.question is not None
+    with full_precision(inputs.like):
+        pairs = None if request.pairs is None else triton.pair_scores(inputs, *request.pairs)
+        sums, found = triton.sums_and_gradients(request.question, inputs, request.weights, needs)
+    return sums, pairs, found
+
+
 class Sums(torch.autograd.Function):
-    """The sums (A,) and the scores (P,) of listed pairs; None for what is not requested."""
+    """The sums (A,), or their weighted total (), and the scores (P,) of listed pairs; None for what
+    is not requested.
+    """
 
     @staticmethod
     def forward(
@@ -131,11 +151,16 @@ class Sums(torch.autograd.Function):
         scores: Tensor | None,
         *values: Value | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the sums (A,) and the scores (P,), from the request alone."""
-        targets = rows, cols, row_bias, col_bias, scores
-        sums, pairs = answer(request)
+        """Return both, from the request alone."""
+        targets = Targets(rows, cols, row_bias, col_bias, scores)
+        found = EarlyGradients()
+        if request.early:
+            needs = needs_of(request, targets, ctx.needs_input_grad)
+            sums, pairs, found = early_answer(request, needs)
+        else:
+            sums, pairs = answer(request)
         ctx.request, tensors = request.without_tensors()
-        ctx.save_for_backward(*targets, *tensors)
+        ctx.save_for_backward(*targets, *found, *tensors)
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
         return sums, pairs
 
@@ -148,11 +173,14 @@ class Sums(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         tensors = saved_tensors(ctx)
         targets = Targets(*tensors[:5])  # type: ignore[call-arg]
-        request: Request = ctx.request.with_tensors(tensors[5:])
+        found = EarlyGradients(*tensors[5:8])  # type: ignore[call-arg]
+        request: Request = ctx.request.with_tensors(tensors[8:])
         if torch.is_grad_enabled():  # create_graph=True
+            if request.early:
+                raise_second_derivative()
             return None, *second_derivatives(request, targets, grad_sums, grad_pairs)
         needs = needs_of(request, targets, ctx.needs_input_grad)
-        gradients = first_derivatives(request, needs, grad_sums, grad_pairs)
+        gradients = first_derivatives(request, needs, found, grad_sums, grad_pairs)
         return in_places(request, gradients)
 
 
@@ -179,7 +207,8 @@ def in_places(request: Request, gradients: Gradients) -> tuple[Any, ...]:
 def first_derivatives(
     request: Request,
     needs: Needs,
-    grad_sums: Tensor | None,  # (A,)
+    found: EarlyGradients,
+    grad_sums: Tensor | None,  # (A,), or () of their total
     grad_pairs: Tensor | None,  # (P,)
 ) -> Gradients:
     """Return the gradients from the gradients of the sums and of the pairs' scores."""
@@ -195,6 +224,8 @@ def first_derivatives(
         if request.by_triton:
             from . import triton
 
+            if request.early:
+                return triton.completed_gradients(question, inputs, found, grad_sums, needs, listed)
             return triton.gradients(question, inputs, grad_sums, needs, listed)
         return tiled.gradients(question, inputs, request.guide, grad_sums, needs, listed)
 

@@ -21,13 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import relation, terms
+from . import relation, terms, vectors
 
 IGNORE_ID = tl.constexpr(relation.IGNORE_ID)
 NOWHERE = tl.constexpr(-(2**31))  # index of a row or column beyond the end
 LOG2E = tl.constexpr(1.4426950408889634)
 SMALLEST_LOG = tl.constexpr(terms.SMALLEST_LOG)
+EPS = tl.constexpr(vectors.EPS)
 FLOOR = tl.constexpr(terms.FLOOR)
+LEFT_OUT = tl.constexpr(3e38)  # in place of a score that is not to count
 GROUP_M = tl.constexpr(8)  # rows of tiles that run together: the embeddings they share stay in L2
 
 
@@ -53,19 +55,24 @@ class Inputs(NamedTuple):
 
 
 class PerAnchor(NamedTuple):
-    """Numbers of the anchors (A,)."""
+    """Numbers of the anchors (A,), or one for all: a launch has it among its arguments.
+
+    As a tensor it would be one launch more: 20 of UTO (pytest tests/engine/test_triton_costs.py -k
+    launches).
+    """
 
     x: Tensor | None
-    stride: int  # from an anchor to the next; 0: one number for all
+    stride: int = 0  # from an anchor to the next; 0: one number for all
+    number: float | None = None  # where there is no tensor
 
 
 class Values(NamedTuple):
     """The scale, the shift and the limits of the scores of candidates."""
 
     scale: PerAnchor
-    shift: PerAnchor
-    below: PerAnchor
-    above: PerAnchor
+    shift: PerAnchor | None
+    below: PerAnchor | None
+    above: PerAnchor | None
 
 
 class Block(NamedTuple):
@@ -121,6 +128,7 @@ class Config(NamedTuple):
     COLS: bool  # whether the columns are anchors
     BASE_2: bool  # the term is an exponential of base 2, as scale and shift are in units of log 2
     MAXIMUM: bool = False  # the largest z is taken in place of a sum
+    MOMENTS: bool = False  # moments of the scores are taken in place of a sum
     TIMES_SCALE: bool = True  # whether the gradient of scores contains the scale
     GRAD_SCALE: bool = False  # whether the scale gets a gradient, summed by anchor
     GRAD_SHIFT: bool = False
@@ -340,7 +348,9 @@ def _masked(x, excluded, rows, cols, ENDS: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _load(value, axis, AXIS: tl.constexpr, SHARED: tl.constexpr = False):
     """Return an axis's numbers (BLOCK_M, 1) or (1, BLOCK_N), or the one number of all anchors."""
-    if SHARED:
+    if value.x is None:
+        y = value.number
+    elif SHARED:
         y = tl.load(value.x)
     else:
         pointers = value.x + axis.anchor * value.stride + axis.lane * value.stride
@@ -354,7 +364,7 @@ def _affine(s, values, axis, AXIS: tl.constexpr, C: tl.constexpr):
     scale = _load(values.scale, axis, AXIS, C.SHARED)
     if C.BASE_2:
         scale = scale * LOG2E
-    if values.shift.x is None:
+    if values.shift is None:
         z = s * scale
     else:
         shift = _load(values.shift, axis, AXIS, C.SHARED)
@@ -368,9 +378,9 @@ def _affine(s, values, axis, AXIS: tl.constexpr, C: tl.constexpr):
 def _within(x, s, values, axis, AXIS: tl.constexpr, C: tl.constexpr):
     """Return x without the candidates whose scores are beyond the limits of an axis's anchors."""
     empty = float("-inf") if C.MAXIMUM else 0.0
-    if values.below.x is not None:
+    if values.below is not None:
         x = tl.where(s < _load(values.below, axis, AXIS, C.SHARED), x, empty)
-    if values.above.x is not None:
+    if values.above is not None:
         x = tl.where(s > _load(values.above, axis, AXIS, C.SHARED), x, empty)
     return x
 
@@ -379,6 +389,12 @@ def _within(x, s, values, axis, AXIS: tl.constexpr, C: tl.constexpr):
 def _store_partial(out, plane, x, axis, candidates, AXIS: tl.constexpr, C: tl.constexpr):
     """Store a tile's sums or maxima over an axis's candidates at ``out[plane, part, anchor]``."""
     x = tl.max(x, AXIS) if C.MAXIMUM else tl.sum(x, AXIS)
+    _store(out, plane, x, axis, candidates)
+
+
+@triton.jit
+def _store(out, plane, x, axis, candidates):
+    """Store what a tile has of an axis's anchors (BLOCK,) at ``out[plane, part, anchor]``."""
     begin = (plane * candidates.parts + candidates.pid).to(tl.int64) * axis.size
     tl.store(out + begin + axis.local, x, mask=axis.local < axis.size)
 
@@ -397,6 +413,20 @@ def _summands(
     return _within(x, s, values, axis, AXIS, C)
 
 
+@triton.jit
+def _store_moments(s, out, axis, candidates, AXIS: tl.constexpr):
+    """Store the number of a tile's scores of an axis's anchors that are not LEFT_OUT, their mean,
+    and their squared deviations from it: about it, no digits of squares cancel.
+    """
+    counts = s != LEFT_OUT
+    number = tl.sum(tl.where(counts, 1.0, 0.0), AXIS)
+    mean = tl.sum(tl.where(counts, s, 0.0), AXIS) / tl.maximum(number, 1.0)
+    deviation = tl.where(counts, s - tl.expand_dims(mean, AXIS), 0.0)
+    _store(out, 0, number, axis, candidates)
+    _store(out, 1, mean, axis, candidates)
+    _store(out, 2, tl.sum(deviation * deviation, AXIS), axis, candidates)
+
+
 @triton.jit(do_not_specialize=Block._fields)  # these change from batch to batch
 def sums_kernel(
     inputs,  # Inputs
@@ -407,12 +437,13 @@ def sums_kernel(
     size_n,
     first_col,
     values,  # Values
-    row_out,  # (1, column parts, size_m) float32 partial sums over columns
-    col_out,  # (1, row parts, size_n) float32 partial sums over rows
+    row_out,  # (planes, column parts, size_m) float32 partial sums over columns
+    col_out,  # (planes, row parts, size_n) float32 partial sums over rows
     FORM: tl.constexpr,
     C: tl.constexpr,  # Config
 ):
-    """Store each tile's ``sum_j f(z_ij)`` and ``sum_i f(z_ij)``, or the MAXIMUM of z.
+    """Store each tile's ``sum_j f(z_ij)`` and ``sum_i f(z_ij)``, the MAXIMUM of z, or the MOMENTS
+    of scores.
 
     The reference is :func:`itrloss.engine.tiled.sums`.
     """
@@ -422,15 +453,63 @@ def sums_kernel(
     for part in tl.static_range(PARTS):
         cols = _columns(first + part, inputs, block, PARTS, C)
         s = _over_norms(parts[part], rows, cols)
-        if C.ROWS:
+        if C.MOMENTS:
+            s = tl.where(_included(loaded.excluded, rows, cols, True, C), s, LEFT_OUT)
+        if C.ROWS and C.MOMENTS:
+            _store_moments(s, row_out, rows, cols, 1)
+        elif C.ROWS:
             x = _summands(s, values, rows, 1, FORM, C)
             x = _masked(x, loaded.excluded, rows, cols, True, C)
             _store_partial(row_out, 0, x, rows, cols, 1, C)
-        if C.COLS:
+        if C.COLS and C.MOMENTS:
+            _store_moments(s, col_out, cols, rows, 0)
+        elif C.COLS:
             if not (C.ROWS and C.SHARED):
                 x = _summands(s, values, cols, 0, FORM, C)
                 x = _masked(x, loaded.excluded, rows, cols, True, C)
             _store_partial(col_out, 0, x, cols, rows, 0, C)
+
+
+@triton.jit(do_not_specialize=["parts", "size", "stride"])
+def join_moments_kernel(
+    partial,  # (3, parts, size) float32 moments of a block, see _store_moments
+    parts,
+    size,
+    total,  # (3, size) float32: of the blocks before, and then with this one
+    stride,  # of total
+    PARTS: tl.constexpr,
+    ANCHORS: tl.constexpr,
+):
+    """Join the moments of a block's parts with those of the blocks before.
+
+    Squared deviations from a joint mean are those from each of two means, plus the squared distance
+    of both times the product of their numbers over its sum (Chan, Golub and LeVeque, 1979).
+    """
+    anchors = tl.program_id(0) * ANCHORS + tl.arange(0, ANCHORS)
+    inside = anchors < size
+    out = total + anchors
+    number = tl.load(out, mask=inside, other=0.0)
+    mean = tl.load(out + stride, mask=inside, other=0.0)
+    squares = tl.load(out + 2 * stride, mask=inside, other=0.0)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        pointers = partial + part.to(tl.int64)[:, None] * size + anchors[None, :]
+        plane = parts.to(tl.int64) * size
+        mask = (part < parts)[:, None] & inside[None, :]
+        n = tl.load(pointers, mask=mask, other=0.0)
+        m = tl.load(pointers + plane, mask=mask, other=0.0)
+        q = tl.load(pointers + 2 * plane, mask=mask, other=0.0)
+        added = tl.sum(n, 0)
+        own_mean = tl.sum(n * m, 0) / tl.maximum(added, 1.0)
+        deviation = m - own_mean[None, :]
+        share = added / tl.maximum(number + added, 1.0)
+        distance = own_mean - mean
+        squares += tl.sum(q + n * deviation * deviation, 0) + distance * distance * number * share
+        mean += distance * share
+        number += added
+    tl.store(out, number, mask=inside)
+    tl.store(out + stride, mean, mask=inside)
+    tl.store(out + 2 * stride, squares, mask=inside)
 
 
 # -------------------------------------------------------------------------- the epilogue: gradient
@@ -540,6 +619,48 @@ def _vector(vectors, i, dim, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def inverse_norms_kernel(
+    vectors,  # Vectors x (N, dim)
+    out,  # (N,) float32
+    dim,
+    BLOCK_D: tl.constexpr,
+):
+    """Write the inverse norms of vectors, 0 of those that count as zero: a program for each."""
+    i = tl.program_id(0)
+    x = _vector(vectors, i, dim, BLOCK_D)
+    norm = tl.sqrt(tl.sum(x * x, 0))
+    tl.store(out + i, tl.where(norm > EPS, 1.0 / norm, 0.0))
+
+
+@triton.jit
+def pair_scores_kernel(
+    rows,  # Vectors x (N, dim)
+    cols,  # Vectors y (M, dim)
+    row,  # (P,) int64 the row of each pair; None: row p of pair p
+    col,  # (P,) int64
+    out,  # (P,) float32
+    dim,
+    BLOCK_D: tl.constexpr,
+):
+    """Write the scores of pairs: a program for each."""
+    p = tl.program_id(0)
+    i = p if row is None else tl.load(row + p)
+    j = p if col is None else tl.load(col + p)
+    s = tl.sum(_vector(rows, i, dim, BLOCK_D) * _vector(cols, j, dim, BLOCK_D), 0)
+    if rows.inv is not None:
+        s *= tl.load(rows.inv + i)
+    if cols.inv is not None:
+        s *= tl.load(cols.inv + j)
+    tl.store(out + p, s)
+
+
+@triton.jit
+def _number(value, i):
+    """Return the number of anchor i."""
+    return value.number if value.x is None else tl.load(value.x + i * value.stride)
+
+
+@triton.jit
 def _listed_gradient(pair, j, scale, listed, partners, dim, BLOCK_D: tl.constexpr):
     """Return ``grad_p inv_i inv_j y_j`` of pair p, whose partner is j; ``scale``: inv_i."""
     weight = tl.load(listed.grad + pair) * scale
@@ -552,19 +673,21 @@ def _listed_gradient(pair, j, scale, listed, partners, dim, BLOCK_D: tl.constexp
 def project_kernel(
     own,  # Vectors x (N, dim)
     partners,  # Vectors y (M, dim) of the other side
-    dim,  # D
     total,  # Vectors (r, dim): float32 sums of vectors from ``begin`` on; may alias out
     begin,
-    factor,  # (1,) float32 the scale of all scores; None: the sums contain it
+    factor,  # PerAnchor: the one scale of all scores; None: the sums contain it
     by_factor,  # (N,) float32 its gradient, or None
+    grad,  # PerAnchor: of the sums, where they do not contain it; or None
     listed,  # Listed
     out,  # (N, dim)
+    dim,
     BLOCK_D: tl.constexpr,
 ):
     """Write ``out_i = g - u <u, g>`` with ``u = x_i inv_i``: a program for each vector.
 
-    g adds up ``factor total`` and ``grad inv_i inv_j y_j`` of the listed pairs (i, j). The gradient
-    of the factor is ``<x_i, total_i>``. The reference is :func:`itrloss.engine.vectors.project`.
+    g adds up ``factor grad_i total_i`` and ``grad_p inv_i inv_j y_j`` of the listed pairs p = (i,
+    j). The gradient of the factor is ``<x_i, total_i>``, times ``grad_i``. The reference is
+    :func:`itrloss.engine.vectors.project`.
     """
     i = begin + tl.program_id(0)
     x = _vector(own, i, dim, BLOCK_D)
@@ -572,7 +695,9 @@ def project_kernel(
     if by_factor is not None:
         tl.store(by_factor + i, tl.sum(x * g, 0))
     if factor is not None:
-        g *= tl.load(factor)
+        g *= _number(factor, i)
+    if grad is not None:
+        g *= _number(grad, i)
     scale = 1.0 if own.inv is None else tl.load(own.inv + i)
     if listed.start is not None:
         for k in range(tl.load(listed.start + i), tl.load(listed.start + i + 1)):

@@ -28,6 +28,8 @@ from .vectors import (
     autocast_dtype,
     full_precision,
     host_may_read,
+    inverse_norms,
+    is_autocast_on,
     may_keep,
     normalized,
 )
@@ -286,11 +288,16 @@ class Matrix:
         """Return the inputs of a pass over the vectors alone."""
         self.check_unchanged()
         assert self.embeddings is not None
+        find = inverse_norms
+        if self.engine == "triton":
+            from . import triton
+
+            find = triton.inverse_norms
         sides: list[Side] = []
         for vectors in self.embeddings:
             unit = vectors.unit() if self.keeps_scores and may_keep() else None
             x = vectors.x if unit is None else None
-            sides.append(Side(x, vectors.inverse_norms(), unit, vectors.bias))
+            sides.append(Side(x, vectors.inverse_norms(find), unit, vectors.bias))
         return Inputs(sides[0], sides[1], None)
 
     def targets(self) -> Targets:
@@ -357,18 +364,17 @@ class Matrix:
             return dense.sums(question, scores, other)
         if self._keeps_slopes and guide is None and question.term.slope is not None:
             return self._sums_of_block(question)
+        by_triton = guide is None and self._has_kernel(question)
+        targets = self.targets()
         request = Request(
             question,
             self.inputs(),
             guide=None if guide is None else guide.inputs(),
             pairs=self._positives_along(question),
-            by_triton=guide is None and self._has_kernel(question),
+            by_triton=by_triton,
+            early=by_triton and self._finds_early(question, targets, is_total=False),
         )
-        if request.by_triton and self._finds_early(question, is_total=False):
-            from . import early
-
-            return self._answered(request, early.ask(request, None, self.targets()))
-        return self._answered(request, ask(request, self.targets()))
+        return self._answered(request, ask(request, targets))
 
     def _sums_of_block(self, question: Question) -> Tensor:
         """Return the sums (A,) over the only block, whose scores are in the graph."""
@@ -395,27 +401,25 @@ class Matrix:
 
         Triton finds its gradient along with it, where the vectors have one.
         """
-        if not self._has_kernel(question) or not self._finds_early(question, is_total=True):
+        targets: Targets | None = None
+        if self._has_kernel(question):
+            targets = self.targets()
+        if targets is None or not self._finds_early(question, targets, is_total=True):
             sums = self.sums(question)
             return (sums * weights).sum() if isinstance(weights, Tensor) else sums.sum() * weights
-        from . import early
-
-        if not isinstance(weights, Tensor):
-            weights = torch.full((1,), weights, dtype=self.dtype, device=self.device)
         self._summed = True
         pairs = self._positives_along(question)
-        request = Request(question, self.inputs(), pairs=pairs, by_triton=True)
-        return self._answered(request, early.ask(request, weights, self.targets()))
+        request = Request(question, self.inputs(), None, pairs, True, True, weights)
+        return self._answered(request, ask(request, targets))
 
-    def _finds_early(self, question: Question, is_total: bool) -> bool:
+    def _finds_early(self, question: Question, targets: Targets, is_total: bool) -> bool:
         """Return whether Triton finds the gradient of vectors along with sums, or their total."""
         if not torch.is_grad_enabled() or self.embeddings is None:
             return False
         from . import triton
 
         dtype = self.embeddings[0].x.dtype
-        rows, cols = self.targets()[:2]
-        return triton.may_find_early(question, dtype, rows, cols, is_total)
+        return triton.may_find_early(question, dtype, targets.rows, targets.cols, is_total)
 
     def _positives_along(self, question: Question) -> tuple[Index, Index] | None:
         """Return the positive pairs if their scores are to be computed along with a sum.
@@ -476,6 +480,13 @@ class Matrix:
                 scores = self.scores_in_graph()
                 assert scores is not None
                 return tiled.std_of_block(self.relation, scores, sides)
+            question = Question(self.relation, sides, identity)
+            if self._has_kernel(question):
+                from . import triton
+
+                inputs = self.inputs()
+                with full_precision(inputs.like):
+                    return triton.std(question, inputs)
             count = joined([self.relation.counts(side, positive=False) for side in sides])
             count = count.clamp_min(1)
             shift = (self.summed_negatives(sides) / -count).to(self.dtype)
@@ -699,7 +710,7 @@ def large_matrix(
 ) -> Matrix:
     """Return a matrix that is multiplied block by block; its scores are kept if they fit."""
     is_biased = rows.bias is not None or cols.bias is not None
-    if engine == "triton" and not is_biased:
+    if engine == "triton" and not is_biased and is_autocast_on(rows.x.device.type):
         rows = as_multiplied(rows)
         cols = as_multiplied(cols)
     if bounded is None:

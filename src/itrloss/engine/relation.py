@@ -22,6 +22,9 @@ KEPT_MASK = 2**20  # pairs of a mask that is kept, at most
 # step of InfoNCE of 32 x 160 with ids takes 66 in place of 84 on the CPU (counted as in
 # benchmarks/launches.py). Where the host reads no ids, as on an accelerator, all kept masks do.
 BY_MASK = 2**16
+# Pairs up to which an accelerator counts by a mask, which is not kept: 5 launches in place of 16
+# (pytest tests/engine/test_triton_costs.py -k launches).
+COUNTED_MASK = 2**24
 AT_ONCE = 2**20  # pairs whose masks are made at once, to be counted or listed
 POPULAR = 2**-6  # share of all pairs that share a label from which it is popular
 
@@ -128,7 +131,7 @@ class Relation:
         self.by_ids = own is not None and own.dim() == 1 and groups is None
         #: Whether rows and columns are alike, so that each has as many positives as the other.
         self._is_symmetric = self.others_are_negatives and own is others and shape[0] == shape[1]
-        by_mask = BY_MASK if own is None or host_may_read(own) else KEPT_MASK
+        by_mask = BY_MASK if own is None or host_may_read(own) else COUNTED_MASK
         self._is_small = shape[0] * shape[1] <= by_mask
 
     def _keep_matches(self, matches: Tensor) -> None:

@@ -184,6 +184,17 @@ class Gradients(NamedTuple):
     params: tuple[Tensor | None, ...]
 
 
+class EarlyGradients(NamedTuple):
+    """What the gradients of sums, or of their weighted total, are made of.
+
+    Each is known up to one factor: the gradient of the sum, or of the total.
+    """
+
+    rows: Tensor | None = None  # (N, D) float32 sums of ``f'(z_ij) y_j``, weighted, over the norms
+    cols: Tensor | None = None  # (M, D)
+    shift: Tensor | None = None  # like the shift, of a total
+
+
 def gradients(
     question: Question,
     inputs: Inputs,

@@ -9,6 +9,7 @@ gradients. Nothing synchronises with the device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -18,11 +19,13 @@ import triton
 from torch import Tensor
 
 from . import kernels
-from .inputs import Inputs, Side
-from .pair_scores import ListedPairs
+from . import pair_scores as of_pairs
+from .inputs import NO_SIDE, Inputs, Side
+from .pair_scores import Index, ListedPairs
 from .question import Question, Value, has_each, is_trained
-from .relation import Ids, Places, Relation, Rule
-from .tiled import Gradients, Needs
+from .relation import Ids, Places, Relation, Rule, are_sets
+from .tiled import EarlyGradients, Gradients, Needs
+from .vectors import NO_CONTEXT
 
 
 class TileConfig(NamedTuple):
@@ -48,6 +51,7 @@ PRODUCT_TILES = (
 MANY = 2**21  # scores from which there are enough large tiles
 # For scores that are loaded: memory-bound.
 READING_TILE = TileConfig(64, 64, 64, parts=1, num_warps=4, num_stages=3)
+MOMENTS_AT_ONCE = 16  # anchors whose moments a program joins
 BLOCK_ROWS = 4096  # rows of a block: products of so many have enough tiles for all multiprocessors
 BLOCK = 2**28  # scores of a block at most; sums of its tiles, until they are added up, take 40 MiB
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
@@ -57,6 +61,9 @@ HELD_AT_LEAST = 2**27  # bytes of them on any device
 # Whether addmm adds half-precision products to a float32 matrix. A comparison of versions takes 25
 # microseconds, as long as a launch: once for each product, it took a third of the host's time.
 ADDMM_WIDENS = torch.__version__ >= "2.11"
+
+# Kinds of devices that multiply half precision with float32 sums; "meta" counts as a GPU.
+MULTIPLY_HALF = "cuda", "meta"
 
 # The interpreter cannot multiply bfloat16, and rounds to it towards zero: it computes in float32.
 INTERPRETED = not isinstance(kernels.sums_kernel, triton.JITFunction)
@@ -78,43 +85,57 @@ class Compared(NamedTuple):
 
 def compared(relation: Relation) -> Compared:
     """Return what kernels find pairs by: an id and a group of each entry, or else a mask."""
-    if relation.matches is not None or any([x is not None and x.dim() > 1 for x in relation.ids]):
+    if relation.matches is not None or are_sets(relation.ids):
         return Compared((None, None), mask=True)
     if relation.groups is None:
         return Compared(relation.ids)
-    return Compared(relation.ids, relation.groups, relation.rule)
+    rows, cols = relation.groups
+    return Compared(relation.ids, (rows.contiguous(), cols.contiguous()), relation.rule)
 
 
 class Reduction(NamedTuple):
-    """How values of candidates become one number."""
+    """How values of candidates become one number, or several."""
 
     reduce: Callable[..., Tensor]
     join: Callable[..., Tensor]  # two such numbers to one
     empty: float  # without any candidate
+    planes: int = 1  # how many numbers
 
 
 SUM = Reduction(torch.sum, torch.add, 0.0)
 MAXIMUM = Reduction(torch.amax, torch.maximum, -math.inf)
+#: The number of scores, their mean, and their squared deviations; joined by a kernel of their own.
+MOMENTS = Reduction(torch.sum, torch.add, 0.0, planes=3)
 
 
 def sums(question: Question, inputs: Inputs) -> Tensor:
     """Return the sums (A,) of a question."""
-    return reduced(Pass(question, inputs, kernels.FORMS[question.term]), SUM)
+    return reduced(Pass(question, inputs, kernels.FORMS[question.term]), SUM)[0]
 
 
 def highest(question: Question, inputs: Inputs) -> Tensor:
     """Return the highest of the scores (A,) that count, times the scale; -inf without any."""
-    return reduced(Pass(question, inputs, kernels.identity), MAXIMUM)
+    return reduced(Pass(question, inputs, kernels.identity), MAXIMUM)[0]
+
+
+def std(question: Question, inputs: Inputs) -> Tensor:
+    """Return the standard deviations (A,) of the scores of a question's candidates, 0 without any.
+
+    A sum of squares about a shift, which has to be near the mean of few negatives among many
+    positives, takes M-DCL 157 launches more (pytest tests/engine/test_triton_costs.py -k launches).
+    """
+    number, _, squares = reduced(Pass(question, inputs, kernels.identity), MOMENTS)
+    return (squares / number.clamp_min(1.0)).sqrt()
 
 
 def reduced(run: Pass, reduction: Reduction) -> Tensor:
-    """Return the sums or maxima (A,) of all anchors."""
-    config = run.config._replace(MAXIMUM=reduction is MAXIMUM)
-    total = AnchorTotals(run, 1, run.question.sides, reduction)
-    with torch.cuda.device_of(run.inputs.like):
-        for places in run.blocks():
-            run.launch(kernels.sums_kernel, config, places, run.loaded(places), total)
-    return total.values[0]
+    """Return the sums, maxima or moments (K, A) of all anchors."""
+    config = run.config._replace(MAXIMUM=reduction is MAXIMUM, MOMENTS=reduction is MOMENTS)
+    total = AnchorTotals(run, reduction.planes, run.question.sides, reduction)
+    with torch.cuda.device_of(run.like):
+        for places in run.blocks(reduction.planes):
+            run.launch(kernels.sums_kernel, config, places, total)
+    return total.values
 
 
 # ------------------------------------------------------------------------------------- the gradient
@@ -132,7 +153,7 @@ def gradients(
     kernel = GradientKernel(run, grad, needs)
     scores = None
     of_vectors: dict[int, Tensor] = {}
-    with torch.cuda.device_of(inputs.like):
+    with torch.cuda.device_of(run.like):
         if needs.rows or needs.cols:
             of_vectors = embedding_gradients(kernel, needs, listed)
         else:
@@ -152,15 +173,15 @@ def gradients(
 class GradientKernel:
     """Writes the gradient of a block's inner products, and adds up the gradients of values."""
 
-    def __init__(self, run: Pass, grad: Tensor, needs: Needs, with_total: bool = False):
+    def __init__(self, run: Pass, grad: Value, needs: Needs, with_total: bool = False):
         self.run = run
-        self.grad = per_anchor(grad, run.device)
+        self.grad = per_anchor(grad)
         #: The one scale of all scores, by which vectors' gradients are multiplied at the end.
-        self.factor: Tensor | None = None
+        self.factor: kernels.PerAnchor | None = None
         #: The gradient of the factor: a part (N,) of each of a side's vectors.
         self.by_factor: Tensor | None = None
         if (needs.rows or needs.cols) and not has_each(run.question.scale):
-            self.factor = run.kernel_values.scale.x
+            self.factor = run.kernel_values.scale
         self.config = run.config._replace(
             TIMES_SCALE=self.factor is None,
             GRAD_SCALE=needs.scale and self.factor is None,
@@ -177,10 +198,8 @@ class GradientKernel:
 
     def write(self, places: Places, panel: kernels.Panel) -> None:
         """Write the gradient of a block's inner products to a panel, if there is one."""
-        loaded = self.run.loaded(places)
-        self.run.launch(
-            kernels.gradient_kernel, self.config, places, loaded, self.total, self.grad, panel
-        )
+        kernel = kernels.gradient_kernel
+        self.run.launch(kernel, self.config, places, self.total, self.grad, panel)
 
     def of_scale(self) -> Tensor:
         """Return the gradient of the scale.
@@ -235,16 +254,30 @@ def embedding_gradients(
 
     They are products with gradients of panels of scores.
     """
-    sides: list[VectorGradient] = []
-    for side, needed in enumerate((needs.rows, needs.cols)):
-        if needed:
-            dtype = needs.dtypes[side]
-            sides.append(VectorGradient(kernel.run.inputs, side, dtype, kernel.factor, listed))
-    if needs.scale and kernel.factor is not None:
-        sides[0].by_factor = kernel.by_factor = kernel.factor.new_empty(len(sides[0].out))
+    sides = vector_gradients(kernel.run.inputs, needs, kernel.factor, listed)
+    kernel.by_factor = sides[0].by_factor
     for outer, *held in visits(sides):
         visit(kernel, outer, held)
     return {side.side: side.out for side in sides}
+
+
+def vector_gradients(
+    inputs: Inputs,
+    needs: Needs,
+    factor: kernels.PerAnchor | None,  # by which sums are multiplied at the end
+    listed: ListedPairs | None,
+    grad: kernels.PerAnchor | None = None,  # of anchors, by which they are, too
+) -> list[VectorGradient]:
+    """Return the gradients of the sides that need one; the first has the factor's, if needed."""
+    vectors = vectors_of_both(inputs)
+    found: list[VectorGradient] = []
+    for side, needed in enumerate((needs.rows, needs.cols)):
+        if needed:
+            dtype = needs.dtypes[side]
+            found.append(VectorGradient(vectors, side, dtype, factor, listed, grad))
+    if needs.scale and factor is not None:
+        found[0].by_factor = found[0].out.new_empty(len(found[0].out), dtype=torch.float32)
+    return found
 
 
 def visits(sides: list[VectorGradient]) -> list[list[VectorGradient]]:
@@ -266,6 +299,7 @@ def held_bytes(device: torch.device) -> int:
     return max(HELD_AT_LEAST, memory_of(device) // HELD_SHARE)
 
 
+@functools.cache
 def memory_of(device: torch.device) -> int:
     """Return the bytes of a GPU's memory; 0 for other devices."""
     if device.type != "cuda":
@@ -280,7 +314,7 @@ def visit(kernel: GradientKernel, outer: VectorGradient, held: list[VectorGradie
     the next panel.
     """
     run = kernel.run
-    steps = BLOCK_ROWS, whole_tiles(run.panel_size // BLOCK_ROWS)
+    steps = run.steps(run.panel_size)
     inner_side = 1 - outer.side
     for gradient in held:
         gradient.start(slice(0, run.shape[inner_side]))
@@ -317,79 +351,67 @@ class VectorGradient:
 
     def __init__(
         self,
-        inputs: Inputs,
+        vectors: kernels.Inputs,  # of both sides
         side: int,
         dtype: torch.dtype,  # of the gradient
-        factor: Tensor | None,  # one number by which the sums are multiplied at the end
+        factor: kernels.PerAnchor | None,
         listed: ListedPairs | None,
+        grad: kernels.PerAnchor | None,
     ):
-        sides = inputs.rows, inputs.cols
+        sides = vectors.rows, vectors.cols
+        self.vectors = sides[side]
+        self.others = sides[1 - side]
+        assert self.vectors.x is not None and self.others.x is not None
         self.side = side
         self.factor = factor
+        self.grad = grad
         self.by_factor: Tensor | None = None  # (N,), where this side has the factor's gradient
-        self.partners = sides[1 - side].like  # (M, D)
-        self.out = torch.empty_like(
-            sides[side].like, dtype=dtype, memory_format=torch.contiguous_format
-        )
-        self.listed = sorted_by(side, listed, inputs.shape[side])
-        self.kernel_inputs = [vectors_of(contiguous_vectors(x.like), x) for x in sides]
+        self.partners = self.others.x  # (M, D)
+        self.out = self.vectors.x.new_empty(self.vectors.x.shape, dtype=dtype)
+        self.listed = kernels.Listed()
+        if listed is not None:
+            self.listed = sorted_by(side, listed, len(self.out))
 
-    def start(self, part: slice, sums: Tensor | None = None) -> None:
-        """Begin the sums of some of the vectors, in place if the gradient is float32.
-
-        ``sums`` (r, D) that were found before are taken as they are.
-        """
+    def start(self, part: slice) -> None:
+        """Begin the sums of some of the vectors, in place if the gradient is float32."""
         self.part = part
-        if sums is not None:
-            self.total = sums
-        elif self.out.dtype == torch.float32:
-            self.total = self.out[part].zero_()
-        else:
-            self.total = torch.zeros_like(self.out[part], dtype=torch.float32)
+        self.total = rows_of(self.out, part)
+        if self.out.dtype != torch.float32:
+            self.total = torch.empty_like(self.total, dtype=torch.float32)
+        if len(self.partners) == 0:  # there is no product, the first of which overwrites
+            self.total.zero_()
 
     def add(self, places: Places, panel: Tensor, unit: Tensor | None) -> None:
         """Add the product of a panel (r, c) of gradients, in a unit (), with partners' vectors."""
         own = places[self.side]
-        total = self.total
-        if own != self.part:
-            total = total[own.start - self.part.start : own.stop - self.part.start]
+        others = places[1 - self.side]
+        first = self.part.start
+        total = rows_of(self.total, slice(own.start - first, own.stop - first))
         by_own = panel.T if self.side else panel
-        add_product_(total, by_own, self.partners[places[1 - self.side]], unit)
+        add_product_(total, by_own, rows_of(self.partners, others), unit, others.start == 0)
 
     def finish(self) -> None:
         """Write the gradients of the part, from its sums and from listed pairs."""
         count, dim = self.total.shape
-        if count == 0:
-            return
-        kernels.project_kernel[(count,)](
-            self.kernel_inputs[self.side],
-            self.kernel_inputs[1 - self.side],
+        launch_each(
+            kernels.project_kernel,
+            count,
             dim,
+            self.vectors,
+            self.others,
             kernels.Vectors(self.total, dim, None),
             self.part.start,
             self.factor,
             self.by_factor,
+            self.grad,
             self.listed,
             self.out,
-            BLOCK_D=triton.next_power_of_2(dim),
-            **{"num_warps": warps_of(dim)},
         )
         del self.total  # before the next sums take memory
 
 
-def warps_of(dim: int) -> int:
-    """Return the warps of a program of `project_kernel`, whose registers hold vectors (dim,).
-
-    With 4 warps, 16384 dimensions are 128 registers a vector, and spill.
-    """
-    padded_dim = 1 << (dim - 1).bit_length()
-    return min(32, max(4, padded_dim // 512))
-
-
-def sorted_by(side: int, listed: ListedPairs | None, size: int) -> kernels.Listed:
+def sorted_by(side: int, listed: ListedPairs, size: int) -> kernels.Listed:
     """Return listed pairs as `project_kernel` takes them, sorted by the vectors of a side."""
-    if listed is None:
-        return kernels.Listed()
     index = listed.rows, listed.cols
     own = index[side]
     grad = listed.grad.contiguous()
@@ -401,23 +423,6 @@ def sorted_by(side: int, listed: ListedPairs | None, size: int) -> kernels.Liste
 
 
 # ------------------------------------------------------------------- sums along with their gradient
-
-
-class EarlyGradients(NamedTuple):
-    """What the gradients of sums, or of their weighted total, are made of.
-
-    Each is known up to one factor: the gradient of the sum, or of the total.
-    """
-
-    rows: Tensor | None  # (N, D) float32 sums of ``f'(z_ij) y_j``, weighted, over the norms
-    cols: Tensor | None  # (M, D)
-    shift: Tensor | None  # like the shift, of a total
-
-    def times(self, grad: Tensor) -> EarlyGradients:
-        """Return what is made of them by the gradient (A, 1) of each sum."""
-        rows = None if self.rows is None else self.rows * grad
-        cols = None if self.cols is None else self.cols * grad
-        return EarlyGradients(rows, cols, None)
 
 
 def may_find_early(
@@ -435,24 +440,26 @@ def may_find_early(
     unit for a panel (`round_to_half`), in which the exponentials of some anchors would vanish
     before they are divided by their sums.
     """
-    vectors = [x for x in (rows, cols) if is_trained(x)]
-    held = 4 * sum(x.numel() for x in vectors)
-    if not vectors or held > held_bytes(vectors[0].device):
+    if is_total and has_each(question.scale):
         return False
-    if is_total:
-        return not has_each(question.scale)
-    if is_trained(question.scale) or is_trained(question.shift) or dtype == torch.float16:
+    if not is_total and (len(question.sides) > 1 or dtype == torch.float16):
         return False
-    if len(question.sides) > 1:
-        return False
-    trained_sides = tuple(side for side, x in enumerate((rows, cols)) if is_trained(x))
-    return trained_sides == question.sides
+    trained = is_trained(rows), is_trained(cols)
+    if not is_total:
+        if trained != (question.sides == (0,), question.sides == (1,)):
+            return False
+        if is_trained(question.scale) or is_trained(question.shift):
+            return False
+    held = 0
+    for x, has_gradient in zip((rows, cols), trained, strict=True):
+        held += 4 * x.numel() if has_gradient else 0  # type: ignore[union-attr]
+    return 0 < held <= held_bytes(rows.device)  # type: ignore[union-attr]
 
 
 def sums_and_gradients(
     question: Question,
     inputs: Inputs,
-    weights: Tensor | None,  # of the sums in their total, (1,) or (A,); None: there is no total
+    weights: Value | None,  # of the sums in their total, one or (A,); None: there is no total
     needs: Needs,
 ) -> tuple[Tensor, EarlyGradients]:
     """Return the sums (A,), or their () weighted total, and what their gradients are made of.
@@ -462,20 +469,16 @@ def sums_and_gradients(
     tests/engine/test_triton_costs.py -k products).
     """
     run = Pass(question, inputs, kernels.FORMS[question.term])
-    own_weights = torch.ones(1, device=run.device) if weights is None else weights
-    kernel = GradientKernel(run, own_weights, needs, with_total=True)
-    sides: dict[int, VectorGradient] = {}
-    for side, needed in enumerate((needs.rows, needs.cols)):
-        if needed:
-            sides[side] = VectorGradient(inputs, side, torch.float32, None, None)
-            sides[side].start(slice(0, run.shape[side]))
-    n, m = run.shape
-    with torch.cuda.device_of(inputs.like):
-        for rows in spans(n, BLOCK_ROWS):
-            for cols in spans(m, whole_tiles(run.panel_size // BLOCK_ROWS)):
-                add_panel(kernel, (rows, cols), list(sides.values()))
+    kernel = GradientKernel(run, 1.0 if weights is None else weights, needs, with_total=True)
+    float32 = needs._replace(scale=False, dtypes=(torch.float32, torch.float32))
+    sides = vector_gradients(inputs, float32, None, None)
+    for gradient in sides:
+        gradient.start(slice(0, len(gradient.out)))
+    with torch.cuda.device_of(run.like):
+        for places in run.parts(run.panel_size):
+            add_panel(kernel, places, sides)
     assert kernel.total is not None
-    sums = {side: gradient.total for side, gradient in sides.items()}
+    sums = {gradient.side: gradient.total for gradient in sides}
     shift = kernel.of_shift() if needs.shift else None
     found = kernel.total.values[-1]
     if weights is not None:
@@ -492,31 +495,22 @@ def completed_gradients(
     listed: ListedPairs | None,
 ) -> Gradients:
     """Return the gradients of a question's inputs and values, from the gradient of its sums."""
-    factor: Tensor | None = None
-    if grad.dim() == 1:  # the anchors' vectors are trained, and no others
-        early = early.times(grad[:, None])
-        if not has_each(question.scale):
-            factor = per_anchor(question.scale, grad.device).x
-    else:
-        factor = grad * question.scale
-    of_sides: list[Tensor | None] = []
+    factor = None if has_each(question.scale) else per_anchor(question.scale)
+    # Of sums of anchors, their own vectors alone are trained.
+    sides = vector_gradients(inputs, needs, factor, listed, per_anchor(grad))
     scale: Tensor | None = None
-    with torch.cuda.device_of(inputs.like):
-        for side, sums in enumerate((early.rows, early.cols)):
-            if sums is None:
-                of_sides.append(None)
-                continue
-            gradient = VectorGradient(inputs, side, needs.dtypes[side], factor, listed)
-            gradient.start(slice(0, len(sums)), sums)
-            if needs.scale and scale is None:
-                gradient.by_factor = sums.new_empty(len(sums))
-            gradient.finish()
-            if gradient.by_factor is not None:
-                scale = of_value(question.scale, gradient.by_factor) * grad
-            of_sides.append(gradient.out)
+    for gradient in sides:
+        sums = early.cols if gradient.side else early.rows
+        assert sums is not None
+        gradient.part = slice(0, len(sums))
+        gradient.total = sums
+        gradient.finish()
+        if gradient.by_factor is not None:
+            scale = of_value(question.scale, gradient.by_factor) * grad
+    of_sides = {gradient.side: gradient.out for gradient in sides}
     return Gradients(
-        rows=of_sides[0],
-        cols=of_sides[1],
+        rows=of_sides.get(0),
+        cols=of_sides.get(1),
         row_bias=None,
         col_bias=None,
         scores=None,
@@ -529,6 +523,9 @@ def completed_gradients(
 # --------------------------------------------------------------------------------- a pass' launches
 
 
+NOTHING_LOADED = kernels.Loaded(kernels.Panel())
+
+
 class Pass:
     """A question of some inputs as kernels take it, prepared once for all launches."""
 
@@ -538,13 +535,15 @@ class Pass:
         self.form = form  # of the terms, see `kernels.FORMS`
         self.shape = question.relation.shape
         self.compared = compared(question.relation)
-        self.device = inputs.like.device
+        #: What the passes' device is: vectors, or scores.
+        self.like = inputs.like
+        self.device = self.like.device
         self.matrix = None if inputs.scores is None else inputs.scores.contiguous()
-        self.fused = self.matrix is None and fused(inputs.rows.like, inputs.cols.like)
+        self.fused = self.matrix is None and fused(self.like, inputs.cols.like)
         self.tile = tile_config(self.shape, self.fused)
         #: The numbers of row 0 and of column 0 among the anchors.
         self.first_anchor = (0, self.shape[0] if 0 in question.sides else 0)
-        dtype = inputs.like.dtype
+        dtype = self.like.dtype
         panel_dtype = torch.float32
         bytes_per_score = 4
         #: Float16 copies of panels, for products with float16 vectors.
@@ -557,9 +556,9 @@ class Pass:
             bytes_per_score = 2
         self.panels = Workspace(panel_dtype, self.device)
         self.panel_size = PANEL // bytes_per_score  # number of scores
+        self.kernel_values = self._kernel_values()
         self.kernel_inputs = self._kernel_inputs()
         self.config = self._config()
-        self.kernel_values = self._kernel_values()
 
     def _config(self) -> kernels.Config:
         """Return the compile-time constants of the launches."""
@@ -573,7 +572,7 @@ class Pass:
             OVER=question.over,
             IDS=self.compared.ids[0] is not None,
             GROUPS=self.compared.rule,
-            SHARED=not any(has_each(x) for x in question.values),
+            SHARED=not any([has_each(x) for x in question.values]),
             ROWS=0 in question.sides,
             COLS=1 in question.sides,
             BASE_2=self.form in (kernels.exponential, kernels.information),
@@ -581,44 +580,55 @@ class Pass:
 
     def _kernel_inputs(self) -> kernels.Inputs:
         """Return the inverse norms, ids, groups and, if kernels multiply them, the embeddings."""
-        rows = self.inputs.rows
-        cols = self.inputs.cols
-        row_ids, col_ids = self.compared.ids
-        row_groups, col_groups = self.compared.groups
-        x = y = None
+        found: list[kernels.Vectors] = []
         dim = 0
-        if self.fused:
-            x = aligned(rows.like)
-            y = aligned(cols.like)
-            dim = x.shape[1]
-        of_rows = vectors_of(x, rows, row_ids, row_groups)
-        of_cols = vectors_of(y, cols, col_ids, col_groups)
-        return kernels.Inputs(of_rows, of_cols, dim)
+        sides = self.inputs.rows, self.inputs.cols
+        for side, ids, groups in zip(sides, self.compared.ids, self.compared.groups, strict=True):
+            x: Tensor | None = None
+            stride = 0
+            if self.fused:
+                assert side.x is not None
+                x = aligned(side.x)
+                stride, dim = x.stride(0), x.shape[1]
+            found.append(kernels.Vectors(x, stride, side.inv, ids, groups))
+        return kernels.Inputs(found[0], found[1], dim)
 
     def _kernel_values(self) -> kernels.Values:
         """Return the scale, the shift and the limits."""
         question = self.question
-        return kernels.Values(
-            per_anchor(question.scale, self.device),
-            per_anchor(question.shift, self.device),
-            per_anchor(question.below, self.device),
-            per_anchor(question.above, self.device),
-        )
+        limits: list[kernels.PerAnchor | None] = []
+        for value in (question.shift, question.below, question.above):
+            limits.append(None if value is None else per_anchor(value))
+        return kernels.Values(per_anchor(question.scale), *limits)
 
-    def blocks(self, planes: int = 1) -> Iterator[Places]:
-        """Yield the rows and columns of blocks, smaller ones for more planes of sums of tiles."""
-        n, m = self.shape
+    def blocks(self, planes: int = 1) -> list[Places]:
+        """Return the rows and columns of blocks, smaller ones for more planes of sums of tiles."""
         size = BLOCK // max(1, planes)
         multiplies = self.matrix is None and not self.fused  # by cuBLAS, panel by panel
         if multiplies or self.compared.mask:
             size = min(size, self.panel_size)
-        height = min(BLOCK_ROWS, whole_tiles(n + 127))
-        for rows in spans(n, height):
-            for cols in spans(m, whole_tiles(size // height)):
-                yield rows, cols
+        return self.parts(size)
+
+    def parts(self, size: int) -> list[Places]:
+        """Return the rows and columns of parts of the matrix with ``size`` scores at most."""
+        n, m = self.shape
+        height, width = self.steps(size)
+        found = []
+        for row in range(0, n, height):
+            rows = slice(row, min(n, row + height))
+            for col in range(0, m, width):
+                found.append((rows, slice(col, min(m, col + width))))
+        return found
+
+    def steps(self, size: int) -> tuple[int, int]:
+        """Return the numbers of rows and of columns of parts with ``size`` scores at most."""
+        height = min(BLOCK_ROWS, whole_tiles(self.shape[0] + 127))
+        return height, whole_tiles(size // height)
 
     def loaded(self, places: Places) -> kernels.Loaded:
         """Return the panels of a block that kernels read."""
+        if self.fused and not self.compared.mask:
+            return NOTHING_LOADED
         products = self.products(places)
         if not self.compared.mask:
             return kernels.Loaded(products)
@@ -639,31 +649,34 @@ class Pass:
         y = self.inputs.cols.like[cols].float()
         return padded(torch.mm(x, y.T, out=self.panels.block(places)))
 
-    def grid(self, places: Places) -> tuple[int, int]:
-        """Return the numbers of tiles of a block along its rows and along its columns."""
-        r, c = sizes(places)
-        return ceil_div(r, self.tile.block_m), ceil_div(c, self.tile.block_n)
-
     def launch(
         self,
         kernel: triton.JITFunction,
         config: kernels.Config,
         places: Places,
-        loaded: kernels.Loaded,  # of the block
         total: AnchorTotals | None,  # to which the partial results of the kernel are added
         *more: object,  # further arguments of the kernel
     ) -> None:
         """Run a program for each tile of a block."""
         rows, cols = places
-        grid_m, grid_n = self.grid(places)
-        partials = {} if total is None else total.partials(places)
+        size_m = rows.stop - rows.start
+        size_n = cols.stop - cols.start
+        tile = self.tile
+        grid_m = -(-size_m // tile.block_m)
+        grid_n = -(-size_n // tile.block_n)
+        partials: Partials = (None, None)
+        if total is not None:
+            partials = total.partials((grid_n * tile.parts, grid_m), (size_m, size_n))
         kernel[(grid_m * grid_n,)](
             self.kernel_inputs,
-            loaded,
-            *kernels.Block(rows.start, cols.start, *sizes(places), self.first_anchor[1]),
+            self.loaded(places),
+            rows.start,
+            cols.start,
+            size_m,
+            size_n,
+            self.first_anchor[1],
             self.kernel_values,
-            partials.get(0),
-            partials.get(1),
+            *partials,
             *more,
             FORM=self.form,
             C=config,
@@ -700,11 +713,18 @@ class Workspace:
         """Return the memory of a block (r, c)."""
         r, c = sizes(places)
         if (r, c) not in self.views:
-            stride = ceil_div(c, 64) * 64
+            stride = -(-c // 64) * 64
             if self.space is None:
-                self.space = torch.empty(r * stride, dtype=self.dtype, device=self.device)
-            self.views[r, c] = self.space[: r * stride].view(r, stride)[:, :c]
+                self.space = torch.empty(r, stride, dtype=self.dtype, device=self.device)
+            view = self.space
+            if view.shape != (r, c):
+                view = view.as_strided((r, c), (stride, 1))
+            self.views[r, c] = view
         return self.views[r, c]
+
+
+#: The results of a block's tiles (K, parts, anchors), for its rows and for its columns.
+Partials = tuple[Tensor | None, Tensor | None]
 
 
 class AnchorTotals:
@@ -714,29 +734,50 @@ class AnchorTotals:
         self.run = run
         self.sides = sides
         self.reduction = reduction
-        size = sum(run.shape[side] for side in sides)
+        size = 0
+        for side in sides:
+            size += run.shape[side]
         self.values = torch.empty(width, size, dtype=torch.float32, device=run.device)
-        if 0 in run.shape:  # there is no tile
+        if reduction is MOMENTS or 0 in run.shape:  # in which there is no tile
             self.values.fill_(reduction.empty)
 
-    def partials(self, places: Places) -> dict[int, Tensor]:
-        """Return buffers for the results of a block's tiles, one for each side: (K, parts, r)."""
-        grid_m, grid_n = self.run.grid(places)
-        parts = grid_n * self.run.tile.parts, grid_m
-        size = sizes(places)
-        width = len(self.values)
-        return {side: self.values.new_empty(width, parts[side], size[side]) for side in self.sides}
+    def partials(self, parts: tuple[int, int], sizes: tuple[int, int]) -> Partials:
+        """Return buffers for the results of a block's tiles, of so many parts and anchors."""
+        found: list[Tensor | None] = [None, None]
+        for side in self.sides:
+            found[side] = self.values.new_empty(len(self.values), parts[side], sizes[side])
+        return found[0], found[1]
 
-    def add(self, places: Places, partials: dict[int, Tensor]) -> None:
+    def add(self, places: Places, partials: Partials) -> None:
         """Add the results of a block's tiles; the first block of an anchor overwrites."""
-        reduce, join, _ = self.reduction
-        for side, partial in partials.items():
+        reduce, join, *_ = self.reduction
+        for side in self.sides:
+            partial = partials[side]
+            assert partial is not None
             first = self.run.first_anchor[side]
-            total = self.values[:, first + places[side].start : first + places[side].stop]
-            if places[1 - side].start == 0:
+            total = self.values
+            if partial.shape[-1] < total.shape[1]:
+                total = total[:, first + places[side].start : first + places[side].stop]
+            if self.reduction is MOMENTS:
+                join_moments(partial, total)
+            elif places[1 - side].start == 0:
                 reduce(partial, 1, out=total)
             else:
                 join(total, reduce(partial, 1), out=total)
+
+
+def join_moments(partial: Tensor, total: Tensor) -> None:
+    """Join the moments (3, parts, r) of a block's tiles with those of the blocks before (3, r)."""
+    _, parts, size = partial.shape
+    kernels.join_moments_kernel[(-(-size // MOMENTS_AT_ONCE),)](
+        partial,
+        parts,
+        size,
+        total,
+        total.stride(0),
+        PARTS=64,  # type: ignore[arg-type]
+        ANCHORS=MOMENTS_AT_ONCE,  # type: ignore[arg-type]
+    )
 
 
 def tile_config(shape: tuple[int, int], multiplies: bool) -> TileConfig:
@@ -752,31 +793,69 @@ def fused(rows: Tensor, cols: Tensor) -> bool:
     return rows.dtype == cols.dtype != torch.float32
 
 
-def vectors_of(
-    x: Tensor | None, side: Side, ids: Tensor | None = None, groups: Tensor | None = None
-) -> kernels.Vectors:
-    """Return a side as kernels take it, with its vectors x (N, D) if they are multiplied."""
-    stride = 0
-    inv = side.inv
-    if x is not None:
-        stride = x.stride(0)
-    if inv is not None:
-        inv = inv.flatten()
-    if ids is not None:
-        ids = ids.contiguous()
-    if groups is not None:
-        groups = groups.contiguous()
-    return kernels.Vectors(x, stride, inv, ids, groups)
+def pair_scores(inputs: Inputs, i: Index, j: Index) -> Tensor:
+    """Return the (P,) scores of rows i with columns j, as :func:`.pair_scores.pair_scores`.
+
+    One launch in place of four, or of ten where pairs are listed (pytest
+    tests/engine/test_triton_costs.py -k launches).
+    """
+    if inputs.scores is not None:
+        return of_pairs.pair_scores(inputs, i, j)
+    rows, cols, dim = vectors_of_both(inputs)
+    if i is not None and j is not None:
+        i, j = i.contiguous(), j.contiguous()
+    count = len(inputs.like) if i is None else len(i)
+    scores = torch.empty(count, dtype=torch.float32, device=inputs.like.device)
+    launch_each(kernels.pair_scores_kernel, count, dim, rows, cols, i, j, scores)
+    return scores
 
 
-def per_anchor(value: Value | None, device: torch.device) -> kernels.PerAnchor:
-    """Return a value (1,) or (A,) as kernels take it."""
-    if value is None:
-        return kernels.PerAnchor(None, 0)
+def inverse_norms(x: Tensor) -> Tensor:
+    """Return the (N, 1) inverse norms of vectors (N, D), as :func:`.vectors.inverse_norms`.
+
+    One launch in place of three (pytest tests/engine/test_triton_costs.py -k launches).
+    """
+    count, dim = x.shape
+    inv = torch.empty(count, 1, dtype=torch.float32, device=x.device)
+    vectors = vectors_of(NO_SIDE._replace(x=x))
+    launch_each(kernels.inverse_norms_kernel, count, dim, vectors, inv)
+    return inv
+
+
+def launch_each(kernel: triton.JITFunction, count: int, dim: int, *given: object) -> None:
+    """Run a program for each of so many vectors (dim,), or pairs of them."""
+    if count == 0:
+        return
+    block = triton.next_power_of_2(dim)
+    # With 4 warps, 16384 dimensions are 128 registers a vector, and spill.
+    warps = min(32, max(4, block // 512))
+    *_, out = given
+    assert isinstance(out, Tensor)
+    with torch.cuda.device_of(out):
+        kernel[(count,)](*given, dim=dim, BLOCK_D=block, num_warps=warps)
+
+
+def vectors_of_both(inputs: Inputs) -> kernels.Inputs:
+    """Return the vectors of both sides, each of which is contiguous in memory."""
+    return kernels.Inputs(
+        vectors_of(inputs.rows), vectors_of(inputs.cols), inputs.rows.like.shape[1]
+    )
+
+
+def vectors_of(side: Side) -> kernels.Vectors:
+    """Return a side's vectors, each of which is contiguous in memory."""
+    x = side.x
+    assert x is not None
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    return kernels.Vectors(x, x.stride(0), side.inv)
+
+
+def per_anchor(value: Value) -> kernels.PerAnchor:
+    """Return a number, or numbers (1,) or (A,), as kernels take them."""
     if not isinstance(value, Tensor):
-        value = torch.full((1,), value, dtype=torch.float32, device=device)
-    stride = value.stride(-1) if value.numel() > 1 else 0
-    return kernels.PerAnchor(value, stride)
+        return kernels.PerAnchor(None, 0, float(value))
+    return kernels.PerAnchor(value, value.stride(-1) if value.numel() > 1 else 0)
 
 
 def part_of(matrix: Tensor, places: Places) -> kernels.Panel:
@@ -790,15 +869,15 @@ def padded(buffer: Tensor) -> kernels.Panel:
     return kernels.Panel(buffer, buffer.stride(0), buffer.stride(0))
 
 
+def rows_of(x: Tensor, part: slice) -> Tensor:
+    """Return some rows of a tensor (N, ...); all of them are no view."""
+    return x if part.stop - part.start == len(x) else x[part]
+
+
 def sizes(places: Places) -> tuple[int, int]:
     """Return the numbers of rows and columns of a block."""
     rows, cols = places
     return rows.stop - rows.start, cols.stop - cols.start
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Return a / b, rounded up."""
-    return -(-a // b)
 
 
 def spans(size: int, step: int) -> list[slice]:
@@ -814,6 +893,7 @@ def whole_tiles(size: int) -> int:
     return max(size // 128 * 128, 128)
 
 
+@functools.cache
 def compute_capability(device: torch.device) -> int:
     """Return the major number of an NVIDIA GPU's compute capability; 0 for other devices."""
     if device.type != "cuda" or torch.version.hip:
@@ -833,11 +913,6 @@ def aligned(x: Tensor) -> Tensor:
     if whole_loads and x.stride(1) == 1 and starts_aligned:
         return x
     return torch.nn.functional.pad(x, (0, -x.shape[1] % 8)).contiguous()
-
-
-def contiguous_vectors(x: Tensor) -> Tensor:
-    """Return embeddings, each of which is contiguous in memory."""
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def round_to_half(panel: Tensor, out: Tensor) -> Tensor:
@@ -864,37 +939,50 @@ def add_product_(
     panel: Tensor,  # (r, c)
     other: Tensor,  # (c, D)
     unit: Tensor | None = None,  # () of the panel's entries
+    is_first: bool = False,  # the product overwrites the sums
 ) -> None:
     """Add ``panel @ other``, times the unit, to float32 sums."""
     if other.dtype == torch.bfloat16:  # it has the range of float32
         panel = panel.to(other.dtype)
     if unit is None:
-        _addmm(total, panel, other)
+        _addmm(total, panel, other, 1 - is_first)
+    elif is_first:
+        torch.mul(_mm(panel, other), unit, out=total)
     else:
         total.addcmul_(_mm(panel, other), unit)
 
 
-def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b``, accumulated in float32, to float32 sums."""
-    if a.dtype == torch.float32 or not a.is_cuda:
-        total.addmm_(a.float(), b.float())
+def _addmm(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    """Write ``beta total + a @ b``, accumulated in float32, to float32 sums.
+
+    With beta 0, whatever the sums are does not count.
+    """
+    if a.dtype == torch.float32 or a.device.type not in MULTIPLY_HALF:
+        total.addmm_(a.float(), b.float(), beta=beta)
     elif ADDMM_WIDENS:
-        with float32_accumulation():
-            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:  # older addmm takes only a half-precision total
+        with float32_accumulation(a.dtype):
+            torch.addmm(total, a, b, beta=beta, out_dtype=torch.float32, out=total)
+    elif beta:  # older addmm takes only a half-precision total
         total.add_(_mm(a, b))
+    else:
+        total.copy_(_mm(a, b))
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` of half-precision matrices in float32."""
-    if not a.is_cuda:
+    if a.device.type not in MULTIPLY_HALF:
         return torch.mm(a.float(), b.float())
-    with float32_accumulation():
+    with float32_accumulation(a.dtype):
         return torch.mm(a, b, out_dtype=torch.float32)
 
 
+def float32_accumulation(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which products of a dtype are accumulated in float32."""
+    return float16_with_float32_sums() if dtype == torch.float16 else NO_CONTEXT
+
+
 @contextlib.contextmanager
-def float32_accumulation() -> Iterator[None]:
+def float16_with_float32_sums() -> Iterator[None]:
     """Return a context in which float16 products are accumulated in float32.
 
     A model may have allowed float16 for its own products; here it would overflow.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -145,9 +146,9 @@ class RoundOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return zeros in float32 of the shape of ``x``, which take no memory."""
+        """Return a tensor in float32 of the shape of ``x``, which takes no memory."""
         ctx.dtype = x.dtype
-        return torch.zeros((), dtype=torch.float32, device=x.device).expand(x.shape)
+        return torch.empty((), dtype=torch.float32, device=x.device).expand(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -238,14 +239,17 @@ class Embeddings:
             self._unit = unit
         return unit
 
-    def inverse_norms(self) -> Tensor | None:
-        """Return the (N, 1) inverse norms; None if the vectors are not normalised. Cached."""
+    def inverse_norms(self, find: Callable[[Tensor], Tensor] = inverse_norms) -> Tensor | None:
+        """Return the (N, 1) inverse norms; None if the vectors are not normalised. Cached.
+
+        ``find``: the function that finds them.
+        """
         if not self.normalize:
             return None
         if self._inverse_norms is not None:
             return self._inverse_norms
         with torch.no_grad():
-            inv = inverse_norms(self.x)
+            inv = find(self.x)
         if may_keep():
             self._inverse_norms = inv
         return inv
