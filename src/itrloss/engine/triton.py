@@ -78,7 +78,8 @@ class Compared(NamedTuple):
 
 def compared(relation: Relation) -> Compared:
     """Return what kernels find pairs by: an id and a group of each entry, or else a mask."""
-    if relation.matches is not None or any([x is not None and x.dim() > 1 for x in relation.ids]):
+    are_sets = any([x is not None and x.dim() > 1 for x in relation.ids])
+    if relation.matches is not None or relation.one_set or are_sets:
         return Compared((None, None), mask=True)
     if relation.groups is None:
         return Compared(relation.ids)
