@@ -197,7 +197,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: loss(scores=S.numpy()), r"^scores: .*write torch.from_numpy\(scores\)"),
     (lambda: loss(I, T, scores=S), "^scores: expected either scores or images and texts"),
-    (lambda: loss(I, IDS), r"^texts: .* got torch.int64; labels are ids: loss\("),
+    (
+        lambda: loss(I, IDS),
+        r"^texts: .* got torch.int64; labels of one set of emb.*labels=labels",
+    ),
     # options
     (lambda: it.PrototypeClassificationLoss(8), "^PrototypeC.*missing a required argument: 'clus"),
     (lambda: it.TripletLoss(0.2, "all", 3), "^TripletLoss: too many positional arguments"),

@@ -98,7 +98,7 @@ def test_right_batches_are_trained_on_without_a_word(name):
         {"scores": COSINES},
         {"scores": 1.6 * COSINES, "image_ids": IDS, "text_ids": IDS},
         {"images": TEXTS, "texts": TEXTS.roll(1, 1)},
-        {"images": IMAGES, "texts": IMAGES, "image_ids": PADDED, "text_ids": PADDED},
+        {"images": IMAGES, "texts": TEXTS, "image_ids": PADDED, "text_ids": PADDED},
     ):
         assert not said(trained, make(), **given)
     assert not said(trained, compat.adapt(make(), "vse_inf"), 30 * IMAGES, 20 * TEXTS)
@@ -239,6 +239,9 @@ SUSPICIOUS: list[tuple[Any, str]] = [
         "guide: scores above 5",
     ),
     (infonce(SQUARE, SQUARE.T), "images, texts: a matrix and its transpose"),
+    (infonce(IMAGES, IMAGES), "images, texts: both are the same embeddings"),
+    (infonce(IMAGES, IMAGES.clone()), "images, texts: both are the same embeddings"),
+    (lambda: itrloss.SupConLoss()(IMAGES, IMAGES, IDS, IDS), "loss(embeddings, labels=labels"),
     # sets and mining
     (
         lambda: set_similarity(HEADS, HEADS, image_mask=torch.zeros(40, 2).bool()),
@@ -308,7 +311,11 @@ RIGHT: list[Any] = [
     with_log_scale(itrloss.InfoNCELoss(**LEARNT, max_scale=100), 4.61),
     lambda: itrloss.VarianceAwareLoss()(HEADS, TEXTS, IDS, IDS),
     infonce(UNIT, UNIT.flip(0), normalize=False),
-    infonce(SQUARE + SQUARE.T, SQUARE + SQUARE.T),
+    lambda: itrloss.InfoNCELoss()(IMAGES, labels=IDS // 2),
+    lambda: itrloss.InfoNCELoss()(IMAGES, IMAGES, matches=(IDS[:, None] // 2 == IDS // 2)),
+    lambda: itrloss.InfoNCELoss()(SQUARE + SQUARE.T, labels=IDS // 2),
+    lambda: itrloss.InfoNCELoss()(IMAGES, IMAGES, labels=IDS),  # without dropout
+    lambda: itrloss.InfoNCELoss(margin=0.1)(IMAGES, labels=IDS // 2, guide=(TEXTS, TEXTS)),
     lambda: compat.VSEPPLoss(20)(*LONG),
     lambda: compat.VSEPPLoss(0.05, "order")(IMAGES.abs() / 4, TEXTS.abs() / 4),
     lambda: compat.SGRAFLoss(0.2)(COSINES),

@@ -250,6 +250,7 @@ class Similarity(Anchors):
         """Become this process's part of a batch; return it."""
         if known.has_weights:  # maybe in other processes alone
             self._matrix.relation.has_weights = True
+        self._matrix.relation.one_way = known.one_set or known.targets is not None
         share = Share(processes, 1, processes.sizes[processes.rank], own_cols)
         self._start(AnchorSide(self._matrix, 0, share))
         return self
@@ -393,13 +394,20 @@ class Similarity(Anchors):
         """Return the anchors of one direction or of both, with rows that are images.
 
         ``"image-text"`` has the rows, whose candidates are texts, ``"text-image"`` the columns;
-        ``"i2t"`` and ``"t2i"`` are the same.
+        ``"i2t"`` and ``"t2i"`` are the same. Of one set, or by targets, ``"both"`` has the rows
+        alone.
         """
-        if directions == "both":
+        if directions == "both" and not self._matrix.relation.one_way:
             return self.both
         directions = as_directions(directions)
-        side = self._side if directions == "image-text" else 1 - self._side
+        side = 1 - self._side if directions == "text-image" else self._side
         return Anchors([AnchorSide(self._matrix, side, self.share)])
+
+    def sides(self, directions: Directions) -> tuple[int, ...]:
+        """Return the sides whose anchors :meth:`towards` has: 0 for rows, 1 for columns."""
+        if directions == "both" and self._matrix.relation.one_way:
+            return (0,)
+        return SIDES[directions]
 
     def detach(self) -> Similarity:
         """Return the same similarities without a gradient."""
@@ -469,7 +477,7 @@ class Similarity(Anchors):
             return ids, None
         own = processes.own(processes.groups[side])[some]
         others = processes.existing(processes.groups[1 - side], 1 - side)
-        return ids, Related((own, others), relation.rule)
+        return ids, Related((own, others), relation.rule, one_set=relation.one_set)
 
     def label_sets(self) -> tuple[Tensor, ...]:
         """Return the (N, k) and (M, l) labels, if ids of rows or columns are sets; else nothing."""

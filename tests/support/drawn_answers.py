@@ -93,6 +93,7 @@ class AnswerCase:
         self.draw = draw
         # numbers are of a process's own rows
         kinds = [kind for kind in KINDS if not (self.in_processes and kind == "numbers")]
+        kinds.append("one set")
         self.batch = drawn_batch(draw, kinds)
         self.view = draw.pick(["rows", "columns", "both"] if self.in_processes else [*VIEWS])
         if self.view == "pooled" and (self.batch.m < 2 or not self.can_be_cut):

@@ -66,17 +66,20 @@ class Batch:
     groups: tuple[Tensor | None, Tensor | None] = (None, None)
     rule: Any = "same"
     matches: Tensor | None = None
+    one_set: bool = False  # groups are the numbers of items
 
     @property
     def related(self) -> Related | None:
         """What a similarity takes in addition to ids."""
         if self.matches is None and self.groups[0] is None:
             return None
-        return Related(self.groups, self.rule, self.matches)
+        return Related(self.groups, self.rule, self.matches, one_set=self.one_set)
 
     @property
     def given(self) -> dict[str, Any]:
         """What a loss of pairs takes in addition to embeddings."""
+        if self.one_set:
+            return {"labels": self.ids[0]}
         every = {
             "image_ids": self.ids[0],
             "text_ids": self.ids[1],
@@ -113,7 +116,8 @@ class Batch:
 
         matches = None if self.matches is None else self.matches[rows, cols]
         n, m = len(range(self.n)[rows]), len(range(self.m)[cols])
-        return Batch(self.kind, n, m, cut(self.ids), cut(self.groups), self.rule, matches)
+        ids, groups = cut(self.ids), cut(self.groups)
+        return replace(self, n=n, m=m, ids=ids, groups=groups, matches=matches)
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the same on a device."""
@@ -134,7 +138,7 @@ class Batch:
 
 def places_of_process(draw: Draw, batch: Batch, rank: int, world: int = 2) -> tuple[slice, slice]:
     """Draw which rows and columns a process has: of each side consecutive ones, or none."""
-    if batch.kind in ("pairs", "same"):
+    if batch.kind in SQUARE:
         place = drawn_part(draw, batch.n, rank, world)
         return place, place
     return drawn_part(draw, batch.n, rank, world), drawn_part(draw, batch.m, rank, world)
@@ -175,6 +179,13 @@ def of_one_tensor(draw: Draw, n: int, m: int) -> Batch:
     return Batch("same", n, m, (own, own))
 
 
+def of_one_set(draw: Draw, n: int, m: int) -> Batch:
+    """Row i and column i are one item."""
+    own = draw.marked(draw.integers(draw.pick([2, 4, 9]), n), 0.1)
+    numbers = torch.arange(n)
+    return Batch("one set", n, n, (own, own), (numbers, numbers), "other", one_set=True)
+
+
 def of_label_sets(draw: Draw, n: int, m: int) -> Batch:
     labels = draw.pick([4, 8, 18])
     rows = draw.marked(draw.integers(labels, n, 3), 0.3)
@@ -210,12 +221,14 @@ RELATIONS = {
     "padding": with_padding,
     "numbers": of_numbers,
     "same": of_one_tensor,
+    "one set": of_one_set,
     "labels": of_label_sets,
     "groups": of_groups,
     "matches": of_matches,
     "weights": of_weights,
 }
-KINDS = [kind for kind in RELATIONS if kind != "weights"]
+SQUARE = ["pairs", "same", "one set"]  # with as many columns as rows
+KINDS = [kind for kind in RELATIONS if kind not in ("weights", "one set")]
 OF_IDS = ["pairs", "ids", "padding", "numbers", "same"]  # one of each item
 
 
@@ -223,7 +236,7 @@ def drawn_batch(draw: Draw, kinds: Sequence[str] = KINDS) -> Batch:
     """Draw the shape of a batch, and who matches."""
     kind = draw.pick(kinds)
     n = draw.pick([1, 2, 3, 5, 8, 13])
-    is_square = kind in ("pairs", "same") or draw.chance(0.2)
+    is_square = kind in SQUARE or draw.chance(0.2)
     m = n if is_square else draw.pick([1, 2, 4, 7, 17])
     return RELATIONS[kind](draw, n, m)
 

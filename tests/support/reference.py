@@ -96,6 +96,8 @@ def relation(ids: Sequence[Tensor | None], related: Any, n: int, m: int) -> tupl
         rows, cols = (x[:, None] if k == 0 else x for k, x in enumerate(related.groups))
         meet = (rows == cols) if related.rule == "same" else (rows != cols)
         negative &= meet | (rows == NO_ID) | (cols == NO_ID)
+        if related.one_set:
+            positive &= rows != cols
     return positive, negative
 
 

@@ -202,8 +202,9 @@ def type_name(x: object) -> str:
 def as_floats(name: str, x: object) -> str:
     """Return how to make a floating-point tensor of what is none; empty for no idea."""
     if isinstance(x, Tensor):
-        labels = "; labels are ids: loss(images, texts, image_ids, text_ids)"
-        return labels if x.dim() == 1 else ""
+        labels = "; labels of one set of embeddings go in as loss(embeddings, labels=labels)"
+        ids = "ids of two sets as loss(images, texts, image_ids, text_ids)"
+        return f"{labels}, {ids}" if x.dim() == 1 else ""
     if type(x) is np.ndarray:  # and not masked
         return f"; write torch.from_numpy({name})"
     if isinstance(getattr(x, "pooler_output", None), Tensor):  # of a model of transformers

@@ -133,7 +133,14 @@ def warn_of_vectors(sim: Similarity) -> None:
     assert sim.embeddings is not None
     images, texts = (x.detach() for x in sim.embeddings)
     is_transposed = images.shape == texts.T.shape and torch.equal(images, texts.T)
-    if is_transposed and not torch.equal(images, texts):
+    says_of_itself = sim.pairs.one_set or sim.pairs.matches is not None
+    if torch.equal(images, texts) and not says_of_itself:
+        warn(
+            "images, texts: both are the same embeddings, so that each matches itself best. One "
+            "set of embeddings goes in as loss(embeddings, labels=labels), which leaves out each "
+            "with itself, and two views of it as loss(first, second, labels=labels)"
+        )
+    elif is_transposed and not torch.equal(images, texts):
         warn(
             "images, texts: a matrix and its transpose, as of logits_per_image and "
             "logits_per_text. Pass the embeddings, or scores=cosines"

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from .. import checks
 from ..engine.matrix import Bias
-from ..engine.related import PassedIds, Related, check_matches, groups_of, labels_of, weights_of
+from ..engine.related import (
+    PassedIds,
+    Related,
+    check_matches,
+    groups_of,
+    ids_by_targets,
+    labels_of,
+    weights_of,
+)
 from ..engine.relation import IGNORE_ID, Relation, Rule
 from ..engine.vectors import autocast_dtype
 from . import collectives
@@ -29,6 +37,9 @@ class LocalIds(NamedTuple):
     rule: Rule = "same"  # of the groups
     matches: Tensor | None = None  # (N_r, M), with the columns of all processes
     has_weights: bool = False  # whether matches in it are not all 1
+    one_set: bool = False  # whether groups are the numbers of items, which are rows and columns
+    targets: Tensor | None = None  # (N_r,) numbers of columns, in place of ids
+    targets_among_all: bool = False  # whether they number the columns of all processes
 
     def described(self) -> str:
         """Return what has to be alike in all processes, in words."""
@@ -37,9 +48,11 @@ class LocalIds(NamedTuple):
         if labels != [None, None]:
             words = f"{words}, numbers of labels {labels}"
         if self.groups is not None:
-            words = f"{words}, with groups of rule {self.rule}"
+            words = f"{words}, with groups of rule {self.rule}, of one set {self.one_set}"
         if self.matches is not None:
             words = f"{words}, with matches of {self.matches.dtype}"
+        if self.targets is not None:
+            words = f"{words}, with targets"
         return words
 
 
@@ -83,11 +96,16 @@ class LocalBatch(NamedTuple):
                 matches = matches.float()  # which has a nan, for padding
             has_weights = weights_of(matches)
             return LocalIds((None, None), matches=matches, has_weights=has_weights)
+        if self.related is not None and self.related.targets is not None:
+            are_scores = len(self.tensors) == 1
+            shape = (n, self.tensors[0].shape[1] if are_scores else m)
+            targets = ids_by_targets(self.related, shape, self.ids, device)
+            return LocalIds((None, None), targets=targets, targets_among_all=are_scores)
         ids = labels_of((n, m), self.ids, device, self.names)
         if self.related is None:
             return LocalIds(ids)
         groups = groups_of((n, m), self.related, device, self.names)
-        return LocalIds(ids, groups, self.related.rule)
+        return LocalIds(ids, groups, self.related.rule, one_set=self.related.one_set)
 
     def widths(self) -> tuple[int, int]:
         """Return how many columns a matrix of matches and one of scores have; -1 for none."""
@@ -136,7 +154,7 @@ def agreed(
         agreement.numbers = [*part.sizes, int(known.has_weights), *part.widths()]
         agreement.text = f"{part.described(known)}, {options}; {also}"
     every = [numbers[:5] for numbers in agreement.every]
-    if len(part.tensors) == 1 and known.matches is not None:
+    if len(part.tensors) == 1 and (known.matches is not None or known.targets is not None):
         divide_columns(every)
     total = sum(m for _, m, *_ in every)
     for name, place in (("matches", 3), ("scores", 4)):
@@ -168,7 +186,11 @@ def processes_of(
     ids = ids_among_all(known, processes, device)
     processes.ids = processes.of_all(*ids)
     if known.groups is not None:
-        processes.groups = processes.of_all(*known.groups)
+        rows, cols = known.groups
+        if known.one_set:  # so that the items of all processes differ
+            rows = rows + processes.first(0)
+            cols = rows
+        processes.groups = processes.of_all(rows, cols)
     of_rows, of_cols = processes.ids
     if known.groups is None and known.matches is None and of_rows.dim() == of_cols.dim() == 1:
         processes.pairs = Relation((len(of_rows), len(of_cols)), processes.ids, device)
@@ -185,6 +207,12 @@ def ids_among_all(
     numbers = torch.arange(n, device=device) + first_row
     if known.matches is not None:
         return numbers, torch.arange(m, device=device) + processes.first(1)
+    if known.targets is not None:
+        targets = known.targets
+        first_col = processes.first(1)
+        if not known.targets_among_all:
+            targets = numbered(targets, m, first_col).masked_fill(targets == IGNORE_ID, IGNORE_ID)
+        return targets, torch.arange(m, device=device) + first_col
     if col_ids is None:
         return numbers, numbers
     if row_ids is not None:
@@ -207,7 +235,8 @@ def related_to_all(
     if processes.groups is None:
         return ids, None
     row_groups, col_groups = processes.groups
-    return ids, Related((processes.own(row_groups), col_groups), known.rule)
+    groups = processes.own(row_groups), col_groups
+    return ids, Related(groups, known.rule, one_set=known.one_set)
 
 
 def spread_columns(x: Tensor, processes: Processes, value: float) -> Tensor:

@@ -11,16 +11,20 @@ from ..checks import (
     IdsLike,
     Names,
     as_ids,
+    as_indices,
     as_integers,
     as_labels,
+    check_range,
     check_same_kind,
     ids_of_one_side,
     no_default_pairing,
     one_of,
 )
 from .devices import is_recorded
-from .relation import Ids, Relation, Rule, as_sets
+from .relation import IGNORE_ID, Ids, Relation, Rule, as_sets
+from .vectors import host_may_read
 
+NO_TARGET = -100  # of a row that does not count, as in torch.nn.functional.cross_entropy
 PassedIds = tuple[IdsLike | None, IdsLike | None]  # of rows and of columns, as passed in
 
 
@@ -34,11 +38,19 @@ class Related(NamedTuple):
     ``matches``: (N, M), in place of ids and groups: above 0 for a match, 0 for a negative and nan
     for neither. Matches that are not 1 are weights, see :meth:`PairLoss.forward`. It is read to be
     checked, so an accelerator has to synchronise.
+
+    ``one_set``: whether row i and column i are the same item, which is no pair with itself. It goes
+    with ids, the same of both sides; losses then have the rows alone as anchors.
+
+    ``targets``: (N,), in place of all others: the number of the column that each row matches, or
+    -100 for a row that does not count, as in cross-entropy. The rows alone are anchors.
     """
 
     groups: PassedIds = (None, None)
     rule: Rule = "same"
     matches: Tensor | None = None
+    one_set: bool = False
+    targets: IdsLike | None = None
 
 
 def relation_of(
@@ -53,6 +65,12 @@ def relation_of(
         check_matches(related, shape, ids, names, device)
         has_weights = weights_of(related.matches)
         return Relation(shape, device=device, matches=related.matches, has_weights=has_weights)
+    if related is not None and related.targets is not None:
+        rows = ids_by_targets(related, shape, ids, device)
+        cols = torch.arange(shape[1], device=device)
+        relation = Relation(shape, (rows, cols), device)
+        relation.one_way = True
+        return relation
     rows, cols = labels_of(shape, ids, device, names)
     if related is None and (cols is None or cols.dim() == 1):
         return Relation(shape, (rows, cols), device)
@@ -68,7 +86,10 @@ def relation_of(
     if related is None:
         return Relation(shape, (rows, cols), device)
     groups = groups_of(shape, related, device, names)
-    return Relation(shape, (rows, cols), device, groups=groups, rule=related.rule)
+    rule: Rule = "other" if related.one_set else related.rule
+    relation = Relation(shape, (rows, cols), device, groups=groups, rule=rule)
+    relation.one_set = relation.one_way = related.one_set
+    return relation
 
 
 def labels_of(shape: tuple[int, int], ids: PassedIds, device: torch.device, names: Names) -> Ids:
@@ -110,7 +131,7 @@ def groups_of(
     one_of("groups", related.rule, "same", "other")
     row_name, col_name = group_names(names)
     if rows is None and cols is None:
-        return None
+        return numbers_of_items(shape, device) if related.one_set else None
     if rows is None:
         raise ValueError(f"{row_name}: expected groups to go with {col_name}, got None")
     own = as_ids(row_name, rows, n, device)
@@ -123,9 +144,34 @@ def groups_of(
     return own, as_ids(col_name, cols, m, device)
 
 
+def numbers_of_items(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the (N,) numbers of the items of one set, as groups of rows and of columns."""
+    n, m = shape
+    if n != m:
+        raise ValueError(f"one_set: expected as many columns as rows, got shape {shape}")
+    numbers = torch.arange(n, device=device)
+    return numbers, numbers
+
+
 def group_names(names: Names) -> tuple[str, str]:
     """Return what the caller calls the groups of rows and of columns."""
     return names.row_ids.replace("_ids", "_groups"), names.col_ids.replace("_ids", "_groups")
+
+
+def ids_by_targets(
+    related: Related, shape: tuple[int, int], ids: PassedIds, device: torch.device
+) -> Tensor:
+    """Return the (N,) int64 numbers of the columns that rows match, as ids; ``IGNORE_ID`` for rows
+    that do not count.
+    """
+    if any(x is not None for x in (*ids, *related.groups, related.matches)):
+        raise ValueError("targets: expected None with ids, groups and matches")
+    n, m = shape
+    targets = as_indices("targets", related.targets, n, device)
+    counts = targets != NO_TARGET
+    if host_may_read(targets) and bool(counts.any()):
+        check_range("targets", targets[counts], m - 1)
+    return targets.masked_fill(~counts, IGNORE_ID)
 
 
 def check_matches(

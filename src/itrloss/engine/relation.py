@@ -88,6 +88,10 @@ class Relation:
     matches: Tensor | None = None  # (N, M) uint8, see :func:`states_of`
     _weights: Tensor | None = None  # (N, M), where matches have them
     _weight_dtype = torch.float32
+    #: Whether rows and columns are the same items, with their numbers as groups and the rule
+    #: "other": pairs of the same group then do not match either.
+    one_set = False
+    one_way = False  #: whether the rows alone are anchors, unless a loss says otherwise
 
     def __init__(
         self,
@@ -188,6 +192,9 @@ class Relation:
     def positive(self, rows: slice = ALL, cols: slice = ALL) -> Tensor:
         """Return the (r, c) bool mask of the pairs that match."""
         mask = self._alike(rows, cols)
+        if self.one_set:
+            assert self.groups is not None
+            mask = mask & may_meet(self.groups, self.rule, rows, cols)
         ignored = self.ignored[0]
         return mask if ignored is None else mask & ~ignored[rows, None]
 

@@ -130,7 +130,8 @@ class RetrievalTrainer(SavesLosses, Trainer):  # type: ignore[override]
 
     def _passed_on(self) -> list[str]:
         """Return the names in a batch that are passed on to the loss, and are not the model's."""
-        others = {*_EMBEDDINGS, *argument_names(cast(nn.Module, self.model))}
+        # labels of a batch are ids of both sides, and no one set's
+        others = {*_EMBEDDINGS, "labels", *argument_names(cast(nn.Module, self.model))}
         return sorted(set(argument_names(inner_loss(self.loss))) - others)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:

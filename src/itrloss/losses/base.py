@@ -324,7 +324,7 @@ class PairLoss(DirectedLoss):
         """Return the anchors whose values count, of a similarity with images as rows."""
         return sim.towards(self.directions)
 
-    def forward(
+    def forward(  # noqa: PLR0913 (input, by keyword)
         self,
         images: Tensor | Similarity | None = None,
         texts: Tensor | None = None,
@@ -335,6 +335,8 @@ class PairLoss(DirectedLoss):
         image_groups: IdsLike | None = None,
         text_groups: IdsLike | None = None,
         matches: Tensor | None = None,
+        labels: IdsLike | None = None,
+        targets: IdsLike | None = None,
     ) -> Values:
         """Return the loss of embeddings, of a score matrix, or of a :class:`itrloss.Similarity`.
 
@@ -361,6 +363,18 @@ class PairLoss(DirectedLoss):
                 than 1 are weights of matches: means over positives are by weights, and sums
                 multiply by them, but for log-sum-exps. Integers are 0 or 1.
                 ``TripletLoss(mining="all")`` refuses weights.
+            labels: (N,) integers or strings, or (N, k) sets, in place of ids, groups and
+                ``matches``: all embeddings are of one set, in which equal labels match and an
+                item is no pair with itself. ``loss(z, labels=y)`` is of (N, D) embeddings,
+                ``loss(z1, z2, labels=y)`` of two views (N, D) of the same items, whose 2 N
+                embeddings are one set, and ``loss(scores=s, labels=y)`` of scores (N, N). Each
+                item is an anchor once, so that ``"both"`` is one direction. Two views without
+                classes, as of SimCLR, have ``labels=range(N)``.
+            targets: (N,) integers, in place of ids, groups and ``matches``, as in
+                ``torch.nn.functional.cross_entropy``: the number of the text that each image
+                matches, a column of ``scores``, or -100 for an image that does not count; no other
+                text matches it. Images alone are anchors, so that ``"both"`` is one direction. In a
+                job, texts are those of this process, and columns those of all.
 
         The first batch that is on the CPU and not compiled is looked at: a
         :class:`itrloss.SuspiciousInputWarning` says if no image has a positive, if none has a
@@ -370,8 +384,12 @@ class PairLoss(DirectedLoss):
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with
             ``reduction="none"``.
         """
-        related = self._related(image_groups, text_groups, matches)
-        sim = self._similarity(images, texts, (image_ids, text_ids), scores, related)
+        related = self._related(image_groups, text_groups, matches, targets)
+        ids = image_ids, text_ids
+        if labels is not None:
+            given = images, texts, scores
+            images, texts, ids, related = self._one_set(given, ids, related, labels)
+        sim = self._similarity(images, texts, ids, scores, related)
         return self._with_telemetry(self.compute(sim), sim)
 
     def _related(
@@ -379,12 +397,63 @@ class PairLoss(DirectedLoss):
         image_groups: IdsLike | None,
         text_groups: IdsLike | None,
         matches: Tensor | None,
+        targets: IdsLike | None = None,
     ) -> Related | None:
         """Return what decides, besides ids, who matches or may be a negative; None: nothing."""
-        if image_groups is None and text_groups is None and matches is None:
+        if image_groups is None and text_groups is None and matches is None and targets is None:
             return None
         dense = getattr(matches, "toarray", lambda: matches)()  # of a sparse matrix of SciPy
-        return Related((image_groups, text_groups), self.groups, from_numpy(dense))
+        groups = image_groups, text_groups
+        return Related(groups, self.groups, from_numpy(dense), targets=targets)
+
+    def _one_set(
+        self,
+        given: tuple[Any, Any, Any],  # (N, D) images, None or (N, D) texts, and None; or (N, N)
+        ids: PassedIds,
+        related: Related | None,
+        labels: IdsLike,
+    ) -> tuple[Any, Any, PassedIds, Related]:
+        """Return one set, of one or two views, as images and as texts, with ids and what else
+        decides who matches; or with scores, these.
+        """
+        images, texts, scores = given
+        own = images if scores is None else scores
+        numbers: list[Tensor] = []
+        others = {
+            "image_ids": ids[0],
+            "text_ids": ids[1],
+            "image_groups, text_groups, matches, targets": related,
+        }
+
+        def check() -> str:
+            """Check the input; return what has to be the same in all processes."""
+            for name, x in others.items():
+                if x is not None:
+                    raise ValueError(f"{name}: expected None with labels, which say who matches")
+            empty = self.sharded
+            if scores is not None:
+                check_matrix("scores", scores, "(N, N)", empty=empty)
+                if not self.sharded and scores.shape[0] != scores.shape[1]:
+                    expected = "shape (N, N), as there are labels of one set"
+                    raise ValueError(f"scores: expected {expected}, got {tuple(scores.shape)}")
+            elif texts is None:
+                check_matrix("images", images, "(N, D)", empty=empty)
+            else:
+                check_embeddings(images, texts, False, IMAGES_AND_TEXTS, empty)
+                if len(texts) != len(images):
+                    expected = f"another view of the same {len(images)} items, as there are labels"
+                    raise ValueError(f"texts: expected {expected}, got {len(texts)}")
+            numbers.append(as_labels("labels", labels, len(own), own.device))
+            return f"labels of one set, a second view {texts is not None}"
+
+        self.agree(check)
+        (known,) = numbers
+        if scores is None and texts is not None:
+            images = torch.cat([images, texts])
+            known = torch.cat([known, known])
+        if scores is None:
+            texts = images
+        return images, texts, (known, known), Related(one_set=True)
 
     def compute(self, sim: Similarity) -> Values:
         """Return the loss of similarities, with images as rows and texts as columns.
@@ -431,7 +500,7 @@ class PairLoss(DirectedLoss):
             "texts": texts,
             "image_ids": ids[0],
             "text_ids": ids[1],
-            "image_groups, text_groups, matches": related,
+            "image_groups, text_groups, matches, targets": related,
         }
 
         def checked() -> str:

@@ -106,6 +106,8 @@ class FurtherRelation:
                 for start, size in zip(first, sizes, strict=True)
             ]
             ids = of_images, of_texts
+        if share is None and related is not None and related.targets is not None:
+            ids = sim.pairs.ids
         self.share = share
         self.ids = ids
         self.related = related

@@ -19,7 +19,7 @@ from ..engine.related import PassedIds
 from ..engine.vectors import compute_dtype
 from ..functional import Values
 from ..memory import CoupledMemory, MemorySimilarity
-from ..similarity import SIDES, Similarity
+from ..similarity import Similarity
 from ..terms import identity, softplus
 from .base import LEAST_LOG, MemoryLoss, PairLoss
 from .further import (
@@ -172,12 +172,18 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         image_groups: IdsLike | None = None,
         text_groups: IdsLike | None = None,
         matches: Tensor | None = None,
+        labels: IdsLike | None = None,
+        targets: IdsLike | None = None,
     ) -> Values:
         """Return the loss as :meth:`PairLoss.forward` does.
 
         Args:
             images, texts, image_ids, text_ids, scores: see there.
             matches: see there. An image matches no other image, and a text no other text.
+            labels: see there: NT-Xent of SimCLR (https://arxiv.org/abs/2002.05709) is
+                ``loss(z1, z2, labels=range(N))``. ``negatives`` are of all items then, and
+                ``negative_ids`` are labels.
+            targets: see there. ``negatives`` have no ids then.
             image_groups, text_groups: see there. Candidates of ``image_image`` and ``text_text``
                 are of their groups, too; ``negatives`` are open to all groups.
             negatives: further candidates of the images, which are no anchors: (K, D) texts for all
@@ -192,27 +198,36 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
                 where there are no other candidates, its (N, M) scores, in a job with the texts of
                 all processes. The loss is nan if a number of the guide is.
         """
+        related = self._related(image_groups, text_groups, matches, targets)
+        ids = image_ids, text_ids
+        if labels is not None:
+            given = images, texts, scores
+            images, texts, ids, related = self._one_set(given, ids, related, labels)
         further: Further | None = None
         among = self.image_image or self.text_text
         if among or not (negatives is None and negative_ids is None and guide is None):
-            given = images if scores is None else scores
-            model = Model(given, texts, negatives, self.normalize)  # type: ignore[arg-type]
+            own = images if scores is None else scores
+            model = Model(own, texts, negatives, self.normalize)  # type: ignore[arg-type]
             further = Further(model, scores is not None, negative_ids, as_tensors(guide))
-        ids = image_ids, text_ids
         numbers: list[Tensor | None] = []  # the negatives' ids, parsed
 
         def check() -> str:
             """Check the input; return what has to be the same in all processes."""
             self._limit_scale()
             self._check_options(negatives is not None)
+            if labels is not None and (among or self.joint):
+                expected = "expected False with labels, where all items are candidates"
+                raise ValueError(f"image_image, text_text, joint: {expected}")
+            if targets is not None and (self.joint or negative_ids is not None):
+                expected = "expected False and None with targets, which number texts"
+                raise ValueError(f"joint, negative_ids: {expected}")
             if further is None:
                 return "without negatives, guide False"
             self._check_further(further)
-            words, parsed = self._checked_negatives(further, image_ids)
+            words, parsed = self._checked_negatives(further, ids[0])
             numbers.append(parsed)
             return f"{words}, guide {guide is not None}"
 
-        related = self._related(image_groups, text_groups, matches)
         sim = self._similarity(images, texts, ids, scores, related, check)
         if further is None:
             return self._with_telemetry(self.compute(sim), sim)
@@ -389,7 +404,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             scores.append(self.anchors(guide.sim))
         parts = [*further]
         if self.in_batch:
-            sides = SIDES[self.directions]
+            sides = sim.sides(self.directions)
             parts.append(Part(sides, scores, hardness, for_partners=self.joint))
         limits: dict[int, Tensor] = {}
         if self.margin is not None:
@@ -410,9 +425,9 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         hardness = self.hardness
         return hardness if isinstance(hardness, tuple) else (hardness, hardness)
 
-    def _sides(self) -> tuple[int, ...]:
+    def _sides(self, sim: Similarity) -> tuple[int, ...]:
         """Return the sides whose anchors have values."""
-        return (0,) if self.joint else SIDES[self.directions]
+        return (0,) if self.joint else sim.sides(self.directions)
 
     def _limits(
         self,
@@ -428,7 +443,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         """
         assert self.margin is not None
         sides = sorted({side for part in parts for side in part.sides})
-        if len(sides) > len(SIDES[self.directions]):
+        if len(sides) > len(sim.sides(self.directions)):
             judges = sim.both if guide is None else guide.sim.both
         own = judges.mean_of_positives(identity).detach()
         margin = self.margin * own.abs() if self.relative else self.margin
@@ -451,7 +466,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         A joint denominator has a pair's own exponential twice.
         """
         own, of_partners = by_side(parts, [part.logs(scale, limits) for part in parts])
-        sides = self._sides()
+        sides = self._sides(sim)
         if not any(of_partners[side] for side in sides):
             shift = torch.cat([total_log(own[side]) for side in sides])
             return anchors.mean_of_positives(softplus, scale=-scale, shift=shift)
@@ -479,7 +494,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         """
         own, of_partners = by_side(parts, [part.numbers() for part in parts])
         valid: list[Tensor] = []
-        for side in self._sides():
+        for side in self._sides(sim):
             view = sim.T if side else sim
             possible = torch.stack(own[side]).sum(0)
             if of_partners[side]:

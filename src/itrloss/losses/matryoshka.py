@@ -55,8 +55,10 @@ class Matryoshka(WholeState):
         self.dims = [d for d, _ in ordered]
         self.weights = [float(weight) for _, weight in ordered]
 
-    def forward(self, images: Tensor, texts: Tensor, *args: object, **options: object) -> Values:
-        """Return the loss of (N, D) images and (M, D) texts.
+    def forward(
+        self, images: Tensor, texts: Tensor | None = None, *args: object, **options: object
+    ) -> Values:
+        """Return the loss of (N, D) images and (M, D) texts, or of one set with ``labels``.
 
         Negatives, keys and the entries of a memory are cut to the same dimensions; what else the
         loss takes is passed on whole.
@@ -70,7 +72,8 @@ class Matryoshka(WholeState):
         def check() -> str:
             """Check the input; return what has to be the same in all processes."""
             check_dims(self.dims, self.weights)  # which are set one after the other
-            check_dimensions(images, texts, max(self.dims))
+            others = images if texts is None else texts  # of one set
+            check_dimensions(images, others, max(self.dims))
             for x in [*args, *options.values()]:
                 if isinstance(x, CoupledMemory) and x.dim != images.shape[-1]:
                     expected = f"one of dimension {images.shape[-1]} like images"
@@ -85,7 +88,8 @@ class Matryoshka(WholeState):
         for d in self.dims:
             more = [first_dimensions(name, x, d) for name, x in zip(names, args, strict=False)]
             named = {name: first_dimensions(name, x, d) for name, x in options.items()}
-            parts.append(self.loss(images[..., :d], texts[..., :d], *more, **named))
+            others = None if texts is None else texts[..., :d]
+            parts.append(self.loss(images[..., :d], others, *more, **named))
         if not isinstance(parts[0], tuple):
             weighted = [w * part for w, part in zip(self.weights, parts, strict=True)]
             return sum(weighted)  # type: ignore[return-value]
