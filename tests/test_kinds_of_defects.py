@@ -38,7 +38,15 @@ TEXTS = numbers(M, D, seed=1)
 
 # ----------------------------------------------------------------- 3: parameters that are not plain
 
+
+def of_model(number: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor([number]))
+
+
 LEARNT: dict[str, Any] = {
+    "temperature": lambda: itrloss.SupConLoss(temperature=of_model(0.3)),
+    "scale": lambda: itrloss.SDMLoss(scale=of_model(3.0)),
+    "log_scale": lambda: itrloss.MILNCELoss(log_scale=of_model(1.1)),
     "infonce": lambda: itrloss.InfoNCELoss(learnable=True),
     "sigmoid": itrloss.SigmoidLoss,
     "pcme++": itrloss.PCMEPlusPlusLoss,
@@ -138,13 +146,17 @@ class Sharded(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor([math.log(100)]))
         self.loss = itrloss.InfoNCELoss(learnable=True, max_scale=20.0)
         self.loss.log_scale = self.logit_scale
+        self.temp = of_model(0.01)
+        self.scale = of_model(100.0)
+        self.supcon = itrloss.SupConLoss(temperature=self.temp, max_scale=20.0)
+        self.sdm = itrloss.SDMLoss(scale=self.scale, max_scale=20.0)
         self.objective = itrloss.CODERObjective(D, 4)
         self.memory = itrloss.CoupledMemory(4, D)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         pairs = self.tower(x), self.tower(y)
         total, _ = self.objective(*pairs, x, y, self.memory, *pairs)
-        return total + self.loss(*pairs)
+        return total + self.loss(*pairs) + self.supcon(*pairs) + self.sdm(*pairs)
 
 
 def after_a_step(rank: int, is_sharded: bool) -> dict[str, Any]:
@@ -157,7 +169,7 @@ def after_a_step(rank: int, is_sharded: bool) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     model(x, y).backward()
     optimizer.step()
-    names = ["logit_scale", "objective.classifier.weight", "tower.weight"]
+    names = ["logit_scale", "temp", "scale", "objective.classifier.weight", "tower.weight"]
     whole = []
     for name in names:
         p = model.get_parameter(name)
@@ -167,7 +179,7 @@ def after_a_step(rank: int, is_sharded: bool) -> dict[str, Any]:
 
 def test_shards_are_limited_and_reset(tmp_path):
     wanted = after_a_step(0, False)["whole"]
-    assert float(wanted[0].exp()) < 21
+    assert float(wanted[0].exp()) < 21 and float(wanted[1]) > 0.049 and float(wanted[2]) < 21
     for rank, found in enumerate(run(after_a_step, tmp_path, True)):
         torch.testing.assert_close(found["whole"], wanted, rtol=1e-5, atol=1e-6)
         # one process alone asks: nothing that all have to answer

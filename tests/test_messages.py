@@ -26,7 +26,6 @@ S = torch.randn(6, 6, generator=GENERATOR)
 IDS = torch.arange(6)
 OWN = torch.randn(6, 2, 8, generator=GENERATOR)  # negatives of each image
 MULTI_HOT = torch.ones(6, 4, dtype=torch.bool)
-P = torch.nn.Parameter(torch.tensor(4.6))  # such as a logit_scale of a model
 LINEAR = nn.Linear(8, 8)
 SCALE: Any = nn.Parameter(torch.tensor(2.6))  # of a model
 loss: Any = itrloss.InfoNCELoss()
@@ -98,9 +97,12 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: setattr(dcl(), "log_scale", SCALE), "no parameter 'log_scale'; it learns none"),
     (
         lambda: setattr(it.InfoNCELoss(learnable=True), "logit_scale", SCALE),
-        "no parameter 'logit_scale'; it learns log_scale",
+        "no parameter 'logit_scale'; it learns temperature, scale, log_scale",
     ),
-    (lambda: setattr(it.SigmoidLoss(), "logit_bias", SCALE), "it learns log_scale, bias"),
+    (
+        lambda: setattr(it.SigmoidLoss(), "logit_bias", SCALE),
+        "it learns scale, bias, temperature, log_scale",
+    ),
     (
         lambda: it.InfoNCELoss(directions="text-image")(I, T, negatives=T),
         "negatives: expected directions='both' or 'image-text'.* pass these as images",
@@ -212,7 +214,24 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: it.InfoNCELoss(0), "^temperature: expected a number above 0, got 0"),
     (lambda: it.TripletLoss(-0.2), "^margin: expected a number of at least 0, got -0.2"),
     (lambda: it.InfoNCELoss(temprature=1), "'temprature'; did you mean 'temperature'"),
-    (lambda: it.InfoNCELoss(P), "^temperature: .*loss.log_scale = model.logit_scale"),
+    (lambda: it.InfoNCELoss(nn.Parameter(I)), r"^temperature: expected a parameter of one value"),
+    (
+        lambda: dcl(SCALE),
+        r"^temperature: .*share a model's .*: InfoNCELoss\(log_scale=model.logit_s",
+    ),
+    (
+        lambda: it.InfoNCELoss(scale=SCALE.exp()),
+        "^scale: expected a number, .*; a loss shares an nn.Parameter, and not what is computed",
+    ),
+    (
+        lambda: it.SupConLoss(0.1, scale=10),
+        "^scale: expected None with temperature, another form of it",
+    ),
+    (
+        lambda: it.SigmoidLoss(log_scale=SCALE, temperature=0.1),
+        "^log_scale: expected None with temperature, another form of it",
+    ),
+    (lambda: it.MILNCELoss(scale=0), "^scale: expected a number above 0, got 0"),
     (
         lambda: it.InfoNCELoss(directions="i2i"),
         "^directions: expected 'both', 'ima.*, got 'i2i'.*",
@@ -226,7 +245,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: dcl(entropy_temperature=0), "^entropy_temperature: .*above 0, got 0"),
     # what other libraries call it
     (lambda: it.InfoNCELoss(max_scale=20)(I, T), "^max_scale: .*got 20; .* write temperature=1/20"),
-    (lambda: setattr(it.SigmoidLoss(), "scale", SCALE), "^scale: .*loss.log_scale = "),
+    (lambda: setattr(it.HubnessAwareLoss(), "scale", SCALE), "^scale: .*losses that learn"),
     (
         lambda: loss(I, T, negatives=[T, T]),
         r"^negatives: .*got list; write torch.stack\(negatives\), or torch.cat",

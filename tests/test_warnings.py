@@ -192,6 +192,51 @@ def of_memory(text_ids):
     return lambda: trained(loss, IMAGES, TEXTS, IMAGES, TEXTS, memory, IDS + 50, text_ids)
 
 
+def of_form(kind, form, value, as_parameter):
+    """Return a call of a loss with a temperature in one of its forms."""
+    given = torch.nn.Parameter(torch.tensor(value)) if as_parameter else value
+    loss = kind(**{form: given})
+    return lambda: loss(IMAGES, TEXTS)
+
+
+LOSSES_OF_FORMS = itrloss.InfoNCELoss, itrloss.SupConLoss, itrloss.SigmoidLoss
+# A temperature, its scale or its logarithm in another's place; what it says instead.
+OTHER_FORMS = [
+    ((kind, form, value, as_parameter), f"{form}: {value:.4g} {text}")
+    for kind in LOSSES_OF_FORMS
+    for as_parameter in (True, False)
+    for form, value, text in (
+        (
+            "temperature",
+            14.0,
+            "is a temperature of 14, which is none for cosines; did",
+        ),
+        (
+            "temperature",
+            2.659,
+            "is a temperature of 2.659, which is none for cosines; did",
+        ),
+        (
+            "scale",
+            0.07,
+            "is a temperature of 14.29, which is none for cosines; did",
+        ),
+        (
+            "log_scale",
+            0.07,
+            "is a temperature of 0.9324, which is none for cosines; did",
+        ),
+        (
+            "log_scale",
+            -2.659,
+            "is a temperature of 14.28, which is none for cosines; did",
+        ),
+    )
+]
+OTHER_FORMS += [
+    ((itrloss.InfoNCELoss, form, -2.659, True), "did you mean log_scale=2.659?")
+    for form in ("temperature", "scale")
+]
 NO_MATCH = "no image has a matching text"
 NO_NEGATIVES = "every image matches every text, so that the loss is 0"
 LOGITS = "scores above 5, as of logits"
@@ -211,8 +256,7 @@ SUSPICIOUS: list[tuple[Any, str]] = [
     (of_memory(IDS + 500), f"MemoryDiversityContrastiveLoss: {NO_MATCH}"),
     (lambda: itrloss.VarianceAwareLoss()(HEADS, TEXTS, IDS, IDS + 1000), NO_MATCH),
     (lambda: itrloss.DVSEObjective()(HEADS, TEXTS, HEADS, None, IDS, IDS + 1000), NO_MATCH),
-    (infonce(IMAGES, TEXTS, temperature=20), "temperature: 20 makes cosines almost equal"),
-    (infonce(IMAGES, TEXTS, temperature=20), "is temperature=1/20"),
+    *[(of_form(*case), text) for case, text in OTHER_FORMS],
     (infonce(*LONG, normalize=False), LOGITS),
     (lambda: compat.VSEPPLoss(0.2)(*LONG), LOGITS),
     (lambda: compat.SGRAFLoss(0.2)(100 * COSINES), LOGITS),
@@ -220,16 +264,16 @@ SUSPICIOUS: list[tuple[Any, str]] = [
     (lambda: itrloss.InfoNCELoss()(scores=6 * COSINES - 6), LOGITS),  # as of log-probabilities
     (
         with_log_scale(itrloss.InfoNCELoss(**LEARNT), 14.3),
-        "log_scale: 14.3 is a scale of 1.623e+06",
+        "log_scale: 14.3 is a temperature of 6.16e-07",
     ),
-    (with_log_scale(itrloss.InfoNCELoss(**LEARNT, max_scale=100), 100.0), "logarithm is 4.605"),
+    (with_log_scale(itrloss.InfoNCELoss(**LEARNT, max_scale=100), 100.0), "log_scale=4.605"),
     (
         with_log_scale(
             itrloss.MemoryInfoNCELoss(**LEARNT), 14.3, *LONG, itrloss.CoupledMemory(9, 16)
         ),
-        "its logarithm is 2.66",
+        "or log_scale=2.66",
     ),
-    (with_log_scale(itrloss.SigmoidLoss(), 14.3), "its logarithm is 2.66"),
+    (with_log_scale(itrloss.SigmoidLoss(), 14.3), "or log_scale=2.66"),
     (lambda: itrloss.InfoNCELoss()(scores=UNIT), f"scores: {UNIT_ROWS}"),
     (lambda: compat.SGRAFLoss(0.2)(UNIT), UNIT_ROWS),
     (lambda: itrloss.DistillationLoss()(IMAGES, TEXTS, 100 * COSINES), "teacher: scores above 5"),
@@ -307,6 +351,21 @@ RIGHT: list[Any] = [
             itrloss.SupConLoss(1.0),
         )
     ],
+    *[
+        of_form(kind, form, value, as_parameter)
+        for kind in LOSSES_OF_FORMS
+        for as_parameter in (True, False)
+        for form, value in (
+            ("temperature", 0.07),
+            ("temperature", 1.0),
+            ("scale", 14.3),
+            ("scale", 1.0),
+            ("log_scale", 2.659),
+            ("log_scale", 0.0),
+        )
+    ],
+    lambda: itrloss.InfoNCELoss(0.8, **LEARNT)(IMAGES, TEXTS),
+    lambda: itrloss.InfoNCELoss(14.0)(scores=100 * COSINES),
     with_log_scale(itrloss.InfoNCELoss(**LEARNT), 6.9),
     with_log_scale(itrloss.InfoNCELoss(**LEARNT, max_scale=100), 4.61),
     lambda: itrloss.VarianceAwareLoss()(HEADS, TEXTS, IDS, IDS),

@@ -643,13 +643,14 @@ class Anchors:
         nats = (sums.negatives * sums.total.log() - sums.weighted) / sums.total
         return nats.clamp_min(0.0) / math.log(2)
 
-    def softmax_parts(self, scale: float = 1.0) -> SoftmaxParts:
+    def softmax_parts(self, scale: float | Tensor = 1.0) -> SoftmaxParts:
         """Return what each anchor's negatives, and its positives, have of its softmax.
 
         ``P_i`` is the softmax of ``scale S_i`` over all candidates. Its sums over negatives take
         one pass over the scores.
         """
-        check_number("scale", scale, positive=True)
+        if not isinstance(scale, Tensor):
+            check_number("scale", scale, positive=True)
         sums = self._sums_of_softmax(scale)
         options = {"scale": scale, "shift": sums.shift}
         weighted_positives = self.sum_of_positives(information, **options)
@@ -664,11 +665,11 @@ class Anchors:
             weighted_positives / sums.total - positives * log,
         )
 
-    def _sums_of_softmax(self, scale: float) -> SoftmaxSums:
+    def _sums_of_softmax(self, scale: float | Tensor) -> SoftmaxSums:
         """Return the sums from which softmaxes over all candidates are made."""
         # Exponents near 0 are accurate, and no large numbers cancel.
         shift: Value = -scale  # exponents are -20 at least, unless they are steeper
-        if scale > 10 or not self.bounded:
+        if isinstance(scale, Tensor) or scale > 10 or not self.bounded:
             shift = -self._highest(scale, Where("all"))
         negatives = self._sum(exponential, scale, shift)
         weighted = self._sum(information, scale, shift)

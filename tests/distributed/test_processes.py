@@ -454,6 +454,23 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "'log_scale 3'",
         "'log_scale 4'",
     ),
+    "limit of a scale": (
+        lambda odd: pair(learnable=True, max_scale=20 if odd else None, gather=True)(*pairs()),
+        "'max_scale': None",
+        "'max_scale': 20",
+    ),
+    "number of a shared temperature": (
+        lambda odd: with_value("temperature", 0.5 + odd, sharing(gather=True))(*pairs()),
+        "'temperature 0.5'",
+        "'temperature 1.5'",
+    ),
+    "form of a temperature": (
+        lambda odd: pair(**{("scale" if odd else "temperature"): shared_scale()}, gather=True)(
+            *pairs()
+        ),
+        "parameters trained ['temperature']",
+        "parameters trained ['scale']",
+    ),
     "number of a scale of distances": (
         lambda odd: with_value("scale", 5 + odd, itrloss.PCMEPlusPlusLoss(gather=True))(
             *pairs(), *pairs()
@@ -653,10 +670,6 @@ REFUSED: dict[str, tuple[Callable[[bool], Any], str]] = {
         lambda odd: pair(gather=True)(sample(4, D), None if odd else sample(4, D)),
         "TypeError: texts: expected embeddings",
     ),
-    "limit of a scale": (
-        lambda odd: pair(max_scale=20 if odd else None, gather=True)(*pairs()),
-        "ValueError: max_scale: expected None",
-    ),
     "nan": (
         lambda odd: pair(check_finite=True, gather=True)(*(x / (1 - odd) for x in pairs())),
         "ValueError: images: expected finite values",
@@ -843,8 +856,18 @@ class OwnLoss(itrloss.PairLoss):
         return sim.both.reduce(values, self.reduction)
 
 
+def shared_scale() -> nn.Parameter:
+    return nn.Parameter(torch.ones(1))
+
+
+def sharing(**common: Any) -> nn.Module:
+    """A loss that has a temperature of a model."""
+    return itrloss.SupConLoss(temperature=nn.Parameter(torch.tensor([0.2])), **common)
+
+
 CRITERIA = {
     **select("infonce learnable", "sigmoid", "mdcl", "prototypes"),
+    "sharing": Entry(sharing),
     "own": Entry(OwnLoss),
 }
 WAYS = "ddp", "ddp, loss inside", "fsdp", "fsdp, loss inside", "by hand"

@@ -31,6 +31,8 @@ ELSEWHERE = {
     "VarianceAwareLoss": "test_random_cases.py",
 }
 WITHOUT_VALUE = {"learnable", "max_scale", "reduction", "engine", "check_finite"}
+# Other forms of an option, which `test_shared_parameters.py` compares with it.
+FORMS = {"temperature": {"scale", "log_scale"}, "scale": {"temperature", "log_scale"}}
 OF_ALL = PairLoss, MemoryLoss, SimilarityLoss, Loss  # whose options all losses have
 
 
@@ -44,6 +46,9 @@ def own_options(kind: type) -> dict[str, Any]:
     for name, parameter in inspect.signature(kind).parameters.items():
         if name not in common and parameter.default is not parameter.empty:
             found[name] = parameter.default
+    first = next(iter(found), "")
+    if "log_scale" in found:
+        found = {name: x for name, x in found.items() if name not in FORMS[first]}
     return found
 
 

@@ -35,7 +35,7 @@ from .ids import (
     ids_of_one_side,
     no_default_pairing,
 )
-from .options import CheckedModule, Learnt, Option, Options, WholeState, is_sharded, option
+from .options import CheckedModule, Form, Learnt, Option, Options, WholeState, is_sharded, option
 from .values import (
     as_number,
     as_size,

@@ -5,16 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import (
     TYPE_CHECKING,
     Any,
     ClassVar,
     Literal,
     NamedTuple,
-    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -35,35 +34,53 @@ else:
         return lambda cls: cls
 
 
-X = TypeVar("X")
+class Form(NamedTuple):
+    """Another form of an option, such as the scale ``1/τ`` of a temperature τ."""
 
-
-def unchanged(x: X) -> X:
-    """Return what is passed: a parameter is the option itself."""
-    return x
+    value: Callable[[Tensor], Tensor]  # the option, of a tensor in this form
+    stored: Callable[[Any], Any]  # this form, of a number or a tensor
 
 
 class Learnt(NamedTuple):
-    """How an option may be learnt: as which parameter, and how one is computed from the other."""
+    """How an option may be learnt: as which parameter, and in which other forms it is passed."""
 
-    parameter: str
-    value: Callable[[Tensor], Tensor] = unchanged  # the option, of the parameter
-    stored: Callable[[float], float] = unchanged  # what the parameter holds for a number
+    parameter: str  # the form in which a loss holds one of its own
+    forms: Mapping[str, Form] = MappingProxyType({})
+
+    def stored(self, name: str, number: float) -> float:
+        """Return a number of the option in a form."""
+        return self.forms[name].stored(number) if name in self.forms else number
 
 
-class ReadParameter:
-    """The value of an option that is computed from a parameter.
+class ReadForm:
+    """The value of an option in one of its forms, of the number or of the parameter that is held.
 
     It has no ``__set__``, so that a number in the instance's ``__dict__`` comes first.
     """
 
-    def __init__(self, learnt: Learnt):
+    def __init__(self, learnt: Learnt, option: str, name: str):
         self.learnt = learnt
+        self.option = option
+        self.name = name  # of the form
 
-    def __get__(self, module: object, owner: type) -> object:
+    def __get__(self, module: CheckedModule | None, owner: type) -> object:
         if module is None:
             return self
-        return self.learnt.value(getattr(module, self.learnt.parameter))
+        held = module._held.get(self.option, self.option)
+        value = module._parameters.get(held)
+        if value is None:
+            value = module.__dict__.get(held)  # a number, or what nn.DataParallel has copied
+        if value is None and held != self.name:
+            value = getattr(module, held)  # what a parametrization computes
+        if value is None:
+            raise AttributeError(self.name)
+        if held == self.name:
+            return value
+        if held != self.option:
+            value = self.learnt.forms[held].value(value)
+        if self.name != self.option:
+            value = self.learnt.forms[self.name].stored(value)
+        return value
 
 
 @dataclass(eq=False)
@@ -76,6 +93,7 @@ class Option:
     at_most: float
     converter: Callable[[Any], Any] | None
     learnt: Learnt | None
+    form_of: str
     fixed: bool
     local: bool
     # what the class's body says
@@ -91,7 +109,7 @@ class Option:
         self.kind = kind
         self.keyword_only = keyword_only
         words, others = parts_of_type(kind)
-        if self.learnt is not None:
+        if self.may_be_parameter:
             others.discard(Tensor)  # which it then is, and is set to numbers all the same
         if others <= {float, int}:
             self.words = words
@@ -102,6 +120,11 @@ class Option:
     def may_be_anything(self) -> bool:
         """Whether its type is none that is checked."""
         return self.converter is None and self.number is None and not self.words
+
+    @property
+    def may_be_parameter(self) -> bool:
+        """Whether a parameter may stand for it."""
+        return self.learnt is not None or self.form_of != ""
 
     def parse(self, value: object) -> object:
         """Return an allowed value in the type in which it is kept; raise an error for another."""
@@ -142,7 +165,7 @@ class Option:
         return inspect.Parameter(self.name, kind, default=default, annotation=self.kind)
 
 
-def option(
+def option(  # noqa: PLR0913 (what a declaration may say, by keyword)
     *,
     default: object = ...,
     above: float = -math.inf,
@@ -150,6 +173,7 @@ def option(
     at_most: float = math.inf,
     converter: Callable[[Any], Any] | None = None,
     learnt: Learnt | None = None,
+    form_of: str = "",
     fixed: bool = False,
     local: bool = False,
 ) -> Any:
@@ -162,10 +186,13 @@ def option(
         converter: a function that returns the value in the type in which it is kept, and raises an
             error for another; it takes the place of the check by the type.
         learnt: as which parameter the option may be learnt.
+        form_of: the name of the option that this is another form of. ``repr`` shows that one, and
+            processes compare it.
         fixed: parameters depend on it, so that it is set once.
         local: each process of a job may have its own, and ``repr`` leaves it out.
     """
-    return Option(default, above, at_least, at_most, converter, learnt, fixed, local)
+    local = local or form_of != ""
+    return Option(default, above, at_least, at_most, converter, learnt, form_of, fixed, local)
 
 
 def parts_of_type(kind: object) -> tuple[tuple[object, ...], set[object]]:
@@ -238,10 +265,27 @@ class Options:
             bound = bind(*args, **options)
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
+        self._check_forms([x for x, value in bound.arguments.items() if value is not None])
         bound.apply_defaults()
+        parameters = {}
         for given, value in bound.arguments.items():
+            declared = self._all_options[given]
+            if declared.may_be_parameter and isinstance(value, nn.Parameter):
+                parameters[given] = value
+                value = declared.default
             setattr(self, given, value)
         self.__post_init__()
+        for given, value in parameters.items():  # in place of what a loss has made of its own
+            setattr(self, given, value)
+
+    def _check_forms(self, passed: Sequence[str]) -> None:
+        """Raise a ValueError if an option was passed in two forms."""
+        forms: dict[str, str] = {}
+        for name in passed:
+            option = self._all_options[name].form_of or name
+            if option in forms:
+                raise ValueError(f"{name}: expected None with {forms[option]}, another form of it")
+            forms[option] = name
 
     def __post_init__(self) -> None:
         """Make what depends on the options, such as parameters; a subclass calls this one first."""
@@ -266,9 +310,10 @@ class Options:
         """Return the options as they are passed: those by position, and changed ones by name."""
         parts = []
         for name, declared in self._all_options.items():
+            if declared.local:
+                continue
             value = self._shown(declared)
-            is_default = value == repr(declared.default)
-            if not declared.local and not (declared.keyword_only and is_default):
+            if not declared.keyword_only or value != repr(declared.default):
                 parts.append(f"{name}={value}")
         return ", ".join(parts)
 
@@ -301,10 +346,12 @@ def own_options(cls: type) -> dict[str, Option]:
             given = vars(cls)[name]
             found[name] = given if isinstance(given, Option) else option(default=given)
             found[name].declare(name, kind, keyword_only)
+    known = inherited | found
     for name, declared in found.items():
         delattr(cls, name)
-        if declared.learnt is not None and declared.learnt.parameter != name:
-            setattr(cls, name, ReadParameter(declared.learnt))
+        learnt = known[declared.form_of or name].learnt
+        if learnt is not None and learnt.forms:
+            setattr(cls, name, ReadForm(learnt, declared.form_of or name, name))
     return found
 
 
@@ -402,6 +449,8 @@ class CheckedModule(Options, WholeState):
     # The parameters in shards, which the optimiser moves, by name: in a forward pass,
     # ``fully_shard`` puts gathered copies in their place.
     _shards: ClassVar[Mapping[str, Tensor]] = {}
+    _held: ClassVar[Mapping[str, str]] = {}  # the parameters that stand for options
+    _passed: ClassVar[Mapping[str, tuple[str, float]]] = {}  # options' numbers, with their forms
 
     def _to_write(self, name: str) -> list[Tensor]:
         """Return what a change of a parameter is written to: it and, if it is a gathered copy, the
@@ -414,33 +463,64 @@ class CheckedModule(Options, WholeState):
     def _set_option(self, declared: Option, value: Any) -> None:
         """Check and keep the value of an option, or the parameter that stands for it."""
         name = declared.name
-        learnt = declared.learnt
-        is_itself = learnt is not None and learnt.parameter == name
+        option = self._option_of(declared)
+        learnt = option.learnt
         # the replicas of nn.DataParallel have computed copies in place of parameters
         kind = Tensor if getattr(self, "_is_replica", False) else nn.Parameter
-        if declared.may_be_anything or (is_itself and isinstance(value, kind)):
+        if declared.may_be_anything or (learnt is not None and isinstance(value, kind)):
             super(Options, self).__setattr__(name, value)  # registers parameters and modules
             return
         if learnt is None:
             super()._set_option(declared, value)
             return
-        number = declared.parse(value)
-        if self.__dict__.get("learnable") and learnt.parameter not in self._parameters:
-            expected = f"a value of {learnt.parameter}, which a parametrization computes"
+        held = self._held.get(option.name)
+        if value is None and held == name:
+            self.register_parameter(name, None)
+        if value is None and (held == name or declared.form_of):
+            return
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
+            value = value.item()  # such as a buffer
+        number: Any = declared.parse(value)
+        if held is not None and held not in self._parameters:
+            expected = f"a value of {held}, which a parametrization computes"
             raise AttributeError(f"{name}: cannot be set, as it is {expected}")
-        self.__dict__[f"_{name}"] = number  # for _reset_learnt
-        if self._parameters.get(learnt.parameter) is None:
-            self.__dict__[name] = number
+        self.__dict__["_passed"] = {**self._passed, option.name: (name, number)}
+        if declared.form_of:
+            exact = torch.tensor(number, dtype=torch.float64, device="cpu")
+            number = learnt.forms[name].value(exact).item()
+        self.__dict__[f"_{option.name}"] = number  # for _reset_learnt
+        if held is None:
+            self.__dict__[option.name] = number
         else:
-            self._fill(declared)
+            self._fill(option)
+
+    def _option_of(self, declared: Option) -> Option:
+        """Return the option that one is a form of, or itself."""
+        return self._all_options[declared.form_of or declared.name]
+
+    def _passed_form(self, option: str) -> tuple[str, float]:
+        """Return the form in which a learnt option was passed, and its value: a parameter's, unless
+        it is the number that was passed.
+        """
+        held = self._held.get(option)
+        if held is None:
+            return self._passed[option]
+        learnt = self._all_options[option].learnt
+        assert learnt is not None
+        value = getattr(self, held).item()
+        number = learnt.stored(held, self.__dict__[f"_{option}"])
+        if math.isclose(value, number, rel_tol=0.01, abs_tol=1e-6):
+            return self._passed[option]
+        return held, value
 
     @torch.no_grad()
     def _fill(self, declared: Option) -> None:
         """Give the parameter behind an option the number that was set last."""
         assert declared.learnt is not None
-        parameter = self._parameters.get(declared.learnt.parameter)
+        held = self._held.get(declared.name, "")
+        parameter = self._parameters.get(held)
         if parameter is not None:
-            parameter.fill_(declared.learnt.stored(self.__dict__[f"_{declared.name}"]))
+            parameter.fill_(declared.learnt.stored(held, self.__dict__[f"_{declared.name}"]))
 
     def _reset_learnt(self) -> None:
         """Give the parameters behind the options the numbers that were set last."""
@@ -449,27 +529,39 @@ class CheckedModule(Options, WholeState):
                 self._fill(declared)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter; an option that is learnt as it is then read from it."""
+        """Register a parameter; the option that it is a form of is then read from it."""
+        declared = self._all_options.get(name)
+        is_form = declared is not None and declared.may_be_parameter
+        if is_form:
+            if param is not None and param.numel() != 1:
+                expected = "expected a parameter of one value"
+                raise ValueError(f"{name}: {expected}, got shape {tuple(param.shape)}")
+            self._parameters.setdefault(name, None)  # names of a class's attributes are refused
         super().register_parameter(name, param)
         if is_sharded(param):
             self.__dict__["_shards"] = {**self._shards, name: param}
-        for declared in self._all_options.values():
-            if declared.learnt is None or declared.learnt.parameter != name:
-                continue
-            if param is None:
-                self.__dict__[declared.name] = self.__dict__[f"_{declared.name}"]
-            else:
-                self.__dict__.pop(declared.name, None)
-            if "learnable" in self._all_options:
-                self.__dict__["learnable"] = param is not None
+        if declared is None or not is_form:
+            return
+        option = self._option_of(declared).name
+        held = dict(self._held)
+        before = held.pop(option, name)
+        if param is None:
+            self.__dict__[option] = self.__dict__[f"_{option}"]
+        else:
+            held[option] = name
+            self.__dict__.pop(option, None)
+            if before != name:
+                del self._parameters[before]
+        self.__dict__["_held"] = held
+        if "learnable" in self._all_options:
+            self.__dict__["learnable"] = param is not None
 
     def _shown(self, declared: Option) -> str:
         """Return the value of an option in words.
 
         Shards are not read: that takes all processes, and ``repr`` may be called in one alone.
         """
-        learnt = declared.learnt
-        if learnt is not None and is_sharded(self._parameters.get(learnt.parameter)):
+        if is_sharded(self._parameters.get(self._held.get(declared.name, ""))):
             return "in shards"
         return super()._shown(declared)
 

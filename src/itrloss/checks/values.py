@@ -111,8 +111,10 @@ def shown(value: object) -> str:
 def in_place_of_option(value: object) -> str:
     """Return advice where a parameter or data were passed for an option; empty for others."""
     if isinstance(value, nn.Parameter):
-        shared = "loss.log_scale = model.logit_scale"
-        return f"; a loss with learnable=True shares a model's parameter: {shared}"
+        shared = "InfoNCELoss(log_scale=model.logit_scale)"
+        return f"; losses that learn a temperature share a model's parameter: {shared}"
+    if isinstance(value, Tensor) and value.requires_grad:
+        return "; a loss shares an nn.Parameter, and not what is computed from one"
     if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
         return "; options go first, and data into the call: loss = Loss(...); loss(images, texts)"
     return ""

@@ -25,6 +25,7 @@ _LARGEST = 5.0
 _LOWEST = -1e4  # scores of what does not exist are often filled up with lower ones
 # CLIP learns scales of at most 100.
 _LARGEST_SCALE = 1e4
+_WARMEST = 2.0  # temperature for cosines, of which two are then at most a factor of e apart
 _MOST_TEXTS = 20  # of an image, in the data sets that give each image as many
 _SAMPLE = 256  # rows that tell embeddings from scores
 _MOST_UNMATCHED = 0.1  # share of images, or of texts, that are there as wrong candidates only
@@ -104,24 +105,32 @@ def warn_of_units(name: str, sim: Similarity, what: str = "scores") -> None:
         )
 
 
-def warn_of_temperature(temperature: float | Tensor, sim: Similarity) -> None:
-    """Warn of a temperature for cosines that is probably a scale, its inverse."""
-    if sim.embeddings is not None and sim.normalizes and bool(temperature > _LARGEST):
-        value = float(temperature)
+def warn_of_form(form: str, value: float, cosines: bool) -> None:
+    """Warn of a temperature, its scale or the logarithm of that, if the number is none for it, or
+    none for ``cosines``.
+    """
+    meant: list[str] = []
+    if form == "log_scale":
+        temperature = math.exp(max(min(-value, 700.0), -700.0))
+        if value > math.log(_LARGEST_SCALE):
+            meant = [f"scale={value:.4g}", f"log_scale={math.log(value):.4g}"]
+        elif cosines and temperature > _WARMEST:
+            meant = [f"log_scale={-value:.4g}"]
+        elif cosines and 0 < value < 0.5:  # as is a temperature
+            meant = [f"temperature={value:.4g}"]
+    else:
+        temperature = value if form == "temperature" else 1 / (value or math.nan)
+        if not temperature > 0:  # only a parameter's
+            meant = [f"log_scale={abs(value):.4g}"]
+        elif cosines and temperature > _WARMEST:
+            meant = [f"temperature={value:.4g}"]
+            if form == "temperature":
+                meant = [f"scale={value:.4g}", f"log_scale={value:.4g}"]
+    if meant:
         warn(
-            f"temperature: {value:g} makes cosines almost equal. A scale of {value:g}, as other "
-            f"libraries have, is temperature=1/{value:g}"
-        )
-
-
-def warn_of_scale(log_scale: float | Tensor) -> None:
-    """Warn of the logarithm of a scale, 1 / temperature, that is probably the scale itself."""
-    if bool(log_scale > math.log(_LARGEST_SCALE)):
-        value = float(log_scale)
-        warn(
-            f"log_scale: {value:.4g} is a scale of {math.exp(min(value, 700.0)):.4g}, by which "
-            "cosines are multiplied, where CLIP learns scales up to 100. If it is meant as the "
-            f"scale itself, its logarithm is {math.log(value):.4g}"
+            f"{form}: {value:.4g} is a temperature of {temperature:.4g}, which is none for "
+            f"cosines; did you mean {' or '.join(meant)}? temperature is τ, scale 1 / τ, and "
+            "log_scale the logarithm of 1 / τ"
         )
 
 

@@ -59,14 +59,9 @@ class Loss(CheckedModule):
         """Make the parameters of the options that are learnt."""
         super().__post_init__()
         for declared in self._all_options.values():
-            if declared.learnt is None:
-                continue
-            name = declared.learnt.parameter
-            if getattr(self, "learnable", False):
+            if declared.learnt is not None and getattr(self, "learnable", False):
                 # (1,): FSDP and the like do not shard 0-dim parameters.
-                setattr(self, name, nn.Parameter(torch.zeros(1)))
-            elif name != declared.name:
-                setattr(self, name, None)
+                setattr(self, declared.learnt.parameter, nn.Parameter(torch.zeros(1)))
         self._reset_learnt()
 
     def reset_parameters(self) -> None:
@@ -79,10 +74,9 @@ class Loss(CheckedModule):
         """Set an attribute; raise an AttributeError for a parameter that a loss does not learn."""
         is_ours = type(self).__module__.startswith("itrloss.")
         if is_ours and isinstance(value, nn.Parameter) and name not in self._all_options:
-            ways = [x.learnt for x in self._all_options.values() if x.learnt is not None]
-            names = [*self.learnt, *[way.parameter for way in ways]]
-            if name not in names:
-                raise no_parameter(type(self).__name__, name, names)
+            options = [x.name for x in self._all_options.values() if x.may_be_parameter]
+            if name not in self.learnt:
+                raise no_parameter(type(self).__name__, name, [*self.learnt, *options])
         super().__setattr__(name, value)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY
 from typing import Literal
 
@@ -11,23 +10,14 @@ from torch import Tensor
 
 from .. import functional
 from ..checks import Learnt, option
-from ..checks.warnings import warn, warn_of_scale
+from ..checks.warnings import warn
 from ..engine.devices import is_recorded
-from ..engine.vectors import compute_dtype
 from ..functional import Values
 from ..similarity import Similarity
 from .base import PairLoss
+from .temperature import SCALE, are_cosines, look_at_form
 
 _INTERVAL = 50  # calls between checks for a collapse
-
-
-def scale_of_log(log_scale: Tensor) -> Tensor:
-    """Return the 0-dim scale of a parameter (1,), its logarithm."""
-    # in float32 at least: exp in half precision would put it up to 0.4 % off
-    return log_scale.to(compute_dtype(log_scale)).exp().squeeze()
-
-
-LOG_OF_SCALE = Learnt("log_scale", scale_of_log, math.log)
 
 
 class TripletLoss(PairLoss):
@@ -143,18 +133,22 @@ class SigmoidLoss(PairLoss):
     Args:
         scale: a, above 0.
         bias: b, of any sign.
-        learnable: make them parameters, a held as ``log(a)`` (``log_scale``); pass them to the
-            optimiser then.
+        learnable: make them parameters of the loss, a held as ``log(a)`` (``log_scale``); pass them
+            to the optimiser then.
+        temperature, log_scale: ``1/a`` and ``log(a)``, in place of a. Each of the three, and b, may
+            be a number or a model's parameter, see :class:`InfoNCELoss`.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`;
             with ``"none"`` one half of a pair's value counts for its image and the other for its
             text.
     """
 
-    scale: float | Tensor = option(default=10.0, above=0, learnt=LOG_OF_SCALE)
+    scale: float | Tensor = option(default=10.0, above=0, learnt=SCALE)
     bias: float | Tensor = option(default=-10.0, learnt=Learnt("bias"))
     learnable: bool = option(default=True, fixed=True)
 
     _: KW_ONLY
+    temperature: float | Tensor | None = option(default=None, above=0, form_of="scale")
+    log_scale: float | Tensor | None = option(default=None, form_of="scale")
     # a pair has one value, which is of both
     directions: Literal["both"] = "both"  # type: ignore[assignment]
 
@@ -164,11 +158,9 @@ class SigmoidLoss(PairLoss):
         return bool(self.scale > 2)
 
     def _look(self, loss: Values, sim: Similarity) -> None:
-        """Warn of a batch, and of a scale in place of its logarithm."""
+        """Warn of a batch, and of a scale that was probably meant in another form."""
         super()._look(loss, sim)
-        log_scale: Tensor | None = getattr(self, "log_scale", None)
-        if log_scale is not None:
-            warn_of_scale(log_scale.detach())
+        look_at_form(self, "scale", are_cosines(sim))
 
     def compute(self, sim: Similarity) -> Values:
         """Return the sigmoid loss, SigLIP."""

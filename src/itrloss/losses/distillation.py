@@ -13,9 +13,10 @@ from ..functional import Values
 from ..similarity import Similarity
 from .base import PairLoss
 from .other_model import as_tensors, check_kind, similarity_of
+from .temperature import TemperatureLoss
 
 
-class DistillationLoss(PairLoss):
+class DistillationLoss(TemperatureLoss, PairLoss):
     r"""Cross-entropy against the softmax of a teacher's scores, over both directions.
 
     .. math:: \ell_i = -\sum_j q_{ij} \log p_{ij}, \qquad
@@ -27,13 +28,13 @@ class DistillationLoss(PairLoss):
     See :doc:`losses/infonce`.
 
     Args:
-        temperature: τ, in units of cosine similarity.
-        teacher_temperature: :math:`\tau_t`, in units of the teacher's scores.
+        temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
+        teacher_temperature: :math:`\tau_t`, in units of the teacher's scores. None: τ, without a
+            gradient if that is learnt.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    temperature: float = option(default=0.07, above=0)
-    teacher_temperature: float = option(default=0.07, above=0)
+    teacher_temperature: float | None = option(default=0.07, above=0)
 
     def forward(  # type: ignore[override]
         self,
@@ -74,7 +75,8 @@ class DistillationLoss(PairLoss):
             if n != m:
                 ids = torch.arange(n, device=own.device), torch.arange(m, device=own.device)
         sim = self._similarity(images, texts, ids, scores, related, check)
-        in_cosines = self.teacher_temperature < 0.5
+        teacher_temperature = self.teacher_temperature
+        in_cosines = teacher_temperature is not None and teacher_temperature < 0.5
         taught = similarity_of("teacher", model, sim, self, in_cosines)
         return self._with_telemetry(self.compute(sim, taught), sim)
 
@@ -82,10 +84,10 @@ class DistillationLoss(PairLoss):
         self, sim: Similarity, teacher: Similarity
     ) -> Values:
         """Return the loss of the similarities of two models."""
+        temperature = self._limited_temperature(sim)
+        of_teacher: float | Tensor | None = self.teacher_temperature
+        if of_teacher is None:
+            of_teacher = temperature.detach() if isinstance(temperature, Tensor) else temperature
         return functional.distillation_loss(
-            self.anchors(sim),
-            self.anchors(teacher),
-            self.temperature,
-            self.teacher_temperature,
-            self.reduction,
+            self.anchors(sim), self.anchors(teacher), temperature, of_teacher, self.reduction
         )

@@ -122,7 +122,10 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
 
     Args:
         temperature: τ, in units of cosine similarity.
-        learnable: make τ a parameter, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
+        learnable: make τ a parameter of the loss, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
+        scale, log_scale: ``1/τ`` and ``log(1/τ)``, in place of τ. Each of the three may be a number
+            or a model's parameter of one value, which the loss then shares in this form:
+            ``log_scale=model.logit_scale`` of CLIP, ``temperature=model.temp`` of ALBEF.
         image_image: add the images that do not match image i, ``sum_j exp(V_ij / τ)`` with the
             similarities V of images, to its denominator and to those of its texts.
         text_text: the same of the texts but for a positive p, and of shared ``negatives``.
@@ -141,11 +144,13 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             https://arxiv.org/abs/2503.04812; EmbeddingGemma with (0, 5),
             https://arxiv.org/abs/2509.20354). Candidates of ``image_image`` and ``text_text`` count
             once.
-        max_scale: the largest ``1/τ`` that is learnt: a call in training mode sets ``log_scale``
+        max_scale: the largest ``1/τ`` that is learnt: a call in training mode sets the parameter
             back to it (CLIP's 100). None: there is no limit.
         directions, normalize, reduction, engine, check_finite, telemetry, gather, process_group:
             see :class:`PairLoss`.
     """
+
+    learnable: bool = option(default=False, fixed=True)
 
     _: KW_ONLY
     image_image: bool = False
@@ -213,7 +218,6 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
 
         def check() -> str:
             """Check the input; return what has to be the same in all processes."""
-            self._limit_scale()
             self._check_options(negatives is not None)
             if labels is not None and (among or self.joint):
                 expected = "expected False with labels, where all items are candidates"
@@ -395,7 +399,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         the margin is for, if it is not the loss's own scores.
         """
         anchors = self.anchors(sim)
-        temperature = self.shared(self.temperature)
+        temperature = self._limited_temperature(sim)
         hardness, _ = self._hardness_of_parts()
         if self.margin is None and not self.joint and not further:
             return functional.info_nce_loss(anchors, temperature, self.reduction, hardness=hardness)
@@ -410,8 +414,8 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         if self.margin is not None:
             limits = self._limits(parts, scores[-1], sim, guide)
         scale = 1 / temperature
-        if isinstance(temperature, Tensor):
-            scale = (1 / temperature.to(sim.dtype)).reshape(1)
+        if isinstance(scale, Tensor):
+            scale = scale.reshape(1)
         if self.joint:  # one value for an image
             anchors = sim.towards("image-text")
         values = self._values(sim, anchors, scale, parts, limits)
@@ -545,13 +549,15 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
     the candidates, without a gradient. See :doc:`losses/memory`.
 
     Args:
-        temperature, learnable, max_scale: see :class:`InfoNCELoss`.
+        temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
         batch_negatives: False: the memory's entries alone are negatives (MoCo). While it is empty,
             the loss is then 0.
         distillation: α in [0, 1]; ALBEF has 0.4.
         directions, reduction, engine, check_finite, telemetry, gather, process_group: see
             :class:`MemoryLoss`.
     """
+
+    learnable: bool = option(default=False, fixed=True)
 
     _: KW_ONLY
     batch_negatives: bool = True
@@ -568,7 +574,6 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
         if self.distillation and not self.batch_negatives:
             expected = "expected 0 with batch_negatives=False, as q is over the batch, too"
             raise ValueError(f"distillation: {expected}, got {self.distillation}")
-        self._limit_scale()
         teacher: MemorySimilarity | None = None
         if self.distillation:
             teacher = self._similarities(keys, keys, memory, ids)
@@ -578,7 +583,7 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
         """Return the loss; ``teacher``: the similarities with the keys in place of the batch."""
         return functional.memory_info_nce_loss(
             sims,
-            self.shared(self.temperature),
+            self._limited_temperature(sims.batch),
             self.reduction,
             batch_negatives=self.batch_negatives,
             distillation=self.distillation,

@@ -12,6 +12,7 @@ from ..functional import Values
 from ..similarity import Similarity
 from ..terms import pair_term
 from .base import PairLoss
+from .temperature import TemperatureLoss
 
 _RANGE = 70.0  # exp(70), times any number of candidates, does not overflow in float32
 _LEAST = 1e-6  # what 1 - p is at least: in float32 a smaller one is rounding
@@ -47,7 +48,7 @@ def share(z: Tensor) -> Tensor:
     return z.exp_()
 
 
-class RINCELoss(PairLoss):
+class RINCELoss(TemperatureLoss, PairLoss):
     r"""Robust InfoNCE (`Chuang et al., CVPR 2022 <https://arxiv.org/abs/2201.04309>`__), over both
     directions.
 
@@ -60,13 +61,13 @@ class RINCELoss(PairLoss):
     negative for a good model, and grow as :math:`e^{q/\tau}`; see :doc:`losses/robust`.
 
     Args:
-        temperature: τ, in units of cosine similarity; at least q / 70, as float32 would overflow.
+        temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`. A number τ is
+            at least q / 70, as float32 would overflow; a learnt one needs ``max_scale=70 / q``.
         q: above 0 and at most 1. The authors' codes have 0.1 and 0.5.
         lam: λ, above 0 and at most 1, the weight of the denominator.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    temperature: float = option(default=0.07, above=0)
     q: float = option(default=0.5, above=0, at_most=1)
     lam: float = option(default=0.01, above=0, at_most=1)
 
@@ -77,6 +78,8 @@ class RINCELoss(PairLoss):
 
     def _check_range(self) -> None:
         """Raise an error if the loss overflows; at each call, as options are set one by one."""
+        if isinstance(self.temperature, Tensor):
+            return
         if self.q / self.temperature > _RANGE:
             expected = f"expected at least q / {_RANGE:g} = {self.q / _RANGE:.2g}"
             raise ValueError(
@@ -87,13 +90,13 @@ class RINCELoss(PairLoss):
         """Return robust InfoNCE, RINCE."""
         self._check_range()
         anchors = self.anchors(sim)
-        scale = 1 / self.temperature
+        scale = 1 / self._limited_temperature(sim)
         negatives = anchors.logsumexp(scale)
         values = anchors.mean_of_positives(power_gap, negatives, scale, self.q, math.log(self.lam))
         return anchors.reduce(values, self.reduction)
 
 
-class ComplementaryContrastiveLoss(PairLoss):
+class ComplementaryContrastiveLoss(TemperatureLoss, PairLoss):
     r"""Complementary contrastive loss, RCL (`Hu et al., TPAMI 2023
     <https://doi.org/10.1109/TPAMI.2023.3247939>`__).
 
@@ -105,16 +108,16 @@ class ComplementaryContrastiveLoss(PairLoss):
     negatives fall. ``1 - p`` is taken as at least 1e-6. See :doc:`losses/robust`.
 
     Args:
-        temperature: τ, in units of cosine similarity.
+        temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    temperature: float = option(default=0.05, above=0)
+    temperature = 0.05
 
     def compute(self, sim: Similarity) -> Values:
         """Return the complementary contrastive loss, RCL."""
         anchors = self.anchors(sim)
-        scale = 1 / self.temperature
+        scale = 1 / self._limited_temperature(sim)
         with torch.no_grad():
             top = anchors.logsumexp(scale, over="all").nan_to_num(neginf=0.0)
         # 1 - p is small where p is near 1, and the log-sum-exp has only seven digits. The sum of

@@ -14,11 +14,12 @@ from ..functional import Values
 from ..similarity import Similarity
 from ..terms import identity, pair_term
 from .base import LEAST_LOG, PairLoss
+from .temperature import TemperatureLoss
 
 _SHARP = 2.0**20  # so sharp a soft minimum of scores is their minimum, but for rounding
 
 
-def _mil_nce(anchors: Anchors, scale: float) -> Tensor:
+def _mil_nce(anchors: Anchors, scale: float | Tensor) -> Tensor:
     """Return (A,) ``-log`` of the positives' share of the softmax over all, exact also where that
     is nearly 1.
     """
@@ -35,7 +36,7 @@ def _lowest_positives(anchors: Anchors) -> Tensor:
         return -anchors.logsumexp(-_SHARP, over="positives") / _SHARP
 
 
-class SupConLoss(PairLoss):
+class SupConLoss(TemperatureLoss, PairLoss):
     r"""Supervised contrastive loss (Khosla et al. 2020, https://arxiv.org/abs/2004.11362), over
     both directions.
 
@@ -49,19 +50,19 @@ class SupConLoss(PairLoss):
     them; in :class:`InfoNCELoss` those do not compete. See :doc:`losses/supervised`.
 
     Args:
-        temperature: τ, in units of cosine similarity.
+        temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
         inside: take the mean inside of the logarithm: :math:`\ell^{in}`, which has the gradient of
             :class:`MILNCELoss`.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
-    temperature: float = option(default=0.1, above=0)
+    temperature = 0.1
     inside: bool = False
 
     def compute(self, sim: Similarity) -> Values:
         """Return SupCon, with the mean over positives outside or inside the logarithm."""
         anchors = self.anchors(sim)
-        scale = 1 / self.temperature
+        scale = 1 / self._limited_temperature(sim)
         if self.inside:
             values = _mil_nce(anchors, scale) + anchors.positive_counts.to(anchors.dtype).log()
         else:
@@ -71,7 +72,7 @@ class SupConLoss(PairLoss):
         return anchors.reduce(values, self.reduction)
 
 
-class MILNCELoss(PairLoss):
+class MILNCELoss(TemperatureLoss, PairLoss):
     r"""MIL-NCE (Miech et al. 2020, https://arxiv.org/abs/1912.06430): of many positives, one has to
     be right.
 
@@ -82,16 +83,15 @@ class MILNCELoss(PairLoss):
     :doc:`losses/supervised`.
 
     Args:
-        temperature: τ, in units of cosine similarity.
+        temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
-
-    temperature: float = option(default=0.07, above=0)
 
     def compute(self, sim: Similarity) -> Values:
         """Return MIL-NCE."""
         anchors = self.anchors(sim)
-        return anchors.reduce(_mil_nce(anchors, 1 / self.temperature), self.reduction)
+        values = _mil_nce(anchors, 1 / self._limited_temperature(sim))
+        return anchors.reduce(values, self.reduction)
 
 
 @pair_term
@@ -103,7 +103,7 @@ def _expected_log_label(
     return share * (weight / weights + epsilon).log()
 
 
-class SDMLoss(PairLoss):
+class SDMLoss(TemperatureLoss, PairLoss):
     r"""Similarity distribution matching, SDM (IRRA; Jiang & Ye, CVPR 2023,
     https://arxiv.org/abs/2303.12501), over both directions.
 
@@ -117,19 +117,19 @@ class SDMLoss(PairLoss):
     without a positive does not count; one without a negative does. See :doc:`losses/supervised`.
 
     Args:
-        temperature: τ, in units of cosine similarity.
+        temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
         epsilon: ε, above 0.
         directions, normalize, reduction, engine, check_finite, telemetry, gather, process_group:
             see :class:`PairLoss`.
     """
 
-    temperature: float = option(default=0.02, above=0)
+    temperature = 0.02
     epsilon: float = option(default=1e-8, above=0)
 
     def compute(self, sim: Similarity) -> Values:
         """Return the divergence, summed over negatives, whose label is 0, and over positives."""
         anchors = self.anchors(sim)
-        scale = 1 / self.temperature
+        scale = 1 / self._limited_temperature(sim)
         p = anchors.softmax_parts(scale)
         log_labels = anchors.sum_of_positives(
             _expected_log_label,

@@ -1,4 +1,4 @@
-"""The base of losses with a temperature, which may be learnt."""
+"""The base of losses with a temperature, which may be learnt, or be a model's own."""
 
 from __future__ import annotations
 
@@ -8,23 +8,59 @@ from dataclasses import KW_ONLY
 import torch
 from torch import Tensor, nn
 
-from ..checks import Learnt, option
-from ..checks.warnings import warn_of_scale, warn_of_temperature
-from ..engine.vectors import compute_dtype, host_may_read
+from ..checks import Form, Learnt, option
+from ..checks.warnings import warn_of_form
+from ..engine.vectors import host_may_read
 from ..functional import Values
 from ..similarity import Similarity
 from .base import SimilarityLoss
 
 
+def exact(x: Tensor) -> Tensor:
+    """Return a parameter in float32 at least: in half precision its exponential or reciprocal would
+    be up to 0.4 % off.
+    """
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def reciprocal_of(x: Tensor) -> Tensor:
+    """Return the 0-dim temperature of a scale, or the scale of a temperature."""
+    return (1 / exact(x)).squeeze()
+
+
+def scale_of_log(log_scale: Tensor) -> Tensor:
+    """Return the 0-dim scale ``1/τ`` of its logarithm."""
+    return exact(log_scale).exp().squeeze()
+
+
+def log_of_scale(scale: float | Tensor) -> float | Tensor:
+    """Return the logarithm of a scale."""
+    return scale.log() if isinstance(scale, Tensor) else math.log(scale)
+
+
 def temperature_of_log(log_scale: Tensor) -> Tensor:
-    """Return the 0-dim temperature of a parameter (1,), the logarithm of its inverse."""
-    # in float32 at least: exp in half precision would put it up to 0.4 % off
-    return (-log_scale.to(compute_dtype(log_scale))).exp().squeeze()
+    """Return the 0-dim temperature of the logarithm of its scale."""
+    return (-exact(log_scale)).exp().squeeze()
 
 
-def log_of_temperature(temperature: float) -> float:
+def log_of_temperature(temperature: float | Tensor) -> float | Tensor:
     """Return the logarithm of the scale ``1/τ``."""
-    return -math.log(temperature)
+    return -log_of_scale(temperature)
+
+
+def inverse(x: float | Tensor) -> float | Tensor:
+    """Return the scale of a temperature, or the other way round."""
+    return 1 / x
+
+
+RECIPROCAL = Form(reciprocal_of, inverse)
+#: The options `temperature` and `scale`, each of which the other is a form of.
+TEMPERATURE = Learnt(
+    "log_scale", {"scale": RECIPROCAL, "log_scale": Form(temperature_of_log, log_of_temperature)}
+)
+SCALE = Learnt(
+    "log_scale", {"temperature": RECIPROCAL, "log_scale": Form(scale_of_log, log_of_scale)}
+)
 
 
 class TemperatureLoss(SimilarityLoss):
@@ -32,45 +68,69 @@ class TemperatureLoss(SimilarityLoss):
 
     Args:
         temperature: τ, in units of cosine similarity.
-        learnable: make τ a parameter, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
-        max_scale: the largest ``1/τ`` that is learnt: a call in training mode sets ``log_scale``
+        learnable: make τ a parameter of the loss, held as ``log(1/τ)`` (``log_scale``) as in CLIP.
+        scale, log_scale: ``1/τ`` and ``log(1/τ)``, in place of τ. Each of the three may be a number
+            or a model's parameter of one value, which the loss then shares in this form.
+        max_scale: the largest ``1/τ`` that is learnt: a call in training mode sets the parameter
             back to it (CLIP's 100). None: there is no limit.
     """
 
-    temperature: float | Tensor = option(
-        default=0.07, above=0, learnt=Learnt("log_scale", temperature_of_log, log_of_temperature)
-    )
-    learnable: bool = option(default=False, fixed=True)
+    temperature: float | Tensor = option(default=0.07, above=0, learnt=TEMPERATURE)
 
     _: KW_ONLY
+    learnable: bool = option(default=False, fixed=True)
+    scale: float | Tensor | None = option(default=None, above=0, form_of="temperature")
+    log_scale: float | Tensor | None = option(default=None, form_of="temperature")
     max_scale: float | None = option(default=None, above=0)
 
-    def _limit_scale(self) -> None:
-        """Set a learnt scale that has become too large back to the largest one; look at it before
-        the first batch.
-        """
-        log_scale: Tensor | None = getattr(self, "log_scale", None)
-        if log_scale is not None and not self._looked and host_may_read(log_scale):
-            warn_of_scale(log_scale.detach())
-        if self.max_scale is None:
-            return
-        if log_scale is None:
+    def _limit_scale(self, largest: float) -> None:
+        """Set a learnt scale that has become too large back to the largest one."""
+        held = self._held.get("temperature")
+        if held is None:
             expected = "expected None with a temperature that is not learnable"
-            meant = f"for a scale of {self.max_scale:g}, write temperature=1/{self.max_scale:g}"
-            raise ValueError(f"max_scale: {expected}, got {self.max_scale:g}; {meant}")
-        if self.training:
-            # In place, but no new version: a compiled model that computes with the same parameter
-            # has saved it for its backward pass, which refuses other versions.
-            for log_scale in self._to_write("log_scale"):
-                log_scale.data.clamp_(max=math.log(self.max_scale))
+            meant = f"for a scale of {largest:g}, write temperature=1/{largest:g}"
+            raise ValueError(f"max_scale: {expected}, got {largest:g}; {meant}")
+        if not self.training:
+            return
+        if not self._looked:  # at what was passed
+            look_at_form(self, "temperature", cosines=False)
+        limit = TEMPERATURE.stored(held, 1 / largest)
+        bounds = {"min": limit} if held == "temperature" else {"max": limit}
+        # In place, but no new version: a compiled model that computes with the same parameter has
+        # saved it for its backward pass, which refuses other versions.
+        for parameter in self._to_write(held):
+            parameter.data.clamp_(**bounds)
+
+    def _limited_temperature(self, sim: Similarity) -> float | Tensor:
+        """Return τ for the scores of a batch, a parameter after it was limited."""
+        if self.max_scale is not None:
+            self._limit_scale(self.max_scale)
+        temperature = self.shared(self.temperature)
+        if isinstance(temperature, Tensor):
+            temperature = temperature.to(sim.dtype)  # its reciprocal in half types is inaccurate
+            return temperature.squeeze() if temperature.dim() else temperature
+        return temperature
 
     def _replicate_for_data_parallel(self) -> nn.Module:
         """Return a replica, for ``nn.DataParallel``, which limits its own copy of the scale."""
-        self._limit_scale()
+        if self.max_scale is not None:
+            self._limit_scale(self.max_scale)
         return super()._replicate_for_data_parallel()  # type: ignore[no-any-return]
 
     def _look(self, loss: Values, sim: Similarity) -> None:
-        """Warn of a batch, and of a temperature that is probably a scale."""
+        """Warn of a batch, and of a temperature that was probably meant in another form."""
         super()._look(loss, sim)
-        with torch.no_grad():  # later calls save no tensor for it either
-            warn_of_temperature(self.temperature, sim)
+        look_at_form(self, "temperature", are_cosines(sim))
+
+
+def are_cosines(sim: Similarity) -> bool:
+    """Return whether scores are known to be cosines; those of another model may be of any size."""
+    return sim.embeddings is not None and sim.normalizes
+
+
+@torch.no_grad()  # a checkpoint would find more saved tensors than in the second pass
+def look_at_form(loss: SimilarityLoss, option: str, cosines: bool) -> None:
+    """Warn of a number, or a parameter that the host may read, that is probably another form."""
+    held = loss._held.get(option)
+    if held is None or host_may_read(getattr(loss, held)):
+        warn_of_form(*loss._passed_form(option), cosines)
