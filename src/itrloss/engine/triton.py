@@ -78,8 +78,9 @@ class Compared(NamedTuple):
 
 def compared(relation: Relation) -> Compared:
     """Return what kernels find pairs by: an id and a group of each entry, or else a mask."""
+    has_no_ids = relation.ids[0] is None and not relation.one_to_one
     are_sets = any([x is not None and x.dim() > 1 for x in relation.ids])
-    if relation.matches is not None or relation.one_set or are_sets:
+    if has_no_ids or are_sets or relation.one_set:
         return Compared((None, None), mask=True)
     if relation.groups is None:
         return Compared(relation.ids)
