@@ -22,6 +22,7 @@ from .checks import (
     check_matrix,
     one_of,
     option,
+    takes_queries,
 )
 from .distributed import ProcessGroup, collectives
 from .distributed.consensus import digest, gather_parts, padded, world_size
@@ -34,7 +35,7 @@ from .engine.matrix import (
     large_matrix,
     memory_matrix,
 )
-from .engine.related import PassedIds, relation_of
+from .engine.related import PassedIds, UnknownRelation, relation_of
 from .engine.relation import IGNORE_ID, Relation, are_sets, as_sets
 from .engine.step import NO_COLUMNS, Layout, Place, Step, StepPart
 from .engine.vectors import Embeddings, host_may_read, normalized
@@ -113,6 +114,7 @@ class CoupledMemory(CheckedModule):
     def __bool__(self) -> bool:
         return True  # ``if memory`` is to say whether there is one, be it empty
 
+    @takes_queries
     @torch.no_grad()
     def enqueue(
         self,
@@ -152,6 +154,7 @@ class CoupledMemory(CheckedModule):
         if len(image_keys):
             self._named = _are_names(ids)
 
+    @takes_queries
     @torch.no_grad()
     def enqueue_alone(
         self, image_keys: Tensor, text_keys: Tensor, ids: IdsLike | None = None
@@ -329,6 +332,8 @@ class MemorySimilarity(NamedTuple):
         check_memory_input(batch, keys, ids, memory, check_finite, empty=False)
         shape = len(images), len(texts)
         relation = relation_of(shape, ids, None, images.device, checks.IMAGES_AND_TEXTS)
+        if isinstance(relation, UnknownRelation):
+            raise relation.error
         constants = image_keys.detach(), text_keys.detach()
         return one_process(batch, constants, memory, relation, engine, directions)
 

@@ -19,6 +19,7 @@ from .checks import (
     check_range,
     from_numpy,
     one_of,
+    takes_queries,
 )
 from .checks.warnings import warn
 from .distributed import ProcessGroup, consensus, is_trained, rows_of_all, world_size
@@ -215,6 +216,7 @@ def _factors(gate: Tensor, heads: Tensor) -> Tensor:
     return gate[:, :, None] if shape == (n, k) else gate[:, None]
 
 
+@takes_queries
 def set_similarity(  # noqa: PLR0913 - options by keyword
     images: Tensor,  # (N, K, D)
     texts: Tensor,  # (M, D), (M, L, D) or (N, J, L, D)

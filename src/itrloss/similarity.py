@@ -37,10 +37,27 @@ from .engine.vectors import Embeddings
 X = TypeVar("X")
 #: The id of a row, a column or a negative that does not exist, such as padding: the least int64.
 NO_ID = IGNORE_ID
-Directions = Literal["both", "image-text", "text-image", "i2t", "t2i"]
+Directions = Literal[
+    "both",
+    "image-text",
+    "text-image",
+    "i2t",
+    "t2i",
+    "v2t",
+    "t2v",
+    "query-document",
+    "document-query",
+]
 DIRECTIONS: tuple[Directions, ...] = "both", "image-text", "text-image"
-#: What results call the directions; losses take these words, too.
-SYNONYMS = {"i2t": "image-text", "t2i": "text-image"}
+#: What results, and trainers of videos or of documents, call the directions.
+SYNONYMS = {
+    "i2t": "image-text",
+    "t2i": "text-image",
+    "v2t": "image-text",
+    "t2v": "text-image",
+    "query-document": "image-text",
+    "document-query": "text-image",
+}
 #: The sides whose values count: 0 for images, 1 for texts.
 SIDES: dict[Directions, tuple[int, ...]] = {
     "both": (0, 1),
@@ -72,8 +89,9 @@ class Similarity(Anchors):
             will do where no gradient is needed.
         cols: (M, D) embeddings; required. Of scores, see :meth:`from_scores`.
         row_ids, col_ids: (N,) and (M,) integers of any type, or strings, as tensors, NumPy arrays
-            or lists. If both are left out, row i matches column i, and N must be M. ``col_ids``
-            alone are row numbers. With sets of labels, (N, k) and (M, l), a pair is positive if it
+            or lists. If both are left out, row i matches column i; if N is not M, nothing says who
+            matches, so that there are scores and rankings alone. ``col_ids`` alone are row
+            numbers. With sets of labels, (N, k) and (M, l), a pair is positive if it
             shares a label. :data:`itrloss.NO_ID` marks a row or column that does not exist: it is
             neither positive nor negative to anything.
         normalize: scale embeddings to unit length first (a zero vector scores 0 and gets no
@@ -394,7 +412,7 @@ class Similarity(Anchors):
         """Return the anchors of one direction or of both, with rows that are images.
 
         ``"image-text"`` has the rows, whose candidates are texts, ``"text-image"`` the columns;
-        ``"i2t"`` and ``"t2i"`` are the same. Of one set, or by targets, ``"both"`` has the rows
+        synonyms of :class:`PairLoss` will do. Of one set, or by targets, ``"both"`` has the rows
         alone.
         """
         if directions == "both" and not self._matrix.relation.one_way:

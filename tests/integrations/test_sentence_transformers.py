@@ -368,8 +368,48 @@ def test_other_columns_are_refused(loss, columns, expected, folder):
         RetrievalLoss(model, loss, mini_batch_size=0)
 
 
-@pytest.mark.parametrize("columns", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_the_guided_loss_of_the_page_has_the_curve_of_theirs(columns, folder, tmp_path):
+def test_ids_of_negatives_come_in_lists_of_labels(folder):
+    """A negative is none of the rows whose id it has, in whichever column it is."""
+    model = make(folder)
+    seen = []
+
+    loss = itrloss.InfoNCELoss(0.05)
+    loss.register_forward_pre_hook(lambda _, *given: seen.append(given), with_kwargs=True)
+    rows = [[0, 3, 7], [1, 0, 7], [2, 8, 1], [0, 9, 9]]
+    columns = [[f"{COLOURS[i]} {THINGS[k]}" for i in range(4)] for k in range(4)]
+    features = [model.preprocess(texts) for texts in columns]
+    labels = torch.tensor(rows)
+    value = RetrievalLoss(model, loss)(features, labels)
+    ((images, texts, image_ids, text_ids), given) = seen[0]
+    assert image_ids.tolist() == text_ids.tolist() == [0, 1, 2, 0]
+    assert given["negative_ids"].tolist() == [3, 0, 8, 9, 7, 7, 1, 9]
+    u, w, n = (torch.nn.functional.normalize(x, dim=1) for x in (images, texts, given["negatives"]))
+    of_images = torch.cat([u @ w.T, u @ n.T], 1) / 0.05
+    sides = (of_images, torch.cat([text_ids, given["negative_ids"]])), (w @ u.T / 0.05, image_ids)
+    values = []
+    for scores, ids in sides:
+        for i, label in enumerate(image_ids.tolist()):
+            others = scores[i][ids != label]
+            own = scores[i, :4][image_ids == label]
+            all_scores = torch.cat([own[:, None], others.expand(len(own), -1)], 1)
+            values.append((torch.logsumexp(all_scores, 1) - own).mean())
+    torch.testing.assert_close(value, torch.stack(values).sum() / 4)
+    with pytest.raises(ValueError, match="labels: expected shape"):
+        RetrievalLoss(model, loss)(features, labels[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("columns", "strategy", "margin"),
+    [
+        pytest.param(2, "absolute", 0.0, marks=pytest.mark.slow),
+        (3, "absolute", 0.0),
+        pytest.param(2, "absolute", 0.02, marks=pytest.mark.slow),
+        (2, "relative", 0.02),
+    ],
+)
+def test_the_guided_loss_of_the_page_has_the_curve_of_theirs(
+    columns, strategy, margin, folder, tmp_path
+):
     """With hard negatives, theirs compares documents with documents, but not with the negatives."""
     names: dict[str, Any] = {"torch": torch, "itrloss": itrloss}
     exec(snippet("integrations.rst", "class GuidedLoss"), names)
@@ -382,11 +422,13 @@ def test_the_guided_loss_of_the_page_has_the_curve_of_theirs(columns, folder, tm
         loss = names["GuidedLoss"](model, guide)
         # as theirs, which also takes queries with queries and documents with documents
         same = {"image_image": True, "text_text": columns == 2, "directions": "image-text"}
-        loss.loss = itrloss.InfoNCELoss(0.01, margin=0, **same)
+        relative = strategy == "relative"
+        loss.loss = itrloss.InfoNCELoss(0.01, margin=-margin, relative=relative, **same)
         return loss
 
     before = [p.clone() for p in guide.parameters()]
-    theirs = partial(GISTEmbedLoss, guide=guide, contrast_positives=columns == 2)
+    options = {"margin_strategy": strategy, "margin": margin}
+    theirs = partial(GISTEmbedLoss, guide=guide, contrast_positives=columns == 2, **options)
     expected, _ = train(folder, theirs, tmp_path, columns)
     found, _ = train(folder, guided, tmp_path, columns)
     assert_same(found, expected)

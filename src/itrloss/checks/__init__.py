@@ -33,6 +33,7 @@ from .ids import (
     check_same_kind,
     ids_of_both,
     ids_of_one_side,
+    if_transposed,
     no_default_pairing,
 )
 from .options import CheckedModule, Form, Learnt, Option, Options, WholeState, is_sharded, option
@@ -47,3 +48,4 @@ from .values import (
     one_of,
     unknown_keyword,
 )
+from .words import in_own_words, takes_queries

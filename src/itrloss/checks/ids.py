@@ -191,5 +191,16 @@ def no_default_pairing(n: int, m: int, names: Names) -> ValueError:
             f"; where {m // n} consecutive ones belong to each, write {names.row_ids}="
             f"torch.arange({n}), {names.col_ids}=torch.arange({m}) // {m // n}"
         )
+    hint += if_transposed(n, m)
     got = f"{n} {names.rows} and {m} {names.cols}"
     return ValueError(f"{ids}: needed for {got}; only N = M has a default pairing{hint}")
+
+
+def if_transposed(n: int, m: int) -> str:
+    """Return what to do about a matrix that is probably one of texts with images; else nothing."""
+    if m == 0 or n <= m or n % m:
+        return ""
+    return (
+        "; rows are images here: if yours are texts, pass the transpose, scores.T, or embeddings "
+        "the other way round"
+    )

@@ -99,7 +99,9 @@ class SCANCriterion(AdaptedLoss):
 
 
 class ScoresCriterion(AdaptedLoss):
-    """The call of SGRAF, CHAN, CLIP4Clip and NAAF, which passes a length."""
+    """The call of SGRAF, CHAN, CLIP4Clip, NAAF, which passes a length, and of all other losses of
+    scores alone.
+    """
 
     def forward(self, scores, length=None) -> Tensor:
         """Return the loss of (B, B) scores."""
@@ -238,6 +240,7 @@ _CRITERIA: Mapping[str, type[AdaptedLoss]] = {
     "naaf": ScoresCriterion,
     "chan": ScoresCriterion,
     "clip4clip": ScoresCriterion,
+    "scores": ScoresCriterion,  # of any other one
     "hrem": HREMCriterion,
     "hal": HALCriterion,
     "user": USERCriterion,
@@ -272,7 +275,8 @@ def adapt(
             where embeddings are passed, or for ``"hal"`` and ``"user"`` a
             :class:`itrloss.MemoryLoss`; with a mean or a sum.
         code_base: ``"vsepp"``, ``"vse_inf"``, ``"scan"``, ``"sgraf"``, ``"naaf"``, ``"chan"``,
-            ``"clip4clip"``, ``"hrem"``, ``"hal"``, ``"user"``, ``"pvse"`` or ``"dive"``.
+            ``"clip4clip"``, ``"hrem"``, ``"hal"``, ``"user"``, ``"pvse"`` or ``"dive"``; or
+            ``"scores"``, whose call is ``loss(scores)``, of (B, B) scores with images as rows.
         score_function: a function of the call's images and texts, of SCAN also their lengths, that
             returns (N, M) scores; SCAN needs one. It gets DivE's sets as (N K, D), as its own
             functions do. By default, scores are cosines, and the highest one of two sets.

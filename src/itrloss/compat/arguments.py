@@ -49,8 +49,7 @@ def similarity(
 
 def inner_products(x: Tensor, y: Tensor) -> Tensor:
     """Return the (N, M) inner products of (N, D) and (M, D) embeddings, float32 at least."""
-    unrelated = (torch.zeros(len(x)).long(), torch.zeros(len(y)).long())
-    return similarity(x, y, ("im, s", "mb_cap, mb_img"), unrelated).scores()
+    return similarity(x, y, ("im, s", "mb_cap, mb_img")).scores()
 
 
 def order_scores(x: Tensor, y: Tensor) -> Tensor:

@@ -72,10 +72,10 @@ class SCANLoss(SCANCriterion):
 
 class SGRAFLoss(ScoresCriterion):
     """SGRAF (Paranioar/SGRAF) and NAAF (CrossmodalGroup/NAAF, which passes the ``length``), on (B,
-    B) scores with images as rows.
+    B) scores with images as rows. ``opt``, which IMRAM and RCAR pass, has no effect.
     """
 
-    def __init__(self, margin: float = 0, max_violation: bool = False):
+    def __init__(self, margin: float = 0, max_violation: bool = False, *, opt: object = None):
         super().__init__(hinges(margin, max_violation), "sgraf")
 
 

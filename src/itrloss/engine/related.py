@@ -53,6 +53,24 @@ class Related(NamedTuple):
     targets: IdsLike | None = None
 
 
+class UnknownRelation(Relation):
+    """The pairs of N rows and M columns without ids, of which nothing says who matches: to rank
+    them is no question of that, and all others raise a ValueError.
+    """
+
+    is_known = False
+    listable = False  # type: ignore[assignment]
+
+    def __init__(self, shape: tuple[int, int], device: torch.device, names: Names):
+        super().__init__(shape, device=device)
+        self.one_to_one = False
+        self.error = no_default_pairing(*shape, names)
+
+    def _alike(self, rows: slice, cols: slice) -> Tensor:
+        """Raise the error."""
+        raise self.error
+
+
 def relation_of(
     shape: tuple[int, int],
     ids: PassedIds,
@@ -71,6 +89,8 @@ def relation_of(
         relation = Relation(shape, (rows, cols), device)
         relation.one_way = True
         return relation
+    if related is None and ids[0] is None and ids[1] is None and shape[0] != shape[1]:
+        return UnknownRelation(shape, device, names)
     rows, cols = labels_of(shape, ids, device, names)
     if related is None and (cols is None or cols.dim() == 1):
         return Relation(shape, (rows, cols), device)

@@ -91,6 +91,7 @@ class Relation:
     #: Whether rows and columns are the same items, with their numbers as groups and the rule
     #: "other": pairs of the same group then do not match either.
     one_set = False
+    is_known = True  #: whether something says who matches
     one_way = False  #: whether the rows alone are anchors, unless a loss says otherwise
 
     def __init__(

@@ -85,7 +85,8 @@ class Compared(NamedTuple):
 
 def compared(relation: Relation) -> Compared:
     """Return what kernels find pairs by: an id and a group of each entry, or else a mask."""
-    if relation.matches is not None or relation.one_set or are_sets(relation.ids):
+    has_no_ids = relation.ids[0] is None and not relation.one_to_one
+    if has_no_ids or relation.one_set or are_sets(relation.ids):
         return Compared((None, None), mask=True)
     if relation.groups is None:
         return Compared(relation.ids)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..checks import IdsLike, as_size
+from ..checks import IdsLike, as_size, takes_queries
 from ..metrics import confidence_intervals, default_ids, retrieval_results
 from ..metrics.results import RECALLS, as_ks
 from ..rerank import Reranker
@@ -43,8 +43,10 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
 
     The first column of the data set holds the images (or queries, anchors), the second one the
     texts that match them. Further ones hold texts that match none, for losses that take
-    ``negatives``. An integer column ``label`` holds ids: rows with equal ones match, too.
-    Parameters of the loss are trained; :class:`RetrievalTrainer` also saves them.
+    ``negatives``. An integer column ``label`` holds ids: rows with equal ones match, too. With
+    columns of negatives, it may hold lists: a row's id, and then the id of each of its negatives,
+    which is no negative of rows with an equal one. Parameters of the loss are trained;
+    :class:`RetrievalTrainer` also saves them.
 
     Args:
         model: the model to train, of one vector for each text: no ``MultiVectorEncoder``.
@@ -80,7 +82,9 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
     ) -> Tensor:
-        """Return the loss of the columns' features; ``labels``: None or (B,) integers."""
+        """Return the loss of the columns' features; ``labels``: None, (B,) integers, or (B, 1 + K)
+        with K columns of negatives.
+        """
         if torch.is_grad_enabled() and not self.is_saved:
             self._warn_of_loss()
         if not self.uses_gradient_cache:
@@ -135,10 +139,16 @@ class RetrievalLoss(CachedLossMixin, nn.Module):
                 "others"
             )
         images, texts, *others = columns
+        negative_ids = None
+        if labels is not None and others and labels.shape == (len(images), 1 + len(others)):
+            labels, negative_ids = labels[:, 0], labels[:, 1:].T.flatten()
         ids = ids_of(labels, images)
-        if not others:
-            return self.loss(images, texts, ids, ids)
-        return self.loss(images, texts, ids, ids, negatives=torch.cat(others))
+        further = {}
+        if others:
+            further["negatives"] = torch.cat(others)
+        if negative_ids is not None:
+            further["negative_ids"] = negative_ids
+        return self.loss(images, texts, ids, ids, **further)
 
     def get_config_dict(self) -> dict[str, object]:
         """Return the options, for the model card."""
@@ -213,6 +223,7 @@ class RetrievalEvaluator(BaseEvaluator):
             256}``.
     """
 
+    @takes_queries
     def __init__(
         self,
         images: Sequence[object],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -21,6 +21,7 @@ from ..checks import (
     check_embeddings,
     check_matrix,
     from_numpy,
+    in_own_words,
     no_parameter,
     one_of,
     option,
@@ -36,6 +37,8 @@ from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Directions, Engine, Similarity, as_directions
 from ..telemetry import describe, describe_memory
 
+# images and texts, or one or two views of one set, or scores; None for what is not there
+Given = tuple[Tensor | Similarity | None, Tensor | None, Tensor | None]
 Parameter = TypeVar("Parameter", bound=Value)  # of a loss, or what is computed from one
 _EMPTY_CALLS = 100  # with an empty memory, until there is a warning
 LEAST_LOG = -1e30  # in place of the logarithm of 0, whose gradient would be nan
@@ -291,8 +294,9 @@ class PairLoss(DirectedLoss):
 
     Args:
         directions: ``"both"``, or ``"image-text"`` for the images alone as anchors, with texts as
-            candidates (as queries and documents have one direction), or ``"text-image"``. ``"i2t"``
-            and ``"t2i"``, as results call them, are synonyms.
+            candidates (as queries and documents have one direction), or ``"text-image"``. Synonyms
+            of the first are ``"i2t"``, ``"v2t"`` of videos in place of images, and
+            ``"query-document"``; of the second ``"t2i"``, ``"t2v"`` and ``"document-query"``.
         groups: with ``image_groups`` in the call, ``"same"`` takes negatives of the same group
             alone, ``"other"`` those of other groups.
         normalize: scale embeddings to unit length; False: scores are inner products.
@@ -331,6 +335,7 @@ class PairLoss(DirectedLoss):
         matches: Tensor | None = None,
         labels: IdsLike | None = None,
         targets: IdsLike | None = None,
+        **words: Any,
     ) -> Values:
         """Return the loss of embeddings, of a score matrix, or of a :class:`itrloss.Similarity`.
 
@@ -344,8 +349,9 @@ class PairLoss(DirectedLoss):
                 With sets of labels, (N, k) and (M, l), an image and a text match if they share
                 one; :data:`itrloss.NO_ID` fills sets up.
             scores: (N, M) similarities from another model, instead of ``images`` and ``texts``.
-                They are cosines or of that size, not logits, unless the loss's temperature or
-                margin are meant for others.
+                Rows are images: pass the transpose, ``scores.T``, of a matrix of texts with videos,
+                which a square one does not tell. They are cosines or of that size, not logits,
+                unless the loss's temperature or margin are meant for others.
             image_groups, text_groups: (N,) and (M,) integers or strings, such as data sets or
                 documents: who matches goes by ids, but an image and a text are negatives only in
                 the same group, or with the option ``groups="other"`` only in different ones;
@@ -369,6 +375,8 @@ class PairLoss(DirectedLoss):
                 matches, a column of ``scores``, or -100 for an image that does not count; no other
                 text matches it. Images alone are anchors, so that ``"both"`` is one direction. In a
                 job, texts are those of this process, and columns those of all.
+            words: ``queries``, ``documents``, ``query_ids``, ``document_ids``, ``query_groups`` and
+                ``document_groups`` are other names of images and texts, of their ids and groups.
 
         The first batch that is on the CPU and not compiled is looked at: a
         :class:`itrloss.SuspiciousInputWarning` says if no image has a positive, if none has a
@@ -378,40 +386,62 @@ class PairLoss(DirectedLoss):
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with
             ``reduction="none"``.
         """
-        related = self._related(image_groups, text_groups, matches, targets)
         ids = image_ids, text_ids
-        if labels is not None:
-            given = images, texts, scores
-            images, texts, ids, related = self._one_set(given, ids, related, labels)
+        groups = image_groups, text_groups
+        given = images, texts, scores
+        images, texts, ids, related = self._parsed(
+            given, ids, groups, words, matches, labels, targets
+        )
         sim = self._similarity(images, texts, ids, scores, related)
         return self._with_telemetry(self.compute(sim), sim)
 
-    def _related(
+    def _parsed(
         self,
-        image_groups: IdsLike | None,
-        text_groups: IdsLike | None,
-        matches: Tensor | None,
+        given: Given,
+        ids: PassedIds,
+        groups: PassedIds,
+        words: Mapping[str, object],
+        matches: Tensor | None = None,
+        labels: IdsLike | None = None,
         targets: IdsLike | None = None,
-    ) -> Related | None:
-        """Return what decides, besides ids, who matches or may be a negative; None: nothing."""
-        if image_groups is None and text_groups is None and matches is None and targets is None:
-            return None
-        dense = getattr(matches, "toarray", lambda: matches)()  # of a sparse matrix of SciPy
-        groups = image_groups, text_groups
-        return Related(groups, self.groups, from_numpy(dense), targets=targets)
+    ) -> tuple[Tensor | Similarity | None, Tensor | None, PassedIds, Related | None]:
+        """Return images, texts, their ids, and what else decides who matches or may be a negative;
+        None: nothing.
+        """
+        images, texts, scores = given
+        if words:
+            own = {
+                "images": images,
+                "texts": texts,
+                "image_ids": ids[0],
+                "text_ids": ids[1],
+                "image_groups": groups[0],
+                "text_groups": groups[1],
+            }
+            images, texts, *others = in_own_words(self.forward, words, own)
+            ids = others[0], others[1]
+            groups = others[2], others[3]
+        related: Related | None = None
+        has_groups = groups[0] is not None or groups[1] is not None
+        if has_groups or matches is not None or targets is not None:
+            dense = getattr(matches, "toarray", lambda: matches)()  # of a sparse matrix of SciPy
+            related = Related(groups, self.groups, from_numpy(dense), targets=targets)
+        if labels is not None:
+            return self._one_set((images, texts, scores), ids, related, labels)
+        return images, texts, ids, related
 
     def _one_set(
         self,
-        given: tuple[Any, Any, Any],  # (N, D) images, None or (N, D) texts, and None; or (N, N)
+        given: Given,
         ids: PassedIds,
         related: Related | None,
         labels: IdsLike,
-    ) -> tuple[Any, Any, PassedIds, Related]:
+    ) -> tuple[Tensor | Similarity | None, Tensor | None, PassedIds, Related]:
         """Return one set, of one or two views, as images and as texts, with ids and what else
         decides who matches; or with scores, these.
         """
         images, texts, scores = given
-        own = images if scores is None else scores
+        own: Any = images if scores is None else scores
         numbers: list[Tensor] = []
         others = {
             "image_ids": ids[0],
@@ -433,21 +463,21 @@ class PairLoss(DirectedLoss):
             elif texts is None:
                 check_matrix("images", images, "(N, D)", empty=empty)
             else:
-                check_embeddings(images, texts, False, IMAGES_AND_TEXTS, empty)
-                if len(texts) != len(images):
-                    expected = f"another view of the same {len(images)} items, as there are labels"
+                check_embeddings(own, texts, False, IMAGES_AND_TEXTS, empty)
+                if len(texts) != len(own):
+                    expected = f"another view of the same {len(own)} items, as there are labels"
                     raise ValueError(f"texts: expected {expected}, got {len(texts)}")
             numbers.append(as_labels("labels", labels, len(own), own.device))
             return f"labels of one set, a second view {texts is not None}"
 
         self.agree(check)
         (known,) = numbers
-        if scores is None and texts is not None:
-            images = torch.cat([images, texts])
+        if scores is not None:
+            return images, texts, (known, known), Related(one_set=True)
+        if texts is not None:
+            own = torch.cat([own, texts])
             known = torch.cat([known, known])
-        if scores is None:
-            texts = images
-        return images, texts, (known, known), Related(one_set=True)
+        return own, own, (known, known), Related(one_set=True)
 
     def compute(self, sim: Similarity) -> Values:
         """Return the loss of similarities, with images as rows and texts as columns.
@@ -552,13 +582,14 @@ class MemoryLoss(DirectedLoss):
 
     def forward(
         self,
-        images: Tensor,
-        texts: Tensor,
-        image_keys: Tensor,
-        text_keys: Tensor,
-        memory: CoupledMemory,
+        images: Tensor = None,  # type: ignore[assignment]
+        texts: Tensor = None,  # type: ignore[assignment]
+        image_keys: Tensor = None,  # type: ignore[assignment]
+        text_keys: Tensor = None,  # type: ignore[assignment]
+        memory: CoupledMemory = None,  # type: ignore[assignment]
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
+        **words: Any,
     ) -> Values:
         """Return the loss of a batch with the memory of former ones, as :meth:`PairLoss.forward`
         does.
@@ -573,7 +604,20 @@ class MemoryLoss(DirectedLoss):
                 lists; equal ids are positives in the batch, and
                 entries of the memory with an anchor's id are no negatives of it. If both are left
                 out, image i matches text i; the memory must have been filled without ids, too.
+            words: ``queries``, ``documents``, ``query_keys``, ``document_keys``, ``query_ids`` and
+                ``document_ids`` are other names of images and texts, of their keys and ids.
         """
+        if words:
+            own = {
+                "images": images,
+                "texts": texts,
+                "image_keys": image_keys,
+                "text_keys": text_keys,
+                "image_ids": image_ids,
+                "text_ids": text_ids,
+            }
+            found = in_own_words(self.forward, words, own)
+            images, texts, image_keys, text_keys, image_ids, text_ids = found
         batch = images, texts
         keys = image_keys, text_keys
         ids = image_ids, text_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,18 +48,25 @@ class DistillationLoss(TemperatureLoss, PairLoss):
         scores: Tensor | None = None,
         image_groups: IdsLike | None = None,
         text_groups: IdsLike | None = None,
+        **words: Any,
     ) -> Values:
         """Return the loss of (N, D) images and (M, D) texts, or of a score matrix.
 
         Args:
-            images, texts, scores: see :meth:`PairLoss.forward`. Scores may be those of each image
-                with its own candidates, such as its text and its hard negatives, with
+            images, texts, scores, words: see :meth:`PairLoss.forward`. Scores may be those of each
+                image with its own candidates, such as its text and its hard negatives, with
                 ``directions="image-text"``.
             teacher: (N, M) scores of another model, in a job with the texts of all processes; or
                 its embeddings ``(images, texts)``.
             image_ids, text_ids: see there; they are for ``telemetry`` alone, and go with groups.
             image_groups, text_groups: see there; candidates are of the same group, or match.
         """
+        ids = image_ids, text_ids
+        groups = image_groups, text_groups
+        given = images, texts, scores
+        images, texts, ids, related = self._parsed(  # type: ignore[assignment]
+            given, ids, groups, words
+        )
         model = as_tensors(teacher)
 
         def check() -> str:
@@ -66,10 +74,8 @@ class DistillationLoss(TemperatureLoss, PairLoss):
             check_kind("teacher", model)
             return ""
 
-        related = self._related(image_groups, text_groups, None)
-        ids = image_ids, text_ids
         own = images if scores is None else scores
-        no_ids = image_ids is None and text_ids is None and related is None
+        no_ids = ids[0] is None and ids[1] is None and related is None
         if no_ids and not self.sharded and isinstance(own, Tensor) and own.dim() == 2:
             n, m = own.shape if texts is None else (len(own), len(texts))
             if n != m:

@@ -179,11 +179,12 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         matches: Tensor | None = None,
         labels: IdsLike | None = None,
         targets: IdsLike | None = None,
+        **words: Any,
     ) -> Values:
         """Return the loss as :meth:`PairLoss.forward` does.
 
         Args:
-            images, texts, image_ids, text_ids, scores: see there.
+            images, texts, image_ids, text_ids, scores, words: see there.
             matches: see there. An image matches no other image, and a text no other text.
             labels: see there: NT-Xent of SimCLR (https://arxiv.org/abs/2002.05709) is
                 ``loss(z1, z2, labels=range(N))``. ``negatives`` are of all items then, and
@@ -203,11 +204,12 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
                 where there are no other candidates, its (N, M) scores, in a job with the texts of
                 all processes. The loss is nan if a number of the guide is.
         """
-        related = self._related(image_groups, text_groups, matches, targets)
         ids = image_ids, text_ids
-        if labels is not None:
-            given = images, texts, scores
-            images, texts, ids, related = self._one_set(given, ids, related, labels)
+        groups = image_groups, text_groups
+        given = images, texts, scores
+        images, texts, ids, related = self._parsed(
+            given, ids, groups, words, matches, labels, targets
+        )
         further: Further | None = None
         among = self.image_image or self.text_text
         if among or not (negatives is None and negative_ids is None and guide is None):

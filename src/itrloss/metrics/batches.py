@@ -18,6 +18,7 @@ from ..checks import (
     from_numpy,
     ids_of_both,
     one_of,
+    takes_queries,
 )
 from ..distributed import consensus, world_size
 from ..distributed.consensus import described
@@ -85,6 +86,7 @@ class RetrievalMetrics(Metric):
         for name in ("images", "texts", "image_ids", "text_ids", "are_names"):
             self.add_state(name, [], dist_reduce_fx="cat")
 
+    @takes_queries
     def update(
         self,
         images: Tensor,
@@ -130,6 +132,7 @@ class RetrievalMetrics(Metric):
             )
         default_ids(n, m)  # raises an error unless the number is whole
 
+    @takes_queries
     def forward(
         self,
         images: Tensor,

@@ -15,6 +15,7 @@ from ..checks import (
     check_matrix,
     from_numpy,
     ids_of_one_side,
+    if_transposed,
 )
 from ..checks.warnings import warn, warn_of_embeddings, warn_of_guess, warn_of_one_side
 from ..similarity import Similarity
@@ -138,6 +139,9 @@ def with_ids(
         if by_ids and (scores.has_weights or not all_others_are_wrong(scores)):
             expected = "expected neither groups nor weights or nan in matches"
             raise ValueError(f"{name}: {expected}; relevant=... takes grades of pairs")
+        if not by_ids and not scores.pairs.is_known:
+            ids = [x.to(scores.device) for x in unrelated_ids(*scores.shape)]
+            scores = scores.relabelled(*ids)
         scores.check_finite()
         warn_of_one_side(scores)
         return (folded(scores) if by_ids else scores).detach()
@@ -161,7 +165,8 @@ def _ids_of(n: int, m: int) -> tuple[Tensor, Tensor]:
     if m % n:
         needed = f"needed for {n} images and {m} texts, which is not a whole number of texts"
         raise ValueError(
-            f"image_ids, text_ids: {needed} per image (images are the rows); {EMBEDDINGS}"
+            f"image_ids, text_ids: {needed} per image (images are the rows)"
+            f"{if_transposed(n, m)}; {EMBEDDINGS}"
         )
     warn_of_guess(n, m)
     return default_ids(n, m)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of
+from ..checks import IdsLike, as_size, check_matrix, from_numpy, one_of, takes_queries
 from ..checks.warnings import warn_of_unmatched
 from ..engine.ranking import Ranking
 from ..similarity import Similarity
@@ -35,6 +35,7 @@ class Options(Rules, total=False):
     folds: int
 
 
+@takes_queries
 def retrieval_metrics(
     scores: AnyScores,
     image_ids: IdsLike | None = None,
@@ -68,6 +69,7 @@ def retrieval_metrics(
     return retrieval_results(scores, image_ids, text_ids, **options).metrics(ks)
 
 
+@takes_queries
 def retrieval_results(  # noqa: PLR0913 - options by keyword
     scores: AnyScores,
     image_ids: IdsLike | None = None,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import Options, as_size, check_matrix, from_numpy
+from ..checks import Options, as_size, check_matrix, from_numpy, takes_queries
 from ..checks.warnings import UnfitScalesWarning, are_the_same, warn
 from ..engine.ranking import Ranking, Relevance, collected
 from ..metrics.labels import with_ids
@@ -112,6 +112,7 @@ class Reranker(Options, ABC):
         """
         return self._images is None, self._texts is None
 
+    @takes_queries
     def fit(self: R, images: Tensor | None = None, texts: Tensor | None = None) -> R:
         """Use a bank of queries as reference instead of the test queries, and return this object.
 

@@ -1,0 +1,401 @@
+"""Our lines of the page *Their line, ours*, next to the projects' formulas in plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pages import DOCS
+from torch import Tensor
+
+import itrloss
+from itrloss import compat
+from itrloss.functional import set_similarity
+from itrloss.metrics import retrieval_metrics
+from itrloss.rerank import CSLS, NearestNeighborNorm
+
+N, K, DIM, M = 6, 2, 8, 10
+TAU = 0.1
+
+
+def rows_of_page() -> dict[tuple[str, str], str]:
+    """Our line of each project and line of theirs."""
+    text = (DOCS / "their_lines.rst").read_text(encoding="utf-8")
+    table = text.split(".. list-table::")[1]
+    rows = {}
+    for block in re.split(r"^   \* - ", table, flags=re.M)[2:]:
+        project, theirs, ours, *_ = (
+            " ".join(x.split()) for x in re.split(r"^     -", block, flags=re.M)
+        )
+        (line,) = re.findall(r"``(.+?)``", ours)
+        rows[project, theirs.replace("``", "")] = line
+    return rows
+
+
+ROWS = rows_of_page()
+
+
+def inputs() -> SimpleNamespace:
+    """What the lines take, by the page's names; tensors that get a gradient are leaves."""
+    generator = torch.Generator().manual_seed(5)
+
+    def drawn(*shape: int, trained: bool = True) -> Tensor:
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return x.requires_grad_(trained)
+
+    x = SimpleNamespace(
+        q=drawn(N, DIM),
+        d=drawn(N, DIM),
+        n=drawn(N, K, DIM),
+        z1=drawn(N, DIM),
+        z2=drawn(N, DIM),
+        Q=drawn(N, 3, DIM),
+        D=drawn(N, 4, DIM),
+        chunks=drawn(N, 2, 3, DIM),
+        S=drawn(N, N),
+        W=drawn(N, N + M),
+        own=drawn(N, 3 * N),
+        pos=drawn(N),
+        neg=drawn(N),
+        queue=drawn(M, DIM, trained=False),
+        T=drawn(N, N, trained=False),
+        M=drawn(N, N + M, trained=False),
+    )
+    x.flat = x.n.flatten(0, 1)
+    x.N = N
+    x.ids = torch.tensor([0, 1, 0, 2, 3, 1])
+    x.idx = x.ids
+    x.idx_all = torch.cat([x.ids, torch.tensor([0, 3, 9, 8, 2, 1, 7, 7, 5, 4])])
+    x.right = torch.tensor([3, 0, 15, 7, 7, 2])
+    x.owner = torch.arange(N).repeat_interleave(3)
+    x.first = torch.where(torch.arange(3 * N) % 3 == 0, x.owner, -1)
+    x.mask = torch.rand(N, K, generator=generator) < 0.6
+    x.pairs = (torch.tensor([0, 1, 1, 2, 3, 4, 5]), torch.tensor([0, 1, 3, 2, 3, 5, 0]))
+    x.α = 0.4
+    x.τ = TAU
+    return x
+
+
+NAMES: dict[str, Any] = {
+    **{name: getattr(itrloss, name) for name in itrloss.losses.__all__},
+    "One": partial(itrloss.InfoNCELoss, directions="query-document"),
+    "Sup": partial(itrloss.SupConLoss, directions="query-document"),
+    "Soft": partial(itrloss.DistillationLoss, directions="query-document"),
+    "Similarity": itrloss.Similarity,
+    "NO_ID": itrloss.NO_ID,
+    "torch": torch,
+    "compat": compat,
+    "set_similarity": set_similarity,
+    "retrieval_metrics": retrieval_metrics,
+    "CSLS": CSLS,
+    "NearestNeighborNorm": NearestNeighborNorm,
+    "range": range,
+}
+
+# ---------------------------------------------------------------------------------------- formulas
+
+
+def cos(x: Tensor, y: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1) @ F.normalize(y, dim=-1).T
+
+
+def diagonal(scores: Tensor) -> Tensor:
+    """The cross-entropy of rows whose right column has their number."""
+    return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def both(scores: Tensor) -> Tensor:
+    return diagonal(scores) + diagonal(scores.T)
+
+
+def soft(scores: Tensor, targets: Tensor) -> Tensor:
+    return -(F.log_softmax(scores, 1) * targets).sum(1).mean()
+
+
+def alike(rows: Tensor, cols: Tensor) -> Tensor:
+    """Uniform labels over the columns of a row's id."""
+    same = (rows[:, None] == cols).double()
+    return same / same.sum(1, keepdim=True)
+
+
+def of_own(x: SimpleNamespace, normalize: bool = True) -> Tensor:
+    """Scores of each query with its document and its own hard negatives."""
+    unit = partial(F.normalize, dim=-1) if normalize else (lambda y: y)
+    candidates = torch.cat([x.d[:, None], x.n], 1)
+    return (unit(x.q)[:, None] * unit(candidates)).sum(-1)
+
+
+def shared(x: SimpleNamespace) -> Tensor:
+    """Scores of queries with all documents and all hard negatives."""
+    return cos(x.q, torch.cat([x.d, x.flat]))
+
+
+def ita(x: SimpleNamespace) -> Tensor:
+    return soft(x.W, x.α * x.M.softmax(1) + (1 - x.α) * alike(x.idx, x.idx_all))
+
+
+def multi_chunk(x: SimpleNamespace) -> Tensor:
+    scores = torch.einsum("nd,njld->njl", x.q, x.chunks).amax(2)
+    return -F.log_softmax(scores, 1)[:, 0].mean()
+
+
+def subtitles_and_captions(x: SimpleNamespace) -> Tensor:
+    s, c = cos(x.q, x.z1) / TAU, cos(x.q, x.z2) / TAU
+    total = diagonal(s.T) + diagonal(c.T)
+    for own in (s, c):
+        for i in range(N):
+            others = [scores[i, j] for scores in (s, c) for j in range(N) if j != i]
+            logits = torch.stack([own[i, i], *others])
+            total = total + (torch.logsumexp(logits, 0) - own[i, i]) / N
+    return total
+
+
+def in_batch(x: SimpleNamespace) -> Tensor:
+    values = []
+    for i in range(N):
+        own = x.own[i, 3 * i]
+        others = x.own[i, (x.owner != i).nonzero()[:, 0]]
+        values.append(torch.logsumexp(torch.cat([own[None], others]), 0) - own)
+    return torch.stack(values).mean()
+
+
+def max_sim(x: Tensor, y: Tensor) -> Tensor:
+    """(A, B, L): the best cosine of each element of sets x (A, L, D) in sets y (B, K, D)."""
+    return torch.einsum("ald,bkd->ablk", F.normalize(x, dim=-1), F.normalize(y, dim=-1)).amax(3)
+
+
+def token_wise(x: SimpleNamespace) -> Tensor:
+    scores = 0.5 * max_sim(x.Q, x.D).mean(2) + 0.5 * max_sim(x.D, x.Q).mean(2).T
+    return 0.5 * both(scores / TAU)
+
+
+def siglip(x: SimpleNamespace) -> Tensor:
+    signs = 2 * torch.eye(N) - 1
+    return -F.logsigmoid(signs * (10 * cos(x.q, x.d) - 5)).sum() / N
+
+
+def hinges(scores: Tensor, hardest: bool) -> Tensor:
+    total = scores.new_zeros(())
+    for matrix in (scores, scores.T):
+        excess = (0.2 + matrix - matrix.diagonal()[:, None]).clamp_min(0)
+        excess = excess.masked_fill(torch.eye(N).bool(), 0.0)
+        total = total + (excess.amax(1) if hardest else excess).sum()
+    return total
+
+
+def sdm(scores: Tensor, ids: Tensor, epsilon: float) -> Tensor:
+    labels = (alike(ids, ids) + epsilon).log()
+    total = scores.new_zeros(())
+    for matrix in (scores, scores.T):
+        log_p = F.log_softmax(matrix, 1)
+        total = total + (log_p.exp() * (log_p - labels)).sum(1).mean()
+    return total
+
+
+def simclr(z1: Tensor, z2: Tensor, tau: float) -> Tensor:
+    scores = cos(torch.cat([z1, z2]), torch.cat([z1, z2])) / tau
+    scores = scores.masked_fill(torch.eye(2 * N).bool(), -math.inf)
+    return F.cross_entropy(scores, torch.arange(2 * N).roll(N))
+
+
+def qwen3(x: SimpleNamespace) -> Tensor:
+    """Queries leave out what is nearer than their document by 0.1, documents nothing."""
+    own = cos(x.q, x.d).diagonal()
+    every = torch.cat([cos(x.q, torch.cat([x.d, x.flat])), cos(x.q, x.q)], 1)
+    of_documents = cos(x.d, torch.cat([x.d, x.flat]))
+    values = []
+    for i in range(N):
+        near = every[i].detach() < own[i].detach() + 0.1
+        near[i] = near[N + N * K + i] = False
+        itself = torch.arange(N + N * K) == i
+        logits = torch.cat([own[i, None], every[i][near], of_documents[i][~itself]]) / TAU
+        values.append(torch.logsumexp(logits, 0) - logits[0])
+    return torch.stack(values).mean()
+
+
+def csls(x: SimpleNamespace) -> float:
+    scores = 2 * cos(x.q, x.d) - cos(x.d, x.queue).topk(10).values.mean(1)
+    best = scores.argmax(1).tolist()
+    right = set(zip(*(side.tolist() for side in x.pairs), strict=True))
+    return 100 * sum((i, j) in right for i, j in enumerate(best)) / N
+
+
+def nnn(x: SimpleNamespace) -> Tensor:
+    return cos(x.q, x.d) - x.α * cos(x.d, x.queue).topk(4).values.mean(1)
+
+
+def masked(x: SimpleNamespace) -> Tensor:
+    """In-batch documents, and a query's own negatives where the mask is True."""
+    own = torch.einsum("nd,nkd->nk", F.normalize(x.q, dim=-1), F.normalize(x.n, dim=-1))
+    return diagonal(torch.cat([cos(x.q, x.d), own.masked_fill(~x.mask, -math.inf)], 1) / TAU)
+
+
+def pcmepp(x: SimpleNamespace) -> Tensor:
+    u, w = F.normalize(x.q, dim=-1), F.normalize(x.d, dim=-1)
+    distance = (u[:, None] - w).square().sum(2)
+    distance = distance + x.z1.exp().sum(1)[:, None] + x.z2.exp().sum(1)
+    return 2 * F.binary_cross_entropy_with_logits(5 - 5 * distance, torch.eye(N).double())
+
+
+def supcon(x: SimpleNamespace) -> Tensor:
+    z, labels = torch.cat([x.z1, x.z2]), torch.cat([x.ids, x.ids])
+    scores = (cos(z, z) / 0.1).masked_fill(torch.eye(2 * N).bool(), -math.inf)
+    same = (labels[:, None] == labels) & ~torch.eye(2 * N).bool()
+    log_p = F.log_softmax(scores, 1).masked_fill(~same, 0.0)
+    return -(log_p.sum(1) / same.sum(1)).mean()
+
+
+def entropy(p: Tensor) -> Tensor:
+    return -(p * p.log()).sum(1).mean()
+
+
+def kl(x: SimpleNamespace) -> Tensor:
+    p = x.T[:, :2].softmax(1)
+    divergence = F.kl_div(
+        F.log_softmax(torch.stack([x.pos, x.neg], 1), 1), p, reduction="batchmean"
+    )
+    return divergence + entropy(p)
+
+
+ZEROS = torch.zeros(N, dtype=torch.long)
+Formula = Callable[[SimpleNamespace], Any]
+FORMULAS: dict[tuple[str, str], Formula] = {
+    ("ALBEF", "loss_ita with idx and the queue"): ita,
+    ("ANCE", "NLL"): lambda x: F.cross_entropy(of_own(x, normalize=False), ZEROS),
+    ("ANCE", "NLL_MultiChunk"): multi_chunk,
+    ("BGE-m3", "distill_loss, kl_div"): lambda x: soft(x.S, x.T.softmax(1)),
+    ("BLIP", "loss_ita with idx and the queue"): ita,
+    ("Chinese-CLIP", "get_loss"): lambda x: both(x.S) / 2,
+    ("CLAP", "ClipLoss"): lambda x: both(cos(x.q, x.d) / TAU) / 2,
+    ("CLIP-ViP", "NCEContrastiveLoss, NCELearnableTempLoss"): lambda x: both(cos(x.q, x.d) / TAU),
+    ("CLIP-ViP", "NCELearnableTempLoss_vsc"): subtitles_and_captions,
+    ("CLIP-ViP", "NCELearnableTempDSLLoss"): lambda x: (
+        diagonal(x.S * x.S.softmax(0)) + diagonal(x.S.T * x.S.softmax(1).T)
+    ),
+    ("CLIP4Cir", "crossentropy_criterion(logits, ground_truth)"): lambda x: diagonal(x.S),
+    ("CLIP4Clip", "(CrossEn(S) + CrossEn(S.T)) / 2"): lambda x: both(x.S) / 2,
+    ("ColBERT", "cross-entropy of nway scores"): lambda x: F.cross_entropy(x.W, ZEROS),
+    ("ColBERT", "compute_ib_loss"): in_batch,
+    ("colpali", "ColbertLoss"): lambda x: diagonal(max_sim(x.Q, x.D).sum(2) / 3 / TAU),
+    ("colpali", "BiEncoderLoss"): lambda x: diagonal(cos(x.q, x.d) / TAU),
+    ("contrastors", "clip_loss"): lambda x: diagonal(shared(x) / TAU),
+    ("contriever", "InBatch"): lambda x: diagonal(x.q @ x.d.T / TAU),
+    ("contriever", "MoCo"): lambda x: F.cross_entropy(
+        torch.cat([(x.q * x.d).sum(1, keepdim=True), x.q @ x.queue.T], 1) / TAU, ZEROS
+    ),
+    ("ConVIRT", "NTXentLoss with α = 0.75"): lambda x: (
+        0.75 * diagonal(cos(x.q, x.d) / TAU) + 0.25 * diagonal(cos(x.d, x.q) / TAU)
+    ),
+    ("CyCLIP", "get_loss, the contrast"): lambda x: both(cos(x.q, x.d) / TAU) / 2,
+    ("DPR", "BiEncoderNllLoss"): lambda x: diagonal(x.q @ torch.cat([x.d, x.flat]).T),
+    ("DRL", 'CrossEn of wti_interaction, "ti"'): token_wise,
+    ("FG-CLIP", "hard_contrastive_loss"): lambda x: F.cross_entropy(of_own(x) / TAU, ZEROS),
+    ("FG-CLIP", "clip_loss, pairwise_contrastive_loss"): lambda x: both(cos(x.q, x.d) / TAU) / 2,
+    ("FG-CLIP 2", "all_gather_siglip_loss_"): siglip,
+    ("FlagEmbedding", "_compute_in_batch_neg_loss"): lambda x: diagonal(shared(x) / TAU),
+    ("frozen-in-time", "NormSoftmaxLoss"): lambda x: both(x.S / TAU),
+    ("frozen-in-time", "MaxMarginRankingLoss"): lambda x: (
+        hinges(x.S, hardest=False) / (2 * N * (N - 1))
+    ),
+    ("GradCache", "SimpleContrastiveLoss"): lambda x: diagonal(x.q @ torch.cat([x.d, x.flat]).T),
+    ("hybrid_space", "TripletLoss"): lambda x: hinges(cos(x.q, x.d), hardest=True),
+    ("IMRAM", "ContrastiveLoss(opt=opt, …)"): lambda x: hinges(x.S, hardest=True),
+    ("IRRA", "compute_sdm"): lambda x: sdm(cos(x.q, x.d) / TAU, x.ids, 1e-8),
+    ("IRRA", "compute_itc"): lambda x: both(cos(x.q, x.d) / TAU) / 2,
+    ("LAVIS BLIP-2", "loss_itc"): lambda x: both(max_sim(x.d[:, None], x.Q)[:, :, 0].T / TAU) / 2,
+    ("lightly", "NTXentLoss"): lambda x: simclr(x.z1, x.z2, 0.5),
+    ("lightly", "NTXentLoss with a memory bank"): lambda x: F.cross_entropy(
+        torch.cat([cos(x.z1, x.z2).diagonal()[:, None], cos(x.z1, x.queue)], 1) / 0.5, ZEROS
+    ),
+    ("Long-CLIP", "forward, each of its two terms"): lambda x: both(cos(x.q, x.d) / TAU) / 2,
+    ("MedCLIP", "soft cross-entropy of label_sim"): lambda x: (
+        (soft(x.S, x.T.softmax(1)) + soft(x.S.T, x.T.T.softmax(1))) / 2
+    ),
+    ("ms-swift", "InfonceLoss"): lambda x: diagonal(shared(x) / TAU),
+    ("ms-swift", "InfonceLoss, Qwen3's switches"): qwen3,
+    ("MUSE", 'get_word_translation_accuracy, "csls_knn_10"'): csls,
+    ("NeMo Automodel", "InfoNCELoss with a mask"): masked,
+    ("NNN", "NNNRetriever"): nnn,
+    ("pcmepp", "ClosedFormSampledDistanceLoss"): pcmepp,
+    ("pylate", "Contrastive"): lambda x: diagonal(max_sim(x.Q, x.D).sum(2) / TAU),
+    ("RCAR", "ContrastiveLoss(opt=opt, …)"): lambda x: hinges(x.S, hardest=True),
+    ("sentence-transformers", "MultipleNegativesRankingLoss"): lambda x: diagonal(shared(x) / TAU),
+    ("SigLIP 2 in transformers", "SiglipModel's loss"): siglip,
+    ("SimCSE", "cl_forward"): lambda x: diagonal(cos(x.z1, x.z2) / TAU),
+    ("SimCSE", "cl_forward with hard negatives"): lambda x: diagonal(
+        torch.cat([cos(x.z1, x.z2), cos(x.z1, x.d)], 1) / TAU
+    ),
+    ("SimLM", "the cross-entropy of its scores"): lambda x: F.cross_entropy(x.W, x.right),
+    ("SLIP", "CLIPLoss"): lambda x: both(cos(x.q, x.d) / TAU) / 2,
+    ("SLIP", "SIMCLRLoss"): lambda x: simclr(x.z1, x.z2, 0.1),
+    ("SPLADE", "PairwiseNLL"): lambda x: (
+        -F.log_softmax(torch.stack([x.pos, x.neg], 1), 1)[:, 0].mean()
+    ),
+    ("SPLADE", "InBatchPairwiseNLL"): lambda x: diagonal(torch.cat([x.S, x.neg[:, None]], 1)),
+    ("SPLADE", "DistilKLLoss"): kl,
+    ("SPRC", "loss_itc"): lambda x: diagonal(max_sim(x.q[:, None], x.D)[:, :, 0] / TAU),
+    ("SupContrast", "SupConLoss"): supcon,
+    ("TBPS-CLIP", "calc_contrastive"): lambda x: soft(x.S, alike(x.ids, x.ids)),
+    ("TBPS-CLIP", "R-ITC"): lambda x: sdm(x.S, x.ids, 1e-2),
+    ("TBPS-CLIP", "compute_simclr_loss"): lambda x: simclr(x.z1, x.z2, 0.1),
+    ("tevatron", "EncoderModel, the cross-entropy"): lambda x: diagonal(
+        x.q @ torch.cat([x.d, x.flat]).T / TAU
+    ),
+    ("UniVL", "CrossEn"): lambda x: diagonal(x.S),
+    ("UniVL", "MaxMarginRankingLoss"): lambda x: (
+        (0.2 + x.S - x.S.diagonal()[:, None]).relu() + (0.2 + x.S - x.S.diagonal()).relu()
+    ).mean(),
+    ("VLM2Vec", "SimpleContrastiveLoss"): lambda x: diagonal(shared(x) / TAU),
+    ("VLM2Vec", "InExampleContrastiveLoss"): lambda x: F.cross_entropy(of_own(x) / TAU, ZEROS),
+    ("VSRN", "ContrastiveLoss"): lambda x: hinges(x.q @ x.d.T, hardest=True),
+    ("X-Pool", "CLIPLoss"): lambda x: both(x.S) / 2,
+    ("X-VLM", "get_contrastive_loss"): lambda x: both(cos(x.q, x.d) / TAU) / 2,
+    ("X-VLM", "get_contrastive_loss with idx"): lambda x: (
+        (
+            soft(cos(x.q, x.d) / TAU, alike(x.ids, x.ids))
+            + soft(cos(x.d, x.q) / TAU, alike(x.ids, x.ids))
+        )
+        / 2
+    ),
+}
+
+
+def without_commit(project: str) -> str:
+    return re.sub(r" [0-9a-f]{7}$", "", project)
+
+
+def test_each_line_of_the_page_has_a_formula():
+    assert {(without_commit(project), theirs) for project, theirs in ROWS} == FORMULAS.keys()
+    names = [project.lower() for project, _ in ROWS]
+    assert names == sorted(names)
+
+
+@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+def test_our_line_is_theirs(row):
+    project, theirs = row
+    x = inputs()
+    found = eval(ROWS[row], NAMES | vars(x))
+    wanted = FORMULAS[without_commit(project), theirs](x)
+    if not isinstance(wanted, Tensor):
+        assert found == pytest.approx(wanted)
+        return
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+    if not wanted.requires_grad or wanted.dim():
+        return
+    leaves = [
+        y for y in vars(x).values() if isinstance(y, Tensor) and y.is_leaf and y.requires_grad
+    ]
+    pairs = [
+        torch.autograd.grad(value, leaves, materialize_grads=True) for value in (found, wanted)
+    ]
+    assert any(gradient.any() for gradient in pairs[1])
+    for gradient, exact in zip(*pairs, strict=True):
+        torch.testing.assert_close(gradient, exact, rtol=1e-8, atol=1e-9)
