@@ -27,7 +27,7 @@ from .sets import dynamic_orthogonal_loss as dynamic_orthogonal_loss
 from .sets import set_similarity as set_similarity
 from .sets import variance_aware_loss as variance_aware_loss
 from .similarity import SIDES, Engine, Similarity
-from .terms import excess, log1p_clamp, log1p_relu, pair_term, softplus
+from .terms import excess, identity, log1p_clamp, log1p_relu, pair_term, softplus
 
 #: A loss: a 0-dim tensor or, with ``reduction="none"``, the values of each anchor.
 Values = Tensor | tuple[Tensor, ...]
@@ -227,6 +227,7 @@ def info_nce_loss(
     reduction: Reduction = "mean",
     *,
     hardness: float = 0.0,
+    label_smoothing: float = 0.0,
     positives: Anchors | None = None,
     below: Limit = None,
     guide: Anchors | None = None,
@@ -248,8 +249,19 @@ def info_nce_loss(
     own = anchors if positives is None else positives
     # -log p = log(1 + exp(L - a S)) with the negatives' log-sum-exp L
     values = own.mean_of_positives(softplus, scale=-scale, shift=negatives)
+    if label_smoothing:
+        values = values + label_smoothing * scale * lead_of_positives(anchors)
     valid = None if positives is None else _valid(anchors, positives)
     return anchors.reduce(values, reduction, valid)
+
+
+def lead_of_positives(anchors: Anchors) -> Tensor:
+    """Return (A,) how far the mean score of positives is above that of all candidates: what label
+    smoothing adds to a cross-entropy, times ``ε / τ``.
+    """
+    number = anchors.positive_counts + anchors.negative_counts
+    mean = anchors.sum(identity, over="all") / number.clamp_min(1)
+    return anchors.mean_of_positives(identity) - mean
 
 
 def _valid(anchors: Anchors, positives: Anchors) -> Tensor:

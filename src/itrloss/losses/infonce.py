@@ -131,7 +131,9 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         text_text: the same of the texts but for a positive p, and of shared ``negatives``.
             ``"unfiltered"``: a ``margin`` leaves none of them out (Qwen3-Embedding).
         joint: one softmax for both directions: a pair's denominator is the sum of its image's and
-            of its text's (GTE, https://arxiv.org/abs/2308.03281). There is one value for an image.
+            of its text's, with the pair twice (GTE, https://arxiv.org/abs/2308.03281), or for
+            ``"once"`` once (SimLM, https://arxiv.org/abs/2207.02578). There is one value for an
+            image.
         in_batch: False: of texts, only an image's ``negatives`` are candidates.
         margin: m; negatives count only below :math:`t_i = \bar G_{i+} + m`, where
             :math:`\bar G_{i+}` is the mean score of the positives, as others are probably matches
@@ -144,6 +146,10 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             https://arxiv.org/abs/2503.04812; EmbeddingGemma with (0, 5),
             https://arxiv.org/abs/2509.20354). Candidates of ``image_image`` and ``text_text`` count
             once.
+        label_smoothing: ε in [0, 1); the label is ``1 - ε`` of the positives and ε of all
+            candidates, so that the loss has ``ε/τ`` times the mean score of positives minus that of
+            all candidates more. With one positive it is that of ``cross_entropy``. Not with
+            ``joint``, a ``margin`` or candidates outside the batch.
         max_scale: the largest ``1/τ`` that is learnt: a call in training mode sets the parameter
             back to it (CLIP's 100). None: there is no limit.
         directions, normalize, reduction, engine, check_finite, telemetry, gather, process_group:
@@ -155,11 +161,12 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
     _: KW_ONLY
     image_image: bool = False
     text_text: bool | Literal["unfiltered"] = False
-    joint: bool = False
+    joint: bool | Literal["once"] = False
     in_batch: bool = True
     margin: float | None = None
     relative: bool = False
     hardness: float | tuple[float, float] = option(default=0.0, converter=as_hardness)
+    label_smoothing: float = option(default=0.0, at_least=0, at_most=1)
 
     # ---------------------------------------------------------------------------------------- input
 
@@ -326,7 +333,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         _, hardness = self._hardness_of_parts()
         if models[0].negatives is not None and self.directions != "text-image":
             scores = [self._negatives(sim, model, relation) for model in models]
-            parts.append(Part((0,), scores, hardness, for_partners=self.joint))
+            parts.append(Part((0,), scores, hardness, for_partners=bool(self.joint)))
         if self.image_image:
             among = [self._among(0, model, relation) for model in models]
             parts.append(Part((0,), among, for_partners=True))
@@ -387,14 +394,23 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         temperature = self._limited_temperature(sim)
         hardness, _ = self._hardness_of_parts()
         if self.margin is None and not self.joint and not further:
-            return functional.info_nce_loss(anchors, temperature, self.reduction, hardness=hardness)
+            return functional.info_nce_loss(
+                anchors,
+                temperature,
+                self.reduction,
+                hardness=hardness,
+                label_smoothing=self.label_smoothing,
+            )
+        if self.label_smoothing:
+            expected = "expected 0 with joint, a margin or candidates outside the batch"
+            raise ValueError(f"label_smoothing: {expected}, got {self.label_smoothing}")
         scores = [anchors]
         if guide is not None:
             scores.append(self.anchors(guide.sim))
         parts = [*further]
         if self.in_batch:
             sides = SIDES[self.directions]
-            parts.append(Part(sides, scores, hardness, for_partners=self.joint))
+            parts.append(Part(sides, scores, hardness, for_partners=bool(self.joint)))
         limits: dict[int, Tensor] = {}
         if self.margin is not None:
             limits = self._limits(parts, scores[-1], sim, guide)
@@ -452,14 +468,14 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
     ) -> Tensor:
         """Return the (A,) means of ``-log p`` over the positives of anchors.
 
-        A joint denominator has a pair's own exponential twice.
+        A joint denominator has a pair's own exponential twice, unless it is to have it once.
         """
         own, of_partners = by_side(parts, [part.logs(scale, limits) for part in parts])
         sides = self._sides()
         if not any(of_partners[side] for side in sides):
             shift = torch.cat([total_log(own[side]) for side in sides])
             return anchors.mean_of_positives(softplus, scale=-scale, shift=shift)
-        twice = math.log(2) if self.joint else 0.0
+        twice = math.log(2) if self.joint is True else 0.0
 
         def loss_of_pairs(scores: Tensor, of_own: Tensor, of_partner: Tensor) -> Tensor:
             """Return ``-log p`` of pairs, from their scores and their anchors' sums."""
