@@ -19,6 +19,7 @@ from torch import Tensor
 from .anchors import Anchors, Limit
 from .anchors import Reduction as Reduction
 from .checks import Names, as_indices, check_embeddings, check_range, one_of
+from .engine.relation import are_sets
 from .engine.vectors import compute_dtype, host_may_read
 from .memory import MemorySimilarity
 from .sets import Aggregation as Aggregation
@@ -327,6 +328,7 @@ def memory_info_nce_loss(
     temperature: float | Tensor = 0.07,
     reduction: Reduction = "mean",
     *,
+    memory_positives: bool = True,
     batch_negatives: bool = True,
     distillation: float = 0.0,
     teacher: MemorySimilarity | None = None,
@@ -340,7 +342,15 @@ def memory_info_nce_loss(
     candidates = sims.memory
     if batch_negatives:
         candidates = Anchors.pooled(sims.keys, sims.memory)
-    contrast = info_nce_loss(candidates, temperature, reduction, positives=sims.keys)
+    pairs = sims.batch.pairs
+    have_ids = are_sets(pairs.ids) or any(x is not None for x in pairs.ids_as_passed)
+    if batch_negatives and memory_positives and have_ids:
+        scale = 1 / temperature
+        values = candidates.logsumexp(scale, over="all")
+        values = values - scale * candidates.mean_of_positives(identity)
+        contrast = candidates.reduce(values, reduction)
+    else:
+        contrast = info_nce_loss(candidates, temperature, reduction, positives=sims.keys)
     if not distillation:
         return contrast
     _check_similarity("teacher", teacher, MemorySimilarity)

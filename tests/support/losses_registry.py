@@ -495,7 +495,12 @@ OF_MEMORIES = {
         failures=MEMORY,
         **QUEUE,
     ),
-    "memory infonce": Entry(itrloss.MemoryInfoNCELoss, {"temperature": 0.1}, tables=NONE, **QUEUE),
+    "memory infonce": Entry(
+        itrloss.MemoryInfoNCELoss,
+        {"temperature": 0.1, "memory_positives": False},
+        tables=NONE,
+        **QUEUE,
+    ),
     "moco": Entry(
         itrloss.MemoryInfoNCELoss,
         {"temperature": 0.2, "batch_negatives": False},

@@ -539,19 +539,22 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
     https://arxiv.org/abs/1911.05722, Eq. 1), between images and texts as in ALBEF (Li et al.,
     NeurIPS 2021, https://arxiv.org/abs/2107.07651, Eq. 1 and 6).
 
-    .. math:: \ell_i = (1 - \alpha) \operatorname{mean}_{p \in pos(i)} -\log
-        \frac{e^{S_{ip}/\tau}}{e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau}}
-        - \alpha \sum_j q_{ij} \log p_{ij}
+    .. math:: \ell_i = -(1 - \alpha) \operatorname{mean}_{p \in pos(i)} \log p_{ip}
+        - \alpha \sum_j q_{ij} \log p_{ij}, \qquad
+        p_i = \operatorname{softmax}_j(S_{ij}/\tau)
 
-    The candidates of image i are the text keys of the batch and the memory's texts; of them the
-    batch's keys with its id are its positives, and those with another id its negatives. Entries of
-    the memory with its id are neither. The last term is ALBEF's momentum distillation: over all
-    candidates, p is the softmax of :math:`S_i / \tau`, and q that of the image's own *key* with
-    the candidates, without a gradient. See :doc:`losses/memory`.
+    The candidates of image i are the text keys of the batch and the memory's texts; those with its
+    id are its positives. The last term is ALBEF's momentum distillation: q is the softmax of the
+    scores of the image's own *key* with the candidates, without a gradient. See
+    :doc:`losses/memory`.
 
     Args:
         temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
-        batch_negatives: False: the memory's entries alone are negatives (MoCo). While it is empty,
+        memory_positives: False: entries of the memory with the id of image i are no candidates of
+            it, and a positive does not compete with the others: its denominator has the negatives
+            and itself, as in :class:`InfoNCELoss`.
+        batch_negatives: False: the memory's entries with other ids alone are negatives, and the
+            batch's keys alone positives, which do not compete (MoCo). While the memory is empty,
             the loss is then 0.
         distillation: α in [0, 1]; ALBEF has 0.4.
         directions, reduction, engine, check_finite, telemetry, gather, process_group: see
@@ -561,6 +564,7 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
     learnable: bool = option(default=False, fixed=True)
 
     _: KW_ONLY
+    memory_positives: bool = True
     batch_negatives: bool = True
     distillation: float = option(default=0.0, at_least=0, at_most=1)
 
@@ -586,6 +590,7 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
             sims,
             self._limited_temperature(sims.batch),
             self.reduction,
+            memory_positives=self.memory_positives,
             batch_negatives=self.batch_negatives,
             distillation=self.distillation,
             teacher=teacher,
