@@ -19,6 +19,7 @@ from torch import Tensor
 from .anchors import Anchors, Limit
 from .anchors import Reduction as Reduction
 from .checks import Names, as_indices, check_embeddings, check_range, one_of
+from .engine.relation import are_sets
 from .engine.vectors import compute_dtype, host_may_read
 from .memory import MemorySimilarity
 from .sets import Aggregation as Aggregation
@@ -27,7 +28,7 @@ from .sets import dynamic_orthogonal_loss as dynamic_orthogonal_loss
 from .sets import set_similarity as set_similarity
 from .sets import variance_aware_loss as variance_aware_loss
 from .similarity import SIDES, Engine, Similarity
-from .terms import excess, log1p_clamp, log1p_relu, pair_term, softplus
+from .terms import excess, identity, log1p_clamp, log1p_relu, pair_term, softplus
 
 #: A loss: a 0-dim tensor or, with ``reduction="none"``, the values of each anchor.
 Values = Tensor | tuple[Tensor, ...]
@@ -228,6 +229,7 @@ def info_nce_loss(
     reduction: Reduction = "mean",
     *,
     hardness: float = 0.0,
+    label_smoothing: float = 0.0,
     positives: Anchors | None = None,
     below: Limit = None,
     guide: Anchors | None = None,
@@ -249,8 +251,19 @@ def info_nce_loss(
     own = anchors if positives is None else positives
     # -log p = log(1 + exp(L - a S)) with the negatives' log-sum-exp L
     values = own.mean_of_positives(softplus, scale=-scale, shift=negatives)
+    if label_smoothing:
+        values = values + label_smoothing * scale * lead_of_positives(anchors)
     valid = None if positives is None else _valid(anchors, positives)
     return anchors.reduce(values, reduction, valid)
+
+
+def lead_of_positives(anchors: Anchors) -> Tensor:
+    """Return (A,) how far the mean score of positives is above that of all candidates: what label
+    smoothing adds to a cross-entropy, times ``ε / τ``.
+    """
+    number = anchors.positive_counts + anchors.negative_counts
+    mean = anchors.sum(identity, over="all") / number.clamp_min(1)
+    return anchors.mean_of_positives(identity) - mean
 
 
 def _valid(anchors: Anchors, positives: Anchors) -> Tensor:
@@ -316,6 +329,7 @@ def memory_info_nce_loss(
     temperature: float | Tensor = 0.07,
     reduction: Reduction = "mean",
     *,
+    memory_positives: bool = True,
     batch_negatives: bool = True,
     distillation: float = 0.0,
     teacher: MemorySimilarity | None = None,
@@ -329,7 +343,15 @@ def memory_info_nce_loss(
     candidates = sims.memory
     if batch_negatives:
         candidates = Anchors.pooled(sims.keys, sims.memory)
-    contrast = info_nce_loss(candidates, temperature, reduction, positives=sims.keys)
+    pairs = sims.batch.pairs
+    have_ids = are_sets(pairs.ids) or any(x is not None for x in pairs.ids_as_passed)
+    if batch_negatives and memory_positives and have_ids:
+        scale = 1 / temperature
+        values = candidates.logsumexp(scale, over="all")
+        values = values - scale * candidates.mean_of_positives(identity)
+        contrast = candidates.reduce(values, reduction)
+    else:
+        contrast = info_nce_loss(candidates, temperature, reduction, positives=sims.keys)
     if not distillation:
         return contrast
     _check_similarity("teacher", teacher, MemorySimilarity)

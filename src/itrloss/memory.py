@@ -50,10 +50,11 @@ class CoupledMemory(CheckedModule):
     """Ring buffers of image keys and of the text keys that belong to them (CODER Sec. 3.2, USER
     Sec. III-D; MoCo).
 
-    Losses read the buffers without a copy, so enqueue a batch *after* its backward pass: if
-    backward still needs entries that were overwritten, PyTorch raises an error. Only
-    ``len(memory)`` synchronises with an accelerator, so that steps may be recorded as CUDA graphs.
-    See :doc:`losses/memory`.
+    Losses read the buffers without a copy. A batch that is enqueued *before* the backward pass, as
+    in the forward pass of MoCo's and ALBEF's models, goes into copies of the buffers, which take
+    their place; PyTorch before 2.1, and a compiled step, then raise an error in the backward pass.
+    Only ``len(memory)`` synchronises with an accelerator, so that steps may be recorded as CUDA
+    graphs, if each enqueues after its backward pass. See :doc:`losses/memory`.
 
     Args:
         size: number of entries; need not be a multiple of the batch size.
@@ -200,6 +201,10 @@ class CoupledMemory(CheckedModule):
         finite = images.isfinite().all(1) & texts.isfinite().all(1)
         last = slice(-self.size, None)
         place = number[last] % self.size
+        if is_saved(self.images) or is_saved(self.texts):
+            self.images = self.images.clone()
+            self.texts = self.texts.clone()
+            self.ids = self.ids.clone()
         for buffer, keys in ((self.images, images), (self.texts, texts)):
             unit = normalized(torch.where(finite[last, None], keys[last], 0.0))
             buffer.index_copy_(0, place, unit.to(buffer.dtype))
@@ -248,6 +253,14 @@ class CoupledMemory(CheckedModule):
     def extra_repr(self) -> str:
         """Return the size, the dimension, the number of valid keys and their dtype."""
         return f"size={self.size}, dim={self.dim}, valid={len(self)}, dtype={self.images.dtype}"
+
+
+def is_saved(buffer: Tensor) -> bool:
+    """Return whether a backward pass that is to come has saved a buffer: then more than its object
+    in Python refers to it.
+    """
+    count = getattr(buffer, "_use_count", None)  # from PyTorch 2.1 on
+    return count is not None and not torch.compiler.is_compiling() and count() > 1
 
 
 def _are_names(ids: IdsLike | None) -> bool | None:

@@ -593,6 +593,28 @@ class Similarity(Anchors):
             total = values.masked_fill(excluded, 0.0).sum(1)
         return self.merged(total) / self.positive_weights
 
+    @torch.no_grad()
+    def largest_of_pairs(self, of_cols: Tensor) -> Tensor:
+        """Return the (N,) largest of columns' values (M,) over each row's positives, 0 without any;
+        for arguments see :meth:`mean_of_pairs`.
+        """
+        cols = self.T.gathered(of_cols)
+        pairs = self._matrix.relation
+        if self.one_to_one:
+            return cols.clone()
+        if pairs.listable:
+            i, j = self._turned(*pairs.listed)
+            top = cols.new_full((sum(self.whole_sizes),), -torch.inf)
+            top = top.scatter_reduce(0, i, cols[j], "amax")
+        else:
+            excluded = pairs.all_excluded("positives")
+            assert excluded is not None
+            excluded = excluded.T if self._side else excluded
+            top = cols.expand_as(excluded).masked_fill(excluded, -torch.inf).amax(1)
+        if self.exchange is not None:
+            top = self.exchange.merged_largest(top)
+        return top.masked_fill(top == -torch.inf, 0.0)
+
     def blocks(self, size: int = 2**22) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of the rows in order, each with a copy of its scores (B, M).
 

@@ -8,10 +8,12 @@ import math
 import pytest
 import torch
 import torch._dynamo.testing
-from support.cases import embeddings
+import torch.nn.functional as F
+from support.cases import embeddings, sample
 from support.flops import Products
 from support.losses_registry import where
 from support.memories import D, memory_batch
+from torch import Tensor
 
 import itrloss
 from itrloss import CoupledMemory
@@ -125,14 +127,70 @@ def test_nothing_of_the_size_of_the_memory_is_kept_for_backward():
     assert max(saved.values()) < entries * 4
 
 
+def step_with(name: str, engine: str, directions: str, early: int) -> list[Tensor]:
+    """Gradients, and the memory after as many batches were enqueued before the backward pass, or
+    one after it.
+    """
+    batch = memory_batch("ids")
+    leaves = [x.detach().requires_grad_() for x in (batch.images, batch.texts)]
+    loss = make(name, engine=engine, directions=directions)
+    value = loss(*leaves, *batch[2:])
+    memory = batch.memory
+    own = memory.images
+    new = batch.image_keys[:5], batch.text_keys[:5], batch.image_ids[:5]
+    for _ in range(early):
+        memory.enqueue(*new)
+    grads = torch.autograd.grad(value, leaves, allow_unused=True)
+    if not early:
+        memory.enqueue(*new)
+        assert memory.images is own, "it was not in use"
+    return [*[x for x in grads if x is not None], memory.images, memory.texts, memory.ids]
+
+
+@pytest.mark.parametrize("directions", ["both", "image-text", "text-image"])
+@pytest.mark.parametrize("name", ["mdcl", "albef", "uto"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_backward_pass_after_entries_were_overwritten_is_refused(engine):
-    """Backward reads the memory again, on each engine."""
+def test_a_batch_may_be_enqueued_before_the_backward_pass(name, engine, directions):
+    """As inside of the forward pass of MoCo's and ALBEF's models; backward reads the memory again,
+    on each engine.
+    """
+    wanted = step_with(name, engine, directions, 0)
+    torch.testing.assert_close(step_with(name, engine, directions, 1), wanted, rtol=0, atol=0)
+    grads = len(wanted) - 3
+    twice = step_with(name, engine, directions, 2)
+    torch.testing.assert_close(twice[:grads], wanted[:grads], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_memory_that_was_written_to_by_hand_before_the_backward_pass_is_refused(engine):
     batch = memory_batch("ids")
     value = make("mdcl", engine=engine)(*batch)
-    batch.memory.enqueue(batch.image_keys[:5], batch.text_keys[:5], batch.image_ids[:5])
+    batch.memory.texts.add_(1.0)
+    batch.memory.images.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         value.backward()
+
+
+@pytest.mark.parametrize("idx", ["of images", "all alike", "all different"])
+def test_positives_in_the_memory_are_those_of_albef(idx: str):
+    """``loss_ita`` with ``idx`` of ALBEF and BLIP, over both directions."""
+    n, size, tau, alpha = 12, 20, 0.2, 0.4
+    v, w, vk, wk = F.normalize(sample(4, n, 6, dtype=torch.float64), dim=2)
+    qv, qw = F.normalize(sample(2, size, 6, seed=1, dtype=torch.float64), dim=2)
+    kinds = {"of images": 9, "all alike": 1, "all different": 999}[idx]
+    ids, queue_ids = torch.arange(n) * 7 % kinds, torch.arange(n, n + size) * 5 % kinds
+    match = (ids[:, None] == torch.cat([ids, queue_ids])).double()
+    total = torch.zeros((), dtype=torch.float64)
+    for own, key, others in ((v, vk, torch.cat([wk, qw])), (w, wk, torch.cat([vk, qv]))):
+        hard = match / match.sum(1, keepdim=True)
+        target = alpha * (key @ others.T / tau).softmax(1) + (1 - alpha) * hard
+        if kinds == 1:  # without negatives, an anchor has no contrast
+            target = alpha * (key @ others.T / tau).softmax(1)
+        total = total - ((own @ others.T / tau).log_softmax(1) * target).sum(1).mean()
+    memory = CoupledMemory(size, 6, dtype=torch.float64)
+    memory.enqueue(qv, qw, queue_ids)
+    loss = itrloss.MemoryInfoNCELoss(tau, distillation=alpha)
+    torch.testing.assert_close(loss(v, w, vk, wk, memory, ids, ids), total)
 
 
 # -------------------------------------------------------------------------------------- compilation

@@ -133,6 +133,25 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     ),
     # options of InfoNCE that exclude each other
     (lambda: one_way(joint=True)(V, W), "joint: expected False, or directions"),
+    (
+        lambda: itrloss.MILNCELoss(joint="once", directions="image-text")(V, W),
+        "joint: expected False, or directions='both'",
+    ),
+    (
+        lambda: itrloss.SupConLoss(inside=True, label_smoothing=0.1)(V, W),
+        "label_smoothing: .*inside",
+    ),
+    *[
+        (
+            lambda x=x: InfoNCELoss(label_smoothing=0.1, **x)(V, W),
+            "label_smoothing: expected 0 with",
+        )
+        for x in ({"joint": True}, {"margin": 0.1}, {"image_image": True})
+    ],
+    (
+        lambda: InfoNCELoss(label_smoothing=0.1)(V, W, negatives=FEW),
+        "label_smoothing: expected 0 with joint, a margin or candidates outside the batch",
+    ),
     (lambda: InfoNCELoss(in_batch=False)(V, W), "in_batch: expected True, or directions='image-t"),
     (lambda: one_way(in_batch=False)(V, W), "in_batch: expected True, or negatives"),
     (

@@ -43,7 +43,7 @@ class InfoNCECase:
         if self.kind == "own alone":
             return {**options, "directions": "image-text", "in_batch": False}
         if self.kind == "joint" or (self.kind == "scores" and chance(0.3)):
-            options["joint"] = True
+            options["joint"] = pick([True, "once"])
         else:
             options["directions"] = pick(["both", "image-text", "text-image"])
         if self.kind in ("sums", "joint"):

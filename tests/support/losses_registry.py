@@ -241,6 +241,40 @@ OF_PAIRS = {
         {"inside": True, "temperature": 0.02},
         **SUPCON,
     ),
+    "supcon smoothed": Entry(
+        itrloss.SupConLoss, {"label_smoothing": 0.2}, tables=ALL - {"conforming"}, **SUPCON
+    ),
+    "supcon learnable": Entry(
+        itrloss.SupConLoss,
+        {"learnable": True, "temperature": 0.2},
+        oracle_options={"temperature": 0.2},
+        **SUPCON,
+    ),
+    "infonce smoothed": Entry(
+        itrloss.InfoNCELoss, {"label_smoothing": 0.1, "temperature": 0.2}, **INFONCE
+    ),
+    "mil-nce joint": Entry(
+        itrloss.MILNCELoss,
+        {"joint": True, "temperature": 0.2},
+        oracle=oracle_supervised.mil_nce,
+        lists_positives=True,
+        failures=OF_IMAGES,
+    ),
+    "mil-nce of the paper": Entry(
+        itrloss.MILNCELoss,
+        {"joint": "once"},
+        oracle=oracle_supervised.mil_nce,
+        lists_positives=True,
+        failures=OF_IMAGES,
+        tables=NONE,
+    ),
+    "infonce joint once": Entry(
+        itrloss.InfoNCELoss,
+        {"joint": "once", "image_image": True, "text_text": True},
+        lists_positives=True,
+        failures=OF_IMAGES,
+        tables=NONE,
+    ),
     "multi-similarity mined": Entry(
         itrloss.MultiSimilarityLoss,
         {"alpha": 5.0, "beta": 20.0, "base": 0.2, "epsilon": 0.1},
@@ -461,7 +495,12 @@ OF_MEMORIES = {
         failures=MEMORY,
         **QUEUE,
     ),
-    "memory infonce": Entry(itrloss.MemoryInfoNCELoss, {"temperature": 0.1}, tables=NONE, **QUEUE),
+    "memory infonce": Entry(
+        itrloss.MemoryInfoNCELoss,
+        {"temperature": 0.1, "memory_positives": False},
+        tables=NONE,
+        **QUEUE,
+    ),
     "moco": Entry(
         itrloss.MemoryInfoNCELoss,
         {"temperature": 0.2, "batch_negatives": False},

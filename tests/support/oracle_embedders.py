@@ -222,7 +222,8 @@ class Contrast:
     in_batch: bool
     image_image: bool
     text_text: bool | str
-    joint: bool
+    joint: bool | str
+    label_smoothing: float
     hardness: tuple[float, float]
     image_limits: list[float | None]
     text_limits: list[float | None]
@@ -342,11 +343,11 @@ def candidates_of_text(c: Contrast, i: int, p: int) -> list[Candidate]:
 
 def value_of_pair(c: Contrast, i: int, p: int, candidates: list[Candidate]) -> Tensor:
     """``−log e^{S_ip/τ} / (e^{S_ip/τ} + Z)``: a positive competes with candidates, not with other
-    positives. With ``joint`` both directions bring their ``e^{S_ip/τ}`` (GTE).
+    positives. With ``joint`` both directions bring their ``e^{S_ip/τ}`` (GTE), with "once" one.
     """
     positive = c.batch.scores.pairs[i][p] / c.temperature
     logits = [positive] + [logit(x, c.temperature) for x in candidates if stays(x)]
-    if c.joint:
+    if c.joint is True:
         logits.append(positive)
     return log_sum_exp(logits) - positive
 
@@ -366,7 +367,18 @@ def value_of_anchor(
         weight = c.batch.weight(i, p)
         total = total + weight * value_of_pair(c, i, p, candidates)
         weights += weight
-    return total / weights
+    return total / weights + smoothing(c, positives, others[0])
+
+
+def smoothing(c: Contrast, positives: list[tuple[int, int]], others: list[Candidate]) -> Any:
+    """What a label of which ε is spread over all candidates adds to the mean of ``-log p``."""
+    if not c.label_smoothing:
+        return 0
+    own = [c.batch.scores.pairs[i][p] for i, p in positives]
+    weights = [c.batch.weight(i, p) for i, p in positives]
+    every = own + [x.score for x in others]
+    of_positives = sum(w * s for w, s in zip(weights, own, strict=True)) / sum(weights)
+    return c.label_smoothing / c.temperature * (of_positives - sum(every) / len(every))
 
 
 def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
@@ -378,7 +390,8 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
     in_batch: bool = True,
     image_image: bool = False,
     text_text: bool | str = False,
-    joint: bool = False,
+    joint: bool | str = False,
+    label_smoothing: float = 0.0,
     margin: float | None = None,
     relative: bool = False,
     hardness: float | tuple[float, float] = 0.0,
@@ -433,6 +446,7 @@ def contrastive(  # noqa: PLR0913 (the options and arguments of the loss)
         image_image,
         text_text,
         joint,
+        label_smoothing,
         pair,
         [limit(batch, judge, pairs, margin, relative) for pairs in row_pairs],
         [limit(batch, judge, pairs, margin, relative) for pairs in col_pairs],

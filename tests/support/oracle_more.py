@@ -177,23 +177,27 @@ def memory_info_nce(  # noqa: PLR0913 (the arguments and options of the loss)
     memory_ids: Ids,
     *,
     temperature: float = 0.07,
+    memory_positives: bool = True,
     batch_negatives: bool = True,
     distillation: float = 0.0,
     reduction: str = "mean",
 ) -> Any:
     """InfoNCE against a memory, MoCo Eq. 1; with ``distillation`` α, ALBEF Eq. 6.
 
-    Image n: ``(1 - α) mean_p -log(e^{S_np/τ} / (e^{S_np/τ} + Z_n)) - α Σ_j q_nj log p_nj``. p over
-    the text keys of its id; ``Z_n`` over the memory's texts of other ids and, with
-    ``batch_negatives``, the text keys of other ids. The softmaxes ``p_n`` of the image's and
+    Image n: ``-(1 - α) mean_p log p_np - α Σ_j q_nj log p_nj``, p over the text keys and the
+    memory's texts of its id. Without ``batch_negatives`` or ``memory_positives`` the first part is
+    ``(1 - α) mean_p -log(e^{S_np/τ} / (e^{S_np/τ} + Z_n))``, p over the text keys of its id;
+    ``Z_n`` over the memory's texts of other ids and, with ``batch_negatives``, the text keys of
+    other ids. The softmaxes ``p_n`` of the image's and
     ``q_n`` of its key's scores are over all text keys and entries of the memory that exist. An
     anchor without a positive or a negative is invalid, and its first part 0; the mean is over valid
     ones.
     """
     of_images = _Side(V, W_keys, memory_texts, image_ids, text_ids, memory_ids)
     of_texts = _Side(W, V_keys, memory_images, text_ids, image_ids, memory_ids)
-    images, valid_images = _contrast(of_images, temperature, batch_negatives)
-    texts, valid_texts = _contrast(of_texts, temperature, batch_negatives)
+    options = temperature, batch_negatives, memory_positives and batch_negatives
+    images, valid_images = _contrast(of_images, *options)
+    texts, valid_texts = _contrast(of_texts, *options)
     contrasts = _reduce_valid(images, texts, valid_images, valid_texts, reduction)
     images = _imitation(of_images, V_keys, temperature)
     texts = _imitation(of_texts, W_keys, temperature)
@@ -205,7 +209,9 @@ def memory_info_nce(  # noqa: PLR0913 (the arguments and options of the loss)
     return tuple((1 - distillation) * a + distillation * b for a, b in pairs)
 
 
-def _contrast(side: _Side, temperature: float, batch_negatives: bool) -> tuple[Array, list[int]]:
+def _contrast(
+    side: _Side, temperature: float, batch_negatives: bool, memory_positives: bool
+) -> tuple[Array, list[int]]:
     """The first part of `memory_info_nce`, and the anchors that are valid in it."""
     near = side.near() / temperature
     far = side.far() / temperature
@@ -216,9 +222,12 @@ def _contrast(side: _Side, temperature: float, batch_negatives: bool) -> tuple[A
         if batch_negatives:
             exponents += [near[n, q] for q in _negatives(n, side.ids, side.key_ids)]
         positives = [near[n, p] for p in side.positives(n)]
+        if memory_positives:
+            positives += [far[n, p] for p in _positives(n, side.ids, side.memory_ids)]
         if exponents and positives:
             valid.append(n)
-            losses = [_log_sum_exp([x, *exponents]) - x for x in positives]
+            competing = positives if memory_positives else []
+            losses = [_log_sum_exp([*(competing or [x]), *exponents]) - x for x in positives]
             values[n] = _mean(losses)
     return values, valid
 

@@ -31,10 +31,11 @@ def supcon(
     col_ids: Ids,
     temperature: float = 0.1,
     inside: bool = False,
+    label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Any:
     """Eq. 2, ``mean_p -log P_p``, or Eq. 3, ``-log mean_p P_p``; P is the softmax of all ``S_ij /
-    τ``.
+    τ``. With smoothing, ε of the label is spread over all candidates.
     """
 
     def value(positives: list[float], negatives: list[float]) -> float:
@@ -43,15 +44,26 @@ def supcon(
         logs = [s / temperature - total for s in positives]
         if inside:
             return math.log(len(logs)) - _log_sum_exp(logs)
-        return -math.fsum(logs) / len(logs)
+        every = [s / temperature - total for s in positives + negatives]
+        of_all = label_smoothing * math.fsum(every) / len(every)
+        return -(1 - label_smoothing) * math.fsum(logs) / len(logs) - of_all
 
     return of_anchors(S, row_ids, col_ids, reduction, value)
 
 
 def mil_nce(
-    S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.07, reduction: str = "mean"
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    temperature: float = 0.07,
+    joint: bool | str = False,
+    reduction: str = "mean",
 ) -> Any:
-    """``-log Σ_p exp(S_ip / τ) / (Σ_p exp(S_ip / τ) + Σ_n exp(S_in / τ))``."""
+    """``-log Σ_p exp(S_ip / τ) / (Σ_p exp(S_ip / τ) + Σ_n exp(S_in / τ))``; or jointly, see
+    `joint_mil_nce`.
+    """
+    if joint:
+        return joint_mil_nce(S, row_ids, col_ids, temperature, joint, reduction)
 
     def value(positives: list[float], negatives: list[float]) -> float:
         of_positives = [s / temperature for s in positives]
@@ -60,6 +72,38 @@ def mil_nce(
         return denominator - _log_sum_exp(of_positives)
 
     return of_anchors(S, row_ids, col_ids, reduction, value)
+
+
+def joint_mil_nce(
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    temperature: float,
+    joint: bool | str,
+    reduction: str,
+) -> Any:
+    """Values of images: negatives of an image, and those of each of its texts, times the weight of
+    their match, next to the positives, which are there once (``joint="once"``) or twice.
+    """
+    scores = np.asarray(S, np.float64) / temperature
+    values = np.zeros(len(scores))
+    valid = []
+    for i in range(len(scores)):
+        positives = list(_positives(i, row_ids, col_ids))
+        logits = [scores[i, n] for n in _candidates(i, row_ids, col_ids) if n not in positives]
+        for p in positives:
+            log = math.log(weight(i, p, row_ids, col_ids))
+            of_text = set(_candidates(p, col_ids, row_ids)) - set(_positives(p, col_ids, row_ids))
+            logits += [scores[n, p] + log for n in of_text]
+        if not positives or not logits:
+            continue
+        valid.append(i)
+        own = [scores[i, p] for p in positives]
+        logits += own if joint == "once" else own + own
+        values[i] = _log_sum_exp(logits) - _log_sum_exp(own)
+    if reduction == "none":
+        return values
+    return values.sum() / (max(1, len(valid)) if reduction == "mean" else 1)
 
 
 def multi_similarity(

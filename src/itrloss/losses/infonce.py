@@ -131,7 +131,9 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         text_text: the same of the texts but for a positive p, and of shared ``negatives``.
             ``"unfiltered"``: a ``margin`` leaves none of them out (Qwen3-Embedding).
         joint: one softmax for both directions: a pair's denominator is the sum of its image's and
-            of its text's (GTE, https://arxiv.org/abs/2308.03281). There is one value for an image.
+            of its text's, with the pair twice (GTE, https://arxiv.org/abs/2308.03281), or for
+            ``"once"`` once (SimLM, https://arxiv.org/abs/2207.02578). There is one value for an
+            image.
         in_batch: False: of texts, only an image's ``negatives`` are candidates.
         margin: m; negatives count only below :math:`t_i = \bar G_{i+} + m`, where
             :math:`\bar G_{i+}` is the mean score of the positives, as others are probably matches
@@ -144,6 +146,10 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             https://arxiv.org/abs/2503.04812; EmbeddingGemma with (0, 5),
             https://arxiv.org/abs/2509.20354). Candidates of ``image_image`` and ``text_text`` count
             once.
+        label_smoothing: ε in [0, 1); the label is ``1 - ε`` of the positives and ε of all
+            candidates, so that the loss has ``ε/τ`` times the mean score of positives minus that of
+            all candidates more. With one positive it is that of ``cross_entropy``. Not with
+            ``joint``, a ``margin`` or candidates outside the batch.
         max_scale: the largest ``1/τ`` that is learnt: a call in training mode sets the parameter
             back to it (CLIP's 100). None: there is no limit.
         directions, normalize, reduction, engine, check_finite, telemetry, gather, process_group:
@@ -155,11 +161,12 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
     _: KW_ONLY
     image_image: bool = False
     text_text: bool | Literal["unfiltered"] = False
-    joint: bool = False
+    joint: bool | Literal["once"] = False
     in_batch: bool = True
     margin: float | None = None
     relative: bool = False
     hardness: float | tuple[float, float] = option(default=0.0, converter=as_hardness)
+    label_smoothing: float = option(default=0.0, at_least=0, at_most=1)
 
     # ---------------------------------------------------------------------------------------- input
 
@@ -343,7 +350,7 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         _, hardness = self._hardness_of_parts()
         if models[0].negatives is not None and self.directions != "text-image":
             scores = [self._negatives(sim, model, relation) for model in models]
-            parts.append(Part((0,), scores, hardness, for_partners=self.joint))
+            parts.append(Part((0,), scores, hardness, for_partners=bool(self.joint)))
         if self.image_image:
             among = [self._among(0, model, relation) for model in models]
             parts.append(Part((0,), among, for_partners=True))
@@ -404,14 +411,23 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
         temperature = self._limited_temperature(sim)
         hardness, _ = self._hardness_of_parts()
         if self.margin is None and not self.joint and not further:
-            return functional.info_nce_loss(anchors, temperature, self.reduction, hardness=hardness)
+            return functional.info_nce_loss(
+                anchors,
+                temperature,
+                self.reduction,
+                hardness=hardness,
+                label_smoothing=self.label_smoothing,
+            )
+        if self.label_smoothing:
+            expected = "expected 0 with joint, a margin or candidates outside the batch"
+            raise ValueError(f"label_smoothing: {expected}, got {self.label_smoothing}")
         scores = [anchors]
         if guide is not None:
             scores.append(self.anchors(guide.sim))
         parts = [*further]
         if self.in_batch:
             sides = sim.sides(self.directions)
-            parts.append(Part(sides, scores, hardness, for_partners=self.joint))
+            parts.append(Part(sides, scores, hardness, for_partners=bool(self.joint)))
         limits: dict[int, Tensor] = {}
         if self.margin is not None:
             limits = self._limits(parts, scores[-1], sim, guide)
@@ -469,14 +485,14 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
     ) -> Tensor:
         """Return the (A,) means of ``-log p`` over the positives of anchors.
 
-        A joint denominator has a pair's own exponential twice.
+        A joint denominator has a pair's own exponential twice, unless it is to have it once.
         """
         own, of_partners = by_side(parts, [part.logs(scale, limits) for part in parts])
         sides = self._sides(sim)
         if not any(of_partners[side] for side in sides):
             shift = torch.cat([total_log(own[side]) for side in sides])
             return anchors.mean_of_positives(softplus, scale=-scale, shift=shift)
-        twice = math.log(2) if self.joint else 0.0
+        twice = math.log(2) if self.joint is True else 0.0
 
         def loss_of_pairs(scores: Tensor, of_own: Tensor, of_partner: Tensor) -> Tensor:
             """Return ``-log p`` of pairs, from their scores and their anchors' sums."""
@@ -540,19 +556,22 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
     https://arxiv.org/abs/1911.05722, Eq. 1), between images and texts as in ALBEF (Li et al.,
     NeurIPS 2021, https://arxiv.org/abs/2107.07651, Eq. 1 and 6).
 
-    .. math:: \ell_i = (1 - \alpha) \operatorname{mean}_{p \in pos(i)} -\log
-        \frac{e^{S_{ip}/\tau}}{e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau}}
-        - \alpha \sum_j q_{ij} \log p_{ij}
+    .. math:: \ell_i = -(1 - \alpha) \operatorname{mean}_{p \in pos(i)} \log p_{ip}
+        - \alpha \sum_j q_{ij} \log p_{ij}, \qquad
+        p_i = \operatorname{softmax}_j(S_{ij}/\tau)
 
-    The candidates of image i are the text keys of the batch and the memory's texts; of them the
-    batch's keys with its id are its positives, and those with another id its negatives. Entries of
-    the memory with its id are neither. The last term is ALBEF's momentum distillation: over all
-    candidates, p is the softmax of :math:`S_i / \tau`, and q that of the image's own *key* with
-    the candidates, without a gradient. See :doc:`losses/memory`.
+    The candidates of image i are the text keys of the batch and the memory's texts; those with its
+    id are its positives. The last term is ALBEF's momentum distillation: q is the softmax of the
+    scores of the image's own *key* with the candidates, without a gradient. See
+    :doc:`losses/memory`.
 
     Args:
         temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
-        batch_negatives: False: the memory's entries alone are negatives (MoCo). While it is empty,
+        memory_positives: False: entries of the memory with the id of image i are no candidates of
+            it, and a positive does not compete with the others: its denominator has the negatives
+            and itself, as in :class:`InfoNCELoss`.
+        batch_negatives: False: the memory's entries with other ids alone are negatives, and the
+            batch's keys alone positives, which do not compete (MoCo). While the memory is empty,
             the loss is then 0.
         distillation: α in [0, 1]; ALBEF has 0.4.
         directions, reduction, engine, check_finite, telemetry, gather, process_group: see
@@ -562,6 +581,7 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
     learnable: bool = option(default=False, fixed=True)
 
     _: KW_ONLY
+    memory_positives: bool = True
     batch_negatives: bool = True
     distillation: float = option(default=0.0, at_least=0, at_most=1)
 
@@ -587,6 +607,7 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
             sims,
             self._limited_temperature(sims.batch),
             self.reduction,
+            memory_positives=self.memory_positives,
             batch_negatives=self.batch_negatives,
             distillation=self.distillation,
             teacher=teacher,

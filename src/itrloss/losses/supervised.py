@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import functional
 from ..anchors import Anchors
 from ..checks import option
 from ..functional import Values
 from ..similarity import Similarity
 from ..terms import identity, pair_term
 from .base import LEAST_LOG, PairLoss
+from .infonce import number_of_partner
 from .temperature import TemperatureLoss
 
 _SHARP = 2.0**20  # so sharp a soft minimum of scores is their minimum, but for rounding
@@ -53,22 +57,30 @@ class SupConLoss(TemperatureLoss, PairLoss):
         temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
         inside: take the mean inside of the logarithm: :math:`\ell^{in}`, which has the gradient of
             :class:`MILNCELoss`.
+        label_smoothing: ε, see :class:`InfoNCELoss`; not with ``inside``.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
     temperature = 0.1
     inside: bool = False
 
+    _: KW_ONLY
+    label_smoothing: float = option(default=0.0, at_least=0, at_most=1)
+
     def compute(self, sim: Similarity) -> Values:
         """Return SupCon, with the mean over positives outside or inside the logarithm."""
         anchors = self.anchors(sim)
         scale = 1 / self._limited_temperature(sim)
+        smoothing = self.label_smoothing
         if self.inside:
+            if smoothing:
+                raise ValueError(f"label_smoothing: expected 0 with inside=True, got {smoothing}")
             values = _mil_nce(anchors, scale) + anchors.positive_counts.to(anchors.dtype).log()
         else:
-            values = anchors.logsumexp(scale, over="all") - scale * anchors.mean_of_positives(
-                identity
-            )
+            log = anchors.logsumexp(scale, over="all")
+            values = log - scale * anchors.mean_of_positives(identity)
+            if smoothing:
+                values = values + smoothing * scale * functional.lead_of_positives(anchors)
         return anchors.reduce(values, self.reduction)
 
 
@@ -79,19 +91,52 @@ class MILNCELoss(TemperatureLoss, PairLoss):
     .. math:: \ell_i = -\log \frac{\sum_{p \in pos(i)} e^{S_{ip}/\tau}}{\sum_j e^{S_{ij}/\tau}}
 
     The sum over j runs over all candidates. It is ``SupConLoss(inside=True)`` minus the logarithm
-    of the number of positives. Its authors have no temperature, and no cosines; see
+    of the number of positives. Its authors have no temperature and no cosines, and one denominator
+    for both directions: ``MILNCELoss(1.0, normalize=False, joint="once")``; see
     :doc:`losses/supervised`.
 
     Args:
+        joint: add the negatives of the positive texts of an image to its denominator, by the
+            weights of their matches; there is one value for an image. ``"once"``: positives are in
+            it once (Eq. 1 there; UniVL, https://arxiv.org/abs/2002.06353); True: twice (the code of
+            MIL-NCE).
         temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
 
+    _: KW_ONLY
+    joint: bool | Literal["once"] = False
+
     def compute(self, sim: Similarity) -> Values:
         """Return MIL-NCE."""
+        scale = 1 / self._limited_temperature(sim)
+        if self.joint:
+            return self._joint(sim, scale)
         anchors = self.anchors(sim)
-        values = _mil_nce(anchors, 1 / self._limited_temperature(sim))
-        return anchors.reduce(values, self.reduction)
+        return anchors.reduce(_mil_nce(anchors, scale), self.reduction)
+
+    def _joint(self, sim: Similarity, scale: float | Tensor) -> Values:
+        """Return the values of images, whose denominators have those of their texts, too."""
+        if self.directions != "both":
+            expected = "expected False, or directions='both', whose denominators it adds up"
+            raise ValueError(f"joint: {expected}, got directions={self.directions!r}")
+        images = sim.towards("image-text")
+        own, of_texts = sim.both.split(sim.both.logsumexp(scale).clamp_min(LEAST_LOG))
+        top = sim.largest_of_pairs(of_texts)
+        sums = sim.mean_of_pairs(exponential_of_partner, top, of_texts) * sim.positive_weights
+        of_partners = sums.clamp_min(torch.finfo(sums.dtype).tiny).log() + top
+        of_positives = images.logsumexp(scale, over="positives").clamp_min(LEAST_LOG)
+        twice = math.log(2) if self.joint is True else 0.0
+        negatives = torch.logaddexp(own, of_partners) - twice
+        values = F.softplus(negatives - of_positives, threshold=40) + twice
+        numbers = sim.both.split(sim.both.negative_counts)
+        possible = numbers[0] + sim.mean_of_pairs(number_of_partner, *numbers)
+        return images.reduce(values, self.reduction, (sim.positive_counts > 0) & (possible > 0))
+
+
+def exponential_of_partner(scores: Tensor, of_own: Tensor, of_partner: Tensor) -> Tensor:
+    """Return ``e^(L_p - top_i)`` of pairs, L the logarithm of a partner's sum."""
+    return (of_partner - of_own).exp()
 
 
 @pair_term
