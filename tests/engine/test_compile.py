@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.answers import ANSWERS, parameters
 from support.cases import VIEWS, case, embeddings, finite, pairwise
+from support.versions import reset_compiler
 
 from itrloss import Similarity
 
@@ -43,7 +44,7 @@ def test_questions_compile(names, engine, kind, view):
         value = function(*leaves)
         return value, *torch.autograd.grad(value, leaves)
 
-    torch._dynamo.reset()
+    reset_compiler()
     # Tiles are visited outside of graphs; plain PyTorch is one graph.
     compiled = torch.compile(total, fullgraph=engine == "dense", backend="aot_eager")
     torch.testing.assert_close(outcome(compiled), outcome(total))
@@ -51,7 +52,7 @@ def test_questions_compile(names, engine, kind, view):
 
 @pytest.mark.slow
 def test_one_graph_is_refused_for_tiles():
-    torch._dynamo.reset()
+    reset_compiler()
 
     @torch.compile(fullgraph=True, backend="eager")
     def total(v, w):
@@ -70,7 +71,7 @@ def test_best_candidates_compile(engine):
         sim = Similarity(v, w, *ids, engine=engine)
         return *sim.topk(3), *sim.T.topk(3), sim.T.topk(2).indices
 
-    torch._dynamo.reset()
+    reset_compiler()
     compiled = torch.compile(best, fullgraph=True, backend="aot_eager")
     v, w = embeddings(5, 7)
     torch.testing.assert_close(compiled(v, w), best(v, w))

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..torch_versions import require_version
 from .values import as_int, as_number, no_word, unknown_keyword
 
 if TYPE_CHECKING:
@@ -480,4 +481,7 @@ class CheckedModule(Options, WholeState):
 
 def is_sharded(x: object) -> bool:
     """Return whether a tensor is a DTensor, whose module is imported by those who make one."""
-    return hasattr(x, "device_mesh")
+    if not hasattr(x, "device_mesh"):
+        return False
+    require_version("a DTensor, as of FSDP2,", 2, 6)
+    return True

@@ -15,6 +15,7 @@ from ..engine.matrix import Bias
 from ..engine.related import PassedIds, Related, check_matches, groups_of, labels_of, weights_of
 from ..engine.relation import IGNORE_ID, Relation, Rule
 from ..engine.vectors import autocast_dtype
+from ..torch_versions import is_compiling
 from . import collectives
 from .collectives import ProcessGroup, world_size
 from .consensus import consensus, described, is_trained, numbered, padded
@@ -126,7 +127,7 @@ def agreed(
     All processes raise an error if one of them fails or if they differ in what has to be alike. The
     compiler compares nothing, and takes sizes to be equal.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         if callable(same):
             same()
         return part.checked(), [list(part.sizes)] * world_size(group)

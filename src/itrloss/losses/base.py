@@ -35,6 +35,7 @@ from ..functional import Reduction, Values
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Directions, Engine, Similarity, as_directions
 from ..telemetry import describe, describe_memory
+from ..torch_versions import is_compiling
 
 Parameter = TypeVar("Parameter", bound=Value)  # of a loss, or what is computed from one
 _EMPTY_CALLS = 100  # with an empty memory, until there is a warning
@@ -92,7 +93,7 @@ class Loss(CheckedModule):
 
     def described(self) -> str:
         """Return what has to be the same in all processes, in words; empty for one process."""
-        if not self.sharded or torch.compiler.is_compiling():
+        if not self.sharded or is_compiling():
             return ""
         options = {}
         for name, declared in self._all_options.items():
@@ -112,7 +113,7 @@ class Loss(CheckedModule):
 
         They do if the check fails in one of them, or if it returns different texts.
         """
-        if not self.sharded or torch.compiler.is_compiling():
+        if not self.sharded or is_compiling():
             check()
             return
         with consensus(self.process_group) as agreed:
@@ -252,7 +253,7 @@ class SimilarityLoss(Loss):
             batch = sim.batch if isinstance(sim, MemorySimilarity) else sim
             if self.is_to_look(batch):
                 self._look(loss, batch)
-        if self._observed and not torch.compiler.is_compiling():
+        if self._observed and not is_compiling():
             if isinstance(sim, MemorySimilarity):
                 self.telemetry = describe_memory(sim, self.process_group)
             else:
@@ -263,7 +264,7 @@ class SimilarityLoss(Loss):
 
     def is_to_look(self, sim: Similarity) -> bool:
         """Return whether no batch was looked at yet, and this one is on the CPU, uncompiled."""
-        return not (self._looked or torch.compiler.is_compiling()) and may_be_read(sim)
+        return not (self._looked or is_compiling()) and may_be_read(sim)
 
     @torch.no_grad()  # or a checkpoint would find more saved tensors than in the second pass
     def _look(self, loss: Values, sim: Similarity) -> None:
@@ -515,7 +516,7 @@ class MemoryLoss(DirectedLoss):
         keys = image_keys, text_keys
         ids = image_ids, text_ids
         sims = self._similarities(batch, keys, memory, ids)
-        if self.training and memory.is_new and not torch.compiler.is_compiling():
+        if self.training and memory.is_new and not is_compiling():
             self._count_empty()
         return self._with_telemetry(self._value(sims, keys, memory, ids), sims)
 
@@ -574,7 +575,7 @@ def existing(size: int, device: torch.device, **several: IdsLike | None) -> Tens
     An accelerator that has ids has to synchronise for what is made of it. A compiled graph has
     fixed sizes, so that nothing is left out there.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return None
     missing: list[Tensor] = []
     for name, ids in several.items():

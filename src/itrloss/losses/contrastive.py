@@ -16,6 +16,7 @@ from ..engine.devices import is_recorded
 from ..engine.vectors import compute_dtype
 from ..functional import Values
 from ..similarity import Similarity
+from ..torch_versions import is_compiling
 from .base import PairLoss
 
 _INTERVAL = 50  # calls between checks for a collapse
@@ -98,7 +99,7 @@ class TripletLoss(PairLoss):
             anchors, self.margin, self.mining, self.reduction, temperature=self.temperature
         )
         may_collapse = self.mining == "hardest" and self.temperature is None
-        if may_collapse and self.training and not torch.compiler.is_compiling():
+        if may_collapse and self.training and not is_compiling():
             is_due = self._counted(sim) % _INTERVAL == 0
             if is_due and self._alike < 2:
                 self._check_collapse(sim)
