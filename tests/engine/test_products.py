@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -68,7 +69,8 @@ def test_what_onednn_is_asked_for(monkeypatch):
     assert not asks_onednn(torch.randn(8, 2048), torch.randn(2048, 256))  # bound by memory
     assert not asks_onednn(torch.randn(512, 8), torch.randn(8, 1024))
     assert asks_onednn(large.T, large)
-    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
+    with monkeypatch.context() as disabled:
+        disabled.setattr(torch.backends, "mkldnn", SimpleNamespace(enabled=False))
         assert not asks_onednn(large, large)
     monkeypatch.setattr(products, "prefers_onednn", lambda: False)
     assert not asks_onednn(large, large)

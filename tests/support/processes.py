@@ -106,6 +106,7 @@ def _process(
     if all:
         # a process that exits before the other has connected would make that one fail
         dist.barrier()
+        _kept = dist.group.WORLD  # in PyTorch 2.4 its destructor may wait for ever
         dist.destroy_process_group()
     # Exit without Python's shutdown: DDP keeps the group's threads alive, and dropping a last
     # tensor in them during shutdown aborts the process (pytorch/pytorch#179291), which is rare and

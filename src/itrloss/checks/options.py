@@ -435,13 +435,13 @@ class CheckedModule(Options, WholeState):
         else:
             self._fill(declared)
 
-    @torch.no_grad()
     def _fill(self, declared: Option) -> None:
         """Give the parameter behind an option the number that was set last."""
         assert declared.learnt is not None
         parameter = self._parameters.get(declared.learnt.parameter)
         if parameter is not None:
-            parameter.fill_(declared.learnt.stored(self.__dict__[f"_{declared.name}"]))
+            with torch.no_grad():
+                parameter.fill_(declared.learnt.stored(self.__dict__[f"_{declared.name}"]))
 
     def _reset_learnt(self) -> None:
         """Give the parameters behind the options the numbers that were set last."""
