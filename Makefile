@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+COMMA := ,
 
-.PHONY: demo test thorough versions newest dist lint types docs snippets pages clean
+.PHONY: demo test thorough versions version newest dist lint types docs snippets pages clean
 
 demo: $(STAMP)  ## train, evaluate and re-rank on the drawn data set; leaves demo/report.html
 	$(BIN)/python -m examples.retrieval.demo --out demo
@@ -14,25 +15,34 @@ test: lint types docs  ## in minutes: tests that are not slow, and a sample of t
 thorough: lint types docs  ## everything, in a quarter of an hour
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
+# PyTorch and a NumPy that goes with it; Python 3.10 and 3.11 have all of them.
+VERSIONS ?= 1.13.1=1.24.4 2.4.1=1.26.4 2.8.0=1.24.4
+versions:  ## `make version` for each of VERSIONS, one after the other
+	for both in $(VERSIONS); do $(MAKE) version TORCH=$${both%=*} NUMPY=$${both#*=} || exit; done
+
+# Before 2.8 without integrations, whose packages need a newer PyTorch, and with the newest of the others that go together.
 # PyTorch brings its own Triton, and the newest FAISS does not take every NumPy: these pins go.
-versions: PINS := grep -vE '^(torch|triton|numpy|faiss-cpu)==' constraints.txt
-versions: WANTED := 'torch==$(TORCH)' 'numpy==$(NUMPY)'
-versions:  ## the tests of `make test` on other versions: make versions TORCH=2.8.0 NUMPY=1.24.4 PYTHON=python3.10
-	@test -n "$(TORCH)" -a -n "$(NUMPY)" || { echo "usage: make versions TORCH=2.8.0 NUMPY=1.24.4 [PYTHON=python3.10]"; exit 2; }
+OLD := $(filter 1.% 2.0.% 2.1.% 2.2.% 2.3.% 2.4.% 2.5.% 2.6.% 2.7.%,$(TORCH))
+version: EXTRAS := $(if $(OLD),examples$(COMMA)test-core,examples$(COMMA)docs$(COMMA)test)
+version: PINS := $(if $(OLD),true,grep -vE '^(torch|triton|numpy|faiss-cpu)==' constraints.txt)
+version: WANTED := 'torch==$(TORCH)' 'numpy==$(NUMPY)'
+version:  ## the tests of `make test` on another version: make version TORCH=2.8.0 NUMPY=1.24.4 PYTHON=python3.10
+	@test -n "$(TORCH)" -a -n "$(NUMPY)" || { echo "usage: make version TORCH=2.8.0 NUMPY=1.24.4 [PYTHON=python3.10]"; exit 2; }
 	$(test-in-a-new-environment)
 
+newest: EXTRAS := examples,docs,test
 newest: PINS := true
 newest: WANTED :=
 newest:  ## the tests of `make test` on the newest releases of everything, to be run every week
 	$(test-in-a-new-environment)
 
-versions newest: SHELL := /bin/bash
+version newest: SHELL := /bin/bash
 define test-in-a-new-environment
 set -e; venv=$$(mktemp -d); trap 'rm -rf "$$venv"' EXIT; \
-	$(PYTHON) -m venv "$$venv"; \
+	$(PYTHON) -m venv $(VENV) "$$venv"; \
 	$(PINS) >"$$venv/constraints.txt"; \
 	"$$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$$venv/constraints.txt" \
-		-e '.[examples,docs,test]' $(WANTED); \
+		-e '.[$(EXTRAS)]' $(WANTED); \
 	"$$venv/bin/python" -m pip list --disable-pip-version-check; \
 	"$$venv/bin/python" -m pytest --fast
 endef

@@ -15,7 +15,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from support.versions import HAS_TRITON, compile_, require, what_is_missing
+
 from itrloss.engine import inputs, pair_scores, products
+
+# Older versions compile no loss: what compiles one is skipped.
+torch.compile = compile_
 
 # Matrices are small, and the workers of pytest-xdist share the cores, so more threads would only
 # compete.
@@ -35,6 +40,32 @@ def pytest_collection_finish():
 
 # `--fast` runs so many cases of each test with parameters, and each loss, re-ranker or answer once.
 FAST_CASES = 3
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup():
+    return (yield from skipped_where_something_is_missing())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    return (yield from skipped_where_something_is_missing())
+
+
+def skipped_where_something_is_missing():
+    try:
+        return (yield)
+    except Exception as error:
+        reason = what_is_missing(error)
+        if reason:
+            pytest.skip(reason)
+        raise
+
+
+def pytest_report_header():
+    if not HAS_TRITON:
+        return "tests/engine/test_triton_*.py and test_autocast.py are left out: no Triton 3.4"
+    return None
 
 
 def pytest_addoption(parser):
@@ -98,6 +129,7 @@ def by_onednn(monkeypatch):
     """All float32 products by oneDNN, including small ones."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("PyTorch was built without oneDNN")
+    require("torch.ops.mkldnn._linear_pointwise", 2, 1)
     monkeypatch.setattr(products, "prefers_onednn", lambda: True)
     monkeypatch.setattr(products, "_SHAPES", 10**6)
     for limit in ("LARGE", "_THIN"):

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from support.losses_registry import public_losses
 from support.processes import run
 from support.stored import assert_stored
-from torch.utils._pytree import tree_leaves
+from support.versions import load, needs
+from torch.utils._pytree import tree_flatten
 
 import itrloss
 from itrloss.engine.terms import Term
@@ -143,6 +144,7 @@ def recipes(rank: int) -> dict[str, float]:
     return {"loss": float(names["loss"]), "rsum": rsum, "blocks": len(blocks)}
 
 
+@needs("the recipe of FSDP2", 2, 6)
 def test_recipes_run_in_two_processes(tmp_path):
     first, second = run(recipes, tmp_path)
     assert first == second
@@ -175,11 +177,11 @@ def resumed(rank: int, folder: str) -> dict[str, bool]:
     whole = run(loop.Pairs(), "whole")
     with pytest.raises(KeyboardInterrupt):
         run(Interrupted(), "interrupted")
-    finished = torch.load(Path(folder, "interrupted", "last.pt"), weights_only=True)["epoch"]
+    finished = load(Path(folder, "interrupted", "last.pt"))["epoch"]
     again = run(loop.Pairs(), "interrupted")
     equal = {"interrupted after two epochs": finished == 2, "random": same_random(folder)}
     for name in whole.parts():
-        expected, got = (tree_leaves(x.parts()[name].state_dict()) for x in (whole, again))
+        expected, got = (tree_flatten(x.parts()[name].state_dict())[0] for x in (whole, again))
         equal[name] = len(got) > 0 and all(map(identical, got, expected))
     return equal
 
@@ -188,7 +190,7 @@ def same_random(folder: str) -> bool:
     """Return whether both runs ended with the same random numbers in all processes."""
     ends = []
     for name in ("whole", "interrupted"):
-        checkpoint = torch.load(Path(folder, name, "last.pt"), weights_only=True)
+        checkpoint = load(Path(folder, name, "last.pt"))
         ends.append([state["cpu"] for state in checkpoint["random"]])
     return all(map(torch.equal, *ends)) and not torch.equal(*ends[0])
 
@@ -199,6 +201,7 @@ def identical(got, expected) -> bool:
     return got == expected
 
 
+@needs("torch.amp.GradScaler", 2, 3)
 def test_the_complete_training_loop_resumes_as_if_it_had_not_been_interrupted(tmp_path):
     first, second = run(resumed, tmp_path, str(tmp_path))
     assert first == second == dict.fromkeys(first, True)

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import sample
 from support.processes import run
+from support.versions import GradScaler
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,7 +97,7 @@ def take_gradients(*modules: Any) -> list[Tensor | None]:
     for module in modules:
         if isinstance(module, nn.Module):
             gradients += [parameter.grad for parameter in module.parameters()]
-            module.zero_grad()
+            module.zero_grad(set_to_none=True)
     return gradients
 
 
@@ -143,7 +144,7 @@ def test_batches_of_any_sizes_can_be_cut_anywhere(n, m, chunk_size, seed):
 def test_scaler_scales_gradients_and_not_the_value():
     encoders = towers()
     value, *gradients = outcome(grad_cache_step, product, encoders, batch(), 4)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = GradScaler("cpu", init_scale=1024.0)
     found = outcome(grad_cache_step, product, encoders, batch(), 4, scaler=scaler)
     assert_same(found, [value, *(1024 * x for x in gradients)])
 

@@ -22,7 +22,7 @@ from support.graphs import FakeCuda, Idling, OnCPU, Operators, Tape, Taped, read
 from support.losses_registry import REGISTRY, where
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten
 
 import itrloss
 from itrloss import Graphed
@@ -87,7 +87,9 @@ def agrees(graphed: Graphed, *args: Any, factor: float = 1.0, **kwargs: Any) -> 
     """Whether a recorded step has the values and the gradients of its criterion, and leaves the
     same in its inputs and parameters.
     """
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+    given = [
+        x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.requires_grad
+    ]
     leaves = [*given, *graphed.criterion.parameters()]
     found = outcome(graphed(*args, **kwargs), leaves, factor)
     after = [x.detach().clone() for x in leaves]
@@ -459,7 +461,7 @@ def test_encoders_parameters_and_states_are_trained_as_by_the_criterion(name, ki
         for seed in range(5):
             (images, *others), named = arguments(seed, memory)
             optimizer.zero_grad()
-            losses.append(tree_leaves(call(encoder(images), *others, **named))[0])
+            losses.append(tree_flatten(call(encoder(images), *others, **named))[0][0])
             losses[-1].backward()
             optimizer.step()
         state = [*call.state_dict().values(), *memory.state_dict().values()]
@@ -931,7 +933,7 @@ def test_a_replayed_step_takes_few_operators_and_calls(name):
     args, named = ROWS[name].arguments[0](0, filled())
 
     def step() -> None:
-        tree_leaves(graphed(*args, **named))[0].backward()
+        tree_flatten(graphed(*args, **named))[0][0].backward()
 
     step()
     graphed.zero_grad()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.versions import unsigned
 
 import itrloss
 from itrloss import checks, metrics, rerank
@@ -50,7 +51,7 @@ INTEGER_FORMS = {
     "uint64": lambda x: np.array(x, np.uint64),
     "longlong": lambda x: np.array(x, np.longlong),
     "ulonglong": lambda x: np.array(x, np.ulonglong),
-    "uint16": lambda x: torch.tensor(x, dtype=torch.uint16),
+    "uint16": lambda x: torch.tensor(x, dtype=unsigned.uint16),
     "big-endian": lambda x: np.array(x, ">i4"),
     "tensors": lambda x: [torch.tensor(i) for i in x],
     "NumPy integers": lambda x: [np.int16(i) for i in x],

@@ -205,7 +205,7 @@ def test_zero_vectors_copies_and_opposites_stay_finite(dtype):
     means.update(torch.zeros(3, 3, dtype=dtype))
     assert len(means) == 0  # zero vectors do not seed clusters
     assert not means.centroids.any()
-    means.update(torch.eye(3, dtype=dtype))
+    means.update(torch.eye(3).to(dtype))
     means.update(torch.ones(3, 3, dtype=dtype))
     means.update(torch.tensor([[0.0, 0, 0], [1, 0, 0], [-1, 0, 0]], dtype=dtype))
     ids = means.update(torch.zeros(1, 3, dtype=dtype))

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import finite, sample
 from support.memories import D, filled, memory_batch
+from support.versions import default_device
 from torch import nn
 
 import itrloss
@@ -200,7 +201,7 @@ def test_a_state_of_tensors_alone_is_enough():
 
 
 def test_a_memory_that_was_made_on_no_device_is_loaded():
-    with torch.device("meta"):
+    with default_device("meta"):
         memory = CoupledMemory(4, D)
     assert memory.images.is_meta
     assert memory.ids.is_meta

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.versions import unsigned
 from torch import nn
 
 import itrloss
@@ -173,14 +174,14 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: loss(I, T[:0], IDS, IDS[:0]), r"^texts: .*\(0, 8\)"),
     (lambda: loss(I, T[:5], IDS[:5], IDS), r"^image_ids: expected shape \(6,\), got \(5,\)"),
     (lambda: loss(I, T, IDS > 2, IDS), "^image_ids: expected an integer tensor.*bool"),
-    (lambda: loss(I, T, (-1 - IDS).view(torch.uint64), IDS), r"^image_ids: .*below 2\*\*63"),
+    (lambda: loss(I, T, (-1 - IDS).view(unsigned.uint64), IDS), r"^image_ids: .*below 2\*\*63"),
     (lambda: loss(sim, None, IDS, IDS), "^image_ids: "),
     (lambda: loss(sim, T), "^texts: "),
     (lambda: loss(scores=S.int()), "^scores: .*torch.int32"),
     (lambda: it.InfoNCELoss(check_finite=True)(nan_sim), "^rows: expected finite"),
     (lambda: it.InfoNCELoss(check_finite=True)(I * torch.nan, T), "^images: expected finite"),
     (
-        lambda: it.InfoNCELoss(check_finite=True)(I.where(I.max() > I, torch.inf), T),
+        lambda: it.InfoNCELoss(check_finite=True)(torch.where(I.max() > I, I, torch.inf), T),
         "^images: expected finite values, got nan or infinity: 1 of 48, the first in row .*column",
     ),
     (lambda: loss(I, T, S), r"^image_ids: .*got torch.float32 \(6, 6\); embeddings go in as"),

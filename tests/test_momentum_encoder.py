@@ -8,9 +8,8 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from support.versions import checkpoint_wrapper, fully_shard
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
 
 from itrloss import MomentumEncoder
 

@@ -15,17 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from support.processes import run as in_processes
+from support.versions import distributed_checkpoint, fully_shard, load, require, state_dict
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -133,7 +125,7 @@ def by_torch(saved: Run, fresh: Run, folder: Path) -> Run:
     parts = ("model", "optimizer", "scheduler")
     state = {name: getattr(saved, name).state_dict() for name in parts}
     torch.save(state, folder / "last.pt")
-    loaded = torch.load(folder / "last.pt", weights_only=True)
+    loaded = load(folder / "last.pt")
     for name in parts:
         getattr(fresh, name).load_state_dict(loaded[name])
     return fresh
@@ -151,13 +143,14 @@ def by_safetensors(saved: Run, fresh: Run, folder: Path) -> Run:
 
 
 def by_dcp(saved: Run, fresh: Run, folder: Path) -> Run:
-    model, optimizer = get_state_dict(saved.model, saved.optimizer)
+    model, optimizer = state_dict.get_state_dict(saved.model, saved.optimizer)
     alone = not dist.is_initialized()
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=alone)
-    model, optimizer = get_state_dict(fresh.model, fresh.optimizer)
     state = {"model": model, "optimizer": optimizer}
-    dcp.load(state, checkpoint_id=folder, no_dist=alone)
-    set_state_dict(
+    distributed_checkpoint.save(state, checkpoint_id=folder, no_dist=alone)
+    model, optimizer = state_dict.get_state_dict(fresh.model, fresh.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    distributed_checkpoint.load(state, checkpoint_id=folder, no_dist=alone)
+    state_dict.set_state_dict(
         fresh.model,
         fresh.optimizer,
         model_state_dict=state["model"],
@@ -169,13 +162,13 @@ def by_dcp(saved: Run, fresh: Run, folder: Path) -> Run:
 
 def by_whole_states(saved: Run, fresh: Run, _: Path, *, broadcast: bool = False) -> Run:
     """The states are gathered, and then read by all processes, or sent by the first one."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
-    states = copy.deepcopy(get_state_dict(saved.model, saved.optimizer, options=options))
-    options = StateDictOptions(
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
+    states = copy.deepcopy(state_dict.get_state_dict(saved.model, saved.optimizer, options=options))
+    options = state_dict.StateDictOptions(
         full_state_dict=True, cpu_offload=broadcast, broadcast_from_rank0=broadcast
     )
-    set_model_state_dict(fresh.model, states[0], options=options)
-    set_optimizer_state_dict(fresh.model, fresh.optimizer, states[1], options=options)
+    state_dict.set_model_state_dict(fresh.model, states[0], options=options)
+    state_dict.set_optimizer_state_dict(fresh.model, fresh.optimizer, states[1], options=options)
     fresh.scheduler.load_state_dict(saved.scheduler.state_dict())
     return fresh
 
@@ -259,6 +252,7 @@ def test_an_average_of_a_model_is_saved(use_buffers: bool):
     fresh.load_state_dict(average.state_dict())
     assert same_state(fresh, average)
     if not use_buffers:
+        require("an average with the last buffers", 2, 0)
         assert torch.equal(average.module.memory.ids, run.model.memory.ids)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.cases import sample
+from support.versions import default_device
 from torch import Tensor, nn
 
 import itrloss.testing
@@ -193,7 +194,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 def other_default_device() -> Iterator[None]:
     """A default device on which nothing lies: each tensor that is made there is an error."""
     # after set_default_device(None), get_default_device of PyTorch 2.8 raises an error
-    with torch.device("meta"):
+    with default_device("meta"):
         yield
 
 

@@ -331,7 +331,7 @@ def test_suspicious_input_is_noticed_once(call, name):
 FAR_AWAY = torch.rand(4, 4)  # whose last image and text do not exist
 FAR_AWAY[3] = FAR_AWAY[:, 3] = -1e9
 WITHOUT_LAST = torch.tensor([0, 1, 2, NO_ID])
-A_FEW_COPIES = IMAGES[torch.arange(40).where(IDS != 5, 7)]
+A_FEW_COPIES = IMAGES[torch.where(IDS != 5, torch.arange(40), 7)]
 WITHOUT_ONE = COSINES.clone()
 WITHOUT_ONE[:, 3] = -1e9  # a candidate that is left out of the ranking of all
 RIGHT: list[Any] = [

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from itrloss.distributed import world_size
 from itrloss.files import written
+from itrloss.torch_versions import require_version
 
 from .config import RESUMABLE, Config, load_config
 from .data import Batch, Batches, Split, load_split
@@ -105,6 +106,7 @@ class Trainer:
         self.objective = build_objective(config, self.model).to(config.device)
         self.optimizer = build_optimizer(self.model, self.objective, config)
         self.schedule = MultiStepLR(self.optimizer, config.decay_epochs, gamma=0.1)
+        require_version("the trainer", 2, 3)
         # Unscaled gradients underflow in float16, but not in bfloat16.
         self.device_type = torch.device(config.device).type
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=config.precision == "float16")

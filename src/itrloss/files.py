@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .checks import as_id_numbers, as_int64, from_numpy
+from .torch_versions import untyped_storage
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -141,10 +142,10 @@ def _tensor(path: Path, array: object) -> Tensor:
 def _checked_tensor(path: Path, x: Tensor) -> Tensor:
     """Return a tensor that a file has, if it is dense, holds its numbers and is on the CPU."""
     plain = x.layout == torch.strided and not x.is_nested and x.device.type == "cpu"
-    if not plain or (x.is_floating_point() and x.dtype.itemsize < 2):
+    if not plain or (x.is_floating_point() and x.element_size() < 2):
         expected = "a dense tensor of 16 bits a number at least"
         raise ValueError(f"{path}: expected {expected}, got {x.dtype} on {x.device}, {x.layout}")
-    size = x.untyped_storage().nbytes()
+    size = untyped_storage(x).nbytes()
     if size < x.numel() * x.element_size():  # of a few bytes, petabytes
         got = f"{tuple(x.shape)} on {size} bytes"
         raise ValueError(f"{path}: expected a tensor that holds each of its numbers, got {got}")

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import (
     tree_flatten,
-    tree_leaves,
-    tree_map,
     tree_map_only,
     tree_unflatten,
 )
@@ -24,6 +22,7 @@ from .checks import as_size
 from .checks.warnings import warn
 from .distributed import world_size
 from .engine.inputs import even_chunks
+from .torch_versions import require_version
 
 __all__ = ["grad_cache_step"]
 
@@ -239,8 +238,9 @@ class _Tower:
         """Return the embeddings of all rows, without a graph."""
         self.before = _state(self.modules)
         with torch.no_grad():
-            outputs = [self.encode(i) for i in range(len(self.chunks))]
-            return tree_map(self.joined, *outputs)
+            outputs = [tree_flatten(self.encode(i)) for i in range(len(self.chunks))]
+        columns = zip(*[leaves for leaves, _ in outputs], strict=True)
+        return tree_unflatten([self.joined(*parts) for parts in columns], outputs[-1][1])
 
     def second_pass(self, is_last: bool) -> None:
         """Encode all chunks again, and backpropagate the gradients of the embeddings.
@@ -335,7 +335,7 @@ def _plain(x: Tree) -> Tree:
 
 def _tensors(x: Tree) -> list[Tensor]:
     """Return the tensors in nested containers."""
-    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_flatten(x)[0] if isinstance(leaf, Tensor)]
 
 
 def _chunks(name: str, inputs: Tree, chunk_size: int, split: Split | None) -> list[Tree]:
@@ -394,6 +394,7 @@ def _state(modules: Iterable[nn.Module] = ()) -> ExitStack:
     if torch.cuda.is_initialized():
         state.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
     if torch.backends.mps.is_available():
+        require_version("grad_cache_step on MPS", 2, 0)
         state.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
     for module in modules:
         for name, buffer in module.named_buffers(recurse=False):

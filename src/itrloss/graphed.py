@@ -16,6 +16,7 @@ from .checks import CheckedModule, option
 from .engine.devices import is_recorded, recording
 from .engine.vectors import version_of
 from .memory import CoupledMemory
+from .torch_versions import get_autocast_dtype, is_autocast_enabled, is_compiling, require_version
 
 __all__ = ["Graphed"]
 
@@ -98,7 +99,7 @@ class Step:
         """Return the leaves of the criterion's result, and the gradients of the first, the loss."""
         kind = self._device.type
         # without its cache, which would keep the parameters of this call in half precision
-        with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
+        with torch.autocast(kind, enabled=is_autocast_enabled(kind), cache_enabled=False):
             leaves, _ = tree_flatten(self._criterion(*self._args, **self._kwargs))
         grads = torch.autograd.grad(leaves[0], self._trained, allow_unused=True)
         self.has_gradient = [x is not None for x in grads]
@@ -171,6 +172,7 @@ class Graphed(CheckedModule):
 
     def __init__(self, criterion: nn.Module, most: int = 4):
         super().__init__()
+        require_version("Graphed", 2, 8)
         if not isinstance(criterion, nn.Module):
             raise TypeError(f"criterion: expected a module, got {type(criterion).__name__}")
         self.criterion = criterion
@@ -184,7 +186,7 @@ class Graphed(CheckedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the criterion returns."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or has_saved_tensor_hooks():
+        if is_compiling() or not torch.is_grad_enabled() or has_saved_tensor_hooks():
             return self.criterion(*args, **kwargs)
         given, structure = tree_flatten((args, kwargs))
         inputs = [x for x in given if isinstance(x, Tensor)]
@@ -251,7 +253,7 @@ class Graphed(CheckedModule):
         """
         if device.type != self._device or is_recorded(device):
             return None
-        autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        autocast = is_autocast_enabled(device.type) and get_autocast_dtype(device.type)
         if autocast is torch.float16:
             return None  # as for embeddings in float16
         # each thread and stream has steps of its own, whose tensors no other one refills

@@ -267,10 +267,10 @@ class OnlineKMeans(CheckedModule):
         self.centroids.index_copy_(0, which, torch.where(moved, new, old))
         self.counts.index_copy_(0, which, counts + sizes)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnlineKMeans:
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: bool, **kwargs: bool) -> OnlineKMeans:
         """Move the module between devices; centroids keep their dtype."""
         before = self.centroids
-        super()._apply(fn, recurse)
+        super()._apply(fn, *args, **kwargs)
         if self.centroids.dtype != before.dtype:
             self.centroids = before.to(self.centroids.device)
         return self

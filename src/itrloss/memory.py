@@ -40,6 +40,7 @@ from .engine.relation import IGNORE_ID, Relation, are_sets, as_sets
 from .engine.step import NO_COLUMNS, Layout, Place, Step, StepPart
 from .engine.vectors import Embeddings, host_may_read, normalized
 from .similarity import SIDES, Directions, Engine, Similarity, as_directions
+from .torch_versions import is_compiling
 
 __all__ = ["CoupledMemory", "MemorySimilarity", "MomentumEncoder"]
 
@@ -216,8 +217,7 @@ class CoupledMemory(CheckedModule):
 
         It is a copy: what is enqueued into it does not get into this one.
         """
-        with self.images.device:
-            part = CoupledMemory(self.size, d, dtype=self.images.dtype)
+        part = empty_memory(self.size, self.images[:, :d])
         with torch.no_grad():
             part.images.copy_(normalized(self.images[:, :d]))
             part.texts.copy_(normalized(self.texts[:, :d]))
@@ -260,7 +260,7 @@ def is_saved(buffer: Tensor) -> bool:
     in Python refers to it.
     """
     count = getattr(buffer, "_use_count", None)  # from PyTorch 2.1 on
-    return count is not None and not torch.compiler.is_compiling() and count() > 1
+    return count is not None and not is_compiling() and count() > 1
 
 
 def _are_names(ids: IdsLike | None) -> bool | None:
@@ -692,10 +692,10 @@ class FloatAverages(WholeState):
         average.lerp_(new.float(), weight)
         own.copy_(average)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FloatAverages:
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: bool, **kwargs: bool) -> FloatAverages:
         """Move the averages between devices; they stay float32."""
         before = dict(self._buffers)
-        super()._apply(fn, recurse)
+        super()._apply(fn, *args, **kwargs)
         for place, x in before.items():
             moved = self._buffers[place]
             if x is not None and moved is not None and moved.dtype != x.dtype:
@@ -711,6 +711,13 @@ class FloatAverages(WholeState):
         for place, x in loaded.items():
             if place not in self._buffers:
                 self.register_buffer(place, torch.empty_like(x))
+
+
+def empty_memory(size: int, like: Tensor) -> CoupledMemory:
+    """Return an empty memory of vectors in the manner of others (N, D), on their device."""
+    memory = CoupledMemory(size, like.shape[1], dtype=like.dtype).to_empty(device=like.device)
+    memory.reset_parameters()
+    return memory
 
 
 def sharded_like(own: Tensor, x: Tensor) -> Tensor:
@@ -808,9 +815,11 @@ class MomentumEncoder(CheckedModule):
                     tensors[name] = x
         return tensors
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MomentumEncoder:
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], *args: bool, **kwargs: bool
+    ) -> MomentumEncoder:
         """Move or cast the module; what is then in half precision gets a float32 average."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, *args, **kwargs)
         self.averages.follow(self._averaged(self.module))
         return self
 

@@ -26,6 +26,7 @@ from .distributed import ProcessGroup, consensus, is_trained, rows_of_all, world
 from .engine.sets import Form, Sets, set_scores
 from .engine.vectors import full_precision, host_may_read, normalized
 from .similarity import Similarity
+from .torch_versions import is_compiling
 
 PairReduction = Literal["mean", "sum", "frobenius"]
 Aggregation = Literal[
@@ -370,7 +371,7 @@ def _with_texts_of_all(
     """Return this process's images (N, K, D) and the texts (M, L, D) of all, which are padded to
     the longest. All processes raise an error, or none.
     """
-    if torch.compiler.is_compiling():  # nothing is compared then
+    if is_compiling():  # nothing is compared then
         rows, cols = check()
         every = [[len(cols.x), cols.size, int(cols.exists is not None)]] * world_size(group)
     else:

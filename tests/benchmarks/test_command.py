@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from support.graphs import FakeCuda
 from support.processes import start
 from support.transcripts import printed, replay
+from support.versions import reset_compiler
 
 from benchmarks import cases, mining, peers, processes, report, reranking, runner
 from benchmarks.__main__ import main
@@ -91,7 +92,7 @@ def test_eager_losses_compile_without_a_graph_break(loss):
     plain = LOSSES[loss].plain
     made = problem(small(loss))
     arguments = (*made.leaves, *made.plain_arguments)
-    torch._dynamo.reset()
+    reset_compiler()
     compiled = torch.compile(plain, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(*arguments), plain(*arguments))
 
@@ -135,7 +136,7 @@ def test_accuracy_tells_a_rough_gradient_from_an_exact_one():
 @pytest.mark.parametrize("block", [50, None])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_matmul_bound_counts_the_products_it_makes(kind, block, monkeypatch):
-    from torch.utils.flop_counter import FlopCounterMode
+    from support.versions import FlopCounterMode
 
     if block:  # of rows
         monkeypatch.setattr(cases, "_BLOCK", block)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.command_line import C, N, replay, scores
+from support.versions import require
 
 from itrloss.files import read_matrix
 
@@ -126,6 +127,7 @@ TENSORS = {
 
 def test_what_is_said_of_bad_files(tmp_path: Path, monkeypatch):
     """All outputs are asked for, of which none is left."""
+    require("torch.float8_e4m3fn", 2, 1)
     monkeypatch.chdir(tmp_path)
     for name, content in CONTENT.items():
         Path(name).write_bytes(content)
@@ -152,6 +154,7 @@ def test_damaged_data_of_the_chosen_array_are_named(tmp_path: Path):
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
 def test_nested_tensors_are_refused(tmp_path: Path):
     """PyTorch 2.15 no longer reads them from untrusted files."""
+    require("saving a nested tensor", 2, 0)
     x = torch.from_numpy(scores())
     torch.save(torch.nested.nested_tensor([x[0], x[1, :3]]), tmp_path / "sims.pt")
     with pytest.raises(ValueError, match=r"expected a dense tensor|not a readable \.pt file"):

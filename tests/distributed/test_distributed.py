@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.losses_registry import select
 from support.processes import WORLD, run
+from support.versions import needs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,6 +92,7 @@ def gradient_of_gathered(rank: int) -> torch.Tensor:
     return x.grad
 
 
+@needs("exchanging bfloat16 on the CPU", 2, 4)
 def test_gradients_of_half_types_are_summed_in_float32(tmp_path):
     """In bfloat16, 256 + 1 is 256."""
     for found in run(gradient_of_gathered, tmp_path, world=3):

@@ -23,11 +23,10 @@ import torch.distributed as dist
 from support.cases import pairwise
 from support.losses_registry import Entry, select
 from support.processes import run, survivors
+from support.versions import DTensor, fully_shard
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 import itrloss
 import itrloss.compat
@@ -50,7 +49,7 @@ def pairs(seed: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
 
 def same(found: Any, other: Any) -> bool:
     """Whether nested results are equal bit for bit."""
-    leaves, others = tree_leaves(found), tree_leaves(other)
+    leaves, others = tree_flatten(found)[0], tree_flatten(other)[0]
     return len(leaves) == len(others) and all(
         torch.equal(x, y) if isinstance(x, Tensor) else x == y
         for x, y in zip(leaves, others, strict=True)

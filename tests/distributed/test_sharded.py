@@ -12,6 +12,7 @@ from support.drawn_losses import LossCase
 from support.draws import Batch
 from support.losses_registry import REGISTRY
 from support.processes import run
+from support.versions import grad_or_zeros
 
 import itrloss
 from itrloss import Anchors, Similarity
@@ -26,7 +27,7 @@ def outcome(case: LossCase, compiled: bool = False) -> list[torch.Tensor]:
     leaves = [x.clone().requires_grad_() for x in case.input]
     (value,) = case.ours(called, leaves)
     trained = [*leaves, *loss.parameters()]
-    return [value.detach(), *torch.autograd.grad(value, trained, materialize_grads=True)]
+    return [value.detach(), *grad_or_zeros(value, trained)]
 
 
 def case_of(name: str, pairs: int, reduction: str = "mean") -> LossCase:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 from support.interpreter import TILE, a_quick_interpreter  # noqa: F401 (a fixture)
+from support.versions import HAS_TRITON
 
-# PyTorch for some systems comes without Triton.
-if importlib.util.find_spec("triton") is None:
+if not HAS_TRITON:
     collect_ignore_glob = ["test_triton_*.py", "test_autocast.py"]
 
 

@@ -21,6 +21,7 @@ from itrloss import Similarity
 from itrloss.engine import relation
 from itrloss.engine.relation import IGNORE_ID
 from itrloss.engine.terms import exponential, hinge, identity, log1p_clamp
+from itrloss.torch_versions import untyped_storage
 
 
 def leaves_of(*tensors):
@@ -94,7 +95,7 @@ def test_what_is_held_for_many_positives_is_no_copy_of_each(name, engine):
     sizes = []
 
     def pack(x):
-        sizes.append(x.untyped_storage().nbytes())
+        sizes.append(untyped_storage(x).nbytes())
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):

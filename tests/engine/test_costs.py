@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo.testing
 from support.cases import embeddings, finite, make_ids, measured_apart, pairwise
 from support.flops import Products
 from support.losses_registry import IN_LOOPS as LOSSES
+from support.versions import CompileCounterWithBackend, FlopCounterMode, reset_compiler
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 import itrloss
+from itrloss.torch_versions import untyped_storage
 
 
 def saved_bytes(loss, v, w, ids) -> int:
@@ -22,13 +22,13 @@ def saved_bytes(loss, v, w, ids) -> int:
     seen = {}
 
     def pack(x):
-        seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        seen[untyped_storage(x).data_ptr()] = untyped_storage(x).nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         value = loss(v, w, *ids)
     for x in (v, w, *(i for i in ids if i is not None)):
-        seen.pop(x.untyped_storage().data_ptr(), None)
+        seen.pop(untyped_storage(x).data_ptr(), None)
     assert value.requires_grad
     return sum(seen.values())
 
@@ -49,8 +49,8 @@ def test_tiled_engine_saves_nothing_of_the_size_of_the_matrix(name, kind, dtype)
 @pytest.mark.slow
 def test_one_graph_for_batches_of_any_size(name="infonce"):
     """The choice of product depends on the shape, but must not cause recompilation."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    reset_compiler()
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(LOSSES[name].make(), fullgraph=True, dynamic=True, backend=counter)
     counts = []
     for n in (16, 32, 80):

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.versions import needs
 
 from benchmarks.gpu import record
 from itrloss.engine import devices
 from itrloss.engine.matrix import choose_engine
 
 pytest.importorskip("triton")
+pytestmark = needs("engine='triton'", 2, 8)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 HOPPER = devices.platform_of("9.0", "2.11.0+cu130", "3.6.0")
 MANY = 2**24  # scores, which "auto" does not hold

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 from support.losses_registry import IN_LOOPS as LOSSES
+from support.versions import needs
 
 import itrloss
 from itrloss.engine import products
@@ -55,6 +57,7 @@ def asks_onednn(a, b):
     return onednn.called
 
 
+@needs("torch.ops.mkldnn._linear_pointwise", 2, 1)
 def test_what_onednn_is_asked_for(monkeypatch):
     monkeypatch.setattr(products, "prefers_onednn", lambda: True)
     monkeypatch.setattr(products, "_seen", set())
@@ -66,7 +69,8 @@ def test_what_onednn_is_asked_for(monkeypatch):
     assert not asks_onednn(torch.randn(8, 2048), torch.randn(2048, 256))  # bound by memory
     assert not asks_onednn(torch.randn(512, 8), torch.randn(8, 1024))
     assert asks_onednn(large.T, large)
-    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
+    with monkeypatch.context() as disabled:
+        disabled.setattr(torch.backends, "mkldnn", SimpleNamespace(enabled=False))
         assert not asks_onednn(large, large)
     monkeypatch.setattr(products, "prefers_onednn", lambda: False)
     assert not asks_onednn(large, large)
@@ -92,6 +96,7 @@ def test_a_few_dimensions_of_embeddings_take_no_longer_than_a_copy_of_them(by_on
     )
 
 
+@needs("torch.ops.mkldnn._linear_pointwise", 2, 1)
 def test_onednn_is_given_so_many_shapes_and_no_more(monkeypatch):
     """oneDNN caches something for each shape."""
     monkeypatch.setattr(products, "prefers_onednn", lambda: True)
@@ -128,7 +133,7 @@ def test_the_rule_goes_by_the_processor_and_by_no_clock(
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\nvendor_id : {maker}\n")
     monkeypatch.setattr(products, "Path", lambda _: cpuinfo)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(products, "cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: built)
     rule = products.prefers_onednn.__wrapped__
     assert rule() is wanted

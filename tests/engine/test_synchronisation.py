@@ -7,10 +7,13 @@ from __future__ import annotations
 import pytest
 import torch
 from support.losses_registry import IN_LOOPS, where
+from support.versions import needs
 
 import itrloss
 from itrloss.engine.relation import Numbers, Relation
 from itrloss.engine.terms import hinge, log1p_relu
+
+pytestmark = needs("torch.searchsorted of tensors without data", 2, 4)
 
 N, M, D, K = 16, 24, 8, 40
 ENGINES = ("dense", "tiled", "triton")

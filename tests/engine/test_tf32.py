@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from support.versions import needs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import itrloss
@@ -24,7 +25,7 @@ SETTINGS = torch.backends.cuda.matmul
 def as_it_was():
     """Leave the process's setting as it was."""
     yield
-    if HAS_NEWER:
+    if products.HAS_FP32_PRECISION:
         SETTINGS.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
 
@@ -41,8 +42,7 @@ def allow_by_newer_setting():
     SETTINGS.fp32_precision = "tf32"
 
 
-HAS_NEWER = hasattr(SETTINGS, "fp32_precision")  # from PyTorch 2.9 on
-with_newer = pytest.mark.skipif(not HAS_NEWER, reason="this PyTorch has the older flag alone")
+with_newer = needs("matmul.fp32_precision", 2, 9)
 ALLOWED = [
     allow_by_precision,
     allow_by_flag,
@@ -78,6 +78,7 @@ def test_nothing_is_set_where_nothing_is_rounded(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "matmul", types.MappingProxyType({}))
     with products.full_float32(torch.device("cpu")):
         pass
+    monkeypatch.setattr(products, "HAS_FP32_PRECISION", True)
     refusing = types.SimpleNamespace(__slots__=(), fp32_precision="ieee")
     monkeypatch.setattr(torch.backends.cuda, "matmul", refusing)
     with products.full_float32(CUDA):
@@ -87,6 +88,7 @@ def test_nothing_is_set_where_nothing_is_rounded(monkeypatch):
 def test_older_versions_have_one_flag(monkeypatch):
     """PyTorch 2.8 does not know the newer setting."""
     older = types.SimpleNamespace(allow_tf32=True)
+    monkeypatch.setattr(products, "HAS_FP32_PRECISION", False)
     monkeypatch.setattr(torch.backends.cuda, "matmul", older)
     assert products.rounds_float32(CUDA)
     with products.full_float32(CUDA):

@@ -12,6 +12,7 @@ from support.drawn_answers import ASKED, AnswerCase
 from support.drawn_losses import LossCase
 from support.losses_registry import where
 from support.on_triton import DEVICE, HALF, OF_KERNELS, distance
+from support.versions import grad_or_zeros
 
 import itrloss
 from itrloss.engine import relation
@@ -101,7 +102,7 @@ def outcome_of(case, engine_name, dtype, device="cpu"):
     trained = [*leaves, *loss.parameters()]
     if not total.requires_grad:
         return [total, *(torch.zeros_like(x) for x in trained)]
-    gradients = torch.autograd.grad(total, trained, materialize_grads=True)
+    gradients = grad_or_zeros(total, trained)
     return [total.detach(), *gradients]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.stored import assert_stored_numbers
+from support.versions import needs
 from torch import Tensor, nn
 
 from examples.retrieval import encoders
@@ -87,6 +88,7 @@ def test_numbers_are_those_that_loops_over_the_equations_had(group, monkeypatch)
     assert_stored_numbers("encoders", {name: numbers(name) for name in ENCODERS}, 1e-3)
 
 
+@needs("autocast of float16 on the CPU", 2, 4)
 def test_gpo_does_not_overflow_in_half_precision():
     torch.manual_seed(0)
     pool = GPO(8, 8)

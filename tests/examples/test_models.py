@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.drawn import take_steps
 from support.stored import assert_stored_numbers
+from support.versions import default_device
 
 from examples.retrieval.concepts import Concepts, normalized_graph
 from examples.retrieval.config import Config
@@ -59,7 +60,7 @@ def test_numbers_are_those_that_loops_over_the_equations_had(config):
         assert [k for k, x in enumerate(outputs) if len(x) == 4] == list(model.of_texts)
         numbers[name] = model.similarity(*embedded).flatten().tolist()
         numbers[f"outputs of {name}"] = [x.mean().item() for x in outputs]
-        with torch.device("meta"):
+        with default_device("meta"):
             model = build_model(replace(large, **settings), 2048, 12000, 2048)
         numbers[f"parameters of {name}"] = [float(sum(p.numel() for p in model.parameters()))]
     assert_stored_numbers("models", numbers, 1e-3)

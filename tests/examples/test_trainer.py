@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.versions import GradScaler
 
 from examples.retrieval.config import Config, make_config
 from examples.retrieval.data import load_split
@@ -135,7 +136,7 @@ def test_gradients_are_clipped_at_their_own_norm_whatever_their_scale(
         trainer = Trainer(replace(config, precision=precision))
         # any scale other than 1 has an effect, and a small one does not overflow
         if precision == "float16":
-            trainer.scaler = torch.amp.GradScaler("cpu", init_scale=0.125)
+            trainer.scaler = GradScaler("cpu", init_scale=0.125)
         trainer.train_step(next(trainer.batches.epoch(0)))
     exact, scaled = (norm.item() for norm in norms)
     assert scaled == pytest.approx(exact, rel=0.05)

@@ -14,9 +14,9 @@ from support import published
 from support.losses_registry import REGISTRY, select
 from support.processes import WORLD, run
 from support.published import open_clip
+from support.versions import FlopCounterMode
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.flop_counter import FlopCounterMode
 
 import itrloss
 from itrloss import compat

@@ -27,9 +27,8 @@ from support.trainers import (
     assert_same_in_two_processes,
     curve,
 )
+from support.versions import DTensor, fully_shard
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import itrloss

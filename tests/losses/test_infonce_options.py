@@ -79,7 +79,7 @@ def test_negatives_alone_multiply_nothing_else():
     n, k, d = 256, 2, 16
     v, w, z = (torch.randn(n, *size, d) for size in ((), (), (k,)))
     loss = one_way(0.1, in_batch=False)
-    from torch.utils.flop_counter import FlopCounterMode
+    from support.versions import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
         loss(v, w, negatives=z)

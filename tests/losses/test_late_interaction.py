@@ -17,9 +17,9 @@ from support.cases import measured_apart, sets
 from support.flops import Products
 from support.oracle_embedders import FORMS, late_scores
 from support.processes import run
+from support.versions import FlopCounterMode, reset_compiler
 from torch import Tensor
 from torch.autograd import gradgradcheck
-from torch.utils.flop_counter import FlopCounterMode
 
 from itrloss import functional
 from itrloss.engine import inputs as engine_inputs
@@ -122,7 +122,7 @@ def test_second_derivatives_are_those_of_differences(aggregation, own, monkeypat
 @pytest.mark.parametrize("own", [False, True])
 @every_aggregation
 def test_scores_compile_without_a_graph_break(aggregation, own):
-    torch._dynamo.reset()
+    reset_compiler()
     inputs = both_sides(own)
     masks = [mask_of(x, 7) for x in inputs]
 

@@ -7,16 +7,17 @@ import math
 
 import pytest
 import torch
-import torch._dynamo.testing
 import torch.nn.functional as F
 from support.cases import embeddings, sample
 from support.flops import Products
 from support.losses_registry import where
 from support.memories import D, memory_batch
+from support.versions import CompileCounterWithBackend, reset_compiler
 from torch import Tensor
 
 import itrloss
 from itrloss import CoupledMemory
+from itrloss.torch_versions import untyped_storage
 
 # some batches have nothing in common, or one id for all
 pytestmark = pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
@@ -117,13 +118,13 @@ def test_nothing_of_the_size_of_the_memory_is_kept_for_backward():
     saved = {}
 
     def note(x):
-        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        saved[untyped_storage(x).data_ptr()] = untyped_storage(x).nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         make("mdcl", engine="tiled")(*batch)
     for x in (large.images, large.texts, large.ids):  # the memory itself
-        saved.pop(x.untyped_storage().data_ptr(), None)
+        saved.pop(untyped_storage(x).data_ptr(), None)
     assert max(saved.values()) < entries * 4
 
 
@@ -200,8 +201,8 @@ def test_positives_in_the_memory_are_those_of_albef(idx: str):
 def test_a_loss_is_compiled_once_for_all_fillings_of_its_memory():
     """Once for a memory that has never had an entry, and once for all others."""
     loss = make("mdcl", engine="dense")
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    reset_compiler()
+    counter = CompileCounterWithBackend("aot_eager")
     compiled_loss = torch.compile(loss, fullgraph=True, backend=counter)
     compiled_enqueue = torch.compile(CoupledMemory.enqueue, fullgraph=True, backend=counter)
     memory, other = CoupledMemory(10, D), CoupledMemory(10, D)
@@ -232,7 +233,7 @@ def test_a_compiled_run_goes_on_bit_for_bit_after_a_load():
         memory.enqueue(v, w)
         return value
 
-    torch._dynamo.reset()
+    reset_compiler()
     batches = [embeddings(4, 4, D, seed=k, dtype=torch.float32) for k in range(12)]
     memory = CoupledMemory(20, D)
     for batch in batches[:8]:  # full by then

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.cases import embeddings
 from support.losses_registry import REGISTRY, public_losses
+from support.versions import reset_compiler
 from torch import Tensor, nn
 
 import itrloss
@@ -135,7 +136,7 @@ def test_every_public_module_is_here_or_a_loss():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(MODULES.keys() - {"momentum", "infonce"}))
 def test_module_compiles_without_a_graph_break(name):
-    torch._dynamo.reset()
+    reset_compiler()
     module = make(name)
     twin = make(name)
     compiled = torch.compile(MODULES[name].call, fullgraph=True, backend="aot_eager")

@@ -52,11 +52,11 @@ def test_prototypes_of_coder(kind):
     missing = spread(ids, NO_ID)
     given = (missing, missing)
     if kind == "text ids alone":
-        given = None, torch.arange(11).where(missing != NO_ID, NO_ID)
+        given = None, torch.where(missing != NO_ID, torch.arange(11), NO_ID)
     if kind == "image or text":  # one of which exists
         numbers = torch.arange(11)
         exists = [(missing != NO_ID) | (numbers % 2 == side) for side in range(2)]
-        given = tuple((numbers + 90).where(mask, NO_ID) for mask in exists)
+        given = tuple(torch.where(mask, numbers + 90, NO_ID) for mask in exists)
     terms = []
     for vectors, own in ((x, (ids, ids)), (more, given)):
         torch.manual_seed(0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.losses_registry import REGISTRY
+from support.versions import default_device, load, require
 from torch import nn
 
 import itrloss
@@ -71,9 +72,10 @@ def test_a_state_holds_tensors_that_others_can_copy_average_and_store(name: str)
     stored = io.BytesIO()
     torch.save(state, stored)
     stored.seek(0)
-    twin.load_state_dict(torch.load(stored, weights_only=True))
+    twin.load_state_dict(load(stored))
     same_state(twin, model)
     numbers = {key: x.clone() for key, x in state.items()}
+    require("load_state_dict(assign=...)", 2, 1)
     for assign in (False, True):
         fresh = Model(MODULES[name]())
         fresh = fresh.to("meta") if assign else fresh
@@ -119,6 +121,7 @@ def test_parameters_of_a_loss_are_still_needed_and_expected():
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_state_loads_with_and_without_the_scale_of_a_model(assign: bool):
     """A model holds its scale with shape (), and a loss of its own with (1,)."""
+    require("load_state_dict(assign=...)", 2, 1)
     of_model = nn.Parameter(torch.tensor(3.0))
     shares = itrloss.InfoNCELoss(learnable=True)
     shares.log_scale = of_model
@@ -153,7 +156,7 @@ def test_a_pretrained_model_holds_which_negatives_count(tmp_path):
 
 
 def test_a_state_does_not_depend_on_the_default_device():
-    with torch.device("meta"):
+    with default_device("meta"):
         state = annealed(TripletLoss(mining="all")).state_dict()
     loss = TripletLoss(mining="all")
     loss.load_state_dict(state)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from support.cases import embeddings, upstream
 from support.losses_registry import REGISTRY
+from support.versions import FlopCounterMode
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import itrloss
 from itrloss import Similarity

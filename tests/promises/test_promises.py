@@ -17,6 +17,7 @@ import pytest
 import torch
 from support import promised_interface as interface
 from support import promised_outcomes as outcomes
+from support.versions import load
 
 import itrloss
 
@@ -56,11 +57,11 @@ def test_values_are_those_promised_of_all_losses_rerankers_and_metrics():
 
 @pytest.mark.parametrize("path", sorted(STORED.glob("states-*.pt")), ids=lambda path: path.stem)
 def test_states_load_and_compute_what_they_did(path):
-    assert changed_outcomes(torch.load(path, weights_only=True)) == []
+    assert changed_outcomes(load(path)) == []
 
 
 def test_everything_with_a_state_is_in_this_versions_states():
-    assert torch.load(STATES, weights_only=True).keys() == outcomes.states().keys(), STORE
+    assert load(STATES).keys() == outcomes.states().keys(), STORE
 
 
 def store() -> None:
@@ -76,7 +77,7 @@ def store() -> None:
             stored = [float(f"{number:.10g}") for number in numbers]
         lines.append(f"{json.dumps(name)}: {json.dumps(stored)}")
     VALUES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    saved = torch.load(STATES, weights_only=True) if STATES.exists() else {}
+    saved = load(STATES) if STATES.exists() else {}
     found = outcomes.states()
     unchanged = saved.keys() == found.keys() and not changed_outcomes(saved)
     if not unchanged:

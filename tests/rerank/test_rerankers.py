@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.cases import embeddings, public_rerankers, sample
 from support.rerankers import METHODS, Centred, CentredByBlocks
+from support.versions import load
 
 from itrloss import Similarity, rerank
 from itrloss.cli import comparison
@@ -220,7 +221,7 @@ def saved_and_loaded(method):
     file = io.BytesIO()
     torch.save(method.state_dict(), file)
     file.seek(0)
-    return torch.load(file, weights_only=True)
+    return load(file)
 
 
 def test_a_bank_that_comes_from_a_model_is_kept_without_its_gradient():

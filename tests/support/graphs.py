@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 import itrloss
 from itrloss.graphed import CUDAGraph
@@ -49,7 +49,7 @@ class Tape(CUDAGraph):
     @torch.autocast("cpu", enabled=False)  # its conversions are recorded
     def replay(self) -> None:  # type: ignore[override]
         for function, args, kwargs, results in self.operators:
-            found = tree_leaves(function(*args, **kwargs))
+            found = tree_flatten(function(*args, **kwargs))[0]
             for own, new in zip(results, found, strict=True):
                 if isinstance(own, Tensor) and own.data_ptr() != new.data_ptr():
                     own.copy_(new)
@@ -70,7 +70,7 @@ class Operators(TorchDispatchMode):
         if name in WAITING or "unique" in name or by_mask:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         result = func(*args, **(kwargs or {}))
-        held = tree_map_only(Tensor, Tensor.detach, (args, kwargs or {}, tree_leaves(result)))
+        held = tree_map_only(Tensor, Tensor.detach, (args, kwargs or {}, tree_flatten(result)[0]))
         self.ran.append((func, *held))
         return result
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 import itrloss
+from itrloss.torch_versions import VERSION
 from support import (
     oracle,
     oracle_embedders,
@@ -149,6 +150,8 @@ CONSTANT = dict.fromkeys(
 OF_IMAGES = {"swapped_sides": "images and texts are not treated alike"}
 NEGATIVES_ALONE = {"float32_error": "1 - p cancels where p is near 1, see the loss"}
 SHARP = {"float32_error": "its temperature multiplies the rounding of scores by 250"}
+if VERSION < (2, 0):
+    SHARP = {}  # whose products are rounded less
 TINY = {
     "float32_error": "its scale multiplies the rounding of scores by 256",
     "float16_error": "a gradient of 1e-13 is below the range of float16",

@@ -60,7 +60,7 @@ def pcme(inputs, ids, scale=5.0, shift=5.0, pseudo_weight=0.1, vib_weight=1e-4, 
             for row, right in zip(distance, positive, strict=True)
         ]
         counts = own & others.any()
-        return (torch.stack(values) + vib_weight * divergence(mean, log)).where(counts, 0.0)
+        return torch.where(counts, torch.stack(values) + vib_weight * divergence(mean, log), 0.0)
 
     rows = of_side(distance, positive, images, images_log, image_exists, text_exists)
     cols = of_side(distance.T, positive.T, texts, texts_log, text_exists, image_exists)

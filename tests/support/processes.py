@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from itrloss.torch_versions import VERSION
+
+from .versions import load
+
 WORLD = 2
 # Processes are copies of one that has imported the slow modules: PyTorch's compiler is imported by
 # DDP.
-SLOW = [
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "torch.distributed.fsdp",
-    "itrloss",
-    "pytest",
-]
+SLOW = ["itrloss", "pytest"]
+if VERSION >= (2, 8):
+    SLOW += ["torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp"]
 # Those are slow, too, and only few tests need them: tests that are collected together with these.
 SLOW_HERE = ["transformers.trainer", "sentence_transformers", "torchmetrics", "lightning"]
 
@@ -45,7 +45,7 @@ def run(work: Callable[..., Any], folder: Path, *args, world: int = WORLD) -> li
     mp.start_processes(
         _process, (work, str(folder), args, world, 120, True), world, start_method="forkserver"
     )
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+    return [load(folder / f"{rank}.pt") for rank in range(world)]
 
 
 def start(work: Callable[..., Any], args: tuple, world: int) -> None:
@@ -84,10 +84,7 @@ def survivors(
         if process.is_alive():
             process.kill()
     found = [[place / f"{rank}.pt" for rank in range(world)] for place in folders]
-    return [
-        [torch.load(path, weights_only=True) if path.exists() else None for path in paths]
-        for paths in found
-    ]
+    return [[load(path) if path.exists() else None for path in paths] for paths in found]
 
 
 def _process(
@@ -109,6 +106,7 @@ def _process(
     if all:
         # a process that exits before the other has connected would make that one fail
         dist.barrier()
+        _kept = dist.group.WORLD  # in PyTorch 2.4 its destructor may wait for ever
         dist.destroy_process_group()
     # Exit without Python's shutdown: DDP keeps the group's threads alive, and dropping a last
     # tensor in them during shutdown aborts the process (pytorch/pytorch#179291), which is rare and

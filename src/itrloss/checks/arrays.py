@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..torch_versions import UINT64, aminmax, is_compiling
+
 
 class Names(NamedTuple):
     """What the caller calls the two sides of a similarity matrix, and their ids; the names of ids
@@ -48,6 +50,10 @@ def from_numpy(x: Any) -> Any:
     size = min(x.dtype.itemsize, 8)  # of long doubles, too
     # by its size: NumPy has two types of 64 bits, of which PyTorch knows one
     native = np.dtype(f"{x.dtype.kind}{size}")
+    if native.kind == "u" and size > 1 and UINT64 is None:
+        if (x >= 2**63).any():
+            return x
+        native = np.dtype(np.int64)
     order = "F" if x.flags.f_contiguous else "C"  # PyTorch has no negative strides
     x = np.require(x, native, [order, "ALIGNED"])
     if x.flags.writeable:
@@ -59,7 +65,7 @@ def from_numpy(x: Any) -> Any:
 
 def host_may_read(x: Tensor) -> bool:
     """Return whether the host may read ``x`` without a synchronisation or a graph break."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
+    if is_compiling() or x.device.type != "cpu":
         return False
     return type(x) is Tensor or not isinstance(x, torch._subclasses.FakeTensor)
 
@@ -141,7 +147,7 @@ def require_finite(name: str, x: Tensor) -> None:
     # Rows are as in memory, of which no copy is made: it may be a file's. A nan is both extremes,
     # and aminmax takes a tenth of the time of isfinite.
     in_memory = given.T if given.stride(0) < given.stride(1) else given
-    if bool(torch.stack(in_memory.aminmax()).isfinite().all()):
+    if bool(torch.stack(aminmax(in_memory)).isfinite().all()):
         return
     wrong = ~given.isfinite()
     row, col = divmod(int(wrong.flatten().byte().argmax()), given.shape[1])

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..torch_versions import UINT64
 from .arrays import Names, from_numpy, type_name
 from .values import shown
 
@@ -27,6 +28,8 @@ def as_id_numbers(name: str, ids: object, size: int | None = None) -> Tensor:
         array = _as_array(ids)
         if array.dtype.kind == "U":
             return _numbers_of_strings(array)
+        if array.dtype.kind == "u" and (array >= 2**63).any():
+            raise too_large(name, array.dtype)
         x = from_numpy(array)
     is_tensor = isinstance(x, Tensor)
     if not is_tensor or x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
@@ -100,7 +103,7 @@ def as_ids(
     if x.shape[:1] != (size,) or x.dim() != 1 + are_sets:
         expected = f"({size}, k)" if are_sets else f"({size},)"
         raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
-    if x.dtype == torch.uint64:
+    if x.dtype == UINT64:
         x = as_int64(name, x)
     return x.to(device, torch.int64, copy=True)
 
@@ -117,11 +120,14 @@ def as_indices(name: str, x: object, size: int, device: torch.device) -> Tensor:
 
 def as_int64(name: str, x: Tensor) -> Tensor:
     """Return integers as int64; raise a ValueError for larger ones."""
-    if x.dtype == torch.uint64 and (x.view(torch.int64) < 0).any():
-        # int64 would make them negative, and 2**63 the id of padding. The host waits for these
-        # only.
-        raise ValueError(f"{name}: expected ids below 2**63, got larger ones in {x.dtype}")
+    if x.dtype == UINT64 and (x.view(torch.int64) < 0).any():
+        raise too_large(name, x.dtype)  # the host waits for these only
     return x.long()
+
+
+def too_large(name: str, dtype: object) -> ValueError:
+    """Return the error of ids that int64 would make negative, and 2**63 the id of padding."""
+    return ValueError(f"{name}: expected ids below 2**63, got larger ones in {dtype}")
 
 
 def check_range(name: str, x: Tensor, largest: int) -> None:

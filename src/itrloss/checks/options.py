@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..torch_versions import require_version
 from .values import as_int, as_number, no_word, unknown_keyword
 
 if TYPE_CHECKING:
@@ -513,14 +514,14 @@ class CheckedModule(Options, WholeState):
             return self._passed[option]
         return held, value
 
-    @torch.no_grad()
     def _fill(self, declared: Option) -> None:
         """Give the parameter behind an option the number that was set last."""
         assert declared.learnt is not None
         held = self._held.get(declared.name, "")
         parameter = self._parameters.get(held)
         if parameter is not None:
-            parameter.fill_(declared.learnt.stored(held, self.__dict__[f"_{declared.name}"]))
+            with torch.no_grad():
+                parameter.fill_(declared.learnt.stored(held, self.__dict__[f"_{declared.name}"]))
 
     def _reset_learnt(self) -> None:
         """Give the parameters behind the options the numbers that were set last."""
@@ -572,4 +573,7 @@ class CheckedModule(Options, WholeState):
 
 def is_sharded(x: object) -> bool:
     """Return whether a tensor is a DTensor, whose module is imported by those who make one."""
-    return hasattr(x, "device_mesh")
+    if not hasattr(x, "device_mesh"):
+        return False
+    require_version("a DTensor, as of FSDP2,", 2, 6)
+    return True

@@ -13,7 +13,7 @@ from .. import functional
 from ..checks import IdsLike, WholeState, as_ids, one_of
 from ..losses import MemoryLoss
 from ..losses.matryoshka import check_scalar, inner_loss
-from ..memory import CoupledMemory
+from ..memory import CoupledMemory, empty_memory
 from .arguments import as_sets, members_of, required, zero_of
 from .regularizers import Parts, Regularizers
 
@@ -135,9 +135,7 @@ class HALCriterion(AdaptedLoss):
         if not isinstance(self.loss, MemoryLoss):
             return self._of_pairs(im, s)
         if mb_img is None:
-            with im.device:
-                empty = CoupledMemory(1, im.shape[1], dtype=im.dtype)
-            return self._value(im, s, im, s, empty)
+            return self._value(im, s, im, s, empty_memory(1, im))
         entries = as_ids("mb_ind", mb_ind, len(mb_img), im.device)
         ids = as_ids("indices", indices, len(im), im.device)
         memory = _memory(mb_img, required("mb_cap", mb_cap), entries)
@@ -251,8 +249,7 @@ _CRITERIA: Mapping[str, type[AdaptedLoss]] = {
 
 def _memory(images: Tensor, texts: Tensor, ids: Tensor | None = None) -> CoupledMemory:
     """Return a memory with (M, D) keys and (M,) ids, of this process alone."""
-    with images.device:
-        memory = CoupledMemory(*images.shape, dtype=images.dtype)
+    memory = empty_memory(len(images), images)
     memory.enqueue_alone(images, texts, ids)
     return memory
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..torch_versions import all_gather_single, reduce_scatter_single
+
 #: The processes that take part; None stands for all.
 ProcessGroup: TypeAlias = "dist.ProcessGroup | None"
 Collective: TypeAlias = "Callable[[Tensor, ProcessGroup], Tensor]"
@@ -30,25 +32,17 @@ def world_size(group: ProcessGroup = None) -> int:
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the (W B, ...) concatenation of ``x`` (B, ...) by rank."""
     whole = x.new_empty(len(x) * world_size(group), *x.shape[1:])
-    if hasattr(dist, "all_gather_single"):  # its name from PyTorch 2.13 on
-        collective = dist.all_gather_single
-    else:
-        collective = dist.all_gather_into_tensor
-    collective(whole, x.contiguous(), group=group)
+    all_gather_single(whole, x.contiguous(), group=group)
     return whole
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return this process's part (B, ...) of the sum of ``x`` (W B, ...), rounded once."""
     whole = x.contiguous()
-    if x.is_floating_point() and x.itemsize < 4:
+    if x.is_floating_point() and x.element_size() < 4:
         whole = x.float().contiguous()  # sums of half types would be rounded with each addend
     part = whole.new_empty(len(x) // world_size(group), *x.shape[1:])
-    if hasattr(dist, "reduce_scatter_single"):  # its name from PyTorch 2.13 on
-        collective = dist.reduce_scatter_single
-    else:
-        collective = dist.reduce_scatter_tensor
-    collective(part, whole, group=group)
+    reduce_scatter_single(part, whole, group=group)
     return part.to(x.dtype)
 
 

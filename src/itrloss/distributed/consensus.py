@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..engine.vectors import host_may_read
+from ..torch_versions import backends, current_accelerator, is_compiling
 from . import collectives
 from .collectives import ProcessGroup, world_size
 
@@ -59,7 +60,8 @@ def consensus(group: ProcessGroup = None) -> Iterator[Consensus]:
     said: dict[str, list[str]] = {}  # by which processes
     some = any(failed)
     parts = texts if some else what_differs(texts)
-    for rank, text, fails in zip(dist.get_process_group_ranks(group), parts, failed, strict=True):
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    for rank, text, fails in zip(ranks, parts, failed, strict=True):
         if fails or not some:
             said.setdefault(text, []).append(str(rank))
     if some:
@@ -71,9 +73,9 @@ def consensus(group: ProcessGroup = None) -> Iterator[Consensus]:
 
 def exchange_device(group: ProcessGroup) -> torch.device | str | None:
     """Return the device of numbers that are exchanged: the CPU, if the job can."""
-    if "cpu" in str(dist.get_backend_config(group)):
+    if "cpu" in backends(group):
         return "cpu"
-    return torch.accelerator.current_accelerator()
+    return current_accelerator()
 
 
 def what_differs(texts: Sequence[str]) -> list[str]:
@@ -115,7 +117,7 @@ def gather_parts(
 
     If ``check`` fails in one process, all raise an error; so they do if ``text`` differs.
     """
-    if torch.compiler.is_compiling():  # nothing is compared then
+    if is_compiling():  # nothing is compared then
         world = world_size(group)
         return [list(collectives.gather(x, group).chunk(world)) for x in check()]
     with consensus(group) as agreed:

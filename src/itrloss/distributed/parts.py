@@ -23,6 +23,7 @@ from ..engine.related import (
 )
 from ..engine.relation import IGNORE_ID, Relation, Rule
 from ..engine.vectors import autocast_dtype
+from ..torch_versions import is_compiling
 from . import collectives
 from .collectives import ProcessGroup, world_size
 from .consensus import consensus, described, is_trained, numbered, padded
@@ -144,7 +145,7 @@ def agreed(
     All processes raise an error if one of them fails or if they differ in what has to be alike. The
     compiler compares nothing, and takes sizes to be equal.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         if callable(same):
             same()
         return part.checked(), [list(part.sizes)] * world_size(group)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..torch_versions import is_compiling
 from . import dense, tiled
 from .inputs import NO_INPUTS, NUMBER_OF_TENSORS, Inputs, Side, whole_scores
 from .pair_scores import Index, ListedPairs, pair_scores
@@ -111,7 +112,7 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
         values = request.question.values
     if not torch.is_grad_enabled():
         return answer(request)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         if not any([is_trained(x) for x in (*targets, *values)]):
             return answer(request)
         torch._dynamo.graph_break(

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..torch_versions import VERSION
+
 
 class Platform(NamedTuple):
     """A kind of GPU and the versions that compile for it."""
@@ -46,7 +48,7 @@ def is_verified(device: torch.device) -> bool:
 
     Elsewhere a warning says once for each kind of GPU how to take it.
     """
-    if importlib.util.find_spec("triton") is None or torch.version.hip:
+    if VERSION < (2, 8) or importlib.util.find_spec("triton") is None or torch.version.hip:
         return False
     major, minor = torch.cuda.get_device_capability(device)
     if major < OLDEST_CAPABILITY:

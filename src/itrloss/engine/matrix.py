@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import one_of
+from ..torch_versions import VERSION, is_compiling
 from . import dense, devices, tiled
 from .autograd import Request, Targets, ask, with_biases
 from .inputs import NO_SIDE, TILE, Inputs, Side, even_chunks, tile_shape, whole_scores
@@ -66,10 +67,10 @@ def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
         return choose_automatically(numel, budget, x)
     one_of("engine", engine, "auto", *ENGINES)
     if engine == "triton":
-        if importlib.util.find_spec("triton") is None:
+        if VERSION < (2, 8) or importlib.util.find_spec("triton") is None:
             raise ImportError(
-                "engine='triton' needs Triton, which comes with PyTorch for CUDA: "
-                "pip install triton"
+                "engine='triton' needs PyTorch 2.8 or newer, and Triton, which comes with PyTorch "
+                "for CUDA: pip install triton"
             )
         if x.dtype == torch.float64:
             raise TypeError("engine: 'triton' computes in float32, and the embeddings are float64")
@@ -83,7 +84,7 @@ def choose_engine(engine: str, numel: int, budget: int, x: Tensor) -> str:
 
 def choose_automatically(numel: int, budget: int, x: Tensor) -> str:
     """Return the engine that ``"auto"`` takes."""
-    if torch.compiler.is_compiling():  # the compiler fuses what plain PyTorch does with a matrix
+    if is_compiling():  # the compiler fuses what plain PyTorch does with a matrix
         itemsize = 8 if x.dtype == torch.float64 else 4
         return "dense" if numel * itemsize <= budget else "tiled"
     least = TRITON_FROM_IN_GRAPHS if devices.is_recorded(x.device) else TRITON_FROM
@@ -96,7 +97,7 @@ def is_small(engine: str, numel: int, budget: int, dtype: torch.dtype) -> bool:
     """Return whether the scores of a matrix are kept in the graph of its step."""
     if engine == "dense":
         return True
-    return engine == "tiled" and numel <= SMALL and numel * dtype.itemsize <= budget
+    return engine == "tiled" and numel <= SMALL and numel * torch.finfo(dtype).bits <= 8 * budget
 
 
 class Matrix:
@@ -146,7 +147,7 @@ class Matrix:
         self.in_graph = given is not None or part is not None
         #: Whether sums keep the slopes of the only block.
         self._keeps_slopes = self.in_graph and engine == "tiled"
-        if math.prod(self.shape) > SMALL or torch.compiler.is_compiling():
+        if math.prod(self.shape) > SMALL or is_compiling():
             self._keeps_slopes = False
         self._sources = vectors or sources or (like,)
 
@@ -227,7 +228,7 @@ class Matrix:
 
     def check_unchanged(self) -> None:
         """Raise an error if inputs were modified in place that are still to be read."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         what = ""
         for x in self._sources:
@@ -525,7 +526,7 @@ class Matrix:
 
         On an accelerator they are, as it need not wait until the pairs are listed.
         """
-        if self.in_graph or not self.relation.by_ids or torch.compiler.is_compiling():
+        if self.in_graph or not self.relation.by_ids or is_compiling():
             return False
         return not (self.host_may_read() and self.lists_positives())
 
@@ -652,7 +653,7 @@ class Matrix:
         part = self._part
         if part is None or part.of_memory or self.is_biased:
             return False
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return False
         return self._scores is None or math.prod(self.shape) > PAIRS_BY_SCORES
 
@@ -715,7 +716,7 @@ def large_matrix(
         cols = as_multiplied(cols)
     if bounded is None:
         bounded = rows.normalize and cols.normalize and not is_biased
-    size = math.prod(relation.shape) * rows.dtype.itemsize
+    size = math.prod(relation.shape) * (torch.finfo(rows.dtype).bits // 8)
     return Matrix(
         relation,
         engine,

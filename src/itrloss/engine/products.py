@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..torch_versions import HAS_FP32_PRECISION, cpu_capability, is_compiling
+
 # number of multiplications from which oneDNN's overhead of some microseconds does not matter
 LARGE = 2**21
 _THIN = 16  # with fewer rows or columns, a product is memory-bound
@@ -31,10 +33,10 @@ _seen: set[tuple[int, ...]] = set()
 
 def rounds_float32(device: torch.device) -> bool:
     """Return whether the process lets a CUDA device round factors of float32 products (TF32)."""
-    if device.type != "cuda" or torch.compiler.is_compiling():
+    if device.type != "cuda" or is_compiling():
         return False
     settings = torch.backends.cuda.matmul
-    if hasattr(settings, "fp32_precision"):  # PyTorch 2.9
+    if HAS_FP32_PRECISION:
         return settings.fp32_precision == "tf32"
     return bool(settings.allow_tf32)
 
@@ -51,15 +53,14 @@ def full_float32(device: torch.device) -> Iterator[None]:
         return
     settings = torch.backends.cuda.matmul
     # The older setting raises an error where it is read after the newer one was written to.
-    is_new = hasattr(settings, "fp32_precision")
-    if is_new:
+    if HAS_FP32_PRECISION:
         settings.fp32_precision = "ieee"
     else:
         settings.allow_tf32 = False
     try:
         yield
     finally:
-        if is_new:
+        if HAS_FP32_PRECISION:
             settings.fp32_precision = "tf32"
         else:
             settings.allow_tf32 = True
@@ -116,10 +117,7 @@ def prefers_onednn() -> bool:
     """Return whether the processor has AVX-512 and is not Intel's, and PyTorch was built with
     oneDNN.
     """
-    if (
-        not torch.backends.mkldnn.is_available()
-        or torch.backends.cpu.get_cpu_capability() != "AVX512"
-    ):
+    if not torch.backends.mkldnn.is_available() or cpu_capability() != "AVX512":
         return False
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and "GenuineIntel" not in cpuinfo.read_text()

@@ -20,6 +20,7 @@ from ..checks import (
     no_default_pairing,
     one_of,
 )
+from ..torch_versions import is_compiling
 from .devices import is_recorded
 from .relation import IGNORE_ID, Ids, Relation, Rule, as_sets
 from .vectors import host_may_read
@@ -224,7 +225,7 @@ def weights_of(matches: Tensor) -> bool:
     """
     is_fake = matches.is_meta or isinstance(matches, torch._subclasses.FakeTensor)
     # there are no values yet
-    if is_fake or torch.compiler.is_compiling() or is_recorded(matches.device):
+    if is_fake or is_compiling() or is_recorded(matches.device):
         return matches.dtype != torch.bool
     weights = matches[(matches != 0) & ~matches.isnan()]
     if bool(((weights < 0) | (weights == torch.inf)).any()):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..torch_versions import is_compiling
 from .devices import is_recorded
 from .vectors import compute_dtype, host_may_read, may_keep
 
@@ -158,7 +159,7 @@ class Relation:
             return True
         like = self.ids[0] if self.matches is None else self.matches
         assert like is not None
-        if like.device.type == "cuda" and not torch.compiler.is_compiling():
+        if like.device.type == "cuda" and not is_compiling():
             return not is_recorded(like.device)
         return host_may_read(like)
 
@@ -181,7 +182,7 @@ class Relation:
         """
         if key in self._cache:
             return self._cache[key]
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return compute(*arguments)
         context = contextlib.nullcontext() if may_keep() else torch.inference_mode(False)
         with context:
@@ -277,7 +278,7 @@ class Relation:
             return x
         fills = not self._is_small and self._cached("fills entries", self._fills_entries)
         # what was kept may be asked for in a compiled graph, where the host reads nothing
-        if over == "negatives" and fills and not torch.compiler.is_compiling():
+        if over == "negatives" and fills and not is_compiling():
             i, j = self._listed_within(rows, cols)
             if len(i) * 16 <= x.shape[-1] * x.shape[-2]:
                 if len(i):

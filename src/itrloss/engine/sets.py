@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..torch_versions import is_compiling
 from .inputs import ACCELERATOR_TILE, TILE, even_chunks, taken
 from .products import matmul
 from .relation import weighted_sums
@@ -510,7 +511,7 @@ def scores_by_blocks(rows: Sets, cols: Sets, form: Form) -> Tensor:
     """Return the scores (N, M), or (N, 1, J) of own sets."""
     has_one = len(blocks(rows, cols, cols.size)) <= 1
     chooses = form.is_hard and not are_own(cols)
-    if torch.compiler.is_compiling() or (has_one and not chooses):
+    if is_compiling() or (has_one and not chooses):
         return plain_scores(rows, cols, form)
     if torch.is_grad_enabled() and (rows.x.requires_grad or cols.x.requires_grad):
         return SetScores.apply(rows.x, cols.x, rows.exists, cols.exists, form)  # type: ignore[return-value]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from ..torch_versions import is_compiling
 from . import dense, tiled
 from .pair_scores import Index, ListedPairs
 from .products import add_matmul_, matmul
@@ -233,7 +234,7 @@ class Step:
         if not may_keep():
             return StepScores.apply(self.layout, self.memories, *self.vectors)  # type: ignore[return-value]
         with torch.enable_grad():
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 outputs = step_scores(self.layout, self.memories, *self.vectors)
             else:
                 outputs = StepScores.apply(self.layout, self.memories, *self.vectors)

@@ -126,9 +126,10 @@ class Term:
             total = (self(*inputs) * grad).sum()
             if not total.requires_grad:
                 return [torch.zeros_like(x) for x in inputs]
-            gradients = torch.autograd.grad(total, inputs, materialize_grads=True)
+            gradients = torch.autograd.grad(total, inputs, allow_unused=True)
         # An expanded gradient, such as a sum has, cannot be written to.
-        return [x.clone() for x in gradients]
+        pairs = zip(inputs, gradients, strict=True)
+        return [torch.zeros_like(x) if grad is None else grad.clone() for x, grad in pairs]
 
 
 @overload

@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..torch_versions import ADDMM_WIDENS
 from . import kernels
 from . import pair_scores as of_pairs
 from .inputs import NO_SIDE, Inputs, Side
@@ -57,10 +58,6 @@ BLOCK = 2**28  # scores of a block at most; sums of its tiles, until they are ad
 PANEL = 2**26  # bytes of scores, or of their gradient, that are written at once
 HELD_SHARE = 64  # the part of a device's memory that float32 sums of gradients may take: 1/64
 HELD_AT_LEAST = 2**27  # bytes of them on any device
-
-# Whether addmm adds half-precision products to a float32 matrix. A comparison of versions takes 25
-# microseconds, as long as a launch: once for each product, it took a third of the host's time.
-ADDMM_WIDENS = torch.__version__ >= "2.11"
 
 # Kinds of devices that multiply half precision with float32 sums; "meta" counts as a GPU.
 MULTIPLY_HALF = "cuda", "meta"

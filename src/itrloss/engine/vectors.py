@@ -11,6 +11,12 @@ import torch
 from torch import Tensor
 
 from ..checks import host_may_read as host_may_read
+from ..torch_versions import (
+    get_autocast_dtype,
+    is_autocast_available,
+    is_autocast_enabled,
+    is_compiling,
+)
 
 EPS = 1e-12  # a vector of at most this length counts as zero: its scores and its gradient are 0
 CHUNK = 2**17  # elements of embeddings that a pass over them processes at once
@@ -31,9 +37,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def is_autocast_on(kind: str) -> bool:
     """Return whether autocast is on for a kind of device."""
     # PyTorch 2.11 cannot compile the question whether a kind has autocast.
-    if kind not in ("cpu", "cuda") and not torch.amp.is_autocast_available(kind):
+    if kind not in ("cpu", "cuda") and not is_autocast_available(kind):
         return False
-    return torch.is_autocast_enabled(kind)
+    return is_autocast_enabled(kind)
 
 
 def full_precision(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -47,13 +53,13 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     kind = x.device.type
     if x.dtype != torch.float32 or not is_autocast_on(kind):
         return None
-    return torch.get_autocast_dtype(kind)
+    return get_autocast_dtype(kind)
 
 
 def may_keep() -> bool:
     """Return whether tensors made now may be cached: autograd cannot save inference tensors."""
     # in this order, as the compiler refuses the second question
-    return torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()
+    return is_compiling() or not torch.is_inference_mode_enabled()
 
 
 # ------------------------------------------------------------------------------------ unit vectors
@@ -96,7 +102,7 @@ def normalized(x: Tensor, normalize: bool = True) -> Tensor:
     """Return the vectors (..., D) at unit length in the compute dtype, twice differentiable."""
     if not normalize:
         return x.to(compute_dtype(x))
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return plain_unit(x, True)
     inv = inverse_norms(x.detach())
     return Normalize.apply(x, scaled(x.detach(), inv), inv)  # type: ignore[return-value]
@@ -166,14 +172,14 @@ def savable(x: Tensor) -> Tensor:
     """
     if not torch.is_grad_enabled():
         x = x.detach()
-    if not torch.compiler.is_compiling() and x.is_inference():
+    if not is_compiling() and x.is_inference():
         return x if torch.is_inference_mode_enabled() else x.clone()
     return x
 
 
 def version_of(x: Tensor) -> int | None:
     """Return how often a tensor was modified in place; None if that is not known."""
-    if torch.compiler.is_compiling() or x.is_inference():
+    if is_compiling() or x.is_inference():
         return None
     return x._version
 

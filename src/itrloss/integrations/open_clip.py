@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import ClipLoss, SigLipLoss
+from ..torch_versions import functional_call
 from . import check_without_groups, warn_without_gather
 
 
@@ -67,7 +68,7 @@ class RetrievalLoss(nn.Module):
         if logit_bias is not None:
             of_model["bias"] = logit_bias
         parameters = {name: of_model[last] for name, last in self.shared.items()}
-        loss = torch.func.functional_call(self.loss, parameters, (image_features, text_features))
+        loss = functional_call(self.loss, parameters, (image_features, text_features))
         # DistributedDataParallel needs a gradient for each parameter.
         loss = loss + 0 * logit_scale.sum()
         if logit_bias is not None:

@@ -36,6 +36,7 @@ from ..functional import Reduction, Values
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Directions, Engine, Similarity, as_directions
 from ..telemetry import describe, describe_memory
+from ..torch_versions import is_compiling
 
 # images and texts, or one or two views of one set, or scores; None for what is not there
 Given = tuple[Tensor | Similarity | None, Tensor | None, Tensor | None]
@@ -89,7 +90,7 @@ class Loss(CheckedModule):
 
     def described(self) -> str:
         """Return what has to be the same in all processes, in words; empty for one process."""
-        if not self.sharded or torch.compiler.is_compiling():
+        if not self.sharded or is_compiling():
             return ""
         options = {}
         for name, declared in self._all_options.items():
@@ -109,7 +110,7 @@ class Loss(CheckedModule):
 
         They do if the check fails in one of them, or if it returns different texts.
         """
-        if not self.sharded or torch.compiler.is_compiling():
+        if not self.sharded or is_compiling():
             check()
             return
         with consensus(self.process_group) as agreed:
@@ -249,7 +250,7 @@ class SimilarityLoss(Loss):
             batch = sim.batch if isinstance(sim, MemorySimilarity) else sim
             if self.is_to_look(batch):
                 self._look(loss, batch)
-        if self._observed and not torch.compiler.is_compiling():
+        if self._observed and not is_compiling():
             if isinstance(sim, MemorySimilarity):
                 self.telemetry = describe_memory(sim, self.process_group)
             else:
@@ -260,7 +261,7 @@ class SimilarityLoss(Loss):
 
     def is_to_look(self, sim: Similarity) -> bool:
         """Return whether no batch was looked at yet, and this one is on the CPU, uncompiled."""
-        return not (self._looked or torch.compiler.is_compiling()) and may_be_read(sim)
+        return not (self._looked or is_compiling()) and may_be_read(sim)
 
     @torch.no_grad()  # or a checkpoint would find more saved tensors than in the second pass
     def _look(self, loss: Values, sim: Similarity) -> None:
@@ -622,7 +623,7 @@ class MemoryLoss(DirectedLoss):
         keys = image_keys, text_keys
         ids = image_ids, text_ids
         sims = self._similarities(batch, keys, memory, ids)
-        if self.training and memory.is_new and not torch.compiler.is_compiling():
+        if self.training and memory.is_new and not is_compiling():
             self._count_empty()
         return self._with_telemetry(self._value(sims, keys, memory, ids), sims)
 
@@ -681,7 +682,7 @@ def existing(size: int, device: torch.device, **several: IdsLike | None) -> Tens
     An accelerator that has ids has to synchronise for what is made of it. A compiled graph has
     fixed sizes, so that nothing is left out there.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return None
     missing: list[Tensor] = []
     for name, ids in several.items():

@@ -14,6 +14,7 @@ from ..checks.warnings import warn
 from ..engine.devices import is_recorded
 from ..functional import Values
 from ..similarity import Similarity
+from ..torch_versions import is_compiling
 from .base import PairLoss
 from .temperature import SCALE, are_cosines, look_at_form
 
@@ -88,7 +89,7 @@ class TripletLoss(PairLoss):
             anchors, self.margin, self.mining, self.reduction, temperature=self.temperature
         )
         may_collapse = self.mining == "hardest" and self.temperature is None
-        if may_collapse and self.training and not torch.compiler.is_compiling():
+        if may_collapse and self.training and not is_compiling():
             is_due = self._counted(sim) % _INTERVAL == 0
             if is_due and self._alike < 2:
                 self._check_collapse(sim)

@@ -29,6 +29,7 @@ from ..engine.vectors import Embeddings, full_precision, normalized
 from ..functional import Values
 from ..similarity import Similarity
 from ..telemetry import describe
+from ..torch_versions import is_compiling
 from .base import Loss, SimilarityLoss, existing
 
 _NAMES = IMAGES_AND_TEXTS._replace(rows="image_sets")
@@ -79,7 +80,7 @@ class VarianceAwareLoss(SimilarityLoss):
         value = functional.variance_aware_loss(
             heads, self.margin, self.detach_sigma, self.shared_sigma, self.reduction
         )
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return value
         if self.is_to_look(frame):
             self._look(value, frame)
@@ -136,7 +137,7 @@ def head_matrices(
     k, n, _ = units.shape
     numel = n * len(texts)
     chosen = choose_engine(engine, numel, MEMORY_BUDGET // k, units)
-    fits = k * numel * units.itemsize <= MEMORY_BUDGET
+    fits = k * numel * units.element_size() <= MEMORY_BUDGET
     if chosen == "dense" or (engine == "auto" and chosen == "tiled" and fits):
         with full_precision(units):
             scores = units @ texts.T  # (K, N, M)
@@ -294,12 +295,12 @@ class DynamicGate(CheckedModule):
         share = torch.lerp(torch.full_like(first, self.momentum), torch.ones_like(first), first)
         running.lerp_(mean.to(running.dtype), share * finite.any())
 
-    def _apply(self, fn: Any, recurse: bool = True) -> DynamicGate:
+    def _apply(self, fn: Any, *args: bool, **kwargs: bool) -> DynamicGate:
         """Move the module between devices; running means keep their dtype, as half precision would
         lose small steps.
         """
         before = self.centre, self.on_rate
-        super()._apply(fn, recurse)
+        super()._apply(fn, *args, **kwargs)
         if self.centre.dtype != before[0].dtype:
             self.centre, self.on_rate = (x.to(self.centre.device) for x in before)
         return self

@@ -9,6 +9,7 @@ import copy
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from ..torch_versions import untyped_storage
 from .registry import check
 from .subject import Batch, Loss, Result, Subject, result_of, same, tensors, total, trained
 
@@ -346,7 +348,7 @@ def _rounding(subject: Subject, dtype: torch.dtype, times: float, autocast: bool
         plain.append(_errors(exact, subject.result(batch)))
         if autocast:
             rounded = rounded.to(torch.float32)
-        with torch.autocast("cpu", dtype, enabled=autocast):
+        with torch.autocast("cpu", dtype) if autocast else nullcontext():
             errors.append(_errors(subject.result(rounded), exact))
     largest = torch.stack(errors).amax(0)
     allowed = times * (torch.stack(plain).amax(0) + torch.finfo(dtype).eps)
@@ -406,7 +408,7 @@ def _saved_bytes(subject: Subject, n: int) -> int:
 
     def note(x: Tensor) -> Tensor:
         """Keep a tensor's storage; return the tensor."""
-        storage = x.untyped_storage()
+        storage = untyped_storage(x)
         storages[storage.data_ptr()] = storage
         return x
 

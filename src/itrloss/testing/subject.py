@@ -12,7 +12,9 @@ from unittest import SkipTest
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
+
+from ..torch_versions import VERSION
 
 # A module, or a function. What is read of it is looked for first.
 Loss = Callable[..., object]
@@ -83,6 +85,7 @@ class Subject:
             "module": (isinstance(self.loss, nn.Module), "it is no nn.Module"),
             "parameters": (bool(trained(self.loss)), "it has no parameters"),
             "processes": (self.processes > 1, "asked for with processes=2"),
+            "compiler": (VERSION >= (2, 8), "compiled losses need PyTorch 2.8"),
             "reference": (self.reference is not None, "there is no formula (reference=)"),
         }
         of_attribute = (hasattr(self.loss, feature), f"it has no attribute {feature!r}")
@@ -150,7 +153,7 @@ def _lengths(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def tensors(output: object) -> list[Tensor]:
     """Return all floating-point tensors in what a loss returned."""
-    found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+    found = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.is_floating_point()]
     assert found, f"expected a floating-point tensor, got {type(output).__name__}"
     return found
 
@@ -171,11 +174,11 @@ def result_of(value: Tensor, leaves: Batch, loss: Loss, keep: bool = False) -> R
     """Return a value and its gradients; with ``keep`` its graph remains."""
     assert value.requires_grad, "the value has no gradient"
     inputs = {"images": leaves.images, "texts": leaves.texts, **trained(loss)}
-    gradients = torch.autograd.grad(
-        value, [*inputs.values()], allow_unused=True, materialize_grads=True, retain_graph=keep
-    )
-    names = [f"gradient of {name}" for name in inputs]
-    return {"value": value.detach(), **dict(zip(names, gradients, strict=True))}
+    gradients = torch.autograd.grad(value, [*inputs.values()], retain_graph=keep, allow_unused=True)
+    result = {"value": value.detach()}
+    for (name, x), gradient in zip(inputs.items(), gradients, strict=True):
+        result[f"gradient of {name}"] = torch.zeros_like(x) if gradient is None else gradient
+    return result
 
 
 def same(

@@ -183,13 +183,13 @@ def _compiled(trial: Trial, fullgraph: bool) -> Result:
         torch.compiler.reset()
 
 
-@same_after(dtype=torch.float32)
+@same_after("compiler", dtype=torch.float32)
 def compiled(trial: Trial) -> Results:
     """Under torch.compile (aot_eager) the value and the gradients are the same."""
     yield _compiled(trial, fullgraph=False)
 
 
-@same_after(dtype=torch.float32)
+@same_after("compiler", dtype=torch.float32)
 def compiled_as_one_graph(trial: Trial) -> Results:
     """torch.compile finds no graph break: `.item()`, branches on values and unknown operators are
     such.
