@@ -49,9 +49,8 @@ class Request(NamedTuple):
     by_triton: bool = False
     #: Whether the gradient of vectors is found along with sums, up to one factor for each.
     early: bool = False
-    weights: Value | None = (
-        None  # of the sums in one total, without a gradient; None: there is none
-    )
+    #: Of the sums in one total, without a gradient; None: there is no total.
+    weights: Value | None = None
 
     def without_tensors(self) -> tuple[Request, list[Tensor | None]]:
         """Return what is left of the request without its tensors, and these, or None in their
@@ -64,13 +63,12 @@ class Request(NamedTuple):
         if question is not None:
             question, of_question = question.without_tensors()
             tensors += of_question
-        rest = Request(
-            question,
-            NO_INPUTS,
-            None if self.guide is None else NO_INPUTS,
-            None if self.pairs is None else (None, None),
-            self.by_triton,
-            self.early,
+        rest = self._replace(
+            question=question,
+            inputs=NO_INPUTS,
+            guide=None if self.guide is None else NO_INPUTS,
+            pairs=None if self.pairs is None else (None, None),
+            weights=None,
         )
         return rest, tensors
 
@@ -84,7 +82,7 @@ class Request(NamedTuple):
         guide = None if self.guide is None else Inputs.of_tensors(tensors[size : 2 * size])
         i, j = tensors[2 * size : 2 * size + 2]
         pairs = None if self.pairs is None else (i, j)
-        return Request(question, inputs, guide, pairs, self.by_triton, self.early)
+        return self._replace(question=question, inputs=inputs, guide=guide, pairs=pairs)
 
 
 def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
