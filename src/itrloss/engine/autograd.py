@@ -85,21 +85,29 @@ class Request(NamedTuple):
         return self._replace(question=question, inputs=inputs, guide=guide, pairs=pairs)
 
 
-def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
-    """Return the sums (A,) and the scores (P,) of pairs; None for what is not requested."""
+def answer(
+    request: Request, needs: Needs | None = None
+) -> tuple[Tensor | None, Tensor | None, EarlyGradients]:
+    """Return the sums (A,), or their () weighted total, and the scores (P,) of pairs; None for what
+    is not requested. And what is found of the gradients that are needed.
+    """
     inputs = request.inputs
     question = request.question
+    found = EarlyGradients()
     with torch.no_grad(), full_precision(inputs.like):
         if request.by_triton:
             from . import triton
 
             assert question is not None
             pairs = None if request.pairs is None else triton.pair_scores(inputs, *request.pairs)
-            return triton.sums(question, inputs), pairs
+            if needs is None or not request.early:
+                return triton.sums(question, inputs), pairs, found
+            sums, found = triton.sums_and_gradients(question, inputs, request.weights, needs)
+            return sums, pairs, found
         pairs = None if request.pairs is None else pair_scores(inputs, *request.pairs)
         if question is None:
-            return None, pairs
-        return tiled.sums(question, inputs, request.guide), pairs
+            return None, pairs, found
+        return tiled.sums(question, inputs, request.guide), pairs, found
 
 
 def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | None]:
@@ -108,29 +116,15 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
     if request.question is not None:
         values = request.question.values
     if not torch.is_grad_enabled():
-        return answer(request)
+        return answer(request)[:2]
     if torch.compiler.is_compiling():
         if not any([is_trained(x) for x in (*targets, *values)]):
-            return answer(request)
+            return answer(request)[:2]
         torch._dynamo.graph_break(
             "itrloss: tiles are visited outside of compiled graphs; "
             "fullgraph=True needs engine='dense'"
         )
     return Sums.apply(request, *targets, *values)  # type: ignore[return-value]
-
-
-def early_answer(request: Request, needs: Needs) -> tuple[Tensor, Tensor | None, EarlyGradients]:
-    """Return the sums (A,), or their () weighted total, the scores (P,) of pairs, and what their
-    gradients are made of.
-    """
-    from . import triton
-
-    inputs = request.inputs
-    assert request.question is not None
-    with full_precision(inputs.like):
-        pairs = None if request.pairs is None else triton.pair_scores(inputs, *request.pairs)
-        sums, found = triton.sums_and_gradients(request.question, inputs, request.weights, needs)
-    return sums, pairs, found
 
 
 class Sums(torch.autograd.Function):
@@ -151,12 +145,8 @@ class Sums(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return both, from the request alone."""
         targets = Targets(rows, cols, row_bias, col_bias, scores)
-        found = EarlyGradients()
-        if request.early:
-            needs = needs_of(request, targets, ctx.needs_input_grad)
-            sums, pairs, found = early_answer(request, needs)
-        else:
-            sums, pairs = answer(request)
+        needs = needs_of(request, targets, ctx.needs_input_grad)
+        sums, pairs, found = answer(request, needs)
         ctx.request, tensors = request.without_tensors()
         ctx.save_for_backward(*targets, *found, *tensors)
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone
