@@ -418,8 +418,8 @@ class Matrix:
             return False
         from . import triton
 
-        dtype = self.embeddings[0].x.dtype
-        return triton.may_find_early(question, dtype, targets.rows, targets.cols, is_total)
+        like = self.embeddings[0].x
+        return triton.may_find_early(question, like, targets.rows, targets.cols, is_total)
 
     def _positives_along(self, question: Question) -> tuple[Index, Index] | None:
         """Return the positive pairs if their scores are to be computed along with a sum.

@@ -426,7 +426,7 @@ def sorted_by(side: int, listed: ListedPairs, size: int) -> kernels.Listed:
 
 def may_find_early(
     question: Question,
-    dtype: torch.dtype,  # of the embeddings
+    like: Tensor,  # embeddings
     rows: Tensor | None,  # (N, D) what gets a gradient of the rows, and of the columns
     cols: Tensor | None,
     is_total: bool,
@@ -439,20 +439,18 @@ def may_find_early(
     unit for a panel (`round_to_half`), in which the exponentials of some anchors would vanish
     before they are divided by their sums.
     """
-    if is_total and has_each(question.scale):
-        return False
-    if not is_total and (len(question.sides) > 1 or dtype == torch.float16):
-        return False
-    trained = is_trained(rows), is_trained(cols)
-    if not is_total:
-        if trained != (question.sides == (0,), question.sides == (1,)):
-            return False
-        if is_trained(question.scale) or is_trained(question.shift):
-            return False
+    if is_total:
+        is_possible = not has_each(question.scale)
+    else:
+        others = rows if question.sides == (1,) else cols
+        constants = question.scale, question.shift, others
+        is_possible = len(question.sides) == 1 and like.dtype != torch.float16
+        is_possible = is_possible and not any([is_trained(x) for x in constants])
     held = 0
-    for x, has_gradient in zip((rows, cols), trained, strict=True):
-        held += 4 * x.numel() if has_gradient else 0  # type: ignore[union-attr]
-    return 0 < held <= held_bytes(rows.device)  # type: ignore[union-attr]
+    for x in (rows, cols):
+        if is_trained(x):
+            held += 4 * x.numel()
+    return is_possible and 0 < held <= held_bytes(like.device)
 
 
 def sums_and_gradients(
