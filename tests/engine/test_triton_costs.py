@@ -147,6 +147,18 @@ def test_memory_of_relations(groups, answer, as_on_a_gpu, monkeypatch):
     assert bool(masks) != groups
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
+def test_memory_of_moments(as_on_a_gpu):
+    """Three numbers of each tile take as much as one of each: blocks are smaller."""
+    v, w = (meta(n, 64, dtype=torch.bfloat16) for n in (4096, 65536))
+    inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
+    ids = [meta(len(x), dtype=torch.int64) for x in (v, w)]
+    question = Question(Relation((4096, 65536), tuple(ids), v.device), (0, 1), terms.identity)
+    with Peak(v, w, *ids) as peak:
+        engine.std(question, inputs)
+    assert 0 < peak.bytes <= 48 * 2**20, peak.bytes / 2**20
+
+
 class Work:
     """Counter of the FLOPs of the products of kernels and of cuBLAS, on the meta device.
 

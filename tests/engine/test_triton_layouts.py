@@ -79,3 +79,13 @@ def test_blocks_of_given_scores_end_at_their_columns(m, monkeypatch, poisoned):
         return values.detach(), gradient
 
     torch.testing.assert_close(outcome("triton"), outcome("dense"))
+
+
+def test_rows_of_panels_are_aligned_in_one_memory():
+    workspace = engine.Workspace(torch.float32, DEVICE)
+    panels = [
+        workspace.block((slice(0, r), slice(7, 7 + c))) for r, c in ((5, 70), (3, 70), (5, 9))
+    ]
+    assert [tuple(x.shape) for x in panels] == [(5, 70), (3, 70), (5, 9)]
+    assert [x.stride() for x in panels] == [(128, 1), (128, 1), (64, 1)]
+    assert {x.data_ptr() for x in panels} == {panels[0].data_ptr()}

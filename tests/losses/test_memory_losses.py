@@ -47,6 +47,18 @@ def test_a_learnt_temperature_has_its_gradient():
     assert distilled.log_scale.grad.item() != pytest.approx(slope, rel=1e-3)
 
 
+@pytest.mark.parametrize("side", ["image", "text"])
+def test_one_queue_may_weigh_more_than_the_other(side):
+    batch = memory_batch("ids")
+
+    def value(weight):
+        options = {f"{side}_memory_weight": weight}
+        return itrloss.UnifiedTrainingObjective(scale=10.0, **options)(*batch).item()
+
+    assert value(0.0) != pytest.approx(value(1.0))
+    assert value(0.5) == pytest.approx((value(0.0) + value(1.0)) / 2)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_keys_and_memory_get_no_gradient(name):
     batch = memory_batch("ids")

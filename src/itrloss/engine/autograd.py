@@ -50,9 +50,8 @@ class Request(NamedTuple):
     by_triton: bool = False
     #: Whether the gradient of vectors is found along with sums, up to one factor for each.
     early: bool = False
-    weights: Value | None = (
-        None  # of the sums in one total, without a gradient; None: there is none
-    )
+    #: Of the sums in one total, without a gradient; None: there is no total.
+    weights: Value | None = None
 
     def without_tensors(self) -> tuple[Request, list[Tensor | None]]:
         """Return what is left of the request without its tensors, and these, or None in their
@@ -65,13 +64,12 @@ class Request(NamedTuple):
         if question is not None:
             question, of_question = question.without_tensors()
             tensors += of_question
-        rest = Request(
-            question,
-            NO_INPUTS,
-            None if self.guide is None else NO_INPUTS,
-            None if self.pairs is None else (None, None),
-            self.by_triton,
-            self.early,
+        rest = self._replace(
+            question=question,
+            inputs=NO_INPUTS,
+            guide=None if self.guide is None else NO_INPUTS,
+            pairs=None if self.pairs is None else (None, None),
+            weights=None,
         )
         return rest, tensors
 
@@ -85,24 +83,32 @@ class Request(NamedTuple):
         guide = None if self.guide is None else Inputs.of_tensors(tensors[size : 2 * size])
         i, j = tensors[2 * size : 2 * size + 2]
         pairs = None if self.pairs is None else (i, j)
-        return Request(question, inputs, guide, pairs, self.by_triton, self.early)
+        return self._replace(question=question, inputs=inputs, guide=guide, pairs=pairs)
 
 
-def answer(request: Request) -> tuple[Tensor | None, Tensor | None]:
-    """Return the sums (A,) and the scores (P,) of pairs; None for what is not requested."""
+def answer(
+    request: Request, needs: Needs | None = None
+) -> tuple[Tensor | None, Tensor | None, EarlyGradients]:
+    """Return the sums (A,), or their () weighted total, and the scores (P,) of pairs; None for what
+    is not requested. And what is found of the gradients that are needed.
+    """
     inputs = request.inputs
     question = request.question
+    found = EarlyGradients()
     with torch.no_grad(), full_precision(inputs.like):
         if request.by_triton:
             from . import triton
 
             assert question is not None
             pairs = None if request.pairs is None else triton.pair_scores(inputs, *request.pairs)
-            return triton.sums(question, inputs), pairs
+            if needs is None or not request.early:
+                return triton.sums(question, inputs), pairs, found
+            sums, found = triton.sums_and_gradients(question, inputs, request.weights, needs)
+            return sums, pairs, found
         pairs = None if request.pairs is None else pair_scores(inputs, *request.pairs)
         if question is None:
-            return None, pairs
-        return tiled.sums(question, inputs, request.guide), pairs
+            return None, pairs, found
+        return tiled.sums(question, inputs, request.guide), pairs, found
 
 
 def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | None]:
@@ -111,29 +117,15 @@ def ask(request: Request, targets: Targets) -> tuple[Tensor | None, Tensor | Non
     if request.question is not None:
         values = request.question.values
     if not torch.is_grad_enabled():
-        return answer(request)
+        return answer(request)[:2]
     if is_compiling():
         if not any([is_trained(x) for x in (*targets, *values)]):
-            return answer(request)
+            return answer(request)[:2]
         torch._dynamo.graph_break(
             "itrloss: tiles are visited outside of compiled graphs; "
             "fullgraph=True needs engine='dense'"
         )
     return Sums.apply(request, *targets, *values)  # type: ignore[return-value]
-
-
-def early_answer(request: Request, needs: Needs) -> tuple[Tensor, Tensor | None, EarlyGradients]:
-    """Return the sums (A,), or their () weighted total, the scores (P,) of pairs, and what their
-    gradients are made of.
-    """
-    from . import triton
-
-    inputs = request.inputs
-    assert request.question is not None
-    with full_precision(inputs.like):
-        pairs = None if request.pairs is None else triton.pair_scores(inputs, *request.pairs)
-        sums, found = triton.sums_and_gradients(request.question, inputs, request.weights, needs)
-    return sums, pairs, found
 
 
 class Sums(torch.autograd.Function):
@@ -154,12 +146,8 @@ class Sums(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return both, from the request alone."""
         targets = Targets(rows, cols, row_bias, col_bias, scores)
-        found = EarlyGradients()
-        if request.early:
-            needs = needs_of(request, targets, ctx.needs_input_grad)
-            sums, pairs, found = early_answer(request, needs)
-        else:
-            sums, pairs = answer(request)
+        needs = needs_of(request, targets, ctx.needs_input_grad)
+        sums, pairs, found = answer(request, needs)
         ctx.request, tensors = request.without_tensors()
         ctx.save_for_backward(*targets, *found, *tensors)
         ctx.set_materialize_grads(False)  # a loss may use the sums alone, or the pairs alone

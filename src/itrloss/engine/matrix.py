@@ -290,7 +290,7 @@ class Matrix:
         self.check_unchanged()
         assert self.embeddings is not None
         find = inverse_norms
-        if self.engine == "triton":
+        if self.engine == "triton" and not torch.compiler.is_compiling():
             from . import triton
 
             find = triton.inverse_norms
@@ -419,8 +419,8 @@ class Matrix:
             return False
         from . import triton
 
-        dtype = self.embeddings[0].x.dtype
-        return triton.may_find_early(question, dtype, targets.rows, targets.cols, is_total)
+        like = self.embeddings[0].x
+        return triton.may_find_early(question, like, targets.rows, targets.cols, is_total)
 
     def _positives_along(self, question: Question) -> tuple[Index, Index] | None:
         """Return the positive pairs if their scores are to be computed along with a sum.
@@ -482,7 +482,7 @@ class Matrix:
                 assert scores is not None
                 return tiled.std_of_block(self.relation, scores, sides)
             question = Question(self.relation, sides, identity)
-            if self._has_kernel(question):
+            if self._has_kernel(question) and not torch.compiler.is_compiling():
                 from . import triton
 
                 inputs = self.inputs()

@@ -39,6 +39,14 @@ class Question(NamedTuple):
         """The numbers that may differ between anchors."""
         return self.scale, self.shift, self.below, self.above, *self.params
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether values are one number each, so that one evaluation serves both sides."""
+        for x in (self.scale, self.shift, self.below, self.above, *self.params):
+            if isinstance(x, Tensor) and x.numel() > 1:
+                return False
+        return True
+
     def without_tensors(self) -> tuple[Question, list[Tensor | None]]:
         """Return what is left of the question without its tensors, and these, or None in their
         places: autograd is to save them.
@@ -188,12 +196,9 @@ class View(NamedTuple):
 
 def views(question: Question, tile: Tile) -> list[View]:
     """Return a block as the sides that ask see it: together, if they ask the same."""
-    if len(question.sides) == 1:
+    if len(question.sides) == 1 or question.is_shared:
         return [View(question, tile, question.sides)]
-    for x in question.values:
-        if isinstance(x, Tensor) and x.numel() > 1:
-            return [View(question, tile, (0,)), View(question, tile, (1,))]
-    return [View(question, tile, question.sides)]
+    return [View(question, tile, (0,)), View(question, tile, (1,))]
 
 
 def affine(scores: Tensor, scale: Value, shift: Value | None) -> Tensor:

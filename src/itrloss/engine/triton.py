@@ -267,7 +267,7 @@ def vector_gradients(
     grad: kernels.PerAnchor | None = None,  # of anchors, by which they are, too
 ) -> list[VectorGradient]:
     """Return the gradients of the sides that need one; the first has the factor's, if needed."""
-    vectors = vectors_of_both(inputs)
+    vectors = vectors_of(inputs.rows), vectors_of(inputs.cols)
     found: list[VectorGradient] = []
     for side, needed in enumerate((needs.rows, needs.cols)):
         if needed:
@@ -349,16 +349,15 @@ class VectorGradient:
 
     def __init__(
         self,
-        vectors: kernels.Inputs,  # of both sides
+        vectors: tuple[kernels.Vectors, kernels.Vectors],  # of both sides
         side: int,
         dtype: torch.dtype,  # of the gradient
         factor: kernels.PerAnchor | None,
         listed: ListedPairs | None,
         grad: kernels.PerAnchor | None,
     ):
-        sides = vectors.rows, vectors.cols
-        self.vectors = sides[side]
-        self.others = sides[1 - side]
+        self.vectors = vectors[side]
+        self.others = vectors[1 - side]
         assert self.vectors.x is not None and self.others.x is not None
         self.side = side
         self.factor = factor
@@ -425,7 +424,7 @@ def sorted_by(side: int, listed: ListedPairs, size: int) -> kernels.Listed:
 
 def may_find_early(
     question: Question,
-    dtype: torch.dtype,  # of the embeddings
+    like: Tensor,  # embeddings
     rows: Tensor | None,  # (N, D) what gets a gradient of the rows, and of the columns
     cols: Tensor | None,
     is_total: bool,
@@ -438,20 +437,18 @@ def may_find_early(
     unit for a panel (`round_to_half`), in which the exponentials of some anchors would vanish
     before they are divided by their sums.
     """
-    if is_total and has_each(question.scale):
-        return False
-    if not is_total and (len(question.sides) > 1 or dtype == torch.float16):
-        return False
-    trained = is_trained(rows), is_trained(cols)
-    if not is_total:
-        if trained != (question.sides == (0,), question.sides == (1,)):
-            return False
-        if is_trained(question.scale) or is_trained(question.shift):
-            return False
+    if is_total:
+        is_possible = not has_each(question.scale)
+    else:
+        others = rows if question.sides == (1,) else cols
+        constants = question.scale, question.shift, others
+        is_possible = len(question.sides) == 1 and like.dtype != torch.float16
+        is_possible = is_possible and not any([is_trained(x) for x in constants])
     held = 0
-    for x, has_gradient in zip((rows, cols), trained, strict=True):
-        held += 4 * x.numel() if has_gradient else 0  # type: ignore[union-attr]
-    return 0 < held <= held_bytes(rows.device)  # type: ignore[union-attr]
+    for x in (rows, cols):
+        if is_trained(x):
+            held += 4 * x.numel()
+    return is_possible and 0 < held <= held_bytes(like.device)
 
 
 def sums_and_gradients(
@@ -468,8 +465,8 @@ def sums_and_gradients(
     """
     run = Pass(question, inputs, kernels.FORMS[question.term])
     kernel = GradientKernel(run, 1.0 if weights is None else weights, needs, with_total=True)
-    float32 = needs._replace(scale=False, dtypes=(torch.float32, torch.float32))
-    sides = vector_gradients(inputs, float32, None, None)
+    own_needs = needs._replace(scale=False, dtypes=(torch.float32, torch.float32))
+    sides = vector_gradients(inputs, own_needs, None, None)
     for gradient in sides:
         gradient.start(slice(0, len(gradient.out)))
     with torch.cuda.device_of(run.like):
@@ -533,7 +530,7 @@ class Pass:
         self.form = form  # of the terms, see `kernels.FORMS`
         self.shape = question.relation.shape
         self.compared = compared(question.relation)
-        #: What the passes' device is: vectors, or scores.
+        #: Vectors or scores, for their dtype and device.
         self.like = inputs.like
         self.device = self.like.device
         self.matrix = None if inputs.scores is None else inputs.scores.contiguous()
@@ -570,7 +567,7 @@ class Pass:
             OVER=question.over,
             IDS=self.compared.ids[0] is not None,
             GROUPS=self.compared.rule,
-            SHARED=not any([has_each(x) for x in question.values]),
+            SHARED=question.is_shared,
             ROWS=0 in question.sides,
             COLS=1 in question.sides,
             BASE_2=self.form in (kernels.exponential, kernels.information),
@@ -611,12 +608,7 @@ class Pass:
         """Return the rows and columns of parts of the matrix with ``size`` scores at most."""
         n, m = self.shape
         height, width = self.steps(size)
-        found = []
-        for row in range(0, n, height):
-            rows = slice(row, min(n, row + height))
-            for col in range(0, m, width):
-                found.append((rows, slice(col, min(m, col + width))))
-        return found
+        return [(rows, cols) for rows in spans(n, height) for cols in spans(m, width)]
 
     def steps(self, size: int) -> tuple[int, int]:
         """Return the numbers of rows and of columns of parts with ``size`` scores at most."""
@@ -732,9 +724,7 @@ class AnchorTotals:
         self.run = run
         self.sides = sides
         self.reduction = reduction
-        size = 0
-        for side in sides:
-            size += run.shape[side]
+        size = sum([run.shape[side] for side in sides])
         self.values = torch.empty(width, size, dtype=torch.float32, device=run.device)
         if reduction is MOMENTS or 0 in run.shape:  # in which there is no tile
             self.values.fill_(reduction.empty)
@@ -799,10 +789,12 @@ def pair_scores(inputs: Inputs, i: Index, j: Index) -> Tensor:
     """
     if inputs.scores is not None:
         return of_pairs.pair_scores(inputs, i, j)
-    rows, cols, dim = vectors_of_both(inputs)
+    rows = vectors_of(inputs.rows)
+    cols = vectors_of(inputs.cols)
     if i is not None and j is not None:
         i, j = i.contiguous(), j.contiguous()
-    count = len(inputs.like) if i is None else len(i)
+    size, dim = inputs.like.shape
+    count = size if i is None else len(i)
     scores = torch.empty(count, dtype=torch.float32, device=inputs.like.device)
     launch_each(kernels.pair_scores_kernel, count, dim, rows, cols, i, j, scores)
     return scores
@@ -831,13 +823,6 @@ def launch_each(kernel: triton.JITFunction, count: int, dim: int, *given: object
     assert isinstance(out, Tensor)
     with torch.cuda.device_of(out):
         kernel[(count,)](*given, dim=dim, BLOCK_D=block, num_warps=warps)
-
-
-def vectors_of_both(inputs: Inputs) -> kernels.Inputs:
-    """Return the vectors of both sides, each of which is contiguous in memory."""
-    return kernels.Inputs(
-        vectors_of(inputs.rows), vectors_of(inputs.cols), inputs.rows.like.shape[1]
-    )
 
 
 def vectors_of(side: Side) -> kernels.Vectors:
