@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -240,9 +241,12 @@ def test_who_matches_is_an_error_without_ids(name, apart):
         QUESTIONS[name](apart)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["InfoNCE", "DCL", "triplet", "scores", "memory"])
-def test_losses_say_which_ids_they_need(name):
+def test_losses_say_which_ids_they_need(name, engine):
     loss, given = CALLS[name]
+    loss = copy.deepcopy(loss)
+    loss.engine = engine
     given = {word: x for word, x in given.items() if "ids" not in word and "groups" not in word}
     for word in ("texts", "text_keys"):
         if word in given:
@@ -251,6 +255,7 @@ def test_losses_say_which_ids_they_need(name):
         given["scores"] = given["scores"][:, :4]
     if name == "memory":
         given["memory"] = CoupledMemory(6, 5, dtype=torch.float64)
+        given["memory"].enqueue(Q, D)
     with pytest.raises(ValueError, match=r"^image_ids, text_ids: needed for 6 images and 4 texts"):
         loss(**given)
 

@@ -366,6 +366,12 @@ def test_options_of_two_sides_are_refused(options, given):
 CUTS = [slice(0, 4), slice(4, 10)]
 
 
+def ranked(make: Callable[..., itrloss.Similarity], part: slice) -> Tensor:
+    """The sums of the ranks of each item's positives among all others."""
+    z, y = drawn(1, 10, 6).detach()[part], LABELS[part]
+    return make(z, z, y, y, related=itrloss.Related(one_set=True)).ranks().sum(1)
+
+
 def shared(rank: int) -> list[Tensor]:
     """The losses of this process's items, and their gradients, with the batch of both."""
     part = CUTS[rank]
@@ -381,6 +387,7 @@ def shared(rank: int) -> list[Tensor]:
         if name == "nt-xent":
             cosines = F.normalize(drawn(1, 10, 6), dim=1)
             found.append(loss(scores=cosines[part] @ cosines.T, labels=LABELS[part]).detach())
+    found.append(ranked(itrloss.Similarity.sharded, part))
     # document j of process r is number 4 r + j among the documents of both
     loss = itrloss.InfoNCELoss(0.1, gather=True)
     q = drawn(1, 10, 6).detach()[part].requires_grad_()
@@ -388,7 +395,8 @@ def shared(rank: int) -> list[Tensor]:
     own = torch.tensor([1, 1, -100, 3] if rank == 0 else [5, 0, 2, -100, 2, 1])
     value = loss(q, d, targets=own)
     found += [value.detach(), *torch.autograd.grad(value, (q, d))]
-    scores = F.normalize(q, dim=1) @ F.normalize(drawn(2, 10, 6), dim=1).T
+    every = torch.cat([drawn(2, 10, 6), drawn(3, 5, 6)])
+    scores = F.normalize(q, dim=1) @ F.normalize(every, dim=1).T
     of_all = torch.where(own == -100, own, own + part.start)
     found.append(loss(scores=scores, targets=of_all).detach())
     return found
@@ -411,10 +419,13 @@ def test_processes_have_the_values_of_one(tmp_path: Path):
                 torch.testing.assert_close(next(results) / WORLD, gradient[part])
             if name == "nt-xent":
                 torch.testing.assert_close(next(results), one.detach())
+        torch.testing.assert_close(next(results), ranked(itrloss.Similarity, slice(None))[part])
         targets = torch.tensor([1, 1, -100, 3, 9, 4, 6, -100, 6, 5])
         q, d = drawn(1, 10, 6), drawn(2, 10, 6)
         value = itrloss.InfoNCELoss(0.1)(q, d, targets=targets)
         torch.testing.assert_close(next(results), value.detach())
         for gradient in torch.autograd.grad(value, (q, d)):
             torch.testing.assert_close(next(results) / WORLD, gradient[part])
+        more = torch.cat([d, drawn(3, 5, 6)])
+        value = itrloss.InfoNCELoss(0.1)(q, more, targets=targets)
         torch.testing.assert_close(next(results), value.detach())

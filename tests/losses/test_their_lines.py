@@ -378,11 +378,11 @@ def test_each_line_of_the_page_has_a_formula():
 
 
 @pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
-@pytest.mark.parametrize("row", ROWS, ids=" ".join)
-def test_our_line_is_theirs(row):
-    project, theirs = row
+@pytest.mark.parametrize("name", ROWS, ids=" ".join)
+def test_our_line_is_theirs(name):
+    project, theirs = name
     x = inputs()
-    found = eval(ROWS[row], NAMES | vars(x))
+    found = eval(ROWS[name], NAMES | vars(x))
     wanted = FORMULAS[without_commit(project), theirs](x)
     if not isinstance(wanted, Tensor):
         assert found == pytest.approx(wanted)
