@@ -144,7 +144,7 @@ def recipes(rank: int) -> dict[str, float]:
     return {"loss": float(names["loss"]), "rsum": rsum, "blocks": len(blocks)}
 
 
-@needs("the recipe of FSDP2", 2, 6)
+@needs("the recipe of FSDP2 on the CPU", 2, 8)
 def test_recipes_run_in_two_processes(tmp_path):
     first, second = run(recipes, tmp_path)
     assert first == second

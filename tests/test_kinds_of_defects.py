@@ -177,7 +177,7 @@ def after_a_step(rank: int, is_sharded: bool) -> dict[str, Any]:
     return {"whole": whole, "said": said}
 
 
-@needs("fully_shard", 2, 6)
+@needs("fully_shard on the CPU", 2, 8)
 def test_shards_are_limited_and_reset(tmp_path):
     wanted = after_a_step(0, False)["whole"]
     assert float(wanted[0].exp()) < 21 and float(wanted[1]) > 0.049 and float(wanted[2]) < 21

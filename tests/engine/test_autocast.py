@@ -273,9 +273,9 @@ def test_autocast_of_the_device_counts(monkeypatch):
         dtype = torch.float32
 
     asked = {"cuda": True, "cpu": False}
-    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda kind: kind in asked)
-    monkeypatch.setattr(torch, "is_autocast_enabled", asked.__getitem__)
-    monkeypatch.setattr(torch, "get_autocast_dtype", {"cuda": torch.float16}.__getitem__)
+    monkeypatch.setattr(vectors, "is_autocast_available", lambda kind: kind in asked)
+    monkeypatch.setattr(vectors, "is_autocast_enabled", asked.__getitem__)
+    monkeypatch.setattr(vectors, "get_autocast_dtype", {"cuda": torch.float16}.__getitem__)
     assert vectors.autocast_dtype(OnCuda()) == torch.float16
     assert vectors.autocast_dtype(torch.ones(2)) is None
     assert vectors.autocast_dtype(torch.ones(2, device="meta")) is None

@@ -41,7 +41,7 @@ SINCE = {
     "unsigned": ("torch", 2, 3),  # its unsigned integers of more than 8 bits
     # FSDP2, and checkpoints of several processes
     "DTensor": ("torch.distributed.tensor.DTensor", 2, 6),
-    "fully_shard": ("torch.distributed.fsdp.fully_shard", 2, 6),
+    "fully_shard": ("torch.distributed.fsdp.fully_shard", 2, 8),  # 2.6 fails on the CPU
     "init_device_mesh": ("torch.distributed.device_mesh.init_device_mesh", 2, 6),
     "distributed_checkpoint": ("torch.distributed.checkpoint", 2, 6),
     "state_dict": ("torch.distributed.checkpoint.state_dict", 2, 6),
