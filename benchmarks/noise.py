@@ -40,12 +40,6 @@ EPOCHS, BATCH, DIM = 10, 512, 256
 CAPTIONS = 5  # of each picture
 
 
-@itrloss.pair_term
-def one_less_power(scores: Tensor, negatives: Tensor, scale: Tensor, q: Tensor) -> Tensor:
-    """Return ``(1 - p^q) / q``, p the positive's probability among the negatives."""
-    return (1 - torch.exp(q * F.logsigmoid(scale * scores - negatives))) / q
-
-
 class FilteredInfoNCELoss(itrloss.PairLoss):
     """InfoNCE without the negatives that score far above the positive, see the page Recipes."""
 
@@ -60,21 +54,6 @@ class FilteredInfoNCELoss(itrloss.PairLoss):
         return anchors.reduce(F.softplus(negatives - scale * own), self.reduction)
 
 
-class GeneralizedCrossEntropyLoss(itrloss.PairLoss):
-    """Zhang and Sabuncu 2018, https://arxiv.org/abs/1805.07836, Eq. 6, on the softmax over the
-    candidates.
-    """
-
-    temperature: float = itrloss.option()
-    q: float = itrloss.option()
-
-    def compute(self, sim: Any) -> Any:
-        anchors = self.anchors(sim)
-        scale = 1 / self.temperature
-        values = anchors.mean_of_positives(one_less_power, anchors.logsumexp(scale), scale, self.q)
-        return anchors.reduce(values, self.reduction)
-
-
 # How each is made, and the learning rate.
 LOSSES: dict[str, tuple[Callable[[], itrloss.PairLoss], float]] = {
     "InfoNCE": (lambda: itrloss.InfoNCELoss(0.1), 4e-3),
@@ -84,7 +63,7 @@ LOSSES: dict[str, tuple[Callable[[], itrloss.PairLoss], float]] = {
     "DCL": (lambda: itrloss.DiversityContrastiveLoss(positive_weight=2.0), 4e-3),
     "InfoNCE, filtered": (lambda: FilteredInfoNCELoss(0.1, 0.2), 4e-3),
     "RINCE": (lambda: itrloss.RINCELoss(0.1, 0.1, 0.025), 4e-3),
-    "GCE": (lambda: GeneralizedCrossEntropyLoss(0.1, 0.3), 2e-3),
+    "GCE": (lambda: itrloss.GeneralizedCrossEntropyLoss(0.1, 0.3), 2e-3),
 }
 
 

@@ -192,8 +192,8 @@ IN_TORCH = words(
     torch.isclose torch.isin torch.lerp torch.linalg.qr torch.linalg.vecdot
     torch.linalg.vector_norm torch.linspace torch.load torch.logaddexp torch.matmul
     torch.maximum torch.mean torch.minimum torch.mm torch.mul torch.multiprocessing.spawn.spawn
-    torch.mv torch.nan torch.ne torch.nn.Module torch.nn.functional.normalize torch.nn.functional.pad
-    torch.nn.utils.rnn.pad_sequence torch.no_grad torch.ones torch.ones_like torch.optim.Adam
+    torch.mv torch.nan torch.ne torch.nn.Module torch.nn.functional.normalize
+    torch.nn.functional.pad torch.nn.utils.rnn.pad_sequence torch.no_grad torch.ones torch.ones_like torch.optim.Adam
     torch.optim.Optimizer torch.optim.SGD torch.promote_types torch.rand torch.randint
     torch.randn torch.randperm torch.random.fork_rng torch.repeat_interleave torch.save
     torch.rsub torch.searchsorted torch.set_default_dtype torch.set_grad_enabled

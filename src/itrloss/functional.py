@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .anchors import Anchors, Limit
@@ -34,12 +35,13 @@ from .terms import excess, identity, log1p_clamp, log1p_relu, pair_term, softplu
 Values = Tensor | tuple[Tensor, ...]
 Similarities = TypeVar("Similarities", bound=Anchors)
 Diversity = Literal["std", "entropy", None]
-Mining = Literal["hardest", "all"]
+Mining = Literal["hardest", "all", "batch-hard"]
 PositiveWeight = float | Literal["paper"]
 PositiveForm = Literal["clamp", "relu"]
 PositiveFrom = Literal["key", "batch"]
 DiversityFrom = Literal["both", "batch"]
 
+_SHARP = 2.0**40  # so sharp a soft minimum of scores is their minimum, but for rounding
 ATTRACTIONS = {"clamp": log1p_clamp, "relu": log1p_relu}
 
 
@@ -436,6 +438,11 @@ def triplet_loss(
     term = excess
     scale = 1.0
     shift = anchors.hardest_negatives().values + margin
+    if mining == "batch-hard":
+        lead = shift - lowest_positives(anchors)
+        soft = lead if temperature is None else lead / temperature
+        values = soft.relu() if temperature is None else F.softplus(soft, threshold=40)
+        return anchors.reduce(values, reduction)
     if temperature is not None:
         term = softplus
         scale = 1 / temperature
@@ -444,9 +451,15 @@ def triplet_loss(
     return anchors.reduce(values, reduction)
 
 
+def lowest_positives(anchors: Anchors) -> Tensor:
+    """Return the (A,) scores of the anchors' lowest positives, very large without any."""
+    log = anchors.logsumexp(-_SHARP, over="positives")
+    return -log.clamp_min(torch.finfo(log.dtype).min) / _SHARP
+
+
 def check_mining(mining: str, temperature: float | None) -> None:
     """Raise a ValueError unless the negatives that count are known, and fit the temperature."""
-    one_of("mining", mining, "hardest", "all")
+    one_of("mining", mining, "hardest", "all", "batch-hard")
     if mining == "all" and temperature is not None:
         expected = "expected None with mining='all', as the soft form has the hardest negative"
         raise ValueError(f"temperature: {expected}, got {temperature}")

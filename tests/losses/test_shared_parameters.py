@@ -59,6 +59,8 @@ LEARNT: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
     "sdm": (itrloss.SDMLoss, of_ids),
     "distillation": (itrloss.DistillationLoss, of_teacher),
     "rince": (itrloss.RINCELoss, of_ids),
+    "gce": (itrloss.GeneralizedCrossEntropyLoss, of_ids),
+    "decoupled": (itrloss.DecoupledContrastiveLoss, of_ids),
     "complementary": (itrloss.ComplementaryContrastiveLoss, of_ids),
 }
 of_losses = pytest.mark.parametrize("name", LEARNT)

@@ -95,7 +95,7 @@ class LossCase:
             found["normalize"] = False
         if "groups" in taken and self.batch.kind == "groups":
             found["groups"] = self.batch.rule
-        if self.takes == "teacher":
+        if "teacher_temperature" in taken:
             found["temperature"] = draw.pick([0.07, 1.0])
             found["teacher_temperature"] = draw.pick([0.07, 0.5])
         if self.takes == "coder":
@@ -384,6 +384,25 @@ def of_teacher(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
 
 
 def loops_of_teacher(case: LossCase, leaves: list[Tensor]) -> Any:
+    if case.name == "margin-mse":
+        return loops_of_margins(case, leaves)
+    return loops_of_distillation(case, leaves)
+
+
+def loops_of_margins(case: LossCase, leaves: list[Tensor]) -> Any:
+    """The squared errors of the margins between positives and negatives."""
+    gaps = scores_of(case, leaves) - case.teacher.numpy()
+
+    def value(positives: list[float], negatives: list[float]) -> float:
+        errors = [(p - n) ** 2 for p in positives for n in negatives]
+        return sum(errors) / len(errors)
+
+    return case.of_directions(
+        lambda reduction: oracle.of_anchors(gaps, *case.batch.items(), reduction, value)
+    )
+
+
+def loops_of_distillation(case: LossCase, leaves: list[Tensor]) -> Any:
     """The cross-entropy of two softmaxes, over all candidates: of groups, those that may meet."""
     temperature = case.common["temperature"]
     of_teacher = case.common["teacher_temperature"]

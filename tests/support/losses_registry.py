@@ -177,6 +177,7 @@ SUPCON = {"oracle": oracle_supervised.supcon}
 MULTI_SIMILARITY = {"oracle": oracle_supervised.multi_similarity}
 CIRCLE = {"oracle": oracle_supervised.circle, "has_constants": True}
 RINCE = {"oracle": oracle_robust.rince}
+GCE = {"oracle": oracle_robust.generalized}
 COMPLEMENTARY = {"oracle": oracle_robust.complementary}
 ATTACHED_MDCL: dict[str, Any] = {"takes": "memory", "oracle": oracle_more.memory_dcl}
 MDCL = {**ATTACHED_MDCL, "has_constants": True}
@@ -195,6 +196,15 @@ OF_PAIRS = {
     "triplet": Entry(itrloss.TripletLoss, **TRIPLET),
     "triplet all": Entry(
         itrloss.TripletLoss, {"mining": "all", "margin": 0.3}, lists_positives=True, **TRIPLET
+    ),
+    "triplet batch-hard": Entry(
+        itrloss.TripletLoss, {"mining": "batch-hard", "margin": 0.3}, **TRIPLET
+    ),
+    "triplet batch-hard, soft": Entry(
+        itrloss.TripletLoss,
+        {"mining": "batch-hard", "margin": 0.0, "temperature": 0.2},
+        tables=NONE,
+        **TRIPLET,
     ),
     "triplet soft": Entry(itrloss.TripletLoss, {"temperature": 0.05, "margin": 0.0}, **TRIPLET),
     "infonce learnable": Entry(
@@ -381,6 +391,13 @@ OF_PAIRS = {
     "rince symmetric": Entry(
         itrloss.RINCELoss, {"temperature": 0.5, "q": 1.0, "lam": 1.0}, tables=NONE, **RINCE
     ),
+    "gce": Entry(itrloss.GeneralizedCrossEntropyLoss, {"q": 0.3, "temperature": 0.2}, **GCE),
+    "gce of the defaults": Entry(itrloss.GeneralizedCrossEntropyLoss, tables=NONE, **GCE),
+    "decoupled": Entry(
+        itrloss.DecoupledContrastiveLoss,
+        {"temperature": 0.2},
+        oracle=oracle_supervised.decoupled,
+    ),
     "complementary": Entry(
         itrloss.ComplementaryContrastiveLoss,
         failures=NEGATIVES_ALONE,
@@ -436,6 +453,9 @@ OF_MORE_THAN_PAIRS = {
     ),
     "distillation": Entry(
         itrloss.DistillationLoss, takes="teacher", failures=DENSE, tables=ALL - {"compiled"}
+    ),
+    "margin-mse": Entry(
+        itrloss.MarginMSELoss, takes="teacher", failures=DENSE, tables=ALL - {"compiled"}
     ),
     "pcme++": Entry(
         itrloss.PCMEPlusPlusLoss,

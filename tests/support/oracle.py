@@ -189,6 +189,7 @@ def triplet(
     ``all``: ``ℓ_i = Σ_{p∈pos(i)} Σ_{n∈neg(i)} [α − S_ip + S_in]_+``.
     With a temperature, ``log(1 + e^{x/τ})`` in place of ``[x]_+``. The hinges of a match count as
     often as its weight says.
+    ``batch-hard``: ``ℓ_i = [α − min_{p∈pos(i)} S_ip + max_{n∈neg(i)} S_in]_+``.
     """
 
     def hinge(x: float) -> float:
@@ -200,6 +201,10 @@ def triplet(
         values = np.zeros(len(S))
         for i in _valid_anchors(ids, other_ids):
             negatives = [S[i, n] for n in _negatives(i, ids, other_ids)]
+            if mining == "batch-hard":
+                lowest = min(S[i, p] for p in _positives(i, ids, other_ids))
+                values[i] = hinge(margin - lowest + max(negatives))
+                continue
             competitors = [max(negatives)] if mining == "hardest" else negatives
             for p in _positives(i, ids, other_ids):
                 hinges = [hinge(margin - S[i, p] + competitor) for competitor in competitors]

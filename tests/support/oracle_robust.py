@@ -1,7 +1,7 @@
-"""RINCE and the complementary contrastive loss as loops over pairs, in the manner and conventions
-of `oracle`.
+"""RINCE, GCE and the complementary contrastive loss as loops over pairs, in the manner of `oracle`.
 
-Papers: RINCE (Chuang et al., CVPR 2022), RCL (Hu et al., TPAMI 2023).
+Papers: RINCE (Chuang et al., CVPR 2022), RCL (Hu et al., TPAMI 2023), GCE (Zhang & Sabuncu,
+NeurIPS 2018).
 """
 
 from __future__ import annotations
@@ -32,6 +32,24 @@ def rince(
             e = math.exp(s / temperature)
             values.append(((lam * (e + others)) ** q - e**q) / q)
         return math.fsum(values) / len(values)
+
+    return of_anchors(S, row_ids, col_ids, reduction, value)
+
+
+def generalized(
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    temperature: float = 0.07,
+    q: float = 0.7,
+    reduction: str = "mean",
+) -> Any:
+    """``mean_p (1 − P_p^q) / q``; ``P_p = e_p / (e_p + Σ_n e_n)`` with ``e = exp(S / τ)``."""
+
+    def value(positives: list[float], negatives: list[float]) -> float:
+        others = math.fsum(math.exp(s / temperature) for s in negatives)
+        shares = [math.exp(s / temperature) for s in positives]
+        return math.fsum((1 - (e / (e + others)) ** q) / q for e in shares) / len(shares)
 
     return of_anchors(S, row_ids, col_ids, reduction, value)
 

@@ -51,6 +51,18 @@ def supcon(
     return of_anchors(S, row_ids, col_ids, reduction, value)
 
 
+def decoupled(
+    S: ArrayLike, row_ids: Ids, col_ids: Ids, temperature: float = 0.1, reduction: str = "mean"
+) -> Any:
+    """``mean_p -S_ip / τ + log Σ_n exp(S_in / τ)`` (Yeh et al., ECCV 2022, Eq. 6)."""
+
+    def value(positives: list[float], negatives: list[float]) -> float:
+        log = _log_sum_exp([s / temperature for s in negatives])
+        return log - math.fsum(positives) / len(positives) / temperature
+
+    return of_anchors(S, row_ids, col_ids, reduction, value)
+
+
 def mil_nce(
     S: ArrayLike,
     row_ids: Ids,

@@ -13,13 +13,20 @@ from .coder import (
     PrototypeClassificationLoss,
 )
 from .contrastive import SigmoidLoss, TripletLoss
-from .distillation import DistillationLoss
+from .distillation import DistillationLoss, MarginMSELoss
 from .dvse import DVSEObjective, DVSETerms, DynamicGate, DynamicOrthogonalLoss, VarianceAwareLoss
 from .infonce import InfoNCELoss, MemoryInfoNCELoss
 from .matryoshka import Matryoshka
 from .probabilistic import PCMEPlusPlusLoss
-from .robust import ComplementaryContrastiveLoss, RINCELoss
-from .supervised import CircleLoss, MILNCELoss, MultiSimilarityLoss, SDMLoss, SupConLoss
+from .robust import ComplementaryContrastiveLoss, GeneralizedCrossEntropyLoss, RINCELoss
+from .supervised import (
+    CircleLoss,
+    DecoupledContrastiveLoss,
+    MILNCELoss,
+    MultiSimilarityLoss,
+    SDMLoss,
+    SupConLoss,
+)
 from .user import HubnessAwareLoss, UnifiedTrainingObjective
 
 __all__ = [
@@ -27,14 +34,17 @@ __all__ = [
     "CODERObjective",
     "CODERTerms",
     "ComplementaryContrastiveLoss",
+    "DecoupledContrastiveLoss",
     "DistillationLoss",
     "DiversityContrastiveLoss",
     "DVSEObjective",
     "DVSETerms",
     "DynamicGate",
     "DynamicOrthogonalLoss",
+    "GeneralizedCrossEntropyLoss",
     "HubnessAwareLoss",
     "InfoNCELoss",
+    "MarginMSELoss",
     "Matryoshka",
     "MemoryDiversityContrastiveLoss",
     "MemoryInfoNCELoss",

@@ -18,6 +18,7 @@ from ..torch_versions import is_compiling
 from .base import PairLoss
 from .temperature import SCALE, are_cosines, look_at_form
 
+_MINING: tuple[functional.Mining, ...] = ("all", "hardest", "batch-hard")  # as states number them
 _INTERVAL = 50  # calls between checks for a collapse
 
 
@@ -37,8 +38,11 @@ class TripletLoss(PairLoss):
 
     Args:
         margin: α, in units of cosine similarity.
-        mining: ``"hardest"`` negative of each anchor, or ``"all"`` (the sum over its negatives).
-        temperature: None, or τ, above 0, in units of the scores; ``mining="hardest"`` only.
+        mining: ``"hardest"`` negative of each anchor, or ``"all"`` (the sum over its negatives),
+            for each of its positives; ``"batch-hard"``: the hardest negative, for the lowest
+            positive alone (Hermans et al. 2017, https://arxiv.org/abs/1703.07737, Eq. 5), which
+            differs where an anchor has several.
+        temperature: None, or τ, above 0, in units of the scores; not with ``mining="all"``.
         reduction: see :class:`PairLoss`; as in VSE code bases the default is ``"sum"``.
         engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
     """
@@ -70,17 +74,19 @@ class TripletLoss(PairLoss):
         return self.margin
 
     def get_extra_state(self) -> Tensor:
-        """Return what ``state_dict`` holds, (1,) uint8: 1 if ``mining`` is "hardest", 0 if "all". A
-        run that is resumed after a switch would else begin with all again.
+        """Return what ``state_dict`` holds, (1,) uint8: the number of ``mining`` among "all",
+        "hardest" and "batch-hard". A run that is resumed after a switch would else begin with all
+        again.
 
         It is a tensor, as files of safetensors and averages of state dicts have nothing else, and
         no buffer, as the host would wait for a GPU to read it.
         """
-        return torch.tensor([self.mining == "hardest"], dtype=torch.uint8, device="cpu")
+        number = _MINING.index(self.mining)
+        return torch.tensor([number], dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Restore which negatives count from ``get_extra_state``."""
-        self.mining = "hardest" if bool(state) else "all"
+        self.mining = _MINING[int(state)]
 
     def compute(self, sim: Similarity) -> Values:
         """Return the triplet ranking loss of VSE++; now and then, check for a collapse."""

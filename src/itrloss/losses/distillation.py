@@ -1,4 +1,4 @@
-"""Cross-entropy against a teacher's softmax."""
+"""Losses against a teacher's scores: cross-entropy of its softmax, squared errors of margins."""
 
 from __future__ import annotations
 
@@ -12,30 +12,21 @@ from .. import functional
 from ..checks import IdsLike, option
 from ..functional import Values
 from ..similarity import Similarity
+from ..terms import identity, pair_term
 from .base import PairLoss
 from .other_model import as_tensors, check_kind, similarity_of
 from .temperature import TemperatureLoss
 
 
-class DistillationLoss(TemperatureLoss, PairLoss):
-    r"""Cross-entropy against the softmax of a teacher's scores, over both directions.
-
-    .. math:: \ell_i = -\sum_j q_{ij} \log p_{ij}, \qquad
-        p_i = \operatorname{softmax}_j(S_{ij} / \tau), \qquad
-        q_i = \operatorname{softmax}_j(T_{ij} / \tau_t)
-
-    over all candidates, whatever matches. It is the divergence KL(q | p) plus the entropy of q, a
-    constant (Hinton et al. 2015, https://arxiv.org/abs/1503.02531). The teacher gets no gradient.
-    See :doc:`losses/infonce`.
-
-    Args:
-        temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
-        teacher_temperature: :math:`\tau_t`, in units of the teacher's scores. None: τ, without a
-            gradient if that is learnt.
-        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+class TaughtLoss(PairLoss):
+    """A loss of the similarities of two models; the base of :class:`DistillationLoss` and
+    :class:`MarginMSELoss`.
     """
 
-    teacher_temperature: float | None = option(default=0.07, above=0)
+    @property
+    def teacher_in_cosines(self) -> bool:
+        """Whether the teacher's scores are to be of the size of cosines."""
+        return False
 
     def forward(  # type: ignore[override]
         self,
@@ -58,7 +49,8 @@ class DistillationLoss(TemperatureLoss, PairLoss):
                 ``directions="image-text"``.
             teacher: (N, M) scores of another model, in a job with the texts of all processes; or
                 its embeddings ``(images, texts)``.
-            image_ids, text_ids: see there; they are for ``telemetry`` alone, and go with groups.
+            image_ids, text_ids: see there. They go with groups; in :class:`DistillationLoss`, whose
+                candidates are all texts whatever matches, they are for ``telemetry`` alone.
             image_groups, text_groups: see there; candidates are of the same group, or match.
         """
         ids = image_ids, text_ids
@@ -81,10 +73,40 @@ class DistillationLoss(TemperatureLoss, PairLoss):
             if n != m:
                 ids = torch.arange(n, device=own.device), torch.arange(m, device=own.device)
         sim = self._similarity(images, texts, ids, scores, related, check)
-        teacher_temperature = self.teacher_temperature
-        in_cosines = teacher_temperature is not None and teacher_temperature < 0.5
-        taught = similarity_of("teacher", model, sim, self, in_cosines)
+        taught = similarity_of("teacher", model, sim, self, self.teacher_in_cosines)
         return self._with_telemetry(self.compute(sim, taught), sim)
+
+    def compute(  # type: ignore[override]
+        self, sim: Similarity, teacher: Similarity
+    ) -> Values:
+        """Return the loss of the similarities of two models."""
+        raise NotImplementedError
+
+
+class DistillationLoss(TemperatureLoss, TaughtLoss):
+    r"""Cross-entropy against the softmax of a teacher's scores, over both directions.
+
+    .. math:: \ell_i = -\sum_j q_{ij} \log p_{ij}, \qquad
+        p_i = \operatorname{softmax}_j(S_{ij} / \tau), \qquad
+        q_i = \operatorname{softmax}_j(T_{ij} / \tau_t)
+
+    over all candidates, whatever matches. It is the divergence KL(q | p) plus the entropy of q, a
+    constant (Hinton et al. 2015, https://arxiv.org/abs/1503.02531). The teacher gets no gradient.
+    See :doc:`losses/infonce`.
+
+    Args:
+        temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
+        teacher_temperature: :math:`\tau_t`, in units of the teacher's scores. None: τ, without a
+            gradient if that is learnt.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+    """
+
+    teacher_temperature: float | None = option(default=0.07, above=0)
+
+    @property
+    def teacher_in_cosines(self) -> bool:
+        """Whether the teacher's scores are to be of the size of cosines."""
+        return self.teacher_temperature is not None and self.teacher_temperature < 0.5
 
     def compute(  # type: ignore[override]
         self, sim: Similarity, teacher: Similarity
@@ -97,3 +119,38 @@ class DistillationLoss(TemperatureLoss, PairLoss):
         return functional.distillation_loss(
             self.anchors(sim), self.anchors(teacher), temperature, of_teacher, self.reduction
         )
+
+
+@pair_term
+def squared_gap(scores: Tensor, teacher: Tensor, gap: Tensor) -> Tensor:
+    """Return ``(S - T - g)^2``."""
+    return (scores - teacher - gap).square()
+
+
+class MarginMSELoss(TaughtLoss):
+    r"""Margin-MSE (Hofstätter et al. 2020, https://arxiv.org/abs/2010.02666): the squared error of
+    the margins between positives and negatives, next to those of a teacher.
+
+    .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} \operatorname{mean}_{j \in neg(i)}
+        \bigl( (S_{ip} - S_{ij}) - (T_{ip} - T_{ij}) \bigr)^2
+
+    The teacher gets no gradient. Its scores are those that are to be reached: with a
+    cross-encoder's logits, take ``normalize=False``. See :doc:`losses/infonce`.
+
+    Args:
+        directions, normalize, reduction, engine, check_finite, telemetry, gather, process_group:
+            see :class:`PairLoss`.
+    """
+
+    def compute(  # type: ignore[override]
+        self, sim: Similarity, teacher: Similarity
+    ) -> Values:
+        """Return Margin-MSE of the similarities of two models."""
+        anchors = self.anchors(sim)
+        taught = self.anchors(teacher).detach()
+        gap = anchors.mean_of_positives(identity) - taught.mean_of_positives(identity)
+        negatives = anchors.sum(squared_gap, gap, guide=taught)
+        positives = anchors.sum(squared_gap, gap, over="positives", guide=taught)
+        values = negatives / anchors.negative_counts.clamp_min(1)
+        values = values + positives / anchors.positive_counts.clamp_min(1)
+        return anchors.reduce(values, self.reduction)

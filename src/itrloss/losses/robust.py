@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import option
@@ -46,6 +47,14 @@ def negative_log_complement(scores: Tensor, scale: Tensor, top: Tensor, rest: Te
 def share(z: Tensor) -> Tensor:
     """Return ``e^z``, a candidate's share of the sum over all candidates."""
     return z.exp_()
+
+
+@pair_term
+def one_less_power(scores: Tensor, negatives: Tensor, scale: Tensor, q: Tensor) -> Tensor:
+    """Return ``(1 - p^q) / q``, p the probability of a positive among the negatives, whose
+    log-sum-exp is L.
+    """
+    return -torch.expm1(q * F.logsigmoid(scale * scores - negatives)) / q
 
 
 class RINCELoss(TemperatureLoss, PairLoss):
@@ -93,6 +102,34 @@ class RINCELoss(TemperatureLoss, PairLoss):
         scale = 1 / self._limited_temperature(sim)
         negatives = anchors.logsumexp(scale)
         values = anchors.mean_of_positives(power_gap, negatives, scale, self.q, math.log(self.lam))
+        return anchors.reduce(values, self.reduction)
+
+
+class GeneralizedCrossEntropyLoss(TemperatureLoss, PairLoss):
+    r"""Generalised cross-entropy, GCE (`Zhang & Sabuncu, NeurIPS 2018
+    <https://arxiv.org/abs/1805.07836>`__, Eq. 6), of the softmax over candidates, over both
+    directions.
+
+    .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} \frac{1 - p_{ip}^q}{q}, \qquad
+        p_{ip} = \frac{e^{S_{ip}/\tau}}{e^{S_{ip}/\tau} + \sum_{j \in neg(i)} e^{S_{ij}/\tau}}
+
+    For q → 0 it is :class:`InfoNCELoss`, and for q = 1 the mean absolute error. It pulls in
+    proportion to :math:`p^q (1 - p)`, so that a wrong positive, which scores low, hardly counts.
+    See :doc:`losses/robust`.
+
+    Args:
+        temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
+        q: above 0 and at most 1; the authors have 0.7.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+    """
+
+    q: float = option(default=0.7, above=0, at_most=1)
+
+    def compute(self, sim: Similarity) -> Values:
+        """Return the generalised cross-entropy, GCE."""
+        anchors = self.anchors(sim)
+        scale = 1 / self._limited_temperature(sim)
+        values = anchors.mean_of_positives(one_less_power, anchors.logsumexp(scale), scale, self.q)
         return anchors.reduce(values, self.reduction)
 
 

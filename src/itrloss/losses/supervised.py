@@ -1,4 +1,4 @@
-"""Losses of metric learning with labels: SupCon, MIL-NCE, SDM, multi-similarity, circle loss."""
+"""Losses of metric learning: SupCon, decoupled, MIL-NCE, SDM, multi-similarity, circle loss."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from .base import LEAST_LOG, PairLoss
 from .infonce import number_of_partner
 from .temperature import TemperatureLoss
 
-_SHARP = 2.0**20  # so sharp a soft minimum of scores is their minimum, but for rounding
-
 
 def _mil_nce(anchors: Anchors, scale: float | Tensor) -> Tensor:
     """Return (A,) ``-log`` of the positives' share of the softmax over all, exact also where that
@@ -32,12 +30,6 @@ def _mil_nce(anchors: Anchors, scale: float | Tensor) -> Tensor:
     of_negatives = anchors.logsumexp(scale).clamp_min(LEAST_LOG)
     of_positives = anchors.logsumexp(scale, over="positives").clamp_min(LEAST_LOG)
     return F.softplus(of_negatives - of_positives, threshold=40)
-
-
-def _lowest_positives(anchors: Anchors) -> Tensor:
-    """Return the (A,) scores of the anchors' lowest positives, inf without any; no gradient."""
-    with torch.no_grad():
-        return -anchors.logsumexp(-_SHARP, over="positives") / _SHARP
 
 
 class SupConLoss(TemperatureLoss, PairLoss):
@@ -81,6 +73,34 @@ class SupConLoss(TemperatureLoss, PairLoss):
             values = log - scale * anchors.mean_of_positives(identity)
             if smoothing:
                 values = values + smoothing * scale * functional.lead_of_positives(anchors)
+        return anchors.reduce(values, self.reduction)
+
+
+class DecoupledContrastiveLoss(TemperatureLoss, PairLoss):
+    r"""Decoupled contrastive loss (Yeh et al., ECCV 2022, https://arxiv.org/abs/2110.06848, Eq. 6),
+    over both directions.
+
+    .. math:: \ell_i = \operatorname{mean}_{p \in pos(i)} -\frac{S_{ip}}\tau
+        + \log \sum_{j \in neg(i)} e^{S_{ij}/\tau}
+
+    :class:`InfoNCELoss` without the positive in the denominator: its pull does not fade as the
+    positive wins, so that small batches learn more. Values may be negative. Other libraries call it
+    DCL, which here is :class:`DiversityContrastiveLoss`.
+
+    Args:
+        temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
+        reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+    """
+
+    temperature = 0.1
+
+    def compute(self, sim: Similarity) -> Values:
+        """Return the decoupled contrastive loss."""
+        anchors = self.anchors(sim)
+        scale = 1 / self._limited_temperature(sim)
+        # finite without candidates, whose anchors do not count
+        log = anchors.logsumexp(scale).clamp_min(LEAST_LOG)
+        values = log - scale * anchors.mean_of_positives(identity)
         return anchors.reduce(values, self.reduction)
 
 
@@ -228,7 +248,7 @@ class MultiSimilarityLoss(PairLoss):
         above = None
         if self.epsilon is not None:
             below = anchors.hardest_negatives().values.detach() + self.epsilon
-            above = _lowest_positives(anchors) - self.epsilon
+            above = functional.lowest_positives(anchors).detach() - self.epsilon
         pull = anchors.logsumexp(-a, over="positives", below=below) + a * self.base
         push = anchors.logsumexp(b, above=above) - b * self.base
         values = F.softplus(pull, threshold=40) / a + F.softplus(push, threshold=40) / b
@@ -289,7 +309,8 @@ class CircleLoss(PairLoss):
         # largest exponent, or an easy one has a larger one, 0 at most. So with a shift of -60
         # at least no sum overflows. A bound on scores is for anchors without pairs. Positives have
         # the exponents of negatives with 1 - S.
-        hardest = anchors.hardest_negatives().values.detach(), 1 - _lowest_positives(anchors)
+        lowest = functional.lowest_positives(anchors).detach()
+        hardest = anchors.hardest_negatives().values.detach(), 1 - lowest
         tops = [_exponent(x.clamp_min(-self.margin), *options).clamp_min(-60.0) for x in hardest]
         push = anchors.sum(circle_of_negatives, *options, tops[0])
         pull = anchors.sum_of_positives(circle_of_positives, *options, tops[1])
