@@ -166,13 +166,13 @@ def words(text: str) -> set[str]:
 # before you add a name: what is newer goes to torch_versions, or to LATER.
 IN_TORCH = words(
     """
-    F.embedding_bag F.normalize F.pad F.softplus dist.ProcessGroup dist.ReduceOp.MAX
-    dist.all_gather_object dist.all_reduce dist.barrier dist.destroy_process_group
-    dist.distributed_c10d._get_default_store dist.get_process_group_ranks dist.get_rank
-    dist.get_world_size dist.group.WORLD dist.init_process_group dist.is_available
-    dist.is_initialized nn.Module
-    nn.Parameter nn.functional.normalize torch.Generator torch.Tensor torch.TypedStorage
-    torch._C._len_torch_dispatch_stack torch.__version__ torch._foreach_mul torch.__file__
+    F.embedding_bag F.logsigmoid F.normalize F.pad F.softplus dist.ProcessGroup
+    dist.ReduceOp.MAX dist.all_gather_object dist.all_reduce dist.barrier
+    dist.destroy_process_group dist.distributed_c10d._get_default_store
+    dist.get_process_group_ranks dist.get_rank dist.get_world_size dist.group.WORLD
+    dist.init_process_group dist.is_available dist.is_initialized nn.Module nn.Parameter
+    nn.functional.normalize torch.Generator torch.Tensor torch.TypedStorage
+    torch._C._len_torch_dispatch_stack torch.__file__ torch.__version__ torch._foreach_mul
     torch._subclasses.FakeTensor torch.add torch.addcmul torch.addmm torch.allclose torch.amax
     torch.arange torch.as_tensor torch.autocast torch.autograd.Function torch.autograd.backward
     torch.autograd.grad torch.autograd.gradcheck torch.autograd.graph.saved_tensors_hooks
@@ -180,11 +180,12 @@ IN_TORCH = words(
     torch.backends.mps.is_available torch.bfloat16 torch.bincount torch.bool torch.cat
     torch.cdist torch.clear_autocast_cache torch.contiguous_format torch.cuda.CUDAGraph
     torch.cuda.Stream torch.cuda.current_stream torch.cuda.device torch.cuda.device_of
-    torch.cuda.graph torch.cuda.get_device_capability torch.cuda.get_device_properties
-    torch.cuda.get_rng_state_all torch.cuda.is_available torch.cuda.is_current_stream_capturing
-    torch.cuda.is_initialized torch.cuda.set_rng_state_all torch.cuda.stream torch.device
-    torch.distributed.get_rank torch.div torch.dtype torch.einsum torch.empty torch.empty_like
-    torch.enable_grad torch.equal torch.exp torch.exp_ torch.eye torch.finfo torch.float16
+    torch.cuda.get_device_capability torch.cuda.get_device_properties
+    torch.cuda.get_rng_state_all torch.cuda.graph torch.cuda.is_available
+    torch.cuda.is_current_stream_capturing torch.cuda.is_initialized
+    torch.cuda.set_rng_state_all torch.cuda.stream torch.device torch.distributed.get_rank
+    torch.div torch.dtype torch.einsum torch.empty torch.empty_like torch.enable_grad
+    torch.equal torch.exp torch.exp_ torch.expm1 torch.eye torch.finfo torch.float16
     torch.float32 torch.float64 torch.from_numpy torch.frombuffer torch.full torch.full_like
     torch.ge torch.get_default_dtype torch.get_rng_state torch.gt torch.iinfo torch.inf
     torch.inference_mode torch.int16 torch.int32 torch.int64 torch.int8
@@ -193,17 +194,17 @@ IN_TORCH = words(
     torch.linalg.vector_norm torch.linspace torch.load torch.logaddexp torch.matmul
     torch.maximum torch.mean torch.minimum torch.mm torch.mul torch.multiprocessing.spawn.spawn
     torch.mv torch.nan torch.ne torch.nn.Module torch.nn.functional.normalize
-    torch.nn.functional.pad torch.nn.utils.rnn.pad_sequence torch.no_grad torch.ones torch.ones_like torch.optim.Adam
-    torch.optim.Optimizer torch.optim.SGD torch.promote_types torch.rand torch.randint
-    torch.randn torch.randperm torch.random.fork_rng torch.repeat_interleave torch.save
-    torch.rsub torch.searchsorted torch.set_default_dtype torch.set_grad_enabled
-    torch.set_num_threads torch.set_rng_state torch.sigmoid_ torch.sort torch.sparse_coo
-    torch.sparse_coo_tensor torch.special.log_ndtr torch.stack torch.strided torch.sub torch.sum
-    torch.take_along_dim torch.tensor torch.tensordot torch.testing.assert_close torch.threshold
-    torch.triu_indices torch.uint8 torch.unique torch.utils._pytree.TreeSpec
-    torch.utils._pytree.tree_flatten torch.utils._pytree.tree_map_only
-    torch.utils._pytree.tree_unflatten torch.var_mean torch.version.hip torch.where torch.zeros
-    torch.zeros_like
+    torch.nn.functional.pad torch.nn.utils.rnn.pad_sequence torch.no_grad torch.ones
+    torch.ones_like torch.optim.Adam torch.optim.Optimizer torch.optim.SGD torch.promote_types
+    torch.rand torch.randint torch.randn torch.random.fork_rng torch.randperm
+    torch.repeat_interleave torch.rsub torch.save torch.searchsorted torch.set_default_dtype
+    torch.set_grad_enabled torch.set_num_threads torch.set_rng_state torch.sigmoid_ torch.sort
+    torch.sparse_coo torch.sparse_coo_tensor torch.special.log_ndtr torch.stack torch.strided
+    torch.sub torch.sum torch.take_along_dim torch.tensor torch.tensordot
+    torch.testing.assert_close torch.threshold torch.triu_indices torch.uint8 torch.unique
+    torch.utils._pytree.TreeSpec torch.utils._pytree.tree_flatten
+    torch.utils._pytree.tree_map_only torch.utils._pytree.tree_unflatten torch.var_mean
+    torch.version.hip torch.where torch.zeros torch.zeros_like
     """
 )
 # What is read only where PyTorch has it: by the compiler, and after require_version or a question

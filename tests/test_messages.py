@@ -84,12 +84,12 @@ def batches(*updates: Any) -> Any:
     return metric
 
 
-def enqueued_too_early() -> None:
-    """Put a batch into the memory before the backward pass."""
+def memory_modified_too_early() -> None:
+    """Modify a memory's keys before the backward pass."""
     keys = memory()
     keys.enqueue(I, T)
     value = memory_loss(I.clone().requires_grad_(), T, I, T, keys)
-    keys.enqueue(I, T)
+    keys.images.mul_(0.5)
     value.backward()
 
 
@@ -295,7 +295,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: memory().enqueue(I, torch.cat([T, T])),
         r"got \(12, 8\); .*write image_keys.repeat_interleave\(2, 0\)$",
     ),
-    (enqueued_too_early, "enqueue a batch after its backward pass"),
+    (memory_modified_too_early, "a memory were modified in place before the backward pass"),
     (lambda: it.MomentumEncoder(I), "^encoder: expected a module, got Tensor"),
     # metrics and re-rankers
     (lambda: results(S, ties="pesimistic"), "^ties: .*did you mean 'pessimistic'"),

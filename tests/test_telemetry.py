@@ -224,8 +224,8 @@ def test_the_age_of_a_memory_counts_the_batches_of_all_processes(monkeypatch):
 
 # ----------------------------------------------------------------------------------------- collapse
 
-ALIKE = torch.ones(4, 6) + 1e-4 * sample(4, 6)
-APART = sample(6, 6)
+ALIKE = torch.ones(4, 6) + 1e-4 * sample(4, 6), torch.ones(4, 6)
+APART = sample(6, 6), sample(6, 6).flip(1)
 
 
 def warnings_of(loss, calls, *batch):
@@ -239,7 +239,10 @@ def warnings_of(loss, calls, *batch):
 
 
 CAPTIONS = torch.arange(4), torch.arange(8) // 2
-COLLAPSED = {"pairs": (ALIKE, ALIKE), "captions": (ALIKE, ALIKE.repeat_interleave(2, 0), *CAPTIONS)}
+COLLAPSED = {
+    "pairs": ALIKE,
+    "captions": (ALIKE[0], ALIKE[1].repeat_interleave(2, 0), *CAPTIONS),
+}
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -258,15 +261,15 @@ def test_values_are_looked_at_every_fiftieth_call(monkeypatch):
     looks = []
     loss = TripletLoss()
     monkeypatch.setattr(loss, "_check_collapse", looks.append)
-    warnings_of(loss, 149, APART, APART)
+    warnings_of(loss, 149, *APART)
     assert len(looks) == 2
 
 
 NOT_COLLAPSED = {
-    "embeddings apart": (TripletLoss(), APART, APART),
-    "mean of all hinges": (TripletLoss(mining="all"), ALIKE, ALIKE),
-    "soft form, whose value is another one": (TripletLoss(temperature=0.1), ALIKE, ALIKE),
-    "evaluation": (TripletLoss().eval(), ALIKE, ALIKE),
+    "embeddings apart": (TripletLoss(), *APART),
+    "mean of all hinges": (TripletLoss(mining="all"), *ALIKE),
+    "soft form, whose value is another one": (TripletLoss(temperature=0.1), *ALIKE),
+    "evaluation": (TripletLoss().eval(), *ALIKE),
 }
 
 
@@ -278,5 +281,5 @@ def test_other_training_is_left_in_peace(name):
 def test_a_plateau_that_is_left_again_is_no_collapse():
     loss = TripletLoss()
     for _ in range(3):  # never a hundred consecutive calls
-        assert not warnings_of(loss, 60, ALIKE, ALIKE)
-        assert not warnings_of(loss, 40, APART, APART)
+        assert not warnings_of(loss, 60, *ALIKE)
+        assert not warnings_of(loss, 40, *APART)

@@ -290,7 +290,7 @@ class Matrix:
         self.check_unchanged()
         assert self.embeddings is not None
         find = inverse_norms
-        if self.engine == "triton" and not torch.compiler.is_compiling():
+        if self.engine == "triton" and not is_compiling():
             from . import triton
 
             find = triton.inverse_norms
@@ -482,7 +482,7 @@ class Matrix:
                 assert scores is not None
                 return tiled.std_of_block(self.relation, scores, sides)
             question = Question(self.relation, sides, identity)
-            if self._has_kernel(question) and not torch.compiler.is_compiling():
+            if self._has_kernel(question) and not is_compiling():
                 from . import triton
 
                 inputs = self.inputs()

@@ -395,7 +395,8 @@ def saved_tensors(ctx: Any) -> tuple[Any, ...]:
             raise
         raise RuntimeError(
             "embeddings, scores or a memory were modified in place before the backward pass of a "
-            f"loss that needs them; enqueue a batch after its backward pass. PyTorch says: {error}"
+            "loss that needs them. Before PyTorch 2.1, that is also enqueueing before the backward "
+            f"pass. PyTorch says: {error}"
         ) from error
 
 
