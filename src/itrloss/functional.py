@@ -254,18 +254,16 @@ def info_nce_loss(
     # -log p = log(1 + exp(L - a S)) with the negatives' log-sum-exp L
     values = own.mean_of_positives(softplus, scale=-scale, shift=negatives)
     if label_smoothing:
-        values = values + label_smoothing * scale * lead_of_positives(anchors)
+        lead = anchors.mean_of_positives(identity) - mean_of_candidates(anchors)
+        values = values + label_smoothing * scale * lead
     valid = None if positives is None else _valid(anchors, positives)
     return anchors.reduce(values, reduction, valid)
 
 
-def lead_of_positives(anchors: Anchors) -> Tensor:
-    """Return (A,) how far the mean score of positives is above that of all candidates: what label
-    smoothing adds to a cross-entropy, times ``ε / τ``.
-    """
+def mean_of_candidates(anchors: Anchors) -> Tensor:
+    """Return the (A,) mean scores of all candidates, whose labels are smooth; 0 without any."""
     number = anchors.positive_counts + anchors.negative_counts
-    mean = anchors.sum(identity, over="all") / number.clamp_min(1)
-    return anchors.mean_of_positives(identity) - mean
+    return anchors.sum(identity, over="all") / number.clamp_min(1)
 
 
 def _valid(anchors: Anchors, positives: Anchors) -> Tensor:

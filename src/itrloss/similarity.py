@@ -593,12 +593,11 @@ class Similarity(Anchors):
             total = values.masked_fill(excluded, 0.0).sum(1)
         return self.merged(total) / self.positive_weights
 
-    @torch.no_grad()
     def largest_of_pairs(self, of_cols: Tensor) -> Tensor:
-        """Return the (N,) largest of columns' values (M,) over each row's positives, 0 without any;
-        for arguments see :meth:`mean_of_pairs`.
+        """Return the (N,) largest of columns' values (M,) over each row's positives, 0 without any,
+        as constants of a gradient; for arguments see :meth:`mean_of_pairs`.
         """
-        cols = self.T.gathered(of_cols)
+        cols = self.T.gathered(of_cols.detach())
         pairs = self._matrix.relation
         if self.one_to_one:
             return cols.clone()

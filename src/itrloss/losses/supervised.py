@@ -70,9 +70,11 @@ class SupConLoss(TemperatureLoss, PairLoss):
             values = _mil_nce(anchors, scale) + anchors.positive_counts.to(anchors.dtype).log()
         else:
             log = anchors.logsumexp(scale, over="all")
-            values = log - scale * anchors.mean_of_positives(identity)
+            pull = anchors.mean_of_positives(identity)
             if smoothing:
-                values = values + smoothing * scale * functional.lead_of_positives(anchors)
+                mean = functional.mean_of_candidates(anchors)
+                pull = (1 - smoothing) * pull + smoothing * mean
+            values = log - scale * pull
         return anchors.reduce(values, self.reduction)
 
 
