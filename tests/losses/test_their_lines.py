@@ -87,6 +87,7 @@ def inputs() -> SimpleNamespace:
     x.people = torch.tensor([0, 1, 0, 1, 1, 0])
     x.memory = itrloss.CoupledMemory(M, DIM, dtype=torch.float64)
     x.memory.enqueue(drawn(M, DIM, trained=False), x.queue, x.idx_all[N:])
+    x.mixed = 0.7 * torch.eye(N).double() + 0.3 * torch.eye(N).double().flip(0)
     x.α = 0.4
     x.ε = 0.1
     x.τ = TAU
@@ -322,7 +323,14 @@ def pcmepp(x: SimpleNamespace) -> Tensor:
     u, w = F.normalize(x.q, dim=-1), F.normalize(x.d, dim=-1)
     distance = (u[:, None] - w).square().sum(2)
     distance = distance + x.z1.exp().sum(1)[:, None] + x.z2.exp().sum(1)
-    return 2 * F.binary_cross_entropy_with_logits(5 - 5 * distance, torch.eye(N).double())
+    total = 2 * F.binary_cross_entropy_with_logits(5 - 5 * distance, x.mixed)
+    for z, label in ((5 - 5 * distance, x.mixed), (5 - 5 * distance.T, x.mixed.T)):
+        best, place = label.max(1, keepdim=True)
+        pseudo = torch.where(z.detach() >= z.detach().gather(1, place), best, label)
+        total = total + 0.1 * F.binary_cross_entropy_with_logits(z, pseudo)
+    for mean, log in ((u, x.z1), (w, x.z2)):
+        total = total - 1e-4 * 0.5 * (1 + log - mean.square() - log.exp()).mean()
+    return total
 
 
 def supcon(x: SimpleNamespace) -> Tensor:
