@@ -2,6 +2,7 @@
 processes.
 """
 
+import ast
 import importlib
 import re
 import sys
@@ -145,6 +146,22 @@ def recipes(rank: int) -> dict[str, float]:
 
 
 @needs("the recipe of FSDP2 on the CPU", 2, 8)
+def test_cyclic_terms_of_the_gallery_are_those_of_cyclip():
+    """Theirs are of logits, divided by the scale again, and multiplied by the size of the batch."""
+    tree = ast.parse((DOCS / "gallery" / "cyclic.py").read_text(encoding="utf-8"))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    names = {"F": torch.nn.functional}
+    exec(compile(ast.Module(functions, []), "cyclic.py", "exec"), names)
+    x, y = torch.randn(2, 7, 5, dtype=torch.float64).unbind()
+    u, w = (z / z.norm(dim=1, keepdim=True) for z in (x, y))
+    scale = 1 / 0.07
+    within = (scale * u @ u.T - scale * w @ w.T).square().mean() / scale**2 * 7
+    crossed = (scale * u @ w.T - scale * w @ u.T).square().mean() / scale**2 * 7
+    wanted = 0.2 * within + 0.3 * crossed
+    found = names["cyclic"](x, y, in_modal=0.2, cross_modal=0.3)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_recipes_run_in_two_processes(tmp_path):
     first, second = run(recipes, tmp_path)
     assert first == second

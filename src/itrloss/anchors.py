@@ -887,6 +887,11 @@ class Anchors:
         total = self.merged(self._joined(answers, torch.add))
         return total.masked_fill(total == 0, 1.0)
 
+    @property
+    def largest_weights(self) -> Tensor:
+        """The (A,) largest weights of each anchor's matches, 0 without any."""
+        return self._weights_of_matches()._highest(1.0, Where("positives"))
+
     def _sums_by_class(self) -> bool:
         """Return whether plain scores of positives are summed from the vectors of classes."""
         return all(block.matrix.sums_by_class() for block in self._blocks)

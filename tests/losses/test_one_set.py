@@ -307,6 +307,9 @@ def test_all_losses_of_pairs_take_targets():
     for make in (itrloss.SupConLoss, itrloss.TripletLoss, itrloss.DiversityContrastiveLoss):
         by_ids = make(directions="image-text")(q, d, rows, torch.arange(9))
         assert_same(make()(q, d, targets=TARGETS), by_ids, q, d)
+    teacher = drawn(3, 6, 9).detach()
+    by_ids = itrloss.MarginMSELoss(directions="image-text")(q, d, teacher, rows, torch.arange(9))
+    assert_same(itrloss.MarginMSELoss()(q, d, teacher, targets=TARGETS), by_ids, q, d)
 
 
 # -------------------------------------------------------------------------------------- wrong input

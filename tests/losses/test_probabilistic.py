@@ -51,6 +51,37 @@ def test_the_mean_is_that_of_the_authors_code_for_one_text_per_image():
     torch.testing.assert_close(PCMEPlusPlusLoss()(v, w, s, t), wanted)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 1e-4])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_labels_of_mixed_samples_are_those_of_the_authors_code(engine, smoothing, small_tiles):
+    """A pseudo-positive has the label of the anchor's best one, and is as near as that."""
+    v, w, s, t = distributions(9, 9)
+    share = torch.linspace(0.55, 1, 9, dtype=torch.float64)[:, None]
+    labels = share * torch.eye(9) + (1 - share) * torch.eye(9).flip(0)
+    labels = labels * (1 - 2 * smoothing) + smoothing
+    leaves = [x.requires_grad_() for x in (v, w, s, t)]
+    logits = 5 - 5 * expected_distances(unit(v), unit(w), s, t)
+    wanted = 2 * F.binary_cross_entropy_with_logits(logits, labels)
+    for z, label in ((logits, labels), (logits.T, labels.T)):
+        best, place = label.max(1, keepdim=True)
+        near = z.detach() >= z.detach().gather(1, place)
+        assert near.sum() > 9
+        pseudo = torch.where(near, best, label)
+        wanted = wanted + 0.1 * F.binary_cross_entropy_with_logits(z, pseudo)
+    loss = PCMEPlusPlusLoss(vib_weight=0.0, engine=engine)
+    found = loss(v, w, s, t, matches=labels)
+    torch.testing.assert_close(found, wanted)
+    gradients = torch.autograd.grad(found, leaves), torch.autograd.grad(wanted, leaves)
+    torch.testing.assert_close(*gradients)
+
+
+def test_labels_above_one_are_refused():
+    labels = torch.eye(5).double()
+    labels[0, 0] = 1.5
+    with pytest.raises(ValueError, match="matches: expected labels from 0 to 1"):
+        PCMEPlusPlusLoss()(*distributions(5, 5), matches=labels)
+
+
 def test_scale_and_shift_get_their_gradients():
     ids = make_ids("random", 5, 8)
     inputs = distributions(5, 8)

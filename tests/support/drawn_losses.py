@@ -12,6 +12,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ RELATIONS = {
     "heads and residuals": BY_IDS,
     "heads alone": ["pairs"],
     "prototypes": ["pairs"],
-    "distributions": BY_IDS,
+    "distributions": [*BY_IDS, "matches", "weights"],
     "tokens": BY_IDS,
     "teacher": [*OF_IDS, "groups"],
     "negatives": [*BY_IDS, "groups"],
@@ -168,7 +169,7 @@ class LossCase:
         positives = [any(oracle.match(a, b) for b in others) for a in own]
         negatives = [any(oracle.differ(a, b) for b in others) for a in own]
         pairs = list(zip(positives, negatives, strict=True))
-        if self.takes in ("teacher", "distributions"):
+        if self.takes == "teacher":
             return sum(map(oracle.exists, own))
         if self.entry.every_pair:
             return sum(p or n for p, n in pairs)
@@ -315,7 +316,12 @@ def loops_of_prefixes(case: LossCase, leaves: list[Tensor]) -> float:
 
 
 # Losses whose loops have matches with weights.
-WITH_WEIGHTS = (itrloss.InfoNCELoss, itrloss.SDMLoss, itrloss.TripletLoss)
+WITH_WEIGHTS = (
+    itrloss.InfoNCELoss,
+    itrloss.PCMEPlusPlusLoss,
+    itrloss.SDMLoss,
+    itrloss.TripletLoss,
+)
 
 
 def in_general(case: LossCase, leaves: list[Tensor], **more: Any) -> Any:
@@ -433,16 +439,19 @@ def loops_of_distillation(case: LossCase, leaves: list[Tensor]) -> Any:
 
 
 def with_variances(case: LossCase) -> list[Tensor]:
+    if case.batch.kind == "weights":  # labels are 1 at most
+        case.batch = replace(case.batch, matches=case.batch.matches / 2.5)
     logs = [(0.5 * case.draw.normal(size, case.dim) - 2) for size in (case.batch.n, case.batch.m)]
     return [*pairs(case), *logs]
 
 
 def of_variances(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    return loss(*leaves, *case.batch.ids)
+    return loss(*leaves, **case.batch.given)
 
 
 def loops_of_variances(case: LossCase, leaves: list[Tensor]) -> Any:
-    rows, cols = oracle_pcme.pcme(leaves, case.batch.ids, **case.entry.options)
+    labels = case.batch.matches
+    rows, cols = oracle_pcme.pcme(leaves, case.batch.ids, **case.entry.options, labels=labels)
     counts = [max(1, case.number_of_anchors(side)) for side in (0, 1)]
 
     def compute(reduction: str) -> Any:

@@ -461,6 +461,7 @@ OF_MORE_THAN_PAIRS = {
         itrloss.PCMEPlusPlusLoss,
         {"scale": 0.5, "shift": 4.0},
         takes="distributions",
+        every_pair=True,
         failures=COORDINATES,
         tables=ALL & {"conforming"},
     ),

@@ -20,18 +20,18 @@ def distances(images, texts, images_log, texts_log):
     return torch.stack(rows)
 
 
-def of_anchor(distance, positive, scale, shift, pseudo_weight):
+def of_anchor(distance, label, scale, shift, pseudo_weight):
     """The mean over candidates of the binary cross-entropies, with pseudo-positives: those as near
-    as the positives on average.
+    as the matches of the largest label on average, which have this label.
     """
     match = -F.logsigmoid(shift - scale * distance)
     miss = -F.logsigmoid(scale * distance - shift)
-    near = positive
-    if positive.any():
-        radius = distance[positive].mean()
-        near = positive | (distance <= radius)
-    labelled = torch.where(positive, match, miss)
-    pseudo_labelled = torch.where(near, match, miss)
+    pseudo = label
+    if label.any():
+        radius = distance[label == label.max()].mean()
+        pseudo = torch.where(distance <= radius, label.max(), label)
+    labelled = label * match + (1 - label) * miss
+    pseudo_labelled = pseudo * match + (1 - pseudo) * miss
     return (labelled + pseudo_weight * pseudo_labelled).mean()
 
 
@@ -40,28 +40,42 @@ def divergence(mean, log):
     return 0.5 * (mean**2 + log.exp() - log - 1).mean(1)
 
 
-def pcme(inputs, ids, scale=5.0, shift=5.0, pseudo_weight=0.1, vib_weight=1e-4, normalize=True):
-    """The values of each image and text by PCME++."""
+def labels_of(ids, n, m):
+    """The labels (N, M) of ids: 1 for a match, 0 for a negative, nan for what does not exist."""
+    row_exists, col_exists = (exists(x, size) for x, size in zip(ids, (n, m), strict=True))
+    labels = matches(ids, n, m).double()
+    return labels.masked_fill(~(row_exists[:, None] & col_exists), torch.nan)
+
+
+def pcme(
+    inputs,
+    ids,
+    scale=5.0,
+    shift=5.0,
+    pseudo_weight=0.1,
+    vib_weight=1e-4,
+    normalize=True,
+    labels=None,
+):
+    """The values of each image and text by PCME++; ``labels``: (N, M), in place of ids."""
     images, texts, images_log, texts_log = inputs
     if normalize:
         images = unit(images)
         texts = unit(texts)
     distance = distances(images, texts, images_log, texts_log)
-    positive = matches(ids, len(images), len(texts))
+    if labels is None:
+        labels = labels_of(ids, len(images), len(texts))
 
-    image_exists, text_exists = (
-        exists(own, len(x)) for own, x in zip(ids, (images, texts), strict=True)
-    )
-
-    def of_side(distance, positive, mean, log, own, others):
-        """Values of those that exist and have candidates, 0 of others."""
+    def of_side(distance, labels, mean, log):
+        """Values of those that have candidates, 0 of others."""
+        has_candidates = ~labels.isnan()
         values = [
-            of_anchor(row[others], right[others], scale, shift, pseudo_weight)
-            for row, right in zip(distance, positive, strict=True)
+            of_anchor(row[counts], label[counts], scale, shift, pseudo_weight)
+            for row, label, counts in zip(distance, labels, has_candidates, strict=True)
         ]
-        counts = own & others.any()
-        return torch.where(counts, torch.stack(values) + vib_weight * divergence(mean, log), 0.0)
+        values = torch.stack(values) + vib_weight * divergence(mean, log)
+        return torch.where(has_candidates.any(1), values, 0.0)
 
-    rows = of_side(distance, positive, images, images_log, image_exists, text_exists)
-    cols = of_side(distance.T, positive.T, texts, texts_log, text_exists, image_exists)
+    rows = of_side(distance, labels, images, images_log)
+    cols = of_side(distance.T, labels.T, texts, texts_log)
     return rows, cols

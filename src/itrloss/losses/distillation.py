@@ -28,7 +28,7 @@ class TaughtLoss(PairLoss):
         """Whether the teacher's scores are to be of the size of cosines."""
         return False
 
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # noqa: PLR0913 (input, by keyword)
         self,
         images: Tensor | None = None,
         texts: Tensor | None = None,
@@ -39,6 +39,7 @@ class TaughtLoss(PairLoss):
         scores: Tensor | None = None,
         image_groups: IdsLike | None = None,
         text_groups: IdsLike | None = None,
+        targets: IdsLike | None = None,
         **words: Any,
     ) -> Values:
         """Return the loss of (N, D) images and (M, D) texts, or of a score matrix.
@@ -46,18 +47,19 @@ class TaughtLoss(PairLoss):
         Args:
             images, texts, scores, words: see :meth:`PairLoss.forward`. Scores may be those of each
                 image with its own candidates, such as its text and its hard negatives, with
-                ``directions="image-text"``.
+                ``targets=[0] * N`` or ``directions="image-text"``.
             teacher: (N, M) scores of another model, in a job with the texts of all processes; or
                 its embeddings ``(images, texts)``.
             image_ids, text_ids: see there. They go with groups; in :class:`DistillationLoss`, whose
                 candidates are all texts whatever matches, they are for ``telemetry`` alone.
             image_groups, text_groups: see there; candidates are of the same group, or match.
+            targets: see there.
         """
         ids = image_ids, text_ids
         groups = image_groups, text_groups
         given = images, texts, scores
         images, texts, ids, related = self._parsed(  # type: ignore[assignment]
-            given, ids, groups, words
+            given, ids, groups, words, targets=targets
         )
         model = as_tensors(teacher)
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..anchors import Anchors
 from ..checks import (
     IdsLike,
     Learnt,
@@ -13,8 +14,12 @@ from ..checks import (
     check_alike,
     check_embeddings,
     check_matrix,
+    from_numpy,
+    host_may_read,
     option,
 )
+from ..engine.question import Value
+from ..engine.related import Related
 from ..engine.vectors import normalized
 from ..functional import Values
 from ..similarity import Similarity
@@ -30,6 +35,20 @@ _ROUNDING = 2e-6
 def logit(scores: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Return ``a S + b``."""
     return scale * scores + shift
+
+
+@pair_term
+def gain_of_label(
+    scores: Tensor, label: Tensor, scale: Tensor, shift: Tensor, limit: Tensor, best: Tensor
+) -> Tensor:
+    """Return ``(m' - m) (a S + b)`` above a limit: by how much a label m costs more than m'."""
+    return (best - label) * (scale * scores + shift) * (scores > limit)
+
+
+@pair_term
+def if_best_label(scores: Tensor, label: Tensor, best: Tensor) -> Tensor:
+    """Return S of a label that is m' at least, and 0 of others."""
+    return scores * (label >= best)
 
 
 class PCMEPlusPlusLoss(SimilarityLoss):
@@ -50,6 +69,10 @@ class PCMEPlusPlusLoss(SimilarityLoss):
     positives: the *pseudo-positives*. The last term is the divergence from a standard normal
     distribution. All are means over images plus means over texts. No pair is left out; see
     :doc:`losses/probabilistic`.
+
+    The weights m of ``matches`` are soft labels: ℓ is m times that of a positive plus 1 - m times
+    that of a negative. Pseudo-positives then are as near as the matches of an anchor's largest
+    label are on average, and have this label.
 
     Args:
         scale: a, above 0.
@@ -76,6 +99,8 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         texts_log_variance: Tensor,
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
+        *,
+        matches: Tensor | None = None,
     ) -> Values:
         """Return the loss of normal distributions with independent dimensions.
 
@@ -83,13 +108,14 @@ class PCMEPlusPlusLoss(SimilarityLoss):
             images_mean, texts_mean: (N, D) and (M, D) means µ.
             images_log_variance, texts_log_variance: (N, D) and (M, D) log σ², of any size.
             image_ids, text_ids: see :meth:`PairLoss.forward`.
+            matches: (N, M) labels in [0, 1] in place of ids, as of mixed samples; nan: no pair.
 
         Returns:
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with
             ``reduction="none"``.
         """
         distributions = images_mean, texts_mean, images_log_variance, texts_log_variance
-        sim = self.similarity(*distributions, image_ids, text_ids)
+        sim = self.similarity(*distributions, image_ids, text_ids, matches=matches)
         divergence = None
         if self.vib_weight != 0:
             divergence = self._divergence(sim, *distributions)
@@ -103,15 +129,20 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         texts_log_variance: Tensor,
         image_ids: IdsLike | None = None,
         text_ids: IdsLike | None = None,
+        *,
+        matches: Tensor | None = None,
     ) -> Similarity:
         """Return the :class:`Similarity` of -d, by which the model retrieves; arguments as in
         :meth:`forward`.
         """
         distributions = images_mean, texts_mean, images_log_variance, texts_log_variance
+        labels = from_numpy(matches)
 
         def check() -> str:
             """Check the input; return what has to be the same in all processes."""
             self._check(*distributions)
+            if isinstance(labels, Tensor) and host_may_read(labels):
+                self._check_labels(labels)
             return self.described()
 
         self.agree(check)
@@ -124,7 +155,8 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         rows, cols = (2**0.5 * m for m in means)
         bias = -sums[0], -sums[1]
         ids = image_ids, text_ids
-        return self._between((rows, cols), ids, _NAMES, normalize=False, bias=bias)
+        related = None if labels is None else Related(matches=labels)
+        return self._between((rows, cols), ids, _NAMES, normalize=False, bias=bias, related=related)
 
     def compute(self, sim: Similarity, divergence: Tensor | None = None) -> Values:
         """Return the loss of the similarities -d; ``divergence``: (A,), of each anchor."""
@@ -136,15 +168,41 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         values = anchors.sum(softplus, scale=a, shift=b) + anchors.sum_of_positives(
             softplus, scale=-a, shift=-b
         )
+        if anchors.has_weights:
+            everywhere = values.new_full((), -torch.inf)
+            options = a, b, everywhere, 1.0
+            values = values + anchors.sum_of_positives(gain_of_label, *options, weights="parameter")
         if self.pseudo_weight:
-            own = anchors.mean_of_positives(identity)
-            limit = torch.where(positives > 0, own - _ROUNDING * (1 + own.abs()), torch.inf)
-            # -log sigmoid(z) of a pseudo-positive is -log sigmoid(-z) of the negative, minus z
-            pseudo = values - anchors.sum(logit, a, b, above=limit)
+            pseudo = values - self._gain_of_pseudo_positives(anchors, a, b)
             values = values + self.pseudo_weight * pseudo
         values = values / candidates.clamp_min(1)
         values = values if divergence is None else values + self.vib_weight * divergence
         return anchors.reduce(values, self.reduction, candidates > 0)
+
+    def _gain_of_pseudo_positives(self, anchors: Anchors, a: Value, b: Value) -> Tensor:
+        """Return (A,) by how much an anchor's sum is less if pseudo-positives count as positives.
+
+        -log sigmoid(z) of one is -log sigmoid(-z) of the negative, minus z.
+        """
+        if not anchors.has_weights:
+            limit = self._limit(anchors, anchors.mean_of_positives(identity))
+            return anchors.sum(logit, a, b, above=limit)
+        fixed = anchors.detach()
+        best = anchors.largest_weights
+        total = fixed.sum_of_positives(if_best_label, best, weights="parameter")
+        number = fixed.sum_of_positives(
+            if_best_label, best, scale=0.0, shift=1.0, weights="parameter"
+        )
+        limit = self._limit(anchors, total / number.clamp_min(1))
+        of_negatives = anchors.sum(logit, a, b, above=limit)
+        options = a, b, limit, best
+        of_matches = anchors.sum_of_positives(gain_of_label, *options, weights="parameter")
+        return best * of_negatives + of_matches
+
+    def _limit(self, anchors: Anchors, own: Tensor) -> Tensor:
+        """Return (A,) the scores above which pairs are pseudo-positives, from those of matches."""
+        lower = own.detach() - _ROUNDING * (1 + own.detach().abs())
+        return torch.where(anchors.positive_counts > 0, lower, torch.inf)
 
     def _divergence(self, sim: Similarity, *distributions: Tensor) -> Tensor:
         """Return (A,) the mean over dimensions of the divergence of each distribution from the
@@ -158,6 +216,12 @@ class PCMEPlusPlusLoss(SimilarityLoss):
             # of a sharded batch, which may be padded
             parts.append(F.pad(part, (0, size - len(part))))
         return torch.cat(parts)
+
+    def _check_labels(self, labels: Tensor) -> None:
+        """Raise an error for labels above 1."""
+        above = labels[labels > 1]
+        if len(above):
+            raise ValueError(f"matches: expected labels from 0 to 1, got {float(above.amax()):g}")
 
     def _check(self, images: Tensor, texts: Tensor, *log_variances: Tensor) -> None:
         """Raise an error unless the means are valid, and the variances have their shapes."""
