@@ -145,7 +145,6 @@ def recipes(rank: int) -> dict[str, float]:
     return {"loss": float(names["loss"]), "rsum": rsum, "blocks": len(blocks)}
 
 
-@needs("the recipe of FSDP2 on the CPU", 2, 8)
 def test_cyclic_terms_of_the_gallery_are_those_of_cyclip():
     """Theirs are of logits, divided by the scale again, and multiplied by the size of the batch."""
     tree = ast.parse((DOCS / "gallery" / "cyclic.py").read_text(encoding="utf-8"))
@@ -162,6 +161,7 @@ def test_cyclic_terms_of_the_gallery_are_those_of_cyclip():
     torch.testing.assert_close(found, wanted)
 
 
+@needs("the recipe of FSDP2 on the CPU", 2, 8)
 def test_recipes_run_in_two_processes(tmp_path):
     first, second = run(recipes, tmp_path)
     assert first == second

@@ -14,7 +14,7 @@ from support import published
 from support.losses_registry import REGISTRY, select
 from support.processes import WORLD, run
 from support.published import open_clip
-from support.versions import FlopCounterMode
+from support.versions import FlopCounterMode, needs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -142,6 +142,7 @@ def assert_batches_of_any_size(processes: list[dict[str, Any]], criterion: nn.Mo
             assert_same(found[name], whole, 1e-10)
 
 
+@needs("torch.compile", 2, 8)
 @pytest.mark.slow
 def test_batches_of_any_size_and_the_compiler(tmp_path):
     processes = run(several, tmp_path, world=3)

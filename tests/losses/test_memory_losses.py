@@ -12,7 +12,7 @@ from support.cases import embeddings, sample
 from support.flops import Products
 from support.losses_registry import where
 from support.memories import D, memory_batch
-from support.versions import CompileCounterWithBackend, reset_compiler
+from support.versions import CompileCounterWithBackend, needs, reset_compiler
 from torch import Tensor
 
 import itrloss
@@ -160,6 +160,7 @@ def step_with(name: str, engine: str, directions: str, early: int) -> list[Tenso
     return [*[x for x in grads if x is not None], memory.images, memory.texts, memory.ids]
 
 
+@needs("to enqueue before the backward pass", 2, 1)
 @pytest.mark.parametrize("directions", ["both", "image-text", "text-image"])
 @pytest.mark.parametrize("name", ["mdcl", "albef", "uto"])
 @pytest.mark.parametrize("engine", ENGINES)

@@ -15,8 +15,9 @@ import pytest
 import torch
 from support.cases import embeddings, sample
 from support.losses_registry import public_losses
+from support.versions import load, reset_compiler
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 import itrloss
 
@@ -223,7 +224,7 @@ def test_copies_averages_and_states_keep_what_is_shared(form: str, kind: Any):
     model = Model(form, kind)
     copied = copy.deepcopy(model)
     assert getattr(copied.loss, form) is copied.own and copied.own is not model.own
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    average = AveragedModel(model, avg_fn=lambda mean, x, _: (mean + x) / 2)
     wanted = trained(model)
     assert trained(copied) == wanted
     average.update_parameters(model)
@@ -233,7 +234,7 @@ def test_copies_averages_and_states_keep_what_is_shared(form: str, kind: Any):
     stored.seek(0)
     assert f"loss.{form}" in model.state_dict()
     resumed = Model(form, kind)
-    resumed.load_state_dict(torch.load(stored, weights_only=True))
+    resumed.load_state_dict(load(stored))
     assert getattr(resumed.loss, form) is resumed.own
     assert trained(resumed) == trained(model)
     moved = Model(form, kind).float().double()
@@ -249,7 +250,7 @@ def test_a_state_of_a_loss_in_another_form_is_refused():
 @of_forms
 @pytest.mark.slow
 def test_a_compiled_loss_shares_a_parameter(form: str):
-    torch._dynamo.reset()
+    reset_compiler()
     own = parameter(form)
     loss = itrloss.SupConLoss(**{form: own})
     value = torch.compile(loss, backend="aot_eager", fullgraph=True)(V, W, IDS, IDS)

@@ -68,15 +68,14 @@ class ReadForm:
         if module is None:
             return self
         held = module._held.get(self.option, self.option)
-        value = module._parameters.get(held)
-        if value is None:
-            value = module.__dict__.get(held)  # a number, or what nn.DataParallel has copied
-        if value is None and held != self.name:
-            value = getattr(module, held)  # what a parametrization computes
-        if value is None:
-            raise AttributeError(self.name)
         if held == self.name:
+            value = module._parameters.get(held)
+            if value is None:
+                value = module.__dict__.get(held)  # what nn.DataParallel has copied
+            if value is None:
+                raise AttributeError(self.name)
             return value
+        value = getattr(module, held)  # also what a parametrization computes
         if held != self.option:
             value = self.learnt.forms[held].value(value)
         if self.name != self.option:
