@@ -61,6 +61,26 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
         itrloss.UnifiedTrainingObjective(),
         BATCH | {"image_keys": D, "text_keys": Q, "memory": filled_memory()},
     ),
+    "matryoshka": (itrloss.Matryoshka(itrloss.InfoNCELoss(), [3, 5]), BATCH | {"negatives": N}),
+    "matryoshka of a memory": (
+        itrloss.Matryoshka(itrloss.MemoryInfoNCELoss(), [3, 5]),
+        BATCH | {"image_keys": D, "text_keys": Q, "memory": filled_memory()},
+    ),
+    "normal distributions": (
+        lambda **given: itrloss.PCMEPlusPlusLoss()(**given),
+        {
+            "images_mean": Q,
+            "texts_mean": D,
+            "images_log_variance": D - 2,
+            "texts_log_variance": Q - 2,
+            "image_ids": IDS,
+            "text_ids": IDS,
+        },
+    ),
+    "variance-aware": (
+        lambda **given: itrloss.VarianceAwareLoss()(**given),
+        {"image_sets": Q.view(3, 2, 5), "texts": D, "image_ids": IDS[:3], "text_ids": IDS},
+    ),
     "sets": (
         set_similarity,
         {

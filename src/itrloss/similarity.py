@@ -16,11 +16,10 @@ from .distributed import collectives
 from .distributed.consensus import padded, world_size
 from .distributed.parts import (
     LocalBatch,
-    LocalIds,
     agreed,
     gathered_bias,
     processes_of,
-    related_to_all,
+    relation_to_all,
     spread_columns,
 )
 from .distributed.shards import Processes, Share
@@ -125,7 +124,7 @@ class Similarity(Anchors):
         memory_budget: int | None = None,
         check_finite: bool = False,
         names: checks.Names = checks.ROWS_AND_COLUMNS,
-        related: Related | None = None,
+        related: Related | Relation | None = None,
     ):
         rows, cols = checks.as_embeddings(rows, cols, check_finite, names)
         n = len(rows)
@@ -211,18 +210,16 @@ class Similarity(Anchors):
         part = LocalBatch((rows, cols), (row_ids, col_ids), bias, related, names, finite)
         known, sizes = agreed(part, process_group, same, options)
         processes = processes_of(known, sizes, process_group, rows.device)
-        ids, related = related_to_all(known, processes)
         n, m = processes.padded
         own_cols = padded(cols, m)
         sim = cls(
             padded(rows, n),
             collectives.gather(own_cols, process_group),
-            *ids,
             bias=gathered_bias(bias, processes),
-            related=related,
+            related=relation_to_all(known, processes, rows.device),
             **options,
         )
-        return sim._shared_by(processes, known, own_cols)
+        return sim._shared_by(processes, own_cols)
 
     @classmethod
     def sharded_scores(
@@ -257,18 +254,13 @@ class Similarity(Anchors):
         part = LocalBatch((scores,), (row_ids, col_ids), None, related, names, finite)
         known, sizes = agreed(part, process_group, same, options)
         processes = processes_of(known, sizes, process_group, scores.device)
-        ids, related = related_to_all(known, processes)
+        relation = relation_to_all(known, processes, scores.device)
         of_all = spread_columns(scores, processes, 0.0)
-        sim = cls.from_scores(of_all, *ids, related=related, **options)
-        return sim._shared_by(processes, known, None)
+        sim = cls.from_scores(of_all, related=relation, **options)
+        return sim._shared_by(processes, None)
 
-    def _shared_by(
-        self, processes: Processes, known: LocalIds, own_cols: Tensor | None
-    ) -> Similarity:
+    def _shared_by(self, processes: Processes, own_cols: Tensor | None) -> Similarity:
         """Become this process's part of a batch; return it."""
-        if known.has_weights:  # maybe in other processes alone
-            self._matrix.relation.has_weights = True
-        self._matrix.relation.one_way = known.one_set or known.targets is not None
         share = Share(processes, 1, processes.sizes[processes.rank], own_cols)
         self._start(AnchorSide(self._matrix, 0, share))
         return self
@@ -283,7 +275,7 @@ class Similarity(Anchors):
         engine: Engine = "auto",
         check_finite: bool = False,
         names: checks.Names = checks.ROWS_AND_COLUMNS,
-        related: Related | None = None,
+        related: Related | Relation | None = None,
     ) -> Similarity:
         """Return a Similarity of (N, M) scores that a model computed; higher means more similar.
 

@@ -310,6 +310,9 @@ def test_all_losses_of_pairs_take_targets():
     teacher = drawn(3, 6, 9).detach()
     by_ids = itrloss.MarginMSELoss(directions="image-text")(q, d, teacher, rows, torch.arange(9))
     assert_same(itrloss.MarginMSELoss()(q, d, teacher, targets=TARGETS), by_ids, q, d)
+    counts = TARGETS != -100
+    of_rows = itrloss.DistillationLoss(directions="image-text")(q[counts], d, teacher[counts])
+    assert_same(itrloss.DistillationLoss()(q, d, teacher, targets=TARGETS), of_rows, q, d)
 
 
 # -------------------------------------------------------------------------------------- wrong input

@@ -48,4 +48,4 @@ from .values import (
     one_of,
     unknown_keyword,
 )
-from .words import in_own_words, takes_queries
+from .words import in_own_words, own_name, takes_queries

@@ -222,22 +222,26 @@ def ids_among_all(
     return numbers, among_all.masked_fill(col_ids == IGNORE_ID, IGNORE_ID)
 
 
-def related_to_all(
-    known: LocalIds, processes: Processes
-) -> tuple[tuple[Tensor | None, Tensor | None], Related | None]:
-    """Return the ids of own padded rows and of the columns of all, and what else says who matches
-    among them.
-    """
+def relation_to_all(known: LocalIds, processes: Processes, device: torch.device) -> Relation:
+    """Return who matches among own padded rows and the columns of all."""
+    n, m = processes.padded
+    shape = n, m * processes.world
     if known.matches is not None:
         matches = spread_columns(known.matches, processes, torch.nan)
-        return (None, None), Related(matches=matches)
-    of_rows, of_cols = processes.ids
-    ids = processes.own(of_rows), of_cols
-    if processes.groups is None:
-        return ids, None
-    row_groups, col_groups = processes.groups
-    groups = processes.own(row_groups), col_groups
-    return ids, Related(groups, known.rule, one_set=known.one_set)
+        return Relation(shape, device=device, matches=matches, has_weights=known.has_weights)
+    rows, cols = processes.ids
+    groups: tuple[Tensor, Tensor] | None = None
+    if processes.groups is not None:
+        groups = processes.own(processes.groups[0]), processes.groups[1]
+    return Relation(
+        shape,
+        (processes.own(rows), cols),
+        device,
+        groups=groups,
+        rule=known.rule,
+        one_set=known.one_set,
+        one_way=known.targets is not None,
+    )
 
 
 def spread_columns(x: Tensor, processes: Processes, value: float) -> Tensor:

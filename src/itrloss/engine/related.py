@@ -75,11 +75,16 @@ class UnknownRelation(Relation):
 def relation_of(
     shape: tuple[int, int],
     ids: PassedIds,
-    related: Related | None,
+    related: Related | Relation | None,
     device: torch.device,
     names: Names,
 ) -> Relation:
-    """Return who matches in a matrix, by all that was passed in; raise an error for wrong input."""
+    """Return who matches in a matrix, by all that was passed in; raise an error for wrong input.
+
+    A relation, as of a batch that several processes share, is returned as it is.
+    """
+    if isinstance(related, Relation):
+        return related
     if related is not None and related.matches is not None:
         check_matches(related, shape, ids, names, device)
         has_weights = weights_of(related.matches)
@@ -87,30 +92,26 @@ def relation_of(
     if related is not None and related.targets is not None:
         rows = ids_by_targets(related, shape, ids, device)
         cols = torch.arange(shape[1], device=device)
-        relation = Relation(shape, (rows, cols), device)
-        relation.one_way = True
-        return relation
+        return Relation(shape, (rows, cols), device, one_way=True)
     if related is None and ids[0] is None and ids[1] is None and shape[0] != shape[1]:
         return UnknownRelation(shape, device, names)
     rows, cols = labels_of(shape, ids, device, names)
-    if related is None and (cols is None or cols.dim() == 1):
+    if related is None:
         return Relation(shape, (rows, cols), device)
     n, m = shape
-    # groups and sets of labels go with ids of both sides
     if rows is None:
         rows = torch.arange(n, device=device)
     if cols is None:
         cols = torch.arange(m, device=device)
-    if rows.dim() != cols.dim():
-        rows = as_sets(rows)
-        cols = as_sets(cols)
-    if related is None:
-        return Relation(shape, (rows, cols), device)
     groups = groups_of(shape, related, device, names)
-    rule: Rule = "other" if related.one_set else related.rule
-    relation = Relation(shape, (rows, cols), device, groups=groups, rule=rule)
-    relation.one_set = relation.one_way = related.one_set
-    return relation
+    return Relation(
+        shape,
+        (rows, cols),
+        device,
+        groups=groups,
+        rule=related.rule,
+        one_set=related.one_set,
+    )
 
 
 def labels_of(shape: tuple[int, int], ids: PassedIds, device: torch.device, names: Names) -> Ids:

@@ -84,18 +84,17 @@ class Relation:
         matches: (N, M), in place of ids and groups: above 0 for positives, 0 for negatives, nan for
             neither. What is not 1 is a weight.
         has_weights: whether there are such weights.
+        one_set: whether rows and columns are the same items, with their numbers as groups: the rule
+            then is ``"other"``, and pairs of the same group do not match either.
+        one_way: whether the rows alone are anchors, unless a loss says otherwise, as in one set.
     """
 
     matches: Tensor | None = None  # (N, M) uint8, see :func:`states_of`
     _weights: Tensor | None = None  # (N, M), where matches have them
     _weight_dtype = torch.float32
-    #: Whether rows and columns are the same items, with their numbers as groups and the rule
-    #: "other": pairs of the same group then do not match either.
-    one_set = False
     is_known = True  #: whether something says who matches
-    one_way = False  #: whether the rows alone are anchors, unless a loss says otherwise
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what says who matches, by keyword)
         self,
         shape: tuple[int, int],
         ids: Ids = (None, None),
@@ -105,14 +104,18 @@ class Relation:
         rule: Rule = "same",
         matches: Tensor | None = None,
         has_weights: bool = False,
+        one_set: bool = False,
+        one_way: bool = False,
     ):
         self.shape = shape
         self.device = device
         #: The ids that were passed in, if they alone say who matches.
         self.ids_as_passed = ids if groups is None and not are_sets(ids) else (None, None)
         self.groups = groups
-        self.rule: Rule = rule
+        self.rule: Rule = "other" if one_set else rule
         self.has_weights = has_weights
+        self.one_set = one_set
+        self.one_way = one_way or one_set
         self._cache: dict[Any, Any] = {}
         if matches is not None:
             self._keep_matches(matches)
@@ -578,13 +581,16 @@ def are_sets(ids: Ids) -> bool:
 
 def compared_ids(n: int, ids: Ids, device: torch.device | None) -> Ids:
     """Return the ids of n rows, which are by default their numbers, and of columns, if there are
-    any.
+    any; sets of labels of both sides, if one side has sets.
     """
     rows, cols = ids
     if cols is None:
         return None, None
     if rows is None:
         rows = torch.arange(n, device=device)
+    if rows.dim() != cols.dim():
+        rows = as_sets(rows)
+        cols = as_sets(cols)
     return rows.contiguous(), cols.contiguous()
 
 

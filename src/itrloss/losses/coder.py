@@ -16,6 +16,7 @@ from ..checks import (
     check_matrix,
     is_sharded,
     option,
+    takes_queries,
 )
 from ..distributed import padded
 from ..engine.vectors import compute_dtype, host_may_read, normalized
@@ -277,6 +278,7 @@ class CODERObjective(CheckedModule):
             process_group=self.batch.process_group,
         )
 
+    @takes_queries
     def forward(  # noqa: PLR0913 - what the model returns, and ids
         self,
         images: Tensor,

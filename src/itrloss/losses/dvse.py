@@ -21,6 +21,7 @@ from ..checks import (
     check_matrix,
     from_numpy,
     option,
+    takes_queries,
 )
 from ..distributed import ProcessGroup, digest, gather_parts, world_size
 from ..engine.matrix import MEMORY_BUDGET, Matrix, choose_engine, large_matrix
@@ -66,6 +67,7 @@ class VarianceAwareLoss(SimilarityLoss):
     detach_sigma: bool = False
     shared_sigma: bool = True
 
+    @takes_queries
     def forward(
         self,
         image_sets: Tensor,
@@ -358,6 +360,7 @@ class DVSEObjective(CheckedModule):
             if part.reduction != "mean":
                 raise ValueError(f"reduction: expected 'mean' for a total, got {part.reduction!r}")
 
+    @takes_queries
     def forward(
         self,
         image_sets: Tensor,

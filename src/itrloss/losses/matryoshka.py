@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checks import WholeState, as_size, check_number
+from ..checks import WholeState, as_size, check_number, own_name
 from ..functional import Values
 from ..memory import CoupledMemory
 from .base import Loss, PairLoss
@@ -56,17 +56,23 @@ class Matryoshka(WholeState):
         self.weights = [float(weight) for _, weight in ordered]
 
     def forward(
-        self, images: Tensor, texts: Tensor | None = None, *args: object, **options: object
+        self,
+        images: Tensor = None,  # type: ignore[assignment]
+        texts: Tensor | None = None,
+        *args: object,
+        **options: Any,
     ) -> Values:
         """Return the loss of (N, D) images and (M, D) texts, or of one set with ``labels``.
 
         Negatives, keys and the entries of a memory are cut to the same dimensions; what else the
-        loss takes is passed on whole.
+        loss takes is passed on whole. ``queries`` and ``documents`` are images and texts.
 
         With the loss's ``reduction="none"``, a tuple of images' and texts' values for each number
         of dimensions.
         """
 
+        images = options.pop("queries", None) if images is None else images
+        texts = options.pop("documents", None) if texts is None else texts
         names = self.argument_names[2:] + [""] * len(args)
 
         def check() -> str:
@@ -112,7 +118,7 @@ def first_dimensions(name: str, x: object, d: int) -> object:
     """Return the first d dimensions of embeddings, or of the entries of a memory; an argument of
     another name as it is.
     """
-    if name not in _CUT:
+    if own_name(name) not in _CUT:
         return x
     if isinstance(x, Tensor):
         return x[..., :d]

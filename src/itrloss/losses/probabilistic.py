@@ -17,6 +17,7 @@ from ..checks import (
     from_numpy,
     host_may_read,
     option,
+    takes_queries,
 )
 from ..engine.question import Value
 from ..engine.related import Related
@@ -91,6 +92,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
     vib_weight: float = option(default=1e-4, at_least=0)
     normalize: bool = True
 
+    @takes_queries
     def forward(
         self,
         images_mean: Tensor,
@@ -121,6 +123,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
             divergence = self._divergence(sim, *distributions)
         return self._with_telemetry(self.compute(sim, divergence), sim)
 
+    @takes_queries
     def similarity(
         self,
         images_mean: Tensor,
