@@ -26,10 +26,10 @@ from itrloss.functional import std_diversity
 from itrloss.metrics import retrieval_metrics, retrieval_results
 
 from .config import Config
-from .data import Split, Tokenizer, load_split
+from .data import Split, Tokenizer
 from .evaluate import encode, reranker
 from .models import VSE, views
-from .paper_runs import Grid, scores_of
+from .paper_runs import Grid, scores_of, split_of
 from .paper_tables import Table
 from .pictures import Images
 from .preparation import data_directory, load_model
@@ -66,8 +66,7 @@ class Trained(NamedTuple):
 
 def trained(grid: Grid, config: Config) -> Trained:
     model, words, _ = load_model(Path(config.out) / "best.pt")
-    data = data_directory(config)
-    return Trained(model, words, load_split(data, grid.split, config.image_size), data)
+    return Trained(model, words, split_of(config, grid.split), data_directory(config))
 
 
 def configs(grid: Grid, table: Table) -> dict[str, Config]:

@@ -202,9 +202,14 @@ def _of_row(split_name: str, table: Table, row: Row, configs: Sequence[Config]) 
     return both
 
 
+def split_of(config: Config, split_name: str) -> Split:
+    """The split on which a run is measured."""
+    return load_split(data_directory(config), split_name, config.image_size)
+
+
 def scores_of(config: Config, split_name: str) -> tuple[Tensor, Split]:
     """Similarities of a finished run on a split, stored next to it, and the split."""
-    split = load_split(data_directory(config), split_name, config.image_size)
+    split = split_of(config, split_name)
     stored = Path(config.out) / f"{split_name}_scores.npy"
     if not stored.exists():
         model, words, _ = load_model(Path(config.out) / "best.pt")
@@ -218,7 +223,7 @@ def timed(config: Config, split_name: str) -> Metrics:
     """
     model, words, _ = load_model(Path(config.out) / "best.pt")
     model.to(config.device)
-    split = load_split(data_directory(config), split_name, config.image_size)
+    split = split_of(config, split_name)
     start = time.perf_counter()
     images, texts = encode(model, split, words)
     encoded = time.perf_counter()

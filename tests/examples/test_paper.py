@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support import drawn
 from support.drawn import TINY
 from support.stored import assert_stored
 
@@ -409,6 +410,41 @@ def test_rows_say_what_they_lack(tmp_path, data, photos):
     with_global = reasons("III", f"data={data}")
     assert with_global == ["", "", "", ""]
     assert reasons("III")[2] == "needs the global features of CLIP, {split}_global.npy"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "command"),
+    [
+        ("features", "user:III"),
+        ("features", "coder:figS3"),
+        ("raw", "dvse:fig11"),
+        ("raw", "coder:figS1"),
+        ("raw", "user:fig6"),
+        ("cub", "dvse:III"),
+        ("cub", "coder:figS3"),
+    ],
+)
+def test_commands_run_on_other_forms_of_data(form, command, data, photos, resnet, tmp_path, capsys):
+    root = {"features": data, "raw": photos}.get(form) or drawn.cub(tmp_path)
+    settings = [] if form == "features" else [f"backbone={resnet}", "image_size=48"]
+    options = ["--split", "test", "--out", str(tmp_path / "out"), f"data={root}"]
+    main([command, *options, *TINY, "decay_epochs=[]", "concepts=3", *settings])
+    assert "not drawn" not in capsys.readouterr().out.lower()
+    stem = tmp_path / "out" / command.replace(":", "_")
+    lines = stem.with_suffix(".csv").read_text(encoding="utf-8")
+    assert len(lines.splitlines()) > 4
+    assert "not run: needs" not in lines
+    if command == "dvse:fig11":
+        assert stem.with_suffix(".html").read_text(encoding="utf-8").count("<img") > 2
+
+
+def test_heat_maps_of_raw_images_are_of_the_cells_of_the_feature_map(photos, resnet, tmp_path):
+    settings = [f"data={photos}", f"backbone={resnet}", "image_size=48", "heads=2"]
+    main(["dvse:fig10", "--out", str(tmp_path), *TINY, "decay_epochs=[]", *settings])
+    with (tmp_path / "dvse_fig10.csv").open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 3 * 2 * 4  # images, heads, cells
 
 
 def check_results(table: Table, lines: list[list[str]]) -> None:
