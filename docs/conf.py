@@ -35,6 +35,7 @@ extensions = [
     "interval_charts",
     "checks",
     "listing",
+    "paper_tables",
 ]
 exclude_patterns = ["_build"]
 default_role = "code"

@@ -16,6 +16,7 @@ from PIL import Image
 from itrloss.metrics import QueryResults
 
 from .data import Split
+from .pictures import Images
 
 TOP = 5  # answers shown
 SEED = 0  # for the draw of queries
@@ -33,7 +34,9 @@ class Pick:
     ranks: tuple[int, int]  # of the first right answer, before and after
 
 
-def draw_queries(before: QueryResults, after: QueryResults) -> list[Pick]:
+def draw_queries(
+    before: QueryResults, after: QueryResults, second: str = "Re-ranking"
+) -> list[Pick]:
     """Draw up to six queries from five groups by rank, at random with a fixed seed."""
     old, new = before.best.numpy(), after.best.numpy()
     groups = [
@@ -44,8 +47,8 @@ def draw_queries(before: QueryResults, after: QueryResults) -> list[Pick]:
             1,
         ),
         (f"Missed: nothing right in the first {MISSED}", (old > MISSED) & (new > MISSED), 1),
-        ("Re-ranking brought the right answer to the top", (old > 1) & (new == 1), 1),
-        ("Re-ranking took the right answer from the top", (old == 1) & (new > 1), 1),
+        (f"{second} brought the right answer to the top", (old > 1) & (new == 1), 1),
+        (f"{second} took the right answer from the top", (old == 1) & (new > 1), 1),
     ]
     rng = np.random.default_rng(SEED)
     picks = []
@@ -56,31 +59,49 @@ def draw_queries(before: QueryResults, after: QueryResults) -> list[Pick]:
     return picks
 
 
-class Gallery:
-    """Cards of one split's queries; `root` may hold `pictures/{split}_{index:05d}.png`."""
+def picture_file(split: Split, root: Path, split_name: str, image: int) -> Path | None:
+    """The file of a raw image, or `pictures/{split}_{index:05d}.png`; None if there is none."""
+    if isinstance(split.features, Images):
+        return split.features.paths[image]
+    file = root / "pictures" / f"{split_name}_{image:05d}.png"
+    return file if file.is_file() else None
 
-    def __init__(self, split: Split, root: Path, split_name: str) -> None:
+
+class Gallery:
+    """Cards of one split's queries, whose pictures :func:`picture_file` finds: before and after
+    re-ranking, or with the names of two models.
+    """
+
+    def __init__(
+        self, split: Split, root: Path, split_name: str, models: tuple[str, str] | None = None
+    ) -> None:
         self.split = split
         self.root = root
         self.split_name = split_name
+        self.models = models
+
+    def picks(self, before: QueryResults, after: QueryResults) -> list[Pick]:
+        """The queries that are shown."""
+        return draw_queries(before, after, self.models[1] if self.models else "Re-ranking")
 
     def cards(self, way: str, before: QueryResults, after: QueryResults) -> list[dict[str, Any]]:
         """Queries with their first answers, and those after re-ranking if it moved the first right
-        one.
+        one; those of two models always.
         """
+        first, second = self.models or ("Cosine", "Re-ranked")
         kind = "picture" if way == "i2t" else "caption"
         cards = []
-        for pick in draw_queries(before, after):
+        for pick in self.picks(before, after):
             drawn = f"drawn from {pick.group_size:,} such queries"
             if pick.group_size == 1:
                 drawn = "the only one"
             old, new = pick.ranks
-            if old == new:
+            if old == new and not self.models:
                 lists = {f"Cosine: first right answer at rank {old:,}, and re-ranked too": before}
             else:
                 lists = {
-                    f"Cosine: first right answer at rank {old:,}": before,
-                    f"Re-ranked: first right answer at rank {new:,}": after,
+                    f"{first}: first right answer at rank {old:,}": before,
+                    f"{second}: first right answer at rank {new:,}": after,
                 }
             answers = []
             for title, results in lists.items():
@@ -115,8 +136,8 @@ class Gallery:
     def _picture(self, image: int) -> dict[str, str]:
         """Inline picture, or, if the file is missing, its number and first caption."""
         caption = self.split.captions[image * self.split.captions_per_image]
-        file = self.root / "pictures" / f"{self.split_name}_{image:05d}.png"
-        if not file.is_file():
+        file = picture_file(self.split, self.root, self.split_name, image)
+        if file is None:
             return {"text": f"picture {image}, captioned “{caption}”"}
         with Image.open(file) as opened:
             picture = opened.convert("RGB")

@@ -114,7 +114,7 @@ class MultiFactorReranker(Reranker):
         return in_front(best.candidates, values)
 
 
-#: By the names that ``ablations.toml`` has for them.
+#: By the names that ``papers.toml`` has for them.
 METHODS: dict[str, type[Reranker]] = {
     "reciprocal": ReciprocalReranker,
     "multi-factor": MultiFactorReranker,

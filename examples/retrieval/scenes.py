@@ -300,6 +300,7 @@ def _expected_files(root: Path, sizes: Mapping[str, int]) -> list[Path]:
     for split in SPLITS:
         files += [root / f"{split}_ims.npy", root / f"{split}_caps.txt"]
         if split != "train":
+            files.append(root / f"{split}_boxes.npy")
             files += [_picture(root, split, i) for i in range(sizes[split])]
     return files
 
@@ -314,7 +315,8 @@ def write_scenes(root: str | Path, sizes: Mapping[str, int] = SIZES, seed: int =
 
     `{split}_ims.npy` is (n, 12, 208) float16, standardised by training statistics;
     `{split}_caps.txt` has one caption per line, five consecutive lines per image;
-    `pictures/{split}_{index:05d}.png` are the dev and test pictures. `dataset.json` records the
+    `{split}_boxes.npy` (n, 12, 4) are the regions' boxes and `pictures/{split}_{index:05d}.png` the
+    pictures of dev and test. `dataset.json` records the
     arguments: a call with the same arguments does nothing, one with others writes all files again.
 
     Raises ValueError unless each split has a size of at least 1, and FileExistsError if the folder
@@ -350,15 +352,19 @@ def _write_card(file: Path, content: dict[str, Any]) -> None:
 def _write_split(root: Path, split: str, scenes: list[Scene], seed: int) -> None:
     mean, deviation = _calibration(seed)
     features = np.empty((len(scenes), REGIONS, DIM), dtype=np.float16)
+    boxes = np.empty((len(scenes), REGIONS, 4), dtype=np.float32)
     lines: list[str] = []
     for i, scene in enumerate(scenes):
         image = render(scene)
+        boxes[i] = _boxes(scene, _stream(seed, split, _REGIONS, i))  # those of the features
         lines += captions(scene, _stream(seed, split, _CAPTIONS, i))
         raw = region_features(image, scene, _stream(seed, split, _REGIONS, i))
         features[i] = (raw - mean) / deviation
         if split != "train":
             image.save(_picture(root, split, i))
     np.save(root / f"{split}_ims.npy", features)
+    if split != "train":
+        np.save(root / f"{split}_boxes.npy", boxes)
     (root / f"{split}_caps.txt").write_text("\n".join(lines) + "\n")
 
 

@@ -21,7 +21,9 @@ FIGURES = (*RECALLS, "rsum")
 
 
 def cell(values: Sequence[float]) -> str:
-    """Format mean ± sample standard deviation; a single value stands alone."""
+    """Format mean ± sample standard deviation; a single value stands alone, none is empty."""
+    if not values:
+        return ""
     mean = statistics.fmean(values)
     return f"{mean:.1f} ± {statistics.stdev(values):.1f}" if len(values) > 1 else f"{mean:.1f}"
 

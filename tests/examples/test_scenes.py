@@ -56,7 +56,7 @@ def test_same_seed_gives_the_same_files_whatever_the_hash_seed(tmp_path):
     subprocess.run(command, env=environment, check=True, capture_output=True)
     write_scenes(tmp_path / "c", SMALL, seed=0)
     a, b, c = (_content(tmp_path / name) for name in "abc")
-    assert len(a) == 2 * 3 + 6 + 5 + 1
+    assert len(a) == 2 * 3 + 2 + 6 + 5 + 1
     assert a == b
     assert all(a[name] != c[name] for name in a)
 

@@ -32,6 +32,21 @@ PIECES = [
     *COLOURS,
 ]
 
+# settings of short runs
+TINY = [
+    "dim=8",
+    "word_dim=8",
+    "epochs=1",
+    "batch_size=32",
+    "lr=1e-2",
+    "min_count=1",
+    "concepts=10",
+    "memory=32",
+    "threads=1",
+    "tensorboard=false",
+    "progress=false",
+]
+
 
 def draw(path: Path, left: str, right: str) -> None:
     """Picture of two colours, side by side."""

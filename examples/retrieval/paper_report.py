@@ -1,4 +1,4 @@
-"""The report of an ablation: measured and printed figures, and which of the paper's claims hold on
+"""The report of tables and figures: measured and printed figures, and which of the claims hold on
 this data.
 
 Rows are compared by the differences between runs with the same seed. Their mean has a 95 %
@@ -14,9 +14,19 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .ablate import Claim, Grid, Row, Table, measured
+from .evaluate import RECALLS
+from .paper_figures import DRAWN, configs, write_csv
+from .paper_runs import Grid, measured, state
+from .paper_tables import Claim, Table
 from .runs import Metrics
 from .summary import cell
+
+MEASURED = ("table", "curves", "time")  # kinds whose rows have figures
+ALWAYS = (*RECALLS, "rsum")  # figures of a table of results,
+ALSO = ("i2t_r_precision", "t2i_r_precision")  # and those that some have, with their headings
+TIMES = ("encode_seconds", "match_seconds", "seconds", "kpps")
+HEADS = {"rsum": "RSUM", "i2t_r_precision": "i2t R-P", "t2i_r_precision": "t2i R-P"}
+HEADS |= {name: name.replace("_", " ") for name in TIMES}
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be told"
 Rows = Mapping[str, Mapping[int, Metrics]]
@@ -85,43 +95,110 @@ def _judged(claim: Claim, difference: Difference | None) -> str:
 
 
 def write_report(grid: Grid) -> str:
-    """Write report.md into the grid's directory; return its text."""
+    """Write report.md into the grid's directory, and a file for each table and figure; return the
+    report's text.
+    """
     settings = list(grid.common)
     if grid.file is not None:
         settings.insert(0, f"--config {grid.file}")
     parts = [
-        f"# {grid.source.title}: ablations",
+        f"# {grid.source.title}: tables and figures",
         f"Settings of all rows: {' '.join(settings) or 'none'}. Seeds "
         f"{', '.join(map(str, grid.seeds))}.",
-        "RSUM on the development split, mean ± standard deviation over seeds. Differences (Δ) "
+        f"RSUM on the {grid.split} split, mean ± standard deviation over seeds. Differences (Δ) "
         "from the bold row are\n"
         "paired by seed, ± half of a 95 % confidence interval. Intervals are not corrected for "
         "multiplicity. The best\n"
-        "epoch of a run was selected on the same split; the papers print figures of test splits "
-        "of other data.",
+        "epoch of a run was selected on dev; the papers print figures of test splits of other "
+        "data.",
     ]
-    for number, table in grid.tables.items():
-        rows = measured(grid, table)
-        # losses are compared before re-ranking, re-rankings after it
-        when = "after" if table.reranks else "before"
-        parts += [f"## Table {number}: {table.title}", _table(table, rows)]
-        if table.note:
-            parts.append(table.note)
-        claims = [_claim(table, claim, *verdict(claim, rows, when)) for claim in table.claims]
-        parts.append("\n".join(claims))
-    text = "\n\n".join(parts) + "\n"
     grid.out.mkdir(parents=True, exist_ok=True)
+    for number, table in grid.tables.items():
+        parts.append(f"## {heading(number)}: {table.title}")
+        parts += _of_table(grid, number, table)
+    text = "\n\n".join(parts) + "\n"
     (grid.out / "report.md").write_text(text, encoding="utf-8")
     return text
 
 
-def _table(table: Table, rows: Rows) -> str:
+def heading(number: str) -> str:
+    return number.replace("fig", "Figure ") if number.startswith("fig") else f"Table {number}"
+
+
+def _of_table(grid: Grid, number: str, table: Table) -> list[str]:
+    """The paragraphs of a table or figure, whose file is written."""
+    stem = grid.out / f"{grid.paper}_{number}"
+    parts = []
+    rows: Rows = {}
+    if table.kind in MEASURED:
+        rows = measured(grid, table)
+        parts.append(_table(grid, table, rows))
+        cannot = {name: grid.cannot(row) for name, row in table.rows.items()}
+        write_csv(stem, result_lines(table, rows, grid.split, cannot))
+    if table.note:
+        parts.append(table.note)
+    if table.claims:
+        claims = [_claim(table, claim, *verdict(claim, rows, table.when)) for claim in table.claims]
+        parts.append("\n".join(claims))
+    if table.kind in DRAWN:
+        unfinished = [
+            name for name, run in configs(grid, table).items() if state(run) != "finished"
+        ]
+        if unfinished:
+            parts.append(f"Not drawn: no finished run of {', '.join(unfinished)}.")
+        else:
+            DRAWN[table.kind](grid, table, rows, stem)
+            parts.append(f"Drawn: {stem}.{'html' if table.kind == 'results' else 'png'}")
+    return parts
+
+
+def result_lines(
+    table: Table, rows: Rows, split: str = "", cannot: Mapping[str, str] | None = None
+) -> list[list[str]]:
+    """A table with all figures: those of each row that are printed, by data set, and below them
+    ours.
+    """
+    printed = {name for data in table.printed.values() for row in data.values() for name in row}
+    shown = {*printed, *(ALWAYS if rows or not printed else ()), *table.shown}
+    if table.kind == "time":
+        shown |= {*TIMES}
+    columns = [name for name in (*ALWAYS, *ALSO, *TIMES) if name in shown]
+    lines = [["row", "", "", *(HEADS.get(name, _named(name).strip()) for name in columns)]]
+    for name, row in table.rows.items():
+        start = [name, row.what]
+        for data, printed_rows in table.printed.items():
+            own = printed_rows.get(name, {})
+            if own:
+                texts = [f"{own[column]:.1f}" if column in own else "" for column in columns]
+                lines.append([*start, f"printed, {data}", *texts])
+                start = ["", ""]
+        seeds = rows.get(name, {})
+        if seeds:
+            each = [metrics[table.when] for metrics in seeds.values()]
+            ours = f"ours, {split}, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
+            texts = [_text(column, [x[column] for x in each if column in x]) for column in columns]
+            lines.append([*start, ours, *texts])
+        elif cannot and cannot.get(name):
+            lines.append([*start, f"not run: {cannot[name]}", *[""] * len(columns)])
+        elif start[0]:
+            lines.append([*start, "no runs" if rows else "", *[""] * len(columns)])
+    return lines
+
+
+def _text(column: str, values: Sequence[float]) -> str:
+    """Mean and deviation of recalls, the mean of times."""
+    if values and column in TIMES:
+        return f"{statistics.fmean(values):.3g}"
+    return cell(values)
+
+
+def _table(grid: Grid, table: Table, rows: Rows) -> str:
     """Format as Markdown, padded to be readable in a terminal."""
     header = ["row", "", "seeds", "RSUM", "Δ", "re-ranked", "Δ"]
     for data, printed in table.printed.items():
         header += [f"{data}, printed{_named(_shown(printed))}", "Δ"]
     lines = [header]
-    lines += [_line(table, rows, name, row) for name, row in table.rows.items()]
+    lines += [_line(grid, table, rows, name) for name in table.rows]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(_markdown(line, widths) for line in lines)
@@ -132,11 +209,13 @@ def _markdown(line: Sequence[str], widths: Sequence[int]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _line(table: Table, rows: Rows, name: str, row: Row) -> list[str]:
+def _line(grid: Grid, table: Table, rows: Rows, name: str) -> list[str]:
     """The texts of a row of the table."""
     is_baseline = name == table.baseline
     runs = rows[name]
-    what = f"{row.what}; cannot be run: {row.cannot}" if row.cannot else row.what
+    row = table.rows[name]
+    reason = grid.cannot(row)
+    what = f"{row.what}; cannot be run: {reason}" if reason else row.what
     line = [f"**{name}**" if is_baseline else name, what, str(len(runs) or "")]
     for when in ("before", "after"):
         values = figures(runs, when, "rsum")

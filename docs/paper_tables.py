@@ -1,0 +1,88 @@
+"""A Sphinx extension: the tables and figures of the papers, from their registry and from records.
+
+A record is what ``python -m examples.retrieval.paper`` wrote, in ``docs/papers``: a CSV file of
+results, a PNG file of a figure.
+"""
+
+import csv
+from pathlib import Path
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from docutils.statemachine import StringList
+
+from examples.retrieval.paper_report import heading, result_lines
+from examples.retrieval.paper_tables import PAPERS, load_paper
+
+RECORDS = Path(__file__).resolve().parent / "papers"
+
+
+class PaperTables(Directive):
+    """``.. paper-tables::`` has a section for each paper, and in it one for each table and
+    figure.
+    """
+
+    def run(self):
+        lines = []
+        for name in PAPERS:
+            paper = load_paper(name)
+            lines += [
+                *title(paper.title, "-"),
+                f"What it prints was measured with {paper.needs}: not run here.",
+                "",
+            ]
+            for number, table in paper.tables.items():
+                lines += section(name, number, table)
+        environment = self.state.document.settings.env
+        for record in sorted(RECORDS.iterdir()):
+            environment.note_dependency(str(record))
+        node = nodes.section()
+        source = StringList(lines, source=__file__)
+        self.state.nested_parse(source, self.content_offset, node, match_titles=True)
+        return node.children
+
+
+def title(text, mark):
+    return ["", text, mark * len(text), ""]
+
+
+def section(paper, number, table):
+    """The lines of a table or figure: its command, what it needs, and all figures."""
+    lines = title(f"{paper.upper()}, {heading(number).lower()}: {table.title}", "~")
+    lines += [f"``python -m examples.retrieval.paper {paper}:{number}``", ""]
+    if table.note:
+        lines += [table.note, ""]
+    record = RECORDS / f"{paper}_{number}.csv"
+    picture = record.with_suffix(".png")
+    if record.exists():
+        lines += csv_table(read(record))
+    elif table.printed:
+        lines += csv_table(result_lines(table, {}))
+    if picture.exists():
+        alternative = f"{heading(number)} of {paper.upper()}, on the scenes: {table.title}"
+        lines += [f".. image:: papers/{picture.name}", f"   :alt: {alternative}", ""]
+    if table.kind == "results":
+        lines += ["The command writes a page of HTML, with pictures, which is not stored here.", ""]
+    elif not (record.exists() or picture.exists()):
+        needs = f"; the paper's own figures need {table.needs}" if table.needs else ""
+        lines += [f"Not run here, not even on the scenes{needs}.", ""]
+    return lines
+
+
+def read(file):
+    with file.open(encoding="utf-8", newline="") as opened:
+        return list(csv.reader(opened))
+
+
+def csv_table(table):
+    """The lines of a directive with the rows of a table, the first of which is its header."""
+    quoted = [", ".join('"{}"'.format(text.replace('"', '""')) for text in row) for row in table]
+    # a star in a name is no markup
+    quoted = [line.replace("*", "\\*") for line in quoted]
+    return [".. csv-table::", f"   :header: {quoted[0]}", "", *(f"   {x}" for x in quoted[1:]), ""]
+
+
+def setup(app):
+    """Register the extension."""
+    app.add_directive("paper-tables", PaperTables)
+    return {"parallel_read_safe": True}

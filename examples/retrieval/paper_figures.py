@@ -1,0 +1,376 @@
+"""The figures of the papers, drawn of finished runs of the first seed: PNG files, each with its
+numbers as CSV.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor
+
+import itrloss
+from itrloss.cli.charts import COLOURS, MARKERS
+from itrloss.cli.pages import render
+from itrloss.functional import std_diversity
+from itrloss.metrics import retrieval_metrics, retrieval_results
+
+from .config import Config
+from .data import Split, Tokenizer
+from .evaluate import encode, reranker
+from .models import VSE, views
+from .paper_runs import Grid, scores_of, split_of
+from .paper_tables import Table
+from .pictures import Images
+from .preparation import data_directory, load_model
+from .report_gallery import Gallery, picture_file
+from .runs import Metrics
+
+Rows = Mapping[str, Mapping[int, Metrics]]
+Draw = Callable[[Grid, Table, Rows, Path], None]
+
+NAMES = {
+    "rsum": "RSUM",
+    "seconds": "seconds",
+    "kpps": "thousand pairs per second",
+    "i2t_r1": "image→text R@1",
+    "t2i_r1": "text→image R@1",
+}
+# of Fast Re-ranking: some of those of DVSE's Fig. 7
+SCALES = (5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 100, 200, 500, 1000)
+MOST = 1000  # images of t-SNE
+PAIRS = 8  # of the mini-batch whose similarities are shown
+PICTURES = 3  # of the heat maps
+SIDE = 224  # pixels of a heat map
+SEED = 0  # for the draw of images
+
+
+class Trained(NamedTuple):
+    """A row's model, with the split on which it is shown."""
+
+    model: VSE
+    words: Tokenizer
+    split: Split
+    data: Path
+
+
+def trained(grid: Grid, config: Config) -> Trained:
+    model, words, _ = load_model(Path(config.out) / "best.pt")
+    return Trained(model, words, split_of(config, grid.split), data_directory(config))
+
+
+def configs(grid: Grid, table: Table) -> dict[str, Config]:
+    """The settings of the rows that are run, with the first seed."""
+    return {
+        name: grid.config(row, grid.seeds[0])
+        for name, row in table.rows.items()
+        if not (row.mean_of or grid.cannot(row))
+    }
+
+
+def write_csv(stem: Path, lines: Iterable[Sequence[object]]) -> None:
+    with stem.with_suffix(".csv").open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
+
+
+def new_panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure, np.ndarray]:
+    """A figure with a grid of axes (rows, columns), each of this size in inches."""
+    figure = Figure((width * columns, height * rows), layout="constrained", dpi=120)
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def save(figure: Figure, stem: Path) -> None:
+    figure.savefig(stem.with_suffix(".png"), bbox_inches="tight", metadata={"Software": None})
+
+
+def matrix(axes: Axes, values: np.ndarray, title: str, low: float | None = None) -> None:
+    """Show a matrix; with a lowest value, colours range from it to its negative."""
+    high = None if low is None else -low
+    shown = axes.imshow(values, cmap="viridis" if low is None else "RdBu_r", vmin=low, vmax=high)
+    assert axes.figure is not None
+    axes.figure.colorbar(shown, ax=axes, shrink=0.8)
+    axes.set_title(title)
+
+
+# --- of figures -----------------------------------------------------------------------------------
+
+
+def draw_curves(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+    """Figures by the value of a setting, mean and standard deviation over seeds."""
+    names = list(dict.fromkeys(sweep.name for sweep in table.sweeps))
+    figure, panels = new_panels(len(table.shown), len(names), 4.2, 2.4)
+    for (i, shown), (j, name) in product(enumerate(table.shown), enumerate(names)):
+        axes = panels[i, j]
+        for k, sweep in enumerate(sweep for sweep in table.sweeps if sweep.name == name):
+            values = [value for value in sweep.values if rows[sweep.row(value)]]
+            figures = [
+                [metrics[table.when][shown] for metrics in rows[sweep.row(value)].values()]
+                for value in values
+            ]
+            means = [np.mean(seeds) for seeds in figures]
+            spread = [np.std(seeds, ddof=1) if len(seeds) > 1 else 0.0 for seeds in figures]
+            places = [sweep.values.index(value) for value in values]
+            style = {"marker": MARKERS[k], "color": COLOURS[k], "capsize": 3}
+            axes.errorbar(places, means, spread, label=sweep.series, **style)
+            axes.set_xticks(range(len(sweep.values)), [str(value) for value in sweep.values])
+            if sweep.series:
+                axes.legend(frameon=False)
+        axes.set_xlabel(name)
+        axes.set_ylabel(NAMES[shown])
+    save(figure, stem)
+
+
+def draw_times(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+    """RSUM by time or speed: ours, and what is printed."""
+    shown = table.shown[0]
+    ours = {}
+    for name, seeds in rows.items():
+        both = [(one["before"][shown], one["before"]["rsum"]) for one in seeds.values()]
+        if both:
+            ours[name] = np.mean(both, axis=0)
+    panels_of = {f"ours, {grid.split}": ours}
+    for data, printed in table.printed.items():
+        whole = {name: row for name, row in printed.items() if shown in row and "rsum" in row}
+        panels_of[f"printed, {data}"] = {
+            name: np.array([row[shown], row["rsum"]]) for name, row in whole.items()
+        }
+    figure, panels = new_panels(1, len(panels_of), 4.2, 3.2)
+    for axes, (title, points) in zip(panels[0], panels_of.items(), strict=True):
+        for k, (name, (x, y)) in enumerate(points.items()):
+            axes.plot(x, y, MARKERS[k], color=COLOURS[k], label=name)
+        axes.set(title=title, xlabel=NAMES[shown], ylabel="RSUM")
+        axes.legend(frameon=False)
+    save(figure, stem)
+
+
+def draw_grid(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+    """Recalls at 1 by the scales of Fast Re-ranking."""
+    config = next(iter(configs(grid, table).values()))
+    scores, split = scores_of(config, grid.split)
+    shape = (len(SCALES), len(SCALES))
+    recalls = {"i2t_r1": np.zeros(shape), "t2i_r1": np.zeros(shape)}
+    lines: list[Sequence[object]] = [("γ1 or λ1", "γ2 or λ2", *recalls)]
+    for (i, first), (j, second) in product(enumerate(SCALES), enumerate(SCALES)):
+        reranked = reranker([first, second, first, second]).rerank(scores)
+        metrics = retrieval_metrics(reranked, split.image_ids, split.text_ids)
+        for name, values in recalls.items():
+            values[i, j] = metrics[name]
+        lines.append((first, second, *(metrics[name] for name in recalls)))
+    figure, panels = new_panels(1, 2, 5.0, 4.4)
+    for axes, (name, values), letter in zip(panels[0], recalls.items(), "γλ", strict=True):
+        matrix(axes, values, NAMES[name])
+        axes.set(xlabel=f"{letter}2", ylabel=f"{letter}1")
+        axes.set_xticks(range(len(SCALES)), SCALES, rotation=90)
+        axes.set_yticks(range(len(SCALES)), SCALES)
+    save(figure, stem)
+    write_csv(stem, lines)
+
+
+# --- of embeddings --------------------------------------------------------------------------------
+
+
+def draw_tsne(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+    """Images and their texts in two dimensions, of each model."""
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError as error:
+        raise ImportError("t-SNE needs scikit-learn, the extra 'tsne'") from error
+
+    models = configs(grid, table)
+    figure, panels = new_panels(1, len(models), 5.0, 5.0)
+    lines: list[Sequence[object]] = [("model", "kind", "image", "x", "y")]
+    for axes, (name, config) in zip(panels[0], models.items(), strict=True):
+        model, words, split, _ = trained(grid, config)
+        images, texts = (model.as_vectors(x) for x in encode(model, split, words))
+        images = images[:MOST]
+        texts = texts[: MOST * split.captions_per_image]
+        both = torch.cat([images, texts]).numpy()
+        perplexity = min(30.0, (len(both) - 1) / 3)
+        points = TSNE(perplexity=perplexity, random_state=SEED).fit_transform(both)
+        parts = {"text": points[len(images) :], "image": points[: len(images)]}
+        for (kind, part), size in zip(parts.items(), (3, 9), strict=True):
+            colour = COLOURS[0] if kind == "text" else COLOURS[1]
+            axes.scatter(*part.T, s=size, color=colour, label=f"{kind}s", linewidths=0)
+            each = 1 if kind == "image" else split.captions_per_image
+            lines += [(name, kind, i // each, *point) for i, point in enumerate(part.tolist())]
+        axes.set(title=name, xticks=[], yticks=[])
+        axes.legend(frameon=False, markerscale=2)
+    save(figure, stem)
+    write_csv(stem, lines)
+
+
+def draw_matrices(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+    """Similarities of a mini-batch, and the same divided by the texts' diversity."""
+    config = next(iter(configs(grid, table).values()))
+    model, words, split, _ = trained(grid, config)
+    images, texts = (model.as_vectors(x) for x in encode(model, split, words))
+    images = images[:PAIRS]
+    texts = texts[:: split.captions_per_image][:PAIRS]
+    similarity = itrloss.Similarity(texts, images, split.image_ids[:PAIRS], split.image_ids[:PAIRS])
+    scores = similarity.scores()
+    divided = scores / std_diversity(similarity)[:, None]
+    figure, panels = new_panels(1, 2, 5.6, 4.8)
+    lines: list[Sequence[object]] = [("matrix", "text", "image", "value")]
+    for axes, name, values in zip(panels[0], ("S", "S / div"), (scores, divided), strict=True):
+        matrix(axes, values.numpy(), name)
+        axes.set(xlabel="images", ylabel="texts")
+        for (i, j), value in np.ndenumerate(values.numpy()):
+            ink = "black" if value > values.mean() else "white"
+            axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=8)
+            lines.append((name, i, j, value))
+    save(figure, stem)
+    write_csv(stem, lines)
+
+
+def draw_correlations(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+    """Correlations of one image's sub-embeddings, of each model."""
+    models = configs(grid, table)
+    figure, panels = new_panels(1, len(models), 3.6, 3.2)
+    lines: list[Sequence[object]] = [("model", "image", "i", "j", "correlation")]
+    for axes, (name, config) in zip(panels[0], models.items(), strict=True):
+        model, _, split, _ = trained(grid, config)
+        image = int(np.random.default_rng(SEED).integers(len(split.features)))
+        correlations = np.corrcoef(sub_embeddings(model, split, image)[0].numpy())
+        matrix(axes, correlations, name, low=-1.0)
+        lines += [(name, image, *ij, value) for ij, value in np.ndenumerate(correlations)]
+    save(figure, stem)
+    write_csv(stem, lines)
+
+
+@torch.no_grad()
+def sub_embeddings(model: VSE, split: Split, image: int) -> tuple[Tensor, Tensor]:
+    """An image's sub-embeddings (K, d), and its regions in the same space (R, d)."""
+    encoder = views(model)[0].image
+    assert encoder.heads is not None
+    seen: list[Tensor] = []
+    hook = encoder.heads.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    whole = split.whole(image)
+    sets, _ = encoder(split.regions(image)[None], None if whole is None else whole[None])
+    hook.remove()
+    return sets[0], seen[0][0]
+
+
+# --- with pictures --------------------------------------------------------------------------------
+
+
+def boxes_of(split: Split, data: Path, name: str, regions: int) -> np.ndarray:
+    """Boxes of each image's regions, (n, R, 4): left, top, right and bottom as shares of the
+    picture.
+    """
+    if isinstance(split.features, Images):  # the positions of a network's last feature map
+        side = math.isqrt(regions)
+        corners = np.array([(j, i) for i in range(side) for j in range(side)])
+        boxes = np.concatenate([corners, corners + 1], 1) / side
+        return np.broadcast_to(boxes, (len(split.features), *boxes.shape))
+    file = data / f"{name}_boxes.npy"
+    if not file.exists():
+        raise ValueError(f"{file}: heat maps need the regions' boxes, (n, {regions}, 4)")
+    boxes = np.load(file).astype(np.float32)
+    if boxes.shape != (len(split.features), regions, 4) or boxes.min() < 0 or boxes.max() > 1:
+        raise ValueError(
+            f"{file}: {boxes.shape}, must be ({len(split.features)}, {regions}, 4) of numbers from "
+            "0 to 1: left, top, right and bottom as shares of the picture's width and height"
+        )
+    return boxes
+
+
+def heat(similarities: np.ndarray, boxes: np.ndarray, side: int = SIDE) -> np.ndarray:
+    """Attention of pixels, (side, side): regions (R,) by rank r have (R - r)², and pixels the sum
+    of their regions' (DVSE, section IV-E), at most 1.
+    """
+    ranks = np.argsort(np.argsort(-similarities, kind="stable"), kind="stable") + 1
+    pixels = np.zeros((side, side))
+    for (left, top, right, bottom), rank in zip(boxes * side, ranks, strict=True):
+        rows = slice(math.floor(top), math.ceil(bottom))
+        pixels[rows, math.floor(left) : math.ceil(right)] += (len(ranks) - rank) ** 2
+    return pixels / max(pixels.max(), 1)
+
+
+def draw_heat_maps(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+    """Images, each with a heat map of its sub-embeddings and the caption that is closest to it."""
+    config = next(iter(configs(grid, table).values()))
+    model, words, split, data = trained(grid, config)
+    view = views(model)[0]
+    texts = encode(view, split, words)[1]
+    rng = np.random.default_rng(SEED)
+    chosen = rng.permutation(len(split.features))[:PICTURES].tolist()
+    heads = config.heads
+    figure, panels = new_panels(len(chosen), 1 + heads, 2.4, 3.0)
+    lines: list[Sequence[object]] = [("image", "head", "region", "similarity")]
+    for axes, image in zip(panels, chosen, strict=True):
+        sets, regions = sub_embeddings(model, split, image)
+        boxes = boxes_of(split, data, grid.split, len(regions))[image]
+        picture = picture_pixels(split, data, grid.split, image)
+        similarities = cosines(sets, regions)
+        own = range(image * split.captions_per_image, (image + 1) * split.captions_per_image)
+        captions = [split.captions[own[i]] for i in cosines(sets, texts[own]).argmax(1)]
+        axes[0].imshow(picture)
+        axes[0].set_title(f"image {image}", fontsize=7)
+        for k in range(heads):
+            axes[1 + k].imshow(picture)
+            axes[1 + k].imshow(heat(similarities[k], boxes), cmap="jet", alpha=0.5)
+            axes[1 + k].set_title(textwrap.fill(captions[k], 32), fontsize=7)
+        for panel in axes:
+            panel.set_axis_off()
+        lines += [(image, *place, value) for place, value in np.ndenumerate(similarities)]
+    save(figure, stem)
+    write_csv(stem, lines)
+
+
+def cosines(a: Tensor, b: Tensor) -> np.ndarray:
+    return torch.cosine_similarity(a[:, None], b[None], dim=2).numpy()
+
+
+def picture_pixels(split: Split, data: Path, name: str, image: int) -> Image.Image:
+    """The picture of an image as a square; white without a file."""
+    file = picture_file(split, data, name, image)
+    if file is None:
+        return Image.new("RGB", (SIDE, SIDE), "white")
+    with Image.open(file) as opened:
+        return opened.convert("RGB").resize((SIDE, SIDE))
+
+
+def write_results(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+    """Write a page of queries with the answers of two models side by side."""
+    models = configs(grid, table)
+    first, second = models
+    split = trained(grid, models[first]).split
+    results = []
+    for config in models.values():
+        scores, _ = scores_of(config, grid.split)
+        results.append(retrieval_results(scores, split.image_ids, split.text_ids))
+    gallery = Gallery(split, data_directory(models[first]), grid.split, (first, second))
+    lines: list[Sequence[object]] = [("direction", "query", "model", "rank", "answer")]
+    blocks = []
+    for way, title in (("i2t", "Images as queries"), ("t2i", "Texts as queries")):
+        before, after = (getattr(result, way) for result in results)
+        blocks.append({"title": title, "blocks": [{"cards": gallery.cards(way, before, after)}]})
+        for pick in gallery.picks(before, after):
+            for name, result in zip(models, (before, after), strict=True):
+                answers = result.top[pick.query].tolist()
+                lines += [(way, pick.query, name, r, a) for r, a in enumerate(answers, 1)]
+    page = render(f"{first} and {second}", [table.title, *blocks])
+    stem.with_suffix(".html").write_text(page, encoding="utf-8")
+    write_csv(stem, lines)
+
+
+DRAWN: dict[str, Draw] = {
+    "curves": draw_curves,
+    "time": draw_times,
+    "grid": draw_grid,
+    "t-SNE": draw_tsne,
+    "matrices": draw_matrices,
+    "correlations": draw_correlations,
+    "heat maps": draw_heat_maps,
+    "results": write_results,
+}
