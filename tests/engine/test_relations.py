@@ -276,3 +276,16 @@ WRONG: dict[str, dict[str, Any]] = {
 def test_wrong_input_is_named(message: str):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         InfoNCELoss()(*FEW, **WRONG[message])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ids_of_one_side_are_sets_of_one_label(engine):
+    """Also where pairs are too many for a mask, so that ids alone would be sorted."""
+    generator = torch.Generator().manual_seed(0)
+    rows, cols = torch.randn(2, 300, 4, generator=generator).unbind()
+    ids = torch.randint(0, 200, (300,), generator=generator)
+    sets = torch.stack([ids, ids.roll(1)], 1)
+    loss = itrloss.InfoNCELoss(engine=engine)
+    for of_rows, of_cols in ((ids, sets), (sets, ids)):
+        whole = [x[:, None] if x.dim() == 1 else x for x in (of_rows, of_cols)]
+        torch.testing.assert_close(loss(rows, cols, of_rows, of_cols), loss(rows, cols, *whole))
