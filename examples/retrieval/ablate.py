@@ -244,7 +244,7 @@ def _reranked(finished: Run, config: Config, row: Row) -> Metrics:
         before = finished.metrics["dev"]["before"]
         return {"before": before, "after": before}
     by = METHODS[row.rerank]() if isinstance(row.rerank, str) else reranker(row.rerank)
-    split = load_split(data_directory(config), "dev", config.image_size)
+    split = load_split(data_directory(config), "dev", config.image_size).first(config.dev_images)
     return before_and_after(finished.scores(), split, by)
 
 

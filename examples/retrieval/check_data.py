@@ -23,6 +23,7 @@ SPLITS = {
     "train": "to train on",
     "dev": "to choose the checkpoint by",
     "test": "for final_test=true",
+    "testall": "for test_split=testall",
 }
 
 LAYOUTS = {
@@ -54,6 +55,8 @@ class Report:
             return
         kind = layout(root)
         for name in SPLITS:
+            if name == "testall" and not (root / "testall_ims.npy").exists():
+                continue  # of MSCOCO only
             self.add_split(root, kind, name)
         self.compare_splits()
         if "train" in self.splits:
@@ -71,7 +74,7 @@ class Report:
 
     def add_split(self, root: Path, kind: str, name: str) -> None:
         """Add the lines on a split."""
-        needed = name != "test"
+        needed = name in ("train", "dev")
         if kind == "features":
             files = (f"{name}_ims.npy", f"{name}_caps.txt")
             missing = [file for file in files if not (root / file).exists()]

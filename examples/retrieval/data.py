@@ -51,6 +51,23 @@ class Split:
     def text_ids(self) -> Tensor:
         return self.image_ids.repeat_interleave(self.captions_per_image)
 
+    def first(self, count: int) -> Split:
+        """The first images and their captions; all of them if ``count`` is 0."""
+        if not count:
+            return self
+        features: np.ndarray | Images
+        if isinstance(self.features, Images):
+            features = Images(self.features.paths[:count], self.features.size)
+        else:
+            features = self.features[:count]
+        return Split(
+            features,
+            self.captions[: len(features) * self.captions_per_image],
+            self.captions_per_image,
+            None if self.wholes is None else self.wholes[:count],
+            None if self.classes is None else self.classes[:count],
+        )
+
     def regions(self, image: int, seed: Sequence[int] | None = None) -> Tensor:
         """The features of an image, float32 (regions, d).
 
@@ -68,14 +85,16 @@ class Split:
 
 
 def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
-    """Read the split `name` ("train", "dev", "test") under `root`.
+    """Read the split `name` ("train", "dev", "test", "testall") under `root`.
 
-    Raw images are scaled to squares of ``image_size``. If the number of captions does not fit the
-    number of images, the ValueError names both files.
+    "testall" is the name that SCAN's files have for all 5000 test images of MSCOCO, of which its
+    "test" is the first 1000. Karpathy's "test" has all of them, under both names here. Raw images
+    are scaled to squares of ``image_size``. If the number of captions does not fit the number of
+    images, the ValueError names both files.
     """
     if layout(root) == "features":
         return _precomputed(Path(root), name)
-    listed = listed_images(root, name)
+    listed = listed_images(root, "test" if name == "testall" else name)
     captions = [caption for image in listed for caption in image.captions]
     kinds = sorted({image.kind for image in listed})
     classes = None

@@ -64,8 +64,13 @@ def check_fit(config: Config, root: Path, train: Split) -> None:
         needs_wholes = f"views = {config.views!r}"
     elif config.enhancement == "cge":
         needs_wholes = "enhancement = 'cge'"
-    for name in ("train", "dev", "test") if config.final_test else ("train", "dev"):
+    for name in ("train", "dev", config.test_split)[: 3 if config.final_test else 2]:
         split = load_split(root, name, config.image_size)
+        if name == config.test_split and len(split.features) % config.test_folds:
+            raise ValueError(
+                f"test_folds = {config.test_folds}: must divide the {len(split.features)} images "
+                f"of {name} in {root}"
+            )
         if needs_wholes and split.wholes is None:
             raise ValueError(
                 f"{needs_wholes}: needs {root}/{name}_global.npy, the features of whole pictures"

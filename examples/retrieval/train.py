@@ -72,7 +72,7 @@ class Trainer:
         build_loss(config)  # report wrong options before loading data
         self.data = data_directory(config)
         train = load_split(self.data, "train", config.image_size)
-        self.dev = load_split(self.data, "dev", config.image_size)
+        self.dev = load_split(self.data, "dev", config.image_size).first(config.dev_images)
         check_fit(config, self.data, train)
         self.world = world_size()
         self.rank = dist.get_rank() if self.world > 1 else 0
@@ -276,8 +276,8 @@ class Trainer:
                     file.write(json.dumps(line) + "\n")
 
     def final_metrics(self) -> dict[str, Any]:
-        """Evaluate best.pt on dev (and on test with `final_test`); write metrics.json and
-        dev_scores.npy.
+        """Evaluate best.pt on dev, and with `final_test` on test and, if there are folds, on its
+        parts; write metrics.json and dev_scores.npy.
         """
         model, words, _ = load_model(self.out / "best.pt")
         model.to(self.config.device)
@@ -287,8 +287,12 @@ class Trainer:
         by = reranker(self.config.rerank)
         metrics = {"dev": before_and_after(scores, self.dev, by)}
         if self.config.final_test:
-            test = load_split(self.data, "test", self.config.image_size)
-            metrics["test"] = before_and_after(model_scores(model, test, words), test, by)
+            test = load_split(self.data, self.config.test_split, self.config.image_size)
+            scores = model_scores(model, test, words)
+            metrics["test"] = before_and_after(scores, test, by)
+            if self.config.test_folds > 1:
+                folds = self.config.test_folds
+                metrics["test_folds"] = before_and_after(scores, test, by, folds)
         _write_json(self.out / "metrics.json", metrics)
         return metrics
 
