@@ -91,6 +91,9 @@ class Report:
                 remarks = [*of_images(split.features)]
             else:
                 line = of_features(split.features, split.wholes)
+                in_file = len(np.load(root / f"{name}_ims.npy", mmap_mode="r"))
+                if in_file != len(split.features):
+                    line += "; five times each in the file, as in VSE++, read once"
                 remarks = [f"LOOK AT: {what}" for what in oddities(split.features)]
         except ValueError as error:
             self.lines.append(f"  {name:6} WRONG: {error}")

@@ -3,6 +3,7 @@
 A data set of pre-computed features, in the layout of SCAN and VSE-infinity, is a directory with
 `{split}_ims.npy`, (n, regions, d), and `{split}_caps.txt`, one caption per line. Five consecutive
 lines describe one image (`image = line // 5`), or one line if there are as many lines as images.
+If each image is there five times in a row, as in the files of VSE++, it is read once.
 Optionally, `{split}_global.npy`, (n, d'), holds one global feature per picture. Data sets of raw
 images are read by :mod:`examples.retrieval.pictures`.
 """
@@ -110,6 +111,13 @@ def _precomputed(root: Path, name: str) -> Split:
     wholes_path = root / f"{name}_global.npy"
     features = np.load(features_path, mmap_mode="r")
     captions = read_lines(captions_path)
+    wholes = None
+    if wholes_path.exists():
+        wholes = np.load(wholes_path, mmap_mode="r")
+    if len(captions) == len(features) and repeats_images(features):
+        features = features[::5]
+        if wholes is not None:
+            wholes = wholes[::5]
     n = len(features)
     if features.ndim != 3 or features.dtype.kind != "f" or not n:
         found = f"{features.dtype} {features.shape}"
@@ -119,13 +127,21 @@ def _precomputed(root: Path, name: str) -> Split:
             f"{captions_path} has {len(captions)} captions and {features_path} has {n} images: "
             "there must be five captions an image, or one"
         )
-    wholes = None
-    if wholes_path.exists():
-        wholes = np.load(wholes_path, mmap_mode="r")
-        if wholes.ndim != 2 or wholes.dtype.kind != "f" or len(wholes) != n:
-            found = f"{wholes.dtype} {wholes.shape}"
-            raise ValueError(f"{wholes_path}: {found}, must be a float array ({n}, d)")
+    if wholes is not None and (wholes.ndim != 2 or wholes.dtype.kind != "f" or len(wholes) != n):
+        found = f"{wholes.dtype} {wholes.shape}"
+        raise ValueError(f"{wholes_path}: {found}, must be a float array ({n}, d)")
     return Split(features, captions, len(captions) // n, wholes)
+
+
+def repeats_images(features: np.ndarray, sample: int = 200) -> bool:
+    """Whether each image is there five times in a row, once a caption, as in the files of VSE++.
+
+    A sample of the images, evenly spaced, stands for all.
+    """
+    if not len(features) or len(features) % 5:
+        return False
+    starts = range(0, len(features), 5 * max(1, len(features) // (5 * sample)))
+    return all((features[i : i + 5] == features[i]).all() for i in starts)
 
 
 def feature_statistics(features: np.ndarray, chunk: int = 1024) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from examples.retrieval.config import Config
 from examples.retrieval.data import load_split
 from examples.retrieval.evaluate import encode
 from examples.retrieval.export import main as export
+from examples.retrieval.pictures import Images
 from examples.retrieval.preparation import load_model
 from examples.retrieval.summary import main as summary
 from examples.retrieval.train import Trainer, train
@@ -123,8 +124,10 @@ def test_folds_that_do_not_divide_the_images_are_refused_before_training(setting
 
 def test_karpathys_test_has_all_test_images_under_both_names(photos):
     test, testall = (load_split(photos, name, image_size=8) for name in ("test", "testall"))
+    assert isinstance(test.features, Images) and isinstance(testall.features, Images)
     assert test.features.paths == testall.features.paths
     first = test.first(2)
+    assert isinstance(first.features, Images)
     assert first.features.paths == test.features.paths[:2]
     assert first.captions == test.captions[:10]
 
