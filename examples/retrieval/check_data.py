@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .data import Split, Vocabulary, load_split, tokenize
+from .data import Split, Vocabulary, features_directory, load_split, tokenize
 from .pictures import Images, layout
 
 SAMPLE = 200  # number of images per split whose features or files are checked
@@ -54,6 +54,9 @@ class Report:
             self.ready = False
             return
         kind = layout(root)
+        if kind == "features" and features_directory(root) != root:
+            root = features_directory(root)
+            self.lines.append("  VSE-infinity's directory: its precomp/ is read")
         for name in SPLITS:
             if name == "testall" and not (root / "testall_ims.npy").exists():
                 continue  # of MSCOCO only

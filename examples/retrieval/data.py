@@ -94,7 +94,7 @@ def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
     images, the ValueError names both files.
     """
     if layout(root) == "features":
-        return _precomputed(Path(root), name)
+        return _precomputed(features_directory(Path(root)), name)
     listed = listed_images(root, "test" if name == "testall" else name)
     captions = [caption for image in listed for caption in image.captions]
     kinds = sorted({image.kind for image in listed})
@@ -103,6 +103,12 @@ def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
         classes = torch.tensor([kinds.index(image.kind) for image in listed])
     pictures = Images([image.path for image in listed], image_size)
     return Split(pictures, captions, len(listed[0].captions), classes=classes)
+
+
+def features_directory(root: Path) -> Path:
+    """Return the directory of the features: VSE-infinity's files are in ``precomp/`` below."""
+    below = root / "precomp"
+    return below if below.is_dir() and not list(root.glob("*_ims.npy")) else root
 
 
 def _precomputed(root: Path, name: str) -> Split:

@@ -201,3 +201,13 @@ def test_images_that_are_there_five_times_are_read_once(tmp_path):
     different[7] += 1  # these are 20 images, with a caption each
     np.save(tmp_path / "dev_ims.npy", different)
     assert load_split(tmp_path, "dev").captions_per_image == 1
+
+
+def test_features_below_vse_infinitys_directory(tmp_path):
+    (tmp_path / "precomp").mkdir()
+    (tmp_path / "id_mapping.json").write_text("{}")
+    drawn.features(tmp_path / "precomp", {"train": 6, "dev": 4, "test": 5})
+    assert load_split(tmp_path, "dev").captions == load_split(tmp_path / "precomp", "dev").captions
+    report = Report(tmp_path, 1)
+    assert report.ready
+    assert "  VSE-infinity's directory: its precomp/ is read" in report.lines
