@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .data import Split, Vocabulary, load_split, tokenize
+from .data import Split, Vocabulary, features_directory, load_split, tokenize
 from .pictures import Images, layout
 
 SAMPLE = 200  # number of images per split whose features or files are checked
@@ -23,6 +23,7 @@ SPLITS = {
     "train": "to train on",
     "dev": "to choose the checkpoint by",
     "test": "for final_test=true",
+    "testall": "for test_split=testall",
 }
 
 LAYOUTS = {
@@ -53,7 +54,12 @@ class Report:
             self.ready = False
             return
         kind = layout(root)
+        if kind == "features" and features_directory(root) != root:
+            root = features_directory(root)
+            self.lines.append("  VSE-infinity's directory: its precomp/ is read")
         for name in SPLITS:
+            if name == "testall" and not (root / "testall_ims.npy").exists():
+                continue  # of MSCOCO only
             self.add_split(root, kind, name)
         self.compare_splits()
         if "train" in self.splits:
@@ -71,7 +77,7 @@ class Report:
 
     def add_split(self, root: Path, kind: str, name: str) -> None:
         """Add the lines on a split."""
-        needed = name != "test"
+        needed = name in ("train", "dev")
         if kind == "features":
             files = (f"{name}_ims.npy", f"{name}_caps.txt")
             missing = [file for file in files if not (root / file).exists()]
@@ -88,6 +94,9 @@ class Report:
                 remarks = [*of_images(split.features)]
             else:
                 line = of_features(split.features, split.wholes)
+                in_file = len(np.load(root / f"{name}_ims.npy", mmap_mode="r"))
+                if in_file != len(split.features):
+                    line += "; five times each in the file, as in VSE++, read once"
                 remarks = [f"LOOK AT: {what}" for what in oddities(split.features)]
         except ValueError as error:
             self.lines.append(f"  {name:6} WRONG: {error}")

@@ -27,6 +27,8 @@ class Config:
         default_factory=lambda: {"train": 2000, "dev": 300, "test": 300}
     )
     min_count: int = 2  # rarer training words become <unk>
+    # dev: the first images of it that choose the best checkpoint; 0: all
+    dev_images: int = 0
     captions_per_image: int = 1  # captions of an image in one sample, from one to all (5) of them
     workers: int = 0  # processes that read batches ahead, for raw images; 0: none
 
@@ -101,6 +103,9 @@ class Config:
     resume: bool = False  # continue from out/last.pt if it exists; false: replace the run
     save_steps: int = 0  # write last.pt after this number of steps, too, not only after each epoch
     final_test: bool = False  # score the best checkpoint on the test split as well
+    test_split: str = "test"  # or "testall": all 5000 test images of MSCOCO in SCAN's files
+    # also the mean over this number of equal parts of the test split: 5 for MSCOCO's "1K"
+    test_folds: int = 1
     tensorboard: bool = True
     progress: bool = True
 
@@ -123,6 +128,7 @@ class Config:
         self._require("captions_per_image", several, "at least 2 for caption_weight")
         self._require_one_of("warmup", "triplet", "infonce")
         self._require_one_of("precision", "float32", "bfloat16", "float16")
+        self._require_one_of("test_split", "test", "testall")
         self._require_one_of("enhancement", "sge", "cge", "")
         self._check_views()
 
@@ -156,8 +162,10 @@ AT_LEAST_ONE = (
     "concepts",
     "heads",
     "image_size",
+    "test_folds",
 )
 NOT_NEGATIVE = (
+    "dev_images",
     "workers",
     "warmup_epochs",
     "caption_weight",
@@ -181,6 +189,8 @@ NO_EFFECT = {
     "workers",
     "save_steps",
     "final_test",
+    "test_split",
+    "test_folds",
     "tensorboard",
     "progress",
 }

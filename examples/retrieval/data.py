@@ -3,6 +3,7 @@
 A data set of pre-computed features, in the layout of SCAN and VSE-infinity, is a directory with
 `{split}_ims.npy`, (n, regions, d), and `{split}_caps.txt`, one caption per line. Five consecutive
 lines describe one image (`image = line // 5`), or one line if there are as many lines as images.
+If each image is there five times in a row, as in the files of VSE++, it is read once.
 Optionally, `{split}_global.npy`, (n, d'), holds one global feature per picture. Data sets of raw
 images are read by :mod:`examples.retrieval.pictures`.
 """
@@ -51,6 +52,23 @@ class Split:
     def text_ids(self) -> Tensor:
         return self.image_ids.repeat_interleave(self.captions_per_image)
 
+    def first(self, count: int) -> Split:
+        """The first images and their captions; all of them if ``count`` is 0."""
+        if not count:
+            return self
+        features: np.ndarray | Images
+        if isinstance(self.features, Images):
+            features = Images(self.features.paths[:count], self.features.size)
+        else:
+            features = self.features[:count]
+        return Split(
+            features,
+            self.captions[: len(features) * self.captions_per_image],
+            self.captions_per_image,
+            None if self.wholes is None else self.wholes[:count],
+            None if self.classes is None else self.classes[:count],
+        )
+
     def regions(self, image: int, seed: Sequence[int] | None = None) -> Tensor:
         """The features of an image, float32 (regions, d).
 
@@ -68,14 +86,16 @@ class Split:
 
 
 def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
-    """Read the split `name` ("train", "dev", "test") under `root`.
+    """Read the split `name` ("train", "dev", "test", "testall") under `root`.
 
-    Raw images are scaled to squares of ``image_size``. If the number of captions does not fit the
-    number of images, the ValueError names both files.
+    "testall" is the name that SCAN's files have for all 5000 test images of MSCOCO, of which its
+    "test" is the first 1000. Karpathy's "test" has all of them, under both names here. Raw images
+    are scaled to squares of ``image_size``. If the number of captions does not fit the number of
+    images, the ValueError names both files.
     """
     if layout(root) == "features":
-        return _precomputed(Path(root), name)
-    listed = listed_images(root, name)
+        return _precomputed(features_directory(Path(root)), name)
+    listed = listed_images(root, "test" if name == "testall" else name)
     captions = [caption for image in listed for caption in image.captions]
     kinds = sorted({image.kind for image in listed})
     classes = None
@@ -85,12 +105,25 @@ def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
     return Split(pictures, captions, len(listed[0].captions), classes=classes)
 
 
+def features_directory(root: Path) -> Path:
+    """Return the directory of the features: VSE-infinity's files are in ``precomp/`` below."""
+    below = root / "precomp"
+    return below if below.is_dir() and not list(root.glob("*_ims.npy")) else root
+
+
 def _precomputed(root: Path, name: str) -> Split:
     features_path = root / f"{name}_ims.npy"
     captions_path = root / f"{name}_caps.txt"
     wholes_path = root / f"{name}_global.npy"
     features = np.load(features_path, mmap_mode="r")
     captions = read_lines(captions_path)
+    wholes = None
+    if wholes_path.exists():
+        wholes = np.load(wholes_path, mmap_mode="r")
+    if len(captions) == len(features) and repeats_images(features):
+        features = features[::5]
+        if wholes is not None:
+            wholes = wholes[::5]
     n = len(features)
     if features.ndim != 3 or features.dtype.kind != "f" or not n:
         found = f"{features.dtype} {features.shape}"
@@ -100,13 +133,21 @@ def _precomputed(root: Path, name: str) -> Split:
             f"{captions_path} has {len(captions)} captions and {features_path} has {n} images: "
             "there must be five captions an image, or one"
         )
-    wholes = None
-    if wholes_path.exists():
-        wholes = np.load(wholes_path, mmap_mode="r")
-        if wholes.ndim != 2 or wholes.dtype.kind != "f" or len(wholes) != n:
-            found = f"{wholes.dtype} {wholes.shape}"
-            raise ValueError(f"{wholes_path}: {found}, must be a float array ({n}, d)")
+    if wholes is not None and (wholes.ndim != 2 or wholes.dtype.kind != "f" or len(wholes) != n):
+        found = f"{wholes.dtype} {wholes.shape}"
+        raise ValueError(f"{wholes_path}: {found}, must be a float array ({n}, d)")
     return Split(features, captions, len(captions) // n, wholes)
+
+
+def repeats_images(features: np.ndarray, sample: int = 200) -> bool:
+    """Whether each image is there five times in a row, once a caption, as in the files of VSE++.
+
+    A sample of the images, evenly spaced, stands for all.
+    """
+    if not len(features) or len(features) % 5:
+        return False
+    starts = range(0, len(features), 5 * max(1, len(features) // (5 * sample)))
+    return all((features[i : i + 5] == features[i]).all() for i in starts)
 
 
 def feature_statistics(features: np.ndarray, chunk: int = 1024) -> tuple[Tensor, Tensor]:

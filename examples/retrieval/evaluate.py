@@ -17,6 +17,7 @@ from .models import VSE
 
 RECALLS = tuple(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10))
 IMAGES, TEXTS = 64, 512  # encoded at a time
+SCORED = 500  # images whose similarities are computed at a time
 READERS = 8  # threads that decode raw images
 
 
@@ -48,17 +49,26 @@ def encode(model: VSE, split: Split, tokenizer: Tokenizer) -> tuple[Tensor, Tens
     return torch.cat(images), torch.cat(texts)[by_length.argsort().to(device)]
 
 
-@torch.no_grad()
 def model_scores(model: VSE, split: Split, tokenizer: Tokenizer) -> Tensor:
     """Similarities of all images and all captions of a split: (n_images, n_captions), on the
     CPU.
     """
-    return model.similarity(*encode(model, split, tokenizer)).cpu()
+    return match(model, *encode(model, split, tokenizer))
 
 
-def recalls(scores: Tensor, split: Split) -> dict[str, float]:
+@torch.no_grad()
+def match(model: VSE, images: Tensor, texts: Tensor) -> Tensor:
+    """Similarities of embeddings: (n_images, n_captions), on the CPU."""
+    # of all images at once, sets would take several times the memory of the scores
+    return torch.cat([model.similarity(rows, texts).cpu() for rows in images.split(SCORED)])
+
+
+def recalls(
+    scores: Tensor, split: Split, by: Reranker | None = None, folds: int = 1
+) -> dict[str, float]:
     """Compute all figures of :func:`itrloss.metrics.retrieval_metrics`."""
-    return retrieval_metrics(scores, split.image_ids, split.text_ids)
+    ids = split.image_ids, split.text_ids
+    return retrieval_metrics(scores, *ids, reranker=by, folds=folds)
 
 
 def reranker(parameters: Sequence[float]) -> FastReranker:
@@ -67,8 +77,15 @@ def reranker(parameters: Sequence[float]) -> FastReranker:
     return FastReranker((gamma_1, gamma_2), (lambda_1, lambda_2))
 
 
-def before_and_after(scores: Tensor, split: Split, by: Reranker) -> dict[str, dict[str, float]]:
-    """Recalls of the scores, and of the scores re-ranked with all queries of the split."""
-    reranked = by.rerank(scores)
-    after = retrieval_metrics(reranked, split.image_ids, split.text_ids)
-    return {"before": recalls(scores, split), "after": after}
+def before_and_after(
+    scores: Tensor, split: Split, by: Reranker, folds: int = 1
+) -> dict[str, dict[str, float]]:
+    """Recalls of the scores, and of the scores re-ranked with all queries of the split.
+
+    With folds, which are equal parts of the images in their order with their captions, each part is
+    a test set of its own, re-ranking included, and the recalls are means over the parts.
+    """
+    return {
+        "before": recalls(scores, split, folds=folds),
+        "after": recalls(scores, split, by, folds),
+    }

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from .data import load_split
-from .evaluate import encode
+from .evaluate import encode, model_scores
 from .preparation import data_directory, load_model
 
 
@@ -24,14 +24,19 @@ def export(run: Path, splits: Sequence[str], out: Path, data: Path | None = None
     """Write ``{split}_images.npy`` (n, d) and ``{split}_texts.npy`` (captions, d), float32 of
     length 1.
 
-    Their cosine is the model's similarity. A model of sets of embeddings (DVSE) raises a
-    ValueError.
+    Their cosine is the model's similarity. The similarity of sets of embeddings (DVSE) is no
+    cosine: for such a model, ``{split}_scores.npy`` (n, captions) float32 holds it.
     """
     model, words, config = load_model(run / "best.pt")
     out.mkdir(parents=True, exist_ok=True)
     files = []
     for name in splits:
         split = load_split(data or data_directory(config), name, config.image_size)
+        if config.loss == "dvse":
+            file = out / f"{name}_scores.npy"
+            np.save(file, model_scores(model, split, words).numpy())
+            files.append(file)
+            continue
         images, texts = encode(model, split, words)
         for kind, embeddings in (("images", images), ("texts", texts)):
             file = out / f"{name}_{kind}.npy"
@@ -45,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="a run directory")
-    parser.add_argument("--splits", nargs="+", default=["dev"], choices=("train", "dev", "test"))
+    splits = ("train", "dev", "test", "testall")
+    parser.add_argument("--splits", nargs="+", default=["dev"], choices=splits)
     parser.add_argument("--data", type=Path, help="the data, if they were moved since the run")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(arguments)

@@ -63,9 +63,7 @@ class VSE(nn.Module):
         return itrloss.Similarity(images, texts, image_ids, text_ids).scores()
 
     def as_vectors(self, embeddings: Tensor) -> Tensor:
-        """Unit vectors (N, d) whose cosine is the similarity; ValueError for sets of embeddings."""
-        if embeddings.ndim == 3:
-            raise ValueError("the similarity of sets of embeddings is no cosine")
+        """Unit vectors (N, d) of embeddings (N, d), whose cosine is the similarity."""
         return F.normalize(embeddings, dim=1)
 
 

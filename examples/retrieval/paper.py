@@ -43,7 +43,12 @@ def main(arguments: list[str] | None = None) -> None:
         "--config", type=Path, metavar="FILE.toml", help="default: that of the scenes"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--split", default="dev", help="the split that is measured (%(default)s)")
+    parser.add_argument(
+        "--split",
+        default="dev",
+        choices=["dev", "test", "test_folds"],
+        help="the split that is measured, dev; test_folds: the means over MSCOCO's folds",
+    )
     parser.add_argument("--out", type=Path, help="default: runs/paper_CODER and so on")
     doing = parser.add_mutually_exclusive_group()
     doing.add_argument("--list", action="store_true", help="list all tables and figures")

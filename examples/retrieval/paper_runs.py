@@ -24,7 +24,7 @@ from itrloss.rerank import Reranker
 
 from .config import Config, load_config, make_config, read_toml
 from .data import Split, load_split
-from .evaluate import before_and_after, encode, model_scores, reranker
+from .evaluate import before_and_after, encode, match, model_scores, reranker
 from .paper_tables import Paper, Row, Table, load_paper
 from .pictures import layout
 from .preparation import data_directory, load_model
@@ -193,7 +193,7 @@ def _of_row(split_name: str, table: Table, row: Row, configs: Sequence[Config]) 
         by = METHODS[row.rerank]()
     elif row.rerank:
         by = reranker(row.rerank)
-    both = before_and_after(scores, split, by)
+    both = before_and_after(scores, split, by, folds_of(configs[0], split_name))
     if table.reranks and not row.rerank:
         return {"before": both["before"], "after": both["before"]}
     start = time.perf_counter()
@@ -203,8 +203,16 @@ def _of_row(split_name: str, table: Table, row: Row, configs: Sequence[Config]) 
 
 
 def split_of(config: Config, split_name: str) -> Split:
-    """The split on which a run is measured."""
-    return load_split(data_directory(config), split_name, config.image_size)
+    """The split on which a run is measured: "dev", or another one for the run's test split."""
+    data = data_directory(config)
+    if split_name == "dev":
+        return load_split(data, split_name, config.image_size).first(config.dev_images)
+    return load_split(data, config.test_split, config.image_size)
+
+
+def folds_of(config: Config, split_name: str) -> int:
+    """The number of parts of the split, each of which is ranked for itself."""
+    return config.test_folds if split_name == "test_folds" else 1
 
 
 def scores_of(config: Config, split_name: str) -> tuple[Tensor, Split]:
@@ -227,10 +235,10 @@ def timed(config: Config, split_name: str) -> Metrics:
     start = time.perf_counter()
     images, texts = encode(model, split, words)
     encoded = time.perf_counter()
-    with torch.no_grad():
-        scores = model.similarity(images, texts).cpu()
+    scores = match(model, images, texts)
     end = time.perf_counter()
-    both = before_and_after(scores, split, reranker(config.rerank))
+    folds = folds_of(config, split_name)
+    both = before_and_after(scores, split, reranker(config.rerank), folds)
     times = {
         "encode_seconds": encoded - start,
         "match_seconds": end - encoded,

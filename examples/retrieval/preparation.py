@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,13 @@ def check_fit(config: Config, root: Path, train: Split) -> None:
         needs_wholes = f"views = {config.views!r}"
     elif config.enhancement == "cge":
         needs_wholes = "enhancement = 'cge'"
-    for name in ("train", "dev", "test") if config.final_test else ("train", "dev"):
+    for name in ("train", "dev", config.test_split)[: 3 if config.final_test else 2]:
         split = load_split(root, name, config.image_size)
+        if name == config.test_split and len(split.features) % config.test_folds:
+            raise ValueError(
+                f"test_folds = {config.test_folds}: must divide the {len(split.features)} images "
+                f"of {name} in {root}"
+            )
         if needs_wholes and split.wholes is None:
             raise ValueError(
                 f"{needs_wholes}: needs {root}/{name}_global.npy, the features of whole pictures"
@@ -155,9 +161,24 @@ def _choose_concepts(
     begin_with(model.branch.vectors, concepts.words, vectors)
 
 
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU; ValueError if the file is damaged.
+
+    A checkpoint is a zip archive with a CRC-32 of each entry, which torch.load does not check.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is None:
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    raise ValueError(f"{path} is damaged: the checksum of its {damaged} is wrong")
+
+
 def load_model(path: str | Path) -> tuple[VSE, Words, Config]:
     """Rebuild the model of a checkpoint (best.pt or last.pt), in evaluation mode, on the CPU."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    state = read_checkpoint(path)
     config = make_config(state["config"])
     stored = state["vocabulary"]
     words = WordPieces(**stored) if config.bert else Vocabulary(stored)

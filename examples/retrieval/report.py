@@ -69,7 +69,7 @@ def write_report(run_dirs: Sequence[Path], data_root: Path, out: Path) -> None:
     found = experiments(map(load_run, run_dirs))
     split = reported_split(found)
     splits = {name: load_split(data_root, name) for name in dict.fromkeys(("train", "dev", split))}
-    dev = splits["dev"]
+    dev = splits["dev"].first(found[0].config.get("dev_images", 0))
     best = max(found, key=lambda experiment: experiment.mean(split, "after", "rsum"))
     scores = _scores(best, dev, data_root)
     before = _results(scores, dev, None)

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", type=Path, nargs="+", help="run directories")
-    parser.add_argument("--split", default="dev", choices=["dev", "test"])
+    parser.add_argument("--split", default="dev", choices=["dev", "test", "test_folds"])
     args = parser.parse_args(arguments)
     # a directory that is given twice counts as one seed
     directories = {run.resolve(): run for run in args.runs}

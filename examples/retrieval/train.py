@@ -5,7 +5,8 @@ r"""Train a visual-semantic embedding with any loss of itrloss.
     torchrun --nproc-per-node 2 -m examples.retrieval.train --config ...
 
 The run directory holds config.json, log.jsonl (one line per epoch), best.pt (by dev RSUM), last.pt
-(to resume from), metrics.json, dev_scores.npy and TensorBoard events.
+(to resume from) and the former one, previous.pt, metrics.json, dev_scores.npy and TensorBoard
+events.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from .preparation import (
     is_first,
     load_model,
     new_model,
+    read_checkpoint,
     sizes_of,
     words_of,
 )
@@ -52,6 +54,9 @@ from .preparation import (
 STATEFUL = ("model", "objective", "optimizer", "schedule", "scaler")
 # What it holds as it is: see Trainer.__init__.
 PROGRESS = ("epoch", "step", "loss_sum", "seconds", "best", "history")
+
+# The last checkpoint and the one before, which is there if the last one is damaged.
+RESUMED_FROM = ("last.pt", "previous.pt")
 
 
 class Trainer:
@@ -67,7 +72,7 @@ class Trainer:
         build_loss(config)  # report wrong options before loading data
         self.data = data_directory(config)
         train = load_split(self.data, "train", config.image_size)
-        self.dev = load_split(self.data, "dev", config.image_size)
+        self.dev = load_split(self.data, "dev", config.image_size).first(config.dev_images)
         check_fit(config, self.data, train)
         self.world = world_size()
         self.rank = dist.get_rank() if self.world > 1 else 0
@@ -125,8 +130,10 @@ class Trainer:
         log.
         """
         self.out.mkdir(parents=True, exist_ok=True)
-        if self.config.resume and (self.out / "last.pt").exists():
-            self.load(self.out / "last.pt")
+        checkpoints = [self.out / name for name in RESUMED_FROM]
+        saved = [path for path in checkpoints if path.exists()]
+        if self.config.resume and saved:
+            self.load(saved[0])
         elif is_first():
             self._remove_former_run()
         if is_first():
@@ -146,7 +153,7 @@ class Trainer:
 
     def _remove_former_run(self) -> None:
         """Remove files that would be taken for this run's."""
-        for name in ("metrics.json", "log.jsonl", "dev_scores.npy", "best.pt", "last.pt"):
+        for name in ("metrics.json", "log.jsonl", "dev_scores.npy", "best.pt", *RESUMED_FROM):
             (self.out / name).unlink(missing_ok=True)
         for file in self.out.glob("events.out.tfevents.*"):
             file.unlink()
@@ -172,7 +179,7 @@ class Trainer:
             value = self.train_step(batch)
             bar.set_postfix(loss=f"{value:.4f}", refresh=False)
             if self.config.save_steps and self.total_steps % self.config.save_steps == 0:
-                self.save(self.out / "last.pt")
+                self.save_last()
 
     def train_step(self, batch: Batch) -> float:
         """Update the parameters once; return the loss."""
@@ -260,7 +267,7 @@ class Trainer:
         if measured["rsum"] > self.best:
             self.best = measured["rsum"]
             self.save(self.out / "best.pt")
-        self.save(self.out / "last.pt")
+        self.save_last()
         if is_first():
             # Rewritten from the checkpointed history, so that a resumed run neither repeats nor
             # loses a line.
@@ -269,8 +276,8 @@ class Trainer:
                     file.write(json.dumps(line) + "\n")
 
     def final_metrics(self) -> dict[str, Any]:
-        """Evaluate best.pt on dev (and on test with `final_test`); write metrics.json and
-        dev_scores.npy.
+        """Evaluate best.pt on dev, and with `final_test` on test and, if there are folds, on its
+        parts; write metrics.json and dev_scores.npy.
         """
         model, words, _ = load_model(self.out / "best.pt")
         model.to(self.config.device)
@@ -280,8 +287,12 @@ class Trainer:
         by = reranker(self.config.rerank)
         metrics = {"dev": before_and_after(scores, self.dev, by)}
         if self.config.final_test:
-            test = load_split(self.data, "test", self.config.image_size)
-            metrics["test"] = before_and_after(model_scores(model, test, words), test, by)
+            test = load_split(self.data, self.config.test_split, self.config.image_size)
+            scores = model_scores(model, test, words)
+            metrics["test"] = before_and_after(scores, test, by)
+            if self.config.test_folds > 1:
+                folds = self.config.test_folds
+                metrics["test_folds"] = before_and_after(scores, test, by, folds)
         _write_json(self.out / "metrics.json", metrics)
         return metrics
 
@@ -320,12 +331,23 @@ class Trainer:
         with written(path, "wb") as file:
             torch.save(state, file)
 
+    def save_last(self) -> None:
+        """Write last.pt, and keep the former one as previous.pt."""
+        last, previous = (self.out / name for name in RESUMED_FROM)
+        if is_first() and last.exists():
+            last.replace(previous)
+        self.save(last)
+
     def load(self, path: Path) -> None:
-        """Restore the state of a checkpoint; ValueError if its settings differ.
+        """Restore the state of a checkpoint; ValueError if its settings differ or it is damaged.
 
         With another number of processes, dropout draws other random numbers.
         """
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            state = read_checkpoint(path)
+        except ValueError as error:
+            message = f"{error}; without it, the run resumes from previous.pt, if that is there"
+            raise ValueError(message) from error
         self._check_settings(path, state)
         for name in STATEFUL:
             getattr(self, name).load_state_dict(state[name])

@@ -7,8 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from support import drawn
 from support.stored import assert_stored
 
+from examples.retrieval.check_data import Report
 from examples.retrieval.data import (
     Batch,
     Batches,
@@ -179,3 +181,33 @@ def test_settings_that_the_data_do_not_allow_are_named():
         batches_of(split_of(9), 10, 6, 0)
     with pytest.raises(ValueError, match="5 training samples are too few for 6 processes"):
         batches_of(split_of(1), 10, 1, 0, world=6)
+
+
+def test_images_that_are_there_five_times_are_read_once(tmp_path):
+    drawn.features(tmp_path, {"train": 6, "dev": 4, "test": 5})
+    once = {}
+    for kind in ("ims", "global"):
+        path = tmp_path / f"dev_{kind}.npy"
+        once[kind] = np.load(path)
+        np.save(path, np.repeat(once[kind], 5, 0))
+    split = load_split(tmp_path, "dev")
+    assert np.array_equal(split.features, once["ims"])
+    assert np.array_equal(split.wholes, once["global"])
+    assert split.captions_per_image == 5
+    said = "\n".join(Report(tmp_path, 1).lines)
+    assert said.count("five times each in the file, as in VSE++, read once") == 1
+
+    different = np.load(tmp_path / "dev_ims.npy")
+    different[7] += 1  # these are 20 images, with a caption each
+    np.save(tmp_path / "dev_ims.npy", different)
+    assert load_split(tmp_path, "dev").captions_per_image == 1
+
+
+def test_features_below_vse_infinitys_directory(tmp_path):
+    (tmp_path / "precomp").mkdir()
+    (tmp_path / "id_mapping.json").write_text("{}")
+    drawn.features(tmp_path / "precomp", {"train": 6, "dev": 4, "test": 5})
+    assert load_split(tmp_path, "dev").captions == load_split(tmp_path / "precomp", "dev").captions
+    report = Report(tmp_path, 1)
+    assert report.ready
+    assert "  VSE-infinity's directory: its precomp/ is read" in report.lines

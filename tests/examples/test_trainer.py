@@ -225,3 +225,36 @@ def test_a_run_goes_on_with_the_captions_it_began_with(config, tmp_path):
     (other / "train_caps.txt").write_text("\n".join(reversed(lines)) + "\n")
     with pytest.raises(ValueError, match="was trained with other captions"):
         train(moved)
+
+
+def test_a_damaged_checkpoint_is_not_resumed_from(config):
+    config = replace(config, epochs=2)
+    straight = train(config)
+    last = Path(config.out) / "last.pt"
+    content = last.read_bytes()
+    intact = Trainer(config)
+    intact.load(last)
+
+    random = np.random.default_rng(0)
+    refused = 0
+    for place in random.integers(len(content), size=50):
+        damaged = bytearray(content)
+        damaged[place] ^= 64
+        last.write_bytes(damaged)
+        trainer = Trainer(config)
+        try:
+            trainer.load(last)
+        except ValueError as error:
+            assert f"{last} is damaged: " in str(error)
+            refused += 1
+        else:  # padding between the entries
+            for name, x in intact.model.state_dict().items():
+                assert torch.equal(x, trainer.model.state_dict()[name])
+    assert refused > 30
+    last.write_bytes(content[: len(content) // 2])
+    again = replace(config, resume=True)
+    with pytest.raises(ValueError, match=r"last\.pt is damaged: .*resumes from previous\.pt"):
+        train(again)
+    last.unlink()
+    resumed = train(again)  # from the first epoch
+    assert resumed["metrics"] == straight["metrics"]
