@@ -47,6 +47,13 @@ def test_versions_are_numbers(text: str, version: tuple[int, int]):
     assert version == as_on(text).VERSION
 
 
+def test_the_version_that_is_needed_is_enough():
+    torch_versions.require_version("this", *torch_versions.VERSION)
+    major, minor = torch_versions.VERSION
+    with pytest.raises(RuntimeError, match=rf"^this needs PyTorch {major}.{minor + 1} or newer"):
+        torch_versions.require_version("this", major, minor + 1)
+
+
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_autocast_of_each_kind_of_device(enabled: bool):

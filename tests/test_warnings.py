@@ -237,6 +237,9 @@ OTHER_FORMS += [
     ((itrloss.InfoNCELoss, form, -2.659, True), "did you mean log_scale=2.659?")
     for form in ("temperature", "scale")
 ]
+OTHER_FORMS.append(
+    ((itrloss.InfoNCELoss, "temperature", 0.0, True), "0 is a temperature of 0, which")
+)
 NO_MATCH = "no image has a matching text"
 NO_NEGATIVES = "every image matches every text, so that the loss is 0"
 LOGITS = "scores above 5, as of logits"
