@@ -13,6 +13,7 @@ from torch import Tensor
 
 import itrloss
 from itrloss import CoupledMemory, Similarity, compat
+from itrloss.checks import if_transposed
 from itrloss.functional import set_similarity
 from itrloss.metrics import retrieval_metrics, retrieval_results
 from itrloss.rerank import CSLS, FastReranker
@@ -278,6 +279,12 @@ def test_losses_say_which_ids_they_need(name, engine):
         given["memory"].enqueue(Q, D)
     with pytest.raises(ValueError, match=r"^image_ids, text_ids: needed for 6 images and 4 texts"):
         loss(**given)
+
+
+@pytest.mark.parametrize(("n", "m"), [(4, 0), (4, 3), (4, 4), (4, 8)])
+def test_nothing_is_said_of_a_transpose_that_would_not_fit(n: int, m: int):
+    """A process of a job may have no texts."""
+    assert if_transposed(n, m) == ""
 
 
 @pytest.mark.parametrize(
