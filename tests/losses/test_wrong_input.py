@@ -174,6 +174,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: infonce(V, W, guide=(V, W)), "guide: expected None without a margin"),
     (lambda: distilling(V, W, EYE[:3]), r"teacher: expected shape \(4, 4\), got \(3, 4\)"),
     (lambda: distilling(V, W, EYE[..., None]), r"teacher: expected shape \(N, M\)"),
+    (lambda: it.MarginMSELoss()(V[:3], W, EYE[:3]), "image_ids, text_ids: needed for 3 images"),
     (lambda: distilling(V, W, EYE.long()), r"teacher: expected a floating-point tensor \(N, M\)"),
     (
         lambda: functional.distillation_loss(Similarity(V, W), V),  # type: ignore[arg-type]

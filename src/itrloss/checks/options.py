@@ -77,7 +77,10 @@ class ReadForm:
             return value
         value = getattr(module, held)  # also what a parametrization computes
         if held != self.option:
-            value = self.learnt.forms[held].value(value)
+            if value.dtype != torch.float64:
+                # in half precision its exponential or reciprocal would be up to 0.4 % off
+                value = value.float()
+            value = self.learnt.forms[held].value(value).squeeze()
         if self.name != self.option:
             value = self.learnt.forms[self.name].stored(value)
         return value

@@ -31,10 +31,10 @@ def own_name(word: str) -> str:
 
 
 def in_own_words(
-    function: Callable[..., object], words: Mapping[str, object], own: dict[str, object]
+    function: Callable[..., object], words: Mapping[str, object], **own: object
 ) -> list[Any]:
-    """Return the arguments ``own``, with those ``words`` in their places that call images queries,
-    or texts documents.
+    """Return the arguments ``own`` of a function, with those ``words`` in their places that call
+    images queries, or texts documents.
 
     Raises:
         TypeError: for words of something else, and for an argument that is there by both names.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,6 @@ from ..similarity import Directions, Engine, Similarity, as_directions
 from ..telemetry import describe, describe_memory
 from ..torch_versions import is_compiling
 
-# images and texts, or one or two views of one set, or scores; None for what is not there
-Given = tuple[Tensor | Similarity | None, Tensor | None, Tensor | None]
 Parameter = TypeVar("Parameter", bound=Value)  # of a loss, or what is computed from one
 _EMPTY_CALLS = 100  # with an empty memory, until there is a warning
 LEAST_LOG = -1e30  # in place of the logarithm of 0, whose gradient would be nan
@@ -268,7 +266,8 @@ class SimilarityLoss(Loss):
         """Warn of a batch that is probably not what was meant."""
         self._looked = True
         name = type(self).__name__
-        warn_of_ids(name, loss, sim)
+        if sim.pairs.is_known:
+            warn_of_ids(name, loss, sim)
         warn_of_vectors(sim)
         if self.in_cosines:
             warn_of_units(name, sim)
@@ -281,6 +280,16 @@ class DirectedLoss(SimilarityLoss):
 
     _: KW_ONLY
     directions: Directions = option(default="both", converter=as_directions)
+
+
+class Passed(NamedTuple):
+    """What a loss of pairs is called with; None for what is not there."""
+
+    images: Tensor | Similarity | None  # or all of the input, or one or two views of one set
+    texts: Tensor | None
+    scores: Tensor | None
+    ids: PassedIds
+    related: Related | None = None  # what else decides who matches or may be a negative
 
 
 class PairLoss(DirectedLoss):
@@ -387,98 +396,75 @@ class PairLoss(DirectedLoss):
             A 0-dim float32 tensor (float64 for float64 input), or per-anchor values with
             ``reduction="none"``.
         """
-        ids = image_ids, text_ids
+        passed = Passed(images, texts, scores, (image_ids, text_ids))
         groups = image_groups, text_groups
-        given = images, texts, scores
-        images, texts, ids, related = self._parsed(
-            given, ids, groups, words, matches, labels, targets
-        )
-        sim = self._similarity(images, texts, ids, scores, related)
+        passed = self._parsed(passed, groups, words, matches, labels, targets)
+        sim = self._similarity(passed)
         return self._with_telemetry(self.compute(sim), sim)
 
     def _parsed(
         self,
-        given: Given,
-        ids: PassedIds,
+        passed: Passed,
         groups: PassedIds,
         words: Mapping[str, object],
         matches: Tensor | None = None,
         labels: IdsLike | None = None,
         targets: IdsLike | None = None,
-    ) -> tuple[Tensor | Similarity | None, Tensor | None, PassedIds, Related | None]:
-        """Return images, texts, their ids, and what else decides who matches or may be a negative;
-        None: nothing.
+    ) -> Passed:
+        """Return the input with images and texts by their names, one set as both, and what else
+        decides who matches or may be a negative.
         """
-        images, texts, scores = given
         if words:
-            own = {
-                "images": images,
-                "texts": texts,
-                "image_ids": ids[0],
-                "text_ids": ids[1],
-                "image_groups": groups[0],
-                "text_groups": groups[1],
-            }
-            images, texts, *others = in_own_words(self.forward, words, own)
-            ids = others[0], others[1]
+            images, texts, *others = in_own_words(
+                self.forward,
+                words,
+                images=passed.images,
+                texts=passed.texts,
+                image_ids=passed.ids[0],
+                text_ids=passed.ids[1],
+                image_groups=groups[0],
+                text_groups=groups[1],
+            )
+            passed = Passed(images, texts, passed.scores, (others[0], others[1]))
             groups = others[2], others[3]
-        related: Related | None = None
         has_groups = groups[0] is not None or groups[1] is not None
         if has_groups or matches is not None or targets is not None:
             dense = getattr(matches, "toarray", lambda: matches)()  # of a sparse matrix of SciPy
             related = Related(groups, self.groups, from_numpy(dense), targets=targets)
-        if labels is not None:
-            return self._one_set((images, texts, scores), ids, related, labels)
-        return images, texts, ids, related
+            passed = passed._replace(related=related)
+        return passed if labels is None else self._one_set(passed, labels)
 
-    def _one_set(
-        self,
-        given: Given,
-        ids: PassedIds,
-        related: Related | None,
-        labels: IdsLike,
-    ) -> tuple[Tensor | Similarity | None, Tensor | None, PassedIds, Related]:
-        """Return one set, of one or two views, as images and as texts, with ids and what else
-        decides who matches; or with scores, these.
+    def _one_set(self, passed: Passed, labels: IdsLike) -> Passed:
+        """Return one set, of one or two views, as images and as texts, with its labels as ids; or
+        scores with these.
         """
-        images, texts, scores = given
+        images, texts, scores = passed[:3]
         own: Any = images if scores is None else scores
         numbers: list[Tensor] = []
-        others = {
-            "image_ids": ids[0],
-            "text_ids": ids[1],
-            "image_groups, text_groups, matches, targets": related,
-        }
 
         def check() -> str:
             """Check the input; return what has to be the same in all processes."""
-            for name, x in others.items():
-                if x is not None:
-                    raise ValueError(f"{name}: expected None with labels, which say who matches")
-            empty = self.sharded
+            check_no_others("labels, which say who matches", passed)
             if scores is not None:
-                check_matrix("scores", scores, "(N, N)", empty=empty)
-                if not self.sharded and scores.shape[0] != scores.shape[1]:
-                    expected = "shape (N, N), as there are labels of one set"
-                    raise ValueError(f"scores: expected {expected}, got {tuple(scores.shape)}")
-            elif texts is None:
-                check_matrix("images", images, "(N, D)", empty=empty)
+                check_matrix("scores", scores, "(N, N)", empty=self.sharded)
             else:
-                check_embeddings(own, texts, False, IMAGES_AND_TEXTS, empty)
-                if len(texts) != len(own):
+                second = own if texts is None else texts
+                check_embeddings(own, second, False, IMAGES_AND_TEXTS, empty=self.sharded)
+                if len(second) != len(own):
                     expected = f"another view of the same {len(own)} items, as there are labels"
-                    raise ValueError(f"texts: expected {expected}, got {len(texts)}")
+                    raise ValueError(f"texts: expected {expected}, got {len(second)}")
             numbers.append(as_labels("labels", labels, len(own), own.device))
             return f"labels of one set, a second view {texts is not None}"
 
         self.agree(check)
         (known,) = numbers
+        related = Related(one_set=True)
         if scores is not None:
-            return images, texts, (known, known), Related(one_set=True)
+            return passed._replace(ids=(known, known), related=related)
         if texts is not None:
             own = torch.cat([own, texts])
             known = torch.cat([known, known])
-        return own, own, (known, known), Related(one_set=True)
+        return Passed(own, own, None, (known, known), related)
 
     def compute(self, sim: Similarity) -> Values:
         """Return the loss of similarities, with images as rows and texts as columns.
@@ -488,23 +474,16 @@ class PairLoss(DirectedLoss):
         """
         raise NotImplementedError(f"{type(self).__name__} must implement compute(sim)")
 
-    def _similarity(
-        self,
-        images: Tensor | Similarity | None,
-        texts: Tensor | None,
-        ids: PassedIds,
-        scores: Tensor | None,
-        related: Related | None,
-        check: Callable[[], str] | None = None,
-    ) -> Similarity:
+    def _similarity(self, passed: Passed, check: Callable[[], str] | None = None) -> Similarity:
         """Return the input as a similarity.
 
         ``check`` checks what else there is, and returns what has to be the same in all processes.
         """
+        images, texts, scores, ids, related = passed
         if scores is not None:
-            return self._of_scores(scores, (images, texts), ids, related, check)
+            return self._of_scores(scores, passed, check)
         if isinstance(images, Similarity):
-            self._check_alone(texts, ids, related, check)
+            self._check_alone(passed, check)
             if self.check_finite:
                 images.check_finite()
             return images
@@ -513,30 +492,16 @@ class PairLoss(DirectedLoss):
         tensors: Any = images, texts
         return self._between(tensors, ids, IMAGES_AND_TEXTS, check, **options)
 
-    def _check_alone(
-        self,
-        texts: Tensor | None,
-        ids: PassedIds,
-        related: Related | None,
-        check: Callable[[], str] | None,
-    ) -> None:
+    def _check_alone(self, passed: Passed, check: Callable[[], str] | None) -> None:
         """Raise an error if there is other input with a Similarity, or several processes."""
-        others = {
-            "texts": texts,
-            "image_ids": ids[0],
-            "text_ids": ids[1],
-            "image_groups, text_groups, matches, targets": related,
-        }
 
         def checked() -> str:
             """Check the input; there are no several processes that have to agree."""
             if self.sharded:
                 expected = "expected embeddings or scores, as a Similarity cannot be gathered"
                 raise ValueError(f"gather: {expected}")
-            for name, x in others.items():
-                if x is not None:
-                    expected = "None with a Similarity, which stands for all of the input"
-                    raise ValueError(f"{name}: expected {expected}")
+            there = "a Similarity, which stands for all of the input"
+            check_no_others(there, passed, texts=passed.texts)
             return "" if check is None else check()
 
         self.agree(checked)
@@ -544,21 +509,29 @@ class PairLoss(DirectedLoss):
     def _of_scores(
         self,
         scores: Tensor,
-        embeddings: tuple[object, object],  # None if there are scores
-        ids: PassedIds,
-        related: Related | None,
+        passed: Passed,
         check: Callable[[], str] | None,
     ) -> Similarity:
         """Return the similarity of precomputed scores; in a job, of this process's rows of them."""
 
         def checked() -> str:
             """Check the input; return what has to be the same in all processes."""
-            if any(x is not None for x in embeddings):
+            if passed.images is not None or passed.texts is not None:
                 raise ValueError("scores: expected either scores or images and texts, got both")
             check_matrix("scores", scores, "(N, M)", empty=self.sharded)
             return "" if check is None else check()
 
-        return self._between((scores,), ids, IMAGES_AND_TEXTS, checked, related=related)
+        options = {"related": passed.related}
+        return self._between((scores,), passed.ids, IMAGES_AND_TEXTS, checked, **options)
+
+
+def check_no_others(there: str, passed: Passed, **others: object) -> None:
+    """Raise a ValueError for input beside what says all that it does, and is ``there``."""
+    others["image_ids"], others["text_ids"] = passed.ids
+    others["image_groups, text_groups, matches, targets"] = passed.related
+    for name, x in others.items():
+        if x is not None:
+            raise ValueError(f"{name}: expected None with {there}")
 
 
 class MemoryLoss(DirectedLoss):
@@ -609,16 +582,16 @@ class MemoryLoss(DirectedLoss):
                 ``document_ids`` are other names of images and texts, of their keys and ids.
         """
         if words:
-            own = {
-                "images": images,
-                "texts": texts,
-                "image_keys": image_keys,
-                "text_keys": text_keys,
-                "image_ids": image_ids,
-                "text_ids": text_ids,
-            }
-            found = in_own_words(self.forward, words, own)
-            images, texts, image_keys, text_keys, image_ids, text_ids = found
+            images, texts, image_keys, text_keys, image_ids, text_ids = in_own_words(
+                self.forward,
+                words,
+                images=images,
+                texts=texts,
+                image_keys=image_keys,
+                text_keys=text_keys,
+                image_ids=image_ids,
+                text_ids=text_ids,
+            )
         batch = images, texts
         keys = image_keys, text_keys
         ids = image_ids, text_ids

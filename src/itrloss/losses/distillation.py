@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import functional
@@ -13,7 +12,7 @@ from ..checks import IdsLike, option
 from ..functional import Values
 from ..similarity import Similarity
 from ..terms import identity, pair_term
-from .base import PairLoss
+from .base import PairLoss, Passed
 from .other_model import as_tensors, check_kind, similarity_of
 from .temperature import TemperatureLoss
 
@@ -55,12 +54,9 @@ class TaughtLoss(PairLoss):
             image_groups, text_groups: see there; candidates are of the same group, or match.
             targets: see there.
         """
-        ids = image_ids, text_ids
+        passed = Passed(images, texts, scores, (image_ids, text_ids))
         groups = image_groups, text_groups
-        given = images, texts, scores
-        images, texts, ids, related = self._parsed(  # type: ignore[assignment]
-            given, ids, groups, words, targets=targets
-        )
+        passed = self._parsed(passed, groups, words, targets=targets)
         model = as_tensors(teacher)
 
         def check() -> str:
@@ -68,13 +64,7 @@ class TaughtLoss(PairLoss):
             check_kind("teacher", model)
             return ""
 
-        own = images if scores is None else scores
-        no_ids = ids[0] is None and ids[1] is None and related is None
-        if no_ids and not self.sharded and isinstance(own, Tensor) and own.dim() == 2:
-            n, m = own.shape if texts is None else (len(own), len(texts))
-            if n != m:
-                ids = torch.arange(n, device=own.device), torch.arange(m, device=own.device)
-        sim = self._similarity(images, texts, ids, scores, related, check)
+        sim = self._similarity(passed, check)
         taught = similarity_of("teacher", model, sim, self, self.teacher_in_cosines)
         return self._with_telemetry(self.compute(sim, taught), sim)
 

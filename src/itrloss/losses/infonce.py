@@ -21,7 +21,7 @@ from ..functional import Values
 from ..memory import CoupledMemory, MemorySimilarity
 from ..similarity import Similarity
 from ..terms import identity, softplus
-from .base import LEAST_LOG, MemoryLoss, PairLoss
+from .base import LEAST_LOG, MemoryLoss, PairLoss, Passed
 from .further import (
     FurtherRelation,
     OwnNegatives,
@@ -211,17 +211,14 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
                 where there are no other candidates, its (N, M) scores, in a job with the texts of
                 all processes. The loss is nan if a number of the guide is.
         """
-        ids = image_ids, text_ids
+        passed = Passed(images, texts, scores, (image_ids, text_ids))
         groups = image_groups, text_groups
-        given = images, texts, scores
-        images, texts, ids, related = self._parsed(
-            given, ids, groups, words, matches, labels, targets
-        )
+        passed = self._parsed(passed, groups, words, matches, labels, targets)
         further: Further | None = None
         among = self.image_image or self.text_text
         if among or not (negatives is None and negative_ids is None and guide is None):
-            own = images if scores is None else scores
-            model = Model(own, texts, negatives, self.normalize)  # type: ignore[arg-type]
+            own: Any = passed.images if scores is None else scores
+            model = Model(own, passed.texts, negatives, self.normalize)
             further = Further(model, scores is not None, negative_ids, as_tensors(guide))
         numbers: list[Tensor | None] = []  # the negatives' ids, parsed
 
@@ -237,14 +234,14 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             if further is None:
                 return "without negatives, guide False"
             self._check_further(further)
-            words, parsed = self._checked_negatives(further, ids[0])
+            words, parsed = self._checked_negatives(further, passed.ids[0])
             numbers.append(parsed)
             return f"{words}, guide {guide is not None}"
 
-        sim = self._similarity(images, texts, ids, scores, related, check)
+        sim = self._similarity(passed, check)
         if further is None:
             return self._with_telemetry(self.compute(sim), sim)
-        relation = FurtherRelation(sim, ids, related, numbers[0])
+        relation = FurtherRelation(sim, passed.ids, passed.related, numbers[0])
         value = self._with_further(sim, further, relation)
         return self._with_telemetry(value, sim)
 

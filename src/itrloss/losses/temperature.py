@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +17,9 @@ from ..similarity import Similarity
 from .base import SimilarityLoss
 
 
-def exact(x: Tensor) -> Tensor:
-    """Return a parameter in float32 at least: in half precision its exponential or reciprocal would
-    be up to 0.4 % off.
-    """
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def reciprocal_of(x: Tensor) -> Tensor:
-    """Return the 0-dim temperature of a scale, or the scale of a temperature."""
-    return (1 / exact(x)).squeeze()
-
-
-def scale_of_log(log_scale: Tensor) -> Tensor:
-    """Return the 0-dim scale ``1/τ`` of its logarithm."""
-    return exact(log_scale).exp().squeeze()
+def temperature_of_log(log_scale: Tensor) -> Tensor:
+    """Return the temperature of the logarithm of its scale."""
+    return (-log_scale).exp()
 
 
 def log_of_scale(scale: float | Tensor) -> float | Tensor:
@@ -38,29 +27,22 @@ def log_of_scale(scale: float | Tensor) -> float | Tensor:
     return scale.log() if isinstance(scale, Tensor) else math.log(scale)
 
 
-def temperature_of_log(log_scale: Tensor) -> Tensor:
-    """Return the 0-dim temperature of the logarithm of its scale."""
-    return (-exact(log_scale)).exp().squeeze()
-
-
 def log_of_temperature(temperature: float | Tensor) -> float | Tensor:
     """Return the logarithm of the scale ``1/τ``."""
     return -log_of_scale(temperature)
 
 
-def inverse(x: float | Tensor) -> float | Tensor:
+def inverse(x: Any) -> Any:
     """Return the scale of a temperature, or the other way round."""
     return 1 / x
 
 
-RECIPROCAL = Form(reciprocal_of, inverse)
+RECIPROCAL = Form(inverse, inverse)
 #: The options `temperature` and `scale`, each of which the other is a form of.
 TEMPERATURE = Learnt(
     "log_scale", {"scale": RECIPROCAL, "log_scale": Form(temperature_of_log, log_of_temperature)}
 )
-SCALE = Learnt(
-    "log_scale", {"temperature": RECIPROCAL, "log_scale": Form(scale_of_log, log_of_scale)}
-)
+SCALE = Learnt("log_scale", {"temperature": RECIPROCAL, "log_scale": Form(torch.exp, log_of_scale)})
 
 
 class TemperatureLoss(SimilarityLoss):
@@ -107,8 +89,8 @@ class TemperatureLoss(SimilarityLoss):
             self._limit_scale(self.max_scale)
         temperature = self.shared(self.temperature)
         if isinstance(temperature, Tensor):
-            temperature = temperature.to(sim.dtype)  # its reciprocal in half types is inaccurate
-            return temperature.squeeze() if temperature.dim() else temperature
+            # its reciprocal in half types is inaccurate
+            return temperature.to(sim.dtype).squeeze()
         return temperature
 
     def _replicate_for_data_parallel(self) -> nn.Module:
