@@ -40,6 +40,7 @@ PositiveWeight = float | Literal["paper"]
 PositiveForm = Literal["clamp", "relu"]
 PositiveFrom = Literal["key", "batch"]
 DiversityFrom = Literal["both", "batch"]
+NegativesFrom = Literal["memory", "batch"]
 
 _SHARP = 2.0**40  # so sharp a soft minimum of scores is their minimum, but for rounding
 ATTRACTIONS = {"clamp": log1p_clamp, "relu": log1p_relu}
@@ -80,10 +81,12 @@ def _diversity(
     epsilon: float,
     temperature: float = 1.0,
     detached: bool = False,
+    own: Anchors | None = None,
 ) -> Tensor:
     """Return the (A,) diversity of each anchor's negatives, at most 1 in each group.
 
-    ``several``: the same anchors with the candidates over which diversities are averaged.
+    ``several``: the same anchors with the candidates over which diversities are averaged. If those
+    of the loss, its ``own``, come first, the others count where they have a negative.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
         together = several[0] if len(several) == 1 else Anchors.together(*several)
@@ -95,7 +98,11 @@ def _diversity(
         diversity = together.over_group_amax(torch.exp(-epsilon / spread) + 1)
         if len(several) == 1:
             return diversity
-        return diversity.view(len(several), -1).mean(0)
+        of_each = diversity.view(len(several), -1)
+        if own is not several[0]:
+            return of_each.mean(0)
+        exists = torch.stack([anchors.counts(positive=False) > 0 for anchors in several[1:]])
+        return (of_each[0] + (of_each[1:] * exists).sum(0)) / (1 + exists.sum(0))
 
 
 def diversity_contrastive_loss(  # noqa: PLR0913 (the options of the module)
@@ -118,14 +125,14 @@ def diversity_contrastive_loss(  # noqa: PLR0913 (the options of the module)
     A tensor (A,) for ``diversity`` holds diversity scores of your own. ``positives``: the same
     anchors with other candidates, from which the positives are taken, while the negatives come from
     ``sim``. ``diversity_of``: the same anchors with the candidates over which diversities are
-    averaged.
+    averaged; after ``sim`` itself, as a memory, those with a negative of the anchor.
     """
     anchors = _anchors(sim)
     one_of("positive", positive, *ATTRACTIONS)
     at_most = None
     if diversity is not None and not isinstance(diversity, Tensor):
         settings = diversity, epsilon, entropy_temperature, detach_diversity
-        diversity = _diversity(diversity_of or [anchors], *settings)
+        diversity = _diversity(diversity_of or [anchors], *settings, anchors)
         if epsilon >= 0:  # then a diversity is in [1/2, 1]
             at_most = 2 / temperature
     scale: float | Tensor = 1 / temperature
@@ -145,6 +152,7 @@ def memory_diversity_contrastive_loss(
     *,
     positive_from: PositiveFrom = "key",
     diversity_from: DiversityFrom = "both",
+    negatives_from: NegativesFrom = "memory",
     **options: Any,
 ) -> Any:
     """Return the memory-aided DCL, M-DCL; see :class:`itrloss.MemoryDiversityContrastiveLoss`.
@@ -158,8 +166,12 @@ def memory_diversity_contrastive_loss(
     diversity_of = [sims.anchors]
     if diversity_from == "both":
         diversity_of.append(sims.memory)
+    negatives = sims.memory
+    if negatives_from != "memory":
+        one_of("negatives_from", negatives_from, "memory", "batch")
+        negatives = sims.anchors
     return diversity_contrastive_loss(
-        sims.memory, positives=positives, diversity_of=diversity_of, **options
+        negatives, positives=positives, diversity_of=diversity_of, **options
     )
 
 

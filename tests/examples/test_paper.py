@@ -166,9 +166,11 @@ def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_paper(
     file.write_text('loss = "coder"\nconcepts = 7\n[loss_options]\nclusters = 40\nmargin = 0.1\n')
     rows = load_paper("coder").tables["4"].rows
     grid = Grid("coder", file, ["loss_options.margin=0.2"], out=tmp_path)
-    assert grid.config(rows["10000"], 0).loss_options == {"clusters": 40, "margin": 0.2}
-    assert grid.config(rows["15000"], 0).loss_options == {"clusters": 60, "margin": 0.2}
-    assert Grid("coder", out=tmp_path).config(rows["5000"], 0).loss_options == {"clusters": 100}
+    paper = {"batch_diversity_from": "both"}
+    assert grid.config(rows["10000"], 0).loss_options == {"clusters": 40, "margin": 0.2, **paper}
+    assert grid.config(rows["15000"], 0).loss_options == {"clusters": 60, "margin": 0.2, **paper}
+    of_scenes = Grid("coder", out=tmp_path).config(rows["5000"], 0)
+    assert of_scenes.loss_options == {"clusters": 100, **paper}
 
 
 def test_options_of_the_full_models_loss_are_not_those_of_another(tmp_path):

@@ -47,6 +47,25 @@ def test_a_learnt_temperature_has_its_gradient():
     assert distilled.log_scale.grad.item() != pytest.approx(slope, rel=1e-3)
 
 
+@pytest.mark.parametrize("diversity", ["std", "entropy"])
+@pytest.mark.parametrize("directions", ["both", "image-text", "text-image"])
+def test_dcl_has_the_batchs_diversity_where_the_memory_has_no_negative(directions, diversity):
+    options = {"directions": directions, "diversity": diversity, "reduction": "none"}
+    options["entropy_temperature"] = 0.1
+    of_batch = itrloss.DiversityContrastiveLoss(**options)
+    of_both = itrloss.MemoryDiversityContrastiveLoss(
+        positive_from="batch", negatives_from="batch", **options
+    )
+    batch = memory_batch("empty")
+    torch.testing.assert_close(of_both(*batch), of_batch(*batch.inputs))
+    memory = CoupledMemory(8, D, dtype=torch.float64)
+    memory.enqueue(*embeddings(3, 3, D, seed=5), torch.full((3,), 2))
+    ids = torch.arange(len(batch.images))
+    found = of_both(*batch._replace(memory=memory, image_ids=ids, text_ids=ids))
+    same = torch.stack([*found]) == torch.stack([*of_batch(*batch.inputs)])
+    assert torch.equal(same, (ids == 2).expand_as(same))
+
+
 @pytest.mark.parametrize("side", ["image", "text"])
 def test_one_queue_may_weigh_more_than_the_other(side):
     batch = memory_batch("ids")

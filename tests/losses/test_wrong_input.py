@@ -228,7 +228,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
             ),
             f"{option}: expected .* or 'batch', got 'queue'",
         )
-        for option in ("positive_from", "diversity_from")
+        for option in ("positive_from", "diversity_from", "negatives_from")
     ),
     # prototypes
     (lambda: prototypes(V, W[:3], IDS), r"text_concepts: expected shape \(4, 6\), got \(3, 6\)"),
@@ -250,6 +250,10 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: coder(1, X), r"texts: expected shape \(4, 6\)"),
     (lambda: coder(0, V[:, :5]), r"images: expected shape \(4, 6\)"),
     (lambda: coder(6, X), "text_concepts: expected shape"),
+    (
+        lambda: it.CODERObjective(6, 4, batch_diversity_from="memory"),  # type: ignore[arg-type]
+        "batch_diversity_from: expected 'both' or 'batch', got 'memory'",
+    ),
     # prefixes
     (lambda: prefixes((2, 7))(V, W), "images: expected embeddings of at least 7 dimensions"),
     (lambda: prefixes((2, 3))(V, W[:, :2]), "texts: expected embeddings of at least 3 dimensions"),

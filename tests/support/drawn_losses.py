@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -519,6 +520,7 @@ def with_concepts(case: LossCase) -> list[Tensor]:
     for name in WEIGHTS:
         case.common[name] = draw.pick([0.5, 1.0, 3.0])
     case.common["temperature"] = draw.pick([0.1, 0.2])
+    case.common["batch_diversity_from"] = draw.pick(["batch", "both"])
     return [*leaves, draw.normal(case.batch.n, case.dim), draw.normal(case.batch.n, case.dim)]
 
 
@@ -544,9 +546,15 @@ def loops_of_concepts(case: LossCase, leaves: list[Tensor]) -> Any:
     banks = [x.numpy() for x in (*case.keys, *case.entries)]
     weight = loss.classifier.weight.detach().numpy()
     temperature = case.common["temperature"]
+    against = partial(
+        oracle_more.memory_dcl, v, w, *banks, *sides, entries, temperature=temperature
+    )
+    batch = oracle.dcl(oracle.cosine(v, w), *sides, temperature)
+    if case.common["batch_diversity_from"] == "both":
+        batch = against(positive_from="batch", negatives_from="batch")
     terms = [
-        oracle.dcl(oracle.cosine(v, w), *sides, temperature),
-        oracle_more.memory_dcl(v, w, *banks, *sides, entries, temperature=temperature),
+        batch,
+        against(),
         oracle.dcl(oracle.cosine(*concepts), *sides, temperature),
         oracle_more.prototype_classification(*concepts, weight, None, clusters),
     ]

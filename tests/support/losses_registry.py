@@ -491,6 +491,12 @@ OF_MEMORIES = {
         tables=NONE,
         **MDCL,
     ),
+    "mdcl of the batch": Entry(
+        itrloss.MemoryDiversityContrastiveLoss,
+        {"positive_from": "batch", "negatives_from": "batch"},
+        tables=NONE,
+        **MDCL,
+    ),
     "mdcl through diversity": Entry(
         itrloss.MemoryDiversityContrastiveLoss,
         {"detach_diversity": False},

@@ -64,6 +64,7 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     positive: str = "clamp",
     positive_from: str = "key",
     diversity_from: str = "both",
+    negatives_from: str = "memory",
     reduction: str = "mean",
     held: Sequence[ArrayLike] | None = None,
 ) -> Any:
@@ -79,6 +80,9 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
     embeddings ``held`` in place of V and W, if there are any. An anchor
     without a positive or without a negative in the memory is invalid.
 
+    ``negatives_from="batch"``: the negatives of image n are the texts of other ids in the batch,
+    and d is `memory_diversity` only for anchors with a negative in the memory, else div^batch.
+
     Eq. 6 prints ``L_DCL(V, B_w) + L_DCL(W, B_v)``; ``L_DCL`` of Eq. 5 is a sum of two directions,
     of which one would have memory entries as anchors. This is only the direction whose anchors are
     in the batch.
@@ -90,7 +94,16 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
         estimated_in = memory_ids if diversity_from == "both" else []
         embeddings = (*(held or (V, W)), memory_images, memory_texts)
         embeddings += image_ids, text_ids, estimated_in
-        image_div, text_div = memory_diversity(*embeddings, diversity, epsilon, entropy_temperature)
+        settings = diversity, epsilon, entropy_temperature
+        image_div, text_div = memory_diversity(*embeddings, *settings)
+        if negatives_from == "batch":
+            alone = memory_diversity(*embeddings[:-1], [], *settings)
+            for n in range(len(image_div)):
+                if not _negatives(n, image_ids, estimated_in):
+                    image_div[n] = alone[0][n]
+            for n in range(len(text_div)):
+                if not _negatives(n, text_ids, estimated_in):
+                    text_div[n] = alone[1][n]
     of_anchors = _DclOfMemory(
         temperature=temperature,
         margin=margin,
@@ -105,6 +118,9 @@ def memory_dcl(  # noqa: PLR0913 (the arguments and options of the loss)
         text_positives = V
     of_images = _Side(V, image_positives, memory_texts, image_ids, text_ids, memory_ids)
     of_texts = _Side(W, text_positives, memory_images, text_ids, image_ids, memory_ids)
+    if negatives_from == "batch":
+        of_images = replace(of_images, memory=W, memory_ids=text_ids)
+        of_texts = replace(of_texts, memory=V, memory_ids=image_ids)
     images = of_anchors(of_images, image_div)
     texts = of_anchors(of_texts, text_div)
     return _reduce_valid(images, texts, of_images.valid(), of_texts.valid(), reduction)

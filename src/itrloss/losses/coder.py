@@ -15,6 +15,7 @@ from ..checks import (
     IdsLike,
     check_matrix,
     is_sharded,
+    one_of,
     option,
     takes_queries,
 )
@@ -93,12 +94,16 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
             keys; then they get a gradient.
         diversity_from: ``"both"`` for the mean of the two diversities, ``"batch"`` for the
             batch's diversity alone.
+        negatives_from: ``"memory"``, or ``"batch"``: with ``positive_from="batch"`` DCL of the
+            batch, whose diversity is of the memory, too (the first line of Eq. 6). Where the memory
+            has no negative of an anchor, as an empty one, the diversity is the batch's.
         others: see :class:`DiversityContrastiveLoss` and :class:`MemoryLoss`.
     """
 
     _: KW_ONLY
     positive_from: functional.PositiveFrom = "key"
     diversity_from: functional.DiversityFrom = "both"
+    negatives_from: functional.NegativesFrom = "memory"
 
     def compute(self, sims: MemorySimilarity) -> Values:
         """Return M-DCL (CODER Eq. 6)."""
@@ -106,6 +111,7 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
             sims,
             positive_from=self.positive_from,
             diversity_from=self.diversity_from,
+            negatives_from=self.negatives_from,
             **self._options(),
         )
 
@@ -232,6 +238,7 @@ class CODERObjective(CheckedModule):
             weight 0 is not computed.
         max_count: see :class:`OnlineKMeans`.
         diversity_from: see :class:`MemoryDiversityContrastiveLoss`.
+        batch_diversity_from: the same of the first term; ``"both"`` as printed below Eq. 6.
         options: of all diversity-sensitive losses, see :class:`DiversityContrastiveLoss`.
 
     Attributes:
@@ -245,7 +252,7 @@ class CODERObjective(CheckedModule):
     concept_weight: float = option()
     prototype_weight: float = option()
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options by keyword
         self,
         dim: int,
         clusters: int,
@@ -256,6 +263,7 @@ class CODERObjective(CheckedModule):
         prototype_weight: float = 1.0,
         max_count: float | None = None,
         diversity_from: functional.DiversityFrom = "both",
+        batch_diversity_from: functional.DiversityFrom = "batch",
         **options: Any,
     ):
         super().__init__()
@@ -263,7 +271,14 @@ class CODERObjective(CheckedModule):
         self.memory_weight = memory_weight
         self.concept_weight = concept_weight
         self.prototype_weight = prototype_weight
-        self.batch = DiversityContrastiveLoss(**options)
+        one_of("batch_diversity_from", batch_diversity_from, "both", "batch")
+        self.batch: DiversityContrastiveLoss | MemoryDiversityContrastiveLoss
+        if batch_diversity_from == "batch":
+            self.batch = DiversityContrastiveLoss(**options)
+        else:
+            self.batch = MemoryDiversityContrastiveLoss(
+                positive_from="batch", negatives_from="batch", **options
+            )
         self.concept = DiversityContrastiveLoss(**options)
         self.memory = MemoryDiversityContrastiveLoss(diversity_from=diversity_from, **options)
         self.prototypes = OnlineKMeans(clusters, dim, max_count=max_count)
@@ -311,13 +326,15 @@ class CODERObjective(CheckedModule):
 
         self.batch.agree(check)
         zero = images.new_zeros((), dtype=compute_dtype(images))
+        with_memory = images, texts, image_keys, text_keys, memory, image_ids, text_ids
         batch = zero
-        if self.batch_weight:
+        if self.batch_weight and isinstance(self.batch, MemoryLoss):
+            batch = self.batch(*with_memory)
+        elif self.batch_weight:
             batch = self.batch(images, texts, image_ids, text_ids)
         against_memory = zero
         if self.memory_weight:
-            keys = image_keys, text_keys
-            against_memory = self.memory(images, texts, *keys, memory, image_ids, text_ids)
+            against_memory = self.memory(*with_memory)
         concept = zero
         if self.concept_weight:
             concept = self.concept(image_concepts, text_concepts, image_ids, text_ids)
