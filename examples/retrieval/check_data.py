@@ -3,8 +3,8 @@
     python -m examples.retrieval.check_data path/to/data
 
 It recognises pre-computed features in the layout of SCAN, VSE++ and VSE-infinity, and raw images
-with Karpathy's JSON, VSE-infinity's id_mapping.json or CUB's captions. The exit status is 1 if something that training needs is missing
-or wrong.
+with Karpathy's JSON, VSE-infinity's id_mapping.json or CUB's captions. The exit status is 1 if
+something that training needs is missing or wrong.
 """
 
 from __future__ import annotations
