@@ -2,9 +2,9 @@
 
     python -m examples.retrieval.check_data path/to/data
 
-It recognises pre-computed features in the layout of SCAN and VSE-infinity, and raw images with
-Karpathy's JSON or CUB's captions. The exit status is 1 if something that training needs is missing
-or wrong.
+It recognises pre-computed features in the layout of SCAN, VSE++ and VSE-infinity, and raw images
+with Karpathy's JSON, VSE-infinity's id_mapping.json or CUB's captions. The exit status is 1 if
+something that training needs is missing or wrong.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ LAYOUTS = {
     "features": """\
   a split is {split}_ims.npy, (n, regions, d), floating point, and {split}_caps.txt, one caption
   per line, with one or five consecutive lines per image; and optionally {split}_global.npy, (n, d).
-  Or raw images: dataset_flickr30k.json or dataset_coco.json with images/, or text_c10/ and images/
-  of CUB.""",
+  Or raw images: dataset_flickr30k.json or dataset_coco.json with images/; id_mapping.json with
+  images/ or flickr30k-images/, of VSE-infinity; or text_c10/ and images/ of CUB.""",
     "karpathy": """\
   Karpathy's dataset_*.json names its images: they belong in images/, those of MSCOCO in its
   images/train2014/ and images/val2014/. Links are allowed.""",
+    "mapping": """\
+  VSE-infinity's id_mapping.json names its images: they belong in images/ or flickr30k-images/.
+  precomp/ has {split}_ids.txt, the numbers of the images, and {split}_caps.txt, five captions an
+  image, one per line. Features, if there are some, are read with data=DIR/precomp.""",
     "cub": """\
   CUB Captions: text_c10/<class>/<image>.txt, ten captions, one per line, and
   images/<class>/<image>.jpg; trainvalclasses.txt and testclasses.txt, one class per line; and
@@ -57,8 +61,11 @@ class Report:
         if kind == "features" and features_directory(root) != root:
             root = features_directory(root)
             self.lines.append("  VSE-infinity's directory: its precomp/ is read")
+        if kind == "mapping":
+            self.lines.append("  VSE-infinity's directory: its id_mapping.json and images are read")
+        captions = root / "precomp" if kind == "mapping" else root
         for name in SPLITS:
-            if name == "testall" and not (root / "testall_ims.npy").exists():
+            if name == "testall" and not (captions / "testall_caps.txt").exists():
                 continue  # of MSCOCO only
             self.add_split(root, kind, name)
         self.compare_splits()
@@ -94,11 +101,9 @@ class Report:
                 remarks = [*of_images(split.features)]
             else:
                 line = of_features(split.features, split.wholes)
-                in_file = len(np.load(root / f"{name}_ims.npy", mmap_mode="r"))
-                if in_file != len(split.features):
-                    line += "; five times each in the file, as in VSE++, read once"
+                line += as_in_file(root / f"{name}_ims.npy", split.features)
                 remarks = [f"LOOK AT: {what}" for what in oddities(split.features)]
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             self.lines.append(f"  {name:6} WRONG: {error}")
             self.ready &= not needed
             return
@@ -130,6 +135,17 @@ def of_features(features: np.ndarray, wholes: np.ndarray | None) -> str:
     images, regions, dim = features.shape
     whole = "" if wholes is None else f", whole pictures: {wholes.shape[1]}"
     return f"{images} images: {regions} regions x {dim} {features.dtype}{whole}"
+
+
+def as_in_file(path: Path, features: np.ndarray) -> str:
+    """How a file of VSE++ holds the features."""
+    shape = np.load(path, mmap_mode="r").shape
+    said = ""
+    if len(shape) == 2:
+        said += "; one vector an image, as in VSE++, read as its only region"
+    if shape[0] != len(features):
+        said += "; five times each in the file, as in VSE++, read once"
+    return said
 
 
 def oddities(features: np.ndarray) -> Iterator[str]:

@@ -4,136 +4,176 @@ overrides.
 
 from __future__ import annotations
 
+import json
+import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, field
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
+Share = Annotated[float, Field(ge=0, le=1)]
+Dropout = Annotated[float, Field(ge=0, lt=1)]
+# A single number may stand for a list: decay_epochs=15.
+Epochs = Annotated[list[PositiveInt], BeforeValidator(lambda x: x if isinstance(x, list) else [x])]
+Four = Annotated[list[PositiveFloat], Field(min_length=4, max_length=4)]
 
-@dataclass(frozen=True)
+
+@dataclass(
+    frozen=True, config=ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+)
 class Config:
     """All settings of a run; ``config.json`` in the run directory holds them in full."""
 
     # data
-    data: str = "scenes"  # a directory of features or of raw images, or "scenes": the generated set
-    data_root: str = ""  # where "scenes" is generated; empty: the folder `data` next to `out`
+    data: str = "scenes"
+    """A directory of features or of raw images, or "scenes": the generated set."""
+    data_root: str = ""
+    """Where "scenes" is generated; empty: the folder `data` next to `out`."""
     scenes_sizes: dict[str, int] = field(
         default_factory=lambda: {"train": 2000, "dev": 300, "test": 300}
     )
-    min_count: int = 2  # rarer training words become <unk>
-    # dev: the first images of it that choose the best checkpoint; 0: all
-    dev_images: int = 0
-    captions_per_image: int = 1  # captions of an image in one sample, from one to all (5) of them
-    workers: int = 0  # processes that read batches ahead, for raw images; 0: none
+    """Pictures of each split of the scenes."""
+    min_count: PositiveInt = 2
+    """Rarer training words become <unk>."""
+    dev_images: NonNegativeInt = 0
+    """The first images of dev that choose the best checkpoint; 0: all."""
+    captions_per_image: PositiveInt = 1
+    """Captions of an image in one sample, from one to all (5) of them."""
+    workers: NonNegativeInt = 0
+    """Processes that read batches ahead, for raw images; 0: none."""
 
     # loss
     loss: str = "infonce"
-    # handed to the constructor of the loss
+    """triplet, infonce, sigmoid, hal, dcl, mdcl, uto (USER), coder or dvse."""
     loss_options: dict[str, Any] = field(default_factory=dict)
-    warmup_epochs: int = 1  # triplet and dvse: epochs before they use the hardest negative
-    # the loss of these epochs: "triplet", summed over all negatives, or "infonce"
-    warmup: str = "triplet"
-    caption_weight: float = 0.0  # of an additional InfoNCE between two captions of an image
-    momentum: float = 0.995  # of the key encoders, for losses with a memory
-    memory: int = 2048  # pairs in the memory
+    """Handed to the constructor of the loss: loss_options.margin=0.2."""
+    warmup_epochs: NonNegativeInt = 1
+    """triplet and dvse: epochs before they use the hardest negative."""
+    warmup: Literal["triplet", "infonce"] = "triplet"
+    """The loss of these epochs: "triplet", summed over all negatives, or "infonce"."""
+    caption_weight: NonNegativeFloat = 0.0
+    """Of an additional InfoNCE between two captions of an image."""
+    momentum: Share = 0.995
+    """Of the key encoders, for losses with a memory."""
+    memory: PositiveInt = 2048
+    """Pairs in the memory."""
 
     # model
-    dim: int = 256
-    # Inputs of the image encoder: "regions", "whole" (the picture's global feature), or several,
-    # joined by "+". Each view has a separate model with its own loss; the similarity in retrieval
-    # is the mean of theirs.
+    dim: PositiveInt = 256
+    """Dimensions of the embeddings."""
     views: str = "regions"
-    enhancement: str = ""  # "sge" or "cge": USER's enhancements of the regions
-    concepts: int = 100  # loss = "coder": concepts in its concept branch
-    # concepts i and j have an edge if at least this share of i's captions have j, too
-    concept_threshold: float = 0.3
-    # loss = "coder": weight of the concepts' cosine in retrieval; the rest: the instances'
-    concept_share: float = 0.1
-    heads: int = 4  # loss = "dvse": embeddings per image
-    # loss = "dvse": apply the orthogonal loss to the heads that an image's gate selects, or to all
+    """Inputs of the image encoder: "regions", "whole" (the picture's global feature), or several,
+    joined by "+". Each view has a separate model with its own loss; the similarity in retrieval
+    is the mean of theirs."""
+    enhancement: Literal["", "sge", "cge"] = ""
+    """USER's enhancements of the regions."""
+    concepts: PositiveInt = 100
+    """loss=coder: concepts in its concept branch."""
+    concept_threshold: Share = 0.3
+    """Concepts i and j have an edge if at least this share of i's captions have j, too."""
+    concept_share: Share = 0.1
+    """loss=coder: weight of the concepts' cosine in retrieval; the rest: the instances'."""
+    heads: PositiveInt = 4
+    """loss=dvse: embeddings per image."""
     gate: bool = True
-    # loss = "dvse": weight a head's hinges by the standard deviation of its scores
+    """loss=dvse: apply the orthogonal loss to the heads that an image's gate selects, or to all."""
     variance_weights: bool = True
-    word_dim: int = 200
-    word_vectors: str = ""  # initial word embeddings: a text file in GloVe's format
-    # add a linear path from the mean word embedding to the text embedding
+    """loss=dvse: weight a head's hinges by the standard deviation of its scores."""
+    word_dim: PositiveInt = 200
+    """Dimensions of word embeddings."""
+    word_vectors: str = ""
+    """Initial word embeddings: a text file in GloVe's format."""
     bag_of_words: bool = True
-    feature_dropout: float = 0.4  # dropout probability of each region feature
-    whole_dropout: float = 0.5  # of each feature of a whole picture
-    word_dropout: float = 0.2  # of whole words
-    embedding_dropout: float = 0.2  # of each entry of a word embedding
-    # drop a feature in all regions of an image (words of a caption), not in each
+    """Add a linear path from the mean word embedding to the text embedding."""
+    feature_dropout: Dropout = 0.4
+    """Dropout probability of each region feature."""
+    whole_dropout: Dropout = 0.5
+    """Of each feature of a whole picture."""
+    word_dropout: Dropout = 0.2
+    """Of whole words."""
+    embedding_dropout: Dropout = 0.2
+    """Of each entry of a word embedding."""
     shared_dropout: bool = False
+    """Drop a feature in all regions of an image (words of a caption), not in each."""
 
     # pre-trained encoders
-    # use this BERT, not words and a GRU: its directory, or the name of a downloaded one
     bert: str = ""
-    bert_lr_factor: float = 0.1  # factor of lr for the BERT's own parameters
-    # for raw images: a network of transformers' AutoBackbone, by directory or name as well
+    """Use this BERT, not words and a GRU: its directory, or the name of a downloaded one."""
+    bert_lr_factor: NonNegativeFloat = 0.1
+    """Factor of lr for the BERT's own parameters."""
     backbone: str = ""
-    backbone_lr_factor: float = 0.01  # factor of lr for the backbone's parameters; 0: not trained
-    image_size: int = 256  # raw images are scaled to squares
+    """For raw images: a network of transformers' AutoBackbone, by directory or name as well."""
+    backbone_lr_factor: NonNegativeFloat = 0.01
+    """Factor of lr for the backbone's parameters; 0: not trained."""
+    image_size: PositiveInt = 256
+    """Raw images are scaled to squares of this side."""
 
     # optimisation
-    epochs: int = 15
-    batch_size: int = 256  # samples, of one image and captions_per_image captions each
-    # samples that the encoders process at a time (GradCache); 0: the whole batch
-    micro_batch: int = 0
-    precision: str = "float32"  # of the encoders in training; "bfloat16" and "float16" by autocast
-    lr: float = 1e-3
-    # multiply lr by 0.1 after each of these epochs
-    decay_epochs: list[int] = field(default_factory=list)
-    weight_decay: float = 1e-2
-    clip: float = 2.0  # maximum gradient norm
-    seed: int = 0
-    threads: int = 0  # number of PyTorch's threads; 0: unchanged
+    epochs: PositiveInt = 15
+    batch_size: PositiveInt = 256
+    """Samples, of one image and captions_per_image captions each."""
+    micro_batch: NonNegativeInt = 0
+    """Samples that the encoders process at a time (GradCache); 0: the whole batch."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the encoders in training; "bfloat16" and "float16" by autocast."""
+    lr: PositiveFloat = 1e-3
+    """Learning rate of AdamW."""
+    decay_epochs: Epochs = field(default_factory=list)
+    """Multiply lr by 0.1 after each of these epochs."""
+    weight_decay: NonNegativeFloat = 1e-2
+    """Of the model's matrices."""
+    clip: PositiveFloat = 2.0
+    """Maximum gradient norm."""
+    seed: NonNegativeInt = 0
+    threads: NonNegativeInt = 0
+    """Number of PyTorch's threads; 0: unchanged."""
     device: str = "cpu"
-
-    # Fast Re-ranking of the best checkpoint: gamma_1, gamma_2, lambda_1, lambda_2
-    rerank: list[float] = field(default_factory=lambda: [25.0, 25.0, 20.0, 20.0])
+    rerank: Four = field(default_factory=lambda: [25.0, 25.0, 20.0, 20.0])
+    """Fast Re-ranking of the best checkpoint: gamma_1, gamma_2, lambda_1, lambda_2."""
 
     # the run directory
     out: str = "runs/infonce"
-    resume: bool = False  # continue from out/last.pt if it exists; false: replace the run
-    save_steps: int = 0  # write last.pt after this number of steps, too, not only after each epoch
-    final_test: bool = False  # score the best checkpoint on the test split as well
-    test_split: str = "test"  # or "testall": all 5000 test images of MSCOCO in SCAN's files
-    # also the mean over this number of equal parts of the test split: 5 for MSCOCO's "1K"
-    test_folds: int = 1
+    """The run directory."""
+    resume: bool = False
+    """Continue from out/last.pt if it exists; false: replace the run."""
+    save_steps: NonNegativeInt = 0
+    """Write last.pt after this number of steps, too, not only after each epoch."""
+    final_test: bool = False
+    """Score the best checkpoint on the test split as well."""
+    test_split: Literal["test", "testall"] = "test"
+    """"testall": all 5000 test images of MSCOCO in SCAN's files."""
+    test_folds: PositiveInt = 1
+    """Also the mean over this number of equal parts of the test split; 5 for MSCOCO's "1K"."""
     tensorboard: bool = True
+    """Write TensorBoard events."""
     progress: bool = True
+    """Show a bar on a terminal."""
 
     def __post_init__(self) -> None:
-        for name in AT_LEAST_ONE:
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in NOT_NEGATIVE:
-            self._require(name, getattr(self, name) >= 0, "not negative")
-        for name in BELOW_ONE:
-            self._require(name, 0 <= getattr(self, name) < 1, "in [0, 1)")
-        for name in AT_MOST_ONE:
-            self._require(name, 0 <= getattr(self, name) <= 1, "in [0, 1]")
-        for name in ("lr", "clip"):
-            self._require(name, getattr(self, name) > 0, "positive")
-        numbers = self.rerank
-        self._require("rerank", len(numbers) == 4 and min(numbers) > 0, "four numbers above 0")
-        epochs = all(epoch >= 1 for epoch in self.decay_epochs)
-        self._require("decay_epochs", epochs, "numbers of at least 1")
+        """Raise a ValueError for settings that do not go together."""
         several = self.captions_per_image > 1 or not self.caption_weight
         self._require("captions_per_image", several, "at least 2 for caption_weight")
-        self._require_one_of("warmup", "triplet", "infonce")
-        self._require_one_of("precision", "float32", "bfloat16", "float16")
-        self._require_one_of("test_split", "test", "testall")
-        self._require_one_of("enhancement", "sge", "cge", "")
-        self._check_views()
-
-    def _check_views(self) -> None:
-        """Raise a ValueError for views that do not exist, or that the loss cannot have."""
         known = set(self.views.split("+")) <= {"regions", "whole"}
         self._require("views", known, "'regions', 'whole', or several of them, joined by '+'")
         if "regions" not in self.views:
@@ -146,40 +186,9 @@ class Config:
         if not condition:
             raise ValueError(f"{name} = {getattr(self, name)!r}: must be {expected}")
 
-    def _require_one_of(self, name: str, *allowed: str) -> None:
-        *others, last = map(repr, allowed)
-        self._require(name, getattr(self, name) in allowed, f"{', '.join(others)} or {last}")
 
-
-AT_LEAST_ONE = (
-    "min_count",
-    "captions_per_image",
-    "dim",
-    "word_dim",
-    "epochs",
-    "batch_size",
-    "memory",
-    "concepts",
-    "heads",
-    "image_size",
-    "test_folds",
-)
-NOT_NEGATIVE = (
-    "dev_images",
-    "workers",
-    "warmup_epochs",
-    "caption_weight",
-    "bert_lr_factor",
-    "backbone_lr_factor",
-    "micro_batch",
-    "weight_decay",
-    "seed",
-    "threads",
-    "save_steps",
-)
-BELOW_ONE = ("feature_dropout", "whole_dropout", "word_dropout", "embedding_dropout")
-AT_MOST_ONE = ("momentum", "concept_threshold", "concept_share")
-
+# The JSON schema of each setting, with its description.
+SETTINGS: dict[str, dict[str, Any]] = TypeAdapter(Config).json_schema()["properties"]
 # Settings that do not change results.
 NO_EFFECT = {
     "data_root",
@@ -198,38 +207,29 @@ NO_EFFECT = {
 RESUMABLE = NO_EFFECT | {"data", "epochs", "device", "rerank"}
 
 
-def make_config(values: Mapping[str, Any]) -> Config:
-    """Build a :class:`Config` from a mapping; errors name unknown keys and values of the wrong
-    type.
+def make_config(values: Mapping[str, Any], places: Mapping[str, str] | None = None) -> Config:
+    """Build a :class:`Config`; the ValueError of wrong settings names each of them, its place (by
+    name, such as "a.toml:3: ") if that is known, its value, and what it must be.
     """
-    types = get_type_hints(Config)
-    checked = {}
-    for name, value in values.items():
-        if name not in types:
-            raise ValueError(f"unknown setting {name!r}; the settings are {', '.join(types)}")
-        checked[name] = _as_type(name, value, types[name])
-    return Config(**checked)
+    try:
+        return Config(**values)
+    except ValidationError as error:
+        said = map(_said, error.errors())
+    # each begins with the name of a setting
+    known = places or {}
+    raise ValueError("\n".join(known.get(re.split(r"\W", text)[0], "") + text for text in said))
 
 
-def _as_type(name: str, value: Any, kind: Any) -> Any:
-    """Return a value in the type of its setting; TypeError if it is of another type.
-
-    A whole number may stand for a float, and a single value for a list (decay_epochs=15).
-    """
-    container = get_origin(kind)
-    if container is list:
-        values = value if isinstance(value, list) else [value]
-        (item_kind,) = get_args(kind)
-        return [_as_type(name, item, item_kind) for item in values]
-    if container is dict and isinstance(value, Mapping):
-        _, item_kind = get_args(kind)
-        return {key: _as_type(f"{name}.{key}", item, item_kind) for key, item in value.items()}
-    if kind is float and type(value) is int:
-        return float(value)
-    if kind is Any or type(value) is kind:  # not isinstance, because bool is a subclass of int
-        return value
-    expected = (container or kind).__name__
-    raise TypeError(f"{name} = {value!r}: must be of type {expected}, not {type(value).__name__}")
+def _said(wrong: Any) -> str:
+    """An error of pydantic's, in one line."""
+    if not wrong["loc"]:  # of __post_init__
+        return str(wrong["ctx"]["error"])
+    name = ".".join(map(str, wrong["loc"]))
+    if wrong["type"] == "unexpected_keyword_argument":
+        closest = get_close_matches(name, SETTINGS, 1)
+        advice = f"did you mean {closest[0]}?" if closest else "--help lists all"
+        return f"{name} = {wrong['input']!r}: no such setting; {advice}"
+    return f"{name} = {wrong['input']!r}: {wrong['msg'].replace('Input should', 'must')}"
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -239,27 +239,20 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     The file's loss_options belong to the file's loss: an override with another loss drops them.
     """
     values: dict[str, Any] = {}
+    places: dict[str, str] = {}
     if path is not None:
         values = read_toml(path)
-    types = get_type_hints(Config)
-    single: dict[str, Any] = {}
-    tables: dict[str, dict[str, Any]] = {}
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise ValueError(f"override {override!r}: must read key=value")
-        name, dot, option = key.partition(".")
-        if dot:
-            tables.setdefault(name, {})[option] = _parse(text)
-        else:
-            single[key] = text if types.get(key) is str else _parse(text)
-    if "loss" in single and single["loss"] != values.get("loss"):
+        places = _places(path)
+    lines = dict(map(_line, overrides))  # the last one of each key
+    changes = tomllib.loads("\n".join(lines.values()))
+    if changes.get("loss", values.get("loss")) != values.get("loss"):
         values.pop("loss_options", None)
-    values |= single
-    for name, table in tables.items():
+    for name, value in changes.items():
         earlier = values.get(name)
-        values[name] = {**earlier, **table} if isinstance(earlier, dict) else table
-    return make_config(values)
+        if isinstance(earlier, dict) and isinstance(value, dict):
+            value = {**earlier, **value}
+        values[name] = value
+    return make_config(values, {name: places[name] for name in places if name not in changes})
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -271,9 +264,33 @@ def read_toml(path: str | Path) -> dict[str, Any]:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _parse(text: str) -> Any:
-    """Parse a value as TOML; values that are not TOML (``loss=dcl``) are strings."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+def _places(path: str | Path) -> dict[str, str]:
+    """The first line of each setting or table in a TOML file, by name: "a.toml:3: "."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    places: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        places.setdefault(re.split(r"\W", line.strip(" ["))[0], f"{path}:{number}: ")
+    return places
+
+
+def _line(override: str) -> tuple[str, str]:
+    """The key of an override, and it as TOML: its string need not be quoted (``loss=dcl``)."""
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ValueError(f"override {override!r}: must read key=value")
+    if Config.__annotations__.get(key) != "str":
+        try:
+            tomllib.loads(override)
+            return key, override
+        except tomllib.TOMLDecodeError:
+            pass
+    return key, f"{key}={json.dumps(text, ensure_ascii=False)}"
+
+
+def all_settings() -> str:
+    """All settings with their defaults, for ``--help``."""
+    texts = []
+    for name, value in asdict(Config()).items():
+        text = f"{name}={json.dumps(value)}  {SETTINGS[name].get('description', '')}"
+        texts.append(textwrap.fill(text, 79, initial_indent="  ", subsequent_indent="      "))
+    return "settings and their defaults:\n" + "\n".join(texts)

@@ -3,7 +3,8 @@
 A data set of pre-computed features, in the layout of SCAN and VSE-infinity, is a directory with
 `{split}_ims.npy`, (n, regions, d), and `{split}_caps.txt`, one caption per line. Five consecutive
 lines describe one image (`image = line // 5`), or one line if there are as many lines as images.
-If each image is there five times in a row, as in the files of VSE++, it is read once.
+If each image is there five times in a row, as in the files of VSE++, it is read once; and (n, d),
+VSE++'s one vector an image, is read as one region.
 Optionally, `{split}_global.npy`, (n, d'), holds one global feature per picture. Data sets of raw
 images are read by :mod:`examples.retrieval.pictures`.
 """
@@ -89,13 +90,13 @@ def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
     """Read the split `name` ("train", "dev", "test", "testall") under `root`.
 
     "testall" is the name that SCAN's files have for all 5000 test images of MSCOCO, of which its
-    "test" is the first 1000. Karpathy's "test" has all of them, under both names here. Raw images
-    are scaled to squares of ``image_size``. If the number of captions does not fit the number of
+    "test" is the first 1000. Karpathy's "test" has all of them, under both names. Raw images are
+    scaled to squares of ``image_size``. If the number of captions does not fit the number of
     images, the ValueError names both files.
     """
     if layout(root) == "features":
         return _precomputed(features_directory(Path(root)), name)
-    listed = listed_images(root, "test" if name == "testall" else name)
+    listed = listed_images(root, name)
     captions = [caption for image in listed for caption in image.captions]
     kinds = sorted({image.kind for image in listed})
     classes = None
@@ -120,6 +121,8 @@ def _precomputed(root: Path, name: str) -> Split:
     wholes = None
     if wholes_path.exists():
         wholes = np.load(wholes_path, mmap_mode="r")
+    if features.ndim == 2:
+        features = features[:, None]
     if len(captions) == len(features) and repeats_images(features):
         features = features[::5]
         if wholes is not None:

@@ -1,9 +1,13 @@
-"""Data sets of raw images: Karpathy's JSON and CUB Captions. Pictures are loaded lazily.
+"""Data sets of raw images: Karpathy's JSON, VSE-infinity's and CUB Captions. Pictures are loaded
+lazily.
 
 * Karpathy's splits of Flickr30K (and of Flickr8k): dataset_flickr30k.json, and the pictures in
   images/
 * those of MSCOCO, whose `restval` joins the training set: dataset_coco.json, and the pictures in
   images/train2014/ and images/val2014/
+* VSE-infinity's: id_mapping.json, the file of each number; the numbers of a split's images and its
+  captions in precomp/{split}_ids.txt and precomp/{split}_caps.txt; and the pictures in images/ or
+  flickr30k-images/
 * CUB with the ten captions an image of Reed et al.: text_c10/<class>/<image>.txt,
   images/<class>/<image>.jpg
 
@@ -23,7 +27,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-KARPATHY = {"train": ("train", "restval"), "dev": ("val",), "test": ("test",)}
+from itrloss.files import read_lines
+
+# Karpathy's "test" has all 5000 test images of MSCOCO, which other files call "testall".
+KARPATHY = {
+    "train": ("train", "restval"),
+    "dev": ("val",),
+    "test": ("test",),
+    "testall": ("test",),
+}
+MAPPING = "id_mapping.json"  # of VSE-infinity
 
 
 @dataclass(frozen=True)
@@ -81,19 +94,22 @@ def random_box(
 
 
 def layout(root: str | Path) -> str:
-    """Recognise the layout of a directory: "karpathy", "cub", or "features", that of SCAN and
-    VSE-infinity.
+    """Recognise the layout of a directory: "karpathy", "mapping" (VSE-infinity's, with pictures),
+    "cub", or "features", that of SCAN and of VSE-infinity without pictures.
     """
     root = Path(root)
     if list(root.glob("*_ims.npy")):
         return "features"
+    if (root / MAPPING).exists() and mapped_pictures(root).is_dir():
+        return "mapping"
     if list(root.glob("dataset*.json")):
         return "karpathy"
     return "cub" if (root / "text_c10").is_dir() else "features"
 
 
 def listed_images(root: str | Path, name: str) -> list[Listed]:
-    """List the images of the split `name` ("train", "dev", "test") with equally many captions each.
+    """List the images of the split `name` ("train", "dev", "test", "testall") with equally many
+    captions each.
 
     Each image keeps as many of its first captions as the image with the fewest has: five of
     MSCOCO's five to seven.
@@ -101,7 +117,8 @@ def listed_images(root: str | Path, name: str) -> list[Listed]:
     root = Path(root)
     if name not in KARPATHY:
         raise ValueError(f"{root}: split {name!r}: must be one of {', '.join(KARPATHY)}")
-    images = karpathy(root, name) if layout(root) == "karpathy" else cub(root, name)
+    read = {"karpathy": karpathy, "mapping": mapped}.get(layout(root), cub)
+    images = read(root, name)
     if not images:
         raise ValueError(f"{root}: no image of the split {name!r}")
     fewest = min(images, key=lambda image: len(image.captions))
@@ -130,15 +147,47 @@ def karpathy(root: Path, name: str) -> list[Listed]:
     return images
 
 
+def mapped_pictures(root: Path) -> Path:
+    """The folder of the pictures in VSE-infinity's directory."""
+    flickr30k = root / "flickr30k-images"
+    return flickr30k if flickr30k.is_dir() else root / "images"
+
+
+def mapped(root: Path, name: str) -> list[Listed]:
+    """List the images of a split by VSE-infinity's id_mapping.json.
+
+    The numbers in {name}_ids.txt are those of the images, or five times the same, one a caption.
+    """
+    numbers = _lines(root / "precomp" / f"{name}_ids.txt")
+    captions = read_lines(root / "precomp" / f"{name}_caps.txt")
+    if len(numbers) == len(captions):
+        numbers = numbers[::5]
+    if len(captions) != 5 * len(numbers):
+        raise ValueError(
+            f"{root}/precomp: {len(captions)} lines in {name}_caps.txt must be five for each image "
+            f"in {name}_ids.txt, which has {len(numbers)}"
+        )
+    files = json.loads((root / MAPPING).read_text(encoding="utf-8"))
+    unknown = [number for number in numbers if number not in files]
+    if unknown:
+        raise ValueError(f"{root / MAPPING}: has no file for {unknown[0]} of {name}_ids.txt")
+    folder = mapped_pictures(root)
+    return [
+        Listed(folder / files[number], captions[5 * i : 5 * i + 5])
+        for i, number in enumerate(numbers)
+    ]
+
+
 def cub(root: Path, name: str) -> list[Listed]:
     """List the images of a split of CUB Captions, sorted by class and name."""
-    classes = _lines(root / ("testclasses.txt" if name == "test" else "trainvalclasses.txt"))
+    is_test = name.startswith("test")
+    classes = _lines(root / ("testclasses.txt" if is_test else "trainvalclasses.txt"))
     held_out = {Path(line) for line in _lines(root / "seen_test_images.txt")}
     images = []
     for kind in classes:
         for text in sorted((root / "text_c10" / kind).glob("*.txt")):
             path = Path(kind, f"{text.stem}.jpg")
-            if name == "test" or (path in held_out) == (name == "dev"):
+            if is_test or (path in held_out) == (name == "dev"):
                 images.append(Listed(root / "images" / path, _lines(text), kind))
     return images
 

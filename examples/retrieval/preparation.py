@@ -58,7 +58,10 @@ def check_fit(config: Config, root: Path, train: Split) -> None:
     is_raw = isinstance(train.features, Images)
     if is_raw != bool(config.backbone):
         expected = "the name of one, for the raw images" if is_raw else "empty for the features"
-        raise ValueError(f"backbone = {config.backbone!r}: must be {expected} of {root}")
+        also = ""
+        if is_raw and list(root.glob("precomp/*_ims.npy")):
+            also = f"; its features are read with data={root / 'precomp'}"
+        raise ValueError(f"backbone = {config.backbone!r}: must be {expected} of {root}{also}")
     needs_wholes = ""
     if "whole" in config.views:
         needs_wholes = f"views = {config.views!r}"

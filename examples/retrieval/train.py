@@ -33,7 +33,7 @@ from itrloss.distributed import world_size
 from itrloss.files import written
 from itrloss.torch_versions import require_version
 
-from .config import RESUMABLE, Config, load_config
+from .config import RESUMABLE, Config, all_settings, load_config
 from .data import Batch, Batches, Split, load_split
 from .evaluate import before_and_after, model_scores, recalls, reranker
 from .gradients import backward_in_chunks
@@ -398,7 +398,9 @@ def train(config: Config) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description="Train a visual-semantic embedding with any loss of itrloss."
+        description="Train a visual-semantic embedding with any loss of itrloss.",
+        epilog=all_settings(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE.toml")
     parser.add_argument(

@@ -37,6 +37,8 @@ CASES = {
         "photos",
         {"images/train2014/train_3.png": None, "images/val2014/val_0.png": "no picture"},
     ),
+    "pictures of VSE-infinity": ("mapping", {}),
+    "pictures of VSE-infinity without numbers": ("mapping", {"precomp/dev_ids.txt": None}),
     "birds": ("birds", {}),
     "birds without a list": ("birds", {"trainvalclasses.txt": None}),
 }
@@ -50,6 +52,8 @@ def folders(tmp_path, photos):
         root = tmp_path / name
         if kind == "photos":
             shutil.copytree(photos, root)
+        elif kind == "mapping":
+            drawn.mapping(root)
         else:
             root.mkdir()
         if kind == "features":

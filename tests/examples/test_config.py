@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,26 @@ def test_a_file_that_is_no_toml_is_named(tmp_path):
     file.write_text("loss = dcl")
     with pytest.raises(ValueError, match=r"a\.toml: "):
         load_config(file)
+
+
+def test_a_wrong_setting_in_a_file_is_named_with_its_line(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('# seed = 2\nviews = "global"\n[scenes_sizes]\ntrain = 0.5\n')
+    with pytest.raises(ValueError, match=r"^\S+a\.toml:3: scenes_sizes\.train = 0\.5: must be"):
+        load_config(file)
+    with pytest.raises(ValueError, match=r"^\S+a\.toml:2: views = 'global': must be"):
+        load_config(file, ["scenes_sizes.train=5"])
+    with pytest.raises(ValueError, match=r"^views = 'local': must be"):
+        load_config(file, ["scenes_sizes.train=5", "views=local"])
+
+
+def test_help_lists_all_settings(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    said = capsys.readouterr().out
+    for field in fields(Config):
+        assert f"\n  {field.name}=" in said
+    assert "\n  epochs=15\n" in said
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)

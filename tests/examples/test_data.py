@@ -203,6 +203,21 @@ def test_images_that_are_there_five_times_are_read_once(tmp_path):
     assert load_split(tmp_path, "dev").captions_per_image == 1
 
 
+def test_one_vector_an_image_is_its_only_region(tmp_path):
+    drawn.features(tmp_path, {"train": 6, "dev": 4, "test": 5})
+    for name in ("train", "dev", "test"):
+        (tmp_path / f"{name}_global.npy").unlink()
+        vectors = np.load(tmp_path / f"{name}_ims.npy")[:, 0]
+        np.save(tmp_path / f"{name}_ims.npy", np.repeat(vectors, 5, 0))
+    split = load_split(tmp_path, "dev")
+    assert split.features.shape == (4, 1, 8)
+    assert split.captions_per_image == 5
+    in_file = np.load(tmp_path / "dev_ims.npy").astype(np.float32)
+    assert np.array_equal(split.regions(3), in_file[15:16])
+    said = "\n".join(Report(tmp_path, 1).lines)
+    assert said.count("one vector an image, as in VSE++, read as its only region; five times") == 3
+
+
 def test_features_below_vse_infinitys_directory(tmp_path):
     (tmp_path / "precomp").mkdir()
     (tmp_path / "id_mapping.json").write_text("{}")

@@ -19,7 +19,7 @@ FOLDERS = {
     "narrow_globals": ("data", {"dev_global.npy": np.ones((20, 6), np.float32)}),
     "few_globals": ("data", {"dev_global.npy": np.ones((5, 7), np.float32)}),
     "wide_regions": ("data", {"dev_ims.npy": np.ones((20, 4, 9), np.float32)}),
-    "no_regions": ("data", {"dev_ims.npy": np.ones((20, 3), np.float32)}),
+    "no_regions": ("data", {"dev_ims.npy": np.ones((20, 3, 8, 1), np.float32)}),
     "few_captions": ("data", {"dev_caps.txt": "one\n" * 29}),
     "no_list": ("photos", {"dataset_coco.json": "{"}),
     "no_file": ("photos", {"dataset_coco.json": '{"images": [{"split": "train"}]}'}),
@@ -31,6 +31,7 @@ FOLDERS = {
             ' "sentences": []}]}'
         },
     ),
+    "both_kinds": ("vse_infinity", {"precomp/train_ims.npy": np.ones((3, 4, 8), np.float32)}),
     "two_lists": ("photos", {"dataset_a.json": "{}"}),
     "bert_without_weights": ("bert", {"model.safetensors": None}),
     "bert_of_more_words": ("bert", {"vocab.txt": "\n".join([*drawn.PIECES, "more"])}),
@@ -45,7 +46,10 @@ def folders(tmp_path, monkeypatch, request):
     """The working directory, with data and networks."""
     monkeypatch.chdir(tmp_path)
     for name, (kind, files) in {**FOLDERS, **{x: (x, {}) for x in KINDS}}.items():
-        shutil.copytree(request.getfixturevalue(kind), name)
+        if kind == "vse_infinity":
+            drawn.mapping(Path(name))
+        else:
+            shutil.copytree(request.getfixturevalue(kind), name)
         for file, content in files.items():
             path = Path(name, file)
             if content is None:

@@ -43,17 +43,29 @@ def described(root: Path) -> list[str]:
 
 def test_data_sets_are_those_that_were_read(tmp_path, birds):
     """Images of restval join the training set, every image keeps as many captions as all have;
-    captions of birds match every image of their class, the first of which are for development.
+    captions of birds match every image of their class, the first of which are for development;
+    numbers of images are there once, or once a caption.
     """
     lines = described(birds)
     for per_image in (1, 3):
         lines += described(drawn.karpathy(tmp_path / str(per_image), per_image))
+    lines += described(drawn.mapping(tmp_path / "mapping"))
     assert_stored("data_sets", "\n".join(lines) + "\n")
 
 
 def test_an_unknown_split_is_named(photos):
-    with pytest.raises(ValueError, match="split 'val': must be one of train, dev, test"):
+    with pytest.raises(ValueError, match="split 'val': must be one of train, dev, test, testall"):
         listed_images(photos, "val")
+
+
+def test_vse_infinitys_files_that_do_not_fit_are_named(tmp_path):
+    root = drawn.mapping(tmp_path)
+    (root / "precomp" / "dev_ids.txt").write_text("73\n74\n75\n")
+    with pytest.raises(ValueError, match=r"10 lines in dev_caps\.txt must be five .* which has 3"):
+        load_split(root, "dev")
+    (root / "precomp" / "dev_ids.txt").write_text("73\n99\n")
+    with pytest.raises(ValueError, match=r"id_mapping\.json: has no file for 99 of dev_ids\.txt"):
+        load_split(root, "dev")
 
 
 def test_images_without_a_folder_are_found_below_images(tmp_path):

@@ -103,6 +103,26 @@ def karpathy(root: Path, per_image: int = 5) -> Path:
     return root
 
 
+def mapping(root: Path) -> Path:
+    """Data set in VSE-infinity's directory. Numbers of training images are there once a caption,
+    others once.
+    """
+    files = {}
+    (root / "precomp").mkdir(parents=True)
+    for split, colours in {"train": "red green blue", "dev": "white red", "test": "blue"}.items():
+        numbers, captions = [], []
+        for colour in colours.split():
+            number = str(70 + len(files))
+            files[number] = f"{split}_{colour}.png"
+            draw(root / "flickr30k-images" / files[number], colour, "white")
+            numbers += [number] * (5 if split == "train" else 1)
+            captions += [f"{colour} beside white, {c}" for c in range(5)]
+        (root / "precomp" / f"{split}_ids.txt").write_text("\n".join(numbers) + "\n")
+        (root / "precomp" / f"{split}_caps.txt").write_text("\n".join(captions) + "\n")
+    (root / "id_mapping.json").write_text(json.dumps(files))
+    return root
+
+
 def cub(root: Path) -> Path:
     """Data set like CUB: four classes of three images with ten captions. The last class is the test
     split, the first image of each other class is for development.
