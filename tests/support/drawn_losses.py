@@ -214,7 +214,7 @@ class LossCase:
         may_be_scores = self.entry.oracle is not None and self.batch.matches is None
         if self.batch.views == 2:  # labels are those of one view
             may_be_scores = False
-        if self.takes == "pairs":
+        if self.takes in ("pairs", "guide", "teacher"):
             whole.form = "embeddings"
         if self.form == "scores" and self.takes == "pairs" and may_be_scores:
             whole.input = [torch.from_numpy(scores_of(self, self.input))]
@@ -302,12 +302,14 @@ def scores_of(case: LossCase, leaves: list[Tensor]) -> np.ndarray:
     return (v @ w.T).numpy()
 
 
-def of_pairs(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
+def of_pairs(case: LossCase, loss: Any, leaves: list[Tensor], **other: Any) -> Any:
+    """Of embeddings, of a similarity or of scores, and what another model has."""
     batch = case.batch
     if case.form == "matrix":
         return loss(scores=leaves[0], **batch.given)
-    if case.entry.oracle is None or case.form == "embeddings" or batch.views == 2:
-        return loss(*leaves, **batch.given)
+    needs_embeddings = case.takes == "pairs" and case.entry.oracle is None
+    if needs_embeddings or case.form == "embeddings" or batch.views == 2:
+        return loss(*leaves, **other, **batch.given)
     sim = Similarity(
         *sides_of(case, leaves),
         *batch.ids,
@@ -316,8 +318,8 @@ def of_pairs(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
         normalize=case.normalizes,
     )
     if case.form == "similarity":
-        return loss(sim)
-    return loss(scores=sim.scores(), **batch.given)
+        return loss(sim, **other)
+    return loss(scores=sim.scores(), **other, **batch.given)
 
 
 def loops_of_pairs(case: LossCase, leaves: list[Tensor]) -> Any:
@@ -390,13 +392,20 @@ def loops_of_negatives(case: LossCase, leaves: list[Tensor]) -> Any:
     return in_general(case, leaves, negatives=leaves[2], more=more)
 
 
+def cosines(of_images: Tensor, of_texts: Tensor) -> Tensor:
+    return F.normalize(of_images) @ F.normalize(of_texts).T
+
+
 def with_guide(case: LossCase) -> list[Tensor]:
     case.guide = (case.draw.normal(case.batch.n, 3), case.draw.normal(case.batch.m, 3))
     return pairs(case)
 
 
 def of_guide(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    return loss(*leaves, guide=case.guide, **case.batch.given)
+    guide: Any = case.guide
+    if case.form == "scores":
+        guide = cosines(*guide)
+    return of_pairs(case, loss, leaves, guide=guide)
 
 
 def loops_of_guide(case: LossCase, leaves: list[Tensor]) -> Any:
@@ -405,20 +414,20 @@ def loops_of_guide(case: LossCase, leaves: list[Tensor]) -> Any:
 
 def with_teacher(case: LossCase) -> list[Tensor]:
     with_guide(case)
+    case.has_embeddings = case.form == "similarity"  # of the teacher
     case.teacher = case.draw.normal(case.batch.n, case.batch.m) / 4
     rows, cols = case.batch.items()
     for i, j in itertools.product(range(case.batch.n), range(case.batch.m)):
         if not (oracle.match(rows[i], cols[j]) or oracle.differ(rows[i], cols[j])):
             case.teacher[i, j] = 400.0  # counts for nothing
-    if case.form == "similarity":
-        of_images, of_texts = map(F.normalize, case.guide)
-        case.teacher = of_images @ of_texts.T
+    if case.has_embeddings:
+        case.teacher = cosines(*case.guide)
     return pairs(case)
 
 
 def of_teacher(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    teacher = case.guide if case.form == "similarity" else case.teacher
-    return loss(*leaves, teacher, **case.batch.given)
+    teacher = case.guide if case.has_embeddings else case.teacher
+    return of_pairs(case, loss, leaves, teacher=teacher)
 
 
 def loops_of_teacher(case: LossCase, leaves: list[Tensor]) -> Any:
