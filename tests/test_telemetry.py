@@ -74,7 +74,7 @@ def wanted_figures(scores, rows, cols, margin, k):
 def test_figures_of_random_batches_are_those_of_loops(turn, poisoned, monkeypatch):
     for seed in range(20 * turn, 20 * turn + 20):
         draw = Draw("figures", seed)
-        batch = drawn_batch(draw, [*OF_IDS, "labels"])
+        batch = drawn_batch(draw, [*OF_IDS, "labels", "one set"])
         rows, cols = batch.items()
         if not any(match(a, b) or differ(a, b) for a in rows for b in cols):
             continue
@@ -83,7 +83,7 @@ def test_figures_of_random_batches_are_those_of_loops(turn, poisoned, monkeypatc
         about = f"{batch}, {engine}, {draw_workings(draw, monkeypatch)}"
         images = draw.normal(batch.n, 8).requires_grad_()
         texts = draw.normal(batch.m, 8)
-        sim = similarity(images, texts, batch.ids, engine)
+        sim = similarity(images, texts, batch.ids, engine, related=batch.related)
         found = describe(sim, 0.1, hubness_k=k)
         assert all(x.dim() == 0 and not x.requires_grad for x in found.values())
         scores = oracle.cosine(images.detach().numpy(), texts.numpy())

@@ -34,7 +34,7 @@ def case_of(name: str, pairs: int, reduction: str = "mean") -> LossCase:
     """A loss of the defaults, of some pairs without ids."""
     case = LossCase(name, 0, in_processes=True, batch=Batch("pairs", pairs, pairs))
     case.common = {"reduction": reduction}
-    case.form = "embeddings" if case.takes == "pairs" else "similarity"
+    case.form = "embeddings"
     return case
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from support.draws import RELATIONS, Draw, of_weights
+from support.draws import RELATIONS, Draw
 from support.versions import grad_or_zeros, reset_compiler
 from torch import Tensor
 
@@ -31,13 +30,6 @@ def images_and_texts(n: int, m: int, dim: int, seeds: tuple[int, int] = (1, 2)) 
     images = draw(seeds[0], n, dim)
     texts = draw(seeds[1], m, dim)
     return [images.requires_grad_(), texts.requires_grad_()]
-
-
-def weights(seed: int, n: int, m: int) -> Tensor:
-    """A matrix of matches with weights, of which half is not judged."""
-    matches = of_weights(Draw(seed), n, m).matches
-    assert matches is not None
-    return matches
 
 
 def gradients(value: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -98,104 +90,6 @@ def test_groups_and_label_sets_need_no_matrix():
         with Largest() as largest:
             loss(images, texts, **who).backward()
         assert largest.size <= n * n // 4
-
-
-@pytest.mark.parametrize("few", [0, 64])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_weights_are_factors_of_positives(engine: Any, few: int, monkeypatch):
-    """Means over positives are by their weights, and sums multiply by them, listed or not."""
-    monkeypatch.setattr("itrloss.engine.relation.FEW", few)
-    given = images_and_texts(6, 8, 4)
-    weighted = weights(5, 6, 8)
-    plain = weighted.masked_fill(weighted > 0, 1.0)
-    for matches in (weighted, plain):
-        assert_losses_of_anchors(given, matches, engine)
-        assert_sigmoid_loss(given, matches, engine)
-
-
-@dataclass
-class Direction:
-    """Scores and weights of anchors in rows, and four losses by their formulas with weights."""
-
-    scores: Tensor
-    weights: Tensor
-    negative: Tensor  # 1 for a negative, else 0
-
-    def valid(self) -> Tensor:
-        """Whether an anchor has a positive and a negative, as 1 or 0."""
-        has_positive = (self.weights > 0).any(1)
-        has_negative = (self.negative > 0).any(1)
-        return (has_positive & has_negative).double()
-
-    def attraction(self) -> Tensor:
-        """The sums of log(1 + S) over positives."""
-        logs = self.scores.clamp_min(-1 + 1e-6).log1p()
-        return (self.weights * logs).sum(1)
-
-    def repulsion(self, scale: float, margin: float) -> Tensor:
-        """The logarithm of 1 and the exponentials of negatives, over the scale."""
-        exponentials = (scale * (self.scores - margin)).exp()
-        sums = (exponentials * self.negative).sum(1)
-        return (1 + sums).log() / scale
-
-    def dcl(self) -> Tensor:
-        valid = self.valid()
-        mean = self.attraction() / self.weights.sum(1).clamp_min(1e-9)
-        values = self.repulsion(10.0, 0.3) - mean
-        return (values * valid).sum() / valid.sum()
-
-    def hal(self) -> Tensor:
-        valid = self.valid()
-        repulsion = (self.repulsion(20.0, 0.1) * valid).sum() / valid.sum()
-        pairs = (self.weights.sum(1) * valid).sum()
-        attraction = (self.attraction() * valid).sum() / pairs
-        return repulsion - 0.5 * attraction
-
-    def triplet(self) -> Tensor:
-        negatives = self.scores.masked_fill(self.negative == 0, -torch.inf)
-        hardest = negatives.amax(1, keepdim=True)
-        hinges = (0.2 - self.scores + hardest).clamp_min(0)
-        values = (self.weights * hinges).sum(1)
-        return torch.where(self.valid() > 0, values, 0.0).sum()
-
-
-def cosines(given: list[Tensor]) -> Tensor:
-    images = torch.nn.functional.normalize(given[0])
-    texts = torch.nn.functional.normalize(given[1])
-    return images @ texts.T
-
-
-def assert_losses_of_anchors(given: list[Tensor], matches: Tensor, engine: Any) -> None:
-    """Check losses that are sums over anchors against their formulas, of both directions."""
-    scores = cosines(given)
-    weights = matches.nan_to_num(0.0)
-    negative = (matches == 0).double()
-    rows = Direction(scores, weights, negative)
-    cols = Direction(scores.T, weights.T, negative.T)
-
-    dcl = itrloss.DiversityContrastiveLoss(diversity=None, positive_weight=1.0, engine=engine)
-    assert_same(dcl(*given, matches=matches), rows.dcl() + cols.dcl(), given)
-    hal = itrloss.HubnessAwareLoss(20.0, 0.1, engine=engine)
-    assert_same(hal(*given, matches=matches), rows.hal() + cols.hal(), given)
-    triplet = itrloss.TripletLoss(0.2, engine=engine)
-    assert_same(triplet(*given, matches=matches), rows.triplet() + cols.triplet(), given)
-
-
-def assert_sigmoid_loss(given: list[Tensor], matches: Tensor, engine: Any) -> None:
-    """Check the sigmoid loss against its formula, and the sums of the values of each anchor."""
-    logits = 5 * cosines(given) - 2
-    miss = torch.nn.functional.softplus(logits)
-    match = torch.nn.functional.softplus(-logits)
-    total = (match * matches.nan_to_num(0.0)).sum() + miss[matches == 0].sum()
-    rows, cols = matches.shape
-    wanted = 0.5 * total / rows + 0.5 * total / cols
-    loss = itrloss.SigmoidLoss(5.0, -2.0, learnable=False, engine=engine)
-    assert_same(loss(*given, matches=matches), wanted, given)
-    # the values of each anchor are computed apart
-    loss.reduction = "none"
-    of_rows, of_cols = loss(*given, matches=matches)
-    assert_same(of_rows.sum(), 0.5 * total, given)
-    assert_same(of_cols.sum(), 0.5 * total, given)
 
 
 def test_a_weight_of_a_mean_alone_changes_nothing():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from itrloss import NO_ID, DistillationLoss, InfoNCELoss, Similarity
-from itrloss.engine.related import Related
 
 pytestmark = pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 N, K, D = 6, 3, 4
@@ -27,58 +25,14 @@ X, Y = vectors(N, seed=2), vectors(N, seed=3)  # by another model
 SHARED, OWN = vectors(K, seed=4), vectors(N, K, seed=5)  # negatives
 OF_GUIDE = {2: vectors(K, seed=6), 3: vectors(N, K, seed=7)}  # by their dimensions
 
-# ---------------------------------------------------------------- relations that are no plain ids
 
-SETS = torch.stack([torch.arange(N), torch.arange(N) + 100], 1)
-IDS = torch.arange(N) % 4
-GROUPS = torch.arange(N) % 2
-# What the loss is given, and the same of a Similarity.
-RELATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "matches": (
-        {"matches": torch.eye(N).roll(1, 0)},
-        {"related": Related(matches=torch.eye(N).roll(1, 0))},
-    ),
-    "weights": (
-        {"matches": torch.eye(N) + torch.eye(N).roll(1, 0) / 2},
-        {"related": Related(matches=torch.eye(N) + torch.eye(N).roll(1, 0) / 2)},
-    ),
-    "sets": (
-        {"image_ids": SETS, "text_ids": SETS.roll(1, 0)},
-        {"row_ids": SETS, "col_ids": SETS.roll(1, 0)},
-    ),
-    "groups": (
-        {"image_ids": IDS, "text_ids": IDS, "image_groups": GROUPS},
-        {"row_ids": IDS, "col_ids": IDS, "related": Related((GROUPS, GROUPS))},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", RELATIONS)
-def test_a_guide_has_the_positives_of_the_loss(name):
-    given, of_sim = RELATIONS[name]
-    loss = InfoNCELoss(0.5, margin=0.0)
-    by_anchor = partial(InfoNCELoss(0.5, margin=0.0, reduction="none"), V, W)
-    wanted = loss(V, W, guide=(X, Y), **given)
+def test_a_guide_turns_with_the_similarity():
+    loss = InfoNCELoss(0.5, margin=0.0, reduction="none")
     scores = F.normalize(X) @ F.normalize(Y).T
-    torch.testing.assert_close(loss(V, W, guide=scores, **given), wanted)
-    sim = Similarity(V, W, **of_sim)
-    for guide, turned in ((scores, scores.T), ((X, Y), (Y, X))):
-        torch.testing.assert_close(loss(sim, guide=guide), wanted)
-        swapped = InfoNCELoss(0.5, margin=0.0, reduction="none")(sim.T, guide=turned)
-        torch.testing.assert_close(swapped[::-1], by_anchor(guide=guide, **given))
-
-
-def test_a_teacher_is_over_the_candidates_of_the_loss():
-    """Without the groups, its probabilities would add up to less than 1 over the candidates."""
-    loss = DistillationLoss(0.5, 0.5)
-    scores = F.normalize(X) @ F.normalize(Y).T
-    other = scores.clone()
-    other[GROUPS[:, None] != GROUPS] = 9.0  # no candidates
-    wanted = loss(V, W, (X, Y), image_groups=GROUPS)
-    for teacher in (scores, other):
-        torch.testing.assert_close(loss(V, W, teacher, image_groups=GROUPS), wanted)
-    sim = Similarity(V, W, related=Related((GROUPS, GROUPS)))
-    torch.testing.assert_close(loss(sim, teacher=(X, Y)), wanted)
+    turned = Similarity(V, W).T
+    wanted = loss(V, W, guide=(X, Y))[::-1]
+    for guide in (scores.T, (Y, X)):
+        torch.testing.assert_close(loss(turned, guide=guide), wanted)
 
 
 # ------------------------------------------------------------------------------- input is checked

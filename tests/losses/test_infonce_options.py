@@ -9,39 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.embedders import one_way
 
 import itrloss
 from itrloss import InfoNCELoss, Similarity
 
 ENGINES = "dense", "tiled"
-
-
-N, M = 8, 10  # images and texts
-
-# --------------------------------------------------------------------------------------- directions
-
-
-def test_distillation_of_scores_is_that_of_their_embeddings():
-    images = torch.randn(N, 4, dtype=torch.float64)
-    texts = torch.randn(M, 4, dtype=torch.float64)
-    teacher = torch.randn(N, M, dtype=torch.float64)
-    loss = itrloss.DistillationLoss()
-    scores = F.normalize(images) @ F.normalize(texts).T
-    wanted = loss(images, texts, teacher)
-    torch.testing.assert_close(loss(scores=scores, teacher=teacher), wanted)
-    model = torch.randn(N, 3, dtype=torch.float64), torch.randn(M, 3, dtype=torch.float64)
-    of_model = F.normalize(model[0]) @ F.normalize(model[1]).T
-    by_embeddings = loss(images, texts, model)
-    torch.testing.assert_close(by_embeddings, loss(images, texts, of_model))
-    with pytest.raises(TypeError, match="teacher: expected"):
-        loss(scores=scores)
-    with pytest.raises(ValueError, match="teacher: expected shape"):
-        loss(scores=scores, teacher=teacher[:, :4])
-
-
-# ----------------------------------------------------------------------------------------- the rest
 
 
 def test_a_learnt_scale_is_limited_in_training():

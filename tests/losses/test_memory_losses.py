@@ -7,8 +7,7 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from support.cases import embeddings, sample
+from support.cases import embeddings
 from support.flops import Products
 from support.losses_registry import where
 from support.memories import D, memory_batch
@@ -64,18 +63,6 @@ def test_dcl_has_the_batchs_diversity_where_the_memory_has_no_negative(direction
     found = of_both(*batch._replace(memory=memory, image_ids=ids, text_ids=ids))
     same = torch.stack([*found]) == torch.stack([*of_batch(*batch.inputs)])
     assert torch.equal(same, (ids == 2).expand_as(same))
-
-
-@pytest.mark.parametrize("side", ["image", "text"])
-def test_one_queue_may_weigh_more_than_the_other(side):
-    batch = memory_batch("ids")
-
-    def value(weight):
-        options = {f"{side}_memory_weight": weight}
-        return itrloss.UnifiedTrainingObjective(scale=10.0, **options)(*batch).item()
-
-    assert value(0.0) != pytest.approx(value(1.0))
-    assert value(0.5) == pytest.approx((value(0.0) + value(1.0)) / 2)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -202,28 +189,6 @@ def test_a_memory_that_was_written_to_by_hand_before_the_backward_pass_is_refuse
     batch.memory.images.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         value.backward()
-
-
-@pytest.mark.parametrize("idx", ["of images", "all alike", "all different"])
-def test_positives_in_the_memory_are_those_of_albef(idx: str):
-    """``loss_ita`` with ``idx`` of ALBEF and BLIP, over both directions."""
-    n, size, tau, alpha = 12, 20, 0.2, 0.4
-    v, w, vk, wk = F.normalize(sample(4, n, 6, dtype=torch.float64), dim=2)
-    qv, qw = F.normalize(sample(2, size, 6, seed=1, dtype=torch.float64), dim=2)
-    kinds = {"of images": 9, "all alike": 1, "all different": 999}[idx]
-    ids, queue_ids = torch.arange(n) * 7 % kinds, torch.arange(n, n + size) * 5 % kinds
-    match = (ids[:, None] == torch.cat([ids, queue_ids])).double()
-    total = torch.zeros((), dtype=torch.float64)
-    for own, key, others in ((v, vk, torch.cat([wk, qw])), (w, wk, torch.cat([vk, qv]))):
-        hard = match / match.sum(1, keepdim=True)
-        target = alpha * (key @ others.T / tau).softmax(1) + (1 - alpha) * hard
-        if kinds == 1:  # without negatives, an anchor has no contrast
-            target = alpha * (key @ others.T / tau).softmax(1)
-        total = total - ((own @ others.T / tau).log_softmax(1) * target).sum(1).mean()
-    memory = CoupledMemory(size, 6, dtype=torch.float64)
-    memory.enqueue(qv, qw, queue_ids)
-    loss = itrloss.MemoryInfoNCELoss(tau, distillation=alpha)
-    torch.testing.assert_close(loss(v, w, vk, wk, memory, ids, ids), total)
 
 
 # -------------------------------------------------------------------------------------- compilation

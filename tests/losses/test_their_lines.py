@@ -44,37 +44,41 @@ def rows_of_page() -> dict[tuple[str, str], str]:
 ROWS = rows_of_page()
 
 
-def inputs() -> SimpleNamespace:
-    """What the lines take, by the page's names; tensors that get a gradient are leaves."""
+SHAPES = {
+    **dict.fromkeys(["q", "d", "z1", "z2"], (N, DIM)),
+    "n": (N, K, DIM),
+    "Q": (N, 3, DIM),
+    "D": (N, 4, DIM),
+    "chunks": (N, 2, 3, DIM),
+    "S": (N, N),
+    "W": (N, N + M),
+    "own": (N, 3 * N),
+    **dict.fromkeys(["pos", "neg"], (N,)),
+}
+UNTRAINED = {"full": (N, 4 * N), "gold": (N,), "queue": (M, DIM), "T": (N, N), "M": (N, N + M)}
+
+
+def tensors() -> SimpleNamespace:
+    """The embeddings and scores that the lines take, by the page's names; those that get a gradient
+    are leaves.
+    """
     generator = torch.Generator().manual_seed(5)
-
-    def drawn(*shape: int, trained: bool = True) -> Tensor:
-        x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        return x.requires_grad_(trained)
-
-    x = SimpleNamespace(
-        q=drawn(N, DIM),
-        d=drawn(N, DIM),
-        n=drawn(N, K, DIM),
-        z1=drawn(N, DIM),
-        z2=drawn(N, DIM),
-        Q=drawn(N, 3, DIM),
-        D=drawn(N, 4, DIM),
-        chunks=drawn(N, 2, 3, DIM),
-        S=drawn(N, N),
-        W=drawn(N, N + M),
-        own=drawn(N, 3 * N),
-        full=drawn(N, 4 * N, trained=False),
-        pos=drawn(N),
-        neg=drawn(N),
-        gold=drawn(N, trained=False),
-        queue=drawn(M, DIM, trained=False),
-        T=drawn(N, N, trained=False),
-        M=drawn(N, N + M, trained=False),
-    )
+    x = SimpleNamespace()
+    for name, shape in (SHAPES | UNTRAINED).items():
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        setattr(x, name, drawn.requires_grad_(name in SHAPES))
     x.flat = x.n.flatten(0, 1)
     x.full[:, -N:].fill_diagonal_(-math.inf)
     x.full.requires_grad_()
+    x.mask = torch.rand(N, K, generator=generator) < 0.6
+    share = torch.linspace(0.55, 1, N, dtype=torch.float64)[:, None]
+    x.mixed = share * torch.eye(N) + (1 - share) * torch.eye(N).flip(0)
+    return x
+
+
+def inputs() -> SimpleNamespace:
+    """All that the lines take."""
+    x = tensors()
     x.N = N
     x.K = K
     x.ids = torch.tensor([0, 1, 0, 2, 3, 1])
@@ -83,12 +87,10 @@ def inputs() -> SimpleNamespace:
     x.right = torch.tensor([3, 0, 15, 7, 7, 2])
     x.owner = torch.arange(N).repeat_interleave(3)
     x.first = torch.where(torch.arange(3 * N) % 3 == 0, x.owner, -1)
-    x.mask = torch.rand(N, K, generator=generator) < 0.6
     x.pairs = (torch.tensor([0, 1, 1, 2, 3, 4, 5]), torch.tensor([0, 1, 3, 2, 3, 5, 0]))
     x.people = torch.tensor([0, 1, 0, 1, 1, 0])
     x.memory = itrloss.CoupledMemory(M, DIM, dtype=torch.float64)
-    x.memory.enqueue(drawn(M, DIM, trained=False), x.queue, x.idx_all[N:])
-    x.mixed = 0.7 * torch.eye(N).double() + 0.3 * torch.eye(N).double().flip(0)
+    x.memory.enqueue(x.queue.flip(1), x.queue, x.idx_all[N:])
     x.α = 0.4
     x.ε = 0.1
     x.τ = TAU
@@ -355,6 +357,41 @@ def kl(x: SimpleNamespace) -> Tensor:
 
 
 ZEROS = torch.zeros(N, dtype=torch.long)
+
+
+def clip(x: SimpleNamespace) -> Tensor:
+    return both(cos(x.q, x.d) / TAU) / 2
+
+
+def of_logits(x: SimpleNamespace) -> Tensor:
+    return both(x.S) / 2
+
+
+def one_way(x: SimpleNamespace) -> Tensor:
+    return diagonal(x.S)
+
+
+def with_negatives(x: SimpleNamespace) -> Tensor:
+    return diagonal(shared(x) / TAU)
+
+
+def own_negatives(x: SimpleNamespace) -> Tensor:
+    return F.cross_entropy(of_own(x) / TAU, ZEROS)
+
+
+def inner_products(x: SimpleNamespace) -> Tensor:
+    """Of queries with all documents and all hard negatives."""
+    return x.q @ torch.cat([x.d, x.flat]).T
+
+
+def scan(x: SimpleNamespace) -> Tensor:
+    return hinges(x.S, hardest=True)
+
+
+def of_views(x: SimpleNamespace) -> Tensor:
+    return simclr(x.z1, x.z2, 0.1)
+
+
 Formula = Callable[[SimpleNamespace], Any]
 FORMULAS: dict[tuple[str, str], Formula] = {
     ("ALBEF", "loss_ita with idx and the queue"): ita_of_features,
@@ -363,8 +400,8 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("ANCE", "NLL_MultiChunk"): multi_chunk,
     ("BGE-m3", "distill_loss, kl_div"): lambda x: soft(x.S, x.T.softmax(1)),
     ("BLIP", "loss_ita with idx and the queue"): ita_of_features,
-    ("Chinese-CLIP", "get_loss"): lambda x: both(x.S) / 2,
-    ("CLAP", "ClipLoss"): lambda x: both(cos(x.q, x.d) / TAU) / 2,
+    ("Chinese-CLIP", "get_loss"): of_logits,
+    ("CLAP", "ClipLoss"): clip,
     ("CLIP-ViP", "NCEContrastiveLoss, NCELearnableTempLoss"): lambda x: both(cos(x.q, x.d) / TAU),
     ("CLIP-ViP", "NCELearnableTempLoss_vsc"): subtitles_and_captions,
     ("CLIP-ViP", "NCELearnableTempDSLLoss"): lambda x: (
@@ -373,13 +410,13 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("CLIP-ViP", "MILNCEContrastiveLoss"): lambda x: mil_nce(
         cos(x.q, x.flat) / TAU, torch.arange(N).repeat_interleave(K), times=1
     ),
-    ("CLIP4Cir", "crossentropy_criterion(logits, ground_truth)"): lambda x: diagonal(x.S),
-    ("CLIP4Clip", "(CrossEn(S) + CrossEn(S.T)) / 2"): lambda x: both(x.S) / 2,
+    ("CLIP4Cir", "crossentropy_criterion(logits, ground_truth)"): one_way,
+    ("CLIP4Clip", "(CrossEn(S) + CrossEn(S.T)) / 2"): of_logits,
     ("ColBERT", "cross-entropy of nway scores"): lambda x: F.cross_entropy(x.W, ZEROS),
     ("ColBERT", "compute_ib_loss"): in_batch,
     ("colpali", "ColbertLoss"): lambda x: diagonal(max_sim(x.Q, x.D).sum(2) / 3 / TAU),
     ("colpali", "BiEncoderLoss"): lambda x: diagonal(cos(x.q, x.d) / TAU),
-    ("contrastors", "clip_loss"): lambda x: diagonal(shared(x) / TAU),
+    ("contrastors", "clip_loss"): with_negatives,
     ("contriever", "InBatch"): lambda x: F.cross_entropy(
         x.q @ x.d.T / TAU, torch.arange(N), label_smoothing=x.ε
     ),
@@ -392,23 +429,23 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("ConVIRT", "NTXentLoss with α = 0.75"): lambda x: (
         0.75 * diagonal(cos(x.q, x.d) / TAU) + 0.25 * diagonal(cos(x.d, x.q) / TAU)
     ),
-    ("CyCLIP", "get_loss, the contrast"): lambda x: both(cos(x.q, x.d) / TAU) / 2,
+    ("CyCLIP", "get_loss, the contrast"): clip,
     ("deep-person-reid", "TripletLoss"): batch_hard,
-    ("DPR", "BiEncoderNllLoss"): lambda x: diagonal(x.q @ torch.cat([x.d, x.flat]).T),
+    ("DPR", "BiEncoderNllLoss"): lambda x: diagonal(inner_products(x)),
     ("DRL", 'CrossEn of wti_interaction, "ti"'): token_wise,
-    ("FG-CLIP", "hard_contrastive_loss"): lambda x: F.cross_entropy(of_own(x) / TAU, ZEROS),
-    ("FG-CLIP", "clip_loss, pairwise_contrastive_loss"): lambda x: both(cos(x.q, x.d) / TAU) / 2,
+    ("FG-CLIP", "hard_contrastive_loss"): own_negatives,
+    ("FG-CLIP", "clip_loss, pairwise_contrastive_loss"): clip,
     ("FG-CLIP 2", "all_gather_siglip_loss_"): siglip,
-    ("FlagEmbedding", "_compute_in_batch_neg_loss"): lambda x: diagonal(shared(x) / TAU),
+    ("FlagEmbedding", "_compute_in_batch_neg_loss"): with_negatives,
     ("frozen-in-time", "NormSoftmaxLoss"): lambda x: both(x.S / TAU),
     ("frozen-in-time", "MaxMarginRankingLoss"): lambda x: (
         hinges(x.S, hardest=False) / (2 * N * (N - 1))
     ),
-    ("GradCache", "SimpleContrastiveLoss"): lambda x: diagonal(x.q @ torch.cat([x.d, x.flat]).T),
+    ("GradCache", "SimpleContrastiveLoss"): lambda x: diagonal(inner_products(x)),
     ("hybrid_space", "TripletLoss"): lambda x: hinges(cos(x.q, x.d), hardest=True),
-    ("IMRAM", "ContrastiveLoss(opt=opt, …)"): lambda x: hinges(x.S, hardest=True),
+    ("IMRAM", "ContrastiveLoss(opt=opt, …)"): scan,
     ("IRRA", "compute_sdm"): lambda x: sdm(cos(x.q, x.d) / TAU, x.ids, 1e-8),
-    ("IRRA", "compute_itc"): lambda x: both(cos(x.q, x.d) / TAU) / 2,
+    ("IRRA", "compute_itc"): clip,
     ("LAVIS BLIP-2", "loss_itc"): lambda x: smoothed(of_queries(x) / TAU, x.ε),
     ("LAVIS BLIP-2", "loss_itc with image_id"): lambda x: smoothed_by_ids(of_queries(x) / TAU, x),
     ("lightly", "DCLLoss"): decoupled,
@@ -423,15 +460,15 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("MIL-NCE", "MILNCELoss"): lambda x: mil_nce(
         x.q @ x.flat.T, torch.arange(N).repeat_interleave(K), times=2
     ),
-    ("ms-swift", "InfonceLoss"): lambda x: diagonal(shared(x) / TAU),
+    ("ms-swift", "InfonceLoss"): with_negatives,
     ("ms-swift", "InfonceLoss, Qwen3's switches"): qwen3,
     ("MUSE", 'get_word_translation_accuracy, "csls_knn_10"'): csls,
     ("NeMo Automodel", "InfoNCELoss with a mask"): masked,
     ("NNN", "NNNRetriever"): nnn,
     ("pcmepp", "ClosedFormSampledDistanceLoss"): pcmepp,
     ("pylate", "Contrastive"): lambda x: diagonal(max_sim(x.Q, x.D).sum(2) / TAU),
-    ("RCAR", "ContrastiveLoss(opt=opt, …)"): lambda x: hinges(x.S, hardest=True),
-    ("sentence-transformers", "MultipleNegativesRankingLoss"): lambda x: diagonal(shared(x) / TAU),
+    ("RCAR", "ContrastiveLoss(opt=opt, …)"): scan,
+    ("sentence-transformers", "MultipleNegativesRankingLoss"): with_negatives,
     ("sentence-transformers", "MarginMSELoss"): lambda x: F.mse_loss(x.pos - x.neg, x.gold),
     ("SigLIP 2 in transformers", "SiglipModel's loss"): siglip,
     ("SimCSE", "cl_forward"): lambda x: diagonal(cos(x.z1, x.z2) / TAU),
@@ -440,8 +477,8 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ),
     ("SimLM", "the cross-entropy of its scores"): lambda x: F.cross_entropy(x.full, x.right),
     ("SimLM", "full_contrastive_loss of one passage a query"): full_contrast,
-    ("SLIP", "CLIPLoss"): lambda x: both(cos(x.q, x.d) / TAU) / 2,
-    ("SLIP", "SIMCLRLoss"): lambda x: simclr(x.z1, x.z2, 0.1),
+    ("SLIP", "CLIPLoss"): clip,
+    ("SLIP", "SIMCLRLoss"): of_views,
     ("SPLADE", "PairwiseNLL"): lambda x: (
         -F.log_softmax(torch.stack([x.pos, x.neg], 1), 1)[:, 0].mean()
     ),
@@ -452,20 +489,18 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("SupContrast", "SupConLoss"): supcon,
     ("TBPS-CLIP", "calc_contrastive"): of_itself,
     ("TBPS-CLIP", "R-ITC"): lambda x: sdm(x.S, x.ids, 1e-2) / 2,
-    ("TBPS-CLIP", "compute_simclr_loss"): lambda x: simclr(x.z1, x.z2, 0.1),
-    ("tevatron", "EncoderModel, the cross-entropy"): lambda x: diagonal(
-        x.q @ torch.cat([x.d, x.flat]).T / TAU
-    ),
-    ("UniVL", "CrossEn"): lambda x: diagonal(x.S),
+    ("TBPS-CLIP", "compute_simclr_loss"): of_views,
+    ("tevatron", "EncoderModel, the cross-entropy"): lambda x: diagonal(inner_products(x) / TAU),
+    ("UniVL", "CrossEn"): one_way,
     ("UniVL", "MILNCELoss"): lambda x: mil_nce(x.S, torch.arange(N), times=1),
     ("UniVL", "MaxMarginRankingLoss"): lambda x: (
         (0.2 + x.S - x.S.diagonal()[:, None]).relu() + (0.2 + x.S - x.S.diagonal()).relu()
     ).mean(),
-    ("VLM2Vec", "SimpleContrastiveLoss"): lambda x: diagonal(shared(x) / TAU),
-    ("VLM2Vec", "InExampleContrastiveLoss"): lambda x: F.cross_entropy(of_own(x) / TAU, ZEROS),
+    ("VLM2Vec", "SimpleContrastiveLoss"): with_negatives,
+    ("VLM2Vec", "InExampleContrastiveLoss"): own_negatives,
     ("VSRN", "ContrastiveLoss"): lambda x: hinges(x.q @ x.d.T, hardest=True),
-    ("X-Pool", "CLIPLoss"): lambda x: both(x.S) / 2,
-    ("X-VLM", "get_contrastive_loss"): lambda x: both(cos(x.q, x.d) / TAU) / 2,
+    ("X-Pool", "CLIPLoss"): of_logits,
+    ("X-VLM", "get_contrastive_loss"): clip,
     ("X-VLM", "get_contrastive_loss with idx"): lambda x: (
         (
             soft(cos(x.q, x.d) / TAU, alike(x.ids, x.ids))

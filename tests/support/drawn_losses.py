@@ -30,6 +30,8 @@ from support.losses_registry import ONE_TO_ONE, REGISTRY, Entry
 STEP = 1e-6  # of differences
 
 BY_IDS = [*OF_IDS, "labels"]
+# Options of losses that take no labels of one set.
+OF_TWO_SIDES = {"joint", "image_image"}
 # Relations of losses by what they take; others take all.
 RELATIONS = {
     "memory": ["pairs", "ids", "padding", "same", "labels"],
@@ -63,22 +65,29 @@ class LossCase:
         kinds = RELATIONS.get(self.takes, KINDS)
         if self.takes == "pairs" and name != "triplet all":  # whose pairs of pairs have no weight
             kinds = [*kinds, "weights"]
+        if self.takes == "pairs" and not self.entry.options.keys() & OF_TWO_SIDES:
+            kinds = [*kinds, "one set"]
         if self.entry.ids == ONE_TO_ONE:
             kinds = ["pairs"]
         if in_processes:  # whose numbers are of their own images
             kinds = [kind for kind in kinds if kind != "numbers"]
         self.batch: Batch = drawn_batch(draw, kinds) if batch is None else batch
+        if self.batch.one_set:
+            self.batch = replace(self.batch, views=draw.pick([1, 2]))
         self.engine = draw.pick(["auto", "dense", "tiled"])
         self.form = draw.pick(["embeddings", "embeddings", "scores", "similarity"])
         taken = inspect.signature(type(self.entry.make(self.dim))).parameters
         self.common = self.drawn_options(taken)
+        if in_processes and self.batch.views == 2 and self.common["reduction"] == "none":
+            self.common["reduction"] = "sum"  # as values of all processes are in another order
         # They change no value in one process.
         switches = [x for x in ("gather", "telemetry", "check_finite") if x in taken]
         self.switches = {x: draw.chance(0.2) for x in switches}
         self.input = TAKES[self.takes].input(self)
         # a vector of length 0 has no derivative
         self.direction = [draw.normal(*x.shape) * x.any(-1, keepdim=True) for x in self.input]
-        self.weights = [draw.normal(self.batch.n), draw.normal(self.batch.m)]
+        views = self.batch.views
+        self.weights = [draw.normal(views * self.batch.n), draw.normal(views * self.batch.m)]
 
     def drawn_options(self, taken: Container[str]) -> dict[str, Any]:
         """Options that all losses of a kind have."""
@@ -153,6 +162,8 @@ class LossCase:
         """Return the reduced values of the directions that count, from ``compute(reduction)``."""
         reduction = self.common["reduction"]
         chosen = self.common.get("directions", "both")
+        if self.batch.one_set:  # whose items are anchors once
+            chosen = "image-text"
         if chosen == "both":
             return compute(reduction)
         side = ("image-text", "text-image").index(chosen)
@@ -183,7 +194,7 @@ class LossCase:
         if values[0].dim() == 0:
             return values[0]
         weights = self.weights
-        if self.common.get("directions") == "text-image":
+        if self.common.get("directions") == "text-image" and not self.batch.one_set:
             weights = weights[1:]
         total: Any = 0.0
         for value, weight in zip(values, weights, strict=False):
@@ -201,10 +212,13 @@ class LossCase:
         whole = copy.copy(self)
         # With a matrix of matches, nobody says which columns are a process's own.
         may_be_scores = self.entry.oracle is not None and self.batch.matches is None
+        if self.batch.views == 2:  # labels are those of one view
+            may_be_scores = False
+        if self.takes in ("pairs", "guide", "teacher"):
+            whole.form = "embeddings"
         if self.form == "scores" and self.takes == "pairs" and may_be_scores:
             whole.input = [torch.from_numpy(scores_of(self, self.input))]
-        if self.takes == "pairs":
-            whole.form = "embeddings"
+            whole.form = "matrix"
         return whole
 
     def of_process(self, rank: int, world: int = 2) -> LossCase:
@@ -221,7 +235,8 @@ class LossCase:
         if self.takes == "distributions":
             places = [rows, cols, rows, cols]
         part.input = [x[place] for x, place in zip(self.input, places, strict=True)]
-        part.weights = [x[place] for x, place in zip(self.weights, (rows, cols), strict=True)]
+        if self.batch.views == 1:
+            part.weights = [x[place] for x, place in zip(self.weights, (rows, cols), strict=True)]
         for name in ("classes", "teacher", "negative_ids", "gate"):  # of rows
             if getattr(self, name, None) is not None:
                 setattr(part, name, getattr(self, name)[rows])
@@ -269,29 +284,42 @@ def scaled(case: LossCase, size: int) -> Tensor:
 
 
 def pairs(case: LossCase) -> list[Tensor]:
+    """Images and texts, or one or two views of the items of one set."""
+    if case.batch.one_set:
+        return [scaled(case, case.batch.n) for _ in range(case.batch.views)]
     return [scaled(case, case.batch.n), scaled(case, case.batch.m)]
 
 
+def sides_of(case: LossCase, leaves: list[Tensor]) -> list[Tensor]:
+    """Images and texts, or one set twice."""
+    return [torch.cat(leaves)] * 2 if case.batch.one_set else leaves[:2]
+
+
 def scores_of(case: LossCase, leaves: list[Tensor]) -> np.ndarray:
-    v, w = leaves[:2]
+    v, w = sides_of(case, leaves)
     if case.normalizes:
         return oracle.cosine(v.numpy(), w.numpy())
     return (v @ w.T).numpy()
 
 
-def of_pairs(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
+def of_pairs(case: LossCase, loss: Any, leaves: list[Tensor], **other: Any) -> Any:
+    """Of embeddings, of a similarity or of scores, and what another model has."""
     batch = case.batch
-    if len(leaves) == 1:
+    if case.form == "matrix":
         return loss(scores=leaves[0], **batch.given)
-    v, w = leaves
-    if case.entry.oracle is None or case.form == "embeddings":
-        return loss(v, w, **batch.given)
+    needs_embeddings = case.takes == "pairs" and case.entry.oracle is None
+    if needs_embeddings or case.form == "embeddings" or batch.views == 2:
+        return loss(*leaves, **other, **batch.given)
     sim = Similarity(
-        v, w, *batch.ids, engine=loss.engine, related=batch.related, normalize=case.normalizes
+        *sides_of(case, leaves),
+        *batch.ids,
+        engine=loss.engine,
+        related=batch.related,
+        normalize=case.normalizes,
     )
     if case.form == "similarity":
-        return loss(sim)
-    return loss(scores=sim.scores(), **batch.given)
+        return loss(sim, **other)
+    return loss(scores=sim.scores(), **other, **batch.given)
 
 
 def loops_of_pairs(case: LossCase, leaves: list[Tensor]) -> Any:
@@ -302,25 +330,30 @@ def loops_of_pairs(case: LossCase, leaves: list[Tensor]) -> Any:
     scores = scores_of(case, leaves)
     options = {"held": scores_of(case, case.input)} if case.holds_weights else {}
     sides = case.batch.items()
-    return case.of_directions(
+    found = case.of_directions(
         lambda reduction: case.entry.expected(scores, *sides, reduction=reduction, **options)
     )
+    # of two items of one set, each has all of the pair's loss, and not a half
+    return 2 * found if case.batch.one_set and case.entry.every_pair else found
 
 
 def loops_of_prefixes(case: LossCase, leaves: list[Tensor]) -> float:
     total = 0.0
     for dims in (2, 4):
         scores = scores_of(case, [x[:, :dims] for x in leaves])
-        options = {"reduction": case.common["reduction"]}
-        total += oracle_embedders.infonce(scores, *case.batch.items(), **options)
+        compute = partial(oracle_embedders.infonce, scores, *case.batch.items())
+        total += case.of_directions(lambda reduction, compute=compute: compute(reduction=reduction))
     return total
 
 
 # Losses whose loops have matches with weights.
 WITH_WEIGHTS = (
+    itrloss.DiversityContrastiveLoss,
+    itrloss.HubnessAwareLoss,
     itrloss.InfoNCELoss,
     itrloss.PCMEPlusPlusLoss,
     itrloss.SDMLoss,
+    itrloss.SigmoidLoss,
     itrloss.TripletLoss,
 )
 
@@ -359,13 +392,20 @@ def loops_of_negatives(case: LossCase, leaves: list[Tensor]) -> Any:
     return in_general(case, leaves, negatives=leaves[2], more=more)
 
 
+def cosines(of_images: Tensor, of_texts: Tensor) -> Tensor:
+    return F.normalize(of_images) @ F.normalize(of_texts).T
+
+
 def with_guide(case: LossCase) -> list[Tensor]:
     case.guide = (case.draw.normal(case.batch.n, 3), case.draw.normal(case.batch.m, 3))
     return pairs(case)
 
 
 def of_guide(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    return loss(*leaves, guide=case.guide, **case.batch.given)
+    guide: Any = case.guide
+    if case.form == "scores":
+        guide = cosines(*guide)
+    return of_pairs(case, loss, leaves, guide=guide)
 
 
 def loops_of_guide(case: LossCase, leaves: list[Tensor]) -> Any:
@@ -374,20 +414,20 @@ def loops_of_guide(case: LossCase, leaves: list[Tensor]) -> Any:
 
 def with_teacher(case: LossCase) -> list[Tensor]:
     with_guide(case)
+    case.has_embeddings = case.form == "similarity"  # of the teacher
     case.teacher = case.draw.normal(case.batch.n, case.batch.m) / 4
     rows, cols = case.batch.items()
     for i, j in itertools.product(range(case.batch.n), range(case.batch.m)):
         if not (oracle.match(rows[i], cols[j]) or oracle.differ(rows[i], cols[j])):
             case.teacher[i, j] = 400.0  # counts for nothing
-    if case.form == "similarity":
-        of_images, of_texts = map(F.normalize, case.guide)
-        case.teacher = of_images @ of_texts.T
+    if case.has_embeddings:
+        case.teacher = cosines(*case.guide)
     return pairs(case)
 
 
 def of_teacher(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
-    teacher = case.guide if case.form == "similarity" else case.teacher
-    return loss(*leaves, teacher, **case.batch.given)
+    teacher = case.guide if case.has_embeddings else case.teacher
+    return of_pairs(case, loss, leaves, teacher=teacher)
 
 
 def loops_of_teacher(case: LossCase, leaves: list[Tensor]) -> Any:

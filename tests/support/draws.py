@@ -67,6 +67,7 @@ class Batch:
     rule: Any = "same"
     matches: Tensor | None = None
     one_set: bool = False  # groups are the numbers of items
+    views: int = 1  # of the items of one set
 
     @property
     def related(self) -> Related | None:
@@ -100,6 +101,9 @@ class Batch:
     def _side(self, side: int, size: int) -> list[Item]:
         ids = self.ids[side]
         labels = [[i] for i in range(size)] if ids is None else ids.reshape(size, -1).tolist()
+        if self.one_set:
+            sets = [frozenset(own) - {NO_ID} for own in self.views * labels]
+            return [Item(own, number, "itself") for number, own in enumerate(sets)]
         groups = self.groups[side]
         groups = [NO_ID] * size if groups is None else groups.tolist()
         return [
@@ -181,7 +185,8 @@ def of_one_tensor(draw: Draw, n: int, m: int) -> Batch:
 
 def of_one_set(draw: Draw, n: int, m: int) -> Batch:
     """Row i and column i are one item."""
-    own = draw.marked(draw.integers(draw.pick([2, 4, 9]), n), 0.1)
+    shape = draw.pick([(n,), (n,), (n, 2)])  # of labels, or of sets of them
+    own = draw.marked(draw.integers(draw.pick([2, 4, 9]), *shape), 0.1)
     numbers = torch.arange(n)
     return Batch("one set", n, n, (own, own), (numbers, numbers), "other", one_set=True)
 

@@ -52,7 +52,8 @@ class Item:
     """A row or a column in place of its id: it matches those with which it shares a label.
 
     Without a label, it does not exist. One that does not match is a negative if the groups allow
-    it: with the rule ``"same"`` those of one group, with ``"other"`` those of different ones.
+    it: with the rule ``"same"`` those of one group, with ``"other"`` those of different ones. With
+    the rule ``"itself"``, groups are numbers of the items of one set, and equal ones no pair.
     """
 
     labels: frozenset[int]
@@ -60,7 +61,10 @@ class Item:
     rule: str = "same"
 
     def matches(self, other: Item) -> bool:
-        return bool(self.labels & other.labels)
+        return bool(self.labels & other.labels) and not self.is_itself(other)
+
+    def is_itself(self, other: Item) -> bool:
+        return self.rule == "itself" and self.group == other.group
 
     def differs(self, other: Item) -> bool:
         if self.matches(other) or not self.labels or not other.labels:
@@ -232,20 +236,19 @@ def hal(
     column; the loss is ``mean_i r_i + mean_j c_j − mean_{positive pairs} log(1 + S_ip)``, S floored
     at −1 + 1e-6 in the last term, with ``positive="relu"`` at 0. Per anchor, each direction has
     half of the positive term: ``ℓ_i = r_i − ½ (n_valid / P) Σ_{p∈pos(i)} log(1 + S_ip)``, P =
-    positive pairs whose anchor is valid.
+    positive pairs whose anchor is valid. A pair counts as often as its weight says.
     """
     floor = SCORE_FLOOR if positive == "clamp" else 0.0
 
     def anchors(S: Array, ids: Ids, other_ids: Ids) -> Array:
         values = np.zeros(len(S))
         valid = _valid_anchors(ids, other_ids)
-        pairs = sum(len(_positives(i, ids, other_ids)) for i in valid)
+        pairs = sum(sum(_weights(i, ids, other_ids)) for i in valid)
         for i in valid:
             negatives = _negatives(i, ids, other_ids)
             exponents = [scale * (S[i, n] - margin) for n in negatives]
             repulsion = _log_sum_exp([0.0, *exponents]) / scale
-            positives = _positives(i, ids, other_ids)
-            logs = [_log_positive(S[i, p], floor) for p in positives]
+            logs = _log_positives(S, i, ids, other_ids, floor)
             attraction = len(valid) / pairs * math.fsum(logs)
             values[i] = repulsion - 0.5 * attraction
         return values
@@ -289,9 +292,9 @@ def dcl(  # noqa: PLR0913 (the options of the loss)
             negatives = _negatives(i, ids, other_ids)
             exponents = [(S[i, n] - margin) / (temperature * div[i]) for n in negatives]
             repulsion = temperature * _log_sum_exp([0.0, *exponents])
-            positives = _positives(i, ids, other_ids)
-            logs = [_log_positive(S[i, p], floor) for p in positives]
-            values[i] = repulsion - weight * _mean(logs)
+            logs = _log_positives(S, i, ids, other_ids, floor)
+            mean = math.fsum(logs) / math.fsum(_weights(i, ids, other_ids))
+            values[i] = repulsion - weight * mean
         return values
 
     rows = anchors(S, row_ids, col_ids, row_div)
@@ -335,6 +338,16 @@ def weight(i: int, j: int, ids: Ids, other_ids: Ids) -> float:
     """The weight of a match: that of its entry in a matrix, else 1."""
     anchor = np.asarray(ids)[i]
     return anchor.weight(np.asarray(other_ids)[j]) if isinstance(anchor, Judged) else 1.0
+
+
+def _weights(i: int, ids: Ids, other_ids: Ids) -> list[float]:
+    return [weight(i, p, ids, other_ids) for p in _positives(i, ids, other_ids)]
+
+
+def _log_positives(S: Array, i: int, ids: Ids, other_ids: Ids, floor: float) -> list[float]:
+    """``log(1 + S)`` of an anchor's positives, times their weights."""
+    logs = [_log_positive(S[i, p], floor) for p in _positives(i, ids, other_ids)]
+    return [log * own for log, own in zip(logs, _weights(i, ids, other_ids), strict=True)]
 
 
 def exists(item: Any) -> bool:

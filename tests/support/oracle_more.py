@@ -39,6 +39,7 @@ from support.oracle import (
     _reduce_valid,
     cosine,
     exists,
+    weight,
 )
 
 # ------------------------------------------------------------------------------------ memory losses
@@ -386,6 +387,7 @@ def sigmoid(
         for j in _candidates(i, row_ids, col_ids):
             z = 1.0 if j in positives else -1.0
             loss = _log_sum_exp([0.0, -z * (scale * S[i, j] + bias)])
+            loss *= weight(i, j, row_ids, col_ids) if j in positives else 1.0
             rows[i] += loss / 2
             cols[j] += loss / 2
     counted_rows = [i for i in range(len(rows)) if _candidates(i, row_ids, col_ids)]

@@ -7,11 +7,30 @@ NeurIPS 2018).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from numpy.typing import ArrayLike
 
 from support.oracle import Ids, of_anchors
+
+
+def of_positives(
+    S: ArrayLike,
+    row_ids: Ids,
+    col_ids: Ids,
+    temperature: float,
+    reduction: str,
+    value: Callable[[float, float], float],
+) -> Any:
+    """Reduce ``mean_p value(e_p, Σ_n e_n)`` of all anchors, where ``e = exp(S / τ)``."""
+
+    def of_anchor(positives: list[float], negatives: list[float]) -> float:
+        others = math.fsum(math.exp(s / temperature) for s in negatives)
+        values = [value(math.exp(s / temperature), others) for s in positives]
+        return math.fsum(values) / len(values)
+
+    return of_anchors(S, row_ids, col_ids, reduction, of_anchor)
 
 
 def rince(
@@ -25,15 +44,10 @@ def rince(
 ) -> Any:
     """``mean_p (−e_p^q + (λ (e_p + Σ_n e_n))^q) / q``, where ``e = exp(S / τ)``."""
 
-    def value(positives: list[float], negatives: list[float]) -> float:
-        others = math.fsum(math.exp(s / temperature) for s in negatives)
-        values = []
-        for s in positives:
-            e = math.exp(s / temperature)
-            values.append(((lam * (e + others)) ** q - e**q) / q)
-        return math.fsum(values) / len(values)
+    def value(e: float, others: float) -> float:
+        return ((lam * (e + others)) ** q - e**q) / q
 
-    return of_anchors(S, row_ids, col_ids, reduction, value)
+    return of_positives(S, row_ids, col_ids, temperature, reduction, value)
 
 
 def generalized(
@@ -46,12 +60,10 @@ def generalized(
 ) -> Any:
     """``mean_p (1 − P_p^q) / q``; ``P_p = e_p / (e_p + Σ_n e_n)`` with ``e = exp(S / τ)``."""
 
-    def value(positives: list[float], negatives: list[float]) -> float:
-        others = math.fsum(math.exp(s / temperature) for s in negatives)
-        shares = [math.exp(s / temperature) for s in positives]
-        return math.fsum((1 - (e / (e + others)) ** q) / q for e in shares) / len(shares)
+    def value(e: float, others: float) -> float:
+        return (1 - (e / (e + others)) ** q) / q
 
-    return of_anchors(S, row_ids, col_ids, reduction, value)
+    return of_positives(S, row_ids, col_ids, temperature, reduction, value)
 
 
 def complementary(
