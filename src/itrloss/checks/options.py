@@ -80,7 +80,7 @@ class ReadForm:
             if value.dtype != torch.float64:
                 # in half precision its exponential or reciprocal would be up to 0.4 % off
                 value = value.float()
-            value = self.learnt.forms[held].value(value).squeeze()
+            value = self.learnt.forms[held].value(value)
         if self.name != self.option:
             value = self.learnt.forms[self.name].stored(value)
         return value
