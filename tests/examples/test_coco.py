@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import drawn
 
-from examples.retrieval.config import Config
+from examples.retrieval.config import Config, make_config
 from examples.retrieval.data import load_split
 from examples.retrieval.evaluate import encode
 from examples.retrieval.export import main as export
@@ -119,7 +119,7 @@ def test_folds_that_do_not_divide_the_images_are_refused_before_training(setting
     with pytest.raises(ValueError, match=r"test_folds = 4: must divide the 25 images of testall"):
         Trainer(replace(settings, test_folds=4))
     with pytest.raises(ValueError, match=r"test_split = 'val': must be 'test' or 'testall'"):
-        replace(settings, test_split="val")
+        make_config({"test_split": "val"})
 
 
 def test_karpathys_test_has_all_test_images_under_both_names(photos):
