@@ -50,6 +50,9 @@ class Config:
     # is the mean of theirs.
     views: str = "regions"
     enhancement: str = ""  # "sge" or "cge": USER's enhancements of the regions
+    # parts of which the model has the printed form, not ours: "concepts", "enhancement", "heads",
+    # "pooling"; see docs/systems
+    as_printed: list[str] = field(default_factory=list)
     concepts: int = 100  # loss = "coder": concepts in its concept branch
     # concepts i and j have an edge if at least this share of i's captions have j, too
     concept_threshold: float = 0.3
@@ -130,6 +133,8 @@ class Config:
         self._require_one_of("precision", "float32", "bfloat16", "float16")
         self._require_one_of("test_split", "test", "testall")
         self._require_one_of("enhancement", "sge", "cge", "")
+        known = {*self.as_printed} <= {*PRINTED}
+        self._require("as_printed", known, f"some of {', '.join(PRINTED)}")
         self._check_views()
 
     def _check_views(self) -> None:
@@ -151,6 +156,7 @@ class Config:
         self._require(name, getattr(self, name) in allowed, f"{', '.join(others)} or {last}")
 
 
+PRINTED = ("concepts", "enhancement", "heads", "pooling")
 AT_LEAST_ONE = (
     "min_count",
     "captions_per_image",
