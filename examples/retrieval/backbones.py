@@ -6,7 +6,7 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -133,15 +133,17 @@ class BertEncoder(nn.Module):
         word_dropout: float = 0.0,
         heads: SubEmbeddings | None = None,
         with_queries: bool = False,
+        as_printed: Collection[str] = (),
     ) -> None:
         super().__init__()
         transformers = _transformers()
         sizes = transformers.BertConfig(**pieces.sizes)
         self.bert = transformers.BertModel(sizes, add_pooling_layer=False)
         self.linear = nn.Linear(sizes.hidden_size, dim)
-        self.pool = GPO()
+        printed = "pooling" in as_printed
+        self.pool = GPO(as_printed=printed)
         self.heads = heads
-        self.query_pool = GPO() if with_queries else None
+        self.query_pool = GPO(as_printed=printed) if with_queries else None
         self.word_dropout = word_dropout
         self.mask = pieces.mask
 

@@ -34,8 +34,10 @@ else:
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
-# A single number may stand for a list: decay_epochs=15.
-Epochs = Annotated[list[PositiveInt], BeforeValidator(lambda x: x if isinstance(x, list) else [x])]
+# A single value may stand for a list: decay_epochs=15.
+Listed = BeforeValidator(lambda x: x if isinstance(x, list) else [x])
+Epochs = Annotated[list[PositiveInt], Listed]
+Printed = Annotated[list[Literal["concepts", "enhancement", "heads", "pooling"]], Listed]
 Four = Annotated[list[PositiveFloat], Field(min_length=4, max_length=4)]
 
 
@@ -88,6 +90,8 @@ class Config:
     is the mean of theirs."""
     enhancement: Literal["", "sge", "cge"] = ""
     """USER's enhancements of the regions."""
+    as_printed: Printed = field(default_factory=list)
+    """Parts of which the model has the printed form, not ours; see docs/systems."""
     concepts: PositiveInt = 100
     """loss=coder: concepts in its concept branch."""
     concept_threshold: Share = 0.3

@@ -7,6 +7,7 @@ The embeddings are not normalised: the losses and metrics of itrloss compute the
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -104,16 +105,26 @@ class GPO(nn.Module):
     value gets the weight theta_k: (1, 0, 0, ...) is max pooling, (1/n, ..., 1/n) is mean pooling,
     and training finds weights in between. A small bidirectional GRU generates them from codes of
     the positions, for sets of any size.
+
+    One linear layer makes weights of its states, as in the public code; ``as_printed``, a two-layer
+    perceptron.
     """
 
     def __init__(
-        self, position_dim: int = 32, hidden_dim: int = 32, temperature: float = 0.1
+        self,
+        position_dim: int = 32,
+        hidden_dim: int = 32,
+        temperature: float = 0.1,
+        as_printed: bool = False,
     ) -> None:
         super().__init__()
         self.position_dim = position_dim
         self.temperature = temperature
         self.gru = nn.GRU(position_dim, hidden_dim, batch_first=True, bidirectional=True)
-        self.score = nn.Linear(hidden_dim, 1, bias=False)
+        self.score: nn.Module = nn.Linear(hidden_dim, 1, bias=False)
+        if as_printed:
+            hidden = nn.Linear(hidden_dim, hidden_dim)
+            self.score = nn.Sequential(hidden, nn.ReLU(), nn.Linear(hidden_dim, 1))
 
     def weights(self, lengths: Tensor, size: int) -> Tensor:
         """The pooling weights of sets with these lengths, padded to `size`: (B,) int64 on the CPU
@@ -124,7 +135,7 @@ class GPO(nn.Module):
         independent of the batch size.
         """
         distinct, which = torch.unique(lengths, return_inverse=True)
-        device = self.score.weight.device
+        device = next(self.parameters()).device
         codes = sinusoid(size, self.position_dim).to(device).expand(len(distinct), -1, -1)
         # (distinct, size)
         scores = self.score(averaged_bigru(self.gru, codes, distinct)).squeeze(-1)
@@ -156,17 +167,18 @@ class SubEmbeddings(nn.Module):
     Each head attends to the elements of the set, and its output is added to the pooled embedding:
     ``pooled + tanh(linear(attention @ elements))``, where the second term is small at first. The
     papers have a sigmoid in place of tanh, whose values are largely the same for all heads, and a
-    layer normalisation after it; with these, training on the scenes is slower, and with some seeds
-    much slower.
+    layer normalisation of the sum (``as_printed``).
     """
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, as_printed: bool = False) -> None:
         super().__init__()
         self.attention = nn.Sequential(
             nn.Linear(dim, dim // 2, bias=False), nn.Tanh(), nn.Linear(dim // 2, heads, bias=False)
         )
         self.linear = nn.Linear(dim, dim)
-        nn.init.xavier_uniform_(self.linear.weight, gain=0.1)
+        self.activation: nn.Module = nn.Sigmoid() if as_printed else nn.Tanh()
+        self.norm: nn.Module = nn.LayerNorm(dim) if as_printed else nn.Identity()
+        nn.init.xavier_uniform_(self.linear.weight, gain=1.0 if as_printed else 0.1)
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, elements: Tensor, pooled: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,8 +187,8 @@ class SubEmbeddings(nn.Module):
         """
         padding = (torch.arange(elements.shape[1]) >= lengths[:, None]).to(elements.device)
         weights = self.attention(elements).masked_fill(padding[:, :, None], MASKED).softmax(1)
-        residuals = torch.tanh(self.linear(torch.einsum("blk,bld->bkd", weights, elements)))
-        return pooled[:, None] + residuals, residuals
+        residuals = self.activation(self.linear(torch.einsum("blk,bld->bkd", weights, elements)))
+        return self.norm(pooled[:, None] + residuals), residuals
 
 
 class SelfGuidedEnhancement(nn.Module):
@@ -186,8 +198,9 @@ class SelfGuidedEnhancement(nn.Module):
     the global feature, which is added to each region in proportion to their similarity.
     """
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, as_printed: bool = False) -> None:
         super().__init__()
+        self.as_printed = as_printed
         # kappa and nu; batch normalisation makes biases redundant.
         self.local = nn.Linear(dim, dim, bias=False)
         self.whole = nn.Linear(dim, dim, bias=False)
@@ -200,7 +213,8 @@ class SelfGuidedEnhancement(nn.Module):
         local = self.local_norm(self.local(regions).flatten(0, 1)).view_as(regions)
         whole = self.whole_norm(self.whole(regions.mean(1)))
         weights = self.score(local.tanh() * whole.tanh()[:, None]).softmax(1)  # (B, R, 1)
-        return add_global(regions, F.normalize((weights * regions).sum(1), dim=1))
+        whole = F.normalize((weights * regions).sum(1), dim=1)
+        return add_global(regions, whole, self.as_printed)
 
 
 class GuidedEnhancement(nn.Module):
@@ -208,8 +222,9 @@ class GuidedEnhancement(nn.Module):
     paper.
     """
 
-    def __init__(self, whole_dim: int, dim: int) -> None:
+    def __init__(self, whole_dim: int, dim: int, as_printed: bool = False) -> None:
         super().__init__()
+        self.as_printed = as_printed
         self.mlp = nn.Sequential(
             nn.LayerNorm(whole_dim),
             BatchNorm(whole_dim),
@@ -222,15 +237,17 @@ class GuidedEnhancement(nn.Module):
     def forward(self, regions: Tensor, wholes: Tensor | None) -> Tensor:
         """(B, R, d), (B, d') -> (B, R, d)."""
         assert wholes is not None
-        return add_global(regions, self.mlp(wholes))
+        return add_global(regions, self.mlp(wholes), self.as_printed)
 
 
-def add_global(regions: Tensor, whole: Tensor) -> Tensor:
+def add_global(regions: Tensor, whole: Tensor, as_printed: bool = False) -> Tensor:
     """Add the global feature: ``x_i = v_i + a_i v_glo``, with ``a = softmax_i(v_glo . v_i)`` at
-    unit length (USER).
+    unit length, or as printed without (USER).
     """
     attention = torch.einsum("brd,bd->br", regions, whole).softmax(1)
-    return regions + F.normalize(attention, dim=1)[:, :, None] * whole[:, None]
+    if not as_printed:
+        attention = F.normalize(attention, dim=1)
+    return regions + attention[:, :, None] * whole[:, None]
 
 
 class ImageEncoder(nn.Module):
@@ -262,6 +279,7 @@ class ImageEncoder(nn.Module):
         whole: bool = False,
         enhancement: str = "",
         backbone: nn.Module | None = None,
+        as_printed: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.backbone = backbone
@@ -273,9 +291,10 @@ class ImageEncoder(nn.Module):
         self.dropout = SetDropout(feature_dropout, shared_dropout)
         self.enhancement: nn.Module | None = None
         if enhancement == "sge" and not whole:
-            self.enhancement = SelfGuidedEnhancement(region_dim)
+            self.enhancement = SelfGuidedEnhancement(region_dim, "enhancement" in as_printed)
         elif enhancement == "cge" and not whole:
-            self.enhancement = GuidedEnhancement(whole_dim, region_dim)
+            printed = "enhancement" in as_printed
+            self.enhancement = GuidedEnhancement(whole_dim, region_dim, printed)
         input_dim = whole_dim if whole else region_dim
         self.linear = nn.Linear(input_dim, dim)
         self.mlp = nn.Sequential(
@@ -286,7 +305,7 @@ class ImageEncoder(nn.Module):
             nn.ReLU(),
             nn.Linear(dim // 2, dim),
         )
-        self.pool = None if whole else GPO()
+        self.pool = None if whole else GPO(as_printed="pooling" in as_printed)
         self.heads = heads
 
     def elements(self, images: Tensor, wholes: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -347,6 +366,7 @@ class TextEncoder(nn.Module):
         shared_dropout: bool = False,
         heads: SubEmbeddings | None = None,
         with_queries: bool = False,
+        as_printed: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.register_buffer("idf", torch.ones(vocabulary_size))
@@ -357,10 +377,11 @@ class TextEncoder(nn.Module):
         self.word_dropout = word_dropout
         self.dropout = SetDropout(embedding_dropout, shared_dropout)
         self.gru = nn.GRU(word_dim, dim, batch_first=True, bidirectional=True)
-        self.pool = GPO()
+        printed = "pooling" in as_printed
+        self.pool = GPO(as_printed=printed)
         self.heads = heads
         self.bag = nn.Linear(word_dim, dim) if bag_of_words else None
-        self.query_pool = GPO() if with_queries else None
+        self.query_pool = GPO(as_printed=printed) if with_queries else None
 
     def forward(self, words: Tensor, lengths: Tensor) -> Any:
         x = self.dropout(self.embedding(words))

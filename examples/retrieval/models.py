@@ -75,14 +75,18 @@ class ConceptBranch(nn.Module):
     W)`` with the normalised graph A of :mod:`examples.retrieval.concepts` (supplement, Eq. 5). The
     paper does not specify rho. It is tanh here: a leaky ReLU puts all concepts into one orthant,
     where queries hardly distinguish them, and RSUM on the scenes falls by some 20 points.
+
+    Queries and concepts are compared by their cosine, and ``Y`` is at unit length; ``as_printed``,
+    by their inner product.
     """
 
     smoothness = 10.0  # inverse temperature of the attention to concepts
 
     graph: Tensor
 
-    def __init__(self, dim: int, concepts: int, word_dim: int) -> None:
+    def __init__(self, dim: int, concepts: int, word_dim: int, as_printed: bool = False) -> None:
         super().__init__()
+        self.as_printed = as_printed
         self.vectors = nn.Parameter(torch.randn(concepts, word_dim) / word_dim**0.5)
         self.register_buffer("graph", torch.eye(concepts))
         self.convolution = nn.Linear(word_dim, dim, bias=False)
@@ -96,9 +100,12 @@ class ConceptBranch(nn.Module):
 
     def forward(self, side: str, queries: Tensor) -> Tensor:
         """Concept embeddings (B, dim) of the queries (B, dim) of ``side``, "image" or "text"."""
-        concepts = F.normalize(self.concepts(), dim=1)
-        unit = F.normalize(self.queries[side](queries), dim=1)
-        return (self.smoothness * unit @ concepts.T).softmax(1) @ concepts
+        concepts = self.concepts()
+        queries = self.queries[side](queries)
+        if not self.as_printed:
+            concepts = F.normalize(concepts, dim=1)
+            queries = F.normalize(queries, dim=1)
+        return (self.smoothness * queries @ concepts.T).softmax(1) @ concepts
 
 
 class CODER(VSE):
@@ -274,25 +281,29 @@ def build_image_encoder(
 ) -> ImageEncoder:
     """Build the image encoder of a view of the regions."""
     backbone = None if network is None else Backbone(network)
+    printed = "heads" in config.as_printed
     return ImageEncoder(
         region_dim if backbone is None else backbone.dim,
         config.dim,
         config.feature_dropout,
         config.shared_dropout,
-        SubEmbeddings(config.dim, config.heads) if config.loss == "dvse" else None,
+        SubEmbeddings(config.dim, config.heads, printed) if config.loss == "dvse" else None,
         whole_dim,
         enhancement=config.enhancement,
         backbone=backbone,
+        as_printed=config.as_printed,
     )
 
 
 def build_view(config: Config, image: ImageEncoder, words: int | WordPieces) -> VSE:
     """Build the model of one view. A global feature is no set, so it has no heads."""
     has_sets = image.heads is not None
-    heads = SubEmbeddings(config.dim, 1) if has_sets else None
+    printed = config.as_printed
+    heads = SubEmbeddings(config.dim, 1, "heads" in printed) if has_sets else None
     with_queries = config.loss == "coder"
     if isinstance(words, WordPieces):
-        text = BertEncoder(words, config.dim, config.word_dropout, heads, with_queries)
+        dropout = config.word_dropout
+        text = BertEncoder(words, config.dim, dropout, heads, with_queries, printed)
     else:
         text = TextEncoder(
             words,
@@ -304,10 +315,12 @@ def build_view(config: Config, image: ImageEncoder, words: int | WordPieces) -> 
             config.shared_dropout,
             heads,
             with_queries,
+            printed,
         )
     if has_sets:
         return DVSE(image, text, config.heads)
     if config.loss == "coder":
-        branch = ConceptBranch(config.dim, config.concepts, config.word_dim)
+        sizes = config.dim, config.concepts, config.word_dim
+        branch = ConceptBranch(*sizes, as_printed="concepts" in printed)
         return CODER(image, text, branch, config.concept_share)
     return VSE(image, text)

@@ -122,6 +122,8 @@ def write_report(grid: Grid) -> str:
 
 
 def heading(number: str) -> str:
+    if number == "forms":
+        return "Printed forms"
     return number.replace("fig", "Figure ") if number.startswith("fig") else f"Table {number}"
 
 

@@ -24,7 +24,7 @@ from .checks import (
 from .checks.warnings import warn
 from .distributed import ProcessGroup, consensus, is_trained, rows_of_all, world_size
 from .engine.sets import Form, Sets, set_scores
-from .engine.vectors import full_precision, host_may_read, normalized
+from .engine.vectors import compute_dtype, full_precision, host_may_read, normalized
 from .similarity import Similarity
 from .torch_versions import is_compiling
 
@@ -171,6 +171,7 @@ def dynamic_orthogonal_loss(
     slack: float = 0.4,
     pair_reduction: PairReduction = "mean",
     reduction: Reduction = "mean",
+    normalize_residuals: bool = True,
 ) -> Tensor:
     """Return the dynamic orthogonal constraint on sub-embeddings; see
     :class:`itrloss.DynamicOrthogonalLoss`.
@@ -180,12 +181,13 @@ def dynamic_orthogonal_loss(
             vector stays zero.
         gate: (N, K), the m of each head, or (N, D), a factor for each dimension of the u of all
             heads (if K = D, it is read as the former). None: all ones. It gets no gradient.
+        normalize_residuals: False takes the residuals as u as they are.
         others: as there. The result is float32 (float64 for float64 residuals).
     """
     check_matrix("residuals", residuals, "(N, K, D)", dims=3)
     one_of("pair_reduction", pair_reduction, "mean", "sum", "frobenius")
     one_of("reduction", reduction, "mean", "sum", "none")
-    heads = normalized(residuals)
+    heads = normalized(residuals) if normalize_residuals else residuals.to(compute_dtype(residuals))
     k = heads.shape[1]
     if gate is not None:
         heads = heads * _factors(gate, heads)

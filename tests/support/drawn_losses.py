@@ -632,6 +632,7 @@ def loops_of_heads(case: LossCase, leaves: list[Tensor]) -> Any:
 def with_heads_alone(case: LossCase) -> list[Tensor]:
     case.common["pair_reduction"] = case.draw.pick(["mean", "sum", "frobenius"])
     case.common["slack"] = case.draw.pick([0.0, 0.1, 0.4])
+    case.common["normalize_residuals"] = case.draw.chance(0.7)
     n, number = case.batch.n, case.draw.pick([1, 2, 6])
     case.gate = None
     if case.draw.chance(0.7):  # of heads, or of dimensions

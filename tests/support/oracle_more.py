@@ -503,6 +503,7 @@ def dynamic_orthogonal(
     slack: float = 0.4,
     pair_reduction: str = "mean",
     reduction: str = "mean",
+    normalize_residuals: bool = True,
 ) -> Any:
     """Dynamic orthogonal constraint loss, DVSE Eq. 4: residual sub-embeddings (N, K, D), gate (N,
     K) or (N, D).
@@ -522,7 +523,7 @@ def dynamic_orthogonal(
     Against the paper: Eq. 3 does not say what shape ``round(s(h(w² z)))`` has, and Eq. 4 writes it
     as a function of a head, ``‖F_mask((v̂^i)^T) F_mask(v̂^j)‖``; Eq. 4 is for one image, sums where
     the default here averages, puts norm bars round a scalar, and does not normalise v̂ (then β =
-    0.4 would have no scale).
+    0.4 would have no scale): ``normalize_residuals=False``.
     """
     heads = np.asarray(residuals, np.float64)
     N, K, D = heads.shape
@@ -531,7 +532,7 @@ def dynamic_orthogonal(
     for n in range(N):
         vectors = []
         for head, mask in zip(heads[n], per_entry[n], strict=True):
-            vectors.append(_unit(head) * mask)
+            vectors.append((_unit(head) if normalize_residuals else head) * mask)
         scores = []
         for i in range(K):
             for j in range(K):

@@ -15,7 +15,6 @@ from ..checks import (
     IdsLike,
     check_matrix,
     is_sharded,
-    one_of,
     option,
     takes_queries,
 )
@@ -251,6 +250,7 @@ class CODERObjective(CheckedModule):
     memory_weight: float = option()
     concept_weight: float = option()
     prototype_weight: float = option()
+    batch_diversity_from: functional.DiversityFrom = option(fixed=True)
 
     def __init__(  # noqa: PLR0913 - options by keyword
         self,
@@ -271,7 +271,7 @@ class CODERObjective(CheckedModule):
         self.memory_weight = memory_weight
         self.concept_weight = concept_weight
         self.prototype_weight = prototype_weight
-        one_of("batch_diversity_from", batch_diversity_from, "both", "batch")
+        self.batch_diversity_from = batch_diversity_from
         self.batch: DiversityContrastiveLoss | MemoryDiversityContrastiveLoss
         if batch_diversity_from == "batch":
             self.batch = DiversityContrastiveLoss(**options)
@@ -328,7 +328,7 @@ class CODERObjective(CheckedModule):
         zero = images.new_zeros((), dtype=compute_dtype(images))
         with_memory = images, texts, image_keys, text_keys, memory, image_ids, text_ids
         batch = zero
-        if self.batch_weight and isinstance(self.batch, MemoryLoss):
+        if self.batch_weight and self.batch_diversity_from == "both":
             batch = self.batch(*with_memory)
         elif self.batch_weight:
             batch = self.batch(images, texts, image_ids, text_ids)

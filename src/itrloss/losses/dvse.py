@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import KW_ONLY
 from typing import Any, NamedTuple
 
 import torch
@@ -165,12 +166,17 @@ class DynamicOrthogonalLoss(Loss):
         pair_reduction: ``"mean"`` over ordered pairs of heads; ``"sum"`` as printed, which grows
             with K (K - 1); or ``"frobenius"``, the root of the sum of squares, divided by K², which
             is always below the default slack.
+        normalize_residuals: False takes the inner products of the residuals as they are, as
+            printed.
         reduction: over the images: ``"mean"``, ``"sum"``, or ``"none"`` for (N,).
         gather, process_group: see :class:`PairLoss`.
     """
 
     slack: float = 0.4
     pair_reduction: functional.PairReduction = "mean"
+
+    _: KW_ONLY
+    normalize_residuals: bool = True
 
     def forward(self, residuals: Tensor, gate: Tensor | None = None) -> Values:
         """Return the loss, see :func:`itrloss.functional.dynamic_orthogonal_loss`."""
@@ -180,7 +186,12 @@ class DynamicOrthogonalLoss(Loss):
         ) -> Tensor:
             """Return the loss of this process's samples."""
             return functional.dynamic_orthogonal_loss(
-                residuals, gate, self.slack, self.pair_reduction, reduction
+                residuals,
+                gate,
+                self.slack,
+                self.pair_reduction,
+                reduction,
+                self.normalize_residuals,
             )
 
         return self._of_samples((residuals, gate), reduced)
@@ -329,7 +340,7 @@ class DVSEObjective(CheckedModule):
 
     Args:
         balance: η in [0, 1].
-        slack, pair_reduction: see :class:`DynamicOrthogonalLoss`.
+        slack, pair_reduction, normalize_residuals: see :class:`DynamicOrthogonalLoss`.
         options: of :class:`VarianceAwareLoss`.
     """
 
@@ -341,6 +352,7 @@ class DVSEObjective(CheckedModule):
         *,
         slack: float = 0.4,
         pair_reduction: functional.PairReduction = "mean",
+        normalize_residuals: bool = True,
         **options: Any,
     ):
         super().__init__()
@@ -349,6 +361,7 @@ class DVSEObjective(CheckedModule):
         self.orthogonal = DynamicOrthogonalLoss(
             slack,
             pair_reduction,
+            normalize_residuals=normalize_residuals,
             gather=self.variance_aware.gather,
             process_group=self.variance_aware.process_group,
         )
