@@ -67,11 +67,15 @@ def features(root: Path, sizes: dict[str, int]) -> Path:
         regions = meanings[things] + 0.1 * rng.normal(size=(n, 4, 8))
         np.save(root / f"{split}_ims.npy", regions.astype(np.float16))
         np.save(root / f"{split}_global.npy", rng.uniform(size=(n, 7)).astype(np.float16))
-        captions = []
+        captions: list[str] = []
         for image in things:
-            for _ in range(5):
+            own = 0
+            while own < 5:
                 named = rng.permutation(image)[: rng.integers(2, 5)]
-                captions.append(" ".join(f"word{i}" for i in named))
+                caption = " ".join(f"word{i}" for i in named)
+                if caption not in captions:  # equal ones would rank by rounding
+                    captions.append(caption)
+                    own += 1
         (root / f"{split}_caps.txt").write_text("\n".join(captions) + "\n")
     return root
 
