@@ -237,9 +237,11 @@ OTHER_FORMS += [
     ((itrloss.InfoNCELoss, form, -2.659, True), "did you mean log_scale=2.659?")
     for form in ("temperature", "scale")
 ]
-OTHER_FORMS.append(
-    ((itrloss.InfoNCELoss, "temperature", 0.0, True), "0 is a temperature of 0, which")
-)
+OTHER_FORMS += [
+    ((itrloss.InfoNCELoss, "temperature", 0.0, True), "0 is a temperature of 0, which"),
+    ((itrloss.InfoNCELoss, "log_scale", -800.0, True), "-800 is a temperature of 1.014e+304"),
+    ((itrloss.InfoNCELoss, "log_scale", 800.0, True), "800 is a temperature of 9.86e-305"),
+]
 NO_MATCH = "no image has a matching text"
 NO_NEGATIVES = "every image matches every text, so that the loss is 0"
 LOGITS = "scores above 5, as of logits"
