@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import csv
 import importlib
 import io
 import json
@@ -15,6 +16,11 @@ import os
 import pickle
 import re
 import secrets
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,20 +30,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import as_id_numbers, as_int64, from_numpy
+from .checks import as_int64, from_numpy
 from .torch_versions import untyped_storage
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    import pandas as pd
-
-TEXTS = (".txt", ".csv")  # whose ids are lines
 _ENCODING = "latin1"  # of bytes in old pickle protocols
 _MISSING = ("", "nan", "na", "n/a", "<na>", "none", "null")
 _RE_RANKED = {"i2t", "t2i", "transductive"}  # what itrloss rerank --out writes
 # an integer, or a whole float, as pandas writes integers of a column with gaps: 3.0
 _INTEGER = re.compile(r"[+-]?[0-9]+(\.0*)?")
+# SciPy's reader in a process of its own, which a damaged file can only end
+_READ_MAT = """
+import sys, scipy.io, numpy
+arrays = scipy.io.loadmat(sys.argv[1])
+numpy.savez(sys.argv[2], **{name: x for name, x in arrays.items() if name[:2] != "__"})
+"""
 
 
 class Source(NamedTuple):
@@ -77,20 +86,36 @@ def read_matrix(path: str | Path, key: str | None = None) -> Tensor:
         key: the entry, if the file has several. By default ``sims``, or the only one.
 
     Raises:
-        ValueError: naming the file and what was expected.
+        ValueError: naming the file and what was expected; also for a column of ids beside scores
+            or embeddings, which would be one of them.
         OSError: if it cannot be read.
         ImportError: if a package is missing that reads the format.
     """
     path = _as_path(path)
-    array = _tensor(path, _read(path, key))
-    if array.ndim != 2 or 0 in array.shape:
+    matrix = _tensor(path, _read(path, key))
+    if matrix.ndim != 2 or 0 in matrix.shape:
         raise ValueError(
-            f"{path}: expected a matrix with rows and columns, got shape {tuple(array.shape)}"
+            f"{path}: expected a matrix with rows and columns, got shape {tuple(matrix.shape)}"
         )
-    if not array.is_floating_point():
+    if not matrix.is_floating_point():
         hint = "save them as floats, such as by astype('float32')"
-        raise ValueError(f"{path}: expected floating-point numbers, got {array.dtype}; {hint}")
-    return array
+        raise ValueError(f"{path}: expected floating-point numbers, got {matrix.dtype}; {hint}")
+    for column in (0, -1):
+        x = matrix[:, column].double()
+        if _are_ids(x) and not _are_whole(matrix[0].double()):
+            got = f"a column of distinct integers such as {x[0]:.0f} and {x[1]:.0f}"
+            raise ValueError(f"{path}: expected scores or embeddings, got {got}; leave ids out")
+    return matrix
+
+
+def _are_ids(x: Tensor) -> bool:
+    """Return whether numbers are distinct integers, and too large for cosines."""
+    return _are_whole(x) and bool(x.abs().max() > 1) and len(x.unique()) == len(x) > 1
+
+
+def _are_whole(x: Tensor) -> bool:
+    """Return whether all numbers are integers."""
+    return bool((x == x.round()).all())
 
 
 class SavedScores(NamedTuple):
@@ -128,19 +153,16 @@ def _as_path(path: str | Path) -> Path:
     return Path(path)
 
 
-def _tensor(path: Path, array: object) -> Tensor:
-    """Return what a file has as a tensor, if it is an array of numbers."""
-    if isinstance(array, Tensor):
-        return _checked_tensor(path, array)
-    if not isinstance(array, np.ndarray):
-        raise ValueError(f"{path}: expected an array, got {type(array).__name__}")
-    if array.dtype.kind not in "fiub":
-        raise ValueError(f"{path}: expected numbers, got {array.dtype}")
-    return from_numpy(array)
-
-
-def _checked_tensor(path: Path, x: Tensor) -> Tensor:
-    """Return a tensor that a file has, if it is dense, holds its numbers and is on the CPU."""
+def _tensor(path: Path, x: object) -> Tensor:
+    """Return what a file has as a tensor, if it is an array of numbers, dense and on the CPU, that
+    holds each of them.
+    """
+    if isinstance(x, np.ndarray):
+        if x.dtype.kind not in "fiub":
+            raise ValueError(f"{path}: expected numbers, got {x.dtype}")
+        return from_numpy(x)
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{path}: expected an array, got {type(x).__name__}")
     plain = x.layout == torch.strided and not x.is_nested and x.device.type == "cpu"
     if not plain or (x.is_floating_point() and x.element_size() < 2):
         expected = "a dense tensor of 16 bits a number at least"
@@ -155,43 +177,43 @@ def _checked_tensor(path: Path, x: Tensor) -> Tensor:
 # -------------------------------------------------------------------------- ids, pairs and captions
 
 
-def read_ids(path: str | Path, key: str | None = None) -> Tensor:
-    """Return (N,) int64 ids from a file of integers, or of strings such as file names.
+def read_ids(path: str | Path, key: str | None = None) -> np.ndarray:
+    """Return (N,) ids from a file: int64, or strings such as file names.
 
     A ``.txt`` file has one id a line, a ``.csv`` file a column (``key`` chooses among several by
-    their header), a ``.json`` file a list; or it is any format of :func:`read_matrix`. Equal
-    strings get equal numbers in all files. Whole floats are integers, as are strings if all of a
-    file are numbers; a single column or row is flattened.
+    their header), a ``.json`` file a list; or it is any format of :func:`read_matrix`. Whole floats
+    are integers, as are strings if all of a file are numbers; a single column or row is flattened.
+
+    Raises:
+        ValueError, OSError, ImportError: as :func:`read_matrix`; also for floats that are too large
+            to tell one integer from the next, such as 2**24 in float32.
     """
     path = _as_path(path)
     content = _saved_ids(path, key)
     if isinstance(content, np.ndarray) and content.dtype.kind == "U":
-        content = _numbers_of_texts(path, content.ravel().tolist())
+        return _ids_of_texts(path, content.ravel())
     ids = _tensor(path, content)
-    if ids.is_floating_point() and bool((ids == ids.long()).all()):  # as MATLAB and pandas save ids
-        ids = ids.long()
     is_row = ids.ndim == 1 or (ids.ndim == 2 and 1 in ids.shape)
+    if ids.is_floating_point() and _are_whole(ids):  # as MATLAB and pandas save ids
+        limit = int(2 / torch.finfo(ids.dtype).eps)
+        if bool((ids.abs() >= limit).any()):
+            got = f"larger ones in {ids.dtype}, where neighbours are equal"
+            raise ValueError(f"{path}: expected ids below {limit}, got {got}; save them as int64")
+        ids = ids.long()
     if not is_row or ids.dtype == torch.bool or ids.is_floating_point():
         got = f"{ids.dtype} of shape {tuple(ids.shape)}"
         raise ValueError(f"{path}: expected a row of integers, got {got}")
-    return as_int64(str(path), ids.flatten())
-
-
-def first_id(path: Path, key: str | None = None) -> str:
-    """Return the first id in a file of :func:`read_ids` as it stands there, for a message."""
-    return str(np.asarray(_saved_ids(path, key)).ravel()[0])
+    return as_int64(str(path), ids.flatten()).numpy()
 
 
 def _saved_ids(path: Path, key: str | None) -> object:
     """Return the ids in a file as they are: in files of text, an array of strings."""
     suffix = _suffix(path)
     if suffix == ".csv":
-        return np.array(_csv_column(path, key))
+        return np.array(_csv_column(path, key), dtype=str)
     if suffix == ".txt":
         _check_unnamed(path, key)
         text = _text(path).strip()
-        if not text:
-            raise ValueError(f"{path}: the file is empty")
         words = text.split()
         are_integers = all(map(_INTEGER.fullmatch, words))
         return np.array(words if are_integers else [line.strip() for line in text.split("\n")])
@@ -207,30 +229,37 @@ def _csv_column(path: Path, key: str | None) -> list[str]:
 
     A first line of a column of strings is a header if ``key`` is its name, or the rest are numbers.
     """
-    head, rows = _table(path)
+    head, separator = _header(path)
+    names = ", ".join(head) or "no header"
     if key is not None and key not in head:
-        got = ", ".join(head) or "no header"
-        raise ValueError(f"{path}: expected a column of the name {key!r}; it has {got}")
+        raise ValueError(f"{path}: expected a column of the name {key!r}; it has {names}")
+    with _reading(path), open(path, encoding=_encoding(path), newline="") as file:
+        lines = csv.reader(file, delimiter=separator, skipinitialspace=True)
+        rows = [[x.strip() for x in line] for line in lines if line]
     if len(rows) == 1 and not head:
-        rows = rows.T
-    if key is None and rows.shape[1] != 1:
-        got = f"{', '.join(head)}; for one of them, write {path}:{head[0]}" if head else "no header"
-        raise ValueError(f"{path}: expected one column; it has {got}")
-    ids = [x.strip() for x in rows.iloc[:, head.index(key) if key else 0]]
-    if key is None and not all(map(_INTEGER.fullmatch, ids)):
-        return head + ids
-    return ids
+        return rows[0]
+    if key is None and len(_data(head or rows[0])) != 1:
+        hint = f"; for one of them, write {path}:{head[0]}" if head else ""
+        raise ValueError(f"{path}: expected one column; it has {names}{hint}")
+    place = head.index(key) if key else -1
+    with _reading(path):
+        ids = [row[place] for row in rows]
+    if not head or (key is None and not all(map(_INTEGER.fullmatch, ids[1:]))):
+        return ids
+    return ids[1:]
 
 
-def _numbers_of_texts(path: Path, ids: list[str]) -> np.ndarray | Tensor:
-    """Return ids that are texts: the integers if all are, and otherwise numbers of names."""
+def _ids_of_texts(path: Path, ids: np.ndarray) -> np.ndarray:
+    """Return ids that are texts: as integers if all are."""
     integers = [x for x in ids if _INTEGER.fullmatch(x)]
     missing = [x for x in ids if x.lower() in _MISSING]
+    if not len(ids):
+        raise ValueError(f"{path}: expected ids, got none")
     if "" in ids or (missing and integers):  # they would match each other
         among = " among integers" if integers else ""
         raise ValueError(f"{path}: expected an id for each item, got {missing[0]!r}{among}")
     if len(integers) < len(ids):
-        return as_id_numbers(str(path), ids)
+        return ids
     try:
         return np.array([int(x.partition(".")[0]) for x in ids], dtype=np.int64)
     except (OverflowError, ValueError):
@@ -241,24 +270,36 @@ def read_pairs(path: str | Path, key: str | None = None) -> Tensor:
     """Return (P, 2) or (P, 3) float64 numbers of pairs: the indices of an image and a text, and a
     grade.
 
-    A ``.txt`` file has a pair a line, separated by blanks; a ``.csv`` file may have a header; or it
-    is any format of :func:`read_matrix`, with an array of this shape. An empty ``.txt`` file has
-    no pairs.
+    A ``.txt`` file has a pair a line, separated by blanks; a ``.csv`` file may have a header;
+    ``.run`` and ``.qrels`` files are those of :func:`itrloss.metrics.save_trec`; or it is any
+    format of :func:`read_matrix`, with an array of this shape. An empty ``.txt`` file has no pairs.
     """
     path = _as_path(path)
-    if _suffix(path) == ".txt":
+    suffix = _suffix(path)
+    if suffix in (".txt", ".run", ".qrels"):
         _check_unnamed(path, key)
-        lines = [line.split() for line in _text(path).splitlines() if line.strip()]
+        words = [line.split() for line in _text(path).splitlines() if line.strip()]
         with _reading(path):
-            pairs = _tensor(path, np.array(lines or np.empty((0, 2)), dtype=float))
+            table = np.array(words or np.empty((0, 2)))
+            if suffix != ".txt":
+                table = _trec_pairs(table, suffix)
+            pairs = _tensor(path, table.astype(float))
     else:
         pairs = _tensor(path, _read(path, key)).double()
     if pairs.ndim != 2 or pairs.shape[1] not in (2, 3):
         expected = "an image and a text a line, and perhaps a grade"
         raise ValueError(f"{path}: expected {expected}, got shape {tuple(pairs.shape)}")
-    if not bool((pairs[:, :2] == pairs[:, :2].long()).all()):
+    if not _are_whole(pairs[:, :2]):
         raise ValueError(f"{path}: expected indices of images and texts, got other numbers")
     return pairs
+
+
+def _trec_pairs(table: np.ndarray, suffix: str) -> np.ndarray:
+    """Return the columns of images, of texts and, of qrels, of grades: ``image3 0 text17 1``."""
+    columns = [0, 2] if table[0, 0].startswith("image") else [2, 0]  # the query is in front
+    if suffix == ".qrels":
+        columns.append(3)
+    return np.char.lstrip(table[:, columns], "imagetx")
 
 
 def read_lines(path: str | Path) -> list[str]:
@@ -286,13 +327,11 @@ def _read(path: Path, key: str | None) -> object:
         raise ValueError(f"{path}: the file is empty")
     with _reading(path):
         content = _READERS[suffix](path)
-    if isinstance(content, Mapping):
-        name = _array_name(path, content, key)
-        with _reading(path):
-            return _chosen(content[name])
-    _check_unnamed(path, key)
-    with _reading(path):
-        return _chosen(content)
+        if isinstance(content, Mapping):
+            content = content[_array_name(path, content, key)]
+        else:
+            _check_unnamed(path, key)
+        return _plain(content)
 
 
 def _suffix(path: Path) -> str:
@@ -309,6 +348,8 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except (FileNotFoundError, ImportError, IsADirectoryError, PermissionError):
         raise
+    except UnicodeError as error:
+        raise ValueError(f"{path}: expected UTF-8: {error}") from None
     except MemoryError:
         raise ValueError(f"{path}: speaks of more data than there is memory; damaged?") from None
     except Exception as error:
@@ -349,23 +390,25 @@ def _array_name(path: Path, content: Mapping[str, Any], key: str | None) -> str:
     raise ValueError(f"{path}: expected one {kind}, or one of the name sims; {got}")
 
 
-def _chosen(x: Any) -> object:
+def _plain(x: Any) -> Any:
     """Return an entry of a file, or what is in it, as an array if it is one or a list."""
     if isinstance(x, _Pickled):
         x = x.array()
-    elif hasattr(x, "asstr"):  # a data set of HDF5
-        x = x.asstr()[()].tolist() if x.dtype.kind == "O" else x[()]
-    return np.array(x) if isinstance(x, list) else x
+    if hasattr(x, "asstr"):  # a data set of HDF5
+        return _read_data_set(x)
+    if not isinstance(x, list):
+        return x
+    return np.array([one.array() if isinstance(one, _Pickled) else one for one in x])
 
 
-def _package(path: Path, name: str, extra: str = "files") -> ModuleType:
+def _package(path: Path, name: str) -> ModuleType:
     """Return a package that reads a file; raise an ImportError that names the extra it is in."""
     try:
         return importlib.import_module(name)
     except ImportError:
         package = name.partition(".")[0]
         raise ImportError(
-            f"{path}: needs {package}: install itrloss with the extra {extra!r}"
+            f"{path}: needs {package}: install itrloss with the extra 'files'"
         ) from None
 
 
@@ -396,12 +439,20 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     return _package(path, "safetensors.torch").load_file(path)
 
 
-def _read_mat(path: Path) -> dict[str, Any]:
+def _read_mat(path: Path) -> Mapping[str, Any]:
     """Return the arrays of a MATLAB file; those of version 7.3 are HDF5, and transposed."""
     if _package(path, "h5py").is_hdf5(path):
         return {name: x[()].T for name, x in _read_hdf5(path).items()}
-    arrays = _package(path, "scipy.io").loadmat(path)
-    return {name: x for name, x in arrays.items() if not name.startswith("__")}
+    _package(path, "scipy.io")
+    with tempfile.TemporaryDirectory() as folder:
+        arrays = Path(folder, "arrays.npz")
+        command = [sys.executable, "-c", _READ_MAT, str(path), str(arrays)]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines()
+            raise ValueError(lines[-1] if lines else "damaged")
+        with np.load(arrays) as saved:
+            return dict(saved)
 
 
 def _read_hdf5(path: Path) -> dict[str, Any]:
@@ -413,44 +464,70 @@ def _read_hdf5(path: Path) -> dict[str, Any]:
     return {name: file[name] for name in names if isinstance(file[name], h5py.Dataset)}
 
 
+def _read_data_set(x: Any) -> object:
+    """Return the numbers or the strings of a data set of HDF5, if none is marked as missing."""
+    if x.dtype.kind == "O":
+        return np.array(x.asstr()[()].tolist())
+    values = x[()]
+    missing = x.attrs.get("_FillValue")  # as of netCDF
+    if missing is not None and np.isin(values, missing).any():
+        raise ValueError(f"expected a value in each place, got missing ones: {missing}")
+    return values
+
+
 def _read_csv(path: Path) -> np.ndarray:
     """Return the matrix in a file of separated values."""
-    _, rows = _table(path)
-    return rows.to_numpy(float)
+    head, separator = _header(path)
+    columns = range(len(head) - len(_data(head)), len(head)) if head else None
+    return np.loadtxt(
+        path,
+        delimiter=separator,
+        skiprows=int(bool(head)),
+        usecols=columns,
+        encoding=_encoding(path),
+        quotechar='"',
+        comments=None,
+        ndmin=2,
+    )
 
 
-def _table(path: Path) -> tuple[list[str], pd.DataFrame]:
-    """Return the header of a file of separated values, which may be empty, and its rows as text.
+def _header(path: Path) -> tuple[list[str], str]:
+    """Return the header of a file of separated values, empty if it has none, and the separator.
 
-    As pandas writes them, the first column is a number of the row if its header is empty, and the
-    header of a matrix is 0, 1, 2 and so on.
+    That of a matrix may be 0, 1, 2 and so on, as pandas writes it.
     """
-    text = _text(path)
-    first = text.partition("\n")[0]
-    separator = next((x for x in "\t;," if x in first), ",")
-    pandas = _package(path, "pandas", "cli")
-    options = {"header": None, "dtype": str, "keep_default_na": False, "skipinitialspace": True}
-    with _reading(path):
-        rows = pandas.read_csv(io.StringIO(text), sep=separator, **options)
-    head = [x.strip() for x in rows.iloc[0]]
-    are_numbers = pandas.to_numeric(pandas.Series(head), errors="coerce").notna().all()
-    counted = len(head) > 1 and head == [str(i) for i in range(len(head))]
-    if are_numbers and not counted:
-        return [], rows
-    start = int(not head[0])
-    return head[start:], rows.iloc[1:, start:]
+    with _reading(path), open(path, encoding=_encoding(path), newline="") as file:
+        first = file.readline()
+        separator = next((x for x in "\t;," if x in first), ",")
+        words = next(csv.reader([first], delimiter=separator, skipinitialspace=True), [])
+    if not words:
+        raise ValueError(f"{path}: the file is empty")
+    head = [x.strip() for x in words]
+    counted = head == [str(i) for i in range(len(head))]
+    try:
+        np.array(head, dtype=float)
+    except ValueError:
+        return head, separator
+    return head if counted and len(head) > 1 else [], separator
+
+
+def _data(columns: list[str]) -> list[str]:
+    """Return the columns of data: pandas writes the number of a row in front, without a name."""
+    return columns[1:] if columns[:1] == [""] else columns
+
+
+def _encoding(path: Path) -> str:
+    """Return the encoding that a byte order mark says, or UTF-8."""
+    with open(path, "rb") as file:
+        start = file.read(2)
+    has_wide_mark = start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return "utf-16" if has_wide_mark else "utf-8-sig"
 
 
 def _text(path: Path) -> str:
     """Return the text of a file, without a byte order mark."""
-    with open(path, "rb") as file:
-        start = file.read(2)
-    has_wide_mark = start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    encoding = "utf-16" if has_wide_mark else "utf-8-sig"
-    try:
-        return path.read_text(encoding=encoding)
-    except UnicodeError as error:
-        raise ValueError(f"{path}: expected UTF-8: {error}") from None
+    with _reading(path):
+        return path.read_text(encoding=_encoding(path))
 
 
 def _read_json(path: Path) -> object:
@@ -547,7 +624,7 @@ def _strided(storage: torch.TypedStorage, offset: int, *shape_and_stride: Any) -
 # The names that pickled arrays and tensors refer to, and their replacements here.
 _REPLACED: dict[str, object] = {
     "numpy.core.multiarray._reconstruct": lambda *_: _Pickled(),
-    "numpy.core.multiarray.scalar": lambda kind, data: _Pickled(data, kind),
+    "numpy.core.multiarray.scalar": lambda kind, data: _Pickled(data, kind).array(),
     "numpy.core.numeric._frombuffer": _Pickled,
     "numpy.ndarray": "ndarray",
     "numpy.dtype": _Type,
@@ -589,23 +666,45 @@ def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Return a context with a temporary file to write, which replaces ``path`` when complete, or is
     removed on error.
 
-    The target of a symbolic link is replaced, not the link. A device or a pipe, such as
+    The permissions of a file that is replaced stay, and one that is read-only is refused. The
+    target of a symbolic link is replaced, not the link. A device or a pipe, such as
     ``/dev/stdout``, is written to directly; in binary mode, whose archives need to seek, it is
-    refused.
+    refused. In text, what UTF-8 has no letters for becomes a question mark.
+
+    Raises:
+        OSError: before the body runs, if the file cannot be written.
     """
     path = Path(os.path.realpath(path))
-    binary = "b" in mode
-    encoding = None if binary else "utf-8"
     if path.exists() and not path.is_file():
-        if binary:
+        if "b" in mode:
             raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
-        with open(path, mode, encoding=encoding) as file:
+        with _opened(path, mode) as file:
             yield file
         return
+    check_writable(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, mode, encoding=encoding) as file:
+        with _opened(temporary, mode) as file:
+            if path.exists():
+                shutil.copymode(path, temporary)
             yield file
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _opened(path: Path, mode: str) -> IO[Any]:
+    """Return an open file."""
+    if "b" in mode:
+        return open(path, mode)
+    return open(path, mode, encoding="utf-8", errors="replace", newline="\n")
+
+
+def check_writable(path: Path) -> None:
+    """Raise an OSError for a file that is read-only, or a folder where none can be made."""
+    if path.is_file() and not path.stat().st_mode & stat.S_IWUSR:
+        raise PermissionError(f"{path}: it is read-only")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise OSError(f"{path.parent}: no file can be made there: {error.strerror}") from None

@@ -197,7 +197,7 @@ def test_ids_have_any_integer_type(name, dtype, tmp_path: Path):
     else:
         content = OF_TENSORS[name](torch.from_numpy(numbers).to(getattr(torch, dtype)))
     found = read_ids(save(tmp_path, name, content))
-    assert found.dtype == torch.int64
+    assert found.dtype == np.int64
     assert found.tolist() == numbers[0].tolist()
 
 
@@ -311,15 +311,16 @@ NAME_FILES = {
 @pytest.mark.parametrize("name", INTEGER_FILES)
 def test_integer_ids_are_read_from_any_format(name: str, tmp_path: Path):
     found = read_ids(save(tmp_path, name, INTEGER_FILES[name]))
-    assert found.dtype == torch.int64
+    assert found.dtype == np.int64
     assert found.tolist() == IDS
 
 
 @pytest.mark.parametrize("name", NAME_FILES)
-def test_names_get_the_same_numbers_from_all_formats(name: str, tmp_path: Path):
+def test_names_are_the_same_from_all_formats(name: str, tmp_path: Path):
     found = read_ids(save(tmp_path, name, NAME_FILES[name]))
-    assert torch.equal(found, Similarity(torch.eye(4), torch.eye(4), NAMES, NAMES).ids[0])
-    assert len(found.unique()) == 3
+    assert found.tolist() == NAMES
+    ids = Similarity(torch.eye(4), torch.eye(4), found, NAMES).ids
+    assert torch.equal(*ids) and len(ids[0].unique()) == 3
 
 
 CAPTIONS = 'image,caption\n3,"a dog, running"\n4,a cat\n'
@@ -371,13 +372,12 @@ def test_lines_have_no_byte_order_mark(start: str, tmp_path: Path):
         ("scipy.io", "s.mat"),
         ("h5py", "s.h5"),
         ("safetensors.torch", "s.safetensors"),
-        ("pandas", "s.csv"),
     ],
 )
 def test_an_extra_that_is_missing_is_named(module: str, name: str, tmp_path: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     path = save(tmp_path, name, b"MATLAB 5.0 MAT-file")
-    with pytest.raises(ImportError, match=r"install itrloss with the extra '(files|cli)'"):
+    with pytest.raises(ImportError, match=r"install itrloss with the extra 'files'"):
         read_matrix(path)
 
 
@@ -394,7 +394,8 @@ def test_an_extra_that_is_missing_is_named(module: str, name: str, tmp_path: Pat
 )
 def test_a_default_device_does_not_matter(name: str, content: Any, tmp_path: Path):
     path = save(tmp_path, name, content)
-    read = read_ids if path.suffix == ".txt" else read_matrix
     with default_device("meta"):
-        found = read(path)
-    assert found.device.type == "cpu"
+        if path.suffix == ".txt":
+            assert len(read_ids(path)) == 2
+        else:
+            assert read_matrix(path).device.type == "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.command_line import C, N, refused, run, scores
 
 from itrloss.files import written
+from itrloss.metrics import retrieval_results, save_trec
 
 
 def test_a_folder_of_run_files_is_made(saved):
@@ -132,3 +135,86 @@ def test_a_call_leaves_the_handler_of_a_signal_alone(saved):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# --- whole, or not at all -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full_disk():
+    """Files cannot be longer than 4 kB."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+LARGE = torch.rand(120, 120, generator=torch.Generator().manual_seed(0))
+NAMES = ["i2t.run", "i2t.qrels", "t2i.run", "t2i.qrels"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_full_disk_run_files_are_those_of_before(name: str, tmp_path: Path, full_disk):
+    for other in NAMES:
+        (tmp_path / other).write_text("of yesterday")
+    with pytest.raises(OSError, match="large"):
+        save_trec(retrieval_results(LARGE), tmp_path)
+    assert (tmp_path / name).read_text() == "of yesterday"
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_on_a_full_disk_queries_are_those_of_before(tmp_path: Path, full_disk):
+    path = tmp_path / "q.csv"
+    path.write_text("of yesterday")
+    with pytest.raises(OSError, match="large"):
+        retrieval_results(LARGE).save(path)
+    assert path.read_text() == "of yesterday"
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--latex t.tex", "--queries q.csv", "--metrics m.csv", "--out o.npz", "--rankings r.npz"],
+)
+@pytest.mark.parametrize("mode", [0o600, 0o640])
+def test_a_file_that_is_replaced_keeps_its_permissions(option: str, mode: int, saved):
+    path = Path(option.split()[1])
+    path.write_text("mine")
+    path.chmod(mode)
+    assert run("rerank", "sims.npy", "--methods", "fast", "--samples", 9, *option.split()) == 0
+    assert path.read_bytes() != b"mine"
+    assert path.stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--latex t.tex", "--queries q.csv", "--metrics m.csv", "--out o.npz", "--report r.html"],
+)
+def test_a_file_that_is_read_only_is_refused_before_the_work(option: str, saved, capsys):
+    path = Path(option.split()[1])
+    path.write_text("mine")
+    path.chmod(0o444)
+    said = refused(capsys, "rerank", "sims.npy", "--methods", "fast", *option.split())
+    assert f"{path}: it is read-only" in said
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("option", ["latex /proc/t.tex", "metrics /proc/m.csv", "out /proc/o.npz"])
+def test_a_folder_where_nothing_can_be_made_is_refused_before_the_work(option, saved, capsys):
+    said = refused(capsys, "rerank", "missing.npy", *f"--{option}".split())
+    assert "/proc: no file can be made there" in said
+
+
+@pytest.mark.parametrize("tag", ["my model", "", "two\nlines", " model", "a\tb", "\u2003"])
+def test_the_name_of_a_run_is_one_word(tag: str, tmp_path: Path):
+    with pytest.raises(ValueError, match="tag: expected a word without blanks"):
+        save_trec(retrieval_results(LARGE), tmp_path / "runs", tag=tag)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("tag", ["model", "it-1.0", "模型", "a:b", "x"])
+def test_each_line_of_a_run_has_six_columns(tag: str, tmp_path: Path):
+    save_trec(retrieval_results(LARGE), tmp_path, tag=tag)
+    for line in (tmp_path / "i2t.run").read_text(encoding="utf-8").splitlines():
+        assert len(line.split()) == 6

@@ -386,7 +386,7 @@ def _matrices(args: argparse.Namespace, sources: Sequence[Source]) -> list[Tenso
 
 def _ids(
     args: argparse.Namespace, val: str, are_right: bool, shape: Sequence[int]
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
+) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
     """Return the ids of images and of texts out of files; None for no files.
 
     ``val`` is ``"val_"`` for those of held-out pairs. ``are_right``: they say which pairs are.
@@ -398,20 +398,21 @@ def _ids(
     if None in sources:
         raise ValueError("image_ids, text_ids: expected both or neither")
     image_ids, text_ids = (files.read_ids(*source) for source in sources)
-    first = [files.first_id(*source) for source in sources]
-    if are_right and not bool(torch.isin(image_ids, text_ids).any()):
+    if image_ids.dtype.kind != text_ids.dtype.kind:  # names, of which one side's are numbers
+        image_ids, text_ids = image_ids.astype(str), text_ids.astype(str)
+    if are_right and not np.isin(image_ids, text_ids).any():
         raise ValueError(
             "image_ids, text_ids: no id of an image equals one of a text, such as "
-            f"{first[0]!r} and {first[1]!r}"
+            f"{image_ids[0]!s} and {text_ids[0]!s}"
         )
-    for side, ids, size, source, word in zip(
-        ("image", "text"), (image_ids, text_ids), shape, sources, first, strict=True
+    for side, ids, size, source in zip(
+        ("image", "text"), (image_ids, text_ids), shape, sources, strict=True
     ):
-        if len(ids) == size + 1 and not word.isdecimal():
-            way = f", or write {source}:{word}" if source.path.suffix.lower() == ".csv" else ""
+        if len(ids) == size + 1 and ids.dtype.kind == "U":
+            way = f", or write {source}:{ids[0]}" if source.path.suffix.lower() == ".csv" else ""
             raise ValueError(
                 f"{side}_ids: expected {size} ids, got {len(ids)}; if the first of {source}, "
-                f"{word!r}, is a header, remove it{way}"
+                f"{ids[0]!s}, is a header, remove it{way}"
             )
     return image_ids, text_ids
 

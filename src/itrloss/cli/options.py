@@ -10,7 +10,7 @@ from typing import NoReturn, TypedDict
 
 from .. import __version__
 from ..checks import did_you_mean
-from ..files import as_source
+from ..files import as_source, check_writable
 from ..metrics.results import RECALLS
 from ..rerank import FastReranker
 from .comparison import METHODS
@@ -106,6 +106,11 @@ def _output(text: str, suffix: str) -> Path:
         wrong = f"expected a file named *{suffix}"
     if wrong:
         raise argparse.ArgumentTypeError(f"{path}: {wrong}")
+    if not is_device:
+        try:
+            check_writable(path)
+        except OSError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
     return path
 
 

@@ -8,6 +8,7 @@ candidates among the first K, is ``recall_at_1``. With one of five captions foun
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from ..checks import as_size
 from ..engine.ranking import Ranking
+from ..files import written
 from ..similarity import NO_ID
 from .judgements import Judgements
 
@@ -258,7 +260,7 @@ class RetrievalResults:
 
     def save(self, path: str | Path) -> None:
         """Write :meth:`rows` as CSV with a header to a new file."""
-        with open(path, "w", newline="", encoding="utf-8") as file:
+        with written(path) as file:
             self.write(file)
 
     def write(self, file: IO[str]) -> None:
@@ -348,31 +350,44 @@ def save_trec(results: RetrievalResults, folder: str | Path, tag: str = "itrloss
     Args:
         results: from :func:`retrieval_results`.
         folder: where they are written; it is made if it does not exist.
-        tag: the name of the run.
+        tag: the name of the run, one word.
 
     Raises:
-        ValueError: for grades that are no whole numbers, which the format has no place for.
+        ValueError: for a tag of another number of words, as the format separates its columns by
+            blanks; for grades that are no whole numbers, which the format has no place for.
     """
     if not isinstance(results, RetrievalResults):
         got = type(results).__name__
         raise TypeError(f"results: expected those of retrieval_results, got {got}")
+    if tag.split() != [tag]:
+        raise ValueError(f"tag: expected a word without blanks, got {tag!r}")
     if results.relevant is None:
         raise ValueError("results: expected their right pairs (relevant), got None")
     images, texts, grades = results.relevant
     if not bool((grades == grades.long()).all()):
         raise ValueError("results: expected grades that are whole numbers, got others")
     Path(folder).mkdir(parents=True, exist_ok=True)
+    files = {}
     for way, query, candidate in (("i2t", "image", "text"), ("t2i", "text", "image")):
-        top = results.ways[way].top
-        k = top.shape[1]
-        run = []
-        for q, best in enumerate(top.tolist()):
-            for place, c in enumerate(best):
-                if c >= 0:
-                    run.append(f"{query}{q} Q0 {candidate}{c} {place + 1} {k - place} {tag}\n")
         pairs = (images, texts) if way == "i2t" else (texts, images)
-        qrels = []
-        for q, c, grade in torch.stack([*pairs, grades.long()], 1).tolist():
-            qrels.append(f"{query}{q} 0 {candidate}{c} {grade}\n")
-        Path(folder, f"{way}.run").write_text("".join(run), encoding="utf-8")
-        Path(folder, f"{way}.qrels").write_text("".join(qrels), encoding="utf-8")
+        files[f"{way}.run"] = _run_lines(results.ways[way].top, query, candidate, tag)
+        files[f"{way}.qrels"] = [
+            f"{query}{q} 0 {candidate}{c} {grade}\n"
+            for q, c, grade in torch.stack([*pairs, grades.long()], 1).tolist()
+        ]
+    with contextlib.ExitStack() as complete:  # all four files, or none
+        for name, lines in files.items():
+            file = complete.enter_context(written(Path(folder, name)))
+            file.writelines(lines)
+            file.flush()
+
+
+def _run_lines(top: Tensor, query: str, candidate: str, tag: str) -> list[str]:
+    """Return the lines of a run with the (Q, k) best candidates of each query."""
+    k = top.shape[1]
+    lines = []
+    for q, best in enumerate(top.tolist()):
+        for place, c in enumerate(best):
+            if c >= 0:
+                lines.append(f"{query}{q} Q0 {candidate}{c} {place + 1} {k - place} {tag}\n")
+    return lines
