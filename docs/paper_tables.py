@@ -1,7 +1,7 @@
 """A Sphinx extension: the tables and figures of the papers, from their registry and from records.
 
 A record is what ``python -m examples.retrieval.paper`` wrote, in ``docs/papers``: a CSV file of
-results, a PNG file of a figure.
+results, a PNG file of a figure. ``docs/papers/recorded.csv`` has the commit and the settings of each.
 """
 
 import csv
@@ -15,6 +15,7 @@ from examples.retrieval.paper_report import heading, result_lines
 from examples.retrieval.paper_tables import PAPERS, load_paper
 
 RECORDS = Path(__file__).resolve().parent / "papers"
+RECORDED = RECORDS / "recorded.csv"
 
 
 class PaperTables(Directive):
@@ -54,6 +55,7 @@ def section(paper, number, table):
         lines += [table.note, ""]
     record = RECORDS / f"{paper}_{number}.csv"
     picture = record.with_suffix(".png")
+    lines += recorded_lines(record.stem)
     if record.exists():
         lines += csv_table(read(record))
     elif table.printed:
@@ -67,6 +69,17 @@ def section(paper, number, table):
         needs = f"; the paper's own figures need {table.needs}" if table.needs else ""
         lines += [f"Not run here, not even on the scenes{needs}.", ""]
     return lines
+
+
+def recorded_lines(name):
+    """Say from which commit a record is, and with what settings; of no record, nothing."""
+    with RECORDED.open(encoding="utf-8", newline="") as opened:
+        known = {row["record"]: row for row in csv.DictReader(opened)}
+    if name not in known:
+        return []
+    settings = known[name]["settings"]
+    said = f", with ``{settings}``" if settings else ""
+    return [f"Recorded at commit ``{known[name]['commit']}``{said}.", ""]
 
 
 def read(file):

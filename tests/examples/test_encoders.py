@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 import torch
+from support.oracle import Array
 from support.stored import assert_stored_numbers
 from support.versions import needs
 from torch import Tensor, nn
@@ -19,6 +23,9 @@ from examples.retrieval.encoders import (
     SetDropout,
     SubEmbeddings,
     TextEncoder,
+    add_global,
+    averaged_bigru,
+    sinusoid,
 )
 from examples.retrieval.models import ConceptBranch
 
@@ -99,6 +106,73 @@ def test_gpo_does_not_overflow_in_half_precision():
     loss.backward()
     for leaf in (features, *pool.parameters()):
         assert torch.isfinite(leaf.grad).all()
+
+
+# --- printed forms --------------------------------------------------------------------------------
+
+
+def softmax(x: Sequence[float]) -> Array:
+    return np.exp(x) / np.exp(x).sum()
+
+
+def arrays(module: nn.Module) -> dict[str, Array]:
+    return {name: x.detach().numpy() for name, x in module.named_parameters()}
+
+
+def test_pooling_as_printed_is_a_two_layer_perceptron():
+    torch.manual_seed(0)
+    pool = GPO(8, 6, as_printed=True)
+    states = averaged_bigru(pool.gru, sinusoid(5, 8)[None], torch.tensor([5]))[0]
+    p = arrays(pool.score)
+    scores = []
+    for state in states.detach().numpy():  # CODER's supplement, Eq. 2; USER, Eq. 13
+        hidden = np.maximum(p["0.weight"] @ state + p["0.bias"], 0)
+        scores.append((p["2.weight"] @ hidden + p["2.bias"]).item())
+    features = torch.randn(1, 5, 3)
+    ranked = -np.sort(-features[0].numpy(), axis=0)
+    pooled = pool(features, torch.tensor([5]))[0]
+    weights = softmax(np.array(scores) / 0.1)
+    np.testing.assert_allclose(pooled.detach(), weights @ ranked, rtol=1e-5)
+
+
+def test_sub_embeddings_as_printed_have_a_sigmoid_and_a_layer_normalisation():
+    torch.manual_seed(0)
+    heads = SubEmbeddings(6, 2, as_printed=True).double()
+    elements, pooled = torch.randn(4, 5, 6).double(), torch.randn(4, 6).double()
+    sets, residuals = heads(elements, pooled, LENGTHS)
+    p = arrays(heads)
+    for n, k in np.ndindex(4, 2):  # DVSE, section III-B
+        own = elements[n, : LENGTHS[n]].numpy()
+        attention = softmax(
+            (np.tanh(own @ p["attention.0.weight"].T) @ p["attention.2.weight"].T)[:, k]
+        )
+        residual = 1 / (1 + np.exp(-p["linear.weight"] @ (attention @ own) - p["linear.bias"]))
+        total = pooled[n].numpy() + residual
+        np.testing.assert_allclose(residuals[n, k].detach(), residual)
+        normalised = (total - total.mean()) / np.sqrt(total.var() + 1e-5)
+        np.testing.assert_allclose(sets[n, k].detach(), normalised)
+
+
+def test_concepts_as_printed_are_queried_by_inner_products():
+    torch.manual_seed(0)
+    branch = with_graph(ConceptBranch(6, 4, 5, as_printed=True)).double()
+    queries = torch.randn(3, 6).double()
+    concepts = branch.concepts().detach().numpy()
+    matrix = arrays(branch)["queries.text.weight"]
+    for query, found in zip(queries.numpy(), branch("text", queries), strict=True):  # CODER, Eq. 2
+        attention = softmax([10.0 * (matrix @ query) @ concept for concept in concepts])
+        np.testing.assert_allclose(found.detach(), attention @ concepts)
+
+
+def test_the_global_feature_as_printed_is_added_by_softmax_weights():
+    regions, whole = torch.randn(2, 4, 5).double(), torch.randn(2, 5).double()
+    found = add_global(regions, whole, as_printed=True).numpy()
+    for n in range(2):  # USER, Eq. 6 and 7
+        own, v_glo = regions[n].numpy(), whole[n].numpy()
+        attention = softmax(own @ v_glo)
+        np.testing.assert_allclose(
+            found[n], [v + a * v_glo for v, a in zip(own, attention, strict=True)]
+        )
 
 
 # --- dropout --------------------------------------------------------------------------------------

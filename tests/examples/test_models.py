@@ -44,6 +44,28 @@ def model_of(config: Config, **settings) -> VSE:
     return model.eval().requires_grad_(False)
 
 
+@pytest.mark.parametrize(
+    ("settings", "part", "changed"),
+    [
+        ({"loss": "dvse"}, "heads", {0, 1, 2}),  # all but the gate
+        ({"loss": "infonce"}, "pooling", {0, 1}),
+        (CODER, "pooling", {0, 1, 2, 3}),
+        (CODER, "concepts", {2, 3}),
+        ({"loss": "uto", "enhancement": "sge"}, "enhancement", {0}),
+        ({"loss": "uto", "enhancement": "cge"}, "enhancement", {0}),
+    ],
+)
+def test_a_part_as_printed_changes_the_outputs_that_it_makes(config, settings, part, changed):
+    inputs = REGIONS, *CAPTIONS, torch.rand(3, 7)
+    ours = model_of(config, **settings)
+    printed = model_of(config, **settings, as_printed=[part])
+    own = printed.state_dict()
+    weights = {name: x for name, x in ours.state_dict().items() if name in own}
+    printed.load_state_dict({**own, **weights})
+    outputs = zip(ours(*inputs), printed(*inputs), strict=True)
+    assert {k for k, (x, y) in enumerate(outputs) if not torch.allclose(x, y)} == changed
+
+
 def test_numbers_are_those_that_loops_over_the_equations_had(config):
     """Outputs and similarities of small models, and the parameters of large ones: of 36 regions of
     2048 dimensions, words of 300, a space of 1024, 400 concepts.
