@@ -49,7 +49,7 @@ def title(text, mark):
 
 def section(paper, number, table):
     """The lines of a table or figure: its command, what it needs, and all figures."""
-    lines = title(f"{paper.upper()}, {heading(number).lower()}: {table.title}", "~")
+    lines = title(f"{paper.upper()}, {heading(number)}: {table.title}", "~")
     lines += [f"``python -m examples.retrieval.paper {paper}:{number}``", ""]
     if table.note:
         lines += [table.note, ""]
@@ -88,10 +88,15 @@ def read(file):
 
 
 def csv_table(table):
-    """The lines of a directive with the rows of a table, the first of which is its header."""
-    quoted = [", ".join('"{}"'.format(text.replace('"', '""')) for text in row) for row in table]
-    # a star in a name is no markup
-    quoted = [line.replace("*", "\\*") for line in quoted]
+    """The lines of a directive with the rows of a table, the first of which is its header.
+
+    A row's name and what it is are one cell, which leaves room for the figures.
+    """
+    rows = [[": ".join(filter(None, (name, what))), *texts] for name, what, *texts in table]
+    rows[0][1] = "figures"
+    quoted = [", ".join('"{}"'.format(text.replace('"', '""')) for text in row) for row in rows]
+    # A star in a name is no markup, and R@10 no address.
+    quoted = [line.replace("*", "\\*").replace("@", "\\@") for line in quoted]
     return [".. csv-table::", f"   :header: {quoted[0]}", "", *(f"   {x}" for x in quoted[1:]), ""]
 
 

@@ -17,6 +17,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
+from sklearn.manifold import TSNE
 from torch import Tensor
 
 import itrloss
@@ -179,28 +180,31 @@ def draw_grid(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
 # --- of embeddings --------------------------------------------------------------------------------
 
 
+def in_two_dimensions(model: VSE, words: Tokenizer, split: Split) -> dict[str, np.ndarray]:
+    """t-SNE of the texts' and the images' embeddings, each (n, 2)."""
+    images, texts = (model.as_vectors(x) for x in encode(model, split, words))
+    both = torch.cat([images, texts]).cpu().numpy()
+    perplexity = min(30.0, (len(both) - 1) / 3)
+    points = TSNE(perplexity=perplexity, random_state=SEED).fit_transform(both)
+    return {"text": points[len(images) :], "image": points[: len(images)]}
+
+
+def scatter(axes: Axes, points: Mapping[str, np.ndarray]) -> None:
+    """Draw what :func:`in_two_dimensions` returns."""
+    for (kind, part), colour, size in zip(points.items(), COLOURS, (3, 9), strict=False):
+        axes.scatter(*part.T, s=size, color=colour, label=f"{kind}s", linewidths=0)
+
+
 def draw_tsne(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
     """Images and their texts in two dimensions, of each model."""
-    try:
-        from sklearn.manifold import TSNE
-    except ImportError as error:
-        raise ImportError("t-SNE needs scikit-learn, the extra 'tsne'") from error
-
     models = configs(grid, table)
     figure, panels = new_panels(1, len(models), 5.0, 5.0)
     lines: list[Sequence[object]] = [("model", "kind", "image", "x", "y")]
     for axes, (name, config) in zip(panels[0], models.items(), strict=True):
         model, words, split, _ = trained(grid, config)
-        images, texts = (model.as_vectors(x) for x in encode(model, split, words))
-        images = images[:MOST]
-        texts = texts[: MOST * split.captions_per_image]
-        both = torch.cat([images, texts]).numpy()
-        perplexity = min(30.0, (len(both) - 1) / 3)
-        points = TSNE(perplexity=perplexity, random_state=SEED).fit_transform(both)
-        parts = {"text": points[len(images) :], "image": points[: len(images)]}
-        for (kind, part), size in zip(parts.items(), (3, 9), strict=True):
-            colour = COLOURS[0] if kind == "text" else COLOURS[1]
-            axes.scatter(*part.T, s=size, color=colour, label=f"{kind}s", linewidths=0)
+        parts = in_two_dimensions(model, words, split.first(MOST))
+        scatter(axes, parts)
+        for kind, part in parts.items():
             each = 1 if kind == "image" else split.captions_per_image
             lines += [(name, kind, i // each, *point) for i, point in enumerate(part.tolist())]
         axes.set(title=name, xticks=[], yticks=[])

@@ -14,6 +14,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from scipy.stats import t
+
 from .evaluate import RECALLS
 from .paper_figures import DRAWN, configs, write_csv
 from .paper_runs import Grid, measured, state
@@ -30,13 +32,6 @@ HEADS |= {name: name.replace("_", " ") for name in TIMES}
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be told"
 Rows = Mapping[str, Mapping[int, Metrics]]
-
-# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond these, the last one is
-# slightly too wide.
-T = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
-)  # fmt: skip
 
 
 class Difference(NamedTuple):
@@ -58,7 +53,7 @@ def paired(values: Mapping[int, float], others: Mapping[int, float]) -> Differen
         return None
     if n == 1:
         return Difference(differences[0], math.inf, 1)
-    half = T[min(n - 1, len(T)) - 1] * statistics.stdev(differences) / math.sqrt(n)
+    half = float(t.ppf(0.975, n - 1)) * statistics.stdev(differences) / math.sqrt(n)
     return Difference(statistics.fmean(differences), half, n)
 
 

@@ -14,6 +14,8 @@ gallery shows captions only.
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ from itrloss.rerank import Reranker
 from .config import NO_EFFECT
 from .data import Split, load_split
 from .evaluate import RECALLS, reranker
+from .paper_figures import in_two_dimensions, new_panels, scatter
+from .preparation import load_model
 from .report_gallery import MISSED, SEED, Gallery
 from .runs import Experiment, experiments, load_run, reported_split
 from .scene_captions import listed
@@ -53,6 +57,7 @@ GROUPS = [
     ("median rank", 2),
     ("skewness", 2),
 ]
+SHOWN = 100  # pictures of the t-SNE
 # Settings that may differ between runs of the same experiment with different losses.
 ABOUT_THE_LOSS = {"loss", "loss_options", "warmup_epochs", "warmup"}
 
@@ -68,7 +73,9 @@ def write_report(run_dirs: Sequence[Path], data_root: Path, out: Path) -> None:
         raise ValueError("run_dirs: expected at least one run, got none")
     found = experiments(map(load_run, run_dirs))
     split = reported_split(found)
-    splits = {name: load_split(data_root, name) for name in dict.fromkeys(("train", "dev", split))}
+    test = found[0].config.get("test_split", "test")
+    names = dict.fromkeys(("train", "dev", test if split == "test" else split))
+    splits = {name: load_split(data_root, name) for name in names}
     dev = splits["dev"].first(found[0].config.get("dev_images", 0))
     best = max(found, key=lambda experiment: experiment.mean(split, "after", "rsum"))
     scores = _scores(best, dev, data_root)
@@ -76,14 +83,18 @@ def write_report(run_dirs: Sequence[Path], data_root: Path, out: Path) -> None:
     after = _results(scores, dev, reranker(best.config["rerank"]))
     gallery = Gallery(dev, data_root, "dev")
     sections = {
-        "Recall before and after re-ranking": _table(found, split),
+        "The data": _samples(gallery),
+        "Recall before and after re-ranking": _recall(found, split),
         "Learning curves": _curves(found),
+        "Embeddings": _embeddings(best, dev),
         "Hubness": _hubness(best, before, after, split),
         "Queries to look at": _gallery(best, before, after, gallery),
-        "How to read this": _closing(found, splits[split]),
+        "How to read this": _closing(found, splits[[*names][-1]]),
     }
     blocks = _header(found, splits, data_root)
-    blocks += [{"title": title, "blocks": content} for title, content in sections.items()]
+    for title, content in sections.items():
+        if content:
+            blocks.append({"title": title, "blocks": content})
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(render("Image-text retrieval report", blocks), encoding="utf-8")
 
@@ -215,7 +226,7 @@ class _Cells:
         }
 
 
-def _table(found: Sequence[Experiment], split: str) -> list[Block]:
+def _table(found: Sequence[Experiment], split: str) -> Block:
     before = _Cells(found, split, "before")
     after = _Cells(found, split, "after")
     rows = []
@@ -224,6 +235,11 @@ def _table(found: Sequence[Experiment], split: str) -> list[Block]:
         name = {"text": experiment.name, "below": [LOSSES.get(loss, loss)], "rows": 2}
         rows.append(([name, "cosine"], before.of(experiment)))
         rows.append((["re-ranked"], after.of(experiment)))
+    return {"table": rows, "columns": (["", ""], HEADS), "groups": GROUPS}
+
+
+def _recall(found: Sequence[Experiment], split: str) -> list[Block]:
+    """The table on the split and, if all runs have them, the means over parts of the test split."""
     held_out = "The test split was not used for selection: the epoch is the best on dev."
     if split == "dev":
         held_out = "The epoch is the best on dev, so these figures are slightly optimistic."
@@ -236,13 +252,20 @@ def _table(found: Sequence[Experiment], split: str) -> list[Block]:
         note += " ±: standard deviation over seeds."
     if len(found) > 1:
         note += " Bold on a tint: the best of its column, before and after re-ranking."
-    return [
+    blocks: list[Block] = [
         f"Percentage of queries of the {split} split with a right answer among the first 1, 5 or "
         "10, for pictures as queries for captions and for captions as queries for pictures. "
         f"{held_out}",
-        {"table": rows, "columns": (["", ""], HEADS), "groups": GROUPS},
-        {"note": note},
+        _table(found, split),
     ]
+    if all("test_folds" in run.metrics for experiment in found for run in experiment.runs):
+        folds = _common(found, "test_folds")
+        blocks += [
+            f"Means over {folds} equal parts of the test split, each of which is ranked and "
+            "re-ranked for itself:",
+            _table(found, "test_folds"),
+        ]
+    return [*blocks, {"note": note}]
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -264,6 +287,28 @@ def _curves(found: Sequence[Experiment]) -> list[Block]:
     return [{"figures": [(chart, caption)]}]
 
 
+def _embeddings(best: Experiment, dev: Split) -> list[Block]:
+    """t-SNE of the best model, unless its checkpoint is gone or its embeddings are sets."""
+    checkpoint = best.best_run().directory / "best.pt"
+    if best.config["loss"] == "dvse" or not checkpoint.exists():
+        return []
+    model, words, _ = load_model(checkpoint)
+    shown = dev.first(SHOWN)
+    figure, panels = new_panels(1, 1, 5.0, 4.0)
+    scatter(panels[0, 0], in_two_dimensions(model, words, shown))
+    panels[0, 0].set_axis_off()
+    file = io.BytesIO()
+    figure.savefig(file, format="png", transparent=True, metadata={"Software": None})
+    label = f"t-SNE of {best.name}'s embeddings"
+    source = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    caption = (
+        f"{label}: {len(shown.features)} pictures of dev (orange, large) and their "
+        f"{len(shown.captions)} captions (blue). Neighbours are alike; distances between groups "
+        "have no meaning."
+    )
+    return [{"figures": [(f'<img src="{source}" alt="{label}">', caption)]}]
+
+
 def _hubness(
     best: Experiment, before: RetrievalResults, after: RetrievalResults, split: str
 ) -> list[Block]:
@@ -282,6 +327,10 @@ def _hubness(
 
 
 # --- gallery and closing --------------------------------------------------------------------------
+
+
+def _samples(gallery: Gallery) -> list[Block]:
+    return [{"cards": gallery.samples(min(4, len(gallery.split.features)))}]
 
 
 def _gallery(

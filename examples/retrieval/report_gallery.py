@@ -80,6 +80,18 @@ class Gallery:
         self.split_name = split_name
         self.models = models
 
+    def samples(self, count: int) -> list[dict[str, Any]]:
+        """The first pictures, each with its captions."""
+        each = self.split.captions_per_image
+        cards = []
+        for image in range(count):
+            captions = self.split.captions[image * each : (image + 1) * each]
+            answers = [("Its captions", [{"text": caption} for caption in captions])]
+            note = f"number {image} of {self.split_name}"
+            query = self._picture(image)
+            cards.append({"title": "Picture", "note": note, "query": query, "answers": answers})
+        return cards
+
     def picks(self, before: QueryResults, after: QueryResults) -> list[Pick]:
         """The queries that are shown."""
         return draw_queries(before, after, self.models[1] if self.models else "Re-ranking")

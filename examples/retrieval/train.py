@@ -125,9 +125,9 @@ class Trainer:
 
     # --- training ---------------------------------------------------------------------------------
 
-    def run(self) -> dict[str, Any]:
+    def run(self, line: int = 0) -> dict[str, Any]:
         """Train the remaining epochs, then evaluate the best checkpoint. Return the metrics and the
-        log.
+        log. ``line`` is that of the bar, where several processes show one.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         checkpoints = [self.out / name for name in RESUMED_FROM]
@@ -143,9 +143,19 @@ class Trainer:
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(str(self.out), purge_step=self.total_steps + 1)
-        while self.epoch < self.config.epochs:
-            self.train_epoch()
-            self.finish_epoch()
+        bar = tqdm(
+            desc=self.out.name,
+            initial=self.total_steps,
+            total=self.config.epochs * len(self.batches),
+            position=line,
+            # None: not where there is no terminal
+            disable=None if self.config.progress and is_first() else True,
+        )
+        with bar:
+            while self.epoch < self.config.epochs:
+                self.train_epoch(bar)
+                self.finish_epoch()
+                bar.set_postfix_str(f"RSUM {self.history[-1]['rsum']:.1f}")
         if self.writer is not None:
             self.writer.close()
         metrics = self._shared(self.final_metrics() if is_first() else None)
@@ -162,22 +172,14 @@ class Trainer:
     def total_steps(self) -> int:
         return self.epoch * len(self.batches) + self.step
 
-    def train_epoch(self) -> None:
+    def train_epoch(self, bar: tqdm[Any]) -> None:
         self.model.train()
         self.objective.train()
         self.objective.begin_epoch(self.epoch)
-        bar = tqdm(
-            self.batches.epoch(self.epoch, self.step),
-            desc=f"epoch {self.epoch + 1}/{self.config.epochs}",
-            initial=self.step,
-            total=len(self.batches),
-            # None: not where there is no terminal
-            disable=None if self.config.progress and is_first() else True,
-            leave=False,
-        )
-        for batch in bar:
+        for batch in self.batches.epoch(self.epoch, self.step):
             value = self.train_step(batch)
-            bar.set_postfix(loss=f"{value:.4f}", refresh=False)
+            bar.set_postfix_str(f"epoch {self.epoch + 1}, loss {value:.4f}", refresh=False)
+            bar.update()
             if self.config.save_steps and self.total_steps % self.config.save_steps == 0:
                 self.save_last()
 
@@ -386,14 +388,14 @@ def _write_json(path: Path, value: object) -> None:
         file.write(json.dumps(value, indent=2) + "\n")
 
 
-def train(config: Config) -> dict[str, Any]:
-    """Run (or resume) the training that `config` describes.
+def train(config: Config, line: int = 0) -> dict[str, Any]:
+    """Run (or resume) the training that `config` describes, with a bar in this line.
 
     Returns:
         {"metrics": {"dev": {"before": {...}, "after": {...}}, ...}, "best_rsum": float, "history":
         [dict per epoch]}.
     """
-    return Trainer(config).run()
+    return Trainer(config).run(line)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from support import drawn
 
-from examples.retrieval.config import Config, make_config
+from examples.retrieval.config import Config, load_config
 from examples.retrieval.data import load_split
 from examples.retrieval.evaluate import encode
 from examples.retrieval.export import main as export
 from examples.retrieval.pictures import Images
 from examples.retrieval.preparation import load_model
+from examples.retrieval.report import write_report
 from examples.retrieval.summary import main as summary
 from examples.retrieval.train import Trainer, train
 
@@ -113,13 +114,20 @@ def test_5k_and_1k_in_five_folds(settings, system, tmp_path, capsys):
     np.testing.assert_allclose(exported, scores, atol=1e-5)
     summary([config.out, "--split", "test_folds"])
     assert f"{metrics['test_folds']['after']['rsum']:.1f}" in capsys.readouterr().out
+    write_report([Path(config.out)], Path(config.data), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "testall 25 pictures" in page
+    whole, parts = page.split("Means over 5 equal parts of the test split", 1)
+    assert f"{metrics['test']['after']['rsum']:.1f}" in whole
+    assert f"{metrics['test_folds']['after']['rsum']:.1f}" in parts
+    assert ("embeddings: 8 pictures of dev" in page) == (system != "dvse")
 
 
 def test_folds_that_do_not_divide_the_images_are_refused_before_training(settings):
     with pytest.raises(ValueError, match=r"test_folds = 4: must divide the 25 images of testall"):
         Trainer(replace(settings, test_folds=4))
     with pytest.raises(ValueError, match=r"test_split = 'val': must be 'test' or 'testall'"):
-        make_config({"test_split": "val"})
+        load_config(None, ["test_split=val"])
 
 
 def test_karpathys_test_has_all_test_images_under_both_names(photos):

@@ -36,3 +36,4 @@ def test_quick_demo_runs_to_the_end(tmp_path, capsys):
         assert loss in page
     assert f"{tmp_path / 'report.html'} is the report" in said
     assert "data:image/jpeg" in page
+    assert "embeddings: 30 pictures of dev" in page

@@ -80,7 +80,7 @@ def test_a_new_run_leaves_nothing_of_a_former_one(config, monkeypatch):
     former = files_of(config)
     assert former >= {"metrics.json", "best.pt", "last.pt"}
 
-    def interrupt(self: Trainer) -> None:
+    def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Trainer, "train_epoch", interrupt)
