@@ -39,7 +39,7 @@ def gradients(value: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
 
 def assert_same(found: Any, wanted: Any, given: list[Tensor]) -> None:
     """Compare two values and their gradients."""
-    assert float(found) == pytest.approx(float(wanted), abs=1e-9)
+    assert found.item() == pytest.approx(wanted.item(), abs=1e-9)
     pairs = zip(gradients(found, given), gradients(wanted, given), strict=True)
     for got, exact in pairs:
         difference = got - exact

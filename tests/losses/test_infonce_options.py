@@ -21,9 +21,9 @@ def test_a_learnt_scale_is_limited_in_training():
     v, w = (torch.randn(4, 8) for _ in range(2))
     loss = InfoNCELoss(0.01, learnable=True, max_scale=50.0)
     before = loss.eval()(v, w)
-    torch.testing.assert_close(float(loss.temperature), 0.01)
+    torch.testing.assert_close(loss.temperature.item(), 0.01)
     after = loss.train()(v, w)
-    torch.testing.assert_close(float(loss.temperature), 0.02)
+    torch.testing.assert_close(loss.temperature.item(), 0.02)
     torch.testing.assert_close(after, InfoNCELoss(0.02)(v, w))
     assert before != after
     after.backward()
