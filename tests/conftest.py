@@ -93,7 +93,7 @@ def fast_part(items):
 
     The cases of a test are a random sample, the same in each run: neighbours in a grid of
     parameters differ in one parameter only. A parameter ``name`` is that of an entry of a registry,
-    each of which has code of its own.
+    each of which has code of its own, as has each error, whose ``message`` is a parameter.
     """
     chosen = set()
     cases = Counter()
@@ -102,7 +102,8 @@ def fast_part(items):
         if item.get_closest_marker("slow") is not None:
             continue
         test, _, parameters = item.nodeid.partition("[")
-        name = item.callspec.params.get("name") if parameters else None
+        params = item.callspec.params if parameters else {}
+        name = params.get("name", params.get("message"))
         is_first = name is not None and (test, name) not in named
         if is_first or cases[test] < FAST_CASES:
             cases[test] += 1
