@@ -12,7 +12,7 @@ from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
 
 from examples.retrieval.paper_report import heading, result_lines
-from examples.retrieval.paper_tables import PAPERS, load_paper
+from examples.retrieval.paper_tables import PAPERS, TABLES, load_paper
 
 RECORDS = Path(__file__).resolve().parent / "papers"
 RECORDED = RECORDS / "recorded.csv"
@@ -35,8 +35,8 @@ class PaperTables(Directive):
             for number, table in paper.tables.items():
                 lines += section(name, number, table)
         environment = self.state.document.settings.env
-        for record in sorted(RECORDS.iterdir()):
-            environment.note_dependency(str(record))
+        for file in (Path(__file__), TABLES, *sorted(RECORDS.iterdir())):
+            environment.note_dependency(str(file))
         node = nodes.section()
         source = StringList(lines, source=__file__)
         self.state.nested_parse(source, self.content_offset, node, match_titles=True)

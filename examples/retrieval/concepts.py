@@ -81,7 +81,8 @@ def find_concepts(captions: Sequence[str], size: int) -> Concepts:
     counts = Counter(lemma for bag in bags for lemma in bag)
     if len(counts) < size:
         raise ValueError(
-            f"concepts = {size}: the captions have {len(counts)} words that can be some"
+            f"concepts = {size}: must be at most {len(counts)}, the number of words in the "
+            "captions that can be concepts"
         )
     frequent = sorted(counts, key=lambda lemma: (-counts[lemma], lemma))
     chosen = []

@@ -42,6 +42,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE.toml", help="default: that of the scenes"
     )
+    parser.add_argument(
+        "--row",
+        action="append",
+        metavar="NAME",
+        help="run this row only, such as 'CODER (BERT)'; may be repeated",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(
         "--split",
@@ -65,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         file = args.config or CONFIGS / f"{paper}_scenes.toml"
         out = args.out or Path(f"runs/paper_{paper}")
         seeds = list(dict.fromkeys(args.seeds))
-        grid = Grid(paper, file, common, seeds, out, only, args.split)
+        grid = Grid(paper, file, common, seeds, out, only, args.split, args.row or ())
         for config, _ in grid.runs().values():
             build_loss(config)  # report wrong settings before the first run
         if args.dry_run:

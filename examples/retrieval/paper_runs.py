@@ -46,6 +46,7 @@ class Grid:
     out: Path = Path("runs/paper")
     only: Sequence[str] = ()  # tables; empty: all
     split: str = "dev"  # on which rows are measured
+    rows: Sequence[str] = ()  # those that are run; empty: all
 
     def __post_init__(self) -> None:
         for setting in self.common:
@@ -58,6 +59,10 @@ class Grid:
                 raise ValueError(
                     f"tables: {self.paper} has {', '.join(self.source.tables)}, got {number!r}"
                 )
+        names = [name for table in self.tables.values() for name in table.rows]
+        for row in self.rows:
+            if row not in names:
+                raise ValueError(f"--row: the tables have {', '.join(names)}, got {row!r}")
 
     @cached_property
     def source(self) -> Paper:
@@ -103,7 +108,9 @@ class Grid:
             return row.cannot
         config = self.config(row, 0)
         for setting, part in row.needs.items():
-            if part not in getattr(config, setting).lower():
+            value = getattr(config, setting).lower()
+            # a BERT may have any name
+            if part not in value and (part != setting or not value):
                 return f"needs {part} as {setting}=…"
         data = Path(config.data)
         is_raw = config.data != "scenes" and layout(data) != "features"
@@ -118,7 +125,8 @@ class Grid:
         by_directory: dict[str, tuple[Config, list[str]]] = {}
         for number, table in self.tables.items():
             for (name, row), seed in product(table.rows.items(), self.seeds):
-                if row.mean_of or self.cannot(row):
+                left_out = self.rows and name not in self.rows
+                if left_out or row.mean_of or self.cannot(row):
                     continue
                 config = self.config(row, seed)
                 _, users = by_directory.setdefault(config.out, (config, []))

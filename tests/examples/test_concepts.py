@@ -40,7 +40,7 @@ def test_concepts_are_those_that_were_read():
 
 
 def test_captions_with_too_few_words_are_refused():
-    with pytest.raises(ValueError, match=r"concepts = 27: the captions have 26 words"):
+    with pytest.raises(ValueError, match=r"concepts = 27: must be at most 26, the number"):
         find_concepts([f"a {noun}" for noun in NOUNS], 27)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +191,14 @@ def test_a_multiple_of_a_number_stays_what_it_was():
 
 
 # --- the grid -------------------------------------------------------------------------------------
+
+
+def test_a_grid_runs_chosen_rows_only(tmp_path):
+    common = ["bert=any/directory"]
+    grid = Grid("coder", common=common, out=tmp_path, only=["1"], rows=["CODER (BERT)"])
+    assert [rows for _, rows in grid.runs().values()] == [["1: CODER (BERT)"]]
+    with pytest.raises(ValueError, match=r"--row: .*CODER \(BERT\), got 'CODER'"):
+        replace(grid, rows=["CODER"])
 
 
 def test_a_grid_runs_once_and_goes_on(tiny, tmp_path, trained):
@@ -409,7 +418,7 @@ def test_rows_say_what_they_lack(tmp_path, data, photos):
         strict=True,
     ):
         assert row == reason
-    assert reasons("I", raw, resnext, "bert=Bert")[4:] == ["", ""]
+    assert reasons("I", raw, resnext, "bert=Any")[4:] == ["", ""]
     assert reasons("I", raw, resnext)[4:] == ["needs bert as bert=…"] * 2
     with_global = reasons("III", f"data={data}")
     assert with_global == ["", "", "", ""]
