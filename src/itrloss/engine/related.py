@@ -170,8 +170,7 @@ def numbers_of_items(shape: tuple[int, int], device: torch.device) -> tuple[Tens
     """Return the (N,) numbers of the items of one set, as groups of rows and of columns."""
     n, m = shape
     if n != m:
-        expected = "shape (N, N), as there are labels of one set"
-        raise ValueError(f"scores: expected {expected}, got {shape}")
+        raise ValueError(f"one_set: expected as many columns as rows, got shape {shape}")
     numbers = torch.arange(n, device=device)
     return numbers, numbers
 

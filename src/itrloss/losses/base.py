@@ -447,6 +447,9 @@ class PairLoss(DirectedLoss):
             check_no_others("labels, which say who matches", passed)
             if scores is not None:
                 check_matrix("scores", scores, "(N, N)", empty=self.sharded)
+                if not self.sharded and len(scores) != scores.shape[1]:
+                    expected = "shape (N, N), as there are labels of one set"
+                    raise ValueError(f"scores: expected {expected}, got {tuple(scores.shape)}")
             else:
                 second = own if texts is None else texts
                 check_embeddings(own, second, False, IMAGES_AND_TEXTS, empty=self.sharded)
@@ -500,8 +503,9 @@ class PairLoss(DirectedLoss):
             if self.sharded:
                 expected = "expected embeddings or scores, as a Similarity cannot be gathered"
                 raise ValueError(f"gather: {expected}")
-            there = "a Similarity, which stands for all of the input"
-            check_no_others(there, passed, texts=passed.texts)
+            check_no_others(
+                "a Similarity, which stands for all of the input", passed, texts=passed.texts
+            )
             return "" if check is None else check()
 
         self.agree(checked)
@@ -521,8 +525,9 @@ class PairLoss(DirectedLoss):
             check_matrix("scores", scores, "(N, M)", empty=self.sharded)
             return "" if check is None else check()
 
-        options = {"related": passed.related}
-        return self._between((scores,), passed.ids, IMAGES_AND_TEXTS, checked, **options)
+        return self._between(
+            (scores,), passed.ids, IMAGES_AND_TEXTS, checked, related=passed.related
+        )
 
 
 def check_no_others(there: str, passed: Passed, **others: object) -> None:

@@ -16,7 +16,7 @@ from ..functional import Values
 from ..similarity import Similarity
 from ..torch_versions import is_compiling
 from .base import PairLoss
-from .temperature import SCALE, are_cosines, look_at_form
+from .temperature import SCALE, look_at_form
 
 _MINING: tuple[functional.Mining, ...] = ("all", "hardest", "batch-hard")  # as states number them
 _INTERVAL = 50  # calls between checks for a collapse
@@ -167,7 +167,7 @@ class SigmoidLoss(PairLoss):
     def _look(self, loss: Values, sim: Similarity) -> None:
         """Warn of a batch, and of a scale that was probably meant in another form."""
         super()._look(loss, sim)
-        look_at_form(self, "scale", are_cosines(sim))
+        look_at_form(self, "scale", sim)
 
     def compute(self, sim: Similarity) -> Values:
         """Return the sigmoid loss, SigLIP."""

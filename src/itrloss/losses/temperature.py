@@ -75,7 +75,7 @@ class TemperatureLoss(SimilarityLoss):
         if not self.training:
             return
         if not self._looked:  # at what was passed
-            look_at_form(self, "temperature", cosines=False)
+            look_at_form(self, "temperature")
         limit = TEMPERATURE.stored(held, 1 / largest)
         bounds = {"min": limit} if held == "temperature" else {"max": limit}
         # In place, but no new version: a compiled model that computes with the same parameter has
@@ -102,17 +102,15 @@ class TemperatureLoss(SimilarityLoss):
     def _look(self, loss: Values, sim: Similarity) -> None:
         """Warn of a batch, and of a temperature that was probably meant in another form."""
         super()._look(loss, sim)
-        look_at_form(self, "temperature", are_cosines(sim))
-
-
-def are_cosines(sim: Similarity) -> bool:
-    """Return whether scores are known to be cosines; those of another model may be of any size."""
-    return sim.embeddings is not None and sim.normalizes
+        look_at_form(self, "temperature", sim)
 
 
 @torch.no_grad()  # a checkpoint would find more saved tensors than in the second pass
-def look_at_form(loss: SimilarityLoss, option: str, cosines: bool) -> None:
-    """Warn of a number, or a parameter that the host may read, that is probably another form."""
+def look_at_form(loss: SimilarityLoss, option: str, sim: Similarity | None = None) -> None:
+    """Warn of a number, or a parameter that the host may read, that is probably another form, or
+    none for cosines, if scores are known to be these; those of another model may be of any size.
+    """
+    cosines = sim is not None and sim.embeddings is not None and sim.normalizes
     held = loss._held.get(option)
     if held is None or host_may_read(getattr(loss, held)):
         warn_of_form(*loss._passed_form(option), cosines)
