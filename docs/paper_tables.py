@@ -1,7 +1,8 @@
 """A Sphinx extension: the tables and figures of the papers, from their registry and from records.
 
 A record is what ``python -m examples.retrieval.paper`` wrote, in ``docs/papers``: a CSV file of
-results, a PNG file of a figure. ``docs/papers/recorded.csv`` has the commit and the settings of each.
+results, a PNG file of a figure. ``docs/papers/recorded.csv`` has the commit and the settings of
+each.
 """
 
 import csv
