@@ -270,6 +270,17 @@ def test_objectives_are_sums_of_their_parts(seed, n):
     assert not of_texts[1].any()
 
 
+@pytest.mark.parametrize("diversity", ["batch", "both"])
+@given(seed=seeds, n=sizes)
+@few
+def test_keys_are_in_the_memorys_term_alone(diversity, seed, n):
+    batch = drawn(seed, n)
+    others = {name: -batch[name] for name in ("image_keys", "text_keys")}
+    found = coder({**batch, **others}, batch_diversity_from=diversity)
+    wanted = coder(batch, batch_diversity_from=diversity)
+    assert_equal(found[[1, 3, 4]], wanted[[1, 3, 4]])
+
+
 # ------------------------------------------------------------------------------------------- limits
 
 
@@ -337,6 +348,17 @@ def test_equal_rows(seed, n):
     means.update(vector)
     assert not means.update(batch["images"]).any()
     assert len(means) == 1
+
+
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_a_known_spread(heads):
+    """Each image is between its text and the next, at right angles to the third: 0.5 is the sample
+    deviation of its other two scores.
+    """
+    texts = torch.eye(3).double()
+    sets = (texts + texts.roll(-1, 0))[:, None].expand(3, heads, 3)
+    values = variance_aware({"sets": sets, "texts": texts, "ids": torch.arange(3)})
+    assert_equal(values, full(2, 3, value=heads * (0.2 / 1.5**2 + math.log(1.5))))
 
 
 @given(seed=seeds, n=sizes)
