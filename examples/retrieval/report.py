@@ -306,7 +306,8 @@ def _embeddings(best: Experiment, dev: Split) -> list[Block]:
         f"{len(shown.captions)} captions (blue). Neighbours are alike; distances between groups "
         "have no meaning."
     )
-    return [{"figures": [(f'<img src="{source}" alt="{label}">', caption)]}]
+    picture = f'<img style="max-width: 34rem" src="{source}" alt="{label}">'
+    return [{"figures": [(picture, caption)]}]
 
 
 def _hubness(

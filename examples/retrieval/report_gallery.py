@@ -87,9 +87,8 @@ class Gallery:
         for image in range(count):
             captions = self.split.captions[image * each : (image + 1) * each]
             answers = [("Its captions", [{"text": caption} for caption in captions])]
-            note = f"number {image} of {self.split_name}"
-            query = self._picture(image)
-            cards.append({"title": "Picture", "note": note, "query": query, "answers": answers})
+            card = {"title": f"Picture {image}", "note": f"of the {self.split_name} split"}
+            cards.append({**card, "query": self._picture(image), "answers": answers})
         return cards
 
     def picks(self, before: QueryResults, after: QueryResults) -> list[Pick]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.versions import GradScaler
+from tqdm import tqdm
 
 from examples.retrieval.config import Config, make_config
 from examples.retrieval.data import load_split
@@ -73,6 +75,24 @@ def test_a_finished_run_is_in_its_files(config):
     message = r"was trained with loss = 'infonce', lr = 0\.01: .* resume=false"
     with pytest.raises(ValueError, match=message):
         train(replace(again, lr=1e-3, loss="hal"))
+
+
+def test_the_bar_counts_the_steps_of_all_epochs(config, monkeypatch):
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "disable": False, "file": io.StringIO()})
+            bars.append(self)
+
+    monkeypatch.setattr("examples.retrieval.train.tqdm", Bar)
+    rsum = train(config)["history"][-1]["rsum"]
+    train(replace(config, epochs=config.epochs + 1, resume=True))
+    for bar, initial, epochs in zip(bars, (0, bars[0].n), (0, 1), strict=True):
+        assert bar.n == bar.total == (config.epochs + epochs) * bars[0].n / config.epochs
+        assert bar.initial == initial
+        assert bar.desc == Path(config.out).name
+    assert bars[0].postfix == f"RSUM {rsum:.1f}"
 
 
 def test_a_new_run_leaves_nothing_of_a_former_one(config, monkeypatch):
