@@ -491,7 +491,7 @@ COMMANDS = [
 @pytest.mark.usefixtures("_saved")
 @pytest.mark.parametrize(("command", "name"), COMMANDS)
 def test_a_command_says_what_is_suspicious(command, name, capsys):
-    more = ["--samples", "50"] if command.startswith("compare") else ["--methods", "fast", "csls"]
+    more = ["--samples", "50"] if command.startswith("compare") else ["--methods", "fast,csls"]
     code = main([*command.split(), *more])
     out, err = capsys.readouterr()
     if name == ONE_ARRAY:

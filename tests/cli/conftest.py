@@ -17,6 +17,7 @@ ARRAYS = {
     "other": scores(1),
     "transposed": scores().T,
     "shuffled": scores()[:, ORDER],
+    "hubs": scores() + 0.5 * np.random.default_rng(3).random(N * C),
     "val": scores(1)[:, ORDER[:-7]],  # images have different numbers of texts
     "i": IMAGE_IDS + 7,
     "t": TEXT_IDS + 7,

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
+from datetime import datetime
+from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
-from support.command_line import C, N, pairs, run
+from support.command_line import C, N, pairs, refused, run
 
 import itrloss
 from itrloss import Similarity
@@ -37,37 +42,129 @@ def test_embeddings_are_calibrated_with_the_bank_that_they_are_re_ranked_by():
 
 
 def test_the_version_is_that_of_the_library(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"itrloss {itrloss.__version__}\n"
 
 
 @pytest.mark.slow
-def test_the_package_is_a_command_without_which_pandas_is_named(saved):
-    command = [sys.executable, "-m", "itrloss", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "rerank" in done.stdout
-    code = (
-        "import sys; sys.modules['pandas'] = None; from itrloss import cli; cli.main(sys.argv[1:])"
+@pytest.mark.parametrize("missing", ["typer", "rich", "pandas"])
+def test_without_the_extra_the_command_names_it_in_two_lines(missing: str):
+    """What the library needs brings none of its packages along."""
+    code = f"""
+import sys
+import itrloss
+sys.modules["{missing}"] = None
+from itrloss import cli
+assert not {{"typer", "pandas"}} & set(sys.modules) - {{"{missing}"}}
+sys.exit(cli.main(["rerank", "sims.npy"]))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"itrloss: the command line needs {missing}\n"
+        "install itrloss with the extra 'cli': pip install 'itrloss[cli]'\n"
     )
-    command = [sys.executable, "-c", code, "rerank", "sims.npy"]
+
+
+@pytest.mark.slow
+def test_the_package_is_a_command():
+    command = [sys.executable, "-m", "itrloss"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stderr.count("\n") == 1
-    assert "pandas: install itrloss with the extra 'cli'" in done.stderr
+    assert "rerank" in done.stdout and "compare" in done.stdout
 
 
-def test_help_has_groups_and_examples_in_any_encoding(saved, monkeypatch):
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("command", ["rerank", "eval", "compare"])
+def test_help_has_groups_and_three_examples_that_run(command, width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= width
+    groups = {"The test set", "The table"}
+    if command != "compare":
+        groups |= {"Held-out pairs and banks", "Methods", "The results of one method"}
+    for group in groups:
+        assert f"─ {group} ─" in text
+    examples = " ".join(text.partition("Examples:")[2].split()).split(f"itrloss {command}")[1:]
+    assert len(examples) == 3
+
+
+def test_a_terminal_of_another_encoding_gets_question_marks(saved, monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    assert run("rerank", "sims.npy", "--methods", "fast") == 0
-    with pytest.raises(SystemExit, match="0"):
-        main(["rerank", "--help"])
+    assert run("rerank", "sims.npy", "--methods", "fast", "--samples", 9) == 0
+    assert run("rerank", "--help") == 0
     out.flush()
-    table, _, text = out.buffer.getvalue().partition(b"usage: ")
-    assert b"fast" in table
-    assert b"held-out pairs and banks:" in text and b"examples:\n  itrloss rerank sims" in text
+    assert b"fast?" in out.buffer.getvalue() and b"Examples:" in out.buffer.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_tables_fit_the_terminal(width: int, saved, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    banks = ("--bank-images", "image_bank.npy", "--bank-texts", "text_bank.npy")
+    assert run("rerank", "sims.npy", *banks, "--samples", 9) == 0
+    text = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+    lines = text.splitlines()[1:]  # below what is compared
+    assert max(map(len, lines)) <= width
+    assert "\x1b[1;32m" in terminal.getvalue() and "★" in text  # the best row
+    assert "mutual-proximity†" in text
+
+
+class Terminal(io.StringIO):
+    """A terminal of a width."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+# --- which method to take, and what was computed --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--methods csls,fast", "Take csls: with neither labels nor a bank"),
+        ("--methods fast", "Choose by held-out pairs (--val)"),
+        ("--methods csls,fast --val sims.npy", "Take fast, calibrated: held-out labels chose"),
+        ("--methods nnn,csls --bank-texts text_bank.npy", "Take csls: "),
+    ],
+)
+def test_a_sentence_says_which_method_to_take(options: str, sentence: str, saved, capsys):
+    assert run("rerank", "hubs.npy", "--samples", 9, *options.split()) == 0
+    assert sentence in " ".join(capsys.readouterr().out.split())
+
+
+def test_ids_of_texts_alone_are_numbers_of_images(saved, capsys):
+    np.savetxt("numbers.txt", ARRAYS["shuffled_t"] - 7, "%d")
+    command = ("rerank", "shuffled.npy", "--methods", "csls", "--samples", 9)
+    for ids in (("--text-ids", "numbers.txt"), ("--image-ids", "i.npy", "--text-ids")):
+        more = ids if len(ids) == 2 else (*ids, "shuffled_t.npy")
+        assert run(*command, *more, "--queries", f"{len(ids)}.csv") == 0
+    alone, both = (pd.read_csv(f"{n}.csv") for n in (2, 3))
+    assert alone["best_rank"].tolist() == both["best_rank"].tolist()
+    assert "--image-ids: expected --text-ids, too" in refused(
+        capsys, *command, "--image-ids", "i.npy"
+    )
+
+
+def test_every_result_says_what_it_was_computed_with(saved):
+    results = ["--metrics", "m.csv", "--queries", "q.csv", "--latex", "t.tex", "--report", "r.html"]
+    assert run("rerank", "sims.npy", "--methods", "csls", "--samples", 9, *results) == 0
+    assert run("compare", "sims.npy", "other.npy", "--samples", 9, "--report", "c.html") == 0
+    today = datetime.now().astimezone().date().isoformat()
+    for path in ("m.csv", "q.csv", "t.tex", "r.html", "c.html"):
+        text = Path(path).read_text(encoding="utf-8")
+        for fact in (f"itrloss {itrloss.__version__}", today, "sims.npy", "--samples 9"):
+            assert fact in text, (path, fact)
+    facts = pd.read_csv("m.csv")
+    command = "itrloss rerank sims.npy --methods csls --samples 9 --metrics m.csv --queries q.csv"
+    assert set(facts["command"]) == {f"{command} --latex t.tex --report r.html"}
+    assert "--folds 1" in facts["options"][0]
+
+
+# --- surroundings of a process --------------------------------------------------------------------
 
 
 def test_a_reader_that_has_read_enough_gets_no_message(saved):

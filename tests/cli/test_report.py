@@ -22,9 +22,9 @@ def entry(name: str, ranks: list[int], base: comparison.Entry | None) -> compari
     queries = QueryResults(ids, torch.tensor(ranks)[:, None], ids[:, None], 300)
     results = RetrievalResults(queries, queries)
     if base is None:
-        return comparison.Entry(name, None, results, 0.0, {})
+        return comparison.Entry(name, results)
     changes = compare(results, base.results, samples=9)
-    return comparison.Entry(name, rerank.CSLS(), results, 0.0, changes)
+    return comparison.Entry(name, results, rerank.CSLS(), "test", changes=changes)
 
 
 def test_gains_are_ratios_and_only_answered_queries_count():
@@ -34,9 +34,9 @@ def test_gains_are_ratios_and_only_answered_queries_count():
     before = entry("before", [200, 20, 3, 0, 5], None)
     after = entry("after", [100, 2, 9, 0, 5], before)
     sim = Similarity.from_scores(torch.rand(5, 5))
-    found = comparison.RerankerComparison(sim, [before, after], {})
+    found = comparison.SystemComparison([before, after], 9, sim)
     names = [[f"{letter}{i}" for i in range(300)] for letter in "IT"]
-    text = read_page(page(found, found.table(), after, "title", names))
+    text = read_page(page(found, found.table(), "title", {}, after, names))
     moved = "2 of 4 queries rank their right candidate higher than before, 1 lower."
     assert text.count(moved) == 2
     for name, section in zip("IT", text.split("gained most")[1:], strict=True):

@@ -67,12 +67,12 @@ def test_a_result_does_not_replace_the_input(name, saved, capsys):
     Path("link.npz").symlink_to("s.npz")
     content = Path("s.npz").read_bytes()
     said = refused(capsys, "rerank", "s.npz", "--methods", "fast", "--out", name)
-    assert f"{name}: expected a file of its own for a result, got that of scores" in said
+    assert f"{name}: expected a file of its own for a result, got that of the input" in said
     assert Path("s.npz").read_bytes() == content
     Path("i.csv").write_text("".join(f"{i}\n" for i in range(N)))
     ids = ("--image-ids", "i.csv", "--text-ids", "t.npy")
     said = refused(capsys, "rerank", "s.npz", *ids, "--queries", "i.csv")
-    assert "got that of image-ids" in said
+    assert "got that of --image-ids" in said
 
 
 def test_what_is_interrupted_leaves_the_old_file(saved, monkeypatch):
@@ -97,6 +97,18 @@ def test_results_have_the_permissions_of_any_new_file(mask, mode, saved):
         assert os.umask(mask) == mask  # unchanged
     finally:
         os.umask(before)
+
+
+@pytest.mark.parametrize("name", [b"s_\xe9.npy", b"\xff.npy", b"a\xc3.npy", "模.npy".encode()])
+def test_names_of_files_may_be_of_another_system(name: bytes, saved):
+    path = os.fsdecode(name)
+    np.save(path, scores(2))
+    few = ("--samples", 9, "--metrics", "m.csv", "--report", "r.html", "--latex", "t.tex")
+    assert run("rerank", path, "--methods", "csls", "--queries", "q.csv", *few) == 0
+    assert run("compare", path, "sims.npy", *few) == 0
+    shown = name.decode("utf-8", "replace").replace("\ufffd", "?")
+    for result in ("m.csv", "r.html", "t.tex", "q.csv"):
+        assert shown in Path(result).read_text(encoding="utf-8")
 
 
 # --- signals --------------------------------------------------------------------------------------

@@ -11,14 +11,8 @@ from support.command_line import scores
 from support.stored import assert_stored
 
 from itrloss.cli import tables
-from itrloss.cli.comparison import (
-    CALIBRATED,
-    METHODS,
-    TITLES,
-    Entry,
-    compare_models,
-)
-from itrloss.cli.tables import TESTED, Row, p_text
+from itrloss.cli.comparison import CALIBRATED, METHODS, compare_models
+from itrloss.cli.tables import TESTED, TITLES, Entry, p_text
 from itrloss.files import read_reranked
 from itrloss.metrics import (
     Comparison,
@@ -99,7 +93,7 @@ def test_p_values_are_never_printed_as_zero(p, least, wanted):
     ],
 )
 def test_scales_at_an_end_of_those_tried_are_named(i2t, t2i, ends):
-    entry = Entry(CALIBRATED, FastReranker(i2t, t2i), PERFECT, 0.0, chosen_on="held-out pairs")
+    entry = Entry(CALIBRATED, PERFECT, FastReranker(i2t, t2i), chosen_on="held-out pairs")
     words = f" Of the values that were tried, {ends}" if ends else ""
     assert entry.scales.endswith(f", chosen on held-out pairs.{words}")
 
@@ -132,7 +126,9 @@ def test_tables_are_those_that_were_read():
     letters = {ascii_letters: of_seed(0), "模\t\n\x01 é≤→†γλ": of_seed(1), "[b": of_seed(2)}
     changes = dict.fromkeys(TESTED, Comparison(-0.04, -1.25, 0.04, 0.5))
     amounts = {"t2i_r1": Comparison(-0.004, -1, 1, 1.0), "rsum": Comparison(0.02, -1, 1, 1.0)}
-    rows = [Row("a", PERFECT), Row("b", PERFECT, changes), Row("c", PERFECT, changes | amounts)]
+    rows = [Entry("a", PERFECT)]
+    rows.append(Entry("b", PERFECT, changes=changes))
+    rows.append(Entry("c", PERFECT, changes=changes | amounts))
     text = ""
     for table in (
         compare_models(ends, samples=99).table(),

@@ -25,8 +25,9 @@ def page(path: str) -> str:
 
 
 def csv(path: str) -> str:
-    """Return a table whose numbers are rounded."""
-    return pd.read_csv(path).round(6).T.to_string(header=False)
+    """Return a table whose numbers are rounded, without what it was computed with."""
+    table = pd.read_csv(path).drop(columns=["data", "version", "date", "command", "options"])
+    return table.round(6).T.to_string(header=False)
 
 
 def npz(path: str) -> str:

@@ -39,11 +39,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     or what was noticed before.
     """
     capsys.readouterr()
-    try:
-        status = run(*arguments)
-    except SystemExit as error:
-        status = error.code
-    assert status == 2
+    assert run(*arguments) == 2
     said = capsys.readouterr().err
     assert said.count("\n") <= 2, said
     return said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import re
@@ -10,7 +9,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from itrloss.cli import options
+from typer.main import get_command
+
+from itrloss.cli.commands import app
 
 MODULES = [
     "itrloss",
@@ -107,23 +108,12 @@ def arguments(function: Callable[..., Any], bound: bool = False) -> str:
 
 def command_line() -> Iterator[str]:
     """Yield the options of each command."""
-    for command, parser in parsers().items():
-        yield f"$ itrloss {command}"
-        for action in parser._actions:
-            names = ", ".join(action.option_strings) or action.dest
-            facts = [names]
-            if action.required:
+    for name, command in get_command(app).commands.items():
+        yield f"$ itrloss {name}"
+        for parameter in command.params:
+            facts = [", ".join(parameter.opts)]
+            if parameter.required:
                 facts.append("required")
-            if action.choices:
-                facts.append(f"choices={list(action.choices)}")
-            if action.default not in (None, argparse.SUPPRESS):
-                facts.append(f"default={action.default!r}")
+            if parameter.default is not None:
+                facts.append(f"default={parameter.default!r}")
             yield "    " + " ".join(facts)
-
-
-def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of the commands."""
-    for action in options.parser()._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            return dict(action.choices)
-    raise AssertionError("the command line has no commands")

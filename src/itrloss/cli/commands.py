@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
 import re
-import shutil
+import shlex
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, TypeVar
 
 import numpy as np
+import pandas as pd
 import torch
+import typer
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
-from .. import files
+from .. import __version__, files
 from ..checks import EMBEDDINGS, Names, did_you_mean, one_of, require_finite
-from ..checks.warnings import (
-    SuspiciousInputWarning,
-    UnfitScalesWarning,
-    warn_of_guess,
-)
-from ..files import Source
+from ..checks.warnings import SuspiciousInputWarning, UnfitScalesWarning, warn_of_guess
+from ..files import Source, as_source
 from ..metrics import (
     Judgements,
-    RetrievalResults,
     coco_protocol,
     default_ids,
     fold_repeated,
@@ -41,28 +42,34 @@ from ..metrics.protocols import check_coco
 from ..metrics.relevance import Rules, folds_of
 from ..rerank import FastReranker
 from ..similarity import Similarity
-from . import tables
+from . import options as o
 from .comparison import (
     CALIBRATED,
     PLAIN,
-    Entry,
-    RerankerComparison,
+    SystemComparison,
     compare_models,
     compare_rerankers,
     protocol_table,
 )
-from .options import parser
 from .pages import check as check_report
-from .report import models_page, page
-from .tables import Table, require_pandas
+from .report import page
+from .tables import HUBS, Entry, Table, latex, show
 
 # Arguments of the library, which the command line has as options; not as parts of a path.
 _ARGUMENTS = re.compile(
     r"(?<![\w/.-])((?:val_)?(?:image|text)_ids|(?:folds|validation)(?=:))(?![./-]?\w)"
 )
+T = TypeVar("T")
+_INPUTS = ("scores", "images", "texts")  # which are no options
+_FAST = FastReranker()
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Losses and re-rankers for image-text retrieval.",
+)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     for stream in (sys.stdout, sys.stderr):
         # a terminal without Greek letters and arrows gets question marks
@@ -70,61 +77,70 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     if arguments is None:  # a process of its own, which removes temporary files when it is ended
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    args, others = parser().parse_known_args(arguments)
-    if others:
-        _refuse(args, others)
+        arguments = sys.argv[1:]
+    command = shlex.join(["itrloss", *arguments])
     try:
-        with _shown_warnings(args):
-            require_pandas()
-            _RUN[args.command](args)
-        sys.stdout.flush()  # a closed pipe is noticed here, not at the interpreter's exit
+        status = app(arguments, prog_name="itrloss", standalone_mode=False, obj=command)
+    except typer.TyperException as error:
+        if error.format_message():  # not where the help is printed in place of an error
+            context = getattr(error, "ctx", None)
+            _say(f"{error.format_message()}{_commas(error)}")
+            print(
+                f"{context.command_path if context else 'itrloss'} --help explains all options",
+                file=sys.stderr,
+            )
+        return 2
     except FileNotFoundError as error:
-        _say(args, f"{error.filename}: there is no such file{_near(error.filename)}")
+        _say(f"{error.filename}: there is no such file{_near(error.filename)}")
         return 2
-    except BrokenPipeError:
-        # a reader such as head has read enough; the interpreter's last flush must not fail, too
-        with contextlib.suppress(io.UnsupportedOperation):  # a stream that is no file
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1  # what came after was not printed, and may not be written
     except (ImportError, OSError, ValueError) as error:
-        _say(args, error)
+        _say(error)
         return 2
-    except KeyboardInterrupt:
-        _say(args, "interrupted")
-        return 130
-    return 0
+    if status == 130:
+        _say("interrupted")
+    return status or 0
 
 
 # ----------------------------------------------------------------------------------------- messages
 
 
-def _say(args: argparse.Namespace, message: object) -> None:
+def _say(message: object) -> None:
     """Print a message for standard error, with options in place of arguments."""
-    print(f"itrloss {args.command}: {_in_words_of_options(message)}", file=sys.stderr)
+    print(f"itrloss: {_in_words_of_options(message)}", file=sys.stderr)
+
+
+def _commas(error: typer.TyperException) -> str:
+    """Return a hint at commas for an argument too many; empty for other errors."""
+    if "extra argument" not in error.format_message():
+        return ""
+    return (
+        "; several values of an option are separated by commas, as in --methods fast,csls; "
+        "embeddings are for itrloss eval, scores of several models for itrloss compare"
+    )
 
 
 @contextlib.contextmanager
-def _shown_warnings(args: argparse.Namespace) -> Iterator[None]:
-    """Return a context that prints each warning once, and keeps those of the input in
-    ``args.warnings``, for tables.
+def _shown_warnings() -> Iterator[list[str]]:
+    """Return a context that prints each warning once, and the list of those of the input, for
+    tables.
     """
-    args.warnings = []
     printed = set()
+    notes = []
 
     def show(message: object, category: type[Warning], *_: object, **__: object) -> None:
         """Print a warning that was not printed before."""
         if str(message) in printed:  # every method finds the same of the same scores
             return
         printed.add(str(message))
-        _say(args, message)
+        _say(message)
         if issubclass(category, SuspiciousInputWarning):
-            args.warnings.append(f"Warning: {_in_words_of_options(message).removesuffix('.')}.")
+            notes.append(f"Warning: {_in_words_of_options(message).removesuffix('.')}.")
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.simplefilter("ignore", UnfitScalesWarning)
         warnings.showwarning = show
-        yield
+        yield notes
 
 
 def _in_words_of_options(message: object) -> str:
@@ -137,15 +153,6 @@ def _option(argument: str) -> str:
     return "--val" if argument == "validation" else "--" + argument.replace("_", "-")
 
 
-def _refuse(args: argparse.Namespace, others: Sequence[str]) -> None:
-    """Exit with an error for arguments that a command does not have."""
-    given = next((x for x in others if x.startswith("-")), "")
-    hint = did_you_mean(given.split("=")[0], map(_option, vars(args)))
-    if not given:
-        hint = "; embeddings are for itrloss eval, scores of several models for itrloss compare"
-    args.parser.error(f"unrecognized arguments: {' '.join(others)}{hint}")
-
-
 def _near(path: str | bytes) -> str:
     """Return a hint at the file that was probably meant, of those in a missing one's folder."""
     missing = Path(os.fsdecode(path))
@@ -155,113 +162,277 @@ def _near(path: str | bytes) -> str:
     return did_you_mean(missing.name, os.listdir(folder))
 
 
-def _text(table: Table) -> str:
-    """Return a table for standard output; on a terminal, in its width."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return tables.text(table, width)
-
-
-def _show_progress(text: str) -> None:
-    """Replace the line of progress on a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-
 # ----------------------------------------------------------------------------------------- commands
 
 
-def _run(args: argparse.Namespace) -> None:
-    """Compare re-rankers on the scores or embeddings of one model."""
-    outputs = _outputs(args)
-    _check_choice(args)
-    sources = [args.scores] if args.command == "rerank" else [args.images, args.texts]
-    rules = _rules(args)
-    sim = _similarity(args, sources, _matrices(args, sources))
-    validation = _validation(args)
-    banks = (_bank(args, sim, 0), _bank(args, sim, 1))
-    _check_folds(args, sim, banks)
-    if args.protocol:
-        check_coco(sim.shape)
-    if args.report:
-        check_report()
-    n, m = sim.shape
-    names = (_names(args.image_names, "image", n), _names(args.text_names, "text", m))
-    title = ", ".join(map(str, sources)) + _parts(args)
-    print(f"{title}: {_about(args, sim)}", flush=True)
-    fast = FastReranker(tuple(args.i2t), tuple(args.t2i))
-    comparison = compare_rerankers(
-        sim, args.methods, banks, validation, fast, _show_progress, args.folds, rules, args.samples
-    )
-    _show_progress("")
-    printed = comparison.table(args.ks, titles=False, timed=True, notes=args.warnings)
-    print(_text(printed))
-    if args.protocol or outputs:
-        _put_out(args, comparison, outputs, title, names)
+def _show_version(is_asked: bool) -> None:
+    """Print the version, and leave."""
+    if is_asked:
+        print(f"itrloss {__version__}")
+        raise typer.Exit()
 
 
-def _put_out(
-    args: argparse.Namespace,
-    comparison: RerankerComparison,
-    outputs: Sequence[Path],
-    title: str,
-    names: Sequence[Sequence[str]],  # of images and of texts
+@app.callback()
+def _all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
 ) -> None:
-    """Print the figures of a protocol, and write all files."""
+    pass
+
+
+@app.command(
+    epilog="""Examples:
+
+itrloss rerank sims.npy
+
+itrloss rerank sims.npy --methods fast,csls --val val_sims.npy --out reranked.npz
+
+itrloss rerank sims.npy --text-ids captions.csv:image --text-names captions.txt --report page.html
+"""
+)
+def rerank(  # noqa: PLR0913 - the options
+    context: typer.Context,
+    scores: o.Array,
+    transpose: o.Transpose = False,
+    image_ids: o.ImageIds = None,
+    text_ids: o.TextIds = None,
+    relevant: o.Relevant = None,
+    exclude: o.Exclude = None,
+    candidates: o.Candidates = None,
+    folds: o.Folds = 1,
+    val: o.Scores = None,
+    val_image_ids: o.ValImageIds = None,
+    val_text_ids: o.ValTextIds = None,
+    bank_images: o.BankImages = None,
+    bank_texts: o.BankTexts = None,
+    methods: o.MethodNames = o.ALL_METHODS,
+    i2t: o.Scales = _FAST.i2t,
+    t2i: o.Scales = _FAST.t2i,
+    protocol: o.Protocol = None,
+    ks: o.Ks = o.ALL_KS,
+    samples: o.Samples = None,
+    metrics: o.Metrics = None,
+    latex: o.Latex = None,
+    report: o.Report = None,
+    write: o.WriteOf = None,
+    out: o.Out = None,
+    rankings: o.Rankings = None,
+    queries: o.Queries = None,
+    trec: o.Trec = None,
+    top: o.Top = 10,
+    image_names: o.ImageNames = None,
+    text_names: o.TextNames = None,
+) -> None:
+    """Re-rank a saved matrix of scores (n_images, n_texts) by every method."""
+    _run(context, [scores], [val] if val else [])
+
+
+@app.command(
+    "eval",
+    epilog="""Examples:
+
+itrloss eval images.npy texts.npy
+
+itrloss eval features.npz:images features.npz:texts --latex table.tex
+
+itrloss eval images.npy texts.npy --bank-images others.npy --bank-texts captions.npy
+""",
+)
+def evaluate(  # noqa: PLR0913 - the options
+    context: typer.Context,
+    images: o.Images,
+    texts: o.Texts,
+    image_ids: o.ImageIds = None,
+    text_ids: o.TextIds = None,
+    relevant: o.Relevant = None,
+    exclude: o.Exclude = None,
+    candidates: o.Candidates = None,
+    folds: o.Folds = 1,
+    val: o.Pair = None,
+    val_image_ids: o.ValImageIds = None,
+    val_text_ids: o.ValTextIds = None,
+    bank_images: o.BankImages = None,
+    bank_texts: o.BankTexts = None,
+    methods: o.MethodNames = o.ALL_METHODS,
+    i2t: o.Scales = _FAST.i2t,
+    t2i: o.Scales = _FAST.t2i,
+    protocol: o.Protocol = None,
+    ks: o.Ks = o.ALL_KS,
+    samples: o.Samples = None,
+    metrics: o.Metrics = None,
+    latex: o.Latex = None,
+    report: o.Report = None,
+    write: o.WriteOf = None,
+    out: o.Out = None,
+    rankings: o.Rankings = None,
+    queries: o.Queries = None,
+    trec: o.Trec = None,
+    top: o.Top = 10,
+    image_names: o.ImageNames = None,
+    text_names: o.TextNames = None,
+) -> None:
+    """Re-rank saved embeddings (n_images, D), (n_texts, D) by every method."""
+    context.params["transpose"] = False
+    _run(context, [images, texts], [as_source(path) for path in val or ()])
+
+
+@app.command(
+    epilog="""Examples:
+
+itrloss compare base_sims.npy ours_sims.npy
+
+itrloss compare base.npz ours.npz --names InfoNCE,DCL --ks 1,5,10,20 --latex table.tex
+
+itrloss compare plain.npy reranked.npz third.npy --transductive third --report page.html
+"""
+)
+def compare(  # noqa: PLR0913 - the options
+    context: typer.Context,
+    scores: o.Arrays,
+    transpose: o.Transpose = False,
+    image_ids: o.ImageIds = None,
+    text_ids: o.TextIds = None,
+    relevant: o.Relevant = None,
+    exclude: o.Exclude = None,
+    candidates: o.Candidates = None,
+    folds: o.Folds = 1,
+    names: o.Names = None,
+    transductive: o.Transductive = "",
+    ks: o.Ks = o.ALL_KS,
+    samples: o.Samples = None,
+    metrics: o.Metrics = None,
+    latex: o.Latex = None,
+    report: o.Report = None,
+) -> None:
+    """Compare the saved scores of several models with those of the first."""
+    _run_models(context, scores)
+
+
+def _run(context: typer.Context, sources: list[Source], val: list[Source]) -> None:
+    """Compare re-rankers on the scores or embeddings of one model."""
+    args = SimpleNamespace(**context.params)
+    outputs = _outputs(args, [*sources, *val])
+    _check_choice(args)
+    rules = _rules(args)
+    with _shown_warnings() as warned:
+        sim = _similarity(args, sources, _matrices(args, sources))
+        validation = _validation(args, val)
+        banks = (_bank(args, sim, 0), _bank(args, sim, 1))
+        _check_folds(args, sim, banks)
+        if args.protocol:
+            check_coco(sim.shape)
+        if args.report:
+            check_report()
+        n, m = sim.shape
+        names = (_names(args.image_names, "image", n), _names(args.text_names, "text", m))
+        about = f"{', '.join(map(str, sources))}: {_about(args, sim)}"
+        print(about, flush=True)
+        comparison = compare_rerankers(
+            sim,
+            args.methods,
+            banks,
+            validation,
+            FastReranker(args.i2t, args.t2i),
+            _track,
+            args.folds,
+            rules,
+            args.samples,
+        )
+    _print(comparison.table(args.ks, titles=False, timed=True, notes=warned))
+    if not args.protocol and not outputs:
+        return
     entry = _entry(args, comparison)
     if args.protocol:
         _print_protocol(comparison, entry)
-    _write_results(args, comparison, entry)
-    table = comparison.table(args.ks, notes=args.warnings)
-    systems = []
-    for one in comparison.entries:
-        systems.append(({"method": one.name, "hubs": one.hubs}, one.results))
-    _write_table(args, table, partial(page, comparison, table, entry, title, names), systems)
+    facts = _facts(context, about)
+    _write_results(args, comparison, entry, facts)
+    table = comparison.table(args.ks, notes=warned)
+    title = f"Re-ranking of {', '.join(map(str, sources))}"
+    html = partial(page, comparison, table, title, facts, entry, names)
+    _write_table(args, comparison, table, html, facts)
     if outputs:
-        by = PLAIN if entry.name == PLAIN else f"{entry.name}, hubs of {entry.looks_at}"
-        print(f"written ({by}): {', '.join(map(str, outputs))}")
+        of = f", hubs of {HUBS[entry.hubs][0]}" if entry.hubs else ""
+        print(f"written ({entry.name}{of}): {', '.join(map(str, outputs))}", flush=True)
 
 
-def _run_models(args: argparse.Namespace) -> None:
+def _run_models(context: typer.Context, sources: list[Source]) -> None:
     """Compare the scores of several models, which are read one after the other."""
-    outputs = _outputs(args)
-    names = _model_names(args)
-    for name in args.transductive:
+    args = SimpleNamespace(**context.params)
+    outputs = _outputs(args, sources)
+    names = _model_names(args, sources)
+    marked = [name for name in args.transductive.split(",") if name]
+    for name in marked:
         one_of("--transductive", name, *names)
     rules = _rules(args)
     if args.report:
         check_report()
     results = {}
-    marked = [*args.transductive]
     about = ""
     shape = None
-    for name, source in zip(names, args.scores, strict=True):
-        _show_progress(f"{source} …")
-        scores, transductive = _model_scores(args, source)
-        sim = scores[0] if isinstance(scores, tuple) else scores
-        if shape is None:
-            shape = sim.shape
-            about = _about(args, sim) + _parts(args)
-            _check_folds(args, sim, ())
-        if sim.shape != shape:
-            raise ValueError(
-                f"{source}: expected shape {shape} like {args.scores[0]}, got {sim.shape}"
-            )
-        results[name] = retrieval_results(scores, folds=args.folds, **rules)
-        if transductive:
-            marked.append(name)
-    _show_progress("")
-    comparison = compare_models(results, transductive=marked, samples=args.samples)
-    table = comparison.table(args.ks, notes=args.warnings)
-    print(f"{about}\n{_text(table)}")
-    title = ", ".join(names)
-    html = partial(models_page, comparison.rows, table, title, f"{about}. Recalls in percent.")
-    _write_table(args, table, html, [({"method": name}, x) for name, x in results.items()])
+    with _shown_warnings() as warned:
+        for name, source in zip(names, _track(sources), strict=True):
+            scores, transductive = _model_scores(args, source)
+            sim = scores[0] if isinstance(scores, tuple) else scores
+            if shape is None:
+                shape = sim.shape
+                about = _about(args, sim)
+                _check_folds(args, sim, ())
+            if sim.shape != shape:
+                raise ValueError(
+                    f"{source}: expected shape {shape} like {sources[0]}, got {sim.shape}"
+                )
+            results[name] = retrieval_results(scores, folds=args.folds, **rules)
+            if transductive:
+                marked.append(name)
+        comparison = compare_models(results, transductive=marked, samples=args.samples)
+    table = comparison.table(args.ks, notes=warned)
+    print(about)
+    _print(table)
+    facts = _facts(context, about)
+    html = partial(page, comparison, table, f"Comparison of {', '.join(names)}", facts)
+    _write_table(args, comparison, table, html, facts)
     if outputs:
-        print(f"written: {', '.join(map(str, outputs))}")
+        print(f"written: {', '.join(map(str, outputs))}", flush=True)
+
+
+def _track(steps: Sequence[T]) -> Iterable[T]:
+    """Return the steps one by one, with a bar and the time that is left on a terminal."""
+    console = Console(stderr=True)
+    return track(steps, "itrloss", console=console, transient=True, disable=not console.is_terminal)
+
+
+def _print(table: Table) -> None:
+    """Print a table, on a terminal in its width."""
+    console = Console() if sys.stdout.isatty() else Console(width=100, color_system=None)
+    show(table, console)
+    sys.stdout.flush()  # a closed pipe is noticed here
+
+
+def _facts(context: typer.Context, about: str) -> dict[str, str]:
+    """Return what was computed, and with what and when."""
+    options = []
+    for name, value in sorted(context.params.items()):
+        if value not in (None, False, "") and name not in _INPUTS:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            options.append(f"{_option(name)} {text}")
+    facts = {
+        "data": about,
+        "version": f"itrloss {__version__}",
+        "date": datetime.now().astimezone().isoformat(" ", "seconds"),
+        "command": context.obj,
+        "options": "; ".join(options),
+    }
+    return {name: _readable(fact) for name, fact in facts.items()}
+
+
+def _readable(text: str) -> str:
+    """Return a text with a question mark for each byte of a file name that is no UTF-8."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _model_scores(
-    args: argparse.Namespace, source: Source
+    args: SimpleNamespace, source: Source
 ) -> tuple[Similarity | tuple[Similarity, Tensor], bool]:
     """Return the scores in a file, of both directions if they are re-ranked, and whether they
     depend on the other test queries, as far as the file says.
@@ -274,12 +445,11 @@ def _model_scores(
     return (_similarity(args, [source], [saved.i2t]), saved.t2i), saved.transductive
 
 
-def _model_names(args: argparse.Namespace) -> list[str]:
+def _model_names(args: SimpleNamespace, sources: list[Source]) -> list[str]:
     """Return the names of the models: those given, or the files' without what all have."""
-    sources = args.scores
     if len(sources) < 2:
         raise ValueError(f"{sources[0]}: expected at least two files to compare, got one")
-    names = args.names or _short_names(sources)
+    names = args.names.split(",") if args.names else _short_names(sources)
     if len(names) != len(sources):
         raise ValueError(
             f"--names: expected one for each of the {len(sources)} files, got {len(names)}"
@@ -294,39 +464,35 @@ def _short_names(sources: Sequence[Source]) -> list[str]:
     """Return the files' names without suffixes and without the folders that all are in."""
     paths = [source.path.absolute().with_suffix("") for source in sources]
     folder = os.path.commonpath([path.parent for path in paths])
-    names = [path.relative_to(folder).as_posix() for path in paths]
+    names = [_readable(path.relative_to(folder).as_posix()) for path in paths]
     if len(set(names)) < len(names):  # where only suffixes differ, or arrays in a file
         return [str(source) for source in sources]
     return names
 
 
-def _about(args: argparse.Namespace, sim: Similarity) -> str:
+def _about(args: SimpleNamespace, sim: Similarity) -> str:
     """Return how many images and texts there are, and what says which of them match."""
     n, m = sim.shape
-    pairing = f"{m // n} an image, one behind the other"
+    pairing = f"{m // n} consecutive texts an image"
     if args.relevant:
         pairing = f"right by {args.relevant}"
-    elif args.image_ids:
+    elif args.text_ids:
         pairing = "by the ids given"
-    return f"{n} images, {m} texts ({pairing})"
-
-
-def _parts(args: argparse.Namespace) -> str:
-    """Return the words for retrieval within parts of the images; empty for all of them."""
-    return f", in {args.folds} parts" if args.folds != 1 else ""
+    parts = f", in {args.folds} parts" if args.folds != 1 else ""
+    return f"{n} images, {m} texts ({pairing}){parts}"
 
 
 # ------------------------------------------------------------------------------------------- checks
 
 
-def _outputs(args: argparse.Namespace) -> list[Path]:
+def _outputs(args: SimpleNamespace, sources: list[Source]) -> list[Path]:
     """Return what is to be written, after a check that no file has two uses."""
     uses = {}
     outputs = []
     for name, value in vars(args).items():
-        for x in value if isinstance(value, list) else [value]:
-            if isinstance(x, Source):
-                uses[os.path.realpath(x.path)] = name.replace("_", "-")
+        if isinstance(value, Source):
+            uses[os.path.realpath(value.path)] = _option(name)
+    uses |= {os.path.realpath(source.path): "the input" for source in sources}
     for name, path in vars(args).items():
         if isinstance(path, Path):
             place = os.path.realpath(path / "i2t.run" if name == "trec" else path)
@@ -334,12 +500,12 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
                 raise ValueError(
                     f"{path}: expected a file of its own for a result, got that of {uses[place]}"
                 )
-            uses[place] = name
+            uses[place] = _option(name)
             outputs.append(path)
     return outputs
 
 
-def _check_choice(args: argparse.Namespace) -> None:
+def _check_choice(args: SimpleNamespace) -> None:
     """Raise a ValueError for a method of --write that is not tried, or for names of queries that
     are not shown.
     """
@@ -351,14 +517,14 @@ def _check_choice(args: argparse.Namespace) -> None:
         one_of("--write", args.write, PLAIN, *args.methods, *calibrated)
 
 
-def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tensor | None]) -> None:
+def _check_folds(args: SimpleNamespace, sim: Similarity, banks: Sequence[Tensor | None]) -> None:
     """Raise a ValueError for folds that do not go with the input or with other options."""
     n, m = sim.shape
     if args.folds == 1:
         return
     if args.folds == n:
         raise ValueError(f"--folds: {n} are parts of one image, where there is nothing to re-rank")
-    if args.out or args.rankings:
+    if getattr(args, "out", None) or getattr(args, "rankings", None):
         raise ValueError(
             "--folds: nothing is ranked among all candidates then, as --out and --rankings have it"
         )
@@ -374,7 +540,7 @@ def _check_folds(args: argparse.Namespace, sim: Similarity, banks: Sequence[Tens
 # -------------------------------------------------------------------------------------------- input
 
 
-def _matrices(args: argparse.Namespace, sources: Sequence[Source]) -> list[Tensor]:
+def _matrices(args: SimpleNamespace, sources: Sequence[Source]) -> list[Tensor]:
     """Return the matrices in files, with images as rows."""
     matrices = []
     for source in sources:
@@ -385,19 +551,20 @@ def _matrices(args: argparse.Namespace, sources: Sequence[Source]) -> list[Tenso
 
 
 def _ids(
-    args: argparse.Namespace, val: str, are_right: bool, shape: Sequence[int]
+    args: SimpleNamespace, val: str, are_right: bool, shape: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
     """Return the ids of images and of texts out of files; None for no files.
 
     ``val`` is ``"val_"`` for those of held-out pairs. ``are_right``: they say which pairs are.
-    ``shape`` is the number of images and of texts.
+    ``shape`` is the number of images and of texts. Without ids of images these have their numbers.
     """
-    sources = [vars(args)[f"{val}{side}_ids"] for side in ("image", "text")]
+    sources = [getattr(args, f"{val}{side}_ids") for side in ("image", "text")]
     if sources == [None, None]:
         return None, None
-    if None in sources:
-        raise ValueError("image_ids, text_ids: expected both or neither")
-    image_ids, text_ids = (files.read_ids(*source) for source in sources)
+    if sources[1] is None:
+        raise ValueError("image_ids: expected text_ids, too")
+    text_ids = files.read_ids(*sources[1])
+    image_ids = np.arange(shape[0]) if sources[0] is None else files.read_ids(*sources[0])
     if image_ids.dtype.kind != text_ids.dtype.kind:  # names, of which one side's are numbers
         image_ids, text_ids = image_ids.astype(str), text_ids.astype(str)
     if are_right and not np.isin(image_ids, text_ids).any():
@@ -417,14 +584,14 @@ def _ids(
     return image_ids, text_ids
 
 
-def _rules(args: argparse.Namespace) -> Rules:
+def _rules(args: SimpleNamespace) -> Rules:
     """Return the arguments of ``retrieval_results`` on who is right and who is ranked."""
     rules: Rules = {}
     for name in ("relevant", "exclude", "candidates"):
-        source = vars(args)[name]
+        source = getattr(args, name)
         if source is None:
             continue
-        if args.protocol:
+        if getattr(args, "protocol", None):
             raise ValueError(f"--{name}: expected none with --protocol, which has its own pairs")
         pairs = files.read_pairs(*source)
         images = pairs[:, 0].long()
@@ -438,7 +605,7 @@ def _rules(args: argparse.Namespace) -> Rules:
 
 
 def _similarity(
-    args: argparse.Namespace, sources: Sequence[Source], matrices: list[Tensor], val: str = ""
+    args: SimpleNamespace, sources: Sequence[Source], matrices: list[Tensor], val: str = ""
 ) -> Similarity:
     """Return the similarities of scores, or of embeddings of images and of texts; errors name the
     files that they are from.
@@ -490,11 +657,11 @@ def _check_orientation(source: Source, scores: Tensor, transpose: bool) -> None:
     )
 
 
-def _validation(args: argparse.Namespace) -> Similarity | None:
+def _validation(args: SimpleNamespace, sources: list[Source]) -> Similarity | None:
     """Return the held-out pairs; errors and warnings name their options."""
     with _of_held_out_pairs():
-        if args.val is not None:
-            return _similarity(args, args.val, _matrices(args, args.val), "val_")
+        if sources:
+            return _similarity(args, sources, _matrices(args, sources), "val_")
         if args.val_image_ids or args.val_text_ids:
             raise ValueError("image_ids, text_ids: expected --val, too")
     return None
@@ -517,7 +684,7 @@ def _of_held_out_pairs() -> Iterator[None]:
             raise ValueError(renamed(error)) from None
 
 
-def _bank(args: argparse.Namespace, sim: Similarity, side: int) -> Tensor | None:
+def _bank(args: SimpleNamespace, sim: Similarity, side: int) -> Tensor | None:
     """Return the bank of images (side 0) or texts (1), checked before anything is computed."""
     source = args.bank_texts if side else args.bank_images
     if source is None:
@@ -558,7 +725,7 @@ def _names(source: Source | None, item: str, size: int) -> list[str]:
 # ------------------------------------------------------------------------------------------ results
 
 
-def _entry(args: argparse.Namespace, comparison: RerankerComparison) -> Entry:
+def _entry(args: SimpleNamespace, comparison: SystemComparison) -> Entry:
     """Return the entry that is written: the one that --write names, or the first method's.
 
     The first method is the calibrated one if there is one. Of a method that was tried with and
@@ -577,19 +744,23 @@ def _entry(args: argparse.Namespace, comparison: RerankerComparison) -> Entry:
     return entries[name]
 
 
-def _print_protocol(comparison: RerankerComparison, chosen: Entry) -> None:
+def _print_protocol(comparison: SystemComparison, chosen: Entry) -> None:
     """Print the figures of MSCOCO's protocols without and with the chosen re-ranker."""
     entries = [comparison.entries[0]]
     if chosen.reranker is not None:
         entries.append(chosen)
+    assert comparison.sim is not None
     for entry in entries:
-        figures = coco_protocol(comparison.sim, reranker=entry.reranker)
-        print(f"\n{entry.name}\n{protocol_table(figures)}")
+        print(f"\n{entry.name}")
+        _print(protocol_table(coco_protocol(comparison.sim, reranker=entry.reranker)))
 
 
-def _write_results(args: argparse.Namespace, comparison: RerankerComparison, entry: Entry) -> None:
+def _write_results(
+    args: SimpleNamespace, comparison: SystemComparison, entry: Entry, facts: Mapping[str, str]
+) -> None:
     """Write the results of an entry."""
     sim = comparison.sim
+    assert sim is not None
     if args.rankings or args.trec:
         best = retrieval_results(
             sim, reranker=entry.reranker, hubness_k=args.top, folds=args.folds, **comparison.rules
@@ -609,25 +780,33 @@ def _write_results(args: argparse.Namespace, comparison: RerankerComparison, ent
         with files.written(args.out, "wb") as file:
             np.savez(file, i2t=i2t.numpy(), t2i=t2i.numpy(), transductive=np.array(flags))
     if args.queries:
-        with files.written(args.queries) as file:
-            entry.results.write(file)
+        _write_csv(args.queries, entry.results.to_frame(), facts)
 
 
 def _write_table(
-    args: argparse.Namespace,
+    args: SimpleNamespace,
+    comparison: SystemComparison,
     table: Table,
-    page: Callable[[], str],
-    systems: Iterable[tuple[Mapping[str, str], RetrievalResults]],  # the first columns, the results
+    html: Callable[[], str],
+    facts: Mapping[str, str],
 ) -> None:
-    """Write the table of all methods in LaTeX, the page that it is in, and all metrics as CSV."""
-    for path, text in ((args.latex, partial(tables.latex, table)), (args.report, page)):
-        if path:
-            with files.written(path) as file:
-                file.write(text())
+    """Write the table of all entries in LaTeX, the page that it is in, and all metrics as CSV."""
+    if args.latex:
+        comments = "".join(f"% {name}: {' '.join(fact.split())}\n" for name, fact in facts.items())
+        with files.written(args.latex) as file:
+            file.write(comments + latex(table))
+    if args.report:
+        with files.written(args.report) as file:
+            file.write(html())
     if args.metrics:
-        rows = [{**columns, **results.metrics(args.ks)} for columns, results in systems]
-        with files.written(args.metrics) as file:
-            require_pandas().DataFrame(rows).to_csv(file, index=False)
+        rows = []
+        for entry in comparison.entries:
+            columns = {"method": entry.name, "hubs": entry.hubs}
+            rows.append(columns | entry.results.metrics(args.ks))
+        _write_csv(args.metrics, pd.DataFrame(rows), facts)
 
 
-_RUN = {"rerank": _run, "eval": _run, "compare": _run_models}
+def _write_csv(path: Path, rows: pd.DataFrame, facts: Mapping[str, str]) -> None:
+    """Write rows, behind each of them what they were computed with and when."""
+    with files.written(path) as file:
+        rows.assign(**facts).to_csv(file, index=False)

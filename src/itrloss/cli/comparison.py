@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from .. import rerank
 from ..checks import one_of
 from ..checks.warnings import UnfitScalesWarning, are_the_same, warn
-from ..metrics import Comparison, RetrievalResults, compare_all, retrieval_results
+from ..metrics import RetrievalResults, compare_all, retrieval_results
 from ..metrics.labels import with_ids
 from ..metrics.matching import rows_of
 from ..metrics.relevance import Rules
@@ -25,10 +24,8 @@ from ..metrics.results import RECALL_NAMES, RECALLS, WAYS, Ks, check_systems
 from ..metrics.retrieval import as_pair
 from ..rerank import FastReranker, Reranker
 from ..rerank.base import go_beyond_cosines, has_defaults_for_cosines
-from ..rerank.fast import SCALES
 from ..similarity import Similarity
-from .tables import ARROWS, TESTED, Row, Table, comparison_table, frame, samples_for
-from .tables import text as text_of
+from .tables import ARROWS, TESTED, TITLES, Entry, Table, comparison_table, frame, samples_for
 
 METHODS: dict[str, type[Reranker]] = {
     "fast": rerank.FastReranker,
@@ -44,27 +41,13 @@ METHODS: dict[str, type[Reranker]] = {
 }
 PLAIN = "no re-ranking"
 CALIBRATED = "fast, calibrated"
-TITLES = {  # names for readers who do not know the command line's
-    PLAIN: "No re-ranking",
-    CALIBRATED: "Fast Re-ranking, calibrated",
-    "fast": "Fast Re-ranking",
-    "inverted-softmax": "Inverted softmax",
-    "dual-softmax": "Dual softmax",
-    "qb-norm": "QB-Norm",
-    "dbnorm": "DBNorm",
-    "nnn": "NNN",
-    "csls": "CSLS",
-    "mutual-proximity": "Mutual proximity",
-    "sinkhorn": "Sinkhorn",
-    "dbsn": "DBSN",
-}
-# where hubs were looked for: in words, and as it stands behind the name of a method
-_HUBS = {
-    "": ("", ""),
-    "test": ("the test queries", ""),
-    "bank": ("the bank", ", bank"),
-    "bank i2t": ("the bank (i2t)", f", bank ({ARROWS['i2t']})"),
-    "bank t2i": ("the bank (t2i)", f", bank ({ARROWS['t2i']})"),
+# which method to take, by its label: the first that is there, and why (docs/reranking.rst, On
+# trained models, and docs/results.rst, Judged relevance)
+_ADVICE = {
+    f"{CALIBRATED}, bank": "held-out labels chose its scales, and no query depends on another",
+    CALIBRATED: "held-out labels chose its scales",
+    "nnn, bank": "with a bank and no labels it gained most, and no query depends on another",
+    "csls": "with neither labels nor a bank it kept most of its gain where people judged relevance",
 }
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
 # the figures of a protocol, in the order of its columns
@@ -79,94 +62,22 @@ _PROTOCOL = (
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A method, and what it makes of the scores.
+class SystemComparison:
+    """Models or re-rankers on the same queries, each compared with the first one.
 
     Attributes:
-        name: a key of :data:`METHODS`; ``"no re-ranking"``, or ``"fast, calibrated"``; or a name
-            of one's own, by default the re-ranker's ``repr``.
-        reranker: None: no re-ranking.
-        results: the results of all queries.
-        seconds: how long they took.
-        changes: the differences of R@1 of both directions and of the RSUM from the first entry,
-            with p-values that Holm's method corrected over all entries; empty for the first.
-        chosen_on: the pairs that its scales were chosen on, in words; empty if they were not.
+        entries: of re-rankers, first the one without re-ranking.
+        samples: how many there were of the bootstrap behind the changes.
+        sim: the similarities that were re-ranked; None for several models.
+        left_out: the methods that could not be tried, and why.
+        rules: who is right, and who is ranked.
     """
 
-    name: str
-    reranker: Reranker | None
-    results: RetrievalResults
-    seconds: float
-    changes: Mapping[str, Comparison] = field(default_factory=dict)
-    chosen_on: str = ""
-
-    @property
-    def label(self) -> str:
-        """The name as the command line has it, and the bank if there is one."""
-        return self.name + _HUBS[self.hubs][1]
-
-    @property
-    def title(self) -> str:
-        """The name in words, and the bank if there is one."""
-        return TITLES.get(self.name, self.name) + _HUBS[self.hubs][1]
-
-    @property
-    def scales(self) -> str:
-        """What calibration chose, in sentences; empty for other methods."""
-        if not self.chosen_on or not isinstance(self.reranker, FastReranker):
-            return ""
-        i2t = "γ1 = {:g}, γ2 = {:g}".format(*self.reranker.i2t)
-        t2i = "λ1 = {:g}, λ2 = {:g}".format(*self.reranker.t2i)
-        values = f"{i2t} ({ARROWS['i2t']}); {t2i} ({ARROWS['t2i']})"
-        return f"{values}, chosen on {self.chosen_on}.{self._ends}"
-
-    @property
-    def _ends(self) -> str:
-        """A sentence on scales beyond which no other was tried; empty if there are none."""
-        assert isinstance(self.reranker, FastReranker)
-        chosen = (*self.reranker.i2t, *self.reranker.t2i)
-        ends = {"smallest": min(SCALES), "largest": max(SCALES)}
-        found = [f"{x:g} is the {end}" for end, x in ends.items() if x in chosen]
-        return f" Of the values that were tried, {' and '.join(found)}." if found else ""
-
-    @property
-    def hubs(self) -> str:
-        """Where the hubs were looked for: ``"test"``, ``"bank"``, or ``""`` without re-ranking.
-
-        ``"bank i2t"`` or ``"bank t2i"`` if only that direction has a bank.
-        """
-        if self.reranker is None:
-            return ""
-        i2t, t2i = self.reranker.transductive
-        if i2t == t2i:
-            return "test" if i2t else "bank"
-        return "bank t2i" if i2t else "bank i2t"
-
-    @property
-    def looks_at(self) -> str:
-        """The same in words."""
-        return _HUBS[self.hubs][0]
-
-
-@dataclass(frozen=True)
-class RerankerComparison:
-    """The entries, first the one without re-ranking, and what could not be tried."""
-
-    sim: Similarity
     entries: list[Entry]
-    left_out: dict[str, str]  # method: why
-    rules: Rules = field(default_factory=Rules)  # who is right, and who is ranked
-    samples: int = 0  # of the bootstrap behind the changes
-
-    def rows(self, titles: bool = True, timed: bool = False) -> list[Row]:
-        """Return the entries as rows of a table."""
-        rows = []
-        for entry in self.entries:
-            name = entry.title if titles else entry.label
-            transductive = entry.reranker is not None and any(entry.reranker.transductive)
-            seconds = entry.seconds if timed else None
-            rows.append(Row(name, entry.results, entry.changes, transductive, seconds))
-        return rows
+    samples: int = 0
+    sim: Similarity | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    rules: Rules = field(default_factory=Rules)
 
     def table(
         self,
@@ -184,14 +95,26 @@ class RerankerComparison:
             timed: whether there is a column with the seconds.
             notes: further ones, such as warnings of the input.
         """
-        rows = self.rows(titles, timed)
         own = []
-        for row, entry in zip(rows, self.entries, strict=True):
+        for entry in self.entries:
             if entry.scales:
-                own.append(f"Scales of {row.name}: {entry.scales}")
+                own.append(f"Scales of {entry.title if titles else entry.label}: {entry.scales}")
         for name, why in self.left_out.items():
             own.append(f"{TITLES.get(name, name) if titles else name} was left out: {why}.")
-        return comparison_table(rows, ks, samples=self.samples, notes=[*own, *notes])
+        if self.sim is not None and len(self.entries) > 1:
+            own.append(self.advice(titles))
+        notes = [*own, *notes]
+        return comparison_table(
+            self.entries, ks, samples=self.samples, titles=titles, timed=timed, notes=notes
+        )
+
+    def advice(self, titles: bool = False) -> str:
+        """Return a sentence on which method to take."""
+        for label, why in _ADVICE.items():
+            for entry in self.entries[1:]:
+                if entry.label == label and entry.changes["rsum"].difference > 0:
+                    return f"Take {entry.title if titles else label}: {why}."
+        return "Choose by held-out pairs (--val): the best row is chosen by the test set's labels."
 
 
 def compare_rerankers(  # noqa: PLR0913 - options by keyword
@@ -200,11 +123,11 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
     banks: Banks = (None, None),
     validation: Tensor | Similarity | None = None,
     fast: FastReranker | None = None,
-    progress: Callable[[str], None] = lambda text: None,
+    track: Callable[[Sequence[_Trial]], Iterable[_Trial]] = iter,
     folds: int = 1,
     rules: Rules | None = None,
     samples: int | None = None,
-) -> RerankerComparison:
+) -> SystemComparison:
     """Return what methods make of scores, with hubs of the test queries and of any banks.
 
     Args:
@@ -217,7 +140,7 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
         validation: held-out pairs that ``"fast"`` is calibrated on, too: as ``sim``. A warning says
             so if half of them are in the test set.
         fast: Fast Re-ranking as it is to be tried; its defaults if left out.
-        progress: called with a text on what is computed next.
+        track: what shows progress over a list, such as ``tqdm`` or ``rich.progress.track``.
         folds: see :func:`itrloss.metrics.retrieval_results`.
         rules: the arguments ``relevant``, ``exclude`` and ``candidates`` of the same function, by
             name.
@@ -229,41 +152,38 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
     """
     rerankers = _by_name(methods, fast or FastReranker())
     rules = rules or Rules()
-    banks = _checked_banks(banks)
+    if not isinstance(banks, (tuple, list)) or len(banks) != 2:
+        expected = "a pair, queries of images and of texts, or None for one of them"
+        raise TypeError(f"banks: expected {expected}, got {type(banks).__name__}")
     if validation is not None and "fast" not in rerankers:
         raise ValueError("validation: expected 'fast' among methods, which is calibrated on it")
     sim = _with_ids("sim", sim)
     if validation is not None:
         validation = _with_ids("validation", validation)
-    left_out: dict[str, str] = {}
-    for name, method in list(rerankers.items()):
+    left_out = {}
+    for name, method in rerankers.items():
         why = _obstacle(method, sim, banks)
         if why:
             left_out[name] = why
-            del rerankers[name]
+    tried = {name: method for name, method in rerankers.items() if name not in left_out}
     chosen_on = _pairs_in_words(sim, validation)
-    _warn_of_units(sim, rerankers)
+    _warn_of_units(sim, tried)
 
-    trials = _trials(rerankers, banks, validation, chosen_on)
-    entries: list[Entry] = []
-    for number, trial in enumerate(trials, 1):
-        bank = ", with a bank" if trial.banks else ""
-        progress(f"[{number}/{len(trials)}] {trial.name}{bank} …")
-        entries.append(_tried(trial, sim, folds, rules))
+    trials: list[_Trial] = [_Trial(PLAIN)]
+    for name, method in tried.items():
+        for used in _banks_to_try(method, banks):
+            trials.append(_Trial(name, method, used))
+            if name == "fast" and validation is not None:
+                words = chosen_on + _without_bank(used, validation)
+                trials.append(_Trial(CALIBRATED, FastReranker(), used, validation, words))
+    entries = [_tried(trial, sim, folds, rules) for trial in track(trials)]
     if samples is None:
         samples = samples_for(len(entries) - 1)
-    return RerankerComparison(sim, _compared(entries, samples), left_out, rules, samples)
+    return SystemComparison(_compared(entries, samples), samples, sim, left_out, rules)
 
 
-def _checked_banks(banks: Banks) -> Banks:
-    """Return a pair of banks; raise a TypeError for what is none."""
-    if not isinstance(banks, (tuple, list)) or len(banks) != 2:
-        expected = "a pair, queries of images and of texts, or None for one of them"
-        raise TypeError(f"banks: expected {expected}, got {type(banks).__name__}")
-    return banks[0], banks[1]
-
-
-class _Trial(NamedTuple):
+@dataclass(frozen=True)
+class _Trial:
     """A method that is tried, and what it is made ready with."""
 
     name: str
@@ -271,23 +191,6 @@ class _Trial(NamedTuple):
     banks: Banks | None = None  # None: the test queries, or banks of its own
     validation: Similarity | None = None  # None: its scales are not chosen on pairs
     chosen_on: str = ""  # these pairs in words
-
-
-def _trials(
-    rerankers: Mapping[str, Reranker],
-    banks: Banks,
-    validation: Similarity | None,
-    chosen_on: str,
-) -> list[_Trial]:
-    """Return what is tried, first no re-ranking; each method without and with banks if it can."""
-    trials = [_Trial(PLAIN)]
-    for name, method in rerankers.items():
-        for used in _banks_to_try(method, banks):
-            trials.append(_Trial(name, method, used))
-            if name == "fast" and validation is not None:
-                words = chosen_on + _without_bank(used, validation)
-                trials.append(_Trial(CALIBRATED, FastReranker(), used, validation, words))
-    return trials
 
 
 def _tried(trial: _Trial, sim: Similarity, folds: int, rules: Rules) -> Entry:
@@ -298,7 +201,11 @@ def _tried(trial: _Trial, sim: Similarity, folds: int, rules: Rules) -> Entry:
         start = time.perf_counter()
         results = retrieval_results(sim, reranker=reranker, folds=folds, **rules)
         seconds = time.perf_counter() - start
-    return Entry(trial.name, reranker, results, seconds, chosen_on=trial.chosen_on)
+    hubs = ""
+    if reranker is not None:
+        by = {(True, True): "test", (False, False): "bank", (False, True): "bank i2t"}
+        hubs = by.get(reranker.transductive, "bank t2i")
+    return Entry(trial.name, results, reranker, hubs, seconds, chosen_on=trial.chosen_on)
 
 
 def _pairs_in_words(sim: Similarity, validation: Similarity | None) -> str:
@@ -336,21 +243,9 @@ def _without_bank(banks: Banks | None, validation: Similarity) -> str:
 def _compared(entries: Sequence[Entry], samples: int) -> list[Entry]:
     """Return the entries with their changes from the first one."""
     systems = {entry.label: entry.results for entry in entries}
-    changes = compare_all(systems, baseline=entries[0].label, figures=TESTED, samples=samples)
     first, *others = entries
+    changes = compare_all(systems, baseline=first.label, figures=TESTED, samples=samples)
     return [first, *(replace(entry, changes=changes[entry.label]) for entry in others)]
-
-
-@dataclass(frozen=True)
-class ModelComparison:
-    """Several models on the same queries, the first of which the others are compared with."""
-
-    rows: list[Row]
-    samples: int  # of the bootstrap behind the changes
-
-    def table(self, ks: Ks = RECALLS, *, notes: Sequence[str] = ()) -> Table:
-        """Return the table of all models: recalls, changes of the RSUM and of R@1, and notes."""
-        return comparison_table(self.rows, ks, samples=self.samples, notes=notes)
 
 
 def compare_models(
@@ -358,7 +253,7 @@ def compare_models(
     *,
     transductive: Sequence[str] = (),
     samples: int | None = None,
-) -> ModelComparison:
+) -> SystemComparison:
     """Return the comparison of models with the first one.
 
     Args:
@@ -378,14 +273,12 @@ def compare_models(
     if samples is None:
         samples = samples_for(len(results) - 1)
     base = next(iter(results))
+    entries = []
     for name, own in results.items():
         if name != base and _are_same(own, results[base]):
             warn(f"{name}: it has the same ranks as {base}, as if its scores were read twice")
-    changes = compare_all(results, baseline=base, figures=TESTED, samples=samples)
-    rows = []
-    for name, own in results.items():
-        rows.append(Row(name, own, changes.get(name, {}), name in transductive))
-    return ModelComparison(rows, samples)
+        entries.append(Entry(name, own, hubs="test" if name in transductive else ""))
+    return SystemComparison(_compared(entries, samples), samples)
 
 
 def _are_same(own: RetrievalResults, other: RetrievalResults) -> bool:
@@ -468,10 +361,8 @@ def _ready(trial: _Trial) -> Reranker | None:
     return method
 
 
-def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the figures of :func:`itrloss.metrics.coco_protocol` as text: a line for each
-    protocol.
-    """
+def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> Table:
+    """Return the figures of :func:`itrloss.metrics.coco_protocol`: a line for each protocol."""
     heads = [(arrow, f"R@{k}") for arrow in ARROWS.values() for k in RECALLS]
     heads += [("", "RSUM")]
     heads += [(figure, way) for figure in ("R-P", "mAP@R") for way in WAYS]
@@ -479,4 +370,4 @@ def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> str:
     for metrics in figures.values():
         values = [metrics.get(figure, "") for figure in _PROTOCOL]
         lines.append(dict(zip(heads, values, strict=True)))
-    return text_of(Table([frame(list(figures), lines)]))
+    return Table([frame(list(figures), lines)])

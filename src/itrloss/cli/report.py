@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -11,32 +11,31 @@ from torch import Tensor
 from ..metrics import QueryResults, skewness
 from ..metrics.results import WAYS
 from .charts import histograms, intervals
-from .comparison import TITLES, Entry, RerankerComparison
+from .comparison import SystemComparison
 from .pages import Block, number, render
-from .tables import ARROWS, Row, Table, best, shown
+from .tables import ARROWS, HUBS, TITLES, Entry, Table, best, shown
 
 _LISTED = 10  # hubs, queries that gained, queries that lost
+# images and texts
+Names = tuple[Sequence[str], Sequence[str]]
 
 
 def page(
-    comparison: RerankerComparison,
+    comparison: SystemComparison,
     table: Table,
-    chosen: Entry,
     title: str,
-    names: Sequence[Sequence[str]],
+    facts: Mapping[str, str],
+    chosen: Entry | None = None,
+    names: Names = ((), ()),
 ) -> str:
-    """Return an HTML page with a table, and hubs and queries before and after ``chosen``, by the
-    names of images and of texts.
+    """Return an HTML page with a table and, of re-rankers, hubs and queries before and after
+    ``chosen``, by the names of images and of texts.
+
+    ``facts`` are what was computed, with what and when.
     """
-    n, m = comparison.sim.shape
-    about = (
-        f"{n} images, {m} texts. Recalls in percent. A skewness of 0 means that no candidate is "
-        "a hub."
-    )
-    name = TITLES.get(chosen.name, chosen.name)
-    by = name
-    if chosen.reranker is not None:
-        by = f"{name}, hubs of {chosen.looks_at},"
+    blocks: list[Block] = [{"facts": facts}, *_table_blocks(comparison, table)]
+    if chosen is None:
+        return render(title, blocks)
     first = comparison.entries[0].results
     after = chosen.results
     images, texts = names
@@ -44,8 +43,17 @@ def page(
         _Change("image", "text", images, texts, first.i2t, after.i2t).section(),
         _Change("text", "image", texts, images, first.t2i, after.t2i).section(),
     ]
-    methods = {"title": "All methods", "blocks": _methods(comparison, table)}
-    return render(title, [about, methods, {"title": f"What {by} changed", "blocks": changed}])
+    by = TITLES.get(chosen.name, chosen.name)
+    if chosen.reranker is not None:
+        by = f"{by}, hubs of {HUBS[chosen.hubs][0]},"
+    hubs = [
+        "A skewness of 0 means that no candidate is a hub. Compare a transductive method with "
+        "others of its kind: with a bank, queries are independent.",
+        _skewness(comparison),
+    ]
+    blocks.append({"title": "Hubs of all methods", "blocks": hubs})
+    blocks.append({"title": f"What {by} changed", "blocks": changed})
+    return render(title, blocks)
 
 
 def hubness(
@@ -70,12 +78,7 @@ def hubness(
     )
 
 
-def models_page(rows: Sequence[Row], table: Table, title: str, about: str) -> str:
-    """Return an HTML page with the table of several models, and a chart of their changes."""
-    return render(title, [about, *_table_blocks(table, rows)])
-
-
-def _table_blocks(table: Table, rows: Sequence[Row]) -> list[Block]:
+def _table_blocks(comparison: SystemComparison, table: Table) -> list[Block]:
     """Return the frames of a table, its notes, and a chart of the changes of its rows."""
     blocks: list[Block] = []
     for frame in table.frames:
@@ -83,29 +86,24 @@ def _table_blocks(table: Table, rows: Sequence[Row]) -> list[Block]:
         cells = cells.where(~best(frame), '<b class="strong">' + cells + "</b>").rename(escape)
         blocks.append({"html": cells.to_html(escape=False, border=0)})
     blocks += [{"note": note} for note in table.notes]
-    compared = [row for row in rows if row.changes]
+    compared = comparison.entries[1:]
     if compared:
-        values = {"rows": [row.changes["rsum"][:3] for row in compared]}
+        values = {"rows": [entry.changes["rsum"][:3] for entry in compared]}
         label = "Change of the RSUM, with its interval"
-        names = [row.marked for row in compared]
+        names = [entry.title + entry.dagger for entry in compared]
         chart = intervals(names, values, label, "change of the RSUM, in points", zero=True)
         blocks.append({"figures": [(chart, f"{label}.")]})
     return blocks
 
 
-def _methods(comparison: RerankerComparison, table: Table) -> list[Block]:
-    """Return the table of all methods, a chart of what they change, and their hubs."""
-    hubs = []
+def _skewness(comparison: SystemComparison) -> Block:
+    """Return the table of the skewness of k-occurrences of all methods."""
+    rows = []
     for entry in comparison.entries:
         metrics = entry.results.metrics()
-        hubs.append(([entry.title], [number(metrics[f"{way}_skewness"], ".2f") for way in WAYS]))
+        rows.append(([entry.title], [number(metrics[f"{way}_skewness"], ".2f") for way in WAYS]))
     heads = [ARROWS[way] for way in WAYS]
-    return [
-        *_table_blocks(table, comparison.rows()),
-        {"table": hubs, "columns": (["method"], heads), "groups": [("skewness", len(WAYS))]},
-        "Compare a transductive method with others of its kind. With a bank, queries are "
-        "independent.",
-    ]
+    return {"table": rows, "columns": (["method"], heads), "groups": [("skewness", len(WAYS))]}
 
 
 @dataclass
