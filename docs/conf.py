@@ -35,6 +35,7 @@ extensions = [
     "interval_charts",
     "checks",
     "listing",
+    "records",
     "paper_tables",
 ]
 exclude_patterns = ["_build"]
@@ -49,6 +50,7 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Relations"]
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 
@@ -79,18 +81,19 @@ html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 
 
-# napoleon takes what stands before a colon in a property's docstring for its type. These docstrings
-# are plain prose.
+# napoleon takes what stands before a colon in the docstring of a property or an attribute for its
+# type. These docstrings are plain prose.
+PROSE = "property", "attribute"
 _prose = {}
 
 
 def _keep(app, what, name, obj, options, lines):
-    if what == "property":
+    if what in PROSE:
         _prose[name] = list(lines)
 
 
 def _restore(app, what, name, obj, options, lines):
-    if what == "property":
+    if what in PROSE:
         lines[:] = _prose.pop(name)
 
 

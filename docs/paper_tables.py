@@ -10,6 +10,7 @@ from pathlib import Path
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
+from records import csv_table
 
 from examples.retrieval.paper_report import heading, result_lines
 from examples.retrieval.paper_tables import PAPERS, load_paper
@@ -55,9 +56,9 @@ def section(paper, number, table):
     record = RECORDS / f"{paper}_{number}.csv"
     picture = record.with_suffix(".png")
     if record.exists():
-        lines += csv_table(read(record))
+        lines += csv_table(plain(read(record)))
     elif table.printed:
-        lines += csv_table(result_lines(table, {}))
+        lines += csv_table(plain(result_lines(table, {})))
     if picture.exists():
         alternative = f"{heading(number)} of {paper.upper()}, on the scenes: {table.title}"
         lines += [f".. image:: papers/{picture.name}", f"   :alt: {alternative}", ""]
@@ -74,12 +75,9 @@ def read(file):
         return list(csv.reader(opened))
 
 
-def csv_table(table):
-    """The lines of a directive with the rows of a table, the first of which is its header."""
-    quoted = [", ".join('"{}"'.format(text.replace('"', '""')) for text in row) for row in table]
-    # a star in a name is no markup
-    quoted = [line.replace("*", "\\*") for line in quoted]
-    return [".. csv-table::", f"   :header: {quoted[0]}", "", *(f"   {x}" for x in quoted[1:]), ""]
+def plain(rows):
+    """Return rows in which a star in a name is no markup."""
+    return [[text.replace("*", "\\*") for text in row] for row in rows]
 
 
 def setup(app):
