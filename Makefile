@@ -48,6 +48,7 @@ set -e; venv=$$(mktemp -d); trap 'rm -rf "$$venv"' EXIT; \
 endef
 
 dist: $(STAMP)  ## wheel and sdist, checked as PyPI would
+	! grep -n example.org address.ini || { echo "fill in address.ini first"; exit 2; }
 	rm -rf dist build
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
 	$(BIN)/python -m build --quiet

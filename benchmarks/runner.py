@@ -28,7 +28,7 @@ import itrloss
 from itrloss.engine import products
 from itrloss.engine.matrix import ENGINES, Matrix
 
-from . import cases
+from . import cases, sources
 from .cases import LOSSES, Case, Problem
 from .peak import peak_memory
 from .peers import PEERS, Unavailable
@@ -397,6 +397,8 @@ def machine(device: str) -> Row:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "itrloss": itrloss.__version__,
+        "commit": sources.commit(),
+        "engine": sources.code_digest(),
         "date": date.today().isoformat(),
     }
 

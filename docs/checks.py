@@ -1,9 +1,4 @@
-"""A Sphinx extension: the list of the checks of ``itrloss.testing``, and the table of other
-libraries' losses.
-"""
-
-import json
-from pathlib import Path
+"""A Sphinx extension: the list of the checks of ``itrloss.testing``."""
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
@@ -11,7 +6,6 @@ from docutils.statemachine import StringList
 
 from itrloss.testing.registry import CHECKS
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "conformance.json"
 GROUPS = {
     "transformations": "After these transformations the value and the gradients are the same",
     "properties": "Values, gradients, unusual batches, rounding, memory and processes",
@@ -35,27 +29,6 @@ class LossChecks(Directive):
         return parsed(self, lines)
 
 
-class ConformanceTable(Directive):
-    """``.. conformance-table::`` tells which checks each loss of the results failed."""
-
-    def run(self):
-        results = json.loads(RESULTS.read_text(encoding="utf-8"))
-        lines = [
-            ".. list-table::",
-            "   :header-rows: 1",
-            "   :widths: 35 65",
-            "",
-            "   * - loss, package",
-            "     - failed",
-        ]
-        for row in results["rows"]:
-            names = [f"``{name}``" for name in row.get("failed", ()) if name in CHECKS]
-            failed = ", ".join(names) or "none"
-            lines += [f"   * - {row['loss']} ({row['package']})"]
-            lines += [f"     - {row.get('error', failed)}"]
-        return parsed(self, lines)
-
-
 def parsed(directive, lines):
     """Return the nodes of lines of reStructuredText."""
     node = nodes.container()
@@ -66,5 +39,4 @@ def parsed(directive, lines):
 def setup(app):
     """Register the extension."""
     app.add_directive("loss-checks", LossChecks)
-    app.add_directive("conformance-table", ConformanceTable)
     return {"parallel_read_safe": True}

@@ -35,6 +35,7 @@ extensions = [
     "interval_charts",
     "checks",
     "listing",
+    "records",
     "paper_tables",
 ]
 exclude_patterns = ["_build"]
@@ -49,6 +50,7 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Relations"]
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 
@@ -79,18 +81,19 @@ html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 
 
-# napoleon takes what stands before a colon in a property's docstring for its type. These docstrings
-# are plain prose.
+# napoleon takes what stands before a colon in the docstring of a property or an attribute for its
+# type. These docstrings are plain prose.
+PROSE = "property", "attribute"
 _prose = {}
 
 
 def _keep(app, what, name, obj, options, lines):
-    if what == "property":
+    if what in PROSE:
         _prose[name] = list(lines)
 
 
 def _restore(app, what, name, obj, options, lines):
-    if what == "property":
+    if what in PROSE:
         lines[:] = _prose.pop(name)
 
 
@@ -114,6 +117,11 @@ def _readable(app, what, name, obj, options, signature, returned):
     return signature, returned
 
 
+def _from_the_top(app, what, name, obj, options, lines):
+    """Let docstrings name pages from the top folder, wherever the page is that shows them."""
+    lines[:] = [re.sub(r":doc:`(?=[^/])", ":doc:`/", line) for line in lines]
+
+
 def _mark_options(app, doctree):
     """Let the style keep the words of command lines whole: ``--`` is no place to break a line."""
     for literal in doctree.findall(nodes.literal):
@@ -122,8 +130,9 @@ def _mark_options(app, doctree):
 
 
 def setup(app):
-    """Run one listener before and one after napoleon's, which has the priority 500."""
+    """Run one listener before and two after napoleon's, which has the priority 500."""
     app.connect("autodoc-process-signature", _readable)
     app.connect("autodoc-process-docstring", _keep, priority=400)
     app.connect("autodoc-process-docstring", _restore, priority=600)
+    app.connect("autodoc-process-docstring", _from_the_top, priority=700)
     app.connect("doctree-read", _mark_options)

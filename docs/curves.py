@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 import itrloss
 
+ALT = "Curves of the losses on this page"
 NEGATIVES = 127
 
 

@@ -24,6 +24,7 @@ COLORS = {"positive": "#42a874", "query": "#3a86c8", "document": "#e0783c"}
 SIGNS = {"positive": "+", "query": "–", "document": "–"}
 FRAME = "#8b919c"
 
+ALT = "Scores that the loss of one query depends on"
 LEGEND = (
     "Four queries, their documents and two hard negatives of each query; rows are queries, then "
     "documents. Coloured cells are those that the loss of query 1 depends on, by its gradient: "

@@ -17,6 +17,7 @@ IDS = torch.tensor([0, 1, 2, 2, 4, 5, 6, 7])  # images 2 and 3 are the same pict
 MEMORY_IDS = torch.tensor([11, 12, 13, 5, 14, 15, 16, 17, IGNORE_ID, IGNORE_ID])
 CLUSTERS = torch.tensor([0, 0, 1, 1, 2, 3, 4, 4])
 
+ALT = "Gradient of the loss by every similarity"
 LEGEND = (
     "The gradient of the loss by every score, whose value is the number in its cell. What is red "
     "is pushed apart, what is blue pulled together; positive pairs have a box."

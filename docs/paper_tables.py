@@ -10,6 +10,7 @@ from pathlib import Path
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
+from records import csv_table
 
 from examples.retrieval.paper_report import heading, result_lines
 from examples.retrieval.paper_tables import PAPERS, TABLES, load_paper
@@ -57,9 +58,9 @@ def section(paper, number, table):
     picture = record.with_suffix(".png")
     lines += recorded_lines(record.stem)
     if record.exists():
-        lines += csv_table(read(record))
+        lines += csv_table(plain(read(record)))
     elif table.printed:
-        lines += csv_table(result_lines(table, {}))
+        lines += csv_table(plain(result_lines(table, {})))
     if picture.exists():
         alternative = f"{heading(number)} of {paper.upper()}, on the scenes: {table.title}"
         lines += [f".. image:: papers/{picture.name}", f"   :alt: {alternative}", ""]
@@ -87,17 +88,13 @@ def read(file):
         return list(csv.reader(opened))
 
 
-def csv_table(table):
-    """The lines of a directive with the rows of a table, the first of which is its header.
-
-    A row's name and what it is are one cell, which leaves room for the figures.
+def plain(table):
+    """Return rows in which a row's name and what it is are one cell, which leaves room for the
+    figures; a star in a name is no markup, and R@10 no address.
     """
     rows = [[": ".join(filter(None, (name, what))), *texts] for name, what, *texts in table]
     rows[0][1] = "figures"
-    quoted = [", ".join('"{}"'.format(text.replace('"', '""')) for text in row) for row in rows]
-    # A star in a name is no markup, and R@10 no address.
-    quoted = [line.replace("*", "\\*").replace("@", "\\@") for line in quoted]
-    return [".. csv-table::", f"   :header: {quoted[0]}", "", *(f"   {x}" for x in quoted[1:]), ""]
+    return [[text.replace("*", r"\*").replace("@", r"\@") for text in row] for row in rows]
 
 
 def setup(app):

@@ -3,6 +3,7 @@ one.
 """
 
 import contextlib
+import importlib
 import io
 import os
 import tempfile
@@ -83,77 +84,24 @@ class Drawn(SphinxDirective):
         return row
 
 
-class Gradient(Drawn):
-    """``.. gradient:: dcl`` shows what a loss does to a small matrix. The content says what to
-    see.
-    """
+class Picture(Drawn):
+    """``.. picture:: MODULE NAME`` shows what ``figures(NAME)`` of a module of this folder draws.
 
-    required_arguments = 1
-
-    def run(self) -> list[nodes.Node]:
-        if self.env.app.builder.format != "html":
-            return []
-        import gradients
-
-        (name,) = self.arguments
-        row = self.row(gradients, name, "Gradient of the loss by every similarity", name)
-        legend = nodes.paragraph("", gradients.LEGEND, classes=["legend"])
-        return [row, legend, *self.parse_content_to_nodes()]
-
-
-class Curves(Drawn):
-    """``.. curves:: robust`` shows what a loss does to one pair or one text. The content says what
-    to see.
-    """
-
-    required_arguments = 1
-
-    def run(self) -> list[nodes.Node]:
-        if self.env.app.builder.format != "html":
-            return []
-        import curves
-
-        (name,) = self.arguments
-        row = self.row(curves, f"curves-{name}", "Curves of the losses on this page", name)
-        return [row, *self.parse_content_to_nodes()]
-
-
-class Weights(Drawn):
-    """``.. weights::`` shows how losses weigh a pair by its score, ``.. weights:: infonce`` how its
-    forms do.
-
+    The module's ``ALT`` describes its pictures, and its ``LEGEND``, if any, is shown below them.
     The content says what to see.
     """
 
+    required_arguments = 1
     optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         if self.env.app.builder.format != "html":
             return []
-        import weights
-
-        names = "-".join(["weights", *self.arguments])
-        row = self.row(
-            weights, names, "Gradient of losses by the score of one pair", *self.arguments
-        )
-        return [row, *self.parse_content_to_nodes()]
-
-
-class Denominators(Drawn):
-    """``.. denominators::`` shows which scores are in the denominator of one query, for several
-    calls.
-
-    The content says what to see.
-    """
-
-    def run(self) -> list[nodes.Node]:
-        if self.env.app.builder.format != "html":
-            return []
-        import denominators
-
-        row = self.row(denominators, "denominators", "Scores that the loss of one query depends on")
-        legend = nodes.paragraph("", denominators.LEGEND, classes=["legend"])
-        return [row, legend, *self.parse_content_to_nodes()]
+        module = importlib.import_module(self.arguments[0])
+        shown = [self.row(module, "-".join(self.arguments), module.ALT, *self.arguments[1:])]
+        if hasattr(module, "LEGEND"):
+            shown.append(nodes.paragraph("", module.LEGEND, classes=["legend"]))
+        return [*shown, *self.parse_content_to_nodes()]
 
 
 class Gallery(Drawn):
@@ -265,10 +213,7 @@ def outputs(parts: list[str], path: Path) -> list[str]:
 
 def setup(app):
     matplotlib.use("svg")
-    app.add_directive("curves", Curves)
-    app.add_directive("denominators", Denominators)
-    app.add_directive("gradient", Gradient)
-    app.add_directive("weights", Weights)
+    app.add_directive("picture", Picture)
     app.add_directive("gallery", Gallery)
     app.add_directive("walkthrough", Walkthrough)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

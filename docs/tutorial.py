@@ -65,7 +65,7 @@ print(images.shape, texts.shape)
 # ----------
 #
 # The image tower embeds each region, and takes the mean and the maximum over regions. The text
-# tower takes the mean of what two neighbouring words say together.
+# tower is a convolution of three words, of which it takes the mean and the maximum.
 
 DIM = 128
 

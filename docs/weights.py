@@ -9,6 +9,7 @@ from torch import Tensor
 
 import itrloss
 
+ALT = "Gradient of losses by the score of one pair"
 LOSSES = {
     "InfoNCE": itrloss.InfoNCELoss(0.1),
     "SupCon": itrloss.SupConLoss(),

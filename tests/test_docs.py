@@ -5,6 +5,7 @@ processes.
 import ast
 import importlib
 import re
+import runpy
 import sys
 import textwrap
 from pathlib import Path
@@ -113,8 +114,8 @@ def test_pictures_of_denominators_show_what_is_in_them(monkeypatch):
 
 def test_the_reference_has_every_public_name():
     """Losses have pages of their own, from which their entries are made."""
-    reference = (DOCS / "api.rst").read_text(encoding="utf-8")
-    words = set(re.findall(r"\w+", reference))
+    pages = [path.read_text(encoding="utf-8") for path in DOCS.glob("api/*.rst")]
+    words = set(re.findall(r"\w+", "\n".join(pages)))
     public = {*itrloss.__all__, *itrloss.rerank.__all__} - public_losses()
     public |= {name for name, x in vars(itrloss.terms).items() if isinstance(x, Term)}
     assert public - words <= {"compat", "integrations"}  # which have pages
@@ -236,3 +237,88 @@ def test_the_complete_training_loop_resumes_as_if_it_had_not_been_interrupted(tm
 def test_the_version_is_named_alike(file, pattern):
     text = (DOCS.parent / file).read_text(encoding="utf-8")
     assert re.findall(pattern, text, re.M)[0] == itrloss.__version__
+
+
+@pytest.fixture
+def records(monkeypatch):
+    pytest.importorskip("sphinx")
+    for folder in (DOCS.parent, DOCS):
+        monkeypatch.syspath_prepend(str(folder))
+    return importlib.import_module("records")
+
+
+def test_figures_of_the_readme_are_those_of_its_records(records):
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    found = list(re.finditer(r" <!-- (.+?) -->", readme))
+    assert len(found) > 15
+    for match in found:
+        figure = records.called(match[1]).text
+        assert readme[: match.start()].endswith(figure), f"{match[1]}: the record says {figure}"
+    # nothing that looks like a result stands without one
+    prose = re.sub(r"```.*?```", "", readme, flags=re.S)
+    bare = re.sub(r"[^\s(]+( ± \S+?)? <!-- .+? -->", "", prose)
+    assert not re.findall(r"[+−]\d+\.\d|± \d|\d\.\d+ (?:GB|MB|ms|s)\b", bare)
+
+
+PAGES_OF_RECORDS = (
+    *("ablations", "choose", "fast_reranking", "faq", "index", "measurements", "multi_gpu"),
+    *("quickstart", "reranking", "results", "speed"),
+    *("losses/dcl", "losses/hal", "losses/memory", "losses/robust", "tutorial"),
+)
+
+
+@pytest.mark.parametrize("name", PAGES_OF_RECORDS)
+def test_results_on_pages_are_read_from_records(name):
+    page = (DOCS / f"{name}.rst").read_text(encoding="utf-8")
+    prose = re.sub(r":figure:`[^`]+`", "", page)
+    prose = re.sub(r"^\.\. test(code|output)::.*\n(?:\n| {3}.*\n)*", "", prose, flags=re.M)
+    assert not re.findall(r"[+−]\d+\.\d|\d ± \d", prose)
+
+
+def test_records_say_how_they_were_measured(records):
+    for path in records.FOLDER.glob("*.json"):
+        found = records.load(path.stem)
+        about = found.get("machine", found)
+        assert about["itrloss"] == itrloss.__version__, f"{path.name} is of another release"
+        assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", about["commit"]), path.name
+        assert records.provenance(path.stem).endswith(f"({path.name})")
+
+
+def test_a_release_shows_records_of_its_own_engine(records):
+    """Before the release, pages say of each older record that the engine has changed since."""
+    changes = (DOCS.parent / "CHANGELOG.md").read_text(encoding="utf-8")
+    is_released = "not released" not in re.findall(r"^## .*", changes, re.M)[0]
+    older = records.of_another_engine()
+    assert not (is_released and older), f"measure anew: {', '.join(older)}"
+    for name in older:
+        assert "the engine has changed since" in records.provenance(name)
+
+
+def test_the_digest_of_the_engine_is_that_of_its_code(records, tmp_path):
+    file = tmp_path / "engine.py"
+    digests = []
+    for text in (
+        'def f(x):\n    """Return it."""\n    return x + 1\n',
+        "# why\ndef f(x):\n    return x + 1\n",
+        "def f(x):\n    return x + 2\n",
+    ):
+        file.write_text(text)
+        digests.append(records.code_digest(tmp_path))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_package_index_shows_the_readme_with_links_that_lead_somewhere(monkeypatch):
+    setuptools = pytest.importorskip("setuptools")
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    runpy.run_path(str(DOCS.parent / "setup.py"))
+    readme = given["long_description"]
+    links = re.findall(r"\]\(([^)]+)\)", readme)
+    repository = given["project_urls"]["Repository"]
+    assert len(links) > 10 and all(link.startswith("https://") for link in links)
+    for link in links:
+        if link.startswith(repository):
+            path = link.removeprefix(repository).split("/main/")[1]
+            assert (DOCS.parent / path).exists(), link
+    assert "<!--" not in readme
+    assert readme.count("```") == (DOCS.parent / "README.md").read_text("utf-8").count("```")

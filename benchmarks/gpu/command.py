@@ -134,6 +134,7 @@ def describe(found: Record, figures: list[Row]) -> None:
     found.python = about.get("python")
     found.itrloss = about.get("itrloss")
     found.commit = about.get("commit")
+    found.engine = about.get("engine")
     found.date = about.get("date")
 
 

@@ -31,6 +31,7 @@ class Record:
     python: str | None = None
     itrloss: str | None = None
     commit: str | None = None  # of the checkout, where Git is there
+    engine: str | None = None  # `benchmarks.sources.code_digest` of the engine
     date: str | None = None  # of ISO 8601
     #: Whether every case of the step "correct" agreed with float64; None: it was not asked for.
     correct: bool | None = None

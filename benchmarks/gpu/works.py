@@ -6,12 +6,10 @@ import math
 import os
 import platform
 import shutil
-import subprocess
 import time
 import warnings
 from datetime import date
 from importlib import metadata
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 import itrloss
 from itrloss import Similarity
 
+from ..sources import code_digest, commit, output
 from .losses import DTYPES, LOSSES
 from .session import Session, gflops
 
@@ -58,6 +57,7 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "itrloss": itrloss.__version__,
         "commit": commit() or None,
+        "engine": code_digest(),
         "date": date.today().isoformat(),
     }
 
@@ -87,21 +87,6 @@ def device(session: Session) -> dict[str, object]:
 def asked_of_driver(query: str) -> str:
     """Return what nvidia-smi says of the first GPU, "" without it."""
     return output("nvidia-smi", "-i", "0", f"--query-gpu={query}", "--format=csv,noheader")
-
-
-def commit() -> str:
-    """Return the commit of the checkout, with "-dirty" if it was changed; "" without Git."""
-    folder = str(Path(__file__).parent)
-    return output("git", "-C", folder, "describe", "--always", "--dirty", "--exclude=*")
-
-
-def output(*command: str) -> str:
-    """Return what a program prints, "" if it is missing, fails or hangs."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
 
 
 def copy(session: Session) -> None:

@@ -469,6 +469,12 @@ COLUMNS = {
     "judged": ["system"],
     "negatives": ["form", "split", "options", "rsum"],
     "conformance": ["loss", "package"],
+    "peak": ["loss", "shape", "variant", "peak_mb"],
+    "processes": ["how", "loss", "shape", "seconds"],
+    "command": ["method", "seconds"],
+    "trainer": ["study"],
+    "rerankers": ["study"],
+    "ablations": ["paper", "table"],
     "mining": ["way", "shape", "k", "seconds", "to ours", "same neighbours", "peak_mb"],
 }
 

@@ -204,7 +204,7 @@ def no_default_pairing(n: int, m: int, names: Names) -> ValueError:
 
 def if_transposed(n: int, m: int) -> str:
     """Return what to do about a matrix that is probably one of texts with images; else nothing."""
-    if m == 0 or n <= m or n % m:
+    if not m or n <= m or n % m:
         return ""
     return (
         "; rows are images here: if yours are texts, pass the transpose, scores.T, or embeddings "

@@ -80,7 +80,8 @@ class ReadForm:
             if value.dtype != torch.float64:
                 # in half precision its exponential or reciprocal would be up to 0.4 % off
                 value = value.float()
-            value = self.learnt.forms[held].value(value)
+            # 0-dim, so that it is printed as a number is
+            value = self.learnt.forms[held].value(value).squeeze()
         if self.name != self.option:
             value = self.learnt.forms[self.name].stored(value)
         return value

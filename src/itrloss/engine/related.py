@@ -191,7 +191,7 @@ def ids_by_targets(
     n, m = shape
     targets = as_indices("targets", related.targets, n, device)
     counts = targets != NO_TARGET
-    if host_may_read(targets) and bool(counts.any()):
+    if host_may_read(targets) and counts.any():
         check_range("targets", targets[counts], m - 1)
     return targets.masked_fill(~counts, IGNORE_ID)
 

@@ -69,6 +69,19 @@ class DiversityContrastiveLoss(DiversityOptions, PairLoss):
         positive: ``"clamp"`` keeps S above -1 + 1e-6 in ``log(1 + S)``; ``"relu"`` takes ``log(1 +
             max(S, 0))``, by which a positive that scores 0 or less gets no gradient.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+
+    Relations:
+        Without diversity it is :class:`HubnessAwareLoss` at the scale 1 / μ, with another
+        weight.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> dcl = itrloss.DiversityContrastiveLoss(diversity=None, positive_weight=0.5)
+        >>> hal = itrloss.HubnessAwareLoss(scale=10, margin=0.3)
+        >>> torch.allclose(dcl(images, texts), hal(images, texts))
+        True
     """
 
     def compute(self, sim: Similarity) -> Values:
@@ -97,6 +110,20 @@ class MemoryDiversityContrastiveLoss(DiversityOptions, MemoryLoss):
             batch, whose diversity is of the memory, too (the first line of Eq. 6). Where the memory
             has no negative of an anchor, as an empty one, the diversity is the batch's.
         others: see :class:`DiversityContrastiveLoss` and :class:`MemoryLoss`.
+
+    Relations:
+        :class:`DiversityContrastiveLoss` whose candidates are keys. With an empty memory it is
+        0.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> memory = itrloss.CoupledMemory(size=32, dim=16)
+        >>> ids = torch.arange(8)
+        >>> loss = itrloss.MemoryDiversityContrastiveLoss()
+        >>> float(loss(images, texts, images, texts, memory, ids, ids))
+        0.0
     """
 
     _: KW_ONLY
@@ -133,6 +160,18 @@ class PrototypeClassificationLoss(Loss):
 
     Attributes:
         weight: (clusters, dim) P, a parameter: pass it to the optimiser.
+
+    Relations:
+        Cross-entropy over prototypes, as a classifier has it; :class:`OnlineKMeans` gives the
+        labels.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> loss = itrloss.PrototypeClassificationLoss(dim=16, clusters=10)
+        >>> loss(images, texts, torch.arange(8)).shape
+        torch.Size([])
     """
 
     learnt = ("weight",)
@@ -244,6 +283,20 @@ class CODERObjective(CheckedModule):
         batch, memory, concept: the losses, whose options may be changed one by one.
         prototypes, classifier: :class:`OnlineKMeans`, and :class:`PrototypeClassificationLoss`,
             which has a parameter.
+
+    Relations:
+        The weighted sum of DCL, M-DCL, DCL of concepts and PGC.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> memory = itrloss.CoupledMemory(size=32, dim=16)
+        >>> objective = itrloss.CODERObjective(dim=16, clusters=10)
+        >>> keys = images, texts
+        >>> loss, terms = objective(images, texts, *keys, memory, images, texts)
+        >>> loss.shape
+        torch.Size([])
     """
 
     batch_weight: float = option()

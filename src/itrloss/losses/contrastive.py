@@ -45,6 +45,18 @@ class TripletLoss(PairLoss):
         temperature: None, or τ, above 0, in units of the scores; not with ``mining="all"``.
         reduction: see :class:`PairLoss`; as in VSE code bases the default is ``"sum"``.
         engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+
+    Relations:
+        VSE++ and VSE∞ have the default, VSE0 and SCAN's sum ``mining="all"``. With one pair and
+        one negative of each anchor, both are the same.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(2, 16), torch.randn(2, 16)
+        >>> every = itrloss.TripletLoss(mining="all")
+        >>> torch.allclose(itrloss.TripletLoss()(images, texts), every(images, texts))
+        True
     """
 
     _calls = 0  # in training mode
@@ -147,6 +159,21 @@ class SigmoidLoss(PairLoss):
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`;
             with ``"none"`` one half of a pair's value counts for its image and the other for its
             text.
+
+    Relations:
+        SigLIP's loss: binary cross-entropy of every pair, where :class:`InfoNCELoss` has a
+        softmax.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> from torch.nn.functional import logsigmoid, normalize
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> logits = 10 * normalize(images) @ normalize(texts).T - 10
+        >>> sign = 2 * torch.eye(8) - 1
+        >>> siglip = -logsigmoid(sign * logits).sum() / 8
+        >>> torch.allclose(itrloss.SigmoidLoss()(images, texts), siglip)
+        True
     """
 
     scale: float | Tensor = option(default=10.0, above=0, learnt=SCALE)

@@ -91,6 +91,19 @@ class DistillationLoss(TemperatureLoss, TaughtLoss):
         teacher_temperature: :math:`\tau_t`, in units of the teacher's scores. None: τ, without a
             gradient if that is learnt.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+
+    Relations:
+        With the matches as the teacher's distribution it is :class:`InfoNCELoss`.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> teacher = torch.eye(8)  # a teacher that knows the pairs
+        >>> loss = itrloss.DistillationLoss(teacher_temperature=0.01)
+        >>> taught = loss(images, texts, teacher)
+        >>> torch.allclose(taught, itrloss.InfoNCELoss()(images, texts), atol=1e-4)
+        True
     """
 
     teacher_temperature: float | None = option(default=0.07, above=0)
@@ -132,6 +145,19 @@ class MarginMSELoss(TaughtLoss):
     Args:
         directions, normalize, reduction, engine, check_finite, telemetry, gather, process_group:
             see :class:`PairLoss`.
+
+    Relations:
+        A regression of the teacher's margins; :class:`DistillationLoss` takes its distribution
+        instead.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> teacher = itrloss.Similarity(images, texts).scores()
+        >>> value = itrloss.MarginMSELoss()(images, texts, teacher)
+        >>> bool(value < 1e-6)  # the teacher's margins are its own
+        True
     """
 
     def compute(  # type: ignore[override]

@@ -62,6 +62,17 @@ class VarianceAwareLoss(SimilarityLoss):
         engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`. The telemetry
             shows each pair's best head, and forms the matrix. With several captions per image,
             an accelerator synchronises or, in a CUDA graph or compiled, forms the matrices.
+
+    Relations:
+        A :class:`TripletLoss` of the hardest negative, on the best of several heads, weighted
+        by σ.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> heads, texts = torch.randn(8, 4, 16), torch.randn(8, 16)
+        >>> itrloss.VarianceAwareLoss()(heads, texts).shape
+        torch.Size([])
     """
 
     margin: float = 0.2
@@ -170,6 +181,16 @@ class DynamicOrthogonalLoss(Loss):
             printed.
         reduction: over the images: ``"mean"``, ``"sum"``, or ``"none"`` for (N,).
         gather, process_group: see :class:`PairLoss`.
+
+    Relations:
+        A penalty of heads that are alike, next to a loss of pairs; it needs no texts.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> heads = torch.eye(4).expand(8, 4, 4)  # orthogonal already
+        >>> float(itrloss.DynamicOrthogonalLoss()(heads))
+        0.0
     """
 
     slack: float = 0.4
@@ -216,6 +237,16 @@ class DynamicGate(CheckedModule):
         centre: (heads,) c, float32: it keeps its dtype when the module is cast.
         on_rate: (heads,) running share of the images for which a head is on. A head that stays at 0
             or 1 is stuck.
+
+    Relations:
+        It chooses the heads of :class:`DynamicOrthogonalLoss`, and is no loss itself.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> gate = itrloss.DynamicGate(dim=16, heads=4)
+        >>> gate(torch.randn(8, 36, 16)).shape
+        torch.Size([8, 4])
     """
 
     momentum: float = option(above=0)
@@ -342,6 +373,17 @@ class DVSEObjective(CheckedModule):
         balance: η in [0, 1].
         slack, pair_reduction, normalize_residuals: see :class:`DynamicOrthogonalLoss`.
         options: of :class:`VarianceAwareLoss`.
+
+    Relations:
+        :class:`VarianceAwareLoss` and :class:`DynamicOrthogonalLoss`, mixed by ``balance``.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> heads, texts = torch.randn(8, 4, 16), torch.randn(8, 16)
+        >>> loss, terms = itrloss.DVSEObjective()(heads, texts, heads)
+        >>> loss.shape
+        torch.Size([])
     """
 
     balance: float = option(at_least=0, at_most=1)

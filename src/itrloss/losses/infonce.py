@@ -154,6 +154,22 @@ class InfoNCELoss(TemperatureLoss, PairLoss):
             back to it (CLIP's 100). None: there is no limit.
         directions, normalize, reduction, engine, check_finite, telemetry, gather, process_group:
             see :class:`PairLoss`.
+
+    Relations:
+        CLIP and open_clip have half of it, the mean of both directions. NT-Xent (SimCLR) is
+        ``joint=True`` with both in-modality matrices. ``margin`` makes GISTEmbed's,
+        ``hardness`` that of hard negatives.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> from torch.nn.functional import cross_entropy, normalize
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> logits = normalize(images) @ normalize(texts).T / 0.07
+        >>> labels = torch.arange(8)
+        >>> clip = (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
+        >>> torch.allclose(itrloss.InfoNCELoss()(images, texts), 2 * clip)
+        True
     """
 
     learnable: bool = option(default=False, fixed=True)
@@ -573,6 +589,22 @@ class MemoryInfoNCELoss(TemperatureLoss, MemoryLoss):
         distillation: α in [0, 1]; ALBEF has 0.4.
         directions, reduction, engine, check_finite, telemetry, gather, process_group: see
             :class:`MemoryLoss`.
+
+    Relations:
+        MoCo's and ALBEF's loss. It is :class:`InfoNCELoss` whose positives and negatives are
+        keys.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> memory = itrloss.CoupledMemory(size=32, dim=16)
+        >>> ids = torch.arange(8)
+        >>> loss = itrloss.MemoryInfoNCELoss()
+        >>> value = loss(images, texts, images, texts, memory, ids, ids)
+        >>> memory.enqueue(images, texts, ids)
+        >>> value.shape
+        torch.Size([])
     """
 
     learnable: bool = option(default=False, fixed=True)

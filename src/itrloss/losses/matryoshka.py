@@ -34,6 +34,18 @@ class Matryoshka(WholeState):
     Raises:
         TypeError: for a loss that is no module.
         ValueError: for other numbers of dimensions or weights.
+
+    Relations:
+        The weighted sum of one loss on the first dimensions of the embeddings.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> loss = itrloss.InfoNCELoss()
+        >>> both = loss(images[:, :8], texts[:, :8]) + loss(images, texts)
+        >>> torch.allclose(itrloss.Matryoshka(loss, [8, 16])(images, texts), both)
+        True
     """
 
     def __init__(

@@ -83,6 +83,18 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         vib_weight: β, at least 0.
         normalize: scale the means to unit length, as the authors' encoders do.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+
+    Relations:
+        A :class:`SigmoidLoss` on distances of normal distributions, with pseudo-positives.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> log_variance = torch.full((8, 16), -6.0)
+        >>> loss = itrloss.PCMEPlusPlusLoss()
+        >>> loss(images, texts, log_variance, log_variance).shape
+        torch.Size([])
     """
 
     scale: float | Tensor = option(default=5.0, above=0, learnt=Learnt("scale"))

@@ -75,6 +75,18 @@ class RINCELoss(TemperatureLoss, PairLoss):
         q: above 0 and at most 1. The authors' codes have 0.1 and 0.5.
         lam: λ, above 0 and at most 1, the weight of the denominator.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+
+    Relations:
+        With q → 0 it is :class:`InfoNCELoss` and log λ for each direction.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> rince = itrloss.RINCELoss(q=1e-3, lam=1.0)(images, texts)
+        >>> difference = rince - itrloss.InfoNCELoss()(images, texts)
+        >>> bool(difference.abs() < 0.1)
+        True
     """
 
     q: float = option(default=0.5, above=0, at_most=1)
@@ -121,6 +133,18 @@ class GeneralizedCrossEntropyLoss(TemperatureLoss, PairLoss):
         temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
         q: above 0 and at most 1; the authors have 0.7.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+
+    Relations:
+        With q → 0 it is :class:`InfoNCELoss`, with q = 1 the mean absolute error.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> gce = itrloss.GeneralizedCrossEntropyLoss(q=1e-3)(images, texts)
+        >>> difference = gce - itrloss.InfoNCELoss()(images, texts)
+        >>> bool(difference.abs() < 0.1)
+        True
     """
 
     q: float = option(default=0.7, above=0, at_most=1)
@@ -147,6 +171,17 @@ class ComplementaryContrastiveLoss(TemperatureLoss, PairLoss):
     Args:
         temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+
+    Relations:
+        With one negative of each anchor it is :class:`InfoNCELoss`.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(2, 16), torch.randn(2, 16)
+        >>> rcl = itrloss.ComplementaryContrastiveLoss(0.07)(images, texts)
+        >>> torch.allclose(rcl, itrloss.InfoNCELoss()(images, texts), atol=1e-4)
+        True
     """
 
     temperature = 0.05

@@ -51,6 +51,17 @@ class SupConLoss(TemperatureLoss, PairLoss):
             :class:`MILNCELoss`.
         label_smoothing: ε, see :class:`InfoNCELoss`; not with ``inside``.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+
+    Relations:
+        With one positive of each anchor it is :class:`InfoNCELoss` at its temperature.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> infonce = itrloss.InfoNCELoss()(images, texts)
+        >>> torch.allclose(itrloss.SupConLoss(0.07)(images, texts), infonce)
+        True
     """
 
     temperature = 0.1
@@ -92,6 +103,17 @@ class DecoupledContrastiveLoss(TemperatureLoss, PairLoss):
     Args:
         temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+
+    Relations:
+        :class:`InfoNCELoss` without the positive in the denominator, so it is always below.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> dcl = itrloss.DecoupledContrastiveLoss(0.07)(images, texts)
+        >>> bool(dcl < itrloss.InfoNCELoss()(images, texts))
+        True
     """
 
     temperature = 0.1
@@ -124,6 +146,17 @@ class MILNCELoss(TemperatureLoss, PairLoss):
             MIL-NCE).
         temperature, learnable, scale, log_scale, max_scale: see :class:`InfoNCELoss`.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+
+    Relations:
+        With one positive of each anchor it is :class:`InfoNCELoss`.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> infonce = itrloss.InfoNCELoss()(images, texts)
+        >>> torch.allclose(itrloss.MILNCELoss()(images, texts), infonce)
+        True
     """
 
     _: KW_ONLY
@@ -188,6 +221,18 @@ class SDMLoss(TemperatureLoss, PairLoss):
         epsilon: ε, above 0.
         directions, normalize, reduction, engine, check_finite, telemetry, gather, process_group:
             see :class:`PairLoss`.
+
+    Relations:
+        The ids stand where :class:`DistillationLoss` has a teacher; the divergence is the
+        reverse.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> people = torch.arange(8) // 2
+        >>> itrloss.SDMLoss()(images, texts, people, people).shape
+        torch.Size([])
     """
 
     temperature = 0.02
@@ -229,6 +274,18 @@ class MultiSimilarityLoss(PairLoss):
             :math:`S_{ij} > \min_p S_{ip} - \varepsilon` count, of the positives those with
             :math:`S_{ip} < \max_j S_{ij} + \varepsilon`. None: all pairs count.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+
+    Relations:
+        Its negatives are a soft maximum as in :class:`HubnessAwareLoss`, of scores beyond
+        ``base``.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> classes = torch.arange(8) // 4
+        >>> itrloss.MultiSimilarityLoss()(images, texts, classes, classes).shape
+        torch.Size([])
     """
 
     alpha: float = option(default=2.0, above=0)
@@ -293,6 +350,17 @@ class CircleLoss(PairLoss):
         margin: m, in units of cosine similarity.
         scale: γ.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+
+    Relations:
+        A soft triplet loss whose pairs are weighted by what they lack.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> classes = torch.arange(8) // 4
+        >>> itrloss.CircleLoss()(images, texts, classes, classes).shape
+        torch.Size([])
     """
 
     margin: float = 0.4

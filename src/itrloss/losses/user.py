@@ -28,6 +28,18 @@ class HubnessAwareLoss(PairLoss):
         margin: ε, in units of cosine similarity.
         positive: see :class:`DiversityContrastiveLoss`; HAL and USER published ``"relu"``.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`.
+
+    Relations:
+        It is DCL without diversity, at a higher scale and with another weight of the positives.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> dcl = itrloss.DiversityContrastiveLoss(diversity=None, positive_weight=0.5)
+        >>> hal = itrloss.HubnessAwareLoss(scale=10, margin=0.3)
+        >>> torch.allclose(hal(images, texts), dcl(images, texts))
+        True
     """
 
     scale: float = option(default=90.0, above=0)
@@ -64,6 +76,19 @@ class UnifiedTrainingObjective(MemoryLoss):
         image_memory_weight, text_memory_weight: weights of the texts against the memory's images
             (the paper's DVQ), and of the images against its texts (DTQ).
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`MemoryLoss`.
+
+    Relations:
+        With an empty memory it is :class:`HubnessAwareLoss`.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> images, texts = torch.randn(8, 16), torch.randn(8, 16)
+        >>> memory = itrloss.CoupledMemory(size=32, dim=16)
+        >>> ids = torch.arange(8)
+        >>> uto = itrloss.UnifiedTrainingObjective()(images, texts, images, texts, memory, ids, ids)
+        >>> torch.allclose(uto, itrloss.HubnessAwareLoss()(images, texts))
+        True
     """
 
     scale: float = option(default=90.0, above=0)

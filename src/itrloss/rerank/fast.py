@@ -44,6 +44,18 @@ class FastReranker(Reranker):
     Args:
         i2t: (γ1, γ2).
         t2i: (λ1, λ2). (In the paper (25, 25) and (20, 20); on CUB (9, 8) and (8, 17).)
+
+    Relations:
+        With equal scales it ranks as :class:`InvertedSoftmax`.
+
+    Example:
+        >>> import torch
+        >>> from itrloss import rerank
+        >>> scores = torch.rand(20, 30)
+        >>> fast = rerank.FastReranker((20.0, 20.0), (20.0, 20.0)).rerank(scores)
+        >>> inverted = rerank.InvertedSoftmax(20.0).rerank(scores)
+        >>> torch.equal(fast.i2t.argsort(1), inverted.i2t.argsort(1))
+        True
     """
 
     cosine_options = ("i2t", "t2i")
@@ -127,6 +139,17 @@ class InvertedSoftmax(Reranker):
     """Inverted softmax (Smith et al., ICLR 2017): ``scale S_qc - log sum_r exp(scale R_rc)``.
 
     It is :class:`FastReranker` with all four parameters the same.
+
+    Relations:
+        :class:`FastReranker` with equal scales; :class:`QueryBankNorm` applies it to some
+        queries only.
+
+    Example:
+        >>> import torch
+        >>> from itrloss import rerank
+        >>> scores = torch.rand(20, 30)
+        >>> rerank.InvertedSoftmax().rerank(scores).i2t.shape
+        torch.Size([20, 30])
     """
 
     cosine_options = ("scale",)

@@ -19,6 +19,16 @@ class DualSoftmax(Reranker):
     ``S_qc exp(scale S_qc) / sum_r exp(scale R_rc)``, ranked by its logarithm in float64, so that
     scores of any scale keep their order. Re-ranked scores are ``1 + log |x|`` for a positive value
     x, minus that for a negative one, and 0 for 0, where x is divided by the smallest of the query.
+
+    Relations:
+        :class:`InvertedSoftmax`, by which the scores are multiplied.
+
+    Example:
+        >>> import torch
+        >>> from itrloss import rerank
+        >>> scores = torch.rand(20, 30)
+        >>> rerank.DualSoftmax().rerank(scores).i2t.shape
+        torch.Size([20, 30])
     """
 
     cosine_options = ("scale",)
@@ -47,6 +57,20 @@ class QueryBankNorm(Reranker):
     ``scale S_qc - a_q log sum_r exp(scale R_rc)``, where a_q is 1 if the best candidate of q is a
     hub, among the ``k`` best of some query of the bank, and 0 otherwise. With the test queries as
     the bank all queries would be normalised, as in :class:`InvertedSoftmax`.
+
+    Relations:
+        :class:`InvertedSoftmax` for queries whose best candidate is a hub of the bank, no
+        change for others.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> from itrloss import rerank
+        >>> images, texts = torch.randn(20, 16), torch.randn(30, 16)
+        >>> sim = itrloss.Similarity(images, texts)
+        >>> bank = torch.randn(50, 16), torch.randn(50, 16)
+        >>> rerank.QueryBankNorm().fit(*bank).rerank(sim).transductive
+        (False, False)
     """
 
     needs_bank = True
@@ -76,6 +100,19 @@ class DualBankNorm(Reranker):
     ``(query_scale + gallery_scale) S_qc - log sum_r exp(query_scale R_rc) - log sum_g
     exp(gallery_scale G_gc)``, where G are the similarities of candidates with the bank of their own
     modality.
+
+    Relations:
+        :class:`InvertedSoftmax` with a second bank, of the candidates' own kind.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> from itrloss import rerank
+        >>> images, texts = torch.randn(20, 16), torch.randn(30, 16)
+        >>> sim = itrloss.Similarity(images, texts)
+        >>> bank = torch.randn(50, 16), torch.randn(50, 16)
+        >>> rerank.DualBankNorm().fit(*bank).rerank(sim).transductive
+        (False, False)
     """
 
     needs_bank = True
@@ -100,6 +137,18 @@ class NearestNeighborNorm(Reranker):
 
     The mean is over the ``k`` reference queries with the highest scores, or over all of them if
     there are fewer.
+
+    Relations:
+        With ``alpha=0.5`` it ranks as :class:`CSLS` with the same k.
+
+    Example:
+        >>> import torch
+        >>> from itrloss import rerank
+        >>> scores = torch.rand(20, 30)
+        >>> nnn = rerank.NearestNeighborNorm(alpha=0.5, k=10).rerank(scores)
+        >>> csls = rerank.CSLS(k=10).rerank(scores)
+        >>> torch.equal(nnn.i2t.argsort(1), csls.i2t.argsort(1))
+        True
     """
 
     alpha: float = 0.75
@@ -119,6 +168,17 @@ class CSLS(Reranker):
 
     The mean is as in :class:`NearestNeighborNorm`. CSLS' third term, the mean of the query's k best
     scores, is the same for all candidates and is left out.
+
+    Relations:
+        It ranks as :class:`NearestNeighborNorm` with ``alpha=0.5`` and the same k.
+
+    Example:
+        >>> import torch
+        >>> from itrloss import rerank
+        >>> scores = torch.rand(20, 30)
+        >>> i2t, t2i = rerank.CSLS().rerank(scores)
+        >>> i2t.shape, t2i.shape
+        (torch.Size([20, 30]), torch.Size([20, 30]))
     """
 
     k: int = option(default=10, at_least=1)
@@ -134,6 +194,17 @@ class MutualProximity(Reranker):
     ``log Φ((S_qc - μ_q) / σ_q) + log Φ((S_qc - μ_c) / σ_c)``, the log probability that both are
     closer to each other than to a random third. μ and σ are the mean and standard deviation of the
     query's scores with all candidates, and of the candidate's with the reference queries.
+
+    Relations:
+        It standardises queries and candidates; :class:`CSLS` subtracts means of the nearest
+        ones.
+
+    Example:
+        >>> import torch
+        >>> from itrloss import rerank
+        >>> scores = torch.rand(20, 30)
+        >>> rerank.MutualProximity().rerank(scores).i2t.shape
+        torch.Size([20, 30])
     """
 
     def rule(self, direction: Direction) -> Rule:
@@ -157,6 +228,17 @@ class Sinkhorn(Reranker):
     From g = 0, ``iterations`` times ``f_r = -log |r| - log sum_c exp(scale R_rc + g_c)`` and then
     ``g_c = -log C - log sum_r exp(scale R_rc + f_r)``, each a pass over the scores. At convergence
     all C candidates have the same share of the reference queries. f and g are in float64.
+
+    Relations:
+        An :class:`InvertedSoftmax` whose reference queries are weighted, so that all count
+        alike.
+
+    Example:
+        >>> import torch
+        >>> from itrloss import rerank
+        >>> scores = torch.rand(20, 30)
+        >>> rerank.Sinkhorn().rerank(scores).i2t.shape
+        torch.Size([20, 30])
     """
 
     cosine_options = ("scale",)
@@ -180,6 +262,19 @@ class DualBankSinkhorn(Sinkhorn):
 
     This is :class:`Sinkhorn` with the candidates *and* the bank of their own modality as C. The
     bank's queries are then shared among their own matches too, not among the test candidates alone.
+
+    Relations:
+        :class:`Sinkhorn` with the gallery bank as further candidates.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> from itrloss import rerank
+        >>> images, texts = torch.randn(20, 16), torch.randn(30, 16)
+        >>> sim = itrloss.Similarity(images, texts)
+        >>> bank = torch.randn(50, 16), torch.randn(50, 16)
+        >>> rerank.DualBankSinkhorn().fit(*bank).rerank(sim).transductive
+        (False, False)
     """
 
     needs_bank = True

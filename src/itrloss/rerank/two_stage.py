@@ -68,6 +68,20 @@ class TwoStageReranker(Reranker):
 
     Raises:
         ValueError: while re-ranking, if the scorer returns another shape, nan or infinity.
+
+    Relations:
+        The other methods need scores alone; this one asks a second model, for the best k.
+
+    Example:
+        >>> import torch
+        >>> import itrloss
+        >>> from itrloss import rerank
+        >>> images, texts = torch.randn(20, 16), torch.randn(30, 16)
+        >>> sim = itrloss.Similarity(images, texts)
+        >>> def head(image_numbers, text_numbers):
+        ...     return (images[image_numbers] * texts[text_numbers]).sum(1)
+        >>> rerank.TwoStageReranker(head, k=4).topk(sim, 2).i2t.indices.shape
+        torch.Size([20, 2])
     """
 
     takes_bank = False
