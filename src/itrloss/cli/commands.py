@@ -414,8 +414,9 @@ def _facts(context: typer.Context, about: str) -> dict[str, str]:
     options = []
     for name, value in sorted(context.params.items()):
         if value not in (None, False, "") and name not in _INPUTS:
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            options.append(f"{_option(name)} {text}")
+            separator = "," if isinstance(value, list) else " "
+            words = value if type(value) in (list, tuple) else [value]
+            options.append(f"{_option(name)} {separator.join(map(str, words))}")
     facts = {
         "data": about,
         "version": f"itrloss {__version__}",

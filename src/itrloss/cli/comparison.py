@@ -49,6 +49,7 @@ _ADVICE = {
     "nnn, bank": "with a bank and no labels it gained most, and no query depends on another",
     "csls": "with neither labels nor a bank it kept most of its gain where people judged relevance",
 }
+_OF_TEST = "pairs of the test set"  # on which nothing may be chosen
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
 # the figures of a protocol, in the order of its columns
 _PROTOCOL = (
@@ -112,7 +113,8 @@ class SystemComparison:
         """Return a sentence on which method to take."""
         for label, why in _ADVICE.items():
             for entry in self.entries[1:]:
-                if entry.label == label and entry.changes["rsum"].difference > 0:
+                rises = entry.label == label and entry.changes["rsum"].difference > 0
+                if rises and not entry.chosen_on.startswith(_OF_TEST):
                     return f"Take {entry.title if titles else label}: {why}."
         return "Choose by held-out pairs (--val): the best row is chosen by the test set's labels."
 
@@ -218,7 +220,7 @@ def _pairs_in_words(sim: Similarity, validation: Similarity | None) -> str:
                 "validation: it has items of the test set, on which nothing may be calibrated; "
                 "pass held-out pairs"
             )
-            return "pairs of the test set"
+            return _OF_TEST
     return "held-out pairs"
 
 

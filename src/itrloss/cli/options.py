@@ -156,7 +156,14 @@ BankTexts: TypeAlias = Annotated[
     Read, _option(_HELD_OUT, as_source, "FILE", "other texts, or their scores (n_images, B)")
 ]
 MethodNames: TypeAlias = Annotated[
-    str, _option(_METHODS, _methods, "NAME,…", "which are tried, separated by commas")
+    str,
+    typer.Option(
+        parser=_parser(_methods),
+        metavar="NAME,…",
+        rich_help_panel=_METHODS,
+        show_default=False,
+        help=f"separated by commas; default: all, which are {', '.join(METHODS)}",
+    ),
 ]
 Scales: TypeAlias = Annotated[
     tuple[float, float],

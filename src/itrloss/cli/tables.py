@@ -53,6 +53,7 @@ TITLES = {  # names for readers who do not know the command line's
     "sinkhorn": "Sinkhorn",
     "dbsn": "DBSN",
 }
+_NAME = 17  # letters of the longest method without a bank
 _SIGNED = re.compile(r"[+-][\d.]+")
 _TEX = str.maketrans(
     {
@@ -282,7 +283,8 @@ def show(table: Table, console: Console) -> None:
     for frame in table.frames:
         blanks = (0, int(console.width > 100))  # beside each cell
         grid = Grid(box=box.SIMPLE_HEAD, padding=blanks, pad_edge=False, show_edge=False)
-        grid.add_column("", overflow="fold")
+        longest = max(map(len, frame.index))
+        grid.add_column("", overflow="fold", min_width=min(longest, _NAME))
         for upper, head in frame.columns.tolist():
             short = upper.replace("image", "i").replace("text", "t") if head != "p" else ""
             is_number = pd.api.types.is_numeric_dtype(frame[upper, head])
