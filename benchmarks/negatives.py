@@ -13,6 +13,7 @@ reads instead of training again, and ``negatives.json``, whose tables are printe
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -389,60 +390,8 @@ def final(trainings: Trainings, forms: dict[str, Options]) -> Iterator[dict[str,
             yield row
 
 
-def table(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the lines of docs/embedders.rst with the figures on the test split."""
-    lines = []
-    for row in rows:
-        if row["split"] == "test":
-            cells = [row["form"], _percent(row["noise"])]
-            for key in ("rsum", "i2t_r1", "t2i_r1"):
-                cells.append(f"{sum(row[key]) / len(row[key]):.1f}")
-            lines.append(_line([*cells, *_cells(row.get("to plain"))]))
-    return lines
-
-
-def further_table(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the lines of docs/embedders.rst with differences to other forms than the plain one."""
-    lines = []
-    for row in rows:
-        for baseline in BASELINES.get(row["form"], ()):
-            if row["split"] == "test":
-                cells = [f"{row['form']} − {baseline}", _percent(row["noise"])]
-                lines.append(_line([*cells, *_cells(row[f"to {baseline}"])]))
-    return lines
-
-
-def search_table(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the lines of docs/embedders.rst with RSUM on the development split."""
-    lines = []
-    for row in rows:
-        if row["split"] == "dev":
-            rsums = [f"{rsum:.1f}" for rsum in row["rsum"]]
-            lines.append(_line([row["form"], f"``{row['options']}``", *rsums]))
-    return lines
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def _line(cells: Iterable[str]) -> str:
-    return ", ".join(f'"{cell}"' for cell in cells)
-
-
-def _cells(found: dict[str, list[float]] | None) -> list[str]:
-    """Return a difference and its two intervals as text; three empty ones without a difference."""
-    if found is None:
-        return ["", "", ""]
-    cells = [f"{found['difference'][0]:+.1f}"]
-    for name in ("pictures", "seeds"):
-        low, high = found[name]
-        cells.append(f"{low:+.1f} to {high:+.1f}")
-    return [cell.replace("-", "−") for cell in cells]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what is missing, write the results and print the tables; return the exit status."""
+    """Train what is missing, write and print the results; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -455,7 +404,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     forms = chosen(search)
     rows = [*search.rows, *final(trainings, forms)]
     report.save(args.out / "negatives.json", runner.machine("cpu"), rows)
-    print(*table(rows), "", *further_table(rows), "", *search_table(rows), sep="\n")
+    for row in rows:
+        print(json.dumps(row))
     return 0
 
 

@@ -433,9 +433,11 @@ def test_results_of_yesterday_stay_until_there_are_others(monkeypatch, tmp_path)
 def test_a_full_disk_leaves_the_rows_measured_before(monkeypatch, tmp_path, capsys, unmeasured):
     out = tmp_path / "rows.json"
 
-    def full(path, mode, encoding):
-        path = "/dev/full" if len(unmeasured) > 1 else path
-        return open(path, mode, encoding=encoding)
+    def full(path, mode, **options):
+        if len(unmeasured) > 1:
+            Path(path).touch()
+            path = "/dev/full"
+        return open(path, mode, **options)
 
     monkeypatch.setattr(files, "open", full, raising=False)
     assert main(["--out", str(out)]) == 2

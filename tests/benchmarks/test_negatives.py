@@ -1,7 +1,6 @@
-"""``python -m benchmarks.negatives`` on a few made-up pictures, and its tables in the docs."""
+"""``python -m benchmarks.negatives`` on a few made-up pictures."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +10,6 @@ from support.stored import assert_stored_numbers
 import itrloss
 from benchmarks import negatives, noise
 from benchmarks.negatives import Hard, Loss, Options
-
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "negatives.json"
 
 
 @pytest.fixture
@@ -49,10 +45,8 @@ def test_trainings_are_kept_and_options_chosen_by_the_development_split(
     assert negatives.main(arguments) == 0
     rows = json.loads((out / "negatives.json").read_text())["rows"]
     assert rows == first["rows"]
-    printed = capsys.readouterr().out.splitlines()
-    tables = negatives.table(rows), negatives.further_table(rows), negatives.search_table(rows)
-    assert [len(lines) for lines in tables] == [20, 10, 18]
-    assert printed == [*tables[0], "", *tables[1], "", *tables[2]]
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+    assert [row["split"] for row in rows] == ["dev"] * 18 + ["test"] * 20
     expect_chosen(rows)
 
 
@@ -170,15 +164,3 @@ def test_a_difference_lies_in_its_interval_over_pictures(runs):
     good, _ = runs
     to_itself = negatives.difference(good, good)
     assert to_itself["pictures"] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    "table", [negatives.table, negatives.further_table, negatives.search_table]
-)
-def test_a_table_of_the_docs_has_the_results(table):
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
-    text = (ROOT / "docs" / "embedders.rst").read_text(encoding="utf-8")
-    lines = table(rows)
-    assert lines
-    indented = "\n".join("   " + line for line in lines)
-    assert indented in text
