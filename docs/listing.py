@@ -65,11 +65,11 @@ def loss_pages():
 
 
 class OtherLosses(Directive):
-    """``.. other-losses::`` documents the public losses that no page of ``api/`` names."""
+    """``.. other-losses::`` documents the public losses that no page ``api_…`` names."""
 
     def run(self):
         named = set()
-        for path in DOCS.glob("api/*.rst"):
+        for path in DOCS.glob("api_*.rst"):
             page = path.read_text(encoding="utf-8")
             named.update(re.findall(r"^\.\. autoclass:: (\w+)", page, re.M))
         lines = []
