@@ -117,11 +117,6 @@ def _readable(app, what, name, obj, options, signature, returned):
     return signature, returned
 
 
-def _from_the_top(app, what, name, obj, options, lines):
-    """Let docstrings name pages from the top folder, wherever the page is that shows them."""
-    lines[:] = [re.sub(r":doc:`(?=[^/])", ":doc:`/", line) for line in lines]
-
-
 def _mark_options(app, doctree):
     """Let the style keep the words of command lines whole: ``--`` is no place to break a line."""
     for literal in doctree.findall(nodes.literal):
@@ -130,9 +125,8 @@ def _mark_options(app, doctree):
 
 
 def setup(app):
-    """Run one listener before and two after napoleon's, which has the priority 500."""
+    """Run one listener before and one after napoleon's, which has the priority 500."""
     app.connect("autodoc-process-signature", _readable)
     app.connect("autodoc-process-docstring", _keep, priority=400)
     app.connect("autodoc-process-docstring", _restore, priority=600)
-    app.connect("autodoc-process-docstring", _from_the_top, priority=700)
     app.connect("doctree-read", _mark_options)
