@@ -111,6 +111,20 @@ def test_names_of_files_may_be_of_another_system(name: bytes, saved):
         assert shown in Path(result).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["out", "err", "both"])
+def test_results_are_written_though_nothing_can_be_said(closed: str, saved):
+    code = """
+import os, sys
+for stream in {"out": (1,), "err": (2,), "both": (1, 2)}[sys.argv.pop(1)]:
+    os.close(stream)
+os.execv(sys.executable, [sys.executable, "-m", "itrloss", *sys.argv[1:]])"""
+    command = ["rerank", "sims.npy", "--methods", "csls", "--samples", "9", "--latex", "t.tex"]
+    done = subprocess.run([sys.executable, "-c", code, closed, *command], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert Path("t.tex").read_text().endswith("\\end{minipage}\n")
+
+
 # --- signals --------------------------------------------------------------------------------------
 
 

@@ -404,9 +404,11 @@ def _track(steps: Sequence[T]) -> Iterable[T]:
 
 def _print(table: Table) -> None:
     """Print a table, on a terminal in its width."""
-    console = Console() if sys.stdout.isatty() else Console(width=100, color_system=None)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=100, color_system=None)
     show(table, console)
-    sys.stdout.flush()  # a closed pipe is noticed here
+    console.file.flush()  # a closed pipe is noticed here
 
 
 def _facts(context: typer.Context, about: str) -> dict[str, str]:
