@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.answers import assert_same_step
+from support.cases import sample
 from support.oracle_embedders import late_scores
 from torch import Tensor
 
@@ -22,8 +23,7 @@ of_modes = pytest.mark.parametrize("hardest", [False, True])
 
 
 def rows(*shape: int, seed: int, unit: bool = True) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    x = sample(*shape, seed=seed, dtype=torch.float64)
     if unit:
         x = F.normalize(x, dim=-1)
     return x.requires_grad_()
