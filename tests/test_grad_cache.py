@@ -122,7 +122,6 @@ def check_step(loss: Any, encoders: Any, inputs: Any, chunk_size: int, **options
 
 
 # `tests/losses/test_programs.py` has a step of each loss.
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 12), st.integers(0, 9))
 @settings(max_examples=25, deadline=None)
 def test_batches_of_any_sizes_can_be_cut_anywhere(n, m, chunk_size, seed):

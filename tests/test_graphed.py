@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.cases import sample
 from support.conforming import CALLS, conforming
 from support.graphs import FakeCuda, Idling, OnCPU, Operators, Tape, Taped, read_nothing
 from support.losses_registry import REGISTRY, where
@@ -45,9 +46,7 @@ def accelerator(monkeypatch):
 
 def batch(n: int = N, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
     """Images and texts (n, D) that get a gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    pair = torch.randn(2, n, D, generator=generator, dtype=torch.float64)
-    return [x.to(dtype).requires_grad_() for x in pair]
+    return [x.requires_grad_() for x in sample(2, n, D, seed=seed, dtype=dtype).unbind()]
 
 
 def fixed(seed: int) -> list[Tensor]:

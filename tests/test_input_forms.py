@@ -212,7 +212,6 @@ OF_ARRAYS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("form", [protected, by_columns, backwards])
 @pytest.mark.parametrize("name", OF_ARRAYS)
 def test_arrays_are_taken_as_tensors_are_and_not_written_to(name: str, form):
@@ -280,7 +279,6 @@ FURTHER_FORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("name", FURTHER_FORMS)
 def test_input_may_have_a_further_form(name: str):
     given, plain = FURTHER_FORMS[name]
@@ -320,7 +318,6 @@ READERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("name", READERS)
 def test_a_file_is_not_copied(name: str, is_transposed: bool, tmp_path: Path):

@@ -292,7 +292,6 @@ WITH_SETS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 def test_sets_cost_few_passes():
     x, y = trained(SIZE, 4), trained(SIZE, 4, seed=1)
     sets = drawn("rare", 2048)

@@ -21,7 +21,7 @@ from torch import nn
 
 import itrloss
 from itrloss import CoupledMemory
-from itrloss.engine.terms import identity, softplus
+from itrloss.engine.terms import softplus
 from itrloss.memory import MemorySimilarity
 
 ENGINES = ("dense", "tiled")
@@ -157,16 +157,6 @@ def test_a_memory_that_was_moved_and_loaded_is_counted_again():
     assert len(small) == 5
 
 
-def test_a_process_alone_gathers_no_batch():
-    x = torch.randn(6, D, dtype=torch.float64)
-    memory = filled(9)
-    alone = MemorySimilarity.of(x, x, x, x, memory, gather=True)
-    assert alone.batch.share is None
-    assert torch.equal(
-        alone.memory.logsumexp(), MemorySimilarity.of(x, x, x, x, memory).memory.logsumexp()
-    )
-
-
 def test_a_memory_moves_with_its_module():
     memory = filled(4, torch.float32)
     nn.ModuleDict({"memory": memory}).to(torch.bfloat16)
@@ -174,13 +164,6 @@ def test_a_memory_moves_with_its_module():
     assert memory.ids.dtype == torch.int64
     memory.enqueue(torch.ones(2, D), torch.ones(2, D))
     assert len(memory) == 6
-
-
-def test_a_loaded_memory_without_ids_takes_none():
-    memory = CoupledMemory(5, D)
-    memory.load_state_dict(filled(7, torch.float32, size=5).state_dict())
-    with pytest.raises(ValueError, match="ids: expected None, as the memory has no ids"):
-        memory.enqueue(KEYS, KEYS, torch.arange(3))
 
 
 def test_a_state_that_does_not_fit_changes_nothing():
@@ -291,25 +274,6 @@ def test_ids_that_are_the_memorys_by_chance_give_no_other_numbers():
         for engine in ("auto", "tiled")
     ]
     torch.testing.assert_close(own[0].mean_std(), own[1].mean_std())
-
-
-LATER_ANSWERS = {
-    "logsumexp": lambda anchors: anchors.logsumexp(5.0),
-    "moments": lambda anchors: anchors.mean_std().std,
-    "positives": lambda anchors: anchors.sum_of_positives(identity),
-}
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", LATER_ANSWERS)
-def test_inference_mode_leaves_the_gradient_to_later_answers(name, engine):
-    (images, _), anchors = asked(engine)
-    with torch.inference_mode():
-        anchors.mean_std()
-        anchors.sum_of_positives(identity)
-    value = finite(LATER_ANSWERS[name](anchors)).sum()
-    (gradient,) = torch.autograd.grad(value, images)
-    assert gradient.any()
 
 
 def test_positives_close_to_one_cost_the_moments_no_digits():

@@ -27,7 +27,6 @@ S = torch.randn(6, 6, generator=GENERATOR)
 IDS = torch.arange(6)
 OWN = torch.randn(6, 2, 8, generator=GENERATOR)  # negatives of each image
 MULTI_HOT = torch.ones(6, 4, dtype=torch.bool)
-LINEAR = nn.Linear(8, 8)
 SCALE: Any = nn.Parameter(torch.tensor(2.6))  # of a model
 loss: Any = itrloss.InfoNCELoss()
 it: Any = itrloss
@@ -179,6 +178,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: loss(sim, T), "^texts: "),
     (lambda: loss(scores=S.int()), "^scores: .*torch.int32"),
     (lambda: it.InfoNCELoss(check_finite=True)(nan_sim), "^rows: expected finite"),
+    (lambda: it.InfoNCELoss(check_finite=True)(scores=S / 0), "^scores: expected finite"),
+    (lambda: sim.towards("i2i"), "^directions: expected 'both', .* got 'i2i'"),
     (lambda: it.InfoNCELoss(check_finite=True)(I * torch.nan, T), "^images: expected finite"),
     (
         lambda: it.InfoNCELoss(check_finite=True)(torch.where(I.max() > I, I, torch.inf), T),

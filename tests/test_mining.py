@@ -71,7 +71,6 @@ def check(found, wanted):
 LIMIT_OF_EACH = torch.linspace(-0.9, 0.9, 7, dtype=torch.float64)
 
 
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("turn", range(4))
 def test_negatives_are_those_of_the_whole_matrix(turn):
     """Of scores that may tie, of ids or sets of labels of which some do not exist, with limits."""
@@ -161,7 +160,6 @@ def test_blocks_may_each_beat_those_before(block, limits):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 def test_memory_is_bounded_for_a_corpus_in_ascending_order():
     queries = torch.ones(1000, 2)
     corpus = torch.linspace(-1, 1, 12_000)[:, None].expand(-1, 2)

@@ -198,7 +198,6 @@ def other_default_device() -> Iterator[None]:
         yield
 
 
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_tensors_are_made_where_the_input_is(name, other_default_device):
     CALLS[name]()

@@ -148,7 +148,6 @@ OF_ONE_PAIR = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("name", OF_ONE_PAIR)
 def test_telemetry_of_one_pair_leaves_the_loss_finite(name):
     images, texts = IMAGES[:1].clone().requires_grad_(), TEXTS[:1].clone().requires_grad_()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cases import sample
 
 import itrloss
 from itrloss import NO_ID, Similarity, SuspiciousInputWarning, compat
@@ -21,14 +22,10 @@ from itrloss.metrics import retrieval_metrics, retrieval_results
 from itrloss.rerank import CSLS
 
 
-def drawn(*shape: int, seed: int = 0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def embeddings(captions: int = 1, n: int = 40, seed: int = 0):
     """Images (n, 16) and texts (captions * n, 16), one image's behind the other."""
-    images = drawn(n, 16, seed=seed)
-    return images, images.repeat_interleave(captions, 0) + 0.5 * drawn(n * captions, 16, seed=9)
+    images = sample(n, 16, seed=seed)
+    return images, images.repeat_interleave(captions, 0) + 0.5 * sample(n * captions, 16, seed=9)
 
 
 def said(function, *args, **kwargs):
@@ -152,11 +149,11 @@ def test_a_memory_that_stays_empty_is_noticed(name):
 
 SAME = 0 * IDS
 HEADS = torch.stack([IMAGES, IMAGES.flip(1)], 1)
-SQUARE = drawn(40, 40)
+SQUARE = sample(40, 40)
 MULTI_HOT = torch.tensor([[0, 1, 1], [1, 0, 1]] * 20)
 LONG = 10 * IMAGES, 10 * TEXTS
-OTHERS = drawn(9, 16, seed=3)
-UNIT = F.normalize(drawn(16, 16, seed=7))
+OTHERS = sample(9, 16, seed=3)
+UNIT = F.normalize(sample(16, 16, seed=7))
 COPIES = IMAGES.repeat_interleave(5, 0)
 SHUFFLED = torch.randperm(200, generator=torch.Generator().manual_seed(7))
 FIVE_COSINES = F.normalize(COPIES) @ F.normalize(FIVE_TEXTS).T
@@ -175,7 +172,7 @@ def evaluated_embeddings(*args: Any):
 
 
 def noisy(x, noise):
-    return x + noise * drawn(*x.shape, seed=6)
+    return x + noise * sample(*x.shape, seed=6)
 
 
 def with_log_scale(loss, value, *more):
@@ -300,9 +297,9 @@ SUSPICIOUS: list[tuple[Any, str]] = [
     (lambda: itrloss.mine_hard_negatives(IMAGES, TEXTS, SAME, SAME, 3), "there are no negatives"),
     # test sets
     (evaluated(UNIT), f"scores: {UNIT_ROWS}"),
-    (evaluated(F.normalize(drawn(64, 320)).half()), f"scores: {UNIT_ROWS}"),
-    (evaluated(F.normalize(drawn(64, 192)).bfloat16()), f"scores: {UNIT_ROWS}"),
-    (evaluated(F.normalize(drawn(300, 300).double())), f"scores: {UNIT_ROWS}"),
+    (evaluated(F.normalize(sample(64, 320)).half()), f"scores: {UNIT_ROWS}"),
+    (evaluated(F.normalize(sample(64, 192)).bfloat16()), f"scores: {UNIT_ROWS}"),
+    (evaluated(F.normalize(sample(300, 300).double())), f"scores: {UNIT_ROWS}"),
     (evaluated_embeddings(FIVE_TEXTS, FIVE_TEXTS), ONE_SIDE),
     (evaluated_embeddings(IMAGES, IMAGES.clone(), IDS, IDS), ONE_SIDE),
     (evaluated_embeddings(IMAGES, COPIES, *FIVE_IDS), ONE_SIDE),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from support import cases
 
 import itrloss
 from itrloss import CoupledMemory, Similarity, compat
@@ -21,12 +22,8 @@ from itrloss.rerank import CSLS, FastReranker
 ENGINES = ["dense", "tiled"]
 
 
-def drawn(seed: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-Q, D, N = drawn(1, 6, 5), drawn(2, 6, 5), drawn(3, 4, 5)
+sample = partial(cases.sample, dtype=torch.float64)
+Q, D, N = sample(6, 5), sample(6, 5, seed=1), sample(4, 5, seed=2)
 IDS, GROUPS = torch.tensor([0, 1, 0, 2, 3, 1]), torch.tensor([0, 0, 0, 1, 1, 1])
 
 

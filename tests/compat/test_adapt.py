@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.answers import assert_same_step
+from support.cases import sample
 from support.losses_registry import select
 from support.processes import run
 from support.vse_trainers import CODE_BASES, B, D, Trainer, smooth_chamfer, xattn_score
@@ -33,8 +34,7 @@ MEMORY_LOSSES = select("uto mild", "mdcl")
 
 def unit(*shape: int, seed: int = 0) -> torch.Tensor:
     """Unit vectors that get a gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    x = sample(*shape, seed=seed, dtype=torch.float64)
     return F.normalize(x, dim=-1).requires_grad_()
 
 

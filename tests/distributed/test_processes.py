@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support import cases
 from support.cases import pairwise
 from support.losses_registry import Entry, select
 from support.processes import run, survivors
@@ -38,9 +39,7 @@ D, WORLD, ODD = 6, 3, 1  # ODD: the process that is lost, or that differs
 def sample(
     *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, trained: bool = True
 ) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-    return x.requires_grad_(trained)
+    return cases.sample(*shape, seed=seed, dtype=dtype).requires_grad_(trained)
 
 
 def pairs(seed: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
@@ -419,13 +418,6 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "'margin': 0.2",
         "'margin': 0.4",
     ),
-    "balance": (
-        lambda odd: itrloss.DVSEObjective(0.6 if odd else 0.5, gather=True)(
-            sample(4, 3, D), sample(4, D), sample(4, 3, D)
-        ),
-        "balance=0.5",
-        "balance=0.6",
-    ),
     "prefixes": (
         lambda odd: itrloss.Matryoshka(pair(gather=True), (2, 4 + odd))(*pairs()),
         "dims=[2, 4]",
@@ -436,13 +428,6 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         "3 heads",
         "4 heads",
     ),
-    "slack": (
-        lambda odd: itrloss.DynamicOrthogonalLoss(0.2 if odd else 0.1, gather=True)(
-            sample(4, 3, D)
-        ),
-        "0.1",
-        "0.2",
-    ),
     "type of concepts": (
         lambda odd: classifier(D, 4, gather=True)(*pairs(dtype=floats[odd]), ids),
         "float32",
@@ -452,11 +437,6 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         lambda odd: with_value("log_scale", 3 + odd, pair(learnable=True, gather=True))(*pairs()),
         "'log_scale 3'",
         "'log_scale 4'",
-    ),
-    "limit of a scale": (
-        lambda odd: pair(learnable=True, max_scale=20 if odd else None, gather=True)(*pairs()),
-        "'max_scale': None",
-        "'max_scale': 20",
     ),
     "number of a shared temperature": (
         lambda odd: with_value("temperature", 0.5 + odd, sharing(gather=True))(*pairs()),
@@ -469,13 +449,6 @@ DIFFERENT: dict[str, tuple[Callable[[bool], Any], str, str]] = {
         ),
         "parameters trained ['temperature']",
         "parameters trained ['scale']",
-    ),
-    "number of a scale of distances": (
-        lambda odd: with_value("scale", 5 + odd, itrloss.PCMEPlusPlusLoss(gather=True))(
-            *pairs(), *pairs()
-        ),
-        "'scale 5'",
-        "'scale 6'",
     ),
     "numbers of a classifier": (
         lambda odd: seeded(odd, lambda: classifier(D, 4, gather=True))(*pairs(), ids),

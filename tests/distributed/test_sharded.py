@@ -12,22 +12,11 @@ from support.drawn_losses import LossCase
 from support.draws import Batch
 from support.losses_registry import REGISTRY
 from support.processes import run
-from support.versions import grad_or_zeros
 
 import itrloss
 from itrloss import Anchors, Similarity
 
 LOSSES = [name for name, entry in REGISTRY.items() if entry.takes != "features"]  # a gate
-
-
-def outcome(case: LossCase, compiled: bool = False) -> list[torch.Tensor]:
-    """A process's loss and its gradients by the input and by parameters."""
-    loss = case.loss("auto", gather=True)
-    called = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
-    leaves = [x.clone().requires_grad_() for x in case.input]
-    (value,) = case.ours(called, leaves)
-    trained = [*leaves, *loss.parameters()]
-    return [value.detach(), *grad_or_zeros(value, trained)]
 
 
 def case_of(name: str, pairs: int, reduction: str = "mean") -> LossCase:
@@ -44,7 +33,8 @@ def compiled(rank: int, names: list[str]) -> list[list[list[torch.Tensor]]]:
     for name in names:
         part = slice(6) if rank == 0 else slice(6, 12)
         case = case_of(name, 12).part(part, part)
-        found.append([outcome(case), outcome(case, compiled=True)])
+        outcomes = [case.outcome("auto", compiled=x, gather=True) for x in (False, True)]
+        found.append(outcomes)
     if rank == 0:  # tracing exchanges nothing
         loss = REGISTRY["triplet all"].make(gather=True)
         criterion = torch.compile(loss, fullgraph=True, backend="aot_eager")
@@ -94,7 +84,9 @@ def without_samples(rank: int) -> dict[str, list[float]]:
         for reduction in ("mean", "sum"):
             case = case_of(name, 0, reduction)
             if case.can_be_shared and case.takes != "tokens":  # which need a set among all
-                found[f"{name} {reduction}"] = [float(x.abs().sum()) for x in outcome(case)]
+                found[f"{name} {reduction}"] = [
+                    float(x.abs().sum()) for x in case.outcome("auto", gather=True)
+                ]
     return found | coder_without_samples(rank)
 
 

@@ -29,17 +29,6 @@ def pooled(v, w, ids, engine, cuts):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_pooled_matrices_without_ids_have_several_positives(engine):
-    v, w = embeddings(4, 4)
-    first = similarity(v, w, (None, None), engine)
-    second = similarity(v, w.flip(0), (None, None), engine)
-    anchors = Anchors.pooled(first, second)
-    assert anchors.positive_counts.tolist() == [2, 2, 2, 2]
-    sums = first.sum_of_positives(identity) + second.sum_of_positives(identity)
-    torch.testing.assert_close(anchors.sum_of_positives(identity), sums)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 def test_matrices_of_different_sizes_keep_their_own_means(engine):
     no_ids = (None, None)
     first = similarity(*embeddings(4, 4), no_ids, engine)
@@ -84,16 +73,6 @@ def test_pooled_matrices_have_as_many_anchors():
     transposed = similarity(w, v, (col_ids, row_ids), "tiled")
     with pytest.raises(ValueError, match="as many anchors"):
         Anchors.pooled(equal[0], transposed)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_hardest_negatives_are_numbered_in_the_order_of_the_matrices(engine):
-    v, w, ids, _ = case("wide")
-    first, second = parts(v, w, ids, engine, (4,))
-    orders = [Anchors.pooled(first, second), Anchors.pooled(second, first)]
-    wanted = torch.cat([anchors.hardest_negatives().indices for anchors in orders])
-    found = Anchors.together(*orders).hardest_negatives()
-    assert torch.equal(found.indices, wanted)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from support.cases import sample
 from support.versions import needs
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -122,8 +123,7 @@ def setting(monkeypatch):
 
 
 def vectors(n=40, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 8, generator=generator)
+    return sample(n, 8, seed=seed)
 
 
 def trained():

@@ -11,14 +11,10 @@ from support.cases import (
     similarity,
     upstream,
 )
-from support.on_triton import DEVICE, OF_KERNELS, assert_near, moved
+from support.on_triton import OF_KERNELS, assert_near, moved
 
 from itrloss import Similarity
-from itrloss.engine import terms, tiled
 from itrloss.engine import triton as engine
-from itrloss.engine.inputs import Inputs, Side
-from itrloss.engine.question import Question
-from itrloss.engine.relation import Relation
 from itrloss.engine.terms import pair_term
 
 pytestmark = OF_KERNELS
@@ -51,18 +47,6 @@ def test_limits_have_kernels(name, view, few_tiles, poisoned, monkeypatch):
     wanted = evaluate(ANSWERS[name], v, w, ids, "dense", grads, view)
     assert_near(found, wanted, 3e-5, 1e-5)
     assert len(used) == 2
-
-
-@pytest.mark.parametrize(("n", "m"), [(0, 3), (3, 0)])
-def test_no_rows_or_columns(n, m):
-    v = torch.zeros(n, 4, device=DEVICE)
-    w = torch.zeros(m, 4, device=DEVICE)
-    question = Question(Relation((n, m), (None, None), DEVICE), (0, 1), terms.exponential)
-    inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
-    assert engine.sums(question, inputs).tolist() == [0.0] * 3
-    needs = tiled.Needs(True, True, False, False)
-    found = engine.gradients(question, inputs, torch.ones(3, device=DEVICE), needs, None)
-    torch.testing.assert_close(found[:2], (torch.zeros_like(v), torch.zeros_like(w)))
 
 
 def test_the_same_bits_again():

@@ -17,7 +17,10 @@ from itrloss.engine.question import Question
 from itrloss.engine.relation import Numbers, Relation
 from itrloss.functional import info_nce_loss, sigmoid_loss, triplet_loss
 
-pytestmark = OF_KERNELS
+pytestmark = [
+    *OF_KERNELS,
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced"),
+]
 
 
 class Peak(TorchDispatchMode):
@@ -81,7 +84,6 @@ def meta(*shape, dtype, **options):
     return torch.empty(shape, dtype=dtype, device="meta", **options)
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize(
     ("n", "m", "d", "dtype"),
     [
@@ -112,7 +114,6 @@ def test_memory_beside_inputs_and_gradients(n, m, d, dtype, with_ids, as_on_a_gp
     assert 0 < further <= 256 * 2**20, further / 2**20
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize("answer", ["sums", "gradients"])
 @pytest.mark.parametrize("groups", [True, False])
 def test_memory_of_relations(groups, answer, as_on_a_gpu, monkeypatch):
@@ -147,7 +148,6 @@ def test_memory_of_relations(groups, answer, as_on_a_gpu, monkeypatch):
     assert bool(masks) != groups
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 def test_memory_of_moments(as_on_a_gpu):
     """Three numbers of each tile take as much as one of each: blocks are smaller."""
     v, w = (meta(n, 64, dtype=torch.bfloat16) for n in (4096, 65536))
@@ -228,7 +228,6 @@ def work(as_on_a_gpu, monkeypatch):
     return counter
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize(("dtype", "wanted"), [(torch.bfloat16, 6), (torch.float16, 18)])
 def test_traffic_and_operators_of_a_panel(dtype, wanted, work):
     """bfloat16: the kernel writes 2 bytes a score, and each product reads them. float16: it writes
@@ -246,7 +245,6 @@ def test_traffic_and_operators_of_a_panel(dtype, wanted, work):
     assert operators.count <= 120 + each_panel * panels
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize(("memory", "wanted"), [(80e9, 8), (8e9, 10), (0, 10)])
 @pytest.mark.parametrize("learnable", [True, False])
 def test_products_of_a_large_batch(memory, wanted, learnable, work, monkeypatch):
@@ -259,7 +257,6 @@ def test_products_of_a_large_batch(memory, wanted, learnable, work, monkeypatch)
     assert work.flops == (wanted + for_the_maxima) * n * n * d
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize(
     ("options", "dtype", "wanted"),
     [
@@ -288,7 +285,6 @@ LARGE = {
 }
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize("name", LARGE)
 def test_products_of_totals(name, work, monkeypatch):
     """Multiples of NMD of a large batch: of both sides, one, with less memory, without training."""
@@ -314,7 +310,6 @@ def test_products_of_totals(name, work, monkeypatch):
     assert products(80e9, False, False)[0] == 2
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize(
     ("memory", "at_most", "wanted"),
     [
@@ -338,7 +333,6 @@ def test_products_beside_a_memory(memory, at_most, wanted, work, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize(
     ("loss", "wanted"),
     [
@@ -359,7 +353,6 @@ def test_products_of_losses_with_a_memory(loss, wanted, work):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize("dtype", HALF)
 def test_memory_of_a_total(dtype, as_on_a_gpu, monkeypatch):
     """Held sums of both sides' gradients in float32, 402 MB here, and at most 256 MiB."""
@@ -372,7 +365,6 @@ def test_memory_of_a_total(dtype, as_on_a_gpu, monkeypatch):
     assert 0 < peak.bytes - gradients - 2 * n * d * 4 <= 256 * 2**20
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is replaced")
 @pytest.mark.parametrize(
     ("name", "most"),
     [

@@ -218,19 +218,30 @@ def test_embeddings_that_change_before_backward_are_refused(early, few_tiles):
         value.backward()
 
 
-def test_a_total_of_no_pairs(early):
-    v = torch.zeros(0, 4, device=DEVICE, requires_grad=True)
-    w = torch.ones(3, 4, device=DEVICE, requires_grad=True)
+def no_pairs(n, m, sides, term, **values):
+    """A question about n rows and m columns, one of which is 0, and its inputs."""
+    vectors = [torch.ones(size, 4, device=DEVICE) for size in (n, m)]
+    question = Question(Relation((n, m), (None, None), DEVICE), sides, term, **values)
+    return question, Inputs(*[Side(x, None, None, None) for x in vectors], None)
+
+
+@pytest.mark.parametrize(("n", "m"), [(0, 3), (3, 0)])
+def test_no_rows_or_columns(n, m):
+    asked = no_pairs(n, m, (0, 1), terms.exponential)
+    assert engine.sums(*asked).tolist() == [0.0] * 3
+    needs = tiled.Needs(True, True, False, False)
+    rows, cols, *_ = engine.gradients(*asked, torch.ones(3, device=DEVICE), needs, None)
+    assert (rows.shape, cols.shape) == ((n, 4), (m, 4))
+    assert not rows.any() and not cols.any()
+
+
+@torch.no_grad()
+def test_a_total_of_no_pairs():
     scale = torch.ones(1, device=DEVICE, requires_grad=True)
-    inputs = Inputs(Side(v, None, None, None), Side(w, None, None, None), None)
-    pairs = Relation((0, 3), (None, None), DEVICE)
-    question = Question(pairs, (0,), terms.softplus, scale=scale)
+    asked = no_pairs(0, 3, (0,), terms.softplus, scale=scale)
     needs = tiled.Needs(True, True, False, False, scale=True)
-    with torch.no_grad():
-        weights = torch.ones(1, device=DEVICE)
-        value, sums = engine.sums_and_gradients(question, inputs, weights, needs)
-        grad = torch.ones((), device=DEVICE)
-        found = engine.completed_gradients(question, inputs, sums, grad, needs, None)
+    value, sums = engine.sums_and_gradients(*asked, torch.ones(1, device=DEVICE), needs)
+    found = engine.completed_gradients(*asked, sums, torch.ones((), device=DEVICE), needs, None)
     assert value == 0
     assert found.scale == 0
     assert not found.cols.any()

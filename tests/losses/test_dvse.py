@@ -10,24 +10,12 @@ import math
 
 import pytest
 import torch
-from support.cases import SHAPES, make_ids, sample, sets
+from support.cases import make_ids, sample, sets
 
 import itrloss
 from itrloss import DynamicGate, DynamicOrthogonalLoss, VarianceAwareLoss, functional
 
-# some batches have nothing in common, or one id for all
-pytestmark = pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
-
 # ------------------------------------------------------------------------------ variance-aware loss
-
-HEADS_SHAPES = {"two captions": (3, 6, "captions"), **SHAPES}
-
-
-def heads_batch(shape, heads=3, dim=5):
-    """Return sets of images, texts and ids."""
-    n, m, kind = HEADS_SHAPES[shape]
-    texts = 3 * sample(m, dim, dtype=torch.float64) + 0.3
-    return sets(n, heads, dim), texts, make_ids(kind, n, m)
 
 
 def test_heads_may_have_ids_of_their_own():
@@ -47,7 +35,9 @@ def test_heads_may_have_ids_of_their_own():
 @pytest.mark.parametrize("shared", [True, False])
 def test_heads_may_be_seen_from_the_texts(shared):
     """A shared deviation is computed over the rows, whatever they are."""
-    images, texts, (image_ids, text_ids) = heads_batch("two captions")
+    images = sets(3, 3, 5)
+    texts = sample(6, 5, dtype=torch.float64)
+    image_ids, text_ids = make_ids("captions", 3, 6)
     options = {"shared_sigma": shared, "reduction": "none"}
     heads = [itrloss.Similarity(x, texts, image_ids, text_ids).T for x in images.unbind(1)]
     turned = [itrloss.Similarity(texts, x, text_ids, image_ids) for x in images.unbind(1)]

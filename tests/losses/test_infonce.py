@@ -1,14 +1,21 @@
 """InfoNCE and distillation beyond what `test_random_cases` draws, which has all options next to
-loops, in one process and in two.
+loops, in one process and in two: guides, teachers and negatives that are not finite, limits, costs.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from support.cases import embeddings
+import torch.nn.functional as F
+from support.cases import embeddings, sample
+from support.embedders import one_way
+from support.versions import FlopCounterMode
+from torch import Tensor
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import itrloss
 from itrloss import Similarity, functional
@@ -49,7 +56,6 @@ def test_the_temperature_of_distillation_may_be_learnt(engine):
     assert gradcheck(loss, learnt)
 
 
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 def test_one_pair_without_a_negative_that_exists_is_finite():
     v, w = (x.requires_grad_() for x in embeddings(1, 1))
     no_negative = {"negatives": v[:, None].detach(), "negative_ids": [[itrloss.NO_ID]]}
@@ -64,3 +70,203 @@ def test_ids_of_negatives_beyond_int64_are_refused():
     negatives = torch.stack([v, w], 1)
     with pytest.raises(ValueError, match=r"expected ids below 2\*\*63, got larger ones"):
         itrloss.InfoNCELoss()(v, w, range(3), range(3), negatives=negatives, negative_ids=ids)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_image_whose_negatives_all_match_it_does_not_count(shared):
+    v, w = torch.randn(2, 8), torch.randn(2, 8)
+    loss = one_way(0.1, in_batch=False)
+    if shared:
+        further, ids = torch.randn(1, 8), [0]
+        second = further[None]
+    else:
+        further, ids = torch.randn(2, 1, 8), [[0], [7]]
+        second = further[1:]
+    found = loss(v, w, negatives=further, negative_ids=ids)
+    torch.testing.assert_close(found, loss(v[1:], w[1:], negatives=second))
+    loss.reduction = "none"
+    assert loss(v, w, negatives=further, negative_ids=ids)[0] == 0
+
+
+def test_negatives_alone_multiply_nothing_else():
+    """Without the batch's texts, nothing of its size (N, M) is computed."""
+    n, k, d = 256, 2, 16
+    v, w, z = (torch.randn(n, *size, d) for size in ((), (), (k,)))
+    loss = one_way(0.1, in_batch=False)
+    with FlopCounterMode(display=False) as counter:
+        loss(v, w, negatives=z)
+    assert counter.get_total_flops() <= 2 * n * (k + 1) * d
+
+
+@of_engines
+def test_options_that_are_left_out_cost_nothing(engine):
+    """A plain InfoNCE launches what its function does."""
+
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += 1
+            return function(*args, **(kwargs or {}))
+
+    v, w = (torch.randn(32, 16, requires_grad=True) for _ in range(2))
+    loss = itrloss.InfoNCELoss(engine=engine)
+    loss(v, w)  # which looks at the first batch
+    with Counter() as of_class:
+        torch.autograd.grad(loss(v, w), (v, w))
+    with Counter() as of_function:
+        value = itrloss.functional.info_nce_loss(Similarity(v, w, engine=engine))
+        torch.autograd.grad(value, (v, w))
+    assert of_class.count == of_function.count
+
+
+@of_engines
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_copy_of_the_positive_is_no_negative_with_a_margin_of_zero(engine: Any, dtype: Any):
+    """Whatever the rounding of two products of the same vectors."""
+    loss = itrloss.InfoNCELoss(0.05, margin=0.0, directions="image-text", engine=engine)
+    guided = itrloss.InfoNCELoss(0.05, margin=0.0, engine=engine)
+    for seed in range(20):
+        draw = torch.Generator().manual_seed(seed)
+        image = torch.randn(1, 64, generator=draw, dtype=dtype)
+        text = torch.randn(1, 64, generator=draw, dtype=dtype)
+        assert loss(image, text.repeat(2, 1), [0], [0, 1]) == 0
+        images, texts = (x.repeat(2, 1) for x in (image, text))
+        guide = torch.randn(2, 2, 48, generator=draw, dtype=dtype)[:, :1].repeat(1, 2, 1)
+        assert guided(images, texts, guide=tuple(guide)) == 0
+
+
+N, K, D = 6, 3, 4
+
+
+def vectors(*shape: int, seed: int = 0) -> Tensor:
+    return sample(*shape, D, seed=seed, dtype=torch.float64)
+
+
+V, W = vectors(N), vectors(N, seed=1)
+X, Y = vectors(N, seed=2), vectors(N, seed=3)  # by another model
+SHARED, OWN = vectors(K, seed=4), vectors(N, K, seed=5)  # negatives
+OF_GUIDE = {2: vectors(K, seed=6), 3: vectors(N, K, seed=7)}  # by their dimensions
+
+
+def test_a_guide_turns_with_the_similarity():
+    loss = itrloss.InfoNCELoss(0.5, margin=0.0, reduction="none")
+    scores = F.normalize(X) @ F.normalize(Y).T
+    turned = Similarity(V, W).T
+    wanted = loss(V, W, guide=(X, Y))[::-1]
+    for guide in (scores.T, (Y, X)):
+        torch.testing.assert_close(loss(turned, guide=guide), wanted)
+
+
+# ------------------------------------------------------------------------------- input is checked
+
+
+def with_nan(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.view(-1)[-2] = torch.nan
+    return x
+
+
+def overflown(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.view(-1)[-2] = torch.inf
+    return x
+
+
+OF_OWN = {"directions": "image-text", "in_batch": False}
+# Options, negatives, a guide, and which part of it is wrong.
+GUIDED: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "images": ({}, None, lambda bad: (bad(X), Y)),
+    "texts": ({}, None, lambda bad: (X, bad(Y))),
+    "images for own": (OF_OWN, OWN, lambda bad: (bad(X), Y, OF_GUIDE[3])),
+    "own negatives": (OF_OWN, OWN, lambda bad: (X, Y, bad(OF_GUIDE[3]))),
+    "shared negatives": ({}, SHARED, lambda bad: (X, Y, bad(OF_GUIDE[2]))),
+    "texts among": ({"text_text": True}, SHARED, lambda bad: (X, bad(Y), OF_GUIDE[2])),
+    "scores": ({}, None, lambda bad: with_nan(F.normalize(X) @ F.normalize(Y).T)),
+}
+
+
+@of_engines
+@pytest.mark.parametrize("bad", [with_nan, overflown])
+@pytest.mark.parametrize("name", GUIDED)
+def test_a_guide_of_nan_gives_nan_or_is_refused(name, bad, engine):
+    """It would leave out nothing, or everything: a loss of 0 for ever."""
+    options, negatives, guide = GUIDED[name]
+    given: dict[str, Any] = {"guide": guide(bad)}
+    if negatives is not None:
+        given["negatives"] = negatives
+    loss = itrloss.InfoNCELoss(0.5, margin=0.1, engine=engine, **options)
+    assert loss(V, W, **given).isnan()
+    given["guide"] = guide(lambda x: x)
+    if name != "scores":
+        assert loss(V, W, **given).isfinite()
+    given["guide"] = guide(bad)
+    loss.check_finite = True
+    with pytest.raises(ValueError, match=r"^guide(\[\d\])?: expected finite values"):
+        loss(V, W, **given)
+
+
+@pytest.mark.parametrize("margin", [None, 0.1])
+@pytest.mark.parametrize("negatives", [SHARED, OWN], ids=["shared", "own"])
+def test_negatives_of_nan_give_nan_but_for_padding(negatives, margin):
+    loss = itrloss.InfoNCELoss(0.5, margin=margin)
+    bad = with_nan(negatives)
+    assert loss(V, W, negatives=bad).isnan()
+    ids = torch.full(bad.shape[:-1], 9)
+    ids.view(-1)[-1] = itrloss.NO_ID
+    if negatives is OWN:
+        assert loss(V, W, negatives=bad, negative_ids=ids).isfinite()
+
+
+def test_a_guide_may_score_minus_infinity():
+    """Such pairs count."""
+    scores = F.normalize(X) @ F.normalize(Y).T
+    lowest = scores.clone().fill_diagonal_(0.9)
+    lowest[0, 1] = -torch.inf
+    low = lowest.clone()
+    low[0, 1] = -1.0
+    loss = itrloss.InfoNCELoss(0.5, margin=0.0)
+    found, wanted = (loss(V, W, guide=x) for x in (lowest, low))
+    torch.testing.assert_close(found, wanted)
+
+
+TEACHERS = {
+    "embeddings": lambda x: (x, Y),
+    "scores": lambda x: x @ Y.T,
+}
+
+
+@pytest.mark.parametrize("form", TEACHERS)
+def test_a_teacher_is_checked_in_all_its_forms(form):
+    loss = itrloss.DistillationLoss(check_finite=True)
+    with pytest.raises(ValueError, match=r"^teacher(\[\d\])?: expected finite values"):
+        loss(V, W, TEACHERS[form](with_nan(X)))
+
+
+WORDS = ["a", "b", "c", "d", "e", "f"]
+NUMBERS = torch.arange(N)
+
+
+def test_strings_may_name_own_negatives():
+    """In a list of lists as well as in an array."""
+    loss = itrloss.InfoNCELoss(0.5)
+    numbers = torch.tensor([[0, 9, 2]] * N)
+    wanted = loss(V, W, NUMBERS, NUMBERS, negatives=OWN, negative_ids=numbers)
+    names = [["a", "x", "c"]] * N
+    found = loss(V, W, WORDS, WORDS, negatives=OWN, negative_ids=names)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("hardness", [0.0, 5.0])
+def test_scores_in_half_precision_are_added_up_in_float32(dtype, hardness):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(32, 32, generator=generator).to(dtype)
+    negatives = torch.rand(32, 64, generator=generator).to(dtype).requires_grad_()
+    loss = itrloss.InfoNCELoss(0.05, hardness=hardness, **OF_OWN)
+    found = loss(scores=scores, negatives=negatives)
+    wanted = loss(scores=scores.float(), negatives=negatives.float())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    (gradient,) = torch.autograd.grad(found, negatives)
+    assert gradient.isfinite().all()

@@ -10,7 +10,6 @@ from support.versions import grad_or_zeros
 from itrloss import PairLoss
 
 
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 @pytest.mark.parametrize("name", LINES)
 def test_lines_of_other_projects(name, engine, small_tiles, monkeypatch):

@@ -232,18 +232,6 @@ def test_a_number_may_become_a_parameter_of_your_own():
 
 
 @pytest.mark.parametrize("kind", [itrloss.InfoNCELoss, itrloss.SigmoidLoss])
-def test_a_loss_that_shares_a_models_scale_is_learnable(kind):
-    of_model = nn.Parameter(torch.tensor(2.0))
-    loss = kind(learnable=False)
-    assert "learnable=False" in repr(loss)
-    loss.log_scale = of_model
-    assert loss.learnable and "learnable=True" in repr(loss)
-    v, w = embeddings(6, 6)
-    loss(v, w).backward()
-    assert of_model.grad != 0
-
-
-@pytest.mark.parametrize("kind", [itrloss.InfoNCELoss, itrloss.SigmoidLoss])
 def test_a_loss_without_its_parameter_has_the_number_that_was_set_last(kind):
     loss = kind(0.2, learnable=True)
     loss.log_scale = None

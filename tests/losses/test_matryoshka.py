@@ -126,7 +126,6 @@ def test_a_prefix_may_be_a_zero_vector():
     assert (grad[0] != 0).any()
 
 
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 def test_one_pair_of_one_dimension_is_finite():
     v, w = (x.requires_grad_() for x in embeddings(1, 1))
     criterion = itrloss.Matryoshka(itrloss.InfoNCELoss(), (1,))

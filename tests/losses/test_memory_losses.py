@@ -1,4 +1,7 @@
-"""Losses over a memory: against loops and ALBEF's formula, invariants, cost and compilation."""
+"""Losses over a memory: invariants, cost and compilation.
+
+`test_random_cases` has them next to loops, `test_their_lines` ALBEF's formula.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,6 @@ import itrloss
 from itrloss import CoupledMemory
 from itrloss.torch_versions import untyped_storage
 
-# some batches have nothing in common, or one id for all
-pytestmark = pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 ENGINES = ("dense", "tiled")
 LOSSES = where(lambda entry: entry.takes == "memory")
 

@@ -4,13 +4,11 @@ autocast. `test_processes` has them over processes, `test_resuming` their copies
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.cases import embeddings
 from support.losses_registry import REGISTRY, public_losses
 from support.versions import reset_compiler
 from torch import Tensor, nn
@@ -187,14 +185,3 @@ def test_momentum_encoder_runs_under_the_users_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         found = encode(make("momentum"), inputs())
     assert found.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["infonce learnable", "sigmoid", "matryoshka"])
-def test_learnt_scale_in_half_precision_is_not_rounded_again(name, dtype):
-    images, texts = embeddings(12, 12, D, dtype=torch.float32)
-    half = REGISTRY[name].make().to(dtype)
-    single = copy.deepcopy(half).float()
-    found = half(images, texts)
-    wanted = single(images, texts)
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)

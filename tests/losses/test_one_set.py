@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cases import sample
 from support.processes import WORLD, run
 from torch import Tensor
 
@@ -22,9 +23,7 @@ LABELS = torch.tensor([3, 1, 3, 0, 1, 3, 7, 0, 1, 5])  # 7 and 5 match nothing
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return x.requires_grad_()
+    return sample(*shape, seed=seed, dtype=torch.float64).requires_grad_()
 
 
 def assert_same(found: Tensor, wanted: Tensor, *leaves: Tensor) -> None:

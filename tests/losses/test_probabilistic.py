@@ -1,5 +1,6 @@
-"""PCME++ against loops over pairs, written from the paper's formulas; options, hostile input,
-processes.
+"""PCME++: its parameters, hostile input and precision.
+
+`test_random_cases` has its values next to loops, `test_their_lines` the authors' formula.
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@ from support.conforming import LOSSES
 from itrloss import grad_cache_step
 from itrloss.testing.subject import Batch, Subject, result_of, same, trained
 
-pytestmark = pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
-
 
 def subject_of(name: str) -> Subject:
     case = LOSSES[name]

@@ -166,12 +166,13 @@ def test_another_parameter_takes_the_place_of_the_first(kind: Any, form: str, ot
 
 
 @of_forms
-def test_half_precision_is_read_in_float32(form: str):
-    of_model = parameter(form, torch.bfloat16)
-    exact = {form: of_model.detach().double().item()}
-    loss = itrloss.InfoNCELoss(**{form: of_model})
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [itrloss.InfoNCELoss, itrloss.SigmoidLoss])
+def test_half_precision_is_read_in_float32(kind: Any, dtype: torch.dtype, form: str):
+    half = kind(**{form: parameter(form)}).to(dtype)
+    single = copy.deepcopy(half).float()
     v, w = V.float(), W.float()
-    torch.testing.assert_close(loss(v, w), itrloss.InfoNCELoss(**exact)(v, w), rtol=1e-6, atol=0)
+    torch.testing.assert_close(half(v, w), single(v, w), rtol=1e-6, atol=0)
 
 
 @of_forms
@@ -185,6 +186,8 @@ def test_the_largest_scale_limits_each_form(name: str, form: str):
     value = value_of(name, loss.train())
     torch.testing.assert_close(value, wanted)
     assert loss.scale.item() == pytest.approx(2.0)
+    value.backward()
+    assert of_model.grad != 0  # at the limit, it may still fall
     loss.max_scale = 20.0  # a smaller one stays
     torch.testing.assert_close(value_of(name, loss), wanted)
     replica = made(name, max_scale=1.5, **{form: of_model})

@@ -546,7 +546,6 @@ def test_the_page_counts_the_projects_of_two_lines():
     assert f"Of these {len(most)} projects, {len(two)} take at most two lines" in page
 
 
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("name", ROWS, ids=" ".join)
 def test_our_line_is_theirs(name):
     project, theirs = name

@@ -271,7 +271,6 @@ for weights in ((1.0,), (1.0, "one")):
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS)
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 def test_wrong_input_is_named(call: Callable[[], Any], message: str):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         call()

@@ -110,7 +110,6 @@ def test_batches_without_a_match_or_without_rows_belong_to_the_whole():
     assert figures(metric)["rsum"] == pytest.approx(wanted["rsum"])
 
 
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("size", [1, 4, 5, 6])
 @pytest.mark.parametrize("options", [{"folds": 3}, {"reranker": FastReranker()}])
 def test_a_batch_need_not_be_a_data_set(size, options):

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from support import cases
 from support.rerankers import EVERY
 
 from itrloss import NO_ID, Similarity, SuspiciousInputWarning
@@ -28,14 +30,9 @@ N, M, D = 12, 24, 6
 # Text j belongs to image OWNER[j], in its third of the images: nothing matches by its place.
 OWNER = torch.tensor([2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9]).repeat_interleave(2)
 IDS = torch.arange(N), OWNER
-pytestmark = pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 
 
-def sample(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
+sample = partial(cases.sample, dtype=torch.float64)
 IMAGES = sample(N, D)
 TEXTS = IMAGES[OWNER] + 1.2 * sample(M, D, seed=1)
 BANKS = sample(20, D, seed=2), sample(30, D, seed=3)

@@ -295,7 +295,6 @@ def assert_reranked(case: Evaluation) -> None:
         assert_same_scores(case.reranker, of_queries, case.reranked(side, tuple(case.there)))
 
 
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("turn", range(12))
 def test_random_evaluations_are_those_of_loops(turn, poisoned, monkeypatch):
     for seed in range(SEEDS * turn, SEEDS * (turn + 1)):

@@ -41,17 +41,6 @@ def test_convention_of_consecutive_captions():
     assert perfect["i2t_map_at_r"] == 100
 
 
-@pytest.mark.parametrize("engine", ["dense", "tiled"])
-def test_duplicate_embeddings_tie_whatever_the_engine(engine):
-    generator = torch.Generator().manual_seed(0)
-    v = torch.randn(12, 64, generator=generator).repeat_interleave(2, 0)
-    ids = torch.arange(24)
-    sim = Similarity(v, v, ids, ids, engine=engine)
-    figures = retrieval_metrics(sim)
-    assert figures["i2t_r1"] == 0
-    assert figures["i2t_r5"] == 100
-
-
 @pytest.mark.parametrize("shape", [(600, 2049), (513, 2048), (1025, 2050)])
 def test_copies_tie_wherever_the_tiles_end(shape):
     """A product with one column is rounded differently from wider ones, so no tile may be that

@@ -75,7 +75,6 @@ FORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 @pytest.mark.parametrize("form", FORMS)
 def test_scores_and_held_out_scores_may_have_any_form(form):
     held_out = COSINES.flip(0, 1)

@@ -470,20 +470,3 @@ def test_a_state_holds_plain_numbers_whatever_the_type_of_an_option(name, number
     loaded = type(method)().load_state_dict(saved_and_loaded(method))
     assert repr(loaded) == repr(method)
     assert "np." not in repr(method)
-
-
-@pytest.mark.parametrize(
-    ("method", "option", "value"),
-    [
-        (InvertedSoftmax, "scale", -5.0),
-        (FastReranker, "i2t", (0.0, 25.0)),
-        (CSLS, "k", 0),
-        (Sinkhorn, "iterations", 1.5),
-    ],
-)
-def test_an_option_that_is_set_later_is_checked(method, option, value):
-    reranker = method()
-    before = getattr(reranker, option)
-    with pytest.raises((TypeError, ValueError), match=option):
-        setattr(reranker, option, value)
-    assert getattr(reranker, option) == before

@@ -61,7 +61,6 @@ def warnings_of(call) -> list[str]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.filterwarnings("ignore::itrloss.SuspiciousInputWarning")
 def test_methods_whose_order_depends_on_the_unit_of_scores_have_options_for_cosines(name):
     kind = KINDS[name]
     orders = []

@@ -23,17 +23,11 @@ from support.reference import Reference
 
 # (rows, columns, ids): None is the diagonal, "random" has duplicates and anchors without positives
 SHAPES = {
-    "one pair": (1, 1, None),
-    "one row": (1, 7, "random"),
-    "one column": (7, 1, "random"),
     "primes": (13, 13, None),
     "square with duplicates": (13, 13, "random"),
     "five captions": (5, 25, "captions"),
     "wide": (5, 17, "random"),
     "tall": (17, 5, "random"),
-    "no positive": (6, 9, "disjoint"),
-    "no negative": (6, 9, "same"),
-    "strided ids": (11, 11, "strided"),
 }
 
 
@@ -130,8 +124,6 @@ def make_ids(
         return torch.arange(n), torch.arange(m) + 1000
     if kind == "same":
         return torch.full((n,), 7), torch.full((m,), 7)
-    if kind == "strided":
-        return tuple(torch.randint(0, 5, (2 * size,), generator=generator)[::2] for size in (n, m))  # type: ignore
     raise AssertionError(kind)
 
 

@@ -11,7 +11,7 @@ import copy
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from itrloss import NO_ID, Similarity
 from support import oracle, oracle_embedders, oracle_more, oracle_pcme
 from support.draws import KINDS, OF_IDS, Batch, Draw, drawn_batch, places_of_process
 from support.losses_registry import ONE_TO_ONE, REGISTRY, Entry
+from support.versions import grad_or_zeros
 
 STEP = 1e-6  # of differences
 
@@ -131,6 +132,22 @@ class LossCase:
         """Return the values of the library."""
         value = TAKES[self.takes].ours(self, loss, leaves)
         return value if isinstance(value, tuple) else (value,)
+
+    def outcome(
+        self, engine: str, device: Any = "cpu", compiled: bool = False, **options: Any
+    ) -> list[Tensor]:
+        """Return values, and gradients of a total of them by the input and by parameters.
+
+        Parameters are float32 next to half types.
+        """
+        dtype = torch.promote_types(self.input[0].dtype, torch.float32)
+        loss = self.loss(engine, **options).to(device, dtype)
+        called = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
+        leaves = [x.to(device, copy=True).requires_grad_() for x in self.input]
+        moved = copy.copy(self)
+        moved.batch = self.batch.to(device)
+        values = moved.ours(called, leaves)
+        return differentiated(values, self.total(values), [*leaves, *loss.parameters()])
 
     @property
     def holds_weights(self) -> bool:
@@ -273,6 +290,14 @@ class LossCase:
     def __str__(self) -> str:
         batch = f"{self.batch.kind} {self.batch.n} x {self.batch.m}"
         return f"{self.name}, seed {self.seed}: {batch}, {self.engine}, {self.form}, {self.common}"
+
+
+def differentiated(values: Iterable[Tensor], total: Any, leaves: list[Tensor]) -> list[Tensor]:
+    """Return values, and the gradients of a total of them, 0 where no anchor counts."""
+    found = [x.detach() for x in values]
+    if not total.requires_grad:
+        return [*found, *(torch.zeros_like(x) for x in leaves)]
+    return [*found, *grad_or_zeros(total, leaves)]
 
 
 # ------------------------------------------------------------------------------------------- pairs
@@ -567,7 +592,6 @@ def with_concepts(case: LossCase) -> list[Tensor]:
 def of_concepts(case: LossCase, loss: Any, leaves: list[Tensor]) -> Any:
     loss.eval()
     loss.prototypes.double().update(case.points)
-    case.module = loss
     v, w, *concepts = leaves
     total, terms = loss(v, w, *case.keys, memory_of(case), *concepts)
     assert_sum(total, terms, [getattr(loss, name) for name in WEIGHTS])

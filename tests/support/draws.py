@@ -179,7 +179,7 @@ def of_numbers(draw: Draw, n: int, m: int) -> Batch:
 
 
 def of_one_tensor(draw: Draw, n: int, m: int) -> Batch:
-    own = draw.integers(2 * n, n)
+    own = draw.marked(draw.integers(2 * n, n), draw.pick([0.0, 0.3]))
     return Batch("same", n, m, (own, own))
 
 

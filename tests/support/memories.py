@@ -15,13 +15,8 @@ D = 6  # dimensions
 SHAPES = {
     "pairs": (7, 7, 12, None),
     "ids": (7, 7, 12, "random"),
-    "captions": (4, 12, 30, "captions"),
     "wide": (5, 11, 9, "random"),
-    "one pair": (1, 1, 5, None),
-    "one entry": (6, 6, 1, "random"),
     "empty": (6, 6, 0, None),
-    "all the same": (4, 4, 6, "same"),
-    "nothing in common": (5, 6, 8, "disjoint"),
 }
 
 
@@ -61,8 +56,7 @@ def memory_batch(shape: str, dtype: torch.dtype = torch.float64) -> MemoryBatch:
     n, m, entries, kind = SHAPES[shape]
     memory_ids = None
     if kind is not None:
-        memory_kind = "same" if kind == "same" else "random"
-        memory_ids, _ = make_ids(memory_kind, entries, 1, seed=7)
+        memory_ids, _ = make_ids(kind, entries, 1, seed=7)
     images, texts = embeddings(n, m, D, dtype=dtype)
     keys = embeddings(n, m, D, seed=9, dtype=dtype)
     memory = filled(entries, dtype, memory_ids)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import itrloss
 from itrloss import Similarity, metrics, rerank
 from itrloss.testing.subject import Subject, trained
-from support.cases import public_rerankers
+from support.cases import public_rerankers, sample
 from support.conforming import CALLS, LOSSES, conforming
 from support.losses_registry import REGISTRY
 
@@ -27,8 +27,7 @@ def projections(tensors: Iterable[Tensor]) -> list[float]:
 
 def normal(*shape: int, seed: int) -> Tensor:
     """Return normally distributed numbers in float64."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return sample(*shape, seed=seed, dtype=torch.float64)
 
 
 def similarity() -> Similarity:
