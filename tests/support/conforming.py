@@ -228,7 +228,7 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
     "triplet all": {"reduction": "mean"},
     "matryoshka": TILED,
     "dvse": TILED,
-    "coder": {"clusters": 2, "detach_diversity": False, **TILED},
+    "coder": {"clusters": 3, "detach_diversity": False, **TILED},
 }
 
 
