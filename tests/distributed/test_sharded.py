@@ -24,6 +24,7 @@ def case_of(name: str, pairs: int, reduction: str = "mean") -> LossCase:
     case = LossCase(name, 0, in_processes=True, batch=Batch("pairs", pairs, pairs))
     case.common = {"reduction": reduction}
     case.form = "embeddings"
+    case.has_embeddings = True  # of a teacher, whose scores have the columns of all
     return case
 
 
