@@ -194,7 +194,7 @@ def read_ids(path: str | Path, key: str | None = None) -> np.ndarray:
         return _ids_of_texts(path, content.ravel())
     ids = _tensor(path, content)
     is_row = ids.ndim == 1 or (ids.ndim == 2 and 1 in ids.shape)
-    if ids.is_floating_point() and _are_whole(ids):  # as MATLAB and pandas save ids
+    if ids.is_floating_point() and _are_whole(ids.double()):  # as MATLAB and pandas save ids
         limit = int(2 / torch.finfo(ids.dtype).eps)
         if bool((ids.abs() >= limit).any()):
             got = f"larger ones in {ids.dtype}, where neighbours are equal"
