@@ -74,7 +74,7 @@ def wanted_figures(scores, rows, cols, margin, k):
 def test_figures_of_random_batches_are_those_of_loops(turn, poisoned, monkeypatch):
     for seed in range(20 * turn, 20 * turn + 20):
         draw = Draw("figures", seed)
-        batch = drawn_batch(draw, [*OF_IDS, "labels", "one set"])
+        batch = drawn_batch(draw, [*OF_IDS, "labels"])
         rows, cols = batch.items()
         if not any(match(a, b) or differ(a, b) for a in rows for b in cols):
             continue

@@ -410,9 +410,9 @@ def sigmoid_loss(
     values = values + anchors.sum_of_positives(
         softplus, scale=-scale, shift=-bias, weights="factor"
     )
-    # One half of a pair's value counts for its row and the other for its column.
+    # One half of a pair's value counts for its row and the other for its column, if both are there.
     existing = anchors.counts(positive=True) + anchors.counts(positive=False) > 0
-    return anchors.reduce(0.5 * values, reduction, existing)
+    return anchors.reduce(values / len(anchors.sizes), reduction, existing)
 
 
 def _per_row_and_column(sim: Similarity, total: Tensor) -> Tensor:

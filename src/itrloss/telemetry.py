@@ -34,8 +34,9 @@ def describe(sim: Similarity, margin: float = 0.0, hubness_k: int = 10) -> dict[
     and texts that have one. ``gap``: the mean of an anchor's positives minus its hardest negative,
     on average. ``active``: share of positive pairs, seen from both sides, that are not ahead of the
     hardest negative by ``margin``. ``hubness_i2t``, ``hubness_t2i``: skewness of the k-occurrences
-    for k = ``hubness_k``, 0 without hubs. ``diversity_min``: the lowest score of
-    :func:`itrloss.functional.std_diversity`; the highest is 1.
+    for k = ``hubness_k``, 0 without hubs; of one set, an item is among its own neighbours.
+    ``diversity_min``: the lowest score of :func:`itrloss.functional.std_diversity`; the highest is
+    1.
 
     Rows of ``sim`` are images. Scores that are kept are shared with the loss; where none are, the
     product is formed once for each of four questions.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 ProcessGroup: TypeAlias = "dist.ProcessGroup | None"  # None stands for all processes
 
 #: The first two numbers of PyTorch's version.
-VERSION = tuple([int(x) for x in torch.__version__.split("+")[0].split(".")[:2]])
+VERSION = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
 
 
 def require_version(what: str, *version: int) -> None:

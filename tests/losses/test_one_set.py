@@ -249,3 +249,12 @@ def test_processes_number_the_documents_of_all(tmp_path: Path):
         more = torch.cat([d, drawn(3, 5, 6)])
         value = itrloss.InfoNCELoss(0.1)(q, more, targets=targets)
         torch.testing.assert_close(next(results), value.detach())
+
+
+def test_siglip_of_one_set_has_one_value_for_each_item():
+    z, labels = drawn(4, 5, 3), torch.tensor([0, 0, 1, 1, 2])
+    loss = itrloss.SigmoidLoss(2.0, -1.0, learnable=False, reduction="none")
+    signs = 2.0 * (labels[:, None] == labels) - 1
+    unit = F.normalize(z)
+    pairs = F.softplus(-signs * (2 * unit @ unit.T - 1)).fill_diagonal_(0)
+    torch.testing.assert_close(loss(z, labels=labels), pairs.sum(1))

@@ -448,14 +448,18 @@ class PairLoss(DirectedLoss):
             if scores is not None:
                 check_matrix("scores", scores, "(N, N)", empty=self.sharded)
                 if not self.sharded and len(scores) != scores.shape[1]:
-                    expected = "shape (N, N), as there are labels of one set"
-                    raise ValueError(f"scores: expected {expected}, got {tuple(scores.shape)}")
+                    raise ValueError(
+                        "scores: expected shape (N, N), as there are labels of one set, got "
+                        f"{tuple(scores.shape)}"
+                    )
             else:
                 second = own if texts is None else texts
                 check_embeddings(own, second, False, IMAGES_AND_TEXTS, empty=self.sharded)
                 if len(second) != len(own):
-                    expected = f"another view of the same {len(own)} items, as there are labels"
-                    raise ValueError(f"texts: expected {expected}, got {len(second)}")
+                    raise ValueError(
+                        f"texts: expected another view of the same {len(own)} items, as there are "
+                        f"labels, got {len(second)}"
+                    )
             numbers.append(as_labels("labels", labels, len(own), own.device))
             return f"labels of one set, a second view {texts is not None}"
 

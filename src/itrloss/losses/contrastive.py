@@ -158,7 +158,7 @@ class SigmoidLoss(PairLoss):
             be a number or a model's parameter, see :class:`InfoNCELoss`.
         reduction, engine, check_finite, telemetry, gather, process_group: see :class:`PairLoss`;
             with ``"none"`` one half of a pair's value counts for its image and the other for its
-            text.
+            text, and of one set, all of it for the item.
 
     Relations:
         SigLIP's loss: binary cross-entropy of every pair, where :class:`InfoNCELoss` has a
@@ -199,4 +199,5 @@ class SigmoidLoss(PairLoss):
     def compute(self, sim: Similarity) -> Values:
         """Return the sigmoid loss, SigLIP."""
         scale = self.shared(self.scale)
-        return functional.sigmoid_loss(sim, scale, self.shared(self.bias), self.reduction)
+        anchors = self.anchors(sim) if self.reduction == "none" else sim
+        return functional.sigmoid_loss(anchors, scale, self.shared(self.bias), self.reduction)

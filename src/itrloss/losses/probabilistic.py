@@ -236,7 +236,7 @@ class PCMEPlusPlusLoss(SimilarityLoss):
         """Raise an error for labels above 1."""
         above = labels[labels > 1]
         if len(above):
-            raise ValueError(f"matches: expected labels from 0 to 1, got {float(above.amax()):g}")
+            raise ValueError(f"matches: expected labels from 0 to 1, got {above.amax():g}")
 
     def _check(self, images: Tensor, texts: Tensor, *log_variances: Tensor) -> None:
         """Raise an error unless the means are valid, and the variances have their shapes."""

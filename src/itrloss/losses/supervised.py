@@ -178,7 +178,10 @@ class MILNCELoss(TemperatureLoss, PairLoss):
         images = sim.towards("image-text")
         own, of_texts = sim.both.split(sim.both.logsumexp(scale).clamp_min(LEAST_LOG))
         top = sim.largest_of_pairs(of_texts)
-        sums = sim.mean_of_pairs(exponential_of_partner, top, of_texts) * sim.positive_weights
+        # e^(L_p - top_i), L the logarithm of a partner's sum
+        sums = sim.positive_weights * sim.mean_of_pairs(
+            lambda _, own, partner: (partner - own).exp(), top, of_texts
+        )
         of_partners = sums.clamp_min(torch.finfo(sums.dtype).tiny).log() + top
         of_positives = images.logsumexp(scale, over="positives").clamp_min(LEAST_LOG)
         twice = math.log(2) if self.joint is True else 0.0
@@ -187,11 +190,6 @@ class MILNCELoss(TemperatureLoss, PairLoss):
         numbers = sim.both.split(sim.both.negative_counts)
         possible = numbers[0] + sim.mean_of_pairs(number_of_partner, *numbers)
         return images.reduce(values, self.reduction, (sim.positive_counts > 0) & (possible > 0))
-
-
-def exponential_of_partner(scores: Tensor, of_own: Tensor, of_partner: Tensor) -> Tensor:
-    """Return ``e^(L_p - top_i)`` of pairs, L the logarithm of a partner's sum."""
-    return (of_partner - of_own).exp()
 
 
 @pair_term
