@@ -195,9 +195,9 @@ def test_entries_of_the_batch_in_a_bank_are_no_negatives():
     assert value != changed
     without_a_bank = criterion(im, s, None, None, None, own)
     assert without_a_bank.item() == 0
-    uto = itrloss.UnifiedTrainingObjective()
+    loss = itrloss.MemoryInfoNCELoss()  # of the batch with its keys, too
     memory = itrloss.CoupledMemory(1, D, dtype=im.dtype)
-    torch.testing.assert_close(compat.adapt(uto, "hal")(im, s), uto(im, s, im, s, memory))
+    torch.testing.assert_close(compat.adapt(loss, "hal")(im, s), loss(im, s, im, s, memory))
 
 
 # -------------------------------------------------------------------------- parameters, checkpoints
