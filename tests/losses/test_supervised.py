@@ -17,6 +17,7 @@ from torch import Tensor
 
 import itrloss
 from itrloss import Similarity
+from itrloss.engine.relation import Relation
 
 of_engines = pytest.mark.parametrize("engine", ["dense", "tiled"])
 
@@ -143,3 +144,18 @@ def test_work_is_that_of_the_page(name, kept, recomputed):
             sim = Similarity(v, w, ids, ids, engine="tiled", memory_budget=budget)
             REGISTRY[name].make()(sim).backward()
         assert counter.get_total_flops() == work * 600 * 600 * 32
+
+
+@pytest.mark.parametrize("listable", [True, False])
+def test_joint_denominators_of_a_matrix_are_exact_for_scores_of_any_size(listable, monkeypatch):
+    monkeypatch.setattr(Relation, "listable", listable)
+    scores = 2000 * torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).double()
+    matches = torch.eye(6, dtype=torch.bool) | torch.eye(6, dtype=torch.bool).roll(1, 1)
+    of_negatives = scores.masked_fill(matches, -torch.inf)
+    own, of_texts = of_negatives.logsumexp(1), of_negatives.logsumexp(0)
+    of_partners = of_texts.expand(6, 6).masked_fill(~matches, -torch.inf).logsumexp(1)
+    positives = scores.masked_fill(~matches, -torch.inf).logsumexp(1)
+    all_of_them = torch.stack([positives, own, of_partners]).logsumexp(0)
+    loss = itrloss.MILNCELoss(1.0, normalize=False, joint="once", reduction="none")
+    found = loss(scores=scores, matches=matches)
+    torch.testing.assert_close(found, all_of_them - positives)
