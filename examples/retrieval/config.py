@@ -287,7 +287,7 @@ def _line(override: str) -> tuple[str, str]:
             tomllib.loads(override)
             return key, override
         except tomllib.TOMLDecodeError:
-            pass
+            pass  # a string without quotes
     return key, f"{key}={json.dumps(text, ensure_ascii=False)}"
 
 

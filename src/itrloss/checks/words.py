@@ -60,6 +60,7 @@ def takes_queries(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function with its own names."""
         renamed = {own_name(word): x for word, x in kwargs.items()}
         if len(renamed) < len(kwargs):
             raise TypeError(f"{function.__qualname__}: got an argument by two names")
