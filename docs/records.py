@@ -31,11 +31,13 @@ GPU = tuple(H100 + name for name in ("slot1", "steps_goals"))  # the runs of the
 # Student's t: half of a 95 % interval in standard errors, by the number of values.
 HALF_WIDTH = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
+
 class Figure(NamedTuple):
     """A figure as a page shows it, and the names of its records."""
 
     text: str
     records: tuple[str, ...]
+
 
 class Table(NamedTuple):
     """Rows of cells, the first of which is the header, and the names of its records."""
@@ -43,9 +45,11 @@ class Table(NamedTuple):
     rows: list[list[str]]
     records: tuple[str, ...]
 
+
 def load(name):
     """Return a record as a dictionary."""
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
 
 def rows_of(record, /, **where):
     """Return the rows of a record that have these values.
@@ -60,6 +64,7 @@ def rows_of(record, /, **where):
         raise ValueError(f"{record}: no row has {where}")
     return chosen
 
+
 def provenance(name):
     """Return how a record was measured, in words."""
     record = load(name)
@@ -73,25 +78,31 @@ def provenance(name):
         words.append("the engine has changed since")
     return f"{', '.join(words)} ({name}.json)"
 
+
 def of_another_engine():
     """Return the names of the records of time and memory that an earlier engine has."""
     names = sorted(path.stem for path in FOLDER.glob("*.json"))
     digest = code_digest()
     return [name for name in names if _is_older(load(name), digest)]
 
+
 def _is_older(record, digest):
     return measures_engine(record) and record.get("machine", record).get("engine") != digest
+
 
 def measures_engine(record):
     """Return whether a record has time or memory, which depend on the engine's code."""
     rows = record.get("rows") or record["figures"]
     return any("seconds" in row or "peak_mb" in row for row in rows)
 
+
 # ----------------------------------------------------------------------------------------- figures
+
 
 def number(value, form=".1f"):
     """Return a number with a real minus sign."""
     return format(value, form).replace("-", "−")
+
 
 def spread_of(values, form=".1f"):
     """Return the mean ± standard deviation of values of several seeds, or the one value."""
@@ -101,6 +112,7 @@ def spread_of(values, form=".1f"):
         return number(values, form)
     mean = number(statistics.fmean(values), form)
     return f"{mean} ± {number(statistics.stdev(values), form)}" if len(values) > 1 else mean
+
 
 def value(record, key, form=".1f", scale=1.0, **where):
     """Return the one value of a row; a mean is without its ±."""
@@ -112,6 +124,7 @@ def value(record, key, form=".1f", scale=1.0, **where):
         found = found["mean"]
     return Figure(number(scale * found, form), (record,))
 
+
 def trained(study, name, after=False, split="dev"):
     """Return RSUM of a model of the example trainer, mean ± standard deviation over seeds."""
     rows = rows_of("trainer", study=study, name=name, split=split)
@@ -121,6 +134,7 @@ def trained(study, name, after=False, split="dev"):
         values = rows[after]["RSUM"]
     return Figure(spread_of(values), ("trainer",))
 
+
 def extent(records, key, form=".1f", scale=1.0, **where):
     """Return the least to the largest value of one case, over all runs of some records."""
     values = []
@@ -129,9 +143,11 @@ def extent(records, key, form=".1f", scale=1.0, **where):
     least, most = number(min(values), form), number(max(values), form)
     return Figure(least if least == most else f"{least}–{most}", tuple(records))
 
+
 def tried(name, settings):
     """Return RSUM of one run of the example trainer with other settings."""
     return value("trainer", "RSUM", study="tried", name=name, settings=settings)
+
 
 def over_infonce(loss, share):
     """Return the difference of RSUM to InfoNCE with a share of wrong pairs, paired by seed, ± half
@@ -143,25 +159,30 @@ def over_infonce(loss, share):
     half = HALF_WIDTH[len(differences)] * statistics.stdev(differences) / len(differences) ** 0.5
     return Figure(f"{number(statistics.fmean(differences), '+.1f')} ± {number(half)}", ("noise",))
 
+
 def gain(reranker, key, system="mean of all"):
     """Return the gain of a re-ranker: of RSUM, recalls or orders, by own or judged pairs."""
     (row,) = rows_of("judged", reranker=reranker, system=system)
     return Figure(number(row[key][1], "+.1f"), ("judged",))
+
 
 def corrected_p(reranker, key, system="mean of all"):
     """Return the p of such a gain, corrected by Holm's method over all of the study."""
     (row,) = rows_of("judged", reranker=reranker, system=system)
     return Figure(number(row[key][4], ".2f"), ("judged",))
 
+
 def interval(row, key):
     """Return such a gain with its 95 % interval: "+7.1 (+2.8 to +11.4)"."""
     _, middle, low, high, _ = row[key]
     return f"{number(middle, '+.1f')} ({number(low, '+.1f')} to {number(high, '+.1f')})"
 
+
 def gained_by_stopping():
     """Return the largest lead of a best epoch over the last one, of all runs with wrong pairs."""
     leads = [row["best"] - row["last"] for row in rows_of("noise")]
     return Figure(number(max(leads)), ("noise",))
+
 
 def mined(form, noise, to="plain"):
     """Return the difference of an option of the study of negatives to another, and its two 95 %
@@ -169,6 +190,7 @@ def mined(form, noise, to="plain"):
     """
     (row,) = rows_of("negatives", form=form, noise=noise, split="test")
     return Figure(number(row[f"to {to}"]["difference"][0], "+.1f"), ("negatives",))
+
 
 def claim(paper, table, of):
     """Return a paired difference of the papers' ablations, ± half of its 95 % interval."""
@@ -178,14 +200,17 @@ def claim(paper, table, of):
                 return Figure(half_of(found["difference"]), ("ablations",))
     raise ValueError(f"{paper}, table {table}: no difference {of}")
 
+
 def half_batch():
     """Return the difference of a batch of 256 to one of 128 in the same number of epochs."""
     (row,) = rows_of("ablations", paper="USER", table="V", row="batch 256")
     return Figure(half_of(row["difference"]), ("ablations",))
 
+
 def peak(variant, pairs=16384):
     """Return the peak memory of DCL with 512 dimensions on a CPU, in GB."""
     return value("cpu_peak", "peak_mb", ".2g", 1e-3, variant=variant, shape=[pairs, pairs, 512])
+
 
 def h100(key, variant, form=".0f", scale=1e3):
     """Return milliseconds or GB of InfoNCE of 32 768 pairs in bfloat16, least to largest of the
@@ -196,23 +221,28 @@ def h100(key, variant, form=".0f", scale=1e3):
         return extent(GPU, key, form, scale, step="goals", **where)
     return value(GPU[0], key, form, scale, step="encoders", **where)
 
+
 def h100_peer(variant, key, form=".1f", scale=1e3):
     """Return milliseconds or GB of another way to compute InfoNCE of 32 768 pairs in bfloat16."""
     where = {"step": "peers", "loss": "infonce", "shape": [32768, 32768, 512]}
     return value(f"{H100}steps_peers", key, form, scale, variant=variant, **where)
+
 
 def small_mdcl(variant):
     """Return milliseconds of M-DCL of 512 pairs and 16 384 entries on an H100."""
     where = {"step": "small", "loss": "mdcl", "shape": [512, 16384, 512]}
     return value(f"{H100}steps_peers", "seconds", ".2f", 1e3, variant=variant, **where)
 
+
 def half_of(difference):
 
     return f"{number(difference['mean'], '+.1f')} ± {number(difference['half'])}"
 
+
 # ------------------------------------------------------------------------------------------- tables
 
 RECALLS = [f"{direction} R@{k}" for direction in ("i2t", "t2i") for k in (1, 5, 10)]
+
 
 def scenes():
     """RSUM of the systems on the drawn scenes."""
@@ -221,6 +251,7 @@ def scenes():
         seeds = ", ".join(map(str, row["seeds"]))
         rows.append([row["name"], spread_of(row["RSUM"]), spread_of(row["re-ranked"]), seeds])
     return Table(rows, ("trainer",))
+
 
 def recalls(study, split="dev"):
     """Recalls and RSUM of trained models, and below each the same after re-ranking."""
@@ -232,6 +263,7 @@ def recalls(study, split="dev"):
         rows.append([*names, *(spread_of(row[key]) for key in (*RECALLS, "RSUM"))])
     return Table(rows, ("trainer",))
 
+
 def final_test():
     """RSUM of the systems on the test pictures."""
     rows = [["", "RSUM", "re-ranked"]]
@@ -241,6 +273,7 @@ def final_test():
         else:
             rows[-1].append(spread_of(row["RSUM"]))
     return Table(rows, ("trainer",))
+
 
 def runs(study):
     """RSUM of single runs, with their settings."""
@@ -256,6 +289,7 @@ def runs(study):
         lines.append([*(row[key] for key in names), rsum, after])
     return Table(lines, ("trainer",))
 
+
 def noise_table():
     """RSUM by the share of wrong pairs, and what is lost relative to the same seed without."""
     shares, losses = (0.0, 0.2, 0.4, 0.6), {}
@@ -268,9 +302,11 @@ def noise_table():
         rows.append([loss, *(spread_of(of[share]) for share in shares), *lost])
     return Table(rows, ("noise",))
 
+
 def _lost(noisy, clean):
     shares = [1 - a / b for a, b in zip(noisy, clean, strict=True)]
     return f"{100 * statistics.fmean(shares):.0f} %"
+
 
 def noise_gains():
     """Differences to InfoNCE of the same seed, with 95 % intervals."""
@@ -281,6 +317,7 @@ def noise_gains():
             rows.append([loss, *(over_infonce(loss, share).text for share in shares)])
     return Table(rows, ("noise",))
 
+
 def judged_table(keys, system="mean of all"):
     """Gains of all re-rankers, of the mean of all systems or of one."""
     rows = [["", *(key.replace("R@", "R\\@") for key in keys)]]
@@ -288,6 +325,7 @@ def judged_table(keys, system="mean of all"):
         if "reranker" in row:
             rows.append([row["reranker"], *(interval(row, key) for key in keys)])
     return Table(rows, ("judged",))
+
 
 def judged_counts(keys):
     """How many systems have a significant gain / loss."""
@@ -304,6 +342,7 @@ def judged_counts(keys):
         rows.append([name, *cells])
     return Table(rows, ("judged",))
 
+
 def judged_systems(reranker, keys):
     """Gains of one re-ranker, system by system."""
     rows = [["", "RSUM before", *keys]]
@@ -312,6 +351,7 @@ def judged_systems(reranker, keys):
             before = number(row["RSUM, own pairs"][0])
             rows.append([row["system"], before, *(interval(row, key) for key in keys)])
     return Table(rows, ("judged",))
+
 
 def negatives_table():
     """What the options of InfoNCE do on the test pictures."""
@@ -323,6 +363,7 @@ def negatives_table():
         rows.append([*cells, *_intervals(row.get("to plain"))])
     return Table(rows, ("negatives",))
 
+
 def negatives_differences():
     """Other differences of the same study."""
     rows = [["", "wrong", "difference", "over pictures", "over seeds"]]
@@ -333,11 +374,13 @@ def negatives_differences():
                 rows.append([name, f"{100 * row['noise']:.0f} %", *_intervals(found)])
     return Table(rows, ("negatives",))
 
+
 def _intervals(found):
     if found is None:
         return ["", "", ""]
     ends = [" to ".join(number(x, "+.1f") for x in found[key]) for key in ("pictures", "seeds")]
     return [number(found["difference"][0], "+.1f"), *ends]
+
 
 def negatives_tried():
     """The values that were tried on the development pictures."""
@@ -345,6 +388,7 @@ def negatives_tried():
     for row in rows_of("negatives", split="dev"):
         rows.append([row["form"], f"``{row['options']}``", *map(number, row["rsum"])])
     return Table(rows, ("negatives",))
+
 
 def ratios(name, losses=None):
     """Times of the variants of each case, as ratios; of these losses, or of all."""
@@ -356,6 +400,7 @@ def ratios(name, losses=None):
         cells += [of["ours"]["to matmul_bound"], of["eager"]["to matmul_bound"]]
         rows.append([loss, shape, *(f"{x:.2f}" for x in cells)])
     return Table(rows, (name,))
+
 
 def peers(name):
     """Time, memory and error of other libraries, by case."""
@@ -370,6 +415,7 @@ def peers(name):
                 case = ""
     return Table(rows, (name,))
 
+
 def cases(name):
     """Return the rows of each case of a record by their variants."""
     found = {}
@@ -377,6 +423,7 @@ def cases(name):
         shape = " × ".join(map(str, row["shape"]))
         found.setdefault((row["loss"], shape), {})[row["variant"]] = row
     return found
+
 
 # case of the GPU's records: title, loss, shape
 GPU_CASES = (
@@ -388,6 +435,7 @@ GPU_CASES = (
     ("DCL", "dcl std", [32768, 32768, 1024]),
     ("HAL", "hal", [32768, 32768, 1024]),
 )
+
 
 def gpu():
     """Milliseconds, TFLOP/s, their share of bare products, and MB on an H100."""
@@ -406,6 +454,7 @@ def gpu():
         rows.append([title, f"{shape[0]}² × {shape[2]}", *(cell.text for cell in cells)])
     return Table(rows, GPU)
 
+
 def share_of_products(ours):
     """Return the throughput of ours as a percentage of that of bare products, as CUDA graphs."""
     shares = []
@@ -414,6 +463,7 @@ def share_of_products(ours):
         shares += [100 * row["gflops"] / bare["gflops"] for row in rows_of(record, **ours)]
     least, most = (number(x, ".0f") for x in (min(shares), max(shares)))
     return Figure(f"{least} %" if least == most else f"{least}–{most} %", GPU)
+
 
 def gpu_peers():
     """Time and memory of other libraries on an H100."""
@@ -431,9 +481,11 @@ def gpu_peers():
             case = ""
     return Table(rows, (name,))
 
+
 def encoders(variant):
     """Return milliseconds of a step of two encoders of the size of ViT-B/32 with InfoNCE."""
     return value(GPU[0], "seconds", ".0f", 1e3, loss="ViT-B/32 + infonce", variant=variant)
+
 
 def gpu_steps():
     """The steps of all runs on a GPU that failed, took too long or found a goal unmet."""
@@ -448,6 +500,7 @@ def gpu_steps():
         rows.append([name.removeprefix(H100), record["commit"], failures, met])
     return Table(rows, tuple(names))
 
+
 def processes():
     """Seconds of a step in one process and in two."""
     losses = ("InfoNCE", "SigLIP", "DCL")
@@ -457,6 +510,7 @@ def processes():
     rows = [[how, *(of.get(loss, "") for loss in losses)] for how, of in found.items()]
     return Table([["", *losses], *rows], ("cpu_processes",))
 
+
 def mining():
     """Seconds and memory of finding hard negatives in a corpus."""
     rows = [["", "seconds", "time / ours", "MB"]]
@@ -465,6 +519,7 @@ def mining():
         rows.append([row["way"], *cells])
     return Table(rows, ("cpu_mining",))
 
+
 def indices():
     """What approximate indices return of the exact best."""
     keys = ("of the ten best", "the best")
@@ -472,6 +527,7 @@ def indices():
     for row in rows_of("rerankers", study="index"):
         rows.append([f"``{row['index']}``", *(f"{row[key]} %" for key in keys)])
     return Table(rows, ("rerankers",))
+
 
 def reranked_models():
     """RSUM of trained models with every re-ranker."""
@@ -486,12 +542,14 @@ def reranked_models():
         rows.append(cells)
     return Table(rows, ("rerankers",))
 
+
 def reranking_cost():
     """Seconds of re-ranking and all metrics."""
     rows = [["method", "seconds"]]
     for row in rows_of("cpu_rerank_command"):
         rows.append([row["method"], number(row["seconds"])])
     return Table(rows, ("cpu_rerank_command",))
+
 
 def peaks():
     """Peak memory of DCL by the number of pairs."""
@@ -501,6 +559,7 @@ def peaks():
         found.setdefault(row["shape"][0], {})[row["variant"]] = number(row["peak_mb"], ".0f")
     rows += [[str(n), of["ours"], of["eager"]] for n, of in found.items()]
     return Table(rows, ("cpu_peak",))
+
 
 def ablation(paper, table):
     """One table of a paper's ablations."""
@@ -514,8 +573,10 @@ def ablation(paper, table):
             rows.append([name, row["about"], *cells, printed])
     return Table(rows, ("ablations",))
 
+
 def _spread_or_empty(values):
     return "" if values is None else spread_of(values)
+
 
 def claims(paper, table):
     """What the table of a paper claims, whether it holds, and by which differences."""
@@ -534,6 +595,7 @@ def claims(paper, table):
             rows.append([row["claim"], f"**{row['verdict']}**", "; ".join(parts)])
     return Table(rows, ("ablations",))
 
+
 def conformance():
     """Which checks each loss of other libraries failed."""
     rows = [["loss, package", "failed"]]
@@ -543,16 +605,20 @@ def conformance():
         rows.append([f"{row['loss']} ({row['package']})", row.get("error", failed)])
     return Table(rows, ("conformance",))
 
+
 def all_records():
     """All records: how and when they were measured."""
     names = sorted(path.stem for path in FOLDER.glob("*.json"))
     return Table([["record"], *([provenance(name)] for name in names)], ())
 
+
 # ------------------------------------------------------------------------------------------- Sphinx
+
 
 def called(expression):
     """Return the figure or table of an expression of a page."""
     return eval(expression, dict(globals()))
+
 
 class FigureRole(SphinxRole):
     """A figure within a text, with its record as a tooltip."""
@@ -563,6 +629,7 @@ class FigureRole(SphinxRole):
         for name in figure.records:
             self.env.note_dependency(str(FOLDER / f"{name}.json"))
         return [nodes.abbreviation(figure.text, figure.text, explanation=about)], []
+
 
 class RecordTable(Directive):
     """``.. record-table:: EXPRESSION`` has the rows, and below them how they were measured. The
@@ -586,11 +653,13 @@ class RecordTable(Directive):
             shown.add(name)
         return parsed(self, lines)
 
+
 def csv_table(rows, widths=None):
     """Return the lines of a directive with rows of text, the first of which is the header."""
     quoted = [", ".join('"{}"'.format(text.replace('"', '""')) for text in row) for row in rows]
     options = [f"   :header: {quoted[0]}", *([f"   :widths: {widths}"] if widths else [])]
     return [".. csv-table::", *options, "", *(f"   {x}" for x in quoted[1:]), ""]
+
 
 def setup(app):
     """Register the extension."""
