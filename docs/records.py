@@ -179,7 +179,7 @@ def interval(row, key):
 
 
 def gained_by_stopping():
-    """Return the largest lead of a best epoch over the last one, of all runs with wrong pairs."""
+    """Return the largest lead of a best epoch over the last one, in the study of wrong pairs."""
     leads = [row["best"] - row["last"] for row in rows_of("noise")]
     return Figure(number(max(leads)), ("noise",))
 
