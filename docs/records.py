@@ -166,10 +166,22 @@ def gain(reranker, key, system="mean of all"):
     return Figure(number(row[key][1], "+.1f"), ("judged",))
 
 
+def corrected_p(reranker, key, system="mean of all"):
+    """Return the p of such a gain, corrected by Holm's method over all of the study."""
+    (row,) = rows_of("judged", reranker=reranker, system=system)
+    return Figure(number(row[key][4], ".2f"), ("judged",))
+
+
 def interval(row, key):
     """Return such a gain with its 95 % interval: "+7.1 (+2.8 to +11.4)"."""
     _, middle, low, high, _ = row[key]
     return f"{number(middle, '+.1f')} ({number(low, '+.1f')} to {number(high, '+.1f')})"
+
+
+def gained_by_stopping():
+    """Return the largest lead of a best epoch over the last one, in the study of wrong pairs."""
+    leads = [row["best"] - row["last"] for row in rows_of("noise")]
+    return Figure(number(max(leads)), ("noise",))
 
 
 def mined(form, noise, to="plain"):
@@ -210,7 +222,20 @@ def h100(key, variant, form=".0f", scale=1e3):
     return value(GPU[0], key, form, scale, step="encoders", **where)
 
 
+def h100_peer(variant, key, form=".1f", scale=1e3):
+    """Return milliseconds or GB of another way to compute InfoNCE of 32 768 pairs in bfloat16."""
+    where = {"step": "peers", "loss": "infonce", "shape": [32768, 32768, 512]}
+    return value(f"{H100}steps_peers", key, form, scale, variant=variant, **where)
+
+
+def small_mdcl(variant):
+    """Return milliseconds of M-DCL of 512 pairs and 16 384 entries on an H100."""
+    where = {"step": "small", "loss": "mdcl", "shape": [512, 16384, 512]}
+    return value(f"{H100}steps_peers", "seconds", ".2f", 1e3, variant=variant, **where)
+
+
 def half_of(difference):
+
     return f"{number(difference['mean'], '+.1f')} ± {number(difference['half'])}"
 
 
