@@ -1,5 +1,8 @@
 """A Sphinx extension: the table of all losses is made of the pages in ``losses/``, and the
 reference has an entry for each loss, so that a new one changes neither file.
+
+``python docs/listing.py`` writes the table in Markdown to ``LOSSES.md``, for readers on a code
+host.
 """
 
 import re
@@ -49,9 +52,9 @@ class SummaryTable(Directive):
         environment = self.state.document.settings.env
         for path in loss_pages():
             environment.note_dependency(str(path))
-            for names, text in SUMMARY.findall(path.read_text(encoding="utf-8")):
-                lines.append(f"   * - :doc:`{names} <losses/{path.stem}>`")
-                lines.append(f"     - {' '.join(text.split())}")
+        for path, names, text in summaries():
+            lines.append(f"   * - :doc:`{names} <losses/{path.stem}>`")
+            lines.append(f"     - {text}")
         lines += [f"   {line}" for line in self.content]
         return parsed(self, lines)
 
@@ -62,6 +65,24 @@ def loss_pages():
     first = re.findall(r"^   losses/(\w+)$", index, re.M)
     others = sorted({path.stem for path in DOCS.glob("losses/*.rst")} - set(first))
     return [DOCS / "losses" / f"{name}.rst" for name in [*first, *others]]
+
+
+def summaries():
+    """Yield the page, the names and the summary of each row of the table."""
+    for path in loss_pages():
+        for names, text in SUMMARY.findall(path.read_text(encoding="utf-8")):
+            yield path, names, " ".join(text.split())
+
+
+def markdown():
+    """Return the table in Markdown."""
+    lines = ["# Losses", ""]
+    lines += ["Made of the pages in `docs/losses` by `python docs/listing.py`.", ""]
+    lines += ["| name | what it is |", "|---|---|"]
+    for path, names, text in summaries():
+        plain = re.sub(r":\w+:`([^`<]+?)(?: <[^>]*>)?`", r"\1", text).replace("``", "`")
+        lines.append(f"| [{names}](docs/losses/{path.name}) | {plain} |")
+    return "\n".join(lines) + "\n"
 
 
 class OtherLosses(Directive):
@@ -90,3 +111,7 @@ def setup(app):
     app.add_directive("summary-table", SummaryTable)
     app.add_directive("other-losses", OtherLosses)
     return {"parallel_read_safe": True}
+
+
+if __name__ == "__main__":
+    (DOCS.parent / "LOSSES.md").write_text(markdown(), encoding="utf-8")

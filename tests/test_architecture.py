@@ -180,7 +180,7 @@ IN_TORCH = words(
     torch.backends.mps.is_available torch.bfloat16 torch.bincount torch.bool torch.cat
     torch.cdist torch.clear_autocast_cache torch.contiguous_format torch.cuda.CUDAGraph
     torch.cuda.Stream torch.cuda.current_stream torch.cuda.device torch.cuda.device_of
-    torch.cuda.get_device_capability torch.cuda.get_device_properties
+    torch.cuda.get_device_capability torch.cuda.get_device_name torch.cuda.get_device_properties
     torch.cuda.get_rng_state_all torch.cuda.graph torch.cuda.is_available
     torch.cuda.is_current_stream_capturing torch.cuda.is_initialized
     torch.cuda.set_rng_state_all torch.cuda.stream torch.device torch.distributed.get_rank

@@ -131,6 +131,14 @@ def test_rows_of_the_table_of_losses_are_read(monkeypatch):
         assert len(rows) == page.count(".. summary::"), path.name
 
 
+def test_the_table_of_losses_in_markdown_is_that_of_the_pages(monkeypatch):
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(str(DOCS))
+    table = importlib.import_module("listing").markdown()
+    assert (DOCS.parent / "LOSSES.md").read_text("utf-8") == table, "run python docs/listing.py"
+    assert ":" + "doc:" not in table and "``" not in table
+
+
 def recipes(rank: int) -> dict[str, float]:
     """Run the snippets on distributed losses, also those that need a process group, which are not
     doctests.
