@@ -6,14 +6,15 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from .encoders import GPO, SubEmbeddings
+from .config import Config
+from .encoders import TextPooling, new_heads, new_pool
 
 
 def _transformers() -> Any:
@@ -116,35 +117,26 @@ class WordPieces:
         return self._tokenizer.encode(caption).ids
 
 
-class BertEncoder(nn.Module):
+class BertEncoder(TextPooling):
     """Padded word pieces (M, L) -> text embeddings (M, dim), as VSE-infinity: BERT, linear, GPO
     over all pieces.
 
     The first and last pieces, [CLS] and [SEP], are pooled like the others. In training, each piece
     between them is replaced by [MASK] with probability ``word_dropout``. (VSE-infinity's code
-    selects one word in five and masks, replaces or removes it.) ``heads`` and ``with_queries`` are
-    as for :class:`~examples.retrieval.encoders.TextEncoder`.
+    selects one word in five and masks, replaces or removes it.)
     """
 
-    def __init__(
-        self,
-        pieces: WordPieces,
-        dim: int,
-        word_dropout: float = 0.0,
-        heads: SubEmbeddings | None = None,
-        with_queries: bool = False,
-        as_printed: Collection[str] = (),
-    ) -> None:
+    def __init__(self, config: Config, pieces: WordPieces, has_set: bool = False) -> None:
         super().__init__()
+        heads = new_heads(config, 1) if has_set else None
         transformers = _transformers()
         sizes = transformers.BertConfig(**pieces.sizes)
         self.bert = transformers.BertModel(sizes, add_pooling_layer=False)
-        self.linear = nn.Linear(sizes.hidden_size, dim)
-        printed = "pooling" in as_printed
-        self.pool = GPO(as_printed=printed)
+        self.linear = nn.Linear(sizes.hidden_size, config.dim)
+        self.pool = new_pool(config)
         self.heads = heads
-        self.query_pool = GPO(as_printed=printed) if with_queries else None
-        self.word_dropout = word_dropout
+        self.query_pool = new_pool(config) if config.loss == "coder" else None
+        self.word_dropout = config.word_dropout
         self.mask = pieces.mask
 
     def load_weights(self, path: str) -> None:
@@ -160,13 +152,8 @@ class BertEncoder(nn.Module):
             hidden = torch.rand(words.shape, device=words.device) < self.word_dropout
             words = words.masked_fill(hidden & inner, self.mask)
         states = self.bert(input_ids=words, attention_mask=counts.long()).last_hidden_state
-        states = self.linear(states)
-        text = self.pool(states, lengths)
-        if self.heads is not None:
-            return self.heads(states, text, lengths)
-        if self.query_pool is not None:
-            return text, self.query_pool(states, lengths)
-        return text
+        outputs = self.pooled(self.linear(states), lengths)
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
 # ------------------------------------------------------------------------------------------- images

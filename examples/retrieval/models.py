@@ -18,7 +18,7 @@ from itrloss.functional import set_similarity
 
 from .backbones import Backbone, BertEncoder, WordPieces
 from .config import Config
-from .encoders import ImageEncoder, SubEmbeddings, TextEncoder
+from .encoders import ImageEncoder, TextEncoder
 
 
 class VSE(nn.Module):
@@ -261,66 +261,28 @@ def build_model(
     """
     models = []
     for view in config.views.split("+"):
-        if view == "whole":
-            image = ImageEncoder(
-                region_dim,
-                config.dim,
-                config.whole_dropout,
-                config.shared_dropout,
-                whole_dim=whole_dim,
-                whole=True,
-            )
-        else:
-            image = build_image_encoder(config, region_dim, whole_dim, network)
+        backbone = None
+        dim = region_dim
+        if network is not None and view == "regions":
+            backbone = Backbone(network)
+            dim = backbone.dim
+        image = ImageEncoder(config, dim, whole_dim, view, backbone)
         models.append(build_view(config, image, words))
     return Views(models) if len(models) > 1 else models[0]
-
-
-def build_image_encoder(
-    config: Config, region_dim: int, whole_dim: int, network: Mapping[str, Any] | None
-) -> ImageEncoder:
-    """Build the image encoder of a view of the regions."""
-    backbone = None if network is None else Backbone(network)
-    printed = "heads" in config.as_printed
-    return ImageEncoder(
-        region_dim if backbone is None else backbone.dim,
-        config.dim,
-        config.feature_dropout,
-        config.shared_dropout,
-        SubEmbeddings(config.dim, config.heads, printed) if config.loss == "dvse" else None,
-        whole_dim,
-        enhancement=config.enhancement,
-        backbone=backbone,
-        as_printed=config.as_printed,
-    )
 
 
 def build_view(config: Config, image: ImageEncoder, words: int | WordPieces) -> VSE:
     """Build the model of one view. A global feature is no set, so it has no heads."""
     has_sets = image.heads is not None
-    printed = config.as_printed
-    heads = SubEmbeddings(config.dim, 1, "heads" in printed) if has_sets else None
-    with_queries = config.loss == "coder"
+    text: TextEncoder | BertEncoder
     if isinstance(words, WordPieces):
-        dropout = config.word_dropout
-        text = BertEncoder(words, config.dim, dropout, heads, with_queries, printed)
+        text = BertEncoder(config, words, has_sets)
     else:
-        text = TextEncoder(
-            words,
-            config.word_dim,
-            config.dim,
-            config.word_dropout,
-            config.embedding_dropout,
-            config.bag_of_words,
-            config.shared_dropout,
-            heads,
-            with_queries,
-            printed,
-        )
+        text = TextEncoder(config, words, has_sets)
     if has_sets:
         return DVSE(image, text, config.heads)
     if config.loss == "coder":
         sizes = config.dim, config.concepts, config.word_dim
-        branch = ConceptBranch(*sizes, as_printed="concepts" in printed)
+        branch = ConceptBranch(*sizes, as_printed="concepts" in config.as_printed)
         return CODER(image, text, branch, config.concept_share)
     return VSE(image, text)
