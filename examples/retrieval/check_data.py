@@ -4,7 +4,7 @@
 
 It recognises pre-computed features in the layout of SCAN, VSE++ and VSE-infinity, and raw images
 with Karpathy's JSON, VSE-infinity's id_mapping.json or CUB's captions. The exit status is 1 if
-something that training needs is missing or wrong.
+something that training needs is missing, or something is wrong.
 """
 
 from __future__ import annotations
@@ -47,15 +47,13 @@ LAYOUTS = {
 
 
 class Report:
-    """The lines to print, and whether everything that training needs is there."""
+    """The lines to print."""
 
     def __init__(self, root: Path, min_count: int) -> None:
         self.lines = [str(root)]
-        self.ready = True
         self.splits: dict[str, Split] = {}
         if not root.is_dir():
-            self.lines.append("  no such directory")
-            self.ready = False
+            self.lines.append("  MISSING: no such directory")
             return
         kind = layout(root)
         if kind == "features" and features_directory(root) != root:
@@ -82,17 +80,21 @@ class Report:
         else:
             self.lines.append(LAYOUTS[kind])
 
+    @property
+    def ready(self) -> bool:
+        """Whether everything that training needs is there, and nothing wrong."""
+        text = "\n".join(self.lines)
+        return "MISSING: " not in text and "WRONG: " not in text
+
     def add_split(self, root: Path, kind: str, name: str) -> None:
         """Add the lines on a split."""
-        needed = name in ("train", "dev")
         if kind == "features":
             files = (f"{name}_ims.npy", f"{name}_caps.txt")
             missing = [file for file in files if not (root / file).exists()]
             if missing:
-                what = "MISSING" if needed else "not there"
+                what = "MISSING" if name in ("train", "dev") else "not there"
                 line = f"  {name:6} {what}: {', '.join(missing)} ({SPLITS[name]})"
                 self.lines.append(line)
-                self.ready &= not needed
                 return
         try:
             split = load_split(root, name)
@@ -105,13 +107,11 @@ class Report:
                 remarks = [f"LOOK AT: {what}" for what in oddities(split.features)]
         except (OSError, ValueError) as error:
             self.lines.append(f"  {name:6} WRONG: {error}")
-            self.ready &= not needed
             return
         self.splits[name] = split
         self.lines.append(f"  {name:6} {line}")
         for remark in [*of_captions(split), *remarks]:
             self.lines.append(f"         {remark}")
-            self.ready &= not (needed and remark.startswith(("MISSING", "WRONG")))
 
     def compare_splits(self) -> None:
         """Add differences between splits: dimensions, and global features that only some have."""
@@ -119,15 +119,13 @@ class Report:
         wholes = [split.wholes for split in self.splits.values() if split.wholes is not None]
         if len({x.shape[2] for x in features if not isinstance(x, Images)}) > 1:
             self.lines.append("  WRONG: the splits' features have different dimensions")
-            self.ready = False
         if len({x.shape[1] for x in wholes}) > 1:
             what = "features of whole pictures"
             self.lines.append(f"  WRONG: the splits' {what} have different dimensions")
-            self.ready = False
         if 0 < len(wholes) < len(self.splits):
             without = [name for name, split in self.splits.items() if split.wholes is None]
             files = ", ".join(f"{name}_global.npy" for name in without)
-            self.lines.append(f"  MISSING: {files}, for views=regions+whole and enhancement=cge")
+            self.lines.append(f"  LOOK AT: no {files}, for views=regions+whole and enhancement=cge")
 
 
 def of_features(features: np.ndarray, wholes: np.ndarray | None) -> str:

@@ -26,6 +26,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from itrloss.files import written
+
 from .config import read_toml
 from .data import load_split, tokenize
 
@@ -60,7 +62,8 @@ class Concepts:
 
     def save(self, path: str | Path) -> None:
         """Write the concepts as JSON."""
-        Path(path).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        with written(path) as file:
+            file.write(json.dumps(asdict(self)) + "\n")
 
 
 def normalized_graph(graph: Tensor) -> Tensor:
@@ -203,32 +206,6 @@ def _singular(word: str, known: Counter[str]) -> str:
     return best if known[best] else word
 
 
-# --------------------------------------------------------------------------------------------- text
-
-
-def listing(concepts: Concepts) -> str:
-    """List the concepts of each kind with their counts, and the graph's strongest edges, as
-    text.
-    """
-    lines = []
-    found = list(zip(concepts.words, concepts.kinds, concepts.counts, strict=True))
-    for kind in KINDS:
-        own = [f"{word} {count}" for word, its_kind, count in found if its_kind == kind]
-        lines += [f"{kind} ({len(own)})", *_wrapped(own)]
-    edges = []
-    conditional = concepts.conditional()
-    strongest = conditional.flatten().topk(min(20, conditional.numel()))
-    for share, place in zip(strongest.values.tolist(), strongest.indices.tolist(), strict=True):
-        i, j = divmod(place, len(found))
-        if share:
-            edges.append(f"{concepts.words[i]} -> {concepts.words[j]} {share:.2f}")
-    return "\n".join([*lines, "strongest edges", *_wrapped(edges)])
-
-
-def _wrapped(words: list[str]) -> list[str]:
-    return textwrap.wrap(", ".join(words), 100, initial_indent="  ", subsequent_indent="  ")
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Find the concepts of a data set's training captions."
@@ -243,7 +220,10 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     if args.out:
         concepts.save(args.out)
-    print(listing(concepts))
+    for kind in KINDS:
+        named = zip(concepts.words, concepts.kinds, concepts.counts, strict=True)
+        own = [f"{word} {count}" for word, its_kind, count in named if its_kind == kind]
+        print(textwrap.fill(f"{kind}: {', '.join(own)}", 100, subsequent_indent="  "))
 
 
 if __name__ == "__main__":

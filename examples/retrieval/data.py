@@ -57,11 +57,7 @@ class Split:
         """The first images and their captions; all of them if ``count`` is 0."""
         if not count:
             return self
-        features: np.ndarray | Images
-        if isinstance(self.features, Images):
-            features = Images(self.features.paths[:count], self.features.size)
-        else:
-            features = self.features[:count]
+        features = self.features[:count]
         return Split(
             features,
             self.captions[: len(features) * self.captions_per_image],
@@ -79,11 +75,13 @@ class Split:
             return self.features.read(image, seed)
         return torch.from_numpy(np.array(self.features[image], dtype=np.float32))
 
-    def whole(self, image: int) -> Tensor | None:
-        """The global feature of an image, float32 (d',); None if the data set has none."""
+    def whole(self, images: int | Sequence[int]) -> Tensor | None:
+        """The global feature of an image, float32 (d',), or of several; None if the data set has
+        none.
+        """
         if self.wholes is None:
             return None
-        return torch.from_numpy(np.array(self.wholes[image], dtype=np.float32))
+        return torch.from_numpy(np.array(self.wholes[images], dtype=np.float32))
 
 
 def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:

@@ -18,7 +18,7 @@ from itrloss.functional import set_similarity
 
 from .backbones import Backbone, BertEncoder, WordPieces
 from .config import Config
-from .encoders import ImageEncoder, TextEncoder
+from .encoders import ImageEncoder, TextEncoder, TextPooling
 
 
 class VSE(nn.Module):
@@ -27,7 +27,7 @@ class VSE(nn.Module):
     outputs = 2  # how many tensors it returns in training
     of_texts: tuple[int, ...] = (1,)  # which of them have one row per text
 
-    def __init__(self, image: ImageEncoder, text: TextEncoder | BertEncoder) -> None:
+    def __init__(self, config: Config, image: ImageEncoder, text: TextPooling) -> None:
         super().__init__()
         self.image = image
         self.text = text
@@ -114,22 +114,17 @@ class CODER(VSE):
 
     The query of an image is its instance embedding, as the two share their aggregator; that of a
     text is pooled from its words a second time. The similarity in retrieval is 0.9 of the
-    instances' cosine plus 0.1 of the concepts' (``share``), computed as one cosine of concatenated
-    vectors.
+    instances' cosine plus 0.1 of the concepts' (``concept_share``), computed as one cosine of
+    concatenated vectors.
     """
 
     outputs, of_texts = 4, (1, 3)
 
-    def __init__(
-        self,
-        image: ImageEncoder,
-        text: TextEncoder | BertEncoder,
-        branch: ConceptBranch,
-        share: float = 0.1,
-    ) -> None:
-        super().__init__(image, text)
-        self.branch = branch
-        self.share = share
+    def __init__(self, config: Config, image: ImageEncoder, text: TextPooling) -> None:
+        super().__init__(config, image, text)
+        printed = "concepts" in config.as_printed
+        self.branch = ConceptBranch(config.dim, config.concepts, config.word_dim, printed)
+        self.share = config.concept_share
 
     def forward(
         self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
@@ -159,9 +154,9 @@ class DVSE(VSE):
 
     outputs = 4
 
-    def __init__(self, image: ImageEncoder, text: TextEncoder | BertEncoder, heads: int) -> None:
-        super().__init__(image, text)
-        self.gate = itrloss.DynamicGate(image.linear.in_features, heads)
+    def __init__(self, config: Config, image: ImageEncoder, text: TextPooling) -> None:
+        super().__init__(config, image, text)
+        self.gate = itrloss.DynamicGate(image.linear.in_features, config.heads)
 
     def forward(
         self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
@@ -274,15 +269,13 @@ def build_model(
 def build_view(config: Config, image: ImageEncoder, words: int | WordPieces) -> VSE:
     """Build the model of one view. A global feature is no set, so it has no heads."""
     has_sets = image.heads is not None
-    text: TextEncoder | BertEncoder
+    text: TextPooling
     if isinstance(words, WordPieces):
         text = BertEncoder(config, words, has_sets)
     else:
         text = TextEncoder(config, words, has_sets)
     if has_sets:
-        return DVSE(image, text, config.heads)
+        return DVSE(config, image, text)
     if config.loss == "coder":
-        sizes = config.dim, config.concepts, config.word_dim
-        branch = ConceptBranch(*sizes, as_printed="concepts" in config.as_printed)
-        return CODER(image, text, branch, config.concept_share)
-    return VSE(image, text)
+        return CODER(config, image, text)
+    return VSE(config, image, text)

@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 from scipy.stats import t
 
+from itrloss.files import written
+
 from .evaluate import RECALLS
-from .paper_figures import DRAWN, configs, write_csv
+from .paper_figures import DRAWN, configs, draw, write_csv
 from .paper_runs import Grid, measured, state
 from .paper_tables import Claim, Table
 from .runs import Metrics
@@ -112,7 +114,8 @@ def write_report(grid: Grid) -> str:
         parts.append(f"## {heading(number)}: {table.title}")
         parts += _of_table(grid, number, table)
     text = "\n\n".join(parts) + "\n"
-    (grid.out / "report.md").write_text(text, encoding="utf-8")
+    with written(grid.out / "report.md") as file:
+        file.write(text)
     return text
 
 
@@ -144,8 +147,7 @@ def _of_table(grid: Grid, number: str, table: Table) -> list[str]:
         if unfinished:
             parts.append(f"Not drawn: no finished run of {', '.join(unfinished)}.")
         else:
-            DRAWN[table.kind](grid, table, rows, stem)
-            parts.append(f"Drawn: {stem}.{'html' if table.kind == 'results' else 'png'}")
+            parts.append(f"Drawn: {draw(grid, table, rows, stem)}")
     return parts
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from itrloss.files import written
 from itrloss.rerank import Reranker
 
 from .config import Config, load_config, make_config, read_toml
@@ -229,7 +230,9 @@ def scores_of(config: Config, split_name: str) -> tuple[Tensor, Split]:
     stored = Path(config.out) / f"{split_name}_scores.npy"
     if not stored.exists():
         model, words, _ = load_model(Path(config.out) / "best.pt")
-        np.save(stored, model_scores(model.to(config.device), split, words).numpy())
+        scores = model_scores(model.to(config.device), split, words)
+        with written(stored, "wb") as file:
+            np.save(file, scores.numpy())
     return torch.from_numpy(np.load(stored)), split
 
 

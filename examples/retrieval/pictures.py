@@ -63,6 +63,9 @@ class Images:
     def __len__(self) -> int:
         return len(self.paths)
 
+    def __getitem__(self, rows: slice) -> Images:
+        return Images(self.paths[rows], self.size)
+
     def read(self, index: int, seed: Sequence[int] | None = None) -> Tensor:
         """Load a picture, (3, size, size) float32 in [0, 1]; with a seed, cropped and flipped."""
         from PIL import Image, UnidentifiedImageError  # only raw images need it

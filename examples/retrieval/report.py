@@ -27,6 +27,7 @@ from torch import Tensor
 from itrloss.cli.charts import Series, lines
 from itrloss.cli.pages import Block, number, render
 from itrloss.cli.report import hubness
+from itrloss.files import written
 from itrloss.metrics import RetrievalResults, retrieval_results
 from itrloss.rerank import Reranker
 
@@ -96,7 +97,8 @@ def write_report(run_dirs: Sequence[Path], data_root: Path, out: Path) -> None:
         if content:
             blocks.append({"title": title, "blocks": content})
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(render("Image-text retrieval report", blocks), encoding="utf-8")
+    with written(out) as file:
+        file.write(render("Image-text retrieval report", blocks))
 
 
 def _scores(experiment: Experiment, dev: Split, data_root: Path) -> Tensor:

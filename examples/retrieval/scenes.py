@@ -295,16 +295,6 @@ def _calibration(seed: int) -> tuple[np.ndarray, np.ndarray]:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def _expected_files(root: Path, sizes: Mapping[str, int]) -> list[Path]:
-    files = []
-    for split in SPLITS:
-        files += [root / f"{split}_ims.npy", root / f"{split}_caps.txt"]
-        if split != "train":
-            files.append(root / f"{split}_boxes.npy")
-            files += [_picture(root, split, i) for i in range(sizes[split])]
-    return files
-
-
 def _picture(root: Path, split: str, index: int) -> Path:
     return root / "pictures" / f"{split}_{index:05d}.png"
 
@@ -330,8 +320,7 @@ def write_scenes(root: str | Path, sizes: Mapping[str, int] = SIZES, seed: int =
     card = root / "dataset.json"
     described = {"generator": "scenes", "version": VERSION, "seed": seed, "sizes": dict(sizes)}
     earlier = json.loads(card.read_text()) if card.exists() else {}
-    complete = earlier == {**described, "complete": True}
-    if complete and all(file.exists() for file in _expected_files(root, sizes)):
+    if earlier == {**described, "complete": True}:
         return False
     if any(root.glob("*_ims.npy")) and earlier.get("generator") != "scenes":
         raise FileExistsError(f"root holds another data set, which would be overwritten: {root}")

@@ -51,7 +51,7 @@ def test_word_pieces_are_rebuilt_from_their_state(bert):
 def test_bert_is_pooled_over_all_its_pieces(bert):
     from transformers import BertModel
 
-    encoder = BertEncoder(WordPieces.of_checkpoint(bert), 16, with_queries=True).eval()
+    encoder = BertEncoder(Config(loss="coder", dim=16), WordPieces.of_checkpoint(bert)).eval()
     encoder.load_weights(bert)
     words, lengths = pad([[2, 7, 10, 3]])
     hidden = encoder.linear(BertModel.from_pretrained(bert).eval()(words)[0])
@@ -62,7 +62,7 @@ def test_bert_is_pooled_over_all_its_pieces(bert):
 
 def test_bert_leaves_padding_out(bert):
     torch.manual_seed(0)
-    encoder = BertEncoder(WordPieces.of_checkpoint(bert), 16, word_dropout=0.5).eval()
+    encoder = BertEncoder(Config(dim=16, word_dropout=0.5), WordPieces.of_checkpoint(bert)).eval()
     captions = [[2, 7, 10, 3], [2, 3], [2, 8, 9, 5, 11, 12, 3]]
     words, lengths = pad(captions)
     longer = torch.cat([words, torch.full((3, 4), 9)], dim=1)
@@ -73,7 +73,7 @@ def test_bert_leaves_padding_out(bert):
 def test_word_dropout_hides_pieces_but_never_the_first_or_the_last(bert, monkeypatch):
     torch.manual_seed(0)
     pieces = WordPieces.of_checkpoint(bert)
-    encoder = BertEncoder(pieces, 16, word_dropout=0.3)
+    encoder = BertEncoder(Config(dim=16, word_dropout=0.3), pieces)
     forward = encoder.bert.forward
     seen = []
 

@@ -82,7 +82,7 @@ def test_what_is_said_of_directories(folders, tmp_path):
         parts += [f"# {name}: ready {report.ready}", text.replace(str(root), "DATA"), ""]
     assert_stored("check_data", "\n".join(parts))
     nowhere = Report(tmp_path / "nowhere", min_count=2)
-    assert nowhere.lines == [str(tmp_path / "nowhere"), "  no such directory"]
+    assert nowhere.lines == [str(tmp_path / "nowhere"), "  MISSING: no such directory"]
     assert not nowhere.ready
 
 

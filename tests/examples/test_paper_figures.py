@@ -13,7 +13,7 @@ from support.drawn import TINY
 from examples.retrieval import paper_figures
 from examples.retrieval.data import Split, load_split
 from examples.retrieval.evaluate import encode, recalls
-from examples.retrieval.paper_figures import DRAWN, boxes_of, heat, sub_embeddings
+from examples.retrieval.paper_figures import boxes_of, draw, heat, sub_embeddings
 from examples.retrieval.paper_report import result_lines
 from examples.retrieval.paper_runs import Grid, measured, run, scores_of, timed
 from examples.retrieval.paper_tables import Row, Table
@@ -46,8 +46,8 @@ def drawn(grid: Grid, number: str) -> list[dict[str, str]]:
     """Draw a figure; return the lines of its CSV file."""
     table = grid.source.tables[number]
     stem = grid.out / number
-    DRAWN[table.kind](grid, table, {}, stem)
-    assert stem.with_suffix(".png").stat().st_size > 5000
+    file = draw(grid, table, {}, stem)
+    assert file.stat().st_size > 5000
     with stem.with_suffix(".csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
