@@ -28,7 +28,7 @@ from torch import Tensor
 
 from itrloss.files import written
 
-from .config import read_toml
+from .config import must_be, read_toml
 from .data import load_split, tokenize
 
 KINDS = {"object": 7, "motion": 2, "property": 1}  # and their shares
@@ -96,6 +96,31 @@ def find_concepts(captions: Sequence[str], size: int) -> Concepts:
     chosen = (chosen + rest)[:size]
     kinds = list(KINDS)
     chosen.sort(key=lambda lemma: (kinds.index(lemma[1]), -counts[lemma], lemma[0]))
+    return counted(bags, chosen)
+
+
+def read_concepts(path: str, captions: Sequence[str]) -> Concepts:
+    """Read concepts from JSON: those of a run with their counts; or words, a list or, as in CVSE's
+    category_concepts.json, an object of their numbers, which are counted in the captions.
+
+    A caption has a concept if it has all its words, as of "middle-aged".
+    """
+    wanted = "JSON: a list of words, CVSE's numbers of words, or concepts.json of a run"
+    with must_be(f"concept_file = {path!r}", wanted):
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if "together" in content:
+            return Concepts(**content)
+        chosen = {(word, "listed"): {*tokenize(word)} for word in content}
+    bags = []
+    for caption in captions:
+        said = {*tokenize(caption)}
+        bags.append({lemma for lemma, words in chosen.items() if words <= said})
+    return counted(bags, [*chosen])
+
+
+def counted(bags: Sequence[set[Lemma]], chosen: Sequence[Lemma]) -> Concepts:
+    """Count the chosen lemmas in the captions' bags."""
+    counts = Counter(lemma for bag in bags for lemma in bag)
     return Concepts(
         words=[word for word, _ in chosen],
         kinds=[kind for _, kind in chosen],

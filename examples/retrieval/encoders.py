@@ -206,9 +206,10 @@ class SelfGuidedEnhancement(nn.Module):
     the global feature, which is added to each region in proportion to their similarity.
     """
 
-    def __init__(self, dim: int, as_printed: bool = False) -> None:
+    def __init__(self, dim: int, as_printed: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.as_printed = as_printed
+        self.dropout = nn.Dropout(dropout)
         # kappa and nu; batch normalisation makes biases redundant.
         self.local = nn.Linear(dim, dim, bias=False)
         self.whole = nn.Linear(dim, dim, bias=False)
@@ -220,7 +221,9 @@ class SelfGuidedEnhancement(nn.Module):
         """(B, R, d) -> (B, R, d)."""
         local = self.local_norm(self.local(regions).flatten(0, 1)).view_as(regions)
         whole = self.whole_norm(self.whole(regions.mean(1)))
-        weights = self.score(local.tanh() * whole.tanh()[:, None]).softmax(1)  # (B, R, 1)
+        local = self.dropout(local.tanh())
+        whole = self.dropout(whole.tanh())
+        weights = self.score(local * whole[:, None]).softmax(1)  # (B, R, 1)
         whole = F.normalize((weights * regions).sum(1), dim=1)
         return add_global(regions, whole, self.as_printed)
 
@@ -298,7 +301,8 @@ class ImageEncoder(nn.Module):
         self.enhancement: nn.Module | None = None
         printed = "enhancement" in config.as_printed
         if config.enhancement == "sge" and not self.whole:
-            self.enhancement = SelfGuidedEnhancement(region_dim, printed)
+            dropout = config.enhancement_dropout
+            self.enhancement = SelfGuidedEnhancement(region_dim, printed, dropout)
         elif config.enhancement == "cge" and not self.whole:
             self.enhancement = GuidedEnhancement(whole_dim, region_dim, printed)
         input_dim = whole_dim if self.whole else region_dim

@@ -59,8 +59,7 @@ class VSE(nn.Module):
         """
         if images.ndim == 3:
             return set_similarity(images, texts, "max")
-        image_ids, text_ids = torch.arange(len(images)), torch.arange(len(texts))  # any would do
-        return itrloss.Similarity(images, texts, image_ids, text_ids).scores()
+        return F.normalize(images, dim=1) @ F.normalize(texts, dim=1).T
 
     def as_vectors(self, embeddings: Tensor) -> Tensor:
         """Unit vectors (N, d) of embeddings (N, d), whose cosine is the similarity."""

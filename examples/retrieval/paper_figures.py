@@ -124,13 +124,21 @@ def draw(grid: Grid, table: Table, rows: Rows, stem: Path) -> Path:
     return file
 
 
-def matrix(axes: Axes, values: np.ndarray, title: str, low: float | None = None) -> None:
-    """Show a matrix; with a lowest value, colours range from it to its negative."""
-    high = None if low is None else -low
-    shown = axes.imshow(values, cmap="viridis" if low is None else "RdBu_r", vmin=low, vmax=high)
-    assert axes.figure is not None
-    axes.figure.colorbar(shown, ax=axes, shrink=0.8)
-    axes.set_title(title)
+def matrices(
+    values: Mapping[str, np.ndarray], rows: str, columns: str, limit: float | None = None
+) -> tuple[Figure, Lines]:
+    """Matrices side by side, and their entries; with a limit, colours range from -limit to it."""
+    figure, panels = new_panels(1, len(values), 5.0, 4.4)
+    lines: Lines = [("matrix", rows, columns, "value")]
+    for axes, (name, entries) in zip(panels[0], values.items(), strict=True):
+        if limit is None:
+            shown = axes.imshow(entries, cmap="viridis")
+        else:
+            shown = axes.imshow(entries, cmap="RdBu_r", vmin=-limit, vmax=limit)
+        figure.colorbar(shown, ax=axes, shrink=0.8)
+        axes.set(title=name, xlabel=columns, ylabel=rows)
+        lines += [(name, *place, value) for place, value in np.ndenumerate(entries)]
+    return figure, lines
 
 
 # --- of figures -----------------------------------------------------------------------------------
@@ -188,22 +196,19 @@ def draw_grid(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """Recalls at 1 by the scales of Fast Re-ranking."""
     config = next(iter(configs(grid, table).values()))
     scores, split = scores_of(config, grid.split)
-    shape = (len(SCALES), len(SCALES))
-    recalls = {"i2t_r1": np.zeros(shape), "t2i_r1": np.zeros(shape)}
-    lines: Lines = [("γ1 or λ1", "γ2 or λ2", *recalls)]
+    recalls = {name: np.zeros((len(SCALES), len(SCALES))) for name in ("i2t_r1", "t2i_r1")}
     for (i, first), (j, second) in product(enumerate(SCALES), enumerate(SCALES)):
         reranked = reranker([first, second, first, second]).rerank(scores)
         metrics = retrieval_metrics(reranked, split.image_ids, split.text_ids)
         for name, values in recalls.items():
             values[i, j] = metrics[name]
-        lines.append((first, second, *(metrics[name] for name in recalls)))
-    figure, panels = new_panels(1, 2, 5.0, 4.4)
-    for axes, (name, values), letter in zip(panels[0], recalls.items(), "γλ", strict=True):
-        matrix(axes, values, NAMES[name])
-        axes.set(xlabel=f"{letter}2", ylabel=f"{letter}1")
+    named = {NAMES[name]: values for name, values in recalls.items()}
+    figure, lines = matrices(named, "γ1 or λ1", "γ2 or λ2")
+    for axes in figure.axes[:2]:
         axes.set_xticks(range(len(SCALES)), SCALES, rotation=90)
         axes.set_yticks(range(len(SCALES)), SCALES)
-    return figure, lines
+    scaled = [(name, SCALES[i], SCALES[j], value) for name, i, j, value in lines[1:]]
+    return figure, [lines[0], *scaled]
 
 
 # --- of embeddings --------------------------------------------------------------------------------
@@ -253,30 +258,23 @@ def draw_matrices(grid: Grid, table: Table, rows: Rows) -> Drawn:
     similarity = itrloss.Similarity(texts, images, split.image_ids[:PAIRS], split.image_ids[:PAIRS])
     scores = similarity.scores()
     divided = scores / std_diversity(similarity)[:, None]
-    figure, panels = new_panels(1, 2, 5.6, 4.8)
-    lines: Lines = [("matrix", "text", "image", "value")]
-    for axes, name, values in zip(panels[0], ("S", "S / div"), (scores, divided), strict=True):
-        matrix(axes, values.numpy(), name)
-        axes.set(xlabel="images", ylabel="texts")
+    figure, lines = matrices({"S": scores.numpy(), "S / div": divided.numpy()}, "text", "image")
+    for axes, values in zip(figure.axes, (scores, divided), strict=False):
         for (i, j), value in np.ndenumerate(values.numpy()):
             ink = "black" if value > values.mean() else "white"
             axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=8)
-            lines.append((name, i, j, value))
     return figure, lines
 
 
 def draw_correlations(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """Correlations of one image's sub-embeddings, of each model."""
-    models = configs(grid, table)
-    figure, panels = new_panels(1, len(models), 3.6, 3.2)
-    lines: Lines = [("model", "image", "i", "j", "correlation")]
-    for axes, (name, config) in zip(panels[0], models.items(), strict=True):
+    correlations = {}
+    for name, config in configs(grid, table).items():
         model, _, split, _ = trained(grid, config)
         image = int(np.random.default_rng(SEED).integers(len(split.features)))
-        correlations = np.corrcoef(sub_embeddings(model, split, image)[0].numpy())
-        matrix(axes, correlations, name, low=-1.0)
-        lines += [(name, image, *ij, value) for ij, value in np.ndenumerate(correlations)]
-    return figure, lines
+        sets, _ = sub_embeddings(model, split, image)
+        correlations[f"{name}, image {image}"] = np.corrcoef(sets.numpy())
+    return matrices(correlations, "i", "j", limit=1.0)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from itrloss.files import written
 from itrloss.rerank import Reranker
 
 from .config import Config, load_config, make_config, read_toml
-from .data import Split, load_split
+from .data import Split, features_directory, load_split
 from .evaluate import before_and_after, encode, match, model_scores, reranker
 from .paper_tables import Paper, Row, Table, load_paper
 from .pictures import layout
@@ -117,7 +117,8 @@ class Grid:
         is_raw = config.data != "scenes" and layout(data) != "features"
         if is_raw and not config.backbone:
             return f"needs regions, and {data} has raw images"
-        if config.enhancement == "cge" and not (data / "train_global.npy").exists():
+        files = features_directory(data)
+        if config.enhancement == "cge" and not (files / "train_global.npy").exists():
             return "needs the global features of CLIP, {split}_global.npy"
         return ""
 

@@ -59,8 +59,6 @@ GROUPS = [
     ("skewness", 2),
 ]
 SHOWN = 100  # pictures of the t-SNE
-# Settings that may differ between runs of the same experiment with different losses.
-ABOUT_THE_LOSS = {"loss", "loss_options", "warmup_epochs", "warmup"}
 
 
 def write_report(run_dirs: Sequence[Path], data_root: Path, out: Path) -> None:
@@ -129,15 +127,10 @@ def _header(
         if name not in NO_EFFECT
         and any(experiment.config.get(name) != first[name] for experiment in found)
     ]
-    if len(found) == 1:
-        lead = "One experiment, measured"
-    elif ABOUT_THE_LOSS.issuperset(differing):
-        lead = "The same model, data and batches; only the loss differs. Each is measured"
-    else:
-        lead = f"The experiments differ in {listed(differing)}. Each is measured"
+    lead = f"The experiments differ in {listed(differing)}." if differing else "One experiment."
     lead += (
-        " by the cosine of image and text embeddings, and again after Fast Re-ranking of the same "
-        "scores."
+        " Each is measured by the cosine of image and text embeddings, and again after Fast "
+        "Re-ranking of the same scores."
     )
     sizes = [
         f"{name} {len(split.features):,} pictures, {len(split.captions):,} captions"

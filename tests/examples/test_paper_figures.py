@@ -87,12 +87,14 @@ def test_t_sne_has_all_images_and_texts_of_each_model(coder):
 def test_correlations_are_those_of_the_models_sub_embeddings(dvse):
     lines = drawn(dvse, "fig6")
     split = load_split(dvse.out / "data", "dev")
-    image = int(lines[0]["image"])
+    image = int(lines[0]["matrix"].rpartition(" ")[2])
     for name, row in dvse.source.tables["fig6"].rows.items():
         model, _, config = load_model(directory(dvse, row) / "best.pt")
         with torch.no_grad():
             sets = model.embed_images(split.regions(image)[None])[0]
-        values = [float(line["correlation"]) for line in lines if line["model"] == name]
+        values = [
+            float(line["value"]) for line in lines if line["matrix"] == f"{name}, image {image}"
+        ]
         expected = torch.corrcoef(sets.double()).flatten()
         assert len(values) == config.heads**2
         assert values == pytest.approx(expected.tolist(), abs=1e-5)
@@ -102,13 +104,13 @@ def test_the_grid_is_of_fast_re_ranking(dvse, monkeypatch):
     monkeypatch.setattr(paper_figures, "SCALES", (3, 20, 25))
     lines = drawn(dvse, "fig7")
     scores, split = scores_of(dvse.config(Row(""), 0), "dev")
-    assert len(lines) == 9
+    assert len(lines) == 18
     for line in lines:
         scales = float(line["γ1 or λ1"]), float(line["γ2 or λ2"])
         reranked = FastReranker(scales, scales).rerank(scores)
         expected = retrieval_metrics(reranked, split.image_ids, split.text_ids)
-        for name in ("i2t_r1", "t2i_r1"):
-            assert float(line[name]) == pytest.approx(expected[name])
+        name = {"image→text R@1": "i2t_r1", "text→image R@1": "t2i_r1"}[line["matrix"]]
+        assert float(line["value"]) == pytest.approx(expected[name])
 
 
 def test_regions_and_sub_embeddings_are_in_one_space(dvse):
