@@ -10,13 +10,16 @@ something that training needs is missing, or something is wrong.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from .config import Config
 from .data import Split, Vocabulary, features_directory, load_split, tokenize
 from .pictures import Images, layout
+from .preparation import check_fit
 
 SAMPLE = 200  # number of images per split whose features or files are checked
 SPLITS = {
@@ -66,7 +69,7 @@ class Report:
             if name == "testall" and not (captions / "testall_caps.txt").exists():
                 continue  # of MSCOCO only
             self.add_split(root, kind, name)
-        self.compare_splits()
+        self.compare_splits(root)
         if "train" in self.splits:
             captions = self.splits["train"].captions
             words = len(Vocabulary.from_captions(captions, min_count)) - 2
@@ -83,8 +86,7 @@ class Report:
     @property
     def ready(self) -> bool:
         """Whether everything that training needs is there, and nothing wrong."""
-        text = "\n".join(self.lines)
-        return "MISSING: " not in text and "WRONG: " not in text
+        return not re.search("MISSING: |WRONG: ", "\n".join(self.lines))
 
     def add_split(self, root: Path, kind: str, name: str) -> None:
         """Add the lines on a split."""
@@ -113,19 +115,18 @@ class Report:
         for remark in [*of_captions(split), *remarks]:
             self.lines.append(f"         {remark}")
 
-    def compare_splits(self) -> None:
-        """Add differences between splits: dimensions, and global features that only some have."""
-        features = [split.features for split in self.splits.values()]
-        wholes = [split.wholes for split in self.splits.values() if split.wholes is not None]
-        if len({x.shape[2] for x in features if not isinstance(x, Images)}) > 1:
-            self.lines.append("  WRONG: the splits' features have different dimensions")
-        if len({x.shape[1] for x in wholes}) > 1:
-            what = "features of whole pictures"
-            self.lines.append(f"  WRONG: the splits' {what} have different dimensions")
-        if 0 < len(wholes) < len(self.splits):
-            without = [name for name, split in self.splits.items() if split.wholes is None]
-            files = ", ".join(f"{name}_global.npy" for name in without)
-            self.lines.append(f"  LOOK AT: no {files}, for views=regions+whole and enhancement=cge")
+    def compare_splits(self, root: Path) -> None:
+        """Add what training would say of the splits together."""
+        if not {"train", "dev"} <= self.splits.keys():
+            return
+        train = self.splits["train"]
+        backbone = "any" if isinstance(train.features, Images) else ""
+        views = "regions" if train.wholes is None else "regions+whole"
+        config = Config(backbone=backbone, views=views, final_test="test" in self.splits)
+        try:
+            check_fit(config, root, train)
+        except ValueError as error:
+            self.lines.append(f"  WRONG: {error}")
 
 
 def of_features(features: np.ndarray, wholes: np.ndarray | None) -> str:

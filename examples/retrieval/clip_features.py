@@ -33,12 +33,6 @@ MEAN = torch.tensor([0.48145466, 0.4578275, 0.40821073])  # of CLIP's training p
 STD = torch.tensor([0.26862954, 0.26130258, 0.27577711])
 
 
-def load_clip(path: str) -> Any:
-    """Load the image encoder of a CLIP."""
-    cls = import_transformers().CLIPVisionModelWithProjection
-    return pretrained("model", path, "a CLIP", cls).eval()
-
-
 def pixels(picture: Image.Image, size: int) -> Tensor:
     """The centre of a picture as a square, normalised, (3, size, size)."""
     square = ImageOps.fit(picture, (size, size), Image.Resampling.BICUBIC)
@@ -71,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args(arguments)
     try:
-        clip = load_clip(args.model).to(args.device)
+        cls = import_transformers().CLIPVisionModelWithProjection
+        clip = pretrained("model", args.model, "a CLIP", cls).eval().to(args.device)
         for name in ("train", "dev", "test"):
             images = load_split(args.data, name).features
             if not isinstance(images, Images):

@@ -1,8 +1,6 @@
 """The concepts of CODER: frequent words of the training captions, and how often two of them occur
 together.
 
-    python -m examples.retrieval.concepts runs/data --size 100 --out concepts.json
-
 Captions are converted to bags of lemmas, each an *Object*, a *Motion* or a *Property*. The most
 frequent lemmas of each kind are the concepts, in the ratio 7 : 2 : 1. The graph of CVSE and CODER
 (supplement, Eq. 4 and 5) connects concepts that imply others. Its weights ``P_ij = B_ij / N_i``, of
@@ -15,9 +13,7 @@ and other *-ed* forms are properties, and all other words except function words 
 
 from __future__ import annotations
 
-import argparse
 import json
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +25,7 @@ from torch import Tensor
 from itrloss.files import written
 
 from .config import must_be, read_toml
-from .data import load_split, tokenize
+from .data import tokenize
 
 KINDS = {"object": 7, "motion": 2, "property": 1}  # and their shares
 Lemma = tuple[str, str]  # and its kind
@@ -229,27 +225,3 @@ def _singular(word: str, known: Counter[str]) -> str:
         forms.append(word[:-2])
     best = max(forms, key=lambda form: known[form])
     return best if known[best] else word
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description="Find the concepts of a data set's training captions."
-    )
-    parser.add_argument("data", help="the directory of a data set")
-    parser.add_argument("--size", type=int, default=400)
-    parser.add_argument("--out", metavar="FILE.json")
-    args = parser.parse_args(arguments)
-    try:
-        concepts = find_concepts(load_split(args.data, "train").captions, args.size)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    if args.out:
-        concepts.save(args.out)
-    for kind in KINDS:
-        named = zip(concepts.words, concepts.kinds, concepts.counts, strict=True)
-        own = [f"{word} {count}" for word, its_kind, count in named if its_kind == kind]
-        print(textwrap.fill(f"{kind}: {', '.join(own)}", 100, subsequent_indent="  "))
-
-
-if __name__ == "__main__":
-    main()

@@ -383,6 +383,7 @@ class Samples(Dataset[Sample]):
         )
 
 
+@dataclass(eq=False)
 class Batches:
     """The batches of each epoch, a pure function of (seed, epoch, step), so that a run can resume
     at any step.
@@ -396,37 +397,31 @@ class Batches:
     per step; together they see the same samples as one process with the total batch size.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        tokenizer: Tokenizer,
-        batch_size: int,
-        captions_per_image: int,
-        seed: int,
-        rank: int = 0,
-        world: int = 1,
-        workers: int = 0,
-    ) -> None:
-        if captions_per_image > split.captions_per_image:
+    split: Split
+    tokenizer: Tokenizer
+    batch_size: int
+    captions_per_image: int
+    seed: int
+    rank: int = 0
+    world: int = 1
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        split = self.split
+        if self.captions_per_image > split.captions_per_image:
             raise ValueError(
-                f"captions_per_image = {captions_per_image}: must be at most all "
+                f"captions_per_image = {self.captions_per_image}: must be at most all "
                 f"{split.captions_per_image} of an image"
             )
-        self.split = split
         self.image_ids = split.image_ids
-        self.word_ids = [tokenizer.encode(caption) for caption in split.captions]
-        self.captions_per_image = captions_per_image
-        self.samples_of_image = -(-split.captions_per_image // captions_per_image)
+        self.word_ids = [self.tokenizer.encode(caption) for caption in split.captions]
+        self.samples_of_image = -(-split.captions_per_image // self.captions_per_image)
         self.samples = len(split.features) * self.samples_of_image
-        self.batch_size = min(batch_size, self.samples // world)
+        self.batch_size = min(self.batch_size, self.samples // self.world)
         if not self.batch_size:
             raise ValueError(
-                f"data: {self.samples} training samples are too few for {world} processes"
+                f"data: {self.samples} training samples are too few for {self.world} processes"
             )
-        self.seed = seed
-        self.rank = rank
-        self.world = world
-        self.workers = workers
 
     def __len__(self) -> int:
         return self.samples // (self.batch_size * self.world)

@@ -206,10 +206,10 @@ class SelfGuidedEnhancement(nn.Module):
     the global feature, which is added to each region in proportion to their similarity.
     """
 
-    def __init__(self, dim: int, as_printed: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, config: Config, dim: int, whole_dim: int) -> None:
         super().__init__()
-        self.as_printed = as_printed
-        self.dropout = nn.Dropout(dropout)
+        self.as_printed = "enhancement" in config.as_printed
+        self.dropout = nn.Dropout(config.enhancement_dropout)
         # kappa and nu; batch normalisation makes biases redundant.
         self.local = nn.Linear(dim, dim, bias=False)
         self.whole = nn.Linear(dim, dim, bias=False)
@@ -233,9 +233,9 @@ class GuidedEnhancement(nn.Module):
     paper.
     """
 
-    def __init__(self, whole_dim: int, dim: int, as_printed: bool = False) -> None:
+    def __init__(self, config: Config, dim: int, whole_dim: int) -> None:
         super().__init__()
-        self.as_printed = as_printed
+        self.as_printed = "enhancement" in config.as_printed
         self.mlp = nn.Sequential(
             nn.LayerNorm(whole_dim),
             BatchNorm(whole_dim),
@@ -259,6 +259,9 @@ def add_global(regions: Tensor, whole: Tensor, as_printed: bool = False) -> Tens
     if not as_printed:
         attention = F.normalize(attention, dim=1)
     return regions + attention[:, :, None] * whole[:, None]
+
+
+ENHANCEMENTS = {"sge": SelfGuidedEnhancement, "cge": GuidedEnhancement}
 
 
 class ImageEncoder(nn.Module):
@@ -299,12 +302,9 @@ class ImageEncoder(nn.Module):
         dropout = config.whole_dropout if self.whole else config.feature_dropout
         self.dropout = SetDropout(dropout, config.shared_dropout)
         self.enhancement: nn.Module | None = None
-        printed = "enhancement" in config.as_printed
-        if config.enhancement == "sge" and not self.whole:
-            dropout = config.enhancement_dropout
-            self.enhancement = SelfGuidedEnhancement(region_dim, printed, dropout)
-        elif config.enhancement == "cge" and not self.whole:
-            self.enhancement = GuidedEnhancement(whole_dim, region_dim, printed)
+        if config.enhancement and not self.whole:
+            enhance = ENHANCEMENTS[config.enhancement]
+            self.enhancement = enhance(config, region_dim, whole_dim)
         input_dim = whole_dim if self.whole else region_dim
         hidden_dim = config.dim // 2
         self.linear = nn.Linear(input_dim, config.dim)

@@ -125,11 +125,9 @@ class CODER(VSE):
         self.branch = ConceptBranch(config.dim, config.concepts, config.word_dim, printed)
         self.share = config.concept_share
 
-    def forward(
-        self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Embeddings (B, dim) of images and of texts, and their concept embeddings (B, dim)."""
-        images, (texts, queries) = super().forward(regions, words, lengths, wholes)
+        images, (texts, queries) = super().forward(*inputs)
         return images, texts, self.branch("image", images), self.branch("text", queries)
 
     def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
@@ -197,11 +195,9 @@ class Views(VSE):
     def __iter__(self) -> Iterator[VSE]:
         return iter(self.models)  # type: ignore[arg-type]
 
-    def forward(
-        self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Concatenate what the models return into one tuple."""
-        return tuple(x for model in self for x in model(regions, words, lengths, wholes))
+        return tuple(x for model in self for x in model(*inputs))
 
     def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
         embeddings = [model.embed_images(regions, wholes) for model in self]

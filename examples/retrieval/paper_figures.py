@@ -36,7 +36,7 @@ from .data import Split, Tokenizer
 from .evaluate import encode, reranker
 from .models import VSE, views
 from .paper_runs import Grid, scores_of, split_of
-from .paper_tables import Table
+from .paper_tables import Table, titled
 from .pictures import Images
 from .preparation import data_directory, load_model
 from .report_gallery import Gallery, picture_file
@@ -57,13 +57,6 @@ STYLE = {
     "legend.frameon": False,
     "savefig.transparent": True,
     "savefig.bbox": "tight",
-}
-NAMES = {
-    "rsum": "RSUM",
-    "seconds": "seconds",
-    "kpps": "thousand pairs per second",
-    "i2t_r1": "image→text R@1",
-    "t2i_r1": "text→image R@1",
 }
 # of Fast Re-ranking: some of those of DVSE's Fig. 7
 SCALES = (5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 100, 200, 500, 1000)
@@ -165,7 +158,7 @@ def draw_curves(grid: Grid, table: Table, rows: Rows) -> Drawn:
             if sweep.series:
                 axes.legend()
         axes.set_xlabel(name)
-        axes.set_ylabel(NAMES[shown])
+        axes.set_ylabel(titled(shown))
     return figure, []
 
 
@@ -187,7 +180,7 @@ def draw_times(grid: Grid, table: Table, rows: Rows) -> Drawn:
     for axes, (title, points) in zip(panels[0], panels_of.items(), strict=True):
         for k, (name, (x, y)) in enumerate(points.items()):
             axes.plot(x, y, MARKERS[k], color=COLOURS[k], label=name)
-        axes.set(title=title, xlabel=NAMES[shown], ylabel="RSUM")
+        axes.set(title=title, xlabel=titled(shown), ylabel="RSUM")
         axes.legend()
     return figure, []
 
@@ -202,7 +195,7 @@ def draw_grid(grid: Grid, table: Table, rows: Rows) -> Drawn:
         metrics = retrieval_metrics(reranked, split.image_ids, split.text_ids)
         for name, values in recalls.items():
             values[i, j] = metrics[name]
-    named = {NAMES[name]: values for name, values in recalls.items()}
+    named = {titled(name): values for name, values in recalls.items()}
     figure, lines = matrices(named, "γ1 or λ1", "γ2 or λ2")
     for axes in figure.axes[:2]:
         axes.set_xticks(range(len(SCALES)), SCALES, rotation=90)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 import torch
 from support.stored import assert_stored
 
-from examples.retrieval import concepts
-from examples.retrieval.concepts import Concepts, find_concepts, normalized_graph
-from examples.retrieval.data import load_split
+from examples.retrieval.concepts import find_concepts, normalized_graph
 
 CAPTIONS = [
     "A brown dog runs.",
@@ -42,19 +39,6 @@ def test_concepts_are_those_that_were_read():
 def test_captions_with_too_few_words_are_refused():
     with pytest.raises(ValueError, match=r"concepts = 27: must be at most 26, the number"):
         find_concepts([f"a {noun}" for noun in NOUNS], 27)
-
-
-def test_the_command_lists_and_stores_concepts(data, tmp_path, capsys):
-    file = tmp_path / "concepts.json"
-    concepts.main([str(data), "--size", "8", "--out", str(file)])
-    said = capsys.readouterr().out
-    found = Concepts(**json.loads(file.read_text()))
-    assert found == find_concepts(load_split(data, "train").captions, 8)
-    for word, count in zip(found.words, found.counts, strict=True):
-        assert f"{word} {count}" in said
-    with pytest.raises(SystemExit):
-        concepts.main([str(data), "--size", "1000"])
-    assert "concepts = 1000" in capsys.readouterr().err
 
 
 def test_normalized_graph_is_that_of_the_equation():

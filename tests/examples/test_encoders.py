@@ -64,8 +64,8 @@ ENCODERS = {
         lambda: ImageEncoder(Config(dim=8), 5, 3, "whole"),
         lambda: (torch.full((2, 4, 5), torch.nan), drawn(2, 3)),
     ),
-    "self-guided": (lambda: SelfGuidedEnhancement(5), lambda: (drawn(3, 4, 5),)),
-    "guided": (lambda: GuidedEnhancement(6, 5), lambda: (drawn(3, 4, 5), drawn(3, 6))),
+    "self-guided": (lambda: SelfGuidedEnhancement(TEXTS, 5, 0), lambda: (drawn(3, 4, 5),)),
+    "guided": (lambda: GuidedEnhancement(TEXTS, 5, 6), lambda: (drawn(3, 4, 5), drawn(3, 6))),
     "concepts": (
         lambda: with_graph(ConceptBranch(6, 4, 5)),
         lambda: ("text", drawn(3, 6)),

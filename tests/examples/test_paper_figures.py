@@ -109,7 +109,7 @@ def test_the_grid_is_of_fast_re_ranking(dvse, monkeypatch):
         scales = float(line["γ1 or λ1"]), float(line["γ2 or λ2"])
         reranked = FastReranker(scales, scales).rerank(scores)
         expected = retrieval_metrics(reranked, split.image_ids, split.text_ids)
-        name = {"image→text R@1": "i2t_r1", "text→image R@1": "t2i_r1"}[line["matrix"]]
+        name = {"i2t R@1": "i2t_r1", "t2i R@1": "t2i_r1"}[line["matrix"]]
         assert float(line["value"]) == pytest.approx(expected[name])
 
 
