@@ -93,6 +93,27 @@ def test_word_dropout_hides_pieces_but_never_the_first_or_the_last(bert, monkeyp
     assert torch.equal(evaluation, words)
 
 
+def test_pieces_are_masked_replaced_or_removed_as_in_public_code(bert):
+    torch.manual_seed(0)
+    pieces = WordPieces.of_checkpoint(bert)
+    config = Config(dim=16, word_dropout=0.5, word_masking="three ways")
+    encoder = BertEncoder(config, pieces)
+    long, short = [2, *[7] * 12, 3], [2, *[8] * 4, 3]
+    words, lengths = pad([long] * 300 + [short] * 100)
+    found, kept = encoder.masked(words, lengths)
+    inner = 300 * 12 + 100 * 4
+    removed = int((lengths - kept).sum())
+    rows = [row[:n].tolist() for row, n in zip(found, kept.tolist(), strict=True)]
+    assert all(row[0] == 2 and row[-1] == 3 for row in rows)  # [CLS] and [SEP]
+    middle = [piece for row in rows for piece in row[1:-1]]
+    masked = middle.count(pieces.mask)
+    others = sum(piece not in (7, 8, pieces.mask) for piece in middle)
+    assert removed / inner == pytest.approx(0.5 * 0.4, abs=0.03)
+    assert masked / inner == pytest.approx(0.5 * 0.5 + 0.05 / len(pieces), abs=0.03)
+    assert others / inner == pytest.approx(0.05 * (1 - 2 / len(pieces)), abs=0.02)
+    assert torch.isfinite(encoder(words, lengths)).all()
+
+
 # --- images ---------------------------------------------------------------------------------------
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
 from support.stored import assert_stored
 
-from examples.retrieval.concepts import find_concepts, normalized_graph
+from examples.retrieval.concepts import find_concepts, normalized_graph, read_concepts
 
 CAPTIONS = [
     "A brown dog runs.",
@@ -39,6 +40,25 @@ def test_concepts_are_those_that_were_read():
 def test_captions_with_too_few_words_are_refused():
     with pytest.raises(ValueError, match=r"concepts = 27: must be at most 26, the number"):
         find_concepts([f"a {noun}" for noun in NOUNS], 27)
+
+
+def test_words_of_a_file_are_counted_in_the_captions(tmp_path):
+    file = tmp_path / "concepts.json"
+    captions = ["A middle-aged man runs.", "a man of middle age", "two dogs", "a man, his dogs"]
+    file.write_text(json.dumps(["man", "dogs", "middle-aged", "cat"]))
+    found = read_concepts(str(file), captions)
+    assert found.words == ["man", "dogs", "middle-aged", "cat"]
+    assert found.counts == [3, 2, 1, 0]
+    assert found.together == [[0, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    file.write_text(json.dumps({"man": 0, "dogs": 1, "middle-aged": 2, "cat": 3}))  # CVSE's
+    assert read_concepts(str(file), captions) == found
+
+
+def test_concepts_of_a_run_are_read_with_their_counts(tmp_path):
+    found = find_concepts(CAPTIONS, 8)
+    file = tmp_path / "concepts.json"
+    found.save(file)
+    assert read_concepts(str(file), ["other captions"]) == found
 
 
 def test_normalized_graph_is_that_of_the_equation():

@@ -209,3 +209,18 @@ def test_word_dropout_acts_in_training_only():
     first = text(words, lengths)
     second = text(words, lengths)
     assert torch.equal(first, second)
+
+
+def test_dropout_of_the_enhancement_is_in_both_of_its_branches():
+    torch.manual_seed(0)
+    enhance = SelfGuidedEnhancement(replace(TEXTS, enhancement_dropout=0.4), 5, 0)
+    seen: list[Tensor] = []
+    enhance.dropout.register_forward_hook(lambda _, inputs, output: seen.append(output))
+    regions = drawn(200, 4, 5)
+    enhance(regions)
+    local, whole = seen
+    assert local.shape == (200, 4, 5) and whole.shape == (200, 5)
+    for x in seen:
+        assert (x == 0).float().mean().item() == pytest.approx(0.4, abs=0.05)
+    enhance.eval()
+    assert torch.equal(enhance(regions), enhance(regions))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from support.drawn import TINY
 
 from examples.retrieval import paper_figures
@@ -47,7 +48,9 @@ def drawn(grid: Grid, number: str) -> list[dict[str, str]]:
     table = grid.source.tables[number]
     stem = grid.out / number
     file = draw(grid, table, {}, stem)
-    assert file.stat().st_size > 5000
+    pixels = np.asarray(Image.open(file))
+    assert pixels[0, 0].tolist()[3] == 0  # no background, for light and dark pages
+    assert (pixels[..., 3] == 255).any()
     with stem.with_suffix(".csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
