@@ -185,7 +185,7 @@ def feature_statistics(features: np.ndarray, chunk: int = 1024) -> tuple[Tensor,
     """
     parts = [features[start : start + chunk] for start in range(0, len(features), chunk)]
     n, regions, _ = features.shape
-    mean = sum(part.sum((0, 1), dtype=np.float64) for part in parts) / (n * regions)
+    mean: Any = sum(part.sum((0, 1), dtype=np.float64) for part in parts) / (n * regions)
     variance = sum(np.square(part - mean).sum() for part in parts) / features.size
     return torch.from_numpy(mean).float(), torch.tensor(variance or 1.0).sqrt().float()
 

@@ -27,6 +27,7 @@ class VSE(nn.Module):
     outputs = 2  # how many tensors it returns in training
     of_texts: tuple[int, ...] = (1,)  # which of them have one row per text
 
+    # the settings are for the extensions below
     def __init__(self, config: Config, image: ImageEncoder, text: TextPooling) -> None:
         super().__init__()
         self.image = image

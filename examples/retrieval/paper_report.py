@@ -32,7 +32,6 @@ ALSO = ("i2t_r_precision", "t2i_r_precision")  # and those that some have
 TIMES = ("encode_seconds", "match_seconds", "seconds", "kpps")
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be told"
 Rows = Mapping[str, Mapping[int, Metrics]]
-WIDTH = 120  # letters of a line of the report
 
 
 class Difference(NamedTuple):
@@ -194,7 +193,7 @@ def _table(grid: Grid, table: Table, rows: Rows) -> str:
     """The rows as text, that with which others are compared marked by a star."""
     names = [f"{name} *" if name == table.baseline else name for name in table.rows]
     lines = [_line(grid, table, rows, name) for name in table.rows]
-    text = tables.text(tables.Table([tables.frame(names, lines)]), WIDTH)
+    text = tables.text(tables.Table([tables.frame(names, lines)]), 120)
     return f"```\n{text.rstrip()}\n```"
 
 

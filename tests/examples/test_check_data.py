@@ -28,6 +28,11 @@ CASES = {
             "test_ims.npy": np.ones((2, 4, 5), np.float16),
         },
     ),
+    "features of other dimensions": (
+        "features",
+        {"test_ims.npy": np.ones((2, 4, 5), np.float16)},
+    ),
+    "global features that a split lacks": ("features", {"dev_global.npy": None}),
     "features and captions that cannot be meant": (
         "features",
         {"train_ims.npy": SUSPICIOUS, "train_caps.txt": "a dog runs\n" * 19 + "...\n"},

@@ -197,7 +197,7 @@ def test_the_lines_of_a_table():
     assert [[*line[:3], *line[-2:]] for line in lines] == [
         ["row", "", "", "RSUM", "seconds"],
         ["a", "first", "printed, Flickr30K", "500.0", "1.5"],
-        ["", "", "ours, test, 3 seeds", "101.0 ± 1.0", "0.0123"],
+        ["a", "first", "ours, test, 3 seeds", "101.0 ± 1.0", "0.0123"],
         ["b", "second", "no runs", "", ""],
         ["c", "third", "not run: another method", "", ""],
     ]
