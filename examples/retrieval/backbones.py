@@ -6,40 +6,39 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from .encoders import GPO, SubEmbeddings
+from .config import Config, must_be
+from .encoders import TextPooling, new_heads, new_pool
+
+WHERE = "as a local directory or a name that was downloaded before"
 
 
-def _transformers() -> Any:
+def import_transformers() -> Any:
     try:
         import transformers
         from transformers import BertModel  # noqa: F401  raises if a dependency of BertModel is missing
     except ImportError as error:
         raise ImportError(
-            f"bert and backbone need transformers: install itrloss with the extra 'bert' ({error})"
+            "bert, backbone and CLIP need transformers: install itrloss with the extra 'bert' "
+            f"({error})"
         ) from error
     return transformers
 
 
 def _settings(setting: str, path: str, kind: str) -> Any:
     """Read the settings of a network; ``setting`` is the one of the run that names it."""
-    try:
-        return _transformers().AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise _refusal(setting, path, kind, error) from error
+    with must_be(f"{setting} = {path!r}", f"{kind}, {WHERE}"):
+        return import_transformers().AutoConfig.from_pretrained(path, local_files_only=True)
 
 
 def _refusal(setting: str, path: str, kind: str, reason: object) -> ValueError:
-    return ValueError(
-        f"{setting} = {path!r}: must be {kind}, as a local directory or a name that was downloaded "
-        f"before ({reason})"
-    )
+    return ValueError(f"{setting} = {path!r}: must be {kind}, {WHERE} ({reason})")
 
 
 def _sizes(settings: Any) -> dict[str, Any]:
@@ -51,19 +50,16 @@ def _sizes(settings: Any) -> dict[str, Any]:
     return sizes
 
 
-def _weights(setting: str, path: str, kind: str, cls: Any, **options: Any) -> dict[str, Tensor]:
-    """Read the weights of a checkpoint; a ValueError if some are missing."""
-    try:
+def pretrained(setting: str, path: str, kind: str, cls: Any, **options: Any) -> Any:
+    """Read a network with the weights of a checkpoint; a ValueError if some are missing."""
+    with must_be(f"{setting} = {path!r}", f"{kind} with weights, {WHERE}"):
         model, report = cls.from_pretrained(
             path, local_files_only=True, output_loading_info=True, **options
         )
-    except (OSError, ValueError) as error:
-        raise _refusal(setting, path, f"{kind} with weights", error) from error
-    missing = report["missing_keys"]
-    if missing:
-        reason = f"{len(missing)} are missing, such as {min(missing)}"
-        raise _refusal(setting, path, f"{kind} with weights", reason)
-    return model.state_dict()
+        missing = report["missing_keys"]
+        if missing:
+            raise ValueError(f"{len(missing)} are missing, such as {min(missing)}")
+    return model
 
 
 # --------------------------------------------------------------------------------------------- BERT
@@ -79,7 +75,7 @@ class WordPieces:
     """
 
     def __init__(self, tokenizer: str, sizes: Mapping[str, Any], mask: int) -> None:
-        _transformers()
+        import_transformers()
         from tokenizers import Tokenizer
 
         self.sizes = dict(sizes)
@@ -95,7 +91,7 @@ class WordPieces:
         downloaded model by name.
         """
         settings = _settings("bert", path, "a BERT")
-        tokenizer = _transformers().AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = import_transformers().AutoTokenizer.from_pretrained(path, local_files_only=True)
         # If its files are missing, transformers makes a tokeniser with special tokens only.
         fits = len(tokenizer.all_special_ids) < len(tokenizer) <= settings.vocab_size
         if settings.model_type != "bert" or tokenizer.mask_token_id is None or not fits:
@@ -116,57 +112,58 @@ class WordPieces:
         return self._tokenizer.encode(caption).ids
 
 
-class BertEncoder(nn.Module):
+class BertEncoder(TextPooling):
     """Padded word pieces (M, L) -> text embeddings (M, dim), as VSE-infinity: BERT, linear, GPO
     over all pieces.
 
     The first and last pieces, [CLS] and [SEP], are pooled like the others. In training, each piece
-    between them is replaced by [MASK] with probability ``word_dropout``. (VSE-infinity's code
-    selects one word in five and masks, replaces or removes it.) ``heads`` and ``with_queries`` are
-    as for :class:`~examples.retrieval.encoders.TextEncoder`.
+    between them is selected with probability ``word_dropout``.
     """
 
-    def __init__(
-        self,
-        pieces: WordPieces,
-        dim: int,
-        word_dropout: float = 0.0,
-        heads: SubEmbeddings | None = None,
-        with_queries: bool = False,
-        as_printed: Collection[str] = (),
-    ) -> None:
+    def __init__(self, config: Config, pieces: WordPieces, has_set: bool = False) -> None:
         super().__init__()
-        transformers = _transformers()
+        heads = new_heads(config, 1) if has_set else None
+        transformers = import_transformers()
         sizes = transformers.BertConfig(**pieces.sizes)
         self.bert = transformers.BertModel(sizes, add_pooling_layer=False)
-        self.linear = nn.Linear(sizes.hidden_size, dim)
-        printed = "pooling" in as_printed
-        self.pool = GPO(as_printed=printed)
+        self.linear = nn.Linear(sizes.hidden_size, config.dim)
+        self.pool = new_pool(config)
         self.heads = heads
-        self.query_pool = GPO(as_printed=printed) if with_queries else None
-        self.word_dropout = word_dropout
+        self.query_pool = new_pool(config) if config.loss == "coder" else None
+        self.word_dropout = config.word_dropout
+        self.in_three_ways = config.word_masking == "three ways"
         self.mask = pieces.mask
 
     def load_weights(self, path: str) -> None:
         """Load the weights of a checkpoint."""
         cls = type(self.bert)
-        self.bert.load_state_dict(_weights("bert", path, "a BERT", cls, add_pooling_layer=False))
+        loaded = pretrained("bert", path, "a BERT", cls, add_pooling_layer=False)
+        self.bert.load_state_dict(loaded.state_dict())
 
     def forward(self, words: Tensor, lengths: Tensor) -> Any:
-        place = torch.arange(words.shape[1])
-        counts = (place < lengths[:, None]).to(words.device)
         if self.training and self.word_dropout:
-            inner = ((place > 0) & (place < lengths[:, None] - 1)).to(words.device)
-            hidden = torch.rand(words.shape, device=words.device) < self.word_dropout
-            words = words.masked_fill(hidden & inner, self.mask)
+            words, lengths = self.masked(words, lengths)
+        counts = (torch.arange(words.shape[1]) < lengths[:, None]).to(words.device)
         states = self.bert(input_ids=words, attention_mask=counts.long()).last_hidden_state
-        states = self.linear(states)
-        text = self.pool(states, lengths)
-        if self.heads is not None:
-            return self.heads(states, text, lengths)
-        if self.query_pool is not None:
-            return text, self.query_pool(states, lengths)
-        return text
+        outputs = self.pooled(self.linear(states), lengths)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def masked(self, words: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Words with selected pieces masked or, in three ways, masked, replaced by random ones or
+        removed (1/2, 1/10 and 4/10 of them); and lengths.
+        """
+        place = torch.arange(words.shape[1])
+        inner = ((place > 0) & (place < lengths[:, None] - 1)).to(words.device)
+        selected = inner & (torch.rand(words.shape, device=words.device) < self.word_dropout)
+        if not self.in_three_ways:
+            return words.masked_fill(selected, self.mask), lengths
+        way = torch.rand(words.shape, device=words.device)
+        any_piece = torch.randint_like(words, self.bert.config.vocab_size)
+        words = torch.where(selected & (way < 0.6), any_piece, words)
+        words = words.masked_fill(selected & (way < 0.5), self.mask)
+        removed = selected & (way >= 0.6)
+        kept_first = removed.long().argsort(dim=1, stable=True)
+        return words.gather(1, kept_first), lengths - removed.sum(1).cpu()
 
 
 # ------------------------------------------------------------------------------------------- images
@@ -196,7 +193,7 @@ class Backbone(nn.Module):
 
     def __init__(self, sizes: Mapping[str, Any]) -> None:
         super().__init__()
-        transformers = _transformers()
+        transformers = import_transformers()
         settings = transformers.AutoConfig.for_model(**sizes)
         self.network = transformers.AutoBackbone.from_config(settings)
         self.dim: int = self.network.channels[-1]
@@ -215,8 +212,8 @@ class Backbone(nn.Module):
 
     def load_weights(self, path: str) -> None:
         """Load the weights of a checkpoint."""
-        weights = _weights("backbone", path, "a network for images", type(self.network))
-        self.network.load_state_dict(weights)
+        loaded = pretrained("backbone", path, "a network for images", type(self.network))
+        self.network.load_state_dict(loaded.state_dict())
 
     def forward(self, pictures: Tensor) -> Tensor:
         maps = self.network((pictures - self.mean) / self.std).feature_maps

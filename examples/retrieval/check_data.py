@@ -4,19 +4,22 @@
 
 It recognises pre-computed features in the layout of SCAN, VSE++ and VSE-infinity, and raw images
 with Karpathy's JSON, VSE-infinity's id_mapping.json or CUB's captions. The exit status is 1 if
-something that training needs is missing or wrong.
+something that training needs is missing, or something is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from .config import Config
 from .data import Split, Vocabulary, features_directory, load_split, tokenize
 from .pictures import Images, layout
+from .preparation import check_fit
 
 SAMPLE = 200  # number of images per split whose features or files are checked
 SPLITS = {
@@ -47,15 +50,13 @@ LAYOUTS = {
 
 
 class Report:
-    """The lines to print, and whether everything that training needs is there."""
+    """The lines to print."""
 
     def __init__(self, root: Path, min_count: int) -> None:
         self.lines = [str(root)]
-        self.ready = True
         self.splits: dict[str, Split] = {}
         if not root.is_dir():
-            self.lines.append("  no such directory")
-            self.ready = False
+            self.lines.append("  MISSING: no such directory")
             return
         kind = layout(root)
         if kind == "features" and features_directory(root) != root:
@@ -68,7 +69,7 @@ class Report:
             if name == "testall" and not (captions / "testall_caps.txt").exists():
                 continue  # of MSCOCO only
             self.add_split(root, kind, name)
-        self.compare_splits()
+        self.compare_splits(root)
         if "train" in self.splits:
             captions = self.splits["train"].captions
             words = len(Vocabulary.from_captions(captions, min_count)) - 2
@@ -82,17 +83,20 @@ class Report:
         else:
             self.lines.append(LAYOUTS[kind])
 
+    @property
+    def ready(self) -> bool:
+        """Whether everything that training needs is there, and nothing wrong."""
+        return not re.search("MISSING: |WRONG: ", "\n".join(self.lines))
+
     def add_split(self, root: Path, kind: str, name: str) -> None:
         """Add the lines on a split."""
-        needed = name in ("train", "dev")
         if kind == "features":
             files = (f"{name}_ims.npy", f"{name}_caps.txt")
             missing = [file for file in files if not (root / file).exists()]
             if missing:
-                what = "MISSING" if needed else "not there"
+                what = "MISSING" if name in ("train", "dev") else "not there"
                 line = f"  {name:6} {what}: {', '.join(missing)} ({SPLITS[name]})"
                 self.lines.append(line)
-                self.ready &= not needed
                 return
         try:
             split = load_split(root, name)
@@ -105,29 +109,24 @@ class Report:
                 remarks = [f"LOOK AT: {what}" for what in oddities(split.features)]
         except (OSError, ValueError) as error:
             self.lines.append(f"  {name:6} WRONG: {error}")
-            self.ready &= not needed
             return
         self.splits[name] = split
         self.lines.append(f"  {name:6} {line}")
         for remark in [*of_captions(split), *remarks]:
             self.lines.append(f"         {remark}")
-            self.ready &= not (needed and remark.startswith(("MISSING", "WRONG")))
 
-    def compare_splits(self) -> None:
-        """Add differences between splits: dimensions, and global features that only some have."""
-        features = [split.features for split in self.splits.values()]
-        wholes = [split.wholes for split in self.splits.values() if split.wholes is not None]
-        if len({x.shape[2] for x in features if not isinstance(x, Images)}) > 1:
-            self.lines.append("  WRONG: the splits' features have different dimensions")
-            self.ready = False
-        if len({x.shape[1] for x in wholes}) > 1:
-            what = "features of whole pictures"
-            self.lines.append(f"  WRONG: the splits' {what} have different dimensions")
-            self.ready = False
-        if 0 < len(wholes) < len(self.splits):
-            without = [name for name, split in self.splits.items() if split.wholes is None]
-            files = ", ".join(f"{name}_global.npy" for name in without)
-            self.lines.append(f"  MISSING: {files}, for views=regions+whole and enhancement=cge")
+    def compare_splits(self, root: Path) -> None:
+        """Add what training would say of the splits together."""
+        if not {"train", "dev"} <= self.splits.keys():
+            return
+        train = self.splits["train"]
+        backbone = "any" if isinstance(train.features, Images) else ""
+        views = "regions" if train.wholes is None else "regions+whole"
+        config = Config(backbone=backbone, views=views, final_test="test" in self.splits)
+        try:
+            check_fit(config, root, train)
+        except ValueError as error:
+            self.lines.append(f"  WRONG: {error}")
 
 
 def of_features(features: np.ndarray, wholes: np.ndarray | None) -> str:

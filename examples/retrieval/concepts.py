@@ -1,8 +1,6 @@
 """The concepts of CODER: frequent words of the training captions, and how often two of them occur
 together.
 
-    python -m examples.retrieval.concepts runs/data --size 100 --out concepts.json
-
 Captions are converted to bags of lemmas, each an *Object*, a *Motion* or a *Property*. The most
 frequent lemmas of each kind are the concepts, in the ratio 7 : 2 : 1. The graph of CVSE and CODER
 (supplement, Eq. 4 and 5) connects concepts that imply others. Its weights ``P_ij = B_ij / N_i``, of
@@ -15,9 +13,7 @@ and other *-ed* forms are properties, and all other words except function words 
 
 from __future__ import annotations
 
-import argparse
 import json
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,8 +22,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .config import read_toml
-from .data import load_split, tokenize
+from itrloss.files import written
+
+from .config import must_be, read_toml
+from .data import tokenize
 
 KINDS = {"object": 7, "motion": 2, "property": 1}  # and their shares
 Lemma = tuple[str, str]  # and its kind
@@ -60,7 +58,8 @@ class Concepts:
 
     def save(self, path: str | Path) -> None:
         """Write the concepts as JSON."""
-        Path(path).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        with written(path) as file:
+            file.write(json.dumps(asdict(self)) + "\n")
 
 
 def normalized_graph(graph: Tensor) -> Tensor:
@@ -93,6 +92,31 @@ def find_concepts(captions: Sequence[str], size: int) -> Concepts:
     chosen = (chosen + rest)[:size]
     kinds = list(KINDS)
     chosen.sort(key=lambda lemma: (kinds.index(lemma[1]), -counts[lemma], lemma[0]))
+    return counted(bags, chosen)
+
+
+def read_concepts(path: str, captions: Sequence[str]) -> Concepts:
+    """Read concepts from JSON: those of a run with their counts; or words, a list or, as in CVSE's
+    category_concepts.json, an object of their numbers, which are counted in the captions.
+
+    A caption has a concept if it has all its words, as of "middle-aged".
+    """
+    wanted = "JSON: a list of words, CVSE's numbers of words, or concepts.json of a run"
+    with must_be(f"concept_file = {path!r}", wanted):
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if "together" in content:
+            return Concepts(**content)
+        chosen = {(word, "listed"): {*tokenize(word)} for word in content}
+    bags = []
+    for caption in captions:
+        said = {*tokenize(caption)}
+        bags.append({lemma for lemma, words in chosen.items() if words <= said})
+    return counted(bags, [*chosen])
+
+
+def counted(bags: Sequence[set[Lemma]], chosen: Sequence[Lemma]) -> Concepts:
+    """Count the chosen lemmas in the captions' bags."""
+    counts = Counter(lemma for bag in bags for lemma in bag)
     return Concepts(
         words=[word for word, _ in chosen],
         kinds=[kind for _, kind in chosen],
@@ -201,50 +225,3 @@ def _singular(word: str, known: Counter[str]) -> str:
         forms.append(word[:-2])
     best = max(forms, key=lambda form: known[form])
     return best if known[best] else word
-
-
-# --------------------------------------------------------------------------------------------- text
-
-
-def listing(concepts: Concepts) -> str:
-    """List the concepts of each kind with their counts, and the graph's strongest edges, as
-    text.
-    """
-    lines = []
-    found = list(zip(concepts.words, concepts.kinds, concepts.counts, strict=True))
-    for kind in KINDS:
-        own = [f"{word} {count}" for word, its_kind, count in found if its_kind == kind]
-        lines += [f"{kind} ({len(own)})", *_wrapped(own)]
-    edges = []
-    conditional = concepts.conditional()
-    strongest = conditional.flatten().topk(min(20, conditional.numel()))
-    for share, place in zip(strongest.values.tolist(), strongest.indices.tolist(), strict=True):
-        i, j = divmod(place, len(found))
-        if share:
-            edges.append(f"{concepts.words[i]} -> {concepts.words[j]} {share:.2f}")
-    return "\n".join([*lines, "strongest edges", *_wrapped(edges)])
-
-
-def _wrapped(words: list[str]) -> list[str]:
-    return textwrap.wrap(", ".join(words), 100, initial_indent="  ", subsequent_indent="  ")
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description="Find the concepts of a data set's training captions."
-    )
-    parser.add_argument("data", help="the directory of a data set")
-    parser.add_argument("--size", type=int, default=400)
-    parser.add_argument("--out", metavar="FILE.json")
-    args = parser.parse_args(arguments)
-    try:
-        concepts = find_concepts(load_split(args.data, "train").captions, args.size)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    if args.out:
-        concepts.save(args.out)
-    print(listing(concepts))
-
-
-if __name__ == "__main__":
-    main()

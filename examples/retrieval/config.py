@@ -8,7 +8,8 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -58,6 +59,8 @@ class Config:
     """Pictures of each split of the scenes."""
     min_count: PositiveInt = 2
     """Rarer training words become <unk>."""
+    vocabulary: str = ""
+    """The words of SCAN's vocabulary file, such as f30k_precomp_vocab.json, in their place."""
     dev_images: NonNegativeInt = 0
     """The first images of dev that choose the best checkpoint; 0: all."""
     captions_per_image: PositiveInt = 1
@@ -90,10 +93,17 @@ class Config:
     is the mean of theirs."""
     enhancement: Literal["", "sge", "cge"] = ""
     """USER's enhancements of the regions."""
+    enhancement_dropout: Dropout = 0.0
+    """In both branches of enhancement=sge; 0.4 in USER's code."""
+    standardise: bool = True
+    """Standardise regions: the mean of each feature, one deviation for all. false: as they are."""
     as_printed: Printed = field(default_factory=list)
     """Parts of which the model has the printed form, not ours; see docs/systems."""
     concepts: PositiveInt = 100
     """loss=coder: concepts in its concept branch."""
+    concept_file: str = ""
+    """loss=coder: these concepts, not those that are found: CVSE's category_concepts.json, a list
+    of words in JSON, or concepts.json of a run."""
     concept_threshold: Share = 0.3
     """Concepts i and j have an edge if at least this share of i's captions have j, too."""
     concept_share: Share = 0.1
@@ -116,6 +126,9 @@ class Config:
     """Of each feature of a whole picture."""
     word_dropout: Dropout = 0.2
     """Of whole words."""
+    word_masking: Literal["mask", "three ways"] = "mask"
+    """bert: "mask" replaces these pieces by [MASK]; "three ways", as VSE-infinity's and USER's
+    code, half of them, and a tenth by random pieces, and removes the others."""
     embedding_dropout: Dropout = 0.2
     """Of each entry of a word embedding."""
     shared_dropout: bool = False
@@ -259,13 +272,19 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     return make_config(values, {name: places[name] for name in places if name not in changes})
 
 
+@contextmanager
+def must_be(given: str, wanted: str) -> Iterator[None]:
+    """A context to read a file in, whose ValueError says what was given and what it must be."""
+    try:
+        yield
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{given}: must be {wanted} ({error})") from error
+
+
 def read_toml(path: str | Path) -> dict[str, Any]:
     """Read a TOML file; the ValueError of a wrong one names it."""
-    with open(path, "rb") as file:
-        try:
-            return tomllib.load(file)
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path}: {error}") from error
+    with must_be(str(path), "a TOML file"), open(path, "rb") as file:
+        return tomllib.load(file)
 
 
 def _places(path: str | Path) -> dict[str, str]:

@@ -5,12 +5,14 @@ A data set of pre-computed features, in the layout of SCAN and VSE-infinity, is 
 lines describe one image (`image = line // 5`), or one line if there are as many lines as images.
 If each image is there five times in a row, as in the files of VSE++, it is read once; and (n, d),
 VSE++'s one vector an image, is read as one region.
-Optionally, `{split}_global.npy`, (n, d'), holds one global feature per picture. Data sets of raw
-images are read by :mod:`examples.retrieval.pictures`.
+Optionally, `{split}_global.npy`, (n, d'), holds one global feature per picture, or (n, positions,
+d') several, of which the mean is read. Data sets of raw images are read by
+:mod:`examples.retrieval.pictures`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +28,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from itrloss.files import read_lines
 
+from .config import must_be
 from .pictures import Images, layout, listed_images
 
 PAD, UNKNOWN = "<pad>", "<unk>"  # ids 0 and 1
+SPECIAL = (PAD, UNKNOWN, "<start>", "<end>")  # of SCAN's vocabulary
 
 
 # ------------------------------------------------------------------------------------------- splits
@@ -57,11 +61,7 @@ class Split:
         """The first images and their captions; all of them if ``count`` is 0."""
         if not count:
             return self
-        features: np.ndarray | Images
-        if isinstance(self.features, Images):
-            features = Images(self.features.paths[:count], self.features.size)
-        else:
-            features = self.features[:count]
+        features = self.features[:count]
         return Split(
             features,
             self.captions[: len(features) * self.captions_per_image],
@@ -79,11 +79,13 @@ class Split:
             return self.features.read(image, seed)
         return torch.from_numpy(np.array(self.features[image], dtype=np.float32))
 
-    def whole(self, image: int) -> Tensor | None:
-        """The global feature of an image, float32 (d',); None if the data set has none."""
+    def whole(self, images: int | Sequence[int]) -> Tensor | None:
+        """The global feature of an image, float32 (d',), or of several; None if the data set has
+        none.
+        """
         if self.wholes is None:
             return None
-        return torch.from_numpy(np.array(self.wholes[image], dtype=np.float32))
+        return torch.from_numpy(np.array(self.wholes[images], dtype=np.float32))
 
 
 def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
@@ -103,7 +105,8 @@ def load_split(root: str | Path, name: str, image_size: int = 256) -> Split:
     if kinds != [""]:
         classes = torch.tensor([kinds.index(image.kind) for image in listed])
     pictures = Images([image.path for image in listed], image_size)
-    return Split(pictures, captions, len(listed[0].captions), classes=classes)
+    wholes = _global_features(features_directory(Path(root)), name, len(listed))
+    return Split(pictures, captions, len(listed[0].captions), wholes, classes)
 
 
 def features_directory(root: Path) -> Path:
@@ -115,20 +118,14 @@ def features_directory(root: Path) -> Path:
 def _precomputed(root: Path, name: str) -> Split:
     features_path = root / f"{name}_ims.npy"
     captions_path = root / f"{name}_caps.txt"
-    wholes_path = root / f"{name}_global.npy"
-    features = np.load(features_path, mmap_mode="r")
+    features = _array(features_path, "(n, regions, d)")
     captions = read_lines(captions_path)
-    wholes = None
-    if wholes_path.exists():
-        wholes = np.load(wholes_path, mmap_mode="r")
     if features.ndim == 2:
         features = features[:, None]
-    if len(captions) == len(features) and repeats_images(features):
-        features = features[::5]
-        if wholes is not None:
-            wholes = wholes[::5]
+    each = 5 if len(captions) == len(features) and repeats_images(features) else 1
+    features = features[::each]
     n = len(features)
-    if features.ndim != 3 or features.dtype.kind != "f" or not n:
+    if features.ndim != 3 or not n:
         found = f"{features.dtype} {features.shape}"
         raise ValueError(f"{features_path}: {found}, must be a float array (n, regions, d)")
     if len(captions) not in (n, 5 * n):
@@ -136,10 +133,34 @@ def _precomputed(root: Path, name: str) -> Split:
             f"{captions_path} has {len(captions)} captions and {features_path} has {n} images: "
             "there must be five captions an image, or one"
         )
-    if wholes is not None and (wholes.ndim != 2 or wholes.dtype.kind != "f" or len(wholes) != n):
+    return Split(features, captions, len(captions) // n, _global_features(root, name, n, each))
+
+
+def _global_features(root: Path, name: str, n: int, each: int = 1) -> np.ndarray | None:
+    """Read the global features of a split, (n, d'), where each picture is there ``each`` times;
+    None without a file.
+    """
+    path = root / f"{name}_global.npy"
+    if not path.exists():
+        return None
+    wholes = _array(path, f"({n}, d)")[::each]
+    if wholes.ndim == 3:  # of positions
+        wholes = wholes.mean(1, dtype=np.float32)
+    if wholes.ndim != 2 or len(wholes) != n:
         found = f"{wholes.dtype} {wholes.shape}"
-        raise ValueError(f"{wholes_path}: {found}, must be a float array ({n}, d)")
-    return Split(features, captions, len(captions) // n, wholes)
+        raise ValueError(f"{path}: {found}, must be a float array ({n}, d)")
+    return wholes
+
+
+def _array(path: Path, shape: str) -> np.ndarray:
+    """Map a file of floating-point numbers into memory."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
+    with must_be(str(path), f"a float array {shape}"):
+        array = np.load(path, mmap_mode="r")
+        if array.dtype.kind != "f":
+            raise ValueError(f"{array.dtype} {array.shape}")
+        return array
 
 
 def repeats_images(features: np.ndarray, sample: int = 200) -> bool:
@@ -162,17 +183,10 @@ def feature_statistics(features: np.ndarray, chunk: int = 1024) -> tuple[Tensor,
     the size of the signal. Two float64 passes over chunks avoid loading the whole memory-mapped
     array.
     """
-    starts = range(0, len(features), chunk)
-    n, regions, dim = features.shape
-    total = np.zeros(dim)
-    for start in starts:
-        total += features[start : start + chunk].sum((0, 1), dtype=np.float64)
-    mean = total / (n * regions)
-    squares = 0.0
-    for start in starts:
-        rows = features[start : start + chunk].astype(np.float64)
-        squares += np.square(rows - mean).sum()
-    variance = squares / features.size
+    parts = [features[start : start + chunk] for start in range(0, len(features), chunk)]
+    n, regions, _ = features.shape
+    mean: Any = sum(part.sum((0, 1), dtype=np.float64) for part in parts) / (n * regions)
+    variance = sum(np.square(part - mean).sum() for part in parts) / features.size
     return torch.from_numpy(mean).float(), torch.tensor(variance or 1.0).sqrt().float()
 
 
@@ -219,6 +233,15 @@ class Vocabulary:
         frequent = [word for word, count in counts.items() if count >= min_count]
         return cls([PAD, UNKNOWN, *sorted(frequent, key=lambda word: (-counts[word], word))])
 
+    @classmethod
+    def of_scan(cls, path: str) -> Vocabulary:
+        """Read the words of SCAN's vocabulary: JSON with the number of each in ``word2idx``."""
+        wanted = "a vocabulary of SCAN: JSON with the numbers of words in word2idx"
+        with must_be(f"vocabulary = {path!r}", wanted):
+            numbers = json.loads(Path(path).read_text(encoding="utf-8"))["word2idx"]
+            words = sorted(numbers, key=numbers.get)
+        return cls([PAD, UNKNOWN, *(word for word in words if word not in SPECIAL)])
+
     def state(self) -> list[str]:
         """Return the constructor's argument, for checkpoints."""
         return self.words
@@ -245,13 +268,17 @@ class Vocabulary:
         return (idf / (idf * running).sum().clamp(min=1e-12) * running.sum()).float()
 
 
-def word_vectors(path: str | Path) -> dict[str, np.ndarray]:
+def word_vectors(path: str) -> dict[str, np.ndarray]:
     """Read float32 word vectors from a text file in GloVe's format."""
     vectors = {}
-    with open(path, encoding="utf-8") as file:
+    wanted = "a text file in GloVe's format, each line a word and as many numbers"
+    with must_be(f"word_vectors = {path!r}", wanted), open(path, encoding="utf-8") as file:
         for line in file:
             word, *values = line.rstrip().split(" ")
             vectors[word] = np.array(values, dtype=np.float32)
+        sizes = {len(vector) for vector in vectors.values()}
+        if len(sizes) != 1 or 0 in sizes:
+            raise ValueError(f"it has {sorted(sizes)} numbers a line")
     return vectors
 
 
@@ -356,6 +383,7 @@ class Samples(Dataset[Sample]):
         )
 
 
+@dataclass(eq=False)
 class Batches:
     """The batches of each epoch, a pure function of (seed, epoch, step), so that a run can resume
     at any step.
@@ -369,37 +397,31 @@ class Batches:
     per step; together they see the same samples as one process with the total batch size.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        tokenizer: Tokenizer,
-        batch_size: int,
-        captions_per_image: int,
-        seed: int,
-        rank: int = 0,
-        world: int = 1,
-        workers: int = 0,
-    ) -> None:
-        if captions_per_image > split.captions_per_image:
+    split: Split
+    tokenizer: Tokenizer
+    batch_size: int
+    captions_per_image: int
+    seed: int
+    rank: int = 0
+    world: int = 1
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        split = self.split
+        if self.captions_per_image > split.captions_per_image:
             raise ValueError(
-                f"captions_per_image = {captions_per_image}: must be at most all "
+                f"captions_per_image = {self.captions_per_image}: must be at most all "
                 f"{split.captions_per_image} of an image"
             )
-        self.split = split
         self.image_ids = split.image_ids
-        self.word_ids = [tokenizer.encode(caption) for caption in split.captions]
-        self.captions_per_image = captions_per_image
-        self.samples_of_image = -(-split.captions_per_image // captions_per_image)
+        self.word_ids = [self.tokenizer.encode(caption) for caption in split.captions]
+        self.samples_of_image = -(-split.captions_per_image // self.captions_per_image)
         self.samples = len(split.features) * self.samples_of_image
-        self.batch_size = min(batch_size, self.samples // world)
+        self.batch_size = min(self.batch_size, self.samples // self.world)
         if not self.batch_size:
             raise ValueError(
-                f"data: {self.samples} training samples are too few for {world} processes"
+                f"data: {self.samples} training samples are too few for {self.world} processes"
             )
-        self.seed = seed
-        self.rank = rank
-        self.world = world
-        self.workers = workers
 
     def __len__(self) -> int:
         return self.samples // (self.batch_size * self.world)

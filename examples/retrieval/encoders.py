@@ -7,7 +7,6 @@ The embeddings are not normalised: the losses and metrics of itrloss compute the
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from itrloss.distributed import gather, world_size
 
+from .config import Config
 from .data import compressed
 
 MASKED = -10000.0
@@ -191,6 +191,14 @@ class SubEmbeddings(nn.Module):
         return self.norm(pooled[:, None] + residuals), residuals
 
 
+def new_pool(config: Config) -> GPO:
+    return GPO(as_printed="pooling" in config.as_printed)
+
+
+def new_heads(config: Config, number: int) -> SubEmbeddings:
+    return SubEmbeddings(config.dim, number, "heads" in config.as_printed)
+
+
 class SelfGuidedEnhancement(nn.Module):
     """Self-guided enhancement of USER (Zhang et al., 2023, Eq. 1-7): regions get global context.
 
@@ -198,9 +206,10 @@ class SelfGuidedEnhancement(nn.Module):
     the global feature, which is added to each region in proportion to their similarity.
     """
 
-    def __init__(self, dim: int, as_printed: bool = False) -> None:
+    def __init__(self, config: Config, dim: int, whole_dim: int) -> None:
         super().__init__()
-        self.as_printed = as_printed
+        self.as_printed = "enhancement" in config.as_printed
+        self.dropout = nn.Dropout(config.enhancement_dropout)
         # kappa and nu; batch normalisation makes biases redundant.
         self.local = nn.Linear(dim, dim, bias=False)
         self.whole = nn.Linear(dim, dim, bias=False)
@@ -212,7 +221,9 @@ class SelfGuidedEnhancement(nn.Module):
         """(B, R, d) -> (B, R, d)."""
         local = self.local_norm(self.local(regions).flatten(0, 1)).view_as(regions)
         whole = self.whole_norm(self.whole(regions.mean(1)))
-        weights = self.score(local.tanh() * whole.tanh()[:, None]).softmax(1)  # (B, R, 1)
+        local = self.dropout(local.tanh())
+        whole = self.dropout(whole.tanh())
+        weights = self.score(local * whole[:, None]).softmax(1)  # (B, R, 1)
         whole = F.normalize((weights * regions).sum(1), dim=1)
         return add_global(regions, whole, self.as_printed)
 
@@ -222,9 +233,9 @@ class GuidedEnhancement(nn.Module):
     paper.
     """
 
-    def __init__(self, whole_dim: int, dim: int, as_printed: bool = False) -> None:
+    def __init__(self, config: Config, dim: int, whole_dim: int) -> None:
         super().__init__()
-        self.as_printed = as_printed
+        self.as_printed = "enhancement" in config.as_printed
         self.mlp = nn.Sequential(
             nn.LayerNorm(whole_dim),
             BatchNorm(whole_dim),
@@ -250,14 +261,17 @@ def add_global(regions: Tensor, whole: Tensor, as_printed: bool = False) -> Tens
     return regions + attention[:, :, None] * whole[:, None]
 
 
+ENHANCEMENTS = {"sge": SelfGuidedEnhancement, "cge": GuidedEnhancement}
+
+
 class ImageEncoder(nn.Module):
     """Region features (B, R, region_dim) -> image embeddings (B, dim): standardise, enhance,
     project, pool.
 
-    With ``whole``, the input is the global feature of the picture (B, whole_dim) instead, without
-    pooling. With ``heads``, a :class:`SubEmbeddings`, the outputs are sets of embeddings. With a
-    ``backbone``, the inputs are raw images (B, 3, H, W), from which the backbone computes the
-    regions.
+    The view "whole" has the global feature of the picture (B, whole_dim) as its input instead,
+    without pooling. With ``loss=dvse``, the outputs for regions are those of a
+    :class:`SubEmbeddings`. With a ``backbone``, the inputs are raw images (B, 3, H, W), from which
+    the backbone computes the regions.
 
     The projection is VSE-infinity's: one linear layer plus a two-layer residual MLP with batch
     normalisation.
@@ -268,44 +282,39 @@ class ImageEncoder(nn.Module):
     whole_mean: Tensor
     whole_std: Tensor
 
-    def __init__(  # noqa: PLR0913 (the settings of a run, most by keyword)
+    def __init__(
         self,
+        config: Config,
         region_dim: int,
-        dim: int,
-        feature_dropout: float = 0.0,
-        shared_dropout: bool = False,
-        heads: SubEmbeddings | None = None,
         whole_dim: int = 0,
-        whole: bool = False,
-        enhancement: str = "",
+        view: str = "regions",
         backbone: nn.Module | None = None,
-        as_printed: Collection[str] = (),
     ) -> None:
         super().__init__()
+        self.whole = view == "whole"
+        has_sets = config.loss == "dvse" and not self.whole
+        heads = new_heads(config, config.heads) if has_sets else None
         self.backbone = backbone
         self.register_buffer("mean", torch.zeros(region_dim))
         self.register_buffer("std", torch.ones(()))
         self.register_buffer("whole_mean", torch.zeros(whole_dim))
         self.register_buffer("whole_std", torch.ones(whole_dim))
-        self.whole = whole
-        self.dropout = SetDropout(feature_dropout, shared_dropout)
+        dropout = config.whole_dropout if self.whole else config.feature_dropout
+        self.dropout = SetDropout(dropout, config.shared_dropout)
         self.enhancement: nn.Module | None = None
-        if enhancement == "sge" and not whole:
-            self.enhancement = SelfGuidedEnhancement(region_dim, "enhancement" in as_printed)
-        elif enhancement == "cge" and not whole:
-            printed = "enhancement" in as_printed
-            self.enhancement = GuidedEnhancement(whole_dim, region_dim, printed)
-        input_dim = whole_dim if whole else region_dim
-        self.linear = nn.Linear(input_dim, dim)
+        if config.enhancement and not self.whole:
+            enhance = ENHANCEMENTS[config.enhancement]
+            self.enhancement = enhance(config, region_dim, whole_dim)
+        input_dim = whole_dim if self.whole else region_dim
+        hidden_dim = config.dim // 2
+        self.linear = nn.Linear(input_dim, config.dim)
         self.mlp = nn.Sequential(
-            nn.Linear(
-                input_dim, dim // 2, bias=False
-            ),  # batch normalisation makes a bias redundant
-            BatchNorm(dim // 2),
+            nn.Linear(input_dim, hidden_dim, bias=False),  # batch normalisation has a bias
+            BatchNorm(hidden_dim),
             nn.ReLU(),
-            nn.Linear(dim // 2, dim),
+            nn.Linear(hidden_dim, config.dim),
         )
-        self.pool = None if whole else GPO(as_printed="pooling" in as_printed)
+        self.pool = None if self.whole else new_pool(config)
         self.heads = heads
 
     def elements(self, images: Tensor, wholes: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -339,13 +348,36 @@ class ImageEncoder(nn.Module):
         return self.heads(projected, pooled, lengths)
 
 
-class TextEncoder(nn.Module):
+class TextPooling(nn.Module):
+    """What all text encoders make of the states of words.
+
+    Without a set, this is the text embedding. With one, for DVSE, it is a :class:`SubEmbeddings`
+    of a single head; with ``loss=coder``, the embedding and the query of the concept branch, which
+    a second pooling makes of the same words.
+    """
+
+    pool: GPO
+    heads: SubEmbeddings | None
+    query_pool: GPO | None
+
+    def pooled(
+        self, states: Tensor, lengths: Tensor, bag: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The outputs for states (B, L, dim); (B, dim) ``bag`` is added to what is pooled."""
+        text = self.pool(states, lengths)
+        if bag is not None:
+            text = text + bag
+        if self.heads is not None:
+            return self.heads(states, text, lengths)
+        if self.query_pool is None:
+            return (text,)
+        query = self.query_pool(states, lengths)
+        return text, query if bag is None else query + bag
+
+
+class TextEncoder(TextPooling):
     """Padded word ids (B, L) -> text embeddings (B, dim): embedding, BiGRU, pooling, plus a linear
     bag of words.
-
-    With ``heads``, a :class:`SubEmbeddings`, the outputs are its own. With ``with_queries``, the
-    outputs are pairs: the embeddings, and the queries of CODER's concept branch, which a second
-    pooling makes of the same words.
 
     The bag of words is a residual path: one linear layer on the mean of the idf-weighted word
     embeddings. On data sets of a few thousand pictures, most of a caption's information is which
@@ -355,33 +387,21 @@ class TextEncoder(nn.Module):
 
     idf: Tensor
 
-    def __init__(  # noqa: PLR0913 (the settings of a run, most by keyword)
-        self,
-        vocabulary_size: int,
-        word_dim: int,
-        dim: int,
-        word_dropout: float = 0.0,
-        embedding_dropout: float = 0.0,
-        bag_of_words: bool = True,
-        shared_dropout: bool = False,
-        heads: SubEmbeddings | None = None,
-        with_queries: bool = False,
-        as_printed: Collection[str] = (),
-    ) -> None:
+    def __init__(self, config: Config, vocabulary_size: int, has_set: bool = False) -> None:
         super().__init__()
+        heads = new_heads(config, 1) if has_set else None
         self.register_buffer("idf", torch.ones(vocabulary_size))
-        self.embedding = nn.Embedding(vocabulary_size, word_dim, padding_idx=0)
+        self.embedding = nn.Embedding(vocabulary_size, config.word_dim, padding_idx=0)
         # The initialisation of VSE++: from PyTorch's unit variance, Adam would need thousands of
         # steps to recover.
         nn.init.uniform_(self.embedding.weight[1:], -0.1, 0.1)
-        self.word_dropout = word_dropout
-        self.dropout = SetDropout(embedding_dropout, shared_dropout)
-        self.gru = nn.GRU(word_dim, dim, batch_first=True, bidirectional=True)
-        printed = "pooling" in as_printed
-        self.pool = GPO(as_printed=printed)
+        self.word_dropout = config.word_dropout
+        self.dropout = SetDropout(config.embedding_dropout, config.shared_dropout)
+        self.gru = nn.GRU(config.word_dim, config.dim, batch_first=True, bidirectional=True)
+        self.pool = new_pool(config)
         self.heads = heads
-        self.bag = nn.Linear(word_dim, dim) if bag_of_words else None
-        self.query_pool = GPO(as_printed=printed) if with_queries else None
+        self.bag = nn.Linear(config.word_dim, config.dim) if config.bag_of_words else None
+        self.query_pool = new_pool(config) if config.loss == "coder" else None
 
     def forward(self, words: Tensor, lengths: Tensor) -> Any:
         x = self.dropout(self.embedding(words))
@@ -408,19 +428,7 @@ class TextEncoder(nn.Module):
             own = lengths[rows]
             rows = rows.to(x.device)
             hidden = averaged_bigru(self.gru, x[rows, : int(own[-1])], own)
-            parts.append(self._pooled(hidden, own, None if bag is None else bag[rows]))
+            parts.append(self.pooled(hidden, own, None if bag is None else bag[rows]))
         back = order.argsort().to(x.device)
         outputs = [torch.cat(part)[back] for part in zip(*parts, strict=True)]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-    def _pooled(self, hidden: Tensor, lengths: Tensor, bag: Tensor | None) -> tuple[Tensor, ...]:
-        """The outputs for the states (B, L, dim) of the BiGRU."""
-        text = self.pool(hidden, lengths)
-        if bag is not None:
-            text = text + bag
-        if self.heads is not None:
-            return self.heads(hidden, text, lengths)
-        if self.query_pool is None:
-            return (text,)
-        query = self.query_pool(hidden, lengths)
-        return text, query if bag is None else query + bag

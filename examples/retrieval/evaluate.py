@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,9 +33,9 @@ def encode(model: VSE, split: Split, tokenizer: Tokenizer) -> tuple[Tensor, Tens
     with ThreadPoolExecutor(READERS) as readers:
         for rows in torch.arange(len(split.features)).split(IMAGES):
             regions = torch.stack(list(readers.map(split.regions, rows.tolist())))
-            wholes = None
-            if split.wholes is not None:
-                wholes = torch.from_numpy(split.wholes[rows.numpy()].astype(np.float32)).to(device)
+            wholes = split.whole(rows.tolist())
+            if wholes is not None:
+                wholes = wholes.to(device)
             images.append(model.embed_images(regions.to(device), wholes))
     word_ids = [tokenizer.encode(caption) for caption in split.captions]
     lengths = torch.tensor([len(ids) for ids in word_ids])

@@ -18,7 +18,7 @@ from itrloss.functional import set_similarity
 
 from .backbones import Backbone, BertEncoder, WordPieces
 from .config import Config
-from .encoders import ImageEncoder, SubEmbeddings, TextEncoder
+from .encoders import ImageEncoder, TextEncoder, TextPooling
 
 
 class VSE(nn.Module):
@@ -27,7 +27,8 @@ class VSE(nn.Module):
     outputs = 2  # how many tensors it returns in training
     of_texts: tuple[int, ...] = (1,)  # which of them have one row per text
 
-    def __init__(self, image: ImageEncoder, text: TextEncoder | BertEncoder) -> None:
+    # the settings are for the extensions below
+    def __init__(self, config: Config, image: ImageEncoder, text: TextPooling) -> None:
         super().__init__()
         self.image = image
         self.text = text
@@ -59,8 +60,7 @@ class VSE(nn.Module):
         """
         if images.ndim == 3:
             return set_similarity(images, texts, "max")
-        image_ids, text_ids = torch.arange(len(images)), torch.arange(len(texts))  # any would do
-        return itrloss.Similarity(images, texts, image_ids, text_ids).scores()
+        return F.normalize(images, dim=1) @ F.normalize(texts, dim=1).T
 
     def as_vectors(self, embeddings: Tensor) -> Tensor:
         """Unit vectors (N, d) of embeddings (N, d), whose cosine is the similarity."""
@@ -114,28 +114,21 @@ class CODER(VSE):
 
     The query of an image is its instance embedding, as the two share their aggregator; that of a
     text is pooled from its words a second time. The similarity in retrieval is 0.9 of the
-    instances' cosine plus 0.1 of the concepts' (``share``), computed as one cosine of concatenated
-    vectors.
+    instances' cosine plus 0.1 of the concepts' (``concept_share``), computed as one cosine of
+    concatenated vectors.
     """
 
     outputs, of_texts = 4, (1, 3)
 
-    def __init__(
-        self,
-        image: ImageEncoder,
-        text: TextEncoder | BertEncoder,
-        branch: ConceptBranch,
-        share: float = 0.1,
-    ) -> None:
-        super().__init__(image, text)
-        self.branch = branch
-        self.share = share
+    def __init__(self, config: Config, image: ImageEncoder, text: TextPooling) -> None:
+        super().__init__(config, image, text)
+        printed = "concepts" in config.as_printed
+        self.branch = ConceptBranch(config.dim, config.concepts, config.word_dim, printed)
+        self.share = config.concept_share
 
-    def forward(
-        self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Embeddings (B, dim) of images and of texts, and their concept embeddings (B, dim)."""
-        images, (texts, queries) = super().forward(regions, words, lengths, wholes)
+        images, (texts, queries) = super().forward(*inputs)
         return images, texts, self.branch("image", images), self.branch("text", queries)
 
     def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
@@ -159,9 +152,9 @@ class DVSE(VSE):
 
     outputs = 4
 
-    def __init__(self, image: ImageEncoder, text: TextEncoder | BertEncoder, heads: int) -> None:
-        super().__init__(image, text)
-        self.gate = itrloss.DynamicGate(image.linear.in_features, heads)
+    def __init__(self, config: Config, image: ImageEncoder, text: TextPooling) -> None:
+        super().__init__(config, image, text)
+        self.gate = itrloss.DynamicGate(image.linear.in_features, config.heads)
 
     def forward(
         self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
@@ -203,11 +196,9 @@ class Views(VSE):
     def __iter__(self) -> Iterator[VSE]:
         return iter(self.models)  # type: ignore[arg-type]
 
-    def forward(
-        self, regions: Tensor, words: Tensor, lengths: Tensor, wholes: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Concatenate what the models return into one tuple."""
-        return tuple(x for model in self for x in model(regions, words, lengths, wholes))
+        return tuple(x for model in self for x in model(*inputs))
 
     def embed_images(self, regions: Tensor, wholes: Tensor | None = None) -> Tensor:
         embeddings = [model.embed_images(regions, wholes) for model in self]
@@ -261,66 +252,26 @@ def build_model(
     """
     models = []
     for view in config.views.split("+"):
-        if view == "whole":
-            image = ImageEncoder(
-                region_dim,
-                config.dim,
-                config.whole_dropout,
-                config.shared_dropout,
-                whole_dim=whole_dim,
-                whole=True,
-            )
-        else:
-            image = build_image_encoder(config, region_dim, whole_dim, network)
+        backbone = None
+        dim = region_dim
+        if network is not None and view == "regions":
+            backbone = Backbone(network)
+            dim = backbone.dim
+        image = ImageEncoder(config, dim, whole_dim, view, backbone)
         models.append(build_view(config, image, words))
     return Views(models) if len(models) > 1 else models[0]
-
-
-def build_image_encoder(
-    config: Config, region_dim: int, whole_dim: int, network: Mapping[str, Any] | None
-) -> ImageEncoder:
-    """Build the image encoder of a view of the regions."""
-    backbone = None if network is None else Backbone(network)
-    printed = "heads" in config.as_printed
-    return ImageEncoder(
-        region_dim if backbone is None else backbone.dim,
-        config.dim,
-        config.feature_dropout,
-        config.shared_dropout,
-        SubEmbeddings(config.dim, config.heads, printed) if config.loss == "dvse" else None,
-        whole_dim,
-        enhancement=config.enhancement,
-        backbone=backbone,
-        as_printed=config.as_printed,
-    )
 
 
 def build_view(config: Config, image: ImageEncoder, words: int | WordPieces) -> VSE:
     """Build the model of one view. A global feature is no set, so it has no heads."""
     has_sets = image.heads is not None
-    printed = config.as_printed
-    heads = SubEmbeddings(config.dim, 1, "heads" in printed) if has_sets else None
-    with_queries = config.loss == "coder"
+    text: TextPooling
     if isinstance(words, WordPieces):
-        dropout = config.word_dropout
-        text = BertEncoder(words, config.dim, dropout, heads, with_queries, printed)
+        text = BertEncoder(config, words, has_sets)
     else:
-        text = TextEncoder(
-            words,
-            config.word_dim,
-            config.dim,
-            config.word_dropout,
-            config.embedding_dropout,
-            config.bag_of_words,
-            config.shared_dropout,
-            heads,
-            with_queries,
-            printed,
-        )
+        text = TextEncoder(config, words, has_sets)
     if has_sets:
-        return DVSE(image, text, config.heads)
+        return DVSE(config, image, text)
     if config.loss == "coder":
-        sizes = config.dim, config.concepts, config.word_dim
-        branch = ConceptBranch(*sizes, as_printed="concepts" in printed)
-        return CODER(image, text, branch, config.concept_share)
-    return VSE(image, text)
+        return CODER(config, image, text)
+    return VSE(config, image, text)

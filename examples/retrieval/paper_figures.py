@@ -1,5 +1,7 @@
-"""The figures of the papers, drawn of finished runs of the first seed: PNG files, each with its
-numbers as CSV.
+"""The figures of the papers, drawn of finished runs of the first seed.
+
+Each is a PNG file without a background, for light and dark pages, and its numbers as CSV, or a page
+of HTML.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -24,6 +27,7 @@ from torch import Tensor
 import itrloss
 from itrloss.cli.charts import COLOURS, MARKERS
 from itrloss.cli.pages import render
+from itrloss.files import written
 from itrloss.functional import std_diversity
 from itrloss.metrics import retrieval_metrics, retrieval_results
 
@@ -32,21 +36,27 @@ from .data import Split, Tokenizer
 from .evaluate import encode, reranker
 from .models import VSE, views
 from .paper_runs import Grid, scores_of, split_of
-from .paper_tables import Table
+from .paper_tables import Table, titled
 from .pictures import Images
 from .preparation import data_directory, load_model
 from .report_gallery import Gallery, picture_file
 from .runs import Metrics
 
 Rows = Mapping[str, Mapping[int, Metrics]]
-Draw = Callable[[Grid, Table, Rows, Path], None]
+Lines = list[Sequence[object]]  # of a CSV file
+Drawn = tuple[Figure | str, Lines]  # a picture, or a page of HTML
+Draw = Callable[[Grid, Table, Rows], Drawn]
 
-NAMES = {
-    "rsum": "RSUM",
-    "seconds": "seconds",
-    "kpps": "thousand pairs per second",
-    "i2t_r1": "image→text R@1",
-    "t2i_r1": "text→image R@1",
+INK = COLOURS[-1]  # for light and dark pages
+STYLE = {
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "savefig.transparent": True,
+    "savefig.bbox": "tight",
 }
 # of Fast Re-ranking: some of those of DVSE's Fig. 7
 SCALES = (5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 100, 200, 500, 1000)
@@ -81,7 +91,7 @@ def configs(grid: Grid, table: Table) -> dict[str, Config]:
 
 
 def write_csv(stem: Path, lines: Iterable[Sequence[object]]) -> None:
-    with stem.with_suffix(".csv").open("w", encoding="utf-8", newline="") as file:
+    with written(stem.with_suffix(".csv")) as file:
         csv.writer(file, lineterminator="\n").writerows(lines)
 
 
@@ -91,23 +101,43 @@ def new_panels(rows: int, columns: int, width: float, height: float) -> tuple[Fi
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def save(figure: Figure, stem: Path) -> None:
-    figure.savefig(stem.with_suffix(".png"), bbox_inches="tight", metadata={"Software": None})
+def draw(grid: Grid, table: Table, rows: Rows, stem: Path) -> Path:
+    """Write a figure and, if it has some, its numbers; return the file of the figure."""
+    with rc_context(STYLE):
+        drawn, lines = DRAWN[table.kind](grid, table, rows)
+        if isinstance(drawn, Figure):
+            file = stem.with_suffix(".png")
+            drawn.savefig(file, metadata={"Software": None})
+        else:
+            file = stem.with_suffix(".html")
+            with written(file) as page:
+                page.write(drawn)
+    if lines:
+        write_csv(stem, lines)
+    return file
 
 
-def matrix(axes: Axes, values: np.ndarray, title: str, low: float | None = None) -> None:
-    """Show a matrix; with a lowest value, colours range from it to its negative."""
-    high = None if low is None else -low
-    shown = axes.imshow(values, cmap="viridis" if low is None else "RdBu_r", vmin=low, vmax=high)
-    assert axes.figure is not None
-    axes.figure.colorbar(shown, ax=axes, shrink=0.8)
-    axes.set_title(title)
+def matrices(
+    values: Mapping[str, np.ndarray], rows: str, columns: str, limit: float | None = None
+) -> tuple[Figure, Lines]:
+    """Matrices side by side, and their entries; with a limit, colours range from -limit to it."""
+    figure, panels = new_panels(1, len(values), 5.0, 4.4)
+    lines: Lines = [("matrix", rows, columns, "value")]
+    for axes, (name, entries) in zip(panels[0], values.items(), strict=True):
+        if limit is None:
+            shown = axes.imshow(entries, cmap="viridis")
+        else:
+            shown = axes.imshow(entries, cmap="RdBu_r", vmin=-limit, vmax=limit)
+        figure.colorbar(shown, ax=axes, shrink=0.8)
+        axes.set(title=name, xlabel=columns, ylabel=rows)
+        lines += [(name, *place, value) for place, value in np.ndenumerate(entries)]
+    return figure, lines
 
 
 # --- of figures -----------------------------------------------------------------------------------
 
 
-def draw_curves(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+def draw_curves(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """Figures by the value of a setting, mean and standard deviation over seeds."""
     names = list(dict.fromkeys(sweep.name for sweep in table.sweeps))
     figure, panels = new_panels(len(table.shown), len(names), 4.2, 2.4)
@@ -126,13 +156,13 @@ def draw_curves(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
             axes.errorbar(places, means, spread, label=sweep.series, **style)
             axes.set_xticks(range(len(sweep.values)), [str(value) for value in sweep.values])
             if sweep.series:
-                axes.legend(frameon=False)
+                axes.legend()
         axes.set_xlabel(name)
-        axes.set_ylabel(NAMES[shown])
-    save(figure, stem)
+        axes.set_ylabel(titled(shown))
+    return figure, []
 
 
-def draw_times(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+def draw_times(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """RSUM by time or speed: ours, and what is printed."""
     shown = table.shown[0]
     ours = {}
@@ -150,32 +180,28 @@ def draw_times(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
     for axes, (title, points) in zip(panels[0], panels_of.items(), strict=True):
         for k, (name, (x, y)) in enumerate(points.items()):
             axes.plot(x, y, MARKERS[k], color=COLOURS[k], label=name)
-        axes.set(title=title, xlabel=NAMES[shown], ylabel="RSUM")
-        axes.legend(frameon=False)
-    save(figure, stem)
+        axes.set(title=title, xlabel=titled(shown), ylabel="RSUM")
+        axes.legend()
+    return figure, []
 
 
-def draw_grid(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+def draw_grid(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """Recalls at 1 by the scales of Fast Re-ranking."""
     config = next(iter(configs(grid, table).values()))
     scores, split = scores_of(config, grid.split)
-    shape = (len(SCALES), len(SCALES))
-    recalls = {"i2t_r1": np.zeros(shape), "t2i_r1": np.zeros(shape)}
-    lines: list[Sequence[object]] = [("γ1 or λ1", "γ2 or λ2", *recalls)]
+    recalls = {name: np.zeros((len(SCALES), len(SCALES))) for name in ("i2t_r1", "t2i_r1")}
     for (i, first), (j, second) in product(enumerate(SCALES), enumerate(SCALES)):
         reranked = reranker([first, second, first, second]).rerank(scores)
         metrics = retrieval_metrics(reranked, split.image_ids, split.text_ids)
         for name, values in recalls.items():
             values[i, j] = metrics[name]
-        lines.append((first, second, *(metrics[name] for name in recalls)))
-    figure, panels = new_panels(1, 2, 5.0, 4.4)
-    for axes, (name, values), letter in zip(panels[0], recalls.items(), "γλ", strict=True):
-        matrix(axes, values, NAMES[name])
-        axes.set(xlabel=f"{letter}2", ylabel=f"{letter}1")
+    named = {titled(name): values for name, values in recalls.items()}
+    figure, lines = matrices(named, "γ1 or λ1", "γ2 or λ2")
+    for axes in figure.axes[:2]:
         axes.set_xticks(range(len(SCALES)), SCALES, rotation=90)
         axes.set_yticks(range(len(SCALES)), SCALES)
-    save(figure, stem)
-    write_csv(stem, lines)
+    scaled = [(name, SCALES[i], SCALES[j], value) for name, i, j, value in lines[1:]]
+    return figure, [lines[0], *scaled]
 
 
 # --- of embeddings --------------------------------------------------------------------------------
@@ -198,11 +224,11 @@ def scatter(axes: Axes, points: Mapping[str, np.ndarray]) -> None:
         axes.scatter(*part.T, s=size, color=colour, label=f"{kind}s", linewidths=0)
 
 
-def draw_tsne(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+def draw_tsne(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """Images and their texts in two dimensions, of each model."""
     models = configs(grid, table)
     figure, panels = new_panels(1, len(models), 5.0, 5.0)
-    lines: list[Sequence[object]] = [("model", "kind", "image", "x", "y")]
+    lines: Lines = [("model", "kind", "image", "x", "y")]
     for axes, (name, config) in zip(panels[0], models.items(), strict=True):
         model, words, split, _ = trained(grid, config)
         parts = in_two_dimensions(model, words, split.first(MOST))
@@ -211,12 +237,11 @@ def draw_tsne(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
             each = 1 if kind == "image" else split.captions_per_image
             lines += [(name, kind, i // each, *point) for i, point in enumerate(part.tolist())]
         axes.set(title=name, xticks=[], yticks=[])
-        axes.legend(frameon=False, markerscale=2)
-    save(figure, stem)
-    write_csv(stem, lines)
+        axes.legend(markerscale=2)
+    return figure, lines
 
 
-def draw_matrices(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+def draw_matrices(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """Similarities of a mini-batch, and the same divided by the texts' diversity."""
     config = next(iter(configs(grid, table).values()))
     model, words, split, _ = trained(grid, config)
@@ -226,32 +251,23 @@ def draw_matrices(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
     similarity = itrloss.Similarity(texts, images, split.image_ids[:PAIRS], split.image_ids[:PAIRS])
     scores = similarity.scores()
     divided = scores / std_diversity(similarity)[:, None]
-    figure, panels = new_panels(1, 2, 5.6, 4.8)
-    lines: list[Sequence[object]] = [("matrix", "text", "image", "value")]
-    for axes, name, values in zip(panels[0], ("S", "S / div"), (scores, divided), strict=True):
-        matrix(axes, values.numpy(), name)
-        axes.set(xlabel="images", ylabel="texts")
+    figure, lines = matrices({"S": scores.numpy(), "S / div": divided.numpy()}, "text", "image")
+    for axes, values in zip(figure.axes, (scores, divided), strict=False):
         for (i, j), value in np.ndenumerate(values.numpy()):
             ink = "black" if value > values.mean() else "white"
             axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=8)
-            lines.append((name, i, j, value))
-    save(figure, stem)
-    write_csv(stem, lines)
+    return figure, lines
 
 
-def draw_correlations(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+def draw_correlations(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """Correlations of one image's sub-embeddings, of each model."""
-    models = configs(grid, table)
-    figure, panels = new_panels(1, len(models), 3.6, 3.2)
-    lines: list[Sequence[object]] = [("model", "image", "i", "j", "correlation")]
-    for axes, (name, config) in zip(panels[0], models.items(), strict=True):
+    correlations = {}
+    for name, config in configs(grid, table).items():
         model, _, split, _ = trained(grid, config)
         image = int(np.random.default_rng(SEED).integers(len(split.features)))
-        correlations = np.corrcoef(sub_embeddings(model, split, image)[0].numpy())
-        matrix(axes, correlations, name, low=-1.0)
-        lines += [(name, image, *ij, value) for ij, value in np.ndenumerate(correlations)]
-    save(figure, stem)
-    write_csv(stem, lines)
+        sets, _ = sub_embeddings(model, split, image)
+        correlations[f"{name}, image {image}"] = np.corrcoef(sets.numpy())
+    return matrices(correlations, "i", "j", limit=1.0)
 
 
 @torch.no_grad()
@@ -303,7 +319,7 @@ def heat(similarities: np.ndarray, boxes: np.ndarray, side: int = SIDE) -> np.nd
     return pixels / max(pixels.max(), 1)
 
 
-def draw_heat_maps(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
+def draw_heat_maps(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """Images, each with a heat map of its sub-embeddings and the caption that is closest to it."""
     config = next(iter(configs(grid, table).values()))
     model, words, split, data = trained(grid, config)
@@ -313,7 +329,7 @@ def draw_heat_maps(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
     chosen = rng.permutation(len(split.features))[:PICTURES].tolist()
     heads = config.heads
     figure, panels = new_panels(len(chosen), 1 + heads, 2.4, 3.0)
-    lines: list[Sequence[object]] = [("image", "head", "region", "similarity")]
+    lines: Lines = [("image", "head", "region", "similarity")]
     for axes, image in zip(panels, chosen, strict=True):
         sets, regions = sub_embeddings(model, split, image)
         boxes = boxes_of(split, data, grid.split, len(regions))[image]
@@ -330,8 +346,7 @@ def draw_heat_maps(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
         for panel in axes:
             panel.set_axis_off()
         lines += [(image, *place, value) for place, value in np.ndenumerate(similarities)]
-    save(figure, stem)
-    write_csv(stem, lines)
+    return figure, lines
 
 
 def cosines(a: Tensor, b: Tensor) -> np.ndarray:
@@ -347,8 +362,8 @@ def picture_pixels(split: Split, data: Path, name: str, image: int) -> Image.Ima
         return opened.convert("RGB").resize((SIDE, SIDE))
 
 
-def write_results(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
-    """Write a page of queries with the answers of two models side by side."""
+def draw_results(grid: Grid, table: Table, rows: Rows) -> Drawn:
+    """A page of queries with the answers of two models side by side."""
     models = configs(grid, table)
     first, second = models
     split = trained(grid, models[first]).split
@@ -357,18 +372,11 @@ def write_results(grid: Grid, table: Table, rows: Rows, stem: Path) -> None:
         scores, _ = scores_of(config, grid.split)
         results.append(retrieval_results(scores, split.image_ids, split.text_ids))
     gallery = Gallery(split, data_directory(models[first]), grid.split, (first, second))
-    lines: list[Sequence[object]] = [("direction", "query", "model", "rank", "answer")]
     blocks = []
     for way, title in (("i2t", "Images as queries"), ("t2i", "Texts as queries")):
         before, after = (getattr(result, way) for result in results)
         blocks.append({"title": title, "blocks": [{"cards": gallery.cards(way, before, after)}]})
-        for pick in gallery.picks(before, after):
-            for name, result in zip(models, (before, after), strict=True):
-                answers = result.top[pick.query].tolist()
-                lines += [(way, pick.query, name, r, a) for r, a in enumerate(answers, 1)]
-    page = render(f"{first} and {second}", [table.title, *blocks])
-    stem.with_suffix(".html").write_text(page, encoding="utf-8")
-    write_csv(stem, lines)
+    return render(f"{first} and {second}", [table.title, *blocks]), []
 
 
 DRAWN: dict[str, Draw] = {
@@ -379,5 +387,5 @@ DRAWN: dict[str, Draw] = {
     "matrices": draw_matrices,
     "correlations": draw_correlations,
     "heat maps": draw_heat_maps,
-    "results": write_results,
+    "results": draw_results,
 }

@@ -16,20 +16,20 @@ from typing import NamedTuple
 
 from scipy.stats import t
 
+from itrloss.cli import tables
+from itrloss.files import written
+
 from .evaluate import RECALLS
-from .paper_figures import DRAWN, configs, write_csv
+from .paper_figures import DRAWN, configs, draw, write_csv
 from .paper_runs import Grid, measured, state
-from .paper_tables import Claim, Table
+from .paper_tables import Claim, Table, titled
 from .runs import Metrics
 from .summary import cell
 
 MEASURED = ("table", "curves", "time")  # kinds whose rows have figures
 ALWAYS = (*RECALLS, "rsum")  # figures of a table of results,
-ALSO = ("i2t_r_precision", "t2i_r_precision")  # and those that some have, with their headings
+ALSO = ("i2t_r_precision", "t2i_r_precision")  # and those that some have
 TIMES = ("encode_seconds", "match_seconds", "seconds", "kpps")
-HEADS = {"rsum": "RSUM", "i2t_r_precision": "i2t R-P", "t2i_r_precision": "t2i R-P"}
-HEADS |= {name: name.replace("_", " ") for name in TIMES}
-
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be told"
 Rows = Mapping[str, Mapping[int, Metrics]]
 
@@ -101,7 +101,7 @@ def write_report(grid: Grid) -> str:
         f"Settings of all rows: {' '.join(settings) or 'none'}. Seeds "
         f"{', '.join(map(str, grid.seeds))}.",
         f"RSUM on the {grid.split} split, mean ± standard deviation over seeds. Differences (Δ) "
-        "from the bold row are\n"
+        "from the row with a star are\n"
         "paired by seed, ± half of a 95 % confidence interval. Intervals are not corrected for "
         "multiplicity. The best\n"
         "epoch of a run was selected on dev; the papers print figures of test splits of other "
@@ -112,7 +112,8 @@ def write_report(grid: Grid) -> str:
         parts.append(f"## {heading(number)}: {table.title}")
         parts += _of_table(grid, number, table)
     text = "\n\n".join(parts) + "\n"
-    (grid.out / "report.md").write_text(text, encoding="utf-8")
+    with written(grid.out / "report.md") as file:
+        file.write(text)
     return text
 
 
@@ -144,8 +145,7 @@ def _of_table(grid: Grid, number: str, table: Table) -> list[str]:
         if unfinished:
             parts.append(f"Not drawn: no finished run of {', '.join(unfinished)}.")
         else:
-            DRAWN[table.kind](grid, table, rows, stem)
-            parts.append(f"Drawn: {stem}.{'html' if table.kind == 'results' else 'png'}")
+            parts.append(f"Drawn: {draw(grid, table, rows, stem)}")
     return parts
 
 
@@ -160,25 +160,25 @@ def result_lines(
     if table.kind == "time":
         shown |= {*TIMES}
     columns = [name for name in (*ALWAYS, *ALSO, *TIMES) if name in shown]
-    lines = [["row", "", "", *(HEADS.get(name, _named(name).strip()) for name in columns)]]
+    blank = [""] * len(columns)
+    lines = [["row", "", "", *map(titled, columns)]]
     for name, row in table.rows.items():
-        start = [name, row.what]
+        own = []  # where figures are from, and the figures
         for data, printed_rows in table.printed.items():
-            own = printed_rows.get(name, {})
-            if own:
-                texts = [f"{own[column]:.1f}" if column in own else "" for column in columns]
-                lines.append([*start, f"printed, {data}", *texts])
-                start = ["", ""]
+            known = printed_rows.get(name, {})
+            if known:
+                texts = [f"{known[column]:.1f}" if column in known else "" for column in columns]
+                own.append((f"printed, {data}", texts))
         seeds = rows.get(name, {})
         if seeds:
             each = [metrics[table.when] for metrics in seeds.values()]
-            ours = f"ours, {split}, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
             texts = [_text(column, [x[column] for x in each if column in x]) for column in columns]
-            lines.append([*start, ours, *texts])
+            own.append((f"ours, {split}, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}", texts))
         elif cannot and cannot.get(name):
-            lines.append([*start, f"not run: {cannot[name]}", *[""] * len(columns)])
-        elif start[0]:
-            lines.append([*start, "no runs" if rows else "", *[""] * len(columns)])
+            own.append((f"not run: {cannot[name]}", blank))
+        elif not own:
+            own.append(("no runs" if rows else "", blank))
+        lines += [[name, row.what, source, *texts] for source, texts in own]
     return lines
 
 
@@ -190,42 +190,32 @@ def _text(column: str, values: Sequence[float]) -> str:
 
 
 def _table(grid: Grid, table: Table, rows: Rows) -> str:
-    """Format as Markdown, padded to be readable in a terminal."""
-    header = ["row", "", "seeds", "RSUM", "Δ", "re-ranked", "Δ"]
-    for data, printed in table.printed.items():
-        header += [f"{data}, printed{_named(_shown(printed))}", "Δ"]
-    lines = [header]
-    lines += [_line(grid, table, rows, name) for name in table.rows]
-    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(_markdown(line, widths) for line in lines)
+    """The rows as text, that with which others are compared marked by a star."""
+    names = [f"{name} *" if name == table.baseline else name for name in table.rows]
+    lines = [_line(grid, table, rows, name) for name in table.rows]
+    text = tables.text(tables.Table([tables.frame(names, lines)]), 120)
+    return f"```\n{text.rstrip()}\n```"
 
 
-def _markdown(line: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
-    return f"| {' | '.join(cells)} |"
-
-
-def _line(grid: Grid, table: Table, rows: Rows, name: str) -> list[str]:
-    """The texts of a row of the table."""
-    is_baseline = name == table.baseline
+def _line(grid: Grid, table: Table, rows: Rows, name: str) -> dict[tuple[str, str], object]:
+    """The cells of a row of the table, by heads."""
     runs = rows[name]
     row = table.rows[name]
     reason = grid.cannot(row)
     what = f"{row.what}; cannot be run: {reason}" if reason else row.what
-    line = [f"**{name}**" if is_baseline else name, what, str(len(runs) or "")]
-    for when in ("before", "after"):
+    line: dict[tuple[str, str], object] = {("", ""): what, ("", "seeds"): str(len(runs) or "")}
+    for when, head in (("before", "cosine"), ("after", "re-ranked")):
         values = figures(runs, when, "rsum")
         difference = paired(values, figures(rows[table.baseline], when, "rsum"))
-        line.append(cell(list(values.values())) if values else "")
-        line.append(str(difference) if difference and not is_baseline else "")
+        line[head, "RSUM"] = cell([*values.values()])
+        line[head, "Δ"] = str(difference or "")
     for data, printed in table.printed.items():
         figure = _shown(printed)
-        if figure not in printed.get(name, {}):
-            line += ["", ""]
-            continue
-        change = _printed_difference(table, data, figure, name, table.baseline)
-        line += [f"{printed[name][figure]:.1f}", "" if is_baseline else f"{change:+.1f}"]
+        head = f"{data}, printed {titled(figure)}"
+        known = figure in printed.get(name, {})
+        change = _printed_difference(table, data, figure, name, table.baseline) if known else 0
+        line[head, "figure"] = f"{printed[name][figure]:.1f}" if known else ""
+        line[head, "Δ"] = f"{change:+.1f}" if known else ""
     return line
 
 
@@ -233,13 +223,6 @@ def _shown(printed: Mapping[str, Mapping[str, float]]) -> str:
     """Figure that a table shows for a data set: RSUM, or the first that is printed."""
     first = next(iter(printed.values()))
     return "rsum" if "rsum" in first else next(iter(first))
-
-
-def _named(figure: str) -> str:
-    """Name a figure other than RSUM, after a space."""
-    if figure == "rsum":
-        return ""
-    return " " + figure.replace("i2t_r", "i2t R@").replace("t2i_r", "t2i R@")
 
 
 def _printed_difference(table: Table, data: str, figure: str, name: str, other: str) -> float:
@@ -261,5 +244,5 @@ def _claim(
                 change = _printed_difference(table, data, figure, name, other)
                 printed.append(f"{change:+.1f} on {data}")
         known = f"printed {', '.join(printed)}" if printed else "not printed"
-        lines.append(f"  * {name} − {other}:{_named(figure)} {difference or 'no runs'} ({known})")
+        lines.append(f"  * {name} − {other}: {titled(figure)} {difference or 'no runs'} ({known})")
     return "\n".join(lines)

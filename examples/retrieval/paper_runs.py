@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from itrloss.files import written
 from itrloss.rerank import Reranker
 
 from .config import Config, load_config, make_config, read_toml
-from .data import Split, load_split
+from .data import Split, features_directory, load_split
 from .evaluate import before_and_after, encode, match, model_scores, reranker
 from .paper_tables import Paper, Row, Table, load_paper
 from .pictures import layout
@@ -116,7 +117,8 @@ class Grid:
         is_raw = config.data != "scenes" and layout(data) != "features"
         if is_raw and not config.backbone:
             return f"needs regions, and {data} has raw images"
-        if config.enhancement == "cge" and not (data / "train_global.npy").exists():
+        files = features_directory(data)
+        if config.enhancement == "cge" and not (files / "train_global.npy").exists():
             return "needs the global features of CLIP, {split}_global.npy"
         return ""
 
@@ -229,7 +231,9 @@ def scores_of(config: Config, split_name: str) -> tuple[Tensor, Split]:
     stored = Path(config.out) / f"{split_name}_scores.npy"
     if not stored.exists():
         model, words, _ = load_model(Path(config.out) / "best.pt")
-        np.save(stored, model_scores(model.to(config.device), split, words).numpy())
+        scores = model_scores(model.to(config.device), split, words)
+        with written(stored, "wb") as file:
+            np.save(file, scores.numpy())
     return torch.from_numpy(np.load(stored)), split
 
 

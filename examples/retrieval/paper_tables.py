@@ -14,6 +14,13 @@ TABLES = Path(__file__).with_name("papers.toml")
 PAPERS = ("coder", "user", "dvse")
 
 
+def titled(figure: str) -> str:
+    """The title of a figure: "RSUM" of "rsum", "i2t R@1" of "i2t_r1"."""
+    if figure == "rsum":
+        return "RSUM"
+    return figure.replace("_r_precision", " R-P").replace("_r", " R@").replace("_", " ")
+
+
 @dataclass(frozen=True)
 class Row:
     """A row of a table: the full model with other settings."""

@@ -22,12 +22,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from itrloss.files import read_lines
+
+from .config import must_be
 
 # Karpathy's "test" has all 5000 test images of MSCOCO, which other files call "testall".
 KARPATHY = {
@@ -63,16 +66,22 @@ class Images:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def read(self, index: int, seed: Sequence[int] | None = None) -> Tensor:
-        """Load a picture, (3, size, size) float32 in [0, 1]; with a seed, cropped and flipped."""
-        from PIL import Image, UnidentifiedImageError  # only raw images need it
+    def __getitem__(self, rows: slice) -> Images:
+        return Images(self.paths[rows], self.size)
+
+    def open(self, index: int) -> Any:
+        """Load a picture of its own size, in RGB."""
+        from PIL import Image
 
         path = self.paths[index]
-        try:
-            with Image.open(path) as file:
-                picture = file.convert("RGB")
-        except (OSError, UnidentifiedImageError) as error:
-            raise ValueError(f"{path}: no image that can be read ({error})") from error
+        with must_be(str(path), "an image that can be read"), Image.open(path) as file:
+            return file.convert("RGB")
+
+    def read(self, index: int, seed: Sequence[int] | None = None) -> Tensor:
+        """Load a picture, (3, size, size) float32 in [0, 1]; with a seed, cropped and flipped."""
+        from PIL import Image  # only raw images need it
+
+        picture = self.open(index)
         box = None
         flipped = False
         if seed is not None:
@@ -134,16 +143,12 @@ def karpathy(root: Path, name: str) -> list[Listed]:
     if len(files) != 1:
         raise ValueError(f"{root}: {', '.join(file.name for file in files)}: must be one file")
     images = []
-    try:
+    with must_be(str(files[0]), "JSON of images with filename, split and sentences with raw"):
         for entry in json.loads(files[0].read_text(encoding="utf-8"))["images"]:
             if entry["split"] in KARPATHY[name]:
                 path = root / "images" / entry.get("filepath", "") / entry["filename"]
                 captions = [" ".join(said["raw"].split()) for said in entry["sentences"]]
                 images.append(Listed(path, captions))
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{files[0]}: must have images with filename, split and sentences with raw ({error})"
-        ) from error
     return images
 
 
@@ -167,7 +172,8 @@ def mapped(root: Path, name: str) -> list[Listed]:
             f"{root}/precomp: {len(captions)} lines in {name}_caps.txt must be five for each image "
             f"in {name}_ids.txt, which has {len(numbers)}"
         )
-    files = json.loads((root / MAPPING).read_text(encoding="utf-8"))
+    with must_be(str(root / MAPPING), "JSON of the files of numbers"):
+        files = dict(json.loads((root / MAPPING).read_text(encoding="utf-8")))
     unknown = [number for number in numbers if number not in files]
     if unknown:
         raise ValueError(f"{root / MAPPING}: has no file for {unknown[0]} of {name}_ids.txt")

@@ -14,7 +14,7 @@ from torch import nn
 from itrloss.distributed import world_size
 
 from .backbones import Backbone, BertEncoder, WordPieces, network_sizes
-from .concepts import find_concepts, normalized_graph
+from .concepts import find_concepts, normalized_graph, read_concepts
 from .config import Config, make_config
 from .data import (
     Split,
@@ -97,9 +97,13 @@ def _check_dim(root: Path, name: str, kind: str, features: Any, of_training: Any
 
 
 def words_of(config: Config, train: Split) -> Words:
-    """Build the vocabulary of the training captions, or read the word pieces of a BERT."""
+    """Read the word pieces of a BERT or SCAN's vocabulary, or build that of the training
+    captions.
+    """
     if config.bert:
         return WordPieces.of_checkpoint(config.bert)
+    if config.vocabulary:
+        return Vocabulary.of_scan(config.vocabulary)
     return Vocabulary.from_captions(train.captions, config.min_count)
 
 
@@ -134,13 +138,13 @@ def new_model(config: Config, train: Split, sizes: dict[str, Any], words: Words)
             begin_with(view.text.embedding.weight, words.words, vectors)
         if isinstance(view, CODER):
             _choose_concepts(view, config, train, vectors)
-    _standardise([view.image for view in views(model)], train)
+    _standardise([view.image for view in views(model)], config, train)
     return model
 
 
-def _standardise(encoders: list[ImageEncoder], train: Split) -> None:
+def _standardise(encoders: list[ImageEncoder], config: Config, train: Split) -> None:
     """Give image encoders the statistics of the training features."""
-    if not isinstance(train.features, Images):
+    if config.standardise and not isinstance(train.features, Images):
         mean, std = feature_statistics(train.features)
         for image in encoders:
             image.mean.copy_(mean)
@@ -155,7 +159,13 @@ def _standardise(encoders: list[ImageEncoder], train: Split) -> None:
 def _choose_concepts(
     model: CODER, config: Config, train: Split, vectors: dict[str, np.ndarray]
 ) -> None:
-    concepts = find_concepts(train.captions, config.concepts)
+    if config.concept_file:
+        concepts = read_concepts(config.concept_file, train.captions)
+        number = len(concepts.words)
+        if number != config.concepts:
+            raise ValueError(f"concepts = {config.concepts}: must be {number} as in concept_file")
+    else:
+        concepts = find_concepts(train.captions, config.concepts)
     if is_first():
         out = Path(config.out)
         out.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,6 @@ import base64
 import io
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch import Tensor
 from itrloss.cli.charts import Series, lines
 from itrloss.cli.pages import Block, number, render
 from itrloss.cli.report import hubness
+from itrloss.files import written
 from itrloss.metrics import RetrievalResults, retrieval_results
 from itrloss.rerank import Reranker
 
@@ -58,8 +58,6 @@ GROUPS = [
     ("skewness", 2),
 ]
 SHOWN = 100  # pictures of the t-SNE
-# Settings that may differ between runs of the same experiment with different losses.
-ABOUT_THE_LOSS = {"loss", "loss_options", "warmup_epochs", "warmup"}
 
 
 def write_report(run_dirs: Sequence[Path], data_root: Path, out: Path) -> None:
@@ -96,7 +94,8 @@ def write_report(run_dirs: Sequence[Path], data_root: Path, out: Path) -> None:
         if content:
             blocks.append({"title": title, "blocks": content})
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(render("Image-text retrieval report", blocks), encoding="utf-8")
+    with written(out) as file:
+        file.write(render("Image-text retrieval report", blocks))
 
 
 def _scores(experiment: Experiment, dev: Split, data_root: Path) -> Tensor:
@@ -127,15 +126,10 @@ def _header(
         if name not in NO_EFFECT
         and any(experiment.config.get(name) != first[name] for experiment in found)
     ]
-    if len(found) == 1:
-        lead = "One experiment, measured"
-    elif ABOUT_THE_LOSS.issuperset(differing):
-        lead = "The same model, data and batches; only the loss differs. Each is measured"
-    else:
-        lead = f"The experiments differ in {listed(differing)}. Each is measured"
+    lead = f"The experiments differ in {listed(differing)}." if differing else "One experiment."
     lead += (
-        " by the cosine of image and text embeddings, and again after Fast Re-ranking of the same "
-        "scores."
+        " Each is measured by the cosine of image and text embeddings, and again after Fast "
+        "Re-ranking of the same scores."
     )
     sizes = [
         f"{name} {len(split.features):,} pictures, {len(split.captions):,} captions"
@@ -148,7 +142,7 @@ def _header(
         f"{', '.join(_seeds(found))}, on {_common(found, 'device')}"
     )
     facts = {
-        "Data": f"{_data_name(found, data_root)}: {'; '.join(sizes)}",
+        "Data": f"{data_root.resolve().name}: {'; '.join(sizes)}",
         "Model": f"two encoders into one space of {_common(found, 'dim')} dimensions",
         "Training": training,
         "Loss options": "; ".join(f"{x.name}: {_loss_options(x)}" for x in found),
@@ -157,16 +151,8 @@ def _header(
     return [lead, {"facts": facts}]
 
 
-def _data_name(found: Sequence[Experiment], data_root: Path) -> str:
-    if all(experiment.config["data"] == "scenes" for experiment in found):
-        return "generated scenes"
-    return data_root.resolve().name
-
-
 def _loss_options(experiment: Experiment) -> str:
-    options = dict(experiment.config["loss_options"])
-    if experiment.config["loss"] in ("triplet", "dvse"):
-        options["warmup_epochs"] = experiment.config["warmup_epochs"]
+    options = experiment.config["loss_options"]
     return ", ".join(f"{name} = {value}" for name, value in options.items()) or "the defaults"
 
 
@@ -195,47 +181,33 @@ def best_value(column: str, values: Sequence[float]) -> float:
     return max(values)
 
 
-@dataclass(frozen=True)
-class _Cells:
-    """Cells of the table's lines before or after re-ranking."""
-
-    found: Sequence[Experiment]
-    split: str
-    when: str
-
-    def of(self, experiment: Experiment) -> list[dict[str, Any]]:
-        return [self.cell(experiment, column) for column in COLUMNS]
-
-    def cell(self, experiment: Experiment, column: str) -> dict[str, Any]:
-        """A figure, in bold if it is the best; below it its spread, and its change by
-        re-ranking.
-        """
-        value = experiment.mean(self.split, self.when, column)
-        below = []
-        if len(experiment.runs) > 1:
-            below.append(f"±\u00a0{number(experiment.spread(self.split, self.when, column))}")
-        if self.when == "after":
-            change = value - experiment.mean(self.split, "before", column)
-            below.append(number(change, "+,.1f"))
-        values = [round(other.mean(self.split, self.when, column), 1) for other in self.found]
-        is_best = round(value, 1) == best_value(column, values)
-        return {
-            "text": number(value),
-            "below": below,
-            "strong": is_best and len(self.found) > 1,
-        }
-
-
 def _table(found: Sequence[Experiment], split: str) -> Block:
-    before = _Cells(found, split, "before")
-    after = _Cells(found, split, "after")
     rows = []
     for experiment in found:
         loss = experiment.config["loss"]
         name = {"text": experiment.name, "below": [LOSSES.get(loss, loss)], "rows": 2}
-        rows.append(([name, "cosine"], before.of(experiment)))
-        rows.append((["re-ranked"], after.of(experiment)))
+        for when, texts in (("before", [name, "cosine"]), ("after", ["re-ranked"])):
+            cells = [_cell(found, experiment, (split, when, column)) for column in COLUMNS]
+            rows.append((texts, cells))
     return {"table": rows, "columns": (["", ""], HEADS), "groups": GROUPS}
+
+
+def _cell(
+    found: Sequence[Experiment], experiment: Experiment, figure: tuple[str, str, str]
+) -> dict[str, Any]:
+    """A figure, by split, "before" or "after" re-ranking, and column: in bold if it is the best;
+    below it its spread, and its change by re-ranking.
+    """
+    split, when, column = figure
+    value = experiment.mean(*figure)
+    below = []
+    if len(experiment.runs) > 1:
+        below.append(f"±\u00a0{number(experiment.spread(*figure))}")
+    if when == "after":
+        below.append(number(value - experiment.mean(split, "before", column), "+,.1f"))
+    values = [round(other.mean(*figure), 1) for other in found]
+    is_best = round(value, 1) == best_value(column, values)
+    return {"text": number(value), "below": below, "strong": is_best and len(found) > 1}
 
 
 def _recall(found: Sequence[Experiment], split: str) -> list[Block]:

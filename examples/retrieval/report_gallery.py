@@ -91,10 +91,6 @@ class Gallery:
             cards.append({**card, "query": self._picture(image), "answers": answers})
         return cards
 
-    def picks(self, before: QueryResults, after: QueryResults) -> list[Pick]:
-        """The queries that are shown."""
-        return draw_queries(before, after, self.models[1] if self.models else "Re-ranking")
-
     def cards(self, way: str, before: QueryResults, after: QueryResults) -> list[dict[str, Any]]:
         """Queries with their first answers, and those after re-ranking if it moved the first right
         one; those of two models always.
@@ -102,7 +98,7 @@ class Gallery:
         first, second = self.models or ("Cosine", "Re-ranked")
         kind = "picture" if way == "i2t" else "caption"
         cards = []
-        for pick in self.picks(before, after):
+        for pick in draw_queries(before, after, self.models[1] if self.models else "Re-ranking"):
             drawn = f"drawn from {pick.group_size:,} such queries"
             if pick.group_size == 1:
                 drawn = "the only one"

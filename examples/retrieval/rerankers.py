@@ -15,6 +15,8 @@ from itrloss.rerank import Direction, Reranker
 from itrloss.rerank.direction import Rule
 from itrloss.rerank.two_stage import in_front
 
+PAIRS = 1000  # of a query and a candidate, that are ranked at a time
+
 
 class Best(NamedTuple):
     """The k best candidates of each query."""
@@ -51,19 +53,10 @@ def query_ranks(direction: Direction, scores: Tensor, candidates: Tensor) -> Ten
         # From the same product: rounded otherwise, a query could rank behind itself.
         if direction.transductive:
             score = block[row, query]
-        ranks[query, place] = numbers_above(block, row, score)
+        parts = zip(row.split(PAIRS), score.split(PAIRS), strict=True)
+        above = [(block[rows] > own[:, None]).sum(1) for rows, own in parts]
+        ranks[query, place] = torch.cat(above)
     return ranks
-
-
-def numbers_above(block: Tensor, row: Tensor, score: Tensor) -> Tensor:
-    """Return how many scores in row ``row[p]`` (P,) of a block (B, R) are above ``score[p]``."""
-    ordered_rows = block.sort(1).values
-    ordered, order = row.sort(stable=True)
-    numbers = torch.bincount(ordered, minlength=len(block)).tolist()
-    above = []
-    for scores, own in zip(ordered_rows, score[order].split(numbers), strict=True):
-        above.append(block.shape[1] - torch.searchsorted(scores, own, right=True))
-    return torch.empty_like(row).index_copy_(0, order, torch.cat(above))
 
 
 class ReciprocalReranker(Reranker):

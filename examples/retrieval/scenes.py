@@ -9,16 +9,12 @@ attribute of one object: hard negatives, as in real collections.
 Everything is determined by a seed. Each family, caption set and region set has its own random
 stream, identified by (seed, split, stage, index), so a split does not depend on the sizes of the
 others, and the first n scenes of a split do not depend on its size.
-
-    python -m examples.retrieval.scenes --out DIR [--train N --dev N --test N --seed S]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -295,16 +291,6 @@ def _calibration(seed: int) -> tuple[np.ndarray, np.ndarray]:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def _expected_files(root: Path, sizes: Mapping[str, int]) -> list[Path]:
-    files = []
-    for split in SPLITS:
-        files += [root / f"{split}_ims.npy", root / f"{split}_caps.txt"]
-        if split != "train":
-            files.append(root / f"{split}_boxes.npy")
-            files += [_picture(root, split, i) for i in range(sizes[split])]
-    return files
-
-
 def _picture(root: Path, split: str, index: int) -> Path:
     return root / "pictures" / f"{split}_{index:05d}.png"
 
@@ -330,8 +316,7 @@ def write_scenes(root: str | Path, sizes: Mapping[str, int] = SIZES, seed: int =
     card = root / "dataset.json"
     described = {"generator": "scenes", "version": VERSION, "seed": seed, "sizes": dict(sizes)}
     earlier = json.loads(card.read_text()) if card.exists() else {}
-    complete = earlier == {**described, "complete": True}
-    if complete and all(file.exists() for file in _expected_files(root, sizes)):
+    if earlier == {**described, "complete": True}:
         return False
     if any(root.glob("*_ims.npy")) and earlier.get("generator") != "scenes":
         raise FileExistsError(f"root holds another data set, which would be overwritten: {root}")
@@ -366,25 +351,3 @@ def _write_split(root: Path, split: str, scenes: list[Scene], seed: int) -> None
     if split != "train":
         np.save(root / f"{split}_boxes.npy", boxes)
     (root / f"{split}_caps.txt").write_text("\n".join(lines) + "\n")
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="scenes", description="Write the data set of rendered scenes."
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder for the data set")
-    for split in SPLITS:
-        parser.add_argument(
-            f"--{split}", type=int, default=SIZES[split], help="scenes (%(default)s)"
-        )
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    start = time.perf_counter()
-    sizes = {split: getattr(options, split) for split in SPLITS}
-    written = write_scenes(options.out, sizes, options.seed)
-    state = f"written in {time.perf_counter() - start:.1f} s" if written else "already there"
-    print(f"{sum(sizes.values())} scenes in {options.out}: {state}")
-
-
-if __name__ == "__main__":
-    main()

@@ -421,7 +421,11 @@ def main(arguments: list[str] | None = None) -> None:
             config = replace(config, device=f"cuda:{os.environ['LOCAL_RANK']}")
             torch.cuda.set_device(config.device)
         dist.init_process_group("nccl" if on_gpus else "gloo")
-    metrics = train(config)["metrics"]
+    try:
+        trainer = Trainer(config)
+    except (ImportError, OSError, ValueError) as error:
+        parser.error(str(error))
+    metrics = trainer.run()["metrics"]
     if is_first():
         for split, both in metrics.items():
             for when, measured in both.items():

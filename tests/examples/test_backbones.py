@@ -51,7 +51,7 @@ def test_word_pieces_are_rebuilt_from_their_state(bert):
 def test_bert_is_pooled_over_all_its_pieces(bert):
     from transformers import BertModel
 
-    encoder = BertEncoder(WordPieces.of_checkpoint(bert), 16, with_queries=True).eval()
+    encoder = BertEncoder(Config(loss="coder", dim=16), WordPieces.of_checkpoint(bert)).eval()
     encoder.load_weights(bert)
     words, lengths = pad([[2, 7, 10, 3]])
     hidden = encoder.linear(BertModel.from_pretrained(bert).eval()(words)[0])
@@ -62,7 +62,7 @@ def test_bert_is_pooled_over_all_its_pieces(bert):
 
 def test_bert_leaves_padding_out(bert):
     torch.manual_seed(0)
-    encoder = BertEncoder(WordPieces.of_checkpoint(bert), 16, word_dropout=0.5).eval()
+    encoder = BertEncoder(Config(dim=16, word_dropout=0.5), WordPieces.of_checkpoint(bert)).eval()
     captions = [[2, 7, 10, 3], [2, 3], [2, 8, 9, 5, 11, 12, 3]]
     words, lengths = pad(captions)
     longer = torch.cat([words, torch.full((3, 4), 9)], dim=1)
@@ -73,7 +73,7 @@ def test_bert_leaves_padding_out(bert):
 def test_word_dropout_hides_pieces_but_never_the_first_or_the_last(bert, monkeypatch):
     torch.manual_seed(0)
     pieces = WordPieces.of_checkpoint(bert)
-    encoder = BertEncoder(pieces, 16, word_dropout=0.3)
+    encoder = BertEncoder(Config(dim=16, word_dropout=0.3), pieces)
     forward = encoder.bert.forward
     seen = []
 
@@ -91,6 +91,27 @@ def test_word_dropout_hides_pieces_but_never_the_first_or_the_last(bert, monkeyp
     assert (words[hidden] == 7).all()
     assert torch.equal(training[~hidden], words[~hidden])
     assert torch.equal(evaluation, words)
+
+
+def test_pieces_are_masked_replaced_or_removed_as_in_public_code(bert):
+    torch.manual_seed(0)
+    pieces = WordPieces.of_checkpoint(bert)
+    config = Config(dim=16, word_dropout=0.5, word_masking="three ways")
+    encoder = BertEncoder(config, pieces)
+    long, short = [2, *[7] * 12, 3], [2, *[8] * 4, 3]
+    words, lengths = pad([long] * 300 + [short] * 100)
+    found, kept = encoder.masked(words, lengths)
+    inner = 300 * 12 + 100 * 4
+    removed = int((lengths - kept).sum())
+    rows = [row[:n].tolist() for row, n in zip(found, kept.tolist(), strict=True)]
+    assert all(row[0] == 2 and row[-1] == 3 for row in rows)  # [CLS] and [SEP]
+    middle = [piece for row in rows for piece in row[1:-1]]
+    masked = middle.count(pieces.mask)
+    others = sum(piece not in (7, 8, pieces.mask) for piece in middle)
+    assert removed / inner == pytest.approx(0.5 * 0.4, abs=0.03)
+    assert masked / inner == pytest.approx(0.5 * 0.5 + 0.05 / len(pieces), abs=0.03)
+    assert others / inner == pytest.approx(0.05 * (1 - 2 / len(pieces)), abs=0.02)
+    assert torch.isfinite(encoder(words, lengths)).all()
 
 
 # --- images ---------------------------------------------------------------------------------------

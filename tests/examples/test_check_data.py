@@ -28,6 +28,11 @@ CASES = {
             "test_ims.npy": np.ones((2, 4, 5), np.float16),
         },
     ),
+    "features of other dimensions": (
+        "features",
+        {"test_ims.npy": np.ones((2, 4, 5), np.float16)},
+    ),
+    "global features that a split lacks": ("features", {"dev_global.npy": None}),
     "features and captions that cannot be meant": (
         "features",
         {"train_ims.npy": SUSPICIOUS, "train_caps.txt": "a dog runs\n" * 19 + "...\n"},
@@ -82,7 +87,7 @@ def test_what_is_said_of_directories(folders, tmp_path):
         parts += [f"# {name}: ready {report.ready}", text.replace(str(root), "DATA"), ""]
     assert_stored("check_data", "\n".join(parts))
     nowhere = Report(tmp_path / "nowhere", min_count=2)
-    assert nowhere.lines == [str(tmp_path / "nowhere"), "  no such directory"]
+    assert nowhere.lines == [str(tmp_path / "nowhere"), "  MISSING: no such directory"]
     assert not nowhere.ready
 
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 from support.stored import assert_stored
 
-from examples.retrieval import concepts
-from examples.retrieval.concepts import Concepts, find_concepts, normalized_graph
-from examples.retrieval.data import load_split
+from examples.retrieval.concepts import find_concepts, normalized_graph, read_concepts
 
 CAPTIONS = [
     "A brown dog runs.",
@@ -44,17 +42,23 @@ def test_captions_with_too_few_words_are_refused():
         find_concepts([f"a {noun}" for noun in NOUNS], 27)
 
 
-def test_the_command_lists_and_stores_concepts(data, tmp_path, capsys):
+def test_words_of_a_file_are_counted_in_the_captions(tmp_path):
     file = tmp_path / "concepts.json"
-    concepts.main([str(data), "--size", "8", "--out", str(file)])
-    said = capsys.readouterr().out
-    found = Concepts(**json.loads(file.read_text()))
-    assert found == find_concepts(load_split(data, "train").captions, 8)
-    for word, count in zip(found.words, found.counts, strict=True):
-        assert f"{word} {count}" in said
-    with pytest.raises(SystemExit):
-        concepts.main([str(data), "--size", "1000"])
-    assert "concepts = 1000" in capsys.readouterr().err
+    captions = ["A middle-aged man runs.", "a man of middle age", "two dogs", "a man, his dogs"]
+    file.write_text(json.dumps(["man", "dogs", "middle-aged", "cat"]))
+    found = read_concepts(str(file), captions)
+    assert found.words == ["man", "dogs", "middle-aged", "cat"]
+    assert found.counts == [3, 2, 1, 0]
+    assert found.together == [[0, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    file.write_text(json.dumps({"man": 0, "dogs": 1, "middle-aged": 2, "cat": 3}))  # CVSE's
+    assert read_concepts(str(file), captions) == found
+
+
+def test_concepts_of_a_run_are_read_with_their_counts(tmp_path):
+    found = find_concepts(CAPTIONS, 8)
+    file = tmp_path / "concepts.json"
+    found.save(file)
+    assert read_concepts(str(file), ["other captions"]) == found
 
 
 def test_normalized_graph_is_that_of_the_equation():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -85,9 +86,20 @@ def test_idf_weighs_rare_words():
     assert idf[ids].mean() == pytest.approx(1)
 
 
+def test_the_words_of_scans_vocabulary_keep_their_order(tmp_path):
+    words = ["<pad>", "<start>", "<end>", "<unk>", "man", "a", "."]
+    numbers = dict(zip(reversed(words), reversed(range(7)), strict=True))
+    named = {str(i): word for word, i in numbers.items()}
+    file = tmp_path / "f30k_precomp_vocab.json"
+    file.write_text(json.dumps({"word2idx": numbers, "idx2word": named, "idx": 7}))
+    vocabulary = Vocabulary.of_scan(str(file))
+    assert vocabulary.words == ["<pad>", "<unk>", "man", "a", "."]
+    assert vocabulary.encode("A man, a dog.") == [3, 2, 3, 1]
+
+
 def test_word_vectors_are_read_from_gloves_format(tmp_path):
     (tmp_path / "glove.2d.txt").write_text("dog 1.0 2.0\ncat 3.0 -4\n")
-    vectors = word_vectors(tmp_path / "glove.2d.txt")
+    vectors = word_vectors(str(tmp_path / "glove.2d.txt"))
     lists = {word: vector.tolist() for word, vector in vectors.items()}
     assert lists == {"dog": [1, 2], "cat": [3, -4]}
 

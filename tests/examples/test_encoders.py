@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from examples.retrieval import encoders
 from examples.retrieval.concepts import normalized_graph
+from examples.retrieval.config import Config
 from examples.retrieval.data import pad
 from examples.retrieval.encoders import (
     GPO,
@@ -48,6 +50,7 @@ def with_graph(branch: ConceptBranch) -> ConceptBranch:
 
 
 LENGTHS = torch.tensor([5, 1, 3, 5])
+TEXTS = Config(dim=16, word_dim=8, word_dropout=0.5, embedding_dropout=0.5)
 # an encoder, and what it is called with
 ENCODERS = {
     "gpo": (lambda: GPO(8, 8), lambda: (drawn(4, 5, 6), LENGTHS)),
@@ -55,14 +58,14 @@ ENCODERS = {
         lambda: SubEmbeddings(6, 2),
         lambda: (drawn(4, 5, 6), drawn(4, 6), LENGTHS),
     ),
-    "texts": (lambda: TextEncoder(20, 8, 16, word_dropout=0.5, embedding_dropout=0.5), padded),
-    "images": (lambda: ImageEncoder(5, 16), lambda: (drawn(2, 6, 5),)),
+    "texts": (lambda: TextEncoder(TEXTS, 20), padded),
+    "images": (lambda: ImageEncoder(TEXTS, 5), lambda: (drawn(2, 6, 5),)),
     "whole images": (
-        lambda: ImageEncoder(5, 8, whole_dim=3, whole=True),
+        lambda: ImageEncoder(Config(dim=8), 5, 3, "whole"),
         lambda: (torch.full((2, 4, 5), torch.nan), drawn(2, 3)),
     ),
-    "self-guided": (lambda: SelfGuidedEnhancement(5), lambda: (drawn(3, 4, 5),)),
-    "guided": (lambda: GuidedEnhancement(6, 5), lambda: (drawn(3, 4, 5), drawn(3, 6))),
+    "self-guided": (lambda: SelfGuidedEnhancement(TEXTS, 5, 0), lambda: (drawn(3, 4, 5),)),
+    "guided": (lambda: GuidedEnhancement(TEXTS, 5, 6), lambda: (drawn(3, 4, 5), drawn(3, 6))),
     "concepts": (
         lambda: with_graph(ConceptBranch(6, 4, 5)),
         lambda: ("text", drawn(3, 6)),
@@ -197,7 +200,7 @@ def test_shared_dropout_takes_a_feature_from_the_whole_set(shared):
 
 def test_word_dropout_acts_in_training_only():
     torch.manual_seed(0)
-    text = TextEncoder(20, 8, 16, word_dropout=0.5)
+    text = TextEncoder(replace(TEXTS, embedding_dropout=0.0), 20)
     words, lengths = pad([[3, 4, 5, 6]])
     first = text(words, lengths)
     second = text(words, lengths)
@@ -206,3 +209,18 @@ def test_word_dropout_acts_in_training_only():
     first = text(words, lengths)
     second = text(words, lengths)
     assert torch.equal(first, second)
+
+
+def test_dropout_of_the_enhancement_is_in_both_of_its_branches():
+    torch.manual_seed(0)
+    enhance = SelfGuidedEnhancement(replace(TEXTS, enhancement_dropout=0.4), 5, 0)
+    seen: list[Tensor] = []
+    enhance.dropout.register_forward_hook(lambda _, inputs, output: seen.append(output))
+    regions = drawn(200, 4, 5)
+    enhance(regions)
+    local, whole = seen
+    assert local.shape == (200, 4, 5) and whole.shape == (200, 5)
+    for x in seen:
+        assert (x == 0).float().mean().item() == pytest.approx(0.4, abs=0.05)
+    enhance.eval()
+    assert torch.equal(enhance(regions), enhance(regions))

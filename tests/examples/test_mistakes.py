@@ -37,6 +37,22 @@ FOLDERS = {
     "bert_of_more_words": ("bert", {"vocab.txt": "\n".join([*drawn.PIECES, "more"])}),
     "bert_without_words": ("bert", {"vocab.txt": None}),
     "resnet_without_weights": ("resnet", {"model.safetensors": None}),
+    "no_array": ("data", {"dev_ims.npy": "no array"}),
+    "integers": ("data", {"dev_global.npy": np.ones((20, 7), np.int64)}),
+    "no_captions": ("data", {"dev_caps.txt": None}),
+    "no_mapping": ("mapping", {"id_mapping.json": "{"}),
+    "words": (
+        "data",
+        {
+            "vectors.npy": np.full((3, 4), -1, np.float16),
+            "sentence.txt": "a dog\n",
+            "uneven.txt": "a 1 2\ndog 1\n",
+            "list.json": '["word1", "word2"]',
+            "numbers.json": "[1, 2]",
+            "half.json": '{"words": ["dog"], "together": [[0]]}',
+            "broken.json": "{",
+        },
+    ),
 }
 SMALL = ["min_count=1", "dim=16", "word_dim=8", "image_size=48", "batch_size=8", "progress=false"]
 
@@ -46,7 +62,7 @@ def folders(tmp_path, monkeypatch, request):
     """The working directory, with data and networks."""
     monkeypatch.chdir(tmp_path)
     for name, (kind, files) in {**FOLDERS, **{x: (x, {}) for x in KINDS}}.items():
-        if kind == "vse_infinity":
+        if kind in ("vse_infinity", "mapping"):
             drawn.mapping(Path(name))
         else:
             shutil.copytree(request.getfixturevalue(kind), name)

@@ -314,7 +314,7 @@ def test_the_command_lists_reports_or_runs(tmp_path, trained, tiny, capsys):
     main(command)
     out = capsys.readouterr().out
     assert "[4/4] dcl_" in out
-    assert "| **dcl**" in out
+    assert "dcl *" in out
     assert len(trained) == 4
 
 

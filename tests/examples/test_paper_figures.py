@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from support.drawn import TINY
 
 from examples.retrieval import paper_figures
 from examples.retrieval.data import Split, load_split
 from examples.retrieval.evaluate import encode, recalls
-from examples.retrieval.paper_figures import DRAWN, boxes_of, heat, sub_embeddings
+from examples.retrieval.paper_figures import boxes_of, draw, heat, sub_embeddings
 from examples.retrieval.paper_report import result_lines
 from examples.retrieval.paper_runs import Grid, measured, run, scores_of, timed
 from examples.retrieval.paper_tables import Row, Table
@@ -46,8 +47,10 @@ def drawn(grid: Grid, number: str) -> list[dict[str, str]]:
     """Draw a figure; return the lines of its CSV file."""
     table = grid.source.tables[number]
     stem = grid.out / number
-    DRAWN[table.kind](grid, table, {}, stem)
-    assert stem.with_suffix(".png").stat().st_size > 5000
+    file = draw(grid, table, {}, stem)
+    pixels = np.asarray(Image.open(file))
+    assert pixels[0, 0].tolist()[3] == 0  # no background, for light and dark pages
+    assert (pixels[..., 3] == 255).any()
     with stem.with_suffix(".csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
@@ -87,12 +90,14 @@ def test_t_sne_has_all_images_and_texts_of_each_model(coder):
 def test_correlations_are_those_of_the_models_sub_embeddings(dvse):
     lines = drawn(dvse, "fig6")
     split = load_split(dvse.out / "data", "dev")
-    image = int(lines[0]["image"])
+    image = int(lines[0]["matrix"].rpartition(" ")[2])
     for name, row in dvse.source.tables["fig6"].rows.items():
         model, _, config = load_model(directory(dvse, row) / "best.pt")
         with torch.no_grad():
             sets = model.embed_images(split.regions(image)[None])[0]
-        values = [float(line["correlation"]) for line in lines if line["model"] == name]
+        values = [
+            float(line["value"]) for line in lines if line["matrix"] == f"{name}, image {image}"
+        ]
         expected = torch.corrcoef(sets.double()).flatten()
         assert len(values) == config.heads**2
         assert values == pytest.approx(expected.tolist(), abs=1e-5)
@@ -102,13 +107,13 @@ def test_the_grid_is_of_fast_re_ranking(dvse, monkeypatch):
     monkeypatch.setattr(paper_figures, "SCALES", (3, 20, 25))
     lines = drawn(dvse, "fig7")
     scores, split = scores_of(dvse.config(Row(""), 0), "dev")
-    assert len(lines) == 9
+    assert len(lines) == 18
     for line in lines:
         scales = float(line["γ1 or λ1"]), float(line["γ2 or λ2"])
         reranked = FastReranker(scales, scales).rerank(scores)
         expected = retrieval_metrics(reranked, split.image_ids, split.text_ids)
-        for name in ("i2t_r1", "t2i_r1"):
-            assert float(line[name]) == pytest.approx(expected[name])
+        name = {"i2t R@1": "i2t_r1", "t2i R@1": "t2i_r1"}[line["matrix"]]
+        assert float(line["value"]) == pytest.approx(expected[name])
 
 
 def test_regions_and_sub_embeddings_are_in_one_space(dvse):
@@ -192,7 +197,7 @@ def test_the_lines_of_a_table():
     assert [[*line[:3], *line[-2:]] for line in lines] == [
         ["row", "", "", "RSUM", "seconds"],
         ["a", "first", "printed, Flickr30K", "500.0", "1.5"],
-        ["", "", "ours, test, 3 seeds", "101.0 ± 1.0", "0.0123"],
+        ["a", "first", "ours, test, 3 seeds", "101.0 ± 1.0", "0.0123"],
         ["b", "second", "no runs", "", ""],
         ["c", "third", "not run: another method", "", ""],
     ]

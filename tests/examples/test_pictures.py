@@ -177,5 +177,5 @@ def test_a_file_that_is_no_picture_is_named(tmp_path):
     path = tmp_path / "broken.jpg"
     path.write_bytes(b"no picture")
     images = Images([path], 8)
-    with pytest.raises(ValueError, match=r"broken\.jpg: no image that can be read"):
+    with pytest.raises(ValueError, match=r"broken\.jpg: must be an image that can be read"):
         images.read(0)

@@ -180,6 +180,26 @@ def tiny_resnet(root: Path) -> Path:
     return root
 
 
+def tiny_clip(root: Path) -> Path:
+    """CLIP with random weights, for pictures of 32 pixels in four patches."""
+    from transformers import CLIPConfig, CLIPModel
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = CLIPConfig(
+        projection_dim=6,
+        text_config={**sizes, "vocab_size": 20, "projection_dim": 6},
+        vision_config={**sizes, "image_size": 32, "patch_size": 16, "projection_dim": 6},
+    )
+    CLIPModel(config).save_pretrained(root)
+    return root
+
+
 def take_steps(trainer: Trainer, steps: int) -> set[str]:
     """Train for some steps, after the warm-up; return the names of parameters that did not move."""
     begun = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
