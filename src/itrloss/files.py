@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -201,11 +201,8 @@ def read_ids(path: str | Path, key: str | None = None) -> np.ndarray:
             got = f"larger ones in {ids.dtype}, where neighbours are equal"
             raise ValueError(f"{path}: expected ids below {limit}, got {got}; save them as int64")
         ids = ids.long()
-    if (
-        max(ids.shape, default=0) < ids.numel()
-        or ids.dtype == torch.bool
-        or ids.is_floating_point()
-    ):
+    is_row = ids.numel() == max(ids.shape, default=0)
+    if not is_row or ids.dtype == torch.bool or ids.is_floating_point():
         got = f"{ids.dtype} of shape {tuple(ids.shape)}"
         raise ValueError(f"{path}: expected a row of integers, got {got}")
     return as_int64(str(path), ids.flatten()).numpy()
@@ -326,10 +323,6 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except (FileNotFoundError, ImportError, IsADirectoryError, PermissionError):
         raise
-    except UnicodeError as error:
-        raise ValueError(f"{path}: expected UTF-8: {error}") from None
-    except MemoryError:
-        raise ValueError(f"{path}: speaks of more data than there is memory; damaged?") from None
     except Exception as error:
         if str(error).startswith(f"{path}: "):  # it names the file already
             raise
@@ -435,7 +428,8 @@ def _read_data_set(x: Any) -> object:
 def _read_csv(path: Path) -> np.ndarray:
     """Return the matrix in a file of separated values."""
     head, read = _separated(path)
-    return read(skiprows=int(_is_header(head)), usecols=_data(head))
+    # pandas writes the number of a row in front, without a name
+    return read(skiprows=int(_is_header(head)))[:, int(head[0] == "") :]
 
 
 def _csv_column(path: Path, key: str | None) -> np.ndarray:
@@ -446,7 +440,7 @@ def _csv_column(path: Path, key: str | None) -> np.ndarray:
     """
     head, read = _separated(path)
     names = ", ".join(head)[:_SHOWN]
-    columns = _data(head)
+    columns = range(int(head[0] == ""), len(head))
     if key in head:
         columns = [head.index(key)]
     elif key is not None:
@@ -462,7 +456,7 @@ def _csv_column(path: Path, key: str | None) -> np.ndarray:
 
 
 def _separated(path: Path) -> tuple[list[str], Callable[..., np.ndarray]]:
-    """Return the cells of the first line of a file of separated values, and NumPy's reader of it."""
+    """Return the cells of the first line of a file of separated values, and its reader."""
     encoding = _encoding(path)
     with open(path, encoding=encoding) as file:
         first = file.readline()
@@ -490,11 +484,6 @@ def _is_header(head: list[str]) -> bool:
     except ValueError:
         return True
     return len(head) > 1 and np.array_equal(numbers, np.arange(len(head)))
-
-
-def _data(head: list[str]) -> Sequence[int]:
-    """Return the columns of data: pandas writes the number of a row in front, without a name."""
-    return range(int(head[0] == ""), len(head))
 
 
 def _encoding(path: Path) -> str:
@@ -642,13 +631,11 @@ def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
         OSError: before the body runs, if the file cannot be written.
     """
     path = Path(os.path.realpath(path))
+    check_writable(path, "b" in mode)
     if path.exists() and not path.is_file():
-        if "b" in mode:
-            raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
         with _opened(path, mode) as file:
             yield file
         return
-    check_writable(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with _opened(temporary, mode) as file:
@@ -667,9 +654,18 @@ def _opened(path: Path, mode: str) -> IO[Any]:
     return open(path, mode, encoding="utf-8", errors="replace", newline="\n")
 
 
-def check_writable(path: Path) -> None:
-    """Raise an OSError for a file that is read-only, or a folder where none can be made."""
-    if path.is_file() and not path.stat().st_mode & stat.S_IWUSR:
+def check_writable(path: Path, binary: bool = False) -> None:
+    """Raise an error for a folder, a file that is read-only, or a place where none can be made.
+
+    A device or a pipe is refused for what is ``binary``.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: expected a file to write, got a directory")
+    if path.exists() and not path.is_file():
+        if binary:
+            raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
+        return
+    if path.exists() and not path.stat().st_mode & stat.S_IWUSR:
         raise PermissionError(f"{path}: it is read-only")
     try:
         tempfile.TemporaryFile(dir=path.parent).close()

@@ -24,7 +24,7 @@ def entry(name: str, ranks: list[int], base: comparison.Entry | None) -> compari
     if base is None:
         return comparison.Entry(name, results)
     changes = compare(results, base.results, samples=9)
-    return comparison.Entry(name, results, rerank.CSLS(), "test", changes=changes)
+    return comparison.Entry(name, results, "csls", rerank.CSLS(), True, changes=changes)
 
 
 def test_gains_are_ratios_and_only_answered_queries_count():
