@@ -38,6 +38,7 @@ from .report import Names, page
 from .tables import Entry, Table, latex, show
 
 T = TypeVar("T")
+Command = Rerank | Evaluate | Compare
 _IDS = re.compile(r"(?<![\w/.-])(image|text)_ids(?![./-]?\w)")  # arguments, not parts of paths
 # what each option writes, by the suffix of its file; none is a folder
 _SUFFIXES = {
@@ -169,7 +170,7 @@ def _rerank(args: Rerank | Evaluate, arguments: Sequence[str]) -> None:
     if args.write is not None:
         one_of("--write", args.write, PLAIN, *methods)
     if args.folds > 1 and args.out is not None:
-        raise ValueError("--out: expected --folds 1, as the file has the ranks of all candidates")
+        raise ValueError("--out: expected --folds 1, as the file has the scores of all candidates")
     rules = _rules(args)
     with _shown_warnings() as warned:
         sim = _similarity(args, args.inputs, args.image_ids, args.text_ids, not args.relevant)
@@ -218,7 +219,7 @@ def _compare(args: Compare, arguments: Sequence[str]) -> None:
             if results and sim.shape != shape:
                 raise ValueError(f"{source}: expected shape {shape}, got {sim.shape}")
             shape = sim.shape
-            scores = sim
+            scores: Similarity | tuple[Similarity, Tensor] = sim
             if saved is not None:
                 require_finite(str(source), saved.t2i)
                 scores = sim, saved.t2i
@@ -299,7 +300,7 @@ def _facts(args: Options, arguments: Sequence[str], about: str) -> dict[str, str
 # -------------------------------------------------------------------------------------------- files
 
 
-def _outputs(args: Options, held_out: Iterable[Source]) -> list[Path]:
+def _outputs(args: Command, held_out: Iterable[Source]) -> list[Path]:
     """Return what is to be written, after a check that it can be, and that no file has two uses."""
     read = [*args.inputs, *held_out, *(x for x in vars(args).values() if isinstance(x, Source))]
     used = [os.path.realpath(source.path) for source in read]
@@ -333,7 +334,7 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _matrix(args: Rerank | Evaluate | Compare, source: Source) -> Tensor:
+def _matrix(args: Command, source: Source) -> Tensor:
     """Return the matrix in a file, with images as rows."""
     matrix = files.read_matrix(*source)
     require_finite(str(source), matrix)
@@ -373,7 +374,7 @@ def _banks(args: Rerank | Evaluate, sim: Similarity) -> tuple[Tensor | None, Ten
         texts = _matrix(args, args.bank_texts)
         if sim.embeddings is None and not args.text_ids and not args.relevant:
             texts = fold_repeated(texts)  # as the rows of the scores are
-    if args.folds > 1 and sim.embeddings is None and (images, texts) != (None, None):
+    if args.folds > 1 and sim.embeddings is None and (args.bank_images or args.bank_texts):
         raise ValueError("--folds: expected 1 with banks of scores, which have all candidates")
     return images, texts
 
@@ -399,8 +400,8 @@ def _labelled(
     images, texts = matrices
     if text_ids is None and by_ids:
         images = fold_repeated(images)
-        warn_of_guess(len(images), len(texts))
         ids = default_ids(len(images), len(texts))
+        warn_of_guess(len(images), len(texts))
     elif text_ids is None:
         ids = unrelated_ids(len(images), len(texts))
     if images.dtype != texts.dtype:

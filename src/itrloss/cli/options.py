@@ -24,8 +24,13 @@ _ONE = "The results of one method"
 
 
 def _option(group: str, metavar: str, about: str):
-    """Return the settings of an option; numbers are at least 1."""
-    return typer.Option(metavar=metavar, rich_help_panel=group, help=about, min=1)
+    """Return the settings of an option."""
+    return typer.Option(metavar=metavar, rich_help_panel=group, help=about)
+
+
+def _number(group: str, about: str):
+    """Return the settings of a number of at least 1."""
+    return typer.Option(min=1, metavar="N", rich_help_panel=group, help=about)
 
 
 def _file(group: str, about: str):
@@ -39,6 +44,12 @@ def _array(metavar: str):
     return typer.Argument(parser=as_source, metavar=metavar, help=about)
 
 
+_METHODS = typer.Option(
+    metavar="NAME,…",
+    rich_help_panel="Methods",
+    show_default=False,
+    help=f"separated by commas; default: all, which are {', '.join(METHODS)}",
+)
 _TRANSPOSE = typer.Option("--transpose", rich_help_panel=_TEST, help="rows are texts")
 Read = Source | None
 Write = Path | None
@@ -57,11 +68,9 @@ class Options:
     ] = None
     exclude: Annotated[Read, _file(_TEST, "pairs that are not ranked")] = None
     candidates: Annotated[Read, _file(_TEST, "the only pairs that are ranked")] = None
-    folds: Annotated[int, _option(_TEST, "N", "parts of images; 5: MSCOCO's 5-fold 1K")] = 1
+    folds: Annotated[int, _number(_TEST, "parts of images; 5: MSCOCO's 5-fold 1K")] = 1
     ks: Annotated[str, _option(_TABLE, "K,…", "of R@K, recall@K and nDCG@K")] = _KS
-    samples: Annotated[
-        int | None, _option(_TABLE, "N", "of the bootstrap; default: 2000 a test")
-    ] = None
+    samples: Annotated[int | None, _number(_TABLE, "of the bootstrap; default: 2000 a test")] = None
     metrics: Annotated[Write, _option(_TABLE, "FILE.csv", "all metrics of all rows")] = None
     latex: Annotated[Write, _option(_TABLE, "FILE.tex", "the table in LaTeX")] = None
     report: Annotated[Write, _option(_TABLE, "FILE.html", "a page with table and charts")] = None
@@ -75,7 +84,7 @@ class Reranking(Options):
     val_text_ids: Annotated[Read, _file(_HELD_OUT, "ids of the texts of --val")] = None
     bank_images: Annotated[Read, _file(_HELD_OUT, "other images, or scores (B, n_texts)")] = None
     bank_texts: Annotated[Read, _file(_HELD_OUT, "other texts, or scores (n_images, B)")] = None
-    methods: Annotated[str, _option("Methods", "NAME,…", "separated by commas")] = _ALL
+    methods: Annotated[str, _METHODS] = _ALL
     write: Annotated[
         str | None, _option(_ONE, "NAME", "whose results; default: the first method's")
     ] = None
@@ -84,7 +93,7 @@ class Reranking(Options):
     trec: Annotated[
         Write, _option(_ONE, "FOLDER", "its --top best candidates as run and qrels files")
     ] = None
-    top: Annotated[int, _option(_ONE, "N", "how many for --trec")] = 10
+    top: Annotated[int, _number(_ONE, "how many for --trec")] = 10
     image_names: Annotated[Read, _file(_ONE, "a line an image, for the report")] = None
     text_names: Annotated[Read, _file(_ONE, "a line a text, for the report: the captions")] = None
 

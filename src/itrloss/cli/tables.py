@@ -30,7 +30,7 @@ SIGNIFICANT = 0.05
 SAMPLES_A_TEST = 2000
 ARROWS = {"i2t": "image→text", "t2i": "text→image"}
 _HEADS = {"rsum": "RSUM", **{f"{way}_r1": f"R@1 {arrow}" for way, arrow in ARROWS.items()}}
-_NAME = 17  # letters of the longest method without a bank
+_NAME = 17  # letters of the longest method without a bank, which stay in a line
 _SIGNED = re.compile(r"[+-]\d+\.\d")
 # what pandas leaves as it is: "[" would begin an option behind the end of a row, and the default
 # fonts have no others of these letters, or in other places
@@ -217,14 +217,17 @@ def show(table: Table, console: Console) -> None:
         blanks = (0, int(console.width > 100))  # beside each cell
         grid = Grid(box=box.SIMPLE_HEAD, padding=blanks, pad_edge=False, show_edge=False)
         longest = max(map(len, frame.index))
-        grid.add_column("", overflow="fold", min_width=min(longest, _NAME))
+        grid.add_column("", overflow="fold", no_wrap=longest <= _NAME)
         for upper, head in frame.columns.tolist():
             short = upper.replace("image", "i").replace("text", "t") if head != "p" else ""
             grid.add_column(f"{short}\n{head}", justify="right", overflow="fold")
         best = ""  # of a single row, or without RSUM, none
         if len(frame) > 1 and ("", "RSUM") in frame:
             best = frame["", "RSUM"].idxmax()
-        for name, cells in frame.round(1).astype(str).iterrows():
+        rows = frame.round(1).astype(str)
+        if console.width < 100:  # intervals may break
+            rows = rows.replace(",", ", ", regex=True)
+        for name, cells in rows.iterrows():
             if name == best:
                 grid.add_row(f"{name} ★", *cells, style="bold green")
             else:
