@@ -221,8 +221,8 @@ def show(table: Table, console: Console) -> None:
         for upper, head in frame.columns.tolist():
             short = upper.replace("image", "i").replace("text", "t") if head != "p" else ""
             grid.add_column(f"{short}\n{head}", justify="right", overflow="fold")
-        best = ""  # of a single row, or without RSUM, none
-        if len(frame) > 1 and ("", "RSUM") in frame:
+        best = ""
+        if len(table.frames) > 1 and ("", "RSUM") in frame:  # a comparison
             best = frame["", "RSUM"].idxmax()
         rows = frame.round(1).astype(str)
         if console.width < 100:  # intervals may break
