@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import csv
 import importlib
 import io
 import json
@@ -23,6 +22,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -37,15 +37,17 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _ENCODING = "latin1"  # of bytes in old pickle protocols
-_MISSING = ("", "nan", "na", "n/a", "<na>", "none", "null")
+_SHOWN = 200  # letters of a file that a message has at most
+_MISSING = ("nan", "na", "n/a", "<na>", "none", "null")
 _RE_RANKED = {"i2t", "t2i", "transductive"}  # what itrloss rerank --out writes
 # an integer, or a whole float, as pandas writes integers of a column with gaps: 3.0
 _INTEGER = re.compile(r"[+-]?[0-9]+(\.0*)?")
 # SciPy's reader in a process of its own, which a damaged file can only end
 _READ_MAT = """
-import sys, scipy.io, numpy
+import pickle, sys, scipy.io
 arrays = scipy.io.loadmat(sys.argv[1])
-numpy.savez(sys.argv[2], **{name: x for name, x in arrays.items() if name[:2] != "__"})
+plain = {name: x for name, x in arrays.items() if name[:2] != "__" and not x.dtype.hasobject}
+pickle.dump(plain, sys.stdout.buffer)
 """
 
 
@@ -193,13 +195,13 @@ def read_ids(path: str | Path, key: str | None = None) -> np.ndarray:
     if isinstance(content, np.ndarray) and content.dtype.kind == "U":
         return _ids_of_texts(path, content.ravel())
     ids = _tensor(path, content)
-    is_row = ids.ndim == 1 or (ids.ndim == 2 and 1 in ids.shape)
     if ids.is_floating_point() and _are_whole(ids.double()):  # as MATLAB and pandas save ids
         limit = int(2 / torch.finfo(ids.dtype).eps)
         if bool((ids.abs() >= limit).any()):
             got = f"larger ones in {ids.dtype}, where neighbours are equal"
             raise ValueError(f"{path}: expected ids below {limit}, got {got}; save them as int64")
         ids = ids.long()
+    is_row = ids.numel() == max(ids.shape, default=0)
     if not is_row or ids.dtype == torch.bool or ids.is_floating_point():
         got = f"{ids.dtype} of shape {tuple(ids.shape)}"
         raise ValueError(f"{path}: expected a row of integers, got {got}")
@@ -208,56 +210,29 @@ def read_ids(path: str | Path, key: str | None = None) -> np.ndarray:
 
 def _saved_ids(path: Path, key: str | None) -> object:
     """Return the ids in a file as they are: in files of text, an array of strings."""
-    suffix = _suffix(path)
-    if suffix == ".csv":
-        return np.array(_csv_column(path, key), dtype=str)
-    if suffix == ".txt":
+    if _suffix(path) == ".csv":
+        with _reading(path):
+            return _csv_column(path, key)
+    if _suffix(path) == ".txt":
         _check_unnamed(path, key)
         text = _text(path).strip()
         words = text.split()
-        are_integers = all(map(_INTEGER.fullmatch, words))
-        return np.array(words if are_integers else [line.strip() for line in text.split("\n")])
+        if all(map(_INTEGER.fullmatch, words)):
+            return np.array(words, dtype=str)
+        return np.array([line.strip() for line in text.split("\n")])
     content = _read(path, key)
     if isinstance(content, np.ndarray) and content.dtype.kind == "S":
         with _reading(path):
-            content = np.char.decode(content, "utf-8")
+            return np.char.decode(content, "utf-8")
     return content
-
-
-def _csv_column(path: Path, key: str | None) -> list[str]:
-    """Return the column ``key`` of a file of separated values, or its only one.
-
-    A first line of a column of strings is a header if ``key`` is its name, or the rest are numbers.
-    """
-    head, separator = _header(path)
-    names = ", ".join(head) or "no header"
-    if key is not None and key not in head:
-        raise ValueError(f"{path}: expected a column of the name {key!r}; it has {names}")
-    with _reading(path), open(path, encoding=_encoding(path), newline="") as file:
-        lines = csv.reader(file, delimiter=separator, skipinitialspace=True)
-        rows = [[x.strip() for x in line] for line in lines if line]
-    if len(rows) == 1 and not head:
-        return rows[0]
-    if key is None and len(_data(head or rows[0])) != 1:
-        hint = f"; for one of them, write {path}:{head[0]}" if head else ""
-        raise ValueError(f"{path}: expected one column; it has {names}{hint}")
-    place = head.index(key) if key else -1
-    with _reading(path):
-        ids = [row[place] for row in rows]
-    if not head or (key is None and not all(map(_INTEGER.fullmatch, ids[1:]))):
-        return ids
-    return ids[1:]
 
 
 def _ids_of_texts(path: Path, ids: np.ndarray) -> np.ndarray:
     """Return ids that are texts: as integers if all are."""
     integers = [x for x in ids if _INTEGER.fullmatch(x)]
-    missing = [x for x in ids if x.lower() in _MISSING]
-    if not len(ids):
-        raise ValueError(f"{path}: expected ids, got none")
-    if "" in ids or (missing and integers):  # they would match each other
-        among = " among integers" if integers else ""
-        raise ValueError(f"{path}: expected an id for each item, got {missing[0]!r}{among}")
+    missing = [x for x in ids if not x or (integers and x.lower() in _MISSING)]
+    if missing or not len(ids):  # missing ones would match each other
+        raise ValueError(f"{path}: expected an id for each item, got {missing[:1]}")
     if len(integers) < len(ids):
         return ids
     try:
@@ -348,10 +323,6 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except (FileNotFoundError, ImportError, IsADirectoryError, PermissionError):
         raise
-    except UnicodeError as error:
-        raise ValueError(f"{path}: expected UTF-8: {error}") from None
-    except MemoryError:
-        raise ValueError(f"{path}: speaks of more data than there is memory; damaged?") from None
     except Exception as error:
         if str(error).startswith(f"{path}: "):  # it names the file already
             raise
@@ -371,34 +342,25 @@ def _array_name(path: Path, content: Mapping[str, Any], key: str | None) -> str:
     """
     names = list(content)
     if isinstance(content, dict):  # of archives, entries are not looked at until they are chosen
-        names = [
-            name for name, x in content.items() if isinstance(x, list) or getattr(x, "ndim", 0)
-        ]
-    key = key or ("sims" if "sims" in names else None)
+        names = [x for x in names if isinstance(content[x], list) or getattr(content[x], "ndim", 0)]
+    if key is None:
+        key = names[0] if len(names) == 1 else "sims"
     if key in names:
         return key
-    if key is None and len(names) == 1:
-        return names[0]
-    got = f"it has {', '.join(map(str, names)) or 'none'}"
-    if key is not None:
-        raise ValueError(f"{path}: expected an array of the name {key!r}; {got}")
+    hint = f"for one of several, write {path}:NAME"
     if set(names) >= _RE_RANKED:
-        got += "; itrloss compare takes such re-ranked scores of both directions"
-    elif names:
-        got += f"; for one of several, write {path}:{names[0]}"
-    kind = "list" if _suffix(path) == ".json" else "array"
-    raise ValueError(f"{path}: expected one {kind}, or one of the name sims; {got}")
+        hint = "itrloss compare takes such re-ranked scores of both directions"
+    got = ", ".join(map(str, names)) or "none"
+    raise ValueError(f"{path}: expected an array of the name {key!r}; it has {got}; {hint}")
 
 
 def _plain(x: Any) -> Any:
     """Return an entry of a file, or what is in it, as an array if it is one or a list."""
-    if isinstance(x, _Pickled):
-        x = x.array()
     if hasattr(x, "asstr"):  # a data set of HDF5
         return _read_data_set(x)
-    if not isinstance(x, list):
-        return x
-    return np.array([one.array() if isinstance(one, _Pickled) else one for one in x])
+    if isinstance(x, np.ndarray):
+        x = x.tolist() if x.dtype.hasobject else np.asarray(x)
+    return np.array(x) if isinstance(x, list) else x
 
 
 def _package(path: Path, name: str) -> ModuleType:
@@ -426,14 +388,6 @@ def _read_npy(path: Path) -> object:
     return np.load(path, mmap_mode="c")
 
 
-def _read_npz(path: Path) -> Mapping[str, object]:
-    """Return the arrays of a .npz file, each of which is read when it is chosen."""
-    arrays = np.load(path)  # refuses Python objects
-    if not isinstance(arrays, Mapping):
-        raise ValueError("not a zip file")
-    return arrays
-
-
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, which are mapped into memory."""
     return _package(path, "safetensors.torch").load_file(path)
@@ -444,15 +398,11 @@ def _read_mat(path: Path) -> Mapping[str, Any]:
     if _package(path, "h5py").is_hdf5(path):
         return {name: x[()].T for name, x in _read_hdf5(path).items()}
     _package(path, "scipy.io")
-    with tempfile.TemporaryDirectory() as folder:
-        arrays = Path(folder, "arrays.npz")
-        command = [sys.executable, "-c", _READ_MAT, str(path), str(arrays)]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            raise ValueError(lines[-1] if lines else "damaged")
-        with np.load(arrays) as saved:
-            return dict(saved)
+    done = subprocess.run([sys.executable, "-c", _READ_MAT, path], capture_output=True)
+    if done.returncode:
+        *_, reason = done.stderr.decode(errors="replace").splitlines() or ["damaged"]
+        raise ValueError(reason)
+    return _Unpickler(io.BytesIO(done.stdout)).load()
 
 
 def _read_hdf5(path: Path) -> dict[str, Any]:
@@ -477,43 +427,63 @@ def _read_data_set(x: Any) -> object:
 
 def _read_csv(path: Path) -> np.ndarray:
     """Return the matrix in a file of separated values."""
-    head, separator = _header(path)
-    columns = range(len(head) - len(_data(head)), len(head)) if head else None
-    return np.loadtxt(
+    head, read = _separated(path)
+    # pandas writes the number of a row in front, without a name
+    return read(skiprows=int(_is_header(head)))[:, int(head[0] == "") :]
+
+
+def _csv_column(path: Path, key: str | None) -> np.ndarray:
+    """Return the strings of the column ``key`` of a file of separated values, or of its only one.
+
+    Of a column of strings, the first line is a header if ``key`` is its name, or the rest are
+    numbers.
+    """
+    head, read = _separated(path)
+    names = ", ".join(head)[:_SHOWN]
+    columns = range(int(head[0] == ""), len(head))
+    if key in head:
+        columns = [head.index(key)]
+    elif key is not None:
+        raise ValueError(f"{path}: expected a column of the name {key!r}; it has {names}")
+    ids = np.char.strip(read(dtype=str, usecols=columns))
+    if 1 not in ids.shape:
+        hint = f"for one of them, write {path}:{head[0][:_SHOWN]}"
+        raise ValueError(f"{path}: expected one column; it has {names}; {hint}")
+    ids = ids.ravel()
+    if key is not None or (_is_header(head) and all(map(_INTEGER.fullmatch, ids[1:]))):
+        return ids[1:]
+    return ids
+
+
+def _separated(path: Path) -> tuple[list[str], Callable[..., np.ndarray]]:
+    """Return the cells of the first line of a file of separated values, and its reader."""
+    encoding = _encoding(path)
+    with open(path, encoding=encoding) as file:
+        first = file.readline()
+    if not first.strip():
+        raise ValueError(f"{path}: the file is empty")
+    separator = next((x for x in "\t;" if x in first), ",")
+    read = partial(
+        np.loadtxt,
         path,
         delimiter=separator,
-        skiprows=int(bool(head)),
-        usecols=columns,
-        encoding=_encoding(path),
+        encoding=encoding,
         quotechar='"',
         comments=None,
         ndmin=2,
     )
+    return np.char.strip(read(dtype=str, max_rows=1)).ravel().tolist(), read
 
 
-def _header(path: Path) -> tuple[list[str], str]:
-    """Return the header of a file of separated values, empty if it has none, and the separator.
-
-    That of a matrix may be 0, 1, 2 and so on, as pandas writes it.
+def _is_header(head: list[str]) -> bool:
+    """Return whether a first line is a header: other cells than numbers, or 0, 1, 2 and so on, as
+    pandas writes it.
     """
-    with _reading(path), open(path, encoding=_encoding(path), newline="") as file:
-        first = file.readline()
-        separator = next((x for x in "\t;," if x in first), ",")
-        words = next(csv.reader([first], delimiter=separator, skipinitialspace=True), [])
-    if not words:
-        raise ValueError(f"{path}: the file is empty")
-    head = [x.strip() for x in words]
-    counted = head == [str(i) for i in range(len(head))]
     try:
-        np.array(head, dtype=float)
+        numbers = np.array(head, dtype=float)
     except ValueError:
-        return head, separator
-    return head if counted and len(head) > 1 else [], separator
-
-
-def _data(columns: list[str]) -> list[str]:
-    """Return the columns of data: pandas writes the number of a row in front, without a name."""
-    return columns[1:] if columns[:1] == [""] else columns
+        return True
+    return len(head) > 1 and np.array_equal(numbers, np.arange(len(head)))
 
 
 def _encoding(path: Path) -> str:
@@ -528,11 +498,6 @@ def _text(path: Path) -> str:
     """Return the text of a file, without a byte order mark."""
     with _reading(path):
         return path.read_text(encoding=_encoding(path))
-
-
-def _read_json(path: Path) -> object:
-    """Return the contents of a JSON file."""
-    return json.loads(_text(path))
 
 
 def _read_torch(path: Path) -> object:
@@ -554,7 +519,7 @@ def _read_pickle(path: Path) -> object:
 
 _READERS: dict[str, Callable[[Path], object]] = {
     ".npy": _read_npy,
-    ".npz": _read_npz,
+    ".npz": np.load,  # which refuses Python objects
     ".pt": _read_torch,
     ".pth": _read_torch,
     ".pth.tar": _read_torch,
@@ -564,7 +529,7 @@ _READERS: dict[str, Callable[[Path], object]] = {
     ".mat": _read_mat,
     ".h5": _read_hdf5,
     ".hdf5": _read_hdf5,
-    ".json": _read_json,
+    ".json": lambda path: json.loads(_text(path)),
     ".csv": _read_csv,
 }
 
@@ -583,35 +548,28 @@ class _Type:
     def __setstate__(self, state: tuple[int, str]) -> None:
         self.name = "".join([state[1], self.name])  # with the order of bytes, if it is a string
 
+    def real(self) -> np.dtype:
+        """Return the type that it stands for: of numbers, strings or objects."""
+        dtype = np.dtype(self.name)
+        if dtype.kind not in "fiubSUO":
+            raise ValueError(f"expected numbers, got an array of {dtype}, which is not read")
+        return dtype
 
-class _Pickled:
-    """Stands in for an array, which is made when it is chosen, and only of numbers or strings."""
 
-    def __init__(
-        self, data: Any = b"", kind: Any = None, shape: tuple[int, ...] = (), order: Any = "C"
-    ):
-        self.data = data
-        self.kind = kind
-        self.shape = shape
-        self.order = order
+class _Array(np.ndarray):
+    """An array whose type and shape are checked before NumPy makes it of pickled data."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         *_, shape, kind, fortran, data = state
-        _Pickled.__init__(self, data, kind, shape, "F" if fortran else "C")
+        if min(shape, default=0) < 0:
+            raise ValueError(f"expected a shape, got {shape}")
+        super().__setstate__((1, shape, kind.real(), fortran, data))
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
-    def array(self) -> Any:
-        """Return the array, or one number as such; of objects, a list of them."""
-        dtype = np.dtype(self.kind.name)
-        if dtype.kind == "O" and isinstance(self.data, list):
-            return self.data
-        if dtype.kind not in "fiubSU":
-            raise ValueError(f"expected numbers, got an array of {dtype}, which is not read")
-        data = self.data.encode(_ENCODING) if isinstance(self.data, str) else self.data
-        return np.frombuffer(data, dtype).copy().reshape(self.shape, order=self.order)[()]
+def _from_buffer(data: Any, kind: _Type, shape: tuple[int, ...] = (), order: Any = "C") -> Any:
+    """Return an array of pickled bytes, or one number as such."""
+    data = data.encode(_ENCODING) if isinstance(data, str) else data
+    return np.frombuffer(data, kind.real()).reshape(shape, order=order)[()]
 
 
 def _strided(storage: torch.TypedStorage, offset: int, *shape_and_stride: Any) -> Tensor:
@@ -623,9 +581,9 @@ def _strided(storage: torch.TypedStorage, offset: int, *shape_and_stride: Any) -
 
 # The names that pickled arrays and tensors refer to, and their replacements here.
 _REPLACED: dict[str, object] = {
-    "numpy.core.multiarray._reconstruct": lambda *_: _Pickled(),
-    "numpy.core.multiarray.scalar": lambda kind, data: _Pickled(data, kind).array(),
-    "numpy.core.numeric._frombuffer": _Pickled,
+    "numpy.core.multiarray._reconstruct": lambda *_: _Array(0),
+    "numpy.core.multiarray.scalar": lambda kind, data: _from_buffer(data, kind),
+    "numpy.core.numeric._frombuffer": _from_buffer,
     "numpy.ndarray": "ndarray",
     "numpy.dtype": _Type,
     "collections.OrderedDict": dict,
@@ -651,10 +609,8 @@ class _Unpickler(pickle.Unpickler):
 def _unpickled(file: IO[bytes]) -> object:
     """Return what was pickled; of an array of one object, the object."""
     value = _Unpickler(file, encoding=_ENCODING).load()  # as written by Python 2, too
-    if isinstance(value, _Pickled):
-        value = value.array()
-        if isinstance(value, list) and len(value) == 1:
-            return value[0]  # what np.save was given
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return value.tolist()
     return value
 
 
@@ -675,13 +631,11 @@ def written(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
         OSError: before the body runs, if the file cannot be written.
     """
     path = Path(os.path.realpath(path))
+    check_writable(path, "b" in mode)
     if path.exists() and not path.is_file():
-        if "b" in mode:
-            raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
         with _opened(path, mode) as file:
             yield file
         return
-    check_writable(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with _opened(temporary, mode) as file:
@@ -700,9 +654,18 @@ def _opened(path: Path, mode: str) -> IO[Any]:
     return open(path, mode, encoding="utf-8", errors="replace", newline="\n")
 
 
-def check_writable(path: Path) -> None:
-    """Raise an OSError for a file that is read-only, or a folder where none can be made."""
-    if path.is_file() and not path.stat().st_mode & stat.S_IWUSR:
+def check_writable(path: Path, binary: bool = False) -> None:
+    """Raise an error for a folder, a file that is read-only, or a place where none can be made.
+
+    A device or a pipe is refused for what is ``binary``.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: expected a file to write, got a directory")
+    if path.exists() and not path.is_file():
+        if binary:
+            raise ValueError(f"{path}: expected a file to write, got a device or a pipe")
+        return
+    if path.exists() and not path.stat().st_mode & stat.S_IWUSR:
         raise PermissionError(f"{path}: it is read-only")
     try:
         tempfile.TemporaryFile(dir=path.parent).close()

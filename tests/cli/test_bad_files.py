@@ -183,7 +183,7 @@ def test_an_archive_that_claims_more_numbers_than_it_has_is_refused(tmp_path: Pa
     with zipfile.ZipFile(path, "w") as archive, archive.open("sims.npy", "w") as file:
         np.lib.format.write_array_header_1_0(file, header)
         file.write(bytes(100))
-    with pytest.raises(ValueError, match=r"s\.npz: speaks of more data than there is memory"):
+    with pytest.raises(ValueError, match=r"s\.npz: not a readable \.npz file: "):
         read_matrix(path)
 
 

@@ -24,7 +24,7 @@ def entry(name: str, ranks: list[int], base: comparison.Entry | None) -> compari
     if base is None:
         return comparison.Entry(name, results)
     changes = compare(results, base.results, samples=9)
-    return comparison.Entry(name, results, rerank.CSLS(), "test", changes=changes)
+    return comparison.Entry(name, results, "csls", rerank.CSLS(), True, changes=changes)
 
 
 def test_gains_are_ratios_and_only_answered_queries_count():
@@ -39,8 +39,8 @@ def test_gains_are_ratios_and_only_answered_queries_count():
     text = read_page(page(found, found.table(), "title", {}, after, names))
     moved = "2 of 4 queries rank their right candidate higher than before, 1 lower."
     assert text.count(moved) == 2
-    for name, section in zip("IT", text.split("gained most")[1:], strict=True):
-        gained, lost = section.split("greatest hubs")[0].split("lost most")
+    for name, section in zip("IT", text.split("Gained most")[1:], strict=True):
+        gained, lost = section.split("Greatest hubs")[0].split("Lost most")
         assert re.findall(rf"{name}\d", gained) == [f"{name}1", f"{name}0"]
         assert re.findall(rf"{name}\d", lost) == [f"{name}2"]
 

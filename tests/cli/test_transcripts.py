@@ -16,11 +16,11 @@ def cat(path: str) -> str:
 
 
 def page(path: str) -> str:
-    """Return the lines of a page without its charts; the best figures of columns have a star."""
+    """Return the lines of a page without its charts."""
     read_page(cat(path))
     html = re.sub(r"<(svg|style)\b.*?</\1>", "", cat(path), flags=re.S)
     html = re.sub(r"(</t[dh]>)\s+", r"\1  ", html)
-    lines = read_page(html.replace('<b class="strong">', '<b class="strong">*')).splitlines()
+    lines = read_page(html).splitlines()
     return "\n".join(filter(None, (" ".join(line.split()) for line in lines)))
 
 

@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from itrloss import Similarity, rerank
-from itrloss.cli import main, tables
-from itrloss.cli.comparison import protocol_table
 from itrloss.metrics import coco_protocol, default_ids, retrieval_metrics
 from itrloss.metrics import protocols as module
 
@@ -89,12 +87,6 @@ def test_without_the_package_there_are_the_two_protocols_of_ids(small):
     assert coco_protocol(small, reranker=fast)["1K"] == retrieval_metrics(
         small, reranker=fast, folds=5
     )
-    table = tables.text(protocol_table(found)).splitlines()
-    assert (
-        len(table) == 5
-        and max(map(len, table)) <= 100
-        and f"{found['5K']['rsum']:5.1f}" in table[4]
-    )
 
 
 class Judgements:
@@ -133,13 +125,3 @@ def test_another_shape_is_refused(small):
         coco_protocol(small[:, :40])
     with pytest.raises(ValueError, match="scores: expected MSCOCO's test split"):
         coco_protocol(Similarity.from_scores(torch.eye(4)))
-
-
-def test_the_command_prints_the_protocol_before_and_after(small, tmp_path, capsys):
-    np.save(tmp_path / "s.npy", small.numpy())
-    command = ["rerank", str(tmp_path / "s.npy"), "--methods", "fast,csls", "--protocol", "coco"]
-    assert main(command) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if line.startswith(("1K", "5K"))] == ["1K", "5K"] * 2
-    after = f"{retrieval_metrics(small, reranker=rerank.FastReranker(), folds=5)['rsum']:5.1f}"
-    assert after in [line for line in lines if line.startswith("1K")][1]

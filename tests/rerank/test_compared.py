@@ -11,7 +11,7 @@ from itrloss import Similarity
 from itrloss.cli import tables
 from itrloss.cli.comparison import compare_rerankers
 from itrloss.metrics import retrieval_metrics
-from itrloss.rerank import CSLS, FastReranker, QueryBankNorm, Sinkhorn
+from itrloss.rerank import CSLS, QueryBankNorm, Sinkhorn
 
 IMAGES, NOISE = embeddings(12, 24, d=8, seed=3)
 TEXTS = IMAGES.repeat_interleave(2, 0) + NOISE
@@ -23,13 +23,13 @@ BANKS = embeddings(9, 10, d=8, seed=5)
 
 def rsums(*args, **options) -> dict[str, float]:
     found = compare_rerankers(*args, samples=9, **options)
-    return {entry.label: entry.results.metrics()["rsum"] for entry in found.entries}
+    return {entry.name: entry.results.metrics()["rsum"] for entry in found.entries}
 
 
 def test_names_and_re_rankers_are_compared():
     methods = ("csls", Sinkhorn(scale=50), CSLS(3))
     found = compare_rerankers(SIM, methods, samples=9)
-    assert [entry.label for entry in found.entries] == [
+    assert [entry.name for entry in found.entries] == [
         "no re-ranking",
         "csls",
         "Sinkhorn(scale=50, iterations=10)",
@@ -38,22 +38,14 @@ def test_names_and_re_rankers_are_compared():
     for entry in found.entries[1:]:
         assert entry.results.metrics() == retrieval_metrics(SIM, reranker=entry.reranker)
     assert found.entries[2].reranker is methods[1]
-    assert "Sinkhorn(scale=50, iterations=10)†" in tables.text(found.table(titles=False))
-
-
-def test_re_rankers_may_have_names_of_ones_own():
-    methods = {"mine": Sinkhorn(scale=50), "ours": CSLS(3)}
-    found = compare_rerankers(SIM, methods, samples=9)
-    assert [entry.label for entry in found.entries] == ["no re-ranking", "mine", "ours"]
-    assert [entry.reranker for entry in found.entries[1:]] == list(methods.values())
-    assert "mine†" in tables.text(found.table(titles=False))
+    assert "Sinkhorn(scale=50, iterations=10)†" in tables.text(found.table())
 
 
 def test_re_rankers_get_banks_unless_they_have_some():
     own = CSLS(3).fit(*embeddings(7, 8, d=8, seed=6))
     bare = CSLS(4)
     found = compare_rerankers(SIM, (own, bare, QueryBankNorm(15.0)), BANKS, samples=9)
-    assert [entry.label for entry in found.entries[1:]] == [
+    assert [entry.name for entry in found.entries[1:]] == [
         "CSLS(k=3), bank",
         "CSLS(k=4)",
         "CSLS(k=4), bank",
@@ -93,8 +85,6 @@ WRONG = {
     "one name": ({"methods": "fast"}, "methods: expected a list such as .*got 'fast'"),
     "one re-ranker": ({"methods": CSLS(3)}, r"methods: expected a list .*got CSLS\(k=3\)"),
     "a class": ({"methods": (CSLS,)}, "methods: expected names and re-rankers .*class"),
-    "a class by name": ({"methods": {"a": CSLS}}, "methods: expected names and re-rankers .*class"),
-    "a name of ours": ({"methods": {"fast": CSLS(3)}}, "methods: expected other names .*'fast'"),
     "a pair": ({"sim": (COSINES, COSINES)}, "sim: expected one matrix of scores.*got a pair"),
     "two arrays": ({"sim": [COSINES.numpy()] * 2}, "sim: expected one matrix .*got a pair"),
     "a ragged matrix": ({"sim": COSINES[:, :20]}, "image_ids, text_ids: needed for 12 images"),
@@ -108,9 +98,3 @@ def test_wrong_input_is_named(name):
     options, message = WRONG[name]
     with pytest.raises((TypeError, ValueError), match=message):
         compare_rerankers(**{"sim": COSINES, **options})
-
-
-def test_fast_re_ranking_may_have_other_options():
-    fast = FastReranker((9.0, 8.0), (8.0, 17.0))
-    (_, entry) = compare_rerankers(SIM, ("fast",), fast=fast, samples=9).entries
-    assert repr(entry.reranker) == repr(fast)

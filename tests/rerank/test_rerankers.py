@@ -19,7 +19,7 @@ from support.rerankers import METHODS, Centred, CentredByBlocks
 from support.versions import load
 
 from itrloss import Similarity, rerank
-from itrloss.cli import comparison, tables
+from itrloss.cli import comparison
 from itrloss.metrics import retrieval_metrics
 from itrloss.rerank import (
     CSLS,
@@ -199,7 +199,6 @@ def test_all_are_named_and_tested():
 def test_all_are_compared_by_the_command_line():
     """But for the one that takes a model of the user's."""
     assert {*comparison.METHODS.values(), TwoStageReranker} == public_rerankers()
-    assert comparison.METHODS.keys() <= tables.TITLES.keys()
 
 
 @pytest.mark.parametrize("name", METHODS)

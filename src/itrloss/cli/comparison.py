@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from .. import rerank
@@ -20,12 +19,12 @@ from ..metrics import RetrievalResults, compare_all, retrieval_results
 from ..metrics.labels import with_ids
 from ..metrics.matching import rows_of
 from ..metrics.relevance import Rules
-from ..metrics.results import RECALL_NAMES, RECALLS, WAYS, Ks, check_systems
+from ..metrics.results import RECALLS, Ks, check_systems
 from ..metrics.retrieval import as_pair
 from ..rerank import FastReranker, Reranker
 from ..rerank.base import go_beyond_cosines, has_defaults_for_cosines
 from ..similarity import Similarity
-from .tables import ARROWS, TESTED, TITLES, Entry, Table, comparison_table, frame, samples_for
+from .tables import TESTED, Entry, Table, comparison_table, samples_for
 
 METHODS: dict[str, type[Reranker]] = {
     "fast": rerank.FastReranker,
@@ -41,7 +40,7 @@ METHODS: dict[str, type[Reranker]] = {
 }
 PLAIN = "no re-ranking"
 CALIBRATED = "fast, calibrated"
-# which method to take, by its label: the first that is there, and why (docs/reranking.rst, On
+# which method to take, by its name: the first that is there, and why (docs/reranking.rst, On
 # trained models, and docs/results.rst, Judged relevance)
 _ADVICE = {
     f"{CALIBRATED}, bank": "held-out labels chose its scales, and no query depends on another",
@@ -51,15 +50,6 @@ _ADVICE = {
 }
 _OF_TEST = "pairs of the test set"  # on which nothing may be chosen
 Banks = tuple[Tensor | None, Tensor | None]  # of images and of texts
-# the figures of a protocol, in the order of its columns
-_PROTOCOL = (
-    *RECALL_NAMES,
-    "rsum",
-    "i2t_r_precision",
-    "t2i_r_precision",
-    "i2t_map_at_r",
-    "t2i_map_at_r",
-)
 
 
 @dataclass(frozen=True)
@@ -80,51 +70,41 @@ class SystemComparison:
     left_out: Mapping[str, str] = field(default_factory=dict)
     rules: Rules = field(default_factory=Rules)
 
-    def table(
-        self,
-        ks: Ks = RECALLS,
-        *,
-        titles: bool = True,
-        timed: bool = False,
-        notes: Sequence[str] = (),
-    ) -> Table:
+    def table(self, ks: Ks = RECALLS, *, timed: bool = False, notes: Sequence[str] = ()) -> Table:
         """Return the table of all entries: recalls, changes of the RSUM and of R@1, and notes.
 
         Args:
             ks: the K of R@K.
-            titles: whether methods have names in words; if not, the command line's.
             timed: whether there is a column with the seconds.
             notes: further ones, such as warnings of the input.
         """
         own = []
         for entry in self.entries:
-            if entry.scales:
-                own.append(f"Scales of {entry.title if titles else entry.label}: {entry.scales}")
+            if entry.chosen_on:
+                own.append(f"{entry.name}: {entry.reranker!r}, chosen on {entry.chosen_on}.")
         for name, why in self.left_out.items():
-            own.append(f"{TITLES.get(name, name) if titles else name} was left out: {why}.")
+            own.append(f"{name} was left out: {why}.")
         if self.sim is not None and len(self.entries) > 1:
-            own.append(self.advice(titles))
-        notes = [*own, *notes]
+            own.append(self.advice())
         return comparison_table(
-            self.entries, ks, samples=self.samples, titles=titles, timed=timed, notes=notes
+            self.entries, ks, samples=self.samples, timed=timed, notes=[*own, *notes]
         )
 
-    def advice(self, titles: bool = False) -> str:
+    def advice(self) -> str:
         """Return a sentence on which method to take."""
-        for label, why in _ADVICE.items():
+        for name, why in _ADVICE.items():
             for entry in self.entries[1:]:
-                rises = entry.label == label and entry.changes["rsum"].difference > 0
-                if rises and not entry.chosen_on.startswith(_OF_TEST):
-                    return f"Take {entry.title if titles else label}: {why}."
+                rises = entry.name == name and entry.changes["rsum"].difference > 0
+                if rises and entry.chosen_on != _OF_TEST:
+                    return f"Take {name}: {why}."
         return "Choose by held-out pairs (--val): the best row is chosen by the test set's labels."
 
 
-def compare_rerankers(  # noqa: PLR0913 - options by keyword
+def compare_rerankers(
     sim: Tensor | Similarity,
-    methods: Iterable[str | Reranker] | Mapping[str, Reranker] = tuple(METHODS),
+    methods: Iterable[str | Reranker] = tuple(METHODS),
     banks: Banks = (None, None),
     validation: Tensor | Similarity | None = None,
-    fast: FastReranker | None = None,
     track: Callable[[Sequence[_Trial]], Iterable[_Trial]] = iter,
     folds: int = 1,
     rules: Rules | None = None,
@@ -136,12 +116,11 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
         sim: what is re-ranked: scores (n_images, n_texts), with c consecutive texts per image, or a
             :class:`itrloss.Similarity`.
         methods: names in :data:`METHODS`, which stand for the defaults, and re-rankers such as
-            ``Sinkhorn(scale=50)``; or a dictionary of re-rankers by names of one's own.
+            ``Sinkhorn(scale=50)``.
         banks: queries of another set, of images and of texts, see
             :meth:`itrloss.rerank.Reranker.fit`. Re-rankers with banks of their own keep these.
         validation: held-out pairs that ``"fast"`` is calibrated on, too: as ``sim``. A warning says
             so if half of them are in the test set.
-        fast: Fast Re-ranking as it is to be tried; its defaults if left out.
         track: what shows progress over a list, such as ``tqdm`` or ``rich.progress.track``.
         folds: see :func:`itrloss.metrics.retrieval_results`.
         rules: the arguments ``relevant``, ``exclude`` and ``candidates`` of the same function, by
@@ -152,7 +131,7 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
     Raises:
         TypeError, ValueError: naming the argument, also for an unknown name.
     """
-    rerankers = _by_name(methods, fast or FastReranker())
+    rerankers = _by_name(methods)
     rules = rules or Rules()
     if not isinstance(banks, (tuple, list)) or len(banks) != 2:
         expected = "a pair, queries of images and of texts, or None for one of them"
@@ -163,22 +142,22 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
     if validation is not None:
         validation = _with_ids("validation", validation)
     left_out = {}
+    trials: list[_Trial] = [_Trial(PLAIN)]
     for name, method in rerankers.items():
         why = _obstacle(method, sim, banks)
         if why:
             left_out[name] = why
-    tried = {name: method for name, method in rerankers.items() if name not in left_out}
-    chosen_on = _pairs_in_words(sim, validation)
-    _warn_of_units(sim, tried)
-
-    trials: list[_Trial] = [_Trial(PLAIN)]
-    for name, method in tried.items():
+            continue
         for used in _banks_to_try(method, banks):
             trials.append(_Trial(name, method, used))
             if name == "fast" and validation is not None:
-                words = chosen_on + _without_bank(used, validation)
-                trials.append(_Trial(CALIBRATED, FastReranker(), used, validation, words))
-    entries = [_tried(trial, sim, folds, rules) for trial in track(trials)]
+                trials.append(_Trial(name, method, used, validation))
+    _warn_of_units(sim, trials)
+    chosen_on = _pairs_in_words(sim, validation)
+    entries = []
+    for trial in track(trials):
+        entry = _tried(trial, sim, folds, rules)
+        entries.append(replace(entry, chosen_on=chosen_on if trial.validation else ""))
     if samples is None:
         samples = samples_for(len(entries) - 1)
     return SystemComparison(_compared(entries, samples), samples, sim, left_out, rules)
@@ -188,11 +167,10 @@ def compare_rerankers(  # noqa: PLR0913 - options by keyword
 class _Trial:
     """A method that is tried, and what it is made ready with."""
 
-    name: str
-    method: Reranker | None = None  # None: no re-ranking
+    method: str
+    reranker: Reranker | None = None  # None: no re-ranking
     banks: Banks | None = None  # None: the test queries, or banks of its own
     validation: Similarity | None = None  # None: its scales are not chosen on pairs
-    chosen_on: str = ""  # these pairs in words
 
 
 def _tried(trial: _Trial, sim: Similarity, folds: int, rules: Rules) -> Entry:
@@ -203,11 +181,12 @@ def _tried(trial: _Trial, sim: Similarity, folds: int, rules: Rules) -> Entry:
         start = time.perf_counter()
         results = retrieval_results(sim, reranker=reranker, folds=folds, **rules)
         seconds = time.perf_counter() - start
-    hubs = ""
+    name = CALIBRATED if trial.validation else trial.method
+    transductive = (False, False)
     if reranker is not None:
-        by = {(True, True): "test", (False, False): "bank", (False, True): "bank i2t"}
-        hubs = by.get(reranker.transductive, "bank t2i")
-    return Entry(trial.name, results, reranker, hubs, seconds, chosen_on=trial.chosen_on)
+        transductive = reranker.transductive
+        name += {0: ", bank", 1: ", one bank", 2: ""}[sum(transductive)]
+    return Entry(name, results, trial.method, reranker, any(transductive), seconds)
 
 
 def _pairs_in_words(sim: Similarity, validation: Similarity | None) -> str:
@@ -224,9 +203,12 @@ def _pairs_in_words(sim: Similarity, validation: Similarity | None) -> str:
     return "held-out pairs"
 
 
-def _warn_of_units(sim: Similarity, rerankers: Mapping[str, Reranker]) -> None:
+def _warn_of_units(sim: Similarity, trials: Iterable[_Trial]) -> None:
     """Warn of scores that are no cosines, if methods have scales for cosines."""
-    found = [name for name, method in rerankers.items() if has_defaults_for_cosines(method)]
+    found = {}
+    for trial in trials:
+        if trial.reranker is not None and has_defaults_for_cosines(trial.reranker):
+            found[trial.method] = trial
     if found and go_beyond_cosines(sim):
         warn(
             "scores: some are beyond -1 to 1, as of logits or distances, and the scales of "
@@ -235,19 +217,12 @@ def _warn_of_units(sim: Similarity, rerankers: Mapping[str, Reranker]) -> None:
         )
 
 
-def _without_bank(banks: Banks | None, validation: Similarity) -> str:
-    """Return the words that say that scales were chosen without the bank that they are for."""
-    if banks is None or validation.embeddings is not None:
-        return ""
-    return " without the bank, whose scores are of the test set's candidates"
-
-
 def _compared(entries: Sequence[Entry], samples: int) -> list[Entry]:
     """Return the entries with their changes from the first one."""
-    systems = {entry.label: entry.results for entry in entries}
+    systems = {entry.name: entry.results for entry in entries}
     first, *others = entries
-    changes = compare_all(systems, baseline=first.label, figures=TESTED, samples=samples)
-    return [first, *(replace(entry, changes=changes[entry.label]) for entry in others)]
+    changes = compare_all(systems, baseline=first.name, figures=TESTED, samples=samples)
+    return [first, *(replace(entry, changes=changes[entry.name]) for entry in others)]
 
 
 def compare_models(
@@ -274,19 +249,10 @@ def compare_models(
         one_of("transductive", name, *results)
     if samples is None:
         samples = samples_for(len(results) - 1)
-    base = next(iter(results))
     entries = []
     for name, own in results.items():
-        if name != base and _are_same(own, results[base]):
-            warn(f"{name}: it has the same ranks as {base}, as if its scores were read twice")
-        entries.append(Entry(name, own, hubs="test" if name in transductive else ""))
+        entries.append(Entry(name, own, transductive=name in transductive))
     return SystemComparison(_compared(entries, samples), samples)
-
-
-def _are_same(own: RetrievalResults, other: RetrievalResults) -> bool:
-    """Return whether all ranks and best candidates of two models are the same."""
-    pairs = [(own.i2t, other.i2t), (own.t2i, other.t2i)]
-    return all(torch.equal(x.ranks, y.ranks) and torch.equal(x.top, y.top) for x, y in pairs)
 
 
 def _with_ids(name: str, scores: Tensor | Similarity) -> Similarity:
@@ -297,30 +263,20 @@ def _with_ids(name: str, scores: Tensor | Similarity) -> Similarity:
     return with_ids(name, scores, None, None)
 
 
-def _by_name(
-    methods: Iterable[str | Reranker] | Mapping[str, Reranker], fast: FastReranker
-) -> dict[str, Reranker]:
-    """Return re-rankers by their names in :data:`METHODS`, by names of one's own, and others as
-    they show themselves.
-    """
+def _by_name(methods: Iterable[str | Reranker]) -> dict[str, Reranker]:
+    """Return re-rankers by their names in :data:`METHODS`, and others as they show themselves."""
     if isinstance(methods, str) or not isinstance(methods, Iterable):
         raise TypeError(f"methods: expected a list such as ['fast', CSLS(10)], got {methods!r}")
-    if isinstance(methods, Mapping):
-        named = methods
-        for name in methods:
-            if not isinstance(name, str) or name in TITLES:
-                raise ValueError(f"methods: expected other names than the library's, got {name!r}")
-    else:
-        named = {x if isinstance(x, str) else repr(x): x for x in methods}
     found = {}
-    for name, method in named.items():
+    for method in methods:
         if isinstance(method, str):
             one_of("methods", method, *METHODS)
-            method = fast if method == "fast" else METHODS[method]()
-        if not isinstance(method, Reranker):
+            found[method] = METHODS[method]()
+        elif isinstance(method, Reranker):
+            found[repr(method)] = method
+        else:
             expected = "names and re-rankers with their options, such as 'csls' or CSLS(10)"
             raise TypeError(f"methods: expected {expected}, got {method!r}")
-        found[name] = method
     return found
 
 
@@ -347,29 +303,15 @@ def _banks_to_try(method: Reranker, banks: Banks) -> list[Banks | None]:
 
 def _ready(trial: _Trial) -> Reranker | None:
     """Return a method with its banks and its scales; None stands for no re-ranking."""
-    validation = trial.validation
-    if trial.method is None or (trial.banks is None and validation is None):
-        return trial.method
-    method = copy.copy(trial.method)  # the caller's has no bank afterwards
-    # scores of a bank are of the test candidates; a bank of embeddings fits held-out pairs, too
-    fits_validation = validation is not None and validation.embeddings is not None
-    if trial.banks is not None and fits_validation:
-        method.fit(*trial.banks)
-    if validation is not None:
+    if trial.banks is None and trial.validation is None:
+        return trial.reranker
+    method = copy.copy(trial.reranker)  # the caller's has no bank afterwards
+    assert method is not None
+    if trial.validation is not None:
         assert isinstance(method, FastReranker)
-        method.calibrate(validation)
-    if trial.banks is not None and not fits_validation:
+        if trial.banks is not None and trial.validation.embeddings is not None:
+            method.fit(*trial.banks)  # of scores, they are of the test set's candidates
+        method.calibrate(trial.validation)
+    if trial.banks is not None:
         method.fit(*trial.banks)
     return method
-
-
-def protocol_table(figures: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return the figures of :func:`itrloss.metrics.coco_protocol`: a line for each protocol."""
-    heads = [(arrow, f"R@{k}") for arrow in ARROWS.values() for k in RECALLS]
-    heads += [("", "RSUM")]
-    heads += [(figure, way) for figure in ("R-P", "mAP@R") for way in WAYS]
-    lines = []
-    for metrics in figures.values():
-        values = [metrics.get(figure, "") for figure in _PROTOCOL]
-        lines.append(dict(zip(heads, values, strict=True)))
-    return Table([frame(list(figures), lines)])

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
 
-from torch import Tensor
+import pandas as pd
 
 from ..metrics import QueryResults, skewness
-from ..metrics.results import WAYS
 from .charts import histograms, intervals
 from .comparison import SystemComparison
 from .pages import Block, number, render
-from .tables import ARROWS, HUBS, TITLES, Entry, Table, best, shown
+from .tables import ARROWS, Entry, Table, styled
 
 _LISTED = 10  # hubs, queries that gained, queries that lost
 # images and texts
@@ -37,22 +34,18 @@ def page(
     if chosen is None:
         return render(title, blocks)
     first = comparison.entries[0].results
-    after = chosen.results
     images, texts = names
     changed = [
-        _Change("image", "text", images, texts, first.i2t, after.i2t).section(),
-        _Change("text", "image", texts, images, first.t2i, after.t2i).section(),
+        _changes("image", "text", images, texts, first.i2t, chosen.results.i2t),
+        _changes("text", "image", texts, images, first.t2i, chosen.results.t2i),
     ]
-    by = TITLES.get(chosen.name, chosen.name)
-    if chosen.reranker is not None:
-        by = f"{by}, hubs of {HUBS[chosen.hubs][0]},"
     hubs = [
         "A skewness of 0 means that no candidate is a hub. Compare a transductive method with "
         "others of its kind: with a bank, queries are independent.",
         _skewness(comparison),
     ]
     blocks.append({"title": "Hubs of all methods", "blocks": hubs})
-    blocks.append({"title": f"What {by} changed", "blocks": changed})
+    blocks.append({"title": f"What {chosen.name} changed", "blocks": changed})
     return render(title, blocks)
 
 
@@ -82,15 +75,14 @@ def _table_blocks(comparison: SystemComparison, table: Table) -> list[Block]:
     """Return the frames of a table, its notes, and a chart of the changes of its rows."""
     blocks: list[Block] = []
     for frame in table.frames:
-        cells = shown(frame).map(lambda text: escape(text.replace("-", "−")))
-        cells = cells.where(~best(frame), '<b class="strong">' + cells + "</b>").rename(escape)
-        blocks.append({"html": cells.to_html(escape=False, border=0)})
+        style = styled(frame, "html", "font-weight: bold").set_uuid(f"table{len(blocks)}")
+        blocks.append({"html": style.to_html(table_attributes='class="dataframe"')})
     blocks += [{"note": note} for note in table.notes]
     compared = comparison.entries[1:]
     if compared:
         values = {"rows": [entry.changes["rsum"][:3] for entry in compared]}
         label = "Change of the RSUM, with its interval"
-        names = [entry.title + entry.dagger for entry in compared]
+        names = [entry.title for entry in compared]
         chart = intervals(names, values, label, "change of the RSUM, in points", zero=True)
         blocks.append({"figures": [(chart, f"{label}.")]})
     return blocks
@@ -98,65 +90,54 @@ def _table_blocks(comparison: SystemComparison, table: Table) -> list[Block]:
 
 def _skewness(comparison: SystemComparison) -> Block:
     """Return the table of the skewness of k-occurrences of all methods."""
-    rows = []
+    rows = {}
     for entry in comparison.entries:
         metrics = entry.results.metrics()
-        rows.append(([entry.title], [number(metrics[f"{way}_skewness"], ".2f") for way in WAYS]))
-    heads = [ARROWS[way] for way in WAYS]
-    return {"table": rows, "columns": (["method"], heads), "groups": [("skewness", len(WAYS))]}
+        rows[entry.name] = {arrow: metrics[f"{way}_skewness"] for way, arrow in ARROWS.items()}
+    frame = pd.DataFrame.from_dict(rows, orient="index")
+    return {"html": frame.to_html(float_format="{:.2f}".format, border=0)}
 
 
-@dataclass
-class _Change:
-    """The results of one direction before and after re-ranking."""
+def _changes(
+    query: str,
+    candidate: str,
+    queries: Sequence[str],
+    candidates: Sequence[str],
+    before: QueryResults,
+    after: QueryResults,
+) -> Block:
+    """Return the section on one direction: its hubs, and the queries that gained or lost most.
 
-    query: str
-    candidate: str
-    queries: Sequence[str]  # their names
-    candidates: Sequence[str]
-    before: QueryResults
-    after: QueryResults
+    ``queries`` and ``candidates`` are their names.
+    """
+    matched = (before.best > 0).nonzero().squeeze(1)
+    old = before.best[matched]  # ranks of the best right candidate
+    new = after.best[matched]
+    gain = old.double().log() - new.double().log()  # from 20 to 2 is more than from 200 to 182
+    columns = {
+        "first candidate before": [candidates[i] for i in before.top[matched, 0].tolist()],
+        "first candidate after": [candidates[i] for i in after.top[matched, 0].tolist()],
+        "rank before": old,
+        "rank after": new,
+    }
+    frame = pd.DataFrame(columns, index=[queries[q] for q in matched.tolist()])
+    counts = {"queries before": before.occurrences, "after": after.occurrences}
+    hubs = pd.DataFrame(counts, index=list(candidates))
+    hubs = hubs.sort_values("queries before", ascending=False, kind="stable").head(_LISTED)
+    blocks = [
+        {"figures": [hubness(before, after, ("before", "after"), query, candidate)]},
+        {"title": "Greatest hubs before", "blocks": [_listed(hubs)]},
+        f"{int((new < old).sum())} of {len(matched)} queries rank their right candidate "
+        f"higher than before, {int((new > old).sum())} lower.",
+    ]
+    for title, gains in (("Gained most", gain), ("Lost most", -gain)):
+        order = gains.sort(descending=True, stable=True).indices[:_LISTED]
+        rows = frame.iloc[order[gains[order] > 0].numpy()]
+        blocks.append({"title": title, "blocks": [_listed(rows)]})
+    return {"title": f"{query} → {candidate}", "blocks": blocks}
 
-    def section(self) -> Block:
-        """Return the section on hubs and queries."""
-        matched = (self.before.best > 0).nonzero().squeeze(1)
-        old = self.before.best[matched]  # ranks of the best right candidate
-        new = self.after.best[matched]
-        gain = old.double().log() - new.double().log()  # from 20 to 2 is more than from 200 to 182
-        chart = hubness(self.before, self.after, ("before", "after"), self.query, self.candidate)
-        blocks = [
-            {"figures": [chart]},
-            self.hubs(),
-            f"{int((new < old).sum())} of {len(matched)} queries rank their right candidate "
-            f"higher than before, {int((new > old).sum())} lower.",
-            self.examples("gained most", matched, gain),
-            self.examples("lost most", matched, -gain),
-        ]
-        return {"title": f"{self.query} → {self.candidate}", "blocks": blocks}
 
-    def hubs(self) -> Block:
-        """Return the table of the candidates that most queries had among their first."""
-        before = self.before.occurrences
-        after = self.after.occurrences
-        rows = []
-        for hub in before.sort(descending=True, stable=True).indices[:_LISTED].tolist():
-            rows.append(([self.candidates[hub]], [f"{before[hub]:,}", f"{after[hub]:,}"]))
-        return {"table": rows, "columns": (["greatest hubs before"], ["queries before", "after"])}
-
-    def examples(self, title: str, matched: Tensor, gain: Tensor) -> Block:
-        """Return the table of the queries with the greatest gains, if they are above 0.
-
-        ``matched`` (Q,): the queries that have a right candidate; ``gain`` (Q,): what they gained.
-        """
-        order = gain.sort(descending=True, stable=True).indices[:_LISTED]
-        rows = []
-        for q in matched[order[gain[order] > 0]].tolist():
-            names = [self.queries[q]]
-            ranks = []
-            for results in (self.before, self.after):
-                names.append(self.candidates[int(results.top[q, 0])])
-                ranks.append(f"{int(results.best[q]):,}")
-            rows.append((names, ranks))
-        heads = [title, "first candidate before", "first candidate after"]
-        # nothing where there are no rows
-        return {"table": rows, "columns": (heads, ["rank before", "after"])}
+def _listed(frame: pd.DataFrame) -> Block:
+    """Return a data frame as a table of a page."""
+    with pd.option_context("display.max_colwidth", None):  # captions are not cut off
+        return {"html": frame.to_html(border=0)}

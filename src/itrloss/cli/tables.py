@@ -11,16 +11,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import pandas as pd
+from pandas.io.formats.style import Styler
 from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
 from ..metrics import Comparison, RetrievalResults
 from ..metrics.results import RECALLS, WAYS, Ks
-from ..rerank import FastReranker, Reranker
-from ..rerank.fast import SCALES
+from ..rerank import Reranker
 
 DAGGER = "†"
 # the figures whose differences are tested: the RSUM and R@1 of both directions
@@ -31,46 +30,19 @@ SIGNIFICANT = 0.05
 SAMPLES_A_TEST = 2000
 ARROWS = {"i2t": "image→text", "t2i": "text→image"}
 _HEADS = {"rsum": "RSUM", **{f"{way}_r1": f"R@1 {arrow}" for way, arrow in ARROWS.items()}}
-# where hubs were looked for: in words, and as it stands behind the name of a method
-HUBS = {
-    "": ("", ""),
-    "test": ("the test queries", ""),
-    "bank": ("the bank", ", bank"),
-    "bank i2t": ("the bank (i2t)", f", bank ({ARROWS['i2t']})"),
-    "bank t2i": ("the bank (t2i)", f", bank ({ARROWS['t2i']})"),
-}
-TITLES = {  # names for readers who do not know the command line's
-    "no re-ranking": "No re-ranking",
-    "fast, calibrated": "Fast Re-ranking, calibrated",
-    "fast": "Fast Re-ranking",
-    "inverted-softmax": "Inverted softmax",
-    "dual-softmax": "Dual softmax",
-    "qb-norm": "QB-Norm",
-    "dbnorm": "DBNorm",
-    "nnn": "NNN",
-    "csls": "CSLS",
-    "mutual-proximity": "Mutual proximity",
-    "sinkhorn": "Sinkhorn",
-    "dbsn": "DBSN",
-}
-_NAME = 17  # letters of the longest method without a bank
-_SIGNED = re.compile(r"[+-][\d.]+")
+_NAME = 17  # letters of the longest method without a bank, which stay in a line
+_SIGNED = re.compile(r"[+-]\d+\.\d")
+# what pandas leaves as it is: "[" would begin an option behind the end of a row, and the default
+# fonts have no others of these letters, or in other places
 _TEX = str.maketrans(
     {
-        **{letter: "\\" + letter for letter in "&%$#_{}"},
-        "[": "{[}",  # behind the end of a row it would begin an option
-        "*": "{*}",
-        "\\": r"\textbackslash{}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "<": r"\ensuremath{<}",  # the default fonts have other letters in these places
-        ">": r"\ensuremath{>}",
-        "|": r"\ensuremath{|}",
-        "≤": r"\ensuremath{\le}",
-        "→": r"\ensuremath{\to}",
-        "†": r"\ensuremath{^\dagger}",
-        "γ": r"\ensuremath{\gamma}",
-        "λ": r"\ensuremath{\lambda}",
+        "[": "{[}",
+        "<": "$<$",
+        ">": "$>$",
+        "|": "$|$",
+        "≤": r"$\le$",
+        "→": r"$\to$",
+        "†": r"$^\dagger$",
     }
 )
 
@@ -85,13 +57,13 @@ class Entry:
     """A row of a table: a model, or a method and what it makes of the scores.
 
     Attributes:
-        name: of a model; a key of :data:`itrloss.cli.comparison.METHODS`, ``"no re-ranking"``, or
-            ``"fast, calibrated"``; or a name of one's own, by default the re-ranker's ``repr``.
+        name: of a model, or of a method, with what it was made ready with, as in ``"fast,
+            calibrated, bank"``.
         results: the results of all queries.
+        method: a key of :data:`itrloss.cli.comparison.METHODS`, ``"no re-ranking"``, or a
+            re-ranker's ``repr``.
         reranker: None: no re-ranking.
-        hubs: where hubs were looked for: ``"test"``, so that the result of a query depends on the
-            other test queries; ``"bank"``; ``"bank i2t"`` or ``"bank t2i"`` if only that direction
-            has a bank; or ``""`` without re-ranking.
+        transductive: whether the result of a query depends on the other test queries.
         seconds: how long it took; 0 of models.
         changes: the differences of the RSUM and of R@1 of both directions from the first entry,
             with p-values that Holm's method corrected over all entries; empty for the first.
@@ -100,40 +72,17 @@ class Entry:
 
     name: str
     results: RetrievalResults
+    method: str = ""
     reranker: Reranker | None = None
-    hubs: str = ""
+    transductive: bool = False
     seconds: float = 0.0
     changes: Mapping[str, Comparison] = field(default_factory=dict)
     chosen_on: str = ""
 
     @property
-    def label(self) -> str:
-        """The name as the command line has it, and the bank if there is one."""
-        return self.name + HUBS[self.hubs][1]
-
-    @property
     def title(self) -> str:
-        """The name in words, and the bank if there is one."""
-        return TITLES.get(self.name, self.name) + HUBS[self.hubs][1]
-
-    @property
-    def dagger(self) -> str:
-        """A dagger if the result of a query depends on the other test queries."""
-        return DAGGER if self.hubs not in ("", "bank") else ""
-
-    @property
-    def scales(self) -> str:
-        """What calibration chose, in sentences; empty for other methods."""
-        if not self.chosen_on or not isinstance(self.reranker, FastReranker):
-            return ""
-        i2t = "γ1 = {:g}, γ2 = {:g}".format(*self.reranker.i2t)
-        t2i = "λ1 = {:g}, λ2 = {:g}".format(*self.reranker.t2i)
-        chosen = (*self.reranker.i2t, *self.reranker.t2i)
-        ends = {"smallest": min(SCALES), "largest": max(SCALES)}
-        found = [f"{x:g} is the {end}" for end, x in ends.items() if x in chosen]
-        limits = f" Of the values that were tried, {' and '.join(found)}." if found else ""
-        values = f"{i2t} ({ARROWS['i2t']}); {t2i} ({ARROWS['t2i']})"
-        return f"{values}, chosen on {self.chosen_on}.{limits}"
+        """The name, with a dagger if the method is transductive."""
+        return self.name + DAGGER * self.transductive
 
 
 @dataclass(frozen=True)
@@ -155,7 +104,6 @@ def comparison_table(
     ks: Ks = RECALLS,
     *,
     samples: int,
-    titles: bool = True,
     timed: bool = False,
     notes: Iterable[str] = (),
 ) -> Table:
@@ -165,17 +113,16 @@ def comparison_table(
         entries: the first is the base.
         ks: the K of R@K.
         samples: the number of bootstrap samples behind their changes.
-        titles: whether methods have names in words; if not, the command line's.
         timed: whether there is a column with the seconds.
         notes: further ones, behind those on the figures.
     """
     tests = len(TESTED) * (len(entries) - 1)
     least = 2 * tests / (samples + 1)
-    names = [(entry.title if titles else entry.label) + entry.dagger for entry in entries]
+    names = [entry.title for entry in entries]
     frames = [frame(names, [_recalls(entry, ks, timed) for entry in entries])]
     if tests:
         frames.append(frame(names[1:], [_changes(entry, least) for entry in entries[1:]]))
-    return Table(frames, [*_notes(entries, tests, samples), *_falls(names, entries), *notes])
+    return Table(frames, [*_notes(entries, tests, samples), *_falls(entries), *notes])
 
 
 def frame(names: Sequence[str], lines: Sequence[Mapping[tuple[str, str], object]]) -> pd.DataFrame:
@@ -191,9 +138,9 @@ def p_text(p: float, least: float) -> str:
     bound, which is rounded up.
     """
     if p < 0.001:
-        return "< 0.001"
+        return "<0.001"
     if p <= least * (1 + 1e-9) and p < 1:
-        return f"≤ {math.ceil(1000 * p - 1e-6) / 1000:.3f}"
+        return f"≤{math.ceil(1000 * p - 1e-6) / 1000:.3f}"
     return f"{p:.3f}"
 
 
@@ -215,7 +162,7 @@ def _changes(entry: Entry, least: float) -> dict[tuple[str, str], object]:
     line: dict[tuple[str, str], object] = {}
     for figure in TESTED:
         difference, low, high, p = entry.changes[figure]
-        interval = f"({_signed(low)}, {_signed(high)})"
+        interval = f"({_signed(low)},{_signed(high)})"
         line[_HEADS[figure], "change (95 %)"] = f"{_signed(difference)} {interval}"
         line[_HEADS[figure], "p"] = p_text(p, least)
     return line
@@ -236,7 +183,7 @@ def _notes(entries: Sequence[Entry], tests: int, samples: int) -> list[str]:
             f"bootstrap over images ({samples:,} samples). P is two-sided, and corrected by Holm's "
             f"method over the {tests} tests of this table. The intervals are not corrected."
         )
-    if any(entry.dagger for entry in entries):
+    if any(entry.transductive for entry in entries):
         notes.append(
             f"{DAGGER} looks at the other test queries (transductive): the result of a query "
             "depends on which queries are ranked together."
@@ -247,17 +194,15 @@ def _notes(entries: Sequence[Entry], tests: int, samples: int) -> list[str]:
     return notes
 
 
-def _falls(names: Sequence[str], entries: Sequence[Entry]) -> list[str]:
+def _falls(entries: Sequence[Entry]) -> list[str]:
     """Return a sentence for each significant fall of R@1 where the RSUM rises."""
     falls = []
-    for name, entry in zip(names, entries, strict=True):
-        if not entry.changes or entry.changes["rsum"].difference <= 0:
-            continue
-        for way in WAYS:
-            change = entry.changes[f"{way}_r1"]
-            if change.difference < 0 and change.p_value < SIGNIFICANT:
+    for entry in entries:
+        for figure, change in entry.changes.items():
+            is_fall = change.difference < 0 and change.p_value < SIGNIFICANT
+            if is_fall and entry.changes["rsum"].difference > 0:
                 falls.append(
-                    f"Warning: {name}: R@1 of {ARROWS[way]} falls by {-change.difference:.1f}, "
+                    f"Warning: {entry.title}: {_HEADS[figure]} falls by {-change.difference:.1f}, "
                     f"though RSUM rises by {entry.changes['rsum'].difference:.1f}."
                 )
     return falls
@@ -266,36 +211,27 @@ def _falls(names: Sequence[str], entries: Sequence[Entry]) -> list[str]:
 # ------------------------------------------------------------------------------------------ formats
 
 
-def shown(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the cells of a frame as they are printed: numbers have one decimal."""
-    return frame.map(lambda x: x if isinstance(x, str) else f"{x:.1f}")
-
-
-def best(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return which cells are the highest of their column as printed; none in a single row."""
-    numbers = shown(frame.select_dtypes("number")).astype(float)
-    highest = (numbers == numbers.max()) & (len(frame) > 1)
-    return highest.reindex(columns=frame.columns, fill_value=False).astype(bool)
-
-
 def show(table: Table, console: Console) -> None:
     """Print the table in the width of a console; the row with the highest RSUM has a star."""
     for frame in table.frames:
         blanks = (0, int(console.width > 100))  # beside each cell
         grid = Grid(box=box.SIMPLE_HEAD, padding=blanks, pad_edge=False, show_edge=False)
         longest = max(map(len, frame.index))
-        grid.add_column("", overflow="fold", min_width=min(longest, _NAME))
+        grid.add_column("", overflow="fold", no_wrap=longest <= _NAME)
         for upper, head in frame.columns.tolist():
             short = upper.replace("image", "i").replace("text", "t") if head != "p" else ""
-            is_number = pd.api.types.is_numeric_dtype(frame[upper, head])
-            grid.add_column(f"{short}\n{head}", justify="right", no_wrap=is_number, overflow="fold")
-        rows = shown(frame).replace({", ": ",", "< ": "<", "≤ ": "≤"}, regex=True)
-        stars = np.zeros(len(frame), bool)
+            grid.add_column(f"{short}\n{head}", justify="right", overflow="fold")
+        best = ""
         if len(table.frames) > 1 and ("", "RSUM") in frame:  # a comparison
-            stars = best(frame)["", "RSUM"]
-        for (name, cells), star in zip(rows.iterrows(), stars, strict=True):
-            label = f"{name} ★" if star else str(name)
-            grid.add_row(label, *cells, style="bold green" if star else "")
+            best = frame["", "RSUM"].idxmax()
+        rows = frame.round(1).astype(str)
+        if console.width < 100:  # intervals may break
+            rows = rows.replace(",", ", ", regex=True)
+        for name, cells in rows.iterrows():
+            if name == best:
+                grid.add_row(f"{name} ★", *cells, style="bold green")
+            else:
+                grid.add_row(name, *cells)
         console.print(grid, "", markup=False, highlight=False)
     for note in table.notes:
         console.print(note, markup=False, highlight=False)
@@ -316,20 +252,26 @@ def latex(table: Table) -> str:
     """
     parts = []
     for frame in table.frames:
-        cells = shown(frame).map(lambda text: _SIGNED.sub(r"$\g<0>$", _tex(text)))
-        cells = cells.where(~best(frame), r"\textbf{" + cells + "}").rename(_tex)
-        cells = cells.rename(columns=_tex)
-        layout = "l" + "r" * len(cells.columns)
-        parts.append(cells.to_latex(escape=False, multicolumn_format="c", column_format=layout))
-    if table.notes:
-        notes = "\n\n".join(_tex(note) for note in table.notes)
-        parts.append(
-            f"\\begin{{minipage}}{{\\linewidth}}\\footnotesize\n{notes}\n\\end{{minipage}}\n"
-        )
-    return "\\par\\medskip\n".join(parts)
+        layout = "l" + "r" * len(frame.columns)
+        style = styled(frame, "latex", "textbf:--rwrap")
+        parts.append(style.to_latex(hrules=True, multicol_align="c", column_format=layout))
+    notes = pd.DataFrame(table.notes).style
+    notes.format(escape="latex")
+    notes.hide(axis="index")
+    notes.hide(axis="columns")
+    parts.append("{\\footnotesize\n" + notes.to_latex(column_format=r"@{}p{\linewidth}@{}") + "}\n")
+    whole = "\\par\\medskip\n".join(parts).translate(_TEX)
+    return _SIGNED.sub(r"$\g<0>$", whole)
 
 
-def _tex(text: str) -> str:
-    """Return plain text for LaTeX: one line, where no letter is a command."""
-    printable = "".join(letter if letter.isprintable() else " " for letter in text)
-    return printable.translate(_TEX)
+def styled(frame: pd.DataFrame, escape: str, bold: str) -> Styler:
+    """Return a frame in the style of ``escape``, LaTeX or HTML, in which the highest number of each
+    column is bold.
+    """
+    style = frame.round(1).style
+    style.format(precision=1, escape=escape)
+    for axis in ("index", "columns"):
+        style.format_index(escape=escape, axis=axis)
+    if len(frame) > 1:
+        style.highlight_max(subset=frame.select_dtypes("number").columns, props=bold)
+    return style
