@@ -37,10 +37,6 @@ def _settings(setting: str, path: str, kind: str) -> Any:
         return import_transformers().AutoConfig.from_pretrained(path, local_files_only=True)
 
 
-def _refusal(setting: str, path: str, kind: str, reason: object) -> ValueError:
-    return ValueError(f"{setting} = {path!r}: must be {kind}, {WHERE} ({reason})")
-
-
 def _sizes(settings: Any) -> dict[str, Any]:
     """The settings of a network for a checkpoint, without the version of transformers: a run may
     be resumed with a newer one.
@@ -97,7 +93,8 @@ class WordPieces:
         if settings.model_type != "bert" or tokenizer.mask_token_id is None or not fits:
             found = f"a {settings.model_type} of {settings.vocab_size} pieces"
             reason = f"{found}, a tokeniser of {len(tokenizer)}"
-            raise _refusal("bert", path, "a BERT with a tokeniser that fits it", reason)
+            kind = "a BERT with a tokeniser that fits it"
+            raise ValueError(f"bert = {path!r}: must be {kind}, {WHERE} ({reason})")
         return cls(tokenizer.backend_tokenizer.to_str(), _sizes(settings), tokenizer.mask_token_id)
 
     def state(self) -> dict[str, Any]:
@@ -146,7 +143,7 @@ class BertEncoder(TextPooling):
         counts = (torch.arange(words.shape[1]) < lengths[:, None]).to(words.device)
         states = self.bert(input_ids=words, attention_mask=counts.long()).last_hidden_state
         outputs = self.pooled(self.linear(states), lengths)
-        return outputs if len(outputs) > 1 else outputs[0]
+        return outputs if len(outputs) > 1 else outputs[0]  # type: ignore[misc]
 
     def masked(self, words: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Words with selected pieces masked or, in three ways, masked, replaced by random ones or

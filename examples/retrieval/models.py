@@ -126,7 +126,7 @@ class CODER(VSE):
         self.branch = ConceptBranch(config.dim, config.concepts, config.word_dim, printed)
         self.share = config.concept_share
 
-    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
         """Embeddings (B, dim) of images and of texts, and their concept embeddings (B, dim)."""
         images, (texts, queries) = super().forward(*inputs)
         return images, texts, self.branch("image", images), self.branch("text", queries)
@@ -196,7 +196,7 @@ class Views(VSE):
     def __iter__(self) -> Iterator[VSE]:
         return iter(self.models)  # type: ignore[arg-type]
 
-    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
         """Concatenate what the models return into one tuple."""
         return tuple(x for model in self for x in model(*inputs))
 

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from .report_gallery import Gallery, picture_file
 from .runs import Metrics
 
 Rows = Mapping[str, Mapping[int, Metrics]]
-Lines = list[Sequence[object]]  # of a CSV file
+Lines = list[Sequence[Any]]  # of a CSV file
 Drawn = tuple[Figure | str, Lines]  # a picture, or a page of HTML
 Draw = Callable[[Grid, Table, Rows], Drawn]
 
@@ -103,7 +103,7 @@ def new_panels(rows: int, columns: int, width: float, height: float) -> tuple[Fi
 
 def draw(grid: Grid, table: Table, rows: Rows, stem: Path) -> Path:
     """Write a figure and, if it has some, its numbers; return the file of the figure."""
-    with rc_context(STYLE):
+    with rc_context(STYLE):  # type: ignore[arg-type]
         drawn, lines = DRAWN[table.kind](grid, table, rows)
         if isinstance(drawn, Figure):
             file = stem.with_suffix(".png")
@@ -189,7 +189,8 @@ def draw_grid(grid: Grid, table: Table, rows: Rows) -> Drawn:
     """Recalls at 1 by the scales of Fast Re-ranking."""
     config = next(iter(configs(grid, table).values()))
     scores, split = scores_of(config, grid.split)
-    recalls = {name: np.zeros((len(SCALES), len(SCALES))) for name in ("i2t_r1", "t2i_r1")}
+    size = len(SCALES)
+    recalls = {name: np.zeros((size, size)) for name in ("i2t_r1", "t2i_r1")}
     for (i, first), (j, second) in product(enumerate(SCALES), enumerate(SCALES)):
         reranked = reranker([first, second, first, second]).rerank(scores)
         metrics = retrieval_metrics(reranked, split.image_ids, split.text_ids)
@@ -197,10 +198,11 @@ def draw_grid(grid: Grid, table: Table, rows: Rows) -> Drawn:
             values[i, j] = metrics[name]
     named = {titled(name): values for name, values in recalls.items()}
     figure, lines = matrices(named, "γ1 or λ1", "γ2 or λ2")
+    labels = [str(scale) for scale in SCALES]
     for axes in figure.axes[:2]:
-        axes.set_xticks(range(len(SCALES)), SCALES, rotation=90)
-        axes.set_yticks(range(len(SCALES)), SCALES)
-    scaled = [(name, SCALES[i], SCALES[j], value) for name, i, j, value in lines[1:]]
+        axes.set_xticks(range(size), labels, rotation=90)
+        axes.set_yticks(range(size), labels)
+    scaled = [(name, labels[i], labels[j], value) for name, i, j, value in lines[1:]]
     return figure, [lines[0], *scaled]
 
 

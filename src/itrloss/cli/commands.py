@@ -407,7 +407,8 @@ def _labelled(
     if images.dtype != texts.dtype:
         images = images.float()
         texts = texts.float()
-    return Similarity(images, texts, *ids, names=Arguments(*names, "image_ids", "text_ids"))
+    called = Arguments(names[0], names[1], "image_ids", "text_ids")
+    return Similarity(images, texts, ids[0], ids[1], names=called)
 
 
 def _ids(
