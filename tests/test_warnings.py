@@ -469,7 +469,6 @@ COMMANDS = [
     ("rerank test_scores.npy --bank-texts again.npz", IN_BANK),
     (f"{EVAL} --bank-images test_images.npy", IN_BANK),
     ("eval test_images.npy copied_images.npy", ONE_SIDE),
-    ("compare test_scores.npy double.npy", "double: it has the same ranks as test_scores"),
     (EVAL, ""),
     ("rerank test_scores.npy --val other_scores.npy", ""),
     ("rerank again.npz:sims", ""),

@@ -171,6 +171,8 @@ def _rerank(args: Rerank | Evaluate, arguments: Sequence[str]) -> None:
         one_of("--write", args.write, PLAIN, *methods)
     if args.folds > 1 and args.out is not None:
         raise ValueError("--out: expected --folds 1, as the file has the scores of all candidates")
+    if args.report is None and (args.image_names or args.text_names):
+        raise ValueError("--image-names, --text-names: expected --report, too")
     rules = _rules(args)
     with _shown_warnings() as warned:
         sim = _similarity(args, args.inputs, args.image_ids, args.text_ids, not args.relevant)
@@ -398,6 +400,12 @@ def _labelled(
         except (TypeError, ValueError) as error:
             raise ValueError(f"{names[0]}: {error}") from None
     images, texts = matrices
+    one, other = sources
+    if one.key == other.key and one.path.samefile(other.path):
+        raise ValueError(
+            f"{one}: expected images and texts, got one array for both; of a file with both, "
+            "FILE:NAME takes one"
+        )
     if text_ids is None and by_ids:
         images = fold_repeated(images)
         ids = default_ids(len(images), len(texts))
