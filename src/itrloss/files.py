@@ -58,7 +58,12 @@ class Source(NamedTuple):
     key: str | None = None
 
     def __str__(self) -> str:
-        return str(self.path) if self.key is None else f"{self.path}:{self.key}"
+        return printable(str(self.path) if self.key is None else f"{self.path}:{self.key}")
+
+
+def printable(text: str) -> str:
+    """Return text with "?" for what UTF-8 has not, as in names of files of another system."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def as_source(text: str) -> Source:
@@ -231,8 +236,11 @@ def _ids_of_texts(path: Path, ids: np.ndarray) -> np.ndarray:
     """Return ids that are texts: as integers if all are."""
     integers = [x for x in ids if _INTEGER.fullmatch(x)]
     missing = [x for x in ids if not x or (integers and x.lower() in _MISSING)]
-    if missing or not len(ids):  # missing ones would match each other
-        raise ValueError(f"{path}: expected an id for each item, got {missing[:1]}")
+    if not len(ids):
+        raise ValueError(f"{path}: expected ids, got none")
+    if missing:  # they would match each other
+        among = " among integers" if integers else ""
+        raise ValueError(f"{path}: expected an id for each item, got {str(missing[0])!r}{among}")
     if len(integers) < len(ids):
         return ids
     try:

@@ -294,8 +294,8 @@ def _facts(args: Options, arguments: Sequence[str], about: str) -> dict[str, str
         "data": about,
         "version": f"itrloss {__version__}",
         "date": datetime.now().astimezone().isoformat(" ", "seconds"),
-        "command": shlex.join(["itrloss", *arguments]),
-        "options": "; ".join(options),
+        "command": files.printable(shlex.join(["itrloss", *arguments])),
+        "options": files.printable("; ".join(options)),
     }
 
 
