@@ -127,12 +127,23 @@ def value(record, key, form=".1f", scale=1.0, **where):
 
 def trained(study, name, after=False, split="dev"):
     """Return RSUM of a model of the example trainer, mean ± standard deviation over seeds."""
-    rows = rows_of("trainer", study=study, name=name, split=split)
+    rows, records = rows_of_trainer(study=study, name=name, split=split)
     if "re-ranked" in rows[0]:
         values = rows[0]["re-ranked" if after else "RSUM"]
     else:
         values = rows[after]["RSUM"]
-    return Figure(spread_of(values), ("trainer",))
+    return Figure(spread_of(values), records)
+
+
+def rows_of_trainer(**where):
+    """Return rows of the example trainer, and the names of the records that have them."""
+    rows, records = [], []
+    for record in ("trainer", "systems_infonce"):
+        found = [x for x in load(record)["rows"] if where.items() <= x.items()]
+        if found:
+            rows += found
+            records.append(record)
+    return rows, tuple(records)
 
 
 def extent(records, key, form=".1f", scale=1.0, **where):
@@ -256,12 +267,13 @@ def scenes():
 def recalls(study, split="dev"):
     """Recalls and RSUM of trained models, and below each the same after re-ranking."""
     rows = [["", "", *RECALLS, "RSUM"]]
-    for row in rows_of("trainer", study=study, split=split):
+    models, records = rows_of_trainer(study=study, split=split)
+    for row in models:
         after = row["re-ranking"] != "none"
         name = ", ".join(filter(None, [row["name"], row.get("settings")]))
         names = ["", "re-ranked"] if after else [name, ""]
         rows.append([*names, *(spread_of(row[key]) for key in (*RECALLS, "RSUM"))])
-    return Table(rows, ("trainer",))
+    return Table(rows, records)
 
 
 def final_test():

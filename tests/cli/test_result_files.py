@@ -122,7 +122,7 @@ os.execv(sys.executable, [sys.executable, "-m", "itrloss", *sys.argv[1:]])"""
     command = ["rerank", "sims.npy", "--methods", "csls", "--samples", "9", "--latex", "t.tex"]
     done = subprocess.run([sys.executable, "-c", code, closed, *command], capture_output=True)
     assert done.returncode == 0, done.stderr
-    assert Path("t.tex").read_text().endswith("\\end{minipage}\n")
+    assert Path("t.tex").read_text().endswith("\\end{tabular}\n}\n")
 
 
 # --- signals --------------------------------------------------------------------------------------
