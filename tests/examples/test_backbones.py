@@ -221,6 +221,6 @@ def test_a_run_is_stored_whole_and_goes_on(raw, bert, tmp_path):
 
 def test_a_missing_package_is_named(config, bert, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    message = r"bert and backbone need transformers: install itrloss with the extra 'bert'"
+    message = r"bert, backbone and CLIP need transformers: install itrloss with the extra 'bert'"
     with pytest.raises(ImportError, match=message):
         Trainer(replace(config, bert=bert))

@@ -364,14 +364,15 @@ def test_every_command_runs_to_its_end(paper, number, scenes, capsys):
     out = capsys.readouterr().out
     assert table.title in out
     stem = scenes / f"{paper}_{number}"
+    if table.kind == "results":
+        assert stem.with_suffix(".html").read_text(encoding="utf-8").count("<img") > 5
+        return
     with stem.with_suffix(".csv").open(encoding="utf-8") as file:
         lines = list(csv.reader(file))
     assert len(lines) > 1
     if table.kind in MEASURED:
         check_results(table, lines)
-    if table.kind == "results":
-        assert stem.with_suffix(".html").read_text(encoding="utf-8").count("<img") > 5
-    elif table.kind in DRAWN:
+    if table.kind in DRAWN:
         pixels = np.asarray(Image.open(stem.with_suffix(".png")).convert("RGB"))
         assert pixels.std() > 10
 
@@ -445,11 +446,12 @@ def test_commands_run_on_other_forms_of_data(form, command, data, photos, resnet
     main([command, *options, *TINY, "decay_epochs=[]", "concepts=3", *settings])
     assert "not drawn" not in capsys.readouterr().out.lower()
     stem = tmp_path / "out" / command.replace(":", "_")
+    if command == "dvse:fig11":
+        assert stem.with_suffix(".html").read_text(encoding="utf-8").count("<img") > 2
+        return
     lines = stem.with_suffix(".csv").read_text(encoding="utf-8")
     assert len(lines.splitlines()) > 4
     assert "not run: needs" not in lines
-    if command == "dvse:fig11":
-        assert stem.with_suffix(".html").read_text(encoding="utf-8").count("<img") > 2
 
 
 def test_heat_maps_of_raw_images_are_of_the_cells_of_the_feature_map(photos, resnet, tmp_path):
